@@ -1,0 +1,50 @@
+"""Answers: what a command's sender is told. What does not apply is absent."""
+
+import msgspec
+
+from models.identifiers import Id
+from models.outcomes import NOT_DECIDED, OUTCOME_NAMES, Outcome
+
+
+class Answer(msgspec.Struct, omit_defaults=True, frozen=True):
+    """The answer to one command.
+
+    `code` is the outcome's number. `amount` counts the offer's asset (minor units or pieces), `place` is the how-manieth grab
+    of the offer this is, `left` what was left after it (units: parts or pieces). `seq` is the event's number in its shard.
+    `retry_at` and `at` are milliseconds since 1970 UTC.
+    """
+
+    id: Id
+    outcome: str
+    code: int
+    offer: Id | None = None
+    grab: Id | None = None
+    amount: int | None = None
+    quantity: int | None = None
+    place: int | None = None
+    left: int | None = None
+    repeated: bool = False
+    retry_at: int | None = None
+    shard: int | None = None
+    seq: int | None = None
+    at: int | None = None
+    message: str | None = None
+
+    @property
+    def positive(self) -> bool:
+        """Whether the command was carried out."""
+        return self.code < Outcome.invalid
+
+    @property
+    def decided(self) -> bool:
+        """Whether a script decided it; `fenced` and `busy` say: not yet, send it again."""
+        return self.code not in NOT_DECIDED
+
+
+def refusal(id: str, outcome: Outcome, offer: str | None = None, message: str | None = None, retry_at: int | None = None) -> Answer:
+    """A refusal made without a script (the door, the queue, the fence)."""
+    return Answer(id, OUTCOME_NAMES[outcome], int(outcome), offer, retry_at=retry_at, message=message)
+
+
+encode_answer = msgspec.json.Encoder().encode
+decode_answer = msgspec.json.Decoder(Answer).decode

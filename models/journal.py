@@ -1,0 +1,137 @@
+"""The journal's form and its reading: blocks, markers, the hash chain, and the cursor that accepts or refuses (DESIGN 4.4–4.6).
+
+Nothing here reads Kafka: a record is given as offset, headers and value, and `Cursor.feed` says what it adds to the history.
+"""
+
+from collections.abc import Iterable, Sequence
+from hashlib import sha256
+from typing import Final, NamedTuple
+
+GENESIS: Final = bytes(32)
+
+Headers = Sequence[tuple[str, bytes]]
+
+
+class Corrupt(Exception):
+    """The journal contradicts itself: the shard must stop, and nothing behind this record may be used."""
+
+
+class Gap(Exception):
+    """Events are missing between the cursor and a block that counts: read from the cursor's own offset first."""
+
+
+class Block(NamedTuple):
+    """One journal record. A block of count 0 is a marker: it has no lines, and `prev` and `head` are empty."""
+
+    shard: int
+    term: int
+    owner: str
+    first_seq: int
+    count: int
+    prev: bytes
+    head: bytes
+    lines: tuple[bytes, ...]
+    hashes: tuple[bytes, ...]
+
+
+class Accepted(NamedTuple):
+    """An event that counts: its seq, its text as it stands in the journal, and the chain's hash behind it."""
+
+    seq: int
+    line: bytes
+    hash: bytes
+
+
+def chain(head: bytes, lines: Iterable[bytes]) -> list[bytes]:
+    """The hash behind every line: hash(n) = sha256(hash(n-1) ‖ line), raw digests of 32 bytes."""
+    hashes = []
+    for line in lines:
+        head = sha256(head + line).digest()
+        hashes.append(head)
+    return hashes
+
+
+def marker_headers(shard: int, term: int, owner: str) -> list[tuple[str, bytes]]:
+    """Headers of a marker; its value is empty, not null."""
+    return [("shard", b"%d" % shard), ("term", b"%d" % term), ("owner", owner.encode()), ("count", b"0")]
+
+
+def block_headers(
+    shard: int, term: int, owner: str, first_seq: int, count: int, prev: bytes, head: bytes
+) -> list[tuple[str, bytes]]:
+    """Headers of a block of events; its value is the lines joined by newlines."""
+    return [
+        ("shard", b"%d" % shard),
+        ("term", b"%d" % term),
+        ("owner", owner.encode()),
+        ("first_seq", b"%d" % first_seq),
+        ("count", b"%d" % count),
+        ("prev", prev.hex().encode()),
+        ("head", head.hex().encode()),
+    ]
+
+
+def parse_block(headers: Headers, value: bytes | None) -> Block:
+    """A record as a block, its lines chained from its own `prev`; raises Corrupt when the record contradicts itself."""
+    named = dict(headers)
+    try:
+        shard, term, count = int(named["shard"]), int(named["term"]), int(named["count"])
+        owner = named["owner"].decode()
+        if count == 0:
+            return Block(shard, term, owner, 0, 0, b"", b"", (), ())
+        first_seq = int(named["first_seq"])
+        prev, head = bytes.fromhex(named["prev"].decode()), bytes.fromhex(named["head"].decode())
+    except (KeyError, ValueError) as error:
+        raise Corrupt(f"headers cannot be read: {error!r}") from None
+    lines = tuple((value or b"").split(b"\n"))
+    if len(lines) != count:
+        raise Corrupt(f"{len(lines)} lines where the header says {count}")
+    hashes = tuple(chain(prev, lines))
+    if hashes[-1] != head:
+        raise Corrupt(f"the lines of seq {first_seq} to {first_seq + count - 1} do not lead to the head in the header")
+    return Block(shard, term, owner, first_seq, count, prev, head, lines, hashes)
+
+
+class Cursor(NamedTuple):
+    """How far a reader is in a shard: last `seq` and the hash there, the next offset, and the term and owner in force."""
+
+    seq: int = 0
+    head: bytes = GENESIS
+    next_offset: int = 0
+    term: int = 0
+    owner: str = ""
+
+    def feed(self, offset: int, block: Block) -> "tuple[Cursor, Sequence[Accepted]]":
+        """The cursor behind a record and the events the record adds; a record below the cursor adds nothing.
+
+        Raises Gap when events are missing before the block, Corrupt when it counts but contradicts what is known.
+        """
+        if offset < self.next_offset:
+            return self, ()
+        behind = self._replace(next_offset=offset + 1)
+        if block.count == 0:
+            if block.term > self.term:
+                behind = behind._replace(term=block.term, owner=block.owner)
+            return behind, ()
+        if block.term > self.term:
+            raise Corrupt(f"offset {offset}: a block of term {block.term}, for which no marker stands before it")
+        if block.term < self.term or block.owner != self.owner:
+            return behind, ()
+        return self._accept(offset, block, behind)
+
+    def _accept(self, offset: int, block: Block, behind: "Cursor") -> "tuple[Cursor, Sequence[Accepted]]":
+        known = self.seq - block.first_seq + 1
+        if known < 0:
+            raise Gap(f"offset {offset}: begins at seq {block.first_seq}, the last one known is {self.seq}")
+        if known > block.count:
+            return behind, ()
+        before = block.prev if known == 0 else block.hashes[known - 1]
+        if before != self.head:
+            raise Corrupt(f"offset {offset}: another history at seq {self.seq}")
+        if known == block.count:
+            return behind, ()
+        news = [
+            Accepted(block.first_seq + index, block.lines[index], block.hashes[index])
+            for index in range(known, block.count)
+        ]
+        return behind._replace(seq=news[-1].seq, head=news[-1].hash), news

@@ -1,0 +1,22 @@
+"""Integers that count money and pieces, and the bounds that keep them exact everywhere.
+
+Lua's numbers are doubles and print 14 digits; 10^13 leaves room for a sum of two and a sign.
+"""
+
+from typing import Final
+
+AMOUNT_MAX: Final = 10**13
+PARTS_MAX: Final = 1_000_000
+
+
+class Invalid(ValueError):
+    """A command that must not reach a script; `str(error)` names the field and the way out."""
+
+
+def check_amount(field: str, value: object, least: int = 0, most: int = AMOUNT_MAX) -> int:
+    """The value, when it is an integer from `least` to `most`; raises Invalid with the field's name otherwise."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise Invalid(f"{field}: must be an integer (minor units or pieces), got {value!r}")
+    if not least <= value <= most:
+        raise Invalid(f"{field}: must be from {least} to {most}, got {value}")
+    return value

@@ -1,0 +1,56 @@
+"""Outcomes: what can be said to a command, numbered in order of precedence.
+
+The number is the same in Lua, Python, HTTP, topics and metrics. A command wrong in two ways gets the smaller refusal.
+"""
+
+from enum import IntEnum
+from typing import Final
+
+
+class Outcome(IntEnum):
+    """Below 20: it was done, and an event says so. From 20: it was refused, and nothing changed."""
+
+    granted = 0
+    held = 1
+    confirmed = 2
+    released = 3
+    returned = 4
+    opened = 5
+    amended = 6
+    closed = 7
+    paused = 8
+    resumed = 9
+    extended = 10
+    redeemed = 11
+    unredeemed = 12
+    loaded = 13
+    adjusted = 14
+    waiting = 15
+    invalid = 20
+    fenced = 21
+    busy = 22
+    conflict = 23
+    no_such_offer = 24
+    no_such_grab = 25
+    already_taken = 26
+    not_open_yet = 27
+    on_hold = 28
+    over = 29
+    not_eligible = 30
+    limit_reached = 31
+    sold_out = 32
+    not_enough_left = 33
+    expired = 34
+    not_held = 35
+    not_redeemable = 36
+
+    @property
+    def positive(self) -> bool:
+        """Whether the command was carried out."""
+        return self < Outcome.invalid
+
+
+OUTCOME_NAMES: Final[dict[int, str]] = {int(outcome): outcome.name for outcome in Outcome}
+
+#: Refusals of the whole call: nothing was decided, the same command may be sent again at `retry_at`.
+NOT_DECIDED: Final = frozenset({Outcome.fenced, Outcome.busy})

@@ -1,0 +1,101 @@
+"""Splitting a sum into random parts: integer, exact, and fair by place.
+
+With R left over n parts, q = floor(R/n) and r = R mod n, a part is uniform on q-w … q+w, plus 1 with probability r/n: its
+mean is exactly R/n, so every place in the queue has the same mean. The law only chooses w:
+
+- `bounded`     the widest w that min, max and the later parts allow
+- `double_mean` q - min, which is `bounded` without a maximum: min … twice the mean
+- `equal`       0: the remainder is dealt out one by one at random
+
+Draw k is the first 13 hex digits of SHA-1(seed hex ‖ ":" ‖ k ‖ ":" ‖ attempt), brought into a range by rejection. Place k
+uses draw k over the range (2w+1)·n: quotient by n is the uniform part, remainder by n below r is the extra 1. `ahead` then
+shuffles (Fisher-Yates, from the last place down) with draws n+1 …, so the spread is the same for every place too.
+`lua/includes/splitting.lua` is the same arithmetic; golden vectors hold the two together.
+"""
+
+from hashlib import sha1
+from struct import pack
+from typing import Final, Literal
+
+from models.money import AMOUNT_MAX, PARTS_MAX, Invalid
+
+Law = Literal["double_mean", "bounded", "equal"]
+LAWS: Final[tuple[Law, ...]] = ("double_mean", "bounded", "equal")
+DRAW_RANGE: Final = 16**13
+PART_BYTES: Final = 6
+
+
+def draw(seed: str, k: int, range_size: int) -> int:
+    """Draw k of a seed (lower-case hex), uniform on 0 … range_size-1 (1 ≤ range_size ≤ 2^52)."""
+    limit = DRAW_RANGE - DRAW_RANGE % range_size
+    attempt = 0
+    while True:
+        digest = sha1(f"{seed}:{k}:{attempt}".encode(), usedforsecurity=False).hexdigest()
+        number = int(digest[:13], 16)
+        if number < limit:
+            return number % range_size
+        attempt += 1
+
+
+def half_width(law: Law, left: int, parts: int, least: int, most: int) -> int:
+    """w: how far a part may be from the mean of what is left (minor units), so that all later parts stay legal."""
+    if law == "equal":
+        return 0
+    mean, rest = divmod(left, parts)
+    if law == "double_mean":
+        return mean - least
+    lowest = max(least, left - (parts - 1) * most)
+    highest = min(most, left - (parts - 1) * least)
+    return min(mean - lowest, highest - mean - (1 if rest else 0))
+
+
+def next_part(law: Law, left: int, parts: int, least: int, most: int, seed: str, k: int) -> int:
+    """The part at place k, when `left` minor units remain for `parts` parts; the last takes the rest."""
+    if parts == 1:
+        return left
+    mean, rest = divmod(left, parts)
+    width = half_width(law, left, parts, least, most)
+    uniform, extra = divmod(draw(seed, k, (2 * width + 1) * parts), parts)
+    return mean - width + uniform + (1 if extra < rest else 0)
+
+
+def split_ahead(law: Law, total: int, parts: int, least: int, most: int, seed: str) -> list[int]:
+    """All parts of a legal envelope in the order of places, shuffled (see the module's words)."""
+    amounts = []
+    left = total
+    for place in range(1, parts + 1):
+        amount = next_part(law, left, parts - place + 1, least, most, seed, place)
+        amounts.append(amount)
+        left -= amount
+    k = parts
+    for last in range(parts, 1, -1):
+        k += 1
+        other = draw(seed, k, last)
+        amounts[last - 1], amounts[other] = amounts[other], amounts[last - 1]
+    return amounts
+
+
+def pack_parts(amounts: list[int]) -> bytes:
+    """Parts as one string, 6 bytes each, big-endian: read by place, without a list of a hundred thousand entries."""
+    return b"".join(pack(">Q", amount)[2:] for amount in amounts)
+
+
+def check_split(law: Law, total: int, parts: int, least: int, most: int | None) -> int:
+    """The maximum in force of a legal split (all in minor units); raises Invalid with the field and the way out."""
+    if not 1 <= parts <= PARTS_MAX:
+        raise Invalid(f"parts: must be from 1 to {PARTS_MAX}, got {parts}")
+    if least < 1:
+        raise Invalid(f"min: must be at least 1, so that nobody gets nothing, got {least}")
+    if not 1 <= total <= AMOUNT_MAX:
+        raise Invalid(f"total: must be from 1 to {AMOUNT_MAX}, got {total}")
+    if total < parts * least:
+        raise Invalid(f"total: {parts} parts of at least {least} need {parts * least}, got {total}")
+    if most is None:
+        return total
+    if law != "bounded":
+        raise Invalid(f"max: only law bounded takes a maximum, this offer has law {law}")
+    if most < least:
+        raise Invalid(f"max: must be at least min ({least}), got {most}")
+    if total > parts * most:
+        raise Invalid(f"total: {parts} parts of at most {most} hold {parts * most}, got {total}")
+    return most

@@ -1,0 +1,1 @@
+"""What moves events: topics, decider, relay, sweeper, journal reader, and the Faust app with its agents."""

@@ -1,0 +1,83 @@
+"""Topics: the only file that names them, and what creates them.
+
+Partition = shard, so every topic but `rejected` has as many partitions as there are shards.
+"""
+
+from typing import Final, NamedTuple
+
+from aiokafka.admin import AIOKafkaAdminClient, NewTopic
+from aiokafka.errors import TopicAlreadyExistsError, for_code
+
+DAY_MS: Final = 24 * 3600 * 1000
+RECORD_BYTES_MAX: Final = 4 * 1024 * 1024
+
+
+class Topics(NamedTuple):
+    """The names of one system's topics; `prefix` lets several systems share the servers."""
+
+    prefix: str
+
+    @property
+    def commands(self) -> str:
+        """Commands to decide: one JSON object a record, or an array of them."""
+        return f"{self.prefix}.commands"
+
+    @property
+    def results(self) -> str:
+        """Answers to commands that came by the commands topic."""
+        return f"{self.prefix}.results"
+
+    @property
+    def journal(self) -> str:
+        """Blocks of events: the truth."""
+        return f"{self.prefix}.journal"
+
+    @property
+    def events(self) -> str:
+        """Single events as CloudEvents, for other people's programs."""
+        return f"{self.prefix}.events"
+
+    @property
+    def rejected(self) -> str:
+        """The original bytes of what could not be understood."""
+        return f"{self.prefix}.rejected"
+
+
+def retention_ms(topics: Topics) -> dict[str, int]:
+    """How long each topic keeps its records, in milliseconds; -1 is for ever."""
+    return {
+        topics.commands: 7 * DAY_MS,
+        topics.results: 7 * DAY_MS,
+        topics.journal: -1,
+        topics.events: -1,
+        topics.rejected: 90 * DAY_MS,
+    }
+
+
+async def create_topics(bootstrap: str, topics: Topics, shards: int, replication: int = 1) -> list[str]:
+    """Creates the topics that are missing and returns their names; what exists is left as it is.
+
+    Raises aiokafka's errors when the brokers cannot be reached or refuse.
+    """
+    wanted = [
+        NewTopic(
+            name,
+            num_partitions=1 if name == topics.rejected else shards,
+            replication_factor=replication,
+            topic_configs={"retention.ms": str(kept_ms), "max.message.bytes": str(RECORD_BYTES_MAX)},
+        )
+        for name, kept_ms in retention_ms(topics).items()
+    ]
+    client = AIOKafkaAdminClient(bootstrap_servers=bootstrap)
+    await client.start()
+    try:
+        response = await client.create_topics(wanted)
+    finally:
+        await client.close()
+    created = []
+    for name, code, message, *_ in response.topic_errors:
+        if code == 0:
+            created.append(name)
+        elif code != TopicAlreadyExistsError.errno:
+            raise for_code(code)(f"topic {name}: {message}")
+    return created
