@@ -1,0 +1,378 @@
+"""The gate: commands in, answers out. It gathers what arrives together for a shard and decides it in one script call.
+
+A lone caller does not wait for company: the next batch is whatever arrived while the last one was in flight. Two batches of a
+shard may be in flight unless they hold commands of the same caller, whose order counts.
+"""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
+from typing import Any, Final, Literal, NamedTuple
+
+from redis.exceptions import ConnectionError, NoScriptError, OutOfMemoryError, ReadOnlyError, TimeoutError
+
+from lua import batches, loader
+from lua.journaled import HistoryChanged, Journaled
+from lua.keys import KeySpace, ShardKeys
+from lua.sealing import Sealer
+from models.answers import Answer, refusal
+from models.commands import AnyCommand, Grab, check
+from models.identifiers import are_ids
+from models.money import Invalid
+from models.outcomes import Outcome
+
+Promise = Literal["journaled", "decided"]
+IN_FLIGHT_MAX: Final = 2
+RETRY_SECONDS: Final = 0.05
+BUSY_RETRY_MS: Final = 200
+OFFERS_OPENED_AT_ONCE_MAX: Final = 16
+
+#: Scripts that must work when the outbox is full: what they do gives room, or ends what fills it.
+_ALWAYS_ADMITTED: Final = frozenset({"pause", "resume", "close"})
+_UNREACHABLE: Final = (ConnectionError, TimeoutError, ReadOnlyError, OSError)
+
+
+class OutcomeUnknown(Exception):
+    """Time ran out after the commands were sent: they may or may not be decided. Send them again under the same ids."""
+
+
+class GateLimits(NamedTuple):
+    """Bounds of a gate: commands a call, commands queued a shard, events an outbox, milliseconds of time-out and clock skew."""
+
+    batch_commands_max: int = 512
+    queue_commands_max: int = 20_000
+    outbox_events_max: int = 200_000
+    timeout_ms: int = 2_000
+    clock_skew_ms_max: int = 5_000
+
+
+def now_ms() -> int:
+    """Milliseconds since 1970 by this machine's clock."""
+    return time.time_ns() // 1_000_000
+
+
+class _Ticket:
+    """Consecutive commands of one caller, shard and type; `done` gets their answers and the history they were decided under."""
+
+    __slots__ = ("commands", "deadline", "done", "group", "patience", "script")
+
+    def __init__(
+        self, group: object, script: str, commands: Sequence[AnyCommand], deadline: float, patience: float
+    ) -> None:
+        self.group = group
+        self.script = script
+        self.commands = commands
+        self.deadline = deadline
+        self.patience = patience
+        self.done: asyncio.Future[tuple[list[Answer], int]] = asyncio.get_running_loop().create_future()
+
+    def answer(self, answers: list[Answer], history: int = 0) -> None:
+        if not self.done.done():
+            self.done.set_result((answers, history))
+
+    def refuse(self, outcome: Outcome, message: str, retry_at: int) -> None:
+        self.answer([refusal(c.id, outcome, c.offer, message, retry_at) for c in self.commands])
+
+    def fail(self, error: BaseException) -> None:
+        if not self.done.done():
+            self.done.set_exception(error)
+
+
+class _Shard:
+    """The queue of one shard and what is in flight for it."""
+
+    def __init__(self, keys: ShardKeys) -> None:
+        self.keys = keys
+        self.queue: deque[_Ticket] = deque()
+        self.queued = 0
+        self.in_flight = 0
+        self.groups: set[object] = set()
+        self.held_until = 0.0
+
+
+class Gate:
+    """Decides commands through the Lua scripts. One a process and event loop; `start` before use, `close` after.
+
+    `redis` is a client of redis.asyncio (one server or cluster) that does not decode replies. `clock` gives a time in ms that
+    replaces the server's, for tests and simulation; without it the scripts use the server's own.
+    """
+
+    def __init__(
+        self,
+        redis: Any,
+        keys: KeySpace,
+        sealer: Sealer,
+        limits: GateLimits | None = None,
+        clock: Callable[[], int] | None = None,
+    ) -> None:
+        self._redis = redis
+        self._keys = keys
+        self._sealer = sealer
+        self._limits = limits or GateLimits()
+        self._clock = clock
+        self._shards = [_Shard(keys.shard(number)) for number in range(keys.shards)]
+        self._shard_of: dict[str, int] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.journaled = Journaled(redis, keys)
+
+    def start(self) -> None:
+        """Begins to follow what is journaled."""
+        self.journaled.start()
+
+    async def close(self) -> None:
+        """Ends what is in flight and answers nobody any more."""
+        await self.journaled.close()
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    # -- callers ------------------------------------------------------------------------------------------------------
+
+    async def decide(
+        self, commands: Sequence[AnyCommand], promise: Promise = "journaled", patience_ms: int = 0
+    ) -> list[Answer]:
+        """Answers in the order of the commands; commands of one campaign are carried out in that order.
+
+        `journaled` waits until Kafka has the events of the answers. `patience_ms` is how long commands that meet a fenced or
+        busy shard wait before they are answered so. Raises OutcomeUnknown when time ran out after they were sent.
+        """
+        answers: list[Answer | None] = [None] * len(commands)
+        sound = self._at_the_door(commands, answers)
+        if len(sound) == len(commands):
+            runs = list(self._runs(range(len(commands)), commands))
+        else:
+            runs = list(self._runs(sound, commands))
+        timeout = (self._limits.timeout_ms + patience_ms) / 1000
+        deadline = time.monotonic() + timeout
+        waits = []
+        for shard, script, places in runs:
+            ticket = self._submit(shard, script, [commands[place] for place in places], answers, deadline, patience_ms)
+            waits.append((shard, places, ticket))
+        for shard, places, ticket in waits:
+            answered, history = await ticket.done
+            if promise == "journaled":
+                answered = await self._until_journaled(shard, ticket, answered, history)
+            if len(places) == len(commands):
+                return answered
+            for place, answer in zip(places, answered, strict=True):
+                answers[place] = answer
+        return answers  # type: ignore[return-value]
+
+    async def grab(self, command: Grab, promise: Promise = "journaled", patience_ms: int = 0) -> Answer:
+        """One grab; see `decide`."""
+        return (await self.decide([command], promise, patience_ms))[0]
+
+    def _at_the_door(self, commands: Sequence[AnyCommand], answers: list[Answer | None]) -> Sequence[int]:
+        """Places of the commands that may go on; the others are answered `invalid`."""
+        names: list[str] = []
+        for command in commands:
+            if type(command) is not Grab or command.attributes or type(command.quantity) is not int:
+                break
+            names += (command.id, command.offer, command.user)
+        else:
+            if are_ids(names) and all(0 < command.quantity < 10**13 for command in commands):  # type: ignore[union-attr]
+                return range(len(commands))
+        sound = []
+        for place, command in enumerate(commands):
+            try:
+                check(command)
+                sound.append(place)
+            except (Invalid, TypeError) as error:
+                answers[place] = refusal(command.id, Outcome.invalid, command.offer, str(error))
+        return sound
+
+    def _runs(
+        self, places: Iterable[int], commands: Sequence[AnyCommand]
+    ) -> Iterable[tuple[int, str, Sequence[int]]]:
+        """(shard, script, places): the commands of each shard in order, cut where the type changes."""
+        shard_of, by_shard = self._shard_of, {}  # type: ignore[var-annotated]
+        for place in places:
+            offer = commands[place].offer
+            shard = shard_of.get(offer)
+            if shard is None:
+                if len(shard_of) > 100_000:
+                    shard_of.clear()
+                shard = shard_of[offer] = self._keys.shard_of_offer(offer)
+            by_shard.setdefault(shard, []).append(place)
+        for shard, in_shard in by_shard.items():
+            for kind, run in groupby(in_shard, lambda place: type(commands[place])):
+                run_places = list(run)
+                size = OFFERS_OPENED_AT_ONCE_MAX if kind.__name__ == "Open" else self._limits.batch_commands_max
+                for start in range(0, len(run_places), size):
+                    yield shard, kind.__name__.lower(), run_places[start : start + size]
+
+    def _submit(
+        self,
+        number: int,
+        script: str,
+        commands: Sequence[AnyCommand],
+        group: object,
+        deadline: float,
+        patience_ms: int,
+    ) -> _Ticket:
+        shard = self._shards[number]
+        ticket = _Ticket(id(group), script, commands, deadline, time.monotonic() + patience_ms / 1000)
+        if shard.queued + len(commands) > self._limits.queue_commands_max:
+            ticket.refuse(Outcome.busy, "the gate's queue is full", self._now() + BUSY_RETRY_MS)
+            return ticket
+        shard.queue.append(ticket)
+        shard.queued += len(commands)
+        self._pump(shard)
+        return ticket
+
+    async def _until_journaled(
+        self, number: int, ticket: _Ticket, answers: list[Answer], history: int
+    ) -> list[Answer]:
+        while True:
+            last = max((answer.seq for answer in answers if answer.seq is not None), default=0)
+            if last == 0:
+                return answers
+            try:
+                left = ticket.deadline - time.monotonic()
+                await asyncio.wait_for(self.journaled.wait(number, history, last), max(left, 0.001))
+                return answers
+            except HistoryChanged:
+                # What was decided may be gone with its history: ask again under the same ids, and trust only the new answer.
+                again = self._submit(number, ticket.script, ticket.commands, object(), ticket.deadline, 0)
+                again.patience = ticket.deadline
+                answers, history = await again.done
+            except asyncio.TimeoutError:
+                raise OutcomeUnknown(
+                    f"decided, but not in the journal in time (shard {number}, seq {last}): send the commands again under their ids"
+                ) from None
+
+    def _now(self) -> int:
+        return self._clock() if self._clock else now_ms()
+
+    # -- sender -------------------------------------------------------------------------------------------------------
+
+    def _pump(self, shard: _Shard) -> None:
+        """Sends as much as may be in flight; a shard that refused whole calls is tried again only after a pause."""
+        while shard.queue and shard.in_flight < IN_FLIGHT_MAX and time.monotonic() >= shard.held_until:
+            batch = self._next_batch(shard)
+            if not batch:
+                return
+            shard.in_flight += 1
+            task = asyncio.create_task(self._send(shard, batch))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    def _next_batch(self, shard: _Shard) -> list[_Ticket]:
+        """The tickets at the head of the queue that one call can carry: one type, and no caller already in flight."""
+        batch: list[_Ticket] = []
+        count = 0
+        queue = shard.queue
+        size = OFFERS_OPENED_AT_ONCE_MAX if queue[0].script == "open" else self._limits.batch_commands_max
+        while queue:
+            ticket = queue[0]
+            if batch and (ticket.script != batch[0].script or count + len(ticket.commands) > size):
+                break
+            if ticket.group in shard.groups:
+                break
+            batch.append(queue.popleft())
+            count += len(ticket.commands)
+        shard.queued -= count
+        shard.groups.update(ticket.group for ticket in batch)
+        return batch
+
+    async def _send(self, shard: _Shard, batch: list[_Ticket]) -> None:
+        commands = batch[0].commands if len(batch) == 1 else [c for ticket in batch for c in ticket.commands]
+        refused: tuple[Outcome, str, int] | None = None
+        try:
+            rows, history = await self._call(shard.keys, batch[0].script, commands)
+            number = shard.keys.shard
+            place = 0
+            for ticket in batch:
+                ticket.answer(
+                    [batches.answer_of(number, command, rows[place + i]) for i, command in enumerate(ticket.commands)], history
+                )
+                place += len(ticket.commands)
+        except _Refused as error:
+            refused = (error.outcome, error.message, error.retry_at)
+        except _UNREACHABLE as error:
+            self._unreachable(shard, batch, error)
+        except BaseException as error:
+            for ticket in batch:
+                ticket.fail(error if isinstance(error, Exception) else asyncio.CancelledError())
+            raise
+        finally:
+            shard.in_flight -= 1
+            shard.groups.difference_update(ticket.group for ticket in batch)
+            if refused:
+                self._refused(shard, batch, *refused)
+            self._pump(shard)
+
+    def _refused(self, shard: _Shard, batch: list[_Ticket], outcome: Outcome, message: str, retry_at: int) -> None:
+        """The whole call was refused: who has patience goes back to the head of the queue, in order."""
+        now = time.monotonic()
+        patient = [ticket for ticket in batch if ticket.patience > now]
+        for ticket in batch:
+            if ticket.patience <= now:
+                ticket.refuse(outcome, message, retry_at)
+        self._hold(shard, patient)
+
+    def _unreachable(self, shard: _Shard, batch: list[_Ticket], error: Exception) -> None:
+        """Sent, perhaps decided: only the same command can find out, so it is sent again until its time is over."""
+        now = time.monotonic()
+        for ticket in batch:
+            if ticket.deadline <= now:
+                ticket.fail(OutcomeUnknown(f"Redis did not answer in time ({error}): send the commands again under their ids"))
+        self._hold(shard, [ticket for ticket in batch if ticket.deadline > now])
+        while shard.queue and shard.queue[-1].deadline <= now:
+            ticket = shard.queue.pop()
+            shard.queued -= len(ticket.commands)
+            ticket.refuse(Outcome.busy, "Redis does not answer", self._now() + BUSY_RETRY_MS)
+
+    def _hold(self, shard: _Shard, tickets: list[_Ticket]) -> None:
+        if not tickets:
+            return
+        shard.queue.extendleft(reversed(tickets))
+        shard.queued += sum(len(ticket.commands) for ticket in tickets)
+        shard.held_until = time.monotonic() + RETRY_SECONDS
+        asyncio.get_running_loop().call_later(RETRY_SECONDS, self._pump, shard)
+
+    async def _call(
+        self, keys: ShardKeys, script: str, commands: Sequence[AnyCommand]
+    ) -> tuple[list[list[int]], int]:
+        if script == "open" and sum(command.terms.parts for command in commands) > 2_000:  # type: ignore[union-attr]
+            names, packed_arguments = await asyncio.to_thread(batches.build, keys, script, commands, self._sealer)
+        else:
+            names, packed_arguments = batches.build(keys, script, commands, self._sealer)
+        outbox_max: int | str = "" if script in _ALWAYS_ADMITTED else self._limits.outbox_events_max
+        arguments = (
+            keys.shard,
+            now_ms(),
+            self._clock() if self._clock else "",
+            self._limits.clock_skew_ms_max,
+            outbox_max,
+            *packed_arguments,
+        )
+        try:
+            raw = await run_script(self._redis, script, [*keys.deciding(), *names], arguments)
+        except OutOfMemoryError:
+            raise _Refused(Outcome.busy, "Redis memory is full", self._now() + BUSY_RETRY_MS) from None
+        reply = batches.decode_reply(raw)
+        if reply.code != 0:
+            raise _Refused(Outcome(reply.code), str(reply.rows_or_message), reply.history_or_retry_at)
+        return reply.rows_or_message, reply.history_or_retry_at
+
+
+class _Refused(Exception):
+    """The script refused the whole call: nothing was decided."""
+
+    def __init__(self, outcome: Outcome, message: str, retry_at: int) -> None:
+        super().__init__(message)
+        self.outcome = outcome
+        self.message = message
+        self.retry_at = retry_at
+
+
+async def run_script(redis: Any, name: str, keys: Sequence[str], arguments: Sequence[object]) -> Any:
+    """Runs a script by its SHA-1; a server that does not know it (new, restarted, failed over) is given its text."""
+    script = loader.load(name)
+    try:
+        return await redis.execute_command("EVALSHA", script.sha, len(keys), *keys, *arguments)
+    except NoScriptError:
+        return await redis.execute_command("EVAL", script.text, len(keys), *keys, *arguments)

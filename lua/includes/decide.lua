@@ -1,0 +1,73 @@
+-- What every deciding script begins and ends with: may this call decide at all, at what time, and how events are written.
+-- Needs KEYS[1..7] (shard, outbox, refusals, refusal_order, demand, due, offers) and the includes `shard` and `records`.
+
+local FENCED, BUSY = 21, 22
+local CONFLICT, NO_SUCH_OFFER, ALREADY_TAKEN, NOT_OPEN_YET, ON_HOLD, OVER, SOLD_OUT = 23, 24, 26, 27, 28, 29, 32
+local INVALID = 20
+local REFUSALS_MAX = 100000
+
+-- Reads ARGV[1..5] and the shard. Returns the call's state, or nil and the refusal of the whole call {code, retry_at, message}.
+--   ARGV[1] shard number · ARGV[2] caller's time ms · ARGV[3] time to use instead ms, or '' · ARGV[4] clock skew allowed ms
+--   ARGV[5] events the outbox may hold, or '' for commands that must work then too
+local function begin_call()
+  local clock = time_of_server()
+  if ARGV[3] ~= '' then
+    clock = tonumber(ARGV[3])
+  else
+    local skew = clock - tonumber(ARGV[2])
+    if math.abs(skew) > tonumber(ARGV[4]) then
+      return nil, {FENCED, clock + 1000, string.format(
+        'the clock of Redis is %.0f ms ahead of the caller, at most %s allowed: set the clocks right', skew, ARGV[4])}
+    end
+  end
+  local shard = redis.call('HMGET', KEYS[1], 'seq', 'time', 'life', 'history', 'journaled_seq', 'fault')
+  if shard[3] ~= life_of_server() then
+    return nil, {FENCED, clock + 1000, shard[6] or 'the shard has not been reconciled with the journal since this server started'}
+  end
+  local seq = tonumber(shard[1] or 0)
+  if ARGV[5] ~= '' and seq - tonumber(shard[5] or 0) >= tonumber(ARGV[5]) then
+    return nil, {BUSY, clock + 1000, 'the outbox is full: the relay is behind'}
+  end
+  return {
+    shard = ARGV[1], seq = seq, first_seq = seq + 1, history = tonumber(shard[4]),
+    now = math.max(clock, tonumber(shard[2] or 0)),
+    lines = {}, refused_fields = {}, refused_ids = {}, demand = {},
+  }
+end
+
+-- The seq of the next event; its line is put at the same place of `call.lines`.
+local function next_seq(call)
+  call.seq = call.seq + 1
+  return call.seq
+end
+
+-- The first write of a call, and the only one that can still be refused (an id not above the stream's last).
+local function append_events(call)
+  local count = #call.lines
+  if count == 0 then return end
+  redis.call('XADD', KEYS[2], string.format('%.0f-0', call.first_seq), 'n', count, 'e', table.concat(call.lines, '\n'))
+  redis.call('HSET', KEYS[1], 'seq', string.format('%.0f', call.seq), 'time', string.format('%.0f', call.now))
+end
+
+-- Counts a refusal and remembers it under its command's id.
+local function refuse(call, code, id, offer, digest)
+  local field = code .. ':' .. offer
+  call.demand[field] = (call.demand[field] or 0) + 1
+  local fields = call.refused_fields
+  fields[#fields + 1] = id
+  fields[#fields + 1] = pack_refusal(code, call.now, digest)
+  call.refused_ids[#call.refused_ids + 1] = id
+end
+
+-- Writes what `refuse` gathered; the oldest beyond REFUSALS_MAX are forgotten.
+local function write_refusals(call)
+  local count = #call.refused_ids
+  if count == 0 then return end
+  local second = string.format('%.0f:', math.floor(call.now / 1000))
+  for field, number in pairs(call.demand) do redis.call('HINCRBY', KEYS[5], second .. field, number) end
+  redis.call('HSET', KEYS[3], unpack(call.refused_fields))
+  local length = redis.call('RPUSH', KEYS[4], unpack(call.refused_ids))
+  if length > REFUSALS_MAX then
+    redis.call('HDEL', KEYS[3], unpack(redis.call('LPOP', KEYS[4], length - REFUSALS_MAX)))
+  end
+end

@@ -1,0 +1,107 @@
+"""Journaled up to n: who was promised a journaled answer waits here until the journal has its event.
+
+The number is true within one history only (DESIGN 4.8): a waiter names the history its answer was decided under, and at another
+one it is told so, to send its command again. Announcements come by pub/sub; since one can be missed, waiters also look themselves.
+"""
+
+import asyncio
+import heapq
+import itertools
+from contextlib import suppress
+from typing import Any
+
+from redis.exceptions import RedisError
+
+from lua.keys import KeySpace
+
+LOOK_EVERY_SECONDS = 0.1
+
+
+class HistoryChanged(Exception):
+    """The shard was recovered meanwhile: what was decided before may be gone; ask again under the same id."""
+
+
+class Journaled:
+    """Follows (history, seq) of every shard and releases waiters; one a gate."""
+
+    def __init__(self, redis: Any, keys: KeySpace) -> None:
+        self._redis = redis
+        self._keys = keys
+        self._known: dict[int, tuple[int, int]] = {}
+        self._waiting: dict[int, list[tuple[int, int, int, asyncio.Future[None]]]] = {}
+        self._order = itertools.count()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._anyone = asyncio.Event()
+
+    def start(self) -> None:
+        """Begins to listen and to look."""
+        self._tasks = [asyncio.create_task(self._look()), asyncio.create_task(self._listen())]
+
+    async def close(self) -> None:
+        """Stops; waiters are cancelled."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for heap in self._waiting.values():
+            for *_, future in heap:
+                future.cancel()
+
+    async def wait(self, shard: int, history: int, seq: int) -> None:
+        """Returns when the shard's journal has `seq` in this history; raises HistoryChanged when another one came."""
+        known_history, known_seq = self._known.get(shard, (-1, 0))
+        if known_history == history and known_seq >= seq:
+            return
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        heapq.heappush(self._waiting.setdefault(shard, []), (seq, next(self._order), history, future))
+        self._anyone.set()
+        await future
+
+    def _announce(self, shard: int, history: int, seq: int) -> None:
+        self._known[shard] = (history, seq)
+        heap = self._waiting.get(shard)
+        if not heap:
+            return
+        if any(waiting_history != history for _, _, waiting_history, _ in heap):
+            for _, _, waiting_history, future in heap:
+                if waiting_history != history and not future.done():
+                    future.set_exception(HistoryChanged(f"shard {shard}: history {history} instead of {waiting_history}"))
+            heap[:] = [entry for entry in heap if not entry[3].done()]
+            heapq.heapify(heap)
+        while heap and heap[0][0] <= seq:
+            future = heapq.heappop(heap)[3]
+            if not future.done():
+                future.set_result(None)
+
+    async def _listen(self) -> None:
+        channels = {self._keys.shard(shard).channel: shard for shard in range(self._keys.shards)}
+        while True:
+            try:
+                async with self._redis.pubsub() as pubsub:
+                    await pubsub.subscribe(*channels)
+                    async for message in pubsub.listen():
+                        if message["type"] != "message":
+                            continue
+                        history, seq = message["data"].decode().rsplit(" ", 1)
+                        self._announce(channels[message["channel"].decode()], int(history or 0), int(seq))
+            except (RedisError, OSError):
+                await asyncio.sleep(LOOK_EVERY_SECONDS)
+            except AttributeError:
+                return  # a cluster client without pub/sub: looking is enough
+
+    async def _look(self) -> None:
+        while True:
+            await self._anyone.wait()
+            waiting = [shard for shard, heap in self._waiting.items() if heap]
+            if not waiting:
+                self._anyone.clear()
+                continue
+            await asyncio.sleep(LOOK_EVERY_SECONDS)
+            for shard in waiting:
+                with suppress(RedisError, OSError):
+                    await self.look(shard)
+
+    async def look(self, shard: int) -> None:
+        """Reads (history, seq) of a shard from its hash and releases whom it concerns."""
+        fields = await self._redis.hmget(self._keys.shard(shard).state, ["history", "journaled_seq"])
+        if fields[0] is not None:
+            self._announce(shard, int(fields[0]), int(fields[1] or 0))

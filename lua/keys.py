@@ -1,0 +1,111 @@
+"""Redis key names: the only file that makes them.
+
+All keys of a shard carry prefix and shard as hash tag, so that one call can touch them on Redis Cluster too.
+"""
+
+from typing import Final, NamedTuple
+
+from models.identifiers import campaign_of, shard_of
+
+#: Fields of the shard hash that Python reads; Lua writes them.
+SHARD_FIELDS: Final = (
+    "seq",  # of the last event decided here
+    "time",  # of the last event, ms: the shard's clock never goes below it
+    "term",
+    "owner",
+    "life",  # run_id and master_replid under which the shard was last reconciled; another life is fenced
+    "history",  # the term of that reconciliation; an answer names the history it was decided under
+    "journaled_seq",  # checkpoint: the last event Kafka acknowledged …
+    "journaled_head",  # … the chain's hash there, hex …
+    "journaled_offset",  # … and the journal offset behind it
+    "fault",  # why the shard is fenced, in words, when its relay could not reconcile it
+)
+
+
+class ShardKeys(NamedTuple):
+    """The keys of one shard under one prefix."""
+
+    prefix: str
+    shard: int
+
+    @property
+    def tag(self) -> str:
+        """Prefix and shard as hash tag: what puts all keys of a shard into one slot."""
+        return f"{self.prefix}:{{{self.prefix}-s{self.shard}}}"
+
+    @property
+    def state(self) -> str:
+        """Hash: SHARD_FIELDS."""
+        return f"{self.tag}:shard"
+
+    @property
+    def outbox(self) -> str:
+        """Stream: events not yet acknowledged by Kafka; entry id = first seq, `n` count, `e` lines."""
+        return f"{self.tag}:outbox"
+
+    @property
+    def refusals(self) -> str:
+        """Hash command id → record: refused commands that are remembered."""
+        return f"{self.tag}:refusals"
+
+    @property
+    def refusal_order(self) -> str:
+        """List of the ids in `refusals`, the oldest first."""
+        return f"{self.tag}:refusal_order"
+
+    @property
+    def demand(self) -> str:
+        """Hash `<second>:<code>:<offer>` → count: refusals not yet written to SQL."""
+        return f"{self.tag}:demand"
+
+    @property
+    def due(self) -> str:
+        """Sorted set offer → time (ms) at which the sweeper has to close it."""
+        return f"{self.tag}:due"
+
+    @property
+    def offers(self) -> str:
+        """Set of the offers that have keys here."""
+        return f"{self.tag}:offers"
+
+    @property
+    def lease(self) -> str:
+        """String: the worker that relays this shard."""
+        return f"{self.tag}:lease"
+
+    @property
+    def channel(self) -> str:
+        """Pub/sub channel: `<history> <seq>` whenever more is journaled."""
+        return f"{self.tag}:journaled"
+
+    def deciding(self) -> list[str]:
+        """The keys every deciding script gets first, in order."""
+        return [self.state, self.outbox, self.refusals, self.refusal_order, self.demand, self.due, self.offers]
+
+    def offer(self, offer: str) -> str:
+        """Hash: the state of one offer."""
+        return f"{self.tag}:offer:{offer}"
+
+    def of_offer(self, offer: str) -> list[str]:
+        """The keys of one offer as the scripts get them: state, users, parts."""
+        key = self.offer(offer)
+        return [key, key + ":users", key + ":parts"]
+
+    def answers(self, campaign: str) -> str:
+        """Hash command id → record: answers that made an event, one hash a campaign."""
+        return f"{self.tag}:campaign:{campaign}:answers"
+
+
+class KeySpace(NamedTuple):
+    """All shards of one system: where an offer's keys are."""
+
+    prefix: str
+    shards: int
+
+    def shard(self, shard: int) -> ShardKeys:
+        """The keys of a shard by its number."""
+        return ShardKeys(self.prefix, shard)
+
+    def shard_of_offer(self, offer: str) -> int:
+        """The shard that decides an offer."""
+        return shard_of(campaign_of(offer), self.shards)

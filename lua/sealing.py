@@ -1,0 +1,63 @@
+"""Sealing: what recovery needs from the journal and its readers must not see (seeds now, coupon codes later).
+
+AES-256-GCM with a fresh nonce, bound to shard, offer and purpose, so that a sealed text cannot be moved elsewhere.
+"""
+
+import os
+from base64 import b64decode, b64encode, urlsafe_b64decode
+from collections.abc import Mapping
+
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM  # the field's usual library for this
+
+NONCE_BYTES = 12
+
+
+class CannotOpen(Exception):
+    """A sealed text whose key is missing, or that was changed or moved."""
+
+
+class Sealer:
+    """Seals with the first key and opens with any; keys are `id:key`, 32 bytes in base64url."""
+
+    def __init__(self, keys: Mapping[str, bytes]) -> None:
+        if not keys:
+            raise ValueError("GRAB_SEAL_KEYS: at least one id:key is needed")
+        self._keys = {key_id: AESGCM(key) for key_id, key in keys.items()}
+        self._first = next(iter(keys))
+
+    @classmethod
+    def from_text(cls, text: str) -> "Sealer":
+        """From `id:key,id:key`; raises ValueError that names the setting when it cannot be read."""
+        keys = {}
+        for part in filter(None, text.split(",")):
+            key_id, _, key = part.strip().partition(":")
+            try:
+                keys[key_id] = urlsafe_b64decode(key + "=" * (-len(key) % 4))
+            except ValueError:
+                raise ValueError(f"GRAB_SEAL_KEYS: key {key_id!r} is not base64url") from None
+            if len(keys[key_id]) != 32:
+                raise ValueError(f"GRAB_SEAL_KEYS: key {key_id!r} must have 32 bytes, it has {len(keys[key_id])}")
+        return cls(keys)
+
+    def seal(self, shard: int, offer: str, purpose: str, text: str) -> str:
+        """The text, sealed: `<key id>:<base64 of nonce and ciphertext>`."""
+        nonce = os.urandom(NONCE_BYTES)
+        sealed = self._keys[self._first].encrypt(nonce, text.encode(), _bound_to(shard, offer, purpose))
+        return f"{self._first}:{b64encode(nonce + sealed).decode()}"
+
+    def open(self, shard: int, offer: str, purpose: str, sealed: str) -> str:
+        """What was sealed for this shard, offer and purpose; raises CannotOpen."""
+        key_id, _, body = sealed.partition(":")
+        if key_id not in self._keys:
+            raise CannotOpen(f"no key {key_id!r} in GRAB_SEAL_KEYS")
+        raw = b64decode(body)
+        try:
+            opened = self._keys[key_id].decrypt(raw[:NONCE_BYTES], raw[NONCE_BYTES:], _bound_to(shard, offer, purpose))
+        except InvalidTag:
+            raise CannotOpen(f"{purpose} of offer {offer}: sealed with another key, changed, or moved here") from None
+        return opened.decode()
+
+
+def _bound_to(shard: int, offer: str, purpose: str) -> bytes:
+    return f"{shard}|{offer}|{purpose}".encode()
