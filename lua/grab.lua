@@ -49,14 +49,14 @@ local function lookup(key, fields)
   for i = 1, #fields do found[fields[i]] = values[i] end
   return found
 end
-local answered, taken, refusal_fields = {}, {}, {}
+local answered, taken, refusals = {}, {}, {}
 for c = 1, #campaigns do answered[c] = lookup(KEYS[campaign_key + c], campaign_ids[c]) end
 for o = 1, #names do taken[o] = offers[o] and lookup(KEYS[6 + 3 * o], offer_users[o]) or {} end
-for i = 1, #ids do
-  local c = campaign_of[offer_of[i]]
-  if not answered[c][ids[i]] then refusal_fields[#refusal_fields + 1] = refusal_field(campaigns[c], ids[i]) end
+if redis.call('EXISTS', KEYS[3]) == 1 then
+  local fields = {}
+  for i = 1, #ids do fields[i] = refusal_field(campaigns[campaign_of[offer_of[i]]], ids[i]) end
+  refusals = lookup(KEYS[3], fields)
 end
-local refusals = lookup(KEYS[3], refusal_fields)
 
 -- Parts drawn ahead are read once for all grabs of an offer in this call, from the first place that is free.
 local function part_at(offer, o)
@@ -70,30 +70,35 @@ local function part_at(offer, o)
   return (struct.unpack('>I6', offer.parts_read, (offer.places - offer.parts_from) * 6 + 1))
 end
 
+-- Everything of an event's text that is the same for all grants of an offer in this call, so that one format writes a line.
+local function grant_form(offer)
+  local form = '{"type":"grab.granted","v":1,"shard":' .. call.shard .. ',"seq":%d,"offer_seq":%d,"offer":"' .. offer.name
+    .. '","at":' .. string.format('%.0f', call.now) .. ',"command":"%s","grab":"%s","user":"%s","quantity":1,"amount":%d,"asset":"'
+    .. offer.asset .. '","place":%d,"left":%d%s,"digest":"%s"}'
+  return form
+end
+
+local lines, now, pack, format = call.lines, call.now, struct.pack, string.format
+local now_packed = now - EPOCH_MS
+
 local function grant(i, o, offer)
   local id, user, digest = ids[i], users[i], digests[i]
   local amount = part_at(offer, o)
-  offer.places = offer.places + 1
-  offer.units_left = offer.units_left - 1
+  local seq, offer_seq, place, left = call.seq + 1, offer.offer_seq + 1, offer.places + 1, offer.units_left - 1
+  call.seq, offer.offer_seq, offer.places, offer.units_left = seq, offer_seq, place, left
   offer.amount_left = offer.amount_left - amount
-  offer.touched = true
-  call.lines[#call.lines + 1] = event_head(call, offer, 'grab.granted', id) .. ',"grab":"' .. id .. '","user":"' .. user
-    .. '","quantity":1,"amount":' .. amount .. ',"asset":"' .. offer.asset .. '","place":' .. offer.places
-    .. ',"left":' .. offer.units_left .. (attributes[i] ~= '' and ',"attributes":' .. attributes[i] or '')
-    .. ',"digest":"' .. digest .. '"}'
-  local seq, place = call.seq, offer.places
-  local record, part = pack_answer(0, seq, call.now, place, amount, digest, offer.tail), pack_part(place, amount, seq)
-  answered[campaign_of[o]][id] = record
-  taken[o][user] = part
-  local made = offer.answers
-  made[#made + 1] = id
-  made[#made + 1] = record
+  offer.form = offer.form or grant_form(offer)
+  lines[#lines + 1] = format(offer.form, seq, offer_seq, id, id, user, amount, place, left,
+    attributes[i] == '' and '' or ',"attributes":' .. attributes[i], digest)
+  local record, part = pack(ANSWER, 0, seq, now_packed, place, amount, digest), pack(PART, place, amount, seq)
+  if offer.tail ~= '' then record = record .. offer.tail end
+  answered[campaign_of[o]][id], taken[o][user] = record, part
+  local made, count = offer.answers, #offer.answers
+  made[count + 1], made[count + 2] = id, record
   made = offer.users
-  made[#made + 1] = user
-  made[#made + 1] = part
-  local row = {0, seq, call.now, amount, 1, place, offer.units_left}
-  if offer.units_left == 0 then close_offer(call, offer, 'drained', id) end
-  return row
+  made[count + 1], made[count + 2] = user, part
+  if left == 0 then close_offer(call, offer, 'drained', id) end
+  return {0, seq, now, amount, 1, place, left}
 end
 
 -- The refusal of a grab as a row, in order of precedence; nil when it can be granted.
@@ -114,23 +119,21 @@ local rows = {}
 for i = 1, #ids do
   local o = offer_of[i]
   local c, offer = campaign_of[o], offers[o]
-  local field = refusal_field(campaigns[c], ids[i])
-  local row
+  local record, refusal, row = answered[c][ids[i]], nil, nil
+  if not record and next(refusals) then refusal = refusals[refusal_field(campaigns[c], ids[i])] end
   if offer and quantities[i] ~= 1 then
-    row = {INVALID, 0, call.now}
-  else
-    row = repeated_row(answered[c][ids[i]], refusals[field], digests[i], call.now, offer and offer.parts)
-    if row and row[1] == ALREADY_TAKEN and taken[o][users[i]] then
+    row = {INVALID, 0, now}
+  elseif record or refusal then
+    row = repeated_row(record, refusal, digests[i], now, offer and offer.parts)
+    if row[1] == ALREADY_TAKEN and taken[o][users[i]] then
       row[6], row[4], row[2] = unpack_part(taken[o][users[i]])
       row[5] = 1
     end
-  end
-  if not row then
-    if offer and not offer.tail then offer.tail = offer_tail(offer.name) end
+  else
     row = refusal_of(i, o, offer)
     if row then
-      refuse(call, row[1], field, names[o], digests[i])
-      refusals[field] = pack_refusal(row[1], call.now, digests[i])
+      local field = refusal_field(campaigns[c], ids[i])
+      refusals[field] = refuse(call, row[1], field, names[o], digests[i])
     else
       row = grant(i, o, offer)
     end
@@ -142,7 +145,7 @@ end
 append_events(call)
 for o = 1, #names do
   local offer = offers[o]
-  if offer and offer.touched then
+  if offer and #offer.answers > 0 then
     write_offer(call, offer, KEYS[6 + 3 * o], KEYS[7 + 3 * o], KEYS[campaign_key + campaign_of[o]])
   end
 end

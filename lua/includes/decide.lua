@@ -42,21 +42,25 @@ local function next_seq(call)
 end
 
 -- The first write of a call, and the only one that can still be refused (an id not above the stream's last).
+-- Every line is a value of its own, since joining them in Lua would cost as much as deciding (it hashes every string it makes).
 local function append_events(call)
   local count = #call.lines
   if count == 0 then return end
-  redis.call('XADD', KEYS[2], string.format('%.0f-0', call.first_seq), 'n', count, 'e', table.concat(call.lines, '\n'))
+  local fields = {}
+  for i = 1, count do fields[2 * i - 1], fields[2 * i] = 'e', call.lines[i] end
+  redis.call('XADD', KEYS[2], string.format('%.0f-0', call.first_seq), unpack(fields))
   redis.call('HSET', KEYS[1], 'seq', string.format('%.0f', call.seq), 'time', string.format('%.0f', call.now))
 end
 
--- Counts a refusal and remembers it under its command's id.
+-- Counts a refusal and remembers it under its command's field; returns the record.
 local function refuse(call, code, id, offer, digest)
   local field = code .. ':' .. offer
   call.demand[field] = (call.demand[field] or 0) + 1
-  local fields = call.refused_fields
+  local fields, record = call.refused_fields, pack_refusal(code, call.now, digest)
   fields[#fields + 1] = id
-  fields[#fields + 1] = pack_refusal(code, call.now, digest)
+  fields[#fields + 1] = record
   call.refused_ids[#call.refused_ids + 1] = id
+  return record
 end
 
 -- Writes what `refuse` gathered; the oldest beyond REFUSALS_MAX are forgotten.

@@ -1,7 +1,12 @@
 -- An offer's state as a table, what closes it, and the texts of its events.
 -- Needs the includes `decide` and `records`.
 
--- The state of an offer, or nil when there is none under this id. `dirty` marks what has to be written back.
+-- Where an offer shares its campaign with others, its answers say which offer they are about.
+local function offer_tail(name)
+  return string.find(name, ':', 1, true) and name or ''
+end
+
+-- The state of an offer, or nil when there is none under this id.
 local function load_offer(name, key)
   local f = redis.call('HMGET', key, 'state', 'paused', 'opens_at', 'closes_at', 'asset', 'parts', 'amount_left',
     'units_left', 'places', 'offer_seq', 'law', 'min', 'max', 'draw', 'seed', 'issuer', 'reason')
@@ -11,7 +16,7 @@ local function load_offer(name, key)
     opens_at = tonumber(f[3]), closes_at = tonumber(f[4]), asset = f[5], parts = tonumber(f[6]),
     amount_left = tonumber(f[7]), units_left = tonumber(f[8]), places = tonumber(f[9]), offer_seq = tonumber(f[10]),
     law = f[11], min = tonumber(f[12]), max = tonumber(f[13]), draw = f[14], seed = f[15], issuer = f[16], reason = f[17],
-    answers = {}, users = {},
+    answers = {}, users = {}, tail = offer_tail(name),
   }
 end
 
@@ -44,9 +49,4 @@ local function write_offer(call, offer, users_key, parts_key, answers_key)
     redis.call('UNLINK', parts_key)
     redis.call('ZREM', KEYS[6], offer.name)
   end
-end
-
--- Where an offer shares its campaign with others, its answers say which offer they are about.
-local function offer_tail(name)
-  return string.find(name, ':', 1, true) and name or ''
 end

@@ -5,12 +5,14 @@ local EPOCH_MS = 1577836800000
 
 -- Answer that made an event: code 1, seq 6, at 5, place 4, amount 6, digest 8 bytes; then the offer, where it is not the campaign.
 -- For a command about the offer itself `place` holds the units left behind it.
+local ANSWER = '>I1I6I5I4I6c8'
+
 local function pack_answer(code, seq, at, place, amount, digest, offer_tail)
-  return struct.pack('>I1I6I5I4I6c8', code, seq, at - EPOCH_MS, place, amount, digest) .. offer_tail
+  return struct.pack(ANSWER, code, seq, at - EPOCH_MS, place, amount, digest) .. offer_tail
 end
 
 local function unpack_answer(record)
-  local code, seq, at, place, amount, digest = struct.unpack('>I1I6I5I4I6c8', record)
+  local code, seq, at, place, amount, digest = struct.unpack(ANSWER, record)
   return code, seq, at + EPOCH_MS, place, amount, digest
 end
 
@@ -25,11 +27,9 @@ local function unpack_refusal(record)
 end
 
 -- A user's part of an envelope: place 4, amount 6, seq 6 bytes.
-local function pack_part(place, amount, seq)
-  return struct.pack('>I4I6I6', place, amount, seq)
-end
+local PART = '>I4I6I6'
 
 local function unpack_part(record)
-  local place, amount, seq = struct.unpack('>I4I6I6', record)
+  local place, amount, seq = struct.unpack(PART, record)
   return place, amount, seq
 end

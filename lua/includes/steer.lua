@@ -25,7 +25,7 @@ local function steer(act)
       offer.users_key, offer.parts_key, offer.answers_key = KEYS[base + 1], KEYS[base + 2], answers_key
       local left = offer.units_left
       local code, amount = act(call, offer, id, digest)
-      record = pack_answer(code, call.seq, call.now, left, amount, digest, offer_tail(name))
+      record = pack_answer(code, call.seq, call.now, left, amount, digest, offer.tail)
       records[record_field] = record
       offer.answers[#offer.answers + 1] = id
       offer.answers[#offer.answers + 1] = record
