@@ -40,7 +40,7 @@ class ShardKeys(NamedTuple):
 
     @property
     def outbox(self) -> str:
-        """Stream: events not yet acknowledged by Kafka; entry id = first seq, `n` count, `e` lines."""
+        """Stream: events not yet acknowledged by Kafka; entry id = first seq, a field `e` for every line."""
         return f"{self.tag}:outbox"
 
     @property

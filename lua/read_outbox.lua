@@ -3,7 +3,7 @@
 --
 -- KEYS[1] shard hash · KEYS[2] outbox stream
 -- ARGV[1] term · ARGV[2] owner · ARGV[3] life · ARGV[4] first seq wanted · ARGV[5] entries at most
--- Returns {seq of the shard, entries}: stream entries {id, {'n', count, 'e', lines}} in order, from the one that holds the first seq
+-- Returns {seq of the shard, entries}: stream entries {id, {'e', line, 'e', line, …}} in order, from the one that holds the first seq
 --         wanted; or the error LOST when another took the shard over.
 --- @include "shard"
 

@@ -13,7 +13,7 @@ local open = redis.call('XREVRANGE', KEYS[2], string.format('%.0f-0', seq + 1), 
 if open then
   -- An entry goes only when its last event is acknowledged: this one may still hold the first that is not.
   local first = tonumber(string.match(open[1], '^(%d+)'))
-  local holds = first + tonumber(open[2][2]) - 1 > seq
+  local holds = first + #open[2] / 2 - 1 > seq
   redis.call('XTRIM', KEYS[2], 'MINID', holds and open[1] or string.format('%.0f-0', seq + 1))
 end
 redis.call('HSET', KEYS[1], 'journaled_seq', ARGV[4], 'journaled_head', ARGV[5], 'journaled_offset', ARGV[6],
