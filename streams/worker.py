@@ -1,0 +1,107 @@
+"""A worker: the roles one process plays, started together and stopped together.
+
+`decide` answers commands of the topic · `relay` moves outboxes to the journal · `sweep` closes what is due and carries counts of
+refusals to SQL (it runs where the shard is relayed) · `project` builds the read models. One failing ends all: a process that
+plays half its roles looks alive and is not.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Final, NamedTuple
+
+from lua.gate import Gate, GateLimits
+from lua.keys import KeySpace
+from lua.sealing import Sealer
+from streams.decider import Decider
+from streams.keeper import Keeper
+from streams.relay import ShardRelay, Step
+from streams.sweeper import RecordDemand, Sweeper
+from streams.topics import Topics
+
+log = logging.getLogger(__name__)
+
+ROLES: Final = ("decide", "relay", "sweep", "project")
+
+
+class WorkerSettings(NamedTuple):
+    """What a worker is told; see `ops/settings.py` for meanings and units."""
+
+    kafka: str
+    prefix: str
+    shards: int
+    gate: GateLimits
+    block_events_max: int
+    lease_ms: int
+    patience_ms: int
+
+
+Role = Callable[[asyncio.Event], Awaitable[None]]
+
+
+def roles_of(
+    settings: WorkerSettings,
+    roles: Sequence[str],
+    redis: Any,
+    sealer: Sealer,
+    record_demand: RecordDemand | None,
+    project: Role | None,
+    step: Step = lambda name: None,
+) -> dict[str, Role]:
+    """The roles to play as functions of a stop event; raises ValueError for a role that does not exist."""
+    for role in roles:
+        if role not in ROLES:
+            raise ValueError(f"role {role!r}: must be one of {', '.join(ROLES)}")
+    keys, topics = KeySpace(settings.prefix, settings.shards), Topics(settings.prefix)
+    running: dict[str, Role] = {}
+
+    if "decide" in roles:
+
+        async def decide(stop: asyncio.Event) -> None:
+            gate = Gate(redis, keys, sealer, settings.gate)
+            gate.start()
+            try:
+                await Decider(gate, settings.kafka, topics, settings.patience_ms).run(stop)
+            finally:
+                await gate.close()
+
+        running["decide"] = decide
+
+    if "relay" in roles or "sweep" in roles:
+
+        def tasks_of(shard: int) -> list[Any]:
+            of_shard = keys.shard(shard)
+            tasks: list[Any] = []
+            if "relay" in roles:
+                relay = ShardRelay(redis, of_shard, settings.kafka, topics.journal, settings.block_events_max, step)
+                tasks.append(relay.run())
+            if "sweep" in roles:
+                tasks.append(Sweeper(redis, of_shard, settings.gate.clock_skew_ms_max, record_demand).run())
+            return tasks
+
+        running["relay"] = Keeper(redis, keys, settings.lease_ms, tasks_of).run
+
+    if project is not None and "project" in roles:
+        running["project"] = project
+    return running
+
+
+async def run_worker(roles: dict[str, Role], stop: asyncio.Event) -> None:
+    """Plays the roles until `stop` is set or one ends; then stops the others and raises what went wrong, if anything did."""
+    tasks = {asyncio.create_task(role(stop), name=name): name for name, role in roles.items()}
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        ended = {tasks[task] for task in done}
+        if not stop.is_set():
+            log.error("role %s ended: stopping the others", ", ".join(sorted(ended)))
+        stop.set()
+        await asyncio.wait(tasks, timeout=15)
+        for task in done:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+    for result in results:
+        if isinstance(result, Exception):
+            raise result
