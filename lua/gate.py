@@ -56,17 +56,24 @@ def now_ms() -> int:
 class _Ticket:
     """Consecutive commands of one caller, shard and type; `done` gets their answers and the history they were decided under."""
 
-    __slots__ = ("commands", "deadline", "done", "group", "patience", "script")
+    __slots__ = ("commands", "deadline", "done", "group", "patience_seconds", "patient_until", "script")
 
     def __init__(
-        self, group: object, script: str, commands: Sequence[AnyCommand], deadline: float, patience: float
+        self, group: object, script: str, commands: Sequence[AnyCommand], deadline: float, patience_seconds: float
     ) -> None:
         self.group = group
         self.script = script
         self.commands = commands
         self.deadline = deadline
-        self.patience = patience
+        self.patience_seconds = patience_seconds
+        self.patient_until: float | None = None
         self.done: asyncio.Future[tuple[list[Answer], int]] = asyncio.get_running_loop().create_future()
+
+    def is_patient(self, now: float) -> bool:
+        """Whether it goes on waiting; patience begins with the first refusal, not while the server is away."""
+        if self.patient_until is None:
+            self.patient_until = now + self.patience_seconds
+        return now < self.patient_until
 
     def answer(self, answers: list[Answer], history: int = 0) -> None:
         if not self.done.done():
@@ -131,12 +138,18 @@ class Gate:
     # -- callers ------------------------------------------------------------------------------------------------------
 
     async def decide(
-        self, commands: Sequence[AnyCommand], promise: Promise = "journaled", patience_ms: int = 0
+        self,
+        commands: Sequence[AnyCommand],
+        promise: Promise = "journaled",
+        patience_ms: int = 0,
+        timeout_ms: int | None = None,
+        order: object = None,
     ) -> list[Answer]:
         """Answers in the order of the commands; commands of one campaign are carried out in that order.
 
         `journaled` waits until Kafka has the events of the answers. `patience_ms` is how long commands that meet a fenced or
-        busy shard wait before they are answered so. Raises OutcomeUnknown when time ran out after they were sent.
+        busy shard wait before they are answered so. Calls with the same `order` are carried out in the order they were made.
+        Raises OutcomeUnknown when `timeout_ms` (the gate's own when absent) ran out after they were sent.
         """
         answers: list[Answer | None] = [None] * len(commands)
         sound = self._at_the_door(commands, answers)
@@ -144,11 +157,12 @@ class Gate:
             runs = list(self._runs(range(len(commands)), commands))
         else:
             runs = list(self._runs(sound, commands))
-        timeout = (self._limits.timeout_ms + patience_ms) / 1000
-        deadline = time.monotonic() + timeout
+        timeout = (timeout_ms or self._limits.timeout_ms) + patience_ms
+        deadline = time.monotonic() + timeout / 1000
+        group = answers if order is None else order
         waits = []
         for shard, script, places in runs:
-            ticket = self._submit(shard, script, [commands[place] for place in places], answers, deadline, patience_ms)
+            ticket = self._submit(shard, script, [commands[place] for place in places], group, deadline, patience_ms)
             waits.append((shard, places, ticket))
         for shard, places, ticket in waits:
             answered, history = await ticket.done
@@ -213,7 +227,7 @@ class Gate:
         patience_ms: int,
     ) -> _Ticket:
         shard = self._shards[number]
-        ticket = _Ticket(id(group), script, commands, deadline, time.monotonic() + patience_ms / 1000)
+        ticket = _Ticket(id(group), script, commands, deadline, patience_ms / 1000)
         if shard.queued + len(commands) > self._limits.queue_commands_max:
             ticket.refuse(Outcome.busy, "the gate's queue is full", self._now() + BUSY_RETRY_MS)
             return ticket
@@ -235,8 +249,8 @@ class Gate:
                 return answers
             except HistoryChanged:
                 # What was decided may be gone with its history: ask again under the same ids, and trust only the new answer.
-                again = self._submit(number, ticket.script, ticket.commands, object(), ticket.deadline, 0)
-                again.patience = ticket.deadline
+                patience_ms = int(max(left, 0) * 1000)
+                again = self._submit(number, ticket.script, ticket.commands, ticket, ticket.deadline, patience_ms)
                 answers, history = await again.done
             except asyncio.TimeoutError:
                 raise OutcomeUnknown(
@@ -307,9 +321,11 @@ class Gate:
     def _refused(self, shard: _Shard, batch: list[_Ticket], outcome: Outcome, message: str, retry_at: int) -> None:
         """The whole call was refused: who has patience goes back to the head of the queue, in order."""
         now = time.monotonic()
-        patient = [ticket for ticket in batch if ticket.patience > now]
+        patient = []
         for ticket in batch:
-            if ticket.patience <= now:
+            if ticket.is_patient(now):
+                patient.append(ticket)
+            else:
                 ticket.refuse(outcome, message, retry_at)
         self._hold(shard, patient)
 
