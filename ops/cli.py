@@ -1,0 +1,87 @@
+"""The command line: verbs, each in a module of its own that is imported when it is used.
+
+Exit codes: 0 done · 1 refused, or a check failed · 2 used wrongly · 3 a server cannot be reached.
+"""
+
+import importlib
+import logging
+import sys
+from typing import Final
+
+import click
+from aiokafka.errors import KafkaError
+from psycopg import OperationalError
+from redis.exceptions import ConnectionError, TimeoutError
+
+from ops.services import ServiceError
+from ops.settings import BadSettings
+
+VERBS: Final = {
+    "up": ("ops.commands.services", "Start the local servers."),
+    "down": ("ops.commands.services", "End the local servers, and only those."),
+    "status": ("ops.commands.status", "Servers, shards and read models: what runs, how far, what stopped."),
+    "config": ("ops.commands.config", "The settings in force, secrets masked."),
+    "init": ("ops.commands.init", "Create topics and tables."),
+    "worker": ("ops.commands.worker", "Play the roles of a worker."),
+    "open": ("ops.commands.offers", "Open the offers of a file."),
+    "pause": ("ops.commands.offers", "Refuse grabs of an offer until it is resumed."),
+    "resume": ("ops.commands.offers", "Take grabs of an offer again."),
+    "close": ("ops.commands.offers", "End an offer; what is left goes back."),
+    "grab": ("ops.commands.offers", "Grab, as one user."),
+    "show": ("ops.commands.show", "An offer: who got what, the luckiest, what is left."),
+    "verify": ("ops.commands.verify", "Check chain, books, and Redis against the ledger."),
+    "rehearse": ("ops.commands.rehearse", "Let a crowd grab, watch it, and end with a verdict."),
+}
+
+
+class _Verbs(click.Group):
+    """Imports a verb's module only when the verb is used, so that --help is quick."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(VERBS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in VERBS:
+            return None
+        command = getattr(importlib.import_module(VERBS[cmd_name][0]), cmd_name)
+        assert isinstance(command, click.Command)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Verbs"):
+            formatter.write_dl([(name, words) for name, (_, words) in VERBS.items()])
+
+
+@click.group(cls=_Verbs, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="grabstream")
+@click.option("-v", "--verbose", is_flag=True, help="Log what goes on, to standard error.")
+def grabstream(verbose: bool) -> None:
+    """Limited things that a crowd grabs at once: decided in Redis, journaled in Kafka, accounted for in PostgreSQL."""
+    level = logging.INFO if verbose else logging.WARNING
+    logging.basicConfig(level=level, stream=sys.stderr, format="%(asctime)s %(levelname)-7s %(name)s: %(message)s")
+    logging.getLogger("aiokafka").setLevel(logging.INFO if verbose else logging.CRITICAL)
+
+
+def main() -> None:
+    """Runs the command line; errors of known kinds become one clear line and an exit code."""
+    try:
+        grabstream()
+    except BadSettings as error:
+        _end(2, str(error))
+    except ServiceError as error:
+        _end(3, str(error))
+    except (ConnectionError, TimeoutError) as error:
+        _end(3, f"Redis cannot be reached (GRAB_REDIS_URL): {error}")
+    except KafkaError as error:
+        _end(3, f"Kafka cannot be reached or refused (GRAB_KAFKA): {type(error).__name__}: {error}")
+    except OperationalError as error:
+        _end(3, f"PostgreSQL cannot be reached (GRAB_POSTGRES): {str(error).strip()}")
+
+
+def _end(code: int, message: str) -> None:
+    click.echo(f"grabstream: {message}", err=True)
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""`up` and `down`: the local servers, by compose.yaml where a Docker engine answers, else as plain processes."""
+
+import secrets
+import subprocess
+from base64 import urlsafe_b64encode
+from pathlib import Path
+
+import click
+
+from ops.output import console, json_option, print_json
+from ops.services import LocalServices, ServiceError
+from ops.services.servers import PROJECT
+from ops.settings import child_environment, load_settings
+
+SERVERS = ("redis", "kafka", "postgres")
+
+
+def local_services() -> LocalServices:
+    """The set that `up` starts: under .services of the project, on the default ports."""
+    return LocalServices(PROJECT / ".services")
+
+
+def new_seal_key() -> str:
+    """A fresh `id:key` for GRAB_SEAL_KEYS."""
+    return f"k{secrets.token_hex(2)}:{urlsafe_b64encode(secrets.token_bytes(32)).decode().rstrip('=')}"
+
+
+def docker_answers() -> bool:
+    """Whether a Docker engine with compose is there, and GRAB_SERVICES does not ask for plain processes."""
+    if child_environment().get("GRAB_SERVICES") == "processes":
+        return False
+    try:
+        asked = subprocess.run(["docker", "info"], capture_output=True, timeout=3)
+        return asked.returncode == 0 and subprocess.run(["docker", "compose", "version"], capture_output=True).returncode == 0
+    except (FileNotFoundError, subprocess.TimeoutExpired):
+        return False
+
+
+def _compose(*words: str) -> None:
+    # The key is only interpolated for workers, but compose insists on it for every command.
+    environment = child_environment() | {"GRAB_SEAL_KEYS": child_environment().get("GRAB_SEAL_KEYS", "none")}
+    done = subprocess.run(["docker", "compose", "-f", str(PROJECT / "compose.yaml"), *words], env=environment)
+    if done.returncode != 0:
+        raise ServiceError(f"`docker compose {' '.join(words)}` failed; GRAB_SERVICES=processes uses plain processes instead")
+
+
+def _write_seal_key() -> bool:
+    """Makes a seal key for local use, unless there is one; returns whether it did."""
+    if load_settings().seal_keys.get_secret_value():
+        return False
+    env_file = Path(".env")
+    before = env_file.read_text() if env_file.exists() else ""
+    env_file.write_text(before + f"GRAB_SEAL_KEYS={new_seal_key()}\n")
+    env_file.chmod(0o600)
+    return True
+
+
+@click.command()
+@json_option
+def up(as_json: bool) -> None:
+    """Start Redis, Kafka and PostgreSQL, whichever do not run; a second call does nothing.
+
+    Where a Docker engine answers, compose.yaml starts them; GRAB_SERVICES=processes asks for plain processes all the same. Data
+    are kept under .services (PostgreSQL's under /var/tmp when root starts it).
+    """
+    report = (lambda line: None) if as_json else (lambda line: console.print(f"[dim]{line}[/]"))
+    made_key = _write_seal_key()
+    if docker_answers():
+        _compose("up", "-d", "--wait", *SERVERS)
+        running: dict[str, int | None] = dict.fromkeys(SERVERS)
+        by = "docker compose"
+    else:
+        services = local_services()
+        services.up(report)
+        running, by = services.status(), "processes"
+    if as_json:
+        print_json({"by": by, "servers": running, "seal_key_written": made_key})
+        return
+    if made_key:
+        console.print("[dim]GRAB_SEAL_KEYS written to .env: it belongs in every backup[/]")
+    console.print(f"Redis, Kafka and PostgreSQL are up ([dim]{by}[/]).")
+
+
+@click.command()
+@json_option
+def down(as_json: bool) -> None:
+    """End the servers that `up` started, and no others; their data stay."""
+    if docker_answers():
+        _compose("stop", *SERVERS)
+        stopped = list(SERVERS)
+    else:
+        stopped = local_services().down()
+    if as_json:
+        print_json({"stopped": stopped})
+    else:
+        console.print(f"Ended: {', '.join(stopped)}." if stopped else "None of our servers was running.")

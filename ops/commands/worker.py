@@ -1,0 +1,83 @@
+"""`worker`: plays roles until it is told to stop."""
+
+import asyncio
+import functools
+import logging
+import os
+import signal
+from collections.abc import Sequence
+
+import click
+import psycopg
+import uvloop
+
+from ops.connections import open_redis, sealer, worker_settings
+from ops.settings import Settings, load_settings
+from projections.demand import record
+from streams.worker import ROLES, Role, roles_of, run_worker
+
+log = logging.getLogger(__name__)
+
+
+@click.command()
+@click.option("--roles", default=",".join(ROLES), show_default=True, help="Which roles this process plays.")
+def worker(roles: str) -> None:
+    """Decide commands, relay outboxes to the journal, close what is due, and build the read models, until SIGTERM or Ctrl-C."""
+    settings = load_settings()
+    settings.require_seal_keys()
+    chosen = [role.strip() for role in roles.split(",") if role.strip()]
+    unknown = sorted(set(chosen) - set(ROLES))
+    if unknown or not chosen:
+        raise click.BadParameter(f"{', '.join(unknown) or 'none given'}: choose from {', '.join(ROLES)}", param_hint="--roles")
+    uvloop.run(_run(settings, chosen))
+
+
+async def _run(settings: Settings, chosen: Sequence[str]) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    redis = open_redis(settings)
+    try:
+        roles = roles_of(
+            worker_settings(settings), chosen, redis, sealer(settings), functools.partial(_record_demand, settings),
+            _project(settings), _step(settings),
+        )  # fmt: skip
+        log.info("playing %s", ", ".join(chosen))
+        await run_worker(roles, stop)
+    finally:
+        await redis.aclose()
+
+
+def _project(settings: Settings) -> Role:
+    async def project(stop: asyncio.Event) -> None:
+        from streams.agents import run_projections  # Faust takes a second to import, and most roles do without
+
+        await run_projections(
+            kafka=settings.kafka,
+            prefix=settings.prefix,
+            shards=settings.shards,
+            postgres=settings.postgres,
+            schema=settings.schema_,
+            stop=stop,
+            step=_step(settings),
+        )
+
+    return project
+
+
+def _step(settings: Settings):  # type: ignore[no-untyped-def]
+    def step(name: str) -> None:
+        if name == settings.fail_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return step
+
+
+async def _record_demand(settings: Settings, shard: int, rows: Sequence[tuple[int, int, str, int]]) -> None:
+    try:
+        async with await psycopg.AsyncConnection.connect(settings.postgres, connect_timeout=5) as connection:
+            await record(connection, settings.schema_, shard, rows)
+    except psycopg.OperationalError as error:
+        # The counts stay in Redis, and are written when PostgreSQL is back.
+        raise OSError(f"PostgreSQL: {error}") from None

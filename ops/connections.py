@@ -1,0 +1,75 @@
+"""Connections: the only file that opens those of a process to Redis and PostgreSQL. Nothing connects at import."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import redis.asyncio
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+
+from lua.gate import Gate, GateLimits
+from lua.keys import KeySpace
+from lua.sealing import Sealer
+from ops.settings import Settings
+from streams.worker import WorkerSettings
+
+SOCKET_TIMEOUT_SECONDS = 5.0
+
+
+def open_redis(settings: Settings) -> Any:
+    """A client of the core Redis; it repeats nothing by itself, since what an argument says of the server may be old by then."""
+    return redis.asyncio.Redis.from_url(
+        settings.redis_url,
+        socket_timeout=SOCKET_TIMEOUT_SECONDS,
+        socket_connect_timeout=SOCKET_TIMEOUT_SECONDS,
+        retry=Retry(NoBackoff(), 0),
+        max_connections=256,
+    )
+
+
+def key_space(settings: Settings) -> KeySpace:
+    """The keys of this system."""
+    return KeySpace(settings.prefix, settings.shards)
+
+
+def gate_limits(settings: Settings) -> GateLimits:
+    """The gate's bounds from the settings."""
+    return GateLimits(
+        batch_commands_max=settings.batch_commands_max,
+        queue_commands_max=settings.gate_queue_max,
+        outbox_events_max=settings.outbox_events_max,
+        timeout_ms=settings.gate_timeout_ms,
+        clock_skew_ms_max=settings.clock_skew_ms_max,
+    )
+
+
+def sealer(settings: Settings) -> Sealer:
+    """What seals seeds; raises ValueError that names GRAB_SEAL_KEYS when they cannot be read."""
+    return Sealer.from_text(settings.seal_keys.get_secret_value())
+
+
+def worker_settings(settings: Settings) -> WorkerSettings:
+    """What a worker is told."""
+    return WorkerSettings(
+        kafka=settings.kafka,
+        prefix=settings.prefix,
+        shards=settings.shards,
+        gate=gate_limits(settings),
+        block_events_max=settings.block_events_max,
+        lease_ms=settings.lease_ms,
+        patience_ms=settings.patience_ms,
+    )
+
+
+@asynccontextmanager
+async def open_gate(settings: Settings) -> AsyncIterator[Gate]:
+    """A started gate with a Redis client of its own."""
+    client = open_redis(settings)
+    gate = Gate(client, key_space(settings), sealer(settings), gate_limits(settings))
+    gate.start()
+    try:
+        yield gate
+    finally:
+        await gate.close()
+        await client.aclose()

@@ -1,0 +1,90 @@
+"""The crowd: which envelopes there are, and who grabs what, in what order, how often. All from one seed."""
+
+import random
+from collections.abc import Iterator
+from typing import Final, NamedTuple
+
+from models.commands import Grab, Open
+from models.offers import EnvelopeTerms
+
+LAWS: Final = ("double_mean", "bounded", "equal")
+DRAWS: Final = ("ahead", "at_grab")
+SHARE_OF_DOUBLE_CLICKS: Final = 0.08
+SHARE_OF_SECOND_TRIES: Final = 0.08
+SHARE_OF_LATE_COMERS: Final = 0.15
+#: Of an envelope that is left to its deadline, this share of the parts is wanted.
+SHARE_WANTED_BEFORE_DEADLINE: Final = 0.6
+
+
+class Envelope(NamedTuple):
+    """One envelope of the rehearsal; `people` distinct users want a part of it."""
+
+    open: Open
+    people: int
+    until_deadline: bool
+
+    @property
+    def offer(self) -> str:
+        """Its id."""
+        return self.open.offer
+
+    @property
+    def terms(self) -> EnvelopeTerms:
+        """Its terms."""
+        return self.open.terms
+
+    @property
+    def parts_wanted(self) -> int:
+        """How many parts are taken when everybody has been there."""
+        return min(self.people, self.terms.parts)
+
+
+def envelopes(seed: int, big_parts: int, small: int, small_parts: int, deadline_at_ms: int) -> list[Envelope]:
+    """One envelope of `big_parts`, `small` ones of `small_parts` each over all laws and draws, two of them left to a deadline."""
+    chosen = [_envelope(seed, "big", big_parts, "double_mean", "ahead", None)]
+    for number in range(small):
+        law, draw = LAWS[number % len(LAWS)], DRAWS[number // len(LAWS) % len(DRAWS)]
+        chosen.append(_envelope(seed, f"small-{number}", small_parts, law, draw, None))
+    for number in range(2):
+        chosen.append(_envelope(seed, f"deadline-{number}", small_parts, "bounded", DRAWS[number], deadline_at_ms))
+    return chosen
+
+
+def _envelope(seed: int, name: str, parts: int, law: str, draw: str, closes_at: int | None) -> Envelope:
+    offer = f"rehearsal-{seed}-{name}"
+    total = parts * 100 + parts // 3
+    terms = EnvelopeTerms(
+        issuer=f"issuer-{name}",
+        funding=f"payment-{seed}-{name}",
+        asset="CNY",
+        total=total,
+        parts=parts,
+        law=law,
+        draw=draw,
+        max=400 if law == "bounded" else None,
+        title=f"Rehearsal {name}",
+        closes_at=closes_at,
+    )
+    share = SHARE_WANTED_BEFORE_DEADLINE if closes_at else 1 + SHARE_OF_LATE_COMERS
+    return Envelope(Open(id=f"open-{offer}", offer=offer, terms=terms), int(parts * share), closes_at is not None)
+
+
+def attempts(seed: int, chosen: list[Envelope]) -> list[Grab]:
+    """Every attempt in the order it is made: each user once, then some again by a double click or a second try."""
+    random_ = random.Random(seed)
+    grabs: list[Grab] = []
+    for envelope in chosen:
+        for number in range(envelope.people):
+            grabs.extend(_of_user(random_, envelope.offer, number))
+    # All at once, in any order: a double click may be anywhere, and come by another door than its first.
+    random_.shuffle(grabs)
+    return grabs
+
+
+def _of_user(random_: random.Random, offer: str, number: int) -> Iterator[Grab]:
+    first = Grab(id=f"grab-{offer[10:]}-{number}", offer=offer, user=f"user-{number % 50_000}-{number // 50_000}")
+    yield first
+    if random_.random() < SHARE_OF_DOUBLE_CLICKS:
+        yield first
+    if random_.random() < SHARE_OF_SECOND_TRIES:
+        yield Grab(id=f"{first.id}-again", offer=offer, user=first.user)

@@ -1,0 +1,82 @@
+"""A set of the three local servers under one directory."""
+
+import shutil
+import socket
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from ops.services.process import Process
+from ops.services.servers import Kafka, Postgres, Redis
+from ops.settings import CONTROLLER_PORT, KAFKA_PORT, POSTGRES_PORT, REDIS_PORT
+
+Report = Callable[[str], None]
+
+
+class LocalServices:
+    """Redis, Kafka and PostgreSQL as plain processes; a second set needs another directory and other ports."""
+
+    def __init__(
+        self,
+        directory: Path,
+        redis_port: int = REDIS_PORT,
+        kafka_port: int = KAFKA_PORT,
+        controller_port: int = CONTROLLER_PORT,
+        postgres_port: int = POSTGRES_PORT,
+        kafka_heap_mb: int = 768,
+    ) -> None:
+        directory = directory.resolve()
+        self.directory = directory
+        self.redis = Redis(directory, redis_port)
+        self.kafka = Kafka(directory, kafka_port, controller_port, kafka_heap_mb)
+        self.postgres = Postgres(directory, postgres_port)
+
+    @property
+    def all(self) -> tuple[Process, ...]:
+        """The three servers."""
+        return (self.redis, self.kafka, self.postgres)
+
+    def up(self, report: Report = lambda line: None) -> None:
+        """Starts what does not run, all at once; raises ServiceError with the way out."""
+        for server in self.all:  # packages one after the other: apt has a lock
+            if server.pid is None:
+                server.directory.mkdir(parents=True, exist_ok=True)
+                server.prepare(report)
+        with ThreadPoolExecutor(len(self.all)) as pool:
+            started = [pool.submit(server.start, report) for server in self.all]
+        for one in started:
+            one.result()
+
+    def down(self) -> list[str]:
+        """Ends those of this set that run, and only those; returns their names."""
+        with ThreadPoolExecutor(len(self.all)) as pool:
+            stopped = list(pool.map(Process.stop, self.all))
+        return [server.name for server, ran in zip(self.all, stopped, strict=True) if ran]
+
+    def status(self) -> dict[str, int | None]:
+        """The process id of every server, None for one that does not run."""
+        return {server.name: server.pid for server in self.all}
+
+    def remove(self) -> None:
+        """Ends all and deletes their data."""
+        self.down()
+        self.postgres.remove()
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    def environment(self) -> dict[str, str]:
+        """The settings (without GRAB_) that point at this set."""
+        return {
+            "redis_url": f"redis://127.0.0.1:{self.redis.port}/0",
+            "kafka": f"127.0.0.1:{self.kafka.port}",
+            "postgres": f"postgresql://grabstream@127.0.0.1:{self.postgres.port}/grabstream",
+        }
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody listens on just now."""
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    try:
+        return [one.getsockname()[1] for one in sockets]
+    finally:
+        for one in sockets:
+            one.close()

@@ -1,0 +1,183 @@
+"""One server process: started once, found again by its pid file, and never mistaken for a stranger."""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from ops.settings import child_environment
+
+STOP_SECONDS = 20.0
+START_SECONDS = 60.0
+POLL_SECONDS = 0.05
+
+
+class ServiceError(Exception):
+    """A server that cannot be started or stopped; the text says why, and the way out."""
+
+
+class Process:
+    """A server process under `directory`. Subclasses say how it is prepared, started and asked whether it is ready."""
+
+    name = "server"
+
+    def __init__(self, directory: Path, port: int) -> None:
+        self.directory = directory
+        self.port = port
+
+    # -- what a subclass says -----------------------------------------------------------------------------------------
+
+    def prepare(self, report: Callable[[str], None]) -> None:
+        """Installs and initialises what is missing."""
+
+    def command(self) -> list[str]:
+        """The command that runs the server in the foreground."""
+        raise NotImplementedError
+
+    def ready(self) -> bool:
+        """Whether the server answers as its clients need it."""
+        raise NotImplementedError
+
+    def user(self) -> str | None:
+        """The system user to run it as; None for our own."""
+        return None
+
+    # -- life ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def pid_file(self) -> Path:
+        """Where process id and start time are kept."""
+        return self.directory / f"{self.name}.pid"
+
+    @property
+    def log_file(self) -> Path:
+        """Where its output goes."""
+        return self.directory / f"{self.name}.log"
+
+    @property
+    def pid(self) -> int | None:
+        """The id of the running process, or None. A process that merely has got the same id is none of ours."""
+        try:
+            pid, started = self.pid_file.read_text().split()
+        except (FileNotFoundError, ValueError):
+            return None
+        return int(pid) if _start_time(int(pid)) == started else None
+
+    def start(self, report: Callable[[str], None] = lambda line: None) -> bool:
+        """Starts it unless it runs, and returns whether it did; raises ServiceError with the way out."""
+        if self.pid is not None:
+            self._wait_until_ready()
+            return False
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self.prepare(report)
+        self._refuse_taken_port()
+        with self.log_file.open("ab") as output:
+            process = subprocess.Popen(
+                self.command(),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                user=self.user(),
+                cwd="/",
+            )
+        self.pid_file.write_text(f"{process.pid} {_start_time(process.pid)}")
+        self._wait_until_ready(process)
+        report(f"{self.name} listens on 127.0.0.1:{self.port}")
+        return True
+
+    def stop(self) -> bool:
+        """Ends it, gently at first; returns whether it ran."""
+        return self._end(signal.SIGTERM)
+
+    def kill(self) -> bool:
+        """kill -9, for crash tests; returns whether it ran."""
+        return self._end(signal.SIGKILL)
+
+    def _end(self, first_signal: signal.Signals) -> bool:
+        pid = self.pid
+        if pid is None:
+            self.pid_file.unlink(missing_ok=True)
+            return False
+        os.kill(pid, first_signal)
+        deadline = time.monotonic() + STOP_SECONDS
+        while self._is_running(pid):
+            if time.monotonic() > deadline:
+                os.kill(pid, signal.SIGKILL)
+            time.sleep(POLL_SECONDS)
+        self.pid_file.unlink(missing_ok=True)
+        return True
+
+    def _is_running(self, pid: int) -> bool:
+        try:
+            os.waitpid(pid, os.WNOHANG)  # it may be our child: take its exit, or it stays a zombie
+        except ChildProcessError:
+            pass
+        return self.pid is not None
+
+    def _wait_until_ready(self, process: "subprocess.Popen[bytes] | None" = None) -> None:
+        deadline = time.monotonic() + START_SECONDS
+        while not self.ready():
+            if process is not None and process.poll() is not None:
+                self.pid_file.unlink(missing_ok=True)
+                raise ServiceError(f"{self.name} ended with code {process.returncode}: {self._last_words()}")
+            if time.monotonic() > deadline:
+                raise ServiceError(f"{self.name} does not answer on port {self.port}: {self._last_words()}")
+            time.sleep(POLL_SECONDS)
+
+    def _last_words(self) -> str:
+        lines = self.log_file.read_text(errors="replace").splitlines() if self.log_file.exists() else []
+        return f"see {self.log_file}; it says: " + " / ".join(lines[-3:])
+
+    def _refuse_taken_port(self) -> None:
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("127.0.0.1", self.port))
+            except OSError:
+                raise ServiceError(
+                    f"port {self.port} for {self.name} is taken by another process: end that one "
+                    f"(`ss -ltnp 'sport = :{self.port}'` names it), or point {self.setting()} at a server that runs elsewhere"
+                ) from None
+
+    def setting(self) -> str:
+        """The setting that points at this kind of server."""
+        return {"redis": "GRAB_REDIS_URL", "kafka": "GRAB_KAFKA", "postgres": "GRAB_POSTGRES"}[self.name]
+
+
+def _start_time(pid: int) -> str | None:
+    """When a process began, in clock ticks since boot; None when there is none, or only its corpse."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return None if fields[0] == "Z" else fields[19]
+
+
+def install(report: Callable[[str], None], what: str, packages: list[str]) -> None:
+    """Installs Debian packages where we may; raises ServiceError with the command to run where we may not."""
+    command = f"apt-get install -y --no-install-recommends {' '.join(packages)}"
+    if shutil.which("apt-get") is None:
+        raise ServiceError(f"{what} is missing: install it with your system's packages")
+    if os.geteuid() != 0:
+        raise ServiceError(f"{what} is missing and we may not install it: run `sudo {command}`, then try again")
+    report(f"installing {' '.join(packages)}")
+    # Debian would start a server of its own right after installing it; policy-rc.d is its way to say no.
+    policy = Path("/usr/sbin/policy-rc.d")
+    ours = not policy.exists()
+    if ours:
+        policy.write_text("#!/bin/sh\nexit 101\n")
+        policy.chmod(0o755)
+    try:
+        environment = child_environment() | {"DEBIAN_FRONTEND": "noninteractive"}
+        for step in ("apt-get update -qq", command):
+            done = subprocess.run(step.split(), capture_output=True, text=True, env=environment)
+            if done.returncode != 0:
+                raise ServiceError(f"`{step}` failed: {done.stderr.strip()[-500:]}")
+    finally:
+        if ours:
+            policy.unlink()

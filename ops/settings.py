@@ -1,0 +1,87 @@
+"""Settings: the only file that reads the environment (prefix `GRAB_`, and `.env`). Values are passed on, never looked up again."""
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field, SecretStr, ValidationError, field_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict  # reads .env, names the variable that is wrong
+
+from lua.sealing import Sealer
+
+REDIS_PORT = 46379
+KAFKA_PORT = 49092
+CONTROLLER_PORT = 49093
+POSTGRES_PORT = 45432
+
+Count = Annotated[int, Field(ge=1)]
+
+
+class BadSettings(Exception):
+    """A setting that is missing or wrong; the text names the variable and the way out."""
+
+
+class Settings(BaseSettings):
+    """What is in force. The defaults are the servers that `grabstream up` starts."""
+
+    model_config = SettingsConfigDict(env_prefix="GRAB_", env_file=".env", extra="ignore", frozen=True)
+
+    redis_url: str = f"redis://127.0.0.1:{REDIS_PORT}/0"
+    cache_url: str | None = None
+    kafka: str = f"127.0.0.1:{KAFKA_PORT}"
+    postgres: str = f"postgresql://grabstream@127.0.0.1:{POSTGRES_PORT}/grabstream"
+    schema_: Annotated[str, Field(validation_alias="GRAB_SCHEMA", pattern="^[a-z_][a-z0-9_]{0,47}$")] = "grabstream"
+    prefix: Annotated[str, Field(pattern="^[a-z0-9][a-z0-9._-]{0,47}$")] = "grab"
+    shards: Annotated[int, Field(ge=1, le=1024)] = 8
+    seal_keys: SecretStr = SecretStr("")
+    #: Events an outbox may hold before grabs are answered `busy`.
+    outbox_events_max: Count = 200_000
+    #: Commands that may wait in one gate for one shard before further ones are answered `busy`.
+    gate_queue_max: Count = 20_000
+    #: Commands decided in one script call.
+    batch_commands_max: Annotated[int, Field(ge=1, le=2_000)] = 512
+    #: Events in one journal record.
+    block_events_max: Annotated[int, Field(ge=1, le=10_000)] = 1_000
+    #: How far the clocks of Redis and a caller may be apart.
+    clock_skew_ms_max: Count = 5_000
+    #: How long a relay's lease of a shard lasts; after a kill another worker takes over when it has run out.
+    lease_ms: Count = 3_000
+    #: How long a caller of the gate waits for an answer.
+    gate_timeout_ms: Count = 2_000
+    #: How long commands from the topic wait out a fenced or busy shard before they are answered so.
+    patience_ms: Count = 10_000
+    #: For crash tests: the step at which a worker kills itself.
+    fail_at: str = ""
+
+    @field_validator("seal_keys")
+    @classmethod
+    def _can_be_read(cls, value: SecretStr) -> SecretStr:
+        if value.get_secret_value():
+            Sealer.from_text(value.get_secret_value())
+        return value
+
+    def require_seal_keys(self) -> None:
+        """Raises BadSettings with the way out when there are no seal keys."""
+        if not self.seal_keys.get_secret_value():
+            raise BadSettings(
+                "GRAB_SEAL_KEYS is not set: seeds could not be sealed. `grabstream up` writes one to .env for local use; "
+                "elsewhere make one with `grabstream config --new-seal-key` and keep it in every backup"
+            )
+
+
+def load_settings(env_file: Path | None = None) -> Settings:
+    """The settings in force; raises BadSettings that names each wrong variable and what is wrong with it."""
+    try:
+        return Settings(_env_file=env_file) if env_file else Settings()
+    except ValidationError as error:
+        lines = []
+        for problem in error.errors():
+            field = str(problem["loc"][0])
+            name = field if field.startswith("GRAB_") else f"GRAB_{field.upper()}"
+            lines.append(f"{name}: {problem['msg']} (got {problem['input']!r})" if "seal" not in field else f"{name}: {problem['msg']}")
+        raise BadSettings("; ".join(lines)) from None
+
+
+def child_environment(**overrides: str) -> dict[str, str]:
+    """The environment for a process that we start, with some GRAB_ variables replaced."""
+    return {**os.environ, **{f"GRAB_{name.upper()}": value for name, value in overrides.items()}}
