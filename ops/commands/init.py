@@ -1,0 +1,46 @@
+"""`init`: topics and tables."""
+
+import asyncio
+
+import click
+from aiokafka.admin import AIOKafkaAdminClient
+from psycopg import AsyncConnection
+
+from ops.output import console, json_option, print_json
+from ops.settings import Settings, load_settings
+from projections.migrate import migrate
+from streams.topics import Topics, create_topics
+
+
+@click.command()
+@click.option("--replication", default=1, show_default=True, help="Copies of every topic; 3 on a real cluster.")
+@json_option
+def init(replication: int, as_json: bool) -> None:
+    """Create what is missing of topics and tables; a second call does nothing. The number of shards cannot be changed later."""
+    settings = load_settings()
+    created, applied = asyncio.run(_init(settings, replication))
+    if as_json:
+        print_json({"topics_created": created, "migrations_applied": applied})
+        return
+    console.print(f"Topics created: {', '.join(created) or 'none, all exist'}.")
+    console.print(f"Migrations applied in schema {settings.schema_}: {', '.join(applied) or 'none, all are there'}.")
+
+
+async def _init(settings: Settings, replication: int) -> tuple[list[str], list[str]]:
+    topics = Topics(settings.prefix)
+    created = await create_topics(settings.kafka, topics, settings.shards, replication)
+    client = AIOKafkaAdminClient(bootstrap_servers=settings.kafka)
+    await client.start()
+    try:
+        described = await client.describe_topics([topics.journal])
+    finally:
+        await client.close()
+    partitions = len(described[0]["partitions"])
+    if partitions != settings.shards:
+        raise click.UsageError(
+            f"GRAB_SHARDS is {settings.shards}, but {topics.journal} has {partitions} partitions: the number of shards is fixed "
+            f"once a system exists. Set GRAB_SHARDS={partitions}, or another GRAB_PREFIX and GRAB_SCHEMA for a new system"
+        )
+    async with await AsyncConnection.connect(settings.postgres, autocommit=True, connect_timeout=5) as connection:
+        applied = await migrate(connection, settings.schema_, settings.shards)
+    return created, applied

@@ -1,0 +1,61 @@
+"""Cursors: how far a projection is in each shard, kept in the transaction that writes its rows."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from psycopg import AsyncConnection
+
+from models.events import AnyEvent
+from models.journal import Cursor
+
+
+class CursorMoved(Exception):
+    """Another process has moved the cursor: its rows are written, ours must not be. Read the cursor again."""
+
+
+class Fact(NamedTuple):
+    """An accepted event: its text as journaled, the chain's hash behind it, and its decoded form."""
+
+    line: bytes
+    hash: bytes
+    event: AnyEvent
+
+
+async def load(connection: AsyncConnection[Any], projection: str) -> dict[int, Cursor]:
+    """The cursor of every shard."""
+    found = await connection.execute(
+        "SELECT shard, seq, head, next_offset, term, owner FROM projection_cursors WHERE projection = %s", (projection,)
+    )
+    return {shard: Cursor(seq, bytes(head), offset, term, owner) for shard, seq, head, offset, term, owner in await found.fetchall()}
+
+
+async def stopped(connection: AsyncConnection[Any], projection: str) -> set[int]:
+    """The shards at which a projection has stopped."""
+    found = await connection.execute("SELECT shard FROM stopped_shards WHERE projection = %s", (projection,))
+    return {shard for (shard,) in await found.fetchall()}
+
+
+async def advance(
+    connection: AsyncConnection[Any], projection: str, moves: Mapping[int, tuple[Cursor, Cursor]]
+) -> None:
+    """Moves cursors from what we believed to what follows; raises CursorMoved when one was elsewhere."""
+    for shard in sorted(moves):
+        old, new = moves[shard]
+        done = await connection.execute(
+            "UPDATE projection_cursors SET seq = %s, head = %s, next_offset = %s, term = %s, owner = %s, moved_at = now() "
+            "WHERE projection = %s AND shard = %s AND seq = %s AND next_offset = %s",
+            (new.seq, new.head, new.next_offset, new.term, new.owner, projection, shard, old.seq, old.next_offset),
+        )
+        if done.rowcount != 1:
+            raise CursorMoved(f"{projection}, shard {shard}: the cursor is no longer at seq {old.seq}, offset {old.next_offset}")
+
+
+async def stop(
+    connection: AsyncConnection[Any], projection: str, shard: int, cursor: Cursor, reason: str
+) -> None:
+    """Writes down that a projection stopped at a shard, where and why, for `status` and for whoever mends it."""
+    await connection.execute(
+        "INSERT INTO stopped_shards (projection, shard, seq, journal_offset, reason) VALUES (%s, %s, %s, %s, %s) "
+        "ON CONFLICT (projection, shard) DO NOTHING",
+        (projection, shard, cursor.seq, cursor.next_offset, reason),
+    )

@@ -1,0 +1,56 @@
+"""The ledger: every transfer as a row, and what stands on every account. PostgreSQL refuses an overdraft by itself."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+from psycopg import AsyncConnection
+from psycopg.errors import CheckViolation
+
+from models.transfers import GUARDED_ACCOUNTS, transfers_of
+from projections.cursors import Fact
+
+NAME = "ledger"
+
+
+async def apply(connection: AsyncConnection[Any], facts: Sequence[Fact]) -> None:
+    """Adds the transfers of the events, in the caller's transaction; raises psycopg.errors.CheckViolation at an overdraft."""
+    rows: list[str] = []
+    changes: defaultdict[tuple[str, str], int] = defaultdict(int)
+    for _, _, event in facts:
+        for leg, (asset, debit, credit, amount) in enumerate(transfers_of(event)):
+            rows.append(f"{event.shard}\t{event.seq}\t{leg}\t{event.offer}\t{asset}\t{debit}\t{credit}\t{amount}\t{event.at}\n")
+            changes[debit, asset] -= amount
+            changes[credit, asset] += amount
+    if not rows:
+        return
+    async with connection.cursor() as cursor, cursor.copy(
+        "COPY transfers_1 (shard, seq, leg, offer, asset, debit, credit, amount, at) FROM STDIN"
+    ) as copy:
+        await copy.write("".join(rows))
+    await _post(connection, changes)
+
+
+async def _post(connection: AsyncConnection[Any], changes: dict[tuple[str, str], int]) -> None:
+    """Adds changes to accounts, sorted, so that two transactions rarely wait for each other in a circle.
+
+    What a guarded account loses is an UPDATE: an upsert would test the loss alone against the CHECK, before it meets the row.
+    """
+    losses = sorted(key for key, amount in changes.items() if amount < 0 and key[0].startswith(GUARDED_ACCOUNTS))
+    gains = sorted(changes.keys() - set(losses))
+    columns = [([key[0] for key in keys], [key[1] for key in keys], [changes[key] for key in keys]) for keys in (gains, losses)]
+    await connection.execute(
+        "INSERT INTO accounts_1 AS a (account, asset, posted) SELECT * FROM unnest(%s::text[], %s::text[], %s::bigint[]) "
+        "ON CONFLICT (account, asset) DO UPDATE SET posted = a.posted + excluded.posted",
+        columns[0],
+    )
+    if not losses:
+        return
+    done = await connection.execute(
+        "UPDATE accounts_1 AS a SET posted = a.posted + c.amount "
+        "FROM unnest(%s::text[], %s::text[], %s::bigint[]) AS c (account, asset, amount) "
+        "WHERE a.account = c.account AND a.asset = c.asset",
+        columns[1],
+    )
+    if done.rowcount != len(losses):
+        raise CheckViolation(f"an account that does not exist would fall below 0, one of {losses[:5]}")

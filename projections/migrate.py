@@ -1,0 +1,44 @@
+"""Migrations: numbered SQL files, each applied once, in one transaction, in the schema of this system."""
+
+from importlib.resources import files
+from typing import Any
+
+from psycopg import AsyncConnection, sql
+
+from models.outcomes import OUTCOME_NAMES
+
+PROJECTIONS = ("ledger", "balances", "audit")
+
+
+async def migrate(connection: AsyncConnection[Any], schema: str, shards: int) -> list[str]:
+    """Applies what is missing and returns the names of the migrations; safe to call again, and by several at once."""
+    applied = []
+    async with connection.transaction():
+        # Whoever comes second waits here, and then finds nothing to do.
+        await connection.execute("SELECT pg_advisory_xact_lock(hashtext(%s))", (f"grabstream-{schema}",))
+        await connection.execute(sql.SQL("CREATE SCHEMA IF NOT EXISTS {}").format(sql.Identifier(schema)))
+        await use_schema(connection, schema)
+        await connection.execute("CREATE TABLE IF NOT EXISTS migrations (name text PRIMARY KEY, at timestamptz DEFAULT now())")
+        rows = await (await connection.execute("SELECT name FROM migrations")).fetchall()
+        known = {name for (name,) in rows}
+        for path in sorted(files("projections.migrations").iterdir(), key=lambda path: path.name):
+            if not path.name.endswith(".sql") or path.name in known:
+                continue
+            await connection.execute(path.read_text().encode())
+            await connection.execute("INSERT INTO migrations (name) VALUES (%s)", (path.name,))
+            applied.append(path.name)
+        await connection.execute(
+            "INSERT INTO outcomes SELECT * FROM unnest(%s::integer[], %s::text[]) ON CONFLICT DO NOTHING",
+            (list(OUTCOME_NAMES), list(OUTCOME_NAMES.values())),
+        )
+        await connection.execute(
+            "INSERT INTO projection_cursors (projection, shard) SELECT projection, shard "
+            "FROM unnest(%s::text[]) AS projection, generate_series(0, %s - 1) AS shard ON CONFLICT DO NOTHING",
+            (list(PROJECTIONS), shards),
+        )
+    return applied
+
+
+async def use_schema(connection: AsyncConnection[Any], schema: str) -> None:
+    """Makes unqualified names of this connection mean those of the schema."""
+    await connection.execute("SELECT set_config('search_path', %s, false)", (schema,))

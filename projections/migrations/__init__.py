@@ -1,0 +1,1 @@
+"""SQL files, applied in the order of their numbers."""

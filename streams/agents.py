@@ -1,0 +1,140 @@
+"""The Faust app: one agent for each read model, all on the journal.
+
+An agent hands each record to its projector and lets no exception out, since Faust acknowledges a record whose agent failed.
+Faust's committed offsets are hints: where a read model really is, its own cursor says. So Faust decides who reads which
+partition, and after every assignment the projectors catch up by themselves.
+"""
+
+import asyncio
+import logging
+import tempfile
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any, Final
+
+import faust
+
+from projections import audit, balances, ledger
+from streams.journal import Record
+from streams.projector import CatchUp, Projector
+from streams.publisher import Publisher
+from streams.topics import Topics
+
+log = logging.getLogger(__name__)
+
+PROJECTIONS: Final = ("ledger", "balances", "audit", "events")
+_APPLY: Final = {"ledger": ledger.apply, "balances": balances.apply, "audit": audit.apply}
+
+Step = Callable[[str], None]
+
+
+def make_projectors(
+    kafka: str, prefix: str, shards: int, postgres: str, schema: str, names: Sequence[str] = PROJECTIONS,
+    step: Step = lambda name: None,
+) -> list[Projector]:  # fmt: skip
+    """The projectors of these read models; nothing connects yet."""
+    topics = Topics(prefix)
+    where: dict[str, Any] = {"postgres": postgres, "schema": schema, "journal": topics.journal, "step": step}
+    return [
+        Publisher(kafka=kafka, events=topics.events, shards=shards, source=f"grabstream/{prefix}", **where)
+        if name == "events"
+        else Projector(name=name, apply=_APPLY[name], kafka=kafka, **where)
+        for name in names
+    ]
+
+
+def build_app(kafka: str, prefix: str, shards: int, projectors: Sequence[Projector]) -> faust.App:
+    """The app with an agent for each projector; nothing connects yet, and the projectors run with the app."""
+    app = faust.App(
+        f"{prefix}.projections",
+        broker=[f"kafka://{server}" for server in kafka.split(",")],
+        store="memory://",
+        value_serializer="raw",
+        key_serializer="raw",
+        web_enabled=False,
+        topic_allow_declare=False,
+        topic_disable_leader=True,
+        topic_partitions=shards,
+        consumer_auto_offset_reset="earliest",
+        broker_session_timeout=10.0,
+        broker_heartbeat_interval=2.0,
+        broker_commit_interval=1.0,
+        datadir=tempfile.gettempdir(),
+    )
+    journal = app.topic(Topics(prefix).journal, key_serializer="raw", value_serializer="raw")
+    for projector in projectors:
+        app.agent(journal, name=f"{prefix}.{projector.name}")(_agent_of(projector))
+    running: list[asyncio.Task[None]] = []
+
+    @app.task()
+    async def run_projectors() -> None:
+        running.extend(asyncio.create_task(projector.run()) for projector in projectors)
+
+    @app.on_partitions_assigned.connect(weak=False)
+    async def catch_up(app: faust.App, assigned: Any, **_: Any) -> None:
+        for partition in sorted(assigned):
+            if partition.topic == Topics(prefix).journal:
+                for projector in projectors:
+                    await projector.put(CatchUp(partition.partition))
+
+    @app.on_before_shutdown.connect(weak=False)
+    async def stop_projectors(app: faust.App, **_: Any) -> None:
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+
+    return app
+
+
+def _agent_of(projector: Projector) -> Callable[[Any], Any]:
+    async def carry(stream: Any) -> None:
+        async for event in stream.events():
+            message = event.message
+            headers = message.headers.items() if isinstance(message.headers, dict) else message.headers or ()
+            await projector.put(Record(message.partition, message.offset, tuple(headers), message.value or b""))
+
+    return carry
+
+
+async def run_projections(
+    kafka: str,
+    prefix: str,
+    shards: int,
+    postgres: str,
+    schema: str,
+    stop: asyncio.Event,
+    names: Sequence[str] = PROJECTIONS,
+    step: Step = lambda name: None,
+) -> None:
+    """Runs the app inside this event loop until `stop` is set; raises what made it end otherwise."""
+    projectors = make_projectors(kafka, prefix, shards, postgres, schema, names, step)
+    app = build_app(kafka, prefix, shards, projectors)
+    worker = _Inside(app, loop=asyncio.get_running_loop(), loglevel="WARN", redirect_stdouts=False)
+    running = asyncio.create_task(_supervise(worker))
+    stopping = asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait({running, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        stopping.cancel()
+        await worker.stop()
+        await asyncio.gather(running, return_exceptions=True)
+    if not stop.is_set():
+        raise RuntimeError("the Faust app ended by itself") from app.crash_reason
+
+
+class _Inside(faust.Worker):
+    """A Faust worker that lives in a loop it does not own: it leaves signals, logging and the loop alone."""
+
+    def on_init_dependencies(self) -> Any:
+        return [self.app]
+
+    def install_signal_handlers(self) -> None:
+        return
+
+    def _setup_logging(self) -> None:
+        return
+
+
+async def _supervise(worker: Any) -> AsyncIterator[None] | None:
+    await worker.start()
+    await worker.wait_until_stopped()
+    return None

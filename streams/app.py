@@ -1,0 +1,15 @@
+"""The app for `faust -A streams.app worker`: the read models, with the settings of this system. Nothing connects at import."""
+
+from ops.settings import load_settings
+from streams.agents import build_app, make_projectors
+
+_settings = load_settings()
+
+app = build_app(
+    _settings.kafka,
+    _settings.prefix,
+    _settings.shards,
+    make_projectors(
+        _settings.kafka, _settings.prefix, _settings.shards, _settings.postgres, _settings.schema_
+    ),
+)

@@ -1,0 +1,68 @@
+"""Reading the journal by ourselves: one partition, from an offset on. Projections that fell behind, `verify` and replay use it."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Final, NamedTuple
+
+from aiokafka import AIOKafkaConsumer, TopicPartition
+
+from models.journal import Headers
+from streams.topics import RECORD_BYTES_MAX
+
+FETCH_WAIT_MS: Final = 500
+
+
+class Record(NamedTuple):
+    """A journal record as Kafka has it."""
+
+    shard: int
+    offset: int
+    headers: Headers
+    value: bytes
+
+
+class JournalReader:
+    """Reads partitions of a journal without any group; positions are the caller's business."""
+
+    def __init__(self, consumer: AIOKafkaConsumer, topic: str) -> None:
+        self._consumer = consumer
+        self._topic = topic
+
+    async def end(self, shard: int) -> int:
+        """The offset behind the last record."""
+        partition = TopicPartition(self._topic, shard)
+        return int((await self._consumer.end_offsets([partition]))[partition])
+
+    async def read(self, shard: int, from_offset: int, to_offset: int) -> AsyncIterator[list[Record]]:
+        """The records with from_offset ≤ offset < to_offset, in lists as they arrive; raises when they are not there any more."""
+        partition = TopicPartition(self._topic, shard)
+        if from_offset >= to_offset:
+            return
+        self._consumer.assign([partition])
+        self._consumer.seek(partition, from_offset)
+        while from_offset < to_offset:
+            fetched = await self._consumer.getmany(partition, timeout_ms=FETCH_WAIT_MS)
+            records = [
+                Record(shard, record.offset, record.headers, record.value or b"")
+                for record in fetched.get(partition, [])
+                if record.offset < to_offset
+            ]
+            if records:
+                from_offset = records[-1].offset + 1
+                yield records
+
+
+@asynccontextmanager
+async def open_reader(bootstrap: str, topic: str) -> AsyncIterator[JournalReader]:
+    """A reader with a consumer of its own."""
+    consumer = AIOKafkaConsumer(
+        bootstrap_servers=bootstrap,
+        auto_offset_reset="none",
+        enable_auto_commit=False,
+        max_partition_fetch_bytes=RECORD_BYTES_MAX,
+    )
+    await consumer.start()
+    try:
+        yield JournalReader(consumer, topic)
+    finally:
+        await consumer.stop()

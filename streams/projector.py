@@ -1,0 +1,242 @@
+"""A projector: carries journal records into one read model, in groups, with cursor and rows in one transaction.
+
+What it is handed are hints (Faust may skip or repeat); the cursor in PostgreSQL decides. A record below it is dropped, one above
+it makes the projector read the journal from the cursor by itself. A shard whose journal contradicts itself, or whose events the
+database refuses, stops alone, is written down, and the others go on.
+"""
+
+import asyncio
+import logging
+import os
+from collections.abc import Awaitable, Callable, Sequence
+from functools import lru_cache
+from typing import Any, Final, NamedTuple
+
+import msgspec
+import psycopg
+from aiokafka.errors import KafkaError
+from psycopg import AsyncConnection
+
+from models.events import AnyEvent, decode_event_list
+from models.journal import Block, Corrupt, Cursor, Gap, parse_block
+from projections import cursors
+from projections.cursors import CursorMoved, Fact
+from projections.migrate import use_schema
+from streams.journal import JournalReader, Record, open_reader
+
+log = logging.getLogger(__name__)
+
+GROUP_EVENTS_MAX: Final = 4_000
+QUEUE_RECORDS_MAX: Final = 256
+RETRY_SECONDS: Final = 0.5
+RETRY_SECONDS_MAX: Final = 10.0
+EXIT_UNKNOWN_ERROR: Final = 70
+
+Apply = Callable[[AsyncConnection[Any], Sequence[Fact]], Awaitable[None]]
+
+
+class CatchUp(NamedTuple):
+    """Asks to read a shard's journal from the cursor to its end, whether or not a new record comes."""
+
+    shard: int
+
+
+class Group(NamedTuple):
+    """What goes into one transaction: cursor moves and facts, by shard."""
+
+    moves: dict[int, tuple[Cursor, Cursor]]
+    facts: dict[int, list[Fact]]
+
+
+# All projections of a process see the same records: each is taken apart and decoded once.
+@lru_cache(maxsize=512)
+def _decode(shard: int, offset: int, headers: tuple[tuple[str, bytes], ...], value: bytes) -> tuple[Block, list[AnyEvent]]:
+    block = parse_block(headers, value)
+    if block.shard != shard:
+        raise Corrupt(f"offset {offset}: a block of shard {block.shard} in partition {shard}")
+    try:
+        events = decode_event_list(b"[" + b",".join(block.lines) + b"]") if block.count else []
+    except msgspec.DecodeError as error:
+        raise Corrupt(f"offset {offset}: an event cannot be decoded: {error}") from None
+    return block, events
+
+
+class Projector:
+    """Builds one read model. `put` hands over records; `run` writes them until cancelled, and lets no error acknowledge a record.
+
+    Where cursor and rows live is what `_open`, `_save` and `_disconnect` know: here PostgreSQL, in one transaction.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        apply: Apply,
+        postgres: str,
+        schema: str,
+        kafka: str,
+        journal: str,
+        step: Callable[[str], None] = lambda step_name: None,
+    ) -> None:
+        self.name = name
+        self._apply = apply
+        self._postgres = postgres
+        self._schema = schema
+        self._kafka = kafka
+        self._journal = journal
+        self._step = step
+        self._queue: asyncio.Queue[Record | CatchUp] = asyncio.Queue(QUEUE_RECORDS_MAX)
+        self._cursors: dict[int, Cursor] = {}
+        self._stopped: set[int] = set()
+        self._connection: AsyncConnection[Any] | None = None
+
+    async def put(self, item: Record | CatchUp) -> None:
+        """Hands over a record; waits when many are waiting already."""
+        await self._queue.put(item)
+
+    async def run(self) -> None:
+        """Writes what was handed over until cancelled. An error of an unknown kind ends the process at once."""
+        try:
+            async with open_reader(self._kafka, self._journal) as reader:
+                while True:
+                    items = [await self._queue.get()]
+                    while not self._queue.empty() and len(items) < QUEUE_RECORDS_MAX:
+                        items.append(self._queue.get_nowait())
+                    await self._carry(items, reader)
+        except asyncio.CancelledError:
+            raise
+        except BaseException:
+            # Leaving in order would acknowledge to Kafka what was not written.
+            log.critical("projection %s: unknown error, ending the process", self.name, exc_info=True)
+            logging.shutdown()
+            os._exit(EXIT_UNKNOWN_ERROR)
+        finally:
+            if self._connection is not None:
+                await self._connection.close()
+
+    async def _carry(self, items: list[Record | CatchUp], reader: JournalReader) -> None:
+        """Carries the items, however often PostgreSQL or Kafka goes away meanwhile."""
+        pause = RETRY_SECONDS
+        while True:
+            try:
+                await self._connected()
+                await self._process(items, reader)
+                return
+            except CursorMoved as moved:
+                log.info("%s; reading it again", moved)
+                self._cursors.clear()
+                items = [CatchUp(shard) for shard in sorted({item.shard for item in items})]
+            except (psycopg.OperationalError, psycopg.InterfaceError, KafkaError, OSError) as error:
+                log.warning("projection %s: %s: %s; trying again", self.name, type(error).__name__, error)
+                await self._disconnect()
+                await asyncio.sleep(pause)
+                pause = min(pause * 2, RETRY_SECONDS_MAX)
+
+    async def _connected(self) -> AsyncConnection[Any]:
+        if self._connection is None:
+            self._connection = await AsyncConnection.connect(self._postgres, autocommit=True, connect_timeout=5)
+            await use_schema(self._connection, self._schema)
+            self._cursors.clear()
+        if not self._cursors:
+            self._cursors = await self._open(self._connection)
+            self._stopped = await cursors.stopped(self._connection, self.name)
+        return self._connection
+
+    async def _open(self, connection: AsyncConnection[Any]) -> dict[int, Cursor]:
+        return await cursors.load(connection, self.name)
+
+    async def _disconnect(self) -> None:
+        connection, self._connection = self._connection, None
+        self._cursors.clear()
+        if connection is not None:
+            await connection.close()
+
+    # -- records ------------------------------------------------------------------------------------------------------
+
+    async def _process(self, items: Sequence[Record | CatchUp], reader: JournalReader) -> None:
+        group = Group({}, {})
+        for item in items:
+            if item.shard in self._stopped:
+                continue
+            if isinstance(item, CatchUp):
+                group = await self._read_own(group, item.shard, await reader.end(item.shard), reader)
+                continue
+            if item.offset > self._cursor(group, item.shard).next_offset:
+                group = await self._read_own(group, item.shard, item.offset, reader)
+            group = await self._add(group, item)
+        await self._write(group)
+
+    async def _read_own(self, group: Group, shard: int, to_offset: int, reader: JournalReader) -> Group:
+        """Reads what lies between the cursor and an offset from the journal itself."""
+        async for records in reader.read(shard, self._cursor(group, shard).next_offset, to_offset):
+            for record in records:
+                if shard not in self._stopped:
+                    group = await self._add(group, record)
+        return group
+
+    def _cursor(self, group: Group, shard: int) -> Cursor:
+        moved = group.moves.get(shard)
+        return moved[1] if moved else self._cursors[shard]
+
+    async def _add(self, group: Group, record: Record) -> Group:
+        """Adds a record to the group; writes the group when it is full."""
+        shard = record.shard
+        if shard in self._stopped:
+            return group
+        cursor = self._cursor(group, shard)
+        if record.offset < cursor.next_offset:
+            return group
+        try:
+            block, events = _decode(shard, record.offset, tuple(record.headers), record.value)
+            behind, accepted = cursor.feed(record.offset, block)
+        except (Corrupt, Gap) as error:
+            await self._write(group)
+            await self._stop(shard, cursor, str(error))
+            return Group({}, {})
+        group.moves[shard] = (group.moves[shard][0] if shard in group.moves else self._cursors[shard], behind)
+        facts = group.facts.setdefault(shard, [])
+        facts.extend(Fact(one.line, one.hash, events[one.seq - block.first_seq]) for one in accepted)
+        if sum(map(len, group.facts.values())) >= GROUP_EVENTS_MAX:
+            await self._write(group)
+            return Group({}, {})
+        return group
+
+    # -- transactions -------------------------------------------------------------------------------------------------
+
+    async def _write(self, group: Group) -> None:
+        if not group.moves:
+            return
+        try:
+            await self._commit(group)
+        except (psycopg.IntegrityError, psycopg.DataError) as error:
+            if isinstance(error, psycopg.errors.UniqueViolation) or len(group.moves) > 1:
+                # Find out whose events the database refuses: each shard by itself.
+                await self._write_one_by_one(group)
+                return
+            [(shard, (cursor, _))] = group.moves.items()
+            await self._stop(shard, cursor, f"PostgreSQL refuses its events: {error}")
+
+    async def _write_one_by_one(self, group: Group) -> None:
+        for shard, move in group.moves.items():
+            try:
+                await self._commit(Group({shard: move}, {shard: group.facts.get(shard, [])}))
+            except (psycopg.IntegrityError, psycopg.DataError) as error:
+                await self._stop(shard, move[0], f"PostgreSQL refuses its events: {error}")
+
+    async def _commit(self, group: Group) -> None:
+        await self._save(group)
+        self._step(f"{self.name}.committed")
+        for shard, (_, behind) in group.moves.items():
+            self._cursors[shard] = behind
+
+    async def _save(self, group: Group) -> None:
+        connection = await self._connected()
+        facts = [fact for of_shard in group.facts.values() for fact in of_shard]
+        async with connection.transaction():
+            await cursors.advance(connection, self.name, group.moves)
+            if facts:
+                await self._apply(connection, facts)
+
+    async def _stop(self, shard: int, cursor: Cursor, reason: str) -> None:
+        log.critical("projection %s stops at shard %d, seq %d: %s", self.name, shard, cursor.seq, reason)
+        await cursors.stop(await self._connected(), self.name, shard, cursor, reason)
+        self._stopped.add(shard)

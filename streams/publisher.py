@@ -1,0 +1,130 @@
+"""The publisher: every event once more as a CloudEvent on `grab.events`, for programs of other people.
+
+Its cursor is in a header of the topic's own records, on the last one of every group. After a crash it goes on from the newest
+cursor it finds there, so some records may repeat, with the same id and bytes; none is left out.
+"""
+
+from datetime import UTC, datetime
+from functools import lru_cache
+from typing import Any, Final
+
+from aiokafka import AIOKafkaProducer
+from psycopg import AsyncConnection
+
+from models.journal import Cursor
+from projections.cursors import Fact
+from streams.journal import JournalReader, open_reader
+from streams.projector import Group, Projector
+from streams.topics import RECORD_BYTES_MAX
+
+CURSOR_HEADER: Final = "cursor"
+LOOK_BACK_RECORDS: Final = 2_000
+
+
+class Publisher(Projector):
+    """A projector whose read model is a topic."""
+
+    def __init__(self, kafka: str, events: str, shards: int, source: str, **rest: Any) -> None:
+        super().__init__(name="events", apply=_nothing, kafka=kafka, **rest)
+        self._events = events
+        self._shards = shards
+        self._source = source.encode()
+        self._producer: AIOKafkaProducer | None = None
+
+    async def _open(self, connection: AsyncConnection[Any]) -> dict[int, Cursor]:
+        # A new producer each time: after an error the old one may refuse for ever, or send what we send again.
+        await self._stop_producer()
+        producer = AIOKafkaProducer(
+            bootstrap_servers=self._kafka,
+            enable_idempotence=True,
+            acks="all",
+            max_batch_size=512 * 1024,
+            max_request_size=RECORD_BYTES_MAX,
+        )
+        await producer.start()
+        self._producer = producer
+        await producer.partitions_for(self._events)
+        async with open_reader(self._kafka, self._events) as reader:
+            return {shard: await newest_cursor(reader, shard) for shard in range(self._shards)}
+
+    async def _disconnect(self) -> None:
+        await self._stop_producer()
+        await super()._disconnect()
+
+    async def _stop_producer(self) -> None:
+        producer, self._producer = self._producer, None
+        if producer is not None:
+            await producer.stop()
+
+    async def _save(self, group: Group) -> None:
+        await self._connected()
+        assert self._producer is not None
+        for shard, facts in group.facts.items():
+            if facts:
+                await self._publish(self._producer, shard, facts, group.moves[shard][1])
+
+    async def _publish(self, producer: AIOKafkaProducer, shard: int, facts: list[Fact], behind: Cursor) -> None:
+        sent = []
+        batch = producer.create_batch()
+        for fact in facts:
+            event = fact.event
+            headers = self._headers(fact)
+            if fact is facts[-1]:
+                headers.append((CURSOR_HEADER, encode_cursor(behind)))
+            record = {"key": event.offer.encode(), "value": fact.line, "timestamp": event.at, "headers": headers}
+            if batch.append(**record) is None:
+                sent.append(await producer.send_batch(batch, self._events, partition=shard))
+                batch = producer.create_batch()
+                batch.append(**record)
+        sent.append(await producer.send_batch(batch, self._events, partition=shard))
+        for acknowledged in sent:
+            await acknowledged
+
+    def _headers(self, fact: Fact) -> list[tuple[str, bytes]]:
+        event = fact.event
+        return [
+            ("content-type", b"application/json"),
+            ("ce_specversion", b"1.0"),
+            ("ce_id", b"%d-%d" % (event.shard, event.seq)),
+            ("ce_type", str(event.__struct_config__.tag).encode()),
+            ("ce_source", self._source),
+            ("ce_time", _rfc3339(event.at)),
+            ("ce_subject", event.offer.encode()),
+        ]
+
+
+def encode_cursor(cursor: Cursor) -> bytes:
+    """`seq,head,next_offset,term,owner` as a header's value."""
+    return f"{cursor.seq},{cursor.head.hex()},{cursor.next_offset},{cursor.term},{cursor.owner}".encode()
+
+
+def decode_cursor(value: bytes) -> Cursor:
+    """What `encode_cursor` wrote."""
+    seq, head, next_offset, term, owner = value.decode().split(",", 4)
+    return Cursor(int(seq), bytes.fromhex(head), int(next_offset), int(term), owner)
+
+
+async def newest_cursor(reader: JournalReader, shard: int) -> Cursor:
+    """The newest cursor in a partition of the events topic; the journal's beginning when there is none."""
+    end = await reader.end(shard)
+    look_back = LOOK_BACK_RECORDS
+    while end:
+        found: Cursor | None = None
+        start = max(end - look_back, 0)
+        async for records in reader.read(shard, start, end):
+            for record in records:
+                value = dict(record.headers).get(CURSOR_HEADER)
+                found = decode_cursor(value) if value else found
+        if found or start == 0:
+            return found or Cursor()
+        look_back *= 4
+    return Cursor()
+
+
+@lru_cache(maxsize=1024)
+def _rfc3339(at_ms: int) -> bytes:
+    return datetime.fromtimestamp(at_ms / 1000, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z").encode()
+
+
+async def _nothing(connection: AsyncConnection[Any], facts: Any) -> None:
+    """A publisher writes no rows."""
