@@ -25,13 +25,13 @@ class Command(
     offer: Id
 
 
-class Open(Command):
+class Open(Command, kw_only=True):
     """Create and fund an offer."""
 
     terms: Terms
 
 
-class Grab(Command):
+class Grab(Command, kw_only=True):
     """One user's attempt; `attributes` are names and values that limits may count by."""
 
     user: Id
@@ -39,15 +39,15 @@ class Grab(Command):
     attributes: dict[Id, Id] = {}
 
 
-class Pause(Command):
+class Pause(Command, kw_only=True):
     """Refuse grabs with `on_hold` until resumed."""
 
 
-class Resume(Command):
+class Resume(Command, kw_only=True):
     """Take grabs again."""
 
 
-class Close(Command):
+class Close(Command, kw_only=True):
     """End the offer now; what is left goes back to where the terms say."""
 
 

@@ -8,7 +8,7 @@ partition, and after every assignment the projectors catch up by themselves.
 import asyncio
 import logging
 import tempfile
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import faust
@@ -105,36 +105,14 @@ async def run_projections(
     names: Sequence[str] = PROJECTIONS,
     step: Step = lambda name: None,
 ) -> None:
-    """Runs the app inside this event loop until `stop` is set; raises what made it end otherwise."""
+    """Runs the app inside this event loop until `stop` is set; raises RuntimeError when it ended by itself."""
     projectors = make_projectors(kafka, prefix, shards, postgres, schema, names, step)
     app = build_app(kafka, prefix, shards, projectors)
-    worker = _Inside(app, loop=asyncio.get_running_loop(), loglevel="WARN", redirect_stdouts=False)
-    running = asyncio.create_task(_supervise(worker))
-    stopping = asyncio.create_task(stop.wait())
+    app.finalize()
+    await app.start()
     try:
-        await asyncio.wait({running, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        ended = await app.wait_for_stopped(stop)
     finally:
-        stopping.cancel()
-        await worker.stop()
-        await asyncio.gather(running, return_exceptions=True)
-    if not stop.is_set():
+        await app.stop()
+    if ended and not stop.is_set():
         raise RuntimeError("the Faust app ended by itself") from app.crash_reason
-
-
-class _Inside(faust.Worker):
-    """A Faust worker that lives in a loop it does not own: it leaves signals, logging and the loop alone."""
-
-    def on_init_dependencies(self) -> Any:
-        return [self.app]
-
-    def install_signal_handlers(self) -> None:
-        return
-
-    def _setup_logging(self) -> None:
-        return
-
-
-async def _supervise(worker: Any) -> AsyncIterator[None] | None:
-    await worker.start()
-    await worker.wait_until_stopped()
-    return None
