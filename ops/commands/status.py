@@ -1,0 +1,103 @@
+"""`status`: which servers answer, how far every shard is, and what has stopped."""
+
+import asyncio
+import sys
+from typing import Any
+
+import click
+from aiokafka.admin import AIOKafkaAdminClient
+from aiokafka.errors import KafkaError
+from psycopg import AsyncConnection, OperationalError
+from psycopg.errors import UndefinedTable
+from psycopg.rows import dict_row
+from redis.exceptions import RedisError
+
+from lua.keys import SHARD_FIELDS
+from ops.connections import key_space, open_redis
+from ops.output import console, json_option, print_json, table
+from ops.settings import Settings, load_settings
+from projections.migrate import use_schema
+
+
+@click.command()
+@json_option
+def status(as_json: bool) -> None:
+    """Show servers, shards and read models. Exit 3: a server does not answer; 1: a shard is fenced or a read model has stopped."""
+    found = asyncio.run(_read(load_settings()))
+    if as_json:
+        print_json(found)
+    else:
+        _print(found)
+    if any(problem for problem in found["servers"].values()):
+        sys.exit(3)
+    sys.exit(1 if found["stopped"] or any(shard["fault"] for shard in found["shards"]) else 0)
+
+
+async def _read(settings: Settings) -> dict[str, Any]:
+    found: dict[str, Any] = {"servers": {}, "shards": [], "read_models": [], "stopped": []}
+    for name, read in (("redis", _redis), ("kafka", _kafka), ("postgres", _postgres)):
+        try:
+            await read(settings, found)
+            found["servers"][name] = None
+        except (RedisError, KafkaError, OperationalError, OSError) as error:
+            found["servers"][name] = f"{type(error).__name__}: {str(error).strip()}"
+    return found
+
+
+async def _redis(settings: Settings, found: dict[str, Any]) -> None:
+    redis = open_redis(settings)
+    try:
+        keys = key_space(settings)
+        for number in range(settings.shards):
+            of_shard = keys.shard(number)
+            values = [value and value.decode() for value in await redis.hmget(of_shard.state, list(SHARD_FIELDS))]
+            fields = dict(zip(SHARD_FIELDS, values, strict=True))
+            holder = await redis.get(of_shard.lease)
+            seq, journaled = int(fields["seq"] or 0), int(fields["journaled_seq"] or 0)
+            fault = fields["fault"] or (None if fields["life"] else "no relay has taken this shard over yet")
+            found["shards"].append(
+                {
+                    "shard": number, "seq": seq, "journaled_seq": journaled, "waiting": seq - journaled,
+                    "term": int(fields["term"] or 0), "relay": holder and holder.decode(), "fault": fault,
+                }
+            )  # fmt: skip
+    finally:
+        await redis.aclose()
+
+
+async def _kafka(settings: Settings, found: dict[str, Any]) -> None:
+    client = AIOKafkaAdminClient(bootstrap_servers=settings.kafka, request_timeout_ms=5_000)
+    await client.start()
+    await client.close()
+
+
+async def _postgres(settings: Settings, found: dict[str, Any]) -> None:
+    async with await AsyncConnection.connect(settings.postgres, autocommit=True, row_factory=dict_row, connect_timeout=5) as connection:
+        await use_schema(connection, settings.schema_)
+        try:
+            rows = await connection.execute("SELECT projection, shard, seq, next_offset FROM cursors ORDER BY projection, shard")
+            found["read_models"] = await rows.fetchall()
+            rows = await connection.execute("SELECT projection, shard, seq, journal_offset, reason, stopped_at FROM stopped_shards")
+            found["stopped"] = await rows.fetchall()
+        except UndefinedTable:
+            found["read_models"] = []
+
+
+def _print(found: dict[str, Any]) -> None:
+    for name, problem in found["servers"].items():
+        console.print(f"[green]✓[/] {name}" if problem is None else f"[red]✗[/] {name}: {problem}", highlight=False)
+    models = sorted({row["projection"] for row in found["read_models"]})
+    seqs = {(row["projection"], row["shard"]): row["seq"] for row in found["read_models"]}
+    rows = (
+        (
+            shard["shard"], shard["seq"], shard["waiting"],
+            *(shard["seq"] - seqs.get((model, shard["shard"]), 0) for model in models),
+            shard["relay"] or "none", shard["fault"] or "",
+        )
+        for shard in found["shards"]
+    )  # fmt: skip
+    console.print(table("Shards", ("shard", "seq", "not journaled", *(f"{model} lag" for model in models), "relay", "fault"), rows))
+    if not models:
+        console.print("No read models: `grabstream init` makes them.")
+    for stop in found["stopped"]:
+        console.print(f"[red]{stop['projection']} has stopped at shard {stop['shard']}, seq {stop['seq']}[/]: {stop['reason']}", highlight=False)

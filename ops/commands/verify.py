@@ -1,0 +1,35 @@
+"""`verify`: chain, books, and Redis against the ledger."""
+
+import asyncio
+import sys
+
+import click
+
+from ops.output import console, json_option, print_json
+from ops.settings import load_settings
+from ops.verification import PROBLEMS_SHOWN_MAX, Check, verify as run_verification
+
+
+def print_checks(checks: list[Check]) -> None:
+    """One line a check, and below it what is wrong."""
+    for check in checks:
+        mark = "[green]✓[/]" if check.passed else "[red]✗[/]"
+        console.print(f"{mark} {check.name:<34} [dim]{check.checked:>12,} {check.of_what}[/]", highlight=False)
+        for problem in check.problems[:PROBLEMS_SHOWN_MAX]:
+            console.print(f"    [red]{problem}[/]", highlight=False)
+        if len(check.problems) > PROBLEMS_SHOWN_MAX:
+            console.print(f"    [red]… and {len(check.problems) - PROBLEMS_SHOWN_MAX} more[/]")
+
+
+@click.command()
+@click.option("--wait", default=30.0, show_default=True, help="Seconds to wait for read models that are behind.")
+@json_option
+def verify(wait: float, as_json: bool) -> None:
+    """Check the chain of every shard, the books, the audit trail byte for byte, and Redis against the ledger. Exit 1: a difference."""
+    report = (lambda line: None) if as_json else (lambda line: console.print(f"[dim]{line} …[/]"))
+    checks = asyncio.run(run_verification(load_settings(), wait, report))
+    if as_json:
+        print_json([{**check._asdict(), "passed": check.passed} for check in checks])
+    else:
+        print_checks(checks)
+    sys.exit(0 if all(check.passed for check in checks) else 1)
