@@ -96,7 +96,7 @@ class _Shard:
         self.queued = 0
         self.in_flight = 0
         self.groups: set[object] = set()
-        self.held_until = 0.0
+        self.held = False
 
 
 class Gate:
@@ -264,7 +264,7 @@ class Gate:
 
     def _pump(self, shard: _Shard) -> None:
         """Sends as much as may be in flight; a shard that refused whole calls is tried again only after a pause."""
-        while shard.queue and shard.in_flight < IN_FLIGHT_MAX and time.monotonic() >= shard.held_until:
+        while shard.queue and shard.in_flight < IN_FLIGHT_MAX and not shard.held:
             batch = self._next_batch(shard)
             if not batch:
                 return
@@ -346,8 +346,13 @@ class Gate:
             return
         shard.queue.extendleft(reversed(tickets))
         shard.queued += sum(len(ticket.commands) for ticket in tickets)
-        shard.held_until = time.monotonic() + RETRY_SECONDS
-        asyncio.get_running_loop().call_later(RETRY_SECONDS, self._pump, shard)
+        if not shard.held:
+            shard.held = True
+            asyncio.get_running_loop().call_later(RETRY_SECONDS, self._release, shard)
+
+    def _release(self, shard: _Shard) -> None:
+        shard.held = False
+        self._pump(shard)
 
     async def _call(
         self, keys: ShardKeys, script: str, commands: Sequence[AnyCommand]

@@ -44,6 +44,14 @@ def _compose(*words: str) -> None:
         raise ServiceError(f"`docker compose {' '.join(words)}` failed; GRAB_SERVICES=processes uses plain processes instead")
 
 
+def _compose_running() -> list[str]:
+    asked = subprocess.run(
+        ["docker", "compose", "-f", str(PROJECT / "compose.yaml"), "ps", "--services", "--status", "running"],
+        capture_output=True, text=True, env=child_environment() | {"GRAB_SEAL_KEYS": "none"},
+    )  # fmt: skip
+    return asked.stdout.split()
+
+
 def _write_seal_key() -> bool:
     """Makes a seal key for local use, unless there is one; returns whether it did."""
     if load_settings().seal_keys.get_secret_value():
@@ -82,14 +90,26 @@ def up(as_json: bool) -> None:
 
 
 @click.command()
+@click.option("--dry-run", is_flag=True, help="Print what would be ended, and end nothing.")
+@click.option("--remove", is_flag=True, help="Delete their data too.")
 @json_option
-def down(as_json: bool) -> None:
+def down(dry_run: bool, remove: bool, as_json: bool) -> None:
     """End the servers that `up` started, and no others; their data stay."""
+    if dry_run:
+        running = [name for name, pid in local_services().status().items() if pid is not None]
+        running += _compose_running() if docker_answers() else []
+        if as_json:
+            print_json({"running": running})
+        elif running:
+            click.echo(" ".join(running))
+        return
     if docker_answers():
-        _compose("stop", *SERVERS)
+        _compose("down", "--volumes") if remove else _compose("stop", *SERVERS)
         stopped = list(SERVERS)
     else:
         stopped = local_services().down()
+        if remove:
+            local_services().remove()
     if as_json:
         print_json({"stopped": stopped})
     else:

@@ -82,7 +82,7 @@ def attempts(seed: int, chosen: list[Envelope]) -> list[Grab]:
 
 
 def _of_user(random_: random.Random, offer: str, number: int) -> Iterator[Grab]:
-    first = Grab(id=f"grab-{offer[10:]}-{number}", offer=offer, user=f"user-{number % 50_000}-{number // 50_000}")
+    first = Grab(id=f"grab-{offer[10:]}-{number}", offer=offer, user=f"user-{number}")
     yield first
     if random_.random() < SHARE_OF_DOUBLE_CLICKS:
         yield first

@@ -1,0 +1,51 @@
+# One entry for everything; `make` lists what there is.
+VENV := .venv
+PYTHON := $(VENV)/bin/python
+GRABSTREAM := $(VENV)/bin/grabstream
+STAMP := $(VENV)/complete
+
+.DEFAULT_GOAL := help
+.PHONY: help setup up down demo test lint format bench lock clean
+
+help: ## List the targets.
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
+
+setup: $(STAMP) ## Make the virtual environment from the lock file.
+
+$(STAMP): requirements.lock pyproject.toml scripts/setup.sh
+	@scripts/setup.sh $(VENV)
+
+up: setup ## Start Redis, Kafka and PostgreSQL.
+	@$(GRABSTREAM) up
+
+down: setup ## End the servers that `make up` started.
+	@$(GRABSTREAM) down
+
+demo: setup ## Let a crowd grab, watch it live, and print a verdict; leaves nothing running.
+	@scripts/with-servers.sh $(GRABSTREAM) rehearse $(ARGS)
+
+test: setup ## Run all tests on real servers (ARGS="-k name" for some).
+	@scripts/packages.sh kcat redis-cli:redis-tools
+	@CI=1 scripts/with-servers.sh $(PYTHON) -m pytest $(ARGS)
+
+lint: setup ## Format, style, types, import contracts, Lua, compose.yaml.
+	@scripts/packages.sh luacheck:lua-check
+	@$(VENV)/bin/ruff format --check .
+	@$(VENV)/bin/ruff check .
+	@$(VENV)/bin/mypy
+	@$(VENV)/bin/lint-imports
+	@$(PYTHON) scripts/lint_lua.py
+	@$(PYTHON) scripts/lint_compose.py
+
+format: setup ## Format the code.
+	@$(VENV)/bin/ruff check --fix-only -q . ; $(VENV)/bin/ruff format .
+
+bench: setup ## Measure against the classic way, as ratios (ARGS="--rows 1,7").
+	@scripts/with-servers.sh $(PYTHON) -m bench $(ARGS)
+
+lock: setup ## Write requirements.lock anew from pyproject.toml.
+	@$(VENV)/bin/pip-compile --quiet --upgrade --generate-hashes --no-emit-index-url --strip-extras --allow-unsafe --extra dev -o requirements.lock pyproject.toml
+
+clean: ## Remove the virtual environment, and the servers with their data.
+	@if [ -x $(GRABSTREAM) ]; then $(GRABSTREAM) down --remove; fi
+	@rm -rf $(VENV)

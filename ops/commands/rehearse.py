@@ -1,0 +1,169 @@
+"""`rehearse`: a crowd grabs at both doors, watched live, with a verdict."""
+
+import asyncio
+import contextlib
+import secrets
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+import uvloop
+from pydantic import SecretStr
+
+from lua.gate import Gate, now_ms
+from ops.commands.services import new_seal_key
+from ops.commands.verify import print_checks
+from ops.connections import gate_limits, key_space, open_redis, sealer
+from ops.output import console, json_option, print_json, table
+from ops.rehearsal.crowd import Envelope, attempts, envelopes
+from ops.rehearsal.display import Display
+from ops.rehearsal.run import Progress, Rehearsal, look, open_books
+from ops.rehearsal.stage import Stage, WorkerEnded, set_up
+from ops.rehearsal.verdict import verdict
+from ops.settings import Settings, load_settings
+from ops.verification import Check, verify
+
+LOOK_EVERY_SECONDS = 0.25
+FINISH_SECONDS = 60.0
+
+
+@click.command()
+@click.option("--parts", default=100_000, show_default=True, help="Parts of the big envelope.")
+@click.option("--envelopes", "small", default=24, show_default=True, help="Small envelopes beside it.")
+@click.option("--small-parts", default=500, show_default=True, help="Parts of each small envelope.")
+@click.option("--deadline", default=20.0, show_default=True, help="Seconds after which two envelopes close by themselves.")
+@click.option("--seed", type=int, help="Repeats the same crowd; drawn if absent, and printed.")
+@click.option("--keep", is_flag=True, help="Leave topics, tables and keys of the rehearsal in place.")
+@json_option
+def rehearse(parts: int, small: int, small_parts: int, deadline: float, seed: int | None, keep: bool, as_json: bool) -> None:
+    """Let a crowd of thousands grab through topic and gate at once, and print a verdict. Exit 1: something does not add up.
+
+    It makes a system of its own (topics, schema and keys under a fresh prefix) on the servers of the settings, with two workers.
+    """
+    seed = secrets.randbelow(10**6) if seed is None else seed
+    name = f"rehearsal{seed}x{secrets.token_hex(2)}"
+    settings = load_settings()
+    keys = settings.seal_keys if settings.seal_keys.get_secret_value() else SecretStr(new_seal_key())
+    settings = settings.model_copy(update={"prefix": name, "schema_": name, "seal_keys": keys})
+    chosen = envelopes(seed, parts, small, small_parts, now_ms() + int(deadline * 1000))
+    try:
+        result = uvloop.run(_rehearse(settings, chosen, seed, keep, as_json))
+    except (WorkerEnded, KeyboardInterrupt) as error:
+        click.echo(f"grabstream: {error or 'stopped'}", err=True)
+        sys.exit(1)
+    _print(result, as_json)
+    sys.exit(0 if all(check.passed for check in result["checks"]) else 1)
+
+
+async def _rehearse(settings: Settings, chosen: list[Envelope], seed: int, keep: bool, quiet: bool) -> dict[str, Any]:
+    # SIGTERM unwinds like Ctrl-C: workers end, and what was made is taken away again.
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    grabs = attempts(seed, chosen)
+    if not quiet:
+        people = sum(one.people for one in chosen)
+        console.print(
+            f"{len(chosen)} envelopes, {sum(one.terms.parts for one in chosen):,} parts, {people:,} people, {len(grabs):,} attempts "
+            f"[dim](seed {seed}, prefix {settings.prefix})[/]",
+            highlight=False,
+        )
+    redis = open_redis(settings)
+    log = Path(".services") / "rehearsal.log"
+    try:
+        async with set_up(settings, log, keep) as stage:
+            gate = Gate(redis, key_space(settings), sealer(settings), gate_limits(settings))
+            gate.start()
+            try:
+                return await _play(settings, stage, gate, redis, chosen, Rehearsal(settings, gate, chosen, grabs, seed), quiet)
+            finally:
+                await gate.close()
+    finally:
+        await redis.aclose()
+
+
+async def _play(
+    settings: Settings, stage: Stage, gate: Gate, redis: Any, chosen: list[Envelope], rehearsal: Rehearsal, quiet: bool
+) -> dict[str, Any]:
+    # Every part is an event, and every envelope is opened and closed.
+    expected = sum(one.parts_wanted for one in chosen) + 2 * len(chosen)
+    display = Display(expected)
+    async with await open_books(settings) as connection:
+        with display if not quiet else contextlib.nullcontext():
+            watching = asyncio.create_task(_watch(settings, stage, redis, connection, rehearsal, display, expected, quiet))
+            playing = asyncio.create_task(_crowd(rehearsal))
+            try:
+                await asyncio.wait({watching, playing}, return_when=asyncio.FIRST_EXCEPTION)
+                seconds = playing.result() if playing.done() else watching.result()
+                finished = await watching
+            finally:
+                for task in (watching, playing):
+                    task.cancel()
+                await asyncio.gather(watching, playing, return_exceptions=True)
+        checks = await verdict(connection, chosen, rehearsal.doors)
+    checks += await verify(settings)
+    return {
+        "attempts": rehearsal.doors.total,
+        "seconds": seconds,
+        "seconds_to_books": finished,
+        "outcomes": dict(rehearsal.doors.outcomes.most_common()),
+        "latency_ms": {door: _quantiles(values) for door, values in rehearsal.doors.latencies.items()},
+        "rate_max": display.rate_max,
+        "checks": checks,
+    }
+
+
+async def _crowd(rehearsal: Rehearsal) -> float:
+    await rehearsal.open()
+    seconds = await rehearsal.crowd()
+    await rehearsal.close_leftovers()
+    return seconds
+
+
+async def _watch(
+    settings: Settings, stage: Stage, redis: Any, connection: Any, rehearsal: Rehearsal, display: Display, expected: int, quiet: bool
+) -> float:
+    """Shows progress until every expected event is in every read model, and returns the seconds it took."""
+    began = time.monotonic()
+    last_news, last = began, Progress()
+    while True:
+        stage.check()
+        progress = await look(redis, key_space(settings), connection)
+        if not quiet:
+            display.show(rehearsal.doors, progress)
+        if progress.decided >= expected and progress.complete:
+            return time.monotonic() - began
+        if progress != last:
+            last_news, last = time.monotonic(), progress
+        if time.monotonic() - last_news > FINISH_SECONDS:
+            raise WorkerEnded(f"nothing moved for {FINISH_SECONDS:.0f} s: {progress.decided} of {expected} events decided")
+        await asyncio.sleep(LOOK_EVERY_SECONDS)
+
+
+def _quantiles(seconds: list[float]) -> dict[str, float]:
+    ordered = sorted(seconds)
+    if not ordered:
+        return {}
+    return {f"p{percent:g}": round(ordered[min(int(len(ordered) * percent / 100), len(ordered) - 1)] * 1000, 2) for percent in (50, 99, 99.9)}
+
+
+def _print(result: dict[str, Any], as_json: bool) -> None:
+    checks: list[Check] = result["checks"]
+    passed = all(check.passed for check in checks)
+    if as_json:
+        print_json({**result, "passed": passed, "checks": [{**check._asdict(), "passed": check.passed} for check in checks]})
+        return
+    console.print()
+    console.print(table("Outcomes", ("outcome", "answers"), result["outcomes"].items()))
+    rows = [(door, *values.values()) for door, values in result["latency_ms"].items() if values]
+    console.print(table("Journaled answers, milliseconds", ("door", "p50", "p99", "p99.9"), rows))
+    console.print(
+        f"{result['attempts']:,} attempts answered in {result['seconds']:.1f} s ({result['attempts'] / result['seconds']:,.0f} a second); "
+        f"all in the books after {result['seconds_to_books']:.1f} s, deadlines included.\n",
+        highlight=False,
+    )
+    print_checks(checks)
+    console.print("\n[bold green]It all adds up.[/]" if passed else "\n[bold red]It does not add up.[/]")

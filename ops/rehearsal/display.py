@@ -1,0 +1,76 @@
+"""The display: one line a stage, live in a terminal, or a line every few seconds where there is none."""
+
+import time
+from collections import deque
+
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+
+from ops.output import console
+from ops.rehearsal.run import Doors, Progress
+
+RATE_OVER_SECONDS = 2.0
+PLAIN_EVERY_SECONDS = 3.0
+
+
+class Display:
+    """Shows rate, left and lag of every stage; used as a context, `show` as often as there is news."""
+
+    def __init__(self, events_expected: int) -> None:
+        self._events_expected = events_expected
+        self._live = Live(console=console, refresh_per_second=8, transient=False) if console.is_terminal else None
+        self._history: dict[str, deque[tuple[float, int]]] = {}
+        self._printed_at = 0.0
+        self.rate_max: dict[str, float] = {}
+
+    def __enter__(self) -> "Display":
+        if self._live:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live:
+            self._live.stop()
+
+    def show(self, doors: Doors, progress: Progress) -> None:
+        """Shows where everything is now."""
+        answered = sum(doors.answered.values())
+        stages = [
+            ("sent", sum(doors.sent.values()), doors.total, 0),
+            ("answered", answered, doors.total, sum(doors.sent.values()) - answered),
+            ("decided", progress.decided, self._events_expected, 0),
+            ("journaled", progress.journaled, self._events_expected, progress.decided - progress.journaled),
+            *(
+                (name, seq, self._events_expected, progress.journaled - seq)
+                for name, seq in progress.read_models.items()
+            ),
+        ]
+        rows = [(name, done, total, lag, self._rate(name, done)) for name, done, total, lag in stages]
+        if self._live:
+            self._live.update(_table(rows))
+        elif time.monotonic() - self._printed_at > PLAIN_EVERY_SECONDS:
+            self._printed_at = time.monotonic()
+            console.print("  ".join(f"{name} {done:,} ({rate:,.0f}/s)" for name, done, _, _, rate in rows), highlight=False, soft_wrap=True)
+
+    def _rate(self, name: str, done: int) -> float:
+        history = self._history.setdefault(name, deque())
+        now = time.monotonic()
+        history.append((now, done))
+        while now - history[0][0] > RATE_OVER_SECONDS:
+            history.popleft()
+        seconds = now - history[0][0]
+        rate = (done - history[0][1]) / seconds if seconds > RATE_OVER_SECONDS / 4 else 0.0
+        self.rate_max[name] = max(self.rate_max.get(name, 0.0), rate)
+        return rate
+
+
+def _table(rows: list[tuple[str, int, int, int, float]]) -> Table:
+    table = Table(box=None, padding=(0, 2), header_style="dim")
+    for column, justify in (("stage", "left"), ("", "left"), ("done", "right"), ("left", "right"), ("a second", "right"), ("lag", "right")):
+        table.add_column(column, justify=justify)  # type: ignore[arg-type]
+    for name, done, total, lag, rate in rows:
+        left = max(total - done, 0)
+        bar = ProgressBar(total=max(total, 1), completed=min(done, total), width=32)
+        table.add_row(name, bar, f"{done:,}", f"{left:,}", f"{rate:,.0f}", f"{max(lag, 0):,}")
+    return table

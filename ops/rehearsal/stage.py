@@ -1,0 +1,95 @@
+"""The stage: a system of its own for the rehearsal (topics, schema, keys), with workers, removed again afterwards."""
+
+import asyncio
+import contextlib
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from aiokafka.admin import AIOKafkaAdminClient
+from psycopg import AsyncConnection, sql
+
+from ops.connections import open_redis
+from ops.settings import Settings, child_environment
+from projections.migrate import migrate
+from streams.topics import Topics, create_topics, retention_ms
+
+#: Two processes, since two cores are what a small machine has: one decides and relays, one builds the read models.
+WORKERS = ("decide,relay,sweep", "project")
+STOP_SECONDS = 20.0
+
+
+class WorkerEnded(Exception):
+    """A worker of the rehearsal ended by itself; the text says where its log is."""
+
+
+class Stage:
+    """The running workers; `check` says when one is no longer there."""
+
+    def __init__(self, workers: dict[str, "subprocess.Popen[bytes]"], log: Path) -> None:
+        self._workers = workers
+        self._log = log
+
+    def check(self) -> None:
+        """Raises WorkerEnded when a worker has ended."""
+        for roles, worker in self._workers.items():
+            if worker.poll() is not None:
+                raise WorkerEnded(f"the worker for {roles} ended with code {worker.returncode}: see {self._log}")
+
+
+@asynccontextmanager
+async def set_up(settings: Settings, log: Path, keep: bool) -> AsyncIterator[Stage]:
+    """Makes topics and tables, starts the workers, and takes all of it away at the end (unless `keep`)."""
+    await create_topics(settings.kafka, Topics(settings.prefix), settings.shards)
+    async with await AsyncConnection.connect(settings.postgres, autocommit=True, connect_timeout=5) as connection:
+        await migrate(connection, settings.schema_, settings.shards)
+    log.parent.mkdir(parents=True, exist_ok=True)
+    environment = child_environment(
+        prefix=settings.prefix, schema=settings.schema_, seal_keys=settings.seal_keys.get_secret_value(),
+        redis_url=settings.redis_url, kafka=settings.kafka, postgres=settings.postgres, shards=str(settings.shards),
+    )  # fmt: skip
+    workers = {}
+    try:
+        with log.open("wb") as output:
+            for roles in WORKERS:
+                command = [sys.executable, "-m", "ops.cli", "worker", "--roles", roles]
+                workers[roles] = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
+        yield Stage(workers, log)
+    finally:
+        await asyncio.to_thread(_stop, list(workers.values()))
+        if not keep:
+            await take_down(settings)
+
+
+def _stop(workers: list["subprocess.Popen[bytes]"]) -> None:
+    for worker in workers:
+        with contextlib.suppress(ProcessLookupError):
+            worker.send_signal(signal.SIGTERM)
+    for worker in workers:
+        try:
+            worker.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            worker.kill()
+            worker.wait()
+
+
+async def take_down(settings: Settings) -> None:
+    """Deletes topics, schema and keys of a system. Only for systems that were made to be thrown away."""
+    client = AIOKafkaAdminClient(bootstrap_servers=settings.kafka)
+    await client.start()
+    try:
+        await client.delete_topics(list(retention_ms(Topics(settings.prefix))))
+    finally:
+        await client.close()
+    async with await AsyncConnection.connect(settings.postgres, autocommit=True, connect_timeout=5) as connection:
+        await connection.execute(sql.SQL("DROP SCHEMA IF EXISTS {} CASCADE").format(sql.Identifier(settings.schema_)))
+    redis = open_redis(settings)
+    try:
+        keys = [key async for key in redis.scan_iter(match=f"{settings.prefix}:*", count=1_000)]
+        for start in range(0, len(keys), 500):
+            await redis.unlink(*keys[start : start + 500])
+    finally:
+        await redis.aclose()
