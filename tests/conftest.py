@@ -1,0 +1,169 @@
+"""What tests share: the servers of the settings, and for each test a prefix, topics, a schema and keys of its own."""
+
+import asyncio
+import contextlib
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+
+import pytest
+import redis
+from hypothesis import HealthCheck
+from hypothesis import settings as hypothesis_settings
+from pydantic import SecretStr
+
+from ops.commands.services import new_seal_key
+from ops.connections import open_redis
+from ops.rehearsal.stage import take_down
+from ops.services import LocalServices, free_ports
+from ops.settings import Settings, child_environment, load_settings
+from projections.migrate import migrate
+from psycopg import AsyncConnection
+from streams.topics import Topics, create_topics
+
+hypothesis_settings.register_profile(
+    "tests", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+)
+hypothesis_settings.load_profile("tests")
+
+
+@pytest.fixture(scope="session")
+def servers() -> Settings:
+    """The settings of servers that answer: without them tests are skipped on a laptop, and fail in CI."""
+    settings = load_settings()
+    settings = settings.model_copy(update={"seal_keys": SecretStr(new_seal_key())})
+    try:
+        redis.Redis.from_url(settings.redis_url, socket_connect_timeout=2).ping()
+    except redis.RedisError as error:
+        if os.environ.get("CI"):
+            pytest.fail(f"no servers: {error}", pytrace=False)
+        pytest.skip(f"no servers ({error}): `make up` starts them")
+    return settings
+
+
+@pytest.fixture
+def prefix() -> str:
+    """A name that no other test has: prefix of topics and keys, and schema."""
+    return f"test{secrets.token_hex(5)}"
+
+
+@pytest.fixture
+def settings(servers: Settings, prefix: str) -> Settings:
+    """The settings of a system of this test's own."""
+    return servers.model_copy(update={"prefix": prefix, "schema_": prefix})
+
+
+async def make_system(settings: Settings) -> None:
+    """Topics and tables of a system."""
+    await create_topics(settings.kafka, Topics(settings.prefix), settings.shards)
+    async with await AsyncConnection.connect(settings.postgres, autocommit=True) as connection:
+        await migrate(connection, settings.schema_, settings.shards)
+
+
+@pytest.fixture
+async def system(settings: Settings) -> AsyncIterator[Settings]:
+    """The settings of a system whose topics and tables are there; taken away afterwards."""
+    await make_system(settings)
+    yield settings
+    await take_down(settings)
+
+
+@pytest.fixture
+async def redis_client(settings: Settings) -> AsyncIterator["redis.asyncio.Redis"]:
+    """A client; the keys of this test are deleted afterwards."""
+    client = open_redis(settings)
+    yield client
+    keys = [key async for key in client.scan_iter(match=f"{settings.prefix}:*", count=1_000)]
+    if keys:
+        await client.unlink(*keys)
+    await client.aclose()
+
+
+class Worker:
+    """A `grabstream worker` process of a test."""
+
+    def __init__(self, settings: Settings, roles: str, log: Path, **overrides: str) -> None:
+        environment = child_environment(
+            prefix=settings.prefix, schema=settings.schema_, redis_url=settings.redis_url, kafka=settings.kafka,
+            postgres=settings.postgres, shards=str(settings.shards), seal_keys=settings.seal_keys.get_secret_value(), **overrides,
+        )  # fmt: skip
+        command = [sys.executable, "-m", "ops.cli", "-v", "worker", "--roles", roles]
+        self.log = log
+        self._output = log.open("ab")
+        self.process = subprocess.Popen(command, env=environment, stdout=self._output, stderr=self._output)
+
+    def signal(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+
+    def kill(self) -> None:
+        """kill -9."""
+        with contextlib.suppress(ProcessLookupError):
+            self.process.kill()
+        self.process.wait()
+
+    def stop(self) -> int:
+        """SIGTERM; returns the exit code."""
+        with contextlib.suppress(ProcessLookupError):
+            self.process.send_signal(signal.SIGCONT)
+            self.process.terminate()
+        try:
+            return self.process.wait(20)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise AssertionError(f"the worker did not stop: {self.log.read_text()[-2000:]}") from None
+        finally:
+            self._output.close()
+
+
+@pytest.fixture
+def worker(tmp_path: Path) -> Iterator[Callable[..., Worker]]:
+    """Starts workers; whatever still runs at the end is stopped."""
+    started: list[Worker] = []
+
+    def start(settings: Settings, roles: str = "decide,relay,sweep,project", **overrides: str) -> Worker:
+        started.append(Worker(settings, roles, tmp_path / f"worker-{len(started)}.log", **overrides))
+        return started[-1]
+
+    yield start
+    for one in started:
+        if one.process.poll() is None:
+            one.signal(signal.SIGCONT)
+            one.kill()
+
+
+@pytest.fixture(scope="module")
+def private_services(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalServices]:
+    """Servers of a module's own, to be killed: on free ports, under a directory of its own."""
+    ports = free_ports(4)
+    services = LocalServices(tmp_path_factory.mktemp("services"), *ports, kafka_heap_mb=512)
+    services.up()
+    yield services
+    services.remove()
+
+
+async def until(condition: Callable[[], object], seconds: float = 30.0, what: str = "it") -> object:
+    """Asks again and again until the condition (sync or async) gives something true, and returns that."""
+    deadline = asyncio.get_running_loop().time() + seconds
+    while True:
+        found = condition()
+        if asyncio.iscoroutine(found):
+            found = await found
+        if found:
+            return found
+        if asyncio.get_running_loop().time() > deadline:
+            raise AssertionError(f"{what} did not happen within {seconds} s")
+        await asyncio.sleep(0.05)
+
+
+def wait_until(condition: Callable[[], object], seconds: float = 30.0, what: str = "it") -> None:
+    """`until` for fixtures without an event loop."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            raise AssertionError(f"{what} did not happen within {seconds} s")
+        time.sleep(0.05)

@@ -1,0 +1,109 @@
+"""A gate over shards that were taken over without Kafka: what is tested here is deciding, not relaying."""
+
+import shutil
+import subprocess
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis.asyncio
+from redis.asyncio.cluster import RedisCluster
+
+from lua.gate import Gate, GateLimits, run_script
+from lua.keys import KeySpace
+from lua.sealing import Sealer
+from ops.services import free_ports
+from ops.settings import Settings
+from tests.conftest import wait_until
+
+SEALER = Sealer({"test": bytes(32)})
+NOW = 1_800_000_000_000
+
+
+async def take_over(client: Any, keys: KeySpace) -> None:
+    """What a relay does to a new shard, as far as deciding is concerned."""
+    for number in range(keys.shards):
+        state = keys.shard(number).state
+        term, life, *_ = await run_script(client, "raise_term", [state], [0, "test"])
+        await run_script(client, "reconcile", [state], [term, "test", life, "0"])
+
+
+@pytest.fixture
+def keys(prefix: str) -> KeySpace:
+    """Three shards, so that offers share some."""
+    return KeySpace(prefix, 3)
+
+
+@pytest.fixture(params=["server", "cluster"])
+async def client(request: pytest.FixtureRequest, servers: Settings) -> AsyncIterator[Any]:
+    """A client of one Redis, and of a Redis Cluster of three."""
+    if request.param == "server":
+        one = redis.asyncio.Redis.from_url(servers.redis_url)
+    else:
+        port = request.getfixturevalue("cluster_port")
+        one = RedisCluster(host="127.0.0.1", port=port)
+        await one.initialize()
+    yield one
+    await one.aclose()
+
+
+@pytest.fixture
+async def gate(client: Any, keys: KeySpace) -> AsyncIterator[Callable[..., Gate]]:
+    """Makes gates over shards that have been taken over; `now` (a list with one time) replaces the clock."""
+    await take_over(client, keys)
+    made = []
+
+    def make(now: list[int] | None = None, **limits: int) -> Gate:
+        one = Gate(client, keys, SEALER, GateLimits(**limits), clock=(lambda: now[0]) if now else None)
+        made.append(one)
+        return one
+
+    yield make
+    for one in made:
+        await one.close()
+
+
+@pytest.fixture(scope="session")
+def cluster_port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+    """The port of one of three plain processes that are a Redis Cluster."""
+    if shutil.which("redis-cli") is None:
+        pytest.skip("redis-cli is not there")
+    ports = [port for port in free_ports(12) if port < 55_000][:3]  # the cluster bus listens 10 000 higher
+    while len(ports) < 3:
+        ports = [port for port in free_ports(30) if port < 55_000][:3]
+    folder = tmp_path_factory.mktemp("cluster")
+    nodes = [_node(folder / str(port), port) for port in ports]
+    try:
+        addresses = [f"127.0.0.1:{port}" for port in ports]
+        wait_until(lambda: all(_answers(port) for port in ports), what="a cluster node's answer")
+        made = ["redis-cli", "--cluster", "create", *addresses, "--cluster-yes"]
+        subprocess.run(made, check=True, capture_output=True, timeout=60)
+        wait_until(lambda: all(b"cluster_state:ok" in _ask(port, "CLUSTER", "INFO") for port in ports), what="the cluster")
+        yield ports[0]
+    finally:
+        for node in nodes:
+            node.kill()
+            node.wait()
+
+
+def _node(folder: Path, port: int) -> "subprocess.Popen[bytes]":
+    folder.mkdir()
+    options = {"port": port, "bind": "127.0.0.1", "dir": folder, "save": "", "cluster-enabled": "yes", "repl-backlog-ttl": 0}
+    words = [word for key, value in options.items() for word in (f"--{key}", str(value))]
+    return subprocess.Popen(["redis-server", *words], stdout=subprocess.DEVNULL)
+
+
+def _ask(port: int, *words: str) -> bytes:
+    return subprocess.run(["redis-cli", "-p", str(port), *words], capture_output=True).stdout
+
+
+def _answers(port: int) -> bool:
+    return _ask(port, "PING").startswith(b"PONG")
+
+
+async def event_lines(client: Any, keys: KeySpace, shard: int) -> list[bytes]:
+    """All event lines in a shard's outbox, in order; read by a script, since redis-py makes a dict of fields of one name."""
+    outbox = keys.shard(shard).outbox
+    script = "local r={} for _,e in ipairs(redis.call('XRANGE',KEYS[1],'-','+')) do for i=2,#e[2],2 do r[#r+1]=e[2][i] end end return r"
+    return list(await client.eval(script, 1, outbox))
