@@ -93,7 +93,7 @@ class Machine(RuleBasedStateMachine):
     def steers(self, command: AnyCommand) -> None:
         self._all([command])
 
-    @rule(commands=st.lists(st.one_of(grabs, grabs, steering), min_size=2, max_size=8))
+    @rule(commands=st.lists(st.one_of(grabs, grabs, steering, opens()), min_size=2, max_size=8))
     def mixes(self, commands: list[AnyCommand]) -> None:
         self._all(commands)
 
