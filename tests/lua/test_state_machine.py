@@ -28,7 +28,7 @@ from tests.lua.conftest import NOW, SEALER, event_lines, take_over
 
 OFFERS = ("c:a", "c:b", "d", "e", "f")
 USERS = tuple(f"u{number}" for number in range(6))
-IDS = tuple(f"id{number}" for number in range(60))
+IDS = tuple(f"id{number}" for number in range(36))
 
 offers = st.sampled_from(OFFERS)
 ids = st.sampled_from(IDS)
@@ -81,9 +81,13 @@ class Machine(RuleBasedStateMachine):
         await take_over(self.client, self.keys)
         self.gate = Gate(self.client, self.keys, SEALER, GateLimits(), clock=lambda: self.now[0])
 
-    @rule(command=opens())
-    def opens_an_offer(self, command: Open) -> None:
-        self._all([command])
+    @rule(commands=st.lists(opens(), min_size=1, max_size=4))
+    def opens_offers(self, commands: list[AnyCommand]) -> None:
+        self._all(commands)
+
+    @rule(command=opens(), again=opens())
+    def opens_twice_under_one_id(self, command: Open, again: Open) -> None:
+        self._all([command, msgspec.structs.replace(again, id=command.id), command])
 
     @rule(commands=st.lists(grabs, min_size=1, max_size=12))
     def grabs_many(self, commands: list[AnyCommand]) -> None:
