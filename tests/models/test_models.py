@@ -1,0 +1,133 @@
+"""Ids, commands, answers, transfers: one line a case."""
+
+import json
+
+import pytest
+
+from models.answers import Answer, encode_answer
+from models.commands import AnyCommand, Grab, Undecodable, decode_command, decode_commands, digest_of, encode_command
+from models.events import AnyEvent, decode_event
+from models.identifiers import are_ids, campaign_of, is_id, shard_of
+from models.outcomes import OUTCOME_NAMES, Outcome
+from models.transfers import transfers_of
+
+ENVELOPE = {"kind": "envelope", "issuer": "a", "funding": "f", "asset": "CNY", "total": 100, "parts": 10}
+
+
+@pytest.mark.parametrize(
+    ("text", "good"),
+    [
+        ("a", True), ("A.z_0:9-", True), ("x" * 64, True), ("", False), ("x" * 65, False), ("a b", False), ("a\n", False),
+        ("é", False), ("a{b}", False), ("a/b", False), ("a\0", False), ('"', False),
+    ],
+)  # fmt: skip
+def test_ids(text: str, good: bool) -> None:
+    assert is_id(text) is good
+    assert are_ids(["ok", text]) is good
+
+
+# Golden: other programs compute the shard themselves.
+@pytest.mark.parametrize(("offer", "campaign", "shard"), [("e1", "e1", 7), ("spring:a", "spring", 1), ("spring:b", "spring", 1)])
+def test_campaign_and_shard(offer: str, campaign: str, shard: int) -> None:
+    assert campaign_of(offer) == campaign
+    assert shard_of(campaign, 8) == shard
+
+
+def opening(**changes: object) -> dict[str, object]:
+    return {"type": "open", "id": "i", "offer": "o", "terms": {**ENVELOPE, **changes}}
+
+
+def grabbing(**changes: object) -> dict[str, object]:
+    return {"type": "grab", "id": "i", "offer": "o", "user": "u", **changes}
+
+
+@pytest.mark.parametrize(
+    ("command", "word"),
+    [
+        (grabbing(usr="x"), "usr"), (grabbing(user="a b"), "user"), (grabbing(user=5), "user"), (grabbing(id="x" * 65), "id"),
+        (grabbing(offer="é"), "offer"), (grabbing(quantity=0), "quantity"), (grabbing(quantity=-1), "quantity"),
+        (grabbing(quantity=1.5), "quantity"), (grabbing(quantity=True), "quantity"), (grabbing(quantity="1e3"), "quantity"),
+        (grabbing(quantity=10**13 + 1), "quantity"), (grabbing(attributes={"a b": "c"}), "attributes"),
+        (grabbing(attributes={f"a{n}": "c" for n in range(9)}), "attributes"), ({"type": "grab", "id": "i", "offer": "o"}, "user"),
+        ({"type": "steal", "id": "i", "offer": "o"}, "steal"), ({"id": "i"}, "type"),
+        (opening(total=0), "total"), (opening(total=9), "total"), (opening(total=10**13 + 1), "total"), (opening(total=1.0e2), "total"),
+        (opening(parts=0), "parts"), (opening(parts=2_000_000), "parts"), (opening(min=0), "min"), (opening(max=20), "max"),
+        (opening(law="bounded", max=5), "total"), (opening(law="fair"), "law"), (opening(draw="later"), "draw"),
+        (opening(asset="cny"), "asset"), (opening(issuer=""), "issuer"), (opening(funding="a b"), "funding"),
+        (opening(seed="AB" * 16), "seed"), (opening(seed="ab" * 15), "seed"), (opening(kind="coupon"), "kind"),
+        (opening(opens_at=10, closes_at=10), "closes_at"), (opening(title="x" * 201), "title"), (opening(colour="red"), "colour"),
+    ],
+)  # fmt: skip
+def test_a_bad_command_names_the_field(command: object, word: str) -> None:
+    [bad] = decode_commands(json.dumps(command).encode())
+    assert isinstance(bad, Undecodable)
+    assert word in bad.reason
+    assert bad.raw == json.dumps(command).encode()
+
+
+@pytest.mark.parametrize("raw", [b"", b"nonsense", b"\x00\xff", b"[1,", b"[" * 5_000, b'{"a":' * 5_000, b"null", b"17", b'"x"', b"\xef\xbb\xbf{}"])
+def test_what_is_no_command_keeps_its_bytes(raw: bytes) -> None:
+    for bad in decode_commands(raw):
+        assert isinstance(bad, Undecodable)
+        assert bad.raw == raw
+        assert bad.id is None
+
+
+def test_a_bad_element_does_not_stop_the_others() -> None:
+    good = grabbing()
+    found = decode_commands(json.dumps([good, {"type": "grab", "id": "b", "offer": "o"}, 7, good]).encode())
+    assert [type(one).__name__ for one in found] == ["Grab", "Undecodable", "Undecodable", "Grab"]
+    assert (found[1].id, found[1].offer, found[2].raw) == ("b", "o", b"7")
+
+
+def test_equal_commands_have_equal_digests() -> None:
+    one = decode_command(b'{"type":"grab","id":"i","offer":"o","user":"u"}')
+    same = decode_command(b'{ "quantity": 1, "user": "u", "offer": "o", "id": "i", "type": "grab", "attributes": {} }')
+    other = Grab(id="i", offer="o", user="v")
+    assert digest_of(one) == digest_of(same) != digest_of(other)
+    assert len(digest_of(one)) == 8
+    assert decode_command(encode_command(one)) == one
+    ordered: list[AnyCommand] = [Grab(id="i", offer="o", user="u", attributes=a) for a in ({"a": "1", "b": "2"}, {"b": "2", "a": "1"})]
+    assert digest_of(ordered[0]) == digest_of(ordered[1])
+
+
+def test_what_does_not_apply_is_absent() -> None:
+    assert json.loads(encode_answer(Answer("i", "sold_out", 32, "o"))) == {"id": "i", "outcome": "sold_out", "code": 32, "offer": "o"}
+
+
+def test_outcomes_keep_their_numbers() -> None:
+    assert OUTCOME_NAMES[0] == "granted"
+    assert [OUTCOME_NAMES[code] for code in range(20, 37)] == [
+        "invalid", "fenced", "busy", "conflict", "no_such_offer", "no_such_grab", "already_taken", "not_open_yet", "on_hold", "over",
+        "not_eligible", "limit_reached", "sold_out", "not_enough_left", "expired", "not_held", "not_redeemable",
+    ]  # fmt: skip
+    assert not Outcome.invalid.positive
+    assert Outcome.waiting.positive
+
+
+HEAD = '"v":1,"shard":1,"seq":2,"offer_seq":1,"offer":"o","at":5,"command":"c"'
+OPENED = (
+    f'{{"type":"offer.opened",{HEAD},"kind":"envelope","issuer":"a","funding":"f","asset":"CNY","total":100,"opens_at":1,'
+    '"closes_at":9,"terms":{"parts":3},"digest":"d"}'
+)
+GRANTED = (
+    f'{{"type":"grab.granted",{HEAD},"grab":"c","user":"u","quantity":1,"amount":40,"asset":"CNY","place":1,"left":2,"digest":"d","new":1}}'
+)
+CLOSED = f'{{"type":"offer.closed",{HEAD},"reason":"command","asset":"CNY","amount":60,"left":2,"refund_to":"wallet:a","digest":"d"}}'
+DRAINED = f'{{"type":"offer.closed",{HEAD},"reason":"drained","asset":"CNY","amount":0,"left":0,"refund_to":"wallet:a"}}'
+PAUSED = f'{{"type":"offer.paused",{HEAD},"digest":"d"}}'
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        (OPENED, [("CNY", "external:f", "offer:o", 100)]),
+        (GRANTED, [("CNY", "offer:o", "wallet:u", 40)]),
+        (CLOSED, [("CNY", "offer:o", "wallet:a", 60)]),
+        (DRAINED, []),
+        (PAUSED, []),
+    ],
+)
+def test_transfers(line: str, expected: list[tuple[str, str, str, int]]) -> None:
+    event: AnyEvent = decode_event(line.encode())
+    assert list(transfers_of(event)) == expected
