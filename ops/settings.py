@@ -50,8 +50,8 @@ class Settings(BaseSettings):
     gate_timeout_ms: Count = 2_000
     #: How long commands from the topic wait out a fenced or busy shard before they are answered so.
     patience_ms: Count = 10_000
-    #: For crash tests: the step at which a worker kills itself.
-    fail_at: str = ""
+    #: For crash tests: the step at which a worker kills itself, with `:n` at its n-th time.
+    fail_at: Annotated[str, Field(pattern=r"^([a-z_.]+(:[1-9]\d*)?)?$")] = ""
 
     @field_validator("seal_keys")
     @classmethod

@@ -14,6 +14,7 @@ import uvloop
 from ops.connections import open_redis, sealer, worker_settings
 from ops.settings import Settings, load_settings
 from projections.demand import record
+from streams.relay import Step
 from streams.worker import ROLES, Role, roles_of, run_worker
 
 log = logging.getLogger(__name__)
@@ -66,10 +67,17 @@ def _project(settings: Settings) -> Role:
     return project
 
 
-def _step(settings: Settings):  # type: ignore[no-untyped-def]
+def _step(settings: Settings) -> Step:
+    """For crash tests: GRAB_FAIL_AT=step or step:n ends the process, as kill -9 does, when the step comes for the n-th time."""
+    fail_at, _, times = settings.fail_at.partition(":")
+    left = int(times or 1)
+
     def step(name: str) -> None:
-        if name == settings.fail_at:
-            os.kill(os.getpid(), signal.SIGKILL)
+        nonlocal left
+        if name == fail_at:
+            left -= 1
+            if left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
 
     return step
 

@@ -1,0 +1,74 @@
+"""`python -m bench`: the rows of the performance table as ratios with their spread, and where the time goes."""
+
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+import click
+import uvloop
+
+from bench import deciding, streaming
+from ops.output import console, table
+
+#: What each row is, what is divided by what, and the ratio it has to reach.
+ROWS = {
+    "1": ("decisions, 100 callers × lists of 32", "ours/theirs", ">= 2"),
+    "2": ("single grabs, 20 callers", "ours/theirs", ">= 3"),
+    "3": ("command in Kafka → books committed", "ours/theirs", ">= 0.5"),
+    "5": ("journaled answer at 2 thousand/s", "ours/theirs", "<= 3"),
+    "6": ("decision → ledger row at 2 thousand/s", "ours/theirs", "<= 5"),
+    "7": ("memory a grab kept", "ours/theirs", "<= 1"),
+}
+
+
+async def _measure(rows: set[str], runs: int, quick: bool) -> dict[str, dict[str, Any]]:
+    small = 10 if quick else 1
+    found: dict[str, dict[str, Any]] = {}
+    if "1" in rows:
+        found["1"] = await deciding.decisions(runs, 400_000 // small)
+    if "2" in rows:
+        found["2"] = await deciding.singles(runs, 100_000 // small)
+    if "3" in rows:
+        found["3"] = await streaming.pipeline(runs, 160_000 // small)
+    if rows & {"5", "6"}:
+        found |= {row: value for row, value in (await streaming.latency(runs, 20_000 // small)).items() if row in rows}
+    if "7" in rows:
+        found["7"] = await deciding.memory(1, 1_000_000 // small)
+    return found
+
+
+def _spread(values: list[float]) -> str:
+    form = "{:,.0f}" if min(values) >= 100 else "{:,.2f}"
+    low, middle, high = (form.format(value) for value in (min(values), statistics.median(values), max(values)))
+    return middle if len(values) == 1 else f"{middle} ({low} – {high})"
+
+
+@click.command()
+@click.option("--rows", default=",".join(ROWS), show_default=True, help="Which rows to measure.")
+@click.option("--runs", default=3, show_default=True, help="How often each, ours and theirs in turn.")
+@click.option("--quick", is_flag=True, help="A tenth of the size, to see that it runs.")
+@click.option("--json", "json_file", type=click.Path(path_type=Path), default=Path(".services/bench.json"), show_default=True)
+def main(rows: str, runs: int, quick: bool, json_file: Path) -> None:
+    """Measure against the classic way, both in one run. Nothing here is a test: read the ratios."""
+    found = uvloop.run(_measure(set(rows.split(",")), runs, quick))
+    lines = []
+    for row, values in found.items():
+        what, _, wanted = ROWS[row]
+        ratios = [ours / theirs for ours, theirs in zip(values["ours"], values["theirs"], strict=True)]
+        values["ratios"] = ratios
+        sign, bound = wanted.split()
+        middle = statistics.median(ratios)
+        reached = middle >= float(bound) if sign == ">=" else middle <= float(bound)
+        lines.append((row, what, _spread(ratios), wanted, "yes" if reached else "no", _spread(values["ours"]), _spread(values["theirs"]), values["unit"]))
+    columns = ("row", "what", "ratio: median (min – max)", "wanted", "reached", "ours", "classic", "unit")
+    console.print(table("Ours against the classic way", columns, lines))
+    for row, values in found.items():
+        for name, profile in values.get("profile", {}).items():
+            console.print(f"row {row}, {name}: " + ", ".join(f"{part} {spent}" for part, spent in profile.items()), highlight=False)
+    json_file.parent.mkdir(parents=True, exist_ok=True)
+    json_file.write_text(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()

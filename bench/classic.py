@@ -1,0 +1,86 @@
+"""The classic way, as the articles describe it: a list of small envelopes, a list of taken ones, a map of who has one, one script.
+
+And behind it one thread that takes the taken ones in batches to the database.
+"""
+
+import json
+import subprocess
+from collections.abc import Iterator
+
+import psycopg
+import redis
+
+SCRIPT = """
+if redis.call('hexists', KEYS[3], ARGV[1]) ~= 0 then return nil end
+local envelope = redis.call('rpop', KEYS[1])
+if envelope then
+  local part = cjson.decode(envelope)
+  part['userId'] = ARGV[1]
+  local taken = cjson.encode(part)
+  redis.call('hset', KEYS[3], ARGV[1], ARGV[1])
+  redis.call('lpush', KEYS[2], taken)
+  return taken
+end
+return nil
+"""
+KEYS = ("parts", "taken", "users")
+UPDATER_BATCH = 1_000
+
+
+def prepare(client: "redis.Redis", parts: int, id_length: int) -> str:
+    """Fills the list of small envelopes and returns the script's SHA-1."""
+    client.delete(*KEYS)
+    for start in range(0, parts, 2_000):
+        values = [
+            json.dumps({"id": f"{number:0{id_length}d}", "money": 100 + number % 100}, separators=(",", ":"))
+            for number in range(start, min(start + 2_000, parts))
+        ]
+        client.lpush(KEYS[0], *values)
+    return str(client.script_load(SCRIPT))
+
+
+def pipelined(port: int, sha: str, grabs: int, id_length: int, wait: bool = True) -> "subprocess.Popen[str]":
+    """redis-benchmark, the strongest client there is: 20 connections, pipelines of 32, a random user each time."""
+    user = "u" * (id_length - 12) + "__rand_int__"
+    command = ["redis-benchmark", "-p", str(port), "-n", str(grabs), "-r", "100000000000", "-P", "32", "-c", "20", "--csv"]
+    process = subprocess.Popen([*command, "EVALSHA", sha, "3", *KEYS, user], stdout=subprocess.PIPE, text=True)
+    if wait:
+        process.wait()
+    return process
+
+
+def rate_of(process: "subprocess.Popen[str]") -> float:
+    """Requests a second that redis-benchmark printed."""
+    assert process.stdout is not None
+    return float(process.stdout.read().strip().splitlines()[-1].split('","')[1].strip('"'))
+
+
+def update_database(port: int, postgres: str, schema: str, grabs: int) -> Iterator[int]:
+    """The one updater: takes batches from the taken list, writes rows and balances, commits; yields how many so far."""
+    client = redis.Redis(port=port)
+    done = 0
+    with psycopg.connect(postgres, autocommit=True) as connection:
+        connection.execute(f'CREATE SCHEMA IF NOT EXISTS "{schema}"'.encode())
+        connection.execute(f'SET search_path TO "{schema}"'.encode())
+        connection.execute("DROP TABLE IF EXISTS classic_grabs, classic_balances")
+        connection.execute("CREATE TABLE classic_grabs (id text PRIMARY KEY, user_id text NOT NULL, money bigint NOT NULL)")
+        connection.execute("CREATE TABLE classic_balances (user_id text PRIMARY KEY, money bigint NOT NULL)")
+        while done < grabs:
+            taken = client.rpop(KEYS[1], UPDATER_BATCH)
+            if not taken:
+                yield done
+                continue
+            rows = [json.loads(value) for value in taken]
+            users: dict[str, int] = {}
+            for row in rows:
+                users[row["userId"]] = users.get(row["userId"], 0) + row["money"]
+            with connection.transaction():
+                with connection.cursor().copy("COPY classic_grabs FROM STDIN") as copy:
+                    copy.write("".join(f"{row['id']}\t{row['userId']}\t{row['money']}\n" for row in rows))
+                connection.execute(
+                    "INSERT INTO classic_balances AS b SELECT * FROM unnest(%s::text[], %s::bigint[]) "
+                    "ON CONFLICT (user_id) DO UPDATE SET money = b.money + excluded.money",
+                    (list(users), list(users.values())),
+                )
+            done += len(rows)
+            yield done

@@ -1,0 +1,132 @@
+"""Rows 1, 2 and 7: decisions in lists, single decisions, and memory, on one private Redis."""
+
+import asyncio
+import time
+from typing import Any
+
+import redis
+import redis.asyncio
+
+from bench import classic
+from bench.stage import envelope, grabs, private_redis, taken_over_gate
+from lua.gate import Gate, GateLimits
+from models.commands import Grab
+
+LIMITS = GateLimits(outbox_events_max=10**9, queue_commands_max=10**6)
+LIST = 32
+
+
+async def _lists(gate: Gate, offer: str, wanted: list[Grab]) -> float:
+    """Grabs a second of 100 callers, each awaiting lists of 32."""
+    lists = iter([wanted[start : start + LIST] for start in range(0, len(wanted), LIST)])
+
+    async def caller() -> None:
+        for one in lists:
+            answers = await gate.decide(one, "decided", timeout_ms=60_000)
+            assert answers[-1].code == 0, answers[-1]
+
+    began = time.perf_counter()
+    await asyncio.gather(*(caller() for _ in range(100)))
+    return len(wanted) / (time.perf_counter() - began)
+
+
+def _profile(client: "redis.Redis", count: int) -> dict[str, float]:
+    """Microseconds of the server a grab, by command; what is left of the script is Lua itself."""
+    stats = client.info("commandstats")
+    spent = {name.removeprefix("cmdstat_"): values["usec"] / count for name, values in stats.items()}
+    inside = {name: round(spent.get(name, 0.0), 2) for name in ("hmget", "hset", "xadd", "getrange")}
+    script = spent.get("evalsha", 0.0)
+    return {"script": round(script, 2), **inside, "lua": round(script - sum(inside.values()), 2)}
+
+
+async def decisions(runs: int, count: int, id_length: int = 32) -> dict[str, Any]:
+    """Row 1."""
+    ours, theirs, profile = [], [], {}
+    with private_redis() as port:
+        plain = redis.Redis(port=port)
+        for run in range(runs):
+            gate, client = await taken_over_gate(port, LIMITS)
+            await gate.decide([envelope("e", count)], "decided", timeout_ms=60_000)
+            wanted = grabs("e", count, id_length)
+            plain.config_resetstat()
+            ours.append(await _lists(gate, "e", wanted))
+            profile = _profile(plain, count)
+            await gate.close()
+            await client.aclose()
+            plain.flushall()
+            theirs.append(classic.rate_of(classic.pipelined(port, classic.prepare(plain, count, id_length), count, id_length)))
+            plain.flushall()
+    return {"ours": ours, "theirs": theirs, "unit": "grabs/s", "profile": {"µs of Redis a grab": profile}}
+
+
+async def singles(runs: int, count: int) -> dict[str, Any]:
+    """Row 2: 20 callers of one gate, one grab each; against 20 callers of the classic script, same client library."""
+    ours, theirs = [], []
+    with private_redis() as port:
+        plain = redis.Redis(port=port)
+        for run in range(runs):
+            gate, client = await taken_over_gate(port, LIMITS)
+            await gate.decide([envelope("e", count)], "decided", timeout_ms=60_000)
+            waiting = iter(grabs("e", count))
+
+            async def caller(gate: Gate = gate, waiting: Any = waiting) -> None:
+                for grab in waiting:
+                    await gate.decide([grab], "decided")
+
+            began = time.perf_counter()
+            await asyncio.gather(*(caller() for _ in range(20)))
+            ours.append(count / (time.perf_counter() - began))
+            await gate.close()
+            await client.aclose()
+            plain.flushall()
+            theirs.append(await _classic_singles(port, classic.prepare(plain, count, 32), count))
+            plain.flushall()
+    return {"ours": ours, "theirs": theirs, "unit": "grabs/s"}
+
+
+async def _classic_singles(port: int, sha: str, count: int) -> float:
+    numbers = iter(range(count))
+    clients = [redis.asyncio.Redis(port=port, single_connection_client=True) for _ in range(20)]
+
+    async def caller(client: Any) -> None:
+        for number in numbers:
+            await client.evalsha(sha, 3, *classic.KEYS, f"u{number:031d}")
+
+    for client in clients:
+        await client.ping()
+    began = time.perf_counter()
+    await asyncio.gather(*(caller(client) for client in clients))
+    seconds = time.perf_counter() - began
+    for client in clients:
+        await client.aclose()
+    return count / seconds
+
+
+async def memory(runs: int, count: int) -> dict[str, Any]:
+    """Row 7: bytes of Redis a grab kept, once the outbox has been relayed; ids of 32 characters on both sides."""
+    ours, theirs = [], []
+    with private_redis() as port:
+        plain = redis.Redis(port=port)
+        for run in range(runs):
+            gate, client = await taken_over_gate(port, LIMITS)
+            before = plain.info("memory")["used_memory"]
+            await gate.decide([envelope("e", count)], "decided", timeout_ms=120_000)
+            for start in range(0, count, 100_000):
+                await _lists(gate, "e", grabs("e", min(100_000, count - start), start=start))
+                for key in plain.scan_iter(match="*:outbox"):
+                    plain.xtrim(key, maxlen=0, approximate=False)
+            ours.append((plain.info("memory")["used_memory"] - before) / count)
+            await gate.close()
+            await client.aclose()
+            plain.flushall()
+            before = plain.info("memory")["used_memory"]
+            sha = classic.prepare(plain, count, 32)
+            pipe = plain.pipeline(transaction=False)
+            for number in range(count):
+                pipe.evalsha(sha, 3, *classic.KEYS, f"u{number:031d}")
+                if number % 2_000 == 1_999:
+                    pipe.execute()
+            pipe.execute()
+            theirs.append((plain.info("memory")["used_memory"] - before) / count)
+            plain.flushall()
+    return {"ours": ours, "theirs": theirs, "unit": "bytes/grab"}

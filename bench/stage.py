@@ -1,0 +1,99 @@
+"""The stage of a measurement: a private Redis, a system of its own on the servers of the settings, and its workers."""
+
+import asyncio
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import redis
+import redis.asyncio
+from pydantic import SecretStr
+
+from lua.gate import Gate, GateLimits, run_script
+from lua.keys import KeySpace
+from lua.sealing import Sealer
+from models.commands import Grab, Open
+from models.offers import EnvelopeTerms
+from ops.commands.services import new_seal_key
+from ops.rehearsal.stage import take_down
+from ops.services import free_ports
+from ops.services.servers import Redis
+from ops.settings import Settings, child_environment, load_settings
+from projections.migrate import migrate
+from psycopg import AsyncConnection
+from streams.topics import Topics, create_topics
+
+SEALER = Sealer({"bench": bytes(32)})
+
+
+@contextmanager
+def private_redis() -> Iterator[int]:
+    """The port of a Redis of our own (AOF every second), whose AOF is not rewritten in the middle of a measurement."""
+    with tempfile.TemporaryDirectory() as folder:
+        server = Redis(Path(folder), free_ports(1)[0])
+        server.start()
+        try:
+            redis.Redis(port=server.port).config_set("auto-aof-rewrite-percentage", 0)
+            yield server.port
+        finally:
+            server.kill()
+
+
+async def taken_over_gate(port: int, limits: GateLimits, prefix: str = "bench") -> tuple[Gate, Any]:
+    """A gate over fresh shards that no relay has; the outbox only grows."""
+    client = redis.asyncio.Redis(port=port)
+    await client.flushall()
+    keys = KeySpace(prefix, 8)
+    for number in range(keys.shards):
+        state = keys.shard(number).state
+        term, life, *_ = await run_script(client, "raise_term", [state], [0, "bench"])
+        await run_script(client, "reconcile", [state], [term, "bench", life, "0"])
+    return Gate(client, keys, SEALER, limits), client
+
+
+def envelope(offer: str, parts: int) -> Open:
+    """An envelope of so many parts; `equal`, so that opening is quick."""
+    terms = EnvelopeTerms(issuer="bench", funding="bench", asset="CNY", total=parts * 150, parts=parts, law="equal", seed="ab" * 16)
+    return Open(id=f"open-{offer}", offer=offer, terms=terms)
+
+
+def grabs(offer: str, count: int, id_length: int = 32, start: int = 0) -> list[Grab]:
+    """Grabs of distinct users, with ids of a length."""
+    number_length = id_length - 1
+    return [Grab(id=f"g{number:0{number_length}d}", offer=offer, user=f"u{number:0{number_length}d}") for number in range(start, start + count)]
+
+
+@asynccontextmanager
+async def system(roles: Sequence[str]) -> AsyncIterator[tuple[Settings, list["subprocess.Popen[bytes]"]]]:
+    """A system with workers, on the settings' Kafka and PostgreSQL and a private Redis; taken away afterwards."""
+    name = f"bench{secrets.token_hex(4)}"
+    with private_redis() as port:
+        settings = load_settings().model_copy(
+            update={"prefix": name, "schema_": name, "seal_keys": SecretStr(new_seal_key()), "redis_url": f"redis://127.0.0.1:{port}/0"}
+        )
+        await create_topics(settings.kafka, Topics(name), settings.shards)
+        async with await AsyncConnection.connect(settings.postgres, autocommit=True) as connection:
+            await migrate(connection, name, settings.shards)
+        environment = child_environment(
+            prefix=name, schema=name, redis_url=settings.redis_url, kafka=settings.kafka, postgres=settings.postgres,
+            seal_keys=settings.seal_keys.get_secret_value(), outbox_events_max="10000000", gate_queue_max="1000000",
+        )  # fmt: skip
+        workers = [
+            subprocess.Popen([sys.executable, "-m", "ops.cli", "worker", "--roles", one], env=environment, stderr=subprocess.DEVNULL)
+            for one in roles
+        ]
+        try:
+            yield settings, workers
+        finally:
+            for worker in workers:
+                worker.send_signal(signal.SIGCONT)
+                worker.terminate()
+            for worker in workers:
+                await asyncio.to_thread(worker.wait, 30)
+            await take_down(settings)

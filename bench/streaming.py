@@ -1,0 +1,223 @@
+"""Rows 3, 5 and 6: the whole way through Kafka and PostgreSQL."""
+
+import asyncio
+import contextlib
+import signal
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import psycopg
+import redis
+import redis.asyncio
+from aiokafka import AIOKafkaProducer
+
+from bench import classic
+from bench.stage import envelope, grabs, private_redis, system
+from lua.gate import Gate
+from models.commands import encode_command
+from ops.connections import gate_limits, key_space, open_redis, sealer
+from ops.rehearsal.run import Progress, look, open_books
+from ops.settings import Settings, load_settings
+from streams.topics import Topics
+
+RATE = 2_000
+OFFERS = 8
+SCHEMA = "bench_classic"
+
+
+async def _until_booked(settings: Settings, least: int) -> Progress:
+    client = open_redis(settings)
+    try:
+        async with await open_books(settings) as books:
+            while True:
+                progress = await look(client, key_space(settings), books)
+                if progress.decided >= least and progress.complete:
+                    return progress
+                await asyncio.sleep(0.02)
+    finally:
+        await client.aclose()
+
+
+def _cpu_seconds(pid: int) -> float:
+    with open(f"/proc/{pid}/stat") as stat:
+        fields = stat.read().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / 100
+
+
+async def pipeline(runs: int, count: int) -> dict[str, Any]:
+    """Row 3: from commands in Kafka to ledger, balances and audit committed; against Lua, taken list and one batch updater."""
+    ours, theirs, profile = [], [], {}
+    for _ in range(runs):
+        async with system(("decide,relay,sweep", "project")) as (settings, workers):
+            rate, profile = await _pipeline_ours(settings, workers, count)
+            ours.append(rate)
+        theirs.append(await asyncio.to_thread(_pipeline_classic, count))
+    return {"ours": ours, "theirs": theirs, "unit": "grabs/s", "profile": {"CPU µs a grab": profile}}
+
+
+async def _pipeline_ours(settings: Settings, workers: list[Any], count: int) -> tuple[float, dict[str, float]]:
+    client = open_redis(settings)
+    gate = Gate(client, key_space(settings), sealer(settings), gate_limits(settings))
+    gate.start()
+    offers = [envelope(f"e{number}", count // OFFERS + 1) for number in range(OFFERS)]
+    await gate.decide(offers, patience_ms=30_000, timeout_ms=30_000)
+    await _until_booked(settings, OFFERS)
+    await gate.close()
+    await client.aclose()
+    # The decider waits while its commands are laid out, so that it is measured and not their producer.
+    workers[0].send_signal(signal.SIGSTOP)
+    producer = AIOKafkaProducer(bootstrap_servers=settings.kafka, acks="all", linger_ms=5, max_batch_size=256 * 1024)
+    await producer.start()
+    for number in range(OFFERS):
+        for grab in grabs(f"e{number}", count // OFFERS, start=number * count):
+            await producer.send(Topics(settings.prefix).commands, encode_command(grab), partition=number)
+    await producer.stop()
+    cpu = [_cpu_seconds(worker.pid) for worker in workers]
+    began = time.perf_counter()
+    workers[0].send_signal(signal.SIGCONT)
+    await _until_booked(settings, OFFERS + count // OFFERS * OFFERS)
+    seconds = time.perf_counter() - began
+    spent = [round((_cpu_seconds(worker.pid) - before) / count * 1e6, 1) for worker, before in zip(workers, cpu, strict=True)]
+    return count / seconds, {"decide+relay": spent[0], "project": spent[1]}
+
+
+def _pipeline_classic(count: int) -> float:
+    with private_redis() as port:
+        sha = classic.prepare(redis.Redis(port=port), count, 32)
+        postgres = load_settings().postgres
+        updater = classic.update_database(port, postgres, SCHEMA, count)
+        next(updater)  # tables are there, nothing is taken yet
+        began = time.perf_counter()
+        # Random users: a few ask twice, so the crowd is a little larger than the parts.
+        crowd = classic.pipelined(port, sha, count + count // 100, 32, wait=False)
+        done = 0
+        while done < count:
+            done = next(updater, count)
+        seconds = time.perf_counter() - began
+        crowd.wait()
+        with psycopg.connect(postgres, autocommit=True) as connection:
+            connection.execute(f'DROP SCHEMA "{SCHEMA}" CASCADE'.encode())
+        return count / seconds
+
+
+async def _open_loop(count: int, one: Callable[[int], Awaitable[float]]) -> list[float]:
+    """Seconds from the intended beginning of each to its end, at RATE a second; the slow do not slow down the next."""
+    began = time.perf_counter() + 0.1
+
+    async def timed(number: int) -> float:
+        intended = began + number / RATE
+        return await one(number) - intended
+
+    tasks = []
+    for number in range(count):
+        await asyncio.sleep(max(began + number / RATE - time.perf_counter(), 0))
+        tasks.append(asyncio.create_task(timed(number)))
+    return sorted(await asyncio.gather(*tasks))
+
+
+def _p99_ms(ordered: list[float]) -> float:
+    return ordered[int(len(ordered) * 0.99)] * 1000
+
+
+async def latency(runs: int, count: int) -> dict[str, Any]:
+    """Rows 5 and 6: a journaled answer, and a row in the ledger, at 2 thousand grabs a second."""
+    answered, sent, booked, committed = [], [], [], []
+    async with system(("decide,relay,sweep", "project")) as (settings, _):
+        client = open_redis(settings)
+        gate = Gate(client, key_space(settings), sealer(settings), gate_limits(settings))
+        gate.start()
+        for run in range(runs):
+            offer = f"e{run}"
+            await gate.decide([envelope(offer, 2 * count + 10)], patience_ms=30_000, timeout_ms=30_000)
+            await _until_booked(settings, 1)
+            answered.append(await _answers(gate, offer, count))
+            booked.append(await _bookings(settings, gate, offer, count))
+            sent.append(await _by_hand(settings, count, commit=False))
+            committed.append(await _by_hand(settings, count, commit=True))
+        await gate.close()
+        await client.aclose()
+    return {
+        "5": {"ours": answered, "theirs": sent, "unit": "ms p99"},
+        "6": {"ours": booked, "theirs": committed, "unit": "ms p99"},
+    }
+
+
+async def _answers(gate: Gate, offer: str, count: int) -> float:
+    wanted = grabs(offer, count)
+
+    async def one(number: int) -> float:
+        [answer] = await gate.decide([wanted[number]], timeout_ms=10_000)
+        assert answer.code == 0, answer
+        return time.perf_counter()
+
+    return _p99_ms(await _open_loop(count, one))
+
+
+async def _bookings(settings: Settings, gate: Gate, offer: str, count: int) -> float:
+    wanted = grabs(offer, count, start=count)
+    shard = key_space(settings).shard_of_offer(offer)
+    visible, moved = 0, asyncio.Condition()
+
+    async def follow() -> None:
+        nonlocal visible
+        async with await open_books(settings) as books:
+            while True:
+                rows = await books.execute("SELECT seq FROM cursors WHERE projection = 'ledger' AND shard = %s", (shard,))
+                row = await rows.fetchone()
+                async with moved:
+                    visible = row[0] if row else 0
+                    moved.notify_all()
+                await asyncio.sleep(0.001)
+
+    async def one(number: int) -> float:
+        [answer] = await gate.decide([wanted[number]], "decided", timeout_ms=10_000)
+        seq = answer.seq or 0
+        async with moved:
+            await moved.wait_for(lambda: visible >= seq)
+        return time.perf_counter()
+
+    following = asyncio.create_task(follow())
+    try:
+        return _p99_ms(await _open_loop(count, one))
+    finally:
+        following.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await following
+
+
+async def _by_hand(settings: Settings, count: int, commit: bool) -> float:
+    """One call of the classic script, one awaited acks=all send, and with `commit` one row committed."""
+    plain = redis.Redis.from_url(settings.redis_url)
+    sha = classic.prepare(plain, count, 32)
+    client = redis.asyncio.Redis.from_url(settings.redis_url)
+    producer = AIOKafkaProducer(bootstrap_servers=settings.kafka, acks="all", enable_idempotence=True)
+    await producer.start()
+    connections = [await psycopg.AsyncConnection.connect(settings.postgres, autocommit=True) for _ in range(8)]
+    free: asyncio.Queue[Any] = asyncio.Queue()
+    await connections[0].execute("DROP TABLE IF EXISTS bench_by_hand")
+    await connections[0].execute("CREATE TABLE bench_by_hand (id text, user_id text, body text)")
+    for connection in connections:
+        free.put_nowait(connection)
+
+    async def one(number: int) -> float:
+        user = f"u{number:031d}"
+        taken = await client.evalsha(sha, 3, *classic.KEYS, user)
+        await producer.send_and_wait(Topics(settings.prefix).rejected, taken)
+        if commit:
+            connection = await free.get()
+            try:
+                await connection.execute("INSERT INTO bench_by_hand VALUES (%s, %s, %s)", (f"g{number}", user, taken.decode()))
+            finally:
+                free.put_nowait(connection)
+        return time.perf_counter()
+
+    try:
+        return _p99_ms(await _open_loop(count, one))
+    finally:
+        await connections[0].execute("DROP TABLE bench_by_hand")
+        for connection in connections:
+            await connection.close()
+        await producer.stop()
+        await client.aclose()
+        plain.delete(*classic.KEYS)

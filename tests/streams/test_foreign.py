@@ -1,0 +1,104 @@
+"""Foreign producers and consumers: everything by kcat and SQL, as somebody would who has none of our code."""
+
+import json
+import subprocess
+from collections.abc import Callable
+from typing import Any
+
+from ops.rehearsal.run import open_books
+from ops.settings import Settings
+from streams.topics import Topics
+from tests.conftest import until
+
+TERMS = {"kind": "envelope", "issuer": "alice", "funding": "pay-1", "asset": "CNY", "total": 1000, "parts": 3, "title": 'a\\b "c" 你好\t'}
+
+
+def produce(settings: Settings, *values: bytes, key: str = "e1") -> None:
+    # Separated by a byte that no JSON has, so that each value goes over as it is.
+    command = ["kcat", "-P", "-b", settings.kafka, "-t", Topics(settings.prefix).commands, "-k", key, "-D", "\x1e"]
+    subprocess.run(command, input=b"\x1e".join(values), check=True, timeout=30)
+
+
+def consume(settings: Settings, topic: str, form: str = "%s\n") -> list[str]:
+    command = ["kcat", "-C", "-b", settings.kafka, "-t", topic, "-e", "-q", "-f", form]
+    done = subprocess.run(command, check=True, capture_output=True, timeout=30)
+    return done.stdout.decode(errors="backslashreplace").splitlines()
+
+
+def encode(*commands: dict[str, Any]) -> bytes:
+    return json.dumps(commands[0] if len(commands) == 1 else commands, ensure_ascii=False).encode()
+
+
+def grab(id: str, user: str, **rest: Any) -> dict[str, Any]:
+    return {"type": "grab", "id": id, "offer": "e1", "user": user, **rest}
+
+
+async def test_an_envelope_by_hand(system: Settings, worker: Callable[..., Any]) -> None:
+    worker(system)
+    topics = Topics(system.prefix)
+    nonsense = b"\xff\x00 this is no JSON"
+    produce(
+        system,
+        encode({"type": "open", "id": "o1", "offer": "e1", "terms": TERMS}),
+        encode(grab("g1", "u1"), grab("g1", "u1"), {"type": "grab", "id": "bad", "offer": "e1", "usr": "x"}, 17, grab("g2", "u2")),
+        nonsense,
+        encode(grab("g3", "u3")),
+        encode(grab("g4", "u4")),
+    )
+
+    async def results() -> Any:
+        found = [json.loads(line) for line in consume(system, topics.results)]
+        return found if len(found) >= 7 else None
+
+    answers = await until(results, 60, "seven answers")
+    by_id = {answer["id"]: answer for answer in answers}
+    assert {id: answer["outcome"] for id, answer in by_id.items()} == {
+        "o1": "opened", "g1": "granted", "bad": "invalid", "g2": "granted", "g3": "granted", "g4": "sold_out",
+    }  # fmt: skip
+    assert "usr" in by_id["bad"]["message"]
+    assert "left" not in by_id["g4"]
+    assert sum(by_id[id]["amount"] for id in ("g1", "g2", "g3")) == 1000
+
+    async def rejected() -> Any:
+        found = consume(system, topics.rejected, "%s|%h\n")
+        return found if len(found) >= 3 else None
+
+    raws = await until(rejected, 30, "what was rejected")
+    assert [raw.split("|")[0] for raw in raws] == ['{"type": "grab", "id": "bad", "offer": "e1", "usr": "x"}', "17", "\\xff\x00 this is no JSON"]
+    assert all(f"topic={topics.commands},partition=" in raw and "reason=" in raw and "index=" in raw for raw in raws)
+
+    async def events() -> Any:
+        found = consume(system, topics.events, "%k|%h|%s\n")
+        return found if len(found) >= 5 else None
+
+    lines = await until(events, 60, "five events")
+    parsed = [(line.split("|", 2)[1], json.loads(line.split("|", 2)[2])) for line in lines]
+    assert [event["type"] for _, event in parsed] == ["offer.opened", "grab.granted", "grab.granted", "grab.granted", "offer.closed"]
+    assert [event["offer_seq"] for _, event in parsed] == [1, 2, 3, 4, 5]
+    for headers, event in parsed:
+        for header in (
+            "content-type=application/json", "ce_specversion=1.0", f"ce_id={event['shard']}-{event['seq']}", f"ce_type={event['type']}",
+            "ce_source=", "ce_time=20", "ce_subject=e1",
+        ):  # fmt: skip
+            assert header in headers
+    assert all(line.startswith("e1|") for line in lines)
+
+    async with await open_books(system) as books:
+
+        async def booked() -> bool:
+            row = await (await books.execute("SELECT state, grabs, given, title FROM offers WHERE offer = 'e1'")).fetchone()
+            return row == ("closed", 3, 1000, TERMS["title"])
+
+        await until(booked, 60, "the books")
+        rows = await (await books.execute("SELECT body FROM audit ORDER BY seq")).fetchall()
+        assert [body for (body,) in rows] == [line.split("|", 2)[2] for line in lines]
+        posted = dict(await (await books.execute("SELECT account, posted FROM accounts")).fetchall())
+        assert posted.pop("external:pay-1") == -1000
+        assert posted.pop("offer:e1") == 0
+        assert sum(posted.values()) == 1000
+
+        async def counted() -> bool:
+            rows = await books.execute("SELECT outcome, sum(refusals)::int FROM demand WHERE offer = 'e1' GROUP BY outcome")
+            return await rows.fetchall() == [("sold_out", 1)]
+
+        await until(counted, 30, "the demand")

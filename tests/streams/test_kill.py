@@ -1,0 +1,154 @@
+"""kill -9 with traffic on, each at a moment of the test's choosing: then everything adds up, and every acknowledged answer is booked."""
+
+import asyncio
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from lua.gate import run_script
+from ops.connections import key_space, open_redis
+from ops.services import LocalServices
+from ops.settings import Settings
+from streams.keeper import RENEWALS_PER_LEASE
+from tests.conftest import make_system, until
+from tests.streams.traffic import traffic
+
+TAKE_OVER_SECONDS_MAX = 5.0
+
+
+async def leases(settings: Settings) -> set[str | None]:
+    """Who relays the shards."""
+    redis = open_redis(settings)
+    try:
+        keys = key_space(settings)
+        held = [await redis.get(keys.shard(number).lease) for number in range(settings.shards)]
+        return {holder and holder.decode() for holder in held}
+    finally:
+        await redis.aclose()
+
+
+async def relayed_by(settings: Settings, worker: Any) -> None:
+    """Returns when a worker has the leases of all shards."""
+
+    async def all_his() -> bool:
+        holders = await leases(settings)
+        return len(holders) == 1 and f"-{worker.process.pid}-" in str(holders)
+
+    await until(all_his, 30, "the leases")
+
+
+async def test_the_worker(system: Settings, worker: Callable[..., Any]) -> None:
+    first = worker(system, "decide,relay,sweep")
+    worker(system, "project")
+    await relayed_by(system, first)
+    second = worker(system, "decide,relay,sweep")
+    async with traffic(system) as crowd:
+        await crowd.begin()
+        await crowd.until_answered(0.3)
+        first.kill()
+        began = asyncio.get_running_loop().time()
+        await relayed_by(system, second)
+        await crowd.seconds_to_next_answer()
+        assert asyncio.get_running_loop().time() - began < TAKE_OVER_SECONDS_MAX
+        await crowd.adds_up()
+
+
+@pytest.mark.parametrize("step", ["relay.took_over", "relay.acknowledged:20", "relay.trimmed:20"])
+async def test_the_relay_at_a_step(system: Settings, worker: Callable[..., Any], step: str) -> None:
+    """Between Kafka's acknowledgement and the trim, and beside it."""
+    doomed = worker(system, "decide,relay,sweep", fail_at=step)
+    worker(system, "project")
+    async with traffic(system) as crowd:
+        if step == "relay.took_over":
+            assert await asyncio.to_thread(doomed.process.wait, 30) == -signal.SIGKILL
+            worker(system, "decide,relay,sweep")
+            await crowd.begin()
+        else:
+            await crowd.begin()
+            assert await asyncio.to_thread(doomed.process.wait, 60) == -signal.SIGKILL
+            worker(system, "decide,relay,sweep")
+        await crowd.adds_up()
+
+
+@pytest.mark.parametrize("step", ["ledger.committed:2", "balances.committed:2", "audit.committed:2", "events.committed:2"])
+async def test_a_projection_between_its_commit_and_faust_s(system: Settings, worker: Callable[..., Any], step: str) -> None:
+    worker(system, "decide,relay,sweep")
+    doomed = worker(system, "project", fail_at=step)
+    async with traffic(system) as crowd:
+        await crowd.begin()
+        assert await asyncio.to_thread(doomed.process.wait, 60) == -signal.SIGKILL
+        worker(system, "project")
+        await crowd.adds_up()
+
+
+async def test_a_relay_that_was_stopped_and_continued_does_no_harm(system: Settings, worker: Callable[..., Any]) -> None:
+    """SIGSTOP, replaced, SIGCONT, with traffic on: its late blocks do not count, its late trims are refused."""
+    first = worker(system, "decide,relay,sweep")
+    worker(system, "project")
+    await relayed_by(system, first)
+    second = worker(system, "relay,sweep,decide")
+    async with traffic(system) as crowd:
+        await crowd.begin()
+        await crowd.until_answered(0.2)
+        first.signal(signal.SIGSTOP)
+        await relayed_by(system, second)
+        await crowd.until_answered(0.6)
+        first.signal(signal.SIGCONT)
+        await crowd.adds_up()
+        assert first.process.poll() is None
+    assert system.lease_ms / RENEWALS_PER_LEASE < system.lease_ms
+
+
+@pytest.fixture
+async def private(private_services: LocalServices, settings: Settings) -> Any:
+    """A system on servers that may be killed."""
+    own = settings.model_copy(update=private_services.environment())
+    await make_system(own)
+    return own
+
+
+@pytest.mark.parametrize("server", ["postgres", "kafka", "redis"])
+async def test_a_server(private: Settings, private_services: LocalServices, worker: Callable[..., Any], server: str) -> None:
+    """PostgreSQL, the broker, and Redis with its AOF intact."""
+    deciding, projecting = worker(private, "decide,relay,sweep"), worker(private, "project")
+    process = getattr(private_services, server)
+    async with traffic(private) as crowd:
+        await crowd.begin()
+        await crowd.until_answered(0.3)
+        await asyncio.to_thread(process.kill)
+        await asyncio.to_thread(process.start)
+        await crowd.adds_up()
+    assert deciding.stop() == 0
+    assert projecting.stop() == 0
+
+
+async def test_a_redis_behind_the_journal_decides_nothing(
+    private: Settings, private_services: LocalServices, worker: Callable[..., Any]
+) -> None:
+    """Emptied, it is behind: every shard that had events stays fenced, and says why."""
+    one = worker(private, "decide,relay,sweep")
+    async with traffic(private, 400) as crowd:
+        await crowd.begin()
+        await crowd.until_answered(1.0)
+        shard = key_space(private).shard(key_space(private).shard_of_offer(crowd.rehearsal._chosen[0].offer))
+        redis = open_redis(private)
+        try:
+            await redis.flushall()
+
+            async def fenced() -> bool:
+                fault = await redis.hget(shard.state, "fault")
+                return fault is not None and b"behind the journal" in fault
+
+            await until(fenced, 30, "the fence")
+            [answer] = await crowd.rehearsal._gate.decide([crowd.rehearsal._by_door["gate"][0]], "decided")
+            assert answer.outcome == "fenced"
+            assert "behind the journal" in (answer.message or "")
+            # Not even its owner can talk it into deciding without the truth.
+            fields = [value.decode() for value in await redis.hmget(shard.state, ["term", "owner"])]
+            with pytest.raises(Exception, match="LOST"):
+                await run_script(redis, "reconcile", [shard.state], [*fields, "no life", "0"])
+        finally:
+            await redis.aclose()
+    assert one.process.poll() is None

@@ -1,0 +1,235 @@
+"""Read models from blocks that are made here: what repeats, what is missing, what contradicts, and what the database refuses."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
+from psycopg import errors
+
+from models.journal import GENESIS, block_headers, chain, marker_headers
+from ops.rehearsal.run import open_books
+from ops.settings import Settings
+from streams.agents import make_projectors
+from streams.journal import Record, open_reader
+from streams.projector import CatchUp, Projector
+from streams.topics import Topics
+from tests.conftest import until
+
+SHARD = 3
+
+
+def opened(offer: str, seq: int, total: int = 1000) -> bytes:
+    return (
+        f'{{"type":"offer.opened","v":1,"shard":{SHARD},"seq":{seq},"offer_seq":1,"offer":"{offer}","at":{seq},"command":"o-{offer}",'
+        f'"kind":"envelope","issuer":"alice","funding":"pay","asset":"CNY","total":{total},"opens_at":1,"closes_at":9,'
+        f'"terms":{{"kind":"envelope","parts":10,"title":"back\\\\slash \\"quote\\" 你好"}},"digest":"d"}}'
+    ).encode()
+
+
+def granted(offer: str, seq: int, amount: int = 10) -> bytes:
+    return (
+        f'{{"type":"grab.granted","v":1,"shard":{SHARD},"seq":{seq},"offer_seq":{seq},"offer":"{offer}","at":{seq},"command":"g{seq}",'
+        f'"grab":"g{seq}","user":"u{seq % 7}","quantity":1,"amount":{amount},"asset":"CNY","place":{seq},"left":3,"digest":"d"}}'
+    ).encode()
+
+
+class Journal:
+    """Writes blocks to one partition, sound or not."""
+
+    def __init__(self, settings: Settings, producer: AIOKafkaProducer, shard: int = SHARD) -> None:
+        self._topic, self._producer, self._shard = Topics(settings.prefix).journal, producer, shard
+        self.records: list[Record] = []
+
+    async def _send(self, headers: list[tuple[str, bytes]], value: bytes) -> None:
+        sent = await self._producer.send_and_wait(self._topic, value, partition=self._shard, headers=headers)
+        self.records.append(Record(self._shard, sent.offset, tuple(headers), value))
+
+    async def marker(self, term: int, owner: str) -> None:
+        await self._send(marker_headers(self._shard, term, owner), b"")
+
+    async def block(self, lines: Sequence[bytes], first: int, last: int, term: int = 1, owner: str = "a", **wrong: bytes) -> None:
+        """Events first … last of a history that begins with seq 1."""
+        hashes = [GENESIS, *chain(GENESIS, lines)]
+        headers = dict(block_headers(self._shard, term, owner, first, last - first + 1, hashes[first - 1], hashes[last]))
+        headers.update(wrong)
+        await self._send(list(headers.items()), b"\n".join(lines[first - 1 : last]))
+
+
+@pytest.fixture
+async def journal(system: Settings) -> AsyncIterator[Journal]:
+    producer = AIOKafkaProducer(bootstrap_servers=system.kafka, acks="all")
+    await producer.start()
+    yield Journal(system, producer)
+    await producer.stop()
+
+
+@asynccontextmanager
+async def running(settings: Settings, *names: str) -> AsyncIterator[list[Projector]]:
+    """Projectors that are fed by the test instead of Faust."""
+    projectors = make_projectors(
+        settings.kafka, settings.prefix, settings.shards, settings.postgres, settings.schema_, names or ("ledger", "balances", "audit")
+    )
+    tasks = [asyncio.create_task(projector.run()) for projector in projectors]
+    try:
+        yield projectors
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def at_seq(settings: Settings, seq: int, *names: str) -> None:
+    """Returns when the projections are at a seq of the shard."""
+    async with await open_books(settings) as books:
+
+        async def there() -> bool:
+            rows = await books.execute("SELECT projection, seq FROM cursors WHERE shard = %s", (SHARD,))
+            seqs = dict(await rows.fetchall())
+            return all(seqs[name] == seq for name in names or ("ledger", "balances", "audit"))
+
+        await until(there, 30, f"seq {seq}")
+
+
+async def rows(settings: Settings, query: str) -> list[Any]:
+    async with await open_books(settings) as books:
+        return await (await books.execute(query.encode())).fetchall()
+
+
+LINES = [opened("e", 1), *(granted("e", seq) for seq in range(2, 31))]
+
+
+async def test_repeated_overlapping_and_stale_blocks_change_nothing(system: Settings, journal: Journal) -> None:
+    await journal.marker(1, "a")
+    await journal.block(LINES, 1, 10)
+    await journal.block(LINES, 5, 12)
+    await journal.block(LINES, 1, 10)
+    await journal.marker(2, "b")
+    await journal.block(LINES, 13, 20)  # of the owner before: does not count
+    await journal.block(LINES, 13, 30, 2, "b")
+    async with running(system) as projectors:
+        for record in [*journal.records, *journal.records]:
+            for projector in projectors:
+                await projector.put(record)
+        await at_seq(system, 30)
+    assert [body.encode() for (body,) in await rows(system, "SELECT body FROM audit ORDER BY seq")] == LINES
+    assert [bytes(hash_) for (hash_,) in await rows(system, "SELECT hash FROM audit ORDER BY seq")] == chain(GENESIS, LINES)
+    assert await rows(system, "SELECT posted FROM accounts WHERE account = 'offer:e'") == [(1000 - 290,)]
+    assert await rows(system, "SELECT count(*), sum(amount)::int FROM grabs") == [(29, 290)]
+    assert await rows(system, "SELECT sum(available)::int FROM balances") == [(290,)]
+    assert await rows(system, "SELECT title, grabs, given, amount_left FROM offers") == [('back\\slash "quote" 你好', 29, 290, 710)]
+
+
+async def test_what_faust_left_out_is_read_from_the_journal(system: Settings, journal: Journal) -> None:
+    await journal.marker(1, "a")
+    for first in range(1, 30, 3):
+        await journal.block(LINES, first, first + 2)
+    async with running(system) as projectors:
+        for projector in projectors:
+            await projector.put(journal.records[2])
+            await projector.put(journal.records[-1])
+        await at_seq(system, 30)
+
+
+async def test_catching_up_needs_no_new_record(system: Settings, journal: Journal) -> None:
+    await journal.marker(1, "a")
+    await journal.block(LINES, 1, 30)
+    async with running(system) as projectors:
+        for projector in projectors:
+            await projector.put(CatchUp(SHARD))
+        await at_seq(system, 30)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "reason"),
+    [({"head": b"00" * 32}, "do not lead to the head"), ({"prev": b"11" * 32}, "do not lead"), ({"first_seq": b"9"}, "begins at seq 9")],
+)
+async def test_a_bad_block_stops_that_shard_and_no_other(system: Settings, journal: Journal, wrong: dict[str, bytes], reason: str) -> None:
+    await journal.marker(1, "a")
+    await journal.block(LINES, 1, 5)
+    await journal.block(LINES, 6, 9, **wrong)
+    other = Journal(system, journal._producer, SHARD + 1)
+    await other.marker(1, "x")
+    async with running(system, "ledger") as [ledger]:
+        for record in [*journal.records, *other.records]:
+            await ledger.put(record)
+        await until(lambda: ledger._stopped == {SHARD}, 30, "the stop")
+        await at_seq(system, 5, "ledger")
+        await journal.block(LINES, 6, 9)
+        await ledger.put(journal.records[-1])
+        await other.block([line.replace(b'"shard":3', b'"shard":4') for line in LINES], 1, 5, 1, "x")
+        await ledger.put(other.records[-1])
+
+        async def other_went_on() -> bool:
+            return await rows(system, f"SELECT seq FROM cursors WHERE projection = 'ledger' AND shard = {SHARD + 1}") == [(5,)]
+
+        await until(other_went_on, 30, "the other shard")
+    [(shard, seq, why)] = await rows(system, "SELECT shard, seq, reason FROM stopped_shards")
+    assert (shard, seq) == (SHARD, 5)
+    assert reason in why
+
+
+async def test_postgresql_refuses_an_overdraft(system: Settings, journal: Journal) -> None:
+    """More given than put in: the ledger refuses, stops, and keeps what was right."""
+    lines = [opened("e", 1, total=25), granted("e", 2), granted("e", 3), granted("e", 4)]
+    await journal.marker(1, "a")
+    await journal.block(lines, 1, 3)
+    await journal.block(lines, 4, 4)
+    async with running(system, "ledger") as [ledger]:
+        await ledger.put(journal.records[1])
+        await at_seq(system, 3, "ledger")
+        await ledger.put(journal.records[2])
+        await until(lambda: ledger._stopped == {SHARD}, 30, "the stop")
+    assert await rows(system, "SELECT posted FROM accounts WHERE account = 'offer:e'") == [(5,)]
+    [(why,)] = await rows(system, "SELECT reason FROM stopped_shards")
+    assert "never_below_zero" in why
+
+
+async def test_guarded_accounts_cannot_be_written_below_zero(system: Settings) -> None:
+    async with await open_books(system) as books:
+        for account in ("offer:x", "hold:x", "wallet:x", "redeemed:x"):
+            with pytest.raises(errors.CheckViolation):
+                await books.execute("INSERT INTO accounts_1 VALUES (%s, 'CNY', -1)", (account,))
+        await books.execute("INSERT INTO accounts_1 VALUES ('external:x', 'CNY', -1)")
+
+
+async def test_two_at_once_write_each_row_once(system: Settings, journal: Journal) -> None:
+    """A zombie after a rebalance: the cursor's WHERE lets one of them write."""
+    await journal.marker(1, "a")
+    for first in range(1, 30, 2):
+        await journal.block(LINES, first, first + 1)
+    async with running(system) as some, running(system) as others:
+        for record in journal.records:
+            for projector in [*some, *others]:
+                await projector.put(record)
+        await at_seq(system, 30)
+    assert await rows(system, "SELECT count(*) FROM transfers") == [(30,)]
+    assert await rows(system, "SELECT count(*) FROM stopped_shards") == [(0,)]
+
+
+async def test_published_events_go_on_without_a_gap(system: Settings, journal: Journal) -> None:
+    """Begun again, the publisher finds its cursor in the topic: repeats have the same id and bytes, nothing is left out."""
+    topic = Topics(system.prefix).events
+    await journal.marker(1, "a")
+    for first, last in ((1, 7), (8, 9), (10, 24), (25, 30)):
+        await journal.block(LINES, first, last)
+        async with running(system, "events") as [publisher]:
+            await publisher.put(journal.records[-1])
+
+            async def published(last: int = last) -> bool:
+                async with open_reader(system.kafka, topic) as reader:
+                    return await reader.end(SHARD) >= last
+
+            await until(published, 30, f"event {last}")
+    consumer = AIOKafkaConsumer(bootstrap_servers=system.kafka, auto_offset_reset="earliest", enable_auto_commit=False)
+    consumer.assign([TopicPartition(topic, SHARD)])
+    await consumer.start()
+    found: dict[str, set[bytes]] = {}
+    while len(found) < 30:
+        for records in (await consumer.getmany(timeout_ms=500)).values():
+            for record in records:
+                found.setdefault(dict(record.headers)["ce_id"].decode(), set()).add(record.value)
+    await consumer.stop()
+    assert found == {f"{SHARD}-{seq}": {line} for seq, line in enumerate(LINES, 1)}

@@ -1,0 +1,83 @@
+"""Traffic for fault tests: a crowd at both doors, faults at moments of the test's choosing, and then everything must add up."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from lua.gate import Gate
+from ops.connections import gate_limits, key_space, open_redis, sealer
+from ops.rehearsal.crowd import attempts, envelopes
+from ops.rehearsal.run import Rehearsal, look, open_books
+from ops.rehearsal.verdict import verdict
+from ops.settings import Settings
+from ops.verification import verify
+from tests.conftest import until
+
+
+class Traffic:
+    """A crowd of about `people`, and how far it is."""
+
+    def __init__(self, settings: Settings, gate: Gate, people: int, seed: int = 11) -> None:
+        self.settings = settings
+        self._chosen = [one for one in envelopes(seed, people, 6, people // 20, 0) if not one.until_deadline]
+        grabs = attempts(seed, self._chosen)
+        self.rehearsal = Rehearsal(settings, gate, self._chosen, grabs, seed)
+        self._crowd: asyncio.Task[float] | None = None
+
+    @property
+    def answered(self) -> int:
+        """Answers so far, at both doors."""
+        return sum(self.rehearsal.doors.answered.values())
+
+    async def begin(self) -> None:
+        """Opens the envelopes and lets the crowd in."""
+        await self.rehearsal.open()
+        self._crowd = asyncio.create_task(self.rehearsal.crowd())
+
+    async def until_answered(self, share: float) -> None:
+        """Returns when this share of all attempts has its answer."""
+        assert self._crowd is not None
+        await until(lambda: self.answered >= share * self.rehearsal.doors.total or self._crowd.done(), 60, "traffic")
+        if self._crowd.done():
+            self._crowd.result()
+
+    async def seconds_to_next_answer(self) -> float:
+        """How long it takes from now until somebody gets an answer."""
+        before, began = self.answered, time.monotonic()
+        await until(lambda: self.answered > before, 30, "an answer")
+        return time.monotonic() - began
+
+    async def adds_up(self) -> None:
+        """Waits for the crowd and the books, then runs every check there is; raises AssertionError with what is wrong."""
+        assert self._crowd is not None
+        await asyncio.wait_for(self._crowd, 120)
+        redis = open_redis(self.settings)
+        try:
+            async with await open_books(self.settings) as books:
+
+                async def complete() -> bool:
+                    return (await look(redis, key_space(self.settings), books)).complete
+
+                await until(complete, 60, "the books' arrival")
+                checks = await verdict(books, self._chosen, self.rehearsal.doors)
+            checks += await verify(self.settings)
+        finally:
+            await redis.aclose()
+        wrong = {check.name: check.problems for check in checks if not check.passed}
+        assert not wrong, wrong
+
+
+@asynccontextmanager
+async def traffic(settings: Settings, people: int = 8_000) -> AsyncIterator[Traffic]:
+    """Traffic with a gate of its own."""
+    client = open_redis(settings)
+    gate = Gate(client, key_space(settings), sealer(settings), gate_limits(settings))
+    gate.start()
+    try:
+        yield Traffic(settings, gate, people)
+    finally:
+        await gate.close()
+        await client.aclose()
+
+
