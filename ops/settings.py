@@ -9,10 +9,11 @@ from pydantic_settings import BaseSettings, SettingsConfigDict  # reads .env, na
 
 from lua.sealing import Sealer
 
-REDIS_PORT = 46379
-KAFKA_PORT = 49092
-CONTROLLER_PORT = 49093
-POSTGRES_PORT = 45432
+# Below the range that systems give to outgoing connections, or a client could be sitting on the port.
+REDIS_PORT = 16379
+KAFKA_PORT = 19092
+CONTROLLER_PORT = 19093
+POSTGRES_PORT = 15432
 
 Count = Annotated[int, Field(ge=1)]
 

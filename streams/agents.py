@@ -7,6 +7,7 @@ partition, and after every assignment the projectors catch up by themselves.
 
 import asyncio
 import logging
+import os
 import tempfile
 from collections.abc import Callable, Sequence
 from typing import Any, Final
@@ -15,14 +16,16 @@ import faust
 
 from projections import audit, balances, ledger
 from streams.journal import Record
-from streams.projector import CatchUp, Projector
+from streams.projector import EXIT_UNKNOWN_ERROR, CatchUp, Projector
 from streams.publisher import Publisher
 from streams.topics import Topics
+from streams.watchdog import until_stalled
 
 log = logging.getLogger(__name__)
 
 PROJECTIONS: Final = ("ledger", "balances", "audit", "events")
 _APPLY: Final = {"ledger": ledger.apply, "balances": balances.apply, "audit": audit.apply}
+STOP_SECONDS: Final = 20.0
 
 Step = Callable[[str], None]
 
@@ -105,14 +108,42 @@ async def run_projections(
     names: Sequence[str] = PROJECTIONS,
     step: Step = lambda name: None,
 ) -> None:
-    """Runs the app inside this event loop until `stop` is set; raises RuntimeError when it ended by itself."""
-    projectors = make_projectors(kafka, prefix, shards, postgres, schema, names, step)
-    app = build_app(kafka, prefix, shards, projectors)
-    app.finalize()
-    await app.start()
-    try:
-        ended = await app.wait_for_stopped(stop)
-    finally:
-        await app.stop()
-    if ended and not stop.is_set():
+    """Runs the app inside this event loop until `stop` is set, and begins anew with another one when it stalls.
+
+    Raises RuntimeError when the app ended by itself.
+    """
+    watched = [name for name in names if name in _APPLY]
+    while not stop.is_set():
+        app = build_app(kafka, prefix, shards, make_projectors(kafka, prefix, shards, postgres, schema, names, step))
+        app.finalize()
+        watching = asyncio.create_task(until_stalled(kafka, Topics(prefix).journal, shards, postgres, schema, watched))
+        stopping = asyncio.create_task(stop.wait())
+        ended = asyncio.create_task(_run(app))
+        try:
+            await asyncio.wait({watching, stopping, ended}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in (watching, stopping):
+                task.cancel()
+            await _stop(app)
+            await asyncio.gather(watching, stopping, ended, return_exceptions=True)
+        if stop.is_set():
+            return
+        if not watching.cancelled():
+            log.error("Faust delivers nothing, starting it again: %s", watching.result())
+            continue
         raise RuntimeError("the Faust app ended by itself") from app.crash_reason
+
+
+async def _run(app: faust.App) -> None:
+    await app.start()
+    await app.wait_until_stopped()
+
+
+async def _stop(app: faust.App) -> None:
+    try:
+        await asyncio.wait_for(app.stop(), STOP_SECONDS)
+    except asyncio.TimeoutError:
+        # Its threads may hang on a broker for ever; what is acknowledged is in our cursors, so nothing is lost by leaving.
+        log.critical("Faust does not stop, ending the process")
+        logging.shutdown()
+        os._exit(EXIT_UNKNOWN_ERROR)

@@ -1,5 +1,6 @@
 """A set of the three local servers under one directory."""
 
+import random
 import shutil
 import socket
 from collections.abc import Callable
@@ -9,6 +10,8 @@ from pathlib import Path
 from ops.services.process import Process
 from ops.services.servers import Kafka, Postgres, Redis
 from ops.settings import CONTROLLER_PORT, KAFKA_PORT, POSTGRES_PORT, REDIS_PORT
+
+_PORT_RANGE = (20_000, 31_000)
 
 Report = Callable[[str], None]
 
@@ -73,9 +76,17 @@ class LocalServices:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on just now."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    """Ports that nobody listens on just now, from below the range that systems give to outgoing connections.
+
+    From inside that range a client that tries to reconnect to a killed server can end up connected to itself, and hold the port.
+    """
+    sockets: list[socket.socket] = []
     try:
+        while len(sockets) < count:
+            try:
+                sockets.append(socket.create_server(("127.0.0.1", random.randint(*_PORT_RANGE))))
+            except OSError:
+                continue
         return [one.getsockname()[1] for one in sockets]
     finally:
         for one in sockets:

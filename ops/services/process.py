@@ -113,11 +113,12 @@ class Process:
         return True
 
     def _is_running(self, pid: int) -> bool:
+        """Whether anything of it is left: a corpse whose other threads still hold the port is not gone yet."""
         try:
-            os.waitpid(pid, os.WNOHANG)  # it may be our child: take its exit, or it stays a zombie
-        except ChildProcessError:
-            pass
-        return self.pid is not None
+            return os.waitpid(pid, os.WNOHANG)[0] == 0
+        except ChildProcessError:  # started by another process of ours
+            tasks = Path(f"/proc/{pid}/task")
+            return self.pid is not None or tasks.exists() and len(list(tasks.iterdir())) > 1
 
     def _wait_until_ready(self, process: "subprocess.Popen[bytes] | None" = None) -> None:
         deadline = time.monotonic() + START_SECONDS
