@@ -60,7 +60,18 @@ def main(rows: str, runs: int, quick: bool, json_file: Path) -> None:
         sign, bound = wanted.split()
         middle = statistics.median(ratios)
         reached = middle >= float(bound) if sign == ">=" else middle <= float(bound)
-        lines.append((row, what, _spread(ratios), wanted, "yes" if reached else "no", _spread(values["ours"]), _spread(values["theirs"]), values["unit"]))
+        lines.append(
+            (
+                row,
+                what,
+                _spread(ratios),
+                wanted,
+                "yes" if reached else "no",
+                _spread(values["ours"]),
+                _spread(values["theirs"]),
+                values["unit"],
+            )
+        )
     columns = ("row", "what", "ratio: median (min – max)", "wanted", "reached", "ours", "classic", "unit")
     console.print(table("Ours against the classic way", columns, lines))
     for row, values in found.items():

@@ -13,6 +13,7 @@ from typing import Any
 
 import redis
 import redis.asyncio
+from psycopg import AsyncConnection
 from pydantic import SecretStr
 
 from lua.gate import Gate, GateLimits, run_script
@@ -26,7 +27,6 @@ from ops.services import free_ports
 from ops.services.servers import Redis
 from ops.settings import Settings, child_environment, load_settings
 from projections.migrate import migrate
-from psycopg import AsyncConnection
 from streams.topics import Topics, create_topics
 
 SEALER = Sealer({"bench": bytes(32)})
@@ -66,7 +66,9 @@ def envelope(offer: str, parts: int) -> Open:
 def grabs(offer: str, count: int, id_length: int = 32, start: int = 0) -> list[Grab]:
     """Grabs of distinct users, with ids of a length."""
     number_length = id_length - 1
-    return [Grab(id=f"g{number:0{number_length}d}", offer=offer, user=f"u{number:0{number_length}d}") for number in range(start, start + count)]
+    return [
+        Grab(id=f"g{number:0{number_length}d}", offer=offer, user=f"u{number:0{number_length}d}") for number in range(start, start + count)
+    ]
 
 
 @asynccontextmanager
@@ -75,7 +77,12 @@ async def system(roles: Sequence[str]) -> AsyncIterator[tuple[Settings, list["su
     name = f"bench{secrets.token_hex(4)}"
     with private_redis() as port:
         settings = load_settings().model_copy(
-            update={"prefix": name, "schema_": name, "seal_keys": SecretStr(new_seal_key()), "redis_url": f"redis://127.0.0.1:{port}/0"}
+            update={
+                "prefix": name,
+                "schema_": name,
+                "seal_keys": SecretStr(new_seal_key()),
+                "redis_url": f"redis://127.0.0.1:{port}/0",
+            }
         )
         await create_topics(settings.kafka, Topics(name), settings.shards)
         async with await AsyncConnection.connect(settings.postgres, autocommit=True) as connection:

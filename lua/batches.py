@@ -82,11 +82,7 @@ def open_batch(keys: ShardKeys, commands: Sequence[Open], sealer: Sealer) -> Bat
 
 
 def _offer_keys(keys: ShardKeys, commands: Sequence[AnyCommand]) -> list[str]:
-    return [
-        key
-        for command in commands
-        for key in (*keys.of_offer(command.offer), keys.answers(campaign_of(command.offer)))
-    ]
+    return [key for command in commands for key in (*keys.of_offer(command.offer), keys.answers(campaign_of(command.offer)))]
 
 
 def _parts_packed(terms: EnvelopeTerms, seed: str) -> bytes:
@@ -148,5 +144,3 @@ def build(keys: ShardKeys, script: str, commands: Sequence[AnyCommand], sealer: 
     if script == "open":
         return open_batch(keys, commands, sealer)  # type: ignore[arg-type]
     return steer_batch(keys, commands)
-
-

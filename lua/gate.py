@@ -5,6 +5,7 @@ shard may be in flight unless they hold commands of the same caller, whose order
 """
 
 import asyncio
+import builtins
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -18,7 +19,7 @@ from lua.journaled import HistoryChanged, Journaled
 from lua.keys import KeySpace, ShardKeys
 from lua.sealing import Sealer
 from models.answers import Answer, refusal
-from models.commands import AnyCommand, Grab, check
+from models.commands import AnyCommand, Grab, Open, check
 from models.identifiers import are_ids
 from models.money import Invalid
 from models.outcomes import Outcome
@@ -58,9 +59,7 @@ class _Ticket:
 
     __slots__ = ("commands", "deadline", "done", "group", "patience_seconds", "patient_until", "script")
 
-    def __init__(
-        self, group: object, script: str, commands: Sequence[AnyCommand], deadline: float, patience_seconds: float
-    ) -> None:
+    def __init__(self, group: object, script: str, commands: Sequence[AnyCommand], deadline: float, patience_seconds: float) -> None:
         self.group = group
         self.script = script
         self.commands = commands
@@ -153,10 +152,7 @@ class Gate:
         """
         answers: list[Answer | None] = [None] * len(commands)
         sound = self._at_the_door(commands, answers)
-        if len(sound) == len(commands):
-            runs = list(self._runs(range(len(commands)), commands))
-        else:
-            runs = list(self._runs(sound, commands))
+        runs = list(self._runs(sound, commands))
         timeout = (timeout_ms or self._limits.timeout_ms) + patience_ms
         deadline = time.monotonic() + timeout / 1000
         group = answers if order is None else order
@@ -197,9 +193,7 @@ class Gate:
                 answers[place] = refusal(command.id, Outcome.invalid, command.offer, str(error))
         return sound
 
-    def _runs(
-        self, places: Iterable[int], commands: Sequence[AnyCommand]
-    ) -> Iterable[tuple[int, str, Sequence[int]]]:
+    def _runs(self, places: Iterable[int], commands: Sequence[AnyCommand]) -> Iterable[tuple[int, str, Sequence[int]]]:
         """(shard, script, places): the commands of each shard in order, cut where the type changes."""
         shard_of, by_shard = self._shard_of, {}  # type: ignore[var-annotated]
         for place in places:
@@ -236,9 +230,7 @@ class Gate:
         self._pump(shard)
         return ticket
 
-    async def _until_journaled(
-        self, number: int, ticket: _Ticket, answers: list[Answer], history: int
-    ) -> list[Answer]:
+    async def _until_journaled(self, number: int, ticket: _Ticket, answers: list[Answer], history: int) -> list[Answer]:
         while True:
             last = max((answer.seq for answer in answers if answer.seq is not None), default=0)
             if last == 0:
@@ -252,7 +244,7 @@ class Gate:
                 patience_ms = int(max(left, 0) * 1000)
                 again = self._submit(number, ticket.script, ticket.commands, ticket, ticket.deadline, patience_ms)
                 answers, history = await again.done
-            except asyncio.TimeoutError:
+            except builtins.TimeoutError:
                 raise OutcomeUnknown(
                     f"decided, but not in the journal in time (shard {number}, seq {last}): send the commands again under their ids"
                 ) from None
@@ -299,9 +291,7 @@ class Gate:
             number = shard.keys.shard
             place = 0
             for ticket in batch:
-                ticket.answer(
-                    [batches.answer_of(number, command, rows[place + i]) for i, command in enumerate(ticket.commands)], history
-                )
+                ticket.answer([batches.answer_of(number, command, rows[place + i]) for i, command in enumerate(ticket.commands)], history)
                 place += len(ticket.commands)
         except _Refused as error:
             refused = (error.outcome, error.message, error.retry_at)
@@ -354,10 +344,8 @@ class Gate:
         shard.held = False
         self._pump(shard)
 
-    async def _call(
-        self, keys: ShardKeys, script: str, commands: Sequence[AnyCommand]
-    ) -> tuple[list[list[int]], int]:
-        if script == "open" and sum(command.terms.parts for command in commands) > 2_000:  # type: ignore[union-attr]
+    async def _call(self, keys: ShardKeys, script: str, commands: Sequence[AnyCommand]) -> tuple[list[list[int]], int]:
+        if script == "open" and sum(command.terms.parts for command in commands if isinstance(command, Open)) > 2_000:
             names, packed_arguments = await asyncio.to_thread(batches.build, keys, script, commands, self._sealer)
         else:
             names, packed_arguments = batches.build(keys, script, commands, self._sealer)

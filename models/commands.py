@@ -16,22 +16,20 @@ from models.offers import Terms, check_terms
 ATTRIBUTES_MAX: Final = 8
 
 
-class Command(
-    msgspec.Struct, tag_field="type", tag=str.lower, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
-):
+class Command(msgspec.Struct, tag_field="type", tag=str.lower, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """What every command has: an id unique within its campaign, and the offer it is about."""
 
     id: Id
     offer: Id
 
 
-class Open(Command, kw_only=True):
+class Open(Command, frozen=True, kw_only=True):
     """Create and fund an offer."""
 
     terms: Terms
 
 
-class Grab(Command, kw_only=True):
+class Grab(Command, frozen=True, kw_only=True):
     """One user's attempt; `attributes` are names and values that limits may count by."""
 
     user: Id
@@ -39,15 +37,15 @@ class Grab(Command, kw_only=True):
     attributes: dict[Id, Id] = {}
 
 
-class Pause(Command, kw_only=True):
+class Pause(Command, frozen=True, kw_only=True):
     """Refuse grabs with `on_hold` until resumed."""
 
 
-class Resume(Command, kw_only=True):
+class Resume(Command, frozen=True, kw_only=True):
     """Take grabs again."""
 
 
-class Close(Command, kw_only=True):
+class Close(Command, frozen=True, kw_only=True):
     """End the offer now; what is left goes back to where the terms say."""
 
 

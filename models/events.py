@@ -27,7 +27,7 @@ class Event(msgspec.Struct, tag_field="type", frozen=True, kw_only=True, omit_de
     command: Id
 
 
-class OfferOpened(Event, tag="offer.opened", kw_only=True):
+class OfferOpened(Event, tag="offer.opened", frozen=True, kw_only=True):
     """An offer was created and funded with `total` (minor units or pieces). `terms` is what was asked, as JSON.
 
     `seed_sha256` commits to the seed, `sealed_seed` is for recovery only (authenticated encryption).
@@ -46,19 +46,19 @@ class OfferOpened(Event, tag="offer.opened", kw_only=True):
     digest: str
 
 
-class OfferPaused(Event, tag="offer.paused", kw_only=True):
+class OfferPaused(Event, tag="offer.paused", frozen=True, kw_only=True):
     """Grabs are refused with `on_hold` from here on."""
 
     digest: str
 
 
-class OfferResumed(Event, tag="offer.resumed", kw_only=True):
+class OfferResumed(Event, tag="offer.resumed", frozen=True, kw_only=True):
     """Grabs are taken again."""
 
     digest: str
 
 
-class OfferClosed(Event, tag="offer.closed", kw_only=True):
+class OfferClosed(Event, tag="offer.closed", frozen=True, kw_only=True):
     """The offer ended; `amount` (minor units or pieces) is what nobody took, `left` the parts or pieces it was in.
 
     `reason` says why; `refund_to` is the account that gets what is left; `seed` reveals what `seed_sha256` promised.
@@ -73,7 +73,7 @@ class OfferClosed(Event, tag="offer.closed", kw_only=True):
     digest: str | None = None
 
 
-class GrabGranted(Event, tag="grab.granted", kw_only=True):
+class GrabGranted(Event, tag="grab.granted", frozen=True, kw_only=True):
     """A user got `amount` (minor units or pieces) for good; `place` is the how-manieth grab, `left` what is left after it."""
 
     grab: Id

@@ -27,7 +27,7 @@ class Block(NamedTuple):
     term: int
     owner: str
     first_seq: int
-    count: int
+    count: int  # type: ignore[assignment]  # the header's name; nobody counts in a block as in a tuple
     prev: bytes
     head: bytes
     lines: tuple[bytes, ...]
@@ -56,9 +56,7 @@ def marker_headers(shard: int, term: int, owner: str) -> list[tuple[str, bytes]]
     return [("shard", b"%d" % shard), ("term", b"%d" % term), ("owner", owner.encode()), ("count", b"0")]
 
 
-def block_headers(
-    shard: int, term: int, owner: str, first_seq: int, count: int, prev: bytes, head: bytes
-) -> list[tuple[str, bytes]]:
+def block_headers(shard: int, term: int, owner: str, first_seq: int, count: int, prev: bytes, head: bytes) -> list[tuple[str, bytes]]:
     """Headers of a block of events; its value is the lines joined by newlines."""
     return [
         ("shard", b"%d" % shard),
@@ -130,8 +128,5 @@ class Cursor(NamedTuple):
             raise Corrupt(f"offset {offset}: another history at seq {self.seq}")
         if known == block.count:
             return behind, ()
-        news = [
-            Accepted(block.first_seq + index, block.lines[index], block.hashes[index])
-            for index in range(known, block.count)
-        ]
+        news = [Accepted(block.first_seq + index, block.lines[index], block.hashes[index]) for index in range(known, block.count)]
         return behind._replace(seq=news[-1].seq, head=news[-1].hash), news

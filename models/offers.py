@@ -4,14 +4,14 @@ A kind of offer is one member of the union `Terms`; scripts, tables and agents d
 """
 
 import re
-from typing import Annotated, Final
+from typing import Annotated, Final, Literal
 
 import msgspec
 from msgspec import Meta
 
 from models.identifiers import Id, is_id
 from models.money import AMOUNT_MAX, PARTS_MAX, Invalid, check_amount
-from models.splitting import LAWS, check_split
+from models.splitting import LAWS, Law, check_split
 
 ENVELOPE_LIFE_MS: Final = 24 * 3600 * 1000
 RETIRE_AFTER_MS: Final = 7 * 24 * 3600 * 1000
@@ -21,6 +21,7 @@ TITLE_LENGTH_MAX: Final = 200
 _is_currency = re.compile(r"[A-Z]{3}\Z").match
 _is_seed = re.compile(r"(?:[0-9a-f]{2}){16,64}\Z").match
 
+Draw = Literal["ahead", "at_grab"]
 Amount = Annotated[int, Meta(ge=0, le=AMOUNT_MAX)]
 TimeMs = Annotated[int, Meta(ge=0, le=TIME_MS_MAX)]
 
@@ -40,10 +41,10 @@ class EnvelopeTerms(
     total: Amount
     parts: Annotated[int, Meta(ge=1, le=PARTS_MAX)]
     title: Annotated[str, Meta(max_length=TITLE_LENGTH_MAX)] = ""
-    law: Annotated[str, Meta(extra_json_schema={"enum": list(LAWS)})] = "double_mean"
+    law: Law = "double_mean"
     min: Amount = 1
     max: Amount | None = None
-    draw: Annotated[str, Meta(extra_json_schema={"enum": ["ahead", "at_grab"]})] = "ahead"
+    draw: Draw = "ahead"
     seed: str | None = None
     opens_at: TimeMs | None = None
     closes_at: TimeMs | None = None

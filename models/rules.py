@@ -205,9 +205,9 @@ def _open(state: ShardState, command: Open, digest: str, now: int, drawn: Drawn)
     if closes_at <= opens_at:
         return Decided(_refused(state, command, Outcome.invalid, now), [])
     seed = terms.seed or drawn["seed"]
-    most = check_split(terms.law, terms.total, terms.parts, terms.min, terms.max)  # type: ignore[arg-type]
+    most = check_split(terms.law, terms.total, terms.parts, terms.min, terms.max)
     ahead = terms.draw == "ahead"
-    parts = split_ahead(terms.law, terms.total, terms.parts, terms.min, most, seed) if ahead else []  # type: ignore[arg-type]
+    parts = split_ahead(terms.law, terms.total, terms.parts, terms.min, most, seed) if ahead else []
     offer = Offer(command.offer, terms, seed, opens_at, closes_at, terms.total, terms.parts, most, parts)
     state.offers[command.offer] = offer
     event = OfferOpened(
@@ -235,7 +235,7 @@ def _grab(state: ShardState, command: Grab, offer: Offer, digest: str, now: int)
         amount = offer.parts[offer.places]
     else:
         amount = next_part(
-            terms.law, offer.amount_left, offer.units_left, terms.min, offer.max_part, offer.seed, place  # type: ignore[arg-type]
+            terms.law, offer.amount_left, offer.units_left, terms.min, offer.max_part, offer.seed, place
         )  # fmt: skip
     offer.places, offer.units_left, offer.amount_left = place, offer.units_left - 1, offer.amount_left - amount
     offer.offer_seq += 1

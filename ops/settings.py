@@ -73,7 +73,7 @@ class Settings(BaseSettings):
 def load_settings(env_file: Path | None = None) -> Settings:
     """The settings in force; raises BadSettings that names each wrong variable and what is wrong with it."""
     try:
-        return Settings(_env_file=env_file) if env_file else Settings()
+        return Settings(_env_file=env_file) if env_file else Settings()  # type: ignore[call-arg]
     except ValidationError as error:
         lines = []
         for problem in error.errors():

@@ -7,7 +7,7 @@ PostgreSQL · 4. read the whole journal, chain it, and fold it up to the cursors
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any, NamedTuple
 
@@ -153,7 +153,7 @@ async def _journal_checks(
     ]
 
 
-async def _accepted(reader: JournalReader, shard: int) -> AsyncIterator[tuple[int, bytes, bytes]]:
+async def _accepted(reader: JournalReader, shard: int) -> AsyncGenerator[tuple[int, bytes, bytes], None]:
     cursor = Cursor()
     async with aclosing(reader.read(shard, 0, await reader.end(shard))) as lists:
         async for records in lists:
@@ -163,7 +163,7 @@ async def _accepted(reader: JournalReader, shard: int) -> AsyncIterator[tuple[in
                     yield one.seq, one.line, one.hash
 
 
-async def _audit_rows(connection: AsyncConnection[Any], shard: int) -> AsyncIterator[tuple[int, str, bytes]]:
+async def _audit_rows(connection: AsyncConnection[Any], shard: int) -> AsyncGenerator[tuple[int, str, bytes], None]:
     async with connection.cursor(f"audit_{shard}") as rows:
         rows.itersize = 5_000
         await rows.execute("SELECT seq, body, hash FROM audit WHERE shard = %s ORDER BY seq", (shard,))
@@ -198,9 +198,7 @@ async def _accounts_of_transfers(connection: AsyncConnection[Any]) -> Check:
     return Check("accounts = their transfers", int(count), "transfers", problems)
 
 
-async def _redis_check(
-    connection: AsyncConnection[Any], shards: dict[int, RedisShard], cursors: dict[int, Cursor]
-) -> Check:
+async def _redis_check(connection: AsyncConnection[Any], shards: dict[int, RedisShard], cursors: dict[int, Cursor]) -> Check:
     """What Redis has left of every offer is what the ledger had at the same seq; so is the number of grabs."""
     problems = []
     offers = 0
@@ -219,7 +217,8 @@ async def _redis_check(
             offers += 1
             if booked.get(offer) != (amount_left, places):
                 problems.append(
-                    f"{offer}: Redis has {amount_left} left after {places} grabs, the ledger (left, grabs) {booked.get(offer)} at seq {shard.seq}"
+                    f"{offer}: Redis has {amount_left} left after {places} grabs, "
+                    f"the ledger (left, grabs) {booked.get(offer)} at seq {shard.seq}"
                 )
         problems += [f"{offer}: in the ledger, but not in Redis" for offer in sorted(booked.keys() - shard.offers.keys())]
     return Check("Redis = ledger", offers, "offers", problems)

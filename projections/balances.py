@@ -77,9 +77,10 @@ async def apply(connection: AsyncConnection[Any], facts: Sequence[Fact]) -> None
     if opened:
         await _insert_offers(connection, opened)
     if grabs:
-        async with connection.cursor() as cursor, cursor.copy(
-            "COPY grabs_1 (offer, grab, user_id, state, quantity, amount, asset, place, shard, seq, at) FROM STDIN"
-        ) as copy:
+        async with (
+            connection.cursor() as cursor,
+            cursor.copy("COPY grabs_1 (offer, grab, user_id, state, quantity, amount, asset, place, shard, seq, at) FROM STDIN") as copy,
+        ):
             await copy.write("".join(grabs))
     if users:
         await _upsert_users(connection, users)

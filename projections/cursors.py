@@ -35,9 +35,7 @@ async def stopped(connection: AsyncConnection[Any], projection: str) -> set[int]
     return {shard for (shard,) in await found.fetchall()}
 
 
-async def advance(
-    connection: AsyncConnection[Any], projection: str, moves: Mapping[int, tuple[Cursor, Cursor]]
-) -> None:
+async def advance(connection: AsyncConnection[Any], projection: str, moves: Mapping[int, tuple[Cursor, Cursor]]) -> None:
     """Moves cursors from what we believed to what follows; raises CursorMoved when one was elsewhere."""
     for shard in sorted(moves):
         old, new = moves[shard]
@@ -50,9 +48,7 @@ async def advance(
             raise CursorMoved(f"{projection}, shard {shard}: the cursor is no longer at seq {old.seq}, offset {old.next_offset}")
 
 
-async def stop(
-    connection: AsyncConnection[Any], projection: str, shard: int, cursor: Cursor, reason: str
-) -> None:
+async def stop(connection: AsyncConnection[Any], projection: str, shard: int, cursor: Cursor, reason: str) -> None:
     """Writes down that a projection stopped at a shard, where and why, for `status` and for whoever mends it."""
     await connection.execute(
         "INSERT INTO stopped_shards (projection, shard, seq, journal_offset, reason) VALUES (%s, %s, %s, %s, %s) "

@@ -8,9 +8,7 @@ from psycopg import AsyncConnection
 from projections.migrate import use_schema
 
 
-async def record(
-    connection: AsyncConnection[Any], schema: str, shard: int, rows: Sequence[tuple[int, int, str, int]]
-) -> None:
+async def record(connection: AsyncConnection[Any], schema: str, shard: int, rows: Sequence[tuple[int, int, str, int]]) -> None:
     """Writes (second, outcome code, offer, refusals) rows; writing the same again changes nothing."""
     async with connection.transaction():
         await use_schema(connection, schema)

@@ -24,9 +24,10 @@ async def apply(connection: AsyncConnection[Any], facts: Sequence[Fact]) -> None
             changes[credit, asset] += amount
     if not rows:
         return
-    async with connection.cursor() as cursor, cursor.copy(
-        "COPY transfers_1 (shard, seq, leg, offer, asset, debit, credit, amount, at) FROM STDIN"
-    ) as copy:
+    async with (
+        connection.cursor() as cursor,
+        cursor.copy("COPY transfers_1 (shard, seq, leg, offer, asset, debit, credit, amount, at) FROM STDIN") as copy,
+    ):
         await copy.write("".join(rows))
     await _post(connection, changes)
 

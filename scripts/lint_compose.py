@@ -36,7 +36,10 @@ for line in dockerfile.splitlines():
         problems += [f"Dockerfile copies {path}, which is not there" for path in words[1:-1] if not Path(path).exists()]
 if shutil.which("docker") and subprocess.run(["docker", "compose", "version"], capture_output=True).returncode == 0:
     done = subprocess.run(
-        ["docker", "compose", "config", "--quiet"], capture_output=True, text=True, env={"GRAB_SEAL_KEYS": "k:x", "PATH": "/usr/bin:/bin"}
+        ["docker", "compose", "config", "--quiet"],
+        capture_output=True,
+        text=True,
+        env={"GRAB_SEAL_KEYS": "k:x", "PATH": "/usr/bin:/bin"},
     )
     if done.returncode != 0:
         problems.append(f"docker compose config: {done.stderr.strip()}")

@@ -10,7 +10,10 @@ for name in script_names():
     # Redis takes the first line for itself; to luacheck it is no Lua.
     text = "--" + assemble(name)
     done = subprocess.run(
-        ["luacheck", "--no-color", "--filename", f"lua/{name}.lua", "-"], input=text, text=True, capture_output=True
+        ["luacheck", "--no-color", "--ignore", "211", "212", "--filename", f"lua/{name}.lua", "-"],
+        input=text,
+        text=True,
+        capture_output=True,
     )
     if done.returncode != 0:
         failed = True

@@ -68,18 +68,18 @@ def build_app(kafka: str, prefix: str, shards: int, projectors: Sequence[Project
         app.agent(journal, name=f"{prefix}.{projector.name}")(_agent_of(projector))
     running: list[asyncio.Task[None]] = []
 
-    @app.task()
+    @app.task()  # type: ignore[untyped-decorator]
     async def run_projectors() -> None:
         running.extend(asyncio.create_task(projector.run()) for projector in projectors)
 
-    @app.on_partitions_assigned.connect(weak=False)
+    @app.on_partitions_assigned.connect(weak=False)  # type: ignore[untyped-decorator]
     async def catch_up(app: faust.App, assigned: Any, **_: Any) -> None:
         for partition in sorted(assigned):
             if partition.topic == Topics(prefix).journal:
                 for projector in projectors:
                     await projector.put(CatchUp(partition.partition))
 
-    @app.on_before_shutdown.connect(weak=False)
+    @app.on_before_shutdown.connect(weak=False)  # type: ignore[untyped-decorator]
     async def stop_projectors(app: faust.App, **_: Any) -> None:
         for task in running:
             task.cancel()
@@ -142,7 +142,7 @@ async def _run(app: faust.App) -> None:
 async def _stop(app: faust.App) -> None:
     try:
         await asyncio.wait_for(app.stop(), STOP_SECONDS)
-    except asyncio.TimeoutError:
+    except TimeoutError:
         # Its threads may hang on a broker for ever; what is acknowledged is in our cursors, so nothing is lost by leaving.
         log.critical("Faust does not stop, ending the process")
         logging.shutdown()

@@ -9,7 +9,5 @@ app = build_app(
     _settings.kafka,
     _settings.prefix,
     _settings.shards,
-    make_projectors(
-        _settings.kafka, _settings.prefix, _settings.shards, _settings.postgres, _settings.schema_
-    ),
+    make_projectors(_settings.kafka, _settings.prefix, _settings.shards, _settings.postgres, _settings.schema_),
 )

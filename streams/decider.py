@@ -117,9 +117,7 @@ class Decider:
             await self._in_flight.put(asyncio.create_task(self._decide(poll)))
 
     async def _decide(self, poll: _Poll) -> tuple[_Poll, list[Answer]]:
-        answers = await self._gate.decide(
-            poll.commands, "journaled", self._patience_ms, timeout_ms=DECIDE_TIMEOUT_MS, order=self
-        )
+        answers = await self._gate.decide(poll.commands, "journaled", self._patience_ms, timeout_ms=DECIDE_TIMEOUT_MS, order=self)
         return poll, answers
 
     # -- answering ----------------------------------------------------------------------------------------------------
@@ -183,7 +181,7 @@ class _Drain(ConsumerRebalanceListener):  # type: ignore[misc]
     async def on_partitions_revoked(self, revoked: Any) -> None:
         try:
             await asyncio.wait_for(self._in_flight.join(), 5)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             log.warning("partitions taken away while commands were being decided: they will be delivered again")
 
     async def on_partitions_assigned(self, assigned: Any) -> None:

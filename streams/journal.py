@@ -1,6 +1,6 @@
 """Reading the journal by ourselves: one partition, from an offset on. Projections that fell behind, `verify` and replay use it."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Final, NamedTuple
 
@@ -33,7 +33,7 @@ class JournalReader:
         partition = TopicPartition(self._topic, shard)
         return int((await self._consumer.end_offsets([partition]))[partition])
 
-    async def read(self, shard: int, from_offset: int, to_offset: int) -> AsyncIterator[list[Record]]:
+    async def read(self, shard: int, from_offset: int, to_offset: int) -> AsyncGenerator[list[Record], None]:
         """The records with from_offset ≤ offset < to_offset, in lists as they arrive; raises when they are not there any more."""
         partition = TopicPartition(self._topic, shard)
         if from_offset >= to_offset:

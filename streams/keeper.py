@@ -48,16 +48,14 @@ class Keeper:
                         raise RuntimeError(f"the tasks of shard {shard} ended")
                 try:
                     await asyncio.wait_for(stop.wait(), self._lease_ms / 1000 / RENEWALS_PER_LEASE)
-                except asyncio.TimeoutError:
+                except TimeoutError:
                     continue
         finally:
             await self._give_back()
 
     async def _renew(self, shard: int) -> None:
         try:
-            holder = await run_script(
-                self._redis, "lease", [self._keys.shard(shard).lease], [self.worker, self._lease_ms]
-            )
+            holder = await run_script(self._redis, "lease", [self._keys.shard(shard).lease], [self.worker, self._lease_ms])
         except (RedisError, OSError) as error:
             # Relays of shards we hold see for themselves whether their server is there.
             log.warning("lease of shard %d: %s: %s", shard, type(error).__name__, error)

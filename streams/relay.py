@@ -180,7 +180,7 @@ class ShardRelay:
                     block = parse_block(record.headers, record.value)
                     if record.offset == checkpoint.next_offset - 1:
                         known = (block.term, block.owner) == (checkpoint.term, checkpoint.owner)
-                        if not known or block.count and block.head != checkpoint.head:
+                        if not known or (block.count and block.head != checkpoint.head):
                             raise NotReconciled(f"journal offset {record.offset} is not what Redis was told of: another history")
                     if record.offset <= marker:
                         cursor, accepted = cursor.feed(record.offset, block)
@@ -214,7 +214,7 @@ class ShardRelay:
         tail = truth.cursor.seq
         while True:
             shard_seq, lines = await self._read_outbox(own, seq)
-            for line, hash_ in zip(lines, chain(head, lines), strict=True):
+            for hash_ in chain(head, lines):
                 seq, head = seq + 1, hash_
                 if seq <= tail and truth.hashes[seq] != head:
                     return f"Redis has another history than the journal at seq {seq}", shard_seq
@@ -238,9 +238,7 @@ class ShardRelay:
                 continue
             for block in _blocks(lines, self._block_events_max):
                 hashes = chain(cursor.head, block)
-                headers = block_headers(
-                    self._keys.shard, own.term, own.owner, cursor.seq + 1, len(block), cursor.head, hashes[-1]
-                )
+                headers = block_headers(self._keys.shard, own.term, own.owner, cursor.seq + 1, len(block), cursor.head, hashes[-1])
                 offset = await self._send(producer, b"\n".join(block), headers)
                 if offset != cursor.next_offset:
                     # Something stands between: it counts only if it is not a newer owner's.
@@ -252,9 +250,7 @@ class ShardRelay:
 
     async def _read_outbox(self, own: Ownership, behind_seq: int) -> tuple[int, list[bytes]]:
         """The shard's seq and the lines that follow `behind_seq`, a bounded number; raises SteppedDown at a hole."""
-        reply = await self._owner_script(
-            "read_outbox", [self._keys.state, self._keys.outbox], own, behind_seq + 1, READ_ENTRIES_MAX
-        )
+        reply = await self._owner_script("read_outbox", [self._keys.state, self._keys.outbox], own, behind_seq + 1, READ_ENTRIES_MAX)
         lines: list[bytes] = []
         for entry_id, fields in reply[1]:
             first = int(entry_id.partition(b"-")[0])
@@ -292,9 +288,7 @@ class ShardRelay:
 
     async def _send(self, producer: AIOKafkaProducer, value: bytes, headers: list[tuple[str, bytes]]) -> int:
         """The offset of the acknowledged record; an unknown one is an error, and the journal's tail has to be read again."""
-        metadata = await producer.send_and_wait(
-            self._partition.topic, value, partition=self._partition.partition, headers=headers
-        )
+        metadata = await producer.send_and_wait(self._partition.topic, value, partition=self._partition.partition, headers=headers)
         if metadata is None or metadata.offset < 0:
             raise KafkaError("acknowledged without an offset")
         return int(metadata.offset)
@@ -380,6 +374,5 @@ async def _close(closing: Any) -> None:
     """Closes a client that may have lost its broker, without hiding why we are closing."""
     try:
         await asyncio.wait_for(closing, 5)
-    except (KafkaError, asyncio.TimeoutError, OSError) as error:
+    except (TimeoutError, KafkaError, OSError) as error:
         log.warning("closing a Kafka client: %r", error)
-

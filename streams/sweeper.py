@@ -27,9 +27,7 @@ _pack = msgspec.msgpack.Encoder().encode
 class Sweeper:
     """Does what time brings in one shard. `record_demand` is None where no SQL is at hand: counts then stay in Redis."""
 
-    def __init__(
-        self, redis: Any, keys: ShardKeys, clock_skew_ms_max: int, record_demand: RecordDemand | None = None
-    ) -> None:
+    def __init__(self, redis: Any, keys: ShardKeys, clock_skew_ms_max: int, record_demand: RecordDemand | None = None) -> None:
         self._redis = redis
         self._keys = keys
         self._clock_skew_ms_max = clock_skew_ms_max

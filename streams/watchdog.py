@@ -28,9 +28,10 @@ async def until_stalled(kafka: str, journal: str, shards: int, postgres: str, sc
     lagging: dict[tuple[str, int], tuple[int, float]] = {}
     while True:
         try:
-            async with open_reader(kafka, journal) as reader, await AsyncConnection.connect(
-                postgres, autocommit=True, connect_timeout=5
-            ) as connection:
+            async with (
+                open_reader(kafka, journal) as reader,
+                await AsyncConnection.connect(postgres, autocommit=True, connect_timeout=5) as connection,
+            ):
                 await use_schema(connection, schema)
                 while True:
                     reason = await _look(reader, connection, shards, names, lagging)

@@ -7,7 +7,7 @@ plays half its roles looks alive and is not.
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Final, NamedTuple
 
 from lua.gate import Gate, GateLimits
@@ -36,7 +36,7 @@ class WorkerSettings(NamedTuple):
     patience_ms: int
 
 
-Role = Callable[[asyncio.Event], Awaitable[None]]
+Role = Callable[[asyncio.Event], Coroutine[Any, Any, None]]
 
 
 def roles_of(

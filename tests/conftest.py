@@ -15,6 +15,7 @@ import pytest
 import redis
 from hypothesis import HealthCheck
 from hypothesis import settings as hypothesis_settings
+from psycopg import AsyncConnection
 from pydantic import SecretStr
 
 from ops.commands.services import new_seal_key
@@ -23,7 +24,6 @@ from ops.rehearsal.stage import take_down
 from ops.services import LocalServices, free_ports
 from ops.settings import Settings, child_environment, load_settings
 from projections.migrate import migrate
-from psycopg import AsyncConnection
 from streams.topics import Topics, create_topics
 
 hypothesis_settings.register_profile(

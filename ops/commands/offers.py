@@ -70,7 +70,10 @@ def open(file: Path, dry_run: bool, as_json: bool) -> None:  # noqa: A001 - the 
         print_json([{"offer": command.offer, "total": command.terms.total, "parts": command.terms.parts} for command in opens])
     else:
         for command in opens:
-            console.print(f"would open {command.offer}: {command.terms.total:,} {command.terms.asset} in {command.terms.parts:,} parts", highlight=False)
+            console.print(
+                f"would open {command.offer}: {command.terms.total:,} {command.terms.asset} in {command.terms.parts:,} parts",
+                highlight=False,
+            )
 
 
 @click.command()

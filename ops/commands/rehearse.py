@@ -124,7 +124,14 @@ async def _crowd(rehearsal: Rehearsal) -> float:
 
 
 async def _watch(
-    settings: Settings, stage: Stage, redis: Any, connection: Any, rehearsal: Rehearsal, display: Display, expected: int, quiet: bool
+    settings: Settings,
+    stage: Stage,
+    redis: Any,
+    connection: Any,
+    rehearsal: Rehearsal,
+    display: Display,
+    expected: int,
+    quiet: bool,
 ) -> float:
     """Shows progress until every expected event is in every read model, and returns the seconds it took."""
     began = time.monotonic()
@@ -147,7 +154,9 @@ def _quantiles(seconds: list[float]) -> dict[str, float]:
     ordered = sorted(seconds)
     if not ordered:
         return {}
-    return {f"p{percent:g}": round(ordered[min(int(len(ordered) * percent / 100), len(ordered) - 1)] * 1000, 2) for percent in (50, 99, 99.9)}
+    return {
+        f"p{percent:g}": round(ordered[min(int(len(ordered) * percent / 100), len(ordered) - 1)] * 1000, 2) for percent in (50, 99, 99.9)
+    }
 
 
 def _print(result: dict[str, Any], as_json: bool) -> None:

@@ -22,7 +22,10 @@ def show(offer: str, limit: int, as_json: bool) -> None:
     """Show OFFER from the read models: its state, who got what, the luckiest, and what is left. Exit 1: there is none."""
     found = asyncio.run(_read(load_settings(), offer, limit))
     if found is None:
-        click.echo(f"grabstream: there is no offer {offer!r} in the read models; a new one is there a moment after it was opened", err=True)
+        click.echo(
+            f"grabstream: there is no offer {offer!r} in the read models; a new one is there a moment after it was opened",
+            err=True,
+        )
         sys.exit(1)
     if as_json:
         print_json(found)
@@ -41,10 +44,16 @@ async def _read(settings: Settings, offer: str, limit: int) -> dict[str, Any] | 
         luckiest = await (await connection.execute(grabs + "amount DESC, place LIMIT 1", (offer,))).fetchone()
         refused = await (
             await connection.execute(
-                "SELECT outcome, sum(refusals)::bigint AS refusals FROM demand WHERE offer = %s GROUP BY outcome ORDER BY 2 DESC", (offer,)
+                "SELECT outcome, sum(refusals)::bigint AS refusals FROM demand WHERE offer = %s GROUP BY outcome ORDER BY 2 DESC",
+                (offer,),
             )
         ).fetchall()
-    return {"offer": found, "luckiest": luckiest, "grabs": newest, "refused": {row["outcome"]: row["refusals"] for row in refused}}
+    return {
+        "offer": found,
+        "luckiest": luckiest,
+        "grabs": newest,
+        "refused": {row["outcome"]: row["refusals"] for row in refused},
+    }
 
 
 def _print(found: dict[str, Any], limit: int) -> None:

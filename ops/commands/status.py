@@ -100,4 +100,7 @@ def _print(found: dict[str, Any]) -> None:
     if not models:
         console.print("No read models: `grabstream init` makes them.")
     for stop in found["stopped"]:
-        console.print(f"[red]{stop['projection']} has stopped at shard {stop['shard']}, seq {stop['seq']}[/]: {stop['reason']}", highlight=False)
+        console.print(
+            f"[red]{stop['projection']} has stopped at shard {stop['shard']}, seq {stop['seq']}[/]: {stop['reason']}",
+            highlight=False,
+        )

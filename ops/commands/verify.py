@@ -7,7 +7,8 @@ import click
 
 from ops.output import console, json_option, print_json
 from ops.settings import load_settings
-from ops.verification import PROBLEMS_SHOWN_MAX, Check, verify as run_verification
+from ops.verification import PROBLEMS_SHOWN_MAX, Check
+from ops.verification import verify as run_verification
 
 
 def print_checks(checks: list[Check]) -> None:

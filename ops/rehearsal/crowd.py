@@ -5,10 +5,10 @@ from collections.abc import Iterator
 from typing import Final, NamedTuple
 
 from models.commands import Grab, Open
-from models.offers import EnvelopeTerms
+from models.offers import Draw, EnvelopeTerms
+from models.splitting import LAWS, Law
 
-LAWS: Final = ("double_mean", "bounded", "equal")
-DRAWS: Final = ("ahead", "at_grab")
+DRAWS: Final[tuple[Draw, ...]] = ("ahead", "at_grab")
 SHARE_OF_DOUBLE_CLICKS: Final = 0.08
 SHARE_OF_SECOND_TRIES: Final = 0.08
 SHARE_OF_LATE_COMERS: Final = 0.15
@@ -50,7 +50,7 @@ def envelopes(seed: int, big_parts: int, small: int, small_parts: int, deadline_
     return chosen
 
 
-def _envelope(seed: int, name: str, parts: int, law: str, draw: str, closes_at: int | None) -> Envelope:
+def _envelope(seed: int, name: str, parts: int, law: Law, draw: Draw, closes_at: int | None) -> Envelope:
     offer = f"rehearsal-{seed}-{name}"
     total = parts * 100 + parts // 3
     terms = EnvelopeTerms(

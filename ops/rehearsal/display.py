@@ -41,10 +41,7 @@ class Display:
             ("answered", answered, doors.total, sum(doors.sent.values()) - answered),
             ("decided", progress.decided, self._events_expected, 0),
             ("journaled", progress.journaled, self._events_expected, progress.decided - progress.journaled),
-            *(
-                (name, seq, self._events_expected, progress.journaled - seq)
-                for name, seq in progress.read_models.items()
-            ),
+            *((name, seq, self._events_expected, progress.journaled - seq) for name, seq in progress.read_models.items()),
         ]
         rows = [(name, done, total, lag, self._rate(name, done)) for name, done, total, lag in stages]
         if self._live:
@@ -67,7 +64,14 @@ class Display:
 
 def _table(rows: list[tuple[str, int, int, int, float]]) -> Table:
     table = Table(box=None, padding=(0, 2), header_style="dim")
-    for column, justify in (("stage", "left"), ("", "left"), ("done", "right"), ("left", "right"), ("a second", "right"), ("lag", "right")):
+    for column, justify in (
+        ("stage", "left"),
+        ("", "left"),
+        ("done", "right"),
+        ("left", "right"),
+        ("a second", "right"),
+        ("lag", "right"),
+    ):
         table.add_column(column, justify=justify)  # type: ignore[arg-type]
     for name, done, total, lag, rate in rows:
         left = max(total - done, 0)

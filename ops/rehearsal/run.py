@@ -136,9 +136,7 @@ class Rehearsal:
         try:
             for start in range(0, len(grabs), TOPIC_CHUNK):
                 async with self._room:
-                    await self._room.wait_for(
-                        lambda: self.doors.sent["topic"] - self.doors.answered["topic"] < UNANSWERED_MAX
-                    )
+                    await self._room.wait_for(lambda: self.doors.sent["topic"] - self.doors.answered["topic"] < UNANSWERED_MAX)
                 chunk = grabs[start : start + TOPIC_CHUNK]
                 now = time.monotonic()
                 for grab in chunk[::20]:

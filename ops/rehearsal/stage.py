@@ -56,7 +56,7 @@ async def set_up(settings: Settings, log: Path, keep: bool) -> AsyncIterator[Sta
         with log.open("wb") as output:
             for roles in WORKERS:
                 command = [sys.executable, "-m", "ops.cli", "worker", "--roles", roles]
-                workers[roles] = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
+                workers[roles] = subprocess.Popen(command, env=environment, stdout=output, stderr=output)  # noqa: ASYNC220 - forks at once
         yield Stage(workers, log)
     finally:
         await asyncio.to_thread(_stop, list(workers.values()))

@@ -118,7 +118,7 @@ class Process:
             return os.waitpid(pid, os.WNOHANG)[0] == 0
         except ChildProcessError:  # started by another process of ours
             tasks = Path(f"/proc/{pid}/task")
-            return self.pid is not None or tasks.exists() and len(list(tasks.iterdir())) > 1
+            return self.pid is not None or (tasks.exists() and len(list(tasks.iterdir())) > 1)
 
     def _wait_until_ready(self, process: "subprocess.Popen[bytes] | None" = None) -> None:
         deadline = time.monotonic() + START_SECONDS

@@ -137,7 +137,7 @@ class Postgres(Process):
         if self.user() is None:
             return self.directory / "postgres"
         mark = hashlib.sha256(str(self.directory.resolve()).encode()).hexdigest()[:12]
-        return Path("/var/tmp") / f"grabstream-{mark}"
+        return Path("/var/tmp") / f"grabstream-{mark}"  # noqa: S108 - mode 700, and named after our directory
 
     def user(self) -> str | None:
         """postgres, where we are root."""
@@ -151,8 +151,9 @@ class Postgres(Process):
         if (self.data / "PG_VERSION").exists():
             return
         self.data.mkdir(parents=True, exist_ok=True)
-        if self.user() is not None:
-            shutil.chown(self.data, user=self.user())
+        user = self.user()
+        if user is not None:
+            shutil.chown(self.data, user=user)
             self.data.chmod(0o700)
         make = [str(self._binary("initdb")), "-D", str(self.data), "-U", "grabstream", "-A", "trust", "-E", "UTF8", "--no-locale"]
         done = subprocess.run(make, capture_output=True, text=True, user=self.user(), cwd="/")

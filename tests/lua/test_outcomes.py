@@ -7,11 +7,11 @@ import pytest
 
 from models.answers import Answer
 from models.commands import AnyCommand, Close, Grab, Open, Pause, Resume
+from models.events import encode_event
 from models.offers import EnvelopeTerms
 from models.rules import ShardState, decide, sweep
 from streams.sweeper import Sweeper
 from tests.lua.conftest import NOW, event_lines
-from models.events import encode_event
 
 SEED = "5eed" * 16
 OPENS, CLOSES = NOW + 1_000, NOW + 10_000

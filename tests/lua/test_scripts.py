@@ -133,7 +133,10 @@ async def test_a_full_outbox_is_busy_until_it_is_trimmed(gate: Any, client: Any,
     await run_script(client, "trim", [shard.state, shard.outbox], [term, owner, life, 3, "aa", 1, shard.channel])
     # Trimmed in mid-entry: the entry that holds the first unacknowledged event stays whole.
     assert len(await event_lines(client, keys, shard.shard)) == 4
-    assert [answer.outcome for answer in await one.decide([*grabs(1, start=4), Close(id="c", offer="e")], "decided")] == ["granted", "closed"]
+    assert [answer.outcome for answer in await one.decide([*grabs(1, start=4), Close(id="c", offer="e")], "decided")] == [
+        "granted",
+        "closed",
+    ]
 
 
 async def test_a_clock_that_jumped_opens_and_closes_nothing(client: Any, keys: KeySpace, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,7 +187,11 @@ async def test_an_array_is_carried_out_in_order(gate: Any) -> None:
 
 async def test_bad_commands_do_not_stop_the_others(gate: Any) -> None:
     one = gate()
-    bad = [Grab(id="b1", offer="e", user="a b"), Grab(id="b2", offer="e", user="u", quantity=0), Grab(id="b\n", offer="e", user="u")]
+    bad = [
+        Grab(id="b1", offer="e", user="a b"),
+        Grab(id="b2", offer="e", user="u", quantity=0),
+        Grab(id="b\n", offer="e", user="u"),
+    ]
     answers = await one.decide([opening(), *bad, *grabs(1)], "decided")
     assert [answer.outcome for answer in answers] == ["opened", "invalid", "invalid", "invalid", "granted"]
     assert "user" in (answers[1].message or "")
@@ -195,7 +202,19 @@ def own_server(tmp_path: Path) -> Iterator[tuple["subprocess.Popen[bytes]", int]
     """A small Redis of this test's own, to be filled and to be stopped."""
     [port] = free_ports(1)
     server = subprocess.Popen(
-        ["redis-server", "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", str(tmp_path), "--repl-backlog-ttl", "0"],
+        [
+            "redis-server",
+            "--port",
+            str(port),
+            "--bind",
+            "127.0.0.1",
+            "--save",
+            "",
+            "--dir",
+            str(tmp_path),
+            "--repl-backlog-ttl",
+            "0",
+        ],
         stdout=subprocess.DEVNULL,
     )
     client = redis.Redis(port=port)
@@ -254,7 +273,10 @@ async def test_a_server_that_does_not_answer(own: Any, own_server: Any) -> None:
     one = Gate(bounded, keys, SEALER, GateLimits(timeout_ms=400, queue_commands_max=20))
     await one.decide([opening("t", 100)], "decided")
     os.kill(own_server[0].pid, signal.SIGSTOP)
-    sent = [asyncio.create_task(one.decide(grabs(8, "t", 0), "decided")), asyncio.create_task(one.decide(grabs(8, "t", 8), "decided"))]
+    sent = [
+        asyncio.create_task(one.decide(grabs(8, "t", 0), "decided")),
+        asyncio.create_task(one.decide(grabs(8, "t", 8), "decided")),
+    ]
     await asyncio.sleep(0)
     too_many = await one.decide(grabs(40, "t", 20), "decided")
     assert {answer.outcome for answer in too_many} == {"busy"}

@@ -43,7 +43,16 @@ def test_what_is_known_is_dropped() -> None:
 
 
 def test_only_the_last_marker_that_counts_counts() -> None:
-    blocks = [marker(1, "a"), block(1, 5), marker(3, "b"), block(6, 9), marker(2, "c"), marker(3, "d"), block(6, 7, 3, "b"), block(8, 9, 3, "d")]
+    blocks = [
+        marker(1, "a"),
+        block(1, 5),
+        marker(3, "b"),
+        block(6, 9),
+        marker(2, "c"),
+        marker(3, "d"),
+        block(6, 7, 3, "b"),
+        block(8, 9, 3, "d"),
+    ]
     cursor, seqs = read(blocks)
     assert seqs == [1, 2, 3, 4, 5, 6, 7]
     assert (cursor.term, cursor.owner, cursor.next_offset) == (3, "b", 8)

@@ -65,7 +65,9 @@ def test_a_bad_command_names_the_field(command: object, word: str) -> None:
     assert bad.raw == json.dumps(command).encode()
 
 
-@pytest.mark.parametrize("raw", [b"", b"nonsense", b"\x00\xff", b"[1,", b"[" * 5_000, b'{"a":' * 5_000, b"null", b"17", b'"x"', b"\xef\xbb\xbf{}"])
+@pytest.mark.parametrize(
+    "raw", [b"", b"nonsense", b"\x00\xff", b"[1,", b"[" * 5_000, b'{"a":' * 5_000, b"null", b"17", b'"x"', b"\xef\xbb\xbf{}"]
+)
 def test_what_is_no_command_keeps_its_bytes(raw: bytes) -> None:
     for bad in decode_commands(raw):
         assert isinstance(bad, Undecodable)
@@ -92,7 +94,12 @@ def test_equal_commands_have_equal_digests() -> None:
 
 
 def test_what_does_not_apply_is_absent() -> None:
-    assert json.loads(encode_answer(Answer("i", "sold_out", 32, "o"))) == {"id": "i", "outcome": "sold_out", "code": 32, "offer": "o"}
+    assert json.loads(encode_answer(Answer("i", "sold_out", 32, "o"))) == {
+        "id": "i",
+        "outcome": "sold_out",
+        "code": 32,
+        "offer": "o",
+    }
 
 
 def test_outcomes_keep_their_numbers() -> None:

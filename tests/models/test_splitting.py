@@ -98,9 +98,7 @@ ENVELOPES, PLACES, TOTAL = 4_000, 8, 8 * 1_000 + 3
 
 
 def means_and_variances(law: Any, drawn: str) -> tuple[list[float], list[float], list[list[int]]]:
-    columns = list(
-        zip(*(SPLITS[drawn](law, TOTAL, PLACES, 100, 1_800, f"{number:032x}") for number in range(ENVELOPES)), strict=True)
-    )
+    columns = list(zip(*(SPLITS[drawn](law, TOTAL, PLACES, 100, 1_800, f"{number:032x}") for number in range(ENVELOPES)), strict=True))
     means = [sum(column) / ENVELOPES for column in columns]
     variances = [sum((x - mean) ** 2 for x in column) / (ENVELOPES - 1) for column, mean in zip(columns, means, strict=True)]
     return means, variances, columns  # type: ignore[return-value]

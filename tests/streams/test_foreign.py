@@ -10,7 +10,15 @@ from ops.settings import Settings
 from streams.topics import Topics
 from tests.conftest import until
 
-TERMS = {"kind": "envelope", "issuer": "alice", "funding": "pay-1", "asset": "CNY", "total": 1000, "parts": 3, "title": 'a\\b "c" 你好\t'}
+TERMS = {
+    "kind": "envelope",
+    "issuer": "alice",
+    "funding": "pay-1",
+    "asset": "CNY",
+    "total": 1000,
+    "parts": 3,
+    "title": 'a\\b "c" 你好\t',
+}
 
 
 def produce(settings: Settings, *values: bytes, key: str = "e1") -> None:
@@ -64,7 +72,11 @@ async def test_an_envelope_by_hand(system: Settings, worker: Callable[..., Any])
         return found if len(found) >= 3 else None
 
     raws = await until(rejected, 30, "what was rejected")
-    assert [raw.split("|")[0] for raw in raws] == ['{"type": "grab", "id": "bad", "offer": "e1", "usr": "x"}', "17", "\\xff\x00 this is no JSON"]
+    assert [raw.split("|")[0] for raw in raws] == [
+        '{"type": "grab", "id": "bad", "offer": "e1", "usr": "x"}',
+        "17",
+        "\\xff\x00 this is no JSON",
+    ]
     assert all(f"topic={topics.commands},partition=" in raw and "reason=" in raw and "index=" in raw for raw in raws)
 
     async def events() -> Any:
@@ -73,7 +85,13 @@ async def test_an_envelope_by_hand(system: Settings, worker: Callable[..., Any])
 
     lines = await until(events, 60, "five events")
     parsed = [(line.split("|", 2)[1], json.loads(line.split("|", 2)[2])) for line in lines]
-    assert [event["type"] for _, event in parsed] == ["offer.opened", "grab.granted", "grab.granted", "grab.granted", "offer.closed"]
+    assert [event["type"] for _, event in parsed] == [
+        "offer.opened",
+        "grab.granted",
+        "grab.granted",
+        "grab.granted",
+        "offer.closed",
+    ]
     assert [event["offer_seq"] for _, event in parsed] == [1, 2, 3, 4, 5]
     for headers, event in parsed:
         for header in (

@@ -70,7 +70,12 @@ async def journal(system: Settings) -> AsyncIterator[Journal]:
 async def running(settings: Settings, *names: str) -> AsyncIterator[list[Projector]]:
     """Projectors that are fed by the test instead of Faust."""
     projectors = make_projectors(
-        settings.kafka, settings.prefix, settings.shards, settings.postgres, settings.schema_, names or ("ledger", "balances", "audit")
+        settings.kafka,
+        settings.prefix,
+        settings.shards,
+        settings.postgres,
+        settings.schema_,
+        names or ("ledger", "balances", "audit"),
     )
     tasks = [asyncio.create_task(projector.run()) for projector in projectors]
     try:
@@ -144,7 +149,11 @@ async def test_catching_up_needs_no_new_record(system: Settings, journal: Journa
 
 @pytest.mark.parametrize(
     ("wrong", "reason"),
-    [({"head": b"00" * 32}, "do not lead to the head"), ({"prev": b"11" * 32}, "do not lead"), ({"first_seq": b"9"}, "begins at seq 9")],
+    [
+        ({"head": b"00" * 32}, "do not lead to the head"),
+        ({"prev": b"11" * 32}, "do not lead"),
+        ({"first_seq": b"9"}, "begins at seq 9"),
+    ],
 )
 async def test_a_bad_block_stops_that_shard_and_no_other(system: Settings, journal: Journal, wrong: dict[str, bytes], reason: str) -> None:
     await journal.marker(1, "a")

@@ -79,5 +79,3 @@ async def traffic(settings: Settings, people: int = 8_000) -> AsyncIterator[Traf
     finally:
         await gate.close()
         await client.aclose()
-
-
