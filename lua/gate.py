@@ -1,7 +1,7 @@
 """The gate: commands in, answers out. It gathers what arrives together for a shard and decides it in one script call.
 
-A lone caller does not wait for company: the next batch is whatever arrived while the last one was in flight. Two batches of a
-shard may be in flight unless they hold commands of the same caller, whose order counts.
+A lone caller does not wait for company: the next batch is whatever arrived while the last one was in flight. When a good half of
+a batch waits already, it goes out behind the one in flight, unless they hold commands of the same caller, whose order counts.
 """
 
 import asyncio
@@ -195,7 +195,8 @@ class Gate:
 
     def _runs(self, places: Iterable[int], commands: Sequence[AnyCommand]) -> Iterable[tuple[int, str, Sequence[int]]]:
         """(shard, script, places): the commands of each shard in order, cut where the type changes."""
-        shard_of, by_shard = self._shard_of, {}  # type: ignore[var-annotated]
+        shard_of = self._shard_of
+        by_shard: dict[int, list[int]] = {}
         for place in places:
             offer = commands[place].offer
             shard = shard_of.get(offer)
@@ -256,7 +257,7 @@ class Gate:
 
     def _pump(self, shard: _Shard) -> None:
         """Sends as much as may be in flight; a shard that refused whole calls is tried again only after a pause."""
-        while shard.queue and shard.in_flight < IN_FLIGHT_MAX and not shard.held:
+        while shard.queue and not shard.held and self._may_send(shard):
             batch = self._next_batch(shard)
             if not batch:
                 return
@@ -264,6 +265,10 @@ class Gate:
             task = asyncio.create_task(self._send(shard, batch))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
+
+    def _may_send(self, shard: _Shard) -> bool:
+        # Small batches side by side would only cost more calls, each as dear as a batch.
+        return shard.in_flight == 0 or (shard.in_flight < IN_FLIGHT_MAX and 2 * shard.queued >= self._limits.batch_commands_max)
 
     def _next_batch(self, shard: _Shard) -> list[_Ticket]:
         """The tickets at the head of the queue that one call can carry: one type, and no caller already in flight."""

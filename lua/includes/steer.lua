@@ -7,7 +7,8 @@
 local function steer(act)
   local call, refused = begin_call()
   if not call then return cmsgpack.pack(refused) end
-  local offers, records, rows = {}, {}, {}
+  -- What this call has made of a command id counts for the commands behind it.
+  local offers, records, refusals, rows = {}, {}, {}, {}
   local commands = cmsgpack.unpack(ARGV[6])
   for i = 1, #commands do
     local id, name, campaign, digest = unpack(commands[i])
@@ -16,10 +17,13 @@ local function steer(act)
     local field, record_field = refusal_field(campaign, id), answers_key .. id
     local offer = offers[name] or load_offer(name, KEYS[base])
     local record = records[record_field] or redis.call('HGET', answers_key, id)
-    local row = repeated_row(record, redis.call('HGET', KEYS[3], field), digest, call.now, offer and offer.parts)
+    local refusal = refusals[field] or redis.call('HGET', KEYS[3], field)
+    local row = repeated_row(record, refusal, digest, call.now, offer and offer.parts)
     if not row and not offer then row = {NO_SUCH_OFFER, 0, call.now} end
     if not row and offer.closed then row = {OVER, 0, call.now} end
-    if row and row[8] ~= 1 and row[1] ~= CONFLICT then refuse(call, row[1], field, name, digest) end
+    if row and row[8] ~= 1 and row[1] ~= CONFLICT then
+      refusals[field] = refuse(call, row[1], field, name, digest)
+    end
     if not row then
       offers[name] = offer
       offer.users_key, offer.parts_key, offer.answers_key = KEYS[base + 1], KEYS[base + 2], answers_key

@@ -69,9 +69,10 @@ def cluster_port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
     """The port of one of three plain processes that are a Redis Cluster."""
     if shutil.which("redis-cli") is None:
         pytest.skip("redis-cli is not there")
-    ports = free_ports(3)
+    *ports, bus_1, bus_2, bus_3 = free_ports(6)
     folder = tmp_path_factory.mktemp("cluster")
-    nodes = [_node(folder / str(port), port) for port in ports]
+    buses = (bus_1, bus_2, bus_3)
+    nodes = [_node(folder / str(port), port, bus) for port, bus in zip(ports, buses, strict=True)]
     try:
         addresses = [f"127.0.0.1:{port}" for port in ports]
         wait_until(lambda: all(_answers(port) for port in ports), what="a cluster node's answer")
@@ -85,9 +86,17 @@ def cluster_port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
             node.wait()
 
 
-def _node(folder: Path, port: int) -> "subprocess.Popen[bytes]":
+def _node(folder: Path, port: int, bus_port: int) -> "subprocess.Popen[bytes]":
     folder.mkdir()
-    options = {"port": port, "bind": "127.0.0.1", "dir": folder, "save": "", "cluster-enabled": "yes", "repl-backlog-ttl": 0}
+    options = {
+        "port": port,
+        "bind": "127.0.0.1",
+        "dir": folder,
+        "save": "",
+        "cluster-enabled": "yes",
+        "cluster-port": bus_port,
+        "repl-backlog-ttl": 0,
+    }
     words = [word for key, value in options.items() for word in (f"--{key}", str(value))]
     return subprocess.Popen(["redis-server", *words], stdout=subprocess.DEVNULL)
 

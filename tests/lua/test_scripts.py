@@ -185,6 +185,19 @@ async def test_an_array_is_carried_out_in_order(gate: Any) -> None:
     assert outcomes == ["no_such_offer", "opened", *["granted"] * 20, "closed", "over", "over"]
 
 
+async def test_a_refusal_counts_within_its_own_call(gate: Any) -> None:
+    one = gate()
+    twice = [Close(id="c", offer="s:a"), Close(id="c", offer="s:b"), Close(id="c", offer="s:a"), *grabs(1, "s:a"), *grabs(1, "s:a")]
+    answers = await one.decide(twice, "decided")
+    assert [(answer.outcome, answer.repeated) for answer in answers] == [
+        ("no_such_offer", False),
+        ("conflict", False),
+        ("no_such_offer", True),
+        ("no_such_offer", False),
+        ("no_such_offer", True),
+    ]
+
+
 async def test_bad_commands_do_not_stop_the_others(gate: Any) -> None:
     one = gate()
     bad = [

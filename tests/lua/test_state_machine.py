@@ -10,6 +10,7 @@ import struct
 from typing import Any
 
 import msgspec
+import pytest
 import redis.asyncio
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
@@ -210,11 +211,14 @@ def _run(url: str, examples: int, derandomize: bool) -> None:
     )
 
 
+# A failure is shrunk before it is printed, which takes minutes.
+@pytest.mark.timeout(900)
 def test_same_histories_every_time(servers: Settings) -> None:
     """The same random histories on every run."""
     _run(servers.redis_url, 120, derandomize=True)
 
 
+@pytest.mark.timeout(900)
 def test_fresh_histories(servers: Settings) -> None:
     """Others on every run."""
     _run(servers.redis_url, 60, derandomize=False)
