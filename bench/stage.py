@@ -53,7 +53,7 @@ async def taken_over_gate(port: int, limits: GateLimits, prefix: str = "bench") 
     for number in range(keys.shards):
         state = keys.shard(number).state
         term, life, *_ = await run_script(client, "raise_term", [state], [0, "bench"])
-        await run_script(client, "reconcile", [state], [term, "bench", life, "0"])
+        await run_script(client, "reconcile", [state], [term, "bench", life, "0", keys.shards])
     return Gate(client, keys, SEALER, limits), client
 
 

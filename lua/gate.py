@@ -29,6 +29,7 @@ IN_FLIGHT_MAX: Final = 2
 RETRY_SECONDS: Final = 0.05
 BUSY_RETRY_MS: Final = 200
 OFFERS_OPENED_AT_ONCE_MAX: Final = 16
+SHARDS_KNOWN_MAX: Final = 100_000
 
 #: Scripts that must work when the outbox is full: what they do gives room, or ends what fills it.
 _ALWAYS_ADMITTED: Final = frozenset({"pause", "resume", "close"})
@@ -176,6 +177,8 @@ class Gate:
 
     def _at_the_door(self, commands: Sequence[AnyCommand], answers: list[Answer | None]) -> Sequence[int]:
         """Places of the commands that may go on; the others are answered `invalid`."""
+        if len(commands) == 1:
+            return self._check_each(commands, answers)
         names: list[str] = []
         for command in commands:
             if type(command) is not Grab or command.attributes or type(command.quantity) is not int:
@@ -184,6 +187,9 @@ class Gate:
         else:
             if are_ids(names) and all(0 < command.quantity < 10**13 for command in commands):  # type: ignore[union-attr]
                 return range(len(commands))
+        return self._check_each(commands, answers)
+
+    def _check_each(self, commands: Sequence[AnyCommand], answers: list[Answer | None]) -> Sequence[int]:
         sound = []
         for place, command in enumerate(commands):
             try:
@@ -193,24 +199,31 @@ class Gate:
                 answers[place] = refusal(command.id, Outcome.invalid, command.offer, str(error))
         return sound
 
-    def _runs(self, places: Iterable[int], commands: Sequence[AnyCommand]) -> Iterable[tuple[int, str, Sequence[int]]]:
+    def _runs(self, places: Sequence[int], commands: Sequence[AnyCommand]) -> Iterable[tuple[int, str, Sequence[int]]]:
         """(shard, script, places): the commands of each shard in order, cut where the type changes."""
-        shard_of = self._shard_of
+        if len(places) == 1:
+            command = commands[places[0]]
+            return [(self._shard(command.offer), type(command).__name__.lower(), places)]
+        return self._cut(places, commands)
+
+    def _cut(self, places: Iterable[int], commands: Sequence[AnyCommand]) -> Iterable[tuple[int, str, Sequence[int]]]:
         by_shard: dict[int, list[int]] = {}
         for place in places:
-            offer = commands[place].offer
-            shard = shard_of.get(offer)
-            if shard is None:
-                if len(shard_of) > 100_000:
-                    shard_of.clear()
-                shard = shard_of[offer] = self._keys.shard_of_offer(offer)
-            by_shard.setdefault(shard, []).append(place)
+            by_shard.setdefault(self._shard(commands[place].offer), []).append(place)
         for shard, in_shard in by_shard.items():
             for kind, run in groupby(in_shard, lambda place: type(commands[place])):
                 run_places = list(run)
-                size = OFFERS_OPENED_AT_ONCE_MAX if kind.__name__ == "Open" else self._limits.batch_commands_max
+                size = OFFERS_OPENED_AT_ONCE_MAX if kind is Open else self._limits.batch_commands_max
                 for start in range(0, len(run_places), size):
                     yield shard, kind.__name__.lower(), run_places[start : start + size]
+
+    def _shard(self, offer: str) -> int:
+        shard = self._shard_of.get(offer)
+        if shard is None:
+            if len(self._shard_of) > SHARDS_KNOWN_MAX:
+                self._shard_of.clear()
+            shard = self._shard_of[offer] = self._keys.shard_of_offer(offer)
+        return shard
 
     def _submit(
         self,
@@ -356,7 +369,7 @@ class Gate:
             names, packed_arguments = batches.build(keys, script, commands, self._sealer)
         outbox_max: int | str = "" if script in _ALWAYS_ADMITTED else self._limits.outbox_events_max
         arguments = (
-            keys.shard,
+            f"{keys.shard}/{self._keys.shards}",
             now_ms(),
             self._clock() if self._clock else "",
             self._limits.clock_skew_ms_max,

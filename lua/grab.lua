@@ -6,7 +6,7 @@
 -- KEYS[6] due zset · KEYS[7] offers set
 -- KEYS[8 + 3i] offer hash · KEYS[9 + 3i] users hash · KEYS[10 + 3i] parts string, for the i-th offer of the batch, from 0
 -- KEYS[8 + 3n + j] answers hash of the j-th campaign, from 0
--- ARGV[1] shard number · ARGV[2] caller time ms · ARGV[3] time to use ms or '' · ARGV[4] clock skew ms · ARGV[5] outbox events max
+-- ARGV[1] shard/shards · ARGV[2] caller time ms · ARGV[3] time to use ms or '' · ARGV[4] clock skew ms · ARGV[5] outbox events max
 -- ARGV[6] msgpack: {offers, campaign of each offer (from 1), campaigns, ids, offer of each (from 1), users, quantities, digests,
 --         attributes as JSON text or ''}
 -- Outcomes: 21 fenced · 22 busy (whole call) · then for each: 20 invalid · 23 conflict · 24 no_such_offer · 26 already_taken ·

@@ -18,6 +18,7 @@ SHARD_FIELDS: Final = (
     "journaled_seq",  # checkpoint: the last event Kafka acknowledged …
     "journaled_head",  # … the chain's hash there, hex …
     "journaled_offset",  # … and the journal offset behind it
+    "shards",  # how many there are: a caller who believes another number is fenced
     "fault",  # why the shard is fenced, in words, when its relay could not reconcile it
 )
 

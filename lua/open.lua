@@ -5,7 +5,7 @@
 -- KEYS[1] shard hash · KEYS[2] outbox stream · KEYS[3] refusals hash · KEYS[4] refusal_order list · KEYS[5] demand hash
 -- KEYS[6] due zset · KEYS[7] offers set
 -- KEYS[8 + 4i] offer hash · KEYS[9 + 4i] users hash · KEYS[10 + 4i] parts string · KEYS[11 + 4i] answers hash, of the i-th command
--- ARGV[1] shard number · ARGV[2] caller time ms · ARGV[3] time to use ms or '' · ARGV[4] clock skew ms · ARGV[5] outbox events max
+-- ARGV[1] shard/shards · ARGV[2] caller time ms · ARGV[3] time to use ms or '' · ARGV[4] clock skew ms · ARGV[5] outbox events max
 -- ARGV[6] msgpack: list of {id, offer, campaign, digest, terms}; terms: kind, issuer, funding, asset, total, parts, law, min, max,
 --         draw, opens_at, closes_at (0: not said), life_ms, seed, seed_sha256, sealed_seed, json
 -- ARGV[7 + i] parts of the i-th offer, 6 bytes each, or '' when they are drawn at the grab

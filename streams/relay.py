@@ -87,6 +87,7 @@ class ShardRelay:
         self,
         redis: Any,
         keys: ShardKeys,
+        shards: int,
         bootstrap: str,
         journal: str,
         block_events_max: int = 1000,
@@ -94,6 +95,7 @@ class ShardRelay:
     ) -> None:
         self._redis = redis
         self._keys = keys
+        self._shards = shards
         self._bootstrap = bootstrap
         self._partition = TopicPartition(journal, keys.shard)
         self._block_events_max = block_events_max
@@ -205,7 +207,7 @@ class ShardRelay:
             reason = f"{problem}; rebuild the shard's state from the journal"
             await self._owner_script("fence", [self._keys.state], own, reason)
             raise NotReconciled(reason)
-        await self._owner_script("reconcile", [self._keys.state], own, seq)
+        await self._owner_script("reconcile", [self._keys.state], own, seq, self._shards)
         self._floor = own.term
 
     async def _compare(self, own: Ownership, truth: Truth) -> tuple[str | None, int]:

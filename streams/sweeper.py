@@ -27,9 +27,10 @@ _pack = msgspec.msgpack.Encoder().encode
 class Sweeper:
     """Does what time brings in one shard. `record_demand` is None where no SQL is at hand: counts then stay in Redis."""
 
-    def __init__(self, redis: Any, keys: ShardKeys, clock_skew_ms_max: int, record_demand: RecordDemand | None = None) -> None:
+    def __init__(self, redis: Any, keys: ShardKeys, shards: int, clock_skew_ms_max: int, record_demand: RecordDemand | None = None) -> None:
         self._redis = redis
         self._keys = keys
+        self._shards = shards
         self._clock_skew_ms_max = clock_skew_ms_max
         self._record_demand = record_demand
 
@@ -53,7 +54,7 @@ class Sweeper:
         offers = [name.decode() for name in due]
         keys = [*self._keys.deciding(), *(key for offer in offers for key in self._keys.of_offer(offer))]
         simulated: int | str = "" if at_ms is None else at_ms
-        arguments = (self._keys.shard, now_ms(), simulated, self._clock_skew_ms_max, "", _pack(offers))
+        arguments = (f"{self._keys.shard}/{self._shards}", now_ms(), simulated, self._clock_skew_ms_max, "", _pack(offers))
         reply = decode_reply(await run_script(self._redis, "sweep", keys, arguments))
         if reply.code != 0:
             return 0  # fenced: tried again when the shard decides again

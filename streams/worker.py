@@ -73,10 +73,10 @@ def roles_of(
             of_shard = keys.shard(shard)
             tasks: list[Any] = []
             if "relay" in roles:
-                relay = ShardRelay(redis, of_shard, settings.kafka, topics.journal, settings.block_events_max, step)
+                relay = ShardRelay(redis, of_shard, settings.shards, settings.kafka, topics.journal, settings.block_events_max, step)
                 tasks.append(relay.run())
             if "sweep" in roles:
-                tasks.append(Sweeper(redis, of_shard, settings.gate.clock_skew_ms_max, record_demand).run())
+                tasks.append(Sweeper(redis, of_shard, settings.shards, settings.gate.clock_skew_ms_max, record_demand).run())
             return tasks
 
         running["relay"] = Keeper(redis, keys, settings.lease_ms, tasks_of).run

@@ -7,7 +7,7 @@ local INVALID = 20
 local REFUSALS_MAX = 100000
 
 -- Reads ARGV[1..5] and the shard. Returns the call's state, or nil and the refusal of the whole call {code, retry_at, message}.
---   ARGV[1] shard number · ARGV[2] caller's time ms · ARGV[3] time to use instead ms, or '' · ARGV[4] clock skew allowed ms
+--   ARGV[1] shard/shards · ARGV[2] caller's time ms · ARGV[3] time to use instead ms, or '' · ARGV[4] clock skew allowed ms
 --   ARGV[5] events the outbox may hold, or '' for commands that must work then too
 local function begin_call()
   local clock = time_of_server()
@@ -20,16 +20,20 @@ local function begin_call()
         'the clock of Redis is %.0f ms ahead of the caller, at most %s allowed: set the clocks right', skew, ARGV[4])}
     end
   end
-  local shard = redis.call('HMGET', KEYS[1], 'seq', 'time', 'life', 'history', 'journaled_seq', 'fault')
+  local shard = redis.call('HMGET', KEYS[1], 'seq', 'time', 'life', 'history', 'journaled_seq', 'fault', 'shards')
   if shard[3] ~= life_of_server() then
     return nil, {FENCED, clock + 1000, shard[6] or 'the shard has not been reconciled with the journal since this server started'}
+  end
+  local number, shards = string.match(ARGV[1], '^(%d+)/(%d+)$')
+  if shard[7] ~= shards then
+    return nil, {FENCED, clock + 1000, 'this system has ' .. shard[7] .. ' shards, the caller believes ' .. shards .. ': set GRAB_SHARDS right'}
   end
   local seq = tonumber(shard[1] or 0)
   if ARGV[5] ~= '' and seq - tonumber(shard[5] or 0) >= tonumber(ARGV[5]) then
     return nil, {BUSY, clock + 1000, 'the outbox is full: the relay is behind'}
   end
   return {
-    shard = ARGV[1], seq = seq, first_seq = seq + 1, history = tonumber(shard[4]),
+    shard = number, seq = seq, first_seq = seq + 1, history = tonumber(shard[4]),
     now = math.max(clock, tonumber(shard[2] or 0)),
     lines = {}, refused_fields = {}, refused_ids = {}, demand = {},
   }

@@ -29,18 +29,26 @@ def init(replication: int, as_json: bool) -> None:
 async def _init(settings: Settings, replication: int) -> tuple[list[str], list[str]]:
     topics = Topics(settings.prefix)
     created = await create_topics(settings.kafka, topics, settings.shards, replication)
-    client = AIOKafkaAdminClient(bootstrap_servers=settings.kafka)
-    await client.start()
-    try:
-        described = await client.describe_topics([topics.journal])
-    finally:
-        await client.close()
-    partitions = len(described[0]["partitions"])
-    if partitions != settings.shards:
-        raise click.UsageError(
-            f"GRAB_SHARDS is {settings.shards}, but {topics.journal} has {partitions} partitions: the number of shards is fixed "
-            f"once a system exists. Set GRAB_SHARDS={partitions}, or another GRAB_PREFIX and GRAB_SCHEMA for a new system"
-        )
+    await check_shards(settings)
     async with await AsyncConnection.connect(settings.postgres, autocommit=True, connect_timeout=5) as connection:
         applied = await migrate(connection, settings.schema_, settings.shards)
     return created, applied
+
+
+async def check_shards(settings: Settings) -> None:
+    """Raises UsageError when the system was made with another number of shards, or not at all."""
+    journal = Topics(settings.prefix).journal
+    client = AIOKafkaAdminClient(bootstrap_servers=settings.kafka)
+    await client.start()
+    try:
+        described = await client.describe_topics([journal])
+    finally:
+        await client.close()
+    partitions = len(described[0]["partitions"])
+    if partitions == 0:
+        raise click.UsageError(f"topic {journal} is not there: `grabstream init` makes it")
+    if partitions != settings.shards:
+        raise click.UsageError(
+            f"GRAB_SHARDS is {settings.shards}, but {journal} has {partitions} partitions: the number of shards is fixed once a "
+            f"system exists. Set GRAB_SHARDS={partitions}, or another GRAB_PREFIX and GRAB_SCHEMA for a new system"
+        )

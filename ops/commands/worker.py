@@ -11,6 +11,7 @@ import click
 import psycopg
 import uvloop
 
+from ops.commands.init import check_shards
 from ops.connections import open_redis, sealer, worker_settings
 from ops.settings import Settings, load_settings
 from projections.demand import record
@@ -38,6 +39,7 @@ async def _run(settings: Settings, chosen: Sequence[str]) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
+    await check_shards(settings)
     redis = open_redis(settings)
     try:
         roles = roles_of(

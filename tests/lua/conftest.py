@@ -26,7 +26,7 @@ async def take_over(client: Any, keys: KeySpace) -> None:
     for number in range(keys.shards):
         state = keys.shard(number).state
         term, life, *_ = await run_script(client, "raise_term", [state], [0, "test"])
-        await run_script(client, "reconcile", [state], [term, "test", life, "0"])
+        await run_script(client, "reconcile", [state], [term, "test", life, "0", keys.shards])
 
 
 @pytest.fixture

@@ -142,7 +142,7 @@ async def test_deadline(gate: Any, client: Any, keys: Any, draw: str) -> None:
     state = ShardState(shard)
     decide(state, opening, NOW, {"sealed_seed": "x"})
     decide(state, grab("g", "u"), NOW)
-    sweeper = Sweeper(client, keys.shard(shard), 10**9)
+    sweeper = Sweeper(client, keys.shard(shard), keys.shards, 10**9)
     assert await sweeper.close_due(NOW + 99) == 0
     assert await sweeper.close_due(NOW + 100) == 1
     assert await sweeper.close_due(NOW + 101) == 0

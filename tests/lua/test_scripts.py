@@ -106,6 +106,16 @@ async def test_nothing_is_decided_in_another_life(gate: Any, client: Any, keys: 
     assert await event_lines(client, keys, shard.shard) == before
 
 
+async def test_who_believes_another_number_of_shards_is_fenced(gate: Any, client: Any, keys: KeySpace) -> None:
+    """Or an offer could be open in two shards at once."""
+    gate()
+    other = Gate(client, KeySpace(keys.prefix, keys.shards - 1), SEALER)
+    [answer] = await other.decide([opening()], "decided")
+    assert answer.outcome == "fenced"
+    assert "GRAB_SHARDS" in (answer.message or "")
+    await other.close()
+
+
 async def test_the_owner_s_scripts_refuse_a_stranger(gate: Any, client: Any, keys: KeySpace) -> None:
     gate()
     shard = keys.shard(0)
@@ -115,7 +125,7 @@ async def test_the_owner_s_scripts_refuse_a_stranger(gate: Any, client: Any, key
             ("read_outbox", [shard.state, shard.outbox], [1, 1]),
             ("trim", [shard.state, shard.outbox], [1, "aa", 1, shard.channel]),
             ("fence", [shard.state], ["why"]),
-            ("reconcile", [shard.state], ["0"]),
+            ("reconcile", [shard.state], ["0", 3]),
         ):
             with pytest.raises(redis.ResponseError, match="LOST"):
                 await run_script(client, name, script_keys, [*wrong, *rest])
@@ -339,7 +349,7 @@ async def test_a_journaled_answer_waits_for_its_own_history(own: Any) -> None:
     # A recovery: another history, at the same state.
     term, life, *_ = await run_script(client, "raise_term", [shard.state], [0, "second"])
     seq = await client.hget(shard.state, "seq")
-    await run_script(client, "reconcile", [shard.state], [term, "second", life, seq])
+    await run_script(client, "reconcile", [shard.state], [term, "second", life, seq, 1])
     await run_script(client, "trim", [shard.state, shard.outbox], [term, "second", life, 1, "aa", 1, shard.channel])
     await asyncio.wait({waiting}, timeout=0.5)
     assert not waiting.done()

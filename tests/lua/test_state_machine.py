@@ -112,7 +112,7 @@ class Machine(RuleBasedStateMachine):
 
     async def _sweep(self) -> None:
         for number, state in enumerate(self.states):
-            await Sweeper(self.client, self.keys.shard(number), 10**12).close_due(self.now[0])
+            await Sweeper(self.client, self.keys.shard(number), 2, 10**12).close_due(self.now[0])
             await self._compare(number, sweep(state, self.now[0]))
 
     def _all(self, commands: list[AnyCommand]) -> None:

@@ -149,7 +149,7 @@ async def test_a_redis_behind_the_journal_decides_nothing(
             # Not even its owner can talk it into deciding without the truth.
             fields = [value.decode() for value in await redis.hmget(shard.state, ["term", "owner"])]
             with pytest.raises(Exception, match="LOST"):
-                await run_script(redis, "reconcile", [shard.state], [*fields, "no life", "0"])
+                await run_script(redis, "reconcile", [shard.state], [*fields, "no life", "0", 8])
         finally:
             await redis.aclose()
     assert one.process.poll() is None

@@ -1,0 +1,148 @@
+"""The command line as a user meets it: help, settings, errors with the way out, exit codes."""
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from models.commands import Open, Undecodable, decode_commands
+from ops.cli import VERBS
+from ops.settings import Settings, child_environment
+
+README = Path(__file__).parent.parent.parent / "README.md"
+
+
+def grabstream(*words: str, folder: Path | None = None, stdin: str = "", **settings: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, "-m", "ops.cli", *words],
+        env=child_environment(**settings),
+        cwd=folder,
+        input=stdin,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def of(settings: Settings) -> dict[str, str]:
+    return {
+        "prefix": settings.prefix, "schema": settings.schema_, "redis_url": settings.redis_url, "kafka": settings.kafka,
+        "postgres": settings.postgres, "seal_keys": settings.seal_keys.get_secret_value(),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_has_help(verb: str) -> None:
+    done = grabstream(verb, "--help")
+    assert done.returncode == 0, done.stderr
+    assert "Usage:" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("settings", "word"),
+    [
+        ({"shards": "0"}, "GRAB_SHARDS"), ({"shards": "many"}, "GRAB_SHARDS"), ({"schema": "a-b"}, "GRAB_SCHEMA"),
+        ({"prefix": "a{b}"}, "GRAB_PREFIX"), ({"seal_keys": "k:short"}, "GRAB_SEAL_KEYS"), ({"lease_ms": "-1"}, "GRAB_LEASE_MS"),
+    ],
+)  # fmt: skip
+def test_a_wrong_setting_is_named(settings: dict[str, str], word: str) -> None:
+    done = grabstream("config", **settings)
+    assert done.returncode == 2
+    assert word in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_secrets_are_masked() -> None:
+    key = grabstream("config", "--new-seal-key").stdout.strip()
+    done = grabstream("config", "--json", seal_keys=key)
+    assert key not in done.stdout
+    assert json.loads(done.stdout)["GRAB_SEAL_KEYS"].startswith(key.partition(":")[0])
+
+
+def test_a_worker_without_seal_keys_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    done = grabstream("worker", folder=tmp_path, seal_keys="")
+    assert done.returncode == 2
+    assert "GRAB_SEAL_KEYS" in done.stderr
+    assert "--new-seal-key" in done.stderr
+
+
+def test_a_role_that_does_not_exist() -> None:
+    done = grabstream("worker", "--roles", "decide,dance", seal_keys=grabstream("config", "--new-seal-key").stdout.strip())
+    assert done.returncode == 2
+    assert "dance" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("verb", "setting", "value"),
+    [
+        ("status", "redis_url", "redis://127.0.0.1:1/0"),
+        ("init", "kafka", "127.0.0.1:1"),
+        ("show", "postgres", "postgresql://127.0.0.1:1/x"),
+    ],
+)
+def test_a_server_that_is_away_is_exit_code_3(settings: Settings, verb: str, setting: str, value: str) -> None:
+    done = grabstream(verb, *(["offer"] if verb == "show" else []), **{**of(settings), setting: value})
+    assert done.returncode == 3, done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_file_of_offers_is_checked_before_the_first_is_opened(settings: Settings) -> None:
+    good = {"offer": "a", "terms": {"kind": "envelope", "issuer": "i", "funding": "f", "asset": "CNY", "total": 10, "parts": 2}}
+    bad = {**good, "offer": "b", "terms": {**good["terms"], "parts": 11}}  # type: ignore[dict-item]
+    done = grabstream("open", "-", stdin=json.dumps([good, bad]), **of(settings))
+    assert done.returncode == 2
+    assert "entry 2" in done.stderr
+    assert "total" in done.stderr
+    done = grabstream("open", "-", "--dry-run", "--json", stdin=json.dumps([good]), **of(settings))
+    assert (done.returncode, json.loads(done.stdout)) == (0, [{"offer": "a", "total": 10, "parts": 2}])
+
+
+async def test_another_number_of_shards_is_refused(system: Settings) -> None:
+    for verb in ("init", "worker"):
+        done = grabstream(verb, **of(system), shards="4")
+        assert done.returncode == 2, done.stderr
+        assert "GRAB_SHARDS=8" in done.stderr
+
+
+def test_a_worker_before_init_is_told_to_init(settings: Settings) -> None:
+    done = grabstream("worker", **of(settings))
+    assert done.returncode == 2, done.stderr
+    assert "grabstream init" in done.stderr
+
+
+async def test_an_offer_from_open_to_verify(system: Settings, worker: Callable[..., Any]) -> None:
+    worker(system)
+    own = of(system)
+    terms = {"kind": "envelope", "issuer": "i", "funding": "f", "asset": "CNY", "total": 100, "parts": 3}
+    done = grabstream("open", "-", "--json", stdin=json.dumps({"offer": "x", "terms": terms}), **own)
+    assert (done.returncode, json.loads(done.stdout)[0]["outcome"]) == (0, "opened"), done.stderr
+    granted = json.loads(grabstream("grab", "x", "u", "--id", "g", "--json", **own).stdout)[0]
+    again = json.loads(grabstream("grab", "x", "u", "--id", "g", "--json", **own).stdout)[0]
+    assert again == {**granted, "repeated": True}
+    assert grabstream("pause", "x", **own).returncode == 0
+    assert grabstream("grab", "x", "v", **own).returncode == 1
+    assert grabstream("resume", "x", **own).returncode == 0
+    assert grabstream("close", "x", **own).returncode == 0
+    done = grabstream("verify", "--json", **own)
+    assert done.returncode == 0, done.stdout
+    assert {check["name"] for check in json.loads(done.stdout) if check["checked"]} >= {"Redis = ledger", "chain of every shard"}
+    shown = json.loads(grabstream("show", "x", "--json", **own).stdout)
+    assert (shown["offer"]["state"], shown["offer"]["reason"], shown["luckiest"]["user_id"]) == ("closed", "command", "u")
+    status = json.loads(grabstream("status", "--json", **own).stdout)
+    assert status["stopped"] == []
+    assert all(shard["relay"] for shard in status["shards"])
+    assert grabstream("show", "nothing", **own).returncode == 1
+
+
+def test_the_commands_in_the_readme_are_understood() -> None:
+    block = re.search(r"<<'JSON'\n(.*?)\nJSON", README.read_text(), re.DOTALL)
+    assert block
+    found = [command for line in block.group(1).splitlines() for command in decode_commands(line.encode())]
+    assert len(found) == 3
+    assert not [command for command in found if isinstance(command, Undecodable)]
+    assert isinstance(found[0], Open)

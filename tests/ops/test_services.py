@@ -1,0 +1,64 @@
+"""Local servers: taken ports, strangers, and a set that is started, stopped and started again."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import psycopg
+import pytest
+import redis
+
+from ops.services import LocalServices, ServiceError, free_ports
+from ops.services.process import _start_time
+from ops.services.servers import Redis, kafka_version
+
+
+def test_a_taken_port_is_named_with_the_way_out(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ServiceError, match=rf"port {port} for redis is taken.*GRAB_REDIS_URL"):
+            Redis(tmp_path, port).start()
+
+
+def test_a_stranger_with_the_same_id_is_left_alone(tmp_path: Path) -> None:
+    stranger = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        server = Redis(tmp_path, 1)
+        server.pid_file.write_text(f"{stranger.pid} 12345")
+        assert server.pid is None
+        assert server.stop() is False
+        assert stranger.poll() is None
+        assert _start_time(stranger.pid) is not None
+    finally:
+        stranger.kill()
+        stranger.wait()
+
+
+def test_a_server_that_ends_at_once_says_why(tmp_path: Path) -> None:
+    server = Redis(tmp_path, free_ports(1)[0])
+    server.command = lambda: ["redis-server", "--no-such-option", "1"]  # type: ignore[method-assign]
+    with pytest.raises(ServiceError, match="redis ended with code 1: see .*redis.log"):
+        server.start()
+    assert server.pid is None
+
+
+def test_data_are_there_again_after_a_stop_and_after_a_kill(private_services: LocalServices) -> None:
+    services = private_services
+    redis.Redis(port=services.redis.port).set("kept", "1")
+    with psycopg.connect(services.environment()["postgres"], autocommit=True) as connection:
+        connection.execute("CREATE TABLE kept AS SELECT 1 AS one")
+    assert services.redis.start() is False
+    for end in (services.redis.stop, services.redis.kill, services.postgres.stop, services.postgres.kill):
+        assert end() is True
+        assert end() is False
+        services.up()
+    assert redis.Redis(port=services.redis.port).get("kept") == b"1"
+    with psycopg.connect(services.environment()["postgres"]) as connection:
+        assert connection.execute("SELECT one FROM kept").fetchone() == (1,)
+    assert all(pid is not None and os.path.exists(f"/proc/{pid}") for pid in services.status().values())
+
+
+def test_kafka_s_version_is_the_one_in_compose() -> None:
+    assert kafka_version().count(".") == 2
