@@ -48,7 +48,8 @@ def make_projectors(
 def build_app(kafka: str, prefix: str, shards: int, projectors: Sequence[Projector]) -> faust.App:
     """The app with an agent for each projector; nothing connects yet, and the projectors run with the app."""
     app = faust.App(
-        f"{prefix}.projections",
+        # A group of its own for each set of read models: members of one group share the partitions.
+        f"{prefix}.{'-'.join(projector.name for projector in projectors)}",
         broker=[f"kafka://{server}" for server in kafka.split(",")],
         store="memory://",
         value_serializer="raw",

@@ -1,13 +1,14 @@
 """A worker: the roles one process plays, started together and stopped together.
 
 `decide` answers commands of the topic · `relay` moves outboxes to the journal · `sweep` closes what is due and carries counts of
-refusals to SQL (it runs where the shard is relayed) · `project` builds the read models. One failing ends all: a process that
+refusals to SQL (it runs where the shard is relayed) · `project` builds the read models in PostgreSQL · `publish` puts single events on
+`grab.events`. One failing ends all: a process that
 plays half its roles looks alive and is not.
 """
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from lua.gate import Gate, GateLimits
@@ -21,7 +22,7 @@ from streams.topics import Topics
 
 log = logging.getLogger(__name__)
 
-ROLES: Final = ("decide", "relay", "sweep", "project")
+ROLES: Final = ("decide", "relay", "sweep", "project", "publish")
 
 
 class WorkerSettings(NamedTuple):
@@ -45,7 +46,7 @@ def roles_of(
     redis: Any,
     sealer: Sealer,
     record_demand: RecordDemand | None,
-    project: Role | None,
+    faust: Mapping[str, Role],
     step: Step = lambda name: None,
 ) -> dict[str, Role]:
     """The roles to play as functions of a stop event; raises ValueError for a role that does not exist."""
@@ -81,8 +82,7 @@ def roles_of(
 
         running["relay"] = Keeper(redis, keys, settings.lease_ms, tasks_of).run
 
-    if project is not None and "project" in roles:
-        running["project"] = project
+    running.update((role, faust[role]) for role in ("project", "publish") if role in roles and role in faust)
     return running
 
 

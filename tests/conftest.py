@@ -125,7 +125,7 @@ def worker(tmp_path: Path) -> Iterator[Callable[..., Worker]]:
     """Starts workers; whatever still runs at the end is stopped."""
     started: list[Worker] = []
 
-    def start(settings: Settings, roles: str = "decide,relay,sweep,project", **overrides: str) -> Worker:
+    def start(settings: Settings, roles: str = "decide,relay,sweep,project,publish", **overrides: str) -> Worker:
         started.append(Worker(settings, roles, tmp_path / f"worker-{len(started)}.log", **overrides))
         return started[-1]
 

@@ -41,7 +41,7 @@ async def relayed_by(settings: Settings, worker: Any) -> None:
 
 async def test_the_worker(system: Settings, worker: Callable[..., Any]) -> None:
     first = worker(system, "decide,relay,sweep")
-    worker(system, "project")
+    worker(system, "project,publish")
     await relayed_by(system, first)
     second = worker(system, "decide,relay,sweep")
     async with traffic(system) as crowd:
@@ -59,7 +59,7 @@ async def test_the_worker(system: Settings, worker: Callable[..., Any]) -> None:
 async def test_the_relay_at_a_step(system: Settings, worker: Callable[..., Any], step: str) -> None:
     """Between Kafka's acknowledgement and the trim, and beside it."""
     doomed = worker(system, "decide,relay,sweep", fail_at=step)
-    worker(system, "project")
+    worker(system, "project,publish")
     async with traffic(system) as crowd:
         if step == "relay.took_over":
             assert await asyncio.to_thread(doomed.process.wait, 30) == -signal.SIGKILL
@@ -75,18 +75,18 @@ async def test_the_relay_at_a_step(system: Settings, worker: Callable[..., Any],
 @pytest.mark.parametrize("step", ["ledger.committed:2", "balances.committed:2", "audit.committed:2", "events.committed:2"])
 async def test_a_projection_between_its_commit_and_faust_s(system: Settings, worker: Callable[..., Any], step: str) -> None:
     worker(system, "decide,relay,sweep")
-    doomed = worker(system, "project", fail_at=step)
+    doomed = worker(system, "project,publish", fail_at=step)
     async with traffic(system) as crowd:
         await crowd.begin()
         assert await asyncio.to_thread(doomed.process.wait, 60) == -signal.SIGKILL
-        worker(system, "project")
+        worker(system, "project,publish")
         await crowd.adds_up()
 
 
 async def test_a_relay_that_was_stopped_and_continued_does_no_harm(system: Settings, worker: Callable[..., Any]) -> None:
     """SIGSTOP, replaced, SIGCONT, with traffic on: its late blocks do not count, its late trims are refused."""
     first = worker(system, "decide,relay,sweep")
-    worker(system, "project")
+    worker(system, "project,publish")
     await relayed_by(system, first)
     second = worker(system, "relay,sweep,decide")
     async with traffic(system) as crowd:
@@ -112,7 +112,7 @@ async def private(private_services: LocalServices, settings: Settings) -> Any:
 @pytest.mark.parametrize("server", ["postgres", "kafka", "redis"])
 async def test_a_server(private: Settings, private_services: LocalServices, worker: Callable[..., Any], server: str) -> None:
     """PostgreSQL, the broker, and Redis with its AOF intact."""
-    deciding, projecting = worker(private, "decide,relay,sweep"), worker(private, "project")
+    deciding, projecting = worker(private, "decide,relay,sweep"), worker(private, "project,publish")
     process = getattr(private_services, server)
     async with traffic(private) as crowd:
         await crowd.begin()
