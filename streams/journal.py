@@ -60,6 +60,8 @@ async def open_reader(bootstrap: str, topic: str) -> AsyncIterator[JournalReader
         auto_offset_reset="none",
         enable_auto_commit=False,
         max_partition_fetch_bytes=RECORD_BYTES_MAX,
+        # We read to a known end; a fetch that waited there for more would hold up the one for the next partition.
+        fetch_max_wait_ms=10,
     )
     await consumer.start()
     try:
