@@ -97,6 +97,7 @@ class _Shard:
         self.in_flight = 0
         self.groups: set[object] = set()
         self.held = False
+        self.waking = False
 
 
 class Gate:
@@ -241,7 +242,7 @@ class Gate:
             return ticket
         shard.queue.append(ticket)
         shard.queued += len(commands)
-        self._pump(shard)
+        self._wake(shard)
         return ticket
 
     async def _until_journaled(self, number: int, ticket: _Ticket, answers: list[Answer], history: int) -> list[Answer]:
@@ -268,8 +269,15 @@ class Gate:
 
     # -- sender -------------------------------------------------------------------------------------------------------
 
+    def _wake(self, shard: _Shard) -> None:
+        """Sends after everyone who can run now has run: callers who were just answered ask again, and go along."""
+        if not shard.waking:
+            shard.waking = True
+            asyncio.get_running_loop().call_soon(self._pump, shard)
+
     def _pump(self, shard: _Shard) -> None:
         """Sends as much as may be in flight; a shard that refused whole calls is tried again only after a pause."""
+        shard.waking = False
         while shard.queue and not shard.held and self._may_send(shard):
             batch = self._next_batch(shard)
             if not batch:
@@ -324,7 +332,7 @@ class Gate:
             shard.groups.difference_update(ticket.group for ticket in batch)
             if refused:
                 self._refused(shard, batch, *refused)
-            self._pump(shard)
+            self._wake(shard)
 
     def _refused(self, shard: _Shard, batch: list[_Ticket], outcome: Outcome, message: str, retry_at: int) -> None:
         """The whole call was refused: who has patience goes back to the head of the queue, in order."""

@@ -29,6 +29,9 @@ local function begin_call()
     return nil, {FENCED, clock + 1000, 'this system has ' .. shard[7] .. ' shards, the caller believes ' .. shards .. ': set GRAB_SHARDS right'}
   end
   local seq = tonumber(shard[1] or 0)
+  if seq > SEQ_MAX - 10000 then
+    return nil, {FENCED, clock + 1000, 'the shard has had all the events that its records can number'}
+  end
   if ARGV[5] ~= '' and seq - tonumber(shard[5] or 0) >= tonumber(ARGV[5]) then
     return nil, {BUSY, clock + 1000, 'the outbox is full: the relay is behind'}
   end

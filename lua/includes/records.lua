@@ -26,8 +26,9 @@ local function unpack_refusal(record)
   return code, at + EPOCH_MS, digest
 end
 
--- A user's part of an envelope: place 4, amount 6, seq 6 bytes.
-local PART = '>I4I6I6'
+-- A user's part of an envelope: place 3, amount 6, seq 5 bytes. 14 bytes fit where 16 would take 24 of Redis' memory.
+local PART = '>I3I6I5'
+local SEQ_MAX = 2 ^ 40 - 1
 
 local function unpack_part(record)
   local place, amount, seq = struct.unpack(PART, record)

@@ -198,8 +198,8 @@ class Machine(RuleBasedStateMachine):
         assert numbers == {name: getattr(offer, name) for name in numbers}
         users = await self.client.hgetall(of_shard.of_offer(offer.name)[1])
         assert {
-            user.decode(): (place, int.from_bytes(amount, "big"), int.from_bytes(seq, "big"))
-            for user, (place, amount, seq) in ((user, struct.unpack(">I6s6s", record)) for user, record in users.items())
+            user.decode(): tuple(int.from_bytes(number, "big") for number in (place, amount, seq))
+            for user, (place, amount, seq) in ((user, struct.unpack(">3s6s5s", record)) for user, record in users.items())
         } == {user: tuple(part) for user, part in offer.users.items()}
 
 
