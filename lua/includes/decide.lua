@@ -26,7 +26,8 @@ local function begin_call()
   end
   local number, shards = string.match(ARGV[1], '^(%d+)/(%d+)$')
   if shard[7] ~= shards then
-    return nil, {FENCED, clock + 1000, 'this system has ' .. shard[7] .. ' shards, the caller believes ' .. shards .. ': set GRAB_SHARDS right'}
+    return nil, {FENCED, clock + 1000,
+      'this system has ' .. shard[7] .. ' shards, the caller believes ' .. shards .. ': set GRAB_SHARDS right'}
   end
   local seq = tonumber(shard[1] or 0)
   if seq > SEQ_MAX - 10000 then
