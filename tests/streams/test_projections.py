@@ -1,6 +1,7 @@
 """Read models from blocks that are made here: what repeats, what is missing, what contradicts, and what the database refuses."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -17,6 +18,7 @@ from streams.journal import Record, open_reader
 from streams.projector import CatchUp, Projector
 from streams.topics import Topics
 from tests.conftest import until
+from tests.ops.test_cli import grabstream, of
 
 SHARD = 3
 
@@ -178,6 +180,9 @@ async def test_a_bad_block_stops_that_shard_and_no_other(system: Settings, journ
     [(shard, seq, why)] = await rows(system, "SELECT shard, seq, reason FROM stopped_shards")
     assert (shard, seq) == (SHARD, 5)
     assert reason in why
+    shown = grabstream("status", "--json", **of(system))
+    assert shown.returncode == 1
+    assert [(stop["projection"], stop["shard"]) for stop in json.loads(shown.stdout)["stopped"]] == [("ledger", SHARD)]
 
 
 async def test_postgresql_refuses_an_overdraft(system: Settings, journal: Journal) -> None:
