@@ -10,7 +10,10 @@ from collections.abc import Mapping
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM  # the field's usual library for this
 
+from models.identifiers import is_id
+
 NONCE_BYTES = 12
+TAG_BYTES = 16
 
 
 class CannotOpen(Exception):
@@ -29,9 +32,16 @@ class Sealer:
     @classmethod
     def from_text(cls, text: str) -> "Sealer":
         """From `id:key,id:key`; raises ValueError that names the setting when it cannot be read."""
-        keys = {}
-        for part in filter(None, text.split(",")):
-            key_id, _, key = part.strip().partition(":")
+        keys: dict[str, bytes] = {}
+        for part in filter(None, map(str.strip, text.split(","))):
+            key_id, colon, key = part.partition(":")
+            if not colon:
+                raise ValueError("GRAB_SEAL_KEYS: a key stands there without an id; write it as id:key")
+            # The id stands in events, unescaped; and two keys under one would leave what the first sealed closed for ever.
+            if not is_id(key_id):
+                raise ValueError(f"GRAB_SEAL_KEYS: the id before ':' must match [A-Za-z0-9._-]{{1,64}}, got {key_id!r}")
+            if key_id in keys:
+                raise ValueError(f"GRAB_SEAL_KEYS: key {key_id!r} is there twice; give the new key an id of its own")
             try:
                 keys[key_id] = urlsafe_b64decode(key + "=" * (-len(key) % 4))
             except ValueError:
@@ -51,7 +61,12 @@ class Sealer:
         key_id, _, body = sealed.partition(":")
         if key_id not in self._keys:
             raise CannotOpen(f"no key {key_id!r} in GRAB_SEAL_KEYS")
-        raw = b64decode(body)
+        try:
+            raw = b64decode(body, validate=True)
+        except ValueError:
+            raise CannotOpen(f"{purpose} of offer {offer}: not a sealed text, its base64 cannot be read") from None
+        if len(raw) < NONCE_BYTES + TAG_BYTES:
+            raise CannotOpen(f"{purpose} of offer {offer}: not a sealed text, it has only {len(raw)} bytes")
         try:
             opened = self._keys[key_id].decrypt(raw[:NONCE_BYTES], raw[NONCE_BYTES:], _bound_to(shard, offer, purpose))
         except InvalidTag:
