@@ -1,24 +1,38 @@
 """A gate over shards that were taken over without Kafka: what is tested here is deciding, not relaying."""
 
+import os
 import shutil
+import signal
 import subprocess
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import redis
 import redis.asyncio
 from redis.asyncio.cluster import RedisCluster
 
 from lua.gate import Gate, GateLimits, run_script
 from lua.keys import KeySpace
 from lua.sealing import Sealer
+from models.commands import Grab, Open
+from models.offers import EnvelopeTerms
 from ops.services import free_ports
 from ops.settings import Settings
 from tests.conftest import wait_until
 
 SEALER = Sealer({"test": bytes(32)})
 NOW = 1_800_000_000_000
+
+
+def opening(offer: str = "e", parts: int = 10, **rest: Any) -> Open:
+    terms = EnvelopeTerms(issuer="alice", funding="pay", asset="CNY", total=parts * 100, parts=parts, **rest)
+    return Open(id=f"open-{offer}", offer=offer, terms=terms)
+
+
+def grabs(count: int, offer: str = "e", start: int = 0) -> list[Grab]:
+    return [Grab(id=f"{offer}-g{number}", offer=offer, user=f"u{number}") for number in range(start, start + count)]
 
 
 async def take_over(client: Any, keys: KeySpace) -> None:
@@ -62,6 +76,50 @@ async def gate(client: Any, keys: KeySpace) -> AsyncIterator[Callable[..., Gate]
     yield make
     for one in made:
         await one.close()
+
+
+@pytest.fixture
+def own_server(tmp_path: Path) -> Iterator[tuple["subprocess.Popen[bytes]", int]]:
+    """A small Redis of this test's own, to be filled and to be stopped."""
+    [port] = free_ports(1)
+    server = subprocess.Popen(
+        [
+            "redis-server",
+            "--port",
+            str(port),
+            "--bind",
+            "127.0.0.1",
+            "--save",
+            "",
+            "--dir",
+            str(tmp_path),
+            "--repl-backlog-ttl",
+            "0",
+        ],
+        stdout=subprocess.DEVNULL,
+    )
+    client = redis.Redis(port=port)
+
+    def answers() -> bool:
+        try:
+            return bool(client.ping())
+        except redis.ConnectionError:
+            return False
+
+    wait_until(answers, what="a Redis of one's own")
+    yield server, port
+    os.kill(server.pid, signal.SIGCONT)
+    server.kill()
+    server.wait()
+
+
+@pytest.fixture
+async def own(own_server: Any) -> AsyncIterator[tuple[Any, KeySpace]]:
+    client = redis.asyncio.Redis(port=own_server[1])
+    keys = KeySpace("own", 1)
+    await take_over(client, keys)
+    yield client, keys
+    await client.aclose()
 
 
 @pytest.fixture(scope="session")
