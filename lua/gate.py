@@ -12,7 +12,15 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 from typing import Any, Final, Literal, NamedTuple
 
-from redis.exceptions import ConnectionError, NoScriptError, OutOfMemoryError, ReadOnlyError, TimeoutError
+from redis.exceptions import (
+    ClusterDownError,
+    ConnectionError,
+    NoScriptError,
+    OutOfMemoryError,
+    ReadOnlyError,
+    ResponseError,
+    TimeoutError,
+)
 
 from lua import batches, loader
 from lua.journaled import HistoryChanged, Journaled
@@ -27,13 +35,17 @@ from models.outcomes import Outcome
 Promise = Literal["journaled", "decided"]
 IN_FLIGHT_MAX: Final = 2
 RETRY_SECONDS: Final = 0.05
+WATCH_EVERY_SECONDS: Final = 0.1
 BUSY_RETRY_MS: Final = 200
 OFFERS_OPENED_AT_ONCE_MAX: Final = 16
 SHARDS_KNOWN_MAX: Final = 100_000
 
 #: Scripts that must work when the outbox is full: what they do gives room, or ends what fills it.
 _ALWAYS_ADMITTED: Final = frozenset({"pause", "resume", "close"})
-_UNREACHABLE: Final = (ConnectionError, TimeoutError, ReadOnlyError, OSError)
+_UNREACHABLE: Final = (ConnectionError, TimeoutError, ReadOnlyError, ClusterDownError, OSError)
+#: Errors with which Redis refuses a script before it begins, so that nothing was decided: too few replicas, a disk that cannot be
+#: written, another script that runs for seconds.
+_NOT_BEGUN: Final = ("NOREPLICAS", "MISCONF", "BUSY ")
 
 
 class OutcomeUnknown(Exception):
@@ -56,9 +68,12 @@ def now_ms() -> int:
 
 
 class _Ticket:
-    """Consecutive commands of one caller, shard and type; `done` gets their answers and the history they were decided under."""
+    """Consecutive commands of one caller, shard and type; `done` gets their answers and the history they were decided under.
 
-    __slots__ = ("commands", "deadline", "done", "group", "patience_seconds", "patient_until", "script")
+    `unsure` since they were sent once and no reply came: they may be decided, and are not refused any more.
+    """
+
+    __slots__ = ("commands", "deadline", "done", "group", "patience_seconds", "patient_until", "script", "unsure")
 
     def __init__(self, group: object, script: str, commands: Sequence[AnyCommand], deadline: float, patience_seconds: float) -> None:
         self.group = group
@@ -67,10 +82,13 @@ class _Ticket:
         self.deadline = deadline
         self.patience_seconds = patience_seconds
         self.patient_until: float | None = None
+        self.unsure = False
         self.done: asyncio.Future[tuple[list[Answer], int]] = asyncio.get_running_loop().create_future()
 
     def is_patient(self, now: float) -> bool:
         """Whether it goes on waiting; patience begins with the first refusal, not while the server is away."""
+        if self.unsure:
+            return now < self.deadline
         if self.patient_until is None:
             self.patient_until = now + self.patience_seconds
         return now < self.patient_until
@@ -80,11 +98,15 @@ class _Ticket:
             self.done.set_result((answers, history))
 
     def refuse(self, outcome: Outcome, message: str, retry_at: int) -> None:
+        if self.unsure:
+            self.fail(OutcomeUnknown(f"sent, and no reply in time ({message}): send the commands again under their ids"))
+            return
         self.answer([refusal(c.id, outcome, c.offer, message, retry_at) for c in self.commands])
 
     def fail(self, error: BaseException) -> None:
         if not self.done.done():
             self.done.set_exception(error)
+            self.done.exception()  # a caller of several shards hears of the first failure only; the others are no news for the log
 
 
 class _Shard:
@@ -94,10 +116,11 @@ class _Shard:
         self.keys = keys
         self.queue: deque[_Ticket] = deque()
         self.queued = 0
-        self.in_flight = 0
+        self.in_flight: list[list[_Ticket]] = []
         self.groups: set[object] = set()
         self.held = False
         self.waking = False
+        self.watch: asyncio.TimerHandle | None = None
 
 
 class Gate:
@@ -132,6 +155,9 @@ class Gate:
     async def close(self) -> None:
         """Ends what is in flight and answers nobody any more."""
         await self.journaled.close()
+        for shard in self._shards:
+            if shard.watch:
+                shard.watch.cancel()
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -282,14 +308,17 @@ class Gate:
             batch = self._next_batch(shard)
             if not batch:
                 return
-            shard.in_flight += 1
+            shard.in_flight.append(batch)
+            if not shard.watch:
+                shard.watch = asyncio.get_running_loop().call_later(WATCH_EVERY_SECONDS, self._watch, shard)
             task = asyncio.create_task(self._send(shard, batch))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
     def _may_send(self, shard: _Shard) -> bool:
         # Small batches side by side would only cost more calls, each as dear as a batch.
-        return shard.in_flight == 0 or (shard.in_flight < IN_FLIGHT_MAX and 2 * shard.queued >= self._limits.batch_commands_max)
+        flying = len(shard.in_flight)
+        return flying == 0 or (flying < IN_FLIGHT_MAX and 2 * shard.queued >= self._limits.batch_commands_max)
 
     def _next_batch(self, shard: _Shard) -> list[_Ticket]:
         """The tickets at the head of the queue that one call can carry: one type, and no caller already in flight."""
@@ -323,12 +352,15 @@ class Gate:
             refused = (error.outcome, error.message, error.retry_at)
         except _UNREACHABLE as error:
             self._unreachable(shard, batch, error)
-        except BaseException as error:
+        except Exception as error:
             for ticket in batch:
-                ticket.fail(error if isinstance(error, Exception) else asyncio.CancelledError())
+                ticket.fail(error)
+        except BaseException:
+            for ticket in batch:
+                ticket.fail(asyncio.CancelledError())
             raise
         finally:
-            shard.in_flight -= 1
+            shard.in_flight = [other for other in shard.in_flight if other is not batch]
             shard.groups.difference_update(ticket.group for ticket in batch)
             if refused:
                 self._refused(shard, batch, *refused)
@@ -339,6 +371,8 @@ class Gate:
         now = time.monotonic()
         patient = []
         for ticket in batch:
+            if ticket.done.done():
+                continue
             if ticket.is_patient(now):
                 patient.append(ticket)
             else:
@@ -349,13 +383,34 @@ class Gate:
         """Sent, perhaps decided: only the same command can find out, so it is sent again until its time is over."""
         now = time.monotonic()
         for ticket in batch:
+            ticket.unsure = True
             if ticket.deadline <= now:
-                ticket.fail(OutcomeUnknown(f"Redis did not answer in time ({error}): send the commands again under their ids"))
-        self._hold(shard, [ticket for ticket in batch if ticket.deadline > now])
-        while shard.queue and shard.queue[-1].deadline <= now:
-            ticket = shard.queue.pop()
-            shard.queued -= len(ticket.commands)
-            ticket.refuse(Outcome.busy, "Redis does not answer", self._now() + BUSY_RETRY_MS)
+                ticket.refuse(Outcome.busy, f"Redis does not answer: {error}", 0)
+        self._hold(shard, [ticket for ticket in batch if not ticket.done.done()])
+        self._give_up_late(shard, now)
+
+    def _watch(self, shard: _Shard) -> None:
+        """Keeps the time-outs of callers while something is in flight, whatever time-out the client of Redis has."""
+        now = time.monotonic()
+        for batch in shard.in_flight:
+            for ticket in batch:
+                if ticket.deadline <= now:
+                    ticket.unsure = True
+                    ticket.refuse(Outcome.busy, "Redis does not answer", 0)
+        self._give_up_late(shard, now)
+        shard.watch = None
+        if shard.in_flight or shard.queue:
+            shard.watch = asyncio.get_running_loop().call_later(WATCH_EVERY_SECONDS, self._watch, shard)
+
+    def _give_up_late(self, shard: _Shard, now: float) -> None:
+        """Those in the queue whose time is over: what was never sent is `busy`, the rest unknown."""
+        late = [ticket for ticket in shard.queue if ticket.deadline <= now]
+        if not late:
+            return
+        shard.queue = deque(ticket for ticket in shard.queue if ticket.deadline > now)
+        shard.queued -= sum(len(ticket.commands) for ticket in late)
+        for ticket in late:
+            ticket.refuse(Outcome.busy, "Redis did not take it in time", self._now() + BUSY_RETRY_MS)
 
     def _hold(self, shard: _Shard, tickets: list[_Ticket]) -> None:
         if not tickets:
@@ -388,6 +443,10 @@ class Gate:
             raw = await run_script(self._redis, script, [*keys.deciding(), *names], arguments)
         except OutOfMemoryError:
             raise _Refused(Outcome.busy, "Redis memory is full", self._now() + BUSY_RETRY_MS) from None
+        except ResponseError as error:
+            if not str(error).startswith(_NOT_BEGUN):
+                raise
+            raise _Refused(Outcome.busy, f"Redis refuses to write: {error}", self._now() + BUSY_RETRY_MS) from None
         reply = batches.decode_reply(raw)
         if reply.code != 0:
             raise _Refused(Outcome(reply.code), str(reply.rows_or_message), reply.history_or_retry_at)

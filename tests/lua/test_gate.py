@@ -4,12 +4,15 @@ import asyncio
 import os
 import secrets
 import signal
+from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import redis.asyncio
 
 from lua.gate import Gate, GateLimits, OutcomeUnknown, run_script
+from lua.keys import KeySpace
 from models.commands import Close, Grab
 from tests.conftest import until
 from tests.lua.conftest import SEALER, grabs, opening
@@ -124,3 +127,137 @@ async def test_not_journaled_in_time_is_unknown(own: Any) -> None:
     with pytest.raises(OutcomeUnknown, match="not in the journal in time"):
         await one.decide([opening(secrets.token_hex(4))])
     await one.close()
+
+
+# -- what it says when it does not know -------------------------------------------------------------------------------
+
+
+class LosesReplies:
+    """A client whose next `lost` script calls are carried out but not answered, and then something happens on the server."""
+
+    def __init__(self, client: Any, lost: int, then: Callable[[], Awaitable[Any]]) -> None:
+        self._client = client
+        self._lost = lost
+        self._then = then
+
+    async def execute_command(self, *words: Any) -> Any:
+        reply = await self._client.execute_command(*words)
+        if self._lost:
+            self._lost -= 1
+            await self._then()
+            raise redis.TimeoutError("Timeout reading from socket")
+        return reply
+
+
+async def fence(client: Any, keys: KeySpace) -> None:
+    await client.hdel(keys.shard(0).state, "life")
+
+
+async def test_sent_without_a_reply_and_then_fenced_is_unknown(own: Any) -> None:
+    """`fenced` says that nothing was decided; who was sent once and heard nothing must not be told so."""
+    client, keys = own
+    await Gate(client, keys, SEALER).decide([opening("e")], "decided")
+    one = Gate(LosesReplies(client, 1, lambda: fence(client, keys)), keys, SEALER, GateLimits(timeout_ms=300))
+    with pytest.raises(OutcomeUnknown, match="under their ids"):
+        await one.decide(grabs(1), "decided")
+    assert await client.hget(keys.shard(0).offer("e"), "places") == b"1"
+    # Who was never sent before is told that nothing was decided.
+    assert (await one.decide(grabs(1, start=5), "decided"))[0].outcome == "fenced"
+    await one.close()
+
+
+async def test_sent_without_a_reply_and_then_a_full_outbox_is_unknown(own: Any) -> None:
+    """The outbox may be full of these very commands."""
+    client, keys = own
+    await Gate(client, keys, SEALER).decide([opening("e")], "decided")
+    one = Gate(LosesReplies(client, 1, client.ping), keys, SEALER, GateLimits(timeout_ms=300, outbox_events_max=4))
+    with pytest.raises(OutcomeUnknown, match="under their ids"):
+        await one.decide(grabs(3), "decided")
+    assert await client.hget(keys.shard(0).offer("e"), "places") == b"3"
+    await one.close()
+
+
+async def test_sent_without_a_reply_waits_out_a_short_fence(own: Any) -> None:
+    client, keys = own
+    state = keys.shard(0).state
+    life = await client.hget(state, "life")
+    await Gate(client, keys, SEALER).decide([opening("e")], "decided")
+    one = Gate(LosesReplies(client, 1, lambda: fence(client, keys)), keys, SEALER, GateLimits(timeout_ms=20_000))
+    waiting = asyncio.create_task(one.decide(grabs(2), "decided"))
+    await until(lambda: client.hexists(keys.shard(0).answers("e"), "e-g1"))
+    await client.hset(state, "life", life)
+    assert [(answer.outcome, answer.repeated) for answer in await waiting] == [("granted", True)] * 2
+    await one.close()
+
+
+async def test_time_runs_out_also_when_the_client_is_more_patient(own: Any, own_server: Any) -> None:
+    """The gate's own time-out holds, whatever the client's; who still waits in the queue then was not sent, and hears `busy`."""
+    _, keys = own
+    patient = redis.asyncio.Redis(port=own_server[1], socket_timeout=60)
+    one = Gate(patient, keys, SEALER, GateLimits(timeout_ms=300))
+    await one.decide([opening("e")], "decided")
+    os.kill(own_server[0].pid, signal.SIGSTOP)
+    began = asyncio.get_running_loop().time()
+    sent = asyncio.create_task(one.decide(grabs(1), "decided"))
+    # The call is in flight once the next one finds no room beside it.
+    await until(lambda: len(one._shards[0].in_flight) == 1)
+    queued = asyncio.create_task(one.decide(grabs(1, start=1), "decided"))
+    with pytest.raises(OutcomeUnknown, match="in time"):
+        await asyncio.wait_for(sent, 10)
+    assert [answer.outcome for answer in await asyncio.wait_for(queued, 10)] == ["busy"]
+    assert asyncio.get_running_loop().time() - began < 5
+    os.kill(own_server[0].pid, signal.SIGCONT)
+    answers = await until(lambda: _granted(one), what="an answer")
+    assert [answer.repeated for answer in answers] == [True, False]  # type: ignore[attr-defined]
+    await one.close()
+    await patient.aclose()
+
+
+async def _granted(one: Gate) -> Any:
+    try:
+        return await one.decide(grabs(2), "decided")
+    except OutcomeUnknown:
+        return None
+
+
+# -- a server that refuses to write -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", [grabs(1)[0], Close(id="c", offer="e"), opening("new")], ids=["grab", "close", "open"])
+async def test_too_few_replicas_is_busy(own: Any, command: Any) -> None:
+    """Redis refuses such a script before it begins: nothing was decided, and it may go better soon."""
+    client, keys = own
+    one = Gate(client, keys, SEALER)
+    await one.decide([opening("e")], "decided")
+    await client.config_set("min-replicas-to-write", 1)
+    [answer] = await one.decide([command], "decided")
+    assert (answer.outcome, answer.seq) == ("busy", None)
+    assert "NOREPLICAS" in (answer.message or "")
+    assert answer.retry_at is not None
+    waiting = asyncio.create_task(one.decide([command], "decided", patience_ms=20_000))
+    await until(lambda: one._shards[0].held)
+    await client.config_set("min-replicas-to-write", 0)
+    [answer] = await waiting
+    assert answer.positive
+    assert not answer.repeated
+    await one.close()
+
+
+async def test_a_disk_that_cannot_be_written_is_busy(own: Any, tmp_path: Path) -> None:
+    client, keys = own
+    one = Gate(client, keys, SEALER)
+    await one.decide([opening("e")], "decided")
+    (tmp_path / "dump.rdb").mkdir()  # where the server would save
+    await client.config_set("save", "3600 1")
+    await client.bgsave()
+    await until(lambda: _saving_failed(client), what="a failed save")
+    [answer] = await one.decide(grabs(1), "decided")
+    assert (answer.outcome, answer.seq) == ("busy", None)
+    assert "MISCONF" in (answer.message or "")
+    await client.config_set("save", "")
+    assert (await one.decide(grabs(1), "decided"))[0].outcome == "granted"
+    await one.close()
+
+
+async def _saving_failed(client: Any) -> bool:
+    return bool((await client.info("persistence"))["rdb_last_bgsave_status"] == "err")
