@@ -11,7 +11,10 @@ from lua import loader
 from lua.gate import Gate, GateLimits, now_ms, run_script
 from lua.keys import KeySpace
 from lua.loader import BadScript, assemble
-from models.commands import Close
+from models.commands import Close, Grab, Open, Pause
+from models.events import decode_event
+from models.offers import EnvelopeTerms
+from streams.sweeper import Sweeper
 from tests.lua.conftest import SEALER, event_lines, grabs, opening, take_over
 
 HEADER = "#!lua\n-- Purpose. Command: x\n-- KEYS[1] a\n-- Returns 1\n"
@@ -194,3 +197,89 @@ async def test_full_memory_refuses_and_goes_on_when_there_is_room(own: Any) -> N
     await client.config_set("maxmemory", "1")
     assert (await one.decide([Close(id="c", offer="m")], "decided"))[0].outcome == "closed"
     await one.close()
+
+
+# -- all or nothing ---------------------------------------------------------------------------------------------------
+
+
+async def everything(client: Any, keys: KeySpace) -> dict[bytes, bytes]:
+    """All keys of this test as Redis would dump them."""
+    return {key: await client.dump(key) async for key in client.scan_iter(match=f"{keys.prefix}:*", count=1_000)}
+
+
+@pytest.mark.parametrize("draw", ["ahead", "at_grab"])
+async def test_a_refused_write_leaves_nothing_behind(gate: Any, client: Any, keys: KeySpace, draw: str) -> None:
+    """The outbox refuses an id that is not above its last; it is written first, so nothing else has happened by then."""
+    one = gate()
+    shard = keys.shard(keys.shard_of_offer("e"))
+    await one.decide([opening(draw=draw), *grabs(2)], "decided")
+    await client.xadd(shard.outbox, {"e": "{}"}, id="100-0")
+    before = await everything(client, keys)
+    drained = grabs(9, start=2)
+    same_shard = next(f"x{n}" for n in range(100) if keys.shard_of_offer(f"x{n}") == shard.shard)
+    for commands in (
+        grabs(1, start=2),
+        [*drained, *grabs(1, "e", 90)],  # the last part, with the close it brings, and a refusal
+        [Pause(id="p", offer="e")],
+        [Close(id="c", offer="e")],
+        [opening(same_shard)],
+    ):
+        with pytest.raises(redis.ResponseError, match="equal or smaller"):
+            await one.decide(commands, "decided")
+        assert await everything(client, keys) == before
+    sweeper = Sweeper(client, shard, keys.shards, 10**12)
+    with pytest.raises(redis.ResponseError, match="equal or smaller"):
+        await sweeper.close_due(now_ms() + 10**9)
+    assert await everything(client, keys) == before
+    # It was only the write that stood in the way: without it all of this happens.
+    await client.xdel(shard.outbox, "100-0")
+    await client.execute_command("XSETID", shard.outbox, "3-0")
+    assert [answer.outcome for answer in await one.decide(drained, "decided")] == ["granted"] * 8 + ["sold_out"]
+
+
+async def test_a_refused_call_leaves_nothing_behind(gate: Any, client: Any, keys: KeySpace) -> None:
+    one = gate(outbox_events_max=3)
+    await one.decide([opening(), *grabs(2)], "decided")
+    before = await everything(client, keys)
+    answers = await one.decide([*grabs(4, start=1), opening("e:2")], "decided")
+    assert {answer.outcome for answer in answers} == {"busy"}
+    assert await everything(client, keys) == before
+
+
+@pytest.mark.parametrize("draw", ["ahead", "at_grab"])
+async def test_the_greatest_numbers_and_the_longest_names(gate: Any, client: Any, keys: KeySpace, draw: str) -> None:
+    """Doubles and their printing hold to the last unit, in answers, in events, and in the records of repeats."""
+    one = gate()
+    name, user = "o" * 64, "u" * 63
+    terms = EnvelopeTerms(
+        issuer="i" * 64, funding="f" * 64, asset="CNY", total=10**13, parts=3, law="bounded", min=10**12, max=9 * 10**12 - 1,
+        draw=draw, seed="5eed" * 32, opens_at=0, closes_at=4_102_444_800_000,
+    )  # fmt: skip
+    taken = [Grab(id=f"{n}" * 64, offer=name, user=f"{user}{n}", attributes={"a" * 64: "v" * 64}) for n in range(3)]
+    answers = await one.decide([Open(id="q" * 64, offer=name, terms=terms), *taken], "decided")
+    assert answers[0].amount == 10**13
+    assert sum(answer.amount for answer in answers[1:]) == 10**13
+    repeats = await one.decide(taken, "decided")
+    assert [(answer.amount, answer.seq, answer.at) for answer in repeats] == [
+        (answer.amount, answer.seq, answer.at) for answer in answers[1:]
+    ]
+    events = [decode_event(line) for line in await event_lines(client, keys, keys.shard_of_offer(name))]
+    assert [event.amount for event in events[1:4]] == [answer.amount for answer in answers[1:]]  # type: ignore[union-attr]
+    assert (events[0].total, events[0].closes_at) == (10**13, 4_102_444_800_000)  # type: ignore[union-attr]
+
+
+async def test_a_shard_counts_on_with_twelve_digits(gate: Any, client: Any, keys: KeySpace) -> None:
+    """Numbers in event texts are never printed as 1e+12, and a shard ends before its records can number no more events."""
+    one = gate()
+    shard = keys.shard(keys.shard_of_offer("e"))
+    last = 2**40 - 1 - 10_000
+    await client.hset(shard.state, mapping={"seq": last - 3, "journaled_seq": last - 3})
+    answers = await one.decide([opening(), *grabs(2)], "decided")
+    assert [answer.seq for answer in answers] == [last - 2, last - 1, last]
+    assert [decode_event(line).seq for line in await event_lines(client, keys, shard.shard)] == [last - 2, last - 1, last]
+    [repeated, told] = await one.decide([grabs(2)[1], Grab(id="again", offer="e", user="u1")], "decided")
+    assert (repeated.seq, repeated.repeated, told.seq, told.outcome) == (last, True, last, "already_taken")
+    await client.hset(shard.state, "seq", last + 1)
+    [fenced] = await one.decide(grabs(1, start=5), "decided")
+    assert fenced.outcome == "fenced"
+    assert "number" in (fenced.message or "")
