@@ -1,12 +1,14 @@
 """The pure rules and the real Lua, driven by the same random commands at the same random times, must not differ in anything.
 
-After every step: the answers, the events byte for byte, the shard's seq. At the end: everything Redis has of every offer.
+After every step: the answers, the events byte for byte, and that a repeat got its first answer. At the end: everything Redis has of
+every offer, and the books, from the event lines alone.
 A failure prints the line that repeats it.
 """
 
 import asyncio
 import secrets
 import struct
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -15,9 +17,11 @@ import redis.asyncio
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+from redis.asyncio.cluster import RedisCluster
 
 from lua.gate import Gate, GateLimits
 from lua.keys import KeySpace
+from models.answers import Answer
 from models.commands import AnyCommand, Close, Grab, Open, Pause, Resume
 from models.events import OfferOpened, decode_event, encode_event
 from models.identifiers import campaign_of
@@ -25,11 +29,13 @@ from models.offers import EnvelopeTerms
 from models.rules import Offer, ShardState, decide, sweep
 from ops.settings import Settings
 from streams.sweeper import Sweeper
+from tests.lua.books import check_books
 from tests.lua.conftest import NOW, SEALER, event_lines, take_over
 
 OFFERS = ("c:a", "c:b", "d", "e", "f")
-USERS = tuple(f"u{number}" for number in range(6))
-IDS = tuple(f"id{number}" for number in range(36))
+USERS = tuple(f"u{number}" for number in range(9))
+# Rarely the same by chance: what repeats does so because it is sent again.
+IDS = tuple(f"id{number}" for number in range(500))
 
 offers = st.sampled_from(OFFERS)
 ids = st.sampled_from(IDS)
@@ -51,7 +57,7 @@ def opens(draw: Any) -> Open:
     law = draw(st.sampled_from(("double_mean", "bounded", "equal")))
     most = draw(st.integers(least, 40)) if law == "bounded" and draw(st.booleans()) else None
     total = draw(st.integers(parts * least, parts * (most or 10**6)))
-    opens_at = draw(st.none() | st.integers(NOW, NOW + 3_000))
+    opens_at = draw(st.none() | st.none() | st.integers(NOW, NOW + 3_000))
     closes_at = draw(st.none() | st.integers(NOW + 500, NOW + 9_000))
     if opens_at is not None and closes_at is not None and closes_at <= opens_at:
         closes_at = opens_at + 1
@@ -66,25 +72,35 @@ def opens(draw: Any) -> Open:
 class Machine(RuleBasedStateMachine):
     """Two implementations, one history."""
 
-    url: str
+    connect: Callable[[], Any]
 
-    @initialize()
-    def begin(self) -> None:
+    @initialize(batch_commands_max=st.sampled_from((2, 3, 512)), commands=st.lists(opens(), min_size=3, max_size=8))
+    def begin(self, batch_commands_max: int, commands: list[AnyCommand]) -> None:
         self.runner = asyncio.Runner()
         self.keys = KeySpace(f"machine{secrets.token_hex(5)}", 2)
         self.now = [NOW]
         self.states = [ShardState(number) for number in range(2)]
         self.lines: list[list[bytes]] = [[], []]
-        self.runner.run(self._begin())
-
-    async def _begin(self) -> None:
-        self.client = redis.asyncio.Redis.from_url(self.url)
-        await take_over(self.client, self.keys)
-        self.gate = Gate(self.client, self.keys, SEALER, GateLimits(), clock=lambda: self.now[0])
-
-    @rule(commands=st.lists(opens(), min_size=1, max_size=4))
-    def opens_offers(self, commands: list[AnyCommand]) -> None:
+        self.first_answers: dict[tuple[str, str], tuple[AnyCommand, Answer]] = {}
+        self.sent: list[AnyCommand] = []
+        self.runner.run(self._begin(GateLimits(batch_commands_max=batch_commands_max)))
         self._all(commands)
+
+    async def _begin(self, limits: GateLimits) -> None:
+        self.client = type(self).connect()
+        await self.client.initialize()
+        await take_over(self.client, self.keys)
+        self.gate = Gate(self.client, self.keys, SEALER, limits, clock=lambda: self.now[0])
+
+    @rule(command=opens())
+    def opens_an_offer(self, command: AnyCommand) -> None:
+        self._all([command])
+
+    @rule(offer=offers, users=st.lists(st.sampled_from(USERS), min_size=4, max_size=12))
+    def a_crowd_comes(self, offer: str, users: list[str]) -> None:
+        """Every one under an id that nobody has used."""
+        first = len(IDS) + len(self.sent)
+        self._all([Grab(id=f"id{number}", offer=offer, user=user) for number, user in enumerate(users, first)])
 
     @rule(command=opens(), again=opens())
     def opens_twice_under_one_id(self, command: Open, again: Open) -> None:
@@ -94,15 +110,21 @@ class Machine(RuleBasedStateMachine):
     def grabs_many(self, commands: list[AnyCommand]) -> None:
         self._all(commands)
 
-    @rule(command=steering)
-    def steers(self, command: AnyCommand) -> None:
-        self._all([command])
+    @rule(
+        picks=st.lists(st.tuples(st.integers(0, 300), st.sampled_from((*USERS, None, None))), min_size=1, max_size=6),
+        more=st.lists(grabs, max_size=3),
+    )
+    def sends_again(self, picks: list[tuple[int, str | None]], more: list[AnyCommand]) -> None:
+        """Earlier commands once more, the latest most often; grabs also with another user, and with company."""
+        commands = [(self.sent[-1 - back % len(self.sent)], user) for back, user in picks if self.sent]
+        changed = [msgspec.structs.replace(one, user=user) if user and isinstance(one, Grab) else one for one, user in commands]
+        self._all([*changed, *more, *changed[:1]])
 
-    @rule(commands=st.lists(st.one_of(grabs, grabs, steering, opens()), min_size=2, max_size=8))
+    @rule(commands=st.lists(st.one_of(grabs, grabs, grabs, steering), min_size=1, max_size=8))
     def mixes(self, commands: list[AnyCommand]) -> None:
         self._all(commands)
 
-    @rule(ms=st.sampled_from((0, 1, 7, 500, 999, 3_000, -2_000)))
+    @rule(ms=st.sampled_from((0, 1, 7, 500, 999, 3_000, 6_000, -2_000)))
     def time_passes(self, ms: int) -> None:
         self.now[0] += ms
 
@@ -116,7 +138,9 @@ class Machine(RuleBasedStateMachine):
             await self._compare(number, sweep(state, self.now[0]))
 
     def _all(self, commands: list[AnyCommand]) -> None:
-        self.runner.run(self._decide(commands))
+        if commands:
+            self.runner.run(self._decide(commands))
+            self.sent += commands
 
     async def _decide(self, commands: list[AnyCommand]) -> None:
         answers = await self.gate.decide(commands, "decided")
@@ -129,8 +153,21 @@ class Machine(RuleBasedStateMachine):
                 decided = decide(self.states[number], command, self.now[0], {"sealed_seed": "sealed"})
                 assert answers[place] == decided.answer, f"{command}: Lua {answers[place]}, rules {decided.answer}"
                 made[number] += decided.events
+                self._check_repeat(command, answers[place])
         for number, events in enumerate(made):
             await self._compare(number, events)
+
+    def _check_repeat(self, command: AnyCommand, answer: Answer) -> None:
+        """The promise about repeats, without the rules: a command that was carried out keeps its answer, and its id."""
+        known, first = self.first_answers.setdefault((campaign_of(command.offer), command.id), (command, answer))
+        if first is answer or not first.positive:
+            if not first.positive:
+                del self.first_answers[campaign_of(command.offer), command.id]
+            assert not (answer.positive and answer.repeated)
+        elif command == known:
+            assert answer == msgspec.structs.replace(first, repeated=True)
+        else:
+            assert answer.outcome in ("conflict", "invalid")
 
     async def _compare(self, number: int, events: list[Any]) -> None:
         """The events of this step, byte for byte; only the sealed seed is a server's own, and is opened and checked."""
@@ -166,6 +203,7 @@ class Machine(RuleBasedStateMachine):
     async def _end(self) -> None:
         for number, state in enumerate(self.states):
             await self._compare_state(number, state)
+            check_books(self.lines[number])
         names = [key async for key in self.client.scan_iter(match=f"{self.keys.prefix}:*", count=1_000)]
         if names:
             await self.client.unlink(*names)
@@ -203,8 +241,8 @@ class Machine(RuleBasedStateMachine):
         } == {user: tuple(part) for user, part in offer.users.items()}
 
 
-def _run(url: str, examples: int, derandomize: bool) -> None:
-    machine = type("OneMachine", (Machine,), {"url": url})
+def _run(connect: Callable[[], Any], examples: int, derandomize: bool) -> None:
+    machine = type("OneMachine", (Machine,), {"connect": staticmethod(connect)})
     run_state_machine_as_test(  # type: ignore[no-untyped-call]
         machine,
         settings=hypothesis_settings(max_examples=examples, stateful_step_count=40, derandomize=derandomize, deadline=None),
@@ -215,10 +253,16 @@ def _run(url: str, examples: int, derandomize: bool) -> None:
 @pytest.mark.timeout(900)
 def test_same_histories_every_time(servers: Settings) -> None:
     """The same random histories on every run."""
-    _run(servers.redis_url, 120, derandomize=True)
+    _run(lambda: redis.asyncio.Redis.from_url(servers.redis_url), 120, derandomize=True)
 
 
 @pytest.mark.timeout(900)
 def test_fresh_histories(servers: Settings) -> None:
     """Others on every run."""
-    _run(servers.redis_url, 60, derandomize=False)
+    _run(lambda: redis.asyncio.Redis.from_url(servers.redis_url), 60, derandomize=False)
+
+
+@pytest.mark.timeout(900)
+def test_histories_on_a_cluster(cluster_port: int) -> None:
+    """The same scripts, with the shards on different nodes."""
+    _run(lambda: RedisCluster(host="127.0.0.1", port=cluster_port), 15, derandomize=True)
