@@ -9,6 +9,7 @@ import asyncio
 import logging
 import os
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -25,7 +26,10 @@ log = logging.getLogger(__name__)
 
 PROJECTIONS: Final = ("ledger", "balances", "audit", "events")
 _APPLY: Final = {"ledger": ledger.apply, "balances": balances.apply, "audit": audit.apply}
-STOP_SECONDS: Final = 20.0
+STOP_SECONDS: Final = 8.0
+STEADY_SECONDS: Final = 30.0
+ENDS_IN_A_ROW_MAX: Final = 60
+PAUSE_SECONDS_MAX: Final = 5.0
 
 Step = Callable[[str], None]
 
@@ -68,6 +72,7 @@ def build_app(kafka: str, prefix: str, shards: int, projectors: Sequence[Project
     for projector in projectors:
         app.agent(journal, name=f"{prefix}.{projector.name}")(_agent_of(projector))
     running: list[asyncio.Task[None]] = []
+    app.projector_tasks = running
 
     @app.task()  # type: ignore[untyped-decorator]
     async def run_projectors() -> None:
@@ -109,30 +114,44 @@ async def run_projections(
     names: Sequence[str] = PROJECTIONS,
     step: Step = lambda name: None,
 ) -> None:
-    """Runs the app inside this event loop until `stop` is set, and begins anew with another one when it stalls.
+    """Runs the app inside this event loop until `stop` is set, and begins anew with another one when it stalls or ends.
 
-    Raises RuntimeError when the app ended by itself.
+    Raises RuntimeError when it keeps ending.
     """
     watched = [name for name in names if name in _APPLY]
+    ends_in_a_row = 0
+    abandoned = False
     while not stop.is_set():
+        began = time.monotonic()
         app = build_app(kafka, prefix, shards, make_projectors(kafka, prefix, shards, postgres, schema, names, step))
         app.finalize()
         watching = asyncio.create_task(until_stalled(kafka, Topics(prefix).journal, shards, postgres, schema, watched))
         stopping = asyncio.create_task(stop.wait())
-        ended = asyncio.create_task(_run(app))
+        running = asyncio.create_task(_run(app))
         try:
-            await asyncio.wait({watching, stopping, ended}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({watching, stopping, running}, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            for task in (watching, stopping):
+            why = _why_it_ended(app, watching, running)
+            for task in (watching, stopping, running):
                 task.cancel()
-            await _stop(app)
-            await asyncio.gather(watching, stopping, ended, return_exceptions=True)
-        if stop.is_set():
-            return
-        if not watching.cancelled():
-            log.error("Faust delivers nothing, starting it again: %s", watching.result())
-            continue
-        raise RuntimeError("the Faust app ended by itself") from app.crash_reason
+            if not await _stop(app):
+                _leave_if(abandoned or stop.is_set())
+                abandoned = True
+            await asyncio.gather(watching, stopping, running, return_exceptions=True)
+        if not stop.is_set():
+            ends_in_a_row = ends_in_a_row + 1 if time.monotonic() - began < STEADY_SECONDS else 1
+            if ends_in_a_row > ENDS_IN_A_ROW_MAX:
+                raise RuntimeError(f"Faust ended {ends_in_a_row} times in a row: {why}") from app.crash_reason
+            log.error("starting Faust again: %s", why)
+            await asyncio.wait({asyncio.create_task(stop.wait())}, timeout=min(ends_in_a_row, PAUSE_SECONDS_MAX))
+
+
+def _why_it_ended(app: faust.App, watching: "asyncio.Task[str]", running: "asyncio.Task[None]") -> str:
+    if watching.done() and not watching.cancelled():
+        return watching.result()
+    if running.done() and not running.cancelled() and running.exception() is not None:
+        return f"the app did not start ({running.exception()!r})"
+    return f"the app ended by itself ({app.crash_reason!r})"
 
 
 async def _run(app: faust.App) -> None:
@@ -140,11 +159,21 @@ async def _run(app: faust.App) -> None:
     await app.wait_until_stopped()
 
 
-async def _stop(app: faust.App) -> None:
+async def _stop(app: faust.App) -> bool:
+    """Stops the app and its projectors; returns whether Faust went along. Its threads may hang on a broker for ever."""
+    for task in app.projector_tasks:
+        task.cancel()
     try:
         await asyncio.wait_for(app.stop(), STOP_SECONDS)
     except TimeoutError:
-        # Its threads may hang on a broker for ever; what is acknowledged is in our cursors, so nothing is lost by leaving.
+        return False
+    return True
+
+
+def _leave_if(hopeless: bool) -> None:
+    """Ends the process when Faust hangs again; what is written is in our cursors, so nothing is lost by leaving."""
+    if hopeless:
         log.critical("Faust does not stop, ending the process")
         logging.shutdown()
         os._exit(EXIT_UNKNOWN_ERROR)
+    log.error("Faust does not stop; its threads are left behind, and the group gives its partitions to the next one")

@@ -62,6 +62,8 @@ async def open_reader(bootstrap: str, topic: str) -> AsyncIterator[JournalReader
         max_partition_fetch_bytes=RECORD_BYTES_MAX,
         # We read to a known end; a fetch that waited there for more would hold up the one for the next partition.
         fetch_max_wait_ms=10,
+        # A broker that died in the middle of an answer is noticed after this long, not after the client's 40 s.
+        request_timeout_ms=8_000,
     )
     await consumer.start()
     try:

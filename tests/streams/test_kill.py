@@ -109,6 +109,7 @@ async def private(private_services: LocalServices, settings: Settings) -> Any:
     return own
 
 
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("server", ["postgres", "kafka", "redis"])
 async def test_a_server(private: Settings, private_services: LocalServices, worker: Callable[..., Any], server: str) -> None:
     """PostgreSQL, the broker, and Redis with its AOF intact."""

@@ -59,7 +59,7 @@ class Traffic:
                 async def complete() -> bool:
                     return (await look(redis, key_space(self.settings), books)).complete
 
-                await until(complete, 60, "the books' arrival")
+                await until(complete, 150, "the books' arrival")
                 checks = await verdict(books, self._chosen, self.rehearsal.doors)
             checks += await verify(self.settings)
         finally:
