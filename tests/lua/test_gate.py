@@ -38,6 +38,19 @@ async def test_a_refusal_counts_within_its_own_call(gate: Any) -> None:
     ]
 
 
+async def test_a_grant_counts_within_its_own_call(gate: Any) -> None:
+    [first], other = grabs(1), Grab(id="e-g0", offer="e", user="other")
+    again = Grab(id="again", offer="e", user=first.user)
+    answers = await gate().decide([opening(), first, first, other, again, again], "decided")
+    assert [(answer.outcome, answer.repeated, answer.place) for answer in answers[1:]] == [
+        ("granted", False, 1),
+        ("granted", True, 1),
+        ("conflict", False, None),
+        ("already_taken", False, 1),
+        ("already_taken", True, 1),
+    ]
+
+
 async def test_bad_commands_do_not_stop_the_others(gate: Any) -> None:
     one = gate()
     bad = [
