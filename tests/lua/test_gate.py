@@ -274,3 +274,51 @@ async def test_a_disk_that_cannot_be_written_is_busy(own: Any, tmp_path: Path) -
 
 async def _saving_failed(client: Any) -> bool:
     return bool((await client.info("persistence"))["rdb_last_bgsave_status"] == "err")
+
+
+# -- journaled --------------------------------------------------------------------------------------------------------
+
+
+async def journal(client: Any, keys: KeySpace, number: int, seq: int) -> None:
+    """What a relay does once Kafka has everything up to `seq`."""
+    shard = keys.shard(number)
+    term, owner, life = [value.decode() for value in await client.hmget(shard.state, ["term", "owner", "life"])]
+    await run_script(client, "trim", [shard.state, shard.outbox], [term, owner, life, seq, "aa", 1, shard.channel])
+
+
+async def test_a_journaled_answer_waits_for_its_own_event_only(gate: Any, client: Any, keys: KeySpace) -> None:
+    one = gate(timeout_ms=20_000)
+    one.start()
+    number = keys.shard_of_offer("e")
+    await one.decide([opening(), *grabs(3)], "decided")
+    first, second = (asyncio.create_task(one.decide([grab])) for grab in grabs(2))
+    refused = await one.decide([Grab(id="no", offer="none", user="u")])
+    assert refused[0].outcome == "no_such_offer"  # no event, nothing to wait for
+    await until(lambda: len(one.journaled._waiting.get(number, ())) == 2)
+    await journal(client, keys, number, 2)
+    assert (await first)[0].seq == 2
+    assert not second.done()
+    told = asyncio.create_task(one.decide([Grab(id="later", offer="e", user="u1")]))  # carries the second's event
+    await until(lambda: len(one.journaled._waiting.get(number, ())) == 2)
+    assert not second.done()
+    await journal(client, keys, number, 3)
+    assert (await second)[0].seq == 3
+    assert (await told)[0].outcome == "already_taken"
+    # What is journaled already does not wait.
+    assert (await one.decide(grabs(2)))[1].repeated
+    await one.close()
+
+
+async def test_of_several_events_the_last_must_be_journaled(gate: Any, client: Any, keys: KeySpace) -> None:
+    one = gate(timeout_ms=20_000)
+    one.start()
+    number = keys.shard_of_offer("e")
+    waiting = asyncio.create_task(one.decide([opening(), *grabs(3)]))
+    await until(lambda: client.hexists(keys.shard(number).answers("e"), "e-g2"))
+    await journal(client, keys, number, 3)
+    await one.journaled.look(number)
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    await journal(client, keys, number, 4)
+    assert [answer.seq for answer in await waiting] == [1, 2, 3, 4]
+    await one.close()
