@@ -19,6 +19,8 @@ TIME_MS_MAX: Final = 4_102_444_800_000
 TITLE_LENGTH_MAX: Final = 200
 
 _is_currency = re.compile(r"[A-Z]{3}\Z").match
+# PostgreSQL takes no NUL, UTF-8 no half of a surrogate pair, and a title is one line.
+_is_no_text = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]").search
 _is_seed = re.compile(r"(?:[0-9a-f]{2}){16,64}\Z").match
 
 Draw = Literal["ahead", "at_grab"]
@@ -64,6 +66,8 @@ def check_terms(terms: Terms) -> None:
         raise Invalid(f"terms.asset: must be a currency of three capitals such as CNY, got {terms.asset!r}")
     if len(terms.title) > TITLE_LENGTH_MAX:
         raise Invalid(f"terms.title: at most {TITLE_LENGTH_MAX} characters, got {len(terms.title)}")
+    if found := _is_no_text(terms.title):
+        raise Invalid(f"terms.title: must be one line of text, without control characters; got {found.group()!r} at {found.start()}")
     for field in ("total", "parts", "min", "max", "opens_at", "closes_at", "retire_after_ms"):
         value = getattr(terms, field)
         if value is not None:

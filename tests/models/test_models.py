@@ -5,9 +5,11 @@ import json
 import pytest
 
 from models.answers import Answer, encode_answer
-from models.commands import AnyCommand, Grab, Undecodable, decode_command, decode_commands, digest_of, encode_command
+from models.commands import AnyCommand, Grab, Open, Undecodable, check, decode_command, decode_commands, digest_of, encode_command
 from models.events import AnyEvent, decode_event
 from models.identifiers import are_ids, campaign_of, is_id, shard_of
+from models.money import Invalid
+from models.offers import EnvelopeTerms
 from models.outcomes import OUTCOME_NAMES, Outcome
 from models.transfers import transfers_of
 
@@ -56,6 +58,9 @@ def grabbing(**changes: object) -> dict[str, object]:
         (opening(asset="cny"), "asset"), (opening(issuer=""), "issuer"), (opening(funding="a b"), "funding"),
         (opening(seed="AB" * 16), "seed"), (opening(seed="ab" * 15), "seed"), (opening(kind="coupon"), "kind"),
         (opening(opens_at=10, closes_at=10), "closes_at"), (opening(title="x" * 201), "title"), (opening(colour="red"), "colour"),
+        (opening(title="a\0b"), "title"), (opening(title="two\nlines"), "title"), (opening(title="\x85"), "title"),
+        (grabbing(user="u\0"), "user"), (grabbing(quantity=1e0), "quantity"), (grabbing(quantity=10**30), "quantity"),
+        (grabbing(attributes={"a": {"b": "c"}}), "attributes"), (grabbing(attributes={"a": 1}), "attributes"),
     ],
 )  # fmt: skip
 def test_a_bad_command_names_the_field(command: object, word: str) -> None:
@@ -63,6 +68,19 @@ def test_a_bad_command_names_the_field(command: object, word: str) -> None:
     assert isinstance(bad, Undecodable)
     assert word in bad.reason
     assert bad.raw == json.dumps(command).encode()
+
+
+@pytest.mark.parametrize("title", ["", "春节红包 🧧", "👩‍👩‍👧 family", 'a "b" \\ </script>', "line\u2028separator"])
+def test_a_title_may_be_any_text_of_one_line(title: str) -> None:
+    [command] = decode_commands(json.dumps(opening(title=title)).encode())
+    assert isinstance(command, Open)
+    assert command.terms.title == title
+
+
+def test_a_title_that_is_no_text_is_refused_also_when_made_in_python() -> None:
+    """Half a surrogate pair cannot be encoded: unrefused, it would fail the batches of others."""
+    with pytest.raises(Invalid, match="title"):
+        check(Open(id="i", offer="o", terms=EnvelopeTerms(issuer="a", funding="f", asset="CNY", total=9, parts=1, title="\ud800")))
 
 
 @pytest.mark.parametrize(
