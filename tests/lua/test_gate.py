@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import secrets
 import signal
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -11,11 +10,11 @@ from typing import Any
 import pytest
 import redis.asyncio
 
-from lua.gate import Gate, GateLimits, OutcomeUnknown, run_script
+from lua.gate import Gate, GateLimits, OutcomeUnknown
 from lua.keys import KeySpace
-from models.commands import Close, Grab
+from models.commands import Close, Grab, Pause, Resume
 from tests.conftest import until
-from tests.lua.conftest import SEALER, grabs, opening
+from tests.lua.conftest import SEALER, event_lines, grabs, opening
 
 
 async def test_an_array_is_carried_out_in_order(gate: Any) -> None:
@@ -49,6 +48,16 @@ async def test_a_grant_counts_within_its_own_call(gate: Any) -> None:
         ("already_taken", False, 1),
         ("already_taken", True, 1),
     ]
+
+
+@pytest.mark.parametrize(("kind", "done"), [(Pause, "paused"), (Resume, "resumed"), (Close, "closed")])
+async def test_steering_counts_within_its_own_call(gate: Any, client: Any, keys: KeySpace, kind: Any, done: str) -> None:
+    first, second, other = kind(id="s1", offer="e"), kind(id="s2", offer="e"), kind(id="s1", offer="e:2")
+    answers = await gate().decide([opening(), first, first, second, other], "decided")
+    assert [(answer.outcome, answer.repeated) for answer in answers[1:3]] == [(done, False), (done, True)]
+    assert answers[3].outcome == ("over" if kind is Close else done)
+    assert answers[4].outcome == "conflict"
+    assert len(await event_lines(client, keys, keys.shard_of_offer("e"))) == (2 if kind is Close else 3)
 
 
 async def test_bad_commands_do_not_stop_the_others(gate: Any) -> None:
@@ -107,38 +116,6 @@ async def test_patience_waits_out_a_fence(own: Any) -> None:
     assert (await one.decide(grabs(1, "p", 5), "decided"))[0].outcome == "fenced"
     await client.hset(state, "life", life)
     assert [answer.outcome for answer in await waiting] == ["granted"] * 3 + ["closed"]
-    await one.close()
-
-
-async def test_a_journaled_answer_waits_for_its_own_history(own: Any) -> None:
-    """An announcement of another history releases nobody: the command is asked again, and its new answer is waited for."""
-    client, keys = own
-    shard = keys.shard(0)
-    one = Gate(client, keys, SEALER, GateLimits(timeout_ms=20_000))
-    one.start()
-    await one.decide([opening("j")], "decided")
-    waiting = asyncio.create_task(one.decide(grabs(1, "j")))
-    await until(lambda: client.hexists(shard.answers("j"), "j-g0"))
-    assert not waiting.done()
-    # A recovery: another history, at the same state.
-    term, life, *_ = await run_script(client, "raise_term", [shard.state], [0, "second"])
-    seq = await client.hget(shard.state, "seq")
-    await run_script(client, "reconcile", [shard.state], [term, "second", life, seq, 1])
-    await run_script(client, "trim", [shard.state, shard.outbox], [term, "second", life, 1, "aa", 1, shard.channel])
-    await asyncio.wait({waiting}, timeout=0.5)
-    assert not waiting.done()
-    await run_script(client, "trim", [shard.state, shard.outbox], [term, "second", life, seq, "aa", 2, shard.channel])
-    [answer] = await waiting
-    assert (answer.outcome, answer.repeated) == ("granted", True)
-    await one.close()
-
-
-async def test_not_journaled_in_time_is_unknown(own: Any) -> None:
-    client, keys = own
-    one = Gate(client, keys, SEALER, GateLimits(timeout_ms=300))
-    one.start()
-    with pytest.raises(OutcomeUnknown, match="not in the journal in time"):
-        await one.decide([opening(secrets.token_hex(4))])
     await one.close()
 
 
@@ -274,51 +251,3 @@ async def test_a_disk_that_cannot_be_written_is_busy(own: Any, tmp_path: Path) -
 
 async def _saving_failed(client: Any) -> bool:
     return bool((await client.info("persistence"))["rdb_last_bgsave_status"] == "err")
-
-
-# -- journaled --------------------------------------------------------------------------------------------------------
-
-
-async def journal(client: Any, keys: KeySpace, number: int, seq: int) -> None:
-    """What a relay does once Kafka has everything up to `seq`."""
-    shard = keys.shard(number)
-    term, owner, life = [value.decode() for value in await client.hmget(shard.state, ["term", "owner", "life"])]
-    await run_script(client, "trim", [shard.state, shard.outbox], [term, owner, life, seq, "aa", 1, shard.channel])
-
-
-async def test_a_journaled_answer_waits_for_its_own_event_only(gate: Any, client: Any, keys: KeySpace) -> None:
-    one = gate(timeout_ms=20_000)
-    one.start()
-    number = keys.shard_of_offer("e")
-    await one.decide([opening(), *grabs(3)], "decided")
-    first, second = (asyncio.create_task(one.decide([grab])) for grab in grabs(2))
-    refused = await one.decide([Grab(id="no", offer="none", user="u")])
-    assert refused[0].outcome == "no_such_offer"  # no event, nothing to wait for
-    await until(lambda: len(one.journaled._waiting.get(number, ())) == 2)
-    await journal(client, keys, number, 2)
-    assert (await first)[0].seq == 2
-    assert not second.done()
-    told = asyncio.create_task(one.decide([Grab(id="later", offer="e", user="u1")]))  # carries the second's event
-    await until(lambda: len(one.journaled._waiting.get(number, ())) == 2)
-    assert not second.done()
-    await journal(client, keys, number, 3)
-    assert (await second)[0].seq == 3
-    assert (await told)[0].outcome == "already_taken"
-    # What is journaled already does not wait.
-    assert (await one.decide(grabs(2)))[1].repeated
-    await one.close()
-
-
-async def test_of_several_events_the_last_must_be_journaled(gate: Any, client: Any, keys: KeySpace) -> None:
-    one = gate(timeout_ms=20_000)
-    one.start()
-    number = keys.shard_of_offer("e")
-    waiting = asyncio.create_task(one.decide([opening(), *grabs(3)]))
-    await until(lambda: client.hexists(keys.shard(number).answers("e"), "e-g2"))
-    await journal(client, keys, number, 3)
-    await one.journaled.look(number)
-    await asyncio.sleep(0)
-    assert not waiting.done()
-    await journal(client, keys, number, 4)
-    assert [answer.seq for answer in await waiting] == [1, 2, 3, 4]
-    await one.close()

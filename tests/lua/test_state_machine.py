@@ -120,9 +120,9 @@ class Machine(RuleBasedStateMachine):
         changed = [msgspec.structs.replace(one, user=user) if user and isinstance(one, Grab) else one for one, user in commands]
         self._all([*changed, *more, *changed[:1]])
 
-    @rule(commands=st.lists(st.one_of(grabs, grabs, grabs, steering), min_size=1, max_size=8))
-    def mixes(self, commands: list[AnyCommand]) -> None:
-        self._all(commands)
+    @rule(commands=st.lists(st.one_of(grabs, grabs, grabs, steering), min_size=1, max_size=8), times=st.sampled_from((1, 1, 2)))
+    def mixes(self, commands: list[AnyCommand], times: int) -> None:
+        self._all([command for command in commands for _ in range(times)])
 
     @rule(ms=st.sampled_from((0, 1, 7, 500, 999, 3_000, 6_000, -2_000)))
     def time_passes(self, ms: int) -> None:
