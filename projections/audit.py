@@ -13,7 +13,7 @@ NAME = "audit"
 async def apply(connection: AsyncConnection[Any], facts: Sequence[Fact]) -> None:
     """Adds the events, in the caller's transaction."""
     rows = []
-    for line, hash_, event in facts:
+    for line, hash_, event, _ in facts:
         # JSON has no raw tabs or newlines; a backslash is the only byte that COPY would take for its own.
         body = line.replace(b"\\", b"\\\\").decode()
         type_ = event.__struct_config__.tag

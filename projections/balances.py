@@ -9,7 +9,7 @@ from psycopg import AsyncConnection
 from psycopg.errors import CheckViolation
 
 from models.events import GrabGranted, OfferClosed, OfferOpened, OfferPaused, OfferResumed
-from models.transfers import transfers_of
+from projections.arrays import integer_array, text_array
 from projections.cursors import Fact
 
 NAME = "balances"
@@ -53,14 +53,14 @@ _terms = msgspec.json.Decoder(_Terms).decode
 
 async def apply(connection: AsyncConnection[Any], facts: Sequence[Fact]) -> None:
     """Adds the events to balances, grabs and offers, in the caller's transaction."""
-    users: defaultdict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0])
+    accounts: defaultdict[tuple[str, str], int] = defaultdict(int)
     offers: defaultdict[str, _OfferChange] = defaultdict(_OfferChange)
     grabs: list[str] = []
     opened: list[OfferOpened] = []
-    for _, _, event in facts:
-        for asset, debit, credit, amount in transfers_of(event):
-            _move(users, debit, asset, -amount)
-            _move(users, credit, asset, amount)
+    for _, _, event, transfers in facts:
+        for asset, debit, credit, amount in transfers:
+            accounts[debit, asset] -= amount
+            accounts[credit, asset] += amount
         if isinstance(event, GrabGranted):
             grabs.append(
                 f"{event.offer}\t{event.grab}\t{event.user}\tgranted\t{event.quantity}\t{event.amount}\t{event.asset}\t"
@@ -82,17 +82,9 @@ async def apply(connection: AsyncConnection[Any], facts: Sequence[Fact]) -> None
             cursor.copy("COPY grabs_1 (offer, grab, user_id, state, quantity, amount, asset, place, shard, seq, at) FROM STDIN") as copy,
         ):
             await copy.write("".join(grabs))
-    if users:
-        await _upsert_users(connection, users)
+    await _upsert_users(connection, accounts)
     if offers:
         await _update_offers(connection, offers)
-
-
-def _move(users: defaultdict[tuple[str, str], list[int]], account: str, asset: str, amount: int) -> None:
-    if account.startswith(_WALLET):
-        users[account[7:], asset][0] += amount
-    elif account.startswith(_HOLD):
-        users[account[5:], asset][1] += amount
 
 
 def _steer(offer: _OfferChange, event: OfferPaused | OfferResumed | OfferClosed) -> None:
@@ -118,19 +110,27 @@ async def _insert_offers(connection: AsyncConnection[Any], opened: Sequence[Offe
         )  # fmt: skip
 
 
-async def _upsert_users(connection: AsyncConnection[Any], users: dict[tuple[str, str], list[int]]) -> None:
+async def _upsert_users(connection: AsyncConnection[Any], accounts: dict[tuple[str, str], int]) -> None:
     """Adds changes to balances; losses by UPDATE, since an upsert would test them alone against the CHECK (see ledger)."""
-    losses = sorted(key for key, (available, held) in users.items() if available < 0 or held < 0)
-    for keys, statement in ((sorted(users.keys() - set(losses)), _GAIN), (losses, _LOSE)):
+    available: dict[tuple[str, str], int] = {}
+    held: dict[tuple[str, str], int] = {}
+    for (account, asset), change in accounts.items():
+        if account.startswith(_WALLET):
+            available[account[7:], asset] = change
+        elif account.startswith(_HOLD):
+            held[account[5:], asset] = change
+    users = available.keys() | held.keys() if held else available.keys()
+    losses = sorted(user for user in users if available.get(user, 0) < 0 or held.get(user, 0) < 0)
+    for keys, statement in ((sorted(users - set(losses)) if losses else sorted(users), _GAIN), (losses, _LOSE)):
         if not keys:
             continue
         done = await connection.execute(
             statement,
             (
-                [key[0] for key in keys],
-                [key[1] for key in keys],
-                [users[key][0] for key in keys],
-                [users[key][1] for key in keys],
+                text_array([key[0] for key in keys]),
+                text_array([key[1] for key in keys]),
+                integer_array(available.get(key, 0) for key in keys),
+                integer_array(held.get(key, 0) for key in keys),
             ),
         )
         if done.rowcount != len(keys):

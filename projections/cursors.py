@@ -7,6 +7,7 @@ from psycopg import AsyncConnection
 
 from models.events import AnyEvent
 from models.journal import Cursor
+from models.transfers import Transfer
 
 
 class CursorMoved(Exception):
@@ -14,11 +15,12 @@ class CursorMoved(Exception):
 
 
 class Fact(NamedTuple):
-    """An accepted event: its text as journaled, the chain's hash behind it, and its decoded form."""
+    """An accepted event: its text as journaled, the chain's hash behind it, its decoded form, and the transfers it is."""
 
     line: bytes
     hash: bytes
     event: AnyEvent
+    transfers: tuple[Transfer, ...]
 
 
 async def load(connection: AsyncConnection[Any], projection: str) -> dict[int, Cursor]:

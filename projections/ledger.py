@@ -7,7 +7,8 @@ from typing import Any
 from psycopg import AsyncConnection
 from psycopg.errors import CheckViolation
 
-from models.transfers import GUARDED_ACCOUNTS, transfers_of
+from models.transfers import GUARDED_ACCOUNTS
+from projections.arrays import integer_array, text_array
 from projections.cursors import Fact
 
 NAME = "ledger"
@@ -17,8 +18,8 @@ async def apply(connection: AsyncConnection[Any], facts: Sequence[Fact]) -> None
     """Adds the transfers of the events, in the caller's transaction; raises psycopg.errors.CheckViolation at an overdraft."""
     rows: list[str] = []
     changes: defaultdict[tuple[str, str], int] = defaultdict(int)
-    for _, _, event in facts:
-        for leg, (asset, debit, credit, amount) in enumerate(transfers_of(event)):
+    for _, _, event, transfers in facts:
+        for leg, (asset, debit, credit, amount) in enumerate(transfers):
             rows.append(f"{event.shard}\t{event.seq}\t{leg}\t{event.offer}\t{asset}\t{debit}\t{credit}\t{amount}\t{event.at}\n")
             changes[debit, asset] -= amount
             changes[credit, asset] += amount
@@ -39,11 +40,10 @@ async def _post(connection: AsyncConnection[Any], changes: dict[tuple[str, str],
     """
     losses = sorted(key for key, amount in changes.items() if amount < 0 and key[0].startswith(GUARDED_ACCOUNTS))
     gains = sorted(changes.keys() - set(losses))
-    columns = [([key[0] for key in keys], [key[1] for key in keys], [changes[key] for key in keys]) for keys in (gains, losses)]
     await connection.execute(
         "INSERT INTO accounts_1 AS a (account, asset, posted) SELECT * FROM unnest(%s::text[], %s::text[], %s::bigint[]) "
         "ON CONFLICT (account, asset) DO UPDATE SET posted = a.posted + excluded.posted",
-        columns[0],
+        _columns(gains, changes),
     )
     if not losses:
         return
@@ -51,7 +51,12 @@ async def _post(connection: AsyncConnection[Any], changes: dict[tuple[str, str],
         "UPDATE accounts_1 AS a SET posted = a.posted + c.amount "
         "FROM unnest(%s::text[], %s::text[], %s::bigint[]) AS c (account, asset, amount) "
         "WHERE a.account = c.account AND a.asset = c.asset",
-        columns[1],
+        _columns(losses, changes),
     )
     if done.rowcount != len(losses):
         raise CheckViolation(f"an account that does not exist would fall below 0, one of {losses[:5]}")
+
+
+def _columns(keys: Sequence[tuple[str, str]], changes: dict[tuple[str, str], int]) -> tuple[str, str, str]:
+    accounts, assets = [key[0] for key in keys], [key[1] for key in keys]
+    return text_array(accounts), text_array(assets), integer_array(changes[key] for key in keys)

@@ -8,8 +8,8 @@ database refuses, stops alone, is written down, and the others go on.
 import asyncio
 import logging
 import os
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
-from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -17,8 +17,9 @@ import psycopg
 from aiokafka.errors import KafkaError
 from psycopg import AsyncConnection
 
-from models.events import AnyEvent, decode_event_list
-from models.journal import Block, Corrupt, Cursor, Gap, parse_block
+from models.events import decode_event_list
+from models.journal import Corrupt, Cursor, Gap, Headers, parse_block
+from models.transfers import transfers_of
 from projections import cursors
 from projections.cursors import CursorMoved, Fact
 from projections.migrate import use_schema
@@ -28,6 +29,8 @@ log = logging.getLogger(__name__)
 
 GROUP_EVENTS_MAX: Final = 4_000
 QUEUE_RECORDS_MAX: Final = 256
+#: Bytes of journal text whose decoded form a process keeps; decoded it is several times as large.
+DECODED_BYTES_MAX: Final = 16 * 1024 * 1024
 RETRY_SECONDS: Final = 0.5
 RETRY_SECONDS_MAX: Final = 10.0
 EXIT_UNKNOWN_ERROR: Final = 70
@@ -48,17 +51,55 @@ class Group(NamedTuple):
     facts: dict[int, list[Fact]]
 
 
-# All projections of a process see the same records: each is taken apart and decoded once.
-@lru_cache(maxsize=512)
-def _decode(shard: int, offset: int, headers: tuple[tuple[str, bytes], ...], value: bytes) -> tuple[Block, list[AnyEvent]]:
-    block = parse_block(headers, value)
-    if block.shard != shard:
-        raise Corrupt(f"offset {offset}: a block of shard {block.shard} in partition {shard}")
-    try:
-        events = decode_event_list(b"[" + b",".join(block.lines) + b"]") if block.count else []
-    except msgspec.DecodeError as error:
-        raise Corrupt(f"offset {offset}: an event cannot be decoded: {error}") from None
-    return block, events
+class Decoded:
+    """A record taken apart: its block at once, a fact for each of its events when the block counts."""
+
+    def __init__(self, record: Record) -> None:
+        """Raises Corrupt when the record contradicts itself."""
+        self.block = parse_block(record.headers, record.value)
+        self.size = len(record.value) or 1_000  # a marker is no text, but not nothing
+        self._facts: list[Fact] = []
+        if self.block.shard != record.shard:
+            raise Corrupt(f"offset {record.offset}: a block of shard {self.block.shard} in partition {record.shard}")
+
+    @property
+    def facts(self) -> list[Fact]:
+        """A fact for each line; raises Corrupt when an event cannot be decoded or is not what its place says."""
+        block = self.block
+        if block.count and not self._facts:
+            try:
+                events = decode_event_list(b"[" + b",".join(block.lines) + b"]")
+            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                raise Corrupt(f"an event from seq {block.first_seq} on cannot be decoded: {error}") from None
+            # Rows are written under the numbers in the text, the chain counts by the header: they must be the same.
+            if [(event.seq, event.shard) for event in events] != [(block.first_seq + n, block.shard) for n in range(block.count)]:
+                raise Corrupt(f"the events from seq {block.first_seq} on carry other numbers in their text")
+            self._facts = list(map(Fact, block.lines, block.hashes, events, map(transfers_of, events)))
+        return self._facts
+
+
+class Decoder:
+    """Takes records apart. All projections of a process see the same records: each is decoded once, the newest are kept."""
+
+    def __init__(self, bytes_max: int = DECODED_BYTES_MAX) -> None:
+        self._bytes_max = bytes_max
+        self._bytes = 0
+        self._newest: OrderedDict[tuple[str, int, int, Headers], Decoded] = OrderedDict()
+
+    def decode(self, topic: str, record: Record) -> Decoded:
+        """The record taken apart; raises Corrupt when it contradicts itself."""
+        # The headers hold the hash that the text was proved to lead to, so they stand for it in the key.
+        key = (topic, record.shard, record.offset, tuple(record.headers))
+        found = self._newest.get(key)
+        if found is None:
+            found = self._newest[key] = Decoded(record)
+            self._bytes += found.size
+            while self._bytes > self._bytes_max:
+                self._bytes -= self._newest.popitem(last=False)[1].size
+        return found
+
+
+_decoder = Decoder()
 
 
 class Projector:
@@ -186,15 +227,16 @@ class Projector:
         if record.offset < cursor.next_offset:
             return group
         try:
-            block, events = _decode(shard, record.offset, tuple(record.headers), record.value)
-            behind, accepted = cursor.feed(record.offset, block)
+            decoded = _decoder.decode(self._journal, record)
+            behind, accepted = cursor.feed(record.offset, decoded.block)
+            # What is accepted is always the end of the block.
+            news = decoded.facts[-len(accepted) :] if accepted else []
         except (Corrupt, Gap) as error:
             await self._write(group)
             await self._stop(shard, cursor, str(error))
             return Group({}, {})
         group.moves[shard] = (group.moves[shard][0] if shard in group.moves else self._cursors[shard], behind)
-        facts = group.facts.setdefault(shard, [])
-        facts.extend(Fact(one.line, one.hash, events[one.seq - block.first_seq]) for one in accepted)
+        group.facts.setdefault(shard, []).extend(news)
         if sum(map(len, group.facts.values())) >= GROUP_EVENTS_MAX:
             await self._write(group)
             return Group({}, {})

@@ -15,7 +15,7 @@ from ops.rehearsal.run import open_books
 from ops.settings import Settings
 from streams.agents import make_projectors
 from streams.journal import Record, open_reader
-from streams.projector import CatchUp, Projector
+from streams.projector import CatchUp, Decoder, Projector
 from streams.topics import Topics
 from tests.conftest import until
 from tests.ops.test_cli import grabstream, of
@@ -183,6 +183,43 @@ async def test_a_bad_block_stops_that_shard_and_no_other(system: Settings, journ
     shown = grabstream("status", "--json", **of(system))
     assert shown.returncode == 1
     assert [(stop["projection"], stop["shard"]) for stop in json.loads(shown.stdout)["stopped"]] == [("ledger", SHARD)]
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (granted("e", 7), "other numbers in their text"),
+        (granted("e", 6).replace(b'"shard":3', b'"shard":4'), "other numbers in their text"),
+        (granted("e", 6).replace(b"grab.granted", b"grab.imagined"), "cannot be decoded"),
+        (granted("e", 6) + b"," + granted("e", 7), "other numbers in their text"),
+        (b"\xff", "cannot be decoded"),
+    ],
+)
+async def test_an_event_that_is_not_what_its_place_says_stops_the_shard(
+    system: Settings, journal: Journal, line: bytes, reason: str
+) -> None:
+    """Rows go by the numbers in the text, the chain by those in the headers."""
+    await journal.marker(1, "a")
+    await journal.block([*LINES[:5], line], 1, 5)
+    await journal.block([*LINES[:5], line], 6, 6)
+    async with running(system, "ledger", "audit") as projectors:
+        for projector in projectors:
+            await projector.put(journal.records[-1])
+        for projector in projectors:
+            await until(lambda projector=projector: projector._stopped == {SHARD}, 30, "the stop")
+    stops = await rows(system, "SELECT projection, seq, reason FROM stopped_shards ORDER BY projection")
+    assert [stop[:2] for stop in stops] == [("audit", 5), ("ledger", 5)]
+    assert all(reason in stop[2] for stop in stops)
+    assert await rows(system, "SELECT count(*) FROM audit") == [(5,)]
+
+
+def test_decoded_blocks_are_shared_and_forgotten() -> None:
+    headers = tuple(block_headers(SHARD, 1, "a", 1, 2, GENESIS, chain(GENESIS, LINES[:2])[-1]))
+    record = Record(SHARD, 1, headers, b"\n".join(LINES[:2]))
+    decoder = Decoder(bytes_max=len(record.value))
+    assert decoder.decode("t", record) is decoder.decode("t", record)
+    assert decoder.decode("t", record) is not decoder.decode("another", record)
+    assert list(decoder._newest) == [("another", SHARD, 1, headers)]
 
 
 async def test_postgresql_refuses_an_overdraft(system: Settings, journal: Journal) -> None:

@@ -1,0 +1,19 @@
+"""Array literals: PostgreSQL reads what was meant, whatever the text."""
+
+import psycopg
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from ops.settings import Settings
+from projections.arrays import integer_array, text_array
+
+texts = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]))
+
+
+@given(st.lists(texts), st.lists(st.integers(-(2**63), 2**63 - 1)))
+@example(["NULL", "", '"', "\\", '\\"', "a,b", "{}", " x ", '","', "你好"], [0])
+@example(['a","b', "c"], [])
+def test_what_goes_in_comes_out(servers: Settings, some: list[str], numbers: list[int]) -> None:
+    with psycopg.connect(servers.postgres) as connection:
+        found = connection.execute("SELECT %s::text[], %s::bigint[]", (text_array(some), integer_array(numbers))).fetchone()
+    assert found == (some, numbers)
