@@ -70,7 +70,7 @@ def now_ms() -> int:
 class _Ticket:
     """Consecutive commands of one caller, shard and type; `done` gets their answers and the history they were decided under.
 
-    `unsure` since they were sent once and no reply came: they may be decided, and are not refused any more.
+    `unsure` once they may be decided although nobody knows (no reply came, or a history was lost): then they are not refused any more.
     """
 
     __slots__ = ("commands", "deadline", "done", "group", "patience_seconds", "patient_until", "script", "unsure")
@@ -99,7 +99,7 @@ class _Ticket:
 
     def refuse(self, outcome: Outcome, message: str, retry_at: int) -> None:
         if self.unsure:
-            self.fail(OutcomeUnknown(f"sent, and no reply in time ({message}): send the commands again under their ids"))
+            self.fail(OutcomeUnknown(f"decided or not, nobody knows yet ({message}): send the commands again under their ids"))
             return
         self.answer([refusal(c.id, outcome, c.offer, message, retry_at) for c in self.commands])
 
@@ -260,9 +260,11 @@ class Gate:
         group: object,
         deadline: float,
         patience_ms: int,
+        unsure: bool = False,
     ) -> _Ticket:
         shard = self._shards[number]
         ticket = _Ticket(id(group), script, commands, deadline, patience_ms / 1000)
+        ticket.unsure = unsure
         if shard.queued + len(commands) > self._limits.queue_commands_max:
             ticket.refuse(Outcome.busy, "the gate's queue is full", self._now() + BUSY_RETRY_MS)
             return ticket
@@ -282,8 +284,7 @@ class Gate:
                 return answers
             except HistoryChanged:
                 # What was decided may be gone with its history: ask again under the same ids, and trust only the new answer.
-                patience_ms = int(max(left, 0) * 1000)
-                again = self._submit(number, ticket.script, ticket.commands, ticket, ticket.deadline, patience_ms)
+                again = self._submit(number, ticket.script, ticket.commands, ticket, ticket.deadline, 0, unsure=True)
                 answers, history = await again.done
             except builtins.TimeoutError:
                 raise OutcomeUnknown(
@@ -396,7 +397,7 @@ class Gate:
             for ticket in batch:
                 if ticket.deadline <= now:
                     ticket.unsure = True
-                    ticket.refuse(Outcome.busy, "Redis does not answer", 0)
+                    ticket.refuse(Outcome.busy, "Redis did not answer in time", 0)
         self._give_up_late(shard, now)
         shard.watch = None
         if shard.in_flight or shard.queue:

@@ -4,8 +4,10 @@ Its cursor is in a header of the topic's own records, on the last one of every g
 cursor it finds there, so some records may repeat, with the same id and bytes; none is left out.
 """
 
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from functools import lru_cache
+from itertools import zip_longest
 from typing import Any, Final
 
 from aiokafka import AIOKafkaProducer
@@ -59,26 +61,31 @@ class Publisher(Projector):
     async def _save(self, group: Group) -> None:
         await self._connected()
         assert self._producer is not None
-        for shard, facts in group.facts.items():
-            if facts:
-                await self._publish(self._producer, shard, facts, group.moves[shard][1])
+        shards = [shard for shard, facts in group.facts.items() if facts]
+        batches = [self._batches(self._producer, group.facts[shard], group.moves[shard][1]) for shard in shards]
+        # A partition's next batch goes out when the one before is acknowledged: a broker that knows nothing of a producer takes
+        # whatever batch it sees first, so an earlier one that expired on the way would be a gap below the cursor in the later one.
+        for abreast in zip_longest(*batches):
+            sent = [
+                await self._producer.send_batch(batch, self._events, partition=shard)
+                for shard, batch in zip(shards, abreast, strict=True)
+                if batch is not None
+            ]
+            for acknowledged in sent:
+                await acknowledged
 
-    async def _publish(self, producer: AIOKafkaProducer, shard: int, facts: list[Fact], behind: Cursor) -> None:
-        sent = []
-        batch = producer.create_batch()
+    def _batches(self, producer: AIOKafkaProducer, facts: Sequence[Fact], behind: Cursor) -> list[Any]:
+        """The events in as few batches as the size of a request allows, the cursor on the last of them."""
+        batches = [producer.create_batch()]
         for fact in facts:
-            event = fact.event
             headers = self._headers(fact)
             if fact is facts[-1]:
                 headers.append((CURSOR_HEADER, encode_cursor(behind)))
-            record = {"key": event.offer.encode(), "value": fact.line, "timestamp": event.at, "headers": headers}
-            if batch.append(**record) is None:
-                sent.append(await producer.send_batch(batch, self._events, partition=shard))
-                batch = producer.create_batch()
-                batch.append(**record)
-        sent.append(await producer.send_batch(batch, self._events, partition=shard))
-        for acknowledged in sent:
-            await acknowledged
+            record = {"key": fact.event.offer.encode(), "value": fact.line, "timestamp": fact.event.at, "headers": headers}
+            if batches[-1].append(**record) is None:
+                batches.append(producer.create_batch())
+                batches[-1].append(**record)
+        return batches
 
     def _headers(self, fact: Fact) -> list[tuple[str, bytes]]:
         event = fact.event

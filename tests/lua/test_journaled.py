@@ -88,3 +88,19 @@ async def test_not_journaled_in_time_is_unknown(own: Any) -> None:
     with pytest.raises(OutcomeUnknown, match="not in the journal in time"):
         await one.decide([opening(secrets.token_hex(4))])
     await one.close()
+
+
+async def test_decided_in_a_lost_history_and_then_fenced_is_unknown(own: Any) -> None:
+    """It was decided once: whether that survived, nobody knows yet, and `fenced` would say that it did not."""
+    client, keys = own
+    shard = keys.shard(0)
+    one = Gate(client, keys, SEALER, GateLimits(timeout_ms=600))
+    one.start()
+    await one.decide([opening("j")], "decided")
+    waiting = asyncio.create_task(one.decide(grabs(1, "j")))
+    await until(lambda: client.hexists(shard.answers("j"), "j-g0"))
+    await client.hset(shard.state, "history", 99)
+    await client.hdel(shard.state, "life")
+    with pytest.raises(OutcomeUnknown, match="under their ids"):
+        await waiting
+    await one.close()

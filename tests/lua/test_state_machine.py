@@ -27,6 +27,7 @@ from models.events import OfferOpened, decode_event, encode_event
 from models.identifiers import campaign_of
 from models.offers import EnvelopeTerms
 from models.rules import Offer, ShardState, decide, sweep
+from models.splitting import pack_parts
 from ops.settings import Settings
 from streams.sweeper import Sweeper
 from tests.lua.books import check_books
@@ -234,6 +235,8 @@ class Machine(RuleBasedStateMachine):
         assert fields["paused"] == ("1" if offer.paused else "0")
         numbers = {name: int(fields[name]) for name in ("amount_left", "units_left", "places", "offer_seq", "opens_at", "closes_at")}
         assert numbers == {name: getattr(offer, name) for name in numbers}
+        drawn = b"" if offer.closed_reason else pack_parts(offer.parts)
+        assert (await self.client.get(of_shard.of_offer(offer.name)[2]) or b"") == drawn
         users = await self.client.hgetall(of_shard.of_offer(offer.name)[1])
         assert {
             user.decode(): tuple(int.from_bytes(number, "big") for number in (place, amount, seq))

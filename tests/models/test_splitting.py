@@ -3,6 +3,7 @@
 import json
 import math
 import random
+from hashlib import sha1, sha256
 from pathlib import Path
 from typing import Any
 
@@ -184,6 +185,23 @@ def test_lua_draws_as_python(servers: Settings) -> None:
         total = min(10**13, parts * least + random_.randint(0, 10 ** random_.randint(1, 13)))
         seed = random_.randbytes(16).hex()
         assert lua_split(client, law, total, parts, least, total, seed) == split_at_grab(law, total, parts, least, total, seed)
+
+
+def test_lua_rejects_as_python(servers: Settings) -> None:
+    """A draw beyond the last whole range is drawn again, or the low ends would come too often; so rare that seeds are searched for."""
+    client = redis.Redis.from_url(servers.redis_url)
+    range_size = (2 * (10**13 // 2 - 1) + 1) * 2
+    limit = 16**13 - 16**13 % range_size
+    seeds = (f"{number:032x}" for number in range(100_000))
+    rejected = [seed for seed in seeds if int(sha1(f"{seed}:1:0".encode()).hexdigest()[:13], 16) >= limit]
+    assert len(rejected) >= 10
+    for seed in rejected[:10]:
+        assert draw(seed, 1, range_size) == int(sha1(f"{seed}:1:1".encode()).hexdigest()[:13], 16) % range_size
+        drawn = split_at_grab("double_mean", 10**13, 2, 1, 10**13, seed)
+        assert lua_split(client, "double_mean", 10**13, 2, 1, 10**13, seed) == drawn
+        terms = {"total": 10**13, "parts": 2, "draw": "at_grab"}
+        opened = {"terms": terms, "seed_sha256": sha256(bytes.fromhex(seed)).hexdigest()}
+        assert recompute(opened, {"seed": seed}) == drawn
 
 
 def test_packed_parts_are_six_bytes_each() -> None:

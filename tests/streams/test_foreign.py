@@ -17,7 +17,7 @@ TERMS = {
     "asset": "CNY",
     "total": 1000,
     "parts": 3,
-    "title": 'a\\b "c" 你好\t',
+    "title": 'a\\b "c" 你好',
 }
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
+from aiokafka.errors import NotLeaderForPartitionError
 from psycopg import errors
 
 from models.journal import GENESIS, block_headers, chain, marker_headers
@@ -284,3 +285,59 @@ async def test_published_events_go_on_without_a_gap(system: Settings, journal: J
                 found.setdefault(dict(record.headers)["ce_id"].decode(), set()).add(record.value)
     await consumer.stop()
     assert found == {f"{SHARD}-{seq}": {line} for seq, line in enumerate(LINES, 1)}
+
+
+class _Expiring:
+    """A producer whose batches fail from some moment on, as they do when a partition has no leader."""
+
+    def __init__(self, producer: AIOKafkaProducer, sound: int) -> None:
+        self._producer, self._sound = producer, sound
+        self.create_batch = producer.create_batch
+
+    async def send_batch(self, *arguments: Any, **named: Any) -> Any:
+        self._sound -= 1
+        if self._sound >= 0:
+            return await self._producer.send_batch(*arguments, **named)
+        failed = asyncio.get_running_loop().create_future()
+        if self._sound == -1:
+            failed.set_exception(NotLeaderForPartitionError())
+            return failed
+        return await self._producer.send_batch(*arguments, **named)
+
+    async def stop(self) -> None:
+        await self._producer.stop()
+
+
+async def test_a_batch_that_expires_leaves_no_gap_in_the_events(system: Settings, journal: Journal, monkeypatch: Any) -> None:
+    """What would follow it in the same group is not sent, or its cursor would say that all of it is there."""
+    lines = [opened("e", 1, 10**6), *(granted("e", seq) for seq in range(2, 1_001))]
+    await journal.marker(1, "a")
+    await journal.block(lines, 1, 1_000)
+    started = AIOKafkaProducer.start
+    sound = iter((1,))
+
+    async def start(self: Any) -> None:
+        self._max_batch_size = 64 * 1024
+        await started(self)
+
+    monkeypatch.setattr(AIOKafkaProducer, "start", start)
+    async with running(system, "events") as [publisher]:
+        opening = publisher._open
+
+        async def open_expiring(connection: Any) -> Any:
+            found = await opening(connection)
+            for count in sound:
+                publisher._producer = _Expiring(publisher._producer, count)  # type: ignore[attr-defined]
+            return found
+
+        publisher._open = open_expiring  # type: ignore[method-assign]
+        await publisher.put(journal.records[-1])
+        await until(lambda: publisher._cursors.get(SHARD) and publisher._cursors[SHARD].seq == 1_000, 30, "all events")
+    highest = 0
+    async with open_reader(system.kafka, Topics(system.prefix).events) as reader:
+        async for records in reader.read(SHARD, 0, await reader.end(SHARD)):
+            for record in records:
+                seq = int(dict(record.headers)["ce_id"].decode().partition("-")[2])
+                assert seq <= highest + 1
+                highest = max(highest, seq)
+    assert highest == 1_000
