@@ -6,16 +6,19 @@ Everything goes over as one MessagePack string: packing thousands of arguments o
 import secrets
 from collections.abc import Sequence
 from hashlib import sha256
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
+from msgspec import UNSET
 
 from lua.keys import ShardKeys
 from lua.sealing import Sealer
-from models.answers import Answer
-from models.commands import AnyCommand, Grab, Open, digest_of
+from lua.tickets import TicketKeys
+from models.answers import Answer, LimitState
+from models.calendar import DAY_MS, offsets_of
+from models.commands import Adjust, Amend, AnyCommand, Confirm, Grab, Load, Open, Redeem, Return, Settle, Steer, Unredeem, digest_of
 from models.identifiers import campaign_of
-from models.offers import ENVELOPE_LIFE_MS, EnvelopeTerms
+from models.offers import ENVELOPE_LIFE_MS, TIME_MS_MAX, EnvelopeTerms, PieceTerms, Terms, asset_of, published, units_of, week_minutes
 from models.outcomes import OUTCOME_NAMES, Outcome
 from models.splitting import check_split, pack_parts, split_ahead
 
@@ -23,10 +26,16 @@ from models.splitting import check_split, pack_parts, split_ahead
 Batch = tuple[list[str], list[bytes]]
 
 _pack = msgspec.msgpack.Encoder().encode
-_unpack = msgspec.msgpack.Decoder().decode
 _json = msgspec.json.Encoder().encode
 
 GRANTED = int(Outcome.granted)
+
+
+class Secrets(NamedTuple):
+    """What a gate may open and check: sealed seeds and codes, signed tickets."""
+
+    sealer: Sealer
+    tickets: TicketKeys
 
 
 class Reply(msgspec.Struct, frozen=True, array_like=True):
@@ -40,49 +49,82 @@ class Reply(msgspec.Struct, frozen=True, array_like=True):
 decode_reply = msgspec.msgpack.Decoder(Reply).decode
 
 
-def grab_batch(keys: ShardKeys, commands: Sequence[Grab]) -> Batch:
-    """Keys (after the shard's own) and the packed columns of a batch of grabs."""
-    index: dict[str, int] = {}
-    offer_of = [index.setdefault(command.offer, len(index) + 1) for command in commands]
-    offers = list(index)
-    campaigns: dict[str, int] = {}
-    campaign_of_offer = [campaigns.setdefault(campaign_of(offer), len(campaigns) + 1) for offer in offers]
-    names = [key for offer in offers for key in keys.of_offer(offer)]
-    names += [keys.answers(campaign) for campaign in campaigns]
-    columns = (
-        offers,
-        campaign_of_offer,
-        list(campaigns),
-        [command.id for command in commands],
-        offer_of,
-        [command.user for command in commands],
-        [command.quantity for command in commands],
-        [digest_of(command) for command in commands],
-        [_json(command.attributes).decode() if command.attributes else "" for command in commands],
-    )
-    return names, [_pack(columns)]
+class Table:
+    """The offers and campaigns of a batch: their keys, and each command's place among them (from 1, as Lua counts)."""
+
+    def __init__(self, offers_of_commands: Sequence[str]) -> None:
+        index: dict[str, int] = {}
+        self.offer_of = [index.setdefault(offer, len(index) + 1) for offer in offers_of_commands]
+        self.offers = list(index)
+        campaigns: dict[str, int] = {}
+        self.campaign_of = [campaigns.setdefault(campaign_of(offer), len(campaigns) + 1) for offer in self.offers]
+        self.campaigns = list(campaigns)
+
+    def keys(self, keys: ShardKeys) -> list[str]:
+        """Keys after the shard's own: of each offer, then of each campaign."""
+        names = [key for offer in self.offers for key in keys.of_offer(offer)]
+        return names + [key for campaign in self.campaigns for key in keys.of_campaign(campaign)]
 
 
-def steer_batch(keys: ShardKeys, commands: Sequence[AnyCommand]) -> Batch:
-    """Keys and packed list of commands about an offer itself: pause, resume, close."""
-    rows = [(command.id, command.offer, campaign_of(command.offer), digest_of(command)) for command in commands]
-    return _offer_keys(keys, commands), [_pack(rows)]
+def build(keys: ShardKeys, script: str, commands: Sequence[AnyCommand], gate: Secrets, now_ms: int) -> Batch:
+    """Keys (after the shard's own) and packed arguments for a script that decides commands of its name."""
+    table = Table([command.offer for command in commands])
+    columns = [table.offers, table.campaign_of, table.campaigns, [c.id for c in commands], table.offer_of, list(map(digest_of, commands))]
+    extra: list[bytes] = []
+    if script == "grab":
+        columns += _grab_columns(commands, gate.tickets)  # type: ignore[arg-type]
+    elif script == "open":
+        terms, extra = _open_columns(keys.shard, commands, gate.sealer, now_ms)  # type: ignore[arg-type]
+        columns.append(terms)
+    else:
+        columns.append([_body(keys.shard, command, gate.sealer) for command in commands])
+    return table.keys(keys), [_pack(columns), *extra]
 
 
-def open_batch(keys: ShardKeys, commands: Sequence[Open], sealer: Sealer) -> Batch:
-    """Keys and packed list of offers to open; draws seeds and parts, which takes about 2 µs a part drawn ahead."""
+# -- grab -------------------------------------------------------------------------------------------------------------
+
+
+def _grab_columns(commands: Sequence[Grab], tickets: TicketKeys) -> list[Any]:
+    plain = not any(c.attributes or c.ticket or c.basket or c.wait for c in commands)
+    return [
+        [c.user for c in commands],
+        [c.quantity for c in commands],
+        [_json(c.attributes).decode() if c.attributes else "" for c in commands],
+        False if plain else [_more(command, tickets) for command in commands],
+    ]
+
+
+def _more(command: Grab, tickets: TicketKeys) -> Any:
+    """What few grabs have; a ticket's signature is checked here, whether it is still good is the script's to say."""
+    more: dict[str, object] = {}
+    if command.attributes:
+        more["attributes"] = command.attributes
+    if command.basket is not None:
+        more["basket"] = command.basket
+    if command.wait:
+        more["wait"] = True
+    if command.ticket is not None and (ticket := tickets.read(command.ticket, command.user, command.offer)):
+        more["ticket_expires_at"], more["ticket_once"] = ticket.expires_at_ms, ticket.once_id
+    return more or False
+
+
+# -- open -------------------------------------------------------------------------------------------------------------
+
+
+def _open_columns(shard: int, commands: Sequence[Open], sealer: Sealer, now_ms: int) -> tuple[list[Any], list[bytes]]:
+    """Terms of each offer, and parts drawn ahead, which takes about 2 µs a part."""
     rows, parts = [], []
     for c in commands:
-        seed = c.terms.seed or secrets.token_hex(32)
-        terms = _terms_row(keys.shard, c.offer, c.terms, seed, sealer)
-        rows.append((c.id, c.offer, campaign_of(c.offer), digest_of(c), terms))
-        parts.append(_parts_packed(c.terms, seed))
-    # The parts are arguments of their own: the MessagePack of Redis knows no binary strings.
-    return _offer_keys(keys, commands), [_pack(rows), *parts]
-
-
-def _offer_keys(keys: ShardKeys, commands: Sequence[AnyCommand]) -> list[str]:
-    return [key for command in commands for key in (*keys.of_offer(command.offer), keys.answers(campaign_of(command.offer)))]
+        row = _terms_row(c.offer, c.terms, now_ms)
+        drawn = b""
+        if isinstance(c.terms, EnvelopeTerms):
+            seed = c.terms.seed or secrets.token_hex(32)
+            row |= _envelope_row(shard, c.offer, c.terms, seed, sealer)
+            drawn = _parts_packed(c.terms, seed)
+        rows.append(row)
+        # The parts are arguments of their own: the MessagePack of Redis knows no binary strings.
+        parts.append(drawn)
+    return rows, parts
 
 
 def _parts_packed(terms: EnvelopeTerms, seed: str) -> bytes:
@@ -92,55 +134,154 @@ def _parts_packed(terms: EnvelopeTerms, seed: str) -> bytes:
     return pack_parts(split_ahead(terms.law, terms.total, terms.parts, terms.min, most, seed))
 
 
-def _terms_row(shard: int, offer: str, terms: EnvelopeTerms, seed: str, sealer: Sealer) -> dict[str, object]:
+def zone_from(now_ms: int) -> int:
+    """From when on an offer knows its zone: the beginning of the day it was opened, so that the offsets are computed once a day."""
+    return now_ms - now_ms % DAY_MS
+
+
+def _terms_row(offer: str, terms: Terms, now_ms: int) -> dict[str, Any]:
+    offsets = offsets_of(terms.timezone, zone_from(now_ms))
     return {
-        "kind": "envelope",
+        "kind": terms.__struct_config__.tag,
         "issuer": terms.issuer,
-        "funding": terms.funding,
-        "asset": terms.asset,
+        "asset": asset_of(offer, terms),
         "total": terms.total,
-        "parts": terms.parts,
+        "units": units_of(terms),
+        "opens_at": terms.opens_at or 0,
+        "closes_at": terms.closes_at or (0 if isinstance(terms, EnvelopeTerms) else TIME_MS_MAX),
+        "life_ms": ENVELOPE_LIFE_MS,
+        # The seed of the command stays out of the event: the journal is read by many before the offer closes.
+        "json": _json(published(terms)).decode(),
+        "offsets_json": _json(offsets).decode() if offsets else "",
+        "rules": _rules(terms, offsets),
+    }
+
+
+def _rules(terms: Terms, offsets: Sequence[tuple[int, int]]) -> dict[str, Any]:
+    """What of the terms the scripts keep beside the numbers that change; absent is what does not apply."""
+    rules: dict[str, Any] = {"retire_after_ms": terms.retire_after_ms, "offsets": offsets}
+    if terms.hours:
+        rules["hours"] = week_minutes(terms.hours)
+    if terms.audience != "everyone":
+        rules["audience"] = terms.audience
+    if isinstance(terms, EnvelopeTerms):
+        return rules | {"funding": terms.funding}
+    return rules | _piece_rules(terms)
+
+
+def _piece_rules(terms: PieceTerms) -> dict[str, Any]:
+    found = {name: getattr(terms, name) for name in ("price", "currency", "hold_ms", "valid_until")}
+    return {
+        **{name: value for name, value in found.items() if value is not None},
+        "timezone": terms.timezone,
+        "limits": _limit_rows(terms.limits),
+        "max_per_grab": terms.max_per_grab,
+        "take": terms.take,
+        "extensions": terms.extensions,
+        "late": terms.late,
+        "grace_ms": terms.grace_ms,
+        "return_restores": terms.return_restores,
+        "waiting_list": terms.waiting_list,
+    }
+
+
+def _limit_rows(limits: Sequence[Any]) -> list[dict[str, Any]]:
+    return [{"by": limit.by, "per": limit.per, "max": limit.max, "scope": limit.scope} for limit in limits]
+
+
+def _envelope_row(shard: int, offer: str, terms: EnvelopeTerms, seed: str, sealer: Sealer) -> dict[str, Any]:
+    return {
+        "funding": terms.funding,
         "law": terms.law,
         "min": terms.min,
         "max": check_split(terms.law, terms.total, terms.parts, terms.min, terms.max),
         "draw": terms.draw,
-        "opens_at": terms.opens_at or 0,
-        "closes_at": terms.closes_at or 0,
-        "life_ms": ENVELOPE_LIFE_MS,
         "seed": seed,
         "seed_sha256": sha256(bytes.fromhex(seed)).hexdigest(),
         "sealed_seed": sealer.seal(shard, offer, "seed", seed),
-        # The seed of the command stays out of the event: the journal is read by many before the offer closes.
-        "json": _json(msgspec.structs.replace(terms, seed=None)).decode(),
     }
 
 
-def answer_of(shard: int, command: AnyCommand, row: list[int]) -> Answer:
-    """A script's row {code, seq, at, amount, quantity, place, left, repeated, retry_at} as the answer to its command."""
+# -- the others -------------------------------------------------------------------------------------------------------
+
+
+def _body(shard: int, command: AnyCommand, sealer: Sealer) -> dict[str, Any]:
+    """What a script needs of a command beside id, offer and digest."""
+    body: dict[str, Any] = {}
+    if isinstance(command, Steer) and command.operator is not None:
+        body["operator"] = command.operator
+    if isinstance(command, Settle):
+        body["grab"] = command.grab
+    if isinstance(command, Confirm):
+        optional = {"payment": command.payment, "currency": command.currency, "quantity": command.quantity}
+        body |= {"paid": command.paid} | {name: value for name, value in optional.items() if value is not None}
+    elif isinstance(command, Return):
+        body["reason"] = _json(command.reason).decode()
+        if command.quantity is not None:
+            body["quantity"] = command.quantity
+    elif isinstance(command, Redeem):
+        body |= {"order": command.order, "quantity": command.quantity}
+    elif isinstance(command, Unredeem):
+        body["order"] = command.order
+    elif isinstance(command, Amend):
+        changes = {name: value for name, value in msgspec.structs.asdict(command.changes).items() if value is not UNSET}
+        if "limits" in changes:
+            changes["limits"] = _limit_rows(changes["limits"])
+        body |= {"changes": changes, "json": _json(command.changes).decode()}
+    elif isinstance(command, Load):
+        items: Sequence[str] = command.items
+        if command.what == "codes":
+            items = [sealer.seal(shard, command.offer, "code", code) for code in items]
+        body |= {"what": command.what, "chunk": command.chunk, "chunks": command.chunks, "items": items, "json": _json(items).decode()}
+    elif isinstance(command, Adjust):
+        entries = _json(command.transfers).decode()
+        reason = _json(command.reason).decode()
+        body["json"] = f',"transfers":{entries},"reason":{reason},"approved_by":"{command.approved_by}"'
+    return body
+
+
+# -- answers ----------------------------------------------------------------------------------------------------------
+
+
+def answer_of(shard: int, command: AnyCommand, row: list[Any], sealer: Sealer) -> Answer:
+    """A script's row {code, seq, at, amount, quantity, place, left, repeated, retry_at, more} as the answer to its command."""
     code = row[0]
-    if code == GRANTED:
+    width = len(row)
+    if code == GRANTED and width < 10:
         return Answer(
             command.id, "granted", 0, command.offer, command.id, row[3], row[4], row[5], row[6],
-            len(row) > 7 and row[7] == 1, None, shard, row[1], row[2],
+            width > 7 and row[7] == 1, None, shard, row[1], row[2],
         )  # fmt: skip
-    if code < Outcome.invalid:
-        return Answer(
-            command.id, OUTCOME_NAMES[code], code, command.offer, amount=row[3] or None, left=row[6],
-            repeated=len(row) > 7 and row[7] == 1, shard=shard, seq=row[1], at=row[2],
-        )  # fmt: skip
-    part = code == Outcome.already_taken and len(row) > 5
-    return Answer(
-        command.id, OUTCOME_NAMES[code], code, command.offer,
-        amount=row[3] if part else None, quantity=row[4] if part else None, place=row[5] if part else None,
-        repeated=len(row) > 7 and row[7] == 1, retry_at=row[8] if len(row) > 8 else None,
-        shard=shard, seq=row[1] or None, at=row[2],
-    )  # fmt: skip
+    more: dict[str, Any] = row[9] if width > 9 and row[9] else {}
+    said: dict[str, Any] = {"repeated": width > 7 and row[7] == 1, "retry_at": (row[8] or None) if width > 8 else None}
+    if isinstance(command, Settle) and more.get("again"):
+        said |= {"grab": command.grab, "quantity": row[4] or None}
+    elif code >= Outcome.invalid:
+        if code == Outcome.already_taken and width > 5 and row[5]:
+            said |= {"amount": row[3], "quantity": row[4], "place": row[5]}
+    elif isinstance(command, Grab | Settle):
+        grab = command.id if isinstance(command, Grab) else command.grab
+        said |= {"grab": grab, "amount": row[3], "quantity": row[4], "place": row[5], "left": row[6]}
+    else:
+        said |= {"amount": row[3] or None, "quantity": row[4] or None, "left": row[6]}
+    said |= _said_more(shard, command, more, sealer)
+    return Answer(command.id, OUTCOME_NAMES[code], code, command.offer, shard=shard, seq=row[1] or None, at=row[2], **said)
 
 
-def build(keys: ShardKeys, script: str, commands: Sequence[AnyCommand], sealer: Sealer) -> Batch:
-    """Keys (after the shard's own) and packed argument for a script that decides commands of its name."""
-    if script == "grab":
-        return grab_batch(keys, commands)  # type: ignore[arg-type]
-    if script == "open":
-        return open_batch(keys, commands, sealer)  # type: ignore[arg-type]
-    return steer_batch(keys, commands)
+def _said_more(shard: int, command: AnyCommand, more: dict[str, Any], sealer: Sealer) -> dict[str, Any]:
+    said: dict[str, Any] = {name: more[name] for name in ("left", "message", "deadline_at", "due", "currency") if name in more}
+    if "limit" in more:
+        said["limit"] = _limit_state(more["limit"])
+    if "limits" in more:
+        said["limits"] = tuple(map(_limit_state, more["limits"]))
+    if "number" in more:
+        said["coupon_code"] = str(more["number"])
+    if "codes" in more:
+        codes = tuple(sealer.open(shard, command.offer, "code", sealed) for sealed in more["codes"])
+        said |= {"coupon_code": codes[0], "coupon_codes": codes if len(codes) > 1 else ()}
+    return said
+
+
+def _limit_state(row: list[Any]) -> LimitState:
+    by, per, most, left, resets_at, scope = row
+    return LimitState(by, per, most, left, resets_at or None, scope)

@@ -1,23 +1,28 @@
 #!lua flags=allow-oom
--- Offers ended by command: what is left goes back, the seed is revealed.
+-- Offers ended by command: what is left goes back, the seed is revealed; holds stay payable.
 --
 -- Command: close
 -- KEYS[1] shard hash · KEYS[2] outbox stream · KEYS[3] refusals hash · KEYS[4] refusal_order list · KEYS[5] demand hash
--- KEYS[6] due zset · KEYS[7] offers set · KEYS[8 …] four keys for each command, see includes/steer.lua
+-- KEYS[6] due zset · KEYS[7] offers set · KEYS[8] holds zset · KEYS[9] campaigns hash · KEYS[10] retired set
+-- KEYS[11 …] eight keys for each offer, then three for each campaign, see includes/offers.lua
 -- ARGV[1] shard/shards · ARGV[2] caller time ms · ARGV[3] time to use ms or '' · ARGV[4] clock skew ms · ARGV[5] ''
--- ARGV[6] msgpack: list of {id, offer, campaign, digest}
+-- ARGV[6] msgpack, see includes/course.lua; a body: {operator}
 -- Outcomes: 21 fenced (whole call) · 23 conflict · 24 no_such_offer · 29 over · 7 closed
 -- Events: offer.closed
 -- Returns msgpack: {0, history, rows} as grab does, or {code, retry_at, message}.
 --- @include "shard"
+--- @include "undo"
 --- @include "records"
+--- @include "calendar"
 --- @include "decide"
 --- @include "repeats"
+--- @include "limits"
 --- @include "offers"
---- @include "steer"
+--- @include "pieces"
+--- @include "course"
 
-return steer(function(call, offer, id, digest)
-  local amount = offer.amount_left
-  close_offer(call, offer, 'command', id, digest)
-  return 7, amount
+return steer(function(call, offer, id, digest, body)
+  local amount, left = offer.amount_left, offer.units_left
+  close_offer(call, offer, 'command', id, digest, body.operator)
+  return {CLOSED, call.seq, call.now, amount, 0, 0, left}, true
 end)

@@ -26,10 +26,12 @@ from lua import batches, loader
 from lua.journaled import HistoryChanged, Journaled
 from lua.keys import KeySpace, ShardKeys
 from lua.sealing import Sealer
+from lua.tickets import TicketKeys
 from models.answers import Answer, refusal
-from models.commands import AnyCommand, Grab, Open, check
-from models.identifiers import are_ids
+from models.commands import BASKET_GRABS_MAX, AnyCommand, Grab, Open, check
+from models.identifiers import are_ids, campaign_of
 from models.money import Invalid
+from models.offers import EnvelopeTerms
 from models.outcomes import Outcome
 
 Promise = Literal["journaled", "decided"]
@@ -41,7 +43,9 @@ OFFERS_OPENED_AT_ONCE_MAX: Final = 16
 SHARDS_KNOWN_MAX: Final = 100_000
 
 #: Scripts that must work when the outbox is full: what they do gives room, or ends what fills it.
-_ALWAYS_ADMITTED: Final = frozenset({"pause", "resume", "close"})
+_ALWAYS_ADMITTED: Final = frozenset(
+    {"pause", "resume", "close", "amend", "adjust", "confirm", "release", "extend", "return", "redeem", "unredeem"}
+)
 _UNREACHABLE: Final = (ConnectionError, TimeoutError, ReadOnlyError, ClusterDownError, OSError)
 #: Errors with which Redis refuses a script before it begins, so that nothing was decided: too few replicas, a disk that cannot be
 #: written, another script that runs for seconds.
@@ -73,7 +77,7 @@ class _Ticket:
     `unsure` once they may be decided although nobody knows (no reply came, or a history was lost): then they are not refused any more.
     """
 
-    __slots__ = ("commands", "deadline", "done", "group", "patience_seconds", "patient_until", "script", "unsure")
+    __slots__ = ("commands", "deadline", "done", "group", "has_baskets", "patience_seconds", "patient_until", "script", "unsure")
 
     def __init__(self, group: object, script: str, commands: Sequence[AnyCommand], deadline: float, patience_seconds: float) -> None:
         self.group = group
@@ -83,6 +87,8 @@ class _Ticket:
         self.patience_seconds = patience_seconds
         self.patient_until: float | None = None
         self.unsure = False
+        # Two callers may have given their baskets the same name, so their tickets never share a call.
+        self.has_baskets = script == "grab" and any(command.basket is not None for command in commands)  # type: ignore[union-attr]
         self.done: asyncio.Future[tuple[list[Answer], int]] = asyncio.get_running_loop().create_future()
 
     def is_patient(self, now: float) -> bool:
@@ -127,7 +133,7 @@ class Gate:
     """Decides commands through the Lua scripts. One a process and event loop; `start` before use, `close` after.
 
     `redis` is a client of redis.asyncio (one server or cluster) that does not decode replies. `clock` gives a time in ms that
-    replaces the server's, for tests and simulation; without it the scripts use the server's own.
+    replaces the server's, for tests and simulation; without it the scripts use the server's own. `tickets` checks signed tickets.
     """
 
     def __init__(
@@ -137,10 +143,11 @@ class Gate:
         sealer: Sealer,
         limits: GateLimits | None = None,
         clock: Callable[[], int] | None = None,
+        tickets: TicketKeys | None = None,
     ) -> None:
         self._redis = redis
         self._keys = keys
-        self._sealer = sealer
+        self._secrets = batches.Secrets(sealer, tickets or TicketKeys({}))
         self._limits = limits or GateLimits()
         self._clock = clock
         self._shards = [_Shard(keys.shard(number)) for number in range(keys.shards)]
@@ -210,9 +217,11 @@ class Gate:
         for command in commands:
             if type(command) is not Grab or command.attributes or type(command.quantity) is not int:
                 break
+            if command.basket is not None or command.ticket is not None or command.wait:
+                break
             names += (command.id, command.offer, command.user)
         else:
-            if are_ids(names) and all(0 < command.quantity < 10**13 for command in commands):  # type: ignore[union-attr]
+            if are_ids(names) and all(0 < command.quantity < 10**13 for command in commands):  # type: ignore[union-attr,operator]
                 return range(len(commands))
         return self._check_each(commands, answers)
 
@@ -224,6 +233,9 @@ class Gate:
                 sound.append(place)
             except (Invalid, TypeError) as error:
                 answers[place] = refusal(command.id, Outcome.invalid, command.offer, str(error))
+        if any(isinstance(command, Grab) and command.basket is not None for command in commands):
+            _check_baskets(commands, answers)
+            return [place for place in sound if answers[place] is None]
         return sound
 
     def _runs(self, places: Sequence[int], commands: Sequence[AnyCommand]) -> Iterable[tuple[int, str, Sequence[int]]]:
@@ -241,8 +253,11 @@ class Gate:
             for kind, run in groupby(in_shard, lambda place: type(commands[place])):
                 run_places = list(run)
                 size = OFFERS_OPENED_AT_ONCE_MAX if kind is Open else self._limits.batch_commands_max
-                for start in range(0, len(run_places), size):
-                    yield shard, kind.__name__.lower(), run_places[start : start + size]
+                start = 0
+                while start < len(run_places):
+                    end = _whole_baskets(run_places, commands, min(start + size, len(run_places)))
+                    yield shard, kind.__name__.lower(), run_places[start:end]
+                    start = end
 
     def _shard(self, offer: str) -> int:
         shard = self._shard_of.get(offer)
@@ -331,7 +346,7 @@ class Gate:
             ticket = queue[0]
             if batch and (ticket.script != batch[0].script or count + len(ticket.commands) > size):
                 break
-            if ticket.group in shard.groups:
+            if ticket.group in shard.groups or (ticket.has_baskets and any(other.has_baskets for other in batch)):
                 break
             batch.append(queue.popleft())
             count += len(ticket.commands)
@@ -344,10 +359,14 @@ class Gate:
         refused: tuple[Outcome, str, int] | None = None
         try:
             rows, history = await self._call(shard.keys, batch[0].script, commands)
-            number = shard.keys.shard
+            number, sealer = shard.keys.shard, self._secrets.sealer
+
+            def answers_of(place: int, commands: Sequence[AnyCommand]) -> list[Answer]:
+                return [batches.answer_of(number, command, rows[place + i], sealer) for i, command in enumerate(commands)]
+
             place = 0
             for ticket in batch:
-                ticket.answer([batches.answer_of(number, command, rows[place + i]) for i, command in enumerate(ticket.commands)], history)
+                ticket.answer(answers_of(place, ticket.commands), history)
                 place += len(ticket.commands)
         except _Refused as error:
             refused = (error.outcome, error.message, error.retry_at)
@@ -427,10 +446,10 @@ class Gate:
         self._pump(shard)
 
     async def _call(self, keys: ShardKeys, script: str, commands: Sequence[AnyCommand]) -> tuple[list[list[int]], int]:
-        if script == "open" and sum(command.terms.parts for command in commands if isinstance(command, Open)) > 2_000:
-            names, packed_arguments = await asyncio.to_thread(batches.build, keys, script, commands, self._sealer)
+        if script == "open" and sum(map(_parts_of, commands)) > 2_000:
+            names, packed_arguments = await asyncio.to_thread(batches.build, keys, script, commands, self._secrets, self._now())
         else:
-            names, packed_arguments = batches.build(keys, script, commands, self._sealer)
+            names, packed_arguments = batches.build(keys, script, commands, self._secrets, self._now())
         outbox_max: int | str = "" if script in _ALWAYS_ADMITTED else self._limits.outbox_events_max
         arguments = (
             f"{keys.shard}/{self._keys.shards}",
@@ -452,6 +471,48 @@ class Gate:
         if reply.code != 0:
             raise _Refused(Outcome(reply.code), str(reply.rows_or_message), reply.history_or_retry_at)
         return reply.rows_or_message, reply.history_or_retry_at
+
+
+def _parts_of(command: AnyCommand) -> int:
+    return command.terms.parts if isinstance(command, Open) and isinstance(command.terms, EnvelopeTerms) else 0
+
+
+def _basket(command: AnyCommand) -> str | None:
+    return command.basket if isinstance(command, Grab) else None
+
+
+def _check_baskets(commands: Sequence[AnyCommand], answers: list[Answer | None]) -> None:
+    """Answers `invalid` to the grabs of a basket that cannot be decided as one: all of them, or it would be torn apart."""
+    members: dict[str, list[int]] = {}
+    for place, command in enumerate(commands):
+        if (basket := _basket(command)) is not None:
+            members.setdefault(basket, []).append(place)
+    for basket, places in members.items():
+        grabs = [commands[place] for place in places]
+        reason = None
+        if any(answers[place] is not None for place in places):
+            reason = f"basket: another grab of {basket} is invalid"
+        elif len(places) > BASKET_GRABS_MAX:
+            reason = f"basket: at most {BASKET_GRABS_MAX} grabs, {basket} has {len(places)}"
+        elif places[-1] - places[0] != len(places) - 1:
+            reason = f"basket: the grabs of {basket} must stand side by side"
+        elif len({campaign_of(grab.offer) for grab in grabs}) > 1:
+            reason = f"basket: the offers of {basket} must be of one campaign (the part of their ids before ':')"
+        elif len({grab.id for grab in grabs}) < len(grabs):
+            reason = f"basket: an id stands twice in {basket}"
+        if reason:
+            for place in places:
+                answers[place] = answers[place] or refusal(commands[place].id, Outcome.invalid, commands[place].offer, reason)
+
+
+def _whole_baskets(places: Sequence[int], commands: Sequence[AnyCommand], end: int) -> int:
+    """The end of a cut, moved behind the basket it would go through."""
+    while end < len(places):
+        basket = _basket(commands[places[end]])
+        if basket is None or basket != _basket(commands[places[end - 1]]):
+            break
+        end += 1
+    return end
 
 
 class _Refused(Exception):

@@ -3,38 +3,40 @@
 --
 -- Command: grab
 -- KEYS[1] shard hash · KEYS[2] outbox stream · KEYS[3] refusals hash · KEYS[4] refusal_order list · KEYS[5] demand hash
--- KEYS[6] due zset · KEYS[7] offers set
--- KEYS[8 + 3i] offer hash · KEYS[9 + 3i] users hash · KEYS[10 + 3i] parts string, for the i-th offer of the batch, from 0
--- KEYS[8 + 3n + j] answers hash of the j-th campaign, from 0
+-- KEYS[6] due zset · KEYS[7] offers set · KEYS[8] holds zset · KEYS[9] campaigns hash · KEYS[10] retired set
+-- KEYS[11 …] eight keys for each offer, then three for each campaign, see includes/offers.lua
 -- ARGV[1] shard/shards · ARGV[2] caller time ms · ARGV[3] time to use ms or '' · ARGV[4] clock skew ms · ARGV[5] outbox events max
--- ARGV[6] msgpack: {offers, campaign of each offer (from 1), campaigns, ids, offer of each (from 1), users, quantities, digests,
---         attributes as JSON text or ''}
+-- ARGV[6] msgpack: {offers, campaign of each offer (from 1), campaigns, ids, offer of each (from 1), digests, users, quantities,
+--         attributes as JSON text or '', more: for each false or {attributes, basket, wait, ticket_expires_at, ticket_once}}
 -- Outcomes: 21 fenced · 22 busy (whole call) · then for each: 20 invalid · 23 conflict · 24 no_such_offer · 26 already_taken ·
---           27 not_open_yet · 28 on_hold · 29 over · 32 sold_out · 0 granted
--- Events: grab.granted · offer.closed (drained)
--- Returns msgpack: {0, history, rows} with a row {code, seq, at, amount, quantity, place, left, repeated} for each command,
---         or {code, retry_at, message} when the whole call was refused.
+--           27 not_open_yet · 28 on_hold · 29 over · 30 not_eligible · 31 limit_reached · 32 sold_out · 33 not_enough_left ·
+--           0 granted · 1 held · 15 waiting
+-- Events: grab.granted · grab.held · grab.queued · offer.closed (drained)
+-- Returns msgpack: {0, history, rows} with a row {code, seq, at, amount, quantity, place, left, repeated, retry_at, more} for each
+--         command, or {code, retry_at, message} when the whole call was refused.
 --- @include "shard"
+--- @include "undo"
 --- @include "records"
 --- @include "splitting"
+--- @include "calendar"
 --- @include "decide"
 --- @include "repeats"
+--- @include "limits"
 --- @include "offers"
+--- @include "pieces"
 
 local call, refused = begin_call()
 if not call then return cmsgpack.pack(refused) end
 
 local batch = cmsgpack.unpack(ARGV[6])
-local names, campaign_of, campaigns = batch[1], batch[2], batch[3]
-local ids, offer_of, users, quantities, digests, attributes = batch[4], batch[5], batch[6], batch[7], batch[8], batch[9]
-local offers, campaign_ids, offer_users, campaign_key = {}, {}, {}, 7 + 3 * #names
+local names, campaign_of, ids, offer_of, digests = batch[1], batch[2], batch[4], batch[5], batch[6]
+local users, quantities, attributes, more = batch[7], batch[8], batch[9], batch[10]
+local offers, campaigns = load_offers(names, campaign_of, batch[3])
+local campaign_ids, offer_users = {}, {}
 
--- Read all: each offer, the parts its users have, the answers of each campaign, then the refusals of what is not answered.
+-- Read all: the answers of each campaign, what each offer has of its users, then the refusals of what is not answered.
 for c = 1, #campaigns do campaign_ids[c] = {} end
-for o = 1, #names do
-  offers[o] = load_offer(names[o], KEYS[5 + 3 * o])
-  offer_users[o] = {}
-end
+for o = 1, #names do offer_users[o] = {} end
 for i = 1, #ids do
   local o = offer_of[i]
   local asked = campaign_ids[campaign_of[o]]
@@ -49,14 +51,54 @@ local function lookup(key, fields)
   for i = 1, #fields do found[fields[i]] = values[i] end
   return found
 end
-local answered, taken, refusals = {}, {}, {}
-for c = 1, #campaigns do answered[c] = lookup(KEYS[campaign_key + c], campaign_ids[c]) end
-for o = 1, #names do taken[o] = offers[o] and lookup(KEYS[6 + 3 * o], offer_users[o]) or {} end
+local taken, eligible, counted, refusals = {}, {}, {}, {}
+for c = 1, #campaigns do campaigns[c].answers = lookup(campaigns[c].answers_key, campaign_ids[c]) end
+for o = 1, #names do
+  local offer = offers[o]
+  if offer and not offer.pieces then taken[o] = lookup(KEYS[offer.base + USERS], offer_users[o]) end
+  if offer and offer.rules.audience == 'list' and #offer_users[o] > 0 then
+    local found = redis.call('SMISMEMBER', KEYS[offer.base + AUDIENCE], unpack(offer_users[o]))
+    eligible[o] = {}
+    for n, user in ipairs(offer_users[o]) do eligible[o][user] = found[n] == 1 end
+  end
+end
 if redis.call('EXISTS', KEYS[3]) == 1 then
   local fields = {}
-  for i = 1, #ids do fields[i] = refusal_field(campaigns[campaign_of[offer_of[i]]], ids[i]) end
+  for i = 1, #ids do fields[i] = refusal_field(campaigns[campaign_of[offer_of[i]]].name, ids[i]) end
   refusals = lookup(KEYS[3], fields)
 end
+
+-- Why a grab can never be right for this offer, or nil.
+local function unfit(i, offer)
+  local extra = more and more[i]
+  if not offer.pieces then
+    if extra and extra.basket then return 'basket: an envelope cannot be in a basket' end
+    return quantities[i] ~= 1 and 'quantity: an envelope has one part a user' or nil
+  end
+  if quantities[i] > offer.rules.max_per_grab then return 'quantity: above max_per_grab' end
+  for _, limit in ipairs(offer.rules.limits) do
+    if limit.by ~= 'user' and not (extra and extra.attributes and extra.attributes[limit.by]) then
+      return 'attributes: a limit counts by ' .. limit.by
+    end
+  end
+end
+
+-- The counters of every grab of pieces are read at once.
+for i = 1, #ids do
+  local offer = offers[offer_of[i]]
+  if offer and offer.pieces and #offer.rules.limits > 0 and not unfit(i, offer) then
+    counted[i] = counted_under(offer, users[i], more and more[i] and more[i].attributes, call.now)
+    for _, one in ipairs(counted[i]) do
+      local counters = one[3] == 1 and offer.campaign.counters or offer.counters
+      counters.wanted = counters.wanted or {}
+      counters.wanted[#counters.wanted + 1] = one[1]
+    end
+  end
+end
+for o = 1, #names do
+  if offers[o] and offers[o].pieces then read_counters(offers[o].counters, offers[o].counters.wanted or {}) end
+end
+for _, campaign in ipairs(campaigns) do read_counters(campaign.counters, campaign.counters.wanted or {}) end
 
 -- Parts drawn ahead are read once for all grabs of an offer in this call, from the first place that is free.
 local function part_at(offer, o)
@@ -65,7 +107,7 @@ local function part_at(offer, o)
   end
   if not offer.parts_read then
     offer.parts_from = offer.places
-    offer.parts_read = redis.call('GETRANGE', KEYS[7 + 3 * o], offer.places * 6, (offer.places + #offer_users[o]) * 6 - 1)
+    offer.parts_read = redis.call('GETRANGE', KEYS[offer.base + PARTS], offer.places * 6, (offer.places + #offer_users[o]) * 6 - 1)
   end
   return (struct.unpack('>I6', offer.parts_read, (offer.places - offer.parts_from) * 6 + 1))
 end
@@ -81,73 +123,248 @@ end
 local lines, now, pack, format = call.lines, call.now, struct.pack, string.format
 local now_packed = now - EPOCH_MS
 
-local function grant(i, o, offer)
+-- A part of an envelope.
+local function grant_part(i, o, offer)
   local id, user, digest = ids[i], users[i], digests[i]
   local amount = part_at(offer, o)
   local seq, offer_seq, place, left = call.seq + 1, offer.offer_seq + 1, offer.places + 1, offer.units_left - 1
   call.seq, offer.offer_seq, offer.places, offer.units_left = seq, offer_seq, place, left
-  offer.amount_left = offer.amount_left - amount
+  offer.amount_left, offer.changed = offer.amount_left - amount, true
   offer.form = offer.form or grant_form(offer)
   lines[#lines + 1] = format(offer.form, seq, offer_seq, id, id, user, amount, place, left,
     attributes[i] == '' and '' or ',"attributes":' .. attributes[i], digest)
   local record, part = pack(ANSWER, 0, seq, now_packed, place, amount, digest), pack(PART, place, amount, seq)
   if offer.tail ~= '' then record = record .. offer.tail end
-  answered[campaign_of[o]][id], taken[o][user] = record, part
-  local made, count = offer.answers, #offer.answers
-  made[count + 1], made[count + 2] = id, record
-  made = offer.users
-  made[count + 1], made[count + 2] = user, part
+  local campaign = offer.campaign
+  campaign.answers[id], taken[o][user] = record, part
+  local made, count_made = campaign.made, #campaign.made
+  made[count_made + 1], made[count_made + 2] = id, record
+  made, count_made = offer.users, #offer.users
+  made[count_made + 1], made[count_made + 2] = user, part
   if left == 0 then close_offer(call, offer, 'drained', id) end
   return {0, seq, now, amount, 1, place, left}
 end
 
--- The refusal of a grab as a row, in order of precedence; nil when it can be granted.
+-- Units that a newcomer can take: none while others wait for what comes back.
+local function available(offer)
+  return offer.queue_length > 0 and 0 or offer.units_left
+end
+
+local function may_wait(i, offer)
+  return offer.rules.waiting_list and more and more[i] and more[i].wait
+end
+
+local function is_eligible(i, o, offer)
+  local audience = offer.rules.audience
+  if audience == 'list' then return eligible[o][users[i]] end
+  if audience ~= 'ticket' then return true end
+  local extra = more and more[i]
+  if not extra or not extra.ticket_expires_at or now >= extra.ticket_expires_at then return false end
+  local once = 'ticket/' .. extra.ticket_once
+  return not offer.seen_new[once] and redis.call('SISMEMBER', KEYS[offer.base + SEEN], once) == 0
+end
+
+local function is_incomplete(offer)
+  for _, list in pairs(offer.loads) do
+    if list.loaded < list.chunks then return true end
+  end
+  return false
+end
+
+-- The refusal of a grab as a row, in order of precedence; nil when it can be carried out.
 local function refusal_of(i, o, offer)
-  if not offer then return {NO_SUCH_OFFER, 0, call.now} end
-  local part = taken[o][users[i]]
+  if not offer then return {NO_SUCH_OFFER, 0, now} end
+  local part = taken[o] and taken[o][users[i]]
   if part then
     local place, amount, seq = unpack_part(part)
-    return {ALREADY_TAKEN, seq, call.now, amount, 1, place}
+    return {ALREADY_TAKEN, seq, now, amount, 1, place}
   end
-  if call.now < offer.opens_at then return {NOT_OPEN_YET, 0, call.now, 0, 0, 0, 0, 0, offer.opens_at} end
-  if offer.paused then return {ON_HOLD, 0, call.now} end
-  if offer.closed and offer.reason == 'drained' then return {SOLD_OUT, 0, call.now} end
-  if offer.closed or call.now >= offer.closes_at then return {OVER, 0, call.now} end
+  if now < offer.opens_at then return {NOT_OPEN_YET, 0, now, 0, 0, 0, 0, 0, offer.opens_at} end
+  local over = offer.closed or now >= offer.closes_at
+  if not over then
+    local opens = offer.rules.hours and opens_next(offer.rules.hours, offer.rules.offsets, now)
+    if opens then return {NOT_OPEN_YET, 0, now, 0, 0, 0, 0, 0, opens} end
+    if next(offer.loads) and is_incomplete(offer) then return {NOT_OPEN_YET, 0, now} end
+  end
+  if offer.paused then return {ON_HOLD, 0, now} end
+  if offer.closed and offer.reason == 'drained' then return {SOLD_OUT, 0, now} end
+  if over then return {OVER, 0, now} end
+  if not is_eligible(i, o, offer) then return {NOT_ELIGIBLE, 0, now} end
+  if not offer.pieces then return nil end
+  local asked, up_to = quantities[i], offer.rules.take == 'up_to'
+  for n = 1, #offer.rules.limits do
+    if offer.rules.limits[n].max - count_in(offer, counted[i][n]) < (up_to and 1 or asked) then
+      local limit = limit_state(offer, counted[i], n, now)
+      return {LIMIT_REACHED, 0, now, 0, 0, 0, 0, 0, limit[5], {limit = limit}}
+    end
+  end
+  local free = available(offer)
+  if (free > 0 and (up_to or asked <= free)) or may_wait(i, offer) then return nil end
+  if free == 0 then return {SOLD_OUT, 0, now} end
+  return {NOT_ENOUGH_LEFT, 0, now, 0, 0, 0, 0, 0, 0, {left = free}}
+end
+
+local function tail_text(i, extra, once)
+  return (attributes[i] == '' and '' or ',"attributes":' .. attributes[i]) .. (once ~= '' and ',"ticket":"' .. once .. '"' or '')
+    .. (extra and extra.basket and ',"basket":"' .. extra.basket .. '"' or '')
+end
+
+-- Units granted, held, or waited for.
+local function take_pieces(i, offer)
+  local rules, extra, id = offer.rules, more and more[i], ids[i]
+  local under, wanted = counted[i] or {}, quantities[i]
+  if rules.take == 'up_to' then
+    for n = 1, #under do wanted = math.min(wanted, rules.limits[n].max - count_in(offer, under[n])) end
+  end
+  local free = available(offer)
+  local waits = free < (rules.take == 'up_to' and 1 or wanted)
+  local quantity = waits and wanted or math.min(wanted, free)
+  count(offer, under, quantity)
+  local once = rules.audience == 'ticket' and extra.ticket_once or ''
+  if once ~= '' then put(offer.seen_new, 'ticket/' .. once, true) end
+  local grab = new_grab(users[i], quantity, under)
+  put(offer.grabs, id, grab)
+  local row = {GRANTED, 0, now, quantity, quantity, 0, 0, 0, 0, {}}
+  local said = row[10]
+  if #under > 0 then said.limits = limit_states(offer, under, now) end
+  if waits then
+    put(offer, 'queued', offer.queued + 1)
+    grab.place, grab.status = offer.queued, WAITING
+    append(offer.queue_new, id)
+    put(offer, 'queue_length', offer.queue_length + 1)
+    lines[#lines + 1] = event_head(call, offer, 'grab.queued', id) .. grab_text(offer, id, grab, quantity, 0)
+      .. tail_text(i, extra, once) .. ',"digest":"' .. digests[i] .. '"}'
+    row[1], row[4] = WAITS, 0
+  else
+    put(offer, 'places', offer.places + 1)
+    grab.place, grab.price = offer.places, rules.price or 0
+    move_units(offer, -quantity)
+    local asked = quantities[i] ~= quantity and ',"asked":' .. quantities[i] or ''
+    if rules.hold_ms then
+      begin_hold(offer, grab, quantity, now)
+      lines[#lines + 1] = event_head(call, offer, 'grab.held', id) .. grab_text(offer, id, grab, quantity, quantity) .. asked
+        .. hold_text(offer, grab) .. tail_text(i, extra, once) .. ',"digest":"' .. digests[i] .. '"}'
+      row[1] = HELD
+      hold_row(offer, grab, said)
+    else
+      grab.taken = quantity
+      local codes = hand_out(offer, grab, quantity)
+      lines[#lines + 1] = event_head(call, offer, 'grab.granted', id) .. grab_text(offer, id, grab, quantity, quantity) .. asked
+        .. tail_text(i, extra, once) .. codes_text(codes) .. ',"digest":"' .. digests[i] .. '"}'
+      coupon_row(offer, grab, codes, said)
+    end
+  end
+  touch_grab(offer, id)
+  row[2], row[6], row[7] = call.seq, grab.place, offer.units_left
+  local record = pack_row(offer.name, row, digests[i])
+  put(offer.campaign.answers, id, record)
+  append(offer.campaign.made, id)
+  append(offer.campaign.made, record)
+  return row
+end
+
+-- A grab that nothing is remembered of.
+local function decide_new(i)
+  local o = offer_of[i]
+  local offer = offers[o]
+  local row = refusal_of(i, o, offer)
+  if row then return row end
+  if offer.pieces then return take_pieces(i, offer) end
+  return grant_part(i, o, offer)
+end
+
+-- Remembers a refusal for its command.
+local function keep(i, row)
+  if row[1] >= INVALID and row[1] ~= INVALID and row[1] ~= CONFLICT then
+    local o = offer_of[i]
+    local field = refusal_field(campaigns[campaign_of[o]].name, ids[i])
+    refusals[field] = refuse(call, row[1], field, names[o], digests[i])
+  end
+  return row
+end
+
+local function known(i)
+  local campaign = campaigns[campaign_of[offer_of[i]]]
+  local record = campaign.answers[ids[i]]
+  return record, not record and next(refusals) and refusals[refusal_field(campaign.name, ids[i])]
+end
+
+local function repeated(i, record, refusal)
+  local o = offer_of[i]
+  local row = repeated_row(record, refusal, digests[i], now, offers[o] and offers[o].parts)
+  if row[1] == ALREADY_TAKEN and taken[o] and taken[o][users[i]] then
+    row[6], row[4], row[2] = unpack_part(taken[o][users[i]])
+    row[5] = 1
+  end
+  return row
+end
+
+local function decide_one(i)
+  local record, refusal = known(i)
+  local offer = offers[offer_of[i]]
+  if (record or refusal) and is_repeat(record, refusal, digests[i]) then return repeated(i, record, refusal) end
+  local unfit_because = offer and unfit(i, offer)
+  if unfit_because then return {INVALID, 0, now, 0, 0, 0, 0, 0, 0, {message = unfit_because}} end
+  if record or refusal then return {CONFLICT, 0, now} end
+  return keep(i, decide_new(i))
+end
+
+-- Grabs that stand or fall together: when one is refused, all get its outcome and nothing has happened.
+local function decide_basket(members, rows)
+  for _, i in ipairs(members) do
+    local record, refusal = known(i)
+    if record or refusal then
+      for _, j in ipairs(members) do
+        record, refusal = known(j)
+        rows[j] = (record or refusal) and repeated(j, record, refusal) or {CONFLICT, 0, now}
+      end
+      return
+    end
+  end
+  local seq, count_lines = call.seq, #lines
+  undo_log = {}
+  for _, i in ipairs(members) do
+    local offer = offers[offer_of[i]]
+    local unfit_because = offer and unfit(i, offer)
+    local row
+    if known(i) then
+      row = {CONFLICT, 0, now}
+    elseif unfit_because then
+      row = {INVALID, 0, now}
+    else
+      row = decide_new(i)
+    end
+    if row[1] >= INVALID then
+      undo()
+      call.seq = seq
+      for n = #lines, count_lines + 1, -1 do lines[n] = nil end
+      for _, j in ipairs(members) do
+        rows[j] = keep(j, {row[1], 0, now, 0, 0, 0, 0, 0, 0, {message = 'basket: refused with grab ' .. ids[i]}})
+      end
+      return
+    end
+    rows[i] = row
+  end
+  undo_log = nil
 end
 
 local rows = {}
 for i = 1, #ids do
-  local o = offer_of[i]
-  local c, offer = campaign_of[o], offers[o]
-  local record, refusal, row = answered[c][ids[i]]
-  if not record and next(refusals) then refusal = refusals[refusal_field(campaigns[c], ids[i])] end
-  if offer and quantities[i] ~= 1 then
-    row = {INVALID, 0, now}
-  elseif record or refusal then
-    row = repeated_row(record, refusal, digests[i], now, offer and offer.parts)
-    if row[1] == ALREADY_TAKEN and taken[o][users[i]] then
-      row[6], row[4], row[2] = unpack_part(taken[o][users[i]])
-      row[5] = 1
+  local basket = more and more[i] and more[i].basket
+  if not basket then
+    rows[i] = decide_one(i)
+  elseif not rows[i] then
+    local members = {}
+    for j = i, #ids do
+      if more[j] and more[j].basket == basket and campaign_of[offer_of[j]] == campaign_of[offer_of[i]] then
+        members[#members + 1] = j
+      end
     end
-  else
-    row = refusal_of(i, o, offer)
-    if row then
-      local field = refusal_field(campaigns[c], ids[i])
-      refusals[field] = refuse(call, row[1], field, names[o], digests[i])
-    else
-      row = grant(i, o, offer)
-    end
+    decide_basket(members, rows)
   end
-  rows[i] = row
 end
 
 -- Write all, the outbox first.
 append_events(call)
-for o = 1, #names do
-  local offer = offers[o]
-  if offer and #offer.answers > 0 then
-    write_offer(call, offer, KEYS[6 + 3 * o], KEYS[7 + 3 * o], KEYS[campaign_key + campaign_of[o]])
-  end
-end
-write_refusals(call)
+write_all(call, offers, campaigns)
 return cmsgpack.pack({0, call.history, rows})

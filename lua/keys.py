@@ -22,6 +22,13 @@ SHARD_FIELDS: Final = (
     "fault",  # why the shard is fenced, in words, when its relay could not reconcile it
 )
 
+#: An offer's keys: its state (hash) · users (hash: an envelope's parts by user, or counters of limits) · parts (string: drawn ahead)
+#: · grabs (hash grab → record, of pieces) · codes (list, sealed) · audience (set of users) · seen (set: tickets used, chunks loaded)
+#: · queue (sorted set: grabs that wait, by number).
+OFFER_KEYS: Final = ("state", "users", "parts", "grabs", "codes", "audience", "seen", "queue")
+#: A campaign's keys: answers (hash command id → record) · payments (hash payment → record) · counters (hash, limits across it).
+CAMPAIGN_KEYS: Final = ("answers", "payments", "counters")
+
 
 class ShardKeys(NamedTuple):
     """The keys of one shard under one prefix."""
@@ -61,13 +68,28 @@ class ShardKeys(NamedTuple):
 
     @property
     def due(self) -> str:
-        """Sorted set offer → time (ms) at which the sweeper has to close it."""
+        """Sorted set offer → time (ms) at which the sweeper has to see to it: to close it, to serve on, or to retire it."""
         return f"{self.tag}:due"
 
     @property
     def offers(self) -> str:
         """Set of the offers that have keys here."""
         return f"{self.tag}:offers"
+
+    @property
+    def holds(self) -> str:
+        """Sorted set `<offer>/<grab>` → time (ms) at which the hold is over."""
+        return f"{self.tag}:holds"
+
+    @property
+    def campaigns(self) -> str:
+        """Hash campaign → number of its offers that have keys here."""
+        return f"{self.tag}:campaigns"
+
+    @property
+    def retired(self) -> str:
+        """Set of offers that have left: an id is used once for ever."""
+        return f"{self.tag}:retired"
 
     @property
     def lease(self) -> str:
@@ -81,20 +103,27 @@ class ShardKeys(NamedTuple):
 
     def deciding(self) -> list[str]:
         """The keys every deciding script gets first, in order."""
-        return [self.state, self.outbox, self.refusals, self.refusal_order, self.demand, self.due, self.offers]
+        return [
+            self.state, self.outbox, self.refusals, self.refusal_order, self.demand, self.due, self.offers,
+            self.holds, self.campaigns, self.retired,
+        ]  # fmt: skip
 
     def offer(self, offer: str) -> str:
         """Hash: the state of one offer."""
         return f"{self.tag}:offer:{offer}"
 
     def of_offer(self, offer: str) -> list[str]:
-        """The keys of one offer as the scripts get them: state, users, parts."""
+        """The keys of one offer as the scripts get them, see OFFER_KEYS."""
         key = self.offer(offer)
-        return [key, key + ":users", key + ":parts"]
+        return [key, *(f"{key}:{name}" for name in OFFER_KEYS[1:])]
+
+    def of_campaign(self, campaign: str) -> list[str]:
+        """The keys of one campaign as the scripts get them, see CAMPAIGN_KEYS."""
+        return [f"{self.tag}:campaign:{campaign}:{name}" for name in CAMPAIGN_KEYS]
 
     def answers(self, campaign: str) -> str:
         """Hash command id → record: answers that made an event, one hash a campaign."""
-        return f"{self.tag}:campaign:{campaign}:answers"
+        return self.of_campaign(campaign)[0]
 
 
 class KeySpace(NamedTuple):

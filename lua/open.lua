@@ -3,19 +3,23 @@
 --
 -- Command: open
 -- KEYS[1] shard hash · KEYS[2] outbox stream · KEYS[3] refusals hash · KEYS[4] refusal_order list · KEYS[5] demand hash
--- KEYS[6] due zset · KEYS[7] offers set
--- KEYS[8 + 4i] offer hash · KEYS[9 + 4i] users hash · KEYS[10 + 4i] parts string · KEYS[11 + 4i] answers hash, of the i-th command
+-- KEYS[6] due zset · KEYS[7] offers set · KEYS[8] holds zset · KEYS[9] campaigns hash · KEYS[10] retired set
+-- KEYS[11 …] eight keys for each offer, then three for each campaign, see includes/offers.lua
 -- ARGV[1] shard/shards · ARGV[2] caller time ms · ARGV[3] time to use ms or '' · ARGV[4] clock skew ms · ARGV[5] outbox events max
--- ARGV[6] msgpack: list of {id, offer, campaign, digest, terms}; terms: kind, issuer, funding, asset, total, parts, law, min, max,
---         draw, opens_at, closes_at (0: not said), life_ms, seed, seed_sha256, sealed_seed, json
--- ARGV[7 + i] parts of the i-th offer, 6 bytes each, or '' when they are drawn at the grab
--- Outcomes: 21 fenced · 22 busy (whole call) · 23 conflict (also: the offer exists) · 20 invalid · 5 opened
+-- ARGV[6] msgpack: {offers, campaign of each offer (from 1), campaigns, ids, offer of each command (from 1), digests, terms}; terms:
+--         kind, issuer, asset, total, units, opens_at, closes_at (0: not said), life_ms, json, offsets_json, rules (kept as they are),
+--         and of an envelope funding, law, min, max, draw, seed, seed_sha256, sealed_seed
+-- ARGV[7 + i] parts of the i-th command, 6 bytes each, or '' when there are none
+-- Outcomes: 21 fenced · 22 busy (whole call) · 23 conflict (also: the id was used before) · 20 invalid · 5 opened
 -- Events: offer.opened
 -- Returns msgpack: {0, history, rows} as grab does, or {code, retry_at, message}.
 --- @include "shard"
+--- @include "undo"
 --- @include "records"
+--- @include "calendar"
 --- @include "decide"
 --- @include "repeats"
+--- @include "limits"
 --- @include "offers"
 
 local call, refused = begin_call()
@@ -23,20 +27,26 @@ if not call then return cmsgpack.pack(refused) end
 
 local function opened_line(offer, id, digest, terms)
   return event_head(call, offer, 'offer.opened', id) .. ',"kind":"' .. terms.kind .. '","issuer":"' .. terms.issuer
-    .. '","funding":"' .. terms.funding .. '","asset":"' .. terms.asset .. '","total":' .. terms.total
+    .. (terms.funding and '","funding":"' .. terms.funding or '') .. '","asset":"' .. terms.asset .. '","total":' .. terms.total
     .. ',"opens_at":' .. offer.opens_at .. ',"closes_at":' .. offer.closes_at .. ',"terms":' .. terms.json
-    .. ',"seed_sha256":"' .. terms.seed_sha256 .. '","sealed_seed":"' .. terms.sealed_seed
-    .. '","digest":"' .. digest .. '"}'
+    .. (terms.offsets_json ~= '' and ',"offsets":' .. terms.offsets_json or '')
+    .. (terms.seed and ',"seed_sha256":"' .. terms.seed_sha256 .. '","sealed_seed":"' .. terms.sealed_seed .. '"' or '')
+    .. ',"digest":"' .. digest .. '"}'
 end
 
+local batch = cmsgpack.unpack(ARGV[6])
+local names, campaign_of, campaign_names, ids, offer_of, digests, all_terms = unpack(batch)
 local made, seen, rows = {}, {}, {}
-for i, command in ipairs(cmsgpack.unpack(ARGV[6])) do
-  local id, name, campaign, digest, terms = unpack(command)
-  local base = 4 + 4 * i
-  local field, record_field = refusal_field(campaign, id), KEYS[base + 3] .. id
-  local record = seen[record_field] or redis.call('HGET', KEYS[base + 3], id)
-  local row = repeated_row(record, redis.call('HGET', KEYS[3], field), digest, call.now)
-  if not row and (seen[KEYS[base]] or redis.call('EXISTS', KEYS[base]) == 1) then row = {CONFLICT, 0, call.now} end
+for i = 1, #ids do
+  local o, id, digest, terms = offer_of[i], ids[i], digests[i], all_terms[i]
+  local name, campaign = names[o], campaign_at(campaign_names[campaign_of[o]], #names, campaign_of[o])
+  local state_key = KEYS[SHARD_KEYS + OFFER_KEYS * (o - 1) + STATE]
+  local record_field = campaign.answers_key .. id
+  local record = seen[record_field] or redis.call('HGET', campaign.answers_key, id)
+  local row = repeated_row(record, redis.call('HGET', KEYS[3], refusal_field(campaign.name, id)), digest, call.now)
+  if not row and (seen[name] or redis.call('EXISTS', state_key) == 1 or redis.call('SISMEMBER', KEYS[10], name) == 1) then
+    row = {CONFLICT, 0, call.now}
+  end
   if not row then
     local opens_at = terms.opens_at == 0 and call.now or terms.opens_at
     local closes_at = terms.closes_at == 0 and opens_at + terms.life_ms or terms.closes_at
@@ -45,10 +55,11 @@ for i, command in ipairs(cmsgpack.unpack(ARGV[6])) do
     else
       local offer = {name = name, offer_seq = 0, opens_at = opens_at, closes_at = closes_at}
       call.lines[#call.lines + 1] = opened_line(offer, id, digest, terms)
-      record = pack_answer(5, call.seq, call.now, terms.parts, terms.total, digest, offer_tail(name))
-      seen[record_field], seen[KEYS[base]] = record, true
-      made[#made + 1] = {base, name, id, record, terms, offer, ARGV[6 + i]}
-      row = {5, call.seq, call.now, terms.total, 0, 0, terms.parts}
+      record = pack_answer(OPENED, call.seq, call.now, 0, 0, digest, cmsgpack.pack({name,
+        {OPENED, call.seq, call.now, terms.total, 0, 0, terms.units}}))
+      seen[record_field], seen[name] = record, true
+      made[#made + 1] = {o, campaign, id, record, terms, offer, ARGV[6 + i]}
+      row = {OPENED, call.seq, call.now, terms.total, 0, 0, terms.units}
     end
   end
   rows[i] = row
@@ -56,16 +67,24 @@ end
 
 append_events(call)
 for _, entry in ipairs(made) do
-  local base, name, id, record, terms, offer, parts = unpack(entry)
-  redis.call('HSET', KEYS[base], 'state', 'open', 'paused', '0', 'kind', terms.kind, 'issuer', terms.issuer,
-    'asset', terms.asset, 'total', string.format('%.0f', terms.total), 'parts', string.format('%.0f', terms.parts),
-    'amount_left', string.format('%.0f', terms.total), 'units_left', string.format('%.0f', terms.parts), 'places', '0',
-    'offer_seq', '1', 'law', terms.law, 'min', string.format('%.0f', terms.min), 'max', string.format('%.0f', terms.max),
-    'draw', terms.draw, 'seed', terms.seed, 'opens_at', string.format('%.0f', offer.opens_at),
-    'closes_at', string.format('%.0f', offer.closes_at))
-  if parts ~= '' then redis.call('SET', KEYS[base + 2], parts) end
-  redis.call('HSET', KEYS[base + 3], id, record)
-  redis.call('ZADD', KEYS[6], string.format('%.0f', offer.closes_at), name)
-  redis.call('SADD', KEYS[7], name)
+  local o, campaign, id, record, terms, offer, parts = unpack(entry)
+  local base = SHARD_KEYS + OFFER_KEYS * (o - 1)
+  local fields = {'state', 'open', 'paused', '0', 'kind', terms.kind, 'issuer', terms.issuer,
+    'asset', terms.asset, 'total', string.format('%.0f', terms.total), 'parts', string.format('%.0f', terms.units),
+    'amount_left', string.format('%.0f', terms.total), 'units_left', string.format('%.0f', terms.units), 'places', '0',
+    'offer_seq', '1', 'opens_at', string.format('%.0f', offer.opens_at), 'closes_at', string.format('%.0f', offer.closes_at),
+    'rules', cmsgpack.pack(terms.rules)}
+  redis.call('HSET', KEYS[base + STATE], unpack(fields))
+  if terms.seed then
+    redis.call('HSET', KEYS[base + STATE], 'law', terms.law, 'min', string.format('%.0f', terms.min),
+      'max', string.format('%.0f', terms.max), 'draw', terms.draw, 'seed', terms.seed)
+  else
+    redis.call('HSET', KEYS[base + STATE], 'held', '0', 'queued', '0')
+  end
+  if parts ~= '' then redis.call('SET', KEYS[base + PARTS], parts) end
+  redis.call('HSET', campaign.answers_key, id, record)
+  redis.call('ZADD', KEYS[6], string.format('%.0f', offer.closes_at), offer.name)
+  redis.call('SADD', KEYS[7], offer.name)
+  redis.call('HINCRBY', KEYS[9], campaign.name, 1)
 end
 return cmsgpack.pack({0, call.history, rows})

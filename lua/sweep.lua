@@ -1,34 +1,63 @@
 #!lua flags=allow-oom
--- Offers whose time is over, closed by themselves: what is left goes back, the seed is revealed.
+-- What time brings to offers: those who wait are served on, an offer whose time is over closes, one closed long ago leaves Redis.
 --
--- Command: none; the sweeper calls it with the offers it found due. An offer that is closed or not due any more is left alone.
+-- Command: none; the sweeper calls it with the offers it found due. An offer that is not due any more is left alone.
 -- KEYS[1] shard hash · KEYS[2] outbox stream · KEYS[3] refusals hash · KEYS[4] refusal_order list · KEYS[5] demand hash
--- KEYS[6] due zset · KEYS[7] offers set
--- KEYS[8 + 3i] offer hash · KEYS[9 + 3i] users hash · KEYS[10 + 3i] parts string, of the i-th offer, from 0
+-- KEYS[6] due zset · KEYS[7] offers set · KEYS[8] holds zset · KEYS[9] campaigns hash · KEYS[10] retired set
+-- KEYS[11 …] eight keys for each offer, then three for each campaign, see includes/offers.lua
 -- ARGV[1] shard/shards · ARGV[2] caller time ms · ARGV[3] time to use ms or '' · ARGV[4] clock skew ms · ARGV[5] ''
--- ARGV[6] msgpack: list of offers
+-- ARGV[6] msgpack: {offers, campaign of each (from 1), campaigns}
 -- Outcomes: 21 fenced (whole call)
--- Events: offer.closed (deadline)
--- Returns msgpack: {0, history, {number of offers closed}}, or {code, retry_at, message}.
+-- Events: offer.closed (deadline) · offer.retired · grab.held (waited)
+-- Returns msgpack: {0, history, {number of offers seen to}}, or {code, retry_at, message}.
 --- @include "shard"
+--- @include "undo"
 --- @include "records"
+--- @include "calendar"
 --- @include "decide"
+--- @include "limits"
 --- @include "offers"
+--- @include "pieces"
+
+local RETIRE_AGAIN_MS = 60000
 
 local call, refused = begin_call()
 if not call then return cmsgpack.pack(refused) end
 
-local closed = {}
-for i, name in ipairs(cmsgpack.unpack(ARGV[6])) do
-  local offer = load_offer(name, KEYS[5 + 3 * i])
-  if offer and not offer.closed and call.now >= offer.closes_at then
-    close_offer(call, offer, 'deadline', 'sweep')
-    closed[#closed + 1] = {offer, i}
+local names, campaign_of, campaign_names = unpack(cmsgpack.unpack(ARGV[6]))
+local offers, campaigns = load_offers(names, campaign_of, campaign_names)
+local retired, seen_to = {}, 0
+for o = 1, #names do
+  local offer = offers[o]
+  local due = offer and tonumber(redis.call('ZSCORE', KEYS[6], names[o]) or math.huge)
+  if offer and call.now >= due then
+    seen_to, offer.changed = seen_to + 1, true
+    if not offer.closed and call.now >= offer.closes_at then
+      close_offer(call, offer, 'deadline', 'sweep')
+    elseif not offer.closed then
+      offer.due = offer.closes_at
+      serve(call, offer, 'sweep')
+    elseif offer.held > 0 then
+      offer.due = call.now + RETIRE_AGAIN_MS
+    else
+      call.lines[#call.lines + 1] = event_head(call, offer, 'offer.retired', 'sweep') .. '}'
+      retired[#retired + 1] = offer
+      offers[o] = false
+    end
   end
 end
 
 append_events(call)
-for _, entry in ipairs(closed) do
-  write_offer(call, entry[1], KEYS[6 + 3 * entry[2]], KEYS[7 + 3 * entry[2]])
+write_all(call, offers, campaigns)
+for _, offer in ipairs(retired) do
+  redis.call('SADD', KEYS[10], offer.name)
+  redis.call('SREM', KEYS[7], offer.name)
+  redis.call('ZREM', KEYS[6], offer.name)
+  for key = 1, OFFER_KEYS do redis.call('UNLINK', KEYS[offer.base + key]) end
+  local campaign = offer.campaign
+  if redis.call('HINCRBY', KEYS[9], campaign.name, -1) == 0 then
+    redis.call('HDEL', KEYS[9], campaign.name)
+    redis.call('UNLINK', campaign.answers_key, campaign.payments_key, campaign.counters.key)
+  end
 end
-return cmsgpack.pack({0, call.history, {#closed}})
+return cmsgpack.pack({0, call.history, {seen_to}})

@@ -6,12 +6,24 @@ from models.identifiers import Id
 from models.outcomes import NOT_DECIDED, OUTCOME_NAMES, Outcome
 
 
+class LimitState(msgspec.Struct, omit_defaults=True, frozen=True):
+    """What a limit leaves to a user: `left` of `max` until `resets_at` (ms since 1970 UTC; absent: it never does)."""
+
+    by: Id
+    per: str
+    max: int
+    left: int
+    resets_at: int | None = None
+    scope: str = "offer"
+
+
 class Answer(msgspec.Struct, omit_defaults=True, frozen=True):
     """The answer to one command.
 
     `code` is the outcome's number. `amount` counts the offer's asset (minor units or pieces), `place` is the how-manieth grab
     of the offer this is, `left` what was left after it (units: parts or pieces). `seq` is the event's number in its shard.
-    `retry_at` and `at` are milliseconds since 1970 UTC.
+    `due` minor units of `currency` are to be paid until `deadline_at`. `limit` is the one that refused, `limits` what all of them
+    leave. `retry_at`, `deadline_at` and `at` are milliseconds since 1970 UTC.
     """
 
     id: Id
@@ -29,6 +41,13 @@ class Answer(msgspec.Struct, omit_defaults=True, frozen=True):
     seq: int | None = None
     at: int | None = None
     message: str | None = None
+    deadline_at: int | None = None
+    due: int | None = None
+    currency: str | None = None
+    limit: LimitState | None = None
+    limits: tuple[LimitState, ...] = ()
+    coupon_code: str | None = None
+    coupon_codes: tuple[str, ...] = ()
 
     @property
     def positive(self) -> bool:

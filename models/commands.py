@@ -3,17 +3,26 @@
 `decode_commands` is the door for bytes, `check` the door for objects made in Python; both say which field is wrong.
 """
 
+import re
 from base64 import b64encode
+from collections.abc import Callable
 from hashlib import blake2b
-from typing import Final
+from typing import Any, Final, Literal
 
 import msgspec
 
 from models.identifiers import Id, is_id
 from models.money import Invalid, check_amount
-from models.offers import Terms, check_terms
+from models.offers import Changes, EnvelopeTerms, Terms, check_changes, check_line, check_terms
+from models.transfers import Entry, check_adjustment
 
 ATTRIBUTES_MAX: Final = 8
+ITEMS_MAX: Final = 1_000
+CHUNKS_MAX: Final = 100_000
+CODE_LENGTH_MAX: Final = 200
+TICKET_LENGTH_MAX: Final = 4_096
+BASKET_GRABS_MAX: Final = 64
+TRANSFERS_MAX: Final = 16
 
 
 class Command(msgspec.Struct, tag_field="type", tag=str.lower, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -30,27 +39,107 @@ class Open(Command, frozen=True, kw_only=True):
 
 
 class Grab(Command, frozen=True, kw_only=True):
-    """One user's attempt; `attributes` are names and values that limits may count by."""
+    """One user's attempt; `attributes` are names and values that limits may count by.
+
+    `ticket` is what the eligibility service signed; `basket` is shared by the grabs of one array that stand or fall together;
+    `wait` joins the waiting list when it is sold out.
+    """
 
     user: Id
     quantity: int = 1
     attributes: dict[Id, Id] = {}
+    ticket: str | None = None
+    basket: Id | None = None
+    wait: bool = False
 
 
-class Pause(Command, frozen=True, kw_only=True):
+class Steer(Command, frozen=True, kw_only=True):
+    """What an operator does to an offer; `operator` says who, for the list of what operators did."""
+
+    operator: Id | None = None
+
+
+class Pause(Steer, frozen=True, kw_only=True):
     """Refuse grabs with `on_hold` until resumed."""
 
 
-class Resume(Command, frozen=True, kw_only=True):
+class Resume(Steer, frozen=True, kw_only=True):
     """Take grabs again."""
 
 
-class Close(Command, frozen=True, kw_only=True):
+class Close(Steer, frozen=True, kw_only=True):
     """End the offer now; what is left goes back to where the terms say."""
 
 
-AnyCommand = Open | Grab | Pause | Resume | Close
+class Amend(Steer, frozen=True, kw_only=True):
+    """Change terms while the offer runs, in order with the grabs."""
 
+    changes: Changes
+
+
+class Load(Steer, frozen=True, kw_only=True):
+    """One chunk of a list that an offer needs before it opens: coupon codes, or the ids of who may grab. `chunk` counts from 1."""
+
+    what: Literal["codes", "audience"]
+    chunk: int
+    chunks: int
+    items: tuple[str, ...]
+
+
+class Adjust(Steer, frozen=True, kw_only=True):
+    """A correcting entry in the ledger, with its reason and who approved it."""
+
+    transfers: tuple[Entry, ...]
+    reason: str
+    approved_by: Id
+
+
+class Settle(Command, frozen=True, kw_only=True):
+    """A command about one grab: `grab` is the id of the command that made it."""
+
+    grab: Id
+
+
+class Confirm(Settle, frozen=True, kw_only=True):
+    """A hold was paid: `paid` minor units of `currency` by `payment`, for `quantity` of its units (absent: all that are held)."""
+
+    payment: Id | None = None
+    paid: int = 0
+    currency: str | None = None
+    quantity: int | None = None
+
+
+class Release(Settle, frozen=True, kw_only=True):
+    """Give a hold back, or leave the waiting list."""
+
+
+class Extend(Settle, frozen=True, kw_only=True):
+    """Move a hold's deadline by `hold_ms`, as often as the offer allows."""
+
+
+class Return(Settle, frozen=True, kw_only=True):
+    """Give back what was taken for good, after the fact; money that was paid for it goes back."""
+
+    quantity: int | None = None
+    reason: str = ""
+
+
+class Redeem(Settle, frozen=True, kw_only=True):
+    """Use units, once for an order."""
+
+    order: Id
+    quantity: int = 1
+
+
+class Unredeem(Settle, frozen=True, kw_only=True):
+    """Take the use for an order back."""
+
+    order: Id
+
+
+AnyCommand = Open | Grab | Pause | Resume | Close | Amend | Load | Adjust | Confirm | Release | Extend | Return | Redeem | Unredeem
+
+_is_currency = re.compile(r"[A-Z]{3}\Z").match
 _encode = msgspec.json.Encoder(order="deterministic").encode
 _decode = msgspec.json.Decoder(AnyCommand).decode
 _decode_raw_list = msgspec.json.Decoder(list[msgspec.Raw]).decode
@@ -83,14 +172,98 @@ def check(command: AnyCommand) -> None:
         raise Invalid(f"id: must match [A-Za-z0-9._:-]{{1,64}}, got {command.id!r}")
     if not is_id(command.offer):
         raise Invalid(f"offer: must match [A-Za-z0-9._:-]{{1,64}}, got {command.offer!r}")
-    if isinstance(command, Grab):
-        if not is_id(command.user):
-            raise Invalid(f"user: must match [A-Za-z0-9._:-]{{1,64}}, got {command.user!r}")
+    check_of = _CHECKS.get(type(command))
+    if check_of is not None:
+        check_of(command)
+    elif isinstance(command, Settle):
+        _check_named("grab", command.grab)
+    if isinstance(command, Steer) and command.operator is not None:
+        _check_named("operator", command.operator)
+
+
+def _check_named(field: str, value: str) -> None:
+    if not is_id(value):
+        raise Invalid(f"{field}: must match [A-Za-z0-9._:-]{{1,64}}, got {value!r}")
+
+
+def _check_open(command: Open) -> None:
+    check_terms(command.terms)
+
+
+def _check_grab(command: Grab) -> None:
+    _check_named("user", command.user)
+    check_amount("quantity", command.quantity, least=1)
+    if command.attributes:
+        _check_attributes(command.attributes)
+    if command.basket is not None:
+        _check_named("basket", command.basket)
+    if command.ticket is not None and not (0 < len(command.ticket) <= TICKET_LENGTH_MAX and command.ticket.isascii()):
+        raise Invalid(f"ticket: must be a signed token of at most {TICKET_LENGTH_MAX} characters")
+    if command.basket is not None and command.wait:
+        raise Invalid("wait: a basket stands or falls at once, it cannot wait; leave one of the two out")
+
+
+def _check_amend(command: Amend) -> None:
+    check_changes(command.changes)
+
+
+def _check_load(command: Load) -> None:
+    check_amount("chunks", command.chunks, least=1, most=CHUNKS_MAX)
+    check_amount("chunk", command.chunk, least=1, most=command.chunks)
+    if not 1 <= len(command.items) <= ITEMS_MAX:
+        raise Invalid(f"items: must be 1 to {ITEMS_MAX}, got {len(command.items)}")
+    if command.what == "audience":
+        for item in command.items:
+            _check_named("items", item)
+        return
+    if command.what != "codes":
+        raise Invalid(f"what: must be codes or audience, got {command.what!r}")
+    for item in command.items:
+        if not 0 < len(item) <= CODE_LENGTH_MAX:
+            raise Invalid(f"items: a code has 1 to {CODE_LENGTH_MAX} characters, got {len(item)}")
+        check_line("items", item)
+
+
+def _check_adjust(command: Adjust) -> None:
+    if not 1 <= len(command.transfers) <= TRANSFERS_MAX:
+        raise Invalid(f"transfers: must be 1 to {TRANSFERS_MAX}, got {len(command.transfers)}")
+    for transfer in command.transfers:
+        check_adjustment(transfer)
+    if not command.reason:
+        raise Invalid("reason: must say why the books are corrected")
+    check_line("reason", command.reason)
+    _check_named("approved_by", command.approved_by)
+
+
+def _check_confirm(command: Confirm) -> None:
+    _check_named("grab", command.grab)
+    if command.payment is not None:
+        _check_named("payment", command.payment)
+    check_amount("paid", command.paid)
+    if command.currency is not None and not _is_currency(command.currency):
+        raise Invalid(f"currency: must be three capitals such as CNY, got {command.currency!r}")
+    if (command.paid > 0) and (command.payment is None or command.currency is None):
+        raise Invalid("paid: a payment has an id (payment) and a currency")
+    if command.quantity is not None:
         check_amount("quantity", command.quantity, least=1)
-        if command.attributes:
-            _check_attributes(command.attributes)
-    elif isinstance(command, Open):
-        check_terms(command.terms)
+
+
+def _check_return(command: Return) -> None:
+    _check_named("grab", command.grab)
+    if command.quantity is not None:
+        check_amount("quantity", command.quantity, least=1)
+    check_line("reason", command.reason)
+
+
+def _check_redeem(command: Redeem) -> None:
+    _check_named("grab", command.grab)
+    _check_named("order", command.order)
+    check_amount("quantity", command.quantity, least=1)
+
+
+def _check_unredeem(command: Unredeem) -> None:
+    _check_named("grab", command.grab)
+    _check_named("order", command.order)
 
 
 def _check_attributes(attributes: dict[str, str]) -> None:
@@ -99,6 +272,19 @@ def _check_attributes(attributes: dict[str, str]) -> None:
     for name, value in attributes.items():
         if not is_id(name) or not is_id(value):
             raise Invalid(f"attributes.{name}: name and value must match [A-Za-z0-9._:-]{{1,64}}, got {value!r}")
+
+
+_CHECKS: Final[dict[type, Callable[[Any], None]]] = {
+    Open: _check_open,
+    Grab: _check_grab,
+    Amend: _check_amend,
+    Load: _check_load,
+    Adjust: _check_adjust,
+    Confirm: _check_confirm,
+    Return: _check_return,
+    Redeem: _check_redeem,
+    Unredeem: _check_unredeem,
+}
 
 
 def decode_command(raw: bytes) -> AnyCommand:
@@ -141,6 +327,13 @@ def _decode_or_reason(raw: bytes) -> AnyCommand | Undecodable:
         return decode_command(raw)
     except Undecodable as error:
         return error
+
+
+def secret_of(command: AnyCommand) -> str | None:
+    """The field of a command that must not stand in a topic in clear, if it has one: only a gate takes it."""
+    if isinstance(command, Open) and isinstance(command.terms, EnvelopeTerms) and command.terms.seed is not None:
+        return "terms.seed"
+    return "items" if isinstance(command, Load) and command.what == "codes" else None
 
 
 def encode_command(command: AnyCommand) -> bytes:

@@ -1,14 +1,16 @@
 """What an offer says of itself: its terms, and the checks that stand at the door.
 
-A kind of offer is one member of the union `Terms`; scripts, tables and agents do not know kinds beyond what the terms say.
+A kind of offer is one member of the union `Terms`; scripts, tables and agents do not know kinds beyond what the terms say. The
+descriptions of the fields are the text of the table in the README.
 """
 
 import re
-from typing import Annotated, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 
+from models.calendar import Period, check_timezone
 from models.identifiers import Id, is_id
 from models.money import AMOUNT_MAX, PARTS_MAX, Invalid, check_amount
 from models.splitting import LAWS, Law, check_split
@@ -16,71 +18,314 @@ from models.splitting import LAWS, Law, check_split
 ENVELOPE_LIFE_MS: Final = 24 * 3600 * 1000
 RETIRE_AFTER_MS: Final = 7 * 24 * 3600 * 1000
 TIME_MS_MAX: Final = 4_102_444_800_000
+HOLD_MS_MAX: Final = 366 * 24 * 3600 * 1000
 TITLE_LENGTH_MAX: Final = 200
+LIMITS_MAX: Final = 8
+HOURS_MAX: Final = 64
+EXTENSIONS_MAX: Final = 1_000
+WEEKDAYS: Final = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
 
 _is_currency = re.compile(r"[A-Z]{3}\Z").match
+_is_stock_asset = re.compile(r"sku:[A-Za-z0-9._:-]{1,64}\Z").match
+_is_time_of_day = re.compile(r"([01]\d|2[0-4]):([0-5]\d)\Z").match
 # PostgreSQL takes no NUL, UTF-8 no half of a surrogate pair, and a title is one line.
 _is_no_text = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]").search
 _is_seed = re.compile(r"(?:[0-9a-f]{2}){16,64}\Z").match
 
 Draw = Literal["ahead", "at_grab"]
+Take = Literal["all", "up_to"]
+Late = Literal["refuse", "grace", "retake"]
+Audience = Literal["everyone", "list", "ticket"]
+Scope = Literal["offer", "campaign"]
+Weekday = Literal["mon", "tue", "wed", "thu", "fri", "sat", "sun"]
 Amount = Annotated[int, Meta(ge=0, le=AMOUNT_MAX)]
 TimeMs = Annotated[int, Meta(ge=0, le=TIME_MS_MAX)]
+HoldMs = Annotated[int, Meta(ge=1, le=HOLD_MS_MAX)]
 
 
-class EnvelopeTerms(
-    msgspec.Struct, tag_field="kind", tag="envelope", frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
-):
-    """A sum of money in random parts, one a user.
+class Limit(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """At most `max` units by one user (or by one value of an attribute) in each hour, day or week, or in the whole offer.
 
-    `total`, `min` and `max` are minor units of `asset`; times are milliseconds since 1970 UTC; `opens_at` absent means now,
-    `closes_at` absent means 24 hours after opening.
+    `scope` campaign counts the grabs of all offers of the campaign that have the same limit.
     """
 
-    issuer: Id
-    funding: Id
-    asset: Annotated[str, Meta(extra_json_schema={"pattern": "^[A-Z]{3}$"})]
-    total: Amount
-    parts: Annotated[int, Meta(ge=1, le=PARTS_MAX)]
-    title: Annotated[str, Meta(max_length=TITLE_LENGTH_MAX)] = ""
-    law: Law = "double_mean"
-    min: Amount = 1
-    max: Amount | None = None
-    draw: Draw = "ahead"
-    seed: str | None = None
-    opens_at: TimeMs | None = None
-    closes_at: TimeMs | None = None
-    retire_after_ms: Annotated[int, Meta(ge=0, le=TIME_MS_MAX)] = RETIRE_AFTER_MS
+    by: Id
+    per: Period
+    max: Annotated[int, Meta(ge=1, le=AMOUNT_MAX)]
+    scope: Scope = "offer"
+
+    @property
+    def name(self) -> str:
+        """What tells limits of an offer apart, and what its counters are called."""
+        return f"{self.by}/{self.per}"
 
 
-# Coupons and stock join this union; a decoder chooses by `kind`.
-Terms = EnvelopeTerms
+class Hours(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True, rename={"from_": "from"}):
+    """Hours of the week in which an offer takes grabs, by the local clock: from `from` up to, not including, `until`."""
+
+    weekdays: tuple[Weekday, ...] = WEEKDAYS
+    from_: str = "00:00"
+    until: str = "24:00"
+
+
+class _Terms(msgspec.Struct, tag_field="kind", frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """What all kinds have."""
+
+    issuer: Annotated[Id, Meta(description="who gives: what nobody takes goes back to them")]
+    title: Annotated[str, Meta(max_length=TITLE_LENGTH_MAX, description="one line of text for people")] = ""
+    total: Annotated[Amount, Meta(description="what there is: minor units, or pieces")]
+    opens_at: Annotated[TimeMs | None, Meta(description="grabs before are `not_open_yet`; absent: at once")] = None
+    closes_at: Annotated[
+        TimeMs | None, Meta(description="closes by itself then; absent: 24 h after opening (envelope), never (coupon, stock)")
+    ] = None
+    timezone: Annotated[str, Meta(description="whose hours, days and weeks `limits` and `hours` mean")] = "UTC"
+    hours: Annotated[
+        tuple[Hours, ...], Meta(description="`{weekdays, from, until}`: outside of these hours grabs are `not_open_yet`; none: always open")
+    ] = ()
+    audience: Annotated[
+        Audience, Meta(description="who may grab: `everyone`, a `list` loaded before, or whoever brings a signed `ticket`")
+    ] = "everyone"
+    retire_after_ms: Annotated[TimeMs, Meta(description="how long after its close an offer stays in Redis")] = RETIRE_AFTER_MS
+
+
+class EnvelopeTerms(_Terms, tag="envelope", frozen=True, kw_only=True):
+    """A sum of money in random parts, one a user."""
+
+    funding: Annotated[Id, Meta(description="the payment that the money came by")]
+    asset: Annotated[str, Meta(extra_json_schema={"pattern": "^[A-Z]{3}$"}, description="the currency, such as CNY")]
+    parts: Annotated[int, Meta(ge=1, le=PARTS_MAX, description="how many parts")]
+    law: Annotated[Law, Meta(description="`double_mean` (min … twice the mean), `bounded` (as wide as `min` and `max` allow), `equal`")] = (
+        "double_mean"
+    )
+    min: Annotated[Amount, Meta(description="the smallest part")] = 1
+    max: Annotated[Amount | None, Meta(description="the greatest part, with `bounded`")] = None
+    draw: Annotated[Draw, Meta(description="`ahead` (parts drawn and shuffled at opening) or `at_grab`")] = "ahead"
+    seed: Annotated[str | None, Meta(description="16 to 64 bytes in hex that all parts follow from; drawn when absent")] = None
+
+
+class _PieceTerms(_Terms, frozen=True, kw_only=True):
+    """Units that are counted, limited, held until paid, and given back."""
+
+    limits: Annotated[
+        tuple[Limit, ...], Meta(description="`{by, per, max, scope}`: by `user` or an attribute, per `offer`, `hour`, `day` or `week`")
+    ] = ()
+    max_per_grab: Annotated[int, Meta(ge=1, le=AMOUNT_MAX, description="the greatest `quantity` of one grab")] = 1
+    take: Annotated[Take, Meta(description="`all` of the quantity or nothing, or `up_to` what is left")] = "all"
+    price: Annotated[Amount | None, Meta(description="of one unit, minor units of `currency`; needs `hold_ms`")] = None
+    currency: Annotated[str | None, Meta(extra_json_schema={"pattern": "^[A-Z]{3}$"}, description="of `price`")] = None
+    hold_ms: Annotated[HoldMs | None, Meta(description="a grab is held so long until it is confirmed; absent: granted at once")] = None
+    extensions: Annotated[int, Meta(ge=0, le=EXTENSIONS_MAX, description="how often a hold may be extended by `hold_ms`")] = 0
+    late: Annotated[
+        Late,
+        Meta(
+            description="a payment after the deadline: `refuse` it, serve it within the `grace` time for which units stay held, "
+            "or `retake` units if there are any"
+        ),
+    ] = "refuse"
+    grace_ms: Annotated[int, Meta(ge=0, le=HOLD_MS_MAX, description="with `late: grace`, how long after the deadline")] = 0
+    return_restores: Annotated[bool, Meta(description="whether a return gives the user's limits back")] = False
+    valid_until: Annotated[TimeMs | None, Meta(description="until when units can be redeemed; absent: for ever")] = None
+    waiting_list: Annotated[bool, Meta(description="whether who finds it sold out may queue for units that come back")] = False
+
+
+class CouponTerms(_PieceTerms, tag="coupon", frozen=True, kw_only=True):
+    """Coupons: units with limits, used by `redeem`."""
+
+
+class StockTerms(_PieceTerms, tag="stock", frozen=True, kw_only=True):
+    """Stock: units of a thing, any quantity, held until paid where `hold_ms` says so."""
+
+    asset: Annotated[
+        str | None,
+        Meta(extra_json_schema={"pattern": "^sku:[A-Za-z0-9._:-]{1,64}$"}, description="what is counted; absent: `sku:<offer>`"),
+    ] = None
+
+
+PieceTerms = CouponTerms | StockTerms
+Terms = EnvelopeTerms | CouponTerms | StockTerms
+
+
+class Changes(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """What `amend` may change; what is absent stays. An envelope's money and parts are promised and stay as they are."""
+
+    title: str | UnsetType = UNSET
+    total: Amount | UnsetType = UNSET
+    opens_at: TimeMs | UnsetType = UNSET
+    closes_at: TimeMs | UnsetType = UNSET
+    limits: tuple[Limit, ...] | UnsetType = UNSET
+    max_per_grab: Annotated[int, Meta(ge=1, le=AMOUNT_MAX)] | UnsetType = UNSET
+    price: Amount | UnsetType = UNSET
+    hold_ms: HoldMs | UnsetType = UNSET
+    extensions: Annotated[int, Meta(ge=0, le=EXTENSIONS_MAX)] | UnsetType = UNSET
+    late: Late | UnsetType = UNSET
+    grace_ms: Annotated[int, Meta(ge=0, le=HOLD_MS_MAX)] | UnsetType = UNSET
+    return_restores: bool | UnsetType = UNSET
+    valid_until: TimeMs | UnsetType = UNSET
+
+
+#: What of an envelope may be amended.
+ENVELOPE_CHANGES: Final = frozenset({"title", "opens_at", "closes_at"})
+
+
+def asset_of(offer: str, terms: Terms) -> str:
+    """What an offer counts: the terms' asset, or one made from the offer's id."""
+    if isinstance(terms, CouponTerms):
+        return f"coupon:{offer}"
+    return terms.asset or f"sku:{offer}"
+
+
+def units_of(terms: Terms) -> int:
+    """How many units an offer begins with: parts or pieces."""
+    return terms.parts if isinstance(terms, EnvelopeTerms) else terms.total
+
+
+def week_minutes(hours: tuple[Hours, ...]) -> list[tuple[int, int]]:
+    """Hours of the week as pairs of minutes since Monday 00:00 (see calendar.opens_next)."""
+    return [
+        (WEEKDAYS.index(day) * 1440 + _minutes(one.from_), WEEKDAYS.index(day) * 1440 + _minutes(one.until))
+        for one in hours
+        for day in one.weekdays
+    ]
+
+
+def _minutes(time_of_day: str) -> int:
+    hour, _, minute = time_of_day.partition(":")
+    return int(hour) * 60 + int(minute)
+
+
+def published(terms: Terms) -> Terms:
+    """The terms as the journal has them: without the seed, since many read it before the offer closes."""
+    return msgspec.structs.replace(terms, seed=None) if isinstance(terms, EnvelopeTerms) else terms
+
+
+# -- checks -----------------------------------------------------------------------------------------------------------
 
 
 def check_terms(terms: Terms) -> None:
     """Raises Invalid, naming the field and the fix, when an offer with these terms could not keep its promises."""
-    for field in ("issuer", "funding"):
-        if not is_id(getattr(terms, field)):
-            raise Invalid(f"terms.{field}: must match [A-Za-z0-9._:-]{{1,64}}, got {getattr(terms, field)!r}")
+    _check_id("issuer", terms.issuer)
+    _check_title(terms.title)
+    for field in ("total", "opens_at", "closes_at", "retire_after_ms"):
+        _check_number(terms, field)
+    check_timezone(terms.timezone)
+    _check_hours(terms.hours)
+    if terms.audience not in ("everyone", "list", "ticket"):
+        raise Invalid(f"terms.audience: must be everyone, list or ticket, got {terms.audience!r}")
+    if terms.opens_at is not None and terms.closes_at is not None and terms.closes_at <= terms.opens_at:
+        raise Invalid(f"terms.closes_at: must be after opens_at ({terms.opens_at}), got {terms.closes_at}")
+    if isinstance(terms, EnvelopeTerms):
+        _check_envelope(terms)
+    else:
+        _check_pieces(terms)
+
+
+def _check_envelope(terms: EnvelopeTerms) -> None:
+    _check_id("funding", terms.funding)
     if not _is_currency(terms.asset):
         raise Invalid(f"terms.asset: must be a currency of three capitals such as CNY, got {terms.asset!r}")
-    if len(terms.title) > TITLE_LENGTH_MAX:
-        raise Invalid(f"terms.title: at most {TITLE_LENGTH_MAX} characters, got {len(terms.title)}")
-    if found := _is_no_text(terms.title):
-        raise Invalid(f"terms.title: must be one line of text, without control characters; got {found.group()!r} at {found.start()}")
-    for field in ("total", "parts", "min", "max", "opens_at", "closes_at", "retire_after_ms"):
-        value = getattr(terms, field)
-        if value is not None:
-            check_amount(f"terms.{field}", value)
+    for field in ("parts", "min", "max"):
+        _check_number(terms, field)
     if terms.law not in LAWS:
         raise Invalid(f"terms.law: must be one of {', '.join(LAWS)}, got {terms.law!r}")
     if terms.draw not in ("ahead", "at_grab"):
         raise Invalid(f"terms.draw: must be ahead or at_grab, got {terms.draw!r}")
     if terms.seed is not None and not _is_seed(terms.seed):
         raise Invalid("terms.seed: must be 16 to 64 bytes in lower-case hexadecimal; leave it out to have one drawn")
-    if terms.opens_at is not None and terms.closes_at is not None and terms.closes_at <= terms.opens_at:
-        raise Invalid(f"terms.closes_at: must be after opens_at ({terms.opens_at}), got {terms.closes_at}")
     try:
         check_split(terms.law, terms.total, terms.parts, terms.min, terms.max)
     except Invalid as error:
         raise Invalid(f"terms.{error}") from None
+
+
+def _check_pieces(terms: PieceTerms) -> None:
+    if isinstance(terms, StockTerms) and terms.asset is not None and not _is_stock_asset(terms.asset):
+        raise Invalid(f"terms.asset: must be sku: and a name of [A-Za-z0-9._:-]{{1,64}}, got {terms.asset!r}")
+    check_amount("terms.total", terms.total, least=1)
+    check_amount("terms.max_per_grab", terms.max_per_grab, least=1)
+    for field in ("price", "grace_ms", "extensions", "valid_until"):
+        _check_number(terms, field)
+    if terms.hold_ms is not None:
+        check_amount("terms.hold_ms", terms.hold_ms, least=1, most=HOLD_MS_MAX)
+    check_limits(terms.limits)
+    if (terms.price is None) != (terms.currency is None):
+        raise Invalid("terms.price: price and currency go together; give both or none")
+    if terms.currency is not None and not _is_currency(terms.currency):
+        raise Invalid(f"terms.currency: must be three capitals such as CNY, got {terms.currency!r}")
+    if terms.take not in ("all", "up_to") or terms.late not in ("refuse", "grace", "retake"):
+        raise Invalid(f"terms.take: must be all or up_to, terms.late refuse, grace or retake; got {terms.take!r}, {terms.late!r}")
+    for field in ("price", "extensions", "grace_ms", "waiting_list"):
+        if getattr(terms, field) and terms.hold_ms is None:
+            raise Invalid(f"terms.{field}: needs hold_ms, the time for which a grab is held until it is confirmed")
+    if (terms.late == "grace") != bool(terms.grace_ms):
+        raise Invalid("terms.grace_ms: goes together with late: grace")
+    if terms.price is not None and terms.price * terms.max_per_grab > AMOUNT_MAX:
+        raise Invalid(f"terms.price: price × max_per_grab must not be above {AMOUNT_MAX}, got {terms.price * terms.max_per_grab}")
+
+
+def check_limits(limits: tuple[Limit, ...]) -> None:
+    """Raises Invalid when limits cannot be told apart or count nothing."""
+    if len(limits) > LIMITS_MAX:
+        raise Invalid(f"terms.limits: at most {LIMITS_MAX}, got {len(limits)}")
+    for limit in limits:
+        _check_id("limits.by", limit.by)
+        if limit.per not in ("offer", "hour", "day", "week") or limit.scope not in ("offer", "campaign"):
+            raise Invalid(f"terms.limits: per must be offer, hour, day or week, scope offer or campaign; got {limit}")
+        check_amount("terms.limits.max", limit.max, least=1)
+    names = [(limit.name, limit.scope) for limit in limits]
+    for name in names:
+        if names.count(name) > 1:
+            raise Invalid(f"terms.limits: two of them count by {name[0].replace('/', ' per ')}; keep the smaller")
+
+
+def check_changes(changes: Changes) -> None:
+    """Raises Invalid when a change is wrong whatever the offer is; what depends on the offer is the script's to say."""
+    if changes == Changes():
+        raise Invalid("changes: nothing is to be changed")
+    if isinstance(changes.title, str):
+        _check_title(changes.title)
+    if not isinstance(changes.limits, UnsetType):
+        check_limits(changes.limits)
+    for field in ("total", "max_per_grab", "hold_ms"):
+        value = getattr(changes, field)
+        if value is not UNSET:
+            check_amount(f"changes.{field}", value, least=1)
+    for field in ("opens_at", "closes_at", "price", "extensions", "grace_ms", "valid_until"):
+        value = getattr(changes, field)
+        if value is not UNSET:
+            check_amount(f"changes.{field}", value)
+
+
+def check_line(field: str, text: str) -> None:
+    """Raises Invalid unless the text is one line that every server can keep."""
+    if len(text) > TITLE_LENGTH_MAX:
+        raise Invalid(f"{field}: at most {TITLE_LENGTH_MAX} characters, got {len(text)}")
+    if found := _is_no_text(text):
+        raise Invalid(f"{field}: must be one line of text, without control characters; got {found.group()!r} at {found.start()}")
+
+
+def _check_title(title: str) -> None:
+    check_line("terms.title", title)
+
+
+def _check_id(field: str, value: Any) -> None:
+    if not isinstance(value, str) or not is_id(value):
+        raise Invalid(f"terms.{field}: must match [A-Za-z0-9._:-]{{1,64}}, got {value!r}")
+
+
+def _check_number(terms: Any, field: str) -> None:
+    value = getattr(terms, field)
+    if value is not None:
+        check_amount(f"terms.{field}", value)
+
+
+def _check_hours(hours: tuple[Hours, ...]) -> None:
+    if len(hours) > HOURS_MAX:
+        raise Invalid(f"terms.hours: at most {HOURS_MAX}, got {len(hours)}")
+    for one in hours:
+        for field, text in (("from", one.from_), ("until", one.until)):
+            if not _is_time_of_day(text) or _minutes(text) > 1440:
+                raise Invalid(f"terms.hours.{field}: must be a time of day such as 10:00, at most 24:00; got {text!r}")
+        if _minutes(one.from_) >= _minutes(one.until):
+            raise Invalid(f"terms.hours: from must be before until, got {one.from_} – {one.until}; give two entries for a night")
+        if not one.weekdays or any(day not in WEEKDAYS for day in one.weekdays):
+            raise Invalid(f"terms.hours.weekdays: must be some of {', '.join(WEEKDAYS)}, got {one.weekdays}")

@@ -1,14 +1,26 @@
 """Transfers: every event as movements of an integer amount of one asset from one account to another (DESIGN 4.10)."""
 
 import re
-from typing import Final, NamedTuple
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from models.events import AnyEvent, GrabGranted, OfferClosed, OfferOpened
+import msgspec
+
+from models.identifiers import is_id
+from models.money import Invalid, check_amount
+
+if TYPE_CHECKING:
+    from models.events import AnyEvent
 
 #: Accounts that may never be below 0; the rest (`external:`, `issuer:` …) stand for the world outside.
 GUARDED_ACCOUNTS: Final = ("offer:", "hold:", "wallet:", "redeemed:")
+#: What a correcting entry may touch. It takes from the world outside only: an operator cannot know from another shard what a wallet
+#: has at this moment, and a ledger that had to refuse an event would stop. What a user owes stands in `receivable:<user>`.
+ADJUSTABLE_DEBITS: Final = ("external:", "issuer:", "refund:", "receivable:")
+ADJUSTABLE_CREDITS: Final = (*ADJUSTABLE_DEBITS, "wallet:")
 
 _is_money = re.compile(r"[A-Z]{3}\Z").match
+_is_asset = re.compile(r"(?:[A-Z]{3}|(?:coupon|sku):[A-Za-z0-9._:-]{1,64})\Z").match
 
 
 class Transfer(NamedTuple):
@@ -20,13 +32,107 @@ class Transfer(NamedTuple):
     amount: int
 
 
-def transfers_of(event: AnyEvent) -> tuple[Transfer, ...]:
+class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A transfer as it stands in a command or an event."""
+
+    asset: str
+    debit: str
+    credit: str
+    amount: int
+
+
+def check_adjustment(transfer: Entry) -> None:
+    """Raises Invalid, naming the field, when an operator may not book this."""
+    if not _is_asset(transfer.asset):
+        raise Invalid(f"transfers.asset: must be a currency, coupon:<offer> or sku:<name>, got {transfer.asset!r}")
+    for field, account, allowed in (("debit", transfer.debit, ADJUSTABLE_DEBITS), ("credit", transfer.credit, ADJUSTABLE_CREDITS)):
+        kind, _, name = account.partition(":")
+        if f"{kind}:" not in allowed or not is_id(name):
+            raise Invalid(f"transfers.{field}: must be one of {', '.join(f'{start}<id>' for start in allowed)}; got {account!r}")
+    if transfer.debit == transfer.credit:
+        raise Invalid(f"transfers.credit: must not be the account that gives, {transfer.debit!r}")
+    check_amount("transfers.amount", transfer.amount, least=1)
+
+
+def source_of(asset: str, funding: str | None, issuer: str) -> str:
+    """The account an offer is funded from: money from outside, pieces from their issuer."""
+    return f"external:{funding}" if _is_money(asset) else f"issuer:{issuer}"
+
+
+def transfers_of(event: "AnyEvent") -> tuple[Transfer, ...]:
     """The transfers an event is, in order of their legs; an event that moves nothing has none."""
-    if isinstance(event, GrabGranted):
-        return (Transfer(event.asset, "offer:" + event.offer, "wallet:" + event.user, event.amount),)
-    if isinstance(event, OfferOpened):
-        source = f"external:{event.funding}" if _is_money(event.asset) else f"issuer:{event.issuer}"
-        return (Transfer(event.asset, source, "offer:" + event.offer, event.total),)
-    if isinstance(event, OfferClosed) and event.amount:
-        return (Transfer(event.asset, "offer:" + event.offer, event.refund_to, event.amount),)
-    return ()
+    of_type = _TRANSFERS.get(str(event.__struct_config__.tag))
+    return () if of_type is None else of_type(event)
+
+
+def _opened(event: Any) -> tuple[Transfer, ...]:
+    return (Transfer(event.asset, source_of(event.asset, event.funding, event.issuer), "offer:" + event.offer, event.total),)
+
+
+def _amended(event: Any) -> tuple[Transfer, ...]:
+    offer = "offer:" + event.offer
+    if event.added:
+        return (Transfer(event.asset, event.source, offer, event.added),)
+    return (Transfer(event.asset, offer, event.source, event.removed),) if event.removed else ()
+
+
+def _closed(event: Any) -> tuple[Transfer, ...]:
+    return (Transfer(event.asset, "offer:" + event.offer, event.refund_to, event.amount),) if event.amount else ()
+
+
+def _granted(event: Any) -> tuple[Transfer, ...]:
+    return (Transfer(event.asset, "offer:" + event.offer, "wallet:" + event.user, event.amount),)
+
+
+def _held(event: Any) -> tuple[Transfer, ...]:
+    return (Transfer(event.asset, "offer:" + event.offer, "hold:" + event.user, event.amount),)
+
+
+def _confirmed(event: Any) -> tuple[Transfer, ...]:
+    source = "offer:" + event.offer if event.retaken else "hold:" + event.user
+    units = Transfer(event.asset, source, "wallet:" + event.user, event.amount)
+    if not event.paid:
+        return (units,)
+    return (units, Transfer(event.currency, f"external:{event.payment}", "issuer:" + event.issuer, event.paid))
+
+
+def _released(event: Any) -> tuple[Transfer, ...]:
+    return (Transfer(event.asset, "hold:" + event.user, event.to, event.amount),) if event.amount else ()
+
+
+def _returned(event: Any) -> tuple[Transfer, ...]:
+    units = Transfer(event.asset, "wallet:" + event.user, event.to, event.amount)
+    refunds = (Transfer(event.currency, "issuer:" + event.issuer, f"refund:{payment}", amount) for payment, amount in event.refunds)
+    return (units, *refunds)
+
+
+def _redeemed(event: Any) -> tuple[Transfer, ...]:
+    return (Transfer(event.asset, "wallet:" + event.user, "redeemed:" + event.offer, event.amount),)
+
+
+def _unredeemed(event: Any) -> tuple[Transfer, ...]:
+    return (Transfer(event.asset, "redeemed:" + event.offer, "wallet:" + event.user, event.amount),)
+
+
+def _refund_due(event: Any) -> tuple[Transfer, ...]:
+    return (Transfer(event.asset, f"external:{event.payment}", f"refund:{event.payment}", event.amount),)
+
+
+def _adjusted(event: Any) -> tuple[Transfer, ...]:
+    return tuple(Transfer(one.asset, one.debit, one.credit, one.amount) for one in event.transfers)
+
+
+_TRANSFERS: Final[dict[str, Callable[[Any], tuple[Transfer, ...]]]] = {
+    "offer.opened": _opened,
+    "offer.amended": _amended,
+    "offer.closed": _closed,
+    "grab.granted": _granted,
+    "grab.held": _held,
+    "grab.confirmed": _confirmed,
+    "grab.released": _released,
+    "grab.returned": _returned,
+    "grab.redeemed": _redeemed,
+    "grab.unredeemed": _unredeemed,
+    "payment.refund_due": _refund_due,
+    "ledger.adjusted": _adjusted,
+}

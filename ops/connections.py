@@ -11,6 +11,7 @@ from redis.backoff import NoBackoff
 from lua.gate import Gate, GateLimits
 from lua.keys import KeySpace
 from lua.sealing import Sealer
+from lua.tickets import TicketKeys
 from ops.settings import Settings
 from streams.worker import WorkerSettings
 
@@ -49,6 +50,11 @@ def sealer(settings: Settings) -> Sealer:
     return Sealer.from_text(settings.seal_keys.get_secret_value())
 
 
+def ticket_keys(settings: Settings) -> TicketKeys:
+    """What tickets are checked with; raises ValueError that names GRAB_TICKET_KEYS when they cannot be read."""
+    return TicketKeys.from_text(settings.ticket_keys.get_secret_value())
+
+
 def worker_settings(settings: Settings) -> WorkerSettings:
     """What a worker is told."""
     return WorkerSettings(
@@ -66,7 +72,7 @@ def worker_settings(settings: Settings) -> WorkerSettings:
 async def open_gate(settings: Settings) -> AsyncIterator[Gate]:
     """A started gate with a Redis client of its own."""
     client = open_redis(settings)
-    gate = Gate(client, key_space(settings), sealer(settings), gate_limits(settings))
+    gate = Gate(client, key_space(settings), sealer(settings), gate_limits(settings), tickets=ticket_keys(settings))
     gate.start()
     try:
         yield gate

@@ -8,6 +8,7 @@ from pydantic import Field, SecretStr, ValidationError, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict  # reads .env, names the variable that is wrong
 
 from lua.sealing import Sealer
+from lua.tickets import TicketKeys
 
 # Below the range that systems give to outgoing connections, or a client could be sitting on the port.
 REDIS_PORT = 16379
@@ -16,6 +17,8 @@ CONTROLLER_PORT = 19093
 POSTGRES_PORT = 15432
 
 Count = Annotated[int, Field(ge=1)]
+#: Fields whose values never stand in an error.
+SECRETS = ("seal_keys", "ticket_keys")
 
 
 class BadSettings(Exception):
@@ -35,6 +38,8 @@ class Settings(BaseSettings):
     prefix: Annotated[str, Field(pattern="^[a-z0-9][a-z0-9._-]{0,47}$")] = "grab"
     shards: Annotated[int, Field(ge=1, le=1024)] = 8
     seal_keys: SecretStr = SecretStr("")
+    #: Who may sign tickets, `id:algorithm:key,…` with HS256 or EdDSA; without any, every ticket is refused.
+    ticket_keys: SecretStr = SecretStr("")
     #: Events an outbox may hold before grabs are answered `busy`.
     outbox_events_max: Count = 200_000
     #: Commands that may wait in one gate for one shard before further ones are answered `busy`.
@@ -61,6 +66,12 @@ class Settings(BaseSettings):
             Sealer.from_text(value.get_secret_value())
         return value
 
+    @field_validator("ticket_keys")
+    @classmethod
+    def _can_be_verified_with(cls, value: SecretStr) -> SecretStr:
+        TicketKeys.from_text(value.get_secret_value())
+        return value
+
     def require_seal_keys(self) -> None:
         """Raises BadSettings with the way out when there are no seal keys."""
         if not self.seal_keys.get_secret_value():
@@ -79,7 +90,8 @@ def load_settings(env_file: Path | None = None) -> Settings:
         for problem in error.errors():
             field = str(problem["loc"][0])
             name = field if field.startswith("GRAB_") else f"GRAB_{field.upper()}"
-            lines.append(f"{name}: {problem['msg']} (got {problem['input']!r})" if "seal" not in field else f"{name}: {problem['msg']}")
+            got = "" if field in SECRETS else f" (got {problem['input']!r})"
+            lines.append(f"{name}: {problem['msg']}{got}")
         raise BadSettings("; ".join(lines)) from None
 
 

@@ -7,14 +7,16 @@ anywhere in between delivers commands again, and a repeated command gets its fir
 import asyncio
 import logging
 from collections.abc import Iterable
+from itertools import groupby
 from typing import Any, Final, NamedTuple
 
+import msgspec
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, ConsumerRebalanceListener, TopicPartition
 from aiokafka.errors import CommitFailedError, IllegalStateError
 
 from lua.gate import Gate
 from models.answers import Answer, encode_answer, refusal
-from models.commands import AnyCommand, Undecodable, decode_commands
+from models.commands import AnyCommand, Grab, Undecodable, decode_commands, encode_command, secret_of
 from models.outcomes import Outcome
 from streams.topics import RECORD_BYTES_MAX, Topics
 
@@ -39,6 +41,7 @@ class _Poll(NamedTuple):
     """What one poll brought: commands and the partition of each, answers known already, and the offsets behind it."""
 
     commands: list[AnyCommand]
+    arrays: list[int]
     partitions: list[int]
     refused: list[tuple[int, Answer]]
     rejected: list[_Rejected]
@@ -117,8 +120,18 @@ class Decider:
             await self._in_flight.put(asyncio.create_task(self._decide(poll)))
 
     async def _decide(self, poll: _Poll) -> tuple[_Poll, list[Answer]]:
-        answers = await self._gate.decide(poll.commands, "journaled", self._patience_ms, timeout_ms=DECIDE_TIMEOUT_MS, order=self)
-        return poll, answers
+        if not any(isinstance(command, Grab) and command.basket is not None for command in poll.commands):
+            return poll, await self._decide_all(poll.commands)
+        # A basket is the grabs of one array: those of another record must not fall into it, whatever its name.
+        arrays = [
+            [command for _, command in of_array]
+            for _, of_array in groupby(zip(poll.arrays, poll.commands, strict=True), lambda pair: pair[0])
+        ]
+        answered = await asyncio.gather(*map(self._decide_all, arrays))
+        return poll, [answer for of_array in answered for answer in of_array]
+
+    async def _decide_all(self, commands: list[AnyCommand]) -> list[Answer]:
+        return await self._gate.decide(commands, "journaled", self._patience_ms, timeout_ms=DECIDE_TIMEOUT_MS, order=self)
 
     # -- answering ----------------------------------------------------------------------------------------------------
 
@@ -152,7 +165,7 @@ class Decider:
         sent = []
         batch = producer.create_batch()
         for answer in answers:
-            key, value = answer.id.encode(), encode_answer(answer)
+            key, value = answer.id.encode(), encode_answer(_without_codes(answer))
             if batch.append(key=key, value=value, timestamp=None) is None:
                 sent.append(await producer.send_batch(batch, self._topics.results, partition=partition))
                 batch = producer.create_batch()
@@ -188,14 +201,32 @@ class _Drain(ConsumerRebalanceListener):  # type: ignore[misc]
         log.info("deciding commands of %d partitions", len(assigned))
 
 
+def _without_codes(answer: Answer) -> Answer:
+    """A code that was handed out stands in no topic in clear: its taker asks a gate, with the same command. A number is `place`."""
+    if answer.coupon_code is None:
+        return answer
+    return msgspec.structs.replace(answer, coupon_code=None, coupon_codes=())
+
+
+def _without_secret(command: AnyCommand | Undecodable) -> AnyCommand | Undecodable:
+    """A command whose secret must not stand in a topic is refused here; the gate takes it."""
+    if isinstance(command, Undecodable) or (field := secret_of(command)) is None:
+        return command
+    reason = f"{field}: is taken by the gate only, since the topic would keep it in clear"
+    return Undecodable(reason, encode_command(command), command.id, command.offer)
+
+
 def _understand(fetched: dict[TopicPartition, list[Any]]) -> _Poll:
     """The records as commands; what cannot be understood keeps its bytes, and is answered when its id can be read."""
-    poll = _Poll([], [], [], [], {})
+    poll = _Poll([], [], [], [], [], {})
+    array = 0
     for source, records in fetched.items():
         for record in records:
-            for index, command in enumerate(decode_commands(record.value or b"")):
+            array += 1
+            for index, command in enumerate(map(_without_secret, decode_commands(record.value or b""))):
                 if not isinstance(command, Undecodable):
                     poll.commands.append(command)
+                    poll.arrays.append(array)
                     poll.partitions.append(source.partition)
                     continue
                 where = (("topic", source.topic), ("partition", source.partition), ("offset", record.offset), ("index", index))

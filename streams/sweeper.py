@@ -1,4 +1,5 @@
-"""The sweeper: closes offers whose time is over, and carries counted refusals to SQL. One a shard, beside its relay."""
+"""The sweeper: ends holds whose time is over, closes and retires offers, and carries counted refusals to SQL. One a shard, beside its
+relay."""
 
 import asyncio
 import logging
@@ -8,14 +9,17 @@ from typing import Any, Final
 import msgspec
 from redis.exceptions import RedisError
 
-from lua.batches import decode_reply
+from lua.batches import Table, decode_reply
 from lua.gate import now_ms, run_script
 from lua.keys import ShardKeys
+from models.identifiers import campaign_of
 
 log = logging.getLogger(__name__)
 
 SWEEP_EVERY_SECONDS: Final = 0.25
-CLOSED_AT_ONCE_MAX: Final = 64
+OFFERS_AT_ONCE_MAX: Final = 64
+HOLDS_AT_ONCE_MAX: Final = 256
+FORGET_FIELDS_A_STEP: Final = 1_000
 DEMAND_FIELDS_MAX: Final = 2_000
 
 #: Writes (second, outcome code, offer, refusals) of a shard to SQL; the numbers are absolute, so writing them twice is harmless.
@@ -38,27 +42,76 @@ class Sweeper:
         """Sweeps until cancelled; errors of a server are logged and tried again."""
         while True:
             try:
-                while await self.close_due() == CLOSED_AT_ONCE_MAX:
-                    pass
+                await self.sweep()
                 await self.flush_demand()
             except (RedisError, OSError) as error:
                 log.warning("sweeping shard %d: %s: %s", self._keys.shard, type(error).__name__, error)
             await asyncio.sleep(SWEEP_EVERY_SECONDS)
 
-    async def close_due(self, at_ms: int | None = None) -> int:
-        """Closes offers that are due by Redis' own clock (or at the time given, for simulation); returns how many."""
-        now = at_ms if at_ms is not None else await self._redis_time_ms()
-        due = await self._redis.zrangebyscore(self._keys.due, "-inf", now, start=0, num=CLOSED_AT_ONCE_MAX)
-        if not due:
+    async def sweep(self, at_ms: int | None = None) -> int:
+        """Everything that is due by Redis' own clock (or at the time given, for simulation); returns how many holds and offers."""
+        done = 0
+        while found := await self.expire_holds(at_ms):
+            done += found
+            if found < HOLDS_AT_ONCE_MAX:
+                break
+        while found := await self.close_due(at_ms):
+            done += found
+            if found < OFFERS_AT_ONCE_MAX and not await self._due(self._keys.due, at_ms, 1):
+                break
+        return done
+
+    async def expire_holds(self, at_ms: int | None = None) -> int:
+        """Ends holds that are over, a bounded number; returns how many it found."""
+        members = [member.split("/") for member in await self._due(self._keys.holds, at_ms, HOLDS_AT_ONCE_MAX)]
+        if not members:
             return 0
-        offers = [name.decode() for name in due]
-        keys = [*self._keys.deciding(), *(key for offer in offers for key in self._keys.of_offer(offer))]
+        table = Table([offer for offer, _ in members])
+        columns = (table.offers, table.campaign_of, table.campaigns, [grab for _, grab in members], table.offer_of)
+        return await self._run("expire", table.keys(self._keys), at_ms, _pack(columns))
+
+    async def close_due(self, at_ms: int | None = None) -> int:
+        """Closes, serves on or retires offers that are due, a bounded number; returns how many it saw to."""
+        offers = await self._due(self._keys.due, at_ms, OFFERS_AT_ONCE_MAX)
+        if not offers:
+            return 0
+        for offer in offers:
+            await self._forget(offer, at_ms)
+        table = Table(offers)
+        return await self._run("sweep", table.keys(self._keys), at_ms, _pack((table.offers, table.campaign_of, table.campaigns)))
+
+    async def _forget(self, offer: str, at_ms: int | None) -> None:
+        """Before an offer is retired, in steps: what its campaign remembers of it. A campaign's last offer takes all along at once."""
+        state, campaign = self._keys.offer(offer), campaign_of(offer)
+        closed = await self._redis.hmget(state, ["state", "held"])
+        if closed[0] != b"closed" or closed[1] not in (None, b"0"):
+            return
+        if int(await self._redis.hget(self._keys.campaigns, campaign) or 0) < 2:
+            return
+        for what, key in zip(("answers", "payments"), self._keys.of_campaign(campaign), strict=False):
+            cursor = "0"
+            while True:
+                rest = (offer, cursor, FORGET_FIELDS_A_STEP, what)
+                reply = await self._reply("forget", [state, key], at_ms, *rest)
+                if reply.code != 0:
+                    return
+                cursor = str(reply.rows_or_message[0])
+                if cursor == "0":
+                    break
+
+    async def _due(self, key: str, at_ms: int | None, most: int) -> list[str]:
+        now = at_ms if at_ms is not None else await self._redis_time_ms()
+        return [member.decode() for member in await self._redis.zrangebyscore(key, "-inf", now, start=0, num=most)]
+
+    async def _run(self, script: str, keys: list[str], at_ms: int | None, packed: bytes) -> int:
+        reply = await self._reply(script, keys, at_ms, packed)
+        # Fenced: tried again when the shard decides again.
+        return int(reply.rows_or_message[0]) if reply.code == 0 else 0
+
+    async def _reply(self, script: str, keys: list[str], at_ms: int | None, *rest: object) -> Any:
         simulated: int | str = "" if at_ms is None else at_ms
-        arguments = (f"{self._keys.shard}/{self._shards}", now_ms(), simulated, self._clock_skew_ms_max, "", _pack(offers))
-        reply = decode_reply(await run_script(self._redis, "sweep", keys, arguments))
-        if reply.code != 0:
-            return 0  # fenced: tried again when the shard decides again
-        return int(reply.rows_or_message[0])
+        arguments = (f"{self._keys.shard}/{self._shards}", now_ms(), simulated, self._clock_skew_ms_max, "", *rest)
+        return decode_reply(await run_script(self._redis, script, [*self._keys.deciding(), *keys], arguments))
 
     async def flush_demand(self) -> None:
         """Writes the counts of seconds that are over to SQL, then forgets them in Redis, in this order."""

@@ -14,6 +14,7 @@ from typing import Any, Final, NamedTuple
 from lua.gate import Gate, GateLimits
 from lua.keys import KeySpace
 from lua.sealing import Sealer
+from lua.tickets import TicketKeys
 from streams.decider import Decider
 from streams.keeper import Keeper
 from streams.relay import ShardRelay, Step
@@ -45,6 +46,7 @@ def roles_of(
     roles: Sequence[str],
     redis: Any,
     sealer: Sealer,
+    tickets: TicketKeys,
     record_demand: RecordDemand | None,
     faust: Mapping[str, Role],
     step: Step = lambda name: None,
@@ -59,7 +61,7 @@ def roles_of(
     if "decide" in roles:
 
         async def decide(stop: asyncio.Event) -> None:
-            gate = Gate(redis, keys, sealer, settings.gate)
+            gate = Gate(redis, keys, sealer, settings.gate, tickets=tickets)
             gate.start()
             try:
                 await Decider(gate, settings.kafka, topics, settings.patience_ms).run(stop)

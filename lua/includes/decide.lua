@@ -1,9 +1,12 @@
 -- What every deciding script begins and ends with: may this call decide at all, at what time, and how events are written.
--- Needs KEYS[1..7] (shard, outbox, refusals, refusal_order, demand, due, offers) and the includes `shard` and `records`.
+-- Needs KEYS[1..10] (shard, outbox, refusals, refusal_order, demand, due, offers, holds, campaigns, retired) and the includes `shard`
+-- and `records`.
 
-local FENCED, BUSY = 21, 22
-local CONFLICT, NO_SUCH_OFFER, ALREADY_TAKEN, NOT_OPEN_YET, ON_HOLD, OVER, SOLD_OUT = 23, 24, 26, 27, 28, 29, 32
-local INVALID = 20
+local GRANTED, HELD, CONFIRMED, RELEASED_NOW, RETURNED, OPENED, AMENDED, CLOSED, PAUSED, RESUMED = 0, 1, 2, 3, 4, 5, 6, 7, 8, 9
+local EXTENDED, REDEEMED, UNREDEEMED, LOADED, ADJUSTED, WAITS = 10, 11, 12, 13, 14, 15
+local INVALID, FENCED, BUSY, CONFLICT, NO_SUCH_OFFER, NO_SUCH_GRAB, ALREADY_TAKEN, NOT_OPEN_YET, ON_HOLD, OVER = 20, 21, 22, 23, 24, 25,
+  26, 27, 28, 29
+local NOT_ELIGIBLE, LIMIT_REACHED, SOLD_OUT, NOT_ENOUGH_LEFT, LAPSED, NOT_HELD, NOT_REDEEMABLE = 30, 31, 32, 33, 34, 35, 36
 local REFUSALS_MAX = 100000
 
 -- Reads ARGV[1..5] and the shard. Returns the call's state, or nil and the refusal of the whole call {code, retry_at, message}.
@@ -60,15 +63,20 @@ local function append_events(call)
   redis.call('HSET', KEYS[1], 'seq', string.format('%.0f', call.seq), 'time', string.format('%.0f', call.now))
 end
 
--- Counts a refusal and remembers it under its command's field; returns the record.
-local function refuse(call, code, id, offer, digest)
-  local field = code .. ':' .. offer
-  call.demand[field] = (call.demand[field] or 0) + 1
-  local fields, record = call.refused_fields, pack_refusal(code, call.now, digest)
+-- Remembers a record among the refusals, under its command's field.
+local function remember(call, id, record)
+  local fields = call.refused_fields
   fields[#fields + 1] = id
   fields[#fields + 1] = record
   call.refused_ids[#call.refused_ids + 1] = id
   return record
+end
+
+-- Counts a refusal and remembers it; returns the record.
+local function refuse(call, code, id, offer, digest)
+  local field = code .. ':' .. offer
+  call.demand[field] = (call.demand[field] or 0) + 1
+  return remember(call, id, pack_refusal(code, call.now, digest))
 end
 
 -- Writes what `refuse` gathered; the oldest beyond REFUSALS_MAX are forgotten.

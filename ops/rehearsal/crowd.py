@@ -31,6 +31,7 @@ class Envelope(NamedTuple):
     @property
     def terms(self) -> EnvelopeTerms:
         """Its terms."""
+        assert isinstance(self.open.terms, EnvelopeTerms)
         return self.open.terms
 
     @property

@@ -26,23 +26,87 @@ def check_books(lines: Sequence[bytes]) -> None:
 
 def _check_offer(events: list[dict[str, Any]]) -> None:
     opened, closed = events[0], [event for event in events if event["type"] == "offer.closed"]
-    granted = [event for event in events if event["type"] == "grab.granted"]
     assert opened["type"] == "offer.opened"
     assert [event["offer_seq"] for event in events] == list(range(1, len(events) + 1))
-    assert [event["place"] for event in granted] == list(range(1, len(granted) + 1))
-    assert [event["left"] for event in granted] == [opened["terms"]["parts"] - event["place"] for event in granted]
-    assert len({event["user"] for event in granted}) == len(granted)
-    assert all(opened["opens_at"] <= event["at"] < opened["closes_at"] for event in granted)
-    assert not any("seed" in event or "seed" in event.get("terms", ()) for event in events if event not in closed)
+    assert len(closed) <= 1
     paused = False
     for event in events:
-        assert not (paused and event["type"] == "grab.granted")
-        paused = {"offer.paused": True, "offer.resumed": False}.get(event["type"], paused)
+        assert not (paused and (event["type"] in ("grab.granted", "grab.queued") or (event["type"] == "grab.held" and "digest" in event)))
+        paused = {"offer.paused": True, "offer.resumed": False, "offer.closed": False}.get(event["type"], paused)
+    (_check_envelope if opened["kind"] == "envelope" else _check_pieces)(opened, closed, events)
+
+
+def _check_envelope(opened: dict[str, Any], closed: list[dict[str, Any]], events: list[dict[str, Any]]) -> None:
+    granted = [event for event in events if event["type"] == "grab.granted"]
+    parts = opened["terms"]["parts"]
+    assert [event["place"] for event in granted] == list(range(1, len(granted) + 1))
+    assert [event["left"] for event in granted] == [parts - event["place"] for event in granted]
+    assert len({event["user"] for event in granted}) == len(granted)
+    if not any(event["type"] == "offer.amended" for event in events):
+        assert all(opened["opens_at"] <= event["at"] < opened["closes_at"] for event in granted)
+    assert not any("seed" in event or "seed" in event.get("terms", ()) for event in events if event not in closed)
     if closed:
-        assert closed == events[-1:]
+        after = events[events.index(closed[0]) + 1 :]
+        assert {event["type"] for event in after} <= {"payment.refund_due", "ledger.adjusted", "offer.retired"}
         assert closed[0]["amount"] == opened["total"] - sum(event["amount"] for event in granted)
-        assert (closed[0]["reason"] == "drained") == (len(granted) == opened["terms"]["parts"])
+        assert (closed[0]["reason"] == "drained") == (len(granted) == parts)
         assert recompute(opened, closed[0])[: len(granted)] == [event["amount"] for event in granted]
+
+
+#: How an event changes what is left, held and taken, in units of its quantity.
+MOVES = {
+    "grab.granted": (-1, 0, 1),
+    "grab.held": (-1, 1, 0),
+    "grab.confirmed": (0, -1, 1),
+    "grab.released": (1, -1, 0),
+    "grab.returned": (1, 0, -1),
+}
+
+
+def _check_pieces(opened: dict[str, Any], closed: list[dict[str, Any]], events: list[dict[str, Any]]) -> None:
+    """left + held + taken = total after every event, every `left` is true, nobody has more than a limit allows."""
+    left, held, taken, total, is_closed = opened["total"], 0, 0, opened["total"], False
+    of_grab: dict[str, Counter[str]] = defaultdict(Counter)
+    places = []
+    for event in events:
+        total += event.get("added", 0) - event.get("removed", 0)
+        left += event.get("added", 0) - event.get("removed", 0)
+        if event["type"] in MOVES:
+            move = (-1, 0, 1) if event.get("retaken") else MOVES[event["type"]]
+            quantity = event["quantity"]
+            assert event["amount"] == quantity
+            left += 0 if is_closed and move[0] > 0 else move[0] * quantity
+            held, taken = held + move[1] * quantity, taken + move[2] * quantity
+            grab = of_grab[event["grab"]]
+            grab["held"] += move[1] * quantity
+            grab["taken"] += move[2] * quantity
+            if event["type"] in ("grab.granted", "grab.held"):
+                places.append(event["place"])
+        if event["type"] in ("grab.redeemed", "grab.unredeemed"):
+            of_grab[event["grab"]]["redeemed"] += event["quantity"] if event["type"] == "grab.redeemed" else -event["quantity"]
+        assert all(grab["held"] >= 0 and grab["taken"] >= grab["redeemed"] >= 0 for grab in of_grab.values())
+        if event["type"] == "offer.closed":
+            assert event["amount"] == left
+            left, is_closed = 0, True
+        assert event.get("left", left) == left or event["type"] == "offer.closed"
+        assert left >= 0
+        assert is_closed or left + held + taken == total
+    assert places == list(range(1, len(places) + 1))
+    _check_limits(opened, events)
+
+
+def _check_limits(opened: dict[str, Any], events: list[dict[str, Any]]) -> None:
+    """Of limits for the whole offer, when they were never changed: nobody ever has more."""
+    if any("limits" in event.get("changes", ()) for event in events):
+        return
+    most = [limit["max"] for limit in opened["terms"].get("limits", ()) if (limit["by"], limit["per"]) == ("user", "offer")]
+    has: Counter[str] = Counter()
+    for event in events:
+        if event["type"] in MOVES and event["type"] != "grab.confirmed":
+            has[event["user"]] += -MOVES[event["type"]][0] * event["quantity"]
+        elif event.get("retaken"):
+            has[event["user"]] += event["quantity"]
+        assert all(has[user] <= least for user in has for least in most)
 
 
 def _check_accounts(lines: Sequence[bytes]) -> None:

@@ -1,0 +1,78 @@
+#!lua flags=allow-oom
+-- Terms changed while the offer runs, in order with the grabs, never below what is taken or held.
+--
+-- Command: amend
+-- KEYS[1] shard hash · KEYS[2] outbox stream · KEYS[3] refusals hash · KEYS[4] refusal_order list · KEYS[5] demand hash
+-- KEYS[6] due zset · KEYS[7] offers set · KEYS[8] holds zset · KEYS[9] campaigns hash · KEYS[10] retired set
+-- KEYS[11 …] eight keys for each offer, then three for each campaign, see includes/offers.lua
+-- ARGV[1] shard/shards · ARGV[2] caller time ms · ARGV[3] time to use ms or '' · ARGV[4] clock skew ms · ARGV[5] ''
+-- ARGV[6] msgpack, see includes/course.lua; a body: {changes, json: the changes as text, operator}
+-- Outcomes: 21 fenced (whole call) · 23 conflict · 24 no_such_offer · 20 invalid · 29 over · 33 not_enough_left · 6 amended
+-- Events: offer.amended · grab.held (waited)
+-- Returns msgpack: {0, history, rows} as grab does, or {code, retry_at, message}.
+--- @include "shard"
+--- @include "undo"
+--- @include "records"
+--- @include "calendar"
+--- @include "decide"
+--- @include "repeats"
+--- @include "limits"
+--- @include "offers"
+--- @include "pieces"
+--- @include "course"
+
+local AMOUNT_MAX = 1e13
+local OF_ENVELOPE = {title = true, opens_at = true, closes_at = true}
+
+-- Why these changes can never be right for this offer at this time, or nil.
+local function unfit(offer, changes, now)
+  local rules = offer.rules
+  if not offer.pieces then
+    for name in pairs(changes) do
+      if not OF_ENVELOPE[name] then return 'changes: an envelope keeps its money, parts and law' end
+    end
+  end
+  if changes.opens_at and now >= offer.opens_at then return 'changes.opens_at: it is open already' end
+  local closes_at = changes.closes_at or offer.closes_at
+  if (changes.opens_at or changes.closes_at) and closes_at <= math.max(changes.opens_at or offer.opens_at, now) then
+    return 'changes.closes_at: must be after opens_at and after now'
+  end
+  if not offer.pieces then return nil end
+  if changes.total and offer.loads.codes then return 'changes.total: an offer with codes keeps its total' end
+  if changes.price and not rules.currency then return 'changes.price: the offer has no currency' end
+  if not rules.hold_ms and (changes.hold_ms or changes.extensions or changes.late or changes.grace_ms) then
+    return 'changes.hold_ms: an offer that grants at once keeps doing so'
+  end
+  if ((changes.late or rules.late) == 'grace') ~= ((changes.grace_ms or rules.grace_ms) > 0) then
+    return 'changes.grace_ms: goes together with late: grace'
+  end
+  if (changes.price or rules.price or 0) * (changes.max_per_grab or rules.max_per_grab) > AMOUNT_MAX then
+    return 'changes.price: price × max_per_grab is too much'
+  end
+end
+
+return course(function(call, offer, id, digest, body)
+  local changes = body.changes
+  local message = unfit(offer, changes, call.now)
+  if message then return refused_row(call, INVALID, {message = message}) end
+  if offer.closed then return refused_row(call, OVER) end
+  local added = (changes.total or offer.total) - offer.total
+  if offer.units_left + added < 0 then return refused_row(call, NOT_ENOUGH_LEFT, {left = offer.units_left}) end
+  if added ~= 0 then
+    move_units(offer, added)
+    offer.total = offer.total + added
+  end
+  for name, value in pairs(changes) do
+    if name ~= 'total' and name ~= 'opens_at' and name ~= 'closes_at' and name ~= 'title' then offer.rules[name] = value end
+  end
+  offer.opens_at = changes.opens_at or offer.opens_at
+  if changes.closes_at then offer.closes_at, offer.due = changes.closes_at, changes.closes_at end
+  offer.amended = true
+  local source = offer.pieces and 'issuer:' .. offer.issuer or 'external:' .. offer.rules.funding
+  call.lines[#call.lines + 1] = event_head(call, offer, 'offer.amended', id) .. ',"changes":' .. body.json .. ',"asset":"' .. offer.asset
+    .. '","source":"' .. source .. '"' .. (added > 0 and ',"added":' .. added or '') .. (added < 0 and ',"removed":' .. -added or '')
+    .. ',"left":' .. offer.units_left .. operator_text(body) .. ',"digest":"' .. digest .. '"}'
+  local row = {AMENDED, call.seq, call.now, 0, 0, 0, offer.units_left}
+  serve(call, offer, id)
+  return row, true
+end)

@@ -1,0 +1,47 @@
+#!lua flags=allow-oom
+-- Holds whose time is over, ended by themselves: units and limits go back, and to those who wait.
+--
+-- Command: none; the sweeper calls it with the holds it found due. A hold that is not due any more is left alone.
+-- KEYS[1] shard hash · KEYS[2] outbox stream · KEYS[3] refusals hash · KEYS[4] refusal_order list · KEYS[5] demand hash
+-- KEYS[6] due zset · KEYS[7] offers set · KEYS[8] holds zset · KEYS[9] campaigns hash · KEYS[10] retired set
+-- KEYS[11 …] eight keys for each offer, then three for each campaign, see includes/offers.lua
+-- ARGV[1] shard/shards · ARGV[2] caller time ms · ARGV[3] time to use ms or '' · ARGV[4] clock skew ms · ARGV[5] ''
+-- ARGV[6] msgpack: {offers, campaign of each (from 1), campaigns, grabs, offer of each grab (from 1)}
+-- Outcomes: 21 fenced (whole call)
+-- Events: grab.released (expired) · grab.held (waited)
+-- Returns msgpack: {0, history, {number of holds looked at}}, or {code, retry_at, message}.
+--- @include "shard"
+--- @include "undo"
+--- @include "records"
+--- @include "calendar"
+--- @include "decide"
+--- @include "limits"
+--- @include "offers"
+--- @include "pieces"
+
+local call, refused = begin_call()
+if not call then return cmsgpack.pack(refused) end
+
+local names, campaign_of, campaign_names, grabs, offer_of = unpack(cmsgpack.unpack(ARGV[6]))
+local offers, campaigns = load_offers(names, campaign_of, campaign_names)
+local of_offer = {}
+for i = 1, #grabs do
+  local wanted = of_offer[offer_of[i]] or {}
+  of_offer[offer_of[i]] = wanted
+  wanted[#wanted + 1] = grabs[i]
+end
+for o, wanted in pairs(of_offer) do
+  if offers[o] and offers[o].pieces then
+    local records = redis.call('HMGET', KEYS[offers[o].base + GRABS], unpack(wanted))
+    for n = 1, #wanted do offers[o].grabs[wanted[n]] = records[n] and unpack_grab(records[n]) end
+  end
+end
+for i = 1, #grabs do
+  local offer = offers[offer_of[i]]
+  local grab = offer and grab_of(offer, grabs[i])
+  if grab then lapse(call, offer, grabs[i], grab) end
+end
+
+append_events(call)
+write_all(call, offers, campaigns)
+return cmsgpack.pack({0, call.history, {#grabs}})

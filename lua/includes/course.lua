@@ -1,0 +1,67 @@
+-- The common course of commands about an offer or a grab: look up the repeat, refuse, act, write.
+-- ARGV[6] msgpack: {offers, campaign of each (from 1), campaigns, ids, offer of each command (from 1), digests, bodies}.
+-- Needs the includes `decide`, `repeats`, `offers`, `pieces`.
+
+local function refused_row(call, code, more)
+  return {code, 0, call.now, 0, 0, 0, 0, 0, 0, more}
+end
+
+-- `act(call, offer, id, digest, body, campaign)` changes the offer and adds its events. It returns the row of the answer, and true
+-- when the command has an event of its own.
+local function course(act)
+  local call, refused = begin_call()
+  if not call then return cmsgpack.pack(refused) end
+  local batch = cmsgpack.unpack(ARGV[6])
+  local names, campaign_of, ids, offer_of, digests, bodies = batch[1], batch[2], batch[4], batch[5], batch[6], batch[7]
+  local offers, campaigns = load_offers(names, campaign_of, batch[3])
+  -- What this call has made of a command id counts for the commands behind it.
+  local refusals, rows = {}, {}
+  for i = 1, #ids do
+    local id, digest, o = ids[i], digests[i], offer_of[i]
+    local offer, campaign = offers[o], campaigns[campaign_of[o]]
+    local field = refusal_field(campaign.name, id)
+    local record = campaign.answers[id] or redis.call('HGET', campaign.answers_key, id)
+    local refusal = refusals[field] or redis.call('HGET', KEYS[3], field)
+    local row, own = repeated_row(record, refusal, digest, call.now, offer and offer.parts)
+    if not row and not offer then
+      row = refused_row(call, NO_SUCH_OFFER)
+    elseif not row then
+      row, own = act(call, offer, id, digest, bodies[i], campaign)
+    end
+    if own then
+      record = pack_row(names[o], row, digest)
+      campaign.answers[id] = record
+      campaign.made[#campaign.made + 1] = id
+      campaign.made[#campaign.made + 1] = record
+    elseif row[8] == 1 and not record and not refusal then
+      refusals[field] = remember(call, field, pack_again(row[1], row[2], row[3], row[5], digest))
+    elseif row[1] >= INVALID and row[8] ~= 1 and row[1] ~= CONFLICT and row[1] ~= INVALID then
+      refusals[field] = refuse(call, row[1], field, names[o], digest)
+    end
+    rows[i] = row
+  end
+  append_events(call)
+  write_all(call, offers, campaigns)
+  return cmsgpack.pack({0, call.history, rows})
+end
+
+-- The course of a command about a grab: `body.grab` names it. A hold whose time is over is ended first.
+local function settle(act)
+  return course(function(call, offer, id, digest, body, campaign)
+    local grab = grab_of(offer, body.grab)
+    if grab then lapse(call, offer, body.grab, grab) end
+    return act(call, offer, grab, id, digest, body, campaign)
+  end)
+end
+
+-- The course of a command about the offer itself: a closed one is steered no more.
+local function steer(act)
+  return course(function(call, offer, id, digest, body)
+    if offer.closed then return refused_row(call, OVER) end
+    return act(call, offer, id, digest, body)
+  end)
+end
+
+local function operator_text(body)
+  return body.operator and ',"operator":"' .. body.operator .. '"' or ''
+end

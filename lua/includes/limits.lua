@@ -1,0 +1,113 @@
+-- Limits: what a user, or a value of an attribute, has left in the window of now; counting, and giving back.
+-- A counter is one hash field `<by>/<per>/<value>` holding `<window>:<count>`: in another window the count is 0. A campaign's counters
+-- have a hash of their own, and their zone in the name. What a grab was counted under is a list of {counter, window, 1 if of the campaign}.
+-- Needs the include `calendar`, and `put` of the include `undo`.
+
+local function limit_value(limit, user, attributes)
+  if limit.by == 'user' then return user end
+  return attributes and attributes[limit.by]
+end
+
+local function counted_under(offer, user, attributes, now)
+  local counted = {}
+  for i, limit in ipairs(offer.rules.limits) do
+    local of_campaign = limit.scope == 'campaign'
+    local name = limit.by .. '/' .. limit.per .. '/' .. limit_value(limit, user, attributes)
+    if of_campaign then name = offer.rules.timezone .. '/' .. name end
+    counted[i] = {name, window_of(limit.per, offer.rules.offsets, now), of_campaign and 1 or 0}
+  end
+  return counted
+end
+
+-- A hash of counters as a table that reads what it is asked for; `changed` are the fields to write back.
+local function counters_at(key)
+  return {key = key, values = {}, changed = {}}
+end
+
+local function parse_counter(text)
+  if not text then return {0, 0} end
+  local window, count = string.match(text, '^(%d+):(%d+)$')
+  return {tonumber(window), tonumber(count)}
+end
+
+-- Reads many fields at once that are not known yet.
+local function read_counters(counters, fields)
+  if #fields == 0 then return end
+  local found = redis.call('HMGET', counters.key, unpack(fields))
+  for i = 1, #fields do counters.values[fields[i]] = parse_counter(found[i]) end
+end
+
+local function counter_of(offer, one)
+  local counters = one[3] == 1 and offer.campaign.counters or offer.counters
+  local value = counters.values[one[1]]
+  if not value then
+    value = parse_counter(redis.call('HGET', counters.key, one[1]))
+    counters.values[one[1]] = value
+  end
+  return value, counters
+end
+
+-- How much a counter has in the window a grab counts in.
+local function count_in(offer, one)
+  local value = counter_of(offer, one)
+  return value[1] == one[2] and value[2] or 0
+end
+
+local function set_counter(offer, one, count)
+  local _, counters = counter_of(offer, one)
+  put(counters.values, one[1], {one[2], count})
+  put(counters.changed, one[1], true)
+end
+
+local function count(offer, counted, quantity)
+  for _, one in ipairs(counted) do set_counter(offer, one, count_in(offer, one) + quantity) end
+end
+
+-- Takes units off the counters a grab was counted under; nothing of a window that is over.
+local function give_back(offer, counted, quantity)
+  for _, one in ipairs(counted) do
+    local value = counter_of(offer, one)
+    if value[1] == one[2] then set_counter(offer, one, value[2] - quantity) end
+  end
+end
+
+-- {by, per, max, left, resets_at or 0, scope} of the i-th limit.
+local function limit_state(offer, counted, i, now)
+  local limit = offer.rules.limits[i]
+  return {limit.by, limit.per, limit.max, math.max(limit.max - count_in(offer, counted[i]), 0),
+    window_ends(limit.per, offer.rules.offsets, now), limit.scope}
+end
+
+local function limit_states(offer, counted, now)
+  local states = {}
+  for i = 1, #counted do states[i] = limit_state(offer, counted, i, now) end
+  return states
+end
+
+local function counter_name(offer, one)
+  return one[3] == 1 and string.sub(one[1], #offer.rules.timezone + 2) or one[1]
+end
+
+-- The counters of a grab in their windows of now, or nil when the limits, as they are now, do not leave so much.
+local function counted_anew(offer, counted, quantity, now)
+  local found = {}
+  for i, one in ipairs(counted) do
+    local by, per = string.match(counter_name(offer, one), '^([^/]+)/([^/]+)/')
+    found[i] = {one[1], window_of(per, offer.rules.offsets, now), one[3]}
+    for _, limit in ipairs(offer.rules.limits) do
+      local same = limit.by == by and limit.per == per and (limit.scope == 'campaign') == (one[3] == 1)
+      if same and limit.max - count_in(offer, found[i]) < quantity then return nil end
+    end
+  end
+  return found
+end
+
+local function write_counters(counters)
+  local fields = {}
+  for name in pairs(counters.changed) do
+    local value = counters.values[name]
+    fields[#fields + 1] = name
+    fields[#fields + 1] = string.format('%.0f:%.0f', value[1], value[2])
+  end
+  if #fields > 0 then redis.call('HSET', counters.key, unpack(fields)) end
+end

@@ -1,0 +1,21 @@
+-- What a script has decided but not yet written can be taken back: grabs of a basket stand or fall together.
+
+local undo_log
+
+-- Sets a field of a table; while a basket is decided, so that `undo` can set it back.
+local function put(table, key, value)
+  if undo_log then undo_log[#undo_log + 1] = {table, key, table[key]} end
+  table[key] = value
+end
+
+local function append(list, value)
+  put(list, #list + 1, value)
+end
+
+local function undo()
+  for i = #undo_log, 1, -1 do
+    local entry = undo_log[i]
+    entry[1][entry[2]] = entry[3]
+  end
+  undo_log = nil
+end

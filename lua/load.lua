@@ -1,0 +1,71 @@
+#!lua
+-- A chunk of a list that an offer needs: coupon codes (sealed), or the ids of who may grab.
+--
+-- Command: load
+-- KEYS[1] shard hash · KEYS[2] outbox stream · KEYS[3] refusals hash · KEYS[4] refusal_order list · KEYS[5] demand hash
+-- KEYS[6] due zset · KEYS[7] offers set · KEYS[8] holds zset · KEYS[9] campaigns hash · KEYS[10] retired set
+-- KEYS[11 …] eight keys for each offer, then three for each campaign, see includes/offers.lua
+-- ARGV[1] shard/shards · ARGV[2] caller time ms · ARGV[3] time to use ms or '' · ARGV[4] clock skew ms · ARGV[5] outbox events max
+-- ARGV[6] msgpack, see includes/course.lua; a body: {what, chunk, chunks, items, json: the items as text, operator}
+-- Outcomes: 21 fenced · 22 busy (whole call) · 23 conflict · 24 no_such_offer · 20 invalid · 29 over · 13 loaded
+-- Events: offer.loaded
+-- Returns msgpack: {0, history, rows} as grab does, or {code, retry_at, message}.
+--- @include "shard"
+--- @include "undo"
+--- @include "records"
+--- @include "calendar"
+--- @include "decide"
+--- @include "repeats"
+--- @include "limits"
+--- @include "offers"
+--- @include "pieces"
+--- @include "course"
+
+-- Why a chunk can never be right for this offer, or nil.
+local function unfit(offer, body, list)
+  if body.what == 'codes' and offer.kind ~= 'coupon' then return 'what: only coupons have codes' end
+  if body.what == 'audience' and offer.rules.audience ~= 'list' then return 'what: the audience of this offer is no list' end
+  if list and list.chunks ~= body.chunks then return 'chunks: another number than before' end
+end
+
+local function is_seen(offer, member)
+  return offer.seen_new[member] or redis.call('SISMEMBER', KEYS[offer.base + SEEN], member) == 1
+end
+
+local function load(call, offer, id, digest, body)
+  local list, member = offer.loads[body.what], body.what .. '/' .. body.chunk
+  local message, again = unfit(offer, body, list), is_seen(offer, member)
+  local loaded, listed = list and list.loaded or 0, list and list.count or 0
+  if not message and not again and body.what == 'codes' then
+    local codes = listed + #body.items
+    if codes > offer.total or (loaded + 1 == body.chunks and codes ~= offer.total) then
+      message = 'items: there must be as many codes as units'
+    end
+  end
+  if message then return refused_row(call, INVALID, {message = message}) end
+  if again then return {CONFLICT, 0, call.now} end
+  if offer.closed or (call.now >= offer.opens_at and loaded == (list and list.chunks or 0)) then return refused_row(call, OVER) end
+  offer.seen_new[member] = true
+  if body.what == 'codes' then
+    for _, code in ipairs(body.items) do offer.codes_back[#offer.codes_back + 1] = code end
+    listed = listed + #body.items
+  else
+    -- Who is in the list twice counts once.
+    offer.audience_new = offer.audience_new or {}
+    local found = redis.call('SMISMEMBER', KEYS[offer.base + AUDIENCE], unpack(body.items))
+    for n, user in ipairs(body.items) do
+      if found[n] == 0 and not offer.audience_new[user] then
+        offer.audience_new[user] = true
+        listed = listed + 1
+      end
+    end
+  end
+  offer.loads[body.what] = {chunks = body.chunks, loaded = loaded + 1, count = listed}
+  offer.loads_changed = true
+  call.lines[#call.lines + 1] = event_head(call, offer, 'offer.loaded', id) .. ',"what":"' .. body.what .. '","chunk":' .. body.chunk
+    .. ',"chunks":' .. body.chunks .. ',"count":' .. listed .. ',"items":' .. body.json .. operator_text(body)
+    .. ',"digest":"' .. digest .. '"}'
+  return {LOADED, call.seq, call.now, 0, listed, 0, offer.units_left}, true
+end
+
+return course(load)

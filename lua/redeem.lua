@@ -1,0 +1,45 @@
+#!lua flags=allow-oom
+-- Coupons used, once for an order, within valid_until.
+--
+-- Command: redeem
+-- KEYS[1] shard hash · KEYS[2] outbox stream · KEYS[3] refusals hash · KEYS[4] refusal_order list · KEYS[5] demand hash
+-- KEYS[6] due zset · KEYS[7] offers set · KEYS[8] holds zset · KEYS[9] campaigns hash · KEYS[10] retired set
+-- KEYS[11 …] eight keys for each offer, then three for each campaign, see includes/offers.lua
+-- ARGV[1] shard/shards · ARGV[2] caller time ms · ARGV[3] time to use ms or '' · ARGV[4] clock skew ms · ARGV[5] ''
+-- ARGV[6] msgpack, see includes/course.lua; a body: {grab, order, quantity}
+-- Outcomes: 21 fenced (whole call) · 23 conflict · 24 no_such_offer · 25 no_such_grab · 34 expired · 36 not_redeemable ·
+--           11 redeemed
+-- Events: grab.redeemed · grab.released (expired) · grab.held (waited)
+-- Returns msgpack: {0, history, rows} as grab does, or {code, retry_at, message}.
+--- @include "shard"
+--- @include "undo"
+--- @include "records"
+--- @include "calendar"
+--- @include "decide"
+--- @include "repeats"
+--- @include "limits"
+--- @include "offers"
+--- @include "pieces"
+--- @include "course"
+
+return settle(function(call, offer, grab, id, digest, body)
+  if not grab then return refused_row(call, NO_SUCH_GRAB) end
+  local at = #grab.orders + 1
+  for i, order in ipairs(grab.orders) do
+    if order[1] == body.order then at = i end
+  end
+  local order = grab.orders[at]
+  if order and order[2] > 0 then
+    if order[2] ~= body.quantity then return {CONFLICT, 0, call.now} end
+    return again_row(REDEEMED, order[3], order[4], order[2])
+  end
+  if offer.rules.valid_until and call.now >= offer.rules.valid_until then return refused_row(call, LAPSED) end
+  if offer.kind ~= 'coupon' or body.quantity > grab.taken - grab.redeemed then return refused_row(call, NOT_REDEEMABLE) end
+  grab.redeemed = grab.redeemed + body.quantity
+  call.lines[#call.lines + 1] = event_head(call, offer, 'grab.redeemed', id)
+    .. grab_text(offer, body.grab, grab, body.quantity, body.quantity) .. ',"order":"' .. body.order .. '","digest":"' .. digest .. '"}'
+  if order then table.remove(grab.orders, at) end
+  grab.orders[#grab.orders + 1] = {body.order, body.quantity, call.seq, call.now}
+  touch_grab(offer, body.grab)
+  return {REDEEMED, call.seq, call.now, body.quantity, body.quantity, grab.place, offer.units_left}, true
+end)

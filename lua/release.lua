@@ -1,0 +1,46 @@
+#!lua flags=allow-oom
+-- Holds given back, and places on the waiting list given up.
+--
+-- Command: release
+-- KEYS[1] shard hash · KEYS[2] outbox stream · KEYS[3] refusals hash · KEYS[4] refusal_order list · KEYS[5] demand hash
+-- KEYS[6] due zset · KEYS[7] offers set · KEYS[8] holds zset · KEYS[9] campaigns hash · KEYS[10] retired set
+-- KEYS[11 …] eight keys for each offer, then three for each campaign, see includes/offers.lua
+-- ARGV[1] shard/shards · ARGV[2] caller time ms · ARGV[3] time to use ms or '' · ARGV[4] clock skew ms · ARGV[5] ''
+-- ARGV[6] msgpack, see includes/course.lua; a body: {grab}
+-- Outcomes: 21 fenced (whole call) · 23 conflict · 24 no_such_offer · 25 no_such_grab · 34 expired · 35 not_held ·
+--           3 released
+-- Events: grab.released · grab.held (waited)
+-- Returns msgpack: {0, history, rows} as grab does, or {code, retry_at, message}.
+--- @include "shard"
+--- @include "undo"
+--- @include "records"
+--- @include "calendar"
+--- @include "decide"
+--- @include "repeats"
+--- @include "limits"
+--- @include "offers"
+--- @include "pieces"
+--- @include "course"
+
+return settle(function(call, offer, grab, id, digest, body)
+  if not grab then return refused_row(call, NO_SUCH_GRAB) end
+  if grab.status == WAITING and not offer.closed then
+    leave_queue(offer, body.grab)
+    give_back(offer, grab.counted, grab.quantity)
+    grab.status = RELEASED
+    call.lines[#call.lines + 1] = event_head(call, offer, 'grab.released', id) .. grab_text(offer, body.grab, grab, 0, 0)
+      .. ',"reason":"left_queue","to":"' .. returns_to(offer) .. '","digest":"' .. digest .. '"}'
+    grab.ended_seq, grab.ended_at = call.seq, call.now
+    touch_grab(offer, body.grab)
+    local row = {RELEASED_NOW, call.seq, call.now, 0, 0, grab.place, offer.units_left}
+    serve(call, offer, id)
+    return row, true
+  end
+  if grab.held > 0 then
+    local quantity = grab.held
+    local seq, left = give_up(call, offer, body.grab, grab, RELEASED, 'command', id, digest)
+    return {RELEASED_NOW, seq, call.now, quantity, quantity, grab.place, left}, true
+  end
+  if grab.status == RELEASED then return again_row(RELEASED_NOW, grab.ended_seq, grab.ended_at) end
+  return refused_row(call, grab.status == EXPIRED and LAPSED or NOT_HELD)
+end)

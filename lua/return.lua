@@ -1,0 +1,65 @@
+#!lua flags=allow-oom
+-- Units given back after the fact, and the money that was paid for them.
+--
+-- Command: return
+-- KEYS[1] shard hash · KEYS[2] outbox stream · KEYS[3] refusals hash · KEYS[4] refusal_order list · KEYS[5] demand hash
+-- KEYS[6] due zset · KEYS[7] offers set · KEYS[8] holds zset · KEYS[9] campaigns hash · KEYS[10] retired set
+-- KEYS[11 …] eight keys for each offer, then three for each campaign, see includes/offers.lua
+-- ARGV[1] shard/shards · ARGV[2] caller time ms · ARGV[3] time to use ms or '' · ARGV[4] clock skew ms · ARGV[5] ''
+-- ARGV[6] msgpack, see includes/course.lua; a body: {grab, quantity, reason: as JSON text}
+-- Outcomes: 21 fenced (whole call) · 23 conflict · 24 no_such_offer · 25 no_such_grab · 33 not_enough_left · 35 not_held ·
+--           4 returned
+-- Events: grab.returned · grab.released (expired) · grab.held (waited)
+-- Returns msgpack: {0, history, rows} as grab does, or {code, retry_at, message}.
+--- @include "shard"
+--- @include "undo"
+--- @include "records"
+--- @include "calendar"
+--- @include "decide"
+--- @include "repeats"
+--- @include "limits"
+--- @include "offers"
+--- @include "pieces"
+--- @include "course"
+
+-- What goes back for the units, to the payments they were paid by, the first first; as JSON text, or ''.
+local function refunds_of(grab, quantity)
+  local refunds, paid = {}, grab.payments
+  while quantity > 0 and #paid > 0 do
+    local back = math.min(paid[1][2], quantity)
+    quantity = quantity - back
+    if grab.price > 0 then refunds[#refunds + 1] = '["' .. paid[1][1] .. '",' .. back * grab.price .. ']' end
+    paid[1][2] = paid[1][2] - back
+    if paid[1][2] == 0 then table.remove(paid, 1) end
+  end
+  return table.concat(refunds, ',')
+end
+
+return settle(function(call, offer, grab, id, digest, body)
+  if not grab then return refused_row(call, NO_SUCH_GRAB) end
+  local free = grab.taken - grab.redeemed
+  local quantity = body.quantity or free
+  if grab.taken == 0 then return refused_row(call, NOT_HELD) end
+  if quantity == 0 or quantity > free then return refused_row(call, NOT_ENOUGH_LEFT, {left = free}) end
+  grab.taken = grab.taken - quantity
+  local refunds = refunds_of(grab, quantity)
+  local back = {}
+  if #grab.codes > 0 then
+    for i = #grab.codes - quantity + 1, #grab.codes do back[#back + 1] = grab.codes[i] end
+    for _ = 1, quantity do table.remove(grab.codes) end
+  end
+  if not offer.closed then
+    for _, code in ipairs(back) do offer.codes_back[#offer.codes_back + 1] = code end
+  end
+  if offer.rules.return_restores then give_back(offer, grab.counted, quantity) end
+  take_back(offer, quantity)
+  call.lines[#call.lines + 1] = event_head(call, offer, 'grab.returned', id) .. grab_text(offer, body.grab, grab, quantity, quantity)
+    .. (body.reason ~= '""' and ',"reason":' .. body.reason or '') .. ',"to":"' .. returns_to(offer) .. '"'
+    .. (refunds ~= '' and ',"refunds":[' .. refunds .. '],"currency":"' .. offer.rules.currency .. '"' or '')
+    .. ',"issuer":"' .. offer.issuer .. (offer.rules.return_restores and '","restored":true' or '"')
+    .. ',"digest":"' .. digest .. '"}'
+  touch_grab(offer, body.grab)
+  local row = {RETURNED, call.seq, call.now, quantity, quantity, grab.place, offer.units_left}
+  serve(call, offer, id)
+  return row, true
+end)

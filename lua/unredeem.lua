@@ -1,0 +1,40 @@
+#!lua flags=allow-oom
+-- The use for an order taken back.
+--
+-- Command: unredeem
+-- KEYS[1] shard hash · KEYS[2] outbox stream · KEYS[3] refusals hash · KEYS[4] refusal_order list · KEYS[5] demand hash
+-- KEYS[6] due zset · KEYS[7] offers set · KEYS[8] holds zset · KEYS[9] campaigns hash · KEYS[10] retired set
+-- KEYS[11 …] eight keys for each offer, then three for each campaign, see includes/offers.lua
+-- ARGV[1] shard/shards · ARGV[2] caller time ms · ARGV[3] time to use ms or '' · ARGV[4] clock skew ms · ARGV[5] ''
+-- ARGV[6] msgpack, see includes/course.lua; a body: {grab, order}
+-- Outcomes: 21 fenced (whole call) · 23 conflict · 24 no_such_offer · 25 no_such_grab · 36 not_redeemable · 12 unredeemed
+-- Events: grab.unredeemed · grab.released (expired) · grab.held (waited)
+-- Returns msgpack: {0, history, rows} as grab does, or {code, retry_at, message}.
+--- @include "shard"
+--- @include "undo"
+--- @include "records"
+--- @include "calendar"
+--- @include "decide"
+--- @include "repeats"
+--- @include "limits"
+--- @include "offers"
+--- @include "pieces"
+--- @include "course"
+
+return settle(function(call, offer, grab, id, digest, body)
+  if not grab then return refused_row(call, NO_SUCH_GRAB) end
+  local at
+  for i, order in ipairs(grab.orders) do
+    if order[1] == body.order then at = i end
+  end
+  if not at then return refused_row(call, NOT_REDEEMABLE) end
+  local _, quantity, seq, time = unpack(grab.orders[at])
+  if quantity == 0 then return again_row(UNREDEEMED, seq, time) end
+  grab.redeemed = grab.redeemed - quantity
+  call.lines[#call.lines + 1] = event_head(call, offer, 'grab.unredeemed', id) .. grab_text(offer, body.grab, grab, quantity, quantity)
+    .. ',"order":"' .. body.order .. '","digest":"' .. digest .. '"}'
+  table.remove(grab.orders, at)
+  grab.orders[#grab.orders + 1] = {body.order, 0, call.seq, call.now}
+  touch_grab(offer, body.grab)
+  return {UNREDEEMED, call.seq, call.now, quantity, quantity, grab.place, offer.units_left}, true
+end)

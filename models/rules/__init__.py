@@ -1,0 +1,155 @@
+"""The rules, pure: what the Lua scripts must decide, said once more without any server, so that the two can be compared.
+
+`decide` takes a shard's state, one command and a time, and gives the answer and the events; `decide_basket` takes grabs that stand or
+fall together; `sweep` does what time brings. The state is changed in place.
+"""
+
+from collections.abc import Sequence
+from copy import deepcopy
+
+import msgspec
+
+from models.answers import Answer
+from models.commands import AnyCommand, Grab, Open, Settle, digest_of
+from models.events import AnyEvent
+from models.identifiers import campaign_of
+from models.outcomes import Outcome
+from models.rules import grabbing
+from models.rules.grabbing import draw_part, take_pieces, with_part
+from models.rules.operating import close_offer, fall_due, open_offer, steer
+from models.rules.settling import lapse, settle
+from models.rules.state import (
+    REFUSALS_MAX,
+    Decided,
+    Drawn,
+    Offer,
+    Remembered,
+    ShardState,
+    as_remembered,
+    refused,
+)
+
+__all__ = ["Decided", "Drawn", "Offer", "ShardState", "decide", "decide_basket", "sweep"]
+
+#: Refusals that are not remembered: the command can be right later under the same id, or has an answer already.
+_NOT_KEPT = frozenset({Outcome.invalid, Outcome.conflict})
+
+
+def decide(state: ShardState, command: AnyCommand, clock_ms: int, drawn: Drawn | None = None) -> Decided:
+    """Decides one command at a time in ms (the shard's clock never goes back); `drawn` is what a server adds to it."""
+    if isinstance(command, Grab) and command.basket is not None:
+        [decided] = decide_basket(state, [command], clock_ms, [drawn or {}])
+        return decided
+    now = max(clock_ms, state.time)
+    offer = state.offers.get(command.offer)
+    known = _known(state, command)
+    digest = digest_of(command)
+    if known is not None and known.digest == digest:
+        return Decided(_repeated(state, command, known), [], False)
+    if isinstance(command, Grab) and offer is not None and (message := grabbing.unfit(offer, command)):
+        return Decided(refused(state, command, Outcome.invalid, now, message=message), [], False)
+    if known is not None:
+        return Decided(refused(state, command, Outcome.conflict, now), [], False)
+    if isinstance(command, Open):
+        return open_offer(state, command, digest, now, drawn or {})
+    return _keep(state, command, digest, now, _carry_out(state, command, offer, digest, now, drawn or {}))
+
+
+def _carry_out(state: ShardState, command: AnyCommand, offer: Offer | None, digest: str, now: int, drawn: Drawn) -> Decided:
+    if no := grabbing.no_such_offer(state, command, offer, now, drawn):
+        return Decided(no, [], False)
+    assert offer is not None
+    if isinstance(command, Settle):
+        return settle(state, command, offer, digest, now)
+    if not isinstance(command, Grab):
+        return steer(state, command, offer, digest, now)
+    for refusal_of in grabbing.REFUSALS:
+        if no := refusal_of(state, command, offer, now, drawn):
+            return Decided(no, [], False)
+    if not offer.is_envelope:
+        return take_pieces(state, command, offer, digest, now, drawn)
+    answer, events = draw_part(state, command, offer, digest, now)
+    if offer.units_left == 0:
+        events.append(close_offer(state, offer, "drained", command.id, None, now))
+    return Decided(answer, events)
+
+
+def _keep(state: ShardState, command: AnyCommand, digest: str, now: int, decided: Decided) -> Decided:
+    """Remembers an answer under its command's id: for good when an event says it, else among the latest refusals."""
+    key, answer = (campaign_of(command.offer), command.id), decided.answer
+    if decided.own:
+        state.answers[key] = Remembered(answer, digest)
+    elif answer.repeated or answer.code not in _NOT_KEPT:
+        # What is so already is no refusal, but made no event either: it is kept as long as one.
+        state.refusals[key] = Remembered(answer if answer.repeated else as_remembered(answer), digest)
+        if not answer.repeated:
+            state.demand[now // 1000, answer.code, command.offer] += 1
+        if len(state.refusals) > REFUSALS_MAX:
+            state.refusals.popitem(last=False)
+    return decided
+
+
+def decide_basket(state: ShardState, commands: Sequence[Grab], clock_ms: int, drawn: Sequence[Drawn]) -> list[Decided]:
+    """Decides grabs of one campaign that stand or fall together; when one is refused, all get its outcome."""
+    now = max(clock_ms, state.time)
+    known = [_known(state, command) for command in commands]
+    if any(known):
+        return [_of_known_basket(state, command, found, now) for command, found in zip(commands, known, strict=True)]
+    saved = deepcopy(state)
+    decided = []
+    for command, more in zip(commands, drawn, strict=True):
+        offer = state.offers.get(command.offer)
+        digest = digest_of(command)
+        if (campaign_of(command.offer), command.id) in state.answers:
+            one = Decided(refused(state, command, Outcome.conflict, now), [], False)
+        elif offer is not None and (message := grabbing.unfit(offer, command)):
+            one = Decided(refused(state, command, Outcome.invalid, now, message=message), [], False)
+        else:
+            one = _carry_out(state, command, offer, digest, now, more)
+        if not one.answer.positive:
+            vars(state).update(vars(saved))
+            return [_fallen(state, fallen, one.answer, command.id, now) for fallen in commands]
+        decided.append(_keep(state, command, digest, now, one))
+    return decided
+
+
+def _of_known_basket(state: ShardState, command: Grab, known: Remembered | None, now: int) -> Decided:
+    if known is None or known.digest != digest_of(command):
+        return Decided(refused(state, command, Outcome.conflict, now), [], False)
+    return Decided(_repeated(state, command, known), [], False)
+
+
+def _fallen(state: ShardState, command: Grab, because: Answer, grab: str, now: int) -> Decided:
+    answer = refused(state, command, Outcome(because.code), now, message=f"basket: refused with grab {grab}")
+    return _keep(state, command, digest_of(command), now, Decided(answer, [], False))
+
+
+def _known(state: ShardState, command: AnyCommand) -> Remembered | None:
+    key = campaign_of(command.offer), command.id
+    return state.answers.get(key) or state.refusals.get(key)
+
+
+def _repeated(state: ShardState, command: AnyCommand, known: Remembered) -> Answer:
+    answer = msgspec.structs.replace(known.answer, repeated=True)
+    offer = state.offers.get(command.offer)
+    if answer.code == Outcome.already_taken and isinstance(command, Grab) and offer is not None:
+        return with_part(answer, offer.users[command.user])
+    return answer
+
+
+def sweep(state: ShardState, clock_ms: int) -> list[AnyEvent]:
+    """What time brings by itself: holds that are over end, the longest due first; then offers are served on, close, or retire."""
+    now = max(clock_ms, state.time)
+    events: list[AnyEvent] = []
+    holds = [
+        (grab.lapses_at, f"{offer.name}/{name}", offer, name)
+        for offer in state.offers.values()
+        for name, grab in offer.grabs.items()
+        if grab.held and clock_ms >= grab.lapses_at
+    ]
+    for _, _, offer, name in sorted(holds, key=lambda hold: hold[:2]):
+        events += lapse(state, offer, name, now)
+    due = [offer for offer in state.offers.values() if clock_ms >= offer.due]
+    for offer in sorted(due, key=lambda one: (one.due, one.name)):
+        events += fall_due(state, offer, now)
+    return events

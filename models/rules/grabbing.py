@@ -1,0 +1,270 @@
+"""Grabs: who may, how much, and what is granted, held or put on the waiting list. Refusals stand in order of precedence."""
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from models.answers import Answer
+from models.calendar import opens_next
+from models.commands import Grab
+from models.events import AnyEvent, GrabGranted, GrabHeld, GrabQueued
+from models.offers import EnvelopeTerms
+from models.outcomes import Outcome
+from models.rules import limits
+from models.rules.state import Decided, Drawn, Offer, Part, ShardState, Status, Taken, answered, head_of, refused
+from models.splitting import next_part
+
+SERVED_AT_ONCE_MAX = 100
+
+Refusal = Callable[[ShardState, Grab, Offer, int, Drawn], Answer | None]
+
+
+def unfit(offer: Offer, command: Grab) -> str | None:
+    """Why a grab can never be right for this offer, or None."""
+    if isinstance(offer.terms, EnvelopeTerms):
+        if command.basket is not None:
+            return "basket: an envelope cannot be in a basket"
+        return None if command.quantity == 1 else "quantity: an envelope has one part a user"
+    if command.quantity > offer.terms.max_per_grab:
+        return "quantity: above max_per_grab"
+    missing = [limit.by for limit in offer.terms.limits if limits.value_of(limit, command) is None]
+    return f"attributes: a limit counts by {missing[0]}" if missing else None
+
+
+def no_such_offer(state: ShardState, command: Any, offer: Offer | None, now: int, drawn: Drawn) -> Answer | None:
+    """There is no offer under this id, or not any more."""
+    return refused(state, command, Outcome.no_such_offer, now) if offer is None else None
+
+
+def _already_taken(state: ShardState, command: Grab, offer: Offer, now: int, drawn: Drawn) -> Answer | None:
+    part = offer.users.get(command.user)
+    return None if part is None else with_part(refused(state, command, Outcome.already_taken, now), part)
+
+
+def _not_open_yet(state: ShardState, command: Grab, offer: Offer, now: int, drawn: Drawn) -> Answer | None:
+    if now < offer.opens_at:
+        return refused(state, command, Outcome.not_open_yet, now, retry_at=offer.opens_at)
+    if offer.closed_reason or now >= offer.closes_at:
+        return None
+    opens = opens_next(offer.hours, offer.offsets, now)
+    if opens is not None:
+        return refused(state, command, Outcome.not_open_yet, now, retry_at=opens)
+    incomplete = any(offer.loaded[what] < chunks for what, chunks in offer.chunks.items())
+    return refused(state, command, Outcome.not_open_yet, now) if incomplete else None
+
+
+def _on_hold(state: ShardState, command: Grab, offer: Offer, now: int, drawn: Drawn) -> Answer | None:
+    return refused(state, command, Outcome.on_hold, now) if offer.paused else None
+
+
+def _drained(state: ShardState, command: Grab, offer: Offer, now: int, drawn: Drawn) -> Answer | None:
+    return refused(state, command, Outcome.sold_out, now) if offer.closed_reason == "drained" else None
+
+
+def _over(state: ShardState, command: Grab, offer: Offer, now: int, drawn: Drawn) -> Answer | None:
+    return refused(state, command, Outcome.over, now) if offer.closed_reason or now >= offer.closes_at else None
+
+
+def _not_eligible(state: ShardState, command: Grab, offer: Offer, now: int, drawn: Drawn) -> Answer | None:
+    if offer.terms.audience == "list":
+        eligible = command.user in offer.audience
+    elif offer.terms.audience == "ticket":
+        eligible = now < drawn.get("ticket_expires_at", 0) and f"ticket/{drawn.get('ticket_once')}" not in offer.seen
+    else:
+        eligible = True
+    return None if eligible else refused(state, command, Outcome.not_eligible, now)
+
+
+def _limit_reached(state: ShardState, command: Grab, offer: Offer, now: int, drawn: Drawn) -> Answer | None:
+    if offer.is_envelope:
+        return None
+    wanted = command.quantity if offer.pieces.take == "all" else 1
+    counted = limits.counted_under(offer, command, now)
+    for one in limits.states_of(offer, limits.counts_of(state, offer, counted), now):
+        if one.left < wanted:
+            return refused(state, command, Outcome.limit_reached, now, limit=one, retry_at=one.resets_at)
+    return None
+
+
+def _sold_out(state: ShardState, command: Grab, offer: Offer, now: int, drawn: Drawn) -> Answer | None:
+    if offer.is_envelope or available(offer) or may_wait(offer, command):
+        return None
+    return refused(state, command, Outcome.sold_out, now)
+
+
+def _not_enough_left(state: ShardState, command: Grab, offer: Offer, now: int, drawn: Drawn) -> Answer | None:
+    if offer.is_envelope or offer.pieces.take == "up_to" or command.quantity <= available(offer) or may_wait(offer, command):
+        return None
+    return refused(state, command, Outcome.not_enough_left, now, left=available(offer))
+
+
+# A drained envelope is `sold_out` although it is closed too (CONTRACT), so that test comes before `over`.
+REFUSALS: list[Refusal] = [
+    no_such_offer, _already_taken, _not_open_yet, _on_hold, _drained, _over, _not_eligible, _limit_reached, _sold_out, _not_enough_left,
+]  # fmt: skip
+
+
+def available(offer: Offer) -> int:
+    """Units that a newcomer can take: none while others wait for what comes back."""
+    return 0 if offer.queue else offer.units_left
+
+
+def may_wait(offer: Offer, command: Grab) -> bool:
+    """Whether the grab joins the waiting list when it cannot be served."""
+    return command.wait and offer.pieces.waiting_list
+
+
+def with_part(answer: Answer, part: Part) -> Answer:
+    """The answer with the part that the user has."""
+    return msgspec.structs.replace(answer, amount=part.amount, quantity=1, place=part.place, seq=part.seq)
+
+
+# -- carrying out -----------------------------------------------------------------------------------------------------
+
+
+def draw_part(state: ShardState, command: Grab, offer: Offer, digest: str, now: int) -> tuple[Answer, list[AnyEvent]]:
+    """The next part of an envelope."""
+    terms, place = offer.terms, offer.places + 1
+    assert isinstance(terms, EnvelopeTerms)
+    assert offer.seed
+    if offer.parts:
+        amount = offer.parts[offer.places]
+    else:
+        amount = next_part(terms.law, offer.amount_left, offer.units_left, terms.min, offer.max_part, offer.seed, place)
+    offer.places, offer.units_left, offer.amount_left = place, offer.units_left - 1, offer.amount_left - amount
+    event = GrabGranted(
+        **head_of(state, offer, command.id, now), grab=command.id, user=command.user, quantity=1, amount=amount, asset=terms.asset,
+        place=place, left=offer.units_left, attributes=command.attributes, digest=digest,
+    )  # fmt: skip
+    offer.users[command.user] = Part(place, amount, event.seq)
+    answer = answered(state, command, Outcome.granted, now, grab=command.id, amount=amount, quantity=1, place=place, left=offer.units_left)
+    return answer, [event]
+
+
+def take_pieces(state: ShardState, command: Grab, offer: Offer, digest: str, now: int, drawn: Drawn) -> Decided:
+    """Units granted, held, or waited for."""
+    terms = offer.pieces
+    counted = limits.counted_under(offer, command, now)
+    wanted = command.quantity
+    if terms.take == "up_to":
+        lefts = [one.left for one in limits.states_of(offer, limits.counts_of(state, offer, counted), now)]
+        wanted = min([wanted, *lefts])
+    waits = available(offer) < (1 if terms.take == "up_to" else wanted)
+    quantity = wanted if waits else min(wanted, available(offer))
+    limits.count(state, offer, counted, quantity)
+    once = drawn.get("ticket_once") if terms.audience == "ticket" else None
+    if once:
+        offer.seen.add(f"ticket/{once}")
+    grab = Taken(command.user, 0, quantity, counted=counted)
+    offer.grabs[command.id] = grab
+    if waits:
+        return _queue(state, command, offer, grab, digest, now, once)
+    offer.places += 1
+    grab.place, grab.price = offer.places, terms.price or 0
+    _move_out(offer, quantity)
+    common: dict[str, Any] = {
+        "grab": command.id, "user": command.user, "quantity": quantity, "amount": quantity, "asset": offer.asset, "place": grab.place,
+        "left": offer.units_left, "asked": command.quantity if command.quantity != quantity else None,
+        "attributes": command.attributes, "ticket": once or None, "basket": command.basket, "digest": digest,
+    }  # fmt: skip
+    states = limits.states_of(offer, limits.counts_of(state, offer, counted), now)
+    said = {"grab": command.id, "amount": quantity, "quantity": quantity, "place": grab.place, "left": offer.units_left, "limits": states}
+    if terms.hold_ms is None:
+        grab.taken = quantity
+        codes = hand_out(offer, grab, quantity)
+        event: AnyEvent = GrabGranted(**head_of(state, offer, command.id, now), **common, codes=codes)
+        said |= numbered(offer, grab, codes)
+        return Decided(answered(state, command, Outcome.granted, now, **said), [event])
+    begin_hold(offer, grab, quantity, now)
+    event = GrabHeld(**head_of(state, offer, command.id, now), **common, **hold_of(offer, grab))
+    return Decided(answered(state, command, Outcome.held, now, **said, **hold_of(offer, grab)), [event])
+
+
+def _queue(state: ShardState, command: Grab, offer: Offer, grab: Taken, digest: str, now: int, once: str | None) -> Decided:
+    offer.queued += 1
+    grab.place, grab.status = offer.queued, Status.waiting
+    offer.queue.append(command.id)
+    event = GrabQueued(
+        **head_of(state, offer, command.id, now), grab=command.id, user=command.user, quantity=grab.quantity, amount=0,
+        asset=offer.asset, place=grab.place, left=offer.units_left, attributes=command.attributes, ticket=once or None, digest=digest,
+    )  # fmt: skip
+    lefts = limits.states_of(offer, limits.counts_of(state, offer, grab.counted), now)
+    return Decided(
+        answered(
+            state, command, Outcome.waiting, now, grab=command.id, amount=0, quantity=grab.quantity, place=grab.place,
+            left=offer.units_left, limits=lefts,
+        ), [event],
+    )  # fmt: skip
+
+
+def _move_out(offer: Offer, quantity: int) -> None:
+    offer.units_left -= quantity
+    offer.amount_left -= quantity
+
+
+def begin_hold(offer: Offer, grab: Taken, quantity: int, now: int) -> None:
+    """Units wait for their payment from now on."""
+    grab.held, grab.deadline, grab.grace = quantity, now + (offer.pieces.hold_ms or 0), offer.pieces.grace_ms
+    offer.held += quantity
+
+
+def hold_of(offer: Offer, grab: Taken) -> dict[str, Any]:
+    """Until when, and what is to be paid; in events and answers."""
+    said: dict[str, Any] = {"deadline_at": grab.deadline}
+    if offer.pieces.currency is not None:
+        said |= {"due": grab.price * grab.held, "currency": offer.pieces.currency}
+    return said
+
+
+def hand_out(offer: Offer, grab: Taken, quantity: int) -> tuple[str, ...]:
+    """The next codes, where the offer has codes."""
+    if "codes" not in offer.chunks:
+        return ()
+    codes, offer.codes = offer.codes[:quantity], offer.codes[quantity:]
+    grab.codes += codes
+    return tuple(codes)
+
+
+def numbered(offer: Offer, grab: Taken, codes: tuple[str, ...]) -> dict[str, Any]:
+    """What an answer says of coupons: the codes, or the number of the grab."""
+    if offer.terms.__struct_config__.tag != "coupon":
+        return {}
+    return {"coupon_code": codes[0], "coupon_codes": codes[1:] and codes} if codes else {"coupon_code": str(grab.place)}
+
+
+def serve(state: ShardState, offer: Offer, command: str, now: int) -> list[AnyEvent]:
+    """Units that came back go to those who wait, first come, first served, as holds; a bounded number at once."""
+    terms, events = offer.terms, list[AnyEvent]()
+    if isinstance(terms, EnvelopeTerms) or offer.closed_reason or now >= offer.closes_at:
+        return events
+    while offer.queue and offer.units_left:
+        grab = offer.grabs[offer.queue[0]]
+        if terms.take == "all" and grab.quantity > offer.units_left:
+            break
+        if len(events) == SERVED_AT_ONCE_MAX:
+            offer.due = now
+            break
+        name, quantity = offer.queue.pop(0), min(grab.quantity, offer.units_left)
+        limits.give_back(state, offer, grab, grab.quantity - quantity)
+        asked = grab.quantity
+        offer.places += 1
+        grab.place, grab.quantity, grab.price, grab.status = offer.places, quantity, terms.price or 0, Status.active
+        _move_out(offer, quantity)
+        begin_hold(offer, grab, quantity, now)
+        events.append(
+            GrabHeld(
+                **head_of(state, offer, command, now),
+                grab=name,
+                user=grab.user,
+                quantity=quantity,
+                amount=quantity,
+                asset=offer.asset,
+                place=grab.place,
+                left=offer.units_left,
+                asked=asked if asked != quantity else None,
+                waited=True,
+                **hold_of(offer, grab),
+            )
+        )
+    return events

@@ -1,0 +1,88 @@
+"""Limits: how many units a user, or a value of an attribute, has left in the window of now; counting, and giving back."""
+
+from collections.abc import Sequence
+
+from models.answers import LimitState
+from models.calendar import window_ends, window_of
+from models.commands import Grab
+from models.offers import Limit
+from models.rules.state import Counted, Offer, ShardState, Taken
+
+
+def value_of(limit: Limit, command: Grab) -> str | None:
+    """What a limit counts by: the user, or an attribute of the grab."""
+    return command.user if limit.by == "user" else command.attributes.get(limit.by)
+
+
+def counted_under(offer: Offer, command: Grab, now: int) -> list[Counted]:
+    """The counters of a grab, one for each limit of the offer, in order. A campaign's is named by its time zone too."""
+    found = []
+    for limit in offer.pieces.limits:
+        of_campaign = limit.scope == "campaign"
+        zone = f"{offer.terms.timezone}/" if of_campaign else ""
+        found.append(Counted(f"{zone}{limit.name}/{value_of(limit, command)}", window_of(limit.per, offer.offsets, now), of_campaign))
+    return found
+
+
+def counts_of(state: ShardState, offer: Offer, counted: Sequence[Counted]) -> list[int]:
+    """How much each counter has in its window: 0 when it last counted in another one."""
+    found = []
+    for one in counted:
+        window, count = _read(state, offer, one)
+        found.append(count if window == one.window else 0)
+    return found
+
+
+def count(state: ShardState, offer: Offer, counted: Sequence[Counted], quantity: int) -> None:
+    """Adds units to each counter, in its window."""
+    for one, before in zip(counted, counts_of(state, offer, counted), strict=True):
+        _write(state, offer, one, before + quantity)
+
+
+def give_back(state: ShardState, offer: Offer, grab: Taken, quantity: int) -> None:
+    """Takes units off the counters a grab was counted under; nothing of a window that is over."""
+    for one in grab.counted:
+        window, before = _read(state, offer, one)
+        if window == one.window:
+            _write(state, offer, one, before - quantity)
+
+
+def states_of(offer: Offer, counts: Sequence[int], now: int) -> tuple[LimitState, ...]:
+    """What each limit leaves, and until when."""
+    return tuple(
+        LimitState(limit.by, limit.per, limit.max, max(limit.max - counted, 0), window_ends(limit.per, offer.offsets, now), limit.scope)
+        for limit, counted in zip(offer.pieces.limits, counts, strict=True)
+    )
+
+
+def counted_anew(offer: Offer, grab: Taken, now: int) -> list[Counted]:
+    """The counters of a grab, in their windows of now."""
+    return [one._replace(window=window_of(_name_of(offer, one).split("/")[1], offer.offsets, now)) for one in grab.counted]  # type: ignore[arg-type]
+
+
+def lefts_under(state: ShardState, offer: Offer, counted: Sequence[Counted]) -> list[int]:
+    """What the offer's limits, as they are now, leave under these counters."""
+    most = {(limit.name, limit.scope == "campaign"): limit.max for limit in offer.pieces.limits}
+    found = []
+    for one, number in zip(counted, counts_of(state, offer, counted), strict=True):
+        limit = most.get((_name_of(offer, one).rsplit("/", 1)[0], one.of_campaign))
+        if limit is not None:
+            found.append(limit - number)
+    return found
+
+
+def _name_of(offer: Offer, one: Counted) -> str:
+    return one.counter.removeprefix(f"{offer.terms.timezone}/") if one.of_campaign else one.counter
+
+
+def _read(state: ShardState, offer: Offer, one: Counted) -> tuple[int, int]:
+    if one.of_campaign:
+        return state.counters.get((offer.campaign, one.counter), (0, 0))
+    return offer.counters.get(one.counter, (0, 0))
+
+
+def _write(state: ShardState, offer: Offer, one: Counted, value: int) -> None:
+    if one.of_campaign:
+        state.counters[offer.campaign, one.counter] = (one.window, value)
+    else:
+        offer.counters[one.counter] = (one.window, value)

@@ -1,0 +1,278 @@
+"""What operators do to an offer: open, load, amend, pause, resume, close, adjust; and what time does: close and retire."""
+
+from hashlib import sha256
+from typing import Any
+
+import msgspec
+from msgspec import UNSET
+
+from models.answers import Answer
+from models.calendar import offsets_of
+from models.commands import Adjust, Amend, AnyCommand, Close, Load, Open, Pause, Resume
+from models.events import (
+    AnyEvent,
+    LedgerAdjusted,
+    OfferAmended,
+    OfferClosed,
+    OfferLoaded,
+    OfferOpened,
+    OfferPaused,
+    OfferResumed,
+    OfferRetired,
+)
+from models.money import AMOUNT_MAX
+from models.offers import ENVELOPE_CHANGES, ENVELOPE_LIFE_MS, TIME_MS_MAX, Changes, EnvelopeTerms, Terms, asset_of, published, units_of
+from models.outcomes import Outcome
+from models.rules.grabbing import serve
+from models.rules.state import Decided, Drawn, Offer, Remembered, ShardState, answered, head_of, refused
+from models.splitting import check_split, split_ahead
+from models.transfers import source_of
+
+RETIRE_AGAIN_MS = 60_000
+
+
+def open_offer(state: ShardState, command: Open, digest: str, now: int, drawn: Drawn) -> Decided:
+    """Creates and funds an offer. An id is used once for ever."""
+    terms = command.terms
+    if command.offer in state.offers or command.offer in state.retired:
+        return Decided(refused(state, command, Outcome.conflict, now), [])
+    opens_at = terms.opens_at or now
+    closes_at = terms.closes_at or (opens_at + ENVELOPE_LIFE_MS if isinstance(terms, EnvelopeTerms) else TIME_MS_MAX)
+    if closes_at <= opens_at:
+        return Decided(refused(state, command, Outcome.invalid, now), [])
+    offsets = offsets_of(terms.timezone, drawn.get("zone_from", now))
+    offer = Offer(command.offer, terms, opens_at, closes_at, terms.total, units_of(terms), closes_at, offsets=offsets, offer_seq=0)
+    seed = _draw(offer, terms, drawn)
+    state.offers[command.offer] = offer
+    asset = asset_of(command.offer, terms)
+    event = OfferOpened(
+        **head_of(state, offer, command.id, now),
+        kind=terms.__struct_config__.tag,  # type: ignore[arg-type]
+        issuer=terms.issuer,
+        funding=terms.funding if isinstance(terms, EnvelopeTerms) else None,
+        asset=asset,
+        total=terms.total,
+        opens_at=opens_at,
+        closes_at=closes_at,
+        terms=msgspec.Raw(msgspec.json.encode(published(terms))),
+        offsets=offsets,
+        seed_sha256=sha256(bytes.fromhex(seed)).hexdigest() if seed else None,
+        sealed_seed=drawn.get("sealed_seed") if seed else None,
+        digest=digest,
+    )
+    answer = answered(state, command, Outcome.opened, now, amount=terms.total, left=offer.units_left)
+    state.answers[offer.campaign, command.id] = Remembered(answer, digest)
+    return Decided(answer, [event])
+
+
+def _draw(offer: Offer, terms: Terms, drawn: Drawn) -> str | None:
+    if not isinstance(terms, EnvelopeTerms):
+        return None
+    offer.seed = seed = terms.seed or drawn["seed"]
+    offer.max_part = check_split(terms.law, terms.total, terms.parts, terms.min, terms.max)
+    if terms.draw == "ahead":
+        offer.parts = split_ahead(terms.law, terms.total, terms.parts, terms.min, offer.max_part, seed)
+    return seed
+
+
+def closed(state: ShardState, command: AnyCommand, offer: Offer, now: int) -> Answer | None:
+    """An offer that is closed is steered no more."""
+    return refused(state, command, Outcome.over, now) if offer.closed_reason else None
+
+
+def steer(state: ShardState, command: Any, offer: Offer, digest: str, now: int) -> Decided:
+    """Carries out a command about the offer itself, or refuses it."""
+    return _STEER[type(command)](state, command, offer, digest, now)  # type: ignore[no-any-return]
+
+
+def _pause(state: ShardState, command: Pause, offer: Offer, digest: str, now: int) -> Decided:
+    if no := closed(state, command, offer, now):
+        return Decided(no, [], False)
+    offer.paused = True
+    event = OfferPaused(**head_of(state, offer, command.id, now), operator=command.operator, digest=digest)
+    return Decided(answered(state, command, Outcome.paused, now, left=offer.units_left), [event])
+
+
+def _resume(state: ShardState, command: Resume, offer: Offer, digest: str, now: int) -> Decided:
+    if no := closed(state, command, offer, now):
+        return Decided(no, [], False)
+    offer.paused = False
+    event = OfferResumed(**head_of(state, offer, command.id, now), operator=command.operator, digest=digest)
+    return Decided(answered(state, command, Outcome.resumed, now, left=offer.units_left), [event])
+
+
+def _close(state: ShardState, command: Close, offer: Offer, digest: str, now: int) -> Decided:
+    if no := closed(state, command, offer, now):
+        return Decided(no, [], False)
+    amount, left = offer.amount_left, offer.units_left
+    event = close_offer(state, offer, "command", command.id, digest, now, command.operator)
+    return Decided(answered(state, command, Outcome.closed, now, amount=amount or None, left=left), [event])
+
+
+def close_offer(
+    state: ShardState, offer: Offer, reason: Any, command: str, digest: str | None, now: int, operator: str | None = None
+) -> OfferClosed:
+    """Ends an offer: what is left goes back to its issuer, the seed is revealed, nobody waits any more; holds stay payable."""
+    head = head_of(state, offer, command, now)
+    amount, left = offer.amount_left, offer.units_left
+    offer.closed_reason, offer.paused, offer.amount_left, offer.units_left = reason, False, 0, 0
+    offer.parts, offer.queue, offer.codes = [], [], []
+    offer.due = now + offer.terms.retire_after_ms
+    return OfferClosed(
+        **head, reason=reason, asset=offer.asset, amount=amount, left=left, refund_to=offer.returns_to, seed=offer.seed,
+        operator=operator, digest=digest,
+    )  # fmt: skip
+
+
+# -- amend ------------------------------------------------------------------------------------------------------------
+
+
+def _amend(state: ShardState, command: Amend, offer: Offer, digest: str, now: int) -> Decided:
+    changes = command.changes
+    if message := unfit(offer, changes, now):
+        return Decided(refused(state, command, Outcome.invalid, now, message=message), [], False)
+    if no := closed(state, command, offer, now):
+        return Decided(no, [], False)
+    total = offer.terms.total if changes.total is UNSET else changes.total
+    added = total - offer.terms.total
+    if offer.units_left + added < 0:
+        return Decided(refused(state, command, Outcome.not_enough_left, now, left=offer.units_left), [], False)
+    offer.units_left, offer.amount_left = offer.units_left + added, offer.amount_left + (0 if offer.is_envelope else added)
+    offer.terms = msgspec.structs.replace(offer.terms, **_set_fields(changes))
+    if changes.opens_at is not UNSET:
+        offer.opens_at = changes.opens_at
+    if changes.closes_at is not UNSET:
+        offer.closes_at = offer.due = changes.closes_at
+    event = OfferAmended(
+        **head_of(state, offer, command.id, now), changes=msgspec.Raw(msgspec.json.encode(changes)), asset=offer.asset,
+        source=source_of(offer.asset, getattr(offer.terms, "funding", None), offer.terms.issuer), added=max(added, 0),
+        removed=max(-added, 0), left=offer.units_left, operator=command.operator, digest=digest,
+    )  # fmt: skip
+    answer = answered(state, command, Outcome.amended, now, left=offer.units_left)
+    return Decided(answer, [event, *serve(state, offer, command.id, now)])
+
+
+def _set_fields(changes: Changes) -> dict[str, Any]:
+    return {name: value for name, value in msgspec.structs.asdict(changes).items() if value is not UNSET}
+
+
+def unfit(offer: Offer, changes: Changes, now: int) -> str | None:
+    """Why these changes can never be right for this offer at this time, or None."""
+    fields = _set_fields(changes)
+    if offer.is_envelope and not fields.keys() <= ENVELOPE_CHANGES:
+        return "changes: an envelope keeps its money, parts and law"
+    if changes.opens_at is not UNSET and now >= offer.opens_at:
+        return "changes.opens_at: it is open already"
+    opens_at, closes_at = fields.get("opens_at", offer.opens_at), fields.get("closes_at", offer.closes_at)
+    if closes_at <= max(opens_at, now) and fields.keys() & {"opens_at", "closes_at"}:
+        return "changes.closes_at: must be after opens_at and after now"
+    if offer.is_envelope:
+        return None
+    terms = offer.pieces
+    if changes.total is not UNSET and "codes" in offer.chunks:
+        return "changes.total: an offer with codes keeps its total"
+    if changes.price is not UNSET and terms.currency is None:
+        return "changes.price: the offer has no currency"
+    if terms.hold_ms is None and fields.keys() & {"hold_ms", "extensions", "late", "grace_ms"}:
+        return "changes.hold_ms: an offer that grants at once keeps doing so"
+    if (fields.get("late", terms.late) == "grace") != (fields.get("grace_ms", terms.grace_ms) > 0):
+        return "changes.grace_ms: goes together with late: grace"
+    if (fields.get("price", terms.price) or 0) * fields.get("max_per_grab", terms.max_per_grab) > AMOUNT_MAX:
+        return "changes.price: price × max_per_grab is too much"
+    return None
+
+
+# -- load, adjust -----------------------------------------------------------------------------------------------------
+
+
+def _load(state: ShardState, command: Load, offer: Offer, digest: str, now: int) -> Decided:
+    what, known = command.what, offer.chunks.get(command.what)
+    if message := _unloadable(offer, command):
+        return Decided(refused(state, command, Outcome.invalid, now, message=message), [], False)
+    if f"{what}/{command.chunk}" in offer.seen:
+        return Decided(refused(state, command, Outcome.conflict, now), [], False)
+    complete = known is not None and offer.loaded[what] == known
+    if offer.closed_reason or (now >= offer.opens_at and (known is None or complete)):
+        return Decided(refused(state, command, Outcome.over, now), [], False)
+    offer.seen.add(f"{what}/{command.chunk}")
+    offer.chunks[what] = command.chunks
+    offer.loaded[what] = offer.loaded.get(what, 0) + 1
+    if what == "codes":
+        offer.codes += command.items
+        offer.counts[what] = len(offer.codes)
+    else:
+        offer.audience.update(command.items)
+        offer.counts[what] = len(offer.audience)
+    event = OfferLoaded(
+        **head_of(state, offer, command.id, now), what=what, chunk=command.chunk, chunks=command.chunks, count=offer.counts[what],
+        items=command.items, operator=command.operator, digest=digest,
+    )  # fmt: skip
+    return Decided(answered(state, command, Outcome.loaded, now, quantity=offer.counts[what], left=offer.units_left), [event])
+
+
+def _unloadable(offer: Offer, command: Load) -> str | None:
+    known = offer.chunks.get(command.what)
+    if command.what == "codes" and offer.terms.__struct_config__.tag != "coupon":
+        return "what: only coupons have codes"
+    if command.what == "audience" and offer.terms.audience != "list":
+        return "what: the audience of this offer is no list"
+    if known is not None and known != command.chunks:
+        return "chunks: another number than before"
+    if command.what == "codes":
+        count = len(offer.codes) + len(command.items)
+        last = offer.loaded.get("codes", 0) + 1 == command.chunks
+        if f"codes/{command.chunk}" not in offer.seen and (count > offer.terms.total or (last and count != offer.terms.total)):
+            return "items: there must be as many codes as units"
+    return None
+
+
+def _adjust(state: ShardState, command: Adjust, offer: Offer, digest: str, now: int) -> Decided:
+    event = LedgerAdjusted(
+        **head_of(state, offer, command.id, now), transfers=command.transfers, reason=command.reason, approved_by=command.approved_by,
+        operator=command.operator, digest=digest,
+    )  # fmt: skip
+    return Decided(answered(state, command, Outcome.adjusted, now, left=offer.units_left), [event])
+
+
+# -- time -------------------------------------------------------------------------------------------------------------
+
+
+def fall_due(state: ShardState, offer: Offer, now: int) -> list[AnyEvent]:
+    """What an offer's time brings: those who wait are served on, it closes, or it leaves Redis."""
+    if not offer.closed_reason:
+        if now >= offer.closes_at:
+            return [close_offer(state, offer, "deadline", "sweep", None, now)]
+        offer.due = offer.closes_at
+        return serve(state, offer, "sweep", now)
+    if offer.held:
+        offer.due = now + RETIRE_AGAIN_MS
+        return []
+    event = OfferRetired(**head_of(state, offer, "sweep", now))
+    _forget(state, offer)
+    return [event]
+
+
+def _forget(state: ShardState, offer: Offer) -> None:
+    """Takes an offer out; what its campaign remembers goes with the campaign's last offer, or offer by offer."""
+    del state.offers[offer.name]
+    state.retired.add(offer.name)
+    last = not any(other.campaign == offer.campaign for other in state.offers.values())
+    for key, kept in list(state.answers.items()):
+        if key[0] == offer.campaign and (last or kept.answer.offer == offer.name):
+            del state.answers[key]
+    for key, payment in list(state.payments.items()):
+        if key[0] == offer.campaign and (last or payment.offer == offer.name):
+            del state.payments[key]
+    if last:
+        for counter in [counter for counter in state.counters if counter[0] == offer.campaign]:
+            del state.counters[counter]
+
+
+_STEER: dict[type, Any] = {
+    Pause: _pause,
+    Resume: _resume,
+    Close: _close,
+    Amend: _amend,
+    Load: _load,
+    Adjust: _adjust,
+}

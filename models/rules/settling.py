@@ -1,0 +1,316 @@
+"""What happens to grabs of pieces afterwards: confirm, release, expiry, extend, return, redeem, unredeem.
+
+A hold whose time is over is ended by whoever meets it first, the sweeper or a command, and always in the same way.
+"""
+
+from typing import Any
+
+from models.answers import Answer, LimitState
+from models.commands import Confirm, Extend, Redeem, Release, Return, Settle, Unredeem
+from models.events import (
+    AnyEvent,
+    GrabConfirmed,
+    GrabExtended,
+    GrabRedeemed,
+    GrabReleased,
+    GrabReturned,
+    GrabUnredeemed,
+    PaymentRefundDue,
+)
+from models.outcomes import Outcome
+from models.rules import limits
+from models.rules.grabbing import available, hand_out, numbered, serve
+from models.rules.state import Decided, Offer, Order, Payment, ShardState, Status, Taken, answered, head_of, refused
+
+
+def settle(state: ShardState, command: Settle, offer: Offer, digest: str, now: int) -> Decided:
+    """Carries out a command about a grab, or refuses it."""
+    grab = offer.grabs.get(command.grab)
+    events = lapse(state, offer, command.grab, now) if grab is not None else []
+    decided = _SETTLE[type(command)](state, command, offer, grab, digest, now)
+    return Decided(decided.answer, [*events, *decided.events], bool(decided.events))
+
+
+def lapse(state: ShardState, offer: Offer, name: str, now: int) -> list[AnyEvent]:
+    """Ends a hold whose time is over; the units go back, or to who waits for them."""
+    grab = offer.grabs[name]
+    if not grab.held or now < grab.lapses_at:
+        return []
+    grab.lapsed = grab.held
+    return _give_up(state, offer, name, Status.expired, "expired", "sweep", None, now)
+
+
+def _give_up(
+    state: ShardState, offer: Offer, name: str, status: Status, reason: Any, command: str, digest: str | None, now: int
+) -> list[AnyEvent]:
+    grab = offer.grabs[name]
+    quantity, grab.held, grab.status = grab.held, 0, status
+    offer.held -= quantity
+    limits.give_back(state, offer, grab, quantity)
+    to = _take_back(offer, quantity)
+    event = GrabReleased(**head_of(state, offer, command, now), **_about(offer, name, grab, quantity), reason=reason, to=to, digest=digest)
+    grab.ended = (event.seq, now)
+    return [event, *serve(state, offer, command, now)]
+
+
+def _take_back(offer: Offer, quantity: int) -> str:
+    """Units come back: to the offer while it is open. Returns the account that gets them."""
+    if not offer.closed_reason:
+        offer.units_left += quantity
+        offer.amount_left += quantity
+    return offer.returns_to
+
+
+def _about(offer: Offer, name: str, grab: Taken, quantity: int) -> dict[str, Any]:
+    return {
+        "grab": name, "user": grab.user, "quantity": quantity, "amount": quantity, "asset": offer.asset, "place": grab.place,
+        "left": offer.units_left,
+    }  # fmt: skip
+
+
+def _said(command: Settle, offer: Offer, grab: Taken, quantity: int) -> dict[str, Any]:
+    return {"grab": command.grab, "amount": quantity, "quantity": quantity, "place": grab.place, "left": offer.units_left}
+
+
+def _again(state: ShardState, command: Settle, outcome: Outcome, seq_at: tuple[int, int], **rest: Any) -> Decided:
+    """What was asked for is so already: the answer names the event that made it so."""
+    seq, at = seq_at
+    answer = Answer(
+        command.id, outcome.name, int(outcome), command.offer, command.grab, repeated=True, shard=state.shard, seq=seq, at=at, **rest
+    )
+    return Decided(answer, [], False)
+
+
+def _refuse(state: ShardState, command: Settle, outcome: Outcome, now: int, **rest: Any) -> Decided:
+    return Decided(refused(state, command, outcome, now, **rest), [], False)
+
+
+# -- confirm ----------------------------------------------------------------------------------------------------------
+
+
+def _confirm(state: ShardState, command: Confirm, offer: Offer, grab: Taken | None, digest: str, now: int) -> Decided:
+    known = state.payments.get((offer.campaign, command.payment)) if command.payment else None
+    if known is not None:
+        if (known.offer, known.grab) != (offer.name, command.grab):
+            return _refuse(state, command, Outcome.conflict, now)
+        return _again(state, command, Outcome(known.code), (known.seq, known.at), quantity=known.quantity or None)
+    if grab is None:
+        return _unserved(state, command, offer, Outcome.no_such_grab, digest, now)
+    base = grab.held or grab.lapsed
+    if not base:
+        if command.payment is None and grab.taken and grab.confirmed[0]:
+            return _again(state, command, Outcome.confirmed, grab.confirmed)
+        return _unserved(state, command, offer, Outcome.not_held, digest, now)
+    quantity = command.quantity or base
+    currency = offer.pieces.currency
+    if command.paid != grab.price * quantity or (command.paid and command.currency != currency):
+        return _unserved(state, command, offer, Outcome.invalid, digest, now, message="paid: not what is due")
+    if quantity > base:
+        return _unserved(state, command, offer, Outcome.not_enough_left, digest, now, left=base)
+    if not grab.held and not _retake(state, offer, grab, quantity, now):
+        return _unserved(state, command, offer, Outcome.expired, digest, now)
+    return _confirmed(state, command, offer, grab, quantity, digest, now)
+
+
+def _retake(state: ShardState, offer: Offer, grab: Taken, quantity: int, now: int) -> bool:
+    """Whether a payment that came too late gets its units all the same; they are taken then."""
+    if offer.pieces.late != "retake" or offer.closed_reason or now >= offer.closes_at or quantity > available(offer):
+        return False
+    counted = limits.counted_anew(offer, grab, now)
+    if any(left < quantity for left in limits.lefts_under(state, offer, counted)):
+        return False
+    offer.units_left -= quantity
+    offer.amount_left -= quantity
+    grab.counted = counted
+    limits.count(state, offer, counted, quantity)
+    return True
+
+
+def _confirmed(state: ShardState, command: Confirm, offer: Offer, grab: Taken, quantity: int, digest: str, now: int) -> Decided:
+    retaken = not grab.held
+    if retaken:
+        grab.lapsed -= quantity
+    else:
+        grab.held -= quantity
+        offer.held -= quantity
+    grab.taken += quantity
+    codes = hand_out(offer, grab, quantity)
+    event = GrabConfirmed(
+        **head_of(state, offer, command.id, now), **_about(offer, command.grab, grab, quantity), held=grab.held,
+        payment=command.payment, paid=command.paid, currency=command.currency if command.paid else None, issuer=offer.terms.issuer,
+        retaken=retaken, codes=codes, digest=digest,
+    )  # fmt: skip
+    grab.confirmed = (event.seq, now)
+    if command.payment is not None:
+        grab.payments.append((command.payment, quantity))
+        payment = Payment(offer.name, command.grab, int(Outcome.confirmed), event.seq, now, quantity)
+        state.payments[offer.campaign, command.payment] = payment
+    said = _said(command, offer, grab, quantity) | numbered(offer, grab, codes)
+    return Decided(answered(state, command, Outcome.confirmed, now, **said), [event])
+
+
+def _unserved(state: ShardState, command: Confirm, offer: Offer, outcome: Outcome, digest: str, now: int, **rest: Any) -> Decided:
+    """A payment that cannot be served is refused, and is to be paid back, once."""
+    if command.payment is None or not command.paid:
+        return _refuse(state, command, outcome, now, **rest)
+    assert command.currency is not None
+    event = PaymentRefundDue(
+        **head_of(state, offer, command.id, now), grab=command.grab, payment=command.payment, amount=command.paid,
+        asset=command.currency, outcome=outcome.name, digest=digest,
+    )  # fmt: skip
+    payment = Payment(offer.name, command.grab, int(outcome), event.seq, now, 0)
+    state.payments[offer.campaign, command.payment] = payment
+    return Decided(refused(state, command, outcome, now, seq=event.seq, **rest), [event])
+
+
+# -- release, extend, return ------------------------------------------------------------------------------------------
+
+
+def _release(state: ShardState, command: Release, offer: Offer, grab: Taken | None, digest: str, now: int) -> Decided:
+    if grab is None:
+        return _refuse(state, command, Outcome.no_such_grab, now)
+    if grab.status == Status.waiting and not offer.closed_reason:
+        return _leave_queue(state, command, offer, grab, digest, now)
+    if grab.held:
+        quantity = grab.held
+        events = _give_up(state, offer, command.grab, Status.released, "command", command.id, digest, now)
+        left = events[0].left  # type: ignore[union-attr]
+        answer = Answer(
+            command.id, "released", int(Outcome.released), offer.name, command.grab, quantity, quantity, grab.place, left,
+            shard=state.shard, seq=events[0].seq, at=now,
+        )  # fmt: skip
+        return Decided(answer, events)
+    if grab.status == Status.released:
+        return _again(state, command, Outcome.released, grab.ended)
+    return _refuse(state, command, Outcome.expired if grab.status == Status.expired else Outcome.not_held, now)
+
+
+def _leave_queue(state: ShardState, command: Release, offer: Offer, grab: Taken, digest: str, now: int) -> Decided:
+    offer.queue.remove(command.grab)
+    limits.give_back(state, offer, grab, grab.quantity)
+    grab.status = Status.released
+    event = GrabReleased(
+        **head_of(state, offer, command.id, now), **_about(offer, command.grab, grab, 0), reason="left_queue", to=offer.returns_to,
+        digest=digest,
+    )  # fmt: skip
+    grab.ended = (event.seq, now)
+    answer = answered(state, command, Outcome.released, now, **_said(command, offer, grab, 0))
+    return Decided(answer, [event, *serve(state, offer, command.id, now)])
+
+
+def _extend(state: ShardState, command: Extend, offer: Offer, grab: Taken | None, digest: str, now: int) -> Decided:
+    if grab is None:
+        return _refuse(state, command, Outcome.no_such_grab, now)
+    terms = offer.pieces
+    if grab.held and grab.extensions >= terms.extensions:
+        limit = LimitState("grab", "offer", terms.extensions, 0)
+        return _refuse(state, command, Outcome.limit_reached, now, limit=limit)
+    if not grab.held:
+        return _refuse(state, command, Outcome.expired if grab.status == Status.expired else Outcome.not_held, now)
+    grab.extensions += 1
+    grab.deadline += terms.hold_ms or 0
+    event = GrabExtended(
+        **head_of(state, offer, command.id, now), **_about(offer, command.grab, grab, grab.held), deadline_at=grab.deadline, digest=digest
+    )
+    said = _said(command, offer, grab, grab.held) | {"deadline_at": grab.deadline}
+    return Decided(answered(state, command, Outcome.extended, now, **said), [event])
+
+
+def _return(state: ShardState, command: Return, offer: Offer, grab: Taken | None, digest: str, now: int) -> Decided:
+    if grab is None:
+        return _refuse(state, command, Outcome.no_such_grab, now)
+    free = grab.taken - grab.redeemed
+    quantity = command.quantity or free
+    if grab.taken and not 0 < quantity <= free:
+        return _refuse(state, command, Outcome.not_enough_left, now, left=free)
+    if not grab.taken:
+        return _refuse(state, command, Outcome.not_held, now)
+    grab.taken -= quantity
+    refunds = _refunds(grab, quantity)
+    kept = len(grab.codes) - quantity if grab.codes else 0
+    grab.codes, codes = grab.codes[:kept], grab.codes[kept:]
+    if not offer.closed_reason:
+        offer.codes += codes
+    if offer.pieces.return_restores:
+        limits.give_back(state, offer, grab, quantity)
+    to = _take_back(offer, quantity)
+    event = GrabReturned(
+        **head_of(state, offer, command.id, now), **_about(offer, command.grab, grab, quantity), reason=command.reason, to=to,
+        refunds=refunds, currency=offer.pieces.currency if refunds else None, issuer=offer.terms.issuer,
+        restored=offer.pieces.return_restores, digest=digest,
+    )  # fmt: skip
+    answer = answered(state, command, Outcome.returned, now, **_said(command, offer, grab, quantity))
+    return Decided(answer, [event, *serve(state, offer, command.id, now)])
+
+
+def _refunds(grab: Taken, quantity: int) -> tuple[tuple[str, int], ...]:
+    """What goes back for the units, to the payments they were paid by, the first first."""
+    refunds: list[tuple[str, int]] = []
+    while quantity and grab.payments:
+        payment, units = grab.payments[0]
+        back = min(units, quantity)
+        quantity -= back
+        grab.payments[:1] = [(payment, units - back)] if units > back else []
+        if grab.price:
+            refunds.append((payment, back * grab.price))
+    return tuple(refunds)
+
+
+# -- redeem -----------------------------------------------------------------------------------------------------------
+
+
+def _redeem(state: ShardState, command: Redeem, offer: Offer, grab: Taken | None, digest: str, now: int) -> Decided:
+    if grab is None:
+        return _refuse(state, command, Outcome.no_such_grab, now)
+    order = _order(grab, command.order)
+    if order is not None and order.quantity:
+        if order.quantity != command.quantity:
+            return _refuse(state, command, Outcome.conflict, now)
+        return _again(state, command, Outcome.redeemed, (order.seq, order.at), quantity=order.quantity)
+    until = offer.pieces.valid_until
+    if until is not None and now >= until:
+        return _refuse(state, command, Outcome.expired, now)
+    if offer.terms.__struct_config__.tag != "coupon" or command.quantity > grab.taken - grab.redeemed:
+        return _refuse(state, command, Outcome.not_redeemable, now)
+    grab.redeemed += command.quantity
+    event = GrabRedeemed(
+        **head_of(state, offer, command.id, now), **_about(offer, command.grab, grab, command.quantity), order=command.order,
+        digest=digest,
+    )  # fmt: skip
+    _put_order(grab, Order(command.order, command.quantity, event.seq, now))
+    return Decided(answered(state, command, Outcome.redeemed, now, **_said(command, offer, grab, command.quantity)), [event])
+
+
+def _unredeem(state: ShardState, command: Unredeem, offer: Offer, grab: Taken | None, digest: str, now: int) -> Decided:
+    if grab is None:
+        return _refuse(state, command, Outcome.no_such_grab, now)
+    order = _order(grab, command.order)
+    if order is None:
+        return _refuse(state, command, Outcome.not_redeemable, now)
+    if not order.quantity:
+        return _again(state, command, Outcome.unredeemed, (order.seq, order.at))
+    quantity = order.quantity
+    grab.redeemed -= quantity
+    event = GrabUnredeemed(
+        **head_of(state, offer, command.id, now), **_about(offer, command.grab, grab, quantity), order=command.order, digest=digest
+    )
+    _put_order(grab, Order(command.order, 0, event.seq, now))
+    return Decided(answered(state, command, Outcome.unredeemed, now, **_said(command, offer, grab, quantity)), [event])
+
+
+def _order(grab: Taken, name: str) -> Order | None:
+    return next((order for order in grab.orders if order.order == name), None)
+
+
+def _put_order(grab: Taken, order: Order) -> None:
+    grab.orders = [one for one in grab.orders if one.order != order.order] + [order]
+
+
+_SETTLE: dict[type, Any] = {
+    Confirm: _confirm,
+    Release: _release,
+    Extend: _extend,
+    Return: _return,
+    Redeem: _redeem,
+    Unredeem: _unredeem,
+}
