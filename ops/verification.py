@@ -43,7 +43,7 @@ class Check(NamedTuple):
 
 
 class RedisShard(NamedTuple):
-    """A shard as Redis has it: its seq, and (amount left, units left, grabs) of every offer at that seq."""
+    """A shard as Redis has it: its seq, and (amount left, held, grabs) of every offer at that seq."""
 
     seq: int
     offers: dict[str, tuple[int, int, int]]
@@ -85,9 +85,9 @@ async def redis_shards(redis: Any, keys: KeySpace) -> dict[int, RedisShard]:
         async with redis.pipeline(transaction=True) as pipe:
             pipe.hget(of_shard.state, "seq")
             for name in names:
-                pipe.hmget(of_shard.offer(name), ["amount_left", "units_left", "places"])
+                pipe.hmget(of_shard.offer(name), ["amount_left", "held", "places"])
             seq, *offers = await pipe.execute()
-        states = {name: (int(left), int(units), int(places)) for name, (left, units, places) in zip(names, offers, strict=True)}
+        states = {name: (int(left), int(held or 0), int(places)) for name, (left, held, places) in zip(names, offers, strict=True)}
         shards[number] = RedisShard(int(seq or 0), states)
     return shards
 
@@ -206,19 +206,27 @@ async def _redis_check(connection: AsyncConnection[Any], shards: dict[int, Redis
         if cursors[number].seq < shard.seq:
             problems.append(f"shard {number}: the ledger is at seq {cursors[number].seq}, Redis at {shard.seq}")
             continue
-        found = await connection.execute(
-            "SELECT offer, sum(CASE WHEN credit = 'offer:' || offer THEN amount ELSE -amount END)::bigint, "
-            "count(*) FILTER (WHERE debit = 'offer:' || offer AND seq IN (SELECT seq FROM grabs WHERE shard = %(shard)s)) "
-            "FROM transfers WHERE shard = %(shard)s AND seq <= %(seq)s GROUP BY offer",
-            {"shard": number, "seq": shard.seq},
-        )
-        booked = {offer: (int(left), int(grabs)) for offer, left, grabs in await found.fetchall()}
-        for offer, (amount_left, _, places) in shard.offers.items():
+        booked = await _booked_offers(connection, number, shard.seq)
+        for offer, state in shard.offers.items():
             offers += 1
-            if booked.get(offer) != (amount_left, places):
+            if booked.get(offer) != state:
                 problems.append(
-                    f"{offer}: Redis has {amount_left} left after {places} grabs, "
-                    f"the ledger (left, grabs) {booked.get(offer)} at seq {shard.seq}"
+                    f"{offer}: Redis has (left, held, grabs) {state}, the ledger {booked.get(offer)} at seq {shard.seq}",
                 )
         problems += [f"{offer}: in the ledger, but not in Redis" for offer in sorted(booked.keys() - shard.offers.keys())]
     return Check("Redis = ledger", offers, "offers", problems)
+
+
+async def _booked_offers(connection: AsyncConnection[Any], shard: int, seq: int) -> dict[str, tuple[int, int, int]]:
+    """(left, held, grabs) of every offer that had not retired at a seq: by the ledger's transfers, and the audit trail's events."""
+    found = await connection.execute(
+        "WITH moved AS (SELECT offer, "
+        "sum(CASE WHEN credit = 'offer:' || offer THEN amount WHEN debit = 'offer:' || offer THEN -amount ELSE 0 END) AS left_over, "
+        "sum(CASE WHEN credit LIKE 'hold:%%' THEN amount WHEN debit LIKE 'hold:%%' THEN -amount ELSE 0 END) AS held "
+        "FROM transfers WHERE shard = %(shard)s AND seq <= %(seq)s GROUP BY offer), "
+        "told AS (SELECT offer, count(*) FILTER (WHERE type IN ('grab.granted', 'grab.held')) AS grabs, "
+        "bool_or(type = 'offer.retired') AS retired FROM audit WHERE shard = %(shard)s AND seq <= %(seq)s GROUP BY offer) "
+        "SELECT offer, left_over::bigint, held::bigint, grabs FROM moved JOIN told USING (offer) WHERE NOT retired",
+        {"shard": shard, "seq": seq},
+    )
+    return {offer: (int(left), int(held), int(grabs)) for offer, left, held, grabs in await found.fetchall()}

@@ -15,3 +15,8 @@ def text_array(values: Sequence[str]) -> str:
 def integer_array(values: Iterable[int]) -> str:
     """The literal of a `bigint[]`; pass it with a cast, `%s::bigint[]`."""
     return f"{{{','.join(map(str, values))}}}"
+
+
+def copy_text(value: str) -> str:
+    """A value as a field of COPY's text form. JSON has no raw tabs or newlines: a backslash is all that COPY would take for its own."""
+    return value.replace("\\", "\\\\")

@@ -410,14 +410,14 @@ def _run(connect: Callable[[], Any], examples: int, derandomize: bool) -> None:
 # A failure is shrunk before it is printed, which takes minutes.
 @pytest.mark.timeout(900)
 def test_same_histories_every_time(servers: Settings) -> None:
-    """The same random histories on every run."""
-    _run(lambda: redis.asyncio.Redis.from_url(servers.redis_url), 120, derandomize=True)
+    """The same random histories on every run: more than 20 thousand steps."""
+    _run(lambda: redis.asyncio.Redis.from_url(servers.redis_url), 520, derandomize=True)
 
 
 @pytest.mark.timeout(900)
 def test_fresh_histories(servers: Settings) -> None:
     """Others on every run."""
-    _run(lambda: redis.asyncio.Redis.from_url(servers.redis_url), 60, derandomize=False)
+    _run(lambda: redis.asyncio.Redis.from_url(servers.redis_url), 100, derandomize=False)
 
 
 @pytest.mark.timeout(900)

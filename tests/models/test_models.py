@@ -56,7 +56,7 @@ def grabbing(**changes: object) -> dict[str, object]:
         (opening(parts=0), "parts"), (opening(parts=2_000_000), "parts"), (opening(min=0), "min"), (opening(max=20), "max"),
         (opening(law="bounded", max=5), "total"), (opening(law="fair"), "law"), (opening(draw="later"), "draw"),
         (opening(asset="cny"), "asset"), (opening(issuer=""), "issuer"), (opening(funding="a b"), "funding"),
-        (opening(seed="AB" * 16), "seed"), (opening(seed="ab" * 15), "seed"), (opening(kind="coupon"), "kind"),
+        (opening(seed="AB" * 16), "seed"), (opening(seed="ab" * 15), "seed"), (opening(kind="voucher"), "kind"),
         (opening(opens_at=10, closes_at=10), "closes_at"), (opening(title="x" * 201), "title"), (opening(colour="red"), "colour"),
         (opening(title="a\0b"), "title"), (opening(title="two\nlines"), "title"), (opening(title="\x85"), "title"),
         (grabbing(user="u\0"), "user"), (grabbing(quantity=1e0), "quantity"), (grabbing(quantity=10**30), "quantity"),

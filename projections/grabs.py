@@ -1,0 +1,147 @@
+"""Grabs as they stand: who has what, what is held until when, what went back, what was used. A part of the balances projection."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+from psycopg import AsyncConnection
+from psycopg.errors import CheckViolation
+
+from models.events import (
+    AnyGrabEvent,
+    GrabConfirmed,
+    GrabExtended,
+    GrabGranted,
+    GrabHeld,
+    GrabQueued,
+    GrabRedeemed,
+    GrabReleased,
+    GrabReturned,
+    GrabUnredeemed,
+)
+from projections.arrays import copy_text
+
+
+class _Change(msgspec.Struct):
+    """What a batch changes of one grab: sums, and the newest of what is replaced (None: as it was)."""
+
+    held: int = 0
+    back: int = 0
+    redeemed: int = 0
+    uncounted: int = 0
+    paid: int = 0
+    refunded: int = 0
+    state: str | None = None
+    quantity: int | None = None
+    place: int | None = None
+    counted_at: int | None = None
+    deadline_at: int | None = None
+    due: int | None = None
+    currency: str | None = None
+
+
+_PLAIN = "COPY grabs_1 (offer, grab, user_id, state, quantity, amount, asset, place, shard, seq, at) FROM STDIN"
+_FULL = (
+    "COPY grabs_1 (offer, grab, user_id, state, quantity, amount, asset, place, shard, seq, at, held, back, deadline_at, due, currency, "
+    "attributes, basket) FROM STDIN"
+)
+_TYPES = {"state": "text", "currency": "text"}
+_SUMS = ("held", "back", "redeemed", "uncounted", "paid", "refunded")
+_REPLACED = tuple(field for field in _Change.__struct_fields__ if field not in _SUMS)
+_UPDATE = (  # all names are those of the struct above
+    "UPDATE grabs_1 AS g SET "  # noqa: S608
+    + ", ".join([f"{name} = g.{name} + c.{name}" for name in _SUMS] + [f"{name} = coalesce(c.{name}, g.{name})" for name in _REPLACED])
+    + " FROM unnest(%s::text[], %s::text[], "
+    + ", ".join(f"%s::{_TYPES.get(name, 'bigint')}[]" for name in _Change.__struct_fields__)
+    + f") AS c (offer, grab, {', '.join(_Change.__struct_fields__)}) WHERE g.offer = c.offer AND g.grab = c.grab"
+)
+
+
+class GrabRows:
+    """The rows of a batch: new ones, and changes of older ones or of these."""
+
+    def __init__(self) -> None:
+        self._plain: list[str] = []
+        self._full: list[str] = []
+        self._changes: dict[tuple[str, str], _Change] = {}
+
+    def add(self, event: AnyGrabEvent) -> None:
+        """Takes an event in; events of one grab come in their order."""
+        if isinstance(event, GrabGranted) and not event.attributes and event.basket is None:
+            self._plain.append(
+                f"{event.offer}\t{event.grab}\t{event.user}\tgranted\t{event.quantity}\t{event.amount}\t{event.asset}\t"
+                f"{event.place}\t{event.shard}\t{event.seq}\t{event.at}\n"
+            )
+        elif isinstance(event, GrabGranted | GrabQueued) or (isinstance(event, GrabHeld) and not event.waited):
+            self._full.append(_full_row(event))
+        else:
+            _alter(self._changes.setdefault((event.offer, event.grab), _Change()), event)
+
+    async def write(self, connection: AsyncConnection[Any]) -> None:
+        """Writes new rows first, then changes, in the caller's transaction."""
+        await _copy(connection, _PLAIN, self._plain)
+        await _copy(connection, _FULL, self._full)
+        if not self._changes:
+            return
+        keys = sorted(self._changes)
+        changes = [self._changes[key] for key in keys]
+        columns = ([getattr(change, name) for change in changes] for name in _Change.__struct_fields__)
+        done = await connection.execute(_UPDATE, ([key[0] for key in keys], [key[1] for key in keys], *columns))
+        if done.rowcount != len(keys):
+            raise CheckViolation(f"events of a grab that was never made, one of {keys[:5]}")
+
+
+def _full_row(event: GrabGranted | GrabHeld | GrabQueued) -> str:
+    waiting = event.quantity if isinstance(event, GrabQueued) else 0
+    held, deadline_at, due, currency = 0, None, None, None
+    if isinstance(event, GrabHeld):
+        held, deadline_at, due, currency = event.quantity, event.deadline_at, event.due, event.currency
+    attributes = copy_text(msgspec.json.encode(event.attributes).decode()) if event.attributes else "\\N"
+    basket = None if isinstance(event, GrabQueued) else event.basket
+    state = "held" if held else ("waiting" if waiting else "granted")
+    values: Iterable[object] = (
+        event.offer, event.grab, event.user, state, event.quantity, event.quantity if waiting else event.amount, event.asset, event.place,
+        event.shard, event.seq, event.at, held, waiting, deadline_at, due, currency, attributes, basket,
+    )  # fmt: skip
+    return "\t".join("\\N" if value is None else str(value) for value in values) + "\n"
+
+
+def _alter(change: _Change, event: AnyGrabEvent) -> None:
+    quantity = event.quantity
+    if isinstance(event, GrabHeld):
+        # Served from the waiting list: with fewer units than asked for, the others are not counted any more.
+        asked = event.asked or quantity
+        change.back -= asked
+        change.held += quantity
+        change.state, change.quantity, change.place = "held", quantity, event.place
+        change.deadline_at, change.due, change.currency = event.deadline_at, event.due, event.currency
+    elif isinstance(event, GrabExtended):
+        change.deadline_at = event.deadline_at
+    elif isinstance(event, GrabConfirmed):
+        change.paid += event.paid
+        if event.retaken:
+            change.back -= quantity
+            change.uncounted -= quantity
+            change.counted_at = event.at
+        else:
+            change.held -= quantity
+    elif isinstance(event, GrabReleased):
+        change.state = "expired" if event.reason == "expired" else "released"
+        change.held -= quantity
+        change.back += quantity
+        change.uncounted += quantity
+    elif isinstance(event, GrabReturned):
+        change.state = "returned"
+        change.back += quantity
+        change.uncounted += quantity if event.restored else 0
+        change.refunded += sum(amount for _, amount in event.refunds)
+    elif isinstance(event, GrabRedeemed):
+        change.redeemed += quantity
+    elif isinstance(event, GrabUnredeemed):
+        change.redeemed -= quantity
+
+
+async def _copy(connection: AsyncConnection[Any], statement: str, rows: list[str]) -> None:
+    if rows:
+        async with connection.cursor() as cursor, cursor.copy(statement.encode()) as copy:
+            await copy.write("".join(rows))

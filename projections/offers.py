@@ -1,0 +1,201 @@
+"""Offers as they stand: what was given, is held, is left, and what became of payments. A part of the balances projection."""
+
+from collections import defaultdict
+from typing import Any
+
+import msgspec
+from psycopg import AsyncConnection
+
+from models.calendar import HOUR_MS
+from models.events import (
+    AnyEvent,
+    GrabConfirmed,
+    GrabGranted,
+    GrabHeld,
+    GrabQueued,
+    GrabReleased,
+    GrabReturned,
+    OfferAmended,
+    OfferClosed,
+    OfferOpened,
+    OfferPaused,
+    OfferResumed,
+    OfferRetired,
+    PaymentRefundDue,
+)
+from models.identifiers import campaign_of
+from models.offers import Changes
+
+
+class _Change(msgspec.Struct):
+    """What a batch changes of one offer: sums, and the newest of what is replaced (None: as it was)."""
+
+    grabs: int = 0
+    given: int = 0
+    held: int = 0
+    waiting: int = 0
+    refunded: int = 0
+    total: int = 0
+    units_left: int | None = None
+    state: str | None = None
+    closed_at: int | None = None
+    retired_at: int | None = None
+    reason: str | None = None
+    seed: str | None = None
+    title: str | None = None
+    opens_at: int | None = None
+    closes_at: int | None = None
+    terms: str | None = None
+
+
+class _Terms(msgspec.Struct):
+    """What of the terms has a column of its own."""
+
+    title: str = ""
+    parts: int = 0
+
+
+_SUMS = ("grabs", "given", "held", "waiting", "refunded", "total")
+_TEXTS = ("state", "reason", "seed", "title", "terms")
+_REPLACED = tuple(name for name in _Change.__struct_fields__ if name not in (*_SUMS, "terms"))
+_UPDATE = (  # all names are those of the struct above
+    "UPDATE offers_1 AS o SET "  # noqa: S608
+    + ", ".join([f"{name} = o.{name} + c.{name}" for name in _SUMS] + [f"{name} = coalesce(c.{name}, o.{name})" for name in _REPLACED])
+    # Pieces are counted in units, so that their number changes with the total; an envelope's total cannot change.
+    + ", units = o.units + c.total, terms = o.terms || coalesce(c.terms::jsonb, '{}')"
+    + " FROM unnest(%s::text[], "
+    + ", ".join(f"%s::{'text' if name in _TEXTS else 'bigint'}[]" for name in _Change.__struct_fields__)
+    + f") AS c (offer, {', '.join(_Change.__struct_fields__)}) WHERE o.offer = c.offer"
+)
+_PAID = (
+    "INSERT INTO payments_1 (campaign, payment, offer, grab, amount, currency, state, outcome, shard, seq, at) "
+    "SELECT * FROM unnest(%s::text[], %s::text[], %s::text[], %s::text[], %s::bigint[], %s::text[], %s::text[], %s::text[], %s::integer[], "
+    "%s::bigint[], %s::bigint[])"
+)
+_PAID_BACK = (
+    "UPDATE payments_1 AS p SET refunded = p.refunded + c.amount "
+    "FROM (SELECT campaign, payment, sum(amount) AS amount "
+    "FROM unnest(%s::bigint[], %s::text[], %s::text[]) AS b (amount, campaign, payment) "
+    "GROUP BY campaign, payment) AS c WHERE p.campaign = c.campaign AND p.payment = c.payment"
+)
+
+_terms = msgspec.json.Decoder(_Terms).decode
+_changes = msgspec.json.Decoder(Changes).decode
+
+
+class OfferRows:
+    """The rows of a batch: offers opened, changes of offers, payments and what was paid back."""
+
+    def __init__(self) -> None:
+        self._opened: list[OfferOpened] = []
+        self._changes: defaultdict[str, _Change] = defaultdict(_Change)
+        self._paid: list[tuple[Any, ...]] = []
+        self._paid_back: list[tuple[int, str, str]] = []
+
+    def granted(self, event: GrabGranted) -> None:
+        """The event that comes by the thousand."""
+        offer = self._changes[event.offer]
+        offer.grabs += 1
+        offer.given += event.amount
+        offer.units_left = event.left
+
+    def add(self, event: AnyEvent) -> None:
+        """Takes an event in; events of one offer come in their order."""
+        if isinstance(event, GrabGranted):
+            self.granted(event)
+        elif isinstance(event, OfferOpened):
+            self._opened.append(event)
+        elif isinstance(event, PaymentRefundDue):
+            self._pay(event, event.amount, event.asset, "refund_due", event.outcome)
+        else:
+            self._alter(self._changes[event.offer], event)
+
+    def _alter(self, offer: _Change, event: AnyEvent) -> None:
+        if isinstance(event, GrabHeld):
+            offer.grabs += 1
+            offer.held += event.quantity
+            offer.waiting -= 1 if event.waited else 0
+        elif isinstance(event, GrabQueued):
+            offer.waiting += 1
+        elif isinstance(event, GrabConfirmed):
+            offer.held -= 0 if event.retaken else event.quantity
+            offer.given += event.quantity
+            if event.payment is not None and event.paid:
+                self._pay(event, event.paid, event.currency or "", "served", "confirmed")
+        elif isinstance(event, GrabReleased | GrabReturned):
+            self._come_back(offer, event)
+        elif isinstance(event, OfferAmended):
+            _amend(offer, event)
+        else:
+            _steer(offer, event)
+        if isinstance(event, GrabHeld | GrabConfirmed | GrabReleased | GrabReturned | OfferAmended):
+            offer.units_left = event.left
+
+    def _come_back(self, offer: _Change, event: GrabReleased | GrabReturned) -> None:
+        if isinstance(event, GrabReturned):
+            offer.given -= event.quantity
+            self._paid_back += [(amount, campaign_of(event.offer), payment) for payment, amount in event.refunds]
+        elif event.reason == "left_queue":
+            offer.waiting -= 1
+        else:
+            offer.held -= event.quantity
+        if not event.to.startswith("offer:"):
+            offer.refunded += event.quantity
+
+    def _pay(self, event: GrabConfirmed | PaymentRefundDue, amount: int, currency: str, state: str, outcome: str) -> None:
+        self._paid.append(
+            (
+                campaign_of(event.offer), event.payment, event.offer, event.grab, amount, currency, state, outcome,
+                event.shard, event.seq, event.at,
+            )
+        )  # fmt: skip
+
+    async def write(self, connection: AsyncConnection[Any]) -> None:
+        """Writes new rows first, then changes, in the caller's transaction."""
+        for event in self._opened:
+            await _insert(connection, event)
+        if self._changes:
+            names = sorted(self._changes)
+            changes = [self._changes[name] for name in names]
+            columns = ([getattr(change, name) for change in changes] for name in _Change.__struct_fields__)
+            await connection.execute(_UPDATE, (names, *columns))
+        for statement, rows in ((_PAID, self._paid), (_PAID_BACK, self._paid_back)):
+            if rows:
+                await connection.execute(statement, [list(column) for column in zip(*rows, strict=True)])
+
+
+def _amend(offer: _Change, event: OfferAmended) -> None:
+    offer.total += event.added - event.removed
+    changes = _changes(event.changes)
+    for name in ("title", "opens_at", "closes_at"):
+        value = getattr(changes, name)
+        if value is not msgspec.UNSET:
+            setattr(offer, name, value)
+    merged = msgspec.json.decode(offer.terms) if offer.terms else {}
+    offer.terms = msgspec.json.encode(merged | msgspec.json.decode(event.changes)).decode()
+
+
+def _steer(offer: _Change, event: AnyEvent) -> None:
+    if isinstance(event, OfferClosed):
+        offer.state, offer.closed_at, offer.reason, offer.seed = "closed", event.at, event.reason, event.seed
+        offer.refunded += event.amount
+        offer.units_left = 0
+    elif isinstance(event, OfferRetired):
+        offer.state, offer.retired_at = "retired", event.at
+    elif isinstance(event, OfferPaused | OfferResumed):
+        offer.state = "paused" if isinstance(event, OfferPaused) else "open"
+
+
+async def _insert(connection: AsyncConnection[Any], event: OfferOpened) -> None:
+    terms = _terms(event.terms)
+    units = terms.parts or event.total
+    await connection.execute(
+        "INSERT INTO offers_1 (offer, shard, kind, issuer, funding, asset, total, units, title, state, opened_at, opens_at, "
+        "closes_at, units_left, seed_sha256, terms, hour_shift_ms) "
+        "VALUES (%s, %s, %s, %s, %s, %s, %s, %s, %s, 'open', %s, %s, %s, %s, %s, %s, %s)",
+        (
+            event.offer, event.shard, event.kind, event.issuer, event.funding, event.asset, event.total, units, terms.title,
+            event.at, event.opens_at, event.closes_at, units, event.seed_sha256, bytes(event.terms).decode(),
+            event.offsets[0][1] % HOUR_MS if event.offsets else 0,
+        ),
+    )  # fmt: skip

@@ -1,0 +1,252 @@
+"""Read models of offers of pieces, from a long random history that the pure rules decided: SQL must say what the rules know.
+
+The history goes over the journal in blocks cut at random places; a second run cuts them elsewhere and must give the same rows.
+"""
+
+import random
+from typing import Any
+
+from aiokafka import AIOKafkaProducer
+
+from models.calendar import DAY_MS
+from models.commands import (
+    Adjust,
+    Amend,
+    AnyCommand,
+    Close,
+    Confirm,
+    Extend,
+    Grab,
+    Load,
+    Open,
+    Pause,
+    Redeem,
+    Release,
+    Resume,
+    Return,
+    Unredeem,
+)
+from models.events import encode_event
+from models.offers import Changes, CouponTerms, Limit, StockTerms
+from models.rules import ShardState, decide, sweep
+from models.rules.state import Status
+from models.transfers import Entry
+from ops.rehearsal.stage import take_down
+from ops.settings import Settings
+from streams.projector import CatchUp
+from tests.conftest import make_system
+from tests.streams.test_projections import SHARD, Journal, at_seq, rows, running
+
+NOW = 1_800_000_000_000
+OFFERS = ("m:a", "m:b", "s", "t")
+
+
+class History:
+    """A shard's history, made of random commands."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.state = ShardState(SHARD)
+        self.now = NOW
+        self.lines: list[bytes] = []
+        self.commands = 0
+
+    def send(self, make: Any, offer: str, **rest: Any) -> None:
+        self.commands += 1
+        command: AnyCommand = make(id=f"c{self.commands}", offer=offer, **rest)
+        self.lines += map(encode_event, decide(self.state, command, self.now).events)
+
+    def open_all(self) -> None:
+        limits = (Limit("user", "offer", 30), Limit("user", "day", 9), Limit("card", "week", 25, "campaign"))
+        held: dict[str, Any] = {"hold_ms": 60_000, "extensions": 2, "price": 7, "currency": "CNY", "waiting_list": True}
+        for offer in OFFERS:
+            kind = CouponTerms if offer in ("m:a", "t") else StockTerms
+            late = {"late": "retake"} if offer == "m:b" else {"late": "grace", "grace_ms": 5_000} if offer == "s" else {}
+            terms = kind(
+                issuer="shop", total=40, limits=limits, max_per_grab=3, timezone="Europe/Berlin", return_restores=offer != "s",
+                opens_at=NOW + 10, take="up_to" if offer == "m:b" else "all", **(held | late if offer != "t" else {}),
+            )  # fmt: skip
+            self.send(Open, offer, terms=terms)
+        self.send(Load, "m:a", what="codes", chunk=1, chunks=1, items=tuple(f"sealed:{number}" for number in range(40)), operator="olga")
+        self.now += 10
+
+    def step(self) -> None:
+        draw = self.random
+        offer = draw.choice(OFFERS)
+        kind = draw.choices(
+            ("grab", "confirm", "release", "extend", "return", "redeem", "unredeem", "steer", "time"), (40, 22, 6, 4, 8, 8, 3, 2, 14)
+        )[0]
+        of_offer = self.state.offers.get(offer)
+        grabs = list(of_offer.grabs) if of_offer else []
+        grab = draw.choice(grabs[-30:] or ["none"])
+        taken = of_offer.grabs.get(grab) if of_offer else None
+        if kind == "grab":
+            attributes = {"card": f"card{draw.randrange(6)}"}
+            self.send(
+                Grab, offer, user=f"u{draw.randrange(8)}", quantity=draw.randint(1, 3), attributes=attributes, wait=draw.random() < 0.5
+            )
+        elif kind == "confirm":
+            units = draw.choice((None, None, 1))
+            due = (taken.price * (units or taken.held or taken.lapsed)) if taken else 7
+            paid = draw.choice((due, due, due, due, 5))
+            money = {"payment": f"p-{offer[:1]}-{draw.randrange(100_000)}", "currency": "CNY"} if paid else {}
+            self.send(Confirm, offer, grab=grab, paid=paid, quantity=units, **money)
+        elif kind in ("release", "extend"):
+            self.send(Release if kind == "release" else Extend, offer, grab=grab)
+        elif kind == "return":
+            self.send(Return, offer, grab=grab, quantity=draw.choice((None, 1)), reason='back\\slash\tand "quotes"'.replace("\t", " "))
+        elif kind == "redeem":
+            self.send(Redeem, offer, grab=grab, order=f"o{draw.randrange(3)}")
+        elif kind == "unredeem":
+            self.send(Unredeem, offer, grab=grab, order=f"o{draw.randrange(3)}")
+        elif kind == "steer":
+            self.steer(offer)
+        else:
+            self.now += draw.choice((1, 1_000, 30_000, 61_000, DAY_MS // 3))
+            self.lines += map(encode_event, sweep(self.state, self.now))
+
+    def steer(self, offer: str) -> None:
+        make, rest = self.random.choice(
+            [
+                (Pause, {}), (Resume, {}), (Resume, {}),
+                (Amend, {"changes": Changes(total=self.random.randint(30, 60)), "operator": "olga"}),
+                (Amend, {"changes": Changes(title="new \\ \"title\"", price=9)}),
+                (Adjust, {"transfers": (Entry("CNY", "issuer:shop", "wallet:u1", 5),), "reason": "too late", "approved_by": "boss"}),
+            ]
+        )  # fmt: skip
+        self.send(make, offer, **rest)
+
+
+def made(seed: int, steps: int) -> History:
+    history = History(seed)
+    history.open_all()
+    for _ in range(steps):
+        history.step()
+    history.send(Resume, "s")
+    history.send(Close, "t", operator="olga")
+    for _ in range(steps // 10):
+        history.step()
+    return history
+
+
+async def project(settings: Settings, history: History, cut: random.Random) -> None:
+    """The history over the journal, in blocks of random sizes, some of them twice."""
+    producer = AIOKafkaProducer(bootstrap_servers=settings.kafka, acks="all")
+    await producer.start()
+    journal = Journal(settings, producer)
+    await journal.marker(1, "a")
+    first = 1
+    while first <= len(history.lines):
+        last = min(first + cut.choice((0, 1, 20, 300)), len(history.lines))
+        for _ in range(cut.choice((1, 1, 1, 2))):
+            await journal.block(history.lines, first, last)
+        first = last + 1
+    await producer.stop()
+    async with running(settings) as projectors:
+        for projector in projectors:
+            await projector.put(CatchUp(SHARD))
+        await at_seq(settings, len(history.lines))
+
+
+TABLES = {
+    "offers": "offer", "grabs": "offer, grab", "accounts": "account, asset", "transfers": "shard, seq, leg", "balances": "user_id, asset",
+    "payments": "payment", "audit": "shard, seq", "operations": "shard, seq", "waiting": "offer, position",
+}  # fmt: skip
+
+
+async def test_sql_says_what_the_rules_know(system: Settings, prefix: str) -> None:
+    history = made(20261121, 4_000)
+    state = history.state
+    seen = {line.split(b'"', 4)[3].decode() for line in history.lines}
+    assert seen >= {
+        "grab.granted", "grab.held", "grab.queued", "grab.extended", "grab.confirmed", "grab.released", "grab.returned", "grab.redeemed",
+        "grab.unredeemed", "payment.refund_due", "ledger.adjusted", "offer.amended", "offer.paused", "offer.loaded", "offer.closed",
+    }  # fmt: skip
+    await project(system, history, random.Random(1))
+    await _check_offers(system, state)
+    await _check_grabs(system, state)
+    await _check_payments(system, state)
+    assert not await rows(system, "SELECT asset FROM accounts GROUP BY asset HAVING sum(posted) <> 0")
+    holds = await rows(system, "SELECT coalesce(sum(held), 0) FROM balances WHERE asset LIKE 'sku:%' OR asset LIKE 'coupon:%'")
+    assert holds == [(sum(offer.held for offer in state.offers.values()),)]
+    # A second system, blocks cut elsewhere: the same rows.
+    again = system.model_copy(update={"prefix": prefix + "x", "schema_": prefix + "x"})
+    await make_system(again)
+    try:
+        await project(again, history, random.Random(2))
+        for table, order in TABLES.items():
+            query = f"SELECT * FROM {table} ORDER BY {order}"
+            assert await rows(system, query) == await rows(again, query), table
+    finally:
+        await take_down(again)
+
+
+async def _check_offers(settings: Settings, state: ShardState) -> None:
+    found = await rows(settings, "SELECT offer, total, units_left, amount_left, held, grabs, waiting, given FROM offers")
+    assert {row[0]: row[1:] for row in found} == {
+        offer.name: (
+            offer.terms.total, offer.units_left, offer.amount_left, offer.held, offer.places,
+            sum(grab.status == Status.waiting for grab in offer.grabs.values()), sum(grab.taken for grab in offer.grabs.values()),
+        )
+        for offer in state.offers.values()
+    }  # fmt: skip
+    waiting = await rows(settings, "SELECT offer, grab FROM waiting ORDER BY offer, position")
+    assert waiting == [(name, grab) for name in sorted(state.offers) for grab in state.offers[name].queue]
+
+
+async def _check_grabs(settings: Settings, state: ShardState) -> None:
+    found = await rows(settings, "SELECT offer, grab, user_id, quantity, held, taken, redeemed, place, state FROM grabs")
+    expected = {}
+    for offer in state.offers.values():
+        for name, grab in offer.grabs.items():
+            waits = grab.status == Status.waiting
+            units = (grab.held, grab.taken, grab.redeemed, grab.place)
+            expected[offer.name, name] = (grab.user, grab.quantity, *units, _standing(offer, grab) if not waits else "waiting")
+    assert {row[:2]: row[2:] for row in found} == expected
+
+
+def _standing(offer: Any, grab: Any) -> str:
+    if grab.held:
+        return "held"
+    if grab.taken:
+        return "granted" if offer.terms.hold_ms is None else "confirmed"
+    if grab.lapsed and grab.status == Status.expired and not grab.confirmed[0]:
+        return "expired"
+    if grab.status == Status.released and not grab.confirmed[0]:
+        return "released"
+    return "returned" if grab.confirmed[0] or offer.terms.hold_ms is None else grab.status.name
+
+
+async def _check_payments(settings: Settings, state: ShardState) -> None:
+    found = await rows(settings, "SELECT payment, offer, grab, outcome FROM payments")
+    assert {row[0]: row[1:3] for row in found} == {name: (payment.offer, payment.grab) for (_, name), payment in state.payments.items()}
+    by_account = dict(await rows(settings, "SELECT account, posted FROM accounts WHERE account LIKE 'refund:%'"))
+    owed = await rows(settings, "SELECT payment, CASE state WHEN 'refund_due' THEN amount ELSE refunded END FROM payments")
+    assert {f"refund:{payment}": amount for payment, amount in owed if amount} == by_account
+
+
+async def test_limits_view(system: Settings) -> None:
+    """What is left of each limit now: grabs of another day do not count, what went back does not, a campaign counts all its offers."""
+    [(now,)] = await rows(system, "SELECT (extract(epoch FROM now()) * 1000)::bigint")
+    history = History(1)
+    history.now = now - 3 * DAY_MS
+    limits = (Limit("user", "offer", 9), Limit("user", "day", 4), Limit("card", "week", 50, "campaign"), Limit("user", "hour", 4))
+    for offer in ("m:a", "m:b"):
+        terms = StockTerms(issuer="shop", total=40, limits=limits, max_per_grab=3, timezone="Asia/Shanghai", hold_ms=DAY_MS * 9)
+        history.send(Open, offer, terms=terms)
+    history.send(Grab, "m:a", user="u", quantity=3, attributes={"card": "k"})
+    history.now = now
+    history.send(Grab, "m:a", user="u", quantity=2, attributes={"card": "k"})
+    history.send(Grab, "m:b", user="u", quantity=2, attributes={"card": "k"})
+    history.send(Grab, "m:b", user="v", quantity=1, attributes={"card": "k"})
+    history.send(Release, "m:b", grab=f"c{history.commands}")
+    await project(system, history, random.Random(1))
+    found = {
+        (offer, by, per, value): left
+        for offer, by, per, value, left in await rows(system, "SELECT offer, by, per, value, \"left\" FROM limits WHERE offer = 'm:a'")
+    }
+    # The rules say what is left to whoever grabs now.
+    history.now += 1
+    decided = decide(history.state, Grab(id="now", offer="m:a", user="u", attributes={"card": "k"}), history.now)
+    told = {(one.by, one.per): one.left + 1 for one in decided.answer.limits}
+    assert {(by, per): left for (_, by, per, _), left in found.items()} == told
