@@ -5,7 +5,7 @@ And behind it one thread that takes the taken ones in batches to the database.
 
 import json
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import psycopg
 import redis
@@ -39,11 +39,11 @@ def prepare(client: "redis.Redis", parts: int, id_length: int) -> str:
     return str(client.script_load(SCRIPT))
 
 
-def pipelined(port: int, sha: str, grabs: int, id_length: int, wait: bool = True) -> "subprocess.Popen[str]":
+def pipelined(port: int, sha: str, grabs: int, id_length: int, wait: bool = True, more: Sequence[str] = ()) -> "subprocess.Popen[str]":
     """redis-benchmark, the strongest client there is: 20 connections, pipelines of 32, a random user each time."""
     user = "u" * (id_length - 12) + "__rand_int__"
     command = ["redis-benchmark", "-p", str(port), "-n", str(grabs), "-r", "100000000000", "-P", "32", "-c", "20", "--csv"]
-    process = subprocess.Popen([*command, "EVALSHA", sha, "3", *KEYS, user], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen([*command, "EVALSHA", sha, "3", *KEYS, user, *more], stdout=subprocess.PIPE, text=True)
     if wait:
         process.wait()
     return process

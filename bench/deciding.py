@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import redis
@@ -10,20 +11,20 @@ import redis.asyncio
 from bench import classic
 from bench.stage import envelope, grabs, private_redis, taken_over_gate
 from lua.gate import Gate, GateLimits
-from models.commands import Grab
+from models.commands import AnyCommand
 
 LIMITS = GateLimits(outbox_events_max=10**9, queue_commands_max=10**6)
 LIST = 32
 
 
-async def _lists(gate: Gate, offer: str, wanted: list[Grab]) -> float:
-    """Grabs a second of 100 callers, each awaiting lists of 32."""
+async def answered_lists(gate: Gate, wanted: Sequence[AnyCommand]) -> float:
+    """Commands a second of 100 callers, each awaiting lists of 32."""
     lists = iter([wanted[start : start + LIST] for start in range(0, len(wanted), LIST)])
 
     async def caller() -> None:
         for one in lists:
             answers = await gate.decide(one, "decided", timeout_ms=60_000)
-            assert answers[-1].code == 0, answers[-1]
+            assert answers[-1].positive, answers[-1]
 
     began = time.perf_counter()
     await asyncio.gather(*(caller() for _ in range(100)))
@@ -49,7 +50,7 @@ async def decisions(runs: int, count: int, id_length: int = 32) -> dict[str, Any
             await gate.decide([envelope("e", count)], "decided", timeout_ms=60_000)
             wanted = grabs("e", count, id_length)
             plain.config_resetstat()
-            ours.append(await _lists(gate, "e", wanted))
+            ours.append(await answered_lists(gate, wanted))
             profile = _profile(plain, count)
             await gate.close()
             await client.aclose()
@@ -112,7 +113,7 @@ async def memory(runs: int, count: int) -> dict[str, Any]:
             before = plain.info("memory")["used_memory"]
             await gate.decide([envelope("e", count)], "decided", timeout_ms=120_000)
             for start in range(0, count, 100_000):
-                await _lists(gate, "e", grabs("e", min(100_000, count - start), start=start))
+                await answered_lists(gate, grabs("e", min(100_000, count - start), start=start))
                 for key in plain.scan_iter(match="*:outbox"):
                     plain.xtrim(key, maxlen=0, approximate=False)
             ours.append((plain.info("memory")["used_memory"] - before) / count)

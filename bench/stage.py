@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,7 @@ def private_redis() -> Iterator[int]:
             server.kill()
 
 
-async def taken_over_gate(port: int, limits: GateLimits, prefix: str = "bench") -> tuple[Gate, Any]:
+async def taken_over_gate(port: int, limits: GateLimits, prefix: str = "bench", clock: Callable[[], int] | None = None) -> tuple[Gate, Any]:
     """A gate over fresh shards that no relay has; the outbox only grows."""
     client = redis.asyncio.Redis(port=port)
     await client.flushall()
@@ -54,7 +54,7 @@ async def taken_over_gate(port: int, limits: GateLimits, prefix: str = "bench") 
         state = keys.shard(number).state
         term, life, *_ = await run_script(client, "raise_term", [state], [0, "bench"])
         await run_script(client, "reconcile", [state], [term, "bench", life, "0", keys.shards])
-    return Gate(client, keys, SEALER, limits), client
+    return Gate(client, keys, SEALER, limits, clock), client
 
 
 def envelope(offer: str, parts: int) -> Open:

@@ -1,0 +1,139 @@
+"""Pieces and much of them: three limits, hold and confirm, expiry of many holds, and a decision beside ten million grabs (row 8)."""
+
+import time
+from typing import Any
+
+import redis
+
+from bench import classic
+from bench.deciding import LIMITS, answered_lists
+from bench.stage import envelope, grabs, private_redis, taken_over_gate
+from lua.gate import Gate, now_ms
+from lua.keys import KeySpace
+from models.commands import Confirm, Open
+from models.offers import CouponTerms, Limit, StockTerms
+from streams.sweeper import Sweeper
+
+HOLD_MS = 60_000
+
+#: Article 002's script, its two errors mended: a total, a user's total, and a user's total of the day, each a counter of its own.
+CLASSIC_LIMITS = """
+local day = KEYS[3] .. ':' .. math.floor(redis.call('time')[1] / 86400)
+if tonumber(redis.call('hget', KEYS[1], 'taken') or 0) >= tonumber(ARGV[2]) then return 3 end
+if tonumber(redis.call('hget', KEYS[2], ARGV[1]) or 0) >= tonumber(ARGV[3]) then return 2 end
+if tonumber(redis.call('hget', day, ARGV[1]) or 0) >= tonumber(ARGV[4]) then return 1 end
+redis.call('hincrby', KEYS[1], 'taken', 1)
+redis.call('hincrby', KEYS[2], ARGV[1], 1)
+redis.call('hincrby', day, ARGV[1], 1)
+return 0
+"""
+
+
+def coupons(count: int) -> Open:
+    """A coupon with three limits: in all (its total), a user in all, and a user a day."""
+    limits = (Limit("user", "offer", 5), Limit("user", "day", 2))
+    return Open(id="open-c", offer="c", terms=CouponTerms(issuer="bench", total=count, limits=limits, timezone="Asia/Shanghai"))
+
+
+def stock(count: int) -> Open:
+    """Stock that is held until it is paid."""
+    terms = StockTerms(issuer="bench", total=count, price=100, currency="CNY", hold_ms=HOLD_MS)
+    return Open(id="open-s", offer="s", terms=terms)
+
+
+async def limits(runs: int, count: int) -> dict[str, Any]:
+    """Grabs a second under three limits: total, a user's total, a user's day; against article 002's script, pipelined by 32."""
+    ours, theirs = [], []
+    with private_redis() as port:
+        plain = redis.Redis(port=port)
+        for _ in range(runs):
+            gate, client = await taken_over_gate(port, LIMITS)
+            await gate.decide([coupons(count)], "decided", timeout_ms=60_000)
+            ours.append(await answered_lists(gate, grabs("c", count)))
+            await gate.close()
+            await client.aclose()
+            plain.flushall()
+            sha = str(plain.script_load(CLASSIC_LIMITS))
+            theirs.append(classic.rate_of(classic.pipelined(port, sha, count, 32, more=(str(count), "5", "2"))))
+            plain.flushall()
+    return {"ours": ours, "theirs": theirs, "unit": "grabs/s"}
+
+
+async def holds(runs: int, count: int) -> dict[str, Any]:
+    """Stock held and paid, pairs a second; against grabs of an envelope by the same gate."""
+    ours, theirs = [], []
+    with private_redis() as port:
+        for _ in range(runs):
+            gate, client = await taken_over_gate(port, LIMITS)
+            await gate.decide([stock(count), envelope("e", count)], "decided", timeout_ms=60_000)
+            began = time.perf_counter()
+            await answered_lists(gate, grabs("s", count))
+            await answered_lists(gate, [_payment(number) for number in range(count)])
+            ours.append(count / (time.perf_counter() - began))
+            theirs.append(await answered_lists(gate, grabs("e", count)))
+            await gate.close()
+            await client.aclose()
+    return {"ours": ours, "theirs": theirs, "unit": "pairs/s"}
+
+
+def _payment(number: int) -> Confirm:
+    return Confirm(id=f"p{number:031d}", offer="s", grab=f"g{number:031d}", payment=f"pay{number}", paid=100, currency="CNY")
+
+
+async def expiry(runs: int, count: int) -> dict[str, Any]:
+    """Holds that end by themselves, all at the same moment, a second by one sweeper; against the holds the gate made a second."""
+    ours, theirs = [], []
+    with private_redis() as port:
+        for _ in range(runs):
+            now = [now_ms()]
+            gate, client = await taken_over_gate(port, LIMITS, clock=lambda now=now: now[0])
+            await gate.decide([stock(count)], "decided", timeout_ms=60_000)
+            theirs.append(await answered_lists(gate, grabs("s", count)))
+            keys = KeySpace("bench", 8)
+            sweeper = Sweeper(client, keys.shard(keys.shard_of_offer("s")), keys.shards, 10**9)
+            began = time.perf_counter()
+            ended = await sweeper.sweep(now[0] + HOLD_MS)
+            ours.append(count / (time.perf_counter() - began))
+            assert ended == count, ended
+            await gate.close()
+            await client.aclose()
+    return {"ours": ours, "theirs": theirs, "unit": "holds/s"}
+
+
+async def beside_many(runs: int, many: int, part: int = 100_000) -> dict[str, Any]:
+    """Row 8: microseconds of Redis a grab, beside `many` grabs that are kept, against beside a thousand."""
+    ours, theirs = [], []
+    with private_redis() as port:
+        plain = redis.Redis(port=port)
+        gate, client = await taken_over_gate(port, LIMITS)
+        await _fill(gate, plain, "first", 1_000)
+        for run in range(runs):
+            theirs.append(await _cost(gate, plain, f"few-{run}", part))
+        for number, start in enumerate(range(0, many, 1_000_000)):
+            await _fill(gate, plain, f"kept-{number}", min(1_000_000, many - start))
+        for run in range(runs):
+            ours.append(await _cost(gate, plain, f"many-{run}", part))
+        await gate.close()
+        await client.aclose()
+    return {"ours": ours, "theirs": theirs, "unit": "µs/grab"}
+
+
+async def _fill(gate: Gate, plain: "redis.Redis", offer: str, count: int) -> None:
+    await gate.decide([envelope(offer, count)], "decided", timeout_ms=120_000)
+    for start in range(0, count, 100_000):
+        await answered_lists(gate, grabs(offer, min(100_000, count - start), start=start))
+        _relayed(plain)
+
+
+def _relayed(plain: "redis.Redis") -> None:
+    for key in plain.scan_iter(match="*:outbox", count=1_000):
+        plain.xtrim(key, maxlen=0, approximate=False)
+
+
+async def _cost(gate: Gate, plain: "redis.Redis", offer: str, count: int) -> float:
+    await gate.decide([envelope(offer, count)], "decided", timeout_ms=120_000)
+    plain.config_resetstat()
+    await answered_lists(gate, grabs(offer, count))
+    spent = plain.info("commandstats")["cmdstat_evalsha"]["usec"] / count
+    _relayed(plain)
+    return float(spent)
