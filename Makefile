@@ -28,7 +28,7 @@ test: setup ## Run all tests on real servers (ARGS="-k name" for some).
 	@scripts/packages.sh kcat redis-cli:redis-tools
 	@CI=1 scripts/with-servers.sh $(PYTHON) -m pytest $(ARGS)
 
-lint: setup ## Format, style, types, import contracts, Lua, compose.yaml.
+lint: setup ## Format, style, types, import contracts, Lua, compose.yaml, README.
 	@scripts/packages.sh luacheck:lua-check
 	@$(VENV)/bin/ruff format --check .
 	@$(VENV)/bin/ruff check .
@@ -36,6 +36,7 @@ lint: setup ## Format, style, types, import contracts, Lua, compose.yaml.
 	@$(VENV)/bin/lint-imports
 	@$(PYTHON) scripts/lint_lua.py
 	@$(PYTHON) scripts/lint_compose.py
+	@$(PYTHON) scripts/offer_fields.py --check README.md
 
 format: setup ## Format the code.
 	@$(VENV)/bin/ruff check --fix-only -q . ; $(VENV)/bin/ruff format .
