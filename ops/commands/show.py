@@ -9,6 +9,7 @@ import click
 from psycopg import AsyncConnection
 from psycopg.rows import dict_row
 
+from models.offers import TIME_MS_MAX
 from ops.output import console, json_option, print_json, table
 from ops.settings import Settings, load_settings
 from projections.migrate import use_schema
@@ -39,9 +40,21 @@ async def _read(settings: Settings, offer: str, limit: int) -> dict[str, Any] | 
         found = await (await connection.execute("SELECT * FROM offers WHERE offer = %s", (offer,))).fetchone()
         if found is None:
             return None
-        grabs = "SELECT place, user_id, amount, quantity, state, grab, at FROM grabs WHERE offer = %s ORDER BY "
+        grabs = (
+            "SELECT place, user_id, amount, quantity, held, taken, redeemed, state, deadline_at, paid, currency, grab, at "
+            "FROM grabs WHERE offer = %s AND state <> 'waiting' ORDER BY "
+        )
         newest = await (await connection.execute(grabs + "place DESC LIMIT %s", (offer, limit))).fetchall()
-        luckiest = await (await connection.execute(grabs + "amount DESC, place LIMIT 1", (offer,))).fetchone()
+        luckiest = None
+        if found["kind"] == "envelope":
+            luckiest = await (await connection.execute(grabs + "amount DESC, place LIMIT 1", (offer,))).fetchone()
+        line = "SELECT position, user_id, quantity, grab FROM waiting WHERE offer = %s ORDER BY position LIMIT %s"
+        waiting = await (await connection.execute(line, (offer, limit))).fetchall()
+        money = (
+            "SELECT state, currency, count(*) AS payments, sum(amount)::bigint AS amount, sum(refunded)::bigint AS refunded "
+            "FROM payments WHERE offer = %s GROUP BY state, currency ORDER BY state, currency"
+        )
+        payments = await (await connection.execute(money, (offer,))).fetchall()
         refused = await (
             await connection.execute(
                 "SELECT outcome, sum(refusals)::bigint AS refusals FROM demand WHERE offer = %s GROUP BY outcome ORDER BY 2 DESC",
@@ -52,6 +65,8 @@ async def _read(settings: Settings, offer: str, limit: int) -> dict[str, Any] | 
         "offer": found,
         "luckiest": luckiest,
         "grabs": newest,
+        "waiting": waiting,
+        "payments": payments,
         "refused": {row["outcome"]: row["refusals"] for row in refused},
     }
 
@@ -59,13 +74,13 @@ async def _read(settings: Settings, offer: str, limit: int) -> dict[str, Any] | 
 def _print(found: dict[str, Any], limit: int) -> None:
     offer = found["offer"]
     console.print(f"[bold]{offer['offer']}[/]  {offer['title']}  [dim]{offer['kind']}, {offer['asset']}, by {offer['issuer']}[/]")
-    closed = f", closed {_time(offer['closed_at'])} ({offer['reason']})" if offer["closed_at"] else f", closes {_time(offer['closes_at'])}"
+    closes = "" if offer["closes_at"] == TIME_MS_MAX else f", closes {_time(offer['closes_at'])}"
+    closed = f", closed {_time(offer['closed_at'])} ({offer['reason']})" if offer["closed_at"] else closes
     console.print(f"{offer['state']}; opens {_time(offer['opens_at'])}{closed}")
-    console.print(
-        f"{offer['grabs']:,} of {offer['units']:,} parts taken: {offer['given']:,} of {offer['total']:,}; "
-        f"left {offer['units_left']:,} parts, {offer['amount_left']:,}; refunded {offer['refunded']:,}",
-        highlight=False,
-    )
+    console.print(_stock_of(offer), highlight=False)
+    for paid in found["payments"]:
+        what = "to be paid back" if paid["state"] == "refund_due" else f"served, {paid['refunded']:,} paid back"
+        console.print(f"{paid['payments']:,} payments of {paid['amount']:,} {paid['currency']} {what}", highlight=False)
     if found["luckiest"]:
         lucky = found["luckiest"]
         console.print(f"The luckiest: [bold]{lucky['user_id']}[/] with {lucky['amount']:,}, at place {lucky['place']:,}.", highlight=False)
@@ -73,9 +88,34 @@ def _print(found: dict[str, Any], limit: int) -> None:
         console.print("Refused: " + ", ".join(f"{outcome} {count:,}" for outcome, count in found["refused"].items()), highlight=False)
     if offer["seed"]:
         console.print(f"[dim]seed {offer['seed']}[/]", highlight=False)
-    if found["grabs"]:
+    if found["grabs"] and offer["kind"] == "envelope":
         rows = ((grab["place"], grab["user_id"], grab["amount"], grab["state"], grab["grab"], _time(grab["at"])) for grab in found["grabs"])
         console.print(table(f"The newest grabs (at most {limit})", ("place", "user", "amount", "state", "grab", "at"), rows))
+    elif found["grabs"]:
+        columns = ("place", "user", "state", "held", "taken", "used", "paid", "until", "grab")
+        console.print(table(f"The newest grabs (at most {limit})", columns, map(_grab_row, found["grabs"])))
+    if found["waiting"]:
+        rows = ((one["position"], one["user_id"], one["quantity"], one["grab"]) for one in found["waiting"])
+        console.print(table(f"Who waits (at most {limit})", ("position", "user", "quantity", "grab"), rows))
+
+
+def _stock_of(offer: dict[str, Any]) -> str:
+    """What was given, is held and is left, in words."""
+    if offer["kind"] == "envelope":
+        return (
+            f"{offer['grabs']:,} of {offer['units']:,} parts taken: {offer['given']:,} of {offer['total']:,}; "
+            f"left {offer['units_left']:,} parts, {offer['amount_left']:,}; refunded {offer['refunded']:,}"
+        )
+    return (
+        f"of {offer['total']:,}: {offer['given']:,} taken, {offer['held']:,} held, {offer['units_left']:,} left, "
+        f"{offer['refunded']:,} went back to the issuer; {offer['waiting']:,} wait"
+    )
+
+
+def _grab_row(grab: dict[str, Any]) -> tuple[object, ...]:
+    paid = f"{grab['paid']:,} {grab['currency']}" if grab["currency"] else ""
+    until = _time(grab["deadline_at"]) if grab["held"] else ""
+    return (grab["place"], grab["user_id"], grab["state"], grab["held"], grab["taken"], grab["redeemed"], paid, until, grab["grab"])
 
 
 def _time(at_ms: int) -> str:
