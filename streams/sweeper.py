@@ -39,11 +39,15 @@ class Sweeper:
         self._record_demand = record_demand
 
     async def run(self) -> None:
-        """Sweeps until cancelled; errors of a server are logged and tried again."""
+        """Sweeps until cancelled; errors of a server are logged and tried again. Holds do not wait for SQL to take the counts."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._again_and_again(self.sweep))
+            tasks.create_task(self._again_and_again(self.flush_demand))
+
+    async def _again_and_again(self, task: Callable[[], Awaitable[object]]) -> None:
         while True:
             try:
-                await self.sweep()
-                await self.flush_demand()
+                await task()
             except (RedisError, OSError) as error:
                 log.warning("sweeping shard %d: %s: %s", self._keys.shard, type(error).__name__, error)
             await asyncio.sleep(SWEEP_EVERY_SECONDS)

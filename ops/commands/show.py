@@ -95,8 +95,8 @@ def _print(found: dict[str, Any], limit: int) -> None:
         columns = ("place", "user", "state", "held", "taken", "used", "paid", "until", "grab")
         console.print(table(f"The newest grabs (at most {limit})", columns, map(_grab_row, found["grabs"])))
     if found["waiting"]:
-        rows = ((one["position"], one["user_id"], one["quantity"], one["grab"]) for one in found["waiting"])
-        console.print(table(f"Who waits (at most {limit})", ("position", "user", "quantity", "grab"), rows))
+        line = ((one["position"], one["user_id"], one["quantity"], one["grab"]) for one in found["waiting"])
+        console.print(table(f"Who waits (at most {limit})", ("position", "user", "quantity", "grab"), line))
 
 
 def _stock_of(offer: dict[str, Any]) -> str:
