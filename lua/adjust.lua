@@ -24,5 +24,5 @@
 return course(function(call, offer, id, digest, body)
   call.lines[#call.lines + 1] = event_head(call, offer, 'ledger.adjusted', id) .. body.json .. operator_text(body)
     .. ',"digest":"' .. digest .. '"}'
-  return {ADJUSTED, call.seq, call.now, 0, 0, 0, offer.units_left}, true
+  return {CODE.adjusted, call.seq, call.now, 0, 0, 0, offer.units_left}, true
 end)

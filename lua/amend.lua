@@ -54,10 +54,10 @@ end
 return course(function(call, offer, id, digest, body)
   local changes = body.changes
   local message = unfit(offer, changes, call.now)
-  if message then return refused_row(call, INVALID, {message = message}) end
-  if offer.closed then return refused_row(call, OVER) end
+  if message then return refused_row(call, CODE.invalid, {message = message}) end
+  if offer.closed then return refused_row(call, CODE.over) end
   local added = (changes.total or offer.total) - offer.total
-  if offer.units_left + added < 0 then return refused_row(call, NOT_ENOUGH_LEFT, {left = offer.units_left}) end
+  if offer.units_left + added < 0 then return refused_row(call, CODE.not_enough_left, {left = offer.units_left}) end
   if added ~= 0 then
     move_units(offer, added)
     offer.total = offer.total + added
@@ -72,7 +72,7 @@ return course(function(call, offer, id, digest, body)
   call.lines[#call.lines + 1] = event_head(call, offer, 'offer.amended', id) .. ',"changes":' .. body.json .. ',"asset":"' .. offer.asset
     .. '","source":"' .. source .. '"' .. (added > 0 and ',"added":' .. added or '') .. (added < 0 and ',"removed":' .. -added or '')
     .. ',"left":' .. offer.units_left .. operator_text(body) .. ',"digest":"' .. digest .. '"}'
-  local row = {AMENDED, call.seq, call.now, 0, 0, 0, offer.units_left}
+  local row = {CODE.amended, call.seq, call.now, 0, 0, 0, offer.units_left}
   serve(call, offer, id)
   return row, true
 end)

@@ -24,5 +24,5 @@
 return steer(function(call, offer, id, digest, body)
   local amount, left = offer.amount_left, offer.units_left
   close_offer(call, offer, 'command', id, digest, body.operator)
-  return {CLOSED, call.seq, call.now, amount, 0, 0, left}, true
+  return {CODE.closed, call.seq, call.now, amount, 0, 0, left}, true
 end)

@@ -39,15 +39,13 @@ local function keep_payment(call, campaign, payment, offer, grab, code, quantity
   campaign.payments_changed[payment] = true
 end
 
-local OUTCOME_NAMES = {[INVALID] = 'invalid', [NO_SUCH_GRAB] = 'no_such_grab', [NOT_ENOUGH_LEFT] = 'not_enough_left', [LAPSED] = 'expired',
-  [NOT_HELD] = 'not_held'}
-
 -- A payment that cannot be served is refused, and is to be paid back, once.
-local function unserved(call, offer, id, digest, body, campaign, code, more)
+local function unserved(call, offer, id, digest, body, campaign, name, more)
+  local code = CODE[name]
   local row = refused_row(call, code, more)
   if not body.payment or body.paid == 0 then return row end
   call.lines[#call.lines + 1] = event_head(call, offer, 'payment.refund_due', id) .. ',"grab":"' .. body.grab .. '","payment":"'
-    .. body.payment .. '","amount":' .. body.paid .. ',"asset":"' .. body.currency .. '","outcome":"' .. OUTCOME_NAMES[code]
+    .. body.payment .. '","amount":' .. body.paid .. ',"asset":"' .. body.currency .. '","outcome":"' .. name
     .. '","digest":"' .. digest .. '"}'
   keep_payment(call, campaign, body.payment, offer, body.grab, code, 0)
   row[2] = call.seq
@@ -84,33 +82,34 @@ local function confirm(call, offer, grab, id, digest, body, campaign, quantity)
   grab.confirmed_seq, grab.confirmed_at = call.seq, call.now
   if body.payment then
     grab.payments[#grab.payments + 1] = {body.payment, quantity}
-    keep_payment(call, campaign, body.payment, offer, body.grab, CONFIRMED, quantity)
+    keep_payment(call, campaign, body.payment, offer, body.grab, CODE.confirmed, quantity)
   end
   touch_grab(offer, body.grab)
-  return {CONFIRMED, call.seq, call.now, quantity, quantity, grab.place, offer.units_left, 0, 0, coupon_row(offer, grab, codes, {})}, true
+  local said = coupon_row(offer, grab, codes, {})
+  return {CODE.confirmed, call.seq, call.now, quantity, quantity, grab.place, offer.units_left, 0, 0, said}, true
 end
 
 return settle(function(call, offer, grab, id, digest, body, campaign)
   local known = body.payment and payment_of(campaign, body.payment)
   if known then
-    if known[1] ~= offer.name or known[2] ~= body.grab then return {CONFLICT, 0, call.now} end
+    if known[1] ~= offer.name or known[2] ~= body.grab then return {CODE.conflict, 0, call.now} end
     return again_row(known[3], known[4], known[5], known[6])
   end
-  if not grab then return unserved(call, offer, id, digest, body, campaign, NO_SUCH_GRAB) end
+  if not grab then return unserved(call, offer, id, digest, body, campaign, 'no_such_grab') end
   local base = grab.held > 0 and grab.held or grab.lapsed
   if base == 0 then
     if not body.payment and grab.taken > 0 and grab.confirmed_seq > 0 then
-      return again_row(CONFIRMED, grab.confirmed_seq, grab.confirmed_at)
+      return again_row(CODE.confirmed, grab.confirmed_seq, grab.confirmed_at)
     end
-    return unserved(call, offer, id, digest, body, campaign, NOT_HELD)
+    return unserved(call, offer, id, digest, body, campaign, 'not_held')
   end
   local quantity = body.quantity or base
   if body.paid ~= grab.price * quantity or (body.paid > 0 and body.currency ~= offer.rules.currency) then
-    return unserved(call, offer, id, digest, body, campaign, INVALID, {message = 'paid: not what is due'})
+    return unserved(call, offer, id, digest, body, campaign, 'invalid', {message = 'paid: not what is due'})
   end
-  if quantity > base then return unserved(call, offer, id, digest, body, campaign, NOT_ENOUGH_LEFT, {left = base}) end
+  if quantity > base then return unserved(call, offer, id, digest, body, campaign, 'not_enough_left', {left = base}) end
   if grab.held == 0 and not retake(call, offer, grab, quantity) then
-    return unserved(call, offer, id, digest, body, campaign, LAPSED)
+    return unserved(call, offer, id, digest, body, campaign, 'expired')
   end
   return confirm(call, offer, grab, id, digest, body, campaign, quantity)
 end)

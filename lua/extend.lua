@@ -23,14 +23,14 @@
 --- @include "course"
 
 return settle(function(call, offer, grab, id, digest, body)
-  if not grab then return refused_row(call, NO_SUCH_GRAB) end
-  if grab.held == 0 then return refused_row(call, grab.status == EXPIRED and LAPSED or NOT_HELD) end
+  if not grab then return refused_row(call, CODE.no_such_grab) end
+  if grab.held == 0 then return refused_row(call, grab.status == EXPIRED and CODE.expired or CODE.not_held) end
   if grab.extensions >= offer.rules.extensions then
-    return refused_row(call, LIMIT_REACHED, {limit = {'grab', 'offer', offer.rules.extensions, 0, 0, 'offer'}})
+    return refused_row(call, CODE.limit_reached, {limit = {'grab', 'offer', offer.rules.extensions, 0, 0, 'offer'}})
   end
   grab.extensions, grab.deadline = grab.extensions + 1, grab.deadline + offer.rules.hold_ms
   call.lines[#call.lines + 1] = event_head(call, offer, 'grab.extended', id) .. grab_text(offer, body.grab, grab, grab.held, grab.held)
     .. ',"deadline_at":' .. grab.deadline .. ',"digest":"' .. digest .. '"}'
   touch_grab(offer, body.grab)
-  return {EXTENDED, call.seq, call.now, grab.held, grab.held, grab.place, offer.units_left, 0, 0, {deadline_at = grab.deadline}}, true
+  return {CODE.extended, call.seq, call.now, grab.held, grab.held, grab.place, offer.units_left, 0, 0, {deadline_at = grab.deadline}}, true
 end)

@@ -173,35 +173,35 @@ end
 
 -- The refusal of a grab as a row, in order of precedence; nil when it can be carried out.
 local function refusal_of(i, o, offer)
-  if not offer then return {NO_SUCH_OFFER, 0, now} end
+  if not offer then return {CODE.no_such_offer, 0, now} end
   local part = taken[o] and taken[o][users[i]]
   if part then
     local place, amount, seq = unpack_part(part)
-    return {ALREADY_TAKEN, seq, now, amount, 1, place}
+    return {CODE.already_taken, seq, now, amount, 1, place}
   end
-  if now < offer.opens_at then return {NOT_OPEN_YET, 0, now, 0, 0, 0, 0, 0, offer.opens_at} end
+  if now < offer.opens_at then return {CODE.not_open_yet, 0, now, 0, 0, 0, 0, 0, offer.opens_at} end
   local over = offer.closed or now >= offer.closes_at
   if not over then
     local opens = offer.rules.hours and opens_next(offer.rules.hours, offer.rules.offsets, now)
-    if opens then return {NOT_OPEN_YET, 0, now, 0, 0, 0, 0, 0, opens} end
-    if next(offer.loads) and is_incomplete(offer) then return {NOT_OPEN_YET, 0, now} end
+    if opens then return {CODE.not_open_yet, 0, now, 0, 0, 0, 0, 0, opens} end
+    if next(offer.loads) and is_incomplete(offer) then return {CODE.not_open_yet, 0, now} end
   end
-  if offer.paused then return {ON_HOLD, 0, now} end
-  if offer.closed and offer.reason == 'drained' then return {SOLD_OUT, 0, now} end
-  if over then return {OVER, 0, now} end
-  if not is_eligible(i, o, offer) then return {NOT_ELIGIBLE, 0, now} end
+  if offer.paused then return {CODE.on_hold, 0, now} end
+  if offer.closed and offer.reason == 'drained' then return {CODE.sold_out, 0, now} end
+  if over then return {CODE.over, 0, now} end
+  if not is_eligible(i, o, offer) then return {CODE.not_eligible, 0, now} end
   if not offer.pieces then return nil end
   local asked, up_to = quantities[i], offer.rules.take == 'up_to'
   for n = 1, #offer.rules.limits do
     if offer.rules.limits[n].max - count_in(offer, counted[i][n]) < (up_to and 1 or asked) then
       local limit = limit_state(offer, counted[i], n, now)
-      return {LIMIT_REACHED, 0, now, 0, 0, 0, 0, 0, limit[5], {limit = limit}}
+      return {CODE.limit_reached, 0, now, 0, 0, 0, 0, 0, limit[5], {limit = limit}}
     end
   end
   local free = available(offer)
   if (free > 0 and (up_to or asked <= free)) or may_wait(i, offer) then return nil end
-  if free == 0 then return {SOLD_OUT, 0, now} end
-  return {NOT_ENOUGH_LEFT, 0, now, 0, 0, 0, 0, 0, 0, {left = free}}
+  if free == 0 then return {CODE.sold_out, 0, now} end
+  return {CODE.not_enough_left, 0, now, 0, 0, 0, 0, 0, 0, {left = free}}
 end
 
 local function tail_text(i, extra, once)
@@ -224,7 +224,7 @@ local function take_pieces(i, offer)
   if once ~= '' then put(offer.seen_new, 'ticket/' .. once, true) end
   local grab = new_grab(users[i], quantity, under)
   put(offer.grabs, id, grab)
-  local row = {GRANTED, 0, now, quantity, quantity, 0, 0, 0, 0, {}}
+  local row = {CODE.granted, 0, now, quantity, quantity, 0, 0, 0, 0, {}}
   local said = row[10]
   if #under > 0 then said.limits = limit_states(offer, under, now) end
   if waits then
@@ -234,7 +234,7 @@ local function take_pieces(i, offer)
     put(offer, 'queue_length', offer.queue_length + 1)
     lines[#lines + 1] = event_head(call, offer, 'grab.queued', id) .. grab_text(offer, id, grab, quantity, 0)
       .. tail_text(i, extra, once) .. ',"digest":"' .. digests[i] .. '"}'
-    row[1], row[4] = WAITS, 0
+    row[1], row[4] = CODE.waiting, 0
   else
     put(offer, 'places', offer.places + 1)
     grab.place, grab.price = offer.places, rules.price or 0
@@ -244,7 +244,7 @@ local function take_pieces(i, offer)
       begin_hold(offer, grab, quantity, now)
       lines[#lines + 1] = event_head(call, offer, 'grab.held', id) .. grab_text(offer, id, grab, quantity, quantity) .. asked
         .. hold_text(offer, grab) .. tail_text(i, extra, once) .. ',"digest":"' .. digests[i] .. '"}'
-      row[1] = HELD
+      row[1] = CODE.held
       hold_row(offer, grab, said)
     else
       grab.taken = quantity
@@ -275,7 +275,7 @@ end
 
 -- Remembers a refusal for its command.
 local function keep(i, row)
-  if row[1] >= INVALID and row[1] ~= INVALID and row[1] ~= CONFLICT then
+  if row[1] >= CODE.invalid and row[1] ~= CODE.invalid and row[1] ~= CODE.conflict then
     local o = offer_of[i]
     local field = refusal_field(campaigns[campaign_of[o]].name, ids[i])
     refusals[field] = refuse(call, row[1], field, names[o], digests[i])
@@ -292,7 +292,7 @@ end
 local function repeated(i, record, refusal)
   local o = offer_of[i]
   local row = repeated_row(record, refusal, digests[i], now, offers[o] and offers[o].parts)
-  if row[1] == ALREADY_TAKEN and taken[o] and taken[o][users[i]] then
+  if row[1] == CODE.already_taken and taken[o] and taken[o][users[i]] then
     row[6], row[4], row[2] = unpack_part(taken[o][users[i]])
     row[5] = 1
   end
@@ -304,8 +304,8 @@ local function decide_one(i)
   local offer = offers[offer_of[i]]
   if (record or refusal) and is_repeat(record, refusal, digests[i]) then return repeated(i, record, refusal) end
   local unfit_because = offer and unfit(i, offer)
-  if unfit_because then return {INVALID, 0, now, 0, 0, 0, 0, 0, 0, {message = unfit_because}} end
-  if record or refusal then return {CONFLICT, 0, now} end
+  if unfit_because then return {CODE.invalid, 0, now, 0, 0, 0, 0, 0, 0, {message = unfit_because}} end
+  if record or refusal then return {CODE.conflict, 0, now} end
   return keep(i, decide_new(i))
 end
 
@@ -316,7 +316,7 @@ local function decide_basket(members, rows)
     if record or refusal then
       for _, j in ipairs(members) do
         record, refusal = known(j)
-        rows[j] = (record or refusal) and repeated(j, record, refusal) or {CONFLICT, 0, now}
+        rows[j] = (record or refusal) and repeated(j, record, refusal) or {CODE.conflict, 0, now}
       end
       return
     end
@@ -328,13 +328,13 @@ local function decide_basket(members, rows)
     local unfit_because = offer and unfit(i, offer)
     local row
     if known(i) then
-      row = {CONFLICT, 0, now}
+      row = {CODE.conflict, 0, now}
     elseif unfit_because then
-      row = {INVALID, 0, now}
+      row = {CODE.invalid, 0, now}
     else
       row = decide_new(i)
     end
-    if row[1] >= INVALID then
+    if row[1] >= CODE.invalid then
       undo()
       call.seq = seq
       for n = #lines, count_lines + 1, -1 do lines[n] = nil end

@@ -42,9 +42,9 @@ local function load(call, offer, id, digest, body)
       message = 'items: there must be as many codes as units'
     end
   end
-  if message then return refused_row(call, INVALID, {message = message}) end
-  if again then return {CONFLICT, 0, call.now} end
-  if offer.closed or (call.now >= offer.opens_at and loaded == (list and list.chunks or 0)) then return refused_row(call, OVER) end
+  if message then return refused_row(call, CODE.invalid, {message = message}) end
+  if again then return {CODE.conflict, 0, call.now} end
+  if offer.closed or (call.now >= offer.opens_at and loaded == (list and list.chunks or 0)) then return refused_row(call, CODE.over) end
   offer.seen_new[member] = true
   if body.what == 'codes' then
     for _, code in ipairs(body.items) do offer.codes_back[#offer.codes_back + 1] = code end
@@ -65,7 +65,7 @@ local function load(call, offer, id, digest, body)
   call.lines[#call.lines + 1] = event_head(call, offer, 'offer.loaded', id) .. ',"what":"' .. body.what .. '","chunk":' .. body.chunk
     .. ',"chunks":' .. body.chunks .. ',"count":' .. listed .. ',"items":' .. body.json .. operator_text(body)
     .. ',"digest":"' .. digest .. '"}'
-  return {LOADED, call.seq, call.now, 0, listed, 0, offer.units_left}, true
+  return {CODE.loaded, call.seq, call.now, 0, listed, 0, offer.units_left}, true
 end
 
 return course(load)

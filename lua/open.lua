@@ -45,21 +45,21 @@ for i = 1, #ids do
   local record = seen[record_field] or redis.call('HGET', campaign.answers_key, id)
   local row = repeated_row(record, redis.call('HGET', KEYS[3], refusal_field(campaign.name, id)), digest, call.now)
   if not row and (seen[name] or redis.call('EXISTS', state_key) == 1 or redis.call('SISMEMBER', KEYS[10], name) == 1) then
-    row = {CONFLICT, 0, call.now}
+    row = {CODE.conflict, 0, call.now}
   end
   if not row then
     local opens_at = terms.opens_at == 0 and call.now or terms.opens_at
     local closes_at = terms.closes_at == 0 and opens_at + terms.life_ms or terms.closes_at
     if closes_at <= opens_at then
-      row = {INVALID, 0, call.now}
+      row = {CODE.invalid, 0, call.now}
     else
       local offer = {name = name, offer_seq = 0, opens_at = opens_at, closes_at = closes_at}
       call.lines[#call.lines + 1] = opened_line(offer, id, digest, terms)
-      record = pack_answer(OPENED, call.seq, call.now, 0, 0, digest, cmsgpack.pack({name,
-        {OPENED, call.seq, call.now, terms.total, 0, 0, terms.units}}))
+      record = pack_answer(CODE.opened, call.seq, call.now, 0, 0, digest, cmsgpack.pack({name,
+        {CODE.opened, call.seq, call.now, terms.total, 0, 0, terms.units}}))
       seen[record_field], seen[name] = record, true
       made[#made + 1] = {o, campaign, id, record, terms, offer, ARGV[6 + i]}
-      row = {OPENED, call.seq, call.now, terms.total, 0, 0, terms.units}
+      row = {CODE.opened, call.seq, call.now, terms.total, 0, 0, terms.units}
     end
   end
   rows[i] = row

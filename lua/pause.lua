@@ -24,5 +24,5 @@
 return steer(function(call, offer, id, digest, body)
   offer.paused = true
   call.lines[#call.lines + 1] = event_head(call, offer, 'offer.paused', id) .. operator_text(body) .. ',"digest":"' .. digest .. '"}'
-  return {PAUSED, call.seq, call.now, 0, 0, 0, offer.units_left}, true
+  return {CODE.paused, call.seq, call.now, 0, 0, 0, offer.units_left}, true
 end)

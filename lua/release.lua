@@ -23,24 +23,18 @@
 --- @include "course"
 
 return settle(function(call, offer, grab, id, digest, body)
-  if not grab then return refused_row(call, NO_SUCH_GRAB) end
-  if grab.status == WAITING and not offer.closed then
-    leave_queue(offer, body.grab)
-    give_back(offer, grab.counted, grab.quantity)
-    grab.status = RELEASED
-    call.lines[#call.lines + 1] = event_head(call, offer, 'grab.released', id) .. grab_text(offer, body.grab, grab, 0, 0)
-      .. ',"reason":"left_queue","to":"' .. returns_to(offer) .. '","digest":"' .. digest .. '"}'
-    grab.ended_seq, grab.ended_at = call.seq, call.now
-    touch_grab(offer, body.grab)
-    local row = {RELEASED_NOW, call.seq, call.now, 0, 0, grab.place, offer.units_left}
+  if not grab then return refused_row(call, CODE.no_such_grab) end
+  if grab.status == WAITING then
+    leave_queue(call, offer, body.grab, grab, id, digest)
+    local row = {CODE.released, call.seq, call.now, 0, 0, grab.place, offer.units_left}
     serve(call, offer, id)
     return row, true
   end
   if grab.held > 0 then
     local quantity = grab.held
     local seq, left = give_up(call, offer, body.grab, grab, RELEASED, 'command', id, digest)
-    return {RELEASED_NOW, seq, call.now, quantity, quantity, grab.place, left}, true
+    return {CODE.released, seq, call.now, quantity, quantity, grab.place, left}, true
   end
-  if grab.status == RELEASED then return again_row(RELEASED_NOW, grab.ended_seq, grab.ended_at) end
-  return refused_row(call, grab.status == EXPIRED and LAPSED or NOT_HELD)
+  if grab.status == RELEASED then return again_row(CODE.released, grab.ended_seq, grab.ended_at) end
+  return refused_row(call, grab.status == EXPIRED and CODE.expired or CODE.not_held)
 end)

@@ -36,11 +36,11 @@ local function refunds_of(grab, quantity)
 end
 
 return settle(function(call, offer, grab, id, digest, body)
-  if not grab then return refused_row(call, NO_SUCH_GRAB) end
+  if not grab then return refused_row(call, CODE.no_such_grab) end
   local free = grab.taken - grab.redeemed
   local quantity = body.quantity or free
-  if grab.taken == 0 then return refused_row(call, NOT_HELD) end
-  if quantity == 0 or quantity > free then return refused_row(call, NOT_ENOUGH_LEFT, {left = free}) end
+  if grab.taken == 0 then return refused_row(call, CODE.not_held) end
+  if quantity == 0 or quantity > free then return refused_row(call, CODE.not_enough_left, {left = free}) end
   grab.taken = grab.taken - quantity
   local refunds = refunds_of(grab, quantity)
   local back = {}
@@ -59,7 +59,7 @@ return settle(function(call, offer, grab, id, digest, body)
     .. ',"issuer":"' .. offer.issuer .. (offer.rules.return_restores and '","restored":true' or '"')
     .. ',"digest":"' .. digest .. '"}'
   touch_grab(offer, body.grab)
-  local row = {RETURNED, call.seq, call.now, quantity, quantity, grab.place, offer.units_left}
+  local row = {CODE.returned, call.seq, call.now, quantity, quantity, grab.place, offer.units_left}
   serve(call, offer, id)
   return row, true
 end)

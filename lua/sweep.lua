@@ -8,7 +8,7 @@
 -- ARGV[1] shard/shards · ARGV[2] caller time ms · ARGV[3] time to use ms or '' · ARGV[4] clock skew ms · ARGV[5] ''
 -- ARGV[6] msgpack: {offers, campaign of each (from 1), campaigns}
 -- Outcomes: 21 fenced (whole call)
--- Events: offer.closed (deadline) · offer.retired · grab.held (waited)
+-- Events: offer.closed (deadline) · offer.retired · grab.held (waited) · grab.released (left_queue)
 -- Returns msgpack: {0, history, {number of offers seen to}}, or {code, retry_at, message}.
 --- @include "shard"
 --- @include "undo"
@@ -24,6 +24,15 @@ local RETIRE_AGAIN_MS = 60000
 local call, refused = begin_call()
 if not call then return cmsgpack.pack(refused) end
 
+-- Who still waits when an offer has closed waits no more; a bounded number at once.
+local function send_home(offer)
+  for _ = 1, math.min(offer.queue_length, SERVED_AT_ONCE_MAX) do
+    local name = next_in_queue(offer)
+    leave_queue(call, offer, name, grab_of(offer, name), 'sweep')
+  end
+  offer.due = offer.queue_length > 0 and call.now or retires_at(offer, call.now)
+end
+
 local names, campaign_of, campaign_names = unpack(cmsgpack.unpack(ARGV[6]))
 local offers, campaigns = load_offers(names, campaign_of, campaign_names)
 local retired, seen_to = {}, 0
@@ -37,6 +46,8 @@ for o = 1, #names do
     elseif not offer.closed then
       offer.due = offer.closes_at
       serve(call, offer, 'sweep')
+    elseif offer.pieces and offer.queue_length > 0 then
+      send_home(offer)
     elseif offer.held > 0 then
       offer.due = call.now + RETIRE_AGAIN_MS
     else

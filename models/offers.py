@@ -85,7 +85,9 @@ class _Terms(msgspec.Struct, tag_field="kind", frozen=True, kw_only=True, omit_d
     audience: Annotated[
         Audience, Meta(description="who may grab: `everyone`, a `list` loaded before, or whoever brings a signed `ticket`")
     ] = "everyone"
-    retire_after_ms: Annotated[TimeMs, Meta(description="how long after its close an offer stays in Redis")] = RETIRE_AFTER_MS
+    retire_after_ms: Annotated[
+        TimeMs, Meta(description="how long after its close an offer stays in Redis (and until `valid_until`); then its id is gone for ever")
+    ] = RETIRE_AFTER_MS
 
 
 class EnvelopeTerms(_Terms, tag="envelope", frozen=True, kw_only=True):

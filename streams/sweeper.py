@@ -86,9 +86,10 @@ class Sweeper:
 
     async def _forget(self, offer: str, at_ms: int | None) -> None:
         """Before an offer is retired, in steps: what its campaign remembers of it. A campaign's last offer takes all along at once."""
-        state, campaign = self._keys.offer(offer), campaign_of(offer)
+        state, *_, queue = self._keys.of_offer(offer)
+        campaign = campaign_of(offer)
         closed = await self._redis.hmget(state, ["state", "held"])
-        if closed[0] != b"closed" or closed[1] not in (None, b"0"):
+        if closed[0] != b"closed" or closed[1] not in (None, b"0") or await self._redis.zcard(queue):
             return
         if int(await self._redis.hget(self._keys.campaigns, campaign) or 0) < 2:
             return

@@ -24,7 +24,7 @@ local function course(act)
     local refusal = refusals[field] or redis.call('HGET', KEYS[3], field)
     local row, own = repeated_row(record, refusal, digest, call.now, offer and offer.parts)
     if not row and not offer then
-      row = refused_row(call, NO_SUCH_OFFER)
+      row = refused_row(call, CODE.no_such_offer)
     elseif not row then
       row, own = act(call, offer, id, digest, bodies[i], campaign)
     end
@@ -35,7 +35,7 @@ local function course(act)
       campaign.made[#campaign.made + 1] = record
     elseif row[8] == 1 and not record and not refusal then
       refusals[field] = remember(call, field, pack_again(row[1], row[2], row[3], row[5], digest))
-    elseif row[1] >= INVALID and row[8] ~= 1 and row[1] ~= CONFLICT and row[1] ~= INVALID then
+    elseif row[1] >= CODE.invalid and row[8] ~= 1 and row[1] ~= CODE.conflict and row[1] ~= CODE.invalid then
       refusals[field] = refuse(call, row[1], field, names[o], digest)
     end
     rows[i] = row
@@ -57,7 +57,7 @@ end
 -- The course of a command about the offer itself: a closed one is steered no more.
 local function steer(act)
   return course(function(call, offer, id, digest, body)
-    if offer.closed then return refused_row(call, OVER) end
+    if offer.closed then return refused_row(call, CODE.over) end
     return act(call, offer, id, digest, body)
   end)
 end

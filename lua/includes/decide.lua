@@ -2,11 +2,14 @@
 -- Needs KEYS[1..10] (shard, outbox, refusals, refusal_order, demand, due, offers, holds, campaigns, retired) and the includes `shard`
 -- and `records`.
 
-local GRANTED, HELD, CONFIRMED, RELEASED_NOW, RETURNED, OPENED, AMENDED, CLOSED, PAUSED, RESUMED = 0, 1, 2, 3, 4, 5, 6, 7, 8, 9
-local EXTENDED, REDEEMED, UNREDEEMED, LOADED, ADJUSTED, WAITS = 10, 11, 12, 13, 14, 15
-local INVALID, FENCED, BUSY, CONFLICT, NO_SUCH_OFFER, NO_SUCH_GRAB, ALREADY_TAKEN, NOT_OPEN_YET, ON_HOLD, OVER = 20, 21, 22, 23, 24, 25,
-  26, 27, 28, 29
-local NOT_ELIGIBLE, LIMIT_REACHED, SOLD_OUT, NOT_ENOUGH_LEFT, LAPSED, NOT_HELD, NOT_REDEEMABLE = 30, 31, 32, 33, 34, 35, 36
+-- The outcomes, as models/outcomes.py numbers them. (One table: a script may have 200 locals.)
+local CODE = {
+  granted = 0, held = 1, confirmed = 2, released = 3, returned = 4, opened = 5, amended = 6, closed = 7, paused = 8, resumed = 9,
+  extended = 10, redeemed = 11, unredeemed = 12, loaded = 13, adjusted = 14, waiting = 15,
+  invalid = 20, fenced = 21, busy = 22, conflict = 23, no_such_offer = 24, no_such_grab = 25, already_taken = 26, not_open_yet = 27,
+  on_hold = 28, over = 29, not_eligible = 30, limit_reached = 31, sold_out = 32, not_enough_left = 33, expired = 34, not_held = 35,
+  not_redeemable = 36,
+}
 local REFUSALS_MAX = 100000
 
 -- Reads ARGV[1..5] and the shard. Returns the call's state, or nil and the refusal of the whole call {code, retry_at, message}.
@@ -19,25 +22,25 @@ local function begin_call()
   else
     local skew = clock - tonumber(ARGV[2])
     if math.abs(skew) > tonumber(ARGV[4]) then
-      return nil, {FENCED, clock + 1000, string.format(
+      return nil, {CODE.fenced, clock + 1000, string.format(
         'the clock of Redis is %.0f ms ahead of the caller, at most %s allowed: set the clocks right', skew, ARGV[4])}
     end
   end
   local shard = redis.call('HMGET', KEYS[1], 'seq', 'time', 'life', 'history', 'journaled_seq', 'fault', 'shards')
   if shard[3] ~= life_of_server() then
-    return nil, {FENCED, clock + 1000, shard[6] or 'the shard has not been reconciled with the journal since this server started'}
+    return nil, {CODE.fenced, clock + 1000, shard[6] or 'the shard has not been reconciled with the journal since this server started'}
   end
   local number, shards = string.match(ARGV[1], '^(%d+)/(%d+)$')
   if shard[7] ~= shards then
-    return nil, {FENCED, clock + 1000,
+    return nil, {CODE.fenced, clock + 1000,
       'this system has ' .. shard[7] .. ' shards, the caller believes ' .. shards .. ': set GRAB_SHARDS right'}
   end
   local seq = tonumber(shard[1] or 0)
   if seq > SEQ_MAX - 10000 then
-    return nil, {FENCED, clock + 1000, 'the shard has had all the events that its records can number'}
+    return nil, {CODE.fenced, clock + 1000, 'the shard has had all the events that its records can number'}
   end
   if ARGV[5] ~= '' and seq - tonumber(shard[5] or 0) >= tonumber(ARGV[5]) then
-    return nil, {BUSY, clock + 1000, 'the outbox is full: the relay is behind'}
+    return nil, {CODE.busy, clock + 1000, 'the outbox is full: the relay is behind'}
   end
   return {
     shard = number, seq = seq, first_seq = seq + 1, history = tonumber(shard[4]),

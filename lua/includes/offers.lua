@@ -77,12 +77,17 @@ local function returns_to(offer)
   return (offer.pieces and 'issuer:' or 'wallet:') .. offer.issuer
 end
 
+-- When a closed offer leaves Redis: not before its units can no longer be redeemed.
+local function retires_at(offer, now)
+  return math.max(now + offer.rules.retire_after_ms, offer.rules.valid_until or 0)
+end
+
 -- Ends an offer: what is left goes back to the issuer, the seed is revealed. `digest` is nil when no command asked for it.
 local function close_offer(call, offer, reason, command, digest, operator)
   local amount, left = offer.amount_left, offer.units_left
   offer.closed, offer.paused, offer.reason = true, false, reason
-  offer.amount_left, offer.units_left, offer.queue_length = 0, 0, 0
-  offer.due = call.now + offer.rules.retire_after_ms
+  offer.amount_left, offer.units_left = 0, 0
+  offer.due = (offer.queue_length or 0) > 0 and call.now or retires_at(offer, call.now)
   call.lines[#call.lines + 1] = event_head(call, offer, 'offer.closed', command)
     .. ',"reason":"' .. reason .. '","asset":"' .. offer.asset .. '","amount":' .. amount
     .. ',"left":' .. left .. ',"refund_to":"' .. returns_to(offer) .. '"'
@@ -149,7 +154,7 @@ local function write_offer(call, offer)
   if offer.due then redis.call('ZADD', KEYS[6], string.format('%.0f', offer.due), offer.name) end
   if offer.closed then
     redis.call('HSET', key, 'reason', offer.reason)
-    redis.call('UNLINK', KEYS[base + PARTS], KEYS[base + CODES], KEYS[base + QUEUE])
+    redis.call('UNLINK', KEYS[base + PARTS], KEYS[base + CODES])
   end
 end
 

@@ -97,9 +97,20 @@ local function next_in_queue(offer)
   end
 end
 
-local function leave_queue(offer, name)
+local function take_from_queue(offer, name)
   offer.queue_gone[name] = true
   offer.queue_length = offer.queue_length - 1
+end
+
+-- Somebody waits no more; the limits are given back.
+local function leave_queue(call, offer, name, grab, command, digest)
+  take_from_queue(offer, name)
+  give_back(offer, grab.counted, grab.quantity)
+  grab.status = RELEASED
+  call.lines[#call.lines + 1] = event_head(call, offer, 'grab.released', command) .. grab_text(offer, name, grab, 0, 0)
+    .. ',"reason":"left_queue","to":"' .. returns_to(offer) .. (digest and '","digest":"' .. digest or '') .. '"}'
+  grab.ended_seq, grab.ended_at = call.seq, call.now
+  touch_grab(offer, name)
 end
 
 -- Units that came back go to those who wait, first come, first served, as holds; a bounded number at once.
@@ -115,7 +126,7 @@ local function serve(call, offer, command)
       return
     end
     served = served + 1
-    leave_queue(offer, name)
+    take_from_queue(offer, name)
     local asked, quantity = grab.quantity, math.min(grab.quantity, offer.units_left)
     give_back(offer, grab.counted, asked - quantity)
     offer.places = offer.places + 1

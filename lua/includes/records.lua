@@ -55,13 +55,13 @@ local function unpack_part(record)
 end
 
 -- A grab of pieces, in this order; see models/rules/state.py for what each means.
-local GRAB_FIELDS = {'user', 'place', 'quantity', 'held', 'taken', 'redeemed', 'lapsed', 'deadline', 'grace', 'extensions', 'price', 'status',
-  'ended_seq', 'ended_at', 'confirmed_seq', 'confirmed_at', 'counted', 'payments', 'orders', 'codes'}
+local GRAB_FIELDS = {'user', 'place', 'quantity', 'held', 'taken', 'redeemed', 'lapsed', 'deadline', 'grace', 'extensions',
+  'price', 'status', 'ended_seq', 'ended_at', 'confirmed_seq', 'confirmed_at', 'counted', 'payments', 'orders', 'codes'}
 local ACTIVE, RELEASED, EXPIRED, WAITING = 0, 1, 2, 3
 
 local function new_grab(user, quantity, counted)
-  return {user = user, place = 0, quantity = quantity, held = 0, taken = 0, redeemed = 0, lapsed = 0, deadline = 0, grace = 0, extensions = 0,
-    price = 0, status = ACTIVE, ended_seq = 0, ended_at = 0, confirmed_seq = 0, confirmed_at = 0, counted = counted,
+  return {user = user, place = 0, quantity = quantity, held = 0, taken = 0, redeemed = 0, lapsed = 0, deadline = 0, grace = 0,
+    extensions = 0, price = 0, status = ACTIVE, ended_seq = 0, ended_at = 0, confirmed_seq = 0, confirmed_at = 0, counted = counted,
     payments = {}, orders = {}, codes = {}}
 end
 

@@ -22,7 +22,7 @@ end
 local function repeated_row(record, refusal, digest, now, parts)
   if record then
     local code, seq, at, place, amount, kept = unpack_answer(record)
-    if kept ~= digest then return {CONFLICT, 0, now} end
+    if kept ~= digest then return {CODE.conflict, 0, now} end
     local _, row = unpack_row(record)
     if row then
       row[8] = 1
@@ -33,7 +33,7 @@ local function repeated_row(record, refusal, digest, now, parts)
   end
   if refusal then
     local code, at, kept, seq, quantity = unpack_refusal(refusal)
-    if kept ~= digest then return {CONFLICT, 0, now} end
+    if kept ~= digest then return {CODE.conflict, 0, now} end
     if seq then return again_row(code, seq, at, quantity) end
     return {code, 0, at, 0, 0, 0, 0, 1}
   end

@@ -8,7 +8,7 @@ import msgspec
 from models.answers import Answer
 from models.calendar import opens_next
 from models.commands import Grab
-from models.events import AnyEvent, GrabGranted, GrabHeld, GrabQueued
+from models.events import AnyEvent, GrabGranted, GrabHeld, GrabQueued, GrabReleased
 from models.offers import EnvelopeTerms
 from models.outcomes import Outcome
 from models.rules import limits
@@ -268,3 +268,24 @@ def serve(state: ShardState, offer: Offer, command: str, now: int) -> list[AnyEv
             )
         )
     return events
+
+
+def about(offer: Offer, name: str, grab: Taken, quantity: int) -> dict[str, Any]:
+    """The fields that every event about a grab has."""
+    return {
+        "grab": name, "user": grab.user, "quantity": quantity, "amount": quantity, "asset": offer.asset, "place": grab.place,
+        "left": offer.units_left,
+    }  # fmt: skip
+
+
+def leave_queue(state: ShardState, offer: Offer, name: str, command: str, digest: str | None, now: int) -> GrabReleased:
+    """Somebody waits no more; the limits are given back."""
+    grab = offer.grabs[name]
+    offer.queue.remove(name)
+    limits.give_back(state, offer, grab, grab.quantity)
+    grab.status = Status.released
+    event = GrabReleased(
+        **head_of(state, offer, command, now), **about(offer, name, grab, 0), reason="left_queue", to=offer.returns_to, digest=digest
+    )
+    grab.ended = (event.seq, now)
+    return event

@@ -23,7 +23,7 @@ from models.events import (
 from models.money import AMOUNT_MAX
 from models.offers import ENVELOPE_CHANGES, ENVELOPE_LIFE_MS, TIME_MS_MAX, Changes, EnvelopeTerms, Terms, asset_of, published, units_of
 from models.outcomes import Outcome
-from models.rules.grabbing import serve
+from models.rules.grabbing import SERVED_AT_ONCE_MAX, leave_queue, serve
 from models.rules.state import Decided, Drawn, Offer, Remembered, ShardState, answered, head_of, refused
 from models.splitting import check_split, split_ahead
 from models.transfers import source_of
@@ -112,12 +112,12 @@ def _close(state: ShardState, command: Close, offer: Offer, digest: str, now: in
 def close_offer(
     state: ShardState, offer: Offer, reason: Any, command: str, digest: str | None, now: int, operator: str | None = None
 ) -> OfferClosed:
-    """Ends an offer: what is left goes back to its issuer, the seed is revealed, nobody waits any more; holds stay payable."""
+    """Ends an offer: what is left goes back to its issuer, the seed is revealed; holds stay payable. The sweeper sends home who waits."""
     head = head_of(state, offer, command, now)
     amount, left = offer.amount_left, offer.units_left
     offer.closed_reason, offer.paused, offer.amount_left, offer.units_left = reason, False, 0, 0
-    offer.parts, offer.queue, offer.codes = [], [], []
-    offer.due = now + offer.terms.retire_after_ms
+    offer.parts, offer.codes = [], []
+    offer.due = now if offer.queue else _retires_at(offer, now)
     return OfferClosed(
         **head, reason=reason, asset=offer.asset, amount=amount, left=left, refund_to=offer.returns_to, seed=offer.seed,
         operator=operator, digest=digest,
@@ -244,12 +244,21 @@ def fall_due(state: ShardState, offer: Offer, now: int) -> list[AnyEvent]:
             return [close_offer(state, offer, "deadline", "sweep", None, now)]
         offer.due = offer.closes_at
         return serve(state, offer, "sweep", now)
+    if offer.queue:
+        events: list[AnyEvent] = [leave_queue(state, offer, name, "sweep", None, now) for name in offer.queue[:SERVED_AT_ONCE_MAX]]
+        offer.due = now if offer.queue else _retires_at(offer, now)
+        return events
     if offer.held:
         offer.due = now + RETIRE_AGAIN_MS
         return []
     event = OfferRetired(**head_of(state, offer, "sweep", now))
     _forget(state, offer)
     return [event]
+
+
+def _retires_at(offer: Offer, now: int) -> int:
+    """When a closed offer leaves Redis: not before its units can no longer be redeemed."""
+    return max(now + offer.terms.retire_after_ms, getattr(offer.terms, "valid_until", None) or 0)
 
 
 def _forget(state: ShardState, offer: Offer) -> None:

@@ -19,7 +19,7 @@ from models.events import (
 )
 from models.outcomes import Outcome
 from models.rules import limits
-from models.rules.grabbing import available, hand_out, numbered, serve
+from models.rules.grabbing import about, available, hand_out, leave_queue, numbered, serve
 from models.rules.state import Decided, Offer, Order, Payment, ShardState, Status, Taken, answered, head_of, refused
 
 
@@ -48,7 +48,7 @@ def _give_up(
     offer.held -= quantity
     limits.give_back(state, offer, grab, quantity)
     to = _take_back(offer, quantity)
-    event = GrabReleased(**head_of(state, offer, command, now), **_about(offer, name, grab, quantity), reason=reason, to=to, digest=digest)
+    event = GrabReleased(**head_of(state, offer, command, now), **about(offer, name, grab, quantity), reason=reason, to=to, digest=digest)
     grab.ended = (event.seq, now)
     return [event, *serve(state, offer, command, now)]
 
@@ -59,13 +59,6 @@ def _take_back(offer: Offer, quantity: int) -> str:
         offer.units_left += quantity
         offer.amount_left += quantity
     return offer.returns_to
-
-
-def _about(offer: Offer, name: str, grab: Taken, quantity: int) -> dict[str, Any]:
-    return {
-        "grab": name, "user": grab.user, "quantity": quantity, "amount": quantity, "asset": offer.asset, "place": grab.place,
-        "left": offer.units_left,
-    }  # fmt: skip
 
 
 def _said(command: Settle, offer: Offer, grab: Taken, quantity: int) -> dict[str, Any]:
@@ -136,7 +129,7 @@ def _confirmed(state: ShardState, command: Confirm, offer: Offer, grab: Taken, q
     grab.taken += quantity
     codes = hand_out(offer, grab, quantity)
     event = GrabConfirmed(
-        **head_of(state, offer, command.id, now), **_about(offer, command.grab, grab, quantity), held=grab.held,
+        **head_of(state, offer, command.id, now), **about(offer, command.grab, grab, quantity), held=grab.held,
         payment=command.payment, paid=command.paid, currency=command.currency if command.paid else None, issuer=offer.terms.issuer,
         retaken=retaken, codes=codes, digest=digest,
     )  # fmt: skip
@@ -169,8 +162,10 @@ def _unserved(state: ShardState, command: Confirm, offer: Offer, outcome: Outcom
 def _release(state: ShardState, command: Release, offer: Offer, grab: Taken | None, digest: str, now: int) -> Decided:
     if grab is None:
         return _refuse(state, command, Outcome.no_such_grab, now)
-    if grab.status == Status.waiting and not offer.closed_reason:
-        return _leave_queue(state, command, offer, grab, digest, now)
+    if grab.status == Status.waiting:
+        event = leave_queue(state, offer, command.grab, command.id, digest, now)
+        answer = answered(state, command, Outcome.released, now, **_said(command, offer, grab, 0))
+        return Decided(answer, [event, *serve(state, offer, command.id, now)])
     if grab.held:
         quantity = grab.held
         events = _give_up(state, offer, command.grab, Status.released, "command", command.id, digest, now)
@@ -185,19 +180,6 @@ def _release(state: ShardState, command: Release, offer: Offer, grab: Taken | No
     return _refuse(state, command, Outcome.expired if grab.status == Status.expired else Outcome.not_held, now)
 
 
-def _leave_queue(state: ShardState, command: Release, offer: Offer, grab: Taken, digest: str, now: int) -> Decided:
-    offer.queue.remove(command.grab)
-    limits.give_back(state, offer, grab, grab.quantity)
-    grab.status = Status.released
-    event = GrabReleased(
-        **head_of(state, offer, command.id, now), **_about(offer, command.grab, grab, 0), reason="left_queue", to=offer.returns_to,
-        digest=digest,
-    )  # fmt: skip
-    grab.ended = (event.seq, now)
-    answer = answered(state, command, Outcome.released, now, **_said(command, offer, grab, 0))
-    return Decided(answer, [event, *serve(state, offer, command.id, now)])
-
-
 def _extend(state: ShardState, command: Extend, offer: Offer, grab: Taken | None, digest: str, now: int) -> Decided:
     if grab is None:
         return _refuse(state, command, Outcome.no_such_grab, now)
@@ -210,7 +192,7 @@ def _extend(state: ShardState, command: Extend, offer: Offer, grab: Taken | None
     grab.extensions += 1
     grab.deadline += terms.hold_ms or 0
     event = GrabExtended(
-        **head_of(state, offer, command.id, now), **_about(offer, command.grab, grab, grab.held), deadline_at=grab.deadline, digest=digest
+        **head_of(state, offer, command.id, now), **about(offer, command.grab, grab, grab.held), deadline_at=grab.deadline, digest=digest
     )
     said = _said(command, offer, grab, grab.held) | {"deadline_at": grab.deadline}
     return Decided(answered(state, command, Outcome.extended, now, **said), [event])
@@ -235,7 +217,7 @@ def _return(state: ShardState, command: Return, offer: Offer, grab: Taken | None
         limits.give_back(state, offer, grab, quantity)
     to = _take_back(offer, quantity)
     event = GrabReturned(
-        **head_of(state, offer, command.id, now), **_about(offer, command.grab, grab, quantity), reason=command.reason, to=to,
+        **head_of(state, offer, command.id, now), **about(offer, command.grab, grab, quantity), reason=command.reason, to=to,
         refunds=refunds, currency=offer.pieces.currency if refunds else None, issuer=offer.terms.issuer,
         restored=offer.pieces.return_restores, digest=digest,
     )  # fmt: skip
@@ -274,7 +256,7 @@ def _redeem(state: ShardState, command: Redeem, offer: Offer, grab: Taken | None
         return _refuse(state, command, Outcome.not_redeemable, now)
     grab.redeemed += command.quantity
     event = GrabRedeemed(
-        **head_of(state, offer, command.id, now), **_about(offer, command.grab, grab, command.quantity), order=command.order,
+        **head_of(state, offer, command.id, now), **about(offer, command.grab, grab, command.quantity), order=command.order,
         digest=digest,
     )  # fmt: skip
     _put_order(grab, Order(command.order, command.quantity, event.seq, now))
@@ -292,7 +274,7 @@ def _unredeem(state: ShardState, command: Unredeem, offer: Offer, grab: Taken | 
     quantity = order.quantity
     grab.redeemed -= quantity
     event = GrabUnredeemed(
-        **head_of(state, offer, command.id, now), **_about(offer, command.grab, grab, quantity), order=command.order, digest=digest
+        **head_of(state, offer, command.id, now), **about(offer, command.grab, grab, quantity), order=command.order, digest=digest
     )
     _put_order(grab, Order(command.order, 0, event.seq, now))
     return Decided(answered(state, command, Outcome.unredeemed, now, **_said(command, offer, grab, quantity)), [event])

@@ -167,8 +167,8 @@ def _answers(port: int) -> bool:
     return _ask(port, "PING").startswith(b"PONG")
 
 
-async def event_lines(client: Any, keys: KeySpace, shard: int) -> list[bytes]:
-    """All event lines in a shard's outbox, in order; read by a script, since redis-py makes a dict of fields of one name."""
+async def event_lines(client: Any, keys: KeySpace, shard: int, behind_seq: int = 0) -> list[bytes]:
+    """All event lines in a shard's outbox that follow a seq, in order; by a script, since redis-py makes a dict of fields of one name."""
     outbox = keys.shard(shard).outbox
-    script = "local r={} for _,e in ipairs(redis.call('XRANGE',KEYS[1],'-','+')) do for i=2,#e[2],2 do r[#r+1]=e[2][i] end end return r"
-    return list(await client.eval(script, 1, outbox))
+    script = "local r={} for _,e in ipairs(redis.call('XRANGE',KEYS[1],ARGV[1],'+')) do for i=2,#e[2],2 do r[#r+1]=e[2][i] end end return r"
+    return list(await client.eval(script, 1, outbox, f"{behind_seq + 1}-0"))

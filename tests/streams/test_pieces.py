@@ -10,121 +10,61 @@ from aiokafka import AIOKafkaProducer
 
 from models.calendar import DAY_MS
 from models.commands import (
-    Adjust,
-    Amend,
     AnyCommand,
     Close,
-    Confirm,
-    Extend,
     Grab,
-    Load,
     Open,
-    Pause,
-    Redeem,
     Release,
     Resume,
-    Return,
-    Unredeem,
 )
 from models.events import encode_event
-from models.offers import Changes, CouponTerms, Limit, StockTerms
+from models.offers import Limit, StockTerms
 from models.rules import ShardState, decide, sweep
 from models.rules.state import Status
-from models.transfers import Entry
 from ops.rehearsal.stage import take_down
 from ops.settings import Settings
 from streams.projector import CatchUp
 from tests.conftest import make_system
+from tests.lua.shop import Shop
 from tests.streams.test_projections import SHARD, Journal, at_seq, rows, running
 
 NOW = 1_800_000_000_000
-OFFERS = ("m:a", "m:b", "s", "t")
 
 
-class History:
-    """A shard's history, made of random commands."""
+class History(Shop):
+    """A shop's history in one shard, decided by the rules alone."""
 
     def __init__(self, seed: int) -> None:
-        self.random = random.Random(seed)
+        super().__init__(seed, NOW)
         self.state = ShardState(SHARD)
-        self.now = NOW
         self.lines: list[bytes] = []
-        self.commands = 0
 
     def send(self, make: Any, offer: str, **rest: Any) -> None:
-        self.commands += 1
-        command: AnyCommand = make(id=f"c{self.commands}", offer=offer, **rest)
-        self.lines += map(encode_event, decide(self.state, command, self.now).events)
+        self.decide([self.command(make, offer, **rest)])
 
-    def open_all(self) -> None:
-        limits = (Limit("user", "offer", 30), Limit("user", "day", 9), Limit("card", "week", 25, "campaign"))
-        held: dict[str, Any] = {"hold_ms": 60_000, "extensions": 2, "price": 7, "currency": "CNY", "waiting_list": True}
-        for offer in OFFERS:
-            kind = CouponTerms if offer in ("m:a", "t") else StockTerms
-            late = {"late": "retake"} if offer == "m:b" else {"late": "grace", "grace_ms": 5_000} if offer == "s" else {}
-            terms = kind(
-                issuer="shop", total=40, limits=limits, max_per_grab=3, timezone="Europe/Berlin", return_restores=offer != "s",
-                opens_at=NOW + 10, take="up_to" if offer == "m:b" else "all", **(held | late if offer != "t" else {}),
-            )  # fmt: skip
-            self.send(Open, offer, terms=terms)
-        self.send(Load, "m:a", what="codes", chunk=1, chunks=1, items=tuple(f"sealed:{number}" for number in range(40)), operator="olga")
-        self.now += 10
+    def decide(self, commands: list[AnyCommand]) -> None:
+        for command in commands:
+            self.lines += map(encode_event, decide(self.state, command, self.now).events)
 
     def step(self) -> None:
-        draw = self.random
-        offer = draw.choice(OFFERS)
-        kind = draw.choices(
-            ("grab", "confirm", "release", "extend", "return", "redeem", "unredeem", "steer", "time"), (40, 22, 6, 4, 8, 8, 3, 2, 14)
-        )[0]
-        of_offer = self.state.offers.get(offer)
-        grabs = list(of_offer.grabs) if of_offer else []
-        grab = draw.choice(grabs[-30:] or ["none"])
-        taken = of_offer.grabs.get(grab) if of_offer else None
-        if kind == "grab":
-            attributes = {"card": f"card{draw.randrange(6)}"}
-            self.send(
-                Grab, offer, user=f"u{draw.randrange(8)}", quantity=draw.randint(1, 3), attributes=attributes, wait=draw.random() < 0.5
-            )
-        elif kind == "confirm":
-            units = draw.choice((None, None, 1))
-            due = (taken.price * (units or taken.held or taken.lapsed)) if taken else 7
-            paid = draw.choice((due, due, due, due, 5))
-            money = {"payment": f"p-{offer[:1]}-{draw.randrange(100_000)}", "currency": "CNY"} if paid else {}
-            self.send(Confirm, offer, grab=grab, paid=paid, quantity=units, **money)
-        elif kind in ("release", "extend"):
-            self.send(Release if kind == "release" else Extend, offer, grab=grab)
-        elif kind == "return":
-            self.send(Return, offer, grab=grab, quantity=draw.choice((None, 1)), reason='back\\slash\tand "quotes"'.replace("\t", " "))
-        elif kind == "redeem":
-            self.send(Redeem, offer, grab=grab, order=f"o{draw.randrange(3)}")
-        elif kind == "unredeem":
-            self.send(Unredeem, offer, grab=grab, order=f"o{draw.randrange(3)}")
-        elif kind == "steer":
-            self.steer(offer)
-        else:
-            self.now += draw.choice((1, 1_000, 30_000, 61_000, DAY_MS // 3))
+        found = self.next(self.state.offers)
+        if isinstance(found, int):
+            self.now += found
             self.lines += map(encode_event, sweep(self.state, self.now))
-
-    def steer(self, offer: str) -> None:
-        make, rest = self.random.choice(
-            [
-                (Pause, {}), (Resume, {}), (Resume, {}),
-                (Amend, {"changes": Changes(total=self.random.randint(30, 60)), "operator": "olga"}),
-                (Amend, {"changes": Changes(title="new \\ \"title\"", price=9)}),
-                (Adjust, {"transfers": (Entry("CNY", "issuer:shop", "wallet:u1", 5),), "reason": "too late", "approved_by": "boss"}),
-            ]
-        )  # fmt: skip
-        self.send(make, offer, **rest)
+        else:
+            self.decide(found)
 
 
 def made(seed: int, steps: int) -> History:
     history = History(seed)
-    history.open_all()
+    for place in range(len(history.names)):
+        history.decide(history.opening(place))
+    history.now += 10
     for _ in range(steps):
         history.step()
     history.send(Resume, "s")
     history.send(Close, "t", operator="olga")
-    for _ in range(steps // 10):
+    for _ in range(steps // 100):
         history.step()
     return history
 

@@ -1,0 +1,115 @@
+"""A shop with a crowd: a long random history of offers of pieces, weighted so that what is rare elsewhere happens often here.
+
+Made of `random.Random(seed)`, so that the seed alone repeats it.
+"""
+
+import random
+from collections.abc import Mapping
+from typing import Any
+
+from models.calendar import DAY_MS
+from models.commands import (
+    Adjust,
+    Amend,
+    AnyCommand,
+    Close,
+    Confirm,
+    Extend,
+    Grab,
+    Load,
+    Open,
+    Pause,
+    Redeem,
+    Release,
+    Resume,
+    Return,
+    Unredeem,
+)
+from models.offers import Changes, CouponTerms, Limit, StockTerms
+from models.rules import Offer
+from models.transfers import Entry
+
+LIMITS = (Limit("user", "offer", 30), Limit("user", "day", 9), Limit("card", "week", 25, "campaign"))
+PASSES = (1, 1_000, 30_000, 61_000, DAY_MS // 3)
+
+
+class Shop:
+    """Gives the next command, or how much time passes; the offers it is told of are those that are there now."""
+
+    def __init__(self, seed: int, now: int, names: tuple[str, ...] = ("m:a", "m:b", "s", "t")) -> None:
+        self.random = random.Random(seed)
+        self.names = list(names)
+        self.commands = 0
+        self.now = now
+
+    def command(self, make: Any, offer: str, **rest: Any) -> AnyCommand:
+        """A command under an id of its own."""
+        self.commands += 1
+        made: AnyCommand = make(id=f"c{self.commands}", offer=offer, **rest)
+        return made
+
+    def opening(self, place: int, codes: bool = True) -> list[AnyCommand]:
+        """Opens the offer at a place: the first hands out codes, the second retakes, the third has grace, the fourth grants at once."""
+        offer = self.names[place]
+        kind = CouponTerms if place in (0, 3) else StockTerms
+        held: dict[str, Any] = {"hold_ms": 60_000, "extensions": 2, "price": 7, "currency": "CNY", "waiting_list": True}
+        late: dict[str, Any] = ({}, {"late": "retake"}, {"late": "grace", "grace_ms": 5_000}, {})[place]
+        terms = kind(
+            issuer="shop", total=40, limits=LIMITS, max_per_grab=3, timezone="Europe/Berlin", return_restores=place != 2,
+            opens_at=self.now + 10, take="up_to" if place == 1 else "all", retire_after_ms=DAY_MS, **((held if place < 3 else {}) | late),
+        )  # fmt: skip
+        commands = [self.command(Open, offer, terms=terms)]
+        if place == 0 and codes:
+            items = tuple(f"sealed:{number}" for number in range(40))
+            commands.append(self.command(Load, offer, what="codes", chunk=1, chunks=1, items=items, operator="olga"))
+        return commands
+
+    def next(self, offers: Mapping[str, Offer]) -> list[AnyCommand] | int:
+        """The next commands, or ms that pass."""
+        draw = self.random
+        place = draw.randrange(len(self.names))
+        name = self.names[place]
+        kind = draw.choices(
+            ("grab", "confirm", "release", "extend", "return", "redeem", "unredeem", "steer", "time"), (40, 22, 6, 4, 8, 8, 3, 2, 14)
+        )[0]
+        if kind == "time":
+            return draw.choice(PASSES)
+        if kind == "grab":
+            rest = {"quantity": draw.randint(1, 3), "attributes": {"card": f"card{draw.randrange(6)}"}, "wait": draw.random() < 0.5}
+            return [self.command(Grab, name, user=f"u{draw.randrange(8)}", **rest)]
+        if kind == "steer":
+            return self.steer(place, name)
+        offer = offers.get(name)
+        grab = draw.choice((list(offer.grabs) if offer else [])[-30:] or ["none"])
+        taken = offer.grabs.get(grab) if offer else None
+        if kind == "confirm":
+            units = draw.choice((None, None, 1))
+            due = (taken.price * (units or taken.held or taken.lapsed)) if taken else 7
+            paid = draw.choice((due, due, due, due, 5))
+            money = {"payment": f"p-{name[:1]}-{draw.randrange(100_000)}", "currency": "CNY"} if paid else {}
+            return [self.command(Confirm, name, grab=grab, paid=paid, quantity=units, **money)]
+        if kind == "return":
+            return [self.command(Return, name, grab=grab, quantity=draw.choice((None, 1)), reason='back\\slash and "quotes"')]
+        if kind in ("redeem", "unredeem"):
+            return [self.command(Redeem if kind == "redeem" else Unredeem, name, grab=grab, order=f"o{draw.randrange(3)}")]
+        return [self.command(Release if kind == "release" else Extend, name, grab=grab)]
+
+    def steer(self, place: int, name: str) -> list[AnyCommand]:
+        """What an operator does."""
+        make, rest = self.random.choice(
+            [
+                (Pause, {}), (Resume, {}), (Resume, {}), (Resume, {}),
+                (Amend, {"changes": Changes(total=self.random.randint(30, 60)), "operator": "olga"}),
+                (Amend, {"changes": Changes(title='new \\ "title"', price=9)}),
+                (Adjust, {"transfers": (Entry("CNY", "issuer:shop", "wallet:u1", 5),), "reason": "too late", "approved_by": "boss"}),
+            ]
+        )  # fmt: skip
+        return [self.command(make, name, **rest)]
+
+    def replace(self, place: int) -> list[AnyCommand]:
+        """Closes an offer and opens its successor, in the same campaign."""
+        old = self.names[place]
+        close = self.command(Close, old, operator="olga")
+        base, _, generation = old.partition(".")
+        self.names[place] = f"{base}.{int(generation or 0) + 1}"
+        return [close, *self.opening(place, codes=False)]

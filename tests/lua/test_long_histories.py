@@ -1,0 +1,75 @@
+"""Long random histories of a busy shop, by the rules and by Lua: lines of people who wait, offers that close over them, and retire.
+
+The seed is printed with a failure; `GRAB_TEST_SEED=<seed>` repeats it.
+"""
+
+import os
+import secrets
+from typing import Any
+
+import redis.asyncio
+
+from lua.gate import GateLimits
+from models.calendar import DAY_MS
+from ops.settings import Settings
+from tests.lua.conftest import NOW
+from tests.lua.shop import Shop
+from tests.lua.twins import Twins
+
+STEPS = 3_000
+#: Steps between two replacements of an offer by its successor.
+GENERATION_STEPS = 150
+
+
+async def _run(settings: Settings, seed: int) -> Twins:
+    twins, shop = Twins(), Shop(seed, NOW)
+    client = redis.asyncio.Redis.from_url(settings.redis_url)
+    await twins.begin_twins(client, f"long{secrets.token_hex(5)}", GateLimits(batch_commands_max=shop.random.choice((1, 3, 512))))
+    try:
+        for place in range(len(shop.names)):
+            await twins.decide_both(shop.opening(place))
+        await _pass(twins, shop, 10)
+        for step in range(STEPS):
+            found = shop.next({name: offer for state in twins.states for name, offer in state.offers.items()})
+            if isinstance(found, int):
+                await _pass(twins, shop, found)
+            else:
+                await twins.decide_both(found)
+            if step % GENERATION_STEPS == GENERATION_STEPS - 1:
+                await twins.decide_both(shop.replace(shop.random.randrange(len(shop.names))))
+                await _pass(twins, shop, 10)
+            twins.check_conservation()
+    except BaseException as error:
+        error.add_note(f"GRAB_TEST_SEED={seed} repeats it")
+        raise
+    finally:
+        await twins.end_twins()
+    return twins
+
+
+async def _pass(twins: Twins, shop: Shop, ms: int) -> None:
+    twins.now[0] += ms
+    shop.now = twins.now[0]
+    if shop.random.random() < 0.7:
+        await twins.sweep_both()
+
+
+def _count(twins: Twins, *words: str) -> int:
+    lines: list[Any] = [line for of_shard in twins.lines for line in of_shard]
+    return sum(all(word.encode() in line for word in words) for line in lines)
+
+
+async def test_a_fresh_history(servers: Settings) -> None:
+    await _run(servers, int(os.environ.get("GRAB_TEST_SEED") or secrets.randbelow(10**9)))
+
+
+async def test_a_history_of_all_that_is_rare(servers: Settings) -> None:
+    """The same one every time, and everything happens in it."""
+    twins = await _run(servers, 1)
+    assert twins.now[0] - NOW > 10 * DAY_MS
+    rare = [
+        ("grab.held", '"waited":true'), ("grab.released", "left_queue"), ("grab.released", "left_queue", '"command":"sweep"'),
+        ("grab.confirmed", '"retaken":true'), ("grab.confirmed", '"codes"'), ("grab.returned", '"refunds"'), ("grab.redeemed",),
+        ("grab.unredeemed",), ("grab.extended",), ("offer.retired",), ("payment.refund_due",), ("offer.amended", '"removed"'),
+    ]  # fmt: skip
+    assert not [words for words in rare if not _count(twins, *words)]
