@@ -1,4 +1,4 @@
-"""`rehearse`: a crowd grabs at both doors, watched live, with a verdict."""
+"""`rehearse`: a crowd grabs at both doors, watched live, with a verdict; or a story of days with a clock of its own."""
 
 import asyncio
 import contextlib
@@ -7,10 +7,11 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import click
 import uvloop
+from click.core import ParameterSource
 from pydantic import SecretStr
 
 from lua.gate import Gate, now_ms
@@ -20,17 +21,41 @@ from ops.connections import gate_limits, key_space, open_redis, sealer
 from ops.output import console, json_option, print_json, table
 from ops.rehearsal.crowd import Envelope, attempts, envelopes
 from ops.rehearsal.display import Display
+from ops.rehearsal.promotion import Promotion
 from ops.rehearsal.run import Progress, Rehearsal, look, open_books
 from ops.rehearsal.stage import Stage, WorkerEnded, set_up
+from ops.rehearsal.story import Story, tell
 from ops.rehearsal.verdict import verdict
+from ops.rehearsal.week import Week, publish
 from ops.settings import Settings, load_settings
 from ops.verification import Check, verify
 
 LOOK_EVERY_SECONDS = 0.25
 FINISH_SECONDS = 60.0
+STORIES: Final[dict[str, type[Story]]] = {"week": Week, "promotion": Promotion}
+#: Options that only one kind of rehearsal has.
+OF_ENVELOPES: Final = ("parts", "small", "small_parts", "deadline")
+OF_STORIES: Final = ("people", "result")
+#: What of a story's result is money.
+MONEY: Final = ("revenue", "refunded", "refund_due")
 
 
 @click.command()
+@click.option(
+    "--story",
+    type=click.Choice(["envelopes", *STORIES]),
+    default="envelopes",
+    show_default=True,
+    help="Envelopes now, or a flash sale's week or a coupon promotion's days, with a clock sped up.",
+)
+@click.option("--people", type=click.IntRange(min=100), default=2_000, show_default=True, help="People of the story week or promotion.")
+@click.option(
+    "--result",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=Path(".services"),
+    show_default=True,
+    help="Folder for what the story week or promotion publishes, as JSON and CSV.",
+)
 @click.option("--parts", default=100_000, show_default=True, help="Parts of the big envelope.")
 @click.option("--envelopes", "small", default=24, show_default=True, help="Small envelopes beside it.")
 @click.option("--small-parts", default=500, show_default=True, help="Parts of each small envelope.")
@@ -38,31 +63,71 @@ FINISH_SECONDS = 60.0
 @click.option("--seed", type=int, help="Repeats the same crowd; drawn if absent, and printed.")
 @click.option("--keep", is_flag=True, help="Leave topics, tables and keys of the rehearsal in place.")
 @json_option
-def rehearse(parts: int, small: int, small_parts: int, deadline: float, seed: int | None, keep: bool, as_json: bool) -> None:
+@click.pass_context
+def rehearse(
+    context: click.Context,
+    story: str,
+    people: int,
+    result: Path,
+    parts: int,
+    small: int,
+    small_parts: int,
+    deadline: float,
+    seed: int | None,
+    keep: bool,
+    as_json: bool,
+) -> None:
     """Let a crowd of thousands grab through topic and gate at once, and print a verdict. Exit 1: something does not add up.
 
     It makes a system of its own (topics, schema and keys under a fresh prefix) on the servers of the settings, with two workers.
     """
+    _refuse_foreign_options(context, story)
     seed = secrets.randbelow(10**6) if seed is None else seed
     name = f"rehearsal{seed}x{secrets.token_hex(2)}"
     settings = load_settings()
     keys = settings.seal_keys if settings.seal_keys.get_secret_value() else SecretStr(new_seal_key())
     settings = settings.model_copy(update={"prefix": name, "schema_": name, "seal_keys": keys})
-    chosen = envelopes(seed, parts, small, small_parts, now_ms() + int(deadline * 1000))
     try:
-        result = uvloop.run(_rehearse(settings, chosen, seed, keep, as_json))
-    except (WorkerEnded, KeyboardInterrupt) as error:
-        click.echo(f"grabstream: {error or 'stopped'}", err=True)
+        if story in STORIES:
+            outcome = uvloop.run(_tell(STORIES[story], settings, seed, people, keep, as_json))
+            outcome["files"] = publish(outcome, result)
+        else:
+            chosen = envelopes(seed, parts, small, small_parts, now_ms() + int(deadline * 1000))
+            outcome = uvloop.run(_rehearse(settings, chosen, seed, keep, as_json))
+    except (WorkerEnded, KeyboardInterrupt, asyncio.CancelledError) as error:
+        click.echo(f"grabstream: {str(error) or 'stopped'}", err=True)
         sys.exit(1)
-    _print(result, as_json)
-    sys.exit(0 if all(check.passed for check in result["checks"]) else 1)
+    if story in STORIES and not as_json:
+        _print_story(outcome)
+    else:
+        _print(outcome, as_json)
+    sys.exit(0 if all(check.passed for check in outcome["checks"]) else 1)
 
 
-async def _rehearse(settings: Settings, chosen: list[Envelope], seed: int, keep: bool, quiet: bool) -> dict[str, Any]:
-    # SIGTERM unwinds like Ctrl-C: workers end, and what was made is taken away again.
+def _refuse_foreign_options(context: click.Context, story: str) -> None:
+    """An option that this rehearsal does not have would be taken for one that it obeys."""
+    for name in OF_ENVELOPES if story in STORIES else OF_STORIES:
+        if context.get_parameter_source(name) == ParameterSource.COMMANDLINE:
+            option = next(one.opts[0] for one in context.command.params if one.name == name)
+            raise click.UsageError(f"{option} means nothing with --story {story}; leave it out")
+
+
+def _stop_on_sigterm() -> None:
+    """SIGTERM unwinds like Ctrl-C: workers end, and what was made is taken away again."""
     task = asyncio.current_task()
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+
+
+async def _tell(story: type[Story], settings: Settings, seed: int, people: int, keep: bool, quiet: bool) -> dict[str, Any]:
+    _stop_on_sigterm()
+    if not quiet:
+        console.print(f"{people:,} people [dim](seed {seed}, prefix {settings.prefix})[/]", highlight=False)
+    return await tell(story, settings, seed, people, keep, quiet)
+
+
+async def _rehearse(settings: Settings, chosen: list[Envelope], seed: int, keep: bool, quiet: bool) -> dict[str, Any]:
+    _stop_on_sigterm()
     grabs = attempts(seed, chosen)
     if not quiet:
         people = sum(one.people for one in chosen)
@@ -174,5 +239,31 @@ def _print(result: dict[str, Any], as_json: bool) -> None:
         f"all in the books after {result['seconds_to_books']:.1f} s, deadlines included.\n",
         highlight=False,
     )
+    _print_verdict(checks)
+
+
+def _print_story(result: dict[str, Any]) -> None:
+    console.print()
+    console.print(table("Outcomes", ("outcome", "commands"), result["outcomes"].items()))
+    # All are of one campaign, and its name would push the numbers out of the window.
+    rows = [{**row, "offer": row["offer"].partition(":")[2]} for row in result["result"]]
+    units = [name for name in rows[0] if name not in (*MONEY, "refused")]
+    console.print(table("Result, units", units, [[row[name] for name in units] for row in rows]))
+    if MONEY[0] in rows[0]:
+        console.print(table("Result, minor units", ("offer", *MONEY), [[row["offer"], *(row[name] for name in MONEY)] for row in rows]))
+    refusals = sorted({outcome for row in rows for outcome in row["refused"]})
+    refused = [[outcome, *(row["refused"].get(outcome, 0) for row in rows)] for outcome in refusals]
+    console.print(table("Grabs refused", ("outcome", *(row["offer"] for row in rows)), refused))
+    console.print(
+        f"{result['answers']:,} answers from {result['from']} to {result['until']}, in {result['seconds']:.1f} s; "
+        f"the result is in {' and '.join(result['files'])}\n",
+        highlight=False,
+        soft_wrap=True,
+    )
+    _print_verdict(result["checks"])
+
+
+def _print_verdict(checks: list[Check]) -> None:
+    passed = all(check.passed for check in checks)
     print_checks(checks)
     console.print("\n[bold green]It all adds up.[/]" if passed else "\n[bold red]It does not add up.[/]")

@@ -5,7 +5,7 @@ import contextlib
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -41,8 +41,8 @@ class Stage:
 
 
 @asynccontextmanager
-async def set_up(settings: Settings, log: Path, keep: bool) -> AsyncIterator[Stage]:
-    """Makes topics and tables, starts the workers, and takes all of it away at the end (unless `keep`)."""
+async def set_up(settings: Settings, log: Path, keep: bool, processes: Sequence[str] = WORKERS) -> AsyncIterator[Stage]:
+    """Makes topics and tables, starts a worker for each set of roles, and takes all of it away at the end (unless `keep`)."""
     await create_topics(settings.kafka, Topics(settings.prefix), settings.shards)
     async with await AsyncConnection.connect(settings.postgres, autocommit=True, connect_timeout=5) as connection:
         await migrate(connection, settings.schema_, settings.shards)
@@ -54,7 +54,7 @@ async def set_up(settings: Settings, log: Path, keep: bool) -> AsyncIterator[Sta
     workers = {}
     try:
         with log.open("wb") as output:
-            for roles in WORKERS:
+            for roles in processes:
                 command = [sys.executable, "-m", "ops.cli", "worker", "--roles", roles]
                 workers[roles] = subprocess.Popen(command, env=environment, stdout=output, stderr=output)  # noqa: ASYNC220 - forks at once
         yield Stage(workers, log)

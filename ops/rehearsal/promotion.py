@@ -1,0 +1,195 @@
+"""The promotion of article 002: one coupon offer over five days, with a code for every coupon.
+
+At most 2 a day and 5 in all for each user; coupons are used for orders, some of these uses are taken back, and nothing is used after the
+last day.
+"""
+
+from collections import Counter
+from typing import Any, Final
+
+import msgspec
+
+from models.answers import Answer
+from models.commands import AnyCommand, Grab, Open, Redeem, Unredeem
+from models.events import GrabRedeemed
+from models.offers import CouponTerms, Limit
+from ops.rehearsal.clock import HOUR_MS, MINUTE_MS, TIMEZONE, moment, shown
+from ops.rehearsal.story import Story, chunks, refused_by_outcome
+from ops.verification import Check
+
+DAYS: Final = 5
+PER_DAY: Final = 2
+PER_USER: Final = 5
+COUPONS_A_PERSON: Final = 4
+SHARE_COMING_A_DAY: Final = 0.6
+SHARE_OF_DOUBLE_CLICKS: Final = 0.08
+NIGHT_OWLS: Final = 10
+#: What follows from something comes a step later, so that the two are never sent together.
+STEP_MS: Final = 20 * MINUTE_MS
+OPENS_MS: Final = moment(0, "10:00")
+CLOSES_MS: Final = moment(DAYS - 1, "22:00")
+VALID_UNTIL_MS: Final = moment(DAYS, "00:00")
+
+
+class Promotion(Story):
+    """Coupons with three limits over five days."""
+
+    name = "promotion"
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.offer = f"{self.campaign}:coupon"
+        self.total = max(COUPONS_A_PERSON * self.people, PER_USER * NIGHT_OWLS)
+        self.codes = [f"CODE-{number:06d}-{self.random.randbytes(3).hex()}" for number in range(self.total)]
+        #: coupons that people have: (grab, code)
+        self.in_hand: list[tuple[str, str]] = []
+
+    async def play(self) -> None:
+        """Open and load on Monday, five days of grabbing and using, and the end of both."""
+        await self._open()
+        for day in range(DAYS):
+            await self._day(day)
+        await self._end()
+
+    async def _open(self) -> None:
+        self.display.stage("open the offer, load the codes")
+        terms = CouponTerms(
+            issuer="shop",
+            title="Ten off",
+            total=self.total,
+            opens_at=OPENS_MS,
+            closes_at=CLOSES_MS,
+            valid_until=VALID_UNTIL_MS,
+            timezone=TIMEZONE,
+            limits=(Limit(by="user", per="offer", max=PER_USER), Limit(by="user", per="day", max=PER_DAY)),
+            max_per_grab=2,
+        )
+        await self.send([self.expect(Open(id=f"open-{self.campaign}", offer=self.offer, terms=terms), "opened")])
+        loads = chunks(self.offer, "codes", self.codes, least=2)
+        await self.send([self.expect(load, "loaded") for load in loads[:-1]])
+        [early] = await self.send([self.expect(self._grab("early"), "not_open_yet")])
+        self.told(early.retry_at == OPENS_MS, f"come again at {early.retry_at}, not at {OPENS_MS}")
+        # The last chunk comes twice, and once more by somebody else: the list is the same.
+        again = msgspec.structs.replace(loads[-1], id="load-again")
+        await self.send([self.expect(loads[-1], "loaded")])
+        await self.send([loads[-1], self.expect(again, "conflict")])
+
+    async def _day(self, day: int) -> None:
+        begins, ends = moment(day, "10:00"), moment(day, "22:00")
+        await self.run_until(begins, STEP_MS)
+        self.display.stage(f"day {day + 1}: people grab and use", ends)
+        for number in range(self.people):
+            if self.random.random() < SHARE_COMING_A_DAY:
+                self._visit(f"user-{number}", begins, ends)
+        await self.run_until(ends, STEP_MS)
+        self.told(not self._agenda or self._agenda[0][0] > ends, "something planned for the day was not done")
+        if day == 0:
+            await self._midnight()
+
+    def _visit(self, user: str, begins: int, ends: int) -> None:
+        """Somebody comes once or twice a day, and wants more than a day gives."""
+        at = self.random.uniform(begins, ends - 2 * STEP_MS)
+        for _ in range(self.random.randint(1, PER_DAY + 1)):
+            grab = self._grab(user, self.random.choice((1, 1, 1, 2)))
+            for _ in range(1 + (self.random.random() < SHARE_OF_DOUBLE_CLICKS)):
+                self.plan(at, grab)
+            at = min(at + self.random.expovariate(1 / HOUR_MS), ends - STEP_MS)
+
+    def _grab(self, user: str, quantity: int = 1) -> Grab:
+        return Grab(id=self.new_id("grab"), offer=self.offer, user=user, quantity=quantity)
+
+    async def _midnight(self) -> None:
+        """A day's limit ends at midnight in the offer's zone, not before and not by UTC."""
+        owls = [f"owl-{number}" for number in range(NIGHT_OWLS)]
+        await self.run_until(moment(1, "00:00") - 1, STEP_MS)
+        self.display.stage("midnight: the day's limit begins anew")
+        await self.send([self.expect(self._grab(owl), "granted") for owl in owls for _ in range(PER_DAY)])
+        for answer in await self.send([self.expect(self._grab(owl), "limit_reached") for owl in owls]):
+            self.told(answer.retry_at == moment(1, "00:00"), f"{answer.limit}: come again at {answer.retry_at}")
+        await self.step(moment(1, "00:00"))
+        await self.send([self.expect(self._grab(owl), "granted") for owl in owls for _ in range(PER_DAY)])
+        await self.send([self.expect(self._grab(owl), "limit_reached") for owl in owls])
+
+    def heard(self, command: AnyCommand, answer: Answer) -> None:
+        """Who got coupons uses some of them, and takes some of that back."""
+        if not isinstance(command, Grab) or answer.outcome != "granted":
+            return
+        codes = answer.coupon_codes or (answer.coupon_code or "",)
+        self.in_hand += [(command.id, code) for code in codes]
+        self.told(len(codes) == answer.quantity and "" not in codes, f"{command.id}: {answer.quantity} coupons, codes {codes}")
+        chance, now = self.random.random(), self.clock.now_ms
+        if chance < 0.5:
+            self._use(command.id, len(codes), now + self.random.uniform(0, 2 * HOUR_MS), chance)
+
+    def _use(self, grab: str, quantity: int, at: float, chance: float) -> None:
+        order = self.new_id("order")
+        redeem = Redeem(id=self.new_id("redeem"), offer=self.offer, grab=grab, order=order, quantity=quantity)
+        self.plan(at, self.expect(redeem, "redeemed"))
+        if at + 3 * STEP_MS >= VALID_UNTIL_MS:
+            return
+        if chance < 0.1:  # the shop asks again: the same command, the same order by another, and with another number of coupons
+            again = msgspec.structs.replace(redeem, id=self.new_id("redeem"))
+            other = msgspec.structs.replace(redeem, id=self.new_id("redeem"), quantity=quantity + 1)
+            for one in (redeem, self.expect(again, "redeemed"), self.expect(other, "conflict")):
+                self.plan(at + STEP_MS, one)
+        elif chance < 0.2:  # another order wants the same coupons
+            other = msgspec.structs.replace(redeem, id=self.new_id("redeem"), order=self.new_id("order"))
+            self.plan(at + STEP_MS, self.expect(other, "not_redeemable"))
+        elif chance < 0.3:  # the order is cancelled, and heard of twice; half of these coupons are used again
+            for _ in range(2):
+                back = Unredeem(id=self.new_id("unredeem"), offer=self.offer, grab=grab, order=order)
+                self.plan(at + STEP_MS, self.expect(back, "unredeemed"))
+            if chance < 0.25:
+                other = msgspec.structs.replace(redeem, id=self.new_id("redeem"), order=self.new_id("order"))
+                self.plan(at + 2 * STEP_MS, self.expect(other, "redeemed"))
+
+    async def _end(self) -> None:
+        """The offer closes on Friday evening; coupons can be used until midnight, and not a millisecond longer."""
+        self.told(self.clock.now_ms == CLOSES_MS, "the last day ends with the offer")
+        self.display.stage("closed; coupons are still used", VALID_UNTIL_MS)
+        await self.send([self.expect(self._grab("late"), "over")])
+        await self.run_until(VALID_UNTIL_MS - 1, STEP_MS)
+        await self.catch_up()
+        unused = [name for name, grab in self.facts.grabs.items() if not grab.redeemed and not grab.orders and grab.taken]
+        unused = self.random.sample(unused, min(40, len(unused)))
+        half = len(unused) // 2
+        await self.send([self.expect(self._redeem(grab), "redeemed") for grab in unused[:half]])
+        await self.step(VALID_UNTIL_MS)
+        self.display.stage("not valid any more")
+        await self.send([self.expect(self._redeem(grab), "expired") for grab in unused[half:]])
+        self.told(not self._agenda, f"{len(self._agenda)} things that were planned were not done")
+
+    def _redeem(self, grab: str) -> Redeem:
+        return Redeem(id=self.new_id("redeem"), offer=self.offer, grab=grab, order=self.new_id("order"))
+
+    def own_checks(self) -> list[Check]:
+        """Each code in one hand, no use too late, and every limit met by somebody."""
+        codes = Counter(code for _, code in self.in_hand)
+        twice = [f"{code}: in {count} hands" for code, count in codes.items() if count > 1]
+        strange = [f"{code}: nobody loaded it" for code in codes.keys() - set(self.codes)]
+        uses = [event for event in self.facts.events.values() if isinstance(event, GrabRedeemed)]
+        late = [f"{event.grab}: used at {shown(event.at)}" for event in uses if event.at >= VALID_UNTIL_MS]
+        offer = self.facts.offers[self.offer]
+        missing = [] if codes.total() == offer.taken else [f"{codes.total()} codes in hand, {offer.taken} coupons taken"]
+        met = {f"{answer.limit.by}/{answer.limit.per}" for answer in self.answers if answer.limit}
+        return [
+            Check("each code in one hand", len(codes), "codes", twice + strange + missing),
+            Check("nothing used after it ran out", len(uses), "uses", late),
+            Check("every limit was met", len(met), "limits", [f"{name}: by nobody" for name in sorted({"user/day", "user/offer"} - met)]),
+        ]
+
+    def result(self) -> list[dict[str, Any]]:
+        """What became of the coupons."""
+        offer = self.facts.offers[self.offer]
+        return [
+            {
+                "offer": self.offer,
+                "total": offer.total,
+                "taken": offer.taken,
+                "people": len({grab.user for grab in self.facts.grabs.values()}),
+                "redeemed": offer.sums["redeemed"],
+                "unredeemed": offer.sums["unredeemed"],
+                "back": offer.given_back,
+                "refused": refused_by_outcome(self, self.offer),
+            }
+        ]

@@ -1,0 +1,412 @@
+"""The story of the weekly flash sale (article 004), a week and a half in less than a minute.
+
+Monday: eight offers are loaded from a file · Wednesday: the data department corrects prices · Thursday: who may buy is loaded ·
+Friday 10:00: the rush, then payments of every kind, refunds in the afternoon, the close at 22:00 · a week later the offers leave Redis,
+and the result of the week is published.
+"""
+
+import csv
+import json
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Final
+from zoneinfo import ZoneInfo
+
+import msgspec
+import yaml
+
+from lua.tickets import sign
+from models.answers import Answer
+from models.commands import Amend, AnyCommand, Confirm, Extend, Grab, Open, Release, Return
+from models.events import AnyEvent, GrabHeld
+from models.offers import Changes, PieceTerms
+from ops.offer_files import BadOfferFile, plan_rows, read_offers
+from ops.rehearsal.clock import HOUR_MS, MINUTE_MS, TIMEZONE, moment
+from ops.rehearsal.story import Story, chunks, refused_by_outcome
+from ops.verification import Check
+
+FRIDAY: Final = 4
+OPENS_MS: Final = moment(FRIDAY, "10:00")
+CLOSES_MS: Final = moment(FRIDAY, "22:00")
+HOLD_MS: Final = 15 * MINUTE_MS
+RUSH_SECONDS: Final = 30
+RUSH_MEAN_SECONDS: Final = 4
+SHARE_OF_DOUBLE_CLICKS: Final = 0.1
+SHARE_INVITED: Final = 0.6
+SHARE_REFUNDED: Final = 0.08
+
+#: name, price in minor units, units for a hundred people, how much it is wanted, further terms
+GOODS: Final[tuple[tuple[str, int, int, int, dict[str, Any]], ...]] = (
+    ("phone", 199_900, 4, 30, {"waiting_list": True}),
+    ("headset", 29_900, 10, 15, {"late": "grace", "grace_ms": "10m"}),
+    ("watch", 99_900, 8, 15, {"late": "retake"}),
+    ("lamp", 4_900, 15, 10, {"audience": "list"}),
+    ("kettle", 8_900, 15, 10, {"audience": "ticket"}),
+    ("bag", 12_900, 12, 8, {"take": "up_to", "late": "grace", "grace_ms": "5m"}),
+    ("book", 1_900, 25, 7, {"late": "retake"}),
+    ("toy", 3_900, 100, 5, {"opens_at": None, "hours": "fri 10:00-22:00", "return_restores": True}),
+)
+#: What the data department corrects on Wednesday.
+NEW_PRICES: Final = {"phone": 189_900, "book": 1_790, "toy": 3_500}
+#: What becomes of a hold, and how often.
+FATES: Final = {
+    "pays": 50, "hears_back_twice": 7, "pays_twice": 5, "fails": 8, "abandons": 7, "is_late": 10, "pays_too_little": 5, "pays_in_part": 4,
+    "extends": 4,
+}  # fmt: skip
+
+
+def written(at_ms: int) -> str:
+    """A time as people write it in a file of offers."""
+    return datetime.fromtimestamp(at_ms / 1000, ZoneInfo(TIMEZONE)).isoformat()
+
+
+def offers_file(campaign: str, people: int) -> str:
+    """The file of the week, as the shop would write it."""
+    defaults = {
+        "kind": "stock", "issuer": "shop", "currency": "CNY", "hold_ms": "15m", "extensions": 1, "max_per_grab": 2,
+        "timezone": TIMEZONE, "opens_at": written(OPENS_MS), "closes_at": written(CLOSES_MS),
+        "limits": "user/offer/2; user/week/3/campaign",
+    }  # fmt: skip
+    offers = [
+        {"offer": f"{campaign}:{name}", "terms": {"title": name.title(), "total": max(people * units // 100, 4), "price": price, **more}}
+        for name, price, units, _, more in GOODS
+    ]
+    return yaml.safe_dump({"defaults": defaults, "offers": offers}, sort_keys=False)
+
+
+class Week(Story):
+    """The flash sale."""
+
+    name = "week"
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.opens: list[Open] = []
+        self.terms: dict[str, PieceTerms] = {}
+        self._waiting = 0
+        #: late payments: command → (offer, deadline)
+        self._late: dict[str, tuple[str, int]] = {}
+        self._unmet = list(FATES)
+        self._after_close: set[str] = set()
+        self._sent_back: set[str] = set()
+        self._ineligible: set[str] = set()
+        self._fates: dict[str, Callable[[Grab, int, int, int], None]] = {
+            "pays": self._pays, "hears_back_twice": self._hears_back_twice, "pays_twice": self._pays_twice, "fails": self._fails,
+            "abandons": lambda *_: None, "is_late": self._is_late, "pays_too_little": self._pays_too_little,
+            "pays_in_part": self._pays_in_part, "extends": self._extends,
+        }  # fmt: skip
+
+    async def play(self) -> None:
+        """The week from Monday to the Friday after."""
+        await self._monday()
+        await self._wednesday()
+        await self._thursday()
+        await self._rush()
+        await self._day_of_sale()
+        await self._close()
+        await self._retire()
+
+    # -- before the sale ----------------------------------------------------------------------------------------------
+
+    async def _monday(self) -> None:
+        self.display.stage("Monday: check the file of the week, open the offers")
+        text = offers_file(self.campaign, self.people)
+        try:
+            read_offers(text.replace("late: grace", "late: never", 1), "yaml")
+            self.told(False, "a file with a mistake was taken")
+        except BadOfferFile as error:
+            self.told("late" in str(error), f"the mistake in the file is not named: {error}")
+        self.opens = read_offers(text, "yaml")
+        for row in plan_rows(self.opens):
+            self.display.note(" · ".join(row))
+        await self.send([self.expect(command, "opened") for command in self.opens])
+        self.terms = {command.offer: command.terms for command in self.opens}  # type: ignore[misc]
+        # Somebody loads the file a second time: nothing is opened twice.
+        await self.send(self.opens)
+
+    async def _wednesday(self) -> None:
+        await self.run_until(moment(2, "14:00"), HOUR_MS)
+        self.display.stage("Wednesday: prices are corrected")
+        changes = {f"{self.campaign}:{name}": Changes(price=price) for name, price in NEW_PRICES.items()}
+        commands = [Amend(id=self.new_id("amend"), offer=offer, changes=change, operator="data") for offer, change in changes.items()]
+        await self.send([self.expect(command, "amended") for command in commands])
+        wrong = Amend(id=self.new_id("amend"), offer=next(iter(changes)), changes=Changes(closes_at=OPENS_MS - HOUR_MS))
+        await self.send([self.expect(wrong, "invalid")])
+        for offer, change in changes.items():
+            self.terms[offer] = msgspec.structs.replace(self.terms[offer], price=change.price)
+
+    async def _thursday(self) -> None:
+        await self.run_until(moment(3, "10:00"), HOUR_MS)
+        self.display.stage("Thursday: who may buy is loaded")
+        invited = [f"user-{number}" for number in range(int(self.people * SHARE_INVITED))]
+        loads = chunks(self._offer("lamp"), "audience", invited, least=2)
+        await self.send([self.expect(load, "loaded") for load in loads])
+        await self.send([loads[0], self.expect(msgspec.structs.replace(loads[1], id="load-again"), "conflict")])
+
+    def _offer(self, name: str) -> str:
+        return f"{self.campaign}:{name}"
+
+    # -- the rush -----------------------------------------------------------------------------------------------------
+
+    async def _rush(self) -> None:
+        await self.run_until(OPENS_MS - 1, HOUR_MS)
+        self.display.stage("Friday: too early by a millisecond")
+        early = [self.expect(self._grab(f"user-{number}", name), "not_open_yet") for number in range(20) for name, *_ in GOODS]
+        for answer in await self.send(early):
+            self.told(answer.retry_at == OPENS_MS, f"{answer.offer}: come again at {answer.retry_at}, not at {OPENS_MS}")
+        self.display.stage("10:00: the rush", OPENS_MS + RUSH_SECONDS * 1000)
+        for number in range(self.people):
+            self._wish(f"user-{number}", OPENS_MS, OPENS_MS + (RUSH_SECONDS - 1) * 1000, 1000 * RUSH_MEAN_SECONDS)
+        await self.step(OPENS_MS)
+        await self.run_until(OPENS_MS + RUSH_SECONDS * 1000, 1000)
+        await self._hear_of_events()
+
+    def _wish(self, user: str, begins: int, ends: int, mean_ms: float) -> None:
+        """Somebody wants some of the goods, soon after a time, and clicks twice now and then."""
+        wanted = self.random.choices([name for name, *_ in GOODS], [weight for *_, weight, _ in GOODS], k=self.random.randint(1, 4))
+        for name in dict.fromkeys(wanted):
+            at = min(begins + self.random.expovariate(1 / mean_ms), ends)
+            # Some have their finger on the button.
+            at = begins if self.random.random() < 0.1 else at
+            grab = self._grab(user, name)
+            for _ in range(1 + (self.random.random() < SHARE_OF_DOUBLE_CLICKS)):
+                self.plan(at, grab)
+
+    def _grab(self, user: str, name: str, quantity: int | None = None) -> Grab:
+        quantity = quantity or self.random.choice((1, 1, 1, 2))
+        wait = name == "phone" and self.random.random() < 0.5
+        grab = Grab(id=self.new_id("grab"), offer=self._offer(name), user=user, quantity=quantity, wait=wait)
+        chance = self.random.random()
+        if name != "kettle":
+            return grab
+        if chance <= 0.3:
+            self._ineligible.add(grab.id)
+        if chance < 0.1:
+            return grab
+        # Most have a ticket; some have forged theirs, some have somebody else's, and some have one that ran out in the morning.
+        key = self._ticket_key if chance > 0.2 else bytes(32)
+        owner = user if chance > 0.25 else "somebody"
+        expires = CLOSES_MS if chance > 0.3 else OPENS_MS
+        ticket = sign("story", key, user=owner, offer=self.campaign, expires_at_ms=expires, once_id=f"t-{user}" if chance > 0.6 else "")
+        return msgspec.structs.replace(grab, ticket=ticket)
+
+    # -- what becomes of holds ----------------------------------------------------------------------------------------
+
+    def heard(self, command: AnyCommand, answer: Answer) -> None:
+        """A buyer sees the payment page, or learns what became of a payment."""
+        if isinstance(command, Grab):
+            if answer.outcome == "held":
+                self._choose(command, answer.quantity or 0, answer.due or 0, answer.deadline_at or 0)
+            self._waiting += answer.outcome == "waiting"
+            self.told(not (answer.positive and command.id in self._ineligible), f"{command.id}: {answer.outcome} without a good ticket")
+        elif command.id in self._late:
+            self._judge_late(command, answer)
+
+    def happened(self, event: AnyEvent) -> None:
+        """Who waited is told that there are units now."""
+        if isinstance(event, GrabHeld) and event.waited:
+            command, _ = self.first[event.grab]
+            assert isinstance(command, Grab)
+            self._waiting -= 1
+            self._choose(command, event.quantity, event.due or 0, event.deadline_at)
+
+    async def _hear_of_events(self) -> None:
+        if self._waiting:
+            await self.catch_up()
+
+    def _choose(self, grab: Grab, quantity: int, due: int, deadline: int) -> None:
+        if deadline > CLOSES_MS and self.clock.now_ms < CLOSES_MS:
+            # Held shortly before the close: the payment comes after it, but within its time.
+            self._after_close.add(grab.id)
+            if self.random.random() < 0.8:
+                self.plan(deadline - self.random.uniform(1.5, 2.5) * MINUTE_MS, self._pay(grab, due, "confirmed"))
+            return
+        # Each fate once before chance decides, so that a small crowd meets them all.
+        fate = self._unmet.pop() if self._unmet else self.random.choices(list(FATES), list(FATES.values()))[0]
+        self._fates[fate](grab, quantity, due, deadline)
+
+    def _pay(self, grab: Grab, paid: int, *outcomes: str, quantity: int | None = None) -> Confirm:
+        payment = self.new_id("payment")
+        confirm = Confirm(
+            id=f"confirm-{payment}", offer=grab.offer, grab=grab.id, payment=payment, paid=paid, currency="CNY", quantity=quantity
+        )
+        self.expect(confirm, *outcomes)
+        return confirm
+
+    def _soon(self, deadline: int, least: float = 0.2, most: float = 12) -> float:
+        """A time so many minutes after a hold began, in good time before its deadline."""
+        return deadline - HOLD_MS + self.random.uniform(least, most) * MINUTE_MS
+
+    def _pays(self, grab: Grab, quantity: int, due: int, deadline: int) -> None:
+        self.plan(self._soon(deadline), self._pay(grab, due, "confirmed"))
+
+    def _hears_back_twice(self, grab: Grab, quantity: int, due: int, deadline: int) -> None:
+        """The payment side calls back again and again, under the same id and under another."""
+        at, pay = self._soon(deadline), self._pay(grab, due, "confirmed")
+        other = msgspec.structs.replace(pay, id=self.new_id("callback"))
+        self.expect(other, "confirmed")
+        for command, later in ((pay, 0), (pay, 0), (other, 0), (pay, HOUR_MS), (other, 2 * HOUR_MS)):
+            self.plan(at + later, command)
+
+    def _pays_twice(self, grab: Grab, quantity: int, due: int, deadline: int) -> None:
+        """Two payments for one hold: the second is to be paid back."""
+        at = self._soon(deadline, most=9)
+        self.plan(at, self._pay(grab, due, "confirmed"))
+        self.plan(at + 2 * MINUTE_MS, self._pay(grab, due, "not_held"))
+
+    def _fails(self, grab: Grab, quantity: int, due: int, deadline: int) -> None:
+        """The payment fails: the units go back, once, however often this is said."""
+        at = self._soon(deadline)
+        for _ in range(2):
+            release = Release(id=self.new_id("release"), offer=grab.offer, grab=grab.id)
+            self.plan(at, self.expect(release, "released"))
+        if self.random.random() < 0.3:
+            self.plan(at + 2 * MINUTE_MS, self._pay(grab, due, "not_held"))
+
+    def _is_late(self, grab: Grab, quantity: int, due: int, deadline: int) -> None:
+        at = deadline + self.random.uniform(0, 20) * MINUTE_MS
+        pay = self._pay(grab, due, "confirmed", "expired")
+        self._late[pay.id] = (grab.offer, deadline)
+        self.plan(at, pay)
+
+    def _judge_late(self, command: AnyCommand, answer: Answer) -> None:
+        """What a late payment gets follows from the offer's policy."""
+        offer, deadline = self._late[command.id]
+        terms, now = self.terms[offer], self.clock.now_ms
+        served = {"confirmed"} if terms.late == "grace" and now < deadline + terms.grace_ms else {"expired"}
+        if terms.late == "retake":
+            served.add("confirmed")
+        said = f"{command.id}: {now - deadline} ms late, {terms.late}: {answer.outcome}"
+        self.facts.check("late payments as the offer says", answer.outcome in served, said)
+
+    def _pays_too_little(self, grab: Grab, quantity: int, due: int, deadline: int) -> None:
+        at = self._soon(deadline, most=9)
+        self.plan(at, self._pay(grab, due - 1, "invalid"))
+        if self.random.random() < 0.5:
+            self.plan(at + 2 * MINUTE_MS, self._pay(grab, due, "confirmed"))
+
+    def _pays_in_part(self, grab: Grab, quantity: int, due: int, deadline: int) -> None:
+        at, price = self._soon(deadline, most=9), due // quantity
+        self.plan(at, self._pay(grab, price, "confirmed", quantity=1))
+        if quantity > 1 and self.random.random() < 0.5:
+            self.plan(at + 2 * MINUTE_MS, self._pay(grab, due - price, "confirmed"))
+
+    def _extends(self, grab: Grab, quantity: int, due: int, deadline: int) -> None:
+        """One more quarter of an hour, but not two; then most pay."""
+        for minutes, outcome in ((8, "extended"), (10, "limit_reached")):
+            extend = Extend(id=self.new_id("extend"), offer=grab.offer, grab=grab.id)
+            self.plan(deadline - HOLD_MS + minutes * MINUTE_MS, self.expect(extend, outcome))
+        if self.random.random() < 0.8:
+            self.plan(deadline + self.random.uniform(1, 12) * MINUTE_MS, self._pay(grab, due, "confirmed"))
+
+    # -- the day of the sale ------------------------------------------------------------------------------------------
+
+    async def _day_of_sale(self) -> None:
+        await self._minutes("payments: in time, late, twice, wrong, not at all", moment(FRIDAY, "10:05"))
+        self.display.stage("stock is taken while most is held")
+        await self.take_stock()
+        await self._minutes("the rest of the payments, and holds that end", moment(FRIDAY, "14:00"))
+        self._plan_refunds(moment(FRIDAY, "14:00"), moment(FRIDAY, "17:00"), SHARE_REFUNDED)
+        for number in range(self.people // 4):
+            self._wish(f"afternoon-{number}", moment(FRIDAY, "14:30"), moment(FRIDAY, "18:00"), HOUR_MS)
+        await self._minutes("afternoon: refunds, and what comes back is grabbed again", moment(FRIDAY, "21:50"))
+        for number in range(max(self.people // 20, 8)):
+            self.plan(moment(FRIDAY, "21:50") + number % 8 * MINUTE_MS, self._grab(f"evening-{number}", "toy", 1))
+        await self._minutes("the last minutes", CLOSES_MS)
+
+    async def _minutes(self, stage: str, until_ms: int) -> None:
+        self.display.stage(stage, until_ms)
+        while self.clock.now_ms < until_ms:
+            await self.step(min(self.clock.now_ms + MINUTE_MS, until_ms))
+            await self._hear_of_events()
+
+    def _plan_refunds(self, begins: int, ends: int, share: float) -> None:
+        """Some send back what they bought, a part of it or all; the shop's clerk presses the button twice."""
+        bought = {answer.grab for command, answer in self.first.values() if isinstance(command, Confirm) and answer.outcome == "confirmed"}
+        for name in sorted(set(filter(None, bought)) - self._sent_back):
+            if self.random.random() >= share:
+                continue
+            self._sent_back.add(name)
+            grab = self.first[name][0]
+            quantity = self.random.choice((None, 1))
+            back = Return(id=self.new_id("return"), offer=grab.offer, grab=name, quantity=quantity, reason="does not fit")
+            at = self.random.uniform(begins, ends)
+            for _ in range(2):
+                self.plan(at, self.expect(back, "returned"))
+            if quantity is None:  # all of it came back: there is nothing more
+                again = msgspec.structs.replace(back, id=self.new_id("return"))
+                self.plan(at + 5 * MINUTE_MS, self.expect(again, "not_held"))
+
+    # -- after the sale -----------------------------------------------------------------------------------------------
+
+    async def _close(self) -> None:
+        self.told(bool(self._after_close), "nobody held anything when it closed")
+        over = [self.expect(self._grab(f"user-{number}", name, 1), "over", "not_eligible") for number in range(5) for name, *_ in GOODS]
+        await self.send(over)
+        self._plan_refunds(CLOSES_MS, CLOSES_MS + HOUR_MS, SHARE_REFUNDED / 8)
+        await self._minutes("closed; payments within their time still count", CLOSES_MS + 70 * MINUTE_MS)
+        self.told(not self._agenda, f"{len(self._agenda)} things that were planned were not done")
+
+    async def _retire(self) -> None:
+        self.display.stage("the week after", CLOSES_MS + 7 * 24 * HOUR_MS)
+        await self.run_until(CLOSES_MS + 7 * 24 * HOUR_MS + 2 * MINUTE_MS, HOUR_MS)
+        gone = [self.expect(self._grab("user-1", name, 1), "no_such_offer") for name, *_ in GOODS]
+        await self.send(gone)
+
+    # -- verdict and result -------------------------------------------------------------------------------------------
+
+    def own_checks(self) -> list[Check]:
+        """All has ended, and all that the story is about has happened."""
+        offers = self.facts.offers
+        here = [name for name, offer in offers.items() if offer.retired_at is None]
+        seen = {answer.outcome for _, answer in self.first.values()}
+        wanted = {
+            "held", "waiting", "confirmed", "released", "extended", "returned", "not_open_yet", "not_eligible", "limit_reached",
+            "sold_out", "over", "no_such_offer", "invalid", "expired", "not_held",
+        }  # fmt: skip
+        again = [event for event in self.facts.events.values() if isinstance(event, GrabHeld) and event.waited]
+        missing = [f"nobody was answered {outcome}" for outcome in sorted(wanted - seen)] + (
+            [] if again else ["nobody was served who waited"]
+        )
+        return [
+            Check("every offer closed and retired", len(offers), "offers", [f"{name}: still there" for name in here]),
+            Check("everything has happened", len(wanted), "outcomes", missing),
+        ]
+
+    def result(self) -> list[dict[str, Any]]:
+        """The week, offer by offer: units, and money in minor units."""
+        return [
+            {
+                "offer": name,
+                "total": offer.total,
+                "sold": offer.sums["sold"],
+                "returned": offer.sums["returned"],
+                "kept": offer.taken,
+                "revenue": offer.sums["revenue"],
+                "refunded": offer.sums["refunded"],
+                "refund_due": offer.sums["refund due"],
+                "expired": offer.sums["expired"],
+                "released": offer.sums["released"],
+                "waited": offer.sums["waited"],
+                "back": offer.given_back,
+                "refused": refused_by_outcome(self, name),
+            }
+            for name, offer in self.facts.offers.items()
+        ]
+
+
+def publish(result: dict[str, Any], folder: Path) -> list[str]:
+    """Writes what came out of a story as JSON, and its offers as CSV with a column for every refusal; returns the paths."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = result["result"]
+    refusals = sorted({outcome for row in rows for outcome in row["refused"]})
+    numbers = [name for name in rows[0] if name != "refused"]
+    as_json, as_csv = (folder / f"{result['story']}-{result['seed']}.{form}" for form in ("json", "csv"))
+    about = {name: result[name] for name in ("story", "seed", "people", "from", "until", "result")}
+    as_json.write_text(json.dumps(about, indent=2) + "\n")
+    with as_csv.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow([*numbers, *(f"refused_{outcome}" for outcome in refusals)])
+        writer.writerows([*(row[name] for name in numbers), *(row["refused"].get(outcome, 0) for outcome in refusals)] for row in rows)
+    return [str(as_json), str(as_csv)]
