@@ -38,12 +38,32 @@ class Secrets(NamedTuple):
     tickets: TicketKeys
 
 
+class Run(msgspec.Struct, frozen=True, array_like=True):
+    """Plain grants, one after the other: what the first has, and each one's amount."""
+
+    seq: int
+    place: int
+    left: int
+    at: int
+    amounts: list[int]
+
+
 class Reply(msgspec.Struct, frozen=True, array_like=True):
-    """A script's reply: code 0 with history and rows, or the refusal of the whole call with retry_at and message."""
+    """A script's reply: code 0 with history and rows, behind a run of grants; or the refusal of the call with retry_at and message."""
 
     code: int
     history_or_retry_at: int = 0
     rows_or_message: Any = None
+    run: Run | None = None
+
+    def rows(self) -> list[Any]:
+        """The rows of all commands, those of the run first."""
+        run = self.run
+        if run is None:
+            return self.rows_or_message  # type: ignore[no-any-return]
+        seq, place, left, at = run.seq, run.place, run.left, run.at
+        granted = [(GRANTED, seq + i, at, amount, 1, place + i, left - i) for i, amount in enumerate(run.amounts)]
+        return granted + self.rows_or_message if self.rows_or_message else granted
 
 
 decode_reply = msgspec.msgpack.Decoder(Reply).decode
@@ -72,7 +92,7 @@ def build(keys: ShardKeys, script: str, commands: Sequence[AnyCommand], gate: Se
     columns = [table.offers, table.campaign_of, table.campaigns, [c.id for c in commands], table.offer_of, list(map(digest_of, commands))]
     extra: list[bytes] = []
     if script == "grab":
-        columns += _grab_columns(commands, gate.tickets)  # type: ignore[arg-type]
+        columns += _grab_columns(commands, gate.tickets, len(table.offers) == 1)  # type: ignore[arg-type]
     elif script == "open":
         terms, extra = _open_columns(keys.shard, commands, gate.sealer, now_ms)  # type: ignore[arg-type]
         columns.append(terms)
@@ -84,14 +104,16 @@ def build(keys: ShardKeys, script: str, commands: Sequence[AnyCommand], gate: Se
 # -- grab -------------------------------------------------------------------------------------------------------------
 
 
-def _grab_columns(commands: Sequence[Grab], tickets: TicketKeys) -> list[Any]:
-    plain = not any(c.attributes or c.ticket or c.basket or c.wait for c in commands)
-    return [
-        [c.user for c in commands],
-        [c.quantity for c in commands],
-        [_json(c.attributes).decode() if c.attributes else "" for c in commands],
-        False if plain else [_more(command, tickets) for command in commands],
-    ]
+def _grab_columns(commands: Sequence[Grab], tickets: TicketKeys, of_one_offer: bool) -> list[Any]:
+    users = [c.user for c in commands]
+    if not any(c.attributes or c.ticket or c.basket or c.wait for c in commands):
+        quantities = [c.quantity for c in commands]
+        count = len(users)
+        # Most of a crowd: the script need not ask of each grab what none of them has.
+        plain = of_one_offer and quantities.count(1) == count == len(set(users)) == len({c.id for c in commands})
+        return [users, False, False, False, True] if plain else [users, quantities, [""] * count, False, False]
+    attributes = [_json(c.attributes).decode() if c.attributes else "" for c in commands]
+    return [users, [c.quantity for c in commands], attributes, [_more(command, tickets) for command in commands], False]
 
 
 def _more(command: Grab, tickets: TicketKeys) -> Any:
@@ -243,7 +265,7 @@ def _body(shard: int, command: AnyCommand, sealer: Sealer) -> dict[str, Any]:
 # -- answers ----------------------------------------------------------------------------------------------------------
 
 
-def answer_of(shard: int, command: AnyCommand, row: list[Any], sealer: Sealer) -> Answer:
+def answer_of(shard: int, command: AnyCommand, row: Sequence[Any], sealer: Sealer) -> Answer:
     """A script's row {code, seq, at, amount, quantity, place, left, repeated, retry_at, more} as the answer to its command."""
     code = row[0]
     width = len(row)

@@ -56,10 +56,10 @@ end
 local function retake(call, offer, grab, quantity)
   if offer.rules.late ~= 'retake' or offer.closed or call.now >= offer.closes_at then return false end
   if quantity > (offer.queue_length > 0 and 0 or offer.units_left) then return false end
-  local counted = counted_anew(offer, grab.counted, quantity, call.now)
+  local counted = counted_anew(offer, grab.under, quantity, call.now)
   if not counted then return false end
   move_units(offer, -quantity)
-  grab.counted = counted
+  grab.counted[#grab.counted + 1] = {quantity, counted}
   count(offer, counted, quantity)
   return true
 end

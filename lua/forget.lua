@@ -1,12 +1,12 @@
 #!lua flags=allow-oom
--- What a campaign remembers of an offer that is about to be retired, deleted in bounded steps; its other offers keep theirs.
+-- The answers of an offer that is about to be retired, deleted in bounded steps; those of its campaign's other offers stay.
 --
 -- Command: none; the sweeper calls it before `sweep`, until the cursor is 0 again.
 -- KEYS[1] shard hash · KEYS[2] outbox stream · KEYS[3] refusals hash · KEYS[4] refusal_order list · KEYS[5] demand hash
 -- KEYS[6] due zset · KEYS[7] offers set · KEYS[8] holds zset · KEYS[9] campaigns hash · KEYS[10] retired set
--- KEYS[11] offer hash · KEYS[12] answers hash or payments hash of its campaign
+-- KEYS[11] offer hash · KEYS[12] answers hash of its campaign
 -- ARGV[1] shard/shards · ARGV[2] caller time ms · ARGV[3] time to use ms or '' · ARGV[4] clock skew ms · ARGV[5] ''
--- ARGV[6] offer · ARGV[7] cursor · ARGV[8] fields a step · ARGV[9] 'answers' or 'payments'
+-- ARGV[6] offer · ARGV[7] cursor · ARGV[8] fields a step
 -- Outcomes: 21 fenced (whole call)
 -- Events: none
 -- Returns msgpack: {0, history, {cursor as text}}, or {code, retry_at, message}.
@@ -22,12 +22,8 @@ if redis.call('HGET', KEYS[11], 'state') ~= 'closed' then return cmsgpack.pack({
 local found = redis.call('HSCAN', KEYS[12], cursor, 'COUNT', ARGV[8])
 local gone = {}
 for i = 1, #found[2], 2 do
-  local record, name = found[2][i + 1]
-  if ARGV[9] == 'payments' then
-    name = cmsgpack.unpack(record)[1]
-  else
-    name = unpack_row(record) or string.sub(record, ANSWER_BYTES + 1)
-  end
+  local record = found[2][i + 1]
+  local name = unpack_row(record) or string.sub(record, ANSWER_BYTES + 1)
   if name == offer then gone[#gone + 1] = found[2][i] end
 end
 if #gone > 0 then redis.call('HDEL', KEYS[12], unpack(gone)) end

@@ -39,7 +39,8 @@ IN_FLIGHT_MAX: Final = 2
 RETRY_SECONDS: Final = 0.05
 WATCH_EVERY_SECONDS: Final = 0.1
 BUSY_RETRY_MS: Final = 200
-OFFERS_OPENED_AT_ONCE_MAX: Final = 16
+#: Commands of these scripts in one call, fewer than of others: each carries much.
+AT_ONCE_MAX: Final = {"open": 16, "load": 8}
 SHARDS_KNOWN_MAX: Final = 100_000
 
 #: Scripts that must work when the outbox is full: what they do gives room, or ends what fills it.
@@ -252,7 +253,7 @@ class Gate:
         for shard, in_shard in by_shard.items():
             for kind, run in groupby(in_shard, lambda place: type(commands[place])):
                 run_places = list(run)
-                size = OFFERS_OPENED_AT_ONCE_MAX if kind is Open else self._limits.batch_commands_max
+                size = AT_ONCE_MAX.get(kind.__name__.lower(), self._limits.batch_commands_max)
                 start = 0
                 while start < len(run_places):
                     end = _whole_baskets(run_places, commands, min(start + size, len(run_places)))
@@ -341,7 +342,7 @@ class Gate:
         batch: list[_Ticket] = []
         count = 0
         queue = shard.queue
-        size = OFFERS_OPENED_AT_ONCE_MAX if queue[0].script == "open" else self._limits.batch_commands_max
+        size = AT_ONCE_MAX.get(queue[0].script, self._limits.batch_commands_max)
         while queue:
             ticket = queue[0]
             if batch and (ticket.script != batch[0].script or count + len(ticket.commands) > size):
@@ -470,7 +471,7 @@ class Gate:
         reply = batches.decode_reply(raw)
         if reply.code != 0:
             raise _Refused(Outcome(reply.code), str(reply.rows_or_message), reply.history_or_retry_at)
-        return reply.rows_or_message, reply.history_or_retry_at
+        return reply.rows(), reply.history_or_retry_at
 
 
 def _parts_of(command: AnyCommand) -> int:

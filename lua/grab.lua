@@ -6,14 +6,17 @@
 -- KEYS[6] due zset · KEYS[7] offers set · KEYS[8] holds zset · KEYS[9] campaigns hash · KEYS[10] retired set
 -- KEYS[11 …] eight keys for each offer, then three for each campaign, see includes/offers.lua
 -- ARGV[1] shard/shards · ARGV[2] caller time ms · ARGV[3] time to use ms or '' · ARGV[4] clock skew ms · ARGV[5] outbox events max
--- ARGV[6] msgpack: {offers, campaign of each offer (from 1), campaigns, ids, offer of each (from 1), digests, users, quantities,
---         attributes as JSON text or '', more: for each false or {attributes, basket, wait, ticket_expires_at, ticket_once}}
+-- ARGV[6] msgpack: {offers, campaign of each offer (from 1), campaigns, ids, offer of each (from 1), digests, users, quantities or
+--         false, attributes as JSON text or '' or false, more, plain}; more: false, or for each false or {attributes, basket, wait,
+--         ticket_expires_at, ticket_once}; plain: true when all are of one offer, for one unit, with nothing more, and no id or user
+--         twice
 -- Outcomes: 21 fenced · 22 busy (whole call) · then for each: 20 invalid · 23 conflict · 24 no_such_offer · 26 already_taken ·
 --           27 not_open_yet · 28 on_hold · 29 over · 30 not_eligible · 31 limit_reached · 32 sold_out · 33 not_enough_left ·
 --           0 granted · 1 held · 15 waiting
 -- Events: grab.granted · grab.held · grab.queued · offer.closed (drained)
--- Returns msgpack: {0, history, rows} with a row {code, seq, at, amount, quantity, place, left, repeated, retry_at, more} for each
---         command, or {code, retry_at, message} when the whole call was refused.
+-- Returns msgpack: {0, history, rows, run} with a row {code, seq, at, amount, quantity, place, left, repeated, retry_at, more} for each
+--         command that is not in the run before them, {first seq, first place, first left, time, amounts} or absent; or
+--         {code, retry_at, message} when the whole call was refused.
 --- @include "shard"
 --- @include "undo"
 --- @include "records"
@@ -24,6 +27,7 @@
 --- @include "limits"
 --- @include "offers"
 --- @include "pieces"
+--- @include "envelope"
 
 local call, refused = begin_call()
 if not call then return cmsgpack.pack(refused) end
@@ -52,6 +56,15 @@ local function lookup(key, fields)
   return found
 end
 local taken, eligible, counted, refusals = {}, {}, {}, {}
+local first, run = 1, nil
+if batch[11] and is_plain(call, offers[1]) then
+  first, run = grant_run(call, offers[1], ids, users, digests, campaigns[1])
+  if first > #ids then return finish(call, offers, campaigns, {}, run) end
+end
+if not quantities then
+  quantities, attributes = {}, {}
+  for i = 1, #ids do quantities[i], attributes[i] = 1, '' end
+end
 for c = 1, #campaigns do campaigns[c].answers = lookup(campaigns[c].answers_key, campaign_ids[c]) end
 for o = 1, #names do
   local offer = offers[o]
@@ -100,50 +113,7 @@ for o = 1, #names do
 end
 for _, campaign in ipairs(campaigns) do read_counters(campaign.counters, campaign.counters.wanted or {}) end
 
--- Parts drawn ahead are read once for all grabs of an offer in this call, from the first place that is free.
-local function part_at(offer, o)
-  if offer.draw == 'at_grab' then
-    return next_part(offer.law, offer.amount_left, offer.units_left, offer.min, offer.max, offer.seed, offer.places + 1)
-  end
-  if not offer.parts_read then
-    offer.parts_from = offer.places
-    offer.parts_read = redis.call('GETRANGE', KEYS[offer.base + PARTS], offer.places * 6, (offer.places + #offer_users[o]) * 6 - 1)
-  end
-  return (struct.unpack('>I6', offer.parts_read, (offer.places - offer.parts_from) * 6 + 1))
-end
-
--- Everything of an event's text that is the same for all grants of an offer in this call, so that one format writes a line.
-local function grant_form(offer)
-  local form = '{"type":"grab.granted","v":1,"shard":' .. call.shard .. ',"seq":%d,"offer_seq":%d,"offer":"' .. offer.name
-    .. '","at":' .. string.format('%.0f', call.now) .. ',"command":"%s","grab":"%s","user":"%s","quantity":1,"amount":%d,"asset":"'
-    .. offer.asset .. '","place":%d,"left":%d%s,"digest":"%s"}'
-  return form
-end
-
-local lines, now, pack, format = call.lines, call.now, struct.pack, string.format
-local now_packed = now - EPOCH_MS
-
--- A part of an envelope.
-local function grant_part(i, o, offer)
-  local id, user, digest = ids[i], users[i], digests[i]
-  local amount = part_at(offer, o)
-  local seq, offer_seq, place, left = call.seq + 1, offer.offer_seq + 1, offer.places + 1, offer.units_left - 1
-  call.seq, offer.offer_seq, offer.places, offer.units_left = seq, offer_seq, place, left
-  offer.amount_left, offer.changed = offer.amount_left - amount, true
-  offer.form = offer.form or grant_form(offer)
-  lines[#lines + 1] = format(offer.form, seq, offer_seq, id, id, user, amount, place, left,
-    attributes[i] == '' and '' or ',"attributes":' .. attributes[i], digest)
-  local record, part = pack(ANSWER, 0, seq, now_packed, place, amount, digest), pack(PART, place, amount, seq)
-  if offer.tail ~= '' then record = record .. offer.tail end
-  local campaign = offer.campaign
-  campaign.answers[id], taken[o][user] = record, part
-  local made, count_made = campaign.made, #campaign.made
-  made[count_made + 1], made[count_made + 2] = id, record
-  made, count_made = offer.users, #offer.users
-  made[count_made + 1], made[count_made + 2] = user, part
-  if left == 0 then close_offer(call, offer, 'drained', id) end
-  return {0, seq, now, amount, 1, place, left}
-end
+local lines, now = call.lines, call.now
 
 -- Units that a newcomer can take: none while others wait for what comes back.
 local function available(offer)
@@ -270,7 +240,7 @@ local function decide_new(i)
   local row = refusal_of(i, o, offer)
   if row then return row end
   if offer.pieces then return take_pieces(i, offer) end
-  return grant_part(i, o, offer)
+  return grant_part(call, offer, ids[i], users[i], digests[i], attributes[i], #offer_users[o], taken[o])
 end
 
 -- Remembers a refusal for its command.
@@ -349,7 +319,7 @@ local function decide_basket(members, rows)
 end
 
 local rows = {}
-for i = 1, #ids do
+for i = first, #ids do
   local basket = more and more[i] and more[i].basket
   if not basket then
     rows[i] = decide_one(i)
@@ -364,7 +334,7 @@ for i = 1, #ids do
   end
 end
 
--- Write all, the outbox first.
-append_events(call)
-write_all(call, offers, campaigns)
-return cmsgpack.pack({0, call.history, rows})
+-- The rows of a run are in `run`.
+local rest = {}
+for i = first, #ids do rest[#rest + 1] = rows[i] end
+return finish(call, offers, campaigns, rest, run)

@@ -39,9 +39,12 @@ class Journaled:
 
     async def close(self) -> None:
         """Stops; waiters are cancelled."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        pending = set(self._tasks)
+        while pending:
+            # One cancellation may be swallowed, where the client is just connecting: then the task would listen for ever.
+            for task in pending:
+                task.cancel()
+            _, pending = await asyncio.wait(pending, timeout=LOOK_EVERY_SECONDS)
         for heap in self._waiting.values():
             for *_, future in heap:
                 future.cancel()

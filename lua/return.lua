@@ -51,7 +51,7 @@ return settle(function(call, offer, grab, id, digest, body)
   if not offer.closed then
     for _, code in ipairs(back) do offer.codes_back[#offer.codes_back + 1] = code end
   end
-  if offer.rules.return_restores then give_back(offer, grab.counted, quantity) end
+  if offer.rules.return_restores then give_back(offer, grab, quantity) end
   take_back(offer, quantity)
   call.lines[#call.lines + 1] = event_head(call, offer, 'grab.returned', id) .. grab_text(offer, body.grab, grab, quantity, quantity)
     .. (body.reason ~= '""' and ',"reason":' .. body.reason or '') .. ',"to":"' .. returns_to(offer) .. '"'

@@ -123,4 +123,6 @@ def opens_next(hours: Sequence[tuple[int, int]], offsets: Offsets, at_ms: int) -
     if any(begins <= minute < ends for begins, ends in hours):
         return None
     ahead = min((begins - minute - 1) % WEEK_MINUTES + 1 for begins, _ in hours)
-    return utc_of(offsets, week_begins + (minute + ahead) * MINUTE_MS, at_ms)
+    begins_at = utc_of(offsets, week_begins + (minute + ahead) * MINUTE_MS, at_ms)
+    # The clock may have jumped over them.
+    return opens_next(hours, offsets, begins_at) or begins_at

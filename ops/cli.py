@@ -4,6 +4,7 @@ Exit codes: 0 done · 1 refused, or a check failed · 2 used wrongly · 3 a serv
 """
 
 import importlib
+import keyword
 import logging
 import sys
 from typing import Final
@@ -27,7 +28,17 @@ VERBS: Final = {
     "pause": ("ops.commands.offers", "Refuse grabs of an offer until it is resumed."),
     "resume": ("ops.commands.offers", "Take grabs of an offer again."),
     "close": ("ops.commands.offers", "End an offer; what is left goes back."),
+    "amend": ("ops.commands.operating", "Change terms of an offer while it runs."),
+    "load": ("ops.commands.operating", "Give an offer its coupon codes, or the list of who may grab."),
+    "adjust": ("ops.commands.operating", "Book a correcting entry, with its reason and who approved it."),
     "grab": ("ops.commands.offers", "Grab, as one user."),
+    "confirm": ("ops.commands.settling", "A hold was paid: its units are the user's for good."),
+    "release": ("ops.commands.settling", "Give a hold back, or leave the waiting list."),
+    "extend": ("ops.commands.settling", "Move a hold's deadline, as often as the offer allows."),
+    "return": ("ops.commands.settling", "Give back what was taken for good; money paid for it goes back."),
+    "redeem": ("ops.commands.settling", "Use units of a grab, once for an order."),
+    "unredeem": ("ops.commands.settling", "Take the use for an order back."),
+    "ticket": ("ops.commands.operating", "Sign a ticket for one user, for tests."),
     "show": ("ops.commands.show", "An offer: who got what, the luckiest, what is left."),
     "verify": ("ops.commands.verify", "Check chain, books, and Redis against the ledger."),
     "rehearse": ("ops.commands.rehearse", "Let a crowd grab, watch it, and end with a verdict."),
@@ -43,7 +54,9 @@ class _Verbs(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in VERBS:
             return None
-        command = getattr(importlib.import_module(VERBS[cmd_name][0]), cmd_name)
+        # `return` cannot name a function: those of Python's own words end with _.
+        function = f"{cmd_name}_" if keyword.iskeyword(cmd_name) else cmd_name
+        command = getattr(importlib.import_module(VERBS[cmd_name][0]), function)
         assert isinstance(command, click.Command)
         return command
 

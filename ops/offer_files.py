@@ -23,7 +23,7 @@ import yaml
 from models.commands import Open, Undecodable, decode_commands
 from models.identifiers import ID_LENGTH_MAX, ID_PATTERN, is_id
 from models.money import Invalid
-from models.offers import ENVELOPE_LIFE_MS, WEEKDAYS, EnvelopeTerms, Hours, Limit, StockTerms, Terms, asset_of
+from models.offers import ENVELOPE_LIFE_MS, WEEKDAYS, Changes, EnvelopeTerms, Hours, Limit, StockTerms, Terms, asset_of, check_changes
 
 Form = Literal["yaml", "json", "csv"]
 
@@ -159,6 +159,7 @@ _KNOWN_TERMS: Final = ("kind", *_TERMS)
 _KNOWN_OF_ENTRY: Final = ("offer", "terms", "id", "type")
 _KNOWN_OF_FILE: Final = ("defaults", "offers")
 _KNOWN_COLUMNS: Final = ("offer", "id", *_KNOWN_TERMS)
+_KNOWN_CHANGES: Final = tuple(_fields(Changes))
 _KINDS: Final = ", ".join(_FIELDS_OF_KIND)
 
 
@@ -208,7 +209,8 @@ def _unknown(where: str, given: Mapping[Any, Any], known: tuple[str, ...]) -> li
 # -- what people write ------------------------------------------------------------------------------------------------
 
 
-def _time(text: str) -> int:
+def read_time(text: str) -> int:
+    """Milliseconds since 1970 UTC, from RFC 3339 with its zone or as they are; raises Invalid with the fix."""
     if _is_milliseconds(text):
         return int(text)
     wanted = "a time such as 2026-11-27T10:00:00+08:00, or milliseconds since 1970 UTC"
@@ -224,7 +226,8 @@ def _time(text: str) -> int:
     return (moment - _EPOCH) // timedelta(milliseconds=1)
 
 
-def _duration(text: str) -> int:
+def read_duration(text: str) -> int:
+    """Milliseconds, from `15m` and the like or as they are; raises Invalid with the fix."""
     if _is_milliseconds(text):
         return int(text)
     form = _is_duration(text)
@@ -256,12 +259,12 @@ def _hours(text: str) -> list[dict[str, Any]]:
 
 #: How a field's text becomes what the command has there.
 _WRITTEN: Final[Mapping[str, Callable[[str], Any]]] = {
-    "opens_at": _time,
-    "closes_at": _time,
-    "valid_until": _time,
-    "hold_ms": _duration,
-    "grace_ms": _duration,
-    "retire_after_ms": _duration,
+    "opens_at": read_time,
+    "closes_at": read_time,
+    "valid_until": read_time,
+    "hold_ms": read_duration,
+    "grace_ms": read_duration,
+    "retire_after_ms": read_duration,
     "limits": _limits,
     "hours": _hours,
 }
@@ -424,7 +427,7 @@ def _read_yaml(text: str) -> Any:
     """YAML with null, true, false, whole numbers and texts, straight from the parser's events.
 
     The usual loader reads `10:00` as 600, `no` as false, and drops all but the last of two equal names. Here what is no plain number
-    stays a text, also a time: `_time` says what is wrong with it, entry by entry. There are no fractions in an offer, and `12e45` is
+    stays a text, also a time: `read_time` says what is wrong with it, entry by entry. There are no fractions in an offer, and `12e45` is
     the head of a seed. Without the loader's tree of nodes it is also twice as quick.
     """
     events = yaml.parse(text, Loader=_Parser)
@@ -564,6 +567,47 @@ def _cell(column: str, cell: str) -> Any:
             raise Invalid(f"must be a whole number in digits alone, got {cell!r}")
         return int(cell)
     return cell
+
+
+# -- changes ----------------------------------------------------------------------------------------------------------
+
+
+def read_changes(written: Sequence[tuple[str, str]]) -> Changes:
+    """What `amend` changes, from fields and texts as a CSV file would have them; raises BadOfferFile with all that is wrong.
+
+    An empty text takes all limits, or the title, away.
+    """
+    changes: dict[str, Any] = {}
+    reasons: list[str] = []
+    if twice := _first_twice([name for name, _ in written]):
+        reasons.append(f"{twice}: is given twice; keep one")
+    for name, text in written:
+        if name not in _KNOWN_CHANGES:
+            reasons.append(_unchangeable(name))
+            continue
+        try:
+            cell = _cell(name, text)
+            changes[name] = _WRITTEN[name](cell) if name in _WRITTEN else cell
+            # One by one, so that all that is wrong is told.
+            msgspec.convert({name: changes[name]}, Changes)
+        except msgspec.ValidationError as error:
+            reasons.append(_explain(str(error)))
+        except Invalid as error:
+            reasons.append(f"{name}: {error}")
+    if not reasons:
+        made = msgspec.convert(changes, Changes)
+        try:
+            check_changes(made)
+            return made
+        except Invalid as error:
+            reasons.append(re.sub(r"\A(?:changes|terms)\.", "", str(error)))
+    raise BadOfferFile([("changes", reason) for reason in reasons])
+
+
+def _unchangeable(name: str) -> str:
+    if name in _KNOWN_TERMS:
+        return f"{name}: stays as it was opened; what may be amended is {', '.join(_KNOWN_CHANGES)}"
+    return f"{name}: there is no such field; the nearest is {_nearest(name, _KNOWN_CHANGES)}"
 
 
 # -- the plan ---------------------------------------------------------------------------------------------------------

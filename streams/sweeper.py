@@ -93,16 +93,15 @@ class Sweeper:
             return
         if int(await self._redis.hget(self._keys.campaigns, campaign) or 0) < 2:
             return
-        for what, key in zip(("answers", "payments"), self._keys.of_campaign(campaign), strict=False):
-            cursor = "0"
-            while True:
-                rest = (offer, cursor, FORGET_FIELDS_A_STEP, what)
-                reply = await self._reply("forget", [state, key], at_ms, *rest)
-                if reply.code != 0:
-                    return
-                cursor = str(reply.rows_or_message[0])
-                if cursor == "0":
-                    break
+        cursor = "0"
+        while True:
+            keys = [state, self._keys.answers(campaign)]
+            reply = await self._reply("forget", keys, at_ms, offer, cursor, FORGET_FIELDS_A_STEP)
+            if reply.code != 0:
+                return
+            cursor = str(reply.rows_or_message[0])
+            if cursor == "0":
+                return
 
     async def _due(self, key: str, at_ms: int | None, most: int) -> list[str]:
         now = at_ms if at_ms is not None else await self._redis_time_ms()

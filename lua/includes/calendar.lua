@@ -60,5 +60,7 @@ local function opens_next(hours, offsets, at)
     if pair[1] <= minute and minute < pair[2] then return nil end
     ahead = math.min(ahead, (pair[1] - minute - 1) % WEEK_MINUTES + 1)
   end
-  return utc_of(offsets, week_begins + (minute + ahead) * MINUTE_MS, at)
+  local begins_at = utc_of(offsets, week_begins + (minute + ahead) * MINUTE_MS, at)
+  -- The clock may have jumped over them.
+  return opens_next(hours, offsets, begins_at) or begins_at
 end

@@ -40,9 +40,7 @@ local function course(act)
     end
     rows[i] = row
   end
-  append_events(call)
-  write_all(call, offers, campaigns)
-  return cmsgpack.pack({0, call.history, rows})
+  return finish(call, offers, campaigns, rows)
 end
 
 -- The course of a command about a grab: `body.grab` names it. A hold whose time is over is ended first.

@@ -11,6 +11,15 @@ local CODE = {
   not_redeemable = 36,
 }
 local REFUSALS_MAX = 100000
+local ENTRY_LINES_MAX = 1000
+-- Lua hands over 8000 values at most; what may be longer is written in pieces (an even number, for pairs).
+local WRITE_VALUES_MAX = 4000
+
+local function write_in_pieces(command, key, values)
+  for from = 1, #values, WRITE_VALUES_MAX do
+    redis.call(command, key, unpack(values, from, math.min(from + WRITE_VALUES_MAX - 1, #values)))
+  end
+end
 
 -- Reads ARGV[1..5] and the shard. Returns the call's state, or nil and the refusal of the whole call {code, retry_at, message}.
 --   ARGV[1] shard/shards · ARGV[2] caller's time ms · ARGV[3] time to use instead ms, or '' · ARGV[4] clock skew allowed ms
@@ -60,9 +69,14 @@ end
 local function append_events(call)
   local count = #call.lines
   if count == 0 then return end
-  local fields = {}
-  for i = 1, count do fields[2 * i - 1], fields[2 * i] = 'e', call.lines[i] end
-  redis.call('XADD', KEYS[2], string.format('%.0f-0', call.first_seq), unpack(fields))
+  for from = 1, count, ENTRY_LINES_MAX do
+    local fields, n = {}, 0
+    for i = from, math.min(from + ENTRY_LINES_MAX - 1, count) do
+      fields[n + 1], fields[n + 2] = 'e', call.lines[i]
+      n = n + 2
+    end
+    redis.call('XADD', KEYS[2], string.format('%.0f-0', call.first_seq + from - 1), unpack(fields))
+  end
   redis.call('HSET', KEYS[1], 'seq', string.format('%.0f', call.seq), 'time', string.format('%.0f', call.now))
 end
 
@@ -88,7 +102,7 @@ local function write_refusals(call)
   if count == 0 then return end
   local second = string.format('%.0f:', math.floor(call.now / 1000))
   for field, number in pairs(call.demand) do redis.call('HINCRBY', KEYS[5], second .. field, number) end
-  redis.call('HSET', KEYS[3], unpack(call.refused_fields))
+  write_in_pieces('HSET', KEYS[3], call.refused_fields)
   local length = redis.call('RPUSH', KEYS[4], unpack(call.refused_ids))
   if length > REFUSALS_MAX then
     redis.call('HDEL', KEYS[3], unpack(redis.call('LPOP', KEYS[4], length - REFUSALS_MAX)))

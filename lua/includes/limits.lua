@@ -32,9 +32,11 @@ end
 
 -- Reads many fields at once that are not known yet.
 local function read_counters(counters, fields)
-  if #fields == 0 then return end
-  local found = redis.call('HMGET', counters.key, unpack(fields))
-  for i = 1, #fields do counters.values[fields[i]] = parse_counter(found[i]) end
+  for from = 1, #fields, WRITE_VALUES_MAX do
+    local last = math.min(from + WRITE_VALUES_MAX - 1, #fields)
+    local found = redis.call('HMGET', counters.key, unpack(fields, from, last))
+    for i = from, last do counters.values[fields[i]] = parse_counter(found[i - from + 1]) end
+  end
 end
 
 local function counter_of(offer, one)
@@ -63,11 +65,20 @@ local function count(offer, counted, quantity)
   for _, one in ipairs(counted) do set_counter(offer, one, count_in(offer, one) + quantity) end
 end
 
--- Takes units off the counters a grab was counted under; nothing of a window that is over.
-local function give_back(offer, counted, quantity)
-  for _, one in ipairs(counted) do
-    local value = counter_of(offer, one)
-    if value[1] == one[2] then set_counter(offer, one, value[2] - quantity) end
+-- Takes units of a grab off the counters they were counted under, the newest first; nothing of a window that is over.
+-- `grab.counted` is a list of {units, counters}: a payment that retook some made another of these.
+local function give_back(offer, grab, quantity)
+  local batches = grab.counted
+  while quantity > 0 and #batches > 0 do
+    local batch = batches[#batches]
+    local back = math.min(batch[1], quantity)
+    quantity = quantity - back
+    for _, one in ipairs(batch[2]) do
+      local value = counter_of(offer, one)
+      if value[1] == one[2] then set_counter(offer, one, value[2] - back) end
+    end
+    batch[1] = batch[1] - back
+    if batch[1] == 0 then table.remove(batches) end
   end
 end
 
@@ -109,5 +120,5 @@ local function write_counters(counters)
     fields[#fields + 1] = name
     fields[#fields + 1] = string.format('%.0f:%.0f', value[1], value[2])
   end
-  if #fields > 0 then redis.call('HSET', counters.key, unpack(fields)) end
+  write_in_pieces('HSET', counters.key, fields)
 end

@@ -102,7 +102,7 @@ local function write_pieces(offer)
     fields[#fields + 1] = name
     fields[#fields + 1] = pack_grab(offer.grabs[name])
   end
-  if #fields > 0 then redis.call('HSET', KEYS[base + GRABS], unpack(fields)) end
+  write_in_pieces('HSET', KEYS[base + GRABS], fields)
   write_counters(offer.counters)
   local holds, gone = {}, {}
   for name in pairs(offer.holds) do
@@ -114,9 +114,9 @@ local function write_pieces(offer)
       gone[#gone + 1] = member
     end
   end
-  if #holds > 0 then redis.call('ZADD', KEYS[8], unpack(holds)) end
-  if #gone > 0 then redis.call('ZREM', KEYS[8], unpack(gone)) end
-  if #offer.codes_back > 0 then redis.call('RPUSH', KEYS[base + CODES], unpack(offer.codes_back)) end
+  write_in_pieces('ZADD', KEYS[8], holds)
+  write_in_pieces('ZREM', KEYS[8], gone)
+  write_in_pieces('RPUSH', KEYS[base + CODES], offer.codes_back)
   if offer.codes_taken > 0 then redis.call('LPOP', KEYS[base + CODES], offer.codes_taken) end
   for name in pairs(offer.queue_gone) do redis.call('ZREM', KEYS[base + QUEUE], name) end
   for _, name in ipairs(offer.queue_new) do
@@ -128,7 +128,7 @@ end
 local function write_offer(call, offer)
   local base = offer.base
   local key = KEYS[base + STATE]
-  if #offer.users > 0 then redis.call('HSET', KEYS[base + USERS], unpack(offer.users)) end
+  write_in_pieces('HSET', KEYS[base + USERS], offer.users)
   redis.call('HSET', key, 'state', offer.closed and 'closed' or 'open', 'paused', offer.paused and '1' or '0',
     'amount_left', string.format('%.0f', offer.amount_left), 'units_left', string.format('%.0f', offer.units_left),
     'places', string.format('%.0f', offer.places), 'offer_seq', string.format('%.0f', offer.offer_seq))
@@ -144,12 +144,12 @@ local function write_offer(call, offer)
   if offer.audience_new then
     local members = {}
     for name in pairs(offer.audience_new) do members[#members + 1] = name end
-    if #members > 0 then redis.call('SADD', KEYS[base + AUDIENCE], unpack(members)) end
+    write_in_pieces('SADD', KEYS[base + AUDIENCE], members)
   end
   if next(offer.seen_new) then
     local members = {}
     for name in pairs(offer.seen_new) do members[#members + 1] = name end
-    redis.call('SADD', KEYS[base + SEEN], unpack(members))
+    write_in_pieces('SADD', KEYS[base + SEEN], members)
   end
   if offer.due then redis.call('ZADD', KEYS[6], string.format('%.0f', offer.due), offer.name) end
   if offer.closed then
@@ -164,11 +164,18 @@ local function write_all(call, offers, campaigns)
     if offers[o] and offers[o].changed then write_offer(call, offers[o]) end
   end
   for _, campaign in ipairs(campaigns) do
-    if #campaign.made > 0 then redis.call('HSET', campaign.answers_key, unpack(campaign.made)) end
+    write_in_pieces('HSET', campaign.answers_key, campaign.made)
     write_counters(campaign.counters)
     for payment in pairs(campaign.payments_changed) do
       redis.call('HSET', campaign.payments_key, payment, cmsgpack.pack(campaign.payments[payment]))
     end
   end
   write_refusals(call)
+end
+
+-- Ends a call that decided: writes all, the outbox first, and packs the reply.
+local function finish(call, offers, campaigns, rows, run)
+  append_events(call)
+  write_all(call, offers, campaigns)
+  return cmsgpack.pack(run and {0, call.history, rows, run} or {0, call.history, rows})
 end

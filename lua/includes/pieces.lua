@@ -105,7 +105,7 @@ end
 -- Somebody waits no more; the limits are given back.
 local function leave_queue(call, offer, name, grab, command, digest)
   take_from_queue(offer, name)
-  give_back(offer, grab.counted, grab.quantity)
+  give_back(offer, grab, grab.quantity)
   grab.status = RELEASED
   call.lines[#call.lines + 1] = event_head(call, offer, 'grab.released', command) .. grab_text(offer, name, grab, 0, 0)
     .. ',"reason":"left_queue","to":"' .. returns_to(offer) .. (digest and '","digest":"' .. digest or '') .. '"}'
@@ -128,7 +128,7 @@ local function serve(call, offer, command)
     served = served + 1
     take_from_queue(offer, name)
     local asked, quantity = grab.quantity, math.min(grab.quantity, offer.units_left)
-    give_back(offer, grab.counted, asked - quantity)
+    give_back(offer, grab, asked - quantity)
     offer.places = offer.places + 1
     grab.place, grab.quantity, grab.price, grab.status = offer.places, quantity, offer.rules.price or 0, ACTIVE
     move_units(offer, -quantity)
@@ -149,7 +149,7 @@ local function give_up(call, offer, name, grab, status, reason, command, digest)
   local quantity = grab.held
   grab.held, grab.status = 0, status
   offer.held = offer.held - quantity
-  give_back(offer, grab.counted, quantity)
+  give_back(offer, grab, quantity)
   take_back(offer, quantity)
   call.lines[#call.lines + 1] = event_head(call, offer, 'grab.released', command) .. grab_text(offer, name, grab, quantity, quantity)
     .. ',"reason":"' .. reason .. '","to":"' .. returns_to(offer) .. '"' .. (digest and ',"digest":"' .. digest .. '"}' or '}')

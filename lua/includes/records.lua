@@ -56,12 +56,13 @@ end
 
 -- A grab of pieces, in this order; see models/rules/state.py for what each means.
 local GRAB_FIELDS = {'user', 'place', 'quantity', 'held', 'taken', 'redeemed', 'lapsed', 'deadline', 'grace', 'extensions',
-  'price', 'status', 'ended_seq', 'ended_at', 'confirmed_seq', 'confirmed_at', 'counted', 'payments', 'orders', 'codes'}
+  'price', 'status', 'ended_seq', 'ended_at', 'confirmed_seq', 'confirmed_at', 'under', 'counted', 'payments', 'orders', 'codes'}
 local ACTIVE, RELEASED, EXPIRED, WAITING = 0, 1, 2, 3
 
-local function new_grab(user, quantity, counted)
+local function new_grab(user, quantity, under)
   return {user = user, place = 0, quantity = quantity, held = 0, taken = 0, redeemed = 0, lapsed = 0, deadline = 0, grace = 0,
-    extensions = 0, price = 0, status = ACTIVE, ended_seq = 0, ended_at = 0, confirmed_seq = 0, confirmed_at = 0, counted = counted,
+    extensions = 0, price = 0, status = ACTIVE, ended_seq = 0, ended_at = 0, confirmed_seq = 0, confirmed_at = 0, under = under,
+    counted = {{quantity, under}},
     payments = {}, orders = {}, codes = {}}
 end
 

@@ -12,7 +12,7 @@ from models.events import AnyEvent, GrabGranted, GrabHeld, GrabQueued, GrabRelea
 from models.offers import EnvelopeTerms
 from models.outcomes import Outcome
 from models.rules import limits
-from models.rules.state import Decided, Drawn, Offer, Part, ShardState, Status, Taken, answered, head_of, refused
+from models.rules.state import Batch, Decided, Drawn, Offer, Part, ShardState, Status, Taken, answered, head_of, refused
 from models.splitting import next_part
 
 SERVED_AT_ONCE_MAX = 100
@@ -156,7 +156,7 @@ def take_pieces(state: ShardState, command: Grab, offer: Offer, digest: str, now
     once = drawn.get("ticket_once") if terms.audience == "ticket" else None
     if once:
         offer.seen.add(f"ticket/{once}")
-    grab = Taken(command.user, 0, quantity, counted=counted)
+    grab = Taken(command.user, 0, quantity, under=counted, counted=[Batch(quantity, tuple(counted))])
     offer.grabs[command.id] = grab
     if waits:
         return _queue(state, command, offer, grab, digest, now, once)
@@ -189,7 +189,7 @@ def _queue(state: ShardState, command: Grab, offer: Offer, grab: Taken, digest: 
         **head_of(state, offer, command.id, now), grab=command.id, user=command.user, quantity=grab.quantity, amount=0,
         asset=offer.asset, place=grab.place, left=offer.units_left, attributes=command.attributes, ticket=once or None, digest=digest,
     )  # fmt: skip
-    lefts = limits.states_of(offer, limits.counts_of(state, offer, grab.counted), now)
+    lefts = limits.states_of(offer, limits.counts_of(state, offer, grab.under), now)
     return Decided(
         answered(
             state, command, Outcome.waiting, now, grab=command.id, amount=0, quantity=grab.quantity, place=grab.place,

@@ -6,7 +6,7 @@ from models.answers import LimitState
 from models.calendar import window_ends, window_of
 from models.commands import Grab
 from models.offers import Limit
-from models.rules.state import Counted, Offer, ShardState, Taken
+from models.rules.state import Batch, Counted, Offer, ShardState, Taken
 
 
 def value_of(limit: Limit, command: Grab) -> str | None:
@@ -40,11 +40,17 @@ def count(state: ShardState, offer: Offer, counted: Sequence[Counted], quantity:
 
 
 def give_back(state: ShardState, offer: Offer, grab: Taken, quantity: int) -> None:
-    """Takes units off the counters a grab was counted under; nothing of a window that is over."""
-    for one in grab.counted:
-        window, before = _read(state, offer, one)
-        if window == one.window:
-            _write(state, offer, one, before - quantity)
+    """Takes units off the counters they were counted under, the newest first; nothing of a window that is over."""
+    while quantity and grab.counted:
+        units, under = grab.counted.pop()
+        back = min(units, quantity)
+        quantity -= back
+        for one in under:
+            window, before = _read(state, offer, one)
+            if window == one.window:
+                _write(state, offer, one, before - back)
+        if units > back:
+            grab.counted.append(Batch(units - back, under))
 
 
 def states_of(offer: Offer, counts: Sequence[int], now: int) -> tuple[LimitState, ...]:
@@ -56,8 +62,8 @@ def states_of(offer: Offer, counts: Sequence[int], now: int) -> tuple[LimitState
 
 
 def counted_anew(offer: Offer, grab: Taken, now: int) -> list[Counted]:
-    """The counters of a grab, in their windows of now."""
-    return [one._replace(window=window_of(_name_of(offer, one).split("/")[1], offer.offsets, now)) for one in grab.counted]  # type: ignore[arg-type]
+    """The counters a grab was first counted under, in their windows of now."""
+    return [one._replace(window=window_of(_name_of(offer, one).split("/")[1], offer.offsets, now)) for one in grab.under]  # type: ignore[arg-type]
 
 
 def lefts_under(state: ShardState, offer: Offer, counted: Sequence[Counted]) -> list[int]:

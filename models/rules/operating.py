@@ -269,10 +269,10 @@ def _forget(state: ShardState, offer: Offer) -> None:
     for key, kept in list(state.answers.items()):
         if key[0] == offer.campaign and (last or kept.answer.offer == offer.name):
             del state.answers[key]
-    for key, payment in list(state.payments.items()):
-        if key[0] == offer.campaign and (last or payment.offer == offer.name):
-            del state.payments[key]
     if last:
+        # Payments are known as long as their campaign, or one could pay twice, for an offer that is gone and for its sister.
+        for payment in [payment for payment in state.payments if payment[0] == offer.campaign]:
+            del state.payments[payment]
         for counter in [counter for counter in state.counters if counter[0] == offer.campaign]:
             del state.counters[counter]
 

@@ -20,7 +20,7 @@ from models.events import (
 from models.outcomes import Outcome
 from models.rules import limits
 from models.rules.grabbing import about, available, hand_out, leave_queue, numbered, serve
-from models.rules.state import Decided, Offer, Order, Payment, ShardState, Status, Taken, answered, head_of, refused
+from models.rules.state import Batch, Decided, Offer, Order, Payment, ShardState, Status, Taken, answered, head_of, refused
 
 
 def settle(state: ShardState, command: Settle, offer: Offer, digest: str, now: int) -> Decided:
@@ -114,7 +114,7 @@ def _retake(state: ShardState, offer: Offer, grab: Taken, quantity: int, now: in
         return False
     offer.units_left -= quantity
     offer.amount_left -= quantity
-    grab.counted = counted
+    grab.counted.append(Batch(quantity, tuple(counted)))
     limits.count(state, offer, counted, quantity)
     return True
 

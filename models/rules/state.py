@@ -43,6 +43,13 @@ class Counted(NamedTuple):
     of_campaign: bool
 
 
+class Batch(NamedTuple):
+    """Units of a grab that were counted together; a payment that retook some made another batch of these."""
+
+    units: int
+    under: tuple[Counted, ...]
+
+
 class Payment(NamedTuple):
     """What became of a payment: the outcome's code for this grab, and the event that says so."""
 
@@ -76,7 +83,8 @@ class Status(IntEnum):
 class Taken:
     """One grab of pieces: `held` units wait to be confirmed, `taken` are the user's for good, `redeemed` of these are used.
 
-    `grace` is the time behind the deadline in which a payment is still served; `lapsed` units expired;
+    `under` are the counters it was first counted under, `counted` what stands under which now. `grace`
+    is the time behind the deadline in which a payment is still served; `lapsed` units expired;
     `ended` and `confirmed` are (seq, at) of the last event of their kind.
     """
 
@@ -94,7 +102,8 @@ class Taken:
     status: Status = Status.active
     ended: tuple[int, int] = (0, 0)
     confirmed: tuple[int, int] = (0, 0)
-    counted: list[Counted] = field(default_factory=list)
+    under: list[Counted] = field(default_factory=list)
+    counted: list[Batch] = field(default_factory=list)
     payments: list[tuple[str, int]] = field(default_factory=list)
     orders: list[Order] = field(default_factory=list)
     codes: list[str] = field(default_factory=list)

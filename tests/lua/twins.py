@@ -211,7 +211,8 @@ class Twins:
         return [
             grab.user, grab.place, grab.quantity, grab.held, grab.taken, grab.redeemed, grab.lapsed, grab.deadline, grab.grace,
             grab.extensions,
-            grab.price, int(grab.status), *grab.ended, *grab.confirmed, [[*one[:2], int(one[2])] for one in grab.counted],
+            grab.price, int(grab.status), *grab.ended, *grab.confirmed, _counters(grab.under),
+            [[units, _counters(under)] for units, under in grab.counted],
             [list(payment) for payment in grab.payments], [list(order) for order in grab.orders], grab.codes,
         ]  # fmt: skip
 
@@ -230,3 +231,7 @@ def _groups(commands: list[tuple[int, AnyCommand]]) -> list[list[tuple[int, AnyC
         else:
             groups.append([(place, command)])
     return groups
+
+
+def _counters(under: Any) -> list[list[Any]]:
+    return [[counter, window, int(of_campaign)] for counter, window, of_campaign in under]

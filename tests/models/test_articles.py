@@ -1,0 +1,146 @@
+"""What the splitting of articles 001 and 003 gets wrong, said as checks that fail on their forms and hold for ours.
+
+The articles' forms stand here as their texts describe them, so that it is seen that the checks can fail.
+"""
+
+import math
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from models.splitting import LAWS, next_part, split_ahead
+
+Split = Callable[[int, int, int, int], list[int]]
+
+
+def ours(law: Any, drawn: str) -> Split:
+    """(total, parts, min, number of the run) → parts, by place."""
+
+    def split(total: int, parts: int, least: int, number: int) -> list[int]:
+        seed = f"{number:032x}"
+        if drawn == "ahead":
+            return split_ahead(law, total, parts, least, total, seed)
+        amounts: list[int] = []
+        for place in range(1, parts + 1):
+            amounts.append(next_part(law, total - sum(amounts), parts - place + 1, least, total, seed, place))
+        return amounts
+
+    return split
+
+
+OURS = {f"{law}, {drawn}": ours(law, drawn) for law in LAWS for drawn in ("ahead", "at_grab")}
+
+
+def double_mean_of_003(total: int, parts: int, least: int, number: int) -> list[int]:
+    """Uniform from one cent to twice the mean of what is left; the last takes the rest, whatever it is."""
+    chance, amounts, left = random.Random(number), list[int](), total
+    for others in range(parts - 1, 0, -1):
+        amounts.append(chance.randint(1, max(2 * left // (others + 1), 1)) if left > 0 else 0)
+        left -= amounts[-1]
+    return [*amounts, left]
+
+
+def bounded_of_001(total: int, parts: int, least: int, number: int) -> list[int]:
+    """Uniform from the minimum to the mean of what the others can spare; the last takes the rest. Of one part it makes none."""
+    chance, amounts, left = random.Random(number), list[int](), total
+    for others in range(parts - 1, 0, -1):
+        amounts.append(chance.randint(least, max((left - others * least) // others, least)))
+        left -= amounts[-1]
+    return [*amounts, left] if amounts else []
+
+
+# -- 003 ----------------------------------------------------------------------------------------------------------------
+
+RUNS = 2_000
+
+
+def runs_with_nothing(split: Split, total: int, parts: int) -> int:
+    """In how many runs somebody gets nothing, or less."""
+    return sum(min(split(total, parts, 1, number)) < 1 for number in range(RUNS))
+
+
+@pytest.mark.parametrize("name", OURS)
+@pytest.mark.parametrize(("total", "parts"), [(20, 10), (10, 10), (11, 10), (15, 10), (2, 2), (3, 2), (4, 2), (1, 1), (7, 5)])
+def test_003_nobody_gets_nothing(name: str, total: int, parts: int) -> None:
+    """Twenty cents in ten parts, and still fewer."""
+    assert runs_with_nothing(OURS[name], total, parts) == 0
+
+
+def test_003_its_own_form_gives_parts_of_nothing() -> None:
+    assert runs_with_nothing(double_mean_of_003, 20, 10) > RUNS / 10
+
+
+def test_003_a_part_is_between_one_cent_and_twice_the_mean_of_what_is_left() -> None:
+    """Drawn by place, all of that range is used, and nothing beyond it but the odd cent of a remainder."""
+    split = ours("double_mean", "at_grab")
+    seen = {split(200, 10, 1, number)[0] for number in range(RUNS)}
+    assert seen == set(range(1, 40))
+    for number in range(300):
+        left = 1_000
+        for place, amount in enumerate(split(1_000, 10, 1, number)[:-1]):
+            mean, rest = divmod(left, 10 - place)
+            assert 1 <= amount <= 2 * mean - 1 + (rest > 0)
+            left -= amount
+
+
+# -- 001 ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", OURS)
+@pytest.mark.parametrize("total", [1, 2, 77, 10**13])
+def test_001_one_part_is_the_sum(name: str, total: int) -> None:
+    assert {tuple(OURS[name](total, 1, 1, number)) for number in range(100)} == {(total,)}
+
+
+def test_001_its_own_form_makes_nothing_of_one_part() -> None:
+    assert bounded_of_001(77, 1, 1, 0) == []
+
+
+@pytest.mark.parametrize("name", OURS)
+@pytest.mark.parametrize(
+    ("total", "parts", "least"), [(1_000, 10, 1), (1_000, 10, 100), (1_003, 10, 100), (1_000, 10, 99), (1_000, 3, 50), (200, 2, 1)]
+)  # fmt: skip
+def test_001_no_part_is_below_the_minimum(name: str, total: int, parts: int, least: int) -> None:
+    for number in range(300):
+        amounts = OURS[name](total, parts, least, number)
+        assert (len(amounts), sum(amounts)) == (parts, total)
+        assert min(amounts) >= least
+
+
+def means_by_place(split: Split, total: int, parts: int, least: int) -> tuple[list[float], float]:
+    """The mean of each place, and how many standard errors the worst is from total/parts."""
+    columns: Sequence[Sequence[int]] = list(zip(*(split(total, parts, least, number) for number in range(RUNS)), strict=True))
+    means = [sum(column) / RUNS for column in columns]
+    errors = []
+    for column, mean in zip(columns, means, strict=True):
+        variance = sum((amount - mean) ** 2 for amount in column) / (RUNS - 1)
+        distance = abs(mean - total / parts)
+        errors.append(distance / math.sqrt(variance / RUNS) if variance else math.inf if distance else 0.0)
+    return means, max(errors)
+
+
+# Under 1 in 10 000 by chance, for all places together; the seeds are the same on every run.
+FAIR = 4.5
+
+
+@pytest.mark.parametrize("name", OURS)
+@pytest.mark.parametrize(("total", "parts", "least"), [(600, 6, 1), (1_000, 10, 1), (1_003, 10, 20), (20, 10, 1), (300, 3, 90)])
+def test_001_and_003_every_place_has_the_same_mean(name: str, total: int, parts: int, least: int) -> None:
+    means, worst = means_by_place(OURS[name], total, parts, least)
+    assert worst < FAIR, means
+
+
+def test_001_its_own_form_favours_the_last() -> None:
+    """Instead of 100 each: far less for the first, far more for the last."""
+    means, worst = means_by_place(bounded_of_001, 600, 6, 1)
+    assert worst > 10 * FAIR
+    assert means[0] < 65
+    assert means[-1] > 140
+
+
+def test_003_its_own_form_favours_places_too() -> None:
+    """Of twenty cents: a cent too much, or a rounding, at every draw is the last one's loss."""
+    _, worst = means_by_place(double_mean_of_003, 20, 10, 1)
+    assert worst > 3 * FAIR
