@@ -42,13 +42,14 @@ end
 -- A payment that cannot be served is refused, and is to be paid back, once.
 local function unserved(call, offer, id, digest, body, campaign, name, more)
   local code = CODE[name]
-  local row = refused_row(call, code, more)
+  local row = refused_row(call, code, more or {})
   if not body.payment or body.paid == 0 then return row end
   call.lines[#call.lines + 1] = event_head(call, offer, 'payment.refund_due', id) .. ',"grab":"' .. body.grab .. '","payment":"'
     .. body.payment .. '","amount":' .. body.paid .. ',"asset":"' .. body.currency .. '","outcome":"' .. name
     .. '","digest":"' .. digest .. '"}'
   keep_payment(call, campaign, body.payment, offer, body.grab, code, 0)
   row[2] = call.seq
+  row[10].message = (row[10].message and row[10].message .. '; ' or '') .. 'the payment is to be paid back'
   return row, true
 end
 

@@ -153,7 +153,8 @@ def _unserved(state: ShardState, command: Confirm, offer: Offer, outcome: Outcom
     )  # fmt: skip
     payment = Payment(offer.name, command.grab, int(outcome), event.seq, now, 0)
     state.payments[offer.campaign, command.payment] = payment
-    return Decided(refused(state, command, outcome, now, seq=event.seq, **rest), [event])
+    message = "; ".join(filter(None, (rest.pop("message", None), "the payment is to be paid back")))
+    return Decided(refused(state, command, outcome, now, seq=event.seq, message=message, **rest), [event])
 
 
 # -- release, extend, return ------------------------------------------------------------------------------------------

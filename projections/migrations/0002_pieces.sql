@@ -102,4 +102,4 @@ CREATE VIEW operations AS
     SELECT shard, seq, offer, type, at, body::jsonb->>'operator' AS operator, body::jsonb->>'command' AS command, body
     FROM audit_1
     WHERE type IN ('offer.opened', 'offer.loaded', 'offer.amended', 'offer.paused', 'offer.resumed', 'offer.closed', 'ledger.adjusted')
-      AND body::jsonb->>'command' <> 'sweep';
+      AND body::jsonb->>'command' <> 'sweep' AND body::jsonb->>'reason' IS DISTINCT FROM 'drained';

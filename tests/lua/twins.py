@@ -190,7 +190,9 @@ class Twins:
             assert codes == offer.codes
             assert [name.decode() for name in await self.client.zrange(queue_key, 0, -1)] == offer.queue
             records = {name.decode(): unpack(record) for name, record in (await self.client.hgetall(grabs_key)).items()}
-            assert records == {name: self._record(of_shard.shard, offer, grab, records) for name, grab in offer.grabs.items()}
+            for record in records.values():
+                record[-1] = [SEALER.open(of_shard.shard, offer.name, "code", code) for code in record[-1]]
+            assert records == {name: _record(grab) for name, grab in offer.grabs.items()}
             return
         users = await self.client.hgetall(users_key)
         assert {
@@ -203,18 +205,6 @@ class Twins:
 
     async def _counters(self, key: str) -> dict[str, tuple[int, ...]]:
         return {name.decode(): tuple(map(int, value.split(b":"))) for name, value in (await self.client.hgetall(key)).items()}
-
-    def _record(self, shard: int, offer: Offer, grab: Any, records: dict[str, list[Any]]) -> list[Any]:
-        """A grab as Lua keeps it; the codes in it are sealed there, and are opened here."""
-        for record in records.values():
-            record[-1] = [SEALER.open(shard, offer.name, "code", code) if ":" in code else code for code in record[-1]]
-        return [
-            grab.user, grab.place, grab.quantity, grab.held, grab.taken, grab.redeemed, grab.lapsed, grab.deadline, grab.grace,
-            grab.extensions,
-            grab.price, int(grab.status), *grab.ended, *grab.confirmed, _counters(grab.under),
-            [[units, _counters(under)] for units, under in grab.counted],
-            [list(payment) for payment in grab.payments], [list(order) for order in grab.orders], grab.codes,
-        ]  # fmt: skip
 
 
 unpack = msgspec.msgpack.Decoder().decode
@@ -235,3 +225,13 @@ def _groups(commands: list[tuple[int, AnyCommand]]) -> list[list[tuple[int, AnyC
 
 def _counters(under: Any) -> list[list[Any]]:
     return [[counter, window, int(of_campaign)] for counter, window, of_campaign in under]
+
+
+def _record(grab: Any) -> list[Any]:
+    """A grab as Lua keeps it, but for the codes, which are sealed there."""
+    return [
+        grab.user, grab.place, grab.quantity, grab.held, grab.taken, grab.redeemed, grab.lapsed, grab.deadline, grab.grace,
+        grab.extensions, grab.price, int(grab.status), *grab.ended, *grab.confirmed, _counters(grab.under),
+        [[units, _counters(under)] for units, under in grab.counted],
+        [list(payment) for payment in grab.payments], [list(order) for order in grab.orders], grab.codes,
+    ]  # fmt: skip
