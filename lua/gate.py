@@ -296,7 +296,9 @@ class Gate:
                 return answers
             try:
                 left = ticket.deadline - time.monotonic()
-                await asyncio.wait_for(self.journaled.wait(number, history, last), max(left, 0.001))
+                # Not wait_for: until Python 3.12 it may swallow a cancellation, and with it Ctrl-C.
+                async with asyncio.timeout(max(left, 0.001)):
+                    await self.journaled.wait(number, history, last)
                 return answers
             except HistoryChanged:
                 # What was decided may be gone with its history: ask again under the same ids, and trust only the new answer.

@@ -12,7 +12,7 @@ from lua.gate import Gate, GateLimits
 from lua.keys import KeySpace
 from lua.sealing import Sealer
 from lua.tickets import TicketKeys
-from ops.settings import Settings
+from ops.settings import BadSettings, Settings
 from streams.worker import WorkerSettings
 
 SOCKET_TIMEOUT_SECONDS = 5.0
@@ -27,6 +27,16 @@ def open_redis(settings: Settings) -> Any:
         retry=Retry(NoBackoff(), 0),
         max_connections=256,
     )
+
+
+async def require_core(redis: Any) -> None:
+    """Raises BadSettings when the server may forget by itself: what was decided would be gone without a word."""
+    policy = (await redis.info("memory"))["maxmemory_policy"]
+    if policy != "noeviction":
+        raise BadSettings(
+            f"GRAB_REDIS_URL: the server's maxmemory-policy is {policy}, but the core must never evict: "
+            "`CONFIG SET maxmemory-policy noeviction`, or give the core a server of its own"
+        )
 
 
 def key_space(settings: Settings) -> KeySpace:
@@ -73,8 +83,9 @@ async def open_gate(settings: Settings) -> AsyncIterator[Gate]:
     """A started gate with a Redis client of its own."""
     client = open_redis(settings)
     gate = Gate(client, key_space(settings), sealer(settings), gate_limits(settings), tickets=ticket_keys(settings))
-    gate.start()
     try:
+        await require_core(client)
+        gate.start()
         yield gate
     finally:
         await gate.close()

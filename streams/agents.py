@@ -164,7 +164,8 @@ async def _stop(app: faust.App) -> bool:
     for task in app.projector_tasks:
         task.cancel()
     try:
-        await asyncio.wait_for(app.stop(), STOP_SECONDS)
+        async with asyncio.timeout(STOP_SECONDS):
+            await app.stop()
     except TimeoutError:
         return False
     return True

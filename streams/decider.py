@@ -193,7 +193,8 @@ class _Drain(ConsumerRebalanceListener):  # type: ignore[misc]
 
     async def on_partitions_revoked(self, revoked: Any) -> None:
         try:
-            await asyncio.wait_for(self._in_flight.join(), 5)
+            async with asyncio.timeout(5):
+                await self._in_flight.join()
         except TimeoutError:
             log.warning("partitions taken away while commands were being decided: they will be delivered again")
 

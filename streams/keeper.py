@@ -47,7 +47,8 @@ class Keeper:
                         task.result()
                         raise RuntimeError(f"the tasks of shard {shard} ended")
                 try:
-                    await asyncio.wait_for(stop.wait(), self._lease_ms / 1000 / RENEWALS_PER_LEASE)
+                    async with asyncio.timeout(self._lease_ms / 1000 / RENEWALS_PER_LEASE):
+                        await stop.wait()
                 except TimeoutError:
                     continue
         finally:

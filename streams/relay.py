@@ -375,6 +375,7 @@ def _blocks(lines: list[bytes], events_max: int) -> list[list[bytes]]:
 async def _close(closing: Any) -> None:
     """Closes a client that may have lost its broker, without hiding why we are closing."""
     try:
-        await asyncio.wait_for(closing, 5)
+        async with asyncio.timeout(5):
+            await closing
     except (TimeoutError, KafkaError, OSError) as error:
         log.warning("closing a Kafka client: %r", error)

@@ -9,9 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import redis
 
 from models.commands import Open, Undecodable, decode_commands
 from ops.cli import VERBS
+from ops.services import free_ports
+from ops.services.servers import Redis
 from ops.settings import Settings, child_environment
 
 README = Path(__file__).parent.parent.parent / "README.md"
@@ -146,3 +149,17 @@ def test_the_commands_in_the_readme_are_understood() -> None:
     assert len(found) == 3
     assert not [command for command in found if isinstance(command, Undecodable)]
     assert isinstance(found[0], Open)
+
+
+async def test_a_core_that_may_evict_is_refused(system: Settings, tmp_path: Path) -> None:
+    server = Redis(tmp_path, free_ports(1)[0])
+    server.start()
+    try:
+        redis.Redis(port=server.port).config_set("maxmemory-policy", "allkeys-lru")
+        own = {**of(system), "redis_url": f"redis://127.0.0.1:{server.port}/0"}
+        for words in (("worker",), ("grab", "x", "u")):
+            done = grabstream(*words, **own)
+            assert done.returncode == 2, done.stderr
+            assert "noeviction" in done.stderr
+    finally:
+        server.kill()

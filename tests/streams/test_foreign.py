@@ -120,3 +120,54 @@ async def test_an_envelope_by_hand(system: Settings, worker: Callable[..., Any])
             return await rows.fetchall() == [("sold_out", 1)]
 
         await until(counted, 30, "the demand")
+
+
+async def test_a_sale_by_hand(system: Settings, worker: Callable[..., Any]) -> None:
+    """Pieces over the topic: a basket, a hold that is paid twice, a payment too many; and no secret stands in a topic."""
+    worker(system)
+    topics = Topics(system.prefix)
+    stock = {
+        "kind": "stock", "issuer": "shop", "total": 3, "price": 5, "currency": "CNY", "hold_ms": 60_000,
+        "limits": [{"by": "user", "per": "day", "max": 1}],
+    }  # fmt: skip
+    coupon = {"kind": "coupon", "issuer": "shop", "total": 2}
+
+    def about(type_: str, id: str, offer: str, **rest: Any) -> dict[str, Any]:
+        return {"type": type_, "id": id, "offer": offer, **rest}
+
+    produce(
+        system,
+        encode(about("open", "o1", "w:a", terms=stock), about("open", "o2", "w:b", terms=stock), about("open", "o3", "w:c", terms=coupon)),
+        encode(about("open", "seeded", "x", terms={**TERMS, "seed": "5eed" * 16})),
+        encode(about("load", "codes", "w:c", what="codes", chunk=1, chunks=1, items=["SECRET1", "SECRET2"])),
+        encode(*(about("grab", f"b1-{offer}", f"w:{offer}", user="ann", basket="b") for offer in "ab")),
+        encode(*(about("grab", f"b2-{offer}", f"w:{offer}", user="ann" if offer == "b" else "bob", basket="b") for offer in "ab")),
+        encode(about("grab", "g1", "w:c", user="ann")),
+        encode(*(about("confirm", f"c{n}", "w:a", grab="b1-a", payment="p1", paid=5, currency="CNY") for n in (1, 2))),
+        encode(about("confirm", "c3", "w:a", grab="b1-a", payment="p2", paid=5, currency="CNY")),
+        key="w",
+    )
+
+    async def results() -> Any:
+        found = [json.loads(line) for line in consume(system, topics.results)]
+        return found if len(found) >= 13 else None
+
+    answers = {answer["id"]: answer for answer in await until(results, 60, "the answers")}
+    assert {id: answer["outcome"] for id, answer in answers.items()} == {
+        "o1": "opened", "o2": "opened", "o3": "opened", "seeded": "invalid", "codes": "invalid", "b1-a": "held", "b1-b": "held",
+        "b2-a": "limit_reached", "b2-b": "limit_reached", "g1": "granted", "c1": "confirmed", "c2": "confirmed", "c3": "not_held",
+    }  # fmt: skip
+    assert (answers["b1-a"]["due"], answers["b1-a"]["currency"]) == (5, "CNY")
+    assert answers["b1-a"]["limits"][0]["left"] == 0
+    assert answers["c2"]["repeated"]
+    assert "coupon_code" not in answers["g1"]
+    assert "gate" in answers["codes"]["message"]
+
+    async def events() -> Any:
+        found = [json.loads(line) for line in consume(system, topics.events)]
+        return found if any(event["type"] == "payment.refund_due" for event in found) else None
+
+    found = await until(events, 60, "the refund that is due")
+    assert [event["payment"] for event in found if event["type"] == "payment.refund_due"] == ["p2"]
+    assert [event["payment"] for event in found if event["type"] == "grab.confirmed"] == ["p1"]
+    assert not any("SECRET" in json.dumps(event) for event in found)
