@@ -176,6 +176,8 @@ class Projector:
         if self._connection is None:
             self._connection = await AsyncConnection.connect(self._postgres, autocommit=True, connect_timeout=5)
             await use_schema(self._connection, self._schema)
+            # A commit that PostgreSQL forgets in a crash takes its cursor along, and is read from the journal once more.
+            await self._connection.execute("SET synchronous_commit = off")
             self._cursors.clear()
         if not self._cursors:
             self._cursors = await self._open(self._connection)

@@ -231,13 +231,16 @@ class ShardRelay:
     # -- relaying -----------------------------------------------------------------------------------------------------
 
     async def _relay(self, producer: AIOKafkaProducer, own: Ownership, cursor: Cursor, tail: "_Tail") -> None:
+        read = await self._read_outbox(own, cursor.seq)
         while True:
-            shard_seq, lines = await self._read_outbox(own, cursor.seq)
+            shard_seq, lines = read
             if not lines and shard_seq > cursor.seq:
                 raise SteppedDown(f"the outbox has a hole behind seq {cursor.seq}")  # taking over again names it and fences
             if not lines:
                 await self._wait_for_more(cursor.seq)
+                read = await self._read_outbox(own, cursor.seq)
                 continue
+            last = cursor.seq + len(lines)
             for block in _blocks(lines, self._block_events_max):
                 hashes = chain(cursor.head, block)
                 headers = block_headers(self._keys.shard, own.term, own.owner, cursor.seq + 1, len(block), cursor.head, hashes[-1])
@@ -247,7 +250,11 @@ class ShardRelay:
                     await tail.reached(offset)
                 self._step("relay.acknowledged")
                 cursor = Cursor(cursor.seq + len(block), hashes[-1], offset + 1, own.term, own.owner)
-                await self._trim(own, cursor)
+                if cursor.seq == last:
+                    # What comes next is read while what was acknowledged is trimmed: one way to Redis less a block.
+                    _, read = await asyncio.gather(self._trim(own, cursor), self._read_outbox(own, cursor.seq))
+                else:
+                    await self._trim(own, cursor)
                 self._step("relay.trimmed")
 
     async def _read_outbox(self, own: Ownership, behind_seq: int) -> tuple[int, list[bytes]]:
