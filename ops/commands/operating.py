@@ -42,9 +42,8 @@ from ops.settings import Settings
 
 What = Literal["codes", "audience"]
 
-#: Chunks of ITEMS_MAX items in one gate call. A gate call is one script call, and what Lua of Redis hands to one command (`unpack`) is
-#: bounded by 8,000: the script for 8 chunks would end behind its events, but before what they say is written.
-CHUNKS_A_CALL: Final = 5
+#: Chunks of ITEMS_MAX items in one gate call: few enough that the bar moves and Ctrl-C is heard soon.
+CHUNKS_A_CALL: Final = 16
 #: Refusals of a chunk that are remembered under its id are passed over by this many ids.
 ATTEMPTS_MAX: Final = 100
 PROBLEMS_SHOWN_MAX: Final = 20
