@@ -74,5 +74,6 @@ return course(function(call, offer, id, digest, body)
     .. ',"left":' .. offer.units_left .. operator_text(body) .. ',"digest":"' .. digest .. '"}'
   local row = {CODE.amended, call.seq, call.now, 0, 0, 0, offer.units_left}
   serve(call, offer, id)
+  row[7] = offer.units_left
   return row, true
 end)

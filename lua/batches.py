@@ -18,7 +18,18 @@ from models.answers import Answer, LimitState
 from models.calendar import DAY_MS, offsets_of
 from models.commands import Adjust, Amend, AnyCommand, Confirm, Grab, Load, Open, Redeem, Return, Settle, Steer, Unredeem, digest_of
 from models.identifiers import campaign_of
-from models.offers import ENVELOPE_LIFE_MS, TIME_MS_MAX, EnvelopeTerms, PieceTerms, Terms, asset_of, published, units_of, week_minutes
+from models.offers import (
+    ENVELOPE_LIFE_MS,
+    TIME_MS_MAX,
+    CouponTerms,
+    EnvelopeTerms,
+    PieceTerms,
+    Terms,
+    asset_of,
+    published,
+    units_of,
+    week_minutes,
+)
 from models.outcomes import OUTCOME_NAMES, Outcome
 from models.splitting import check_split, pack_parts, split_ahead
 
@@ -138,6 +149,8 @@ def _open_columns(shard: int, commands: Sequence[Open], sealer: Sealer, now_ms: 
     rows, parts = [], []
     for c in commands:
         row = _terms_row(c.offer, c.terms, now_ms)
+        if c.operator is not None:
+            row["operator"] = c.operator
         drawn = b""
         if isinstance(c.terms, EnvelopeTerms):
             seed = c.terms.seed or secrets.token_hex(32)
@@ -204,6 +217,7 @@ def _piece_rules(terms: PieceTerms) -> dict[str, Any]:
         "grace_ms": terms.grace_ms,
         "return_restores": terms.return_restores,
         "waiting_list": terms.waiting_list,
+        "codes": isinstance(terms, CouponTerms) and terms.codes,
     }
 
 

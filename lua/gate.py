@@ -306,7 +306,8 @@ class Gate:
                 answers, history = await again.done
             except builtins.TimeoutError:
                 raise OutcomeUnknown(
-                    f"decided, but not in the journal in time (shard {number}, seq {last}): send the commands again under their ids"
+                    f"decided, but not in the journal in time (shard {number}, seq {last}; is a relay running?): "
+                    "send the commands again under their ids"
                 ) from None
 
     def _now(self) -> int:

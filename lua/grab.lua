@@ -135,6 +135,7 @@ local function is_eligible(i, o, offer)
 end
 
 local function is_incomplete(offer)
+  if offer.rules.codes and not offer.loads.codes then return true end
   for _, list in pairs(offer.loads) do
     if list.loaded < list.chunks then return true end
   end
@@ -154,7 +155,7 @@ local function refusal_of(i, o, offer)
   if not over then
     local opens = offer.rules.hours and opens_next(offer.rules.hours, offer.rules.offsets, now)
     if opens then return {CODE.not_open_yet, 0, now, 0, 0, 0, 0, 0, opens} end
-    if next(offer.loads) and is_incomplete(offer) then return {CODE.not_open_yet, 0, now} end
+    if is_incomplete(offer) then return {CODE.not_open_yet, 0, now} end
   end
   if offer.paused then return {CODE.on_hold, 0, now} end
   if offer.closed and offer.reason == 'drained' then return {CODE.sold_out, 0, now} end

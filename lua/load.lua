@@ -44,7 +44,9 @@ local function load(call, offer, id, digest, body)
   end
   if message then return refused_row(call, CODE.invalid, {message = message}) end
   if again then return {CODE.conflict, 0, call.now} end
-  if offer.closed or (call.now >= offer.opens_at and loaded == (list and list.chunks or 0)) then return refused_row(call, CODE.over) end
+  local awaited = not list and body.what == 'codes' and offer.rules.codes
+  local complete = loaded == (list and list.chunks or 0)
+  if offer.closed or (call.now >= offer.opens_at and complete and not awaited) then return refused_row(call, CODE.over) end
   offer.seen_new[member] = true
   if body.what == 'codes' then
     for _, code in ipairs(body.items) do offer.codes_back[#offer.codes_back + 1] = code end

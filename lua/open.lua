@@ -8,7 +8,7 @@
 -- ARGV[1] shard/shards · ARGV[2] caller time ms · ARGV[3] time to use ms or '' · ARGV[4] clock skew ms · ARGV[5] outbox events max
 -- ARGV[6] msgpack: {offers, campaign of each offer (from 1), campaigns, ids, offer of each command (from 1), digests, terms}; terms:
 --         kind, issuer, asset, total, units, opens_at, closes_at (0: not said), life_ms, json, offsets_json, rules (kept as they are),
---         and of an envelope funding, law, min, max, draw, seed, seed_sha256, sealed_seed
+--         operator where there is one, and of an envelope funding, law, min, max, draw, seed, seed_sha256, sealed_seed
 -- ARGV[7 + i] parts of the i-th command, 6 bytes each, or '' when there are none
 -- Outcomes: 21 fenced · 22 busy (whole call) · 23 conflict (also: the id was used before) · 20 invalid · 5 opened
 -- Events: offer.opened
@@ -31,7 +31,7 @@ local function opened_line(offer, id, digest, terms)
     .. ',"opens_at":' .. offer.opens_at .. ',"closes_at":' .. offer.closes_at .. ',"terms":' .. terms.json
     .. (terms.offsets_json ~= '' and ',"offsets":' .. terms.offsets_json or '')
     .. (terms.seed and ',"seed_sha256":"' .. terms.seed_sha256 .. '","sealed_seed":"' .. terms.sealed_seed .. '"' or '')
-    .. ',"digest":"' .. digest .. '"}'
+    .. (terms.operator and ',"operator":"' .. terms.operator .. '"' or '') .. ',"digest":"' .. digest .. '"}'
 end
 
 local batch = cmsgpack.unpack(ARGV[6])
@@ -51,7 +51,7 @@ for i = 1, #ids do
     local opens_at = terms.opens_at == 0 and call.now or terms.opens_at
     local closes_at = terms.closes_at == 0 and opens_at + terms.life_ms or terms.closes_at
     if closes_at <= opens_at then
-      row = {CODE.invalid, 0, call.now}
+      row = {CODE.invalid, 0, call.now, 0, 0, 0, 0, 0, 0, {message = 'terms.closes_at: must be after opens_at and after now'}}
     else
       local offer = {name = name, offer_seq = 0, opens_at = opens_at, closes_at = closes_at}
       call.lines[#call.lines + 1] = opened_line(offer, id, digest, terms)

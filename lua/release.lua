@@ -28,12 +28,13 @@ return settle(function(call, offer, grab, id, digest, body)
     leave_queue(call, offer, body.grab, grab, id, digest)
     local row = {CODE.released, call.seq, call.now, 0, 0, grab.place, offer.units_left}
     serve(call, offer, id)
+    row[7] = offer.units_left
     return row, true
   end
   if grab.held > 0 then
     local quantity = grab.held
-    local seq, left = give_up(call, offer, body.grab, grab, RELEASED, 'command', id, digest)
-    return {CODE.released, seq, call.now, quantity, quantity, grab.place, left}, true
+    local seq = give_up(call, offer, body.grab, grab, RELEASED, 'command', id, digest)
+    return {CODE.released, seq, call.now, quantity, quantity, grab.place, offer.units_left}, true
   end
   if grab.status == RELEASED then return again_row(CODE.released, grab.ended_seq, grab.ended_at) end
   return refused_row(call, grab.status == EXPIRED and CODE.expired or CODE.not_held)

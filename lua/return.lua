@@ -61,5 +61,6 @@ return settle(function(call, offer, grab, id, digest, body)
   touch_grab(offer, body.grab)
   local row = {CODE.returned, call.seq, call.now, quantity, quantity, grab.place, offer.units_left}
   serve(call, offer, id)
+  row[7] = offer.units_left
   return row, true
 end)

@@ -32,7 +32,13 @@ class Command(msgspec.Struct, tag_field="type", tag=str.lower, frozen=True, kw_o
     offer: Id
 
 
-class Open(Command, frozen=True, kw_only=True):
+class Steer(Command, frozen=True, kw_only=True):
+    """What an operator does to an offer; `operator` says who, for the list of what operators did."""
+
+    operator: Id | None = None
+
+
+class Open(Steer, frozen=True, kw_only=True):
     """Create and fund an offer."""
 
     terms: Terms
@@ -51,12 +57,6 @@ class Grab(Command, frozen=True, kw_only=True):
     ticket: str | None = None
     basket: Id | None = None
     wait: bool = False
-
-
-class Steer(Command, frozen=True, kw_only=True):
-    """What an operator does to an offer; `operator` says who, for the list of what operators did."""
-
-    operator: Id | None = None
 
 
 class Pause(Steer, frozen=True, kw_only=True):
@@ -216,6 +216,8 @@ def _check_load(command: Load) -> None:
         for item in command.items:
             _check_named("items", item)
         return
+    if len(set(command.items)) < len(command.items):
+        raise Invalid("items: a code stands there twice; each is given once")
     if command.what != "codes":
         raise Invalid(f"what: must be codes or audience, got {command.what!r}")
     for item in command.items:
@@ -344,6 +346,9 @@ def encode_command(command: AnyCommand) -> bytes:
 def digest_of(command: AnyCommand) -> str:
     """What tells two bodies under one id apart: 48 bits of BLAKE2b over the canonical JSON, 8 characters of base64.
 
-    It guards against mistakes, not against forgery: the worst a collision can do is to repeat the first answer.
+    It guards against mistakes, not against forgery: the worst a collision can do is to repeat the first answer. Who sends a command
+    does not change what it asks for, so the operator is left out.
     """
+    if isinstance(command, Steer) and command.operator is not None:
+        command = msgspec.structs.replace(command, operator=None)
     return b64encode(blake2b(_encode(command), digest_size=6).digest()).decode()

@@ -46,6 +46,7 @@ class OfferOpened(Event, tag="offer.opened", frozen=True, kw_only=True):
     offsets: tuple[tuple[int, int], ...] = ()
     seed_sha256: str | None = None
     sealed_seed: str | None = None
+    operator: Id | None = None
     digest: str
 
 

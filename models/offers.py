@@ -133,6 +133,8 @@ class _PieceTerms(_Terms, frozen=True, kw_only=True):
 class CouponTerms(_PieceTerms, tag="coupon", frozen=True, kw_only=True):
     """Coupons: units with limits, used by `redeem`."""
 
+    codes: Annotated[bool, Meta(description="whether grabs are `not_open_yet` until as many codes as units are loaded")] = False
+
 
 class StockTerms(_PieceTerms, tag="stock", frozen=True, kw_only=True):
     """Stock: units of a thing, any quantity, held until paid where `hold_ms` says so."""

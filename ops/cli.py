@@ -79,6 +79,8 @@ def main() -> None:
     """Runs the command line; errors of known kinds become one clear line and an exit code."""
     try:
         grabstream()
+    except KeyboardInterrupt:
+        _end(130, "stopped")
     except BadSettings as error:
         _end(2, str(error))
     except ServiceError as error:

@@ -51,6 +51,7 @@ _REPLACED = tuple(field for field in _Change.__struct_fields__ if field not in _
 _UPDATE = (  # all names are those of the struct above
     "UPDATE grabs_1 AS g SET "  # noqa: S608
     + ", ".join([f"{name} = g.{name} + c.{name}" for name in _SUMS] + [f"{name} = coalesce(c.{name}, g.{name})" for name in _REPLACED])
+    + ", amount = coalesce(c.quantity, g.amount)"
     + " FROM unnest(%s::text[], %s::text[], "
     + ", ".join(f"%s::{_TYPES.get(name, 'bigint')}[]" for name in _Change.__struct_fields__)
     + f") AS c (offer, grab, {', '.join(_Change.__struct_fields__)}) WHERE g.offer = c.offer AND g.grab = c.grab"

@@ -155,9 +155,9 @@ local function give_up(call, offer, name, grab, status, reason, command, digest)
     .. ',"reason":"' .. reason .. '","to":"' .. returns_to(offer) .. '"' .. (digest and ',"digest":"' .. digest .. '"}' or '}')
   grab.ended_seq, grab.ended_at = call.seq, call.now
   touch_grab(offer, name)
-  local seq, left = call.seq, offer.units_left
+  local seq = call.seq
   serve(call, offer, command)
-  return seq, left
+  return seq
 end
 
 -- Ends a hold whose time is over; whoever meets it first does so, and always in this way.

@@ -50,7 +50,7 @@ def _not_open_yet(state: ShardState, command: Grab, offer: Offer, now: int, draw
     opens = opens_next(offer.hours, offer.offsets, now)
     if opens is not None:
         return refused(state, command, Outcome.not_open_yet, now, retry_at=opens)
-    incomplete = any(offer.loaded[what] < chunks for what, chunks in offer.chunks.items())
+    incomplete = offer.awaits_codes or any(offer.loaded[what] < chunks for what, chunks in offer.chunks.items())
     return refused(state, command, Outcome.not_open_yet, now) if incomplete else None
 
 

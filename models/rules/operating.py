@@ -29,6 +29,7 @@ from models.splitting import check_split, split_ahead
 from models.transfers import source_of
 
 RETIRE_AGAIN_MS = 60_000
+CLOSES_TOO_EARLY = "terms.closes_at: must be after opens_at and after now"
 
 
 def open_offer(state: ShardState, command: Open, digest: str, now: int, drawn: Drawn) -> Decided:
@@ -39,7 +40,7 @@ def open_offer(state: ShardState, command: Open, digest: str, now: int, drawn: D
     opens_at = terms.opens_at or now
     closes_at = terms.closes_at or (opens_at + ENVELOPE_LIFE_MS if isinstance(terms, EnvelopeTerms) else TIME_MS_MAX)
     if closes_at <= opens_at:
-        return Decided(refused(state, command, Outcome.invalid, now), [])
+        return Decided(refused(state, command, Outcome.invalid, now, message=CLOSES_TOO_EARLY), [])
     offsets = offsets_of(terms.timezone, drawn.get("zone_from", now))
     offer = Offer(command.offer, terms, opens_at, closes_at, terms.total, units_of(terms), closes_at, offsets=offsets, offer_seq=0)
     seed = _draw(offer, terms, drawn)
@@ -58,6 +59,7 @@ def open_offer(state: ShardState, command: Open, digest: str, now: int, drawn: D
         offsets=offsets,
         seed_sha256=sha256(bytes.fromhex(seed)).hexdigest() if seed else None,
         sealed_seed=drawn.get("sealed_seed") if seed else None,
+        operator=command.operator,
         digest=digest,
     )
     answer = answered(state, command, Outcome.opened, now, amount=terms.total, left=offer.units_left)
@@ -148,8 +150,11 @@ def _amend(state: ShardState, command: Amend, offer: Offer, digest: str, now: in
         source=source_of(offer.asset, getattr(offer.terms, "funding", None), offer.terms.issuer), added=max(added, 0),
         removed=max(-added, 0), left=offer.units_left, operator=command.operator, digest=digest,
     )  # fmt: skip
-    answer = answered(state, command, Outcome.amended, now, left=offer.units_left)
-    return Decided(answer, [event, *serve(state, offer, command.id, now)])
+    events = [event, *serve(state, offer, command.id, now)]
+    answer = Answer(
+        command.id, "amended", int(Outcome.amended), offer.name, left=offer.units_left, shard=state.shard, seq=event.seq, at=now
+    )
+    return Decided(answer, events)
 
 
 def _set_fields(changes: Changes) -> dict[str, Any]:
@@ -192,7 +197,8 @@ def _load(state: ShardState, command: Load, offer: Offer, digest: str, now: int)
     if f"{what}/{command.chunk}" in offer.seen:
         return Decided(refused(state, command, Outcome.conflict, now), [], False)
     complete = known is not None and offer.loaded[what] == known
-    if offer.closed_reason or (now >= offer.opens_at and (known is None or complete)):
+    awaited = what == "codes" and offer.awaits_codes
+    if offer.closed_reason or (now >= offer.opens_at and (complete or (known is None and not awaited))):
         return Decided(refused(state, command, Outcome.over, now), [], False)
     offer.seen.add(f"{what}/{command.chunk}")
     offer.chunks[what] = command.chunks

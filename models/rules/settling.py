@@ -165,12 +165,12 @@ def _release(state: ShardState, command: Release, offer: Offer, grab: Taken | No
         return _refuse(state, command, Outcome.no_such_grab, now)
     if grab.status == Status.waiting:
         event = leave_queue(state, offer, command.grab, command.id, digest, now)
-        answer = answered(state, command, Outcome.released, now, **_said(command, offer, grab, 0))
-        return Decided(answer, [event, *serve(state, offer, command.id, now)])
+        events = [event, *serve(state, offer, command.id, now)]
+        return Decided(_after(state, command, Outcome.released, event, _said(command, offer, grab, 0)), events)
     if grab.held:
         quantity = grab.held
         events = _give_up(state, offer, command.grab, Status.released, "command", command.id, digest, now)
-        left = events[0].left  # type: ignore[union-attr]
+        left = offer.units_left
         answer = Answer(
             command.id, "released", int(Outcome.released), offer.name, command.grab, quantity, quantity, grab.place, left,
             shard=state.shard, seq=events[0].seq, at=now,
@@ -222,8 +222,13 @@ def _return(state: ShardState, command: Return, offer: Offer, grab: Taken | None
         refunds=refunds, currency=offer.pieces.currency if refunds else None, issuer=offer.terms.issuer,
         restored=offer.pieces.return_restores, digest=digest,
     )  # fmt: skip
-    answer = answered(state, command, Outcome.returned, now, **_said(command, offer, grab, quantity))
-    return Decided(answer, [event, *serve(state, offer, command.id, now)])
+    events = [event, *serve(state, offer, command.id, now)]
+    return Decided(_after(state, command, Outcome.returned, event, _said(command, offer, grab, quantity)), events)
+
+
+def _after(state: ShardState, command: Settle, outcome: Outcome, event: AnyEvent, said: dict[str, Any]) -> Answer:
+    """The answer with the command's own event; what is left is left after those who wait were served."""
+    return Answer(command.id, outcome.name, int(outcome), command.offer, shard=state.shard, seq=event.seq, at=event.at, **said)
 
 
 def _refunds(grab: Taken, quantity: int) -> tuple[tuple[str, int], ...]:

@@ -11,7 +11,7 @@ from models.calendar import Offsets
 from models.commands import Command
 from models.events import AnyEvent
 from models.identifiers import campaign_of
-from models.offers import EnvelopeTerms, PieceTerms, Terms, asset_of, week_minutes
+from models.offers import CouponTerms, EnvelopeTerms, PieceTerms, Terms, asset_of, week_minutes
 from models.outcomes import Outcome
 
 REFUSALS_MAX = 100_000
@@ -171,6 +171,11 @@ class Offer:
     def hours(self) -> list[tuple[int, int]]:
         """The minutes of the week in which it takes grabs."""
         return week_minutes(self.terms.hours)
+
+    @property
+    def awaits_codes(self) -> bool:
+        """Whether it hands out codes and has none yet."""
+        return isinstance(self.terms, CouponTerms) and self.terms.codes and "codes" not in self.chunks
 
     @property
     def returns_to(self) -> str:

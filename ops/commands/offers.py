@@ -6,6 +6,7 @@ import secrets
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final, get_args
 
@@ -15,7 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from lua.gate import Gate, OutcomeUnknown
+from lua.gate import Gate, OutcomeUnknown, now_ms
 from models.answers import Answer, encode_answer
 from models.commands import AnyCommand, Open, Undecodable, decode_command, encode_command
 from models.identifiers import is_id
@@ -135,6 +136,18 @@ def exit_code(answers: Sequence[Answer]) -> int:
     return 0 if all(answer.positive for answer in answers) else 1
 
 
+def _shown(name: str, value: Any) -> str:
+    """A field of an answer for people: times as times, limits in words."""
+    if name in ("at", "retry_at", "deadline_at", "resets_at"):
+        return datetime.fromtimestamp(value / 1000, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    if name == "limits":
+        return "; ".join(_shown("limit", limit) for limit in value)
+    if name == "limit":
+        until = f" until {_shown('resets_at', value['resets_at'])}" if "resets_at" in value else ""
+        return f"{value['by']}/{value['per']}: {value['left']} of {value['max']} left{until}"
+    return str(value)
+
+
 def print_answers(answers: Sequence[Answer], as_json: bool) -> None:
     """A line each, or JSON."""
     if as_json:
@@ -142,7 +155,7 @@ def print_answers(answers: Sequence[Answer], as_json: bool) -> None:
         return
     for answer in answers:
         said = msgspec.json.decode(encode_answer(answer))
-        rest = "  ".join(f"{name}={value}" for name, value in said.items() if name not in ("outcome", "code"))
+        rest = "  ".join(f"{name}={_shown(name, value)}" for name, value in said.items() if name not in ("outcome", "code"))
         words = Text.assemble((answer.outcome, "green" if answer.positive else "red"), "  ", rest)
         # A line is a line, however narrow the terminal: others read it with grep.
         plain_console.print(words, soft_wrap=True)
@@ -154,8 +167,9 @@ def print_answers(answers: Sequence[Answer], as_json: bool) -> None:
     "--format", "form", type=click.Choice(get_args(Form)), help="The form of FILE. Default: what its suffix says; YAML without one."
 )
 @click.option("--dry-run", is_flag=True, help="Check all offers, show the plan and open none.")
+@operator_option
 @json_option
-def open(file: Path, form: Form | None, dry_run: bool, as_json: bool) -> None:  # noqa: A001 - the verb's name
+def open(file: Path, form: Form | None, dry_run: bool, operator: str | None, as_json: bool) -> None:  # noqa: A001 - the verb's name
     """Open the offers of FILE (YAML, JSON or CSV; `-` is standard input).
 
     All are checked before the first is opened. Each has the command id open-<offer> where the file gives none, so the same call may
@@ -163,9 +177,12 @@ def open(file: Path, form: Form | None, dry_run: bool, as_json: bool) -> None:  
     """
     try:
         opens = read_offers(read_text(file), form_of(file, form))
+        if past := [one.offer for one in opens if one.terms.closes_at is not None and one.terms.closes_at <= now_ms()]:
+            raise BadOfferFile([(name, "terms.closes_at: is over already") for name in past])
     except BadOfferFile as error:
         complain_of_all(error)
         sys.exit(2)
+    opens = [msgspec.structs.replace(one, operator=one.operator or operator) for one in opens]
     if not dry_run:
         _open_all(opens, as_json)
     elif as_json:

@@ -3,6 +3,7 @@
 import asyncio
 import sys
 from base64 import b64decode
+from collections import Counter
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from pathlib import Path
@@ -17,7 +18,7 @@ from lua.gate import Gate, OutcomeUnknown, now_ms
 from lua.tickets import sign
 from models.answers import Answer, encode_answer
 from models.commands import ITEMS_MAX, Load, check
-from models.identifiers import ID_LENGTH_MAX, is_id
+from models.identifiers import is_id
 from models.money import Invalid
 from models.offers import TIME_MS_MAX
 from ops.commands.offers import (
@@ -53,7 +54,7 @@ _GO_ON: Final = "the same call again goes on where this one ended"
 _WAYS_OUT: Final = {
     "busy": _GO_ON,
     "fenced": _GO_ON,
-    "conflict": "this was loaded before from another file, or by another --operator; give those of the first time",
+    "conflict": "another file was loaded before; give the one of the first time",
     "no_such_offer": "open it first, with opens_at in the future",
     "over": "the offer is open or closed already; a list has to be loaded before opens_at",
 }
@@ -130,7 +131,7 @@ def load(offer: str, codes: Path | None, audience: Path | None, dry_run: bool, o
     """Give OFFER, before it opens, the lines of FILE: its coupon codes, or who may grab. Empty lines are skipped.
 
     The same call goes on where the last one stopped: what is loaded already is answered `repeated` and not loaded again. It has to be
-    the same file and the same --operator then.
+    the same file then.
     """
     if (codes is None) == (audience is None):
         raise click.UsageError("give one of --codes FILE and --audience FILE")
@@ -163,11 +164,15 @@ def _chunks(offer: str, operator: str | None, what: What, text: str) -> list[Loa
     count = -(-len(items) // ITEMS_MAX)
     chunks = [
         Load(
-            id=_chunk_id(offer, what, number), offer=offer, operator=operator, what=what, chunk=number, chunks=count,
+            id="", offer=offer, operator=operator, what=what, chunk=number, chunks=count,
             items=tuple(items[(number - 1) * ITEMS_MAX : number * ITEMS_MAX]),
         )
         for number in range(1, count + 1)
     ]  # fmt: skip
+    chunks = list(map(_named, chunks))
+    if what == "codes" and (twice := [item for item, times in Counter(items).items() if times > 1]):
+        shown = ", ".join(map(repr, twice[:3]))
+        raise BadOfferFile([("file", f"{len(twice):,} codes stand there more than once, {shown} among them; each is given once")])
     try:
         for chunk in chunks:
             check(chunk)
@@ -192,11 +197,11 @@ def _problems(what: What, lines: Sequence[str]) -> list[tuple[str, str]]:
     return [*problems, ("file", f"{more:,} more lines are wrong")] if more else problems
 
 
-def _chunk_id(offer: str, what: What, number: int, attempt: int = 1) -> str:
-    """The id of a chunk's command: the same in every run, and no longer than an id may be."""
-    ending = f"-{what}-{number}" + (f"-{attempt}" if attempt > 1 else "")
-    long = len(f"load-{offer}{ending}") > ID_LENGTH_MAX
-    return f"load-{blake2b(offer.encode(), digest_size=16).hexdigest() if long else offer}{ending}"
+def _named(chunk: Load, attempt: int = 1) -> Load:
+    """The chunk under its id, which follows from what it carries: the same file again gets the same answers, another one its own."""
+    carried = blake2b("\n".join((chunk.offer, str(chunk.chunks), *chunk.items)).encode(), digest_size=15)
+    ending = f"-{attempt}" if attempt > 1 else ""
+    return msgspec.structs.replace(chunk, id=f"load-{chunk.what}-{chunk.chunk}-{carried.hexdigest()}{ending}")
 
 
 def _load(chunks: Sequence[Load], summary: dict[str, object], as_json: bool) -> None:
@@ -251,7 +256,7 @@ async def _load_piece(gate: Gate, settings: Settings, chunks: Sequence[Load]) ->
     waiting = chunks
     for attempt in range(1, ATTEMPTS_MAX + 1):
         # A refusal is remembered under its id, and what it said (no such offer) may be true no more: then the next id is tried.
-        commands = [msgspec.structs.replace(one, id=_chunk_id(one.offer, one.what, one.chunk, attempt)) for one in waiting]
+        commands = [_named(one, attempt) for one in waiting]
         answered = await gate.decide(commands, patience_ms=settings.patience_ms, timeout_ms=settings.patience_ms)
         answers |= {one.chunk: answer for one, answer in zip(waiting, answered, strict=True)}
         waiting = [one for one in waiting if answers[one.chunk].repeated and not answers[one.chunk].positive]

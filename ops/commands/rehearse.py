@@ -56,9 +56,9 @@ MONEY: Final = ("revenue", "refunded", "refund_due")
     show_default=True,
     help="Folder for what the story week or promotion publishes, as JSON and CSV.",
 )
-@click.option("--parts", default=100_000, show_default=True, help="Parts of the big envelope.")
-@click.option("--envelopes", "small", default=24, show_default=True, help="Small envelopes beside it.")
-@click.option("--small-parts", default=500, show_default=True, help="Parts of each small envelope.")
+@click.option("--parts", type=click.IntRange(1, 1_000_000), default=100_000, show_default=True, help="Parts of the big envelope.")
+@click.option("--envelopes", "small", type=click.IntRange(min=0), default=24, show_default=True, help="Small envelopes beside it.")
+@click.option("--small-parts", type=click.IntRange(1, 1_000_000), default=500, show_default=True, help="Parts of each small envelope.")
 @click.option("--deadline", default=20.0, show_default=True, help="Seconds after which two envelopes close by themselves.")
 @click.option("--seed", type=int, help="Repeats the same crowd; drawn if absent, and printed.")
 @click.option("--keep", is_flag=True, help="Leave topics, tables and keys of the rehearsal in place.")

@@ -4,6 +4,7 @@ import secrets
 import subprocess
 from base64 import urlsafe_b64encode
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import click
 
@@ -16,8 +17,20 @@ SERVERS = ("redis", "kafka", "postgres")
 
 
 def local_services() -> LocalServices:
-    """The set that `up` starts: under .services of the project, on the default ports."""
-    return LocalServices(PROJECT / ".services")
+    """The set that `up` starts: under .services of the project, on the ports of the settings."""
+    settings = load_settings()
+    redis, kafka, postgres = (_local_port(url) for url in (settings.redis_url, f"kafka://{settings.kafka}", settings.postgres))
+    return LocalServices(PROJECT / ".services", redis, kafka, kafka + 1, postgres)
+
+
+def _local_port(url: str) -> int:
+    """The port of a server of this machine; raises ServiceError when the settings point at one elsewhere."""
+    server = urlsplit(url.split(",")[0])
+    if server.hostname not in ("127.0.0.1", "localhost") or server.port is None or "," in url:
+        raise ServiceError(
+            f"the settings point at {server.netloc.rpartition('@')[2]}, which `up` cannot start: unset them, or start it there"
+        )
+    return server.port
 
 
 def new_seal_key() -> str:

@@ -2,12 +2,14 @@
 
 import asyncio
 import sys
+import time
 from datetime import UTC, datetime
 from typing import Any
 
 import click
 from psycopg import AsyncConnection
 from psycopg.rows import dict_row
+from rich.text import Text
 
 from models.offers import TIME_MS_MAX
 from ops.output import console, json_option, print_json, table
@@ -17,7 +19,7 @@ from projections.migrate import use_schema
 
 @click.command()
 @click.argument("offer")
-@click.option("--limit", default=20, show_default=True, help="Grabs to list, the newest first.")
+@click.option("--limit", type=click.IntRange(min=0), default=20, show_default=True, help="Grabs to list, the newest first.")
 @json_option
 def show(offer: str, limit: int, as_json: bool) -> None:
     """Show OFFER from the read models: its state, who got what, the luckiest, and what is left. Exit 1: there is none."""
@@ -73,17 +75,23 @@ async def _read(settings: Settings, offer: str, limit: int) -> dict[str, Any] | 
 
 def _print(found: dict[str, Any], limit: int) -> None:
     offer = found["offer"]
-    console.print(f"[bold]{offer['offer']}[/]  {offer['title']}  [dim]{offer['kind']}, {offer['asset']}, by {offer['issuer']}[/]")
+    heading = Text.assemble(
+        (offer["offer"], "bold"), f"  {offer['title']}  ", (f"{offer['kind']}, {offer['asset']}, by {offer['issuer']}", "dim")
+    )
+    # Names and titles may look like markup (`[red]`) or emoji (`:b:`).
+    console.print(heading, soft_wrap=True, emoji=False)
     closes = "" if offer["closes_at"] == TIME_MS_MAX else f", closes {_time(offer['closes_at'])}"
     closed = f", closed {_time(offer['closed_at'])} ({offer['reason']})" if offer["closed_at"] else closes
-    console.print(f"{offer['state']}; opens {_time(offer['opens_at'])}{closed}")
+    early = offer["state"] == "open" and offer["opens_at"] > time.time() * 1000
+    console.print(f"{'not open yet' if early else offer['state']}; opens {_time(offer['opens_at'])}{closed}")
     console.print(_stock_of(offer), highlight=False)
     for paid in found["payments"]:
         what = "to be paid back" if paid["state"] == "refund_due" else f"served, {paid['refunded']:,} paid back"
         console.print(f"{paid['payments']:,} payments of {paid['amount']:,} {paid['currency']} {what}", highlight=False)
     if found["luckiest"]:
         lucky = found["luckiest"]
-        console.print(f"The luckiest: [bold]{lucky['user_id']}[/] with {lucky['amount']:,}, at place {lucky['place']:,}.", highlight=False)
+        words = f"The luckiest: {lucky['user_id']} with {lucky['amount']:,}, at place {lucky['place']:,}."
+        console.print(Text(words), highlight=False)
     if found["refused"]:
         console.print("Refused: " + ", ".join(f"{outcome} {count:,}" for outcome, count in found["refused"].items()), highlight=False)
     if offer["seed"]:

@@ -22,7 +22,10 @@ from projections.migrate import use_schema
 @click.command()
 @json_option
 def status(as_json: bool) -> None:
-    """Show servers, shards and read models. Exit 3: a server does not answer; 1: a shard is fenced or a read model has stopped."""
+    """Show servers, shards and read models.
+
+    Exit 3: a server does not answer; 1: a shard is fenced or has no relay, or a read model has stopped.
+    """
     found = asyncio.run(_read(load_settings()))
     if as_json:
         print_json(found)
@@ -48,13 +51,16 @@ async def _redis(settings: Settings, found: dict[str, Any]) -> None:
     redis = open_redis(settings)
     try:
         keys = key_space(settings)
+        life = (await redis.info("server"))["run_id"] + (await redis.info("replication"))["master_replid"]
         for number in range(settings.shards):
             of_shard = keys.shard(number)
             values = [value and value.decode() for value in await redis.hmget(of_shard.state, list(SHARD_FIELDS))]
             fields = dict(zip(SHARD_FIELDS, values, strict=True))
             holder = await redis.get(of_shard.lease)
             seq, journaled = int(fields["seq"] or 0), int(fields["journaled_seq"] or 0)
-            fault = fields["fault"] or (None if fields["life"] else "no relay has taken this shard over yet")
+            fault = fields["fault"] or _why_fenced(fields["life"], life)
+            if fault is None and holder is None:
+                fault = "no relay: start a worker"
             found["shards"].append(
                 {
                     "shard": number, "seq": seq, "journaled_seq": journaled, "waiting": seq - journaled,
@@ -63,6 +69,12 @@ async def _redis(settings: Settings, found: dict[str, Any]) -> None:
             )  # fmt: skip
     finally:
         await redis.aclose()
+
+
+def _why_fenced(reconciled: str | None, life: str) -> str | None:
+    if reconciled is None:
+        return "no relay has taken this shard over yet: start a worker"
+    return None if reconciled == life else "Redis has started anew, and no relay has reconciled the shard since: start a worker"
 
 
 async def _kafka(settings: Settings, found: dict[str, Any]) -> None:
@@ -97,7 +109,7 @@ def _print(found: dict[str, Any]) -> None:
         for shard in found["shards"]
     )  # fmt: skip
     console.print(table("Shards", ("shard", "seq", "not journaled", *(f"{model} lag" for model in models), "relay", "fault"), rows))
-    if not models:
+    if not models and found["servers"]["postgres"] is None:
         console.print("No read models: `grabstream init` makes them.")
     for stop in found["stopped"]:
         console.print(

@@ -5,6 +5,7 @@ import contextlib
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -19,7 +20,7 @@ from streams.topics import Topics, create_topics, retention_ms
 
 #: Two processes, since two cores are what a small machine has: one decides and relays, one builds the read models.
 WORKERS = ("decide,relay,sweep", "project,publish")
-STOP_SECONDS = 20.0
+STOP_SECONDS = 6.0
 
 
 class WorkerEnded(Exception):
@@ -68,9 +69,11 @@ def _stop(workers: list["subprocess.Popen[bytes]"]) -> None:
     for worker in workers:
         with contextlib.suppress(ProcessLookupError):
             worker.send_signal(signal.SIGTERM)
+    # All of it is thrown away: one that does not go soon is not waited for.
+    deadline = time.monotonic() + STOP_SECONDS
     for worker in workers:
         try:
-            worker.wait(STOP_SECONDS)
+            worker.wait(max(deadline - time.monotonic(), 0.1))
         except subprocess.TimeoutExpired:
             worker.kill()
             worker.wait()

@@ -142,7 +142,7 @@ class Process:
             except OSError:
                 raise ServiceError(
                     f"port {self.port} for {self.name} is taken by another process: end that one "
-                    f"(`ss -ltnp 'sport = :{self.port}'` names it), or point {self.setting()} at a server that runs elsewhere"
+                    f"(`ss -ltnp 'sport = :{self.port}'` names it), or set another port in {self.setting()}"
                 ) from None
 
     def setting(self) -> str:

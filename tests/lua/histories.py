@@ -80,7 +80,7 @@ def envelopes(draw: Any) -> Open:
         hours=draw(st.sampled_from(((), (), ALWAYS_BUT_NOON))), timezone=draw(st.sampled_from(ZONES)),
         retire_after_ms=draw(st.sampled_from((3_000, 24 * HOUR, 7 * 24 * HOUR))),
     )  # fmt: skip
-    return Open(id=draw(ids), offer=draw(offers), terms=terms)
+    return Open(id=draw(ids), offer=draw(offers), terms=terms, operator=draw(operators))
 
 
 ALWAYS_BUT_NOON = (Hours(("mon", "tue", "wed", "thu", "fri"), "00:00", "12:00"), Hours(until="24:00", from_="13:30"))
@@ -130,7 +130,9 @@ def piece_terms(draw: Any, lively: bool = False) -> CouponTerms | StockTerms:
         "closes_at": None if lively else draw(st.sampled_from((None, None, NOW + 9_000, NOW + 40 * HOUR))),
         "retire_after_ms": draw(st.sampled_from((3_000, 24 * HOUR, 7 * 24 * HOUR))),
     }
-    return draw(st.sampled_from((CouponTerms, StockTerms)))(**common)
+    if draw(st.booleans()):
+        return StockTerms(**common)
+    return CouponTerms(**common, codes=draw(st.sampled_from((False, False, False, True))))
 
 
 piece_opens = st.builds(Open, id=ids, offer=pieces, terms=piece_terms())
@@ -231,7 +233,7 @@ def operations(draw: Any, now: int) -> AnyCommand:
     if kind is Load:
         what = draw(st.sampled_from(("codes", "audience")))
         chunks = draw(st.sampled_from((1, 1, 2)))
-        items = draw(st.lists(st.sampled_from(USERS if what == "audience" else CODES), min_size=1, max_size=5))
+        items = draw(st.lists(st.sampled_from(USERS if what == "audience" else CODES), min_size=1, max_size=5, unique=True))
         return Load(**about, what=what, chunk=draw(st.integers(1, chunks)), chunks=chunks, items=tuple(items))
     if kind is Adjust:
         entry = Entry("CNY", "issuer:alice", "wallet:u1", draw(st.integers(1, 10**13)))

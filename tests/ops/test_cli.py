@@ -101,8 +101,8 @@ def test_a_file_of_offers_is_checked_before_the_first_is_opened(settings: Settin
     assert done.returncode == 2
     assert "entry 2" in done.stderr
     assert "total" in done.stderr
-    done = grabstream("open", "-", "--dry-run", "--json", stdin=json.dumps([good]), **of(settings))
-    assert (done.returncode, json.loads(done.stdout)) == (0, [{"type": "open", "id": "open-a", **good}])
+    done = grabstream("open", "-", "--dry-run", "--json", "--operator", "olga", stdin=json.dumps([good]), **of(settings))
+    assert (done.returncode, json.loads(done.stdout)) == (0, [{"type": "open", "id": "open-a", **good, "operator": "olga"}])
 
 
 async def test_another_number_of_shards_is_refused(system: Settings) -> None:

@@ -150,7 +150,11 @@ def test_changes_are_written_as_in_a_file_of_offers() -> None:
 def test_codes_are_loaded_once_and_handed_out(operator: Operator, tmp_path: Path) -> None:
     codes = [f"CODE {number:04}" for number in range(2_500)]
     file = written(tmp_path / "codes.txt", codes)
-    # What is refused is remembered under its id; it must not stand in the way when the offer is there.
+    # What is refused is remembered under its id; neither it nor a wrong file must stand in the way when the offer is there.
+    wrong = written(tmp_path / "wrong.txt", codes[:7])
+    assert operator.ask("load", "coupons", "--codes", wrong, code=1)["refused"][0]["outcome"] == "no_such_offer"
+    twice = written(tmp_path / "twice.txt", [*codes, codes[3]])
+    assert "more than once" in operator.type("load", "coupons", "--codes", twice, code=2).stderr
     assert operator.ask("load", "coupons", "--codes", file, code=1)["refused"][0]["outcome"] == "no_such_offer"
     offers = HEADER + f"coupons,coupon,shop,2500,{in_an_hour()},,2,,,,,,\n"
     assert operator.ask("open", "-", "--format", "csv", stdin=offers)["outcome"] == "opened"
@@ -159,8 +163,7 @@ def test_codes_are_loaded_once_and_handed_out(operator: Operator, tmp_path: Path
     assert operator.ask("load", "coupons", "--codes", file) == {**summary, "loaded": 3, "repeated": 0}
     again = operator.type("load", "coupons", "--codes", file)
     assert "0 of 3 chunks loaded, 3 were loaded before" in again.stdout
-    other = operator.type("load", "coupons", "--codes", file, "--operator", "somebody", code=1)
-    assert "--operator" in other.stderr
+    assert "3 were loaded before" in operator.type("load", "coupons", "--codes", file, "--operator", "somebody").stdout
     assert operator.ask("grab", "coupons", "anna", code=1)["outcome"] == "not_open_yet"
     assert operator.ask("amend", "coupons", "--set", "opens_at=1")["outcome"] == "amended"
     assert operator.ask("grab", "coupons", "anna", "--id", "g")["coupon_code"] == codes[0]
