@@ -249,7 +249,10 @@ def test_a_load_that_was_stopped_goes_on(operator: Operator, system: Settings, t
     file = written(tmp_path / "users.txt", [f"u{number}" for number in range(400_000)])
     command = [sys.executable, "-m", "ops.cli", "load", "crowd", "--audience", file, "--json"]
     environment = child_environment(**operator.environment)
+    # A shell lets what it runs in the background ignore Ctrl-C, and so may whatever runs these tests.
+    heard = signal.signal(signal.SIGINT, signal.SIG_DFL)
     running = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    signal.signal(signal.SIGINT, heard)
     keys = key_space(system)
     audience = keys.shard(keys.shard_of_offer("crowd")).of_offer("crowd")[OFFER_KEYS.index("audience")]
     with redis.Redis.from_url(system.redis_url) as client:
