@@ -31,10 +31,9 @@ GROUP_EVENTS_MAX: Final = 4_000
 QUEUE_RECORDS_MAX: Final = 256
 #: Bytes of journal text whose decoded form a process keeps; decoded it is several times as large.
 DECODED_BYTES_MAX: Final = 16 * 1024 * 1024
-#: A transaction costs as much as some hundred rows: what comes within this time goes along.
+#: A transaction costs as much as some hundred rows: what comes within this time goes along with a record that is smaller than this.
 GATHER_SECONDS: Final = 0.005
-#: When so many records wait already, nothing has to be waited for.
-GATHERED_RECORDS: Final = 32
+SMALL_BYTES: Final = 16_000
 RETRY_SECONDS: Final = 0.5
 RETRY_SECONDS_MAX: Final = 10.0
 EXIT_UNKNOWN_ERROR: Final = 70
@@ -144,7 +143,7 @@ class Projector:
             async with open_reader(self._kafka, self._journal) as reader:
                 while True:
                     items = [await self._queue.get()]
-                    if self._queue.qsize() < GATHERED_RECORDS:
+                    if isinstance(items[0], Record) and len(items[0].value) < SMALL_BYTES:
                         await asyncio.sleep(GATHER_SECONDS)
                     while not self._queue.empty() and len(items) < QUEUE_RECORDS_MAX:
                         items.append(self._queue.get_nowait())
