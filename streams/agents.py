@@ -163,11 +163,13 @@ async def _stop(app: faust.App) -> bool:
     """Stops the app and its projectors; returns whether Faust went along. Its threads may hang on a broker for ever."""
     for task in app.projector_tasks:
         task.cancel()
-    try:
-        async with asyncio.timeout(STOP_SECONDS):
-            await app.stop()
-    except TimeoutError:
+    # A task of its own: Faust may swallow a cancellation.
+    stopping = asyncio.ensure_future(app.stop())
+    done, _ = await asyncio.wait({stopping}, timeout=STOP_SECONDS)
+    if not done:
+        stopping.cancel()
         return False
+    stopping.result()
     return True
 
 

@@ -76,7 +76,8 @@ class Kafka(Process):
         properties.write_text("".join(f"{key}={value}\n" for key, value in self._properties().items()))
         if not (self.directory / "kafka" / "meta.properties").exists():
             cluster_id = base64.urlsafe_b64encode(uuid.uuid4().bytes).decode().rstrip("=")
-            format_ = [*self._java("kafka.tools.StorageTool"), "format", "-t", cluster_id, "-c", str(properties)]
+            # As one word: one id in 64 begins with a dash, and would be taken for an option.
+            format_ = [*self._java("kafka.tools.StorageTool"), "format", f"--cluster-id={cluster_id}", "-c", str(properties)]
             done = subprocess.run(format_, capture_output=True, text=True)
             if done.returncode != 0:
                 raise ServiceError(f"Kafka's storage could not be formatted: {done.stdout}{done.stderr}")
