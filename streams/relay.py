@@ -381,11 +381,7 @@ def _blocks(lines: list[bytes], events_max: int) -> list[list[bytes]]:
 
 async def _close(closing: Any) -> None:
     """Closes a client that may have lost its broker, without hiding why we are closing."""
-    # A task of its own: the client may swallow a cancellation, and that of the relay must not be lost in it.
-    task = asyncio.ensure_future(closing)
-    done, _ = await asyncio.wait({task}, timeout=5)
-    if not done:
-        task.cancel()
-        log.warning("a Kafka client does not close")
-    elif (error := task.exception()) is not None:
+    try:
+        await asyncio.wait_for(closing, 5)  # noqa: TID251 - in a task of its own, since the client may swallow our cancellation
+    except (TimeoutError, KafkaError, OSError) as error:
         log.warning("closing a Kafka client: %r", error)
