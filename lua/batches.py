@@ -9,13 +9,12 @@ from hashlib import sha256
 from typing import Any, NamedTuple
 
 import msgspec
-from msgspec import UNSET
 
 from lua.keys import ShardKeys
 from lua.sealing import Sealer
 from lua.tickets import TicketKeys
 from models.answers import Answer, LimitState
-from models.calendar import DAY_MS, offsets_of
+from models.calendar import offsets_of
 from models.commands import Adjust, Amend, AnyCommand, Confirm, Grab, Load, Open, Redeem, Return, Settle, Steer, Unredeem, digest_of
 from models.identifiers import campaign_of
 from models.offers import (
@@ -169,13 +168,8 @@ def _parts_packed(terms: EnvelopeTerms, seed: str) -> bytes:
     return pack_parts(split_ahead(terms.law, terms.total, terms.parts, terms.min, most, seed))
 
 
-def zone_from(now_ms: int) -> int:
-    """From when on an offer knows its zone: the beginning of the day it was opened, so that the offsets are computed once a day."""
-    return now_ms - now_ms % DAY_MS
-
-
 def _terms_row(offer: str, terms: Terms, now_ms: int) -> dict[str, Any]:
-    offsets = offsets_of(terms.timezone, zone_from(now_ms))
+    offsets = offsets_of(terms.timezone, now_ms)
     return {
         "kind": terms.__struct_config__.tag,
         "issuer": terms.issuer,
@@ -260,7 +254,7 @@ def _body(shard: int, command: AnyCommand, sealer: Sealer) -> dict[str, Any]:
     elif isinstance(command, Unredeem):
         body["order"] = command.order
     elif isinstance(command, Amend):
-        changes = {name: value for name, value in msgspec.structs.asdict(command.changes).items() if value is not UNSET}
+        changes = command.changes.fields()
         if "limits" in changes:
             changes["limits"] = _limit_rows(changes["limits"])
         body |= {"changes": changes, "json": _json(command.changes).decode()}

@@ -28,7 +28,7 @@ from lua.keys import KeySpace, ShardKeys
 from lua.sealing import Sealer
 from lua.tickets import TicketKeys
 from models.answers import Answer, refusal
-from models.commands import BASKET_GRABS_MAX, AnyCommand, Grab, Open, check
+from models.commands import BASKET_GRABS_MAX, AnyCommand, Grab, Open, basket_of, check
 from models.identifiers import are_ids, campaign_of
 from models.money import Invalid
 from models.offers import EnvelopeTerms
@@ -89,7 +89,7 @@ class _Ticket:
         self.patient_until: float | None = None
         self.unsure = False
         # Two callers may have given their baskets the same name, so their tickets never share a call.
-        self.has_baskets = script == "grab" and any(command.basket is not None for command in commands)  # type: ignore[union-attr]
+        self.has_baskets = script == "grab" and any(map(basket_of, commands))
         self.done: asyncio.Future[tuple[list[Answer], int]] = asyncio.get_running_loop().create_future()
 
     def is_patient(self, now: float) -> bool:
@@ -234,7 +234,7 @@ class Gate:
                 sound.append(place)
             except (Invalid, TypeError) as error:
                 answers[place] = refusal(command.id, Outcome.invalid, command.offer, str(error))
-        if any(isinstance(command, Grab) and command.basket is not None for command in commands):
+        if any(map(basket_of, commands)):
             _check_baskets(commands, answers)
             return [place for place in sound if answers[place] is None]
         return sound
@@ -481,15 +481,11 @@ def _parts_of(command: AnyCommand) -> int:
     return command.terms.parts if isinstance(command, Open) and isinstance(command.terms, EnvelopeTerms) else 0
 
 
-def _basket(command: AnyCommand) -> str | None:
-    return command.basket if isinstance(command, Grab) else None
-
-
 def _check_baskets(commands: Sequence[AnyCommand], answers: list[Answer | None]) -> None:
     """Answers `invalid` to the grabs of a basket that cannot be decided as one: all of them, or it would be torn apart."""
     members: dict[str, list[int]] = {}
     for place, command in enumerate(commands):
-        if (basket := _basket(command)) is not None:
+        if (basket := basket_of(command)) is not None:
             members.setdefault(basket, []).append(place)
     for basket, places in members.items():
         grabs = [commands[place] for place in places]
@@ -512,8 +508,8 @@ def _check_baskets(commands: Sequence[AnyCommand], answers: list[Answer | None])
 def _whole_baskets(places: Sequence[int], commands: Sequence[AnyCommand], end: int) -> int:
     """The end of a cut, moved behind the basket it would go through."""
     while end < len(places):
-        basket = _basket(commands[places[end]])
-        if basket is None or basket != _basket(commands[places[end - 1]]):
+        basket = basket_of(commands[places[end]])
+        if basket is None or basket != basket_of(commands[places[end - 1]]):
             break
         end += 1
     return end

@@ -1,4 +1,4 @@
-"""Sealing: what recovery needs from the journal and its readers must not see (seeds now, coupon codes later).
+"""Sealing: what recovery needs from the journal and its readers must not see (seeds, coupon codes).
 
 AES-256-GCM with a fresh nonce, bound to shard, offer and purpose, so that a sealed text cannot be moved elsewhere.
 """

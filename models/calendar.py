@@ -35,11 +35,14 @@ def check_timezone(name: str) -> None:
         raise Invalid(f"terms.timezone: no such zone: {name!r}; use a name such as UTC or Asia/Shanghai") from None
 
 
+def offsets_of(timezone: str, at_ms: int) -> tuple[tuple[int, int], ...]:
+    """The zone's offsets from the day (UTC) of a time on, for HORIZON_MS; every change to the millisecond. `()` for UTC."""
+    return () if timezone == "UTC" else _offsets_from(timezone, at_ms - at_ms % DAY_MS)
+
+
+# It takes some milliseconds: offers opened on one day share it.
 @lru_cache(maxsize=256)
-def offsets_of(timezone: str, from_ms: int) -> tuple[tuple[int, int], ...]:
-    """The zone's offsets from a time on, for HORIZON_MS; every change to the millisecond. `()` for UTC."""
-    if timezone == "UTC":
-        return ()
+def _offsets_from(timezone: str, from_ms: int) -> tuple[tuple[int, int], ...]:
     zone = ZoneInfo(timezone)
     found = [(from_ms, _offset(zone, from_ms))]
     at = from_ms

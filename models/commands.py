@@ -331,6 +331,11 @@ def _decode_or_reason(raw: bytes) -> AnyCommand | Undecodable:
         return error
 
 
+def basket_of(command: AnyCommand) -> str | None:
+    """The basket a command stands or falls with; None for what is no grab, or a grab by itself."""
+    return command.basket if isinstance(command, Grab) else None
+
+
 def secret_of(command: AnyCommand) -> str | None:
     """The field of a command that must not stand in a topic in clear, if it has one: only a gate takes it."""
     if isinstance(command, Open) and isinstance(command.terms, EnvelopeTerms) and command.terms.seed is not None:

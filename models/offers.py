@@ -166,6 +166,10 @@ class Changes(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
     return_restores: bool | UnsetType = UNSET
     valid_until: TimeMs | UnsetType = UNSET
 
+    def fields(self) -> dict[str, Any]:
+        """What is to be changed, by name."""
+        return {name: value for name, value in msgspec.structs.asdict(self).items() if value is not UNSET}
+
 
 #: What of an envelope may be amended.
 ENVELOPE_CHANGES: Final = frozenset({"title", "opens_at", "closes_at"})
@@ -208,7 +212,7 @@ def published(terms: Terms) -> Terms:
 def check_terms(terms: Terms) -> None:
     """Raises Invalid, naming the field and the fix, when an offer with these terms could not keep its promises."""
     _check_id("issuer", terms.issuer)
-    _check_title(terms.title)
+    check_line("terms.title", terms.title)
     for field in ("total", "opens_at", "closes_at", "retire_after_ms"):
         _check_number(terms, field)
     check_timezone(terms.timezone)
@@ -283,19 +287,17 @@ def check_limits(limits: tuple[Limit, ...]) -> None:
 
 def check_changes(changes: Changes) -> None:
     """Raises Invalid when a change is wrong whatever the offer is; what depends on the offer is the script's to say."""
-    if changes == Changes():
+    fields = changes.fields()
+    if not fields:
         raise Invalid("changes: nothing is to be changed")
-    if isinstance(changes.title, str):
-        _check_title(changes.title)
-    if not isinstance(changes.limits, UnsetType):
-        check_limits(changes.limits)
-    for field in ("total", "max_per_grab", "hold_ms"):
-        value = getattr(changes, field)
-        if value is not UNSET:
+    if "title" in fields:
+        check_line("terms.title", fields["title"])
+    if "limits" in fields:
+        check_limits(fields["limits"])
+    for field, value in fields.items():
+        if field in ("total", "max_per_grab", "hold_ms"):
             check_amount(f"changes.{field}", value, least=1)
-    for field in ("opens_at", "closes_at", "price", "extensions", "grace_ms", "valid_until"):
-        value = getattr(changes, field)
-        if value is not UNSET:
+        elif field in ("opens_at", "closes_at", "price", "extensions", "grace_ms", "valid_until"):
             check_amount(f"changes.{field}", value)
 
 
@@ -305,10 +307,6 @@ def check_line(field: str, text: str) -> None:
         raise Invalid(f"{field}: at most {TITLE_LENGTH_MAX} characters, got {len(text)}")
     if found := _is_no_text(text):
         raise Invalid(f"{field}: must be one line of text, without control characters; got {found.group()!r} at {found.start()}")
-
-
-def _check_title(title: str) -> None:
-    check_line("terms.title", title)
 
 
 def _check_id(field: str, value: Any) -> None:

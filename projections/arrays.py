@@ -1,6 +1,6 @@
 """Array literals for `unnest`: psycopg looks at every element of a list by itself, which costs more than all the rest of a row."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 
 def text_array(values: Sequence[str]) -> str:
@@ -15,6 +15,24 @@ def text_array(values: Sequence[str]) -> str:
 def integer_array(values: Iterable[int]) -> str:
     """The literal of a `bigint[]`; pass it with a cast, `%s::bigint[]`."""
     return f"{{{','.join(map(str, values))}}}"
+
+
+def update_by(
+    table: str, keys: Sequence[str], sums: Sequence[str], replaced: Sequence[str], texts: Collection[str],
+    more: Mapping[str, str] = {},
+) -> bytes:  # fmt: skip
+    """An UPDATE of many rows from arrays, one a column: `keys`, then `sums` (added), then `replaced` (where not NULL).
+
+    Columns are `bigint` but for keys and `texts`. `more` are columns set otherwise: in these expressions `t` is the table's row, `c` the
+    change. All names are those of our own tables.
+    """
+    columns = [*keys, *sums, *replaced]
+    arrays = ", ".join(f"%s::{'text' if name in keys or name in texts else 'bigint'}[]" for name in columns)
+    changes = {name: f"t.{name} + c.{name}" for name in sums} | {name: f"coalesce(c.{name}, t.{name})" for name in replaced} | {**more}
+    assignments = ", ".join(f"{name} = {value}" for name, value in changes.items())
+    where = " AND ".join(f"t.{key} = c.{key}" for key in keys)
+    statement = f"UPDATE {table} AS t SET {assignments} FROM unnest({arrays}) AS c ({', '.join(columns)}) WHERE {where}"  # noqa: S608
+    return statement.encode()
 
 
 def copy_text(value: str) -> str:

@@ -19,7 +19,7 @@ from models.events import (
     GrabReturned,
     GrabUnredeemed,
 )
-from projections.arrays import copy_text
+from projections.arrays import copy_text, update_by
 
 
 class _Change(msgspec.Struct):
@@ -45,17 +45,9 @@ _FULL = (
     "COPY grabs_1 (offer, grab, user_id, state, quantity, amount, asset, place, shard, seq, at, held, back, deadline_at, due, currency, "
     "attributes, basket) FROM STDIN"
 )
-_TYPES = {"state": "text", "currency": "text"}
 _SUMS = ("held", "back", "redeemed", "uncounted", "paid", "refunded")
-_REPLACED = tuple(field for field in _Change.__struct_fields__ if field not in _SUMS)
-_UPDATE = (  # all names are those of the struct above
-    "UPDATE grabs_1 AS g SET "  # noqa: S608
-    + ", ".join([f"{name} = g.{name} + c.{name}" for name in _SUMS] + [f"{name} = coalesce(c.{name}, g.{name})" for name in _REPLACED])
-    + ", amount = coalesce(c.quantity, g.amount)"
-    + " FROM unnest(%s::text[], %s::text[], "
-    + ", ".join(f"%s::{_TYPES.get(name, 'bigint')}[]" for name in _Change.__struct_fields__)
-    + f") AS c (offer, grab, {', '.join(_Change.__struct_fields__)}) WHERE g.offer = c.offer AND g.grab = c.grab"
-)
+_REPLACED = tuple(name for name in _Change.__struct_fields__ if name not in _SUMS)
+_UPDATE = update_by("grabs_1", ("offer", "grab"), _SUMS, _REPLACED, ("state", "currency"), {"amount": "coalesce(c.quantity, t.amount)"})
 
 
 class GrabRows:
@@ -86,7 +78,7 @@ class GrabRows:
             return
         keys = sorted(self._changes)
         changes = [self._changes[key] for key in keys]
-        columns = ([getattr(change, name) for change in changes] for name in _Change.__struct_fields__)
+        columns = ([getattr(change, name) for change in changes] for name in (*_SUMS, *_REPLACED))
         done = await connection.execute(_UPDATE, ([key[0] for key in keys], [key[1] for key in keys], *columns))
         if done.rowcount != len(keys):
             raise CheckViolation(f"events of a grab that was never made, one of {keys[:5]}")

@@ -25,6 +25,7 @@ from models.events import (
 )
 from models.identifiers import campaign_of
 from models.offers import Changes
+from projections.arrays import update_by
 
 
 class _Change(msgspec.Struct):
@@ -56,17 +57,10 @@ class _Terms(msgspec.Struct):
 
 
 _SUMS = ("grabs", "given", "held", "waiting", "refunded", "total")
-_TEXTS = ("state", "reason", "seed", "title", "terms")
-_REPLACED = tuple(name for name in _Change.__struct_fields__ if name not in (*_SUMS, "terms"))
-_UPDATE = (  # all names are those of the struct above
-    "UPDATE offers_1 AS o SET "  # noqa: S608
-    + ", ".join([f"{name} = o.{name} + c.{name}" for name in _SUMS] + [f"{name} = coalesce(c.{name}, o.{name})" for name in _REPLACED])
-    # Pieces are counted in units, so that their number changes with the total; an envelope's total cannot change.
-    + ", units = o.units + c.total, terms = o.terms || coalesce(c.terms::jsonb, '{}')"
-    + " FROM unnest(%s::text[], "
-    + ", ".join(f"%s::{'text' if name in _TEXTS else 'bigint'}[]" for name in _Change.__struct_fields__)
-    + f") AS c (offer, {', '.join(_Change.__struct_fields__)}) WHERE o.offer = c.offer"
-)
+_REPLACED = tuple(name for name in _Change.__struct_fields__ if name not in _SUMS)
+# Pieces are counted in units, so that their number changes with the total; an envelope's total cannot change.
+_MORE = {"units": "t.units + c.total", "terms": "t.terms || coalesce(c.terms::jsonb, '{}')"}
+_UPDATE = update_by("offers_1", ("offer",), _SUMS, _REPLACED, ("state", "reason", "seed", "title", "terms"), _MORE)
 _PAID = (
     "INSERT INTO payments_1 (campaign, payment, offer, grab, amount, currency, state, outcome, shard, seq, at) "
     "SELECT * FROM unnest(%s::text[], %s::text[], %s::text[], %s::text[], %s::bigint[], %s::text[], %s::text[], %s::text[], %s::integer[], "
@@ -157,7 +151,7 @@ class OfferRows:
         if self._changes:
             names = sorted(self._changes)
             changes = [self._changes[name] for name in names]
-            columns = ([getattr(change, name) for change in changes] for name in _Change.__struct_fields__)
+            columns = ([getattr(change, name) for change in changes] for name in (*_SUMS, *_REPLACED))
             await connection.execute(_UPDATE, (names, *columns))
         for statement, rows in ((_PAID, self._paid), (_PAID_BACK, self._paid_back)):
             if rows:
@@ -166,10 +160,8 @@ class OfferRows:
 
 def _amend(offer: _Change, event: OfferAmended) -> None:
     offer.total += event.added - event.removed
-    changes = _changes(event.changes)
-    for name in ("title", "opens_at", "closes_at"):
-        value = getattr(changes, name)
-        if value is not msgspec.UNSET:
+    for name, value in _changes(event.changes).fields().items():
+        if name in ("title", "opens_at", "closes_at"):
             setattr(offer, name, value)
     merged = msgspec.json.decode(offer.terms) if offer.terms else {}
     offer.terms = msgspec.json.encode(merged | msgspec.json.decode(event.changes)).decode()

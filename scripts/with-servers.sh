@@ -3,7 +3,7 @@
 set -uo pipefail
 grabstream=.venv/bin/grabstream
 before=$($grabstream down --dry-run)
-"$grabstream" up || exit $?
+"$grabstream" up --temporary || exit $?
 code=0
 finish() {
     if [ -z "$before" ]; then "$grabstream" down; fi

@@ -16,7 +16,7 @@ from aiokafka.errors import CommitFailedError, IllegalStateError
 
 from lua.gate import Gate
 from models.answers import Answer, encode_answer, refusal
-from models.commands import AnyCommand, Grab, Undecodable, decode_commands, encode_command, secret_of
+from models.commands import AnyCommand, Undecodable, basket_of, decode_commands, encode_command, secret_of
 from models.outcomes import Outcome
 from streams.topics import RECORD_BYTES_MAX, Topics
 
@@ -120,7 +120,7 @@ class Decider:
             await self._in_flight.put(asyncio.create_task(self._decide(poll)))
 
     async def _decide(self, poll: _Poll) -> tuple[_Poll, list[Answer]]:
-        if not any(isinstance(command, Grab) and command.basket is not None for command in poll.commands):
+        if not any(map(basket_of, poll.commands)):
             return poll, await self._decide_all(poll.commands)
         # A basket is the grabs of one array: those of another record must not fall into it, whatever its name.
         arrays = [

@@ -10,7 +10,7 @@ from copy import deepcopy
 import msgspec
 
 from models.answers import Answer
-from models.commands import AnyCommand, Grab, Open, Settle, digest_of
+from models.commands import AnyCommand, Grab, Open, Settle, basket_of, digest_of
 from models.events import AnyEvent
 from models.identifiers import campaign_of
 from models.outcomes import Outcome
@@ -37,7 +37,7 @@ _NOT_KEPT = frozenset({Outcome.invalid, Outcome.conflict})
 
 def decide(state: ShardState, command: AnyCommand, clock_ms: int, drawn: Drawn | None = None) -> Decided:
     """Decides one command at a time in ms (the shard's clock never goes back); `drawn` is what a server adds to it."""
-    if isinstance(command, Grab) and command.basket is not None:
+    if isinstance(command, Grab) and basket_of(command):
         [decided] = decide_basket(state, [command], clock_ms, [drawn or {}])
         return decided
     now = max(clock_ms, state.time)

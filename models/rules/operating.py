@@ -41,7 +41,7 @@ def open_offer(state: ShardState, command: Open, digest: str, now: int, drawn: D
     closes_at = terms.closes_at or (opens_at + ENVELOPE_LIFE_MS if isinstance(terms, EnvelopeTerms) else TIME_MS_MAX)
     if closes_at <= opens_at:
         return Decided(refused(state, command, Outcome.invalid, now, message=CLOSES_TOO_EARLY), [])
-    offsets = offsets_of(terms.timezone, drawn.get("zone_from", now))
+    offsets = offsets_of(terms.timezone, drawn.get("clock_ms", now))
     offer = Offer(command.offer, terms, opens_at, closes_at, terms.total, units_of(terms), closes_at, offsets=offsets, offer_seq=0)
     seed = _draw(offer, terms, drawn)
     state.offers[command.offer] = offer
@@ -140,7 +140,7 @@ def _amend(state: ShardState, command: Amend, offer: Offer, digest: str, now: in
     if offer.units_left + added < 0:
         return Decided(refused(state, command, Outcome.not_enough_left, now, left=offer.units_left), [], False)
     offer.units_left, offer.amount_left = offer.units_left + added, offer.amount_left + (0 if offer.is_envelope else added)
-    offer.terms = msgspec.structs.replace(offer.terms, **_set_fields(changes))
+    offer.terms = msgspec.structs.replace(offer.terms, **changes.fields())
     if changes.opens_at is not UNSET:
         offer.opens_at = changes.opens_at
     if changes.closes_at is not UNSET:
@@ -157,13 +157,9 @@ def _amend(state: ShardState, command: Amend, offer: Offer, digest: str, now: in
     return Decided(answer, events)
 
 
-def _set_fields(changes: Changes) -> dict[str, Any]:
-    return {name: value for name, value in msgspec.structs.asdict(changes).items() if value is not UNSET}
-
-
 def unfit(offer: Offer, changes: Changes, now: int) -> str | None:
     """Why these changes can never be right for this offer at this time, or None."""
-    fields = _set_fields(changes)
+    fields = changes.fields()
     if offer.is_envelope and not fields.keys() <= ENVELOPE_CHANGES:
         return "changes: an envelope keeps its money, parts and law"
     if changes.opens_at is not UNSET and now >= offer.opens_at:
@@ -205,15 +201,15 @@ def _load(state: ShardState, command: Load, offer: Offer, digest: str, now: int)
     offer.loaded[what] = offer.loaded.get(what, 0) + 1
     if what == "codes":
         offer.codes += command.items
-        offer.counts[what] = len(offer.codes)
     else:
         offer.audience.update(command.items)
-        offer.counts[what] = len(offer.audience)
+    # Nothing is taken out of a list before it is complete.
+    count = len(offer.codes if what == "codes" else offer.audience)
     event = OfferLoaded(
-        **head_of(state, offer, command.id, now), what=what, chunk=command.chunk, chunks=command.chunks, count=offer.counts[what],
+        **head_of(state, offer, command.id, now), what=what, chunk=command.chunk, chunks=command.chunks, count=count,
         items=command.items, operator=command.operator, digest=digest,
     )  # fmt: skip
-    return Decided(answered(state, command, Outcome.loaded, now, quantity=offer.counts[what], left=offer.units_left), [event])
+    return Decided(answered(state, command, Outcome.loaded, now, quantity=count, left=offer.units_left), [event])
 
 
 def _unloadable(offer: Offer, command: Load) -> str | None:

@@ -16,7 +16,7 @@ from models.outcomes import Outcome
 
 REFUSALS_MAX = 100_000
 
-#: What a server adds to a command: for `open` seed and sealed_seed; for a grab ticket_expires_at and ticket_once.
+#: What a server adds to a command: for `open` seed, sealed_seed and clock_ms (the gate's); for a grab ticket_expires_at, ticket_once.
 Drawn = Mapping[str, Any]
 
 
@@ -144,7 +144,6 @@ class Offer:
     seen: set[str] = field(default_factory=set)
     chunks: dict[str, int] = field(default_factory=dict)
     loaded: dict[str, int] = field(default_factory=dict)
-    counts: dict[str, int] = field(default_factory=dict)
 
     @property
     def campaign(self) -> str:

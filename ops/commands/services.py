@@ -77,8 +77,9 @@ def _write_seal_key() -> bool:
 
 
 @click.command()
+@click.option("--temporary", is_flag=True, help="Leave nothing outside of the project when they end, unless it was there before.")
 @json_option
-def up(as_json: bool) -> None:
+def up(temporary: bool, as_json: bool) -> None:
     """Start Redis, Kafka and PostgreSQL, whichever do not run; a second call does nothing.
 
     Where a Docker engine answers, compose.yaml starts them; GRAB_SERVICES=processes asks for plain processes all the same. Data
@@ -92,7 +93,7 @@ def up(as_json: bool) -> None:
         by = "docker compose"
     else:
         services = local_services()
-        services.up(report)
+        services.up(report, temporary)
         running, by = services.status(), "processes"
     if as_json:
         print_json({"by": by, "servers": running, "seal_key_written": made_key})

@@ -8,7 +8,6 @@ from typing import Any
 from zoneinfo import ZoneInfo
 
 import msgspec
-from msgspec import UNSET
 
 from models.events import AnyEvent
 from models.identifiers import campaign_of
@@ -115,8 +114,8 @@ class Facts:
         self.offers[event.offer] = OfferFacts(terms, event.asset, event.total, event.total)
 
     def _amended(self, event: Any, offer: OfferFacts) -> None:
-        changes = msgspec.structs.asdict(msgspec.json.decode(event.changes, type=Changes))
-        offer.terms = msgspec.structs.replace(offer.terms, **{name: value for name, value in changes.items() if value is not UNSET})
+        changes = msgspec.json.decode(event.changes, type=Changes)
+        offer.terms = msgspec.structs.replace(offer.terms, **changes.fields())
         offer.total += event.added - event.removed
         offer.left += event.added - event.removed
 

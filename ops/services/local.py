@@ -39,8 +39,21 @@ class LocalServices:
         """The three servers."""
         return (self.redis, self.kafka, self.postgres)
 
-    def up(self, report: Report = lambda line: None) -> None:
-        """Starts what does not run, all at once; raises ServiceError with the way out."""
+    @property
+    def _temporary(self) -> Path:
+        """There while PostgreSQL's data, which may lie outside of our directory, go when the servers end."""
+        return self.directory / "temporary"
+
+    def up(self, report: Report = lambda line: None, temporary: bool = False) -> None:
+        """Starts what does not run, all at once; raises ServiceError with the way out.
+
+        `temporary` servers leave nothing outside of their directory when they end, unless it was there before.
+        """
+        self.directory.mkdir(parents=True, exist_ok=True)
+        if not temporary:
+            self._temporary.unlink(missing_ok=True)
+        elif not self.postgres.data.exists():
+            self._temporary.touch()
         for server in self.all:  # packages one after the other: apt has a lock
             if server.pid is None:
                 server.directory.mkdir(parents=True, exist_ok=True)
@@ -54,6 +67,9 @@ class LocalServices:
         """Ends those of this set that run, and only those; returns their names."""
         with ThreadPoolExecutor(len(self.all)) as pool:
             stopped = list(pool.map(Process.stop, self.all))
+        if self._temporary.exists():
+            self.postgres.remove()
+            self._temporary.unlink()
         return [server.name for server, ran in zip(self.all, stopped, strict=True) if ran]
 
     def status(self) -> dict[str, int | None]:

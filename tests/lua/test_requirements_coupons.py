@@ -13,7 +13,6 @@ import pytest
 import redis
 from redis.crc import key_slot
 
-from lua.batches import zone_from
 from lua.gate import Gate, GateLimits
 from lua.keys import KeySpace
 from models.answers import Answer
@@ -88,7 +87,7 @@ class Scene:
 
     def _drawn(self, command: Any) -> dict[str, Any]:
         if isinstance(command, Open):
-            return {"sealed_seed": "sealed", "zone_from": zone_from(self.now)}
+            return {"sealed_seed": "sealed", "clock_ms": self.now}
         token = getattr(command, "ticket", None)
         ticket = TICKETS.read(token, command.user, command.offer) if token else None
         return {"ticket_expires_at": ticket.expires_at_ms, "ticket_once": ticket.once_id} if ticket else {}

@@ -8,7 +8,6 @@ from typing import Any
 
 import msgspec
 
-from lua.batches import zone_from
 from lua.gate import Gate, GateLimits
 from lua.keys import KeySpace
 from models.answers import Answer
@@ -68,7 +67,7 @@ class Twins:
 
     def _drawn(self, command: AnyCommand) -> dict[str, Any]:
         if isinstance(command, Open):
-            return {"sealed_seed": "sealed", "zone_from": zone_from(self.now[0])}
+            return {"sealed_seed": "sealed", "clock_ms": self.now[0]}
         if isinstance(command, Grab) and command.ticket and (ticket := TICKETS.read(command.ticket, command.user, command.offer)):
             return {"ticket_expires_at": ticket.expires_at_ms, "ticket_once": ticket.once_id}
         return {}

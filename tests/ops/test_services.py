@@ -60,5 +60,20 @@ def test_data_are_there_again_after_a_stop_and_after_a_kill(private_services: Lo
     assert all(pid is not None and os.path.exists(f"/proc/{pid}") for pid in services.status().values())
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="the data are inside where PostgreSQL runs as ourselves")
+def test_temporary_servers_leave_nothing_outside_of_their_directory(tmp_path: Path) -> None:
+    services = LocalServices(tmp_path / "s", *free_ports(4))
+    for kept in (False, True):
+        if kept:
+            services.up()
+            services.down()
+        services.up(temporary=True)
+        assert services.postgres.data.exists()
+        assert services.down() == ["redis", "kafka", "postgres"]
+        assert services.postgres.data.exists() == kept
+    services.remove()
+    assert not services.postgres.data.exists()
+
+
 def test_kafka_s_version_is_the_one_in_compose() -> None:
     assert kafka_version().count(".") == 2
