@@ -4,7 +4,9 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import psycopg
 import redis.asyncio
+from psycopg import AsyncConnection, IsolationLevel
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
@@ -12,7 +14,13 @@ from lua.gate import Gate, GateLimits
 from lua.keys import KeySpace
 from lua.sealing import Sealer
 from lua.tickets import TicketKeys
+from models.events import decode_event
+from models.journal import Cursor
 from ops.settings import BadSettings, Settings
+from projections.migrate import use_schema
+from projections.recoveries import record_recovery
+from projections.snapshots import events_of, newest, trail_of
+from streams.recovery import Recovered, Snapshot, Snapshots
 from streams.worker import WorkerSettings
 
 SOCKET_TIMEOUT_SECONDS = 5.0
@@ -76,6 +84,51 @@ def worker_settings(settings: Settings) -> WorkerSettings:
         lease_ms=settings.lease_ms,
         patience_ms=settings.patience_ms,
     )
+
+
+def snapshots(settings: Settings) -> Snapshots:
+    """The audit trail as snapshots for recovery; where PostgreSQL is away they raise OSError, and the journal is read instead."""
+
+    @asynccontextmanager
+    async def connected() -> AsyncIterator[AsyncConnection[Any]]:
+        try:
+            async with await AsyncConnection.connect(settings.postgres, connect_timeout=5) as connection:
+                await connection.set_isolation_level(IsolationLevel.REPEATABLE_READ)
+                await connection.set_read_only(True)
+                await use_schema(connection, settings.schema_)
+                yield connection
+        except psycopg.Error as error:
+            raise OSError(f"PostgreSQL: {error}") from None
+
+    @asynccontextmanager
+    async def open_snapshot(shard: int) -> AsyncIterator[Snapshot | None]:
+        async with connected() as connection:
+            trail = await trail_of(connection, shard)
+            yield trail and Snapshot(trail.cursor, trail.at, trail.retired, events_of(connection, shard, trail))
+
+    async def newest_cursor(shard: int) -> Cursor:
+        async with connected() as connection:
+            return await newest(connection, shard)
+
+    return Snapshots(open_snapshot, newest_cursor)
+
+
+async def report_recovery(settings: Settings, recovered: Recovered) -> None:
+    """Writes down what a recovery did; raises OSError where PostgreSQL is away."""
+    lost = []
+    for line, event in zip(recovered.lost, map(decode_event, recovered.lost), strict=True):
+        user, amount = getattr(event, "user", None), getattr(event, "amount", None)
+        type_ = str(event.__struct_config__.tag)
+        lost.append((event.shard, event.seq, "relay", event.command, event.offer, user, type_, amount, line.decode()))
+    row = (
+        recovered.shard, recovered.term, recovered.kind, recovered.problem, recovered.redis_seq, recovered.journal_seq,
+        recovered.snapshot_seq, recovered.applied, recovered.seconds,
+    )  # fmt: skip
+    try:
+        async with await AsyncConnection.connect(settings.postgres, connect_timeout=5) as connection:
+            await record_recovery(connection, settings.schema_, row, lost)
+    except psycopg.Error as error:
+        raise OSError(f"PostgreSQL: {error}") from None
 
 
 @asynccontextmanager
