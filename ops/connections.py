@@ -1,6 +1,8 @@
 """Connections: the only file that opens those of a process to Redis and PostgreSQL. Nothing connects at import."""
 
-from collections.abc import AsyncIterator
+import asyncio
+import functools
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -10,6 +12,7 @@ from psycopg import AsyncConnection, IsolationLevel
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
+from lua.decided import LostDecision
 from lua.gate import Gate, GateLimits
 from lua.keys import KeySpace
 from lua.sealing import Sealer
@@ -18,7 +21,7 @@ from models.events import decode_event
 from models.journal import Cursor
 from ops.settings import BadSettings, Settings
 from projections.migrate import use_schema
-from projections.recoveries import record_recovery
+from projections.recoveries import record_lost, record_recovery
 from projections.snapshots import events_of, newest, trail_of
 from streams.recovery import Recovered, Snapshot, Snapshots
 from streams.worker import WorkerSettings
@@ -26,15 +29,43 @@ from streams.worker import WorkerSettings
 SOCKET_TIMEOUT_SECONDS = 5.0
 
 
+class _Cancellable:
+    """A connection that passes a cancellation on. redis-py sends by `asyncio.wait_for`, which until Python 3.12 may swallow one, and a
+    worker that was told to stop would go on for ever."""
+
+    async def send_packed_command(self, command: Any, check_health: bool = True) -> None:
+        task = asyncio.current_task()
+        before = task.cancelling() if task else 0
+        await super().send_packed_command(command, check_health)  # type: ignore[misc]
+        if task and task.cancelling() > before:
+            # The answer is on its way, and nobody will read it.
+            await self.disconnect(nowait=True)  # type: ignore[attr-defined]
+            raise asyncio.CancelledError
+
+
+class PlainConnection(_Cancellable, redis.asyncio.Connection):  # type: ignore[misc]
+    """A connection over TCP."""
+
+
+class EncryptedConnection(_Cancellable, redis.asyncio.SSLConnection):  # type: ignore[misc]
+    """A connection over TLS."""
+
+
 def open_redis(settings: Settings) -> Any:
     """A client of the core Redis; it repeats nothing by itself, since what an argument says of the server may be old by then."""
-    return redis.asyncio.Redis.from_url(
+    client = redis.asyncio.Redis.from_url(
         settings.redis_url,
         socket_timeout=SOCKET_TIMEOUT_SECONDS,
         socket_connect_timeout=SOCKET_TIMEOUT_SECONDS,
         retry=Retry(NoBackoff(), 0),
         max_connections=256,
     )
+    pool = client.connection_pool
+    if pool.connection_class is redis.asyncio.Connection:
+        pool.connection_class = PlainConnection
+    elif pool.connection_class is redis.asyncio.SSLConnection:
+        pool.connection_class = EncryptedConnection
+    return client
 
 
 async def require_core(redis: Any) -> None:
@@ -131,11 +162,26 @@ async def report_recovery(settings: Settings, recovered: Recovered) -> None:
         raise OSError(f"PostgreSQL: {error}") from None
 
 
+async def report_lost(settings: Settings, lost: Sequence[LostDecision]) -> None:
+    """Writes down answers that a recovery took back; raises OSError where PostgreSQL is away."""
+    rows = [
+        (shard, answer.seq or 0, "gate", command.id, command.offer, getattr(command, "user", None), answer.outcome, answer.amount, None)
+        for shard, command, answer in lost
+    ]
+    try:
+        async with await AsyncConnection.connect(settings.postgres, connect_timeout=5) as connection:
+            await record_lost(connection, settings.schema_, rows)
+    except psycopg.Error as error:
+        raise OSError(f"PostgreSQL: {error}") from None
+
+
 @asynccontextmanager
 async def open_gate(settings: Settings) -> AsyncIterator[Gate]:
     """A started gate with a Redis client of its own."""
     client = open_redis(settings)
-    gate = Gate(client, key_space(settings), sealer(settings), gate_limits(settings), tickets=ticket_keys(settings))
+    gate = Gate(client, key_space(settings), sealer(settings), gate_limits(settings), tickets=ticket_keys(settings),
+        report_lost=functools.partial(report_lost, settings),
+    )  # fmt: skip
     try:
         await require_core(client)
         gate.start()

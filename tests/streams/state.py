@@ -17,12 +17,14 @@ from tests.lua.recovered import contents, differences, fold
 async def journal_lines(settings: Settings, shard: int) -> list[bytes]:
     """The events of a shard that count, as the journal has them now."""
     cursor, lines = Cursor(), list[bytes]()
-    async with open_reader(settings.kafka, Topics(settings.prefix).journal) as reader:
-        async with aclosing(reader.read(shard, 0, await reader.end(shard))) as reading:
-            async for records in reading:
-                for record in records:
-                    cursor, accepted = cursor.feed(record.offset, parse_block(record.headers, record.value))
-                    lines += [one.line for one in accepted]
+    async with (
+        open_reader(settings.kafka, Topics(settings.prefix).journal) as reader,
+        aclosing(reader.read(shard, 0, await reader.end(shard))) as reading,
+    ):
+        async for records in reading:
+            for record in records:
+                cursor, accepted = cursor.feed(record.offset, parse_block(record.headers, record.value))
+                lines += [one.line for one in accepted]
     return lines
 
 
