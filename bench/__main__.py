@@ -23,6 +23,7 @@ ROWS = {
     "limits": ("grab under three limits, against article 002's script", "ours/theirs", ""),
     "holds": ("hold and confirm, against envelope grabs", "ours/theirs", ""),
     "rebuild": ("events a rebuild of Redis applies, against decisions that made them", "ours/theirs", ""),
+    "takeover": ("a shard taken over, against connections and one send", "ours/theirs", ""),
     "past": ("emptied Redis → next decision beside 10 million past grabs, of 10 s", "ours/theirs", "<= 1"),
     "expiry": ("100 thousand holds end at once, against holds made", "ours/theirs", ""),
 }
@@ -46,6 +47,8 @@ async def _measure(rows: set[str], runs: int, quick: bool) -> dict[str, dict[str
     for row, measure in (("limits", pieces.limits), ("holds", pieces.holds), ("expiry", pieces.expiry), ("rebuild", recovering.rebuild)):
         if row in rows:
             found[row] = await measure(runs, 100_000 // small)
+    if "takeover" in rows:
+        found["takeover"] = await recovering.takeover(runs, 8)
     if "past" in rows:
         found["past"] = await recovering.beside_the_past(runs, 10_000_000 // small)
     return found

@@ -21,6 +21,7 @@ from ops.rehearsal.run import open_books
 from ops.settings import Settings
 from streams.ownership import OwnedShard
 from streams.recovery import Position, Recovery
+from streams.relay import ShardRelay
 from streams.topics import RECORD_BYTES_MAX, Topics
 
 BLOCK_EVENTS = 1_000
@@ -65,6 +66,33 @@ async def rebuild(runs: int, count: int) -> dict[str, Any]:
             theirs.append(events / decided)
             await client.aclose()
     return {"ours": ours, "theirs": theirs, "unit": "events/s"}
+
+
+async def takeover(runs: int, count: int) -> dict[str, Any]:
+    """Milliseconds until a new relay relays a shard that is at rest: connections, marker, truth, comparison; against connections and
+    one awaited send."""
+    ours, theirs = [], []
+    async with system(()) as (settings, _):
+        client = open_redis(settings)
+        keys, topic = key_space(settings), Topics(settings.prefix).journal
+        for number in range(runs * count):
+            shard = keys.shard(number % keys.shards)
+            relay = ShardRelay(client, shard, keys.shards, settings.kafka, topic, SEALER)
+            began = time.perf_counter()
+            relaying = asyncio.create_task(relay.run())
+            while relay.state != "relaying":
+                await asyncio.sleep(0.001)
+            ours.append((time.perf_counter() - began) * 1000)
+            relaying.cancel()
+            await asyncio.wait({relaying})
+            began = time.perf_counter()
+            producer = AIOKafkaProducer(bootstrap_servers=settings.kafka, acks="all", enable_idempotence=True)
+            await producer.start()
+            await producer.send_and_wait(Topics(settings.prefix).rejected, b"bench")
+            theirs.append((time.perf_counter() - began) * 1000)
+            await producer.stop()
+        await client.aclose()
+    return {"ours": ours, "theirs": theirs, "unit": "ms"}
 
 
 def _stock(count: int) -> StockTerms:
