@@ -144,8 +144,9 @@ class Twins:
                 check_books(self.lines[number])
                 await self.compare_recovered(number)
         finally:
-            async for name in self.client.scan_iter(match=f"{self.keys.prefix}*", count=1_000):
-                await self.client.unlink(name)
+            names = [name async for name in self.client.scan_iter(match=f"{self.keys.prefix}*", count=1_000)]
+            if names:
+                await self.client.unlink(*names)
             await self.gate.close()
 
     async def compare_recovered(self, number: int) -> None:
