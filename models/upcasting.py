@@ -11,6 +11,8 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 FIRST_VERSION: Final = 1
+#: In the words of every NewerEvent, so that a stop for this reason can be told from others.
+NEWER: Final = "a newer grabstream"
 
 Document = dict[str, Any]
 
@@ -96,11 +98,11 @@ class Upcasters:
         current = self._current.get(found.type)
         where = f"seq {found.seq}: " if found.seq is not None else ""
         if current is None:
-            raise NewerEvent(f"{where}type {found.type!r} is not known here: either a newer grabstream wrote it, or it is no event")
+            raise NewerEvent(f"{where}type {found.type!r} is not known here: either {NEWER} wrote it, or it is no event")
         if found.v > current:
             raise NewerEvent(
-                f"{where}{found.type} v{found.v} was written by a newer grabstream, this one knows up to v{current}: "
-                "start the newer one here; it goes on from this event, nothing is lost"
+                f"{where}{found.type} v{found.v} was written by {NEWER}, this one knows up to v{current}: "
+                "start that one here; it goes on from this event, nothing is lost"
             )
         return None if found.v == current else self._raise(line, found, current, where)
 

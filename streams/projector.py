@@ -187,6 +187,7 @@ class Projector:
             await use_schema(self._connection, self._schema)
             # A commit that PostgreSQL forgets in a crash takes its cursor along, and is read from the journal once more.
             await self._connection.execute("SET synchronous_commit = off")
+            await cursors.retry_newer(self._connection, self.name)
             self._cursors.clear()
         if not self._cursors:
             self._cursors = await self._open(self._connection)
