@@ -8,17 +8,23 @@ The current version of a type stands in its class line (`V1`). Events of older v
 """
 
 from collections.abc import Callable, Iterable
-from typing import Final, Generic, Literal, TypeVar, get_args
+from typing import Annotated, Final, Generic, Literal, TypeVar, get_args
 
 import msgspec
 
-from models.identifiers import Id
-from models.transfers import Entry
+from models.identifiers import Count, Id, in_schema
+from models.money import Account, Asset, Currency, Quantity, Sum
+from models.offers import Seed, Terms
+from models.outcomes import OutcomeName
+from models.transfers import BookedEntry
 from models.upcasters import UPCASTERS
 from models.upcasting import Upcaster, Upcasters
 
 V = TypeVar("V", bound=int)
 V1 = Literal[1]
+Number = Annotated[int, in_schema(minimum=1)]
+JsonObject = Annotated[msgspec.Raw, in_schema(type="object")]
+KINDS: Final = [str(terms.__struct_config__.tag) for terms in get_args(Terms)]
 
 
 class Event(msgspec.Struct, Generic[V], tag_field="type", frozen=True, kw_only=True, omit_defaults=True):
@@ -29,11 +35,11 @@ class Event(msgspec.Struct, Generic[V], tag_field="type", frozen=True, kw_only=T
     """
 
     v: V
-    shard: int
-    seq: int
-    offer_seq: int
+    shard: Count
+    seq: Number
+    offer_seq: Number
     offer: Id
-    at: int
+    at: Count
     command: Id
 
 
@@ -44,16 +50,16 @@ class OfferOpened(Event[V1], tag="offer.opened", frozen=True, kw_only=True):
     recovery only (authenticated encryption).
     """
 
-    kind: str
+    kind: Annotated[str, in_schema(enum=KINDS)]
     issuer: Id
     funding: Id | None = None
-    asset: str
-    total: int
-    opens_at: int
-    closes_at: int
-    terms: msgspec.Raw
+    asset: Asset
+    total: Quantity
+    opens_at: Count
+    closes_at: Count
+    terms: JsonObject
     offsets: tuple[tuple[int, int], ...] = ()
-    seed_sha256: str | None = None
+    seed_sha256: Annotated[str, in_schema(pattern="^[0-9a-f]{64}$")] | None = None
     sealed_seed: str | None = None
     operator: Id | None = None
     digest: str
@@ -63,9 +69,9 @@ class OfferLoaded(Event[V1], tag="offer.loaded", frozen=True, kw_only=True):
     """A chunk of a list was loaded: `items` are sealed codes, or ids of users; `count` how many of the list are there now."""
 
     what: Literal["codes", "audience"]
-    chunk: int
-    chunks: int
-    count: int
+    chunk: Number
+    chunks: Number
+    count: Count
     items: tuple[str, ...]
     operator: Id | None = None
     digest: str
@@ -74,12 +80,12 @@ class OfferLoaded(Event[V1], tag="offer.loaded", frozen=True, kw_only=True):
 class OfferAmended(Event[V1], tag="offer.amended", frozen=True, kw_only=True):
     """Terms changed; `changes` as they were asked. `added` or `removed` pieces came from, or went to, the account `source`."""
 
-    changes: msgspec.Raw
-    asset: str
-    source: str
-    added: int = 0
-    removed: int = 0
-    left: int
+    changes: JsonObject
+    asset: Asset
+    source: Account
+    added: Sum = 0
+    removed: Sum = 0
+    left: Sum
     operator: Id | None = None
     digest: str
 
@@ -105,11 +111,11 @@ class OfferClosed(Event[V1], tag="offer.closed", frozen=True, kw_only=True):
     """
 
     reason: Literal["command", "deadline", "drained"]
-    asset: str
-    amount: int
-    left: int
-    refund_to: str
-    seed: str | None = None
+    asset: Asset
+    amount: Sum
+    left: Sum
+    refund_to: Account
+    seed: Seed | None = None
     operator: Id | None = None
     digest: str | None = None
 
@@ -127,17 +133,17 @@ class _GrabEvent(Event[V], Generic[V], frozen=True, kw_only=True):
 
     grab: Id
     user: Id
-    quantity: int
-    amount: int
-    asset: str
-    place: int
-    left: int
+    quantity: Sum
+    amount: Sum
+    asset: Asset
+    place: Count
+    left: Sum
 
 
 class GrabGranted(_GrabEvent[V1], tag="grab.granted", frozen=True, kw_only=True):
     """A user got `amount` for good. `asked` is there when it was more than `quantity`; `codes` are sealed."""
 
-    asked: int | None = None
+    asked: Quantity | None = None
     attributes: dict[Id, Id] = {}
     ticket: Id | None = None
     basket: Id | None = None
@@ -151,10 +157,10 @@ class GrabHeld(_GrabEvent[V1], tag="grab.held", frozen=True, kw_only=True):
     `waited` when they come from the waiting list: `command` is then what brought the units back.
     """
 
-    asked: int | None = None
-    deadline_at: int
-    due: int | None = None
-    currency: str | None = None
+    asked: Quantity | None = None
+    deadline_at: Count
+    due: Sum | None = None
+    currency: Currency | None = None
     waited: bool = False
     attributes: dict[Id, Id] = {}
     ticket: Id | None = None
@@ -173,7 +179,7 @@ class GrabQueued(_GrabEvent[V1], tag="grab.queued", frozen=True, kw_only=True):
 class GrabExtended(_GrabEvent[V1], tag="grab.extended", frozen=True, kw_only=True):
     """A hold's deadline moved to `deadline_at`."""
 
-    deadline_at: int
+    deadline_at: Count
     digest: str
 
 
@@ -183,10 +189,10 @@ class GrabConfirmed(_GrabEvent[V1], tag="grab.confirmed", frozen=True, kw_only=T
     `retaken` when the hold was over and the units were taken anew. `codes` are sealed.
     """
 
-    held: int
+    held: Sum
     payment: Id | None = None
-    paid: int = 0
-    currency: str | None = None
+    paid: Sum = 0
+    currency: Currency | None = None
     issuer: Id
     retaken: bool = False
     codes: tuple[str, ...] = ()
@@ -197,7 +203,7 @@ class GrabReleased(_GrabEvent[V1], tag="grab.released", frozen=True, kw_only=Tru
     """Held units went back to the account `to`; `reason` left_queue: a place on the waiting list was given up."""
 
     reason: Literal["command", "expired", "left_queue"]
-    to: str
+    to: Account
     digest: str | None = None
 
 
@@ -208,9 +214,9 @@ class GrabReturned(_GrabEvent[V1], tag="grab.returned", frozen=True, kw_only=Tru
     """
 
     reason: str = ""
-    to: str
-    refunds: tuple[tuple[Id, int], ...] = ()
-    currency: str | None = None
+    to: Account
+    refunds: tuple[tuple[Id, Sum], ...] = ()
+    currency: Currency | None = None
     issuer: Id
     restored: bool = False
     digest: str
@@ -235,16 +241,16 @@ class PaymentRefundDue(Event[V1], tag="payment.refund_due", frozen=True, kw_only
 
     grab: Id
     payment: Id
-    amount: int
-    asset: str
-    outcome: str
+    amount: Quantity
+    asset: Currency
+    outcome: OutcomeName
     digest: str
 
 
 class LedgerAdjusted(Event[V1], tag="ledger.adjusted", frozen=True, kw_only=True):
     """A correcting entry by an operator."""
 
-    transfers: tuple[Entry, ...]
+    transfers: tuple[BookedEntry, ...]
     reason: str
     approved_by: Id
     operator: Id | None = None
