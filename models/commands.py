@@ -54,7 +54,7 @@ class Grab(Command, frozen=True, kw_only=True):
     user: Id
     quantity: Quantity = 1
     attributes: Annotated[dict[Id, Id], in_schema(maxProperties=ATTRIBUTES_MAX)] = {}
-    ticket: Annotated[str, in_schema(minLength=1, maxLength=TICKET_LENGTH_MAX)] | None = None
+    ticket: Annotated[str, in_schema(minLength=1, maxLength=TICKET_LENGTH_MAX, pattern=r"^[\u0000-\u007f]*$")] | None = None
     basket: Id | None = None
     wait: bool = False
 

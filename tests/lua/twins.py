@@ -17,11 +17,14 @@ from models.identifiers import campaign_of
 from models.rules import Offer, ShardState, decide, decide_basket, sweep
 from models.splitting import pack_parts
 from streams.sweeper import Sweeper
+from tests.contract import check_answered, check_events
 from tests.lua.books import check_books
 from tests.lua.conftest import NOW, SEALER, event_lines, take_over
 from tests.lua.histories import TICKETS
 
 SHARDS = 2
+#: How many events and answers of the end of every history are held against their schemas.
+SCHEMA_CHECKS = 10
 
 
 class Twins:
@@ -33,6 +36,7 @@ class Twins:
         self.now = [NOW]
         self.states = [ShardState(number) for number in range(SHARDS)]
         self.lines: list[list[bytes]] = [[] for _ in range(SHARDS)]
+        self.answered: list[tuple[AnyCommand, Answer]] = []
         self.first_answers: dict[tuple[str, str], tuple[AnyCommand, Answer]] = {}
         await client.initialize()
         await take_over(self.client, self.keys)
@@ -45,6 +49,7 @@ class Twins:
 
     async def decide_both(self, commands: list[AnyCommand]) -> None:
         answers = await self.gate.decide(commands, "decided")
+        self.answered += zip(commands, answers, strict=True)
         made: list[list[Any]] = [[], []]
         by_shard: dict[int, list[tuple[int, AnyCommand]]] = {}
         for place, command in enumerate(commands):
@@ -135,6 +140,8 @@ class Twins:
         for number, state in enumerate(self.states):
             await self._compare_state(number, state)
             check_books(self.lines[number])
+            check_events(self.lines[number][-SCHEMA_CHECKS:])
+        check_answered(self.answered[-SCHEMA_CHECKS:])
         names = [key async for key in self.client.scan_iter(match=f"{self.keys.prefix}:*", count=1_000)]
         if names:
             await self.client.unlink(*names)
