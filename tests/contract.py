@@ -107,10 +107,11 @@ async def check_topics(settings: Settings) -> dict[str, Counter[str]]:
     try:
         for channel, said in ASYNCAPI["channels"].items():
             topic = said["address"].replace("{prefix}", settings.prefix)
-            partitions = [TopicPartition(topic, number) for number in consumer.partitions_for_topic(topic) or await _known(consumer, topic)]
-            assert len(partitions) == said["bindings"]["kafka"]["partitions"]
+            partitions = [TopicPartition(topic, number) for number in range(said["bindings"]["kafka"]["partitions"])]
+            records = await _records(consumer, partitions)
+            assert consumer.partitions_for_topic(topic) == {partition.partition for partition in partitions}
             found[channel] = Counter()
-            for record in await _records(consumer, partitions):
+            for record in records:
                 headers = {name: value.decode() for name, value in record.headers}
                 misfits = {message: _misfits(message, record.key, record.value, headers) for message in said["messages"]}
                 fitting = [message for message, reasons in misfits.items() if not reasons]
@@ -123,18 +124,11 @@ async def check_topics(settings: Settings) -> dict[str, Counter[str]]:
     return found
 
 
-async def _known(consumer: Any, topic: str) -> set[int]:
-    consumer.subscribe([topic])
-    await consumer._client.force_metadata_update()
-    consumer.unsubscribe()
-    return consumer.partitions_for_topic(topic) or set()
-
-
 async def _records(consumer: Any, partitions: list[TopicPartition]) -> list[Any]:
+    consumer.assign(partitions)
     ends = await consumer.end_offsets(partitions)
     left = {partition for partition, end in ends.items() if end}
     found: list[Any] = []
-    consumer.assign(partitions)
     await consumer.seek_to_beginning(*partitions)
     while left:
         for partition, records in (await consumer.getmany(timeout_ms=200)).items():
