@@ -184,6 +184,9 @@ def _values(where: str, old: Schema, new: Schema) -> Iterator[Difference]:
     if not ({"enum", "const"} & old.keys() and {"enum", "const"} & new.keys()):
         return
     was, is_ = _enum(old), _enum(new)
+    if not any(value in is_ for value in was):
+        yield Difference(where, "type changed", f"{was} → {is_}")
+        return
     for value in was:
         if value not in is_:
             yield Difference(where, "value removed", f"{value!r} is no value any more")
