@@ -2,11 +2,11 @@
 
 One function and one line for each version that a type has left behind, never edited again (docs/events.md):
 
-    def grab_granted_1(event: Document) -> Document:
-        event["quantity"] = event.pop("units")
+    def grab_redeemed_1(event: Document) -> Document:
+        event["receipt"] = event.pop("order")
         return event
 
-    UPCASTERS = (Upcaster("grab.granted", 1, grab_granted_1),)
+    UPCASTERS = (Upcaster("grab.redeemed", 1, grab_redeemed_1),)
 """
 
 from typing import Final
