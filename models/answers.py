@@ -6,7 +6,7 @@ import msgspec
 
 from models.calendar import Period
 from models.identifiers import Count, Id, in_schema
-from models.money import Currency, Quantity, Sum
+from models.money import Currency, Sum
 from models.outcomes import NOT_DECIDED, OUTCOME_NAMES, Outcome, OutcomeName
 
 
@@ -15,7 +15,7 @@ class LimitState(msgspec.Struct, omit_defaults=True, frozen=True):
 
     by: Id
     per: Annotated[str, in_schema(enum=list(get_args(Period)))]
-    max: Quantity
+    max: Sum
     left: Sum
     resets_at: Count | None = None
     scope: Annotated[str, in_schema(enum=["offer", "campaign"])] = "offer"
