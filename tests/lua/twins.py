@@ -24,7 +24,7 @@ from tests.lua.histories import TICKETS
 
 SHARDS = 2
 #: How many events and answers of the end of every history are held against their schemas.
-SCHEMA_CHECKS = 10
+SCHEMA_CHECKS = 5
 
 
 class Twins:
