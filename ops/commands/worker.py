@@ -12,6 +12,7 @@ import click
 import psycopg
 import uvloop
 
+import models.events  # noqa: F401 - a gap in the upcasters is found here, not when a role reads its first event
 from ops.commands.init import check_shards
 from ops.connections import open_redis, report_recovery, require_core, sealer, snapshots, ticket_keys, worker_settings
 from ops.settings import Settings, load_settings

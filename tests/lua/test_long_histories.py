@@ -5,14 +5,18 @@ The seed is printed with a failure; `GRAB_TEST_SEED=<seed>` repeats it.
 
 import os
 import secrets
-from typing import Any
+from typing import Any, get_args
 
 import redis.asyncio
 
 from lua.gate import GateLimits
 from lua.keys import KeySpace
 from models.calendar import DAY_MS
+from models.commands import AnyCommand
+from models.events import CURRENT_VERSIONS
+from ops.schemas.documents import tag_of
 from ops.settings import Settings
+from tests.contract import check_answered, check_events
 from tests.lua.conftest import NOW
 from tests.lua.shop import Shop
 from tests.lua.twins import SHARDS, Twins
@@ -88,3 +92,8 @@ async def test_a_history_of_all_that_is_rare(servers: Settings) -> None:
         ("grab.unredeemed",), ("grab.extended",), ("offer.retired",), ("payment.refund_due",), ("offer.amended", '"removed"'),
     ]  # fmt: skip
     assert not [words for words in rare if not _count(twins, *words)]
+    # All of it as the schemas say, every event and every command.
+    assert check_events(line for of_shard in twins.lines for line in of_shard).keys() == CURRENT_VERSIONS.keys()
+    commands, outcomes = check_answered(twins.answered)
+    assert commands.keys() == {tag_of(command) for command in get_args(AnyCommand)}
+    assert len(outcomes) >= 20
