@@ -38,16 +38,18 @@ async def stopped(connection: AsyncConnection[Any], projection: str) -> set[int]
 
 
 async def advance(connection: AsyncConnection[Any], projection: str, moves: Mapping[int, tuple[Cursor, Cursor]]) -> None:
-    """Moves cursors from what we believed to what follows; raises CursorMoved when one was elsewhere."""
+    """Moves cursors from what we believed to what follows; raises CursorMoved when one was elsewhere, or this version is not ours now."""
     for shard in sorted(moves):
         old, new = moves[shard]
         done = await connection.execute(
             "UPDATE projection_cursors SET seq = %s, head = %s, next_offset = %s, term = %s, owner = %s, moved_at = now() "
-            "WHERE projection = %s AND shard = %s AND seq = %s AND next_offset = %s",
+            "WHERE projection = %s AND shard = %s AND seq = %s AND next_offset = %s AND NOT frozen",
             (new.seq, new.head, new.next_offset, new.term, new.owner, projection, shard, old.seq, old.next_offset),
         )
         if done.rowcount != 1:
-            raise CursorMoved(f"{projection}, shard {shard}: the cursor is no longer at seq {old.seq}, offset {old.next_offset}")
+            raise CursorMoved(
+                f"{projection}, shard {shard}: the cursor is no longer at seq {old.seq}, offset {old.next_offset} of this version"
+            )
 
 
 async def stop(connection: AsyncConnection[Any], projection: str, shard: int, cursor: Cursor, reason: str) -> None:
