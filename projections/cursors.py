@@ -37,14 +37,19 @@ async def stopped(connection: AsyncConnection[Any], projection: str) -> set[int]
     return {shard for (shard,) in await found.fetchall()}
 
 
-async def advance(connection: AsyncConnection[Any], projection: str, moves: Mapping[int, tuple[Cursor, Cursor]]) -> None:
-    """Moves cursors from what we believed to what follows; raises CursorMoved when one was elsewhere, or this version is not ours now."""
+async def advance(
+    connection: AsyncConnection[Any], projection: str, moves: Mapping[int, tuple[Cursor, Cursor]], frozen: bool = False
+) -> None:
+    """Moves cursors from what we believed to what follows; raises CursorMoved when one was elsewhere, or this version is not ours now.
+
+    Workers write versions that are not frozen; only who brings one back writes a frozen one.
+    """
     for shard in sorted(moves):
         old, new = moves[shard]
         done = await connection.execute(
             "UPDATE projection_cursors SET seq = %s, head = %s, next_offset = %s, term = %s, owner = %s, moved_at = now() "
-            "WHERE projection = %s AND shard = %s AND seq = %s AND next_offset = %s AND NOT frozen",
-            (new.seq, new.head, new.next_offset, new.term, new.owner, projection, shard, old.seq, old.next_offset),
+            "WHERE projection = %s AND shard = %s AND seq = %s AND next_offset = %s AND frozen = %s",
+            (new.seq, new.head, new.next_offset, new.term, new.owner, projection, shard, old.seq, old.next_offset, frozen),
         )
         if done.rowcount != 1:
             raise CursorMoved(

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import faust
 
-from projections import audit, balances, ledger
+from projections.read_models import READ_MODELS
 from streams.journal import Record
 from streams.projector import EXIT_UNKNOWN_ERROR, CatchUp, Projector
 from streams.publisher import Publisher
@@ -25,7 +25,7 @@ from streams.watchdog import until_stalled
 log = logging.getLogger(__name__)
 
 PROJECTIONS: Final = ("ledger", "balances", "audit", "events")
-_APPLY: Final = {"ledger": ledger.apply, "balances": balances.apply, "audit": audit.apply}
+_APPLY: Final = {name: model.apply for name, model in READ_MODELS.items()}
 STOP_SECONDS: Final = 8.0
 STEADY_SECONDS: Final = 30.0
 ENDS_IN_A_ROW_MAX: Final = 60
