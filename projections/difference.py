@@ -45,10 +45,16 @@ async def compare(connection: AsyncConnection[Any], definition: Definition, old:
     columns_old, columns_new = await _columns(connection, old), await _columns(connection, new)
     found = []
     for table in sorted(columns_old.keys() | columns_new.keys()):
-        if table in columns_old and table in columns_new:
+        keys = {name for name, in_key in columns_new.get(table, {}).items() if in_key}
+        if table in columns_old and keys and keys <= columns_old[table].keys():
             found.append(await _compare_table(connection, table, old, new, columns_old[table], columns_new[table], declared))
         else:
-            found.append(await _only_one(connection, table, old if table in columns_old else new, old, declared))
+            # Without the new one's key in the old one, rows cannot be told to be the same.
+            found += [
+                await _only_one(connection, table, one, old, declared)
+                for one, columns in ((old, columns_old), (new, columns_new))
+                if table in columns
+            ]
     return found
 
 
@@ -70,7 +76,7 @@ async def _columns(connection: AsyncConnection[Any], version: Version) -> dict[s
 async def _only_one(
     connection: AsyncConnection[Any], table: str, version: Version, old: Version, declared: frozenset[str]
 ) -> TableDifference:
-    """A table that one of the versions has not: all its rows are missing, or extra."""
+    """A table whose rows only one of the versions has: all of them are missing, or extra."""
     query = sql.SQL("SELECT count(*) FROM {}").format(sql.Identifier(version.schema, table))
     [rows] = await (await connection.execute(query)).fetchone() or [0]
     gone = version.version == old.version
@@ -156,8 +162,12 @@ async def _examples(
         example: dict[str, Any] = {"key": dict(zip(keys, key, strict=True))}
         if in_old and in_new:
             pair = zip(columns, values[::2], values[1::2], strict=True)
-            example["changed"] = {name: (before, after) for name, before, after in pair if before != after}
+            example["changed"] = {name: (_shown(before), _shown(after)) for name, before, after in pair if before != after}
         else:
             example["only"] = "old" if in_old else "new"
         examples.append(example)
     return examples
+
+
+def _shown(value: Any) -> Any:
+    return value.hex() if isinstance(value, bytes) else value

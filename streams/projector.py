@@ -174,7 +174,7 @@ class Projector:
             except CursorMoved as moved:
                 # Another process was quicker, or another version is live now.
                 log.info("%s; reading it again", moved)
-                await self._disconnect()
+                self._cursors.clear()
                 items = _catch_up(items)
             except NoReadModel as reason:
                 items = await self._wait_for_version(items, reason)
@@ -204,12 +204,12 @@ class Projector:
     async def _connected(self) -> AsyncConnection[Any]:
         if self._connection is None:
             self._connection = await AsyncConnection.connect(self._postgres, autocommit=True, connect_timeout=5)
-            await use_read_model(self._connection, self._schema, self.name)
-            self.waits_for = ""
             # A commit that PostgreSQL forgets in a crash takes its cursor along, and is read from the journal once more.
             await self._connection.execute("SET synchronous_commit = off")
             self._cursors.clear()
         if not self._cursors:
+            await use_read_model(self._connection, self._schema, self.name)
+            self.waits_for = ""
             self._cursors = await self._open(self._connection)
             self._stopped = await cursors.stopped(self._connection, self.name)
         return self._connection

@@ -1,0 +1,233 @@
+"""`rebuild`: read models made anew beside the live ones, compared row by row, and shown in one transaction."""
+
+import asyncio
+import functools
+import gc
+import signal
+import sys
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any, Final
+
+import click
+import msgspec
+import uvloop
+from rich.console import Console
+
+from ops.commands.init import check_shards
+from ops.commands.worker import step_of
+from ops.output import console, json_option, print_json, table
+from ops.settings import Settings, load_settings
+from projections.definitions import PROJECTIONS, definition_of
+from projections.difference import TableDifference
+from projections.versions import NoReadModel, Version
+from streams.rebuild import Progress, Rebuild, Refused, Where, open_rebuild, open_source
+from streams.topics import Topics
+
+LINE_EVERY_SECONDS: Final = 2.0
+EXIT_STOPPED: Final = 130
+
+_source_option = click.option(
+    "--from", "source", type=click.Choice(["journal", "audit"]), default="journal", show_default=True,
+    help="Where events are read: Kafka's journal, or the audit trail when that is gone.",
+)  # fmt: skip
+
+
+@click.group()
+def rebuild() -> None:
+    """Rebuild read models from the events, beside the live ones; readers notice nothing.
+
+    The new version is loaded at bulk speed, follows until it has caught up, is compared with the live one row by row at the same
+    cursors, and is then shown in one transaction. A difference that its definition does not declare makes the switch refuse. Ctrl-C and
+    the same command again goes on. Nothing is published again.
+    """
+
+
+def _options(command: Callable[..., None]) -> Callable[..., None]:
+    options = (
+        _source_option,
+        click.option("--accept", is_flag=True, help="Switch although rows differ that the definition does not declare."),
+        click.option("--no-switch", is_flag=True, help="Build and compare only; the same command without it goes on from there."),
+        click.option("--keep/--no-keep", default=True, show_default=True, help="Whether the old version is kept for --undo."),
+        click.option("--undo", is_flag=True, help="Show the previous version again; what is live now becomes the previous one."),
+        click.option("--drop-previous", is_flag=True, help="Drop the previous version, and do nothing else."),
+        click.option("--discard", is_flag=True, help="Drop a version that was begun, and do nothing else."),
+        click.option("--patience", default=60.0, show_default=True, help="Seconds to wait for readers that hold the views."),
+        click.option("--dry-run", is_flag=True, help="Say what would be done, and do nothing."),
+        json_option,
+    )
+    return functools.reduce(lambda made, option: option(made), reversed(options), command)
+
+
+class Request(msgspec.Struct, kw_only=True):
+    """What was asked on the command line."""
+
+    source: str
+    accept: bool
+    no_switch: bool
+    keep: bool
+    undo: bool
+    drop_previous: bool
+    discard: bool
+    patience: float
+    dry_run: bool
+    as_json: bool
+
+
+def _verb(name: str, projections: tuple[str, ...]) -> None:
+    words = "every read model, one after the other" if len(projections) > 1 else f"the {name}"
+
+    @rebuild.command(name, help=f"Rebuild {words}. Exit 1: refused, or rows differ that were not declared to.")
+    @_options
+    def command(**asked: Any) -> None:
+        request = Request(**asked)
+        if sum((request.undo, request.drop_previous, request.discard, request.no_switch)) > 1:
+            raise click.UsageError("--undo, --drop-previous, --discard and --no-switch exclude each other: choose one")
+        if request.source == "audit" and "audit" in projections and not (request.undo or request.drop_previous or request.discard):
+            raise click.UsageError("--from audit: the audit trail cannot be rebuilt from itself; name ledger or balances")
+        run_until_stopped(_run(load_settings(), projections, request), "the same command goes on from there")
+
+
+for _name in PROJECTIONS:
+    _verb(_name, (_name,))
+_verb("all", PROJECTIONS)
+
+
+def run_until_stopped(work: Coroutine[Any, Any, int], word: str) -> None:
+    """Runs to the end, or to Ctrl-C or SIGTERM, which both stop it in order; exits with the code that `work` returns."""
+    # Events live for a moment and by the thousand; looking through all of them for cycles is a tenth of the work.
+    gc.set_threshold(50_000, 20, 50)
+
+    async def run() -> int:
+        working = asyncio.create_task(work)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, working.cancel)
+        try:
+            return await working
+        except asyncio.CancelledError:
+            click.echo(f"grabstream: stopped; {word}", err=True)
+            return EXIT_STOPPED
+
+    try:
+        code = uvloop.run(run())
+    except (Refused, NoReadModel) as error:
+        click.echo(f"grabstream: {error}", err=True)
+        code = 1
+    sys.exit(code)
+
+
+def where_of(settings: Settings) -> Where:
+    """The system of the settings, as a rebuild wants it."""
+    return Where(settings.kafka, Topics(settings.prefix).journal, settings.postgres, settings.schema_, settings.shards)
+
+
+class ProgressLine:
+    """Progress on standard error: a line that is written over on a terminal, else one every few seconds."""
+
+    def __init__(self) -> None:
+        self._console = Console(stderr=True, highlight=False)
+        self._step = ""
+        self._shown = 0.0
+
+    def __call__(self, what: str, progress: Progress) -> None:
+        """Shows it, not too often."""
+        now = time.monotonic()
+        terminal = self._console.is_terminal
+        if progress.step == self._step and now - self._shown < (0.1 if terminal else LINE_EVERY_SECONDS):
+            return
+        self._step, self._shown = progress.step, now
+        words = f"{what}: {progress.step}"
+        if progress.total:
+            words += f" {progress.done:,} of {progress.total:,} events ({progress.done / progress.total:.0%})"
+        if progress.rate:
+            words += f", {progress.rate:,.0f} a second, {progress.seconds_left:,.0f} s left"
+        self._console.print(words, end="\r" if terminal else "\n", markup=False)
+
+
+# -- doing it ---------------------------------------------------------------------------------------------------------------------------
+
+
+async def _run(settings: Settings, projections: tuple[str, ...], request: Request) -> int:
+    results, line = [], ProgressLine()
+    if request.source == "journal" and not (request.drop_previous or request.discard):
+        await check_shards(settings)
+    for projection in projections:
+        async with open_rebuild(where_of(settings), projection, functools.partial(line, projection), step_of(settings)) as work:
+            result = await _one(settings, work, projection, request)
+        results.append(result)
+        if not request.as_json:
+            _print(result)
+        if result["refused"]:
+            break
+    if request.as_json:
+        print_json(results if len(projections) > 1 else results[0])
+    return 1 if results[-1]["refused"] else 0
+
+
+async def _one(settings: Settings, work: Rebuild, projection: str, request: Request) -> dict[str, Any]:
+    live = await work.live()
+    result: dict[str, Any] = {
+        "projection": projection, "before": live._asdict(), "new": None, "done": "nothing", "refused": False, "difference": [],
+    }  # fmt: skip
+    if request.dry_run:
+        return result | {"done": await _plan(work, projection, live, request)}
+    if request.drop_previous or request.discard:
+        dropped = await work.drop("previous" if request.drop_previous else "building")
+        return result | {"done": f"dropped {dropped.schema}" if dropped else "nothing: there was no such version"}
+    where = where_of(settings)
+    began = time.monotonic()
+    async with open_source(request.source, where.kafka, where.journal, where.postgres, where.schema) as source:
+        if request.undo:
+            was, now = await work.undo(source, request.accept, request.patience)
+            return result | {"new": now._asdict(), "done": f"{now.schema} is live again, {was.schema} is the previous version"}
+        new = await work.build(source)
+        result |= {"new": new._asdict(), "build_seconds": round(time.monotonic() - began, 2)}
+        if new.phase != "agreed":
+            tables = await work.difference(source, new)
+            undeclared = [one.table for one in tables if one.undeclared]
+            result["difference"] = [msgspec.to_builtins(one) for one in tables]
+            if undeclared and not request.accept:
+                return result | {"refused": True, "done": f"refused: rows of {', '.join(undeclared)} differ, see above"}
+            if request.no_switch:
+                return result | {"done": f"{new.schema} is complete and compared, and not shown"}
+            new = await work.agree(new)
+        elif request.no_switch:
+            return result | {"done": f"{new.schema} is complete and was compared before, and not shown"}
+        old = await work.switch(source, new, request.keep, request.patience)
+    kept = f"{old.schema} is kept: --undo shows it again" if request.keep else f"{old.schema} was dropped"
+    return result | {"done": f"{new.schema} is live; {kept}"}
+
+
+async def _plan(work: Rebuild, projection: str, live: Version, request: Request) -> str:
+    if request.undo or request.drop_previous or request.discard:
+        return "nothing: this was a dry run"
+    begun = await work.begun(request.source)
+    number = definition_of(projection).number
+    declared = ", ".join(sorted(definition_of(projection).declared_since(live.definition))) or "no columns"
+    how = f"go on with {begun.schema} ({begun.phase})" if begun else "build a new version"
+    return (
+        f"would {how} of definition {number} from the {request.source}, {await work.events():,} events, beside {live.schema} "
+        f"(definition {live.definition}); {declared} may differ; then {'compare only' if request.no_switch else 'switch'}"
+    )
+
+
+def _print(result: dict[str, Any]) -> None:
+    rows = []
+    for one in msgspec.convert(result["difference"], list[TableDifference]):
+        declared = ", ".join(f"{name} {count:,}" for name, count in one.declared.items())
+        changed = ", ".join(f"{name} {count:,}" for name, count in one.changed.items())
+        changed += "".join(f" {name}: {where}" for name, where in one.columns.items())
+        rows.append((one.table, one.rows_old, one.rows_new, one.missing, one.extra, one.rows_changed, changed, declared))
+    if rows:
+        columns = ("table", "rows old", "rows new", "missing", "extra", "changed", "columns changed", "as declared")
+        console.print(table(f"{result['projection']}: old against new", columns, rows))
+    for one in msgspec.convert(result["difference"], list[TableDifference]):
+        for example in one.examples:
+            key = ", ".join(f"{name} {value}" for name, value in example["key"].items())
+            what = f"only in the {example['only']} version" if "only" in example else ", ".join(
+                f"{name}: {before!r} → {after!r}" for name, (before, after) in example["changed"].items()
+            )  # fmt: skip
+            console.print(f"  {one.table}, {key}: {what}", highlight=False, markup=False)
+    console.print(f"{result['projection']}: {result['done']}.", highlight=False, markup=False)
+    if result["refused"]:
+        console.print("  --accept switches all the same; --discard drops the new version.", highlight=False)
