@@ -38,7 +38,7 @@ VIEWS_LOCK_MS: Final = 100
 SNAPSHOTS_SECONDS: Final = 1.0
 POLL_SECONDS: Final = 0.05
 RETRY_SECONDS: Final = 0.5
-LOCK_PATIENCE_SECONDS: Final = 5.0
+LOCK_PATIENCE_SECONDS: Final = 2.0
 
 
 class Busy(Exception):
