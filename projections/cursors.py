@@ -1,13 +1,14 @@
 """Cursors: how far a projection is in each shard, kept in the transaction that writes its rows."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from psycopg import AsyncConnection
 
 from models.events import AnyEvent
 from models.journal import Cursor
-from models.transfers import Transfer
+from models.transfers import Transfer, transfers_of
 
 
 class CursorMoved(Exception):
@@ -21,6 +22,15 @@ class Fact(NamedTuple):
     hash: bytes
     event: AnyEvent
     transfers: tuple[Transfer, ...]
+
+
+#: Makes a Fact of a tuple, in half the time that its constructor takes.
+_fact = partial(tuple.__new__, Fact)
+
+
+def facts_of(lines: Iterable[bytes], hashes: Iterable[bytes], events: Sequence[AnyEvent]) -> list[Fact]:
+    """A fact for each event of a block, with the transfers it is."""
+    return list(map(_fact, zip(lines, hashes, events, map(transfers_of, events), strict=True)))
 
 
 async def load(connection: AsyncConnection[Any], projection: str) -> dict[int, Cursor]:

@@ -19,9 +19,8 @@ from psycopg import AsyncConnection
 
 from models.events import decode_event_list
 from models.journal import Corrupt, Cursor, Gap, Headers, parse_block
-from models.transfers import transfers_of
 from projections import cursors
-from projections.cursors import CursorMoved, Fact
+from projections.cursors import CursorMoved, Fact, facts_of
 from projections.versions import NoReadModel, use_read_model
 from streams.journal import JournalReader, Record, open_reader
 
@@ -79,7 +78,7 @@ class Decoded:
             # Rows are written under the numbers in the text, the chain counts by the header: they must be the same.
             if [(event.seq, event.shard) for event in events] != [(block.first_seq + n, block.shard) for n in range(block.count)]:
                 raise Corrupt(f"the events from seq {block.first_seq} on carry other numbers in their text")
-            self._facts = list(map(Fact, block.lines, block.hashes, events, map(transfers_of, events)))
+            self._facts = facts_of(block.lines, block.hashes, events)
         return self._facts
 
 

@@ -145,12 +145,13 @@ class Rebuild:
         self._report(Progress("sums, constraints and indexes", done, done))
         async with self._writer.transaction():
             await self._writer.execute("SET LOCAL maintenance_work_mem = '256MB'")
+            await self._writer.execute("SET LOCAL work_mem = '256MB'")
             await self._model.finish(self._writer)
             await versions.complete(self._writer, self._projection)
             building = await versions.set_phase(self._writer, self._where.schema, building, "following")
         self._step("rebuild.finished")
         for table in definition_of(self._projection).tables:
-            await self._writer.execute(sql.SQL("VACUUM (ANALYZE) {}").format(sql.Identifier(building.schema, table)))
+            await self._writer.execute(sql.SQL("ANALYZE {}").format(sql.Identifier(building.schema, table)))
         return building
 
     async def _follow(self, source: Source, targets: Mapping[int, Cursor], frozen: bool = False) -> None:

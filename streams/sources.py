@@ -14,8 +14,7 @@ from psycopg import AsyncConnection
 
 from models.events import decode_event_list
 from models.journal import Corrupt, Cursor, Gap, chain
-from models.transfers import transfers_of
-from projections.cursors import Fact
+from projections.cursors import Fact, facts_of
 from projections.migrate import use_schema
 from streams.journal import JournalReader, open_reader
 from streams.projector import Decoded
@@ -157,7 +156,7 @@ def _facts(shard: int, first_seq: int, lines: Sequence[bytes], hashes: Sequence[
         raise Unreadable(f"audit trail, shard {shard}: an event from seq {first_seq} on cannot be decoded: {error}") from None
     if [(event.seq, event.shard) for event in events] != [(first_seq + place, shard) for place in range(len(lines))]:
         raise Unreadable(f"audit trail, shard {shard}: the events from seq {first_seq} on carry other numbers in their text")
-    return list(map(Fact, lines, hashes, events, map(transfers_of, events)))
+    return facts_of(lines, hashes, events)
 
 
 @asynccontextmanager

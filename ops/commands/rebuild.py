@@ -95,8 +95,7 @@ _verb("all", PROJECTIONS)
 
 def run_until_stopped(work: Coroutine[Any, Any, int], word: str) -> None:
     """Runs to the end, or to Ctrl-C or SIGTERM, which both stop it in order; exits with the code that `work` returns."""
-    # Events live for a moment and by the thousand; looking through all of them for cycles is a tenth of the work.
-    gc.set_threshold(50_000, 20, 50)
+    few_collections()
 
     async def run() -> int:
         working = asyncio.create_task(work)
@@ -114,6 +113,11 @@ def run_until_stopped(work: Coroutine[Any, Any, int], word: str) -> None:
         click.echo(f"grabstream: {error}", err=True)
         code = 1
     sys.exit(code)
+
+
+def few_collections() -> None:
+    """Events live for a moment and by the thousand; looking through all of them for cycles is a tenth of the work."""
+    gc.set_threshold(50_000, 20, 50)
 
 
 def where_of(settings: Settings) -> Where:
