@@ -16,13 +16,15 @@ from rich.console import Console
 
 from ops.commands.init import check_shards
 from ops.commands.worker import step_of
+from ops.connections import key_space, open_redis
 from ops.output import console, json_option, print_json, table
 from ops.settings import Settings, load_settings
 from projections.definitions import PROJECTIONS, definition_of
 from projections.difference import TableDifference
 from projections.versions import NoReadModel, Version
 from streams.rebuild import Progress, Rebuild, Refused, Where, open_rebuild, open_source
-from streams.topics import Topics
+from streams.restore import Restore
+from streams.topics import Topics, create_topics
 
 LINE_EVERY_SECONDS: Final = 2.0
 EXIT_STOPPED: Final = 130
@@ -91,6 +93,44 @@ def _verb(name: str, projections: tuple[str, ...]) -> None:
 for _name in PROJECTIONS:
     _verb(_name, (_name,))
 _verb("all", PROJECTIONS)
+
+
+@rebuild.command("journal")
+@click.option("--from", "source", type=click.Choice(["audit"]), required=True, help="Where the events are: the audit trail.")
+@click.option("--replication", default=1, show_default=True, help="Copies of the topics that have to be created.")
+@click.option("--republish", is_flag=True, help="The events topic was lost too: fill it again from the beginning, for its readers.")
+@click.option("--dry-run", is_flag=True, help="Check and say what would be restored; only missing topics are created.")
+@json_option
+def journal_(source: str, replication: int, republish: bool, dry_run: bool, as_json: bool) -> None:
+    """Restore the journal from the audit trail, when Kafka has lost it.
+
+    The topic has to be empty, and the workers stopped. The events come back under the same chain, at new offsets; every cursor is
+    anchored again by its seq and hash. Exit 1: something knows more than the audit trail has; it is named.
+    """
+    run_until_stopped(_restore(load_settings(), replication, republish, dry_run, as_json), "the same command goes on from there")
+
+
+async def _restore(settings: Settings, replication: int, republish: bool, dry_run: bool, as_json: bool) -> int:
+    topics = Topics(settings.prefix)
+    created = await create_topics(settings.kafka, topics, settings.shards, replication)
+    await check_shards(settings)
+    redis = open_redis(settings)
+    try:
+        source = f"grabstream/{settings.prefix}"
+        work = Restore(where_of(settings), redis, key_space(settings), topics.events, source, republish)
+        plans = await work.plan()
+        written = 0 if dry_run else await work.run(plans, functools.partial(ProgressLine(), "journal"))
+    finally:
+        await redis.aclose()
+    shards = [{"shard": plan.shard, "events": plan.end.seq, "had": plan.restored.seq} for plan in plans]
+    events = sum(plan.end.seq for plan in plans)
+    if as_json:
+        print_json({"events": events, "written": written, "topics_created": created, "dry_run": dry_run, "shards": shards})
+    else:
+        console.print(f"Topics created: {', '.join(created) or 'none, all exist'}.", highlight=False)
+        did = f"would restore {events:,} events" if dry_run else f"{events:,} events are in the journal, {written:,} written now"
+        console.print(f"{did}, in {len(shards)} shards. Start the workers." if not dry_run else f"{did}.", highlight=False)
+    return 0
 
 
 def run_until_stopped(work: Coroutine[Any, Any, int], word: str) -> None:
