@@ -256,22 +256,32 @@ async def _plan(work: Rebuild, projection: str, live: Version, request: Request)
 
 
 def _print(result: dict[str, Any]) -> None:
+    tables = msgspec.convert(result["difference"], list[TableDifference])
+    if any(one.undeclared or one.declared for one in tables):
+        _print_difference(result["projection"], tables)
+    elif tables:
+        counts = ", ".join(f"{one.rows_new:,} of {one.table}" for one in tables)
+        console.print(f"{result['projection']}: old and new are the same in every row: {counts}.", highlight=False, markup=False)
+    seconds = f" It was built in {result['build_seconds']:,.1f} s." if "build_seconds" in result else ""
+    console.print(f"{result['projection']}: {result['done']}.{seconds}", highlight=False, markup=False)
+    if result["refused"]:
+        console.print("  --accept switches all the same; --discard drops the new version.", highlight=False)
+
+
+def _print_difference(projection: str, tables: list[TableDifference]) -> None:
     rows = []
-    for one in msgspec.convert(result["difference"], list[TableDifference]):
+    for one in tables:
         declared = ", ".join(f"{name} {count:,}" for name, count in one.declared.items())
         changed = ", ".join(f"{name} {count:,}" for name, count in one.changed.items())
         changed += "".join(f" {name}: {where}" for name, where in one.columns.items())
         rows.append((one.table, one.rows_old, one.rows_new, one.missing, one.extra, one.rows_changed, changed, declared))
-    if rows:
-        columns = ("table", "rows old", "rows new", "missing", "extra", "changed", "columns changed", "as declared")
-        console.print(table(f"{result['projection']}: old against new", columns, rows))
-    for one in msgspec.convert(result["difference"], list[TableDifference]):
+    columns = ("table", "rows old", "rows new", "missing", "extra", "changed", "columns changed", "as declared")
+    console.print(table(f"{projection}: old against new", columns, rows))
+    for one in tables:
         for example in one.examples:
             key = ", ".join(f"{name} {value}" for name, value in example["key"].items())
-            what = f"only in the {example['only']} version" if "only" in example else ", ".join(
-                f"{name}: {before!r} → {after!r}" for name, (before, after) in example["changed"].items()
-            )  # fmt: skip
+            if "only" in example:
+                what = f"only in the {example['only']} version"
+            else:
+                what = ", ".join(f"{name}: {before!r} → {after!r}" for name, (before, after) in example["changed"].items())
             console.print(f"  {one.table}, {key}: {what}", highlight=False, markup=False)
-    console.print(f"{result['projection']}: {result['done']}.", highlight=False, markup=False)
-    if result["refused"]:
-        console.print("  --accept switches all the same; --discard drops the new version.", highlight=False)
