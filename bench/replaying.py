@@ -1,5 +1,6 @@
 """Row 4: from the journal to a complete ledger, against COPY of the same rows into tables of the same form, with no logic."""
 
+import os
 import secrets
 import time
 from typing import Any
@@ -84,7 +85,7 @@ async def replay(runs: int, count: int) -> dict[str, Any]:
 async def _build(settings: Settings) -> float:
     where = where_of(settings)
     async with (
-        open_rebuild(where, "ledger") as work,
+        open_rebuild(where, "ledger", jobs=os.cpu_count() or 1) as work,
         open_source("journal", where.kafka, where.journal, where.postgres, where.schema) as source,
     ):
         await work.drop("building")

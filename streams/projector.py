@@ -76,7 +76,8 @@ class Decoded:
             except (msgspec.DecodeError, UnicodeDecodeError) as error:
                 raise Corrupt(f"an event from seq {block.first_seq} on cannot be decoded: {error}") from None
             # Rows are written under the numbers in the text, the chain counts by the header: they must be the same.
-            if [(event.seq, event.shard) for event in events] != [(block.first_seq + n, block.shard) for n in range(block.count)]:
+            numbers = list(range(block.first_seq, block.first_seq + block.count))
+            if [event.seq for event in events] != numbers or {event.shard for event in events} != {block.shard}:
                 raise Corrupt(f"the events from seq {block.first_seq} on carry other numbers in their text")
             self._facts = facts_of(block.lines, block.hashes, events)
         return self._facts

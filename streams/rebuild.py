@@ -24,6 +24,7 @@ from projections.difference import TableDifference, compare
 from projections.migrate import use_schema
 from projections.read_models import READ_MODELS, Apply
 from projections.versions import Version
+from streams.loading import deal, in_processes
 from streams.sources import Piece, Refused, Source, open_source
 
 log = logging.getLogger(__name__)
@@ -31,6 +32,8 @@ log = logging.getLogger(__name__)
 CHUNK_EVENTS: Final = 20_000
 FOLLOW_EVENTS: Final = 2_000
 CHUNKS_AHEAD: Final = 2
+#: With fewer events to load, starting processes takes longer than loading.
+PROCESSES_EVENTS_MIN: Final = 100_000
 #: A build whose distance to the live version is below this is finished, and follows from there.
 NEAR_EVENTS: Final = 20_000
 LOCK_SECONDS: Final = 2.0
@@ -78,8 +81,9 @@ class Rebuild:
     """The rebuilding of one projection; `open_rebuild` makes it. Only one at a time does it."""
 
     def __init__(
-        self, where: Where, projection: str, control: AsyncConnection[Any], writer: AsyncConnection[Any], report: Report, step: Step
-    ) -> None:
+        self, where: Where, projection: str, control: AsyncConnection[Any], writer: AsyncConnection[Any],
+        report: Report = lambda progress: None, step: Step = lambda name: None, jobs: int = 1,
+    ) -> None:  # fmt: skip
         self._where = where
         self._projection = projection
         self._model = READ_MODELS[projection]
@@ -88,6 +92,7 @@ class Rebuild:
         self._writer = writer
         self._report = report
         self._step = step
+        self._jobs = jobs
         self._own: dict[int, Cursor] = {}
 
     # -- building ---------------------------------------------------------------------------------------------------------
@@ -135,10 +140,35 @@ class Rebuild:
     async def _load(self, source: Source) -> None:
         while True:
             targets = await self._cursors_of(await self.live())
+            work = {shard: target.seq - self._own[shard].seq for shard, target in targets.items() if target.seq > self._own[shard].seq}
+            if self._jobs > 1 and sum(work.values()) >= PROCESSES_EVENTS_MIN:
+                await self._load_in_processes(source, targets, deal(work, self._jobs))
             await self._carry(source, targets, self._model.load, CHUNK_EVENTS, "loading")
             now = await self._cursors_of(await self.live())
             if sum(now[shard].seq - self._own[shard].seq for shard in now) < NEAR_EVENTS:
                 return
+
+    async def _load_in_processes(self, source: Source, targets: Mapping[int, Cursor], hands: list[list[int]]) -> None:
+        began, total = time.monotonic(), sum(target.seq for target in targets.values())
+        first = sum(cursor.seq for cursor in self._own.values())
+
+        async def look() -> None:
+            self._own = await cursors.load(self._writer, self._projection)
+            done = sum(cursor.seq for cursor in self._own.values())
+            self._report(Progress("loading", done, max(total, done), (done - first) / (time.monotonic() - began)))
+
+        try:
+            await in_processes(load_part, (self._where, self._projection, source.name), targets, hands, look)
+        finally:
+            self._own = await cursors.load(self._writer, self._projection)
+
+    async def load_shards(self, source: Source, targets: Mapping[int, Cursor]) -> None:
+        """Loads some shards only, into the version that is being built: what one of several processes does."""
+        building = await self.begun(source.name)
+        if building is None:
+            raise Refused(f"nothing of {self._projection} is being built")
+        await self._use(building)
+        await self._carry(source, targets, self._model.load, CHUNK_EVENTS, "loading")
 
     async def _finish(self, building: Version) -> Version:
         done = sum(cursor.seq for cursor in self._own.values())
@@ -381,11 +411,17 @@ async def _ahead(chunks: AsyncGenerator[tuple[Cursor, list[Fact]], None], depth:
         await asyncio.gather(filling, return_exceptions=True)
 
 
+async def load_part(where: Where, projection: str, source_name: str, targets: Mapping[int, Cursor], step: Step) -> None:
+    """Loads some shards in a process of its own, for a rebuild that another process conducts and reports."""
+    async with (
+        _connections(where) as (control, writer),
+        open_source(source_name, where.kafka, where.journal, where.postgres, where.schema) as source,
+    ):
+        await Rebuild(where, projection, control, writer, step=step).load_shards(source, targets)
+
+
 @asynccontextmanager
-async def open_rebuild(
-    where: Where, projection: str, report: Report = lambda progress: None, step: Step = lambda name: None
-) -> AsyncIterator[Rebuild]:
-    """A rebuild with connections of its own; raises Refused when another one of the same projection runs."""
+async def _connections(where: Where) -> AsyncIterator[tuple[AsyncConnection[Any], AsyncConnection[Any]]]:
     async with (
         await AsyncConnection.connect(where.postgres, autocommit=True, connect_timeout=5) as control,
         await AsyncConnection.connect(where.postgres, autocommit=True, connect_timeout=5) as writer,
@@ -394,6 +430,15 @@ async def open_rebuild(
         await use_schema(writer, where.schema)
         # A commit that PostgreSQL forgets in a crash takes its cursor along.
         await writer.execute("SET synchronous_commit = off")
+        yield control, writer
+
+
+@asynccontextmanager
+async def open_rebuild(
+    where: Where, projection: str, report: Report = lambda progress: None, step: Step = lambda name: None, jobs: int = 1
+) -> AsyncIterator[Rebuild]:
+    """A rebuild with connections of its own, loading in so many processes; raises Refused when another one of it runs."""
+    async with _connections(where) as (control, writer):
         deadline = time.monotonic() + LOCK_PATIENCE_SECONDS
         while True:
             # Held by the session: it goes with the process, however that ends.
@@ -404,7 +449,7 @@ async def open_rebuild(
             if time.monotonic() > deadline:
                 raise Refused(f"another rebuild of {projection} is running")
             await asyncio.sleep(POLL_SECONDS)
-        yield Rebuild(where, projection, control, writer, report, step)
+        yield Rebuild(where, projection, control, writer, report, step, jobs)
 
 
 __all__ = ["Busy", "Progress", "Rebuild", "Refused", "Where", "open_rebuild", "open_source"]

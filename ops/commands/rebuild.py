@@ -3,6 +3,7 @@
 import asyncio
 import functools
 import gc
+import os
 import signal
 import sys
 import time
@@ -55,6 +56,9 @@ def _options(command: Callable[..., None]) -> Callable[..., None]:
         click.option("--drop-previous", is_flag=True, help="Drop the previous version, and do nothing else."),
         click.option("--discard", is_flag=True, help="Drop a version that was begun, and do nothing else."),
         click.option("--patience", default=60.0, show_default=True, help="Seconds to wait for readers that hold the views."),
+        click.option(
+            "--jobs", type=click.IntRange(min=1), default=os.cpu_count() or 1, show_default="one a core", help="Processes that load."
+        ),
         click.option("--dry-run", is_flag=True, help="Say what would be done, and do nothing."),
         json_option,
     )
@@ -72,6 +76,7 @@ class Request(msgspec.Struct, kw_only=True):
     drop_previous: bool
     discard: bool
     patience: float
+    jobs: int
     dry_run: bool
     as_json: bool
 
@@ -196,7 +201,8 @@ async def _run(settings: Settings, projections: tuple[str, ...], request: Reques
     if request.source == "journal" and not (request.drop_previous or request.discard):
         await check_shards(settings)
     for projection in projections:
-        async with open_rebuild(where_of(settings), projection, functools.partial(line, projection), step_of(settings)) as work:
+        report = functools.partial(line, projection)
+        async with open_rebuild(where_of(settings), projection, report, step_of(settings), request.jobs) as work:
             result = await _one(settings, work, projection, request)
         results.append(result)
         if not request.as_json:
@@ -261,9 +267,11 @@ def _print(result: dict[str, Any]) -> None:
         _print_difference(result["projection"], tables)
     elif tables:
         counts = ", ".join(f"{one.rows_new:,} of {one.table}" for one in tables)
-        console.print(f"{result['projection']}: old and new are the same in every row: {counts}.", highlight=False, markup=False)
+        console.print(
+            f"{result['projection']}: old and new are the same in every row: {counts}.", highlight=False, markup=False, soft_wrap=True
+        )
     seconds = f" It was built in {result['build_seconds']:,.1f} s." if "build_seconds" in result else ""
-    console.print(f"{result['projection']}: {result['done']}.{seconds}", highlight=False, markup=False)
+    console.print(f"{result['projection']}: {result['done']}.{seconds}", highlight=False, markup=False, soft_wrap=True)
     if result["refused"]:
         console.print("  --accept switches all the same; --discard drops the new version.", highlight=False)
 
@@ -284,4 +292,4 @@ def _print_difference(projection: str, tables: list[TableDifference]) -> None:
                 what = f"only in the {example['only']} version"
             else:
                 what = ", ".join(f"{name}: {before!r} → {after!r}" for name, (before, after) in example["changed"].items())
-            console.print(f"  {one.table}, {key}: {what}", highlight=False, markup=False)
+            console.print(f"  {one.table}, {key}: {what}", highlight=False, markup=False, soft_wrap=True)

@@ -19,6 +19,7 @@ from ops.settings import Settings, child_environment
 from projections.cursors import load
 from projections.definitions import PROJECTIONS, definition_of
 from projections.versions import Version, in_state, use_version, versions
+from streams.loading import deal
 from streams.projector import CatchUp
 from streams.rebuild import Progress, Refused, open_rebuild, open_source
 from tests.conftest import make_system, until
@@ -290,3 +291,45 @@ async def test_a_journal_that_lost_records_is_refused_and_the_audit_trail_has_th
     await damaged(booked, "UPDATE accounts_1 SET posted = 1 WHERE account = 'wallet:u3'")
     assert grabstream("rebuild", "ledger", "--from", "audit", "--accept", **of(booked)).returncode == 0
     assert not await rows(booked, "SELECT asset FROM accounts GROUP BY asset HAVING sum(posted) <> 0")
+
+
+def test_shards_are_dealt_out_evenly() -> None:
+    assert deal({0: 5, 1: 9, 2: 4, 3: 1}, 2) == [[1, 3], [0, 2]]
+    assert deal({0: 5}, 4) == [[0]]
+
+
+async def test_processes_load_the_same_rows(booked: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shards dealt out to processes; what one of them cannot read is said, and the others are ended."""
+    monkeypatch.setattr("streams.rebuild.PROCESSES_EVENTS_MIN", 1)
+    before = await digests(booked, await version_in(booked, "balances"))
+    new = await rebuilt(booked, "balances", jobs=2)
+    assert await digests(booked, new) == before
+    ledger = await version_in(booked, "ledger")
+    async with await open_books(booked) as books:
+        await books.execute(f"UPDATE {ledger.schema}.projection_cursors SET next_offset = next_offset + 9 WHERE shard = 2".encode())
+    with pytest.raises(Refused, match="shard 2: it ends at offset 2, the live read model is at 11"):
+        await rebuilt(booked, "ledger", jobs=2)
+    async with await open_books(booked) as books:
+        await books.execute(f"UPDATE {ledger.schema}.projection_cursors SET next_offset = next_offset - 9 WHERE shard = 2".encode())
+    assert await digests(booked, await rebuilt(booked, "ledger", jobs=2)) == await digests(booked, ledger)
+
+
+async def test_all_read_models_one_after_the_other(booked: Settings) -> None:
+    """And a definition that is not the live one's is said beforehand."""
+    done = grabstream("rebuild", "all", "--json", "--no-keep", **of(booked))
+    assert done.returncode == 0, done.stderr
+    assert [(one["projection"], one["new"]["version"]) for one in json.loads(done.stdout)] == [(name, 2) for name in PROJECTIONS]
+    for projection in PROJECTIONS:
+        assert [one.version for one in await all_versions(booked, projection)] == [2]
+    plan = subprocess.run(
+        [sys.executable, "-m", "tests.streams.changed", "rebuild", "balances", "--dry-run"],
+        env=child_environment(**of(booked)), capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert "of definition 2 from the journal" in plan.stdout.replace("\n", " ")
+    assert "offers_1.title may differ" in plan.stdout.replace("\n", " ")
+    shown = subprocess.run(
+        [sys.executable, "-m", "tests.streams.changed", "status", "--json"],
+        env=child_environment(**of(booked)), capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert shown.returncode == 1
+    assert json.loads(shown.stdout)["waiting"] == {"balances": 2}
