@@ -18,7 +18,7 @@ from psycopg import AsyncConnection, IsolationLevel, sql
 
 from models.journal import Cursor
 from projections import cursors, versions
-from projections.cursors import Fact
+from projections.cursors import CursorMoved, Fact
 from projections.definitions import definition_of
 from projections.difference import TableDifference, compare
 from projections.migrate import use_schema
@@ -29,9 +29,9 @@ from streams.sources import Piece, Refused, Source, open_source
 
 log = logging.getLogger(__name__)
 
-CHUNK_EVENTS: Final = 20_000
+CHUNK_EVENTS: Final = 10_000
 FOLLOW_EVENTS: Final = 2_000
-CHUNKS_AHEAD: Final = 2
+CHUNKS_AHEAD: Final = 1
 #: With fewer events to load, starting processes takes longer than loading.
 PROCESSES_EVENTS_MIN: Final = 100_000
 #: A build whose distance to the live version is below this is finished, and follows from there.
@@ -254,6 +254,7 @@ class Rebuild:
 
         async def near() -> None:
             # Behind the live version it may not be shown; ahead of it, it may: readers never go back.
+            await self._follow(source, await self._cursors_of(live))
             ends = {shard: await source.end(shard) for shard in self._own}
             await self._follow(source, {shard: end for shard, end in ends.items() if end is not None})
 
@@ -271,13 +272,19 @@ class Rebuild:
         # A version of the same definition stood still, frozen, since it was replaced; another one is kept by workers that have its code.
         frozen = ours and previous.definition == live.definition
 
+        async def follow(targets: Mapping[int, Cursor]) -> None:
+            self._own = await cursors.load(self._writer, self._projection)
+            try:
+                if ours:
+                    await self._follow(source, targets, frozen)
+            except CursorMoved as moved:
+                raise Busy(f"a worker keeps it current at the same time ({moved})") from None
+
         async def near() -> None:
-            if ours:
-                await self._follow(source, await self._cursors_of(live), frozen)
+            await follow(await self._cursors_of(live))
 
         async def reach(held: Mapping[int, Cursor]) -> None:
-            if ours:
-                await self._follow(source, held, frozen)
+            await follow(held)
             self._own = await cursors.load(self._writer, self._projection)
             behind = [
                 f"shard {shard}: seq {self._own[shard].seq} of {held[shard].seq}"
@@ -449,7 +456,10 @@ async def open_rebuild(
             if time.monotonic() > deadline:
                 raise Refused(f"another rebuild of {projection} is running")
             await asyncio.sleep(POLL_SECONDS)
-        yield Rebuild(where, projection, control, writer, report, step, jobs)
+        try:
+            yield Rebuild(where, projection, control, writer, report, step, jobs)
+        except CursorMoved as moved:
+            raise Refused(f"{moved}: another process wrote it; the same command goes on") from None
 
 
 __all__ = ["Busy", "Progress", "Rebuild", "Refused", "Where", "open_rebuild", "open_source"]
