@@ -41,6 +41,9 @@ VERBS: Final = {
     "ticket": ("ops.commands.operating", "Sign a ticket for one user, for tests."),
     "show": ("ops.commands.show", "An offer: who got what, the luckiest, what is left."),
     "verify": ("ops.commands.verify", "Check chain, books, and Redis against the ledger."),
+    "replay": ("ops.commands.replay", "Events once more: as lines, on a topic, or as read models of their own."),
+    "at": ("ops.commands.at", "Offers, holds and balances as they were at a time."),
+    "follow": ("ops.commands.follow", "Run a projection of your own."),
     "rehearse": ("ops.commands.rehearse", "Let a crowd grab, watch it, and end with a verdict."),
 }
 

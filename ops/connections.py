@@ -13,6 +13,7 @@ from lua.keys import KeySpace
 from lua.sealing import Sealer
 from lua.tickets import TicketKeys
 from ops.settings import BadSettings, Settings
+from streams.own import System
 from streams.worker import WorkerSettings
 
 SOCKET_TIMEOUT_SECONDS = 5.0
@@ -76,6 +77,11 @@ def worker_settings(settings: Settings) -> WorkerSettings:
         lease_ms=settings.lease_ms,
         patience_ms=settings.patience_ms,
     )
+
+
+def system_of(settings: Settings) -> System:
+    """What a projection of one's own is told."""
+    return System(settings.kafka, settings.postgres, settings.prefix, settings.shards, settings.schema_)
 
 
 @asynccontextmanager

@@ -12,7 +12,7 @@ import click
 import psycopg
 import uvloop
 
-from ops.commands.init import check_shards
+from ops.commands.init import check_shards, refuse_replay
 from ops.connections import open_redis, require_core, sealer, ticket_keys, worker_settings
 from ops.settings import Settings, load_settings
 from projections.demand import record
@@ -44,17 +44,28 @@ async def _run(settings: Settings, chosen: Sequence[str]) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     await check_shards(settings)
+    if "project" in chosen:
+        await _refuse_replay(settings)
     redis = open_redis(settings)
     try:
         await require_core(redis)
         roles = roles_of(
             worker_settings(settings), chosen, redis, sealer(settings), ticket_keys(settings), functools.partial(_record_demand, settings),
-            {"project": _faust(settings, READ_MODELS), "publish": _faust(settings, ("events",))}, _step(settings),
+            {"project": _faust(settings, READ_MODELS), "publish": _faust(settings, ("events",))}, crash_step(settings),
         )  # fmt: skip
         log.info("playing %s", ", ".join(chosen))
         await run_worker(roles, stop)
     finally:
         await redis.aclose()
+
+
+async def _refuse_replay(settings: Settings) -> None:
+    try:
+        async with await psycopg.AsyncConnection.connect(settings.postgres, autocommit=True, connect_timeout=5) as connection:
+            await refuse_replay(connection, settings)
+    except psycopg.OperationalError as error:
+        # The read models wait for PostgreSQL, the other roles do without; a replay's schema then refuses them by itself.
+        log.warning("PostgreSQL cannot be reached yet: %s", error)
 
 
 def _faust(settings: Settings, names: Sequence[str]) -> Role:
@@ -69,13 +80,13 @@ def _faust(settings: Settings, names: Sequence[str]) -> Role:
             schema=settings.schema_,
             stop=stop,
             names=names,
-            step=_step(settings),
+            step=crash_step(settings),
         )
 
     return run
 
 
-def _step(settings: Settings) -> Step:
+def crash_step(settings: Settings) -> Step:
     """For crash tests: GRAB_FAIL_AT=step or step:n ends the process, as kill -9 does, when the step comes for the n-th time."""
     fail_at, _, times = settings.fail_at.partition(":")
     left = int(times or 1)
