@@ -4,16 +4,15 @@ import asyncio
 import signal
 import sys
 from collections.abc import Coroutine
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import click
 
 T = TypeVar("T")
-EXIT_TERMINATED = 128 + signal.SIGTERM
 
 
 def run_until_stopped(work: Coroutine[Any, Any, T]) -> T:
-    """Runs the work. Ctrl-C cancels it and raises KeyboardInterrupt, SIGTERM cancels it and ends the process with its code."""
+    """Runs the work. Ctrl-C and SIGTERM cancel it, wait for its cleaning up, and end the process with 130 and 143."""
     terminated = False
 
     async def run() -> T:
@@ -33,5 +32,12 @@ def run_until_stopped(work: Coroutine[Any, Any, T]) -> T:
     except asyncio.CancelledError:
         if not terminated:
             raise
-        click.echo("grabstream: stopped", err=True)
-        sys.exit(EXIT_TERMINATED)
+        _end(128 + signal.SIGTERM)
+    except KeyboardInterrupt:
+        # Not left to click, which would call it an error.
+        _end(128 + signal.SIGINT)
+
+
+def _end(code: int) -> NoReturn:
+    click.echo("grabstream: stopped", err=True)
+    sys.exit(code)

@@ -255,22 +255,33 @@ class AuditSource:
 
 
 def _facts(shard: int, cursor: Cursor, rows: Sequence[tuple[int, bytes, bytes]]) -> list[Fact]:
-    """Rows of the trail as facts; raises Gap or Corrupt when they do not follow the cursor."""
-    texts = [line for _, line, _ in rows]
-    facts = []
-    for place, (row, hash_) in enumerate(zip(rows, chain(cursor.head, texts), strict=True), cursor.seq + 1):
-        if row[0] != place:
-            break
+    """Rows of the trail as facts, as far as they follow the cursor; raises Gap or Corrupt when the first one does not."""
+    facts: list[Fact] = []
+    hashes = chain(cursor.head, [line for _, line, _ in rows])
+    for seq, (row, hash_) in enumerate(zip(rows, hashes, strict=True), cursor.seq + 1):
         try:
-            event = decode_event(row[1])
-        except msgspec.DecodeError as error:
-            raise Corrupt(f"the audit trail of shard {shard}, seq {place}: an event that cannot be decoded: {error}") from None
-        if row[2] != hash_ or (event.shard, event.seq) != (shard, place):
-            raise Corrupt(f"the audit trail of shard {shard} contradicts its own chain at seq {place}")
-        facts.append(Fact(row[1], hash_, event, transfers_of(event)))
+            facts.append(_fact(shard, seq, row, hash_))
+        except (Corrupt, Gap):
+            if not facts:
+                raise
+            break
     if not facts:
         raise Gap(f"the audit trail of shard {shard} has no event {cursor.seq + 1}")
     return facts
+
+
+def _fact(shard: int, seq: int, row: tuple[int, bytes, bytes], hash_: bytes) -> Fact:
+    if row[0] != seq:
+        raise Gap(f"the audit trail of shard {shard} has no event {seq}")
+    if row[2] != hash_:
+        raise Corrupt(f"the audit trail of shard {shard} contradicts its own chain at seq {seq}")
+    try:
+        event = decode_event(row[1])
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise Corrupt(f"the audit trail of shard {shard}, seq {seq}: an event that cannot be decoded: {error}") from None
+    if (event.shard, event.seq) != (shard, seq):
+        raise Corrupt(f"the audit trail of shard {shard} has another event's text at seq {seq}")
+    return Fact(row[1], hash_, event, transfers_of(event))
 
 
 def _seq(fact: Fact) -> int:

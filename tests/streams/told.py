@@ -24,7 +24,7 @@ NOW = 1_790_000_000_000
 SHARDS = 8
 VIEWS = {
     "offers": "offer", "grabs": "offer, grab", "accounts": "account, asset", "transfers": "shard, seq, leg", "balances": "user_id, asset",
-    "payments": "payment", "audit": "shard, seq", "operations": "shard, seq", "waiting": "offer, position",
+    "payments": "payment, shard", "audit": "shard, seq", "operations": "shard, seq", "waiting": "offer, position",
 }  # fmt: skip
 
 
