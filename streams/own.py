@@ -125,7 +125,10 @@ async def follow(projection: Projection, system: System, step: Callable[[str], N
     """Carries events into the projection until cancelled, and waits for servers that are away meanwhile; raises NotOurs."""
     await prepare(projection, system)
     journal = Topics(system.prefix).journal
-    projector = _Own(projection.cursor_name, projection.apply, system.postgres, projection.schema, system.kafka, journal, step)
+    committed = f"{projection.name}.committed"
+    projector = _Own(
+        projection.cursor_name, projection.apply, system.postgres, projection.schema, system.kafka, journal, lambda _: step(committed)
+    )
     running = asyncio.create_task(projector.run())
     try:
         seen = dict.fromkeys(range(system.shards), -1)

@@ -15,7 +15,7 @@ from psycopg.rows import dict_row
 from models.journal import Corrupt, Gap
 from ops.commands.init import check_shards
 from ops.commands.replay import is_schema
-from ops.commands.show import grab_row, print_offer, read_offer
+from ops.commands.show import print_offer, read_offer
 from ops.moments import BadMoment, parse_time, show_time
 from ops.output import console, json_option, print_json, table
 from ops.progress import Reading
@@ -95,7 +95,7 @@ async def _run(settings: Settings, asked: Request, at_ms: int, keep: str | None,
             selection = Selection(asked.wanted, True, await sink.grabs(asked.wanted.users))
             with Reading(f"to {show_time(at_ms)}", sum(one.units for one in planned)) as report:
                 await replaying.replay(source, planned, selection, sink, report, done)
-        if not any(one.cursor.seq for one in done.values()):
+        if not asked.wanted.offers and not any(one.cursor.seq for one in done.values()):
             raise NothingThen(await _since_when(source, asked, at_ms))
         return {
             "at": show_time(at_ms),
@@ -168,7 +168,7 @@ async def _offer(connection: AsyncConnection[dict[str, Any]], offer: str, at_ms:
 
 
 def _print(found: dict[str, Any], limit: int) -> None:
-    places = ", ".join(f"{one['shard']}:{one['seq']}" for one in found["shards"])
+    places = ", ".join(f"{one['shard']}:{one['seq']}" for one in found["shards"] if one["seq"])
     console.print(f"[bold]As it was at {found['at']}[/] [dim](shard:seq {places})[/]", highlight=False)
     for offer in found.get("details", ()):
         print_offer(offer, limit, found["at_ms"])
@@ -185,12 +185,15 @@ def _offer_row(offer: dict[str, Any]) -> tuple[object, ...]:
     return (*said, left, offer["waiting"])
 
 
+def _grab_row(grab: dict[str, Any]) -> tuple[object, ...]:
+    until = show_time(grab["deadline_at"]) if grab["held"] else ""
+    said = (grab[name] for name in ("offer", "place", "user_id", "state", "amount", "held", "taken"))
+    return (*said, until, grab["grab"])
+
+
 _TABLES: dict[str, tuple[tuple[str, ...], Callable[[dict[str, Any]], tuple[object, ...]]]] = {
     "offers": (("offer", "kind", "state", "total", "taken", "held", "left", "waiting"), _offer_row),
-    "grabs": (
-        ("offer", "user", "amount", "place", "state", "held", "taken", "used", "paid", "until", "grab"),
-        lambda grab: (grab["offer"], grab["user_id"], grab["amount"], *grab_row(grab)),
-    ),
+    "grabs": (("offer", "place", "user", "state", "amount", "held", "taken", "until", "grab"), _grab_row),
     "holds": (
         ("offer", "user", "held", "until", "grab"),
         lambda hold: (hold["offer"], hold["user_id"], hold["held"], show_time(hold["deadline_at"]), hold["grab"]),

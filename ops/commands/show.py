@@ -105,7 +105,7 @@ def print_offer(found: dict[str, Any], limit: int, now_ms: float) -> None:
         console.print(table(f"The newest grabs (at most {limit})", ("place", "user", "amount", "state", "grab", "at"), rows))
     elif found["grabs"]:
         columns = ("place", "user", "state", "held", "taken", "used", "paid", "until", "grab")
-        console.print(table(f"The newest grabs (at most {limit})", columns, map(grab_row, found["grabs"])))
+        console.print(table(f"The newest grabs (at most {limit})", columns, map(_grab_row, found["grabs"])))
     if found["waiting"]:
         line = ((one["position"], one["user_id"], one["quantity"], one["grab"]) for one in found["waiting"])
         console.print(table(f"Who waits (at most {limit})", ("position", "user", "quantity", "grab"), line))
@@ -124,8 +124,7 @@ def _stock_of(offer: dict[str, Any]) -> str:
     )
 
 
-def grab_row(grab: dict[str, Any]) -> tuple[object, ...]:
-    """A row about a grab of pieces: place, state, units held, taken, used, what was paid, until when it is held, its id."""
+def _grab_row(grab: dict[str, Any]) -> tuple[object, ...]:
     paid = f"{grab['paid']:,} {grab['currency']}" if grab["currency"] else ""
     until = show_time(grab["deadline_at"]) if grab["held"] else ""
     return (grab["place"], grab["user_id"], grab["state"], grab["held"], grab["taken"], grab["redeemed"], paid, until, grab["grab"])
