@@ -8,12 +8,14 @@ A time is looked for among the events' own times, which never go back within a s
 not asked.
 """
 
+import asyncio
 from bisect import bisect_right
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any, Final, NamedTuple, Protocol
 
 import msgspec
+from aiokafka.errors import KafkaTimeoutError
 from psycopg import AsyncConnection
 
 from models.events import AnyEvent, decode_event
@@ -27,6 +29,8 @@ from streams.projector import Decoded
 #: How near the search for a point comes, in records: reading so many is as quick as asking once more.
 NEAR_RECORDS: Final = 32
 TRAIL_LINES: Final = 1_000
+#: How long the broker may be silent while there is more to read.
+PATIENCE_SECONDS: Final = 60.0
 
 
 class Point(NamedTuple):
@@ -195,13 +199,22 @@ class JournalSource:
     async def _lists(self, shard: int, cursor: Cursor, end: int) -> AsyncGenerator[list[Chunk], None]:
         """A list of chunks for each list of records that arrives."""
         async with aclosing(self._reader.read(shard, cursor.next_offset, end)) as lists:
-            async for records in lists:
+            while (records := await _soon(lists, shard)) is not None:
                 chunks = []
                 for record in records:
                     chunk = _chunk(cursor, record)
                     cursor = chunk.behind
                     chunks.append(chunk)
                 yield chunks
+
+
+async def _soon(lists: AsyncGenerator[list[Record], None], shard: int) -> list[Record] | None:
+    """The next records, None behind the last; raises KafkaTimeoutError when the broker gives none: a reader would wait for ever."""
+    try:
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            return await anext(lists, None)
+    except TimeoutError:
+        raise KafkaTimeoutError(f"no records of shard {shard} within {PATIENCE_SECONDS:.0f} s, though there are more") from None
 
 
 def _chunk(cursor: Cursor, record: Record) -> Chunk:

@@ -164,7 +164,7 @@ def _say_how_to_go_on(sink: Sink) -> None:
 
 def _report(asked: Request, into: Into, planned: Sequence[Planned], done: dict[int, Done], dry_run: bool, as_json: bool) -> None:
     """The result: on standard output, or on standard error where that is taken by lines."""
-    to_errors = into.kind == "lines"
+    to_errors = into.kind == "lines" and not dry_run
     unit = "events" if asked.source == "audit" else "records"
     bounded = any(one.last for one in asked.stretches)
     partial = sorted(partial_views(asked.wanted, bounded)) if into.kind == "schema" else []

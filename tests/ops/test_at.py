@@ -16,7 +16,7 @@ from ops.settings import child_environment
 from tests.conftest import until
 from tests.ops.test_cli import grabstream, of
 from tests.streams.test_replay import System, shared, told  # noqa: F401 - fixtures
-from tests.streams.told import schemas, tables
+from tests.streams.told import WAITS_FOR_US, schemas, tables
 
 
 def at(system: System, *words: str) -> "subprocess.CompletedProcess[str]":
@@ -89,12 +89,11 @@ async def test_ctrl_c_leaves_nothing(told: System) -> None:  # noqa: F811
     command = [sys.executable, "-m", "ops.cli", "at", show_time(told.at_ms), "--source", "audit"]
     for number, remaining in ((signal.SIGINT, 0), (signal.SIGTERM, 0), (signal.SIGKILL, 1)):
         async with await open_books(settings) as books, books.transaction():
-            await books.execute("LOCK TABLE audit_1 IN ACCESS EXCLUSIVE MODE")
+            await books.execute("LOCK TABLE audit IN ACCESS EXCLUSIVE MODE")
             running = subprocess.Popen(command, env=child_environment(**of(settings)), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
             async def waits(books: Any = books) -> bool:
-                query = "SELECT 1 FROM pg_locks WHERE NOT granted AND relation = 'audit_1'::regclass"
-                return await (await books.execute(query)).fetchone() is not None
+                return await (await books.execute(WAITS_FOR_US)).fetchone() is not None
 
             await until(waits, 30, "its reading")
             assert len(await schemas(settings, left)) == 1

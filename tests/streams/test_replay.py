@@ -31,7 +31,7 @@ from tests.conftest import make_system, until
 from tests.ops.test_cli import grabstream, of
 from tests.streams.test_pieces import rows
 from tests.streams.test_projections import LINES, SHARD, Journal, granted, opened, running
-from tests.streams.told import VIEWS, Told, drop, journal, live, schemas, tables
+from tests.streams.told import VIEWS, WAITS_FOR_US, Told, drop, journal, live, schemas, tables
 
 
 class System(NamedTuple):
@@ -101,11 +101,19 @@ async def journal_of(system: Settings) -> AsyncIterator[Journal]:
 
 
 async def test_lines_are_those_of_the_journal(told: System) -> None:
-    for source in ("journal", "audit"):
-        done = told.replay("--into", "-", "--source", source)
+    """From either source, without the server of the other; only to begin in the middle the journal asks PostgreSQL, and does without."""
+    without = {"journal": {"postgres": "postgresql://127.0.0.1:1/x"}, "audit": {"kafka": "127.0.0.1:1"}}
+    for source, away in without.items():
+        done = grabstream("replay", "--into", "-", "--source", source, **{**of(told.settings), **away})
         assert done.returncode == 0, done.stderr
         assert done.stdout.splitlines() == told.lines()
         assert done.stderr == ""
+        done = grabstream("replay", "--into", "-", "--source", source, "--from", "2:300", "--shard=2", **{**of(told.settings), **away})
+        assert done.stdout.splitlines() == told.lines(2)[299:]
+        assert ("read from its beginning" in done.stderr) == (source == "journal")
+        other = {"journal": "audit", "audit": "journal"}[source]
+        done = grabstream("replay", "--into", "-", "--source", other, **{**of(told.settings), **away})
+        assert (done.returncode, "Traceback" in done.stderr) == (3, False), done.stderr
 
 
 async def test_any_stretch(told: System) -> None:
@@ -226,7 +234,7 @@ async def test_a_block_found_in_the_middle_that_does_not_count(system: Settings,
 
 async def test_a_trail_that_was_tampered_with(told: System) -> None:
     """What lies before it is handed out, then it ends, and says where."""
-    change = "UPDATE audit_1 SET body = replace(body, '{}', '{}') WHERE shard = 5 AND seq = 200 RETURNING seq"
+    change = "UPDATE audit SET body = replace(body, '{}', '{}') WHERE shard = 5 AND seq = 200 RETURNING seq"
     assert await rows(told.settings, change.format('"v":1', '"v":7'))
     try:
         done = told.replay("--into", "-", "--source", "audit")
@@ -451,12 +459,11 @@ async def test_stopped_and_begun_again(told: System) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         # It gets as far as to write, and no further: the last of the tables is locked.
         async with await open_books(told.settings) as books, books.transaction():
-            await books.execute(f"LOCK TABLE {schema}.audit_1 IN ACCESS EXCLUSIVE MODE".encode())
+            await books.execute(f"LOCK TABLE {schema}.audit IN ACCESS EXCLUSIVE MODE".encode())
             running = subprocess.Popen(command, env=child_environment(**of(told.settings)), stderr=subprocess.PIPE)
 
             async def waits(books: Any = books) -> bool:
-                query = "SELECT 1 FROM pg_locks WHERE NOT granted AND relation = %s::regclass"
-                return await (await books.execute(query, (f"{schema}.audit_1",))).fetchone() is not None
+                return await (await books.execute(WAITS_FOR_US)).fetchone() is not None
 
             await until(waits, 30, "the replay's writing")
             running.send_signal(number)
@@ -474,7 +481,7 @@ async def test_dry_run_writes_nothing(told: System, topic: str) -> None:
     for into in (f"schema:{told.into('dry')}", f"topic:{topic}", "-"):
         done = told.replay("--into", into, "--dry-run", "--json")
         assert done.returncode == 0, done.stderr
-        shards = json.loads(done.stdout or done.stderr)["shards"]
+        shards = json.loads(done.stdout)["shards"]
         assert [shard["shard"] for shard in shards if shard["to_read"]] == sorted(told.histories)
     assert await schemas(told.settings, told.into("dry")) == []
     client = AIOKafkaAdminClient(bootstrap_servers=told.settings.kafka)

@@ -27,6 +27,9 @@ VIEWS = {
     "payments": "payment, shard", "audit": "shard, seq", "operations": "shard, seq", "waiting": "offer, position",
 }  # fmt: skip
 
+#: Finds another session that waits for a lock of this one.
+WAITS_FOR_US = "SELECT 1 FROM pg_locks WHERE NOT granted AND pg_backend_pid() = ANY(pg_blocking_pids(pid))"
+
 
 def name_in(shard: int, start: str) -> str:
     """A campaign of a shard."""
