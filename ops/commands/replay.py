@@ -196,7 +196,7 @@ def _shard_report(planned: Planned, done: Done | None, unit: str) -> dict[str, A
 
 
 def _places(done: dict[int, Done]) -> str:
-    return ", ".join(f"{one.shard}:{one.cursor.seq}" for one in done.values())
+    return ", ".join(f"{one.shard}:{one.cursor.seq}" for one in done.values() if one.cursor.seq) or "their beginning"
 
 
 def _short_of(planned: Sequence[Planned], done: dict[int, Done]) -> list[str]:

@@ -232,6 +232,22 @@ async def test_a_block_found_in_the_middle_that_does_not_count(system: Settings,
             assert found == LINES[10:]
 
 
+async def test_a_true_block_of_a_paused_relay_behind_the_end(system: Settings, journal_of: Journal) -> None:
+    """It says what is true, and nothing follows it: what stands before it in the journal, and behind it in seq, is not forgotten."""
+    await journal_of.marker(1, "a")
+    await journal_of.block(LINES, 1, 10)
+    await journal_of.marker(2, "b")
+    await journal_of.block(LINES, 11, 30, 2, "b")
+    for _ in range(100):
+        await journal_of.block(LINES, 11, 12)  # of the owner before
+    await live(system, {SHARD: 30})
+    async with await open_books(system) as books, open_reader(system.kafka, Topics(system.prefix).journal) as reader:
+        source = JournalSource(reader, books)
+        start = await source.start(SHARD, Point(seq=15))
+        assert start.cursor.next_offset > 3  # it begins at one of those
+        assert [fact.line async for chunk in source.chunks(SHARD, start) for fact in chunk.facts] == LINES[10:]
+
+
 async def test_a_trail_that_was_tampered_with(told: System) -> None:
     """What lies before it is handed out, then it ends, and says where."""
     change = "UPDATE audit SET body = replace(body, '{}', '{}') WHERE shard = 5 AND seq = 200 RETURNING seq"
@@ -354,14 +370,14 @@ async def test_up_to_a_point_it_is_what_the_live_system_was_there(told: System) 
         assert done.returncode == 0, done.stderr
         assert await tables(told.settings, told.into(name)) == told.then, name
         assert "limits_partial" in done.stdout
-    # Further on, in the same schema: to a later time, then to the end.
+    # Further on, in the same schema: to a later time, then to the end; never back.
     later = told.histories[5].events[-20].at
-    for words in ((f"--until={later}",), ()):
+    for words, before in (((f"--until={later}",), told.at_ms), ((), later)):
         done = told.replay("--into", f"schema:{told.into('moment')}", *words)
         assert done.returncode == 0, done.stderr
+        done = told.replay("--into", f"schema:{told.into('moment')}", f"--until={before}")
+        assert (done.returncode, "goes beyond" in done.stderr) == (1, True), done.stderr
     assert await tables(told.settings, told.into("moment")) == await tables(told.settings, told.settings.schema_)
-    done = told.replay("--into", f"schema:{told.into('moment')}", f"--until={later}")
-    assert (done.returncode, "goes beyond" in done.stderr) == (1, True), done.stderr
 
 
 async def test_offers_alone(told: System) -> None:
@@ -387,8 +403,10 @@ async def test_offers_alone(told: System) -> None:
 
 
 async def test_users_alone(told: System) -> None:
-    done = told.replay("--into", f"schema:{told.into('own')}", "--user", "u1", "--user", "alice")
-    assert done.returncode == 0, done.stderr
+    """In two steps: what is due back for a grab of the first is known in the second."""
+    for words in ((f"--until={told.at_ms}",), ()):
+        done = told.replay("--into", f"schema:{told.into('own')}", "--user", "u1", "--user", "alice", *words)
+        assert done.returncode == 0, done.stderr
     mine = await tables(told.settings, told.into("own"), ["grabs", "balances", "payments"])
     users = "('u1', 'alice')"
     for view in ("grabs", "balances"):
