@@ -19,6 +19,7 @@ from streams.history import JournalSource
 from streams.journal import JournalReader, open_reader
 from streams.projector import Apply, CatchUp, Projector
 from streams.replay import Done, Report, Stretch, plan, replay
+from streams.replay_schema import is_schema
 from streams.selection import Selection, Wanted
 from streams.sinks import RowSink
 from streams.topics import Topics
@@ -27,6 +28,8 @@ log = logging.getLogger(__name__)
 
 LOOK_EVERY_SECONDS: Final = 0.2
 RETRY_SECONDS: Final = 1.0
+#: How the schema is named in which a new version is made.
+_BUILDING: Final = "_rebuild"
 #: What a cursor needs; made like the system's own.
 _CURSOR_TABLES: Final = ("projection_cursors", "stopped_shards")
 #: With so few records left, a rebuilt version is as good as caught up: following does the rest.
@@ -79,6 +82,8 @@ class _Own(Projector):
 async def prepare(projection: Projection, system: System) -> bool:
     """Makes schema, tables and cursors when they are not there; whether it did. Raises NotOurs when the schema holds something else."""
     name, schema = projection.cursor_name, projection.schema
+    if not is_schema(schema.removesuffix(_BUILDING)):
+        raise NotOurs(f"schema {schema!r} is no name that can be written without quotes (a-z 0-9 _, at most 48): give it another")
     if schema in (system.schema, "public"):
         raise NotOurs(f"schema {schema} is not for this projection alone: give it another")
     async with await AsyncConnection.connect(system.postgres, autocommit=True, connect_timeout=5) as connection, connection.transaction():
@@ -167,7 +172,7 @@ async def rebuild(
     Stopped and begun again, it begins at the first event.
     Raises NotOurs, and Corrupt or Gap when the journal contradicts itself.
     """
-    building = projection._replace(schema=f"{projection.schema}_rebuild")
+    building = projection._replace(schema=projection.schema + _BUILDING)
     async with await AsyncConnection.connect(system.postgres, autocommit=True, connect_timeout=5) as connection:
         for schema in (projection.schema, building.schema):
             names = await _versions(connection, schema)

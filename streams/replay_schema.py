@@ -4,6 +4,7 @@ Rows, and the cursors of all projections, move in one transaction, so that a rep
 says what it was made from in its table `replay`. Views that cannot be exact for what was asked for are renamed to `<name>_partial`.
 """
 
+import re
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Final, NamedTuple
@@ -18,6 +19,7 @@ from streams.history import Point
 from streams.selection import Wanted
 from streams.sinks import Refused, RowSink
 
+is_schema: Final = re.compile(r"[a-z_][a-z0-9_]{0,47}\Z").match
 _APPLY: Final = {"ledger": ledger.apply, "balances": balances.apply, "audit": audit.apply}
 
 # Only a session that says it replays this schema moves its cursors; a worker that was given the schema by mistake is stopped.
@@ -62,16 +64,20 @@ class Definition(NamedTuple):
         return {str(shard): [point.seq, point.at] for shard, point in self.until.items()}
 
 
-def partial_views(wanted: Wanted, bounded: bool) -> set[str]:
-    """Names of the views that cannot be exact: refusals are no events; limits are counted for now, and across a campaign."""
+def partial_views(definition: Definition, shards: int) -> list[str]:
+    """Names of the views that cannot be exact; `shards` is how many the system has.
+
+    Refusals are no events; limits are counted for now, and across a campaign; accounts and balances, across shards.
+    """
+    wanted, whole = definition.wanted, len(definition.shards) == shards
     names = {"demand"}
-    if bounded or not wanted.everything:
+    if definition.until or not wanted.everything or not whole:
         names.add("limits")
-    if wanted.offers:
+    if wanted.offers or not whole:
         names |= {"accounts", "balances"}
     if wanted.users:
         names |= {"accounts", "offers", "waiting"}
-    return names
+    return sorted(names)
 
 
 class SchemaSink(RowSink):
@@ -181,15 +187,16 @@ async def _make(connection: AsyncConnection[Any], schema: str, shards: int, defi
         await connection.execute(
             "INSERT INTO replay (definition, until) VALUES (%s, %s)", (_json(definition.fixed()), _json(definition.bounds()))
         )
-        wanted = definition.wanted
-        for view in sorted(partial_views(wanted, bool(definition.until)) | ({"balances"} if wanted.users else set())):
+        users, partial = definition.wanted.users, partial_views(definition, shards)
+        # Those of users are made anew below: exact, in a smaller form.
+        for view in sorted({*partial, *(("balances",) if users else ())}):
             names = sql.Identifier(schema, view), sql.Identifier(f"{view}_partial")
             await connection.execute(sql.SQL("ALTER VIEW {} RENAME TO {}").format(*names))
-        if wanted.users:
+        if users:
             await connection.execute(_OFFERS_OF_USERS.encode())
-        if wanted.users and not wanted.offers:
-            users = sql.SQL(", ").join(map(sql.Literal, wanted.users))
-            await connection.execute(sql.SQL(_BALANCES_OF_USERS).format(users))
+        if users and "balances" not in partial:
+            names_of_users = sql.SQL(", ").join(map(sql.Literal, users))
+            await connection.execute(sql.SQL(_BALANCES_OF_USERS).format(names_of_users))
 
 
 def _json(value: object) -> str:

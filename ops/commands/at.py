@@ -14,7 +14,6 @@ from psycopg.rows import dict_row
 
 from models.journal import Corrupt, Gap
 from ops.commands.init import check_shards
-from ops.commands.replay import is_schema
 from ops.commands.show import print_offer, read_offer
 from ops.moments import BadMoment, parse_time, show_time
 from ops.output import console, json_option, print_json, table
@@ -26,7 +25,7 @@ from projections.migrate import use_schema
 from streams import replay as replaying
 from streams.history import AuditSource, JournalSource
 from streams.replay import Done
-from streams.replay_schema import drop_left_behind, drop_schema, open_schema
+from streams.replay_schema import drop_left_behind, drop_schema, is_schema, open_schema
 from streams.selection import Selection
 from streams.sinks import Refused
 

@@ -21,14 +21,13 @@ from ops.stopping import run_until_stopped
 from streams import replay as replaying
 from streams.publisher import event_source, make_producer
 from streams.replay import Done, Planned
-from streams.replay_schema import SchemaSink, check_schema, open_schema, partial_views
+from streams.replay_schema import SchemaSink, check_schema, is_schema, open_schema, partial_views
 from streams.selection import Selection
 from streams.sinks import LineSink, Refused, Sink, TopicSink, check_topic, create_topic
 from streams.topics import Topics
 
 EXIT_BROKEN_PIPE = 128 + 13
 _is_topic = re.compile(r"(?!\.{1,2}\Z)[A-Za-z0-9._-]{1,249}\Z").match
-is_schema = re.compile(r"[a-z_][a-z0-9_]{0,47}\Z").match
 
 
 class Into(NamedTuple):
@@ -99,7 +98,7 @@ def replay(
         # Whoever read our lines has enough. What Python still wants to write at its end goes nowhere.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(EXIT_BROKEN_PIPE)
-    _report(asked, into, planned, done, dry_run, as_json)
+    _report(settings, asked, into, planned, done, dry_run, as_json)
 
 
 async def _run(settings: Settings, asked: Request, into: Into, append: bool, dry_run: bool, done: dict[int, Done]) -> list[Planned]:
@@ -162,12 +161,13 @@ def _say_how_to_go_on(sink: Sink) -> None:
         click.echo(f"grabstream: the same command goes on with --append{points}", err=True)
 
 
-def _report(asked: Request, into: Into, planned: Sequence[Planned], done: dict[int, Done], dry_run: bool, as_json: bool) -> None:
+def _report(
+    settings: Settings, asked: Request, into: Into, planned: Sequence[Planned], done: dict[int, Done], dry_run: bool, as_json: bool
+) -> None:
     """The result: on standard output, or on standard error where that is taken by lines."""
     to_errors = into.kind == "lines" and not dry_run
     unit = "events" if asked.source == "audit" else "records"
-    bounded = any(one.last for one in asked.stretches)
-    partial = sorted(partial_views(asked.wanted, bounded)) if into.kind == "schema" else []
+    partial = partial_views(asked.definition(settings), settings.shards) if into.kind == "schema" else []
     shards = [_shard_report(one, done.get(one.stretch.shard), unit) for one in planned]
     if as_json:
         value = {"into": f"{into.kind}:{into.name}", "dry_run": dry_run, "shards": shards, "partial_views": partial}

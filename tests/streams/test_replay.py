@@ -3,7 +3,9 @@
 import asyncio
 import json
 import random
+import re
 import secrets
+import shlex
 import signal
 import subprocess
 import sys
@@ -18,17 +20,19 @@ from click.testing import CliRunner
 
 from models.events import OfferAmended, OfferClosed, OfferLoaded, OfferOpened, OfferPaused, OfferResumed, OfferRetired
 from models.transfers import transfers_of
+from ops.commands.at import at as at_verb
 from ops.commands.replay import replay as replay_verb
 from ops.moments import show_time
 from ops.rehearsal.run import open_books
 from ops.rehearsal.stage import take_down
-from ops.settings import Settings, child_environment
+from ops.replaying import request
+from ops.settings import Settings, child_environment, load_settings
 from streams.history import JournalSource, Point
 from streams.journal import JournalReader, open_reader
 from streams.projector import CatchUp
 from streams.topics import Topics
 from tests.conftest import make_system, until
-from tests.ops.test_cli import grabstream, of
+from tests.ops.test_cli import README, grabstream, of
 from tests.streams.test_pieces import rows
 from tests.streams.test_projections import LINES, SHARD, Journal, granted, opened, running
 from tests.streams.told import VIEWS, WAITS_FOR_US, Told, drop, journal, live, schemas, tables
@@ -444,6 +448,8 @@ async def test_schemas_that_are_refused(told: System) -> None:
     done = told.replay("--into", f"schema:{other}")
     assert (done.returncode, f"DROP SCHEMA {other} CASCADE" in done.stderr) == (1, True)
     assert told.replay("--into", f"schema:{told.into('mine')}", "--shard", "2").returncode == 0
+    kept = await tables(told.settings, told.into("mine"), ["transfers", "accounts_partial", "balances_partial", "offers"])
+    assert kept["transfers"] == await rows(told.settings, "SELECT * FROM transfers WHERE shard = 2 ORDER BY shard, seq, leg")
     done = told.replay("--into", f"schema:{told.into('mine')}", "--shard", "5")
     assert (done.returncode, "another replay, made with shards [2]" in done.stderr) == (1, True), done.stderr
 
@@ -524,3 +530,15 @@ def test_what_is_asked_wrongly_is_named(words: tuple[str, ...], reason: str) -> 
     done = CliRunner().invoke(replay_verb, ["--into", *words], env={"GRAB_SHARDS": "8"})
     assert done.exit_code == 2, done.output
     assert reason in " ".join(done.output.split())
+
+
+def test_the_commands_in_the_readme_are_understood() -> None:
+    section = README.read_text().partition("## Replay and the time machine\n")[2].partition("\n## ")[0]
+    lines = re.findall(r"^grabstream (replay|at) (.*?)(?: +#.*)?$", section, re.MULTILINE)
+    assert len(lines) > 4
+    settings = load_settings()
+    for verb, words in lines:
+        command = {"replay": replay_verb, "at": at_verb}[verb]
+        found = command.make_context(verb, shlex.split(words)).params
+        points = {name: found.get(name, ()) for name in ("first", "last", "offers", "users", "shards")}
+        assert request(settings, found["source"], **points).stretches
