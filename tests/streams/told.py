@@ -1,7 +1,8 @@
 """Histories to replay: two shards of offers of every sort, decided by the rules, journaled in blocks cut at random places."""
 
 import random
-from typing import Any
+import subprocess
+from typing import Any, NamedTuple
 
 from aiokafka import AIOKafkaProducer
 from psycopg import sql
@@ -16,6 +17,7 @@ from ops.settings import Settings
 from streams.projector import CatchUp
 from tests.conftest import until
 from tests.lua.shop import Shop
+from tests.ops.test_cli import grabstream, of
 from tests.streams.test_pieces import History
 from tests.streams.test_projections import Journal, running
 
@@ -117,3 +119,38 @@ async def schemas(settings: Settings, start: str) -> list[str]:
     async with await open_books(settings) as books:
         found = await books.execute("SELECT nspname FROM pg_namespace WHERE starts_with(nspname, %s) ORDER BY 1", (start,))
         return [name for (name,) in await found.fetchall()]
+
+
+class System(NamedTuple):
+    """A system with a history in two shards, its read models, and what stood in them when it was at an earlier point."""
+
+    settings: Settings
+    histories: dict[int, Told]
+    places: dict[int, int]
+    then: dict[str, list[Any]]
+    at_ms: int
+
+    def replay(self, *words: str) -> "subprocess.CompletedProcess[str]":
+        return grabstream("replay", *words, **of(self.settings))
+
+    def into(self, name: str) -> str:
+        return f"{self.settings.schema_}_{name}"
+
+    def lines(self, *shards: int) -> list[str]:
+        return [line.decode() for shard in shards or sorted(self.histories) for line in self.histories[shard].lines]
+
+
+async def told_system(settings: Settings) -> System:
+    histories = {2: Told(7, 2, 400), 5: Told(8, 5, 400)}
+    cut = random.Random(3)
+    # One moment for both: just before something happens in the first.
+    at_ms = histories[2].events[histories[2].break_near(0.5) - 1].at
+    places = {shard: sum(event.at <= at_ms for event in history.events) for shard, history in histories.items()}
+    for shard, history in histories.items():
+        await journal(settings, history, cut, 1, places[shard])
+    await live(settings, places)
+    then = await tables(settings, settings.schema_)
+    for shard, history in histories.items():
+        await journal(settings, history, cut, places[shard] + 1)
+    await live(settings, {shard: len(history.lines) for shard, history in histories.items()})
+    return System(settings, histories, places, then, at_ms)

@@ -15,15 +15,14 @@ from ops.rehearsal.run import open_books
 from ops.settings import child_environment
 from tests.conftest import until
 from tests.ops.test_cli import grabstream, of
-from tests.streams.test_replay import System, shared, told  # noqa: F401 - fixtures
-from tests.streams.told import WAITS_FOR_US, schemas, tables
+from tests.streams.told import WAITS_FOR_US, System, schemas, tables
 
 
 def at(system: System, *words: str) -> "subprocess.CompletedProcess[str]":
     return grabstream("at", *words, **of(system.settings))
 
 
-async def test_it_shows_what_was_recorded_then(told: System) -> None:  # noqa: F811
+async def test_it_shows_what_was_recorded_then(told: System) -> None:
     for source in ("journal", "audit"):
         done = at(told, show_time(told.at_ms), "--json", "--source", source)
         assert done.returncode == 0, done.stderr
@@ -44,7 +43,7 @@ async def test_it_shows_what_was_recorded_then(told: System) -> None:  # noqa: F
     assert await schemas(told.settings, f"{told.settings.schema_}_") == []
 
 
-async def test_one_offer_and_one_user(told: System) -> None:  # noqa: F811
+async def test_one_offer_and_one_user(told: System) -> None:
     envelope = told.histories[2].envelope
     done = at(told, show_time(told.at_ms), "--offer", envelope, "--json")
     [found] = json.loads(done.stdout)["details"]
@@ -67,7 +66,7 @@ async def test_one_offer_and_one_user(told: System) -> None:  # noqa: F811
     assert "Balances (at most 3)" in at(told, show_time(told.at_ms), "--limit", "3").stdout
 
 
-async def test_kept(told: System) -> None:  # noqa: F811
+async def test_kept(told: System) -> None:
     schema = told.into("kept")
     assert at(told, show_time(told.at_ms), "--keep", schema).returncode == 0
     assert await tables(told.settings, schema) == told.then
@@ -76,14 +75,14 @@ async def test_kept(told: System) -> None:  # noqa: F811
     assert await tables(told.settings, schema) == told.then
 
 
-async def test_times_before_everything(told: System) -> None:  # noqa: F811
+async def test_times_before_everything(told: System) -> None:
     done = at(told, "2020-01-01")
     assert (done.returncode, f"first event is of {show_time(told.histories[2].events[0].at)}" in done.stderr) == (1, True), done.stderr
     done = at(told, show_time(told.at_ms), "--offer", "never-heard-of")
     assert (done.returncode, "no offer 'never-heard-of'" in done.stderr) == (1, True), done.stderr
 
 
-async def test_ctrl_c_leaves_nothing(told: System) -> None:  # noqa: F811
+async def test_ctrl_c_leaves_nothing(told: System) -> None:
     """Stopped with its schema made and its reading begun, it takes the schema away. What a kill -9 left goes at the next call."""
     settings, left = told.settings, f"{told.settings.schema_}__at_"
     command = [sys.executable, "-m", "ops.cli", "at", show_time(told.at_ms), "--source", "audit"]
