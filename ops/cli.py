@@ -43,6 +43,9 @@ VERBS: Final = {
     "show": ("ops.commands.show", "An offer: who got what, the luckiest, what is left."),
     "verify": ("ops.commands.verify", "Check chain, books, and Redis against the ledger."),
     "rebuild": ("ops.commands.rebuild", "Make read models anew from the events, beside the live ones."),
+    "replay": ("ops.commands.replay", "Events once more: as lines, on a topic, or as read models of their own."),
+    "at": ("ops.commands.at", "Offers, holds and balances as they were at a time."),
+    "follow": ("ops.commands.follow", "Run a projection of your own."),
     "rehearse": ("ops.commands.rehearse", "Let a crowd grab, watch it, and end with a verdict."),
 }
 

@@ -23,6 +23,7 @@ from ops.settings import BadSettings, Settings
 from projections.migrate import use_schema
 from projections.recoveries import record_lost, record_recovery
 from projections.snapshots import events_of, newest, trail_of
+from streams.own import System
 from streams.recovery import Recovered, Snapshot, Snapshots
 from streams.worker import WorkerSettings
 
@@ -173,6 +174,11 @@ async def report_lost(settings: Settings, lost: Sequence[LostDecision]) -> None:
             await record_lost(connection, settings.schema_, rows)
     except psycopg.Error as error:
         raise OSError(f"PostgreSQL: {error}") from None
+
+
+def system_of(settings: Settings) -> System:
+    """What a projection of one's own is told."""
+    return System(settings.kafka, settings.postgres, settings.prefix, settings.shards, settings.schema_)
 
 
 @asynccontextmanager

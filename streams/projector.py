@@ -212,12 +212,16 @@ class Projector:
             await self._connection.execute("SET synchronous_commit = off")
             self._cursors.clear()
         if not self._cursors:
-            await use_read_model(self._connection, self._schema, self.name)
+            await self._use(self._connection)
             self.waits_for = ""
             await cursors.retry_newer(self._connection, self.name)
             self._cursors = await self._open(self._connection)
             self._stopped = await cursors.stopped(self._connection, self.name)
         return self._connection
+
+    async def _use(self, connection: AsyncConnection[Any]) -> None:
+        """Makes unqualified names those of the tables that are written; raises NoReadModel."""
+        await use_read_model(connection, self._schema, self.name)
 
     async def _open(self, connection: AsyncConnection[Any]) -> dict[int, Cursor]:
         return await cursors.load(connection, self.name)

@@ -13,7 +13,7 @@ import psycopg
 import uvloop
 
 import models.events  # noqa: F401 - a gap in the upcasters is found here, not when a role reads its first event
-from ops.commands.init import check_shards
+from ops.commands.init import check_shards, refuse_replay
 from ops.connections import open_redis, report_recovery, require_core, sealer, snapshots, ticket_keys, worker_settings
 from ops.settings import Settings, load_settings
 from projections.demand import record
@@ -45,6 +45,8 @@ async def _run(settings: Settings, chosen: Sequence[str]) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     await check_shards(settings)
+    if "project" in chosen:
+        await _refuse_replay(settings)
     redis = open_redis(settings)
     try:
         await require_core(redis)
@@ -57,6 +59,15 @@ async def _run(settings: Settings, chosen: Sequence[str]) -> None:
         await run_worker(roles, stop)
     finally:
         await redis.aclose()
+
+
+async def _refuse_replay(settings: Settings) -> None:
+    try:
+        async with await psycopg.AsyncConnection.connect(settings.postgres, autocommit=True, connect_timeout=5) as connection:
+            await refuse_replay(connection, settings)
+    except psycopg.OperationalError as error:
+        # The read models wait for PostgreSQL, the other roles do without; a replay's schema then refuses them by itself.
+        log.warning("PostgreSQL cannot be reached yet: %s", error)
 
 
 def _faust(settings: Settings, names: Sequence[str]) -> Role:
