@@ -108,9 +108,9 @@ async def open_schema(postgres: str, schema: str, system: str, shards: int, defi
     Raises Refused when the schema is something else, or was made from something else, or is being written.
     """
     async with await AsyncConnection.connect(postgres, autocommit=True, connect_timeout=5) as connection:
-        known = await check_schema(connection, schema, system, definition)
         if not await _locked(connection, schema):
             raise Refused(f"schema {schema} is being written by another replay")
+        known = await check_schema(connection, schema, system, definition)
         await connection.execute("SELECT set_config('grabstream.replay', %s, false)", (schema,))
         # What PostgreSQL forgets in a crash it forgets together with the cursors.
         await connection.execute("SET synchronous_commit = off")
@@ -118,6 +118,9 @@ async def open_schema(postgres: str, schema: str, system: str, shards: int, defi
             await _make(connection, schema, shards, definition)
         await use_schema(connection, schema)
         await connection.execute("UPDATE replay SET until = %s, at = now()", (_json(definition.bounds()),))
+        if known and "limits" not in partial_views(definition, shards):
+            # It was bounded before, and goes on to the end now.
+            await connection.execute("ALTER VIEW IF EXISTS limits_partial RENAME TO limits")
         yield SchemaSink(connection, schema, await cursors.load(connection, "audit"))
 
 

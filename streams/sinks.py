@@ -4,8 +4,6 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, BinaryIO, Final, Protocol
 
 from aiokafka import AIOKafkaProducer
-from aiokafka.admin import AIOKafkaAdminClient, NewTopic
-from aiokafka.errors import TopicAlreadyExistsError, for_code
 from psycopg import AsyncConnection
 
 from models.journal import Cursor
@@ -15,7 +13,7 @@ from streams.history import Chunk
 from streams.journal import open_reader
 from streams.projector import GROUP_EVENTS_MAX, Apply
 from streams.publisher import event_batches
-from streams.topics import RECORD_BYTES_MAX, Topics, retention_ms
+from streams.topics import Topics, partitions_of, retention_ms
 
 #: Events that go to a topic before their acknowledgements are waited for.
 SEND_EVENTS_MAX: Final = 4_000
@@ -125,7 +123,7 @@ async def check_topic(kafka: str, system: Topics, name: str, shards: int, append
     """Whether the topic is there already; raises Refused when it is one of the system's, or cannot take the events as they are."""
     if name in retention_ms(system):
         raise Refused(f"topic {name} is the system's own: name another")
-    partitions = await _partitions(kafka, name)
+    partitions = await partitions_of(kafka, name)
     if not partitions:
         return False
     if len(partitions) != shards:
@@ -137,28 +135,3 @@ async def check_topic(kafka: str, system: Topics, name: str, shards: int, append
                     f"topic {name} holds records already: name another, delete it, or say --append (readers tell repeats by ce_id)"
                 )
     return True
-
-
-async def create_topic(kafka: str, like: str, name: str, shards: int) -> None:
-    """Creates a topic that keeps its records for ever, with as many copies as the topic `like` has."""
-    copies = len((await _partitions(kafka, like))[0]["replicas"])
-    configs = {"retention.ms": "-1", "max.message.bytes": str(RECORD_BYTES_MAX)}
-    client = AIOKafkaAdminClient(bootstrap_servers=kafka)
-    await client.start()
-    try:
-        response = await client.create_topics([NewTopic(name, num_partitions=shards, replication_factor=copies, topic_configs=configs)])
-    finally:
-        await client.close()
-    for _, code, message, *_ in response.topic_errors:
-        if code not in (0, TopicAlreadyExistsError.errno):
-            raise for_code(code)(f"topic {name}: {message}")
-
-
-async def _partitions(kafka: str, name: str) -> list[dict[str, list[int]]]:
-    client = AIOKafkaAdminClient(bootstrap_servers=kafka)
-    await client.start()
-    try:
-        described = await client.describe_topics([name])
-    finally:
-        await client.close()
-    return list(described[0]["partitions"])

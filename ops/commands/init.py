@@ -4,14 +4,13 @@ import asyncio
 from typing import Any
 
 import click
-from aiokafka.admin import AIOKafkaAdminClient
 from psycopg import AsyncConnection
 
 from ops.output import console, json_option, print_json
 from ops.settings import Settings, load_settings
 from projections.migrate import migrate
 from streams.replay_schema import read_definition
-from streams.topics import Topics, create_topics
+from streams.topics import Topics, create_topics, partitions_of
 
 
 @click.command()
@@ -47,13 +46,7 @@ async def refuse_replay(connection: AsyncConnection[Any], settings: Settings) ->
 async def check_shards(settings: Settings) -> None:
     """Raises UsageError when the system was made with another number of shards, or not at all."""
     journal = Topics(settings.prefix).journal
-    client = AIOKafkaAdminClient(bootstrap_servers=settings.kafka)
-    await client.start()
-    try:
-        described = await client.describe_topics([journal])
-    finally:
-        await client.close()
-    partitions = len(described[0]["partitions"])
+    partitions = len(await partitions_of(settings.kafka, journal))
     if partitions == 0:
         raise click.UsageError(f"topic {journal} is not there: `grabstream init` makes it")
     if partitions != settings.shards:

@@ -23,8 +23,8 @@ from streams.publisher import event_source, make_producer
 from streams.replay import Done, Planned
 from streams.replay_schema import SchemaSink, check_schema, is_schema, open_schema, partial_views
 from streams.selection import Selection
-from streams.sinks import LineSink, Refused, Sink, TopicSink, check_topic, create_topic
-from streams.topics import Topics
+from streams.sinks import LineSink, Refused, Sink, TopicSink, check_topic
+from streams.topics import Topics, create_topic_like
 
 EXIT_BROKEN_PIPE = 128 + 13
 _is_topic = re.compile(r"(?!\.{1,2}\Z)[A-Za-z0-9._-]{1,249}\Z").match
@@ -143,7 +143,7 @@ async def _open_sink(settings: Settings, asked: Request, into: Into, append: boo
     else:
         topics = Topics(settings.prefix)
         if not await check_topic(settings.kafka, topics, into.name, settings.shards, append):
-            await create_topic(settings.kafka, topics.journal, into.name, settings.shards)
+            await create_topic_like(settings.kafka, topics.journal, into.name, settings.shards)
         producer = make_producer(settings.kafka)
         await producer.start()
         try:

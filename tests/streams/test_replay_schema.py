@@ -64,6 +64,8 @@ async def test_up_to_a_point_it_is_what_the_live_system_was_there(told: System) 
         done = told.replay("--into", f"schema:{told.into('moment')}", f"--until={before}")
         assert (done.returncode, "goes beyond" in done.stderr) == (1, True), done.stderr
     assert await tables(told.settings, told.into("moment")) == await tables(told.settings, told.settings.schema_)
+    limits = [await rows(told.settings, f"SELECT * FROM {schema}.limits") for schema in (told.settings.schema_, told.into("moment"))]
+    assert sorted(map(str, limits[0])) == sorted(map(str, limits[1]))
 
 
 async def test_offers_alone(told: System) -> None:
@@ -130,6 +132,11 @@ async def test_schemas_that_are_refused(told: System) -> None:
     done = told.replay("--into", f"schema:{other}")
     assert (done.returncode, f"DROP SCHEMA {other} CASCADE" in done.stderr) == (1, True)
     assert told.replay("--into", f"schema:{told.into('mine')}", "--shard", "2").returncode == 0
+    # Two at once would be in each other's way.
+    async with await open_books(told.settings) as books:
+        await books.execute("SELECT pg_advisory_lock(hashtext(%s))", (f"grabstream-replay-{told.into('mine')}",))
+        done = told.replay("--into", f"schema:{told.into('mine')}", "--shard", "2")
+        assert (done.returncode, "being written by another" in done.stderr) == (1, True), done.stderr
     kept = await tables(told.settings, told.into("mine"), ["transfers", "accounts_partial", "balances_partial", "offers"])
     assert kept["transfers"] == await rows(told.settings, "SELECT * FROM transfers WHERE shard = 2 ORDER BY shard, seq, leg")
     done = told.replay("--into", f"schema:{told.into('mine')}", "--shard", "5")

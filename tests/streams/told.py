@@ -119,7 +119,8 @@ async def schemas(settings: Settings, start: str) -> list[str]:
     """Schemas whose names begin so, but for those of the system's own versions."""
     async with await open_books(settings) as books:
         found = await books.execute(
-            "SELECT nspname FROM pg_namespace WHERE starts_with(nspname, %s) AND nspname NOT IN (SELECT schema FROM read_models) ORDER BY 1",
+            "SELECT nspname FROM pg_namespace "
+            "WHERE starts_with(nspname, %s) AND nspname NOT IN (SELECT schema FROM read_models) ORDER BY 1",
             (start,),
         )
         return [name for (name,) in await found.fetchall()]
