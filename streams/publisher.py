@@ -14,6 +14,7 @@ from aiokafka import AIOKafkaProducer
 from psycopg import AsyncConnection
 
 from models.journal import Cursor
+from projections import set_aside
 from projections.cursors import Fact
 from streams.journal import JournalReader, open_reader
 from streams.projector import Group, Projector
@@ -46,8 +47,9 @@ class Publisher(Projector):
         await producer.start()
         self._producer = producer
         await producer.partitions_for(self._events)
+        aside = await set_aside.load(connection, self.name)
         async with open_reader(self._kafka, self._events) as reader:
-            return {shard: await newest_cursor(reader, shard) for shard in range(self._shards)}
+            return {shard: set_aside.past(aside, shard, await newest_cursor(reader, shard)) for shard in range(self._shards)}
 
     async def _disconnect(self) -> None:
         await self._stop_producer()
