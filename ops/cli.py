@@ -40,6 +40,8 @@ VERBS: Final = {
     "unredeem": ("ops.commands.settling", "Take the use for an order back."),
     "ticket": ("ops.commands.operating", "Sign a ticket for one user, for tests."),
     "show": ("ops.commands.show", "An offer: who got what, the luckiest, what is left."),
+    "doctor": ("ops.commands.doctor", "Say what is stuck, since when, and the command that mends it."),
+    "dismiss": ("ops.commands.doctor", "Explain a difference that the verifier has found."),
     "set-aside": ("ops.commands.set_aside", "Let a stopped read model go on behind a record it cannot take in."),
     "retry": ("ops.commands.set_aside", "Let a stopped read model try again, its cause being mended."),
     "verify": ("ops.commands.verify", "Check chain, books, and Redis against the ledger."),

@@ -56,6 +56,8 @@ class Settings(BaseSettings):
     gate_timeout_ms: Count = 2_000
     #: How long commands from the topic wait out a fenced or busy shard before they are answered so.
     patience_ms: Count = 10_000
+    #: How much of its time the verifier works, in percent; the rest it rests.
+    verify_percent: Annotated[float, Field(gt=0, le=100)] = 3.0
     #: For crash tests: the step at which a worker kills itself, with `:n` at its n-th time.
     fail_at: Annotated[str, Field(pattern=r"^([a-z_.]+(:[1-9]\d*)?)?$")] = ""
 

@@ -2,7 +2,7 @@
 
 `decide` answers commands of the topic · `relay` moves outboxes to the journal · `sweep` closes what is due and carries counts of
 refusals to SQL (it runs where the shard is relayed) · `project` builds the read models in PostgreSQL · `publish` puts single events on
-`grab.events`. One failing ends all: a process that
+`grab.events` · `verify` walks behind the read models and compares them with Redis. One failing ends all: a process that
 plays half its roles looks alive and is not.
 """
 
@@ -23,7 +23,7 @@ from streams.topics import Topics
 
 log = logging.getLogger(__name__)
 
-ROLES: Final = ("decide", "relay", "sweep", "project", "publish")
+ROLES: Final = ("decide", "relay", "sweep", "project", "publish", "verify")
 
 
 class WorkerSettings(NamedTuple):
@@ -48,7 +48,7 @@ def roles_of(
     sealer: Sealer,
     tickets: TicketKeys,
     record_demand: RecordDemand | None,
-    faust: Mapping[str, Role],
+    of_books: Mapping[str, Role],
     step: Step = lambda name: None,
 ) -> dict[str, Role]:
     """The roles to play as functions of a stop event; raises ValueError for a role that does not exist."""
@@ -84,7 +84,7 @@ def roles_of(
 
         running["relay"] = Keeper(redis, keys, settings.lease_ms, tasks_of).run
 
-    running.update((role, faust[role]) for role in ("project", "publish") if role in roles and role in faust)
+    running.update((role, of_books[role]) for role in ("project", "publish", "verify") if role in roles and role in of_books)
     return running
 
 

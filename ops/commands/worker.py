@@ -13,11 +13,12 @@ import psycopg
 import uvloop
 
 from ops.commands.init import check_shards
-from ops.connections import open_redis, require_core, sealer, ticket_keys, worker_settings
+from ops.connections import key_space, open_redis, require_core, sealer, ticket_keys, worker_settings
 from ops.settings import Settings, load_settings
 from projections.demand import record
 from projections.migrate import PROJECTIONS as READ_MODELS
 from streams.relay import Step
+from streams.verifier import Verifier
 from streams.worker import ROLES, Role, roles_of, run_worker
 
 log = logging.getLogger(__name__)
@@ -49,7 +50,11 @@ async def _run(settings: Settings, chosen: Sequence[str]) -> None:
         await require_core(redis)
         roles = roles_of(
             worker_settings(settings), chosen, redis, sealer(settings), ticket_keys(settings), functools.partial(_record_demand, settings),
-            {"project": _faust(settings, READ_MODELS), "publish": _faust(settings, ("events",))}, _step(settings),
+            {
+                "project": _faust(settings, READ_MODELS), "publish": _faust(settings, ("events",)),
+                "verify": Verifier(redis, key_space(settings), settings.postgres, settings.schema_, settings.verify_percent / 100).run,
+            },
+            _step(settings),
         )  # fmt: skip
         log.info("playing %s", ", ".join(chosen))
         await run_worker(roles, stop)

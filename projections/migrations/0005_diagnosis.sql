@@ -57,6 +57,7 @@ CREATE TABLE verified_offers (
     offer_seq bigint NOT NULL,
     seq bigint NOT NULL,
     amount_left bigint NOT NULL,
+    units_left bigint NOT NULL,
     held bigint NOT NULL,
     grabs bigint NOT NULL,
     retired boolean NOT NULL

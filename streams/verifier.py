@@ -1,0 +1,285 @@
+"""The verifier: walks steadily behind the read models, and says how far all of it is proved.
+
+A pass goes over every shard and then over a page of accounts and offers:
+1. the walk: the audit trail's chain row by row, each row against the ledger's lines, folded into what accounts and offers must be ·
+2. where that has caught up, the next round: the same rows once more, since what was proved may have been changed ·
+3. accounts and users' balances against the fold · 4. offers: read model and Redis against the fold, at the same event.
+Then it rests, so that it takes the share of time it was given. One verifier a system works, the others wait for its lock.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
+
+import psycopg
+from psycopg import AsyncConnection, IsolationLevel
+from redis.exceptions import RedisError
+
+from lua.keys import KeySpace
+from lua.life import life_of
+from models.journal import Cursor
+from projections import cursors, set_aside, trail, verified
+from projections.migrate import PROJECTIONS, use_schema
+from projections.trail import Fact, Gaps, OfferState, Walked, numbers_in_words
+from projections.verified import ALL_SHARDS, Problem, Progress
+
+log = logging.getLogger(__name__)
+
+#: Hashing and decoding them takes some ms, in an event loop that others may live in as well.
+EVENTS_A_STEP: Final = 500
+ROWS_A_PAGE: Final = 500
+#: How far the ledger may be ahead of the walk for accounts to be compared: its lines behind the walk are summed up each time.
+AHEAD_EVENTS_MAX: Final = 10_000
+OBSERVATIONS_MAX: Final = 10_000
+REST_SECONDS_MIN: Final = 0.25
+RETRY_SECONDS: Final = 2.0
+
+_ADVISORY_LOCK: Final = "SELECT pg_try_advisory_lock(hashtext(%s))"
+
+
+class Observation(NamedTuple):
+    """An offer as Redis had it behind its event `offer_seq`, in one history of the shard."""
+
+    history: str
+    offer_seq: int
+    numbers: tuple[int, int, int, int]
+
+    def in_words(self) -> str:
+        """The numbers, for a finding."""
+        return numbers_in_words(self.numbers)
+
+
+class Verifier:
+    """Verifies until stopped. `share` is the part of the time it may take, above 0 and at most 1; `redis` must not decode replies."""
+
+    def __init__(self, redis: Any, keys: KeySpace, postgres: str, schema: str, share: float) -> None:
+        self._redis = redis
+        self._keys = keys
+        self._postgres = postgres
+        self._schema = schema
+        self._share = share
+        self._observed: dict[str, Observation] = {}
+        self._account = ("", "")
+        self._offer = ""
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Verifies until `stop`; servers that go away are waited for."""
+        while not stop.is_set():
+            try:
+                await self._run(stop)
+            except (psycopg.OperationalError, psycopg.InterfaceError, psycopg.errors.UndefinedTable, RedisError, OSError) as error:
+                log.warning("verifier: %s: %s; trying again", type(error).__name__, str(error).strip())
+                await _rest(stop, RETRY_SECONDS)
+
+    async def _run(self, stop: asyncio.Event) -> None:
+        async with await AsyncConnection.connect(self._postgres, autocommit=True, connect_timeout=5) as connection:
+            await use_schema(connection, self._schema)
+            await connection.execute("SET synchronous_commit = off")
+            while not await self._alone(connection):
+                if await _rest(stop, RETRY_SECONDS):
+                    return
+            await verified.begin(connection, self._keys.shards)
+            await connection.set_isolation_level(IsolationLevel.REPEATABLE_READ)
+            while not stop.is_set():
+                began = time.monotonic()
+                more = await self.verify_once(connection)
+                took = time.monotonic() - began
+                await _rest(stop, max(took * (1 / self._share - 1), 0 if more else REST_SECONDS_MIN))
+
+    async def _alone(self, connection: AsyncConnection[Any]) -> bool:
+        found = await (await connection.execute(_ADVISORY_LOCK, (f"grabstream-verifier-{self._schema}",))).fetchone()
+        return bool(found and found[0])
+
+    async def verify_once(self, connection: AsyncConnection[Any]) -> bool:
+        """One pass; returns whether the walk has more to do at once."""
+        aside = await set_aside.load(connection)
+        gaps = {shard: Gaps(aside, shard) for shard in range(self._keys.shards)}
+        more = False
+        for shard in range(self._keys.shards):
+            async with connection.transaction():
+                more |= await self._walk(connection, shard, gaps[shard])
+        async with connection.transaction():
+            await self._compare_accounts(connection)
+        await self._compare_offers(connection, gaps)
+        await verified.was_here(connection)
+        return more
+
+    # -- the walk -----------------------------------------------------------------------------------------------------
+
+    async def _walk(self, connection: AsyncConnection[Any], shard: int, gaps: Gaps) -> bool:
+        at = (await verified.progress(connection))[shard]
+        positions = {name: (await cursors.load(connection, name)).get(shard, Cursor()) for name in PROJECTIONS}
+        end = min(positions[trail.AUDIT].seq, positions[trail.LEDGER].seq)
+        if at.seq >= end:
+            await self._compare_heads(connection, at, positions)
+            await self._walk_again(connection, at, gaps)
+            return False
+        walked, full = await self._step(connection, shard, at.seq, at.head, end, gaps)
+        await self._fold(connection, shard, walked.facts)
+        if walked.seq > at.seq:
+            await verified.move(connection, shard, walked.seq, walked.head)
+            await verified.clear_range(connection, shard, at.seq, walked.seq)
+        return full and walked.wrong is None
+
+    async def _walk_again(self, connection: AsyncConnection[Any], at: Progress, gaps: Gaps) -> None:
+        if at.seq == 0:
+            return
+        walked, _ = await self._step(connection, at.shard, at.again_seq, at.again_head, at.seq, gaps)
+        await verified.clear_range(connection, at.shard, at.again_seq, walked.seq)
+        done = walked.seq >= at.seq
+        if done:
+            what = f"the audit trail up to seq {at.seq} is another one than was verified before"
+            problems = [Problem("round", what, at.seq)] if walked.head != at.head else []
+            await self._judge(connection, "heads", at.shard, ["round"], problems)
+        await verified.move_again(connection, at.shard, walked.seq, walked.head, done)
+
+    async def _step(
+        self, connection: AsyncConnection[Any], shard: int, seq: int, head: bytes, end: int, gaps: Gaps
+    ) -> tuple[Walked, bool]:  # fmt: skip
+        rows = await verified.audit_rows(connection, shard, seq, end, EVENTS_A_STEP)
+        full = len(rows) == EVENTS_A_STEP
+        reach = rows[-1].seq if full else end
+        lines = await verified.ledger_rows(connection, shard, seq, reach)
+        walked = trail.walk(shard, seq, head, rows, lines, gaps, None if full else end)
+        if walked.wrong is not None:
+            wrong = walked.wrong
+            await self._wrong(connection, wrong.kind, shard, Problem(f"seq {wrong.seq}", wrong.what, wrong.seq))
+        return walked, full
+
+    async def _compare_heads(self, connection: AsyncConnection[Any], at: Progress, positions: dict[str, Cursor]) -> None:
+        """Where a projection stands at the very seq that is verified, its hash must be the trail's."""
+        for name, cursor in positions.items():
+            if cursor.seq == at.seq:
+                what = f"{name}: the hash at seq {at.seq} is not that of the audit trail: it followed another history"
+                problems = [Problem(name, what, at.seq)] if cursor.head != at.head else []
+                await self._judge(connection, "heads", at.shard, [name], problems)
+
+    async def _fold(self, connection: AsyncConnection[Any], shard: int, facts: Sequence[Fact]) -> None:
+        if not facts:
+            return
+        await verified.add_accounts(connection, trail.account_changes(facts))
+        events = [fact.event for fact in facts if fact.event is not None]
+        states: dict[str, OfferState] = await verified.offer_states(connection, sorted({event.offer for event in events}))
+        for event in events:
+            state = states[event.offer] = trail.behind(states.get(event.offer), event)
+            observed = self._observed.get(event.offer)
+            if observed is not None and observed.offer_seq == state.offer_seq:
+                del self._observed[event.offer]
+                await self._judge_redis(connection, state, observed)
+        await verified.save_offers(connection, states.values())
+
+    # -- comparing ----------------------------------------------------------------------------------------------------
+
+    async def _compare_accounts(self, connection: AsyncConnection[Any]) -> None:
+        """The next page of accounts, and what users are shown of them, against the fold."""
+        at = await verified.progress(connection)
+        ledger, balances = await cursors.load(connection, "ledger"), await cursors.load(connection, "balances")
+        if sum(max(ledger[shard].seq - one.seq, 0) for shard, one in at.items() if shard in ledger) > AHEAD_EVENTS_MAX:
+            return
+        abreast = all(balances[shard].seq == cursor.seq for shard, cursor in ledger.items()) and not any(
+            one.projection in ("balances", "ledger") and one.event_count for one in await set_aside.load(connection)
+        )
+        rows = await verified.accounts_behind(connection, *self._account, ROWS_A_PAGE, abreast)
+        self._account = (rows[-1].account, rows[-1].asset) if len(rows) == ROWS_A_PAGE else ("", "")
+        accounts, shown = [], []
+        for row in rows:
+            subject = f"{row.account} {row.asset}"
+            if row.posted != row.expected:
+                accounts.append(Problem(subject, f"account {subject}: {row.posted} stand there, its events lead to {row.expected}"))
+            elif row.balance is not None and row.balance != row.posted:
+                shown.append(Problem(subject, f"balances: {subject} is shown as {row.balance}, the ledger has {row.posted}"))
+        subjects = [f"{row.account} {row.asset}" for row in rows]
+        await self._judge(connection, "accounts", ALL_SHARDS, subjects, accounts)
+        if abreast:
+            await self._judge(connection, "balances", ALL_SHARDS, subjects, shown)
+
+    async def _compare_offers(self, connection: AsyncConnection[Any], gaps: dict[int, Gaps]) -> None:
+        """The next page of offers against the fold: the read model's row now, Redis' state at its very event, now or later."""
+        async with connection.transaction():
+            rows = await verified.offers_behind(connection, self._offer, ROWS_A_PAGE)
+            self._offer = rows[-1][0].offer if len(rows) == ROWS_A_PAGE else ""
+            at = await verified.progress(connection)
+            audit, balances = await cursors.load(connection, "audit"), await cursors.load(connection, "balances")
+            known = [row for row in rows if not gaps[row[0].shard].unreadable and row[0].offer not in gaps[row[0].shard].offers]
+            compared, problems = [], []
+            for state, shown, moved in known:
+                shard = state.shard
+                if moved or not at[shard].seq <= balances[shard].seq <= audit[shard].seq:
+                    continue
+                compared.append(state.offer)
+                if shown != state.numbers:
+                    has = "no row" if shown is None else numbers_in_words(shown)
+                    problems.append(Problem(state.offer, f"offers: {state.offer} has {has}; its events lead to {state.in_words()}"))
+            await self._judge(connection, "balances", ALL_SHARDS, compared, problems)
+        by_shard: dict[int, list[OfferState]] = {}
+        for state, _, _ in known:
+            by_shard.setdefault(state.shard, []).append(state)
+        for shard, states in by_shard.items():
+            await self._observe(connection, shard, states)
+
+    async def _observe(self, connection: AsyncConnection[Any], shard: int, states: Sequence[OfferState]) -> None:
+        keys = self._keys.shard(shard)
+        async with self._redis.pipeline(transaction=True) as pipe:
+            pipe.hmget(keys.state, ["life", "history", "seq"])
+            for state in states:
+                pipe.hmget(keys.offer(state.offer), ["offer_seq", "amount_left", "units_left", "held", "places"])
+            [[of_life, history, seq], *offers] = await pipe.execute()
+        # Asked behind the reading: in another life what was read may be taken back.
+        if of_life is None or of_life.decode() != await life_of(self._redis):
+            return
+        for state, values in zip(states, offers, strict=True):
+            if values[0] is None:
+                # Retired or lost: that can be told only when nothing more is on its way.
+                if int(seq or 0) == (await verified.progress(connection))[shard].seq:
+                    problem = Problem(state.offer, f"{state.offer} is not in Redis, though it has not retired")
+                    await self._judge(connection, "redis", shard, [state.offer], [problem])
+                continue
+            offer_seq, left, units, held, places = (int(value or 0) for value in values)
+            observed = Observation(history.decode(), offer_seq, (left, units, held, places))
+            if offer_seq <= state.offer_seq:
+                await self._judge_redis(connection, state, observed)
+            elif len(self._observed) < OBSERVATIONS_MAX or state.offer in self._observed:
+                before = self._observed.get(state.offer)
+                # The older one is kept, or the walk would never meet it; one of another history never comes true.
+                if before is None or before.history != observed.history or before.offer_seq <= state.offer_seq:
+                    self._observed[state.offer] = observed
+
+    async def _judge_redis(self, connection: AsyncConnection[Any], state: OfferState, observed: Observation) -> None:
+        problems = []
+        if observed.offer_seq < state.offer_seq:
+            what = f"{state.offer}: Redis is at its event {observed.offer_seq}, the books at {state.offer_seq}"
+            problems.append(Problem(state.offer, what, state.seq))
+        elif observed.numbers != state.numbers:
+            what = (
+                f"{state.offer}, behind its event {state.offer_seq}: Redis has {observed.in_words()}; its events lead to {state.in_words()}"
+            )
+            problems.append(Problem(state.offer, what, state.seq))
+        await self._judge(connection, "redis", state.shard, [state.offer], problems)
+
+    # -- findings -----------------------------------------------------------------------------------------------------
+
+    async def _judge(
+        self, connection: AsyncConnection[Any], kind: str, shard: int, subjects: Sequence[str], problems: Sequence[Problem]
+    ) -> None:  # fmt: skip
+        wrong = {problem.subject for problem in problems}
+        if right := [subject for subject in subjects if subject not in wrong]:
+            await verified.clear(connection, kind, shard, right)
+        for problem in problems:
+            await self._wrong(connection, kind, shard, problem)
+
+    async def _wrong(self, connection: AsyncConnection[Any], kind: str, shard: int, problem: Problem) -> None:
+        if await verified.write_down(connection, kind, shard, problem):
+            where = "" if shard == ALL_SHARDS else f", shard {shard}"
+            log.critical("verification%s: %s", where, problem.what)
+
+
+async def _rest(stop: asyncio.Event, seconds: float) -> bool:
+    """Waits, or until `stop`; returns whether it was stopped."""
+    try:
+        async with asyncio.timeout(seconds):
+            await stop.wait()
+    except TimeoutError:
+        return False
+    return True
