@@ -25,6 +25,7 @@ from redis.exceptions import (
 from lua import batches, loader
 from lua.journaled import HistoryChanged, Journaled
 from lua.keys import KeySpace, ShardKeys
+from lua.refusals import RefusalLog
 from lua.sealing import Sealer
 from lua.tickets import TicketKeys
 from models.answers import Answer, refusal
@@ -134,7 +135,8 @@ class Gate:
     """Decides commands through the Lua scripts. One a process and event loop; `start` before use, `close` after.
 
     `redis` is a client of redis.asyncio (one server or cluster) that does not decode replies. `clock` gives a time in ms that
-    replaces the server's, for tests and simulation; without it the scripts use the server's own. `tickets` checks signed tickets.
+    replaces the server's, for tests and simulation; without it the scripts use the server's own. `tickets` checks signed tickets,
+    `refusals` keeps a sample of what was refused.
     """
 
     def __init__(
@@ -145,8 +147,10 @@ class Gate:
         limits: GateLimits | None = None,
         clock: Callable[[], int] | None = None,
         tickets: TicketKeys | None = None,
+        refusals: RefusalLog | None = None,
     ) -> None:
         self._redis = redis
+        self._refusals = refusals
         self._keys = keys
         self._secrets = batches.Secrets(sealer, tickets or TicketKeys({}))
         self._limits = limits or GateLimits()
@@ -200,6 +204,8 @@ class Gate:
             answered, history = await ticket.done
             if promise == "journaled":
                 answered = await self._until_journaled(shard, ticket, answered, history)
+            if self._refusals is not None:
+                self._refusals.take(ticket.commands, answered)
             if len(places) == len(commands):
                 return answered
             for place, answer in zip(places, answered, strict=True):

@@ -1,18 +1,23 @@
 """Connections: the only file that opens those of a process to Redis and PostgreSQL. Nothing connects at import."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
 import redis.asyncio
+from psycopg import AsyncConnection, OperationalError
+from psycopg.errors import UndefinedTable
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
-from lua.gate import Gate, GateLimits
+from lua.gate import Gate, GateLimits, now_ms
 from lua.keys import KeySpace
+from lua.refusals import Refusal, RefusalLog, RefusalSample, writing
 from lua.sealing import Sealer
 from lua.tickets import TicketKeys
+from models.calendar import DAY_MS
 from ops.settings import BadSettings, Settings
+from projections import refusals
 from streams.worker import WorkerSettings
 
 SOCKET_TIMEOUT_SECONDS = 5.0
@@ -78,15 +83,33 @@ def worker_settings(settings: Settings) -> WorkerSettings:
     )
 
 
+def refusal_log(settings: Settings) -> RefusalLog | None:
+    """Keeps a sample of refusals in PostgreSQL; None where none are to be kept."""
+    if not settings.refusals_one_in or not settings.refusals_kept_max:
+        return None
+
+    async def write(rows: Sequence[Refusal]) -> None:
+        oldest_at = now_ms() - settings.refusals_days * DAY_MS
+        try:
+            async with await AsyncConnection.connect(settings.postgres, connect_timeout=2) as connection:
+                await refusals.record(connection, settings.schema_, rows, settings.refusals_kept_max, oldest_at)
+        except (OperationalError, UndefinedTable) as error:
+            raise OSError(f"PostgreSQL: {str(error).strip()}") from None
+
+    return RefusalLog(write, RefusalSample(settings.refusals_one_in, settings.refusals_per_second_max))
+
+
 @asynccontextmanager
 async def open_gate(settings: Settings) -> AsyncIterator[Gate]:
     """A started gate with a Redis client of its own."""
     client = open_redis(settings)
-    gate = Gate(client, key_space(settings), sealer(settings), gate_limits(settings), tickets=ticket_keys(settings))
+    kept = refusal_log(settings)
+    gate = Gate(client, key_space(settings), sealer(settings), gate_limits(settings), tickets=ticket_keys(settings), refusals=kept)
     try:
         await require_core(client)
         gate.start()
-        yield gate
+        async with writing(kept):
+            yield gate
     finally:
         await gate.close()
         await client.aclose()

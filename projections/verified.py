@@ -188,7 +188,8 @@ async def accounts_behind(
         "FROM keys LEFT JOIN accounts AS a USING (account, asset) LEFT JOIN verified_accounts AS v USING (account, asset) "
         "LEFT JOIN changes AS c USING (account, asset) "
         "LEFT JOIN balances AS b ON %(with_balances)s AND b.asset = keys.asset AND b.user_id = substr(keys.account, "
-        "CASE WHEN keys.account LIKE 'wallet:%%' THEN 8 WHEN keys.account LIKE 'hold:%%' THEN 6 ELSE 65 END) ORDER BY keys.account, keys.asset",
+        "CASE WHEN keys.account LIKE 'wallet:%%' THEN 8 WHEN keys.account LIKE 'hold:%%' THEN 6 ELSE 65 END) "
+        "ORDER BY keys.account, keys.asset",
         {"account": account, "asset": asset, "limit": limit, "with_balances": with_balances},
     )
     return [AccountRow(*row) for row in await found.fetchall()]
@@ -197,12 +198,12 @@ async def accounts_behind(
 async def offers_behind(
     connection: AsyncConnection[Any], offer: str, limit: int
 ) -> list[tuple[OfferState, tuple[int, int, int, int] | None, bool]]:  # fmt: skip
-    """The next offers in order that have not retired: as they must be, as the read model has them, and whether more has come since."""
+    """The next offers in order: as they must be, as the read model has them, and whether more has come since."""
     found = await connection.execute(
         "SELECT v.offer, v.shard, v.offer_seq, v.seq, v.amount_left, v.units_left, v.held, v.grabs, v.retired, "
         "o.amount_left::bigint, o.units_left, o.held, o.grabs, "
         "EXISTS (SELECT FROM audit AS a WHERE a.shard = v.shard AND a.seq > p.seq AND a.offer = v.offer) "
-        "FROM (SELECT * FROM verified_offers WHERE offer > %s AND NOT retired ORDER BY offer LIMIT %s) AS v "
+        "FROM (SELECT * FROM verified_offers WHERE offer > %s ORDER BY offer LIMIT %s) AS v "
         "JOIN verified AS p USING (shard) LEFT JOIN offers AS o USING (offer) ORDER BY v.offer",
         (offer, limit),
     )
@@ -253,6 +254,21 @@ async def clear(connection: AsyncConnection[Any], kind: str, shard: int, subject
     await connection.execute(
         "UPDATE findings SET cleared_at = now() WHERE cleared_at IS NULL AND kind = %s AND shard = %s AND subject = ANY(%s)",
         (kind, shard, list(subjects)),
+    )
+
+
+async def clear_gone(connection: AsyncConnection[Any]) -> None:
+    """What is not there any more cannot be wrong: accounts that nobody has, offers that have left Redis."""
+    await connection.execute(
+        "UPDATE findings AS f SET cleared_at = now() WHERE f.cleared_at IS NULL AND f.kind = 'accounts' "
+        "AND NOT EXISTS (SELECT FROM accounts AS a "
+        "WHERE a.account = split_part(f.subject, ' ', 1) AND a.asset = split_part(f.subject, ' ', 2)) "
+        "AND NOT EXISTS (SELECT FROM verified_accounts AS v "
+        "WHERE v.account = split_part(f.subject, ' ', 1) AND v.asset = split_part(f.subject, ' ', 2))"
+    )
+    await connection.execute(
+        "UPDATE findings AS f SET cleared_at = now() FROM verified_offers AS v "
+        "WHERE f.cleared_at IS NULL AND f.kind = 'redis' AND v.offer = f.subject AND v.retired"
     )
 
 

@@ -102,6 +102,7 @@ class Verifier:
                 more |= await self._walk(connection, shard, gaps[shard])
         async with connection.transaction():
             await self._compare_accounts(connection)
+            await verified.clear_gone(connection)
         await self._compare_offers(connection, gaps)
         await verified.was_here(connection)
         return more
@@ -214,7 +215,7 @@ class Verifier:
                     problems.append(Problem(state.offer, f"offers: {state.offer} has {has}; its events lead to {state.in_words()}"))
             await self._judge(connection, "balances", ALL_SHARDS, compared, problems)
         by_shard: dict[int, list[OfferState]] = {}
-        for state, _, _ in known:
+        for state in (state for state, *_ in known if not state.retired):
             by_shard.setdefault(state.shard, []).append(state)
         for shard, states in by_shard.items():
             await self._observe(connection, shard, states)

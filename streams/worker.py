@@ -13,6 +13,7 @@ from typing import Any, Final, NamedTuple
 
 from lua.gate import Gate, GateLimits
 from lua.keys import KeySpace
+from lua.refusals import RefusalLog, writing
 from lua.sealing import Sealer
 from lua.tickets import TicketKeys
 from streams.decider import Decider
@@ -48,6 +49,7 @@ def roles_of(
     sealer: Sealer,
     tickets: TicketKeys,
     record_demand: RecordDemand | None,
+    refusals: RefusalLog | None,
     of_books: Mapping[str, Role],
     step: Step = lambda name: None,
 ) -> dict[str, Role]:
@@ -61,10 +63,11 @@ def roles_of(
     if "decide" in roles:
 
         async def decide(stop: asyncio.Event) -> None:
-            gate = Gate(redis, keys, sealer, settings.gate, tickets=tickets)
+            gate = Gate(redis, keys, sealer, settings.gate, tickets=tickets, refusals=refusals)
             gate.start()
             try:
-                await Decider(gate, settings.kafka, topics, settings.patience_ms).run(stop)
+                async with writing(refusals):
+                    await Decider(gate, settings.kafka, topics, settings.patience_ms).run(stop)
             finally:
                 await gate.close()
 

@@ -13,7 +13,7 @@ import psycopg
 import uvloop
 
 from ops.commands.init import check_shards
-from ops.connections import key_space, open_redis, require_core, sealer, ticket_keys, worker_settings
+from ops.connections import key_space, open_redis, refusal_log, require_core, sealer, ticket_keys, worker_settings
 from ops.settings import Settings, load_settings
 from projections.demand import record
 from projections.migrate import PROJECTIONS as READ_MODELS
@@ -50,6 +50,7 @@ async def _run(settings: Settings, chosen: Sequence[str]) -> None:
         await require_core(redis)
         roles = roles_of(
             worker_settings(settings), chosen, redis, sealer(settings), ticket_keys(settings), functools.partial(_record_demand, settings),
+            refusal_log(settings),
             {
                 "project": _faust(settings, READ_MODELS), "publish": _faust(settings, ("events",)),
                 "verify": Verifier(redis, key_space(settings), settings.postgres, settings.schema_, settings.verify_percent / 100).run,
