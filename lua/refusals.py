@@ -89,7 +89,8 @@ class RefusalLog:
         self._waiting.append(
             Refusal(
                 answer.at or now, str(command.__struct_config__.tag), command.id, command.offer, user, grab,
-                getattr(command, "quantity", None), answer.code, answer.retry_at, limit and f"{limit.by}/{limit.per}",
+                getattr(command, "quantity", None), answer.code, answer.retry_at,
+                f"{limit.by}/{limit.per}" if limit else None,
                 limit.left if limit else None, answer.left, answer.message,
             )
         )  # fmt: skip

@@ -183,8 +183,8 @@ async def test_what_was_set_aside_is_no_difference(system: Settings, journal: Jo
 
 async def _as_if_set_aside(connection: AsyncConnection[Any], lines: list[bytes], seq: int) -> None:
     await connection.execute(
-        "INSERT INTO set_aside_records (projection, shard, journal_offset, first_seq, count, head, term, owner, headers, value, value_sha256, "
-        "offers, readable, refused_because, reason, operator) "
+        "INSERT INTO set_aside_records (projection, shard, journal_offset, first_seq, count, head, term, owner, headers, value, "
+        "value_sha256, offers, readable, refused_because, reason, operator) "
         "SELECT 'audit', shard, 2, seq, 1, hash, 1, 'a', '[]', %s, '', '{e}', true, 'x', 'y', 'z' FROM audit WHERE seq = %s",
         (lines[seq - 1], seq),
     )
