@@ -40,6 +40,7 @@ VERBS: Final = {
     "unredeem": ("ops.commands.settling", "Take the use for an order back."),
     "ticket": ("ops.commands.operating", "Sign a ticket for one user, for tests."),
     "show": ("ops.commands.show", "An offer: who got what, the luckiest, what is left."),
+    "why": ("ops.commands.why", "The whole story of one user and one offer."),
     "doctor": ("ops.commands.doctor", "Say what is stuck, since when, and the command that mends it."),
     "dismiss": ("ops.commands.doctor", "Explain a difference that the verifier has found."),
     "set-aside": ("ops.commands.set_aside", "Let a stopped read model go on behind a record it cannot take in."),

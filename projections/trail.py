@@ -87,7 +87,9 @@ class Gaps:
     def __init__(self, aside: Iterable[SetAside], shard: int) -> None:
         mine = [one for one in aside if one.shard == shard and one.event_count and one.projection != EVENTS]
         self.audit = {one.first_seq: one for one in mine if one.projection == AUDIT}
-        self._ledger = [(one.first_seq, one.last_seq) for one in mine if one.projection == LEDGER]
+        self._ledger, self._audit = (
+            [(one.first_seq, one.last_seq) for one in mine if one.projection == name] for name in (LEDGER, AUDIT)
+        )  # fmt: skip
         #: Offers whose state at a seq is not told by the trail and the read models alone.
         self.offers = {offer for one in mine for offer in one.offers}
         self.unreadable = any(not one.readable for one in mine)
@@ -95,6 +97,10 @@ class Gaps:
     def not_in_ledger(self, seq: int) -> bool:
         """Whether the ledger lacks an event, as an operator decided."""
         return any(first <= seq <= last for first, last in self._ledger)
+
+    def not_in_audit(self, seq: int) -> bool:
+        """Whether the audit trail lacks an event, as an operator decided."""
+        return any(first <= seq <= last for first, last in self._audit)
 
 
 def walk(

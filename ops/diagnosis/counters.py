@@ -100,6 +100,9 @@ class Counters:
             self._count(event.offer, event.grab, event.quantity, under)
         elif isinstance(event, GrabHeld):
             self._give_back(event.offer, event.grab, (event.asked or event.quantity) - event.quantity)
+        elif isinstance(event, GrabReleased) and event.reason == "left_queue":
+            # Its quantity is that of units that move: none. All that was waited for is not counted any more.
+            self._give_back(event.offer, event.grab, sum(units for units, _ in self._batches.get((event.offer, event.grab), ())))
         elif isinstance(event, GrabReleased) or (isinstance(event, GrabReturned) and event.restored):
             self._give_back(event.offer, event.grab, event.quantity)
         elif isinstance(event, GrabConfirmed) and event.retaken:
