@@ -37,20 +37,21 @@ def why(user: str, offer: str, as_json: bool) -> None:
     for field, value in (("USER", user), ("OFFER", offer)):
         if not is_id(value):
             raise click.UsageError(f"{field}: must match [A-Za-z0-9._:-]{{1,64}}, got {value!r}")
-    evidence, redis = asyncio.run(_read(load_settings(), user, offer))
+    evidence, redis = asyncio.run(gather(load_settings(), user, offer))
     if evidence is None:
         click.echo(f"grabstream: there is no offer {offer!r} in the read models; a new one is there a moment after it was opened", err=True)
         sys.exit(1)
     story = tell(evidence)
     if as_json:
-        print_json(_as_json(evidence, story, redis))
+        print_json(as_json_of(evidence, story, redis))
         return
     for line in _lines(evidence, story, redis):
         # Names and titles may look like markup or emoji.
         console.print(line, soft_wrap=True, emoji=False, highlight=False)
 
 
-async def _read(settings: Settings, user: str, offer: str) -> tuple[Evidence | None, dict[str, Any]]:
+async def gather(settings: Settings, user: str, offer: str) -> tuple[Evidence | None, dict[str, Any]]:
+    """What the books have, None when they know no such offer, and what Redis says now."""
     async with await AsyncConnection.connect(settings.postgres, autocommit=True, connect_timeout=5) as connection:
         await use_schema(connection, settings.schema_)
         evidence = await read_books(connection, user, offer)
@@ -66,7 +67,8 @@ async def _read(settings: Settings, user: str, offer: str) -> tuple[Evidence | N
         await redis.aclose()
 
 
-def _as_json(evidence: Evidence, story: list[Moment], redis: dict[str, Any]) -> dict[str, Any]:
+def as_json_of(evidence: Evidence, story: list[Moment], redis: dict[str, Any]) -> dict[str, Any]:
+    """The whole of it for programs."""
     return {
         "user": evidence.user,
         "offer": evidence.offer,
