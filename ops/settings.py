@@ -57,7 +57,7 @@ class Settings(BaseSettings):
     #: How long commands from the topic wait out a fenced or busy shard before they are answered so.
     patience_ms: Count = 10_000
     #: How much of its time the verifier works, in percent; the rest it rests.
-    verify_percent: Annotated[float, Field(gt=0, le=100)] = 3.0
+    verify_percent: Annotated[float, Field(gt=0, le=100)] = 5.0
     #: Whose refusals are kept for `grabstream why`: one user in so many, always the same ones; 0 keeps none.
     refusals_one_in: Annotated[int, Field(ge=0)] = 1
     #: Refusals that one gate keeps in a second; further ones are counted in `demand` only.

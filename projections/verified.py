@@ -41,6 +41,11 @@ class Found(NamedTuple):
     found_at: datetime
     seen_at: datetime
 
+    @property
+    def where(self) -> str:
+        """The shard in words; nothing for what concerns all of them."""
+        return "" if self.shard == ALL_SHARDS else f"shard {self.shard}: "
+
 
 class Problem(NamedTuple):
     """A difference to write down: what it is about, what it is, and the seq, where it has one."""

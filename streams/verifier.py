@@ -28,10 +28,12 @@ from projections.verified import ALL_SHARDS, Problem, Progress
 log = logging.getLogger(__name__)
 
 #: Hashing and decoding them takes some ms, in an event loop that others may live in as well.
-EVENTS_A_STEP: Final = 500
+EVENTS_A_STEP: Final = 250
+#: Steps of a shard that is behind, before the others have their turn.
+STEPS_A_PASS: Final = 16
 ROWS_A_PAGE: Final = 500
 #: How far the ledger may be ahead of the walk for accounts to be compared: its lines behind the walk are summed up each time.
-AHEAD_EVENTS_MAX: Final = 10_000
+AHEAD_EVENTS_MAX: Final = 2_000
 OBSERVATIONS_MAX: Final = 10_000
 REST_SECONDS_MIN: Final = 0.25
 RETRY_SECONDS: Final = 2.0
@@ -98,8 +100,12 @@ class Verifier:
         gaps = {shard: Gaps(aside, shard) for shard in range(self._keys.shards)}
         more = False
         for shard in range(self._keys.shards):
-            async with connection.transaction():
-                more |= await self._walk(connection, shard, gaps[shard])
+            for _ in range(STEPS_A_PASS):
+                async with connection.transaction():
+                    behind = await self._walk(connection, shard, gaps[shard])
+                if not behind:
+                    break
+            more |= behind
         async with connection.transaction():
             await self._compare_accounts(connection)
             await verified.clear_gone(connection)

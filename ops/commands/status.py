@@ -98,7 +98,7 @@ async def _postgres(settings: Settings, found: dict[str, Any]) -> None:
                 {"shard": one.shard, "seq": one.seq, "rounds": one.rounds, "at": one.compared_at}
                 for one in (await verified.progress(connection)).values()
             ]
-            found["findings"] = [one._asdict() for one in await verified.open_findings(connection)]
+            found["findings"] = [one._asdict() | {"where": one.where} for one in await verified.open_findings(connection)]
             found["set_aside"] = [one.in_words() for one in await set_aside.load(connection)]
         except UndefinedTable:
             found["read_models"] = []
@@ -129,7 +129,7 @@ def _print(found: dict[str, Any]) -> None:
             highlight=False,
         )
     for difference in found["findings"]:
-        console.print(f"[red]difference {difference['id']}, shard {difference['shard']}[/]: {escape(difference['what'])}", highlight=False)
+        console.print(f"[red]difference {difference['id']}[/]: {difference['where']}{escape(difference['what'])}", highlight=False)
     for words in found["set_aside"]:
         console.print(f"[cyan]set aside[/]: {escape(words)}", highlight=False)
     if found["stopped"] or found["findings"] or any(shard["fault"] for shard in found["shards"]):

@@ -157,7 +157,7 @@ def differs(facts: BookFacts, settings: Settings) -> list[Finding]:
     """What the verifier has found."""
     return [
         Finding(
-            "stuck", f"verification, shard {found.shard}: {found.what}", _DIFFERENCES.get(found.kind, "the books contradict each other"),
+            "stuck", f"verification: {found.where}{found.what}", _DIFFERENCES.get(found.kind, "the books contradict each other"),
             f"grabstream verify   # says more; when it is explained: grabstream dismiss {found.id}", _ms(found.found_at),
         )
         for found in facts.found

@@ -163,8 +163,8 @@ def _why_fenced(facts: CoreFacts, shard: ShardFacts) -> tuple[str, str, int | No
         return None
     start = "grabstream worker --roles relay,sweep"
     restarted = life is not None
-    # A shard that has decided before and is fenced now is so at least since the server began its life.
-    since = facts.started_at if restarted or shard.fields["seq"] else None
+    # It was not fenced when it decided its last event, nor before this life of the server began.
+    since = max(facts.started_at, int(shard.fields["time"] or 0)) if restarted or shard.fields["seq"] else None
     if shard.relay is not None and fault:
         return fault, "grabstream rebuild redis", since
     if restarted:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -184,6 +185,29 @@ async def test_it_is_listed_until_the_read_model_is_built_anew(system: Settings,
     async with await open_books(system) as connection:
         assert await set_aside.take_back(connection, "audit") == 1
     assert (await call(system, "set-aside", "--list"))[1] == []
+
+
+async def test_a_running_worker_goes_on_by_itself(system: Settings, journal: Journal, worker: Callable[..., Any]) -> None:
+    """Nobody has to start it again, and the other shards never stood still."""
+    lines = [opened("e", 1, total=25), granted("e", 2, amount=99), granted("e", 3)]
+    other = Journal(system, journal._producer, SHARD + 1)
+    for to in (journal, other):
+        await to.marker(1, "a")
+    await journal.block(lines, 1, 1)
+    await journal.block(lines, 2, 2)
+    worker(system, "project")
+    await stopped_at(system, "ledger")
+    await journal.block(lines, 3, 3)
+    await other.block([opened("f", 1).replace(b'"shard":3', b'"shard":4')], 1, 1)
+
+    async def other_went_on() -> bool:
+        return bool(await rows(system, "SELECT 1 FROM offers WHERE offer = 'f'"))
+
+    await until(other_went_on, 30, "the other shard")
+    for name in ("ledger", "balances"):
+        code, done = await call(system, "set-aside", name, str(SHARD), *WHY, "--yes")
+        assert (code, done["moved"], done["stopped"]) == (0, True, None)
+    await at_seq(system, 3)
 
 
 @pytest.mark.parametrize("words", [("ledger",), ("ledger", "3", "--dry-run")])
