@@ -63,6 +63,7 @@ class Verifier:
         self._schema = schema
         self._share = share
         self._observed: dict[str, Observation] = {}
+        self._met: list[tuple[OfferState, Observation]] = []
         self._account = ("", "")
         self._offer = ""
 
@@ -109,6 +110,7 @@ class Verifier:
         async with connection.transaction():
             await self._compare_accounts(connection)
             await verified.clear_gone(connection)
+        await self._judge_met(connection)
         await self._compare_offers(connection, gaps)
         await verified.was_here(connection)
         return more
@@ -173,8 +175,7 @@ class Verifier:
             state = states[event.offer] = trail.behind(states.get(event.offer), event)
             observed = self._observed.get(event.offer)
             if observed is not None and observed.offer_seq == state.offer_seq:
-                del self._observed[event.offer]
-                await self._judge_redis(connection, state, observed)
+                self._met.append((state, self._observed.pop(event.offer)))
         await verified.save_offers(connection, states.values())
 
     # -- comparing ----------------------------------------------------------------------------------------------------
@@ -205,10 +206,11 @@ class Verifier:
     async def _compare_offers(self, connection: AsyncConnection[Any], gaps: dict[int, Gaps]) -> None:
         """The next page of offers against the fold: the read model's row now, Redis' state at its very event, now or later."""
         async with connection.transaction():
-            rows = await verified.offers_behind(connection, self._offer, ROWS_A_PAGE)
-            self._offer = rows[-1][0].offer if len(rows) == ROWS_A_PAGE else ""
             at = await verified.progress(connection)
             audit, balances = await cursors.load(connection, "audit"), await cursors.load(connection, "balances")
+            near = [shard for shard, one in at.items() if audit[shard].seq - one.seq <= AHEAD_EVENTS_MAX]
+            rows = await verified.offers_behind(connection, self._offer, ROWS_A_PAGE, near)
+            self._offer = rows[-1][0].offer if len(rows) == ROWS_A_PAGE else ""
             known = [row for row in rows if not gaps[row[0].shard].unreadable and row[0].offer not in gaps[row[0].shard].offers]
             compared, problems = [], []
             for state, shown, moved in known:
@@ -252,6 +254,14 @@ class Verifier:
                 # The older one is kept, or the walk would never meet it; one of another history never comes true.
                 if before is None or before.history != observed.history or before.offer_seq <= state.offer_seq:
                     self._observed[state.offer] = observed
+
+    async def _judge_met(self, connection: AsyncConnection[Any]) -> None:
+        """What Redis had at events that the walk has come to meanwhile, unless the shard goes on in another history since."""
+        met, self._met = self._met, []
+        for state, observed in met:
+            history = await self._redis.hget(self._keys.shard(state.shard).state, "history")
+            if history is not None and history.decode() == observed.history:
+                await self._judge_redis(connection, state, observed)
 
     async def _judge_redis(self, connection: AsyncConnection[Any], state: OfferState, observed: Observation) -> None:
         problems = []
