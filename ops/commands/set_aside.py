@@ -120,12 +120,20 @@ def _refuse(message: str) -> Any:
 
 @asynccontextmanager
 async def _open(settings: Settings) -> AsyncIterator[AsyncConnection[Any]]:
+    """A connection that reads what is shown."""
     async with await AsyncConnection.connect(settings.postgres, autocommit=True, connect_timeout=5) as connection:
-        await use_schema(connection, settings.schema_)
         try:
+            await use_schema(connection, settings.schema_)
             yield connection
         except UndefinedTable as error:
             raise click.UsageError(f"tables are missing ({error.diag.message_primary}): `grabstream init` makes them") from None
+
+
+@asynccontextmanager
+async def _open_to_write(settings: Settings, projection: str) -> AsyncIterator[AsyncConnection[Any]]:
+    """A connection that writes where the projection has its cursors and stops."""
+    async with _open(settings) as connection:
+        yield connection
 
 
 async def _list(settings: Settings) -> list[books.SetAside]:
@@ -160,7 +168,7 @@ async def _look(settings: Settings, projection: str, shard: int) -> tuple[Stop, 
 
 async def _set_aside(settings: Settings, stop: Stop, poison: Poison, reason: str, operator: str) -> None:
     record = poison.record
-    async with _open(settings) as connection:
+    async with _open_to_write(settings, stop.projection) as connection:
         await books.set_aside(
             connection, stop.projection, stop.shard, poison.before, poison.behind, record.headers, record.value, poison.offers,
             poison.readable, stop.reason, reason, operator, own_cursor=stop.projection != EVENTS,
@@ -168,7 +176,7 @@ async def _set_aside(settings: Settings, stop: Stop, poison: Poison, reason: str
 
 
 async def _let_go_on(settings: Settings, projection: str, shard: int) -> Cursor:
-    async with _open(settings) as connection:
+    async with _open_to_write(settings, projection) as connection:
         await _stop_of(connection, projection, shard)
         before = await _cursor_of(settings, connection, projection, shard)
         await cursors.let_go_on(connection, projection, shard)

@@ -16,7 +16,7 @@ from streams.projector import CatchUp
 from streams.topics import Topics
 from tests.conftest import until
 from tests.ops.test_cli import grabstream, of
-from tests.streams.test_projections import LINES, SHARD, Journal, at_seq, granted, journal, opened, rows, running
+from tests.streams.test_projections import LINES, SHARD, Journal, at_seq, granted, journal, open_tables, opened, rows, running
 
 __all__ = ["journal"]
 
@@ -142,7 +142,7 @@ async def test_with_its_cause_mended_it_is_tried_again(system: Settings, journal
     async with running(system, "ledger") as [ledger]:
         await ledger.put(CatchUp(SHARD))
         await at_seq(system, 2, "ledger")
-        async with await open_books(system) as connection:
+        async with await open_tables(system) as connection:
             await connection.execute("UPDATE accounts_1 SET posted = 5 WHERE account = 'offer:e'")
             await journal.block(LINES, 3, 30)
             await ledger.put(journal.records[-1])

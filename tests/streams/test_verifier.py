@@ -19,7 +19,7 @@ from streams.projector import CatchUp
 from streams.verifier import Verifier
 from tests.conftest import until
 from tests.streams.test_pieces import History, made, project
-from tests.streams.test_projections import SHARD, Journal, at_seq, granted, journal, opened, rows, running
+from tests.streams.test_projections import SHARD, Journal, at_seq, granted, journal, open_tables, opened, rows, running
 from tests.streams.test_set_aside import WHY, call, stopped_at
 
 __all__ = ["journal"]
@@ -47,7 +47,7 @@ async def verifying(settings: Settings) -> AsyncIterator[Callable[..., Any]]:
 
 
 async def execute(settings: Settings, statement: str) -> None:
-    async with await open_books(settings) as connection:
+    async with await open_tables(settings) as connection:
         done = await connection.execute(statement.encode())
         assert done.rowcount == 1, statement
 
@@ -127,7 +127,7 @@ async def test_what_was_changed_is_named_until_it_is_mended(system: Settings, hi
 
 
 async def execute_all(settings: Settings, *statements: str) -> None:
-    async with await open_books(settings) as connection:
+    async with await open_tables(settings) as connection:
         for statement in statements:
             await connection.execute(statement.encode())
 
@@ -174,7 +174,7 @@ async def test_what_was_set_aside_is_no_difference(system: Settings, journal: Jo
             assert (await call(system, "set-aside", name, str(SHARD), *WHY, "--yes"))[0] == 0
         await at_seq(system, 4)
     # And the audit trail lacks one that the ledger has.
-    async with await open_books(system) as connection:
+    async with await open_tables(system) as connection:
         await _as_if_set_aside(connection, lines, 2)
     async with verifying(system) as passes:
         assert await passes() == []
