@@ -23,6 +23,7 @@ from redis.exceptions import (
 )
 
 from lua import batches, loader
+from lua.decided import DecidedAnswers, ReportLost
 from lua.journaled import HistoryChanged, Journaled
 from lua.keys import KeySpace, ShardKeys
 from lua.refusals import RefusalLog
@@ -135,8 +136,8 @@ class Gate:
     """Decides commands through the Lua scripts. One a process and event loop; `start` before use, `close` after.
 
     `redis` is a client of redis.asyncio (one server or cluster) that does not decode replies. `clock` gives a time in ms that
-    replaces the server's, for tests and simulation; without it the scripts use the server's own. `tickets` checks signed tickets,
-    `refusals` keeps a sample of what was refused.
+    replaces the server's, for tests and simulation; without it the scripts use the server's own. `tickets` checks signed tickets.
+    `report_lost` is told of answers given as decided that a recovery took back. `refusals` keeps a sample of what was refused.
     """
 
     def __init__(
@@ -147,6 +148,7 @@ class Gate:
         limits: GateLimits | None = None,
         clock: Callable[[], int] | None = None,
         tickets: TicketKeys | None = None,
+        report_lost: ReportLost | None = None,
         refusals: RefusalLog | None = None,
     ) -> None:
         self._redis = redis
@@ -159,6 +161,7 @@ class Gate:
         self._shard_of: dict[str, int] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self.journaled = Journaled(redis, keys)
+        self._decided = DecidedAnswers(redis, keys, self.journaled, report_lost)
 
     def start(self) -> None:
         """Begins to follow what is journaled."""
@@ -166,6 +169,7 @@ class Gate:
 
     async def close(self) -> None:
         """Ends what is in flight and answers nobody any more."""
+        await self._decided.close()
         await self.journaled.close()
         for shard in self._shards:
             if shard.watch:
@@ -204,6 +208,8 @@ class Gate:
             answered, history = await ticket.done
             if promise == "journaled":
                 answered = await self._until_journaled(shard, ticket, answered, history)
+            else:
+                self._decided.keep(shard, history, ticket.commands, answered)
             if self._refusals is not None:
                 self._refusals.take(ticket.commands, answered)
             if len(places) == len(commands):

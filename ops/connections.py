@@ -1,37 +1,74 @@
 """Connections: the only file that opens those of a process to Redis and PostgreSQL. Nothing connects at import."""
 
+import asyncio
+import functools
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
+import psycopg
 import redis.asyncio
-from psycopg import AsyncConnection, OperationalError
-from psycopg.errors import UndefinedTable
+from psycopg import AsyncConnection, IsolationLevel
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
+from lua.decided import LostDecision
 from lua.gate import Gate, GateLimits, now_ms
 from lua.keys import KeySpace
 from lua.refusals import Refusal, RefusalLog, RefusalSample, writing
 from lua.sealing import Sealer
 from lua.tickets import TicketKeys
 from models.calendar import DAY_MS
+from models.events import decode_event
+from models.journal import Cursor
 from ops.settings import BadSettings, Settings
 from projections import refusals
+from projections.migrate import use_schema
+from projections.recoveries import record_lost, record_recovery
+from projections.snapshots import events_of, newest, trail_of
+from streams.recovery import Recovered, Snapshot, Snapshots
 from streams.worker import WorkerSettings
 
 SOCKET_TIMEOUT_SECONDS = 5.0
 
 
+class _Cancellable:
+    """A connection that passes a cancellation on. redis-py sends by `asyncio.wait_for`, which until Python 3.12 may swallow one, and a
+    worker that was told to stop would go on for ever."""
+
+    async def send_packed_command(self, command: Any, check_health: bool = True) -> None:
+        task = asyncio.current_task()
+        before = task.cancelling() if task else 0
+        await super().send_packed_command(command, check_health)  # type: ignore[misc]
+        if task and task.cancelling() > before:
+            # The answer is on its way, and nobody will read it.
+            await self.disconnect(nowait=True)  # type: ignore[attr-defined]
+            raise asyncio.CancelledError
+
+
+class PlainConnection(_Cancellable, redis.asyncio.Connection):  # type: ignore[misc]
+    """A connection over TCP."""
+
+
+class EncryptedConnection(_Cancellable, redis.asyncio.SSLConnection):  # type: ignore[misc]
+    """A connection over TLS."""
+
+
 def open_redis(settings: Settings) -> Any:
     """A client of the core Redis; it repeats nothing by itself, since what an argument says of the server may be old by then."""
-    return redis.asyncio.Redis.from_url(
+    client = redis.asyncio.Redis.from_url(
         settings.redis_url,
         socket_timeout=SOCKET_TIMEOUT_SECONDS,
         socket_connect_timeout=SOCKET_TIMEOUT_SECONDS,
         retry=Retry(NoBackoff(), 0),
         max_connections=256,
     )
+    pool = client.connection_pool
+    if pool.connection_class is redis.asyncio.Connection:
+        pool.connection_class = PlainConnection
+    elif pool.connection_class is redis.asyncio.SSLConnection:
+        pool.connection_class = EncryptedConnection
+    return client
 
 
 async def require_core(redis: Any) -> None:
@@ -93,10 +130,68 @@ def refusal_log(settings: Settings) -> RefusalLog | None:
         try:
             async with await AsyncConnection.connect(settings.postgres, connect_timeout=2) as connection:
                 await refusals.record(connection, settings.schema_, rows, settings.refusals_kept_max, oldest_at)
-        except (OperationalError, UndefinedTable) as error:
+        except psycopg.Error as error:
             raise OSError(f"PostgreSQL: {str(error).strip()}") from None
 
     return RefusalLog(write, RefusalSample(settings.refusals_one_in, settings.refusals_per_second_max))
+
+
+def snapshots(settings: Settings) -> Snapshots:
+    """The audit trail as snapshots for recovery; where PostgreSQL is away they raise OSError, and the journal is read instead."""
+
+    @asynccontextmanager
+    async def connected() -> AsyncIterator[AsyncConnection[Any]]:
+        try:
+            async with await AsyncConnection.connect(settings.postgres, connect_timeout=5) as connection:
+                await connection.set_isolation_level(IsolationLevel.REPEATABLE_READ)
+                await connection.set_read_only(True)
+                await use_schema(connection, settings.schema_)
+                yield connection
+        except psycopg.Error as error:
+            raise OSError(f"PostgreSQL: {error}") from None
+
+    @asynccontextmanager
+    async def open_snapshot(shard: int) -> AsyncIterator[Snapshot | None]:
+        async with connected() as connection:
+            trail = await trail_of(connection, shard)
+            yield trail and Snapshot(trail.cursor, trail.at, trail.retired, events_of(connection, shard, trail))
+
+    async def newest_cursor(shard: int) -> Cursor:
+        async with connected() as connection:
+            return await newest(connection, shard)
+
+    return Snapshots(open_snapshot, newest_cursor)
+
+
+async def report_recovery(settings: Settings, recovered: Recovered) -> None:
+    """Writes down what a recovery did; raises OSError where PostgreSQL is away."""
+    lost = []
+    for line, event in zip(recovered.lost, map(decode_event, recovered.lost), strict=True):
+        user, amount = getattr(event, "user", None), getattr(event, "amount", None)
+        type_ = str(event.__struct_config__.tag)
+        lost.append((event.shard, event.seq, "relay", event.command, event.offer, user, type_, amount, line.decode()))
+    row = (
+        recovered.shard, recovered.term, recovered.kind, recovered.problem, recovered.redis_seq, recovered.journal_seq,
+        recovered.snapshot_seq, recovered.applied, recovered.seconds,
+    )  # fmt: skip
+    try:
+        async with await AsyncConnection.connect(settings.postgres, connect_timeout=5) as connection:
+            await record_recovery(connection, settings.schema_, row, lost)
+    except psycopg.Error as error:
+        raise OSError(f"PostgreSQL: {error}") from None
+
+
+async def report_lost(settings: Settings, lost: Sequence[LostDecision]) -> None:
+    """Writes down answers that a recovery took back; raises OSError where PostgreSQL is away."""
+    rows = [
+        (shard, answer.seq or 0, "gate", command.id, command.offer, getattr(command, "user", None), answer.outcome, answer.amount, None)
+        for shard, command, answer in lost
+    ]
+    try:
+        async with await AsyncConnection.connect(settings.postgres, connect_timeout=5) as connection:
+            await record_lost(connection, settings.schema_, rows)
+    except psycopg.Error as error:
+        raise OSError(f"PostgreSQL: {error}") from None
 
 
 @asynccontextmanager
@@ -104,7 +199,10 @@ async def open_gate(settings: Settings) -> AsyncIterator[Gate]:
     """A started gate with a Redis client of its own."""
     client = open_redis(settings)
     kept = refusal_log(settings)
-    gate = Gate(client, key_space(settings), sealer(settings), gate_limits(settings), tickets=ticket_keys(settings), refusals=kept)
+    gate = Gate(
+        client, key_space(settings), sealer(settings), gate_limits(settings), tickets=ticket_keys(settings), refusals=kept,
+        report_lost=functools.partial(report_lost, settings),
+    )  # fmt: skip
     try:
         await require_core(client)
         gate.start()

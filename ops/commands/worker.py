@@ -13,7 +13,17 @@ import psycopg
 import uvloop
 
 from ops.commands.init import check_shards
-from ops.connections import key_space, open_redis, refusal_log, require_core, sealer, ticket_keys, worker_settings
+from ops.connections import (
+    key_space,
+    open_redis,
+    refusal_log,
+    report_recovery,
+    require_core,
+    sealer,
+    snapshots,
+    ticket_keys,
+    worker_settings,
+)  # fmt: skip
 from ops.settings import Settings, load_settings
 from projections.demand import record
 from projections.migrate import PROJECTIONS as READ_MODELS
@@ -55,7 +65,7 @@ async def _run(settings: Settings, chosen: Sequence[str]) -> None:
                 "project": _faust(settings, READ_MODELS), "publish": _faust(settings, ("events",)),
                 "verify": Verifier(redis, key_space(settings), settings.postgres, settings.schema_, settings.verify_percent / 100).run,
             },
-            _step(settings),
+            _step(settings), snapshots(settings), functools.partial(report_recovery, settings),
         )  # fmt: skip
         log.info("playing %s", ", ".join(chosen))
         await run_worker(roles, stop)
