@@ -81,6 +81,7 @@ def as_json_of(evidence: Evidence, story: list[Moment], redis: dict[str, Any]) -
         "ledger": evidence.transfers,
         "payments": evidence.payments,
         "refusals": {"told": evidence.refusals, "of_offer": evidence.refusals_of_offer, "of_offer_kept": evidence.refusals_kept},
+        "lost": evidence.lost,
         "now": {"grabs": evidence.grabs, "waiting": evidence.waiting, "redis": redis},
     }
 
@@ -107,6 +108,12 @@ def _lines(evidence: Evidence, story: list[Moment], redis: dict[str, Any]) -> It
         yield Text(
             f"Of {evidence.refusals_of_offer:,} refusals of this offer {missing:,} are not kept: some of this user's may be among them.",
             "dim",
+        )
+    for lost in evidence.lost:
+        # It was answered as `decided`, and a recovery of Redis took it back: no event of it is left.
+        yield Text(
+            f"{lost['outcome']} ({lost['command']}) was decided and is lost: Redis was recovered without it, told by the {lost['told_by']}",
+            "red",
         )
     yield from _books(evidence)
     yield from _now(evidence, redis)

@@ -1,7 +1,7 @@
 """What PostgreSQL says: are the tables there, which read models have stopped or are behind, what was set aside, what was found."""
 
 from datetime import datetime
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from aiokafka import AIOKafkaConsumer, TopicPartition
 from psycopg import AsyncConnection
@@ -19,7 +19,17 @@ from streams.journal import JournalReader
 from streams.publisher import newest_cursor
 from streams.topics import Topics
 
-EVENTS = "events"
+EVENTS: Final = "events"
+#: Lost decisions are told of for so long.
+LOST_DAYS: Final = 7
+
+
+class Lost(NamedTuple):
+    """Decisions of the last days that recoveries of Redis took back: how many, of how many users, and since when (ms)."""
+
+    decisions: int
+    users: int
+    first_at: int | None
 
 
 class BookFacts(NamedTuple):
@@ -34,6 +44,7 @@ class BookFacts(NamedTuple):
     aside: list[SetAside]
     found: list[Found]
     progress: dict[int, Progress]
+    lost: Lost
 
 
 async def read_books(connection: AsyncConnection[Any], schema: str, clock: Any) -> BookFacts:
@@ -48,17 +59,24 @@ async def read_books(connection: AsyncConnection[Any], schema: str, clock: Any) 
     [directory] = await _one(connection, "SELECT current_setting('data_directory')") if may_read else [None]
     lacking = await missing_migrations(connection, schema)
     if lacking:
-        return BookFacts(ahead, directory, fsync, lacking, {}, [], [], [], {})
+        return BookFacts(ahead, directory, fsync, lacking, {}, [], [], [], {}, Lost(0, 0, None))
     return BookFacts(
         ahead, directory, fsync, [],
         {name: await cursors.load(connection, name) for name in PROJECTIONS},
         await cursors.stops(connection), await set_aside.load(connection), await verified.open_findings(connection),
-        await verified.progress(connection),
+        await verified.progress(connection), Lost(*await _one(connection, _LOST, LOST_DAYS)),
     )  # fmt: skip
 
 
-async def _one(connection: AsyncConnection[Any], query: str) -> Any:
-    return await (await connection.execute(query.encode())).fetchone()
+# The relay and a gate may tell of the same one.
+_LOST: Final = (
+    "SELECT count(DISTINCT (shard, seq, command)), count(DISTINCT user_id), (extract(epoch FROM min(at)) * 1000)::bigint "
+    "FROM lost_decisions WHERE at > now() - make_interval(days => %s)"
+)
+
+
+async def _one(connection: AsyncConnection[Any], query: str, *values: Any) -> Any:
+    return await (await connection.execute(query.encode(), values)).fetchone()
 
 
 async def read_lags(settings: Settings, books: BookFacts, consumer: AIOKafkaConsumer) -> dict[str, list[Lag]]:
@@ -151,6 +169,18 @@ def put_aside(facts: BookFacts, settings: Settings) -> list[Finding]:
         )
         for one in facts.aside
     ]  # fmt: skip
+
+
+def lost_decisions(facts: BookFacts, settings: Settings) -> list[Finding]:
+    """Answers that a recovery of Redis took back: nothing is stuck, but somebody was promised something."""
+    lost = facts.lost
+    if not lost.decisions:
+        return []
+    what = f"{lost.decisions:,} decisions of {lost.users:,} users were lost with Redis in the last {LOST_DAYS} days"
+    means = "answers given as `decided` did not hold; those given as `journaled` did"
+    table = f"{settings.schema_}.lost_decisions"
+    mend = f"psql {address('GRAB_POSTGRES', settings.postgres)} -c 'TABLE {table}'   # who, and what"
+    return [Finding("note", what, means, mend, lost.first_at)]
 
 
 def differs(facts: BookFacts, settings: Settings) -> list[Finding]:

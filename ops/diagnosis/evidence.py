@@ -32,6 +32,7 @@ class Evidence(NamedTuple):
     payments: list[dict[str, Any]]
     waiting: list[dict[str, Any]]
     sold_out_at: dict[int, int]
+    lost: list[dict[str, Any]]
 
 
 async def read_books(connection: AsyncConnection[Any], user: str, offer: str) -> Evidence | None:
@@ -65,6 +66,11 @@ async def read_books(connection: AsyncConnection[Any], user: str, offer: str) ->
         await _rows(connection, "SELECT * FROM payments WHERE offer = %s AND grab = ANY(%s) ORDER BY seq", offer, names),
         await _rows(connection, "SELECT * FROM waiting WHERE offer = %s AND user_id = %s", offer, user),
         {one["at"]: at for one in refusals if (at := await _sold_out_at(connection, shard, offer, one)) is not None},
+        await _rows(
+            connection,
+            "SELECT seq, told_by, command, outcome, amount, (extract(epoch FROM at) * 1000)::bigint AS told_at FROM lost_decisions "
+            "WHERE offer = %s AND user_id = %s ORDER BY at", offer, user,
+        ),
     )  # fmt: skip
 
 
@@ -82,22 +88,25 @@ async def _events(
     for limit in limits:
         if limit["by"] != "user":
             marks |= {f'"{limit["by"]}":"{grab["attributes"][limit["by"]]}"' for grab in grabs if grab["attributes"]}
-    # A campaign's limits count the grabs of all its offers.
-    campaign = campaign_of(offer["offer"]) if any(limit.get("scope") == "campaign" for limit in limits) else None
-    found = await _find(connection, shard, offer["offer"], campaign, marks)
+    offers = [offer["offer"]]
+    if any(limit.get("scope") == "campaign" for limit in limits):
+        # They count the grabs of all offers of the campaign.
+        of_campaign = "SELECT offer FROM offers WHERE shard = %s AND split_part(offer, ':', 1) = %s"
+        offers = [row["offer"] for row in await _rows(connection, of_campaign, shard, campaign_of(offer["offer"]))]
+    found = await _find(connection, shard, offers, marks)
     # What became of somebody else's grab that counts under the same card is told by the grab alone.
     shared = {f'"grab":"{event.grab}"' for event in found if getattr(event, "attributes", None)} - marks  # type: ignore[union-attr]
     if shared:
-        found = await _find(connection, shard, offer["offer"], campaign, marks | shared)
+        found = await _find(connection, shard, offers, marks | shared)
     return found
 
 
-async def _find(connection: AsyncConnection[Any], shard: int, offer: str, campaign: str | None, marks: set[str]) -> list[AnyEvent]:
+async def _find(connection: AsyncConnection[Any], shard: int, offers: list[str], marks: set[str]) -> list[AnyEvent]:
     rows = await _rows(
         connection,
-        "SELECT body FROM audit WHERE shard = %s AND (offer = %s OR split_part(offer, ':', 1) = %s) "
+        "SELECT body FROM audit WHERE shard = %s AND offer = ANY(%s) "
         "AND (type NOT LIKE 'grab.%%' AND type <> 'payment.refund_due' OR body ~ %s) ORDER BY seq",
-        shard, offer, campaign, "|".join(map(re.escape, sorted(marks))),
+        shard, offers, "|".join(map(re.escape, sorted(marks))),
     )  # fmt: skip
     return [decode_event(row["body"].encode()) for row in rows]
 

@@ -122,6 +122,7 @@ CHECKS: Final = (
     Check("read models keep up", ("kafka", "postgres"), _lagging),
     Check("somebody verifies", ("postgres",), _not_verified),
     Check("the books agree", ("postgres",), _books(books.differs)),
+    Check("no decision was lost", ("postgres",), _books(books.lost_decisions)),
     Check("nothing is set aside", ("postgres",), _books(books.put_aside)),
 )
 

@@ -16,9 +16,9 @@ from pydantic import SecretStr
 from lua.gate import now_ms
 from models.commands import Grab, Open
 from models.offers import StockTerms
-from ops.connections import key_space, open_gate
+from ops.connections import key_space, open_gate, open_redis
 from ops.diagnosis import books, core, machine, topics
-from ops.diagnosis.examination import Examination, examine
+from ops.diagnosis.examination import CHECKS, Examination, examine
 from ops.diagnosis.findings import Finding, address, spans
 from ops.diagnosis.topics import Partition, TopicFacts
 from ops.services import free_ports
@@ -28,7 +28,7 @@ from streams.projector import CatchUp
 from streams.topics import Topics
 from tests.conftest import until
 from tests.ops.test_cli import grabstream, of
-from tests.streams.test_projections import SHARD, Journal, granted, journal, opened, running
+from tests.streams.test_projections import SHARD, Journal, granted, journal, opened, rows, running
 from tests.streams.test_set_aside import WHY, call, stopped_at
 from tests.streams.test_verifier import execute, history, verifying
 
@@ -60,9 +60,9 @@ async def test_a_system_at_work_has_nothing_to_tell(system: Settings, worker: Ca
         return last[0].exit_code == 0 and not last[0].findings
 
     await until(healthy, 40, "health")
-    assert len(last[0].passed) == 22
+    assert len(last[0].passed) == len(CHECKS)
     shown = grabstream("doctor", **of(system))
-    assert (shown.returncode, shown.stdout) == (0, "✓ 22 checks: nothing is stuck.\n")
+    assert (shown.returncode, shown.stdout) == (0, f"✓ {len(CHECKS)} checks: nothing is stuck.\n")
 
 
 async def test_before_init(settings: Settings) -> None:
@@ -185,6 +185,40 @@ async def test_a_difference_that_the_verifier_found(system: Settings, journal: J
     status = json.loads(grabstream("status", "--json", **of(system)).stdout)
     assert [one["id"] for one in status["findings"]] == [difference.id]
     assert {one["shard"]: one["seq"] for one in status["verified"]}[SHARD] == 2
+
+
+async def test_a_decision_that_was_lost(system: Settings, worker: Callable[..., Any]) -> None:
+    """Decided, not journaled, and then the server has forgotten it: the recovery tells of it, and so do doctor and why."""
+    working = worker(system, "relay,sweep")
+    redis = open_redis(system)
+    async with open_gate(system) as gate:
+        [opening] = await gate.decide(
+            [Open(id="o", offer="x", terms=StockTerms(issuer="i", total=9))], patience_ms=20_000, timeout_ms=20_000
+        )
+        assert opening.outcome == "opened"
+        worker(system, "project")
+
+        async def read() -> list[Any]:
+            return await rows(system, "SELECT 1 FROM offers WHERE offer = 'x'")
+
+        await until(read, 30, "the offer")
+        working.kill()
+        shard = key_space(system).shard(key_space(system).shard_of_offer("x"))
+        [granted] = await gate.decide([Grab(id="g", offer="x", user="u")], "decided")
+        assert granted.outcome == "granted"
+        # Another life, and another event under the same number than the journal will have.
+        await redis.hset(shard.state, "life", "another")
+        [entry, *_] = (await redis.xrevrange(shard.outbox, count=1))[0]
+        await redis.xdel(shard.outbox, entry)
+        worker(system, "relay,sweep")
+
+        async def told() -> list[Finding]:
+            return found(await examine(system), "no decision was lost")
+
+        [finding] = await until(told, 40, "the recovery")  # type: ignore[misc]
+    assert (finding.severity, "1 decisions of 1 users" in finding.what) == ("note", True)
+    assert "was decided and is lost" in grabstream("why", "u", "x", **of(system)).stdout
+    await redis.aclose()
 
 
 # -- servers ----------------------------------------------------------------------------------------------------------

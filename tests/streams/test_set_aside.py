@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from models.journal import GENESIS, chain
+from models.journal import GENESIS, Cursor, chain
 from ops.rehearsal.run import open_books
 from ops.settings import Settings
 from projections import set_aside
+from projections.snapshots import newest, trail_of
 from streams.journal import open_reader
 from streams.projector import CatchUp
 from streams.topics import Topics
@@ -183,7 +184,11 @@ async def test_it_is_listed_until_the_read_model_is_built_anew(system: Settings,
     [listed] = (await call(system, "set-aside", "--list"))[1]
     assert (listed["projection"], listed["first_seq"], listed["event_count"], listed["offers"]) == ("audit", 1, 5, ["e"])
     async with await open_books(system) as connection:
+        # What lacks events is no snapshot to recover Redis from.
+        assert await newest(connection, SHARD) == Cursor()
+        assert await trail_of(connection, SHARD) is None
         assert await set_aside.take_back(connection, "audit") == 1
+        assert (await newest(connection, SHARD)).seq == 30
     assert (await call(system, "set-aside", "--list"))[1] == []
 
 
