@@ -97,8 +97,12 @@ class RefusalLog:
 
     async def run(self) -> None:
         """Writes what waits, again and again, until cancelled; what cannot be written now is kept, as far as there is room."""
+        told = 0
         while True:
             await asyncio.sleep(FLUSH_EVERY_SECONDS)
+            if self.dropped > told:
+                log.info("%d refusals were too many to be kept; `demand` counts them", self.dropped - told)
+                told = self.dropped
             try:
                 await self.flush()
             except OSError as error:

@@ -4,18 +4,22 @@ import json
 from collections.abc import Sequence
 from datetime import datetime
 from hashlib import sha256
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from psycopg import AsyncConnection
 
 from models.journal import Cursor, Headers
 from projections import cursors
 
+#: Accounts that are named in one line.
+SUMS_TOLD_MAX: Final = 4
+
 
 class SetAside(NamedTuple):
     """A record that a projection was let past: `event_count` events from `first_seq` on, and the cursor behind it.
 
-    `offers` are those its events are about, as far as they can be read; when some cannot, `readable` is false.
+    `offers` are those its events are about, and `missing` what accounts lack for it (account, asset, amount), as far as they can be
+    read; when some cannot, `readable` is false.
     """
 
     id: int
@@ -28,6 +32,7 @@ class SetAside(NamedTuple):
     value: bytes
     offers: Sequence[str]
     readable: bool
+    missing: Sequence[tuple[str, str, int]]
     refused_because: str
     reason: str
     operator: str
@@ -43,14 +48,20 @@ class SetAside(NamedTuple):
         where = f"{self.projection}, shard {self.shard}"
         if not self.event_count:
             return f"a record without events of the history set aside in {where} by {self.operator}: {self.reason}"
-        events = f"event {self.first_seq}" if self.event_count == 1 else f"{self.event_count} events ({self.first_seq} to {self.last_seq})"
-        short = ", ".join(self.offers) or "offers that cannot be read"
+        events = (
+            f"1 event ({self.first_seq})" if self.event_count == 1 else f"{self.event_count} events ({self.first_seq} to {self.last_seq})"
+        )
+        offers = ", ".join(self.offers) or "offers that cannot be read"
         more = "" if self.readable or not self.offers else " and others that cannot be read"
-        return f"{events} set aside in {where} by {self.operator} ({self.reason}): {self.projection} is short by them for {short}{more}"
+        sums = "; ".join(f"{account} {amount:+,} {asset}" for account, asset, amount in self.missing[:SUMS_TOLD_MAX])
+        rest = f" and {len(self.missing) - SUMS_TOLD_MAX:,} more" if len(self.missing) > SUMS_TOLD_MAX else ""
+        lacks = f" ({sums}{rest})" if sums and self.projection in ("ledger", "balances") else ""
+        by = f"by {self.operator} ({self.reason})"
+        return f"{events} set aside in {where} {by}: {self.projection} lacks what it says of {offers}{more}{lacks}"
 
 
 _COLUMNS = (
-    "id, projection, shard, journal_offset, first_seq, count, head, term, owner, value, offers, readable, "
+    "id, projection, shard, journal_offset, first_seq, count, head, term, owner, value, offers, readable, missing, "
     "refused_because, reason, operator, at"
 )
 
@@ -75,7 +86,8 @@ def _of_row(
 
 async def set_aside(
     connection: AsyncConnection[Any], projection: str, shard: int, before: Cursor, behind: Cursor, headers: Headers, value: bytes,
-    offers: Sequence[str], readable: bool, refused_because: str, reason: str, operator: str, own_cursor: bool,
+    offers: Sequence[str], readable: bool, missing: Sequence[tuple[str, str, int]], refused_because: str, reason: str, operator: str,
+    own_cursor: bool,
 ) -> None:  # fmt: skip
     """Writes a record into the books as set aside, moves the cursor behind it, and lets the projection go on; all of it or nothing.
 
@@ -87,12 +99,12 @@ async def set_aside(
             await cursors.advance(connection, projection, {shard: (before, behind)})
         await connection.execute(
             "INSERT INTO set_aside_records (projection, shard, journal_offset, first_seq, count, head, term, owner, headers, value, "
-            "value_sha256, offers, readable, refused_because, reason, operator) "
-            "VALUES (%s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s)",
+            "value_sha256, offers, readable, missing, refused_because, reason, operator) "
+            "VALUES (%s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s)",
             (
                 projection, shard, behind.next_offset - 1, before.seq + 1, behind.seq - before.seq, behind.head, behind.term, behind.owner,
                 json.dumps([[name, bytes(text).hex()] for name, text in headers]), value, sha256(value).digest(),
-                list(offers), readable, refused_because, reason, operator,
+                list(offers), readable, json.dumps(missing), refused_because, reason, operator,
             ),
         )  # fmt: skip
         if not await cursors.let_go_on(connection, projection, shard):

@@ -123,7 +123,7 @@ class Verifier:
         end = min(positions[trail.AUDIT].seq, positions[trail.LEDGER].seq)
         if at.seq >= end:
             await self._compare_heads(connection, at, positions)
-            await self._walk_again(connection, at, gaps)
+            await self._walk_again(connection, at, end, gaps)
             return False
         walked, full = await self._step(connection, shard, at.seq, at.head, end, gaps)
         await self._fold(connection, shard, walked.facts)
@@ -132,10 +132,11 @@ class Verifier:
             await verified.clear_range(connection, shard, at.seq, walked.seq)
         return full and walked.wrong is None
 
-    async def _walk_again(self, connection: AsyncConnection[Any], at: Progress, gaps: Gaps) -> None:
-        if at.seq == 0:
+    async def _walk_again(self, connection: AsyncConnection[Any], at: Progress, end: int, gaps: Gaps) -> None:
+        # A read model that was just put in the place of another may have some of it still to come.
+        if at.again_seq >= end:
             return
-        walked, _ = await self._step(connection, at.shard, at.again_seq, at.again_head, at.seq, gaps)
+        walked, _ = await self._step(connection, at.shard, at.again_seq, at.again_head, end, gaps)
         await verified.clear_range(connection, at.shard, at.again_seq, walked.seq)
         done = walked.seq >= at.seq
         if done:
@@ -184,9 +185,10 @@ class Verifier:
         """The next page of accounts, and what users are shown of them, against the fold."""
         at = await verified.progress(connection)
         ledger, balances = await cursors.load(connection, "ledger"), await cursors.load(connection, "balances")
-        if sum(max(ledger[shard].seq - one.seq, 0) for shard, one in at.items() if shard in ledger) > AHEAD_EVENTS_MAX:
+        ahead = [_seq(ledger, shard) - one.seq for shard, one in at.items()]
+        if min(ahead) < 0 or sum(ahead) > AHEAD_EVENTS_MAX:
             return
-        abreast = all(balances[shard].seq == cursor.seq for shard, cursor in ledger.items()) and not any(
+        abreast = all(_seq(balances, shard) == cursor.seq for shard, cursor in ledger.items()) and not any(
             one.projection in ("balances", "ledger") and one.event_count for one in await set_aside.load(connection)
         )
         rows = await verified.accounts_behind(connection, *self._account, ROWS_A_PAGE, abreast)
@@ -208,14 +210,15 @@ class Verifier:
         async with connection.transaction():
             at = await verified.progress(connection)
             audit, balances = await cursors.load(connection, "audit"), await cursors.load(connection, "balances")
-            near = [shard for shard, one in at.items() if audit[shard].seq - one.seq <= AHEAD_EVENTS_MAX]
+            seqs = {shard: (one.seq, _seq(balances, shard), _seq(audit, shard)) for shard, one in at.items()}
+            near = [shard for shard, (seq, _, audited) in seqs.items() if audited - seq <= AHEAD_EVENTS_MAX]
             rows = await verified.offers_behind(connection, self._offer, ROWS_A_PAGE, near)
             self._offer = rows[-1][0].offer if len(rows) == ROWS_A_PAGE else ""
             known = [row for row in rows if not gaps[row[0].shard].unreadable and row[0].offer not in gaps[row[0].shard].offers]
             compared, problems = [], []
             for state, shown, moved in known:
-                shard = state.shard
-                if moved or not at[shard].seq <= balances[shard].seq <= audit[shard].seq:
+                here, shown_to, audited = seqs[state.shard]
+                if moved or not here <= shown_to <= audited:
                     continue
                 compared.append(state.offer)
                 if shown != state.numbers:
@@ -290,6 +293,10 @@ class Verifier:
         if await verified.write_down(connection, kind, shard, problem):
             where = "" if shard == ALL_SHARDS else f", shard {shard}"
             log.critical("verification%s: %s", where, problem.what)
+
+
+def _seq(positions: dict[int, Cursor], shard: int) -> int:
+    return positions.get(shard, Cursor()).seq
 
 
 async def _rest(stop: asyncio.Event, seconds: float) -> bool:

@@ -168,10 +168,11 @@ async def _look(settings: Settings, projection: str, shard: int) -> tuple[Stop, 
 
 async def _set_aside(settings: Settings, stop: Stop, poison: Poison, reason: str, operator: str) -> None:
     record = poison.record
+    missing = [(account, asset, amount) for (account, asset), amount in _missing(poison).items()]
     async with _open_to_write(settings, stop.projection) as connection:
         await books.set_aside(
             connection, stop.projection, stop.shard, poison.before, poison.behind, record.headers, record.value, poison.offers,
-            poison.readable, stop.reason, reason, operator, own_cursor=stop.projection != EVENTS,
+            poison.readable, missing, stop.reason, reason, operator, own_cursor=stop.projection != EVENTS,
         )  # fmt: skip
 
 

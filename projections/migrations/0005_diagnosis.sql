@@ -20,6 +20,8 @@ CREATE TABLE set_aside_records (
     -- Offers its events are about, as far as they can be read; `readable` is false when some cannot.
     offers text[] NOT NULL,
     readable boolean NOT NULL,
+    -- What accounts lack for it, as far as its events can be read: [[account, asset, amount], …].
+    missing jsonb NOT NULL,
     refused_because text NOT NULL,
     reason text NOT NULL,
     operator text NOT NULL,
@@ -29,7 +31,7 @@ CREATE TABLE set_aside_records (
 );
 CREATE UNIQUE INDEX set_aside_once ON set_aside_records (projection, shard, journal_offset) WHERE taken_back_at IS NULL;
 CREATE VIEW set_aside AS
-    SELECT id, projection, shard, journal_offset, first_seq, count, offers, readable, refused_because, reason, operator, at, taken_back_at
+    SELECT id, projection, shard, journal_offset, first_seq, count, offers, readable, missing, refused_because, reason, operator, at, taken_back_at
     FROM set_aside_records;
 
 -- How far the verifier is. `seq`, `head`: the audit trail is chained, and the ledger compared with it line by line, up to here.

@@ -159,7 +159,7 @@ async def test_a_poison_block_and_what_was_set_aside(system: Settings, journal: 
     examination = await examine(system)
     assert not found(examination, "read models go on")
     note = only(examination, "nothing is set aside")
-    assert (note.severity, "event 2 set aside in ledger" in note.what, "for e" in note.what) == ("note", True, True)
+    assert (note.severity, "1 event (2) set aside in ledger" in note.what, "lacks what it says of e" in note.what) == ("note", True, True)
 
 
 async def test_a_difference_that_the_verifier_found(system: Settings, journal: Journal) -> None:

@@ -185,14 +185,15 @@ async def test_what_was_set_aside_is_no_difference(system: Settings, journal: Jo
     assert (code, set(wrong)) == (0, set()), wrong
     [notes] = [check["notes"] for check in checks if check["notes"]]
     assert len(notes) == 3
-    assert "event 3 set aside in ledger, shard 3 by olga" in "\n".join(notes)
+    assert "1 event (3) set aside in ledger, shard 3 by olga" in "\n".join(notes)
+    assert "offer:e -999 CNY; wallet:u3 +999 CNY" in "\n".join(notes)
 
 
 async def _as_if_set_aside(connection: AsyncConnection[Any], lines: list[bytes], seq: int) -> None:
     await connection.execute(
         "INSERT INTO set_aside_records (projection, shard, journal_offset, first_seq, count, head, term, owner, headers, value, "
-        "value_sha256, offers, readable, refused_because, reason, operator) "
-        "SELECT 'audit', shard, 2, seq, 1, hash, 1, 'a', '[]', %s, '', '{e}', true, 'x', 'y', 'z' FROM audit WHERE seq = %s",
+        "value_sha256, offers, readable, missing, refused_because, reason, operator) "
+        "SELECT 'audit', shard, 2, seq, 1, hash, 1, 'a', '[]', %s, '', '{e}', true, '[]', 'x', 'y', 'z' FROM audit WHERE seq = %s",
         (lines[seq - 1], seq),
     )
     await connection.execute("DELETE FROM audit_1 WHERE seq = %s", (seq,))
