@@ -183,7 +183,9 @@ class Projector:
         while True:
             try:
                 await self._connected()
-                await self._process([*items, *await self._let_go_on()], reader)
+                # Kept among the items, so that what may go on is not forgotten when this has to be tried again.
+                items = [*items, *await self._let_go_on()]
+                await self._process(items, reader)
                 return
             except CursorMoved as moved:
                 log.info("%s; reading it again", moved)
