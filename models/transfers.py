@@ -2,12 +2,13 @@
 
 import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
 
 import msgspec
 
-from models.identifiers import is_id
-from models.money import Invalid, check_amount
+from models.identifiers import in_schema, is_id
+from models.money import Account, Asset, Invalid, Quantity, check_amount
 
 if TYPE_CHECKING:
     from models.events import AnyEvent
@@ -32,13 +33,30 @@ class Transfer(NamedTuple):
     amount: int
 
 
-class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A transfer as it stands in a command or an event."""
+#: Makes a Transfer of a tuple, in half the time that its constructor takes.
+_transfer = partial(tuple.__new__, Transfer)
 
-    asset: str
-    debit: str
-    credit: str
-    amount: int
+
+def _starts_with(kinds: tuple[str, ...]) -> str:
+    return f"^({'|'.join(kinds)})[A-Za-z0-9._:-]{{1,64}}$"
+
+
+class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A transfer as it stands in a command."""
+
+    asset: Asset
+    debit: Annotated[str, in_schema(pattern=_starts_with(ADJUSTABLE_DEBITS))]
+    credit: Annotated[str, in_schema(pattern=_starts_with(ADJUSTABLE_CREDITS))]
+    amount: Quantity
+
+
+class BookedEntry(msgspec.Struct, frozen=True):
+    """The same in an event, whose readers ignore fields that they do not know."""
+
+    asset: Asset
+    debit: Account
+    credit: Account
+    amount: Quantity
 
 
 def check_adjustment(transfer: Entry) -> None:
@@ -61,8 +79,15 @@ def source_of(asset: str, funding: str | None, issuer: str) -> str:
 
 def transfers_of(event: "AnyEvent") -> tuple[Transfer, ...]:
     """The transfers an event is, in order of their legs; an event that moves nothing has none."""
-    of_type = _TRANSFERS.get(str(event.__struct_config__.tag))
-    return () if of_type is None else of_type(event)
+    kind = type(event)
+    of_type = _of_type.get(kind)
+    if of_type is None:
+        of_type = _of_type[kind] = _TRANSFERS.get(str(event.__struct_config__.tag), _nothing)
+    return of_type(event)
+
+
+def _nothing(event: Any) -> tuple[Transfer, ...]:
+    return ()
 
 
 def _opened(event: Any) -> tuple[Transfer, ...]:
@@ -81,7 +106,8 @@ def _closed(event: Any) -> tuple[Transfer, ...]:
 
 
 def _granted(event: Any) -> tuple[Transfer, ...]:
-    return (Transfer(event.asset, "offer:" + event.offer, "wallet:" + event.user, event.amount),)
+    # The event that comes by the thousand.
+    return (_transfer((event.asset, "offer:" + event.offer, "wallet:" + event.user, event.amount)),)
 
 
 def _held(event: Any) -> tuple[Transfer, ...]:
@@ -136,3 +162,5 @@ _TRANSFERS: Final[dict[str, Callable[[Any], tuple[Transfer, ...]]]] = {
     "payment.refund_due": _refund_due,
     "ledger.adjusted": _adjusted,
 }
+#: The same by class, filled as they come: to ask a class for its tag costs as much as the rest.
+_of_type: Final[dict[type, Callable[[Any], tuple[Transfer, ...]]]] = {}

@@ -14,6 +14,7 @@ from aiokafka.errors import KafkaError
 from psycopg import OperationalError
 from redis.exceptions import ConnectionError, TimeoutError
 
+from models.upcasting import BrokenChain
 from ops.services import ServiceError
 from ops.settings import BadSettings
 
@@ -46,6 +47,7 @@ VERBS: Final = {
     "set-aside": ("ops.commands.set_aside", "Let a stopped read model go on behind a record it cannot take in."),
     "retry": ("ops.commands.set_aside", "Let a stopped read model try again, its cause being mended."),
     "verify": ("ops.commands.verify", "Check chain, books, and Redis against the ledger."),
+    "rebuild": ("ops.commands.rebuild", "Make read models anew from the events, beside the live ones."),
     "rehearse": ("ops.commands.rehearse", "Let a crowd grab, watch it, and end with a verdict."),
 }
 
@@ -90,6 +92,8 @@ def main() -> None:
         _end(2, str(error))
     except ServiceError as error:
         _end(3, str(error))
+    except BrokenChain as error:
+        _end(1, f"this program could not read its own old events: {error}; docs/events.md says how to write an upcaster")
     except (ConnectionError, TimeoutError) as error:
         _end(3, f"Redis cannot be reached (GRAB_REDIS_URL): {error}")
     except KafkaError as error:

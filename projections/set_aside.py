@@ -1,4 +1,8 @@
-"""What operators set aside: journal records that a projection could not take in, with their bytes, and what the books lack for it."""
+"""What operators set aside: journal records that a projection could not take in, with their bytes, and what the books lack for it.
+
+It concerns the version of the read model whose cursor was moved. Another version, built with these events, is not short of them; when
+the first one comes back, it is again.
+"""
 
 import json
 from collections.abc import Sequence
@@ -67,10 +71,11 @@ _COLUMNS = (
 
 
 async def load(connection: AsyncConnection[Any], projection: str | None = None) -> list[SetAside]:
-    """What is set aside and was not taken back, in the journal's order."""
+    """What the live versions lack, in the journal's order."""
     found = await connection.execute(
         f"SELECT {_COLUMNS} FROM set_aside_records "  # noqa: S608 - the columns are those above
-        "WHERE taken_back_at IS NULL AND (%s::text IS NULL OR projection = %s) ORDER BY projection, shard, journal_offset",
+        "WHERE read_model IN (SELECT schema FROM read_models WHERE state = 'live') "
+        "AND (%s::text IS NULL OR projection = %s) ORDER BY projection, shard, journal_offset",
         (projection, projection),
     )
     return [_of_row(*row) for row in await found.fetchall()]
@@ -91,6 +96,7 @@ async def set_aside(
 ) -> None:  # fmt: skip
     """Writes a record into the books as set aside, moves the cursor behind it, and lets the projection go on; all of it or nothing.
 
+    The connection uses the version of the read model that is concerned.
     `own_cursor` is false for a projection whose cursor is not in PostgreSQL: it finds the way past the record in these rows.
     Raises CursorMoved when the projection is elsewhere by now.
     """
@@ -98,9 +104,9 @@ async def set_aside(
         if own_cursor:
             await cursors.advance(connection, projection, {shard: (before, behind)})
         await connection.execute(
-            "INSERT INTO set_aside_records (projection, shard, journal_offset, first_seq, count, head, term, owner, headers, value, "
-            "value_sha256, offers, readable, missing, refused_because, reason, operator) "
-            "VALUES (%s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s)",
+            "INSERT INTO set_aside_records (projection, read_model, shard, journal_offset, first_seq, count, head, term, owner, headers, "
+            "value, value_sha256, offers, readable, missing, refused_because, reason, operator) "
+            "VALUES (%s, current_schema(), %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s)",
             (
                 projection, shard, behind.next_offset - 1, before.seq + 1, behind.seq - before.seq, behind.head, behind.term, behind.owner,
                 json.dumps([[name, bytes(text).hex()] for name, text in headers]), value, sha256(value).digest(),
@@ -109,14 +115,6 @@ async def set_aside(
         )  # fmt: skip
         if not await cursors.let_go_on(connection, projection, shard):
             raise cursors.CursorMoved(f"{projection}, shard {shard}: has not stopped any more")
-
-
-async def take_back(connection: AsyncConnection[Any], projection: str) -> int:
-    """Notes that the read model was built anew with the events in it; returns how many records that concerns."""
-    done = await connection.execute(
-        "UPDATE set_aside_records SET taken_back_at = now() WHERE projection = %s AND taken_back_at IS NULL", (projection,)
-    )
-    return done.rowcount
 
 
 def past(records: Sequence[SetAside], shard: int, cursor: Cursor) -> Cursor:

@@ -38,7 +38,7 @@ async def newest(connection: AsyncConnection[Any], shard: int) -> Cursor:
 
 async def _has_gap(connection: AsyncConnection[Any], shard: int) -> bool:
     found = await connection.execute(
-        "SELECT EXISTS (SELECT FROM set_aside WHERE projection = 'audit' AND shard = %s AND count > 0 AND taken_back_at IS NULL)", (shard,)
+        "SELECT EXISTS (SELECT FROM set_aside WHERE projection = 'audit' AND shard = %s AND count > 0 AND in_force)", (shard,)
     )
     [has_gap] = await found.fetchone() or [False]
     return bool(has_gap)

@@ -25,6 +25,7 @@ from models.events import (
     decode_event,
 )
 from models.transfers import Transfer, transfers_of
+from models.upcasting import NewerEvent
 from projections.set_aside import SetAside
 
 AUDIT: Final = "audit"
@@ -86,6 +87,8 @@ class Gaps:
 
     def __init__(self, aside: Iterable[SetAside], shard: int) -> None:
         mine = [one for one in aside if one.shard == shard and one.event_count and one.projection != EVENTS]
+        #: The first seq of each, by its id, as far as the walk has to do with it.
+        self.ids = {one.id: one.first_seq for one in mine if one.projection in (AUDIT, LEDGER)}
         self.audit = {one.first_seq: one for one in mine if one.projection == AUDIT}
         self._ledger, self._audit = (
             [(one.first_seq, one.last_seq) for one in mine if one.projection == name] for name in (LEDGER, AUDIT)
@@ -129,6 +132,9 @@ def walk(
             event, head_behind = _proved(shard, head, row)
             transfers = () if gaps.not_in_ledger(row.seq) else transfers_of(event)
             _compare_ledger(event, transfers, lines[row.seq])
+        except NewerEvent:
+            # A newer program wrote it: what this one does not know it cannot judge, and a worker of that one goes on.
+            return Walked(seq, head, facts, None)
         except _Differs as wrong:
             return Walked(seq, head, facts, Wrong(wrong.kind, seq + 1, str(wrong)))
         seq, head = row.seq, head_behind
@@ -152,6 +158,8 @@ def _proved(shard: int, head: bytes, row: AuditRow) -> tuple[AnyEvent, bytes]:
         raise _Differs("chain", f"audit, seq {row.seq}: text and hash do not follow from what stands before: one of them was changed")
     try:
         event: AnyEvent = decode_event(text)
+    except NewerEvent:
+        raise
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise _Differs("chain", f"audit, seq {row.seq}: the text is no event: {error}") from None
     said = (event.shard, event.seq, event.offer, str(event.__struct_config__.tag), event.at)

@@ -6,7 +6,6 @@ from typing import Any, Final, NamedTuple
 
 from psycopg import AsyncConnection
 
-from projections import set_aside
 from projections.arrays import integer_array, text_array
 from projections.trail import AuditRow, LedgerRow, OfferState, row_of
 
@@ -25,6 +24,7 @@ class Progress(NamedTuple):
     again_seq: int
     again_head: bytes
     rounds: int
+    gaps: Sequence[int]
     verified_at: datetime | None
     compared_at: datetime | None
 
@@ -71,7 +71,7 @@ class AccountRow(NamedTuple):
 async def progress(connection: AsyncConnection[Any]) -> dict[int, Progress]:
     """How far every shard is."""
     found = await connection.execute(
-        "SELECT shard, seq, head, again_seq, again_head, rounds, verified_at, compared_at FROM verified ORDER BY shard"
+        "SELECT shard, seq, head, again_seq, again_head, rounds, gaps, verified_at, compared_at FROM verified ORDER BY shard"
     )
     return {
         shard: Progress(shard, seq, bytes(head), again, bytes(again_head), *rest)
@@ -84,12 +84,16 @@ async def begin(connection: AsyncConnection[Any], shards: int) -> None:
     await connection.execute("INSERT INTO verified (shard) SELECT generate_series(0, %s - 1) ON CONFLICT DO NOTHING", (shards,))
 
 
-async def built_anew(connection: AsyncConnection[Any], projection: str) -> None:
-    """A read model was built anew from all events: nothing is set aside in it any more, and all of it is to be verified once more."""
-    if await set_aside.take_back(connection, projection):
-        await connection.execute("DELETE FROM verified_accounts")
-        await connection.execute("DELETE FROM verified_offers")
-        await connection.execute("UPDATE verified SET seq = DEFAULT, head = DEFAULT, again_seq = DEFAULT, again_head = DEFAULT")
+async def begin_anew(connection: AsyncConnection[Any]) -> None:
+    """Forgets how far it was: the read models have other events now than those that were verified."""
+    await connection.execute("DELETE FROM verified_accounts")
+    await connection.execute("DELETE FROM verified_offers")
+    await connection.execute("UPDATE verified SET seq = DEFAULT, head = DEFAULT, again_seq = DEFAULT, again_head = DEFAULT")
+
+
+async def know_gaps(connection: AsyncConnection[Any], shard: int, ids: Sequence[int]) -> None:
+    """From here on the shard is verified with these records set aside."""
+    await connection.execute("UPDATE verified SET gaps = %s WHERE shard = %s", (list(ids), shard))
 
 
 async def move(connection: AsyncConnection[Any], shard: int, seq: int, head: bytes) -> None:

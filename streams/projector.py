@@ -18,12 +18,11 @@ import psycopg
 from aiokafka.errors import KafkaError
 from psycopg import AsyncConnection
 
-from models.events import decode_event_list
+from models.events import EVENTS, EventDecoder
 from models.journal import Corrupt, Cursor, Gap, Headers, parse_block
-from models.transfers import transfers_of
 from projections import cursors
-from projections.cursors import CursorMoved, Fact
-from projections.migrate import use_schema
+from projections.cursors import CursorMoved, Fact, facts_of
+from projections.versions import NoReadModel, use_read_model
 from streams.journal import JournalReader, Record, open_reader
 
 log = logging.getLogger(__name__)
@@ -36,6 +35,8 @@ DECODED_BYTES_MAX: Final = 16 * 1024 * 1024
 GATHER_SECONDS: Final = 0.005
 SMALL_BYTES: Final = 16_000
 RETRY_SECONDS: Final = 0.5
+#: How often a projector without a version of its definition looks whether there is one now.
+LOOK_SECONDS: Final = 1.0
 RETRY_SECONDS_MAX: Final = 10.0
 #: How often a projector looks whether shards at which it has stopped may go on.
 LOOK_AGAIN_SECONDS: Final = 1.0
@@ -64,9 +65,10 @@ class Group(NamedTuple):
 class Decoded:
     """A record taken apart: its block at once, a fact for each of its events when the block counts."""
 
-    def __init__(self, record: Record) -> None:
+    def __init__(self, record: Record, events: EventDecoder = EVENTS) -> None:
         """Raises Corrupt when the record contradicts itself."""
         self.block = parse_block(record.headers, record.value)
+        self._events = events
         self.size = len(record.value) or 1_000  # a marker is no text, but not nothing
         self._facts: list[Fact] = []
         if self.block.shard != record.shard:
@@ -78,21 +80,23 @@ class Decoded:
         block = self.block
         if block.count and not self._facts:
             try:
-                events = decode_event_list(b"[" + b",".join(block.lines) + b"]")
+                events = self._events.decode_list(b"[" + b",".join(block.lines) + b"]")
             except (msgspec.DecodeError, UnicodeDecodeError) as error:
                 raise Corrupt(f"an event from seq {block.first_seq} on cannot be decoded: {error}") from None
             # Rows are written under the numbers in the text, the chain counts by the header: they must be the same.
-            if [(event.seq, event.shard) for event in events] != [(block.first_seq + n, block.shard) for n in range(block.count)]:
+            numbers = list(range(block.first_seq, block.first_seq + block.count))
+            if [event.seq for event in events] != numbers or {event.shard for event in events} != {block.shard}:
                 raise Corrupt(f"the events from seq {block.first_seq} on carry other numbers in their text")
-            self._facts = list(map(Fact, block.lines, block.hashes, events, map(transfers_of, events)))
+            self._facts = facts_of(block.lines, block.hashes, events)
         return self._facts
 
 
 class Decoder:
     """Takes records apart. All projections of a process see the same records: each is decoded once, the newest are kept."""
 
-    def __init__(self, bytes_max: int = DECODED_BYTES_MAX) -> None:
+    def __init__(self, bytes_max: int = DECODED_BYTES_MAX, events: EventDecoder = EVENTS) -> None:
         self._bytes_max = bytes_max
+        self._events = events
         self._bytes = 0
         self._newest: OrderedDict[tuple[str, int, int, Headers], Decoded] = OrderedDict()
 
@@ -102,7 +106,7 @@ class Decoder:
         key = (topic, record.shard, record.offset, tuple(record.headers))
         found = self._newest.get(key)
         if found is None:
-            found = self._newest[key] = Decoded(record)
+            found = self._newest[key] = Decoded(record, self._events)
             self._bytes += found.size
             while self._bytes > self._bytes_max:
                 self._bytes -= self._newest.popitem(last=False)[1].size
@@ -127,6 +131,7 @@ class Projector:
         kafka: str,
         journal: str,
         step: Callable[[str], None] = lambda step_name: None,
+        decoder: Decoder = _decoder,
     ) -> None:
         self.name = name
         self._apply = apply
@@ -135,11 +140,14 @@ class Projector:
         self._kafka = kafka
         self._journal = journal
         self._step = step
+        self._decoder = decoder
         self._queue: asyncio.Queue[Record | CatchUp] = asyncio.Queue(QUEUE_RECORDS_MAX)
         self._cursors: dict[int, Cursor] = {}
         self._stopped: set[int] = set()
         self._look_again_at = 0.0
         self._connection: AsyncConnection[Any] | None = None
+        #: Why nothing can be written, in words: no version of the read model has the definition of this code.
+        self.waits_for = ""
 
     async def put(self, item: Record | CatchUp) -> None:
         """Hands over a record; waits when many are waiting already."""
@@ -188,23 +196,45 @@ class Projector:
                 await self._process(items, reader)
                 return
             except CursorMoved as moved:
+                # Another process was quicker, or another version is live now.
                 log.info("%s; reading it again", moved)
                 self._cursors.clear()
-                items = [CatchUp(shard) for shard in sorted({item.shard for item in items})]
+                items = _catch_up(items)
+            except NoReadModel as reason:
+                items = await self._wait_for_version(items, reason)
+            except psycopg.errors.UndefinedTable as error:
+                # The version we wrote was dropped. If ours lacks a table, this repeats itself in the log and harms nobody.
+                log.warning("projection %s: %s; looking for its version again", self.name, error)
+                await self._disconnect()
+                await asyncio.sleep(RETRY_SECONDS)
             except (psycopg.OperationalError, psycopg.InterfaceError, KafkaError, OSError) as error:
                 log.warning("projection %s: %s: %s; trying again", self.name, type(error).__name__, error)
                 await self._disconnect()
                 await asyncio.sleep(pause)
                 pause = min(pause * 2, RETRY_SECONDS_MAX)
 
+    async def _wait_for_version(self, items: Sequence[Record | CatchUp], reason: NoReadModel) -> list[Record | CatchUp]:
+        """Drops what waits, or Faust could feed nobody, and returns what is to be caught up when there is a version."""
+        if str(reason) != self.waits_for:
+            log.warning("projection %s waits: %s", self.name, reason)
+            self.waits_for = str(reason)
+        await self._disconnect()
+        dropped = list(items)
+        while not self._queue.empty():
+            dropped.append(self._queue.get_nowait())
+        await asyncio.sleep(LOOK_SECONDS)
+        return _catch_up(dropped)
+
     async def _connected(self) -> AsyncConnection[Any]:
         if self._connection is None:
             self._connection = await AsyncConnection.connect(self._postgres, autocommit=True, connect_timeout=5)
-            await use_schema(self._connection, self._schema)
             # A commit that PostgreSQL forgets in a crash takes its cursor along, and is read from the journal once more.
             await self._connection.execute("SET synchronous_commit = off")
             self._cursors.clear()
         if not self._cursors:
+            await use_read_model(self._connection, self._schema, self.name)
+            self.waits_for = ""
+            await cursors.retry_newer(self._connection, self.name)
             self._cursors = await self._open(self._connection)
             self._stopped = await cursors.stopped(self._connection, self.name)
         return self._connection
@@ -266,7 +296,7 @@ class Projector:
         if record.offset < cursor.next_offset:
             return group
         try:
-            decoded = _decoder.decode(self._journal, record)
+            decoded = self._decoder.decode(self._journal, record)
             behind, accepted = cursor.feed(record.offset, decoded.block)
             # What is accepted is always the end of the block.
             news = decoded.facts[-len(accepted) :] if accepted else []
@@ -322,3 +352,8 @@ class Projector:
         log.critical("projection %s stops at shard %d, seq %d: %s", self.name, shard, cursor.seq, reason)
         await cursors.stop(await self._connected(), self.name, shard, cursor, reason)
         self._stopped.add(shard)
+
+
+def _catch_up(items: Sequence[Record | CatchUp]) -> list[Record | CatchUp]:
+    """The same work, read from the journal instead."""
+    return [CatchUp(shard) for shard in sorted({item.shard for item in items})]

@@ -99,6 +99,8 @@ class Verifier:
         """One pass; returns whether the walk has more to do at once."""
         aside = await set_aside.load(connection)
         gaps = {shard: Gaps(aside, shard) for shard in range(self._keys.shards)}
+        async with connection.transaction():
+            await self._know_gaps(connection, gaps)
         more = False
         for shard in range(self._keys.shards):
             for _ in range(STEPS_A_PASS):
@@ -114,6 +116,20 @@ class Verifier:
         await self._compare_offers(connection, gaps)
         await verified.was_here(connection)
         return more
+
+    async def _know_gaps(self, connection: AsyncConnection[Any], gaps: dict[int, Gaps]) -> None:
+        """Begins anew when read models have events that they lacked, or lack some that were verified: another version is live."""
+        at = await verified.progress(connection)
+        changed = [shard for shard, of_shard in gaps.items() if shard in at and set(of_shard.ids) != set(at[shard].gaps)]
+        for shard in changed:
+            known, firsts = set(at[shard].gaps), gaps[shard].ids
+            if known - firsts.keys() or any(firsts[new] <= at[shard].seq for new in firsts.keys() - known):
+                log.warning("verifier: a read model has other events than before: all of it is verified anew")
+                await verified.begin_anew(connection)
+                self._observed.clear()
+                break
+        for shard in changed:
+            await verified.know_gaps(connection, shard, sorted(gaps[shard].ids))
 
     # -- the walk -----------------------------------------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ from projections import cursors
 from projections import set_aside as books
 from projections.cursors import CursorMoved, Stop
 from projections.migrate import PROJECTIONS, use_schema
+from projections.versions import use_read_model
 from streams.journal import open_reader
 from streams.poison import CannotSetAside, Poison, find_poison
 from streams.publisher import newest_cursor
@@ -133,6 +134,7 @@ async def _open(settings: Settings) -> AsyncIterator[AsyncConnection[Any]]:
 async def _open_to_write(settings: Settings, projection: str) -> AsyncIterator[AsyncConnection[Any]]:
     """A connection that writes where the projection has its cursors and stops."""
     async with _open(settings) as connection:
+        await use_read_model(connection, settings.schema_, projection)
         yield connection
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import click
 from aiokafka.admin import AIOKafkaAdminClient
 from aiokafka.errors import KafkaError
-from psycopg import AsyncConnection, OperationalError
+from psycopg import AsyncConnection, OperationalError, sql
 from psycopg.errors import UndefinedTable
 from psycopg.rows import dict_row
 from redis.exceptions import RedisError
@@ -18,7 +18,9 @@ from ops.connections import key_space, open_redis
 from ops.output import console, json_option, print_json, table
 from ops.settings import Settings, load_settings
 from projections import cursors, set_aside, verified
+from projections.definitions import PROJECTIONS, definition_of
 from projections.migrate import use_schema
+from projections.versions import NoReadModel, versions, written_by_us
 
 
 @click.command()
@@ -26,8 +28,8 @@ from projections.migrate import use_schema
 def status(as_json: bool) -> None:
     """Show servers, shards and read models.
 
-    Exit 3: a server does not answer; 1: a shard is fenced or has no relay, a read model has stopped, or the verifier found a difference.
-    `grabstream doctor` says what to do.
+    Exit 3: a server does not answer; 1: a shard is fenced or has no relay, a read model has stopped or waits for a rebuild, or the
+    verifier found a difference. `grabstream doctor` says what to do.
     """
     found = asyncio.run(_read(load_settings()))
     if as_json:
@@ -36,11 +38,15 @@ def status(as_json: bool) -> None:
         _print(found)
     if any(problem for problem in found["servers"].values()):
         sys.exit(3)
-    sys.exit(1 if found["stopped"] or found["findings"] or any(shard["fault"] for shard in found["shards"]) else 0)
+    unwell = found["stopped"] or found["waiting"] or found["findings"] or any(shard["fault"] for shard in found["shards"])
+    sys.exit(1 if unwell else 0)
 
 
 async def _read(settings: Settings) -> dict[str, Any]:
-    found: dict[str, Any] = {"servers": {}, "shards": [], "read_models": [], "stopped": [], "verified": [], "findings": [], "set_aside": []}
+    found: dict[str, Any] = {
+        "servers": {}, "shards": [], "read_models": [], "stopped": [], "versions": [], "waiting": {}, "verified": [], "findings": [],
+        "set_aside": [],
+    }  # fmt: skip
     for name, read in (("redis", _redis), ("kafka", _kafka), ("postgres", _postgres)):
         try:
             await read(settings, found)
@@ -100,8 +106,24 @@ async def _postgres(settings: Settings, found: dict[str, Any]) -> None:
             ]
             found["findings"] = [one._asdict() | {"where": one.where} for one in await verified.open_findings(connection)]
             found["set_aside"] = [one.in_words() for one in await set_aside.load(connection)]
-        except UndefinedTable:
+            await _versions(connection, settings.schema_, found)
+        except (UndefinedTable, NoReadModel):
             found["read_models"] = []
+
+
+async def _versions(connection: AsyncConnection[Any], schema: str, found: dict[str, Any]) -> None:
+    """The versions of the read models, each with the events it has; and which projection none of them can serve this code."""
+    known = await versions(connection, schema)
+    for one in known:
+        if one.projection in PROJECTIONS:
+            table = sql.Identifier(one.schema, "projection_cursors")
+            rows = await connection.execute(sql.SQL("SELECT coalesce(sum(seq), 0)::bigint FROM {}").format(table))
+            [events] = await rows.fetchone() or [0]
+            found["versions"].append(one._asdict() | {"events": events})
+    for projection in PROJECTIONS:
+        of_projection = [one for one in known if one.projection == projection]
+        if written_by_us(of_projection, projection) is None:
+            found["waiting"][projection] = definition_of(projection).number
 
 
 def _print(found: dict[str, Any]) -> None:
@@ -121,8 +143,14 @@ def _print(found: dict[str, Any]) -> None:
     console.print(
         table("Shards", ("shard", "seq", "not journaled", *(f"{model} lag" for model in models), "verified to", "relay", "fault"), rows)
     )
+    _print_versions(found)
     if not models and found["servers"]["postgres"] is None:
         console.print("No read models: `grabstream init` makes them.")
+    for projection, number in found["waiting"].items():
+        console.print(
+            f"[red]{projection}: no version has definition {number}, which this code writes[/]: run `grabstream rebuild {projection}`",
+            highlight=False,
+        )
     for stop in found["stopped"]:
         console.print(
             f"[red]{stop['projection']} has stopped at shard {stop['shard']}, seq {stop['seq']}[/]: {stop['reason']}",
@@ -134,3 +162,16 @@ def _print(found: dict[str, Any]) -> None:
         console.print(f"[cyan]set aside[/]: {escape(words)}", highlight=False)
     if found["stopped"] or found["findings"] or any(shard["fault"] for shard in found["shards"]):
         console.print("`grabstream doctor` says what to do.")
+
+
+def _print_versions(found: dict[str, Any]) -> None:
+    """Only when there is more to say than that all of them are live."""
+    if all(one["state"] == "live" for one in found["versions"]):
+        return
+    live = {one["projection"]: one["events"] for one in found["versions"] if one["state"] == "live"}
+    rows = []
+    for one in found["versions"]:
+        share = one["events"] / max(live.get(one["projection"], 0), 1)
+        state = f"building: {one['phase']}, {share:.0%}" if one["state"] == "building" else one["state"]
+        rows.append((one["projection"], one["schema"], one["definition"], state, one["source"], one["events"]))
+    console.print(table("Versions of read models", ("projection", "schema", "definition", "state", "from", "events"), rows))

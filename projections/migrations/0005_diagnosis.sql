@@ -1,9 +1,11 @@
 -- Diagnosis: what an operator set aside, what has been verified and what was found, and the refusals that were kept.
 
--- Journal records that a projection could not take in and an operator let it go past. The rows stay for ever.
+-- Journal records that a projection could not take in and an operator let it go past. The rows stay for ever; they are in force while
+-- the version of the read model that lacks the events is live.
 CREATE TABLE set_aside_records (
     id bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
     projection text NOT NULL,
+    read_model text NOT NULL,
     shard integer NOT NULL,
     journal_offset bigint NOT NULL,
     -- Its events; with count 0 it held none that belong to the history, and first_seq is the next one.
@@ -26,13 +28,12 @@ CREATE TABLE set_aside_records (
     reason text NOT NULL,
     operator text NOT NULL,
     at timestamptz NOT NULL DEFAULT now(),
-    -- When the read model was built anew with these events in it.
-    taken_back_at timestamptz
+    UNIQUE (read_model, shard, journal_offset)
 );
-CREATE UNIQUE INDEX set_aside_once ON set_aside_records (projection, shard, journal_offset) WHERE taken_back_at IS NULL;
 CREATE VIEW set_aside AS
-    SELECT id, projection, shard, journal_offset, first_seq, count, offers, readable, missing, refused_because, reason, operator, at, taken_back_at
-    FROM set_aside_records;
+    SELECT id, projection, shard, journal_offset, first_seq, count, offers, readable, missing, refused_because, reason, operator, at, read_model,
+           EXISTS (SELECT FROM read_models AS m WHERE m.schema = r.read_model AND m.state = 'live') AS in_force
+    FROM set_aside_records AS r;
 
 -- How far the verifier is. `seq`, `head`: the audit trail is chained, and the ledger compared with it line by line, up to here.
 -- `again_seq`, `again_head`: how far the next round over what was verified before is. Neither says anything about what changed since.
@@ -43,6 +44,8 @@ CREATE TABLE verified (
     again_seq bigint NOT NULL DEFAULT 0,
     again_head bytea NOT NULL DEFAULT decode(repeat('00', 32), 'hex'),
     rounds bigint NOT NULL DEFAULT 0,
+    -- What was set aside in the shard when this was verified: when that is taken back, all of it is verified anew.
+    gaps bigint[] NOT NULL DEFAULT '{}',
     verified_at timestamptz,
     compared_at timestamptz
 );

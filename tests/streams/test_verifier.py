@@ -191,9 +191,10 @@ async def test_what_was_set_aside_is_no_difference(system: Settings, journal: Jo
 
 async def _as_if_set_aside(connection: AsyncConnection[Any], lines: list[bytes], seq: int) -> None:
     await connection.execute(
-        "INSERT INTO set_aside_records (projection, shard, journal_offset, first_seq, count, head, term, owner, headers, value, "
-        "value_sha256, offers, readable, missing, refused_because, reason, operator) "
-        "SELECT 'audit', shard, 2, seq, 1, hash, 1, 'a', '[]', %s, '', '{e}', true, '[]', 'x', 'y', 'z' FROM audit WHERE seq = %s",
+        "INSERT INTO set_aside_records (projection, read_model, shard, journal_offset, first_seq, count, head, term, owner, headers, "
+        "value, value_sha256, offers, readable, missing, refused_because, reason, operator) "
+        "SELECT 'audit', m.schema, shard, 2, seq, 1, hash, 1, 'a', '[]', %s, '', '{e}', true, '[]', 'x', 'y', 'z' "
+        "FROM audit, read_models AS m WHERE seq = %s AND m.projection = 'audit' AND m.state = 'live'",
         (lines[seq - 1], seq),
     )
     await connection.execute("DELETE FROM audit_1 WHERE seq = %s", (seq,))
