@@ -14,6 +14,7 @@ from aiokafka import AIOKafkaProducer
 from psycopg import AsyncConnection
 
 from models.journal import Cursor
+from projections import set_aside
 from projections.cursors import Fact
 from streams.journal import JournalReader, open_reader
 from streams.projector import Group, Projector
@@ -35,8 +36,9 @@ class Publisher(Projector):
 
     async def _open(self, connection: AsyncConnection[Any]) -> dict[int, Cursor]:
         await self._start_producer()
+        aside = await set_aside.load(connection, self.name)
         async with open_reader(self._kafka, self._events) as reader:
-            return {shard: await newest_cursor(reader, shard) for shard in range(self._shards)}
+            return {shard: set_aside.past(aside, shard, await newest_cursor(reader, shard)) for shard in range(self._shards)}
 
     async def _start_producer(self) -> None:
         # A new producer each time: after an error the old one may refuse for ever, or send what we send again.
