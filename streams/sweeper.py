@@ -50,6 +50,10 @@ class Sweeper:
                 await task()
             except (RedisError, OSError) as error:
                 log.warning("sweeping shard %d: %s: %s", self._keys.shard, type(error).__name__, error)
+            # The Redis client may swallow a cancellation that comes with its answer: a worker then never stopped.
+            current = asyncio.current_task()
+            if current is not None and current.cancelling():
+                raise asyncio.CancelledError
             await asyncio.sleep(SWEEP_EVERY_SECONDS)
 
     async def sweep(self, at_ms: int | None = None) -> int:
