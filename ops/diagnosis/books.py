@@ -16,6 +16,7 @@ from projections.cursors import Stop
 from projections.migrate import PROJECTIONS, missing_migrations
 from projections.set_aside import SetAside
 from projections.verified import Found, Progress
+from projections.versions import versions, written_by_us
 from streams.journal import JournalReader
 from streams.publisher import newest_cursor
 from streams.topics import Topics
@@ -46,6 +47,7 @@ class BookFacts(NamedTuple):
     found: list[Found]
     progress: dict[int, Progress]
     lost: Lost
+    without_version: list[str]
 
 
 async def read_books(connection: AsyncConnection[Any], schema: str, clock: Any) -> BookFacts:
@@ -60,13 +62,20 @@ async def read_books(connection: AsyncConnection[Any], schema: str, clock: Any) 
     [directory] = await _one(connection, "SELECT current_setting('data_directory')") if may_read else [None]
     lacking = await missing_migrations(connection, schema)
     if lacking:
-        return BookFacts(ahead, directory, fsync, lacking, {}, [], [], [], {}, Lost(0, 0, None))
+        return BookFacts(ahead, directory, fsync, lacking, {}, [], [], [], {}, Lost(0, 0, None), [])
     return BookFacts(
         ahead, directory, fsync, [],
         {name: await cursors.load(connection, name) for name in PROJECTIONS},
         await cursors.stops(connection), await set_aside.load(connection), await verified.open_findings(connection),
         await verified.progress(connection), Lost(*await _one(connection, _LOST, LOST_DAYS)),
+        await _without_version(connection, schema),
     )  # fmt: skip
+
+
+async def _without_version(connection: AsyncConnection[Any], schema: str) -> list[str]:
+    """Projections of which no version is the one that this code writes."""
+    known = await versions(connection, schema)
+    return [name for name in PROJECTIONS if written_by_us([one for one in known if one.projection == name], name) is None]
 
 
 # The relay and a gate may tell of the same one.
@@ -125,6 +134,17 @@ def tables_missing(facts: BookFacts, settings: Settings) -> list[Finding]:
         return []
     what = f"{', '.join(short)}: cursors for fewer shards than GRAB_SHARDS={settings.shards}"
     return [Finding("stuck", what, "what is decided in the other shards never comes into the books", "grabstream init")]
+
+
+def of_another_release(facts: BookFacts, settings: Settings) -> list[Finding]:
+    """Read models that workers of this release cannot write: their tables are of another definition."""
+    return [
+        Finding(
+            "stuck", f"{name}: no version has the definition of this release", "workers of this release do not write it: it stands still",
+            f"grabstream rebuild {name}",
+        )
+        for name in facts.without_version
+    ]  # fmt: skip
 
 
 def stopped(facts: BookFacts, settings: Settings) -> list[Finding]:

@@ -118,6 +118,7 @@ CHECKS: Final = (
     Check("outboxes have room", ("redis",), _core(core.outbox_is_full)),
     Check("holds and offers end in time", ("redis",), _core(core.not_swept)),
     Check("commands are read", ("kafka",), _commands_wait),
+    Check("read models are of this release", ("postgres",), _books(books.of_another_release)),
     Check("read models go on", ("postgres",), _books(books.stopped)),
     Check("read models keep up", ("kafka", "postgres"), _lagging),
     Check("somebody verifies", ("postgres",), _not_verified),

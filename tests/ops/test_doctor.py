@@ -162,6 +162,13 @@ async def test_a_poison_block_and_what_was_set_aside(system: Settings, journal: 
     assert (note.severity, "1 event (2) set aside in ledger" in note.what, "lacks what it says of e" in note.what) == ("note", True, True)
 
 
+async def test_a_read_model_of_another_release(system: Settings) -> None:
+    await execute(system, "UPDATE read_models SET definition = 999 WHERE projection = 'ledger'")
+    finding = only(await examine(system), "read models are of this release")
+    assert finding.what.startswith("ledger: ")
+    assert finding.command == "grabstream rebuild ledger"
+
+
 async def test_a_difference_that_the_verifier_found(system: Settings, journal: Journal) -> None:
     lines = [opened("e", 1), granted("e", 2)]
     await journal.marker(1, "a")
