@@ -5,38 +5,95 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import redis.asyncio
+from redis.asyncio.cluster import ClusterNode, RedisCluster
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
+from redis.exceptions import ClusterError, ConnectionError, RedisClusterException, ResponseError, SlotNotCoveredError
 
 from lua.gate import Gate, GateLimits
 from lua.keys import KeySpace
 from lua.sealing import Sealer
 from lua.tickets import TicketKeys
-from ops.settings import BadSettings, Settings
+from ops.settings import BadSettings, Settings, cluster_address, is_cluster
 from streams.worker import WorkerSettings
 
 SOCKET_TIMEOUT_SECONDS = 5.0
 
 
 def open_redis(settings: Settings) -> Any:
-    """A client of the core Redis; it repeats nothing by itself, since what an argument says of the server may be old by then."""
-    return redis.asyncio.Redis.from_url(
-        settings.redis_url,
-        socket_timeout=SOCKET_TIMEOUT_SECONDS,
-        socket_connect_timeout=SOCKET_TIMEOUT_SECONDS,
-        retry=Retry(NoBackoff(), 0),
-        max_connections=256,
+    """A client of the core Redis; it repeats nothing by itself, since what an argument says of the server may be old by then.
+
+    `redis-cluster://host:port,host:port` is a Redis Cluster, of which the hosts named are those asked first.
+    """
+    options: dict[str, Any] = {
+        "socket_timeout": SOCKET_TIMEOUT_SECONDS,
+        "socket_connect_timeout": SOCKET_TIMEOUT_SECONDS,
+        "retry": Retry(NoBackoff(), 0),
+        "max_connections": 256,
+    }
+    if not is_cluster(settings.redis_url):
+        return redis.asyncio.Redis.from_url(settings.redis_url, **options)
+    address = cluster_address(settings.redis_url)
+    nodes = [ClusterNode(host, port) for host, port in address.nodes]
+    return ClusterClient(
+        startup_nodes=nodes,
+        username=address.username,
+        password=address.password,
+        ssl=address.encrypted,
+        require_full_coverage=False,  # a shard whose server is away stops alone
+        **options,
     )
 
 
-async def require_core(redis: Any) -> None:
-    """Raises BadSettings when the server may forget by itself: what was decided would be gone without a word."""
-    policy = (await redis.info("memory"))["maxmemory_policy"]
-    if policy != "noeviction":
-        raise BadSettings(
-            f"GRAB_REDIS_URL: the server's maxmemory-policy is {policy}, but the core must never evict: "
-            "`CONFIG SET maxmemory-policy noeviction`, or give the core a server of its own"
-        )
+class ClusterClient(RedisCluster):  # type: ignore[misc]
+    """A client of a Redis Cluster that says `ConnectionError` whenever a server cannot be found.
+
+    redis-py raises exceptions for it that are no RedisErrors, although the next moment may be good again: a failover takes seconds.
+    """
+
+    async def initialize(self, *args: Any, **kwargs: Any) -> "ClusterClient":
+        """Asks the servers who has which slots, if that is not known."""
+        try:
+            await super().initialize(*args, **kwargs)
+        except RedisClusterException as error:
+            raise ConnectionError(f"the Redis Cluster does not answer: {error}") from error
+        return self
+
+    async def execute_command(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs a command on the server that has its keys; a redirection is followed, since nothing was carried out where it came from."""
+        try:
+            return await super().execute_command(*args, **kwargs)
+        except SlotNotCoveredError as error:
+            raise ConnectionError(f"no server has the slot: {error}") from error
+        except ClusterError as error:
+            if isinstance(error, ResponseError):
+                raise
+            # It was sent from one server to the other as often as it may be: the slot is being moved.
+            raise ConnectionError(f"the slot is being moved: {error}") from error
+
+
+async def information(client: Any, section: str, key: str | None = None) -> dict[str, dict[str, Any]]:
+    """INFO of each server by its address, or of the one that has a key."""
+    if not isinstance(client, RedisCluster):
+        return {"": await client.info(section)}
+    await client.initialize()
+    if key is not None:
+        node = client.get_node_from_key(key)
+        if node is None:
+            raise ConnectionError(f"no server has the slot of {key}")
+        return {node.name: await client.info(section, target_nodes=node)}
+    return dict(await client.info(section, target_nodes=RedisCluster.ALL_NODES))
+
+
+async def require_core(client: Any) -> None:
+    """Raises BadSettings when a server may forget by itself: what was decided would be gone without a word."""
+    for server, memory in (await information(client, "memory")).items():
+        policy = memory["maxmemory_policy"]
+        if policy != "noeviction":
+            raise BadSettings(
+                f"GRAB_REDIS_URL: the maxmemory-policy of {server or 'the server'} is {policy}, but the core must never evict: "
+                "`CONFIG SET maxmemory-policy noeviction`, or give the core a server of its own"
+            )
 
 
 def key_space(settings: Settings) -> KeySpace:
