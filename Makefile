@@ -5,10 +5,10 @@ GRABSTREAM := $(VENV)/bin/grabstream
 STAMP := $(VENV)/complete
 
 .DEFAULT_GOAL := help
-.PHONY: help setup up down demo test lint format bench lock clean
+.PHONY: help setup up down demo test test-cluster drill lint format bench lock clean
 
 help: ## List the targets.
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
 
 setup: $(STAMP) ## Make the virtual environment from the lock file.
 
@@ -27,6 +27,9 @@ demo: setup ## Let a crowd grab, watch it live, and print a verdict; leaves noth
 test: setup ## Run all tests on real servers (ARGS="-k name" for some).
 	@scripts/packages.sh kcat redis-cli:redis-tools
 	@CI=1 scripts/with-servers.sh $(PYTHON) -m pytest $(ARGS)
+
+drill: setup ## Play the kill matrix on servers of its own (ARGS="--list", "--cluster", "--seed 7 --cell 'redis.*×holds'").
+	@$(PYTHON) -m drill $(ARGS)
 
 lint: setup ## Format, style, types, import contracts, Lua, compose.yaml, README.
 	@scripts/packages.sh luacheck:lua-check

@@ -123,6 +123,8 @@ def up(temporary: bool, cluster: bool, as_json: bool) -> None:
     if docker_answers():
         servers = CLUSTER_SERVERS if cluster else SERVERS
         _compose("--profile", "cluster", "up", "-d", "--wait", *servers)
+        if cluster:
+            _compose("--profile", "cluster", "run", "--rm", "redis-cluster")
         running: dict[str, int | None] = dict.fromkeys(servers)
         by = "docker compose"
     else:

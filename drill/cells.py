@@ -1,0 +1,96 @@
+"""The cells of the matrix: a fault × a shape of traffic, played once, with a verdict."""
+
+import time
+from collections.abc import AsyncIterator, Sequence
+from fnmatch import fnmatchcase
+from random import Random
+from typing import Any, Final, NamedTuple
+
+from drill.checks import PROBLEMS_MAX, level, problems_of
+from drill.faults import FAULTS, Fault
+from drill.stage import Scene, Servers, scene
+from drill.traffic import SHAPES
+from drill.waiting import TookTooLong, until
+
+#: Within which deciding goes on after a fault's end, all shards taken over.
+DECIDING_SECONDS_MAX: Final = 30.0
+#: Played on every run of the tests: one fault of every server and of a worker, and every shape.
+SHORT: Final = (
+    "redis.aof_tail×holds",
+    "redis.flushall×grabs",
+    "redis.old_primary×baskets",
+    "postgres.commit_reply_lost×grabs",
+    "worker.stopped×amendments",
+)
+
+
+class Cell(NamedTuple):
+    """A fault and a shape of traffic, by their names."""
+
+    fault: str
+    shape: str
+
+    @property
+    def name(self) -> str:
+        """How it is asked for."""
+        return f"{self.fault}×{self.shape}"
+
+
+class Verdict(NamedTuple):
+    """What came of a cell: `problems` by check (none: it passed), seconds, answers, and the lag's seconds after the fault's end."""
+
+    cell: str
+    problems: dict[str, list[str]]
+    seconds: float
+    answers: int
+    unknown: int
+    lag_seconds: float | None
+
+    @property
+    def passed(self) -> bool:
+        """Whether nothing was wrong."""
+        return not self.problems
+
+
+def cells(where: str, patterns: Sequence[str] = ()) -> list[Cell]:
+    """All cells that servers of a kind can play (`single`, `cluster`), or those whose names fit one of the patterns."""
+    found = [Cell(name, shape) for name, fault in FAULTS.items() if where in fault.where for shape in SHAPES]
+    return [cell for cell in found if not patterns or any(fnmatchcase(cell.name, pattern) for pattern in patterns)]
+
+
+async def play_all(servers: Servers, chosen: Sequence[Cell], seed: int) -> AsyncIterator[Verdict]:
+    """Plays cells one after the other."""
+    for cell in chosen:
+        yield await play(servers, cell, seed)
+
+
+async def play(servers: Servers, cell: Cell, seed: int) -> Verdict:
+    """Plays a cell; what goes wrong is in the verdict, also when it is the program that failed."""
+    fault = FAULTS[cell.fault]
+    began = time.monotonic()
+    seen: dict[str, Any] = {"answers": 0, "unknown": 0, "lag_seconds": None}
+    try:
+        async with scene(servers, cell.shape, f"{seed}:{cell.name}", fault.fail_deciding, fault.fail_projecting) as played:
+            try:
+                problems = await _played(played, fault, seen, Random(f"{seed}:{cell.name}:moment"))
+            finally:
+                seen |= {"answers": len(played.traffic.answered), "unknown": played.traffic.unknown}
+    except TookTooLong as error:
+        problems = {"in time": [str(error)]}
+    except Exception as error:  # a cell that breaks is a verdict too, and the next one is played
+        problems = {"played to its end": [f"{type(error).__name__}: {error}"]}
+    return Verdict(cell.name, problems, time.monotonic() - began, **seen)
+
+
+async def _played(played: Scene, fault: Fault, seen: dict[str, Any], moment: Random) -> dict[str, list[str]]:
+    traffic = played.traffic
+    await traffic.begin()
+    await traffic.more(moment.randint(40, 200))
+    await fault.play(played)
+    ended = time.monotonic()
+    await traffic.more(100, DECIDING_SECONDS_MAX, "deciding after the fault")
+    await traffic.stop()
+    await until(lambda: level(played.settings, played.redis), fault.lag_seconds - (time.monotonic() - ended), "a lag of 0")
+    seen["lag_seconds"] = round(time.monotonic() - ended, 1)
+    found = await problems_of(played)
+    return {name: problems[:PROBLEMS_MAX] for name, problems in found.items() if problems}
