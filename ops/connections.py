@@ -1,11 +1,12 @@
 """Connections: the only file that opens those of a process to Redis and PostgreSQL. Nothing connects at import."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 import redis.asyncio
-from redis.asyncio.cluster import ClusterNode, RedisCluster
+from redis.asyncio.cluster import ClusterNode, ClusterPubSub, RedisCluster
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import ClusterError, ConnectionError, RedisClusterException, ResponseError, SlotNotCoveredError
@@ -18,6 +19,8 @@ from ops.settings import BadSettings, Settings, cluster_address, is_cluster
 from streams.worker import WorkerSettings
 
 SOCKET_TIMEOUT_SECONDS = 5.0
+#: What redis-py calls on the streams of a connection, which are None when it is closed.
+STREAM_METHODS = frozenset({"writelines", "write", "drain", "read", "close", "wait_closed"})
 
 
 def open_redis(settings: Settings) -> Any:
@@ -41,6 +44,7 @@ def open_redis(settings: Settings) -> Any:
         password=address.password,
         ssl=address.encrypted,
         require_full_coverage=False,  # a shard whose server is away stops alone
+        reinitialize_steps=0,  # a redirection concerns its slot: it is no reason to close the connections of all others
         **options,
     )
 
@@ -61,6 +65,8 @@ class ClusterClient(RedisCluster):  # type: ignore[misc]
 
     async def execute_command(self, *args: Any, **kwargs: Any) -> Any:
         """Runs a command on the server that has its keys; a redirection is followed, since nothing was carried out where it came from."""
+        # Otherwise redis-py sends what comes while it asks who has which slots to servers by chance.
+        await self.initialize()
         try:
             return await super().execute_command(*args, **kwargs)
         except SlotNotCoveredError as error:
@@ -70,10 +76,34 @@ class ClusterClient(RedisCluster):  # type: ignore[misc]
                 raise
             # It was sent from one server to the other as often as it may be: the slot is being moved.
             raise ConnectionError(f"the slot is being moved: {error}") from error
+        except AttributeError as error:
+            # A connection that redis-py closes for one caller after an error may be just being opened by another.
+            if error.obj is not None or error.name not in STREAM_METHODS:
+                raise
+            raise ConnectionError("the connection was closed while it was opened") from error
+
+    def pubsub(self, **options: Any) -> "ClusterSubscription":
+        """A subscription at one of the servers: each of them hears what is announced at any."""
+        return ClusterSubscription(self, **options)
+
+
+class ClusterSubscription(ClusterPubSub):  # type: ignore[misc]
+    """A subscription that asks who has which slots before it chooses a server."""
+
+    async def execute_command(self, *args: Any, **kwargs: Any) -> Any:
+        """Subscribes; raises ConnectionError while no server can be found."""
+        await self.cluster.initialize()
+        try:
+            return await super().execute_command(*args, **kwargs)
+        except RedisClusterException as error:
+            raise ConnectionError(f"no server to subscribe at: {error}") from error
 
 
 async def information(client: Any, section: str, key: str | None = None) -> dict[str, dict[str, Any]]:
-    """INFO of each server by its address, or of the one that has a key."""
+    """INFO of each server by its address, or of the one that has a key; raises ConnectionError when none answers.
+
+    Of all servers of a cluster those are left out that do not answer: a replica that is away is no reason not to start.
+    """
     if not isinstance(client, RedisCluster):
         return {"": await client.info(section)}
     await client.initialize()
@@ -82,7 +112,12 @@ async def information(client: Any, section: str, key: str | None = None) -> dict
         if node is None:
             raise ConnectionError(f"no server has the slot of {key}")
         return {node.name: await client.info(section, target_nodes=node)}
-    return dict(await client.info(section, target_nodes=RedisCluster.ALL_NODES))
+    nodes = client.get_nodes()
+    replies = await asyncio.gather(*(client.info(section, target_nodes=node) for node in nodes), return_exceptions=True)
+    found = {node.name: reply for node, reply in zip(nodes, replies, strict=True) if not isinstance(reply, BaseException)}
+    if not found:
+        raise ConnectionError(f"no server of the Redis Cluster answers: {replies[0] if replies else 'it has none'}")
+    return found
 
 
 async def require_core(client: Any) -> None:

@@ -105,6 +105,19 @@ async def test_a_server_of_the_cluster_that_may_evict_is_refused(clustered: Sett
                 one.config_set("maxmemory-policy", "noeviction")
 
 
+async def test_first_calls_at_once_find_their_servers(clustered: Settings) -> None:
+    """redis-py itself sends what comes while it asks who has which slots to servers by chance, and then closes everybody's connections."""
+    for _ in range(5):
+        async with client_of(clustered) as client:
+            shards = [key_space(clustered).shard(number % clustered.shards).state for number in range(40)]
+            assert await asyncio.gather(*(client.execute_command("EVAL", "return KEYS[1]", 1, key) for key in shards)) == [
+                key.encode() for key in shards
+            ]
+            with contextlib.ExitStack() as stack:
+                ones = [stack.enter_context(redis.Redis(port=int(node.port))) for node in client.get_primaries()]
+                assert not any(one.info("errorstats").get("errorstat_MOVED") for one in ones)
+
+
 async def test_journaled_is_announced_on_a_cluster(clustered: Settings, worker: Callable[..., Any]) -> None:
     """Announcements reach the gate from every master: nobody waits until the gate looks by itself."""
     worker(clustered, "relay,sweep")
