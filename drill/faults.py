@@ -17,7 +17,7 @@ from redis.exceptions import RedisError
 
 from drill.stage import Scene, Worker
 from drill.waiting import until
-from ops.connections import information
+from ops.redis_cluster import information
 from ops.services.process import Process
 from ops.services.servers import Redis
 

@@ -58,16 +58,8 @@ return course(function(call, offer, id, digest, body)
   if offer.closed then return refused_row(call, CODE.over) end
   local added = (changes.total or offer.total) - offer.total
   if offer.units_left + added < 0 then return refused_row(call, CODE.not_enough_left, {left = offer.units_left}) end
-  if added ~= 0 then
-    move_units(offer, added)
-    offer.total = offer.total + added
-  end
-  for name, value in pairs(changes) do
-    if name ~= 'total' and name ~= 'opens_at' and name ~= 'closes_at' and name ~= 'title' then offer.rules[name] = value end
-  end
-  offer.opens_at = changes.opens_at or offer.opens_at
-  if changes.closes_at then offer.closes_at, offer.due = changes.closes_at, changes.closes_at end
-  offer.amended = true
+  move_units(offer, added)
+  change_terms(offer, changes)
   local source = offer.pieces and 'issuer:' .. offer.issuer or 'external:' .. offer.rules.funding
   call.lines[#call.lines + 1] = event_head(call, offer, 'offer.amended', id) .. ',"changes":' .. body.json .. ',"asset":"' .. offer.asset
     .. '","source":"' .. source .. '"' .. (added > 0 and ',"added":' .. added or '') .. (added < 0 and ',"removed":' .. -added or '')

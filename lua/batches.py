@@ -14,7 +14,7 @@ from lua.keys import ShardKeys
 from lua.sealing import Sealer
 from lua.tickets import TicketKeys
 from models.answers import Answer, LimitState
-from models.calendar import offsets_of
+from models.calendar import Offsets, offsets_of
 from models.commands import Adjust, Amend, AnyCommand, Confirm, Grab, Load, Open, Redeem, Return, Settle, Steer, Unredeem, digest_of
 from models.identifiers import campaign_of
 from models.offers import (
@@ -147,29 +147,31 @@ def _open_columns(shard: int, commands: Sequence[Open], sealer: Sealer, now_ms: 
     """Terms of each offer, and parts drawn ahead, which takes about 2 µs a part."""
     rows, parts = [], []
     for c in commands:
-        row = _terms_row(c.offer, c.terms, now_ms)
+        row = terms_row(c.offer, c.terms, offsets_of(c.terms.timezone, now_ms))
         if c.operator is not None:
             row["operator"] = c.operator
         drawn = b""
         if isinstance(c.terms, EnvelopeTerms):
             seed = c.terms.seed or secrets.token_hex(32)
-            row |= _envelope_row(shard, c.offer, c.terms, seed, sealer)
-            drawn = _parts_packed(c.terms, seed)
+            row |= envelope_row(c.terms, seed)
+            row |= {"seed_sha256": sha256(bytes.fromhex(seed)).hexdigest(), "sealed_seed": sealer.seal(shard, c.offer, "seed", seed)}
+            drawn = parts_packed(c.terms, seed)
         rows.append(row)
         # The parts are arguments of their own: the MessagePack of Redis knows no binary strings.
         parts.append(drawn)
     return rows, parts
 
 
-def _parts_packed(terms: EnvelopeTerms, seed: str) -> bytes:
+def parts_packed(terms: EnvelopeTerms, seed: str) -> bytes:
+    """The parts drawn ahead, 6 bytes each; nothing when they are drawn at the grab."""
     if terms.draw == "at_grab":
         return b""
     most = check_split(terms.law, terms.total, terms.parts, terms.min, terms.max)
     return pack_parts(split_ahead(terms.law, terms.total, terms.parts, terms.min, most, seed))
 
 
-def _terms_row(offer: str, terms: Terms, now_ms: int) -> dict[str, Any]:
-    offsets = offsets_of(terms.timezone, now_ms)
+def terms_row(offer: str, terms: Terms, offsets: Offsets) -> dict[str, Any]:
+    """What the scripts are told of an offer's terms; `offsets` are those of its time zone."""
     return {
         "kind": terms.__struct_config__.tag,
         "issuer": terms.issuer,
@@ -186,7 +188,7 @@ def _terms_row(offer: str, terms: Terms, now_ms: int) -> dict[str, Any]:
     }
 
 
-def _rules(terms: Terms, offsets: Sequence[tuple[int, int]]) -> dict[str, Any]:
+def _rules(terms: Terms, offsets: Offsets) -> dict[str, Any]:
     """What of the terms the scripts keep beside the numbers that change; absent is what does not apply."""
     rules: dict[str, Any] = {"retire_after_ms": terms.retire_after_ms, "offsets": offsets}
     if terms.hours:
@@ -203,7 +205,7 @@ def _piece_rules(terms: PieceTerms) -> dict[str, Any]:
     return {
         **{name: value for name, value in found.items() if value is not None},
         "timezone": terms.timezone,
-        "limits": _limit_rows(terms.limits),
+        "limits": limit_rows(terms.limits),
         "max_per_grab": terms.max_per_grab,
         "take": terms.take,
         "extensions": terms.extensions,
@@ -215,21 +217,15 @@ def _piece_rules(terms: PieceTerms) -> dict[str, Any]:
     }
 
 
-def _limit_rows(limits: Sequence[Any]) -> list[dict[str, Any]]:
+def limit_rows(limits: Sequence[Any]) -> list[dict[str, Any]]:
+    """Limits as the scripts get them."""
     return [{"by": limit.by, "per": limit.per, "max": limit.max, "scope": limit.scope} for limit in limits]
 
 
-def _envelope_row(shard: int, offer: str, terms: EnvelopeTerms, seed: str, sealer: Sealer) -> dict[str, Any]:
-    return {
-        "funding": terms.funding,
-        "law": terms.law,
-        "min": terms.min,
-        "max": check_split(terms.law, terms.total, terms.parts, terms.min, terms.max),
-        "draw": terms.draw,
-        "seed": seed,
-        "seed_sha256": sha256(bytes.fromhex(seed)).hexdigest(),
-        "sealed_seed": sealer.seal(shard, offer, "seed", seed),
-    }
+def envelope_row(terms: EnvelopeTerms, seed: str) -> dict[str, Any]:
+    """What the scripts are told of an envelope beside its terms_row."""
+    most = check_split(terms.law, terms.total, terms.parts, terms.min, terms.max)
+    return {"funding": terms.funding, "law": terms.law, "min": terms.min, "max": most, "draw": terms.draw, "seed": seed}
 
 
 # -- the others -------------------------------------------------------------------------------------------------------
@@ -256,7 +252,7 @@ def _body(shard: int, command: AnyCommand, sealer: Sealer) -> dict[str, Any]:
     elif isinstance(command, Amend):
         changes = command.changes.fields()
         if "limits" in changes:
-            changes["limits"] = _limit_rows(changes["limits"])
+            changes["limits"] = limit_rows(changes["limits"])
         body |= {"changes": changes, "json": _json(command.changes).decode()}
     elif isinstance(command, Load):
         items: Sequence[str] = command.items

@@ -34,11 +34,6 @@ local function payment_of(campaign, payment)
   return known
 end
 
-local function keep_payment(call, campaign, payment, offer, grab, code, quantity)
-  campaign.payments[payment] = {offer.name, grab, code, call.seq, call.now, quantity}
-  campaign.payments_changed[payment] = true
-end
-
 -- A payment that cannot be served is refused, and is to be paid back, once.
 local function unserved(call, offer, id, digest, body, campaign, name, more)
   local code = CODE[name]
@@ -57,23 +52,15 @@ end
 local function retake(call, offer, grab, quantity)
   if offer.rules.late ~= 'retake' or offer.closed or call.now >= offer.closes_at then return false end
   if quantity > (offer.queue_length > 0 and 0 or offer.units_left) then return false end
-  local counted = counted_anew(offer, grab.under, quantity, call.now)
-  if not counted then return false end
-  move_units(offer, -quantity)
-  grab.counted[#grab.counted + 1] = {quantity, counted}
-  count(offer, counted, quantity)
+  local counted = windows_of_now(offer, grab.under, call.now)
+  if not is_left(offer, counted, quantity) then return false end
+  take_anew(offer, grab, counted, quantity)
   return true
 end
 
 local function confirm(call, offer, grab, id, digest, body, campaign, quantity)
   local retaken = grab.held == 0
-  if retaken then
-    grab.lapsed = grab.lapsed - quantity
-  else
-    grab.held = grab.held - quantity
-    offer.held = offer.held - quantity
-  end
-  grab.taken = grab.taken + quantity
+  keep_units(offer, grab, quantity)
   local codes = hand_out(offer, grab, quantity)
   local payment = (body.payment and ',"payment":"' .. body.payment .. '"' or '')
     .. (body.paid > 0 and ',"paid":' .. body.paid .. ',"currency":"' .. body.currency .. '"' or '')

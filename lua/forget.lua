@@ -19,12 +19,4 @@ if not call then return cmsgpack.pack(refused) end
 
 local offer, cursor = ARGV[6], ARGV[7]
 if redis.call('HGET', KEYS[11], 'state') ~= 'closed' then return cmsgpack.pack({0, call.history, {'0'}}) end
-local found = redis.call('HSCAN', KEYS[12], cursor, 'COUNT', ARGV[8])
-local gone = {}
-for i = 1, #found[2], 2 do
-  local record = found[2][i + 1]
-  local name = unpack_row(record) or string.sub(record, ANSWER_BYTES + 1)
-  if name == offer then gone[#gone + 1] = found[2][i] end
-end
-if #gone > 0 then redis.call('HDEL', KEYS[12], unpack(gone)) end
-return cmsgpack.pack({0, call.history, {found[1]}})
+return cmsgpack.pack({0, call.history, {forget_answers(KEYS[12], offer, cursor, ARGV[8])}})

@@ -23,6 +23,7 @@ from redis.exceptions import (
 )
 
 from lua import batches, loader
+from lua.decided import DecidedAnswers, ReportLost
 from lua.journaled import HistoryChanged, Journaled
 from lua.keys import KeySpace, ShardKeys
 from lua.sealing import Sealer
@@ -135,6 +136,7 @@ class Gate:
 
     `redis` is a client of redis.asyncio (one server or cluster) that does not decode replies. `clock` gives a time in ms that
     replaces the server's, for tests and simulation; without it the scripts use the server's own. `tickets` checks signed tickets.
+    `report_lost` is told of answers given as decided that a recovery took back.
     """
 
     def __init__(
@@ -145,6 +147,7 @@ class Gate:
         limits: GateLimits | None = None,
         clock: Callable[[], int] | None = None,
         tickets: TicketKeys | None = None,
+        report_lost: ReportLost | None = None,
     ) -> None:
         self._redis = redis
         self._keys = keys
@@ -155,6 +158,7 @@ class Gate:
         self._shard_of: dict[str, int] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self.journaled = Journaled(redis, keys)
+        self._decided = DecidedAnswers(redis, keys, self.journaled, report_lost)
 
     def start(self) -> None:
         """Begins to follow what is journaled."""
@@ -162,6 +166,7 @@ class Gate:
 
     async def close(self) -> None:
         """Ends what is in flight and answers nobody any more."""
+        await self._decided.close()
         await self.journaled.close()
         for shard in self._shards:
             if shard.watch:
@@ -200,6 +205,8 @@ class Gate:
             answered, history = await ticket.done
             if promise == "journaled":
                 answered = await self._until_journaled(shard, ticket, answered, history)
+            else:
+                self._decided.keep(shard, history, ticket.commands, answered)
             if len(places) == len(commands):
                 return answered
             for place, answer in zip(places, answered, strict=True):

@@ -33,6 +33,11 @@ class Journaled:
         self._tasks: list[asyncio.Task[None]] = []
         self._anyone = asyncio.Event()
 
+    @property
+    def is_following(self) -> bool:
+        """Whether it was started."""
+        return bool(self._tasks)
+
     def start(self) -> None:
         """Begins to listen and to look."""
         self._tasks = [asyncio.create_task(self._look()), asyncio.create_task(self._listen())]

@@ -19,6 +19,8 @@ SHARD_FIELDS: Final = (
     "journaled_head",  # … the chain's hash there, hex …
     "journaled_offset",  # … and the journal offset behind it
     "shards",  # how many there are: a caller who believes another number is fenced
+    "layout",  # the form of keys and records; another program than ours may write another one
+    "partial",  # there while the shard is incomplete, because it is being rebuilt
     "fault",  # why the shard is fenced, in words, when its relay could not reconcile it
 )
 

@@ -55,11 +55,10 @@ for i = 1, #ids do
     else
       local offer = {name = name, offer_seq = 0, opens_at = opens_at, closes_at = closes_at}
       call.lines[#call.lines + 1] = opened_line(offer, id, digest, terms)
-      record = pack_answer(CODE.opened, call.seq, call.now, 0, 0, digest, cmsgpack.pack({name,
-        {CODE.opened, call.seq, call.now, terms.total, 0, 0, terms.units}}))
+      row = {CODE.opened, call.seq, call.now, terms.total, 0, 0, terms.units}
+      record = pack_row(name, row, digest)
       seen[record_field], seen[name] = record, true
       made[#made + 1] = {o, campaign, id, record, terms, offer, ARGV[6 + i]}
-      row = {CODE.opened, call.seq, call.now, terms.total, 0, 0, terms.units}
     end
   end
   rows[i] = row
@@ -68,23 +67,7 @@ end
 append_events(call)
 for _, entry in ipairs(made) do
   local o, campaign, id, record, terms, offer, parts = unpack(entry)
-  local base = SHARD_KEYS + OFFER_KEYS * (o - 1)
-  local fields = {'state', 'open', 'paused', '0', 'kind', terms.kind, 'issuer', terms.issuer,
-    'asset', terms.asset, 'total', string.format('%.0f', terms.total), 'parts', string.format('%.0f', terms.units),
-    'amount_left', string.format('%.0f', terms.total), 'units_left', string.format('%.0f', terms.units), 'places', '0',
-    'offer_seq', '1', 'opens_at', string.format('%.0f', offer.opens_at), 'closes_at', string.format('%.0f', offer.closes_at),
-    'rules', cmsgpack.pack(terms.rules)}
-  redis.call('HSET', KEYS[base + STATE], unpack(fields))
-  if terms.seed then
-    redis.call('HSET', KEYS[base + STATE], 'law', terms.law, 'min', string.format('%.0f', terms.min),
-      'max', string.format('%.0f', terms.max), 'draw', terms.draw, 'seed', terms.seed)
-  else
-    redis.call('HSET', KEYS[base + STATE], 'held', '0', 'queued', '0')
-  end
-  if parts ~= '' then redis.call('SET', KEYS[base + PARTS], parts) end
+  create_offer(offer.name, o, campaign, terms, offer.opens_at, offer.closes_at, parts)
   redis.call('HSET', campaign.answers_key, id, record)
-  redis.call('ZADD', KEYS[6], string.format('%.0f', offer.closes_at), offer.name)
-  redis.call('SADD', KEYS[7], offer.name)
-  redis.call('HINCRBY', KEYS[9], campaign.name, 1)
 end
 return cmsgpack.pack({0, call.history, rows})

@@ -3,10 +3,16 @@
 --
 -- KEYS[1] shard hash
 -- ARGV[1] term that must be exceeded · ARGV[2] owner id
--- Returns {term, life of the server, life and history under which the shard was last reconciled, seq}; '' for what is absent.
+-- Returns {term, life of the server, life under which the shard was last reconciled or '', seq, how its state is: complete, partial (a
+--         rebuild was broken off) or outdated (an older key layout)}; or the error NEWER when a newer program has written it.
 --- @include "shard"
 
-local held = redis.call('HMGET', KEYS[1], 'term', 'life', 'history', 'seq')
+local held = redis.call('HMGET', KEYS[1], 'term', 'life', 'layout', 'seq', 'partial')
+local layout = tonumber(held[3] or LAYOUT)
+if layout > LAYOUT then
+  return redis.error_reply(string.format('NEWER the shard has key layout %d, this program writes %d: upgrade it', layout, LAYOUT))
+end
 local term = math.max(tonumber(held[1] or 0), tonumber(ARGV[1])) + 1
 redis.call('HSET', KEYS[1], 'term', string.format('%.0f', term), 'owner', ARGV[2])
-return {string.format('%.0f', term), life_of_server(), held[2] or '', held[3] or '', held[4] or '0'}
+local form = held[5] and 'partial' or (layout < LAYOUT and 'outdated' or 'complete')
+return {string.format('%.0f', term), life_of_server(), held[2] or '', held[4] or '0', form}

@@ -8,6 +8,7 @@
 
 if not is_owner(KEYS[1], ARGV[1], ARGV[2], ARGV[3]) then return redis.error_reply('LOST the shard has another owner, term or life') end
 if (redis.call('HGET', KEYS[1], 'seq') or '0') ~= ARGV[4] then return redis.error_reply('LOST the shard has moved on') end
-redis.call('HSET', KEYS[1], 'life', ARGV[3], 'history', ARGV[1], 'seq', ARGV[4], 'shards', ARGV[5])
+if redis.call('HEXISTS', KEYS[1], 'partial') == 1 then return redis.error_reply('LOST the shard is incomplete') end
+redis.call('HSET', KEYS[1], 'life', ARGV[3], 'history', ARGV[1], 'seq', ARGV[4], 'shards', ARGV[5], 'layout', LAYOUT)
 redis.call('HDEL', KEYS[1], 'fault')
 return 1

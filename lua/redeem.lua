@@ -24,11 +24,7 @@
 
 return settle(function(call, offer, grab, id, digest, body)
   if not grab then return refused_row(call, CODE.no_such_grab) end
-  local at = #grab.orders + 1
-  for i, order in ipairs(grab.orders) do
-    if order[1] == body.order then at = i end
-  end
-  local order = grab.orders[at]
+  local order = grab.orders[order_at(grab, body.order) or 0]
   if order and order[2] > 0 then
     if order[2] ~= body.quantity then return {CODE.conflict, 0, call.now} end
     return again_row(CODE.redeemed, order[3], order[4], order[2])
@@ -38,8 +34,6 @@ return settle(function(call, offer, grab, id, digest, body)
   grab.redeemed = grab.redeemed + body.quantity
   call.lines[#call.lines + 1] = event_head(call, offer, 'grab.redeemed', id)
     .. grab_text(offer, body.grab, grab, body.quantity, body.quantity) .. ',"order":"' .. body.order .. '","digest":"' .. digest .. '"}'
-  if order then table.remove(grab.orders, at) end
-  grab.orders[#grab.orders + 1] = {body.order, body.quantity, call.seq, call.now}
-  touch_grab(offer, body.grab)
+  keep_order(call, offer, body.grab, grab, body.order, body.quantity)
   return {CODE.redeemed, call.seq, call.now, body.quantity, body.quantity, grab.place, offer.units_left}, true
 end)

@@ -23,15 +23,10 @@
 --- @include "course"
 
 -- What goes back for the units, to the payments they were paid by, the first first; as JSON text, or ''.
-local function refunds_of(grab, quantity)
-  local refunds, paid = {}, grab.payments
-  while quantity > 0 and #paid > 0 do
-    local back = math.min(paid[1][2], quantity)
-    quantity = quantity - back
-    if grab.price > 0 then refunds[#refunds + 1] = '["' .. paid[1][1] .. '",' .. back * grab.price .. ']' end
-    paid[1][2] = paid[1][2] - back
-    if paid[1][2] == 0 then table.remove(paid, 1) end
-  end
+local function refunds_text(grab, quantity)
+  local refunds = unpay(grab, quantity)
+  if grab.price == 0 then return '' end
+  for i, refund in ipairs(refunds) do refunds[i] = '["' .. refund[1] .. '",' .. refund[2] * grab.price .. ']' end
   return table.concat(refunds, ',')
 end
 
@@ -41,24 +36,13 @@ return settle(function(call, offer, grab, id, digest, body)
   local quantity = body.quantity or free
   if grab.taken == 0 then return refused_row(call, CODE.not_held) end
   if quantity == 0 or quantity > free then return refused_row(call, CODE.not_enough_left, {left = free}) end
-  grab.taken = grab.taken - quantity
-  local refunds = refunds_of(grab, quantity)
-  local back = {}
-  if #grab.codes > 0 then
-    for i = #grab.codes - quantity + 1, #grab.codes do back[#back + 1] = grab.codes[i] end
-    for _ = 1, quantity do table.remove(grab.codes) end
-  end
-  if not offer.closed then
-    for _, code in ipairs(back) do offer.codes_back[#offer.codes_back + 1] = code end
-  end
-  if offer.rules.return_restores then give_back(offer, grab, quantity) end
-  take_back(offer, quantity)
+  local refunds = refunds_text(grab, quantity)
+  hand_back(offer, body.grab, grab, quantity, offer.rules.return_restores)
   call.lines[#call.lines + 1] = event_head(call, offer, 'grab.returned', id) .. grab_text(offer, body.grab, grab, quantity, quantity)
     .. (body.reason ~= '""' and ',"reason":' .. body.reason or '') .. ',"to":"' .. returns_to(offer) .. '"'
     .. (refunds ~= '' and ',"refunds":[' .. refunds .. '],"currency":"' .. offer.rules.currency .. '"' or '')
     .. ',"issuer":"' .. offer.issuer .. (offer.rules.return_restores and '","restored":true' or '"')
     .. ',"digest":"' .. digest .. '"}'
-  touch_grab(offer, body.grab)
   local row = {CODE.returned, call.seq, call.now, quantity, quantity, grab.place, offer.units_left}
   serve(call, offer, id)
   row[7] = offer.units_left

@@ -30,7 +30,6 @@ local function send_home(offer)
     local name = next_in_queue(offer)
     leave_queue(call, offer, name, grab_of(offer, name), 'sweep')
   end
-  offer.due = offer.queue_length > 0 and call.now or retires_at(offer, call.now)
 end
 
 local names, campaign_of, campaign_names = unpack(cmsgpack.unpack(ARGV[6]))
@@ -60,15 +59,5 @@ end
 
 append_events(call)
 write_all(call, offers, campaigns)
-for _, offer in ipairs(retired) do
-  redis.call('SADD', KEYS[10], offer.name)
-  redis.call('SREM', KEYS[7], offer.name)
-  redis.call('ZREM', KEYS[6], offer.name)
-  for key = 1, OFFER_KEYS do redis.call('UNLINK', KEYS[offer.base + key]) end
-  local campaign = offer.campaign
-  if redis.call('HINCRBY', KEYS[9], campaign.name, -1) == 0 then
-    redis.call('HDEL', KEYS[9], campaign.name)
-    redis.call('UNLINK', campaign.answers_key, campaign.payments_key, campaign.counters.key)
-  end
-end
+for _, offer in ipairs(retired) do remove_offer(offer) end
 return cmsgpack.pack({0, call.history, {seen_to}})

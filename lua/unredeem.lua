@@ -23,18 +23,13 @@
 
 return settle(function(call, offer, grab, id, digest, body)
   if not grab then return refused_row(call, CODE.no_such_grab) end
-  local at
-  for i, order in ipairs(grab.orders) do
-    if order[1] == body.order then at = i end
-  end
+  local at = order_at(grab, body.order)
   if not at then return refused_row(call, CODE.not_redeemable) end
   local _, quantity, seq, time = unpack(grab.orders[at])
   if quantity == 0 then return again_row(CODE.unredeemed, seq, time) end
   grab.redeemed = grab.redeemed - quantity
   call.lines[#call.lines + 1] = event_head(call, offer, 'grab.unredeemed', id) .. grab_text(offer, body.grab, grab, quantity, quantity)
     .. ',"order":"' .. body.order .. '","digest":"' .. digest .. '"}'
-  table.remove(grab.orders, at)
-  grab.orders[#grab.orders + 1] = {body.order, 0, call.seq, call.now}
-  touch_grab(offer, body.grab)
+  keep_order(call, offer, body.grab, grab, body.order, 0)
   return {CODE.unredeemed, call.seq, call.now, quantity, quantity, grab.place, offer.units_left}, true
 end)

@@ -1,26 +1,55 @@
 """Connections: the only file that opens those of a process to Redis and PostgreSQL. Nothing connects at import."""
 
 import asyncio
-from collections.abc import AsyncIterator
+import functools
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
+import psycopg
 import redis.asyncio
-from redis.asyncio.cluster import ClusterNode, ClusterPubSub, RedisCluster
+from psycopg import AsyncConnection, IsolationLevel
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import ClusterError, ConnectionError, RedisClusterException, ResponseError, SlotNotCoveredError
 
+from lua.decided import LostDecision
 from lua.gate import Gate, GateLimits
 from lua.keys import KeySpace
 from lua.sealing import Sealer
 from lua.tickets import TicketKeys
+from models.events import decode_event
+from models.journal import Cursor
+from ops.redis_cluster import ClusterClient, information
 from ops.settings import BadSettings, Settings, cluster_address, is_cluster
+from projections.migrate import use_schema
+from projections.recoveries import record_lost, record_recovery
+from projections.snapshots import events_of, newest, trail_of
+from streams.recovery import Recovered, Snapshot, Snapshots
 from streams.worker import WorkerSettings
 
 SOCKET_TIMEOUT_SECONDS = 5.0
-#: What redis-py calls on the streams of a connection, which are None when it is closed.
-STREAM_METHODS = frozenset({"writelines", "write", "drain", "read", "close", "wait_closed"})
+
+
+class _Cancellable:
+    """A connection that passes a cancellation on. redis-py sends by `asyncio.wait_for`, which until Python 3.12 may swallow one, and a
+    worker that was told to stop would go on for ever."""
+
+    async def send_packed_command(self, command: Any, check_health: bool = True) -> None:
+        task = asyncio.current_task()
+        before = task.cancelling() if task else 0
+        await super().send_packed_command(command, check_health)  # type: ignore[misc]
+        if task and task.cancelling() > before:
+            # The answer is on its way, and nobody will read it.
+            await self.disconnect(nowait=True)  # type: ignore[attr-defined]
+            raise asyncio.CancelledError
+
+
+class PlainConnection(_Cancellable, redis.asyncio.Connection):  # type: ignore[misc]
+    """A connection over TCP."""
+
+
+class EncryptedConnection(_Cancellable, redis.asyncio.SSLConnection):  # type: ignore[misc]
+    """A connection over TLS."""
 
 
 def open_redis(settings: Settings) -> Any:
@@ -34,90 +63,18 @@ def open_redis(settings: Settings) -> Any:
         "retry": Retry(NoBackoff(), 0),
         "max_connections": 256,
     }
-    if not is_cluster(settings.redis_url):
-        return redis.asyncio.Redis.from_url(settings.redis_url, **options)
-    address = cluster_address(settings.redis_url)
-    nodes = [ClusterNode(host, port) for host, port in address.nodes]
-    return ClusterClient(
-        startup_nodes=nodes,
-        username=address.username,
-        password=address.password,
-        ssl=address.encrypted,
-        require_full_coverage=False,  # a shard whose server is away stops alone
-        reinitialize_steps=0,  # a redirection concerns its slot: it is no reason to close the connections of all others
-        **options,
-    )
-
-
-class ClusterClient(RedisCluster):  # type: ignore[misc]
-    """A client of a Redis Cluster that says `ConnectionError` whenever a server cannot be found.
-
-    redis-py raises exceptions for it that are no RedisErrors, although the next moment may be good again: a failover takes seconds.
-    """
-
-    async def initialize(self, *args: Any, **kwargs: Any) -> "ClusterClient":
-        """Asks the servers who has which slots, if that is not known."""
-        try:
-            await super().initialize(*args, **kwargs)
-        except RedisClusterException as error:
-            raise ConnectionError(f"the Redis Cluster does not answer: {error}") from error
-        return self
-
-    async def execute_command(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs a command on the server that has its keys; a redirection is followed, since nothing was carried out where it came from."""
-        # Otherwise redis-py sends what comes while it asks who has which slots to servers by chance.
-        await self.initialize()
-        try:
-            return await super().execute_command(*args, **kwargs)
-        except SlotNotCoveredError as error:
-            raise ConnectionError(f"no server has the slot: {error}") from error
-        except ClusterError as error:
-            if isinstance(error, ResponseError):
-                raise
-            # It was sent from one server to the other as often as it may be: the slot is being moved.
-            raise ConnectionError(f"the slot is being moved: {error}") from error
-        except AttributeError as error:
-            # A connection that redis-py closes for one caller after an error may be just being opened by another.
-            if error.obj is not None or error.name not in STREAM_METHODS:
-                raise
-            raise ConnectionError("the connection was closed while it was opened") from error
-
-    def pubsub(self, **options: Any) -> "ClusterSubscription":
-        """A subscription at one of the servers: each of them hears what is announced at any."""
-        return ClusterSubscription(self, **options)
-
-
-class ClusterSubscription(ClusterPubSub):  # type: ignore[misc]
-    """A subscription that asks who has which slots before it chooses a server."""
-
-    async def execute_command(self, *args: Any, **kwargs: Any) -> Any:
-        """Subscribes; raises ConnectionError while no server can be found."""
-        await self.cluster.initialize()
-        try:
-            return await super().execute_command(*args, **kwargs)
-        except RedisClusterException as error:
-            raise ConnectionError(f"no server to subscribe at: {error}") from error
-
-
-async def information(client: Any, section: str, key: str | None = None) -> dict[str, dict[str, Any]]:
-    """INFO of each server by its address, or of the one that has a key; raises ConnectionError when none answers.
-
-    Of all servers of a cluster those are left out that do not answer: a replica that is away is no reason not to start.
-    """
-    if not isinstance(client, RedisCluster):
-        return {"": await client.info(section)}
-    await client.initialize()
-    if key is not None:
-        node = client.get_node_from_key(key)
-        if node is None:
-            raise ConnectionError(f"no server has the slot of {key}")
-        return {node.name: await client.info(section, target_nodes=node)}
-    nodes = client.get_nodes()
-    replies = await asyncio.gather(*(client.info(section, target_nodes=node) for node in nodes), return_exceptions=True)
-    found = {node.name: reply for node, reply in zip(nodes, replies, strict=True) if not isinstance(reply, BaseException)}
-    if not found:
-        raise ConnectionError(f"no server of the Redis Cluster answers: {replies[0] if replies else 'it has none'}")
-    return found
+    if is_cluster(settings.redis_url):
+        address = cluster_address(settings.redis_url)
+        made_of = EncryptedConnection if address.encrypted else PlainConnection
+        login = {"username": address.username, "password": address.password, "ssl": address.encrypted}
+        return ClusterClient(address.nodes, made_of, **login, **options)
+    client = redis.asyncio.Redis.from_url(settings.redis_url, **options)
+    pool = client.connection_pool
+    if pool.connection_class is redis.asyncio.Connection:
+        pool.connection_class = PlainConnection
+    elif pool.connection_class is redis.asyncio.SSLConnection:
+        pool.connection_class = EncryptedConnection
+    return client
 
 
 async def require_core(client: Any) -> None:
@@ -170,11 +127,71 @@ def worker_settings(settings: Settings) -> WorkerSettings:
     )
 
 
+def snapshots(settings: Settings) -> Snapshots:
+    """The audit trail as snapshots for recovery; where PostgreSQL is away they raise OSError, and the journal is read instead."""
+
+    @asynccontextmanager
+    async def connected() -> AsyncIterator[AsyncConnection[Any]]:
+        try:
+            async with await AsyncConnection.connect(settings.postgres, connect_timeout=5) as connection:
+                await connection.set_isolation_level(IsolationLevel.REPEATABLE_READ)
+                await connection.set_read_only(True)
+                await use_schema(connection, settings.schema_)
+                yield connection
+        except psycopg.Error as error:
+            raise OSError(f"PostgreSQL: {error}") from None
+
+    @asynccontextmanager
+    async def open_snapshot(shard: int) -> AsyncIterator[Snapshot | None]:
+        async with connected() as connection:
+            trail = await trail_of(connection, shard)
+            yield trail and Snapshot(trail.cursor, trail.at, trail.retired, events_of(connection, shard, trail))
+
+    async def newest_cursor(shard: int) -> Cursor:
+        async with connected() as connection:
+            return await newest(connection, shard)
+
+    return Snapshots(open_snapshot, newest_cursor)
+
+
+async def report_recovery(settings: Settings, recovered: Recovered) -> None:
+    """Writes down what a recovery did; raises OSError where PostgreSQL is away."""
+    lost = []
+    for line, event in zip(recovered.lost, map(decode_event, recovered.lost), strict=True):
+        user, amount = getattr(event, "user", None), getattr(event, "amount", None)
+        type_ = str(event.__struct_config__.tag)
+        lost.append((event.shard, event.seq, "relay", event.command, event.offer, user, type_, amount, line.decode()))
+    row = (
+        recovered.shard, recovered.term, recovered.kind, recovered.problem, recovered.redis_seq, recovered.journal_seq,
+        recovered.snapshot_seq, recovered.applied, recovered.seconds,
+    )  # fmt: skip
+    try:
+        async with await AsyncConnection.connect(settings.postgres, connect_timeout=5) as connection:
+            await record_recovery(connection, settings.schema_, row, lost)
+    except psycopg.Error as error:
+        raise OSError(f"PostgreSQL: {error}") from None
+
+
+async def report_lost(settings: Settings, lost: Sequence[LostDecision]) -> None:
+    """Writes down answers that a recovery took back; raises OSError where PostgreSQL is away."""
+    rows = [
+        (shard, answer.seq or 0, "gate", command.id, command.offer, getattr(command, "user", None), answer.outcome, answer.amount, None)
+        for shard, command, answer in lost
+    ]
+    try:
+        async with await AsyncConnection.connect(settings.postgres, connect_timeout=5) as connection:
+            await record_lost(connection, settings.schema_, rows)
+    except psycopg.Error as error:
+        raise OSError(f"PostgreSQL: {error}") from None
+
+
 @asynccontextmanager
 async def open_gate(settings: Settings) -> AsyncIterator[Gate]:
     """A started gate with a Redis client of its own."""
     client = open_redis(settings)
-    gate = Gate(client, key_space(settings), sealer(settings), gate_limits(settings), tickets=ticket_keys(settings))
+    gate = Gate(client, key_space(settings), sealer(settings), gate_limits(settings), tickets=ticket_keys(settings),
+        report_lost=functools.partial(report_lost, settings),
+    )  # fmt: skip
     try:
         await require_core(client)
         gate.start()

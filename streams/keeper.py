@@ -56,7 +56,7 @@ class Keeper:
 
     async def _renew(self, shard: int) -> None:
         try:
-            holder = await run_script(self._redis, "lease", [self._keys.shard(shard).lease], [self.worker, self._lease_ms])
+            holder = await run_script(self._redis, "lease", self._lease_keys(shard), [self.worker, self._lease_ms])
         except (RedisError, OSError) as error:
             # Relays of shards we hold see for themselves whether their server is there.
             log.warning("lease of shard %d: %s: %s", shard, type(error).__name__, error)
@@ -67,6 +67,10 @@ class Keeper:
         elif shard in self._running:
             log.warning("shard %d: the lease went to %s", shard, holder.decode())
             await self._drop(shard)
+
+    def _lease_keys(self, shard: int) -> list[str]:
+        keys = self._keys.shard(shard)
+        return [keys.lease, keys.state]
 
     async def _keep(self, shard: int) -> None:
         tasks = [asyncio.create_task(coroutine) for coroutine in self._tasks_of(shard)]
@@ -89,7 +93,7 @@ class Keeper:
         await asyncio.gather(*(self._drop(shard) for shard in shards))
         for shard in shards:
             try:
-                await run_script(self._redis, "lease", [self._keys.shard(shard).lease], [self.worker, 0])
+                await run_script(self._redis, "lease", self._lease_keys(shard), [self.worker, 0])
             except (RedisError, OSError) as error:
                 log.warning("giving back the lease of shard %d: %s", shard, error)
                 return

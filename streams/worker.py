@@ -17,6 +17,7 @@ from lua.sealing import Sealer
 from lua.tickets import TicketKeys
 from streams.decider import Decider
 from streams.keeper import Keeper
+from streams.recovery import Recovered, Snapshots
 from streams.relay import ShardRelay, Step
 from streams.sweeper import RecordDemand, Sweeper
 from streams.topics import Topics
@@ -50,6 +51,8 @@ def roles_of(
     record_demand: RecordDemand | None,
     faust: Mapping[str, Role],
     step: Step = lambda name: None,
+    snapshots: Snapshots | None = None,
+    report_recovery: Callable[[Recovered], Any] | None = None,
 ) -> dict[str, Role]:
     """The roles to play as functions of a stop event; raises ValueError for a role that does not exist."""
     for role in roles:
@@ -76,7 +79,10 @@ def roles_of(
             of_shard = keys.shard(shard)
             tasks: list[Any] = []
             if "relay" in roles:
-                relay = ShardRelay(redis, of_shard, settings.shards, settings.kafka, topics.journal, settings.block_events_max, step)
+                relay = ShardRelay(
+                    redis, of_shard, settings.shards, settings.kafka, topics.journal, sealer, settings.block_events_max, step,
+                    snapshots, report_recovery,
+                )  # fmt: skip
                 tasks.append(relay.run())
             if "sweep" in roles:
                 tasks.append(Sweeper(redis, of_shard, settings.shards, settings.gate.clock_skew_ms_max, record_demand).run())

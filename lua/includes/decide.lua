@@ -35,9 +35,13 @@ local function begin_call()
         'the clock of Redis is %.0f ms ahead of the caller, at most %s allowed: set the clocks right', skew, ARGV[4])}
     end
   end
-  local shard = redis.call('HMGET', KEYS[1], 'seq', 'time', 'life', 'history', 'journaled_seq', 'fault', 'shards')
+  local shard = redis.call('HMGET', KEYS[1], 'seq', 'time', 'life', 'history', 'journaled_seq', 'fault', 'shards',
+    'layout')
   if shard[3] ~= life_of_server() then
     return nil, {CODE.fenced, clock + 1000, shard[6] or 'the shard has not been reconciled with the journal since this server started'}
+  end
+  if shard[8] ~= tostring(LAYOUT) then
+    return nil, {CODE.fenced, clock + 1000, 'the shard has key layout ' .. shard[8] .. ', this program writes ' .. LAYOUT .. ': upgrade it'}
   end
   local number, shards = string.match(ARGV[1], '^(%d+)/(%d+)$')
   if shard[7] ~= shards then

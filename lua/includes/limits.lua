@@ -99,18 +99,30 @@ local function counter_name(offer, one)
   return one[3] == 1 and string.sub(one[1], #offer.rules.timezone + 2) or one[1]
 end
 
--- The counters of a grab in their windows of now, or nil when the limits, as they are now, do not leave so much.
-local function counted_anew(offer, counted, quantity, now)
+local function named_by(offer, one)
+  return string.match(counter_name(offer, one), '^([^/]+)/([^/]+)/')
+end
+
+-- The counters of a grab in their windows of now.
+local function windows_of_now(offer, counted, now)
   local found = {}
   for i, one in ipairs(counted) do
-    local by, per = string.match(counter_name(offer, one), '^([^/]+)/([^/]+)/')
+    local _, per = named_by(offer, one)
     found[i] = {one[1], window_of(per, offer.rules.offsets, now), one[3]}
-    for _, limit in ipairs(offer.rules.limits) do
-      local same = limit.by == by and limit.per == per and (limit.scope == 'campaign') == (one[3] == 1)
-      if same and limit.max - count_in(offer, found[i]) < quantity then return nil end
-    end
   end
   return found
+end
+
+-- Whether the limits, as they are now, leave so much under these counters.
+local function is_left(offer, counted, quantity)
+  for _, one in ipairs(counted) do
+    local by, per = named_by(offer, one)
+    for _, limit in ipairs(offer.rules.limits) do
+      local same = limit.by == by and limit.per == per and (limit.scope == 'campaign') == (one[3] == 1)
+      if same and limit.max - count_in(offer, one) < quantity then return false end
+    end
+  end
+  return true
 end
 
 local function write_counters(counters)

@@ -82,12 +82,21 @@ local function retires_at(offer, now)
   return math.max(now + offer.rules.retire_after_ms, offer.rules.valid_until or 0)
 end
 
+-- When the sweeper sees to a closed offer: at once to send home who waits, else to retire it.
+local function due_when_closed(offer, now)
+  return (offer.queue_length or 0) > 0 and now or retires_at(offer, now)
+end
+
+local function end_offer(offer, reason, now)
+  offer.closed, offer.paused, offer.reason = true, false, reason
+  offer.amount_left, offer.units_left = 0, 0
+  offer.due = due_when_closed(offer, now)
+end
+
 -- Ends an offer: what is left goes back to the issuer, the seed is revealed. `digest` is nil when no command asked for it.
 local function close_offer(call, offer, reason, command, digest, operator)
   local amount, left = offer.amount_left, offer.units_left
-  offer.closed, offer.paused, offer.reason = true, false, reason
-  offer.amount_left, offer.units_left = 0, 0
-  offer.due = (offer.queue_length or 0) > 0 and call.now or retires_at(offer, call.now)
+  end_offer(offer, reason, call.now)
   call.lines[#call.lines + 1] = event_head(call, offer, 'offer.closed', command)
     .. ',"reason":"' .. reason .. '","asset":"' .. offer.asset .. '","amount":' .. amount
     .. ',"left":' .. left .. ',"refund_to":"' .. returns_to(offer) .. '"'
@@ -154,7 +163,54 @@ local function write_offer(call, offer)
   if offer.due then redis.call('ZADD', KEYS[6], string.format('%.0f', offer.due), offer.name) end
   if offer.closed then
     redis.call('HSET', key, 'reason', offer.reason)
-    redis.call('UNLINK', KEYS[base + PARTS], KEYS[base + CODES])
+    -- Who holds units when it closes may still pay, and gets the codes then.
+    redis.call('UNLINK', KEYS[base + PARTS])
+    if offer.held == 0 then redis.call('UNLINK', KEYS[base + CODES]) end
+  end
+end
+
+-- Writes a new offer, and its parts where they are drawn ahead; what a campaign remembers of it is the caller's.
+local function create_offer(name, o, campaign, terms, opens_at, closes_at, parts)
+  local base = SHARD_KEYS + OFFER_KEYS * (o - 1)
+  local key = KEYS[base + STATE]
+  redis.call('HSET', key, 'state', 'open', 'paused', '0', 'kind', terms.kind, 'issuer', terms.issuer,
+    'asset', terms.asset, 'total', string.format('%.0f', terms.total), 'parts', string.format('%.0f', terms.units),
+    'amount_left', string.format('%.0f', terms.total), 'units_left', string.format('%.0f', terms.units), 'places', '0',
+    'offer_seq', '1', 'opens_at', string.format('%.0f', opens_at), 'closes_at', string.format('%.0f', closes_at),
+    'rules', cmsgpack.pack(terms.rules))
+  if terms.seed then
+    redis.call('HSET', key, 'law', terms.law, 'min', string.format('%.0f', terms.min), 'max', string.format('%.0f', terms.max),
+      'draw', terms.draw, 'seed', terms.seed)
+  else
+    redis.call('HSET', key, 'held', '0', 'queued', '0')
+  end
+  if parts ~= '' then redis.call('SET', KEYS[base + PARTS], parts) end
+  redis.call('ZADD', KEYS[6], string.format('%.0f', closes_at), name)
+  redis.call('SADD', KEYS[7], name)
+  redis.call('HINCRBY', KEYS[9], campaign.name, 1)
+end
+
+-- What an amendment makes of the terms; the units have moved already.
+local function change_terms(offer, changes)
+  offer.total = changes.total or offer.total
+  for name, value in pairs(changes) do
+    if name ~= 'total' and name ~= 'opens_at' and name ~= 'closes_at' and name ~= 'title' then offer.rules[name] = value end
+  end
+  offer.opens_at = changes.opens_at or offer.opens_at
+  if changes.closes_at then offer.closes_at, offer.due = changes.closes_at, changes.closes_at end
+  offer.amended = true
+end
+
+-- Takes an offer out of Redis; with its last offer goes what the campaign remembers.
+local function remove_offer(offer)
+  redis.call('SADD', KEYS[10], offer.name)
+  redis.call('SREM', KEYS[7], offer.name)
+  redis.call('ZREM', KEYS[6], offer.name)
+  for key = 1, OFFER_KEYS do redis.call('UNLINK', KEYS[offer.base + key]) end
+  local campaign = offer.campaign
+  if redis.call('HINCRBY', KEYS[9], campaign.name, -1) == 0 then
+    redis.call('HDEL', KEYS[9], campaign.name)
+    redis.call('UNLINK', campaign.answers_key, campaign.payments_key, campaign.counters.key)
   end
 end
 

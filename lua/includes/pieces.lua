@@ -58,7 +58,7 @@ local function hand_out(offer, grab, quantity)
   local i = math.max(from + #codes - redis.call('LLEN', key), 0)
   while #codes < quantity do
     i = i + 1
-    codes[#codes + 1] = offer.codes_back[i]
+    codes[#codes + 1] = offer.codes_back[i] or error('offer ' .. offer.name .. ' has fewer codes than units')
   end
   put(offer, 'codes_taken', from + quantity)
   for _, code in ipairs(codes) do grab.codes[#grab.codes + 1] = code end
@@ -102,14 +102,30 @@ local function take_from_queue(offer, name)
   offer.queue_length = offer.queue_length - 1
 end
 
--- Somebody waits no more; the limits are given back.
-local function leave_queue(call, offer, name, grab, command, digest)
+local function wait_no_more(offer, name, grab, now)
   take_from_queue(offer, name)
   give_back(offer, grab, grab.quantity)
   grab.status = RELEASED
+  if offer.closed then offer.due = due_when_closed(offer, now) end
+  touch_grab(offer, name)
+end
+
+-- Somebody waits no more; the limits are given back.
+local function leave_queue(call, offer, name, grab, command, digest)
+  wait_no_more(offer, name, grab, call.now)
   call.lines[#call.lines + 1] = event_head(call, offer, 'grab.released', command) .. grab_text(offer, name, grab, 0, 0)
     .. ',"reason":"left_queue","to":"' .. returns_to(offer) .. (digest and '","digest":"' .. digest or '') .. '"}'
   grab.ended_seq, grab.ended_at = call.seq, call.now
+end
+
+-- Who waited gets units, as a hold.
+local function serve_one(offer, name, grab, quantity, now)
+  take_from_queue(offer, name)
+  give_back(offer, grab, grab.quantity - quantity)
+  offer.places = offer.places + 1
+  grab.place, grab.quantity, grab.price, grab.status = offer.places, quantity, offer.rules.price or 0, ACTIVE
+  move_units(offer, -quantity)
+  begin_hold(offer, grab, quantity, now)
   touch_grab(offer, name)
 end
 
@@ -126,14 +142,8 @@ local function serve(call, offer, command)
       return
     end
     served = served + 1
-    take_from_queue(offer, name)
     local asked, quantity = grab.quantity, math.min(grab.quantity, offer.units_left)
-    give_back(offer, grab, asked - quantity)
-    offer.places = offer.places + 1
-    grab.place, grab.quantity, grab.price, grab.status = offer.places, quantity, offer.rules.price or 0, ACTIVE
-    move_units(offer, -quantity)
-    begin_hold(offer, grab, quantity, call.now)
-    touch_grab(offer, name)
+    serve_one(offer, name, grab, quantity, call.now)
     call.lines[#call.lines + 1] = event_head(call, offer, 'grab.held', command) .. grab_text(offer, name, grab, quantity, quantity)
       .. (asked ~= quantity and ',"asked":' .. asked or '') .. hold_text(offer, grab) .. ',"waited":true}'
   end
@@ -144,17 +154,23 @@ local function take_back(offer, quantity)
   if not offer.closed then move_units(offer, quantity) end
 end
 
--- Ends what is held of a grab; returns the event's seq.
-local function give_up(call, offer, name, grab, status, reason, command, digest)
+-- A grab holds nothing more.
+local function end_hold(offer, name, grab, status)
   local quantity = grab.held
   grab.held, grab.status = 0, status
   offer.held = offer.held - quantity
   give_back(offer, grab, quantity)
   take_back(offer, quantity)
+  touch_grab(offer, name)
+  return quantity
+end
+
+-- Ends what is held of a grab; returns the event's seq.
+local function give_up(call, offer, name, grab, status, reason, command, digest)
+  local quantity = end_hold(offer, name, grab, status)
   call.lines[#call.lines + 1] = event_head(call, offer, 'grab.released', command) .. grab_text(offer, name, grab, quantity, quantity)
     .. ',"reason":"' .. reason .. '","to":"' .. returns_to(offer) .. '"' .. (digest and ',"digest":"' .. digest .. '"}' or '}')
   grab.ended_seq, grab.ended_at = call.seq, call.now
-  touch_grab(offer, name)
   local seq = call.seq
   serve(call, offer, command)
   return seq
@@ -165,4 +181,70 @@ local function lapse(call, offer, name, grab)
   if grab.held == 0 or call.now < grab.deadline + grab.grace then return end
   grab.lapsed = grab.held
   give_up(call, offer, name, grab, EXPIRED, 'expired', 'sweep')
+end
+
+-- Held units, or units that had lapsed and were taken anew, are the user's for good.
+local function keep_units(offer, grab, quantity)
+  if grab.held == 0 then
+    grab.lapsed = grab.lapsed - quantity
+  else
+    grab.held = grab.held - quantity
+    offer.held = offer.held - quantity
+  end
+  grab.taken = grab.taken + quantity
+end
+
+-- Units that had lapsed leave the offer once more, and count in the windows of now.
+local function take_anew(offer, grab, counted, quantity)
+  move_units(offer, -quantity)
+  grab.counted[#grab.counted + 1] = {quantity, counted}
+  count(offer, counted, quantity)
+end
+
+-- What became of a payment.
+local function keep_payment(call, campaign, payment, offer, grab, code, quantity)
+  campaign.payments[payment] = {offer.name, grab, code, call.seq, call.now, quantity}
+  campaign.payments_changed[payment] = true
+end
+
+-- Takes units off the payments they were paid by, the first first; returns a list of {payment, units}.
+local function unpay(grab, quantity)
+  local refunds, paid = {}, grab.payments
+  while quantity > 0 and #paid > 0 do
+    local back = math.min(paid[1][2], quantity)
+    quantity = quantity - back
+    refunds[#refunds + 1] = {paid[1][1], back}
+    paid[1][2] = paid[1][2] - back
+    if paid[1][2] == 0 then table.remove(paid, 1) end
+  end
+  return refunds
+end
+
+-- Units that were the user's come back, with their codes, and to the limits where they are restored.
+local function hand_back(offer, name, grab, quantity, restored)
+  grab.taken = grab.taken - quantity
+  if #grab.codes > 0 then
+    for i = #grab.codes - quantity + 1, #grab.codes do
+      if not offer.closed then offer.codes_back[#offer.codes_back + 1] = grab.codes[i] end
+    end
+    for _ = 1, quantity do table.remove(grab.codes) end
+  end
+  if restored then give_back(offer, grab, quantity) end
+  take_back(offer, quantity)
+  touch_grab(offer, name)
+end
+
+-- The place of an order among those of a grab, or nil.
+local function order_at(grab, name)
+  for i, order in ipairs(grab.orders) do
+    if order[1] == name then return i end
+  end
+end
+
+-- Units of a grab were used for an order, or (quantity 0) are no more.
+local function keep_order(call, offer, name, grab, order, quantity)
+  local at = order_at(grab, order)
+  if at then table.remove(grab.orders, at) end
+  grab.orders[#grab.orders + 1] = {order, quantity, call.seq, call.now}
+  touch_grab(offer, name)
 end

@@ -77,3 +77,16 @@ local function unpack_grab(record)
   for i = 1, #GRAB_FIELDS do grab[GRAB_FIELDS[i]] = values[i] end
   return grab
 end
+
+-- Deletes the answers about an offer among those of its campaign, a step; returns the cursor of the next one, '0' at the end.
+local function forget_answers(answers_key, offer, cursor, fields_a_step)
+  local found = redis.call('HSCAN', answers_key, cursor, 'COUNT', fields_a_step)
+  local gone = {}
+  for i = 1, #found[2], 2 do
+    local record = found[2][i + 1]
+    local name = unpack_row(record) or string.sub(record, ANSWER_BYTES + 1)
+    if name == offer then gone[#gone + 1] = found[2][i] end
+  end
+  if #gone > 0 then redis.call('HDEL', answers_key, unpack(gone)) end
+  return found[1]
+end

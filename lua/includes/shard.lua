@@ -1,6 +1,10 @@
 -- The shard's own state: its clock, its life, and the refusals that concern a whole call.
 -- Needs KEYS[1], the shard hash.
 
+-- The form of keys and records that these scripts read and write. A shard of an older one is rebuilt from the journal, one of a newer
+-- one is left alone.
+local LAYOUT = 1
+
 -- A server's life is its run id and its replication id: the first changes at a restart, the second at every promotion.
 local function life_of_server()
   local run_id = string.match(redis.call('INFO', 'server'), 'run_id:(%w+)')

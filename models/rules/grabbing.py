@@ -12,7 +12,7 @@ from models.events import AnyEvent, GrabGranted, GrabHeld, GrabQueued, GrabRelea
 from models.offers import EnvelopeTerms
 from models.outcomes import Outcome
 from models.rules import limits
-from models.rules.state import Batch, Decided, Drawn, Offer, Part, ShardState, Status, Taken, answered, head_of, refused
+from models.rules.state import Batch, Decided, Drawn, Offer, Part, ShardState, Status, Taken, answered, due_when_closed, head_of, refused
 from models.splitting import next_part
 
 SERVED_AT_ONCE_MAX = 100
@@ -284,6 +284,8 @@ def leave_queue(state: ShardState, offer: Offer, name: str, command: str, digest
     offer.queue.remove(name)
     limits.give_back(state, offer, grab, grab.quantity)
     grab.status = Status.released
+    if offer.closed_reason:
+        offer.due = due_when_closed(offer, now)
     event = GrabReleased(
         **head_of(state, offer, command, now), **about(offer, name, grab, 0), reason="left_queue", to=offer.returns_to, digest=digest
     )

@@ -24,7 +24,7 @@ from models.money import AMOUNT_MAX
 from models.offers import ENVELOPE_CHANGES, ENVELOPE_LIFE_MS, TIME_MS_MAX, Changes, EnvelopeTerms, Terms, asset_of, published, units_of
 from models.outcomes import Outcome
 from models.rules.grabbing import SERVED_AT_ONCE_MAX, leave_queue, serve
-from models.rules.state import Decided, Drawn, Offer, Remembered, ShardState, answered, head_of, refused
+from models.rules.state import Decided, Drawn, Offer, Remembered, ShardState, answered, due_when_closed, head_of, refused
 from models.splitting import check_split, split_ahead
 from models.transfers import source_of
 
@@ -118,8 +118,10 @@ def close_offer(
     head = head_of(state, offer, command, now)
     amount, left = offer.amount_left, offer.units_left
     offer.closed_reason, offer.paused, offer.amount_left, offer.units_left = reason, False, 0, 0
-    offer.parts, offer.codes = [], []
-    offer.due = now if offer.queue else _retires_at(offer, now)
+    offer.parts = []
+    if not offer.held:
+        offer.codes = []
+    offer.due = due_when_closed(offer, now)
     return OfferClosed(
         **head, reason=reason, asset=offer.asset, amount=amount, left=left, refund_to=offer.returns_to, seed=offer.seed,
         operator=operator, digest=digest,
@@ -248,7 +250,6 @@ def fall_due(state: ShardState, offer: Offer, now: int) -> list[AnyEvent]:
         return serve(state, offer, "sweep", now)
     if offer.queue:
         events: list[AnyEvent] = [leave_queue(state, offer, name, "sweep", None, now) for name in offer.queue[:SERVED_AT_ONCE_MAX]]
-        offer.due = now if offer.queue else _retires_at(offer, now)
         return events
     if offer.held:
         offer.due = now + RETIRE_AGAIN_MS
@@ -256,11 +257,6 @@ def fall_due(state: ShardState, offer: Offer, now: int) -> list[AnyEvent]:
     event = OfferRetired(**head_of(state, offer, "sweep", now))
     _forget(state, offer)
     return [event]
-
-
-def _retires_at(offer: Offer, now: int) -> int:
-    """When a closed offer leaves Redis: not before its units can no longer be redeemed."""
-    return max(now + offer.terms.retire_after_ms, getattr(offer.terms, "valid_until", None) or 0)
 
 
 def _forget(state: ShardState, offer: Offer) -> None:

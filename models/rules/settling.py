@@ -46,6 +46,7 @@ def _give_up(
     grab = offer.grabs[name]
     quantity, grab.held, grab.status = grab.held, 0, status
     offer.held -= quantity
+    _drop_codes(offer)
     limits.give_back(state, offer, grab, quantity)
     to = _take_back(offer, quantity)
     event = GrabReleased(**head_of(state, offer, command, now), **about(offer, name, grab, quantity), reason=reason, to=to, digest=digest)
@@ -59,6 +60,12 @@ def _take_back(offer: Offer, quantity: int) -> str:
         offer.units_left += quantity
         offer.amount_left += quantity
     return offer.returns_to
+
+
+def _drop_codes(offer: Offer) -> None:
+    """Codes of a closed offer are there for those who may still pay."""
+    if offer.closed_reason and not offer.held:
+        offer.codes = []
 
 
 def _said(command: Settle, offer: Offer, grab: Taken, quantity: int) -> dict[str, Any]:
@@ -128,6 +135,7 @@ def _confirmed(state: ShardState, command: Confirm, offer: Offer, grab: Taken, q
         offer.held -= quantity
     grab.taken += quantity
     codes = hand_out(offer, grab, quantity)
+    _drop_codes(offer)
     event = GrabConfirmed(
         **head_of(state, offer, command.id, now), **about(offer, command.grab, grab, quantity), held=grab.held,
         payment=command.payment, paid=command.paid, currency=command.currency if command.paid else None, issuer=offer.terms.issuer,

@@ -232,3 +232,10 @@ def answered(state: ShardState, command: Command, outcome: Outcome, now: int, **
 def as_remembered(answer: Answer) -> Answer:
     """Of a refusal without an event only outcome and time are kept; a part or an opening time is looked up again."""
     return Answer(answer.id, answer.outcome, answer.code, answer.offer, shard=answer.shard, at=answer.at)
+
+
+def due_when_closed(offer: Offer, now: int) -> int:
+    """When a closed offer is seen to: at once to send home who waits, else to retire it, not before its units can no longer be redeemed."""
+    if offer.queue:
+        return now
+    return max(now + offer.terms.retire_after_ms, getattr(offer.terms, "valid_until", None) or 0)

@@ -13,8 +13,9 @@ from psycopg.rows import dict_row
 from redis.exceptions import RedisError
 
 from lua.keys import SHARD_FIELDS
-from ops.connections import information, key_space, open_redis
+from ops.connections import key_space, open_redis
 from ops.output import console, json_option, print_json, table
+from ops.redis_cluster import information
 from ops.settings import Settings, load_settings
 from projections.migrate import use_schema
 

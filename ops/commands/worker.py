@@ -13,7 +13,7 @@ import psycopg
 import uvloop
 
 from ops.commands.init import check_shards
-from ops.connections import open_redis, require_core, sealer, ticket_keys, worker_settings
+from ops.connections import open_redis, report_recovery, require_core, sealer, snapshots, ticket_keys, worker_settings
 from ops.settings import Settings, load_settings
 from projections.demand import record
 from projections.migrate import PROJECTIONS as READ_MODELS
@@ -49,7 +49,8 @@ async def _run(settings: Settings, chosen: Sequence[str]) -> None:
         await require_core(redis)
         roles = roles_of(
             worker_settings(settings), chosen, redis, sealer(settings), ticket_keys(settings), functools.partial(_record_demand, settings),
-            {"project": _faust(settings, READ_MODELS), "publish": _faust(settings, ("events",))}, _step(settings),
+            {"project": _faust(settings, READ_MODELS), "publish": _faust(settings, ("events",))}, _step(settings), snapshots(settings),
+            functools.partial(report_recovery, settings),
         )  # fmt: skip
         log.info("playing %s", ", ".join(chosen))
         await run_worker(roles, stop)

@@ -36,7 +36,8 @@ PASSES = (1, 1_000, 30_000, 61_000, DAY_MS // 3)
 class Shop:
     """Gives the next command, or how much time passes; the offers it is told of are those that are there now."""
 
-    def __init__(self, seed: int, now: int, names: tuple[str, ...] = ("m:a", "m:b", "s", "t")) -> None:
+    def __init__(self, seed: int, now: int, names: tuple[str, ...] = ("m:a", "m:b", "s", "t"), total: int = 40) -> None:
+        self.total = total
         self.random = random.Random(seed)
         self.names = list(names)
         self.commands = 0
@@ -55,12 +56,12 @@ class Shop:
         held: dict[str, Any] = {"hold_ms": 60_000, "extensions": 2, "price": 7, "currency": "CNY", "waiting_list": True}
         late: dict[str, Any] = ({}, {"late": "retake"}, {"late": "grace", "grace_ms": 5_000}, {})[place]
         terms = kind(
-            issuer="shop", total=40, limits=LIMITS, max_per_grab=3, timezone="Europe/Berlin", return_restores=place != 2,
+            issuer="shop", total=self.total, limits=LIMITS, max_per_grab=3, timezone="Europe/Berlin", return_restores=place != 2,
             opens_at=self.now + 10, take="up_to" if place == 1 else "all", retire_after_ms=DAY_MS, **((held if place < 3 else {}) | late),
         )  # fmt: skip
         commands = [self.command(Open, offer, terms=terms)]
         if place == 0 and codes:
-            items = tuple(f"sealed:{number}" for number in range(40))
+            items = tuple(f"sealed:{number}" for number in range(self.total))
             commands.append(self.command(Load, offer, what="codes", chunk=1, chunks=1, items=items, operator="olga"))
         return commands
 
@@ -83,7 +84,7 @@ class Shop:
         grab = draw.choice((list(offer.grabs) if offer else [])[-30:] or ["none"])
         taken = offer.grabs.get(grab) if offer else None
         if kind == "confirm":
-            units = draw.choice((None, None, 1))
+            units = draw.choice((None, None, None, 1, 1, 9))
             due = (taken.price * (units or taken.held or taken.lapsed)) if taken else 7
             paid = draw.choice((due, due, due, due, 5))
             money = {"payment": f"p-{name[:1]}-{draw.randrange(100_000)}", "currency": "CNY"} if paid else {}
@@ -99,7 +100,7 @@ class Shop:
         make, rest = self.random.choice(
             [
                 (Pause, {}), (Resume, {}), (Resume, {}), (Resume, {}),
-                (Amend, {"changes": Changes(total=self.random.randint(30, 60)), "operator": "olga"}),
+                (Amend, {"changes": Changes(total=self.random.randint(self.total * 3 // 4, self.total * 3 // 2)), "operator": "olga"}),
                 (Amend, {"changes": Changes(title='new \\ "title"', price=9)}),
                 (Adjust, {"transfers": (Entry("CNY", "issuer:shop", "wallet:u1", 5),), "reason": "too late", "approved_by": "boss"}),
             ]

@@ -14,15 +14,17 @@ from models.calendar import DAY_MS
 from ops.settings import Settings
 from tests.lua.conftest import NOW
 from tests.lua.shop import Shop
-from tests.lua.twins import Twins
+from tests.lua.twins import SHARDS, Twins
 
 STEPS = 3_000
 #: Steps between two replacements of an offer by its successor.
 GENERATION_STEPS = 150
+#: Steps between two comparisons of Redis with what a recovery makes of the events so far.
+RECOVERY_STEPS = 190
 
 
-async def _run(settings: Settings, seed: int) -> Twins:
-    twins, shop = Twins(), Shop(seed, NOW)
+async def _run(settings: Settings, seed: int, total: int = 40) -> Twins:
+    twins, shop = Twins(), Shop(seed, NOW, total=total)
     client = redis.asyncio.Redis.from_url(settings.redis_url)
     await twins.begin_twins(client, f"long{secrets.token_hex(5)}", GateLimits(batch_commands_max=shop.random.choice((1, 3, 512))))
     try:
@@ -38,6 +40,9 @@ async def _run(settings: Settings, seed: int) -> Twins:
             if step % GENERATION_STEPS == GENERATION_STEPS - 1:
                 await twins.decide_both(shop.replace(shop.random.randrange(len(shop.names))))
                 await _pass(twins, shop, 10)
+            if step % RECOVERY_STEPS == RECOVERY_STEPS - 1:
+                for number in range(SHARDS):
+                    await twins.compare_recovered(number)
             twins.check_conservation()
     except BaseException as error:
         error.add_note(f"GRAB_TEST_SEED={seed} repeats it")
@@ -61,6 +66,13 @@ def _count(twins: Twins, *words: str) -> int:
 
 async def test_a_fresh_history(servers: Settings) -> None:
     await _run(servers, int(os.environ.get("GRAB_TEST_SEED") or secrets.randbelow(10**9)))
+
+
+async def test_a_history_of_people_who_wait(servers: Settings) -> None:
+    """So few units that what one gives back goes to the next, by the same command."""
+    twins = await _run(servers, 2, total=8)
+    assert _count(twins, "grab.held", '"waited":true') - _count(twins, "grab.held", '"waited":true', '"command":"sweep"') > 5
+    assert _count(twins, "payment.refund_due", "not_enough_left") > 5
 
 
 async def test_a_history_of_all_that_is_rare(servers: Settings) -> None:

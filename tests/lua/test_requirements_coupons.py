@@ -723,3 +723,14 @@ async def test_a_repeat_says_what_it_said(scene: Scene) -> None:
     scene.now += 3 * DAY
     assert await scene.all([command]) == [msgspec.structs.replace(first, repeated=True)]
     assert lefts(await scene.grab("ann")) == {"user/day": 4}
+
+
+async def test_who_holds_units_when_the_offer_closes_still_gets_codes(scene: Scene) -> None:
+    await scene.open(coupon(3, opens_at=NOW + 1, hold_ms=HOUR))
+    await scene.do(Load, what="codes", chunk=1, chunks=1, items=("k1", "k2", "k3"))
+    scene.now = NOW + 1
+    first, second = await scene.grab("ann"), await scene.grab("bob")
+    await scene.do(Close)
+    assert (await scene.do(Confirm, grab=first.grab)).coupon_code == "k1"
+    await scene.do(Release, grab=second.grab)
+    assert await scene.client.exists(scene.keys.shard(scene.keys.shard_of_offer("o")).of_offer("o")[4]) == 0

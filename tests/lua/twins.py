@@ -3,6 +3,7 @@
 After every step the answers and the events, byte for byte; at the end everything Redis has, and the books, from the lines alone.
 """
 
+import random
 import struct
 from typing import Any
 
@@ -20,6 +21,7 @@ from streams.sweeper import Sweeper
 from tests.lua.books import check_books
 from tests.lua.conftest import NOW, SEALER, event_lines, take_over
 from tests.lua.histories import TICKETS
+from tests.lua.recovered import contents, differences, fold
 
 SHARDS = 2
 
@@ -31,6 +33,7 @@ class Twins:
         self.client = client
         self.keys = KeySpace(prefix, SHARDS)
         self.now = [NOW]
+        self.folds = 0
         self.states = [ShardState(number) for number in range(SHARDS)]
         self.lines: list[list[bytes]] = [[] for _ in range(SHARDS)]
         self.first_answers: dict[tuple[str, str], tuple[AnyCommand, Answer]] = {}
@@ -135,11 +138,20 @@ class Twins:
         for number, state in enumerate(self.states):
             await self._compare_state(number, state)
             check_books(self.lines[number])
+            await self.compare_recovered(number)
         names = [key async for key in self.client.scan_iter(match=f"{self.keys.prefix}:*", count=1_000)]
         if names:
             await self.client.unlink(*names)
         await self.gate.close()
         await self.client.aclose()
+
+    async def compare_recovered(self, number: int) -> None:
+        """Of an empty Redis the events make the same state, wherever the recovery is broken off."""
+        cut = random.Random(len(self.lines[number]))
+        self.folds += 1
+        keys = KeySpace(f"{self.keys.prefix}-fold{self.folds}", SHARDS).shard(number)
+        await fold(self.client, keys, self.lines[number], SEALER, SHARDS, cut)
+        assert differences(await contents(self.client, self.keys.shard(number)), await contents(self.client, keys)) == []
 
     async def _compare_state(self, number: int, state: ShardState) -> None:
         of_shard = self.keys.shard(number)

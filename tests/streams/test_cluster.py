@@ -14,7 +14,8 @@ from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
 from click.testing import CliRunner
 
 from ops import cli
-from ops.connections import information, key_space, open_redis, require_core
+from ops.connections import key_space, open_redis, require_core
+from ops.redis_cluster import information
 from ops.services import ClusterServices, free_ports
 from ops.services.cluster import ports_from
 from ops.settings import BadSettings, Settings, child_environment, cluster_address, load_settings

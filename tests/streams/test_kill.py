@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from lua.gate import run_script
 from ops.connections import key_space, open_redis
 from ops.services import LocalServices
 from ops.settings import Settings
@@ -123,34 +122,3 @@ async def test_a_server(private: Settings, private_services: LocalServices, work
         await crowd.adds_up()
     assert deciding.stop() == 0
     assert projecting.stop() == 0
-
-
-async def test_a_redis_behind_the_journal_decides_nothing(
-    private: Settings, private_services: LocalServices, worker: Callable[..., Any]
-) -> None:
-    """Emptied, it is behind: every shard that had events stays fenced, and says why."""
-    one = worker(private, "decide,relay,sweep")
-    async with traffic(private, 400) as crowd:
-        await crowd.begin()
-        await crowd.until_answered(1.0)
-        shard = key_space(private).shard(key_space(private).shard_of_offer(crowd.rehearsal._chosen[0].offer))
-        redis = open_redis(private)
-        try:
-            await redis.flushall()
-
-            async def fenced() -> bool:
-                fault = await redis.hget(shard.state, "fault")
-                return fault is not None and b"behind the journal" in fault
-
-            await until(fenced, 30, "the fence")
-            same_shard = (grab for grab in crowd.rehearsal._by_door["gate"] if key_space(private).shard_of_offer(grab.offer) == shard.shard)
-            [answer] = await crowd.rehearsal._gate.decide([next(same_shard)], "decided")
-            assert answer.outcome == "fenced"
-            assert "behind the journal" in (answer.message or "")
-            # Not even its owner can talk it into deciding without the truth.
-            fields = [value.decode() for value in await redis.hmget(shard.state, ["term", "owner"])]
-            with pytest.raises(Exception, match="LOST"):
-                await run_script(redis, "reconcile", [shard.state], [*fields, "no life", "0", 8])
-        finally:
-            await redis.aclose()
-    assert one.process.poll() is None

@@ -1,0 +1,279 @@
+#!lua flags=allow-oom
+-- Events of the journal, applied to a shard that is being recovered: it becomes what it would be if they had been decided here.
+--
+-- Command: none; the shard's owner calls it while the shard is fenced (DESIGN 4.9).
+-- KEYS[1] shard hash · KEYS[2] outbox stream · KEYS[3] refusals hash · KEYS[4] refusal_order list · KEYS[5] demand hash
+-- KEYS[6] due zset · KEYS[7] offers set · KEYS[8] holds zset · KEYS[9] campaigns hash · KEYS[10] retired set
+-- KEYS[11 …] eight keys for each offer, then three for each campaign, see includes/offers.lua
+-- ARGV[1] term · ARGV[2] owner · ARGV[3] life · ARGV[4] seq before the events, or '' when they are only those of some offers
+-- ARGV[5] seq behind them, or '' when the shard is not complete with them · ARGV[6] time there, ms
+-- ARGV[7] msgpack: {offers, campaign of each (from 1), campaigns, events, offer of each event (from 1), offers retired before}; an event
+--         is a map of its fields. offer.opened has `row` instead of terms, as `open` gets them; offer.amended `changes` as `amend` does
+-- ARGV[7 + i] parts of the i-th event that opens an offer, 6 bytes each, or '' when there are none
+-- Outcomes: none, nothing is decided
+-- Events: none, it applies what is journaled
+-- Returns the number of events applied, or the error LOST when another took the shard over, or HOLE when events are missing before these.
+--- @include "shard"
+--- @include "undo"
+--- @include "records"
+--- @include "splitting"
+--- @include "calendar"
+--- @include "decide"
+--- @include "repeats"
+--- @include "limits"
+--- @include "offers"
+--- @include "pieces"
+--- @include "envelope"
+
+if not is_owner(KEYS[1], ARGV[1], ARGV[2], ARGV[3]) then return redis.error_reply('LOST the shard has another owner, term or life') end
+local shard = redis.call('HMGET', KEYS[1], 'life', 'seq', 'partial')
+if shard[1] then return redis.error_reply('LOST the shard is not fenced') end
+if ARGV[4] ~= '' and (shard[3] or (shard[2] or '0') ~= ARGV[4]) then return redis.error_reply('LOST the shard has moved on') end
+
+local names, campaign_of, campaign_names, events, offer_of, retired = unpack(cmsgpack.unpack(ARGV[7]))
+local offers, campaigns = load_offers(names, campaign_of, campaign_names)
+local call = {seq = 0, now = 0, lines = {}, refused_ids = {}, refused_fields = {}, demand = {}}
+local APPLY = {}
+
+-- The answer that the command of an event got, kept under its id.
+local function keep_answer(offer, event, row)
+  local record = pack_row(offer.name, row, event.digest)
+  local campaign = offer.campaign
+  campaign.answers[event.command] = record
+  campaign.made[#campaign.made + 1] = event.command
+  campaign.made[#campaign.made + 1] = record
+end
+
+local function steered(code)
+  return function(offer, event)
+    offer.paused = code == CODE.paused
+    keep_answer(offer, event, {code, event.seq, event.at, 0, 0, 0, offer.units_left})
+  end
+end
+
+-- What a command about a grab is told.
+local function settled(offer, event, grab, code, more)
+  local quantity = event.quantity
+  local row = {code, event.seq, event.at, quantity, quantity, grab.place, offer.units_left}
+  if more then row[8], row[9], row[10] = 0, 0, more end
+  keep_answer(offer, event, row)
+end
+
+-- -- offers ----------------------------------------------------------------------------------------------------------
+
+APPLY['offer.loaded'] = function(offer, event)
+  local list = offer.loads[event.what]
+  offer.seen_new[event.what .. '/' .. event.chunk] = true
+  if event.what == 'codes' then
+    for _, code in ipairs(event.items) do offer.codes_back[#offer.codes_back + 1] = code end
+  else
+    offer.audience_new = offer.audience_new or {}
+    for _, user in ipairs(event.items) do offer.audience_new[user] = true end
+  end
+  offer.loads[event.what] = {chunks = event.chunks, loaded = (list and list.loaded or 0) + 1, count = event.count}
+  offer.loads_changed = true
+  keep_answer(offer, event, {CODE.loaded, event.seq, event.at, 0, event.count, 0, offer.units_left})
+end
+
+APPLY['offer.amended'] = function(offer, event)
+  move_units(offer, (event.added or 0) - (event.removed or 0))
+  change_terms(offer, event.changes)
+  keep_answer(offer, event, {CODE.amended, event.seq, event.at, 0, 0, 0, offer.units_left})
+end
+
+APPLY['offer.paused'] = steered(CODE.paused)
+APPLY['offer.resumed'] = steered(CODE.resumed)
+
+APPLY['offer.closed'] = function(offer, event)
+  end_offer(offer, event.reason, event.at)
+  if event.digest then keep_answer(offer, event, {CODE.closed, event.seq, event.at, event.amount, 0, 0, event.left}) end
+end
+
+APPLY['ledger.adjusted'] = function(offer, event)
+  keep_answer(offer, event, {CODE.adjusted, event.seq, event.at, 0, 0, 0, offer.units_left})
+end
+
+-- -- grabs -----------------------------------------------------------------------------------------------------------
+
+local function take_part(offer, event)
+  offer.places, offer.units_left, offer.amount_left = event.place, event.left, offer.amount_left - event.amount
+  keep_part(call, offer, event.command, event.user, event.digest, event.amount)
+end
+
+-- The codes of a grab leave the list in the order they stand in it.
+local function take_codes(offer, grab, codes)
+  offer.codes_taken = offer.codes_taken + #codes
+  for _, code in ipairs(codes) do grab.codes[#grab.codes + 1] = code end
+end
+
+-- A grab as it was made; returns it and what its answer says of the limits.
+local function make_grab(offer, event)
+  local under = counted_under(offer, event.user, event.attributes, event.at)
+  count(offer, under, event.quantity)
+  local grab = new_grab(event.user, event.quantity, under)
+  grab.place = event.place
+  offer.grabs[event.grab] = grab
+  if event.ticket then offer.seen_new['ticket/' .. event.ticket] = true end
+  touch_grab(offer, event.grab)
+  return grab, #under > 0 and {limits = limit_states(offer, under, event.at)} or {}
+end
+
+local function take_units(offer, grab, event)
+  offer.places, grab.price = event.place, offer.rules.price or 0
+  move_units(offer, -event.quantity)
+end
+
+APPLY['grab.granted'] = function(offer, event)
+  if not offer.pieces then return take_part(offer, event) end
+  local grab, said = make_grab(offer, event)
+  take_units(offer, grab, event)
+  grab.taken = event.quantity
+  local codes = event.codes or {}
+  take_codes(offer, grab, codes)
+  settled(offer, event, grab, CODE.granted, coupon_row(offer, grab, codes, said))
+end
+
+-- Who waited is served: the answer to the command that brought the units back says what was left afterwards.
+local function serve_again(offer, event)
+  local grab = grab_of(offer, event.grab)
+  serve_one(offer, event.grab, grab, event.quantity, event.at)
+  local campaign = offer.campaign
+  local record = campaign.answers[event.command] or redis.call('HGET', campaign.answers_key, event.command)
+  local name, row = nil, nil
+  if record then name, row = unpack_row(record) end
+  if name == offer.name and row[3] == event.at and row[2] < event.seq then
+    row[7] = offer.units_left
+    keep_answer(offer, {command = event.command, digest = string.sub(record, ANSWER_BYTES - 7, ANSWER_BYTES)}, row)
+  end
+end
+
+APPLY['grab.held'] = function(offer, event)
+  if event.waited then return serve_again(offer, event) end
+  local grab, said = make_grab(offer, event)
+  take_units(offer, grab, event)
+  begin_hold(offer, grab, event.quantity, event.at)
+  settled(offer, event, grab, CODE.held, hold_row(offer, grab, said))
+end
+
+APPLY['grab.queued'] = function(offer, event)
+  local grab, said = make_grab(offer, event)
+  grab.status, offer.queued = WAITING, event.place
+  append(offer.queue_new, event.grab)
+  offer.queue_length = offer.queue_length + 1
+  keep_answer(offer, event, {CODE.waiting, event.seq, event.at, 0, event.quantity, grab.place, offer.units_left, 0, 0, said})
+end
+
+APPLY['grab.extended'] = function(offer, event)
+  local grab = grab_of(offer, event.grab)
+  grab.extensions, grab.deadline = grab.extensions + 1, event.deadline_at
+  touch_grab(offer, event.grab)
+  settled(offer, event, grab, CODE.extended, {deadline_at = grab.deadline})
+end
+
+APPLY['grab.confirmed'] = function(offer, event)
+  local grab, quantity, codes = grab_of(offer, event.grab), event.quantity, event.codes or {}
+  if event.retaken then take_anew(offer, grab, windows_of_now(offer, grab.under, event.at), quantity) end
+  keep_units(offer, grab, quantity)
+  take_codes(offer, grab, codes)
+  grab.confirmed_seq, grab.confirmed_at = event.seq, event.at
+  if event.payment then
+    grab.payments[#grab.payments + 1] = {event.payment, quantity}
+    keep_payment(call, offer.campaign, event.payment, offer, event.grab, CODE.confirmed, quantity)
+  end
+  touch_grab(offer, event.grab)
+  settled(offer, event, grab, CODE.confirmed, coupon_row(offer, grab, codes, {}))
+end
+
+APPLY['grab.released'] = function(offer, event)
+  local grab = grab_of(offer, event.grab)
+  if event.reason == 'left_queue' then
+    wait_no_more(offer, event.grab, grab, event.at)
+  else
+    local expired = event.reason == 'expired'
+    if expired then grab.lapsed = grab.held end
+    end_hold(offer, event.grab, grab, expired and EXPIRED or RELEASED)
+  end
+  grab.ended_seq, grab.ended_at = event.seq, event.at
+  if event.digest then settled(offer, event, grab, CODE.released) end
+end
+
+APPLY['grab.returned'] = function(offer, event)
+  local grab = grab_of(offer, event.grab)
+  unpay(grab, event.quantity)
+  hand_back(offer, event.grab, grab, event.quantity, event.restored)
+  settled(offer, event, grab, CODE.returned)
+end
+
+APPLY['grab.redeemed'] = function(offer, event)
+  local grab = grab_of(offer, event.grab)
+  grab.redeemed = grab.redeemed + event.quantity
+  keep_order(call, offer, event.grab, grab, event.order, event.quantity)
+  settled(offer, event, grab, CODE.redeemed)
+end
+
+APPLY['grab.unredeemed'] = function(offer, event)
+  local grab = grab_of(offer, event.grab)
+  grab.redeemed = grab.redeemed - event.quantity
+  keep_order(call, offer, event.grab, grab, event.order, 0)
+  settled(offer, event, grab, CODE.unredeemed)
+end
+
+APPLY['payment.refund_due'] = function(offer, event)
+  local code, more = CODE[event.outcome], {message = 'the payment is to be paid back'}
+  local grab = grab_of(offer, event.grab)
+  if code == CODE.invalid then more.message = 'paid: not what is due; ' .. more.message end
+  if code == CODE.not_enough_left then more.left = grab.held > 0 and grab.held or grab.lapsed end
+  keep_payment(call, offer.campaign, event.payment, offer, event.grab, code, 0)
+  keep_answer(offer, event, {code, event.seq, event.at, 0, 0, 0, 0, 0, 0, more})
+end
+
+-- -- all of them -----------------------------------------------------------------------------------------------------
+
+local opened = 0
+local function open(o, name, event)
+  opened = opened + 1
+  local campaign, row = campaigns[campaign_of[o]], event.row
+  create_offer(name, o, campaign, row, event.opens_at, event.closes_at, ARGV[7 + opened])
+  offers[o] = load_offer(name, o, campaign)
+  keep_answer(offers[o], event, {CODE.opened, event.seq, event.at, row.total, 0, 0, row.units})
+end
+
+-- What was left to the sweeper is left to it again.
+local function leave_to_sweeper(offer)
+  if offer.closed or not offer.pieces or not offer.rules.waiting_list then return end
+  local name = offer.units_left > 0 and offer.queue_length > 0 and next_in_queue(offer)
+  local now = name and (offer.rules.take == 'up_to' or grab_of(offer, name).quantity <= offer.units_left)
+  offer.due = now and call.now or offer.closes_at
+end
+
+-- From the first write to the last the shard is incomplete: should this script fail half-way, it is rebuilt from nothing.
+redis.call('HSET', KEYS[1], 'partial', '1')
+write_in_pieces('SADD', KEYS[10], retired)
+local gone = {}
+for i, event in ipairs(events) do
+  local o = offer_of[i]
+  local name, offer = names[o], offers[o]
+  call.seq, call.now = event.seq, event.at
+  if (offer and offer.offer_seq or 0) + 1 ~= event.offer_seq then
+    return redis.error_reply('HOLE before event ' .. event.offer_seq .. ' of offer ' .. name .. ', at seq ' .. event.seq)
+  end
+  if event.type == 'offer.opened' then
+    open(o, name, event)
+  elseif event.type == 'offer.retired' then
+    gone[#gone + 1] = offer
+    offers[o] = false
+  else
+    offer.offer_seq, offer.changed = event.offer_seq, true
+    APPLY[event.type](offer, event)
+  end
+end
+for _, offer in ipairs(offers) do
+  if offer and offer.changed then leave_to_sweeper(offer) end
+end
+write_all(call, offers, campaigns)
+for _, offer in ipairs(gone) do remove_offer(offer) end
+if ARGV[5] ~= '' then
+  redis.call('HSET', KEYS[1], 'seq', ARGV[5], 'time', ARGV[6])
+  redis.call('HDEL', KEYS[1], 'partial')
+end
+return #events

@@ -1,0 +1,54 @@
+"""Events of the journal as keys and arguments of the script `apply`, which makes of them the state that deciding them made."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from lua.batches import Batch, Table, envelope_row, limit_rows, parts_packed, terms_row
+from lua.keys import ShardKeys
+from lua.sealing import Sealer
+from models.events import AnyEvent, OfferAmended, OfferOpened
+from models.offers import Changes, EnvelopeTerms, Terms
+
+_pack = msgspec.msgpack.Encoder().encode
+_terms = msgspec.json.Decoder(Terms).decode
+_changes = msgspec.json.Decoder(Changes).decode
+
+
+def build(keys: ShardKeys, events: Sequence[AnyEvent], sealer: Sealer, retired: Sequence[str] = ()) -> Batch:
+    """Keys (after the shard's own) and packed arguments; raises CannotOpen when a seed was sealed with a key that is not there."""
+    table = Table([event.offer for event in events])
+    rows: list[Any] = []
+    parts: list[bytes] = []
+    for event in events:
+        if isinstance(event, OfferOpened):
+            row, drawn = _opened(keys.shard, event, sealer)
+            rows.append(row)
+            parts.append(drawn)
+        else:
+            rows.append(_amended(event) if isinstance(event, OfferAmended) else event)
+    columns = (table.offers, table.campaign_of, table.campaigns, rows, table.offer_of, retired)
+    return table.keys(keys), [_pack(columns), *parts]
+
+
+def _opened(shard: int, event: OfferOpened, sealer: Sealer) -> tuple[dict[str, Any], bytes]:
+    terms = _terms(event.terms)
+    row, parts = terms_row(event.offer, terms, event.offsets), b""
+    if isinstance(terms, EnvelopeTerms):
+        seed = sealer.open(shard, event.offer, "seed", event.sealed_seed or "")
+        row |= envelope_row(terms, seed)
+        parts = parts_packed(terms, seed)
+    return _head(event) | {"opens_at": event.opens_at, "closes_at": event.closes_at, "row": row}, parts
+
+
+def _amended(event: OfferAmended) -> dict[str, Any]:
+    changes = _changes(event.changes).fields()
+    if "limits" in changes:
+        changes["limits"] = limit_rows(changes["limits"])
+    return _head(event) | {"added": event.added, "removed": event.removed, "changes": changes}
+
+
+def _head(event: OfferOpened | OfferAmended) -> dict[str, Any]:
+    fields = ("seq", "at", "offer_seq", "command", "digest")
+    return {"type": event.__struct_config__.tag} | {name: getattr(event, name) for name in fields}

@@ -1,0 +1,268 @@
+"""Recovery: a shard's state in Redis from the journal (DESIGN 4.9), the events that are missing, or all of them.
+
+All of them need not be read: the audit trail in PostgreSQL is a snapshot. It knows its seq and hash, and of offers that have retired
+nothing is needed, so what is read is the events of campaigns that are still there, and the journal behind the trail's cursor.
+A shard that is being rebuilt is marked `partial` until it is complete; who finds the mark begins anew.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, aclosing
+from typing import Any, Final, Literal, NamedTuple
+
+import msgspec
+from redis.exceptions import ResponseError
+
+from lua import restoring
+from lua.sealing import Sealer
+from models.events import AnyEvent, OfferOpened, OfferRetired, decode_event_list
+from models.identifiers import campaign_of
+from models.journal import Accepted, Cursor
+from streams.ownership import OwnedShard, Ownership
+
+log = logging.getLogger(__name__)
+
+APPLY_EVENTS_MAX: Final = 256
+OPENED_AT_ONCE_MAX: Final = 16
+FORGET_FIELDS_A_STEP: Final = 1_000
+WIPE_KEYS_A_STEP: Final = 500
+RETIRED_A_STEP: Final = 4_000
+PROGRESS_SECONDS: Final = 1.0
+
+
+class Position(NamedTuple):
+    """Redis against the journal: its seq, what is wrong in words, and the events it has beyond what both have."""
+
+    kind: Literal["ahead", "behind", "other"]
+    seq: int
+    problem: str = ""
+    lost: Sequence[bytes] = ()
+
+
+class Snapshot(NamedTuple):
+    """A fold of the journal up to a cursor: the time there (ms), offers that have left, and the events of campaigns that are there."""
+
+    cursor: Cursor
+    at: int
+    retired: Sequence[str]
+    events: AsyncIterator[Sequence[AnyEvent]]
+
+
+#: Opens the newest snapshot of a shard, or none; and only its cursor.
+OpenSnapshot = Callable[[int], AbstractAsyncContextManager[Snapshot | None]]
+NewestCursor = Callable[[int], Awaitable[Cursor]]
+
+
+class Recovered(NamedTuple):
+    """What a recovery did: `lost` are events that Redis had decided and the journal has not."""
+
+    shard: int
+    term: int
+    kind: Literal["behind", "other"]
+    problem: str
+    redis_seq: int
+    journal_seq: int
+    snapshot_seq: int
+    applied: int
+    seconds: float
+    lost: Sequence[bytes]
+
+
+class Impossible(Exception):
+    """The events of the journal do not follow from each other."""
+
+
+class Snapshots(NamedTuple):
+    """Where snapshots come from."""
+
+    open: OpenSnapshot
+    newest: NewestCursor
+
+
+class Recovery:
+    """Recovers one shard for its owner. `report` is told what was done, `progress` (events applied) while it is."""
+
+    def __init__(
+        self,
+        shard: OwnedShard,
+        sealer: Sealer,
+        snapshots: Snapshots | None = None,
+        report: Callable[[Recovered], Awaitable[None]] | None = None,
+        progress: Callable[[int], None] = lambda applied: None,
+        step: Callable[[str], None] = lambda name: None,
+    ) -> None:
+        self._shard = shard
+        self._sealer = sealer
+        self._snapshots = snapshots
+        self._report = report
+        self._progress = progress
+        self._step = step
+        self._applied = 0
+        self._campaigns: dict[str, int] = {}
+
+    async def newest_snapshot(self) -> Cursor:
+        """The cursor of the newest snapshot; the journal's beginning when there is none."""
+        if self._snapshots is None:
+            return Cursor()
+        try:
+            return await self._snapshots.newest(self._shard.keys.shard)
+        except OSError as error:
+            log.warning("shard %d: no snapshot: %s", self._shard.keys.shard, error)
+            return Cursor()
+
+    async def catch_up(
+        self, own: Ownership, position: Position, journal: AsyncGenerator[tuple[Cursor, Sequence[Accepted]], None]
+    ) -> None:  # fmt: skip
+        """Applies what the journal has behind the seq of Redis."""
+        began = time.monotonic()
+        self._applied = 0
+        seq = await self._follow(own, position.seq, journal)
+        await self._tell(own, position, seq, 0, began)
+
+    async def rebuild(
+        self, own: Ownership, position: Position, journal: Callable[[Cursor], AsyncGenerator[tuple[Cursor, Sequence[Accepted]], None]]
+    ) -> None:
+        """Deletes what Redis has of the shard and makes it anew; `journal` gives the events behind a cursor."""
+        began = time.monotonic()
+        self._applied = 0
+        base = Cursor()
+        try:
+            base = await self._from_snapshot(own)
+        except (OSError, Impossible, msgspec.DecodeError) as error:
+            # A trail that PostgreSQL cannot give, or that has a hole, is no reason to wait: the journal has it all.
+            log.warning("shard %d: the snapshot cannot be used (%s): reading the journal from its beginning", self._shard.keys.shard, error)
+        if base == Cursor():
+            await self._wipe(own)
+            await self._apply(own, [], "", 0, 0)
+        seq = await self._follow(own, base.seq, journal(base))
+        await self._tell(own, position, seq, base.seq, began)
+
+    async def _from_snapshot(self, own: Ownership) -> Cursor:
+        if self._snapshots is None:
+            return Cursor()
+        async with self._snapshots.open(self._shard.keys.shard) as snapshot:
+            if snapshot is None:
+                return Cursor()
+            await self._wipe(own)
+            for start in range(0, len(snapshot.retired), RETIRED_A_STEP):
+                await self._apply(own, [], "", "", "", snapshot.retired[start : start + RETIRED_A_STEP])
+            async for events in snapshot.events:
+                await self._apply_all(own, events, None)
+            await self._apply(own, [], "", snapshot.cursor.seq, snapshot.at)
+            return snapshot.cursor
+
+    async def _follow(self, own: Ownership, seq: int, journal: AsyncGenerator[tuple[Cursor, Sequence[Accepted]], None]) -> int:
+        """Applies the events behind a seq; returns the last one's."""
+        waiting: list[bytes] = []
+        async with aclosing(journal) as reading:
+            async for _, accepted in reading:
+                waiting += [one.line for one in accepted if one.seq > seq + len(waiting)]
+                while len(waiting) >= APPLY_EVENTS_MAX:
+                    seq = await self._apply_lines(own, seq, waiting[:APPLY_EVENTS_MAX])
+                    del waiting[:APPLY_EVENTS_MAX]
+        return await self._apply_lines(own, seq, waiting) if waiting else seq
+
+    async def _apply_lines(self, own: Ownership, seq: int, lines: Sequence[bytes]) -> int:
+        await self._apply_all(own, decode_event_list(b"[" + b",".join(lines) + b"]"), seq)
+        return seq + len(lines)
+
+    # -- applying -----------------------------------------------------------------------------------------------------
+
+    async def _apply_all(self, own: Ownership, events: Sequence[AnyEvent], seq: int | None) -> None:
+        """Applies events in calls of bounded size; `seq` is the one before them, or None when they are those of some offers only."""
+        for part in _parts(events):
+            if isinstance(part[0], OfferRetired):
+                for event in part:
+                    await self._forget(own, event.offer)
+            behind: int | str = "" if seq is None else seq
+            if seq is not None:
+                seq += len(part)
+            await self._apply(own, part, behind, "" if seq is None else seq, part[-1].at)
+            self._applied += len(part)
+            self._progress(self._applied)
+            self._step("recovery.applied")
+
+    async def _apply(
+        self, own: Ownership, events: Sequence[AnyEvent], seq: int | str, behind: int | str, at: int | str, retired: Sequence[str] = ()
+    ) -> None:  # fmt: skip
+        keys = self._shard.keys
+        # Drawing the parts of a large envelope takes a while.
+        large = any(isinstance(event, OfferOpened) for event in events)
+        build: Any = asyncio.to_thread if large else _at_once
+        names, arguments = await build(restoring.build, keys, events, self._sealer, retired)
+        try:
+            await self._shard.run("apply", [*keys.deciding(), *names], own, seq, behind, at, *arguments)
+        except ResponseError as error:
+            raise Impossible(str(error)) from None
+
+    async def _forget(self, own: Ownership, offer: str) -> None:
+        """What its campaign remembers of an offer that retires next; a campaign's last offer takes all along at once."""
+        keys, campaign = self._shard.keys, campaign_of(offer)
+        if int(await self._shard.redis.hget(keys.campaigns, campaign) or 0) < 2:
+            return
+        cursor = "0"
+        while True:
+            answers = [keys.state, keys.answers(campaign)]
+            cursor = (await self._shard.run("apply_forget", answers, own, offer, cursor, FORGET_FIELDS_A_STEP)).decode()
+            if cursor == "0":
+                return
+
+    async def _wipe(self, own: Ownership) -> None:
+        """Deletes the keys of the shard, but term and owner."""
+        keys = self._shard.keys
+        kept = {keys.state.encode(), keys.lease.encode()}
+        step: list[str] = []
+        reason = "the shard is being rebuilt from the journal"
+        await self._shard.run("wipe", [keys.state], own, reason)
+        async for name in self._shard.redis.scan_iter(match=f"{_literal(keys.tag)}:*", count=1_000):
+            if name not in kept:
+                step.append(name.decode())
+            if len(step) == WIPE_KEYS_A_STEP:
+                await self._shard.run("wipe", [keys.state, *step], own, reason)
+                step = []
+        await self._shard.run("wipe", [keys.state, *step], own, reason)
+        self._step("recovery.wiped")
+
+    async def _tell(self, own: Ownership, position: Position, journal_seq: int, snapshot_seq: int, began: float) -> None:
+        kind: Literal["behind", "other"] = "behind" if position.kind == "behind" else "other"
+        done = Recovered(
+            self._shard.keys.shard, own.term, kind, position.problem, position.seq, journal_seq, snapshot_seq, self._applied,
+            round(time.monotonic() - began, 3), position.lost,
+        )  # fmt: skip
+        log.warning(
+            "shard %d recovered in %.1f s (%s): %d events applied, from seq %d; %d events that only Redis had are lost",
+            done.shard, done.seconds, done.problem, done.applied, done.snapshot_seq or done.redis_seq, len(done.lost),
+        )  # fmt: skip
+        for line in done.lost:
+            log.error("lost, decided by Redis and not in the journal: %s", line.decode())
+        if self._report is not None:
+            try:
+                await self._report(done)
+            except OSError as error:
+                log.warning("the recovery of shard %d is not written down: %s", done.shard, error)
+
+
+async def _at_once(build: Callable[..., Any], *arguments: Any) -> Any:
+    return build(*arguments)
+
+
+def _parts(events: Sequence[AnyEvent]) -> list[list[AnyEvent]]:
+    """The events in calls: few that open offers, and those that retire apart, since their answers are forgotten before."""
+    parts: list[list[AnyEvent]] = []
+    opened = 0
+    for event in events:
+        retires, opens = isinstance(event, OfferRetired), isinstance(event, OfferOpened)
+        full = bool(parts) and (len(parts[-1]) >= APPLY_EVENTS_MAX or (opens and opened >= OPENED_AT_ONCE_MAX))
+        if not parts or full or isinstance(parts[-1][-1], OfferRetired) != retires:
+            parts.append([])
+            opened = 0
+        parts[-1].append(event)
+        opened += opens
+    return parts
+
+
+def _literal(text: str) -> str:
+    """The text as a pattern of Redis that matches only itself."""
+    return "".join(f"\\{one}" if one in "*?[]\\" else one for one in text)

@@ -1,0 +1,63 @@
+"""State equality on a running system: what Redis has of every shard is what a fold of its journal gives, key by key."""
+
+import secrets
+from contextlib import aclosing
+from typing import Any
+
+from lua.keys import KeySpace
+from models.journal import Cursor, parse_block
+from ops.connections import key_space, open_redis, sealer
+from ops.settings import Settings
+from streams.journal import open_reader
+from streams.topics import Topics
+from tests.conftest import until
+from tests.lua.recovered import contents, differences, fold
+
+
+async def journal_lines(settings: Settings, shard: int) -> list[bytes]:
+    """The events of a shard that count, as the journal has them now."""
+    cursor, lines = Cursor(), list[bytes]()
+    async with (
+        open_reader(settings.kafka, Topics(settings.prefix).journal) as reader,
+        aclosing(reader.read(shard, 0, await reader.end(shard))) as reading,
+    ):
+        async for records in reading:
+            for record in records:
+                cursor, accepted = cursor.feed(record.offset, parse_block(record.headers, record.value))
+                lines += [one.line for one in accepted]
+    return lines
+
+
+async def assert_state_is_the_journal_s(settings: Settings) -> None:
+    """Waits until everything is journaled, then compares every shard; the system must be at rest but for its sweeper."""
+    redis = open_redis(settings)
+    scratch = KeySpace(f"{settings.prefix}-fold-{secrets.token_hex(3)}", settings.shards)
+    try:
+        for number in range(settings.shards):
+            await until(lambda number=number: _is_equal(settings, redis, scratch, number), 30, f"shard {number} as the journal has it")
+    finally:
+        names = [key async for key in redis.scan_iter(match=f"{scratch.prefix}:*", count=1_000)]
+        if names:
+            await redis.unlink(*names)
+        await redis.aclose()
+
+
+async def _is_equal(settings: Settings, redis: Any, scratch: KeySpace, number: int) -> bool:
+    """Raises AssertionError with the differences; False while the shard moves or is not journaled."""
+    keys = key_space(settings).shard(number)
+    before = await redis.hmget(keys.state, ["seq", "journaled_seq", "life"])
+    if before[2] is None or (before[0] or b"0") != (before[1] or b"0"):
+        return False
+    live = await contents(redis, keys)
+    if await redis.hmget(keys.state, ["seq", "journaled_seq", "life"]) != before:
+        return False
+    lines = await journal_lines(settings, number)
+    assert len(lines) == int(before[0] or 0), f"shard {number}: the journal has {len(lines)} events, Redis {before[0]!r}"
+    again = KeySpace(f"{scratch.prefix}-{secrets.token_hex(3)}", settings.shards).shard(number)
+    await fold(redis, again, lines, sealer(settings), settings.shards)
+    found = differences(live, await contents(redis, again))
+    names = [key async for key in redis.scan_iter(match=f"{again.tag}:*", count=1_000)]
+    if names:
+        await redis.unlink(*names)
+    assert not found, f"shard {number}: Redis / its journal: {found[:20]}"
+    return True
