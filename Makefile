@@ -29,7 +29,7 @@ test: setup ## Run all tests on real servers (ARGS="-k name" for some).
 	@CI=1 scripts/with-servers.sh $(PYTHON) -m pytest $(ARGS)
 
 drill: setup ## Play the kill matrix on servers of its own (ARGS="--list", "--cluster", "--seed 7 --cell 'redis.*×holds'").
-	@$(PYTHON) -m drill $(ARGS)
+	@$(PYTHON) -m tests.drill $(ARGS)
 
 lint: setup ## Format, style, types, import contracts, Lua, compose.yaml, README.
 	@scripts/packages.sh luacheck:lua-check

@@ -15,11 +15,11 @@ from typing import Any, Final, NamedTuple
 import redis
 from redis.exceptions import RedisError
 
-from drill.stage import Scene, Worker
-from drill.waiting import until
 from ops.redis_cluster import information
 from ops.services.process import Process
 from ops.services.servers import Redis
+from tests.conftest import Worker, until
+from tests.drill.stage import Scene
 
 #: Bytes that a cut takes off the AOF's tail, at most.
 TAIL_BYTES_MAX: Final = 40_000
@@ -287,7 +287,7 @@ async def _taken_over(scene: Scene) -> None:
 
 
 def _ended(worker: Worker) -> bool:
-    return not worker.runs
+    return worker.process.poll() is not None
 
 
 async def deciding_ended(scene: Scene) -> None:
@@ -323,7 +323,7 @@ async def workers_come_and_go(scene: Scene) -> None:
         if code != 0:
             raise AssertionError(f"a worker that was asked to stop ended with code {code}")
         await scene.traffic.more(50)
-    assert all(worker.runs for worker in joined)
+    assert not any(map(_ended, joined))
 
 
 def _faults() -> list[Fault]:

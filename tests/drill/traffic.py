@@ -5,12 +5,12 @@ import random
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Final
 
-from drill.waiting import until
 from lua.gate import Gate, OutcomeUnknown
 from lua.keys import KeySpace
 from models.answers import Answer
 from models.commands import Amend, AnyCommand, Confirm, Grab, Open, Pause, Release, Resume, Return
 from models.offers import Changes, CouponTerms, EnvelopeTerms, Limit, StockTerms, Terms
+from tests.conftest import until
 
 CALLERS: Final = 8
 PAUSE_SECONDS: Final = 0.004

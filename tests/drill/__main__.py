@@ -1,4 +1,4 @@
-"""`python -m drill`: plays the kill matrix and says for every cell whether all was well."""
+"""`python -m tests.drill`: plays the kill matrix and says for every cell whether all was well."""
 
 import asyncio
 import json
@@ -10,9 +10,9 @@ from typing import Any
 
 import click
 
-from drill.cells import SHORT, Cell, Verdict, cells, play_all
-from drill.stage import servers
 from ops.output import console
+from tests.drill.cells import SHORT, Cell, Verdict, cells, play_all
+from tests.drill.stage import servers
 
 
 @click.command()

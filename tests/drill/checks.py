@@ -11,8 +11,6 @@ import psycopg
 from aiokafka.errors import KafkaError
 from redis.exceptions import RedisError
 
-from drill.observer import Fenced
-from drill.stage import Scene
 from models.answers import Answer
 from models.commands import AnyCommand, Settle
 from models.journal import Cursor, parse_block
@@ -22,6 +20,9 @@ from ops.settings import Settings
 from ops.verification import verify
 from streams.journal import open_reader
 from streams.topics import Topics
+from tests.drill.observer import Fenced
+from tests.drill.stage import Scene
+from tests.streams.state import assert_state_is_the_journal_s
 
 REPEATED_MAX = 120
 PROBLEMS_MAX = 3
@@ -133,4 +134,8 @@ def decided_while_fenced(spans: Sequence[Fenced], events: dict[tuple[int, int], 
 
 async def state_differences(scene: Scene) -> list[str]:
     """Where a shard's keys in Redis are not what the journal makes of them."""
-    return ["not compared yet: the fold of the journal into keys comes with the recovery of Redis"]
+    try:
+        await assert_state_is_the_journal_s(scene.settings)
+    except AssertionError as error:
+        return [str(error)]
+    return []

@@ -6,11 +6,11 @@ from fnmatch import fnmatchcase
 from random import Random
 from typing import Any, Final, NamedTuple
 
-from drill.checks import PROBLEMS_MAX, level, problems_of
-from drill.faults import FAULTS, Fault
-from drill.stage import Scene, Servers, scene
-from drill.traffic import SHAPES
-from drill.waiting import TookTooLong, until
+from tests.conftest import until
+from tests.drill.checks import PROBLEMS_MAX, level, problems_of
+from tests.drill.faults import FAULTS, Fault
+from tests.drill.stage import Scene, Servers, scene
+from tests.drill.traffic import SHAPES
 
 #: Within which deciding goes on after a fault's end, all shards taken over.
 DECIDING_SECONDS_MAX: Final = 30.0
@@ -75,8 +75,6 @@ async def play(servers: Servers, cell: Cell, seed: int) -> Verdict:
                 problems = await _played(played, fault, seen, Random(f"{seed}:{cell.name}:moment"))
             finally:
                 seen |= {"answers": len(played.traffic.answered), "unknown": played.traffic.unknown}
-    except TookTooLong as error:
-        problems = {"in time": [str(error)]}
     except Exception as error:  # a cell that breaks is a verdict too, and the next one is played
         problems = {"played to its end": [f"{type(error).__name__}: {error}"]}
     return Verdict(cell.name, problems, time.monotonic() - began, **seen)

@@ -4,8 +4,6 @@ import asyncio
 import secrets
 import shutil
 import signal
-import subprocess
-import sys
 import tempfile
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -16,50 +14,25 @@ from typing import Any, Final
 from psycopg import AsyncConnection
 from pydantic import SecretStr
 
-from drill.observer import Observer
-from drill.switch import Switch
-from drill.traffic import Traffic
-from drill.waiting import until
 from lua.gate import Gate
 from ops.commands.services import new_seal_key
-from ops.connections import gate_limits, key_space, open_redis, sealer
+from ops.connections import key_space, open_gate, open_redis
 from ops.rehearsal.stage import take_down
 from ops.services import ClusterServices, LocalServices, ServerSet, free_ports
 from ops.services.cluster import ports_from
 from ops.services.servers import Redis
-from ops.settings import Settings, child_environment, load_settings
+from ops.settings import Settings, load_settings
 from projections.migrate import migrate
 from streams.topics import Topics, create_topics
+from tests.conftest import Worker, until
+from tests.drill.observer import Observer
+from tests.drill.switch import Switch
+from tests.drill.traffic import Traffic
 
 SHARDS: Final = 3
 DECIDING: Final = "decide,relay,sweep"
 PROJECTING: Final = "project,publish"
 START_SECONDS: Final = 40.0
-
-
-class Worker:
-    """A `grabstream worker` process."""
-
-    def __init__(self, settings: Settings, roles: str, log: Path, fail_at: str = "") -> None:
-        environment = child_environment(
-            prefix=settings.prefix, schema=settings.schema_, redis_url=settings.redis_url, kafka=settings.kafka,
-            postgres=settings.postgres, shards=str(settings.shards), seal_keys=settings.seal_keys.get_secret_value(), fail_at=fail_at,
-        )  # fmt: skip
-        self._output = log.open("ab")
-        command = [sys.executable, "-m", "ops.cli", "-v", "worker", "--roles", roles]
-        self.process = subprocess.Popen(command, env=environment, stdout=self._output, stderr=self._output)
-
-    @property
-    def runs(self) -> bool:
-        """Whether it has not ended."""
-        return self.process.poll() is None
-
-    def kill(self) -> None:
-        """kill -9, also when it is stopped or has ended."""
-        if self.runs:
-            self.process.kill()
-        self.process.wait()
-        self._output.close()
 
 
 class Servers:
@@ -168,12 +141,12 @@ class Scene:
 
     def start_deciding(self, fail_at: str = "") -> Worker:
         """One more worker that decides, relays and sweeps."""
-        self.deciding.append(Worker(self.settings, DECIDING, self._logs / f"deciding-{len(self.deciding)}.log", fail_at))
+        self.deciding.append(Worker(self.settings, DECIDING, self._logs / f"deciding-{len(self.deciding)}.log", fail_at=fail_at))
         return self.deciding[-1]
 
     def start_projecting(self, fail_at: str = "") -> Worker:
         """One more worker that builds read models."""
-        self.projecting.append(Worker(self.settings, PROJECTING, self._logs / f"projecting-{len(self.projecting)}.log", fail_at))
+        self.projecting.append(Worker(self.settings, PROJECTING, self._logs / f"projecting-{len(self.projecting)}.log", fail_at=fail_at))
         return self.projecting[-1]
 
     async def relayed_by(self, worker: Worker) -> None:
@@ -196,19 +169,6 @@ class Scene:
         for worker in (*self.deciding, *self.projecting):
             worker.kill()
         await self._stack.aclose()
-
-
-@asynccontextmanager
-async def open_gate(settings: Settings) -> AsyncIterator[Gate]:
-    """A started gate; a server that cannot be reached just now does not matter."""
-    client = open_redis(settings)
-    gate = Gate(client, key_space(settings), sealer(settings), gate_limits(settings))
-    gate.start()
-    try:
-        yield gate
-    finally:
-        await gate.close()
-        await client.aclose()
 
 
 @asynccontextmanager
