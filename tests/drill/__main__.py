@@ -75,6 +75,7 @@ def _print(verdict: Verdict, seed: int, cluster: bool, as_json: bool, left_secon
         for check, problems in verdict.problems.items():
             for problem in problems:
                 console.print(f"    {check}: {problem}", style="red", highlight=False, markup=False, soft_wrap=True)
+        console.print(f"    logs: {verdict.logs or 'none'}", highlight=False, markup=False, soft_wrap=True)
         console.print(f"    again: {repeat}", highlight=False, markup=False, soft_wrap=True)
 
 

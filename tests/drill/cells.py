@@ -1,19 +1,24 @@
 """The cells of the matrix: a fault × a shape of traffic, played once, with a verdict."""
 
+import shutil
 import time
 from collections.abc import AsyncIterator, Sequence
 from fnmatch import fnmatchcase
 from random import Random
 from typing import Any, Final, NamedTuple
 
+from lua.gate import now_ms
+from ops.services.servers import PROJECT
 from tests.conftest import until
-from tests.drill.checks import PROBLEMS_MAX, level, problems_of
+from tests.drill.checks import PROBLEMS_MAX, at_rest, level, problems_of
 from tests.drill.faults import FAULTS, Fault
 from tests.drill.stage import Scene, Servers, scene
 from tests.drill.traffic import SHAPES
 
 #: Within which deciding goes on after a fault's end, all shards taken over.
 DECIDING_SECONDS_MAX: Final = 30.0
+REST_SECONDS_MAX: Final = 60.0
+LOGS: Final = PROJECT / ".services" / "drill"
 #: Played on every run of the tests: one fault of every server and of a worker, and every shape.
 SHORT: Final = (
     "redis.aof_tail×holds",
@@ -37,7 +42,8 @@ class Cell(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """What came of a cell: `problems` by check (none: it passed), seconds, answers, and the lag's seconds after the fault's end."""
+    """What came of a cell: `problems` by check (none: it passed), seconds, answers, the lag's seconds after the fault's end, and
+    where the workers' logs are kept."""
 
     cell: str
     problems: dict[str, list[str]]
@@ -45,6 +51,7 @@ class Verdict(NamedTuple):
     answers: int
     unknown: int
     lag_seconds: float | None
+    logs: str | None
 
     @property
     def passed(self) -> bool:
@@ -68,16 +75,27 @@ async def play(servers: Servers, cell: Cell, seed: int) -> Verdict:
     """Plays a cell; what goes wrong is in the verdict, also when it is the program that failed."""
     fault = FAULTS[cell.fault]
     began = time.monotonic()
-    seen: dict[str, Any] = {"answers": 0, "unknown": 0, "lag_seconds": None}
+    seen: dict[str, Any] = {"answers": 0, "unknown": 0, "lag_seconds": None, "logs": None}
     try:
         async with scene(servers, cell.shape, f"{seed}:{cell.name}", fault.fail_deciding, fault.fail_projecting) as played:
             try:
                 problems = await _played(played, fault, seen, Random(f"{seed}:{cell.name}:moment"))
-            finally:
-                seen |= {"answers": len(played.traffic.answered), "unknown": played.traffic.unknown}
-    except Exception as error:  # a cell that breaks is a verdict too, and the next one is played
-        problems = {"played to its end": [f"{type(error).__name__}: {error}"]}
+            except Exception as error:  # a cell that breaks is a verdict too, and the next one is played
+                problems = {"played to its end": [f"{type(error).__name__}: {error}"]}
+            seen |= {"answers": len(played.traffic.answered), "unknown": played.traffic.unknown}
+            if problems:
+                seen["logs"] = _keep_logs(played, cell)
+    except Exception as error:
+        problems = {"set up and taken away": [f"{type(error).__name__}: {error}"]}
     return Verdict(cell.name, problems, time.monotonic() - began, **seen)
+
+
+def _keep_logs(played: Scene, cell: Cell) -> str:
+    """Copies what the workers said to where it outlives the drill."""
+    kept = LOGS / cell.name
+    shutil.rmtree(kept, ignore_errors=True)
+    shutil.copytree(played.logs, kept)
+    return str(kept)
 
 
 async def _played(played: Scene, fault: Fault, seen: dict[str, Any], moment: Random) -> dict[str, list[str]]:
@@ -85,10 +103,11 @@ async def _played(played: Scene, fault: Fault, seen: dict[str, Any], moment: Ran
     await traffic.begin()
     await traffic.more(moment.randint(40, 200))
     await fault.play(played)
-    ended = time.monotonic()
+    ended, played.mended_at_ms = time.monotonic(), now_ms()
     await traffic.more(100, DECIDING_SECONDS_MAX, "deciding after the fault")
     await traffic.stop()
     await until(lambda: level(played.settings, played.redis), fault.lag_seconds - (time.monotonic() - ended), "a lag of 0")
     seen["lag_seconds"] = round(time.monotonic() - ended, 1)
-    found = await problems_of(played)
+    await until(lambda: at_rest(played), REST_SECONDS_MAX, "the end of all holds")
+    found = await problems_of(played, fault.two_servers)
     return {name: problems[:PROBLEMS_MAX] for name, problems in found.items() if problems}

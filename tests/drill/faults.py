@@ -33,7 +33,8 @@ Play = Callable[[Scene], Awaitable[None]]
 class Fault(NamedTuple):
     """A fault by its name. `where`: single, cluster. `lag_seconds`: within which the lag is 0 after its end.
 
-    `fail_deciding`, `fail_projecting`: the step at which the first worker of that kind kills itself.
+    `fail_deciding`, `fail_projecting`: the step at which the first worker of that kind kills itself. `two_servers`: while it lasts, a
+    shard may be fenced on one server and decide on another, whose events may even count until the new one's marker.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Fault(NamedTuple):
     lag_seconds: float = 30.0
     fail_deciding: str = ""
     fail_projecting: str = ""
+    two_servers: bool = False
 
 
 SINGLE: Final = frozenset({"single"})
@@ -333,10 +335,10 @@ def _faults() -> list[Fault]:
         Fault("redis.old_rdb", old_rdb, SINGLE),
         Fault("redis.flushall", flushall),
         Fault("redis.stale_replica", stale_replica, SINGLE),
-        Fault("redis.old_primary", old_primary, SINGLE),
+        Fault("redis.old_primary", old_primary, SINGLE, two_servers=True),
         Fault("redis.failover", failover, CLUSTER),
         Fault("redis.stale_failover", stale_failover, CLUSTER),
-        Fault("redis.paused_primary", paused_primary, CLUSTER),
+        Fault("redis.paused_primary", paused_primary, CLUSTER, two_servers=True),
         Fault("kafka.killed", broker_killed, lag_seconds=45),
         Fault("kafka.stopped", broker_stopped, lag_seconds=60),
         Fault("kafka.leaderless", leaderless, CLUSTER, lag_seconds=60),

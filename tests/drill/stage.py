@@ -136,17 +136,20 @@ class Scene:
         self.observer = Observer(settings)
         self.deciding: list[Worker] = []
         self.projecting: list[Worker] = []
-        self._logs = logs
+        #: Where what the workers say is written.
+        self.logs = logs
+        #: When the fault was over, ms since 1970; None before.
+        self.mended_at_ms: int | None = None
         self._stack = AsyncExitStack()
 
     def start_deciding(self, fail_at: str = "") -> Worker:
         """One more worker that decides, relays and sweeps."""
-        self.deciding.append(Worker(self.settings, DECIDING, self._logs / f"deciding-{len(self.deciding)}.log", fail_at=fail_at))
+        self.deciding.append(Worker(self.settings, DECIDING, self.logs / f"deciding-{len(self.deciding)}.log", fail_at=fail_at))
         return self.deciding[-1]
 
     def start_projecting(self, fail_at: str = "") -> Worker:
         """One more worker that builds read models."""
-        self.projecting.append(Worker(self.settings, PROJECTING, self._logs / f"projecting-{len(self.projecting)}.log", fail_at=fail_at))
+        self.projecting.append(Worker(self.settings, PROJECTING, self.logs / f"projecting-{len(self.projecting)}.log", fail_at=fail_at))
         return self.projecting[-1]
 
     async def relayed_by(self, worker: Worker) -> None:
