@@ -4,6 +4,7 @@ import base64
 import hashlib
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -61,27 +62,37 @@ class ClusterServices(ServerSet):
 
     def join(self, report: Report) -> None:
         """Makes six Redis servers one cluster, once; raises ServiceError when they do not agree within JOIN_SECONDS."""
-        clients = [redis.Redis(port=server.port, socket_timeout=5) for server in self.redis]
-        try:
-            if int(_info(clients[0])["cluster_slots_assigned"]) == 0:
-                self._form(clients)
-                report(f"Redis Cluster of {MASTERS} masters with a replica each")
-            _until(lambda: all(map(_agrees, clients)), "the Redis Cluster is not complete")
-        finally:
-            for client in clients:
-                client.close()
+        join_redis(self.redis, MASTERS, report)
 
-    def _form(self, clients: Sequence[Any]) -> None:
-        """Slots to the first three, an acquaintance of all, and a replica to each master."""
-        bounds = [SLOTS * place // MASTERS for place in range(MASTERS + 1)]
-        for place, client in enumerate(clients[:MASTERS]):
-            client.execute_command("CLUSTER", "ADDSLOTSRANGE", bounds[place], bounds[place + 1] - 1)
-            client.execute_command("CLUSTER", "SET-CONFIG-EPOCH", place + 1)
-        for server in self.redis[1:]:
-            clients[0].execute_command("CLUSTER", "MEET", "127.0.0.1", server.port, server.bus_port)
-        _until(lambda: all(int(_info(client)["cluster_known_nodes"]) == len(clients) for client in clients), "Redis servers do not meet")
-        for master, replica in zip(clients, clients[MASTERS:], strict=False):
-            _until(lambda master=master, replica=replica: _replicates(replica, master), "a replica does not know its master")
+
+def join_redis(servers: Sequence[Redis], masters: int, report: Report = lambda line: None) -> None:
+    """Makes running servers one cluster, unless they are: the first are masters, the others follow them in turn.
+
+    Raises ServiceError when they do not agree within JOIN_SECONDS.
+    """
+    clients = [redis.Redis(port=server.port, socket_timeout=5) for server in servers]
+    try:
+        if int(_info(clients[0])["cluster_slots_assigned"]) == 0:
+            _form(servers, clients, masters)
+            report(f"Redis Cluster of {masters} masters, {len(servers) - masters} replicas")
+        _until(lambda: all(_agrees(client, masters) for client in clients), "the Redis Cluster is not complete")
+    finally:
+        for client in clients:
+            client.close()
+
+
+def _form(servers: Sequence[Redis], clients: Sequence[Any], masters: int) -> None:
+    """Slots to the masters, an acquaintance of all, and replicas to the masters."""
+    bounds = [SLOTS * place // masters for place in range(masters + 1)]
+    for place, client in enumerate(clients[:masters]):
+        client.execute_command("CLUSTER", "ADDSLOTSRANGE", bounds[place], bounds[place + 1] - 1)
+        client.execute_command("CLUSTER", "SET-CONFIG-EPOCH", place + 1)
+    for server in servers[1:]:
+        clients[0].execute_command("CLUSTER", "MEET", "127.0.0.1", server.port, server.bus_port)
+    _until(lambda: all(int(_info(client)["cluster_known_nodes"]) == len(clients) for client in clients), "Redis servers do not meet")
+    for place, replica in enumerate(clients[masters:]):
+        follow = partial(_replicates, replica, clients[place % masters])
+        _until(follow, "a replica does not know its master")
 
 
 def _info(client: Any) -> dict[str, str]:
@@ -98,12 +109,12 @@ def _replicates(replica: Any, master: Any) -> bool:
     return True
 
 
-def _agrees(client: Any) -> bool:
+def _agrees(client: Any, masters: int) -> bool:
     try:
         state, replication = _info(client), client.info("replication")
     except redis.RedisError:
         return False
-    whole = state["cluster_state"] == "ok" and int(state["cluster_slots_ok"]) == SLOTS and int(state["cluster_size"]) == MASTERS
+    whole = state["cluster_state"] == "ok" and int(state["cluster_slots_ok"]) == SLOTS and int(state["cluster_size"]) == masters
     return whole and (replication["role"] == "master" or replication["master_link_status"] == "up")
 
 
