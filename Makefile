@@ -28,8 +28,13 @@ test: setup ## Run all tests on real servers (ARGS="-k name" for some).
 	@scripts/packages.sh kcat redis-cli:redis-tools
 	@CI=1 scripts/with-servers.sh $(PYTHON) -m pytest $(ARGS)
 
-drill: setup ## Play the kill matrix on servers of its own (ARGS="--list", "--cluster", "--seed 7 --cell 'redis.*×holds'").
+test-cluster: setup ## Run the tests that need servers on a Redis Cluster and three Kafka brokers.
+	@scripts/packages.sh kcat redis-cli:redis-tools
+	@CI=1 CLUSTER=1 scripts/with-servers.sh $(PYTHON) -m pytest tests/streams tests/ops $(ARGS)
+
+drill: setup ## Play the kill matrix, then again on a cluster, then test-cluster (ARGS="--list", "--seed 7 --cell redis.*", "--cluster" for some).
 	@$(PYTHON) -m tests.drill $(ARGS)
+	@if [ -z '$(ARGS)' ]; then $(PYTHON) -m tests.drill --cluster && $(MAKE) test-cluster; fi
 
 lint: setup ## Format, style, types, import contracts, Lua, compose.yaml, README.
 	@scripts/packages.sh luacheck:lua-check

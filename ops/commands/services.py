@@ -45,11 +45,11 @@ def local_cluster() -> ClusterServices:
     return ClusterServices(PROJECT / ".services" / "cluster", dealt)
 
 
-def _sets() -> list[ServerSet]:
-    """Both sets, as far as the settings can mean one of this machine."""
-    if is_cluster(load_settings().redis_url):
+def _sets(which: str | None = None) -> list[ServerSet]:
+    """The set that was asked for, or both, as far as the settings can mean one of this machine."""
+    if which == "cluster" or is_cluster(load_settings().redis_url):
         return [local_cluster()]
-    return [local_services(), local_cluster()]
+    return [local_services()] if which == "single" else [local_services(), local_cluster()]
 
 
 def _local_port(url: str) -> int:
@@ -150,13 +150,14 @@ def _write_environment(services: ServerSet) -> str:
 
 
 @click.command()
+@click.argument("which", type=click.Choice(["single", "cluster"]), required=False)
 @click.option("--dry-run", is_flag=True, help="Print what would be ended, and end nothing.")
 @click.option("--remove", is_flag=True, help="Delete their data too.")
 @json_option
-def down(dry_run: bool, remove: bool, as_json: bool) -> None:
-    """End the servers that `up` started, cluster or not, and no others; their data stay."""
+def down(which: str | None, dry_run: bool, remove: bool, as_json: bool) -> None:
+    """End the servers that `up` started, one of each, the cluster's, or all of them, and no others; their data stay."""
     if dry_run:
-        running = [name for one in _sets() for name, pid in one.status().items() if pid is not None]
+        running = [name for one in _sets(which) for name, pid in one.status().items() if pid is not None]
         running += _compose_running() if docker_answers() else []
         if as_json:
             print_json({"running": running})
@@ -167,8 +168,8 @@ def down(dry_run: bool, remove: bool, as_json: bool) -> None:
         stopped = [name for name in _compose_running() if name in {*SERVERS, *CLUSTER_SERVERS}]
         _compose("--profile", "cluster", *(("down", "--volumes") if remove else ("stop", *SERVERS, *CLUSTER_SERVERS)))
     else:
-        stopped = [name for one in _sets() for name in one.down()]
-        for one in reversed(_sets()) if remove else ():
+        stopped = [name for one in _sets(which) for name in one.down()]
+        for one in reversed(_sets(which)) if remove else ():
             one.remove()
     if as_json:
         print_json({"stopped": stopped})

@@ -21,11 +21,10 @@ REST_SECONDS_MAX: Final = 60.0
 LOGS: Final = PROJECT / ".services" / "drill"
 #: Played on every run of the tests: one fault of every server and of a worker, and every shape.
 SHORT: Final = (
-    "redis.aof_tail×holds",
-    "redis.flushall×grabs",
-    "redis.old_primary×baskets",
+    "redis.aof_tail×amendments",
+    "redis.flushall×holds",
     "postgres.commit_reply_lost×grabs",
-    "worker.stopped×amendments",
+    "worker.stopped×baskets",
 )
 
 
