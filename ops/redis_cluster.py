@@ -4,8 +4,16 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any, Final
 
-from redis.asyncio.cluster import ClusterNode, ClusterPubSub, RedisCluster
-from redis.exceptions import ClusterError, ConnectionError, RedisClusterException, ResponseError, SlotNotCoveredError
+from redis.asyncio.cluster import ClusterNode, ClusterPipeline, ClusterPubSub, RedisCluster
+from redis.exceptions import (
+    ClusterError,
+    ConnectionError,
+    MovedError,
+    RedisClusterException,
+    ResponseError,
+    SlotNotCoveredError,
+    TimeoutError,
+)
 
 #: What redis-py calls on the streams of a connection, which are None when it is closed.
 STREAM_METHODS: Final = frozenset({"writelines", "write", "drain", "read", "close", "wait_closed"})
@@ -56,9 +64,32 @@ class ClusterClient(RedisCluster):  # type: ignore[misc]
                 raise
             raise ConnectionError("the connection was closed while it was opened") from error
 
+    def pipeline(self, transaction: Any = None, shard_hint: Any = None) -> "ClusterCommands":
+        """Commands to be sent together."""
+        return ClusterCommands(self, transaction)
+
+    def forget(self) -> None:
+        """Who has which slots is asked anew before the next command."""
+        self._initialize = True
+
     def pubsub(self, **options: Any) -> "ClusterSubscription":
         """A subscription at one of the servers: each of them hears what is announced at any."""
         return ClusterSubscription(self, **options)
+
+
+class ClusterCommands(ClusterPipeline):  # type: ignore[misc]
+    """Commands sent together; after a failure it is asked anew who has which slots, which redis-py does only when it retries."""
+
+    async def execute(self, *args: Any, **kwargs: Any) -> Any:
+        """Sends them and returns the replies; raises what a single command raises."""
+        await self.cluster_client.initialize()
+        try:
+            return await super().execute(*args, **kwargs)
+        except (ConnectionError, TimeoutError, ClusterError, MovedError) as error:
+            self.cluster_client.forget()
+            raise ConnectionError(f"commands sent together: {error}") from error
+        except RedisClusterException as error:
+            raise ConnectionError(f"no server has the slot: {error}") from error
 
 
 class ClusterSubscription(ClusterPubSub):  # type: ignore[misc]
