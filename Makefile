@@ -5,7 +5,7 @@ GRABSTREAM := $(VENV)/bin/grabstream
 STAMP := $(VENV)/complete
 
 .DEFAULT_GOAL := help
-.PHONY: help setup up down demo test test-cluster drill lint format bench lock clean
+.PHONY: help setup up down demo test test-cluster drill lint format mutations bench lock clean
 
 help: ## List the targets.
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -48,6 +48,10 @@ lint: setup ## Format, style, types, import contracts, Lua, compose.yaml, README
 
 format: setup ## Format the code.
 	@$(VENV)/bin/ruff check --fix-only -q . ; $(VENV)/bin/ruff format .
+
+mutations: setup ## Take each guard of the protocol out: does a test notice? (ARGS="word" for some)
+	@scripts/packages.sh redis-cli:redis-tools
+	@scripts/with-servers.sh $(PYTHON) scripts/mutations.py $(ARGS)
 
 bench: setup ## Measure against the classic way, as ratios (ARGS="--rows 1,7").
 	@scripts/with-servers.sh $(PYTHON) -m bench $(ARGS)

@@ -26,7 +26,8 @@ OFFERS = 8
 SCHEMA = "bench_classic"
 
 
-async def _until_booked(settings: Settings, least: int) -> Progress:
+async def until_booked(settings: Settings, least: int) -> Progress:
+    """Returns when so many events are decided and every read model has all of them."""
     client = open_redis(settings)
     try:
         async with await open_books(settings) as books:
@@ -62,7 +63,7 @@ async def _pipeline_ours(settings: Settings, workers: list[Any], count: int) -> 
     gate.start()
     offers = [envelope(f"e{number}", count // OFFERS + 1) for number in range(OFFERS)]
     await gate.decide(offers, patience_ms=30_000, timeout_ms=30_000)
-    await _until_booked(settings, OFFERS)
+    await until_booked(settings, OFFERS)
     await gate.close()
     await client.aclose()
     # The decider waits while its commands are laid out, so that it is measured and not their producer.
@@ -76,7 +77,7 @@ async def _pipeline_ours(settings: Settings, workers: list[Any], count: int) -> 
     cpu = [_cpu_seconds(worker.pid) for worker in workers]
     began = time.perf_counter()
     workers[0].send_signal(signal.SIGCONT)
-    await _until_booked(settings, OFFERS + count // OFFERS * OFFERS)
+    await until_booked(settings, OFFERS + count // OFFERS * OFFERS)
     seconds = time.perf_counter() - began
     spent = [round((_cpu_seconds(worker.pid) - before) / count * 1e6, 1) for worker, before in zip(workers, cpu, strict=True)]
     return count / seconds, {"decide+relay": spent[0], "project": spent[1]}
@@ -130,7 +131,7 @@ async def latency(runs: int, count: int) -> dict[str, Any]:
         for run in range(runs):
             offer = f"e{run}"
             await gate.decide([envelope(offer, 2 * count + 10)], patience_ms=30_000, timeout_ms=30_000)
-            await _until_booked(settings, 1)
+            await until_booked(settings, 1)
             answered.append(await _answers(gate, offer, count))
             booked.append(await _bookings(settings, gate, offer, count))
             sent.append(await _by_hand(settings, count, commit=False))

@@ -108,7 +108,7 @@ end
 
 -- A grab as it was made; returns it and what its answer says of the limits.
 local function make_grab(offer, event)
-  local under = counted_under(offer, event.user, event.attributes, event.at)
+  local under = event.under or counted_under(offer, event.user, event.attributes, event.at)
   count(offer, under, event.quantity)
   local grab = new_grab(event.user, event.quantity, under)
   grab.place = event.place
@@ -227,6 +227,43 @@ APPLY['payment.refund_due'] = function(offer, event)
   keep_answer(offer, event, {code, event.seq, event.at, 0, 0, 0, 0, 0, 0, more})
 end
 
+-- What the events need of Redis, read at once: grabs that were made before, and counters. (An amended offer may count otherwise.)
+local MAKES = {['grab.granted'] = true, ['grab.held'] = true, ['grab.queued'] = true}
+
+local function want_counters(offer, event)
+  event.under = counted_under(offer, event.user, event.attributes, event.at)
+  for _, one in ipairs(event.under) do
+    local counters = one[3] == 1 and offer.campaign.counters or offer.counters
+    counters.wanted = counters.wanted or {}
+    counters.wanted[#counters.wanted + 1] = one[1]
+  end
+end
+
+local function read_ahead()
+  local amended, wanted = {}, {}
+  for i, event in ipairs(events) do
+    if event.type == 'offer.amended' then amended[offer_of[i]] = true end
+  end
+  for i, event in ipairs(events) do
+    local o = offer_of[i]
+    local offer = offers[o]
+    if offer and offer.pieces and MAKES[event.type] and not event.waited then
+      if #offer.rules.limits > 0 and not amended[o] then want_counters(offer, event) end
+    elseif offer and offer.pieces and event.grab then
+      wanted[o] = wanted[o] or {}
+      wanted[o][#wanted[o] + 1] = event.grab
+    end
+  end
+  for o, names_of_grabs in pairs(wanted) do
+    local records = redis.call('HMGET', KEYS[offers[o].base + GRABS], unpack(names_of_grabs))
+    for i, name in ipairs(names_of_grabs) do offers[o].grabs[name] = records[i] and unpack_grab(records[i]) end
+  end
+  for _, offer in ipairs(offers) do
+    if offer and offer.pieces then read_counters(offer.counters, offer.counters.wanted or {}) end
+  end
+  for _, campaign in ipairs(campaigns) do read_counters(campaign.counters, campaign.counters.wanted or {}) end
+end
+
 -- -- all of them -----------------------------------------------------------------------------------------------------
 
 local opened = 0
@@ -250,6 +287,7 @@ end
 redis.call('HSET', KEYS[1], 'partial', '1')
 write_in_pieces('SADD', KEYS[10], retired)
 local gone = {}
+read_ahead()
 for i, event in ipairs(events) do
   local o = offer_of[i]
   local name, offer = names[o], offers[o]

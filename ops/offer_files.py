@@ -6,45 +6,28 @@ is right, `models.commands.decode_commands` says. Nothing is guessed: what could
 
 import csv
 import io
-import json
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from datetime import UTC, datetime, timedelta
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from functools import lru_cache
 from pathlib import PurePath
 from types import UnionType
 from typing import Annotated, Any, Final, Literal, NamedTuple, Union, get_args, get_origin
-from zoneinfo import ZoneInfo
 
 import msgspec
-import yaml
 
 from models.commands import Open, Undecodable, decode_commands
 from models.identifiers import ID_LENGTH_MAX, ID_PATTERN, is_id
 from models.money import Invalid
-from models.offers import ENVELOPE_LIFE_MS, WEEKDAYS, Changes, EnvelopeTerms, Hours, Limit, StockTerms, Terms, asset_of, check_changes
+from models.offers import Changes, Hours, Limit, Terms, check_changes
+from ops.strict_text import TWICE, Unreadable, first_twice, read_strictly
+from ops.written import read_duration, read_hours, read_limits, read_time
 
 Form = Literal["yaml", "json", "csv"]
 
 FORM_OF_SUFFIX: Final[Mapping[str, Form]] = {".yaml": "yaml", ".yml": "yaml", ".json": "json", ".csv": "csv"}
-PLAN_COLUMNS: Final = ("offer", "kind", "total", "opens", "closes", "limits", "hold", "audience")
-
-_DAY_MS: Final = 24 * 3_600_000
-_UNITS_MS: Final = {"ms": 1, "s": 1000, "m": 60_000, "h": 3_600_000, "d": _DAY_MS}
-_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
-# Where a mapping was given a name twice, it has this key: parsers drop all but the last, and two totals are a mistake.
-_TWICE: Final = "\0given twice"
 
 _is_integer = re.compile(r"[-+]?[0-9]{1,18}\Z").match
-_is_milliseconds = re.compile(r"[0-9]{1,18}\Z").match
-_is_duration = re.compile(r"([0-9]{1,9})(ms|s|m|h|d)\Z").match
-_is_time = re.compile(
-    r"[0-9]{4}-[0-9]{2}-[0-9]{2}[Tt ][0-9]{2}:[0-9]{2}(:[0-9]{2}(\.[0-9]{1,9})?)?( ?(Z|z|[-+][0-9]{2}:[0-9]{2}))?\Z"
-).match
-_is_limit = re.compile(r"([^/\s]+)/([^/\s]+)/([0-9]{1,18})(?:/([^/\s]+))?\Z").match
-_is_hours = re.compile(r"(?:([a-z]+(?:\s*,\s*[a-z]+)*)\s+)?([0-9:]+)\s*[-–]\s*([0-9:]+)\Z").match
-_is_yaml_integer = re.compile(r"[-+]?(?:0|[1-9][0-9]*(?:_[0-9]+)*)\Z").match
 _is_located = re.compile(r"(.*) - at `\$\.(.*)`", re.DOTALL).fullmatch
 _is_missing = re.compile(r"Object missing required field `(.*)`").fullmatch
 
@@ -198,63 +181,12 @@ def _nearest(name: str, known: tuple[str, ...]) -> str:
 def _unknown(where: str, given: Mapping[Any, Any], known: tuple[str, ...]) -> list[str]:
     """A reason for each name that is not known, or was given twice; `where` is empty or ends with a point."""
     return [
-        f"{where}{given[_TWICE]}: is given twice; keep one"
-        if name == _TWICE
+        f"{where}{given[TWICE]}: is given twice; keep one"
+        if name == TWICE
         else f"{where}{name}: there is no such field; the nearest is {_nearest(str(name), known)}"
         for name in given
         if name not in known
     ]
-
-
-# -- what people write ------------------------------------------------------------------------------------------------
-
-
-def read_time(text: str) -> int:
-    """Milliseconds since 1970 UTC, from RFC 3339 with its zone or as they are; raises Invalid with the fix."""
-    if _is_milliseconds(text):
-        return int(text)
-    wanted = "a time such as 2026-11-27T10:00:00+08:00, or milliseconds since 1970 UTC"
-    form = _is_time(text)
-    if form is None:
-        raise Invalid(f"must be {wanted}; got {text!r}")
-    if form[3] is None:
-        raise Invalid(f"{text} is another time in every zone; give the zone: {text}+08:00, or {text}Z for UTC")
-    try:
-        moment = datetime.fromisoformat(text.upper().replace(" ", "T", 1).replace(" ", ""))
-    except ValueError as error:
-        raise Invalid(f"{text} is no time ({error}); give {wanted}") from None
-    return (moment - _EPOCH) // timedelta(milliseconds=1)
-
-
-def read_duration(text: str) -> int:
-    """Milliseconds, from `15m` and the like or as they are; raises Invalid with the fix."""
-    if _is_milliseconds(text):
-        return int(text)
-    form = _is_duration(text)
-    if form is None:
-        raise Invalid(f"must be a duration such as 30s, 15m, 2h or 7d, or milliseconds; got {text!r}")
-    return int(form[1]) * _UNITS_MS[form[2]]
-
-
-def _limits(text: str) -> list[dict[str, Any]]:
-    limits = []
-    for written in filter(None, map(str.strip, text.split(";"))):
-        form = _is_limit(written)
-        if form is None:
-            raise Invalid(f"must be by/per/max with a semicolon between, such as user/day/2; device/offer/1/campaign; got {written!r}")
-        limits.append({"by": form[1], "per": form[2], "max": int(form[3])} | ({"scope": form[4]} if form[4] else {}))
-    return limits
-
-
-def _hours(text: str) -> list[dict[str, Any]]:
-    hours = []
-    for written in filter(None, map(str.strip, text.lower().split(";"))):
-        form = _is_hours(written)
-        if form is None:
-            raise Invalid(f"must be days and hours with a semicolon between, such as fri 10:00-12:00; sat,sun 09:00-18:00; got {written!r}")
-        days = {"weekdays": [day.strip() for day in form[1].split(",")]} if form[1] else {}
-        hours.append({**days, "from": form[2], "until": form[3]})
-    return hours
 
 
 #: How a field's text becomes what the command has there.
@@ -265,8 +197,8 @@ _WRITTEN: Final[Mapping[str, Callable[[str], Any]]] = {
     "hold_ms": read_duration,
     "grace_ms": read_duration,
     "retire_after_ms": read_duration,
-    "limits": _limits,
-    "hours": _hours,
+    "limits": read_limits,
+    "hours": read_hours,
 }
 
 
@@ -348,9 +280,9 @@ def _kinds_with(name: str) -> list[str]:
 def _entries(text: str, form: Form) -> Iterator[_Entry]:
     """The entries of YAML or JSON: of a list, of `{defaults, offers}`, or one alone."""
     try:
-        value = _parse(text, form)
-    except BadOfferFile as error:
-        yield from (_Entry(place, {}, [reason]) for place, reason in error.problems)
+        value = read_strictly(text, form == "json")
+    except Unreadable as error:
+        yield _Entry(error.place, {}, [error.reason])
         return
     defaults: dict[str, Any] = {}
     whole = True
@@ -373,125 +305,6 @@ def _entries(text: str, form: Form) -> Iterator[_Entry]:
         return
     for number, written in enumerate(value, 1):
         yield _entry(f"entry {number}", written, defaults, whole)
-
-
-def _parse(text: str, form: Form) -> Any:
-    # JSON is YAML too, but much quicker read as what it is; and where the two differ (tabs, escapes of emoji) it means JSON.
-    if form == "json" or text.lstrip()[:1] in ("[", "{"):
-        try:
-            return json.loads(text, object_pairs_hook=_object, parse_constant=_refuse_constant)
-        except json.JSONDecodeError as error:
-            if form == "json":
-                raise BadOfferFile([(f"line {error.lineno}", f"is no JSON: {error.msg} at column {error.colno}")]) from None
-        except (ValueError, RecursionError) as error:
-            if form == "json":
-                raise BadOfferFile([("file", f"is no JSON: {error}")]) from None
-    try:
-        return _read_yaml(text)
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        since = f" that begins in line {error.context_mark.line + 1}" if error.context_mark else ""
-        said = "; ".join(filter(None, (error.problem, error.context and error.context + since)))
-        raise BadOfferFile([(f"line {mark.line + 1}" if mark else "file", f"is no YAML: {said}")]) from None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise BadOfferFile([("file", f"is no YAML: {' '.join(str(error).split())}")]) from None
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) != len(pairs) and (twice := _first_twice([name for name, _ in pairs])):
-        made[_TWICE] = twice
-    return made
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no number of JSON")
-
-
-def _first_twice(names: Collection[str]) -> str | None:
-    seen: set[str] = set()
-    return next((name for name in names if name in seen or seen.add(name)), None)  # type: ignore[func-returns-value]
-
-
-# The parser in C is ten times as fast; a PyYAML built without it still reads the same.
-_Parser: Final[Any] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-_CONSTANTS: Final = {
-    **dict.fromkeys(("", "~", "null", "Null", "NULL")),
-    **dict.fromkeys(("true", "True", "TRUE"), True),
-    **dict.fromkeys(("false", "False", "FALSE"), False),
-}
-_TAGS: Final = {"!", *(f"tag:yaml.org,2002:{name}" for name in ("str", "seq", "map"))}
-
-
-def _read_yaml(text: str) -> Any:
-    """YAML with null, true, false, whole numbers and texts, straight from the parser's events.
-
-    The usual loader reads `10:00` as 600, `no` as false, and drops all but the last of two equal names. Here what is no plain number
-    stays a text, also a time: `read_time` says what is wrong with it, entry by entry. There are no fractions in an offer, and `12e45` is
-    the head of a seed. Without the loader's tree of nodes it is also twice as quick.
-    """
-    events = yaml.parse(text, Loader=_Parser)
-    next(events)
-    if isinstance(next(events), yaml.StreamEndEvent):
-        return None
-    value = _built(next(events), events, {})
-    next(events)
-    if not isinstance(following := next(events), yaml.StreamEndEvent):
-        raise _wrong_yaml(following, "a second document begins; make a file of each")
-    return value
-
-
-def _built(event: Any, events: Iterator[Any], anchors: dict[str, Any]) -> Any:
-    """The value that begins with an event; takes the rest of it from the events."""
-    if isinstance(event, yaml.AliasEvent):
-        # An anchor counts from its value's end on, so nothing can contain itself.
-        if event.anchor not in anchors:
-            raise _wrong_yaml(event, f"*{event.anchor} stands before the end of &{event.anchor}")
-        return anchors[event.anchor]
-    if event.tag is not None and event.tag not in _TAGS:
-        raise _wrong_yaml(event, f"tag {event.tag} is not read; leave it out")
-    value: Any
-    if isinstance(event, yaml.ScalarEvent):
-        value = _scalar(event.value) if event.implicit[0] else event.value
-    elif isinstance(event, yaml.SequenceStartEvent):
-        value = []
-        while not isinstance(item := next(events), yaml.SequenceEndEvent):
-            value.append(_built(item, events, anchors))
-    else:
-        value = _mapping(events, anchors)
-    if event.anchor is not None:
-        anchors[event.anchor] = value
-    return value
-
-
-def _scalar(text: str) -> Any:
-    if text in _CONSTANTS:
-        return _CONSTANTS[text]
-    return int(text) if _is_yaml_integer(text) else text
-
-
-def _mapping(events: Iterator[Any], anchors: dict[str, Any]) -> dict[Any, Any]:
-    own: dict[Any, Any] = {}
-    merged: dict[Any, Any] = {}
-    while not isinstance(event := next(events), yaml.MappingEndEvent):
-        name = _built(event, events, anchors)
-        if isinstance(name, list | dict):
-            raise _wrong_yaml(event, "a list or an object is no name of a field")
-        value = _built(next(events), events, anchors)
-        if name == "<<" and isinstance(event, yaml.ScalarEvent) and event.implicit[0]:
-            for one in value if isinstance(value, list) else [value]:
-                if not isinstance(one, dict):
-                    raise _wrong_yaml(event, "<< takes an object or a list of objects")
-                merged = {**one, **merged}
-            continue
-        if name in own:
-            own[_TWICE] = name
-        own[name] = value
-    return {**merged, **own} if merged else own
-
-
-def _wrong_yaml(event: Any, problem: str) -> yaml.MarkedYAMLError:
-    return yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)
 
 
 # -- CSV --------------------------------------------------------------------------------------------------------------
@@ -523,7 +336,7 @@ def _rows(text: str) -> Iterator[_Entry]:
             yield _Entry(place, {}, [*(f"{name}: the header has no such column{separated}" for name in missing), *near])
             return
         reasons = _unknown("", dict.fromkeys(filter(None, columns)), _KNOWN_COLUMNS)
-        if twice := _first_twice([name for name in columns if name]):
+        if twice := first_twice([name for name in columns if name]):
             reasons.append(f"{twice}: two columns have this name; keep one")
         if reasons:
             whole = False
@@ -579,7 +392,7 @@ def read_changes(written: Sequence[tuple[str, str]]) -> Changes:
     """
     changes: dict[str, Any] = {}
     reasons: list[str] = []
-    if twice := _first_twice([name for name, _ in written]):
+    if twice := first_twice([name for name, _ in written]):
         reasons.append(f"{twice}: is given twice; keep one")
     for name, text in written:
         if name not in _KNOWN_CHANGES:
@@ -608,64 +421,3 @@ def _unchangeable(name: str) -> str:
     if name in _KNOWN_TERMS:
         return f"{name}: stays as it was opened; what may be amended is {', '.join(_KNOWN_CHANGES)}"
     return f"{name}: there is no such field; the nearest is {_nearest(name, _KNOWN_CHANGES)}"
-
-
-# -- the plan ---------------------------------------------------------------------------------------------------------
-
-
-def plan_rows(opens: Sequence[Open]) -> list[tuple[str, ...]]:
-    """What opening them would do, a row an offer with PLAN_COLUMNS, for people; times are those of the offer's zone."""
-    return [_plan_row(command.offer, command.terms) for command in opens]
-
-
-def _plan_row(offer: str, terms: Terms) -> tuple[str, ...]:
-    envelope = isinstance(terms, EnvelopeTerms)
-    opens = _shown_time(terms.opens_at, terms.timezone) if terms.opens_at else "at once"
-    if terms.hours:
-        opens += "; " + "; ".join(_shown_hours(one) for one in terms.hours)
-    if terms.closes_at:
-        closes = _shown_time(terms.closes_at, terms.timezone)
-    elif envelope:
-        closes = (
-            _shown_time(terms.opens_at + ENVELOPE_LIFE_MS, terms.timezone)
-            if terms.opens_at
-            else f"{_shown_duration(ENVELOPE_LIFE_MS)} after opening"
-        )
-    else:
-        closes = "never"
-    if isinstance(terms, EnvelopeTerms):
-        limits, hold = "1 a user", "–"
-    else:
-        limits = "; ".join(_shown_limit(limit) for limit in terms.limits) or "–"
-        hold = _shown_duration(terms.hold_ms) if terms.hold_ms else "–"
-    return (offer, str(terms.__struct_config__.tag), _shown_total(offer, terms), opens, closes, limits, hold, terms.audience)
-
-
-def _shown_total(offer: str, terms: Terms) -> str:
-    # The amount of a currency is in minor units: `1,000 CNY` alone would be read as a hundred times the money.
-    if isinstance(terms, EnvelopeTerms):
-        return f"{terms.total:,} minor units of {terms.asset} in {terms.parts:,} part{'s' if terms.parts != 1 else ''}"
-    what = asset_of(offer, terms) if isinstance(terms, StockTerms) else "coupon" if terms.total == 1 else "coupons"
-    price = f", {terms.price:,} minor units of {terms.currency} each" if terms.price is not None else ""
-    return f"{terms.total:,} {what}{price}"
-
-
-def _shown_limit(limit: Limit) -> str:
-    period = "in all" if limit.per == "offer" else f"{'an' if limit.per == 'hour' else 'a'} {limit.per}"
-    return f"{limit.max:,} a {limit.by} {period}{' over the campaign' if limit.scope == 'campaign' else ''}"
-
-
-def _shown_hours(hours: Hours) -> str:
-    days = "" if hours.weekdays == WEEKDAYS else f"{','.join(hours.weekdays)} "
-    return f"{days}{hours.from_}-{hours.until}"
-
-
-def _shown_time(at_ms: int, timezone: str) -> str:
-    moment = (_EPOCH + timedelta(milliseconds=at_ms)).astimezone(ZoneInfo(timezone))
-    exact = "milliseconds" if at_ms % 1000 else "seconds" if at_ms % 60_000 else "minutes"
-    return moment.isoformat(" ", exact)
-
-
-def _shown_duration(duration_ms: int) -> str:
-    unit = next(unit for unit in ("d", "h", "m", "s", "ms") if duration_ms % _UNITS_MS[unit] == 0)
-    return f"{duration_ms // _UNITS_MS[unit]:,}{unit}"

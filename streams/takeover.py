@@ -106,7 +106,10 @@ class Takeover:
         if raised.alive:
             return checkpoint
         snapshot = await self._recovery.newest_snapshot()
-        return snapshot if snapshot.next_offset - checkpoint.next_offset > SNAPSHOT_WORTH_RECORDS else checkpoint
+        has_nothing = raised.seq == 0 or raised.form == "partial"
+        worth_records = 0 if has_nothing else SNAPSHOT_WORTH_RECORDS
+        saved_records = snapshot.next_offset - checkpoint.next_offset
+        return snapshot if snapshot.seq and saved_records > worth_records else checkpoint
 
     async def _read_truth(self, base: Cursor, checkpoint: Cursor, marker: int, raised: Raised) -> Truth:
         """Reads the partition from the base up to the own marker; all of it when the base is not found in it."""
@@ -203,7 +206,10 @@ class Takeover:
                     lost.append(line)
         if distrusted:
             # What it has beyond the journal goes too.
-            return Position("other", shard_seq, "what Redis has of the shard cannot be gone on from", lost)
+            problem = (
+                f"Redis is at seq {shard_seq} of {tail}, too far back to be gone on from" if shard_seq else "Redis has nothing of the shard"
+            )
+            return Position("other", shard_seq, problem, lost)
         if different is not None:
             return Position("other", shard_seq, f"Redis has another history than the journal at seq {different}", lost)
         if seq != shard_seq:

@@ -22,7 +22,8 @@ from models.commands import AnyCommand, Open, Undecodable, decode_command, encod
 from models.identifiers import is_id
 from models.offers import EnvelopeTerms
 from ops.connections import open_gate
-from ops.offer_files import PLAN_COLUMNS, BadOfferFile, Form, form_of, plan_rows, read_offers
+from ops.offer_files import BadOfferFile, Form, form_of, read_offers
+from ops.offer_plan import PLAN_COLUMNS, plan_rows
 from ops.output import json_option, print_json, table
 from ops.settings import Settings, load_settings
 

@@ -37,9 +37,10 @@ from ops.commands.offers import (
     ready_settings,
 )
 from ops.connections import open_gate
-from ops.offer_files import BadOfferFile, read_changes, read_duration, read_time
+from ops.offer_files import BadOfferFile, read_changes
 from ops.output import json_option, print_json
 from ops.settings import Settings
+from ops.written import read_duration, read_time
 
 What = Literal["codes", "audience"]
 

@@ -21,7 +21,8 @@ from models.answers import Answer
 from models.commands import Amend, AnyCommand, Confirm, Extend, Grab, Open, Release, Return
 from models.events import AnyEvent, GrabHeld
 from models.offers import Changes, PieceTerms
-from ops.offer_files import BadOfferFile, plan_rows, read_offers
+from ops.offer_files import BadOfferFile, read_offers
+from ops.offer_plan import plan_rows
 from ops.rehearsal.clock import HOUR_MS, MINUTE_MS, TIMEZONE, moment
 from ops.rehearsal.story import Story, chunks, refused_by_outcome
 from ops.verification import Check

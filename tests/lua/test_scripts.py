@@ -4,10 +4,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import redis
 
-from lua import loader
+from lua import loader, restoring
 from lua.gate import Gate, GateLimits, now_ms, run_script
 from lua.keys import KeySpace
 from lua.loader import BadScript, assemble
@@ -110,9 +111,49 @@ async def test_the_owner_s_scripts_refuse_a_stranger(gate: Any, client: Any, key
             ("trim", [shard.state, shard.outbox], [1, "aa", 1, shard.channel]),
             ("fence", [shard.state], ["why"]),
             ("reconcile", [shard.state], ["0", 3]),
+            ("wipe", [shard.state], ["why"]),
+            ("apply", shard.deciding(), ["0", "0", "0", NO_EVENTS]),
+            ("apply_forget", [shard.state, shard.answers("e")], ["e", "0", 10]),
         ):
             with pytest.raises(redis.ResponseError, match="LOST"):
                 await run_script(client, name, script_keys, [*wrong, *rest])
+
+
+NO_EVENTS = msgspec.msgpack.encode([[], [], [], [], [], []])
+
+
+async def test_events_are_applied_to_a_fenced_shard_behind_its_last_one(gate: Any, client: Any, keys: KeySpace) -> None:
+    gate()
+    shard = keys.shard(0)
+    own = [value.decode() for value in await client.hmget(shard.state, ["term", "owner", "life"])]
+    with pytest.raises(redis.ResponseError, match="LOST the shard is not fenced"):
+        await run_script(client, "apply", shard.deciding(), [*own, "0", "0", "0", NO_EVENTS])
+    await run_script(client, "fence", [shard.state], [*own, "why"])
+    with pytest.raises(redis.ResponseError, match="LOST the shard has moved on"):
+        await run_script(client, "apply", shard.deciding(), [*own, "7", "7", "0", NO_EVENTS])
+    # While a rebuild is unfinished nothing is applied behind it, and nothing is decided.
+    await run_script(client, "wipe", [shard.state], [*own, "why"])
+    with pytest.raises(redis.ResponseError, match="LOST the shard has moved on"):
+        await run_script(client, "apply", shard.deciding(), [*own, "0", "0", "0", NO_EVENTS])
+    with pytest.raises(redis.ResponseError, match="LOST the shard is incomplete"):
+        await run_script(client, "reconcile", [shard.state], [*own, "0", 3])
+    await run_script(client, "apply", shard.deciding(), [*own, "", "0", "0", NO_EVENTS])
+    with pytest.raises(redis.ResponseError, match="LOST the shard has moved on"):
+        await run_script(client, "reconcile", [shard.state], [*own, "1", 3])
+    assert await run_script(client, "reconcile", [shard.state], [*own, "0", 3]) == 1
+
+
+async def test_events_with_a_hole_between_them_are_refused(gate: Any, client: Any, keys: KeySpace) -> None:
+    one = gate()
+    await one.decide([opening(), *grabs(3)], "decided")
+    shard = keys.shard(keys.shard_of_offer("e"))
+    events = [decode_event(line) for line in await event_lines(client, keys, shard.shard)]
+    own = [value.decode() for value in await client.hmget(shard.state, ["term", "owner", "life"])]
+    await run_script(client, "wipe", [shard.state, *shard.of_offer("e")], [*own, "why"])
+    names, arguments = restoring.build(shard, [events[0], events[2]], SEALER)
+    with pytest.raises(redis.ResponseError, match="HOLE before event 3 of offer e"):
+        await run_script(client, "apply", [*shard.deciding(), *names], [*own, "", "", "", *arguments])
+    assert await client.hget(shard.state, "partial") == b"1"
 
 
 async def test_a_full_outbox_is_busy_until_it_is_trimmed(gate: Any, client: Any, keys: KeySpace) -> None:

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from models.commands import Open
 from models.identifiers import is_id
 from models.offers import CouponTerms, EnvelopeTerms, Hours, Limit, StockTerms, Terms
-from ops.offer_files import PLAN_COLUMNS, BadOfferFile, Form, form_of, plan_rows, read_offers
+from ops.offer_files import BadOfferFile, Form, form_of, read_offers
+from ops.offer_plan import PLAN_COLUMNS, plan_rows
 
 FORMS = get_args(Form)
 COUPON = {"kind": "coupon", "issuer": "shop", "total": 5}

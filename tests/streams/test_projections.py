@@ -130,6 +130,24 @@ async def test_repeated_overlapping_and_stale_blocks_change_nothing(system: Sett
     assert await rows(system, "SELECT title, grabs, given, amount_left FROM offers") == [('back\\slash "quote" 你好', 29, 290, 710)]
 
 
+async def test_two_processes_write_the_same_shard_once(system: Settings, journal: Journal) -> None:
+    """After a rebalance both may believe the shard is theirs: the cursor lets one of them through, the other looks where it is."""
+    await journal.marker(1, "a")
+    for first in range(1, 31):
+        await journal.block(LINES, first, first)
+    async with running(system) as mine, running(system) as theirs:
+        for record in journal.records:
+            await asyncio.gather(*(projector.put(record) for projector in (*mine, *theirs)))
+        await at_seq(system, 30)
+        await asyncio.gather(*(projector.put(CatchUp(SHARD)) for projector in (*mine, *theirs)))
+        await journal.block([*LINES, granted("e", 31)], 31, 31)
+        await asyncio.gather(*(projector.put(journal.records[-1]) for projector in (*theirs, *mine)))
+        await at_seq(system, 31)
+    assert await rows(system, "SELECT * FROM stopped_shards") == []
+    assert await rows(system, "SELECT posted FROM accounts WHERE account = 'offer:e'") == [(1000 - 300,)]
+    assert await rows(system, "SELECT count(*) FROM audit") == [(31,)]
+
+
 async def test_what_faust_left_out_is_read_from_the_journal(system: Settings, journal: Journal) -> None:
     await journal.marker(1, "a")
     for first in range(1, 30, 3):

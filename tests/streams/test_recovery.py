@@ -5,17 +5,23 @@ Then everything adds up, every answer that was promised as journaled is booked, 
 
 import asyncio
 import shutil
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from models.commands import Grab, Open
-from models.offers import EnvelopeTerms
-from ops.connections import key_space, open_gate, open_redis
+from lua.gate import run_script
+from models.commands import Close, Grab, Open
+from models.offers import EnvelopeTerms, Limit, StockTerms
+from ops.connections import key_space, open_gate, open_redis, sealer, snapshots
 from ops.services import LocalServices
-from ops.settings import Settings
+from ops.settings import Settings, child_environment
+from streams.relay import ShardRelay
+from streams.topics import Topics
 from tests.conftest import make_system, until
 from tests.streams.state import assert_state_is_the_journal_s
 from tests.streams.test_projections import rows
@@ -134,3 +140,163 @@ async def test_another_history_is_replaced_and_what_it_decided_is_told(
     await assert_state_is_the_journal_s(private)
     assert one.stop() == 0
     assert projecting.stop() == 0
+
+
+async def emptied(settings: Settings) -> None:
+    """All keys of the system are deleted, as FLUSHALL does on a server of its own."""
+    redis = open_redis(settings)
+    names = [key async for key in redis.scan_iter(match=f"{settings.prefix}:*", count=1_000)]
+    await redis.unlink(*names)
+    await redis.aclose()
+
+
+@pytest.fixture
+async def past(system: Settings, worker: Callable[..., Any]) -> Any:
+    """A system with offers that have retired, one in a campaign that is still there, and all of it in the audit trail."""
+    deciding, projecting = worker(system, "decide,relay,sweep"), worker(system, "project")
+    async with open_gate(system) as gate:
+        asked = {"patience_ms": 20_000, "timeout_ms": 20_000}
+        offers = ["m:old", "m:now", "gone", "here"]
+        terms = StockTerms(issuer="shop", total=50, limits=(Limit("user", "offer", 2, "campaign"),), retire_after_ms=1)
+        await gate.decide([Open(id=f"o-{offer}", offer=offer, terms=terms) for offer in offers], **asked)
+        for offer in offers:
+            await gate.decide(by("ann", "bob", "eve", offer=offer), **asked)
+        await gate.decide([Close(id=f"c-{offer}", offer=offer) for offer in ("m:old", "gone")], **asked)
+    retired = "SELECT count(*) FROM offers WHERE retired_at IS NOT NULL HAVING count(*) = 2"
+    await until(lambda: rows(system, retired), 30, "retirement in SQL")
+    audited = "SELECT 1 FROM cursors GROUP BY shard HAVING min(seq) <> max(seq)"
+    await until(lambda: not_any(system, audited), 30, "the audit trail")
+    assert projecting.stop() == 0
+    return system, deciding
+
+
+async def not_any(settings: Settings, query: str) -> bool:
+    return not await rows(settings, query)
+
+
+async def test_the_audit_trail_is_a_snapshot(past: Any) -> None:
+    """An emptied Redis is made of the trail and what the journal has behind it; what has retired stays away."""
+    system, _ = past
+    async with open_gate(system) as gate:
+        asked = {"patience_ms": 20_000, "timeout_ms": 20_000}
+        await gate.decide(by("joe", "kim", offer="m:now"), **asked)
+        await emptied(system)
+        assert {answer.outcome for answer in await gate.decide(by("max", offer="m:now"), **asked)} == {"granted"}
+        [again] = await gate.decide(by("ann", offer="m:now"), **asked)
+        assert (again.outcome, again.repeated) == ("granted", True)
+        # The campaign's limit still counts what was taken of the offer that has retired.
+        [limited] = await gate.decide([Grab(id="third", offer="m:now", user="ann")], **asked)
+        assert limited.outcome == "limit_reached"
+        [gone] = await gate.decide([Open(id="x", offer="gone", terms=StockTerms(issuer="shop", total=1))], **asked)
+        assert gone.outcome == "conflict"
+        number = key_space(system).shard_of_offer("m:now")
+
+        async def all_recovered() -> bool:
+            found = {shard for (shard,) in await rows(system, "SELECT shard FROM recoveries")}
+            return found == {key_space(system).shard_of_offer(one) for one in NAMES}
+
+        await until(all_recovered, 20, "recovery")
+    [[snapshot_seq, journal_seq, applied]] = await rows(
+        system, f"SELECT snapshot_seq, journal_seq, applied FROM recoveries WHERE shard = {number}"
+    )
+    assert 0 < snapshot_seq < journal_seq
+    assert applied <= journal_seq
+    await assert_state_is_the_journal_s(system)
+
+
+NAMES = ("m:old", "m:now", "gone", "here")
+
+
+async def test_without_postgresql_the_journal_is_read(past: Any, worker: Callable[..., Any]) -> None:
+    system, deciding = past
+    assert deciding.stop() == 0
+    await emptied(system)
+    away = system.model_copy(update={"postgres": "postgresql://nobody@127.0.0.1:9/none"})
+    worker(away, "relay,sweep")
+    async with open_gate(system) as gate:
+        assert {one.outcome for one in await gate.decide(by("max", offer="here"), patience_ms=20_000, timeout_ms=20_000)} == {"granted"}
+    await assert_state_is_the_journal_s(system)
+
+
+async def test_a_rebuild_that_was_killed_is_begun_anew(past: Any, worker: Callable[..., Any]) -> None:
+    system, deciding = past
+    for step in ("recovery.wiped", "recovery.applied:2"):
+        assert deciding.stop() == 0
+        await emptied(system)
+        doomed = worker(system, "relay,sweep", fail_at=step)
+        assert await asyncio.to_thread(doomed.process.wait, 30) == -signal.SIGKILL
+        deciding = worker(system, "relay,sweep")
+        await assert_state_is_the_journal_s(system)
+
+
+async def test_a_journal_that_lost_events_is_not_believed(past: Any) -> None:
+    """Redis knows that more was acknowledged: rather than forget it, the shard stays fenced and says what to do."""
+    system, deciding = past
+    assert deciding.stop() == 0
+    redis, shard = open_redis(system), key_space(system).shard(key_space(system).shard_of_offer("here"))
+    try:
+        await redis.hset(shard.state, mapping={"journaled_seq": 10_000, "journaled_offset": 10_000, "life": "another"})
+        relay = ShardRelay(
+            redis, shard, system.shards, system.kafka, Topics(system.prefix).journal, sealer(system), snapshots=snapshots(system)
+        )
+        relaying = asyncio.create_task(relay.run())
+        await until(lambda: relay.state.startswith("fenced"), 20, "the fence")
+        assert "10000 were in it" in relay.state
+        assert "rebuild journal --from audit" in relay.state
+        assert b"lost events" in await redis.hget(shard.state, "fault")
+        relaying.cancel()
+        await asyncio.wait({relaying})
+        async with open_gate(system) as gate:
+            assert [one.outcome for one in await gate.decide(by("max", offer="here"))] == ["fenced"]
+    finally:
+        await redis.aclose()
+
+
+async def test_a_newer_program_goes_on_and_an_older_one_is_refused(past: Any, tmp_path: Path) -> None:
+    """The next release writes another key layout: it rebuilds the shards from the journal, and this one leaves them alone."""
+    system, deciding = past
+    newer = next_release(tmp_path)
+    assert deciding.stop() == 0
+    redis, keys = open_redis(system), key_space(system)
+    environment = child_environment(
+        prefix=system.prefix, schema=system.schema_, redis_url=system.redis_url, kafka=system.kafka, postgres=system.postgres,
+        shards=str(system.shards), seal_keys=system.seal_keys.get_secret_value(), )  # fmt: skip
+    log = (tmp_path / "newer.log").open("wb")
+    command = [sys.executable, "-m", "ops.cli", "-v", "worker", "--roles", "decide,relay,sweep"]
+    process = subprocess.Popen(command, env=environment | {"PYTHONPATH": str(newer)}, cwd=newer, stdout=log, stderr=log)
+    try:
+
+        async def taken_over() -> bool:
+            found = [await redis.hmget(keys.shard(number).state, ["layout", "life"]) for number in range(keys.shards)]
+            return all(layout == b"2" and life for layout, life in found)
+
+        await until(taken_over, 40, "the newer program's takeover")
+        async with open_gate(system) as gate:
+            [refused] = await gate.decide(by("max", offer="here"))
+            assert refused.outcome == "fenced"
+            assert "upgrade" in (refused.message or "")
+        relay = ShardRelay(redis, keys.shard(0), system.shards, system.kafka, Topics(system.prefix).journal, sealer(system))
+        relaying = asyncio.create_task(relay.run())
+        await until(lambda: "upgrade" in relay.state, 20, "the refusal")
+        relaying.cancel()
+        await asyncio.wait({relaying})
+        lease = await run_script(redis, "lease", [keys.shard(0).lease, keys.shard(0).state], ["old", 1_000])
+        assert lease != b"old"
+    finally:
+        process.terminate()
+        assert process.wait(20) == 0
+        log.close()
+        await redis.aclose()
+    await emptied(system)
+
+
+def next_release(folder: Path) -> Path:
+    """A copy of this program that writes key layout 2."""
+    here, there = Path(__file__).parents[2], folder / "next"
+    for room in ("models", "lua", "streams", "projections", "ops"):
+        shutil.copytree(here / room, there / room, ignore=shutil.ignore_patterns("__pycache__"))
+    include = there / "lua/includes/shard.lua"
+    text = include.read_text()
+    assert "local LAYOUT = 1\n" in text
+    include.write_text(text.replace("local LAYOUT = 1\n", "local LAYOUT = 2\n"))
+    return there

@@ -1,0 +1,202 @@
+"""How long Redis is away: events a second of a rebuild, a shard taken over, and a restart beside ten million past grabs."""
+
+import asyncio
+import signal
+import time
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+from aiokafka import AIOKafkaProducer
+from psycopg import AsyncConnection
+
+from bench.stage import SEALER, envelope, grabs, private_redis, system, taken_over_gate
+from bench.streaming import until_booked
+from lua.gate import GateLimits, run_script
+from lua.keys import KeySpace
+from models.commands import Confirm, Grab, Open
+from models.journal import GENESIS, Accepted, Cursor, block_headers, chain, marker_headers
+from models.offers import Limit, StockTerms
+from ops.connections import key_space, open_gate, open_redis
+from ops.rehearsal.run import open_books
+from ops.settings import Settings
+from streams.ownership import OwnedShard
+from streams.recovery import Position, Recovery
+from streams.relay import ShardRelay
+from streams.topics import RECORD_BYTES_MAX, Topics
+
+BLOCK_EVENTS = 1_000
+LISTS = 100
+#: What DESIGN allows between the server's answer and the next decision.
+SECONDS_ALLOWED = 10.0
+LINES = """
+local found = {}
+for _, entry in ipairs(redis.call('XRANGE', KEYS[1], '-', '+')) do
+  for i = 2, #entry[2], 2 do found[#found + 1] = entry[2][i] end
+end
+return found
+"""
+
+
+async def _lines(client: Any, keys: KeySpace) -> list[list[bytes]]:
+    """The events of each shard, from outboxes that nobody relayed."""
+    return [await client.eval(LINES, 1, keys.shard(number).outbox) for number in range(keys.shards)]
+
+
+async def rebuild(runs: int, count: int) -> dict[str, Any]:
+    """Events a second that a rebuild applies, against the decisions a second that made them: envelope grabs, then holds under limits."""
+    ours, theirs = [], []
+    for _ in range(runs):
+        with private_redis() as port:
+            gate, client = await taken_over_gate(port, GateLimits(queue_commands_max=10**7, outbox_events_max=10**8, timeout_ms=60_000))
+            stock = [Open(id=f"o-s{n}", offer=f"s{n}", terms=_stock(count)) for n in range(8)]
+            await gate.decide([*(envelope(f"e{n}", count) for n in range(8)), *stock], "decided")
+            commands: list[Any] = [grab for n in range(8) for grab in grabs(f"e{n}", count // 24)]
+            holds = [grab for n in range(8) for grab in grabs(f"s{n}", count // 24)]
+            began = time.perf_counter()
+            for listed in (commands, holds, [Confirm(id=f"c{hold.id}", offer=hold.offer, grab=hold.id) for hold in holds]):
+                await asyncio.gather(*(gate.decide(listed[n::LISTS], "decided") for n in range(LISTS)))
+            decided = time.perf_counter() - began
+            lines = await _lines(client, KeySpace("bench", 8))
+            await gate.close()
+            await client.flushall()
+            events = sum(map(len, lines))
+            began = time.perf_counter()
+            await asyncio.gather(*(_fold(client, number, of_shard) for number, of_shard in enumerate(lines)))
+            ours.append(events / (time.perf_counter() - began))
+            theirs.append(events / decided)
+            await client.aclose()
+    return {"ours": ours, "theirs": theirs, "unit": "events/s"}
+
+
+async def takeover(runs: int, count: int) -> dict[str, Any]:
+    """Milliseconds until a new relay relays a shard that is at rest: connections, marker, truth, comparison; against connections and
+    one awaited send."""
+    ours, theirs = [], []
+    async with system(()) as (settings, _):
+        client = open_redis(settings)
+        keys, topic = key_space(settings), Topics(settings.prefix).journal
+        for number in range(runs * count):
+            shard = keys.shard(number % keys.shards)
+            relay = ShardRelay(client, shard, keys.shards, settings.kafka, topic, SEALER)
+            began = time.perf_counter()
+            relaying = asyncio.create_task(relay.run())
+            while relay.state != "relaying":
+                await asyncio.sleep(0.001)
+            ours.append((time.perf_counter() - began) * 1000)
+            relaying.cancel()
+            await asyncio.wait({relaying})
+            began = time.perf_counter()
+            producer = AIOKafkaProducer(bootstrap_servers=settings.kafka, acks="all", enable_idempotence=True)
+            await producer.start()
+            await producer.send_and_wait(Topics(settings.prefix).rejected, b"bench")
+            theirs.append((time.perf_counter() - began) * 1000)
+            await producer.stop()
+        await client.aclose()
+    return {"ours": ours, "theirs": theirs, "unit": "ms"}
+
+
+def _stock(count: int) -> StockTerms:
+    return StockTerms(issuer="bench", total=count, hold_ms=3_600_000, limits=(Limit("user", "day", 5), Limit("user", "offer", 9)))
+
+
+async def _fold(client: Any, number: int, lines: Sequence[bytes]) -> None:
+    shard = OwnedShard(client, KeySpace("bench", 8).shard(number))
+    own = (await shard.raise_term(0)).ownership
+    accepted = [Accepted(seq, line, hash_) for seq, (line, hash_) in enumerate(zip(lines, chain(GENESIS, lines), strict=True), 1)]
+
+    async def journal(base: Cursor) -> AsyncGenerator[tuple[Cursor, Sequence[Accepted]], None]:
+        for start in range(0, len(accepted), BLOCK_EVENTS):
+            yield base, accepted[start : start + BLOCK_EVENTS]
+
+    await Recovery(shard, SEALER).rebuild(own, Position("other", 0), journal)
+    await run_script(client, "reconcile", [shard.keys.state], (*own.arguments, len(lines), 8))
+
+
+async def beside_the_past(runs: int, past: int) -> dict[str, Any]:
+    """Seconds from an emptied Redis to the next decision in every shard, with so many grabs of retired offers in journal and trail;
+    against the seconds that are allowed."""
+    ours = []
+    async with system(("decide,relay,sweep", "project")) as (settings, workers):
+        async with open_gate(settings) as gate:
+            offers = [envelope(f"e{n}", 2_000) for n in range(64)]
+            await gate.decide(offers, patience_ms=30_000, timeout_ms=30_000)
+            for n in range(64):
+                await gate.decide(grabs(f"e{n}", 100), timeout_ms=30_000)
+        await until_booked(settings, 64 * 101)
+        for worker in workers:
+            worker.send_signal(signal.SIGSTOP)
+        await asyncio.gather(*(_add_past(settings, number, past // settings.shards) for number in range(settings.shards)))
+        workers[0].send_signal(signal.SIGCONT)
+        for _ in range(runs):
+            ours.append(await _seconds_away(settings))
+    return {"ours": ours, "theirs": [SECONDS_ALLOWED] * runs, "unit": "s"}
+
+
+async def _seconds_away(settings: Settings) -> float:
+    client = open_redis(settings)
+    keys = key_space(settings)
+    await client.flushall()
+    began = time.perf_counter()
+    while not all([await client.hget(keys.shard(number).state, "life") for number in range(keys.shards)]):
+        await asyncio.sleep(0.02)
+    async with open_gate(settings) as gate:
+        answers = await gate.decide(
+            [Grab(id=f"again{n}-{began}", offer=f"e{n}", user=f"again{began}") for n in range(64)], "decided", 5_000
+        )
+    seconds = time.perf_counter() - began
+    assert {answer.outcome for answer in answers} == {"granted"}, answers[0]
+    await client.aclose()
+    return seconds
+
+
+async def _add_past(settings: Settings, shard: int, count: int) -> None:
+    """An envelope that was drained and has retired, behind what the shard has; read models say that they have read it."""
+    topic = Topics(settings.prefix).journal
+    async with await open_books(settings) as books:
+        row = await (
+            await books.execute(
+                "SELECT seq, hash, at FROM audit WHERE shard = %s ORDER BY seq DESC LIMIT 1",
+                (shard,),
+            )
+        ).fetchone()
+        assert row is not None
+        seq, head, at = int(row[0]), bytes(row[1]), int(row[2])
+        producer = AIOKafkaProducer(bootstrap_servers=settings.kafka, acks="all", max_request_size=RECORD_BYTES_MAX)
+        await producer.start()
+        await producer.send_and_wait(topic, b"", partition=shard, headers=marker_headers(shard, 1_000, "past"))
+        end = seq + count
+        first = seq + 1
+        while first <= end:
+            last = min(first + BLOCK_EVENTS - 1, end)
+            lines = [_past_line(shard, number, seq, end, at) for number in range(first, last + 1)]
+            hashes = chain(head, lines)
+            headers = block_headers(shard, 1_000, "past", first, len(lines), head, hashes[-1])
+            sent = await producer.send_and_wait(topic, b"\n".join(lines), partition=shard, headers=headers)
+            await _audit(books, shard, at, first, lines, hashes)
+            head, first = hashes[-1], last + 1
+        await producer.stop()
+        await books.execute(
+            "UPDATE projection_cursors SET (seq, head, next_offset, term, owner) = (%s, %s, %s, %s, %s) WHERE shard = %s",
+            (end, head, sent.offset + 1, 1_000, "past", shard),
+        )
+
+
+def _past_line(shard: int, seq: int, before: int, end: int, at: int) -> bytes:
+    place = seq - before
+    type_ = "offer.opened" if place == 1 else "offer.retired" if seq == end else "grab.granted"
+    head = f'{{"type":"{type_}","v":1,"shard":{shard},"seq":{seq},"offer_seq":{place},"offer":"past{shard}","at":{at}'
+    if type_ != "grab.granted":
+        return f'{head},"command":"c{place}"}}'.encode()
+    return (
+        f'{head},"command":"g{seq:031d}","grab":"g{seq:031d}","user":"u{seq:031d}","quantity":1,"amount":150,"asset":"CNY","place":{place},'
+        f'"left":{end - seq},"digest":"0123456789abcdef"}}'
+    ).encode()
+
+
+async def _audit(books: AsyncConnection[Any], shard: int, at: int, first: int, lines: list[bytes], hashes: list[bytes]) -> None:
+    rows = "".join(
+        f"{shard}\t{first + n}\tpast{shard}\t{line[9:21].decode()}\t{at}\t{line.decode()}\t\\\\x{hashes[n].hex()}\n"
+        for n, line in enumerate(lines)
+    ).replace("offer.retire\t", "offer.retired\t")
+    async with books.cursor() as cursor, cursor.copy("COPY audit_1 (shard, seq, offer, type, at, body, hash) FROM STDIN") as copy:
+        await copy.write(rows)
