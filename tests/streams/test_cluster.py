@@ -22,6 +22,7 @@ from ops.settings import BadSettings, Settings, child_environment, cluster_addre
 from streams.topics import Topics
 from tests.conftest import make_system, until
 from tests.lua.conftest import grabs, opening
+from tests.streams.state import assert_state_is_the_journal_s
 from tests.streams.traffic import traffic
 
 
@@ -170,6 +171,37 @@ async def test_workers_join_and_leave_and_a_master_dies_under_traffic(
     assert [one.process.poll() for one in workers[2:]] == [None] * 3
     await asyncio.to_thread(master.start)
     await until(partial(_is_replica, master.port), 30, "the old master's return as a replica")
+
+
+async def test_a_shard_moves_to_another_master_under_traffic(
+    clustered: Settings, cluster: ClusterServices, worker: Callable[..., Any]
+) -> None:
+    """Its callers wait while its keys are on the way; then the new server is another life, is reconciled, and goes on."""
+    worker(clustered, "decide,relay,sweep")
+    worker(clustered, "project,publish")
+    async with traffic(clustered, 1_500) as crowd, client_of(clustered) as client:
+        await crowd.begin()
+        await crowd.until_answered(0.2)
+        shard = key_space(clustered).shard(key_space(clustered).shard_of_offer(crowd.rehearsal._chosen[0].offer))
+        [before] = await information(client, "server", shard.state)
+        target = next(node for node in client.get_primaries() if node.name != before)
+        await asyncio.to_thread(_move_slot, cluster, client.keyslot(shard.state), int(before.rpartition(":")[2]), int(target.port))
+        await crowd.adds_up()
+    async with client_of(clustered) as client:
+        assert list(await information(client, "server", shard.state)) == [target.name]
+    await assert_state_is_the_journal_s(clustered)
+
+
+def _move_slot(cluster: ClusterServices, slot: int, source_port: int, target_port: int) -> None:
+    """What `redis-cli --cluster reshard` does for one slot."""
+    with redis.Redis(port=source_port) as source, redis.Redis(port=target_port) as target:
+        source_id, target_id = (one.execute_command("CLUSTER", "MYID").decode() for one in (source, target))
+        target.execute_command("CLUSTER", "SETSLOT", slot, "IMPORTING", source_id)
+        source.execute_command("CLUSTER", "SETSLOT", slot, "MIGRATING", target_id)
+        while keys := source.execute_command("CLUSTER", "GETKEYSINSLOT", slot, 10):
+            source.execute_command("MIGRATE", "127.0.0.1", target_port, "", 0, 5_000, "KEYS", *keys)
+        for one in (target, source):
+            one.execute_command("CLUSTER", "SETSLOT", slot, "NODE", target_id)
 
 
 def _is_replica(port: int) -> bool:
