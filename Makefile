@@ -36,7 +36,7 @@ drill: setup ## Play the kill matrix, then again on a cluster, then test-cluster
 	@$(PYTHON) -m tests.drill $(ARGS)
 	@if [ -z '$(ARGS)' ]; then $(PYTHON) -m tests.drill --cluster && $(MAKE) test-cluster; fi
 
-lint: setup ## Format, style, types, import contracts, Lua, compose.yaml, README.
+lint: setup ## Format, style, types, import contracts, Lua, compose.yaml, README, schemas.
 	@scripts/packages.sh luacheck:lua-check
 	@$(VENV)/bin/ruff format --check .
 	@$(VENV)/bin/ruff check .
@@ -45,6 +45,8 @@ lint: setup ## Format, style, types, import contracts, Lua, compose.yaml, README
 	@$(PYTHON) scripts/lint_lua.py
 	@$(PYTHON) scripts/lint_compose.py
 	@$(PYTHON) scripts/offer_fields.py --check README.md
+	@$(PYTHON) scripts/schemas.py --check
+	@$(PYTHON) scripts/schemas.py --compare
 
 format: setup ## Format the code.
 	@$(VENV)/bin/ruff check --fix-only -q . ; $(VENV)/bin/ruff format .
@@ -57,7 +59,7 @@ bench: setup ## Measure against the classic way, as ratios (ARGS="--rows 1,7").
 	@scripts/with-servers.sh $(PYTHON) -m bench $(ARGS)
 
 lock: setup ## Write requirements.lock anew from pyproject.toml.
-	@$(VENV)/bin/pip-compile --quiet --upgrade --generate-hashes --no-emit-index-url --strip-extras --allow-unsafe --extra dev -o requirements.lock pyproject.toml
+	@$(VENV)/bin/pip-compile --quiet --upgrade --generate-hashes --no-emit-index-url --no-emit-find-links --strip-extras --allow-unsafe --extra dev -o requirements.lock pyproject.toml
 
 clean: ## Remove the virtual environment, and the servers with their data.
 	@if [ -x $(GRABSTREAM) ]; then $(GRABSTREAM) down --remove; fi

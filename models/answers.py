@@ -1,20 +1,24 @@
 """Answers: what a command's sender is told. What does not apply is absent."""
 
+from typing import Annotated, get_args
+
 import msgspec
 
-from models.identifiers import Id
-from models.outcomes import NOT_DECIDED, OUTCOME_NAMES, Outcome
+from models.calendar import Period
+from models.identifiers import Count, Id, in_schema
+from models.money import Currency, Sum
+from models.outcomes import NOT_DECIDED, OUTCOME_NAMES, Outcome, OutcomeName
 
 
 class LimitState(msgspec.Struct, omit_defaults=True, frozen=True):
     """What a limit leaves to a user: `left` of `max` until `resets_at` (ms since 1970 UTC; absent: it never does)."""
 
     by: Id
-    per: str
-    max: int
-    left: int
-    resets_at: int | None = None
-    scope: str = "offer"
+    per: Annotated[str, in_schema(enum=list(get_args(Period)))]
+    max: Sum
+    left: Sum
+    resets_at: Count | None = None
+    scope: Annotated[str, in_schema(enum=["offer", "campaign"])] = "offer"
 
 
 class Answer(msgspec.Struct, omit_defaults=True, frozen=True):
@@ -27,23 +31,23 @@ class Answer(msgspec.Struct, omit_defaults=True, frozen=True):
     """
 
     id: Id
-    outcome: str
-    code: int
+    outcome: OutcomeName
+    code: Annotated[int, in_schema(enum=list(OUTCOME_NAMES))]
     offer: Id | None = None
     grab: Id | None = None
-    amount: int | None = None
-    quantity: int | None = None
-    place: int | None = None
-    left: int | None = None
+    amount: Sum | None = None
+    quantity: Sum | None = None
+    place: Count | None = None
+    left: Sum | None = None
     repeated: bool = False
-    retry_at: int | None = None
-    shard: int | None = None
-    seq: int | None = None
-    at: int | None = None
+    retry_at: Count | None = None
+    shard: Count | None = None
+    seq: Count | None = None
+    at: Count | None = None
     message: str | None = None
-    deadline_at: int | None = None
-    due: int | None = None
-    currency: str | None = None
+    deadline_at: Count | None = None
+    due: Sum | None = None
+    currency: Currency | None = None
     limit: LimitState | None = None
     limits: tuple[LimitState, ...] = ()
     coupon_code: str | None = None

@@ -7,13 +7,13 @@ import re
 from base64 import b64encode
 from collections.abc import Callable
 from hashlib import blake2b
-from typing import Any, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 
-from models.identifiers import Id, is_id
-from models.money import Invalid, check_amount
-from models.offers import Changes, EnvelopeTerms, Terms, check_changes, check_line, check_terms
+from models.identifiers import Id, in_schema, is_id
+from models.money import Currency, Invalid, Quantity, Sum, check_amount
+from models.offers import LINE_LENGTH_MAX, LINE_PATTERN, Changes, EnvelopeTerms, Terms, check_changes, check_line, check_terms
 from models.transfers import Entry, check_adjustment
 
 ATTRIBUTES_MAX: Final = 8
@@ -52,9 +52,9 @@ class Grab(Command, frozen=True, kw_only=True):
     """
 
     user: Id
-    quantity: int = 1
-    attributes: dict[Id, Id] = {}
-    ticket: str | None = None
+    quantity: Quantity = 1
+    attributes: Annotated[dict[Id, Id], in_schema(maxProperties=ATTRIBUTES_MAX)] = {}
+    ticket: Annotated[str, in_schema(minLength=1, maxLength=TICKET_LENGTH_MAX, pattern=r"^[\u0000-\u007f]*$")] | None = None
     basket: Id | None = None
     wait: bool = False
 
@@ -74,23 +74,25 @@ class Close(Steer, frozen=True, kw_only=True):
 class Amend(Steer, frozen=True, kw_only=True):
     """Change terms while the offer runs, in order with the grabs."""
 
-    changes: Changes
+    changes: Annotated[Changes, in_schema(minProperties=1)]
 
 
 class Load(Steer, frozen=True, kw_only=True):
     """One chunk of a list that an offer needs before it opens: coupon codes, or the ids of who may grab. `chunk` counts from 1."""
 
     what: Literal["codes", "audience"]
-    chunk: int
-    chunks: int
-    items: tuple[str, ...]
+    chunk: Annotated[int, in_schema(minimum=1, maximum=CHUNKS_MAX)]
+    chunks: Annotated[int, in_schema(minimum=1, maximum=CHUNKS_MAX)]
+    items: Annotated[
+        tuple[Annotated[str, in_schema(minLength=1, maxLength=CODE_LENGTH_MAX)], ...], in_schema(minItems=1, maxItems=ITEMS_MAX)
+    ]
 
 
 class Adjust(Steer, frozen=True, kw_only=True):
     """A correcting entry in the ledger, with its reason and who approved it."""
 
-    transfers: tuple[Entry, ...]
-    reason: str
+    transfers: Annotated[tuple[Entry, ...], in_schema(minItems=1, maxItems=TRANSFERS_MAX)]
+    reason: Annotated[str, in_schema(minLength=1, maxLength=LINE_LENGTH_MAX, pattern=LINE_PATTERN)]
     approved_by: Id
 
 
@@ -104,9 +106,9 @@ class Confirm(Settle, frozen=True, kw_only=True):
     """A hold was paid: `paid` minor units of `currency` by `payment`, for `quantity` of its units (absent: all that are held)."""
 
     payment: Id | None = None
-    paid: int = 0
-    currency: str | None = None
-    quantity: int | None = None
+    paid: Sum = 0
+    currency: Currency | None = None
+    quantity: Quantity | None = None
 
 
 class Release(Settle, frozen=True, kw_only=True):
@@ -120,15 +122,15 @@ class Extend(Settle, frozen=True, kw_only=True):
 class Return(Settle, frozen=True, kw_only=True):
     """Give back what was taken for good, after the fact; money that was paid for it goes back."""
 
-    quantity: int | None = None
-    reason: str = ""
+    quantity: Quantity | None = None
+    reason: Annotated[str, in_schema(maxLength=LINE_LENGTH_MAX, pattern=LINE_PATTERN)] = ""
 
 
 class Redeem(Settle, frozen=True, kw_only=True):
     """Use units, once for an order."""
 
     order: Id
-    quantity: int = 1
+    quantity: Quantity = 1
 
 
 class Unredeem(Settle, frozen=True, kw_only=True):

@@ -2,114 +2,129 @@
 
 The Lua script that decides writes an event's text; Python only reads it. `encode_event` makes the same text from the pure
 rules, so that the two can be compared byte for byte. Unknown fields are ignored, so that old readers survive new writers.
+
+The current version of a type stands in its class line (`V1`). Events of older versions are raised while they are decoded
+(`models/upcasting.py`); events of a newer one are refused.
 """
 
-from typing import Literal
+from collections.abc import Callable, Iterable
+from typing import Annotated, Final, Generic, Literal, TypeVar, get_args
 
 import msgspec
 
-from models.identifiers import Id
-from models.transfers import Entry
+from models.identifiers import Count, Id, in_schema
+from models.money import Account, Asset, Currency, Quantity, Sum
+from models.offers import Seed, Terms
+from models.outcomes import OutcomeName
+from models.transfers import BookedEntry
+from models.upcasters import UPCASTERS
+from models.upcasting import Upcaster, Upcasters
+
+V = TypeVar("V", bound=int)
+V1 = Literal[1]
+Number = Annotated[int, in_schema(minimum=1)]
+JsonObject = Annotated[msgspec.Raw, in_schema(type="object")]
+KINDS: Final = [str(terms.__struct_config__.tag) for terms in get_args(Terms)]
 
 
-class Event(msgspec.Struct, tag_field="type", frozen=True, kw_only=True, omit_defaults=True):
+class Event(msgspec.Struct, Generic[V], tag_field="type", frozen=True, kw_only=True, omit_defaults=True):
     """What every event has.
 
     `v` version of the type · `shard`, `seq` its place in the shard, without gaps · `offer_seq` its place in the offer, without
     gaps · `at` milliseconds since 1970 UTC by the shard's clock · `command` the id of the command that caused it, or `sweep`.
     """
 
-    v: int
-    shard: int
-    seq: int
-    offer_seq: int
+    v: V
+    shard: Count
+    seq: Number
+    offer_seq: Number
     offer: Id
-    at: int
+    at: Count
     command: Id
 
 
-class OfferOpened(Event, tag="offer.opened", frozen=True, kw_only=True):
+class OfferOpened(Event[V1], tag="offer.opened", frozen=True, kw_only=True):
     """An offer was created and funded with `total` (minor units or pieces). `terms` is what was asked, as JSON.
 
     `offsets` are those of its time zone (from a time on, ms ahead of UTC). `seed_sha256` commits to the seed, `sealed_seed` is for
     recovery only (authenticated encryption).
     """
 
-    kind: str
+    kind: Annotated[str, in_schema(enum=KINDS)]
     issuer: Id
     funding: Id | None = None
-    asset: str
-    total: int
-    opens_at: int
-    closes_at: int
-    terms: msgspec.Raw
+    asset: Asset
+    total: Quantity
+    opens_at: Count
+    closes_at: Count
+    terms: JsonObject
     offsets: tuple[tuple[int, int], ...] = ()
-    seed_sha256: str | None = None
+    seed_sha256: Annotated[str, in_schema(pattern="^[0-9a-f]{64}$")] | None = None
     sealed_seed: str | None = None
     operator: Id | None = None
     digest: str
 
 
-class OfferLoaded(Event, tag="offer.loaded", frozen=True, kw_only=True):
+class OfferLoaded(Event[V1], tag="offer.loaded", frozen=True, kw_only=True):
     """A chunk of a list was loaded: `items` are sealed codes, or ids of users; `count` how many of the list are there now."""
 
     what: Literal["codes", "audience"]
-    chunk: int
-    chunks: int
-    count: int
+    chunk: Number
+    chunks: Number
+    count: Count
     items: tuple[str, ...]
     operator: Id | None = None
     digest: str
 
 
-class OfferAmended(Event, tag="offer.amended", frozen=True, kw_only=True):
+class OfferAmended(Event[V1], tag="offer.amended", frozen=True, kw_only=True):
     """Terms changed; `changes` as they were asked. `added` or `removed` pieces came from, or went to, the account `source`."""
 
-    changes: msgspec.Raw
-    asset: str
-    source: str
-    added: int = 0
-    removed: int = 0
-    left: int
+    changes: JsonObject
+    asset: Asset
+    source: Account
+    added: Sum = 0
+    removed: Sum = 0
+    left: Sum
     operator: Id | None = None
     digest: str
 
 
-class OfferPaused(Event, tag="offer.paused", frozen=True, kw_only=True):
+class OfferPaused(Event[V1], tag="offer.paused", frozen=True, kw_only=True):
     """Grabs are refused with `on_hold` from here on."""
 
     operator: Id | None = None
     digest: str
 
 
-class OfferResumed(Event, tag="offer.resumed", frozen=True, kw_only=True):
+class OfferResumed(Event[V1], tag="offer.resumed", frozen=True, kw_only=True):
     """Grabs are taken again."""
 
     operator: Id | None = None
     digest: str
 
 
-class OfferClosed(Event, tag="offer.closed", frozen=True, kw_only=True):
+class OfferClosed(Event[V1], tag="offer.closed", frozen=True, kw_only=True):
     """The offer ended; `amount` (minor units or pieces) is what nobody took, `left` the parts or pieces it was in.
 
     `reason` says why; `refund_to` is the account that gets what is left; `seed` reveals what `seed_sha256` promised.
     """
 
     reason: Literal["command", "deadline", "drained"]
-    asset: str
-    amount: int
-    left: int
-    refund_to: str
-    seed: str | None = None
+    asset: Asset
+    amount: Sum
+    left: Sum
+    refund_to: Account
+    seed: Seed | None = None
     operator: Id | None = None
     digest: str | None = None
 
 
-class OfferRetired(Event, tag="offer.retired", frozen=True, kw_only=True):
+class OfferRetired(Event[V1], tag="offer.retired", frozen=True, kw_only=True):
     """The offer left Redis; from here on questions about it are answered from SQL."""
 
 
-class _GrabEvent(Event, frozen=True, kw_only=True):
+class _GrabEvent(Event[V], Generic[V], frozen=True, kw_only=True):
     """What every event about a grab has.
 
     `grab` is the id of the command that made the grab, `quantity` the units this event moves, `amount` the same in the offer's asset
@@ -118,17 +133,17 @@ class _GrabEvent(Event, frozen=True, kw_only=True):
 
     grab: Id
     user: Id
-    quantity: int
-    amount: int
-    asset: str
-    place: int
-    left: int
+    quantity: Sum
+    amount: Sum
+    asset: Asset
+    place: Count
+    left: Sum
 
 
-class GrabGranted(_GrabEvent, tag="grab.granted", frozen=True, kw_only=True):
+class GrabGranted(_GrabEvent[V1], tag="grab.granted", frozen=True, kw_only=True):
     """A user got `amount` for good. `asked` is there when it was more than `quantity`; `codes` are sealed."""
 
-    asked: int | None = None
+    asked: Quantity | None = None
     attributes: dict[Id, Id] = {}
     ticket: Id | None = None
     basket: Id | None = None
@@ -136,16 +151,16 @@ class GrabGranted(_GrabEvent, tag="grab.granted", frozen=True, kw_only=True):
     digest: str
 
 
-class GrabHeld(_GrabEvent, tag="grab.held", frozen=True, kw_only=True):
+class GrabHeld(_GrabEvent[V1], tag="grab.held", frozen=True, kw_only=True):
     """Units are held for a user until `deadline_at`, to be paid with `due` minor units of `currency`.
 
     `waited` when they come from the waiting list: `command` is then what brought the units back.
     """
 
-    asked: int | None = None
-    deadline_at: int
-    due: int | None = None
-    currency: str | None = None
+    asked: Quantity | None = None
+    deadline_at: Count
+    due: Sum | None = None
+    currency: Currency | None = None
     waited: bool = False
     attributes: dict[Id, Id] = {}
     ticket: Id | None = None
@@ -153,7 +168,7 @@ class GrabHeld(_GrabEvent, tag="grab.held", frozen=True, kw_only=True):
     digest: str | None = None
 
 
-class GrabQueued(_GrabEvent, tag="grab.queued", frozen=True, kw_only=True):
+class GrabQueued(_GrabEvent[V1], tag="grab.queued", frozen=True, kw_only=True):
     """A user waits for `quantity` units; `place` is the number on the waiting list, `amount` is 0."""
 
     attributes: dict[Id, Id] = {}
@@ -161,81 +176,81 @@ class GrabQueued(_GrabEvent, tag="grab.queued", frozen=True, kw_only=True):
     digest: str
 
 
-class GrabExtended(_GrabEvent, tag="grab.extended", frozen=True, kw_only=True):
+class GrabExtended(_GrabEvent[V1], tag="grab.extended", frozen=True, kw_only=True):
     """A hold's deadline moved to `deadline_at`."""
 
-    deadline_at: int
+    deadline_at: Count
     digest: str
 
 
-class GrabConfirmed(_GrabEvent, tag="grab.confirmed", frozen=True, kw_only=True):
+class GrabConfirmed(_GrabEvent[V1], tag="grab.confirmed", frozen=True, kw_only=True):
     """Held units are the user's for good; `held` stay held. `paid` minor units of `currency` went to `issuer` by `payment`.
 
     `retaken` when the hold was over and the units were taken anew. `codes` are sealed.
     """
 
-    held: int
+    held: Sum
     payment: Id | None = None
-    paid: int = 0
-    currency: str | None = None
+    paid: Sum = 0
+    currency: Currency | None = None
     issuer: Id
     retaken: bool = False
     codes: tuple[str, ...] = ()
     digest: str
 
 
-class GrabReleased(_GrabEvent, tag="grab.released", frozen=True, kw_only=True):
+class GrabReleased(_GrabEvent[V1], tag="grab.released", frozen=True, kw_only=True):
     """Held units went back to the account `to`; `reason` left_queue: a place on the waiting list was given up."""
 
     reason: Literal["command", "expired", "left_queue"]
-    to: str
+    to: Account
     digest: str | None = None
 
 
-class GrabReturned(_GrabEvent, tag="grab.returned", frozen=True, kw_only=True):
+class GrabReturned(_GrabEvent[V1], tag="grab.returned", frozen=True, kw_only=True):
     """Units came back after the fact, to the account `to`; `refunds` are (payment, minor units of `currency`) that go back for them.
 
     `restored` says whether the user's limits were given back.
     """
 
     reason: str = ""
-    to: str
-    refunds: tuple[tuple[Id, int], ...] = ()
-    currency: str | None = None
+    to: Account
+    refunds: tuple[tuple[Id, Sum], ...] = ()
+    currency: Currency | None = None
     issuer: Id
     restored: bool = False
     digest: str
 
 
-class GrabRedeemed(_GrabEvent, tag="grab.redeemed", frozen=True, kw_only=True):
+class GrabRedeemed(_GrabEvent[V1], tag="grab.redeemed", frozen=True, kw_only=True):
     """Units were used for an order."""
 
     order: Id
     digest: str
 
 
-class GrabUnredeemed(_GrabEvent, tag="grab.unredeemed", frozen=True, kw_only=True):
+class GrabUnredeemed(_GrabEvent[V1], tag="grab.unredeemed", frozen=True, kw_only=True):
     """The use for an order was taken back."""
 
     order: Id
     digest: str
 
 
-class PaymentRefundDue(Event, tag="payment.refund_due", frozen=True, kw_only=True):
+class PaymentRefundDue(Event[V1], tag="payment.refund_due", frozen=True, kw_only=True):
     """`amount` minor units of `asset` came by `payment` and could not be served; `outcome` says why. Once per payment."""
 
     grab: Id
     payment: Id
-    amount: int
-    asset: str
-    outcome: str
+    amount: Quantity
+    asset: Currency
+    outcome: OutcomeName
     digest: str
 
 
-class LedgerAdjusted(Event, tag="ledger.adjusted", frozen=True, kw_only=True):
+class LedgerAdjusted(Event[V1], tag="ledger.adjusted", frozen=True, kw_only=True):
     """A correcting entry by an operator."""
 
-    transfers: tuple[Entry, ...]
+    transfers: tuple[BookedEntry, ...]
     reason: str
     approved_by: Id
     operator: Id | None = None
@@ -251,7 +266,48 @@ AnyGrabEvent = (
     GrabGranted | GrabHeld | GrabQueued | GrabExtended | GrabConfirmed | GrabReleased | GrabReturned | GrabRedeemed | GrabUnredeemed
 )
 
-decode_event = msgspec.json.Decoder(AnyEvent).decode
-#: Decodes `[line,line,…]` in one call, for whole blocks.
-decode_event_list = msgspec.json.Decoder(list[AnyEvent]).decode
+#: The version of every type that is written today.
+CURRENT_VERSIONS: Final[dict[str, int]] = {
+    str(event.__struct_config__.tag): get_args(next(field.type for field in msgspec.structs.fields(event) if field.name == "v"))[0]
+    for event in get_args(AnyEvent)
+}
+
+_decode_current: Final[Callable[[bytes], AnyEvent]] = msgspec.json.Decoder(AnyEvent).decode
+_decode_current_list: Final[Callable[[bytes], list[AnyEvent]]] = msgspec.json.Decoder(list[AnyEvent]).decode
+_decode_raw_list: Final = msgspec.json.Decoder(list[msgspec.Raw]).decode
+
+
+class EventDecoder:
+    """Decodes events of every version it has upcasters for, always into the current form.
+
+    Making one raises BrokenChain when the upcasters have a gap. Decoding raises msgspec.DecodeError for what is no event,
+    NewerEvent (a DecodeError too) for what a newer grabstream wrote, UpcastFailed for what an upcaster cannot raise.
+    """
+
+    def __init__(self, upcasters: Iterable[Upcaster] = UPCASTERS) -> None:
+        self._upcasters = Upcasters(upcasters, CURRENT_VERSIONS)
+
+    def decode(self, line: bytes) -> AnyEvent:
+        """One event."""
+        # The types hold their version as a literal, so an event of another one fails here, in C: current events cost nothing more.
+        try:
+            return _decode_current(line)
+        except msgspec.ValidationError:
+            raised = self._upcasters.raised(line)
+            if raised is None:
+                raise
+        return _decode_current(raised)
+
+    def decode_list(self, lines: bytes) -> list[AnyEvent]:
+        """Decodes `[line,line,…]` in one call, for whole blocks; line by line only when one of them is not of today."""
+        try:
+            return _decode_current_list(lines)
+        except msgspec.ValidationError:
+            return [self.decode(bytes(raw)) for raw in _decode_raw_list(lines)]
+
+
+#: Made when the program starts, so that a gap in the upcasters is found by every process that reads events.
+EVENTS: Final = EventDecoder()
+decode_event = EVENTS.decode
+decode_event_list = EVENTS.decode_list
 encode_event = msgspec.json.Encoder().encode

@@ -5,7 +5,7 @@ An id is safe everywhere by construction (JSON, Lua, COPY, Redis keys, hash tags
 
 import re
 from collections.abc import Iterable
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 from zlib import crc32
 
 from msgspec import Meta
@@ -13,8 +13,16 @@ from msgspec import Meta
 ID_PATTERN: Final = "^[A-Za-z0-9._:-]{1,64}$"
 ID_LENGTH_MAX: Final = 64
 
-# The pattern is in the schema for readers; the check itself is `is_id`, which a whole batch can share.
-Id = Annotated[str, Meta(extra_json_schema={"pattern": ID_PATTERN})]
+
+def in_schema(**words: Any) -> Meta:
+    """A constraint that the JSON Schemas say; what checks it is code of our own, or the script that writes the value."""
+    return Meta(extra_json_schema=words)
+
+
+# The check itself is `is_id`, which a whole batch can share.
+Id = Annotated[str, in_schema(pattern=ID_PATTERN)]
+#: Numbers and places, and times in milliseconds since 1970 UTC.
+Count = Annotated[int, in_schema(minimum=0)]
 
 _id_match = re.compile(ID_PATTERN[:-1] + r"\Z").match
 _ID_BYTES: Final = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789._:-"

@@ -3,10 +3,20 @@
 Lua's numbers are doubles and print 14 digits; 10^13 leaves room for a sum of two and a sign.
 """
 
-from typing import Final
+from typing import Annotated, Final
+
+from models.identifiers import in_schema
 
 AMOUNT_MAX: Final = 10**13
 PARTS_MAX: Final = 1_000_000
+
+#: What moves or is left; it may be nothing.
+Sum = Annotated[int, in_schema(minimum=0, maximum=AMOUNT_MAX)]
+#: What is asked for: at least one.
+Quantity = Annotated[int, in_schema(minimum=1, maximum=AMOUNT_MAX)]
+Currency = Annotated[str, in_schema(pattern="^[A-Z]{3}$")]
+Asset = Annotated[str, in_schema(pattern="^([A-Z]{3}|(coupon|sku):[A-Za-z0-9._:-]{1,64})$")]
+Account = Annotated[str, in_schema(pattern="^[a-z]+:[A-Za-z0-9._:-]{1,64}$")]
 
 
 class Invalid(ValueError):

@@ -11,7 +11,7 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from models.calendar import Period, check_timezone
-from models.identifiers import Id, is_id
+from models.identifiers import Id, in_schema, is_id
 from models.money import AMOUNT_MAX, PARTS_MAX, Invalid, check_amount
 from models.splitting import LAWS, Law, check_split
 
@@ -19,7 +19,8 @@ ENVELOPE_LIFE_MS: Final = 24 * 3600 * 1000
 RETIRE_AFTER_MS: Final = 7 * 24 * 3600 * 1000
 TIME_MS_MAX: Final = 4_102_444_800_000
 HOLD_MS_MAX: Final = 366 * 24 * 3600 * 1000
-TITLE_LENGTH_MAX: Final = 200
+LINE_LENGTH_MAX: Final = 200
+LINE_PATTERN: Final = r"^[^\u0000-\u001f\u007f-\u009f]*$"
 LIMITS_MAX: Final = 8
 HOURS_MAX: Final = 64
 EXTENSIONS_MAX: Final = 1_000
@@ -41,6 +42,8 @@ Weekday = Literal["mon", "tue", "wed", "thu", "fri", "sat", "sun"]
 Amount = Annotated[int, Meta(ge=0, le=AMOUNT_MAX)]
 TimeMs = Annotated[int, Meta(ge=0, le=TIME_MS_MAX)]
 HoldMs = Annotated[int, Meta(ge=1, le=HOLD_MS_MAX)]
+Seed = Annotated[str, in_schema(pattern="^([0-9a-f]{2}){16,64}$")]
+TimeOfDay = Annotated[str, in_schema(pattern="^(([01][0-9]|2[0-3]):[0-5][0-9]|24:00)$")]
 
 
 class Limit(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -63,16 +66,18 @@ class Limit(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fiel
 class Hours(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True, rename={"from_": "from"}):
     """Hours of the week in which an offer takes grabs, by the local clock: from `from` up to, not including, `until`."""
 
-    weekdays: tuple[Weekday, ...] = WEEKDAYS
-    from_: str = "00:00"
-    until: str = "24:00"
+    weekdays: Annotated[tuple[Weekday, ...], in_schema(minItems=1)] = WEEKDAYS
+    from_: TimeOfDay = "00:00"
+    until: TimeOfDay = "24:00"
 
 
 class _Terms(msgspec.Struct, tag_field="kind", frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """What all kinds have."""
 
     issuer: Annotated[Id, Meta(description="who gives: what nobody takes goes back to them")]
-    title: Annotated[str, Meta(max_length=TITLE_LENGTH_MAX, description="one line of text for people")] = ""
+    title: Annotated[
+        str, Meta(max_length=LINE_LENGTH_MAX, extra_json_schema={"pattern": LINE_PATTERN}, description="one line of text for people")
+    ] = ""
     total: Annotated[Amount, Meta(description="what there is: minor units, or pieces")]
     opens_at: Annotated[TimeMs | None, Meta(description="grabs before are `not_open_yet`; absent: at once")] = None
     closes_at: Annotated[
@@ -80,7 +85,11 @@ class _Terms(msgspec.Struct, tag_field="kind", frozen=True, kw_only=True, omit_d
     ] = None
     timezone: Annotated[str, Meta(description="whose hours, days and weeks `limits` and `hours` mean")] = "UTC"
     hours: Annotated[
-        tuple[Hours, ...], Meta(description="`{weekdays, from, until}`: outside of these hours grabs are `not_open_yet`; none: always open")
+        tuple[Hours, ...],
+        Meta(
+            extra_json_schema={"maxItems": HOURS_MAX},
+            description="`{weekdays, from, until}`: outside of these hours grabs are `not_open_yet`; none: always open",
+        ),
     ] = ()
     audience: Annotated[
         Audience, Meta(description="who may grab: `everyone`, a `list` loaded before, or whoever brings a signed `ticket`")
@@ -102,14 +111,18 @@ class EnvelopeTerms(_Terms, tag="envelope", frozen=True, kw_only=True):
     min: Annotated[Amount, Meta(description="the smallest part")] = 1
     max: Annotated[Amount | None, Meta(description="the greatest part, with `bounded`")] = None
     draw: Annotated[Draw, Meta(description="`ahead` (parts drawn and shuffled at opening) or `at_grab`")] = "ahead"
-    seed: Annotated[str | None, Meta(description="16 to 64 bytes in hex that all parts follow from; drawn when absent")] = None
+    seed: Annotated[Seed | None, Meta(description="16 to 64 bytes in hex that all parts follow from; drawn when absent")] = None
 
 
 class _PieceTerms(_Terms, frozen=True, kw_only=True):
     """Units that are counted, limited, held until paid, and given back."""
 
     limits: Annotated[
-        tuple[Limit, ...], Meta(description="`{by, per, max, scope}`: by `user` or an attribute, per `offer`, `hour`, `day` or `week`")
+        tuple[Limit, ...],
+        Meta(
+            extra_json_schema={"maxItems": LIMITS_MAX},
+            description="`{by, per, max, scope}`: by `user` or an attribute, per `offer`, `hour`, `day` or `week`",
+        ),
     ] = ()
     max_per_grab: Annotated[int, Meta(ge=1, le=AMOUNT_MAX, description="the greatest `quantity` of one grab")] = 1
     take: Annotated[Take, Meta(description="`all` of the quantity or nothing, or `up_to` what is left")] = "all"
@@ -152,11 +165,11 @@ Terms = EnvelopeTerms | CouponTerms | StockTerms
 class Changes(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """What `amend` may change; what is absent stays. An envelope's money and parts are promised and stay as they are."""
 
-    title: str | UnsetType = UNSET
+    title: Annotated[str, in_schema(maxLength=LINE_LENGTH_MAX, pattern=LINE_PATTERN)] | UnsetType = UNSET
     total: Amount | UnsetType = UNSET
     opens_at: TimeMs | UnsetType = UNSET
     closes_at: TimeMs | UnsetType = UNSET
-    limits: tuple[Limit, ...] | UnsetType = UNSET
+    limits: Annotated[tuple[Limit, ...], in_schema(maxItems=LIMITS_MAX)] | UnsetType = UNSET
     max_per_grab: Annotated[int, Meta(ge=1, le=AMOUNT_MAX)] | UnsetType = UNSET
     price: Amount | UnsetType = UNSET
     hold_ms: HoldMs | UnsetType = UNSET
@@ -303,8 +316,8 @@ def check_changes(changes: Changes) -> None:
 
 def check_line(field: str, text: str) -> None:
     """Raises Invalid unless the text is one line that every server can keep."""
-    if len(text) > TITLE_LENGTH_MAX:
-        raise Invalid(f"{field}: at most {TITLE_LENGTH_MAX} characters, got {len(text)}")
+    if len(text) > LINE_LENGTH_MAX:
+        raise Invalid(f"{field}: at most {LINE_LENGTH_MAX} characters, got {len(text)}")
     if found := _is_no_text(text):
         raise Invalid(f"{field}: must be one line of text, without control characters; got {found.group()!r} at {found.start()}")
 

@@ -4,7 +4,9 @@ The number is the same in Lua, Python, HTTP, topics and metrics. A command wrong
 """
 
 from enum import IntEnum
-from typing import Final
+from typing import Annotated, Final
+
+from models.identifiers import in_schema
 
 
 class Outcome(IntEnum):
@@ -51,6 +53,7 @@ class Outcome(IntEnum):
 
 
 OUTCOME_NAMES: Final[dict[int, str]] = {int(outcome): outcome.name for outcome in Outcome}
+OutcomeName = Annotated[str, in_schema(enum=list(OUTCOME_NAMES.values()))]
 
 #: Refusals of the whole call: nothing was decided, the same command may be sent again at `retry_at`.
 NOT_DECIDED: Final = frozenset({Outcome.fenced, Outcome.busy})

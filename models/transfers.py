@@ -2,12 +2,12 @@
 
 import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
 
 import msgspec
 
-from models.identifiers import is_id
-from models.money import Invalid, check_amount
+from models.identifiers import in_schema, is_id
+from models.money import Account, Asset, Invalid, Quantity, check_amount
 
 if TYPE_CHECKING:
     from models.events import AnyEvent
@@ -32,13 +32,26 @@ class Transfer(NamedTuple):
     amount: int
 
 
-class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A transfer as it stands in a command or an event."""
+def _starts_with(kinds: tuple[str, ...]) -> str:
+    return f"^({'|'.join(kinds)})[A-Za-z0-9._:-]{{1,64}}$"
 
-    asset: str
-    debit: str
-    credit: str
-    amount: int
+
+class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A transfer as it stands in a command."""
+
+    asset: Asset
+    debit: Annotated[str, in_schema(pattern=_starts_with(ADJUSTABLE_DEBITS))]
+    credit: Annotated[str, in_schema(pattern=_starts_with(ADJUSTABLE_CREDITS))]
+    amount: Quantity
+
+
+class BookedEntry(msgspec.Struct, frozen=True):
+    """The same in an event, whose readers ignore fields that they do not know."""
+
+    asset: Asset
+    debit: Account
+    credit: Account
+    amount: Quantity
 
 
 def check_adjustment(transfer: Entry) -> None:

@@ -14,6 +14,7 @@ from aiokafka.errors import KafkaError
 from psycopg import OperationalError
 from redis.exceptions import ConnectionError, TimeoutError
 
+from models.upcasting import BrokenChain
 from ops.services import ServiceError
 from ops.settings import BadSettings
 
@@ -85,6 +86,8 @@ def main() -> None:
         _end(2, str(error))
     except ServiceError as error:
         _end(3, str(error))
+    except BrokenChain as error:
+        _end(1, f"this program could not read its own old events: {error}; docs/events.md says how to write an upcaster")
     except (ConnectionError, TimeoutError) as error:
         _end(3, f"Redis cannot be reached (GRAB_REDIS_URL): {error}")
     except KafkaError as error:

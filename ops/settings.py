@@ -59,8 +59,9 @@ class Settings(BaseSettings):
     gate_timeout_ms: Count = 2_000
     #: How long commands from the topic wait out a fenced or busy shard before they are answered so.
     patience_ms: Count = 10_000
-    #: For crash tests: the step at which a worker kills itself, with `:n` at its n-th time.
-    fail_at: Annotated[str, Field(pattern=r"^([a-z_.]+(:[1-9]\d*)?)?$")] = ""
+    #: For crash tests: the step at which a worker kills itself, with `:n` at its n-th time; with `:stop` at the end it only stops, as by
+    #: SIGSTOP, until somebody lets it go on.
+    fail_at: Annotated[str, Field(pattern=r"^([a-z_.]+(:[1-9]\d*)?(:stop)?)?$")] = ""
 
     @field_validator("redis_url")
     @classmethod

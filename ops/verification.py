@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any, NamedTuple
 
+import msgspec
 from psycopg import AsyncConnection, IsolationLevel
 
 from lua.keys import KeySpace
@@ -137,7 +138,7 @@ async def _journal_checks(
                             break
                 if await anext(audit, None) is not None:
                     audit_problems.append(f"shard {shard}: the audit trail has rows that the journal has not")
-        except (Corrupt, Gap) as error:
+        except (Corrupt, Gap, msgspec.DecodeError) as error:
             chain_problems.append(f"shard {shard}: {error}")
     found = await connection.execute("SELECT account, asset, posted FROM accounts")
     booked = {(account, asset): posted for account, asset, posted in await found.fetchall()}

@@ -8,6 +8,7 @@ from psycopg import AsyncConnection
 from models.events import AnyEvent
 from models.journal import Cursor
 from models.transfers import Transfer
+from models.upcasting import NEWER
 
 
 class CursorMoved(Exception):
@@ -57,3 +58,8 @@ async def stop(connection: AsyncConnection[Any], projection: str, shard: int, cu
         "ON CONFLICT (projection, shard) DO NOTHING",
         (projection, shard, cursor.seq, cursor.next_offset, reason),
     )
+
+
+async def retry_newer(connection: AsyncConnection[Any], projection: str) -> None:
+    """Takes back the stops at events that a newer grabstream wrote: this process may be the newer one. If not, it stops there again."""
+    await connection.execute("DELETE FROM stopped_shards WHERE projection = %s AND strpos(reason, %s) > 0", (projection, NEWER))

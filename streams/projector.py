@@ -17,7 +17,7 @@ import psycopg
 from aiokafka.errors import KafkaError
 from psycopg import AsyncConnection
 
-from models.events import decode_event_list
+from models.events import EVENTS, EventDecoder
 from models.journal import Corrupt, Cursor, Gap, Headers, parse_block
 from models.transfers import transfers_of
 from projections import cursors
@@ -57,9 +57,10 @@ class Group(NamedTuple):
 class Decoded:
     """A record taken apart: its block at once, a fact for each of its events when the block counts."""
 
-    def __init__(self, record: Record) -> None:
+    def __init__(self, record: Record, events: EventDecoder = EVENTS) -> None:
         """Raises Corrupt when the record contradicts itself."""
         self.block = parse_block(record.headers, record.value)
+        self._events = events
         self.size = len(record.value) or 1_000  # a marker is no text, but not nothing
         self._facts: list[Fact] = []
         if self.block.shard != record.shard:
@@ -71,7 +72,7 @@ class Decoded:
         block = self.block
         if block.count and not self._facts:
             try:
-                events = decode_event_list(b"[" + b",".join(block.lines) + b"]")
+                events = self._events.decode_list(b"[" + b",".join(block.lines) + b"]")
             except (msgspec.DecodeError, UnicodeDecodeError) as error:
                 raise Corrupt(f"an event from seq {block.first_seq} on cannot be decoded: {error}") from None
             # Rows are written under the numbers in the text, the chain counts by the header: they must be the same.
@@ -84,8 +85,9 @@ class Decoded:
 class Decoder:
     """Takes records apart. All projections of a process see the same records: each is decoded once, the newest are kept."""
 
-    def __init__(self, bytes_max: int = DECODED_BYTES_MAX) -> None:
+    def __init__(self, bytes_max: int = DECODED_BYTES_MAX, events: EventDecoder = EVENTS) -> None:
         self._bytes_max = bytes_max
+        self._events = events
         self._bytes = 0
         self._newest: OrderedDict[tuple[str, int, int, Headers], Decoded] = OrderedDict()
 
@@ -95,7 +97,7 @@ class Decoder:
         key = (topic, record.shard, record.offset, tuple(record.headers))
         found = self._newest.get(key)
         if found is None:
-            found = self._newest[key] = Decoded(record)
+            found = self._newest[key] = Decoded(record, self._events)
             self._bytes += found.size
             while self._bytes > self._bytes_max:
                 self._bytes -= self._newest.popitem(last=False)[1].size
@@ -120,6 +122,7 @@ class Projector:
         kafka: str,
         journal: str,
         step: Callable[[str], None] = lambda step_name: None,
+        decoder: Decoder = _decoder,
     ) -> None:
         self.name = name
         self._apply = apply
@@ -128,6 +131,7 @@ class Projector:
         self._kafka = kafka
         self._journal = journal
         self._step = step
+        self._decoder = decoder
         self._queue: asyncio.Queue[Record | CatchUp] = asyncio.Queue(QUEUE_RECORDS_MAX)
         self._cursors: dict[int, Cursor] = {}
         self._stopped: set[int] = set()
@@ -183,6 +187,7 @@ class Projector:
             await use_schema(self._connection, self._schema)
             # A commit that PostgreSQL forgets in a crash takes its cursor along, and is read from the journal once more.
             await self._connection.execute("SET synchronous_commit = off")
+            await cursors.retry_newer(self._connection, self.name)
             self._cursors.clear()
         if not self._cursors:
             self._cursors = await self._open(self._connection)
@@ -234,7 +239,7 @@ class Projector:
         if record.offset < cursor.next_offset:
             return group
         try:
-            decoded = _decoder.decode(self._journal, record)
+            decoded = self._decoder.decode(self._journal, record)
             behind, accepted = cursor.feed(record.offset, decoded.block)
             # What is accepted is always the end of the block.
             news = decoded.facts[-len(accepted) :] if accepted else []

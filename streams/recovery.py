@@ -165,7 +165,11 @@ class Recovery:
         return await self._apply_lines(own, seq, waiting) if waiting else seq
 
     async def _apply_lines(self, own: Ownership, seq: int, lines: Sequence[bytes]) -> int:
-        await self._apply_all(own, decode_event_list(b"[" + b",".join(lines) + b"]"), seq)
+        try:
+            events = decode_event_list(b"[" + b",".join(lines) + b"]")
+        except msgspec.DecodeError as error:
+            raise Impossible(f"behind seq {seq}: {error}") from None
+        await self._apply_all(own, events, seq)
         return seq + len(lines)
 
     # -- applying -----------------------------------------------------------------------------------------------------

@@ -171,20 +171,25 @@ class Takeover:
             await self._finish(own, position.seq)
         elif position.kind == "behind" and not outdated:
             missing = self._accepted(truth.base, truth.cursor.next_offset - 1)
-            await self._recovery.catch_up(own, position, missing)
+            await self._recovered(own, self._recovery.catch_up(own, position, missing))
             await self._finish(own, truth.cursor.seq)
         else:
             await self._rebuild(own, truth.cursor, position)
         return truth.cursor
 
     async def _rebuild(self, own: Ownership, cursor: Cursor, position: Position) -> None:
+        rebuilding = self._recovery.rebuild(own, position, lambda base: self._accepted(base, cursor.next_offset - 1))
+        await self._recovered(own, rebuilding)
+        await self._finish(own, cursor.seq)
+
+    async def _recovered(self, own: Ownership, recovering: Awaitable[None]) -> None:
+        """Awaits a recovery; what nobody can mend by trying again is the shard's fault, in words."""
         try:
-            await self._recovery.rebuild(own, position, lambda base: self._accepted(base, cursor.next_offset - 1))
+            await recovering
         except (CannotOpen, Impossible) as error:
-            reason = f"the shard cannot be rebuilt from the journal: {error}"
+            reason = f"the shard cannot be made of the journal: {error}"
             await self._shard.fence(own, reason)
             raise NotReconciled(reason) from None
-        await self._finish(own, cursor.seq)
 
     async def _finish(self, own: Ownership, seq: int) -> None:
         await self._shard.run("reconcile", [self._shard.keys.state], own, seq, self._shards)

@@ -26,7 +26,7 @@ from models.outcomes import Outcome
 from models.rules.grabbing import SERVED_AT_ONCE_MAX, leave_queue, serve
 from models.rules.state import Decided, Drawn, Offer, Remembered, ShardState, answered, due_when_closed, head_of, refused
 from models.splitting import check_split, split_ahead
-from models.transfers import source_of
+from models.transfers import BookedEntry, source_of
 
 RETIRE_AGAIN_MS = 60_000
 CLOSES_TOO_EARLY = "terms.closes_at: must be after opens_at and after now"
@@ -231,8 +231,9 @@ def _unloadable(offer: Offer, command: Load) -> str | None:
 
 
 def _adjust(state: ShardState, command: Adjust, offer: Offer, digest: str, now: int) -> Decided:
+    transfers = tuple(BookedEntry(*msgspec.structs.astuple(entry)) for entry in command.transfers)
     event = LedgerAdjusted(
-        **head_of(state, offer, command.id, now), transfers=command.transfers, reason=command.reason, approved_by=command.approved_by,
+        **head_of(state, offer, command.id, now), transfers=transfers, reason=command.reason, approved_by=command.approved_by,
         operator=command.operator, digest=digest,
     )  # fmt: skip
     return Decided(answered(state, command, Outcome.adjusted, now, left=offer.units_left), [event])

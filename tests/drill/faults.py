@@ -16,6 +16,7 @@ import redis
 from redis.exceptions import RedisError
 
 from ops.redis_cluster import information
+from ops.rehearsal.run import open_books
 from ops.services.process import Process
 from ops.services.servers import Redis
 from tests.conftest import Worker, until
@@ -278,10 +279,10 @@ async def worker_killed(scene: Scene) -> None:
 
 async def worker_stopped(scene: Scene) -> None:
     """The worker that relays hangs until another has taken its shards over, and then wakes up."""
-    scene.deciding[0].process.send_signal(signal.SIGSTOP)
+    scene.deciding[0].signal(signal.SIGSTOP)
     await _taken_over(scene)
     await scene.traffic.more(scene.random.randint(50, 150))
-    scene.deciding[0].process.send_signal(signal.SIGCONT)
+    scene.deciding[0].signal(signal.SIGCONT)
 
 
 async def _taken_over(scene: Scene) -> None:
@@ -313,13 +314,50 @@ async def projecting_ended(scene: Scene) -> None:
     scene.start_projecting()
 
 
+def _stopped(worker: Worker) -> bool:
+    """Whether it hangs at its step; raises AssertionError when it ended."""
+    assert not _ended(worker), f"the worker ended with code {worker.process.returncode} before its step"
+    return Path(f"/proc/{worker.process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
+async def deciding_stopped(scene: Scene) -> None:
+    """The worker that relays hangs at a step, the other takes its shards over, and then it wakes up where it was."""
+    await until(lambda: _stopped(scene.deciding[0]), 60, "the step")
+    await _taken_over(scene)
+    await scene.traffic.more(scene.random.randint(50, 150))
+    scene.deciding[0].signal(signal.SIGCONT)
+
+
+async def projecting_stopped(scene: Scene) -> None:
+    """The worker that projects hangs behind its commit, another one goes on with its read models, and then it wakes up."""
+    await until(lambda: _stopped(scene.projecting[0]), 60, "the step")
+    scene.start_projecting()
+    await scene.traffic.more(scene.random.randint(50, 150))
+    decided = {shard: int(await scene.redis.hget(scene.keys.shard(shard).state, "seq")) for shard in range(scene.keys.shards)}
+
+    async def projected() -> bool:
+        async with await open_books(scene.settings) as books:
+            rows = await (await books.execute("SELECT shard, min(seq) FROM cursors GROUP BY shard")).fetchall()
+        return all(seq >= decided[shard] for shard, seq in rows)
+
+    await until(projected, 60, "the other worker's turn")
+    scene.projecting[0].signal(signal.SIGCONT)
+
+
+async def recovering_ended(scene: Scene) -> None:
+    """Redis is emptied, and the worker that makes it anew dies in the middle of that; the other goes on."""
+    await flushall(scene)
+    await until(lambda: _ended(scene.deciding[0]), 60, "the step")
+    await _taken_over(scene)
+
+
 async def workers_come_and_go(scene: Scene) -> None:
     """Three workers of all roles join, the first ones leave, one by one, gently."""
     joined = [scene.start_deciding() for _ in range(2)]
     scene.start_projecting()
     await scene.traffic.more(100)
     for leaving in (scene.deciding[0], scene.deciding[1], scene.projecting[0]):
-        leaving.process.send_signal(signal.SIGTERM)
+        leaving.signal(signal.SIGTERM)
         await until(partial(_ended, leaving), 30, "a worker's end")
         code: Any = leaving.process.returncode
         if code != 0:
@@ -352,8 +390,12 @@ def _faults() -> list[Fault]:
     ]
     for step in ("relay.acknowledged", "relay.trimmed"):
         found.append(Fault(f"worker.at_{step.split('.')[1]}", deciding_ended, fail_deciding=f"{step}:40"))
+        found.append(Fault(f"worker.stopped_at_{step.split('.')[1]}", deciding_stopped, fail_deciding=f"{step}:40:stop"))
+    for step in ("recovery.wiped", "recovery.applied"):
+        found.append(Fault(f"worker.at_{step.split('.')[1]}", recovering_ended, SINGLE, fail_deciding=step))
     for step in ("ledger", "balances", "audit", "events"):
         found.append(Fault(f"worker.at_{step}", projecting_ended, fail_projecting=f"{step}.committed:5"))
+        found.append(Fault(f"worker.stopped_at_{step}", projecting_stopped, lag_seconds=45, fail_projecting=f"{step}.committed:5:stop"))
     return found
 
 

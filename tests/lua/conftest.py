@@ -79,6 +79,17 @@ async def gate(client: Any, keys: KeySpace) -> AsyncIterator[Callable[..., Gate]
 
 
 @pytest.fixture
+async def scene(client: Any, keys: KeySpace) -> AsyncIterator[Any]:
+    """A scene whose end is compared with the rules: state, events, books, and what a recovery makes of them."""
+    from tests.lua.scene import Scene  # which needs this file
+
+    one = Scene()
+    await one.begin(client, keys)
+    yield one
+    await one.end_twins()
+
+
+@pytest.fixture
 def own_server(tmp_path: Path) -> Iterator[tuple["subprocess.Popen[bytes]", int]]:
     """A small Redis of this test's own, to be filled and to be stopped."""
     [port] = free_ports(1)

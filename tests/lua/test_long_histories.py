@@ -5,13 +5,18 @@ The seed is printed with a failure; `GRAB_TEST_SEED=<seed>` repeats it.
 
 import os
 import secrets
-from typing import Any
+from typing import Any, get_args
 
 import redis.asyncio
 
 from lua.gate import GateLimits
+from lua.keys import KeySpace
 from models.calendar import DAY_MS
+from models.commands import AnyCommand
+from models.events import CURRENT_VERSIONS
+from ops.schemas.documents import tag_of
 from ops.settings import Settings
+from tests.contract import check_answered, check_events
 from tests.lua.conftest import NOW
 from tests.lua.shop import Shop
 from tests.lua.twins import SHARDS, Twins
@@ -26,7 +31,8 @@ RECOVERY_STEPS = 190
 async def _run(settings: Settings, seed: int, total: int = 40) -> Twins:
     twins, shop = Twins(), Shop(seed, NOW, total=total)
     client = redis.asyncio.Redis.from_url(settings.redis_url)
-    await twins.begin_twins(client, f"long{secrets.token_hex(5)}", GateLimits(batch_commands_max=shop.random.choice((1, 3, 512))))
+    limits = GateLimits(batch_commands_max=shop.random.choice((1, 3, 512)))
+    await twins.begin_twins(client, KeySpace(f"long{secrets.token_hex(5)}", SHARDS), limits)
     try:
         for place in range(len(shop.names)):
             await twins.decide_both(shop.opening(place))
@@ -49,12 +55,13 @@ async def _run(settings: Settings, seed: int, total: int = 40) -> Twins:
         raise
     finally:
         await twins.end_twins()
+        await client.aclose()
     return twins
 
 
 async def _pass(twins: Twins, shop: Shop, ms: int) -> None:
-    twins.now[0] += ms
-    shop.now = twins.now[0]
+    twins.now += ms
+    shop.now = twins.now
     if shop.random.random() < 0.7:
         await twins.sweep_both()
 
@@ -78,10 +85,15 @@ async def test_a_history_of_people_who_wait(servers: Settings) -> None:
 async def test_a_history_of_all_that_is_rare(servers: Settings) -> None:
     """The same one every time, and everything happens in it."""
     twins = await _run(servers, 1)
-    assert twins.now[0] - NOW > 10 * DAY_MS
+    assert twins.now - NOW > 10 * DAY_MS
     rare = [
         ("grab.held", '"waited":true'), ("grab.released", "left_queue"), ("grab.released", "left_queue", '"command":"sweep"'),
         ("grab.confirmed", '"retaken":true'), ("grab.confirmed", '"codes"'), ("grab.returned", '"refunds"'), ("grab.redeemed",),
         ("grab.unredeemed",), ("grab.extended",), ("offer.retired",), ("payment.refund_due",), ("offer.amended", '"removed"'),
     ]  # fmt: skip
     assert not [words for words in rare if not _count(twins, *words)]
+    # All of it as the schemas say, every event and every command.
+    assert check_events(line for of_shard in twins.lines for line in of_shard).keys() == CURRENT_VERSIONS.keys()
+    commands, outcomes = check_answered(twins.answered)
+    assert commands.keys() == {tag_of(command) for command in get_args(AnyCommand)}
+    assert len(outcomes) >= 20

@@ -1,8 +1,7 @@
 """What article 002 asks for (REQUIREMENTS, section C): limits, coupons and codes, on real Redis and by the pure rules at once."""
 
-import json
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from datetime import datetime, timedelta
 from itertools import groupby
 from typing import Any
@@ -13,150 +12,12 @@ import pytest
 import redis
 from redis.crc import key_slot
 
-from lua.gate import Gate, GateLimits
-from lua.keys import KeySpace
+from lua.gate import Gate
 from models.answers import Answer
 from models.commands import Amend, AnyCommand, Close, Confirm, Grab, Load, Open, Redeem, Release, Return, Unredeem
-from models.events import AnyEvent, GrabConfirmed, GrabGranted, OfferLoaded, OfferOpened, decode_event, encode_event
-from models.offers import Changes, CouponTerms, EnvelopeTerms, Limit, StockTerms, Terms
-from models.rules import ShardState, decide, decide_basket, sweep
-from streams.sweeper import Sweeper
-from tests.lua.books import check_books
-from tests.lua.conftest import NOW, SEALER, event_lines, take_over
-from tests.lua.histories import TICKETS
-
-MINUTE, HOUR = 60_000, 3_600_000
-DAY, WEEK = 24 * HOUR, 7 * 24 * HOUR
-BERLIN = "Europe/Berlin"
-
-
-def at(text: str) -> int:
-    """Milliseconds of a time written with its offset."""
-    return round(datetime.fromisoformat(text).timestamp() * 1000)
-
-
-def coupon(total: int = 10, *limits: Limit, **rest: Any) -> CouponTerms:
-    return CouponTerms(issuer="shop", total=total, limits=limits, **rest)
-
-
-def stock(total: int = 10, *limits: Limit, **rest: Any) -> StockTerms:
-    return StockTerms(issuer="shop", total=total, limits=limits, **rest)
-
-
-def by_user(per: Any, most: int, **rest: Any) -> Limit:
-    return Limit("user", per, most, **rest)
-
-
-def lefts(answer: Answer) -> dict[str, int]:
-    return {f"{limit.by}/{limit.per}": limit.left for limit in answer.limits}
-
-
-class Scene:
-    """A real Redis through a gate, and the pure rules, told the same commands at the same times: they must answer the same."""
-
-    def __init__(self, client: Any, keys: KeySpace) -> None:
-        self.client, self.keys, self.now, self.offer = client, keys, NOW, "o"
-        limits = GateLimits(timeout_ms=30_000)
-        self.gate = Gate(client, keys, SEALER, limits, clock=lambda: self.now, tickets=TICKETS)
-        self._states = [ShardState(number) for number in range(keys.shards)]
-        self._expected: list[list[AnyEvent]] = [[] for _ in range(keys.shards)]
-        self._ids = 0
-
-    def id(self) -> str:
-        """One that nobody has used."""
-        self._ids += 1
-        return f"id{self._ids}"
-
-    async def all(self, commands: Sequence[AnyCommand]) -> list[Answer]:
-        answers = await self.gate.decide(commands, "decided")
-        expected: list[Answer] = []
-        for _, group in groupby(enumerate(commands), lambda placed: getattr(placed[1], "basket", None) or placed[0]):
-            expected += self._by_rules([command for _, command in group])
-        assert answers == expected
-        return answers
-
-    def _by_rules(self, group: list[Any]) -> list[Answer]:
-        number = self.keys.shard_of_offer(group[0].offer)
-        drawn = [self._drawn(command) for command in group]
-        if getattr(group[0], "basket", None):
-            decided = decide_basket(self._states[number], group, self.now, drawn)
-        else:
-            decided = [decide(self._states[number], group[0], self.now, drawn[0])]
-        self._expected[number] += [event for one in decided for event in one.events]
-        return [one.answer for one in decided]
-
-    def _drawn(self, command: Any) -> dict[str, Any]:
-        if isinstance(command, Open):
-            return {"sealed_seed": "sealed", "clock_ms": self.now}
-        token = getattr(command, "ticket", None)
-        ticket = TICKETS.read(token, command.user, command.offer) if token else None
-        return {"ticket_expires_at": ticket.expires_at_ms, "ticket_once": ticket.once_id} if ticket else {}
-
-    async def do(self, kind: Any, **fields: Any) -> Answer:
-        """One command under an id of its own."""
-        [answer] = await self.all([kind(**{"id": self.id(), "offer": self.offer, **fields})])
-        return answer
-
-    async def open(self, terms: Terms, offer: str | None = None) -> None:
-        self.offer = offer or self.offer
-        assert (await self.do(Open, terms=terms)).outcome == "opened"
-
-    async def grab(self, user: str, quantity: int = 1, **rest: Any) -> Answer:
-        return await self.do(Grab, user=user, quantity=quantity, **rest)
-
-    async def amend(self, **changes: Any) -> Answer:
-        return await self.do(Amend, changes=Changes(**changes))
-
-    async def outcomes(self, *users: str) -> list[str]:
-        """Of one grab by each, in one call."""
-        return [answer.outcome for answer in await self.all([Grab(id=self.id(), offer=self.offer, user=user) for user in users])]
-
-    async def sweep(self) -> None:
-        for number, state in enumerate(self._states):
-            await Sweeper(self.client, self.keys.shard(number), self.keys.shards, 10**12).sweep(self.now)
-            self._expected[number] += sweep(state, self.now)
-
-    async def lines(self) -> list[bytes]:
-        return [line for number in range(self.keys.shards) for line in await event_lines(self.client, self.keys, number)]
-
-    async def events(self, kind: str, **fields: Any) -> list[Any]:
-        """The events of a type that say this."""
-        found = [decode_event(line) for line in await self.lines() if json.loads(line)["type"] == kind]
-        return [event for event in found if all(getattr(event, name) == value for name, value in fields.items())]
-
-    async def names(self) -> list[str]:
-        return [key.decode() async for key in self.client.scan_iter(match=f"{self.keys.prefix}:*", count=1_000)]
-
-    async def finish(self) -> None:
-        """The events were those of the rules, byte for byte once unsealed, and the books are right."""
-        for number in range(self.keys.shards):
-            lines = await event_lines(self.client, self.keys, number)
-            found = [encode_event(_unsealed(decode_event(line))) for line in lines]
-            assert found == [encode_event(event) for event in self._expected[number]]
-            check_books(lines)
-
-
-def _unsealed(event: AnyEvent) -> AnyEvent:
-    def opened(texts: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(SEALER.open(event.shard, event.offer, "code", text) for text in texts)
-
-    if isinstance(event, OfferOpened) and event.sealed_seed:
-        return msgspec.structs.replace(event, sealed_seed="sealed")
-    if isinstance(event, OfferLoaded) and event.what == "codes":
-        return msgspec.structs.replace(event, items=opened(event.items))
-    return msgspec.structs.replace(event, codes=opened(event.codes)) if isinstance(event, GrabGranted | GrabConfirmed) else event
-
-
-@pytest.fixture
-async def scene(client: Any, keys: KeySpace) -> AsyncIterator[Scene]:
-    await take_over(client, keys)
-    one = Scene(client, keys)
-    yield one
-    await one.finish()
-    await one.gate.close()
-    for name in await one.names():
-        await client.unlink(name)
-
+from models.offers import Changes, EnvelopeTerms, Limit
+from tests.lua.conftest import NOW, SEALER
+from tests.lua.scene import BERLIN, DAY, HOUR, MINUTE, WEEK, Scene, at, by_user, coupon, lefts, stock
 
 # -- total, per user, per user and day ---------------------------------------------------------------------------------
 
@@ -172,7 +33,7 @@ async def test_c_total_per_user_per_user_and_day_in_one_script(scene: Scene) -> 
     for day, rows in groupby(table, lambda row: row[0]):
         scene.now = NOW + day * DAY
         rows_of_day = list(rows)
-        answers = await scene.all([Grab(id=scene.id(), offer="o", user=user) for _, user, _, _ in rows_of_day])
+        answers = await scene.decide_both([Grab(id=scene.id(), offer="o", user=user) for _, user, _, _ in rows_of_day])
         found = [(answer.outcome, answer.limit and answer.limit.per) for answer in answers]
         assert found == [(outcome, limit) for _, _, outcome, limit in rows_of_day]
 
@@ -295,7 +156,7 @@ async def test_what_ends_gives_back_where_it_was_counted(scene: Scene, ended_by:
         assert (await scene.do(Release, grab=first.grab)).outcome == "released"
     else:
         scene.now = monday + hold_ms
-        late = scene.do(Confirm, grab=first.grab) if ended_by == "confirm too late" else scene.sweep()
+        late = scene.do(Confirm, grab=first.grab) if ended_by == "confirm too late" else scene.sweep_both()
         await late
     third = await scene.grab("ann", **card)
     assert set(lefts(third).values()) == {3}  # of the second and the third, in every window
@@ -307,9 +168,9 @@ async def test_a_hold_that_ended_gives_back_once(scene: Scene) -> None:
     first = await scene.grab("ann", 3)
     for _ in range(3):
         await scene.do(Release, grab=first.grab)
-        await scene.sweep()
+        await scene.sweep_both()
     scene.now += MINUTE
-    await scene.sweep()
+    await scene.sweep_both()
     assert lefts(await scene.grab("ann", 1)) == {"user/offer": 4, "user/day": 4}
 
 
@@ -318,7 +179,7 @@ async def test_what_is_confirmed_stays_counted(scene: Scene) -> None:
     first = await scene.grab("ann", 3)
     await scene.do(Confirm, grab=first.grab, quantity=1)
     scene.now += MINUTE
-    await scene.sweep()
+    await scene.sweep_both()
     assert lefts(await scene.grab("ann", 1)) == {"user/offer": 3}
 
 
@@ -355,7 +216,7 @@ async def test_changed_limits_are_ordered_with_the_grabs(scene: Scene) -> None:
         return [Grab(id=scene.id(), offer="o", user="ann") for _ in range(count)]
 
     raised, lowered = (Amend(id=scene.id(), offer="o", changes=Changes(limits=(by_user("offer", most),))) for most in (3, 2))
-    answers = await scene.all([*grabs(2), raised, *grabs(1), lowered, *grabs(1)])
+    answers = await scene.decide_both([*grabs(2), raised, *grabs(1), lowered, *grabs(1)])
     outcomes = [answer.outcome for answer in answers]
     assert outcomes == ["granted", "limit_reached", "amended", "granted", "amended", "limit_reached"]
 
@@ -503,7 +364,7 @@ async def test_c_a_refused_write_leaves_nothing_behind(scene: Scene) -> None:
     await scene.client.xdel(outbox, "100-0")
     await scene.client.execute_command("XSETID", outbox, f"{(await scene.events('grab.confirmed'))[0].seq}-0")
     # It was only the write that stood in the way.
-    outcomes = [answer.outcome for answer in await scene.all(commands)]
+    outcomes = [answer.outcome for answer in await scene.decide_both(commands)]
     assert outcomes == ["held", "held", "confirmed", "not_held", "redeemed", "returned", "amended"]
 
 
@@ -632,18 +493,18 @@ async def test_codes_are_given_once_each_and_never_in_clear(scene: Scene, hold_m
     await load_codes(scene)
     scene.now = NOW + 1
     grabs = [Grab(id=f"g{number}", offer="o", user=f"u{number}") for number in range(401)]
-    answers = await scene.all(grabs)
+    answers = await scene.decide_both(grabs)
     assert answers.pop().outcome == "sold_out"
     if hold_ms:
         assert {(answer.outcome, answer.coupon_code) for answer in answers} == {("held", None)}
-        answers = await scene.all([Confirm(id=f"c{number}", offer="o", grab=f"g{number}") for number in range(400)])
+        answers = await scene.decide_both([Confirm(id=f"c{number}", offer="o", grab=f"g{number}") for number in range(400)])
     assert sorted(answer.coupon_code or "" for answer in answers) == CODES
     # Asked again, each gets the same code; and another user under the same id none.
     if not hold_ms:
-        assert [answer.coupon_code for answer in await scene.all(grabs[:400])] == [answer.coupon_code for answer in answers]
-        stolen = await scene.all([Grab(id="g0", offer="o", user="thief")])
+        assert [answer.coupon_code for answer in await scene.decide_both(grabs[:400])] == [answer.coupon_code for answer in answers]
+        stolen = await scene.decide_both([Grab(id="g0", offer="o", user="thief")])
         assert (stolen[0].outcome, stolen[0].coupon_code) == ("conflict", None)
-    kept = b"\n".join([*await scene.lines(), *[text async for text in texts_in(scene)]])
+    kept = b"\n".join([*await scene.all_lines(), *[text async for text in texts_in(scene)]])
     assert b"g399" in kept
     assert [code for code in CODES if code.encode() in kept or code[:8].encode() in kept] == []
 
@@ -718,10 +579,10 @@ async def test_a_repeat_says_what_it_said(scene: Scene) -> None:
     """Also what was left, although less is left now."""
     await scene.open(coupon(20, by_user("day", 5)))
     command = Grab(id="same", offer="o", user="ann")
-    [first] = await scene.all([command])
+    [first] = await scene.decide_both([command])
     await scene.grab("ann")
     scene.now += 3 * DAY
-    assert await scene.all([command]) == [msgspec.structs.replace(first, repeated=True)]
+    assert await scene.decide_both([command]) == [msgspec.structs.replace(first, repeated=True)]
     assert lefts(await scene.grab("ann")) == {"user/day": 4}
 
 

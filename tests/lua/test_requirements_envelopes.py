@@ -8,7 +8,7 @@ import json
 import random
 import signal
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
 from typing import Any, get_args
@@ -33,7 +33,7 @@ from streams.topics import Topics
 from tests.conftest import until
 from tests.lua.books import check_books
 from tests.lua.conftest import NOW, SEALER, event_lines, take_over
-from tests.lua.test_requirements_coupons import DAY, HOUR, Scene, coupon
+from tests.lua.scene import DAY, HOUR, Scene, coupon
 from tests.models.recompute import recompute
 from tests.streams.test_foreign import consume
 
@@ -66,18 +66,6 @@ async def by_offer(client: Any, keys: KeySpace, offer: str) -> list[dict[str, An
 async def forget(client: Any, prefix: str) -> None:
     for name in [name async for name in client.scan_iter(match=f"{prefix}:*", count=1_000)]:
         await client.unlink(name)
-
-
-@pytest.fixture
-async def scene(client: Any, keys: KeySpace) -> AsyncIterator[Scene]:
-    await take_over(client, keys)
-    one = Scene(client, keys)
-    yield one
-    try:
-        await one.finish()
-    finally:
-        await one.gate.close()
-        await forget(client, keys.prefix)
 
 
 @pytest.fixture
@@ -131,7 +119,7 @@ async def test_a_one_big_envelope_is_split_into_small_ones_in_advance(scene: Sce
         drawn[draw] = recompute(json.loads(msgspec.json.encode(opened)), {"seed": SEED})
         _, _, listed, *_ = scene.keys.shard(scene.keys.shard_of_offer(draw)).of_offer(draw)
         assert await scene.client.get(listed) == (pack_parts(drawn[draw]) if draw == "ahead" else None)
-        assert amounts(await scene.all(crowd(50, draw))) == drawn[draw]
+        assert amounts(await scene.decide_both(crowd(50, draw))) == drawn[draw]
         [closed] = await scene.events("offer.closed", offer=draw)
         assert sha256(bytes.fromhex(closed.seed)).hexdigest() == opened.seed_sha256
     assert drawn["ahead"] != drawn["at_grab"]
@@ -142,7 +130,7 @@ async def test_a_lists_and_map_are_keys_in_the_shards_slot_and_the_taken_list_is
     keys = scene.keys
     await scene.open(envelope(), "e")
     await scene.open(coupon(10), "c")
-    taken = [answer for offer in "ec" for answer in await scene.all(crowd(4, offer))]
+    taken = [answer for offer in "ec" for answer in await scene.decide_both(crowd(4, offer))]
     _, users, untaken, *_ = keys.shard(keys.shard_of_offer("e")).of_offer("e")
     _, _, _, grabs, *_ = keys.shard(keys.shard_of_offer("c")).of_offer("c")
     assert await scene.client.strlen(untaken) == 10 * 6
@@ -190,13 +178,13 @@ async def test_a_what_is_left_goes_back_to_the_sender_by_itself(scene: Scene, op
     taken = [(await scene.grab(user)).amount or 0 for user in ("ann", "bob")]
     end = opens + (open_for or 24 * HOUR)
     scene.now = end - 1
-    await scene.sweep()
+    await scene.sweep_both()
     assert await scene.events("offer.closed") == []
     taken.append((await scene.grab("eve")).amount or 0)
     scene.now = end
     assert (await scene.grab("joe")).outcome == "over"  # not only when the sweeper comes
-    await scene.sweep()
-    await scene.sweep()
+    await scene.sweep_both()
+    await scene.sweep_both()
     [closed] = await scene.events("offer.closed")
     assert (closed.at, closed.reason, closed.command, closed.left) == (end, "deadline", "sweep", 7)
     assert transfers_of(closed) == (Transfer("CNY", "offer:o", "wallet:alice", 1_000 - sum(taken)),)
@@ -271,7 +259,7 @@ async def test_a_split_over_shards_and_grabbed_in_batches(scene: Scene) -> None:
     for offer in offers:
         await scene.open(envelope(300, 3), offer)
     grabs = [Grab(id=f"{offer}-g{number}", offer=offer, user=f"u{number}") for number in range(4) for offer in offers]
-    answers = await scene.all(grabs)
+    answers = await scene.decide_both(grabs)
     assert [answer.id for answer in answers] == [grab.id for grab in grabs]
     assert outcomes(answers[:72]) == {"granted": 72}
     assert outcomes(answers[72:]) == {"sold_out": 24}
@@ -304,7 +292,7 @@ async def test_b_random_amounts_keep_minimum_maximum_and_the_exact_sum(scene: Sc
     for number in range(40):
         terms = msgspec.structs.replace(legal(chance, law, number), draw=draw)
         await scene.open(terms, f"o{number}")
-        *answers, late = await scene.all(crowd(terms.parts + 1, f"o{number}"))
+        *answers, late = await scene.decide_both(crowd(terms.parts + 1, f"o{number}"))
         got, most = amounts(answers), terms.max or terms.total
         assert (len(got), sum(got), late.outcome) == (terms.parts, terms.total, "sold_out")
         assert terms.min <= min(got)
@@ -375,7 +363,7 @@ async def test_b_a_failure_takes_no_part_and_a_hold_goes_back_by_an_event(scene:
     assert await everything() == before
     await scene.client.xdel(outbox, "100-0")
     await scene.client.execute_command("XSETID", outbox, "2-0")
-    answers = await scene.all(drain)
+    answers = await scene.decide_both(drain)
     assert [(answer.outcome, answer.place, answer.repeated) for answer in answers] == [
         ("granted", 2, False), ("granted", 3, False), ("sold_out", None, False),
     ]  # fmt: skip
@@ -384,7 +372,7 @@ async def test_b_a_failure_takes_no_part_and_a_hold_goes_back_by_an_event(scene:
     held = await scene.grab("ann")
     assert await scene.outcomes("bob") == ["sold_out"]
     scene.now += HOUR
-    await scene.sweep()
+    await scene.sweep_both()
     [released] = await scene.events("grab.released")
     assert (released.grab, released.reason, released.left) == (held.grab, "expired", 1)
     assert transfers_of(released) == (Transfer("coupon:c", "hold:ann", "offer:c", 1),)
@@ -411,7 +399,7 @@ async def test_b_already_received_is_asked_first_also_when_it_is_over_then_sold_
         assert (again.outcome, again.code, again.amount, again.place) == ("already_taken", 26, first.amount, 1)
         expected = {"drained": ("sold_out", 32), "paused": ("on_hold", 28)}.get(end, ("over", 29))
         assert (late.outcome, late.code, late.amount) == (*expected, None)
-        await scene.sweep()
+        await scene.sweep_both()
 
 
 # -- D: double mean and idempotent grabs ---------------------------------------------------------------------------------
@@ -423,7 +411,7 @@ async def test_d_double_mean_in_cents(scene: Scene, total: int, parts: int) -> N
     firsts = []
     for number in range(100):
         await scene.open(envelope(total, parts, law="double_mean", draw="at_grab", seed=f"{number:032x}"), f"o{number}")
-        got, left = amounts(await scene.all(crowd(parts, f"o{number}"))), total
+        got, left = amounts(await scene.decide_both(crowd(parts, f"o{number}"))), total
         for place, amount in enumerate(got):
             assert 1 <= amount <= 2 * left / (parts - place)
             left -= amount
@@ -438,22 +426,22 @@ async def test_d_double_mean_in_cents(scene: Scene, total: int, parts: int) -> N
 async def test_d_a_unique_id_an_envelope_and_the_count_beside_its_parts(scene: Scene) -> None:
     opening = Open(id="open", offer="o", terms=envelope(1_000, 5))
     other = envelope(1_001, 5)
-    [first] = await scene.all([opening])
+    [first] = await scene.decide_both([opening])
     assert (first.outcome, first.left) == ("opened", 5)
-    assert await scene.all([opening]) == [msgspec.structs.replace(first, repeated=True)]
+    assert await scene.decide_both([opening]) == [msgspec.structs.replace(first, repeated=True)]
     conflicting = [
         Open(id="open", offer="o", terms=other),  # the same id with another body
         Open(id="open-2", offer="o", terms=other),  # another envelope under the same id
         Open(id="open-3", offer="o", terms=opening.terms),
         Grab(id="open", offer="o", user="ann"),
     ]
-    assert outcomes(await scene.all(conflicting)) == {"conflict": 4}
-    [mine] = await scene.all([Grab(id="g", offer="o", user="ann")])
+    assert outcomes(await scene.decide_both(conflicting)) == {"conflict": 4}
+    [mine] = await scene.decide_both([Grab(id="g", offer="o", user="ann")])
     bodies: list[dict[str, Any]] = [{"user": "bob"}, {"user": "ann", "attributes": {"card": "7"}}]
     for body in bodies:
-        [answer] = await scene.all([Grab(id="g", offer="o", **body)])
+        [answer] = await scene.decide_both([Grab(id="g", offer="o", **body)])
         assert (answer.outcome, answer.code, answer.amount) == ("conflict", 23, None)
-    assert await scene.all([Grab(id="g", offer="o", user="ann")]) == [msgspec.structs.replace(mine, repeated=True)]
+    assert await scene.decide_both([Grab(id="g", offer="o", user="ann")]) == [msgspec.structs.replace(mine, repeated=True)]
     _, _, listed, *_ = scene.keys.shard(scene.keys.shard_of_offer("o")).of_offer("o")
     for left in (3, 2, 1):
         answer = await scene.grab(f"u{left}")
@@ -463,7 +451,7 @@ async def test_d_a_unique_id_an_envelope_and_the_count_beside_its_parts(scene: S
     # Also when it has long been retired.
     await scene.do(Close)
     scene.now += RETIRE_AFTER_MS
-    await scene.sweep()
+    await scene.sweep_both()
     assert len(await scene.events("offer.retired")) == 1
     assert (await scene.do(Open, terms=envelope())).outcome == "conflict"
 
@@ -473,28 +461,29 @@ async def test_d_a_unique_id_an_envelope_and_the_count_beside_its_parts(scene: S
 async def test_d_the_same_user_again_sees_the_amount_already_taken_or_that_it_is_over(scene: Scene, draw: Draw, end: str) -> None:
     grabs = crowd(4)
     await scene.open(envelope(1_000, 4, draw=draw))
-    has = await scene.all(grabs[:3])
+    has = await scene.decide_both(grabs[:3])
 
     async def again() -> None:
         """Under the same ids the same answers; under new ids the same parts; also from a gate that has just been made."""
-        new = Gate(scene.client, scene.keys, SEALER, GateLimits(timeout_ms=30_000), clock=lambda: scene.now)
-        repeats: list[Sequence[Answer]] = [await scene.all(grabs[:3]), await new.decide(grabs[:3], "decided")]
-        assert repeats == [[msgspec.structs.replace(answer, repeated=True) for answer in has]] * 2
-        asked = [Grab(id=scene.id(), offer="o", user=grab.user) for grab in grabs[:3]]
-        for answers in (await scene.all(asked), await new.decide([msgspec.structs.replace(g, id=f"n-{g.id}") for g in asked], "decided")):
+        new, old = Gate(scene.client, scene.keys, SEALER, GateLimits(timeout_ms=30_000), clock=lambda: scene.now), scene.gate
+        for gate in (old, new):
+            scene.gate = gate
+            assert await scene.decide_both(grabs[:3]) == [msgspec.structs.replace(answer, repeated=True) for answer in has]
+            answers = await scene.decide_both([Grab(id=scene.id(), offer="o", user=grab.user) for grab in grabs[:3]])
             assert [(answer.outcome, answer.amount, answer.place, answer.seq) for answer in answers] == [
                 ("already_taken", answer.amount, answer.place, answer.seq) for answer in has
             ]
+        scene.gate = old
         await new.close()
 
     await again()
     if end == "drained":
-        await scene.all(grabs[3:])
+        await scene.decide_both(grabs[3:])
     elif end == "command":
         await scene.do(Close)
     else:
         scene.now += DAY
-        await scene.sweep()
+        await scene.sweep_both()
     assert len(await scene.events("offer.closed", reason=end)) == 1
     await again()
     assert await scene.outcomes("late") == ["sold_out" if end == "drained" else "over"]

@@ -3,7 +3,6 @@
 import asyncio
 import random
 from collections import Counter
-from collections.abc import AsyncIterator
 from itertools import permutations, product
 from typing import Any
 
@@ -18,20 +17,9 @@ from streams.sweeper import Sweeper
 from tests.lua.books import check_books
 from tests.lua.conftest import NOW, SEALER, event_lines, take_over
 from tests.lua.histories import ticket_for
-from tests.lua.test_requirements_coupons import BERLIN, DAY, HOUR, MINUTE, WEEK, Scene, at, by_user, coupon, lefts, stock
+from tests.lua.scene import BERLIN, DAY, HOUR, MINUTE, WEEK, Scene, at, by_user, coupon, lefts, stock
 
 PRICED: dict[str, Any] = {"price": 250, "currency": "CNY", "hold_ms": MINUTE, "max_per_grab": 10}
-
-
-@pytest.fixture
-async def scene(client: Any, keys: KeySpace) -> AsyncIterator[Scene]:
-    await take_over(client, keys)
-    one = Scene(client, keys)
-    yield one
-    await one.finish()
-    await one.gate.close()
-    for name in await one.names():
-        await client.unlink(name)
 
 
 async def pay(scene: Scene, grab: str | None, payment: str | None = None, paid: int = 250, **rest: Any) -> Answer:
@@ -76,12 +64,12 @@ async def test_e_never_over_sold(scene: Scene, take: Any) -> None:
     def crowd(number: int) -> list[Grab]:
         return [Grab(id=f"{number}-{n}", offer="o", user=f"u{n}", quantity=chance.randint(1, 9)) for n in range(150)]
 
-    answers = await scene.all(crowd(1))
+    answers = await scene.decide_both(crowd(1))
     held = {answer.grab: answer.quantity or 0 for answer in answers if answer.outcome == "held"}
     assert sum(held.values()) == 200  # small quantities fill the last units in both ways of taking
     given_back = list(held)[::2]
-    await scene.all([Release(id=f"r{name}", offer="o", grab=name or "") for name in given_back])
-    again = await scene.all(crowd(2))
+    await scene.decide_both([Release(id=f"r{name}", offer="o", grab=name or "") for name in given_back])
+    again = await scene.decide_both(crowd(2))
     kept = sum(held[name] for name in held if name not in given_back)
     assert kept + sum(answer.quantity or 0 for answer in again if answer.outcome == "held") == 200
     assert {answer.outcome for answer in again} <= {"held", "sold_out", "not_enough_left"}
@@ -138,7 +126,7 @@ async def test_a_single_use_ticket(scene: Scene) -> None:
     await scene.do(Pause)
     assert (await scene.grab("ann", ticket=once)).outcome == "on_hold"
     await scene.do(Resume)
-    held, repeated, again = await scene.all([command, command, Grab(id="h", offer="o", user="ann", ticket=once)])
+    held, repeated, again = await scene.decide_both([command, command, Grab(id="h", offer="o", user="ann", ticket=once)])
     assert (held.outcome, repeated.outcome, repeated.repeated, again.outcome) == ("held", "held", True, "not_eligible")
     assert (await scene.grab("ann", ticket=once)).outcome == "not_eligible"
     await scene.do(Release, grab="g")
@@ -178,7 +166,7 @@ async def test_e_hold_confirm_release_expiry_any_number_of_times_in_any_order(sc
         for place, step in enumerate(steps):
             if step == "expire":
                 scene.now += MINUTE
-                await scene.sweep()
+                await scene.sweep_both()
                 continue
             answer = await (pay(scene, grab, f"pay{number}", 500) if step == "confirm" else scene.do(Release, grab=grab))
             assert answer.outcome == (later_said[steps[0], step] if place else first_said[step]), (steps, place)
@@ -202,7 +190,7 @@ async def test_e_the_millisecond_of_the_deadline(scene: Scene, order: tuple[str,
     said = {}
     for step in order:
         if step == "sweep":
-            await scene.sweep()
+            await scene.sweep_both()
         else:
             said[step] = (await (pay(scene, grab, "pay", 500) if step == "confirm" else scene.do(Release, grab=grab))).outcome
     if ms >= 0:
@@ -260,7 +248,7 @@ async def test_e_extend(scene: Scene, extensions: int) -> None:
     assert (refused.outcome, refused.limit.max, refused.limit.left) == ("limit_reached", extensions, 0)
     deadline = NOW + (extensions + 1) * MINUTE
     scene.now = deadline - 1
-    await scene.sweep()
+    await scene.sweep_both()
     assert await left_of(scene) == 4
     scene.now = deadline
     assert (await scene.do(Extend, grab=grab)).outcome == "expired"
@@ -289,7 +277,7 @@ async def test_e_partial_confirm_with_the_rest_held(scene: Scene, end: str) -> N
         assert (await scene.do(Release, grab=grab)).quantity == 2
     elif end == "expire":
         scene.now += MINUTE
-        await scene.sweep()
+        await scene.sweep_both()
         assert (await pay(scene, grab, "p4", 500)).outcome == "expired"
     else:
         assert (await pay(scene, grab, "p4", 500)).quantity == 2
@@ -329,7 +317,7 @@ async def test_e_a_late_payment(scene: Scene, terms: Any, after_ms: int, meanwhi
         await scene.grab("bob", 3, wait=True)
     scene.now = NOW + MINUTE + after_ms
     if swept or meanwhile in ("others come", "others wait", "own limit used up"):
-        await scene.sweep()
+        await scene.sweep_both()
     if meanwhile == "others come":
         assert (await scene.grab("bob")).outcome == ("sold_out" if outcome == "confirmed" else "held")
     elif meanwhile == "own limit used up":
@@ -351,7 +339,7 @@ async def test_a_late_payment_does_not_pass_who_waits(scene: Scene) -> None:
     await pay(scene, (await scene.grab("joe")).grab)
     late, waits = (await scene.grab("ann", 3)).grab, (await scene.grab("bob", 4, wait=True)).grab
     scene.now += MINUTE
-    await scene.sweep()
+    await scene.sweep_both()
     assert await left_of(scene) == 3
     assert (await pay(scene, late, "p1", 250, quantity=1)).outcome == "expired"
     await scene.do(Release, grab=waits)
@@ -376,7 +364,7 @@ async def unserved(scene: Scene, situation: str) -> tuple[str, dict[str, Any], s
             return grab, paid, "expired"
         case "expired and swept":
             scene.now += MINUTE
-            await scene.sweep()
+            await scene.sweep_both()
             return grab, paid, "expired"
         case "expired and closed":
             scene.now += MINUTE
@@ -420,9 +408,9 @@ async def test_e_every_unserved_payment_is_to_be_refunded_once(scene: Scene, sit
     def confirm(id: str, **other: Any) -> Confirm:
         return Confirm(**{"id": id, "offer": "o", "grab": grab, "payment": "p", "currency": "CNY", **paid, **other})
 
-    answers = await scene.all([confirm("c1"), confirm("c1"), confirm("c2")])
+    answers = await scene.decide_both([confirm("c1"), confirm("c1"), confirm("c2")])
     scene.now += 1
-    answers += await scene.all([confirm("c1"), confirm("c3"), confirm("c4", paid=250, currency="CNY", quantity=1)])
+    answers += await scene.decide_both([confirm("c1"), confirm("c3"), confirm("c4", paid=250, currency="CNY", quantity=1)])
     assert [answer.outcome for answer in answers] == [outcome] * 6
     assert [answer.seq for answer in answers] == [answers[0].seq] * 6
     [refund] = await scene.events("payment.refund_due")
@@ -487,7 +475,7 @@ async def test_e_a_return_is_carried_out_once(scene: Scene) -> None:
     await scene.open(stock(4, max_per_grab=4))
     grab = (await scene.grab("ann", 4)).grab or ""
     command = Return(id="r", offer="o", grab=grab, quantity=1)
-    answers = await scene.all([command] * 3)
+    answers = await scene.decide_both([command] * 3)
     assert [(answer.outcome, answer.left, answer.repeated) for answer in answers] == [("returned", 1, n > 0) for n in range(3)]
 
 
@@ -529,14 +517,14 @@ async def test_e_close_with_holds(scene: Scene, closed_by: str) -> None:
     else:
         scene.now = NOW + 1_000
         assert await scene.outcomes("kim") == ["over"]  # also before the sweeper comes
-        await scene.sweep()
+        await scene.sweep_both()
     [closed] = await scene.events("offer.closed")
     assert (closed.reason, closed.amount, closed.left, closed.refund_to) == (closed_by, 2, 2, "issuer:shop")
     scene.now = NOW + MINUTE - 1
     assert (await pay(scene, paid, "p2", 500)).outcome == "confirmed"
     assert (await scene.do(Release, grab=released)).outcome == "released"
     scene.now = NOW + MINUTE
-    await scene.sweep()
+    await scene.sweep_both()
     assert (await pay(scene, expires, "p3", 500)).outcome == "expired"
     assert (await scene.do(Return, grab=taken)).outcome == "returned"
     ends = [*await scene.events("grab.released"), *await scene.events("grab.returned")]
@@ -593,7 +581,7 @@ async def test_e_the_week_is_checked_and_opens_and_closes_at_its_times(scene: Sc
     assert (await scene.grab("ann")).due == 199
     assert await scene.outcomes("bob") == ["sold_out"]
     scene.now = closes_at - 1
-    await scene.sweep()
+    await scene.sweep_both()
     assert await scene.outcomes("bob") == ["held"]
     scene.now = closes_at
     assert await scene.outcomes("eve") == ["over"]
@@ -702,21 +690,21 @@ async def test_e_a_basket_is_all_or_nothing(scene: Scene) -> None:
         (basket("b4", ("w:3", 1), ("w:1", 4)), "invalid"),
     ]
     for grabs, outcome in refused:
-        assert [answer.outcome for answer in await scene.all(grabs)] == [outcome] * 2
+        assert [answer.outcome for answer in await scene.decide_both(grabs)] == [outcome] * 2
     assert await lefts_of_all() == [3, 1, 9]
     await resume()
     assert await scene.events("grab.held") == []
     good = basket("b5", ("w:1", 2), ("w:2", 1), ("w:3", 1))
-    assert [answer.outcome for answer in await scene.all(good)] == ["held"] * 3
-    assert [(answer.outcome, answer.repeated) for answer in await scene.all(good)] == [("held", True)] * 3
+    assert [answer.outcome for answer in await scene.decide_both(good)] == ["held"] * 3
+    assert [(answer.outcome, answer.repeated) for answer in await scene.decide_both(good)] == [("held", True)] * 3
     sold_out = basket("b6", ("w:1", 1), ("w:2", 1), user="bob")
-    assert [answer.outcome for answer in await scene.all(sold_out)] == ["sold_out"] * 2
+    assert [answer.outcome for answer in await scene.decide_both(sold_out)] == ["sold_out"] * 2
     assert await lefts_of_all() == [1, 0, 8]
     await resume()
     # Once taken, each stands for itself.
     await scene.do(Release, offer="w:2", grab="b5-1")
     again = basket("b7", ("w:1", 1), ("w:2", 1), user="bob")
-    assert [answer.outcome for answer in await scene.all(again)] == ["held"] * 2
+    assert [answer.outcome for answer in await scene.decide_both(again)] == ["held"] * 2
 
 
 # -- waiting list -------------------------------------------------------------------------------------------------------
@@ -743,7 +731,7 @@ async def test_e_the_waiting_list_is_served_in_order(scene: Scene) -> None:
     await scene.amend(total=4)
     assert await served() == ["w1", "w3", "w4"]
     scene.now += 1
-    await scene.sweep()  # b's hold is over, and those of w1 and w3
+    await scene.sweep_both()  # b's hold is over, and those of w1 and w3
     assert await served() == ["w1", "w3", "w4", "w5", "w6"]
     events = await scene.events("grab.held", waited=True)
     assert [event.place for event in events] == [4, 5, 6, 7, 8]
@@ -785,7 +773,7 @@ async def test_a_close_ends_the_waiting(scene: Scene, swept: bool) -> None:
     await scene.do(Close)
     await scene.do(Release, grab=held.grab)
     if swept:
-        await scene.sweep()
+        await scene.sweep_both()
     assert (await scene.do(Release, grab=waits.grab)).outcome == "released"
     assert [event.user for event in await scene.events("grab.released", reason="left_queue")] == ["bob"]
     assert await scene.events("grab.held", waited=True) == []
@@ -822,19 +810,19 @@ async def test_e_the_program_removes_what_the_core_no_longer_needs(scene: Scene)
         return [name for name in await scene.names() if what in name]
 
     scene.now = NOW + DAY - 1
-    await scene.sweep()
+    await scene.sweep_both()
     assert await of(":offer:w:1") != []
     scene.now = NOW + DAY
-    await scene.sweep()
+    await scene.sweep_both()
     assert await of(":offer:w:1") == []
     assert [event.offer for event in await scene.events("offer.retired")] == ["w:1"]
     # The other offer has a hold, so it stays, and can be paid.
     paid = {"offer": "w:2", "grab": second.grab, "payment": "p2", "paid": 500, "currency": "CNY"}
     scene.now = NOW + 2 * DAY
-    await scene.sweep()
+    await scene.sweep_both()
     assert (await scene.do(Confirm, **paid)).outcome == "confirmed"
     scene.now += MINUTE
-    await scene.sweep()
+    await scene.sweep_both()
     assert [event.offer for event in await scene.events("offer.retired")] == ["w:1", "w:2"]
     assert await of(":offer:") == []
     assert await of(":campaign:") == []
@@ -853,7 +841,7 @@ async def test_an_envelope_and_a_coupon_retire_too(scene: Scene) -> None:
     grab = (await scene.grab("ann", attributes={"card": "x"})).grab
     await scene.do(Redeem, grab=grab, order="o")
     await scene.do(Close)
-    await scene.sweep()
+    await scene.sweep_both()
     assert [name for name in await scene.names() if ":offer:" in name or ":campaign:" in name] == []
 
 
@@ -862,8 +850,8 @@ async def retired_with_an_expired_hold(scene: Scene) -> str:
     grab = (await scene.grab("ann")).grab
     await scene.do(Close)
     scene.now += DAY
-    await scene.sweep()
-    await scene.sweep()
+    await scene.sweep_both()
+    await scene.sweep_both()
     assert len(await scene.events("offer.retired")) == 1
     return grab or ""
 

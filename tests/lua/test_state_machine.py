@@ -19,6 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from redis.asyncio.cluster import RedisCluster
 
 from lua.gate import GateLimits
+from lua.keys import KeySpace
 from models.commands import AnyCommand, Grab, Open
 from ops.settings import Settings
 from tests.lua.histories import (
@@ -38,7 +39,7 @@ from tests.lua.histories import (
     steering,
     whole_lists,
 )
-from tests.lua.twins import Twins
+from tests.lua.twins import SHARDS, Twins
 
 
 class Machine(Twins, RuleBasedStateMachine):
@@ -57,7 +58,7 @@ class Machine(Twins, RuleBasedStateMachine):
         self.fresh = 0
         self.only_pieces = only_pieces
         limits = GateLimits(batch_commands_max=batch_commands_max)
-        self.runner.run(self.begin_twins(type(self).connect(), f"machine{secrets.token_hex(5)}", limits))
+        self.runner.run(self.begin_twins(type(self).connect(), KeySpace(f"machine{secrets.token_hex(5)}", SHARDS), limits))
         self._all(commands)
         self._all(pieces)
         for command in pieces:
@@ -65,7 +66,7 @@ class Machine(Twins, RuleBasedStateMachine):
                 self._all(data.draw(whole_lists(command.offer, command.terms.total, "audience")))
             if command.terms.__struct_config__.tag == "coupon" and command.terms.opens_at and data.draw(st.booleans()):
                 self._all(data.draw(whole_lists(command.offer, command.terms.total, "codes")))
-        self.now[0] += 1
+        self.now += 1
 
     def _named(self, commands: list[Any], data: Any) -> list[Any]:
         """Most of the commands under ids that nobody has used."""
@@ -114,7 +115,7 @@ class Machine(Twins, RuleBasedStateMachine):
 
     @rule(data=st.data(), count=st.integers(1, 8))
     def grabs_pieces(self, data: Any, count: int) -> None:
-        self._all(self._named([data.draw(piece_grabs(self.now[0])) for _ in range(count)], data))
+        self._all(self._named([data.draw(piece_grabs(self.now)) for _ in range(count)], data))
 
     @rule(data=st.data(), count=st.integers(1, 5))
     def settles(self, data: Any, count: int) -> None:
@@ -144,11 +145,11 @@ class Machine(Twins, RuleBasedStateMachine):
 
     @rule(data=st.data(), count=st.integers(1, 3))
     def operates(self, data: Any, count: int) -> None:
-        self._all(self._named([data.draw(operations(self.now[0])) for _ in range(count)], data))
+        self._all(self._named([data.draw(operations(self.now)) for _ in range(count)], data))
 
     @rule(ms=st.sampled_from(PASSES))
     def time_passes(self, ms: int) -> None:
-        self.now[0] += ms
+        self.now += ms
 
     @rule(number=st.integers(0, 50), late_ms=st.sampled_from((-1, 0, 1)), data=st.data())
     def at_a_deadline(self, number: int, late_ms: int, data: Any) -> None:
@@ -162,7 +163,7 @@ class Machine(Twins, RuleBasedStateMachine):
         ]
         if holds:
             offer, name, grab = holds[number % len(holds)]
-            self.now[0] = max(self.now[0], grab.lapses_at + late_ms)
+            self.now = max(self.now, grab.lapses_at + late_ms)
             self._all(self._named([data.draw(settlings(offer.name, name, grab.price * grab.held)) for _ in range(2)], data))
 
     @rule()
@@ -185,6 +186,7 @@ class Machine(Twins, RuleBasedStateMachine):
     def teardown(self) -> None:
         if hasattr(self, "runner"):
             self.runner.run(self.end_twins())
+            self.runner.run(self.client.aclose())
             self.runner.close()
 
 

@@ -9,6 +9,7 @@ from ops.rehearsal.run import open_books
 from ops.settings import Settings
 from streams.topics import Topics
 from tests.conftest import until
+from tests.contract import check_topics
 
 TERMS = {
     "kind": "envelope",
@@ -121,6 +122,14 @@ async def test_an_envelope_by_hand(system: Settings, worker: Callable[..., Any])
 
         await until(counted, 30, "the demand")
 
+    # Every record of every topic is what the AsyncAPI document says; but for the two that were rejected, as a whole or in part.
+    found = await check_topics(system)
+    assert found["commands"] == {"command": 3, "nothing": 2}
+    assert found["events"] == {"offer_opened": 1, "grab_granted": 3, "offer_closed": 1}
+    assert found["rejected"] == {"rejected": 3}
+    assert set(found["journal"]) == {"marker", "block"}
+    assert found["results"].keys() == {"answer"}
+
 
 async def test_a_sale_by_hand(system: Settings, worker: Callable[..., Any]) -> None:
     """Pieces over the topic: a basket, a hold that is paid twice, a payment too many; and no secret stands in a topic."""
@@ -171,3 +180,6 @@ async def test_a_sale_by_hand(system: Settings, worker: Callable[..., Any]) -> N
     assert [event["payment"] for event in found if event["type"] == "payment.refund_due"] == ["p2"]
     assert [event["payment"] for event in found if event["type"] == "grab.confirmed"] == ["p1"]
     assert not any("SECRET" in json.dumps(event) for event in found)
+    records = await check_topics(system)
+    assert records["commands"] == {"command": 4, "commands": 4}
+    assert records["events"].keys() > {"grab_held", "grab_confirmed", "payment_refund_due"}

@@ -1,0 +1,214 @@
+"""What a change of a JSON Schema means for the programs on the other side.
+
+Who is on the other side decides. `reads`: we read what others wrote by the old schema (commands of senders that know nothing of the
+change; events that have been in the journal for years), so whatever fitted must still fit. `writes`: others read by the old schema
+what we write by the new one (answers, events), so nothing may come that the old one did not announce; they ignore unknown fields.
+
+Only what the schemas of this project are made of is understood; a difference in anything else is breaking until somebody looks.
+"""
+
+from collections.abc import Iterator
+from typing import Any, Final, Literal, NamedTuple
+
+Direction = Literal["reads", "writes"]
+Verdict = Literal["compatible", "warning", "breaking"]
+Schema = dict[str, Any]
+VERDICTS: Final[tuple[Verdict, ...]] = ("compatible", "warning", "breaking")
+
+#: What each kind of difference means when we read, and when we write.
+MEANING: Final[dict[str, tuple[Verdict, Verdict]]] = {
+    "field added": ("compatible", "compatible"),
+    "required field added": ("breaking", "compatible"),
+    "field removed": ("breaking", "breaking"),
+    "became required": ("breaking", "compatible"),
+    "became optional": ("compatible", "breaking"),
+    # What is left out means the default: of the schema that the other side knows.
+    "default changed": ("breaking", "breaking"),
+    "value added": ("compatible", "warning"),
+    "value removed": ("breaking", "compatible"),
+    "alternative added": ("compatible", "warning"),
+    "alternative removed": ("breaking", "compatible"),
+    "type changed": ("breaking", "breaking"),
+    "widened": ("compatible", "breaking"),
+    "narrowed": ("breaking", "compatible"),
+    "unknown fields are refused": ("breaking", "compatible"),
+    "unknown fields are allowed": ("compatible", "compatible"),
+    "cannot be compared": ("breaking", "breaking"),
+}
+#: Words of a schema that constrain nothing.
+_NOTES: Final = frozenset({"$schema", "$id", "$defs", "title", "description", "discriminator", "$comment", "examples"})
+_LEAST: Final = ("minimum", "minLength", "minItems", "minProperties")
+_MOST: Final = ("maximum", "maxLength", "maxItems", "maxProperties")
+_UNDERSTOOD: Final = _NOTES | {
+    "type", "enum", "const", "anyOf", "$ref", "default", "pattern", "properties", "required", "additionalProperties", "propertyNames",
+    "items", "prefixItems", "format", *_LEAST, *_MOST,
+}  # fmt: skip
+
+_SIMPLE: Final = ("string", "integer", "number", "boolean", "null", "array", "choice", "anything")
+#: Free text that becomes a choice, a whole number that becomes any number, and back.
+_RELATED: Final = {
+    ("string", "choice"): "narrowed", ("choice", "string"): "widened", ("integer", "number"): "widened", ("number", "integer"): "narrowed",
+}  # fmt: skip
+_ABSENT: Final = "nothing"
+
+
+class Difference(NamedTuple):
+    """One difference: where (`$.terms.price`), of which kind (a key of MEANING), and in words what was and what is."""
+
+    where: str
+    kind: str
+    words: str
+
+    def verdict(self, *directions: Direction) -> Verdict:
+        """The worst of what it means in these directions."""
+        found = [MEANING[self.kind][0 if direction == "reads" else 1] for direction in directions]
+        return max(found, key=VERDICTS.index)
+
+
+def differences(old: Schema, new: Schema) -> list[Difference]:
+    """Every difference between two schemas, in the order of their fields."""
+    return list(_Comparison(old, new).compare("$", old, new))
+
+
+class _Comparison:
+    """Walks through two schemas at once, following their references."""
+
+    def __init__(self, old: Schema, new: Schema) -> None:
+        self._old_root, self._new_root = old, new
+
+    def compare(self, where: str, old: Schema, new: Schema) -> Iterator[Difference]:
+        old, new = _resolved(self._old_root, old), _resolved(self._new_root, new)
+        if old == new and "$defs" not in old and not _refers(old):
+            return
+        yield from _not_understood(where, old, new)
+        olds, news = _alternatives(self._old_root, old), _alternatives(self._new_root, new)
+        yield from _other_alternatives(where, olds, news)
+        for name in (name for name in olds if name in news):
+            yield from self._one(where if name in ("object", *_SIMPLE) else f"{where}({name})", olds[name], news[name])
+
+    def _one(self, where: str, old: Schema, new: Schema) -> Iterator[Difference]:
+        """Two schemas of one type."""
+        yield from _values(where, old, new)
+        yield from _bounds(where, old, new)
+        yield from self._members(where, old, new)
+        yield from self._fields(where, old, new)
+
+    def _fields(self, where: str, old: Schema, new: Schema) -> Iterator[Difference]:
+        olds, news = old.get("properties", {}), new.get("properties", {})
+        for field, schema in olds.items():
+            inside = f"{where}.{field}"
+            if field not in news:
+                yield Difference(inside, "field removed", "the field is gone")
+                continue
+            was, is_ = field in old.get("required", ()), field in new.get("required", ())
+            if was != is_:
+                yield Difference(inside, *(("became required", "is always there") if is_ else ("became optional", "may be left out")))
+            elif not was and schema.get("default", _ABSENT) != news[field].get("default", _ABSENT):
+                meanings = [one.get("default", _ABSENT) for one in (schema, news[field])]
+                yield Difference(inside, "default changed", f"left out, it meant {meanings[0]!r}, now {meanings[1]!r}")
+            yield from self.compare(inside, schema, news[field])
+        for field in (field for field in news if field not in olds):
+            required = field in new.get("required", ())
+            yield Difference(f"{where}.{field}", "required field added" if required else "field added", "a new field")
+
+    def _members(self, where: str, old: Schema, new: Schema) -> Iterator[Difference]:
+        """What stands in a list or in a map."""
+        for word, inside in (("items", f"{where}[]"), ("additionalProperties", f"{where}.*"), ("propertyNames", f"{where}.*(name)")):
+            was, is_ = old.get(word, True), new.get(word, True)
+            if isinstance(was, dict) and isinstance(is_, dict):
+                yield from self.compare(inside, was, is_)
+            elif isinstance(was, dict) or isinstance(is_, dict) or (was != is_ and word != "additionalProperties"):
+                yield Difference(inside, "cannot be compared", f"{word}: {was} → {is_}")
+            elif was != is_:
+                kind = "unknown fields are allowed" if is_ else "unknown fields are refused"
+                yield Difference(where, kind, kind)
+        olds, news = old.get("prefixItems", []), new.get("prefixItems", [])
+        if len(olds) != len(news):
+            yield Difference(where, "type changed", f"{len(olds)} places → {len(news)}")
+            return
+        for place, (was, is_) in enumerate(zip(olds, news, strict=True)):
+            yield from self.compare(f"{where}[{place}]", was, is_)
+
+
+def _refers(schema: Any) -> bool:
+    """Whether a schema refers to others, which may have changed although it has not."""
+    if isinstance(schema, dict):
+        return "$ref" in schema or any(map(_refers, schema.values()))
+    return isinstance(schema, list) and any(map(_refers, schema))
+
+
+def _resolved(root: Schema, schema: Schema) -> Schema:
+    """The schema with its reference followed; what stands beside the reference counts too."""
+    while "$ref" in schema:
+        name = schema["$ref"].removeprefix("#/$defs/")
+        schema = {**root["$defs"][name], **{word: value for word, value in schema.items() if word != "$ref"}}
+    return schema
+
+
+def _alternatives(root: Schema, schema: Schema) -> dict[str, Schema]:
+    """What a value may be, by type; structs of several sorts by the value that tells them apart."""
+    if "anyOf" not in schema:
+        return {"choice" if "enum" in schema or "const" in schema else str(schema.get("type", "anything")): schema}
+    tag = schema.get("discriminator", {}).get("propertyName")
+    found: dict[str, Schema] = {}
+    for one in schema["anyOf"]:
+        for name, alternative in _alternatives(root, _resolved(root, one)).items():
+            sort = f"{tag} {_enum(alternative['properties'][tag])[0]}" if tag else name
+            found[sort if sort not in found else f"{sort} {len(found)}"] = alternative
+    return found
+
+
+def _enum(schema: Schema) -> list[Any]:
+    return [schema["const"]] if "const" in schema else list(schema["enum"])
+
+
+def _not_understood(where: str, old: Schema, new: Schema) -> Iterator[Difference]:
+    for word in sorted((old.keys() | new.keys()) - _UNDERSTOOD):
+        if old.get(word) != new.get(word):
+            yield Difference(where, "cannot be compared", f"{word}: {old.get(word)} → {new.get(word)}")
+
+
+def _other_alternatives(where: str, old: dict[str, Schema], new: dict[str, Schema]) -> Iterator[Difference]:
+    gone, come = [name for name in old if name not in new], [name for name in new if name not in old]
+    if gone and come:
+        kind = _RELATED.get((gone[0], come[0]), "type changed") if len(gone) == len(come) == 1 else "type changed"
+        yield Difference(where, kind, f"{', '.join(gone)} → {', '.join(come)}")
+        return
+    for name in gone:
+        yield Difference(where, "narrowed" if name in _SIMPLE else "alternative removed", f"no {name} any more")
+    for name in come:
+        yield Difference(where, "widened" if name in _SIMPLE else "alternative added", f"also {name}")
+
+
+def _values(where: str, old: Schema, new: Schema) -> Iterator[Difference]:
+    if not ({"enum", "const"} & old.keys() and {"enum", "const"} & new.keys()):
+        return
+    was, is_ = _enum(old), _enum(new)
+    if not any(value in is_ for value in was):
+        yield Difference(where, "type changed", f"{was} → {is_}")
+        return
+    for value in was:
+        if value not in is_:
+            yield Difference(where, "value removed", f"{value!r} is no value any more")
+    for value in is_:
+        if value not in was:
+            yield Difference(where, "value added", f"{value!r} is a value too")
+
+
+def _bounds(where: str, old: Schema, new: Schema) -> Iterator[Difference]:
+    for words, sign in ((_LEAST, 1), (_MOST, -1)):
+        for word in words:
+            was, is_ = old.get(word), new.get(word)
+            if was == is_:
+                continue
+            narrower = is_ is not None and (was is None or (is_ - was) * sign > 0)
+            yield Difference(where, "narrowed" if narrower else "widened", f"{word} {_shown(was)} → {_shown(is_)}")
+    for word in ("pattern", "format"):
+        was, is_ = old.get(word), new.get(word)
+        if was != is_:
+            kind = "narrowed" if was is None else "widened" if is_ is None else "cannot be compared"
+            yield Difference(where, kind, f"{word} {_shown(was)} → {_shown(is_)}")
+
+
+def _shown(value: Any) -> str:
+    return "none" if value is None else str(value)

@@ -1,0 +1,62 @@
+"""Events as they might have been before their first release, and the upcasters that raise them: what a later change will look like.
+
+`grab.granted` v0 had `units` for `quantity`, and one text for user and card. `offer.opened` v0 had `sum` for `total`, v-1 also `owner`
+for `issuer`. `grab.redeemed` v0 had no `amount`: it is what was redeemed.
+"""
+
+import json
+from typing import Any
+
+from models.upcasting import Document, Upcaster
+
+
+def grab_granted_0(event: Document) -> Document:
+    """A field renamed, and one split in two."""
+    event["quantity"] = event.pop("units")
+    event["user"], _, card = event.pop("who").partition("/")
+    if card:
+        event["attributes"] = {"card": card}
+    return event
+
+
+def offer_opened_before_0(event: Document) -> Document:
+    """A field renamed."""
+    event["issuer"] = event.pop("owner")
+    return event
+
+
+def offer_opened_0(event: Document) -> Document:
+    """Another one."""
+    event["total"] = event.pop("sum")
+    return event
+
+
+def grab_redeemed_0(event: Document) -> Document:
+    """A field that is computed from others."""
+    return {**event, "amount": event["quantity"]}
+
+
+UPCASTERS = (
+    Upcaster("offer.opened", -1, offer_opened_before_0),
+    Upcaster("offer.opened", 0, offer_opened_0),
+    Upcaster("grab.granted", 0, grab_granted_0),
+    Upcaster("grab.redeemed", 0, grab_redeemed_0),
+)
+
+
+def as_it_was(line: bytes) -> bytes:
+    """A current event as an earlier program would have written it; the same line when nothing has changed since."""
+    event: dict[str, Any] = json.loads(line)
+    if event["type"] == "grab.granted":
+        card = event.pop("attributes", {}).get("card")
+        event["who"] = event.pop("user") + (f"/{card}" if card else "")
+        event["units"] = event.pop("quantity")
+        event["v"] = 0
+    elif event["type"] == "offer.opened":
+        event["owner"], event["sum"], event["v"] = event.pop("issuer"), event.pop("total"), -1
+    elif event["type"] == "grab.redeemed":
+        del event["amount"]
+        event["v"] = 0
+    else:
+        return line
+    return json.dumps(event, separators=(",", ":"), ensure_ascii=False).encode()

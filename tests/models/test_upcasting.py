@@ -1,0 +1,138 @@
+"""Events of other versions: raised when they are older, refused when they are newer, and gaps are found when a program starts."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from models.events import CURRENT_VERSIONS, EventDecoder, GrabGranted, OfferOpened, decode_event, decode_event_list, encode_event
+from models.upcasting import BrokenChain, NewerEvent, Upcaster, Upcasters, UpcastFailed
+from ops.commands.services import new_seal_key
+from tests.models.old_events import UPCASTERS, as_it_was
+
+ROOT = Path(__file__).parents[2]
+GOLDEN = ROOT / "tests" / "golden" / "events"
+LINES = [json.loads(path.read_text())["line"].encode() for path in sorted(GOLDEN.glob("*.v1.json"))]
+OLD = [as_it_was(line) for line in LINES]
+
+
+def line_of(type_: str, **changed: Any) -> bytes:
+    said = json.loads(json.loads((GOLDEN / f"{type_}.v1.json").read_text())["line"])
+    return json.dumps({**said, **changed}, separators=(",", ":")).encode()
+
+
+def test_old_events_become_current_ones() -> None:
+    """Renamed, split, and raised over two versions; one by one and in a block, among current ones."""
+    decoder = EventDecoder(UPCASTERS)
+    current = [decode_event(line) for line in LINES]
+    assert [one != other for one, other in zip(LINES, OLD, strict=True)].count(True) == 3
+    assert [decoder.decode(line) for line in OLD] == current
+    assert decoder.decode_list(b"[" + b",".join(OLD) + b"]") == current
+    assert [encode_event(event) for event in decoder.decode_list(b"[" + b",".join(OLD) + b"]")] == LINES
+
+
+def test_old_events_are_unreadable_without_their_upcasters() -> None:
+    for line in set(OLD) - set(LINES):
+        with pytest.raises(UpcastFailed, match="there has never been such a version"):
+            decode_event(line)
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (line_of("grab.granted", v=2), r"seq 41: grab\.granted v2 was written by a newer grabstream, this one knows up to v1"),
+        (line_of("offer.closed", v=99), r"offer\.closed v99 was written by a newer grabstream"),
+        (line_of("grab.granted", type="grab.imagined"), r"seq 41: type 'grab\.imagined' is not known here"),
+    ],
+)
+def test_newer_events_are_refused(line: bytes, reason: str) -> None:
+    """Also when they could be decoded: what looks the same may mean something else."""
+    for decode in (lambda: decode_event(line), lambda: decode_event_list(b"[" + LINES[0] + b"," + line + b"]")):
+        with pytest.raises(NewerEvent, match=reason):
+            decode()
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (line_of("grab.granted", seq="x"), r"Expected `int`, got `str` - at `\$.seq`"),
+        (line_of("grab.granted", v=True), r"Expected `int`, got `bool`"),
+        (line_of("grab.granted", v="1"), r"Expected `int`, got `str`"),
+        (b'{"type":"grab.granted"}', "missing required field `v`"),
+        (b'{"v":1}', "missing required field `type`"),
+        (b"[]", "Expected `object`"),
+        (b"7", "Expected `object`"),
+        (b"{", "truncated"),
+    ],
+)
+def test_what_is_no_event_says_why(line: bytes, reason: str) -> None:
+    with pytest.raises(msgspec.DecodeError, match=reason):
+        decode_event(line)
+    with pytest.raises(msgspec.DecodeError):
+        decode_event_list(b"[" + line + b"]")
+
+
+def _same(event: dict[str, Any]) -> dict[str, Any]:
+    return event
+
+
+@pytest.mark.parametrize(
+    ("steps", "current", "reason"),
+    [
+        ((), {"a": 2}, "a: no upcaster from v1 to v2, although v2 is written now"),
+        ((("a", 1),), {"a": 3}, "a: no upcaster from v2 to v3, although v3 is written now"),
+        ((("a", 1), ("a", 3)), {"a": 4, "b": 1}, "a: no upcaster from v2 to v3, although v4 is written now"),
+        ((("a", 2),), {"a": 3}, "a: no upcaster from v1 to v2, although v3 is written now"),
+        ((("a", -2), ("a", 0)), {"a": 1}, "a: no upcaster from v-1 to v0, although v1 is written now"),
+        ((("a", 1), ("a", 1)), {"a": 2}, "a: two upcasters from v1 to v2"),
+        ((("a", 1),), {"a": 1}, "a: an upcaster from v1 to v2, but v1 is written now"),
+        ((("b", 1),), {"a": 1}, "b: an upcaster from v1, but there is no such type"),
+        ((("b", 1),), {"a": 2}, "b: an upcaster from v1, but there is no such type; "
+                                "a: no upcaster from v1 to v2, although v2 is written now"),
+    ],
+)  # fmt: skip
+def test_a_gap_is_found_at_once(steps: tuple[tuple[str, int], ...], current: dict[str, int], reason: str) -> None:
+    with pytest.raises(BrokenChain, match=f"^{re.escape(reason)}$"):
+        Upcasters([Upcaster(type_, version, _same) for type_, version in steps], current)
+
+
+@pytest.mark.parametrize("command", [("-c", "import streams.projector"), ("-m", "ops.cli", "verify"), ("-m", "ops.cli", "worker")])
+def test_a_program_with_a_gap_does_not_start(tmp_path: Path, command: tuple[str, ...]) -> None:
+    """A type was raised, and nobody wrote the upcaster: no process that reads events gets so far as to connect."""
+    for package in ("models", "lua", "streams", "projections", "ops"):
+        shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
+    events = tmp_path / "models" / "events.py"
+    raised = events.read_text().replace("class GrabHeld(_GrabEvent[V1]", "class GrabHeld(_GrabEvent[Literal[3]]")
+    assert raised != events.read_text()
+    events.write_text(raised)
+    environment = {"PYTHONPATH": str(tmp_path), "GRAB_SEAL_KEYS": new_seal_key()}
+    ended = subprocess.run([sys.executable, *command], cwd=tmp_path, capture_output=True, text=True, timeout=60, env=environment)
+    assert ended.returncode != 0
+    assert "grab.held: no upcaster from v1 to v2, although v3 is written now; grab.held: no upcaster from v2 to v3" in ended.stderr
+
+
+def test_an_upcaster_that_fails_says_where() -> None:
+    decoder = EventDecoder([Upcaster("grab.granted", 0, lambda event: {**event, "quantity": event["units"]})])
+    with pytest.raises(UpcastFailed, match=r"seq 41: grab\.granted v0: the upcaster to v1 failed: KeyError\('units'\)"):
+        decoder.decode(line_of("grab.granted", v=0))
+    decoder = EventDecoder([Upcaster("grab.granted", 0, lambda event: {**event, "quantity": "many"})])
+    with pytest.raises(msgspec.ValidationError, match=r"Expected `int`, got `str` - at `\$.quantity`"):
+        decoder.decode(line_of("grab.granted", v=0))
+
+
+def test_lua_writes_the_current_versions() -> None:
+    """The scripts say the version literally: one place for all types, and one of grab.granted's own."""
+    written = {}
+    for path in sorted((ROOT / "lua").rglob("*.lua")):
+        for type_, version in re.findall(r'"type":"(.*?)","v":(\d+)', path.read_text()):
+            written[type_] = int(version)
+    assert written.keys() == {"grab.granted", "' .. type .. '"}, "an event is written in a place that this test does not know"
+    common = written.pop("' .. type .. '")
+    assert {type_: written.get(type_, common) for type_ in CURRENT_VERSIONS} == CURRENT_VERSIONS
+    assert {GrabGranted, OfferOpened} <= {type(decode_event(line)) for line in LINES}

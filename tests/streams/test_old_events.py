@@ -1,0 +1,151 @@
+"""A journal that several releases have written: through real Kafka and PostgreSQL, the rows are those of the events as they are today."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from models.events import AnyEvent, EventDecoder
+from models.journal import GENESIS, chain
+from ops.settings import Settings
+from ops.verification import verify
+from projections import audit, balances, ledger
+from streams.projector import CatchUp, Decoder, Projector
+from streams.topics import Topics
+from tests.conftest import make_system, take_down, until
+from tests.models.old_events import UPCASTERS, as_it_was
+from tests.streams.test_projections import SHARD, Journal, at_seq, granted, journal, opened, rows
+
+__all__ = ["journal"]
+
+APPLY = {"ledger": ledger.apply, "balances": balances.apply, "audit": audit.apply}
+TABLES = (
+    "SELECT * FROM transfers ORDER BY shard, seq, leg",
+    "SELECT * FROM accounts ORDER BY account, asset",
+    "SELECT * FROM balances ORDER BY user_id, asset",
+    "SELECT * FROM grabs ORDER BY offer, grab",
+    "SELECT * FROM offers ORDER BY offer",
+    "SELECT shard, seq, offer, type, at FROM audit ORDER BY shard, seq",
+)
+
+
+def coupons(name: str, first_seq: int) -> list[bytes]:
+    """A coupon offer, its grabs by users with cards, and a use of each."""
+    head = {"v": 1, "shard": SHARD, "offer": name, "at": 5}
+    terms = {"kind": "coupon", "issuer": "shop", "total": 9}
+    lines: list[dict[str, Any]] = [
+        {"type": "offer.opened", **head, "command": "o", "kind": "coupon", "issuer": "shop", "asset": f"coupon:{name}", "total": 9,
+         "opens_at": 1, "closes_at": 9, "terms": terms, "digest": "d"},
+    ]  # fmt: skip
+    for place in range(1, 6):
+        of_grab = {"grab": f"g{place}", "user": f"u{place % 2}", "quantity": 1, "amount": 1, "asset": f"coupon:{name}", "place": place}
+        lines.append(
+            {"type": "grab.granted", **head, "command": f"g{place}", **of_grab, "left": 9 - place, "attributes": {"card": f"k:{place}"},
+             "digest": "d"}
+        )  # fmt: skip
+        lines.append({"type": "grab.redeemed", **head, "command": f"r{place}", **of_grab, "left": 9 - place, "order": "x", "digest": "d"})
+    numbered = [{**line, "seq": first_seq + place, "offer_seq": place + 1} for place, line in enumerate(lines)]
+    return [json.dumps(line, separators=(",", ":")).encode() for line in numbered]
+
+
+LINES = [opened("e", 1), *(granted("e", seq) for seq in range(2, 21)), *coupons("c", 21)]
+#: What three releases left behind: at first the old forms, then both, then today's.
+JOURNAL = [as_it_was(line) if seq <= 12 or seq in (15, 21, 22, 23, 26) else line for seq, line in enumerate(LINES, 1)]
+
+
+@asynccontextmanager
+async def running(settings: Settings, events: EventDecoder, *names: str) -> AsyncIterator[list[Projector]]:
+    """Projectors with a decoder of the test's own."""
+    decoder = Decoder(events=events)
+    where = {"postgres": settings.postgres, "schema": settings.schema_, "kafka": settings.kafka}
+    projectors = [
+        Projector(name, APPLY[name], journal=Topics(settings.prefix).journal, decoder=decoder, **where) for name in names or APPLY
+    ]
+    tasks = [asyncio.create_task(projector.run()) for projector in projectors]
+    try:
+        for projector in projectors:
+            await projector.put(CatchUp(SHARD))
+        yield projectors
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@pytest.fixture
+async def another(settings: Settings) -> AsyncIterator[Settings]:
+    """A second system."""
+    changed = settings.model_copy(update={"prefix": f"{settings.prefix}b", "schema_": f"{settings.prefix}b"})
+    await make_system(changed)
+    yield changed
+    await take_down(changed)
+
+
+async def read_models(settings: Settings) -> list[list[Any]]:
+    return [await rows(settings, query) for query in TABLES]
+
+
+async def write(journal: Journal, lines: Sequence[bytes]) -> None:
+    await journal.marker(1, "a")
+    for first in range(1, len(lines) + 1, 7):
+        await journal.block(lines, first, min(first + 6, len(lines)))
+
+
+async def test_a_journal_with_old_versions_gives_the_rows_of_today(system: Settings, another: Settings, journal: Journal) -> None:
+    today = Journal(another, journal._producer)
+    await write(journal, JOURNAL)
+    await write(today, LINES)
+    async with running(system, EventDecoder(UPCASTERS)), running(another, EventDecoder()):
+        await at_seq(system, len(LINES))
+        await at_seq(another, len(LINES))
+    assert await read_models(system) == await read_models(another)
+    assert await rows(system, "SELECT posted FROM accounts WHERE account = 'offer:e'") == [(1000 - 190,)]
+    assert await rows(system, "SELECT amount FROM transfers WHERE credit = 'redeemed:c' ORDER BY seq") == [(1,)] * 5
+    # The text and the chain are those of the journal, byte for byte.
+    assert [body.encode() for (body,) in await rows(system, "SELECT body FROM audit ORDER BY seq")] == JOURNAL
+    assert [bytes(hash_) for (hash_,) in await rows(system, "SELECT hash FROM audit ORDER BY seq")] == chain(GENESIS, JOURNAL)
+    assert JOURNAL != LINES
+
+
+class Newer(EventDecoder):
+    """A later program, which knows grab.granted v2: the same as v1."""
+
+    def decode_list(self, lines: bytes) -> list[AnyEvent]:
+        return super().decode_list(lines.replace(b'"type":"grab.granted","v":2', b'"type":"grab.granted","v":1'))
+
+
+async def test_an_event_of_a_newer_program_waits_for_that_program(system: Settings, journal: Journal) -> None:
+    """An older worker stops the shard there and says why; a newer one goes on from there by itself, and nothing is lost."""
+    lines = [*LINES[:9], LINES[9].replace(b'"v":1', b'"v":2'), *LINES[10:20]]
+    await journal.marker(1, "a")
+    await journal.block(lines, 1, 5)
+    await journal.block(lines, 6, 20)
+    for _ in range(2):  # begun again, it stops there again
+        async with running(system, EventDecoder(), "ledger") as [ledger_]:
+            await until(lambda ledger_=ledger_: ledger_._stopped == {SHARD}, 30, "the stop")
+        [(seq, reason)] = await rows(system, "SELECT seq, reason FROM stopped_shards")
+        assert seq == 5
+        assert "seq 10: grab.granted v2 was written by a newer grabstream, this one knows up to v1" in reason
+    async with running(system, Newer(), "ledger"):
+        await at_seq(system, 20, "ledger")
+    assert await rows(system, "SELECT count(*) FROM stopped_shards") == [(0,)]
+    assert await rows(system, "SELECT posted FROM accounts WHERE account = 'offer:e'") == [(1000 - 190,)]
+    # Who verifies with the older program is told so.
+    [problem] = [problem for check in await verify(system, 0) if check.name == "chain of every shard" for problem in check.problems]
+    assert problem.startswith(f"shard {SHARD}: seq 10: grab.granted v2 was written by a newer grabstream")
+
+
+async def test_a_stop_for_another_reason_stays(system: Settings, journal: Journal) -> None:
+    lines = [*LINES[:5], LINES[5].replace(b"grab.granted", b"grab.extended")]
+    await journal.marker(1, "a")
+    await journal.block(lines, 1, 6)
+    async with running(system, EventDecoder(UPCASTERS), "ledger") as [ledger_]:
+        await until(lambda: ledger_._stopped == {SHARD}, 30, "the stop")
+    before = await rows(system, "SELECT * FROM stopped_shards")
+    async with running(system, EventDecoder(UPCASTERS), "ledger") as [ledger_]:
+        await until(lambda: ledger_._cursors, 30, "the connection")
+        assert ledger_._stopped == {SHARD}
+    assert await rows(system, "SELECT * FROM stopped_shards") == before
