@@ -8,7 +8,7 @@ from typing import Any
 import click
 import uvloop
 
-from bench import deciding, masters, pieces, recovering, streaming
+from bench import deciding, masters, pieces, recovering, replaying, streaming
 from ops.output import console, table
 
 #: What each row is, what is divided by what, and the ratio it has to reach.
@@ -16,6 +16,7 @@ ROWS = {
     "1": ("decisions, 100 callers × lists of 32", "ours/theirs", ">= 2"),
     "2": ("single grabs, 20 callers", "ours/theirs", ">= 3"),
     "3": ("command in Kafka → books committed", "ours/theirs", ">= 0.5"),
+    "4": ("replay journal → ledger, against COPY of its rows", "ours/theirs", ">= 0.5"),
     "5": ("journaled answer at 2 thousand/s", "ours/theirs", "<= 3"),
     "6": ("decision → ledger row at 2 thousand/s", "ours/theirs", "<= 5"),
     "7": ("memory a grab kept", "ours/theirs", "<= 1"),
@@ -39,6 +40,8 @@ async def _measure(rows: set[str], runs: int, quick: bool) -> dict[str, dict[str
         found["2"] = await deciding.singles(runs, 100_000 // small)
     if "3" in rows:
         found["3"] = await streaming.pipeline(runs, 160_000 // small)
+    if "4" in rows:
+        found["4"] = await replaying.replay(runs, 400_000 // small)
     if rows & {"5", "6"}:
         found |= {row: value for row, value in (await streaming.latency(runs, 20_000 // small)).items() if row in rows}
     if "7" in rows:

@@ -19,6 +19,8 @@ from models.offers import Limit, StockTerms
 from ops.connections import key_space, open_gate, open_redis
 from ops.rehearsal.run import open_books
 from ops.settings import Settings
+from projections.definitions import PROJECTIONS
+from projections.versions import use_read_model
 from streams.ownership import OwnedShard
 from streams.recovery import Position, Recovery
 from streams.relay import ShardRelay
@@ -153,6 +155,7 @@ async def _add_past(settings: Settings, shard: int, count: int) -> None:
     """An envelope that was drained and has retired, behind what the shard has; read models say that they have read it."""
     topic = Topics(settings.prefix).journal
     async with await open_books(settings) as books:
+        await use_read_model(books, settings.schema_, "audit")
         row = await (
             await books.execute(
                 "SELECT seq, hash, at FROM audit WHERE shard = %s ORDER BY seq DESC LIMIT 1",
@@ -175,10 +178,12 @@ async def _add_past(settings: Settings, shard: int, count: int) -> None:
             await _audit(books, shard, at, first, lines, hashes)
             head, first = hashes[-1], last + 1
         await producer.stop()
-        await books.execute(
-            "UPDATE projection_cursors SET (seq, head, next_offset, term, owner) = (%s, %s, %s, %s, %s) WHERE shard = %s",
-            (end, head, sent.offset + 1, 1_000, "past", shard),
-        )
+        for projection in PROJECTIONS:
+            await use_read_model(books, settings.schema_, projection)
+            await books.execute(
+                "UPDATE projection_cursors SET (seq, head, next_offset, term, owner) = (%s, %s, %s, %s, %s) WHERE shard = %s",
+                (end, head, sent.offset + 1, 1_000, "past", shard),
+            )
 
 
 def _past_line(shard: int, seq: int, before: int, end: int, at: int) -> bytes:

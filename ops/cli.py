@@ -42,6 +42,7 @@ VERBS: Final = {
     "ticket": ("ops.commands.operating", "Sign a ticket for one user, for tests."),
     "show": ("ops.commands.show", "An offer: who got what, the luckiest, what is left."),
     "verify": ("ops.commands.verify", "Check chain, books, and Redis against the ledger."),
+    "rebuild": ("ops.commands.rebuild", "Make read models anew from the events, beside the live ones."),
     "rehearse": ("ops.commands.rehearse", "Let a crowd grab, watch it, and end with a verdict."),
 }
 

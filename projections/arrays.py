@@ -1,6 +1,12 @@
-"""Array literals for `unnest`: psycopg looks at every element of a list by itself, which costs more than all the rest of a row."""
+"""Rows for PostgreSQL, many at once: COPY, and array literals for `unnest`.
+
+psycopg looks at every element of a list by itself, which costs more than all the rest of a row.
+"""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+from psycopg import AsyncConnection
 
 
 def text_array(values: Sequence[str]) -> str:
@@ -38,3 +44,10 @@ def update_by(
 def copy_text(value: str) -> str:
     """A value as a field of COPY's text form. JSON has no raw tabs or newlines: a backslash is all that COPY would take for its own."""
     return value.replace("\\", "\\\\")
+
+
+async def copy_rows(connection: AsyncConnection[Any], table: str, rows: Sequence[str]) -> None:
+    """COPYs lines of COPY's text form into a table, named with its columns; the names are our own."""
+    if rows:
+        async with connection.cursor() as cursor, cursor.copy(f"COPY {table} FROM STDIN".encode()) as copy:
+            await copy.write("".join(rows))

@@ -8,12 +8,14 @@ from psycopg import AsyncConnection
 from psycopg.errors import CheckViolation
 
 from models.events import AnyGrabEvent, GrabGranted
-from projections.arrays import integer_array, text_array
+from projections.arrays import copy_rows, integer_array, text_array
 from projections.cursors import Fact
-from projections.grabs import GrabRows
+from projections.grabs import GrabRows, LoadedGrabRows, finish_grabs
 from projections.offers import OfferRows
 
 NAME = "balances"
+
+_Changes = dict[tuple[str, str], int]
 
 _WALLET, _HOLD = "wallet:", "hold:"
 
@@ -32,8 +34,31 @@ _LOSE = (
 
 async def apply(connection: AsyncConnection[Any], facts: Sequence[Fact]) -> None:
     """Adds the events to balances, grabs, offers and payments, in the caller's transaction."""
+    accounts = await _write_rows(connection, facts, GrabRows())
+    await _upsert_users(connection, *_by_user(accounts))
+
+
+async def load(connection: AsyncConnection[Any], facts: Sequence[Fact]) -> None:
+    """Adds the events for a build, in the caller's transaction: users and changes of grabs wait beside until `finish`."""
+    accounts = await _write_rows(connection, facts, LoadedGrabRows())
+    available, held = _by_user(accounts)
+    rows = [f"{user}\t{asset}\t{available.get((user, asset), 0)}\t{held.get((user, asset), 0)}\n" for user, asset in available | held]
+    await copy_rows(connection, "balance_changes (user_id, asset, available, held)", rows)
+
+
+async def finish(connection: AsyncConnection[Any]) -> None:
+    """Adds up balances and grabs, after all was loaded."""
+    await connection.execute(
+        "INSERT INTO balances_1 (user_id, asset, available, held) "
+        "SELECT user_id, asset, sum(available), sum(held) FROM balance_changes GROUP BY user_id, asset"
+    )
+    await finish_grabs(connection)
+
+
+async def _write_rows(connection: AsyncConnection[Any], facts: Sequence[Fact], grabs: GrabRows) -> _Changes:
+    """Writes offers, payments and grabs; returns what every account (account, asset) gained or lost."""
     accounts: defaultdict[tuple[str, str], int] = defaultdict(int)
-    offers, grabs = OfferRows(), GrabRows()
+    offers = OfferRows()
     for _, _, event, transfers in facts:
         for asset, debit, credit, amount in transfers:
             accounts[debit, asset] -= amount
@@ -47,18 +72,23 @@ async def apply(connection: AsyncConnection[Any], facts: Sequence[Fact]) -> None
                 grabs.add(event)
     await offers.write(connection)
     await grabs.write(connection)
-    await _upsert_users(connection, accounts)
+    return accounts
 
 
-async def _upsert_users(connection: AsyncConnection[Any], accounts: dict[tuple[str, str], int]) -> None:
-    """Adds changes to balances; losses by UPDATE, since an upsert would test them alone against the CHECK (see ledger)."""
-    available: dict[tuple[str, str], int] = {}
-    held: dict[tuple[str, str], int] = {}
+def _by_user(accounts: _Changes) -> tuple[_Changes, _Changes]:
+    """What users gained and lost, available and held, by (user, asset)."""
+    available: _Changes = {}
+    held: _Changes = {}
     for (account, asset), change in accounts.items():
         if account.startswith(_WALLET):
             available[account[7:], asset] = change
         elif account.startswith(_HOLD):
             held[account[5:], asset] = change
+    return available, held
+
+
+async def _upsert_users(connection: AsyncConnection[Any], available: _Changes, held: _Changes) -> None:
+    """Adds changes to balances; losses by UPDATE, since an upsert would test them alone against the CHECK (see ledger)."""
     users = available.keys() | held.keys() if held else available.keys()
     losses = sorted(user for user in users if available.get(user, 0) < 0 or held.get(user, 0) < 0)
     for keys, statement in ((sorted(users - set(losses)) if losses else sorted(users), _GAIN), (losses, _LOSE)):

@@ -1,13 +1,14 @@
 """Cursors: how far a projection is in each shard, kept in the transaction that writes its rows."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from psycopg import AsyncConnection
 
 from models.events import AnyEvent
 from models.journal import Cursor
-from models.transfers import Transfer
+from models.transfers import Transfer, transfers_of
 from models.upcasting import NEWER
 
 
@@ -24,6 +25,15 @@ class Fact(NamedTuple):
     transfers: tuple[Transfer, ...]
 
 
+#: Makes a Fact of a tuple, in half the time that its constructor takes.
+_fact = partial(tuple.__new__, Fact)
+
+
+def facts_of(lines: Iterable[bytes], hashes: Iterable[bytes], events: Sequence[AnyEvent]) -> list[Fact]:
+    """A fact for each event of a block, with the transfers it is."""
+    return list(map(_fact, zip(lines, hashes, events, map(transfers_of, events), strict=True)))
+
+
 async def load(connection: AsyncConnection[Any], projection: str) -> dict[int, Cursor]:
     """The cursor of every shard."""
     found = await connection.execute(
@@ -38,17 +48,24 @@ async def stopped(connection: AsyncConnection[Any], projection: str) -> set[int]
     return {shard for (shard,) in await found.fetchall()}
 
 
-async def advance(connection: AsyncConnection[Any], projection: str, moves: Mapping[int, tuple[Cursor, Cursor]]) -> None:
-    """Moves cursors from what we believed to what follows; raises CursorMoved when one was elsewhere."""
+async def advance(
+    connection: AsyncConnection[Any], projection: str, moves: Mapping[int, tuple[Cursor, Cursor]], frozen: bool = False
+) -> None:
+    """Moves cursors from what we believed to what follows; raises CursorMoved when one was elsewhere, or this version is not ours now.
+
+    Workers write versions that are not frozen; only who brings one back writes a frozen one.
+    """
     for shard in sorted(moves):
         old, new = moves[shard]
         done = await connection.execute(
             "UPDATE projection_cursors SET seq = %s, head = %s, next_offset = %s, term = %s, owner = %s, moved_at = now() "
-            "WHERE projection = %s AND shard = %s AND seq = %s AND next_offset = %s",
-            (new.seq, new.head, new.next_offset, new.term, new.owner, projection, shard, old.seq, old.next_offset),
+            "WHERE projection = %s AND shard = %s AND seq = %s AND next_offset = %s AND frozen = %s",
+            (new.seq, new.head, new.next_offset, new.term, new.owner, projection, shard, old.seq, old.next_offset, frozen),
         )
         if done.rowcount != 1:
-            raise CursorMoved(f"{projection}, shard {shard}: the cursor is no longer at seq {old.seq}, offset {old.next_offset}")
+            raise CursorMoved(
+                f"{projection}, shard {shard}: the cursor is no longer at seq {old.seq}, offset {old.next_offset} of this version"
+            )
 
 
 async def stop(connection: AsyncConnection[Any], projection: str, shard: int, cursor: Cursor, reason: str) -> None:

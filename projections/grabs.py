@@ -19,7 +19,7 @@ from models.events import (
     GrabReturned,
     GrabUnredeemed,
 )
-from projections.arrays import copy_text, update_by
+from projections.arrays import copy_rows, copy_text, update_by
 
 
 class _Change(msgspec.Struct):
@@ -40,14 +40,27 @@ class _Change(msgspec.Struct):
     currency: str | None = None
 
 
-_PLAIN = "COPY grabs_1 (offer, grab, user_id, state, quantity, amount, asset, place, shard, seq, at) FROM STDIN"
+_PLAIN = "grabs_1 (offer, grab, user_id, state, quantity, amount, asset, place, shard, seq, at)"
 _FULL = (
-    "COPY grabs_1 (offer, grab, user_id, state, quantity, amount, asset, place, shard, seq, at, held, back, deadline_at, due, currency, "
-    "attributes, basket) FROM STDIN"
+    "grabs_1 (offer, grab, user_id, state, quantity, amount, asset, place, shard, seq, at, held, back, deadline_at, due, currency, "
+    "attributes, basket)"
 )
 _SUMS = ("held", "back", "redeemed", "uncounted", "paid", "refunded")
 _REPLACED = tuple(name for name in _Change.__struct_fields__ if name not in _SUMS)
 _UPDATE = update_by("grabs_1", ("offer", "grab"), _SUMS, _REPLACED, ("state", "currency"), {"amount": "coalesce(c.quantity, t.amount)"})
+
+# All events of a grab are of one shard, so that seq is their order.
+_LAID = ", ".join(
+    [f"sum({name}) AS {name}" for name in _SUMS]
+    + [f"(array_agg({name} ORDER BY seq DESC) FILTER (WHERE {name} IS NOT NULL))[1] AS {name}" for name in _REPLACED]
+)
+_ADDED_UP = ", ".join(
+    [f"{name} = t.{name} + c.{name}" for name in _SUMS] + [f"{name} = coalesce(c.{name}, t.{name})" for name in _REPLACED]
+)
+_FINISH = (
+    f"UPDATE grabs_1 AS t SET {_ADDED_UP}, amount = coalesce(c.quantity, t.amount) "  # noqa: S608 - names of our own columns
+    f"FROM (SELECT offer, grab, {_LAID} FROM grab_changes GROUP BY offer, grab) AS c WHERE t.offer = c.offer AND t.grab = c.grab"
+).encode()
 
 
 class GrabRows:
@@ -68,12 +81,15 @@ class GrabRows:
         elif isinstance(event, GrabGranted | GrabQueued) or (isinstance(event, GrabHeld) and not event.waited):
             self._full.append(_full_row(event))
         else:
-            _alter(self._changes.setdefault((event.offer, event.grab), _Change()), event)
+            self._alter(event)
+
+    def _alter(self, event: AnyGrabEvent) -> None:
+        _alter(self._changes.setdefault((event.offer, event.grab), _Change()), event)
 
     async def write(self, connection: AsyncConnection[Any]) -> None:
         """Writes new rows first, then changes, in the caller's transaction."""
-        await _copy(connection, _PLAIN, self._plain)
-        await _copy(connection, _FULL, self._full)
+        await copy_rows(connection, _PLAIN, self._plain)
+        await copy_rows(connection, _FULL, self._full)
         if not self._changes:
             return
         keys = sorted(self._changes)
@@ -82,6 +98,36 @@ class GrabRows:
         done = await connection.execute(_UPDATE, ([key[0] for key in keys], [key[1] for key in keys], *columns))
         if done.rowcount != len(keys):
             raise CheckViolation(f"events of a grab that was never made, one of {keys[:5]}")
+
+
+class LoadedGrabRows(GrabRows):
+    """The rows of a build: what changes older ones is laid beside them, an event a row, until `finish_grabs`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._laid: list[str] = []
+
+    def _alter(self, event: AnyGrabEvent) -> None:
+        change = _Change()
+        _alter(change, event)
+        values = (getattr(change, name) for name in (*_SUMS, *_REPLACED))
+        columns = "\t".join("\\N" if value is None else str(value) for value in values)
+        self._laid.append(f"{event.offer}\t{event.grab}\t{event.seq}\t{columns}\n")
+
+    async def write(self, connection: AsyncConnection[Any]) -> None:
+        """Copies the rows, in the caller's transaction."""
+        await super().write(connection)
+        await copy_rows(connection, f"grab_changes (offer, grab, seq, {', '.join((*_SUMS, *_REPLACED))})", self._laid)
+
+
+async def finish_grabs(connection: AsyncConnection[Any]) -> None:
+    """Carries what was laid beside the grabs into them; raises CheckViolation when one was never made."""
+    [grabs] = await (await connection.execute("SELECT count(*) FROM (SELECT DISTINCT offer, grab FROM grab_changes) AS g")).fetchone() or [
+        0
+    ]
+    done = await connection.execute(_FINISH)
+    if done.rowcount != grabs:
+        raise CheckViolation(f"events of grabs that were never made: {grabs - done.rowcount} grabs")
 
 
 def _full_row(event: GrabGranted | GrabHeld | GrabQueued) -> str:
@@ -132,9 +178,3 @@ def _alter(change: _Change, event: AnyGrabEvent) -> None:
         change.redeemed += quantity
     elif isinstance(event, GrabUnredeemed):
         change.redeemed -= quantity
-
-
-async def _copy(connection: AsyncConnection[Any], statement: str, rows: list[str]) -> None:
-    if rows:
-        async with connection.cursor() as cursor, cursor.copy(statement.encode()) as copy:
-            await copy.write("".join(rows))

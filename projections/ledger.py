@@ -8,7 +8,7 @@ from psycopg import AsyncConnection
 from psycopg.errors import CheckViolation
 
 from models.transfers import GUARDED_ACCOUNTS
-from projections.arrays import integer_array, text_array
+from projections.arrays import copy_rows, integer_array, text_array
 from projections.cursors import Fact
 
 NAME = "ledger"
@@ -16,21 +16,33 @@ NAME = "ledger"
 
 async def apply(connection: AsyncConnection[Any], facts: Sequence[Fact]) -> None:
     """Adds the transfers of the events, in the caller's transaction; raises psycopg.errors.CheckViolation at an overdraft."""
-    rows: list[str] = []
     changes: defaultdict[tuple[str, str], int] = defaultdict(int)
-    for _, _, event, transfers in facts:
-        for leg, (asset, debit, credit, amount) in enumerate(transfers):
-            rows.append(f"{event.shard}\t{event.seq}\t{leg}\t{event.offer}\t{asset}\t{debit}\t{credit}\t{amount}\t{event.at}\n")
+    for _, _, _, transfers in facts:
+        for asset, debit, credit, amount in transfers:
             changes[debit, asset] -= amount
             changes[credit, asset] += amount
-    if not rows:
-        return
-    async with (
-        connection.cursor() as cursor,
-        cursor.copy("COPY transfers_1 (shard, seq, leg, offer, asset, debit, credit, amount, at) FROM STDIN") as copy,
-    ):
-        await copy.write("".join(rows))
-    await _post(connection, changes)
+    if changes:
+        await load(connection, facts)
+        await _post(connection, changes)
+
+
+async def load(connection: AsyncConnection[Any], facts: Sequence[Fact]) -> None:
+    """Adds the transfers as rows only, for a build: `finish` adds the accounts up."""
+    rows = [
+        f"{event.shard}\t{event.seq}\t{leg}\t{event.offer}\t{asset}\t{debit}\t{credit}\t{amount}\t{event.at}\n"
+        for _, _, event, transfers in facts
+        for leg, (asset, debit, credit, amount) in enumerate(transfers)
+    ]
+    await copy_rows(connection, "transfers_1 (shard, seq, leg, offer, asset, debit, credit, amount, at)", rows)
+
+
+async def finish(connection: AsyncConnection[Any]) -> None:
+    """Adds up what stands on every account, after all was loaded."""
+    await connection.execute(
+        "INSERT INTO accounts_1 (account, asset, posted) SELECT account, asset, sum(change) FROM ("
+        "SELECT debit AS account, asset, -amount AS change FROM transfers_1 UNION ALL SELECT credit, asset, amount FROM transfers_1"
+        ") AS legs GROUP BY account, asset"
+    )
 
 
 async def _post(connection: AsyncConnection[Any], changes: dict[tuple[str, str], int]) -> None:

@@ -6,12 +6,17 @@ from typing import Any
 from psycopg import AsyncConnection, sql
 
 from models.outcomes import OUTCOME_NAMES
+from projections import versions
+from projections.definitions import PROJECTIONS
 
-PROJECTIONS = ("ledger", "balances", "audit")
+__all__ = ["PROJECTIONS", "migrate", "use_schema"]
 
 
 async def migrate(connection: AsyncConnection[Any], schema: str, shards: int) -> list[str]:
-    """Applies what is missing and returns the names of the migrations; safe to call again, and by several at once."""
+    """Applies what is missing and returns the names of the migrations; safe to call again, and by several at once.
+
+    A schema made anew has the read models that this code defines; in one with events they change by `grabstream rebuild` only.
+    """
     applied = []
     async with connection.transaction():
         # Whoever comes second waits here, and then finds nothing to do.
@@ -31,14 +36,17 @@ async def migrate(connection: AsyncConnection[Any], schema: str, shards: int) ->
             "INSERT INTO outcomes SELECT * FROM unnest(%s::integer[], %s::text[]) ON CONFLICT DO NOTHING",
             (list(OUTCOME_NAMES), list(OUTCOME_NAMES.values())),
         )
-        await connection.execute(
-            "INSERT INTO projection_cursors (projection, shard) SELECT projection, shard "
-            "FROM unnest(%s::text[]) AS projection, generate_series(0, %s - 1) AS shard ON CONFLICT DO NOTHING",
-            (list(PROJECTIONS), shards),
-        )
+        if applied:
+            await versions.show_cursors(connection, schema)
+        await versions.renew_empty(connection, schema, shards)
+        for one in await versions.versions(connection, schema):
+            if one.projection in PROJECTIONS and one.state != "discarded":
+                await versions.use_version(connection, schema, one)
+                await versions.add_cursors(connection, one.projection, shards)
+        await use_schema(connection, schema)
     return applied
 
 
 async def use_schema(connection: AsyncConnection[Any], schema: str) -> None:
-    """Makes unqualified names of this connection mean those of the schema."""
+    """Makes unqualified names of this connection mean those of the schema: the views of what is live."""
     await connection.execute("SELECT set_config('search_path', %s, false)", (schema,))

@@ -1,6 +1,7 @@
 """Offers as they stand: what was given, is held, is left, and what became of payments. A part of the balances projection."""
 
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -61,6 +62,10 @@ _REPLACED = tuple(name for name in _Change.__struct_fields__ if name not in _SUM
 # Pieces are counted in units, so that their number changes with the total; an envelope's total cannot change.
 _MORE = {"units": "t.units + c.total", "terms": "t.terms || coalesce(c.terms::jsonb, '{}')"}
 _UPDATE = update_by("offers_1", ("offer",), _SUMS, _REPLACED, ("state", "reason", "seed", "title", "terms"), _MORE)
+_OPENED = (
+    "COPY offers_1 (offer, shard, kind, issuer, funding, asset, total, units, title, state, opened_at, opens_at, closes_at, units_left, "
+    "seed_sha256, terms, hour_shift_ms) FROM STDIN"
+)
 _PAID = (
     "INSERT INTO payments_1 (campaign, payment, offer, grab, amount, currency, state, outcome, shard, seq, at) "
     "SELECT * FROM unnest(%s::text[], %s::text[], %s::text[], %s::text[], %s::bigint[], %s::text[], %s::text[], %s::text[], %s::integer[], "
@@ -146,8 +151,8 @@ class OfferRows:
 
     async def write(self, connection: AsyncConnection[Any]) -> None:
         """Writes new rows first, then changes, in the caller's transaction."""
-        for event in self._opened:
-            await _insert(connection, event)
+        if self._opened:
+            await _insert(connection, self._opened)
         if self._changes:
             names = sorted(self._changes)
             changes = [self._changes[name] for name in names]
@@ -178,16 +183,16 @@ def _steer(offer: _Change, event: AnyEvent) -> None:
         offer.state = "paused" if isinstance(event, OfferPaused) else "open"
 
 
-async def _insert(connection: AsyncConnection[Any], event: OfferOpened) -> None:
-    terms = _terms(event.terms)
-    units = terms.parts or event.total
-    await connection.execute(
-        "INSERT INTO offers_1 (offer, shard, kind, issuer, funding, asset, total, units, title, state, opened_at, opens_at, "
-        "closes_at, units_left, seed_sha256, terms, hour_shift_ms) "
-        "VALUES (%s, %s, %s, %s, %s, %s, %s, %s, %s, 'open', %s, %s, %s, %s, %s, %s, %s)",
-        (
-            event.offer, event.shard, event.kind, event.issuer, event.funding, event.asset, event.total, units, terms.title,
-            event.at, event.opens_at, event.closes_at, units, event.seed_sha256, bytes(event.terms).decode(),
-            event.offsets[0][1] % HOUR_MS if event.offsets else 0,
-        ),
-    )  # fmt: skip
+async def _insert(connection: AsyncConnection[Any], opened: Sequence[OfferOpened]) -> None:
+    async with connection.cursor() as cursor, cursor.copy(_OPENED) as copy:
+        for event in opened:
+            terms = _terms(event.terms)
+            units = terms.parts or event.total
+            # Titles are free text: psycopg escapes what COPY would take for its own.
+            await copy.write_row(
+                (
+                    event.offer, event.shard, event.kind, event.issuer, event.funding, event.asset, event.total, units, terms.title,
+                    "open", event.at, event.opens_at, event.closes_at, units, event.seed_sha256, bytes(event.terms).decode(),
+                    event.offsets[0][1] % HOUR_MS if event.offsets else 0,
+                )
+            )  # fmt: skip

@@ -15,7 +15,8 @@ from typing import Any, Final
 
 import faust
 
-from projections import audit, balances, ledger
+from projections.definitions import definition_of
+from projections.read_models import READ_MODELS
 from streams.journal import Record
 from streams.projector import EXIT_UNKNOWN_ERROR, CatchUp, Projector
 from streams.publisher import Publisher
@@ -25,7 +26,7 @@ from streams.watchdog import until_stalled
 log = logging.getLogger(__name__)
 
 PROJECTIONS: Final = ("ledger", "balances", "audit", "events")
-_APPLY: Final = {"ledger": ledger.apply, "balances": balances.apply, "audit": audit.apply}
+_APPLY: Final = {name: model.apply for name, model in READ_MODELS.items()}
 STOP_SECONDS: Final = 8.0
 STEADY_SECONDS: Final = 30.0
 ENDS_IN_A_ROW_MAX: Final = 60
@@ -49,11 +50,19 @@ def make_projectors(
     ]
 
 
+def group_of(prefix: str, names: Sequence[str]) -> str:
+    """The consumer group for a set of read models: its members share the partitions.
+
+    So workers that write other versions are in another group, or each version would get the events of some partitions only.
+    """
+    numbers = {name: definition_of(name).number for name in names}
+    return f"{prefix}.{'-'.join(name if number == 1 else f'{name}:{number}' for name, number in numbers.items())}"
+
+
 def build_app(kafka: str, prefix: str, shards: int, projectors: Sequence[Projector]) -> faust.App:
     """The app with an agent for each projector; nothing connects yet, and the projectors run with the app."""
     app = faust.App(
-        # A group of its own for each set of read models: members of one group share the partitions.
-        f"{prefix}.{'-'.join(projector.name for projector in projectors)}",
+        group_of(prefix, [projector.name for projector in projectors]),
         broker=[f"kafka://{server}" for server in kafka.split(",")],
         store="memory://",
         value_serializer="raw",

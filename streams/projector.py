@@ -19,10 +19,9 @@ from psycopg import AsyncConnection
 
 from models.events import EVENTS, EventDecoder
 from models.journal import Corrupt, Cursor, Gap, Headers, parse_block
-from models.transfers import transfers_of
 from projections import cursors
-from projections.cursors import CursorMoved, Fact
-from projections.migrate import use_schema
+from projections.cursors import CursorMoved, Fact, facts_of
+from projections.versions import NoReadModel, use_read_model
 from streams.journal import JournalReader, Record, open_reader
 
 log = logging.getLogger(__name__)
@@ -35,8 +34,14 @@ DECODED_BYTES_MAX: Final = 16 * 1024 * 1024
 GATHER_SECONDS: Final = 0.005
 SMALL_BYTES: Final = 16_000
 RETRY_SECONDS: Final = 0.5
+#: How often a projector without a version of its definition looks whether there is one now.
+LOOK_SECONDS: Final = 1.0
 RETRY_SECONDS_MAX: Final = 10.0
 EXIT_UNKNOWN_ERROR: Final = 70
+#: A transaction that nothing is said in for so long is rolled back by PostgreSQL.
+HANGS_MS_MAX: Final = 5_000
+#: PostgreSQL is not there, or has given us up.
+_AWAY: Final = (psycopg.OperationalError, psycopg.InterfaceError, psycopg.errors.IdleInTransactionSessionTimeout)
 
 Apply = Callable[[AsyncConnection[Any], Sequence[Fact]], Awaitable[None]]
 
@@ -76,9 +81,10 @@ class Decoded:
             except (msgspec.DecodeError, UnicodeDecodeError) as error:
                 raise Corrupt(f"an event from seq {block.first_seq} on cannot be decoded: {error}") from None
             # Rows are written under the numbers in the text, the chain counts by the header: they must be the same.
-            if [(event.seq, event.shard) for event in events] != [(block.first_seq + n, block.shard) for n in range(block.count)]:
+            numbers = list(range(block.first_seq, block.first_seq + block.count))
+            if [event.seq for event in events] != numbers or {event.shard for event in events} != {block.shard}:
                 raise Corrupt(f"the events from seq {block.first_seq} on carry other numbers in their text")
-            self._facts = list(map(Fact, block.lines, block.hashes, events, map(transfers_of, events)))
+            self._facts = facts_of(block.lines, block.hashes, events)
         return self._facts
 
 
@@ -136,6 +142,8 @@ class Projector:
         self._cursors: dict[int, Cursor] = {}
         self._stopped: set[int] = set()
         self._connection: AsyncConnection[Any] | None = None
+        #: Why nothing can be written, in words: no version of the read model has the definition of this code.
+        self.waits_for = ""
 
     async def put(self, item: Record | CatchUp) -> None:
         """Hands over a record; waits when many are waiting already."""
@@ -172,24 +180,47 @@ class Projector:
                 await self._process(items, reader)
                 return
             except CursorMoved as moved:
+                # Another process was quicker, or another version is live now.
                 log.info("%s; reading it again", moved)
                 self._cursors.clear()
-                items = [CatchUp(shard) for shard in sorted({item.shard for item in items})]
-            except (psycopg.OperationalError, psycopg.InterfaceError, KafkaError, OSError) as error:
+                items = _catch_up(items)
+            except NoReadModel as reason:
+                items = await self._wait_for_version(items, reason)
+            except psycopg.errors.UndefinedTable as error:
+                # The version we wrote was dropped. If ours lacks a table, this repeats itself in the log and harms nobody.
+                log.warning("projection %s: %s; looking for its version again", self.name, error)
+                await self._disconnect()
+                await asyncio.sleep(RETRY_SECONDS)
+            except (*_AWAY, KafkaError, OSError) as error:
                 log.warning("projection %s: %s: %s; trying again", self.name, type(error).__name__, error)
                 await self._disconnect()
                 await asyncio.sleep(pause)
                 pause = min(pause * 2, RETRY_SECONDS_MAX)
 
+    async def _wait_for_version(self, items: Sequence[Record | CatchUp], reason: NoReadModel) -> list[Record | CatchUp]:
+        """Drops what waits, or Faust could feed nobody, and returns what is to be caught up when there is a version."""
+        if str(reason) != self.waits_for:
+            log.warning("projection %s waits: %s", self.name, reason)
+            self.waits_for = str(reason)
+        await self._disconnect()
+        dropped = list(items)
+        while not self._queue.empty():
+            dropped.append(self._queue.get_nowait())
+        await asyncio.sleep(LOOK_SECONDS)
+        return _catch_up(dropped)
+
     async def _connected(self) -> AsyncConnection[Any]:
         if self._connection is None:
             self._connection = await AsyncConnection.connect(self._postgres, autocommit=True, connect_timeout=5)
-            await use_schema(self._connection, self._schema)
             # A commit that PostgreSQL forgets in a crash takes its cursor along, and is read from the journal once more.
             await self._connection.execute("SET synchronous_commit = off")
-            await cursors.retry_newer(self._connection, self.name)
+            # A process that hangs between two statements would hold its rows, and whoever takes its partitions over would wait for it.
+            await self._connection.execute("SELECT set_config('idle_in_transaction_session_timeout', %s, false)", (str(HANGS_MS_MAX),))
             self._cursors.clear()
         if not self._cursors:
+            await use_read_model(self._connection, self._schema, self.name)
+            self.waits_for = ""
+            await cursors.retry_newer(self._connection, self.name)
             self._cursors = await self._open(self._connection)
             self._stopped = await cursors.stopped(self._connection, self.name)
         return self._connection
@@ -294,3 +325,8 @@ class Projector:
         log.critical("projection %s stops at shard %d, seq %d: %s", self.name, shard, cursor.seq, reason)
         await cursors.stop(await self._connected(), self.name, shard, cursor, reason)
         self._stopped.add(shard)
+
+
+def _catch_up(items: Sequence[Record | CatchUp]) -> list[Record | CatchUp]:
+    """The same work, read from the journal instead."""
+    return [CatchUp(shard) for shard in sorted({item.shard for item in items})]

@@ -4,7 +4,7 @@ Its cursor is in a header of the topic's own records, on the last one of every g
 cursor it finds there, so some records may repeat, with the same id and bytes; none is left out.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from functools import lru_cache
 from itertools import zip_longest
@@ -34,6 +34,11 @@ class Publisher(Projector):
         self._producer: AIOKafkaProducer | None = None
 
     async def _open(self, connection: AsyncConnection[Any]) -> dict[int, Cursor]:
+        await self._start_producer()
+        async with open_reader(self._kafka, self._events) as reader:
+            return {shard: await newest_cursor(reader, shard) for shard in range(self._shards)}
+
+    async def _start_producer(self) -> None:
         # A new producer each time: after an error the old one may refuse for ever, or send what we send again.
         await self._stop_producer()
         producer = AIOKafkaProducer(
@@ -46,8 +51,17 @@ class Publisher(Projector):
         await producer.start()
         self._producer = producer
         await producer.partitions_for(self._events)
-        async with open_reader(self._kafka, self._events) as reader:
-            return {shard: await newest_cursor(reader, shard) for shard in range(self._shards)}
+
+    async def repeat(self, last: Mapping[int, tuple[Fact, Cursor]]) -> None:
+        """Publishes the last event of each shard once more, the same id and bytes, with a cursor that goes on from elsewhere."""
+        await self._start_producer()
+        try:
+            assert self._producer is not None
+            for shard, (fact, behind) in last.items():
+                for batch in self._batches(self._producer, [fact], behind):
+                    await (await self._producer.send_batch(batch, self._events, partition=shard))
+        finally:
+            await self._stop_producer()
 
     async def _disconnect(self) -> None:
         await self._stop_producer()

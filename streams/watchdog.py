@@ -14,7 +14,7 @@ from aiokafka.errors import KafkaError
 from psycopg import AsyncConnection
 
 from projections import cursors
-from projections.migrate import use_schema
+from projections.versions import NoReadModel, use_read_model
 from streams.journal import JournalReader, open_reader
 
 log = logging.getLogger(__name__)
@@ -32,9 +32,8 @@ async def until_stalled(kafka: str, journal: str, shards: int, postgres: str, sc
                 open_reader(kafka, journal) as reader,
                 await AsyncConnection.connect(postgres, autocommit=True, connect_timeout=5) as connection,
             ):
-                await use_schema(connection, schema)
                 while True:
-                    reason = await _look(reader, connection, shards, names, lagging)
+                    reason = await _look(reader, connection, schema, shards, names, lagging)
                     if reason is not None:
                         return reason
                     await asyncio.sleep(LOOK_EVERY_SECONDS)
@@ -48,6 +47,7 @@ async def until_stalled(kafka: str, journal: str, shards: int, postgres: str, sc
 async def _look(
     reader: JournalReader,
     connection: AsyncConnection[object],
+    schema: str,
     shards: int,
     names: Sequence[str],
     lagging: dict[tuple[str, int], tuple[int, float]],
@@ -55,6 +55,10 @@ async def _look(
     now = time.monotonic()
     ends = [await reader.end(shard) for shard in range(shards)]
     for name in names:
+        try:
+            await use_read_model(connection, schema, name)
+        except NoReadModel:
+            continue  # its projector waits, and says so
         at_rest = await cursors.stopped(connection, name)
         for shard, cursor in (await cursors.load(connection, name)).items():
             if shard in at_rest or shard >= shards or cursor.next_offset >= ends[shard]:

@@ -7,7 +7,7 @@ from typing import Any
 import click
 from aiokafka.admin import AIOKafkaAdminClient
 from aiokafka.errors import KafkaError
-from psycopg import AsyncConnection, OperationalError
+from psycopg import AsyncConnection, OperationalError, sql
 from psycopg.errors import UndefinedTable
 from psycopg.rows import dict_row
 from redis.exceptions import RedisError
@@ -17,7 +17,9 @@ from ops.connections import key_space, open_redis
 from ops.output import console, json_option, print_json, table
 from ops.redis_cluster import information
 from ops.settings import Settings, load_settings
+from projections.definitions import PROJECTIONS, definition_of
 from projections.migrate import use_schema
+from projections.versions import NoReadModel, versions, written_by_us
 
 
 @click.command()
@@ -25,7 +27,7 @@ from projections.migrate import use_schema
 def status(as_json: bool) -> None:
     """Show servers, shards and read models.
 
-    Exit 3: a server does not answer; 1: a shard is fenced or has no relay, or a read model has stopped.
+    Exit 3: a server does not answer; 1: a shard is fenced or has no relay, or a read model has stopped or waits for a rebuild.
     """
     found = asyncio.run(_read(load_settings()))
     if as_json:
@@ -34,11 +36,11 @@ def status(as_json: bool) -> None:
         _print(found)
     if any(problem for problem in found["servers"].values()):
         sys.exit(3)
-    sys.exit(1 if found["stopped"] or any(shard["fault"] for shard in found["shards"]) else 0)
+    sys.exit(1 if found["stopped"] or found["waiting"] or any(shard["fault"] for shard in found["shards"]) else 0)
 
 
 async def _read(settings: Settings) -> dict[str, Any]:
-    found: dict[str, Any] = {"servers": {}, "shards": [], "read_models": [], "stopped": []}
+    found: dict[str, Any] = {"servers": {}, "shards": [], "read_models": [], "stopped": [], "versions": [], "waiting": {}}
     for name, read in (("redis", _redis), ("kafka", _kafka), ("postgres", _postgres)):
         try:
             await read(settings, found)
@@ -98,8 +100,25 @@ async def _postgres(settings: Settings, found: dict[str, Any]) -> None:
             found["read_models"] = await rows.fetchall()
             rows = await connection.execute("SELECT projection, shard, seq, journal_offset, reason, stopped_at FROM stopped_shards")
             found["stopped"] = await rows.fetchall()
-        except UndefinedTable:
+            await _versions(connection, settings.schema_, found)
+        except (UndefinedTable, NoReadModel):
             found["read_models"] = []
+
+
+async def _versions(connection: AsyncConnection[Any], schema: str, found: dict[str, Any]) -> None:
+    """The versions of the read models, each with the events it has; and which projection none of them can serve this code."""
+    known = await versions(connection, schema)
+    for one in known:
+        if one.projection in PROJECTIONS:
+            table = sql.Identifier(one.schema, "projection_cursors")
+            [row] = await (
+                await connection.execute(sql.SQL("SELECT coalesce(sum(seq), 0)::bigint AS events FROM {}").format(table))
+            ).fetchall()
+            found["versions"].append(one._asdict() | row)
+    for projection in PROJECTIONS:
+        of_projection = [one for one in known if one.projection == projection]
+        if written_by_us(of_projection, projection) is None:
+            found["waiting"][projection] = definition_of(projection).number
 
 
 def _print(found: dict[str, Any]) -> None:
@@ -116,17 +135,31 @@ def _print(found: dict[str, Any]) -> None:
         )
         for shard in found["shards"]
     )  # fmt: skip
-    console.print(
-        table(
-            "Shards",
-            ("shard", *(["server"] if servers else []), "seq", "not journaled", *(f"{model} lag" for model in models), "relay", "fault"),
-            rows,
-        )
-    )
+    columns = ("shard", *(["server"] if servers else []), "seq", "not journaled", *(f"{model} lag" for model in models), "relay", "fault")
+    console.print(table("Shards", columns, rows))
+    _print_versions(found)
     if not models and found["servers"]["postgres"] is None:
         console.print("No read models: `grabstream init` makes them.")
+    for projection, number in found["waiting"].items():
+        console.print(
+            f"[red]{projection}: no version has definition {number}, which this code writes[/]: run `grabstream rebuild {projection}`",
+            highlight=False,
+        )
     for stop in found["stopped"]:
         console.print(
             f"[red]{stop['projection']} has stopped at shard {stop['shard']}, seq {stop['seq']}[/]: {stop['reason']}",
             highlight=False,
         )
+
+
+def _print_versions(found: dict[str, Any]) -> None:
+    """Only when there is more to say than that all of them are live."""
+    if all(one["state"] == "live" for one in found["versions"]):
+        return
+    live = {one["projection"]: one["events"] for one in found["versions"] if one["state"] == "live"}
+    rows = []
+    for one in found["versions"]:
+        share = one["events"] / max(live.get(one["projection"], 0), 1)
+        state = f"building: {one['phase']}, {share:.0%}" if one["state"] == "building" else one["state"]
+        rows.append((one["projection"], one["schema"], one["definition"], state, one["source"], one["events"]))
+    console.print(table("Versions of read models", ("projection", "schema", "definition", "state", "from", "events"), rows))

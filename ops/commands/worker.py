@@ -50,7 +50,7 @@ async def _run(settings: Settings, chosen: Sequence[str]) -> None:
         await require_core(redis)
         roles = roles_of(
             worker_settings(settings), chosen, redis, sealer(settings), ticket_keys(settings), functools.partial(_record_demand, settings),
-            {"project": _faust(settings, READ_MODELS), "publish": _faust(settings, ("events",))}, _step(settings), snapshots(settings),
+            {"project": _faust(settings, READ_MODELS), "publish": _faust(settings, ("events",))}, step_of(settings), snapshots(settings),
             functools.partial(report_recovery, settings),
         )  # fmt: skip
         log.info("playing %s", ", ".join(chosen))
@@ -71,13 +71,13 @@ def _faust(settings: Settings, names: Sequence[str]) -> Role:
             schema=settings.schema_,
             stop=stop,
             names=names,
-            step=_step(settings),
+            step=step_of(settings),
         )
 
     return run
 
 
-def _step(settings: Settings) -> Step:
+def step_of(settings: Settings) -> Step:
     """For crash tests: GRAB_FAIL_AT=step or step:n kills the process (with :stop it stops it) when the step comes for the n-th time."""
     fail_at, _, times = settings.fail_at.removesuffix(":stop").partition(":")
     number = signal.SIGSTOP if settings.fail_at.endswith(":stop") else signal.SIGKILL

@@ -11,11 +11,12 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from aiokafka.admin import AIOKafkaAdminClient
-from psycopg import AsyncConnection, sql
+from psycopg import AsyncConnection
 
 from ops.connections import open_redis
 from ops.settings import Settings, child_environment
 from projections.migrate import migrate
+from projections.versions import drop_all
 from streams.topics import Topics, create_topics, retention_ms
 
 #: Two processes, since two cores are what a small machine has: one decides and relays, one builds the read models.
@@ -80,7 +81,7 @@ def _stop(workers: list["subprocess.Popen[bytes]"]) -> None:
 
 
 async def take_down(settings: Settings) -> None:
-    """Deletes topics, schema and keys of a system. Only for systems that were made to be thrown away."""
+    """Deletes topics, schemas and keys of a system. Only for systems that were made to be thrown away."""
     client = AIOKafkaAdminClient(bootstrap_servers=settings.kafka)
     await client.start()
     try:
@@ -88,7 +89,7 @@ async def take_down(settings: Settings) -> None:
     finally:
         await client.close()
     async with await AsyncConnection.connect(settings.postgres, autocommit=True, connect_timeout=5) as connection:
-        await connection.execute(sql.SQL("DROP SCHEMA IF EXISTS {} CASCADE").format(sql.Identifier(settings.schema_)))
+        await drop_all(connection, settings.schema_)
     redis = open_redis(settings)
     try:
         keys = [key async for key in redis.scan_iter(match=f"{settings.prefix}:*", count=1_000)]

@@ -391,8 +391,7 @@ def _faults() -> list[Fault]:
     for step in ("relay.acknowledged", "relay.trimmed"):
         found.append(Fault(f"worker.at_{step.split('.')[1]}", deciding_ended, fail_deciding=f"{step}:40"))
         found.append(Fault(f"worker.stopped_at_{step.split('.')[1]}", deciding_stopped, fail_deciding=f"{step}:40:stop"))
-    for step in ("recovery.wiped", "recovery.applied"):
-        found.append(Fault(f"worker.at_{step.split('.')[1]}", recovering_ended, SINGLE, fail_deciding=step))
+    found.append(Fault("worker.at_applied", recovering_ended, SINGLE, fail_deciding="recovery.applied"))
     for step in ("ledger", "balances", "audit", "events"):
         found.append(Fault(f"worker.at_{step}", projecting_ended, fail_projecting=f"{step}.committed:5"))
         found.append(Fault(f"worker.stopped_at_{step}", projecting_stopped, lag_seconds=45, fail_projecting=f"{step}.committed:5:stop"))

@@ -14,6 +14,7 @@ from psycopg import errors
 from models.journal import GENESIS, block_headers, chain, marker_headers
 from ops.rehearsal.run import open_books
 from ops.settings import Settings
+from projections.versions import use_read_model
 from streams.agents import make_projectors
 from streams.journal import Record, open_reader
 from streams.projector import CatchUp, Decoder, Projector
@@ -259,6 +260,7 @@ async def test_postgresql_refuses_an_overdraft(system: Settings, journal: Journa
 
 async def test_guarded_accounts_cannot_be_written_below_zero(system: Settings) -> None:
     async with await open_books(system) as books:
+        await use_read_model(books, system.schema_, "ledger")
         for account in ("offer:x", "hold:x", "wallet:x", "redeemed:x"):
             with pytest.raises(errors.CheckViolation):
                 await books.execute("INSERT INTO accounts_1 VALUES (%s, 'CNY', -1)", (account,))

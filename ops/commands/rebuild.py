@@ -1,0 +1,260 @@
+"""`rebuild`: read models made anew beside the live ones, compared row by row, and shown in one transaction; journal and Redis too."""
+
+import functools
+import gc
+import os
+import sys
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any, NoReturn
+
+import click
+import msgspec
+
+from ops.commands.init import check_shards
+from ops.commands.rebuild_redis import redis_command
+from ops.commands.worker import step_of
+from ops.connections import key_space, open_redis
+from ops.output import console, json_option, print_json, table
+from ops.progress import ProgressLine
+from ops.settings import Settings, load_settings
+from ops.stopping import run_until_stopped
+from projections.definitions import PROJECTIONS, definition_of
+from projections.difference import TableDifference
+from projections.versions import NoReadModel, Version
+from streams.rebuild import Progress, Rebuild, Refused, Where, open_rebuild, open_source
+from streams.restore import Restore
+from streams.topics import Topics, create_topics
+
+_source_option = click.option(
+    "--from", "source", type=click.Choice(["journal", "audit"]), default="journal", show_default=True,
+    help="Where events are read: Kafka's journal, or the audit trail when that is gone.",
+)  # fmt: skip
+
+
+@click.group()
+def rebuild() -> None:
+    """Rebuild read models from the events, beside the live ones; readers notice nothing.
+
+    The new version is loaded at bulk speed, follows until it has caught up, is compared with the live one row by row at the same
+    cursors, and is then shown in one transaction. A difference that its definition does not declare makes the switch refuse. Ctrl-C and
+    the same command again goes on. Nothing is published again.
+    """
+
+
+def _options(command: Callable[..., None]) -> Callable[..., None]:
+    options = (
+        _source_option,
+        click.option("--accept", is_flag=True, help="Switch although rows differ that the definition does not declare."),
+        click.option("--no-switch", is_flag=True, help="Build and compare only; the same command without it goes on from there."),
+        click.option("--keep/--no-keep", default=True, show_default=True, help="Whether the old version is kept for --undo."),
+        click.option("--undo", is_flag=True, help="Show the previous version again; what is live now becomes the previous one."),
+        click.option("--drop-previous", is_flag=True, help="Drop the previous version, and do nothing else."),
+        click.option("--discard", is_flag=True, help="Drop a version that was begun, and do nothing else."),
+        click.option("--patience", default=60.0, show_default=True, help="Seconds to wait for readers that hold the views."),
+        click.option(
+            "--jobs", type=click.IntRange(min=1), default=os.cpu_count() or 1, show_default="one a core", help="Processes that load."
+        ),
+        click.option("--dry-run", is_flag=True, help="Say what would be done, and do nothing."),
+        json_option,
+    )
+    return functools.reduce(lambda made, option: option(made), reversed(options), command)
+
+
+class Request(msgspec.Struct, kw_only=True):
+    """What was asked on the command line."""
+
+    source: str
+    accept: bool
+    no_switch: bool
+    keep: bool
+    undo: bool
+    drop_previous: bool
+    discard: bool
+    patience: float
+    jobs: int
+    dry_run: bool
+    as_json: bool
+
+
+def _verb(name: str, projections: tuple[str, ...]) -> None:
+    words = "every read model, one after the other" if len(projections) > 1 else f"the {name}"
+
+    @rebuild.command(name, help=f"Rebuild {words}. Exit 1: refused, or rows differ that were not declared to.")
+    @_options
+    def command(**asked: Any) -> None:
+        request = Request(**asked)
+        if sum((request.undo, request.drop_previous, request.discard, request.no_switch)) > 1:
+            raise click.UsageError("--undo, --drop-previous, --discard and --no-switch exclude each other: choose one")
+        if request.source == "audit" and "audit" in projections and not (request.undo or request.drop_previous or request.discard):
+            raise click.UsageError("--from audit: the audit trail cannot be rebuilt from itself; name ledger or balances")
+        _run_until_stopped(_run(load_settings(), projections, request), "the same command goes on from there")
+
+
+for _name in PROJECTIONS:
+    _verb(_name, (_name,))
+_verb("all", PROJECTIONS)
+rebuild.add_command(redis_command)
+
+
+@rebuild.command("journal")
+@click.option("--from", "source", type=click.Choice(["audit"]), required=True, help="Where the events are: the audit trail.")
+@click.option("--replication", default=1, show_default=True, help="Copies of the topics that have to be created.")
+@click.option("--republish", is_flag=True, help="The events topic was lost too: fill it again from the beginning, for its readers.")
+@click.option("--dry-run", is_flag=True, help="Check and say what would be restored; only missing topics are created.")
+@json_option
+def journal_(source: str, replication: int, republish: bool, dry_run: bool, as_json: bool) -> None:
+    """Restore the journal from the audit trail, when Kafka has lost it.
+
+    The topic has to be empty, and the workers stopped. The events come back under the same chain, at new offsets; every cursor is
+    anchored again by its seq and hash. Exit 1: something knows more than the audit trail has; it is named.
+    """
+    _run_until_stopped(_restore(load_settings(), replication, republish, dry_run, as_json), "the same command goes on from there")
+
+
+async def _restore(settings: Settings, replication: int, republish: bool, dry_run: bool, as_json: bool) -> int:
+    topics = Topics(settings.prefix)
+    created = await create_topics(settings.kafka, topics, settings.shards, replication)
+    await check_shards(settings)
+    redis = open_redis(settings)
+    try:
+        source = f"grabstream/{settings.prefix}"
+        work = Restore(where_of(settings), redis, key_space(settings), topics.events, source, republish)
+        plans = await work.plan()
+        written = 0 if dry_run else await work.run(plans, functools.partial(ProgressLine(), "journal"))
+    finally:
+        await redis.aclose()
+    shards = [{"shard": plan.shard, "events": plan.end.seq, "had": plan.restored.seq} for plan in plans]
+    events = sum(plan.end.seq for plan in plans)
+    if as_json:
+        print_json({"events": events, "written": written, "topics_created": created, "dry_run": dry_run, "shards": shards})
+    else:
+        console.print(f"Topics created: {', '.join(created) or 'none, all exist'}.", highlight=False)
+        did = f"would restore {events:,} events" if dry_run else f"{events:,} events are in the journal, {written:,} written now"
+        console.print(f"{did}, in {len(shards)} shards. Start the workers." if not dry_run else f"{did}.", highlight=False)
+    return 0
+
+
+def _run_until_stopped(work: Coroutine[Any, Any, int], word: str) -> NoReturn:
+    """Runs to the end, or until it is told to stop; exits with the code that `work` returns, 1 when it is refused."""
+    few_collections()
+    try:
+        sys.exit(run_until_stopped(work, word))
+    except (Refused, NoReadModel) as error:
+        click.echo(f"grabstream: {error}", err=True)
+        sys.exit(1)
+
+
+def few_collections() -> None:
+    """Events live for a moment and by the thousand; looking through all of them for cycles is a tenth of the work."""
+    gc.set_threshold(50_000, 20, 50)
+
+
+def where_of(settings: Settings) -> Where:
+    """The system of the settings, as a rebuild wants it."""
+    return Where(settings.kafka, Topics(settings.prefix).journal, settings.postgres, settings.schema_, settings.shards)
+
+
+# -- doing it ---------------------------------------------------------------------------------------------------------------------------
+
+
+async def _run(settings: Settings, projections: tuple[str, ...], request: Request) -> int:
+    results, line = [], ProgressLine()
+    if request.source == "journal" and not (request.drop_previous or request.discard):
+        await check_shards(settings)
+    for projection in projections:
+
+        def report(progress: Progress, what: str = projection) -> None:
+            line(what, progress.step, progress.done, progress.total, progress.rate)
+
+        async with open_rebuild(where_of(settings), projection, report, step_of(settings), request.jobs) as work:
+            result = await _one(settings, work, projection, request)
+        results.append(result)
+        if not request.as_json:
+            _print(result)
+        if result["refused"]:
+            break
+    if request.as_json:
+        print_json(results if len(projections) > 1 else results[0])
+    return 1 if results[-1]["refused"] else 0
+
+
+async def _one(settings: Settings, work: Rebuild, projection: str, request: Request) -> dict[str, Any]:
+    live = await work.live()
+    result: dict[str, Any] = {
+        "projection": projection, "before": live._asdict(), "new": None, "done": "nothing", "refused": False, "difference": [],
+    }  # fmt: skip
+    if request.dry_run:
+        return result | {"done": await _plan(work, projection, live, request)}
+    if request.drop_previous or request.discard:
+        dropped = await work.drop("previous" if request.drop_previous else "building")
+        return result | {"done": f"dropped {dropped.schema}" if dropped else "nothing: there was no such version"}
+    where = where_of(settings)
+    began = time.monotonic()
+    async with open_source(request.source, where.kafka, where.journal, where.postgres, where.schema) as source:
+        if request.undo:
+            was, now = await work.undo(source, request.accept, request.patience)
+            return result | {"new": now._asdict(), "done": f"{now.schema} is live again, {was.schema} is the previous version"}
+        new = await work.build(source)
+        result |= {"new": new._asdict(), "build_seconds": round(time.monotonic() - began, 2)}
+        if new.phase != "agreed":
+            tables = await work.difference(source, new)
+            undeclared = [one.table for one in tables if one.undeclared]
+            result["difference"] = [msgspec.to_builtins(one) for one in tables]
+            if undeclared and not request.accept:
+                return result | {"refused": True, "done": f"refused: rows of {', '.join(undeclared)} differ, see above"}
+            if request.no_switch:
+                return result | {"done": f"{new.schema} is complete and compared, and not shown"}
+            new = await work.agree(new)
+        elif request.no_switch:
+            return result | {"done": f"{new.schema} is complete and was compared before, and not shown"}
+        old = await work.switch(source, new, request.keep, request.patience)
+    kept = f"{old.schema} is kept: --undo shows it again" if request.keep else f"{old.schema} was dropped"
+    return result | {"done": f"{new.schema} is live; {kept}"}
+
+
+async def _plan(work: Rebuild, projection: str, live: Version, request: Request) -> str:
+    if request.undo or request.drop_previous or request.discard:
+        return "nothing: this was a dry run"
+    begun = await work.begun(request.source)
+    number = definition_of(projection).number
+    declared = ", ".join(sorted(definition_of(projection).declared_since(live.definition))) or "no columns"
+    how = f"go on with {begun.schema} ({begun.phase})" if begun else "build a new version"
+    return (
+        f"would {how} of definition {number} from the {request.source}, {await work.events():,} events, beside {live.schema} "
+        f"(definition {live.definition}); {declared} may differ; then {'compare only' if request.no_switch else 'switch'}"
+    )
+
+
+def _print(result: dict[str, Any]) -> None:
+    tables = msgspec.convert(result["difference"], list[TableDifference])
+    if any(one.undeclared or one.declared for one in tables):
+        _print_difference(result["projection"], tables)
+    elif tables:
+        counts = ", ".join(f"{one.rows_new:,} of {one.table}" for one in tables)
+        console.print(
+            f"{result['projection']}: old and new are the same in every row: {counts}.", highlight=False, markup=False, soft_wrap=True
+        )
+    seconds = f" It was built in {result['build_seconds']:,.1f} s." if "build_seconds" in result else ""
+    console.print(f"{result['projection']}: {result['done']}.{seconds}", highlight=False, markup=False, soft_wrap=True)
+    if result["refused"]:
+        console.print("  --accept switches all the same; --discard drops the new version.", highlight=False)
+
+
+def _print_difference(projection: str, tables: list[TableDifference]) -> None:
+    rows = []
+    for one in tables:
+        declared = ", ".join(f"{name} {count:,}" for name, count in one.declared.items())
+        changed = ", ".join(f"{name} {count:,}" for name, count in one.changed.items())
+        changed += "".join(f" {name}: {where}" for name, where in one.columns.items())
+        rows.append((one.table, one.rows_old, one.rows_new, one.missing, one.extra, one.rows_changed, changed, declared))
+    columns = ("table", "rows old", "rows new", "missing", "extra", "changed", "columns changed", "as declared")
+    console.print(table(f"{projection}: old against new", columns, rows))
+    for one in tables:
+        for example in one.examples:
+            key = ", ".join(f"{name} {value}" for name, value in example["key"].items())
+            if "only" in example:
+                what = f"only in the {example['only']} version"
+            else:
+                what = ", ".join(f"{name}: {before!r} → {after!r}" for name, (before, after) in example["changed"].items())
+            console.print(f"  {one.table}, {key}: {what}", highlight=False, markup=False, soft_wrap=True)

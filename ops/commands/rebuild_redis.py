@@ -1,0 +1,102 @@
+"""`rebuild redis`: shards made anew from the journal by hand. Workers do the same by themselves whenever Redis lost something."""
+
+import asyncio
+import sys
+import time
+from typing import Any
+
+import click
+
+from lua.keys import SHARD_FIELDS
+from ops.commands.init import check_shards
+from ops.connections import key_space, open_redis, report_recovery, require_core, sealer, snapshots
+from ops.output import console, json_option, print_json, table
+from ops.progress import ProgressLine
+from ops.settings import Settings, load_settings
+from ops.stopping import run_until_stopped
+from streams.ownership import NewerProgram, NotReconciled, SteppedDown
+from streams.relay import ShardRelay
+from streams.topics import Topics
+
+ATTEMPTS_MAX = 10
+REASON = "it is being rebuilt by hand"
+
+
+@click.command("redis")
+@click.option("--shard", "shards", type=int, multiple=True, help="Only this shard; may be given again.")
+@click.option("--dry-run", is_flag=True, help="Say what each shard has, and do nothing.")
+@json_option
+def redis_command(shards: tuple[int, ...], dry_run: bool, as_json: bool) -> None:
+    """Make shards in Redis anew from the journal, whatever they have now. What they have decided is journaled before.
+
+    A shard decides nothing meanwhile; its worker, if one runs, takes it back afterwards. Exit 1: a shard stays fenced, with the reason.
+    """
+    settings = load_settings()
+    settings.require_seal_keys()
+    unknown = [shard for shard in shards if not 0 <= shard < settings.shards]
+    if unknown:
+        raise click.BadParameter(f"{unknown[0]}: there are shards 0 to {settings.shards - 1}", param_hint="--shard")
+    chosen = sorted(set(shards)) or list(range(settings.shards))
+    word = "a shard half made is begun anew by its worker, or by this command"
+    sys.exit(run_until_stopped(_run(settings, chosen, dry_run, as_json), word))
+
+
+async def _run(settings: Settings, shards: list[int], dry_run: bool, as_json: bool) -> int:
+    await check_shards(settings)
+    redis = open_redis(settings)
+    results = []
+    try:
+        await require_core(redis)
+        for shard in shards:
+            if dry_run:
+                results.append({"shard": shard, "done": f"would be rebuilt; {await _state(settings, redis, shard)}", "refused": False})
+            else:
+                results.append(await _rebuild(settings, redis, shard))
+    finally:
+        await redis.aclose()
+    if as_json:
+        print_json(results)
+    else:
+        console.print(table("Redis", ("shard", "done"), [(one["shard"], one["done"]) for one in results]))
+    return 1 if any(one["refused"] for one in results) else 0
+
+
+async def _state(settings: Settings, redis: Any, shard: int) -> str:
+    found = await redis.hmget(key_space(settings).shard(shard).state, list(SHARD_FIELDS))
+    fields = {name: value and value.decode() for name, value in zip(SHARD_FIELDS, found, strict=True)}
+    return f"it is at seq {fields['seq'] or 0}, journaled to {fields['journaled_seq'] or 0}" + (
+        f", fenced: {fields['fault']}" if fields["fault"] else ""
+    )
+
+
+async def _rebuild(settings: Settings, redis: Any, shard: int) -> dict[str, Any]:
+    line, began = ProgressLine(), time.monotonic()
+    applied = 0
+
+    def progress(events: int) -> None:
+        nonlocal applied
+        applied = events
+        line(f"shard {shard}", "applying", events, rate=events / (time.monotonic() - began))
+
+    relay = ShardRelay(
+        redis, key_space(settings).shard(shard), settings.shards, settings.kafka, Topics(settings.prefix).journal, sealer(settings),
+        settings.block_events_max, snapshots=snapshots(settings), report=lambda done: report_recovery(settings, done), progress=progress,
+    )  # fmt: skip
+    for _ in range(ATTEMPTS_MAX):
+        try:
+            await relay.rebuild(REASON)
+        except SteppedDown:
+            # The worker that relays the shard has taken it back in between: once more.
+            await asyncio.sleep(0)
+            continue
+        except (NotReconciled, NewerProgram) as error:
+            return {"shard": shard, "done": str(error), "refused": True}
+        seconds = round(time.monotonic() - began, 2)
+        return {
+            "shard": shard,
+            "done": f"{applied:,} events applied in {seconds} s",
+            "applied": applied,
+            "seconds": seconds,
+            "refused": False,
+        }
+    return {"shard": shard, "done": "another owner takes the shard again and again: stop one of the workers", "refused": True}

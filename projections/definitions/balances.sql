@@ -1,0 +1,197 @@
+-- Balances: what every user has, every grab and offer as it stands, and what became of payments.
+--- definition 1
+
+--- part tables
+
+CREATE TABLE balances_1 (
+    user_id text NOT NULL,
+    asset text NOT NULL,
+    available bigint NOT NULL DEFAULT 0,
+    held bigint NOT NULL DEFAULT 0
+);
+
+-- Of the units of a grab (`quantity`), `held` wait to be confirmed and `back` went back, or are waited for; the rest is the user's.
+-- `uncounted` of them were taken off the limits again. `state` is the newest event's; the view makes of it how the grab stands.
+CREATE TABLE grabs_1 (
+    offer text NOT NULL,
+    grab text NOT NULL,
+    user_id text NOT NULL,
+    state text NOT NULL,
+    quantity bigint NOT NULL,
+    amount bigint NOT NULL,
+    asset text NOT NULL,
+    place bigint NOT NULL,
+    shard integer NOT NULL,
+    seq bigint NOT NULL,
+    at bigint NOT NULL,
+    held bigint NOT NULL DEFAULT 0,
+    back bigint NOT NULL DEFAULT 0,
+    redeemed bigint NOT NULL DEFAULT 0,
+    uncounted bigint NOT NULL DEFAULT 0,
+    counted_at bigint,
+    deadline_at bigint,
+    due bigint,
+    currency text,
+    paid bigint NOT NULL DEFAULT 0,
+    refunded bigint NOT NULL DEFAULT 0,
+    attributes jsonb,
+    basket text
+);
+
+-- Offers and payments are few beside grabs: a build changes them by their keys as it goes.
+CREATE TABLE offers_1 (
+    offer text PRIMARY KEY,
+    shard integer NOT NULL,
+    kind text NOT NULL,
+    issuer text NOT NULL,
+    funding text,
+    asset text NOT NULL,
+    total bigint NOT NULL,
+    units bigint NOT NULL,
+    title text NOT NULL,
+    state text NOT NULL,
+    opened_at bigint NOT NULL,
+    opens_at bigint NOT NULL,
+    closes_at bigint NOT NULL,
+    closed_at bigint,
+    reason text,
+    grabs bigint NOT NULL DEFAULT 0,
+    given bigint NOT NULL DEFAULT 0,
+    units_left bigint NOT NULL,
+    refunded bigint NOT NULL DEFAULT 0,
+    seed_sha256 text,
+    seed text,
+    terms jsonb NOT NULL,
+    held bigint NOT NULL DEFAULT 0,
+    waiting bigint NOT NULL DEFAULT 0,
+    hour_shift_ms bigint NOT NULL DEFAULT 0,
+    retired_at bigint
+);
+
+CREATE TABLE payments_1 (
+    campaign text NOT NULL,
+    payment text NOT NULL,
+    offer text NOT NULL,
+    grab text NOT NULL,
+    amount bigint NOT NULL,
+    currency text NOT NULL,
+    state text NOT NULL,
+    outcome text NOT NULL,
+    refunded bigint NOT NULL DEFAULT 0,
+    shard integer NOT NULL,
+    seq bigint NOT NULL,
+    at bigint NOT NULL,
+    PRIMARY KEY (campaign, payment)
+);
+
+--- part staging
+
+-- What users gained and lost, added up a chunk; `finish` adds the chunks up.
+CREATE TABLE balance_changes (
+    user_id text NOT NULL,
+    asset text NOT NULL,
+    available bigint NOT NULL,
+    held bigint NOT NULL
+);
+
+-- What each event changed of a grab: sums, and what it replaces (NULL: as it was).
+CREATE TABLE grab_changes (
+    offer text NOT NULL,
+    grab text NOT NULL,
+    seq bigint NOT NULL,
+    held bigint NOT NULL,
+    back bigint NOT NULL,
+    redeemed bigint NOT NULL,
+    uncounted bigint NOT NULL,
+    paid bigint NOT NULL,
+    refunded bigint NOT NULL,
+    state text,
+    quantity bigint,
+    place bigint,
+    counted_at bigint,
+    deadline_at bigint,
+    due bigint,
+    currency text
+);
+
+--- part constraints
+
+ALTER TABLE balances_1
+    ADD PRIMARY KEY (user_id, asset),
+    ADD CHECK (available >= 0),
+    ADD CHECK (held >= 0);
+
+ALTER TABLE grabs_1
+    ADD PRIMARY KEY (offer, grab),
+    ADD CHECK (held >= 0),
+    ADD CHECK (back >= 0),
+    ADD CHECK (redeemed >= 0),
+    ADD CHECK (uncounted >= 0),
+    ADD CHECK (held + back + redeemed <= quantity);
+CREATE INDEX grabs_1_user ON grabs_1 (user_id);
+
+ALTER TABLE offers_1
+    ADD CHECK (held >= 0),
+    ADD CHECK (waiting >= 0),
+    ADD CHECK (given + held + refunded <= total);
+
+ALTER TABLE payments_1
+    ADD CHECK (state IN ('served', 'refund_due')),
+    ADD CHECK (refunded >= 0 AND refunded <= amount);
+
+--- part views
+
+CREATE VIEW balances AS SELECT user_id, asset, available, held FROM balances_1;
+CREATE VIEW offers AS
+    SELECT offer, shard, kind, issuer, funding, asset, total, units, title, state, opened_at, opens_at, closes_at, closed_at, retired_at,
+           reason, grabs, given, held, waiting, units_left, total - given - held - refunded AS amount_left, refunded, seed_sha256, seed,
+           terms
+    FROM offers_1;
+CREATE VIEW grabs AS
+    SELECT offer, grab, user_id,
+           CASE WHEN held > 0 THEN 'held'
+                WHEN state = 'waiting' THEN state
+                WHEN quantity > back AND deadline_at IS NOT NULL THEN 'confirmed'
+                WHEN quantity > back THEN 'granted'
+                ELSE state
+           END AS state,
+           quantity, amount, asset, place, shard, seq, at,
+           held, quantity - held - back AS taken, redeemed, back, deadline_at, due, currency, paid, refunded, attributes, basket
+    FROM grabs_1;
+CREATE VIEW payments AS
+    SELECT payment, offer, grab, amount, currency, state, outcome, refunded, shard, seq, at FROM payments_1;
+
+-- The line of those who wait, the next first.
+CREATE VIEW waiting AS
+    SELECT g.offer, g.grab, g.user_id, g.quantity, g.at, row_number() OVER (PARTITION BY g.offer ORDER BY g.place) AS position
+    FROM grabs_1 AS g JOIN offers_1 AS o USING (offer)
+    WHERE g.state = 'waiting' AND o.closed_at IS NULL;
+
+-- What each limit leaves to each user, or value of an attribute, in the window of now. A campaign's limit counts the grabs of all its
+-- offers that have it.
+CREATE VIEW limits AS
+    WITH declared AS (
+        SELECT o.offer, o.shard, split_part(o.offer, ':', 1) AS campaign, coalesce(o.terms->>'timezone', 'UTC') AS timezone,
+               o.hour_shift_ms, l.by, l.per, l.max, coalesce(l.scope, 'offer') AS scope
+        FROM offers_1 AS o, jsonb_to_recordset(o.terms->'limits') AS l (by text, per text, max bigint, scope text)
+        WHERE o.kind <> 'envelope' AND o.retired_at IS NULL
+    ), counted AS (
+        SELECT d.offer, d.by, d.per, d.max, d.scope,
+               CASE WHEN d.by = 'user' THEN g.user_id ELSE g.attributes->>d.by END AS value,
+               -- Who left the waiting list counts no more.
+               CASE WHEN g.state = 'released' AND g.deadline_at IS NULL THEN 0 ELSE g.quantity - g.uncounted END AS units
+        FROM declared AS d
+        JOIN declared AS of ON (of.by, of.per, of.scope) = (d.by, d.per, d.scope)
+            AND (of.offer = d.offer OR (d.scope = 'campaign' AND (of.shard, of.campaign, of.timezone) = (d.shard, d.campaign, d.timezone)))
+        JOIN grabs_1 AS g ON g.offer = of.offer
+        WHERE CASE d.per
+            WHEN 'offer' THEN true
+            WHEN 'hour' THEN (coalesce(g.counted_at, g.at) + d.hour_shift_ms) / 3600000
+                = ((extract(epoch FROM now()) * 1000)::bigint + d.hour_shift_ms) / 3600000
+            ELSE date_trunc(d.per, to_timestamp(coalesce(g.counted_at, g.at) / 1000.0) AT TIME ZONE d.timezone)
+                = date_trunc(d.per, now() AT TIME ZONE d.timezone)
+        END
+    )
+    SELECT offer, by, per, scope, value, max, sum(units)::bigint AS counted, greatest(max - sum(units), 0)::bigint AS "left"
+    FROM counted WHERE value IS NOT NULL
+    GROUP BY offer, by, per, scope, value, max;

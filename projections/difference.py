@@ -1,0 +1,173 @@
+"""What differs between two versions of a read model, row by row: counts, columns and examples, declared changes apart.
+
+Both are read in the caller's transaction, in which they must stand at the same cursors.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+import msgspec
+from psycopg import AsyncConnection, sql
+
+from projections.definitions import Definition
+from projections.versions import Version
+
+EXAMPLES_MAX: Final = 3
+
+
+class TableDifference(msgspec.Struct, kw_only=True):
+    """One table, old against new. `missing` rows only the old one has, `extra` rows only the new one; `changed` rows by column.
+
+    `declared` are those columns (and `*`: rows) whose differences the definition means to make; they are counted apart.
+    `columns` are columns that only one of the two has. An example is the row's key and, by column, (old, new).
+    """
+
+    table: str
+    rows_old: int = 0
+    rows_new: int = 0
+    missing: int = 0
+    extra: int = 0
+    rows_changed: int = 0
+    changed: dict[str, int] = {}
+    declared: dict[str, int] = {}
+    columns: dict[str, str] = {}
+    examples: list[dict[str, Any]] = []
+
+    @property
+    def undeclared(self) -> bool:
+        """Whether anything differs that the definition does not say it means to change."""
+        return bool(self.missing or self.extra or self.rows_changed or self.columns)
+
+
+async def compare(connection: AsyncConnection[Any], definition: Definition, old: Version, new: Version) -> list[TableDifference]:
+    """The differences of all tables that either version has, those without any too."""
+    declared = definition.declared_since(old.definition)
+    columns_old, columns_new = await _columns(connection, old), await _columns(connection, new)
+    found = []
+    for table in sorted(columns_old.keys() | columns_new.keys()):
+        keys = {name for name, in_key in columns_new.get(table, {}).items() if in_key}
+        if table in columns_old and keys and keys <= columns_old[table].keys():
+            found.append(await _compare_table(connection, table, old, new, columns_old[table], columns_new[table], declared))
+        else:
+            # Without the new one's key in the old one, rows cannot be told to be the same.
+            found += [
+                await _only_one(connection, table, one, old, declared)
+                for one, columns in ((old, columns_old), (new, columns_new))
+                if table in columns
+            ]
+    return found
+
+
+async def _columns(connection: AsyncConnection[Any], version: Version) -> dict[str, dict[str, bool]]:
+    """The tables of a version: their columns in order, and whether each belongs to the primary key."""
+    found = await connection.execute(
+        "SELECT c.relname, a.attname, coalesce(a.attnum = ANY(i.indkey), false) FROM pg_class AS c "
+        "JOIN pg_attribute AS a ON a.attrelid = c.oid LEFT JOIN pg_index AS i ON i.indrelid = c.oid AND i.indisprimary "
+        "WHERE c.relnamespace = %s::regnamespace AND c.relkind = 'r' AND a.attnum > 0 AND NOT a.attisdropped "
+        "AND c.relname NOT IN ('projection_cursors', 'stopped_shards') ORDER BY c.relname, a.attnum",
+        (sql.Identifier(version.schema).as_string(connection),),
+    )
+    tables: dict[str, dict[str, bool]] = {}
+    for table, column, in_key in await found.fetchall():
+        tables.setdefault(table, {})[column] = in_key
+    return tables
+
+
+async def _only_one(
+    connection: AsyncConnection[Any], table: str, version: Version, old: Version, declared: frozenset[str]
+) -> TableDifference:
+    """A table whose rows only one of the versions has: all of them are missing, or extra."""
+    query = sql.SQL("SELECT count(*) FROM {}").format(sql.Identifier(version.schema, table))
+    [rows] = await (await connection.execute(query)).fetchone() or [0]
+    gone = version.version == old.version
+    counts = {"rows_old": rows} if gone else {"rows_new": rows}
+    if f"{table}.*" in declared:
+        return TableDifference(table=table, declared={"*": rows}, **counts)
+    undeclared = {"missing": rows} if gone else {"extra": rows}
+    return TableDifference(table=table, columns={"*": "only in the old" if gone else "only in the new"}, **counts, **undeclared)
+
+
+async def _compare_table(
+    connection: AsyncConnection[Any],
+    table: str,
+    old: Version,
+    new: Version,
+    columns_old: Mapping[str, bool],
+    columns_new: Mapping[str, bool],
+    declared: frozenset[str],
+) -> TableDifference:
+    whole = f"{table}.*" in declared
+    keys = [name for name, in_key in columns_new.items() if in_key]
+    shared = [name for name in columns_new if name in columns_old and name not in keys]
+    meant = [name for name in shared if whole or f"{table}.{name}" in declared]
+    others = [name for name in shared if name not in meant]
+    only = {name: "only in the old" for name in columns_old if name not in columns_new}
+    only |= {name: "only in the new" for name in columns_new if name not in columns_old}
+    declared_only = {name for name in only if whole or f"{table}.{name}" in declared}
+
+    joined = sql.SQL("{} AS o FULL JOIN {} AS n ON {}").format(
+        sql.Identifier(old.schema, table), sql.Identifier(new.schema, table), _all(keys, "="),
+    )  # fmt: skip
+    key = sql.Identifier(keys[0])
+    both = sql.SQL("o.{0} IS NOT NULL AND n.{0} IS NOT NULL").format(key)
+    differs = [sql.SQL("o.{0} IS DISTINCT FROM n.{0}").format(sql.Identifier(name)) for name in (*meant, *others)]
+    wrong = sql.SQL(" OR ").join(differs[len(meant) :]) if others else sql.SQL("false")
+    counts = [
+        sql.SQL("count(o.{})").format(key),
+        sql.SQL("count(n.{})").format(key),
+        sql.SQL("count(*) FILTER (WHERE n.{} IS NULL)").format(key),
+        sql.SQL("count(*) FILTER (WHERE o.{} IS NULL)").format(key),
+        sql.SQL("count(*) FILTER (WHERE {} AND ({}))").format(both, wrong),
+        *(sql.SQL("count(*) FILTER (WHERE {} AND {})").format(both, one) for one in differs),
+    ]
+    row = await (await connection.execute(sql.SQL("SELECT {} FROM {}").format(sql.SQL(", ").join(counts), joined))).fetchone()
+    assert row is not None
+    rows_old, rows_new, missing, extra, rows_changed, *by_column = row
+    counted = dict(zip((*meant, *others), by_column, strict=True))
+    difference = TableDifference(
+        table=table, rows_old=rows_old, rows_new=rows_new, rows_changed=rows_changed,
+        changed={name: counted[name] for name in others if counted[name]},
+        declared={name: counted[name] for name in meant if counted[name]} | dict.fromkeys(sorted(declared_only), rows_new),
+        columns={name: where for name, where in only.items() if name not in declared_only},
+    )  # fmt: skip
+    if whole and missing + extra:
+        difference.declared["*"] = missing + extra
+    elif not whole:
+        difference.missing, difference.extra = missing, extra
+    if difference.missing or difference.extra or rows_changed:
+        rows_wrong = sql.SQL("({} AND ({}))").format(both, wrong)
+        if not whole:
+            rows_wrong += sql.SQL(" OR o.{0} IS NULL OR n.{0} IS NULL").format(key)
+        difference.examples = await _examples(connection, joined, keys, others, rows_wrong)
+    return difference
+
+
+def _all(keys: list[str], operator: str) -> sql.Composable:
+    return sql.SQL(" AND ").join(sql.SQL(f"o.{{0}} {operator} n.{{0}}").format(sql.Identifier(name)) for name in keys)
+
+
+async def _examples(
+    connection: AsyncConnection[Any], joined: sql.Composable, keys: list[str], columns: list[str], where: sql.Composable
+) -> list[dict[str, Any]]:
+    """A few rows that differ, the first by their keys: the key, and what differs as (old, new)."""
+    by_key = [sql.SQL("coalesce(o.{0}, n.{0})").format(sql.Identifier(name)) for name in keys]
+    pairs = [sql.SQL("o.{0}, n.{0}").format(sql.Identifier(name)) for name in columns]
+    there = sql.SQL("o.{0} IS NOT NULL, n.{0} IS NOT NULL").format(sql.Identifier(keys[0]))
+    query = sql.SQL("SELECT {} FROM {} WHERE {} ORDER BY {} LIMIT {}").format(
+        sql.SQL(", ").join([*by_key, there, *pairs]), joined, where, sql.SQL(", ").join(by_key), sql.Literal(EXAMPLES_MAX)
+    )
+    examples = []
+    for row in await (await connection.execute(query)).fetchall():
+        key, (in_old, in_new), values = row[: len(keys)], row[len(keys) : len(keys) + 2], row[len(keys) + 2 :]
+        example: dict[str, Any] = {"key": dict(zip(keys, key, strict=True))}
+        if in_old and in_new:
+            pair = zip(columns, values[::2], values[1::2], strict=True)
+            example["changed"] = {name: (_shown(before), _shown(after)) for name, before, after in pair if before != after}
+        else:
+            example["only"] = "old" if in_old else "new"
+        examples.append(example)
+    return examples
+
+
+def _shown(value: Any) -> Any:
+    return value.hex() if isinstance(value, bytes) else value

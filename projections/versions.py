@@ -1,0 +1,291 @@
+"""Versions of read models: which there are, which is shown, which a worker writes, and what makes, shows and drops one.
+
+A version is a PostgreSQL schema, `<main schema>_<projection>_<number>`, with the tables and views of its definition and cursors of its
+own. The main schema's views show those of the live version; showing another one is a matter of replacing views in one transaction.
+A worker writes the version whose definition is the one its code has: the live one, else the previous one, which so stays current for
+as long as old workers run.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
+
+from psycopg import AsyncConnection, sql
+from psycopg.errors import DependentObjectsStillExist, InvalidTableDefinition, UndefinedTable
+from psycopg.rows import class_row
+
+from projections.definitions import PROJECTIONS, cursor_tables, definition_of
+
+#: What is shown of cursors and stops, over all live versions: the view's name, the version's table, the columns.
+_SHARED: Final = (
+    ("projection_cursors", "projection_cursors", "projection, shard, seq, head, next_offset, term, owner, moved_at"),
+    ("cursors", "projection_cursors", "projection, shard, seq, head, next_offset, term, owner"),
+    ("stopped_shards", "stopped_shards", "projection, shard, seq, journal_offset, reason, stopped_at"),
+)
+
+
+class NoReadModel(Exception):
+    """No version that this code may write; the text names the way out."""
+
+
+class ViewsInUse(Exception):
+    """A view's columns change and somebody else's view stands on it; the text names them."""
+
+
+class Version(NamedTuple):
+    """A row of `read_models`: state `building`, `live`, `previous` or `discarded`; phase `loading`, `following` or `agreed`."""
+
+    projection: str
+    version: int
+    schema: str
+    definition: int
+    state: str
+    source: str
+    phase: str
+
+
+async def versions(connection: AsyncConnection[Any], schema: str, projection: str | None = None) -> list[Version]:
+    """The versions there are, in order; raises NoReadModel when the system has no tables yet."""
+    query = sql.SQL(
+        "SELECT projection, version, schema, definition, state, source, phase FROM {} "
+        "WHERE %(projection)s::text IS NULL OR projection = %(projection)s ORDER BY projection, version"
+    ).format(sql.Identifier(schema, "read_models"))
+    try:
+        async with connection.cursor(row_factory=class_row(Version)) as cursor:
+            return await (await cursor.execute(query, {"projection": projection})).fetchall()
+    except UndefinedTable:
+        raise NoReadModel(f"schema {schema} has no read models, or those of an older release: run `grabstream init`") from None
+
+
+async def in_state(connection: AsyncConnection[Any], schema: str, projection: str, state: str) -> Version | None:
+    """The one version of a projection that is in a state."""
+    return next((one for one in await versions(connection, schema, projection) if one.state == state), None)
+
+
+def written_by_us(found: Sequence[Version], projection: str) -> Version | None:
+    """Of a projection's versions the one that workers with this code write: the live one, else the previous one."""
+    number = definition_of(projection).number
+    ours = {one.state: one for one in found if one.definition == number}
+    return ours.get("live") or ours.get("previous")
+
+
+async def use_read_model(connection: AsyncConnection[Any], schema: str, projection: str) -> str:
+    """Makes unqualified names of this connection mean the version that this code writes, and returns that version's schema.
+
+    Raises NoReadModel when there is none: its tables are of another definition.
+    """
+    chosen = written_by_us(await versions(connection, schema, projection), projection)
+    if chosen is None:
+        raise NoReadModel(
+            f"no version of {projection} has definition {definition_of(projection).number}, which this code writes: "
+            f"run `grabstream rebuild {projection}`"
+        )
+    await use_version(connection, schema, chosen)
+    return chosen.schema
+
+
+async def use_version(connection: AsyncConnection[Any], schema: str, version: Version) -> None:
+    """Makes unqualified names of this connection mean those of a version, and then of the main schema."""
+    path = sql.SQL(", ").join(map(sql.Identifier, (version.schema, schema))).as_string(connection)
+    await connection.execute("SELECT set_config('search_path', %s, false)", (path,))
+
+
+async def create(connection: AsyncConnection[Any], schema: str, projection: str, shards: int, source: str = "journal") -> Version:
+    """Makes an empty version of the definition this code has, its tables bare, in the caller's transaction."""
+    definition = definition_of(projection)
+    known = await versions(connection, schema, projection)
+    number = max((one.version for one in known), default=0) + 1
+    made = Version(projection, number, f"{schema}_{projection}_{number}", definition.number, "building", source, "loading")
+    await connection.execute(
+        sql.SQL(
+            "INSERT INTO {} (projection, version, schema, definition, state, source, phase) VALUES (%s, %s, %s, %s, %s, %s, %s)"
+        ).format(sql.Identifier(schema, "read_models")),
+        made,
+    )
+    await connection.execute(sql.SQL("CREATE SCHEMA {}").format(sql.Identifier(made.schema)))
+    await use_version(connection, schema, made)
+    for part in (cursor_tables(), definition.parts["tables"], definition.parts["staging"]):
+        if part.strip():
+            await connection.execute(part.encode())
+    await add_cursors(connection, projection, shards)
+    return made
+
+
+async def add_cursors(connection: AsyncConnection[Any], projection: str, shards: int) -> None:
+    """Gives every shard its cursor in the version that the connection uses; those that are there stay."""
+    await connection.execute(
+        "INSERT INTO projection_cursors (projection, shard) SELECT %s, generate_series(0, %s - 1) ON CONFLICT DO NOTHING",
+        (projection, shards),
+    )
+
+
+async def complete(connection: AsyncConnection[Any], projection: str) -> None:
+    """Adds constraints, indexes and views to the version that the connection uses, drops its staging, in the caller's transaction."""
+    definition = definition_of(projection)
+    for table in definition.staging:
+        await connection.execute(sql.SQL("DROP TABLE {}").format(sql.Identifier(table)))
+    for part in ("constraints", "views"):
+        await connection.execute(definition.parts[part].encode())
+
+
+async def set_phase(connection: AsyncConnection[Any], schema: str, version: Version, phase: str) -> Version:
+    """Writes down how far a build is."""
+    await connection.execute(
+        sql.SQL("UPDATE {} SET phase = %s WHERE projection = %s AND version = %s").format(sql.Identifier(schema, "read_models")),
+        (phase, version.projection, version.version),
+    )
+    return version._replace(phase=phase)
+
+
+# -- what is shown ----------------------------------------------------------------------------------------------------------------------
+
+
+async def show(connection: AsyncConnection[Any], schema: str, version: Version, keep: bool = True) -> None:
+    """Makes a version the live one, in the caller's transaction; what was live becomes `previous`, or goes (`keep` false).
+
+    The one of two versions of the same definition that is not live is frozen: workers that write it find their cursor gone, and
+    look again which one is theirs. Raises ViewsInUse when somebody's view forbids it, and psycopg's LockNotAvailable as
+    the connection's `lock_timeout` says.
+    """
+    of_projection = {one.state: one for one in await versions(connection, schema, version.projection)}
+    live = of_projection.get("live")
+    if live is not None and live.version != version.version:
+        # There is one row a state at most, so each place is left before another takes it.
+        if version.state == "previous":
+            await _set_state(connection, schema, version, "discarded")
+        elif keep and "previous" in of_projection:
+            await _set_state(connection, schema, of_projection["previous"], "discarded")
+        await _set_state(connection, schema, live, "previous" if keep else "discarded")
+    await connection.execute(
+        sql.SQL("UPDATE {} SET state = 'live', phase = 'agreed', shown_at = now() WHERE projection = %s AND version = %s").format(
+            sql.Identifier(schema, "read_models")
+        ),
+        (version.projection, version.version),
+    )
+    await _freeze(connection, version, False)
+    if live is not None and live.version != version.version:
+        await _freeze(connection, live, live.definition == version.definition)
+    before = set(await _views(connection, live.schema)) if live is not None else set()
+    for view, columns in (await _views(connection, version.schema)).items():
+        before.discard(view)
+        selected = sql.SQL(", ").join(map(sql.Identifier, columns))
+        await _replace_view(connection, schema, view, sql.SQL("SELECT {} FROM {}").format(selected, sql.Identifier(version.schema, view)))
+    for view in sorted(before):
+        await _drop_view(connection, schema, view)
+    await show_cursors(connection, schema)
+
+
+async def _set_state(connection: AsyncConnection[Any], schema: str, version: Version, state: str) -> None:
+    await connection.execute(
+        sql.SQL("UPDATE {} SET state = %s WHERE projection = %s AND version = %s").format(sql.Identifier(schema, "read_models")),
+        (state, version.projection, version.version),
+    )
+
+
+async def _freeze(connection: AsyncConnection[Any], version: Version, frozen: bool) -> None:
+    table = sql.Identifier(version.schema, "projection_cursors")
+    await connection.execute(sql.SQL("UPDATE {} SET frozen = %s WHERE frozen <> %s").format(table), (frozen, frozen))
+
+
+async def show_cursors(connection: AsyncConnection[Any], schema: str) -> None:
+    """Makes the views of cursors and stopped shards those of the live versions."""
+    live = [one.schema for one in await versions(connection, schema) if one.state == "live"]
+    for view, table, columns in _SHARED:
+        parts = (sql.SQL("SELECT {} FROM {}").format(sql.SQL(columns), sql.Identifier(home, table)) for home in live)
+        await _replace_view(connection, schema, view, sql.SQL(" UNION ALL ").join(parts))
+
+
+async def _views(connection: AsyncConnection[Any], schema: str) -> dict[str, list[str]]:
+    """The views of a schema with their columns."""
+    found = await connection.execute(
+        "SELECT c.relname, array_agg(a.attname::text ORDER BY a.attnum) FROM pg_class AS c JOIN pg_attribute AS a ON a.attrelid = c.oid "
+        "WHERE c.relnamespace = %s::regnamespace AND c.relkind = 'v' AND a.attnum > 0 GROUP BY c.relname ORDER BY c.relname",
+        (sql.Identifier(schema).as_string(connection),),
+    )
+    return dict(await found.fetchall())
+
+
+async def _replace_view(connection: AsyncConnection[Any], schema: str, view: str, query: sql.Composable) -> None:
+    """Replaces a view in place, so that grants and other people's views on it stay; with other columns, makes it anew."""
+    name = sql.Identifier(schema, view)
+    statement = sql.SQL("VIEW {} AS {}").format(name, query)
+    try:
+        async with connection.transaction():
+            await connection.execute(sql.SQL("CREATE OR REPLACE ") + statement)
+    except InvalidTableDefinition:
+        grants = await connection.execute(
+            "SELECT CASE grantee WHEN 0 THEN 'PUBLIC' ELSE grantee::regrole::text END, privilege_type, is_grantable "
+            "FROM pg_class, aclexplode(relacl) WHERE oid = %s::regclass AND grantee <> relowner",
+            (name.as_string(connection),),
+        )
+        granted = await grants.fetchall()
+        await _drop_view(connection, schema, view)
+        await connection.execute(sql.SQL("CREATE ") + statement)
+        for grantee, privilege, with_option in granted:
+            # Role names come quoted from regrole, privileges from PostgreSQL's own list.
+            option = " WITH GRANT OPTION" if with_option else ""
+            await connection.execute(sql.SQL(f"GRANT {privilege} ON {{}} TO {grantee}{option}").format(name))
+
+
+async def _drop_view(connection: AsyncConnection[Any], schema: str, view: str) -> None:
+    try:
+        async with connection.transaction():
+            await connection.execute(sql.SQL("DROP VIEW IF EXISTS {}").format(sql.Identifier(schema, view)))
+    except DependentObjectsStillExist as error:
+        raise ViewsInUse(
+            f"the columns of {schema}.{view} change, and others stand on it: {error.diag.message_detail}; drop them first"
+        ) from None
+
+
+# -- what is no longer needed -----------------------------------------------------------------------------------------------------------
+
+
+async def discard(connection: AsyncConnection[Any], schema: str, version: Version) -> None:
+    """Marks a version that is not live as no longer needed, and drops it and all that were marked before."""
+    if version.state == "live":
+        raise ValueError(f"{version.schema} is live")
+    await _set_state(connection, schema, version, "discarded")
+    await sweep(connection, schema, version.projection)
+
+
+async def sweep(connection: AsyncConnection[Any], schema: str, projection: str) -> list[str]:
+    """Drops the versions that are discarded and returns their schemas; each in a transaction of its own."""
+    dropped = []
+    for one in await versions(connection, schema, projection):
+        if one.state == "discarded":
+            async with connection.transaction():
+                await connection.execute(sql.SQL("DROP SCHEMA IF EXISTS {} CASCADE").format(sql.Identifier(one.schema)))
+                await connection.execute(
+                    sql.SQL("DELETE FROM {} WHERE projection = %s AND version = %s").format(sql.Identifier(schema, "read_models")),
+                    (one.projection, one.version),
+                )
+            dropped.append(one.schema)
+    return dropped
+
+
+async def drop_all(connection: AsyncConnection[Any], schema: str) -> None:
+    """Drops a whole system: the main schema and every version. Only for systems that were made to be thrown away."""
+    try:
+        homes = [one.schema for one in await versions(connection, schema)]
+    except NoReadModel:
+        homes = []
+    for name in (schema, *homes):
+        await connection.execute(sql.SQL("DROP SCHEMA IF EXISTS {} CASCADE").format(sql.Identifier(name)))
+
+
+async def renew_empty(connection: AsyncConnection[Any], schema: str, shards: int) -> list[str]:
+    """Gives a system that has no events yet the definitions of this code, in the caller's transaction; returns the projections renewed."""
+    renewed = []
+    for projection in PROJECTIONS:
+        live = await in_state(connection, schema, projection, "live")
+        if live is None or live.definition == definition_of(projection).number:
+            continue
+        found = await connection.execute(
+            sql.SQL("SELECT count(*) FROM {} WHERE next_offset > 0").format(sql.Identifier(live.schema, "projection_cursors"))
+        )
+        if (await found.fetchone() or [1])[0] == 0:
+            made = await create(connection, schema, projection, shards)
+            await complete(connection, projection)
+            await show(connection, schema, made, keep=False)
+            await sweep(connection, schema, projection)
+            renewed.append(projection)
+    return renewed

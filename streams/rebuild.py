@@ -1,0 +1,465 @@
+"""Rebuilding a read model: a new version beside the live one, loaded at bulk speed, compared, and shown in one transaction.
+
+1. load into bare tables up to where the live version is, then finish (sums, constraints, indexes) · 2. follow with what the workers
+apply · 3. hold the live version's cursors for a moment, feed the new version up to exactly them, and compare both in one snapshot ·
+4. follow to the journal's end; hold the live cursors again, wait until no reader has an older snapshot, and replace the views.
+Cursors and rows are committed together throughout, so a build that was stopped, or killed, goes on where it was.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from contextlib import aclosing, asynccontextmanager
+from typing import Any, Final, NamedTuple
+
+import psycopg
+from psycopg import AsyncConnection, IsolationLevel, sql
+
+from models.journal import Cursor
+from projections import cursors, versions
+from projections.cursors import CursorMoved, Fact
+from projections.definitions import definition_of
+from projections.difference import TableDifference, compare
+from projections.migrate import use_schema
+from projections.read_models import READ_MODELS, Apply
+from projections.versions import Version
+from streams.loading import deal, in_processes
+from streams.sources import Piece, Refused, Source, open_source
+
+log = logging.getLogger(__name__)
+
+CHUNK_EVENTS: Final = 10_000
+FOLLOW_EVENTS: Final = 2_000
+CHUNKS_AHEAD: Final = 1
+#: With fewer events to load, starting processes takes longer than loading.
+PROCESSES_EVENTS_MIN: Final = 100_000
+#: A build whose distance to the live version is below this is finished, and follows from there.
+NEAR_EVENTS: Final = 20_000
+LOCK_SECONDS: Final = 2.0
+VIEWS_LOCK_MS: Final = 100
+SNAPSHOTS_SECONDS: Final = 1.0
+POLL_SECONDS: Final = 0.05
+RETRY_SECONDS: Final = 0.5
+LOCK_PATIENCE_SECONDS: Final = 2.0
+
+
+class Busy(Exception):
+    """Readers or writers hold what a switch needs, for now; the text says who."""
+
+
+class Where(NamedTuple):
+    """The system whose read models are rebuilt: `kafka` bootstrap servers, `journal` topic, `postgres` DSN, main schema, shards."""
+
+    kafka: str
+    journal: str
+    postgres: str
+    schema: str
+    shards: int
+
+
+class Progress(NamedTuple):
+    """How far a build is: events done of those there are when looked at, since `began` (time.monotonic) from `began_at` on."""
+
+    step: str
+    done: int = 0
+    total: int = 0
+    rate: float = 0.0
+
+    @property
+    def seconds_left(self) -> float | None:
+        """At this rate; None when nothing is known yet."""
+        return (self.total - self.done) / self.rate if self.rate else None
+
+
+Report = Callable[[Progress], None]
+#: Called with the name of every step that a crash test may want to end the process at.
+Step = Callable[[str], None]
+
+
+class Rebuild:
+    """The rebuilding of one projection; `open_rebuild` makes it. Only one at a time does it."""
+
+    def __init__(
+        self, where: Where, projection: str, control: AsyncConnection[Any], writer: AsyncConnection[Any],
+        report: Report = lambda progress: None, step: Step = lambda name: None, jobs: int = 1,
+    ) -> None:  # fmt: skip
+        self._where = where
+        self._projection = projection
+        self._model = READ_MODELS[projection]
+        #: reads the live version and holds its cursors; the writer's names are those of the new version
+        self._control = control
+        self._writer = writer
+        self._report = report
+        self._step = step
+        self._jobs = jobs
+        self._own: dict[int, Cursor] = {}
+
+    # -- building ---------------------------------------------------------------------------------------------------------
+
+    async def live(self) -> Version:
+        """The version that is shown; raises NoReadModel or Refused when there is none."""
+        found = await versions.in_state(self._control, self._where.schema, self._projection, "live")
+        if found is None:
+            raise Refused(f"{self._projection} has no live version in schema {self._where.schema}: run `grabstream init`")
+        return found
+
+    async def begun(self, source: str) -> Version | None:
+        """A build that was begun and can go on: of this code's definition, from the same source."""
+        found = await versions.in_state(self._control, self._where.schema, self._projection, "building")
+        fits = found is not None and (found.definition, found.source) == (definition_of(self._projection).number, source)
+        return found if fits else None
+
+    async def events(self) -> int:
+        """How many events the live version has, all shards together."""
+        return sum(cursor.seq for cursor in (await self._cursors_of(await self.live())).values())
+
+    async def build(self, source: Source) -> Version:
+        """Makes a new version, or goes on with one, until it is complete and near the live one; returns it."""
+        await versions.sweep(self._control, self._where.schema, self._projection)
+        building = await self.begun(source.name) or await self._begin(source.name)
+        await self._use(building)
+        if building.phase == "loading":
+            await self._load(source)
+            building = await self._finish(building)
+        await self._follow(source, await self._cursors_of(await self.live()))
+        return building
+
+    async def _begin(self, source: str) -> Version:
+        useless = await versions.in_state(self._control, self._where.schema, self._projection, "building")
+        if useless is not None:
+            log.info("%s was begun with another definition or source, and is begun anew", useless.schema)
+            await versions.discard(self._control, self._where.schema, useless)
+        async with self._writer.transaction():
+            return await versions.create(self._writer, self._where.schema, self._projection, self._where.shards, source)
+
+    async def _use(self, version: Version) -> None:
+        await versions.use_version(self._writer, self._where.schema, version)
+        self._own = await cursors.load(self._writer, self._projection)
+
+    async def _load(self, source: Source) -> None:
+        while True:
+            targets = await self._cursors_of(await self.live())
+            work = {shard: target.seq - self._own[shard].seq for shard, target in targets.items() if target.seq > self._own[shard].seq}
+            if self._jobs > 1 and sum(work.values()) >= PROCESSES_EVENTS_MIN:
+                await self._load_in_processes(source, targets, deal(work, self._jobs))
+            await self._carry(source, targets, self._model.load, CHUNK_EVENTS, "loading")
+            now = await self._cursors_of(await self.live())
+            if sum(now[shard].seq - self._own[shard].seq for shard in now) < NEAR_EVENTS:
+                return
+
+    async def _load_in_processes(self, source: Source, targets: Mapping[int, Cursor], hands: list[list[int]]) -> None:
+        began, total = time.monotonic(), sum(target.seq for target in targets.values())
+        first = sum(cursor.seq for cursor in self._own.values())
+
+        async def look() -> None:
+            self._own = await cursors.load(self._writer, self._projection)
+            done = sum(cursor.seq for cursor in self._own.values())
+            self._report(Progress("loading", done, max(total, done), (done - first) / (time.monotonic() - began)))
+
+        try:
+            await in_processes(load_part, (self._where, self._projection, source.name), targets, hands, look)
+        finally:
+            self._own = await cursors.load(self._writer, self._projection)
+
+    async def load_shards(self, source: Source, targets: Mapping[int, Cursor]) -> None:
+        """Loads some shards only, into the version that is being built: what one of several processes does."""
+        building = await self.begun(source.name)
+        if building is None:
+            raise Refused(f"nothing of {self._projection} is being built")
+        await self._use(building)
+        await self._carry(source, targets, self._model.load, CHUNK_EVENTS, "loading")
+
+    async def _finish(self, building: Version) -> Version:
+        done = sum(cursor.seq for cursor in self._own.values())
+        self._report(Progress("sums, constraints and indexes", done, done))
+        async with self._writer.transaction():
+            await self._writer.execute("SET LOCAL maintenance_work_mem = '256MB'")
+            await self._writer.execute("SET LOCAL work_mem = '256MB'")
+            await self._model.finish(self._writer)
+            await versions.complete(self._writer, self._projection)
+            building = await versions.set_phase(self._writer, self._where.schema, building, "following")
+        self._step("rebuild.finished")
+        for table in definition_of(self._projection).tables:
+            await self._writer.execute(sql.SQL("ANALYZE {}").format(sql.Identifier(building.schema, table)))
+        return building
+
+    async def _follow(self, source: Source, targets: Mapping[int, Cursor], frozen: bool = False) -> None:
+        await self._carry(source, targets, self._model.apply, FOLLOW_EVENTS, "following", frozen)
+
+    async def _carry(
+        self, source: Source, targets: Mapping[int, Cursor], apply: Apply, chunk_events: int, step: str, frozen: bool = False
+    ) -> None:
+        """Carries every shard from its own cursor to its target, a chunk a transaction."""
+        began, done = time.monotonic(), sum(cursor.seq for cursor in self._own.values())
+        total = max(sum(target.seq for target in targets.values()), done)
+        first = done
+        for shard, target in targets.items():
+            if self._own[shard].next_offset >= target.next_offset and self._own[shard].seq >= target.seq:
+                continue
+            chunks = _chunks(source.pieces(shard, self._own[shard], target), chunk_events)
+            async with aclosing(_ahead(chunks, CHUNKS_AHEAD)) as read:
+                async for behind, facts in read:
+                    await self._write(shard, behind, facts, apply, frozen)
+                    done += len(facts)
+                    self._report(Progress(step, done, max(total, done), (done - first) / max(time.monotonic() - began, 1e-6)))
+
+    async def _write(self, shard: int, behind: Cursor, facts: list[Fact], apply: Apply, frozen: bool) -> None:
+        try:
+            async with self._writer.transaction():
+                await cursors.advance(self._writer, self._projection, {shard: (self._own[shard], behind)}, frozen)
+                if facts:
+                    await apply(self._writer, facts)
+        except (psycopg.IntegrityError, psycopg.DataError) as error:
+            raise Refused(
+                f"shard {shard}, seq {self._own[shard].seq + 1} to {behind.seq}: PostgreSQL refuses its events: {error}"
+            ) from None
+        self._own[shard] = behind
+        self._step("rebuild.committed")
+
+    # -- aligning and comparing -------------------------------------------------------------------------------------------
+
+    async def _cursors_of(self, version: Version, lock: bool = False) -> dict[int, Cursor]:
+        """The cursors of a version; held in the caller's transaction with `lock`, so that nobody writes that version."""
+        query = sql.SQL("SELECT shard, seq, head, next_offset, term, owner FROM {} WHERE projection = %s ORDER BY shard {}").format(
+            sql.Identifier(version.schema, "projection_cursors"), sql.SQL("FOR UPDATE" if lock else "")
+        )
+        found = await self._control.execute(query, (self._projection,))
+        return {shard: Cursor(seq, bytes(head), offset, term, owner) for shard, seq, head, offset, term, owner in await found.fetchall()}
+
+    async def difference(self, source: Source, building: Version) -> list[TableDifference]:
+        """Compares both versions at the same cursors: the live one stands still for as long as it takes to get there, not to compare."""
+        live = await self.live()
+        await self._follow(source, await self._cursors_of(live))
+        async with await AsyncConnection.connect(self._where.postgres, connect_timeout=5) as snapshot:
+            await snapshot.set_isolation_level(IsolationLevel.REPEATABLE_READ)
+            async with self._control.transaction():
+                held = await self._cursors_of(live, lock=True)
+                await self._follow(source, held)
+                _require_same(self._projection, held, self._own)
+                # The first statement takes the snapshot that all others read in.
+                await snapshot.execute("SELECT 1")
+            self._report(Progress("comparing"))
+            return await compare(snapshot, definition_of(self._projection), live, building)
+
+    # -- showing ----------------------------------------------------------------------------------------------------------
+
+    async def agree(self, building: Version) -> Version:
+        """Writes down that the differences are accepted: a switch that is cut off need not compare again."""
+        return await versions.set_phase(self._control, self._where.schema, building, "agreed")
+
+    async def switch(self, source: Source, building: Version, keep: bool, patience_seconds: float) -> Version:
+        """Shows the new version in one transaction; returns the one that was live. Raises Refused when readers do not let go."""
+        live = await self.live()
+
+        async def near() -> None:
+            # Behind the live version it may not be shown; ahead of it, it may: readers never go back.
+            await self._follow(source, await self._cursors_of(live))
+            ends = {shard: await source.end(shard) for shard in self._own}
+            await self._follow(source, {shard: end for shard, end in ends.items() if end is not None})
+
+        await self._show(live, building, near, lambda held: self._follow(source, held), keep, patience_seconds)
+        return live
+
+    async def undo(self, source: Source, accept: bool, patience_seconds: float) -> tuple[Version, Version]:
+        """Shows the previous version again; returns what was live, and what is. Raises Refused when it would lead readers back in time."""
+        live = await self.live()
+        previous = await versions.in_state(self._control, self._where.schema, self._projection, "previous")
+        if previous is None:
+            raise Refused(f"{self._projection} has no previous version to go back to")
+        await self._use(previous)
+        ours = previous.definition == definition_of(self._projection).number
+        # A version of the same definition stood still, frozen, since it was replaced; another one is kept by workers that have its code.
+        frozen = ours and previous.definition == live.definition
+
+        async def follow(targets: Mapping[int, Cursor]) -> None:
+            self._own = await cursors.load(self._writer, self._projection)
+            try:
+                if ours:
+                    await self._follow(source, targets, frozen)
+            except CursorMoved as moved:
+                raise Busy(f"a worker keeps it current at the same time ({moved})") from None
+
+        async def near() -> None:
+            await follow(await self._cursors_of(live))
+
+        async def reach(held: Mapping[int, Cursor]) -> None:
+            await follow(held)
+            self._own = await cursors.load(self._writer, self._projection)
+            behind = [
+                f"shard {shard}: seq {self._own[shard].seq} of {held[shard].seq}"
+                for shard in held
+                if self._own[shard].seq < held[shard].seq
+            ]
+            if behind and not accept:
+                raise Busy(
+                    f"{previous.schema} is behind the live version ({'; '.join(behind[:3])}), and readers would go back in time: "
+                    f"run workers of the release that has definition {previous.definition}, or --accept"
+                )
+
+        await self._show(live, previous, near, reach, True, patience_seconds)
+        return live, previous
+
+    async def _show(
+        self,
+        live: Version,
+        chosen: Version,
+        near: Callable[[], Any],
+        reach: Callable[[Mapping[int, Cursor]], Any],
+        keep: bool,
+        patience_seconds: float,
+    ) -> None:
+        deadline = time.monotonic() + patience_seconds
+        while True:
+            try:
+                await near()
+                async with self._control.transaction():
+                    await self._set_lock_timeout(int(LOCK_SECONDS * 1000))
+                    await reach(await self._cursors_of(live, lock=True))
+                    await self._older_snapshots_gone()
+                    # Readers queue behind us while we wait: not for long, and then we come again.
+                    await self._set_lock_timeout(VIEWS_LOCK_MS)
+                    await versions.show(self._control, self._where.schema, chosen, keep)
+                break
+            except (psycopg.errors.LockNotAvailable, psycopg.errors.DeadlockDetected) as error:
+                reason = f"the views are in use by open transactions ({error.diag.message_primary})"
+            except Busy as busy:
+                reason = str(busy)
+            except versions.ViewsInUse as error:
+                raise Refused(str(error)) from None
+            if time.monotonic() > deadline:
+                raise Refused(f"not switched within {patience_seconds:.0f} s: {reason}. Nothing is lost: the same command tries again")
+            self._report(Progress(f"waiting to switch: {reason}"))
+            await asyncio.sleep(RETRY_SECONDS)
+        await versions.sweep(self._control, self._where.schema, self._projection)
+
+    async def _set_lock_timeout(self, milliseconds: int) -> None:
+        await self._control.execute("SELECT set_config('lock_timeout', %s, true)", (f"{milliseconds}ms",))
+
+    async def _older_snapshots_gone(self) -> None:
+        """Waits until nobody has a snapshot from before now: in one, the version that is about to be shown would be older, or empty."""
+        older = await self._snapshots()
+        deadline = time.monotonic() + SNAPSHOTS_SECONDS
+        while older:
+            if time.monotonic() > deadline:
+                raise Busy(f"transactions with an older snapshot are open (pid {', '.join(str(pid) for pid, *_ in sorted(older)[:5])})")
+            await asyncio.sleep(POLL_SECONDS)
+            older &= await self._snapshots()
+
+    async def _snapshots(self) -> set[tuple[Any, ...]]:
+        # Who waits for a lock is a worker that waits for us.
+        found = await self._control.execute(
+            "SELECT pid, xact_start, query_start, backend_xmin::text FROM pg_stat_activity WHERE datname = current_database() "
+            "AND backend_type = 'client backend' AND pid <> pg_backend_pid() AND backend_xmin IS NOT NULL "
+            "AND wait_event_type IS DISTINCT FROM 'Lock'"
+        )
+        return set(await found.fetchall())
+
+    # -- what is no longer needed -----------------------------------------------------------------------------------------
+
+    async def drop(self, state: str) -> Version | None:
+        """Drops the version in a state, `building` or `previous`; returns it, or None when there was none."""
+        found = await versions.in_state(self._control, self._where.schema, self._projection, state)
+        if found is not None:
+            await versions.discard(self._control, self._where.schema, found)
+        return found
+
+
+def _require_same(projection: str, live: Mapping[int, Cursor], ours: Mapping[int, Cursor]) -> None:
+    for shard, cursor in live.items():
+        if ours[shard] != cursor:
+            raise Refused(
+                f"{projection}, shard {shard}: the live version is at {_place(cursor)}, the new one came to {_place(ours[shard])}: "
+                "they are of different histories; `grabstream verify` says which one the journal has"
+            )
+
+
+def _place(cursor: Cursor) -> str:
+    return f"seq {cursor.seq}, hash {cursor.head.hex()[:12]}…, offset {cursor.next_offset}"
+
+
+async def _chunks(pieces: AsyncGenerator[Piece, None], events: int) -> AsyncGenerator[tuple[Cursor, list[Fact]], None]:
+    """The pieces gathered to chunks of about so many events."""
+    facts: list[Fact] = []
+    behind: Cursor | None = None
+    async with aclosing(pieces):
+        async for piece in pieces:
+            behind = piece.behind
+            facts.extend(piece.facts)
+            if len(facts) >= events:
+                yield behind, facts
+                facts, behind = [], None
+    if behind is not None:
+        yield behind, facts
+
+
+async def _ahead(chunks: AsyncGenerator[tuple[Cursor, list[Fact]], None], depth: int) -> AsyncGenerator[tuple[Cursor, list[Fact]], None]:
+    """The chunks, the next ones read and decoded while PostgreSQL takes this one."""
+    queue: asyncio.Queue[tuple[Cursor, list[Fact]] | Exception | None] = asyncio.Queue(depth)
+
+    async def fill() -> None:
+        try:
+            async with aclosing(chunks):
+                async for chunk in chunks:
+                    await queue.put(chunk)
+        except Exception as error:
+            await queue.put(error)
+        else:
+            await queue.put(None)
+
+    filling = asyncio.create_task(fill())
+    try:
+        while (item := await queue.get()) is not None:
+            if isinstance(item, Exception):
+                raise item
+            yield item
+    finally:
+        filling.cancel()
+        await asyncio.gather(filling, return_exceptions=True)
+
+
+async def load_part(where: Where, projection: str, source_name: str, targets: Mapping[int, Cursor], step: Step) -> None:
+    """Loads some shards in a process of its own, for a rebuild that another process conducts and reports."""
+    async with (
+        _connections(where) as (control, writer),
+        open_source(source_name, where.kafka, where.journal, where.postgres, where.schema) as source,
+    ):
+        await Rebuild(where, projection, control, writer, step=step).load_shards(source, targets)
+
+
+@asynccontextmanager
+async def _connections(where: Where) -> AsyncIterator[tuple[AsyncConnection[Any], AsyncConnection[Any]]]:
+    async with (
+        await AsyncConnection.connect(where.postgres, autocommit=True, connect_timeout=5) as control,
+        await AsyncConnection.connect(where.postgres, autocommit=True, connect_timeout=5) as writer,
+    ):
+        await use_schema(control, where.schema)
+        await use_schema(writer, where.schema)
+        # A commit that PostgreSQL forgets in a crash takes its cursor along.
+        await writer.execute("SET synchronous_commit = off")
+        yield control, writer
+
+
+@asynccontextmanager
+async def open_rebuild(
+    where: Where, projection: str, report: Report = lambda progress: None, step: Step = lambda name: None, jobs: int = 1
+) -> AsyncIterator[Rebuild]:
+    """A rebuild with connections of its own, loading in so many processes; raises Refused when another one of it runs."""
+    async with _connections(where) as (control, writer):
+        deadline = time.monotonic() + LOCK_PATIENCE_SECONDS
+        while True:
+            # Held by the session: it goes with the process, however that ends.
+            lock = "SELECT pg_try_advisory_lock(hashtext(%s))"
+            [free] = await (await control.execute(lock, (f"grabstream-rebuild-{where.schema}-{projection}",))).fetchone() or [False]
+            if free:
+                break
+            if time.monotonic() > deadline:
+                raise Refused(f"another rebuild of {projection} is running")
+            await asyncio.sleep(POLL_SECONDS)
+        try:
+            yield Rebuild(where, projection, control, writer, report, step, jobs)
+        except CursorMoved as moved:
+            raise Refused(f"{moved}: another process wrote it; the same command goes on") from None
+
+
+__all__ = ["Busy", "Progress", "Rebuild", "Refused", "Where", "open_rebuild", "open_source"]

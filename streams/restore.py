@@ -1,0 +1,311 @@
+"""Restoring the journal from the audit trail, when Kafka has lost it: the same events under the same chain, at new offsets.
+
+1. check that nothing knows more than the audit trail · 2. per shard: raise the term, append a marker and then the events in blocks,
+cut wherever a cursor stands · 3. anchor every cursor anew by its seq and hash: those of the read models, the checkpoint in Redis, and
+the publisher's, in a repeat of the last event it published. Every step may be done again after it was cut off.
+"""
+
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import aclosing
+from typing import Any, Final, NamedTuple
+
+from aiokafka import AIOKafkaProducer
+from psycopg import AsyncConnection, sql
+from redis.exceptions import ResponseError
+
+from lua.gate import run_script
+from lua.keys import KeySpace
+from models.events import decode_event
+from models.journal import Corrupt, Cursor, Gap, block_headers, marker_headers, parse_block
+from models.transfers import transfers_of
+from projections import versions
+from projections.cursors import Fact
+from projections.definitions import PROJECTIONS
+from projections.migrate import use_schema
+from projections.versions import Version
+from streams.journal import JournalReader, open_reader
+from streams.publisher import Publisher, newest_cursor
+from streams.rebuild import Progress, Report, Where
+from streams.sources import Refused, audit_lines
+from streams.topics import RECORD_BYTES_MAX
+
+OWNER: Final = "restored-"
+BLOCK_EVENTS: Final = 1_000
+BLOCK_BYTES: Final = RECORD_BYTES_MAX // 4
+
+
+class Standing(NamedTuple):
+    """A version's place in a shard; it has to be found in the restored journal by seq and hash."""
+
+    version: Version
+    cursor: Cursor
+
+
+class ShardPlan(NamedTuple):
+    """What is restored of a shard: up to `end`, by the audit trail.
+
+    `standings`, `checkpoint` (of Redis) and `published` (on `grab.events`) are anchored anew. `restored` is how far the topic is already,
+    after an attempt that was cut off, and `found` the anchors in it.
+    """
+
+    shard: int
+    end: Cursor
+    standings: tuple[Standing, ...]
+    checkpoint: Cursor
+    published: Cursor
+    restored: Cursor = Cursor()
+    found: Mapping[int, Cursor] = {}
+
+    @property
+    def places(self) -> list[tuple[str, Cursor]]:
+        """Everybody who stands somewhere, in words, and where."""
+        named = [(f"{one.version.projection} ({one.version.schema})", one.cursor) for one in self.standings]
+        return [*named, ("Redis' checkpoint", self.checkpoint), ("what is published on the events topic", self.published)]
+
+    @property
+    def marks(self) -> set[int]:
+        """The seqs at which blocks end, because somebody stands there."""
+        return {cursor.seq for _, cursor in self.places if cursor.seq}
+
+
+class Restore:
+    """The restoring of one system's journal: `plan` checks and changes nothing, `run` does it.
+
+    `redis` must not decode replies. `republish` says that `grab.events` was lost too and shall be filled again from the beginning.
+    """
+
+    def __init__(self, where: Where, redis: Any, keys: KeySpace, events: str, source: str, republish: bool = False) -> None:
+        self._where = where
+        self._redis = redis
+        self._keys = keys
+        self._events = events
+        self._source = source
+        self._republish = republish
+
+    # -- looking ----------------------------------------------------------------------------------------------------------
+
+    async def plan(self) -> list[ShardPlan]:
+        """What will be restored; raises Refused, and names what knows more than the audit trail, or is of another history."""
+        async with (
+            await AsyncConnection.connect(self._where.postgres, autocommit=True, connect_timeout=5) as connection,
+            open_reader(self._where.kafka, self._where.journal) as journal,
+            open_reader(self._where.kafka, self._events) as events,
+        ):
+            await use_schema(connection, self._where.schema)
+            plans, problems = [], []
+            known = [one for one in await versions.versions(connection, self._where.schema) if one.projection in PROJECTIONS]
+            for shard in range(self._where.shards):
+                holder = await self._redis.get(self._keys.shard(shard).lease)
+                if holder is not None:
+                    raise Refused(f"shard {shard} is relayed by {holder.decode()}: stop the workers first")
+                standings = [await _standing(connection, one, shard) for one in known if one.state != "discarded"]
+                [end] = [one.cursor for one in standings if (one.version.projection, one.version.state) == ("audit", "live")]
+                plan = ShardPlan(shard, end, tuple(standings), await self._checkpoint(shard), await self._published(events, shard, end))
+                problems += await _problems(connection, plan)
+                plans.append(await _with_restored(journal, plan))
+        if problems:
+            raise Refused("the journal cannot be restored without losing events:\n  " + "\n  ".join(problems))
+        return plans
+
+    async def _published(self, reader: JournalReader, shard: int, end: Cursor) -> Cursor:
+        """How far the events topic is. When it was lost too, nothing is published a second time, unless that was asked for."""
+        if self._republish and await reader.end(shard):
+            raise Refused(f"--republish: topic {self._events} is not empty, what is in it would come twice")
+        found = await newest_cursor(reader, shard)
+        return found if found.seq or self._republish else end
+
+    async def _checkpoint(self, shard: int) -> Cursor:
+        fields = await self._redis.hmget(self._keys.shard(shard).state, ["journaled_seq", "journaled_head"])
+        if fields[0] is None:
+            return Cursor()
+        return Cursor(int(fields[0]), bytes.fromhex(fields[1].decode()))
+
+    # -- doing ------------------------------------------------------------------------------------------------------------
+
+    async def run(self, plans: Sequence[ShardPlan], report: Report = lambda progress: None) -> int:
+        """Restores and anchors; returns the number of events written. Raises Refused when the audit trail's chain is broken."""
+        progress = _Counter(sum(plan.end.seq for plan in plans), sum(plan.restored.seq for plan in plans), report)
+        async with await AsyncConnection.connect(self._where.postgres, autocommit=True, connect_timeout=5) as connection:
+            await use_schema(connection, self._where.schema)
+            last: dict[int, tuple[Fact, Cursor]] = {}
+            producer = AIOKafkaProducer(
+                bootstrap_servers=self._where.kafka, enable_idempotence=True, acks="all", max_request_size=RECORD_BYTES_MAX
+            )
+            await producer.start()
+            try:
+                for plan in plans:
+                    owner, term, life = await self._raise_term(plan)
+                    writer = _ShardWriter(producer, self._where.journal, plan, term, owner)
+                    await writer.write(connection, progress)
+                    await _anchor_read_models(connection, self._where.schema, plan, writer.anchors)
+                    await self._anchor_redis(plan, (term, owner, life), writer.anchors[plan.checkpoint.seq])
+                    if plan.published.seq:
+                        last[plan.shard] = (await _fact(connection, plan.shard, plan.published.seq), writer.anchors[plan.published.seq])
+            finally:
+                await producer.stop()
+        publisher = Publisher(
+            kafka=self._where.kafka, events=self._events, shards=self._where.shards, source=self._source,
+            postgres=self._where.postgres, schema=self._where.schema, journal=self._where.journal,
+        )  # fmt: skip
+        await publisher.repeat(last)
+        return progress.done - progress.first
+
+    async def _raise_term(self, plan: ShardPlan) -> tuple[str, int, str]:
+        """Takes the shard from any relay that may still run; its term is above every one that anybody knows."""
+        owner = OWNER + secrets.token_hex(8)
+        floor = max(cursor.term for _, cursor in [*plan.places, ("", plan.restored)])
+        term, life, *_ = await run_script(self._redis, "raise_term", [self._keys.shard(plan.shard).state], [floor, owner])
+        return owner, int(term), life.decode()
+
+    async def _anchor_redis(self, plan: ShardPlan, own: tuple[int, str, str], anchor: Cursor) -> None:
+        state = self._keys.shard(plan.shard).state
+        arguments = (*own, anchor.seq, anchor.head.hex(), anchor.next_offset, anchor.term, anchor.owner)
+        try:
+            await run_script(self._redis, "anchor", [state], arguments)
+        except ResponseError as error:
+            if str(error).startswith("LOST"):
+                raise Refused(f"shard {plan.shard}: {error}: stop the workers, and begin again") from None
+            raise
+
+
+class _Counter:
+    """Events written so far, reported with their rate."""
+
+    def __init__(self, total: int, first: int, report: Report) -> None:
+        self.first = self.done = first
+        self._total, self._report, self._began = total, report, time.monotonic()
+
+    def add(self, events: int) -> None:
+        self.done += events
+        rate = (self.done - self.first) / max(time.monotonic() - self._began, 1e-6)
+        self._report(Progress("restoring the journal", self.done, self._total, rate))
+
+
+class _ShardWriter:
+    """Writes one partition: a marker, and blocks that end wherever somebody stands."""
+
+    def __init__(self, producer: AIOKafkaProducer, topic: str, plan: ShardPlan, term: int, owner: str) -> None:
+        self._producer = producer
+        self._topic = topic
+        self._plan = plan
+        self._term = term
+        self._owner = owner
+        self._cursor = plan.restored
+        #: seq → the cursor behind it in the restored journal, for each mark; who stands at 0 has read nothing yet
+        self.anchors: dict[int, Cursor] = {0: Cursor(), **plan.found}
+
+    async def write(self, connection: AsyncConnection[Any], progress: _Counter) -> None:
+        """Writes what is not there yet."""
+        shard, end = self._plan.shard, self._plan.end
+        offset = await self._send(b"", marker_headers(shard, self._term, self._owner))
+        self._cursor = self._cursor._replace(next_offset=offset + 1, term=self._term, owner=self._owner)
+        async with aclosing(audit_lines(connection, shard, self._cursor, end.seq)) as lists:
+            async for _, lines, hashes in lists:
+                for first, last in self._cuts(lines):
+                    await self._block(lines[first:last], hashes[last - 1])
+                    progress.add(last - first)
+        if (self._cursor.seq, self._cursor.head) != (end.seq, end.head):
+            raise Refused(f"audit trail, shard {shard}: its events lead to seq {self._cursor.seq}, its cursor is at seq {end.seq}")
+
+    def _cuts(self, lines: Sequence[bytes]) -> list[tuple[int, int]]:
+        """Where blocks of these lines begin and end."""
+        cuts, first, size = [], 0, 0
+        for place, line in enumerate(lines, 1):
+            size += len(line) + 1
+            if place - first >= BLOCK_EVENTS or size >= BLOCK_BYTES or self._cursor.seq + place in self._plan.marks or place == len(lines):
+                cuts.append((first, place))
+                first, size = place, 0
+        return cuts
+
+    async def _block(self, lines: Sequence[bytes], head: bytes) -> None:
+        shard, before = self._plan.shard, self._cursor
+        headers = block_headers(shard, self._term, self._owner, before.seq + 1, len(lines), before.head, head)
+        offset = await self._send(b"\n".join(lines), headers)
+        self._cursor = Cursor(before.seq + len(lines), head, offset + 1, self._term, self._owner)
+        if self._cursor.seq in self._plan.marks:
+            self.anchors[self._cursor.seq] = self._cursor
+
+    async def _send(self, value: bytes, headers: list[tuple[str, bytes]]) -> int:
+        metadata = await self._producer.send_and_wait(self._topic, value, partition=self._plan.shard, headers=headers)
+        return int(metadata.offset)
+
+
+async def _standing(connection: AsyncConnection[Any], version: Version, shard: int) -> Standing:
+    table = sql.Identifier(version.schema, "projection_cursors")
+    query = sql.SQL("SELECT seq, head, next_offset, term, owner FROM {} WHERE projection = %s AND shard = %s").format(table)
+    row = await (await connection.execute(query, (version.projection, shard))).fetchone()
+    if row is None:
+        raise Refused(f"{version.schema} has no cursor of shard {shard}: GRAB_SHARDS is not what the system was made with")
+    return Standing(version, Cursor(row[0], bytes(row[1]), *row[2:]))
+
+
+async def _problems(connection: AsyncConnection[Any], plan: ShardPlan) -> list[str]:
+    """Who is ahead of the audit trail, or of another history, in words."""
+    problems = []
+    for who, cursor in plan.places:
+        if cursor.seq > plan.end.seq:
+            problems.append(
+                f"shard {plan.shard}: {who} is at seq {cursor.seq}, the audit trail ends at {plan.end.seq}; the text of seq "
+                f"{plan.end.seq + 1} to {cursor.seq} is nowhere else"
+            )
+        elif cursor.seq and await _hash(connection, plan.shard, cursor.seq) != cursor.head:
+            problems.append(f"shard {plan.shard}: {who} is of another history than the audit trail at seq {cursor.seq}")
+    return problems
+
+
+async def _hash(connection: AsyncConnection[Any], shard: int, seq: int) -> bytes | None:
+    row = await (await connection.execute("SELECT hash FROM audit WHERE shard = %s AND seq = %s", (shard, seq))).fetchone()
+    return None if row is None else bytes(row[0])
+
+
+async def _with_restored(reader: JournalReader, plan: ShardPlan) -> ShardPlan:
+    """The plan with what an earlier attempt wrote; raises Refused when anything else is in the partition."""
+    cursor, found = Cursor(), {}
+    try:
+        async with aclosing(reader.read(plan.shard, 0, await reader.end(plan.shard))) as lists:
+            async for records in lists:
+                for record in records:
+                    block = parse_block(record.headers, record.value)
+                    if not block.owner.startswith(OWNER):
+                        raise Refused(
+                            f"shard {plan.shard}: the journal is not empty, nothing has to be restored; only an empty topic can be filled "
+                            "(a lost one: delete what is left of it, and begin again)"
+                        )
+                    cursor, accepted = cursor.feed(record.offset, block)
+                    if accepted and cursor.seq in plan.marks:
+                        found[cursor.seq] = cursor
+    except (Corrupt, Gap) as error:
+        raise Refused(f"shard {plan.shard}: what was restored before cannot be gone on with ({error}): begin with an empty topic") from None
+    if missing := sorted(seq for seq in plan.marks if seq <= cursor.seq and seq not in found):
+        raise Refused(f"shard {plan.shard}: cursors have moved to seq {missing[0]} since the last attempt: begin with an empty topic")
+    return plan._replace(restored=cursor, found=found)
+
+
+async def _anchor_read_models(connection: AsyncConnection[Any], schema: str, plan: ShardPlan, anchors: Mapping[int, Cursor]) -> None:
+    """Gives the cursors of all versions, and the places where they stopped, their offsets in the restored journal."""
+    async with connection.transaction():
+        for version, cursor in plan.standings:
+            anchor = anchors[cursor.seq]
+            done = await connection.execute(
+                sql.SQL(
+                    "UPDATE {} SET next_offset = %s, term = %s, owner = %s, moved_at = now() "
+                    "WHERE projection = %s AND shard = %s AND seq = %s AND head = %s"
+                ).format(sql.Identifier(version.schema, "projection_cursors")),
+                (anchor.next_offset, anchor.term, anchor.owner, version.projection, plan.shard, cursor.seq, cursor.head),
+            )
+            if done.rowcount != 1:
+                raise Refused(f"{version.schema}, shard {plan.shard}: the cursor moves: stop the workers, and begin again")
+            await connection.execute(
+                sql.SQL("UPDATE {} SET journal_offset = %s WHERE shard = %s").format(sql.Identifier(version.schema, "stopped_shards")),
+                (anchor.next_offset, plan.shard),
+            )
+
+
+async def _fact(connection: AsyncConnection[Any], shard: int, seq: int) -> Fact:
+    found = await connection.execute("SELECT body, hash FROM audit WHERE shard = %s AND seq = %s", (shard, seq))
+    row = await found.fetchone()
+    assert row is not None, "the plan has found it"
+    event = decode_event(row[0])
+    return Fact(row[0].encode(), bytes(row[1]), event, transfers_of(event))

@@ -1,0 +1,157 @@
+"""Versions of read models: what migrations made is what a definition makes; what is shown, written, kept and dropped."""
+
+import re
+from collections.abc import AsyncIterator
+from importlib.resources import files
+from typing import Any
+
+import pytest
+from psycopg import AsyncConnection
+
+from ops.settings import Settings
+from projections import versions
+from projections.definitions import PROJECTIONS, BadDefinition, definition_of, parse
+from projections.migrate import migrate
+
+FORM = {
+    "columns": "SELECT c.relname, c.relkind, a.attnum - (SELECT count(*) FROM pg_attribute WHERE attrelid = c.oid AND attisdropped "
+    "AND attnum > 0 AND attnum < a.attnum), a.attname, format_type(a.atttypid, a.atttypmod), a.attnotnull, "
+    "pg_get_expr(d.adbin, d.adrelid) FROM pg_class AS c JOIN pg_attribute AS a ON a.attrelid = c.oid "
+    "LEFT JOIN pg_attrdef AS d ON (d.adrelid, d.adnum) = (c.oid, a.attnum) "
+    "WHERE c.relnamespace = %s::regnamespace AND a.attnum > 0 AND NOT a.attisdropped ORDER BY 1, 3",
+    "constraints": "SELECT conrelid::regclass::text, contype, pg_get_constraintdef(oid) FROM pg_constraint "
+    "WHERE connamespace = %s::regnamespace ORDER BY 1, 2, 3",
+    "indexes": "SELECT tablename, indexname, indexdef FROM pg_indexes WHERE schemaname = %s ORDER BY 1, 2",
+    "views": "SELECT viewname, definition FROM pg_views WHERE schemaname = %s ORDER BY 1",
+}  # fmt: skip
+
+
+@pytest.fixture
+async def connection(settings: Settings) -> AsyncIterator[AsyncConnection[Any]]:
+    async with await AsyncConnection.connect(settings.postgres, autocommit=True) as opened:
+        await migrate(opened, settings.schema_, settings.shards)
+        yield opened
+        await versions.drop_all(opened, settings.schema_)
+
+
+async def form(connection: AsyncConnection[Any], schema: str) -> dict[str, list[Any]]:
+    await connection.execute("SELECT set_config('search_path', %s, false)", (schema,))
+    found = {name: await (await connection.execute(query.encode(), (schema,))).fetchall() for name, query in FORM.items()}
+    # A view that was made from another one's text has parentheses that the parser takes apart differently.
+    found["views"] = [(view, re.sub(r"[()\s]+", " ", text)) for view, text in found["views"]]
+    return {name: [tuple(str(value).replace(schema, "home") for value in row) for row in rows] for name, rows in found.items()}
+
+
+@pytest.mark.parametrize("projection", PROJECTIONS)
+async def test_what_migrations_made_is_what_the_definition_makes(
+    connection: AsyncConnection[Any], settings: Settings, projection: str
+) -> None:
+    assert definition_of(projection).number == 1, "the migrations made definition 1: compare with what replaces it"
+    async with connection.transaction():
+        made = await versions.create(connection, settings.schema_, projection, settings.shards)
+        await versions.complete(connection, projection)
+    migrated, defined = await form(connection, f"{settings.schema_}_{projection}_1"), await form(connection, made.schema)
+    assert len(defined["columns"]) > 10
+    assert {row[0] for row in defined["columns"]} >= {*definition_of(projection).tables, "projection_cursors", "stopped_shards"}
+    for name in FORM:
+        assert migrated[name] == defined[name], name
+
+
+async def test_a_system_of_the_release_before_keeps_its_rows_and_what_stands_on_its_views(settings: Settings) -> None:
+    """Rows, cursors, stops and grants are there after the migration, and somebody's view reads what is live from then on."""
+    main, folder = settings.schema_, files("projections.migrations")
+    async with await AsyncConnection.connect(settings.postgres, autocommit=True) as connection:
+        await connection.execute(f"CREATE SCHEMA {main}; SET search_path TO {main}".encode())
+        await connection.execute(b"CREATE TABLE migrations (name text PRIMARY KEY, at timestamptz DEFAULT now())")
+        for name in ("0001_books.sql", "0002_pieces.sql"):
+            await connection.execute((folder / name).read_text().encode())
+            await connection.execute("INSERT INTO migrations (name) VALUES (%s)", (name,))
+        await connection.execute("INSERT INTO accounts_1 VALUES ('wallet:u', 'CNY', 5)")
+        await connection.execute("INSERT INTO projection_cursors (projection, shard, seq) VALUES ('ledger', 3, 17), ('audit', 3, 19)")
+        await connection.execute("INSERT INTO stopped_shards VALUES ('ledger', 3, 17, 4, 'why'), ('events', 2, 1, 1, 'because')")
+        await connection.execute(b"CREATE VIEW rich AS SELECT * FROM accounts WHERE posted > 1")
+        await connection.execute(b"GRANT SELECT ON accounts TO PUBLIC")
+        try:
+            await migrate(connection, main, settings.shards)
+            cursors = "SELECT projection, seq FROM cursors WHERE shard = 3 ORDER BY 1"
+            assert await fetch(connection, cursors) == [("audit", 19), ("balances", 0), ("ledger", 17)]
+            assert await fetch(connection, "SELECT projection, shard, reason FROM stopped_shards ORDER BY 1") == [
+                ("events", 2, "because"), ("ledger", 3, "why"),
+            ]  # fmt: skip
+            assert await fetch(connection, "SELECT * FROM rich") == [("wallet:u", "CNY", 5)]
+            async with connection.transaction():
+                made = await versions.create(connection, main, "ledger", settings.shards)
+                await versions.complete(connection, "ledger")
+                await connection.execute("INSERT INTO accounts_1 VALUES ('wallet:v', 'CNY', 6)")
+                await versions.show(connection, main, made)
+            await connection.execute("SELECT set_config('search_path', %s, false)", (main,))
+            assert await fetch(connection, "SELECT * FROM rich") == [("wallet:v", "CNY", 6)]
+            assert await fetch(connection, "SELECT has_table_privilege('public', 'accounts', 'SELECT')") == [(True,)]
+        finally:
+            await versions.drop_all(connection, main)
+
+
+async def fetch(connection: AsyncConnection[Any], query: str) -> list[Any]:
+    return await (await connection.execute(query.encode())).fetchall()
+
+
+async def test_a_view_with_other_columns_is_made_anew_with_its_grants_unless_others_stand_on_it(
+    connection: AsyncConnection[Any], settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    main = settings.schema_
+    changed = definition_of("ledger").parts["views"].replace("account, asset, posted FROM", "asset, account, posted FROM")
+    other = definition_of("ledger")._replace(number=2, parts={**definition_of("ledger").parts, "views": changed})
+    monkeypatch.setattr(versions, "definition_of", lambda projection: other if projection == "ledger" else definition_of(projection))
+    async with connection.transaction():
+        made = await versions.create(connection, main, "ledger", settings.shards)
+        await versions.complete(connection, "ledger")
+    await connection.execute("SELECT set_config('search_path', %s, false)", (main,))
+    await connection.execute(b"GRANT SELECT ON accounts TO PUBLIC")
+    await connection.execute(b"CREATE VIEW rich AS SELECT * FROM accounts WHERE posted > 1")
+    with pytest.raises(versions.ViewsInUse, match="rich"):
+        async with connection.transaction():
+            await versions.show(connection, main, made)
+    assert (await versions.in_state(connection, main, "ledger", "live")).version == 1  # type: ignore[union-attr]
+    await connection.execute(b"DROP VIEW rich")
+    async with connection.transaction():
+        await versions.show(connection, main, made)
+    await connection.execute("SELECT set_config('search_path', %s, false)", (main,))
+    columns = "SELECT array_agg(attname::text ORDER BY attnum) FROM pg_attribute WHERE attrelid = 'accounts'::regclass AND attnum > 0"
+    assert await fetch(connection, columns) == [(["asset", "account", "posted"],)]
+    assert await fetch(connection, "SELECT has_table_privilege('public', 'accounts', 'SELECT')") == [(True,)]
+    # Of the two, workers with the one definition write the one, and workers with the other the other.
+    assert await versions.use_read_model(connection, main, "ledger") == made.schema
+    monkeypatch.undo()
+    assert await versions.use_read_model(connection, main, "ledger") == f"{main}_ledger_1"
+    await versions.discard(connection, main, (await versions.versions(connection, main, "ledger"))[0])
+    with pytest.raises(versions.NoReadModel, match="grabstream rebuild ledger"):
+        await versions.use_read_model(connection, main, "ledger")
+
+
+async def test_a_schema_made_anew_has_what_the_code_defines(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without events there is nothing to rebuild: `init` itself brings the new definition; with events it leaves them alone."""
+    later = definition_of("audit")._replace(number=7)
+    monkeypatch.setattr(versions, "definition_of", lambda projection: later if projection == "audit" else definition_of(projection))
+    async with await AsyncConnection.connect(settings.postgres, autocommit=True) as connection:
+        await migrate(connection, settings.schema_, settings.shards)
+        try:
+            found = await versions.versions(connection, settings.schema_, "audit")
+            assert [(one.definition, one.state) for one in found] == [(7, "live")]
+            assert await fetch(connection, "SELECT count(*) FROM cursors WHERE projection = 'audit'") == [(settings.shards,)]
+            await connection.execute(f"UPDATE {found[0].schema}.projection_cursors SET next_offset = 1".encode())
+            later = later._replace(number=8)
+            await migrate(connection, settings.schema_, settings.shards)
+            assert await versions.versions(connection, settings.schema_, "audit") == found
+        finally:
+            await versions.drop_all(connection, settings.schema_)
+
+
+def test_a_definition_says_what_it_means_to_change() -> None:
+    text = "--- definition 3\n--- changes 2: a.x a.y\n--- changes 3: b.*\n--- part tables\nCREATE TABLE a (x int);\n"
+    definition = parse("p", text)
+    assert (definition.number, definition.tables) == (3, ["a"])
+    assert definition.declared_since(1) == {"a.x", "a.y", "b.*"}
+    assert definition.declared_since(2) == {"b.*"}
+    for wrong, reason in ((text[18:], "no line"), (text + "--- part tabels\n", "tabels"), (text.replace("3: b", "4: b"), "above 3")):
+        with pytest.raises(BadDefinition, match=reason):
+            parse("p", wrong)

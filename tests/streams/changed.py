@@ -1,0 +1,35 @@
+"""The command line of a release whose balances are of definition 2: titles of offers are shouted. `python -m tests.streams.changed …`.
+
+In the same database as this release, its workers write a version of their own.
+"""
+
+from typing import Any
+
+import msgspec
+
+from ops.cli import main
+from projections import definitions, offers
+from projections.offers import _terms as as_before
+
+
+def install() -> None:
+    """Makes this process one of that release."""
+    parse = definitions.parse
+
+    def parse_changed(projection: str, text: str) -> definitions.Definition:
+        if projection == "balances":
+            text = text.replace("--- definition 1", "--- definition 2\n--- changes 2: offers_1.title")
+        return parse(projection, text)
+
+    def shouted(raw: Any) -> Any:
+        terms = as_before(raw)
+        return msgspec.structs.replace(terms, title=terms.title.upper() + "!")
+
+    definitions.parse = parse_changed
+    definitions.definition_of.cache_clear()
+    offers._terms = shouted
+
+
+if __name__ == "__main__":
+    install()
+    main()

@@ -1,0 +1,168 @@
+"""The journal restored from the audit trail: the topic is deleted, filled again, and the system goes on as if nothing had been."""
+
+import asyncio
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from aiokafka import AIOKafkaProducer
+from aiokafka.admin import AIOKafkaAdminClient
+
+from models.commands import Grab, Open
+from models.journal import marker_headers
+from models.offers import EnvelopeTerms
+from ops.commands.rebuild import where_of
+from ops.connections import key_space, open_gate, open_redis
+from ops.rehearsal.run import look, open_books
+from ops.settings import Settings
+from ops.verification import verify
+from projections.definitions import PROJECTIONS
+from streams.journal import open_reader
+from streams.restore import Restore
+from streams.sources import Refused
+from streams.topics import Topics
+from tests.conftest import until
+from tests.ops.test_cli import grabstream, of
+from tests.streams.test_projections import rows
+from tests.streams.test_rebuild import digests, rebuilt, version_in
+
+OFFERS = 12
+
+
+async def delete(settings: Settings, *topics: str) -> None:
+    """Deletes topics, and returns when they are gone."""
+    client = AIOKafkaAdminClient(bootstrap_servers=settings.kafka)
+    await client.start()
+    try:
+        await client.delete_topics(list(topics))
+
+        async def gone() -> bool:
+            return not set(topics) & set(await client.list_topics())
+
+        await until(gone, 30, "the topics' end")
+    finally:
+        await client.close()
+
+
+async def grabs(settings: Settings, name: str) -> None:
+    """Opens envelopes all over the shards, takes some parts, and returns when all of it is booked and published."""
+    before = await published(settings)
+    async with open_gate(settings) as gate, await open_books(settings) as books:
+        terms = EnvelopeTerms(issuer="alice", funding="pay", asset="CNY", total=10_000, parts=20)
+        await gate.decide([Open(id=f"o{n}", offer=f"{name}{n}", terms=terms) for n in range(OFFERS)], patience_ms=30_000, timeout_ms=30_000)
+        taken = [Grab(id=f"g{n}-{user}", offer=f"{name}{n}", user=f"u{user}") for n in range(OFFERS) for user in range(9)]
+        assert {answer.outcome for answer in await gate.decide(taken, patience_ms=30_000, timeout_ms=30_000)} == {"granted"}
+        redis = open_redis(settings)
+        try:
+
+            async def booked() -> Any:
+                progress = await look(redis, key_space(settings), books)
+                return progress.complete and await published(settings) >= before + OFFERS * 10
+
+            await until(booked, 60, "the books")
+        finally:
+            await redis.aclose()
+
+
+async def published(settings: Settings) -> int:
+    """Records on the topic of single events."""
+    async with open_reader(settings.kafka, Topics(settings.prefix).events) as reader:
+        return sum([await reader.end(shard) for shard in range(settings.shards)])
+
+
+async def sound(settings: Settings) -> None:
+    checks = await verify(settings)
+    assert not {check.name: check.problems for check in checks if not check.passed}
+
+
+@pytest.mark.parametrize("lost", ["journal", "events too"])
+async def test_the_journal_restored(system: Settings, worker: Callable[..., Any], lost: str) -> None:
+    topics = Topics(system.prefix)
+    first = worker(system)
+    await grabs(system, "a")
+    assert first.stop() == 0
+    events = OFFERS * 10
+    before = {projection: await digests(system, await version_in(system, projection)) for projection in PROJECTIONS}
+    sent = await published(system)
+    await delete(system, topics.journal, *([topics.events] if lost == "events too" else []))
+    done = grabstream("rebuild", "journal", "--from", "audit", "--json", **of(system))
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
+    assert (said["events"], said["written"]) == (events, events)
+    # Cut off and begun again, it writes nothing twice.
+    again = grabstream("rebuild", "journal", "--from", "audit", "--json", **of(system))
+    assert (again.returncode, json.loads(again.stdout)["written"]) == (0, 0)
+    for projection in PROJECTIONS:
+        assert await digests(system, await rebuilt(system, projection)) == before[projection]
+    worker(system)
+    await grabs(system, "b")
+    await sound(system)
+    [(last,)] = await rows(system, "SELECT sum(seq)::int FROM cursors WHERE projection = 'audit'")
+    assert last == 2 * events
+    # Of what was published before, only the last event of a shard came again, once for each time that the journal was restored.
+    shards = len(await rows(system, "SELECT DISTINCT shard FROM audit WHERE offer LIKE 'a%'"))
+    kept = sent if lost == "journal" else 0
+    assert await published(system) == kept + 2 * shards + events
+    refused = grabstream("rebuild", "journal", "--from", "audit", **of(system))
+    assert refused.returncode == 1
+    assert "stop the workers" in refused.stderr
+
+
+async def test_what_the_audit_trail_has_not_is_not_lost_silently(system: Settings, worker: Callable[..., Any]) -> None:
+    """Whoever knows more than the audit trail is named, with the seqs that would be lost."""
+    one = worker(system)
+    await grabs(system, "a")
+    assert one.stop() == 0
+    refused = grabstream("rebuild", "journal", "--from", "audit", **of(system))
+    assert refused.returncode == 1
+    assert "the journal is not empty" in refused.stderr
+    await delete(system, Topics(system.prefix).journal)
+    [(shard, seq)] = await rows(system, "SELECT shard, seq FROM cursors WHERE projection = 'audit' ORDER BY seq DESC LIMIT 1")
+    audit = (await version_in(system, "audit")).schema
+    async with await open_books(system) as books:
+        [head] = await (await books.execute("SELECT hash FROM audit WHERE (shard, seq) = (%s, %s)", (shard, seq - 1))).fetchone() or [b""]
+        await books.execute(f"DELETE FROM {audit}.audit_1 WHERE (shard, seq) = (%s, %s)".encode(), (shard, seq))
+        await books.execute(f"UPDATE {audit}.projection_cursors SET seq = seq - 1, head = %s WHERE shard = %s".encode(), (head, shard))
+    refused = grabstream("rebuild", "journal", "--from", "audit", "--dry-run", **of(system))
+    assert refused.returncode == 1
+    for who in ("ledger", "balances", "Redis' checkpoint", "events topic"):
+        assert f"shard {shard}: {who}" in refused.stderr.replace("what is published on the ", "")
+    assert f"the text of seq {seq} to {seq} is nowhere else" in refused.stderr
+
+
+async def test_an_attempt_that_was_cut_off_goes_on_with_a_new_term(system: Settings, worker: Callable[..., Any]) -> None:
+    """Some shards are written, one has only its marker: the rest comes under a higher term, and a stranger's marker is refused."""
+    one = worker(system)
+    await grabs(system, "a")
+    assert one.stop() == 0
+    topics = Topics(system.prefix)
+    await delete(system, topics.journal)
+    redis = open_redis(system)
+    try:
+        assert grabstream("rebuild", "journal", "--from", "audit", "--dry-run", **of(system)).returncode == 0  # makes the topic
+        work = Restore(where_of(system), redis, key_space(system), topics.events, "test")
+        plans = await work.plan()
+        half = [plan for plan in plans if plan.end.seq][:2]
+
+        def stop_soon(progress: Any) -> None:
+            if progress.done >= half[0].end.seq:
+                cutting.cancel()
+
+        cutting = asyncio.create_task(work.run(half, stop_soon))
+        with pytest.raises(asyncio.CancelledError):
+            await cutting
+        later = await work.plan()
+        assert {plan.shard: plan.restored.seq for plan in later if plan.restored.seq} == {half[0].shard: half[0].end.seq}
+        assert await work.run(later) == sum(plan.end.seq for plan in plans) - half[0].end.seq
+        producer = AIOKafkaProducer(bootstrap_servers=system.kafka)
+        await producer.start()
+        await producer.send_and_wait(topics.journal, b"", partition=0, headers=marker_headers(0, 10_000, "stranger"))
+        await producer.stop()
+        with pytest.raises(Refused, match="not empty"):
+            await work.plan()
+    finally:
+        await redis.aclose()
+    worker(system)
+    await grabs(system, "b")
+    await sound(system)
