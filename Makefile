@@ -5,10 +5,10 @@ GRABSTREAM := $(VENV)/bin/grabstream
 STAMP := $(VENV)/complete
 
 .DEFAULT_GOAL := help
-.PHONY: help setup up down demo test lint format mutations bench lock clean
+.PHONY: help setup up down demo test test-cluster drill lint format mutations bench lock clean
 
 help: ## List the targets.
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-9s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
 
 setup: $(STAMP) ## Make the virtual environment from the lock file.
 
@@ -27,6 +27,14 @@ demo: setup ## Let a crowd grab, watch it live, and print a verdict; leaves noth
 test: setup ## Run all tests on real servers (ARGS="-k name" for some).
 	@scripts/packages.sh kcat redis-cli:redis-tools
 	@CI=1 scripts/with-servers.sh $(PYTHON) -m pytest $(ARGS)
+
+test-cluster: setup ## Run the tests that need servers on a Redis Cluster and three Kafka brokers.
+	@scripts/packages.sh kcat redis-cli:redis-tools
+	@CI=1 CLUSTER=1 scripts/with-servers.sh $(PYTHON) -m pytest tests/streams tests/ops $(ARGS)
+
+drill: setup ## Play the kill matrix, then again on a cluster, then test-cluster (ARGS="--list", "--seed 7 --cell redis.*", "--cluster" for some).
+	@$(PYTHON) -m tests.drill $(ARGS)
+	@if [ -z '$(ARGS)' ]; then $(PYTHON) -m tests.drill --cluster && $(MAKE) test-cluster; fi
 
 lint: setup ## Format, style, types, import contracts, Lua, compose.yaml, README, schemas.
 	@scripts/packages.sh luacheck:lua-check

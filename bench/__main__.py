@@ -8,7 +8,7 @@ from typing import Any
 import click
 import uvloop
 
-from bench import deciding, pieces, recovering, replaying, streaming
+from bench import deciding, masters, pieces, recovering, replaying, streaming
 from ops.output import console, table
 
 #: What each row is, what is divided by what, and the ratio it has to reach.
@@ -23,6 +23,7 @@ ROWS = {
     "8": ("cost beside 10 million grabs, against 1 thousand", "ours/theirs", "<= 1.1"),
     "limits": ("grab under three limits, against article 002's script", "ours/theirs", ""),
     "holds": ("hold and confirm, against envelope grabs", "ours/theirs", ""),
+    "masters": ("work of a decision on three Redis masters, against one", "ours/theirs", ""),
     "rebuild": ("events a rebuild of Redis applies, against decisions that made them", "ours/theirs", ""),
     "takeover": ("a shard taken over, against connections and one send", "ours/theirs", ""),
     "past": ("emptied Redis → next decision beside 10 million past grabs, of 10 s", "ours/theirs", "<= 1"),
@@ -47,6 +48,8 @@ async def _measure(rows: set[str], runs: int, quick: bool) -> dict[str, dict[str
         found["7"] = await deciding.memory(1, 1_000_000 // small)
     if "8" in rows:
         found["8"] = await pieces.beside_many(runs, 10_000_000 // small)
+    if "masters" in rows:
+        found["masters"] = await masters.work_per_decision(runs, 240_000 // small)
     for row, measure in (("limits", pieces.limits), ("holds", pieces.holds), ("expiry", pieces.expiry), ("rebuild", recovering.rebuild)):
         if row in rows:
             found[row] = await measure(runs, 100_000 // small)

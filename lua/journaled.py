@@ -93,8 +93,6 @@ class Journaled:
                         self._announce(channels[message["channel"].decode()], int(history or 0), int(seq))
             except (RedisError, OSError):
                 await asyncio.sleep(LOOK_EVERY_SECONDS)
-            except AttributeError:
-                return  # a cluster client without pub/sub: looking is enough
 
     async def _look(self) -> None:
         while True:

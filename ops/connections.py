@@ -21,7 +21,8 @@ from lua.tickets import TicketKeys
 from models.calendar import DAY_MS
 from models.events import decode_event
 from models.journal import Cursor
-from ops.settings import BadSettings, Settings
+from ops.redis_cluster import ClusterClient, information
+from ops.settings import BadSettings, Settings, cluster_address, is_cluster
 from projections import refusals
 from projections.migrate import use_schema
 from projections.recoveries import record_lost, record_recovery
@@ -56,14 +57,22 @@ class EncryptedConnection(_Cancellable, redis.asyncio.SSLConnection):  # type: i
 
 
 def open_redis(settings: Settings) -> Any:
-    """A client of the core Redis; it repeats nothing by itself, since what an argument says of the server may be old by then."""
-    client = redis.asyncio.Redis.from_url(
-        settings.redis_url,
-        socket_timeout=SOCKET_TIMEOUT_SECONDS,
-        socket_connect_timeout=SOCKET_TIMEOUT_SECONDS,
-        retry=Retry(NoBackoff(), 0),
-        max_connections=256,
-    )
+    """A client of the core Redis; it repeats nothing by itself, since what an argument says of the server may be old by then.
+
+    `redis-cluster://host:port,host:port` is a Redis Cluster, of which the hosts named are those asked first.
+    """
+    options: dict[str, Any] = {
+        "socket_timeout": SOCKET_TIMEOUT_SECONDS,
+        "socket_connect_timeout": SOCKET_TIMEOUT_SECONDS,
+        "retry": Retry(NoBackoff(), 0),
+        "max_connections": 256,
+    }
+    if is_cluster(settings.redis_url):
+        address = cluster_address(settings.redis_url)
+        made_of = EncryptedConnection if address.encrypted else PlainConnection
+        login = {"username": address.username, "password": address.password, "ssl": address.encrypted}
+        return ClusterClient(address.nodes, made_of, **login, **options)
+    client = redis.asyncio.Redis.from_url(settings.redis_url, **options)
     pool = client.connection_pool
     if pool.connection_class is redis.asyncio.Connection:
         pool.connection_class = PlainConnection
@@ -72,14 +81,15 @@ def open_redis(settings: Settings) -> Any:
     return client
 
 
-async def require_core(redis: Any) -> None:
-    """Raises BadSettings when the server may forget by itself: what was decided would be gone without a word."""
-    policy = (await redis.info("memory"))["maxmemory_policy"]
-    if policy != "noeviction":
-        raise BadSettings(
-            f"GRAB_REDIS_URL: the server's maxmemory-policy is {policy}, but the core must never evict: "
-            "`CONFIG SET maxmemory-policy noeviction`, or give the core a server of its own"
-        )
+async def require_core(client: Any) -> None:
+    """Raises BadSettings when a server may forget by itself: what was decided would be gone without a word."""
+    for server, memory in (await information(client, "memory")).items():
+        policy = memory["maxmemory_policy"]
+        if policy != "noeviction":
+            raise BadSettings(
+                f"GRAB_REDIS_URL: the maxmemory-policy of {server or 'the server'} is {policy}, but the core must never evict: "
+                "`CONFIG SET maxmemory-policy noeviction`, or give the core a server of its own"
+            )
 
 
 def key_space(settings: Settings) -> KeySpace:

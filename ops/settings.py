@@ -2,7 +2,8 @@
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
+from urllib.parse import unquote, urlsplit
 
 from pydantic import Field, SecretStr, ValidationError, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict  # reads .env, names the variable that is wrong
@@ -33,6 +34,8 @@ class Settings(BaseSettings):
     redis_url: str = f"redis://127.0.0.1:{REDIS_PORT}/0"
     cache_url: str | None = None
     kafka: str = f"127.0.0.1:{KAFKA_PORT}"
+    #: Copies of every topic that `init` creates; absent: one on each broker, three at most.
+    replication: Count | None = None
     postgres: str = f"postgresql://grabstream@127.0.0.1:{POSTGRES_PORT}/grabstream"
     schema_: Annotated[str, Field(validation_alias="GRAB_SCHEMA", pattern="^[a-z_][a-z0-9_]{0,47}$")] = "grabstream"
     prefix: Annotated[str, Field(pattern="^[a-z0-9][a-z0-9._-]{0,47}$")] = "grab"
@@ -65,8 +68,16 @@ class Settings(BaseSettings):
     #: Refusals that are kept at all, the newest; and for how many days.
     refusals_kept_max: Annotated[int, Field(ge=0)] = 1_000_000
     refusals_days: Annotated[int, Field(ge=1, le=3_650)] = 14
-    #: For crash tests: the step at which a worker kills itself, with `:n` at its n-th time.
-    fail_at: Annotated[str, Field(pattern=r"^([a-z_.]+(:[1-9]\d*)?)?$")] = ""
+    #: For crash tests: the step at which a worker kills itself, with `:n` at its n-th time; with `:stop` at the end it only stops, as by
+    #: SIGSTOP, until somebody lets it go on.
+    fail_at: Annotated[str, Field(pattern=r"^([a-z_.]+(:[1-9]\d*)?(:stop)?)?$")] = ""
+
+    @field_validator("redis_url")
+    @classmethod
+    def _has_nodes(cls, value: str) -> str:
+        if is_cluster(value):
+            cluster_address(value)
+        return value
 
     @field_validator("seal_keys")
     @classmethod
@@ -88,6 +99,35 @@ class Settings(BaseSettings):
                 "GRAB_SEAL_KEYS is not set: seeds could not be sealed. `grabstream up` writes one to .env for local use; "
                 "elsewhere make one with `grabstream config --new-seal-key` and keep it in every backup"
             )
+
+
+class ClusterAddress(NamedTuple):
+    """A Redis Cluster: (host, port) of the servers that are asked first, and how."""
+
+    nodes: list[tuple[str, int]]
+    username: str | None
+    password: str | None
+    encrypted: bool
+
+
+def is_cluster(redis_url: str) -> bool:
+    """Whether a URL means a Redis Cluster."""
+    return redis_url.startswith(("redis-cluster://", "rediss-cluster://"))
+
+
+def cluster_address(redis_url: str) -> ClusterAddress:
+    """The parts of `redis-cluster://[user:password@]host:port[,host:port…]`; raises ValueError that says how one looks."""
+    scheme, _, rest = redis_url.partition("://")
+    login, _, servers = rest.rpartition("@")
+    username, _, password = login.partition(":")
+    try:
+        parsed = [urlsplit(f"//{server}") for server in servers.rstrip("/").split(",")]
+        nodes = [(str(one.hostname), int(one.port or 0)) for one in parsed]
+    except ValueError:
+        nodes = []
+    if not nodes or not all(host and port for host, port in nodes) or any(one.path for one in parsed):
+        raise ValueError("a Redis Cluster is redis-cluster://host:port,host:port,… (it has no database numbers)")
+    return ClusterAddress(nodes, unquote(username) or None, unquote(password) or None, scheme == "rediss-cluster")
 
 
 def load_settings(env_file: Path | None = None) -> Settings:

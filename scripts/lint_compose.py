@@ -7,7 +7,12 @@ from pathlib import Path
 
 import yaml
 
+from ops.commands.services import CLUSTER_SERVERS
 from ops.services.servers import kafka_version
+from ops.settings import cluster_address
+
+#: Services that do something once and end.
+ONE_SHOT = ("init", "redis-cluster", "cluster-init")
 
 compose = yaml.safe_load(Path("compose.yaml").read_text())
 services = compose["services"]
@@ -19,7 +24,7 @@ for name, service in services.items():
     image = service.get("image", "")
     if ":" not in image or image.endswith(":latest"):
         problems.append(f"{name}: image {image!r} names no version")
-    if name not in ("init",) and "healthcheck" not in service:
+    if name not in ONE_SHOT and "healthcheck" not in service:
         problems.append(f"{name}: no healthcheck")
     for other in service.get("depends_on", {}):
         if other not in services:
@@ -27,6 +32,28 @@ for name, service in services.items():
     for port in service.get("ports", []):
         if not str(port).startswith("127.0.0.1:"):
             problems.append(f"{name}: port {port} is open to everyone")
+# The cluster: as many servers as `up --cluster` starts, each with a volume of its own, all in the profile, and named where they are asked.
+for name in (*CLUSTER_SERVERS, "redis-cluster", "cluster-init", "worker-1", "worker-2", "worker-3"):
+    if name not in services:
+        problems.append(f"service {name} is missing")
+    elif name != "postgres" and services[name].get("profiles") != ["cluster"]:
+        problems.append(f"{name} is not in the profile cluster")
+    for volume in services.get(name, {}).get("volumes", []):
+        if volume.split(":")[0] not in compose["volumes"]:
+            problems.append(f"{name}: volume {volume} is not there")
+environment = services["worker-1"]["environment"]
+formed = str(services["redis-cluster"]["command"])
+for name in CLUSTER_SERVERS:
+    if name.startswith("redis"):
+        address = services[name]["networks"]["default"]["ipv4_address"]
+        if f"{address}:6379" not in formed or f"{name}:6379" not in environment["GRAB_REDIS_URL"]:
+            problems.append(f"{name} ({address}) is not in the cluster that is formed, or not in GRAB_REDIS_URL")
+    if name.startswith("kafka"):
+        own = services[name]["environment"]
+        voter = f"{own['KAFKA_NODE_ID']}@{name}:9093"
+        if voter not in own["KAFKA_CONTROLLER_QUORUM_VOTERS"] or f"{name}:29092" not in environment["GRAB_KAFKA"]:
+            problems.append(f"{name} is no voter, or not in GRAB_KAFKA")
+cluster_address(environment["GRAB_REDIS_URL"])
 if not kafka_version()[0].isdigit():
     problems.append(f"Kafka's version cannot be read from its image: {kafka_version()!r}")
 dockerfile = Path("Dockerfile").read_text()

@@ -1,12 +1,16 @@
 #!/usr/bin/env bash
-# Runs a command with the local servers up; ends them afterwards, unless they were up before. The command's exit code is kept.
+# Runs a command with the local servers up (with CLUSTER=1 those of the cluster); ends them afterwards, unless they were up before.
+# The command's exit code is kept.
 set -uo pipefail
 grabstream=.venv/bin/grabstream
-before=$($grabstream down --dry-run)
-"$grabstream" up --temporary || exit $?
+which=${CLUSTER:+cluster}
+which=${which:-single}
+before=$("$grabstream" down "$which" --dry-run)
+"$grabstream" up --temporary ${CLUSTER:+--cluster} || exit $?
+if [ -n "${CLUSTER:-}" ]; then . .services/cluster.env; fi
 code=0
 finish() {
-    if [ -z "$before" ]; then "$grabstream" down; fi
+    if [ -z "$before" ]; then "$grabstream" down "$which"; fi
     exit "$code"
 }
 trap finish EXIT

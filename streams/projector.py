@@ -41,6 +41,10 @@ RETRY_SECONDS_MAX: Final = 10.0
 #: How often a projector looks whether shards at which it has stopped may go on.
 LOOK_AGAIN_SECONDS: Final = 1.0
 EXIT_UNKNOWN_ERROR: Final = 70
+#: A transaction that nothing is said in for so long is rolled back by PostgreSQL.
+HANGS_MS_MAX: Final = 5_000
+#: PostgreSQL is not there, or has given us up.
+_AWAY: Final = (psycopg.OperationalError, psycopg.InterfaceError, psycopg.errors.IdleInTransactionSessionTimeout)
 
 Apply = Callable[[AsyncConnection[Any], Sequence[Fact]], Awaitable[None]]
 
@@ -207,7 +211,7 @@ class Projector:
                 log.warning("projection %s: %s; looking for its version again", self.name, error)
                 await self._disconnect()
                 await asyncio.sleep(RETRY_SECONDS)
-            except (psycopg.OperationalError, psycopg.InterfaceError, KafkaError, OSError) as error:
+            except (*_AWAY, KafkaError, OSError) as error:
                 log.warning("projection %s: %s: %s; trying again", self.name, type(error).__name__, error)
                 await self._disconnect()
                 await asyncio.sleep(pause)
@@ -230,6 +234,8 @@ class Projector:
             self._connection = await AsyncConnection.connect(self._postgres, autocommit=True, connect_timeout=5)
             # A commit that PostgreSQL forgets in a crash takes its cursor along, and is read from the journal once more.
             await self._connection.execute("SET synchronous_commit = off")
+            # A process that hangs between two statements would hold its rows, and whoever takes its partitions over would wait for it.
+            await self._connection.execute("SELECT set_config('idle_in_transaction_session_timeout', %s, false)", (str(HANGS_MS_MAX),))
             self._cursors.clear()
         if not self._cursors:
             await self._use(self._connection)

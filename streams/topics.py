@@ -10,6 +10,7 @@ from aiokafka.errors import TopicAlreadyExistsError, for_code
 
 DAY_MS: Final = 24 * 3600 * 1000
 RECORD_BYTES_MAX: Final = 4 * 1024 * 1024
+REPLICATION_MAX: Final = 3
 
 
 class Topics(NamedTuple):
@@ -54,21 +55,20 @@ def retention_ms(topics: Topics) -> dict[str, int]:
     }
 
 
-async def create_topics(bootstrap: str, topics: Topics, shards: int, replication: int = 1) -> list[str]:
+async def create_topics(bootstrap: str, topics: Topics, shards: int, replication: int | None = None) -> list[str]:
     """Creates the topics that are missing and returns their names; what exists is left as it is.
 
-    Raises aiokafka's errors when the brokers cannot be reached or refuse.
+    `replication` is how many brokers keep a copy of each; absent: all there are, three at most. From three on, a record is
+    acknowledged by two at least. Raises aiokafka's errors when the brokers cannot be reached or refuse.
     """
-    wanted = [
-        NewTopic(
-            name,
-            num_partitions=1 if name == topics.rejected else shards,
-            replication_factor=replication,
-            topic_configs={"retention.ms": str(kept_ms), "max.message.bytes": str(RECORD_BYTES_MAX)},
-        )
-        for name, kept_ms in retention_ms(topics).items()
-    ]
-    return await _create(bootstrap, wanted)
+    client = AIOKafkaAdminClient(bootstrap_servers=bootstrap)
+    await client.start()
+    try:
+        if replication is None:
+            replication = min(len((await client.describe_cluster())["brokers"]), REPLICATION_MAX)
+    finally:
+        await client.close()
+    return await _create(bootstrap, _wanted(topics, shards, replication))
 
 
 async def create_topic_like(bootstrap: str, like: str, name: str, shards: int) -> None:
@@ -104,3 +104,18 @@ async def _create(bootstrap: str, wanted: list[NewTopic]) -> list[str]:
         elif code != TopicAlreadyExistsError.errno:
             raise for_code(code)(f"topic {name}: {message}")
     return created
+
+
+def _wanted(topics: Topics, shards: int, replication: int) -> list[NewTopic]:
+    configuration = {"max.message.bytes": str(RECORD_BYTES_MAX)}
+    if replication >= REPLICATION_MAX:
+        configuration["min.insync.replicas"] = "2"
+    return [
+        NewTopic(
+            name,
+            num_partitions=1 if name == topics.rejected else shards,
+            replication_factor=replication,
+            topic_configs={"retention.ms": str(kept_ms), **configuration},
+        )
+        for name, kept_ms in retention_ms(topics).items()
+    ]

@@ -38,12 +38,20 @@ def servers() -> Settings:
     settings = load_settings()
     settings = settings.model_copy(update={"seal_keys": SecretStr(new_seal_key())})
     try:
-        redis.Redis.from_url(settings.redis_url, socket_connect_timeout=2).ping()
+        asyncio.run(_answers(settings))
     except redis.RedisError as error:
         if os.environ.get("CI"):
             pytest.fail(f"no servers: {error}", pytrace=False)
         pytest.skip(f"no servers ({error}): `make up` starts them")
     return settings
+
+
+async def _answers(settings: Settings) -> None:
+    client = open_redis(settings)
+    try:
+        await client.ping()
+    finally:
+        await client.aclose()
 
 
 @pytest.fixture

@@ -14,12 +14,14 @@ from streams.topics import Topics, create_topics, partitions_of
 
 
 @click.command()
-@click.option("--replication", default=1, show_default=True, help="Copies of every topic; 3 on a real cluster.")
+@click.option(
+    "--replication", type=click.IntRange(1), help="Copies of every topic.  [default: GRAB_REPLICATION, else one a broker, up to 3]"
+)
 @json_option
-def init(replication: int, as_json: bool) -> None:
+def init(replication: int | None, as_json: bool) -> None:
     """Create what is missing of topics and tables; a second call does nothing. The number of shards cannot be changed later."""
     settings = load_settings()
-    created, applied = asyncio.run(_init(settings, replication))
+    created, applied = asyncio.run(_init(settings, replication or settings.replication))
     if as_json:
         print_json({"topics_created": created, "migrations_applied": applied})
         return
@@ -27,7 +29,7 @@ def init(replication: int, as_json: bool) -> None:
     console.print(f"Migrations applied in schema {settings.schema_}: {', '.join(applied) or 'none, all are there'}.")
 
 
-async def _init(settings: Settings, replication: int) -> tuple[list[str], list[str]]:
+async def _init(settings: Settings, replication: int | None) -> tuple[list[str], list[str]]:
     topics = Topics(settings.prefix)
     created = await create_topics(settings.kafka, topics, settings.shards, replication)
     await check_shards(settings)

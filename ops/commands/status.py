@@ -16,6 +16,7 @@ from rich.markup import escape
 from lua.keys import SHARD_FIELDS
 from ops.connections import key_space, open_redis
 from ops.output import console, json_option, print_json, table
+from ops.redis_cluster import information
 from ops.settings import Settings, load_settings
 from projections import cursors, set_aside, verified
 from projections.definitions import PROJECTIONS, definition_of
@@ -60,24 +61,30 @@ async def _redis(settings: Settings, found: dict[str, Any]) -> None:
     redis = open_redis(settings)
     try:
         keys = key_space(settings)
-        life = (await redis.info("server"))["run_id"] + (await redis.info("replication"))["master_replid"]
         for number in range(settings.shards):
             of_shard = keys.shard(number)
             values = [value and value.decode() for value in await redis.hmget(of_shard.state, list(SHARD_FIELDS))]
             fields = dict(zip(SHARD_FIELDS, values, strict=True))
             holder = await redis.get(of_shard.lease)
             seq, journaled = int(fields["seq"] or 0), int(fields["journaled_seq"] or 0)
+            [(server, life)] = (await _lives(redis, of_shard.state)).items()
             fault = fields["fault"] or _why_fenced(fields["life"], life)
             if fault is None and holder is None:
                 fault = "no relay: start a worker"
             found["shards"].append(
                 {
                     "shard": number, "seq": seq, "journaled_seq": journaled, "waiting": seq - journaled,
-                    "term": int(fields["term"] or 0), "relay": holder and holder.decode(), "fault": fault,
+                    "term": int(fields["term"] or 0), "relay": holder and holder.decode(), "fault": fault, "server": server,
                 }
             )  # fmt: skip
     finally:
         await redis.aclose()
+
+
+async def _lives(redis: Any, key: str) -> dict[str, str]:
+    """The server that has a key, and the life it is in."""
+    servers, replications = await information(redis, "server", key), await information(redis, "replication", key)
+    return {server: said["run_id"] + replications[server]["master_replid"] for server, said in servers.items()}
 
 
 def _why_fenced(reconciled: str | None, life: str) -> str | None:
@@ -132,17 +139,18 @@ def _print(found: dict[str, Any]) -> None:
     models = sorted({row["projection"] for row in found["read_models"]})
     seqs = {(row["projection"], row["shard"]): row["seq"] for row in found["read_models"]}
     proved = {row["shard"]: row["seq"] for row in found["verified"]}
+    servers = {shard["server"] for shard in found["shards"]} - {""}
     rows = (
         (
-            shard["shard"], shard["seq"], shard["waiting"],
+            shard["shard"], *([shard["server"]] if servers else []), shard["seq"], shard["waiting"],
             *(shard["seq"] - seqs.get((model, shard["shard"]), 0) for model in models),
             proved.get(shard["shard"], 0), shard["relay"] or "none", shard["fault"] or "",
         )
         for shard in found["shards"]
     )  # fmt: skip
-    console.print(
-        table("Shards", ("shard", "seq", "not journaled", *(f"{model} lag" for model in models), "verified to", "relay", "fault"), rows)
-    )
+    columns = ["shard", *(["server"] if servers else []), "seq", "not journaled", *(f"{model} lag" for model in models)]
+    columns += ["verified to", "relay", "fault"]
+    console.print(table("Shards", columns, rows))
     _print_versions(found)
     if not models and found["servers"]["postgres"] is None:
         console.print("No read models: `grabstream init` makes them.")

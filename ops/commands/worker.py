@@ -104,8 +104,9 @@ def _faust(settings: Settings, names: Sequence[str]) -> Role:
 
 
 def step_of(settings: Settings) -> Step:
-    """For crash tests: GRAB_FAIL_AT=step or step:n ends the process, as kill -9 does, when the step comes for the n-th time."""
-    fail_at, _, times = settings.fail_at.partition(":")
+    """For crash tests: GRAB_FAIL_AT=step or step:n kills the process (with :stop it stops it) when the step comes for the n-th time."""
+    fail_at, _, times = settings.fail_at.removesuffix(":stop").partition(":")
+    number = signal.SIGSTOP if settings.fail_at.endswith(":stop") else signal.SIGKILL
     left = int(times or 1)
 
     def step(name: str) -> None:
@@ -113,7 +114,7 @@ def step_of(settings: Settings) -> Step:
         if name == fail_at:
             left -= 1
             if left == 0:
-                os.kill(os.getpid(), signal.SIGKILL)
+                os.kill(os.getpid(), number)
 
     return step
 

@@ -1,9 +1,9 @@
-"""A set of the three local servers under one directory."""
+"""Sets of local servers, each under one directory."""
 
 import random
 import shutil
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -16,28 +16,20 @@ _PORT_RANGE = (20_000, 31_000)
 Report = Callable[[str], None]
 
 
-class LocalServices:
-    """Redis, Kafka and PostgreSQL as plain processes; a second set needs another directory and other ports."""
+class ServerSet:
+    """Servers under one directory, started and ended together; a second set needs another directory and other ports."""
 
-    def __init__(
-        self,
-        directory: Path,
-        redis_port: int = REDIS_PORT,
-        kafka_port: int = KAFKA_PORT,
-        controller_port: int = CONTROLLER_PORT,
-        postgres_port: int = POSTGRES_PORT,
-        kafka_heap_mb: int = 768,
-    ) -> None:
-        directory = directory.resolve()
+    def __init__(self, directory: Path, servers: Sequence[Process], postgres: Postgres) -> None:
         self.directory = directory
-        self.redis = Redis(directory, redis_port)
-        self.kafka = Kafka(directory, kafka_port, controller_port, kafka_heap_mb)
-        self.postgres = Postgres(directory, postgres_port)
+        self.all = (*servers, postgres)
+        self.postgres = postgres
 
-    @property
-    def all(self) -> tuple[Process, ...]:
-        """The three servers."""
-        return (self.redis, self.kafka, self.postgres)
+    def join(self, report: Report) -> None:
+        """Makes one cluster of servers that have just started, where they are to be one."""
+
+    def environment(self) -> dict[str, str]:
+        """The settings (without GRAB_) that point at this set."""
+        raise NotImplementedError
 
     @property
     def _temporary(self) -> Path:
@@ -62,6 +54,7 @@ class LocalServices:
             started = [pool.submit(server.start, report) for server in self.all]
         for one in started:
             one.result()
+        self.join(report)
 
     def down(self) -> list[str]:
         """Ends those of this set that run, and only those; returns their names."""
@@ -81,6 +74,24 @@ class LocalServices:
         self.down()
         self.postgres.remove()
         shutil.rmtree(self.directory, ignore_errors=True)
+
+
+class LocalServices(ServerSet):
+    """One Redis, one Kafka and PostgreSQL."""
+
+    def __init__(
+        self,
+        directory: Path,
+        redis_port: int = REDIS_PORT,
+        kafka_port: int = KAFKA_PORT,
+        controller_port: int = CONTROLLER_PORT,
+        postgres_port: int = POSTGRES_PORT,
+        kafka_heap_mb: int = 768,
+    ) -> None:
+        directory = directory.resolve()
+        self.redis = Redis(directory, redis_port)
+        self.kafka = Kafka(directory, kafka_port, (controller_port,), kafka_heap_mb)
+        super().__init__(directory, (self.redis, self.kafka), Postgres(directory, postgres_port))
 
     def environment(self) -> dict[str, str]:
         """The settings (without GRAB_) that point at this set."""

@@ -1,5 +1,6 @@
 """One server process: started once, found again by its pid file, and never mistaken for a stranger."""
 
+import contextlib
 import os
 import shutil
 import signal
@@ -23,11 +24,13 @@ class ServiceError(Exception):
 class Process:
     """A server process under `directory`. Subclasses say how it is prepared, started and asked whether it is ready."""
 
-    name = "server"
+    #: What it is, as the settings tell servers apart; `name` tells those of one kind apart.
+    kind = "server"
 
-    def __init__(self, directory: Path, port: int) -> None:
+    def __init__(self, directory: Path, port: int, name: str | None = None) -> None:
         self.directory = directory
         self.port = port
+        self.name = name or self.kind
 
     # -- what a subclass says -----------------------------------------------------------------------------------------
 
@@ -98,12 +101,21 @@ class Process:
         """kill -9, for crash tests; returns whether it ran."""
         return self._end(signal.SIGKILL)
 
+    def send_signal(self, number: signal.Signals) -> None:
+        """Sends a signal, such as SIGSTOP; raises ServiceError when it does not run."""
+        pid = self.pid
+        if pid is None:
+            raise ServiceError(f"{self.name} does not run")
+        os.kill(pid, number)
+
     def _end(self, first_signal: signal.Signals) -> bool:
         pid = self.pid
         if pid is None:
             self.pid_file.unlink(missing_ok=True)
             return False
         os.kill(pid, first_signal)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)  # one that was stopped would not hear SIGTERM
         deadline = time.monotonic() + STOP_SECONDS
         while self._is_running(pid):
             if time.monotonic() > deadline:
@@ -147,7 +159,7 @@ class Process:
 
     def setting(self) -> str:
         """The setting that points at this kind of server."""
-        return {"redis": "GRAB_REDIS_URL", "kafka": "GRAB_KAFKA", "postgres": "GRAB_POSTGRES"}[self.name]
+        return {"redis": "GRAB_REDIS_URL", "kafka": "GRAB_KAFKA", "postgres": "GRAB_POSTGRES"}[self.kind]
 
 
 def _start_time(pid: int) -> str | None:

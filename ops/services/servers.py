@@ -7,7 +7,7 @@ import shutil
 import socket
 import subprocess
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -19,13 +19,21 @@ from ops.services.process import Process, ServiceError, install
 OPS: Final = Path(__file__).resolve().parent.parent
 PROJECT: Final = OPS.parent
 
+#: A master of the local Redis Cluster that is silent for so long is replaced by its replica; 15 s is the server's own default.
+NODE_TIMEOUT_MS: Final = 2_000
+
 Report = Callable[[str], None]
 
 
 class Redis(Process):
     """Redis with AOF every second, and no eviction: the core must never forget by itself."""
 
-    name = "redis"
+    kind = "redis"
+
+    def __init__(self, directory: Path, port: int, name: str | None = None, bus_port: int | None = None) -> None:
+        """With a `bus_port` it is a node of a Redis Cluster."""
+        super().__init__(directory, port, name)
+        self.bus_port = bus_port
 
     def prepare(self, report: Report) -> None:
         """Installs Debian's redis-server when there is none."""
@@ -34,7 +42,7 @@ class Redis(Process):
 
     def command(self) -> list[str]:
         """redis-server with everything said on the command line."""
-        options = {
+        options: dict[str, object] = {
             "port": self.port,
             "bind": "127.0.0.1",
             "dir": self.directory,
@@ -44,7 +52,17 @@ class Redis(Process):
             "maxmemory-policy": "noeviction",
             # Without replicas the replication id would change by itself, and with it the server's life.
             "repl-backlog-ttl": 0,
+            "repl-diskless-sync-delay": 0,
         }
+        if self.bus_port is not None:
+            options |= {
+                "cluster-enabled": "yes",
+                "cluster-port": self.bus_port,
+                "cluster-node-timeout": NODE_TIMEOUT_MS,
+                # A shard whose server is away stops alone; the others go on.
+                "cluster-require-full-coverage": "no",
+                "cluster-allow-replica-migration": "no",
+            }
         return ["redis-server", *(word for key, value in options.items() for word in (f"--{key}", str(value)))]
 
     def ready(self) -> bool:
@@ -53,14 +71,28 @@ class Redis(Process):
 
 
 class Kafka(Process):
-    """One Kafka broker and controller (KRaft); its jars come from Maven and are shared by all sets of servers."""
+    """A Kafka broker and controller (KRaft); its jars come from Maven and are shared by all sets of servers.
 
-    name = "kafka"
+    `controller_ports` are those of all brokers of its cluster, its own at `place`; `cluster_id` is the same for all of them.
+    """
 
-    def __init__(self, directory: Path, port: int, controller_port: int, heap_mb: int = 768) -> None:
-        super().__init__(directory, port)
-        self.controller_port = controller_port
+    kind = "kafka"
+
+    def __init__(
+        self,
+        directory: Path,
+        port: int,
+        controller_ports: Sequence[int],
+        heap_mb: int = 768,
+        name: str | None = None,
+        place: int = 0,
+        cluster_id: str | None = None,
+    ) -> None:
+        super().__init__(directory, port, name)
+        self.controller_ports = controller_ports
         self.heap_mb = heap_mb
+        self.place = place
+        self.cluster_id = cluster_id or new_cluster_id()
 
     @property
     def jars(self) -> Path:
@@ -75,9 +107,8 @@ class Kafka(Process):
         properties = self.directory / "kafka.properties"
         properties.write_text("".join(f"{key}={value}\n" for key, value in self._properties().items()))
         if not (self.directory / "kafka" / "meta.properties").exists():
-            cluster_id = base64.urlsafe_b64encode(uuid.uuid4().bytes).decode().rstrip("=")
             # As one word: one id in 64 begins with a dash, and would be taken for an option.
-            format_ = [*self._java("kafka.tools.StorageTool"), "format", f"--cluster-id={cluster_id}", "-c", str(properties)]
+            format_ = [*self._java("kafka.tools.StorageTool"), "format", f"--cluster-id={self.cluster_id}", "-c", str(properties)]
             done = subprocess.run(format_, capture_output=True, text=True)
             if done.returncode != 0:
                 raise ServiceError(f"Kafka's storage could not be formatted: {done.stdout}{done.stderr}")
@@ -96,22 +127,37 @@ class Kafka(Process):
         (self.jars / "complete").touch()
 
     def _properties(self) -> dict[str, object]:
-        return {
+        brokers = len(self.controller_ports)
+        controller_port = self.controller_ports[self.place]
+        voters = ",".join(f"{place + 1}@127.0.0.1:{port}" for place, port in enumerate(self.controller_ports))
+        properties: dict[str, object] = {
             "process.roles": "broker,controller",
-            "node.id": 1,
-            "controller.quorum.voters": f"1@127.0.0.1:{self.controller_port}",
-            "listeners": f"PLAINTEXT://127.0.0.1:{self.port},CONTROLLER://127.0.0.1:{self.controller_port}",
+            "node.id": self.place + 1,
+            "controller.quorum.voters": voters,
+            "listeners": f"PLAINTEXT://127.0.0.1:{self.port},CONTROLLER://127.0.0.1:{controller_port}",
             "advertised.listeners": f"PLAINTEXT://127.0.0.1:{self.port}",
             "controller.listener.names": "CONTROLLER",
             "log.dirs": self.directory / "kafka",
-            "offsets.topic.replication.factor": 1,
-            "transaction.state.log.replication.factor": 1,
-            "transaction.state.log.min.isr": 1,
+            "offsets.topic.replication.factor": min(brokers, 3),
+            "transaction.state.log.replication.factor": min(brokers, 3),
+            "transaction.state.log.min.isr": min(brokers, 2),
             "group.initial.rebalance.delay.ms": 0,
             "auto.create.topics.enable": "false",
             "message.max.bytes": 8 * 1024 * 1024,
             "offsets.topic.num.partitions": 8,
         }
+        if brokers > 1:
+            # A broker that is gone is noticed after 6 s, not 9, and leaves the replicas in sync as soon; few threads, since three share a
+            # small machine.
+            properties |= {
+                "min.insync.replicas": 2,
+                "broker.session.timeout.ms": 6_000,
+                "broker.heartbeat.interval.ms": 1_000,
+                "replica.lag.time.max.ms": 6_000,
+                "num.network.threads": 2,
+                "num.io.threads": 2,
+            }
+        return properties
 
     def _java(self, main_class: str) -> list[str]:
         return ["java", f"-Xmx{self.heap_mb}m", "-XX:TieredStopAtLevel=1", "-cp", f"{self.jars}/*", main_class]
@@ -130,7 +176,7 @@ class Kafka(Process):
 class Postgres(Process):
     """PostgreSQL from Debian's packages, as the user postgres where we are root, which it refuses to be."""
 
-    name = "postgres"
+    kind = "postgres"
 
     @property
     def data(self) -> Path:
@@ -195,6 +241,11 @@ class Postgres(Process):
     def remove(self) -> None:
         """Deletes its data, wherever they are."""
         shutil.rmtree(self.data, ignore_errors=True)
+
+
+def new_cluster_id() -> str:
+    """A random id of a Kafka cluster."""
+    return base64.urlsafe_b64encode(uuid.uuid4().bytes).decode().rstrip("=")
 
 
 def kafka_version() -> str:

@@ -1,5 +1,6 @@
 """Every verb that sends a command, as an operator types it: on real servers, with exit codes and JSON."""
 
+import asyncio
 import base64
 import json
 import os
@@ -12,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import redis
 from click.testing import CliRunner
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
@@ -20,7 +20,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from lua.keys import OFFER_KEYS
 from models.offers import Changes, Limit
 from ops import cli
-from ops.connections import key_space
+from ops.connections import key_space, open_redis
 from ops.offer_files import BadOfferFile, read_changes
 from ops.settings import Settings, child_environment
 from tests.conftest import wait_until
@@ -255,8 +255,15 @@ def test_a_load_that_was_stopped_goes_on(operator: Operator, system: Settings, t
     signal.signal(signal.SIGINT, heard)
     keys = key_space(system)
     audience = keys.shard(keys.shard_of_offer("crowd")).of_offer("crowd")[OFFER_KEYS.index("audience")]
-    with redis.Redis.from_url(system.redis_url) as client:
-        wait_until(lambda: client.scard(audience) > 20_000, what="loading")
+
+    async def loaded() -> int:
+        client = open_redis(system)
+        try:
+            return int(await client.scard(audience))
+        finally:
+            await client.aclose()
+
+    wait_until(lambda: asyncio.run(loaded()) > 20_000, what="loading")
     os.kill(running.pid, signal.SIGINT)
     stdout, stderr = running.communicate(timeout=30)
     assert running.returncode == 1, stderr

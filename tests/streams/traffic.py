@@ -5,6 +5,8 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+from redis.exceptions import ConnectionError
+
 from lua.gate import Gate
 from ops.connections import gate_limits, key_space, open_redis, sealer
 from ops.rehearsal.crowd import attempts, envelopes
@@ -57,7 +59,10 @@ class Traffic:
             async with await open_books(self.settings) as books:
 
                 async def complete() -> bool:
-                    return (await look(redis, key_space(self.settings), books)).complete
+                    try:
+                        return (await look(redis, key_space(self.settings), books)).complete
+                    except ConnectionError:
+                        return False  # a master has just died, and its replica is not there yet
 
                 await until(complete, 150, "the books' arrival")
                 checks = await verdict(books, self._chosen, self.rehearsal.doors)

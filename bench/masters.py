@@ -1,0 +1,107 @@
+"""Row `masters`: decisions on one, two and three Redis masters, as work per decision, since all of them share this machine's cores."""
+
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from contextlib import ExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import redis
+from redis.crc import key_slot
+
+from bench.deciding import LIMITS, answered_lists
+from bench.stage import SEALER, envelope, grabs
+from lua.gate import Gate, run_script
+from lua.keys import KeySpace
+from ops.connections import open_redis
+from ops.services import free_ports
+from ops.services.cluster import join_redis
+from ops.services.servers import Redis
+from ops.settings import load_settings
+
+SHARDS = 12
+MASTERS = (1, 2, 3)
+
+
+@asynccontextmanager
+async def masters(count: int) -> AsyncIterator[tuple[Gate, list[int]]]:
+    """A gate over shards that are spread evenly over so many masters without replicas, and the masters' ports."""
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        ports, buses = free_ports(count), free_ports(count)
+        servers = [Redis(Path(folder) / str(port), port, f"redis-{port}", bus) for port, bus in zip(ports, buses, strict=True)]
+        for server in servers:
+            server.start()
+            stack.callback(server.kill)
+            with redis.Redis(port=server.port) as client:
+                client.config_set("auto-aof-rewrite-percentage", 0)
+        join_redis(servers, count)
+        url = "redis-cluster://" + ",".join(f"127.0.0.1:{port}" for port in ports)
+        client = open_redis(load_settings().model_copy(update={"redis_url": url}))
+        keys = KeySpace(_even_prefix(count), SHARDS)
+        for number in range(keys.shards):
+            state = keys.shard(number).state
+            term, life, *_ = await run_script(client, "raise_term", [state], [0, "bench"])
+            await run_script(client, "reconcile", [state], [term, "bench", life, "0", keys.shards])
+        gate = Gate(client, keys, SEALER, LIMITS)
+        try:
+            yield gate, ports
+        finally:
+            await gate.close()
+            await client.aclose()
+
+
+def _even_prefix(count: int) -> str:
+    """A prefix whose shards' slots lie evenly: which slot a shard has is chance, and this measures work, not luck."""
+    for number in range(100_000):
+        keys = KeySpace(f"bench{number}", SHARDS)
+        slots = [_slot(keys.shard(shard).state) for shard in range(SHARDS)]
+        if {sum(slot * count // 16_384 == place for slot in slots) for place in range(count)} == {SHARDS // count}:
+            return keys.prefix
+    raise RuntimeError(f"no prefix spreads {SHARDS} shards over {count} masters")
+
+
+def _slot(key: str) -> int:
+    return int(key_slot(key.encode()))
+
+
+def _server_seconds(ports: list[int]) -> float:
+    """Processor time of all masters so far."""
+    total = 0.0
+    for port in ports:
+        with redis.Redis(port=port) as client:
+            used = client.info("cpu")
+            total += used["used_cpu_user"] + used["used_cpu_sys"]
+    return total
+
+
+async def _measure(count: int, decisions: int) -> dict[str, float]:
+    async with masters(count) as (gate, ports):
+        offers = [f"e{number}" for number in range(SHARDS * 4)]
+        each = decisions // len(offers)
+        await gate.decide([envelope(offer, each) for offer in offers], "decided", timeout_ms=60_000)
+        by_offer = [grabs(offer, each) for offer in offers]
+        wanted = [by_offer[place % len(offers)][place // len(offers)] for place in range(each * len(offers))]
+        # Lists of one caller are of one offer, as those of a service usually are.
+        lists = sorted(range(len(wanted)), key=lambda place: (place // (32 * len(offers)), place % len(offers)))
+        client_before, server_before = time.process_time(), _server_seconds(ports)
+        rate = await answered_lists(gate, [wanted[place] for place in lists])
+        client, server = time.process_time() - client_before, _server_seconds(ports) - server_before
+        return {
+            "decisions/s": round(rate),
+            "µs of Redis": round(server / len(wanted) * 1e6, 2),
+            "µs of client": round(client / len(wanted) * 1e6, 2),
+        }
+
+
+async def work_per_decision(runs: int, decisions: int) -> dict[str, Any]:
+    """Row `masters`: µs of processor a decision (Redis and client) on three masters, against one."""
+    profile: dict[str, Any] = {}
+    ours, theirs = [], []
+    for _ in range(runs):
+        for count in MASTERS:
+            profile[f"{count} masters"] = await _measure(count, decisions)
+        for found, count in ((theirs, MASTERS[0]), (ours, MASTERS[-1])):
+            of = profile[f"{count} masters"]
+            found.append(of["µs of Redis"] + of["µs of client"])
+    return {"ours": ours, "theirs": theirs, "unit": "µs/decision", "profile": profile}

@@ -1,0 +1,71 @@
+"""The observer: looks at every shard all the time, and remembers when it was seen fenced, by the server's own clock."""
+
+import asyncio
+from typing import Any, Final, NamedTuple
+
+from redis.exceptions import RedisError
+
+from lua.loader import SCRIPTS
+from ops.connections import key_space, open_redis
+from ops.settings import Settings
+
+LOOK_EVERY_SECONDS: Final = 0.02
+#: {fenced, life of the server, term, time ms}, in one call; the includes are those that decide.
+LOOK: Final = (
+    "#!lua flags=no-writes\n"
+    + (SCRIPTS / "includes" / "shard.lua").read_text()
+    + "local held = redis.call('HMGET', KEYS[1], 'life', 'term')\n"
+    + "local life = life_of_server()\n"
+    + "return {held[1] == life and 0 or 1, life, held[2] or '0', string.format('%.0f', time_of_server())}\n"
+)
+
+
+class Fenced(NamedTuple):
+    """A shard was fenced from the first to the last of these times (ms), with nobody taking it over in between."""
+
+    shard: int
+    term: int
+    from_ms: int
+    until_ms: int
+
+
+class Observer:
+    """Follows the fences of a system; `spans` are what was seen."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._tasks: list[asyncio.Task[None]] = []
+        self._stopping = False
+        self.spans: list[Fenced] = []
+
+    def start(self) -> None:
+        """Begins to look."""
+        self._tasks = [asyncio.create_task(self._follow(shard)) for shard in range(self._settings.shards)]
+
+    async def stop(self) -> None:
+        """Ends; by a word, since the client of Redis may swallow a cancellation."""
+        self._stopping = True
+        await asyncio.gather(*self._tasks)
+
+    async def _follow(self, shard: int) -> None:
+        client = open_redis(self._settings)
+        key = key_space(self._settings).shard(shard).state
+        before: tuple[str, int, int] | None = None
+        try:
+            while not self._stopping:
+                try:
+                    before = self._seen(shard, before, await client.execute_command("EVAL", LOOK, 1, key))
+                except (RedisError, OSError):
+                    before = None
+                await asyncio.sleep(LOOK_EVERY_SECONDS)
+        finally:
+            await client.aclose()
+
+    def _seen(self, shard: int, before: tuple[str, int, int] | None, reply: list[Any]) -> tuple[str, int, int] | None:
+        """Lengthens the span by what was seen now; the new beginning, or None when it is not fenced."""
+        fenced, life, term, time_ms = reply[0], reply[1].decode(), int(reply[2]), int(reply[3])
+        if not fenced:
+            return None
+        if before is not None and before[:2] == (life, term):
+            self.spans.append(Fenced(shard, term, before[2], time_ms))
+        return (life, term, time_ms)

@@ -1,0 +1,205 @@
+"""The stage: servers of the drill's own, and for each cell a system with workers, traffic and an observer on them."""
+
+import asyncio
+import secrets
+import shutil
+import signal
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from random import Random
+from typing import Any, Final
+
+from psycopg import AsyncConnection
+from pydantic import SecretStr
+
+from lua.gate import Gate
+from ops.commands.services import new_seal_key
+from ops.connections import key_space, open_gate, open_redis
+from ops.rehearsal.stage import take_down
+from ops.services import ClusterServices, LocalServices, ServerSet, free_ports
+from ops.services.cluster import ports_from
+from ops.services.servers import Redis
+from ops.settings import Settings, load_settings
+from projections.migrate import migrate
+from streams.topics import Topics, create_topics
+from tests.conftest import Worker, until
+from tests.drill.observer import Observer
+from tests.drill.switch import Switch
+from tests.drill.traffic import Traffic
+
+SHARDS: Final = 3
+DECIDING: Final = "decide,relay,sweep"
+PROJECTING: Final = "project,publish"
+START_SECONDS: Final = 40.0
+
+
+class Servers:
+    """Servers to be killed. One of each, whose Redis and PostgreSQL are reached through switches; or a cluster, reached directly."""
+
+    def __init__(self, folder: Path, cluster: bool) -> None:
+        self.folder = folder
+        self.cluster = cluster
+        self.services: ServerSet = (
+            ClusterServices(folder, ports_from(free_ports(19))) if cluster else LocalServices(folder, *free_ports(4), kafka_heap_mb=384)
+        )
+        self.redis_switch = Switch(0)
+        self.postgres_switch = Switch(0)
+        self.spare: Redis | None = None
+
+    @property
+    def single(self) -> LocalServices:
+        """The set of one of each."""
+        assert isinstance(self.services, LocalServices)
+        return self.services
+
+    @property
+    def many(self) -> ClusterServices:
+        """The set that is a cluster."""
+        assert isinstance(self.services, ClusterServices)
+        return self.services
+
+    async def start(self) -> None:
+        """Starts what does not run and points the switches at it."""
+        await asyncio.to_thread(self.services.up, temporary=True)
+        if not self.cluster:
+            [redis_port, postgres_port] = free_ports(2)
+            await self.redis_switch.start(redis_port)
+            await self.postgres_switch.start(postgres_port)
+            self.redis_switch.point_at(self.single.redis.port)
+            self.postgres_switch.point_at(self.single.postgres.port)
+
+    async def mend(self) -> None:
+        """After a cell, whatever it did: all servers run, no replica is left, Redis is empty."""
+        for server in self.services.all:
+            if server.pid is not None:
+                server.send_signal(signal.SIGCONT)
+        if self.spare is not None:
+            await asyncio.to_thread(self.spare.kill)
+            shutil.rmtree(self.spare.directory, ignore_errors=True)
+            self.spare = None
+        await asyncio.to_thread(self.services.up, temporary=True)
+        if not self.cluster:
+            self.redis_switch.point_at(self.single.redis.port)
+            self.postgres_switch.commits_to_lose = 0
+
+    async def end(self) -> None:
+        """Ends all and deletes their data."""
+        await self.redis_switch.close()
+        await self.postgres_switch.close()
+        if self.spare is not None:
+            await asyncio.to_thread(self.spare.kill)
+        await asyncio.to_thread(self.services.remove)
+
+    async def start_spare(self) -> Redis:
+        """Another Redis, beside the one there is."""
+        directory = self.folder / "spare"
+        self.spare = Redis(directory, free_ports(1)[0], "redis-spare")
+        await asyncio.to_thread(self.spare.start)
+        return self.spare
+
+    def environment(self) -> dict[str, str]:
+        """The settings that point at these servers."""
+        found = self.services.environment()
+        if not self.cluster:
+            found["redis_url"] = f"redis://127.0.0.1:{self.redis_switch.port}/0"
+            found["postgres"] = f"postgresql://grabstream@127.0.0.1:{self.postgres_switch.port}/grabstream"
+        return found
+
+
+@asynccontextmanager
+async def servers(cluster: bool) -> AsyncIterator[Servers]:
+    """Servers that are there for this drill only."""
+    with tempfile.TemporaryDirectory(prefix="grabstream-drill-") as folder:
+        Path(folder).chmod(0o755)  # PostgreSQL may run as another user
+        made = Servers(Path(folder) / "servers", cluster)
+        try:
+            await made.start()
+            yield made
+        finally:
+            await made.end()
+
+
+class Scene:
+    """What a fault may lay hands on."""
+
+    def __init__(self, servers: Servers, settings: Settings, gate: Gate, client: Any, traffic: Traffic, random: Random, logs: Path) -> None:
+        self.servers = servers
+        self.settings = settings
+        self.gate = gate
+        #: A client of its own for the fault and for the checks.
+        self.redis = client
+        self.traffic = traffic
+        self.random = random
+        self.keys = key_space(settings)
+        self.observer = Observer(settings)
+        self.deciding: list[Worker] = []
+        self.projecting: list[Worker] = []
+        #: Where what the workers say is written.
+        self.logs = logs
+        #: When the fault was over, ms since 1970; None before.
+        self.mended_at_ms: int | None = None
+        self._stack = AsyncExitStack()
+
+    def start_deciding(self, fail_at: str = "") -> Worker:
+        """One more worker that decides, relays and sweeps."""
+        self.deciding.append(Worker(self.settings, DECIDING, self.logs / f"deciding-{len(self.deciding)}.log", fail_at=fail_at))
+        return self.deciding[-1]
+
+    def start_projecting(self, fail_at: str = "") -> Worker:
+        """One more worker that builds read models."""
+        self.projecting.append(Worker(self.settings, PROJECTING, self.logs / f"projecting-{len(self.projecting)}.log", fail_at=fail_at))
+        return self.projecting[-1]
+
+    async def relayed_by(self, worker: Worker) -> None:
+        """Returns when a worker has all leases."""
+
+        async def has_all() -> bool:
+            holders = [await self.redis.get(self.keys.shard(shard).lease) for shard in range(SHARDS)]
+            return all(holder is not None and f"-{worker.process.pid}-".encode() in holder for holder in holders)
+
+        await until(has_all, START_SECONDS, "the lease of every shard")
+
+    async def another_gate(self) -> Gate:
+        """A gate with connections of its own, which traffic may use too."""
+        return await self._stack.enter_async_context(open_gate(self.settings))
+
+    async def close(self) -> None:
+        """Ends workers, traffic and gates."""
+        await self.traffic.end()
+        await self.observer.stop()
+        for worker in (*self.deciding, *self.projecting):
+            worker.kill()
+        await self._stack.aclose()
+
+
+@asynccontextmanager
+async def scene(servers: Servers, shape: str, seed: str, fail_deciding: str = "", fail_projecting: str = "") -> AsyncIterator[Scene]:
+    """A system of its own on the servers, with two workers that decide and one that projects; all taken away afterwards."""
+    name = f"drill{secrets.token_hex(4)}"
+    settings = load_settings().model_copy(
+        update={"prefix": name, "schema_": name, "shards": SHARDS, "seal_keys": SecretStr(new_seal_key()), **servers.environment()}
+    )
+    await create_topics(settings.kafka, Topics(name), SHARDS)
+    async with await AsyncConnection.connect(settings.postgres, autocommit=True) as connection:
+        await migrate(connection, settings.schema_, SHARDS)
+    client = open_redis(settings)
+    logs = servers.folder.parent / name
+    logs.mkdir()
+    try:
+        async with open_gate(settings) as gate:
+            made = Scene(servers, settings, gate, client, Traffic(shape, gate, key_space(settings), seed), Random(seed), logs)
+            try:
+                first = made.start_deciding(fail_deciding)
+                made.start_projecting(fail_projecting)
+                await made.relayed_by(first)
+                made.start_deciding()
+                made.observer.start()
+                yield made
+            finally:
+                await made.close()
+    finally:
+        await client.aclose()
+        await servers.mend()
+        await take_down(settings)

@@ -1,0 +1,58 @@
+"""A few cells of the kill matrix, on every run: a fault of each kind of server and of a worker, and every shape of traffic."""
+
+from collections.abc import AsyncIterator
+
+import pytest
+import pytest_asyncio
+from click.testing import CliRunner
+
+from models.answers import Answer
+from models.commands import Grab
+from tests.drill.__main__ import main
+from tests.drill.cells import SHORT, Cell, cells, play
+from tests.drill.checks import Journaled, decided_while_fenced, missing
+from tests.drill.faults import FAULTS
+from tests.drill.observer import Fenced
+from tests.drill.stage import Servers, servers
+from tests.drill.traffic import SHAPES
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def own() -> AsyncIterator[Servers]:
+    """Servers to be killed."""
+    async with servers(cluster=False) as made:
+        yield made
+
+
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize("name", SHORT)
+async def test_a_cell(own: Servers, name: str) -> None:
+    verdict = await play(own, Cell(*name.split("×")), seed=1)
+    assert verdict.passed, verdict
+
+
+def test_every_cell_can_be_asked_for() -> None:
+    single, cluster = cells("single"), cells("cluster")
+    assert {cell.fault for cell in (*single, *cluster)} == set(FAULTS)
+    assert len({cell.name for cell in single}) == len(single) == len(SHAPES) * sum("single" in fault.where for fault in FAULTS.values())
+    assert {cell.name for cell in single} >= set(SHORT)
+    assert [cell.name for cell in cells("single", ["redis.aof*×h*"])] == ["redis.aof_tail×holds"]
+    listed = CliRunner().invoke(main, ["--list", "--cell", "kafka.leaderless×*", "--cluster"])
+    assert listed.output.split() == [f"kafka.leaderless×{shape}" for shape in SHAPES]
+    refused = CliRunner().invoke(main, ["--cell", "redis.meteor×*"])
+    assert refused.exit_code == 2
+    assert "--list prints them" in refused.output
+
+
+def test_the_checks_find_what_is_wrong() -> None:
+    """Each of them, shown something wrong, says so: a check that cannot fail proves nothing."""
+    command = Grab(id="g", offer="e", user="u")
+    answer = Answer("g", "granted", 0, "e", "g", amount=5, shard=0, seq=7)
+    event = {"command": "g", "offer": "e", "amount": 5, "at": 1_000}
+    there = {(0, 7): Journaled(3, event)}
+    assert missing([(command, answer)], there) == []
+    for wrong in ({}, {(0, 7): Journaled(3, {**event, "command": "x"})}, {(0, 7): Journaled(3, {**event, "amount": 6})}):
+        assert len(missing([(command, answer)], wrong)) == 1
+    assert len(decided_while_fenced([Fenced(0, 3, 990, 1_010)], there)) == 1
+    for harmless in (Fenced(0, 4, 990, 1_010), Fenced(1, 3, 990, 1_010), Fenced(0, 3, 1_000, 1_010)):
+        assert decided_while_fenced([harmless], there) == []

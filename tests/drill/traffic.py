@@ -1,0 +1,241 @@
+"""Traffic: callers of a gate who keep every answer they were given, in four shapes; a fault must not make one of them untrue."""
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Final
+
+from lua.gate import Gate, OutcomeUnknown
+from lua.keys import KeySpace
+from models.answers import Answer
+from models.commands import Amend, AnyCommand, Confirm, Grab, Open, Pause, Release, Resume, Return
+from models.offers import Changes, CouponTerms, EnvelopeTerms, Limit, StockTerms, Terms
+from tests.conftest import until
+
+CALLERS: Final = 8
+PAUSE_SECONDS: Final = 0.004
+HOLD_MS: Final = 900
+PRICE: Final = 7
+ANSWER_SECONDS_MAX: Final = 90.0
+
+
+class Traffic:
+    """Callers in one shape; `answered` are all commands with their last answer, in the order the answers came."""
+
+    def __init__(self, shape: str, gate: Gate, keys: KeySpace, seed: str) -> None:
+        self.shape = shape
+        self.random = random.Random(seed)
+        self.answered: list[tuple[AnyCommand, Answer]] = []
+        self.unknown = 0
+        self.refused_for_now = 0
+        self._gates = [gate]
+        self._names = _a_campaign_of_each_shard(keys)
+        self._tasks: list[asyncio.Task[None]] = []
+        self._stopping = asyncio.Event()
+        self._commands = 0
+
+    # -- what the drill does with it ----------------------------------------------------------------------------------
+
+    async def begin(self) -> None:
+        """Opens the offers and lets the callers in."""
+        _, openings = SHAPES[self.shape]
+        for name in self._names:
+            await self.send([self.command(Open, offer, terms=terms) for offer, terms in openings(name, self.random)])
+        caller, _ = SHAPES[self.shape]
+        self._tasks = [asyncio.create_task(self._call(caller, number)) for number in range(CALLERS)]
+        if self.shape == "amendments":
+            self._tasks.append(asyncio.create_task(self._call(operator, CALLERS)))
+
+    def join(self, gate: Gate) -> None:
+        """From now on half of what is sent goes by this gate too."""
+        self._gates.append(gate)
+
+    async def more(self, answers: int, seconds: float = ANSWER_SECONDS_MAX, what: str = "more answers") -> None:
+        """Returns when so many more commands have been decided."""
+        wanted = len(self.answered) + answers
+        await until(lambda: self._failed() or len(self.answered) >= wanted, seconds, what)
+
+    async def stop(self) -> None:
+        """Lets everybody finish what they have begun."""
+        self._stopping.set()
+        async with asyncio.timeout(ANSWER_SECONDS_MAX):
+            await asyncio.gather(*self._tasks)
+
+    async def end(self) -> None:
+        """Ends without waiting for answers, after something went wrong."""
+        self._stopping.set()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _failed(self) -> bool:
+        for task in self._tasks:
+            if task.done():
+                task.result()
+        return False
+
+    # -- what callers do with it --------------------------------------------------------------------------------------
+
+    @property
+    def stopping(self) -> bool:
+        """Whether a caller should not begin anything new."""
+        return self._stopping.is_set()
+
+    def command(self, make: Any, offer: str, **rest: Any) -> Any:
+        """A command under an id of its own."""
+        self._commands += 1
+        return make(id=f"c{self._commands}", offer=offer, **rest)
+
+    def campaign(self) -> str:
+        """A campaign, of any shard."""
+        return self.random.choice(self._names)
+
+    async def send(self, commands: Sequence[AnyCommand]) -> list[Answer]:
+        """The answers, however often it takes: the same commands under their ids."""
+        while True:
+            gate = self.random.choice(self._gates)
+            try:
+                answers = await gate.decide(commands, patience_ms=500, timeout_ms=3_000)
+            except OutcomeUnknown:
+                self.unknown += 1
+                continue
+            if all(answer.decided for answer in answers):
+                self.answered += zip(commands, answers, strict=True)
+                return answers
+            self.refused_for_now += 1
+            await asyncio.sleep(PAUSE_SECONDS)
+
+    async def _call(self, caller: Callable[["Traffic", str], Awaitable[None]], number: int) -> None:
+        while not self.stopping:
+            await caller(self, self.campaign())
+            await asyncio.sleep(self.random.uniform(0, 2 * PAUSE_SECONDS))
+
+
+def _a_campaign_of_each_shard(keys: KeySpace) -> list[str]:
+    names: dict[int, str] = {}
+    number = 0
+    while len(names) < keys.shards:
+        names.setdefault(keys.shard_of_offer(f"k{number}"), f"k{number}")
+        number += 1
+    return [names[shard] for shard in sorted(names)]
+
+
+# -- grabs ----------------------------------------------------------------------------------------------------------------
+
+
+def _grab_openings(campaign: str, draw: random.Random) -> list[tuple[str, Terms]]:
+    parts: dict[str, Any] = {"issuer": "ann", "funding": "pay", "asset": "CNY", "total": 300_000, "parts": 3_000}
+    limits = (Limit("user", "offer", 3), Limit("user", "day", 2), Limit("card", "hour", 5, "campaign"))
+    return [
+        (f"{campaign}:ahead", EnvelopeTerms(**parts)),
+        (f"{campaign}:drawn", EnvelopeTerms(**parts, draw="at_grab", seed=f"{draw.getrandbits(128):032x}")),
+        (f"{campaign}:coupon", CouponTerms(issuer="ann", total=3_000, limits=limits)),
+    ]
+
+
+async def grabber(traffic: Traffic, campaign: str) -> None:
+    """A few grabs at once, of users who may have been here before."""
+    offer = f"{campaign}:{traffic.random.choice(('ahead', 'drawn', 'coupon'))}"
+    attributes = {"card": f"card{traffic.random.randrange(30)}"} if offer.endswith("coupon") else {}
+    count = traffic.random.randint(1, 4)
+    await traffic.send(
+        [traffic.command(Grab, offer, user=f"u{traffic.random.randrange(5_000)}", attributes=attributes) for _ in range(count)]
+    )
+
+
+# -- holds near their deadline ----------------------------------------------------------------------------------------------
+
+
+def _hold_openings(campaign: str, draw: random.Random) -> list[tuple[str, Terms]]:
+    common: dict[str, Any] = {
+        "issuer": "shop", "total": 25, "price": PRICE, "currency": "CNY", "hold_ms": HOLD_MS, "max_per_grab": 2, "waiting_list": True,
+        "limits": (Limit("user", "offer", 4),), "return_restores": True,
+    }  # fmt: skip
+    return [
+        (f"{campaign}:retake", StockTerms(**common, late="retake")),
+        (f"{campaign}:grace", StockTerms(**common, late="grace", grace_ms=300, extensions=1)),
+    ]
+
+
+async def buyer(traffic: Traffic, campaign: str) -> None:
+    """Holds, and pays at once, pays about the deadline, gives back, or forgets about it; some who paid return it."""
+    draw = traffic.random
+    offer = f"{campaign}:{draw.choice(('retake', 'grace'))}"
+    quantity = draw.randint(1, 2)
+    grab = traffic.command(Grab, offer, user=f"u{draw.randrange(400)}", quantity=quantity, wait=draw.random() < 0.3)
+    [held] = await traffic.send([grab])
+    if held.outcome != "held":
+        return
+    mood = draw.random()
+    if mood < 0.6:
+        if mood > 0.25:
+            await asyncio.sleep((HOLD_MS + draw.uniform(-60, 60)) / 1000)
+        paid = {"payment": f"pay-{grab.id}", "paid": PRICE * quantity, "currency": "CNY"}
+        [confirmed] = await traffic.send([traffic.command(Confirm, offer, grab=grab.id, **paid)])
+        if confirmed.outcome == "confirmed" and mood < 0.2:
+            await traffic.send([traffic.command(Return, offer, grab=grab.id, reason="too small")])
+    elif mood < 0.8:
+        await traffic.send([traffic.command(Release, offer, grab=grab.id)])
+
+
+# -- amendments -------------------------------------------------------------------------------------------------------------
+
+
+def _amendment_openings(campaign: str, draw: random.Random) -> list[tuple[str, Terms]]:
+    return [(f"{campaign}:amended", CouponTerms(issuer="shop", total=400, limits=(Limit("user", "day", 3),)))]
+
+
+async def amended_grabber(traffic: Traffic, campaign: str) -> None:
+    """Grabs of an offer that changes meanwhile."""
+    await traffic.send([traffic.command(Grab, f"{campaign}:amended", user=f"u{traffic.random.randrange(2_000)}")])
+
+
+async def operator(traffic: Traffic, campaign: str) -> None:
+    """More or fewer units, other limits, a pause."""
+    draw, offer = traffic.random, f"{campaign}:amended"
+    make, rest = draw.choice(
+        [
+            (Amend, {"changes": Changes(total=draw.randint(400, 4_000)), "operator": "olga"}),
+            (Amend, {"changes": Changes(limits=(Limit("user", "day", draw.randint(1, 5)),))}),
+            (Amend, {"changes": Changes(title='another "title"')}),
+            (Pause, {}), (Resume, {}), (Resume, {}), (Resume, {}),
+        ]
+    )  # fmt: skip
+    await traffic.send([traffic.command(make, offer, **rest)])
+
+
+# -- baskets ----------------------------------------------------------------------------------------------------------------
+
+
+def _basket_openings(campaign: str, draw: random.Random) -> list[tuple[str, Terms]]:
+    common: dict[str, Any] = {"issuer": "shop", "price": PRICE, "currency": "CNY", "limits": (Limit("user", "day", 6, "campaign"),)}
+    return [
+        (f"{campaign}:{name}", StockTerms(**common, total=total, hold_ms=HOLD_MS * 2))
+        for name, total in (("phone", 60), ("case", 400), ("cable", 800))
+    ]
+
+
+async def basket_buyer(traffic: Traffic, campaign: str) -> None:
+    """Two or three things that stand or fall together; then one is paid, or given back."""
+    draw = traffic.random
+    user, names = f"u{draw.randrange(600)}", draw.sample(("phone", "case", "cable"), draw.randint(2, 3))
+    basket = f"b{traffic.command(Grab, campaign, user=user).id}"
+    grabs = [traffic.command(Grab, f"{campaign}:{name}", user=user, basket=basket) for name in names]
+    answers = await traffic.send(grabs)
+    if answers[0].outcome != "held":
+        return
+    chosen = draw.choice(grabs)
+    if draw.random() < 0.5:
+        paid = {"payment": f"pay-{chosen.id}", "paid": PRICE, "currency": "CNY"}
+        await traffic.send([traffic.command(Confirm, chosen.offer, grab=chosen.id, **paid)])
+    elif draw.random() < 0.5:
+        await traffic.send([traffic.command(Release, chosen.offer, grab=chosen.id)])
+
+
+#: What callers do, and which offers they need, by the name of the shape.
+SHAPES: Final[dict[str, tuple[Any, Any]]] = {
+    "grabs": (grabber, _grab_openings),
+    "holds": (buyer, _hold_openings),
+    "amendments": (amended_grabber, _amendment_openings),
+    "baskets": (basket_buyer, _basket_openings),
+}

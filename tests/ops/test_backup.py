@@ -1,0 +1,90 @@
+"""Backup and restore as docs/backup.md says, by its own commands: PostgreSQL is lost, Redis is lost, and the books are right again."""
+
+import asyncio
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from models.commands import Grab, Open
+from models.offers import EnvelopeTerms
+from ops.connections import open_gate, open_redis
+from ops.services.servers import PROJECT
+from ops.settings import Settings, child_environment
+from ops.verification import verify
+from tests.streams.test_projections import rows
+
+DECIDING, PROJECTING = "decide,relay,sweep", "project,publish"
+
+
+def commands(name: str) -> str:
+    """The block of the document that is marked with a name."""
+    [found] = re.findall(rf"^```sh {name}\n(.*?)^```", (PROJECT / "docs" / "backup.md").read_text(), re.MULTILINE | re.DOTALL)
+    return str(found)
+
+
+def carry_out(name: str, settings: Settings, backup: Path) -> None:
+    environment = child_environment(
+        prefix=settings.prefix, schema=settings.schema_, redis_url=settings.redis_url, kafka=settings.kafka, postgres=settings.postgres,
+        shards=str(settings.shards), seal_keys=settings.seal_keys.get_secret_value(),
+    )  # fmt: skip
+    environment |= {"BACKUP": str(backup), "PATH": f"{Path(sys.executable).parent}:{environment['PATH']}"}
+    done = subprocess.run(["bash", "-euo", "pipefail", "-c", commands(name)], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+async def grab(settings: Settings, *users: str, opening: bool = False) -> None:
+    async with open_gate(settings) as gate:
+        if opening:
+            terms = EnvelopeTerms(issuer="alice", funding="pay", asset="CNY", total=10_000, parts=1_000)
+            await gate.decide([Open(id="open", offer="e", terms=terms)], patience_ms=30_000)
+        answers = await gate.decide([Grab(id=f"g-{user}", offer="e", user=user) for user in users], patience_ms=30_000)
+        assert {answer.outcome for answer in answers} == {"granted"}
+
+
+async def all_is_right(settings: Settings) -> None:
+    wrong = {check.name: check.problems for check in await verify(settings) if not check.passed}
+    assert not wrong, wrong
+
+
+@pytest.mark.parametrize("how", ["restore", "anew"])
+async def test_postgresql_is_lost(system: Settings, worker: Callable[..., Any], tmp_path: Path, how: str) -> None:
+    """What came after the backup, and what comes while PostgreSQL is away, is in the books again; so it is without any backup."""
+    worker(system, DECIDING)
+    projecting = worker(system, PROJECTING)
+    await grab(system, *(f"a{number}" for number in range(50)), opening=True)
+    await all_is_right(system)
+    if how == "restore":
+        await asyncio.to_thread(carry_out, "backup", system, tmp_path)
+    await grab(system, *(f"b{number}" for number in range(50)))
+    await all_is_right(system)
+    books = await rows(system, "SELECT * FROM accounts ORDER BY account, asset")
+    assert projecting.stop() == 0
+    await asyncio.to_thread(carry_out, how, system, tmp_path)
+    before = await rows(system, "SELECT coalesce(max(seq), 0) FROM cursors WHERE projection = 'ledger'")
+    assert before == [(51 if how == "restore" else 0,)]
+    worker(system, PROJECTING)
+    await all_is_right(system)
+    assert await rows(system, "SELECT * FROM accounts ORDER BY account, asset") == books
+    await grab(system, "after")
+    await all_is_right(system)
+
+
+async def test_redis_is_lost(system: Settings, worker: Callable[..., Any]) -> None:
+    """It needs no backup, and nobody has to type anything."""
+    worker(system, DECIDING)
+    worker(system, PROJECTING)
+    await grab(system, *(f"a{number}" for number in range(50)), opening=True)
+    redis = open_redis(system)
+    try:
+        keys = [key async for key in redis.scan_iter(match=f"{system.prefix}:*", count=1_000)]
+        for key in keys:
+            await redis.unlink(key)
+    finally:
+        await redis.aclose()
+    await grab(system, "after")
+    await all_is_right(system)
