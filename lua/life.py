@@ -2,7 +2,9 @@
 
 from typing import Any
 
+from lua.gate import run_script
 
-async def life_of(redis: Any) -> str:
-    """Run id and replication id of the server; raises the client's own errors."""
-    return str((await redis.info("server"))["run_id"]) + str((await redis.info("replication"))["master_replid"])
+
+async def life_of(redis: Any, key: str) -> str:
+    """Run id and replication id of the server that has a key; raises the client's own errors."""
+    return str((await run_script(redis, "life", [key], [])).decode())

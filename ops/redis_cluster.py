@@ -104,6 +104,14 @@ class ClusterSubscription(ClusterPubSub):  # type: ignore[misc]
             raise ConnectionError(f"no server to subscribe at: {error}") from error
 
 
+async def masters(client: Any) -> list[tuple[str, dict[str, Any]]]:
+    """The servers that decide: of each its address ('' for one without a cluster), and what a command is given to be asked there."""
+    if not isinstance(client, RedisCluster):
+        return [("", {})]
+    await client.initialize()
+    return [(node.name, {"target_nodes": node}) for node in client.get_primaries()]
+
+
 async def information(client: Any, section: str, key: str | None = None) -> dict[str, dict[str, Any]]:
     """INFO of each server by its address, or of the one that has a key; raises ConnectionError when none answers.
 

@@ -151,25 +151,29 @@ class Recovery:
             async for events in snapshot.events:
                 await self._apply_all(own, events, None)
             await self._apply(own, [], "", snapshot.cursor.seq, snapshot.at)
+            await self._shard.trim(own, snapshot.cursor)
             return snapshot.cursor
 
     async def _follow(self, own: Ownership, seq: int, journal: AsyncGenerator[tuple[Cursor, Sequence[Accepted]], None]) -> int:
         """Applies the events behind a seq; returns the last one's."""
         waiting: list[bytes] = []
+        cursor: Cursor | None = None
         async with aclosing(journal) as reading:
-            async for _, accepted in reading:
+            async for cursor, accepted in reading:
                 waiting += [one.line for one in accepted if one.seq > seq + len(waiting)]
-                while len(waiting) >= APPLY_EVENTS_MAX:
-                    seq = await self._apply_lines(own, seq, waiting[:APPLY_EVENTS_MAX])
-                    del waiting[:APPLY_EVENTS_MAX]
-        return await self._apply_lines(own, seq, waiting) if waiting else seq
+                if len(waiting) >= APPLY_EVENTS_MAX:
+                    seq = await self._apply_lines(own, seq, waiting, cursor)
+                    waiting = []
+        return await self._apply_lines(own, seq, waiting, cursor) if waiting and cursor is not None else seq
 
-    async def _apply_lines(self, own: Ownership, seq: int, lines: Sequence[bytes]) -> int:
+    async def _apply_lines(self, own: Ownership, seq: int, lines: Sequence[bytes], cursor: Cursor) -> int:
+        """Applies lines up to a cursor, which is the checkpoint then: who has to go on from here need not begin anew."""
         try:
             events = decode_event_list(b"[" + b",".join(lines) + b"]")
         except msgspec.DecodeError as error:
             raise Impossible(f"behind seq {seq}: {error}") from None
         await self._apply_all(own, events, seq)
+        await self._shard.trim(own, cursor)
         return seq + len(lines)
 
     # -- applying -----------------------------------------------------------------------------------------------------

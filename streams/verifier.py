@@ -255,7 +255,7 @@ class Verifier:
                 pipe.hmget(keys.offer(state.offer), ["offer_seq", "amount_left", "units_left", "held", "places"])
             [[of_life, history, seq], *offers] = await pipe.execute()
         # Asked behind the reading: in another life what was read may be taken back.
-        if of_life is None or of_life.decode() != await life_of(self._redis):
+        if of_life is None or of_life.decode() != await life_of(self._redis, keys.state):
             return
         for state, values in zip(states, offers, strict=True):
             if values[0] is None:

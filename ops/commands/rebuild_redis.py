@@ -1,12 +1,16 @@
 """`rebuild redis`: shards made anew from the journal by hand. Workers do the same by themselves whenever Redis lost something."""
 
 import asyncio
+import secrets
 import sys
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import click
 
+from lua.gate import run_script
 from lua.keys import SHARD_FIELDS
 from ops.commands.init import check_shards
 from ops.connections import key_space, open_redis, report_recovery, require_core, sealer, snapshots
@@ -14,11 +18,13 @@ from ops.output import console, json_option, print_json, table
 from ops.progress import ProgressLine
 from ops.settings import Settings, load_settings
 from ops.stopping import run_until_stopped
+from streams.keeper import RENEWALS_PER_LEASE
 from streams.ownership import NewerProgram, NotReconciled, SteppedDown
 from streams.relay import ShardRelay
 from streams.topics import Topics
 
 ATTEMPTS_MAX = 10
+LEASE_MS = 3_000
 REASON = "it is being rebuilt by hand"
 
 
@@ -69,7 +75,32 @@ async def _state(settings: Settings, redis: Any, shard: int) -> str:
     )
 
 
+@asynccontextmanager
+async def _lease(settings: Settings, redis: Any, shard: int) -> AsyncIterator[None]:
+    """Holds a shard's lease, so that the worker that relays it lets it go, and takes it back afterwards."""
+    of_shard = key_space(settings).shard(shard)
+    keys, name = [of_shard.lease, of_shard.state], f"rebuild-{secrets.token_hex(4)}"
+
+    async def hold() -> None:
+        while True:
+            await run_script(redis, "lease", keys, [name, LEASE_MS, "1"])
+            await asyncio.sleep(LEASE_MS / 1000 / RENEWALS_PER_LEASE)
+
+    holding = asyncio.create_task(hold())
+    try:
+        yield
+    finally:
+        holding.cancel()
+        await asyncio.gather(holding, return_exceptions=True)
+        await run_script(redis, "lease", keys, [name, 0])
+
+
 async def _rebuild(settings: Settings, redis: Any, shard: int) -> dict[str, Any]:
+    async with _lease(settings, redis, shard):
+        return await _rebuild_owned(settings, redis, shard)
+
+
+async def _rebuild_owned(settings: Settings, redis: Any, shard: int) -> dict[str, Any]:
     line, began = ProgressLine(), time.monotonic()
     applied = 0
 
@@ -86,8 +117,8 @@ async def _rebuild(settings: Settings, redis: Any, shard: int) -> dict[str, Any]
         try:
             await relay.rebuild(REASON)
         except SteppedDown:
-            # The worker that relays the shard has taken it back in between: once more.
-            await asyncio.sleep(0)
+            # The worker that relayed the shard has not let it go yet.
+            await asyncio.sleep(settings.lease_ms / 1000 / RENEWALS_PER_LEASE)
             continue
         except (NotReconciled, NewerProgram) as error:
             return {"shard": shard, "done": str(error), "refused": True}

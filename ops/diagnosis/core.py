@@ -4,7 +4,9 @@ import re
 from typing import Any, Final, NamedTuple
 
 from lua.keys import SHARD_FIELDS, KeySpace, ShardKeys
+from lua.life import life_of
 from ops.diagnosis.findings import Finding, address, of_shards
+from ops.redis_cluster import masters
 from ops.settings import Settings
 
 #: An event that has waited so long for the journal is not on its way any more.
@@ -18,9 +20,11 @@ _event_at = re.compile(rb'"at":(\d+)').search
 
 
 class ShardFacts(NamedTuple):
-    """A shard as Redis has it; times in ms since 1970 UTC, None where there is nothing of the kind."""
+    """A shard as Redis has it, and the life of the server it is on; times in ms since 1970 UTC, None where there is nothing of the
+    kind."""
 
     number: int
+    server_life: str
     fields: dict[str, str | None]
     relay: str | None
     oldest_unjournaled_at: int | None
@@ -33,14 +37,14 @@ class ShardFacts(NamedTuple):
         return int(self.fields["seq"] or 0) - int(self.fields["journaled_seq"] or 0)
 
 
-class CoreFacts(NamedTuple):
-    """The server and its shards. `clock_ahead_ms`: its clock against this machine's; `life` is its run id and replication id."""
+class ServerFacts(NamedTuple):
+    """A server that decides; `name` in words. `clock_ahead_ms`: its clock against this machine's."""
 
+    name: str
     info: dict[str, Any]
     config: dict[str, str]
     time_ms: int
     clock_ahead_ms: int
-    shards: list[ShardFacts]
 
     @property
     def life(self) -> str:
@@ -53,19 +57,45 @@ class CoreFacts(NamedTuple):
         return self.time_ms - int(self.info["uptime_in_seconds"]) * 1000
 
 
+class CoreFacts(NamedTuple):
+    """The servers (several in a cluster), and the shards on them."""
+
+    servers: list[ServerFacts]
+    shards: list[ShardFacts]
+
+    @property
+    def time_ms(self) -> int:
+        """The time there, ms since 1970 UTC."""
+        return max(server.time_ms for server in self.servers)
+
+    @property
+    def clock_ahead_ms(self) -> int:
+        """The clock that is furthest from this machine's, against it."""
+        return max((server.clock_ahead_ms for server in self.servers), key=abs)
+
+    def started_at(self, life: str) -> int:
+        """When the server of a life started, ms since 1970 UTC; 0 when it is not there."""
+        return next((server.started_at for server in self.servers if server.life == life), 0)
+
+
 async def read_core(redis: Any, keys: KeySpace, clock: Any) -> CoreFacts:
     """Reads everything once; `clock` gives this machine's time in ms. Raises the client's own errors."""
-    info: dict[str, Any] = await redis.info()
+    servers = [await _read_server(redis, address, there, clock) for address, there in await masters(redis)]
+    shards = [await _read_shard(redis, keys.shard(number)) for number in range(keys.shards)]
+    return CoreFacts(servers, shards)
+
+
+async def _read_server(redis: Any, address: str, there: dict[str, Any], clock: Any) -> ServerFacts:
+    info: dict[str, Any] = await redis.info(**there)
     before = clock()
-    seconds, microseconds = await redis.time()
+    seconds, microseconds = await redis.time(**there)
     time_ms = int(seconds) * 1000 + int(microseconds) // 1000
     ahead = time_ms - (before + clock()) // 2
     config: dict[str, str] = {}
     for name in ("appendonly", "maxmemory-policy", "dir", "save"):
-        found = await redis.config_get(name)
+        found = await redis.config_get(name, **there)
         config.update({_text(key): _text(value) for key, value in found.items()})
-    shards = [await _read_shard(redis, keys.shard(number)) for number in range(keys.shards)]
-    return CoreFacts(info, config, time_ms, ahead, shards)
+    return ServerFacts(f"Redis {address}".strip(), info, config, time_ms, ahead)
 
 
 async def _read_shard(redis: Any, keys: ShardKeys) -> ShardFacts:
@@ -83,7 +113,8 @@ async def _read_shard(redis: Any, keys: ShardKeys) -> ShardFacts:
         found = _event_at(next(iter(entry[0][1].values()))) if entry else None
         oldest = int(found.group(1)) if found else None
     first_due, first_hold = (int(found[0][1]) if found else None for found in (due, holds))
-    return ShardFacts(keys.shard, fields, relay and _text(relay), oldest, first_due, first_hold)
+    life = await life_of(redis, keys.state)
+    return ShardFacts(keys.shard, life, fields, relay and _text(relay), oldest, first_due, first_hold)
 
 
 def _text(value: Any) -> str:
@@ -95,52 +126,60 @@ def _text(value: Any) -> str:
 
 def may_evict(facts: CoreFacts, settings: Settings) -> list[Finding]:
     """A core that forgets by itself."""
-    policy = facts.config["maxmemory-policy"]
-    if policy == "noeviction":
-        return []
     return [
         Finding(
-            "stuck", f"Redis may evict keys: its maxmemory-policy is {policy}",
+            "stuck", f"{server.name} may evict keys: its maxmemory-policy is {server.config['maxmemory-policy']}",
             "what was decided can vanish without a word; workers and gates refuse to start on it",
-            f"redis-cli -u {address('GRAB_REDIS_URL', settings.redis_url)} CONFIG SET maxmemory-policy noeviction",
+            f"{_cli(server, settings)} CONFIG SET maxmemory-policy noeviction",
         )
+        for server in facts.servers
+        if server.config["maxmemory-policy"] != "noeviction"
     ]  # fmt: skip
+
+
+def _cli(server: ServerFacts, settings: Settings) -> str:
+    """How a command is given to a server by hand."""
+    host, _, port = server.name.removeprefix("Redis").strip().rpartition(":")
+    return f"redis-cli -h {host} -p {port}" if port else f"redis-cli -u {address('GRAB_REDIS_URL', settings.redis_url)}"
 
 
 def may_lose(facts: CoreFacts, settings: Settings) -> list[Finding]:
     """A core that keeps nothing on its disk, or cannot."""
     found = []
-    if facts.config["appendonly"] != "yes":
-        found.append(
-            Finding(
-                "risk", "Redis writes no append-only file: appendonly is off",
-                "a restart loses every answer that was not journaled, and recovery has all the rest to rebuild",
-                f"redis-cli -u {address('GRAB_REDIS_URL', settings.redis_url)} CONFIG SET appendonly yes",
-            )
-        )  # fmt: skip
-    elif facts.info.get("aof_last_write_status") != "ok":
-        found.append(
-            Finding(
-                "stuck", "Redis cannot write its append-only file (aof_last_write_status is not ok)",
-                "it refuses to decide until it can: grabs are answered busy",
-                f"df -h {facts.config['dir']}   # make room, or mend the disk",
-            )
-        )  # fmt: skip
+    for server in facts.servers:
+        if server.config["appendonly"] != "yes":
+            found.append(
+                Finding(
+                    "risk", f"{server.name} writes no append-only file: appendonly is off",
+                    "a restart loses every answer that was not journaled, and recovery has all the rest to rebuild",
+                    f"{_cli(server, settings)} CONFIG SET appendonly yes",
+                )
+            )  # fmt: skip
+        elif server.info.get("aof_last_write_status") != "ok":
+            found.append(
+                Finding(
+                    "stuck", f"{server.name} cannot write its append-only file (aof_last_write_status is not ok)",
+                    "it refuses to decide until it can: grabs are answered busy",
+                    f"df -h {server.config['dir']}   # make room, or mend the disk",
+                )
+            )  # fmt: skip
     return found
 
 
 def memory_is_short(facts: CoreFacts, settings: Settings) -> list[Finding]:
     """Little of maxmemory is left."""
-    used, most = int(facts.info["used_memory"]), int(facts.info["maxmemory"])
-    if not most or used < MEMORY_FULL_SHARE * most:
-        return []
-    return [
-        Finding(
-            "stuck" if used >= most else "risk", f"Redis uses {used / 2**20:,.0f} of {most / 2**20:,.0f} MiB",
-            "when it is full, grabs and new offers are answered busy; what ends holds and offers goes on",
-            f"redis-cli -u {address('GRAB_REDIS_URL', settings.redis_url)} CONFIG SET maxmemory {2 * most}   # or close and retire offers",
-        )
-    ]  # fmt: skip
+    found = []
+    for server in facts.servers:
+        used, most = int(server.info["used_memory"]), int(server.info["maxmemory"])
+        if most and used >= MEMORY_FULL_SHARE * most:
+            found.append(
+                Finding(
+                    "stuck" if used >= most else "risk", f"{server.name} uses {used / 2**20:,.0f} of {most / 2**20:,.0f} MiB",
+                    "when it is full, grabs and new offers are answered busy; what ends holds and offers goes on",
+                    f"{_cli(server, settings)} CONFIG SET maxmemory {2 * most}   # or close and retire offers",
+                )
+            )  # fmt: skip
+    return found
 
 
 def fenced(facts: CoreFacts, settings: Settings) -> list[Finding]:
@@ -159,12 +198,12 @@ def fenced(facts: CoreFacts, settings: Settings) -> list[Finding]:
 def _why_fenced(facts: CoreFacts, shard: ShardFacts) -> tuple[str, str, int | None] | None:
     life, fault = shard.fields["life"], shard.fields["fault"]
     # What was never taken over and has no relay is told below, as such.
-    if life == facts.life or (life is None and shard.relay is None):
+    if life == shard.server_life or (life is None and shard.relay is None):
         return None
     start = "grabstream worker --roles relay,sweep"
     restarted = life is not None
     # It was not fenced when it decided its last event, nor before this life of the server began.
-    since = max(facts.started_at, int(shard.fields["time"] or 0)) if restarted or shard.fields["seq"] else None
+    since = max(facts.started_at(shard.server_life), int(shard.fields["time"] or 0)) if restarted or shard.fields["seq"] else None
     if shard.relay is not None and fault:
         return fault, "grabstream rebuild redis", since
     if restarted:
@@ -178,7 +217,7 @@ def not_relayed(facts: CoreFacts, settings: Settings) -> list[Finding]:
     without = [shard for shard in facts.shards if shard.relay is None]
     if without:
         waiting = sum(shard.waiting for shard in without)
-        decides = all(shard.fields["life"] == facts.life for shard in without)
+        decides = all(shard.fields["life"] == shard.server_life for shard in without)
         found.append(
             Finding(
                 "stuck", f"{of_shards(shard.number for shard in without)}: no relay; {waiting:,} events wait for the journal",

@@ -93,8 +93,8 @@ def _clocks_apart(facts: Facts) -> list[Finding]:
 
 def _disks(facts: Facts) -> list[Finding]:
     directories = {
-        "Redis": facts.core.config["dir"] if facts.core else None,
         "PostgreSQL": facts.books.data_directory if facts.books else None,
+        **{server.name: server.config["dir"] for server in (facts.core.servers if facts.core else ())},
     }
     return machine.disks(facts.settings, directories)
 

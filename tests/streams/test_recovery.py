@@ -4,6 +4,7 @@ Then everything adds up, every answer that was promised as journaled is booked, 
 """
 
 import asyncio
+import json
 import shutil
 import signal
 import subprocess
@@ -23,6 +24,7 @@ from ops.settings import Settings, child_environment
 from streams.relay import ShardRelay
 from streams.topics import Topics
 from tests.conftest import make_system, until
+from tests.ops.test_cli import grabstream, of
 from tests.streams.state import assert_state_is_the_journal_s
 from tests.streams.test_projections import rows
 from tests.streams.traffic import traffic
@@ -300,3 +302,38 @@ def next_release(folder: Path) -> Path:
     assert "local LAYOUT = 1\n" in text
     include.write_text(text.replace("local LAYOUT = 1\n", "local LAYOUT = 2\n"))
     return there
+
+
+async def test_an_older_layout_is_journaled_and_then_rebuilt(past: Any, worker: Callable[..., Any]) -> None:
+    """What the release before had decided, and not yet journaled, is not lost by the upgrade."""
+    system, deciding = past
+    assert deciding.stop() == 0
+    redis, shard = open_redis(system), key_space(system).shard(key_space(system).shard_of_offer("here"))
+    try:
+        async with open_gate(system) as gate:
+            decided = await gate.decide(by("joe", "kim", offer="here"), "decided")
+            assert {one.outcome for one in decided} == {"granted"}
+            await redis.hset(shard.state, "layout", 0)
+            worker(system, "relay,sweep")
+            asked = {"patience_ms": 20_000, "timeout_ms": 20_000}
+            again = await gate.decide(by("joe", "kim", offer="here"), **asked)
+        assert [(one.outcome, one.seq, one.repeated) for one in again] == [("granted", one.seq, True) for one in decided]
+        assert await redis.hget(shard.state, "layout") == b"1"
+    finally:
+        await redis.aclose()
+    await assert_state_is_the_journal_s(system)
+
+
+async def test_rebuilt_by_hand_beside_a_worker(past: Any) -> None:
+    system, _ = past
+    words = of(system)
+    planned = await asyncio.to_thread(grabstream, "rebuild", "redis", "--dry-run", "--json", **words)
+    assert planned.returncode == 0, planned.stderr
+    assert [one["shard"] for one in json.loads(planned.stdout)] == list(range(system.shards))
+    done = await asyncio.to_thread(grabstream, "rebuild", "redis", "--json", **words)
+    assert done.returncode == 0, done.stderr
+    assert sum(one["applied"] for one in json.loads(done.stdout)) > 10
+    assert (await asyncio.to_thread(grabstream, "rebuild", "redis", "--shard", "8", **words)).returncode == 2
+    async with open_gate(system) as gate:
+        assert {one.outcome for one in await gate.decide(by("max", offer="here"), patience_ms=20_000, timeout_ms=20_000)} == {"granted"}
+    await assert_state_is_the_journal_s(system)
