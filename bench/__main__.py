@@ -41,7 +41,7 @@ async def _measure(rows: set[str], runs: int, quick: bool) -> dict[str, dict[str
     if "3" in rows:
         found["3"] = await streaming.pipeline(runs, 160_000 // small)
     if "4" in rows:
-        found["4"] = await replaying.replay(runs, 400_000 // small)
+        found["4"] = await replaying.replay(runs, 1_000_000 // small)
     if rows & {"5", "6"}:
         found |= {row: value for row, value in (await streaming.latency(runs, 20_000 // small)).items() if row in rows}
     if "7" in rows:

@@ -26,6 +26,7 @@ from lua import batches, loader
 from lua.decided import DecidedAnswers, ReportLost
 from lua.journaled import HistoryChanged, Journaled
 from lua.keys import KeySpace, ShardKeys
+from lua.refusals import RefusalLog
 from lua.sealing import Sealer
 from lua.tickets import TicketKeys
 from models.answers import Answer, refusal
@@ -136,7 +137,7 @@ class Gate:
 
     `redis` is a client of redis.asyncio (one server or cluster) that does not decode replies. `clock` gives a time in ms that
     replaces the server's, for tests and simulation; without it the scripts use the server's own. `tickets` checks signed tickets.
-    `report_lost` is told of answers given as decided that a recovery took back.
+    `report_lost` is told of answers given as decided that a recovery took back. `refusals` keeps a sample of what was refused.
     """
 
     def __init__(
@@ -148,8 +149,10 @@ class Gate:
         clock: Callable[[], int] | None = None,
         tickets: TicketKeys | None = None,
         report_lost: ReportLost | None = None,
+        refusals: RefusalLog | None = None,
     ) -> None:
         self._redis = redis
+        self._refusals = refusals
         self._keys = keys
         self._secrets = batches.Secrets(sealer, tickets or TicketKeys({}))
         self._limits = limits or GateLimits()
@@ -207,6 +210,8 @@ class Gate:
                 answered = await self._until_journaled(shard, ticket, answered, history)
             else:
                 self._decided.keep(shard, history, ticket.commands, answered)
+            if self._refusals is not None:
+                self._refusals.take(ticket.commands, answered)
             if len(places) == len(commands):
                 return answered
             for place, answer in zip(places, answered, strict=True):

@@ -41,8 +41,16 @@ VERBS: Final = {
     "unredeem": ("ops.commands.settling", "Take the use for an order back."),
     "ticket": ("ops.commands.operating", "Sign a ticket for one user, for tests."),
     "show": ("ops.commands.show", "An offer: who got what, the luckiest, what is left."),
+    "why": ("ops.commands.why", "The whole story of one user and one offer."),
+    "doctor": ("ops.commands.doctor", "Say what is stuck, since when, and the command that mends it."),
+    "dismiss": ("ops.commands.doctor", "Explain a difference that the verifier has found."),
+    "set-aside": ("ops.commands.set_aside", "Let a stopped read model go on behind a record it cannot take in."),
+    "retry": ("ops.commands.set_aside", "Let a stopped read model try again, its cause being mended."),
     "verify": ("ops.commands.verify", "Check chain, books, and Redis against the ledger."),
     "rebuild": ("ops.commands.rebuild", "Make read models anew from the events, beside the live ones."),
+    "replay": ("ops.commands.replay", "Events once more: as lines, on a topic, or as read models of their own."),
+    "at": ("ops.commands.at", "Offers, holds and balances as they were at a time."),
+    "follow": ("ops.commands.follow", "Run a projection of your own."),
     "rehearse": ("ops.commands.rehearse", "Let a crowd grab, watch it, and end with a verdict."),
 }
 
@@ -57,7 +65,7 @@ class _Verbs(click.Group):
         if cmd_name not in VERBS:
             return None
         # `return` cannot name a function: those of Python's own words end with _.
-        function = f"{cmd_name}_" if keyword.iskeyword(cmd_name) else cmd_name
+        function = f"{cmd_name}_" if keyword.iskeyword(cmd_name) else cmd_name.replace("-", "_")
         command = getattr(importlib.import_module(VERBS[cmd_name][0]), function)
         assert isinstance(command, click.Command)
         return command

@@ -13,17 +13,21 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
 from lua.decided import LostDecision
-from lua.gate import Gate, GateLimits
+from lua.gate import Gate, GateLimits, now_ms
 from lua.keys import KeySpace
+from lua.refusals import Refusal, RefusalLog, RefusalSample, writing
 from lua.sealing import Sealer
 from lua.tickets import TicketKeys
+from models.calendar import DAY_MS
 from models.events import decode_event
 from models.journal import Cursor
 from ops.redis_cluster import ClusterClient, information
 from ops.settings import BadSettings, Settings, cluster_address, is_cluster
+from projections import refusals
 from projections.migrate import use_schema
 from projections.recoveries import record_lost, record_recovery
 from projections.snapshots import events_of, newest, trail_of
+from streams.own import System
 from streams.recovery import Recovered, Snapshot, Snapshots
 from streams.worker import WorkerSettings
 
@@ -127,6 +131,22 @@ def worker_settings(settings: Settings) -> WorkerSettings:
     )
 
 
+def refusal_log(settings: Settings) -> RefusalLog | None:
+    """Keeps a sample of refusals in PostgreSQL; None where none are to be kept."""
+    if not settings.refusals_one_in or not settings.refusals_kept_max:
+        return None
+
+    async def write(rows: Sequence[Refusal]) -> None:
+        oldest_at = now_ms() - settings.refusals_days * DAY_MS
+        try:
+            async with await AsyncConnection.connect(settings.postgres, connect_timeout=2) as connection:
+                await refusals.record(connection, settings.schema_, rows, settings.refusals_kept_max, oldest_at)
+        except psycopg.Error as error:
+            raise OSError(f"PostgreSQL: {str(error).strip()}") from None
+
+    return RefusalLog(write, RefusalSample(settings.refusals_one_in, settings.refusals_per_second_max))
+
+
 def snapshots(settings: Settings) -> Snapshots:
     """The audit trail as snapshots for recovery; where PostgreSQL is away they raise OSError, and the journal is read instead."""
 
@@ -185,17 +205,25 @@ async def report_lost(settings: Settings, lost: Sequence[LostDecision]) -> None:
         raise OSError(f"PostgreSQL: {error}") from None
 
 
+def system_of(settings: Settings) -> System:
+    """What a projection of one's own is told."""
+    return System(settings.kafka, settings.postgres, settings.prefix, settings.shards, settings.schema_)
+
+
 @asynccontextmanager
 async def open_gate(settings: Settings) -> AsyncIterator[Gate]:
     """A started gate with a Redis client of its own."""
     client = open_redis(settings)
-    gate = Gate(client, key_space(settings), sealer(settings), gate_limits(settings), tickets=ticket_keys(settings),
+    kept = refusal_log(settings)
+    gate = Gate(
+        client, key_space(settings), sealer(settings), gate_limits(settings), tickets=ticket_keys(settings), refusals=kept,
         report_lost=functools.partial(report_lost, settings),
     )  # fmt: skip
     try:
         await require_core(client)
         gate.start()
-        yield gate
+        async with writing(kept):
+            yield gate
     finally:
         await gate.close()
         await client.aclose()

@@ -13,9 +13,9 @@ console = Console()
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of words.")
 
 
-def print_json(value: Any) -> None:
-    """One JSON document on standard output."""
-    click.echo(json.dumps(value, indent=2, default=str, ensure_ascii=False))
+def print_json(value: Any, to_errors: bool = False) -> None:
+    """One JSON document on standard output, or on standard error."""
+    click.echo(json.dumps(value, indent=2, default=str, ensure_ascii=False), err=to_errors)
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:

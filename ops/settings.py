@@ -59,6 +59,15 @@ class Settings(BaseSettings):
     gate_timeout_ms: Count = 2_000
     #: How long commands from the topic wait out a fenced or busy shard before they are answered so.
     patience_ms: Count = 10_000
+    #: How much of its time the verifier works, in percent; the rest it rests.
+    verify_percent: Annotated[float, Field(gt=0, le=100)] = 5.0
+    #: Whose refusals are kept for `grabstream why`: one user in so many, always the same ones; 0 keeps none.
+    refusals_one_in: Annotated[int, Field(ge=0)] = 1
+    #: Refusals that one gate keeps in a second; further ones are counted in `demand` only.
+    refusals_per_second_max: Count = 2_000
+    #: Refusals that are kept at all, the newest; and for how many days.
+    refusals_kept_max: Annotated[int, Field(ge=0)] = 1_000_000
+    refusals_days: Annotated[int, Field(ge=1, le=3_650)] = 14
     #: For crash tests: the step at which a worker kills itself, with `:n` at its n-th time; with `:stop` at the end it only stops, as by
     #: SIGSTOP, until somebody lets it go on.
     fail_at: Annotated[str, Field(pattern=r"^([a-z_.]+(:[1-9]\d*)?(:stop)?)?$")] = ""

@@ -7,7 +7,7 @@ PostgreSQL · 4. read the whole journal, chain it, and fold it up to the cursors
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, NamedTuple
 
@@ -20,8 +20,11 @@ from models.journal import Corrupt, Cursor, Gap, parse_block
 from models.transfers import GUARDED_ACCOUNTS, transfers_of
 from ops.connections import key_space, open_redis
 from ops.settings import Settings
+from projections import set_aside
 from projections.cursors import load, stopped
 from projections.migrate import PROJECTIONS, use_schema
+from projections.proof import Gaps
+from projections.set_aside import SetAside
 from streams.journal import JournalReader, open_reader
 from streams.topics import Topics
 
@@ -30,12 +33,13 @@ PROBLEMS_SHOWN_MAX = 5
 
 
 class Check(NamedTuple):
-    """One thing that was checked: how many of what, and what is wrong (empty: nothing)."""
+    """One thing that was checked: how many of what, what is wrong (empty: nothing), and what is known and was decided by somebody."""
 
     name: str
     checked: int
     of_what: str
     problems: list[str]
+    notes: Sequence[str] = ()
 
     @property
     def passed(self) -> bool:
@@ -69,11 +73,15 @@ async def verify(settings: Settings, wait_seconds: float = 30.0, report: Report 
         await connection.set_isolation_level(IsolationLevel.REPEATABLE_READ)
         async with connection.transaction():
             positions = {name: await load(connection, name) for name in PROJECTIONS}
+            aside = await set_aside.load(connection)
+            gaps = {shard: Gaps(aside, shard) for shard in range(settings.shards)}
             report("reading the journal")
-            checks += await _journal_checks(connection, reader, settings.shards, positions)
+            checks += await _journal_checks(connection, reader, positions, gaps, aside)
             report("checking the books")
             checks += [await _books(connection), await _accounts_of_transfers(connection)]
-            checks.append(await _redis_check(connection, shards, positions["ledger"]))
+            checks.append(await _redis_check(connection, shards, positions["ledger"], gaps))
+            if aside:
+                checks.append(Check("set aside by operators", len(aside), "records", [], [one.in_words() for one in aside]))
     return checks
 
 
@@ -112,25 +120,27 @@ async def _caught_up(connection: AsyncConnection[Any], shards: dict[int, RedisSh
 
 
 async def _journal_checks(
-    connection: AsyncConnection[Any], reader: JournalReader, shards: int, positions: dict[str, dict[int, Cursor]]
-) -> list[Check]:
+    connection: AsyncConnection[Any], reader: JournalReader, positions: dict[str, dict[int, Cursor]], gaps: dict[int, Gaps],
+    aside: Sequence[SetAside],
+) -> list[Check]:  # fmt: skip
     """Chains every shard, compares the audit trail line by line, and the accounts with a fold of the journal."""
     chain_problems: list[str] = []
     audit_problems: list[str] = []
     events = audited = 0
     accounts: defaultdict[tuple[str, str], int] = defaultdict(int)
-    for shard in range(shards):
+    for shard, of_shard in gaps.items():
+        past = {one.journal_offset: one.behind for one in aside if one.shard == shard}
         audit = _audit_rows(connection, shard)
         ledger_seq, audit_seq = positions["ledger"][shard].seq, positions["audit"][shard].seq
         try:
-            async with aclosing(_accepted(reader, shard)) as accepted, aclosing(audit):
+            async with aclosing(_accepted(reader, shard, past)) as accepted, aclosing(audit):
                 async for seq, line, hash_ in accepted:
                     events += 1
-                    if seq <= ledger_seq:
+                    if seq <= ledger_seq and not of_shard.not_in_ledger(seq):
                         for asset, debit, credit, amount in transfers_of(decode_event(line)):
                             accounts[debit, asset] -= amount
                             accounts[credit, asset] += amount
-                    if seq <= audit_seq:
+                    if seq <= audit_seq and not of_shard.not_in_audit(seq):
                         row = await anext(audit, None)
                         audited += 1
                         if row is None or (row[0], row[1].encode(), bytes(row[2])) != (seq, line, hash_):
@@ -154,12 +164,18 @@ async def _journal_checks(
     ]
 
 
-async def _accepted(reader: JournalReader, shard: int) -> AsyncGenerator[tuple[int, bytes, bytes], None]:
+async def _accepted(reader: JournalReader, shard: int, past: Mapping[int, Cursor]) -> AsyncGenerator[tuple[int, bytes, bytes], None]:
+    """The events that count; a record that contradicts itself is passed over where operators have set it aside."""
     cursor = Cursor()
     async with aclosing(reader.read(shard, 0, await reader.end(shard))) as lists:
         async for records in lists:
             for record in records:
-                cursor, accepted = cursor.feed(record.offset, parse_block(record.headers, record.value))
+                try:
+                    cursor, accepted = cursor.feed(record.offset, parse_block(record.headers, record.value))
+                except Corrupt:
+                    if record.offset not in past:
+                        raise
+                    cursor, accepted = past[record.offset], ()
                 for one in accepted:
                     yield one.seq, one.line, one.hash
 
@@ -199,8 +215,13 @@ async def _accounts_of_transfers(connection: AsyncConnection[Any]) -> Check:
     return Check("accounts = their transfers", int(count), "transfers", problems)
 
 
-async def _redis_check(connection: AsyncConnection[Any], shards: dict[int, RedisShard], cursors: dict[int, Cursor]) -> Check:
-    """What Redis has left of every offer is what the ledger had at the same seq; so is the number of grabs."""
+async def _redis_check(
+    connection: AsyncConnection[Any], shards: dict[int, RedisShard], cursors: dict[int, Cursor], gaps: dict[int, Gaps]
+) -> Check:  # fmt: skip
+    """What Redis has left of every offer is what the ledger had at the same seq; so is the number of grabs.
+
+    Offers with events that were set aside are left out: the ledger is short by these.
+    """
     problems = []
     offers = 0
     for number, shard in shards.items():
@@ -209,12 +230,15 @@ async def _redis_check(connection: AsyncConnection[Any], shards: dict[int, Redis
             continue
         booked = await _booked_offers(connection, number, shard.seq)
         for offer, state in shard.offers.items():
+            if gaps[number].unreadable or offer in gaps[number].offers:
+                continue
             offers += 1
             if booked.get(offer) != state:
                 problems.append(
                     f"{offer}: Redis has (left, held, grabs) {state}, the ledger {booked.get(offer)} at seq {shard.seq}",
                 )
-        problems += [f"{offer}: in the ledger, but not in Redis" for offer in sorted(booked.keys() - shard.offers.keys())]
+        absent = booked.keys() - shard.offers.keys() - gaps[number].offers if not gaps[number].unreadable else ()
+        problems += [f"{offer}: in the ledger, but not in Redis" for offer in sorted(absent)]
     return Check("Redis = ledger", offers, "offers", problems)
 
 

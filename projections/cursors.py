@@ -1,6 +1,7 @@
 """Cursors: how far a projection is in each shard, kept in the transaction that writes its rows."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -42,6 +43,25 @@ async def load(connection: AsyncConnection[Any], projection: str) -> dict[int, C
     return {shard: Cursor(seq, bytes(head), offset, term, owner) for shard, seq, head, offset, term, owner in await found.fetchall()}
 
 
+class Stop(NamedTuple):
+    """A projection that has stopped at a shard: its cursor there, why, and since when."""
+
+    projection: str
+    shard: int
+    seq: int
+    journal_offset: int
+    reason: str
+    stopped_at: datetime
+
+
+async def stops(connection: AsyncConnection[Any]) -> list[Stop]:
+    """Where projections have stopped, the first stop first."""
+    found = await connection.execute(
+        "SELECT projection, shard, seq, journal_offset, reason, stopped_at FROM stopped_shards ORDER BY stopped_at, projection, shard"
+    )
+    return [Stop(*row) for row in await found.fetchall()]
+
+
 async def stopped(connection: AsyncConnection[Any], projection: str) -> set[int]:
     """The shards at which a projection has stopped."""
     found = await connection.execute("SELECT shard FROM stopped_shards WHERE projection = %s", (projection,))
@@ -75,6 +95,12 @@ async def stop(connection: AsyncConnection[Any], projection: str, shard: int, cu
         "ON CONFLICT (projection, shard) DO NOTHING",
         (projection, shard, cursor.seq, cursor.next_offset, reason),
     )
+
+
+async def let_go_on(connection: AsyncConnection[Any], projection: str, shard: int) -> bool:
+    """A stopped projection may try again; running workers see it within seconds. Returns whether it had stopped."""
+    done = await connection.execute("DELETE FROM stopped_shards WHERE projection = %s AND shard = %s", (projection, shard))
+    return done.rowcount == 1
 
 
 async def retry_newer(connection: AsyncConnection[Any], projection: str) -> None:

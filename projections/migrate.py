@@ -1,9 +1,11 @@
 """Migrations: numbered SQL files, each applied once, in one transaction, in the schema of this system."""
 
 from importlib.resources import files
+from importlib.resources.abc import Traversable
 from typing import Any
 
 from psycopg import AsyncConnection, sql
+from psycopg.errors import UndefinedTable
 
 from models.outcomes import OUTCOME_NAMES
 from projections import versions
@@ -26,8 +28,8 @@ async def migrate(connection: AsyncConnection[Any], schema: str, shards: int) ->
         await connection.execute("CREATE TABLE IF NOT EXISTS migrations (name text PRIMARY KEY, at timestamptz DEFAULT now())")
         rows = await (await connection.execute("SELECT name FROM migrations")).fetchall()
         known = {name for (name,) in rows}
-        for path in sorted(files("projections.migrations").iterdir(), key=lambda path: path.name):
-            if not path.name.endswith(".sql") or path.name in known:
+        for path in _migrations():
+            if path.name in known:
                 continue
             await connection.execute(path.read_text().encode())
             await connection.execute("INSERT INTO migrations (name) VALUES (%s)", (path.name,))
@@ -45,6 +47,22 @@ async def migrate(connection: AsyncConnection[Any], schema: str, shards: int) ->
                 await versions.add_cursors(connection, one.projection, shards)
         await use_schema(connection, schema)
     return applied
+
+
+def _migrations() -> list[Traversable]:
+    found = [path for path in files("projections.migrations").iterdir() if path.name.endswith(".sql")]
+    return sorted(found, key=lambda path: path.name)
+
+
+async def missing_migrations(connection: AsyncConnection[Any], schema: str) -> list[str]:
+    """The names of migrations that were not applied in a schema."""
+    await use_schema(connection, schema)
+    try:
+        rows = await (await connection.execute("SELECT name FROM migrations")).fetchall()
+    except UndefinedTable:
+        rows = []
+    known = {name for (name,) in rows}
+    return [path.name for path in _migrations() if path.name not in known]
 
 
 async def use_schema(connection: AsyncConnection[Any], schema: str) -> None:

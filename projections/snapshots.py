@@ -26,7 +26,9 @@ class Trail(NamedTuple):
 
 
 async def newest(connection: AsyncConnection[Any], shard: int) -> Cursor:
-    """How far the trail of a shard is."""
+    """How far the trail of a shard is; its beginning, when events of it were set aside: what is folded then is not what was decided."""
+    if await _has_gap(connection, shard):
+        return Cursor()
     found = await connection.execute(
         "SELECT seq, head, next_offset, term, owner FROM cursors WHERE projection = 'audit' AND shard = %s", (shard,)
     )
@@ -34,8 +36,17 @@ async def newest(connection: AsyncConnection[Any], shard: int) -> Cursor:
     return Cursor(row[0], bytes(row[1]), *row[2:]) if row else Cursor()
 
 
+async def _has_gap(connection: AsyncConnection[Any], shard: int) -> bool:
+    found = await connection.execute(
+        "SELECT EXISTS (SELECT FROM set_aside WHERE projection = 'audit' AND shard = %s AND count > 0 AND in_force)", (shard,)
+    )
+    [has_gap] = await found.fetchone() or [False]
+    return bool(has_gap)
+
+
 async def trail_of(connection: AsyncConnection[Any], shard: int) -> Trail | None:
-    """The trail as the connection's transaction sees it, which must be REPEATABLE READ; None while it is empty."""
+    """The trail as the connection's transaction sees it, which must be REPEATABLE READ; None while it is empty, or has
+    gaps."""
     cursor = await newest(connection, shard)
     at = await (await connection.execute("SELECT at FROM audit WHERE shard = %s AND seq = %s", (shard, cursor.seq))).fetchone()
     if at is None:

@@ -110,6 +110,21 @@ async def create(connection: AsyncConnection[Any], schema: str, projection: str,
     return made
 
 
+async def create_flat(connection: AsyncConnection[Any], schema: str, shards: int) -> None:
+    """Makes all read models in one schema, for a set of them that is never rebuilt, in the caller's transaction; uses it afterwards."""
+    await connection.execute(sql.SQL("CREATE SCHEMA {}").format(sql.Identifier(schema)))
+    await connection.execute("SELECT set_config('search_path', %s, false)", (schema,))
+    await connection.execute(cursor_tables().encode())
+    for projection in PROJECTIONS:
+        for part in ("tables", "constraints", "views"):
+            await connection.execute(definition_of(projection).parts[part].encode())
+        await add_cursors(connection, projection, shards)
+    for view, table, columns in _SHARED:
+        if view != table:
+            statement = sql.SQL("CREATE VIEW {} AS SELECT {} FROM {}").format(sql.Identifier(view), sql.SQL(columns), sql.Identifier(table))
+            await connection.execute(statement)
+
+
 async def add_cursors(connection: AsyncConnection[Any], projection: str, shards: int) -> None:
     """Gives every shard its cursor in the version that the connection uses; those that are there stay."""
     await connection.execute(

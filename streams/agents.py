@@ -19,7 +19,7 @@ from projections.definitions import definition_of
 from projections.read_models import READ_MODELS
 from streams.journal import Record
 from streams.projector import EXIT_UNKNOWN_ERROR, CatchUp, Projector
-from streams.publisher import Publisher
+from streams.publisher import Publisher, event_source
 from streams.topics import Topics
 from streams.watchdog import until_stalled
 
@@ -43,7 +43,7 @@ def make_projectors(
     topics = Topics(prefix)
     where: dict[str, Any] = {"postgres": postgres, "schema": schema, "journal": topics.journal, "step": step}
     return [
-        Publisher(kafka=kafka, events=topics.events, shards=shards, source=f"grabstream/{prefix}", **where)
+        Publisher(kafka=kafka, events=topics.events, shards=shards, source=event_source(prefix), **where)
         if name == "events"
         else Projector(name=name, apply=_APPLY[name], kafka=kafka, **where)
         for name in names

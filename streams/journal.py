@@ -33,6 +33,11 @@ class JournalReader:
         partition = TopicPartition(self._topic, shard)
         return int((await self._consumer.end_offsets([partition]))[partition])
 
+    async def beginning(self, shard: int) -> int:
+        """The offset of the first record that is still there."""
+        partition = TopicPartition(self._topic, shard)
+        return int((await self._consumer.beginning_offsets([partition]))[partition])
+
     async def read(self, shard: int, from_offset: int, to_offset: int) -> AsyncGenerator[list[Record], None]:
         """The records with from_offset ≤ offset < to_offset, in lists as they arrive; raises when they are not there any more."""
         partition = TopicPartition(self._topic, shard)

@@ -8,6 +8,7 @@ database refuses, stops alone, is written down, and the others go on.
 import asyncio
 import logging
 import os
+import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Final, NamedTuple
@@ -37,6 +38,8 @@ RETRY_SECONDS: Final = 0.5
 #: How often a projector without a version of its definition looks whether there is one now.
 LOOK_SECONDS: Final = 1.0
 RETRY_SECONDS_MAX: Final = 10.0
+#: How often a projector looks whether shards at which it has stopped may go on.
+LOOK_AGAIN_SECONDS: Final = 1.0
 EXIT_UNKNOWN_ERROR: Final = 70
 #: A transaction that nothing is said in for so long is rolled back by PostgreSQL.
 HANGS_MS_MAX: Final = 5_000
@@ -53,10 +56,14 @@ class CatchUp(NamedTuple):
 
 
 class Group(NamedTuple):
-    """What goes into one transaction: cursor moves and facts, by shard."""
+    """What goes into one transaction: cursor moves and facts, by shard.
+
+    `records` are the same once more, record by record: the cursor behind each, and its facts.
+    """
 
     moves: dict[int, tuple[Cursor, Cursor]]
     facts: dict[int, list[Fact]]
+    records: dict[int, list[tuple[Cursor, Sequence[Fact]]]]
 
 
 class Decoded:
@@ -141,6 +148,7 @@ class Projector:
         self._queue: asyncio.Queue[Record | CatchUp] = asyncio.Queue(QUEUE_RECORDS_MAX)
         self._cursors: dict[int, Cursor] = {}
         self._stopped: set[int] = set()
+        self._look_again_at = 0.0
         self._connection: AsyncConnection[Any] | None = None
         #: Why nothing can be written, in words: no version of the read model has the definition of this code.
         self.waits_for = ""
@@ -154,8 +162,8 @@ class Projector:
         try:
             async with open_reader(self._kafka, self._journal) as reader:
                 while True:
-                    items = [await self._queue.get()]
-                    if isinstance(items[0], Record) and len(items[0].value) < SMALL_BYTES:
+                    items = await self._first()
+                    if items and isinstance(items[0], Record) and len(items[0].value) < SMALL_BYTES:
                         await asyncio.sleep(GATHER_SECONDS)
                     while not self._queue.empty() and len(items) < QUEUE_RECORDS_MAX:
                         items.append(self._queue.get_nowait())
@@ -171,12 +179,24 @@ class Projector:
             if self._connection is not None:
                 await self._connection.close()
 
+    async def _first(self) -> list[Record | CatchUp]:
+        """The next item of the queue; nothing, now and then, while shards have stopped."""
+        if not self._stopped:
+            return [await self._queue.get()]
+        try:
+            async with asyncio.timeout(LOOK_AGAIN_SECONDS):
+                return [await self._queue.get()]
+        except TimeoutError:
+            return []
+
     async def _carry(self, items: list[Record | CatchUp], reader: JournalReader) -> None:
         """Carries the items, however often PostgreSQL or Kafka goes away meanwhile."""
         pause = RETRY_SECONDS
         while True:
             try:
                 await self._connected()
+                # Kept among the items, so that what may go on is not forgotten when this has to be tried again.
+                items = [*items, *await self._let_go_on()]
                 await self._process(items, reader)
                 return
             except CursorMoved as moved:
@@ -225,7 +245,7 @@ class Projector:
                 await self._connection.execute("SELECT set_config(%s, %s, false)", (setting, str(HANGS_MS_MAX)))
             self._cursors.clear()
         if not self._cursors:
-            await use_read_model(self._connection, self._schema, self.name)
+            await self._use(self._connection)
             self.waits_for = ""
             await cursors.retry_newer(self._connection, self.name)
             self._cursors = await self._open(self._connection)
@@ -247,6 +267,22 @@ class Projector:
             )
             return ended.rowcount
 
+    async def _use(self, connection: AsyncConnection[Any]) -> None:
+        """Makes unqualified names those of the tables that are written; raises NoReadModel."""
+        await use_read_model(connection, self._schema, self.name)
+
+    async def _let_go_on(self) -> list[CatchUp]:
+        """Asks to catch up in shards that somebody let go on. They may have been moved past what stopped them."""
+        if not self._stopped or time.monotonic() < self._look_again_at:
+            return []
+        self._look_again_at = time.monotonic() + LOOK_AGAIN_SECONDS
+        may_go_on = self._stopped - await cursors.stopped(await self._connected(), self.name)
+        if may_go_on:
+            log.info("projection %s goes on at shards %s", self.name, sorted(may_go_on))
+            self._cursors.clear()
+            await self._connected()
+        return [CatchUp(shard) for shard in sorted(may_go_on)]
+
     async def _open(self, connection: AsyncConnection[Any]) -> dict[int, Cursor]:
         return await cursors.load(connection, self.name)
 
@@ -259,7 +295,7 @@ class Projector:
     # -- records ------------------------------------------------------------------------------------------------------
 
     async def _process(self, items: Sequence[Record | CatchUp], reader: JournalReader) -> None:
-        group = Group({}, {})
+        group = Group({}, {}, {})
         for item in items:
             if item.shard in self._stopped:
                 continue
@@ -299,12 +335,13 @@ class Projector:
         except (Corrupt, Gap) as error:
             await self._write(group)
             await self._stop(shard, cursor, str(error))
-            return Group({}, {})
+            return Group({}, {}, {})
         group.moves[shard] = (group.moves[shard][0] if shard in group.moves else self._cursors[shard], behind)
         group.facts.setdefault(shard, []).extend(news)
+        group.records.setdefault(shard, []).append((behind, news))
         if sum(map(len, group.facts.values())) >= GROUP_EVENTS_MAX:
             await self._write(group)
-            return Group({}, {})
+            return Group({}, {}, {})
         return group
 
     # -- transactions -------------------------------------------------------------------------------------------------
@@ -314,20 +351,20 @@ class Projector:
             return
         try:
             await self._commit(group)
-        except (psycopg.IntegrityError, psycopg.DataError) as error:
-            if isinstance(error, psycopg.errors.UniqueViolation) or len(group.moves) > 1:
-                # Find out whose events the database refuses: each shard by itself.
-                await self._write_one_by_one(group)
-                return
-            [(shard, (cursor, _))] = group.moves.items()
-            await self._stop(shard, cursor, f"PostgreSQL refuses its events: {error}")
+        except (psycopg.IntegrityError, psycopg.DataError):
+            await self._write_record_by_record(group)
 
-    async def _write_one_by_one(self, group: Group) -> None:
-        for shard, move in group.moves.items():
-            try:
-                await self._commit(Group({shard: move}, {shard: group.facts.get(shard, [])}))
-            except (psycopg.IntegrityError, psycopg.DataError) as error:
-                await self._stop(shard, move[0], f"PostgreSQL refuses its events: {error}")
+    async def _write_record_by_record(self, group: Group) -> None:
+        """Finds out which record the database refuses: its shard stops in front of it, and nothing else does."""
+        for shard, records in group.records.items():
+            cursor, _ = group.moves[shard]
+            for behind, facts in records:
+                try:
+                    await self._commit(Group({shard: (cursor, behind)}, {shard: list(facts)}, {}))
+                except (psycopg.IntegrityError, psycopg.DataError) as error:
+                    await self._stop(shard, cursor, f"PostgreSQL refuses its events: {error}")
+                    break
+                cursor = behind
 
     async def _commit(self, group: Group) -> None:
         await self._save(group)

@@ -14,6 +14,7 @@ from aiokafka import AIOKafkaProducer
 from psycopg import AsyncConnection
 
 from models.journal import Cursor
+from projections import set_aside
 from projections.cursors import Fact
 from streams.journal import JournalReader, open_reader
 from streams.projector import Group, Projector
@@ -35,19 +36,14 @@ class Publisher(Projector):
 
     async def _open(self, connection: AsyncConnection[Any]) -> dict[int, Cursor]:
         await self._start_producer()
+        aside = await set_aside.load(connection, self.name)
         async with open_reader(self._kafka, self._events) as reader:
-            return {shard: await newest_cursor(reader, shard) for shard in range(self._shards)}
+            return {shard: set_aside.past(aside, shard, await newest_cursor(reader, shard)) for shard in range(self._shards)}
 
     async def _start_producer(self) -> None:
         # A new producer each time: after an error the old one may refuse for ever, or send what we send again.
         await self._stop_producer()
-        producer = AIOKafkaProducer(
-            bootstrap_servers=self._kafka,
-            enable_idempotence=True,
-            acks="all",
-            max_batch_size=512 * 1024,
-            max_request_size=RECORD_BYTES_MAX,
-        )
+        producer = make_producer(self._kafka)
         await producer.start()
         self._producer = producer
         await producer.partitions_for(self._events)
@@ -58,7 +54,7 @@ class Publisher(Projector):
         try:
             assert self._producer is not None
             for shard, (fact, behind) in last.items():
-                for batch in self._batches(self._producer, [fact], behind):
+                for batch in event_batches(self._producer, [fact], self._source, behind):
                     await (await self._producer.send_batch(batch, self._events, partition=shard))
         finally:
             await self._stop_producer()
@@ -76,7 +72,7 @@ class Publisher(Projector):
         await self._connected()
         assert self._producer is not None
         shards = [shard for shard, facts in group.facts.items() if facts]
-        batches = [self._batches(self._producer, group.facts[shard], group.moves[shard][1]) for shard in shards]
+        batches = [event_batches(self._producer, group.facts[shard], self._source, group.moves[shard][1]) for shard in shards]
         # A partition's next batch goes out when the one before is acknowledged: a broker that knows nothing of a producer takes
         # whatever batch it sees first, so an earlier one that expired on the way would be a gap below the cursor in the later one.
         for abreast in zip_longest(*batches):
@@ -88,30 +84,49 @@ class Publisher(Projector):
             for acknowledged in sent:
                 await acknowledged
 
-    def _batches(self, producer: AIOKafkaProducer, facts: Sequence[Fact], behind: Cursor) -> list[Any]:
-        """The events in as few batches as the size of a request allows, the cursor on the last of them."""
-        batches = [producer.create_batch()]
-        for fact in facts:
-            headers = self._headers(fact)
-            if fact is facts[-1]:
-                headers.append((CURSOR_HEADER, encode_cursor(behind)))
-            record = {"key": fact.event.offer.encode(), "value": fact.line, "timestamp": fact.event.at, "headers": headers}
-            if batches[-1].append(**record) is None:
-                batches.append(producer.create_batch())
-                batches[-1].append(**record)
-        return batches
 
-    def _headers(self, fact: Fact) -> list[tuple[str, bytes]]:
-        event = fact.event
-        return [
-            ("content-type", b"application/json"),
-            ("ce_specversion", b"1.0"),
-            ("ce_id", b"%d-%d" % (event.shard, event.seq)),
-            ("ce_type", str(event.__struct_config__.tag).encode()),
-            ("ce_source", self._source),
-            ("ce_time", _rfc3339(event.at)),
-            ("ce_subject", event.offer.encode()),
-        ]
+def event_source(prefix: str) -> str:
+    """What `ce_source` says of the events of a system."""
+    return f"grabstream/{prefix}"
+
+
+def make_producer(kafka: str) -> AIOKafkaProducer:
+    """A producer of events, not started."""
+    return AIOKafkaProducer(
+        bootstrap_servers=kafka,
+        enable_idempotence=True,
+        acks="all",
+        max_batch_size=512 * 1024,
+        max_request_size=RECORD_BYTES_MAX,
+    )
+
+
+def event_batches(producer: AIOKafkaProducer, facts: Sequence[Fact], source: bytes, behind: Cursor | None = None) -> list[Any]:
+    """The events in as few batches as the size of a request allows, with a cursor (if there is one) on the last of them."""
+    batches = [producer.create_batch()]
+    for fact in facts:
+        headers = event_headers(fact, source)
+        if behind is not None and fact is facts[-1]:
+            headers.append((CURSOR_HEADER, encode_cursor(behind)))
+        record = {"key": fact.event.offer.encode(), "value": fact.line, "timestamp": fact.event.at, "headers": headers}
+        if batches[-1].append(**record) is None:
+            batches.append(producer.create_batch())
+            batches[-1].append(**record)
+    return batches
+
+
+def event_headers(fact: Fact, source: bytes) -> list[tuple[str, bytes]]:
+    """An event's headers: CloudEvents in binary mode."""
+    event = fact.event
+    return [
+        ("content-type", b"application/json"),
+        ("ce_specversion", b"1.0"),
+        ("ce_id", b"%d-%d" % (event.shard, event.seq)),
+        ("ce_type", str(event.__struct_config__.tag).encode()),
+        ("ce_source", source),
+        ("ce_time", _rfc3339(event.at)),
+        ("ce_subject", event.offer.encode()),
+    ]
 
 
 def encode_cursor(cursor: Cursor) -> bytes:

@@ -9,7 +9,7 @@ Cursors and rows are committed together throughout, so a build that was stopped,
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager
 from typing import Any, Final, NamedTuple
 
@@ -25,7 +25,8 @@ from projections.migrate import use_schema
 from projections.read_models import READ_MODELS, Apply
 from projections.versions import Version
 from streams.loading import deal, in_processes
-from streams.sources import Piece, Refused, Source, open_source
+from streams.sources import Refused, Source, ahead, chunks_of, open_source
+from streams.switching import Busy, Switch, cursors_of
 
 log = logging.getLogger(__name__)
 
@@ -36,16 +37,8 @@ CHUNKS_AHEAD: Final = 1
 PROCESSES_EVENTS_MIN: Final = 100_000
 #: A build whose distance to the live version is below this is finished, and follows from there.
 NEAR_EVENTS: Final = 20_000
-LOCK_SECONDS: Final = 2.0
-VIEWS_LOCK_MS: Final = 100
-SNAPSHOTS_SECONDS: Final = 1.0
 POLL_SECONDS: Final = 0.05
-RETRY_SECONDS: Final = 0.5
 LOCK_PATIENCE_SECONDS: Final = 2.0
-
-
-class Busy(Exception):
-    """Readers or writers hold what a switch needs, for now; the text says who."""
 
 
 class Where(NamedTuple):
@@ -59,7 +52,7 @@ class Where(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """How far a build is: events done of those there are when looked at, since `began` (time.monotonic) from `began_at` on."""
+    """How far a build is in a step: events done of `total`, and how many a second."""
 
     step: str
     done: int = 0
@@ -197,8 +190,8 @@ class Rebuild:
         for shard, target in targets.items():
             if self._own[shard].next_offset >= target.next_offset and self._own[shard].seq >= target.seq:
                 continue
-            chunks = _chunks(source.pieces(shard, self._own[shard], target), chunk_events)
-            async with aclosing(_ahead(chunks, CHUNKS_AHEAD)) as read:
+            chunks = chunks_of(source.pieces(shard, self._own[shard], target), chunk_events)
+            async with aclosing(ahead(chunks, CHUNKS_AHEAD)) as read:
                 async for behind, facts in read:
                     await self._write(shard, behind, facts, apply, frozen)
                     done += len(facts)
@@ -220,12 +213,7 @@ class Rebuild:
     # -- aligning and comparing -------------------------------------------------------------------------------------------
 
     async def _cursors_of(self, version: Version, lock: bool = False) -> dict[int, Cursor]:
-        """The cursors of a version; held in the caller's transaction with `lock`, so that nobody writes that version."""
-        query = sql.SQL("SELECT shard, seq, head, next_offset, term, owner FROM {} WHERE projection = %s ORDER BY shard {}").format(
-            sql.Identifier(version.schema, "projection_cursors"), sql.SQL("FOR UPDATE" if lock else "")
-        )
-        found = await self._control.execute(query, (self._projection,))
-        return {shard: Cursor(seq, bytes(head), offset, term, owner) for shard, seq, head, offset, term, owner in await found.fetchall()}
+        return await cursors_of(self._control, version, lock)
 
     async def difference(self, source: Source, building: Version) -> list[TableDifference]:
         """Compares both versions at the same cursors: the live one stands still for as long as it takes to get there, not to compare."""
@@ -258,7 +246,10 @@ class Rebuild:
             ends = {shard: await source.end(shard) for shard in self._own}
             await self._follow(source, {shard: end for shard, end in ends.items() if end is not None})
 
-        await self._show(live, building, near, lambda held: self._follow(source, held), keep, patience_seconds)
+        async def reach(held: Mapping[int, Cursor]) -> None:
+            await self._follow(source, held)
+
+        await Switch(self._control, self._where.schema, live, building, near, reach, keep, self._wait).run(patience_seconds)
         return live
 
     async def undo(self, source: Source, accept: bool, patience_seconds: float) -> tuple[Version, Version]:
@@ -297,63 +288,11 @@ class Rebuild:
                     f"run workers of the release that has definition {previous.definition}, or --accept"
                 )
 
-        await self._show(live, previous, near, reach, True, patience_seconds)
+        await Switch(self._control, self._where.schema, live, previous, near, reach, True, self._wait).run(patience_seconds)
         return live, previous
 
-    async def _show(
-        self,
-        live: Version,
-        chosen: Version,
-        near: Callable[[], Any],
-        reach: Callable[[Mapping[int, Cursor]], Any],
-        keep: bool,
-        patience_seconds: float,
-    ) -> None:
-        deadline = time.monotonic() + patience_seconds
-        while True:
-            try:
-                await near()
-                async with self._control.transaction():
-                    await self._set_lock_timeout(int(LOCK_SECONDS * 1000))
-                    await reach(await self._cursors_of(live, lock=True))
-                    await self._older_snapshots_gone()
-                    # Readers queue behind us while we wait: not for long, and then we come again.
-                    await self._set_lock_timeout(VIEWS_LOCK_MS)
-                    await versions.show(self._control, self._where.schema, chosen, keep)
-                break
-            except (psycopg.errors.LockNotAvailable, psycopg.errors.DeadlockDetected) as error:
-                reason = f"the views are in use by open transactions ({error.diag.message_primary})"
-            except Busy as busy:
-                reason = str(busy)
-            except versions.ViewsInUse as error:
-                raise Refused(str(error)) from None
-            if time.monotonic() > deadline:
-                raise Refused(f"not switched within {patience_seconds:.0f} s: {reason}. Nothing is lost: the same command tries again")
-            self._report(Progress(f"waiting to switch: {reason}"))
-            await asyncio.sleep(RETRY_SECONDS)
-        await versions.sweep(self._control, self._where.schema, self._projection)
-
-    async def _set_lock_timeout(self, milliseconds: int) -> None:
-        await self._control.execute("SELECT set_config('lock_timeout', %s, true)", (f"{milliseconds}ms",))
-
-    async def _older_snapshots_gone(self) -> None:
-        """Waits until nobody has a snapshot from before now: in one, the version that is about to be shown would be older, or empty."""
-        older = await self._snapshots()
-        deadline = time.monotonic() + SNAPSHOTS_SECONDS
-        while older:
-            if time.monotonic() > deadline:
-                raise Busy(f"transactions with an older snapshot are open (pid {', '.join(str(pid) for pid, *_ in sorted(older)[:5])})")
-            await asyncio.sleep(POLL_SECONDS)
-            older &= await self._snapshots()
-
-    async def _snapshots(self) -> set[tuple[Any, ...]]:
-        # Who waits for a lock is a worker that waits for us.
-        found = await self._control.execute(
-            "SELECT pid, xact_start, query_start, backend_xmin::text FROM pg_stat_activity WHERE datname = current_database() "
-            "AND backend_type = 'client backend' AND pid <> pg_backend_pid() AND backend_xmin IS NOT NULL "
-            "AND wait_event_type IS DISTINCT FROM 'Lock'"
-        )
-        return set(await found.fetchall())
+    def _wait(self, reason: str) -> None:
+        self._report(Progress(f"waiting to switch: {reason}"))
 
     # -- what is no longer needed -----------------------------------------------------------------------------------------
 
@@ -376,46 +315,6 @@ def _require_same(projection: str, live: Mapping[int, Cursor], ours: Mapping[int
 
 def _place(cursor: Cursor) -> str:
     return f"seq {cursor.seq}, hash {cursor.head.hex()[:12]}…, offset {cursor.next_offset}"
-
-
-async def _chunks(pieces: AsyncGenerator[Piece, None], events: int) -> AsyncGenerator[tuple[Cursor, list[Fact]], None]:
-    """The pieces gathered to chunks of about so many events."""
-    facts: list[Fact] = []
-    behind: Cursor | None = None
-    async with aclosing(pieces):
-        async for piece in pieces:
-            behind = piece.behind
-            facts.extend(piece.facts)
-            if len(facts) >= events:
-                yield behind, facts
-                facts, behind = [], None
-    if behind is not None:
-        yield behind, facts
-
-
-async def _ahead(chunks: AsyncGenerator[tuple[Cursor, list[Fact]], None], depth: int) -> AsyncGenerator[tuple[Cursor, list[Fact]], None]:
-    """The chunks, the next ones read and decoded while PostgreSQL takes this one."""
-    queue: asyncio.Queue[tuple[Cursor, list[Fact]] | Exception | None] = asyncio.Queue(depth)
-
-    async def fill() -> None:
-        try:
-            async with aclosing(chunks):
-                async for chunk in chunks:
-                    await queue.put(chunk)
-        except Exception as error:
-            await queue.put(error)
-        else:
-            await queue.put(None)
-
-    filling = asyncio.create_task(fill())
-    try:
-        while (item := await queue.get()) is not None:
-            if isinstance(item, Exception):
-                raise item
-            yield item
-    finally:
-        filling.cancel()
-        await asyncio.gather(filling, return_exceptions=True)
 
 
 async def load_part(where: Where, projection: str, source_name: str, targets: Mapping[int, Cursor], step: Step) -> None:

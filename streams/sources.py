@@ -169,3 +169,43 @@ async def open_source(name: str, kafka: str, journal: str, postgres: str, schema
     async with await AsyncConnection.connect(postgres, autocommit=True, connect_timeout=5) as connection:
         await use_schema(connection, schema)
         yield AuditSource(connection)
+
+
+async def chunks_of(pieces: AsyncGenerator[Piece, None], events: int) -> AsyncGenerator[tuple[Cursor, list[Fact]], None]:
+    """The pieces gathered to chunks of about so many events."""
+    facts: list[Fact] = []
+    behind: Cursor | None = None
+    async with aclosing(pieces):
+        async for piece in pieces:
+            behind = piece.behind
+            facts.extend(piece.facts)
+            if len(facts) >= events:
+                yield behind, facts
+                facts, behind = [], None
+    if behind is not None:
+        yield behind, facts
+
+
+async def ahead(chunks: AsyncGenerator[tuple[Cursor, list[Fact]], None], depth: int) -> AsyncGenerator[tuple[Cursor, list[Fact]], None]:
+    """The chunks, the next ones read and decoded while PostgreSQL takes this one."""
+    queue: asyncio.Queue[tuple[Cursor, list[Fact]] | Exception | None] = asyncio.Queue(depth)
+
+    async def fill() -> None:
+        try:
+            async with aclosing(chunks):
+                async for chunk in chunks:
+                    await queue.put(chunk)
+        except Exception as error:
+            await queue.put(error)
+        else:
+            await queue.put(None)
+
+    filling = asyncio.create_task(fill())
+    try:
+        while (item := await queue.get()) is not None:
+            if isinstance(item, Exception):
+                raise item
+            yield item
+    finally:
+        filling.cancel()
+        await asyncio.gather(filling, return_exceptions=True)

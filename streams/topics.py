@@ -3,7 +3,7 @@
 Partition = shard, so every topic but `rejected` has as many partitions as there are shards.
 """
 
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 from aiokafka.errors import TopicAlreadyExistsError, for_code
@@ -66,7 +66,35 @@ async def create_topics(bootstrap: str, topics: Topics, shards: int, replication
     try:
         if replication is None:
             replication = min(len((await client.describe_cluster())["brokers"]), REPLICATION_MAX)
-        response = await client.create_topics(_wanted(topics, shards, replication))
+    finally:
+        await client.close()
+    return await _create(bootstrap, _wanted(topics, shards, replication))
+
+
+async def create_topic_like(bootstrap: str, like: str, name: str, shards: int) -> None:
+    """Creates a topic of somebody's own, if it is not there: for ever, a partition a shard, as many copies as the topic `like` has."""
+    copies = len((await partitions_of(bootstrap, like))[0]["replicas"])
+    configs = {"retention.ms": "-1", "max.message.bytes": str(RECORD_BYTES_MAX)}
+    await _create(bootstrap, [NewTopic(name, num_partitions=shards, replication_factor=copies, topic_configs=configs)])
+
+
+async def partitions_of(bootstrap: str, name: str) -> list[dict[str, Any]]:
+    """What the brokers say of each partition of a topic; nothing when there is no such topic."""
+    client = AIOKafkaAdminClient(bootstrap_servers=bootstrap)
+    await client.start()
+    try:
+        described = await client.describe_topics([name])
+    finally:
+        await client.close()
+    return list(described[0]["partitions"])
+
+
+async def _create(bootstrap: str, wanted: list[NewTopic]) -> list[str]:
+    """Creates what is missing; returns its names."""
+    client = AIOKafkaAdminClient(bootstrap_servers=bootstrap)
+    await client.start()
+    try:
+        response = await client.create_topics(wanted)
     finally:
         await client.close()
     created = []

@@ -2,7 +2,7 @@
 
 `decide` answers commands of the topic · `relay` moves outboxes to the journal · `sweep` closes what is due and carries counts of
 refusals to SQL (it runs where the shard is relayed) · `project` builds the read models in PostgreSQL · `publish` puts single events on
-`grab.events`. One failing ends all: a process that
+`grab.events` · `verify` walks behind the read models and compares them with Redis. One failing ends all: a process that
 plays half its roles looks alive and is not.
 """
 
@@ -13,6 +13,7 @@ from typing import Any, Final, NamedTuple
 
 from lua.gate import Gate, GateLimits
 from lua.keys import KeySpace
+from lua.refusals import RefusalLog, writing
 from lua.sealing import Sealer
 from lua.tickets import TicketKeys
 from streams.decider import Decider
@@ -24,7 +25,7 @@ from streams.topics import Topics
 
 log = logging.getLogger(__name__)
 
-ROLES: Final = ("decide", "relay", "sweep", "project", "publish")
+ROLES: Final = ("decide", "relay", "sweep", "project", "publish", "verify")
 
 
 class WorkerSettings(NamedTuple):
@@ -49,7 +50,8 @@ def roles_of(
     sealer: Sealer,
     tickets: TicketKeys,
     record_demand: RecordDemand | None,
-    faust: Mapping[str, Role],
+    refusals: RefusalLog | None,
+    of_books: Mapping[str, Role],
     step: Step = lambda name: None,
     snapshots: Snapshots | None = None,
     report_recovery: Callable[[Recovered], Any] | None = None,
@@ -64,10 +66,11 @@ def roles_of(
     if "decide" in roles:
 
         async def decide(stop: asyncio.Event) -> None:
-            gate = Gate(redis, keys, sealer, settings.gate, tickets=tickets)
+            gate = Gate(redis, keys, sealer, settings.gate, tickets=tickets, refusals=refusals)
             gate.start()
             try:
-                await Decider(gate, settings.kafka, topics, settings.patience_ms).run(stop)
+                async with writing(refusals):
+                    await Decider(gate, settings.kafka, topics, settings.patience_ms).run(stop)
             finally:
                 await gate.close()
 
@@ -90,7 +93,7 @@ def roles_of(
 
         running["relay"] = Keeper(redis, keys, settings.lease_ms, tasks_of).run
 
-    running.update((role, faust[role]) for role in ("project", "publish") if role in roles and role in faust)
+    running.update((role, of_books[role]) for role in ("project", "publish", "verify") if role in roles and role in of_books)
     return running
 
 

@@ -1,15 +1,16 @@
 """`init`: topics and tables."""
 
 import asyncio
+from typing import Any
 
 import click
-from aiokafka.admin import AIOKafkaAdminClient
 from psycopg import AsyncConnection
 
 from ops.output import console, json_option, print_json
 from ops.settings import Settings, load_settings
 from projections.migrate import migrate
-from streams.topics import Topics, create_topics
+from streams.replay_schema import read_definition
+from streams.topics import Topics, create_topics, partitions_of
 
 
 @click.command()
@@ -33,20 +34,21 @@ async def _init(settings: Settings, replication: int | None) -> tuple[list[str],
     created = await create_topics(settings.kafka, topics, settings.shards, replication)
     await check_shards(settings)
     async with await AsyncConnection.connect(settings.postgres, autocommit=True, connect_timeout=5) as connection:
+        await refuse_replay(connection, settings)
         applied = await migrate(connection, settings.schema_, settings.shards)
     return created, applied
+
+
+async def refuse_replay(connection: AsyncConnection[Any], settings: Settings) -> None:
+    """Raises UsageError when the schema holds a bounded replay: going on with it would make it neither that nor the system's."""
+    if await read_definition(connection, settings.schema_) is not None:
+        raise click.UsageError(f"GRAB_SCHEMA: schema {settings.schema_} holds a bounded replay: set it to the system's own")
 
 
 async def check_shards(settings: Settings) -> None:
     """Raises UsageError when the system was made with another number of shards, or not at all."""
     journal = Topics(settings.prefix).journal
-    client = AIOKafkaAdminClient(bootstrap_servers=settings.kafka)
-    await client.start()
-    try:
-        described = await client.describe_topics([journal])
-    finally:
-        await client.close()
-    partitions = len(described[0]["partitions"])
+    partitions = len(await partitions_of(settings.kafka, journal))
     if partitions == 0:
         raise click.UsageError(f"topic {journal} is not there: `grabstream init` makes it")
     if partitions != settings.shards:

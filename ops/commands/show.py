@@ -3,7 +3,6 @@
 import asyncio
 import sys
 import time
-from datetime import UTC, datetime
 from typing import Any
 
 import click
@@ -12,6 +11,7 @@ from psycopg.rows import dict_row
 from rich.text import Text
 
 from models.offers import TIME_MS_MAX
+from ops.moments import show_time
 from ops.output import console, json_option, print_json, table
 from ops.settings import Settings, load_settings
 from projections.migrate import use_schema
@@ -33,57 +33,59 @@ def show(offer: str, limit: int, as_json: bool) -> None:
     if as_json:
         print_json(found)
         return
-    _print(found, limit)
+    print_offer(found, limit, time.time() * 1000)
 
 
 async def _read(settings: Settings, offer: str, limit: int) -> dict[str, Any] | None:
     async with await AsyncConnection.connect(settings.postgres, autocommit=True, row_factory=dict_row, connect_timeout=5) as connection:
         await use_schema(connection, settings.schema_)
-        found = await (await connection.execute("SELECT * FROM offers WHERE offer = %s", (offer,))).fetchone()
+        found = await read_offer(connection, offer, limit)
         if found is None:
             return None
-        grabs = (
-            "SELECT place, user_id, amount, quantity, held, taken, redeemed, state, deadline_at, paid, currency, grab, at "
-            "FROM grabs WHERE offer = %s AND state <> 'waiting' ORDER BY "
-        )
-        newest = await (await connection.execute(grabs + "place DESC LIMIT %s", (offer, limit))).fetchall()
-        luckiest = None
-        if found["kind"] == "envelope":
-            luckiest = await (await connection.execute(grabs + "amount DESC, place LIMIT 1", (offer,))).fetchone()
-        line = "SELECT position, user_id, quantity, grab FROM waiting WHERE offer = %s ORDER BY position LIMIT %s"
-        waiting = await (await connection.execute(line, (offer, limit))).fetchall()
-        money = (
-            "SELECT state, currency, count(*) AS payments, sum(amount)::bigint AS amount, sum(refunded)::bigint AS refunded "
-            "FROM payments WHERE offer = %s GROUP BY state, currency ORDER BY state, currency"
-        )
-        payments = await (await connection.execute(money, (offer,))).fetchall()
         refused = await (
             await connection.execute(
                 "SELECT outcome, sum(refusals)::bigint AS refusals FROM demand WHERE offer = %s GROUP BY outcome ORDER BY 2 DESC",
                 (offer,),
             )
         ).fetchall()
-    return {
-        "offer": found,
-        "luckiest": luckiest,
-        "grabs": newest,
-        "waiting": waiting,
-        "payments": payments,
-        "refused": {row["outcome"]: row["refusals"] for row in refused},
-    }
+    return found | {"refused": {row["outcome"]: row["refusals"] for row in refused}}
 
 
-def _print(found: dict[str, Any], limit: int) -> None:
+async def read_offer(connection: AsyncConnection[dict[str, Any]], offer: str, limit: int | None) -> dict[str, Any] | None:
+    """An offer with its newest grabs, its line and its payments, from the views of the connection's schema; None: there is none."""
+    found = await (await connection.execute("SELECT * FROM offers WHERE offer = %s", (offer,))).fetchone()
+    if found is None:
+        return None
+    grabs = (
+        "SELECT place, user_id, amount, quantity, held, taken, redeemed, state, deadline_at, paid, currency, grab, at "
+        "FROM grabs WHERE offer = %s AND state <> 'waiting' ORDER BY "
+    )
+    newest = await (await connection.execute(grabs + "place DESC LIMIT %s", (offer, limit))).fetchall()
+    luckiest = None
+    if found["kind"] == "envelope":
+        luckiest = await (await connection.execute(grabs + "amount DESC, place LIMIT 1", (offer,))).fetchone()
+    line = "SELECT position, user_id, quantity, grab FROM waiting WHERE offer = %s ORDER BY position LIMIT %s"
+    waiting = await (await connection.execute(line, (offer, limit))).fetchall()
+    money = (
+        "SELECT state, currency, count(*) AS payments, sum(amount)::bigint AS amount, sum(refunded)::bigint AS refunded "
+        "FROM payments WHERE offer = %s GROUP BY state, currency ORDER BY state, currency"
+    )
+    payments = await (await connection.execute(money, (offer,))).fetchall()
+    return {"offer": found, "luckiest": luckiest, "grabs": newest, "waiting": waiting, "payments": payments}
+
+
+def print_offer(found: dict[str, Any], limit: int, now_ms: float) -> None:
+    """What `read_offer` found, as it stands at a time."""
     offer = found["offer"]
     heading = Text.assemble(
         (offer["offer"], "bold"), f"  {offer['title']}  ", (f"{offer['kind']}, {offer['asset']}, by {offer['issuer']}", "dim")
     )
     # Names and titles may look like markup (`[red]`) or emoji (`:b:`).
     console.print(heading, soft_wrap=True, emoji=False)
-    closes = "" if offer["closes_at"] == TIME_MS_MAX else f", closes {_time(offer['closes_at'])}"
-    closed = f", closed {_time(offer['closed_at'])} ({offer['reason']})" if offer["closed_at"] else closes
-    early = offer["state"] == "open" and offer["opens_at"] > time.time() * 1000
-    console.print(f"{'not open yet' if early else offer['state']}; opens {_time(offer['opens_at'])}{closed}")
+    closes = "" if offer["closes_at"] == TIME_MS_MAX else f", closes {show_time(offer['closes_at'])}"
+    closed = f", closed {show_time(offer['closed_at'])} ({offer['reason']})" if offer["closed_at"] else closes
+    early = offer["state"] == "open" and offer["opens_at"] > now_ms
+    console.print(f"{'not open yet' if early else offer['state']}; opens {show_time(offer['opens_at'])}{closed}")
     console.print(_stock_of(offer), highlight=False)
     for paid in found["payments"]:
         what = "to be paid back" if paid["state"] == "refund_due" else f"served, {paid['refunded']:,} paid back"
@@ -92,12 +94,14 @@ def _print(found: dict[str, Any], limit: int) -> None:
         lucky = found["luckiest"]
         words = f"The luckiest: {lucky['user_id']} with {lucky['amount']:,}, at place {lucky['place']:,}."
         console.print(Text(words), highlight=False)
-    if found["refused"]:
+    if found.get("refused"):
         console.print("Refused: " + ", ".join(f"{outcome} {count:,}" for outcome, count in found["refused"].items()), highlight=False)
     if offer["seed"]:
         console.print(f"[dim]seed {offer['seed']}[/]", highlight=False)
     if found["grabs"] and offer["kind"] == "envelope":
-        rows = ((grab["place"], grab["user_id"], grab["amount"], grab["state"], grab["grab"], _time(grab["at"])) for grab in found["grabs"])
+        rows = (
+            (grab["place"], grab["user_id"], grab["amount"], grab["state"], grab["grab"], show_time(grab["at"])) for grab in found["grabs"]
+        )
         console.print(table(f"The newest grabs (at most {limit})", ("place", "user", "amount", "state", "grab", "at"), rows))
     elif found["grabs"]:
         columns = ("place", "user", "state", "held", "taken", "used", "paid", "until", "grab")
@@ -122,9 +126,5 @@ def _stock_of(offer: dict[str, Any]) -> str:
 
 def _grab_row(grab: dict[str, Any]) -> tuple[object, ...]:
     paid = f"{grab['paid']:,} {grab['currency']}" if grab["currency"] else ""
-    until = _time(grab["deadline_at"]) if grab["held"] else ""
+    until = show_time(grab["deadline_at"]) if grab["held"] else ""
     return (grab["place"], grab["user_id"], grab["state"], grab["held"], grab["taken"], grab["redeemed"], paid, until, grab["grab"])
-
-
-def _time(at_ms: int) -> str:
-    return datetime.fromtimestamp(at_ms / 1000, UTC).isoformat(sep=" ", timespec="milliseconds").replace("+00:00", "Z")

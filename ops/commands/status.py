@@ -11,12 +11,14 @@ from psycopg import AsyncConnection, OperationalError, sql
 from psycopg.errors import UndefinedTable
 from psycopg.rows import dict_row
 from redis.exceptions import RedisError
+from rich.markup import escape
 
 from lua.keys import SHARD_FIELDS
 from ops.connections import key_space, open_redis
 from ops.output import console, json_option, print_json, table
 from ops.redis_cluster import information
 from ops.settings import Settings, load_settings
+from projections import cursors, set_aside, verified
 from projections.definitions import PROJECTIONS, definition_of
 from projections.migrate import use_schema
 from projections.versions import NoReadModel, versions, written_by_us
@@ -27,7 +29,8 @@ from projections.versions import NoReadModel, versions, written_by_us
 def status(as_json: bool) -> None:
     """Show servers, shards and read models.
 
-    Exit 3: a server does not answer; 1: a shard is fenced or has no relay, or a read model has stopped or waits for a rebuild.
+    Exit 3: a server does not answer; 1: a shard is fenced or has no relay, a read model has stopped or waits for a rebuild, or the
+    verifier found a difference. `grabstream doctor` says what to do.
     """
     found = asyncio.run(_read(load_settings()))
     if as_json:
@@ -36,11 +39,15 @@ def status(as_json: bool) -> None:
         _print(found)
     if any(problem for problem in found["servers"].values()):
         sys.exit(3)
-    sys.exit(1 if found["stopped"] or found["waiting"] or any(shard["fault"] for shard in found["shards"]) else 0)
+    unwell = found["stopped"] or found["waiting"] or found["findings"] or any(shard["fault"] for shard in found["shards"])
+    sys.exit(1 if unwell else 0)
 
 
 async def _read(settings: Settings) -> dict[str, Any]:
-    found: dict[str, Any] = {"servers": {}, "shards": [], "read_models": [], "stopped": [], "versions": [], "waiting": {}}
+    found: dict[str, Any] = {
+        "servers": {}, "shards": [], "read_models": [], "stopped": [], "versions": [], "waiting": {}, "verified": [], "findings": [],
+        "set_aside": [],
+    }  # fmt: skip
     for name, read in (("redis", _redis), ("kafka", _kafka), ("postgres", _postgres)):
         try:
             await read(settings, found)
@@ -93,13 +100,19 @@ async def _kafka(settings: Settings, found: dict[str, Any]) -> None:
 
 
 async def _postgres(settings: Settings, found: dict[str, Any]) -> None:
-    async with await AsyncConnection.connect(settings.postgres, autocommit=True, row_factory=dict_row, connect_timeout=5) as connection:
+    async with await AsyncConnection.connect(settings.postgres, autocommit=True, connect_timeout=5) as connection:
         await use_schema(connection, settings.schema_)
         try:
-            rows = await connection.execute("SELECT projection, shard, seq, next_offset FROM cursors ORDER BY projection, shard")
-            found["read_models"] = await rows.fetchall()
-            rows = await connection.execute("SELECT projection, shard, seq, journal_offset, reason, stopped_at FROM stopped_shards")
-            found["stopped"] = await rows.fetchall()
+            async with connection.cursor(row_factory=dict_row) as rows:
+                await rows.execute("SELECT projection, shard, seq, next_offset FROM cursors ORDER BY projection, shard")
+                found["read_models"] = await rows.fetchall()
+            found["stopped"] = [stop._asdict() for stop in await cursors.stops(connection)]
+            found["verified"] = [
+                {"shard": one.shard, "seq": one.seq, "rounds": one.rounds, "at": one.compared_at}
+                for one in (await verified.progress(connection)).values()
+            ]
+            found["findings"] = [one._asdict() | {"where": one.where} for one in await verified.open_findings(connection)]
+            found["set_aside"] = [one.in_words() for one in await set_aside.load(connection)]
             await _versions(connection, settings.schema_, found)
         except (UndefinedTable, NoReadModel):
             found["read_models"] = []
@@ -111,10 +124,9 @@ async def _versions(connection: AsyncConnection[Any], schema: str, found: dict[s
     for one in known:
         if one.projection in PROJECTIONS:
             table = sql.Identifier(one.schema, "projection_cursors")
-            [row] = await (
-                await connection.execute(sql.SQL("SELECT coalesce(sum(seq), 0)::bigint AS events FROM {}").format(table))
-            ).fetchall()
-            found["versions"].append(one._asdict() | row)
+            rows = await connection.execute(sql.SQL("SELECT coalesce(sum(seq), 0)::bigint FROM {}").format(table))
+            [events] = await rows.fetchone() or [0]
+            found["versions"].append(one._asdict() | {"events": events})
     for projection in PROJECTIONS:
         of_projection = [one for one in known if one.projection == projection]
         if written_by_us(of_projection, projection) is None:
@@ -126,16 +138,18 @@ def _print(found: dict[str, Any]) -> None:
         console.print(f"[green]✓[/] {name}" if problem is None else f"[red]✗[/] {name}: {problem}", highlight=False)
     models = sorted({row["projection"] for row in found["read_models"]})
     seqs = {(row["projection"], row["shard"]): row["seq"] for row in found["read_models"]}
+    proved = {row["shard"]: row["seq"] for row in found["verified"]}
     servers = {shard["server"] for shard in found["shards"]} - {""}
     rows = (
         (
             shard["shard"], *([shard["server"]] if servers else []), shard["seq"], shard["waiting"],
             *(shard["seq"] - seqs.get((model, shard["shard"]), 0) for model in models),
-            shard["relay"] or "none", shard["fault"] or "",
+            proved.get(shard["shard"], 0), shard["relay"] or "none", shard["fault"] or "",
         )
         for shard in found["shards"]
     )  # fmt: skip
-    columns = ("shard", *(["server"] if servers else []), "seq", "not journaled", *(f"{model} lag" for model in models), "relay", "fault")
+    columns = ["shard", *(["server"] if servers else []), "seq", "not journaled", *(f"{model} lag" for model in models)]
+    columns += ["verified to", "relay", "fault"]
     console.print(table("Shards", columns, rows))
     _print_versions(found)
     if not models and found["servers"]["postgres"] is None:
@@ -150,6 +164,12 @@ def _print(found: dict[str, Any]) -> None:
             f"[red]{stop['projection']} has stopped at shard {stop['shard']}, seq {stop['seq']}[/]: {stop['reason']}",
             highlight=False,
         )
+    for difference in found["findings"]:
+        console.print(f"[red]difference {difference['id']}[/]: {difference['where']}{escape(difference['what'])}", highlight=False)
+    for words in found["set_aside"]:
+        console.print(f"[cyan]set aside[/]: {escape(words)}", highlight=False)
+    if found["stopped"] or found["findings"] or any(shard["fault"] for shard in found["shards"]):
+        console.print("`grabstream doctor` says what to do.")
 
 
 def _print_versions(found: dict[str, Any]) -> None:

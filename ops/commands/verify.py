@@ -4,6 +4,7 @@ import asyncio
 import sys
 
 import click
+from rich.markup import escape
 
 from ops.output import console, json_option, print_json
 from ops.settings import load_settings
@@ -18,6 +19,8 @@ def print_checks(checks: list[Check]) -> None:
         console.print(f"{mark} {check.name:<34} [dim]{check.checked:>12,} {check.of_what}[/]", highlight=False)
         for problem in check.problems[:PROBLEMS_SHOWN_MAX]:
             console.print(f"    [red]{problem}[/]", highlight=False)
+        for note in check.notes:
+            console.print(f"    [cyan]{escape(note)}[/]", highlight=False)
         if len(check.problems) > PROBLEMS_SHOWN_MAX:
             console.print(f"    [red]… and {len(check.problems) - PROBLEMS_SHOWN_MAX} more[/]")
 

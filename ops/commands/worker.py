@@ -13,12 +13,23 @@ import psycopg
 import uvloop
 
 import models.events  # noqa: F401 - a gap in the upcasters is found here, not when a role reads its first event
-from ops.commands.init import check_shards
-from ops.connections import open_redis, report_recovery, require_core, sealer, snapshots, ticket_keys, worker_settings
+from ops.commands.init import check_shards, refuse_replay
+from ops.connections import (
+    key_space,
+    open_redis,
+    refusal_log,
+    report_recovery,
+    require_core,
+    sealer,
+    snapshots,
+    ticket_keys,
+    worker_settings,
+)  # fmt: skip
 from ops.settings import Settings, load_settings
 from projections.demand import record
 from projections.migrate import PROJECTIONS as READ_MODELS
 from streams.relay import Step
+from streams.verifier import Verifier
 from streams.worker import ROLES, Role, roles_of, run_worker
 
 log = logging.getLogger(__name__)
@@ -45,18 +56,33 @@ async def _run(settings: Settings, chosen: Sequence[str]) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     await check_shards(settings)
+    if "project" in chosen:
+        await _refuse_replay(settings)
     redis = open_redis(settings)
     try:
         await require_core(redis)
         roles = roles_of(
             worker_settings(settings), chosen, redis, sealer(settings), ticket_keys(settings), functools.partial(_record_demand, settings),
-            {"project": _faust(settings, READ_MODELS), "publish": _faust(settings, ("events",))}, step_of(settings), snapshots(settings),
-            functools.partial(report_recovery, settings),
+            refusal_log(settings),
+            {
+                "project": _faust(settings, READ_MODELS), "publish": _faust(settings, ("events",)),
+                "verify": Verifier(redis, key_space(settings), settings.postgres, settings.schema_, settings.verify_percent / 100).run,
+            },
+            step_of(settings), snapshots(settings), functools.partial(report_recovery, settings),
         )  # fmt: skip
         log.info("playing %s", ", ".join(chosen))
         await run_worker(roles, stop)
     finally:
         await redis.aclose()
+
+
+async def _refuse_replay(settings: Settings) -> None:
+    try:
+        async with await psycopg.AsyncConnection.connect(settings.postgres, autocommit=True, connect_timeout=5) as connection:
+            await refuse_replay(connection, settings)
+    except psycopg.OperationalError as error:
+        # The read models wait for PostgreSQL, the other roles do without; a replay's schema then refuses them by itself.
+        log.warning("PostgreSQL cannot be reached yet: %s", error)
 
 
 def _faust(settings: Settings, names: Sequence[str]) -> Role:

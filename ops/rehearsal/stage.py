@@ -20,7 +20,7 @@ from projections.versions import drop_all
 from streams.topics import Topics, create_topics, retention_ms
 
 #: Two processes, since two cores are what a small machine has: one decides and relays, one builds the read models.
-WORKERS = ("decide,relay,sweep", "project,publish")
+WORKERS = ("decide,relay,sweep", "project,publish,verify")
 STOP_SECONDS = 6.0
 
 

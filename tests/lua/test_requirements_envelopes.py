@@ -25,7 +25,7 @@ from models.answers import Answer
 from models.commands import Adjust, Amend, AnyCommand, Close, Grab, Open, Pause
 from models.offers import RETIRE_AFTER_MS, Changes, CouponTerms, Draw, EnvelopeTerms
 from models.splitting import LAWS, pack_parts
-from models.transfers import Entry, Transfer, transfers_of
+from models.transfers import BookedEntry, Entry, Transfer, transfers_of
 from ops.connections import open_gate
 from ops.rehearsal.run import open_books
 from ops.settings import Settings
@@ -199,7 +199,8 @@ async def test_a_few_wrong_data_are_mended_by_hand(scene: Scene) -> None:
         assert (await scene.do(Adjust, transfers=entries, **wrong)).outcome == "adjusted"
         await scene.do(Close)
     first, _ = await scene.events("ledger.adjusted")
-    assert (first.operator, first.reason, first.approved_by, first.transfers) == ("olga", 'paid twice, see "7"', "boss", entries)
+    booked = tuple(BookedEntry(*msgspec.structs.astuple(entry)) for entry in entries)
+    assert (first.operator, first.reason, first.approved_by, first.transfers) == ("olga", 'paid twice, see "7"', "boss", booked)
     assert transfers_of(first) == tuple(Transfer(*msgspec.structs.astuple(entry)) for entry in entries)
     refused = [
         *({"transfers": (Entry("CNY", debit, "external:bank", 1),)} for debit in ("wallet:ann", "offer:o", "hold:ann", "redeemed:o")),

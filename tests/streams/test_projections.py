@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
 from aiokafka.errors import NotLeaderForPartitionError
-from psycopg import errors
+from psycopg import AsyncConnection, errors
 
 from models.journal import GENESIS, block_headers, chain, marker_headers
 from ops.rehearsal.run import open_books
@@ -105,6 +105,14 @@ async def at_seq(settings: Settings, seq: int, *names: str) -> None:
 async def rows(settings: Settings, query: str) -> list[Any]:
     async with await open_books(settings) as books:
         return await (await books.execute(query.encode())).fetchall()
+
+
+async def open_tables(settings: Settings) -> AsyncConnection[Any]:
+    """A connection that means the tables behind the views, wherever a version of a read model has them: to damage them."""
+    connection = await open_books(settings)
+    schemas = ", ".join([*(f"{settings.schema_}_{name}_1" for name in ("balances", "ledger", "audit")), settings.schema_])
+    await connection.execute(f"SET search_path = {schemas}".encode())
+    return connection
 
 
 LINES = [opened("e", 1), *(granted("e", seq) for seq in range(2, 31))]

@@ -333,3 +333,18 @@ async def test_all_read_models_one_after_the_other(booked: Settings) -> None:
     )  # fmt: skip
     assert shown.returncode == 1
     assert json.loads(shown.stdout)["waiting"] == {"balances": 2}
+
+
+async def test_a_live_version_of_another_history_is_refused(booked: Settings) -> None:
+    """At the same seq with another hash, nothing is compared or shown, whatever is read; with the right hash all is well."""
+    ledger = await version_in(booked, "ledger")
+    table = f"{ledger.schema}.projection_cursors"
+    [(head,)] = await rows(booked, f"SELECT head FROM {table} WHERE shard = 1")
+    async with await open_books(booked) as books:
+        await books.execute(f"UPDATE {table} SET head = %s WHERE shard = 1".encode(), (b"\x01" * 32,))
+        for source, reason in (("journal", "different histories"), ("audit", "another history")):
+            with pytest.raises(Refused, match=f"shard 1.*{reason}"):
+                await rebuilt(booked, "ledger", source)
+        await books.execute(f"UPDATE {table} SET head = %s WHERE shard = 1".encode(), (head,))
+    assert (await version_in(booked, "ledger")).schema == ledger.schema
+    assert await digests(booked, await rebuilt(booked, "ledger")) == await digests(booked, ledger)

@@ -1,0 +1,251 @@
+"""What PostgreSQL says: are the tables there, which read models have stopped or are behind, what was set aside, what was found."""
+
+from datetime import datetime
+from typing import Any, Final, NamedTuple
+
+from aiokafka import AIOKafkaConsumer, TopicPartition
+from psycopg import AsyncConnection
+
+from models.journal import Cursor
+from models.upcasting import NEWER
+from ops.diagnosis.findings import Finding, address, of_shards
+from ops.diagnosis.topics import LATE_MS, Lag, lags
+from ops.settings import Settings
+from projections import cursors, set_aside, verified
+from projections.cursors import Stop
+from projections.migrate import PROJECTIONS, missing_migrations
+from projections.set_aside import SetAside
+from projections.verified import Found, Progress
+from projections.versions import versions, written_by_us
+from streams.journal import JournalReader
+from streams.publisher import newest_cursor
+from streams.topics import Topics
+
+EVENTS: Final = "events"
+#: Lost decisions are told of for so long.
+LOST_DAYS: Final = 7
+
+
+class Lost(NamedTuple):
+    """Decisions of the last days that recoveries of Redis took back: how many, of how many users, and since when (ms)."""
+
+    decisions: int
+    users: int
+    first_at: int | None
+
+
+class BookFacts(NamedTuple):
+    """The tables; `missing` migrations leave the rest empty. `clock_ahead_ms`: the server's clock against this machine's."""
+
+    clock_ahead_ms: int
+    data_directory: str | None
+    fsync: bool
+    missing: list[str]
+    positions: dict[str, dict[int, Cursor]]
+    stops: list[Stop]
+    aside: list[SetAside]
+    found: list[Found]
+    progress: dict[int, Progress]
+    lost: Lost
+    without_version: list[str]
+
+
+async def read_books(connection: AsyncConnection[Any], schema: str, clock: Any) -> BookFacts:
+    """Reads everything once; raises psycopg's errors when the server cannot be reached."""
+    before = clock()
+    [now, fsync, may_read] = await _one(
+        connection,
+        "SELECT (extract(epoch FROM clock_timestamp()) * 1000)::bigint, current_setting('fsync') = 'on', "
+        "pg_has_role('pg_read_all_settings', 'member')",
+    )
+    ahead = now - (before + clock()) // 2
+    [directory] = await _one(connection, "SELECT current_setting('data_directory')") if may_read else [None]
+    lacking = await missing_migrations(connection, schema)
+    if lacking:
+        return BookFacts(ahead, directory, fsync, lacking, {}, [], [], [], {}, Lost(0, 0, None), [])
+    return BookFacts(
+        ahead, directory, fsync, [],
+        {name: await cursors.load(connection, name) for name in PROJECTIONS},
+        await cursors.stops(connection), await set_aside.load(connection), await verified.open_findings(connection),
+        await verified.progress(connection), Lost(*await _one(connection, _LOST, LOST_DAYS)),
+        await _without_version(connection, schema),
+    )  # fmt: skip
+
+
+async def _without_version(connection: AsyncConnection[Any], schema: str) -> list[str]:
+    """Projections of which no version is the one that this code writes."""
+    known = await versions(connection, schema)
+    return [name for name in PROJECTIONS if written_by_us([one for one in known if one.projection == name], name) is None]
+
+
+# The relay and a gate may tell of the same one.
+_LOST: Final = (
+    "SELECT count(DISTINCT (shard, seq, command)), count(DISTINCT user_id), (extract(epoch FROM min(at)) * 1000)::bigint "
+    "FROM lost_decisions WHERE at > now() - make_interval(days => %s)"
+)
+
+
+async def _one(connection: AsyncConnection[Any], query: str, *values: Any) -> Any:
+    return await (await connection.execute(query.encode(), values)).fetchone()
+
+
+async def read_lags(settings: Settings, books: BookFacts, consumer: AIOKafkaConsumer) -> dict[str, list[Lag]]:
+    """How far each read model is behind the journal; that of the events topic by the cursor in the topic itself."""
+    topics = Topics(settings.prefix)
+    positions = {name: {shard: cursor.next_offset for shard, cursor in of.items()} for name, of in books.positions.items()}
+    if books.positions:
+        reader = JournalReader(consumer, topics.events)
+        aside = [one for one in books.aside if one.projection == EVENTS]
+        newest = {shard: set_aside.past(aside, shard, await newest_cursor(reader, shard)) for shard in range(settings.shards)}
+        positions[EVENTS] = await _behind_markers(settings, consumer, newest)
+    found = {}
+    for name, of_model in positions.items():
+        at = {TopicPartition(topics.journal, shard): offset for shard, offset in of_model.items() if shard < settings.shards}
+        found[name] = await lags(consumer, at)
+    return found
+
+
+async def _behind_markers(settings: Settings, consumer: AIOKafkaConsumer, newest: dict[int, Cursor]) -> dict[int, int]:
+    """The offsets of the first records with events behind the cursors: markers make no event, so they leave no cursor either."""
+    journal = Topics(settings.prefix).journal
+    ends = await consumer.end_offsets([TopicPartition(journal, shard) for shard in newest])
+    reader, found = JournalReader(consumer, journal), {}
+    for shard, cursor in newest.items():
+        offset, end = cursor.next_offset, ends[TopicPartition(journal, shard)]
+        async for records in reader.read(shard, offset, end):
+            with_events = [record.offset for record in records if dict(record.headers).get("count") != b"0"]
+            offset = with_events[0] if with_events else records[-1].offset + 1
+            if with_events:
+                break
+        found[shard] = offset
+    return found
+
+
+# -- checks -----------------------------------------------------------------------------------------------------------
+
+
+def tables_missing(facts: BookFacts, settings: Settings) -> list[Finding]:
+    """Migrations that were not applied, or shards without cursors."""
+    if facts.missing:
+        means = "read models cannot be built, and questions about them are not answered"
+        return [Finding("stuck", f"migrations are missing: {', '.join(facts.missing)}", means, "grabstream init")]
+    short = sorted(name for name, of in facts.positions.items() if len(of) < settings.shards)
+    if not short:
+        return []
+    what = f"{', '.join(short)}: cursors for fewer shards than GRAB_SHARDS={settings.shards}"
+    return [Finding("stuck", what, "what is decided in the other shards never comes into the books", "grabstream init")]
+
+
+def of_another_release(facts: BookFacts, settings: Settings) -> list[Finding]:
+    """Read models that workers of this release cannot write: their tables are of another definition."""
+    return [
+        Finding(
+            "stuck", f"{name}: no version has the definition of this release", "workers of this release do not write it: it stands still",
+            f"grabstream rebuild {name}",
+        )
+        for name in facts.without_version
+    ]  # fmt: skip
+
+
+def stopped(facts: BookFacts, settings: Settings) -> list[Finding]:
+    """Read models that have stopped at a shard: a poison block."""
+    return [
+        Finding(
+            "stuck", f"{stop.projection} has stopped at shard {stop.shard}, behind seq {stop.seq} (journal offset {stop.journal_offset}): "
+            f"{stop.reason.splitlines()[0]}",
+            f"{stop.projection} shows that shard as it was; the other shards go on",
+            "start workers of the newer release that wrote it: they go on by themselves"
+            if NEWER in stop.reason
+            else f"grabstream set-aside {stop.projection} {stop.shard} --dry-run   # shows the record; or, when its cause is mended: "
+            f"grabstream retry {stop.projection} {stop.shard}",
+            _ms(stop.stopped_at),
+        )
+        for stop in facts.stops
+    ]  # fmt: skip
+
+
+def lagging(behind: dict[str, list[Lag]], facts: BookFacts, settings: Settings, now_ms: int) -> list[Finding]:
+    """Read models that have not read what stands in the journal for a while."""
+    at_rest = {(stop.projection, stop.shard) for stop in facts.stops}
+    found = []
+    for name, of_model in behind.items():
+        late = [lag for lag in of_model if lag.since and now_ms - lag.since > LATE_MS and (name, lag.partition) not in at_rest]
+        if late:
+            records = sum(lag.end - lag.next_offset for lag in late)
+            role = "publish" if name == EVENTS else "project"
+            found.append(
+                Finding(
+                    "stuck", f"{name} is behind the journal: {of_shards(lag.partition for lag in late)}, {records:,} blocks",
+                    "what reads it sees the past; nothing is lost", f"grabstream worker --roles {role}",
+                    min(lag.since or 0 for lag in late),
+                )
+            )  # fmt: skip
+    return found
+
+
+def put_aside(facts: BookFacts, settings: Settings) -> list[Finding]:
+    """What operators set aside: known, and so for ever."""
+    return [
+        Finding(
+            "note", one.in_words(), f"{one.projection} is short by these events",
+            f"grabstream rebuild {one.projection}   # when the cause is mended", _ms(one.at),
+        )
+        for one in facts.aside
+    ]  # fmt: skip
+
+
+def lost_decisions(facts: BookFacts, settings: Settings) -> list[Finding]:
+    """Answers that a recovery of Redis took back: nothing is stuck, but somebody was promised something."""
+    lost = facts.lost
+    if not lost.decisions:
+        return []
+    what = f"{lost.decisions:,} decisions of {lost.users:,} users were lost with Redis in the last {LOST_DAYS} days"
+    means = "answers given as `decided` did not hold; those given as `journaled` did"
+    table = f"{settings.schema_}.lost_decisions"
+    mend = f"psql {address('GRAB_POSTGRES', settings.postgres)} -c 'TABLE {table}'   # who, and what"
+    return [Finding("note", what, means, mend, lost.first_at)]
+
+
+def differs(facts: BookFacts, settings: Settings) -> list[Finding]:
+    """What the verifier has found."""
+    return [
+        Finding(
+            "stuck", f"verification: {found.where}{found.what}", _DIFFERENCES.get(found.kind, "the books contradict each other"),
+            f"grabstream verify   # says more; when it is explained: grabstream dismiss {found.id}", _ms(found.found_at),
+        )
+        for found in facts.found
+    ]  # fmt: skip
+
+
+_DIFFERENCES = {
+    "heads": "read models followed another history than the audit trail: build them anew with `grabstream rebuild all`",
+    "chain": "the audit trail is not what was decided: restore the row from the journal",
+    "ledger": "the ledger is not what was decided: build it anew with `grabstream rebuild ledger`",
+    "accounts": "an account shows a sum that its events do not: build the ledger anew with `grabstream rebuild ledger`",
+    "balances": "users or offers are shown sums that their events do not: `grabstream rebuild balances`",
+    "redis": "Redis decides with numbers that the events do not lead to: `grabstream rebuild redis`",
+}
+
+
+def not_verified(facts: BookFacts, settings: Settings, now_ms: int) -> list[Finding]:
+    """Nobody verifies: the verifier has not been there for long."""
+    if not facts.positions or not any(cursor.seq for cursor in facts.positions["audit"].values()):
+        return []
+    last = max((_ms(one.compared_at) for one in facts.progress.values() if one.compared_at), default=None)
+    if last is not None and now_ms - last < verified.SILENT_MS_MAX:
+        return []
+    means = "a difference between journal, books and Redis would not be noticed"
+    return [Finding("risk", "nobody verifies the books", means, "grabstream worker --roles verify", last)]
+
+
+def may_forget(facts: BookFacts, settings: Settings) -> list[Finding]:
+    """A PostgreSQL that does not wait for its disk."""
+    if facts.fsync:
+        return []
+    means = "a crash of its machine may leave books that contradict themselves; they would have to be rebuilt"
+    mend = f"psql {address('GRAB_POSTGRES', settings.postgres)} -c 'ALTER SYSTEM SET fsync = on' -c 'SELECT pg_reload_conf()'"
+    return [Finding("risk", "PostgreSQL runs with fsync off", means, mend)]
+
+
+def _ms(at: datetime) -> int:
+    return int(at.timestamp() * 1000)

@@ -1,0 +1,253 @@
+"""What Redis says: may it forget, are its shards deciding, relayed, swept, and is there room in their outboxes."""
+
+import re
+from typing import Any, Final, NamedTuple
+
+from lua.keys import SHARD_FIELDS, KeySpace, ShardKeys
+from ops.diagnosis.findings import Finding, address, of_shards
+from ops.settings import Settings
+
+#: An event that has waited so long for the journal is not on its way any more.
+RELAY_LATE_MS: Final = 10_000
+#: The sweeper comes by four times a second.
+SWEEP_LATE_MS: Final = 10_000
+FULL_SHARE: Final = 0.8
+MEMORY_FULL_SHARE: Final = 0.9
+
+_event_at = re.compile(rb'"at":(\d+)').search
+
+
+class ShardFacts(NamedTuple):
+    """A shard as Redis has it; times in ms since 1970 UTC, None where there is nothing of the kind."""
+
+    number: int
+    fields: dict[str, str | None]
+    relay: str | None
+    oldest_unjournaled_at: int | None
+    oldest_due_at: int | None
+    oldest_hold_at: int | None
+
+    @property
+    def waiting(self) -> int:
+        """Events decided and not yet in the journal."""
+        return int(self.fields["seq"] or 0) - int(self.fields["journaled_seq"] or 0)
+
+
+class CoreFacts(NamedTuple):
+    """The server and its shards. `clock_ahead_ms`: its clock against this machine's; `life` is its run id and replication id."""
+
+    info: dict[str, Any]
+    config: dict[str, str]
+    time_ms: int
+    clock_ahead_ms: int
+    shards: list[ShardFacts]
+
+    @property
+    def life(self) -> str:
+        """The server's life."""
+        return str(self.info["run_id"]) + str(self.info["master_replid"])
+
+    @property
+    def started_at(self) -> int:
+        """When the server started, ms since 1970 UTC."""
+        return self.time_ms - int(self.info["uptime_in_seconds"]) * 1000
+
+
+async def read_core(redis: Any, keys: KeySpace, clock: Any) -> CoreFacts:
+    """Reads everything once; `clock` gives this machine's time in ms. Raises the client's own errors."""
+    info: dict[str, Any] = await redis.info()
+    before = clock()
+    seconds, microseconds = await redis.time()
+    time_ms = int(seconds) * 1000 + int(microseconds) // 1000
+    ahead = time_ms - (before + clock()) // 2
+    config: dict[str, str] = {}
+    for name in ("appendonly", "maxmemory-policy", "dir", "save"):
+        found = await redis.config_get(name)
+        config.update({_text(key): _text(value) for key, value in found.items()})
+    shards = [await _read_shard(redis, keys.shard(number)) for number in range(keys.shards)]
+    return CoreFacts(info, config, time_ms, ahead, shards)
+
+
+async def _read_shard(redis: Any, keys: ShardKeys) -> ShardFacts:
+    async with redis.pipeline(transaction=False) as pipe:
+        pipe.hmget(keys.state, list(SHARD_FIELDS))
+        pipe.get(keys.lease)
+        pipe.zrange(keys.due, 0, 0, withscores=True)
+        pipe.zrange(keys.holds, 0, 0, withscores=True)
+        values, relay, due, holds = await pipe.execute()
+    fields = {name: value and _text(value) for name, value in zip(SHARD_FIELDS, values, strict=True)}
+    oldest = None
+    journaled = int(fields["journaled_seq"] or 0)
+    if int(fields["seq"] or 0) > journaled:
+        entry = await redis.xrange(keys.outbox, min=f"{journaled + 1}-0", count=1) or await redis.xrange(keys.outbox, count=1)
+        found = _event_at(next(iter(entry[0][1].values()))) if entry else None
+        oldest = int(found.group(1)) if found else None
+    first_due, first_hold = (int(found[0][1]) if found else None for found in (due, holds))
+    return ShardFacts(keys.shard, fields, relay and _text(relay), oldest, first_due, first_hold)
+
+
+def _text(value: Any) -> str:
+    return value.decode() if isinstance(value, bytes) else str(value)
+
+
+# -- checks -----------------------------------------------------------------------------------------------------------
+
+
+def may_evict(facts: CoreFacts, settings: Settings) -> list[Finding]:
+    """A core that forgets by itself."""
+    policy = facts.config["maxmemory-policy"]
+    if policy == "noeviction":
+        return []
+    return [
+        Finding(
+            "stuck", f"Redis may evict keys: its maxmemory-policy is {policy}",
+            "what was decided can vanish without a word; workers and gates refuse to start on it",
+            f"redis-cli -u {address('GRAB_REDIS_URL', settings.redis_url)} CONFIG SET maxmemory-policy noeviction",
+        )
+    ]  # fmt: skip
+
+
+def may_lose(facts: CoreFacts, settings: Settings) -> list[Finding]:
+    """A core that keeps nothing on its disk, or cannot."""
+    found = []
+    if facts.config["appendonly"] != "yes":
+        found.append(
+            Finding(
+                "risk", "Redis writes no append-only file: appendonly is off",
+                "a restart loses every answer that was not journaled, and recovery has all the rest to rebuild",
+                f"redis-cli -u {address('GRAB_REDIS_URL', settings.redis_url)} CONFIG SET appendonly yes",
+            )
+        )  # fmt: skip
+    elif facts.info.get("aof_last_write_status") != "ok":
+        found.append(
+            Finding(
+                "stuck", "Redis cannot write its append-only file (aof_last_write_status is not ok)",
+                "it refuses to decide until it can: grabs are answered busy",
+                f"df -h {facts.config['dir']}   # make room, or mend the disk",
+            )
+        )  # fmt: skip
+    return found
+
+
+def memory_is_short(facts: CoreFacts, settings: Settings) -> list[Finding]:
+    """Little of maxmemory is left."""
+    used, most = int(facts.info["used_memory"]), int(facts.info["maxmemory"])
+    if not most or used < MEMORY_FULL_SHARE * most:
+        return []
+    return [
+        Finding(
+            "stuck" if used >= most else "risk", f"Redis uses {used / 2**20:,.0f} of {most / 2**20:,.0f} MiB",
+            "when it is full, grabs and new offers are answered busy; what ends holds and offers goes on",
+            f"redis-cli -u {address('GRAB_REDIS_URL', settings.redis_url)} CONFIG SET maxmemory {2 * most}   # or close and retire offers",
+        )
+    ]  # fmt: skip
+
+
+def fenced(facts: CoreFacts, settings: Settings) -> list[Finding]:
+    """Shards that decide nothing, each reason once."""
+    reasons: dict[tuple[str, str, int | None], list[int]] = {}
+    for shard in facts.shards:
+        reason = _why_fenced(facts, shard)
+        if reason is not None:
+            reasons.setdefault(reason, []).append(shard.number)
+    return [
+        Finding("stuck", f"{of_shards(numbers)}: fenced: {words}", "nothing is decided there: grabs are answered fenced", command, since)
+        for (words, command, since), numbers in reasons.items()
+    ]
+
+
+def _why_fenced(facts: CoreFacts, shard: ShardFacts) -> tuple[str, str, int | None] | None:
+    life, fault = shard.fields["life"], shard.fields["fault"]
+    # What was never taken over and has no relay is told below, as such.
+    if life == facts.life or (life is None and shard.relay is None):
+        return None
+    start = "grabstream worker --roles relay,sweep"
+    restarted = life is not None
+    # It was not fenced when it decided its last event, nor before this life of the server began.
+    since = max(facts.started_at, int(shard.fields["time"] or 0)) if restarted or shard.fields["seq"] else None
+    if shard.relay is not None and fault:
+        return fault, "grabstream rebuild redis", since
+    if restarted:
+        return "Redis has started anew or was promoted, and no relay has reconciled the shard since", start, since
+    return fault or "no relay has taken it over yet", start, since
+
+
+def not_relayed(facts: CoreFacts, settings: Settings) -> list[Finding]:
+    """Shards without a relay, and shards whose relay does not get on."""
+    found = []
+    without = [shard for shard in facts.shards if shard.relay is None]
+    if without:
+        waiting = sum(shard.waiting for shard in without)
+        decides = all(shard.fields["life"] == facts.life for shard in without)
+        found.append(
+            Finding(
+                "stuck", f"{of_shards(shard.number for shard in without)}: no relay; {waiting:,} events wait for the journal",
+                ("" if decides else "nothing is decided where none has come yet, ")
+                + "answers that wait for the journal do not come, holds and offers do not end",
+                "grabstream worker --roles relay,sweep",
+                min((shard.oldest_unjournaled_at for shard in without if shard.oldest_unjournaled_at), default=None),
+            )
+        )  # fmt: skip
+    late = [
+        shard for shard in facts.shards
+        if shard.relay and shard.oldest_unjournaled_at and facts.time_ms - shard.oldest_unjournaled_at > RELAY_LATE_MS
+    ]  # fmt: skip
+    if late:
+        holders = ", ".join(sorted({str(shard.relay) for shard in late}))
+        found.append(
+            Finding(
+                "stuck", f"{of_shards(shard.number for shard in late)}: the relay ({holders}) does not bring "
+                f"{sum(shard.waiting for shard in late):,} events to the journal",
+                "answers that wait for the journal do not come",
+                "restart that worker; its log says what stands in the way (is Kafka there? see the other findings)",
+                min(shard.oldest_unjournaled_at or 0 for shard in late),
+            )
+        )  # fmt: skip
+    return found
+
+
+def outbox_is_full(facts: CoreFacts, settings: Settings) -> list[Finding]:
+    """Shards that are near the bound at which grabs are answered busy, or beyond it."""
+    most = settings.outbox_events_max
+    full = [shard for shard in facts.shards if shard.waiting >= FULL_SHARE * most]
+    if not full:
+        return []
+    beyond = any(shard.waiting >= most for shard in full)
+    return [
+        Finding(
+            "stuck" if beyond else "risk",
+            f"{of_shards(shard.number for shard in full)}: the outbox holds {max(shard.waiting for shard in full):,} of {most:,} events",
+            "grabs are answered busy until the relay has caught up" if beyond else "grabs will be answered busy when it is full",
+            "grabstream worker --roles relay,sweep   # with more cores, or let GRAB_OUTBOX_EVENTS_MAX be greater",
+            min((shard.oldest_unjournaled_at for shard in full if shard.oldest_unjournaled_at), default=None),
+        )
+    ]  # fmt: skip
+
+
+def not_swept(facts: CoreFacts, settings: Settings) -> list[Finding]:
+    """Holds and offers whose time is long over."""
+    found = []
+    for words, means, name in (
+        ("holds that are over have not ended", "units nobody pays for are not given back", "oldest_hold_at"),
+        ("offers that are due were not closed, served on or retired", "what nobody took does not go back", "oldest_due_at"),
+    ):
+        late = [shard for shard in facts.shards if (at := getattr(shard, name)) is not None and facts.time_ms - at > SWEEP_LATE_MS]
+        if late:
+            since = min(getattr(shard, name) for shard in late)
+            what = f"{of_shards(shard.number for shard in late)}: {words}: no sweeper comes by"
+            found.append(Finding("stuck", what, means, "grabstream worker --roles relay,sweep", since))
+    return found
+
+
+def other_shards(facts: CoreFacts, settings: Settings) -> list[Finding]:
+    """A system that was made with another number of shards."""
+    numbers = {shard.fields["shards"] for shard in facts.shards} - {None, str(settings.shards)}
+    if not numbers:
+        return []
+    [number, *_] = sorted(map(str, numbers))
+    return [
+        Finding(
+            "stuck", f"GRAB_SHARDS is {settings.shards}, but this system has {number} shards",
+            "every command from here is refused as fenced", f"export GRAB_SHARDS={number}",
+        )
+    ]  # fmt: skip

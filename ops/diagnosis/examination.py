@@ -1,0 +1,226 @@
+"""The examination: every server asked once, every check made that its answers allow."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Final, NamedTuple
+
+from aiokafka import AIOKafkaConsumer
+from aiokafka.errors import KafkaError
+from psycopg import AsyncConnection, OperationalError
+from redis.exceptions import RedisError
+
+from lua.gate import now_ms
+from ops.connections import key_space, open_redis
+from ops.diagnosis import books, core, machine, topics
+from ops.diagnosis.books import BookFacts
+from ops.diagnosis.core import CoreFacts
+from ops.diagnosis.findings import Finding
+from ops.diagnosis.topics import Lag, TopicFacts
+from ops.settings import Settings
+from projections.migrate import use_schema
+
+#: A server that has not answered by then does not answer.
+SERVER_SECONDS_MAX: Final = 15.0
+_AWAY: Final = (RedisError, KafkaError, OperationalError, OSError, TimeoutError)
+
+Clock = Callable[[], int]
+
+
+class Facts(NamedTuple):
+    """What was read; None of a server that does not answer."""
+
+    settings: Settings
+    now_ms: int
+    core: CoreFacts | None
+    topics: TopicFacts | None
+    books: BookFacts | None
+    behind: dict[str, list[Lag]] | None
+
+
+class Check(NamedTuple):
+    """One check: what it is called, which servers' answers it needs, and the function that looks."""
+
+    name: str
+    needs: tuple[str, ...]
+    look: Callable[[Facts], list[Finding]]
+
+
+class Examination(NamedTuple):
+    """Servers with what is wrong with them (None: they answer), findings by the check that made them, and what could not be checked."""
+
+    at: int
+    servers: dict[str, str | None]
+    findings: list[tuple[str, Finding]]
+    passed: list[str]
+    not_checked: list[str]
+
+    @property
+    def exit_code(self) -> int:
+        """3: a server does not answer; 1: something is stuck or at risk; 0: nothing is."""
+        if any(self.servers.values()):
+            return 3
+        return int(any(finding.severity != "note" for _, finding in self.findings))
+
+
+def _core(check: Callable[[CoreFacts, Settings], list[Finding]]) -> Callable[[Facts], list[Finding]]:
+    return lambda facts: check(facts.core, facts.settings) if facts.core else []
+
+
+def _topics(check: Callable[[TopicFacts, Settings], list[Finding]]) -> Callable[[Facts], list[Finding]]:
+    return lambda facts: check(facts.topics, facts.settings) if facts.topics else []
+
+
+def _books(check: Callable[[BookFacts, Settings], list[Finding]]) -> Callable[[Facts], list[Finding]]:
+    return lambda facts: check(facts.books, facts.settings) if facts.books else []
+
+
+def _commands_wait(facts: Facts) -> list[Finding]:
+    return topics.commands_wait(facts.topics, facts.settings, facts.now_ms) if facts.topics else []
+
+
+def _lagging(facts: Facts) -> list[Finding]:
+    return books.lagging(facts.behind, facts.books, facts.settings, facts.now_ms) if facts.behind and facts.books else []
+
+
+def _not_verified(facts: Facts) -> list[Finding]:
+    return books.not_verified(facts.books, facts.settings, facts.now_ms) if facts.books else []
+
+
+def _clocks_apart(facts: Facts) -> list[Finding]:
+    clocks = {"Redis": facts.core, "PostgreSQL": facts.books}
+    return machine.clocks_apart(facts.settings, {name: of.clock_ahead_ms for name, of in clocks.items() if of})
+
+
+def _disks(facts: Facts) -> list[Finding]:
+    directories = {
+        "Redis": facts.core.config["dir"] if facts.core else None,
+        "PostgreSQL": facts.books.data_directory if facts.books else None,
+    }
+    return machine.disks(facts.settings, directories)
+
+
+#: What stops everything stands first.
+CHECKS: Final = (
+    Check("seal keys are set", (), lambda facts: machine.seal_keys_missing(facts.settings)),
+    Check("topics are there", ("kafka",), _topics(topics.missing)),
+    Check("tables are there", ("postgres",), _books(books.tables_missing)),
+    Check("the number of shards is that of the system", ("redis",), _core(core.other_shards)),
+    Check("clocks agree", (), _clocks_apart),
+    Check("Redis never evicts", ("redis",), _core(core.may_evict)),
+    Check("Redis keeps what it has", ("redis",), _core(core.may_lose)),
+    Check("Redis has memory", ("redis",), _core(core.memory_is_short)),
+    Check("partitions have leaders and copies", ("kafka",), _topics(topics.not_led)),
+    Check("the journal is kept for ever", ("kafka",), _topics(topics.journal_forgets)),
+    Check("PostgreSQL waits for its disk", ("postgres",), _books(books.may_forget)),
+    Check("disks have room", (), _disks),
+    Check("shards decide", ("redis",), _core(core.fenced)),
+    Check("shards are relayed", ("redis",), _core(core.not_relayed)),
+    Check("outboxes have room", ("redis",), _core(core.outbox_is_full)),
+    Check("holds and offers end in time", ("redis",), _core(core.not_swept)),
+    Check("commands are read", ("kafka",), _commands_wait),
+    Check("read models are of this release", ("postgres",), _books(books.of_another_release)),
+    Check("read models go on", ("postgres",), _books(books.stopped)),
+    Check("read models keep up", ("kafka", "postgres"), _lagging),
+    Check("somebody verifies", ("postgres",), _not_verified),
+    Check("the books agree", ("postgres",), _books(books.differs)),
+    Check("no decision was lost", ("postgres",), _books(books.lost_decisions)),
+    Check("nothing is set aside", ("postgres",), _books(books.put_aside)),
+)
+
+
+async def examine(settings: Settings, clock: Clock = now_ms) -> Examination:
+    """Asks all servers at once and makes every check; `clock` gives this machine's time in ms. Raises nothing for a server that is away."""
+    read: tuple[tuple[str, Callable[[Settings, Clock], Awaitable[Any]]], ...] = (
+        ("redis", _read_core),
+        ("kafka", _read_topics),
+        ("postgres", _read_books),
+    )
+    answers = await asyncio.gather(*(_ask(name, function(settings, clock)) for name, function in read))
+    of_core, of_topics, of_books = (facts for facts, _ in answers)
+    servers = {name: problem for (name, _), (_, problem) in zip(read, answers, strict=True)}
+    behind = None
+    if of_topics and of_books and of_topics.partitions.get(f"{settings.prefix}.journal"):
+        behind, problem = await _ask("kafka", _read_lags(settings, of_books))
+        servers["kafka"] = servers["kafka"] or problem
+    return _make_checks(Facts(settings, clock(), of_core, of_topics, of_books, behind), servers)
+
+
+def _make_checks(facts: Facts, servers: dict[str, str | None]) -> Examination:
+    findings: list[tuple[str, Finding]] = []
+    passed, not_checked = [], []
+    for check in CHECKS:
+        if any(servers[server] for server in check.needs):
+            not_checked.append(check.name)
+            continue
+        found = check.look(facts)
+        findings += [(check.name, one) for one in found]
+        if not found:
+            passed.append(check.name)
+    return Examination(facts.now_ms, servers, findings, passed, not_checked)
+
+
+async def _ask(server: str, asking: Awaitable[Any]) -> tuple[Any, str | None]:
+    """What a server said, or why there is nothing."""
+    try:
+        async with asyncio.timeout(SERVER_SECONDS_MAX):
+            return await asking, None
+    except _AWAY as error:
+        return None, f"{type(error).__name__}: {str(error).strip() or f'no answer within {SERVER_SECONDS_MAX:.0f} s'}"
+
+
+async def _read_core(settings: Settings, clock: Clock) -> CoreFacts:
+    redis = open_redis(settings)
+    try:
+        return await core.read_core(redis, key_space(settings), clock)
+    finally:
+        await redis.aclose()
+
+
+async def _read_topics(settings: Settings, clock: Clock) -> TopicFacts:
+    consumer = await _consumer(settings)
+    try:
+        return await topics.read_topics(settings, consumer)
+    finally:
+        await consumer.stop()
+
+
+async def _read_books(settings: Settings, clock: Clock) -> BookFacts:
+    async with await AsyncConnection.connect(settings.postgres, autocommit=True, connect_timeout=5) as connection:
+        await use_schema(connection, settings.schema_)
+        return await books.read_books(connection, settings.schema_, clock)
+
+
+async def _read_lags(settings: Settings, of_books: BookFacts) -> dict[str, list[Lag]]:
+    consumer = await _consumer(settings)
+    try:
+        return await books.read_lags(settings, of_books, consumer)
+    finally:
+        await consumer.stop()
+
+
+async def _consumer(settings: Settings) -> AIOKafkaConsumer:
+    consumer = AIOKafkaConsumer(
+        bootstrap_servers=settings.kafka, auto_offset_reset="earliest", enable_auto_commit=False, request_timeout_ms=topics.TIMEOUT_MS,
+        fetch_max_wait_ms=10,
+    )  # fmt: skip
+    try:
+        await consumer.start()
+    except BaseException:
+        await consumer.stop()
+        raise
+    return consumer
+
+
+def since_in_words(since: int, now: int) -> str:
+    """How long ago, for people."""
+    seconds = max(now - since, 0) // 1000
+    for length, unit in ((86_400, "d"), (3_600, "h"), (60, "min")):
+        if seconds >= 2 * length:
+            return f"{seconds // length} {unit}"
+    return f"{seconds} s"
+
+
+def by_severity(findings: Sequence[tuple[str, Finding]]) -> list[tuple[str, Finding]]:
+    """What is stuck first, notes last."""
+    order = ("stuck", "risk", "note")
+    return sorted(findings, key=lambda pair: order.index(pair[1].severity))

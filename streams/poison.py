@@ -1,0 +1,112 @@
+"""Poison: the journal record at which a projection has stopped, what stands in it, and where the history goes on behind it."""
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import NamedTuple
+
+import msgspec
+
+from models.events import AnyEvent, decode_event
+from models.journal import Block, Corrupt, Cursor, Gap, parse_block
+from streams.journal import JournalReader, Record
+
+
+class CannotSetAside(Exception):
+    """There is no record that a projection could be let past; the text says why, and what to do."""
+
+
+class Poison(NamedTuple):
+    """A record that a projection did not take in: the cursors before and behind it, its lines as they stand, and what of them reads.
+
+    Between the cursors lie the events that are lost to the projection; none when the record does not belong to the history.
+    """
+
+    record: Record
+    before: Cursor
+    behind: Cursor
+    lines: tuple[bytes, ...]
+    events: tuple[AnyEvent | None, ...]
+
+    @property
+    def event_count(self) -> int:
+        """How many events the projection will lack."""
+        return self.behind.seq - self.before.seq
+
+    @property
+    def offers(self) -> list[str]:
+        """The offers of the events that can be read."""
+        return sorted({event.offer for event in self.events if event is not None}) if self.event_count else []
+
+    @property
+    def readable(self) -> bool:
+        """Whether every event that will be lacking can be read, and is one of this record."""
+        seqs = [event.seq for event in self.events if event is not None]
+        return seqs == list(range(self.before.seq + 1, self.behind.seq + 1))
+
+
+async def find_poison(reader: JournalReader, shard: int, cursor: Cursor) -> Poison:
+    """The first record behind a cursor that adds events or cannot be taken; raises CannotSetAside."""
+    end, before = await reader.end(shard), cursor
+    async with aclosing(_records(reader, shard, cursor.next_offset, end)) as records:
+        async for record in records:
+            try:
+                behind, accepted = cursor.feed(record.offset, parse_block(record.headers, record.value))
+            except Gap as gap:
+                raise CannotSetAside(
+                    f"events are missing from the journal before this record ({gap}): nothing can be set aside for them. "
+                    "Restore the journal from the audit trail, then let the projection try again"
+                ) from None
+            except Corrupt as corrupt:
+                behind = await _behind_corrupt(reader, cursor, record, end, str(corrupt))
+                return _poison(record, before, behind, tuple(record.value.split(b"\n")))
+            if accepted:
+                return _poison(record, before, behind, tuple(one.line for one in accepted))
+            cursor = behind
+    raise CannotSetAside("the journal has no event behind the projection's cursor: let it try again")
+
+
+async def _records(reader: JournalReader, shard: int, from_offset: int, to_offset: int) -> AsyncGenerator[Record, None]:
+    async with aclosing(reader.read(shard, from_offset, to_offset)) as fetched:
+        async for records in fetched:
+            for record in records:
+                yield record
+
+
+async def _behind_corrupt(reader: JournalReader, cursor: Cursor, record: Record, end: int, why: str) -> Cursor:
+    """The cursor behind a record that contradicts itself: it cannot be asked, but the next block that counts says what it follows."""
+    probe = cursor._replace(next_offset=record.offset + 1)
+    async with aclosing(_records(reader, record.shard, record.offset + 1, end)) as records:
+        async for later in records:
+            try:
+                block = parse_block(later.headers, later.value)
+            except Corrupt:
+                continue
+            if block.count == 0:
+                if block.term > probe.term:
+                    probe = probe._replace(term=block.term, owner=block.owner)
+            elif (block.term, block.owner) == (probe.term, probe.owner):
+                return _follows(cursor, record, block)
+    raise CannotSetAside(
+        f"the record at offset {record.offset} contradicts itself ({why}), and no block of the shard's owner stands behind it yet that "
+        "would say how the history goes on: call this again after the next event of the shard"
+    )
+
+
+def _follows(cursor: Cursor, record: Record, block: Block) -> Cursor:
+    behind = cursor._replace(next_offset=record.offset + 1)
+    if block.first_seq <= cursor.seq + 1:
+        # Nothing is missing between what is known and what follows: the record is none of the history.
+        return behind
+    return behind._replace(seq=block.first_seq - 1, head=block.prev)
+
+
+def _poison(record: Record, before: Cursor, behind: Cursor, lines: tuple[bytes, ...]) -> Poison:
+    return Poison(record, before, behind, lines, tuple(map(_event_of, lines)))
+
+
+def _event_of(line: bytes) -> AnyEvent | None:
+    try:
+        event: AnyEvent = decode_event(line)
+        return event
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None

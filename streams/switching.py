@@ -1,0 +1,105 @@
+"""Switching what is shown, so that no reader sees a mixture, goes back in time, or queues behind us.
+
+The live version's cursors are held while the one that takes its place comes to them; then nobody may have a snapshot from before, and
+the views are replaced in the transaction that holds the cursors.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, Final, NamedTuple
+
+import psycopg
+from psycopg import AsyncConnection, sql
+
+from models.journal import Cursor
+from projections import versions
+from projections.versions import Version
+from streams.sources import Refused
+
+LOCK_SECONDS: Final = 2.0
+VIEWS_LOCK_MS: Final = 100
+SNAPSHOTS_SECONDS: Final = 1.0
+POLL_SECONDS: Final = 0.05
+RETRY_SECONDS: Final = 0.5
+
+
+class Busy(Exception):
+    """Readers or writers hold what a switch needs, for now; the text says who."""
+
+
+class Switch(NamedTuple):
+    """A switch of main schema `schema` from `live` to `chosen`; what was live is kept as the previous version, or not.
+
+    `near` brings the chosen one close while nothing is held, `reach` to the cursors that are held; both may raise Busy.
+    `control` is a connection in autocommit, `wait` is told why it has to be tried again.
+    """
+
+    control: AsyncConnection[Any]
+    schema: str
+    live: Version
+    chosen: Version
+    near: Callable[[], Awaitable[None]]
+    reach: Callable[[Mapping[int, Cursor]], Awaitable[None]]
+    keep: bool
+    wait: Callable[[str], None]
+
+    async def run(self, patience_seconds: float) -> None:
+        """Tries until it is done; raises Refused when readers or writers have not let go for so long."""
+        deadline = time.monotonic() + patience_seconds
+        while (reason := await self._try()) is not None:
+            if time.monotonic() > deadline:
+                raise Refused(f"not switched within {patience_seconds:.0f} s: {reason}. Nothing is lost: the same command tries again")
+            self.wait(reason)
+            await asyncio.sleep(RETRY_SECONDS)
+        await versions.sweep(self.control, self.schema, self.chosen.projection)
+
+    async def _try(self) -> str | None:
+        """Why it could not be done for now; None when it is done."""
+        try:
+            await self.near()
+            async with self.control.transaction():
+                await self._set_lock_timeout(int(LOCK_SECONDS * 1000))
+                await self.reach(await cursors_of(self.control, self.live, lock=True))
+                await self._older_snapshots_gone()
+                # Readers queue behind us while we wait: not for long, and then we come again.
+                await self._set_lock_timeout(VIEWS_LOCK_MS)
+                await versions.show(self.control, self.schema, self.chosen, self.keep)
+        except (psycopg.errors.LockNotAvailable, psycopg.errors.DeadlockDetected) as error:
+            return f"the views are in use by open transactions ({error.diag.message_primary})"
+        except Busy as busy:
+            return str(busy)
+        except versions.ViewsInUse as error:
+            raise Refused(str(error)) from None
+        return None
+
+    async def _set_lock_timeout(self, milliseconds: int) -> None:
+        await self.control.execute("SELECT set_config('lock_timeout', %s, true)", (f"{milliseconds}ms",))
+
+    async def _older_snapshots_gone(self) -> None:
+        """Waits until nobody has a snapshot from before now: in one, the version that is about to be shown would be older, or empty."""
+        older = await self._snapshots()
+        deadline = time.monotonic() + SNAPSHOTS_SECONDS
+        while older:
+            if time.monotonic() > deadline:
+                raise Busy(f"transactions with an older snapshot are open (pid {', '.join(str(pid) for pid, *_ in sorted(older)[:5])})")
+            await asyncio.sleep(POLL_SECONDS)
+            older &= await self._snapshots()
+
+    async def _snapshots(self) -> set[tuple[Any, ...]]:
+        # Who waits for a lock is a worker that waits for us.
+        found = await self.control.execute(
+            "SELECT pid, xact_start, query_start, backend_xmin::text FROM pg_stat_activity WHERE datname = current_database() "
+            "AND backend_type = 'client backend' AND pid <> pg_backend_pid() AND backend_xmin IS NOT NULL "
+            "AND wait_event_type IS DISTINCT FROM 'Lock'"
+        )
+        return set(await found.fetchall())
+
+
+async def cursors_of(connection: AsyncConnection[Any], version: Version, lock: bool = False) -> dict[int, Cursor]:
+    """The cursors of a version; held in the caller's transaction with `lock`, so that nobody writes that version."""
+    query = sql.SQL("SELECT shard, seq, head, next_offset, term, owner FROM {} WHERE projection = %s ORDER BY shard {}").format(
+        sql.Identifier(version.schema, "projection_cursors"), sql.SQL("FOR UPDATE" if lock else "")
+    )
+    found = await connection.execute(query, (version.projection,))
+    return {shard: Cursor(seq, bytes(head), offset, term, owner) for shard, seq, head, offset, term, owner in await found.fetchall()}

@@ -1,0 +1,25 @@
+"""Counters replayed from events alone are those of the rules, over long random histories with returns, retakes and amendments."""
+
+import pytest
+
+from models.events import decode_event
+from ops.diagnosis.counters import Counter, fed
+from tests.streams.test_pieces import made
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_counters_are_those_of_the_rules(seed: int) -> None:
+    history = made(seed, 1_500)
+    counters = fed([decode_event(line) for line in history.lines])
+    checked = 0
+    for name, offer in history.state.offers.items():
+        for counter, (window, count) in offer.counters.items():
+            limit, value = counter.rsplit("/", 1)
+            checked += 1
+            assert counters.used(Counter(name, f"offer:{limit}", value), window) == count, counter
+    for (campaign, counter), (window, count) in history.state.counters.items():
+        # Berlin/Europe has a slash of its own.
+        zone, limit, value = counter.rsplit("/", 3)[0], "/".join(counter.rsplit("/", 3)[1:3]), counter.rsplit("/", 1)[1]
+        checked += 1
+        assert counters.used(Counter(f"{campaign} {zone}", f"campaign:{limit}", value), window) == count, counter
+    assert checked > 10

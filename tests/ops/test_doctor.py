@@ -1,0 +1,353 @@
+"""`doctor`: every condition is made to happen, and is told in words with its way out; a system at work has nothing to tell."""
+
+import json
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis as sync_redis
+from aiokafka import AIOKafkaProducer
+from aiokafka.admin import AIOKafkaAdminClient
+from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
+from pydantic import SecretStr
+
+from lua.gate import now_ms
+from models.commands import Grab, Open
+from models.offers import StockTerms
+from ops.connections import key_space, open_gate, open_redis
+from ops.diagnosis import books, core, machine, topics
+from ops.diagnosis.examination import CHECKS, Examination, examine
+from ops.diagnosis.findings import Finding, address, spans
+from ops.diagnosis.topics import Partition, TopicFacts
+from ops.services import free_ports
+from ops.services.servers import Redis
+from ops.settings import Settings
+from streams.projector import CatchUp
+from streams.topics import Topics
+from tests.conftest import until
+from tests.ops.test_cli import grabstream, of
+from tests.streams.test_projections import SHARD, Journal, granted, journal, opened, rows, running
+from tests.streams.test_set_aside import WHY, call, stopped_at
+from tests.streams.test_verifier import execute, history, verifying
+
+__all__ = ["history", "journal"]
+
+
+def found(examination: Examination, check: str) -> list[Finding]:
+    return [finding for name, finding in examination.findings if name == check]
+
+
+def only(examination: Examination, check: str) -> Finding:
+    [finding] = found(examination, check)
+    return finding
+
+
+# -- a system at work -------------------------------------------------------------------------------------------------
+
+
+async def test_a_system_at_work_has_nothing_to_tell(system: Settings, worker: Callable[..., Any]) -> None:
+    before = await examine(system)
+    assert before.exit_code == 1
+    assert "no relay" in only(before, "shards are relayed").what
+    assert only(before, "commands are read").command == "grabstream worker --roles decide"
+    worker(system, "decide,relay,sweep,project,publish,verify", verify_percent="100")
+    last: list[Examination] = []
+
+    async def healthy() -> bool:
+        last[:] = [await examine(system)]
+        return last[0].exit_code == 0 and not last[0].findings
+
+    await until(healthy, 40, "health")
+    assert len(last[0].passed) == len(CHECKS)
+    shown = grabstream("doctor", **of(system))
+    assert (shown.returncode, shown.stdout) == (0, f"✓ {len(CHECKS)} checks: nothing is stuck.\n")
+
+
+async def test_before_init(settings: Settings) -> None:
+    examination = await examine(settings.model_copy(update={"seal_keys": SecretStr("")}))
+    assert only(examination, "topics are there").command == "grabstream init"
+    assert "0001_books.sql" in only(examination, "tables are there").what
+    assert "GRAB_SEAL_KEYS" in only(examination, "seal keys are set").what
+    assert examination.exit_code == 1
+
+
+@pytest.mark.parametrize(
+    ("server", "setting", "value", "still"),
+    [
+        ("redis", "redis_url", "redis://127.0.0.1:1/0", "commands are read"),
+        ("kafka", "kafka", "127.0.0.1:1", "shards are relayed"),
+        ("postgres", "postgres", "postgresql://127.0.0.1:1/x", "shards are relayed"),
+    ],
+)
+async def test_one_server_away_hides_nothing_of_the_others(system: Settings, server: str, setting: str, value: str, still: str) -> None:
+    examination = await examine(system.model_copy(update={setting: value}))
+    assert [name for name, problem in examination.servers.items() if problem] == [server]
+    assert examination.exit_code == 3
+    assert found(examination, still)
+    assert examination.not_checked
+    shown = grabstream("doctor", **{**of(system), setting: value})
+    assert shown.returncode == 3, shown.stderr
+    assert "does not answer" in shown.stdout
+    assert f"set GRAB_{setting.upper()} right" in shown.stdout
+
+
+# -- what stops -------------------------------------------------------------------------------------------------------
+
+
+async def test_what_waits_when_the_worker_is_gone(system: Settings, worker: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Relay, sweeper, decider, read models and verifier end; an outbox of three fills, a hold and an offer run out, a command waits."""
+    for module, name in ((core, "SWEEP_LATE_MS"), (topics, "LATE_MS"), (books, "LATE_MS")):
+        monkeypatch.setattr(module, name, 100)
+    working = worker(system, "decide,relay,sweep")
+    began = now_ms()
+    async with open_gate(system) as gate:
+        opening = Open(id="o", offer="x", terms=StockTerms(issuer="i", total=9, hold_ms=1_000, closes_at=began + 25_000))
+        [answer] = await gate.decide([opening], patience_ms=20_000, timeout_ms=20_000)
+        assert answer.outcome == "opened"
+        working.stop()
+        for number in range(3):
+            await gate.decide([Grab(id=f"g{number}", offer="x", user=f"u{number}")], "decided")
+    producer = AIOKafkaProducer(bootstrap_servers=system.kafka)
+    await producer.start()
+    await producer.send_and_wait(Topics(system.prefix).commands, b"{}")
+    await producer.stop()
+    shard = key_space(system).shard_of_offer("x")
+    small = system.model_copy(update={"outbox_events_max": 3})
+
+    async def holds_are_late() -> bool:
+        return bool(found(await examine(small), "holds and offers end in time"))
+
+    await until(holds_are_late, 20, "the holds' end")
+    examination = await examine(small)
+    relay = only(examination, "shards are relayed")
+    assert "3 events wait for the journal" in relay.what
+    assert relay.since is not None
+    assert began <= relay.since <= now_ms()
+    full = only(examination, "outboxes have room")
+    assert f"shard {shard}: the outbox holds 3 of 3 events" in full.what
+    assert full.severity == "stuck"
+    holds = only(examination, "holds and offers end in time")
+    assert "holds that are over have not ended" in holds.what
+    assert holds.since is not None
+    commands = only(examination, "commands are read")
+    assert (commands.severity, "1 records wait" in commands.what) == ("stuck", True)
+    assert commands.since is not None
+    assert began <= commands.since <= now_ms()
+    behind = found(examination, "read models keep up")
+    assert {finding.what.split(" is behind")[0] for finding in behind} == {"ledger", "balances", "audit", "events"}
+    assert all(finding.since is not None and finding.since >= began for finding in behind)
+    assert {finding.command for finding in behind} == {"grabstream worker --roles project", "grabstream worker --roles publish"}
+
+
+async def test_a_poison_block_and_what_was_set_aside(system: Settings, journal: Journal) -> None:
+    lines = [opened("e", 1, total=25), granted("e", 2, amount=99), granted("e", 3)]
+    await journal.marker(1, "a")
+    for seq in range(1, 4):
+        await journal.block(lines, seq, seq)
+    async with running(system, "ledger") as [ledger]:
+        await ledger.put(CatchUp(SHARD))
+        await stopped_at(system, "ledger")
+        poison = only(await examine(system), "read models go on")
+        assert f"ledger has stopped at shard {SHARD}, behind seq 1" in poison.what
+        assert "never_below_zero" in poison.what
+        assert f"grabstream set-aside ledger {SHARD} --dry-run" in poison.command
+        assert f"grabstream retry ledger {SHARD}" in poison.command
+        assert poison.since is not None
+        assert (await call(system, "set-aside", "ledger", str(SHARD), *WHY, "--yes"))[0] == 0
+    examination = await examine(system)
+    assert not found(examination, "read models go on")
+    note = only(examination, "nothing is set aside")
+    assert (note.severity, "1 event (2) set aside in ledger" in note.what, "lacks what it says of e" in note.what) == ("note", True, True)
+
+
+async def test_a_read_model_of_another_release(system: Settings) -> None:
+    await execute(system, "UPDATE read_models SET definition = 999 WHERE projection = 'ledger'")
+    finding = only(await examine(system), "read models are of this release")
+    assert finding.what.startswith("ledger: ")
+    assert finding.command == "grabstream rebuild ledger"
+
+
+async def test_a_difference_that_the_verifier_found(system: Settings, journal: Journal) -> None:
+    lines = [opened("e", 1), granted("e", 2)]
+    await journal.marker(1, "a")
+    await journal.block(lines, 1, 2)
+    async with running(system) as projectors:
+        for projector in projectors:
+            await projector.put(CatchUp(SHARD))
+
+        async def nobody_verifies() -> list[Finding]:
+            return found(await examine(system), "somebody verifies")
+
+        await until(nobody_verifies, 20, "the finding that nobody verifies")
+    await execute(system, "UPDATE accounts_1 SET posted = posted + 1 WHERE account = 'wallet:u2'")
+    async with verifying(system) as passes:
+        [difference] = await passes()
+    examination = await examine(system)
+    finding = only(examination, "the books agree")
+    assert "wallet:u2 CNY: 11 stand there, its events lead to 10" in finding.what
+    assert f"grabstream dismiss {difference.id}" in finding.command
+    assert not found(examination, "somebody verifies")
+    status = json.loads(grabstream("status", "--json", **of(system)).stdout)
+    assert [one["id"] for one in status["findings"]] == [difference.id]
+    assert {one["shard"]: one["seq"] for one in status["verified"]}[SHARD] == 2
+
+
+async def test_a_decision_that_was_lost(system: Settings, worker: Callable[..., Any]) -> None:
+    """Decided, not journaled, and then the server has forgotten it: the recovery tells of it, and so do doctor and why."""
+    working = worker(system, "relay,sweep")
+    redis = open_redis(system)
+    async with open_gate(system) as gate:
+        [opening] = await gate.decide(
+            [Open(id="o", offer="x", terms=StockTerms(issuer="i", total=9))], patience_ms=20_000, timeout_ms=20_000
+        )
+        assert opening.outcome == "opened"
+        worker(system, "project")
+
+        async def read() -> list[Any]:
+            return await rows(system, "SELECT 1 FROM offers WHERE offer = 'x'")
+
+        await until(read, 30, "the offer")
+        working.kill()
+        shard = key_space(system).shard(key_space(system).shard_of_offer("x"))
+        [granted] = await gate.decide([Grab(id="g", offer="x", user="u")], "decided")
+        assert granted.outcome == "granted"
+        # Another life, and another event under the same number than the journal will have.
+        await redis.hset(shard.state, "life", "another")
+        [entry, *_] = (await redis.xrevrange(shard.outbox, count=1))[0]
+        await redis.xdel(shard.outbox, entry)
+        worker(system, "relay,sweep")
+
+        async def told() -> list[Finding]:
+            return found(await examine(system), "no decision was lost")
+
+        [finding] = await until(told, 40, "the recovery")  # type: ignore[misc]
+    assert (finding.severity, "1 decisions of 1 users" in finding.what) == ("note", True)
+    assert "was decided and is lost" in grabstream("why", "u", "x", **of(system)).stdout
+    await redis.aclose()
+
+
+# -- servers ----------------------------------------------------------------------------------------------------------
+
+
+async def test_what_is_wrong_with_a_redis(system: Settings, tmp_path: Path, worker: Callable[..., Any]) -> None:
+    """May evict, keeps nothing, is full, has another number of shards, and starts anew without a relay."""
+    server = Redis(tmp_path, free_ports(1)[0])
+    server.start()
+    try:
+        own = system.model_copy(update={"redis_url": f"redis://127.0.0.1:{server.port}/0"})
+        working = worker(own, "relay")
+
+        async def relayed() -> bool:
+            return not found(await examine(own), "shards are relayed")
+
+        await until(relayed, 30, "a relay")
+        fewer = await examine(own.model_copy(update={"shards": 4}))
+        assert only(fewer, "the number of shards is that of the system").command == "export GRAB_SHARDS=8"
+        assert any("GRAB_SHARDS is 4, but" in finding.what for finding in found(fewer, "topics are there"))
+        client = sync_redis.Redis(port=server.port)
+        client.config_set("maxmemory-policy", "allkeys-lru")
+        client.config_set("appendonly", "no")
+        examination = await examine(own)
+        assert "allkeys-lru" in only(examination, "Redis never evicts").what
+        assert only(examination, "Redis never evicts").command.endswith("CONFIG SET maxmemory-policy noeviction")
+        assert "appendonly is off" in only(examination, "Redis keeps what it has").what
+        # Only now, or it would evict indeed.
+        client.config_set("maxmemory-policy", "noeviction")
+        client.config_set("maxmemory", 1_000_000)
+        examination = await examine(own)
+        assert "MiB" in only(examination, "Redis has memory").what
+        assert not found(examination, "Redis never evicts")
+        client.config_set("maxmemory", 0)
+        client.config_set("appendonly", "yes")
+        client.close()
+        working.kill()
+        before = now_ms()
+        server.kill()
+        server.start()
+
+        async def fenced() -> list[Finding]:
+            return found(await examine(own), "shards decide")
+
+        [finding] = await until(fenced, 20, "the fence")  # type: ignore[misc]
+        assert "shards 0 to 7: fenced: Redis has started anew" in finding.what
+        assert finding.since is not None
+        assert before - 2_000 <= finding.since <= now_ms()
+    finally:
+        server.kill()
+
+
+async def test_clocks_apart(system: Settings) -> None:
+    """This machine's clock is set a minute ahead, as the doctor sees it: then those of both servers are behind."""
+    examination = await examine(system, lambda: now_ms() + 60_000)
+    whats = [finding.what for finding in found(examination, "clocks agree")]
+    assert [what.split(" is ")[0] for what in whats] == ["the clock of Redis", "the clock of PostgreSQL"]
+    assert all("behind this machine's" in what for what in whats)
+    assert not found(await examine(system), "clocks agree")
+
+
+async def test_a_journal_that_is_not_kept_for_ever(system: Settings) -> None:
+    topic = Topics(system.prefix).journal
+    client = AIOKafkaAdminClient(bootstrap_servers=system.kafka)
+    await client.start()
+    await client.alter_configs([ConfigResource(ConfigResourceType.TOPIC, topic, {"retention.ms": "86400000"})])
+    await client.close()
+
+    async def told() -> list[Finding]:
+        return found(await examine(system), "the journal is kept for ever")
+
+    [finding] = await until(told, 20, "the finding")  # type: ignore[misc]
+    assert "retention.ms is 86400000" in finding.what
+    assert "--add-config retention.ms=-1" in finding.command
+
+
+async def test_a_disk_that_is_nearly_full(system: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No disk has more than all of itself free."""
+    monkeypatch.setattr(machine, "FREE_SHARE_MIN", 1.01)
+    whats = [finding.what for finding in found(await examine(system), "disks have room")]
+    assert any("the disk of Redis" in what for what in whats)
+
+
+def test_partitions_without_leader_or_copies(settings: Settings) -> None:
+    """One broker cannot show it: as a cluster describes it."""
+    partitions = {"grab.journal": [Partition(0, 1, [1, 2, 3], [1, 2, 3]), Partition(1, -1, [1, 2, 3], []), Partition(2, 1, [1, 2, 3], [1])]}
+    leaderless, behind = topics.not_led(TopicFacts(partitions, {}, 1, []), settings)
+    assert "no leader for partition 1" in leaderless.what
+    assert "partition 2 has copies that are behind" in behind.what
+    assert "start broker 2 to 3" in behind.command
+
+
+async def test_a_relay_that_does_not_get_on(system: Settings, monkeypatch: pytest.MonkeyPatch, worker: Callable[..., Any]) -> None:
+    """A lease is held, but what was decided stays where it is: its worker was stopped without ending."""
+    monkeypatch.setattr(core, "RELAY_LATE_MS", 300)
+    working = worker(system, "relay,sweep", lease_ms="60000")
+    async with open_gate(system) as gate:
+        opening = Open(id="o", offer="x", terms=StockTerms(issuer="i", total=9))
+        await gate.decide([opening], patience_ms=20_000, timeout_ms=20_000)
+        working.signal(signal.SIGSTOP)
+        await gate.decide([Grab(id="g", offer="x", user="u")], "decided")
+
+    async def told() -> list[Finding]:
+        return found(await examine(system), "shards are relayed")
+
+    [finding] = await until(told, 20, "the finding")  # type: ignore[misc]
+    assert "does not bring 1 events to the journal" in finding.what
+    assert f"-{working.process.pid}-" in finding.what
+
+
+# -- words ------------------------------------------------------------------------------------------------------------
+
+
+def test_words() -> None:
+    assert spans([5, 0, 1, 2]) == "0 to 2, 5"
+    assert address("GRAB_REDIS_URL", "redis://h:1/0") == "redis://h:1/0"
+    assert address("GRAB_REDIS_URL", "redis://:secret@h:1/0") == '"$GRAB_REDIS_URL"'
+
+
+async def test_for_programs(system: Settings) -> None:
+    done = grabstream("doctor", "--json", **of(system))
+    said = json.loads(done.stdout)
+    assert (done.returncode, said["healthy"]) == (1, False)
+    assert {"check", "severity", "what", "means", "command", "since"} == set(said["findings"][0])
+    assert said["servers"] == {"redis": None, "kafka": None, "postgres": None}

@@ -1,0 +1,150 @@
+"""`why`: the story of a user and an offer, made to happen on a system at work, told in words and for programs."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from lua.gate import Gate, now_ms
+from models.answers import Answer
+from models.commands import AnyCommand, Close, Confirm, Grab, Open
+from models.offers import EnvelopeTerms, Limit, StockTerms
+from ops.commands.why import as_json_of, gather
+from ops.connections import open_gate
+from ops.diagnosis.story import tell
+from ops.settings import Settings
+from tests.conftest import until
+from tests.ops.test_cli import grabstream, of
+from tests.streams.test_projections import rows
+
+HOLD_MS = 1_000
+
+
+async def why(settings: Settings, user: str, offer: str) -> Any:
+    evidence, redis = await gather(settings, user, offer)
+    assert evidence is not None
+    # As it is printed.
+    return json.loads(json.dumps(as_json_of(evidence, tell(evidence), redis), default=str))
+
+
+async def decide(gate: Gate, command: AnyCommand) -> Answer:
+    [answer] = await gate.decide([command], patience_ms=20_000, timeout_ms=20_000)
+    return answer
+
+
+async def kept(settings: Settings, refusals: int, events: int) -> None:
+    """Returns when so many refusals are kept, and so many events audited and in the ledger."""
+
+    async def there() -> bool:
+        booked = "(SELECT sum(seq)::int FROM cursors WHERE projection = 'ledger')"
+        [found] = await rows(settings, f"SELECT (SELECT count(*) FROM refusals), (SELECT count(*) FROM audit), {booked}")
+        return bool(found[0] >= refusals and found[1] >= events and found[2] >= events)
+
+    await until(there, 30, "the books")
+
+
+def moments(story: Any) -> list[tuple[str, bool]]:
+    return [(moment["what"], moment["refused"]) for moment in story["story"] if moment["grab"] or moment["refused"]]
+
+
+async def test_a_sale(system: Settings, worker: Callable[..., Any]) -> None:
+    """Too early, held, above the limit, sold out, expired, paid too late, paid in time, and over."""
+    worker(system)
+    async with open_gate(system) as gate:
+        # A worker takes its time to start; from here on seconds count.
+        assert (await decide(gate, Close(id="ready", offer="s"))).outcome == "no_such_offer"
+        opens_at = now_ms() + 1_500
+        terms = StockTerms(
+            issuer="shop", total=2, hold_ms=HOLD_MS, price=5, currency="CNY", limits=(Limit("user", "offer", 1),), opens_at=opens_at
+        )  # fmt: skip
+        assert (await decide(gate, Open(id="o", offer="s", terms=terms))).outcome == "opened"
+        early = await decide(gate, Grab(id="ann-0", offer="s", user="ann"))
+        assert early.outcome == "not_open_yet"
+        await until(lambda: now_ms() > opens_at + 5, 20, "the opening")
+        held = await decide(gate, Grab(id="ann-1", offer="s", user="ann"))
+        assert held.outcome == "held"
+        paid = Confirm(id="ann-pays", offer="s", grab="ann-1", payment="pay-a", paid=5, currency="CNY")
+        assert (await decide(gate, paid)).outcome == "confirmed"
+        assert (await decide(gate, Grab(id="ann-2", offer="s", user="ann"))).outcome == "limit_reached"
+        bob = await decide(gate, Grab(id="bob-1", offer="s", user="bob"))
+        assert bob.outcome == "held"
+        cid = await decide(gate, Grab(id="cid-1", offer="s", user="cid"))
+        assert cid.outcome == "sold_out"
+        await until(lambda: rows(system, "SELECT 1 FROM grabs WHERE grab = 'bob-1' AND state = 'expired'"), 20, "the end of the hold")
+        late = Confirm(id="bob-pays", offer="s", grab="bob-1", payment="pay-b", paid=5, currency="CNY")
+        expired = await decide(gate, late)
+        assert expired.outcome == "expired"
+        closed = await decide(gate, Close(id="c", offer="s"))
+        over = await decide(gate, Grab(id="dan-1", offer="s", user="dan"))
+        assert over.outcome == "over"
+        await kept(system, 6, 7)
+
+    ann = await why(system, "ann", "s")
+    assert moments(ann) == [("not_open_yet", True), ("grab.held", False), ("grab.confirmed", False), ("limit_reached", True)]
+    [too_early, holding, _, above] = [moment for moment in ann["story"] if moment["grab"] or moment["refused"]]
+    assert (too_early["late_ms"], too_early["late_behind"]) == (early.at - opens_at, "the opening")
+    assert too_early["since_opening_ms"] == too_early["late_ms"] < 0
+    assert holding["limits"] == [
+        {"by": "user", "per": "offer", "scope": "offer", "value": "ann", "max": 1, "used": {"before": 0, "after": 1}}
+    ]  # fmt: skip
+    assert holding["since_opening_ms"] == held.at - opens_at
+    assert above["limits"][0]["used"] == {"before": 1, "after": 1}
+    assert [(line["debit"], line["credit"], line["amount"]) for line in ann["ledger"]] == [
+        ("offer:s", "hold:ann", 1), ("hold:ann", "wallet:ann", 1), ("external:pay-a", "issuer:shop", 5)
+    ]  # fmt: skip
+    assert ann["now"]["redis"]["grabs"]["ann-1"]["taken"] == 1
+    assert [(grab["state"], grab["taken"]) for grab in ann["now"]["grabs"]] == [("confirmed", 1)]
+
+    of_bob = await why(system, "bob", "s")
+    assert moments(of_bob) == [("grab.held", False), ("grab.released", False), ("payment.refund_due", False)]
+    due = of_bob["story"][-2]
+    assert (due["what"], due["late_behind"]) == ("payment.refund_due", "the deadline")
+    assert due["late_ms"] == expired.at - bob.deadline_at > 0
+    assert [(payment["payment"], payment["state"]) for payment in of_bob["payments"]] == [("pay-b", "refund_due")]
+    released = next(moment for moment in of_bob["story"] if moment["what"] == "grab.released")
+    assert released["limits"][0]["used"] == {"before": 1, "after": 0}
+
+    [of_cid] = [moment for moment in (await why(system, "cid", "s"))["story"] if moment["refused"]]
+    assert (of_cid["late_ms"], of_cid["late_behind"]) == (cid.at - bob.at, "the last unit went")
+    [of_dan] = [moment for moment in (await why(system, "dan", "s"))["story"] if moment["refused"]]
+    assert (of_dan["late_ms"], of_dan["late_behind"]) == (over.at - closed.at, "the close")
+
+    told = grabstream("why", "ann", "s", **of(system)).stdout
+    assert f"grab refused: not_open_yet, {opens_at - early.at:,} ms before the opening" in told
+    assert f"{(held.at - opens_at) / 1000:+.3f} s  held 1 sku:s" in told
+    assert "limit user/offer (ann): 0 before, 1 after, of 1" in told
+    assert "paid 5 CNY by pay-a" in told
+    told = grabstream("why", "bob", "s", **of(system)).stdout
+    assert f"{due['late_ms']:,} ms after the deadline" in told
+    assert "it is to be paid back" in told
+    assert "released 1 sku:s, expired" in told
+
+
+async def test_an_envelope(system: Settings, worker: Callable[..., Any]) -> None:
+    """The part, its place, what was left; and who came when the last part had gone."""
+    worker(system)
+    async with open_gate(system) as gate:
+        terms = EnvelopeTerms(issuer="alice", funding="f", asset="CNY", total=100, parts=2)
+        assert (await decide(gate, Open(id="o", offer="e", terms=terms))).outcome == "opened"
+        eve = await decide(gate, Grab(id="e1", offer="e", user="eve"))
+        assert (await decide(gate, Grab(id="e2", offer="e", user="eve"))).outcome == "already_taken"
+        last = await decide(gate, Grab(id="f1", offer="e", user="fay"))
+        gus = await decide(gate, Grab(id="g1", offer="e", user="gus"))
+        assert (last.outcome, gus.outcome) == ("granted", "sold_out")
+        await kept(system, 2, 4)
+    of_eve = await why(system, "eve", "e")
+    assert moments(of_eve) == [("grab.granted", False), ("already_taken", True)]
+    granted = next(moment for moment in of_eve["story"] if moment["what"] == "grab.granted")
+    assert (granted["details"]["place"], granted["details"]["left"], granted["details"]["amount"]) == (1, 1, eve.amount)
+    assert of_eve["now"]["redis"]["part"] == {"place": 1, "amount": eve.amount, "seq": eve.seq}
+    [of_gus] = [moment for moment in (await why(system, "gus", "e"))["story"] if moment["refused"]]
+    assert (of_gus["what"], of_gus["late_ms"]) == ("sold_out", gus.at - last.at)
+    told = grabstream("why", "eve", "e", **of(system)).stdout
+    assert "place 1, 1 parts left after it" in told
+    assert "offer:e → wallet:eve" in told
+
+
+async def test_what_is_not_known(system: Settings) -> None:
+    done = grabstream("why", "ann", "nothing", "--json", **of(system))
+    assert done.returncode == 1
+    assert "no offer 'nothing'" in done.stderr
+    assert grabstream("why", "a b", "x", **of(system)).returncode == 2

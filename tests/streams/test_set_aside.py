@@ -1,0 +1,244 @@
+"""Poison: a projection that stopped at a record goes on behind it, or with it once the cause is mended; the books say so for ever."""
+
+import asyncio
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from models.journal import GENESIS, Cursor, chain
+from ops.rehearsal.run import open_books
+from ops.settings import Settings
+from projections.snapshots import newest, trail_of
+from streams.journal import open_reader
+from streams.projector import CatchUp
+from streams.topics import Topics
+from tests.conftest import until
+from tests.ops.test_cli import grabstream, of
+from tests.streams.test_projections import LINES, SHARD, Journal, at_seq, granted, journal, open_tables, opened, rows, running
+
+__all__ = ["journal"]
+
+WHY = ("--reason", "sent twice by hand, see ticket 17", "--operator", "olga")
+
+
+async def call(settings: Settings, *words: str) -> Any:
+    """In a thread, since the projectors run in this process and have to go on meanwhile."""
+    done = await asyncio.to_thread(grabstream, *words, "--json", **of(settings))
+    assert done.returncode in (0, 1), done.stderr
+    return done.returncode, json.loads(done.stdout) if done.stdout else done.stderr
+
+
+async def stopped_at(settings: Settings, projection: str) -> None:
+    async def there() -> bool:
+        return bool(await rows(settings, f"SELECT 1 FROM stopped_shards WHERE projection = '{projection}'"))
+
+    await until(there, 30, "the stop")
+
+
+async def test_what_the_ledger_refuses_is_set_aside_and_the_rest_goes_on(system: Settings, journal: Journal) -> None:
+    """Three records in one transaction: the one that overdraws is found, and only its events are missing afterwards."""
+    lines = [opened("e", 1, total=25), granted("e", 2), granted("e", 3, amount=99), granted("e", 4)]
+    await journal.marker(1, "a")
+    for seq in range(1, 5):
+        await journal.block(lines, seq, seq)
+    async with running(system) as [ledger, _, audit]:
+        for record in journal.records:
+            await ledger.put(record)
+            await audit.put(record)
+        await stopped_at(system, "ledger")
+        await at_seq(system, 2, "ledger")
+        await at_seq(system, 4, "audit")
+
+        code, shown = await call(system, "set-aside", "ledger", str(SHARD), "--dry-run")
+        assert (code, shown["done"], shown["first_seq"], shown["event_count"]) == (0, False, 3, 1)
+        assert shown["lines"] == [lines[2].decode()]
+        assert {"account": "offer:e", "asset": "CNY", "amount": -99} in shown["missing"]
+        assert await rows(system, "SELECT count(*) FROM set_aside") == [(0,)]
+        assert await rows(system, "SELECT count(*) FROM stopped_shards") == [(1,)]
+
+        code, done = await call(system, "set-aside", "ledger", str(SHARD), *WHY, "--yes")
+        assert (code, done["done"], done["moved"], done["stopped"]) == (0, True, True, None)
+        await at_seq(system, 4, "ledger")
+        assert (await call(system, "set-aside", "ledger", str(SHARD), *WHY, "--yes"))[0] == 1
+    assert await rows(system, "SELECT posted FROM accounts WHERE account = 'offer:e'") == [(5,)]
+    assert await rows(system, "SELECT seq FROM transfers ORDER BY seq") == [(1,), (2,), (4,)]
+    [(count, offers, readable, reason, operator)] = await rows(system, "SELECT count, offers, readable, reason, operator FROM set_aside")
+    assert (count, offers, readable, reason, operator) == (1, ["e"], True, WHY[1], "olga")
+    assert await rows(system, "SELECT convert_from(value, 'UTF8') FROM set_aside_records") == [(lines[2].decode(),)]
+    head = chain(GENESIS, lines)[-1]
+    assert [bytes(found) for (found,) in await rows(system, "SELECT head FROM cursors WHERE projection = 'ledger' AND seq = 4")] == [head]
+
+
+async def test_a_corrupt_record_is_set_aside_and_the_next_block_says_what_it_follows(system: Settings, journal: Journal) -> None:
+    await journal.marker(1, "a")
+    await journal.block(LINES, 1, 5)
+    await journal.block(LINES, 6, 9, head=b"00" * 32)
+    names = ("ledger", "balances", "audit", "events")
+    async with running(system, *names) as projectors:
+        for projector in projectors:
+            await projector.put(CatchUp(SHARD))
+        for name in names:
+            await stopped_at(system, name)
+        code, said = await call(system, "set-aside", "ledger", str(SHARD), *WHY, "--yes")
+        assert code == 1
+        assert "no block of the shard's owner stands behind it yet" in said
+        await journal.block(LINES, 10, 20)
+        for name in names:
+            code, done = await call(system, "set-aside", name, str(SHARD), *WHY, "--yes")
+            assert (code, done["first_seq"], done["event_count"], done["moved"]) == (0, 6, 4, True), done
+        await at_seq(system, 20)
+    code, checks = await call(system, "verify", "--wait", "0")
+    assert code == 0, [check for check in checks if check["problems"]]
+    published = []
+    async with open_reader(system.kafka, Topics(system.prefix).events) as reader:
+        async for records in reader.read(SHARD, 0, await reader.end(SHARD)):
+            published += [record.value for record in records]
+    assert published == [*LINES[:5], *LINES[9:20]]
+    # Begun anew, the publisher knows the way past it too, although its topic does not tell.
+    async with running(system, "events") as [events]:
+        await journal.block(LINES, 21, 30)
+        await events.put(CatchUp(SHARD))
+
+        async def all_published() -> bool:
+            async with open_reader(system.kafka, Topics(system.prefix).events) as reader:
+                return await reader.end(SHARD) >= len(published) + 10
+
+        await until(all_published, 30, "the rest")
+    assert await rows(system, "SELECT count(*) FROM stopped_shards") == [(0,)]
+
+
+async def test_a_stray_corrupt_record_takes_no_event_along(system: Settings, journal: Journal) -> None:
+    await journal.marker(1, "a")
+    await journal.block(LINES, 1, 5)
+    await journal.block(LINES, 1, 5, head=b"00" * 32)
+    await journal.block(LINES, 6, 30)
+    async with running(system, "ledger") as [ledger]:
+        await ledger.put(CatchUp(SHARD))
+        await stopped_at(system, "ledger")
+        code, done = await call(system, "set-aside", "ledger", str(SHARD), *WHY, "--yes")
+        assert (code, done["event_count"], done["offers"]) == (0, 0, [])
+        await at_seq(system, 30, "ledger")
+    assert await rows(system, "SELECT posted FROM accounts WHERE account = 'offer:e'") == [(1000 - 290,)]
+
+
+async def test_missing_events_cannot_be_set_aside(system: Settings, journal: Journal) -> None:
+    await journal.marker(1, "a")
+    await journal.block(LINES, 1, 5)
+    await journal.block(LINES, 9, 12)
+    async with running(system, "ledger") as [ledger]:
+        await ledger.put(CatchUp(SHARD))
+        await stopped_at(system, "ledger")
+    code, said = await call(system, "set-aside", "ledger", str(SHARD), *WHY, "--yes")
+    assert code == 1
+    assert "events are missing from the journal" in said
+
+
+async def test_with_its_cause_mended_it_is_tried_again(system: Settings, journal: Journal) -> None:
+    """Somebody took a unit out of the books by hand; put back, the very same record is right."""
+    await journal.marker(1, "a")
+    await journal.block(LINES, 1, 2)
+    async with running(system, "ledger") as [ledger]:
+        await ledger.put(CatchUp(SHARD))
+        await at_seq(system, 2, "ledger")
+        async with await open_tables(system) as connection:
+            await connection.execute("UPDATE accounts_1 SET posted = 5 WHERE account = 'offer:e'")
+            await journal.block(LINES, 3, 30)
+            await ledger.put(journal.records[-1])
+            await stopped_at(system, "ledger")
+            code, said = await call(system, "retry", "ledger", str(SHARD))
+            assert code == 1
+            assert "never_below_zero" in said["stopped"]
+            await connection.execute("UPDATE accounts_1 SET posted = 990 WHERE account = 'offer:e'")
+        code, said = await call(system, "retry", "ledger", str(SHARD))
+        assert (code, said["moved"], said["seq"]) == (0, True, 30)
+        assert (await call(system, "retry", "ledger", str(SHARD)))[0] == 1
+    assert await rows(system, "SELECT posted FROM accounts WHERE account = 'offer:e'") == [(1000 - 290,)]
+
+
+async def test_nothing_is_set_aside_without_a_reason_and_a_yes(system: Settings, journal: Journal) -> None:
+    await journal.marker(1, "a")
+    await journal.block(LINES, 1, 5, head=b"00" * 32)
+    await journal.block(LINES, 6, 30)
+    async with running(system, "ledger") as [ledger]:
+        await ledger.put(CatchUp(SHARD))
+        await stopped_at(system, "ledger")
+    for words, missing in ((("--yes",), "--reason and --operator"), (WHY, "--yes is needed")):
+        done = grabstream("set-aside", "ledger", str(SHARD), *words, **of(system))
+        assert done.returncode == 2
+        assert missing in done.stderr
+    assert await rows(system, "SELECT count(*) FROM set_aside") == [(0,)]
+
+
+async def test_a_trail_that_lacks_events_is_no_snapshot(system: Settings, journal: Journal) -> None:
+    await journal.marker(1, "a")
+    await journal.block(LINES, 1, 5, head=b"00" * 32)
+    await journal.block(LINES, 6, 30)
+    async with running(system, "audit") as [audit]:
+        await audit.put(CatchUp(SHARD))
+        await stopped_at(system, "audit")
+        assert (await call(system, "set-aside", "audit", str(SHARD), *WHY, "--yes"))[0] == 0
+        await at_seq(system, 30, "audit")
+    async with await open_books(system) as connection:
+        assert await newest(connection, SHARD) == Cursor()
+        assert await trail_of(connection, SHARD) is None
+
+
+async def test_built_anew_the_read_model_has_it_and_lacks_it_again_when_the_old_one_comes_back(
+    system: Settings, journal: Journal
+) -> None:  # fmt: skip
+    """Set aside because of somebody's hand in the books; the rebuild reads the very record again."""
+    await journal.marker(1, "a")
+    await journal.block(LINES, 1, 2)
+    async with running(system) as projectors:
+        for projector in projectors:
+            await projector.put(CatchUp(SHARD))
+        await at_seq(system, 2)
+        async with await open_tables(system) as connection:
+            await connection.execute("UPDATE accounts_1 SET posted = 5 WHERE account = 'offer:e'")
+            await journal.block(LINES, 3, 3)
+            await journal.block(LINES, 4, 30)
+            for projector in projectors:
+                await projector.put(CatchUp(SHARD))
+            await stopped_at(system, "ledger")
+            await connection.execute("UPDATE accounts_1 SET posted = 990 WHERE account = 'offer:e'")
+        assert (await call(system, "set-aside", "ledger", str(SHARD), *WHY, "--yes"))[0] == 0
+        await at_seq(system, 30)
+    [listed] = (await call(system, "set-aside", "--list"))[1]
+    assert (listed["projection"], listed["first_seq"], listed["event_count"], listed["offers"]) == ("ledger", 3, 1, ["e"])
+    for words, posted, lacking in (((), 1000 - 290, 0), (("--undo",), 1000 - 280, 1)):
+        done = await asyncio.to_thread(grabstream, "rebuild", "ledger", "--accept", *words, **of(system))
+        assert done.returncode == 0, done.stderr
+        assert await rows(system, "SELECT posted FROM accounts WHERE account = 'offer:e'") == [(posted,)]
+        assert len((await call(system, "set-aside", "--list"))[1]) == lacking
+
+
+async def test_a_running_worker_goes_on_by_itself(system: Settings, journal: Journal, worker: Callable[..., Any]) -> None:
+    """Nobody has to start it again, and the other shards never stood still."""
+    lines = [opened("e", 1, total=25), granted("e", 2, amount=99), granted("e", 3)]
+    other = Journal(system, journal._producer, SHARD + 1)
+    for to in (journal, other):
+        await to.marker(1, "a")
+    await journal.block(lines, 1, 1)
+    await journal.block(lines, 2, 2)
+    worker(system, "project")
+    await stopped_at(system, "ledger")
+    await journal.block(lines, 3, 3)
+    await other.block([opened("f", 1).replace(b'"shard":3', b'"shard":4')], 1, 1)
+
+    async def other_went_on() -> bool:
+        return bool(await rows(system, "SELECT 1 FROM offers WHERE offer = 'f'"))
+
+    await until(other_went_on, 30, "the other shard")
+    for name in ("ledger", "balances"):
+        code, done = await call(system, "set-aside", name, str(SHARD), *WHY, "--yes")
+        assert (code, done["moved"], done["stopped"]) == (0, True, None)
+    await at_seq(system, 3)
+
+
+@pytest.mark.parametrize("words", [("ledger",), ("ledger", "3", "--dry-run")])
+async def test_before_init_it_says_what_to_do(settings: Settings, words: tuple[str, ...]) -> None:
+    done = grabstream("set-aside", *words, **of(settings))
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr

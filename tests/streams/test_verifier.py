@@ -1,0 +1,273 @@
+"""The verifier: it agrees with every sound history, and names whatever was changed behind the system's back, until it is mended."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from random import Random
+from typing import Any
+
+import pytest
+from psycopg import AsyncConnection, IsolationLevel
+
+from models.commands import Grab, Open
+from models.offers import EnvelopeTerms, StockTerms
+from ops.connections import key_space, open_gate, open_redis
+from ops.rehearsal.run import open_books
+from ops.settings import Settings
+from projections import verified
+from streams.projector import CatchUp
+from streams.verifier import Verifier
+from tests.conftest import until
+from tests.streams.test_pieces import History, made, project
+from tests.streams.test_projections import SHARD, Journal, at_seq, granted, journal, open_tables, opened, rows, running
+from tests.streams.test_set_aside import WHY, call, stopped_at
+
+__all__ = ["journal"]
+
+#: A pass walks so many events at most; a round over a history of the tests takes a few.
+PASSES = 6
+
+
+@asynccontextmanager
+async def verifying(settings: Settings) -> AsyncIterator[Callable[..., Any]]:
+    """A function that lets a verifier make some passes, and returns the open findings."""
+    redis = open_redis(settings)
+    async with await open_books(settings) as connection:
+        await verified.begin(connection, settings.shards)
+        await connection.set_isolation_level(IsolationLevel.REPEATABLE_READ)
+        verifier = Verifier(redis, key_space(settings), settings.postgres, settings.schema_, 1.0)
+
+        async def passes(number: int = PASSES) -> list[verified.Found]:
+            for _ in range(number):
+                await verifier.verify_once(connection)
+            return await verified.open_findings(connection)
+
+        yield passes
+    await redis.aclose()
+
+
+async def execute(settings: Settings, statement: str) -> None:
+    async with await open_tables(settings) as connection:
+        done = await connection.execute(statement.encode())
+        assert done.rowcount == 1, statement
+
+
+async def progress_of(settings: Settings, shard: int = SHARD) -> verified.Progress:
+    async with await open_books(settings) as connection:
+        return (await verified.progress(connection))[shard]
+
+
+@pytest.fixture(scope="module")
+def history() -> History:
+    """A long random history of four offers with holds, late payments, returns, waiting lists, amendments and retirement."""
+    return made(7, 700)
+
+
+async def test_it_agrees_with_every_sound_history(system: Settings, history: History) -> None:
+    await project(system, history, Random(1))
+    async with verifying(system) as passes:
+        assert await passes() == []
+        at = await progress_of(system)
+        assert at.seq == len(history.lines)
+        assert at.rounds >= 1
+        async with await open_books(system) as connection:
+            states = await verified.offer_states(connection, history.names)
+    for name, offer in history.state.offers.items():
+        assert states[name].numbers == (offer.amount_left, offer.units_left, offer.held, offer.places), name
+    assert set(states) >= set(history.state.offers)
+
+
+DAMAGES = [
+    # What is changed, the finding's kind, what it names, and how it is mended.
+    ("UPDATE audit_1 SET body = replace(body, '\"place\":1,', '\"place\":7,') WHERE seq = {grab}", "chain", "seq {grab}", None),
+    ("UPDATE audit_1 SET hash = set_byte(hash, 3, get_byte(hash, 3) # 1) WHERE seq = 300", "chain", "seq 300", "same"),
+    ("UPDATE audit_1 SET offer = 'x' WHERE seq = {grab}", "chain", "seq {grab}", "UPDATE audit_1 SET offer = '{offer}' WHERE seq = {grab}"),
+    ("DELETE FROM audit_1 WHERE seq = 200", "chain", "seq 200", None),
+    ("UPDATE transfers_1 SET amount = amount + 1 WHERE seq = {grab}", "ledger", "seq {grab}",
+     "UPDATE transfers_1 SET amount = amount - 1 WHERE seq = {grab}"),
+    ("DELETE FROM transfers_1 WHERE seq = {grab}", "ledger", "seq {grab}", None),
+    ("INSERT INTO transfers_1 VALUES (3, {grab}, 7, '{offer}', 'CNY', 'external:x', 'wallet:thief', 5, 1)", "ledger", "seq {grab}",
+     "DELETE FROM transfers_1 WHERE credit = 'wallet:thief'"),
+    ("UPDATE accounts_1 SET posted = posted + 1 WHERE account = 'issuer:shop' AND asset = 'CNY'", "accounts", "issuer:shop CNY",
+     "UPDATE accounts_1 SET posted = posted - 1 WHERE account = 'issuer:shop' AND asset = 'CNY'"),
+    ("INSERT INTO accounts_1 VALUES ('wallet:thief', 'CNY', 7)", "accounts", "wallet:thief CNY",
+     "DELETE FROM accounts_1 WHERE account = 'wallet:thief'"),
+    ("UPDATE balances_1 SET available = available + 1 WHERE (user_id, asset) = ('{user}', '{asset}')", "balances", "wallet:{user} {asset}",
+     "UPDATE balances_1 SET available = available - 1 WHERE (user_id, asset) = ('{user}', '{asset}')"),
+    ("UPDATE offers_1 SET held = held + 1, total = total + 1 WHERE offer = '{there}'", "balances", "{there}",
+     "UPDATE offers_1 SET held = held - 1, total = total - 1 WHERE offer = '{there}'"),
+    ("UPDATE projection_cursors SET head = set_byte(head, 0, get_byte(head, 0) # 1) WHERE projection = 'balances' AND shard = 3", "heads",
+     "balances", "same"),
+]  # fmt: skip
+
+
+async def test_what_was_changed_is_named_until_it_is_mended(system: Settings, history: History) -> None:
+    """Each of them after all was verified once: what is proved may be changed later."""
+    await project(system, history, Random(2))
+    [(grab, offer)] = await rows(system, "SELECT seq, offer FROM audit WHERE type = 'grab.held' AND body LIKE '%\"place\":1,%' LIMIT 1")
+    [(user, asset)] = await rows(system, "SELECT user_id, asset FROM balances WHERE available > 0 ORDER BY 1, 2 LIMIT 1")
+    [(there,)] = await rows(system, "SELECT offer FROM offers WHERE state <> 'retired' ORDER BY 1 LIMIT 1")
+    named = {"grab": grab, "offer": offer, "user": user, "asset": asset, "there": there}
+    async with verifying(system) as passes:
+        assert await passes() == []
+        for damage, kind, subject, mending in DAMAGES:
+            statement = damage.format(**named)
+            table = next(word for word in statement.split() if "_" in word)
+            await execute_all(system, f"CREATE TABLE sound AS TABLE {table}")
+            await execute(system, statement)
+            found = await passes()
+            assert [(one.kind, one.subject) for one in found] == [(kind, subject.format(**named))], damage
+            if mending is None:
+                await execute_all(system, f"DELETE FROM {table}", f"INSERT INTO {table} SELECT * FROM sound")
+            else:
+                await execute(system, statement if mending == "same" else mending.format(**named))
+            assert await passes() == [], damage
+            await execute_all(system, "DROP TABLE sound")
+    assert await rows(system, "SELECT count(*) FROM findings WHERE cleared_at IS NULL") == [(0,)]
+
+
+async def execute_all(settings: Settings, *statements: str) -> None:
+    async with await open_tables(settings) as connection:
+        for statement in statements:
+            await connection.execute(statement.encode())
+
+
+async def test_the_walk_stops_at_what_is_not_proved(system: Settings, history: History) -> None:
+    """Damaged before it was ever verified: `verified to` stands in front of it, and goes on when it is mended."""
+    await project(system, history, Random(3))
+    await execute(system, "UPDATE audit_1 SET hash = set_byte(hash, 3, get_byte(hash, 3) # 1) WHERE seq = 300")
+    async with verifying(system) as passes:
+        [found] = await passes()
+        assert (found.kind, found.subject) == ("chain", "seq 300")
+        assert (await progress_of(system)).seq == 299
+        await execute(system, "UPDATE audit_1 SET hash = set_byte(hash, 3, get_byte(hash, 3) # 1) WHERE seq = 300")
+        assert await passes() == []
+        assert (await progress_of(system)).seq == len(history.lines)
+
+
+async def test_what_was_dismissed_stays_so_while_it_is_the_same(system: Settings, history: History) -> None:
+    await project(system, history, Random(4))
+    change = "UPDATE accounts_1 SET posted = posted + 1 WHERE account = 'issuer:shop' AND asset = 'CNY'"
+    await execute(system, change)
+    async with verifying(system) as passes:
+        [found] = await passes()
+        code, _ = await call(system, "dismiss", str(found.id), *WHY)
+        assert code == 0
+        assert await passes() == []
+        assert (await call(system, "dismiss", str(found.id), *WHY))[0] == 1
+        await execute(system, change)
+        [again] = await passes()
+        assert again.what != found.what
+
+
+async def test_what_was_set_aside_is_no_difference(system: Settings, journal: Journal) -> None:
+    """One record is missing from the ledger, another from the audit trail: everything else is verified all the same."""
+    lines = [opened("e", 1, total=100), granted("e", 2), granted("e", 3, amount=999), granted("e", 4)]
+    await journal.marker(1, "a")
+    for seq in range(1, 5):
+        await journal.block(lines, seq, seq)
+    async with running(system) as projectors:
+        for projector in projectors:
+            await projector.put(CatchUp(SHARD))
+        for name in ("ledger", "balances"):
+            await stopped_at(system, name)
+            assert (await call(system, "set-aside", name, str(SHARD), *WHY, "--yes"))[0] == 0
+        await at_seq(system, 4)
+    # And the audit trail lacks one that the ledger has.
+    async with await open_tables(system) as connection:
+        await _as_if_set_aside(connection, lines, 2)
+    async with verifying(system) as passes:
+        assert await passes() == []
+    assert (await progress_of(system)).seq == 4
+    code, checks = await call(system, "verify", "--wait", "0")
+    wrong = {check["name"]: check["problems"] for check in checks if check["problems"]}
+    # This journal was made by hand: Redis never heard of the offer.
+    assert (code, set(wrong)) == (0, set()), wrong
+    [notes] = [check["notes"] for check in checks if check["notes"]]
+    assert len(notes) == 3
+    assert "1 event (3) set aside in ledger, shard 3 by olga" in "\n".join(notes)
+    assert "offer:e -999 CNY; wallet:u3 +999 CNY" in "\n".join(notes)
+
+
+async def _as_if_set_aside(connection: AsyncConnection[Any], lines: list[bytes], seq: int) -> None:
+    await connection.execute(
+        "INSERT INTO set_aside_records (projection, read_model, shard, journal_offset, first_seq, count, head, term, owner, headers, "
+        "value, value_sha256, offers, readable, missing, refused_because, reason, operator) "
+        "SELECT 'audit', m.schema, shard, 2, seq, 1, hash, 1, 'a', '[]', %s, '', '{e}', true, '[]', 'x', 'y', 'z' "
+        "FROM audit, read_models AS m WHERE seq = %s AND m.projection = 'audit' AND m.state = 'live'",
+        (lines[seq - 1], seq),
+    )
+    await connection.execute("DELETE FROM audit_1 WHERE seq = %s", (seq,))
+
+
+async def test_redis_is_compared_at_the_same_event(system: Settings, worker: Callable[..., Any]) -> None:
+    """In a system at work: the role says how far it is, and names an offer whose numbers somebody changed in Redis."""
+    worker(system, "decide,relay,sweep,project,publish,verify", verify_percent="100")
+    redis = open_redis(system)
+    envelope = EnvelopeTerms(issuer="i", funding="f", asset="CNY", total=1_000, parts=50)
+    stock = StockTerms(issuer="i", total=50, hold_ms=600_000)
+    async with open_gate(system) as gate:
+        opens = [Open(id="o-e", offer="c:e", terms=envelope), Open(id="o-s", offer="c:s", terms=stock)]
+        for answer in await gate.decide(opens, patience_ms=20_000, timeout_ms=20_000):
+            assert answer.outcome == "opened"
+        keys = key_space(system).shard(key_space(system).shard_of_offer("c:e"))
+        for number in range(10):
+            await gate.decide([Grab(id=f"{offer}-{number}", offer=f"c:{offer}", user=f"u{number}") for offer in "es"])
+
+        async def verified_to(seq: int) -> bool:
+            async with await open_books(system) as connection:
+                at = (await verified.progress(connection)).get(keys.shard)
+            return at is not None and at.seq == seq and at.compared_at is not None
+
+        await until(lambda: verified_to(22), 30, "verification")
+        assert await rows(system, "SELECT count(*) FROM findings") == [(0,)]
+        for offer, field, named in (("c:s", "units_left", "units"), ("c:e", "amount_left", "left")):
+            before = await redis.hget(keys.offer(offer), field)
+            await redis.hincrby(keys.offer(offer), field, 1)
+
+            async def found(offer: str = offer) -> list[Any]:
+                return await rows(system, f"SELECT what FROM findings WHERE kind = 'redis' AND subject = '{offer}' AND cleared_at IS NULL")
+
+            [(what,)] = await until(found, 30, "the finding")  # type: ignore[misc]
+            assert f"{named} {int(before) + 1}" in what
+            await redis.hset(keys.offer(offer), field, before)
+
+            async def cleared(found: Any = found) -> bool:
+                return not await found()
+
+            await until(cleared, 30, "the clearing")
+        # A busy offer is compared at the event it was read at, once the walk gets there.
+        await gate.decide([Grab(id=f"b-{number}", offer="c:e", user=f"b{number}") for number in range(20)])
+        await until(lambda: verified_to(42), 30, "verification")
+        await redis.delete(keys.offer("c:s"))
+
+        async def lost() -> list[Any]:
+            return await rows(system, "SELECT what FROM findings WHERE kind = 'redis' AND cleared_at IS NULL")
+
+        assert "not in Redis" in str(await until(lost, 30, "the finding"))
+    await redis.aclose()
+
+
+async def test_one_verifies_and_another_takes_its_place(system: Settings, history: History) -> None:
+    redis = open_redis(system)
+    stops = [asyncio.Event(), asyncio.Event()]
+    verifiers = [Verifier(redis, key_space(system), system.postgres, system.schema_, 1.0) for _ in stops]
+    tasks = [asyncio.create_task(one.run(stop)) for one, stop in zip(verifiers, stops, strict=True)]
+
+    async def at_work() -> list[Any]:
+        return await rows(system, "SELECT pid FROM pg_locks WHERE locktype = 'advisory' AND granted AND objid = "
+                          f"(hashtext('grabstream-verifier-{system.schema_}')::bigint & 4294967295)")  # fmt: skip
+
+    [first] = await until(at_work, 20, "a verifier")  # type: ignore[misc]
+    assert [first] == await at_work()
+    stops[0].set()
+    await tasks[0]
+    await project(system, history, Random(5))
+
+    async def done() -> bool:
+        return (await progress_of(system)).seq == len(history.lines)
+
+    await until(done, 30, "the other verifier")
+    stops[1].set()
+    await tasks[1]
+    await redis.aclose()
