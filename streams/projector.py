@@ -211,6 +211,9 @@ class Projector:
                 log.warning("projection %s: %s; looking for its version again", self.name, error)
                 await self._disconnect()
                 await asyncio.sleep(RETRY_SECONDS)
+            except psycopg.errors.LockNotAvailable as error:
+                log.warning("projection %s: %s; %d that hang were ended", self.name, error, await self._end_hanging())
+                await self._disconnect()
             except (*_AWAY, KafkaError, OSError) as error:
                 log.warning("projection %s: %s: %s; trying again", self.name, type(error).__name__, error)
                 await self._disconnect()
@@ -231,11 +234,15 @@ class Projector:
 
     async def _connected(self) -> AsyncConnection[Any]:
         if self._connection is None:
-            self._connection = await AsyncConnection.connect(self._postgres, autocommit=True, connect_timeout=5)
+            self._connection = await AsyncConnection.connect(
+                self._postgres, autocommit=True, connect_timeout=5, application_name=self._application
+            )
             # A commit that PostgreSQL forgets in a crash takes its cursor along, and is read from the journal once more.
             await self._connection.execute("SET synchronous_commit = off")
-            # A process that hangs between two statements would hold its rows, and whoever takes its partitions over would wait for it.
-            await self._connection.execute("SELECT set_config('idle_in_transaction_session_timeout', %s, false)", (str(HANGS_MS_MAX),))
+            # A process that hangs in a transaction would hold its rows, and whoever takes its partitions over would wait for it: PostgreSQL
+            # ends it between two statements, and we do in the middle of one, such as a COPY.
+            for setting in ("idle_in_transaction_session_timeout", "lock_timeout"):
+                await self._connection.execute("SELECT set_config(%s, %s, false)", (setting, str(HANGS_MS_MAX)))
             self._cursors.clear()
         if not self._cursors:
             await self._use(self._connection)
@@ -244,6 +251,21 @@ class Projector:
             self._cursors = await self._open(self._connection)
             self._stopped = await cursors.stopped(self._connection, self.name)
         return self._connection
+
+    @property
+    def _application(self) -> str:
+        """How the connections of all that write this read model are called."""
+        return f"{self._schema}.{self.name}"
+
+    async def _end_hanging(self) -> int:
+        """Ends other connections that write this read model and have hung in a statement or a transaction; returns how many."""
+        async with await AsyncConnection.connect(self._postgres, autocommit=True, connect_timeout=5) as connection:
+            ended = await connection.execute(
+                "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name = %s AND datname = current_database() "
+                "AND state <> 'idle' AND wait_event_type = 'Client' AND clock_timestamp() - state_change > %s * interval '1 ms'",
+                (self._application, HANGS_MS_MAX // 2),
+            )
+            return ended.rowcount
 
     async def _use(self, connection: AsyncConnection[Any]) -> None:
         """Makes unqualified names those of the tables that are written; raises NoReadModel."""
