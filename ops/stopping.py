@@ -15,29 +15,27 @@ T = TypeVar("T")
 def run_until_stopped(work: Coroutine[Any, Any, T], word: str = "") -> T:
     """Runs the work. Ctrl-C and SIGTERM cancel it, wait for its cleaning up, and end the process with 130 and 143; `word` says then how
     to go on."""
-    terminated = False
+    told: list[int] = []
 
     async def run() -> T:
-        task = asyncio.current_task()
-        assert task is not None
+        working = asyncio.current_task()
+        assert working is not None
 
-        def terminate() -> None:
-            nonlocal terminated
-            terminated = True
-            task.cancel()
+        def stop(number: int) -> None:
+            told.append(number)
+            working.cancel()
 
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, terminate)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, stop, number)
         return await work
 
     try:
         return uvloop.run(run())
     except asyncio.CancelledError:
-        if not terminated:
+        if not told:
             raise
-        _end(128 + signal.SIGTERM, word)
-    except KeyboardInterrupt:
         # Not left to click, which would call it an error.
-        _end(128 + signal.SIGINT, word)
+        _end(128 + told[0], word)
 
 
 def _end(code: int, word: str) -> NoReturn:

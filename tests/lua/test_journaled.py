@@ -28,12 +28,13 @@ async def test_a_journaled_answer_waits_for_its_own_event_only(gate: Any, client
     first, second = (asyncio.create_task(one.decide([grab])) for grab in grabs(2))
     refused = await one.decide([Grab(id="no", offer="none", user="u")])
     assert refused[0].outcome == "no_such_offer"  # no event, nothing to wait for
-    await until(lambda: len(one.journaled._waiting.get(number, ())) == 2)
+    # With those two waits the gate itself, for what it answered as decided only.
+    await until(lambda: len(one.journaled._waiting.get(number, ())) == 3)
     await journal(client, keys, number, 2)
     assert (await first)[0].seq == 2
     assert not second.done()
     told = asyncio.create_task(one.decide([Grab(id="later", offer="e", user="u1")]))  # carries the second's event
-    await until(lambda: len(one.journaled._waiting.get(number, ())) == 2)
+    await until(lambda: len(one.journaled._waiting.get(number, ())) == 3)
     assert not second.done()
     await journal(client, keys, number, 3)
     assert (await second)[0].seq == 3
