@@ -240,7 +240,8 @@ class Recovery:
             round(time.monotonic() - began, 3), position.lost,
         )  # fmt: skip
         log.warning(
-            "shard %d recovered in %.1f s (%s): %d events applied, from seq %d; %d events that only Redis had are lost",
+            "shard %d recovered in %.1f s (%s): %d events applied, from seq %d; %d events that only Redis had are lost; living gates tell "
+            "which answers given as decided are, those of gates that have died are unknown",
             done.shard, done.seconds, done.problem, done.applied, done.snapshot_seq or done.redis_seq, len(done.lost),
         )  # fmt: skip
         for line in done.lost:

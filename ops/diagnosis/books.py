@@ -200,7 +200,7 @@ def lost_decisions(facts: BookFacts, settings: Settings) -> list[Finding]:
     if not lost.decisions:
         return []
     what = f"{lost.decisions:,} decisions of {lost.users:,} users were lost with Redis in the last {LOST_DAYS} days"
-    means = "answers given as `decided` did not hold; those given as `journaled` did"
+    means = "answers given as `decided` did not hold; those given as `journaled` did. What gates gave that have died is unknown"
     table = f"{settings.schema_}.lost_decisions"
     mend = f"psql {address('GRAB_POSTGRES', settings.postgres)} -c 'TABLE {table}'   # who, and what"
     return [Finding("note", what, means, mend, lost.first_at)]
