@@ -18,6 +18,7 @@ from lua.gate import Gate
 from models.answers import Answer, encode_answer, refusal
 from models.commands import AnyCommand, Undecodable, basket_of, decode_commands, encode_command, secret_of
 from models.outcomes import Outcome
+from streams.closing import close
 from streams.topics import RECORD_BYTES_MAX, Topics
 
 log = logging.getLogger(__name__)
@@ -85,9 +86,9 @@ class Decider:
             try:
                 await self._run(consumer, producer, stop)
             finally:
-                await consumer.stop()
+                await close(consumer.stop())
         finally:
-            await producer.stop()
+            await close(producer.stop())
 
     async def _run(self, consumer: AIOKafkaConsumer, producer: AIOKafkaProducer, stop: asyncio.Event) -> None:
         reading = asyncio.create_task(self._read(consumer, stop))

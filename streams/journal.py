@@ -7,6 +7,7 @@ from typing import Final, NamedTuple
 from aiokafka import AIOKafkaConsumer, TopicPartition
 
 from models.journal import Headers
+from streams.closing import close
 from streams.topics import RECORD_BYTES_MAX
 
 FETCH_WAIT_MS: Final = 500
@@ -74,4 +75,4 @@ async def open_reader(bootstrap: str, topic: str) -> AsyncIterator[JournalReader
     try:
         yield JournalReader(consumer, topic)
     finally:
-        await consumer.stop()
+        await close(consumer.stop())

@@ -16,6 +16,7 @@ from psycopg import AsyncConnection
 from models.journal import Cursor
 from projections import set_aside
 from projections.cursors import Fact
+from streams.closing import close
 from streams.journal import JournalReader, open_reader
 from streams.projector import Group, Projector
 from streams.topics import RECORD_BYTES_MAX
@@ -66,7 +67,7 @@ class Publisher(Projector):
     async def _stop_producer(self) -> None:
         producer, self._producer = self._producer, None
         if producer is not None:
-            await producer.stop()
+            await close(producer.stop())
 
     async def _save(self, group: Group) -> None:
         await self._connected()

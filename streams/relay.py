@@ -17,6 +17,7 @@ from redis.exceptions import RedisError
 from lua.keys import ShardKeys
 from lua.sealing import Sealer
 from models.journal import Cursor, block_headers, chain
+from streams.closing import close
 from streams.journal import JournalReader
 from streams.ownership import NewerProgram, NotReconciled, OwnedShard, Ownership, SteppedDown
 from streams.recovery import Recovered, Recovery, Snapshots
@@ -192,7 +193,7 @@ class ShardRelay:
             await producer.partitions_for(self._partition.topic)
             yield producer
         finally:
-            await _close(producer.stop())
+            await close(producer.stop())
 
     @asynccontextmanager
     async def _consumer(self) -> AsyncIterator[AIOKafkaConsumer]:
@@ -207,7 +208,7 @@ class ShardRelay:
         try:
             yield consumer
         finally:
-            await _close(consumer.stop())
+            await close(consumer.stop())
 
 
 class _Tail:
@@ -252,11 +253,3 @@ def _blocks(lines: list[bytes], events_max: int) -> list[list[bytes]]:
         blocks[-1].append(line)
         size += len(line) + 1
     return blocks
-
-
-async def _close(closing: Any) -> None:
-    """Closes a client that may have lost its broker, without hiding why we are closing."""
-    try:
-        await asyncio.wait_for(closing, 5)  # noqa: TID251 - in a task of its own, since the client may swallow our cancellation
-    except (TimeoutError, KafkaError, OSError) as error:
-        log.warning("closing a Kafka client: %r", error)

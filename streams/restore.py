@@ -25,6 +25,7 @@ from projections.cursors import Fact
 from projections.definitions import PROJECTIONS
 from projections.migrate import use_schema
 from projections.versions import Version
+from streams.closing import close
 from streams.journal import JournalReader, open_reader
 from streams.publisher import Publisher, newest_cursor
 from streams.rebuild import Progress, Report, Where
@@ -144,7 +145,7 @@ class Restore:
                     if plan.published.seq:
                         last[plan.shard] = (await _fact(connection, plan.shard, plan.published.seq), writer.anchors[plan.published.seq])
             finally:
-                await producer.stop()
+                await close(producer.stop())
         publisher = Publisher(
             kafka=self._where.kafka, events=self._events, shards=self._where.shards, source=self._source,
             postgres=self._where.postgres, schema=self._where.schema, journal=self._where.journal,

@@ -1,0 +1,40 @@
+"""Closing a client that misbehaves harms nobody."""
+
+import asyncio
+import time
+
+import pytest
+
+from streams import closing
+
+
+async def _raises_a_cancellation_of_its_own() -> None:
+    """As aiokafka does after a process was stopped for longer than its session: it awaits a task that it has just cancelled."""
+    inside = asyncio.create_task(asyncio.sleep(60))
+    await asyncio.sleep(0)
+    inside.cancel()
+    await inside
+
+
+async def _fails() -> None:
+    raise OSError("no broker")
+
+
+async def _hangs() -> None:
+    await asyncio.sleep(60)
+
+
+@pytest.mark.parametrize("client", [_raises_a_cancellation_of_its_own, _fails, _hangs])
+async def test_what_goes_wrong_there_is_no_error_of_ours(client: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(closing, "CLOSE_SECONDS_MAX", 0.1)
+    began = time.monotonic()
+    await closing.close(client())  # type: ignore[operator]
+    assert time.monotonic() - began < 5
+
+
+async def test_our_own_cancellation_is_raised() -> None:
+    waiting = asyncio.create_task(closing.close(_hangs()))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    await asyncio.wait({waiting})
+    assert waiting.cancelled()
