@@ -10,7 +10,7 @@
 
 local holder = redis.call('GET', KEYS[1])
 if holder and holder ~= ARGV[1] and ARGV[3] ~= '1' then return holder end
-local layout = tonumber(redis.call('HGET', KEYS[2], 'layout') or LAYOUT)
+local layout = layout_of(redis.call('HGET', KEYS[2], 'layout'))
 if ARGV[2] == '0' or layout > LAYOUT then
   redis.call('DEL', KEYS[1])
   return layout > LAYOUT and 'a newer program' or ''

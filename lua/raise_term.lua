@@ -8,7 +8,7 @@
 --- @include "shard"
 
 local held = redis.call('HMGET', KEYS[1], 'term', 'life', 'layout', 'seq', 'partial')
-local layout = tonumber(held[3] or LAYOUT)
+local layout = layout_of(held[3])
 if layout > LAYOUT then
   return redis.error_reply(string.format('NEWER the shard has key layout %d, this program writes %d: upgrade it', layout, LAYOUT))
 end

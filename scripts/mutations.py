@@ -32,7 +32,7 @@ MUTATIONS = (
     Mutation("owner of an owner's script", "lua/includes/shard.lua", "held[1] == term and held[2] == owner", "held[1] == term", SCRIPTS),
     Mutation("life of an owner's script", "lua/includes/shard.lua", " and life_of_server() == life", "", SCRIPTS),
     Mutation("life of a deciding script", "lua/includes/decide.lua", "shard[3] ~= life_of_server()", "not shard[3]", SCRIPTS),
-    Mutation("key layout", "lua/includes/decide.lua", "shard[8] ~= tostring(LAYOUT)", "false", "tests/streams/test_recovery.py -k newer"),
+    Mutation("key layout", "lua/includes/decide.lua", "layout ~= LAYOUT", "false", "tests/streams/test_recovery.py -k newer"),
     Mutation("key layout of a takeover", "lua/raise_term.lua", "layout > LAYOUT", "false", "tests/streams/test_recovery.py -k newer"),
     Mutation("seq of a recovery", "lua/apply.lua", "(shard[2] or '0') ~= ARGV[4]", "false", SCRIPTS),
     Mutation("a half-made shard", "lua/apply.lua", "(shard[3] or ", "(", SCRIPTS),

@@ -40,8 +40,9 @@ local function begin_call()
   if shard[3] ~= life_of_server() then
     return nil, {CODE.fenced, clock + 1000, shard[6] or 'the shard has not been reconciled with the journal since this server started'}
   end
-  if shard[8] ~= tostring(LAYOUT) then
-    return nil, {CODE.fenced, clock + 1000, 'the shard has key layout ' .. shard[8] .. ', this program writes ' .. LAYOUT .. ': upgrade it'}
+  local layout = layout_of(shard[8])
+  if layout ~= LAYOUT then
+    return nil, {CODE.fenced, clock + 1000, 'the shard has key layout ' .. layout .. ', this program writes ' .. LAYOUT .. ': upgrade it'}
   end
   local number, shards = string.match(ARGV[1], '^(%d+)/(%d+)$')
   if shard[7] ~= shards then

@@ -5,6 +5,11 @@
 -- one is left alone.
 local LAYOUT = 1
 
+-- The layout that a shard names; the first one was not named.
+local function layout_of(named)
+  return tonumber(named or 1)
+end
+
 -- A server's life is its run id and its replication id: the first changes at a restart, the second at every promotion.
 local function life_of_server()
   local run_id = string.match(redis.call('INFO', 'server'), 'run_id:(%w+)')

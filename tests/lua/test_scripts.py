@@ -156,6 +156,22 @@ async def test_events_with_a_hole_between_them_are_refused(gate: Any, client: An
     assert await client.hget(shard.state, "partial") == b"1"
 
 
+async def test_a_shard_of_the_first_release_names_no_layout(gate: Any, client: Any, keys: KeySpace) -> None:
+    """It is the first one: neither deciding nor a takeover, nor a lease, may stumble over that."""
+    one = gate()
+    await one.decide([opening()], "decided")
+    shard = keys.shard(keys.shard_of_offer("e"))
+    await client.hdel(shard.state, "layout")
+    assert (await one.decide(grabs(1), "decided"))[0].outcome == "granted"
+    assert (await run_script(client, "raise_term", [shard.state], [0, "x"]))[4] == b"complete"
+    assert await run_script(client, "lease", [shard.lease, shard.state], ["me", 1_000]) == b"me"
+    for layout, form in (("0", "outdated"), ("1", "complete")):
+        await client.hset(shard.state, "layout", layout)
+        [answer] = await one.decide(grabs(1, start=int(layout) + 1), "decided")
+        assert answer.outcome == ("granted" if form == "complete" else "fenced")
+        assert (await run_script(client, "raise_term", [shard.state], [0, "x"]))[4] == form.encode()
+
+
 async def test_a_full_outbox_is_busy_until_it_is_trimmed(gate: Any, client: Any, keys: KeySpace) -> None:
     one = gate(outbox_events_max=5)
     assert all(answer.positive for answer in await one.decide([opening(), *grabs(4)], "decided"))
