@@ -5,7 +5,7 @@ GRABSTREAM := $(VENV)/bin/grabstream
 STAMP := $(VENV)/complete
 
 .DEFAULT_GOAL := help
-.PHONY: help setup up down demo test test-cluster drill lint format mutations bench lock clean
+.PHONY: help setup up down demo test test-cluster drill upgrade lint format mutations bench lock clean
 
 help: ## List the targets.
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -50,6 +50,9 @@ lint: setup ## Format, style, types, import contracts, Lua, compose.yaml, README
 
 format: setup ## Format the code.
 	@$(VENV)/bin/ruff check --fix-only -q . ; $(VENV)/bin/ruff format .
+
+upgrade: setup ## Upgrade from a release to this one, under traffic (ARGS=COMMIT).
+	@scripts/with-servers.sh $(PYTHON) -m tests.drill.upgrade $(ARGS)
 
 mutations: setup ## Take each guard of the protocol out: does a test notice? (ARGS="word" for some)
 	@scripts/packages.sh redis-cli:redis-tools

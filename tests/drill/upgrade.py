@@ -1,0 +1,156 @@
+"""`python -m tests.drill.upgrade COMMIT`: from a release to this one, under traffic, on servers that are up.
+
+Workers of that release decide, relay and book; `init` of this one migrates; workers of this one join; the old ones are stopped. Every
+command has to be answered, and `verify` has to find nothing. Needs the commit in the clone's history.
+"""
+
+import asyncio
+import json
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import click
+from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
+
+from models.answers import decode_answer
+from models.commands import Grab, Open, encode_command
+from models.offers import Limit, StockTerms
+from ops.commands.services import new_seal_key
+from ops.rehearsal.stage import take_down
+from ops.services.servers import PROJECT
+from ops.settings import Settings, child_environment, load_settings
+from streams.topics import Topics
+from tests.conftest import until
+
+GRABS_A_STEP: Final = 400
+ROLES: Final = ("decide,relay,sweep", "project,publish")
+#: An old worker that does not go by itself is killed: that may not matter either.
+STOP_SECONDS: Final = 20.0
+
+
+class Release:
+    """A tree of the program, and what it is told."""
+
+    def __init__(self, tree: Path, environment: dict[str, str]) -> None:
+        self._tree = tree
+        self._environment = environment | {"PYTHONPATH": str(tree)}
+
+    def run(self, *words: str) -> str:
+        """A verb, to its end."""
+        command = [sys.executable, "-m", "ops.cli", *words]
+        done = subprocess.run(command, cwd=self._tree, env=self._environment, capture_output=True, text=True, timeout=180)
+        if done.returncode:
+            raise click.ClickException(f"grabstream {' '.join(words)}: exit {done.returncode}\n{done.stdout}{done.stderr}")
+        return done.stdout
+
+    def workers(self) -> "list[subprocess.Popen[bytes]]":
+        """A worker for each set of roles."""
+        command = [sys.executable, "-m", "ops.cli", "worker", "--roles"]
+        return [subprocess.Popen([*command, roles], cwd=self._tree, env=self._environment) for roles in ROLES]
+
+
+async def drill(old: Release, new: Release, settings: Settings) -> Counter[str]:
+    """Plays it; returns the outcomes. Raises when something does not add up."""
+    producer = AIOKafkaProducer(bootstrap_servers=settings.kafka, acks="all")
+    await producer.start()
+    sent = 0
+
+    async def send(commands: Sequence[Any]) -> None:
+        nonlocal sent
+        for command in commands:
+            await producer.send(Topics(settings.prefix).commands, encode_command(command), key=command.offer.encode())
+        await producer.flush()
+        sent += len(commands)
+
+    async def grab() -> None:
+        await send([Grab(id=f"g{n}", offer=f"o{n % 8}", user=f"u{n}") for n in range(sent, sent + GRABS_A_STEP)])
+
+    old.run("init")
+    workers = old.workers()
+    try:
+        terms = StockTerms(issuer="shop", total=10_000, limits=(Limit("user", "offer", 9),), hold_ms=3_600_000)
+        await send([Open(id=f"open-{n}", offer=f"o{n}", terms=terms) for n in range(8)])
+        await grab()
+        await until(lambda: _answered(settings, sent), 60, "answers of the old release")
+        await grab()
+        new.run("init")
+        await grab()
+        workers += new.workers()
+        await grab()
+        _stop(workers[: len(ROLES)])
+        await grab()
+        await until(lambda: _answered(settings, sent), 90, "answers of both")
+        new.run("verify", "--wait", "60")
+        return Counter(answer.outcome for answer in await _answers(settings))
+    finally:
+        _stop(workers)
+        await producer.stop()
+
+
+def _stop(workers: "Sequence[subprocess.Popen[bytes]]") -> None:
+    for worker in workers:
+        if worker.poll() is None:
+            worker.send_signal(signal.SIGTERM)
+    deadline = time.monotonic() + STOP_SECONDS
+    for worker in workers:
+        try:
+            worker.wait(max(deadline - time.monotonic(), 0.1))
+        except subprocess.TimeoutExpired:
+            worker.kill()
+            worker.wait()
+
+
+async def _answered(settings: Settings, count: int) -> bool:
+    return len({answer.id for answer in await _answers(settings)}) >= count
+
+
+async def _answers(settings: Settings) -> list[Any]:
+    consumer = AIOKafkaConsumer(Topics(settings.prefix).results, bootstrap_servers=settings.kafka, auto_offset_reset="earliest")
+    await consumer.start()
+    found: dict[str, Any] = {}
+    try:
+        while batches := await consumer.getmany(timeout_ms=500):
+            found.update((answer.id, answer) for records in batches.values() for answer in (decode_answer(one.value) for one in records))
+    finally:
+        await consumer.stop()
+    return list(found.values())
+
+
+@click.command()
+@click.argument("commit")
+@click.option("--json", "as_json", is_flag=True)
+def main(commit: str, as_json: bool) -> None:
+    """From the release at COMMIT to this one, under traffic."""
+
+    name = f"upgrade{secrets.token_hex(4)}"
+    settings = load_settings().model_copy(update={"prefix": name, "schema_": name})
+    environment = child_environment(
+        prefix=name, schema=name, redis_url=settings.redis_url, kafka=settings.kafka, postgres=settings.postgres,
+        shards=str(settings.shards), seal_keys=new_seal_key(),
+    )  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        archive = subprocess.run(["git", "-C", str(PROJECT), "archive", commit], check=True, capture_output=True).stdout
+        subprocess.run(["tar", "-x", "-C", folder], input=archive, check=True)
+
+        async def play() -> Counter[str]:
+            try:
+                return await drill(Release(Path(folder), environment), Release(PROJECT, environment), settings)
+            finally:
+                await take_down(settings)
+
+        outcomes = asyncio.run(play())
+    expected = {"opened": 8, "held": 5 * GRABS_A_STEP}
+    click.echo(json.dumps(outcomes) if as_json else ", ".join(f"{count:,} {outcome}" for outcome, count in outcomes.items()))
+    sys.exit(0 if outcomes == expected else 1)
+
+
+if __name__ == "__main__":
+    main()
