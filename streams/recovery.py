@@ -19,7 +19,7 @@ from lua import restoring
 from lua.sealing import Sealer
 from models.events import AnyEvent, OfferOpened, OfferRetired, decode_event_list
 from models.identifiers import campaign_of
-from models.journal import Accepted, Cursor
+from models.journal import Accepted, Corrupt, Cursor, Gap
 from streams.ownership import OwnedShard, Ownership
 
 log = logging.getLogger(__name__)
@@ -133,11 +133,24 @@ class Recovery:
         except (OSError, Impossible, msgspec.DecodeError) as error:
             # A trail that PostgreSQL cannot give, or that has a hole, is no reason to wait: the journal has it all.
             log.warning("shard %d: the snapshot cannot be used (%s): reading the journal from its beginning", self._shard.keys.shard, error)
+        try:
+            seq = await self._from_journal(own, base, journal)
+        except Impossible as error:
+            if base == Cursor():
+                raise
+            log.warning("shard %d: the journal does not go on from the snapshot (%s): reading all of it", self._shard.keys.shard, error)
+            base = Cursor()
+            seq = await self._from_journal(own, base, journal)
+        await self._tell(own, position, seq, base.seq, began)
+
+    async def _from_journal(
+        self, own: Ownership, base: Cursor, journal: Callable[[Cursor], AsyncGenerator[tuple[Cursor, Sequence[Accepted]], None]]
+    ) -> int:  # fmt: skip
+        """Applies what the journal has behind a base; behind nothing, to a shard that is empty."""
         if base == Cursor():
             await self._wipe(own)
             await self._apply(own, [], "", 0, 0)
-        seq = await self._follow(own, base.seq, journal(base))
-        await self._tell(own, position, seq, base.seq, began)
+        return await self._follow(own, base.seq, journal(base))
 
     async def _from_snapshot(self, own: Ownership) -> Cursor:
         if self._snapshots is None:
@@ -158,12 +171,15 @@ class Recovery:
         """Applies the events behind a seq; returns the last one's."""
         waiting: list[bytes] = []
         cursor: Cursor | None = None
-        async with aclosing(journal) as reading:
-            async for cursor, accepted in reading:
-                waiting += [one.line for one in accepted if one.seq > seq + len(waiting)]
-                if len(waiting) >= APPLY_EVENTS_MAX:
-                    seq = await self._apply_lines(own, seq, waiting, cursor)
-                    waiting = []
+        try:
+            async with aclosing(journal) as reading:
+                async for cursor, accepted in reading:
+                    waiting += [one.line for one in accepted if one.seq > seq + len(waiting)]
+                    if len(waiting) >= APPLY_EVENTS_MAX:
+                        seq = await self._apply_lines(own, seq, waiting, cursor)
+                        waiting = []
+        except (Corrupt, Gap) as error:
+            raise Impossible(str(error)) from None
         return await self._apply_lines(own, seq, waiting, cursor) if waiting and cursor is not None else seq
 
     async def _apply_lines(self, own: Ownership, seq: int, lines: Sequence[bytes], cursor: Cursor) -> int:

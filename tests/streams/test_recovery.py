@@ -19,8 +19,10 @@ from lua.gate import run_script
 from models.commands import Close, Grab, Open
 from models.offers import EnvelopeTerms, Limit, StockTerms
 from ops.connections import key_space, open_gate, open_redis, sealer, snapshots
+from ops.rehearsal.run import open_books
 from ops.services import LocalServices
 from ops.settings import Settings, child_environment
+from projections.versions import use_read_model
 from streams.relay import ShardRelay
 from streams.topics import Topics
 from tests.conftest import make_system, until
@@ -217,6 +219,21 @@ async def test_without_postgresql_the_journal_is_read(past: Any, worker: Callabl
     worker(away, "relay,sweep")
     async with open_gate(system) as gate:
         assert {one.outcome for one in await gate.decide(by("max", offer="here"), patience_ms=20_000, timeout_ms=20_000)} == {"granted"}
+    await assert_state_is_the_journal_s(system)
+
+
+async def test_a_trail_of_another_history_is_no_snapshot(past: Any, worker: Callable[..., Any]) -> None:
+    """Its hash is not in the journal's chain: all of the journal is read instead."""
+    system, deciding = past
+    assert deciding.stop() == 0
+    async with await open_books(system) as books:
+        await use_read_model(books, system.schema_, "audit")
+        await books.execute("UPDATE projection_cursors SET head = sha256(head), next_offset = next_offset - 1 WHERE seq > 0")
+    await emptied(system)
+    worker(system, "relay,sweep")
+    async with open_gate(system) as gate:
+        asked = {"patience_ms": 20_000, "timeout_ms": 20_000}
+        assert {one.outcome for one in await gate.decide(by("max", offer="here"), **asked)} == {"granted"}
     await assert_state_is_the_journal_s(system)
 
 
