@@ -345,9 +345,12 @@ async def projecting_stopped(scene: Scene) -> None:
 
 
 async def recovering_ended(scene: Scene) -> None:
-    """Redis is emptied, and the worker that makes it anew dies in the middle of that; the other goes on."""
+    """Redis is emptied, and the worker that makes it anew dies in the middle of that; the other, which slept until then, goes on."""
+    doomed, other = scene.deciding[:2]
+    other.signal(signal.SIGSTOP)
     await flushall(scene)
-    await until(lambda: _ended(scene.deciding[0]), 60, "the step")
+    await until(lambda: _ended(doomed), 60, "the step")
+    other.signal(signal.SIGCONT)
     await _taken_over(scene)
 
 

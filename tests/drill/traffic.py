@@ -8,7 +8,7 @@ from typing import Any, Final
 from lua.gate import Gate, OutcomeUnknown
 from lua.keys import KeySpace
 from models.answers import Answer
-from models.commands import Amend, AnyCommand, Confirm, Grab, Open, Pause, Release, Resume, Return
+from models.commands import Amend, AnyCommand, Close, Confirm, Grab, Open, Pause, Release, Resume, Return
 from models.offers import Changes, CouponTerms, EnvelopeTerms, Limit, StockTerms, Terms
 from tests.conftest import until
 
@@ -32,6 +32,7 @@ class Traffic:
         self._names = _a_campaign_of_each_shard(keys)
         self._tasks: list[asyncio.Task[None]] = []
         self._stopping = asyncio.Event()
+        self._opened: list[str] = []
         self._commands = 0
 
     # -- what the drill does with it ----------------------------------------------------------------------------------
@@ -40,7 +41,9 @@ class Traffic:
         """Opens the offers and lets the callers in."""
         _, openings = SHAPES[self.shape]
         for name in self._names:
-            await self.send([self.command(Open, offer, terms=terms) for offer, terms in openings(name, self.random)])
+            opened = openings(name, self.random)
+            await self.send([self.command(Open, offer, terms=terms) for offer, terms in opened])
+            self._opened += [offer for offer, _ in opened]
         caller, _ = SHAPES[self.shape]
         self._tasks = [asyncio.create_task(self._call(caller, number)) for number in range(CALLERS)]
         if self.shape == "amendments":
@@ -60,6 +63,8 @@ class Traffic:
         self._stopping.set()
         async with asyncio.timeout(ANSWER_SECONDS_MAX):
             await asyncio.gather(*self._tasks)
+        # Who waits goes home; else the line, which is long after a long fault, would be served one hold after the other.
+        await self.send([self.command(Close, offer) for offer in self._opened])
 
     async def end(self) -> None:
         """Ends without waiting for answers, after something went wrong."""
