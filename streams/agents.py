@@ -146,7 +146,8 @@ async def run_projections(
             if not await _stop(app):
                 _leave_if(abandoned or stop.is_set())
                 abandoned = True
-            await asyncio.gather(watching, stopping, running, return_exceptions=True)
+            # Cancelled, but not waited for without end either.
+            await asyncio.wait({watching, stopping, running}, timeout=STOP_SECONDS)
         if not stop.is_set():
             ends_in_a_row = ends_in_a_row + 1 if time.monotonic() - began < STEADY_SECONDS else 1
             if ends_in_a_row > ENDS_IN_A_ROW_MAX:
@@ -172,10 +173,13 @@ async def _stop(app: faust.App) -> bool:
     """Stops the app and its projectors; returns whether Faust went along. Its threads may hang on a broker for ever."""
     for task in app.projector_tasks:
         task.cancel()
-    try:
-        await asyncio.wait_for(app.stop(), STOP_SECONDS)  # noqa: TID251 - in a task of its own, since Faust may swallow our cancellation
-    except TimeoutError:
+    # Not wait_for: it waits for what it has cancelled, and Faust may swallow that, and its read models would stand still in silence.
+    stopping = asyncio.create_task(app.stop())
+    await asyncio.wait({stopping}, timeout=STOP_SECONDS)
+    if not stopping.done():
+        stopping.cancel()
         return False
+    stopping.result()
     return True
 
 
