@@ -15,6 +15,7 @@ from redis.exceptions import RedisError
 
 from lua.journaled import HistoryChanged, Journaled
 from lua.keys import KeySpace
+from lua.records import read_answer
 from models.answers import Answer
 from models.commands import AnyCommand
 from models.identifiers import campaign_of
@@ -22,8 +23,6 @@ from models.identifiers import campaign_of
 log = logging.getLogger(__name__)
 
 RETRY_SECONDS = 0.2
-#: Where the times in kept records begin: 2020-01-01 UTC (includes/records.lua).
-EPOCH_MS = 1_577_836_800_000
 
 
 class LostDecision(NamedTuple):
@@ -66,9 +65,8 @@ class DecidedAnswers:
         if not seq or not self._journaled.is_following:
             return
         self._kept.setdefault(shard, deque()).append(_Kept(history, seq, commands, answers))
-        if shard not in self._tasks:
+        if shard not in self._tasks or self._tasks[shard].done():
             self._tasks[shard] = asyncio.create_task(self._follow(shard))
-            self._tasks[shard].add_done_callback(lambda _: self._tasks.pop(shard, None))
 
     async def close(self) -> None:
         """Stops following; what is not journaled yet is said."""
@@ -114,5 +112,5 @@ class DecidedAnswers:
         while True:
             with suppress(RedisError, OSError):
                 record = await self._redis.hget(self._keys.shard(shard).answers(campaign_of(command.offer)), command.id)
-                return (int.from_bytes(record[1:7], "big"), int.from_bytes(record[7:12], "big") + EPOCH_MS) if record else None
+                return read_answer(record) if record else None
             await asyncio.sleep(RETRY_SECONDS)

@@ -4,6 +4,8 @@ from typing import Any, Final
 
 import msgspec
 
+#: Where the times in records begin: 2020-01-01 UTC.
+EPOCH_MS: Final = 1_577_836_800_000
 #: Place 3, amount 6, seq 5 bytes.
 _PART_BYTES: Final = (3, 6, 5)
 GRAB_FIELDS: Final = (
@@ -13,6 +15,11 @@ GRAB_FIELDS: Final = (
 GRAB_STATES: Final = ("active", "released", "expired", "waiting")
 
 _unpack = msgspec.msgpack.Decoder().decode
+
+
+def read_answer(record: bytes) -> tuple[int, int]:
+    """Seq and time (ms since 1970 UTC) of the event that an answer is about."""
+    return int.from_bytes(record[1:7], "big"), int.from_bytes(record[7:12], "big") + EPOCH_MS
 
 
 def read_part(record: bytes) -> dict[str, int]:

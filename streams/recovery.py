@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing
-from typing import Any, Final, Literal, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 import msgspec
 from redis.exceptions import ResponseError
@@ -100,7 +100,6 @@ class Recovery:
         self._progress = progress
         self._step = step
         self._applied = 0
-        self._campaigns: dict[str, int] = {}
 
     async def newest_snapshot(self) -> Cursor:
         """The cursor of the newest snapshot; the journal's beginning when there is none."""
@@ -212,10 +211,11 @@ class Recovery:
         self, own: Ownership, events: Sequence[AnyEvent], seq: int | str, behind: int | str, at: int | str, retired: Sequence[str] = ()
     ) -> None:  # fmt: skip
         keys = self._shard.keys
-        # Drawing the parts of a large envelope takes a while.
-        large = any(isinstance(event, OfferOpened) for event in events)
-        build: Any = asyncio.to_thread if large else _at_once
-        names, arguments = await build(restoring.build, keys, events, self._sealer, retired)
+        if any(isinstance(event, OfferOpened) for event in events):
+            # Drawing the parts of a large envelope takes a while.
+            names, arguments = await asyncio.to_thread(restoring.build, keys, events, self._sealer, retired)
+        else:
+            names, arguments = restoring.build(keys, events, self._sealer, retired)
         try:
             await self._shard.run("apply", [*keys.deciding(), *names], own, seq, behind, at, *arguments)
         except ResponseError as error:
@@ -267,10 +267,6 @@ class Recovery:
                 await self._report(done)
             except OSError as error:
                 log.warning("the recovery of shard %d is not written down: %s", done.shard, error)
-
-
-async def _at_once(build: Callable[..., Any], *arguments: Any) -> Any:
-    return build(*arguments)
 
 
 def _parts(events: Sequence[AnyEvent]) -> list[list[AnyEvent]]:

@@ -24,7 +24,6 @@ from streams.relay import ShardRelay
 from streams.topics import Topics
 
 ATTEMPTS_MAX = 10
-LEASE_MS = 3_000
 REASON = "it is being rebuilt by hand"
 
 
@@ -83,8 +82,8 @@ async def _lease(settings: Settings, redis: Any, shard: int) -> AsyncIterator[No
 
     async def hold() -> None:
         while True:
-            await run_script(redis, "lease", keys, [name, LEASE_MS, "1"])
-            await asyncio.sleep(LEASE_MS / 1000 / RENEWALS_PER_LEASE)
+            await run_script(redis, "lease", keys, [name, settings.lease_ms, "1"])
+            await asyncio.sleep(settings.lease_ms / 1000 / RENEWALS_PER_LEASE)
 
     holding = asyncio.create_task(hold())
     try:

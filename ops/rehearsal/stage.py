@@ -61,12 +61,13 @@ async def set_up(settings: Settings, log: Path, keep: bool, processes: Sequence[
                 workers[roles] = subprocess.Popen(command, env=environment, stdout=output, stderr=output)  # noqa: ASYNC220 - forks at once
         yield Stage(workers, log)
     finally:
-        await asyncio.to_thread(_stop, list(workers.values()))
+        await asyncio.to_thread(stop_workers, list(workers.values()))
         if not keep:
             await take_down(settings)
 
 
-def _stop(workers: list["subprocess.Popen[bytes]"]) -> None:
+def stop_workers(workers: Sequence["subprocess.Popen[bytes]"]) -> None:
+    """Asks worker processes to end, and kills those that do not in time."""
     for worker in workers:
         with contextlib.suppress(ProcessLookupError):
             worker.send_signal(signal.SIGTERM)

@@ -7,11 +7,9 @@ command has to be answered, and `verify` has to find nothing. Needs the commit i
 import asyncio
 import json
 import secrets
-import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,7 +22,7 @@ from models.answers import decode_answer
 from models.commands import Grab, Open, encode_command
 from models.offers import Limit, StockTerms
 from ops.commands.services import new_seal_key
-from ops.rehearsal.stage import take_down
+from ops.rehearsal.stage import stop_workers, take_down
 from ops.services.servers import PROJECT
 from ops.settings import Settings, child_environment, load_settings
 from streams.topics import Topics
@@ -32,8 +30,6 @@ from tests.conftest import until
 
 GRABS_A_STEP: Final = 400
 ROLES: Final = ("decide,relay,sweep", "project,publish")
-#: An old worker that does not go by itself is killed: that may not matter either.
-STOP_SECONDS: Final = 20.0
 
 
 class Release:
@@ -85,27 +81,14 @@ async def drill(old: Release, new: Release, settings: Settings) -> Counter[str]:
         await grab()
         workers += new.workers()
         await grab()
-        _stop(workers[: len(ROLES)])
+        stop_workers(workers[: len(ROLES)])
         await grab()
         await until(lambda: _answered(settings, sent), 90, "answers of both")
         new.run("verify", "--wait", "60")
         return Counter(answer.outcome for answer in await _answers(settings))
     finally:
-        _stop(workers)
+        stop_workers(workers)
         await producer.stop()
-
-
-def _stop(workers: "Sequence[subprocess.Popen[bytes]]") -> None:
-    for worker in workers:
-        if worker.poll() is None:
-            worker.send_signal(signal.SIGTERM)
-    deadline = time.monotonic() + STOP_SECONDS
-    for worker in workers:
-        try:
-            worker.wait(max(deadline - time.monotonic(), 0.1))
-        except subprocess.TimeoutExpired:
-            worker.kill()
-            worker.wait()
 
 
 async def _answered(settings: Settings, count: int) -> bool:
