@@ -117,6 +117,19 @@ async def set_aside(
             raise cursors.CursorMoved(f"{projection}, shard {shard}: has not stopped any more")
 
 
+async def carry_over(connection: AsyncConnection[Any], records: Sequence[SetAside]) -> None:
+    """Writes down that the version which the connection uses lacks these too, for the same reasons; in the caller's transaction."""
+    columns = (
+        "shard, journal_offset, first_seq, count, head, term, owner, headers, value, value_sha256, offers, readable, missing, "
+        "refused_because, reason, operator, at"
+    )
+    await connection.execute(
+        f"INSERT INTO set_aside_records (projection, read_model, {columns}) "  # noqa: S608 - the columns are those above
+        f"SELECT projection, current_schema(), {columns} FROM set_aside_records WHERE id = ANY(%s)",
+        ([record.id for record in records],),
+    )
+
+
 def past(records: Sequence[SetAside], shard: int, cursor: Cursor) -> Cursor:
     """The cursor, moved past what was set aside right behind it."""
     for record in records:

@@ -32,7 +32,10 @@ class ViewsInUse(Exception):
 
 
 class Version(NamedTuple):
-    """A row of `read_models`: state `building`, `live`, `previous` or `discarded`; phase `loading`, `following` or `agreed`."""
+    """A row of `read_models`: state `building`, `live`, `previous` or `discarded`; phase `loading`, `following` or `agreed`.
+
+    `keeps_set_aside`: it was built past what operators had set aside.
+    """
 
     projection: str
     version: int
@@ -41,12 +44,13 @@ class Version(NamedTuple):
     state: str
     source: str
     phase: str
+    keeps_set_aside: bool = False
 
 
 async def versions(connection: AsyncConnection[Any], schema: str, projection: str | None = None) -> list[Version]:
     """The versions there are, in order; raises NoReadModel when the system has no tables yet."""
     query = sql.SQL(
-        "SELECT projection, version, schema, definition, state, source, phase FROM {} "
+        "SELECT projection, version, schema, definition, state, source, phase, keeps_set_aside FROM {} "
         "WHERE %(projection)s::text IS NULL OR projection = %(projection)s ORDER BY projection, version"
     ).format(sql.Identifier(schema, "read_models"))
     try:
@@ -89,15 +93,17 @@ async def use_version(connection: AsyncConnection[Any], schema: str, version: Ve
     await connection.execute("SELECT set_config('search_path', %s, false)", (path,))
 
 
-async def create(connection: AsyncConnection[Any], schema: str, projection: str, shards: int, source: str = "journal") -> Version:
+async def create(
+    connection: AsyncConnection[Any], schema: str, projection: str, shards: int, source: str = "journal", keeps_set_aside: bool = False
+) -> Version:
     """Makes an empty version of the definition this code has, its tables bare, in the caller's transaction."""
     definition = definition_of(projection)
-    known = await versions(connection, schema, projection)
-    number = max((one.version for one in known), default=0) + 1
-    made = Version(projection, number, f"{schema}_{projection}_{number}", definition.number, "building", source, "loading")
+    number = await _unused_number(connection, schema, projection)
+    made = Version(projection, number, f"{schema}_{projection}_{number}", definition.number, "building", source, "loading", keeps_set_aside)
     await connection.execute(
         sql.SQL(
-            "INSERT INTO {} (projection, version, schema, definition, state, source, phase) VALUES (%s, %s, %s, %s, %s, %s, %s)"
+            "INSERT INTO {} (projection, version, schema, definition, state, source, phase, keeps_set_aside) "
+            "VALUES (%s, %s, %s, %s, %s, %s, %s, %s)"
         ).format(sql.Identifier(schema, "read_models")),
         made,
     )
@@ -108,6 +114,16 @@ async def create(connection: AsyncConnection[Any], schema: str, projection: str,
             await connection.execute(part.encode())
     await add_cursors(connection, projection, shards)
     return made
+
+
+async def _unused_number(connection: AsyncConnection[Any], schema: str, projection: str) -> int:
+    """A number that no version has, nor one that is gone: what was set aside in that one stays in the books under its name."""
+    query = sql.SQL(
+        "SELECT greatest((SELECT max(version) FROM {} WHERE projection = %(projection)s), "
+        "(SELECT max(substring(read_model FROM '[0-9]+$')::integer) FROM {} WHERE projection = %(projection)s), 0) + 1"
+    ).format(sql.Identifier(schema, "read_models"), sql.Identifier(schema, "set_aside_records"))
+    [number] = await (await connection.execute(query, {"projection": projection})).fetchone() or [1]
+    return int(number)
 
 
 async def create_flat(connection: AsyncConnection[Any], schema: str, shards: int) -> None:

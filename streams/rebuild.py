@@ -9,7 +9,7 @@ Cursors and rows are committed together throughout, so a build that was stopped,
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from typing import Any, Final, NamedTuple
 
@@ -17,12 +17,13 @@ import psycopg
 from psycopg import AsyncConnection, IsolationLevel, sql
 
 from models.journal import Cursor
-from projections import cursors, versions
+from projections import cursors, set_aside, versions
 from projections.cursors import CursorMoved, Fact
 from projections.definitions import definition_of
 from projections.difference import TableDifference, compare
 from projections.migrate import use_schema
 from projections.read_models import READ_MODELS, Apply
+from projections.set_aside import SetAside
 from projections.versions import Version
 from streams.loading import deal, in_processes
 from streams.sources import Refused, Source, ahead, chunks_of, open_source
@@ -97,11 +98,11 @@ class Rebuild:
             raise Refused(f"{self._projection} has no live version in schema {self._where.schema}: run `grabstream init`")
         return found
 
-    async def begun(self, source: str) -> Version | None:
+    async def begun(self, source: str, keeps_set_aside: bool) -> Version | None:
         """A build that was begun and can go on: of this code's definition, from the same source."""
         found = await versions.in_state(self._control, self._where.schema, self._projection, "building")
-        fits = found is not None and (found.definition, found.source) == (definition_of(self._projection).number, source)
-        return found if fits else None
+        wanted = (definition_of(self._projection).number, source, keeps_set_aside)
+        return found if found is not None and (found.definition, found.source, found.keeps_set_aside) == wanted else None
 
     async def events(self) -> int:
         """How many events the live version has, all shards together."""
@@ -110,21 +111,31 @@ class Rebuild:
     async def build(self, source: Source) -> Version:
         """Makes a new version, or goes on with one, until it is complete and near the live one; returns it."""
         await versions.sweep(self._control, self._where.schema, self._projection)
-        building = await self.begun(source.name) or await self._begin(source.name)
+        keeps = source.aside is not None
+        building = await self.begun(source.name, keeps) or await self._begin(source.name, keeps)
         await self._use(building)
-        if building.phase == "loading":
-            await self._load(source)
-            building = await self._finish(building)
-        await self._follow(source, await self._cursors_of(await self.live()))
+        try:
+            if building.phase == "loading":
+                await self._load(source)
+                building = await self._finish(building)
+            await self._follow(source, await self._cursors_of(await self.live()))
+        except Refused as error:
+            lacking = 0 if keeps else len(await set_aside.load(self._control, self._projection))
+            if not lacking:
+                raise
+            records = "1 record, which is" if lacking == 1 else f"{lacking} records, which are"
+            raise Refused(f"{error}. The live version was let past {records} read again now: --keep-set-aside goes past them") from None
         return building
 
-    async def _begin(self, source: str) -> Version:
+    async def _begin(self, source: str, keeps_set_aside: bool) -> Version:
         useless = await versions.in_state(self._control, self._where.schema, self._projection, "building")
         if useless is not None:
-            log.info("%s was begun with another definition or source, and is begun anew", useless.schema)
+            log.info(
+                "%s was begun with another definition, from another source, or with another --keep-set-aside: begun anew", useless.schema
+            )
             await versions.discard(self._control, self._where.schema, useless)
         async with self._writer.transaction():
-            return await versions.create(self._writer, self._where.schema, self._projection, self._where.shards, source)
+            return await versions.create(self._writer, self._where.schema, self._projection, self._where.shards, source, keeps_set_aside)
 
     async def _use(self, version: Version) -> None:
         await versions.use_version(self._writer, self._where.schema, version)
@@ -151,13 +162,13 @@ class Rebuild:
             self._report(Progress("loading", done, max(total, done), (done - first) / (time.monotonic() - began)))
 
         try:
-            await in_processes(load_part, (self._where, self._projection, source.name), targets, hands, look)
+            await in_processes(load_part, (self._where, self._projection, source.name, source.aside is not None), targets, hands, look)
         finally:
             self._own = await cursors.load(self._writer, self._projection)
 
     async def load_shards(self, source: Source, targets: Mapping[int, Cursor]) -> None:
         """Loads some shards only, into the version that is being built: what one of several processes does."""
-        building = await self.begun(source.name)
+        building = await self.begun(source.name, source.aside is not None)
         if building is None:
             raise Refused(f"nothing of {self._projection} is being built")
         await self._use(building)
@@ -166,12 +177,15 @@ class Rebuild:
     async def _finish(self, building: Version) -> Version:
         done = sum(cursor.seq for cursor in self._own.values())
         self._report(Progress("sums, constraints and indexes", done, done))
-        async with self._writer.transaction():
-            await self._writer.execute("SET LOCAL maintenance_work_mem = '256MB'")
-            await self._writer.execute("SET LOCAL work_mem = '256MB'")
-            await self._model.finish(self._writer)
-            await versions.complete(self._writer, self._projection)
-            building = await versions.set_phase(self._writer, self._where.schema, building, "following")
+        try:
+            async with self._writer.transaction():
+                await self._writer.execute("SET LOCAL maintenance_work_mem = '256MB'")
+                await self._writer.execute("SET LOCAL work_mem = '256MB'")
+                await self._model.finish(self._writer)
+                await versions.complete(self._writer, self._projection)
+                building = await versions.set_phase(self._writer, self._where.schema, building, "following")
+        except (psycopg.IntegrityError, psycopg.DataError) as error:
+            raise Refused(f"PostgreSQL refuses what {building.schema} was loaded with: {error}") from None
         self._step("rebuild.finished")
         for table in definition_of(self._projection).tables:
             await self._writer.execute(sql.SQL("ANALYZE {}").format(sql.Identifier(building.schema, table)))
@@ -187,20 +201,25 @@ class Rebuild:
         began, done = time.monotonic(), sum(cursor.seq for cursor in self._own.values())
         total = max(sum(target.seq for target in targets.values()), done)
         first = done
+        aside = await source.aside() if source.aside else []
         for shard, target in targets.items():
             if self._own[shard].next_offset >= target.next_offset and self._own[shard].seq >= target.seq:
                 continue
             chunks = chunks_of(source.pieces(shard, self._own[shard], target), chunk_events)
             async with aclosing(ahead(chunks, CHUNKS_AHEAD)) as read:
                 async for behind, facts in read:
-                    await self._write(shard, behind, facts, apply, frozen)
+                    await self._write(shard, behind, facts, apply, frozen, _between(aside, shard, self._own[shard], behind))
                     done += len(facts)
                     self._report(Progress(step, done, max(total, done), (done - first) / max(time.monotonic() - began, 1e-6)))
 
-    async def _write(self, shard: int, behind: Cursor, facts: list[Fact], apply: Apply, frozen: bool) -> None:
+    async def _write(
+        self, shard: int, behind: Cursor, facts: list[Fact], apply: Apply, frozen: bool, aside: Sequence[SetAside]
+    ) -> None:  # fmt: skip
         try:
             async with self._writer.transaction():
                 await cursors.advance(self._writer, self._projection, {shard: (self._own[shard], behind)}, frozen)
+                if aside:
+                    await set_aside.carry_over(self._writer, aside)
                 if facts:
                     await apply(self._writer, facts)
         except (psycopg.IntegrityError, psycopg.DataError) as error:
@@ -304,6 +323,16 @@ class Rebuild:
         return found
 
 
+def _between(aside: Sequence[SetAside], shard: int, before: Cursor, behind: Cursor) -> list[SetAside]:
+    """What was set aside that lies between two cursors of a shard, and is gone past with them."""
+    return [
+        one
+        for one in aside
+        if one.shard == shard
+        and (before.seq < one.first_seq <= behind.seq if one.event_count else before.next_offset <= one.journal_offset < behind.next_offset)
+    ]
+
+
 def _require_same(projection: str, live: Mapping[int, Cursor], ours: Mapping[int, Cursor]) -> None:
     for shard, cursor in live.items():
         if ours[shard] != cursor:
@@ -317,11 +346,14 @@ def _place(cursor: Cursor) -> str:
     return f"seq {cursor.seq}, hash {cursor.head.hex()[:12]}…, offset {cursor.next_offset}"
 
 
-async def load_part(where: Where, projection: str, source_name: str, targets: Mapping[int, Cursor], step: Step) -> None:
+async def load_part(
+    where: Where, projection: str, source_name: str, keeps_set_aside: bool, targets: Mapping[int, Cursor], step: Step
+) -> None:  # fmt: skip
     """Loads some shards in a process of its own, for a rebuild that another process conducts and reports."""
+    past = projection if keeps_set_aside else None
     async with (
         _connections(where) as (control, writer),
-        open_source(source_name, where.kafka, where.journal, where.postgres, where.schema) as source,
+        open_source(source_name, where.kafka, where.journal, where.postgres, where.schema, past) as source,
     ):
         await Rebuild(where, projection, control, writer, step=step).load_shards(source, targets)
 

@@ -1,12 +1,14 @@
 """Where a rebuild reads events from: the journal in Kafka, or, when that is gone, the audit trail in PostgreSQL.
 
-Both give the same: for a shard, from a cursor up to another one that is known, what follows with the chain verified.
+Both give the same: for a shard, from a cursor up to another one that is known, what follows with the chain verified. Both go past
+what operators had set aside for the live version, when they are told to; else it is read again.
 """
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from functools import partial
 from typing import Any, Final, NamedTuple, Protocol
 
 import msgspec
@@ -14,9 +16,11 @@ from psycopg import AsyncConnection
 
 from models.events import decode_event_list
 from models.journal import Corrupt, Cursor, Gap, chain
+from projections import set_aside
 from projections.cursors import Fact, facts_of
 from projections.migrate import use_schema
-from streams.journal import JournalReader, open_reader
+from projections.set_aside import SetAside
+from streams.journal import JournalReader, Record, open_reader
 from streams.projector import Decoded
 
 AUDIT_ROWS: Final = 2_000
@@ -41,10 +45,15 @@ class Piece(NamedTuple):
     facts: Sequence[Fact]
 
 
+#: What the live version was let past; in all shards, since it is asked once for a stretch of one.
+Aside = Callable[[], Awaitable[list[SetAside]]]
+
+
 class Source(Protocol):
-    """What a rebuild reads."""
+    """What a rebuild reads, past what is set aside when `aside` says what that is."""
 
     name: str
+    aside: Aside | None
 
     def pieces(self, shard: int, cursor: Cursor, target: Cursor) -> AsyncGenerator[Piece, None]:
         """What lies between two cursors, in order; raises Unreadable when it does not lead from the one to the other."""
@@ -60,8 +69,9 @@ class JournalSource:
 
     name = "journal"
 
-    def __init__(self, reader: JournalReader) -> None:
+    def __init__(self, reader: JournalReader, aside: Aside | None = None) -> None:
         self._reader = reader
+        self.aside = aside
 
     async def end(self, shard: int) -> Cursor | None:
         """The journal's end: only its offset is known beforehand."""
@@ -75,15 +85,38 @@ class JournalSource:
                 f"journal, shard {shard}: it ends at offset {end}, the live read model is at {target.next_offset}: records were lost, or "
                 "it is another journal; read the audit trail instead (--from audit)"
             )
+        aside = await _aside_in(shard, self.aside)
         try:
             async with aclosing(self._reader.read(shard, cursor.next_offset, target.next_offset)) as lists:
                 async for records in lists:
                     for record in records:
-                        decoded = Decoded(record)
-                        cursor, accepted = cursor.feed(record.offset, decoded.block)
-                        yield Piece(shard, cursor, decoded.facts[-len(accepted) :] if accepted else [])
+                        cursor, facts = _taken(cursor, record, aside)
+                        yield Piece(shard, cursor, _without(facts, aside))
         except (Corrupt, Gap) as error:
             raise Unreadable(f"journal, shard {shard}, behind seq {cursor.seq}, offset {cursor.next_offset}: {error}") from None
+
+
+def _taken(cursor: Cursor, record: Record, aside: Sequence[SetAside]) -> tuple[Cursor, list[Fact]]:
+    """The cursor behind a record and the record's news; when it cannot be taken but is set aside, the cursor behind it all the same."""
+    try:
+        decoded = Decoded(record)
+        behind, accepted = cursor.feed(record.offset, decoded.block)
+        return behind, decoded.facts[-len(accepted) :] if accepted else []
+    except (Corrupt, Gap):
+        for one in aside:
+            if (one.journal_offset, one.first_seq) == (record.offset, cursor.seq + 1):
+                return one.behind, []
+        raise
+
+
+async def _aside_in(shard: int, aside: Aside | None) -> list[SetAside]:
+    return [one for one in await aside() if one.shard == shard] if aside else []
+
+
+def _without(facts: list[Fact], aside: Sequence[SetAside]) -> list[Fact]:
+    for one in aside:
+        facts = [fact for fact in facts if not one.first_seq <= fact.event.seq <= one.last_seq]
+    return facts
 
 
 class AuditSource:
@@ -91,8 +124,9 @@ class AuditSource:
 
     name = "audit"
 
-    def __init__(self, connection: AsyncConnection[Any]) -> None:
+    def __init__(self, connection: AsyncConnection[Any], aside: Aside | None = None) -> None:
         self._connection = connection
+        self.aside = aside
 
     async def end(self, shard: int) -> Cursor | None:
         """Unknown: the audit trail has no offsets."""
@@ -101,10 +135,11 @@ class AuditSource:
     async def pieces(self, shard: int, cursor: Cursor, target: Cursor) -> AsyncGenerator[Piece, None]:
         """See Source."""
         deadline = time.monotonic() + AUDIT_LAG_SECONDS
+        aside = await _aside_in(shard, self.aside)
         while True:
             async with aclosing(audit_lines(self._connection, shard, cursor, target.seq)) as lists:
                 async for behind, lines, hashes in lists:
-                    facts = _facts(shard, behind.seq - len(lines) + 1, lines, hashes)
+                    facts = _without(_facts(shard, behind.seq - len(lines) + 1, lines, hashes), aside)
                     cursor = behind
                     # Only the last cursor has an offset, the target's: one in between only says how far this build is.
                     if cursor.seq < target.seq:
@@ -160,15 +195,23 @@ def _facts(shard: int, first_seq: int, lines: Sequence[bytes], hashes: Sequence[
 
 
 @asynccontextmanager
-async def open_source(name: str, kafka: str, journal: str, postgres: str, schema: str) -> AsyncIterator[Source]:
-    """The source of a name, `journal` or `audit`, with a connection of its own."""
-    if name == "journal":
-        async with open_reader(kafka, journal) as reader:
-            yield JournalSource(reader)
-        return
-    async with await AsyncConnection.connect(postgres, autocommit=True, connect_timeout=5) as connection:
-        await use_schema(connection, schema)
-        yield AuditSource(connection)
+async def open_source(
+    name: str, kafka: str, journal: str, postgres: str, schema: str, past_set_aside_of: str | None = None
+) -> AsyncIterator[Source]:
+    """The source of a name, `journal` or `audit`, with a connection of its own.
+
+    `past_set_aside_of` names the projection whose set-aside records are gone past.
+    """
+    async with AsyncExitStack() as stack:
+        aside: Aside | None = None
+        if name == "audit" or past_set_aside_of:
+            connection = await stack.enter_async_context(await AsyncConnection.connect(postgres, autocommit=True, connect_timeout=5))
+            await use_schema(connection, schema)
+            aside = partial(set_aside.load, connection, past_set_aside_of) if past_set_aside_of else None
+        if name == "audit":
+            yield AuditSource(connection, aside)
+        else:
+            yield JournalSource(await stack.enter_async_context(open_reader(kafka, journal)), aside)
 
 
 async def chunks_of(pieces: AsyncGenerator[Piece, None], events: int) -> AsyncGenerator[tuple[Cursor, list[Fact]], None]:

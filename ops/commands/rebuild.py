@@ -46,6 +46,11 @@ def _options(command: Callable[..., None]) -> Callable[..., None]:
     options = (
         _source_option,
         click.option("--accept", is_flag=True, help="Switch although rows differ that the definition does not declare."),
+        click.option(
+            "--keep-set-aside",
+            is_flag=True,
+            help="Go past what operators have set aside for the live version, instead of reading it again.",
+        ),
         click.option("--no-switch", is_flag=True, help="Build and compare only; the same command without it goes on from there."),
         click.option("--keep/--no-keep", default=True, show_default=True, help="Whether the old version is kept for --undo."),
         click.option("--undo", is_flag=True, help="Show the previous version again; what is live now becomes the previous one."),
@@ -66,6 +71,7 @@ class Request(msgspec.Struct, kw_only=True):
 
     source: str
     accept: bool
+    keep_set_aside: bool
     no_switch: bool
     keep: bool
     undo: bool
@@ -191,7 +197,8 @@ async def _one(settings: Settings, work: Rebuild, projection: str, request: Requ
         return result | {"done": f"dropped {dropped.schema}" if dropped else "nothing: there was no such version"}
     where = where_of(settings)
     began = time.monotonic()
-    async with open_source(request.source, where.kafka, where.journal, where.postgres, where.schema) as source:
+    past = projection if request.keep_set_aside else None
+    async with open_source(request.source, where.kafka, where.journal, where.postgres, where.schema, past) as source:
         if request.undo:
             was, now = await work.undo(source, request.accept, request.patience)
             return result | {"new": now._asdict(), "done": f"{now.schema} is live again, {was.schema} is the previous version"}
@@ -216,7 +223,7 @@ async def _one(settings: Settings, work: Rebuild, projection: str, request: Requ
 async def _plan(work: Rebuild, projection: str, live: Version, request: Request) -> str:
     if request.undo or request.drop_previous or request.discard:
         return "nothing: this was a dry run"
-    begun = await work.begun(request.source)
+    begun = await work.begun(request.source, request.keep_set_aside)
     number = definition_of(projection).number
     declared = ", ".join(sorted(definition_of(projection).declared_since(live.definition))) or "no columns"
     how = f"go on with {begun.schema} ({begun.phase})" if begun else "build a new version"
