@@ -18,7 +18,7 @@ from lua.gate import Gate
 from models.answers import Answer, encode_answer, refusal
 from models.commands import AnyCommand, Undecodable, basket_of, decode_commands, encode_command, secret_of
 from models.outcomes import Outcome
-from streams.closing import close
+from streams.clients import started
 from streams.topics import RECORD_BYTES_MAX, Topics
 
 log = logging.getLogger(__name__)
@@ -79,16 +79,10 @@ class Decider:
             max_request_size=RECORD_BYTES_MAX,
         )
         consumer.subscribe([self._topics.commands], listener=_Drain(self._in_flight))
-        await producer.start()
-        try:
+        async with started(producer):
             await producer.partitions_for(self._topics.results)
-            await consumer.start()
-            try:
+            async with started(consumer):
                 await self._run(consumer, producer, stop)
-            finally:
-                await close(consumer.stop())
-        finally:
-            await close(producer.stop())
 
     async def _run(self, consumer: AIOKafkaConsumer, producer: AIOKafkaProducer, stop: asyncio.Event) -> None:
         reading = asyncio.create_task(self._read(consumer, stop))

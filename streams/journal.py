@@ -7,7 +7,7 @@ from typing import Final, NamedTuple
 from aiokafka import AIOKafkaConsumer, TopicPartition
 
 from models.journal import Headers
-from streams.closing import close
+from streams.clients import started
 from streams.topics import RECORD_BYTES_MAX
 
 FETCH_WAIT_MS: Final = 500
@@ -71,8 +71,5 @@ async def open_reader(bootstrap: str, topic: str) -> AsyncIterator[JournalReader
         # A broker that died in the middle of an answer is noticed after this long, not after the client's 40 s.
         request_timeout_ms=8_000,
     )
-    await consumer.start()
-    try:
+    async with started(consumer):
         yield JournalReader(consumer, topic)
-    finally:
-        await close(consumer.stop())

@@ -16,7 +16,7 @@ from psycopg import AsyncConnection
 from models.journal import Cursor
 from projections import set_aside
 from projections.cursors import Fact
-from streams.closing import close
+from streams.clients import close
 from streams.journal import JournalReader, open_reader
 from streams.projector import Group, Projector
 from streams.topics import RECORD_BYTES_MAX
@@ -44,9 +44,8 @@ class Publisher(Projector):
     async def _start_producer(self) -> None:
         # A new producer each time: after an error the old one may refuse for ever, or send what we send again.
         await self._stop_producer()
-        producer = make_producer(self._kafka)
+        producer = self._producer = make_producer(self._kafka)
         await producer.start()
-        self._producer = producer
         await producer.partitions_for(self._events)
 
     async def repeat(self, last: Mapping[int, tuple[Fact, Cursor]]) -> None:

@@ -17,7 +17,7 @@ from redis.exceptions import RedisError
 from lua.keys import ShardKeys
 from lua.sealing import Sealer
 from models.journal import Cursor, block_headers, chain
-from streams.closing import close
+from streams.clients import started
 from streams.journal import JournalReader
 from streams.ownership import NewerProgram, NotReconciled, OwnedShard, Ownership, SteppedDown
 from streams.recovery import Recovered, Recovery, Snapshots
@@ -188,12 +188,9 @@ class ShardRelay:
             max_request_size=RECORD_BYTES_MAX,
             request_timeout_ms=10_000,
         )
-        await producer.start()
-        try:
+        async with started(producer):
             await producer.partitions_for(self._partition.topic)
             yield producer
-        finally:
-            await close(producer.stop())
 
     @asynccontextmanager
     async def _consumer(self) -> AsyncIterator[AIOKafkaConsumer]:
@@ -204,11 +201,8 @@ class ShardRelay:
             max_partition_fetch_bytes=RECORD_BYTES_MAX,
         )
         consumer.assign([self._partition])
-        await consumer.start()
-        try:
+        async with started(consumer):
             yield consumer
-        finally:
-            await close(consumer.stop())
 
 
 class _Tail:

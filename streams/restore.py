@@ -25,7 +25,7 @@ from projections.cursors import Fact
 from projections.definitions import PROJECTIONS
 from projections.migrate import use_schema
 from projections.versions import Version
-from streams.closing import close
+from streams.clients import started
 from streams.journal import JournalReader, open_reader
 from streams.publisher import Publisher, newest_cursor
 from streams.rebuild import Progress, Report, Where
@@ -134,8 +134,7 @@ class Restore:
             producer = AIOKafkaProducer(
                 bootstrap_servers=self._where.kafka, enable_idempotence=True, acks="all", max_request_size=RECORD_BYTES_MAX
             )
-            await producer.start()
-            try:
+            async with started(producer):
                 for plan in plans:
                     owner, term, life = await self._raise_term(plan)
                     writer = _ShardWriter(producer, self._where.journal, plan, term, owner)
@@ -144,8 +143,6 @@ class Restore:
                     await self._anchor_redis(plan, (term, owner, life), writer.anchors[plan.checkpoint.seq])
                     if plan.published.seq:
                         last[plan.shard] = (await _fact(connection, plan.shard, plan.published.seq), writer.anchors[plan.published.seq])
-            finally:
-                await close(producer.stop())
         publisher = Publisher(
             kafka=self._where.kafka, events=self._events, shards=self._where.shards, source=self._source,
             postgres=self._where.postgres, schema=self._where.schema, journal=self._where.journal,

@@ -8,6 +8,8 @@ from typing import Any, Final, NamedTuple
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 from aiokafka.errors import TopicAlreadyExistsError, for_code
 
+from streams.clients import started
+
 DAY_MS: Final = 24 * 3600 * 1000
 RECORD_BYTES_MAX: Final = 4 * 1024 * 1024
 REPLICATION_MAX: Final = 3
@@ -61,13 +63,9 @@ async def create_topics(bootstrap: str, topics: Topics, shards: int, replication
     `replication` is how many brokers keep a copy of each; absent: all there are, three at most. From three on, a record is
     acknowledged by two at least. Raises aiokafka's errors when the brokers cannot be reached or refuse.
     """
-    client = AIOKafkaAdminClient(bootstrap_servers=bootstrap)
-    await client.start()
-    try:
-        if replication is None:
+    if replication is None:
+        async with started(AIOKafkaAdminClient(bootstrap_servers=bootstrap)) as client:
             replication = min(len((await client.describe_cluster())["brokers"]), REPLICATION_MAX)
-    finally:
-        await client.close()
     return await _create(bootstrap, _wanted(topics, shards, replication))
 
 
@@ -80,23 +78,15 @@ async def create_topic_like(bootstrap: str, like: str, name: str, shards: int) -
 
 async def partitions_of(bootstrap: str, name: str) -> list[dict[str, Any]]:
     """What the brokers say of each partition of a topic; nothing when there is no such topic."""
-    client = AIOKafkaAdminClient(bootstrap_servers=bootstrap)
-    await client.start()
-    try:
+    async with started(AIOKafkaAdminClient(bootstrap_servers=bootstrap)) as client:
         described = await client.describe_topics([name])
-    finally:
-        await client.close()
     return list(described[0]["partitions"])
 
 
 async def _create(bootstrap: str, wanted: list[NewTopic]) -> list[str]:
     """Creates what is missing; returns its names."""
-    client = AIOKafkaAdminClient(bootstrap_servers=bootstrap)
-    await client.start()
-    try:
+    async with started(AIOKafkaAdminClient(bootstrap_servers=bootstrap)) as client:
         response = await client.create_topics(wanted)
-    finally:
-        await client.close()
     created = []
     for name, code, message, *_ in response.topic_errors:
         if code == 0:

@@ -19,6 +19,7 @@ from ops.replaying import NoTrail, Request, open_source, request
 from ops.settings import Settings, load_settings
 from ops.stopping import run_until_stopped
 from streams import replay as replaying
+from streams.clients import started
 from streams.publisher import event_source, make_producer
 from streams.replay import Done, Planned
 from streams.replay_schema import SchemaSink, check_schema, is_schema, open_schema, partial_views
@@ -144,13 +145,9 @@ async def _open_sink(settings: Settings, asked: Request, into: Into, append: boo
         topics = Topics(settings.prefix)
         if not await check_topic(settings.kafka, topics, into.name, settings.shards, append):
             await create_topic_like(settings.kafka, topics.journal, into.name, settings.shards)
-        producer = make_producer(settings.kafka)
-        await producer.start()
-        try:
+        async with started(make_producer(settings.kafka)) as producer:
             await producer.partitions_for(into.name)
             yield TopicSink(producer, into.name, event_source(settings.prefix))
-        finally:
-            await producer.stop()
 
 
 def _say_how_to_go_on(sink: Sink) -> None:

@@ -22,6 +22,7 @@ from projections import cursors, set_aside, verified
 from projections.definitions import PROJECTIONS, definition_of
 from projections.migrate import use_schema
 from projections.versions import NoReadModel, versions, written_by_us
+from streams.clients import started
 
 
 @click.command()
@@ -94,9 +95,8 @@ def _why_fenced(reconciled: str | None, life: str) -> str | None:
 
 
 async def _kafka(settings: Settings, found: dict[str, Any]) -> None:
-    client = AIOKafkaAdminClient(bootstrap_servers=settings.kafka, request_timeout_ms=5_000)
-    await client.start()
-    await client.close()
+    async with started(AIOKafkaAdminClient(bootstrap_servers=settings.kafka, request_timeout_ms=5_000)):
+        pass
 
 
 async def _postgres(settings: Settings, found: dict[str, Any]) -> None:

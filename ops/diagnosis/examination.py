@@ -18,6 +18,7 @@ from ops.diagnosis.findings import Finding
 from ops.diagnosis.topics import Lag, TopicFacts
 from ops.settings import Settings
 from projections.migrate import use_schema
+from streams.clients import started
 
 #: A server that has not answered by then does not answer.
 SERVER_SECONDS_MAX: Final = 15.0
@@ -177,11 +178,8 @@ async def _read_core(settings: Settings, clock: Clock) -> CoreFacts:
 
 
 async def _read_topics(settings: Settings, clock: Clock) -> TopicFacts:
-    consumer = await _consumer(settings)
-    try:
+    async with started(_consumer(settings)) as consumer:
         return await topics.read_topics(settings, consumer)
-    finally:
-        await consumer.stop()
 
 
 async def _read_books(settings: Settings, clock: Clock) -> BookFacts:
@@ -191,24 +189,15 @@ async def _read_books(settings: Settings, clock: Clock) -> BookFacts:
 
 
 async def _read_lags(settings: Settings, of_books: BookFacts) -> dict[str, list[Lag]]:
-    consumer = await _consumer(settings)
-    try:
+    async with started(_consumer(settings)) as consumer:
         return await books.read_lags(settings, of_books, consumer)
-    finally:
-        await consumer.stop()
 
 
-async def _consumer(settings: Settings) -> AIOKafkaConsumer:
-    consumer = AIOKafkaConsumer(
+def _consumer(settings: Settings) -> AIOKafkaConsumer:
+    return AIOKafkaConsumer(
         bootstrap_servers=settings.kafka, auto_offset_reset="earliest", enable_auto_commit=False, request_timeout_ms=topics.TIMEOUT_MS,
         fetch_max_wait_ms=10,
     )  # fmt: skip
-    try:
-        await consumer.start()
-    except BaseException:
-        await consumer.stop()
-        raise
-    return consumer
 
 
 def since_in_words(since: int, now: int) -> str:

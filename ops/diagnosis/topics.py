@@ -11,6 +11,7 @@ from aiokafka.errors import GroupCoordinatorNotAvailableError, NotCoordinatorFor
 
 from ops.diagnosis.findings import Finding, of_shards, spans
 from ops.settings import Settings
+from streams.clients import started
 from streams.topics import Topics, retention_ms
 
 TIMEOUT_MS: Final = 5_000
@@ -53,9 +54,7 @@ async def read_topics(settings: Settings, consumer: AIOKafkaConsumer) -> TopicFa
     """Reads everything once; raises the client's own errors."""
     topics = Topics(settings.prefix)
     names = list(retention_ms(topics))
-    client = AIOKafkaAdminClient(bootstrap_servers=settings.kafka, request_timeout_ms=TIMEOUT_MS)
-    await client.start()
-    try:
+    async with started(AIOKafkaAdminClient(bootstrap_servers=settings.kafka, request_timeout_ms=TIMEOUT_MS)) as client:
         described = await client.describe_topics(names)
         partitions = {
             one["topic"]: sorted(Partition(p["partition"], p["leader"], p["replicas"], p["isr"]) for p in one["partitions"])
@@ -63,8 +62,6 @@ async def read_topics(settings: Settings, consumer: AIOKafkaConsumer) -> TopicFa
         }
         config = await _config_of(client, topics.journal) if partitions.get(topics.journal) else {}
         deciders, committed = await _group(client, f"{settings.prefix}.decider")
-    finally:
-        await client.close()
     at = {TopicPartition(topics.commands, p.number): committed.get((topics.commands, p.number), 0) for p in partitions[topics.commands]}
     return TopicFacts(partitions, config, deciders, await lags(consumer, at))
 

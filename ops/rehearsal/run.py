@@ -19,6 +19,7 @@ from models.commands import Close, Grab, encode_command
 from ops.rehearsal.crowd import Envelope
 from ops.settings import Settings
 from projections.migrate import PROJECTIONS, use_schema
+from streams.clients import started
 from streams.topics import Topics
 
 GATE_CALLERS = 40
@@ -79,18 +80,17 @@ class Rehearsal:
         consumer = AIOKafkaConsumer(
             self._topics.results, bootstrap_servers=self._settings.kafka, auto_offset_reset="earliest", enable_auto_commit=False
         )
-        await consumer.start()
-        listening = asyncio.create_task(self._listen(consumer))
-        began = time.monotonic()
-        try:
-            await asyncio.gather(self._at_the_gate(), self._at_the_topic())
-            async with self._room:
-                await self._room.wait_for(lambda: self.doors.answered["topic"] >= self.doors.sent["topic"] or listening.done())
-            return time.monotonic() - began
-        finally:
-            listening.cancel()
-            await asyncio.gather(listening, return_exceptions=True)
-            await consumer.stop()
+        async with started(consumer):
+            listening = asyncio.create_task(self._listen(consumer))
+            began = time.monotonic()
+            try:
+                await asyncio.gather(self._at_the_gate(), self._at_the_topic())
+                async with self._room:
+                    await self._room.wait_for(lambda: self.doors.answered["topic"] >= self.doors.sent["topic"] or listening.done())
+                return time.monotonic() - began
+            finally:
+                listening.cancel()
+                await asyncio.gather(listening, return_exceptions=True)
 
     async def close_leftovers(self) -> None:
         """Ends by command what is still open and not left to its deadline."""
@@ -132,8 +132,7 @@ class Rehearsal:
     async def _at_the_topic(self) -> None:
         grabs = self._by_door["topic"]
         producer = AIOKafkaProducer(bootstrap_servers=self._settings.kafka, linger_ms=5, acks="all", enable_idempotence=True)
-        await producer.start()
-        try:
+        async with started(producer):
             for start in range(0, len(grabs), TOPIC_CHUNK):
                 async with self._room:
                     await self._room.wait_for(lambda: self.doors.sent["topic"] - self.doors.answered["topic"] < UNANSWERED_MAX)
@@ -145,8 +144,6 @@ class Rehearsal:
                 for grab in chunk:
                     await producer.send(self._topics.commands, encode_command(grab), key=grab.offer.encode())
             await producer.flush()
-        finally:
-            await producer.stop()
 
     async def _listen(self, consumer: AIOKafkaConsumer) -> None:
         while True:

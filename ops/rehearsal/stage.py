@@ -17,6 +17,7 @@ from ops.connections import open_redis
 from ops.settings import Settings, child_environment
 from projections.migrate import migrate
 from projections.versions import drop_all
+from streams.clients import started
 from streams.topics import Topics, create_topics, retention_ms
 
 #: Two processes, since two cores are what a small machine has: one decides and relays, one builds the read models.
@@ -83,12 +84,8 @@ def stop_workers(workers: Sequence["subprocess.Popen[bytes]"]) -> None:
 
 async def take_down(settings: Settings) -> None:
     """Deletes topics, schemas and keys of a system. Only for systems that were made to be thrown away."""
-    client = AIOKafkaAdminClient(bootstrap_servers=settings.kafka)
-    await client.start()
-    try:
+    async with started(AIOKafkaAdminClient(bootstrap_servers=settings.kafka)) as client:
         await client.delete_topics(list(retention_ms(Topics(settings.prefix))))
-    finally:
-        await client.close()
     async with await AsyncConnection.connect(settings.postgres, autocommit=True, connect_timeout=5) as connection:
         await drop_all(connection, settings.schema_)
     redis = open_redis(settings)

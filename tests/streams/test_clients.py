@@ -4,8 +4,9 @@ import asyncio
 import time
 
 import pytest
+from aiokafka import AIOKafkaProducer
 
-from streams import closing
+from streams import clients
 
 
 async def _raises_a_cancellation_of_its_own() -> None:
@@ -26,15 +27,34 @@ async def _hangs() -> None:
 
 @pytest.mark.parametrize("client", [_raises_a_cancellation_of_its_own, _fails, _hangs])
 async def test_what_goes_wrong_there_is_no_error_of_ours(client: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(closing, "CLOSE_SECONDS_MAX", 0.1)
+    monkeypatch.setattr(clients, "CLOSE_SECONDS_MAX", 0.1)
     began = time.monotonic()
-    await closing.close(client())  # type: ignore[operator]
+    await clients.close(client())  # type: ignore[operator]
     assert time.monotonic() - began < 5
 
 
 async def test_our_own_cancellation_is_raised() -> None:
-    waiting = asyncio.create_task(closing.close(_hangs()))
+    waiting = asyncio.create_task(clients.close(_hangs()))
     await asyncio.sleep(0)
     waiting.cancel()
     await asyncio.wait({waiting})
     assert waiting.cancelled()
+
+
+async def test_a_client_that_is_cancelled_while_it_starts_is_closed() -> None:
+    """Else its connections stay for as long as the process: a relay may lose its shard at any moment."""
+    met = asyncio.Event()
+    silent = await asyncio.start_server(lambda reader, writer: met.set(), "127.0.0.1", 0)
+    producer = AIOKafkaProducer(bootstrap_servers=f"127.0.0.1:{silent.sockets[0].getsockname()[1]}")
+
+    async def use() -> None:
+        async with clients.started(producer):
+            pytest.fail("nobody answered")
+
+    using = asyncio.create_task(use())
+    await met.wait()
+    using.cancel()
+    await asyncio.wait({using})
+    assert using.cancelled()
+    assert producer._closed
+    silent.close()

@@ -1,0 +1,41 @@
+"""Kafka clients, opened and closed. A client whose broker went away may take for ever to close, raise the cancellation of a task of its
+own as if it were ours, or swallow ours; nothing of that may end, or keep, who merely wanted to be rid of it."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any, Final, TypeVar
+
+from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
+from aiokafka.admin import AIOKafkaAdminClient
+
+log = logging.getLogger(__name__)
+
+CLOSE_SECONDS_MAX: Final = 5.0
+
+Client = TypeVar("Client", AIOKafkaConsumer, AIOKafkaProducer, AIOKafkaAdminClient)
+
+
+@asynccontextmanager
+async def started(client: Client) -> AsyncIterator[Client]:
+    """Starts a client, and closes it, also when starting it fails or is cancelled; raises the client's errors of starting."""
+    try:
+        await client.start()
+        yield client
+    finally:
+        await close(client.close() if isinstance(client, AIOKafkaAdminClient) else client.stop())
+
+
+async def close(closing: Coroutine[Any, Any, Any]) -> None:
+    """Awaits the closing of a client, for a time; what goes wrong with it is logged. Only our own cancellation is raised."""
+    task = asyncio.create_task(closing)
+    try:
+        await asyncio.wait({task}, timeout=CLOSE_SECONDS_MAX)
+    finally:
+        if not task.done():
+            task.cancel()
+    if not task.done() or task.cancelled():
+        log.warning("closing a Kafka client: it was given up")
+    elif error := task.exception():
+        log.warning("closing a Kafka client: %r", error)
