@@ -35,6 +35,10 @@ class Traffic:
     async def begin(self) -> None:
         """Opens the envelopes and lets the crowd in."""
         await self.rehearsal.open()
+        self.let_in()
+
+    def let_in(self) -> None:
+        """Lets the crowd in, to envelopes that are open."""
         self._crowd = asyncio.create_task(self.rehearsal.crowd())
 
     async def until_answered(self, share: float) -> None:
