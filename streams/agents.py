@@ -11,6 +11,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Final
 
 import faust
@@ -75,6 +76,9 @@ def build_app(kafka: str, prefix: str, shards: int, projectors: Sequence[Project
         broker_session_timeout=10.0,
         broker_heartbeat_interval=2.0,
         broker_commit_interval=1.0,
+        # An agent may be waiting for a projector that waits for PostgreSQL: neither a rebalance nor our end may wait for that, and
+        # need not, since what is written where is in our cursors.
+        stream_wait_empty=False,
         datadir=tempfile.gettempdir(),
     )
     journal = app.topic(Topics(prefix).journal, key_serializer="raw", value_serializer="raw")
@@ -82,6 +86,7 @@ def build_app(kafka: str, prefix: str, shards: int, projectors: Sequence[Project
         app.agent(journal, name=f"{prefix}.{projector.name}")(_agent_of(projector))
     running: list[asyncio.Task[None]] = []
     app.projector_tasks = running
+    app.assigned_at = time.monotonic()
 
     @app.task()  # type: ignore[untyped-decorator]
     async def run_projectors() -> None:
@@ -89,6 +94,7 @@ def build_app(kafka: str, prefix: str, shards: int, projectors: Sequence[Project
 
     @app.on_partitions_assigned.connect(weak=False)  # type: ignore[untyped-decorator]
     async def catch_up(app: faust.App, assigned: Any, **_: Any) -> None:
+        app.assigned_at = time.monotonic()
         for partition in sorted(assigned):
             if partition.topic == Topics(prefix).journal:
                 for projector in projectors:
@@ -127,14 +133,17 @@ async def run_projections(
 
     Raises RuntimeError when it keeps ending.
     """
-    watched = [name for name in names if name in _APPLY]
     ends_in_a_row = 0
     abandoned = False
     while not stop.is_set():
         began = time.monotonic()
-        app = build_app(kafka, prefix, shards, make_projectors(kafka, prefix, shards, postgres, schema, names, step))
+        projectors = make_projectors(kafka, prefix, shards, postgres, schema, names, step)
+        watched = [projector for projector in projectors if projector.name in _APPLY]
+        app = build_app(kafka, prefix, shards, projectors)
         app.finalize()
-        watching = asyncio.create_task(until_stalled(kafka, Topics(prefix).journal, shards, postgres, schema, watched))
+        watching = asyncio.create_task(
+            until_stalled(kafka, Topics(prefix).journal, shards, postgres, schema, watched, partial(getattr, app, "assigned_at"))
+        )
         stopping = asyncio.create_task(stop.wait())
         running = asyncio.create_task(_run(app))
         try:
@@ -178,9 +187,20 @@ async def _stop(app: faust.App) -> bool:
     await asyncio.wait({stopping}, timeout=STOP_SECONDS)
     if not stopping.done():
         stopping.cancel()
+        _end_heartbeats(app)
         return False
     stopping.result()
     return True
+
+
+def _end_heartbeats(app: faust.App) -> None:
+    """Stops the event loop of the thread in which an app is a member of its group.
+
+    Else the group would keep partitions for it, which nobody reads; so it gives them to the next one after the session's time.
+    """
+    loop = app.consumer._thread.thread_loop
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(loop.stop)
 
 
 def _leave_if(hopeless: bool) -> None:
@@ -189,4 +209,4 @@ def _leave_if(hopeless: bool) -> None:
         log.critical("Faust does not stop, ending the process")
         logging.shutdown()
         os._exit(EXIT_UNKNOWN_ERROR)
-    log.error("Faust does not stop; its threads are left behind, and the group gives its partitions to the next one")
+    log.error("Faust does not stop and is left behind; the group gives its partitions to the next one when its session is over")

@@ -150,8 +150,13 @@ class Projector:
         self._stopped: set[int] = set()
         self._look_again_at = 0.0
         self._connection: AsyncConnection[Any] | None = None
+        self._at_it_since: float | None = None
         #: Why nothing can be written, in words: no version of the read model has the definition of this code.
         self.waits_for = ""
+
+    def seconds_at_it(self) -> float:
+        """For how long it has tried to write what it is writing; 0 when it has nothing to write."""
+        return 0.0 if self._at_it_since is None else time.monotonic() - self._at_it_since
 
     async def put(self, item: Record | CatchUp) -> None:
         """Hands over a record; waits when many are waiting already."""
@@ -167,7 +172,9 @@ class Projector:
                         await asyncio.sleep(GATHER_SECONDS)
                     while not self._queue.empty() and len(items) < QUEUE_RECORDS_MAX:
                         items.append(self._queue.get_nowait())
+                    self._at_it_since = time.monotonic()
                     await self._carry(items, reader)
+                    self._at_it_since = None
         except asyncio.CancelledError:
             raise
         except BaseException:

@@ -1,19 +1,30 @@
-"""A worker that hangs with a read model's transaction open: whoever takes its partitions over does not wait for it."""
+"""A worker that hangs with a read model's transaction open: whoever takes its partitions over does not wait for it. And what hangs
+in a worker costs nobody else their partitions."""
 
+import asyncio
+import sys
+from asyncio.subprocess import DEVNULL, PIPE
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+from aiokafka.admin import AIOKafkaAdminClient
 from psycopg import AsyncConnection
 
 from models.commands import Grab, Open
 from models.offers import EnvelopeTerms
 from ops.connections import open_gate
-from ops.settings import Settings
+from ops.settings import Settings, child_environment
 from ops.verification import verify
 from projections.versions import use_read_model
-from streams.projector import HANGS_MS_MAX
-from tests.streams.test_projections import rows
+from streams import agents
+from streams.clients import started
+from streams.projector import HANGS_MS_MAX, QUEUE_RECORDS_MAX
+from streams.watchdog import STALLED_SECONDS
+from tests.conftest import until
+from tests.streams.test_projections import Journal, at_seq, granted, journal, opened, rows
+
+__all__ = ["journal"]
 
 
 @pytest.mark.parametrize("where", ["between statements", "in a copy"])
@@ -40,3 +51,69 @@ async def test_rows_of_a_hanging_process_are_freed(system: Settings, worker: Cal
         assert await rows(system, f"SELECT count(*) FROM pg_stat_activity WHERE pid = {backend}") == [(0,)]
     finally:
         await hanging.close()
+
+
+async def test_waiting_for_rows_does_not_cost_the_group(system: Settings, journal: Journal, worker: Callable[..., Any]) -> None:
+    """Somebody holds the ledger's rows, for longer than Faust may be silent: the others go on, and so does the ledger afterwards."""
+    lines = [opened("e", 1, total=100_000), *(granted("e", seq) for seq in range(2, 2 * QUEUE_RECORDS_MAX))]
+    await journal.marker(1, "a")
+    for seq in range(1, len(lines) + 1):
+        await journal.block(lines, seq, seq)
+    async with await AsyncConnection.connect(system.postgres) as holding:
+        await use_read_model(holding, system.schema_, "ledger")
+        await holding.execute("SELECT 1 FROM projection_cursors FOR UPDATE")
+        one = worker(system, "project")
+        await at_seq(system, len(lines), "balances", "audit")
+        waits = 1 + int(STALLED_SECONDS * 1000 / HANGS_MS_MAX)
+        await until(lambda: one.log.read_text().count("canceling statement due to lock timeout") > waits, 60, "waiting")
+        await holding.rollback()
+    await at_seq(system, len(lines), "ledger")
+    assert "Faust again" not in one.log.read_text()
+    assert one.stop() == 0
+
+
+#: An app that is a member of its group, and is told to stop, but hangs in that; the process lives on.
+HANGS_IN_STOPPING = """
+import asyncio, sys
+from streams import agents
+
+async def main(kafka, prefix, postgres):
+    app = agents.build_app(kafka, prefix, 8, agents.make_projectors(kafka, prefix, 8, postgres, prefix, ["ledger"]))
+    app.finalize()
+    running = asyncio.create_task(agents._run(app))
+    print("started", flush=True)
+    await asyncio.to_thread(sys.stdin.readline)
+    app.stop = asyncio.Event().wait
+    agents.STOP_SECONDS = 0.1
+    print("stopped" if await agents._stop(app) else "given up", flush=True)
+    await asyncio.Event().wait()
+
+asyncio.run(main(*sys.argv[1:]))
+"""
+
+
+async def test_an_app_that_does_not_stop_leaves_the_group(system: Settings) -> None:
+    """Its thread would answer for it for ever, and its partitions would have no reader."""
+    words = (sys.executable, "-c", HANGS_IN_STOPPING, system.kafka, system.prefix, system.postgres)
+    process = await asyncio.create_subprocess_exec(*words, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, env=child_environment())
+    try:
+        async with started(AIOKafkaAdminClient(bootstrap_servers=system.kafka)) as client:
+
+            async def members() -> int:
+                [response] = await client.describe_consumer_groups([agents.group_of(system.prefix, ["ledger"])])
+                return len(response.groups[0][5])
+
+            assert process.stdin is not None
+            assert process.stdout is not None
+            await until(members, 30, "the group")
+            process.stdin.write(b"\n")
+
+            async def nobody() -> bool:
+                return await members() == 0
+
+            await until(nobody, 30, "an empty group")
+        assert (await process.stdout.read(100)).split() == [b"started", b"given", b"up"]
+        assert process.returncode is None
+    finally:
+        process.kill()
+        await process.wait()
