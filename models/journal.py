@@ -4,6 +4,7 @@ Nothing here reads Kafka: a record is given as offset, headers and value, and `C
 """
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from hashlib import sha256
 from typing import Final, NamedTuple
 
@@ -40,6 +41,10 @@ class Accepted(NamedTuple):
     seq: int
     line: bytes
     hash: bytes
+
+
+#: Makes an Accepted of a tuple, in a third of the time that its constructor takes.
+_accepted = partial(tuple.__new__, Accepted)
 
 
 def chain(head: bytes, lines: Iterable[bytes]) -> list[bytes]:
@@ -128,5 +133,6 @@ class Cursor(NamedTuple):
             raise Corrupt(f"offset {offset}: another history at seq {self.seq}")
         if known == block.count:
             return behind, ()
-        news = [Accepted(block.first_seq + index, block.lines[index], block.hashes[index]) for index in range(known, block.count)]
+        seqs = range(self.seq + 1, block.first_seq + block.count)
+        news = list(map(_accepted, zip(seqs, block.lines[known:], block.hashes[known:], strict=True)))
         return behind._replace(seq=news[-1].seq, head=news[-1].hash), news
