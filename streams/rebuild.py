@@ -205,7 +205,7 @@ class Rebuild:
         for shard, target in targets.items():
             if self._own[shard].next_offset >= target.next_offset and self._own[shard].seq >= target.seq:
                 continue
-            chunks = chunks_of(source.pieces(shard, self._own[shard], target), chunk_events)
+            chunks = chunks_of(source.pieces(shard, self._own[shard], target, aside), chunk_events)
             async with aclosing(ahead(chunks, CHUNKS_AHEAD)) as read:
                 async for behind, facts in read:
                     await self._write(shard, behind, facts, apply, frozen, _between(aside, shard, self._own[shard], behind))

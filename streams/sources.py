@@ -45,18 +45,21 @@ class Piece(NamedTuple):
     facts: Sequence[Fact]
 
 
-#: What the live version was let past; in all shards, since it is asked once for a stretch of one.
+#: Asks what the live version was let past, in all shards.
 Aside = Callable[[], Awaitable[list[SetAside]]]
 
 
 class Source(Protocol):
-    """What a rebuild reads, past what is set aside when `aside` says what that is."""
+    """What a rebuild reads. `aside` is None when it reads what was set aside again."""
 
     name: str
     aside: Aside | None
 
-    def pieces(self, shard: int, cursor: Cursor, target: Cursor) -> AsyncGenerator[Piece, None]:
-        """What lies between two cursors, in order; raises Unreadable when it does not lead from the one to the other."""
+    def pieces(self, shard: int, cursor: Cursor, target: Cursor, aside: Sequence[SetAside] = ()) -> AsyncGenerator[Piece, None]:
+        """What lies between two cursors, in order, without what is set aside.
+
+        Raises Unreadable when it does not lead from the one to the other.
+        """
         ...
 
     async def end(self, shard: int) -> Cursor | None:
@@ -77,15 +80,15 @@ class JournalSource:
         """The journal's end: only its offset is known beforehand."""
         return Cursor(next_offset=await self._reader.end(shard))
 
-    async def pieces(self, shard: int, cursor: Cursor, target: Cursor) -> AsyncGenerator[Piece, None]:
+    async def pieces(self, shard: int, cursor: Cursor, target: Cursor, aside: Sequence[SetAside] = ()) -> AsyncGenerator[Piece, None]:
         """See Source."""
+        aside = [one for one in aside if one.shard == shard]
         end = await self._reader.end(shard)
         if target.next_offset > end:
             raise Unreadable(
                 f"journal, shard {shard}: it ends at offset {end}, the live read model is at {target.next_offset}: records were lost, or "
                 "it is another journal; read the audit trail instead (--from audit)"
             )
-        aside = await _aside_in(shard, self.aside)
         try:
             async with aclosing(self._reader.read(shard, cursor.next_offset, target.next_offset)) as lists:
                 async for records in lists:
@@ -109,10 +112,6 @@ def _taken(cursor: Cursor, record: Record, aside: Sequence[SetAside]) -> tuple[C
         raise
 
 
-async def _aside_in(shard: int, aside: Aside | None) -> list[SetAside]:
-    return [one for one in await aside() if one.shard == shard] if aside else []
-
-
 def _without(facts: list[Fact], aside: Sequence[SetAside]) -> list[Fact]:
     for one in aside:
         facts = [fact for fact in facts if not one.first_seq <= fact.event.seq <= one.last_seq]
@@ -132,10 +131,10 @@ class AuditSource:
         """Unknown: the audit trail has no offsets."""
         return None
 
-    async def pieces(self, shard: int, cursor: Cursor, target: Cursor) -> AsyncGenerator[Piece, None]:
+    async def pieces(self, shard: int, cursor: Cursor, target: Cursor, aside: Sequence[SetAside] = ()) -> AsyncGenerator[Piece, None]:
         """See Source."""
+        aside = [one for one in aside if one.shard == shard]
         deadline = time.monotonic() + AUDIT_LAG_SECONDS
-        aside = await _aside_in(shard, self.aside)
         while True:
             async with aclosing(audit_lines(self._connection, shard, cursor, target.seq)) as lists:
                 async for behind, lines, hashes in lists:

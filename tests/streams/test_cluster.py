@@ -164,6 +164,8 @@ async def test_workers_join_and_leave_and_a_master_dies_under_traffic(
         workers[1].kill()
         workers.append(worker(clustered))
         await crowd.until_answered(0.5)
+        # Who comes while a master is away goes again, and leaves it to whoever starts workers.
+        await until(lambda: all("playing" in one.log.read_text() for one in workers), 60, "all workers at work")
         [address] = await information(client, "server", key_space(clustered).shard(0).state)
         master = next(server for server in cluster.redis if address.endswith(f":{server.port}"))
         await asyncio.to_thread(master.kill)
