@@ -6,11 +6,11 @@ committed together there too, so it does not matter when a process ends.
 
 import asyncio
 import gc
-import multiprocessing
 import os
-import signal
+import pickle
+import sys
+from asyncio.subprocess import PIPE, Process
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from multiprocessing.connection import Connection
 from typing import Any, Final
 
 from models.journal import Cursor
@@ -38,50 +38,54 @@ async def in_processes(
 
     Raises Refused with what one of them said when it could not go on; the others are ended then, as at a cancellation.
     """
-    # A process that was forked would share our connections.
-    context = multiprocessing.get_context("spawn")
-    running = {}
+    started: list[Process] = []
     try:
         for hand in hands:
-            ours, theirs = context.Pipe(duplex=False)
-            part = {shard: targets[shard] for shard in hand}
-            process = context.Process(target=_run, args=(theirs, os.getpid(), carry, (*arguments, part)), daemon=True)
-            process.start()
-            theirs.close()
-            running[process] = ours
-        while running:
-            await asyncio.sleep(POLL_SECONDS)
+            started.append(await _start())
+            _tell(started[-1], carry, (*arguments, {shard: targets[shard] for shard in hand}))
+        working = {asyncio.create_task(_done(process)) for process in started}
+        while working:
+            ended, working = await asyncio.wait(working, timeout=POLL_SECONDS, return_when=asyncio.FIRST_COMPLETED)
             await look()
-            for process in [one for one in running if not one.is_alive()]:
-                _require_done(running.pop(process), process.exitcode)
+            for task in ended:
+                task.result()
     finally:
+        running = [process for process in started if process.returncode is None]
         for process in running:
             process.terminate()
-        for process in running:
-            await asyncio.to_thread(process.join, JOIN_SECONDS)
+        if running:
+            await asyncio.wait([asyncio.create_task(process.wait()) for process in running], timeout=JOIN_SECONDS)
 
 
-def _require_done(said: Connection, code: int | None) -> None:
-    try:
-        reason = said.recv()
-    except EOFError:
-        reason = f"a loading process ended with code {code}; the same command goes on"
-    if reason is not None:
-        raise Refused(reason)
+async def _start() -> Process:
+    # Not multiprocessing: a process that was forked would share our connections, and one that it spawns imports our main module first,
+    # which for the command line is most of this program. In a session of its own: Ctrl-C goes to all of a terminal's processes, but who
+    # started us ends us.
+    words = (sys.executable, "-m", "streams.loading")
+    return await asyncio.create_subprocess_exec(*words, stdin=PIPE, stdout=PIPE, start_new_session=True)
 
 
-def _run(pipe: Connection, parent: int, carry: Carry, arguments: Sequence[Any]) -> None:
-    # Ctrl-C goes to all of a terminal's processes: who started us ends us.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+def _tell(process: Process, carry: Carry, arguments: Sequence[Any]) -> None:
+    assert process.stdin is not None
+    process.stdin.write(pickle.dumps((os.getpid(), carry, arguments)))
+    process.stdin.close()
+
+
+async def _done(process: Process) -> None:
+    """Waits for its end; raises Refused with what it said if it could not go on."""
+    said, _ = await process.communicate()
+    if process.returncode:
+        raise Refused(said.decode() or f"a loading process ended with code {process.returncode}; the same command goes on")
+
+
+def _main() -> None:
     gc.set_threshold(50_000, 20, 50)
+    parent, carry, arguments = pickle.load(sys.stdin.buffer)  # noqa: S301 - from the process that started us
     try:
         asyncio.run(carry(*arguments, require_parent(parent)))
-    except Refused as error:
-        pipe.send(str(error))
     except Exception as error:
-        pipe.send(f"{type(error).__name__}: {error}")
-    else:
-        pipe.send(None)
+        sys.stdout.write(str(error) if isinstance(error, Refused) else f"{type(error).__name__}: {error}")
+        sys.exit(1)
 
 
 def require_parent(parent: int) -> Callable[..., None]:
@@ -92,3 +96,7 @@ def require_parent(parent: int) -> Callable[..., None]:
             os._exit(1)
 
     return step
+
+
+if __name__ == "__main__":
+    _main()
