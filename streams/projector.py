@@ -150,6 +150,7 @@ class Projector:
         self._stopped: set[int] = set()
         self._look_again_at = 0.0
         self._connection: AsyncConnection[Any] | None = None
+        self._home = ""  # the schema of the version that is written
         self._at_it_since: float | None = None
         #: Why nothing can be written, in words: no version of the read model has the definition of this code.
         self.waits_for = ""
@@ -226,6 +227,12 @@ class Projector:
                 await self._disconnect()
                 await asyncio.sleep(pause)
                 pause = min(pause * 2, RETRY_SECONDS_MAX)
+            except psycopg.ProgrammingError:
+                # Without the schema of the version, the same names mean the views of what is shown, which cannot be written.
+                if not await self._version_dropped():
+                    raise
+                log.info("projection %s: the version that it wrote was dropped; looking for the one that is ours now", self.name)
+                await self._disconnect()
 
     async def _wait_for_version(self, items: Sequence[Record | CatchUp], reason: NoReadModel) -> list[Record | CatchUp]:
         """Drops what waits, or Faust could feed nobody, and returns what is to be caught up when there is a version."""
@@ -276,7 +283,14 @@ class Projector:
 
     async def _use(self, connection: AsyncConnection[Any]) -> None:
         """Makes unqualified names those of the tables that are written; raises NoReadModel."""
-        await use_read_model(connection, self._schema, self.name)
+        self._home = await use_read_model(connection, self._schema, self.name)
+
+    async def _version_dropped(self) -> bool:
+        """Whether the schema of the version that is written is gone."""
+        if self._connection is None or not self._home:
+            return False
+        found = await self._connection.execute("SELECT to_regnamespace(quote_ident(%s)) IS NULL", (self._home,))
+        return bool((await found.fetchone() or [False])[0])
 
     async def _let_go_on(self) -> list[CatchUp]:
         """Asks to catch up in shards that somebody let go on. They may have been moved past what stopped them."""

@@ -7,6 +7,7 @@ import random
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -291,6 +292,26 @@ async def test_a_journal_that_lost_records_is_refused_and_the_audit_trail_has_th
     await damaged(booked, "UPDATE accounts_1 SET posted = 1 WHERE account = 'wallet:u3'")
     assert grabstream("rebuild", "ledger", "--from", "audit", "--accept", **of(booked)).returncode == 0
     assert not await rows(booked, "SELECT asset FROM accounts GROUP BY asset HAVING sum(posted) <> 0")
+
+
+async def test_a_worker_that_was_idle_meanwhile_goes_on_with_the_new_version(
+    booked: Settings, journal: Journal, worker: Callable[..., Any]  # noqa: F811 - the fixture
+) -> None:  # fmt: skip
+    """The version that it wrote last is gone when the next event comes."""
+    at_work = worker(booked, "project")
+
+    async def connected() -> bool:
+        query = "SELECT 1 FROM pg_stat_activity WHERE application_name IN ('{0}.ledger', '{0}.balances') HAVING count(*) = 2"
+        return bool(await rows(booked, query.format(booked.schema_)))
+
+    await until(connected, 30, "the worker")
+    for projection in ("ledger", "balances"):
+        done = await asyncio.to_thread(grabstream, "rebuild", projection, "--no-keep", **of(booked))
+        assert done.returncode == 0, done.stderr
+    await journal.block(lines_of(SHARD, GRANTS + 1), GRANTS + 2, GRANTS + 2)
+    await at_seq(booked, GRANTS + 2)
+    assert at_work.process.poll() is None
+    assert at_work.stop() == 0
 
 
 def test_shards_are_dealt_out_evenly() -> None:
