@@ -6,6 +6,7 @@ A worker writes the version whose definition is the one its code has: the live o
 as long as old workers run.
 """
 
+import re
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
@@ -117,13 +118,21 @@ async def create(
 
 
 async def _unused_number(connection: AsyncConnection[Any], schema: str, projection: str) -> int:
-    """A number that no version has, nor one that is gone: what was set aside in that one stays in the books under its name."""
+    """A number that no version has, and whose name no schema has; nor one that is gone but stands in the books for what it lacked."""
     query = sql.SQL(
-        "SELECT greatest((SELECT max(version) FROM {} WHERE projection = %(projection)s), "
-        "(SELECT max(substring(read_model FROM '[0-9]+$')::integer) FROM {} WHERE projection = %(projection)s), 0) + 1"
+        "SELECT coalesce(max(number), 0) + 1 FROM (SELECT version AS number FROM {} WHERE projection = %(projection)s UNION ALL "
+        "SELECT substring(name FROM %(number)s)::integer FROM (SELECT read_model FROM {} UNION ALL SELECT nspname FROM pg_namespace) "
+        "AS names (name) WHERE starts_with(name, %(start)s) AND name ~ %(number)s) AS numbers"
     ).format(sql.Identifier(schema, "read_models"), sql.Identifier(schema, "set_aside_records"))
-    [number] = await (await connection.execute(query, {"projection": projection})).fetchone() or [1]
+    start = f"{schema}_{projection}_"
+    values = {"projection": projection, "start": start, "number": f"^.{{{len(start)}}}([0-9]{{1,9}})$"}
+    [number] = await (await connection.execute(query, values)).fetchone() or [1]
     return int(number)
+
+
+def may_be_version(schema: str, name: str) -> bool:
+    """Whether a schema's name is one that a version of a read model has, or may have one day."""
+    return re.fullmatch(rf"{re.escape(schema)}_({'|'.join((*PROJECTIONS, 'events'))})_[0-9]+", name) is not None
 
 
 async def create_flat(connection: AsyncConnection[Any], schema: str, shards: int) -> None:
@@ -183,7 +192,7 @@ async def show(connection: AsyncConnection[Any], schema: str, version: Version, 
         # There is one row a state at most, so each place is left before another takes it.
         if version.state == "previous":
             await _set_state(connection, schema, version, "discarded")
-        elif keep and "previous" in of_projection:
+        elif "previous" in of_projection:
             await _set_state(connection, schema, of_projection["previous"], "discarded")
         await _set_state(connection, schema, live, "previous" if keep else "discarded")
     await connection.execute(

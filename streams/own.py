@@ -16,6 +16,7 @@ from models.journal import Cursor
 from projections import cursors
 from projections.definitions import cursor_tables
 from projections.migrate import use_schema
+from projections.versions import may_be_version
 from streams.history import JournalSource
 from streams.journal import JournalReader, open_reader
 from streams.projector import Apply, CatchUp, Projector
@@ -86,7 +87,7 @@ async def prepare(projection: Projection, system: System) -> bool:
     name, schema = projection.cursor_name, projection.schema
     if not is_schema(schema.removesuffix(_BUILDING)):
         raise NotOurs(f"schema {schema!r} is no name that can be written without quotes (a-z 0-9 _, at most 48): give it another")
-    if schema in (system.schema, "public"):
+    if schema in (system.schema, "public") or may_be_version(system.schema, schema):
         raise NotOurs(f"schema {schema} is not for this projection alone: give it another")
     async with await AsyncConnection.connect(system.postgres, autocommit=True, connect_timeout=5) as connection, connection.transaction():
         await connection.execute("SELECT pg_advisory_xact_lock(hashtext(%s))", (f"grabstream-{schema}",))

@@ -104,6 +104,18 @@ class Rebuild:
         wanted = (definition_of(self._projection).number, source, keeps_set_aside)
         return found if found is not None and (found.definition, found.source, found.keeps_set_aside) == wanted else None
 
+    async def in_state(self, state: str) -> Version:
+        """The version in a state, `building` or `previous`; raises Refused when there is none."""
+        found = await versions.in_state(self._control, self._where.schema, self._projection, state)
+        if found is None:
+            words = "previous version to go back to" if state == "previous" else "version that was begun"
+            raise Refused(f"{self._projection} has no {words}")
+        return found
+
+    async def set_aside(self) -> list[SetAside]:
+        """What the live version lacks."""
+        return await set_aside.load(self._control, self._projection)
+
     async def events(self) -> int:
         """How many events the live version has, all shards together."""
         return sum(cursor.seq for cursor in (await self._cursors_of(await self.live())).values())
@@ -120,7 +132,7 @@ class Rebuild:
                 building = await self._finish(building)
             await self._follow(source, await self._cursors_of(await self.live()))
         except Refused as error:
-            lacking = 0 if keeps else len(await set_aside.load(self._control, self._projection))
+            lacking = 0 if keeps else len(await self.set_aside())
             if not lacking:
                 raise
             records = "1 record, which is" if lacking == 1 else f"{lacking} records, which are"
@@ -130,7 +142,7 @@ class Rebuild:
     async def _begin(self, source: str, keeps_set_aside: bool) -> Version:
         useless = await versions.in_state(self._control, self._where.schema, self._projection, "building")
         if useless is not None:
-            log.info(
+            log.warning(
                 "%s was begun with another definition, from another source, or with another --keep-set-aside: begun anew", useless.schema
             )
             await versions.discard(self._control, self._where.schema, useless)
@@ -273,10 +285,7 @@ class Rebuild:
 
     async def undo(self, source: Source, accept: bool, patience_seconds: float) -> tuple[Version, Version]:
         """Shows the previous version again; returns what was live, and what is. Raises Refused when it would lead readers back in time."""
-        live = await self.live()
-        previous = await versions.in_state(self._control, self._where.schema, self._projection, "previous")
-        if previous is None:
-            raise Refused(f"{self._projection} has no previous version to go back to")
+        live, previous = await self.live(), await self.in_state("previous")
         await self._use(previous)
         ours = previous.definition == definition_of(self._projection).number
         # A version of the same definition stood still, frozen, since it was replaced; another one is kept by workers that have its code.
@@ -308,7 +317,7 @@ class Rebuild:
                 )
 
         await Switch(self._control, self._where.schema, live, previous, near, reach, True, self._wait).run(patience_seconds)
-        return live, previous
+        return live._replace(state="previous"), previous._replace(state="live")
 
     def _wait(self, reason: str) -> None:
         self._report(Progress(f"waiting to switch: {reason}"))

@@ -255,10 +255,13 @@ class Recovery:
             self._shard.keys.shard, own.term, kind, position.problem, position.seq, journal_seq, snapshot_seq, self._applied,
             round(time.monotonic() - began, 3), position.lost,
         )  # fmt: skip
+        beginning = (
+            f"Redis' seq {done.redis_seq}" if kind == "behind" else f"a snapshot of seq {snapshot_seq}" if snapshot_seq else "nothing"
+        )
         log.warning(
-            "shard %d recovered in %.1f s (%s): %d events applied, from seq %d; %d events that only Redis had are lost; living gates tell "
-            "which answers given as decided are, those of gates that have died are unknown",
-            done.shard, done.seconds, done.problem, done.applied, done.snapshot_seq or done.redis_seq, len(done.lost),
+            "shard %d recovered in %.1f s (%s): made of %s and %d events applied, up to seq %d; %d events that only Redis had are lost; "
+            "living gates tell which answers given as decided are, those of gates that have died are unknown",
+            done.shard, done.seconds, done.problem, beginning, done.applied, done.journal_seq, len(done.lost),
         )  # fmt: skip
         for line in done.lost:
             log.error("lost, decided by Redis and not in the journal: %s", line.decode())

@@ -15,7 +15,7 @@ from psycopg import AsyncConnection, sql
 from models.journal import Cursor
 from projections import audit, balances, cursors, ledger
 from projections.migrate import use_schema
-from projections.versions import create_flat
+from projections.versions import create_flat, may_be_version
 from streams.history import Point
 from streams.selection import Wanted
 from streams.sinks import Refused, RowSink
@@ -128,6 +128,8 @@ async def check_schema(connection: AsyncConnection[Any], schema: str, system: st
     """Whether the schema is there already, as a replay that this one may go on with; raises Refused when it is anything else."""
     if schema == system or schema in ("public", "information_schema") or schema.startswith("pg_"):
         raise Refused(f"schema {schema} is not for replays: name another")
+    if may_be_version(system, schema):
+        raise Refused(f"schema {schema} is named as the system's own read models are: name another")
     kept = await read_definition(connection, schema)
     if kept is None:
         found = await connection.execute("SELECT 1 FROM pg_namespace WHERE nspname = %s", (schema,))

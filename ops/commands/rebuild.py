@@ -56,7 +56,13 @@ def _options(command: Callable[..., None]) -> Callable[..., None]:
         click.option("--undo", is_flag=True, help="Show the previous version again; what is live now becomes the previous one."),
         click.option("--drop-previous", is_flag=True, help="Drop the previous version, and do nothing else."),
         click.option("--discard", is_flag=True, help="Drop a version that was begun, and do nothing else."),
-        click.option("--patience", default=60.0, show_default=True, help="Seconds to wait for readers that hold the views."),
+        click.option(
+            "--patience",
+            type=click.FloatRange(min=0),
+            default=60.0,
+            show_default=True,
+            help="Seconds to wait for readers that hold the views.",
+        ),
         click.option(
             "--jobs", type=click.IntRange(min=1), default=os.cpu_count() or 1, show_default="one a core", help="Processes that load."
         ),
@@ -127,7 +133,7 @@ async def _restore(settings: Settings, replication: int, republish: bool, dry_ru
         source = f"grabstream/{settings.prefix}"
         work = Restore(where_of(settings), redis, key_space(settings), topics.events, source, republish)
         plans = await work.plan()
-        written = 0 if dry_run else await work.run(plans, functools.partial(ProgressLine(), "journal"))
+        written = 0 if dry_run else await work.run(plans, functools.partial(_show, ProgressLine(), "journal"))
     finally:
         await redis.aclose()
     shards = [{"shard": plan.shard, "events": plan.end.seq, "had": plan.restored.seq} for plan in plans]
@@ -151,6 +157,10 @@ def _run_until_stopped(work: Coroutine[Any, Any, int], word: str) -> NoReturn:
         sys.exit(1)
 
 
+def _show(line: ProgressLine, what: str, progress: Progress) -> None:
+    line(what, progress.step, progress.done, progress.total, progress.rate)
+
+
 def few_collections() -> None:
     """Events live for a moment and by the thousand; looking through all of them for cycles is a tenth of the work."""
     gc.set_threshold(50_000, 20, 50)
@@ -165,16 +175,25 @@ def where_of(settings: Settings) -> Where:
 
 
 async def _run(settings: Settings, projections: tuple[str, ...], request: Request) -> int:
-    results, line = [], ProgressLine()
+    results: list[dict[str, Any]] = []
+    line = ProgressLine()
     if request.source == "journal" and not (request.drop_previous or request.discard):
         await check_shards(settings)
+    if request.undo:
+        # All of them or none: a switch back of some would be half of what was asked.
+        for projection in projections:
+            async with open_rebuild(where_of(settings), projection) as work:
+                await work.in_state("previous")
     for projection in projections:
-
-        def report(progress: Progress, what: str = projection) -> None:
-            line(what, progress.step, progress.done, progress.total, progress.rate)
-
-        async with open_rebuild(where_of(settings), projection, report, step_of(settings), request.jobs) as work:
-            result = await _one(settings, work, projection, request)
+        report = functools.partial(_show, line, projection)
+        try:
+            async with open_rebuild(where_of(settings), projection, report, step_of(settings), request.jobs) as work:
+                result = await _one(settings, work, projection, request)
+        except Refused as error:
+            if not (results and request.as_json):
+                raise
+            # What was done before stands, and has to be told.
+            result = {"projection": projection, "done": str(error), "refused": True}
         results.append(result)
         if not request.as_json:
             _print(result)
@@ -209,7 +228,9 @@ async def _one(settings: Settings, work: Rebuild, projection: str, request: Requ
             undeclared = [one.table for one in tables if one.undeclared]
             result["difference"] = [msgspec.to_builtins(one) for one in tables]
             if undeclared and not request.accept:
-                return result | {"refused": True, "done": f"refused: rows of {', '.join(undeclared)} differ, see above"}
+                lacking = [] if request.keep_set_aside else [one.in_words() for one in await work.set_aside()]
+                done = f"refused: rows of {', '.join(undeclared)} differ, see above"
+                return result | {"refused": True, "done": done, "set_aside": lacking}
             if request.no_switch:
                 return result | {"done": f"{new.schema} is complete and compared, and not shown"}
             new = await work.agree(new)
@@ -217,19 +238,26 @@ async def _one(settings: Settings, work: Rebuild, projection: str, request: Requ
             return result | {"done": f"{new.schema} is complete and was compared before, and not shown"}
         old = await work.switch(source, new, request.keep, request.patience)
     kept = f"{old.schema} is kept: --undo shows it again" if request.keep else f"{old.schema} was dropped"
-    return result | {"done": f"{new.schema} is live; {kept}"}
+    return result | {"new": new._replace(state="live")._asdict(), "done": f"{new.schema} is live; {kept}"}
 
 
 async def _plan(work: Rebuild, projection: str, live: Version, request: Request) -> str:
-    if request.undo or request.drop_previous or request.discard:
-        return "nothing: this was a dry run"
+    if request.undo:
+        previous = await work.in_state("previous")
+        return f"would show {previous.schema} (definition {previous.definition}) again; {live.schema} would be the previous version"
+    if request.drop_previous or request.discard:
+        try:
+            return f"would drop {(await work.in_state('previous' if request.drop_previous else 'building')).schema}"
+        except Refused as error:
+            return f"nothing: {error}"
     begun = await work.begun(request.source, request.keep_set_aside)
     number = definition_of(projection).number
     declared = ", ".join(sorted(definition_of(projection).declared_since(live.definition))) or "no columns"
     how = f"go on with {begun.schema} ({begun.phase})" if begun else "build a new version"
     return (
-        f"would {how} of definition {number} from the {request.source}, {await work.events():,} events, beside {live.schema} "
-        f"(definition {live.definition}); {declared} may differ; then {'compare only' if request.no_switch else 'switch'}"
+        f"would {how} of definition {number} from the {request.source}, the {await work.events():,} events that {live.schema} has and what "
+        f"came since, beside it (definition {live.definition}); {declared} may differ; then "
+        + ("compare only" if request.no_switch else "switch")
     )
 
 
@@ -246,6 +274,11 @@ def _print(result: dict[str, Any]) -> None:
     console.print(f"{result['projection']}: {result['done']}.{seconds}", highlight=False, markup=False, soft_wrap=True)
     if result["refused"]:
         console.print("  --accept switches all the same; --discard drops the new version.", highlight=False)
+        for words in result.get("set_aside", ()):
+            console.print(
+                f"  What the new version has and the live one lacks may be what was set aside, and --accept is right then: {words}",
+                highlight=False, markup=False, soft_wrap=True,
+            )  # fmt: skip
 
 
 def _print_difference(projection: str, tables: list[TableDifference]) -> None:

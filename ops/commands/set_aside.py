@@ -54,7 +54,7 @@ def set_aside(
 
     The record is shown first, and then kept in the books with its bytes, the reason and the operator. What was built from the shard
     lacks its events from then on; `status`, `verify` and `doctor` say so. To take it back, mend the cause and build the read model
-    anew: `grabstream rebuild PROJECTION` reads the record again. Exit 1: nothing to set aside.
+    anew: `grabstream rebuild PROJECTION --accept` reads the record again. Exit 1: nothing to set aside.
     """
     settings = load_settings()
     if listing:

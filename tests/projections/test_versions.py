@@ -155,3 +155,24 @@ def test_a_definition_says_what_it_means_to_change() -> None:
     for wrong, reason in ((text[18:], "no line"), (text + "--- part tabels\n", "tabels"), (text.replace("3: b", "4: b"), "above 3")):
         with pytest.raises(BadDefinition, match=reason):
             parse("p", wrong)
+
+
+async def test_a_name_that_is_taken_is_no_version_s(connection: AsyncConnection[Any], settings: Settings) -> None:
+    """Somebody's schema, or what an operator set aside in a version that is gone."""
+    schema = settings.schema_
+    await connection.execute(f"CREATE SCHEMA {schema}_ledger_4; CREATE SCHEMA {schema}_ledger_9x; CREATE SCHEMA {schema}_ledger".encode())
+    try:
+        async with connection.transaction():
+            assert (await versions.create(connection, schema, "ledger", settings.shards)).version == 5
+        async with connection.transaction():
+            assert (await versions.create(connection, schema, "audit", settings.shards)).version == 2
+    finally:
+        await connection.execute(f"DROP SCHEMA {schema}_ledger_4; DROP SCHEMA {schema}_ledger_9x; DROP SCHEMA {schema}_ledger".encode())
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("g_ledger_4", True), ("g_events_1", True), ("g_ledger", False), ("g_ledger_4b", False), ("h_ledger_4", False), ("g_mine_4", False)],
+)
+def test_names_that_others_may_not_take(name: str, expected: bool) -> None:
+    assert versions.may_be_version("g", name) is expected

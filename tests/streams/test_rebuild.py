@@ -151,13 +151,28 @@ async def test_differences_refuse_accept_and_undo(booked: Settings) -> None:
     accepted = grabstream("rebuild", "ledger", "--accept", **of(booked))
     assert accepted.returncode == 0, accepted.stderr
     assert await rows(booked, query) == [(wrong - 7,)]
-    assert grabstream("rebuild", "ledger", "--undo", **of(booked)).returncode == 0
+    everything = grabstream("rebuild", "all", "--undo", **of(booked))
+    assert (everything.returncode, "balances has no previous version" in everything.stderr) == (1, True)
+    planned = grabstream("rebuild", "ledger", "--undo", "--dry-run", **of(booked))
+    assert f"would show {booked.schema_}_ledger_1 (definition 1) again" in planned.stdout.replace("\n", " ")
+    assert await rows(booked, query) == [(wrong - 7,)]
+    undone = grabstream("rebuild", "ledger", "--undo", "--json", **of(booked))
+    assert undone.returncode == 0
+    new = json.loads(undone.stdout)["new"]
+    assert (new["version"], new["state"]) == (1, "live")
     assert await rows(booked, query) == [(wrong,)]
     assert grabstream("rebuild", "ledger", "--undo", **of(booked)).returncode == 0
     assert await rows(booked, query) == [(wrong - 7,)]
+    planned = grabstream("rebuild", "ledger", "--drop-previous", "--dry-run", **of(booked))
+    assert f"would drop {booked.schema_}_ledger_1" in planned.stdout
     dropped = grabstream("rebuild", "ledger", "--drop-previous", **of(booked))
     assert f"dropped {booked.schema_}_ledger_1" in dropped.stdout
-    assert grabstream("rebuild", "ledger", "--undo", **of(booked)).returncode == 1
+    for words in (("--undo",), ("--undo", "--dry-run")):
+        assert grabstream("rebuild", "ledger", *words, **of(booked)).returncode == 1
+    assert [one.state for one in await all_versions(booked, "ledger")] == ["live"]
+    # What is kept is kept until the next switch, whether that one keeps something or not.
+    for words in ((), ("--no-keep",)):
+        assert grabstream("rebuild", "ledger", *words, **of(booked)).returncode == 0
     assert [one.state for one in await all_versions(booked, "ledger")] == ["live"]
 
 

@@ -127,6 +127,9 @@ async def test_schemas_that_are_refused(told: System) -> None:
     for schema in (own, "public"):
         done = told.replay("--into", f"schema:{schema}")
         assert (done.returncode, "not for replays" in done.stderr) == (1, True), done.stderr
+    for number in (1, 99):
+        done = told.replay("--into", f"schema:{own}_ledger_{number}")
+        assert (done.returncode, "named as the system's own read models" in done.stderr) == (1, True), done.stderr
     async with await open_books(told.settings) as books:
         await books.execute(f"CREATE SCHEMA {other}".encode())
     done = told.replay("--into", f"schema:{other}")

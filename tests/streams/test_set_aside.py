@@ -207,6 +207,9 @@ async def test_built_anew_the_read_model_has_it_and_lacks_it_again_when_the_old_
         await at_seq(system, 30)
     [listed] = (await call(system, "set-aside", "--list"))[1]
     assert (listed["projection"], listed["first_seq"], listed["event_count"], listed["offers"]) == ("ledger", 3, 1, ["e"])
+    refused = await asyncio.to_thread(grabstream, "rebuild", "ledger", **of(system))
+    assert refused.returncode == 1
+    assert "may be what was set aside, and --accept is right then: 1 event (3)" in refused.stdout.replace("\n", " ")
     for words, posted, lacking in (((), 1000 - 290, 0), (("--undo",), 1000 - 280, 1)):
         done = await asyncio.to_thread(grabstream, "rebuild", "ledger", "--accept", *words, **of(system))
         assert done.returncode == 0, done.stderr
