@@ -71,7 +71,8 @@ async def test_the_relay_at_a_step(system: Settings, worker: Callable[..., Any],
         await crowd.adds_up()
 
 
-@pytest.mark.parametrize("step", ["ledger.committed:2", "balances.committed:2", "audit.committed:2", "events.committed:2"])
+# What has its cursor in PostgreSQL goes the same way in all three; `make drill` plays every one.
+@pytest.mark.parametrize("step", ["ledger.committed:2", "events.committed:2"])
 async def test_a_projection_between_its_commit_and_faust_s(system: Settings, worker: Callable[..., Any], step: str) -> None:
     worker(system, "decide,relay,sweep")
     doomed = worker(system, "project,publish", fail_at=step)
