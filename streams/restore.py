@@ -30,7 +30,7 @@ from streams.journal import JournalReader, open_reader
 from streams.publisher import Publisher, newest_cursor
 from streams.rebuild import Progress, Report, Where
 from streams.sources import Refused, audit_lines
-from streams.topics import RECORD_BYTES_MAX
+from streams.topics import RECORD_BYTES_MAX, delete_command
 
 OWNER: Final = "restored-"
 BLOCK_EVENTS: Final = 1_000
@@ -96,6 +96,7 @@ class Restore:
         ):
             await use_schema(connection, self._where.schema)
             plans, problems = [], []
+            delete = f"delete the topic (`{delete_command(self._where.kafka, self._where.journal)}`), and begin again"
             known = [one for one in await versions.versions(connection, self._where.schema) if one.projection in PROJECTIONS]
             for shard in range(self._where.shards):
                 holder = await self._redis.get(self._keys.shard(shard).lease)
@@ -105,7 +106,7 @@ class Restore:
                 [end] = [one.cursor for one in standings if (one.version.projection, one.version.state) == ("audit", "live")]
                 plan = ShardPlan(shard, end, tuple(standings), await self._checkpoint(shard), await self._published(events, shard, end))
                 problems += await _problems(connection, plan)
-                plans.append(await _with_restored(journal, plan))
+                plans.append(await _with_restored(journal, plan, delete))
         if problems:
             raise Refused("the journal cannot be restored without losing events:\n  " + "\n  ".join(problems))
         return plans
@@ -258,26 +259,34 @@ async def _hash(connection: AsyncConnection[Any], shard: int, seq: int) -> bytes
     return None if row is None else bytes(row[0])
 
 
-async def _with_restored(reader: JournalReader, plan: ShardPlan) -> ShardPlan:
-    """The plan with what an earlier attempt wrote; raises Refused when anything else is in the partition."""
+async def _with_restored(reader: JournalReader, plan: ShardPlan, delete: str) -> ShardPlan:
+    """The plan with what an earlier attempt wrote; raises Refused when events that are not from there are in the partition.
+
+    Markers are no events: relays that took over in vain have left them. Their terms count, so the restore's own is above them.
+    `delete` is the command that deletes the topic.
+    """
+    if beginning := await reader.beginning(plan.shard):
+        raise Refused(f"shard {plan.shard}: the journal begins at offset {beginning}, what stood before was deleted: {delete}")
     cursor, found = Cursor(), {}
     try:
         async with aclosing(reader.read(plan.shard, 0, await reader.end(plan.shard))) as lists:
             async for records in lists:
                 for record in records:
                     block = parse_block(record.headers, record.value)
-                    if not block.owner.startswith(OWNER):
+                    if block.count and not block.owner.startswith(OWNER):
+                        last = block.first_seq + block.count - 1
                         raise Refused(
-                            f"shard {plan.shard}: the journal is not empty, nothing has to be restored; only an empty topic can be filled "
-                            "(a lost one: delete what is left of it, and begin again)"
+                            f"shard {plan.shard}: events stand in the journal, seq {block.first_seq} to {last} at offset {record.offset}. "
+                            "If they are the truth, nothing has to be restored. If they are what is left of a lost journal, "
+                            f"{delete}; what stands there and not in the audit trail is gone then"
                         )
                     cursor, accepted = cursor.feed(record.offset, block)
                     if accepted and cursor.seq in plan.marks:
                         found[cursor.seq] = cursor
     except (Corrupt, Gap) as error:
-        raise Refused(f"shard {plan.shard}: what was restored before cannot be gone on with ({error}): begin with an empty topic") from None
+        raise Refused(f"shard {plan.shard}: what was restored before cannot be gone on with ({error}): {delete}") from None
     if missing := sorted(seq for seq in plan.marks if seq <= cursor.seq and seq not in found):
-        raise Refused(f"shard {plan.shard}: cursors have moved to seq {missing[0]} since the last attempt: begin with an empty topic")
+        raise Refused(f"shard {plan.shard}: cursors have moved to seq {missing[0]} since the last attempt: {delete}")
     return plan._replace(restored=cursor, found=found)
 
 
