@@ -112,8 +112,8 @@ rebuild.add_command(redis_command)
 def journal_(source: str, replication: int, republish: bool, dry_run: bool, as_json: bool) -> None:
     """Restore the journal from the audit trail, when Kafka has lost it.
 
-    The topic must have no events (markers of workers that tried do not matter), and the workers have to be stopped. The events come back under the same chain, at new offsets; every cursor is
-    anchored again by its seq and hash. Exit 1: something knows more than the audit trail has; it is named.
+    The topic must have no events (markers of workers that tried do not matter), and the workers have to be stopped. The events come
+    back under the same chain, at new offsets; every cursor is anchored again by its seq and hash. Exit 1: something knows more than the audit trail has; it is named.
     """
     _run_until_stopped(_restore(load_settings(), replication, republish, dry_run, as_json), "the same command goes on from there")
 
