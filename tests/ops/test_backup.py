@@ -32,8 +32,9 @@ def carry_out(name: str, settings: Settings, backup: Path) -> None:
         prefix=settings.prefix, schema=settings.schema_, redis_url=settings.redis_url, kafka=settings.kafka, postgres=settings.postgres,
         shards=str(settings.shards), seal_keys=settings.seal_keys.get_secret_value(),
     )  # fmt: skip
-    environment |= {"BACKUP": str(backup), "PATH": f"{Path(sys.executable).parent}:{environment['PATH']}"}
-    done = subprocess.run(["bash", "-euo", "pipefail", "-c", commands(name)], env=environment, capture_output=True, text=True, timeout=60)
+    environment |= {"BACKUP": str(backup / "kept"), "PATH": f"{Path(sys.executable).parent}:{environment['PATH']}"}
+    script = commands("names") + commands(name)
+    done = subprocess.run(["bash", "-euo", "pipefail", "-c", script], env=environment, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
 
 
