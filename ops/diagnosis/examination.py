@@ -177,8 +177,8 @@ def _make_checks(facts: Facts, servers: dict[str, str | None]) -> Examination:
     if restore:
         # A worker, a rebuild or empty topics do not help while the journal lacks events: its own way out goes before theirs.
         findings = [
-            (name, finding._replace(command=restore) if finding.command.startswith(_AFTER_THE_JOURNAL) else finding)
-            for name, finding in findings
+            (name, one._replace(command=restore) if one.severity != "note" and one.command.startswith(_AFTER_THE_JOURNAL) else one)
+            for name, one in findings
         ]
     return Examination(facts.now_ms, servers, findings, passed, not_checked)
 

@@ -16,9 +16,11 @@ from pydantic import SecretStr
 from lua.gate import now_ms
 from lua.keys import SHARD_FIELDS
 from models.commands import Grab, Open
+from models.journal import Cursor
 from models.offers import StockTerms
 from ops.connections import key_space, open_gate, open_redis
 from ops.diagnosis import books, core, machine, topics
+from ops.diagnosis.books import BookFacts, Lost
 from ops.diagnosis.core import CoreFacts, ShardFacts
 from ops.diagnosis.examination import CHECKS, JOURNAL_CHECK, Examination, examine
 from ops.diagnosis.findings import RESTORE, Finding, address, spans
@@ -27,7 +29,7 @@ from ops.services import free_ports
 from ops.services.servers import Redis
 from ops.settings import Settings
 from streams.projector import CatchUp
-from streams.topics import Topics
+from streams.topics import Topics, delete_command
 from tests.conftest import until
 from tests.ops.test_cli import grabstream, of
 from tests.streams.test_projections import SHARD, Journal, granted, journal, opened, rows, running
@@ -262,6 +264,17 @@ async def test_a_lost_journal(system: Settings, worker: Callable[..., Any], monk
     assert f"{events} events" in only(markers, JOURNAL_CHECK).what
     # Nobody is behind markers.
     assert not found(markers, "read models keep up")
+
+
+def test_a_journal_that_lost_its_end(settings: Settings) -> None:
+    """What is left is deleted for the restore, so the audit trail has to have it before."""
+    positions = {"ledger": {0: Cursor(9), 1: Cursor(3)}, "audit": {0: Cursor(8), 1: Cursor(3)}}
+    facts = BookFacts(0, None, True, [], positions, [], [], [], {}, Lost(0, 0, None), [])
+    assert not books.journal_lost({0: 9, 1: 4}, {0: 9, 1: 4}, facts, settings)
+    [lost] = books.journal_lost({0: 5, 1: 4}, {0: 10, 1: 4}, facts, settings)
+    assert lost.what.startswith("shard 0: 5 events that the books or Redis know are gone from Kafka")
+    assert lost.command == f"{delete_command(settings.kafka, Topics(settings.prefix).journal)} && {RESTORE}"
+    assert "let the audit trail read what is left of shard 1 before" in lost.means
 
 
 def shard_facts(number: int, relay: str | None = "w-1", **fields: str) -> ShardFacts:
