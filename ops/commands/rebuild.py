@@ -128,12 +128,17 @@ async def _restore(
     topics = Topics(settings.prefix)
     created = await create_topics(settings.kafka, topics, settings.shards, replication)
     await check_shards(settings)
+    line = ProgressLine()
+
+    def report(progress: Progress) -> None:
+        line("journal", progress.step, progress.done, progress.total, progress.rate)
+
     redis = open_redis(settings)
     try:
         source = f"grabstream/{settings.prefix}"
         work = Restore(where_of(settings), redis, key_space(settings), topics.events, source, republish, accept_loss)
         plans = await work.plan()
-        written = 0 if dry_run else await work.run(plans, functools.partial(ProgressLine(), "journal"))
+        written = 0 if dry_run else await work.run(plans, report)
     finally:
         await redis.aclose()
     shards = [{"shard": plan.shard, "events": plan.end.seq, "had": plan.restored.seq, "given_up": plan.given_up} for plan in plans]

@@ -98,6 +98,7 @@ async def test_the_journal_restored(system: Settings, worker: Callable[..., Any]
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout)
     assert (said["events"], said["written"]) == (events, events)
+    assert "journal: restoring the journal" in done.stderr
     # Cut off and begun again, it writes nothing twice.
     again = grabstream("rebuild", "journal", "--from", "audit", "--json", **of(system))
     assert (again.returncode, json.loads(again.stdout)["written"]) == (0, 0)
