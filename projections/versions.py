@@ -312,6 +312,17 @@ async def drop_all(connection: AsyncConnection[Any], schema: str) -> None:
         await connection.execute(sql.SQL("DROP SCHEMA IF EXISTS {} CASCADE").format(sql.Identifier(name)))
 
 
+async def begin_anew(connection: AsyncConnection[Any], schema: str, projection: str, shards: int) -> None:
+    """Shows an empty version instead of the live one, which is dropped, in the caller's transaction: workers fill it from the journal.
+
+    The connection uses the new version afterwards. Raises ViewsInUse.
+    """
+    made = await create(connection, schema, projection, shards)
+    await complete(connection, projection)
+    await show(connection, schema, made, keep=False)
+    await sweep(connection, schema, projection)
+
+
 async def renew_empty(connection: AsyncConnection[Any], schema: str, shards: int) -> list[str]:
     """Gives a system that has no events yet the definitions of this code, in the caller's transaction; returns the projections renewed."""
     renewed = []
@@ -323,9 +334,6 @@ async def renew_empty(connection: AsyncConnection[Any], schema: str, shards: int
             sql.SQL("SELECT count(*) FROM {} WHERE next_offset > 0").format(sql.Identifier(live.schema, "projection_cursors"))
         )
         if (await found.fetchone() or [1])[0] == 0:
-            made = await create(connection, schema, projection, shards)
-            await complete(connection, projection)
-            await show(connection, schema, made, keep=False)
-            await sweep(connection, schema, projection)
+            await begin_anew(connection, schema, projection, shards)
             renewed.append(projection)
     return renewed

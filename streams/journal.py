@@ -11,6 +11,7 @@ from streams.clients import started
 from streams.topics import RECORD_BYTES_MAX
 
 FETCH_WAIT_MS: Final = 500
+LOOK_BACK_RECORDS: Final = 16
 
 
 class Record(NamedTuple):
@@ -39,6 +40,17 @@ class JournalReader:
         partition = TopicPartition(self._topic, shard)
         return int((await self._consumer.beginning_offsets([partition]))[partition])
 
+    async def last_seq(self, shard: int) -> int:
+        """The highest seq among the newest blocks; 0 when the partition has markers only. Blocks that do not count are not told apart."""
+        beginning, start = await self.beginning(shard), await self.end(shard)
+        last, look_back = 0, LOOK_BACK_RECORDS
+        while not last and start > beginning:
+            end, start = start, max(start - look_back, beginning)
+            async for records in self.read(shard, start, end):
+                last = max(last, *(last_seq_of(record.headers) for record in records))
+            look_back *= 4
+        return last
+
     async def read(self, shard: int, from_offset: int, to_offset: int) -> AsyncGenerator[list[Record], None]:
         """The records with from_offset ≤ offset < to_offset, in lists as they arrive; raises when they are not there any more."""
         partition = TopicPartition(self._topic, shard)
@@ -56,6 +68,16 @@ class JournalReader:
             if records:
                 from_offset = records[-1].offset + 1
                 yield records
+
+
+def last_seq_of(headers: Headers) -> int:
+    """The last seq that a record's headers tell of; 0 of a marker, and of what is no block at all."""
+    named = dict(headers)
+    try:
+        count = int(named["count"])
+        return int(named["first_seq"]) + count - 1 if count else 0
+    except (KeyError, ValueError):
+        return 0
 
 
 @asynccontextmanager

@@ -3,6 +3,9 @@
 1. check that nothing knows more than the audit trail · 2. per shard: raise the term, append a marker and then the events in blocks,
 cut wherever a cursor stands · 3. anchor every cursor anew by its seq and hash: those of the read models, the checkpoint in Redis, and
 the publisher's, in a repeat of the last event it published. Every step may be done again after it was cut off.
+
+Events that somebody knows and the audit trail has not may be given up, when that is accepted: then Redis' shard is fenced, and its relay
+makes it anew from the journal; a version of a read model that had them is dropped, and the live one begins anew, empty.
 """
 
 import secrets
@@ -30,7 +33,7 @@ from streams.journal import JournalReader, open_reader
 from streams.publisher import Publisher, newest_cursor
 from streams.rebuild import Progress, Report, Where
 from streams.sources import Refused, audit_lines
-from streams.topics import RECORD_BYTES_MAX
+from streams.topics import RECORD_BYTES_MAX, delete_command
 
 OWNER: Final = "restored-"
 BLOCK_EVENTS: Final = 1_000
@@ -48,7 +51,8 @@ class ShardPlan(NamedTuple):
     """What is restored of a shard: up to `end`, by the audit trail.
 
     `standings`, `checkpoint` (of Redis) and `published` (on `grab.events`) are anchored anew. `restored` is how far the topic is already,
-    after an attempt that was cut off, and `found` the anchors in it.
+    after an attempt that was cut off, and `found` the anchors in it. `acknowledged` is the seq that Redis' checkpoint has, `given_up` the
+    number of events behind `end` that somebody knows, and `anew` the versions that have such events, in this shard or another.
     """
 
     shard: int
@@ -58,6 +62,9 @@ class ShardPlan(NamedTuple):
     published: Cursor
     restored: Cursor = Cursor()
     found: Mapping[int, Cursor] = {}
+    acknowledged: int = 0
+    given_up: int = 0
+    anew: tuple[Version, ...] = ()
 
     @property
     def places(self) -> list[tuple[str, Cursor]]:
@@ -74,16 +81,20 @@ class ShardPlan(NamedTuple):
 class Restore:
     """The restoring of one system's journal: `plan` checks and changes nothing, `run` does it.
 
-    `redis` must not decode replies. `republish` says that `grab.events` was lost too and shall be filled again from the beginning.
+    `redis` must not decode replies. `republish` says that `grab.events` was lost too and shall be filled again from the beginning,
+    `accept_loss` that events which the audit trail has not are given up.
     """
 
-    def __init__(self, where: Where, redis: Any, keys: KeySpace, events: str, source: str, republish: bool = False) -> None:
+    def __init__(
+        self, where: Where, redis: Any, keys: KeySpace, events: str, source: str, republish: bool = False, accept_loss: bool = False
+    ) -> None:  # fmt: skip
         self._where = where
         self._redis = redis
         self._keys = keys
         self._events = events
         self._source = source
         self._republish = republish
+        self._accept_loss = accept_loss
 
     # -- looking ----------------------------------------------------------------------------------------------------------
 
@@ -95,7 +106,9 @@ class Restore:
             open_reader(self._where.kafka, self._events) as events,
         ):
             await use_schema(connection, self._where.schema)
-            plans, problems = [], []
+            plans: list[ShardPlan] = []
+            problems: list[str] = []
+            delete = f"delete the topic (`{delete_command(self._where.kafka, self._where.journal)}`), and begin again"
             known = [one for one in await versions.versions(connection, self._where.schema) if one.projection in PROJECTIONS]
             for shard in range(self._where.shards):
                 holder = await self._redis.get(self._keys.shard(shard).lease)
@@ -103,10 +116,16 @@ class Restore:
                     raise Refused(f"shard {shard} is relayed by {holder.decode()}: stop the workers first")
                 standings = [await _standing(connection, one, shard) for one in known if one.state != "discarded"]
                 [end] = [one.cursor for one in standings if (one.version.projection, one.version.state) == ("audit", "live")]
-                plan = ShardPlan(shard, end, tuple(standings), await self._checkpoint(shard), await self._published(events, shard, end))
-                problems += await _problems(connection, plan)
-                plans.append(await _with_restored(journal, plan))
+                checkpoint, published = await self._checkpoint(shard), await self._published(events, shard, end)
+                plans.append(ShardPlan(shard, end, tuple(standings), checkpoint, published, acknowledged=checkpoint.seq))
+            if self._accept_loss:
+                plans = _without_what_is_lost(plans)
+            for place, plan in enumerate(plans):
+                problems += await _problems(connection, plan, self._events)
+                plans[place] = await _with_restored(journal, plan, delete)
         if problems:
+            if not self._accept_loss and any(cursor.seq > plan.end.seq for plan in plans for _, cursor in plan.places):
+                problems.append("--accept-loss gives up what the audit trail has not: who had it is made anew without it")
             raise Refused("the journal cannot be restored without losing events:\n  " + "\n  ".join(problems))
         return plans
 
@@ -143,6 +162,7 @@ class Restore:
                     await self._anchor_redis(plan, (term, owner, life), writer.anchors[plan.checkpoint.seq])
                     if plan.published.seq:
                         last[plan.shard] = (await _fact(connection, plan.shard, plan.published.seq), writer.anchors[plan.published.seq])
+            await self._make_anew(connection, plans)
         publisher = Publisher(
             kafka=self._where.kafka, events=self._events, shards=self._where.shards, source=self._source,
             postgres=self._where.postgres, schema=self._where.schema, journal=self._where.journal,
@@ -157,10 +177,28 @@ class Restore:
         term, life, *_ = await run_script(self._redis, "raise_term", [self._keys.shard(plan.shard).state], [floor, owner])
         return owner, int(term), life.decode()
 
+    async def _make_anew(self, connection: AsyncConnection[Any], plans: Sequence[ShardPlan]) -> None:
+        """Drops the versions that have events which are given up; what is shown begins anew, empty."""
+        schema = self._where.schema
+        for version in plans[0].anew if plans else ():
+            try:
+                if version.state == "live":
+                    async with connection.transaction():
+                        await versions.begin_anew(connection, schema, version.projection, self._where.shards)
+                    await use_schema(connection, schema)
+                else:
+                    await versions.discard(connection, schema, version)
+            except versions.ViewsInUse as error:
+                raise Refused(str(error)) from None
+
     async def _anchor_redis(self, plan: ShardPlan, own: tuple[int, str, str], anchor: Cursor) -> None:
         state = self._keys.shard(plan.shard).state
-        arguments = (*own, anchor.seq, anchor.head.hex(), anchor.next_offset, anchor.term, anchor.owner)
+        arguments = (*own, anchor.seq, anchor.head.hex(), anchor.next_offset, anchor.term, anchor.owner, plan.acknowledged)
         try:
+            if plan.acknowledged > anchor.seq:
+                # Behind the new checkpoint it has a hole: its relay makes the shard anew from the journal.
+                reason = f"the journal was restored to seq {anchor.seq}, what was acknowledged behind it is given up"
+                await run_script(self._redis, "fence", [state], [*own, reason])
             await run_script(self._redis, "anchor", [state], arguments)
         except ResponseError as error:
             if str(error).startswith("LOST"):
@@ -239,14 +277,31 @@ async def _standing(connection: AsyncConnection[Any], version: Version, shard: i
     return Standing(version, Cursor(row[0], bytes(row[1]), *row[2:]))
 
 
-async def _problems(connection: AsyncConnection[Any], plan: ShardPlan) -> list[str]:
+def _without_what_is_lost(plans: Sequence[ShardPlan]) -> list[ShardPlan]:
+    """The plans without those who are ahead of the audit trail: they are made anew. What is published cannot be taken back."""
+    anew = tuple({one.version.schema: one.version for plan in plans for one in plan.standings if one.cursor.seq > plan.end.seq}.values())
+    return [
+        plan._replace(
+            standings=tuple(one for one in plan.standings if one.version not in anew),
+            checkpoint=plan.end if plan.checkpoint.seq > plan.end.seq else plan.checkpoint,
+            given_up=max(0, *(cursor.seq - plan.end.seq for _, cursor in plan.places)),
+            anew=anew,
+        )
+        for plan in plans
+    ]
+
+
+async def _problems(connection: AsyncConnection[Any], plan: ShardPlan, events: str) -> list[str]:
     """Who is ahead of the audit trail, or of another history, in words."""
     problems = []
     for who, cursor in plan.places:
         if cursor.seq > plan.end.seq:
+            seqs = f"seq {plan.end.seq + 1} to {cursor.seq}"
+            where = "is nowhere else"
+            if plan.published.seq >= cursor.seq:
+                where = f"stands on {events} only: its readers know it. To give it up, delete that topic too, and add --republish"
             problems.append(
-                f"shard {plan.shard}: {who} is at seq {cursor.seq}, the audit trail ends at {plan.end.seq}; the text of seq "
-                f"{plan.end.seq + 1} to {cursor.seq} is nowhere else"
+                f"shard {plan.shard}: {who} is at seq {cursor.seq}, the audit trail ends at {plan.end.seq}; the text of {seqs} {where}"
             )
         elif cursor.seq and await _hash(connection, plan.shard, cursor.seq) != cursor.head:
             problems.append(f"shard {plan.shard}: {who} is of another history than the audit trail at seq {cursor.seq}")
@@ -258,26 +313,34 @@ async def _hash(connection: AsyncConnection[Any], shard: int, seq: int) -> bytes
     return None if row is None else bytes(row[0])
 
 
-async def _with_restored(reader: JournalReader, plan: ShardPlan) -> ShardPlan:
-    """The plan with what an earlier attempt wrote; raises Refused when anything else is in the partition."""
+async def _with_restored(reader: JournalReader, plan: ShardPlan, delete: str) -> ShardPlan:
+    """The plan with what an earlier attempt wrote; raises Refused when events that are not from there are in the partition.
+
+    Markers are no events: relays that took over in vain have left them. Their terms count, so the restore's own is above them.
+    `delete` is the command that deletes the topic.
+    """
+    if beginning := await reader.beginning(plan.shard):
+        raise Refused(f"shard {plan.shard}: the journal begins at offset {beginning}, what stood before was deleted: {delete}")
     cursor, found = Cursor(), {}
     try:
         async with aclosing(reader.read(plan.shard, 0, await reader.end(plan.shard))) as lists:
             async for records in lists:
                 for record in records:
                     block = parse_block(record.headers, record.value)
-                    if not block.owner.startswith(OWNER):
+                    if block.count and not block.owner.startswith(OWNER):
+                        last = block.first_seq + block.count - 1
                         raise Refused(
-                            f"shard {plan.shard}: the journal is not empty, nothing has to be restored; only an empty topic can be filled "
-                            "(a lost one: delete what is left of it, and begin again)"
+                            f"shard {plan.shard}: events stand in the journal, seq {block.first_seq} to {last} at offset {record.offset}. "
+                            "If they are the truth, nothing has to be restored. If they are what is left of a lost journal, "
+                            f"{delete}; what stands there and not in the audit trail is gone then"
                         )
                     cursor, accepted = cursor.feed(record.offset, block)
                     if accepted and cursor.seq in plan.marks:
                         found[cursor.seq] = cursor
     except (Corrupt, Gap) as error:
-        raise Refused(f"shard {plan.shard}: what was restored before cannot be gone on with ({error}): begin with an empty topic") from None
+        raise Refused(f"shard {plan.shard}: what was restored before cannot be gone on with ({error}): {delete}") from None
     if missing := sorted(seq for seq in plan.marks if seq <= cursor.seq and seq not in found):
-        raise Refused(f"shard {plan.shard}: cursors have moved to seq {missing[0]} since the last attempt: begin with an empty topic")
+        raise Refused(f"shard {plan.shard}: cursors have moved to seq {missing[0]} since the last attempt: {delete}")
     return plan._replace(restored=cursor, found=found)
 
 

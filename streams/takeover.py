@@ -22,6 +22,10 @@ log = logging.getLogger(__name__)
 #: Journal records that a snapshot must save before the shard's own checkpoint is given up for it.
 SNAPSHOT_WORTH_RECORDS: Final = 2_000
 RAISES_MAX: Final = 3
+#: In the fault of a shard whose journal has to be restored …
+JOURNAL_LOST: Final = "it has lost events"
+#: … and at the beginning of that of a shard which its journal does not lead to.
+CANNOT_BE_MADE: Final = "the shard cannot be made of the journal"
 
 Send = Callable[[bytes, list[tuple[str, bytes]]], Awaitable[int]]
 Drain = Callable[[Ownership, Cursor], Awaitable[Cursor]]
@@ -95,7 +99,7 @@ class Takeover:
         return raised, await self._send(b"", marker_headers(self._shard.keys.shard, own.term, own.owner))
 
     async def _stay_fenced(self, own: Ownership, what: str) -> NotReconciled:
-        reason = f"the journal {what}: it has lost events; put it back, or restore it with `grabstream rebuild journal --from audit`"
+        reason = f"the journal {what}: {JOURNAL_LOST}; put it back, or restore it with `grabstream rebuild journal --from audit`"
         await self._shard.fence(own, reason)
         return NotReconciled(reason)
 
@@ -187,7 +191,7 @@ class Takeover:
         try:
             await recovering
         except (CannotOpen, Impossible) as error:
-            reason = f"the shard cannot be made of the journal: {error}"
+            reason = f"{CANNOT_BE_MADE}: {error}"
             await self._shard.fence(own, reason)
             raise NotReconciled(reason) from None
 

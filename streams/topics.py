@@ -83,6 +83,11 @@ async def partitions_of(bootstrap: str, name: str) -> list[dict[str, Any]]:
     return list(described[0]["partitions"])
 
 
+def delete_command(bootstrap: str, name: str) -> str:
+    """How somebody deletes a topic by hand, with the tool that comes with Kafka."""
+    return f"kafka-topics.sh --bootstrap-server {bootstrap} --delete --topic {name}"
+
+
 async def _create(bootstrap: str, wanted: list[NewTopic]) -> list[str]:
     """Creates what is missing; returns its names."""
     async with started(AIOKafkaAdminClient(bootstrap_servers=bootstrap)) as client:

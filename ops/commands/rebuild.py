@@ -113,35 +113,50 @@ rebuild.add_command(redis_command)
 @click.option("--from", "source", type=click.Choice(["audit"]), required=True, help="Where the events are: the audit trail.")
 @click.option("--replication", default=1, show_default=True, help="Copies of the topics that have to be created.")
 @click.option("--republish", is_flag=True, help="The events topic was lost too: fill it again from the beginning, for its readers.")
+@click.option("--accept-loss", is_flag=True, help="Give up events that the audit trail has not; who had them is made anew without them.")
 @click.option("--dry-run", is_flag=True, help="Check and say what would be restored; only missing topics are created.")
 @json_option
-def journal_(source: str, replication: int, republish: bool, dry_run: bool, as_json: bool) -> None:
+def journal_(source: str, replication: int, republish: bool, accept_loss: bool, dry_run: bool, as_json: bool) -> None:
     """Restore the journal from the audit trail, when Kafka has lost it.
 
-    The topic has to be empty, and the workers stopped. The events come back under the same chain, at new offsets; every cursor is
-    anchored again by its seq and hash. Exit 1: something knows more than the audit trail has; it is named.
+    The topic must have no events (markers of workers that tried do not matter), and the workers have to be stopped. The events come
+    back under the same chain, at new offsets; every cursor is anchored again by its seq and hash. Exit 1: something knows more than the
+    audit trail has; it is named, and --accept-loss is the way out.
     """
-    _run_until_stopped(_restore(load_settings(), replication, republish, dry_run, as_json), "the same command goes on from there")
+    _run_until_stopped(
+        _restore(load_settings(), replication, republish, accept_loss, dry_run, as_json), "the same command goes on from there"
+    )
 
 
-async def _restore(settings: Settings, replication: int, republish: bool, dry_run: bool, as_json: bool) -> int:
+async def _restore(
+    settings: Settings, replication: int, republish: bool, accept_loss: bool, dry_run: bool, as_json: bool
+) -> int:  # fmt: skip
     topics = Topics(settings.prefix)
     created = await create_topics(settings.kafka, topics, settings.shards, replication)
     await check_shards(settings)
     redis = open_redis(settings)
     try:
         source = f"grabstream/{settings.prefix}"
-        work = Restore(where_of(settings), redis, key_space(settings), topics.events, source, republish)
+        work = Restore(where_of(settings), redis, key_space(settings), topics.events, source, republish, accept_loss)
         plans = await work.plan()
         written = 0 if dry_run else await work.run(plans, functools.partial(_show, ProgressLine(), "journal"))
     finally:
         await redis.aclose()
-    shards = [{"shard": plan.shard, "events": plan.end.seq, "had": plan.restored.seq} for plan in plans]
+    shards = [{"shard": plan.shard, "events": plan.end.seq, "had": plan.restored.seq, "given_up": plan.given_up} for plan in plans]
+    anew = sorted({version.schema for plan in plans for version in plan.anew})
     events = sum(plan.end.seq for plan in plans)
     if as_json:
-        print_json({"events": events, "written": written, "topics_created": created, "dry_run": dry_run, "shards": shards})
+        print_json(
+            {"events": events, "written": written, "topics_created": created, "dry_run": dry_run, "shards": shards, "made_anew": anew}
+        )
     else:
         console.print(f"Topics created: {', '.join(created) or 'none, all exist'}.", highlight=False)
+        for plan in plans:
+            if plan.given_up:
+                last = plan.end.seq + plan.given_up
+                console.print(f"Given up in shard {plan.shard}: seq {plan.end.seq + 1} to {last}.", highlight=False)
+        if anew:
+            console.print(f"Made anew from the journal's beginning: {', '.join(anew)}.", highlight=False, soft_wrap=True)
         did = f"would restore {events:,} events" if dry_run else f"{events:,} events are in the journal, {written:,} written now"
         console.print(f"{did}, in {len(shards)} shards. Start the workers." if not dry_run else f"{did}.", highlight=False)
     return 0

@@ -14,10 +14,12 @@ from lua.gate import run_script
 from lua.keys import SHARD_FIELDS
 from ops.commands.init import check_shards
 from ops.connections import key_space, open_redis, report_recovery, require_core, sealer, snapshots
+from ops.diagnosis.findings import RESTORE
 from ops.output import console, json_option, print_json, table
 from ops.progress import ProgressLine
 from ops.settings import Settings, load_settings
 from ops.stopping import run_until_stopped
+from streams.journal import open_reader
 from streams.keeper import RENEWALS_PER_LEASE
 from streams.ownership import NewerProgram, NotReconciled, SteppedDown
 from streams.relay import ShardRelay
@@ -54,7 +56,7 @@ async def _run(settings: Settings, shards: list[int], dry_run: bool, as_json: bo
         await require_core(redis)
         for shard in shards:
             if dry_run:
-                results.append({"shard": shard, "done": f"would be rebuilt; {await _state(settings, redis, shard)}", "refused": False})
+                results.append(await _plan(settings, redis, shard))
             else:
                 results.append(await _rebuild(settings, redis, shard))
     finally:
@@ -66,12 +68,18 @@ async def _run(settings: Settings, shards: list[int], dry_run: bool, as_json: bo
     return 1 if any(one["refused"] for one in results) else 0
 
 
-async def _state(settings: Settings, redis: Any, shard: int) -> str:
+async def _plan(settings: Settings, redis: Any, shard: int) -> dict[str, Any]:
+    """What the command would do with a shard, or why it would refuse."""
     found = await redis.hmget(key_space(settings).shard(shard).state, list(SHARD_FIELDS))
     fields = {name: value and value.decode() for name, value in zip(SHARD_FIELDS, found, strict=True)}
-    return f"it is at seq {fields['seq'] or 0}, journaled to {fields['journaled_seq'] or 0}" + (
-        f", fenced: {fields['fault']}" if fields["fault"] else ""
-    )
+    journaled = int(fields["journaled_seq"] or 0)
+    async with open_reader(settings.kafka, Topics(settings.prefix).journal) as reader:
+        last_seq = await reader.last_seq(shard)
+    if last_seq < journaled:
+        done = f"would be refused: the journal ends at seq {last_seq}, {journaled} were acknowledged: {RESTORE}"
+        return {"shard": shard, "done": done, "refused": True}
+    done = f"would be rebuilt; it is at seq {fields['seq'] or 0}, journaled to {journaled}"
+    return {"shard": shard, "done": done + (f", fenced: {fields['fault']}" if fields["fault"] else ""), "refused": False}
 
 
 @asynccontextmanager

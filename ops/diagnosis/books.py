@@ -8,7 +8,7 @@ from psycopg import AsyncConnection
 
 from models.journal import Cursor
 from models.upcasting import NEWER
-from ops.diagnosis.findings import Finding, address, of_shards
+from ops.diagnosis.findings import RESTORE, Finding, address, of_shards
 from ops.diagnosis.topics import LATE_MS, Lag, lags
 from ops.settings import Settings
 from projections import cursors, set_aside, verified
@@ -19,7 +19,7 @@ from projections.verified import Found, Progress
 from projections.versions import versions, written_by_us
 from streams.journal import JournalReader
 from streams.publisher import newest_cursor
-from streams.topics import Topics
+from streams.topics import Topics, delete_command
 
 EVENTS: Final = "events"
 #: Lost decisions are told of for so long.
@@ -90,35 +90,50 @@ async def _one(connection: AsyncConnection[Any], query: str, *values: Any) -> An
 
 
 async def read_lags(settings: Settings, books: BookFacts, consumer: AIOKafkaConsumer) -> dict[str, list[Lag]]:
-    """How far each read model is behind the journal; that of the events topic by the cursor in the topic itself."""
+    """How far each read model is behind the events of the journal; that of the events topic by the cursor in the topic itself."""
     topics = Topics(settings.prefix)
     positions = {name: {shard: cursor.next_offset for shard, cursor in of.items()} for name, of in books.positions.items()}
     if books.positions:
         reader = JournalReader(consumer, topics.events)
         aside = [one for one in books.aside if one.projection == EVENTS]
         newest = {shard: set_aside.past(aside, shard, await newest_cursor(reader, shard)) for shard in range(settings.shards)}
-        positions[EVENTS] = await _behind_markers(settings, consumer, newest)
+        positions[EVENTS] = {shard: cursor.next_offset for shard, cursor in newest.items()}
     found = {}
+    # Read models stand at few places, mostly at the end: each is looked at once.
+    known: dict[tuple[TopicPartition, int], int] = {}
     for name, of_model in positions.items():
         at = {TopicPartition(topics.journal, shard): offset for shard, offset in of_model.items() if shard < settings.shards}
-        found[name] = await lags(consumer, at)
+        found[name] = await lags(consumer, await _behind_markers(consumer, at, known))
     return found
 
 
-async def _behind_markers(settings: Settings, consumer: AIOKafkaConsumer, newest: dict[int, Cursor]) -> dict[int, int]:
-    """The offsets of the first records with events behind the cursors: markers make no event, so they leave no cursor either."""
-    journal = Topics(settings.prefix).journal
-    ends = await consumer.end_offsets([TopicPartition(journal, shard) for shard in newest])
-    reader, found = JournalReader(consumer, journal), {}
-    for shard, cursor in newest.items():
-        offset, end = cursor.next_offset, ends[TopicPartition(journal, shard)]
-        async for records in reader.read(shard, offset, end):
+async def _behind_markers(
+    consumer: AIOKafkaConsumer, at: dict[TopicPartition, int], known: dict[tuple[TopicPartition, int], int]
+) -> dict[TopicPartition, int]:
+    """The offsets of the first records with events from these offsets on: nobody misses anything for a marker.
+
+    `known` has what was found before, and gets what is found.
+    """
+    if not at:
+        return {}
+    beginnings, ends = await consumer.beginning_offsets(list(at)), await consumer.end_offsets(list(at))
+    for partition, offset in at.items():
+        if (partition, offset) in known:
+            continue
+        reader, first = JournalReader(consumer, partition.topic), max(offset, beginnings[partition])
+        async for records in reader.read(partition.partition, first, ends[partition]):
             with_events = [record.offset for record in records if dict(record.headers).get("count") != b"0"]
-            offset = with_events[0] if with_events else records[-1].offset + 1
+            first = with_events[0] if with_events else records[-1].offset + 1
             if with_events:
                 break
-        found[shard] = offset
-    return found
+        known[partition, offset] = first
+    return {partition: known[partition, offset] for partition, offset in at.items()}
+
+
+async def read_last_seqs(settings: Settings, consumer: AIOKafkaConsumer) -> dict[int, int]:
+    """The seq of the last event that the journal has, by shard."""
+    reader = JournalReader(consumer, Topics(settings.prefix).journal)
+    return {shard: await reader.last_seq(shard) for shard in range(settings.shards)}
 
 
 # -- checks -----------------------------------------------------------------------------------------------------------
@@ -134,6 +149,30 @@ def tables_missing(facts: BookFacts, settings: Settings) -> list[Finding]:
         return []
     what = f"{', '.join(short)}: cursors for fewer shards than GRAB_SHARDS={settings.shards}"
     return [Finding("stuck", what, "what is decided in the other shards never comes into the books", "grabstream init")]
+
+
+def journal_lost(
+    last_seqs: dict[int, int], acknowledged: dict[int, int], facts: BookFacts, settings: Settings
+) -> list[Finding]:  # fmt: skip
+    """Events that somebody knows and Kafka has not any more. By shard: what the journal ends at, and what Redis knows to be in it."""
+    known = dict(acknowledged)
+    for of_model in facts.positions.values():
+        for shard, cursor in of_model.items():
+            known[shard] = max(known.get(shard, 0), cursor.seq)
+    lost = {shard: seq - last_seqs.get(shard, 0) for shard, seq in known.items() if seq > last_seqs.get(shard, 0)}
+    if not lost:
+        return []
+    journal, command = Topics(settings.prefix).journal, RESTORE
+    means = "nothing comes into the books from there; Redis decides nothing there once it is asked what the journal has"
+    if any(last_seqs.values()):
+        # What is left goes too, so the audit trail must have it before.
+        audit = facts.positions.get("audit", {})
+        unread = [shard for shard, seq in last_seqs.items() if shard not in audit or audit[shard].seq < seq]
+        if unread:
+            means += f"; let the audit trail read what is left of {of_shards(unread)} before (`grabstream worker --roles project`)"
+        command = f"{delete_command(settings.kafka, journal)} && {RESTORE}"
+    what = f"{of_shards(lost)}: {sum(lost.values()):,} events that the books or Redis know are gone from Kafka: {journal} ends before them"
+    return [Finding("stuck", what, means, command)]
 
 
 def of_another_release(facts: BookFacts, settings: Settings) -> list[Finding]:
@@ -165,7 +204,7 @@ def stopped(facts: BookFacts, settings: Settings) -> list[Finding]:
 
 
 def lagging(behind: dict[str, list[Lag]], facts: BookFacts, settings: Settings, now_ms: int) -> list[Finding]:
-    """Read models that have not read what stands in the journal for a while."""
+    """Read models that have not read events which stand in the journal for a while."""
     at_rest = {(stop.projection, stop.shard) for stop in facts.stops}
     found = []
     for name, of_model in behind.items():

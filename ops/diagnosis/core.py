@@ -5,9 +5,10 @@ from typing import Any, Final, NamedTuple
 
 from lua.keys import SHARD_FIELDS, KeySpace, ShardKeys
 from lua.life import life_of
-from ops.diagnosis.findings import Finding, address, of_shards
+from ops.diagnosis.findings import RESTORE, Finding, address, of_shards
 from ops.redis_cluster import masters
 from ops.settings import Settings
+from streams.takeover import CANNOT_BE_MADE, JOURNAL_LOST
 
 #: An event that has waited so long for the journal is not on its way any more.
 RELAY_LATE_MS: Final = 10_000
@@ -16,6 +17,7 @@ SWEEP_LATE_MS: Final = 10_000
 FULL_SHARE: Final = 0.8
 MEMORY_FULL_SHARE: Final = 0.9
 
+_number = re.compile(r"\d+")
 _event_at = re.compile(rb'"at":(\d+)').search
 
 
@@ -183,32 +185,47 @@ def memory_is_short(facts: CoreFacts, settings: Settings) -> list[Finding]:
 
 
 def fenced(facts: CoreFacts, settings: Settings) -> list[Finding]:
-    """Shards that decide nothing, each reason once."""
-    reasons: dict[tuple[str, str, int | None], list[int]] = {}
+    """Shards that decide nothing; what differs only in its numbers is told once, in the words of its first shard."""
+    alike: dict[tuple[str, str], list[tuple[int, str, int | None]]] = {}
     for shard in facts.shards:
         reason = _why_fenced(facts, shard)
         if reason is not None:
-            reasons.setdefault(reason, []).append(shard.number)
-    return [
-        Finding("stuck", f"{of_shards(numbers)}: fenced: {words}", "nothing is decided there: grabs are answered fenced", command, since)
-        for (words, command, since), numbers in reasons.items()
-    ]
+            words, command, since = reason
+            alike.setdefault((_number.sub("#", words), command), []).append((shard.number, words, since))
+    found = []
+    for (_, command), shards in alike.items():
+        first, words, _ = shards[0]
+        if any(other != words for _, other, _ in shards):
+            words = f"in shard {first}, {words} (the others say the same with other numbers)"
+        what = f"{of_shards(number for number, _, _ in shards)}: fenced: {words}"
+        since = min((since for *_, since in shards if since), default=None)
+        found.append(Finding("stuck", what, "nothing is decided there: grabs are answered fenced", command, since))
+    return found
 
 
 def _why_fenced(facts: CoreFacts, shard: ShardFacts) -> tuple[str, str, int | None] | None:
+    """Why a shard is fenced, in words, the way out, and since when (ms since 1970 UTC); None when it is not."""
     life, fault = shard.fields["life"], shard.fields["fault"]
     # What was never taken over and has no relay is told below, as such.
     if life == shard.server_life or (life is None and shard.relay is None):
         return None
-    start = "grabstream worker --roles relay,sweep"
     restarted = life is not None
-    # It was not fenced when it decided its last event, nor before this life of the server began.
-    since = max(facts.started_at(shard.server_life), int(shard.fields["time"] or 0)) if restarted or shard.fields["seq"] else None
-    if shard.relay is not None and fault:
-        return fault, "grabstream rebuild redis", since
-    if restarted:
-        return "Redis has started anew or was promoted, and no relay has reconciled the shard since", start, since
-    return fault or "no relay has taken it over yet", start, since
+    since = None
+    if restarted or (shard.fields["seq"] and not shard.fields["partial"]):
+        # It was not fenced when it decided its last event, nor before this life of the server began. What is being rebuilt has the
+        # time of events long past.
+        since = max(facts.started_at(shard.server_life), int(shard.fields["time"] or 0)) or None
+    if restarted and (shard.relay is None or not fault):
+        fault = "Redis has started anew or was promoted, and no relay has reconciled the shard since"
+    if shard.relay is None:
+        command = "grabstream worker --roles relay,sweep"
+    elif fault and JOURNAL_LOST in fault:
+        command = RESTORE
+    elif fault and fault.startswith(CANNOT_BE_MADE):
+        command = "grabstream rebuild redis"
+    else:
+        command = "nothing: its relay is at work, the shard mends itself   # if it does not: that worker's log says what stands in the way"
+    return fault or "its relay has not taken it over yet", command, since
 
 
 def not_relayed(facts: CoreFacts, settings: Settings) -> list[Finding]:

@@ -36,6 +36,8 @@ class Facts(NamedTuple):
     topics: TopicFacts | None
     books: BookFacts | None
     behind: dict[str, list[Lag]] | None
+    #: the last seq in the journal, by shard; empty when there is no such topic
+    last_seqs: dict[int, int] | None
 
 
 class Check(NamedTuple):
@@ -79,6 +81,14 @@ def _commands_wait(facts: Facts) -> list[Finding]:
     return topics.commands_wait(facts.topics, facts.settings, facts.now_ms) if facts.topics else []
 
 
+def _journal_lost(facts: Facts) -> list[Finding]:
+    if facts.last_seqs is None or facts.books is None:
+        return []
+    shards = facts.core.shards if facts.core else ()
+    acknowledged = {shard.number: int(shard.fields["journaled_seq"] or 0) for shard in shards}
+    return books.journal_lost(facts.last_seqs, acknowledged, facts.books, facts.settings)
+
+
 def _lagging(facts: Facts) -> list[Finding]:
     return books.lagging(facts.behind, facts.books, facts.settings, facts.now_ms) if facts.behind and facts.books else []
 
@@ -100,10 +110,13 @@ def _disks(facts: Facts) -> list[Finding]:
     return machine.disks(facts.settings, directories)
 
 
+_AFTER_THE_JOURNAL: Final = ("grabstream init", "grabstream worker", "grabstream rebuild")
+JOURNAL_CHECK: Final = "the journal has what is known of it"
 #: What stops everything stands first.
 CHECKS: Final = (
     Check("seal keys are set", (), lambda facts: machine.seal_keys_missing(facts.settings)),
     Check("topics are there", ("kafka",), _topics(topics.missing)),
+    Check(JOURNAL_CHECK, ("kafka", "postgres"), _journal_lost),
     Check("tables are there", ("postgres",), _books(books.tables_missing)),
     Check("the number of shards is that of the system", ("redis",), _core(core.other_shards)),
     Check("clocks agree", (), _clocks_apart),
@@ -139,11 +152,14 @@ async def examine(settings: Settings, clock: Clock = now_ms) -> Examination:
     answers = await asyncio.gather(*(_ask(name, function(settings, clock)) for name, function in read))
     of_core, of_topics, of_books = (facts for facts, _ in answers)
     servers = {name: problem for (name, _), (_, problem) in zip(read, answers, strict=True)}
-    behind = None
+    # After the others: what somebody knows of the journal was in it before.
+    behind: dict[str, list[Lag]] | None = None
+    last_seqs: dict[int, int] | None = {} if of_topics else None
     if of_topics and of_books and of_topics.partitions.get(f"{settings.prefix}.journal"):
-        behind, problem = await _ask("kafka", _read_lags(settings, of_books))
+        found, problem = await _ask("kafka", _read_journal(settings, of_books))
+        behind, last_seqs = found or (None, None)
         servers["kafka"] = servers["kafka"] or problem
-    return _make_checks(Facts(settings, clock(), of_core, of_topics, of_books, behind), servers)
+    return _make_checks(Facts(settings, clock(), of_core, of_topics, of_books, behind, last_seqs), servers)
 
 
 def _make_checks(facts: Facts, servers: dict[str, str | None]) -> Examination:
@@ -157,6 +173,13 @@ def _make_checks(facts: Facts, servers: dict[str, str | None]) -> Examination:
         findings += [(check.name, one) for one in found]
         if not found:
             passed.append(check.name)
+    restore = next((finding.command for name, finding in findings if name == JOURNAL_CHECK), None)
+    if restore:
+        # A worker, a rebuild or empty topics do not help while the journal lacks events: its own way out goes before theirs.
+        findings = [
+            (name, one._replace(command=restore) if one.severity != "note" and one.command.startswith(_AFTER_THE_JOURNAL) else one)
+            for name, one in findings
+        ]
     return Examination(facts.now_ms, servers, findings, passed, not_checked)
 
 
@@ -188,9 +211,10 @@ async def _read_books(settings: Settings, clock: Clock) -> BookFacts:
         return await books.read_books(connection, settings.schema_, clock)
 
 
-async def _read_lags(settings: Settings, of_books: BookFacts) -> dict[str, list[Lag]]:
+async def _read_journal(settings: Settings, of_books: BookFacts) -> tuple[dict[str, list[Lag]], dict[int, int]]:
+    """Who is behind the journal, and the last seq of every shard in it."""
     async with started(_consumer(settings)) as consumer:
-        return await books.read_lags(settings, of_books, consumer)
+        return await books.read_lags(settings, of_books, consumer), await books.read_last_seqs(settings, consumer)
 
 
 def _consumer(settings: Settings) -> AIOKafkaConsumer:

@@ -1,11 +1,14 @@
 """Findings: one thing that is wrong, in words for whoever has to mend it."""
 
 from collections.abc import Iterable
-from typing import Literal, NamedTuple
+from typing import Final, Literal, NamedTuple
 from urllib.parse import urlsplit
 
 #: `stuck`: something does not go on, or is wrong already · `risk`: it will be, or may be · `note`: known and decided by somebody.
 Severity = Literal["stuck", "risk", "note"]
+
+#: The way out when Kafka has lost events of the journal.
+RESTORE: Final = "grabstream init && grabstream rebuild journal --from audit   # stop all workers before, start them afterwards"
 
 
 class Finding(NamedTuple):

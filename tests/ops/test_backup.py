@@ -16,7 +16,9 @@ from ops.connections import open_gate, open_redis
 from ops.services.servers import PROJECT
 from ops.settings import Settings, child_environment
 from ops.verification import verify
+from streams.topics import Topics
 from tests.streams.test_projections import rows
+from tests.streams.test_restore import delete, forget_last
 
 DECIDING, PROJECTING = "decide,relay,sweep", "project,publish"
 
@@ -32,8 +34,9 @@ def carry_out(name: str, settings: Settings, backup: Path) -> None:
         prefix=settings.prefix, schema=settings.schema_, redis_url=settings.redis_url, kafka=settings.kafka, postgres=settings.postgres,
         shards=str(settings.shards), seal_keys=settings.seal_keys.get_secret_value(),
     )  # fmt: skip
-    environment |= {"BACKUP": str(backup), "PATH": f"{Path(sys.executable).parent}:{environment['PATH']}"}
-    done = subprocess.run(["bash", "-euo", "pipefail", "-c", commands(name)], env=environment, capture_output=True, text=True, timeout=60)
+    environment |= {"BACKUP": str(backup / "kept"), "PATH": f"{Path(sys.executable).parent}:{environment['PATH']}"}
+    script = commands("names") + commands(name)
+    done = subprocess.run(["bash", "-euo", "pipefail", "-c", script], env=environment, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
 
 
@@ -88,3 +91,23 @@ async def test_redis_is_lost(system: Settings, worker: Callable[..., Any]) -> No
         await redis.aclose()
     await grab(system, "after")
     await all_is_right(system)
+
+
+@pytest.mark.parametrize("how", ["journal", "journal-with-loss"])
+async def test_kafka_is_lost(system: Settings, worker: Callable[..., Any], tmp_path: Path, how: str) -> None:
+    """The journal comes back from the audit trail; a ledger that knew more than that begins anew."""
+    workers = [worker(system, DECIDING), worker(system, PROJECTING)]
+    await grab(system, *(f"a{number}" for number in range(50)), opening=True)
+    await all_is_right(system)
+    assert [one.stop() for one in workers] == [0, 0]
+    topics = Topics(system.prefix)
+    await delete(system, topics.journal, topics.events)
+    if how == "journal-with-loss":
+        await forget_last(system)
+    await asyncio.to_thread(carry_out, how, system, tmp_path)
+    worker(system, DECIDING)
+    worker(system, PROJECTING)
+    await grab(system, "after")
+    await all_is_right(system)
+    grabbed = await rows(system, "SELECT count(*) FROM grabs")
+    assert grabbed == [(51 if how == "journal" else 50,)]

@@ -14,21 +14,26 @@ from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
 from pydantic import SecretStr
 
 from lua.gate import now_ms
+from lua.keys import SHARD_FIELDS
 from models.commands import Grab, Open
+from models.journal import Cursor
 from models.offers import StockTerms
 from ops.connections import key_space, open_gate, open_redis
 from ops.diagnosis import books, core, machine, topics
-from ops.diagnosis.examination import CHECKS, Examination, examine
-from ops.diagnosis.findings import Finding, address, spans
+from ops.diagnosis.books import BookFacts, Lost
+from ops.diagnosis.core import CoreFacts, ShardFacts
+from ops.diagnosis.examination import CHECKS, JOURNAL_CHECK, Examination, examine
+from ops.diagnosis.findings import RESTORE, Finding, address, spans
 from ops.diagnosis.topics import Partition, TopicFacts
 from ops.services import free_ports
 from ops.services.servers import Redis
 from ops.settings import Settings
 from streams.projector import CatchUp
-from streams.topics import Topics
+from streams.topics import Topics, delete_command
 from tests.conftest import until
 from tests.ops.test_cli import grabstream, of
 from tests.streams.test_projections import SHARD, Journal, granted, journal, opened, rows, running
+from tests.streams.test_restore import OFFERS, delete, grabs
 from tests.streams.test_set_aside import WHY, call, stopped_at
 from tests.streams.test_verifier import execute, history, verifying
 
@@ -226,6 +231,78 @@ async def test_a_decision_that_was_lost(system: Settings, worker: Callable[..., 
     assert (finding.severity, "1 decisions of 1 users" in finding.what) == ("note", True)
     assert "was decided and is lost" in grabstream("why", "u", "x", **of(system)).stdout
     await redis.aclose()
+
+
+async def test_a_lost_journal(system: Settings, worker: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gone, empty, or full of markers of relays that came in vain: the way out is the restore, whoever asks, and it is told once."""
+    monkeypatch.setattr(books, "LATE_MS", 0)
+    everything = worker(system)
+    await grabs(system, "a")
+    assert everything.stop() == 0
+    await delete(system, Topics(system.prefix).journal)
+    gone = await examine(system)
+    assert only(gone, "topics are there").command == RESTORE
+    events = OFFERS * 10
+    lost = only(gone, JOURNAL_CHECK)
+    assert f"{events} events that the books or Redis know are gone from Kafka" in lost.what
+    assert lost.command == RESTORE
+    assert only(gone, "shards are relayed").command == RESTORE
+    assert grabstream("init", **of(system)).returncode == 0
+    empty = await examine(system)
+    assert f"{events} events" in only(empty, JOURNAL_CHECK).what
+    assert only(empty, "shards are relayed").command == RESTORE
+    assert not found(empty, "read models keep up")
+    worker(system, "relay,sweep")
+
+    async def refused() -> list[Finding]:
+        told = found(await examine(system), "shards decide")
+        return told if told and "it has lost events" in told[0].what and len(told) == 1 else []
+
+    [fenced] = await until(refused, 40, "the fault, once for all shards")  # type: ignore[misc]
+    assert fenced.command == RESTORE
+    markers = await examine(system)
+    assert f"{events} events" in only(markers, JOURNAL_CHECK).what
+    # Nobody is behind markers.
+    assert not found(markers, "read models keep up")
+
+
+def test_a_journal_that_lost_its_end(settings: Settings) -> None:
+    """What is left is deleted for the restore, so the audit trail has to have it before."""
+    positions = {"ledger": {0: Cursor(9), 1: Cursor(3)}, "audit": {0: Cursor(8), 1: Cursor(3)}}
+    facts = BookFacts(0, None, True, [], positions, [], [], [], {}, Lost(0, 0, None), [])
+    assert not books.journal_lost({0: 9, 1: 4}, {0: 9, 1: 4}, facts, settings)
+    [lost] = books.journal_lost({0: 5, 1: 4}, {0: 10, 1: 4}, facts, settings)
+    assert lost.what.startswith("shard 0: 5 events that the books or Redis know are gone from Kafka")
+    assert lost.command == f"{delete_command(settings.kafka, Topics(settings.prefix).journal)} && {RESTORE}"
+    assert "let the audit trail read what is left of shard 1 before" in lost.means
+
+
+def shard_facts(number: int, relay: str | None = "w-1", **fields: str) -> ShardFacts:
+    return ShardFacts(number, "life", dict.fromkeys(SHARD_FIELDS) | fields, relay, None, None, None)
+
+
+def test_why_shards_are_fenced(settings: Settings) -> None:
+    """What a relay is mending by itself, what it cannot, and the same words with other numbers once."""
+    ends = "the journal ends at seq {0}, {1} were acknowledged: it has lost events; put it back"
+    wiped = {"seq": "5", "partial": "1", "time": "1000", "fault": "Redis has nothing of the shard"}
+    shards = [
+        shard_facts(0, fault=ends.format(0, 7), seq="7", time="3000"),
+        shard_facts(1, fault=ends.format(0, 9), seq="9", time="2000"),
+        shard_facts(2, **wiped),
+        shard_facts(3, fault="the shard cannot be made of the journal: no key k1 to open it with"),
+        shard_facts(4, relay=None, life="before", seq="1", time="4000"),
+        shard_facts(5, life="before", seq="1", time="4000"),
+        shard_facts(6, life="life", seq="1"),
+    ]
+    told = {finding.what.partition(": ")[0]: finding for finding in core.fenced(CoreFacts([], shards), settings)}
+    assert set(told) == {"shards 0 to 1", "shard 2", "shard 3", "shard 4", "shard 5"}
+    lost = told["shards 0 to 1"]
+    assert (lost.command, lost.since, "in shard 0, the journal ends at seq 0, 7 were" in lost.what) == (RESTORE, 2000, True)
+    assert told["shard 2"].command.startswith("nothing: its relay is at work")
+    assert told["shard 2"].since is None
+    assert told["shard 3"].command == "grabstream rebuild redis"
+    assert told["shard 4"].command == "grabstream worker --roles relay,sweep"
+    assert told["shard 5"].command.startswith("nothing: its relay is at work")
 
 
 # -- servers ----------------------------------------------------------------------------------------------------------

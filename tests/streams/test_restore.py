@@ -18,9 +18,9 @@ from ops.rehearsal.run import look, open_books
 from ops.settings import Settings
 from ops.verification import verify
 from projections.definitions import PROJECTIONS
+from projections.versions import Version, versions
 from streams.journal import open_reader
 from streams.restore import Restore
-from streams.sources import Refused
 from streams.topics import Topics
 from tests.conftest import until
 from tests.ops.test_cli import grabstream, of
@@ -71,6 +71,14 @@ async def published(settings: Settings) -> int:
         return sum([await reader.end(shard) for shard in range(settings.shards)])
 
 
+async def append(settings: Settings, shard: int, value: bytes, headers: list[tuple[str, bytes]]) -> None:
+    """Appends a record to a partition of the journal."""
+    producer = AIOKafkaProducer(bootstrap_servers=settings.kafka)
+    await producer.start()
+    await producer.send_and_wait(Topics(settings.prefix).journal, value, partition=shard, headers=headers)
+    await producer.stop()
+
+
 async def sound(settings: Settings) -> None:
     checks = await verify(settings)
     assert not {check.name: check.problems for check in checks if not check.passed}
@@ -90,6 +98,7 @@ async def test_the_journal_restored(system: Settings, worker: Callable[..., Any]
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout)
     assert (said["events"], said["written"]) == (events, events)
+    assert "journal: restoring the journal" in done.stderr
     # Cut off and begun again, it writes nothing twice.
     again = grabstream("rebuild", "journal", "--from", "audit", "--json", **of(system))
     assert (again.returncode, json.loads(again.stdout)["written"]) == (0, 0)
@@ -110,29 +119,73 @@ async def test_the_journal_restored(system: Settings, worker: Callable[..., Any]
 
 
 async def test_what_the_audit_trail_has_not_is_not_lost_silently(system: Settings, worker: Callable[..., Any]) -> None:
-    """Whoever knows more than the audit trail is named, with the seqs that would be lost."""
+    """Whoever knows more than the audit trail is named, with the seqs that would be lost; then they are given up, and all agree again."""
     one = worker(system)
     await grabs(system, "a")
     assert one.stop() == 0
     refused = grabstream("rebuild", "journal", "--from", "audit", **of(system))
     assert refused.returncode == 1
-    assert "the journal is not empty" in refused.stderr
-    await delete(system, Topics(system.prefix).journal)
-    [(shard, seq)] = await rows(system, "SELECT shard, seq FROM cursors WHERE projection = 'audit' ORDER BY seq DESC LIMIT 1")
-    audit = (await version_in(system, "audit")).schema
-    async with await open_books(system) as books:
-        [head] = await (await books.execute("SELECT hash FROM audit WHERE (shard, seq) = (%s, %s)", (shard, seq - 1))).fetchone() or [b""]
-        await books.execute(f"DELETE FROM {audit}.audit_1 WHERE (shard, seq) = (%s, %s)".encode(), (shard, seq))
-        await books.execute(f"UPDATE {audit}.projection_cursors SET seq = seq - 1, head = %s WHERE shard = %s".encode(), (head, shard))
+    assert "events stand in the journal, seq 1 to " in refused.stderr
+    assert f"`kafka-topics.sh --bootstrap-server {system.kafka} --delete --topic {system.prefix}.journal`" in refused.stderr
+    # One more version knows it, which is not shown.
+    await rebuilt(system, "ledger")
+    topics = Topics(system.prefix)
+    await delete(system, topics.journal)
+    shard, seq, lost = await forget_last(system)
     refused = grabstream("rebuild", "journal", "--from", "audit", "--dry-run", **of(system))
     assert refused.returncode == 1
     for who in ("ledger", "balances", "Redis' checkpoint", "events topic"):
         assert f"shard {shard}: {who}" in refused.stderr.replace("what is published on the ", "")
+    assert f"the text of seq {seq} to {seq} stands on {topics.events} only" in refused.stderr
+    assert "--accept-loss" in refused.stderr
+    accepted = ("rebuild", "journal", "--from", "audit", "--accept-loss", "--json")
+    refused = grabstream(*accepted, **of(system))
+    assert (refused.returncode, refused.stderr.count(f"shard {shard}: ")) == (1, 1)
+    assert "delete that topic too, and add --republish" in refused.stderr
+    await delete(system, topics.events)
+    refused = grabstream("rebuild", "journal", "--from", "audit", **of(system))
     assert f"the text of seq {seq} to {seq} is nowhere else" in refused.stderr
+    before = {one.schema for one in await all_versions(system)}
+    done = grabstream(*accepted, "--republish", **of(system))
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
+    assert {one["shard"]: one["given_up"] for one in said["shards"] if one["given_up"]} == {shard: 1}
+    now = await all_versions(system)
+    assert sorted(before - {one.schema for one in now}) == said["made_anew"]
+    assert {one.state for one in now} == {"live"}
+    # Done again it has nothing to give up.
+    again = grabstream("rebuild", "journal", "--from", "audit", "--json", **of(system))
+    assert (again.returncode, json.loads(again.stdout)["made_anew"]) == (0, []), again.stderr
+    worker(system)
+    async with open_gate(system) as gate:
+        # What was given up was never decided: the same command is decided now.
+        command = Grab(id=lost["command"], offer=lost["offer"], user=lost["user"])
+        [answer] = await gate.decide([command], patience_ms=30_000, timeout_ms=30_000)
+        assert (answer.outcome, answer.repeated, answer.seq) == ("granted", False, seq)
+    await grabs(system, "b")
+    await sound(system)
+
+
+async def forget_last(settings: Settings) -> tuple[int, int, Any]:
+    """The audit trail never had the last event of a shard: returns shard, seq and event."""
+    query = "SELECT a.shard, a.seq, body FROM audit a JOIN cursors c USING (shard, seq) WHERE c.projection = 'audit' ORDER BY a.seq DESC"
+    [(shard, seq, body), *_] = await rows(settings, query)
+    schema = (await version_in(settings, "audit")).schema
+    async with await open_books(settings) as books:
+        [head] = await (await books.execute("SELECT hash FROM audit WHERE (shard, seq) = (%s, %s)", (shard, seq - 1))).fetchone() or [b""]
+        await books.execute(f"DELETE FROM {schema}.audit_1 WHERE (shard, seq) = (%s, %s)".encode(), (shard, seq))
+        await books.execute(f"UPDATE {schema}.projection_cursors SET seq = seq - 1, head = %s WHERE shard = %s".encode(), (head, shard))
+    return shard, seq, json.loads(body)
+
+
+async def all_versions(settings: Settings) -> list[Version]:
+    """The versions of all read models."""
+    async with await open_books(settings) as books:
+        return await versions(books, settings.schema_)
 
 
 async def test_an_attempt_that_was_cut_off_goes_on_with_a_new_term(system: Settings, worker: Callable[..., Any]) -> None:
-    """Some shards are written, one has only its marker: the rest comes under a higher term, and a stranger's marker is refused."""
+    """Some shards are written, one has only its marker: the rest comes under a higher term, also than that of a stranger's marker."""
     one = worker(system)
     await grabs(system, "a")
     assert one.stop() == 0
@@ -155,14 +208,53 @@ async def test_an_attempt_that_was_cut_off_goes_on_with_a_new_term(system: Setti
         later = await work.plan()
         assert {plan.shard: plan.restored.seq for plan in later if plan.restored.seq} == {half[0].shard: half[0].end.seq}
         assert await work.run(later) == sum(plan.end.seq for plan in plans) - half[0].end.seq
-        producer = AIOKafkaProducer(bootstrap_servers=system.kafka)
-        await producer.start()
-        await producer.send_and_wait(topics.journal, b"", partition=0, headers=marker_headers(0, 10_000, "stranger"))
-        await producer.stop()
-        with pytest.raises(Refused, match="not empty"):
-            await work.plan()
+        # A stranger's marker has no events: the next attempt goes on above it. Its events are another history.
+        await append(system, 0, b"", marker_headers(0, 10_000, "stranger"))
+        assert await work.run(await work.plan()) == 0
+        assert await redis.hget(key_space(system).shard(0).state, "term") == b"10001"
     finally:
         await redis.aclose()
+    worker(system)
+    await grabs(system, "b")
+    await sound(system)
+
+
+async def test_relays_that_took_over_in_vain(system: Settings, worker: Callable[..., Any]) -> None:
+    """A worker and a rebuild have left markers in the empty journal: it can be filled; then an event of another history stands there."""
+    one = worker(system)
+    await grabs(system, "a")
+    assert one.stop() == 0
+    await delete(system, Topics(system.prefix).journal)
+    assert grabstream("init", **of(system)).returncode == 0
+    [(shard, seq)] = await rows(system, "SELECT shard, seq FROM cursors WHERE projection = 'audit' ORDER BY seq DESC LIMIT 1")
+    for arguments in (["--dry-run"], []):
+        refused = grabstream("rebuild", "redis", "--shard", str(shard), "--json", *arguments, **of(system))
+        assert (refused.returncode, json.loads(refused.stdout)[0]["refused"]) == (1, True)
+        assert "the journal ends at seq 0, " in refused.stdout
+    redis = open_redis(system)
+    try:
+
+        async def term() -> int:
+            return int(await redis.hget(key_space(system).shard(shard).state, "term"))
+
+        before = await term()
+        relaying = worker(system, "relay")
+
+        async def taken_in_vain() -> bool:
+            return await term() > before
+
+        await until(taken_in_vain, 30, "the relay's term")
+        assert relaying.stop() == 0
+        # Above every term that anybody but the topic knows.
+        await append(system, shard, b"", marker_headers(shard, 500, "in-vain"))
+        done = grabstream("rebuild", "journal", "--from", "audit", **of(system))
+        assert done.returncode == 0, done.stderr
+        checkpoint = await redis.hmget(key_space(system).shard(shard).state, "journaled_term", "journaled_owner", "journaled_offset")
+    finally:
+        await redis.aclose()
+    anchored = await rows(system, f"SELECT DISTINCT term, owner, next_offset FROM cursors WHERE shard = {shard} AND seq = {seq}")
+    assert anchored == [(501, checkpoint[1].decode(), int(checkpoint[2]))]
+    assert checkpoint[0] == b"501"
     worker(system)
     await grabs(system, "b")
     await sound(system)
