@@ -10,7 +10,6 @@ from typing import Any, Final
 
 import click
 from psycopg import AsyncConnection
-from psycopg.errors import UndefinedTable
 
 from models.journal import Cursor
 from models.transfers import transfers_of
@@ -123,11 +122,8 @@ def _refuse(message: str) -> Any:
 async def _open(settings: Settings) -> AsyncIterator[AsyncConnection[Any]]:
     """A connection that reads what is shown."""
     async with await AsyncConnection.connect(settings.postgres, autocommit=True, connect_timeout=5) as connection:
-        try:
-            await use_schema(connection, settings.schema_)
-            yield connection
-        except UndefinedTable as error:
-            raise click.UsageError(f"tables are missing ({error.diag.message_primary}): `grabstream init` makes them") from None
+        await use_schema(connection, settings.schema_)
+        yield connection
 
 
 @asynccontextmanager

@@ -106,16 +106,45 @@ def test_a_file_of_offers_is_checked_before_the_first_is_opened(settings: Settin
 
 
 async def test_another_number_of_shards_is_refused(system: Settings) -> None:
-    for verb in ("init", "worker"):
-        done = grabstream(verb, **of(system), shards="4")
+    for verb, shards in (("init", "4"), ("worker", "4"), ("verify", "4"), ("verify", "16")):
+        done = grabstream(verb, **of(system), shards=shards)
         assert done.returncode == 2, done.stderr
         assert "GRAB_SHARDS=8" in done.stderr
 
 
-def test_a_worker_before_init_is_told_to_init(settings: Settings) -> None:
-    done = grabstream("worker", **of(settings))
-    assert done.returncode == 2, done.stderr
-    assert "grabstream init" in done.stderr
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("worker",), ("verify",), ("why", "a", "b"), ("show", "x"), ("retry", "ledger", "3"), ("set-aside", "--list"),
+        ("set-aside", "ledger", "3", "--dry-run"), ("replay", "--into", "-"), ("rebuild", "ledger"), ("at", "2026-01-01"), ("doctor",),
+        ("dismiss", "1", "--reason", "r", "--operator", "o"),
+    ],
+)  # fmt: skip
+def test_before_init_one_is_told_to_init(settings: Settings, words: tuple[str, ...]) -> None:
+    done = grabstream(*words, **of(settings))
+    assert done.returncode == (1 if words == ("doctor",) else 2), done.stderr
+    assert "grabstream init" in done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_ctrl_c_while_the_command_line_is_imported() -> None:
+    """As early as can be and in a verb's own module: no traceback, and 130."""
+    for module in ("click", "psycopg", "ops.commands.verify"):
+        program = f"""
+import os, signal, sys
+class Finder:
+    def find_spec(self, name, path, target=None):
+        if name == {module!r}:
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Finder())
+signal.signal(signal.SIGINT, signal.default_int_handler)  # where the tests run in the background it is ignored
+sys.argv = ["grabstream", "verify"]
+from ops import main
+main()
+"""
+        done = subprocess.run([sys.executable, "-c", program], env=child_environment(), capture_output=True, text=True, timeout=60)
+        assert done.returncode == 130, (module, done.stderr)
+        assert "Traceback" not in done.stderr
 
 
 async def test_an_offer_from_open_to_verify(system: Settings, worker: Callable[..., Any]) -> None:
