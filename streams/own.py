@@ -17,6 +17,7 @@ from models.journal import Cursor
 from projections import cursors
 from projections.definitions import cursor_tables
 from projections.migrate import use_schema
+from streams.clients import Trouble, in_words
 from streams.history import JournalSource
 from streams.journal import JournalReader, open_reader
 from streams.projector import Apply, CatchUp, Projector
@@ -181,14 +182,16 @@ async def _still_ours(projector: _Own, projection: Projection, system: System) -
 async def _tell_all(projector: Projector, system: System, journal: str) -> None:
     """Tells the projector of what is new in the journal, until cancelled."""
     seen = dict.fromkeys(range(system.shards), -1)
+    trouble = Trouble(log, f"projection {projector.name}")
     while True:
         try:
             async with open_reader(system.kafka, journal) as reader:
                 while True:
                     await _tell(projector, reader, seen)
+                    trouble.over()
                     await asyncio.sleep(LOOK_EVERY_SECONDS)
         except (KafkaError, OSError) as error:
-            log.warning("projection %s: %s: %s; trying again", projector.name, type(error).__name__, error)
+            trouble.say(in_words(error))
             await asyncio.sleep(RETRY_SECONDS)
 
 
