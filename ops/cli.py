@@ -19,6 +19,7 @@ from models.upcasting import BrokenChain
 from ops.services import ServiceError
 from ops.settings import BadSettings
 from projections.versions import NoReadModel
+from streams.clients import in_words
 
 VERBS: Final = {
     "up": ("ops.commands.services", "Start the local servers."),
@@ -107,7 +108,7 @@ def main() -> None:
     except (ConnectionError, TimeoutError) as error:
         _end(3, f"Redis cannot be reached (GRAB_REDIS_URL): {error}")
     except KafkaError as error:
-        _end(3, f"Kafka cannot be reached or refused (GRAB_KAFKA): {type(error).__name__}: {error}")
+        _end(3, f"Kafka cannot be reached or refused (GRAB_KAFKA): {in_words(error)}")
     except OperationalError as error:
         _end(3, f"PostgreSQL cannot be reached (GRAB_POSTGRES): {str(error).strip()}")
     except UndefinedTable as error:
