@@ -13,7 +13,7 @@ from psycopg import AsyncConnection
 
 from models.journal import Cursor
 from models.transfers import transfers_of
-from ops.output import console, json_option, print_json
+from ops.output import WholeNumber, console, json_option, print_json
 from ops.settings import Settings, load_settings
 from projections import cursors
 from projections import set_aside as books
@@ -31,13 +31,13 @@ POLL_SECONDS: Final = 0.1
 EVENTS: Final = "events"
 
 _projection = click.argument("projection", type=click.Choice((*PROJECTIONS, EVENTS)))
-_shard = click.argument("shard", type=click.IntRange(min=0))
+_shard = click.argument("shard", type=WholeNumber(min=0))
 _wait = click.option("--wait", default=15.0, show_default=True, help="Seconds to wait for a worker to go on.")
 
 
 @click.command(name="set-aside")
 @click.argument("projection", type=click.Choice((*PROJECTIONS, EVENTS)), required=False)
-@click.argument("shard", type=click.IntRange(min=0), required=False)
+@click.argument("shard", type=WholeNumber(min=0), required=False)
 @click.option("--reason", help="Why the books may do without it, one line; it stays in them.")
 @click.option("--operator", help="Who decides so.")
 @click.option("--dry-run", is_flag=True, help="Show the record and what the books will lack, and change nothing.")

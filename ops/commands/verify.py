@@ -7,7 +7,7 @@ import click
 from rich.markup import escape
 
 from ops.commands.init import check_shards
-from ops.output import console, json_option, print_json
+from ops.output import console, counted, json_option, print_json
 from ops.settings import Settings, load_settings
 from ops.verification import PROBLEMS_SHOWN_MAX, Check, Report
 from ops.verification import verify as run_verification
@@ -17,7 +17,8 @@ def print_checks(checks: list[Check]) -> None:
     """One line a check, and below it what is wrong."""
     for check in checks:
         mark = "[green]✓[/]" if check.passed else "[red]✗[/]"
-        console.print(f"{mark} {check.name:<34} [dim]{check.checked:>12,} {check.of_what}[/]", highlight=False)
+        number, _, things = counted(check.checked, check.of_what).partition(" ")
+        console.print(f"{mark} {check.name:<34} [dim]{number:>12} {things}[/]", highlight=False)
         for problem in check.problems[:PROBLEMS_SHOWN_MAX]:
             console.print(f"    [red]{problem}[/]", highlight=False)
         for note in check.notes:

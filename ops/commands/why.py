@@ -20,7 +20,7 @@ from ops.connections import key_space, open_redis
 from ops.diagnosis.counters import Counted
 from ops.diagnosis.evidence import Evidence, read_books, read_redis
 from ops.diagnosis.story import Moment, tell
-from ops.output import console, json_option, print_json
+from ops.output import console, counted, json_option, print_json
 from ops.settings import Settings, load_settings
 from projections import cursors, set_aside
 from projections.migrate import use_schema
@@ -140,7 +140,7 @@ def _lines(evidence: Evidence, story: list[Moment], unbooked: list[Unbooked], re
         (f"{evidence.user} and {offer['offer']}", "bold"), f"  {offer['title']}  ", (f"{offer['kind']} by {offer['issuer']}", "dim")
     )
     closes = "" if offer["closes_at"] == TIME_MS_MAX else f", closes {_clock(offer['closes_at'])}"
-    yield Text(f"{offer['units']:,} {'parts' if offer['kind'] == 'envelope' else 'units'}, opens {_clock(offer['opens_at'])}{closes}")
+    yield Text(f"{counted(offer['units'], 'parts' if offer['kind'] == 'envelope' else 'units')}, opens {_clock(offer['opens_at'])}{closes}")
     yield Text()
     for moment in story:
         yield from _moment(moment, offer)
@@ -190,7 +190,7 @@ def _more(moment: Moment, offer: dict[str, Any]) -> Iterator[str]:
     said = moment.details
     if moment.what in ("grab.granted", "grab.held"):
         rest = "parts" if offer["kind"] == "envelope" else "units"
-        yield f"place {said['place']:,}, {said['left']:,} {rest} left after it"
+        yield f"place {said['place']:,}, {counted(said['left'], rest)} left after it"
     if said.get("asked"):
         yield f"asked for {said['asked']:,}"
     if "deadline_at" in said:
@@ -203,7 +203,7 @@ def _more(moment: Moment, offer: dict[str, Any]) -> Iterator[str]:
     if "limit_name" in said and not moment.limits:
         yield f"limit {said['limit_name']}: {said.get('limit_left', 0):,} left"
     if "units_left" in said:
-        yield f"{said['units_left']:,} units left"
+        yield f"{counted(said['units_left'], 'units')} left"
     if said.get("retry_at") and moment.what != "not_open_yet":
         yield f"again from {_relative(said['retry_at'] - offer['opens_at']).strip()} on"
     if "message" in said:

@@ -145,7 +145,7 @@ async def test_an_envelope(system: Settings, worker: Callable[..., Any]) -> None
     [of_gus] = [moment for moment in (await why(system, "gus", "e"))["story"] if moment["refused"]]
     assert (of_gus["what"], of_gus["late_ms"]) == ("sold_out", gus.at - last.at)
     told = grabstream("why", "eve", "e", **of(system)).stdout
-    assert "place 1, 1 parts left after it" in told
+    assert "place 1, 1 part left after it" in told
     assert "offer:e → wallet:eve" in told
 
 
