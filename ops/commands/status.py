@@ -31,7 +31,8 @@ def status(as_json: bool) -> None:
     """Show servers, shards and read models.
 
     Exit 3: a server does not answer; 1: a shard is fenced or has no relay, a read model has stopped or waits for a rebuild, or the
-    verifier found a difference. `grabstream doctor` says what to do.
+    verifier found a difference. `grabstream doctor` says what to do. What PostgreSQL would tell is unknown while it is away: –, and
+    null in JSON.
     """
     found = asyncio.run(_read(load_settings()))
     if as_json:
