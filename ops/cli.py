@@ -7,16 +7,19 @@ import importlib
 import keyword
 import logging
 import sys
-from typing import Final
+from typing import Any, Final, NoReturn
 
 import click
 from aiokafka.errors import KafkaError
 from psycopg import OperationalError
+from psycopg.errors import UndefinedTable
 from redis.exceptions import ConnectionError, TimeoutError
 
 from models.upcasting import BrokenChain
 from ops.services import ServiceError
 from ops.settings import BadSettings
+from projections.versions import NoReadModel
+from streams.clients import in_words
 
 VERBS: Final = {
     "up": ("ops.commands.services", "Start the local servers."),
@@ -70,6 +73,13 @@ class _Verbs(click.Group):
         assert isinstance(command, click.Command)
         return command
 
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            # Not left to click, which would call it a refusal.
+            _end(130, "stopped")
+
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Verbs"):
             formatter.write_dl([(name, words) for name, (_, words) in VERBS.items()])
@@ -89,8 +99,6 @@ def main() -> None:
     """Runs the command line; errors of known kinds become one clear line and an exit code."""
     try:
         grabstream()
-    except KeyboardInterrupt:
-        _end(130, "stopped")
     except BadSettings as error:
         _end(2, str(error))
     except ServiceError as error:
@@ -100,12 +108,16 @@ def main() -> None:
     except (ConnectionError, TimeoutError) as error:
         _end(3, f"Redis cannot be reached (GRAB_REDIS_URL): {error}")
     except KafkaError as error:
-        _end(3, f"Kafka cannot be reached or refused (GRAB_KAFKA): {type(error).__name__}: {error}")
+        _end(3, f"Kafka cannot be reached or refused (GRAB_KAFKA): {in_words(error)}")
     except OperationalError as error:
         _end(3, f"PostgreSQL cannot be reached (GRAB_POSTGRES): {str(error).strip()}")
+    except UndefinedTable as error:
+        _end(2, f"tables are missing ({error.diag.message_primary}): `grabstream init` makes them, in GRAB_SCHEMA")
+    except NoReadModel as error:
+        _end(2, str(error))
 
 
-def _end(code: int, message: str) -> None:
+def _end(code: int, message: str) -> NoReturn:
     click.echo(f"grabstream: {message}", err=True)
     sys.exit(code)
 

@@ -1,16 +1,31 @@
 """Output: the same result for people (rich) and for programs (`--json`)."""
 
 import json
+import sys
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Final
 
 import click
 from rich.console import Console
 from rich.table import Table
 
-console = Console()
+#: Characters. Where no terminal bounds a line it is as long as what it says: tables are not to cut ids in a pipe.
+WIDTH_WITHOUT_TERMINAL: Final = 500
+
+console = Console(width=None if sys.stdout.isatty() else WIDTH_WITHOUT_TERMINAL)
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of words.")
+
+
+class WholeNumber(click.IntRange):
+    """A number within bounds; click calls what is none "not a valid integer range"."""
+
+    name = "whole number"
+
+
+def counted(number: int, things: str) -> str:
+    """The number and the things, which end with s: `1 part`, `2,000 parts`."""
+    return f"{number:,} {things.removesuffix('s') if number == 1 else things}"
 
 
 def print_json(value: Any, to_errors: bool = False) -> None:

@@ -39,3 +39,29 @@ async def close(closing: Coroutine[Any, Any, Any]) -> None:
         log.warning("closing a Kafka client: it was given up")
     elif error := task.exception():
         log.warning("closing a Kafka client: %r", error)
+
+
+def in_words(error: BaseException) -> str:
+    """The kind of an error and what it says; those of Kafka begin with their kind by themselves."""
+    kind, said = type(error).__name__, str(error).strip()
+    return said if kind in said else f"{kind}: {said}"
+
+
+class Trouble:
+    """What goes wrong again and again: said in the log once until it changes, and once that it is over."""
+
+    def __init__(self, log: logging.Logger, where: str) -> None:
+        self._log, self._where = log, where
+        self._said = ""
+
+    def say(self, words: str) -> None:
+        """It went wrong, and is tried again."""
+        if words != self._said:
+            self._log.warning("%s: %s; trying again", self._where, words)
+            self._said = words
+
+    def over(self) -> None:
+        """It went right."""
+        if self._said:
+            self._log.warning("%s: goes on", self._where)
+            self._said = ""

@@ -14,6 +14,7 @@ from redis.exceptions import RedisError
 
 from lua.gate import run_script
 from lua.keys import KeySpace
+from streams.clients import Trouble, in_words
 
 log = logging.getLogger(__name__)
 
@@ -29,6 +30,7 @@ class Keeper:
         self._lease_ms = lease_ms
         self._tasks_of = tasks_of
         self._running: dict[int, asyncio.Task[None]] = {}
+        self._troubles = [Trouble(log, f"lease of shard {shard}") for shard in range(keys.shards)]
         self.worker = f"{os.uname().nodename}-{os.getpid()}-{secrets.token_hex(4)}"
 
     @property
@@ -59,8 +61,9 @@ class Keeper:
             holder = await run_script(self._redis, "lease", self._lease_keys(shard), [self.worker, self._lease_ms])
         except (RedisError, OSError) as error:
             # Relays of shards we hold see for themselves whether their server is there.
-            log.warning("lease of shard %d: %s: %s", shard, type(error).__name__, error)
+            self._troubles[shard].say(in_words(error))
             return
+        self._troubles[shard].over()
         if holder.decode() == self.worker:
             if shard not in self._running:
                 self._running[shard] = asyncio.create_task(self._keep(shard))

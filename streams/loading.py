@@ -14,6 +14,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Final
 
 from models.journal import Cursor
+from streams.clients import in_words
 from streams.sources import Refused
 
 POLL_SECONDS: Final = 0.2
@@ -84,7 +85,7 @@ def _main() -> None:
     try:
         asyncio.run(carry(*arguments, require_parent(parent)))
     except Exception as error:
-        sys.stdout.write(str(error) if isinstance(error, Refused) else f"{type(error).__name__}: {error}")
+        sys.stdout.write(str(error) if isinstance(error, Refused) else in_words(error))
         sys.exit(1)
 
 

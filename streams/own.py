@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
+import psycopg
 from aiokafka.errors import KafkaError
 from psycopg import AsyncConnection, sql
 
@@ -17,6 +18,7 @@ from projections import cursors
 from projections.definitions import cursor_tables
 from projections.migrate import use_schema
 from projections.versions import may_be_version
+from streams.clients import Trouble, in_words
 from streams.history import JournalSource
 from streams.journal import JournalReader, open_reader
 from streams.projector import Apply, CatchUp, Projector
@@ -29,6 +31,8 @@ from streams.topics import Topics
 log = logging.getLogger(__name__)
 
 LOOK_EVERY_SECONDS: Final = 0.2
+#: How often who follows looks whether the projection is still the version it has.
+STILL_OURS_SECONDS: Final = 2.0
 RETRY_SECONDS: Final = 1.0
 #: How the schema is named in which a new version is made.
 _BUILDING: Final = "_rebuild"
@@ -66,11 +70,15 @@ class System(NamedTuple):
 
 
 class NotOurs(Exception):
-    """The projection's schema holds something else; the text names the way out."""
+    """The projection cannot be run: its schema holds something else, or its tables cannot be made; the text names the way out."""
 
 
 class _Own(Projector):
-    """Ends the process when another version was put in the place of this one."""
+    """Waits to be cancelled when another version was put in the place of this one, and says so by `replaced`."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.replaced = asyncio.Event()
 
     async def _use(self, connection: AsyncConnection[Any]) -> None:
         await use_schema(connection, self._schema)
@@ -78,12 +86,14 @@ class _Own(Projector):
     async def _open(self, connection: AsyncConnection[Any]) -> dict[int, Cursor]:
         found = await super()._open(connection)
         if not found:
-            raise NotOurs(f"{self.name} is not in schema {self._schema} any more: another version is; start that one")
+            self.replaced.set()
+            # An error would be an unknown one to the projector, which ends the process.
+            await asyncio.Event().wait()
         return found
 
 
 async def prepare(projection: Projection, system: System) -> bool:
-    """Makes schema, tables and cursors when they are not there; whether it did. Raises NotOurs when the schema holds something else."""
+    """Makes schema, tables and cursors when they are not there; whether it did. Raises NotOurs."""
     name, schema = projection.cursor_name, projection.schema
     if not is_schema(schema.removesuffix(_BUILDING)):
         raise NotOurs(f"schema {schema!r} is no name that can be written without quotes (a-z 0-9 _, at most 48): give it another")
@@ -98,7 +108,10 @@ async def prepare(projection: Projection, system: System) -> bool:
         await connection.execute(sql.SQL("CREATE SCHEMA {}").format(sql.Identifier(schema)))
         await use_schema(connection, schema)
         await connection.execute(cursor_tables().encode())
-        await connection.execute(projection.tables.encode())
+        try:
+            await connection.execute(projection.tables.encode())
+        except (psycopg.ProgrammingError, psycopg.NotSupportedError, psycopg.DataError) as error:
+            raise NotOurs(f"{name}: PostgreSQL refuses its `tables`: {str(error).strip()}") from None
         await connection.execute(
             "INSERT INTO projection_cursors (projection, shard) SELECT %s, generate_series(0, %s - 1)", (name, system.shards)
         )
@@ -135,21 +148,52 @@ async def follow(projection: Projection, system: System, step: Callable[[str], N
     projector = _Own(
         projection.cursor_name, projection.apply, system.postgres, projection.schema, system.kafka, journal, lambda _: step(committed)
     )
-    running = asyncio.create_task(projector.run())
+    tasks = [
+        asyncio.create_task(work)
+        for work in (projector.run(), _tell_all(projector, system, journal), _still_ours(projector, projection, system))
+    ]
     try:
-        seen = dict.fromkeys(range(system.shards), -1)
-        while True:
-            try:
-                async with open_reader(system.kafka, journal) as reader:
-                    while True:
-                        await _tell(projector, reader, seen)
-                        await asyncio.sleep(LOOK_EVERY_SECONDS)
-            except (KafkaError, OSError) as error:
-                log.warning("projection %s: %s: %s; trying again", projection.name, type(error).__name__, error)
-                await asyncio.sleep(RETRY_SECONDS)
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
     finally:
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _still_ours(projector: _Own, projection: Projection, system: System) -> None:
+    """Raises NotOurs once another version is in the place of this one, whether or not an event comes."""
+    name, schema = projection.cursor_name, projection.schema
+    while not projector.replaced.is_set():
+        try:
+            async with asyncio.timeout(STILL_OURS_SECONDS):
+                await projector.replaced.wait()
+        except TimeoutError:
+            try:
+                async with await AsyncConnection.connect(system.postgres, autocommit=True, connect_timeout=5) as connection:
+                    if name not in await _versions(connection, schema):
+                        break
+            except psycopg.Error as error:
+                # PostgreSQL is away, or the schema is being replaced right now.
+                log.info("projection %s: %s; looking again", name, error)
+    raise NotOurs(f"{name} is not in schema {schema} any more: another version has taken its place; start that one")
+
+
+async def _tell_all(projector: Projector, system: System, journal: str) -> None:
+    """Tells the projector of what is new in the journal, until cancelled."""
+    seen = dict.fromkeys(range(system.shards), -1)
+    trouble = Trouble(log, f"projection {projector.name}")
+    while True:
+        try:
+            async with open_reader(system.kafka, journal) as reader:
+                while True:
+                    await _tell(projector, reader, seen)
+                    trouble.over()
+                    await asyncio.sleep(LOOK_EVERY_SECONDS)
+        except (KafkaError, OSError) as error:
+            trouble.say(in_words(error))
+            await asyncio.sleep(RETRY_SECONDS)
 
 
 async def _tell(projector: Projector, reader: JournalReader, seen: dict[int, int]) -> None:

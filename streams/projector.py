@@ -23,6 +23,7 @@ from models.journal import Corrupt, Cursor, Gap, Headers, parse_block
 from projections import cursors
 from projections.cursors import CursorMoved, Fact, facts_of
 from projections.versions import NoReadModel, use_read_model
+from streams.clients import in_words
 from streams.journal import JournalReader, Record, open_reader
 
 log = logging.getLogger(__name__)
@@ -223,7 +224,7 @@ class Projector:
                 log.warning("projection %s: %s; %d that hang were ended", self.name, error, await self._end_hanging())
                 await self._disconnect()
             except (*_AWAY, KafkaError, OSError) as error:
-                log.warning("projection %s: %s: %s; trying again", self.name, type(error).__name__, error)
+                log.warning("projection %s: %s; trying again", self.name, in_words(error))
                 await self._disconnect()
                 await asyncio.sleep(pause)
                 pause = min(pause * 2, RETRY_SECONDS_MAX)

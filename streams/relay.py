@@ -17,7 +17,7 @@ from redis.exceptions import RedisError
 from lua.keys import ShardKeys
 from lua.sealing import Sealer
 from models.journal import Cursor, block_headers, chain
-from streams.clients import started
+from streams.clients import Trouble, in_words, started
 from streams.journal import JournalReader
 from streams.ownership import NewerProgram, NotReconciled, OwnedShard, Ownership, SteppedDown
 from streams.recovery import Recovered, Recovery, Snapshots
@@ -29,6 +29,8 @@ log = logging.getLogger(__name__)
 BLOCK_BYTES_MAX: Final = RECORD_BYTES_MAX // 4
 IDLE_WAIT_MS: Final = 500
 RETRY_SECONDS: Final = 0.2
+#: A server that is back is noticed within this time.
+RETRY_SECONDS_MAX: Final = 1.0
 FENCED_RETRY_SECONDS: Final = 10.0
 
 #: Called with the name of every step that a crash test may want to end the process at.
@@ -62,6 +64,8 @@ class ShardRelay:
         self._block_events_max = block_events_max
         self._step = step
         self._recovery = Recovery(self._shard, sealer, snapshots, report, progress, step)
+        self._trouble = Trouble(log, f"shard {keys.shard}")
+        self._pause_seconds = RETRY_SECONDS
         self.state = "waiting"
 
     async def run(self) -> None:
@@ -79,9 +83,10 @@ class ShardRelay:
                 log.error("shard %d stays fenced: %s", self._shard.keys.shard, reason)
                 await asyncio.sleep(FENCED_RETRY_SECONDS)
             except (KafkaError, RedisError, OSError) as error:
-                self.state = f"retrying: {type(error).__name__}: {error}"
-                log.warning("shard %d: %s: %s; taking it over again", self._shard.keys.shard, type(error).__name__, error)
-                await asyncio.sleep(RETRY_SECONDS)
+                self.state = f"retrying: {in_words(error)}"
+                self._trouble.say(in_words(error))
+                await asyncio.sleep(self._pause_seconds)
+                self._pause_seconds = min(self._pause_seconds * 2, RETRY_SECONDS_MAX)
 
     async def rebuild(self, reason: str) -> None:
         """Takes the shard over and rebuilds its state in Redis from the journal, whatever it is; raises what `run` tries again after."""
@@ -106,6 +111,8 @@ class ShardRelay:
         self._step("relay.took_over")
         log.info("shard %d: owner of term %d from seq %d", self._shard.keys.shard, own.term, cursor.seq)
         self.state = "relaying"
+        self._trouble.over()
+        self._pause_seconds = RETRY_SECONDS
         tail = _Tail(consumer, self._partition, own.term, cursor.next_offset)
         watching = asyncio.create_task(tail.watch())
         relaying = asyncio.create_task(self._relay(producer, own, cursor, tail))

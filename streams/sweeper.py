@@ -13,6 +13,7 @@ from lua.batches import Table, decode_reply
 from lua.gate import now_ms, run_script
 from lua.keys import ShardKeys
 from models.identifiers import campaign_of
+from streams.clients import Trouble, in_words
 
 log = logging.getLogger(__name__)
 
@@ -45,11 +46,13 @@ class Sweeper:
             tasks.create_task(self._again_and_again(self.flush_demand))
 
     async def _again_and_again(self, task: Callable[[], Awaitable[object]]) -> None:
+        trouble = Trouble(log, f"sweeping shard {self._keys.shard}")
         while True:
             try:
                 await task()
+                trouble.over()
             except (RedisError, OSError) as error:
-                log.warning("sweeping shard %d: %s: %s", self._keys.shard, type(error).__name__, error)
+                trouble.say(in_words(error))
             await asyncio.sleep(SWEEP_EVERY_SECONDS)
 
     async def sweep(self, at_ms: int | None = None) -> int:

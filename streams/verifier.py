@@ -24,6 +24,7 @@ from projections import cursors, proof, set_aside, verified
 from projections.migrate import PROJECTIONS, use_schema
 from projections.proof import Fact, Gaps, OfferState, Walked, numbers_in_words
 from projections.verified import ALL_SHARDS, Problem, Progress
+from streams.clients import Trouble, in_words
 
 log = logging.getLogger(__name__)
 
@@ -69,14 +70,18 @@ class Verifier:
 
     async def run(self, stop: asyncio.Event) -> None:
         """Verifies until `stop`; servers that go away are waited for."""
+        trouble = Trouble(log, "verifier")
         while not stop.is_set():
             try:
-                await self._run(stop)
-            except (psycopg.OperationalError, psycopg.InterfaceError, psycopg.errors.UndefinedTable, RedisError, OSError) as error:
-                log.warning("verifier: %s: %s; trying again", type(error).__name__, str(error).strip())
+                await self._run(stop, trouble)
+            except psycopg.errors.UndefinedTable as error:
+                trouble.say(f"tables are missing ({error.diag.message_primary}): run `grabstream init`")
+                await _rest(stop, RETRY_SECONDS)
+            except (psycopg.OperationalError, psycopg.InterfaceError, RedisError, OSError) as error:
+                trouble.say(in_words(error))
                 await _rest(stop, RETRY_SECONDS)
 
-    async def _run(self, stop: asyncio.Event) -> None:
+    async def _run(self, stop: asyncio.Event, trouble: Trouble) -> None:
         async with await AsyncConnection.connect(self._postgres, autocommit=True, connect_timeout=5) as connection:
             await use_schema(connection, self._schema)
             await connection.execute("SET synchronous_commit = off")
@@ -88,6 +93,7 @@ class Verifier:
             while not stop.is_set():
                 began = time.monotonic()
                 more = await self.verify_once(connection)
+                trouble.over()
                 took = time.monotonic() - began
                 await _rest(stop, max(took * (1 / self._share - 1), 0 if more else REST_SECONDS_MIN))
 

@@ -17,6 +17,7 @@ from psycopg import AsyncConnection
 
 from projections import cursors
 from projections.versions import NoReadModel, use_read_model
+from streams.clients import in_words
 from streams.journal import JournalReader, open_reader
 from streams.projector import Projector
 
@@ -52,7 +53,7 @@ async def until_stalled(
                     await asyncio.sleep(LOOK_EVERY_SECONDS)
         except (psycopg.OperationalError, KafkaError, OSError) as error:
             # A server is away: nobody can make progress, and the projectors say so themselves.
-            log.info("watchdog: %s: %s", type(error).__name__, error)
+            log.info("watchdog: %s", in_words(error))
             lagging.clear()
             await asyncio.sleep(LOOK_EVERY_SECONDS)
 

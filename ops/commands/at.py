@@ -16,7 +16,7 @@ from models.journal import Corrupt, Gap
 from ops.commands.init import check_shards
 from ops.commands.show import print_offer, read_offer
 from ops.moments import BadMoment, parse_time, show_time
-from ops.output import console, json_option, print_json, table
+from ops.output import WholeNumber, console, json_option, print_json, table
 from ops.progress import Reading
 from ops.replaying import NoTrail, Request, open_source, request
 from ops.settings import Settings, load_settings
@@ -48,7 +48,7 @@ class NothingThen(Exception):
 @click.option("--offer", "offers", multiple=True, metavar="ID", help="Only this offer; may be repeated.")
 @click.option("--user", "users", multiple=True, metavar="ID", help="What this user had; may be repeated.")
 @click.option("--source", type=click.Choice(["journal", "audit"]), default="journal", show_default=True, help="Where events are read from.")
-@click.option("--limit", type=click.IntRange(min=0), help="Rows of a list; 20 for people, all in JSON, if not given.")
+@click.option("--limit", type=WholeNumber(min=0), help="Rows of a list; 20 for people, all in JSON, if not given.")
 @click.option("--keep", metavar="SCHEMA", help="Build in this schema, and leave it there.")
 @json_option
 def at(moment: str, offers: Sequence[str], users: Sequence[str], source: str, limit: int | None, keep: str | None, as_json: bool) -> None:

@@ -11,7 +11,7 @@ from psycopg import AsyncConnection
 from rich.text import Text
 
 from ops.diagnosis.examination import Examination, by_severity, examine, since_in_words
-from ops.output import console, json_option, print_json
+from ops.output import WholeNumber, console, json_option, print_json
 from ops.settings import load_settings
 from projections import verified
 from projections.migrate import use_schema
@@ -44,11 +44,11 @@ def doctor(watch: float | None, as_json: bool) -> None:
             sys.exit(examination.exit_code)
         time.sleep(watch)
         if not as_json:
-            console.rule()
+            console.print("─" * min(console.width, 80))
 
 
 @click.command()
-@click.argument("finding", type=click.IntRange(min=1))
+@click.argument("finding", type=WholeNumber(min=1))
 @click.option("--reason", required=True, help="Why it is no fault, one line.")
 @click.option("--operator", required=True, help="Who says so.")
 @json_option

@@ -11,7 +11,7 @@ from models.journal import Corrupt, Gap
 from ops.commands.init import check_shards
 from ops.commands.worker import step_of
 from ops.connections import system_of
-from ops.output import json_option, print_json
+from ops.output import counted, json_option, print_json
 from ops.progress import Reading
 from ops.settings import Settings, load_settings
 from ops.stopping import run_until_stopped
@@ -44,7 +44,7 @@ def follow(projection: str, rebuild: bool, as_json: bool) -> None:
     if as_json:
         print_json({"projection": found.name, "version": found.version, "schema": found.schema, "events": events})
     else:
-        click.echo(f"{found.cursor_name} made anew from {events:,} events, in schema {found.schema}.")
+        click.echo(f"{found.cursor_name} made anew from {counted(events, 'events')}, in schema {found.schema}.")
 
 
 async def _follow(settings: Settings, projection: Projection) -> None:

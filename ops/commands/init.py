@@ -6,7 +6,7 @@ from typing import Any
 import click
 from psycopg import AsyncConnection
 
-from ops.output import console, json_option, print_json
+from ops.output import WholeNumber, console, json_option, print_json
 from ops.settings import Settings, load_settings
 from projections.migrate import migrate
 from streams.replay_schema import read_definition
@@ -14,9 +14,7 @@ from streams.topics import Topics, create_topics, partitions_of
 
 
 @click.command()
-@click.option(
-    "--replication", type=click.IntRange(1), help="Copies of every topic.  [default: GRAB_REPLICATION, else one a broker, up to 3]"
-)
+@click.option("--replication", type=WholeNumber(1), help="Copies of every topic.  [default: GRAB_REPLICATION, else one a broker, up to 3]")
 @json_option
 def init(replication: int | None, as_json: bool) -> None:
     """Create what is missing of topics and tables; a second call does nothing. The number of shards cannot be changed later."""

@@ -24,15 +24,13 @@ from models.offers import EnvelopeTerms
 from ops.connections import open_gate
 from ops.offer_files import BadOfferFile, Form, form_of, read_offers
 from ops.offer_plan import PLAN_COLUMNS, plan_rows
-from ops.output import json_option, print_json, table
+from ops.output import WIDTH_WITHOUT_TERMINAL, json_option, print_json, table
 from ops.settings import Settings, load_settings
 
 #: Offers opened in one gate call; above it a bar shows how far it is, and only refusals are printed one by one.
 OPENED_AT_ONCE_MAX: Final = 500
 #: How many envelope parts a gate surely draws and writes in a millisecond, beside other work.
 PARTS_A_MILLISECOND: Final = 50
-#: Where there is no terminal its width would be a guess, and would cut ids in a table into pieces.
-WIDTH_WITHOUT_TERMINAL: Final = 500
 
 #: For words from outside: ids may look like rich's markup (`[x]`) or emoji (`:fire:`).
 plain_console = Console(markup=False, emoji=False, highlight=False, width=None if sys.stdout.isatty() else WIDTH_WITHOUT_TERMINAL)

@@ -15,7 +15,7 @@ from ops.commands.init import check_shards
 from ops.commands.rebuild_redis import redis_command
 from ops.commands.worker import step_of
 from ops.connections import key_space, open_redis
-from ops.output import console, json_option, print_json, table
+from ops.output import WholeNumber, console, json_option, print_json, table
 from ops.progress import ProgressLine
 from ops.settings import Settings, load_settings
 from ops.stopping import run_until_stopped
@@ -64,7 +64,7 @@ def _options(command: Callable[..., None]) -> Callable[..., None]:
             help="Seconds to wait for readers that hold the views.",
         ),
         click.option(
-            "--jobs", type=click.IntRange(min=1), default=os.cpu_count() or 1, show_default="one a core", help="Processes that load."
+            "--jobs", type=WholeNumber(min=1), default=os.cpu_count() or 1, show_default="one a core", help="Processes that load."
         ),
         click.option("--dry-run", is_flag=True, help="Say what would be done, and do nothing."),
         json_option,

@@ -18,7 +18,7 @@ from lua.gate import Gate, now_ms
 from ops.commands.services import new_seal_key
 from ops.commands.verify import print_checks
 from ops.connections import gate_limits, key_space, open_redis, sealer
-from ops.output import console, json_option, print_json, table
+from ops.output import WholeNumber, console, json_option, print_json, table
 from ops.rehearsal.crowd import Envelope, attempts, envelopes
 from ops.rehearsal.display import Display
 from ops.rehearsal.promotion import Promotion
@@ -48,7 +48,7 @@ MONEY: Final = ("revenue", "refunded", "refund_due")
     show_default=True,
     help="Envelopes now, or a flash sale's week or a coupon promotion's days, with a clock sped up.",
 )
-@click.option("--people", type=click.IntRange(min=100), default=2_000, show_default=True, help="People of the story week or promotion.")
+@click.option("--people", type=WholeNumber(min=100), default=2_000, show_default=True, help="People of the story week or promotion.")
 @click.option(
     "--result",
     type=click.Path(file_okay=False, path_type=Path),
@@ -56,9 +56,9 @@ MONEY: Final = ("revenue", "refunded", "refund_due")
     show_default=True,
     help="Folder for what the story week or promotion publishes, as JSON and CSV.",
 )
-@click.option("--parts", type=click.IntRange(1, 1_000_000), default=100_000, show_default=True, help="Parts of the big envelope.")
-@click.option("--envelopes", "small", type=click.IntRange(min=0), default=24, show_default=True, help="Small envelopes beside it.")
-@click.option("--small-parts", type=click.IntRange(1, 1_000_000), default=500, show_default=True, help="Parts of each small envelope.")
+@click.option("--parts", type=WholeNumber(1, 1_000_000), default=100_000, show_default=True, help="Parts of the big envelope.")
+@click.option("--envelopes", "small", type=WholeNumber(min=0), default=24, show_default=True, help="Small envelopes beside it.")
+@click.option("--small-parts", type=WholeNumber(1, 1_000_000), default=500, show_default=True, help="Parts of each small envelope.")
 @click.option("--deadline", default=20.0, show_default=True, help="Seconds after which two envelopes close by themselves.")
 @click.option("--seed", type=int, help="Repeats the same crowd; drawn if absent, and printed.")
 @click.option("--keep", is_flag=True, help="Leave topics, tables and keys of the rehearsal in place.")

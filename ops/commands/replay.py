@@ -13,7 +13,7 @@ from psycopg import AsyncConnection
 
 from models.journal import Corrupt, Gap
 from ops.commands.init import check_shards
-from ops.output import json_option, print_json
+from ops.output import WholeNumber, counted, json_option, print_json
 from ops.progress import Reading
 from ops.replaying import NoTrail, Request, open_source, request
 from ops.settings import Settings, load_settings
@@ -61,7 +61,7 @@ class _Into(click.ParamType):
 @click.option("--until", "last", multiple=True, metavar="POINT", help="The last event, included: TIME, SHARD:SEQ, or SEQ with one --offer.")
 @click.option("--offer", "offers", multiple=True, metavar="ID", help="Only this offer; may be repeated.")
 @click.option("--user", "users", multiple=True, metavar="ID", help="Only what concerns this user; may be repeated.")
-@click.option("--shard", "shards", multiple=True, type=click.IntRange(min=0), help="Only this shard; may be repeated.")
+@click.option("--shard", "shards", multiple=True, type=WholeNumber(min=0), help="Only this shard; may be repeated.")
 @click.option("--source", type=click.Choice(["journal", "audit"]), default="journal", show_default=True, help="Where events are read from.")
 @click.option("--append", is_flag=True, help="Write into a topic that holds records already.")
 @click.option("--dry-run", is_flag=True, help="Check everything, say what would be read, write nothing.")
@@ -172,13 +172,14 @@ def _report(
         return
     if dry_run:
         for shard in shards:
-            click.echo(
-                f"shard {shard['shard']}: would read {shard['to_read']:,} {unit}, from behind seq {shard['from_seq']:,}", err=to_errors
-            )
+            to_read = counted(shard["to_read"], unit)
+            click.echo(f"shard {shard['shard']}: would read {to_read}, from behind seq {shard['from_seq']:,}", err=to_errors)
         return
     total = sum(one.events for one in done.values())
     if not to_errors:
-        click.echo(f"{total:,} events into {into.kind} {into.name}; shards stand at {_places(done)}.")
+        click.echo(f"{counted(total, 'events')} into {into.kind} {into.name}; shards stand at {_places(done)}.")
+    elif not total:
+        click.echo("grabstream: 0 events: none lies between the bounds and is of these shards, offers and users", err=True)
     for line in _short_of(planned, done):
         click.echo(f"grabstream: {line}", err=True)
     if partial:

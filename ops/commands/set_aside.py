@@ -10,11 +10,10 @@ from typing import Any, Final
 
 import click
 from psycopg import AsyncConnection
-from psycopg.errors import UndefinedTable
 
 from models.journal import Cursor
 from models.transfers import transfers_of
-from ops.output import console, json_option, print_json
+from ops.output import WholeNumber, console, json_option, print_json
 from ops.settings import Settings, load_settings
 from projections import cursors
 from projections import set_aside as books
@@ -32,13 +31,13 @@ POLL_SECONDS: Final = 0.1
 EVENTS: Final = "events"
 
 _projection = click.argument("projection", type=click.Choice((*PROJECTIONS, EVENTS)))
-_shard = click.argument("shard", type=click.IntRange(min=0))
+_shard = click.argument("shard", type=WholeNumber(min=0))
 _wait = click.option("--wait", default=15.0, show_default=True, help="Seconds to wait for a worker to go on.")
 
 
 @click.command(name="set-aside")
 @click.argument("projection", type=click.Choice((*PROJECTIONS, EVENTS)), required=False)
-@click.argument("shard", type=click.IntRange(min=0), required=False)
+@click.argument("shard", type=WholeNumber(min=0), required=False)
 @click.option("--reason", help="Why the books may do without it, one line; it stays in them.")
 @click.option("--operator", help="Who decides so.")
 @click.option("--dry-run", is_flag=True, help="Show the record and what the books will lack, and change nothing.")
@@ -123,11 +122,8 @@ def _refuse(message: str) -> Any:
 async def _open(settings: Settings) -> AsyncIterator[AsyncConnection[Any]]:
     """A connection that reads what is shown."""
     async with await AsyncConnection.connect(settings.postgres, autocommit=True, connect_timeout=5) as connection:
-        try:
-            await use_schema(connection, settings.schema_)
-            yield connection
-        except UndefinedTable as error:
-            raise click.UsageError(f"tables are missing ({error.diag.message_primary}): `grabstream init` makes them") from None
+        await use_schema(connection, settings.schema_)
+        yield connection
 
 
 @asynccontextmanager

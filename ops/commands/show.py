@@ -12,14 +12,14 @@ from rich.text import Text
 
 from models.offers import TIME_MS_MAX
 from ops.moments import show_time
-from ops.output import console, json_option, print_json, table
+from ops.output import WholeNumber, console, counted, json_option, print_json, table
 from ops.settings import Settings, load_settings
 from projections.migrate import use_schema
 
 
 @click.command()
 @click.argument("offer")
-@click.option("--limit", type=click.IntRange(min=0), default=20, show_default=True, help="Grabs to list, the newest first.")
+@click.option("--limit", type=WholeNumber(min=0), default=20, show_default=True, help="Grabs to list, the newest first.")
 @json_option
 def show(offer: str, limit: int, as_json: bool) -> None:
     """Show OFFER from the read models: its state, who got what, the luckiest, and what is left. Exit 1: there is none."""
@@ -89,7 +89,7 @@ def print_offer(found: dict[str, Any], limit: int, now_ms: float) -> None:
     console.print(_stock_of(offer), highlight=False)
     for paid in found["payments"]:
         what = "to be paid back" if paid["state"] == "refund_due" else f"served, {paid['refunded']:,} paid back"
-        console.print(f"{paid['payments']:,} payments of {paid['amount']:,} {paid['currency']} {what}", highlight=False)
+        console.print(f"{counted(paid['payments'], 'payments')} of {paid['amount']:,} {paid['currency']} {what}", highlight=False)
     if found["luckiest"]:
         lucky = found["luckiest"]
         words = f"The luckiest: {lucky['user_id']} with {lucky['amount']:,}, at place {lucky['place']:,}."
@@ -115,8 +115,8 @@ def _stock_of(offer: dict[str, Any]) -> str:
     """What was given, is held and is left, in words."""
     if offer["kind"] == "envelope":
         return (
-            f"{offer['grabs']:,} of {offer['units']:,} parts taken: {offer['given']:,} of {offer['total']:,}; "
-            f"left {offer['units_left']:,} parts, {offer['amount_left']:,}; refunded {offer['refunded']:,}"
+            f"{offer['grabs']:,} of {counted(offer['units'], 'parts')} taken: {offer['given']:,} of {offer['total']:,}; "
+            f"left {counted(offer['units_left'], 'parts')}, {offer['amount_left']:,}; refunded {offer['refunded']:,}"
         )
     return (
         f"of {offer['total']:,}: {offer['given']:,} taken, {offer['held']:,} held, {offer['units_left']:,} left, "

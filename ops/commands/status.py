@@ -2,7 +2,7 @@
 
 import asyncio
 import sys
-from typing import Any
+from typing import Any, Final
 
 import click
 from aiokafka.admin import AIOKafkaAdminClient
@@ -22,7 +22,7 @@ from projections import cursors, set_aside, verified
 from projections.definitions import PROJECTIONS, definition_of
 from projections.migrate import use_schema
 from projections.versions import NoReadModel, versions, written_by_us
-from streams.clients import started
+from streams.clients import in_words, started
 
 
 @click.command()
@@ -31,7 +31,8 @@ def status(as_json: bool) -> None:
     """Show servers, shards and read models.
 
     Exit 3: a server does not answer; 1: a shard is fenced or has no relay, a read model has stopped or waits for a rebuild, or the
-    verifier found a difference. `grabstream doctor` says what to do.
+    verifier found a difference. `grabstream doctor` says what to do. What PostgreSQL would tell is unknown while it is away: –, and
+    null in JSON.
     """
     found = asyncio.run(_read(load_settings()))
     if as_json:
@@ -44,17 +45,24 @@ def status(as_json: bool) -> None:
     sys.exit(1 if unwell else 0)
 
 
+#: What PostgreSQL tells; null where it does not answer.
+_OF_BOOKS: Final = ("read_models", "stopped", "versions", "waiting", "verified", "findings", "set_aside")
+
+
 async def _read(settings: Settings) -> dict[str, Any]:
     found: dict[str, Any] = {
         "servers": {}, "shards": [], "read_models": [], "stopped": [], "versions": [], "waiting": {}, "verified": [], "findings": [],
         "set_aside": [],
     }  # fmt: skip
-    for name, read in (("redis", _redis), ("kafka", _kafka), ("postgres", _postgres)):
+    found["servers"] = dict.fromkeys(("redis", "kafka", "postgres"))
+    # PostgreSQL before Redis, which goes on meanwhile: a read model that is ahead of it then is so in truth.
+    for name, read in (("kafka", _kafka), ("postgres", _postgres), ("redis", _redis)):
         try:
             await read(settings, found)
-            found["servers"][name] = None
         except (RedisError, KafkaError, OperationalError, OSError) as error:
-            found["servers"][name] = f"{type(error).__name__}: {str(error).strip()}"
+            found["servers"][name] = in_words(error)
+            if name == "postgres":
+                found |= dict.fromkeys(_OF_BOOKS)
     return found
 
 
@@ -135,24 +143,43 @@ async def _versions(connection: AsyncConnection[Any], schema: str, found: dict[s
 
 def _print(found: dict[str, Any]) -> None:
     for name, problem in found["servers"].items():
-        console.print(f"[green]✓[/] {name}" if problem is None else f"[red]✗[/] {name}: {problem}", highlight=False)
-    models = sorted({row["projection"] for row in found["read_models"]})
-    seqs = {(row["projection"], row["shard"]): row["seq"] for row in found["read_models"]}
-    proved = {row["shard"]: row["seq"] for row in found["verified"]}
+        console.print(f"[green]✓[/] {name}" if problem is None else f"[red]✗[/] {name}: {escape(problem)}", highlight=False)
+    models = sorted({row["projection"] for row in found["read_models"] or ()})
+    seqs = {(row["projection"], row["shard"]): row["seq"] for row in found["read_models"] or ()}
+    proved = {row["shard"]: row["seq"] for row in found["verified"] or ()}
     servers = {shard["server"] for shard in found["shards"]} - {""}
     rows = (
         (
             shard["shard"], *([shard["server"]] if servers else []), shard["seq"], shard["waiting"],
-            *(shard["seq"] - seqs.get((model, shard["shard"]), 0) for model in models),
-            proved.get(shard["shard"], 0), shard["relay"] or "none", shard["fault"] or "",
+            *(_lag(shard["seq"], seqs.get((model, shard["shard"]), 0)) for model in models),
+            "–" if found["verified"] is None else proved.get(shard["shard"], 0), shard["relay"] or "none", shard["fault"] or "",
         )
         for shard in found["shards"]
     )  # fmt: skip
     columns = ["shard", *(["server"] if servers else []), "seq", "not journaled", *(f"{model} lag" for model in models)]
     columns += ["verified to", "relay", "fault"]
     console.print(table("Shards", columns, rows))
+    if any(seqs.get((model, shard["shard"]), 0) > shard["seq"] for model in models for shard in found["shards"]):
+        console.print(
+            "[red]Read models are ahead of Redis[/]: it has lost events that they have. A worker brings back what the journal has; "
+            "`grabstream doctor` says what to do about the rest.",
+            highlight=False,
+        )
+    if found["servers"]["postgres"] is None:
+        _print_books(found)
+    if found["stopped"] or found["findings"] or any(shard["fault"] for shard in found["shards"]):
+        console.print("`grabstream doctor` says what to do.")
+
+
+def _lag(seq: int, read_model_seq: int) -> int | str:
+    """How far a read model is behind Redis, in events."""
+    return seq - read_model_seq if seq >= read_model_seq else f"{read_model_seq - seq:,} ahead"
+
+
+def _print_books(found: dict[str, Any]) -> None:
+    """What is to be said of the read models beside how far they are."""
     _print_versions(found)
-    if not models and found["servers"]["postgres"] is None:
+    if not found["read_models"]:
         console.print("No read models: `grabstream init` makes them.")
     for projection, number in found["waiting"].items():
         console.print(
@@ -168,8 +195,6 @@ def _print(found: dict[str, Any]) -> None:
         console.print(f"[red]difference {difference['id']}[/]: {difference['where']}{escape(difference['what'])}", highlight=False)
     for words in found["set_aside"]:
         console.print(f"[cyan]set aside[/]: {escape(words)}", highlight=False)
-    if found["stopped"] or found["findings"] or any(shard["fault"] for shard in found["shards"]):
-        console.print("`grabstream doctor` says what to do.")
 
 
 def _print_versions(found: dict[str, Any]) -> None:

@@ -6,9 +6,10 @@ import sys
 import click
 from rich.markup import escape
 
-from ops.output import console, json_option, print_json
-from ops.settings import load_settings
-from ops.verification import PROBLEMS_SHOWN_MAX, Check
+from ops.commands.init import check_shards
+from ops.output import console, counted, json_option, print_json
+from ops.settings import Settings, load_settings
+from ops.verification import PROBLEMS_SHOWN_MAX, Check, Report
 from ops.verification import verify as run_verification
 
 
@@ -16,7 +17,8 @@ def print_checks(checks: list[Check]) -> None:
     """One line a check, and below it what is wrong."""
     for check in checks:
         mark = "[green]✓[/]" if check.passed else "[red]✗[/]"
-        console.print(f"{mark} {check.name:<34} [dim]{check.checked:>12,} {check.of_what}[/]", highlight=False)
+        number, _, things = counted(check.checked, check.of_what).partition(" ")
+        console.print(f"{mark} {check.name:<34} [dim]{number:>12} {things}[/]", highlight=False)
         for problem in check.problems[:PROBLEMS_SHOWN_MAX]:
             console.print(f"    [red]{problem}[/]", highlight=False)
         for note in check.notes:
@@ -25,13 +27,18 @@ def print_checks(checks: list[Check]) -> None:
             console.print(f"    [red]… and {len(check.problems) - PROBLEMS_SHOWN_MAX} more[/]")
 
 
+async def _verify(settings: Settings, wait_seconds: float, report: Report) -> list[Check]:
+    await check_shards(settings)
+    return await run_verification(settings, wait_seconds, report)
+
+
 @click.command()
 @click.option("--wait", default=30.0, show_default=True, help="Seconds to wait for read models that are behind.")
 @json_option
 def verify(wait: float, as_json: bool) -> None:
     """Check the chain of every shard, the books, the audit trail byte for byte, and Redis against the ledger. Exit 1: a difference."""
     report = (lambda line: None) if as_json else (lambda line: console.print(f"[dim]{line} …[/]"))
-    checks = asyncio.run(run_verification(load_settings(), wait, report))
+    checks = asyncio.run(_verify(load_settings(), wait, report))
     if as_json:
         print_json([{**check._asdict(), "passed": check.passed} for check in checks])
     else:

@@ -4,7 +4,7 @@ import asyncio
 import sys
 from collections.abc import Iterator
 from datetime import UTC, datetime
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import click
 import msgspec
@@ -15,12 +15,14 @@ from rich.text import Text
 from models.events import encode_event
 from models.identifiers import is_id
 from models.offers import TIME_MS_MAX
+from models.transfers import transfers_of
 from ops.connections import key_space, open_redis
 from ops.diagnosis.counters import Counted
 from ops.diagnosis.evidence import Evidence, read_books, read_redis
 from ops.diagnosis.story import Moment, tell
-from ops.output import console, json_option, print_json
+from ops.output import console, counted, json_option, print_json
 from ops.settings import Settings, load_settings
+from projections import cursors, set_aside
 from projections.migrate import use_schema
 
 
@@ -37,37 +39,77 @@ def why(user: str, offer: str, as_json: bool) -> None:
     for field, value in (("USER", user), ("OFFER", offer)):
         if not is_id(value):
             raise click.UsageError(f"{field}: must match [A-Za-z0-9._:-]{{1,64}}, got {value!r}")
-    evidence, redis = asyncio.run(gather(load_settings(), user, offer))
+    evidence, unbooked, redis = asyncio.run(gather(load_settings(), user, offer))
     if evidence is None:
         click.echo(f"grabstream: there is no offer {offer!r} in the read models; a new one is there a moment after it was opened", err=True)
         sys.exit(1)
     story = tell(evidence)
     if as_json:
-        print_json(as_json_of(evidence, story, redis))
+        print_json(as_json_of(evidence, story, unbooked, redis))
         return
-    for line in _lines(evidence, story, redis):
+    for line in _lines(evidence, story, unbooked, redis):
         # Names and titles may look like markup or emoji.
         console.print(line, soft_wrap=True, emoji=False, highlight=False)
 
 
-async def gather(settings: Settings, user: str, offer: str) -> tuple[Evidence | None, dict[str, Any]]:
-    """What the books have, None when they know no such offer, and what Redis says now."""
+class Unbooked(NamedTuple):
+    """An event of the user that moves something, and that the ledger lacks; `because` says why, and the way out."""
+
+    seq: int
+    type: str
+    because: str
+
+
+async def gather(settings: Settings, user: str, offer: str) -> tuple[Evidence | None, list[Unbooked], dict[str, Any]]:
+    """What the books have, None when they know no such offer; what the ledger lacks of it; and what Redis says now."""
     async with await AsyncConnection.connect(settings.postgres, autocommit=True, connect_timeout=5) as connection:
         await use_schema(connection, settings.schema_)
         evidence = await read_books(connection, user, offer)
+        unbooked = await _unbooked(connection, evidence) if evidence else []
     redis = open_redis(settings)
     try:
-        return evidence, await read_redis(
-            redis, key_space(settings), user, offer, [one["grab"] for one in evidence.grabs] if evidence else []
-        )
+        names = [one["grab"] for one in evidence.grabs] if evidence else []
+        return evidence, unbooked, await read_redis(redis, key_space(settings), user, offer, names)
     except (RedisError, OSError) as error:
         # The story is in the books; Redis only adds what is now.
-        return evidence, {"problem": f"Redis does not answer: {error}"}
+        return evidence, unbooked, {"problem": f"Redis does not answer: {error}"}
     finally:
         await redis.aclose()
 
 
-def as_json_of(evidence: Evidence, story: list[Moment], redis: dict[str, Any]) -> dict[str, Any]:
+async def _unbooked(connection: AsyncConnection[Any], evidence: Evidence) -> list[Unbooked]:
+    """Events of the story that are transfers, and of which the ledger has none."""
+    booked = {line["seq"] for line in evidence.transfers}
+    names = {grab["grab"] for grab in evidence.grabs}
+    missing = [
+        event
+        for event in evidence.events
+        if event.offer == evidence.offer["offer"]
+        and (getattr(event, "user", None) == evidence.user or getattr(event, "grab", None) in names)
+        and event.seq not in booked
+        and transfers_of(event)
+    ]
+    if not missing:
+        return []
+    shard = evidence.offer["shard"]
+    stop = next((one for one in await cursors.stops(connection) if (one.projection, one.shard) == ("ledger", shard)), None)
+    aside = [one for one in await set_aside.load(connection, "ledger") if one.shard == shard]
+    unbooked = []
+    for event in missing:
+        record = next((one for one in aside if one.first_seq <= event.seq <= one.last_seq), None)
+        if record is not None:
+            because = f"set aside by {record.operator} on {_time(record.at)}: {record.reason}"
+        elif stop is not None:
+            because = (
+                f"the ledger has stopped at shard {shard} since {_time(stop.stopped_at)}, at seq {stop.seq:,}: see `grabstream doctor`"
+            )
+        else:
+            because = "the ledger has not come that far yet"
+        unbooked.append(Unbooked(event.seq, str(event.__struct_config__.tag), because))
+    return unbooked
+
+
+def as_json_of(evidence: Evidence, story: list[Moment], unbooked: list[Unbooked], redis: dict[str, Any]) -> dict[str, Any]:
     """The whole of it for programs."""
     return {
         "user": evidence.user,
@@ -79,6 +121,7 @@ def as_json_of(evidence: Evidence, story: list[Moment], redis: dict[str, Any]) -
         ],
         "events": [msgspec.json.decode(encode_event(event)) for event in evidence.events],
         "ledger": evidence.transfers,
+        "not_in_ledger": [one._asdict() for one in unbooked],
         "payments": evidence.payments,
         "refusals": {"told": evidence.refusals, "of_offer": evidence.refusals_of_offer, "of_offer_kept": evidence.refusals_kept},
         "lost": evidence.lost,
@@ -91,13 +134,13 @@ def as_json_of(evidence: Evidence, story: list[Moment], redis: dict[str, Any]) -
 _INDENT: Final = " " * 14
 
 
-def _lines(evidence: Evidence, story: list[Moment], redis: dict[str, Any]) -> Iterator[Text]:
+def _lines(evidence: Evidence, story: list[Moment], unbooked: list[Unbooked], redis: dict[str, Any]) -> Iterator[Text]:
     offer = evidence.offer
     yield Text.assemble(
         (f"{evidence.user} and {offer['offer']}", "bold"), f"  {offer['title']}  ", (f"{offer['kind']} by {offer['issuer']}", "dim")
     )
     closes = "" if offer["closes_at"] == TIME_MS_MAX else f", closes {_clock(offer['closes_at'])}"
-    yield Text(f"{offer['units']:,} {'parts' if offer['kind'] == 'envelope' else 'units'}, opens {_clock(offer['opens_at'])}{closes}")
+    yield Text(f"{counted(offer['units'], 'parts' if offer['kind'] == 'envelope' else 'units')}, opens {_clock(offer['opens_at'])}{closes}")
     yield Text()
     for moment in story:
         yield from _moment(moment, offer)
@@ -115,7 +158,7 @@ def _lines(evidence: Evidence, story: list[Moment], redis: dict[str, Any]) -> It
             f"{lost['outcome']} ({lost['command']}) was decided and is lost: Redis was recovered without it, told by the {lost['told_by']}",
             "red",
         )
-    yield from _books(evidence)
+    yield from _books(evidence, unbooked)
     yield from _now(evidence, redis)
 
 
@@ -147,7 +190,7 @@ def _more(moment: Moment, offer: dict[str, Any]) -> Iterator[str]:
     said = moment.details
     if moment.what in ("grab.granted", "grab.held"):
         rest = "parts" if offer["kind"] == "envelope" else "units"
-        yield f"place {said['place']:,}, {said['left']:,} {rest} left after it"
+        yield f"place {said['place']:,}, {counted(said['left'], rest)} left after it"
     if said.get("asked"):
         yield f"asked for {said['asked']:,}"
     if "deadline_at" in said:
@@ -160,7 +203,7 @@ def _more(moment: Moment, offer: dict[str, Any]) -> Iterator[str]:
     if "limit_name" in said and not moment.limits:
         yield f"limit {said['limit_name']}: {said.get('limit_left', 0):,} left"
     if "units_left" in said:
-        yield f"{said['units_left']:,} units left"
+        yield f"{counted(said['units_left'], 'units')} left"
     if said.get("retry_at") and moment.what != "not_open_yet":
         yield f"again from {_relative(said['retry_at'] - offer['opens_at']).strip()} on"
     if "message" in said:
@@ -175,13 +218,15 @@ def _limit(before: Counted, after: Counted) -> str:
     return f"{of} ({before.value}): {changed}, of {after.max:,}"
 
 
-def _books(evidence: Evidence) -> Iterator[Text]:
-    if evidence.transfers:
+def _books(evidence: Evidence, unbooked: list[Unbooked]) -> Iterator[Text]:
+    if evidence.transfers or unbooked:
         yield Text()
         yield Text("In the ledger", "bold")
     for line in evidence.transfers:
         when = _relative(line["at"] - evidence.offer["opens_at"])
         yield Text(f"{when:>12}  seq {line['seq']:,}: {line['amount']:,} {line['asset']}  {line['debit']} → {line['credit']}")
+    for missing in unbooked:
+        yield Text(f"{_INDENT}seq {missing.seq:,}, {missing.type}, is not booked: {missing.because}", "yellow")
     for payment in evidence.payments:
         state = "served" if payment["state"] == "served" else "to be paid back"
         back = f", {payment['refunded']:,} paid back" if payment["refunded"] else ""
@@ -211,7 +256,8 @@ def _redis_in_words(redis: dict[str, Any]) -> str:
     if redis.get("part"):
         said += f"; the user has place {redis['part']['place']:,} with {redis['part']['amount']:,}"
     for name, grab in redis.get("grabs", {}).items():
-        said += f"; {name} is {grab['status']} with {grab['held']:,} held and {grab['taken']:,} taken"
+        # How it ended is the books' word: Redis' status tells of the hold alone.
+        said += f"; {name} waits" if grab["status"] == "waiting" else f"; {name} has {grab['held']:,} held and {grab['taken']:,} taken"
     return said + fenced
 
 
@@ -222,6 +268,10 @@ def _relative(ms: int) -> str:
 
 def _apart(late_ms: int) -> str:
     return f"{abs(late_ms):,} ms {'after' if late_ms >= 0 else 'before'}"
+
+
+def _time(at: datetime) -> str:
+    return f"{at.astimezone(UTC):%Y-%m-%d %H:%M:%S}Z"
 
 
 def _clock(at_ms: int) -> str:

@@ -10,12 +10,15 @@ from typing import Any
 
 import pytest
 import redis
+from psycopg import AsyncConnection
 
 from models.commands import Open, Undecodable, decode_commands
 from ops.cli import VERBS
+from ops.output import counted
 from ops.services import free_ports
 from ops.services.servers import Redis
 from ops.settings import Settings, child_environment
+from tests.conftest import until
 
 README = Path(__file__).parent.parent.parent / "README.md"
 
@@ -60,6 +63,15 @@ def test_a_wrong_setting_is_named(settings: dict[str, str], word: str) -> None:
     assert "Traceback" not in done.stderr
 
 
+def test_a_number_that_is_none(settings: Settings) -> None:
+    done = grabstream("dismiss", "x", "--reason", "r", "--operator", "o", **of(settings))
+    assert (done.returncode, "'x' is not a valid whole number" in done.stderr) == (2, True), done.stderr
+
+
+def test_one_is_no_plural() -> None:
+    assert [counted(number, "parts") for number in (0, 1, 2_000)] == ["0 parts", "1 part", "2,000 parts"]
+
+
 def test_secrets_are_masked() -> None:
     key = grabstream("config", "--new-seal-key").stdout.strip()
     done = grabstream("config", "--json", seal_keys=key)
@@ -94,6 +106,31 @@ def test_a_server_that_is_away_is_exit_code_3(settings: Settings, verb: str, set
     assert "Traceback" not in done.stderr
 
 
+async def test_status_says_what_it_does_not_know(system: Settings) -> None:
+    """Without PostgreSQL nothing is 0, but unknown; a read model that has more than Redis is ahead of it."""
+    own = {**of(system), "postgres": "postgresql://127.0.0.1:1/x"}
+    done = grabstream("status", "--json", **own)
+    assert done.returncode == 3
+    found = json.loads(done.stdout)
+    assert [found[name] for name in ("verified", "read_models", "stopped")] == [None] * 3
+    assert len(found["shards"]) == 8
+    done = grabstream("status", **own)
+    assert done.returncode == 3, done.stderr
+    [row] = [line for line in done.stdout.splitlines() if re.match(r"│ +3 │", line)]
+    assert "–" in row
+    async with await AsyncConnection.connect(system.postgres, autocommit=True) as connection:
+        await connection.execute(f"UPDATE {system.schema_}_ledger_1.projection_cursors SET seq = 10011 WHERE shard = 3".encode())
+    said = grabstream("status", **of(system)).stdout
+    assert "10,011 ahead" in said
+    assert "ahead of Redis: it has lost events" in said
+    assert "-10,011" not in said
+
+
+def test_kafka_that_is_away_is_named_once(settings: Settings) -> None:
+    said = grabstream("init", **{**of(settings), "kafka": "127.0.0.1:1"}).stderr
+    assert said.count("KafkaConnectionError") == 1, said
+
+
 def test_a_file_of_offers_is_checked_before_the_first_is_opened(settings: Settings) -> None:
     good = {"offer": "a", "terms": {"kind": "envelope", "issuer": "i", "funding": "f", "asset": "CNY", "total": 10, "parts": 2}}
     bad = {**good, "offer": "b", "terms": {**good["terms"], "parts": 11}}  # type: ignore[dict-item]
@@ -106,16 +143,45 @@ def test_a_file_of_offers_is_checked_before_the_first_is_opened(settings: Settin
 
 
 async def test_another_number_of_shards_is_refused(system: Settings) -> None:
-    for verb in ("init", "worker"):
-        done = grabstream(verb, **of(system), shards="4")
+    for verb, shards in (("init", "4"), ("worker", "4"), ("verify", "4"), ("verify", "16")):
+        done = grabstream(verb, **of(system), shards=shards)
         assert done.returncode == 2, done.stderr
         assert "GRAB_SHARDS=8" in done.stderr
 
 
-def test_a_worker_before_init_is_told_to_init(settings: Settings) -> None:
-    done = grabstream("worker", **of(settings))
-    assert done.returncode == 2, done.stderr
-    assert "grabstream init" in done.stderr
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("worker",), ("verify",), ("why", "a", "b"), ("show", "x"), ("retry", "ledger", "3"), ("set-aside", "--list"),
+        ("set-aside", "ledger", "3", "--dry-run"), ("replay", "--into", "-"), ("rebuild", "ledger"), ("at", "2026-01-01"), ("doctor",),
+        ("dismiss", "1", "--reason", "r", "--operator", "o"),
+    ],
+)  # fmt: skip
+def test_before_init_one_is_told_to_init(settings: Settings, words: tuple[str, ...]) -> None:
+    done = grabstream(*words, **of(settings))
+    assert done.returncode == (1 if words == ("doctor",) else 2), done.stderr
+    assert "grabstream init" in done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_ctrl_c_while_the_command_line_is_imported() -> None:
+    """As early as can be and in a verb's own module: no traceback, and 130."""
+    for module in ("click", "psycopg", "ops.commands.verify"):
+        program = f"""
+import os, signal, sys
+class Finder:
+    def find_spec(self, name, path, target=None):
+        if name == {module!r}:
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Finder())
+signal.signal(signal.SIGINT, signal.default_int_handler)  # where the tests run in the background it is ignored
+sys.argv = ["grabstream", "verify"]
+from ops import main
+main()
+"""
+        done = subprocess.run([sys.executable, "-c", program], env=child_environment(), capture_output=True, text=True, timeout=60)
+        assert done.returncode == 130, (module, done.stderr)
+        assert "Traceback" not in done.stderr
 
 
 async def test_an_offer_from_open_to_verify(system: Settings, worker: Callable[..., Any]) -> None:
@@ -134,6 +200,10 @@ async def test_an_offer_from_open_to_verify(system: Settings, worker: Callable[.
     done = grabstream("verify", "--json", **own)
     assert done.returncode == 0, done.stdout
     assert {check["name"] for check in json.loads(done.stdout) if check["checked"]} >= {"Redis = ledger", "chain of every shard"}
+    name = "g-" + "n" * 55
+    assert grabstream("open", "-", stdin=json.dumps({"offer": name, "terms": terms}), **own).returncode == 0
+    assert grabstream("grab", name, name, "--id", name, **own).returncode == 0
+    await until(lambda: grabstream("show", name, **own).stdout.count(name) == 4, 30, "its ids in full, although nobody has a terminal")
     shown = json.loads(grabstream("show", "x", "--json", **own).stdout)
     assert (shown["offer"]["state"], shown["offer"]["reason"], shown["luckiest"]["user_id"]) == ("closed", "command", "u")
     status = json.loads(grabstream("status", "--json", **own).stdout)

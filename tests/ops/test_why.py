@@ -1,5 +1,6 @@
 """`why`: the story of a user and an offer, made to happen on a system at work, told in words and for programs."""
 
+import asyncio
 import json
 from collections.abc import Callable
 from typing import Any
@@ -12,18 +13,22 @@ from ops.commands.why import as_json_of, gather
 from ops.connections import open_gate
 from ops.diagnosis.story import tell
 from ops.settings import Settings
+from streams.projector import CatchUp
 from tests.conftest import until
 from tests.ops.test_cli import grabstream, of
-from tests.streams.test_projections import rows
+from tests.streams.test_projections import SHARD, Journal, at_seq, granted, journal, open_tables, opened, rows, running
+from tests.streams.test_set_aside import stopped_at
+
+__all__ = ["journal"]
 
 HOLD_MS = 1_000
 
 
 async def why(settings: Settings, user: str, offer: str) -> Any:
-    evidence, redis = await gather(settings, user, offer)
+    evidence, unbooked, redis = await gather(settings, user, offer)
     assert evidence is not None
     # As it is printed.
-    return json.loads(json.dumps(as_json_of(evidence, tell(evidence), redis), default=str))
+    return json.loads(json.dumps(as_json_of(evidence, tell(evidence), unbooked, redis), default=str))
 
 
 async def decide(gate: Gate, command: AnyCommand) -> Answer:
@@ -117,6 +122,7 @@ async def test_a_sale(system: Settings, worker: Callable[..., Any]) -> None:
     assert f"{due['late_ms']:,} ms after the deadline" in told
     assert "it is to be paid back" in told
     assert "released 1 sku:s, expired" in told
+    assert "; bob-1 has 0 held and 0 taken" in told
 
 
 async def test_an_envelope(system: Settings, worker: Callable[..., Any]) -> None:
@@ -139,8 +145,46 @@ async def test_an_envelope(system: Settings, worker: Callable[..., Any]) -> None
     [of_gus] = [moment for moment in (await why(system, "gus", "e"))["story"] if moment["refused"]]
     assert (of_gus["what"], of_gus["late_ms"]) == ("sold_out", gus.at - last.at)
     told = grabstream("why", "eve", "e", **of(system)).stdout
-    assert "place 1, 1 parts left after it" in told
+    assert "place 1, 1 part left after it" in told
     assert "offer:e → wallet:eve" in told
+
+
+async def test_what_the_ledger_lacks(system: Settings, journal: Journal) -> None:
+    """A grant that is not booked: not yet, since the ledger has stopped in front of it, and since it was set aside."""
+
+    async def said() -> str:
+        done = await asyncio.to_thread(grabstream, "why", "u3", "e", **of(system))
+        assert done.returncode == 0, done.stderr
+        [line] = [line.strip() for line in done.stdout.splitlines() if "is not booked" in line]
+        assert "In the ledger" in done.stdout
+        return line
+
+    lines = [opened("e", 1), granted("e", 2), granted("e", 3), granted("e", 4)]
+    async with await open_tables(system) as books:
+        await books.execute("ALTER TABLE accounts_1 ADD CHECK (account <> 'wallet:u3')")
+    await journal.marker(1, "a")
+    for seq in range(1, 5):
+        await journal.block(lines, seq, seq)
+    async with running(system, "audit", "balances") as others:
+        for projector in others:
+            await projector.put(CatchUp(SHARD))
+        await at_seq(system, 4, "audit", "balances")
+    assert (await said()).endswith("seq 3, grab.granted, is not booked: the ledger has not come that far yet")
+    async with running(system, "ledger") as [ledger]:
+        await ledger.put(CatchUp(SHARD))
+        await stopped_at(system, "ledger")
+        assert "is not booked: the ledger has stopped at shard" in await said()
+        done = await asyncio.to_thread(
+            grabstream, "set-aside", "ledger", str(SHARD), "--reason", "ticket 17", "--operator", "olga", "--yes", **of(system)
+        )
+        assert done.returncode == 0, done.stderr
+        await at_seq(system, 4, "ledger")
+    line = await said()
+    assert "is not booked: set aside by olga on " in line
+    assert line.endswith(": ticket 17")
+    [missing] = (await why(system, "u3", "e"))["not_in_ledger"]
+    assert (missing["seq"], missing["type"]) == (3, "grab.granted")
+    assert (await why(system, "u2", "e"))["not_in_ledger"] == []
 
 
 async def test_what_is_not_known(system: Settings) -> None:

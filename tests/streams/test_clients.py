@@ -1,12 +1,17 @@
 """Closing a client that misbehaves harms nobody."""
 
 import asyncio
+import logging
 import time
 
 import pytest
 from aiokafka import AIOKafkaProducer
 
+from ops.connections import key_space, open_redis, sealer
+from ops.settings import Settings
 from streams import clients
+from streams.relay import RETRY_SECONDS_MAX, ShardRelay
+from tests.conftest import until
 
 
 async def _raises_a_cancellation_of_its_own() -> None:
@@ -58,3 +63,27 @@ async def test_a_client_that_is_cancelled_while_it_starts_is_closed() -> None:
     assert using.cancelled()
     assert producer._closed
     silent.close()
+
+
+async def test_a_server_that_is_away_is_said_once(settings: Settings, caplog: pytest.LogCaptureFixture) -> None:
+    """A relay tries on, in pauses that grow, and its log has one line until something changes."""
+    nowhere = settings.model_copy(update={"redis_url": "redis://127.0.0.1:1/0"})
+    relay = ShardRelay(open_redis(nowhere), key_space(nowhere).shard(3), nowhere.shards, "127.0.0.1:1", "journal", sealer(nowhere))
+    relaying = asyncio.create_task(relay.run())
+    await until(lambda: relay._pause_seconds == RETRY_SECONDS_MAX, 30, "a longer pause")
+    relaying.cancel()
+    await asyncio.wait({relaying})
+    assert len([record for record in caplog.records if record.name == "streams.relay"]) == 1
+
+
+def test_what_goes_wrong_again_and_again_is_said_when_it_changes(caplog: pytest.LogCaptureFixture) -> None:
+    trouble = clients.Trouble(logging.getLogger("test"), "shard 3")
+    trouble.over()
+    for words in ("away", "away", "full", "full"):
+        trouble.say(words)
+    trouble.over()
+    trouble.over()
+    trouble.say("full")
+    assert caplog.messages == [
+        "shard 3: away; trying again", "shard 3: full; trying again", "shard 3: goes on", "shard 3: full; trying again"
+    ]  # fmt: skip

@@ -180,12 +180,36 @@ async def test_rebuilt_while_it_is_followed_and_read(folder: Folder, monkeypatch
         # The next event ends the old follower; the new one carries it.
         more = Told(13, 1, 20)
         await journal(folder.settings, more, cut)
-        assert await asyncio.to_thread(old.wait, 30) == 70
-        assert "another version" in (folder.path / "log").read_text()
+        assert await asyncio.to_thread(old.wait, 30) == 1
+        log = (folder.path / "log").read_text()
+        assert "another version" in log
+        assert "Traceback" not in log
     async with following(folder):
         await folder.reached({6: end, 1: len(more.lines)})
     expected = counted_in(history, end) + counted_in(more, len(more.lines))
     assert await folder.counted() == {key: 100 * count for key, count in expected.items()}
+
+
+async def test_replaced_while_nothing_happens(folder: Folder) -> None:
+    """Who follows with the old version ends although no event comes."""
+    history = Told(14, 2, 30)
+    await journal(folder.settings, history, random.Random(5))
+    async with following(folder) as old:
+        await folder.reached({2: len(history.lines)})
+        await rebuild(folder.projection()._replace(version=2), system_of(folder.settings))
+        assert await asyncio.to_thread(old.wait, 30) == 1
+    assert (folder.path / "log").read_text().splitlines()[-1].startswith("grabstream: grabs_per_minute.1 is not in schema")
+
+
+async def test_tables_that_postgresql_refuses(folder: Folder) -> None:
+    folder.write(folder.module.replace("CREATE TABLE", "CREATE TABEL"))
+    for words in ((), ("--rebuild",)):
+        done = folder.follow(*words)
+        assert await asyncio.to_thread(done.wait, 30) == 1
+    log = (folder.path / "log").read_text()
+    assert log.count("PostgreSQL refuses its `tables`: syntax error") == 2
+    assert "Traceback" not in log
+    assert folder.schema not in await schemas(folder.settings, folder.schema)
 
 
 async def test_a_schema_that_is_not_its_own(folder: Folder) -> None:

@@ -42,6 +42,13 @@ async def journal_of(system: Settings) -> AsyncIterator[Journal]:
     await producer.stop()
 
 
+@pytest.mark.parametrize("words", [("--offer", "nosuch"), ("--user", "nobody"), ("--from", "2030-01-01")])
+async def test_nothing_is_said_to_be_nothing(told: System, words: tuple[str, ...]) -> None:
+    done = told.replay("--into", "-", *words)
+    assert (done.returncode, done.stdout) == (0, "")
+    assert "0 events" in done.stderr
+
+
 # -- lines ----------------------------------------------------------------------------------------------------------------
 
 

@@ -15,6 +15,7 @@ from ops.connections import key_space, open_gate, open_redis
 from ops.rehearsal.run import open_books
 from ops.settings import Settings
 from projections import verified
+from streams import verifier as verifier_module
 from streams.projector import CatchUp
 from streams.verifier import Verifier
 from tests.conftest import until
@@ -271,3 +272,24 @@ async def test_one_verifies_and_another_takes_its_place(system: Settings, histor
     stops[1].set()
     await tasks[1]
     await redis.aclose()
+
+
+async def test_before_init_it_says_so_once(settings: Settings, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(verifier_module, "RETRY_SECONDS", 0.01)
+    redis, stop, tries = open_redis(settings), asyncio.Event(), 0
+    verifier = Verifier(redis, key_space(settings), settings.postgres, settings.schema_, 0.5)
+    run = verifier._run
+
+    async def counted(*arguments: Any) -> None:
+        nonlocal tries
+        tries += 1
+        if tries == 3:
+            stop.set()
+        await run(*arguments)
+
+    monkeypatch.setattr(verifier, "_run", counted)
+    async with asyncio.timeout(30):
+        await verifier.run(stop)
+    await redis.aclose()
+    [said] = [record.getMessage() for record in caplog.records if record.name == "streams.verifier"]
+    assert "run `grabstream init`" in said
