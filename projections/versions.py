@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
 from psycopg import AsyncConnection, sql
-from psycopg.errors import DependentObjectsStillExist, InvalidTableDefinition, UndefinedTable
+from psycopg.errors import DependentObjectsStillExist, InvalidTableDefinition, UndefinedColumn, UndefinedTable
 from psycopg.rows import class_row
 
 from projections.definitions import PROJECTIONS, cursor_tables, definition_of
@@ -57,7 +57,7 @@ async def versions(connection: AsyncConnection[Any], schema: str, projection: st
     try:
         async with connection.cursor(row_factory=class_row(Version)) as cursor:
             return await (await cursor.execute(query, {"projection": projection})).fetchall()
-    except UndefinedTable:
+    except (UndefinedTable, UndefinedColumn):
         raise NoReadModel(f"schema {schema} has no read models, or those of an older release: run `grabstream init`") from None
 
 

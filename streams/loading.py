@@ -18,7 +18,6 @@ from streams.clients import in_words
 from streams.sources import Refused
 
 POLL_SECONDS: Final = 0.2
-JOIN_SECONDS: Final = 5.0
 
 #: Carries some shards to their targets; a function of a module, since another process looks it up by its name.
 Carry = Callable[..., Coroutine[Any, Any, None]]
@@ -39,37 +38,35 @@ async def in_processes(
 
     Raises Refused with what one of them said when it could not go on; the others are ended then, as at a cancellation.
     """
-    started: list[Process] = []
+    tasks: dict[asyncio.Task[None], Process] = {}
     try:
         for hand in hands:
-            started.append(await _start())
-            _tell(started[-1], carry, (*arguments, {shard: targets[shard] for shard in hand}))
-        working = {asyncio.create_task(_done(process)) for process in started}
+            process = await _start(carry, (*arguments, {shard: targets[shard] for shard in hand}))
+            tasks[asyncio.create_task(_done(process))] = process
+        working = set(tasks)
         while working:
             ended, working = await asyncio.wait(working, timeout=POLL_SECONDS, return_when=asyncio.FIRST_COMPLETED)
             await look()
             for task in ended:
                 task.result()
     finally:
-        running = [process for process in started if process.returncode is None]
-        for process in running:
-            process.terminate()
-        if running:
-            await asyncio.wait([asyncio.create_task(process.wait()) for process in running], timeout=JOIN_SECONDS)
+        for process in tasks.values():
+            if process.returncode is None:
+                process.kill()  # cursors and rows are committed together: it does not matter when it ends
+        # What the others say is no news any more, but has to be taken.
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _start() -> Process:
+async def _start(carry: Carry, arguments: Sequence[Any]) -> Process:
     # Not multiprocessing: a process that was forked would share our connections, and one that it spawns imports our main module first,
     # which for the command line is most of this program. In a session of its own: Ctrl-C goes to all of a terminal's processes, but who
     # started us ends us.
     words = (sys.executable, "-m", "streams.loading")
-    return await asyncio.create_subprocess_exec(*words, stdin=PIPE, stdout=PIPE, start_new_session=True)
-
-
-def _tell(process: Process, carry: Carry, arguments: Sequence[Any]) -> None:
+    process = await asyncio.create_subprocess_exec(*words, stdin=PIPE, stdout=PIPE, start_new_session=True)
     assert process.stdin is not None
     process.stdin.write(pickle.dumps((os.getpid(), carry, arguments)))
     process.stdin.close()
+    return process
 
 
 async def _done(process: Process) -> None:

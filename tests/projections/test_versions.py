@@ -176,3 +176,12 @@ async def test_a_name_that_is_taken_is_no_version_s(connection: AsyncConnection[
 )
 def test_names_that_others_may_not_take(name: str, expected: bool) -> None:
     assert versions.may_be_version("g", name) is expected
+
+
+async def test_tables_of_an_older_release_ask_for_init(connection: AsyncConnection[Any], settings: Settings) -> None:
+    """A worker of this release that is started before `grabstream init` waits for it, instead of ending with an unknown error."""
+    table = f"{settings.schema_}.read_models"
+    await connection.execute(f"ALTER TABLE {table} DROP COLUMN keeps_set_aside".encode())
+    with pytest.raises(versions.NoReadModel, match="or those of an older release: run `grabstream init`"):
+        await versions.use_read_model(connection, settings.schema_, "ledger")
+    await connection.execute(f"ALTER TABLE {table} ADD COLUMN keeps_set_aside boolean NOT NULL DEFAULT false".encode())
