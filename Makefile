@@ -3,9 +3,10 @@ VENV := .venv
 PYTHON := $(VENV)/bin/python
 GRABSTREAM := $(VENV)/bin/grabstream
 STAMP := $(VENV)/complete
+PROCESSES ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup up down demo test test-cluster drill upgrade lint format mutations bench lock clean
+.PHONY: help setup up down demo test test-cluster drill upgrade lint format mutations nightly bench lock clean
 
 help: ## List the targets.
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -24,9 +25,9 @@ down: setup ## End the servers that `make up` started.
 demo: setup ## Let a crowd grab, watch it live, and print a verdict; leaves nothing running.
 	@scripts/with-servers.sh $(GRABSTREAM) rehearse $(ARGS)
 
-test: setup ## Run all tests on real servers (ARGS="-k name" for some).
+test: setup ## Run all tests on real servers (ARGS="-k name" for some; PROCESSES=0 for one after the other).
 	@scripts/packages.sh kcat redis-cli:redis-tools
-	@CI=1 scripts/with-servers.sh $(PYTHON) -m pytest $(ARGS)
+	@CI=1 scripts/with-servers.sh $(PYTHON) -m pytest -n $(PROCESSES) --dist loadfile $(ARGS)
 
 test-cluster: setup ## Run the tests that need servers on a Redis Cluster and three Kafka brokers.
 	@scripts/packages.sh kcat redis-cli:redis-tools
@@ -45,6 +46,7 @@ lint: setup ## Format, style, types, import contracts, Lua, compose.yaml, README
 	@$(PYTHON) scripts/lint_lua.py
 	@$(PYTHON) scripts/lint_compose.py
 	@$(PYTHON) scripts/offer_fields.py --check README.md
+	@$(PYTHON) scripts/limits.py --check docs/limits.md
 	@$(PYTHON) scripts/schemas.py --check
 	@$(PYTHON) scripts/schemas.py --compare
 
@@ -56,7 +58,11 @@ upgrade: setup ## Upgrade from a release to this one, under traffic (ARGS=COMMIT
 
 mutations: setup ## Take each guard of the protocol out: does a test notice? (ARGS="word" for some)
 	@scripts/packages.sh redis-cli:redis-tools
-	@scripts/with-servers.sh $(PYTHON) scripts/mutations.py $(ARGS)
+	@scripts/with-servers.sh $(PYTHON) -m tests.mutations $(ARGS)
+
+nightly: setup ## Play everything that is too long for `make test`; a summary at the end (ARGS="--resume", "--list", "--only mutations").
+	@scripts/packages.sh kcat redis-cli:redis-tools
+	@$(PYTHON) -m tests.nightly $(ARGS)
 
 bench: setup ## Measure against the classic way, as ratios (ARGS="--rows 1,7").
 	@scripts/with-servers.sh $(PYTHON) -m bench $(ARGS)

@@ -13,6 +13,7 @@ from bench.stage import SEALER, envelope, grabs, private_redis, system, taken_ov
 from bench.streaming import until_booked
 from lua.gate import GateLimits, run_script
 from lua.keys import KeySpace
+from models.bounds import RECORD_BYTES_MAX
 from models.commands import Confirm, Grab, Open
 from models.journal import GENESIS, Accepted, Cursor, block_headers, chain, marker_headers
 from models.offers import Limit, StockTerms
@@ -24,7 +25,7 @@ from projections.versions import use_read_model
 from streams.ownership import OwnedShard
 from streams.recovery import Position, Recovery
 from streams.relay import ShardRelay
-from streams.topics import RECORD_BYTES_MAX, Topics
+from streams.topics import Topics
 
 BLOCK_EVENTS = 1_000
 LISTS = 100

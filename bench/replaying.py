@@ -8,6 +8,7 @@ from typing import Any
 from aiokafka import AIOKafkaProducer
 from psycopg import AsyncConnection, sql
 
+from models.bounds import RECORD_BYTES_MAX
 from models.journal import GENESIS, Cursor, block_headers, chain, marker_headers
 from ops.commands.rebuild import few_collections, where_of
 from ops.rehearsal.stage import take_down
@@ -16,7 +17,7 @@ from projections import versions
 from projections.definitions import definition_of
 from projections.migrate import migrate
 from streams.rebuild import open_rebuild, open_source
-from streams.topics import RECORD_BYTES_MAX, Topics, create_topics
+from streams.topics import Topics, create_topics
 
 BLOCK_EVENTS = 1_000
 COPY_BYTES = 256 * 1024

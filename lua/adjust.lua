@@ -4,9 +4,10 @@
 -- Command: adjust
 -- KEYS[1] shard hash · KEYS[2] outbox stream · KEYS[3] refusals hash · KEYS[4] refusal_order list · KEYS[5] demand hash
 -- KEYS[6] due zset · KEYS[7] offers set · KEYS[8] holds zset · KEYS[9] campaigns hash · KEYS[10] retired set
--- KEYS[11 …] eight keys for each offer, then three for each campaign, see includes/offers.lua
+-- KEYS[11] past zset · KEYS[12] cleaning hash
+-- KEYS[13 …] nine keys for each offer, then five for each campaign, see includes/offers.lua
 -- ARGV[1] shard/shards · ARGV[2] caller time ms · ARGV[3] time to use ms or '' · ARGV[4] clock skew ms · ARGV[5] ''
--- ARGV[6] msgpack, see includes/course.lua; a body: {json: the event's fields as text}
+-- ARGV[6] msgpack, see includes/course.lua; a body: {whole: the event's fields as text, operator}
 -- Outcomes: 21 fenced (whole call) · 23 conflict · 24 no_such_offer · 14 adjusted
 -- Events: ledger.adjusted
 -- Returns msgpack: {0, history, rows} as grab does, or {code, retry_at, message}.
@@ -19,10 +20,12 @@
 --- @include "limits"
 --- @include "offers"
 --- @include "pieces"
+--- @include "queue"
+--- @include "settling"
 --- @include "course"
 
 return course(function(call, offer, id, digest, body)
-  call.lines[#call.lines + 1] = event_head(call, offer, 'ledger.adjusted', id) .. body.json .. operator_text(body)
+  call.lines[#call.lines + 1] = event_head(call, offer, 'ledger.adjusted', id) .. body.whole .. operator_text(body)
     .. ',"digest":"' .. digest .. '"}'
   return {CODE.adjusted, call.seq, call.now, 0, 0, 0, offer.units_left}, true
 end)

@@ -4,7 +4,8 @@
 -- Command: amend
 -- KEYS[1] shard hash · KEYS[2] outbox stream · KEYS[3] refusals hash · KEYS[4] refusal_order list · KEYS[5] demand hash
 -- KEYS[6] due zset · KEYS[7] offers set · KEYS[8] holds zset · KEYS[9] campaigns hash · KEYS[10] retired set
--- KEYS[11 …] eight keys for each offer, then three for each campaign, see includes/offers.lua
+-- KEYS[11] past zset · KEYS[12] cleaning hash
+-- KEYS[13 …] nine keys for each offer, then five for each campaign, see includes/offers.lua
 -- ARGV[1] shard/shards · ARGV[2] caller time ms · ARGV[3] time to use ms or '' · ARGV[4] clock skew ms · ARGV[5] ''
 -- ARGV[6] msgpack, see includes/course.lua; a body: {changes, json: the changes as text, operator}
 -- Outcomes: 21 fenced (whole call) · 23 conflict · 24 no_such_offer · 20 invalid · 29 over · 33 not_enough_left · 6 amended
@@ -19,9 +20,10 @@
 --- @include "limits"
 --- @include "offers"
 --- @include "pieces"
+--- @include "queue"
+--- @include "settling"
 --- @include "course"
 
-local AMOUNT_MAX = 1e13
 local OF_ENVELOPE = {title = true, opens_at = true, closes_at = true}
 
 -- Why these changes can never be right for this offer at this time, or nil.
@@ -39,6 +41,9 @@ local function unfit(offer, changes, now)
   end
   if not offer.pieces then return nil end
   if changes.total and offer.loads.codes then return 'changes.total: an offer with codes keeps its total' end
+  if changes.max_per_grab and changes.max_per_grab > BOUNDS.codes_per_grab and (rules.codes or offer.loads.codes) then
+    return 'changes.max_per_grab: ' .. BOUNDS.with_codes
+  end
   if changes.price and not rules.currency then return 'changes.price: the offer has no currency' end
   if not rules.hold_ms and (changes.hold_ms or changes.extensions or changes.late or changes.grace_ms) then
     return 'changes.hold_ms: an offer that grants at once keeps doing so'
@@ -62,8 +67,9 @@ return course(function(call, offer, id, digest, body)
   change_terms(offer, changes)
   local source = offer.pieces and 'issuer:' .. offer.issuer or 'external:' .. offer.rules.funding
   call.lines[#call.lines + 1] = event_head(call, offer, 'offer.amended', id) .. ',"changes":' .. body.json .. ',"asset":"' .. offer.asset
-    .. '","source":"' .. source .. '"' .. (added > 0 and ',"added":' .. added or '') .. (added < 0 and ',"removed":' .. -added or '')
-    .. ',"left":' .. offer.units_left .. operator_text(body) .. ',"digest":"' .. digest .. '"}'
+    .. '","source":"' .. source .. '"' .. (added > 0 and ',"added":' .. int(added) or '')
+    .. (added < 0 and ',"removed":' .. int(-added) or '')
+    .. ',"left":' .. int(offer.units_left) .. operator_text(body) .. ',"digest":"' .. digest .. '"}'
   local row = {CODE.amended, call.seq, call.now, 0, 0, 0, offer.units_left}
   serve(call, offer, id)
   row[7] = offer.units_left

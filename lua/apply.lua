@@ -4,11 +4,13 @@
 -- Command: none; the shard's owner calls it while the shard is fenced (DESIGN 4.9).
 -- KEYS[1] shard hash · KEYS[2] outbox stream · KEYS[3] refusals hash · KEYS[4] refusal_order list · KEYS[5] demand hash
 -- KEYS[6] due zset · KEYS[7] offers set · KEYS[8] holds zset · KEYS[9] campaigns hash · KEYS[10] retired set
--- KEYS[11 …] eight keys for each offer, then three for each campaign, see includes/offers.lua
+-- KEYS[11] past zset · KEYS[12] cleaning hash
+-- KEYS[13 …] nine keys for each offer, then five for each campaign, see includes/offers.lua
 -- ARGV[1] term · ARGV[2] owner · ARGV[3] life · ARGV[4] seq before the events, or '' when they are only those of some offers
 -- ARGV[5] seq behind them, or '' when the shard is not complete with them · ARGV[6] time there, ms
 -- ARGV[7] msgpack: {offers, campaign of each (from 1), campaigns, events, offer of each event (from 1), offers retired before}; an event
---         is a map of its fields. offer.opened has `row` instead of terms, as `open` gets them; offer.amended `changes` as `amend` does
+--         is a map of its fields. offer.opened has `row` instead of terms, as `open` gets them; offer.amended `changes` as `amend` does;
+--         ledger.adjusted `whole` as `adjust` does
 -- ARGV[7 + i] parts of the i-th event that opens an offer, 6 bytes each, or '' when there are none
 -- Outcomes: none, nothing is decided
 -- Events: none, it applies what is journaled
@@ -16,14 +18,15 @@
 --- @include "shard"
 --- @include "undo"
 --- @include "records"
---- @include "splitting"
 --- @include "calendar"
 --- @include "decide"
 --- @include "repeats"
 --- @include "limits"
 --- @include "offers"
+--- @include "past"
 --- @include "pieces"
---- @include "envelope"
+--- @include "queue"
+--- @include "settling"
 
 if not is_owner(KEYS[1], ARGV[1], ARGV[2], ARGV[3]) then return redis.error_reply('LOST the shard has another owner, term or life') end
 local shard = redis.call('HMGET', KEYS[1], 'life', 'seq', 'partial')
@@ -37,7 +40,7 @@ local APPLY = {}
 
 -- The answer that the command of an event got, kept under its id.
 local function keep_answer(offer, event, row)
-  local record = pack_row(offer.name, row, event.digest)
+  local record = pack_row(offer.name, row, event.digest, event.whole)
   local campaign = offer.campaign
   campaign.answers[event.command] = record
   campaign.made[#campaign.made + 1] = event.command
@@ -95,8 +98,17 @@ end
 
 -- -- grabs -----------------------------------------------------------------------------------------------------------
 
+-- A ticket is used at the time of its event, since what else the use makes the campaign forget depends on the time.
+local function use_again(offer, event)
+  if not event.ticket then return end
+  use_ticket(offer, event.ticket, event.ticket_ends_at)
+  write_tickets(offer.campaign, event.at)
+  commit()
+end
+
 local function take_part(offer, event)
   offer.places, offer.units_left, offer.amount_left = event.place, event.left, offer.amount_left - event.amount
+  use_again(offer, event)
   keep_part(call, offer, event.command, event.user, event.digest, event.amount)
 end
 
@@ -113,7 +125,7 @@ local function make_grab(offer, event)
   local grab = new_grab(event.user, event.quantity, under)
   grab.place = event.place
   offer.grabs[event.grab] = grab
-  if event.ticket then offer.seen_new['ticket/' .. event.ticket] = true end
+  use_again(offer, event)
   touch_grab(offer, event.grab)
   return grab, #under > 0 and {limits = limit_states(offer, under, event.at)} or {}
 end
@@ -137,13 +149,15 @@ end
 local function serve_again(offer, event)
   local grab = grab_of(offer, event.grab)
   serve_one(offer, event.grab, grab, event.quantity, event.at)
+  offer.served_at = event.at
   local campaign = offer.campaign
   local record = campaign.answers[event.command] or redis.call('HGET', campaign.answers_key, event.command)
-  local name, row = nil, nil
-  if record then name, row = unpack_row(record) end
+  if not record then return end
+  local _, _, _, _, _, digest, tail = unpack_answer(record)
+  local name, row = unpack_row(tail)
   if name == offer.name and row[3] == event.at and row[2] < event.seq then
     row[7] = offer.units_left
-    keep_answer(offer, {command = event.command, digest = string.sub(record, ANSWER_BYTES - 7, ANSWER_BYTES)}, row)
+    keep_answer(offer, {command = event.command, digest = digest}, row)
   end
 end
 
@@ -157,9 +171,7 @@ end
 
 APPLY['grab.queued'] = function(offer, event)
   local grab, said = make_grab(offer, event)
-  grab.status, offer.queued = WAITING, event.place
-  append(offer.queue_new, event.grab)
-  offer.queue_length = offer.queue_length + 1
+  join_queue(offer, event.grab, grab)
   keep_answer(offer, event, {CODE.waiting, event.seq, event.at, 0, event.quantity, grab.place, offer.units_left, 0, 0, said})
 end
 
@@ -178,7 +190,7 @@ APPLY['grab.confirmed'] = function(offer, event)
   grab.confirmed_seq, grab.confirmed_at = event.seq, event.at
   if event.payment then
     grab.payments[#grab.payments + 1] = {event.payment, quantity}
-    keep_payment(call, offer.campaign, event.payment, offer, event.grab, CODE.confirmed, quantity)
+    keep_payment(call, offer.campaign, event.payment, offer.name, event.grab, CODE.confirmed, quantity)
   end
   touch_grab(offer, event.grab)
   settled(offer, event, grab, CODE.confirmed, coupon_row(offer, grab, codes, {}))
@@ -207,14 +219,14 @@ end
 APPLY['grab.redeemed'] = function(offer, event)
   local grab = grab_of(offer, event.grab)
   grab.redeemed = grab.redeemed + event.quantity
-  keep_order(call, offer, event.grab, grab, event.order, event.quantity)
+  keep_order(call, offer, event.grab, event.order, event.quantity)
   settled(offer, event, grab, CODE.redeemed)
 end
 
 APPLY['grab.unredeemed'] = function(offer, event)
   local grab = grab_of(offer, event.grab)
   grab.redeemed = grab.redeemed - event.quantity
-  keep_order(call, offer, event.grab, grab, event.order, 0)
+  keep_order(call, offer, event.grab, event.order, 0)
   settled(offer, event, grab, CODE.unredeemed)
 end
 
@@ -222,8 +234,12 @@ APPLY['payment.refund_due'] = function(offer, event)
   local code, more = CODE[event.outcome], {message = 'the payment is to be paid back'}
   local grab = grab_of(offer, event.grab)
   if code == CODE.invalid then more.message = 'paid: not what is due; ' .. more.message end
+  if code == CODE.limit_reached then
+    more = too_many_payments()
+    more.message = more.message .. '; the payment is to be paid back'
+  end
   if code == CODE.not_enough_left then more.left = grab.held > 0 and grab.held or grab.lapsed end
-  keep_payment(call, offer.campaign, event.payment, offer, event.grab, code, 0)
+  keep_payment(call, offer.campaign, event.payment, offer.name, event.grab, code, 0)
   keep_answer(offer, event, {code, event.seq, event.at, 0, 0, 0, 0, 0, 0, more})
 end
 
@@ -255,8 +271,7 @@ local function read_ahead()
     end
   end
   for o, names_of_grabs in pairs(wanted) do
-    local records = redis.call('HMGET', KEYS[offers[o].base + GRABS], unpack(names_of_grabs))
-    for i, name in ipairs(names_of_grabs) do offers[o].grabs[name] = records[i] and unpack_grab(records[i]) end
+    read_grabs(offers[o], names_of_grabs)
   end
   for _, offer in ipairs(offers) do
     if offer and offer.pieces then read_counters(offer.counters, offer.counters.wanted or {}) end
@@ -270,17 +285,21 @@ local opened = 0
 local function open(o, name, event)
   opened = opened + 1
   local campaign, row = campaigns[campaign_of[o]], event.row
+  join_zone(campaign, row)
   create_offer(name, o, campaign, row, event.opens_at, event.closes_at, ARGV[7 + opened])
+  commit()
   offers[o] = load_offer(name, o, campaign)
   keep_answer(offers[o], event, {CODE.opened, event.seq, event.at, row.total, 0, 0, row.units})
 end
 
--- What was left to the sweeper is left to it again.
+-- What was left to the sweeper is left to it again: units that are there for those who wait, when a call had served as many as it may.
 local function leave_to_sweeper(offer)
   if offer.closed or not offer.pieces or not offer.rules.waiting_list then return end
-  local name = offer.units_left > 0 and offer.queue_length > 0 and next_in_queue(offer)
-  local now = name and (offer.rules.take == 'up_to' or grab_of(offer, name).quantity <= offer.units_left)
-  offer.due = now and call.now or offer.closes_at
+  if available(offer) == offer.units_left then
+    offer.due = offer.closes_at
+  else
+    offer.due = offer.served_at or offer.due
+  end
 end
 
 -- From the first write to the last the shard is incomplete: should this script fail half-way, it is rebuilt from nothing.
@@ -288,18 +307,30 @@ redis.call('HSET', KEYS[1], 'partial', '1')
 write_in_pieces('SADD', KEYS[10], retired)
 local gone = {}
 read_ahead()
+
+-- Money that came for an offer that had retired before.
+local function refund_late(campaign, past, event)
+  past.offer_seq, past.changed = event.offer_seq, true
+  keep_payment(call, campaign, event.payment, past.name, event.grab, CODE[event.outcome], 0)
+end
+
 for i, event in ipairs(events) do
   local o = offer_of[i]
   local name, offer = names[o], offers[o]
   call.seq, call.now = event.seq, event.at
-  if (offer and offer.offer_seq or 0) + 1 ~= event.offer_seq then
+  local campaign = campaigns[campaign_of[o]]
+  local past = not offer and past_of(campaign, name)
+  if (offer and offer.offer_seq or past and past.offer_seq or 0) + 1 ~= event.offer_seq then
     return redis.error_reply('HOLE before event ' .. event.offer_seq .. ' of offer ' .. name .. ', at seq ' .. event.seq)
   end
   if event.type == 'offer.opened' then
     open(o, name, event)
   elseif event.type == 'offer.retired' then
-    gone[#gone + 1] = offer
+    offer.offer_seq = event.offer_seq
+    gone[#gone + 1] = {offer, event.at}
     offers[o] = false
+  elseif past then
+    refund_late(campaign, past, event)
   else
     offer.offer_seq, offer.changed = event.offer_seq, true
     APPLY[event.type](offer, event)
@@ -309,9 +340,10 @@ for _, offer in ipairs(offers) do
   if offer and offer.changed then leave_to_sweeper(offer) end
 end
 write_all(call, offers, campaigns)
-for _, offer in ipairs(gone) do remove_offer(offer) end
+for _, retired_one in ipairs(gone) do remove_offer(unpack(retired_one)) end
 if ARGV[5] ~= '' then
-  redis.call('HSET', KEYS[1], 'seq', ARGV[5], 'time', ARGV[6])
-  redis.call('HDEL', KEYS[1], 'partial')
+  write('HSET', KEYS[1], 'seq', ARGV[5], 'time', ARGV[6])
+  write('HDEL', KEYS[1], 'partial')
 end
+commit()
 return #events

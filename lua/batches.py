@@ -15,7 +15,9 @@ from lua.sealing import Sealer
 from lua.tickets import TicketKeys
 from models.answers import Answer, LimitState
 from models.calendar import Offsets, offsets_of
-from models.commands import Adjust, Amend, AnyCommand, Confirm, Grab, Load, Open, Redeem, Return, Settle, Steer, Unredeem, digest_of
+from models.commands import Adjust, Amend, AnyCommand, Confirm, Grab, Load, Open, Redeem, Return, Settle, Steer, Unredeem
+from models.digests import PLAIN, CannotCompare, whole_of
+from models.events import CampaignZone
 from models.identifiers import campaign_of
 from models.offers import (
     ENVELOPE_LIFE_MS,
@@ -99,11 +101,13 @@ class Table:
 def build(keys: ShardKeys, script: str, commands: Sequence[AnyCommand], gate: Secrets, now_ms: int) -> Batch:
     """Keys (after the shard's own) and packed arguments for a script that decides commands of its name."""
     table = Table([command.offer for command in commands])
-    columns = [table.offers, table.campaign_of, table.campaigns, [c.id for c in commands], table.offer_of, list(map(digest_of, commands))]
+    columns: list[Any] = [table.offers, table.campaign_of, table.campaigns, [c.id for c in commands], table.offer_of]
     extra: list[bytes] = []
     if script == "grab":
-        columns += _grab_columns(commands, gate.tickets, len(table.offers) == 1)  # type: ignore[arg-type]
-    elif script == "open":
+        columns += _grab_columns(commands, gate, len(table.offers) == 1)  # type: ignore[arg-type]
+        return table.keys(keys), [_pack(columns)]
+    columns.append(list(map(gate.sealer.digests.of, commands)))
+    if script == "open":
         terms, extra = _open_columns(keys.shard, commands, gate.sealer, now_ms)  # type: ignore[arg-type]
         columns.append(terms)
     else:
@@ -114,16 +118,17 @@ def build(keys: ShardKeys, script: str, commands: Sequence[AnyCommand], gate: Se
 # -- grab -------------------------------------------------------------------------------------------------------------
 
 
-def _grab_columns(commands: Sequence[Grab], tickets: TicketKeys, of_one_offer: bool) -> list[Any]:
+def _grab_columns(commands: Sequence[Grab], gate: Secrets, of_one_offer: bool) -> list[Any]:
+    """From the digests on."""
     users = [c.user for c in commands]
-    if not any(c.attributes or c.ticket or c.basket or c.wait for c in commands):
-        quantities = [c.quantity for c in commands]
-        count = len(users)
+    digests = list(map(gate.sealer.digests.of, commands))
+    count = len(users)
+    if digests.count(PLAIN) == count:
         # Most of a crowd: the script need not ask of each grab what none of them has.
-        plain = of_one_offer and quantities.count(1) == count == len(set(users)) == len({c.id for c in commands})
-        return [users, False, False, False, True] if plain else [users, quantities, [""] * count, False, False]
+        alike = of_one_offer and count == len(set(users)) == len({c.id for c in commands})
+        return [False, users, False, False, False, alike]
     attributes = [_json(c.attributes).decode() if c.attributes else "" for c in commands]
-    return [users, [c.quantity for c in commands], attributes, [_more(command, tickets) for command in commands], False]
+    return [digests, users, [c.quantity for c in commands], attributes, [_more(command, gate.tickets) for command in commands], False]
 
 
 def _more(command: Grab, tickets: TicketKeys) -> Any:
@@ -137,6 +142,8 @@ def _more(command: Grab, tickets: TicketKeys) -> Any:
         more["wait"] = True
     if command.ticket is not None and (ticket := tickets.read(command.ticket, command.user, command.offer)):
         more["ticket_expires_at"], more["ticket_once"] = ticket.expires_at_ms, ticket.once_id
+        if ticket.of_campaign:
+            more["ticket_ends_at"] = ticket.expires_at_ms
     return more or False
 
 
@@ -184,6 +191,7 @@ def terms_row(offer: str, terms: Terms, offsets: Offsets) -> dict[str, Any]:
         # The seed of the command stays out of the event: the journal is read by many before the offer closes.
         "json": _json(published(terms)).decode(),
         "offsets_json": _json(offsets).decode() if offsets else "",
+        "zone_json": _json(CampaignZone(terms.timezone, tuple(offsets))).decode(),
         "rules": _rules(terms, offsets),
     }
 
@@ -204,7 +212,6 @@ def _piece_rules(terms: PieceTerms) -> dict[str, Any]:
     found = {name: getattr(terms, name) for name in ("price", "currency", "hold_ms", "valid_until")}
     return {
         **{name: value for name, value in found.items() if value is not None},
-        "timezone": terms.timezone,
         "limits": limit_rows(terms.limits),
         "max_per_grab": terms.max_per_grab,
         "take": terms.take,
@@ -260,9 +267,7 @@ def _body(shard: int, command: AnyCommand, sealer: Sealer) -> dict[str, Any]:
             items = [sealer.seal(shard, command.offer, "code", code) for code in items]
         body |= {"what": command.what, "chunk": command.chunk, "chunks": command.chunks, "items": items, "json": _json(items).decode()}
     elif isinstance(command, Adjust):
-        entries = _json(command.transfers).decode()
-        reason = _json(command.reason).decode()
-        body["json"] = f',"transfers":{entries},"reason":{reason},"approved_by":"{command.approved_by}"'
+        body["whole"] = whole_of(command)
     return body
 
 
@@ -279,6 +284,8 @@ def answer_of(shard: int, command: AnyCommand, row: Sequence[Any], sealer: Seale
             width > 7 and row[7] == 1, None, shard, row[1], row[2],
         )  # fmt: skip
     more: dict[str, Any] = row[9] if width > 9 and row[9] else {}
+    if "kept" in more:
+        return answer_of(shard, command, _compared(command, row, more, sealer), sealer)
     said: dict[str, Any] = {"repeated": width > 7 and row[7] == 1, "retry_at": (row[8] or None) if width > 8 else None}
     if isinstance(command, Settle) and more.get("again"):
         said |= {"grab": command.grab, "quantity": row[4] or None}
@@ -292,6 +299,17 @@ def answer_of(shard: int, command: AnyCommand, row: Sequence[Any], sealer: Seale
         said |= {"amount": row[3] or None, "quantity": row[4] or None, "left": row[6]}
     said |= _said_more(shard, command, more, sealer)
     return Answer(command.id, OUTCOME_NAMES[code], code, command.offer, shard=shard, seq=row[1] or None, at=row[2], **said)
+
+
+def _compared(command: AnyCommand, row: Sequence[Any], more: dict[str, Any], sealer: Sealer) -> Sequence[Any]:
+    """The row of a command whose first answer is remembered with a digest of another form or key than it was sent with."""
+    try:
+        if sealer.digests.is_of(more["kept"], command):
+            return more["first"]  # type: ignore[no-any-return]
+        said = {name: value for name, value in more.items() if name not in ("kept", "first")}
+        return [*row[:9], said]
+    except CannotCompare as error:
+        return [int(Outcome.conflict), 0, row[2], 0, 0, 0, 0, 0, 0, {"message": str(error)}]
 
 
 def _said_more(shard: int, command: AnyCommand, more: dict[str, Any], sealer: Sealer) -> dict[str, Any]:

@@ -8,14 +8,12 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
 from typing import Any, NamedTuple
-
-from redis.exceptions import RedisError
 
 from lua.journaled import HistoryChanged, Journaled
 from lua.keys import KeySpace
 from lua.records import read_answer
+from lua.trouble import suppressed_trouble
 from models.answers import Answer
 from models.commands import AnyCommand
 from models.identifiers import campaign_of
@@ -110,7 +108,7 @@ class DecidedAnswers:
     async def _kept_of(self, shard: int, command: AnyCommand) -> tuple[int, int] | None:
         """Seq and time (ms) of the event that the shard keeps under a command's id."""
         while True:
-            with suppress(RedisError, OSError):
+            with suppressed_trouble():
                 record = await self._redis.hget(self._keys.shard(shard).answers(campaign_of(command.offer)), command.id)
                 return read_answer(record) if record else None
             await asyncio.sleep(RETRY_SECONDS)

@@ -4,7 +4,8 @@
 -- Command: none; the sweeper calls it with the holds it found due. A hold that is not due any more is left alone.
 -- KEYS[1] shard hash · KEYS[2] outbox stream · KEYS[3] refusals hash · KEYS[4] refusal_order list · KEYS[5] demand hash
 -- KEYS[6] due zset · KEYS[7] offers set · KEYS[8] holds zset · KEYS[9] campaigns hash · KEYS[10] retired set
--- KEYS[11 …] eight keys for each offer, then three for each campaign, see includes/offers.lua
+-- KEYS[11] past zset · KEYS[12] cleaning hash
+-- KEYS[13 …] nine keys for each offer, then five for each campaign, see includes/offers.lua
 -- ARGV[1] shard/shards · ARGV[2] caller time ms · ARGV[3] time to use ms or '' · ARGV[4] clock skew ms · ARGV[5] ''
 -- ARGV[6] msgpack: {offers, campaign of each (from 1), campaigns, grabs, offer of each grab (from 1)}
 -- Outcomes: 21 fenced (whole call)
@@ -18,6 +19,8 @@
 --- @include "limits"
 --- @include "offers"
 --- @include "pieces"
+--- @include "queue"
+--- @include "settling"
 
 local call, refused = begin_call()
 if not call then return cmsgpack.pack(refused) end
@@ -32,8 +35,7 @@ for i = 1, #grabs do
 end
 for o, wanted in pairs(of_offer) do
   if offers[o] and offers[o].pieces then
-    local records = redis.call('HMGET', KEYS[offers[o].base + GRABS], unpack(wanted))
-    for n = 1, #wanted do offers[o].grabs[wanted[n]] = records[n] and unpack_grab(records[n]) end
+    read_grabs(offers[o], wanted)
   end
 end
 for i = 1, #grabs do
@@ -42,6 +44,4 @@ for i = 1, #grabs do
   if grab then lapse(call, offer, grabs[i], grab) end
 end
 
-append_events(call)
-write_all(call, offers, campaigns)
-return cmsgpack.pack({0, call.history, {#grabs}})
+return finish(call, offers, campaigns, {#grabs})

@@ -4,7 +4,8 @@
 -- Command: extend
 -- KEYS[1] shard hash · KEYS[2] outbox stream · KEYS[3] refusals hash · KEYS[4] refusal_order list · KEYS[5] demand hash
 -- KEYS[6] due zset · KEYS[7] offers set · KEYS[8] holds zset · KEYS[9] campaigns hash · KEYS[10] retired set
--- KEYS[11 …] eight keys for each offer, then three for each campaign, see includes/offers.lua
+-- KEYS[11] past zset · KEYS[12] cleaning hash
+-- KEYS[13 …] nine keys for each offer, then five for each campaign, see includes/offers.lua
 -- ARGV[1] shard/shards · ARGV[2] caller time ms · ARGV[3] time to use ms or '' · ARGV[4] clock skew ms · ARGV[5] ''
 -- ARGV[6] msgpack, see includes/course.lua; a body: {grab}
 -- Outcomes: 21 fenced (whole call) · 23 conflict · 24 no_such_offer · 25 no_such_grab · 31 limit_reached · 34 expired ·
@@ -20,6 +21,8 @@
 --- @include "limits"
 --- @include "offers"
 --- @include "pieces"
+--- @include "queue"
+--- @include "settling"
 --- @include "course"
 
 return settle(function(call, offer, grab, id, digest, body)
@@ -30,7 +33,7 @@ return settle(function(call, offer, grab, id, digest, body)
   end
   grab.extensions, grab.deadline = grab.extensions + 1, grab.deadline + offer.rules.hold_ms
   call.lines[#call.lines + 1] = event_head(call, offer, 'grab.extended', id) .. grab_text(offer, body.grab, grab, grab.held, grab.held)
-    .. ',"deadline_at":' .. grab.deadline .. ',"digest":"' .. digest .. '"}'
+    .. ',"deadline_at":' .. int(grab.deadline) .. ',"digest":"' .. digest .. '"}'
   touch_grab(offer, body.grab)
   return {CODE.extended, call.seq, call.now, grab.held, grab.held, grab.place, offer.units_left, 0, 0, {deadline_at = grab.deadline}}, true
 end)

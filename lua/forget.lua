@@ -1,22 +1,43 @@
 #!lua flags=allow-oom
--- The answers of an offer that is about to be retired, deleted in bounded steps; those of its campaign's other offers stay.
+-- Offers that retired so long ago that their payments are known no more: what was kept of them goes, `clean` deletes the payments.
 --
--- Command: none; the sweeper calls it before `sweep`, until the cursor is 0 again.
+-- Command: none; the sweeper calls it with the offers it found in the past zset. One whose time is not over is left alone.
 -- KEYS[1] shard hash · KEYS[2] outbox stream · KEYS[3] refusals hash · KEYS[4] refusal_order list · KEYS[5] demand hash
 -- KEYS[6] due zset · KEYS[7] offers set · KEYS[8] holds zset · KEYS[9] campaigns hash · KEYS[10] retired set
--- KEYS[11] offer hash · KEYS[12] answers hash of its campaign
+-- KEYS[11] past zset · KEYS[12] cleaning hash
+-- KEYS[13 …] nine keys for each offer, then four for each campaign, see includes/offers.lua
 -- ARGV[1] shard/shards · ARGV[2] caller time ms · ARGV[3] time to use ms or '' · ARGV[4] clock skew ms · ARGV[5] ''
--- ARGV[6] offer · ARGV[7] cursor · ARGV[8] fields a step
+-- ARGV[6] msgpack: {offers, campaign of each (from 1), campaigns}
 -- Outcomes: 21 fenced (whole call)
 -- Events: none
--- Returns msgpack: {0, history, {cursor as text}}, or {code, retry_at, message}.
+-- Returns msgpack: {0, history, {number of offers forgotten}}, or {code, retry_at, message}.
 --- @include "shard"
+--- @include "undo"
 --- @include "records"
+--- @include "calendar"
 --- @include "decide"
+--- @include "limits"
+--- @include "offers"
+--- @include "past"
 
 local call, refused = begin_call()
 if not call then return cmsgpack.pack(refused) end
 
-local offer, cursor = ARGV[6], ARGV[7]
-if redis.call('HGET', KEYS[11], 'state') ~= 'closed' then return cmsgpack.pack({0, call.history, {'0'}}) end
-return cmsgpack.pack({0, call.history, {forget_answers(KEYS[12], offer, cursor, ARGV[8])}})
+-- As models/offers.py has it: a day later than it counts, so that no clock that is still believed can need what is gone.
+local PAYMENTS_KEPT_MS = PAYMENTS_KNOWN_MS + 86400000
+
+local names, campaign_of, campaign_names = unpack(cmsgpack.unpack(ARGV[6]))
+local forgotten = 0
+for o, name in ipairs(names) do
+  local campaign = campaign_at(campaign_names[campaign_of[o]], #names, campaign_of[o])
+  local at = tonumber(redis.call('ZSCORE', KEYS[11], name) or math.huge)
+  if call.now >= at + PAYMENTS_KEPT_MS then
+    forgotten = forgotten + 1
+    write('ZREM', KEYS[11], name)
+    write('HDEL', campaign.state_key, 'retired/' .. name)
+    if redis.call('EXISTS', campaign.payments_key) == 1 then begin_cleaning(campaign, 'payments') end
+  end
+end
+local reply = cmsgpack.pack({0, call.history, {forgotten}})
+commit()
+return reply

@@ -1,26 +1,27 @@
 """The gate: commands in, answers out. It gathers what arrives together for a shard and decides it in one script call.
 
 A lone caller does not wait for company: the next batch is whatever arrived while the last one was in flight. When a good half of
-a batch waits already, it goes out behind the one in flight, unless they hold commands of the same caller, whose order counts.
+a batch waits already, it goes out after the one in flight, unless they hold commands of the same caller, whose order counts.
+
+The order of a caller holds through retries and recoveries. What was decided and is not known to be journaled stays in the caller's
+`_Lane`, and every later call of the lane names the history it was decided under: in another one the script decides nothing, and the
+lane's commands are sent again, in their order, before those that were refused.
+
+A call that raises an error costs one command its answer, not all: it is cut in halves until the one that raises is found.
 """
 
 import asyncio
-import builtins
+import logging
+import math
+import re
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from itertools import groupby
 from typing import Any, Final, Literal, NamedTuple
 
-from redis.exceptions import (
-    ClusterDownError,
-    ConnectionError,
-    NoScriptError,
-    OutOfMemoryError,
-    ReadOnlyError,
-    ResponseError,
-    TimeoutError,
-)
+from redis.exceptions import ClusterError, NoScriptError, OutOfMemoryError, ReadOnlyError, ResponseError
 
 from lua import batches, loader
 from lua.decided import DecidedAnswers, ReportLost
@@ -29,15 +30,20 @@ from lua.keys import KeySpace, ShardKeys
 from lua.refusals import RefusalLog
 from lua.sealing import Sealer
 from lua.tickets import TicketKeys
+from lua.trouble import is_trouble
 from models.answers import Answer, refusal
-from models.commands import BASKET_GRABS_MAX, AnyCommand, Grab, Open, basket_of, check
-from models.identifiers import are_ids, campaign_of
+from models.commands import AnyCommand, Grab, Open, basket_of, check, torn_baskets
+from models.identifiers import RESERVED_IDS, are_ids
 from models.money import Invalid
 from models.offers import EnvelopeTerms
-from models.outcomes import Outcome
+from models.outcomes import OUTCOME_NAMES, Outcome
+
+log = logging.getLogger(__name__)
 
 Promise = Literal["journaled", "decided"]
 IN_FLIGHT_MAX: Final = 2
+#: Tickets in one call: no bound but that of its commands, as long as none of them raises.
+IN_COMPANY_MAX: Final = 1_000_000
 RETRY_SECONDS: Final = 0.05
 WATCH_EVERY_SECONDS: Final = 0.1
 BUSY_RETRY_MS: Final = 200
@@ -49,10 +55,23 @@ SHARDS_KNOWN_MAX: Final = 100_000
 _ALWAYS_ADMITTED: Final = frozenset(
     {"pause", "resume", "close", "amend", "adjust", "confirm", "release", "extend", "return", "redeem", "unredeem"}
 )
-_UNREACHABLE: Final = (ConnectionError, TimeoutError, ReadOnlyError, ClusterDownError, OSError)
-#: Errors with which Redis refuses a script before it begins, so that nothing was decided: too few replicas, a disk that cannot be
-#: written, another script that runs for seconds.
-_NOT_BEGUN: Final = ("NOREPLICAS", "MISCONF", "BUSY ")
+#: A command that broke the shard so many times, alone in its call, is given up.
+BREAKS_MAX: Final = 3
+#: What a script replies in place of an outcome when the shard has another history than the call names (includes/decide.lua).
+_ANOTHER_HISTORY: Final = -1
+#: With these words a script says that a write failed after another: its shard is fenced until it was rebuilt (includes/decide.lua).
+_BROKE: Final = "BROKEN OFF "
+#: With these words Redis refuses a script before it begins: too few replicas, a disk that cannot be written, another script that runs
+#: for seconds; and a script, when not even its first write could be done.
+_NOT_WRITTEN: Final = ("NOREPLICAS", "MISCONF", "BUSY ", "UNWRITTEN ")
+#: Where an error was raised: at the end of whatever a script says that fails. What has no such end was said by the server itself.
+_in_script = re.compile(r"\bon @user_(script|function)\b|\buser_(script|function):\d+:").search
+
+
+def is_raised_by_script(error: ResponseError) -> bool:
+    """Whether a script itself raised before its first write: what it was called for is at fault, not the server."""
+    said = str(error)
+    return _in_script(said) is not None and not said.startswith((*_NOT_WRITTEN, _BROKE))
 
 
 class OutcomeUnknown(Exception):
@@ -74,25 +93,86 @@ def now_ms() -> int:
     return time.time_ns() // 1_000_000
 
 
-class _Ticket:
-    """Consecutive commands of one caller, shard and type; `done` gets their answers and the history they were decided under.
+#: Told of a command that no script can decide: its place in the call, and why.
+ReportPoison = Callable[[int, str], None]
 
-    `unsure` once they may be decided although nobody knows (no reply came, or a history was lost): then they are not refused any more.
+
+class Order:
+    """Calls that share one are carried out in the order they were made, in every shard."""
+
+    def __init__(self) -> None:
+        self._lanes: dict[int, _Lane] = {}
+
+    def lane(self, shard: int) -> "_Lane":
+        """The commands of this order in a shard."""
+        lane = self._lanes.get(shard)
+        if lane is None:
+            lane = self._lanes[shard] = _Lane()
+        return lane
+
+
+class _Lane:
+    """The commands of one order in one shard: one call at a time carries them.
+
+    `decided` are those whose answers are not given yet, in their order, all decided in `history`; `stale` once that has gone.
     """
 
-    __slots__ = ("commands", "deadline", "done", "group", "has_baskets", "patience_seconds", "patient_until", "script", "unsure")
+    __slots__ = ("decided", "flying", "history", "stale")
 
-    def __init__(self, group: object, script: str, commands: Sequence[AnyCommand], deadline: float, patience_seconds: float) -> None:
-        self.group = group
+    def __init__(self) -> None:
+        self.decided: deque[_Ticket] = deque()
+        self.history = 0
+        self.flying = False
+        self.stale = False
+
+    def take_back(self) -> "list[_Ticket]":
+        """What has to be decided again, in its order."""
+        tickets = list(self.decided)
+        self.decided.clear()
+        self.stale = False
+        for ticket in tickets:
+            ticket.ask_again()
+        return tickets
+
+
+class _Ticket:
+    """Consecutive commands of one caller, shard and type. `done` has a result once they are decided or refused; then `answers` and
+    `history` say how. Later ones of the same call and shard hang on `next`: what was not decided must not be overtaken by them.
+
+    `unsure` once they may be decided although nobody knows (no reply came, or a history was lost): then they are not refused any more.
+    `given` once the caller has its answer, or has gone. `company` is how many tickets may share a call with it: fewer after an error.
+    `parts` are the tickets that it was cut into to find the command that raises; `fault` says of a single one what it raised.
+    """
+
+    __slots__ = (
+        "answers", "breaks", "commands", "company", "deadline", "done", "fault", "given", "has_baskets", "history", "lane", "next",
+        "parts", "patience_seconds", "patient_until", "script", "unsure",
+    )  # fmt: skip
+
+    def __init__(self, lane: _Lane, script: str, commands: Sequence[AnyCommand], deadline: float, patience_seconds: float) -> None:
+        self.lane = lane
         self.script = script
         self.commands = commands
         self.deadline = deadline
         self.patience_seconds = patience_seconds
         self.patient_until: float | None = None
         self.unsure = False
+        self.given = False
+        self.company = IN_COMPANY_MAX
+        self.breaks = 0
+        self.fault: str | None = None
+        self.next: _Ticket | None = None
+        self.parts: tuple[_Ticket, ...] = ()
+        self.answers: list[Answer] = []
+        self.history = 0
         # Two callers may have given their baskets the same name, so their tickets never share a call.
         self.has_baskets = script == "grab" and any(map(basket_of, commands))
-        self.done: asyncio.Future[tuple[list[Answer], int]] = asyncio.get_running_loop().create_future()
+        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    @property
+    def last_seq(self) -> int:
+        """The seq that must be journaled before the answers are given; 0 when none."""
+        return max((answer.seq for answer in self.answers if answer.seq is not None), default=0)
 
     def is_patient(self, now: float) -> bool:
         """Whether it goes on waiting; patience begins with the first refusal, not while the server is away."""
@@ -104,18 +184,60 @@ class _Ticket:
 
     def answer(self, answers: list[Answer], history: int = 0) -> None:
         if not self.done.done():
-            self.done.set_result((answers, history))
+            self.answers, self.history = answers, history
+            if history and not self.given:
+                self.lane.decided.append(self)
+                self.lane.history = history
+            self.done.set_result(None)
+
+    def ask_again(self) -> None:
+        """Its answers were decided in a history that is gone."""
+        self.unsure = True
+        if self.done.done():
+            self.done = asyncio.get_running_loop().create_future()
 
     def refuse(self, outcome: Outcome, message: str, retry_at: int) -> None:
-        if self.unsure:
-            self.fail(OutcomeUnknown(f"decided or not, nobody knows yet ({message}): send the commands again under their ids"))
-            return
-        self.answer([refusal(c.id, outcome, c.offer, message, retry_at) for c in self.commands])
+        """Refuses it and all that follow it in its call: a confirmation must not overtake the grab it is for."""
+        ticket: _Ticket | None = self
+        while ticket is not None:
+            if ticket.unsure:
+                said = f"decided or not, nobody knows yet ({message}): send the commands again under their ids"
+                ticket.fail(OutcomeUnknown(said))
+            else:
+                ticket.answer([refusal(c.id, outcome, c.offer, message, retry_at) for c in ticket.commands])
+            ticket = ticket.next
 
     def fail(self, error: BaseException) -> None:
         if not self.done.done():
             self.done.set_exception(error)
             self.done.exception()  # a caller of several shards hears of the first failure only; the others are no news for the log
+
+    def cut(self) -> "tuple[_Ticket, ...]":
+        """Two halves of it, each alone in its call; nothing when it is one command, or one basket."""
+        end = _whole_baskets(range(len(self.commands)), self.commands, len(self.commands) // 2)
+        if end == len(self.commands):
+            end = next((i for i, c in enumerate(self.commands) if basket_of(c) is None or basket_of(c) == basket_of(self.commands[-1])), 0)
+        if not 0 < end < len(self.commands):
+            return ()
+        first, second = (
+            _Ticket(self.lane, self.script, part, self.deadline, self.patience_seconds)
+            for part in (self.commands[:end], self.commands[end:])
+        )
+        first.next, second.next = second, self.next
+        for half in (first, second):
+            half.patient_until, half.unsure, half.company = self.patient_until, self.unsure, 1
+        self.parts = (first, second)
+        self.done.set_result(None)
+        return self.parts
+
+    def give(self) -> None:
+        """The caller has its answer, or has gone; what was not sent yet never is."""
+        self.given = True
+        with suppress(ValueError):
+            self.lane.decided.remove(self)
+        self.done.cancel()
+        for part in self.parts:
+            part.give()
 
 
 class _Shard:
@@ -126,8 +248,8 @@ class _Shard:
         self.queue: deque[_Ticket] = deque()
         self.queued = 0
         self.in_flight: list[list[_Ticket]] = []
-        self.groups: set[object] = set()
         self.held = False
+        self.refuses = ""
         self.waking = False
         self.watch: asyncio.TimerHandle | None = None
 
@@ -186,37 +308,66 @@ class Gate:
         promise: Promise = "journaled",
         patience_ms: int = 0,
         timeout_ms: int | None = None,
-        order: object = None,
+        reader: Order | None = None,
+        report_poison: ReportPoison = lambda place, reason: None,
     ) -> list[Answer]:
-        """Answers in the order of the commands; commands of one campaign are carried out in that order.
+        """Answers in the order of the commands; commands of one campaign are carried out in that order, also through a recovery.
 
         `journaled` waits until Kafka has the events of the answers. `patience_ms` is how long commands that meet a fenced or
-        busy shard wait before they are answered so. Calls with the same `order` are carried out in the order they were made.
+        busy shard wait before they are answered so; those that follow them in the same shard are answered the same.
         Raises OutcomeUnknown when `timeout_ms` (the gate's own when absent) ran out after they were sent.
+
+        A `reader` of a topic bounds by itself what it has in flight, and what it read has nowhere to go back to: its calls are carried
+        out in the order they were made, find room whatever is queued, and wait as long as their shard decides nothing; they are
+        never answered `fenced` or `busy`. `report_poison` is told of commands that no script can decide; they are answered `invalid`.
         """
         answers: list[Answer | None] = [None] * len(commands)
         sound = self._at_the_door(commands, answers)
         runs = list(self._runs(sound, commands))
-        timeout = (timeout_ms or self._limits.timeout_ms) + patience_ms
-        deadline = time.monotonic() + timeout / 1000
-        group = answers if order is None else order
-        waits = []
+        timeout_seconds = ((timeout_ms or self._limits.timeout_ms) + patience_ms) / 1000
+        deadline = math.inf if reader else time.monotonic() + timeout_seconds
+        order = reader or Order()
+        waits: deque[tuple[int, Sequence[int], _Ticket]] = deque()
+        last_of: dict[int, _Ticket] = {}
         for shard, script, places in runs:
-            ticket = self._submit(shard, script, [commands[place] for place in places], group, deadline, patience_ms)
+            patience = math.inf if reader else patience_ms / 1000
+            ticket = _Ticket(order.lane(shard), script, [commands[place] for place in places], deadline, patience)
+            before = last_of.get(shard)
+            if reader is None:
+                last_of[shard] = ticket
+                if before is not None:
+                    before.next = ticket
+            self._submit(shard, ticket, bounded=reader is None, behind=before)
             waits.append((shard, places, ticket))
-        for shard, places, ticket in waits:
-            answered, history = await ticket.done
-            if promise == "journaled":
-                answered = await self._until_journaled(shard, ticket, answered, history)
-            else:
-                self._decided.keep(shard, history, ticket.commands, answered)
-            if self._refusals is not None:
-                self._refusals.take(ticket.commands, answered)
-            if len(places) == len(commands):
-                return answered
-            for place, answer in zip(places, answered, strict=True):
-                answers[place] = answer
-        return answers  # type: ignore[return-value]
+        tickets = [ticket for *_, ticket in waits]
+        try:
+            if promise == "decided":
+                await _all_decided(tickets)
+            while waits:
+                shard, places, ticket = waits.popleft()
+                await self._decided_for(shard, ticket, promise)
+                if ticket.parts:
+                    first, second = ticket.parts
+                    middle = len(first.commands)
+                    waits.extendleft([(shard, places[middle:], second), (shard, places[:middle], first)])
+                    continue
+                if ticket.fault is not None:
+                    for place in places:
+                        report_poison(place, ticket.fault)
+                if promise == "decided":
+                    self._decided.keep(shard, ticket.history, ticket.commands, ticket.answers)
+                else:
+                    ticket.give()
+                if self._refusals is not None:
+                    self._refusals.take(ticket.commands, ticket.answers)
+                if len(places) == len(commands):
+                    return ticket.answers
+                for place, answer in zip(places, ticket.answers, strict=True):
+                    answers[place] = answer
+            return answers  # type: ignore[return-value]
+        finally:
+            for ticket in tickets:
+                ticket.give()
 
     async def grab(self, command: Grab, promise: Promise = "journaled", patience_ms: int = 0) -> Answer:
         """One grab; see `decide`."""
@@ -227,14 +378,16 @@ class Gate:
         if len(commands) == 1:
             return self._check_each(commands, answers)
         names: list[str] = []
+        ids: list[str] = []
         for command in commands:
             if type(command) is not Grab or command.attributes or type(command.quantity) is not int:
                 break
             if command.basket is not None or command.ticket is not None or command.wait:
                 break
-            names += (command.id, command.offer, command.user)
+            names += (command.offer, command.user)
+            ids.append(command.id)
         else:
-            if are_ids(names) and all(0 < command.quantity < 10**13 for command in commands):  # type: ignore[union-attr,operator]
+            if RESERVED_IDS.isdisjoint(ids) and are_ids(names + ids) and all(0 < command.quantity < 10**13 for command in commands):  # type: ignore[union-attr,operator]
                 return range(len(commands))
         return self._check_each(commands, answers)
 
@@ -244,8 +397,11 @@ class Gate:
             try:
                 check(command)
                 sound.append(place)
-            except (Invalid, TypeError) as error:
-                answers[place] = refusal(command.id, Outcome.invalid, command.offer, str(error))
+            except Exception as error:
+                # Whatever it raises: no other command of the list is to suffer from it.
+                if not isinstance(error, Invalid | TypeError):
+                    log.exception("a command of type %s cannot be checked", type(command).__name__)
+                answers[place] = refusal(command.id, Outcome.invalid, command.offer, str(error) or type(error).__name__)
         if any(map(basket_of, commands)):
             _check_baskets(commands, answers)
             return [place for place in sound if answers[place] is None]
@@ -280,47 +436,50 @@ class Gate:
             shard = self._shard_of[offer] = self._keys.shard_of_offer(offer)
         return shard
 
-    def _submit(
-        self,
-        number: int,
-        script: str,
-        commands: Sequence[AnyCommand],
-        group: object,
-        deadline: float,
-        patience_ms: int,
-        unsure: bool = False,
-    ) -> _Ticket:
+    def _submit(self, number: int, ticket: _Ticket, bounded: bool, behind: _Ticket | None) -> None:
+        """Queues a ticket; a caller finds no room when too much is queued, or when its ticket before found none."""
         shard = self._shards[number]
-        ticket = _Ticket(id(group), script, commands, deadline, patience_ms / 1000)
-        ticket.unsure = unsure
-        if shard.queued + len(commands) > self._limits.queue_commands_max:
+        is_full = bounded and shard.queued + len(ticket.commands) > self._limits.queue_commands_max
+        if is_full or (behind is not None and behind.done.done()):
             ticket.refuse(Outcome.busy, "the gate's queue is full", self._now() + BUSY_RETRY_MS)
-            return ticket
+            return
         shard.queue.append(ticket)
-        shard.queued += len(commands)
+        shard.queued += len(ticket.commands)
         self._wake(shard)
-        return ticket
 
-    async def _until_journaled(self, number: int, ticket: _Ticket, answers: list[Answer], history: int) -> list[Answer]:
+    async def _decided_for(self, number: int, ticket: _Ticket, promise: Promise) -> None:
+        """Returns when the answers of a ticket may be given, or when it was cut into parts; raises OutcomeUnknown."""
         while True:
-            last = max((answer.seq for answer in answers if answer.seq is not None), default=0)
-            if last == 0:
-                return answers
+            await ticket.done
+            if not ticket.done.done():
+                continue
+            last = ticket.last_seq
+            if promise == "decided" or last == 0:
+                return
             try:
                 left = ticket.deadline - time.monotonic()
                 # Not wait_for: until Python 3.12 it may swallow a cancellation, and with it Ctrl-C.
-                async with asyncio.timeout(max(left, 0.001)):
-                    await self.journaled.wait(number, history, last)
-                return answers
+                async with asyncio.timeout(None if left == math.inf else max(left, 0.001)):
+                    await self.journaled.wait(number, ticket.history, last)
+                return
             except HistoryChanged:
-                # What was decided may be gone with its history: ask again under the same ids, and trust only the new answer.
-                again = self._submit(number, ticket.script, ticket.commands, ticket, ticket.deadline, 0, unsure=True)
-                answers, history = await again.done
-            except builtins.TimeoutError:
+                # What was decided may be gone with its history: all of the lane is asked again, and only the new answers count.
+                self._ask_again(self._shards[number], ticket)
+            except TimeoutError:
                 raise OutcomeUnknown(
                     f"decided, but not in the journal in time (shard {number}, seq {last}; is a relay running?): "
                     "send the commands again under their ids"
                 ) from None
+
+    def _ask_again(self, shard: _Shard, ticket: _Ticket) -> None:
+        lane = ticket.lane
+        if ticket not in lane.decided:
+            return  # another caller of the lane was told first
+        if lane.flying:
+            lane.stale = True  # what is in flight comes behind these, whatever becomes of it
+        else:
+            self._put_back(shard, lane.take_back())
+            self._wake(shard)
 
     def _now(self) -> int:
         return self._clock() if self._clock else now_ms()
@@ -337,13 +496,13 @@ class Gate:
         """Sends as much as may be in flight; a shard that refused whole calls is tried again only after a pause."""
         shard.waking = False
         while shard.queue and not shard.held and self._may_send(shard):
-            batch = self._next_batch(shard)
+            batch, history = self._next_batch(shard)
             if not batch:
                 return
             shard.in_flight.append(batch)
             if not shard.watch:
                 shard.watch = asyncio.get_running_loop().call_later(WATCH_EVERY_SECONDS, self._watch, shard)
-            task = asyncio.create_task(self._send(shard, batch))
+            task = asyncio.create_task(self._send(shard, batch, history))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
@@ -352,78 +511,156 @@ class Gate:
         flying = len(shard.in_flight)
         return flying == 0 or (flying < IN_FLIGHT_MAX and 2 * shard.queued >= self._limits.batch_commands_max)
 
-    def _next_batch(self, shard: _Shard) -> list[_Ticket]:
-        """The tickets at the head of the queue that one call can carry: one type, and no caller already in flight."""
+    def _next_batch(self, shard: _Shard) -> tuple[list[_Ticket], int]:
+        """The tickets at the head of the queue that one call can carry, and the history it must be decided in (0: any).
+
+        They have one type, no lane of theirs is in flight, and what was decided of their lanes was decided in one history.
+        """
         batch: list[_Ticket] = []
-        count = 0
+        count = history = 0
         queue = shard.queue
-        size = AT_ONCE_MAX.get(queue[0].script, self._limits.batch_commands_max)
         while queue:
             ticket = queue[0]
-            if batch and (ticket.script != batch[0].script or count + len(ticket.commands) > size):
+            lane = ticket.lane
+            if ticket.done.done():  # refused with one before it, or its caller has gone
+                shard.queued -= len(queue.popleft().commands)
+                continue
+            if batch:
+                size = AT_ONCE_MAX.get(ticket.script, self._limits.batch_commands_max)
+                if ticket.script != batch[0].script or count + len(ticket.commands) > size:
+                    break
+                if len(batch) >= ticket.company or len(batch) >= batch[0].company:
+                    break
+                if ticket.has_baskets and any(other.has_baskets for other in batch):
+                    break
+            if lane.flying or (lane.decided and history and lane.history != history):
                 break
-            if ticket.group in shard.groups or (ticket.has_baskets and any(other.has_baskets for other in batch)):
-                break
+            if lane.decided:
+                history = lane.history
             batch.append(queue.popleft())
             count += len(ticket.commands)
         shard.queued -= count
-        shard.groups.update(ticket.group for ticket in batch)
-        return batch
+        for ticket in batch:
+            ticket.lane.flying = True
+        return batch, history
 
-    async def _send(self, shard: _Shard, batch: list[_Ticket]) -> None:
+    async def _send(self, shard: _Shard, batch: list[_Ticket], history: int) -> None:
+        """One call, and what becomes of its tickets: those that are to be sent again go to the head of the queue, in order."""
         commands = batch[0].commands if len(batch) == 1 else [c for ticket in batch for c in ticket.commands]
-        refused: tuple[Outcome, str, int] | None = None
+        again: list[_Ticket] = []
+        pause = True
         try:
-            rows, history = await self._call(shard.keys, batch[0].script, commands)
-            number, sealer = shard.keys.shard, self._secrets.sealer
-
-            def answers_of(place: int, commands: Sequence[AnyCommand]) -> list[Answer]:
-                return [batches.answer_of(number, command, rows[place + i], sealer) for i, command in enumerate(commands)]
-
-            place = 0
-            for ticket in batch:
-                ticket.answer(answers_of(place, ticket.commands), history)
-                place += len(ticket.commands)
+            rows, history = await self._call(shard.keys, batch[0].script, commands, history)
+            self._answer(shard, batch, rows, history)
+            if shard.refuses:
+                log.warning("shard %d decides again", shard.keys.shard)
+                shard.refuses = ""
         except _Refused as error:
-            refused = (error.outcome, error.message, error.retry_at)
-        except _UNREACHABLE as error:
-            self._unreachable(shard, batch, error)
-        except Exception as error:
+            again = self._refused(shard, batch, error)
+        except _AnotherHistory as error:
             for ticket in batch:
-                ticket.fail(error)
-        except BaseException:
-            for ticket in batch:
-                ticket.fail(asyncio.CancelledError())
-            raise
+                ticket.lane.stale |= ticket.lane.history != error.history
+            again, pause = batch, False
+        except _Poison as error:
+            again, pause = self._apart(batch, error), False
+        except _Broken as error:
+            again = self._broken(batch, error)
+        except BaseException as error:
+            if is_trouble(error):
+                again = self._unreachable(shard, batch, error)
+            else:
+                for ticket in batch:
+                    ticket.fail(error if isinstance(error, Exception) else asyncio.CancelledError())
+                if not isinstance(error, Exception):
+                    raise
         finally:
             shard.in_flight = [other for other in shard.in_flight if other is not batch]
-            shard.groups.difference_update(ticket.group for ticket in batch)
-            if refused:
-                self._refused(shard, batch, *refused)
+            again = [ticket for ticket in again if not ticket.done.done()]
+            for lane in dict.fromkeys(ticket.lane for ticket in batch):
+                lane.flying = False
+                if lane.stale:
+                    again = lane.take_back() + again
+            self._put_back(shard, again)
+            if again and pause:
+                self._hold(shard)
             self._wake(shard)
 
-    def _refused(self, shard: _Shard, batch: list[_Ticket], outcome: Outcome, message: str, retry_at: int) -> None:
-        """The whole call was refused: who has patience goes back to the head of the queue, in order."""
-        now = time.monotonic()
-        patient = []
+    def _answer(self, shard: _Shard, batch: list[_Ticket], rows: list[Any], history: int) -> None:
+        number, sealer = shard.keys.shard, self._secrets.sealer
+        place = 0
         for ticket in batch:
-            if ticket.done.done():
-                continue
-            if ticket.is_patient(now):
-                patient.append(ticket)
-            else:
-                ticket.refuse(outcome, message, retry_at)
-        self._hold(shard, patient)
+            answers = []
+            for command in ticket.commands:
+                try:
+                    answers.append(batches.answer_of(number, command, rows[place], sealer))
+                except Exception as error:
+                    # It is decided, and stays so; what can be said of it is said.
+                    log.exception("shard %d: no whole answer can be made of the row of command %s: %r", number, command.id, rows[place])
+                    answers.append(_what_is_known(number, command, rows[place], error))
+                place += 1
+            ticket.answer(answers, history)
 
-    def _unreachable(self, shard: _Shard, batch: list[_Ticket], error: Exception) -> None:
+    def _refused(self, shard: _Shard, batch: list[_Ticket], error: "_Refused") -> list[_Ticket]:
+        """The whole call was refused: who has patience is sent again. A fence concerns whoever is queued as well."""
+        now = time.monotonic()
+        if error.message != shard.refuses and any(ticket.patience_seconds == math.inf for ticket in batch):
+            # Nobody is told so by an answer.
+            log.warning("shard %d decides nothing, commands wait: %s", shard.keys.shard, error.message)
+            shard.refuses = error.message
+        for ticket in (*batch, *(shard.queue if error.outcome == Outcome.fenced else ())):
+            if not ticket.done.done() and not ticket.is_patient(now):
+                ticket.refuse(error.outcome, error.message, error.retry_at)
+        return batch
+
+    def _apart(self, batch: list[_Ticket], error: "_Poison") -> list[_Ticket]:
+        """Nothing was decided because one command raises: halves are sent, until it is alone; it is answered `invalid`."""
+        if len(batch) > 1:
+            for ticket in batch:
+                ticket.company = len(batch) // 2
+            return batch
+        [ticket] = batch
+        if ticket.done.done():
+            return []
+        if parts := ticket.cut():
+            return list(parts)
+        said = f"no answer can be given to this command, it was set aside: {error}"
+        log.error("command %s of offer %s cannot be decided: %s", ticket.commands[0].id, ticket.commands[0].offer, error)
+        if ticket.unsure:
+            ticket.fail(OutcomeUnknown(said))
+        else:
+            ticket.fault = str(error)
+            ticket.answer([refusal(c.id, Outcome.invalid, c.offer, said) for c in ticket.commands])
+        return []
+
+    def _broken(self, batch: list[_Ticket], error: "_Broken") -> list[_Ticket]:
+        """A script failed after its first write, and the shard is rebuilt from the journal: then they are asked again, fewer at once."""
+        log.critical("a script failed after its first write: %s", error)
+        again: list[_Ticket] = []
+        for ticket in batch:
+            ticket.unsure = True
+            ticket.company = max(1, len(batch) // 2)
+        if len(batch) > 1:
+            return batch
+        [ticket] = batch
+        ticket.breaks += 1
+        if not ticket.done.done() and (parts := ticket.cut()):
+            again = list(parts)
+        elif ticket.breaks < BREAKS_MAX:
+            again = batch
+        else:
+            ticket.fault = f"decided or not, nobody knows: {error}"
+            ticket.fail(OutcomeUnknown(f"it breaks its shard each time: {error}"))
+        return again
+
+    def _unreachable(self, shard: _Shard, batch: list[_Ticket], error: BaseException) -> list[_Ticket]:
         """Sent, perhaps decided: only the same command can find out, so it is sent again until its time is over."""
         now = time.monotonic()
         for ticket in batch:
             ticket.unsure = True
             if ticket.deadline <= now:
                 ticket.refuse(Outcome.busy, f"Redis does not answer: {error}", 0)
-        self._hold(shard, [ticket for ticket in batch if not ticket.done.done()])
         self._give_up_late(shard, now)
+        return batch
 
     def _watch(self, shard: _Shard) -> None:
         """Keeps the time-outs of callers while something is in flight, whatever time-out the client of Redis has."""
@@ -448,11 +685,12 @@ class Gate:
         for ticket in late:
             ticket.refuse(Outcome.busy, "Redis did not take it in time", self._now() + BUSY_RETRY_MS)
 
-    def _hold(self, shard: _Shard, tickets: list[_Ticket]) -> None:
-        if not tickets:
-            return
+    def _put_back(self, shard: _Shard, tickets: list[_Ticket]) -> None:
+        """To the head of the queue, in order."""
         shard.queue.extendleft(reversed(tickets))
         shard.queued += sum(len(ticket.commands) for ticket in tickets)
+
+    def _hold(self, shard: _Shard) -> None:
         if not shard.held:
             shard.held = True
             asyncio.get_running_loop().call_later(RETRY_SECONDS, self._release, shard)
@@ -461,32 +699,61 @@ class Gate:
         shard.held = False
         self._pump(shard)
 
-    async def _call(self, keys: ShardKeys, script: str, commands: Sequence[AnyCommand]) -> tuple[list[list[int]], int]:
-        if script == "open" and sum(map(_parts_of, commands)) > 2_000:
-            names, packed_arguments = await asyncio.to_thread(batches.build, keys, script, commands, self._secrets, self._now())
-        else:
-            names, packed_arguments = batches.build(keys, script, commands, self._secrets, self._now())
-        outbox_max: int | str = "" if script in _ALWAYS_ADMITTED else self._limits.outbox_events_max
-        arguments = (
-            f"{keys.shard}/{self._keys.shards}",
-            now_ms(),
-            self._clock() if self._clock else "",
-            self._limits.clock_skew_ms_max,
-            outbox_max,
-            *packed_arguments,
-        )
+    async def _call(self, keys: ShardKeys, script: str, commands: Sequence[AnyCommand], history: int) -> tuple[list[list[int]], int]:
+        """Rows and history; raises _Refused, _AnotherHistory, _Poison, _Broken, and what a client raises that cannot reach its server."""
+        names, arguments = await self._arguments(keys, script, commands, history)
         try:
             raw = await run_script(self._redis, script, [*keys.deciding(), *names], arguments)
         except OutOfMemoryError:
             raise _Refused(Outcome.busy, "Redis memory is full", self._now() + BUSY_RETRY_MS) from None
+        except ReadOnlyError:
+            raise  # a master that is one no more: the client looks for the new one, and it is sent again
         except ResponseError as error:
-            if not str(error).startswith(_NOT_BEGUN):
+            said = str(error)
+            if said.startswith(_BROKE):
+                raise _Broken(said.removeprefix(_BROKE)) from None
+            if is_raised_by_script(error):
+                # It failed before its first write, so nothing has changed.
+                raise _Poison(said) from None
+            if isinstance(error, ClusterError):
                 raise
-            raise _Refused(Outcome.busy, f"Redis refuses to write: {error}", self._now() + BUSY_RETRY_MS) from None
+            raise _Refused(Outcome.busy, f"Redis refuses: {type(error).__name__} {said}", self._now() + BUSY_RETRY_MS) from None
         reply = batches.decode_reply(raw)
+        if reply.code == _ANOTHER_HISTORY:
+            raise _AnotherHistory(reply.history_or_retry_at)
         if reply.code != 0:
             raise _Refused(Outcome(reply.code), str(reply.rows_or_message), reply.history_or_retry_at)
         return reply.rows(), reply.history_or_retry_at
+
+    async def _arguments(
+        self, keys: ShardKeys, script: str, commands: Sequence[AnyCommand], history: int
+    ) -> tuple[list[str], tuple[object, ...]]:  # fmt: skip
+        try:
+            if script == "open" and sum(map(_parts_of, commands)) > 2_000:
+                names, packed = await asyncio.to_thread(batches.build, keys, script, commands, self._secrets, self._now())
+            else:
+                names, packed = batches.build(keys, script, commands, self._secrets, self._now())
+        except Exception as error:
+            raise _Poison(f"{type(error).__name__}: {error}") from error
+        place = f"{keys.shard}/{self._keys.shards}/{history}" if history else f"{keys.shard}/{self._keys.shards}"
+        outbox_max: int | str = "" if script in _ALWAYS_ADMITTED else self._limits.outbox_events_max
+        return names, (place, now_ms(), self._clock() if self._clock else "", self._limits.clock_skew_ms_max, outbox_max, *packed)
+
+
+async def _all_decided(tickets: Sequence[_Ticket]) -> None:
+    """Returns when all are decided at the same time: a recovery may take back what was decided first."""
+    while waiting := [part for ticket in tickets for part in _leaves(ticket) if not part.done.done()]:
+        await waiting[0].done
+
+
+def _leaves(ticket: _Ticket) -> list[_Ticket]:
+    return [leaf for part in ticket.parts for leaf in _leaves(part)] if ticket.parts else [ticket]
+
+
+def _what_is_known(shard: int, command: AnyCommand, row: Sequence[Any], error: Exception) -> Answer:
+    """The answer to a command that is decided, with no more than outcome and event: the rest of its row cannot be read."""
+    message = f"decided, but the rest of the answer cannot be read: {type(error).__name__}: {error}"
+    return Answer(command.id, OUTCOME_NAMES[row[0]], row[0], command.offer, shard=shard, seq=row[1] or None, at=row[2], message=message)
 
 
 def _parts_of(command: AnyCommand) -> int:
@@ -495,26 +762,10 @@ def _parts_of(command: AnyCommand) -> int:
 
 def _check_baskets(commands: Sequence[AnyCommand], answers: list[Answer | None]) -> None:
     """Answers `invalid` to the grabs of a basket that cannot be decided as one: all of them, or it would be torn apart."""
-    members: dict[str, list[int]] = {}
-    for place, command in enumerate(commands):
-        if (basket := basket_of(command)) is not None:
-            members.setdefault(basket, []).append(place)
-    for basket, places in members.items():
-        grabs = [commands[place] for place in places]
-        reason = None
-        if any(answers[place] is not None for place in places):
-            reason = f"basket: another grab of {basket} is invalid"
-        elif len(places) > BASKET_GRABS_MAX:
-            reason = f"basket: at most {BASKET_GRABS_MAX} grabs, {basket} has {len(places)}"
-        elif places[-1] - places[0] != len(places) - 1:
-            reason = f"basket: the grabs of {basket} must stand side by side"
-        elif len({campaign_of(grab.offer) for grab in grabs}) > 1:
-            reason = f"basket: the offers of {basket} must be of one campaign (the part of their ids before ':')"
-        elif len({grab.id for grab in grabs}) < len(grabs):
-            reason = f"basket: an id stands twice in {basket}"
-        if reason:
-            for place in places:
-                answers[place] = answers[place] or refusal(commands[place].id, Outcome.invalid, commands[place].offer, reason)
+    refused = {place for place, answer in enumerate(answers) if answer is not None}
+    for place, reason in torn_baskets(commands, refused).items():
+        command = commands[place]
+        answers[place] = answers[place] or refusal(command.id, Outcome.invalid, command.offer, reason)
 
 
 def _whole_baskets(places: Sequence[int], commands: Sequence[AnyCommand], end: int) -> int:
@@ -535,6 +786,22 @@ class _Refused(Exception):
         self.outcome = outcome
         self.message = message
         self.retry_at = retry_at
+
+
+class _AnotherHistory(Exception):
+    """The shard was recovered since the callers' last commands were decided: nothing was decided now."""
+
+    def __init__(self, history: int) -> None:
+        super().__init__(history)
+        self.history = history
+
+
+class _Poison(Exception):
+    """A command raises where it is built or decided: nothing was decided."""
+
+
+class _Broken(Exception):
+    """A script failed after its first write; the shard is fenced."""
 
 
 async def run_script(redis: Any, name: str, keys: Sequence[str], arguments: Sequence[object]) -> Any:

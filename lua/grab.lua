@@ -4,12 +4,13 @@
 -- Command: grab
 -- KEYS[1] shard hash · KEYS[2] outbox stream · KEYS[3] refusals hash · KEYS[4] refusal_order list · KEYS[5] demand hash
 -- KEYS[6] due zset · KEYS[7] offers set · KEYS[8] holds zset · KEYS[9] campaigns hash · KEYS[10] retired set
--- KEYS[11 …] eight keys for each offer, then three for each campaign, see includes/offers.lua
+-- KEYS[11] past zset · KEYS[12] cleaning hash
+-- KEYS[13 …] nine keys for each offer, then five for each campaign, see includes/offers.lua
 -- ARGV[1] shard/shards · ARGV[2] caller time ms · ARGV[3] time to use ms or '' · ARGV[4] clock skew ms · ARGV[5] outbox events max
--- ARGV[6] msgpack: {offers, campaign of each offer (from 1), campaigns, ids, offer of each (from 1), digests, users, quantities or
---         false, attributes as JSON text or '' or false, more, plain}; more: false, or for each false or {attributes, basket, wait,
---         ticket_expires_at, ticket_once}; plain: true when all are of one offer, for one unit, with nothing more, and no id or user
---         twice
+-- ARGV[6] msgpack: {offers, campaign of each offer (from 1), campaigns, ids, offer of each (from 1), digests or false, users,
+--         quantities or false, attributes as JSON text or '' or false, more, plain}; more: false, or for each false or
+--         {attributes, basket, wait, ticket_expires_at, ticket_once, ticket_ends_at (where a use counts in the campaign)}; plain: true
+--         when all are of one offer, for one unit, with nothing more, and no id or user twice
 -- Outcomes: 21 fenced · 22 busy (whole call) · then for each: 20 invalid · 23 conflict · 24 no_such_offer · 26 already_taken ·
 --           27 not_open_yet · 28 on_hold · 29 over · 30 not_eligible · 31 limit_reached · 32 sold_out · 33 not_enough_left ·
 --           0 granted · 1 held · 15 waiting
@@ -58,14 +59,19 @@ end
 local taken, eligible, counted, refusals = {}, {}, {}, {}
 local first, run = 1, nil
 if batch[11] and is_plain(call, offers[1]) then
-  first, run = grant_run(call, offers[1], ids, users, digests, campaigns[1])
+  first, run = grant_run(call, offers[1], ids, users, campaigns[1])
   if first > #ids then return finish(call, offers, campaigns, {}, run) end
 end
 if not quantities then
-  quantities, attributes = {}, {}
-  for i = 1, #ids do quantities[i], attributes[i] = 1, '' end
+  digests, quantities, attributes = {}, {}, {}
+  for i = 1, #ids do digests[i], quantities[i], attributes[i] = PLAIN, 1, '' end
 end
-for c = 1, #campaigns do campaigns[c].answers = lookup(campaigns[c].answers_key, campaign_ids[c]) end
+for c, campaign in ipairs(campaigns) do
+  campaign.answers = lookup(campaign.answers_key, campaign_ids[c])
+  for id, record in pairs(campaign.answers) do
+    if record then campaign.answers[id] = answer_that_counts(call, campaign, record) or false end
+  end
+end
 for o = 1, #names do
   local offer = offers[o]
   if offer and not offer.pieces then taken[o] = lookup(KEYS[offer.base + USERS], offer_users[o]) end
@@ -79,6 +85,12 @@ if redis.call('EXISTS', KEYS[3]) == 1 then
   local fields = {}
   for i = 1, #ids do fields[i] = refusal_field(campaigns[campaign_of[offer_of[i]]].name, ids[i]) end
   refusals = lookup(KEYS[3], fields)
+  for i = 1, #ids do
+    local record = refusals[fields[i]]
+    if record then
+      refusals[fields[i]] = refusal_that_counts(call, campaigns[campaign_of[offer_of[i]]], fields[i], record) or false
+    end
+  end
 end
 
 -- Why a grab can never be right for this offer, or nil.
@@ -89,6 +101,11 @@ local function unfit(i, offer)
     return quantities[i] ~= 1 and 'quantity: an envelope has one part a user' or nil
   end
   if quantities[i] > offer.rules.max_per_grab then return 'quantity: above max_per_grab' end
+  if quantities[i] > BOUNDS.codes_per_grab and offer.loads.codes then return 'quantity: ' .. BOUNDS.with_codes end
+  if offer.rules.take == 'all' and quantities[i] > offer.total then
+    return string.format('quantity: above the total of the offer, %.0f', offer.total)
+  end
+  if quantities[i] * (offer.rules.price or 0) > AMOUNT_MAX then return 'quantity: price × quantity is above 10000000000000' end
   for _, limit in ipairs(offer.rules.limits) do
     if limit.by ~= 'user' and not (extra and extra.attributes and extra.attributes[limit.by]) then
       return 'attributes: a limit counts by ' .. limit.by
@@ -115,11 +132,6 @@ for _, campaign in ipairs(campaigns) do read_counters(campaign.counters, campaig
 
 local lines, now = call.lines, call.now
 
--- Units that a newcomer can take: none while others wait for what comes back.
-local function available(offer)
-  return offer.queue_length > 0 and 0 or offer.units_left
-end
-
 local function may_wait(i, offer)
   return offer.rules.waiting_list and more and more[i] and more[i].wait
 end
@@ -130,8 +142,7 @@ local function is_eligible(i, o, offer)
   if audience ~= 'ticket' then return true end
   local extra = more and more[i]
   if not extra or not extra.ticket_expires_at or now >= extra.ticket_expires_at then return false end
-  local once = 'ticket/' .. extra.ticket_once
-  return not offer.seen_new[once] and redis.call('SISMEMBER', KEYS[offer.base + SEEN], once) == 0
+  return extra.ticket_once == '' or not is_used(offer, extra.ticket_once, extra.ticket_ends_at, now)
 end
 
 local function is_incomplete(offer)
@@ -175,8 +186,15 @@ local function refusal_of(i, o, offer)
   return {CODE.not_enough_left, 0, now, 0, 0, 0, 0, 0, 0, {left = free}}
 end
 
-local function tail_text(i, extra, once)
-  return (attributes[i] == '' and '' or ',"attributes":' .. attributes[i]) .. (once ~= '' and ',"ticket":"' .. once .. '"' or '')
+-- Uses a single-use ticket; returns the text that says so in the event.
+local function ticket_text(offer, extra)
+  if offer.rules.audience ~= 'ticket' or extra.ticket_once == '' then return '' end
+  use_ticket(offer, extra.ticket_once, extra.ticket_ends_at)
+  return ',"ticket":"' .. extra.ticket_once .. (extra.ticket_ends_at and '","ticket_ends_at":' .. int(extra.ticket_ends_at) or '"')
+end
+
+local function tail_text(i, extra, ticket)
+  return (attributes[i] == '' and '' or ',"attributes":' .. attributes[i]) .. ticket
     .. (extra and extra.basket and ',"basket":"' .. extra.basket .. '"' or '')
 end
 
@@ -191,37 +209,33 @@ local function take_pieces(i, offer)
   local waits = free < (rules.take == 'up_to' and 1 or wanted)
   local quantity = waits and wanted or math.min(wanted, free)
   count(offer, under, quantity)
-  local once = rules.audience == 'ticket' and extra.ticket_once or ''
-  if once ~= '' then put(offer.seen_new, 'ticket/' .. once, true) end
+  local ticket = ticket_text(offer, extra)
   local grab = new_grab(users[i], quantity, under)
   put(offer.grabs, id, grab)
   local row = {CODE.granted, 0, now, quantity, quantity, 0, 0, 0, 0, {}}
   local said = row[10]
   if #under > 0 then said.limits = limit_states(offer, under, now) end
   if waits then
-    put(offer, 'queued', offer.queued + 1)
-    grab.place, grab.status = offer.queued, WAITING
-    append(offer.queue_new, id)
-    put(offer, 'queue_length', offer.queue_length + 1)
+    join_queue(offer, id, grab)
     lines[#lines + 1] = event_head(call, offer, 'grab.queued', id) .. grab_text(offer, id, grab, quantity, 0)
-      .. tail_text(i, extra, once) .. ',"digest":"' .. digests[i] .. '"}'
+      .. tail_text(i, extra, ticket) .. ',"digest":"' .. digests[i] .. '"}'
     row[1], row[4] = CODE.waiting, 0
   else
     put(offer, 'places', offer.places + 1)
     grab.place, grab.price = offer.places, rules.price or 0
     move_units(offer, -quantity)
-    local asked = quantities[i] ~= quantity and ',"asked":' .. quantities[i] or ''
+    local asked = quantities[i] ~= quantity and ',"asked":' .. int(quantities[i]) or ''
     if rules.hold_ms then
       begin_hold(offer, grab, quantity, now)
       lines[#lines + 1] = event_head(call, offer, 'grab.held', id) .. grab_text(offer, id, grab, quantity, quantity) .. asked
-        .. hold_text(offer, grab) .. tail_text(i, extra, once) .. ',"digest":"' .. digests[i] .. '"}'
+        .. hold_text(offer, grab) .. tail_text(i, extra, ticket) .. ',"digest":"' .. digests[i] .. '"}'
       row[1] = CODE.held
       hold_row(offer, grab, said)
     else
       grab.taken = quantity
       local codes = hand_out(offer, grab, quantity)
       lines[#lines + 1] = event_head(call, offer, 'grab.granted', id) .. grab_text(offer, id, grab, quantity, quantity) .. asked
-        .. tail_text(i, extra, once) .. codes_text(codes) .. ',"digest":"' .. digests[i] .. '"}'
+        .. tail_text(i, extra, ticket) .. codes_text(codes) .. ',"digest":"' .. digests[i] .. '"}'
       coupon_row(offer, grab, codes, said)
     end
   end
@@ -241,7 +255,14 @@ local function decide_new(i)
   local row = refusal_of(i, o, offer)
   if row then return row end
   if offer.pieces then return take_pieces(i, offer) end
-  return grant_part(call, offer, ids[i], users[i], digests[i], attributes[i], #offer_users[o], taken[o])
+  local tail = tail_text(i, nil, ticket_text(offer, more and more[i]))
+  return grant_part(call, offer, ids[i], users[i], digests[i], tail, #offer_users[o], taken[o])
+end
+
+-- The digest of a grab where nothing else says what it asks for.
+local function digest_in_full(i)
+  if digests[i] ~= PLAIN then return digests[i] end
+  return PLAIN .. '$' .. names[offer_of[i]] .. '/' .. users[i]
 end
 
 -- Remembers a refusal for its command.
@@ -249,7 +270,7 @@ local function keep(i, row)
   if row[1] >= CODE.invalid and row[1] ~= CODE.invalid and row[1] ~= CODE.conflict then
     local o = offer_of[i]
     local field = refusal_field(campaigns[campaign_of[o]].name, ids[i])
-    refusals[field] = refuse(call, row[1], field, names[o], digests[i])
+    refusals[field] = refuse(call, row[1], field, names[o], digest_in_full(i))
   end
   return row
 end
@@ -260,12 +281,27 @@ local function known(i)
   return record, not record and next(refusals) and refusals[refusal_field(campaign.name, ids[i])]
 end
 
-local function repeated(i, record, refusal)
+-- The row of what is kept under the id, see includes/repeats.lua.
+local function repeated(i, record, refusal, otherwise)
   local o = offer_of[i]
-  local row = repeated_row(record, refusal, digests[i], now, offers[o] and offers[o].parts)
-  if row[1] == CODE.already_taken and taken[o] and taken[o][users[i]] then
-    row[6], row[4], row[2] = unpack_part(taken[o][users[i]])
-    row[5] = 1
+  local offer = offers[o]
+  local sent = {digest = digest_in_full(i), offer = names[o]}
+  -- Whether the grab of this id is this user's; asked of a plain one, whose record has no digest.
+  function sent.has()
+    if not offer or digests[i] ~= PLAIN then return false end
+    if offer.pieces then
+      local grab = grab_of(offer, ids[i])
+      return grab ~= nil and grab.user == users[i]
+    end
+    local part = taken[o][users[i]]
+    if not part then return false end
+    return select(3, unpack_part(part)) == select(2, unpack_answer(record))
+  end
+  local row = repeated_row(record, refusal, sent, now, campaigns[campaign_of[o]].name, offer and offer.parts, otherwise)
+  local kept = row[10] and row[10].first or row
+  if kept[1] == CODE.already_taken and taken[o] and taken[o][users[i]] then
+    kept[6], kept[4], kept[2] = unpack_part(taken[o][users[i]])
+    kept[5] = 1
   end
   return row
 end
@@ -273,11 +309,10 @@ end
 local function decide_one(i)
   local record, refusal = known(i)
   local offer = offers[offer_of[i]]
-  if (record or refusal) and is_repeat(record, refusal, digests[i]) then return repeated(i, record, refusal) end
   local unfit_because = offer and unfit(i, offer)
-  if unfit_because then return {CODE.invalid, 0, now, 0, 0, 0, 0, 0, 0, {message = unfit_because}} end
-  if record or refusal then return {CODE.conflict, 0, now} end
-  return keep(i, decide_new(i))
+  local invalid = unfit_because and {CODE.invalid, 0, now, 0, 0, 0, 0, 0, 0, {message = unfit_because}}
+  if record or refusal then return repeated(i, record, refusal, invalid) end
+  return invalid or keep(i, decide_new(i))
 end
 
 -- Grabs that stand or fall together: when one is refused, all get its outcome and nothing has happened.

@@ -7,12 +7,10 @@ one it is told so, to send its command again. Announcements come by pub/sub; sin
 import asyncio
 import heapq
 import itertools
-from contextlib import suppress
 from typing import Any
 
-from redis.exceptions import RedisError
-
 from lua.keys import KeySpace
+from lua.trouble import is_trouble, suppressed_trouble
 
 LOOK_EVERY_SECONDS = 0.1
 
@@ -91,7 +89,9 @@ class Journaled:
                             continue
                         history, seq = message["data"].decode().rsplit(" ", 1)
                         self._announce(channels[message["channel"].decode()], int(history or 0), int(seq))
-            except (RedisError, OSError):
+            except BaseException as error:
+                if not is_trouble(error):
+                    raise
                 await asyncio.sleep(LOOK_EVERY_SECONDS)
 
     async def _look(self) -> None:
@@ -103,7 +103,7 @@ class Journaled:
                 continue
             await asyncio.sleep(LOOK_EVERY_SECONDS)
             for shard in waiting:
-                with suppress(RedisError, OSError):
+                with suppressed_trouble():
                     await self.look(shard)
 
     async def look(self, shard: int) -> None:

@@ -1,6 +1,8 @@
 """Redis key names: the only file that makes them.
 
 All keys of a shard carry prefix and shard as hash tag, so that one call can touch them on Redis Cluster too.
+A name is an injective function of what it names: an id may contain ':' but never '/', so '/' separates an id from the part that
+follows it, and names of the shard itself contain neither. (`offer:x:users` is the offer `x:users`, `offer:x/users` the users of `x`.)
 """
 
 from typing import Final, NamedTuple
@@ -26,10 +28,12 @@ SHARD_FIELDS: Final = (
 
 #: An offer's keys: its state (hash) · users (hash: an envelope's parts by user, or counters of limits) · parts (string: drawn ahead)
 #: · grabs (hash grab → record, of pieces) · codes (list, sealed) · audience (set of users) · seen (set: tickets used, chunks loaded)
-#: · queue (sorted set: grabs that wait, by number).
-OFFER_KEYS: Final = ("state", "users", "parts", "grabs", "codes", "audience", "seen", "queue")
-#: A campaign's keys: answers (hash command id → record) · payments (hash payment → record) · counters (hash, limits across it).
-CAMPAIGN_KEYS: Final = ("answers", "payments", "counters")
+#: · queue (sorted set: grabs that wait, by number) · orders (hash `<grab>/<order>` → units used for it, and the event that says so).
+OFFER_KEYS: Final = ("state", "users", "parts", "grabs", "codes", "audience", "seen", "queue", "orders")
+#: A campaign's keys: answers (hash command id → record) · payments (hash payment → record) · counters (hash, limits across it) · state
+#: (hash; `zone`: the time zone its limits count in, as JSON; `retired/<offer>` → `<last offer_seq>:<time ms>` of each offer that has
+#: retired and whose payments are still known) · tickets (sorted set: single-use tickets of the campaign, by the time (ms) they end).
+CAMPAIGN_KEYS: Final = ("answers", "payments", "counters", "state", "tickets")
 
 
 class ShardKeys(NamedTuple):
@@ -94,6 +98,16 @@ class ShardKeys(NamedTuple):
         return f"{self.tag}:retired"
 
     @property
+    def past(self) -> str:
+        """Sorted set offer → time (ms) at which it retired, as long as its payments are known."""
+        return f"{self.tag}:past"
+
+    @property
+    def cleaning(self) -> str:
+        """Hash campaign → how far the records of its retired offers are deleted, while some are left."""
+        return f"{self.tag}:cleaning"
+
+    @property
     def lease(self) -> str:
         """String: the worker that relays this shard."""
         return f"{self.tag}:lease"
@@ -107,7 +121,7 @@ class ShardKeys(NamedTuple):
         """The keys every deciding script gets first, in order."""
         return [
             self.state, self.outbox, self.refusals, self.refusal_order, self.demand, self.due, self.offers,
-            self.holds, self.campaigns, self.retired,
+            self.holds, self.campaigns, self.retired, self.past, self.cleaning,
         ]  # fmt: skip
 
     def offer(self, offer: str) -> str:
@@ -117,11 +131,11 @@ class ShardKeys(NamedTuple):
     def of_offer(self, offer: str) -> list[str]:
         """The keys of one offer as the scripts get them, see OFFER_KEYS."""
         key = self.offer(offer)
-        return [key, *(f"{key}:{name}" for name in OFFER_KEYS[1:])]
+        return [key, *(f"{key}/{name}" for name in OFFER_KEYS[1:])]
 
     def of_campaign(self, campaign: str) -> list[str]:
         """The keys of one campaign as the scripts get them, see CAMPAIGN_KEYS."""
-        return [f"{self.tag}:campaign:{campaign}:{name}" for name in CAMPAIGN_KEYS]
+        return [f"{self.tag}:campaign:{campaign}/{name}" for name in CAMPAIGN_KEYS]
 
     def answers(self, campaign: str) -> str:
         """Hash command id → record: answers that made an event, one hash a campaign."""

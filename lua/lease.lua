@@ -10,7 +10,8 @@
 
 local holder = redis.call('GET', KEYS[1])
 if holder and holder ~= ARGV[1] and ARGV[3] ~= '1' then return holder end
-local layout = layout_of(redis.call('HGET', KEYS[2], 'layout'))
+local held = redis.call('HMGET', KEYS[2], 'layout', 'seq')
+local layout = layout_of(held[1], held[2])
 if ARGV[2] == '0' or layout > LAYOUT then
   redis.call('DEL', KEYS[1])
   return layout > LAYOUT and 'a newer program' or ''

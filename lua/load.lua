@@ -4,7 +4,8 @@
 -- Command: load
 -- KEYS[1] shard hash · KEYS[2] outbox stream · KEYS[3] refusals hash · KEYS[4] refusal_order list · KEYS[5] demand hash
 -- KEYS[6] due zset · KEYS[7] offers set · KEYS[8] holds zset · KEYS[9] campaigns hash · KEYS[10] retired set
--- KEYS[11 …] eight keys for each offer, then three for each campaign, see includes/offers.lua
+-- KEYS[11] past zset · KEYS[12] cleaning hash
+-- KEYS[13 …] nine keys for each offer, then five for each campaign, see includes/offers.lua
 -- ARGV[1] shard/shards · ARGV[2] caller time ms · ARGV[3] time to use ms or '' · ARGV[4] clock skew ms · ARGV[5] outbox events max
 -- ARGV[6] msgpack, see includes/course.lua; a body: {what, chunk, chunks, items, json: the items as text, operator}
 -- Outcomes: 21 fenced · 22 busy (whole call) · 23 conflict · 24 no_such_offer · 20 invalid · 29 over · 13 loaded
@@ -19,11 +20,16 @@
 --- @include "limits"
 --- @include "offers"
 --- @include "pieces"
+--- @include "queue"
+--- @include "settling"
 --- @include "course"
 
 -- Why a chunk can never be right for this offer, or nil.
 local function unfit(offer, body, list)
   if body.what == 'codes' and offer.kind ~= 'coupon' then return 'what: only coupons have codes' end
+  if body.what == 'codes' and offer.rules.max_per_grab > BOUNDS.codes_per_grab then
+    return 'what: max_per_grab must be ' .. BOUNDS.with_codes
+  end
   if body.what == 'audience' and offer.rules.audience ~= 'list' then return 'what: the audience of this offer is no list' end
   if list and list.chunks ~= body.chunks then return 'chunks: another number than before' end
 end

@@ -4,11 +4,12 @@
 -- Command: open
 -- KEYS[1] shard hash · KEYS[2] outbox stream · KEYS[3] refusals hash · KEYS[4] refusal_order list · KEYS[5] demand hash
 -- KEYS[6] due zset · KEYS[7] offers set · KEYS[8] holds zset · KEYS[9] campaigns hash · KEYS[10] retired set
--- KEYS[11 …] eight keys for each offer, then three for each campaign, see includes/offers.lua
+-- KEYS[11] past zset · KEYS[12] cleaning hash
+-- KEYS[13 …] nine keys for each offer, then five for each campaign, see includes/offers.lua
 -- ARGV[1] shard/shards · ARGV[2] caller time ms · ARGV[3] time to use ms or '' · ARGV[4] clock skew ms · ARGV[5] outbox events max
 -- ARGV[6] msgpack: {offers, campaign of each offer (from 1), campaigns, ids, offer of each command (from 1), digests, terms}; terms:
---         kind, issuer, asset, total, units, opens_at, closes_at (0: not said), life_ms, json, offsets_json, rules (kept as they are),
---         operator where there is one, and of an envelope funding, law, min, max, draw, seed, seed_sha256, sealed_seed
+--         kind, issuer, asset, total, units, opens_at, closes_at (0: not said), life_ms, json, offsets_json, zone_json, rules (kept as they
+--         are), operator where there is one, and of an envelope funding, law, min, max, draw, seed, seed_sha256, sealed_seed
 -- ARGV[7 + i] parts of the i-th command, 6 bytes each, or '' when there are none
 -- Outcomes: 21 fenced · 22 busy (whole call) · 23 conflict (also: the id was used before) · 20 invalid · 5 opened
 -- Events: offer.opened
@@ -25,26 +26,30 @@
 local call, refused = begin_call()
 if not call then return cmsgpack.pack(refused) end
 
-local function opened_line(offer, id, digest, terms)
+local function opened_line(offer, id, digest, terms, campaign_zone)
   return event_head(call, offer, 'offer.opened', id) .. ',"kind":"' .. terms.kind .. '","issuer":"' .. terms.issuer
-    .. (terms.funding and '","funding":"' .. terms.funding or '') .. '","asset":"' .. terms.asset .. '","total":' .. terms.total
-    .. ',"opens_at":' .. offer.opens_at .. ',"closes_at":' .. offer.closes_at .. ',"terms":' .. terms.json
+    .. (terms.funding and '","funding":"' .. terms.funding or '') .. '","asset":"' .. terms.asset .. '","total":' .. int(terms.total)
+    .. ',"opens_at":' .. int(offer.opens_at) .. ',"closes_at":' .. int(offer.closes_at) .. ',"terms":' .. terms.json
     .. (terms.offsets_json ~= '' and ',"offsets":' .. terms.offsets_json or '')
+    .. (campaign_zone and ',"campaign_zone":' .. campaign_zone or '')
     .. (terms.seed and ',"seed_sha256":"' .. terms.seed_sha256 .. '","sealed_seed":"' .. terms.sealed_seed .. '"' or '')
     .. (terms.operator and ',"operator":"' .. terms.operator .. '"' or '') .. ',"digest":"' .. digest .. '"}'
 end
 
 local batch = cmsgpack.unpack(ARGV[6])
 local names, campaign_of, campaign_names, ids, offer_of, digests, all_terms = unpack(batch)
-local made, seen, rows = {}, {}, {}
+local made, seen, rows, campaigns = {}, {}, {}, {}
+for c = 1, #campaign_names do campaigns[c] = campaign_at(campaign_names[c], #names, c) end
 for i = 1, #ids do
   local o, id, digest, terms = offer_of[i], ids[i], digests[i], all_terms[i]
-  local name, campaign = names[o], campaign_at(campaign_names[campaign_of[o]], #names, campaign_of[o])
+  local name, campaign = names[o], campaigns[campaign_of[o]]
   local state_key = KEYS[SHARD_KEYS + OFFER_KEYS * (o - 1) + STATE]
   local record_field = campaign.answers_key .. id
-  local record = seen[record_field] or redis.call('HGET', campaign.answers_key, id)
-  local row = repeated_row(record, redis.call('HGET', KEYS[3], refusal_field(campaign.name, id)), digest, call.now)
-  if not row and (seen[name] or redis.call('EXISTS', state_key) == 1 or redis.call('SISMEMBER', KEYS[10], name) == 1) then
+  local record = seen[record_field] or answer_that_counts(call, campaign, redis.call('HGET', campaign.answers_key, id))
+  local field = refusal_field(campaign.name, id)
+  local refusal = refusal_that_counts(call, campaign, field, redis.call('HGET', KEYS[3], field))
+  local row = repeated_row(record, refusal, {digest = digest, offer = name}, call.now, campaign.name)
+  if not row and (seen[name] or redis.call('EXISTS', state_key) == 1 or has_retired(call, name)) then
     row = {CODE.conflict, 0, call.now}
   end
   if not row then
@@ -54,7 +59,7 @@ for i = 1, #ids do
       row = {CODE.invalid, 0, call.now, 0, 0, 0, 0, 0, 0, {message = 'terms.closes_at: must be after opens_at and after now'}}
     else
       local offer = {name = name, offer_seq = 0, opens_at = opens_at, closes_at = closes_at}
-      call.lines[#call.lines + 1] = opened_line(offer, id, digest, terms)
+      call.lines[#call.lines + 1] = opened_line(offer, id, digest, terms, join_zone(campaign, terms))
       row = {CODE.opened, call.seq, call.now, terms.total, 0, 0, terms.units}
       record = pack_row(name, row, digest)
       seen[record_field], seen[name] = record, true
@@ -64,10 +69,12 @@ for i = 1, #ids do
   rows[i] = row
 end
 
+local reply = cmsgpack.pack({0, call.history, rows})
 append_events(call)
 for _, entry in ipairs(made) do
   local o, campaign, id, record, terms, offer, parts = unpack(entry)
   create_offer(offer.name, o, campaign, terms, offer.opens_at, offer.closes_at, parts)
-  redis.call('HSET', campaign.answers_key, id, record)
+  write('HSET', campaign.answers_key, id, record)
 end
-return cmsgpack.pack({0, call.history, rows})
+commit()
+return reply

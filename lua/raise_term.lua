@@ -8,11 +8,12 @@
 --- @include "shard"
 
 local held = redis.call('HMGET', KEYS[1], 'term', 'life', 'layout', 'seq', 'partial')
-local layout = layout_of(held[3])
+local layout = layout_of(held[3], held[4])
 if layout > LAYOUT then
   return redis.error_reply(string.format('NEWER the shard has key layout %d, this program writes %d: upgrade it', layout, LAYOUT))
 end
-local term = math.max(tonumber(held[1] or 0), tonumber(ARGV[1])) + 1
-redis.call('HSET', KEYS[1], 'term', string.format('%.0f', term), 'owner', ARGV[2])
+local term = string.format('%.0f', math.max(tonumber(held[1] or 0), tonumber(ARGV[1])) + 1)
 local form = held[5] and 'partial' or (layout < LAYOUT and 'outdated' or 'complete')
-return {string.format('%.0f', term), life_of_server(), held[2] or '', held[4] or '0', form}
+local life = life_of_server()
+redis.call('HSET', KEYS[1], 'term', term, 'owner', ARGV[2])
+return {term, life, held[2] or '', held[4] or '0', form}

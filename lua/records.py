@@ -10,9 +10,12 @@ EPOCH_MS: Final = 1_577_836_800_000
 _PART_BYTES: Final = (3, 6, 5)
 GRAB_FIELDS: Final = (
     "user", "place", "quantity", "held", "taken", "redeemed", "lapsed", "deadline", "grace", "extensions", "price", "status", "ended_seq",
-    "ended_at", "confirmed_seq", "confirmed_at", "under", "counted", "payments", "orders", "codes",
+    "ended_at", "confirmed_seq", "confirmed_at", "under", "counted", "payments", "codes",
 )  # fmt: skip
 GRAB_STATES: Final = ("active", "released", "expired", "waiting")
+
+#: An answer's fixed part, whose last byte is the length of the digest after it; then a name, or a row that is kept whole (MessagePack).
+ANSWER_BYTES: Final = 23
 
 _unpack = msgspec.msgpack.Decoder().decode
 
@@ -36,3 +39,45 @@ def read_grab(record: bytes) -> dict[str, Any]:
     grab = dict(zip(GRAB_FIELDS, _unpack(record), strict=True))
     del grab["codes"]
     return grab | {"status": GRAB_STATES[grab["status"]]}
+
+
+def unpacked(record: bytes) -> Any:
+    """A record in a form in which two that say the same are equal: Lua packs the fields of a table in any order."""
+    whole = _packed(record)
+    if whole is not None:
+        return whole
+    if len(record) < ANSWER_BYTES:
+        return record
+    end = ANSWER_BYTES + record[ANSWER_BYTES - 1]
+    tail = _packed(record[end:])
+    return record if tail is None else (record[:end], tail)
+
+
+def _packed(record: bytes) -> Any:
+    """What stands there in MessagePack, when it is a list or a map."""
+    if not record or record[0] < 128:
+        return None
+    try:
+        found = _unpack(record)
+    except msgspec.DecodeError:
+        return None
+    return found if isinstance(found, list | dict) else None
+
+
+def offer_of_answer(record: bytes, campaign: str) -> str:
+    """The offer that an answer of a campaign is about."""
+    known = unpacked(record)
+    return str(known[1][0]) if isinstance(known, tuple) else record[ANSWER_BYTES + record[ANSWER_BYTES - 1] :].decode() or campaign
+
+
+def offer_of_payment(record: bytes) -> str:
+    """The offer that a payment was for."""
+    return str(_unpack(record)[0])
+
+
+def in_fields(one: bytes, other: bytes) -> list[tuple[str, Any, Any]]:
+    """Where two records of a grab differ, by their fields; nothing when they are not such records."""
+    a, b = unpacked(one), unpacked(other)
+    if not (isinstance(a, list) and isinstance(b, list) and len(a) == len(b) == len(GRAB_FIELDS)):
+        return []
+    return [(name, left, right) for name, left, right in zip(GRAB_FIELDS, a, b, strict=True) if left != right]

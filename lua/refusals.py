@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 from typing import Final, NamedTuple
 from zlib import crc32
 
+from lua.trouble import is_trouble
 from models.answers import Answer
 from models.commands import AnyCommand, Grab, Settle
 from models.outcomes import Outcome
@@ -105,7 +106,9 @@ class RefusalLog:
                 told = self.dropped
             try:
                 await self.flush()
-            except OSError as error:
+            except BaseException as error:
+                if not is_trouble(error):
+                    raise
                 log.warning("refusals wait to be written: %s", error)
 
     async def flush(self) -> None:

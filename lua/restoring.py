@@ -8,10 +8,12 @@ import msgspec
 from lua.batches import Batch, Table, envelope_row, limit_rows, parts_packed, terms_row
 from lua.keys import ShardKeys
 from lua.sealing import Sealer
-from models.events import AnyEvent, OfferAmended, OfferOpened
+from models.digests import adjustment_text
+from models.events import AnyEvent, LedgerAdjusted, OfferAmended, OfferOpened
 from models.offers import Changes, EnvelopeTerms, Terms
 
 _pack = msgspec.msgpack.Encoder().encode
+_json = msgspec.json.Encoder().encode
 _terms = msgspec.json.Decoder(Terms).decode
 _changes = msgspec.json.Decoder(Changes).decode
 
@@ -27,7 +29,9 @@ def build(keys: ShardKeys, events: Sequence[AnyEvent], sealer: Sealer, retired: 
             rows.append(row)
             parts.append(drawn)
         else:
-            rows.append(_amended(event) if isinstance(event, OfferAmended) else event)
+            rows.append(
+                _amended(event) if isinstance(event, OfferAmended) else _adjusted(event) if isinstance(event, LedgerAdjusted) else event
+            )
     columns = (table.offers, table.campaign_of, table.campaigns, rows, table.offer_of, retired)
     return table.keys(keys), [_pack(columns), *parts]
 
@@ -35,6 +39,8 @@ def build(keys: ShardKeys, events: Sequence[AnyEvent], sealer: Sealer, retired: 
 def _opened(shard: int, event: OfferOpened, sealer: Sealer) -> tuple[dict[str, Any], bytes]:
     terms = _terms(event.terms)
     row, parts = terms_row(event.offer, terms, event.offsets), b""
+    if event.campaign_zone is not None:
+        row["campaign_zone_json"] = _json(event.campaign_zone).decode()
     if isinstance(terms, EnvelopeTerms):
         seed = sealer.open(shard, event.offer, "seed", event.sealed_seed or "")
         row |= envelope_row(terms, seed)
@@ -49,6 +55,10 @@ def _amended(event: OfferAmended) -> dict[str, Any]:
     return _head(event) | {"added": event.added, "removed": event.removed, "changes": changes}
 
 
-def _head(event: OfferOpened | OfferAmended) -> dict[str, Any]:
+def _adjusted(event: LedgerAdjusted) -> dict[str, Any]:
+    return _head(event) | {"whole": adjustment_text(event.transfers, event.reason, event.approved_by)}
+
+
+def _head(event: OfferOpened | OfferAmended | LedgerAdjusted) -> dict[str, Any]:
     fields = ("seq", "at", "offer_seq", "command", "digest")
     return {"type": event.__struct_config__.tag} | {name: getattr(event, name) for name in fields}

@@ -4,7 +4,8 @@
 -- Command: return
 -- KEYS[1] shard hash · KEYS[2] outbox stream · KEYS[3] refusals hash · KEYS[4] refusal_order list · KEYS[5] demand hash
 -- KEYS[6] due zset · KEYS[7] offers set · KEYS[8] holds zset · KEYS[9] campaigns hash · KEYS[10] retired set
--- KEYS[11 …] eight keys for each offer, then three for each campaign, see includes/offers.lua
+-- KEYS[11] past zset · KEYS[12] cleaning hash
+-- KEYS[13 …] nine keys for each offer, then five for each campaign, see includes/offers.lua
 -- ARGV[1] shard/shards · ARGV[2] caller time ms · ARGV[3] time to use ms or '' · ARGV[4] clock skew ms · ARGV[5] ''
 -- ARGV[6] msgpack, see includes/course.lua; a body: {grab, quantity, reason: as JSON text}
 -- Outcomes: 21 fenced (whole call) · 23 conflict · 24 no_such_offer · 25 no_such_grab · 33 not_enough_left · 35 not_held ·
@@ -20,13 +21,15 @@
 --- @include "limits"
 --- @include "offers"
 --- @include "pieces"
+--- @include "queue"
+--- @include "settling"
 --- @include "course"
 
 -- What goes back for the units, to the payments they were paid by, the first first; as JSON text, or ''.
 local function refunds_text(grab, quantity)
   local refunds = unpay(grab, quantity)
   if grab.price == 0 then return '' end
-  for i, refund in ipairs(refunds) do refunds[i] = '["' .. refund[1] .. '",' .. refund[2] * grab.price .. ']' end
+  for i, refund in ipairs(refunds) do refunds[i] = '["' .. refund[1] .. '",' .. int(refund[2] * grab.price) .. ']' end
   return table.concat(refunds, ',')
 end
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM  # the field's usual library for this
 
+from models.digests import Digests
 from models.identifiers import is_id
 
 NONCE_BYTES = 12
@@ -28,6 +29,8 @@ class Sealer:
             raise ValueError("GRAB_SEAL_KEYS: at least one id:key is needed")
         self._keys = {key_id: AESGCM(key) for key_id, key in keys.items()}
         self._first = next(iter(keys))
+        #: Digests of commands, keyed with keys that are derived from these.
+        self.digests = Digests(keys)
 
     @classmethod
     def from_text(cls, text: str) -> "Sealer":

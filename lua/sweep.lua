@@ -1,10 +1,12 @@
 #!lua flags=allow-oom
 -- What time brings to offers: those who wait are served on, an offer whose time is over closes, one closed long ago leaves Redis.
+-- What is remembered of that one counts as forgotten from this call on; `clean` deletes it afterwards.
 --
 -- Command: none; the sweeper calls it with the offers it found due. An offer that is not due any more is left alone.
 -- KEYS[1] shard hash · KEYS[2] outbox stream · KEYS[3] refusals hash · KEYS[4] refusal_order list · KEYS[5] demand hash
 -- KEYS[6] due zset · KEYS[7] offers set · KEYS[8] holds zset · KEYS[9] campaigns hash · KEYS[10] retired set
--- KEYS[11 …] eight keys for each offer, then three for each campaign, see includes/offers.lua
+-- KEYS[11] past zset · KEYS[12] cleaning hash
+-- KEYS[13 …] nine keys for each offer, then five for each campaign, see includes/offers.lua
 -- ARGV[1] shard/shards · ARGV[2] caller time ms · ARGV[3] time to use ms or '' · ARGV[4] clock skew ms · ARGV[5] ''
 -- ARGV[6] msgpack: {offers, campaign of each (from 1), campaigns}
 -- Outcomes: 21 fenced (whole call)
@@ -17,7 +19,9 @@
 --- @include "decide"
 --- @include "limits"
 --- @include "offers"
+--- @include "past"
 --- @include "pieces"
+--- @include "queue"
 
 local RETIRE_AGAIN_MS = 60000
 
@@ -27,7 +31,7 @@ if not call then return cmsgpack.pack(refused) end
 -- Who still waits when an offer has closed waits no more; a bounded number at once.
 local function send_home(offer)
   for _ = 1, math.min(offer.queue_length, SERVED_AT_ONCE_MAX) do
-    local name = next_in_queue(offer)
+    local name = waiter_at(offer, 1)
     leave_queue(call, offer, name, grab_of(offer, name), 'sweep')
   end
 end
@@ -57,7 +61,9 @@ for o = 1, #names do
   end
 end
 
+local reply = cmsgpack.pack({0, call.history, {seen_to}})
 append_events(call)
 write_all(call, offers, campaigns)
-for _, offer in ipairs(retired) do remove_offer(offer) end
-return cmsgpack.pack({0, call.history, {seen_to}})
+for _, offer in ipairs(retired) do remove_offer(offer, call.now) end
+commit()
+return reply

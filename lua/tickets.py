@@ -23,10 +23,14 @@ REMEMBERED_MAX: Final = 16_384
 
 
 class Ticket(NamedTuple):
-    """A ticket that is right for its user and offer: good until `expires_at_ms` (ms since 1970 UTC), once when `once_id` is not ''."""
+    """A ticket that is right for its user and offer: good until `expires_at_ms` (ms since 1970 UTC), once when `once_id` is not ''.
+
+    `of_campaign`: it is good for more than this offer, so that a single use counts in the whole campaign.
+    """
 
     expires_at_ms: int
     once_id: str
+    of_campaign: bool = False
 
 
 class TicketKeys:
@@ -65,8 +69,9 @@ class TicketKeys:
         """The ticket in a token (a compact JWT); None when it is not signed by one of the keys, or not for this user and offer.
 
         `sub` must be the user, `aud` the offer or its campaign (or a list with one of them), `exp` is required (seconds since 1970,
-        until 2100), `jti`, when there, an id under which it is used once. Expiry is NOT checked: the shard's clock decides that,
-        in Lua, so that a command that is asked again gets its first answer. `nbf` has no place there and is checked here, by the
+        until 2100), `jti`, when there, an id under which it is used once: for the offer, when `aud` names only that, else in the
+        campaign. Expiry is NOT checked: the shard's clock decides that, in Lua, so that a command that is asked again gets its
+        first answer. `nbf` has no place there and is checked here, by the
         clock of this process.
         """
         if not token.isascii():
@@ -99,7 +104,9 @@ class TicketKeys:
         once_id = claims.get("jti", "")
         if "jti" in claims and not is_id(once_id):
             raise jwt.InvalidTokenError("jti must be an id")
-        return Ticket(round(expires_at * 1000), once_id)
+        audience = claims["aud"]
+        named = {audience} if isinstance(audience, str) else set(audience)
+        return Ticket(round(expires_at * 1000), once_id, named != {offer} or campaign_of(offer) == offer)
 
 
 def sign(
@@ -108,7 +115,8 @@ def sign(
     """A token for a user, good for an offer, a campaign or several of them until `expires_at_ms` (ms since 1970 UTC).
 
     With an HS256 secret of at least 32 bytes, ValueError if it is shorter, or an Ed25519 private key (EdDSA). With `once_id` it is
-    good for one grab. For tests, rehearsals and the command line: the gate itself never signs.
+    good for one grab: of the offer, or, where it is for a campaign or for several offers, in each campaign. For tests, rehearsals and
+    the command line: the gate itself never signs.
     """
     if isinstance(key, bytes) and len(key) < SECRET_BYTES_MIN:
         raise ValueError(f"a ticket's secret must have at least {SECRET_BYTES_MIN} bytes, it has {len(key)}")

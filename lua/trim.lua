@@ -8,7 +8,7 @@
 --- @include "shard"
 
 if not is_owner(KEYS[1], ARGV[1], ARGV[2], ARGV[3]) then return redis.error_reply('LOST the shard has another owner, term or life') end
-local seq = tonumber(ARGV[4])
+local seq, history = tonumber(ARGV[4]), redis.call('HGET', KEYS[1], 'history') or ''
 local open = redis.call('XREVRANGE', KEYS[2], string.format('%.0f-0', seq + 1), '-', 'COUNT', 1)[1]
 if open then
   -- An entry goes only when its last event is acknowledged: this one may still hold the first that is not.
@@ -18,6 +18,5 @@ if open then
 end
 redis.call('HSET', KEYS[1], 'journaled_seq', ARGV[4], 'journaled_head', ARGV[5], 'journaled_offset', ARGV[6],
   'journaled_term', ARGV[1], 'journaled_owner', ARGV[2])
-local history = redis.call('HGET', KEYS[1], 'history') or ''
 redis.call('PUBLISH', ARGV[7], history .. ' ' .. ARGV[4])
 return {history, ARGV[4]}

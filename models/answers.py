@@ -4,6 +4,7 @@ from typing import Annotated, get_args
 
 import msgspec
 
+from models.bounds import shortened
 from models.calendar import Period
 from models.identifiers import Count, Id, in_schema
 from models.money import Currency, Sum
@@ -65,8 +66,9 @@ class Answer(msgspec.Struct, omit_defaults=True, frozen=True):
 
 
 def refusal(id: str, outcome: Outcome, offer: str | None = None, message: str | None = None, retry_at: int | None = None) -> Answer:
-    """A refusal made without a script (the door, the queue, the fence)."""
-    return Answer(id, OUTCOME_NAMES[outcome], int(outcome), offer, retry_at=retry_at, message=message)
+    """A refusal made without a script (the door, the queue, the fence); its message is bounded, whatever it quotes."""
+    said = None if message is None else shortened(message)
+    return Answer(id, OUTCOME_NAMES[outcome], int(outcome), offer, retry_at=retry_at, message=said)
 
 
 encode_answer = msgspec.json.Encoder().encode

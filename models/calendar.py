@@ -11,15 +11,19 @@ from functools import lru_cache
 from typing import Final, Literal
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
+from models.bounds import quoted
 from models.money import Invalid
 
 Period = Literal["offer", "hour", "day", "week"]
 HOUR_MS: Final = 3_600_000
 DAY_MS: Final = 24 * HOUR_MS
 WEEK_MINUTES: Final = 7 * 24 * 60
+TIMEZONE_LENGTH_MAX: Final = 64
 MINUTE_MS: Final = 60_000
 #: 1970-01-01 was a Thursday; weeks begin on Monday.
 THURSDAY: Final = 3
+#: How many times in a row hours may be looked for that the clock does not jump over; it jumps once in a week at most.
+JUMPS_MAX: Final = 4
 #: How far ahead of its opening an offer knows its zone.
 HORIZON_MS: Final = 10 * 366 * DAY_MS
 
@@ -30,9 +34,11 @@ Offsets = Sequence[tuple[int, int]]
 def check_timezone(name: str) -> None:
     """Raises Invalid when there is no such zone."""
     try:
+        if len(name) > TIMEZONE_LENGTH_MAX:
+            raise ValueError("too long to be a name")
         ZoneInfo(name)
     except (ZoneInfoNotFoundError, ValueError, OSError):
-        raise Invalid(f"terms.timezone: no such zone: {name!r}; use a name such as UTC or Asia/Shanghai") from None
+        raise Invalid(f"terms.timezone: no such zone: {quoted(name)}; use a name such as UTC or Asia/Shanghai") from None
 
 
 def offsets_of(timezone: str, at_ms: int) -> tuple[tuple[int, int], ...]:
@@ -120,12 +126,14 @@ def opens_next(hours: Sequence[tuple[int, int]], offsets: Offsets, at_ms: int) -
     """
     if not hours:
         return None
-    local = at_ms + offset_at(offsets, at_ms)
-    week_begins = ((local // DAY_MS + THURSDAY) // 7 * 7 - THURSDAY) * DAY_MS
-    minute = (local - week_begins) // MINUTE_MS
-    if any(begins <= minute < ends for begins, ends in hours):
-        return None
-    ahead = min((begins - minute - 1) % WEEK_MINUTES + 1 for begins, _ in hours)
-    begins_at = utc_of(offsets, week_begins + (minute + ahead) * MINUTE_MS, at_ms)
-    # The clock may have jumped over them.
-    return opens_next(hours, offsets, begins_at) or begins_at
+    opens = None
+    for _ in range(JUMPS_MAX):
+        local = at_ms + offset_at(offsets, at_ms)
+        week_begins = ((local // DAY_MS + THURSDAY) // 7 * 7 - THURSDAY) * DAY_MS
+        minute = (local - week_begins) // MINUTE_MS
+        if any(begins <= minute < ends for begins, ends in hours):
+            break
+        ahead = min((begins - minute - 1) % WEEK_MINUTES + 1 for begins, _ in hours)
+        # The clock may jump over them: then those after.
+        at_ms = opens = utc_of(offsets, week_begins + (minute + ahead) * MINUTE_MS, at_ms)
+    return opens

@@ -3,15 +3,15 @@
 `decode_commands` is the door for bytes, `check` the door for objects made in Python; both say which field is wrong.
 """
 
+import json
 import re
-from base64 import b64encode
-from collections.abc import Callable
-from hashlib import blake2b
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Annotated, Any, Final, Literal
 
 import msgspec
 
-from models.identifiers import Id, in_schema, is_id
+from models.bounds import ARRAY_COMMANDS_MAX, ARRAY_COMMAS_MAX, COMMAND_BYTES_MAX, RECORD_BYTES_MAX, quoted, shortened
+from models.identifiers import ID_LENGTH_MAX, RESERVED_IDS, Id, campaign_of, in_schema, is_id
 from models.money import Currency, Invalid, Quantity, Sum, check_amount
 from models.offers import LINE_LENGTH_MAX, LINE_PATTERN, Changes, EnvelopeTerms, Terms, check_changes, check_line, check_terms
 from models.transfers import Entry, check_adjustment
@@ -19,10 +19,16 @@ from models.transfers import Entry, check_adjustment
 ATTRIBUTES_MAX: Final = 8
 ITEMS_MAX: Final = 1_000
 CHUNKS_MAX: Final = 100_000
+#: The items of a `load`, as they stand in its event: there is room for the rest of the line, and in a command.
+ITEMS_BYTES_MAX: Final = 200_000
 CODE_LENGTH_MAX: Final = 200
 TICKET_LENGTH_MAX: Final = 4_096
 BASKET_GRABS_MAX: Final = 64
 TRANSFERS_MAX: Final = 16
+#: What a `load` has beside its items, at most.
+COMMAND_REST_BYTES: Final = 1_024
+#: Quotes of a grab that has only what every grab has: four names and four texts.
+PLAIN_GRAB_QUOTES: Final = 16
 
 
 class Command(msgspec.Struct, tag_field="type", tag=str.lower, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -154,15 +160,25 @@ class _Addressed(msgspec.Struct):
     offer: str | None = None
 
 
+class _Basketed(msgspec.Struct):
+    """As much of a broken command as is needed to know what falls with it."""
+
+    basket: Any = None
+
+
 _decode_addressed = msgspec.json.Decoder(_Addressed).decode
+_decode_basketed = msgspec.json.Decoder(_Basketed).decode
 
 
 class Undecodable(Exception):
-    """One command that could not be understood: `raw` are its bytes, `id` and `offer` are set when they are readable."""
+    """One command that could not be understood: `raw` are its bytes, `id` and `offer` are set when they are readable.
+
+    The reason is bounded (`models.bounds`), whatever it quotes.
+    """
 
     def __init__(self, reason: str, raw: bytes, id: str | None = None, offer: str | None = None) -> None:
-        super().__init__(reason)
-        self.reason = reason
+        self.reason = shortened(reason)
+        super().__init__(self.reason)
         self.raw = raw
         self.id = id
         self.offer = offer
@@ -171,9 +187,11 @@ class Undecodable(Exception):
 def check(command: AnyCommand) -> None:
     """Raises Invalid, naming the field and the fix, when the command must not reach a script."""
     if not is_id(command.id):
-        raise Invalid(f"id: must match [A-Za-z0-9._:-]{{1,64}}, got {command.id!r}")
+        raise Invalid(f"id: must match [A-Za-z0-9._:-]{{1,64}}, got {quoted(command.id)}")
+    if command.id in RESERVED_IDS:
+        raise Invalid(f"id: {command.id} is reserved for what the system does itself; choose another one")
     if not is_id(command.offer):
-        raise Invalid(f"offer: must match [A-Za-z0-9._:-]{{1,64}}, got {command.offer!r}")
+        raise Invalid(f"offer: must match [A-Za-z0-9._:-]{{1,64}}, got {quoted(command.offer)}")
     check_of = _CHECKS.get(type(command))
     if check_of is not None:
         check_of(command)
@@ -185,7 +203,7 @@ def check(command: AnyCommand) -> None:
 
 def _check_named(field: str, value: str) -> None:
     if not is_id(value):
-        raise Invalid(f"{field}: must match [A-Za-z0-9._:-]{{1,64}}, got {value!r}")
+        raise Invalid(f"{field}: must match [A-Za-z0-9._:-]{{1,64}}, got {quoted(value)}")
 
 
 def _check_open(command: Open) -> None:
@@ -221,11 +239,36 @@ def _check_load(command: Load) -> None:
     if len(set(command.items)) < len(command.items):
         raise Invalid("items: a code stands there twice; each is given once")
     if command.what != "codes":
-        raise Invalid(f"what: must be codes or audience, got {command.what!r}")
+        raise Invalid(f"what: must be codes or audience, got {quoted(command.what)}")
     for item in command.items:
         if not 0 < len(item) <= CODE_LENGTH_MAX:
             raise Invalid(f"items: a code has 1 to {CODE_LENGTH_MAX} characters, got {len(item)}")
         check_line("items", item)
+    if (size := sum(map(_bytes_of_code, command.items))) > ITEMS_BYTES_MAX:
+        raise Invalid(f"items: codes have at most {ITEMS_BYTES_MAX} bytes when they are sealed, these may have {size}; load fewer at once")
+    if (size := len(_encode(command))) > COMMAND_BYTES_MAX:
+        raise Invalid(f"items: a command has at most {COMMAND_BYTES_MAX} bytes, this has {size}; load fewer at once")
+
+
+def _bytes_of_code(code: str) -> int:
+    """What a code takes of an event at most: sealed (nonce, tag, base64) with the longest id of a key, in quotes."""
+    return 4 * -(-(len(code.encode(errors="surrogatepass")) + 28) // 3) + ID_LENGTH_MAX + len(':"",')
+
+
+def in_chunks(what: str, items: Sequence[str]) -> list[tuple[str, ...]]:
+    """A list cut into chunks that `load` takes."""
+    chunks: list[list[str]] = []
+    in_event = in_command = 0
+    for item in items:
+        written = len(json.dumps(item)) + 1
+        sealed = _bytes_of_code(item) if what == "codes" else written
+        full = in_event + sealed > ITEMS_BYTES_MAX or in_command + written > COMMAND_BYTES_MAX - COMMAND_REST_BYTES
+        if not chunks or len(chunks[-1]) == ITEMS_MAX or full:
+            chunks.append([])
+            in_event = in_command = 0
+        chunks[-1].append(item)
+        in_event, in_command = in_event + sealed, in_command + written
+    return [tuple(chunk) for chunk in chunks]
 
 
 def _check_adjust(command: Adjust) -> None:
@@ -245,7 +288,7 @@ def _check_confirm(command: Confirm) -> None:
         _check_named("payment", command.payment)
     check_amount("paid", command.paid)
     if command.currency is not None and not _is_currency(command.currency):
-        raise Invalid(f"currency: must be three capitals such as CNY, got {command.currency!r}")
+        raise Invalid(f"currency: must be three capitals such as CNY, got {quoted(command.currency)}")
     if (command.paid > 0) and (command.payment is None or command.currency is None):
         raise Invalid("paid: a payment has an id (payment) and a currency")
     if command.quantity is not None:
@@ -275,7 +318,7 @@ def _check_attributes(attributes: dict[str, str]) -> None:
         raise Invalid(f"attributes: at most {ATTRIBUTES_MAX}, got {len(attributes)}")
     for name, value in attributes.items():
         if not is_id(name) or not is_id(value):
-            raise Invalid(f"attributes.{name}: name and value must match [A-Za-z0-9._:-]{{1,64}}, got {value!r}")
+            raise Invalid(f"attributes: names and values must match [A-Za-z0-9._:-]{{1,64}}, got {quoted(name)}: {quoted(value)}")
 
 
 _CHECKS: Final[dict[type, Callable[[Any], None]]] = {
@@ -294,11 +337,36 @@ _CHECKS: Final[dict[type, Callable[[Any], None]]] = {
 def decode_command(raw: bytes) -> AnyCommand:
     """One command from JSON; raises Undecodable with the reason, and with id and offer when they can be read."""
     try:
+        if len(raw) > COMMAND_BYTES_MAX:
+            raise Invalid(f"a command has at most {COMMAND_BYTES_MAX} bytes, this has {len(raw)}")
         command: AnyCommand = _decode(raw)
         check(command)
-    except (msgspec.DecodeError, Invalid, UnicodeDecodeError, RecursionError) as error:
+        _check_names_once(command, raw)
+    except (msgspec.DecodeError, Invalid, UnicodeDecodeError) as error:
         raise _undecodable(str(error), raw) from None
+    except RecursionError:
+        raise _undecodable("nested too deep to be a command", raw) from None
     return command
+
+
+def _check_names_once(command: AnyCommand, raw: bytes) -> None:
+    """Raises Invalid when an object of the JSON names a field twice, of which the decoder takes the last.
+
+    Without escapes, a text with as many quotes as the canonical one has no more names: most commands need no second look.
+    """
+    quotes = raw.count(b'"')
+    if quotes == PLAIN_GRAB_QUOTES and type(command) is Grab:
+        return
+    if quotes != _encode(command).count(b'"') or b"\\" in raw:
+        json.loads(raw, object_pairs_hook=_object_of_pairs)
+
+
+def _object_of_pairs(pairs: list[tuple[str, object]]) -> None:
+    seen: set[str] = set()
+    for name, _ in pairs:
+        if name in seen:
+            raise Invalid(f"{quoted(name)}: is named twice; keep one")
+        seen.add(name)
 
 
 def _undecodable(reason: str, raw: bytes) -> Undecodable:
@@ -312,18 +380,42 @@ def _undecodable(reason: str, raw: bytes) -> Undecodable:
     return Undecodable(reason, raw, addressed.id, offer)
 
 
-def decode_commands(value: bytes) -> list[AnyCommand | Undecodable]:
+def commands_of(value: bytes) -> Iterator[AnyCommand | Undecodable]:
     """The commands of one record, an object or an array of objects, in order; a bad one does not stop the others.
 
-    A record that is no JSON at all is one Undecodable with all its bytes.
+    A record that cannot be taken whole (no JSON, or above a bound) is one Undecodable with all its bytes. What it holds is bounded
+    before it is decoded; each command is decoded when it is asked for, so that a reader of a long array can do something in between.
     """
-    if not value.lstrip().startswith(b"["):
-        return [_decode_or_reason(value)]
+    if value[:1] != b"[" and not value.lstrip().startswith(b"["):
+        yield _decode_or_reason(value)
+        return
     try:
-        raws = _decode_raw_list(value)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        return [Undecodable(str(error), value)]
-    return [_decode_or_reason(bytes(raw)) for raw in raws]
+        raws = _split(value)
+    except (msgspec.DecodeError, Invalid, UnicodeDecodeError) as error:
+        yield Undecodable(str(error), value)
+    except RecursionError:
+        yield Undecodable("nested too deep to be an array of commands", value)
+    else:
+        for raw in raws:
+            yield _decode_or_reason(bytes(raw))
+
+
+def _split(value: bytes) -> list[msgspec.Raw]:
+    """The elements of an array, undecoded; raises Invalid when it is above a bound. Commas bound what splitting costs."""
+    if len(value) > RECORD_BYTES_MAX:
+        raise Invalid(f"an array has at most {RECORD_BYTES_MAX} bytes, this has {len(value)}")
+    commas = value.count(b",")
+    if commas > ARRAY_COMMAS_MAX:
+        raise Invalid(f"an array has at most {ARRAY_COMMAS_MAX} commas, this has {commas}; send commands in several arrays")
+    raws: list[msgspec.Raw] = _decode_raw_list(value)
+    if len(raws) > ARRAY_COMMANDS_MAX:
+        raise Invalid(f"an array has at most {ARRAY_COMMANDS_MAX} commands, this has {len(raws)}; send several arrays")
+    return raws
+
+
+def decode_commands(value: bytes) -> list[AnyCommand | Undecodable]:
+    """All of `commands_of`."""
+    return list(commands_of(value))
 
 
 def _decode_or_reason(raw: bytes) -> AnyCommand | Undecodable:
@@ -338,6 +430,50 @@ def basket_of(command: AnyCommand) -> str | None:
     return command.basket if isinstance(command, Grab) else None
 
 
+def _basket_named(command: AnyCommand | Undecodable) -> str | None:
+    """The basket that a command names, also one that could not be understood."""
+    if not isinstance(command, Undecodable):
+        basket: object = basket_of(command)
+        return basket if isinstance(basket, str) else None
+    if b"basket" not in command.raw and b"\\" not in command.raw:
+        return None
+    try:
+        basket = _decode_basketed(command.raw).basket
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+    return basket if isinstance(basket, str) else None
+
+
+def torn_baskets(commands: Sequence[AnyCommand | Undecodable], refused: Container[int] = ()) -> dict[int, str]:
+    """Why grabs of these cannot be decided as one with their basket, by their places: all of a basket, or none. `refused` are places
+    of commands that are refused already."""
+    members: dict[str, list[int]] = {}
+    for place, command in enumerate(commands):
+        if (basket := _basket_named(command)) is not None:
+            members.setdefault(basket, []).append(place)
+    return {
+        place: reason
+        for basket, places in members.items()
+        if (reason := _why_torn(basket, places, commands, refused)) is not None
+        for place in places
+    }
+
+
+def _why_torn(basket: str, places: Sequence[int], commands: Sequence[AnyCommand | Undecodable], refused: Container[int]) -> str | None:
+    grabs = [found for place in places if not isinstance(found := commands[place], Undecodable)]
+    if len(grabs) < len(places) or any(place in refused for place in places):
+        return f"basket: another grab of {shortened(basket, ID_LENGTH_MAX)} is invalid"
+    if len(places) > BASKET_GRABS_MAX:
+        return f"basket: at most {BASKET_GRABS_MAX} grabs, {basket} has {len(places)}"
+    if places[-1] - places[0] != len(places) - 1:
+        return f"basket: the grabs of {basket} must stand side by side"
+    if len({campaign_of(grab.offer) for grab in grabs}) > 1:
+        return f"basket: the offers of {basket} must be of one campaign (the part of their ids before ':')"
+    if len({grab.id for grab in grabs}) < len(grabs):
+        return f"basket: an id stands twice in {basket}"
+    return None
+
+
 def secret_of(command: AnyCommand) -> str | None:
     """The field of a command that must not stand in a topic in clear, if it has one: only a gate takes it."""
     if isinstance(command, Open) and isinstance(command.terms, EnvelopeTerms) and command.terms.seed is not None:
@@ -348,14 +484,3 @@ def secret_of(command: AnyCommand) -> str | None:
 def encode_command(command: AnyCommand) -> bytes:
     """The command as canonical JSON: defaults left out, so that equal commands have equal bytes."""
     return _encode(command)
-
-
-def digest_of(command: AnyCommand) -> str:
-    """What tells two bodies under one id apart: 48 bits of BLAKE2b over the canonical JSON, 8 characters of base64.
-
-    It guards against mistakes, not against forgery: the worst a collision can do is to repeat the first answer. Who sends a command
-    does not change what it asks for, so the operator is left out.
-    """
-    if isinstance(command, Steer) and command.operator is not None:
-        command = msgspec.structs.replace(command, operator=None)
-    return b64encode(blake2b(_encode(command), digest_size=6).digest()).decode()

@@ -43,10 +43,18 @@ class Event(msgspec.Struct, Generic[V], tag_field="type", frozen=True, kw_only=T
     command: Id
 
 
+class CampaignZone(msgspec.Struct, frozen=True):
+    """A time zone as it is written down when an offer opens: its name, and its offsets (from a time on, ms ahead of UTC)."""
+
+    timezone: str
+    offsets: tuple[tuple[int, int], ...]
+
+
 class OfferOpened(Event[V1], tag="offer.opened", frozen=True, kw_only=True):
     """An offer was created and funded with `total` (minor units or pieces). `terms` is what was asked, as JSON.
 
-    `offsets` are those of its time zone (from a time on, ms ahead of UTC). `seed_sha256` commits to the seed, `sealed_seed` is for
+    `offsets` are those of its time zone (from a time on, ms ahead of UTC), `campaign_zone` is there when the campaign's first offer has
+    other ones: limits of the campaign count in the zone of its first offer. `seed_sha256` commits to the seed, `sealed_seed` is for
     recovery only (authenticated encryption).
     """
 
@@ -59,6 +67,7 @@ class OfferOpened(Event[V1], tag="offer.opened", frozen=True, kw_only=True):
     closes_at: Count
     terms: JsonObject
     offsets: tuple[tuple[int, int], ...] = ()
+    campaign_zone: CampaignZone | None = None
     seed_sha256: Annotated[str, in_schema(pattern="^[0-9a-f]{64}$")] | None = None
     sealed_seed: str | None = None
     operator: Id | None = None
@@ -141,11 +150,15 @@ class _GrabEvent(Event[V], Generic[V], frozen=True, kw_only=True):
 
 
 class GrabGranted(_GrabEvent[V1], tag="grab.granted", frozen=True, kw_only=True):
-    """A user got `amount` for good. `asked` is there when it was more than `quantity`; `codes` are sealed."""
+    """A user got `amount` for good. `asked` is there when it was more than `quantity`; `codes` are sealed.
+
+    `ticket` is the id of a single-use ticket that was used, `ticket_ends_at` there when it was one of the campaign: until when it is good.
+    """
 
     asked: Quantity | None = None
     attributes: dict[Id, Id] = {}
     ticket: Id | None = None
+    ticket_ends_at: Count | None = None
     basket: Id | None = None
     codes: tuple[str, ...] = ()
     digest: str
@@ -164,6 +177,7 @@ class GrabHeld(_GrabEvent[V1], tag="grab.held", frozen=True, kw_only=True):
     waited: bool = False
     attributes: dict[Id, Id] = {}
     ticket: Id | None = None
+    ticket_ends_at: Count | None = None
     basket: Id | None = None
     digest: str | None = None
 
@@ -173,6 +187,7 @@ class GrabQueued(_GrabEvent[V1], tag="grab.queued", frozen=True, kw_only=True):
 
     attributes: dict[Id, Id] = {}
     ticket: Id | None = None
+    ticket_ends_at: Count | None = None
     digest: str
 
 
@@ -291,19 +306,25 @@ class EventDecoder:
         """One event."""
         # The types hold their version as a literal, so an event of another one fails here, in C: current events cost nothing more.
         try:
-            return _decode_current(line)
-        except msgspec.ValidationError:
-            raised = self._upcasters.raised(line)
-            if raised is None:
-                raise
-        return _decode_current(raised)
+            try:
+                return _decode_current(line)
+            except msgspec.ValidationError:
+                raised = self._upcasters.raised(line)
+                if raised is None:
+                    raise
+            return _decode_current(raised)
+        except RecursionError:
+            raise msgspec.DecodeError("nested too deep to be an event") from None
 
     def decode_list(self, lines: bytes) -> list[AnyEvent]:
         """Decodes `[line,line,…]` in one call, for whole blocks; line by line only when one of them is not of today."""
         try:
-            return _decode_current_list(lines)
-        except msgspec.ValidationError:
-            return [self.decode(bytes(raw)) for raw in _decode_raw_list(lines)]
+            try:
+                return _decode_current_list(lines)
+            except msgspec.ValidationError:
+                return [self.decode(bytes(raw)) for raw in _decode_raw_list(lines)]
+        except RecursionError:
+            raise msgspec.DecodeError("nested too deep to be events") from None
 
 
 #: Made when the program starts, so that a gap in the upcasters is found by every process that reads events.

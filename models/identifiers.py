@@ -12,12 +12,17 @@ from msgspec import Meta
 
 ID_PATTERN: Final = "^[A-Za-z0-9._:-]{1,64}$"
 ID_LENGTH_MAX: Final = 64
+#: Stands for every offer that does not exist, where refusals are counted by offer: no id can be it, and nobody can invent names for it.
+NO_OFFER: Final = "*"
 
 
 def in_schema(**words: Any) -> Meta:
     """A constraint that the JSON Schemas say; what checks it is code of our own, or the script that writes the value."""
     return Meta(extra_json_schema=words)
 
+
+#: Ids of commands that the system writes itself: what time brings (`sweep`). Nobody else may use them.
+RESERVED_IDS: Final = frozenset({"sweep"})
 
 # The check itself is `is_id`, which a whole batch can share.
 Id = Annotated[str, in_schema(pattern=ID_PATTERN)]

@@ -5,6 +5,7 @@ Lua's numbers are doubles and print 14 digits; 10^13 leaves room for a sum of tw
 
 from typing import Annotated, Final
 
+from models.bounds import quoted
 from models.identifiers import in_schema
 
 AMOUNT_MAX: Final = 10**13
@@ -26,7 +27,7 @@ class Invalid(ValueError):
 def check_amount(field: str, value: object, least: int = 0, most: int = AMOUNT_MAX) -> int:
     """The value, when it is an integer from `least` to `most`; raises Invalid with the field's name otherwise."""
     if isinstance(value, bool) or not isinstance(value, int):
-        raise Invalid(f"{field}: must be an integer (minor units or pieces), got {value!r}")
+        raise Invalid(f"{field}: must be an integer (minor units or pieces), got {quoted(value)}")
     if not least <= value <= most:
-        raise Invalid(f"{field}: must be from {least} to {most}, got {value}")
+        raise Invalid(f"{field}: must be from {least} to {most}, got {quoted(value)}")
     return value

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
+from models.bounds import CODES_PER_GRAB_MAX, HOURS_SPANS_MAX, quoted
 from models.calendar import Period, check_timezone
 from models.identifiers import Id, in_schema, is_id
 from models.money import AMOUNT_MAX, PARTS_MAX, Invalid, check_amount
@@ -17,6 +18,10 @@ from models.splitting import LAWS, Law, check_split
 
 ENVELOPE_LIFE_MS: Final = 24 * 3600 * 1000
 RETIRE_AFTER_MS: Final = 7 * 24 * 3600 * 1000
+#: How long after an offer has retired its payments are known, and other money that comes for it is booked, to be paid back. What is
+#: kept for that is deleted a day later, when no clock that is still believed can ask for it.
+PAYMENTS_KNOWN_MS: Final = 180 * 24 * 3600 * 1000
+PAYMENTS_KEPT_MS: Final = PAYMENTS_KNOWN_MS + 24 * 3600 * 1000
 TIME_MS_MAX: Final = 4_102_444_800_000
 HOLD_MS_MAX: Final = 366 * 24 * 3600 * 1000
 LINE_LENGTH_MAX: Final = 200
@@ -24,6 +29,14 @@ LINE_PATTERN: Final = r"^[^\u0000-\u001f\u007f-\u009f]*$"
 LIMITS_MAX: Final = 8
 HOURS_MAX: Final = 64
 EXTENSIONS_MAX: Final = 1_000
+#: Numbers that are no amounts, and how large they may be.
+MOST_OF: Final = {
+    **dict.fromkeys(("opens_at", "closes_at", "valid_until", "retire_after_ms"), TIME_MS_MAX),
+    **dict.fromkeys(("hold_ms", "grace_ms"), HOLD_MS_MAX),
+    "extensions": EXTENSIONS_MAX,
+}
+#: What an offer whose grabs get codes is told of `max_per_grab` and quantities.
+WITH_CODES: Final = f"at most {CODES_PER_GRAB_MAX} where grabs get codes"
 WEEKDAYS: Final = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
 
 _is_currency = re.compile(r"[A-Z]{3}\Z").match
@@ -201,12 +214,18 @@ def units_of(terms: Terms) -> int:
 
 
 def week_minutes(hours: tuple[Hours, ...]) -> list[tuple[int, int]]:
-    """Hours of the week as pairs of minutes since Monday 00:00 (see calendar.opens_next)."""
-    return [
+    """Hours of the week as pairs of minutes since Monday 00:00, in order, those that touch joined (see calendar.opens_next)."""
+    spans: list[tuple[int, int]] = []
+    for begins, ends in sorted(
         (WEEKDAYS.index(day) * 1440 + _minutes(one.from_), WEEKDAYS.index(day) * 1440 + _minutes(one.until))
         for one in hours
         for day in one.weekdays
-    ]
+    ):
+        if spans and begins <= spans[-1][1]:
+            spans[-1] = (spans[-1][0], max(spans[-1][1], ends))
+        else:
+            spans.append((begins, ends))
+    return spans
 
 
 def _minutes(time_of_day: str) -> int:
@@ -231,9 +250,10 @@ def check_terms(terms: Terms) -> None:
     check_timezone(terms.timezone)
     _check_hours(terms.hours)
     if terms.audience not in ("everyone", "list", "ticket"):
-        raise Invalid(f"terms.audience: must be everyone, list or ticket, got {terms.audience!r}")
-    if terms.opens_at is not None and terms.closes_at is not None and terms.closes_at <= terms.opens_at:
-        raise Invalid(f"terms.closes_at: must be after opens_at ({terms.opens_at}), got {terms.closes_at}")
+        raise Invalid(f"terms.audience: must be everyone, list or ticket, got {quoted(terms.audience)}")
+    # Without opens_at it opens at once; a closes_at of 0 is over by then, and must not reach a script, to which 0 is what was not said.
+    if terms.closes_at is not None and terms.closes_at <= (terms.opens_at or 0):
+        raise Invalid(f"terms.closes_at: must be after opens_at ({terms.opens_at or 'at once'}), got {terms.closes_at}")
     if isinstance(terms, EnvelopeTerms):
         _check_envelope(terms)
     else:
@@ -243,13 +263,13 @@ def check_terms(terms: Terms) -> None:
 def _check_envelope(terms: EnvelopeTerms) -> None:
     _check_id("funding", terms.funding)
     if not _is_currency(terms.asset):
-        raise Invalid(f"terms.asset: must be a currency of three capitals such as CNY, got {terms.asset!r}")
+        raise Invalid(f"terms.asset: must be a currency of three capitals such as CNY, got {quoted(terms.asset)}")
     for field in ("parts", "min", "max"):
         _check_number(terms, field)
     if terms.law not in LAWS:
-        raise Invalid(f"terms.law: must be one of {', '.join(LAWS)}, got {terms.law!r}")
+        raise Invalid(f"terms.law: must be one of {', '.join(LAWS)}, got {quoted(terms.law)}")
     if terms.draw not in ("ahead", "at_grab"):
-        raise Invalid(f"terms.draw: must be ahead or at_grab, got {terms.draw!r}")
+        raise Invalid(f"terms.draw: must be ahead or at_grab, got {quoted(terms.draw)}")
     if terms.seed is not None and not _is_seed(terms.seed):
         raise Invalid("terms.seed: must be 16 to 64 bytes in lower-case hexadecimal; leave it out to have one drawn")
     try:
@@ -260,9 +280,11 @@ def _check_envelope(terms: EnvelopeTerms) -> None:
 
 def _check_pieces(terms: PieceTerms) -> None:
     if isinstance(terms, StockTerms) and terms.asset is not None and not _is_stock_asset(terms.asset):
-        raise Invalid(f"terms.asset: must be sku: and a name of [A-Za-z0-9._:-]{{1,64}}, got {terms.asset!r}")
+        raise Invalid(f"terms.asset: must be sku: and a name of [A-Za-z0-9._:-]{{1,64}}, got {quoted(terms.asset)}")
     check_amount("terms.total", terms.total, least=1)
     check_amount("terms.max_per_grab", terms.max_per_grab, least=1)
+    if isinstance(terms, CouponTerms) and terms.codes and terms.max_per_grab > CODES_PER_GRAB_MAX:
+        raise Invalid(f"terms.max_per_grab: {WITH_CODES}, got {terms.max_per_grab}")
     for field in ("price", "grace_ms", "extensions", "valid_until"):
         _check_number(terms, field)
     if terms.hold_ms is not None:
@@ -271,9 +293,11 @@ def _check_pieces(terms: PieceTerms) -> None:
     if (terms.price is None) != (terms.currency is None):
         raise Invalid("terms.price: price and currency go together; give both or none")
     if terms.currency is not None and not _is_currency(terms.currency):
-        raise Invalid(f"terms.currency: must be three capitals such as CNY, got {terms.currency!r}")
+        raise Invalid(f"terms.currency: must be three capitals such as CNY, got {quoted(terms.currency)}")
     if terms.take not in ("all", "up_to") or terms.late not in ("refuse", "grace", "retake"):
-        raise Invalid(f"terms.take: must be all or up_to, terms.late refuse, grace or retake; got {terms.take!r}, {terms.late!r}")
+        raise Invalid(
+            f"terms.take: must be all or up_to, terms.late refuse, grace or retake; got {quoted(terms.take)}, {quoted(terms.late)}"
+        )
     for field in ("price", "extensions", "grace_ms", "waiting_list"):
         if getattr(terms, field) and terms.hold_ms is None:
             raise Invalid(f"terms.{field}: needs hold_ms, the time for which a grab is held until it is confirmed")
@@ -290,7 +314,10 @@ def check_limits(limits: tuple[Limit, ...]) -> None:
     for limit in limits:
         _check_id("limits.by", limit.by)
         if limit.per not in ("offer", "hour", "day", "week") or limit.scope not in ("offer", "campaign"):
-            raise Invalid(f"terms.limits: per must be offer, hour, day or week, scope offer or campaign; got {limit}")
+            raise Invalid(
+                f"terms.limits: per must be offer, hour, day or week, scope offer or campaign; "
+                f"got {quoted(limit.per)}, {quoted(limit.scope)}"
+            )
         check_amount("terms.limits.max", limit.max, least=1)
     names = [(limit.name, limit.scope) for limit in limits]
     for name in names:
@@ -309,9 +336,9 @@ def check_changes(changes: Changes) -> None:
         check_limits(fields["limits"])
     for field, value in fields.items():
         if field in ("total", "max_per_grab", "hold_ms"):
-            check_amount(f"changes.{field}", value, least=1)
+            check_amount(f"changes.{field}", value, least=1, most=MOST_OF.get(field, AMOUNT_MAX))
         elif field in ("opens_at", "closes_at", "price", "extensions", "grace_ms", "valid_until"):
-            check_amount(f"changes.{field}", value)
+            check_amount(f"changes.{field}", value, most=MOST_OF.get(field, AMOUNT_MAX))
 
 
 def check_line(field: str, text: str) -> None:
@@ -319,18 +346,18 @@ def check_line(field: str, text: str) -> None:
     if len(text) > LINE_LENGTH_MAX:
         raise Invalid(f"{field}: at most {LINE_LENGTH_MAX} characters, got {len(text)}")
     if found := _is_no_text(text):
-        raise Invalid(f"{field}: must be one line of text, without control characters; got {found.group()!r} at {found.start()}")
+        raise Invalid(f"{field}: must be one line of text, without control characters; got {quoted(found.group())} at {found.start()}")
 
 
 def _check_id(field: str, value: Any) -> None:
     if not isinstance(value, str) or not is_id(value):
-        raise Invalid(f"terms.{field}: must match [A-Za-z0-9._:-]{{1,64}}, got {value!r}")
+        raise Invalid(f"terms.{field}: must match [A-Za-z0-9._:-]{{1,64}}, got {quoted(value)}")
 
 
 def _check_number(terms: Any, field: str) -> None:
     value = getattr(terms, field)
     if value is not None:
-        check_amount(f"terms.{field}", value)
+        check_amount(f"terms.{field}", value, most=MOST_OF.get(field, AMOUNT_MAX))
 
 
 def _check_hours(hours: tuple[Hours, ...]) -> None:
@@ -339,8 +366,10 @@ def _check_hours(hours: tuple[Hours, ...]) -> None:
     for one in hours:
         for field, text in (("from", one.from_), ("until", one.until)):
             if not _is_time_of_day(text) or _minutes(text) > 1440:
-                raise Invalid(f"terms.hours.{field}: must be a time of day such as 10:00, at most 24:00; got {text!r}")
+                raise Invalid(f"terms.hours.{field}: must be a time of day such as 10:00, at most 24:00; got {quoted(text)}")
         if _minutes(one.from_) >= _minutes(one.until):
             raise Invalid(f"terms.hours: from must be before until, got {one.from_} – {one.until}; give two entries for a night")
-        if not one.weekdays or any(day not in WEEKDAYS for day in one.weekdays):
-            raise Invalid(f"terms.hours.weekdays: must be some of {', '.join(WEEKDAYS)}, got {one.weekdays}")
+        if not 0 < len(one.weekdays) <= len(WEEKDAYS) or len(set(one.weekdays) & set(WEEKDAYS)) < len(one.weekdays):
+            raise Invalid(f"terms.hours.weekdays: must be some of {', '.join(WEEKDAYS)}, each once")
+    if len(spans := week_minutes(hours)) > HOURS_SPANS_MAX:
+        raise Invalid(f"terms.hours: at most {HOURS_SPANS_MAX} spans in a week, these make {len(spans)}")

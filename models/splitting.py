@@ -17,6 +17,7 @@ from hashlib import sha1
 from struct import pack
 from typing import Final, Literal
 
+from models.bounds import quoted
 from models.money import AMOUNT_MAX, PARTS_MAX, Invalid
 
 Law = Literal["double_mean", "bounded", "equal"]
@@ -83,11 +84,11 @@ def pack_parts(amounts: list[int]) -> bytes:
 def check_split(law: Law, total: int, parts: int, least: int, most: int | None) -> int:
     """The maximum in force of a legal split (all in minor units); raises Invalid with the field and the way out."""
     if not 1 <= parts <= PARTS_MAX:
-        raise Invalid(f"parts: must be from 1 to {PARTS_MAX}, got {parts}")
+        raise Invalid(f"parts: must be from 1 to {PARTS_MAX}, got {quoted(parts)}")
     if least < 1:
-        raise Invalid(f"min: must be at least 1, so that nobody gets nothing, got {least}")
+        raise Invalid(f"min: must be at least 1, so that nobody gets nothing, got {quoted(least)}")
     if not 1 <= total <= AMOUNT_MAX:
-        raise Invalid(f"total: must be from 1 to {AMOUNT_MAX}, got {total}")
+        raise Invalid(f"total: must be from 1 to {AMOUNT_MAX}, got {quoted(total)}")
     if total < parts * least:
         raise Invalid(f"total: {parts} parts of at least {least} need {parts * least}, got {total}")
     if most is None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
 
 import msgspec
 
+from models.bounds import quoted
 from models.identifiers import in_schema, is_id
 from models.money import Account, Asset, Invalid, Quantity, check_amount
 
@@ -62,13 +63,13 @@ class BookedEntry(msgspec.Struct, frozen=True):
 def check_adjustment(transfer: Entry) -> None:
     """Raises Invalid, naming the field, when an operator may not book this."""
     if not _is_asset(transfer.asset):
-        raise Invalid(f"transfers.asset: must be a currency, coupon:<offer> or sku:<name>, got {transfer.asset!r}")
+        raise Invalid(f"transfers.asset: must be a currency, coupon:<offer> or sku:<name>, got {quoted(transfer.asset)}")
     for field, account, allowed in (("debit", transfer.debit, ADJUSTABLE_DEBITS), ("credit", transfer.credit, ADJUSTABLE_CREDITS)):
         kind, _, name = account.partition(":")
         if f"{kind}:" not in allowed or not is_id(name):
-            raise Invalid(f"transfers.{field}: must be one of {', '.join(f'{start}<id>' for start in allowed)}; got {account!r}")
+            raise Invalid(f"transfers.{field}: must be one of {', '.join(f'{start}<id>' for start in allowed)}; got {quoted(account)}")
     if transfer.debit == transfer.credit:
-        raise Invalid(f"transfers.credit: must not be the account that gives, {transfer.debit!r}")
+        raise Invalid(f"transfers.credit: must not be the account that gives, {quoted(transfer.debit)}")
     check_amount("transfers.amount", transfer.amount, least=1)
 
 

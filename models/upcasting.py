@@ -10,6 +10,8 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
+from models.bounds import quoted
+
 FIRST_VERSION: Final = 1
 #: In the words of every NewerEvent, so that a stop for this reason can be told from others.
 NEWER: Final = "a newer grabstream"
@@ -98,7 +100,7 @@ class Upcasters:
         current = self._current.get(found.type)
         where = f"seq {found.seq}: " if found.seq is not None else ""
         if current is None:
-            raise NewerEvent(f"{where}type {found.type!r} is not known here: either {NEWER} wrote it, or it is no event")
+            raise NewerEvent(f"{where}type {quoted(found.type)} is not known here: either {NEWER} wrote it, or it is no event")
         if found.v > current:
             raise NewerEvent(
                 f"{where}{found.type} v{found.v} was written by {NEWER}, this one knows up to v{current}: "

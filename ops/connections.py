@@ -26,7 +26,7 @@ from ops.settings import BadSettings, Settings, cluster_address, is_cluster
 from projections import refusals
 from projections.migrate import use_schema
 from projections.recoveries import record_lost, record_recovery
-from projections.snapshots import events_of, newest, trail_of
+from projections.snapshots import events_of, newest, payments_of, trail_of
 from streams.own import System
 from streams.recovery import Recovered, Snapshot, Snapshots
 from streams.worker import WorkerSettings
@@ -127,7 +127,6 @@ def worker_settings(settings: Settings) -> WorkerSettings:
         gate=gate_limits(settings),
         block_events_max=settings.block_events_max,
         lease_ms=settings.lease_ms,
-        patience_ms=settings.patience_ms,
     )
 
 
@@ -165,7 +164,14 @@ def snapshots(settings: Settings) -> Snapshots:
     async def open_snapshot(shard: int) -> AsyncIterator[Snapshot | None]:
         async with connected() as connection:
             trail = await trail_of(connection, shard)
-            yield trail and Snapshot(trail.cursor, trail.at, trail.retired, events_of(connection, shard, trail))
+            yield trail and Snapshot(
+                trail.cursor,
+                trail.at,
+                trail.retired,
+                trail.past,
+                payments_of(connection, shard, trail),
+                events_of(connection, shard, trail),
+            )
 
     async def newest_cursor(shard: int) -> Cursor:
         async with connected() as connection:

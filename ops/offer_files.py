@@ -10,12 +10,14 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from functools import lru_cache
+from itertools import islice
 from pathlib import PurePath
 from types import UnionType
 from typing import Annotated, Any, Final, Literal, NamedTuple, Union, get_args, get_origin
 
 import msgspec
 
+from models.bounds import quoted, shortened
 from models.commands import Open, Undecodable, decode_commands
 from models.identifiers import ID_LENGTH_MAX, ID_PATTERN, is_id
 from models.money import Invalid
@@ -30,6 +32,13 @@ FORM_OF_SUFFIX: Final[Mapping[str, Form]] = {".yaml": "yaml", ".yml": "yaml", ".
 _is_integer = re.compile(r"[-+]?[0-9]{1,18}\Z").match
 _is_located = re.compile(r"(.*) - at `\$\.(.*)`", re.DOTALL).fullmatch
 _is_missing = re.compile(r"Object missing required field `(.*)`").fullmatch
+
+
+#: Problems of a file, and unknown names of one object, that are told.
+PROBLEMS_MAX: Final = 10_000
+UNKNOWN_NAMES_MAX: Final = 20
+#: Characters and values of one term; the longest, `hours`, has some three thousand.
+TERM_SIZE_MAX: Final = 10_000
 
 
 class BadOfferFile(Exception):
@@ -78,7 +87,10 @@ def read_offers(text: str, form: Form) -> list[Open]:
                 opens.append(decoded)
             else:
                 reasons.append(decoded)
-        problems += [(entry.place, reason) for reason in reasons]
+        problems += [(entry.place, shortened(reason)) for reason in reasons]
+        if len(problems) > PROBLEMS_MAX:
+            problems.append(("file", "more is wrong than stands here; mend this first"))
+            break
     if not problems and not opens:
         problems.append(("file", "has no offers; give a list of {offer, terms}, {defaults, offers}, or lines of CSV below a header"))
     if problems:
@@ -106,7 +118,7 @@ def _decode(command: dict[str, Any]) -> Open | str:
     if isinstance(decoded, Undecodable):
         return _explain(decoded.reason)
     if not isinstance(decoded, Open):
-        return f"type: must be open, got {command['type']!r}"
+        return f"type: must be open, got {quoted(command['type'])}"
     return decoded
 
 
@@ -181,11 +193,10 @@ def _nearest(name: str, known: tuple[str, ...]) -> str:
 def _unknown(where: str, given: Mapping[Any, Any], known: tuple[str, ...]) -> list[str]:
     """A reason for each name that is not known, or was given twice; `where` is empty or ends with a point."""
     return [
-        f"{where}{given[TWICE]}: is given twice; keep one"
+        f"{where}{str(given[TWICE])[:ID_LENGTH_MAX]}: is given twice; keep one"
         if name == TWICE
-        else f"{where}{name}: there is no such field; the nearest is {_nearest(str(name), known)}"
-        for name in given
-        if name not in known
+        else f"{where}{str(name)[:ID_LENGTH_MAX]}: there is no such field; the nearest is {_nearest(str(name)[:ID_LENGTH_MAX], known)}"
+        for name in islice((name for name in given if name not in known), UNKNOWN_NAMES_MAX)
     ]
 
 
@@ -211,6 +222,9 @@ def _terms_of(where: str, written: Any) -> tuple[dict[str, Any], list[str]]:
     for name, value in written.items():
         if name not in _KNOWN_TERMS:
             continue
+        if _is_large(value):
+            reasons.append(f"{where}.{name}: is longer than any term may be")
+            continue
         terms[name] = value
         if isinstance(value, str) and name in _WRITTEN:
             try:
@@ -224,8 +238,21 @@ def _terms_of(where: str, written: Any) -> tuple[dict[str, Any], list[str]]:
     return terms, reasons
 
 
+def _is_large(value: Any) -> bool:
+    """Whether a term is longer than any may be; else a default could be written into every entry of a file at great cost."""
+    size, waiting = 0, [value]
+    while waiting and size <= TERM_SIZE_MAX:
+        one = waiting.pop()
+        size += len(one) if isinstance(one, str) else 1
+        if isinstance(one, list):
+            waiting += one[: TERM_SIZE_MAX + 1]
+        elif isinstance(one, dict):
+            waiting += islice(one.values(), TERM_SIZE_MAX + 1)
+    return size > TERM_SIZE_MAX
+
+
 def _shown(value: Any) -> str:
-    return "nothing" if value is None else f"{type(value).__name__} {str(value)[:40]!r}"
+    return "nothing" if value is None else f"{type(value).__name__} {quoted(str(value))}"
 
 
 def _entry(place: str, written: Any, defaults: dict[str, Any], whole: bool) -> _Entry:
@@ -246,11 +273,11 @@ def _entry(place: str, written: Any, defaults: dict[str, Any], whole: bool) -> _
     given = {name: written[name] for name in _KNOWN_OF_ENTRY if name in written}
     if "id" not in given and isinstance(offer, str):  # then a wrong id would be told of, that nobody wrote
         if not is_id(offer):
-            reasons.append(f"offer: must match {ID_PATTERN.strip('^$')}, got {offer!r}")
+            reasons.append(f"offer: must match {ID_PATTERN.strip('^$')}, got {quoted(offer)}")
         elif len(f"open-{offer}") > ID_LENGTH_MAX:
             reasons.append(f"id: open-{offer} would have more than {ID_LENGTH_MAX} characters; give an id")
     if given.get("type", "open") != "open":
-        reasons.append(f"type: must be open, got {given['type']!r}; leave it out")
+        reasons.append(f"type: must be open, got {quoted(given['type'])}; leave it out")
     identified = {} if offer is None else {"id": f"open-{offer}"}
     return _Entry(place, {"type": "open", **identified, **given, "terms": terms}, reasons, whole)
 
@@ -262,7 +289,7 @@ def _wrong_kind(terms: Mapping[str, Any], whole: bool) -> list[str]:
     kind = terms["kind"]
     if not isinstance(kind, str) or kind not in _FIELDS_OF_KIND:
         nearest = f"; the nearest is {_nearest(kind, tuple(_FIELDS_OF_KIND))}" if isinstance(kind, str) else ""
-        return [f"terms.kind: must be one of {_KINDS}, got {kind!r}{nearest}"]
+        return [f"terms.kind: must be one of {_KINDS}, got {quoted(kind)}{nearest}"]
     return [
         f"terms.{name}: is no field of kind {kind}, only of {' and '.join(_kinds_with(name))}; leave it out"
         for name in terms
@@ -360,7 +387,7 @@ def _row(place: str, columns: list[str], cells: list[str], whole: bool) -> _Entr
             except Invalid as error:
                 reasons.append(f"terms.{column}: {error}")
         elif not column:
-            reasons.append(f"{cell!r} stands in a column without a name; name it or empty it")
+            reasons.append(f"{quoted(cell)} stands in a column without a name; name it or empty it")
     entry = _entry(place, written, {}, whole)
     return entry._replace(reasons=[*reasons, *entry.reasons])
 
@@ -372,12 +399,12 @@ def _cell(column: str, cell: str) -> Any:
         return cell
     if bool in types:
         if cell.lower() not in ("true", "false"):
-            raise Invalid(f"must be true or false, got {cell!r}")
+            raise Invalid(f"must be true or false, got {quoted(cell)}")
         return cell.lower() == "true"
     if int in types:
         # `1.2E+12` is what a spreadsheet leaves of a number: digits are lost.
         if not _is_integer(cell):
-            raise Invalid(f"must be a whole number in digits alone, got {cell!r}")
+            raise Invalid(f"must be a whole number in digits alone, got {quoted(cell)}")
         return int(cell)
     return cell
 

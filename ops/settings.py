@@ -57,7 +57,7 @@ class Settings(BaseSettings):
     lease_ms: Count = 3_000
     #: How long a caller of the gate waits for an answer.
     gate_timeout_ms: Count = 2_000
-    #: How long commands from the topic wait out a fenced or busy shard before they are answered so.
+    #: How long commands of the command line wait out a fenced or busy shard before they are answered so; those of the topic always wait.
     patience_ms: Count = 10_000
     #: How much of its time the verifier works, in percent; the rest it rests.
     verify_percent: Annotated[float, Field(gt=0, le=100)] = 5.0

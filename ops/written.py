@@ -5,6 +5,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any, Final
 from zoneinfo import ZoneInfo
 
+from models.bounds import quoted
 from models.money import Invalid
 
 _UNITS_MS: Final = {"ms": 1, "s": 1000, "m": 60_000, "h": 3_600_000, "d": 24 * 3_600_000}
@@ -26,7 +27,7 @@ def read_time(text: str) -> int:
     wanted = "a time such as 2026-11-27T10:00:00+08:00, or milliseconds since 1970 UTC"
     form = _is_time(text)
     if form is None:
-        raise Invalid(f"must be {wanted}; got {text!r}")
+        raise Invalid(f"must be {wanted}; got {quoted(text)}")
     if form[3] is None:
         raise Invalid(f"{text} is another time in every zone; give the zone: {text}+08:00, or {text}Z for UTC")
     try:
@@ -42,7 +43,7 @@ def read_duration(text: str) -> int:
         return int(text)
     form = _is_duration(text)
     if form is None:
-        raise Invalid(f"must be a duration such as 30s, 15m, 2h or 7d, or milliseconds; got {text!r}")
+        raise Invalid(f"must be a duration such as 30s, 15m, 2h or 7d, or milliseconds; got {quoted(text)}")
     return int(form[1]) * _UNITS_MS[form[2]]
 
 
@@ -52,7 +53,9 @@ def read_limits(text: str) -> list[dict[str, Any]]:
     for written in filter(None, map(str.strip, text.split(";"))):
         form = _is_limit(written)
         if form is None:
-            raise Invalid(f"must be by/per/max with a semicolon between, such as user/day/2; device/offer/1/campaign; got {written!r}")
+            raise Invalid(
+                f"must be by/per/max with a semicolon between, such as user/day/2; device/offer/1/campaign; got {quoted(written)}"
+            )
         limits.append({"by": form[1], "per": form[2], "max": int(form[3])} | ({"scope": form[4]} if form[4] else {}))
     return limits
 
@@ -63,7 +66,9 @@ def read_hours(text: str) -> list[dict[str, Any]]:
     for written in filter(None, map(str.strip, text.lower().split(";"))):
         form = _is_hours(written)
         if form is None:
-            raise Invalid(f"must be days and hours with a semicolon between, such as fri 10:00-12:00; sat,sun 09:00-18:00; got {written!r}")
+            raise Invalid(
+                f"must be days and hours with a semicolon between, such as fri 10:00-12:00; sat,sun 09:00-18:00; got {quoted(written)}"
+            )
         days = {"weekdays": [day.strip() for day in form[1].split(",")]} if form[1] else {}
         hours.append({**days, "from": form[2], "until": form[3]})
     return hours

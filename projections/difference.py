@@ -3,7 +3,7 @@
 Both are read in the caller's transaction, in which they must stand at the same cursors.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -39,12 +39,14 @@ class TableDifference(msgspec.Struct, kw_only=True):
         return bool(self.missing or self.extra or self.rows_changed or self.columns)
 
 
-async def compare(connection: AsyncConnection[Any], definition: Definition, old: Version, new: Version) -> list[TableDifference]:
-    """The differences of all tables that either version has, those without any too."""
+async def compare(
+    connection: AsyncConnection[Any], definition: Definition, old: Version, new: Version, tables: Sequence[str] | None = None
+) -> list[TableDifference]:  # fmt: skip
+    """The differences of these tables, or of all that either version has, those without any too."""
     declared = definition.declared_since(old.definition)
     columns_old, columns_new = await _columns(connection, old), await _columns(connection, new)
     found = []
-    for table in sorted(columns_old.keys() | columns_new.keys()):
+    for table in sorted(columns_old.keys() | columns_new.keys() if tables is None else tables):
         keys = {name for name, in_key in columns_new.get(table, {}).items() if in_key}
         if table in columns_old and keys and keys <= columns_old[table].keys():
             found.append(await _compare_table(connection, table, old, new, columns_old[table], columns_new[table], declared))

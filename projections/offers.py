@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 from psycopg import AsyncConnection
 
-from models.calendar import HOUR_MS
+from models.calendar import HOUR_MS, Offsets
 from models.events import (
     AnyEvent,
     GrabConfirmed,
@@ -58,9 +58,15 @@ class _Terms(msgspec.Struct):
 
 
 _SUMS = ("grabs", "given", "held", "waiting", "refunded", "total")
+# Limits as they were amended, one after the other, behind those that the offer was opened with.
+_LIMITS_SINCE = (
+    "CASE WHEN jsonb_exists(c.terms::jsonb, 'limits_since') THEN jsonb_build_object('limits_since', coalesce(t.terms->'limits_since', "
+    "jsonb_build_array(jsonb_build_object('seq', 0, 'limits', coalesce(t.terms->'limits', '[]')))) || (c.terms::jsonb->'limits_since')) "
+    "ELSE '{}' END"
+)
 _REPLACED = tuple(name for name in _Change.__struct_fields__ if name not in _SUMS)
 # Pieces are counted in units, so that their number changes with the total; an envelope's total cannot change.
-_MORE = {"units": "t.units + c.total", "terms": "t.terms || coalesce(c.terms::jsonb, '{}')"}
+_MORE = {"units": "t.units + c.total", "terms": f"t.terms || coalesce(c.terms::jsonb, '{{}}') || {_LIMITS_SINCE}"}
 _UPDATE = update_by("offers_1", ("offer",), _SUMS, _REPLACED, ("state", "reason", "seed", "title", "terms"), _MORE)
 _OPENED = (
     "COPY offers_1 (offer, shard, kind, issuer, funding, asset, total, units, title, state, opened_at, opens_at, closes_at, units_left, "
@@ -73,9 +79,11 @@ _PAID = (
 )
 _PAID_BACK = (
     "UPDATE payments_1 AS p SET refunded = p.refunded + c.amount "
-    "FROM (SELECT campaign, payment, sum(amount) AS amount "
-    "FROM unnest(%s::bigint[], %s::text[], %s::text[]) AS b (amount, campaign, payment) "
-    "GROUP BY campaign, payment) AS c WHERE p.campaign = c.campaign AND p.payment = c.payment"
+    "FROM (SELECT campaign, payment, offer, grab, sum(amount) AS amount "
+    "FROM unnest(%s::bigint[], %s::text[], %s::text[], %s::text[], %s::text[]) AS b (amount, campaign, payment, offer, grab) "
+    "GROUP BY campaign, payment, offer, grab) AS c WHERE p.campaign = c.campaign AND p.payment = c.payment "
+    # A payment serves a grab once: it is known for longer than the grab.
+    "AND p.offer = c.offer AND p.grab = c.grab AND p.state = 'served'"
 )
 
 _terms = msgspec.json.Decoder(_Terms).decode
@@ -89,7 +97,7 @@ class OfferRows:
         self._opened: list[OfferOpened] = []
         self._changes: defaultdict[str, _Change] = defaultdict(_Change)
         self._paid: list[tuple[Any, ...]] = []
-        self._paid_back: list[tuple[int, str, str]] = []
+        self._paid_back: list[tuple[int, str, str, str, str]] = []
 
     def granted(self, event: GrabGranted) -> None:
         """The event that comes by the thousand."""
@@ -133,7 +141,8 @@ class OfferRows:
     def _come_back(self, offer: _Change, event: GrabReleased | GrabReturned) -> None:
         if isinstance(event, GrabReturned):
             offer.given -= event.quantity
-            self._paid_back += [(amount, campaign_of(event.offer), payment) for payment, amount in event.refunds]
+            campaign = campaign_of(event.offer)
+            self._paid_back += [(amount, campaign, payment, event.offer, event.grab) for payment, amount in event.refunds]
         elif event.reason == "left_queue":
             offer.waiting -= 1
         else:
@@ -168,8 +177,10 @@ def _amend(offer: _Change, event: OfferAmended) -> None:
     for name, value in _changes(event.changes).fields().items():
         if name in ("title", "opens_at", "closes_at"):
             setattr(offer, name, value)
-    merged = msgspec.json.decode(offer.terms) if offer.terms else {}
-    offer.terms = msgspec.json.encode(merged | msgspec.json.decode(event.changes)).decode()
+    merged, changes = msgspec.json.decode(offer.terms) if offer.terms else {}, msgspec.json.decode(event.changes)
+    if "limits" in changes:
+        changes["limits_since"] = [*merged.get("limits_since", ()), {"seq": event.seq, "limits": changes["limits"]}]
+    offer.terms = msgspec.json.encode(merged | changes).decode()
 
 
 def _steer(offer: _Change, event: AnyEvent) -> None:
@@ -192,7 +203,20 @@ async def _insert(connection: AsyncConnection[Any], opened: Sequence[OfferOpened
             await copy.write_row(
                 (
                     event.offer, event.shard, event.kind, event.issuer, event.funding, event.asset, event.total, units, terms.title,
-                    "open", event.at, event.opens_at, event.closes_at, units, event.seed_sha256, bytes(event.terms).decode(),
-                    event.offsets[0][1] % HOUR_MS if event.offsets else 0,
+                    "open", event.at, event.opens_at, event.closes_at, units, event.seed_sha256, _opened_terms(event),
+                    _hour_shift(event.offsets),
                 )
             )  # fmt: skip
+
+
+def _opened_terms(event: OfferOpened) -> str:
+    """The terms, and the zone of the campaign's limits where it is another one."""
+    if event.campaign_zone is None:
+        return bytes(event.terms).decode()
+    zone = {"timezone": event.campaign_zone.timezone, "hour_shift_ms": _hour_shift(event.campaign_zone.offsets)}
+    return msgspec.json.encode(msgspec.json.decode(event.terms) | {"campaign_zone": zone}).decode()
+
+
+def _hour_shift(offsets: Offsets) -> int:
+    """By how much hours begin before those of UTC."""
+    return offsets[0][1] % HOUR_MS if offsets else 0

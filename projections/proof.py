@@ -240,7 +240,8 @@ def behind(state: OfferState | None, event: AnyEvent) -> OfferState:
         held += amount * (credit.startswith("hold:") - debit.startswith("hold:"))
     return OfferState(
         event.offer, event.shard, event.offer_seq, event.seq, left, _units_left(state, event), held,
-        state.grabs + isinstance(event, GrabGranted | GrabHeld), isinstance(event, OfferRetired),
+        # Of one that has retired only late payments are told.
+        state.grabs + isinstance(event, GrabGranted | GrabHeld), state.retired or isinstance(event, OfferRetired),
     )  # fmt: skip
 
 

@@ -1,28 +1,54 @@
 """The audit trail as a snapshot of a shard: how far it is, and the events of campaigns that are still there.
 
-What has retired left nothing in Redis but its name, and a campaign whose last offer retired left nothing at all; so of ten million
-past events those of few offers are read, by the index on their offer.
+A campaign whose last offer has retired left in Redis only the offers' names and, for a time, what became of their payments. So of ten
+million past events those of few offers are read, by the index on their offer, and those about payments, by an index of their own.
 """
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from typing import Any, Final, NamedTuple
 
 from psycopg import AsyncConnection
 
-from models.events import AnyEvent, decode_event_list
+from models.events import AnyEvent, GrabConfirmed, PaymentRefundDue, decode_event_list
 from models.identifiers import campaign_of
 from models.journal import Cursor
+from models.offers import PAYMENTS_KEPT_MS
+from models.outcomes import Outcome
 
 ROWS_AT_ONCE: Final = 2_000
 
 
+class Past(NamedTuple):
+    """What is kept of an offer that has retired: its last `offer_seq`, and when it retired (ms)."""
+
+    offer: str
+    offer_seq: int
+    at: int
+
+
+class KnownPayment(NamedTuple):
+    """What became of a payment, as Redis keeps it."""
+
+    payment: str
+    offer: str
+    grab: str
+    code: int
+    seq: int
+    at: int
+    quantity: int
+
+
 class Trail(NamedTuple):
-    """The trail of a shard up to a cursor: the time there (ms), offers that have retired, and those whose events are needed."""
+    """The trail of a shard up to a cursor: the time there (ms), offers that have retired, and those whose events are needed.
+
+    `past` are offers that retired not too long ago, and whose events are not needed.
+    """
 
     cursor: Cursor
     at: int
     retired: Sequence[str]
     needed: Sequence[str]
+    past: Sequence[Past]
 
 
 async def newest(connection: AsyncConnection[Any], shard: int) -> Cursor:
@@ -59,7 +85,43 @@ async def trail_of(connection: AsyncConnection[Any], shard: int) -> Trail | None
     has_retired = dict(await found.fetchall())
     present = {campaign_of(offer) for offer, retired in has_retired.items() if not retired}
     retired = [offer for offer, gone in has_retired.items() if gone]
-    return Trail(cursor, at[0], retired, [offer for offer in has_retired if campaign_of(offer) in present])
+    needed = [offer for offer in has_retired if campaign_of(offer) in present]
+    return Trail(cursor, at[0], retired, needed, await _past(connection, shard, cursor.seq, at[0], present))
+
+
+async def _past(connection: AsyncConnection[Any], shard: int, seq: int, at: int, present: Collection[str]) -> list[Past]:
+    """Offers of campaigns that are not there any more, with their last `offer_seq`: late payments may have come after they retired."""
+    found = await connection.execute(
+        "SELECT r.offer, greatest((r.body::jsonb->>'offer_seq')::bigint, "
+        "(SELECT (p.body::jsonb->>'offer_seq')::bigint FROM audit AS p WHERE p.offer = r.offer AND p.type = 'payment.refund_due' "
+        "AND p.shard = r.shard AND p.seq <= %(seq)s ORDER BY p.seq DESC LIMIT 1)), r.at "
+        "FROM audit AS r WHERE r.shard = %(shard)s AND r.type = 'offer.retired' AND r.seq <= %(seq)s AND r.at > %(after)s",
+        {"shard": shard, "seq": seq, "after": at - PAYMENTS_KEPT_MS},
+    )
+    return [Past(*row) for row in await found.fetchall() if campaign_of(row[0]) not in present]
+
+
+async def payments_of(connection: AsyncConnection[Any], shard: int, trail: Trail) -> AsyncIterator[Sequence[KnownPayment]]:
+    """What became of the payments of offers that have retired, in the order of their events."""
+    if not trail.past:
+        return
+    async with connection.cursor("payments") as rows:
+        await rows.execute(
+            "SELECT body FROM audit WHERE offer = ANY(%s) AND type IN ('grab.confirmed', 'payment.refund_due') "
+            "AND shard = %s AND seq <= %s ORDER BY seq",
+            ([one.offer for one in trail.past], shard, trail.cursor.seq),
+        )
+        while found := await rows.fetchmany(ROWS_AT_ONCE):
+            events = decode_event_list(b"[" + b",".join(body.encode() for (body,) in found) + b"]")
+            yield [one for one in map(_known_payment, events) if one is not None]
+
+
+def _known_payment(event: AnyEvent) -> KnownPayment | None:
+    if isinstance(event, PaymentRefundDue):
+        return KnownPayment(event.payment, event.offer, event.grab, int(Outcome[event.outcome]), event.seq, event.at, 0)
+    if isinstance(event, GrabConfirmed) and event.payment is not None:
+        return KnownPayment(event.payment, event.offer, event.grab, int(Outcome.confirmed), event.seq, event.at, event.quantity)
+    return None
 
 
 async def events_of(connection: AsyncConnection[Any], shard: int, trail: Trail) -> AsyncIterator[Sequence[AnyEvent]]:

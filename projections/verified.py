@@ -270,6 +270,14 @@ async def clear(connection: AsyncConnection[Any], kind: str, shard: int, subject
     )
 
 
+async def clear_others(connection: AsyncConnection[Any], kind: str, shard: int, wrong: Sequence[str]) -> None:
+    """All of the kind was compared, and only these are wrong."""
+    await connection.execute(
+        "UPDATE findings SET cleared_at = now() WHERE cleared_at IS NULL AND kind = %s AND shard = %s AND subject <> ALL(%s)",
+        (kind, shard, list(wrong)),
+    )
+
+
 async def clear_gone(connection: AsyncConnection[Any]) -> None:
     """What is not there any more cannot be wrong: accounts that nobody has, offers that have left Redis."""
     await connection.execute(

@@ -16,6 +16,7 @@ from typing import Any, Final
 
 import faust
 
+from lua.trouble import is_trouble
 from projections.definitions import definition_of
 from projections.read_models import READ_MODELS
 from streams.journal import Record
@@ -159,7 +160,7 @@ async def run_projections(
             await asyncio.wait({watching, stopping, running}, timeout=STOP_SECONDS)
         if not stop.is_set():
             ends_in_a_row = ends_in_a_row + 1 if time.monotonic() - began < STEADY_SECONDS else 1
-            if ends_in_a_row > ENDS_IN_A_ROW_MAX:
+            if ends_in_a_row > ENDS_IN_A_ROW_MAX and not _is_servers_fault(app, running):
                 raise RuntimeError(f"Faust ended {ends_in_a_row} times in a row: {why}") from app.crash_reason
             log.error("starting Faust again: %s", why)
             await asyncio.wait({asyncio.create_task(stop.wait())}, timeout=min(ends_in_a_row, PAUSE_SECONDS_MAX))
@@ -171,6 +172,13 @@ def _why_it_ended(app: faust.App, watching: "asyncio.Task[str]", running: "async
     if running.done() and not running.cancelled() and running.exception() is not None:
         return f"the app did not start ({running.exception()!r})"
     return f"the app ended by itself ({app.crash_reason!r})"
+
+
+def _is_servers_fault(app: faust.App, running: "asyncio.Task[None]") -> bool:
+    """Whether it ended because a server is away, however long that lasts."""
+    failed = running.exception() if running.done() and not running.cancelled() else None
+    reason = failed or app.crash_reason
+    return reason is not None and is_trouble(reason)
 
 
 async def _run(app: faust.App) -> None:

@@ -54,6 +54,11 @@ class Trouble:
         self._log, self._where = log, where
         self._said = ""
 
+    @property
+    def is_said(self) -> bool:
+        """Whether it went wrong the last time."""
+        return bool(self._said)
+
     def say(self, words: str) -> None:
         """It went wrong, and is tried again."""
         if words != self._said:

@@ -6,9 +6,9 @@ from typing import Final, NamedTuple
 
 from aiokafka import AIOKafkaConsumer, TopicPartition
 
+from models.bounds import RECORD_BYTES_MAX
 from models.journal import Headers
 from streams.clients import started
-from streams.topics import RECORD_BYTES_MAX
 
 FETCH_WAIT_MS: Final = 500
 LOOK_BACK_RECORDS: Final = 16

@@ -10,10 +10,9 @@ import secrets
 from collections.abc import Callable
 from typing import Any, Final
 
-from redis.exceptions import RedisError
-
 from lua.gate import run_script
 from lua.keys import KeySpace
+from lua.trouble import is_trouble
 from streams.clients import Trouble, in_words
 
 log = logging.getLogger(__name__)
@@ -59,7 +58,9 @@ class Keeper:
     async def _renew(self, shard: int) -> None:
         try:
             holder = await run_script(self._redis, "lease", self._lease_keys(shard), [self.worker, self._lease_ms])
-        except (RedisError, OSError) as error:
+        except BaseException as error:
+            if not is_trouble(error):
+                raise
             # Relays of shards we hold see for themselves whether their server is there.
             self._troubles[shard].say(in_words(error))
             return
@@ -97,6 +98,8 @@ class Keeper:
         for shard in shards:
             try:
                 await run_script(self._redis, "lease", self._lease_keys(shard), [self.worker, 0])
-            except (RedisError, OSError) as error:
+            except BaseException as error:
+                if not is_trouble(error):
+                    raise
                 log.warning("giving back the lease of shard %d: %s", shard, error)
                 return

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
 import psycopg
-from aiokafka.errors import KafkaError
 from psycopg import AsyncConnection, sql
 
+from lua.trouble import is_trouble
 from models.journal import Cursor
 from projections import cursors
 from projections.definitions import cursor_tables
@@ -191,7 +191,9 @@ async def _tell_all(projector: Projector, system: System, journal: str) -> None:
                     await _tell(projector, reader, seen)
                     trouble.over()
                     await asyncio.sleep(LOOK_EVERY_SECONDS)
-        except (KafkaError, OSError) as error:
+        except BaseException as error:
+            if not is_trouble(error):
+                raise
             trouble.say(in_words(error))
             await asyncio.sleep(RETRY_SECONDS)
 

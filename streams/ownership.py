@@ -50,6 +50,17 @@ class Raised(NamedTuple):
     form: Literal["complete", "partial", "outdated"]
 
 
+class Outbox(NamedTuple):
+    """The shard's seq, and the lines that follow the seq asked for: a bounded number, fewer than there are where a hole is.
+
+    `incomplete` when the shard's state is not what its events lead to: it is being rebuilt, or a script broke off while it wrote.
+    """
+
+    seq: int
+    lines: list[bytes]
+    incomplete: bool
+
+
 class OwnedShard:
     """A shard's keys, and what its owner does with them. `redis` must not decode replies."""
 
@@ -94,8 +105,8 @@ class OwnedShard:
         seq, head, offset, term, owner = (value.decode() for value in fields)
         return Cursor(int(seq), bytes.fromhex(head), int(offset), int(term), owner)
 
-    async def read_outbox(self, own: Ownership, behind_seq: int) -> tuple[int, list[bytes]]:
-        """The shard's seq and the lines that follow `behind_seq`, a bounded number; fewer than there are where a hole is."""
+    async def read_outbox(self, own: Ownership, behind_seq: int) -> Outbox:
+        """The lines that follow `behind_seq`."""
         reply = await self.run("read_outbox", [self.keys.state, self.keys.outbox], own, behind_seq + 1, READ_ENTRIES_MAX)
         lines: list[bytes] = []
         for entry_id, fields in reply[1]:
@@ -105,7 +116,7 @@ class OwnedShard:
             if known < 0:
                 break
             lines.extend(entry[known:])
-        return int(reply[0]), lines
+        return Outbox(int(reply[0]), lines, bool(reply[2]))
 
     async def trim(self, own: Ownership, cursor: Cursor) -> None:
         """What is journaled up to the cursor leaves the outbox and is announced; the cursor is the new checkpoint."""

@@ -15,9 +15,9 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 import psycopg
-from aiokafka.errors import KafkaError
 from psycopg import AsyncConnection
 
+from lua.trouble import is_trouble
 from models.events import EVENTS, EventDecoder
 from models.journal import Corrupt, Cursor, Gap, Headers, parse_block
 from projections import cursors
@@ -44,8 +44,6 @@ LOOK_AGAIN_SECONDS: Final = 1.0
 EXIT_UNKNOWN_ERROR: Final = 70
 #: A transaction that nothing is said in for so long is rolled back by PostgreSQL.
 HANGS_MS_MAX: Final = 5_000
-#: PostgreSQL is not there, or has given us up.
-_AWAY: Final = (psycopg.OperationalError, psycopg.InterfaceError, psycopg.errors.IdleInTransactionSessionTimeout)
 
 Apply = Callable[[AsyncConnection[Any], Sequence[Fact]], Awaitable[None]]
 
@@ -223,17 +221,19 @@ class Projector:
             except psycopg.errors.LockNotAvailable as error:
                 log.warning("projection %s: %s; %d that hang were ended", self.name, error, await self._end_hanging())
                 await self._disconnect()
-            except (*_AWAY, KafkaError, OSError) as error:
-                log.warning("projection %s: %s; trying again", self.name, in_words(error))
-                await self._disconnect()
-                await asyncio.sleep(pause)
-                pause = min(pause * 2, RETRY_SECONDS_MAX)
             except psycopg.ProgrammingError:
                 # Without the schema of the version, the same names mean the views of what is shown, which cannot be written.
                 if not await self._version_dropped():
                     raise
                 log.info("projection %s: the version that it wrote was dropped; looking for the one that is ours now", self.name)
                 await self._disconnect()
+            except BaseException as error:
+                if not is_trouble(error):
+                    raise
+                log.warning("projection %s: %s; trying again", self.name, in_words(error))
+                await self._disconnect()
+                await asyncio.sleep(pause)
+                pause = min(pause * 2, RETRY_SECONDS_MAX)
 
     async def _wait_for_version(self, items: Sequence[Record | CatchUp], reason: NoReadModel) -> list[Record | CatchUp]:
         """Drops what waits, or Faust could feed nobody, and returns what is to be caught up when there is a version."""

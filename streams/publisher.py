@@ -13,13 +13,13 @@ from typing import Any, Final
 from aiokafka import AIOKafkaProducer
 from psycopg import AsyncConnection
 
+from models.bounds import RECORD_BYTES_MAX
 from models.journal import Cursor
 from projections import set_aside
 from projections.cursors import Fact
 from streams.clients import close
 from streams.journal import JournalReader, open_reader
 from streams.projector import Group, Projector
-from streams.topics import RECORD_BYTES_MAX
 
 CURSOR_HEADER: Final = "cursor"
 LOOK_BACK_RECORDS: Final = 2_000

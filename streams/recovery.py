@@ -20,13 +20,15 @@ from lua.sealing import Sealer
 from models.events import AnyEvent, OfferOpened, OfferRetired, decode_event_list
 from models.identifiers import campaign_of
 from models.journal import Accepted, Corrupt, Cursor, Gap
+from projections.snapshots import KnownPayment, Past
 from streams.ownership import OwnedShard, Ownership
 
 log = logging.getLogger(__name__)
 
+_pack = msgspec.msgpack.Encoder().encode
+
 APPLY_EVENTS_MAX: Final = 256
 OPENED_AT_ONCE_MAX: Final = 16
-FORGET_FIELDS_A_STEP: Final = 1_000
 WIPE_KEYS_A_STEP: Final = 500
 RETIRED_A_STEP: Final = 4_000
 PROGRESS_SECONDS: Final = 1.0
@@ -42,11 +44,16 @@ class Position(NamedTuple):
 
 
 class Snapshot(NamedTuple):
-    """A fold of the journal up to a cursor: the time there (ms), offers that have left, and the events of campaigns that are there."""
+    """A fold of the journal up to a cursor: the time there (ms), offers that have left, and the events of campaigns that are there.
+
+    `past` and `payments` are what is still kept of offers that have left and whose events are not among these.
+    """
 
     cursor: Cursor
     at: int
     retired: Sequence[str]
+    past: Sequence[Past]
+    payments: AsyncIterator[Sequence[KnownPayment]]
     events: AsyncIterator[Sequence[AnyEvent]]
 
 
@@ -117,7 +124,7 @@ class Recovery:
         """Applies what the journal has behind the seq of Redis."""
         began = time.monotonic()
         self._applied = 0
-        seq = await self._follow(own, position.seq, journal)
+        seq = await self.follow(own, position.seq, journal)
         await self._tell(own, position, seq, 0, began)
 
     async def rebuild(
@@ -125,6 +132,13 @@ class Recovery:
     ) -> None:
         """Deletes what Redis has of the shard and makes it anew; `journal` gives the events behind a cursor."""
         began = time.monotonic()
+        seq, base_seq = await self.make(own, journal)
+        await self._tell(own, position, seq, base_seq, began)
+
+    async def make(
+        self, own: Ownership, journal: Callable[[Cursor], AsyncGenerator[tuple[Cursor, Sequence[Accepted]], None]]
+    ) -> tuple[int, int]:  # fmt: skip
+        """Makes the shard anew, as `rebuild` does, and tells nobody; returns its seq, and that of the snapshot it began from."""
         self._applied = 0
         base = Cursor()
         try:
@@ -140,16 +154,16 @@ class Recovery:
             log.warning("shard %d: the journal does not go on from the snapshot (%s): reading all of it", self._shard.keys.shard, error)
             base = Cursor()
             seq = await self._from_journal(own, base, journal)
-        await self._tell(own, position, seq, base.seq, began)
+        return seq, base.seq
 
     async def _from_journal(
         self, own: Ownership, base: Cursor, journal: Callable[[Cursor], AsyncGenerator[tuple[Cursor, Sequence[Accepted]], None]]
     ) -> int:  # fmt: skip
         """Applies what the journal has behind a base; behind nothing, to a shard that is empty."""
         if base == Cursor():
-            await self._wipe(own)
+            await self.wipe(own)
             await self._apply(own, [], "", 0, 0)
-        return await self._follow(own, base.seq, journal(base))
+        return await self.follow(own, base.seq, journal(base))
 
     async def _from_snapshot(self, own: Ownership) -> Cursor:
         if self._snapshots is None:
@@ -157,16 +171,20 @@ class Recovery:
         async with self._snapshots.open(self._shard.keys.shard) as snapshot:
             if snapshot is None:
                 return Cursor()
-            await self._wipe(own)
+            await self.wipe(own)
             for start in range(0, len(snapshot.retired), RETIRED_A_STEP):
                 await self._apply(own, [], "", "", "", snapshot.retired[start : start + RETIRED_A_STEP])
+            for start in range(0, len(snapshot.past), RETIRED_A_STEP):
+                await self._apply_past(own, snapshot.past[start : start + RETIRED_A_STEP], ())
+            async for payments in snapshot.payments:
+                await self._apply_past(own, (), payments)
             async for events in snapshot.events:
                 await self._apply_all(own, events, None)
             await self._apply(own, [], "", snapshot.cursor.seq, snapshot.at)
             await self._shard.trim(own, snapshot.cursor)
             return snapshot.cursor
 
-    async def _follow(self, own: Ownership, seq: int, journal: AsyncGenerator[tuple[Cursor, Sequence[Accepted]], None]) -> int:
+    async def follow(self, own: Ownership, seq: int, journal: AsyncGenerator[tuple[Cursor, Sequence[Accepted]], None]) -> int:
         """Applies the events behind a seq; returns the last one's."""
         waiting: list[bytes] = []
         cursor: Cursor | None = None
@@ -196,9 +214,6 @@ class Recovery:
     async def _apply_all(self, own: Ownership, events: Sequence[AnyEvent], seq: int | None) -> None:
         """Applies events in calls of bounded size; `seq` is the one before them, or None when they are those of some offers only."""
         for part in _parts(events):
-            if isinstance(part[0], OfferRetired):
-                for event in part:
-                    await self._forget(own, event.offer)
             behind: int | str = "" if seq is None else seq
             if seq is not None:
                 seq += len(part)
@@ -221,26 +236,25 @@ class Recovery:
         except ResponseError as error:
             raise Impossible(str(error)) from None
 
-    async def _forget(self, own: Ownership, offer: str) -> None:
-        """What its campaign remembers of an offer that retires next; a campaign's last offer takes all along at once."""
-        keys, campaign = self._shard.keys, campaign_of(offer)
-        if int(await self._shard.redis.hget(keys.campaigns, campaign) or 0) < 2:
-            return
-        cursor = "0"
-        while True:
-            answers = [keys.state, keys.answers(campaign)]
-            cursor = (await self._shard.run("apply_forget", answers, own, offer, cursor, FORGET_FIELDS_A_STEP)).decode()
-            if cursor == "0":
-                return
+    async def _apply_past(self, own: Ownership, past: Sequence[Past], payments: Sequence[KnownPayment]) -> None:
+        keys, campaigns = self._shard.keys, dict[str, int]()
+        rows = [
+            [(campaigns.setdefault(campaign_of(one.offer), len(campaigns) + 1), *one) for one in of_kind] for of_kind in (past, payments)
+        ]
+        names = [keys.state, keys.past]
+        for campaign in campaigns:
+            _, payments_key, _, state_key, _ = keys.of_campaign(campaign)
+            names += (payments_key, state_key)
+        await self._shard.run("apply_past", names, own, _pack(rows))
 
-    async def _wipe(self, own: Ownership) -> None:
+    async def wipe(self, own: Ownership) -> None:
         """Deletes the keys of the shard, but term and owner."""
         keys = self._shard.keys
         kept = {keys.state.encode(), keys.lease.encode()}
         step: list[str] = []
         reason = "the shard is being rebuilt from the journal"
         await self._shard.run("wipe", [keys.state], own, reason)
-        async for name in self._shard.redis.scan_iter(match=f"{_literal(keys.tag)}:*", count=1_000):
+        async for name in self._shard.redis.scan_iter(match=f"{literal(keys.tag)}:*", count=1_000):
             if name not in kept:
                 step.append(name.decode())
             if len(step) == WIPE_KEYS_A_STEP:
@@ -273,7 +287,7 @@ class Recovery:
 
 
 def _parts(events: Sequence[AnyEvent]) -> list[list[AnyEvent]]:
-    """The events in calls: few that open offers, and those that retire apart, since their answers are forgotten before."""
+    """The events in calls: few that open offers, and those that retire apart, since with a campaign's last offer go its answers."""
     parts: list[list[AnyEvent]] = []
     opened = 0
     for event in events:
@@ -287,6 +301,6 @@ def _parts(events: Sequence[AnyEvent]) -> list[list[AnyEvent]]:
     return parts
 
 
-def _literal(text: str) -> str:
+def literal(text: str) -> str:
     """The text as a pattern of Redis that matches only itself."""
     return "".join(f"\\{one}" if one in "*?[]\\" else one for one in text)

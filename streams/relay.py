@@ -12,17 +12,17 @@ from typing import Any, Final
 
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
 from aiokafka.errors import KafkaError
-from redis.exceptions import RedisError
 
 from lua.keys import ShardKeys
 from lua.sealing import Sealer
+from lua.trouble import is_trouble
+from models.bounds import RECORD_BYTES_MAX
 from models.journal import Cursor, block_headers, chain
 from streams.clients import Trouble, in_words, started
 from streams.journal import JournalReader
 from streams.ownership import NewerProgram, NotReconciled, OwnedShard, Ownership, SteppedDown
 from streams.recovery import Recovered, Recovery, Snapshots
 from streams.takeover import Takeover
-from streams.topics import RECORD_BYTES_MAX
 
 log = logging.getLogger(__name__)
 
@@ -82,7 +82,9 @@ class ShardRelay:
                 self.state = f"fenced: {reason}"
                 log.error("shard %d stays fenced: %s", self._shard.keys.shard, reason)
                 await asyncio.sleep(FENCED_RETRY_SECONDS)
-            except (KafkaError, RedisError, OSError) as error:
+            except BaseException as error:
+                if not is_trouble(error):
+                    raise
                 self.state = f"retrying: {in_words(error)}"
                 self._trouble.say(in_words(error))
                 await asyncio.sleep(self._pause_seconds)
@@ -130,9 +132,11 @@ class ShardRelay:
     async def _relay(self, producer: AIOKafkaProducer, own: Ownership, cursor: Cursor, tail: "_Tail") -> None:
         read = await self._shard.read_outbox(own, cursor.seq)
         while True:
-            shard_seq, lines = read
-            if not lines and shard_seq > cursor.seq:
+            lines = read.lines
+            if not lines and read.seq > cursor.seq:
                 raise SteppedDown(f"the outbox has a hole behind seq {cursor.seq}")  # taking over again names it
+            if not lines and read.incomplete:
+                raise SteppedDown("the shard is incomplete")  # all that it decided is journaled: taking over again rebuilds it
             if not lines:
                 await self._wait_for_more(cursor.seq)
                 read = await self._shard.read_outbox(own, cursor.seq)
@@ -155,7 +159,7 @@ class ShardRelay:
     async def _drain(self, producer: AIOKafkaProducer, own: Ownership, cursor: Cursor) -> Cursor:
         """Journals what a shard that decides nothing has left in its outbox."""
         while True:
-            _, lines = await self._shard.read_outbox(own, cursor.seq)
+            lines = (await self._shard.read_outbox(own, cursor.seq)).lines
             if not lines:
                 return cursor
             for block in _blocks(lines, self._block_events_max):

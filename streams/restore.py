@@ -20,6 +20,7 @@ from redis.exceptions import ResponseError
 
 from lua.gate import run_script
 from lua.keys import KeySpace
+from models.bounds import RECORD_BYTES_MAX
 from models.events import decode_event
 from models.journal import Corrupt, Cursor, Gap, block_headers, marker_headers, parse_block
 from models.transfers import transfers_of
@@ -33,7 +34,7 @@ from streams.journal import JournalReader, open_reader
 from streams.publisher import Publisher, newest_cursor
 from streams.rebuild import Progress, Report, Where
 from streams.sources import Refused, audit_lines
-from streams.topics import RECORD_BYTES_MAX, delete_command
+from streams.topics import delete_command
 
 OWNER: Final = "restored-"
 BLOCK_EVENTS: Final = 1_000

@@ -204,7 +204,7 @@ class Takeover:
         different = None if distrusted or truth.hashes.get(seq) == head else seq
         lost: list[bytes] = []
         while True:
-            shard_seq, lines = await self._shard.read_outbox(own, seq)
+            shard_seq, lines, incomplete = await self._shard.read_outbox(own, seq)
             if not lines:
                 break
             for line, hash_ in zip(lines, chain(head, lines), strict=True):
@@ -216,7 +216,11 @@ class Takeover:
         if distrusted:
             # What it has beyond the journal goes too.
             problem = (
-                f"Redis is at seq {shard_seq} of {tail}, too far back to be gone on from" if shard_seq else "Redis has nothing of the shard"
+                "Redis has nothing of the shard"
+                if not shard_seq
+                else f"Redis is incomplete at seq {shard_seq} of {tail}"
+                if incomplete
+                else f"Redis is at seq {shard_seq} of {tail}, too far back to be gone on from"
             )
             return Position("other", shard_seq, problem, lost)
         if different is not None:

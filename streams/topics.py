@@ -6,13 +6,18 @@ Partition = shard, so every topic but `rejected` has as many partitions as there
 from typing import Any, Final, NamedTuple
 
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
+from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
 from aiokafka.errors import TopicAlreadyExistsError, for_code
 
+from models.bounds import RECORD_BYTES_MAX
 from streams.clients import started
 
 DAY_MS: Final = 24 * 3600 * 1000
-RECORD_BYTES_MAX: Final = 4 * 1024 * 1024
 REPLICATION_MAX: Final = 3
+#: The broker unpacks what producers compressed, and `max.message.bytes` bounds what it then has.
+COMPRESSION: Final = "uncompressed"
+#: Where a setting of a topic comes from, as brokers number it.
+CONFIGURED_FOR_TOPIC: Final = 1
 
 
 class Topics(NamedTuple):
@@ -58,7 +63,7 @@ def retention_ms(topics: Topics) -> dict[str, int]:
 
 
 async def create_topics(bootstrap: str, topics: Topics, shards: int, replication: int | None = None) -> list[str]:
-    """Creates the topics that are missing and returns their names; what exists is left as it is.
+    """Creates the topics that are missing and returns their names; what exists is left as it is, but for `bound_batches`.
 
     `replication` is how many brokers keep a copy of each; absent: all there are, three at most. From three on, a record is
     acknowledged by two at least. Raises aiokafka's errors when the brokers cannot be reached or refuse.
@@ -66,7 +71,34 @@ async def create_topics(bootstrap: str, topics: Topics, shards: int, replication
     if replication is None:
         async with started(AIOKafkaAdminClient(bootstrap_servers=bootstrap)) as client:
             replication = min(len((await client.describe_cluster())["brokers"]), REPLICATION_MAX)
-    return await _create(bootstrap, _wanted(topics, shards, replication))
+    created = await _create(bootstrap, _wanted(topics, shards, replication))
+    if topics.commands not in created:
+        await bound_batches(bootstrap, topics.commands)
+    return created
+
+
+async def keeps_compressed(client: AIOKafkaAdminClient, name: str) -> dict[str, str] | None:
+    """The settings that a topic has of its own, when it keeps compressed batches; None when it does not."""
+    [described] = await client.describe_configs([ConfigResource(ConfigResourceType.TOPIC, name)])
+    code, message, _, _, entries = described.resources[0]
+    if code != 0:
+        raise for_code(code)(f"topic {name}: {message}")
+    if any(entry[0] == "compression.type" and entry[1] == COMPRESSION for entry in entries):
+        return None
+    return {entry[0]: entry[1] for entry in entries if entry[3] == CONFIGURED_FOR_TOPIC}
+
+
+async def bound_batches(bootstrap: str, name: str) -> None:
+    """Makes a topic refuse batches that are too large when they are unpacked: a reader would unpack them whole, however large."""
+    async with started(AIOKafkaAdminClient(bootstrap_servers=bootstrap)) as client:
+        own = await keeps_compressed(client, name)
+        if own is None:
+            return
+        wanted = ConfigResource(ConfigResourceType.TOPIC, name, {**own, "compression.type": COMPRESSION})
+        [altered] = await client.alter_configs([wanted])
+    code, message, *_ = altered.resources[0]
+    if code != 0:
+        raise for_code(code)(f"topic {name}: {message}")
 
 
 async def create_topic_like(bootstrap: str, like: str, name: str, shards: int) -> None:
@@ -102,7 +134,7 @@ async def _create(bootstrap: str, wanted: list[NewTopic]) -> list[str]:
 
 
 def _wanted(topics: Topics, shards: int, replication: int) -> list[NewTopic]:
-    configuration = {"max.message.bytes": str(RECORD_BYTES_MAX)}
+    configuration = {"max.message.bytes": str(RECORD_BYTES_MAX), "compression.type": COMPRESSION}
     if replication >= REPLICATION_MAX:
         configuration["min.insync.replicas"] = "2"
     return [

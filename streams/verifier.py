@@ -4,21 +4,23 @@ A pass goes over every shard and then over a page of accounts and offers:
 1. the walk: the audit trail's chain row by row, each row against the ledger's lines, folded into what accounts and offers must be ·
 2. where that has caught up, the next round: the same rows once more, since what was proved may have been changed ·
 3. accounts and users' balances against the fold · 4. offers: read model and Redis against the fold, at the same event.
+Beside it, at the same pace, the keys of Redis: shard by shard, each is compared with what its journal makes of it.
 Then it rests, so that it takes the share of time it was given. One verifier a system works, the others wait for its lock.
 """
 
 import asyncio
 import logging
+import re
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Final, NamedTuple
 
 import psycopg
 from psycopg import AsyncConnection, IsolationLevel
-from redis.exceptions import RedisError
 
 from lua.keys import KeySpace
 from lua.life import life_of
+from lua.trouble import is_trouble
 from models.journal import Cursor
 from projections import cursors, proof, set_aside, verified
 from projections.migrate import PROJECTIONS, use_schema
@@ -54,15 +56,25 @@ class Observation(NamedTuple):
         return numbers_in_words(self.numbers)
 
 
-class Verifier:
-    """Verifies until stopped. `share` is the part of the time it may take, above 0 and at most 1; `redis` must not decode replies."""
+#: What of a shard (its number) differs in Redis from what its journal makes of it, in words, found at a share of the time.
+CompareKeys = Callable[[int, float], Awaitable[list[str] | None]]
 
-    def __init__(self, redis: Any, keys: KeySpace, postgres: str, schema: str, share: float) -> None:
+
+class Verifier:
+    """Verifies until stopped. `share` is the part of the time it may take, above 0 and at most 1; `redis` must not decode replies.
+
+    With `compare_keys` half of that goes to Redis: shard by shard, every key.
+    """
+
+    def __init__(
+        self, redis: Any, keys: KeySpace, postgres: str, schema: str, share: float, compare_keys: CompareKeys | None = None
+    ) -> None:  # fmt: skip
         self._redis = redis
         self._keys = keys
         self._postgres = postgres
         self._schema = schema
-        self._share = share
+        self._compare_keys = compare_keys
+        self._share = share if compare_keys is None else share / 2
         self._observed: dict[str, Observation] = {}
         self._met: list[tuple[OfferState, Observation]] = []
         self._account = ("", "")
@@ -77,7 +89,9 @@ class Verifier:
             except psycopg.errors.UndefinedTable as error:
                 trouble.say(f"tables are missing ({error.diag.message_primary}): run `grabstream init`")
                 await _rest(stop, RETRY_SECONDS)
-            except (psycopg.OperationalError, psycopg.InterfaceError, RedisError, OSError) as error:
+            except BaseException as error:
+                if not is_trouble(error):
+                    raise
                 trouble.say(in_words(error))
                 await _rest(stop, RETRY_SECONDS)
 
@@ -90,12 +104,53 @@ class Verifier:
                     return
             await verified.begin(connection, self._keys.shards)
             await connection.set_isolation_level(IsolationLevel.REPEATABLE_READ)
-            while not stop.is_set():
-                began = time.monotonic()
-                more = await self.verify_once(connection)
+            tasks = [asyncio.create_task(self._walk_on(connection, stop, trouble))]
+            if self._compare_keys is not None:
+                tasks.append(asyncio.create_task(self._compare_all_keys(self._compare_keys, stop)))
+            try:
+                await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for task in tasks:
+                    task.cancel()
+                ended = await asyncio.gather(*tasks, return_exceptions=True)
+            for one in ended:
+                if isinstance(one, BaseException) and not isinstance(one, asyncio.CancelledError):
+                    raise one
+
+    async def _walk_on(self, connection: AsyncConnection[Any], stop: asyncio.Event, trouble: Trouble) -> None:
+        while not stop.is_set():
+            began = time.monotonic()
+            more = await self.verify_once(connection)
+            trouble.over()
+            took = time.monotonic() - began
+            await _rest(stop, max(took * (1 / self._share - 1), 0 if more else REST_SECONDS_MIN))
+
+    # -- every key of Redis -------------------------------------------------------------------------------------------
+
+    async def _compare_all_keys(self, compare: CompareKeys, stop: asyncio.Event) -> None:
+        """Shard by shard, round and round."""
+        trouble, shard = Trouble(log, "verifier, keys of Redis"), 0
+        while not await _rest(stop, REST_SECONDS_MIN / self._share):
+            try:
+                found = await compare(shard, self._share)
+                if found is not None:
+                    await self._judge_keys(shard, found)
                 trouble.over()
-                took = time.monotonic() - began
-                await _rest(stop, max(took * (1 / self._share - 1), 0 if more else REST_SECONDS_MIN))
+                shard = (shard + 1) % self._keys.shards
+            except BaseException as error:
+                if not is_trouble(error):
+                    raise
+                trouble.say(in_words(error))
+
+    async def _judge_keys(self, shard: int, found: Sequence[str]) -> None:
+        problems = [Problem(_subject(line), line) for line in (line.removeprefix(f"shard {shard}: ") for line in found)]
+        # The numbers of an offer are compared at each pass, and named there.
+        problems = [problem for problem in problems if not _number_of_offer(problem.subject)]
+        async with await AsyncConnection.connect(self._postgres, autocommit=True, connect_timeout=5) as connection:
+            await use_schema(connection, self._schema)
+            for problem in problems:
+                await self._wrong(connection, "keys", shard, problem)
+            await verified.clear_others(connection, "keys", shard, [problem.subject for problem in problems])
 
     async def _alone(self, connection: AsyncConnection[Any]) -> bool:
         found = await (await connection.execute(_ADVISORY_LOCK, (f"grabstream-verifier-{self._schema}",))).fetchone()
@@ -315,6 +370,15 @@ class Verifier:
         if await verified.write_down(connection, kind, shard, problem):
             where = "" if shard == ALL_SHARDS else f", shard {shard}"
             log.critical("verification%s: %s", where, problem.what)
+
+
+_subject_of = re.compile(r": | is (?:not )?in Redis")
+_number_of_offer = re.compile(r"offer:[^/]+, (?:offer_seq|amount_left|units_left|held|places)\Z").match
+
+
+def _subject(line: str) -> str:
+    """What a difference is about: the key, and the field where it has one."""
+    return _subject_of.split(line, maxsplit=1)[0]
 
 
 def _seq(positions: dict[int, Cursor], shard: int) -> int:

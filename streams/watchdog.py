@@ -11,10 +11,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final
 
-import psycopg
-from aiokafka.errors import KafkaError
 from psycopg import AsyncConnection
 
+from lua.trouble import is_trouble
 from projections import cursors
 from projections.versions import NoReadModel, use_read_model
 from streams.clients import in_words
@@ -51,7 +50,9 @@ async def until_stalled(
                     if reason is not None:
                         return reason
                     await asyncio.sleep(LOOK_EVERY_SECONDS)
-        except (psycopg.OperationalError, KafkaError, OSError) as error:
+        except BaseException as error:
+            if not is_trouble(error):
+                raise
             # A server is away: nobody can make progress, and the projectors say so themselves.
             log.info("watchdog: %s", in_words(error))
             lagging.clear()

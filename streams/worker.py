@@ -37,7 +37,6 @@ class WorkerSettings(NamedTuple):
     gate: GateLimits
     block_events_max: int
     lease_ms: int
-    patience_ms: int
 
 
 Role = Callable[[asyncio.Event], Coroutine[Any, Any, None]]
@@ -70,7 +69,7 @@ def roles_of(
             gate.start()
             try:
                 async with writing(refusals):
-                    await Decider(gate, settings.kafka, topics, settings.patience_ms).run(stop)
+                    await Decider(gate, settings.kafka, topics, settings.shards).run(stop)
             finally:
                 await gate.close()
 

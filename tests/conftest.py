@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis
@@ -21,15 +22,59 @@ from pydantic import SecretStr
 from ops.commands.services import new_seal_key
 from ops.connections import open_redis
 from ops.rehearsal.stage import take_down
-from ops.services import LocalServices, free_ports
+from ops.services import LocalServices, free_ports, local
 from ops.settings import Settings, child_environment, load_settings
 from projections.migrate import migrate
 from streams.topics import Topics, create_topics
 
+#: `make nightly` tries so many times as many random cases.
+LONGER = 10 if os.environ.get("HYPOTHESIS_PROFILE") == "nightly" else 1
 hypothesis_settings.register_profile(
-    "tests", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+    "tests",
+    max_examples=100 * LONGER,
+    deadline=None,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 hypothesis_settings.load_profile("tests")
+
+#: Tests that kill servers and processes, bound times, or need servers of their own: one group of a parallel run, one after the other.
+ONE_BY_ONE = (
+    "tests/drill/", "tests/lua/test_burst.py", "tests/ops/test_backup.py", "tests/ops/test_rehearsal.py", "tests/ops/test_stories.py",
+    "tests/streams/test_cluster.py", "tests/streams/test_hanging.py", "tests/streams/test_kill.py", "tests/streams/test_rebuild",
+    "tests/streams/test_recovery.py", "tests/streams/test_restore.py", "tests/streams/test_sale.py", "tests/test_nightly.py",
+)  # fmt: skip
+
+
+#: Tests that are long and have nothing in common: each goes where there is room. All others stay with those of their file.
+ANYWHERE = (
+    "tests/lua/test_state_machine.py",
+    "tests/lua/test_long_histories.py",
+    "tests/test_mutations.py",
+    "tests/ops/test_offer_verbs.py",
+)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Each process of a parallel run has ports of its own: a server that a test has killed must find its port free again."""
+    number, count = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]), int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    first, last = local.PORT_RANGE
+    size = (last - first) // count
+    local.PORT_RANGE = (first + number * size, first + (number + 1) * size - 1)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Which tests of a parallel run stay together in one process. (xdist 3.8 does not group by marks with pytest 9.)"""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduler(LoadScopeScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            if nodeid.startswith(ONE_BY_ONE):
+                return "one by one"
+            return nodeid if nodeid.startswith(ANYWHERE) else nodeid.partition("::")[0]
+
+    return Scheduler(config, log)
 
 
 @pytest.fixture(scope="session")

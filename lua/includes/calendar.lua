@@ -1,66 +1,76 @@
 -- Calendars as integer arithmetic on an offer's offsets: the same as models/calendar.py, function by function.
+-- (A script may have 200 locals, so what only a part of it needs stands in a block.)
 -- `offsets` is a list of {from ms, ms the local clock is ahead of UTC}, in order of time; none for UTC.
+-- (What only these need is local to the block: a script may have 200 locals.)
 
-local HOUR_MS, DAY_MS, MINUTE_MS, WEEK_MINUTES, THURSDAY = 3600000, 86400000, 60000, 10080, 3
+local window_of, window_ends, opens_next
+do
+  local HOUR_MS, DAY_MS, MINUTE_MS, WEEK_MINUTES, THURSDAY = 3600000, 86400000, 60000, 10080, 3
 
-local function whole(number, divisor)
-  return (number - number % divisor) / divisor
-end
-
-local function offset_index(offsets, at)
-  for i = #offsets, 2, -1 do
-    if offsets[i][1] <= at then return i end
+  local function whole(number, divisor)
+    return (number - number % divisor) / divisor
   end
-  return 1
-end
 
-local function offset_at(offsets, at)
-  return #offsets == 0 and 0 or offsets[offset_index(offsets, at)][2]
-end
-
--- The first time after `after` at which the local clock shows `local_ms` or, where it jumps over it, more.
-local function utc_of(offsets, local_ms, after)
-  if #offsets > 0 then
-    for i = offset_index(offsets, after), #offsets do
-      local at = math.max(local_ms - offsets[i][2], offsets[i][1])
-      if at > after and (not offsets[i + 1] or at < offsets[i + 1][1]) then return at end
+  local function offset_index(offsets, at)
+    for i = #offsets, 2, -1 do
+      if offsets[i][1] <= at then return i end
     end
+    return 1
   end
-  return local_ms
-end
 
-local function hour_shift(offsets)
-  return #offsets == 0 and 0 or offsets[1][2] % HOUR_MS
-end
-
-local function window_of(per, offsets, at)
-  if per == 'offer' then return 0 end
-  if per == 'hour' then return whole(at + hour_shift(offsets), HOUR_MS) end
-  local day = whole(at + offset_at(offsets, at), DAY_MS)
-  return per == 'day' and day or whole(day + THURSDAY, 7)
-end
-
--- When the window of a time ends; 0 when it does not.
-local function window_ends(per, offsets, at)
-  if per == 'offer' then return 0 end
-  local window = window_of(per, offsets, at)
-  if per == 'hour' then return (window + 1) * HOUR_MS - hour_shift(offsets) end
-  local day = per == 'day' and window + 1 or (window + 1) * 7 - THURSDAY
-  return utc_of(offsets, day * DAY_MS, at)
-end
-
--- nil within the hours of the week (pairs of minutes since Monday 00:00), else when they begin next.
-local function opens_next(hours, offsets, at)
-  if #hours == 0 then return nil end
-  local clock = at + offset_at(offsets, at)
-  local week_begins = (whole(whole(clock, DAY_MS) + THURSDAY, 7) * 7 - THURSDAY) * DAY_MS
-  local minute = whole(clock - week_begins, MINUTE_MS)
-  local ahead = WEEK_MINUTES
-  for _, pair in ipairs(hours) do
-    if pair[1] <= minute and minute < pair[2] then return nil end
-    ahead = math.min(ahead, (pair[1] - minute - 1) % WEEK_MINUTES + 1)
+  local function offset_at(offsets, at)
+    return #offsets == 0 and 0 or offsets[offset_index(offsets, at)][2]
   end
-  local begins_at = utc_of(offsets, week_begins + (minute + ahead) * MINUTE_MS, at)
-  -- The clock may have jumped over them.
-  return opens_next(hours, offsets, begins_at) or begins_at
+
+  -- The first time after `after` at which the local clock shows `local_ms` or, where it jumps over it, more.
+  local function utc_of(offsets, local_ms, after)
+    if #offsets > 0 then
+      for i = offset_index(offsets, after), #offsets do
+        local at = math.max(local_ms - offsets[i][2], offsets[i][1])
+        if at > after and (not offsets[i + 1] or at < offsets[i + 1][1]) then return at end
+      end
+    end
+    return local_ms
+  end
+
+  local function hour_shift(offsets)
+    return #offsets == 0 and 0 or offsets[1][2] % HOUR_MS
+  end
+
+  function window_of(per, offsets, at)
+    if per == 'offer' then return 0 end
+    if per == 'hour' then return whole(at + hour_shift(offsets), HOUR_MS) end
+    local day = whole(at + offset_at(offsets, at), DAY_MS)
+    return per == 'day' and day or whole(day + THURSDAY, 7)
+  end
+
+  -- When the window of a time ends; 0 when it does not.
+  function window_ends(per, offsets, at)
+    if per == 'offer' then return 0 end
+    local window = window_of(per, offsets, at)
+    if per == 'hour' then return (window + 1) * HOUR_MS - hour_shift(offsets) end
+    local day = per == 'day' and window + 1 or (window + 1) * 7 - THURSDAY
+    return utc_of(offsets, day * DAY_MS, at)
+  end
+
+  -- nil within the hours of the week (pairs of minutes since Monday 00:00), else when they begin next.
+  function opens_next(hours, offsets, at)
+    if #hours == 0 then return nil end
+    local opens
+    for _ = 1, 4 do
+      local clock = at + offset_at(offsets, at)
+      local week_begins = (whole(whole(clock, DAY_MS) + THURSDAY, 7) * 7 - THURSDAY) * DAY_MS
+      local minute = whole(clock - week_begins, MINUTE_MS)
+      local ahead = WEEK_MINUTES
+      for i = 1, #hours do
+        local begins = hours[i][1]
+        if begins <= minute and minute < hours[i][2] then return opens end
+        ahead = math.min(ahead, (begins - minute - 1) % WEEK_MINUTES + 1)
+      end
+      -- The clock may jump over them: then those after.
+      opens = utc_of(offsets, week_begins + (minute + ahead) * MINUTE_MS, at)
+      at = opens
+    end
+    return opens
+  end
 end

@@ -1,6 +1,6 @@
 -- What every deciding script begins and ends with: may this call decide at all, at what time, and how events are written.
--- Needs KEYS[1..10] (shard, outbox, refusals, refusal_order, demand, due, offers, holds, campaigns, retired) and the includes `shard`
--- and `records`.
+-- Needs KEYS[1..12] (shard, outbox, refusals, refusal_order, demand, due, offers, holds, campaigns, retired, past, cleaning) and the
+-- includes `shard` and `records`.
 
 -- The outcomes, as models/outcomes.py numbers them. (One table: a script may have 200 locals.)
 local CODE = {
@@ -10,19 +10,66 @@ local CODE = {
   on_hold = 28, over = 29, not_eligible = 30, limit_reached = 31, sold_out = 32, not_enough_left = 33, expired = 34, not_held = 35,
   not_redeemable = 36,
 }
-local REFUSALS_MAX = 100000
-local ENTRY_LINES_MAX = 1000
+-- Not an outcome: the gate sends the same callers' earlier commands again first. With it comes the history that is now.
+local ANOTHER_HISTORY = -1
+-- As in models/bounds.py; where one is tested, what is above it is refused before anything has changed.
+local BOUNDS = {
+  event_line_bytes = 262144, codes_per_grab = 100, entry_lines = 1000, entry_bytes = 1048576, refusals = 100000,
+  with_codes = 'at most 100 where grabs get codes',
+}
 -- Lua hands over 8000 values at most; what may be longer is written in pieces (an even number, for pairs).
 local WRITE_VALUES_MAX = 4000
 
+-- What a call writes is noted first and written last, by `commit`: from the first write on nothing is read and nothing is computed,
+-- so that a call either fails before it has changed anything, or not at all.
+local writes = {}
+
+local function write(...)
+  local words = {...}
+  for i = 1, select('#', ...) do
+    if type(words[i]) ~= 'string' and type(words[i]) ~= 'number' then error('word ' .. i .. ' of ' .. words[1] .. ' is missing') end
+  end
+  writes[#writes + 1] = words
+end
+
 local function write_in_pieces(command, key, values)
   for from = 1, #values, WRITE_VALUES_MAX do
-    redis.call(command, key, unpack(values, from, math.min(from + WRITE_VALUES_MAX - 1, #values)))
+    writes[#writes + 1] = {command, key, unpack(values, from, math.min(from + WRITE_VALUES_MAX - 1, #values))}
   end
 end
 
+-- A write that failed although another was done, or an outbox that is ahead of the shard's seq: the shard is fenced and incomplete.
+-- Its relay journals what the outbox has, and rebuilds it.
+local function break_off(words)
+  local last = redis.call('XREVRANGE', KEYS[2], '+', '-', 'COUNT', 1)[1]
+  local seq = last and tonumber(string.match(last[1], '^%d+')) + #last[2] / 2 - 1 or 0
+  redis.call('HDEL', KEYS[1], 'life', 'history')
+  redis.call('HSET', KEYS[1], 'partial', '1', 'fault', 'a script broke off while it wrote: ' .. words,
+    'seq', string.format('%.0f', math.max(seq, tonumber(redis.call('HGET', KEYS[1], 'seq') or 0))))
+  error({err = 'BROKEN OFF ' .. words})
+end
+
+-- Writes what was noted; no legal data can make one of these fail.
+local function commit()
+  local done = 0
+  local succeeded, problem = pcall(function()
+    for i = 1, #writes do
+      redis.call(unpack(writes[i]))
+      done = i
+    end
+  end)
+  writes = {}
+  if succeeded then return end
+  local words = type(problem) == 'table' and problem.err or tostring(problem)
+  if done > 0 or string.find(words, 'equal or smaller', 1, true) then break_off(words) end
+  -- Nothing was written, and no command is to blame: it is the shard's keys, or its server, that cannot be written.
+  error({err = 'UNWRITTEN ' .. words})
+end
+
 -- Reads ARGV[1..5] and the shard. Returns the call's state, or nil and the refusal of the whole call {code, retry_at, message}.
---   ARGV[1] shard/shards · ARGV[2] caller's time ms · ARGV[3] time to use instead ms, or '' · ARGV[4] clock skew allowed ms
+--   ARGV[1] shard/shards, or shard/shards/history when callers of this call have commands behind them that were decided in this history
+--   and are not known to be journaled: in another one those may be gone, and nothing of the same callers may be decided before them ·
+--   ARGV[2] caller's time ms · ARGV[3] time to use instead ms, or '' · ARGV[4] clock skew allowed ms
 --   ARGV[5] events the outbox may hold, or '' for commands that must work then too
 local function begin_call()
   local clock = time_of_server()
@@ -40,14 +87,17 @@ local function begin_call()
   if shard[3] ~= life_of_server() then
     return nil, {CODE.fenced, clock + 1000, shard[6] or 'the shard has not been reconciled with the journal since this server started'}
   end
-  local layout = layout_of(shard[8])
+  local layout = layout_of(shard[8], shard[1])
   if layout ~= LAYOUT then
     return nil, {CODE.fenced, clock + 1000, 'the shard has key layout ' .. layout .. ', this program writes ' .. LAYOUT .. ': upgrade it'}
   end
-  local number, shards = string.match(ARGV[1], '^(%d+)/(%d+)$')
+  local number, shards, history = string.match(ARGV[1], '^(%d+)/(%d+)/?(%d*)$')
   if shard[7] ~= shards then
     return nil, {CODE.fenced, clock + 1000,
       'this system has ' .. shard[7] .. ' shards, the caller believes ' .. shards .. ': set GRAB_SHARDS right'}
+  end
+  if history ~= '' and history ~= shard[4] then
+    return nil, {ANOTHER_HISTORY, tonumber(shard[4]), 'the shard was recovered: history ' .. shard[4] .. ' instead of ' .. history}
   end
   local seq = tonumber(shard[1] or 0)
   if seq > SEQ_MAX - 10000 then
@@ -59,8 +109,28 @@ local function begin_call()
   return {
     shard = number, seq = seq, first_seq = seq + 1, history = tonumber(shard[4]),
     now = math.max(clock, tonumber(shard[2] or 0)),
-    lines = {}, refused_fields = {}, refused_ids = {}, demand = {},
+    lines = {}, refused_fields = {}, refused_ids = {}, demand = {}, retired = {}, outlived = {},
   }
+end
+
+-- The greatest amount, quantity, and product of price and quantity.
+local AMOUNT_MAX = 1e13
+
+-- A number as it may be joined to an event's text. Lua writes 14 digits: what has more would be rounded, and a fraction is no number of
+-- ours. Called before the first write of a script only, so that nothing has changed when it raises.
+local function int(number)
+  if number < 1e14 and number >= 0 and number % 1 == 0 then return number end
+  error('not an integer from 0 to 99999999999999: ' .. tostring(number))
+end
+
+-- Whether an offer has retired: what names it counts as forgotten, whatever of it is still to be deleted.
+local function has_retired(call, name)
+  local retired = call.retired[name]
+  if retired == nil then
+    retired = redis.call('SISMEMBER', KEYS[10], name) == 1
+    call.retired[name] = retired
+  end
+  return retired
 end
 
 -- The seq of the next event; its line is put at the same place of `call.lines`.
@@ -69,20 +139,26 @@ local function next_seq(call)
   return call.seq
 end
 
--- The first write of a call, and the only one that can still be refused (an id not above the stream's last).
+-- Notes the first write of a call, the only one that can still be refused (an id not above the stream's last).
 -- Every line is a value of its own, since joining them in Lua would cost as much as deciding (it hashes every string it makes).
 local function append_events(call)
-  local count = #call.lines
+  local count, lines, from = #call.lines, call.lines, 1
   if count == 0 then return end
-  for from = 1, count, ENTRY_LINES_MAX do
-    local fields, n = {}, 0
-    for i = from, math.min(from + ENTRY_LINES_MAX - 1, count) do
-      fields[n + 1], fields[n + 2] = 'e', call.lines[i]
-      n = n + 2
-    end
-    redis.call('XADD', KEYS[2], string.format('%.0f-0', call.first_seq + from - 1), unpack(fields))
+  -- The bounds of commands see to it; a line that passed them all would stop its shard, so nothing may be written of this call.
+  local line_bytes, entry_lines, entry_bytes = BOUNDS.event_line_bytes, BOUNDS.entry_lines, BOUNDS.entry_bytes
+  for i = 1, count do
+    if #lines[i] > line_bytes then error('LINE an event of ' .. #lines[i] .. ' bytes, at most ' .. line_bytes .. ' are taken') end
   end
-  redis.call('HSET', KEYS[1], 'seq', string.format('%.0f', call.seq), 'time', string.format('%.0f', call.now))
+  while from <= count do
+    local fields, n, i, bytes = {}, 0, from, 0
+    repeat
+      fields[n + 1], fields[n + 2] = 'e', lines[i]
+      n, bytes, i = n + 2, bytes + #lines[i], i + 1
+    until i > count or i - from == entry_lines or bytes + #lines[i] > entry_bytes
+    writes[#writes + 1] = {'XADD', KEYS[2], string.format('%.0f-0', call.first_seq + from - 1), unpack(fields)}
+    from = i
+  end
+  write('HSET', KEYS[1], 'seq', string.format('%.0f', call.seq), 'time', string.format('%.0f', call.now))
 end
 
 -- Remembers a record among the refusals, under its command's field.
@@ -90,26 +166,36 @@ local function remember(call, id, record)
   local fields = call.refused_fields
   fields[#fields + 1] = id
   fields[#fields + 1] = record
-  call.refused_ids[#call.refused_ids + 1] = id
+  -- In place of a record that has outlived its offer it keeps that one's place in the order.
+  if not call.outlived[id] then call.refused_ids[#call.refused_ids + 1] = id end
   return record
 end
 
--- Counts a refusal and remembers it; returns the record.
-local function refuse(call, code, id, offer, digest)
-  local field = code .. ':' .. offer
+-- Offers that do not exist are counted as one, '*': else whoever invents names would fill the hash, and the table behind it.
+local function count_refusal(call, code, offer)
+  local field = code .. ':' .. (code == CODE.no_such_offer and '*' or offer)
   call.demand[field] = (call.demand[field] or 0) + 1
-  return remember(call, id, pack_refusal(code, call.now, digest))
 end
 
--- Writes what `refuse` gathered; the oldest beyond REFUSALS_MAX are forgotten.
+-- Counts a refusal and remembers it; returns the record. Of an offer that has retired nothing is remembered.
+local function refuse(call, code, id, offer, digest)
+  count_refusal(call, code, offer)
+  return not has_retired(call, offer) and remember(call, id, pack_refusal(code, call.now, digest, offer)) or nil
+end
+
+-- Notes what `refuse` gathered; the oldest beyond BOUNDS.refusals are forgotten.
 local function write_refusals(call)
+  local second = string.format('%.0f:', math.floor(call.now / 1000))
+  for field, number in pairs(call.demand) do write('HINCRBY', KEYS[5], second .. field, number) end
+  write_in_pieces('HSET', KEYS[3], call.refused_fields)
   local count = #call.refused_ids
   if count == 0 then return end
-  local second = string.format('%.0f:', math.floor(call.now / 1000))
-  for field, number in pairs(call.demand) do redis.call('HINCRBY', KEYS[5], second .. field, number) end
-  write_in_pieces('HSET', KEYS[3], call.refused_fields)
-  local length = redis.call('RPUSH', KEYS[4], unpack(call.refused_ids))
-  if length > REFUSALS_MAX then
-    redis.call('HDEL', KEYS[3], unpack(redis.call('LPOP', KEYS[4], length - REFUSALS_MAX)))
+  write_in_pieces('RPUSH', KEYS[4], call.refused_ids)
+  local beyond = redis.call('LLEN', KEYS[4]) + count - BOUNDS.refusals
+  if beyond > 0 then
+    local oldest = redis.call('LRANGE', KEYS[4], 0, beyond - 1)
+    for i = 1, beyond - #oldest do oldest[#oldest + 1] = call.refused_ids[i] end
+    write_in_pieces('HDEL', KEYS[3], oldest)
+    write('LPOP', KEYS[4], beyond)
   end
 end

@@ -13,25 +13,14 @@ local function part_at(offer, most)
   return (struct.unpack('>I6', offer.parts_read, (offer.places - offer.parts_from) * 6 + 1))
 end
 
--- What is kept of a part: under the command's id, and under the user.
-local function keep_part(call, offer, id, user, digest, amount)
-  local record = struct.pack(ANSWER, 0, call.seq, call.now - EPOCH_MS, offer.places, amount, digest) .. offer.tail
-  local part = struct.pack(PART, offer.places, amount, call.seq)
-  local made, count_made = offer.campaign.made, #offer.campaign.made
-  made[count_made + 1], made[count_made + 2] = id, record
-  made, count_made = offer.users, #offer.users
-  made[count_made + 1], made[count_made + 2] = user, part
-  return record, part
-end
-
--- The next part; `taken` are the parts by user that this call knows of.
-local function grant_part(call, offer, id, user, digest, attributes, most, taken)
+-- The next part; `tail` is what the event says beside, and `taken` are the parts by user that this call knows of.
+local function grant_part(call, offer, id, user, digest, tail, most, taken)
   local amount = part_at(offer, most)
   local head = event_head(call, offer, 'grab.granted', id)
   offer.places, offer.units_left, offer.amount_left = offer.places + 1, offer.units_left - 1, offer.amount_left - amount
   call.lines[#call.lines + 1] = head .. ',"grab":"' .. id .. '","user":"' .. user .. '","quantity":1,"amount":' .. amount
     .. ',"asset":"' .. offer.asset .. '","place":' .. offer.places .. ',"left":' .. offer.units_left
-    .. (attributes == '' and '' or ',"attributes":' .. attributes) .. ',"digest":"' .. digest .. '"}'
+    .. tail .. ',"digest":"' .. digest .. '"}'
   offer.campaign.answers[id], taken[user] = keep_part(call, offer, id, user, digest, amount)
   local row = {CODE.granted, call.seq, call.now, amount, 1, offer.places, offer.units_left}
   if offer.units_left == 0 then close_offer(call, offer, 'drained', id) end
@@ -60,7 +49,7 @@ end
 -- Grants a run of grabs that are plain: of one envelope, and no id or user twice. Stops before the first that is not to be granted;
 -- returns its place and, for the reply, {first seq, first place, first left, time, amounts}. It is `grant_part` said once for all of
 -- them: numbers that count up or down are put together from their hundreds and two digits, since formatting costs more than deciding.
-local function grant_run(call, offer, ids, users, digests, campaign)
+local function grant_run(call, offer, ids, users, campaign)
   local kept = redis.call('HMGET', campaign.answers_key, unpack(ids))
   local has = redis.call('HMGET', KEYS[offer.base + USERS], unpack(users))
   local refused = false
@@ -85,7 +74,7 @@ local function grant_run(call, offer, ids, users, digests, campaign)
       granted = i - 1
       break
     end
-    local id, user, digest = ids[i], users[i], digests[i]
+    local id, user = ids[i], users[i]
     local amount
     if ahead then
       amount = unpack_part_at('>I6', parts, (place - from) * 6 + 1)
@@ -101,8 +90,8 @@ local function grant_run(call, offer, ids, users, digests, campaign)
     lines[#lines + 1] = head .. seq_high .. (seq < 100 and seq_low or TWO[seq_low]) .. ',"offer_seq":' .. offer_seq_high
       .. (offer_seq < 100 and offer_seq_low or TWO[offer_seq_low]) .. named .. id .. '","grab":"' .. id .. '","user":"' .. user
       .. '","quantity":1,"amount":' .. amount .. of_asset .. place_high .. (place < 100 and place_low or TWO[place_low]) .. ',"left":'
-      .. left_high .. (left < 100 and left_low or TWO[left_low]) .. ',"digest":"' .. digest .. '"}'
-    local record = pack(ANSWER, 0, seq, now_packed, place, amount, digest)
+      .. left_high .. (left < 100 and left_low or TWO[left_low]) .. ',"digest":"plain"}'
+    local record = pack(ANSWER, 0, seq, now_packed, place, amount, 0)
     made[2 * i - 1], made[2 * i] = id, tail == '' and record or record .. tail
     made_users[2 * i - 1], made_users[2 * i] = user, pack(PART, place, amount, seq)
     amounts[i] = amount

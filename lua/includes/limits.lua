@@ -1,6 +1,7 @@
 -- Limits: what a user, or a value of an attribute, has left in the window of now; counting, and giving back.
 -- A counter is one hash field `<by>/<per>/<value>` holding `<window>:<count>`: in another window the count is 0. A campaign's counters
--- have a hash of their own, and their zone in the name. What a grab was counted under is a list of {counter, window, 1 if of the campaign}.
+-- have a hash of their own, and their windows are those of the campaign's zone. What a grab was counted under is a list of {counter,
+-- window, 1 if of the campaign}.
 -- Needs the include `calendar`, and `put` of the include `undo`.
 
 local function limit_value(limit, user, attributes)
@@ -8,13 +9,16 @@ local function limit_value(limit, user, attributes)
   return attributes and attributes[limit.by]
 end
 
+local function offsets_for(offer, of_campaign)
+  return of_campaign and offer.rules.campaign_offsets or offer.rules.offsets
+end
+
 local function counted_under(offer, user, attributes, now)
   local counted = {}
   for i, limit in ipairs(offer.rules.limits) do
     local of_campaign = limit.scope == 'campaign'
     local name = limit.by .. '/' .. limit.per .. '/' .. limit_value(limit, user, attributes)
-    if of_campaign then name = offer.rules.timezone .. '/' .. name end
-    counted[i] = {name, window_of(limit.per, offer.rules.offsets, now), of_campaign and 1 or 0}
+    counted[i] = {name, window_of(limit.per, offsets_for(offer, of_campaign), now), of_campaign and 1 or 0}
   end
   return counted
 end
@@ -86,7 +90,7 @@ end
 local function limit_state(offer, counted, i, now)
   local limit = offer.rules.limits[i]
   return {limit.by, limit.per, limit.max, math.max(limit.max - count_in(offer, counted[i]), 0),
-    window_ends(limit.per, offer.rules.offsets, now), limit.scope}
+    window_ends(limit.per, offsets_for(offer, limit.scope == 'campaign'), now), limit.scope}
 end
 
 local function limit_states(offer, counted, now)
@@ -95,20 +99,16 @@ local function limit_states(offer, counted, now)
   return states
 end
 
-local function counter_name(offer, one)
-  return one[3] == 1 and string.sub(one[1], #offer.rules.timezone + 2) or one[1]
-end
-
-local function named_by(offer, one)
-  return string.match(counter_name(offer, one), '^([^/]+)/([^/]+)/')
+local function named_by(one)
+  return string.match(one[1], '^([^/]+)/([^/]+)/')
 end
 
 -- The counters of a grab in their windows of now.
 local function windows_of_now(offer, counted, now)
   local found = {}
   for i, one in ipairs(counted) do
-    local _, per = named_by(offer, one)
-    found[i] = {one[1], window_of(per, offer.rules.offsets, now), one[3]}
+    local _, per = named_by(one)
+    found[i] = {one[1], window_of(per, offsets_for(offer, one[3] == 1), now), one[3]}
   end
   return found
 end
@@ -116,7 +116,7 @@ end
 -- Whether the limits, as they are now, leave so much under these counters.
 local function is_left(offer, counted, quantity)
   for _, one in ipairs(counted) do
-    local by, per = named_by(offer, one)
+    local by, per = named_by(one)
     for _, limit in ipairs(offer.rules.limits) do
       local same = limit.by == by and limit.per == per and (limit.scope == 'campaign') == (one[3] == 1)
       if same and limit.max - count_in(offer, one) < quantity then return false end

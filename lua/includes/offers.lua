@@ -1,23 +1,42 @@
 -- An offer's state as a table, what closes it, and the texts of its events; and the table of a call's offers and campaigns.
--- Needs the includes `decide`, `records`, `limits`. KEYS[11 …]: eight keys for each offer, then three for each campaign:
+-- Needs the includes `decide`, `records`, `limits`. KEYS[13 …]: nine keys for each offer, then five for each campaign:
 --   offer hash · users hash (an envelope's parts by user, or counters) · parts string · grabs hash · codes list · audience set ·
---   seen set (tickets used, chunks loaded) · queue zset
---   answers hash · payments hash · counters hash
+--   seen set (tickets used, chunks loaded) · queue zset · orders hash
+--   answers hash · payments hash · counters hash · state hash · tickets zset
 
-local SHARD_KEYS, OFFER_KEYS, CAMPAIGN_KEYS = 10, 8, 3
-local STATE, USERS, PARTS, GRABS, CODES, AUDIENCE, SEEN, QUEUE = 1, 2, 3, 4, 5, 6, 7, 8
-local ANSWERS, PAYMENTS, COUNTERS = 1, 2, 3
-
--- Where an offer shares its campaign with others, its answers say which offer they are about.
-local function offer_tail(name)
-  return string.find(name, ':', 1, true) and name or ''
-end
+local SHARD_KEYS, OFFER_KEYS, CAMPAIGN_KEYS = 12, 9, 5
+local STATE, USERS, PARTS, GRABS, CODES, AUDIENCE, SEEN, QUEUE, ORDERS = 1, 2, 3, 4, 5, 6, 7, 8, 9
 
 -- A campaign of the call: where its answers, payments and counters are, and what the call has made of them.
 local function campaign_at(name, offers, c)
   local base = SHARD_KEYS + OFFER_KEYS * offers + CAMPAIGN_KEYS * (c - 1)
-  return {name = name, answers_key = KEYS[base + ANSWERS], payments_key = KEYS[base + PAYMENTS],
-    counters = counters_at(KEYS[base + COUNTERS]), answers = {}, made = {}, payments = {}, payments_changed = {}}
+  local answers, payments, counters, state, tickets = unpack(KEYS, base + 1, base + CAMPAIGN_KEYS)
+  return {name = name, answers_key = answers, payments_key = payments, state_key = state, tickets_key = tickets,
+    counters = counters_at(counters), answers = {}, made = {}, payments = {}, payments_changed = {}, tickets = {}, tickets_used = {},
+    past = {}}
+end
+
+-- The time zone that a campaign's limits count in, as JSON text, or false: that of its first offer, until its last one retires.
+local function zone_of(campaign)
+  if campaign.zone == nil then campaign.zone = redis.call('HGET', campaign.state_key, 'zone') end
+  return campaign.zone
+end
+
+-- Sets the campaign's zone to that of its first offer, or keeps the campaign's offsets in the rules of an offer with another zone.
+-- Returns the zone as JSON text where it is another than the offer's own. The caller writes `campaign.zone`.
+local function join_zone(campaign, terms)
+  local zone = zone_of(campaign)
+  if not zone then
+    campaign.zone = terms.campaign_zone_json or terms.zone_json
+    campaign.zone_is_new = true
+  end
+  if campaign.zone == terms.zone_json then return nil end
+  terms.rules.campaign_offsets = cjson.decode(campaign.zone).offsets
+  return campaign.zone
+end
+
+local function write_past(campaign, past)
+  write('HSET', campaign.state_key, 'retired/' .. past.name, string.format('%.0f:%.0f', past.offer_seq, past.at))
 end
 
 local NO_LIMITS = {}
@@ -44,10 +63,10 @@ local function load_offer(name, o, campaign)
     offer.held, offer.queued = tonumber(f[20]), tonumber(f[21])
     offer.counters = counters_at(KEYS[base + USERS])
     offer.grabs, offer.grabs_changed, offer.holds, offer.holds_gone = {}, {}, {}, {}
-    offer.queue_new, offer.queue_gone = {}, {}
+    offer.queue_new, offer.queue_gone, offer.orders, offer.orders_changed = {}, {}, {}, {}
     offer.codes_taken, offer.codes_back = 0, {}
     offer.queue_length = offer.rules.waiting_list and redis.call('ZCARD', KEYS[base + QUEUE]) or 0
-    offer.queue_stored = offer.queue_length
+    offer.queue_stored, offer.queue_from, offer.queue_new_read, offer.line = offer.queue_length, 0, 0, {}
   end
   offer.rules.limits = offer.rules.limits or NO_LIMITS
   offer.seen_new = {}
@@ -98,8 +117,8 @@ local function close_offer(call, offer, reason, command, digest, operator)
   local amount, left = offer.amount_left, offer.units_left
   end_offer(offer, reason, call.now)
   call.lines[#call.lines + 1] = event_head(call, offer, 'offer.closed', command)
-    .. ',"reason":"' .. reason .. '","asset":"' .. offer.asset .. '","amount":' .. amount
-    .. ',"left":' .. left .. ',"refund_to":"' .. returns_to(offer) .. '"'
+    .. ',"reason":"' .. reason .. '","asset":"' .. offer.asset .. '","amount":' .. int(amount)
+    .. ',"left":' .. int(left) .. ',"refund_to":"' .. returns_to(offer) .. '"'
     .. (offer.seed and ',"seed":"' .. offer.seed .. '"' or '')
     .. (operator and ',"operator":"' .. operator .. '"' or '')
     .. (digest and ',"digest":"' .. digest .. '"}' or '}')
@@ -112,6 +131,12 @@ local function write_pieces(offer)
     fields[#fields + 1] = pack_grab(offer.grabs[name])
   end
   write_in_pieces('HSET', KEYS[base + GRABS], fields)
+  fields = {}
+  for name in pairs(offer.orders_changed) do
+    fields[#fields + 1] = name
+    fields[#fields + 1] = pack_order(unpack(offer.orders[name]))
+  end
+  write_in_pieces('HSET', KEYS[base + ORDERS], fields)
   write_counters(offer.counters)
   local holds, gone = {}, {}
   for name in pairs(offer.holds) do
@@ -126,30 +151,30 @@ local function write_pieces(offer)
   write_in_pieces('ZADD', KEYS[8], holds)
   write_in_pieces('ZREM', KEYS[8], gone)
   write_in_pieces('RPUSH', KEYS[base + CODES], offer.codes_back)
-  if offer.codes_taken > 0 then redis.call('LPOP', KEYS[base + CODES], offer.codes_taken) end
-  for name in pairs(offer.queue_gone) do redis.call('ZREM', KEYS[base + QUEUE], name) end
+  if offer.codes_taken > 0 then write('LPOP', KEYS[base + CODES], offer.codes_taken) end
+  for name in pairs(offer.queue_gone) do write('ZREM', KEYS[base + QUEUE], name) end
   for _, name in ipairs(offer.queue_new) do
-    if not offer.queue_gone[name] then redis.call('ZADD', KEYS[base + QUEUE], offer.grabs[name].place, name) end
+    if not offer.queue_gone[name] then write('ZADD', KEYS[base + QUEUE], offer.grabs[name].place, name) end
   end
 end
 
--- Writes an offer back, and the records that were made for it.
+-- Notes what is written back of an offer, and the records that were made for it.
 local function write_offer(call, offer)
   local base = offer.base
   local key = KEYS[base + STATE]
   write_in_pieces('HSET', KEYS[base + USERS], offer.users)
-  redis.call('HSET', key, 'state', offer.closed and 'closed' or 'open', 'paused', offer.paused and '1' or '0',
+  write('HSET', key, 'state', offer.closed and 'closed' or 'open', 'paused', offer.paused and '1' or '0',
     'amount_left', string.format('%.0f', offer.amount_left), 'units_left', string.format('%.0f', offer.units_left),
     'places', string.format('%.0f', offer.places), 'offer_seq', string.format('%.0f', offer.offer_seq))
   if offer.pieces then
     write_pieces(offer)
-    redis.call('HSET', key, 'held', string.format('%.0f', offer.held), 'queued', string.format('%.0f', offer.queued))
+    write('HSET', key, 'held', string.format('%.0f', offer.held), 'queued', string.format('%.0f', offer.queued))
   end
   if offer.amended then
-    redis.call('HSET', key, 'rules', cmsgpack.pack(offer.rules), 'total', string.format('%.0f', offer.total),
+    write('HSET', key, 'rules', cmsgpack.pack(offer.rules), 'total', string.format('%.0f', offer.total),
       'opens_at', string.format('%.0f', offer.opens_at), 'closes_at', string.format('%.0f', offer.closes_at))
   end
-  if offer.loads_changed then redis.call('HSET', key, 'loads', cmsgpack.pack(offer.loads)) end
+  if offer.loads_changed then write('HSET', key, 'loads', cmsgpack.pack(offer.loads)) end
   if offer.audience_new then
     local members = {}
     for name in pairs(offer.audience_new) do members[#members + 1] = name end
@@ -160,34 +185,42 @@ local function write_offer(call, offer)
     for name in pairs(offer.seen_new) do members[#members + 1] = name end
     write_in_pieces('SADD', KEYS[base + SEEN], members)
   end
-  if offer.due then redis.call('ZADD', KEYS[6], string.format('%.0f', offer.due), offer.name) end
+  if offer.due then write('ZADD', KEYS[6], string.format('%.0f', offer.due), offer.name) end
   if offer.closed then
-    redis.call('HSET', key, 'reason', offer.reason)
+    write('HSET', key, 'reason', offer.reason)
     -- Who holds units when it closes may still pay, and gets the codes then.
-    redis.call('UNLINK', KEYS[base + PARTS])
-    if offer.held == 0 then redis.call('UNLINK', KEYS[base + CODES]) end
+    write('UNLINK', KEYS[base + PARTS])
+    if offer.held == 0 then write('UNLINK', KEYS[base + CODES]) end
   end
 end
 
--- Writes a new offer, and its parts where they are drawn ahead; what a campaign remembers of it is the caller's.
+-- Changes how many offers a campaign has; returns the new number.
+local function count_offers(campaign, by)
+  campaign.offers = (campaign.offers or tonumber(redis.call('HGET', KEYS[9], campaign.name) or 0)) + by
+  write('HSET', KEYS[9], campaign.name, campaign.offers)
+  return campaign.offers
+end
+
+-- Notes a new offer, and its parts where they are drawn ahead; what a campaign remembers of it is the caller's.
 local function create_offer(name, o, campaign, terms, opens_at, closes_at, parts)
   local base = SHARD_KEYS + OFFER_KEYS * (o - 1)
   local key = KEYS[base + STATE]
-  redis.call('HSET', key, 'state', 'open', 'paused', '0', 'kind', terms.kind, 'issuer', terms.issuer,
+  write('HSET', key, 'state', 'open', 'paused', '0', 'kind', terms.kind, 'issuer', terms.issuer,
     'asset', terms.asset, 'total', string.format('%.0f', terms.total), 'parts', string.format('%.0f', terms.units),
     'amount_left', string.format('%.0f', terms.total), 'units_left', string.format('%.0f', terms.units), 'places', '0',
     'offer_seq', '1', 'opens_at', string.format('%.0f', opens_at), 'closes_at', string.format('%.0f', closes_at),
     'rules', cmsgpack.pack(terms.rules))
   if terms.seed then
-    redis.call('HSET', key, 'law', terms.law, 'min', string.format('%.0f', terms.min), 'max', string.format('%.0f', terms.max),
+    write('HSET', key, 'law', terms.law, 'min', string.format('%.0f', terms.min), 'max', string.format('%.0f', terms.max),
       'draw', terms.draw, 'seed', terms.seed)
   else
-    redis.call('HSET', key, 'held', '0', 'queued', '0')
+    write('HSET', key, 'held', '0', 'queued', '0')
   end
-  if parts ~= '' then redis.call('SET', KEYS[base + PARTS], parts) end
-  redis.call('ZADD', KEYS[6], string.format('%.0f', closes_at), name)
-  redis.call('SADD', KEYS[7], name)
-  redis.call('HINCRBY', KEYS[9], campaign.name, 1)
+  if parts ~= '' then write('SET', KEYS[base + PARTS], parts) end
+  write('ZADD', KEYS[6], string.format('%.0f', closes_at), name)
+  write('SADD', KEYS[7], name)
+  count_offers(campaign, 1)
+  if campaign.zone_is_new then write('HSET', campaign.state_key, 'zone', campaign.zone) end
 end
 
 -- What an amendment makes of the terms; the units have moved already.
@@ -201,20 +234,53 @@ local function change_terms(offer, changes)
   offer.amended = true
 end
 
--- Takes an offer out of Redis; with its last offer goes what the campaign remembers.
-local function remove_offer(offer)
-  redis.call('SADD', KEYS[10], offer.name)
-  redis.call('SREM', KEYS[7], offer.name)
-  redis.call('ZREM', KEYS[6], offer.name)
-  for key = 1, OFFER_KEYS do redis.call('UNLINK', KEYS[offer.base + key]) end
-  local campaign = offer.campaign
-  if redis.call('HINCRBY', KEYS[9], campaign.name, -1) == 0 then
-    redis.call('HDEL', KEYS[9], campaign.name)
-    redis.call('UNLINK', campaign.answers_key, campaign.payments_key, campaign.counters.key)
-  end
+-- What is kept of a part: under the command's id, and under the user.
+local function keep_part(call, offer, id, user, digest, amount)
+  local record = pack_answer(0, call.seq, call.now, offer.places, amount, digest, offer.tail)
+  local part = struct.pack(PART, offer.places, amount, call.seq)
+  local made, count_made = offer.campaign.made, #offer.campaign.made
+  made[count_made + 1], made[count_made + 2] = id, record
+  made, count_made = offer.users, #offer.users
+  made[count_made + 1], made[count_made + 2] = user, part
+  return record, part
 end
 
--- Writes back what a call has changed of its offers and campaigns; the events are written already.
+-- Whether a single-use ticket was used: for its offer, or, where it is good for more of the campaign, there. `ends_at` is nil, or when
+-- such a ticket ends: afterwards nobody can bring it any more, and its name is free.
+local function is_used(offer, once, ends_at, now)
+  if not ends_at then
+    return offer.seen_new['ticket/' .. once] or redis.call('SISMEMBER', KEYS[offer.base + SEEN], 'ticket/' .. once) == 1
+  end
+  local ends = offer.campaign.tickets[once] or redis.call('ZSCORE', offer.campaign.tickets_key, once)
+  return ends and tonumber(ends) > now
+end
+
+local function use_ticket(offer, once, ends_at)
+  if not ends_at then return put(offer.seen_new, 'ticket/' .. once, true) end
+  put(offer.campaign.tickets, once, ends_at)
+  append(offer.campaign.tickets_used, once)
+end
+
+-- Notes the tickets of a campaign that were used. Each of them, in turn, makes room by the first two that have ended.
+local function write_tickets(campaign, now)
+  local used = campaign.tickets_used
+  if #used == 0 then return end
+  local until_now = string.format('%.0f', now)
+  local ended = redis.call('ZRANGEBYSCORE', campaign.tickets_key, '-inf', until_now, 'LIMIT', 0, 3 * #used)
+  local gone, again, at = {}, {}, 1
+  for i, once in ipairs(used) do
+    while #gone < 2 * i and ended[at] do
+      if not again[ended[at]] then gone[#gone + 1] = ended[at] end
+      at = at + 1
+    end
+    again[once] = true
+  end
+  write_in_pieces('ZREM', campaign.tickets_key, gone)
+  for _, once in ipairs(used) do write('ZADD', campaign.tickets_key, string.format('%.0f', campaign.tickets[once]), once) end
+  campaign.tickets_used = {}
+end
+
+-- Notes what a call has changed of its offers and campaigns; the events are noted already.
 local function write_all(call, offers, campaigns)
   for o = 1, #offers do
     if offers[o] and offers[o].changed then write_offer(call, offers[o]) end
@@ -222,16 +288,22 @@ local function write_all(call, offers, campaigns)
   for _, campaign in ipairs(campaigns) do
     write_in_pieces('HSET', campaign.answers_key, campaign.made)
     write_counters(campaign.counters)
+    write_tickets(campaign, call.now)
     for payment in pairs(campaign.payments_changed) do
-      redis.call('HSET', campaign.payments_key, payment, cmsgpack.pack(campaign.payments[payment]))
+      write('HSET', campaign.payments_key, payment, cmsgpack.pack(campaign.payments[payment]))
+    end
+    for _, past in pairs(campaign.past) do
+      if past and past.changed then write_past(campaign, past) end
     end
   end
   write_refusals(call)
 end
 
--- Ends a call that decided: writes all, the outbox first, and packs the reply.
+-- Ends a call that decided: packs the reply, and writes all, the outbox first.
 local function finish(call, offers, campaigns, rows, run)
+  local reply = cmsgpack.pack(run and {0, call.history, rows, run} or {0, call.history, rows})
   append_events(call)
   write_all(call, offers, campaigns)
-  return cmsgpack.pack(run and {0, call.history, rows, run} or {0, call.history, rows})
+  commit()
+  return reply
 end

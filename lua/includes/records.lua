@@ -3,46 +3,81 @@
 -- Times are kept as 5 bytes of milliseconds since 2020-01-01 (enough until 2054).
 local EPOCH_MS = 1577836800000
 
--- Answer that made an event: code 1, seq 6, at 5, place 4, amount 6, digest 8 bytes; then the offer, where it is not the campaign, or,
--- for what does not fit here, MessagePack {offer, row}, whose first byte no name can have.
--- For a command about the offer itself `place` holds the units left behind it.
-local ANSWER, ANSWER_BYTES = '>I1I6I5I4I6c8', 30
+-- A digest names its form before a '$', which no id contains; the first form, of 8 characters, has no name. models/digests.py makes and
+-- compares them. A grab that asks for nothing more than one unit has this one: its event, and who has the grab, say all of it.
+local PLAIN = 'plain'
 
-local function pack_answer(code, seq, at, place, amount, digest, offer_tail)
-  return struct.pack(ANSWER, code, seq, at - EPOCH_MS, place, amount, digest) .. offer_tail
+-- What a record says of its offer: nothing where the offer has its campaign's name, since no other offer has it.
+local function offer_tail(name)
+  return string.find(name, ':', 1, true) and name or ''
+end
+
+-- Answer that made an event: code 1, seq 6, at 5, place 4, amount 6, length of the digest 1; the digest, none where it is PLAIN; then the
+-- offer, where it is not the campaign, or, for what does not fit here, MessagePack {offer, row, the whole body where it is compared},
+-- whose first byte no name can have. For a command about the offer itself `place` holds the units left behind it.
+local ANSWER = '>I1I6I5I4I6I1'
+
+local function pack_answer(code, seq, at, place, amount, digest, tail)
+  if digest == PLAIN then digest = '' end
+  return struct.pack(ANSWER, code, seq, at - EPOCH_MS, place, amount, #digest) .. digest .. tail
 end
 
 -- The answer whose row is kept whole.
-local function pack_row(name, row, digest)
-  return pack_answer(row[1], row[2], row[3], 0, 0, digest, cmsgpack.pack({name, row}))
+local function pack_row(name, row, digest, full)
+  return pack_answer(row[1], row[2], row[3], 0, 0, digest, cmsgpack.pack({name, row, full}))
 end
 
+-- Code, seq, time, place, amount, digest and tail.
 local function unpack_answer(record)
-  local code, seq, at, place, amount, digest = struct.unpack(ANSWER, record)
-  return code, seq, at + EPOCH_MS, place, amount, digest
+  local code, seq, at, place, amount, length = struct.unpack(ANSWER, record)
+  local digest = length == 0 and PLAIN or string.sub(record, 24, 23 + length)
+  return code, seq, at + EPOCH_MS, place, amount, digest, string.sub(record, 24 + length)
 end
 
--- The offer's name and the row of an answer that is kept whole, or nil.
-local function unpack_row(record)
-  local first = string.byte(record, ANSWER_BYTES + 1)
+-- The offer's name, the row and the whole body of an answer that is kept whole, or nil; of its tail.
+local function unpack_row(tail)
+  local first = string.byte(tail, 1)
   if not first or first < 128 then return nil end
-  local kept = cmsgpack.unpack(string.sub(record, ANSWER_BYTES + 1))
-  return kept[1], kept[2]
+  local kept = cmsgpack.unpack(tail)
+  return kept[1], kept[2], kept[3]
 end
 
--- Refusal: code 1, at 5, digest 8 bytes. What is so already made no event and is kept among them, with seq 6, quantity 6 of what it is.
-local function pack_refusal(code, at, digest)
-  return struct.pack('>I1I5c8', code, at - EPOCH_MS, digest)
+-- The offer that an answer is about. (The name stands first in what is kept whole; all of it is unpacked only where it is long.)
+local function offer_of_answer(record, campaign)
+  local tail = select(7, unpack_answer(record))
+  local first, second = string.byte(tail, 1, 2)
+  if not first then return campaign end
+  if first < 128 then return tail end
+  if second < 0xa0 or second > 0xbf then return (unpack_row(tail)) end
+  return string.sub(tail, 3, 2 + second - 0xa0)
 end
 
-local function pack_again(code, seq, at, quantity, digest)
-  return pack_refusal(code, at, digest) .. struct.pack('>I6I6', seq, quantity)
-end
+-- Refusal: code 1, at 5, length of the digest 1; the digest. A command whose effect already held made no event and is kept among them: its
+-- code + AGAIN, and seq 6, quantity 6 of the event that made it so. Then the offer's tail.
+local pack_refusal, pack_again, unpack_refusal, offer_of_refusal
+do
+  local REFUSAL, AGAIN = '>I1I5I1', 128
 
-local function unpack_refusal(record)
-  local code, at, digest = struct.unpack('>I1I5c8', record)
-  if #record == 14 then return code, at + EPOCH_MS, digest end
-  return code, at + EPOCH_MS, digest, struct.unpack('>I6I6', record, 15)
+  function pack_refusal(code, at, digest, name)
+    return struct.pack(REFUSAL, code, at - EPOCH_MS, #digest) .. digest .. offer_tail(name)
+  end
+
+  function pack_again(code, seq, at, quantity, digest, name)
+    return struct.pack(REFUSAL, code + AGAIN, at - EPOCH_MS, #digest) .. digest .. struct.pack('>I6I6', seq, quantity) .. offer_tail(name)
+  end
+
+  function unpack_refusal(record)
+    local code, at, length = struct.unpack(REFUSAL, record)
+    local digest = string.sub(record, 8, 7 + length)
+    if code < AGAIN then return code, at + EPOCH_MS, digest end
+    return code - AGAIN, at + EPOCH_MS, digest, struct.unpack('>I6I6', record, 8 + length)
+  end
+
+  function offer_of_refusal(record, campaign)
+    local code, _, length = struct.unpack(REFUSAL, record)
+    local tail = string.sub(record, 8 + length + (code < AGAIN and 0 or 12))
+    return tail == '' and campaign or tail
+  end
 end
 
 -- A user's part of an envelope: place 3, amount 6, seq 5 bytes. 14 bytes fit where 16 would take 24 of Redis' memory.
@@ -56,14 +91,14 @@ end
 
 -- A grab of pieces, in this order; see models/rules/state.py for what each means.
 local GRAB_FIELDS = {'user', 'place', 'quantity', 'held', 'taken', 'redeemed', 'lapsed', 'deadline', 'grace', 'extensions',
-  'price', 'status', 'ended_seq', 'ended_at', 'confirmed_seq', 'confirmed_at', 'under', 'counted', 'payments', 'orders', 'codes'}
+  'price', 'status', 'ended_seq', 'ended_at', 'confirmed_seq', 'confirmed_at', 'under', 'counted', 'payments', 'codes'}
 local ACTIVE, RELEASED, EXPIRED, WAITING = 0, 1, 2, 3
 
 local function new_grab(user, quantity, under)
   return {user = user, place = 0, quantity = quantity, held = 0, taken = 0, redeemed = 0, lapsed = 0, deadline = 0, grace = 0,
     extensions = 0, price = 0, status = ACTIVE, ended_seq = 0, ended_at = 0, confirmed_seq = 0, confirmed_at = 0, under = under,
     counted = {{quantity, under}},
-    payments = {}, orders = {}, codes = {}}
+    payments = {}, codes = {}}
 end
 
 local function pack_grab(grab)
@@ -72,21 +107,20 @@ local function pack_grab(grab)
   return cmsgpack.pack(values)
 end
 
+-- What an order used of a grab: units 6 (0: taken back), seq 5 and at 5 bytes of the event that says so.
+local ORDER = '>I6I5I5'
+
+local function pack_order(quantity, seq, at)
+  return struct.pack(ORDER, quantity, seq, at - EPOCH_MS)
+end
+
+local function unpack_order(record)
+  local quantity, seq, at = struct.unpack(ORDER, record)
+  return {quantity, seq, at + EPOCH_MS}
+end
+
 local function unpack_grab(record)
   local values, grab = cmsgpack.unpack(record), {}
   for i = 1, #GRAB_FIELDS do grab[GRAB_FIELDS[i]] = values[i] end
   return grab
-end
-
--- Deletes the answers about an offer among those of its campaign, a step; returns the cursor of the next one, '0' at the end.
-local function forget_answers(answers_key, offer, cursor, fields_a_step)
-  local found = redis.call('HSCAN', answers_key, cursor, 'COUNT', fields_a_step)
-  local gone = {}
-  for i = 1, #found[2], 2 do
-    local record = found[2][i + 1]
-    local name = unpack_row(record) or string.sub(record, ANSWER_BYTES + 1)
-    if name == offer then gone[#gone + 1] = found[2][i] end
-  end
-  if #gone > 0 then redis.call('HDEL', answers_key, unpack(gone)) end
-  return found[1]
 end

@@ -3,11 +3,12 @@
 
 -- The form of keys and records that these scripts read and write. A shard of an older one is rebuilt from the journal, one of a newer
 -- one is left alone.
-local LAYOUT = 1
+-- 1: subkeys of an offer and a campaign after ':'; 2: after '/', which no id contains.
+local LAYOUT = 2
 
--- The layout that a shard names; the first one was not named.
-local function layout_of(named)
-  return tonumber(named or 1)
+-- The layout that a shard names. The first layout was not named; a shard that has no seq was never reconciled, and is new.
+local function layout_of(named, seq)
+  return tonumber(named or (seq and 1 or LAYOUT))
 end
 
 -- A server's life is its run id and its replication id: the first changes at a restart, the second at every promotion.

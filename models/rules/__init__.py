@@ -10,14 +10,15 @@ from copy import deepcopy
 import msgspec
 
 from models.answers import Answer
-from models.commands import AnyCommand, Grab, Open, Settle, basket_of, digest_of
+from models.commands import AnyCommand, Confirm, Grab, Open, Settle, basket_of
+from models.digests import CannotCompare, whole_of
 from models.events import AnyEvent
-from models.identifiers import campaign_of
+from models.identifiers import NO_OFFER, campaign_of
 from models.outcomes import Outcome
 from models.rules import grabbing
 from models.rules.grabbing import draw_part, take_pieces, with_part
 from models.rules.operating import close_offer, fall_due, open_offer, steer
-from models.rules.settling import lapse, settle
+from models.rules.settling import lapse, settle, settle_nowhere
 from models.rules.state import (
     REFUSALS_MAX,
     Decided,
@@ -43,22 +44,20 @@ def decide(state: ShardState, command: AnyCommand, clock_ms: int, drawn: Drawn |
     now = max(clock_ms, state.time)
     offer = state.offers.get(command.offer)
     known = _known(state, command)
-    digest = digest_of(command)
-    if known is not None and known.digest == digest:
-        return Decided(_repeated(state, command, known), [], False)
-    if isinstance(command, Grab) and offer is not None and (message := grabbing.unfit(offer, command)):
-        return Decided(refused(state, command, Outcome.invalid, now, message=message), [], False)
+    unfit = grabbing.unfit(offer, command) if isinstance(command, Grab) and offer is not None else None
     if known is not None:
-        return Decided(refused(state, command, Outcome.conflict, now), [], False)
+        return _of_known(state, command, known, now, unfit)
+    if unfit:
+        return Decided(refused(state, command, Outcome.invalid, now, message=unfit), [], False)
+    digest = state.digests.of(command)
     if isinstance(command, Open):
         return open_offer(state, command, digest, now, drawn or {})
-    return _keep(state, command, digest, now, _carry_out(state, command, offer, digest, now, drawn or {}))
+    return _keep(state, command, now, _carry_out(state, command, offer, digest, now, drawn or {}))
 
 
 def _carry_out(state: ShardState, command: AnyCommand, offer: Offer | None, digest: str, now: int, drawn: Drawn) -> Decided:
-    if no := grabbing.no_such_offer(state, command, offer, now, drawn):
-        return Decided(no, [], False)
-    assert offer is not None
+    if offer is None:
+        return settle_nowhere(state, command, digest, now)
     if isinstance(command, Settle):
         return settle(state, command, offer, digest, now)
     if not isinstance(command, Grab):
@@ -68,25 +67,41 @@ def _carry_out(state: ShardState, command: AnyCommand, offer: Offer | None, dige
             return Decided(no, [], False)
     if not offer.is_envelope:
         return take_pieces(state, command, offer, digest, now, drawn)
-    answer, events = draw_part(state, command, offer, digest, now)
+    answer, events = draw_part(state, command, offer, digest, now, drawn)
     if offer.units_left == 0:
         events.append(close_offer(state, offer, "drained", command.id, None, now))
     return Decided(answer, events)
 
 
-def _keep(state: ShardState, command: AnyCommand, digest: str, now: int, decided: Decided) -> Decided:
+def _keep(state: ShardState, command: AnyCommand, now: int, decided: Decided) -> Decided:
     """Remembers an answer under its command's id: for good when an event says it, else among the latest refusals."""
     key, answer = (campaign_of(command.offer), command.id), decided.answer
-    if decided.own:
-        state.answers[key] = Remembered(answer, digest)
+    if command.offer not in state.offers:
+        # What names an event is told by that; money that nobody was there for is told so each time.
+        if answer.seq is None and answer.code not in _NOT_KEPT:
+            _count(state, command, answer, now)
+            if command.offer not in state.retired and not (isinstance(command, Confirm) and answer.message):
+                _remember_refusal(state, key, Remembered(as_remembered(answer), state.digests.remembered(command)))
+    elif decided.own:
+        state.answers[key] = Remembered(answer, state.digests.remembered(command), whole_of(command))
     elif answer.repeated or answer.code not in _NOT_KEPT:
         # What is so already is no refusal, but made no event either: it is kept as long as one.
-        state.refusals[key] = Remembered(answer if answer.repeated else as_remembered(answer), digest)
         if not answer.repeated:
-            state.demand[now // 1000, answer.code, command.offer] += 1
-        if len(state.refusals) > REFUSALS_MAX:
-            state.refusals.popitem(last=False)
+            _count(state, command, answer, now)
+        kept = answer if answer.repeated else as_remembered(answer)
+        _remember_refusal(state, key, Remembered(kept, state.digests.remembered(command)))
     return decided
+
+
+def _count(state: ShardState, command: AnyCommand, answer: Answer, now: int) -> None:
+    of_offer = NO_OFFER if answer.code == Outcome.no_such_offer else command.offer
+    state.demand[now // 1000, answer.code, of_offer] += 1
+
+
+def _remember_refusal(state: ShardState, key: tuple[str, str], kept: Remembered) -> None:
+    state.refusals[key] = kept
+    if len(state.refusals) > REFUSALS_MAX:
+        state.refusals.popitem(last=False)
 
 
 def decide_basket(state: ShardState, commands: Sequence[Grab], clock_ms: int, drawn: Sequence[Drawn]) -> list[Decided]:
@@ -99,7 +114,7 @@ def decide_basket(state: ShardState, commands: Sequence[Grab], clock_ms: int, dr
     decided = []
     for command, more in zip(commands, drawn, strict=True):
         offer = state.offers.get(command.offer)
-        digest = digest_of(command)
+        digest = state.digests.of(command)
         if (campaign_of(command.offer), command.id) in state.answers:
             one = Decided(refused(state, command, Outcome.conflict, now), [], False)
         elif offer is not None and (message := grabbing.unfit(offer, command)):
@@ -109,24 +124,44 @@ def decide_basket(state: ShardState, commands: Sequence[Grab], clock_ms: int, dr
         if not one.answer.positive:
             vars(state).update(vars(saved))
             return [_fallen(state, fallen, one.answer, command.id, now) for fallen in commands]
-        decided.append(_keep(state, command, digest, now, one))
+        decided.append(_keep(state, command, now, one))
     return decided
 
 
 def _of_known_basket(state: ShardState, command: Grab, known: Remembered | None, now: int) -> Decided:
-    if known is None or known.digest != digest_of(command):
+    if known is None:
         return Decided(refused(state, command, Outcome.conflict, now), [], False)
-    return Decided(_repeated(state, command, known), [], False)
+    return _of_known(state, command, known, now)
+
+
+def _of_known(state: ShardState, command: AnyCommand, known: Remembered, now: int, unfit: str | None = None) -> Decided:
+    """The first answer of a command id, if this is the same body; `unfit` is why the offer could never take this one."""
+    try:
+        if _is_same(state, command, known):
+            return Decided(_repeated(state, command, known), [], False)
+    except CannotCompare as error:
+        return Decided(refused(state, command, Outcome.conflict, now, message=str(error)), [], False)
+    outcome, message = (Outcome.invalid, unfit) if unfit else (Outcome.conflict, None)
+    return Decided(refused(state, command, outcome, now, message=message), [], False)
+
+
+def _is_same(state: ShardState, command: AnyCommand, known: Remembered) -> bool:
+    whole = whole_of(command)
+    if known.whole is not None or (whole is not None and known.answer.positive):
+        return whole == known.whole and command.offer == known.answer.offer
+    return state.digests.is_of(known.digest, command)
 
 
 def _fallen(state: ShardState, command: Grab, because: Answer, grab: str, now: int) -> Decided:
     answer = refused(state, command, Outcome(because.code), now, message=f"basket: refused with grab {grab}")
-    return _keep(state, command, digest_of(command), now, Decided(answer, [], False))
+    return _keep(state, command, now, Decided(answer, [], False))
 
 
 def _known(state: ShardState, command: AnyCommand) -> Remembered | None:
     key = campaign_of(command.offer), command.id
-    return state.answers.get(key) or state.refusals.get(key)
+    known = state.answers.get(key) or state.refusals.get(key)
+    # What names an offer that has retired counts as forgotten.
+    return None if known is None or known.answer.offer in state.retired else known
 
 
 def _repeated(state: ShardState, command: AnyCommand, known: Remembered) -> Answer:

@@ -6,16 +6,22 @@ from typing import Any
 import msgspec
 
 from models.answers import Answer
+from models.bounds import CODES_PER_GRAB_MAX
 from models.calendar import opens_next
 from models.commands import Grab
 from models.events import AnyEvent, GrabGranted, GrabHeld, GrabQueued, GrabReleased
-from models.offers import EnvelopeTerms
+from models.money import AMOUNT_MAX
+from models.offers import WITH_CODES, EnvelopeTerms
 from models.outcomes import Outcome
 from models.rules import limits
 from models.rules.state import Batch, Decided, Drawn, Offer, Part, ShardState, Status, Taken, answered, due_when_closed, head_of, refused
 from models.splitting import next_part
 
 SERVED_AT_ONCE_MAX = 100
+#: So many grabs at the front of the queue are considered when units are left.
+CONSIDERED_MAX = 100
+#: So many used tickets of a campaign that have ended are forgotten when another one is used.
+TICKETS_FORGOTTEN = 2
 
 Refusal = Callable[[ShardState, Grab, Offer, int, Drawn], Answer | None]
 
@@ -28,13 +34,14 @@ def unfit(offer: Offer, command: Grab) -> str | None:
         return None if command.quantity == 1 else "quantity: an envelope has one part a user"
     if command.quantity > offer.terms.max_per_grab:
         return "quantity: above max_per_grab"
+    if command.quantity > CODES_PER_GRAB_MAX and "codes" in offer.chunks:
+        return f"quantity: {WITH_CODES}"
+    if offer.terms.take == "all" and command.quantity > offer.terms.total:
+        return f"quantity: above the total of the offer, {offer.terms.total}"
+    if command.quantity * (offer.terms.price or 0) > AMOUNT_MAX:
+        return f"quantity: price × quantity is above {AMOUNT_MAX}"
     missing = [limit.by for limit in offer.terms.limits if limits.value_of(limit, command) is None]
     return f"attributes: a limit counts by {missing[0]}" if missing else None
-
-
-def no_such_offer(state: ShardState, command: Any, offer: Offer | None, now: int, drawn: Drawn) -> Answer | None:
-    """There is no offer under this id, or not any more."""
-    return refused(state, command, Outcome.no_such_offer, now) if offer is None else None
 
 
 def _already_taken(state: ShardState, command: Grab, offer: Offer, now: int, drawn: Drawn) -> Answer | None:
@@ -70,10 +77,18 @@ def _not_eligible(state: ShardState, command: Grab, offer: Offer, now: int, draw
     if offer.terms.audience == "list":
         eligible = command.user in offer.audience
     elif offer.terms.audience == "ticket":
-        eligible = now < drawn.get("ticket_expires_at", 0) and f"ticket/{drawn.get('ticket_once')}" not in offer.seen
+        eligible = now < drawn.get("ticket_expires_at", 0) and not _is_used(state, offer, now, drawn)
     else:
         eligible = True
     return None if eligible else refused(state, command, Outcome.not_eligible, now)
+
+
+def _is_used(state: ShardState, offer: Offer, now: int, drawn: Drawn) -> bool:
+    """Whether a single-use ticket was used: for its offer, or, where it is good for more of the campaign, there, until that one ends."""
+    once = drawn["ticket_once"]
+    if "ticket_ends_at" not in drawn:
+        return f"ticket/{once}" in offer.seen
+    return state.tickets.get((offer.campaign, once), 0) > now
 
 
 def _limit_reached(state: ShardState, command: Grab, offer: Offer, now: int, drawn: Drawn) -> Answer | None:
@@ -101,13 +116,23 @@ def _not_enough_left(state: ShardState, command: Grab, offer: Offer, now: int, d
 
 # A drained envelope is `sold_out` although it is closed too (CONTRACT), so that test comes before `over`.
 REFUSALS: list[Refusal] = [
-    no_such_offer, _already_taken, _not_open_yet, _on_hold, _drained, _over, _not_eligible, _limit_reached, _sold_out, _not_enough_left,
+    _already_taken, _not_open_yet, _on_hold, _drained, _over, _not_eligible, _limit_reached, _sold_out, _not_enough_left,
 ]  # fmt: skip
 
 
 def available(offer: Offer) -> int:
-    """Units that a newcomer can take: none while others wait for what comes back."""
-    return 0 if offer.queue else offer.units_left
+    """Units that a newcomer can take: those that suffice for none of the first CONSIDERED_MAX grabs in the queue."""
+    waiting = (offer.grabs[name] for name in offer.queue[:CONSIDERED_MAX])
+    return 0 if any(_units_for(offer, grab) for grab in waiting) else offer.units_left
+
+
+def _units_for(offer: Offer, grab: Taken) -> int:
+    """What a waiting grab gets of the units that are left; 0 when they do not suffice, or cost more than one sum may be."""
+    price = offer.pieces.price or 0
+    payable = AMOUNT_MAX // price if price else AMOUNT_MAX
+    if offer.pieces.take == "up_to":
+        return min(grab.quantity, offer.units_left, payable)
+    return grab.quantity if grab.quantity <= min(offer.units_left, payable) else 0
 
 
 def may_wait(offer: Offer, command: Grab) -> bool:
@@ -123,7 +148,9 @@ def with_part(answer: Answer, part: Part) -> Answer:
 # -- carrying out -----------------------------------------------------------------------------------------------------
 
 
-def draw_part(state: ShardState, command: Grab, offer: Offer, digest: str, now: int) -> tuple[Answer, list[AnyEvent]]:
+def draw_part(
+    state: ShardState, command: Grab, offer: Offer, digest: str, now: int, drawn: Drawn
+) -> tuple[Answer, list[AnyEvent]]:  # fmt: skip
     """The next part of an envelope."""
     terms, place = offer.terms, offer.places + 1
     assert isinstance(terms, EnvelopeTerms)
@@ -135,11 +162,26 @@ def draw_part(state: ShardState, command: Grab, offer: Offer, digest: str, now: 
     offer.places, offer.units_left, offer.amount_left = place, offer.units_left - 1, offer.amount_left - amount
     event = GrabGranted(
         **head_of(state, offer, command.id, now), grab=command.id, user=command.user, quantity=1, amount=amount, asset=terms.asset,
-        place=place, left=offer.units_left, attributes=command.attributes, digest=digest,
+        place=place, left=offer.units_left, attributes=command.attributes, **use_ticket(state, offer, now, drawn), digest=digest,
     )  # fmt: skip
     offer.users[command.user] = Part(place, amount, event.seq)
     answer = answered(state, command, Outcome.granted, now, grab=command.id, amount=amount, quantity=1, place=place, left=offer.units_left)
     return answer, [event]
+
+
+def use_ticket(state: ShardState, offer: Offer, now: int, drawn: Drawn) -> dict[str, Any]:
+    """Uses a single-use ticket; returns what the event says of it. One of the campaign makes room by TICKETS_FORGOTTEN that have ended."""
+    if offer.terms.audience != "ticket" or not drawn["ticket_once"]:
+        return {}
+    once, ends_at = drawn["ticket_once"], drawn.get("ticket_ends_at")
+    if ends_at is None:
+        offer.seen.add(f"ticket/{once}")
+        return {"ticket": once}
+    ended = sorted((ends, name) for (campaign, name), ends in state.tickets.items() if campaign == offer.campaign and ends <= now)
+    for _, name in ended[:TICKETS_FORGOTTEN]:
+        del state.tickets[offer.campaign, name]
+    state.tickets[offer.campaign, once] = ends_at
+    return {"ticket": once, "ticket_ends_at": ends_at}
 
 
 def take_pieces(state: ShardState, command: Grab, offer: Offer, digest: str, now: int, drawn: Drawn) -> Decided:
@@ -153,20 +195,18 @@ def take_pieces(state: ShardState, command: Grab, offer: Offer, digest: str, now
     waits = available(offer) < (1 if terms.take == "up_to" else wanted)
     quantity = wanted if waits else min(wanted, available(offer))
     limits.count(state, offer, counted, quantity)
-    once = drawn.get("ticket_once") if terms.audience == "ticket" else None
-    if once:
-        offer.seen.add(f"ticket/{once}")
+    ticket = use_ticket(state, offer, now, drawn)
     grab = Taken(command.user, 0, quantity, under=counted, counted=[Batch(quantity, tuple(counted))])
     offer.grabs[command.id] = grab
     if waits:
-        return _queue(state, command, offer, grab, digest, now, once)
+        return _queue(state, command, offer, grab, digest, now, ticket)
     offer.places += 1
     grab.place, grab.price = offer.places, terms.price or 0
     _move_out(offer, quantity)
     common: dict[str, Any] = {
         "grab": command.id, "user": command.user, "quantity": quantity, "amount": quantity, "asset": offer.asset, "place": grab.place,
         "left": offer.units_left, "asked": command.quantity if command.quantity != quantity else None,
-        "attributes": command.attributes, "ticket": once or None, "basket": command.basket, "digest": digest,
+        "attributes": command.attributes, **ticket, "basket": command.basket, "digest": digest,
     }  # fmt: skip
     states = limits.states_of(offer, limits.counts_of(state, offer, counted), now)
     said = {"grab": command.id, "amount": quantity, "quantity": quantity, "place": grab.place, "left": offer.units_left, "limits": states}
@@ -181,13 +221,13 @@ def take_pieces(state: ShardState, command: Grab, offer: Offer, digest: str, now
     return Decided(answered(state, command, Outcome.held, now, **said, **hold_of(offer, grab)), [event])
 
 
-def _queue(state: ShardState, command: Grab, offer: Offer, grab: Taken, digest: str, now: int, once: str | None) -> Decided:
+def _queue(state: ShardState, command: Grab, offer: Offer, grab: Taken, digest: str, now: int, ticket: dict[str, Any]) -> Decided:
     offer.queued += 1
     grab.place, grab.status = offer.queued, Status.waiting
     offer.queue.append(command.id)
     event = GrabQueued(
         **head_of(state, offer, command.id, now), grab=command.id, user=command.user, quantity=grab.quantity, amount=0,
-        asset=offer.asset, place=grab.place, left=offer.units_left, attributes=command.attributes, ticket=once or None, digest=digest,
+        asset=offer.asset, place=grab.place, left=offer.units_left, attributes=command.attributes, **ticket, digest=digest,
     )  # fmt: skip
     lefts = limits.states_of(offer, limits.counts_of(state, offer, grab.under), now)
     return Decided(
@@ -234,18 +274,23 @@ def numbered(offer: Offer, grab: Taken, codes: tuple[str, ...]) -> dict[str, Any
 
 
 def serve(state: ShardState, offer: Offer, command: str, now: int) -> list[AnyEvent]:
-    """Units that came back go to those who wait, first come, first served, as holds; a bounded number at once."""
-    terms, events = offer.terms, list[AnyEvent]()
+    """Units that are left go to the first grab in the queue that they suffice for, as holds; a bounded number at once.
+
+    The first CONSIDERED_MAX are considered. Those that the units do not suffice for keep their places.
+    """
+    terms, events, place = offer.terms, list[AnyEvent](), 0
     if isinstance(terms, EnvelopeTerms) or offer.closed_reason or now >= offer.closes_at:
         return events
-    while offer.queue and offer.units_left:
-        grab = offer.grabs[offer.queue[0]]
-        if terms.take == "all" and grab.quantity > offer.units_left:
-            break
+    while offer.units_left and place < min(len(offer.queue), CONSIDERED_MAX):
+        grab = offer.grabs[offer.queue[place]]
+        quantity = _units_for(offer, grab)
+        if not quantity:
+            place += 1
+            continue
         if len(events) == SERVED_AT_ONCE_MAX:
             offer.due = now
             break
-        name, quantity = offer.queue.pop(0), min(grab.quantity, offer.units_left)
+        name = offer.queue.pop(place)
         limits.give_back(state, offer, grab, grab.quantity - quantity)
         asked = grab.quantity
         offer.places += 1

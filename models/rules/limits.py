@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from models.answers import LimitState
-from models.calendar import window_ends, window_of
+from models.calendar import Offsets, window_ends, window_of
 from models.commands import Grab
 from models.offers import Limit
 from models.rules.state import Batch, Counted, Offer, ShardState, Taken
@@ -15,12 +15,12 @@ def value_of(limit: Limit, command: Grab) -> str | None:
 
 
 def counted_under(offer: Offer, command: Grab, now: int) -> list[Counted]:
-    """The counters of a grab, one for each limit of the offer, in order. A campaign's is named by its time zone too."""
+    """The counters of a grab, one for each limit of the offer, in order."""
     found = []
     for limit in offer.pieces.limits:
         of_campaign = limit.scope == "campaign"
-        zone = f"{offer.terms.timezone}/" if of_campaign else ""
-        found.append(Counted(f"{zone}{limit.name}/{value_of(limit, command)}", window_of(limit.per, offer.offsets, now), of_campaign))
+        window = window_of(limit.per, _offsets(offer, of_campaign), now)
+        found.append(Counted(f"{limit.name}/{value_of(limit, command)}", window, of_campaign))
     return found
 
 
@@ -56,14 +56,24 @@ def give_back(state: ShardState, offer: Offer, grab: Taken, quantity: int) -> No
 def states_of(offer: Offer, counts: Sequence[int], now: int) -> tuple[LimitState, ...]:
     """What each limit leaves, and until when."""
     return tuple(
-        LimitState(limit.by, limit.per, limit.max, max(limit.max - counted, 0), window_ends(limit.per, offer.offsets, now), limit.scope)
+        LimitState(
+            limit.by,
+            limit.per,
+            limit.max,
+            max(limit.max - counted, 0),
+            window_ends(limit.per, _offsets(offer, limit.scope == "campaign"), now),
+            limit.scope,
+        )
         for limit, counted in zip(offer.pieces.limits, counts, strict=True)
     )
 
 
 def counted_anew(offer: Offer, grab: Taken, now: int) -> list[Counted]:
     """The counters a grab was first counted under, in their windows of now."""
-    return [one._replace(window=window_of(_name_of(offer, one).split("/")[1], offer.offsets, now)) for one in grab.under]  # type: ignore[arg-type]
+    return [
+        one._replace(window=window_of(one.counter.split("/")[1], _offsets(offer, one.of_campaign), now))  # type: ignore[arg-type]
+        for one in grab.under
+    ]
 
 
 def lefts_under(state: ShardState, offer: Offer, counted: Sequence[Counted]) -> list[int]:
@@ -71,14 +81,15 @@ def lefts_under(state: ShardState, offer: Offer, counted: Sequence[Counted]) -> 
     most = {(limit.name, limit.scope == "campaign"): limit.max for limit in offer.pieces.limits}
     found = []
     for one, number in zip(counted, counts_of(state, offer, counted), strict=True):
-        limit = most.get((_name_of(offer, one).rsplit("/", 1)[0], one.of_campaign))
+        limit = most.get((one.counter.rsplit("/", 1)[0], one.of_campaign))
         if limit is not None:
             found.append(limit - number)
     return found
 
 
-def _name_of(offer: Offer, one: Counted) -> str:
-    return one.counter.removeprefix(f"{offer.terms.timezone}/") if one.of_campaign else one.counter
+def _offsets(offer: Offer, of_campaign: bool) -> Offsets:
+    """The time zone of a limit: the offer's, or that of its campaign's first offer."""
+    return offer.campaign_offsets if of_campaign else offer.offsets
 
 
 def _read(state: ShardState, offer: Offer, one: Counted) -> tuple[int, int]:

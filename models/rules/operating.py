@@ -7,10 +7,12 @@ import msgspec
 from msgspec import UNSET
 
 from models.answers import Answer
+from models.bounds import CODES_PER_GRAB_MAX
 from models.calendar import offsets_of
 from models.commands import Adjust, Amend, AnyCommand, Close, Load, Open, Pause, Resume
 from models.events import (
     AnyEvent,
+    CampaignZone,
     LedgerAdjusted,
     OfferAmended,
     OfferClosed,
@@ -20,11 +22,23 @@ from models.events import (
     OfferResumed,
     OfferRetired,
 )
+from models.identifiers import campaign_of
 from models.money import AMOUNT_MAX
-from models.offers import ENVELOPE_CHANGES, ENVELOPE_LIFE_MS, TIME_MS_MAX, Changes, EnvelopeTerms, Terms, asset_of, published, units_of
+from models.offers import (
+    ENVELOPE_CHANGES,
+    ENVELOPE_LIFE_MS,
+    TIME_MS_MAX,
+    WITH_CODES,
+    Changes,
+    EnvelopeTerms,
+    Terms,
+    asset_of,
+    published,
+    units_of,
+)
 from models.outcomes import Outcome
 from models.rules.grabbing import SERVED_AT_ONCE_MAX, leave_queue, serve
-from models.rules.state import Decided, Drawn, Offer, Remembered, ShardState, answered, due_when_closed, head_of, refused
+from models.rules.state import Decided, Drawn, Offer, Past, Remembered, ShardState, answered, due_when_closed, head_of, refused
 from models.splitting import check_split, split_ahead
 from models.transfers import BookedEntry, source_of
 
@@ -42,7 +56,12 @@ def open_offer(state: ShardState, command: Open, digest: str, now: int, drawn: D
     if closes_at <= opens_at:
         return Decided(refused(state, command, Outcome.invalid, now, message=CLOSES_TOO_EARLY), [])
     offsets = offsets_of(terms.timezone, drawn.get("clock_ms", now))
-    offer = Offer(command.offer, terms, opens_at, closes_at, terms.total, units_of(terms), closes_at, offsets=offsets, offer_seq=0)
+    own_zone = CampaignZone(terms.timezone, offsets)
+    zone = state.zones.setdefault(campaign_of(command.offer), own_zone)
+    offer = Offer(
+        command.offer, terms, opens_at, closes_at, terms.total, units_of(terms), closes_at, offsets=offsets, campaign_offsets=zone.offsets,
+        offer_seq=0,
+    )  # fmt: skip
     seed = _draw(offer, terms, drawn)
     state.offers[command.offer] = offer
     asset = asset_of(command.offer, terms)
@@ -57,13 +76,14 @@ def open_offer(state: ShardState, command: Open, digest: str, now: int, drawn: D
         closes_at=closes_at,
         terms=msgspec.Raw(msgspec.json.encode(published(terms))),
         offsets=offsets,
+        campaign_zone=zone if zone != own_zone else None,
         seed_sha256=sha256(bytes.fromhex(seed)).hexdigest() if seed else None,
         sealed_seed=drawn.get("sealed_seed") if seed else None,
         operator=command.operator,
         digest=digest,
     )
     answer = answered(state, command, Outcome.opened, now, amount=terms.total, left=offer.units_left)
-    state.answers[offer.campaign, command.id] = Remembered(answer, digest)
+    state.answers[offer.campaign, command.id] = Remembered(answer, state.digests.remembered(command))
     return Decided(answer, [event])
 
 
@@ -174,6 +194,9 @@ def unfit(offer: Offer, changes: Changes, now: int) -> str | None:
     terms = offer.pieces
     if changes.total is not UNSET and "codes" in offer.chunks:
         return "changes.total: an offer with codes keeps its total"
+    gets_codes = "codes" in offer.chunks or getattr(terms, "codes", False)
+    if gets_codes and fields.get("max_per_grab", 0) > CODES_PER_GRAB_MAX:
+        return f"changes.max_per_grab: {WITH_CODES}"
     if changes.price is not UNSET and terms.currency is None:
         return "changes.price: the offer has no currency"
     if terms.hold_ms is None and fields.keys() & {"hold_ms", "extensions", "late", "grace_ms"}:
@@ -218,6 +241,8 @@ def _unloadable(offer: Offer, command: Load) -> str | None:
     known = offer.chunks.get(command.what)
     if command.what == "codes" and offer.terms.__struct_config__.tag != "coupon":
         return "what: only coupons have codes"
+    if command.what == "codes" and offer.pieces.max_per_grab > CODES_PER_GRAB_MAX:
+        return f"what: max_per_grab must be {WITH_CODES}"
     if command.what == "audience" and offer.terms.audience != "list":
         return "what: the audience of this offer is no list"
     if known is not None and known != command.chunks:
@@ -256,24 +281,23 @@ def fall_due(state: ShardState, offer: Offer, now: int) -> list[AnyEvent]:
         offer.due = now + RETIRE_AGAIN_MS
         return []
     event = OfferRetired(**head_of(state, offer, "sweep", now))
-    _forget(state, offer)
+    _retire(state, offer, now)
     return [event]
 
 
-def _forget(state: ShardState, offer: Offer) -> None:
-    """Takes an offer out; what its campaign remembers goes with the campaign's last offer, or offer by offer."""
+def _retire(state: ShardState, offer: Offer, now: int) -> None:
+    """Takes an offer out, and what is remembered of it but its payments; limits across a campaign go with the campaign's last offer."""
     del state.offers[offer.name]
     state.retired.add(offer.name)
-    last = not any(other.campaign == offer.campaign for other in state.offers.values())
-    for key, kept in list(state.answers.items()):
-        if key[0] == offer.campaign and (last or kept.answer.offer == offer.name):
-            del state.answers[key]
-    if last:
-        # Payments are known as long as their campaign, or one could pay twice, for an offer that is gone and for its sister.
-        for payment in [payment for payment in state.payments if payment[0] == offer.campaign]:
-            del state.payments[payment]
+    state.past[offer.name] = Past(offer.offer_seq, now)
+    for key in [key for key, kept in state.answers.items() if key[0] == offer.campaign and kept.answer.offer == offer.name]:
+        del state.answers[key]
+    if not any(other.campaign == offer.campaign for other in state.offers.values()):
         for counter in [counter for counter in state.counters if counter[0] == offer.campaign]:
             del state.counters[counter]
+        for ticket in [ticket for ticket in state.tickets if ticket[0] == offer.campaign]:
+            del state.tickets[ticket]
+        del state.zones[offer.campaign]
 
 
 _STEER: dict[type, Any] = {

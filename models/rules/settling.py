@@ -6,7 +6,7 @@ A hold whose time is over is ended by whoever meets it first, the sweeper or a c
 from typing import Any
 
 from models.answers import Answer, LimitState
-from models.commands import Confirm, Extend, Redeem, Release, Return, Settle, Unredeem
+from models.commands import AnyCommand, Confirm, Extend, Redeem, Release, Return, Settle, Unredeem
 from models.events import (
     AnyEvent,
     GrabConfirmed,
@@ -17,10 +17,18 @@ from models.events import (
     GrabUnredeemed,
     PaymentRefundDue,
 )
+from models.identifiers import campaign_of
 from models.outcomes import Outcome
 from models.rules import limits
 from models.rules.grabbing import about, available, hand_out, leave_queue, numbered, serve
 from models.rules.state import Batch, Decided, Offer, Order, Payment, ShardState, Status, Taken, answered, head_of, refused
+
+#: A grab's payments that were not returned, and the windows its units may be counted in.
+PAYMENTS_MAX = 100
+COUNTED_MAX = 100
+TOO_MANY_PAYMENTS = f"payment: a grab has at most {PAYMENTS_MAX} payments that were not returned"
+TOO_LATE = "the offer retired too long ago, so nothing was booked for this payment: see the view payments, and adjust what is missing"
+NEVER_OPENED = "no offer was ever opened under this id, so nothing was booked for this payment: pay it back where it came from"
 
 
 def settle(state: ShardState, command: Settle, offer: Offer, digest: str, now: int) -> Decided:
@@ -85,15 +93,26 @@ def _refuse(state: ShardState, command: Settle, outcome: Outcome, now: int, **re
     return Decided(refused(state, command, outcome, now, **rest), [], False)
 
 
+def settle_nowhere(state: ShardState, command: AnyCommand, digest: str, now: int) -> Decided:
+    """A command where there is no offer, or not any more. What became of a payment is known for a time after its offer has retired;
+    other money that comes then is to be paid back."""
+    if isinstance(command, Confirm):
+        if known := _repeated_payment(state, command, now):
+            return known
+        past = state.past.get(command.offer)
+        if past is not None and state.knows_payments_of(command.offer, now):
+            return _unserved(state, command, None, Outcome.no_such_offer, digest, now)
+        if command.paid:
+            return _refuse(state, command, Outcome.no_such_offer, now, message=TOO_LATE if past else NEVER_OPENED)
+    return Decided(refused(state, command, Outcome.no_such_offer, now), [], False)
+
+
 # -- confirm ----------------------------------------------------------------------------------------------------------
 
 
 def _confirm(state: ShardState, command: Confirm, offer: Offer, grab: Taken | None, digest: str, now: int) -> Decided:
-    known = state.payments.get((offer.campaign, command.payment)) if command.payment else None
-    if known is not None:
-        if (known.offer, known.grab) != (offer.name, command.grab):
-            return _refuse(state, command, Outcome.conflict, now)
-        return _again(state, command, Outcome(known.code), (known.seq, known.at), quantity=known.quantity or None)
+    if known := _repeated_payment(state, command, now):
+        return known
     if grab is None:
         return _unserved(state, command, offer, Outcome.no_such_grab, digest, now)
     base = grab.held or grab.lapsed
@@ -107,9 +126,22 @@ def _confirm(state: ShardState, command: Confirm, offer: Offer, grab: Taken | No
         return _unserved(state, command, offer, Outcome.invalid, digest, now, message="paid: not what is due")
     if quantity > base:
         return _unserved(state, command, offer, Outcome.not_enough_left, digest, now, left=base)
+    if command.payment is not None and len(grab.payments) >= PAYMENTS_MAX:
+        limit = LimitState("payment", "offer", PAYMENTS_MAX, 0)
+        return _unserved(state, command, offer, Outcome.limit_reached, digest, now, message=TOO_MANY_PAYMENTS, limit=limit)
     if not grab.held and not _retake(state, offer, grab, quantity, now):
         return _unserved(state, command, offer, Outcome.expired, digest, now)
     return _confirmed(state, command, offer, grab, quantity, digest, now)
+
+
+def _repeated_payment(state: ShardState, command: Confirm, now: int) -> Decided | None:
+    """The answer to a payment that is known already: for this grab what became of it, for another one a conflict."""
+    known = state.payments.get((campaign_of(command.offer), command.payment)) if command.payment else None
+    if known is None or not state.knows_payments_of(known.offer, now):
+        return None
+    if (known.offer, known.grab) != (command.offer, command.grab):
+        return _refuse(state, command, Outcome.conflict, now)
+    return _again(state, command, Outcome(known.code), (known.seq, known.at), quantity=known.quantity or None)
 
 
 def _retake(state: ShardState, offer: Offer, grab: Taken, quantity: int, now: int) -> bool:
@@ -119,9 +151,15 @@ def _retake(state: ShardState, offer: Offer, grab: Taken, quantity: int, now: in
     counted = limits.counted_anew(offer, grab, now)
     if any(left < quantity for left in limits.lefts_under(state, offer, counted)):
         return False
+    newest = grab.counted[-1] if grab.counted else None
+    if newest is not None and newest.under == tuple(counted):
+        grab.counted[-1] = Batch(newest.units + quantity, newest.under)
+    elif len(grab.counted) >= COUNTED_MAX:
+        return False
+    else:
+        grab.counted.append(Batch(quantity, tuple(counted)))
     offer.units_left -= quantity
     offer.amount_left -= quantity
-    grab.counted.append(Batch(quantity, tuple(counted)))
     limits.count(state, offer, counted, quantity)
     return True
 
@@ -150,19 +188,31 @@ def _confirmed(state: ShardState, command: Confirm, offer: Offer, grab: Taken, q
     return Decided(answered(state, command, Outcome.confirmed, now, **said), [event])
 
 
-def _unserved(state: ShardState, command: Confirm, offer: Offer, outcome: Outcome, digest: str, now: int, **rest: Any) -> Decided:
+def _unserved(state: ShardState, command: Confirm, offer: Offer | None, outcome: Outcome, digest: str, now: int, **rest: Any) -> Decided:
     """A payment that cannot be served is refused, and is to be paid back, once."""
     if command.payment is None or not command.paid:
         return _refuse(state, command, outcome, now, **rest)
     assert command.currency is not None
+    head = head_of(state, offer, command.id, now) if offer else _head_of_past(state, command, now)
     event = PaymentRefundDue(
-        **head_of(state, offer, command.id, now), grab=command.grab, payment=command.payment, amount=command.paid,
-        asset=command.currency, outcome=outcome.name, digest=digest,
-    )  # fmt: skip
-    payment = Payment(offer.name, command.grab, int(outcome), event.seq, now, 0)
-    state.payments[offer.campaign, command.payment] = payment
+        **head, grab=command.grab, payment=command.payment, amount=command.paid, asset=command.currency, outcome=outcome.name, digest=digest
+    )
+    payment = Payment(command.offer, command.grab, int(outcome), event.seq, now, 0)
+    state.payments[campaign_of(command.offer), command.payment] = payment
     message = "; ".join(filter(None, (rest.pop("message", None), "the payment is to be paid back")))
     return Decided(refused(state, command, outcome, now, seq=event.seq, message=message, **rest), [event])
+
+
+def _head_of_past(state: ShardState, command: Confirm, now: int) -> dict[str, Any]:
+    """The fields every event has, of an offer that has retired: its numbers go on from the last one."""
+    past = state.past[command.offer]
+    state.seq += 1
+    state.time = now
+    state.past[command.offer] = past._replace(offer_seq=past.offer_seq + 1)
+    return {
+        "v": 1, "shard": state.shard, "seq": state.seq, "offer_seq": past.offer_seq + 1, "offer": command.offer, "at": now,
+        "command": command.id,
+    }  # fmt: skip
 
 
 # -- release, extend, return ------------------------------------------------------------------------------------------
@@ -258,7 +308,7 @@ def _refunds(grab: Taken, quantity: int) -> tuple[tuple[str, int], ...]:
 def _redeem(state: ShardState, command: Redeem, offer: Offer, grab: Taken | None, digest: str, now: int) -> Decided:
     if grab is None:
         return _refuse(state, command, Outcome.no_such_grab, now)
-    order = _order(grab, command.order)
+    order = offer.orders.get((command.grab, command.order))
     if order is not None and order.quantity:
         if order.quantity != command.quantity:
             return _refuse(state, command, Outcome.conflict, now)
@@ -273,14 +323,14 @@ def _redeem(state: ShardState, command: Redeem, offer: Offer, grab: Taken | None
         **head_of(state, offer, command.id, now), **about(offer, command.grab, grab, command.quantity), order=command.order,
         digest=digest,
     )  # fmt: skip
-    _put_order(grab, Order(command.order, command.quantity, event.seq, now))
+    offer.orders[command.grab, command.order] = Order(command.quantity, event.seq, now)
     return Decided(answered(state, command, Outcome.redeemed, now, **_said(command, offer, grab, command.quantity)), [event])
 
 
 def _unredeem(state: ShardState, command: Unredeem, offer: Offer, grab: Taken | None, digest: str, now: int) -> Decided:
     if grab is None:
         return _refuse(state, command, Outcome.no_such_grab, now)
-    order = _order(grab, command.order)
+    order = offer.orders.get((command.grab, command.order))
     if order is None:
         return _refuse(state, command, Outcome.not_redeemable, now)
     if not order.quantity:
@@ -290,16 +340,8 @@ def _unredeem(state: ShardState, command: Unredeem, offer: Offer, grab: Taken | 
     event = GrabUnredeemed(
         **head_of(state, offer, command.id, now), **about(offer, command.grab, grab, quantity), order=command.order, digest=digest
     )
-    _put_order(grab, Order(command.order, 0, event.seq, now))
+    offer.orders[command.grab, command.order] = Order(0, event.seq, now)
     return Decided(answered(state, command, Outcome.unredeemed, now, **_said(command, offer, grab, quantity)), [event])
-
-
-def _order(grab: Taken, name: str) -> Order | None:
-    return next((order for order in grab.orders if order.order == name), None)
-
-
-def _put_order(grab: Taken, order: Order) -> None:
-    grab.orders = [one for one in grab.orders if one.order != order.order] + [order]
 
 
 _SETTLE: dict[type, Any] = {

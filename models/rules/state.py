@@ -9,22 +9,25 @@ from typing import Any, NamedTuple
 from models.answers import Answer
 from models.calendar import Offsets
 from models.commands import Command
-from models.events import AnyEvent
+from models.digests import Digests
+from models.events import AnyEvent, CampaignZone
 from models.identifiers import campaign_of
-from models.offers import CouponTerms, EnvelopeTerms, PieceTerms, Terms, asset_of, week_minutes
+from models.offers import PAYMENTS_KNOWN_MS, CouponTerms, EnvelopeTerms, PieceTerms, Terms, asset_of, week_minutes
 from models.outcomes import Outcome
 
 REFUSALS_MAX = 100_000
 
-#: What a server adds to a command: for `open` seed, sealed_seed and clock_ms (the gate's); for a grab ticket_expires_at, ticket_once.
+#: What a server adds to a command: for `open` seed, sealed_seed and clock_ms (the gate's); for a grab ticket_expires_at,
+#: ticket_once, and ticket_ends_at where a single use counts in the campaign.
 Drawn = Mapping[str, Any]
 
 
 class Remembered(NamedTuple):
-    """What is kept under a command's id: its first answer and its body's digest."""
+    """What is kept under a command's id: its first answer, its body's digest, and the body itself where that is compared."""
 
     answer: Answer
     digest: str
+    whole: str | None = None
 
 
 class Part(NamedTuple):
@@ -62,11 +65,17 @@ class Payment(NamedTuple):
 
 
 class Order(NamedTuple):
-    """Units used for an order (0: taken back), and the event that says so."""
+    """Units of a grab used for an order (0: taken back), and the event that says so."""
 
-    order: str
     quantity: int
     seq: int
+    at: int
+
+
+class Past(NamedTuple):
+    """What is kept of an offer that has retired: its last `offer_seq`, and when it retired (ms)."""
+
+    offer_seq: int
     at: int
 
 
@@ -105,7 +114,6 @@ class Taken:
     under: list[Counted] = field(default_factory=list)
     counted: list[Batch] = field(default_factory=list)
     payments: list[tuple[str, int]] = field(default_factory=list)
-    orders: list[Order] = field(default_factory=list)
     codes: list[str] = field(default_factory=list)
 
     @property
@@ -129,6 +137,7 @@ class Offer:
     max_part: int = 0
     parts: list[int] = field(default_factory=list)
     offsets: Offsets = ()
+    campaign_offsets: Offsets = ()
     paused: bool = False
     closed_reason: str | None = None
     places: int = 0
@@ -139,6 +148,8 @@ class Offer:
     queue: list[str] = field(default_factory=list)
     queued: int = 0
     held: int = 0
+    #: Units used by (grab, order).
+    orders: dict[tuple[str, str], Order] = field(default_factory=dict)
     codes: list[str] = field(default_factory=list)
     audience: set[str] = field(default_factory=set)
     seen: set[str] = field(default_factory=set)
@@ -189,15 +200,25 @@ class ShardState:
     """One shard: its clock, its offers, what it remembers of commands, and how often it refused what."""
 
     shard: int
+    digests: Digests = field(default_factory=Digests)
     seq: int = 0
     time: int = 0
     offers: dict[str, Offer] = field(default_factory=dict)
     retired: set[str] = field(default_factory=set)
+    past: dict[str, Past] = field(default_factory=dict)
     answers: dict[tuple[str, str], Remembered] = field(default_factory=dict)
     refusals: OrderedDict[tuple[str, str], Remembered] = field(default_factory=OrderedDict)
     demand: Counter[tuple[int, int, str]] = field(default_factory=Counter)
     payments: dict[tuple[str, str], Payment] = field(default_factory=dict)
     counters: dict[tuple[str, str], tuple[int, int]] = field(default_factory=dict)
+    #: Single-use tickets of campaigns that were used, and when they end; the time zones that limits of campaigns count in.
+    tickets: dict[tuple[str, str], int] = field(default_factory=dict)
+    zones: dict[str, CampaignZone] = field(default_factory=dict)
+
+    def knows_payments_of(self, offer: str, now: int) -> bool:
+        """Whether what became of an offer's payments counts: while the offer is there, and for a time after it has retired."""
+        past = self.past.get(offer)
+        return past is None or now < past.at + PAYMENTS_KNOWN_MS
 
 
 class Decided(NamedTuple):

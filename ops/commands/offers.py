@@ -18,6 +18,7 @@ from rich.text import Text
 
 from lua.gate import Gate, OutcomeUnknown, now_ms
 from models.answers import Answer, encode_answer
+from models.bounds import FILE_BYTES_MAX
 from models.commands import AnyCommand, Open, Undecodable, decode_command, encode_command
 from models.identifiers import is_id
 from models.offers import EnvelopeTerms
@@ -192,8 +193,11 @@ def open(file: Path, form: Form | None, dry_run: bool, operator: str | None, as_
 
 
 def read_text(file: Path) -> str:
-    """A file, or standard input for `-`, as UTF-8; raises BadOfferFile when it is not."""
-    raw = click.get_binary_stream("stdin").read() if str(file) == "-" else file.read_bytes()
+    """A file, or standard input for `-`, as UTF-8; raises BadOfferFile when it is not, or is too large to be read at once."""
+    with click.get_binary_stream("stdin") if str(file) == "-" else file.open("rb") as stream:
+        raw = stream.read(FILE_BYTES_MAX + 1)
+    if len(raw) > FILE_BYTES_MAX:
+        raise BadOfferFile([("file", f"has more than {FILE_BYTES_MAX:,} bytes; make several files of it")])
     try:
         return raw.decode()
     except UnicodeDecodeError as error:

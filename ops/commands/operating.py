@@ -5,7 +5,6 @@ import sys
 from base64 import b64decode
 from collections import Counter
 from collections.abc import Callable, Sequence
-from hashlib import blake2b
 from pathlib import Path
 from typing import Final, Literal
 
@@ -17,7 +16,8 @@ from cryptography.hazmat.primitives.serialization import load_pem_private_key
 from lua.gate import Gate, OutcomeUnknown, now_ms
 from lua.tickets import sign
 from models.answers import Answer, encode_answer
-from models.commands import ITEMS_MAX, Load, check
+from models.commands import Load, check, in_chunks
+from models.digests import Digests
 from models.identifiers import is_id
 from models.money import Invalid
 from models.offers import TIME_MS_MAX
@@ -36,7 +36,7 @@ from ops.commands.offers import (
     read_text,
     ready_settings,
 )
-from ops.connections import open_gate
+from ops.connections import open_gate, sealer
 from ops.offer_files import BadOfferFile, read_changes
 from ops.output import json_option, print_json
 from ops.settings import Settings
@@ -44,7 +44,7 @@ from ops.written import read_duration, read_time
 
 What = Literal["codes", "audience"]
 
-#: Chunks of ITEMS_MAX items in one gate call: few enough that the bar moves and Ctrl-C is heard soon.
+#: Chunks in one gate call: few enough that the bar moves and Ctrl-C is heard soon.
 CHUNKS_A_CALL: Final = 16
 #: Refusals of a chunk that are remembered under its id are passed over by this many ids.
 ATTEMPTS_MAX: Final = 100
@@ -162,15 +162,11 @@ def _chunks(offer: str, operator: str | None, what: What, text: str) -> list[Loa
     items = [line for line in lines if line]
     if not items:
         raise BadOfferFile([("file", f"has no {what}; give one a line")])
-    count = -(-len(items) // ITEMS_MAX)
+    parts = in_chunks(what, items)
     chunks = [
-        Load(
-            id="", offer=offer, operator=operator, what=what, chunk=number, chunks=count,
-            items=tuple(items[(number - 1) * ITEMS_MAX : number * ITEMS_MAX]),
-        )
-        for number in range(1, count + 1)
-    ]  # fmt: skip
-    chunks = list(map(_named, chunks))
+        Load(id="load", offer=offer, operator=operator, what=what, chunk=number, chunks=len(parts), items=part)
+        for number, part in enumerate(parts, 1)
+    ]
     if what == "codes" and (twice := [item for item, times in Counter(items).items() if times > 1]):
         shown = ", ".join(map(repr, twice[:3]))
         raise BadOfferFile([("file", f"{len(twice):,} codes stand there more than once, {shown} among them; each is given once")])
@@ -198,11 +194,14 @@ def _problems(what: What, lines: Sequence[str]) -> list[tuple[str, str]]:
     return [*problems, ("file", f"{more:,} more lines are wrong")] if more else problems
 
 
-def _named(chunk: Load, attempt: int = 1) -> Load:
-    """The chunk under its id, which follows from what it carries: the same file again gets the same answers, another one its own."""
-    carried = blake2b("\n".join((chunk.offer, str(chunk.chunks), *chunk.items)).encode(), digest_size=15)
-    ending = f"-{attempt}" if attempt > 1 else ""
-    return msgspec.structs.replace(chunk, id=f"load-{chunk.what}-{chunk.chunk}-{carried.hexdigest()}{ending}")
+def _ids(chunk: Load, digests: Digests) -> list[str]:
+    """The ids under which a chunk may be there, the one for a new chunk first.
+
+    An id follows from what the chunk carries: the same file again gets the same answers, another one its own. It is keyed, since codes
+    could be found from it by trying; so chunks that were loaded before a key was rotated have that key's id.
+    """
+    text = "\n".join((chunk.offer, str(chunk.chunks), *chunk.items))
+    return [f"load-{chunk.what}-{chunk.chunk}-{name}" for name in digests.names(text)]
 
 
 def _load(chunks: Sequence[Load], summary: dict[str, object], as_json: bool) -> None:
@@ -253,16 +252,26 @@ async def _load_all(settings: Settings, chunks: Sequence[Load], show: Callable[[
 
 
 async def _load_piece(gate: Gate, settings: Settings, chunks: Sequence[Load]) -> list[Answer]:
+    digests = sealer(settings).digests
+    ids = {chunk.chunk: _ids(chunk, digests) for chunk in chunks}
     answers: dict[int, Answer] = {}
-    waiting = chunks
-    for attempt in range(1, ATTEMPTS_MAX + 1):
-        # A refusal is remembered under its id, and what it said (no such offer) may be true no more: then the next id is tried.
-        commands = [_named(one, attempt) for one in waiting]
-        answered = await gate.decide(commands, patience_ms=settings.patience_ms, timeout_ms=settings.patience_ms)
-        answers |= {one.chunk: answer for one, answer in zip(waiting, answered, strict=True)}
-        waiting = [one for one in waiting if answers[one.chunk].repeated and not answers[one.chunk].positive]
-        if not waiting:
-            break
+
+    async def under(place: int, waiting: Sequence[Load]) -> None:
+        for attempt in range(1, ATTEMPTS_MAX + 1):
+            # A refusal is remembered under its id, and what it said (no such offer) may be true no more: then the next id is tried.
+            ending = f"-{attempt}" if attempt > 1 else ""
+            commands = [msgspec.structs.replace(one, id=ids[one.chunk][place] + ending) for one in waiting]
+            answered = await gate.decide(commands, patience_ms=settings.patience_ms, timeout_ms=settings.patience_ms)
+            answers.update((one.chunk, answer) for one, answer in zip(waiting, answered, strict=True))
+            waiting = [one for one in waiting if answers[one.chunk].repeated and not answers[one.chunk].positive]
+            if not waiting:
+                return
+
+    await under(0, chunks)
+    for place in range(1, max(map(len, ids.values()))):
+        # A chunk that is there under another id is told its first answer under that one only.
+        if there := [one for one in chunks if answers[one.chunk].outcome == "conflict"]:
+            await under(place, there)
     return [answers[one.chunk] for one in chunks]
 
 

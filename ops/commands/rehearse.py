@@ -22,16 +22,14 @@ from ops.output import WholeNumber, console, json_option, print_json, table
 from ops.rehearsal.crowd import Envelope, attempts, envelopes
 from ops.rehearsal.display import Display
 from ops.rehearsal.promotion import Promotion
-from ops.rehearsal.run import Progress, Rehearsal, look, open_books
-from ops.rehearsal.stage import Stage, WorkerEnded, set_up
+from ops.rehearsal.run import LOOK_EVERY_SECONDS, Patience, Rehearsal, closed, look, open_books
+from ops.rehearsal.stage import CannotGoOn, Stage, set_up
 from ops.rehearsal.story import Story, tell
 from ops.rehearsal.verdict import verdict
 from ops.rehearsal.week import Week, publish
 from ops.settings import Settings, load_settings
 from ops.verification import Check, verify
 
-LOOK_EVERY_SECONDS = 0.25
-FINISH_SECONDS = 60.0
 STORIES: Final[dict[str, type[Story]]] = {"week": Week, "promotion": Promotion}
 #: Options that only one kind of rehearsal has.
 OF_ENVELOPES: Final = ("parts", "small", "small_parts", "deadline")
@@ -59,8 +57,14 @@ MONEY: Final = ("revenue", "refunded", "refund_due")
 @click.option("--parts", type=WholeNumber(1, 1_000_000), default=100_000, show_default=True, help="Parts of the big envelope.")
 @click.option("--envelopes", "small", type=WholeNumber(min=0), default=24, show_default=True, help="Small envelopes beside it.")
 @click.option("--small-parts", type=WholeNumber(1, 1_000_000), default=500, show_default=True, help="Parts of each small envelope.")
-@click.option("--deadline", default=20.0, show_default=True, help="Seconds after which two envelopes close by themselves.")
-@click.option("--seed", type=int, help="Repeats the same crowd; drawn if absent, and printed.")
+@click.option(
+    "--deadline",
+    type=WholeNumber(1, 3_600),
+    default=20,
+    show_default=True,
+    help="Seconds after which two envelopes close by themselves, counted from when the crowd is let in.",
+)
+@click.option("--seed", type=WholeNumber(0, 10**9), help="Repeats the same crowd; drawn if absent, and printed.")
 @click.option("--keep", is_flag=True, help="Leave topics, tables and keys of the rehearsal in place.")
 @json_option
 @click.pass_context
@@ -72,7 +76,7 @@ def rehearse(
     parts: int,
     small: int,
     small_parts: int,
-    deadline: float,
+    deadline: int,
     seed: int | None,
     keep: bool,
     as_json: bool,
@@ -92,9 +96,9 @@ def rehearse(
             outcome = uvloop.run(_tell(STORIES[story], settings, seed, people, keep, as_json))
             outcome["files"] = publish(outcome, result)
         else:
-            chosen = envelopes(seed, parts, small, small_parts, now_ms() + int(deadline * 1000))
+            chosen = envelopes(seed, parts, small, small_parts, deadline * 1_000)
             outcome = uvloop.run(_rehearse(settings, chosen, seed, keep, as_json))
-    except (WorkerEnded, KeyboardInterrupt, asyncio.CancelledError) as error:
+    except (CannotGoOn, KeyboardInterrupt, asyncio.CancelledError) as error:
         click.echo(f"grabstream: {str(error) or 'stopped'}", err=True)
         sys.exit(1)
     if story in STORIES and not as_json:
@@ -153,13 +157,12 @@ async def _rehearse(settings: Settings, chosen: list[Envelope], seed: int, keep:
 async def _play(
     settings: Settings, stage: Stage, gate: Gate, redis: Any, chosen: list[Envelope], rehearsal: Rehearsal, quiet: bool
 ) -> dict[str, Any]:
-    # Every part is an event, and every envelope is opened and closed.
-    expected = sum(one.parts_wanted for one in chosen) + 2 * len(chosen)
-    display = Display(expected)
+    # For the bars only: every part is an event, and every envelope is opened and closed. Who comes after a deadline gets no part.
+    display = Display(sum(one.parts_wanted for one in chosen) + 2 * len(chosen))
     async with await open_books(settings) as connection:
         with display if not quiet else contextlib.nullcontext():
-            watching = asyncio.create_task(_watch(settings, stage, redis, connection, rehearsal, display, expected, quiet))
             playing = asyncio.create_task(_crowd(rehearsal))
+            watching = asyncio.create_task(_watch(settings, stage, redis, connection, rehearsal, display, playing, quiet))
             try:
                 await asyncio.wait({watching, playing}, return_when=asyncio.FIRST_EXCEPTION)
                 seconds = playing.result() if playing.done() else watching.result()
@@ -169,7 +172,7 @@ async def _play(
                     task.cancel()
                 await asyncio.gather(watching, playing, return_exceptions=True)
         checks = await verdict(connection, chosen, rehearsal.doors)
-    checks += await verify(settings)
+    checks += await verify(settings, share=1)
     return {
         "attempts": rehearsal.doors.total,
         "seconds": seconds,
@@ -182,6 +185,7 @@ async def _play(
 
 
 async def _crowd(rehearsal: Rehearsal) -> float:
+    await rehearsal.until_ready()
     await rehearsal.open()
     seconds = await rehearsal.crowd()
     await rehearsal.close_leftovers()
@@ -195,23 +199,29 @@ async def _watch(
     connection: Any,
     rehearsal: Rehearsal,
     display: Display,
-    expected: int,
+    playing: "asyncio.Task[float]",
     quiet: bool,
 ) -> float:
-    """Shows progress until every expected event is in every read model, and returns the seconds it took."""
-    began = time.monotonic()
-    last_news, last = began, Progress()
+    """Shows progress until the crowd has gone, every envelope is closed, and all that was decided is in every read model.
+
+    Returns the seconds it took from the first grab; raises CannotGoOn when nothing moves any more.
+    """
+    patience = Patience()
     while True:
+        # Before anything else is looked at: what it decided in the end is then seen below.
+        gone = playing.done()
         stage.check()
         progress = await look(redis, key_space(settings), connection)
         if not quiet:
             display.show(rehearsal.doors, progress)
-        if progress.decided >= expected and progress.complete:
-            return time.monotonic() - began
-        if progress != last:
-            last_news, last = time.monotonic(), progress
-        if time.monotonic() - last_news > FINISH_SECONDS:
-            raise WorkerEnded(f"nothing moved for {FINISH_SECONDS:.0f} s: {progress.decided} of {expected} events decided")
+        closed_now = await closed(connection)
+        if gone and progress.complete and closed_now == rehearsal.envelopes:
+            return time.monotonic() - rehearsal.began
+        doors = rehearsal.doors
+        answered = sum(doors.answered.values())
+        said = f"{answered} of {doors.total} attempts answered, {progress.decided} events decided, {progress.journaled} journaled, "
+        said += f"read models at {progress.read_models}, {closed_now} of {rehearsal.envelopes} envelopes closed"
+        patience.look((rehearsal.partitions_ready, progress, answered, closed_now), said, busy=now_ms() < rehearsal.deadline_at_ms)
         await asyncio.sleep(LOOK_EVERY_SECONDS)
 
 

@@ -26,6 +26,7 @@ from ops.connections import (
     worker_settings,
 )  # fmt: skip
 from ops.settings import Settings, load_settings
+from ops.verification import compares_keys
 from projections.demand import record
 from projections.migrate import PROJECTIONS as READ_MODELS
 from streams.relay import Step
@@ -66,7 +67,10 @@ async def _run(settings: Settings, chosen: Sequence[str]) -> None:
             refusal_log(settings),
             {
                 "project": _faust(settings, READ_MODELS), "publish": _faust(settings, ("events",)),
-                "verify": Verifier(redis, key_space(settings), settings.postgres, settings.schema_, settings.verify_percent / 100).run,
+                "verify": Verifier(
+                    redis, key_space(settings), settings.postgres, settings.schema_, settings.verify_percent / 100,
+                    compares_keys(settings, redis),
+                ).run,
             },
             step_of(settings), snapshots(settings), functools.partial(report_recovery, settings),
         )  # fmt: skip

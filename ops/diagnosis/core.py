@@ -290,7 +290,7 @@ def not_swept(facts: CoreFacts, settings: Settings) -> list[Finding]:
         late = [shard for shard in facts.shards if (at := getattr(shard, name)) is not None and facts.time_ms - at > SWEEP_LATE_MS]
         if late:
             since = min(getattr(shard, name) for shard in late)
-            what = f"{of_shards(shard.number for shard in late)}: {words}: no sweeper comes by"
+            what = f"{of_shards(shard.number for shard in late)}: {words}: no sweeper comes by, or its log names what it cannot handle"
             found.append(Finding("stuck", what, means, "grabstream worker --roles relay,sweep", since))
     return found
 

@@ -16,13 +16,14 @@ from models.events import (
     GrabReturned,
     OfferAmended,
     OfferOpened,
+    OfferRetired,
 )
 from models.identifiers import campaign_of
 from models.offers import Limit
 
 
 class Counter(NamedTuple):
-    """Which counter: of an offer, or of a campaign's offers with one time zone; of one limit, for one user or value."""
+    """Which counter: of an offer, or of a campaign; of one limit, for one user or value."""
 
     owner: str
     limit: str
@@ -41,13 +42,26 @@ class Counted(NamedTuple):
 
 
 class _Rules(NamedTuple):
-    timezone: str
+    """`campaign_offsets` are those of the campaign's first offer."""
+
     offsets: Offsets
+    campaign_offsets: Offsets
     limits: tuple[Limit, ...]
+
+    def window(self, limit: str, per: str, at_ms: int) -> int:
+        """The window of a time for a limit, which is named by its scope too."""
+        offsets = self.campaign_offsets if limit.startswith("campaign:") else self.offsets
+        return window_of(per, offsets, at_ms)  # type: ignore[arg-type]
+
+
+class _Campaign(msgspec.Struct):
+    """A campaign as long as it has an offer: the zone of its first one, and those that have not retired."""
+
+    offsets: Offsets
+    offers: set[str] = msgspec.field(default_factory=set)
 
 
 class _Terms(msgspec.Struct):
-    timezone: str = "UTC"
     limits: tuple[Limit, ...] = ()
 
 
@@ -67,6 +81,7 @@ class Counters:
 
     def __init__(self) -> None:
         self._rules: dict[str, _Rules] = {}
+        self._campaigns: dict[str, _Campaign] = {}
         self._values: dict[Counter, tuple[int, int]] = {}
         self._batches: dict[tuple[str, str], list[_Batch]] = {}
         self._first: dict[tuple[str, str], tuple[tuple[Counter, str, int], ...]] = {}
@@ -89,8 +104,12 @@ class Counters:
     def feed(self, event: AnyEvent) -> None:
         """Takes an event in."""
         if isinstance(event, OfferOpened):
-            terms = _terms(event.terms)
-            self._rules[event.offer] = _Rules(terms.timezone, event.offsets, terms.limits)
+            zone = event.offsets if event.campaign_zone is None else event.campaign_zone.offsets
+            campaign = self._campaigns.setdefault(campaign_of(event.offer), _Campaign(zone))
+            campaign.offers.add(event.offer)
+            self._rules[event.offer] = _Rules(event.offsets, campaign.offsets, _terms(event.terms).limits)
+        elif isinstance(event, OfferRetired):
+            self._retire(event.offer)
         elif isinstance(event, OfferAmended):
             limits = _changes(event.changes).limits
             if not isinstance(limits, msgspec.UnsetType) and event.offer in self._rules:
@@ -114,10 +133,10 @@ class Counters:
             return ()
         found = []
         for limit in rules.limits:
-            owner = f"{campaign_of(offer)} {rules.timezone}" if limit.scope == "campaign" else offer
+            owner = campaign_of(offer) if limit.scope == "campaign" else offer
             value = user if limit.by == "user" else attributes.get(limit.by, "")
             kind = f"{limit.scope}:{limit.by}/{limit.per}"
-            found.append((Counter(owner, kind, value), limit.per, window_of(limit.per, rules.offsets, at_ms)))
+            found.append((Counter(owner, kind, value), limit.per, rules.window(kind, limit.per, at_ms)))
         return tuple(found)
 
     def _count(self, offer: str, grab: str, units: int, under: tuple[tuple[Counter, str, int], ...]) -> None:
@@ -134,17 +153,29 @@ class Counters:
             back = min(counted, units)
             units -= back
             for counter, _, window in under:
-                in_window, number = self._values[counter]
+                in_window, number = self._values.get(counter, (0, 0))
                 if in_window == window:
                     self._values[counter] = (window, number - back)
             if counted > back:
                 batches.append((counted - back, under))
 
+    def _retire(self, offer: str) -> None:
+        """With its last offer a campaign ends, and what was counted in it."""
+        name = campaign_of(offer)
+        campaign = self._campaigns.get(name)
+        if campaign is None:
+            return
+        campaign.offers.discard(offer)
+        if not campaign.offers:
+            del self._campaigns[name]
+            for counter in [one for one in self._values if one.owner == name and one.limit.startswith("campaign:")]:
+                del self._values[counter]
+
     def _retake(self, event: GrabConfirmed) -> None:
         """Units that had lapsed are counted anew, in the windows of now, under what the grab was counted under first."""
         first = self._first.get((event.offer, event.grab), ())
-        offsets = self._rules[event.offer].offsets if event.offer in self._rules else ()
-        under = tuple((counter, per, window_of(per, offsets, event.at)) for counter, per, _ in first)  # type: ignore[arg-type]
+        rules = self._rules[event.offer]
+        under = tuple((counter, per, rules.window(counter.limit, per, event.at)) for counter, per, _ in first)
         self._count(event.offer, event.grab, event.quantity, under)
 
 

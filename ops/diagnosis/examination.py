@@ -81,6 +81,10 @@ def _commands_wait(facts: Facts) -> list[Finding]:
     return topics.commands_wait(facts.topics, facts.settings, facts.now_ms) if facts.topics else []
 
 
+def _commands_set_aside(facts: Facts) -> list[Finding]:
+    return topics.commands_set_aside(facts.topics, facts.settings, facts.now_ms) if facts.topics else []
+
+
 def _journal_lost(facts: Facts) -> list[Finding]:
     if facts.last_seqs is None or facts.books is None:
         return []
@@ -132,6 +136,7 @@ CHECKS: Final = (
     Check("outboxes have room", ("redis",), _core(core.outbox_is_full)),
     Check("holds and offers end in time", ("redis",), _core(core.not_swept)),
     Check("commands are read", ("kafka",), _commands_wait),
+    Check("commands can be decided", ("kafka",), _commands_set_aside),
     Check("read models are of this release", ("postgres",), _books(books.of_another_release)),
     Check("read models go on", ("postgres",), _books(books.stopped)),
     Check("read models keep up", ("kafka", "postgres"), _lagging),

@@ -12,7 +12,8 @@ from aiokafka.errors import GroupCoordinatorNotAvailableError, NotCoordinatorFor
 from ops.diagnosis.findings import Finding, of_shards, spans
 from ops.settings import Settings
 from streams.clients import started
-from streams.topics import Topics, retention_ms
+from streams.topics import DAY_MS, Topics, retention_ms
+from streams.understanding import SET_ASIDE_HEADER
 
 TIMEOUT_MS: Final = 5_000
 COORDINATOR_TRIES: Final = 20
@@ -20,6 +21,9 @@ COORDINATOR_PAUSE_SECONDS: Final = 0.1
 #: What waits longer than this is not just on its way.
 LATE_MS: Final = 10_000
 UNKNOWN_TOPIC: Final = 3
+#: Of the topic `rejected`, so many of the newest records are looked at; a command that was set aside is named for so long.
+REJECTED_LOOK_BACK: Final = 1_000
+SET_ASIDE_NAMED_MS: Final = 7 * DAY_MS
 ALIVE: Final = ("Stable", "PreparingRebalance", "CompletingRebalance")
 
 
@@ -41,13 +45,23 @@ class Lag(NamedTuple):
     since: int | None
 
 
+class SetAside(NamedTuple):
+    """A command that was set aside: where it is in `rejected`, why, and when, ms."""
+
+    offset: int
+    reason: str
+    at: int
+
+
 class TopicFacts(NamedTuple):
-    """Partitions of every topic (none: the topic is missing), the journal's settings, and the readers of the commands."""
+    """Partitions of every topic (none: the topic is missing), the journal's settings, the readers of the commands, and the newest
+    commands that no script could decide."""
 
     partitions: dict[str, list[Partition]]
     journal_config: dict[str, str]
     deciders: int
     commands_lag: list[Lag]
+    set_aside: Sequence[SetAside] = ()
 
 
 async def read_topics(settings: Settings, consumer: AIOKafkaConsumer) -> TopicFacts:
@@ -63,7 +77,32 @@ async def read_topics(settings: Settings, consumer: AIOKafkaConsumer) -> TopicFa
         config = await _config_of(client, topics.journal) if partitions.get(topics.journal) else {}
         deciders, committed = await _group(client, f"{settings.prefix}.decider")
     at = {TopicPartition(topics.commands, p.number): committed.get((topics.commands, p.number), 0) for p in partitions[topics.commands]}
-    return TopicFacts(partitions, config, deciders, await lags(consumer, at))
+    behind = await lags(consumer, at)
+    aside = await _set_aside(consumer, topics.rejected) if partitions.get(topics.rejected) else []
+    return TopicFacts(partitions, config, deciders, behind, aside)
+
+
+async def _set_aside(consumer: AIOKafkaConsumer, rejected: str) -> list[SetAside]:
+    """Commands among the newest records of `rejected` that were understood, and that no script could decide."""
+    partition = TopicPartition(rejected, 0)
+    end = (await consumer.end_offsets([partition]))[partition]
+    begin = (await consumer.beginning_offsets([partition]))[partition]
+    first = max(begin, end - REJECTED_LOOK_BACK)
+    if first >= end:
+        return []
+    consumer.assign([partition])
+    consumer.seek(partition, first)
+    found: list[SetAside] = []
+    while first < end:
+        records = (await consumer.getmany(partition, timeout_ms=TIMEOUT_MS // 5)).get(partition, [])
+        if not records:
+            break
+        for record in records:
+            headers = dict(record.headers)
+            if SET_ASIDE_HEADER in headers:
+                found.append(SetAside(record.offset, headers.get("reason", b"").decode(errors="replace"), int(record.timestamp)))
+        first = records[-1].offset + 1
+    return found
 
 
 async def _config_of(client: AIOKafkaAdminClient, topic: str) -> dict[str, str]:
@@ -185,3 +224,22 @@ def commands_wait(facts: TopicFacts, settings: Settings, now_ms: int) -> list[Fi
     what = f"{commands}, {shards}: {waiting:,} records wait, though {facts.deciders} deciders read"
     means = "senders wait for their answers"
     return [Finding("stuck", what, means, "grabstream worker --roles decide   # one more; see also what is fenced or full", oldest)]
+
+
+def commands_set_aside(facts: TopicFacts, settings: Settings, now_ms: int) -> list[Finding]:
+    """Commands that no script could decide: an error of the program, or of what Redis holds for them."""
+    aside = [one for one in facts.set_aside if now_ms - one.at < SET_ASIDE_NAMED_MS]
+    if not aside:
+        return []
+    last, rejected = aside[-1], Topics(settings.prefix).rejected
+    others = f", and {len(aside) - 1} before it" if len(aside) > 1 else ""
+    return [
+        Finding(
+            "risk", f"a command was set aside, since no script can decide it{others}: {last.reason}",
+            "its sender was answered `invalid`, or nothing where nobody knows whether it is decided; report the reason, and send the "
+            "command again under its id after an upgrade",
+            f"kafka-console-consumer.sh --bootstrap-server {settings.kafka} --topic {rejected} --partition 0 --offset {last.offset} "
+            "--max-messages 1 --property print.headers=true",
+            last.at,
+        )
+    ]  # fmt: skip

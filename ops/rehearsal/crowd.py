@@ -12,16 +12,20 @@ DRAWS: Final[tuple[Draw, ...]] = ("ahead", "at_grab")
 SHARE_OF_DOUBLE_CLICKS: Final = 0.08
 SHARE_OF_SECOND_TRIES: Final = 0.08
 SHARE_OF_LATE_COMERS: Final = 0.15
+SECOND_TRY: Final = "-again"
 #: Of an envelope that is left to its deadline, this share of the parts is wanted.
 SHARE_WANTED_BEFORE_DEADLINE: Final = 0.6
 
 
 class Envelope(NamedTuple):
-    """One envelope of the rehearsal; `people` distinct users want a part of it."""
+    """One envelope of the rehearsal; `people` distinct users want a part of it.
+
+    `deadline_ms` after it was opened it closes by itself; without one it closes with its last part.
+    """
 
     open: Open
     people: int
-    until_deadline: bool
+    deadline_ms: int | None = None
 
     @property
     def offer(self) -> str:
@@ -36,22 +40,22 @@ class Envelope(NamedTuple):
 
     @property
     def parts_wanted(self) -> int:
-        """How many parts are taken when everybody has been there."""
+        """How many parts are taken when everybody has been there in time."""
         return min(self.people, self.terms.parts)
 
 
-def envelopes(seed: int, big_parts: int, small: int, small_parts: int, deadline_at_ms: int) -> list[Envelope]:
+def envelopes(seed: int, big_parts: int, small: int, small_parts: int, deadline_ms: int) -> list[Envelope]:
     """One envelope of `big_parts`, `small` ones of `small_parts` each over all laws and draws, two of them left to a deadline."""
     chosen = [_envelope(seed, "big", big_parts, "double_mean", "ahead", None)]
     for number in range(small):
         law, draw = LAWS[number % len(LAWS)], DRAWS[number // len(LAWS) % len(DRAWS)]
         chosen.append(_envelope(seed, f"small-{number}", small_parts, law, draw, None))
     for number in range(2):
-        chosen.append(_envelope(seed, f"deadline-{number}", small_parts, "bounded", DRAWS[number], deadline_at_ms))
+        chosen.append(_envelope(seed, f"deadline-{number}", small_parts, "bounded", DRAWS[number], deadline_ms))
     return chosen
 
 
-def _envelope(seed: int, name: str, parts: int, law: Law, draw: Draw, closes_at: int | None) -> Envelope:
+def _envelope(seed: int, name: str, parts: int, law: Law, draw: Draw, deadline_ms: int | None) -> Envelope:
     offer = f"rehearsal-{seed}-{name}"
     total = parts * 100 + parts // 3
     terms = EnvelopeTerms(
@@ -64,10 +68,9 @@ def _envelope(seed: int, name: str, parts: int, law: Law, draw: Draw, closes_at:
         draw=draw,
         max=400 if law == "bounded" else None,
         title=f"Rehearsal {name}",
-        closes_at=closes_at,
     )
-    share = SHARE_WANTED_BEFORE_DEADLINE if closes_at else 1 + SHARE_OF_LATE_COMERS
-    return Envelope(Open(id=f"open-{offer}", offer=offer, terms=terms), int(parts * share), closes_at is not None)
+    share = 1 + SHARE_OF_LATE_COMERS if deadline_ms is None else SHARE_WANTED_BEFORE_DEADLINE
+    return Envelope(Open(id=f"open-{offer}", offer=offer, terms=terms), int(parts * share), deadline_ms)
 
 
 def attempts(seed: int, chosen: list[Envelope]) -> list[Grab]:
@@ -82,10 +85,15 @@ def attempts(seed: int, chosen: list[Envelope]) -> list[Grab]:
     return grabs
 
 
+def person_of(grab: str) -> str:
+    """The id of the first attempt of whoever made this one."""
+    return grab.removesuffix(SECOND_TRY)
+
+
 def _of_user(random_: random.Random, offer: str, number: int) -> Iterator[Grab]:
     first = Grab(id=f"grab-{offer[10:]}-{number}", offer=offer, user=f"user-{number}")
     yield first
     if random_.random() < SHARE_OF_DOUBLE_CLICKS:
         yield first
     if random_.random() < SHARE_OF_SECOND_TRIES:
-        yield Grab(id=f"{first.id}-again", offer=offer, user=first.user)
+        yield Grab(id=f"{first.id}{SECOND_TRY}", offer=offer, user=first.user)

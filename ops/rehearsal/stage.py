@@ -25,7 +25,11 @@ WORKERS = ("decide,relay,sweep", "project,publish,verify")
 STOP_SECONDS = 6.0
 
 
-class WorkerEnded(Exception):
+class CannotGoOn(Exception):
+    """The rehearsal cannot go on: nothing moves any more, or an envelope was not opened."""
+
+
+class WorkerEnded(CannotGoOn):
     """A worker of the rehearsal ended by itself; the text says where its log is."""
 
 

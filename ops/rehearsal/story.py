@@ -23,13 +23,15 @@ from lua.tickets import TicketKeys
 from models.answers import Answer
 from models.commands import ITEMS_MAX, AnyCommand, Confirm, Grab, Load
 from models.events import AnyEvent, decode_event
+from models.identifiers import NO_OFFER
 from models.journal import Cursor, parse_block
 from models.outcomes import Outcome
 from ops.connections import gate_limits, key_space, open_redis, sealer
 from ops.output import console
 from ops.rehearsal.clock import Clock, moment, shown
 from ops.rehearsal.facts import Facts
-from ops.rehearsal.stage import Stage, WorkerEnded, set_up
+from ops.rehearsal.run import Patience, open_books, until_in_books
+from ops.rehearsal.stage import Stage, set_up
 from ops.settings import Settings
 from ops.verification import Check, verify
 from streams.journal import JournalReader, open_reader
@@ -40,9 +42,6 @@ from streams.topics import Topics
 WORKERS: Final = ("relay", "project,publish")
 CALL_COMMANDS_MAX: Final = 48
 PATIENCE_MS: Final = 30_000
-JOURNAL_PATIENCE_SECONDS: Final = 30.0
-#: The read models' consumers join their groups while the story is told, which takes Kafka longer than the days of a small story.
-VERIFY_SECONDS: Final = 40.0
 
 #: The event that a positive answer stands for; a refusal with a seq stands for a refund.
 _EVENT_OF: Final = {
@@ -227,13 +226,12 @@ class Story:
     async def catch_up(self) -> None:
         """Reads the journal as far as Redis has decided."""
         seq = int(await self._redis.hget(self._shard.state, "seq") or 0)
-        patient_until = time.monotonic() + JOURNAL_PATIENCE_SECONDS
+        patience = Patience()
         while self._cursor.seq < seq:
             self._stage.check()
             end = await self._reader.end(self._shard.shard)
             if end <= self._cursor.next_offset:
-                if time.monotonic() > patient_until:
-                    raise WorkerEnded(f"the journal has only {self._cursor.seq} of {seq} events after {JOURNAL_PATIENCE_SECONDS:.0f} s")
+                patience.look(self._cursor.seq, f"the journal has only {self._cursor.seq} of {seq} events")
                 await asyncio.sleep(0.005)
                 continue
             async with aclosing(self._reader.read(self._shard.shard, self._cursor.next_offset, end)) as lists:
@@ -248,7 +246,13 @@ class Story:
     async def take_stock(self) -> None:
         """Verifies everything in the midst of the story, while there are holds, and offers that are still in Redis."""
         when = shown(self.clock.now_ms)[:-3]
-        self._stock_checks += [check._replace(name=f"{check.name}, {when}") for check in await verify(self._settings, VERIFY_SECONDS)]
+        self._stock_checks += [check._replace(name=f"{check.name}, {when}") for check in await self.verify()]
+
+    async def verify(self) -> list[Check]:
+        """Verifies everything when the read models are level: their consumers join their groups while the story is told."""
+        async with await open_books(self._settings) as books:
+            await until_in_books(self._redis, self._keys, books, self._stage.check)
+        return await verify(self._settings, share=1)
 
     # -- from beginning to end
 
@@ -322,7 +326,7 @@ class Story:
         told: Counter[tuple[int, str]] = Counter()
         for command, answer in self.first.values():
             if not answer.positive and answer.seq is None and answer.code not in _NO_DEMAND:
-                told[answer.code, command.offer] += 1
+                told[answer.code, NO_OFFER if answer.code == Outcome.no_such_offer else command.offer] += 1
         counted: Counter[tuple[int, str]] = Counter()
         for name, count in (await self._redis.hgetall(self._shard.demand)).items():
             _, code, offer = name.decode().split(":", 2)
@@ -345,7 +349,7 @@ async def tell(story: type[Story], settings: Settings, seed: int, people: int, k
             told = story(settings, redis, reader, stage, seed, people, quiet)
             await told.tell()
             checks = await told.checks()
-            checks += await verify(settings, VERIFY_SECONDS)
+            checks += await told.verify()
     finally:
         await redis.aclose()
     return {

@@ -14,8 +14,8 @@ async def verdict(connection: AsyncConnection[Any], chosen: Sequence[Envelope], 
     """Checks of the rehearsal itself; `verify` adds those that hold for every system."""
     offers = {row[0]: row[1:] for row in await _rows(connection, "SELECT offer, state, grabs, given, refunded, total FROM offers")}
     return [
-        _all_answered(doors),
-        _granted_equals_parts(chosen, offers),
+        all_answered(doors),
+        _granted_equals_parts(chosen, offers, doors),
         _sums(chosen, offers),
         await _nobody_twice(connection),
         await _promises_kept(connection, doors),
@@ -26,18 +26,24 @@ async def _rows(connection: AsyncConnection[Any], query: str) -> list[Any]:
     return await (await connection.execute(query.encode())).fetchall()
 
 
-def _all_answered(doors: Doors) -> Check:
+def all_answered(doors: Doors) -> Check:
+    """Every attempt has its answer, and a second answer says the same as the first."""
     problems = [] if sum(doors.answered.values()) >= doors.total else [f"{doors.total - sum(doors.answered.values())} without an answer"]
     return Check("everybody was answered, always the same", sum(doors.answered.values()), "answers", problems + doors.contradictions)
 
 
-def _granted_equals_parts(chosen: Sequence[Envelope], offers: dict[str, Any]) -> Check:
-    problems = []
+def _granted_equals_parts(chosen: Sequence[Envelope], offers: dict[str, Any], doors: Doors) -> Check:
+    """Every part is granted; of an envelope with a deadline, to everybody who was not told that it is over."""
+    problems, parts = [], 0
     for one in chosen:
+        late = 0 if one.deadline_ms is None else len(doors.late[one.offer])
+        wanted = min(one.people - late, one.terms.parts)
+        parts += wanted
         state, grabs, *_ = offers.get(one.offer, ("missing", 0))
-        if (state, grabs) != ("closed", one.parts_wanted):
-            problems.append(f"{one.offer}: {state} with {grabs} parts granted, {one.parts_wanted} were wanted")
-    return Check("granted = parts", sum(one.parts_wanted for one in chosen), "parts", problems)
+        if (state, grabs) != ("closed", wanted):
+            came = f", {late} of {one.people} people came too late" if late else ""
+            problems.append(f"{one.offer}: {state} with {grabs} parts granted, {wanted} were wanted{came}")
+    return Check("granted = parts", parts, "parts", problems)
 
 
 def _sums(chosen: Sequence[Envelope], offers: dict[str, Any]) -> Check:

@@ -2,13 +2,14 @@
 
 from typing import Any, Final, get_args
 
+from models.bounds import RECORD_BYTES_MAX
 from models.commands import AnyCommand
 from models.events import CURRENT_VERSIONS
 from models.identifiers import ID_PATTERN
 from models.upcasting import FIRST_VERSION
 from ops.schemas.documents import ANSWER, DIALECT, event_name, tag_of
 from ops.settings import Settings
-from streams.topics import RECORD_BYTES_MAX, Topics, retention_ms
+from streams.topics import Topics, retention_ms
 
 ASYNCAPI_VERSION: Final = "3.0.0"
 BINDING: Final = "0.5.0"
@@ -209,6 +210,11 @@ REJECTED_HEADERS: Final = _headers(
         "topic": {"type": "string"},
         "partition": _NUMBER,
         "offset": _NUMBER,
-        "index": {**_NUMBER, "description": "the how-manieth command of the record, from 0"},
-    }
+        "index": {**_NUMBER, "description": "ordinal of the command within the record, from 0; of several bad ones, the first"},
+    },
+    {
+        "piece": {**_NUMBER, "description": "bytes too long for one record: ordinal of the piece, from 1"},
+        "pieces": {**_NUMBER, "description": "number of pieces that make up the bytes, when there are several"},
+        "part": {"const": "key", "description": "the bytes are those of the record's key, which was too long to be kept as one"},
+    },
 )

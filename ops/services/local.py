@@ -11,7 +11,7 @@ from ops.services.process import Process
 from ops.services.servers import Kafka, Postgres, Redis
 from ops.settings import CONTROLLER_PORT, KAFKA_PORT, POSTGRES_PORT, REDIS_PORT
 
-_PORT_RANGE = (20_000, 31_000)
+PORT_RANGE = (20_000, 31_000)
 
 Report = Callable[[str], None]
 
@@ -111,7 +111,7 @@ def free_ports(count: int) -> list[int]:
     try:
         while len(sockets) < count:
             try:
-                sockets.append(socket.create_server(("127.0.0.1", random.randint(*_PORT_RANGE))))
+                sockets.append(socket.create_server(("127.0.0.1", random.randint(*PORT_RANGE))))
             except OSError:
                 continue
         return [one.getsockname()[1] for one in sockets]

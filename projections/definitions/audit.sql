@@ -16,9 +16,11 @@ CREATE TABLE audit_1 (
 --- part constraints
 
 ALTER TABLE audit_1 ADD PRIMARY KEY (shard, seq);
--- For the recovery of a shard in Redis, which needs few events of many: those of offers that are still there. (Equal offers share
+-- For the recovery of a shard in Redis, which needs few events of many: those of offers that are still there, and what became of the
+-- payments of others. (Equal offers share
 -- their entries: about 6 bytes an event.)
 CREATE INDEX audit_1_offer ON audit_1 (offer);
+CREATE INDEX audit_1_payments ON audit_1 (offer, seq) WHERE type IN ('grab.confirmed', 'payment.refund_due');
 CREATE INDEX audit_1_life ON audit_1 (shard, offer) WHERE type IN ('offer.opened', 'offer.retired');
 
 --- part views

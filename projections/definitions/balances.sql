@@ -39,6 +39,8 @@ CREATE TABLE grabs_1 (
 );
 
 -- Offers and payments are few beside grabs: a build changes them by their keys as it goes.
+-- `terms` also has what the view `limits` needs: `limits_since`, where limits were amended, all of them with the seq that they count
+-- from; `campaign_zone`, where limits of the campaign count in another zone than the offer's.
 CREATE TABLE offers_1 (
     offer text PRIMARY KEY,
     shard integer NOT NULL,
@@ -68,6 +70,7 @@ CREATE TABLE offers_1 (
     retired_at bigint
 );
 
+-- One row for each time a payment was booked. Its id may be used again when its campaign has long forgotten it.
 CREATE TABLE payments_1 (
     campaign text NOT NULL,
     payment text NOT NULL,
@@ -81,8 +84,9 @@ CREATE TABLE payments_1 (
     shard integer NOT NULL,
     seq bigint NOT NULL,
     at bigint NOT NULL,
-    PRIMARY KEY (campaign, payment)
+    PRIMARY KEY (shard, seq)
 );
+CREATE INDEX payments_1_payment ON payments_1 (campaign, payment);
 
 --- part staging
 
@@ -145,7 +149,7 @@ CREATE VIEW balances AS SELECT user_id, asset, available, held FROM balances_1;
 CREATE VIEW offers AS
     SELECT offer, shard, kind, issuer, funding, asset, total, units, title, state, opened_at, opens_at, closes_at, closed_at, retired_at,
            reason, grabs, given, held, waiting, units_left, total - given - held - refunded AS amount_left, refunded, seed_sha256, seed,
-           terms
+           terms - 'limits_since' - 'campaign_zone' AS terms
     FROM offers_1;
 CREATE VIEW grabs AS
     SELECT offer, grab, user_id,
@@ -167,23 +171,44 @@ CREATE VIEW waiting AS
     FROM grabs_1 AS g JOIN offers_1 AS o USING (offer)
     WHERE g.state = 'waiting' AND o.closed_at IS NULL;
 
--- What each limit leaves to each user, or value of an attribute, in the window of now. A campaign's limit counts the grabs of all its
--- offers that have it.
+-- What each limit leaves to each user, or value of an attribute, in the window of now. A limit counts the grabs since it was added; a
+-- campaign's limit those of all offers since the campaign began (when all its earlier offers had retired), in the zone of its first offer.
 CREATE VIEW limits AS
-    WITH declared AS (
-        SELECT o.offer, o.shard, split_part(o.offer, ':', 1) AS campaign, coalesce(o.terms->>'timezone', 'UTC') AS timezone,
-               o.hour_shift_ms, l.by, l.per, l.max, coalesce(l.scope, 'offer') AS scope
-        FROM offers_1 AS o, jsonb_to_recordset(o.terms->'limits') AS l (by text, per text, max bigint, scope text)
-        WHERE o.kind <> 'envelope' AND o.retired_at IS NULL
+    WITH begun AS (
+        SELECT offer, shard, kind, retired_at, opened_at, terms, hour_shift_ms, split_part(offer, ':', 1) AS campaign,
+               CASE WHEN max(coalesce(retired_at, 9223372036854775807)) OVER (
+                        PARTITION BY shard, split_part(offer, ':', 1) ORDER BY opened_at, offer
+                        ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING
+                    ) >= opened_at THEN 0 ELSE 1 END AS begins
+        FROM offers_1
+    ), lives AS (
+        SELECT *, sum(begins) OVER (PARTITION BY shard, campaign ORDER BY opened_at, offer) AS life FROM begun
+    ), amended AS (
+        SELECT l.offer, e.seq, lead(e.seq, 1, 9223372036854775807) OVER (PARTITION BY l.offer ORDER BY e.seq) AS until, e.limits
+        FROM lives AS l, jsonb_to_recordset(coalesce(
+            l.terms->'limits_since', jsonb_build_array(jsonb_build_object('seq', 0, 'limits', coalesce(l.terms->'limits', '[]')))
+        )) AS e (seq bigint, limits jsonb)
+        WHERE l.kind <> 'envelope'
+    ), counting AS (
+        SELECT a.offer, a.seq, a.until, x.by, x.per, x.max, coalesce(x.scope, 'offer') AS scope
+        FROM amended AS a, jsonb_to_recordset(a.limits) AS x (by text, per text, max bigint, scope text)
+    ), declared AS (
+        SELECT l.offer, l.shard, l.campaign, l.life, c.by, c.per, c.max, c.scope,
+               coalesce(CASE c.scope WHEN 'campaign' THEN l.terms->'campaign_zone'->>'timezone' END, l.terms->>'timezone', 'UTC') AS timezone,
+               coalesce(CASE c.scope WHEN 'campaign' THEN (l.terms->'campaign_zone'->>'hour_shift_ms')::bigint END, l.hour_shift_ms)
+                   AS hour_shift_ms
+        FROM lives AS l JOIN counting AS c USING (offer)
+        WHERE l.retired_at IS NULL AND c.until = 9223372036854775807
     ), counted AS (
         SELECT d.offer, d.by, d.per, d.max, d.scope,
                CASE WHEN d.by = 'user' THEN g.user_id ELSE g.attributes->>d.by END AS value,
                -- Who left the waiting list counts no more.
                CASE WHEN g.state = 'released' AND g.deadline_at IS NULL THEN 0 ELSE g.quantity - g.uncounted END AS units
         FROM declared AS d
-        JOIN declared AS of ON (of.by, of.per, of.scope) = (d.by, d.per, d.scope)
-            AND (of.offer = d.offer OR (d.scope = 'campaign' AND (of.shard, of.campaign, of.timezone) = (d.shard, d.campaign, d.timezone)))
-        JOIN grabs_1 AS g ON g.offer = of.offer
+        JOIN counting AS c ON (c.by, c.per, c.scope) = (d.by, d.per, d.scope)
+        JOIN lives AS l ON l.offer = c.offer
+            AND (l.offer = d.offer OR (d.scope = 'campaign' AND (l.shard, l.campaign, l.life) = (d.shard, d.campaign, d.life)))
+        JOIN grabs_1 AS g ON g.offer = c.offer AND g.seq >= c.seq AND g.seq < c.until
         WHERE CASE d.per
             WHEN 'offer' THEN true
             WHEN 'hour' THEN (coalesce(g.counted_at, g.at) + d.hour_shift_ms) / 3600000

@@ -1,6 +1,7 @@
 """What has to be true after every fault, whatever it was."""
 
 import json
+import signal
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import aclosing
@@ -20,6 +21,7 @@ from ops.settings import Settings
 from ops.verification import verify
 from streams.journal import open_reader
 from streams.topics import Topics
+from tests.conftest import Worker
 from tests.drill.observer import Fenced
 from tests.drill.stage import Scene
 from tests.streams.state import assert_state_is_the_journal_s
@@ -78,7 +80,18 @@ async def problems_of(scene: Scene, two_servers: bool) -> dict[str, list[str]]:
     found["an answer is given again as it was"] = await repeated(scene)
     found["nothing was decided while fenced"] = decided_while_fenced(spans, events)
     found["state = fold of the journal"] = await state_differences(scene)
+    found["no worker ended by itself"] = ended_by_themselves((*scene.deciding, *scene.projecting))
     return found
+
+
+def ended_by_themselves(workers: Sequence[Worker]) -> list[str]:
+    """Workers that nobody killed or asked to end, with the last that they said: whatever a server's loss raises, they try again."""
+    codes = [(worker, worker.process.poll()) for worker in workers]
+    return [
+        f"worker {worker.process.pid} ended with code {code}: …{worker.log.read_text()[-500:]}"
+        for worker, code in codes
+        if code not in (None, 0, -signal.SIGKILL)
+    ]
 
 
 def missing(answered: Sequence[tuple[AnyCommand, Answer]], events: dict[tuple[int, int], Journaled]) -> list[str]:

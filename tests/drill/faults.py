@@ -27,6 +27,7 @@ TAIL_BYTES_MAX: Final = 40_000
 FAILOVER_SECONDS: Final = 30.0
 AWAY_SECONDS: Final = 2.0
 STOPPED_SECONDS: Final = 45.0
+ROUNDS: Final = 3
 
 Play = Callable[[Scene], Awaitable[None]]
 
@@ -369,6 +370,45 @@ async def workers_come_and_go(scene: Scene) -> None:
     assert not any(map(_ended, joined))
 
 
+async def all_at_once(scene: Scene) -> None:
+    """A master, a broker and a worker die at the same moment, and are replaced; several times, so that each meets the other's loss."""
+    for _ in range(ROUNDS):
+        master = await _found_master(scene)
+        replica = _replica_of(scene, master)
+        broker = scene.random.choice(_brokers(scene))
+        victim = next(worker for worker in scene.deciding if not _ended(worker))
+        await asyncio.gather(*(asyncio.to_thread(one.kill) for one in (master, broker, victim)))
+        await _promoted(replica)
+        await asyncio.to_thread(master.start)
+        await asyncio.to_thread(broker.start)
+        scene.start_deciding()
+        await scene.traffic.more(50, FAILOVER_SECONDS * 2, "deciding after all of them")
+        await until(partial(_has_replica, replica), FAILOVER_SECONDS, "the old master as a replica")
+
+
+async def _found_master(scene: Scene) -> Redis:
+    """As `_master`, while connections are still ending after the round before."""
+    found: list[Redis] = []
+
+    async def is_found() -> bool:
+        try:
+            found.append(await _master(scene))
+        except (RedisError, OSError):
+            return False
+        return True
+
+    await until(is_found, FAILOVER_SECONDS, "the master of shard 0")
+    return found[-1]
+
+
+def _has_replica(server: Redis) -> bool:
+    with redis.Redis(port=server.port, socket_timeout=2) as client:
+        try:
+            return bool(client.info("replication").get("slave0", {}).get("state") == "online")
+        except RedisError:
+            return False
+
+
 def _faults() -> list[Fault]:
     found = [
         Fault("redis.aof_tail", aof_tail, SINGLE),
@@ -380,6 +420,7 @@ def _faults() -> list[Fault]:
         Fault("redis.failover", failover, CLUSTER),
         Fault("redis.stale_failover", stale_failover, CLUSTER),
         Fault("redis.paused_primary", paused_primary, CLUSTER, two_servers=True),
+        Fault("all.at_once", all_at_once, CLUSTER, lag_seconds=90),
         Fault("kafka.killed", broker_killed, lag_seconds=45),
         Fault("kafka.stopped", broker_stopped, lag_seconds=60),
         Fault("kafka.leaderless", leaderless, CLUSTER, lag_seconds=60),

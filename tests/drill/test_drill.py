@@ -1,6 +1,9 @@
 """A few cells of the kill matrix, on every run: a fault of each kind of server and of a worker, and every shape of traffic."""
 
+import subprocess
+import sys
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 import pytest_asyncio
@@ -8,9 +11,10 @@ from click.testing import CliRunner
 
 from models.answers import Answer
 from models.commands import Grab
+from tests.conftest import Worker
 from tests.drill.__main__ import main
 from tests.drill.cells import SHORT, Cell, cells, play
-from tests.drill.checks import Journaled, decided_while_fenced, missing
+from tests.drill.checks import Journaled, decided_while_fenced, ended_by_themselves, missing
 from tests.drill.faults import FAULTS
 from tests.drill.observer import Fenced
 from tests.drill.stage import Servers, servers
@@ -18,7 +22,7 @@ from tests.drill.traffic import SHAPES
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def own() -> AsyncIterator[Servers]:
+async def drill_servers() -> AsyncIterator[Servers]:
     """Servers to be killed."""
     async with servers(cluster=False) as made:
         yield made
@@ -26,8 +30,8 @@ async def own() -> AsyncIterator[Servers]:
 
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("name", SHORT)
-async def test_a_cell(own: Servers, name: str) -> None:
-    verdict = await play(own, Cell(*name.split("×")), seed=1)
+async def test_a_cell(drill_servers: Servers, name: str) -> None:
+    verdict = await play(drill_servers, Cell(*name.split("×")), seed=1)
     assert verdict.passed, verdict
 
 
@@ -42,6 +46,22 @@ def test_every_cell_can_be_asked_for() -> None:
     refused = CliRunner().invoke(main, ["--cell", "redis.meteor×*"])
     assert refused.exit_code == 2
     assert "--list prints them" in refused.output
+
+
+@pytest.mark.parametrize(("ends", "found"), [("raise SystemExit(70)", 1), ("raise RuntimeError", 1), ("", 0), (None, 0)])
+def test_a_worker_that_ended_by_itself_is_found(tmp_path: Path, ends: str | None, found: int) -> None:
+    log = tmp_path / "worker.log"
+    log.write_text("RuntimeError: the handler is closed")
+    command = [sys.executable, "-c", "import time; time.sleep(60)" if ends is None else ends]
+    worker = Worker.__new__(Worker)
+    worker.log, worker.process = log, subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    if ends is None:
+        worker.kill()
+    else:
+        worker.process.wait()
+    problems = ended_by_themselves([worker])
+    assert len(problems) == found
+    assert all("handler is closed" in problem for problem in problems)
 
 
 def test_the_checks_find_what_is_wrong() -> None:

@@ -1,7 +1,8 @@
 """`python -m tests.drill.upgrade COMMIT`: from a release to this one, under traffic, on servers that are up.
 
 Workers of that release decide, relay and book; `init` of this one migrates; workers of this one join; the old ones are stopped. Every
-command has to be answered, and `verify` has to find nothing. Needs the commit in the clone's history.
+command has to be answered, commands that the old release answered get the same answers again, another body under their ids is a
+conflict, and `verify` has to find nothing. Needs the commit in the clone's history.
 """
 
 import asyncio
@@ -11,16 +12,18 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import click
+import msgspec
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
 
-from models.answers import decode_answer
-from models.commands import Grab, Open, encode_command
+from models.answers import Answer, decode_answer, encode_answer
+from models.commands import Adjust, Confirm, Grab, Open, encode_command
 from models.offers import Limit, StockTerms
+from models.transfers import Entry
 from ops.commands.services import new_seal_key
 from ops.rehearsal.stage import stop_workers, take_down
 from ops.services.servers import PROJECT
@@ -29,6 +32,7 @@ from streams.topics import Topics
 from tests.conftest import until
 
 GRABS_A_STEP: Final = 400
+Send = Callable[[Sequence[Any]], Awaitable[None]]
 ROLES: Final = ("decide,relay,sweep", "project,publish")
 
 
@@ -73,9 +77,16 @@ async def drill(old: Release, new: Release, settings: Settings) -> Counter[str]:
     workers = old.workers()
     try:
         terms = StockTerms(issuer="shop", total=10_000, limits=(Limit("user", "offer", 9),), hold_ms=3_600_000)
-        await send([Open(id=f"open-{n}", offer=f"o{n}", terms=terms) for n in range(8)])
+        opened = [Open(id=f"open-{n}", offer=f"o{n}", terms=terms) for n in range(8)]
+        await send(opened)
         await grab()
+        settled: list[Any] = [Confirm(id=f"confirm-{n}", offer=f"o{n}", grab=f"g{n + 8}") for n in range(8)]
+        entry = Entry(asset="CNY", debit="issuer:shop", credit="wallet:u1", amount=5)
+        settled += [Adjust(id=f"adjust-{n}", offer=f"o{n}", transfers=(entry,), reason="a mistake", approved_by="boss") for n in range(8)]
         await until(lambda: _answered(settings, sent), 60, "answers of the old release")
+        await send(settled)
+        await until(lambda: _answered(settings, sent), 60, "answers of the old release")
+        first = {answer.id: answer for answer in await _answers(settings)}
         await grab()
         new.run("init")
         await grab()
@@ -84,6 +95,8 @@ async def drill(old: Release, new: Release, settings: Settings) -> Counter[str]:
         stop_workers(workers[: len(ROLES)])
         await grab()
         await until(lambda: _answered(settings, sent), 90, "answers of both")
+        again = [*opened, *settled, *(Grab(id=f"g{n}", offer=f"o{n % 8}", user=f"u{n}") for n in range(8, 8 + GRABS_A_STEP))]
+        await _told_again(settings, send, again, first)
         new.run("verify", "--wait", "60")
         return Counter(answer.outcome for answer in await _answers(settings))
     finally:
@@ -91,20 +104,54 @@ async def drill(old: Release, new: Release, settings: Settings) -> Counter[str]:
         await producer.stop()
 
 
+async def _told_again(settings: Settings, send: Send, commands: Sequence[Any], first: Mapping[str, Answer]) -> None:
+    """Sends commands of the old release once more: each gets its first answer, and another body under its id none."""
+    await send(commands)
+    others = [msgspec.structs.replace(one, user="mallory") for one in commands if isinstance(one, Grab)]
+    others += [msgspec.structs.replace(one, approved_by="mallory") for one in commands if isinstance(one, Adjust)]
+    await send(others)
+    expected = {one.id: {encode_answer(msgspec.structs.replace(first[one.id], repeated=True))} for one in commands}
+    for one in others:
+        expected[one.id].add(b"conflict")
+    told: dict[str, set[bytes]] = {}
+
+    async def all_told() -> bool:
+        told.clear()
+        for answer in await _all_answers(settings):
+            if answer.id in expected and (answer.repeated or not answer.positive):
+                told.setdefault(answer.id, set()).add(encode_answer(answer) if answer.positive else answer.outcome.encode())
+        return sum(map(len, told.values())) >= sum(map(len, expected.values()))
+
+    await until(all_told, 90, "answers to what was sent again")
+    for id, answers in expected.items():
+        if told[id] != answers:
+            raise click.ClickException(f"{id}: expected {answers}, got {told[id]}")
+
+
 async def _answered(settings: Settings, count: int) -> bool:
     return len({answer.id for answer in await _answers(settings)}) >= count
 
 
-async def _answers(settings: Settings) -> list[Any]:
+async def _answers(settings: Settings) -> list[Answer]:
+    """The last answer of each command that was sent once."""
+    found: dict[str, Answer] = {}
+    for answer in await _all_answers(settings):
+        found.setdefault(answer.id, answer)
+    return list(found.values())
+
+
+async def _all_answers(settings: Settings) -> list[Answer]:
+    """In the order in which they came, partition by partition."""
     consumer = AIOKafkaConsumer(Topics(settings.prefix).results, bootstrap_servers=settings.kafka, auto_offset_reset="earliest")
     await consumer.start()
-    found: dict[str, Any] = {}
+    found: dict[Any, list[Answer]] = {}
     try:
         while batches := await consumer.getmany(timeout_ms=500):
-            found.update((answer.id, answer) for records in batches.values() for answer in (decode_answer(one.value) for one in records))
+            for partition, records in batches.items():
+                found.setdefault(partition, []).extend(decode_answer(one.value) for one in records)
     finally:
         await consumer.stop()
-    return list(found.values())
+    return [answer for answers in found.values() for answer in answers]
 
 
 @click.command()
@@ -130,7 +177,7 @@ def main(commit: str, as_json: bool) -> None:
                 await take_down(settings)
 
         outcomes = asyncio.run(play())
-    expected = {"opened": 8, "held": 5 * GRABS_A_STEP}
+    expected = {"opened": 8, "held": 5 * GRABS_A_STEP, "confirmed": 8, "adjusted": 8}
     click.echo(json.dumps(outcomes) if as_json else ", ".join(f"{count:,} {outcome}" for outcome, count in outcomes.items()))
     sys.exit(0 if outcomes == expected else 1)
 

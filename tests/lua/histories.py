@@ -22,6 +22,7 @@ from models.commands import (
     Return,
     Unredeem,
 )
+from models.identifiers import campaign_of
 from models.offers import Changes, CouponTerms, EnvelopeTerms, Hours, Limit, StockTerms
 from models.transfers import Entry
 from tests.lua.conftest import NOW
@@ -180,7 +181,8 @@ def piece_grabs(draw: Any, now: int) -> Grab:
     ticket = None
     if draw(st.booleans()):
         expires = draw(st.sampled_from((now + 100_000, now + 100_000, now + 1_000)))
-        ticket = ticket_for(user, offer, expires // 1000 * 1000, draw(st.sampled_from(("", "", "once1", "once2"))))
+        audience = draw(st.sampled_from((offer, campaign_of(offer))))
+        ticket = ticket_for(user, audience, expires // 1000 * 1000, draw(st.sampled_from(("", "", "once1", "once2", "once3"))))
     return Grab(
         id=draw(ids), offer=offer, user=user, quantity=draw(st.sampled_from((1, 1, 1, 2, 3))) if offer in PIECES else 1,
         attributes=draw(st.sampled_from(({"card": "c:1"}, *({"card": f"c:{n}"} for n in range(6)), {"card": "c:2", "a": "b"}, {}))),

@@ -9,14 +9,15 @@ import msgspec
 
 from lua.gate import run_script
 from lua.keys import ShardKeys
+from lua.records import offer_of_answer, unpacked
 from lua.sealing import Sealer
 from models.journal import GENESIS, Accepted, Cursor, chain
+from models.offers import PAYMENTS_KNOWN_MS
 from streams.ownership import OwnedShard
 from streams.recovery import Position, Recovery
 
-ANSWER_BYTES = 30
-#: What is no state of the journal: refusals and their counts, what is not yet journaled, who relays.
-LEFT_OUT = ("refusals", "refusal_order", "demand", "outbox", "lease")
+#: What is no state of the journal: refusals and their counts, what is not yet journaled, who relays, how far cleaning is.
+LEFT_OUT = ("refusals", "refusal_order", "demand", "outbox", "lease", "cleaning")
 
 _unpack = msgspec.msgpack.Decoder().decode
 
@@ -48,8 +49,9 @@ async def fold(client: Any, keys: ShardKeys, lines: Sequence[bytes], sealer: Sea
     await run_script(client, "reconcile", [keys.state], (*own.arguments, end, shards))
 
 
-async def contents(client: Any, keys: ShardKeys) -> dict[str, Any]:
-    """Everything a shard has in Redis, by the key's name behind its tag; what is packed is unpacked."""
+async def contents(client: Any, keys: ShardKeys, now_ms: int | None = None) -> dict[str, Any]:
+    """Everything a shard has in Redis that counts at a time (its last event's, if absent), by the key's name behind its tag; what is
+    packed is unpacked."""
     found: dict[str, Any] = {}
     async for key in client.scan_iter(match=f"{keys.tag}:*", count=1_000):
         name = key.decode().removeprefix(f"{keys.tag}:")
@@ -57,7 +59,29 @@ async def contents(client: Any, keys: ShardKeys) -> dict[str, Any]:
             found[name] = await _value(client, key, name)
     found["shard"] = {field: found["shard"].get(field, b"0") for field in ("seq", "time")}
     _forgive_what_the_sweeper_postponed(found)
-    return found
+    return _without_what_is_forgotten(found, int(found["shard"]["time"]) if now_ms is None else now_ms)
+
+
+def _without_what_is_forgotten(found: dict[str, Any], now_ms: int) -> dict[str, Any]:
+    """Records of offers that have retired, whether they are deleted already or not."""
+    retired = {name.decode() for name in found.get("retired", ())}
+    known = {name.decode() for name, at in found.get("past", {}).items() if now_ms < at + PAYMENTS_KNOWN_MS}
+    found["past"] = {name: at for name, at in found.get("past", {}).items() if name.decode() in known}
+    for name, kept in found.items():
+        campaign, _, what = name.removeprefix("campaign:").partition("/")
+        if not name.startswith("campaign:"):
+            continue
+        if what == "answers":
+            found[name] = {field: record for field, record in kept.items() if _offer_of(record, campaign) not in retired}
+        elif what == "payments":
+            found[name] = {field: record for field, record in kept.items() if record[0] not in retired - known}
+        elif what == "state":
+            found[name] = {field: value for field, value in kept.items() if field.partition("/")[2] not in retired - known}
+    return {name: value for name, value in found.items() if value}
+
+
+def _offer_of(record: Any, campaign: str) -> str:
+    return str(record[1][0]) if isinstance(record, tuple) else offer_of_answer(record, campaign)
 
 
 def _forgive_what_the_sweeper_postponed(found: dict[str, Any]) -> None:
@@ -72,9 +96,9 @@ async def _value(client: Any, key: bytes, name: str) -> Any:
     kind = (await client.type(key)).decode()
     if kind == "hash":
         fields = await client.hgetall(key)
-        last = name.rsplit(":", 1)[-1]
+        last = name.rsplit("/", 1)[-1]
         if last == "answers":
-            return {field: (record[:ANSWER_BYTES], _tail(record[ANSWER_BYTES:])) for field, record in fields.items()}
+            return {field: unpacked(record) for field, record in fields.items()}
         if last in ("grabs", "payments"):
             return {field: _unpack(record) for field, record in fields.items()}
         named = {field.decode(): value for field, value in fields.items()}
@@ -84,10 +108,6 @@ async def _value(client: Any, key: bytes, name: str) -> Any:
     if kind == "set":
         return set(await client.smembers(key))
     return await client.lrange(key, 0, -1) if kind == "list" else await client.get(key)
-
-
-def _tail(tail: bytes) -> Any:
-    return _unpack(tail) if tail and tail[0] >= 128 else tail
 
 
 def differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:

@@ -30,6 +30,12 @@ from models.rules import Offer
 from models.transfers import Entry
 
 LIMITS = (Limit("user", "offer", 30), Limit("user", "day", 9), Limit("card", "week", 25, "campaign"))
+ZONES = ("Europe/Berlin", "Australia/Lord_Howe", "Asia/Kathmandu", "UTC")
+OTHER_LIMITS = (
+    (Limit("user", "hour", 4), Limit("card", "week", 30, "campaign")),
+    (Limit("user", "offer", 20), Limit("user", "day", 7), Limit("user", "day", 12, "campaign")),
+    (Limit("card", "hour", 9, "campaign"), Limit("user", "week", 20)),
+)
 PASSES = (1, 1_000, 30_000, 61_000, DAY_MS // 3)
 
 
@@ -56,7 +62,7 @@ class Shop:
         held: dict[str, Any] = {"hold_ms": 60_000, "extensions": 2, "price": 7, "currency": "CNY", "waiting_list": True}
         late: dict[str, Any] = ({}, {"late": "retake"}, {"late": "grace", "grace_ms": 5_000}, {})[place]
         terms = kind(
-            issuer="shop", total=self.total, limits=LIMITS, max_per_grab=3, timezone="Europe/Berlin", return_restores=place != 2,
+            issuer="shop", total=self.total, limits=LIMITS, max_per_grab=3, timezone=self.random.choice(ZONES), return_restores=place != 2,
             opens_at=self.now + 10, take="up_to" if place == 1 else "all", retire_after_ms=DAY_MS, **((held if place < 3 else {}) | late),
         )  # fmt: skip
         commands = [self.command(Open, offer, terms=terms)]
@@ -102,6 +108,7 @@ class Shop:
                 (Pause, {}), (Resume, {}), (Resume, {}), (Resume, {}),
                 (Amend, {"changes": Changes(total=self.random.randint(self.total * 3 // 4, self.total * 3 // 2)), "operator": "olga"}),
                 (Amend, {"changes": Changes(title='new \\ "title"', price=9)}),
+                (Amend, {"changes": Changes(limits=self.random.choice((LIMITS, *OTHER_LIMITS)))}),
                 (Adjust, {"transfers": (Entry("CNY", "issuer:shop", "wallet:u1", 5),), "reason": "too late", "approved_by": "boss"}),
             ]
         )  # fmt: skip

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from lua.gate import Gate, GateLimits, OutcomeUnknown, run_script
+from lua.journaled import HistoryChanged, Journaled
 from lua.keys import KeySpace
 from models.commands import Grab
 from tests.conftest import until
@@ -80,6 +81,24 @@ async def test_a_journaled_answer_waits_for_its_own_history(own: Any) -> None:
     [answer] = await waiting
     assert (answer.outcome, answer.repeated) == ("granted", True)
     await one.close()
+
+
+async def test_a_number_of_another_history_releases_nobody_who_comes_after_it(own: Any) -> None:
+    """What is known already was journaled in the history that is there now: an answer of the one before is not in it."""
+    client, keys = own
+    gate = Gate(client, keys, SEALER)
+    await gate.decide([opening("j")], "decided")
+    await journal(client, keys, 0, 1)
+    history = int(await client.hget(keys.shard(0).state, "history"))
+    journaled = Journaled(client, keys)
+    journaled.start()
+    await journaled.look(0)
+    async with asyncio.timeout(10):
+        await journaled.wait(0, history, 1)
+        with pytest.raises(HistoryChanged):
+            await journaled.wait(0, history - 1, 1)
+    await journaled.close()
+    await gate.close()
 
 
 async def test_not_journaled_in_time_is_unknown(own: Any) -> None:

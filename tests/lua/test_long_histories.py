@@ -77,14 +77,14 @@ async def test_a_fresh_history(servers: Settings) -> None:
 
 async def test_a_history_of_people_who_wait(servers: Settings) -> None:
     """So few units that what one gives back goes to the next, by the same command."""
-    twins = await _run(servers, 2, total=8)
+    twins = await _run(servers, 3, total=8)
     assert _count(twins, "grab.held", '"waited":true') - _count(twins, "grab.held", '"waited":true', '"command":"sweep"') > 5
     assert _count(twins, "payment.refund_due", "not_enough_left") > 5
 
 
 async def test_a_history_of_all_that_is_rare(servers: Settings) -> None:
     """The same one every time, and everything happens in it."""
-    twins = await _run(servers, 1)
+    twins = await _run(servers, 2)
     assert twins.now - NOW > 10 * DAY_MS
     rare = [
         ("grab.held", '"waited":true'), ("grab.released", "left_queue"), ("grab.released", "left_queue", '"command":"sweep"'),

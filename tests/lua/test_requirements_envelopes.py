@@ -351,19 +351,20 @@ async def test_b_a_failure_takes_no_part_and_a_hold_goes_back_by_an_event(scene:
     await scene.open(envelope(1_000, 3, draw=draw))
     await scene.grab("ann")
     outbox = scene.keys.shard(scene.keys.shard_of_offer("o")).outbox
-    # The one write that can fail, since it is the first: the outbox takes no id that is not above its last.
-    await scene.client.xadd(outbox, {"e": "{}"}, id="100-0")
+    # The first write is the one that can be refused.
+    aside = f"{outbox}:aside"
+    await scene.client.rename(outbox, aside)
+    await scene.client.set(outbox, "what no event can be added to")
 
     async def everything() -> dict[str, bytes]:
         return {name: await scene.client.dump(name) for name in await scene.names()}
 
     before = await everything()
     drain: list[AnyCommand] = crowd(3)  # with the close that the last part brings, and one who comes too late
-    with pytest.raises(redis.ResponseError, match="equal or smaller"):
-        await scene.gate.decide(drain, "decided")
+    refused = await scene.gate.decide(drain, "decided")
+    assert [(one.outcome, "WRONGTYPE" in (one.message or "")) for one in refused] == [("busy", True)] * 3
     assert await everything() == before
-    await scene.client.xdel(outbox, "100-0")
-    await scene.client.execute_command("XSETID", outbox, "2-0")
+    await scene.client.rename(aside, outbox)
     answers = await scene.decide_both(drain)
     assert [(answer.outcome, answer.place, answer.repeated) for answer in answers] == [
         ("granted", 2, False), ("granted", 3, False), ("sold_out", None, False),

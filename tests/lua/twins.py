@@ -13,8 +13,9 @@ import msgspec
 from lua.gate import Gate, GateLimits
 from lua.keys import KeySpace
 from models.answers import Answer
-from models.commands import AnyCommand, Grab, Open, Settle, digest_of
-from models.events import GrabConfirmed, GrabGranted, OfferLoaded, OfferOpened, decode_event, encode_event
+from models.commands import AnyCommand, Grab, Open, Settle
+from models.digests import Digests
+from models.events import CampaignZone, GrabConfirmed, GrabGranted, OfferLoaded, OfferOpened, decode_event, encode_event
 from models.identifiers import campaign_of
 from models.rules import Offer, ShardState, decide, decide_basket, sweep
 from models.splitting import pack_parts
@@ -39,7 +40,7 @@ class Twins:
         self.now = NOW
         self.folds = 0
         self.answered: list[tuple[AnyCommand, Answer]] = []
-        self.states = [ShardState(number) for number in range(keys.shards)]
+        self.states = [ShardState(number, SEALER.digests) for number in range(keys.shards)]
         self.lines: list[list[bytes]] = [[] for _ in range(keys.shards)]
         self.first_answers: dict[tuple[str, str], tuple[AnyCommand, Answer]] = {}
         await client.initialize()
@@ -47,9 +48,22 @@ class Twins:
         self.gate = Gate(self.client, self.keys, SEALER, limits, clock=lambda: self.now, tickets=TICKETS)
 
     async def sweep_both(self) -> None:
+        await self.sweep_without_cleaning()
         for number, state in enumerate(self.states):
-            await Sweeper(self.client, self.keys.shard(number), self.keys.shards, 10**12).sweep(self.now)
-            await self._compare(number, sweep(state, self.now))
+            # What is to be cleaned may lie there for long, or be cleaned in part.
+            await self.sweeper(number).clean(self.now, steps_max=(0, 1, None)[state.seq % 3])
+
+    async def sweep_without_cleaning(self) -> None:
+        for number, state in enumerate(self.states):
+            await self.sweeper(number).sweep(self.now)
+            events = sweep(state, self.now)
+            # The sweeper goes on until nothing is due.
+            while any(offer.due <= self.now for offer in state.offers.values()):
+                events += sweep(state, self.now)
+            await self._compare(number, events)
+
+    def sweeper(self, number: int) -> Sweeper:
+        return Sweeper(self.client, self.keys.shard(number), self.keys.shards, 10**12)
 
     async def decide_both(self, commands: Sequence[AnyCommand]) -> list[Answer]:
         answers = await self.gate.decide(commands, "decided")
@@ -79,7 +93,8 @@ class Twins:
         if isinstance(command, Open):
             return {"sealed_seed": "sealed", "clock_ms": self.now}
         if isinstance(command, Grab) and command.ticket and (ticket := TICKETS.read(command.ticket, command.user, command.offer)):
-            return {"ticket_expires_at": ticket.expires_at_ms, "ticket_once": ticket.once_id}
+            of_campaign = {"ticket_ends_at": ticket.expires_at_ms} if ticket.of_campaign else {}
+            return {"ticket_expires_at": ticket.expires_at_ms, "ticket_once": ticket.once_id, **of_campaign}
         return {}
 
     def _check_repeat(self, command: AnyCommand, answer: Answer) -> None:
@@ -90,7 +105,7 @@ class Twins:
             if not first.positive:
                 del self.first_answers[campaign_of(command.offer), command.id]
             assert not (answer.positive and answer.repeated and not isinstance(command, Settle))
-        elif digest_of(command) == digest_of(known):  # another operator is no other command
+        elif Digests().remembered(command) == Digests().remembered(known):  # another operator is no other command
             assert answer == msgspec.structs.replace(first, repeated=True)
         else:
             assert answer.outcome in ("conflict", "invalid")
@@ -145,6 +160,8 @@ class Twins:
         """Compares all that Redis has, and leaves nothing there."""
         try:
             for number, state in enumerate(self.states):
+                await self.sweeper(number).clean(self.now)
+                assert await self.client.hgetall(self.keys.shard(number).cleaning) == {}
                 await self._compare_state(number, state)
                 check_books(self.lines[number])
                 check_events(self.lines[number][-SCHEMA_CHECKS:])
@@ -162,7 +179,9 @@ class Twins:
         self.folds += 1
         keys = KeySpace(f"{self.keys.prefix}-fold{self.folds}", self.keys.shards).shard(number)
         await fold(self.client, keys, self.lines[number], SEALER, self.keys.shards, cut)
-        assert differences(await contents(self.client, self.keys.shard(number)), await contents(self.client, keys)) == []
+        live, made = await contents(self.client, self.keys.shard(number), self.now), await contents(self.client, keys, self.now)
+        found = differences(live, made)
+        assert not found, found
 
     async def _compare_state(self, number: int, state: ShardState) -> None:
         of_shard = self.keys.shard(number)
@@ -183,9 +202,22 @@ class Twins:
         for campaign in known | {campaign_of(name) for name in (*state.offers, *state.retired)}:
             kept = {field.decode() for field in await self.client.hkeys(of_shard.answers(campaign))}
             assert kept == {id for kept_in, id in state.answers if kept_in == campaign}
-            _, payments_key, counters_key = of_shard.of_campaign(campaign)
+            _, payments_key, counters_key, state_key, tickets_key = of_shard.of_campaign(campaign)
+            assert await self._scores(tickets_key) == {once: ends for (of, once), ends in state.tickets.items() if of == campaign}
+            zone = await self.client.hget(state_key, "zone")
+            assert (zone and msgspec.json.decode(zone, type=CampaignZone)) == state.zones.get(campaign)
             payments = {name.decode(): tuple(unpack(record)) for name, record in (await self.client.hgetall(payments_key)).items()}
-            assert payments == {name: tuple(payment) for (of, name), payment in state.payments.items() if of == campaign}
+            assert {name: payment for name, payment in payments.items() if state.knows_payments_of(payment[0], self.now)} == {
+                name: tuple(payment)
+                for (of, name), payment in state.payments.items()
+                if of == campaign and state.knows_payments_of(payment.offer, self.now)
+            }
+            past = {name.decode(): value.decode() for name, value in (await self.client.hgetall(state_key)).items() if name != b"zone"}
+            assert {name: value for name, value in past.items() if state.knows_payments_of(name.removeprefix("retired/"), self.now)} == {
+                f"retired/{name}": f"{offer_seq}:{at}"
+                for name, (offer_seq, at) in state.past.items()
+                if campaign_of(name) == campaign and state.knows_payments_of(name, self.now)
+            }
             assert await self._counters(counters_key) == {name: value for (of, name), value in state.counters.items() if of == campaign}
         refused = {field.decode() for field in await self.client.hkeys(of_shard.refusals)}
         assert refused == {f"{campaign}/{id}" for campaign, id in state.refusals}
@@ -200,7 +232,7 @@ class Twins:
         assert fields["paused"] == ("1" if offer.paused else "0")
         numbers = {name: int(fields[name]) for name in ("amount_left", "units_left", "places", "offer_seq", "opens_at", "closes_at")}
         assert numbers == {name: getattr(offer, name) for name in numbers}
-        _, users_key, parts_key, grabs_key, codes_key, audience_key, seen_key, queue_key = of_shard.of_offer(offer.name)
+        _, users_key, parts_key, grabs_key, codes_key, audience_key, seen_key, queue_key, orders_key = of_shard.of_offer(offer.name)
         assert (await self.client.get(parts_key) or b"") == pack_parts(offer.parts)
         assert {user.decode() for user in await self.client.smembers(audience_key)} == offer.audience
         assert {name.decode() for name in await self.client.smembers(seen_key)} == offer.seen
@@ -215,6 +247,8 @@ class Twins:
             for record in records.values():
                 record[-1] = [SEALER.open(of_shard.shard, offer.name, "code", code) for code in record[-1]]
             assert records == {name: _record(grab) for name, grab in offer.grabs.items()}
+            orders = {field.decode(): record for field, record in (await self.client.hgetall(orders_key)).items()}
+            assert orders == {f"{grab}/{name}": _order(order) for (grab, name), order in offer.orders.items()}
             return
         users = await self.client.hgetall(users_key)
         assert {
@@ -255,5 +289,9 @@ def _record(grab: Any) -> list[Any]:
         grab.user, grab.place, grab.quantity, grab.held, grab.taken, grab.redeemed, grab.lapsed, grab.deadline, grab.grace,
         grab.extensions, grab.price, int(grab.status), *grab.ended, *grab.confirmed, _counters(grab.under),
         [[units, _counters(under)] for units, under in grab.counted],
-        [list(payment) for payment in grab.payments], [list(order) for order in grab.orders], grab.codes,
+        [list(payment) for payment in grab.payments], grab.codes,
     ]  # fmt: skip
+
+
+def _order(order: Any) -> bytes:
+    return b"".join(number.to_bytes(size) for number, size in zip((order[0], order[1], order[2] - 1577836800000), (6, 5, 5), strict=True))

@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import time
+import tracemalloc
 from typing import Any, get_args
 
 import msgspec
@@ -12,6 +13,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from models.bounds import REASON_BYTES_MAX
 from models.commands import Open
 from models.identifiers import is_id
 from models.offers import CouponTerms, EnvelopeTerms, Hours, Limit, StockTerms, Terms
@@ -509,3 +511,45 @@ def test_ten_thousand_offers_are_quick(form: Form) -> None:
 def test_the_plan(terms: Terms, row: tuple[str, ...]) -> None:
     assert plan_rows([Open(id="i", offer="x", terms=terms)]) == [("x", *row)]
     assert len(PLAN_COLUMNS) == len(row) + 1
+
+
+# -- files that would take more than they give ------------------------------------------------------------------------
+
+
+def nested_aliases(levels: int) -> str:
+    """Some 800 bytes that stand for 9 to the power of the levels."""
+    lists = "".join(f"  a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9) if n else 'x'}]\n" for n in range(levels))
+    return f"defaults:\n{lists}offers:\n- offer: a\n  terms: {{title: *a{levels - 1}}}\n"
+
+
+LARGE = {
+    "aliases in aliases": (nested_aliases(12), "yaml", "values"),
+    "one alias very often": ("- &a [" + "x," * 1_000 + "x]\n" + "- *a\n" * 3_000, "yaml", "values"),
+    "merged again and again": (
+        "defaults: {a: &a {" + ", ".join(f"n{n}: 1" for n in range(1_000)) + "}}\noffers:\n" + "- {<<: *a}\n" * 3_000, "yaml", "values",
+    ),
+    "many values of JSON": ("[" + "0," * 7_000_000 + "0]", "json", "values"),
+    "a default as long as a file": (json.dumps({"defaults": {"title": "x" * 10**6}, "offers": [{"offer": "a"}] * 1_000}), "json", "longer"),
+    "many unknown names": (json.dumps([{f"n{n}": 1 for n in range(100_000)}]), "json", "there is no such field"),
+    "a name as long as a file": (json.dumps([{"n" * 10**7: 1}]), "json", "there is no such field"),
+    "many bad entries": (json.dumps([1] * 500_000), "json", "more is wrong than stands here"),
+    "brackets": ("[" * 100_000, "yaml", "is no YAML"),
+    "a long cell": ("offer,kind\n" + "x" * 10**7 + ",coupon\n", "csv", "is no CSV"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_a_file_takes_memory_and_time_in_proportion_to_its_length(name: str) -> None:
+    text, form, word = LARGE[name]
+    began = time.process_time()
+    tracemalloc.start()
+    try:
+        problems = problems_of(text, form)  # type: ignore[arg-type]
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert any(word in reason for _, reason in problems), problems[-3:]
+    assert all(len(reason.encode()) <= REASON_BYTES_MAX for _, reason in problems)
+    # Generous: a value of Python takes some ninety bytes, and tracing slows it down.
+    assert most < 400 * 1024 * 1024
+    assert time.process_time() - began < 40

@@ -20,6 +20,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from lua.keys import OFFER_KEYS
 from models.offers import Changes, Limit
 from ops import cli
+from ops.commands.services import new_seal_key
 from ops.connections import key_space, open_redis
 from ops.offer_files import BadOfferFile, read_changes
 from ops.settings import Settings, child_environment
@@ -164,6 +165,9 @@ def test_codes_are_loaded_once_and_handed_out(operator: Operator, tmp_path: Path
     again = operator.type("load", "coupons", "--codes", file)
     assert "0 of 3 chunks loaded, 3 were loaded before" in again.stdout
     assert "3 were loaded before" in operator.type("load", "coupons", "--codes", file, "--operator", "somebody").stdout
+    # A chunk's id follows from its codes by a key; after a rotation it is found under the old one.
+    operator.environment["seal_keys"] = f"{new_seal_key()},{operator.environment['seal_keys']}"
+    assert operator.ask("load", "coupons", "--codes", file) == {**summary, "loaded": 0, "repeated": 3}
     assert operator.ask("grab", "coupons", "anna", code=1)["outcome"] == "not_open_yet"
     assert operator.ask("amend", "coupons", "--set", "opens_at=1")["outcome"] == "amended"
     assert operator.ask("grab", "coupons", "anna", "--id", "g")["coupon_code"] == codes[0]

@@ -26,7 +26,7 @@ def test_the_week_of_a_flash_sale(settings: Settings, tmp_path: Path) -> None:
     assert checked >= {
         "never over-sold", "left + held + taken = total", "nobody above a limit", "each payment confirmed or refunded, once",
         "money confirmed = issuer's + refunds", "all holds have ended", "expiry at its deadline", "late payments as the offer says",
-        "Redis = ledger, Fri 27 Nov 10:05", "chain of every shard",
+        "Redis = fold of the journal, Fri 27 Nov 10:05", "chain of every shard",
     }  # fmt: skip
     as_json, as_csv = (Path(file) for file in told["files"])
     assert json.loads(as_json.read_text())["result"] == told["result"]

@@ -4,21 +4,25 @@ The history goes over the journal in blocks cut at random places; a second run c
 """
 
 import random
+from copy import deepcopy
 from typing import Any
 
 from aiokafka import AIOKafkaProducer
 
 from models.calendar import DAY_MS
 from models.commands import (
+    Amend,
     AnyCommand,
     Close,
+    Confirm,
     Grab,
     Open,
     Release,
     Resume,
+    Return,
 )
 from models.events import encode_event
-from models.offers import Limit, StockTerms
+from models.offers import PAYMENTS_KNOWN_MS, Changes, Limit, StockTerms
 from models.rules import ShardState, decide, sweep
 from models.rules.state import Status
 from ops.rehearsal.stage import take_down
@@ -165,6 +169,37 @@ async def _check_payments(settings: Settings, state: ShardState) -> None:
     assert {f"refund:{payment}": amount for payment, amount in owed if amount} == by_account
 
 
+async def test_a_payment_id_in_a_later_life_of_its_campaign_stops_nothing(system: Settings) -> None:
+    """Its campaign has long forgotten it: a row for each time, what goes back is taken off the one it was paid by, and all is booked."""
+    history = History(1)
+    terms = StockTerms(issuer="shop", total=9, price=5, currency="CNY", hold_ms=60_000, retire_after_ms=1)
+    paid = {"payment": "p", "paid": 5, "currency": "CNY"}
+    for offer in ("m:a", "m:b", "m:c"):
+        history.send(Open, offer, terms=terms)
+        history.send(Grab, offer, user="u")
+        grab = f"c{history.commands}"
+        if offer != "m:c":
+            history.send(Confirm, offer, grab=grab, **paid)
+        if offer == "m:b":
+            history.send(Return, offer, grab=grab)
+        history.now += DAY_MS
+        history.lines += map(encode_event, sweep(history.state, history.now))
+        history.send(Close, offer)
+        history.now += DAY_MS
+        history.lines += map(encode_event, sweep(history.state, history.now))
+        history.now += PAYMENTS_KNOWN_MS - 10 * DAY_MS if offer == "m:b" else PAYMENTS_KNOWN_MS
+    history.send(Confirm, "m:c", grab=grab, **paid)
+    assert history.lines[-1].startswith(b'{"type":"offer.retired"')
+    history.now -= 10 * DAY_MS
+    history.send(Confirm, "m:c", grab=grab, **paid)
+    await project(system, history, random.Random(1))
+    found = await rows(system, "SELECT payment, offer, state, outcome, refunded FROM payments ORDER BY seq")
+    assert found == [
+        ("p", "m:a", "served", "confirmed", 0), ("p", "m:b", "served", "confirmed", 5), ("p", "m:c", "refund_due", "no_such_offer", 0),
+    ]  # fmt: skip
+    assert not await rows(system, "SELECT * FROM stopped_shards")
+
+
 async def test_limits_view(system: Settings) -> None:
     """What is left of each limit now: grabs of another day do not count, what went back does not, a campaign counts all its offers."""
     [(now,)] = await rows(system, "SELECT (extract(epoch FROM now()) * 1000)::bigint")
@@ -190,3 +225,45 @@ async def test_limits_view(system: Settings) -> None:
     decided = decide(history.state, Grab(id="now", offer="m:a", user="u", attributes={"card": "k"}), history.now)
     told = {(one.by, one.per): one.left + 1 for one in decided.answer.limits}
     assert {(by, per): left for (_, by, per, _), left in found.items()} == told
+
+
+async def test_the_view_of_limits_counts_since_a_limit_was_added_and_in_the_zone_of_the_campaign(system: Settings) -> None:
+    """Added by an amendment, changed, removed and added again, after a sister retired, in other zones: always what the rules say."""
+    [(now,)] = await rows(system, "SELECT (extract(epoch FROM now()) * 1000)::bigint")
+    history = History(1)
+    history.now = now - 1_000
+    per_hour, week = Limit("user", "hour", 90, "campaign"), Limit("user", "week", 90, "campaign")
+    mine, all_time = Limit("user", "day", 90), Limit("user", "offer", 90)
+    zones = ("Australia/Lord_Howe", "Asia/Kathmandu", "America/St_Johns")
+    limits = ((per_hour, week), (all_time, week), (mine, per_hour))
+    for name, zone, wanted in zip("abc", zones, limits, strict=True):
+        terms = StockTerms(issuer="shop", total=400, limits=wanted, max_per_grab=9, timezone=zone, retire_after_ms=1)
+        history.send(Open, f"m:{name}", terms=terms)
+
+    def grab(offer: str) -> None:
+        history.send(Grab, offer, user="u", quantity=2)
+
+    for offer in ("m:a", "m:b", "m:c"):
+        grab(offer)
+    changes = [
+        ("m:b", ()), ("m:b", (all_time, mine)), ("m:c", (mine, week)), ("m:c", (Limit("user", "day", 50), week)),
+        ("m:b", (Limit("user", "day", 90, "campaign"), all_time)), ("m:c", (per_hour,)), ("m:c", (mine, per_hour, week)),
+    ]  # fmt: skip
+    for offer, changed in changes:
+        history.send(Amend, offer, changes=Changes(limits=changed))
+        for one in ("m:a", "m:b", "m:c"):
+            grab(one)
+    history.send(Close, "m:a")
+    history.now = now - 500
+    history.lines += map(encode_event, sweep(history.state, history.now))
+    assert "m:a" in history.state.retired
+    history.now = now
+    grab("m:b")
+    await project(system, history, random.Random(3))
+    found = {row[:4]: row[4] for row in await rows(system, "SELECT offer, by, per, scope, \"left\" FROM limits WHERE value = 'u'")}
+    told = {}
+    for offer in ("m:b", "m:c"):
+        # The rules say what is left behind a grab; it is decided in a state of its own.
+        answer = decide(deepcopy(history.state), Grab(id="now", offer=offer, user="u"), history.now).answer
+        told |= {(offer, one.by, one.per, one.scope): one.left + 1 for one in answer.limits}
+    assert found == told

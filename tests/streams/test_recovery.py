@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
-from lua.gate import run_script
-from models.commands import Close, Grab, Open
+from lua.gate import Gate, run_script
+from models.commands import Close, Confirm, Grab, Open, Release
 from models.offers import EnvelopeTerms, Limit, StockTerms
-from ops.connections import key_space, open_gate, open_redis, sealer, snapshots
+from ops.connections import gate_limits, key_space, open_gate, open_redis, sealer, snapshots
 from ops.rehearsal.run import open_books
 from ops.services import LocalServices
 from ops.settings import Settings, child_environment
@@ -26,10 +26,13 @@ from projections.versions import use_read_model
 from streams.relay import ShardRelay
 from streams.topics import Topics
 from tests.conftest import make_system, until
+from tests.lua.interrupting import Interrupting
 from tests.ops.test_cli import grabstream, of
 from tests.streams.state import assert_state_is_the_journal_s
 from tests.streams.test_projections import rows
 from tests.streams.traffic import traffic
+
+NEXT_LAYOUT = 3
 
 
 @pytest.fixture
@@ -243,6 +246,56 @@ async def test_without_postgresql_the_journal_is_read(past: Any, worker: Callabl
     await assert_state_is_the_journal_s(system)
 
 
+@pytest.mark.parametrize("source", ["the audit trail", "the journal"])
+@pytest.mark.parametrize("living", [False, True])
+async def test_what_became_of_payments_is_known_after_a_recovery(
+    system: Settings, worker: Callable[..., Any], source: str, living: bool
+) -> None:
+    """Of an offer that has retired, in a campaign that is still there or not: a served payment is not refunded, others go on."""
+    deciding, projecting = worker(system, "decide,relay,sweep"), worker(system, "project")
+    asked = {"patience_ms": 20_000, "timeout_ms": 20_000}
+    terms = StockTerms(issuer="shop", total=9, price=250, currency="CNY", hold_ms=60_000, retire_after_ms=1)
+
+    def paid(payment: str, number: str = "") -> Confirm:
+        return Confirm(id=f"c-{payment}{number}", offer="m:a", grab="m:a-ann", payment=payment, paid=250, currency="CNY")
+
+    async with open_gate(system) as gate:
+        offers = ["m:a", "m:living"] if living else ["m:a"]
+        await gate.decide([Open(id=f"o-{offer}", offer=offer, terms=terms) for offer in offers], **asked)
+        await gate.decide(by("ann", "bob", offer="m:a"), **asked)
+        [served, unserved] = await gate.decide([paid("p1"), paid("p2")], **asked)
+        assert (served.outcome, unserved.outcome) == ("confirmed", "not_held")
+        await gate.decide([Release(id="r", offer="m:a", grab="m:a-bob"), Close(id="c", offer="m:a")], **asked)
+        retired = "SELECT 1 FROM offers WHERE retired_at IS NOT NULL"
+        await until(lambda: rows(system, retired), 30, "retirement in SQL")
+        [late] = await gate.decide([paid("p3")], **asked)
+        assert (late.outcome, late.message) == ("no_such_offer", "the payment is to be paid back")
+        firsts = {"p1": served, "p2": unserved, "p3": late}
+        for round_ in ("1", "2"):
+            audited = f"SELECT 1 FROM cursors WHERE projection = 'audit' AND seq >= {late.seq}"
+            await until(lambda query=audited: rows(system, query), 30, "the audit trail")
+            if source == "the journal":
+                assert deciding.stop() == 0
+                deciding = worker(system.model_copy(update={"postgres": "postgresql://nobody@127.0.0.1:9/none"}), "decide,relay,sweep")
+            await emptied(system)
+            for payment, first in firsts.items():
+                [again] = await gate.decide([paid(payment, f"-again{round_}")], **asked)
+                assert (again.outcome, again.repeated, again.seq) == (first.outcome, True, first.seq)
+            [late] = await gate.decide([paid(f"new{round_}")], **asked)
+            assert (late.outcome, late.repeated) == ("no_such_offer", False)
+            firsts[f"new{round_}"] = late
+            await assert_state_is_the_journal_s(system)
+    due = "SELECT payment, outcome FROM payments WHERE state = 'refund_due' ORDER BY seq"
+    await until(lambda: rows(system, "SELECT 1 FROM payments WHERE payment = 'new2'"), 30, "payments in SQL")
+    assert await rows(system, due) == [
+        ("p2", "not_held"), ("p3", "no_such_offer"), ("new1", "no_such_offer"), ("new2", "no_such_offer"),
+    ]  # fmt: skip
+    if source == "the audit trail":
+        assert await rows(system, "SELECT 1 FROM recoveries WHERE snapshot_seq > 0")
+    assert deciding.stop() == 0
+    assert projecting.stop() == 0
+
+
 async def test_a_trail_of_another_history_is_no_snapshot(past: Any, worker: Callable[..., Any]) -> None:
     """Its hash is not in the journal's chain: all of the journal is read instead."""
     system, deciding = past
@@ -308,7 +361,7 @@ async def test_a_newer_program_goes_on_and_an_older_one_is_refused(past: Any, tm
 
         async def taken_over() -> bool:
             found = [await redis.hmget(keys.shard(number).state, ["layout", "life"]) for number in range(keys.shards)]
-            return all(layout == b"2" and life for layout, life in found)
+            return all(layout == str(NEXT_LAYOUT).encode() and life for layout, life in found)
 
         await until(taken_over, 40, "the newer program's takeover")
         async with open_gate(system) as gate:
@@ -331,14 +384,15 @@ async def test_a_newer_program_goes_on_and_an_older_one_is_refused(past: Any, tm
 
 
 def next_release(folder: Path) -> Path:
-    """A copy of this program that writes key layout 2."""
+    """A copy of this program that writes the next key layout."""
     here, there = Path(__file__).parents[2], folder / "next"
     for room in ("models", "lua", "streams", "projections", "ops"):
         shutil.copytree(here / room, there / room, ignore=shutil.ignore_patterns("__pycache__"))
     include = there / "lua/includes/shard.lua"
     text = include.read_text()
-    assert "local LAYOUT = 1\n" in text
-    include.write_text(text.replace("local LAYOUT = 1\n", "local LAYOUT = 2\n"))
+    written = f"local LAYOUT = {NEXT_LAYOUT - 1}\n"
+    assert written in text
+    include.write_text(text.replace(written, f"local LAYOUT = {NEXT_LAYOUT}\n"))
     return there
 
 
@@ -356,7 +410,7 @@ async def test_an_older_layout_is_journaled_and_then_rebuilt(past: Any, worker: 
             asked = {"patience_ms": 20_000, "timeout_ms": 20_000}
             again = await gate.decide(by("joe", "kim", offer="here"), **asked)
         assert [(one.outcome, one.seq, one.repeated) for one in again] == [("granted", one.seq, True) for one in decided]
-        assert await redis.hget(shard.state, "layout") == b"1"
+        assert await redis.hget(shard.state, "layout") == str(NEXT_LAYOUT - 1).encode()
     finally:
         await redis.aclose()
     await assert_state_is_the_journal_s(system)
@@ -375,3 +429,37 @@ async def test_rebuilt_by_hand_beside_a_worker(past: Any) -> None:
     async with open_gate(system) as gate:
         assert {one.outcome for one in await gate.decide(by("max", offer="here"), patience_ms=20_000, timeout_ms=20_000)} == {"granted"}
     await assert_state_is_the_journal_s(system)
+
+
+@pytest.mark.timeout(120)
+async def test_a_script_that_broke_off_while_it_wrote_costs_a_rebuild_and_no_answer(system: Settings, worker: Callable[..., Any]) -> None:
+    """Its events are in the outbox: the relay journals them, rebuilds the shard from them, and the same grabs get their first answers."""
+    one = worker(system, "relay,sweep,project")
+    client = open_redis(system)
+    broken = Interrupting(client)
+    gate = Gate(broken, key_space(system), sealer(system), gate_limits(system))
+    gate.start()
+    shard = key_space(system).shard(key_space(system).shard_of_offer("e"))
+    try:
+        broken.fail_at_write = 0
+        assert (await gate.decide([envelope()], patience_ms=20_000))[0].outcome == "opened"
+        history = await client.hget(shard.state, "history")
+        broken.fail_at_write = 4
+        asked = asyncio.create_task(gate.decide(by("ann", "bob"), timeout_ms=30_000))
+
+        async def is_fenced_or_mended() -> bool:
+            return await client.hget(shard.state, "history") != history
+
+        await until(is_fenced_or_mended, 20, "the fence")
+        broken.fail_at_write = 0
+        answers = await asked
+        assert [(answer.outcome, answer.repeated, answer.place) for answer in answers] == [("granted", True, 1), ("granted", True, 2)]
+        assert (await gate.decide(by("cid")))[0].place == 3
+        await assert_state_is_the_journal_s(system)
+    finally:
+        await gate.close()
+        await client.aclose()
+    found = await rows(system, "SELECT kind, problem FROM recoveries")
+    assert [(kind, problem.startswith("Redis is incomplete at seq 3 of 3")) for kind, problem in found] == [("other", True)]
+    assert await rows(system, "SELECT * FROM lost_decisions") == []
+    assert one.stop() == 0

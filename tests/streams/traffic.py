@@ -22,7 +22,7 @@ class Traffic:
 
     def __init__(self, settings: Settings, gate: Gate, people: int, seed: int = 11) -> None:
         self.settings = settings
-        self._chosen = [one for one in envelopes(seed, people, 6, people // 20, 0) if not one.until_deadline]
+        self._chosen = [one for one in envelopes(seed, people, 6, people // 20, 1_000) if one.deadline_ms is None]
         grabs = attempts(seed, self._chosen)
         self.rehearsal = Rehearsal(settings, gate, self._chosen, grabs, seed)
         self._crowd: asyncio.Task[float] | None = None
@@ -64,7 +64,10 @@ class Traffic:
 
                 async def complete() -> bool:
                     try:
-                        return (await look(redis, key_space(self.settings), books)).complete
+                        found = await look(redis, key_space(self.settings), books)
+                        # A Redis that was emptied a moment ago has decided nothing, and so everything is complete.
+                        promised = sum(map(len, self.rehearsal.doors.granted.values()))
+                        return found.complete and found.decided >= promised
                     except ConnectionError:
                         return False  # a master has just died, and its replica is not there yet
 

@@ -1,0 +1,53 @@
+-- What outlives an offer: how it leaves Redis, and what is known of it afterwards.
+-- Needs the includes `decide`, `offers`.
+
+-- How long a retired offer's payments and its last offer_seq count, as models/offers.py has it.
+local PAYMENTS_KNOWN_MS = 180 * 86400000
+
+-- What is kept of an offer that has retired: {name, offer_seq, at}, or nil. Of one that never was there is nothing.
+local function past_of(campaign, name)
+  local past = campaign.past[name]
+  if past == nil then
+    local text = redis.call('HGET', campaign.state_key, 'retired/' .. name)
+    local offer_seq, at = string.match(text or '', '^(%d+):(%d+)$')
+    past = offer_seq and {name = name, offer_seq = tonumber(offer_seq), at = tonumber(at)} or false
+    campaign.past[name] = past
+  end
+  return past or nil
+end
+
+-- The same, as long as it counts: what an offer remembers of payments is known until then.
+local function known_past_of(campaign, name, now)
+  local past = past_of(campaign, name)
+  return past and now < past.at + PAYMENTS_KNOWN_MS and past or nil
+end
+
+-- Writes down that records of a campaign are to be deleted, `what` is answers or payments: `<history>:<cursor>:<1: once more>`. A pass
+-- that has begun may be past some of them already, so it is followed by another.
+local function begin_cleaning(campaign, what)
+  local field = campaign.name .. '/' .. what
+  local history, cursor = string.match(redis.call('HGET', KEYS[12], field) or '', '^(%d+):(%d+):%d$')
+  write('HSET', KEYS[12], field, cursor and cursor ~= '0' and history .. ':' .. cursor .. ':1' or '0:0:0')
+end
+
+-- Takes an offer out of Redis. From here on what its campaign remembers of it counts as forgotten, and is deleted later (`clean`); its
+-- payments and its last offer_seq are known for PAYMENTS_KNOWN_MS. With its last offer go the campaign's answers, counters, zone and used
+-- tickets.
+local function remove_offer(offer, now)
+  write('SADD', KEYS[10], offer.name)
+  write('SREM', KEYS[7], offer.name)
+  write('ZREM', KEYS[6], offer.name)
+  for key = 1, OFFER_KEYS do write('UNLINK', KEYS[offer.base + key]) end
+  local campaign = offer.campaign
+  write('ZADD', KEYS[11], string.format('%.0f', now), offer.name)
+  write_past(campaign, {name = offer.name, offer_seq = offer.offer_seq, at = now})
+  if count_offers(campaign, -1) == 0 then
+    write('HDEL', KEYS[9], campaign.name)
+    write('HDEL', KEYS[12], campaign.name .. '/answers')
+    write('UNLINK', campaign.answers_key, campaign.counters.key, campaign.tickets_key)
+    write('HDEL', campaign.state_key, 'zone')
+    campaign.zone = nil
+  else
+    begin_cleaning(campaign, 'answers')
+  end
+end

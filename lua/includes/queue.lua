@@ -1,0 +1,74 @@
+-- Grabs that wait, and leave the queue: they are served, or give up. The same steps as models/rules, in the same order.
+-- Needs the includes `records`, `decide`, `limits`, `offers`, `pieces`.
+
+local SERVED_AT_ONCE_MAX = 100
+
+local function take_from_queue(offer, name)
+  offer.queue_gone[name] = true
+  offer.queue_length = offer.queue_length - 1
+  offer.least_wanted = nil
+  for i, other in ipairs(offer.line) do
+    if other == name then
+      table.remove(offer.line, i)
+      return
+    end
+  end
+end
+
+local function wait_no_more(offer, name, grab, now)
+  take_from_queue(offer, name)
+  give_back(offer, grab, grab.quantity)
+  grab.status = RELEASED
+  if offer.closed then offer.due = due_when_closed(offer, now) end
+  touch_grab(offer, name)
+end
+
+-- Somebody waits no more; the limits are given back.
+local function leave_queue(call, offer, name, grab, command, digest)
+  wait_no_more(offer, name, grab, call.now)
+  call.lines[#call.lines + 1] = event_head(call, offer, 'grab.released', command) .. grab_text(offer, name, grab, 0, 0)
+    .. ',"reason":"left_queue","to":"' .. returns_to(offer) .. (digest and '","digest":"' .. digest or '') .. '"}'
+  grab.ended_seq, grab.ended_at = call.seq, call.now
+end
+
+-- Who waited gets units, as a hold.
+local function serve_one(offer, name, grab, quantity, now)
+  take_from_queue(offer, name)
+  give_back(offer, grab, grab.quantity - quantity)
+  offer.places = offer.places + 1
+  grab.place, grab.quantity, grab.price, grab.status = offer.places, quantity, offer.rules.price or 0, ACTIVE
+  move_units(offer, -quantity)
+  begin_hold(offer, grab, quantity, now)
+  touch_grab(offer, name)
+end
+
+-- How many units a grab that can be served gets.
+local function units_for(offer, grab)
+  local price = offer.rules.price or 0
+  local payable = price > 0 and math.floor(AMOUNT_MAX / price) or grab.quantity
+  return math.min(grab.quantity, offer.units_left, payable)
+end
+
+-- Units that are left go to the first grab in the queue that they suffice for, of the first CONSIDERED_MAX, as holds; a bounded number
+-- at once. Those that they do not suffice for keep their places.
+local function serve(call, offer, command)
+  if not offer.pieces or offer.closed or call.now >= offer.closes_at then return end
+  local served, i = 0, 1
+  while offer.units_left > 0 and i <= CONSIDERED_MAX do
+    local name = waiter_at(offer, i)
+    if not name then return end
+    local grab = grab_of(offer, name)
+    if wanted_at_least(offer, grab) > offer.units_left then
+      i = i + 1
+    elseif served == SERVED_AT_ONCE_MAX then
+      offer.due, offer.changed = call.now, true
+      return
+    else
+      served = served + 1
+      local asked, quantity = grab.quantity, units_for(offer, grab)
+      serve_one(offer, name, grab, quantity, call.now)
+      call.lines[#call.lines + 1] = event_head(call, offer, 'grab.held', command) .. grab_text(offer, name, grab, quantity, quantity)
+        .. (asked ~= quantity and ',"asked":' .. int(asked) or '') .. hold_text(offer, grab) .. ',"waited":true}'
+    end
+  end
+end

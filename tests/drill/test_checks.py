@@ -1,0 +1,106 @@
+"""The drill's checks over a small system: each of them passes, and fails when what it looks at is damaged."""
+
+from collections.abc import AsyncIterator, Callable
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+from models.commands import AnyCommand, Confirm, Grab, Open
+from models.offers import CouponTerms, EnvelopeTerms, StockTerms
+from ops.connections import key_space, open_gate
+from ops.settings import Settings
+from tests.conftest import until
+from tests.drill.checks import at_rest, journal_of, level, missing, problems_of, repeated
+from tests.drill.observer import Fenced
+from tests.streams.test_projections import open_tables
+
+
+@pytest.fixture
+async def scene(system: Settings, redis_client: Any, worker: Callable[..., Any]) -> AsyncIterator[Any]:
+    """What a cell leaves behind: a system, and what its traffic was answered."""
+    settings = system
+    worker(settings, "decide,relay,sweep,project")
+    envelope = EnvelopeTerms(issuer="i", funding="f", asset="CNY", total=1_000, parts=50)
+    stock = StockTerms(issuer="i", total=50, hold_ms=600_000, price=5, currency="CNY")
+    commands: list[AnyCommand] = [
+        Open(id="o-e", offer="e", terms=envelope),
+        Open(id="o-s", offer="s", terms=stock),
+        Open(id="o-k", offer="k:1", terms=CouponTerms(issuer="i", total=9)),
+        *(Grab(id=f"{offer}{number}", offer=offer, user=f"u{number}") for offer in ("e", "s") for number in range(5)),
+        Confirm(id="c0", offer="s", grab="s0", payment="p0", paid=5, currency="CNY"),
+        *(Grab(id=f"b{number}", offer="k:1", user="u", basket="b") for number in range(2)),
+    ]
+    async with open_gate(settings) as gate:
+        answered = [
+            (command, answer)
+            for few in ([one] for one in commands[:-2])
+            for command, answer in zip(few, await gate.decide(few, patience_ms=20_000, timeout_ms=20_000), strict=True)
+        ]
+        basket = await gate.decide(commands[-2:], patience_ms=20_000, timeout_ms=20_000)
+        answered += zip(commands[-2:], basket, strict=True)
+        assert all(answer.positive for _, answer in answered), answered
+        await until(lambda: level(settings, redis_client), 60, "everything in the books")
+        traffic, observer = SimpleNamespace(answered=answered), SimpleNamespace(spans=[])
+        keys = key_space(settings)
+        yield SimpleNamespace(
+            settings=settings, redis=redis_client, gate=gate, traffic=traffic, observer=observer, keys=keys, mended_at_ms=None,
+            deciding=[], projecting=[],
+        )  # fmt: skip
+
+
+async def failed(scene: Any) -> dict[str, list[str]]:
+    return {name: problems for name, problems in (await problems_of(scene, False)).items() if problems}
+
+
+@pytest.mark.timeout(300)
+async def test_each_check_fails_when_what_it_looks_at_is_damaged(scene: Any) -> None:
+    assert await failed(scene) == {}
+    settings, redis, answered = scene.settings, scene.redis, scene.traffic.answered
+
+    # An answer of which the journal has nothing, and one that is given again differently.
+    grab, answer = next(one for one in answered if one[0].id == "e1")
+    for wrong in (msgspec.structs.replace(answer, seq=999), msgspec.structs.replace(answer, amount=answer.amount + 1)):
+        scene.traffic.answered = [(grab, wrong)]
+        assert set(await failed(scene)) == {"no acknowledged answer is missing", "an answer is given again as it was"}
+    basket = [one for one in answered if one[0].id in ("b0", "b1")]
+    scene.traffic.answered = [basket[0], (basket[1][0], msgspec.structs.replace(basket[1][1], seq=basket[0][1].seq))]
+    [line] = await repeated(scene)
+    assert line.startswith("b1: first granted")
+    confirmed, settled = next(one for one in answered if isinstance(one[0], Confirm))
+    elsewhere = msgspec.structs.replace(confirmed, offer="e")
+    assert "but the journal has" in missing([(elsewhere, settled)], await journal_of(settings))[0]
+    scene.traffic.answered = answered
+
+    # Something was decided within a fence.
+    events = await journal_of(settings)
+    (shard, _), said = next(iter(events.items()))
+    scene.observer.spans = [Fenced(shard, said.term, said.event["at"] - 1, said.event["at"] + 1)]
+    assert set(await failed(scene)) == {"nothing was decided while fenced"}
+    scene.observer.spans = []
+
+    # Redis is not what the journal makes of it: both who look at it say so.
+    key = scene.keys.shard(scene.keys.shard_of_offer("s")).offer("s")
+    await redis.hincrby(key, "held", 1)
+    assert set(await failed(scene)) == {"state = fold of the journal", "verify: Redis = fold of the journal"}
+    await redis.hincrby(key, "held", -1)
+
+    # And `verify` is asked.
+    async with await open_tables(settings) as connection:
+        await connection.execute(b"UPDATE balances_1 SET available = available + 1 WHERE (user_id, asset) = ('u1', 'CNY')")
+        assert set(await failed(scene)) == {"verify: balances = fold of the journal"}
+        await connection.execute(b"UPDATE balances_1 SET available = available - 1 WHERE (user_id, asset) = ('u1', 'CNY')")
+    assert await failed(scene) == {}
+
+
+@pytest.mark.timeout(120)
+async def test_what_a_cell_waits_for_is_told(scene: Any) -> None:
+    """Holds that are left, and books that are behind."""
+    assert not await at_rest(scene)
+    for shard in range(scene.settings.shards):
+        await scene.redis.delete(scene.keys.shard(shard).holds)
+    assert await at_rest(scene)
+    assert await level(scene.settings, scene.redis)
+    await scene.redis.hincrby(scene.keys.shard(0).state, "seq", 1)
+    assert not await level(scene.settings, scene.redis)

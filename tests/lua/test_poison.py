@@ -1,0 +1,192 @@
+"""A command that raises costs one answer: its own. What the others of its call, of its list and of its shard get is not touched."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from lua.gate import Gate, GateLimits, Order, OutcomeUnknown
+from lua.tickets import TicketKeys
+from models.commands import AnyCommand, Grab
+from streams.sweeper import Sweeper
+from tests.conftest import until
+from tests.lua.conftest import SEALER, event_lines, grabs
+from tests.lua.injected import inject
+from tests.lua.test_order import CARRIED_OUT, FakeRelay, course_of, gate_over, relay
+
+__all__ = ["relay"]
+
+
+def poison(number: int = 0, offer: str = "e") -> Grab:
+    return Grab(id=f"poison-{number}", offer=offer, user=f"poisoner{number}")
+
+
+async def test_one_command_that_raises_costs_one_answer(relay: FakeRelay, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Callers' lists share calls; the one that raises is found among them, and only it is refused."""
+    inject(monkeypatch, "before")
+    gate = gate_over(relay)
+    lists: list[list[AnyCommand]] = [[Grab(id=f"g{n}-{m}", offer="s", user=f"u{n}") for m in range(9)] for n in range(20)]
+    lists[7].insert(4, poison(7, "s"))
+    lists[13].insert(0, poison(13, "s"))
+    answered = await asyncio.gather(*(gate.decide(one, "decided") for one in lists))
+    for commands, answers in zip(lists, answered, strict=True):
+        assert [answer.id for answer in answers] == [command.id for command in commands]
+        assert [answer.outcome for answer in answers] == ["invalid" if "poison" in c.id else "held" for c in commands]
+        assert all("injected" in (answer.message or "") for answer in answers if answer.outcome == "invalid")
+    places = [answer.place for answers in answered for answer in answers if answer.outcome == "held"]
+    assert sorted(place for place in places if place is not None) == list(range(1, 181))
+    await gate.close()
+
+
+async def test_a_reader_is_told_where_the_poison_stands(relay: FakeRelay, monkeypatch: pytest.MonkeyPatch) -> None:
+    inject(monkeypatch, "before")
+    gate = gate_over(relay)
+    told: list[tuple[int, str]] = []
+    commands = [*grabs(3), poison(1), *grabs(2, start=3), poison(2), *course_of("ann")[:3]]
+    relaying = asyncio.create_task(relay.run())
+    answers = await gate.decide(commands, reader=Order(), report_poison=lambda place, reason: told.append((place, reason)))
+    relaying.cancel()
+    assert [answer.outcome for answer in answers] == ["granted"] * 3 + ["invalid"] + ["granted"] * 2 + ["invalid"] + CARRIED_OUT
+    assert [place for place, _ in told] == [3, 6]
+    assert all("injected" in reason for _, reason in told)
+    await gate.close()
+
+
+async def test_a_hold_that_raises_keeps_no_other_from_ending(
+    relay: FakeRelay, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    gate = gate_over(relay)
+    held = await gate.decide([Grab(id=f"g{n}", offer="s", user=f"u{n}") for n in range(20)] + [poison(1, "s")], "decided")
+    assert {answer.outcome for answer in held} == {"held"}
+    over_at = max(answer.deadline_at or 0 for answer in held)
+    inject(monkeypatch, "before")
+    shard = relay.keys.shard(relay.keys.shard_of_offer("s"))
+    sweeper = Sweeper(relay.client, shard, relay.keys.shards, 10**12)
+    assert await sweeper.sweep(over_at) == 21
+    assert await relay.client.zrange(shard.holds, 0, -1) == [b"s/poison-1"]
+    assert "fails for s/poison-1" in caplog.text
+    assert await sweeper.sweep(over_at) == 0  # it is left out, and not met again and again
+    monkeypatch.undo()
+    assert await Sweeper(relay.client, shard, relay.keys.shards, 10**12).sweep(over_at) == 1
+    assert not await relay.client.exists(shard.holds)
+    await gate.close()
+
+
+async def test_a_basket_that_raises_is_refused_whole(relay: FakeRelay, monkeypatch: pytest.MonkeyPatch) -> None:
+    inject(monkeypatch, "before")
+    gate = gate_over(relay)
+
+    def basket(name: str, *ids: str) -> list[AnyCommand]:
+        return [Grab(id=one, offer="s", user="ann", basket=name) for one in ids]
+
+    commands = [*basket("b1", "a1", "a2"), *basket("b2", "a3", "poison", "a4"), *basket("b3", "a5", "a6", "a7")]
+    outcomes = [answer.outcome for answer in await gate.decide(commands, "decided")]
+    assert outcomes == ["held"] * 2 + ["invalid"] * 3 + ["held"] * 3
+    await gate.close()
+
+
+async def test_a_command_that_cannot_be_built_costs_one_answer(relay: FakeRelay) -> None:
+    """An error in Python, where commands are made into arguments, is like one in Lua."""
+
+    class Broken(TicketKeys):
+        def read(self, ticket: str, user: str, offer: str) -> Any:
+            raise ZeroDivisionError("no such key")
+
+    gate = Gate(relay.client, relay.keys, SEALER, tickets=Broken({}))
+    ticketed = Grab(id="t", offer="e", user="eve", ticket="x.y.z")
+    answers = await gate.decide([*grabs(3), ticketed, *grabs(2, start=3)], "decided")
+    assert [answer.outcome for answer in answers] == ["granted"] * 3 + ["invalid"] + ["granted"] * 2
+    assert "ZeroDivisionError" in (answers[3].message or "")
+    await gate.close()
+
+
+async def test_a_command_that_cannot_even_be_checked_costs_one_answer(relay: FakeRelay, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lua import gate as gate_module
+
+    check = gate_module.check
+
+    def raising(command: AnyCommand) -> None:
+        if command.id == "unchecked":
+            raise RecursionError
+        check(command)
+
+    monkeypatch.setattr(gate_module, "check", raising)
+    gate = gate_over(relay)
+    unchecked = Grab(id="unchecked", offer="e", user="eve", attributes={"card": "7"})
+    answers = await gate.decide([*grabs(2), unchecked, *grabs(2, start=2)], "decided")
+    assert [answer.outcome for answer in answers] == ["granted", "granted", "invalid", "granted", "granted"]
+    await gate.close()
+
+
+async def test_an_answer_that_cannot_be_read_whole_still_says_what_was_decided(relay: FakeRelay, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lua import batches
+
+    answer_of = batches.answer_of
+
+    def raising(shard: int, command: AnyCommand, row: Any, sealer: Any) -> Any:
+        if command.id == "e-g1":
+            raise KeyError("codes")
+        return answer_of(shard, command, row, sealer)
+
+    monkeypatch.setattr(batches, "answer_of", raising)
+    gate = gate_over(relay)
+    answers = await gate.decide(grabs(3), "decided")
+    assert [answer.outcome for answer in answers] == ["granted"] * 3
+    assert answers[1].seq == (answers[0].seq or 0) + 1
+    assert "cannot be read" in (answers[1].message or "")
+    await gate.close()
+
+
+@pytest.mark.parametrize("where", ["between", "after"])
+async def test_an_error_after_the_first_write_fences_the_shard_at_once(
+    relay: FakeRelay, monkeypatch: pytest.MonkeyPatch, where: Any
+) -> None:
+    """What is half written is never decided on: the shard is fenced in that call, its seq is that of its outbox, and the answer is
+    known once the shard was made equal to its events."""
+    inject(monkeypatch, where)
+    gate = gate_over(relay)
+    asking = asyncio.create_task(gate.decide([*grabs(2), poison(), *grabs(2, start=2)], "decided"))
+    await until(lambda: relay.client.hget(relay.shard.state, "partial"))
+    assert await relay.client.hget(relay.shard.state, "life") is None
+    assert b"injected" in await relay.client.hget(relay.shard.state, "fault")
+    assert (await gate.decide(grabs(1, start=8), "decided"))[0].outcome == "fenced"
+    assert int(await relay.client.hget(relay.shard.state, "seq")) == 2 + len(await event_lines(relay.client, relay.keys, 0, 2))
+    while not asking.done():
+        if await relay.client.hget(relay.shard.state, "partial"):
+            await relay.lose_tail(lambda decided: decided)  # journaled, and rebuilt from the journal
+        await asyncio.wait({asking}, timeout=0.05)
+    answers = await asking
+    assert [answer.outcome for answer in answers] == ["granted"] * 5
+    assert [answer.place for answer in answers] == [1, 2, 3, 4, 5]
+    assert len({answer.seq for answer in answers}) == 5
+    await gate.close()
+
+
+async def test_a_command_that_breaks_its_shard_each_time_is_given_up(relay: FakeRelay, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of it ever reaches the outbox, so it would break the shard for ever; the others are decided."""
+    inject(monkeypatch, "after")
+    gate = Gate(relay.client, relay.keys, SEALER, GateLimits(timeout_ms=30_000))
+    gate.start()
+    asking = asyncio.create_task(gate.decide([poison()], "decided"))
+    others = asyncio.create_task(gate.decide(grabs(3), "decided"))
+    while not (asking.done() and others.done()):
+        if await relay.client.hget(relay.shard.state, "partial"):
+            await relay.lose_tail()  # all of it
+        await asyncio.wait({asking, others}, timeout=0.05)
+    with pytest.raises(OutcomeUnknown, match="breaks its shard"):
+        await asking
+    assert [answer.outcome for answer in await others] == ["granted"] * 3
+    await gate.close()
+
+
+async def test_a_refusal_of_redis_is_no_poison(relay: FakeRelay) -> None:
+    """A right that is missing concerns everybody: it is `busy`, and goes away; no command is taken for a bad one."""
+    client = relay.client
+    await client.execute_command("ACL", "SETUSER", "default", "-evalsha", "-eval")
+    gate = gate_over(relay)
+    [answer] = await gate.decide(grabs(1), "decided")
+    assert answer.outcome == "busy"
+    assert "NoPermission" in (answer.message or "")
+    await client.execute_command("ACL", "SETUSER", "default", "+@all")
+    assert (await gate.decide(grabs(1), "decided"))[0].outcome == "granted"
+    await gate.close()

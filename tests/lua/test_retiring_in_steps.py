@@ -1,0 +1,121 @@
+"""What is remembered of an offer is forgotten only when it retires: whatever happens between the steps of that, nothing is decided
+a second time."""
+
+import json
+import secrets
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from lua.gate import Gate
+from lua.keys import KeySpace, ShardKeys
+from lua.sealing import Sealer
+from models.answers import Answer
+from models.commands import decode_command
+from ops.commands.services import new_seal_key
+from ops.connections import open_redis
+from ops.settings import load_settings
+from streams.ownership import OwnedShard
+from streams.sweeper import Sweeper
+
+DAY_MS = 86_400_000
+TERMS = {"kind": "stock", "issuer": "shop", "total": 2, "waiting_list": True, "hold_ms": DAY_MS, "retire_after_ms": 1_000}
+ENTRY = {"transfers": [{"debit": "external:x", "credit": "wallet:ann", "amount": 5, "asset": "CNY"}], "reason": "r", "approved_by": "olga"}
+
+
+class System:
+    """One shard that decides, at a time of its own."""
+
+    def __init__(self, redis: Any) -> None:
+        self.redis = redis
+        self.now = 1_800_000_000_000
+        space = KeySpace(f"leaving-{secrets.token_hex(4)}", 1)
+        self.keys: ShardKeys = space.shard(0)
+        self.gate = Gate(redis, space, Sealer.from_text(new_seal_key()), clock=lambda: self.now)
+        self.sweeper = Sweeper(redis, self.keys, 1, 10**15)
+
+    async def begin(self) -> None:
+        shard = OwnedShard(self.redis, self.keys)
+        raised = await shard.raise_term(0)
+        await shard.run("reconcile", [self.keys.state], raised.ownership, 0, 1)
+
+    async def ask(self, type: str, id: str, offer: str, **fields: Any) -> Answer:
+        command = decode_command(json.dumps({"type": type, "id": id, "offer": offer} | fields).encode())
+        [answer] = await self.gate.decide([command], promise="decided")
+        return answer
+
+    async def sweep(self) -> int:
+        return await self.sweeper.sweep(self.now)
+
+    async def events(self, type: str) -> int:
+        entries = await self.redis.xrange(self.keys.outbox)
+        return sum(f'"type":"{type}"'.encode() in line for _, fields in entries for line in fields.values())
+
+
+@pytest.fixture
+async def system() -> AsyncIterator[System]:
+    redis = open_redis(load_settings())
+    system = System(redis)
+    await system.begin()
+    await system.ask("open", "open-a", "sale:a", terms=TERMS)
+    await system.ask("open", "open-b", "sale:b", terms=TERMS)
+    yield system
+    await system.gate.close()
+    names = [key async for key in redis.scan_iter(match=f"{system.keys.prefix}:*", count=1_000)]
+    if names:
+        await redis.unlink(*names)
+    await redis.aclose()
+
+
+async def test_an_offer_that_turned_out_not_to_be_due_is_not_forgotten(system: System) -> None:
+    await system.ask("grab", "g-1", "sale:a", user="ann", quantity=1)
+    await system.ask("confirm", "c-1", "sale:a", grab="g-1")
+    await system.ask("grab", "g-2", "sale:a", user="bob")
+    await system.ask("confirm", "c-2", "sale:a", grab="g-2")
+    await system.ask("grab", "g-3", "sale:a", user="cid", wait=True)
+    first = await system.ask("adjust", "adjust-1", "sale:a", **ENTRY)
+    await system.ask("close", "close-a", "sale:a")
+    due = system.sweeper._due
+
+    async def due_and_then(key: str, at_ms: int | None, most: int, after_ms: int = 0) -> list[str]:
+        found = await due(key, at_ms, most, after_ms)
+        if key == system.keys.due and "sale:a" in found:
+            await system.ask("release", "r-1", "sale:a", grab="g-3")
+        return found
+
+    system.sweeper._due = due_and_then  # type: ignore[method-assign]
+    await system.sweep()
+    again = await system.ask("adjust", "adjust-1", "sale:a", **ENTRY)
+    assert (again.outcome, again.seq, again.repeated) == ("adjusted", first.seq, True)
+    assert await system.events("ledger.adjusted") == 1
+
+
+async def test_nothing_is_decided_about_an_offer_that_has_retired_and_is_not_cleaned_yet(system: System) -> None:
+    await system.ask("grab", "g-1", "sale:a", user="ann", quantity=1)
+    await system.ask("confirm", "c-1", "sale:a", grab="g-1")
+    await system.ask("adjust", "adjust-1", "sale:a", **ENTRY)
+    await system.ask("close", "close-a", "sale:a")
+    system.now += 2_000
+    await system.sweeper.close_due(system.now)
+    # Its worker dies here, before anything was cleaned.
+    commands: list[tuple[str, str, dict[str, Any]]] = [
+        ("adjust", "adjust-1", ENTRY), ("adjust", "adjust-2", ENTRY), ("grab", "g-9", {"user": "eve"}), ("return", "r-1", {"grab": "g-1"}),
+        ("close", "close-a", {}), ("amend", "a-1", {"changes": {"total": 9}}),
+    ]  # fmt: skip
+    assert {(await system.ask(type, id, "sale:a", **fields)).outcome for type, id, fields in commands} == {"no_such_offer"}
+    assert (await system.ask("open", "open-c", "sale:a", terms=TERMS)).outcome == "conflict"
+    assert await system.events("ledger.adjusted") == 1
+    await system.sweeper.clean(system.now)
+    assert set(await system.redis.hkeys(system.keys.answers("sale"))) == {b"open-b"}
+
+
+async def test_an_offer_opened_before_a_sister_is_cleaned_keeps_its_own_answers(system: System) -> None:
+    for offer in ("a", "b"):
+        await system.ask("close", f"close-{offer}", f"sale:{offer}")
+    system.now += 2_000
+    await system.sweeper.close_due(system.now)
+    await system.ask("open", "open-c", "sale:c", terms=TERMS)
+    await system.sweeper.clean(system.now)
+    assert await system.redis.smembers(system.keys.retired) == {b"sale:a", b"sale:b"}
+    assert set(await system.redis.hkeys(system.keys.answers("sale"))) == {b"open-c"}

@@ -1,0 +1,28 @@
+"""When an offer closes must be said by a time that is after its opening; nothing that is said counts as not said."""
+
+import pytest
+
+from models.commands import Undecodable, decode_command
+from models.money import Invalid
+from models.offers import CouponTerms, EnvelopeTerms, StockTerms, Terms, check_terms
+
+ENVELOPE = EnvelopeTerms(issuer="shop", total=10, parts=2, asset="CNY", funding="pay-1", closes_at=0)
+
+
+@pytest.mark.parametrize(
+    "terms", [StockTerms(issuer="shop", total=1, closes_at=0), CouponTerms(issuer="shop", total=1, closes_at=0), ENVELOPE]
+)
+def test_an_offer_that_closes_at_0_is_invalid_and_not_one_that_says_nothing(terms: Terms) -> None:
+    with pytest.raises(Invalid, match="terms.closes_at: must be after opens_at"):
+        check_terms(terms)
+
+
+def test_the_same_at_the_door_for_bytes() -> None:
+    terms = b'{"kind": "stock", "issuer": "shop", "total": 1, "opens_at": 0, "closes_at": 0}'
+    raw = b'{"type": "open", "id": "o", "offer": "o", "terms": ' + terms + b"}"
+    with pytest.raises(Undecodable, match="terms.closes_at: must be after opens_at"):
+        decode_command(raw)
+
+
+def test_an_offer_that_opens_at_0_opens_at_once_and_may_close_from_then_on() -> None:
+    check_terms(StockTerms(issuer="shop", total=1, opens_at=0, closes_at=1))

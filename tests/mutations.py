@@ -1,0 +1,203 @@
+"""Is every guard of the protocol held by a test? Takes each out, in a copy of the tree, and runs the tests that must turn red.
+
+`python -m tests.mutations` (`make mutations`), on servers that are up. Exit 1: a mutant survived, or there was no verdict, since the
+guard is no longer where it was looked for, its tests are gone, or they fail without the mutation too. `tests/test_mutations.py` plays
+those that are marked `always` on every run, and holds that every row can still be played.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import click
+
+PROJECT: Final = Path(__file__).resolve().parent.parent
+SECONDS_MAX: Final = 600
+
+
+class Mutation(NamedTuple):
+    """A guard: its name, the file, what stands there once and what is put instead, and the ids of the tests that must notice."""
+
+    guard: str
+    file: str
+    before: str
+    after: str
+    tests: tuple[str, ...]
+    #: Whether the tests of every run play it: its verdict comes within a few seconds.
+    always: bool = False
+
+
+class Verdict(NamedTuple):
+    """What became of a mutation: `killed` is as it should be."""
+
+    outcome: str
+    seconds: float
+    said: str = ""
+
+
+def _in(file: str, *tests: str) -> tuple[str, ...]:
+    """Test ids: the names of tests of a file."""
+    return tuple(f"{file}::{test}" for test in tests)
+
+
+SCRIPTS: Final = "tests/lua/test_scripts.py"
+JOURNAL: Final = "tests/models/test_journal.py"
+RECOVERY: Final = "tests/streams/test_recovery.py"
+_STRANGER: Final = _in(SCRIPTS, "test_the_owner_s_scripts_refuse_a_stranger[server]")
+_APPLIED: Final = _in(SCRIPTS, "test_events_are_applied_to_a_fenced_shard_behind_its_last_one[server]")
+_LAYOUT: Final = _in(RECOVERY, "test_a_newer_program_goes_on_and_an_older_one_is_refused")
+_ANOTHER: Final = _in(RECOVERY, "test_another_history_is_replaced_and_what_it_decided_is_told")
+
+MUTATIONS: Final = (
+    Mutation("term of an owner's script", "lua/includes/shard.lua",
+             "held[1] == term and held[2] == owner", "held[2] == owner", _STRANGER),
+    Mutation("owner of an owner's script", "lua/includes/shard.lua",
+             "held[1] == term and held[2] == owner", "held[1] == term", _STRANGER),
+    Mutation("life of an owner's script", "lua/includes/shard.lua", " and life_of_server() == life", "", _STRANGER),
+    Mutation("life of a deciding script", "lua/includes/decide.lua", "shard[3] ~= life_of_server()", "not shard[3]",
+             _in(SCRIPTS, "test_nothing_is_decided_in_another_life[server]"), always=True),
+    Mutation("key layout", "lua/includes/decide.lua", "layout ~= LAYOUT", "false", _LAYOUT),
+    Mutation("key layout of a takeover", "lua/raise_term.lua", "layout > LAYOUT", "false", _LAYOUT),
+    Mutation("seq of a recovery", "lua/apply.lua", "(shard[2] or '0') ~= ARGV[4]", "false", _APPLIED, always=True),
+    Mutation("a half-made shard", "lua/apply.lua", "(shard[3] or ", "(", _APPLIED),
+    Mutation("a half-made shard decides", "lua/reconcile.lua",
+             "redis.call('HEXISTS', KEYS[1], 'partial') == 1", "false", _APPLIED),
+    Mutation("a fenced shard only", "lua/apply.lua", "if shard[1] then", "if false then", _APPLIED),
+    Mutation("no hole between events of an offer", "lua/apply.lua", "+ 1 ~= event.offer_seq then", "+ 1 == 0 then",
+             _in(SCRIPTS, "test_events_with_a_hole_between_them_are_refused[server]")),
+    Mutation("a shard that moved", "lua/reconcile.lua", "~= ARGV[4] then", "== '' then", _APPLIED),
+    Mutation("an entry that is half acknowledged", "lua/trim.lua", "holds and open[1] or", "false or",
+             _in(SCRIPTS, "test_a_full_outbox_is_busy_until_it_is_trimmed[server]"), always=True),
+    Mutation("repeat of a grab", "lua/grab.lua", "if record or refusal then return repeated(", "if false then return repeated(",
+             _in("tests/lua/test_gate.py", "test_a_grant_counts_within_its_own_call[server]"), always=True),
+    Mutation("repeat of other commands", "lua/includes/repeats.lua",
+             "if not record and not refusal then return nil end", "if true then return nil end", ("tests/lua/test_outcomes.py",)),
+    Mutation("the outbox first", "lua/includes/offers.lua",
+             "  append_events(call)\n  write_all(call, offers, campaigns)\n",
+             "  write_all(call, offers, campaigns)\n  append_events(call)\n",
+             _in(SCRIPTS, "test_a_refused_write_leaves_nothing_behind[server-ahead]"), always=True),
+    Mutation("a call that breaks off fences its shard", "lua/includes/decide.lua",
+             "if done > 0 or string.find(words, 'equal or smaller', 1, true) then", "if false then",
+             _in("tests/lua/test_interrupted.py", "test_an_outbox_ahead_of_its_shard_fences_it"), always=True),
+    Mutation("a write after another fences its shard", "lua/includes/decide.lua", "if done > 0 or", "if",
+             _in("tests/lua/test_interrupted.py",
+                 "test_a_write_that_fails_after_another_fences_the_shard_until_it_is_rebuilt_from_its_events")),
+    Mutation("the chain", "models/journal.py", "if before != self.head:", "if False:", _in(JOURNAL, "test_another_history")),
+    Mutation("a gap", "models/journal.py", "if known < 0:", "if False:", _in(JOURNAL, "test_a_gap"), always=True),
+    Mutation("blocks of an earlier term", "models/journal.py",
+             "if block.term < self.term or block.owner != self.owner:", "if False:", (JOURNAL,), always=True),
+    Mutation("markers of an earlier term", "models/journal.py",
+             "if block.term > self.term:\n                behind", "if True:\n                behind", (JOURNAL,)),
+    Mutation("a cursor that moved", "projections/cursors.py", " AND seq = %s AND next_offset = %s", " AND %s >= 0 AND %s >= 0",
+             ("tests/streams/test_projections.py::test_two_processes_write_the_same_shard_once",)),
+    Mutation("keys are injective", "lua/keys.py", 'f"{key}/{name}" for name in OFFER_KEYS', 'f"{key}:{name}" for name in OFFER_KEYS',
+             _in("tests/lua/test_keys.py", "test_every_key_of_a_shard_is_a_name_of_its_own"), always=True),
+    Mutation("bodies that are kept whole are compared whole", "lua/includes/repeats.lua",
+             "if name and (full or sent.whole) then return full == sent.whole and name == sent.offer end", "",
+             ("tests/lua/test_digests.py::test_a_collision_of_48_bits_is_no_approval",)),
+    Mutation("the agents deliver", "streams/agents.py",
+             'await projector.put(Record(message.partition, message.offset, tuple(headers), message.value or b""))',
+             "del headers", ("tests/streams/test_agents.py::test_a_fact_arrives_by_the_agents",)),
+    Mutation("history of a journaled answer", "lua/journaled.py",
+             "known_history == history and known_seq >= seq", "known_seq >= seq",
+             _in("tests/lua/test_journaled.py", "test_a_number_of_another_history_releases_nobody_who_comes_after_it"), always=True),
+    Mutation("a decided answer that was taken back", "lua/decided.py", "!= (answer.seq, answer.at)", "== (0, 0)", _ANOTHER),
+    Mutation("comparison by hash", "streams/takeover.py",
+             "and seq <= tail and truth.hashes.get(seq) != head:", "and False:", _ANOTHER),
+    Mutation("what is missing is applied", "streams/takeover.py", "        if seq < tail:\n", "        if False:\n",
+             _in(RECOVERY, "test_a_redis_that_lost_something[emptied]")),
+    Mutation("a journal that lost events", "streams/takeover.py", "        if truth.cursor.seq < base.seq:\n",
+             "        if False:\n", _in(RECOVERY, "test_a_journal_that_lost_events_is_not_believed")),
+)  # fmt: skip
+
+
+@click.command()
+@click.argument("words", nargs=-1)
+@click.option("--list", "only_list", is_flag=True, help="Print the guards and play none.")
+def main(words: tuple[str, ...], only_list: bool) -> None:
+    """Play all mutations, or those whose guard holds every word."""
+    chosen = [one for one in MUTATIONS if all(word in one.guard for word in words)]
+    if not chosen:
+        raise click.BadParameter("no guard's name holds this: --list prints them", param_hint="WORDS")
+    if only_list:
+        for one in chosen:
+            click.echo(f"{one.guard}  ({one.file})")
+        return
+    killed = 0
+    sound: dict[tuple[str, ...], Verdict] = {}
+    for number, mutation in enumerate(chosen, 1):
+        # A test that fails anyway would kill every mutant.
+        if mutation.tests not in sound:
+            sound[mutation.tests] = unchanged(mutation.tests)
+        before = sound[mutation.tests]
+        verdict = play(mutation) if before.outcome == "passed" else before._replace(outcome=f"no verdict: unchanged, {before.outcome}")
+        killed += verdict.outcome == "killed"
+        click.echo(f"{number:>3}/{len(chosen)} {verdict.outcome:<9} {mutation.guard:<44} {mutation.file} ({verdict.seconds:.0f} s)")
+        if verdict.outcome != "killed":
+            click.echo(verdict.said, err=True)
+    click.echo(f"{killed} of {len(chosen)} guards are held by a test")
+    sys.exit(0 if killed == len(chosen) else 1)
+
+
+def play(mutation: Mutation) -> Verdict:
+    """Takes a guard out of a copy of the tree and runs its tests there."""
+    text = (PROJECT / mutation.file).read_text()
+    if text.count(mutation.before) != 1:
+        return Verdict(f"no verdict: stands {text.count(mutation.before)} times in the file", 0.0)
+    with copied() as tree:
+        (tree / mutation.file).write_text(text.replace(mutation.before, mutation.after))
+        verdict = run_tests(tree, mutation.tests)
+    by_outcome = {"failed": "killed", "passed": "SURVIVED"}
+    return verdict._replace(outcome=by_outcome.get(verdict.outcome, f"no verdict: {verdict.outcome}"))
+
+
+def unchanged(tests: tuple[str, ...]) -> Verdict:
+    """Runs tests in a copy of the tree as it is."""
+    with copied() as tree:
+        return run_tests(tree, tests)
+
+
+@contextmanager
+def copied() -> Iterator[Path]:
+    """A copy of everything that belongs to the project, and of the local settings."""
+    names = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"], cwd=PROJECT, check=True, capture_output=True, text=True
+    ).stdout.split("\0")
+    with tempfile.TemporaryDirectory() as folder:
+        tree = Path(folder)
+        for name in (*filter(None, names), ".env"):
+            if (PROJECT / name).is_file():
+                (tree / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(PROJECT / name, tree / name)
+        yield tree
+
+
+def run_tests(tree: Path, tests: tuple[str, ...]) -> Verdict:
+    """Runs tests in a tree: `passed`, `failed` (an assertion of theirs, not their set-up), or why there is no verdict."""
+    # What xdist and coverage tell their children would change how these tests run.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "COV_"))}
+    environment |= {"PYTHONPATH": str(tree), "CI": "1"}
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=line", "-p", "no:cacheprovider", *tests]
+    began = time.monotonic()
+    try:
+        done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, timeout=SECONDS_MAX)
+    except subprocess.TimeoutExpired:
+        return Verdict("they take too long", time.monotonic() - began)
+    seconds, said = time.monotonic() - began, (done.stdout + done.stderr)[-2_000:]
+    if done.returncode == 0:
+        return Verdict("passed", seconds, said)
+    if done.returncode == 1 and re.search(r"^FAILED tests/", done.stdout, re.M) and not re.search(r"^ERROR tests/", done.stdout, re.M):
+        return Verdict("failed", seconds, said)
+    return Verdict(f"pytest ended with {done.returncode}", seconds, said)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,221 @@
+"""`python -m tests.nightly` (`make nightly`): everything that is too long for every run, one step after the other, with a summary.
+
+What each step says goes to the terminal and to `.services/nightly/STEP.log`; what came out is kept in `.services/nightly/state.json`
+for this commit with what is changed in the tree, so that `--resume` plays only what has not passed. Exit 1: a step failed, or ended
+without a verdict.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import click
+
+from ops.output import console, table
+
+PROJECT: Final = Path(__file__).resolve().parent.parent
+FOLDER: Final = PROJECT / ".services" / "nightly"
+#: How long a step that is stopped may clean up.
+STOP_SECONDS: Final = 60.0
+WITH_SERVERS: Final = "scripts/with-servers.sh"
+PYTEST: Final = (WITH_SERVERS, sys.executable, "-m", "pytest")
+REHEARSE: Final = (WITH_SERVERS, sys.executable, "-m", "ops.cli", "rehearse")
+
+
+class Step(NamedTuple):
+    """A command that ends with 0 when all is well and with 1 when something is not; anything else is no verdict."""
+
+    name: str
+    what: str
+    command: tuple[str, ...]
+    environment: dict[str, str] = {}
+    minutes_max: float = 60
+    #: Beside it run twice as many busy processes as there are cores.
+    under_load: bool = False
+
+
+class Result(NamedTuple):
+    """What came out of a step."""
+
+    name: str
+    outcome: str
+    minutes: float
+
+
+def steps() -> list[Step]:
+    """All steps, in their order: what is quick and says much comes first."""
+    tests = {"CI": "1", "HYPOTHESIS_PROFILE": "nightly"}
+    return [
+        Step("demo", "the rehearsal of the envelopes", REHEARSE, minutes_max=10),
+        Step("demo-under-load", "the same on a busy machine", REHEARSE, under_load=True, minutes_max=20),
+        Step("week", "the week of a flash sale, 5,000 people", (*REHEARSE, "--story", "week", "--people", "5000"), minutes_max=30),
+        Step("promotion", "five days of coupons, 5,000 people", (*REHEARSE, "--story", "promotion", "--people", "5000"), minutes_max=30),
+        Step("upgrade", "from the last release, under traffic",
+             (WITH_SERVERS, sys.executable, "-m", "tests.drill.upgrade", last_release()), minutes_max=15),
+        Step("mutations", "every guard is taken out", (WITH_SERVERS, sys.executable, "-m", "tests.mutations"), minutes_max=120),
+        Step("long-histories", "the random histories, ten times as many",
+             (*PYTEST, "tests/lua/test_state_machine.py", "tests/models", "--timeout", "3600"), tests, 180),
+        Step("drill", "the kill matrix", (sys.executable, "-m", "tests.drill"), minutes_max=240),
+        Step("test-cluster", "tests with servers, on a cluster", (*PYTEST, "tests/streams", "tests/ops"), {"CI": "1", "CLUSTER": "1"}, 120),
+        Step("drill-cluster", "the kill matrix on a cluster", (sys.executable, "-m", "tests.drill", "--cluster"), minutes_max=240),
+    ]  # fmt: skip
+
+
+def _git(*words: str) -> str:
+    return subprocess.run(["git", *words], cwd=PROJECT, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def last_release() -> str:
+    """The commit of the last release: the last tag, else the commit that kept its schemas."""
+    with contextlib.suppress(subprocess.CalledProcessError):
+        return _git("describe", "--tags", "--abbrev=0", "HEAD^")
+    return _git("log", "--diff-filter=A", "--format=%H", "-1", "--", "schemas/released")
+
+
+def tree() -> str:
+    """A name for the tree as it is: the commit, and what is changed in it."""
+    changed = _git("status", "--porcelain") and _git("diff", "HEAD") + _git("ls-files", "--others", "--exclude-standard")
+    return _git("rev-parse", "HEAD") + (f"+{hashlib.sha256(changed.encode()).hexdigest()[:12]}" if changed else "")
+
+
+class State:
+    """What is known of each step, for one tree; kept in a file."""
+
+    def __init__(self, path: Path, of_tree: str) -> None:
+        self._path = path
+        self._tree = of_tree
+        found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+        self.results = {name: Result(*result) for name, result in found.get("results", {}).items()} if found.get("tree") == of_tree else {}
+
+    def keep(self, result: Result) -> None:
+        """Writes a result down."""
+        self.results[result.name] = result
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        new = self._path.with_suffix(".new")
+        new.write_text(json.dumps({"tree": self._tree, "results": self.results}, indent=2))
+        new.replace(self._path)
+
+
+@contextlib.contextmanager
+def load() -> Iterator[None]:
+    """Busy processes, twice as many as cores, while the context lasts; they end also when this process is killed."""
+    busy = "import os\nparent = os.getppid()\nwhile os.getppid() == parent:\n    sum(range(100_000))"
+    processes = [subprocess.Popen([sys.executable, "-c", busy], start_new_session=True) for _ in range(2 * (os.cpu_count() or 1))]
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    """Asks a step to end, and ends all that it has started when it does not."""
+    process.terminate()
+    try:
+        process.wait(STOP_SECONDS)
+    except BaseException as error:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        if not isinstance(error, subprocess.TimeoutExpired):
+            raise
+
+
+def run(step: Step, folder: Path) -> Result:
+    """Plays a step. On Ctrl-C it is told to end, and has time to clean up; then KeyboardInterrupt goes on."""
+    began = time.monotonic()
+    folder.mkdir(parents=True, exist_ok=True)
+    with contextlib.ExitStack() as around:
+        if step.under_load:
+            around.enter_context(load())
+        log = around.enter_context((folder / f"{step.name}.log").open("wb"))
+        # In a session of its own, or Ctrl-C would meet everything below it at once, and again what it hands on by itself.
+        process = subprocess.Popen(
+            step.command, cwd=PROJECT, env=os.environ | step.environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )  # fmt: skip
+        assert process.stdout is not None
+        late = threading.Event()
+
+        def end_late() -> None:
+            late.set()
+            _end(process)
+
+        clock = threading.Timer(step.minutes_max * 60, end_late)
+        clock.start()
+        try:
+            for line in process.stdout:
+                log.write(line)
+                log.flush()
+                sys.stdout.buffer.write(line)
+                sys.stdout.buffer.flush()
+            code = process.wait()
+        except BaseException:
+            # What it still says has to be read, or it could not end.
+            reading = threading.Thread(target=process.stdout.read, daemon=True)
+            reading.start()
+            _end(process)
+            raise
+        finally:
+            clock.cancel()
+    if late.is_set():
+        outcome = f"no verdict: it took longer than {step.minutes_max:g} min"
+    else:
+        outcome = {0: "passed", 1: "failed"}.get(code, f"no verdict: it ended with {code}")
+    return Result(step.name, outcome, round((time.monotonic() - began) / 60, 1))
+
+
+def play(chosen: Sequence[Step], state: State, folder: Path, resume: bool) -> int:
+    """Plays steps and prints the summary; returns the exit code."""
+    stopped = False
+    try:
+        for number, step in enumerate(chosen, 1):
+            before = state.results.get(step.name)
+            if resume and before is not None and before.outcome == "passed":
+                continue
+            # Until it has ended it has no verdict, also when this process is killed.
+            state.keep(Result(step.name, "no verdict: stopped", 0.0))
+            console.rule(f"{number} of {len(chosen)}: {step.name} – {step.what}", style="dim")
+            state.keep(run(step, folder))
+    except KeyboardInterrupt:
+        stopped = True
+    results = [state.results.get(step.name, Result(step.name, "not played", 0.0)) for step in chosen]
+    console.print()
+    console.print(table("Nightly", ("what", "result", "minutes"), results))
+    if stopped:
+        console.print("stopped; --resume plays what has not passed", highlight=False)
+        return 130
+    return 0 if all(result.outcome == "passed" for result in results) else 1
+
+
+@click.command()
+@click.option("--only", multiple=True, help="A step by its name; may be repeated.")
+@click.option("--resume", is_flag=True, help="Skip what has passed already for this tree.")
+@click.option("--list", "only_list", is_flag=True, help="Print the steps, with what is known of them for this tree, and play none.")
+def main(only: tuple[str, ...], resume: bool, only_list: bool) -> None:
+    """Play everything that is too long for every run. Exit 1: a step failed or has no verdict; 130: stopped."""
+    everything = steps()
+    unknown = set(only) - {step.name for step in everything}
+    if unknown:
+        raise click.BadParameter(f"no step is called {', '.join(sorted(unknown))}: --list prints them", param_hint="--only")
+    chosen = [step for step in everything if not only or step.name in only]
+    state = State(FOLDER / "state.json", tree())
+    if only_list:
+        rows = [(step.name, step.what, state.results[step.name].outcome if step.name in state.results else "–") for step in chosen]
+        console.print(table("Nightly", ("step", "what", "result"), rows))
+        return
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    sys.exit(play(chosen, state, FOLDER, resume))
+
+
+if __name__ == "__main__":
+    main()

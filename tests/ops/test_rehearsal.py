@@ -1,0 +1,98 @@
+"""The rehearsal of the envelopes: it ends with a verdict however slow the machine is, and whoever comes too late is counted so."""
+
+import asyncio
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from lua.gate import Gate
+from ops.connections import gate_limits, key_space, open_redis, sealer
+from ops.rehearsal.crowd import attempts, envelopes
+from ops.rehearsal.run import Patience, Rehearsal, closed, open_books, until_in_books
+from ops.rehearsal.stage import CannotGoOn
+from ops.rehearsal.verdict import verdict
+from ops.settings import Settings
+from tests.conftest import until
+from tests.ops.test_cli import grabstream, of
+
+
+def rehearse(settings: Settings, *words: str) -> dict[str, Any]:
+    done = grabstream("rehearse", "--seed", "7", "--json", *words, **of(settings))
+    assert done.stdout, done.stderr
+    told: dict[str, Any] = json.loads(done.stdout)
+    assert [check for check in told["checks"] if not check["passed"]] == []
+    assert (done.returncode, told["passed"]) == (0, True), done.stderr
+    return told
+
+
+def test_the_envelope_rehearsal_ends_with_its_verdict(settings: Settings) -> None:
+    told = rehearse(settings, "--parts", "2000", "--envelopes", "6", "--small-parts", "100", "--deadline", "3")
+    checked = {check["name"]: check["checked"] for check in told["checks"]}
+    assert checked["everybody was answered, always the same"] == told["attempts"] > 2_600
+    assert checked["granted = parts"] == checked["nobody twice"] == checked["every acknowledged grant is in the books"]
+    # All but those that, on a slow machine, came after the deadline of their envelope.
+    assert 2_600 <= checked["granted = parts"] <= 2_720
+    assert checked["granted = parts"] == 2_720 or told["outcomes"]["over"] > 0
+    assert {"chain of every shard", "audit bytes = journal", "no account below 0", "Redis = fold of the journal"} <= checked.keys()
+    assert told["seconds_to_books"] > 3, "two envelopes close 3 s after the crowd was let in"
+
+
+def test_a_crowd_that_takes_longer_than_the_deadline_is_too_late_and_all_adds_up(settings: Settings) -> None:
+    """Who is told `over` has no part: how many parts are awaited follows from what was decided."""
+    told = rehearse(settings, "--parts", "1000", "--envelopes", "0", "--small-parts", "30000", "--deadline", "1")
+    assert told["outcomes"]["over"] > 0
+    [granted] = [check["checked"] for check in told["checks"] if check["name"] == "granted = parts"]
+    assert 1_000 <= granted < 37_000
+
+
+@pytest.mark.parametrize("words", [("--deadline", "0"), ("--deadline", "nan"), ("--seed", "-1")])
+def test_a_number_that_no_rehearsal_can_have_is_refused(words: tuple[str, ...]) -> None:
+    done = grabstream("rehearse", *words)
+    assert done.returncode == 2
+    assert f"Invalid value for '{words[0]}'" in done.stderr
+
+
+async def test_the_deadline_counts_from_when_workers_answer(system: Settings, worker: Callable[..., Any]) -> None:
+    """The workers start after the rehearsal has begun to wait for them; its deadline is shorter than such a start."""
+    chosen = envelopes(7, 200, 2, 50, 1_000)
+    redis = open_redis(system)
+    gate = Gate(redis, key_space(system), sealer(system), gate_limits(system))
+    gate.start()
+    rehearsal = Rehearsal(system, gate, chosen, attempts(7, chosen), 7)
+    ready = asyncio.create_task(rehearsal.until_ready())
+    try:
+        worker(system, "decide,relay,sweep")
+        worker(system, "project,publish")
+        await ready
+        assert rehearsal.partitions_ready == system.shards
+        assert rehearsal.deadline_at_ms == rehearsal.began == 0, "no time runs before the workers answer"
+        await rehearsal.open()
+        await rehearsal.crowd()
+        async with await open_books(system) as books:
+
+            async def all_closed() -> bool:
+                return await closed(books) == len(chosen)
+
+            await until(all_closed, 60, "the close of all envelopes")
+            await until_in_books(redis, key_space(system), books, lambda: None)
+            checks = await verdict(books, chosen, rehearsal.doors)
+        assert {check.name: check.problems for check in checks if not check.passed} == {}
+    finally:
+        ready.cancel()
+        await gate.close()
+        await redis.aclose()
+
+
+def test_patience_ends_when_nothing_moves_and_begins_again_with_whatever_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1_000.0
+    monkeypatch.setattr("ops.rehearsal.run.time.monotonic", lambda: now)
+    patience = Patience()
+    for seen, busy in ((1, False), (2, False), (2, True), (3, False)):
+        patience.look(seen, "too early", busy)
+        now += 119
+    patience.look(4, "too early")
+    now += 121
+    with pytest.raises(CannotGoOn, match="nothing moved for 120 s: 5 of 7"):
+        patience.look(4, "5 of 7")

@@ -1,0 +1,93 @@
+"""What `verify` compares beside the values themselves: whether a key will be forgotten, where the checkpoint of Redis says that the journal
+goes on, and whether another verifier is at work."""
+
+import secrets
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from lua.keys import KeySpace
+from lua.sealing import Sealer
+from models.journal import Accepted, Cursor
+from ops.commands.services import new_seal_key
+from ops.connections import open_redis
+from ops.settings import load_settings
+from ops.verification import RedisShard, _Marks
+from streams.beside import BESIDE_STEADILY, Beside, NoRoom, Pace, open_beside
+from streams.recovery import literal
+
+
+@pytest.fixture
+async def redis() -> AsyncIterator[Any]:
+    client = open_redis(load_settings())
+    yield client
+    await client.aclose()
+
+
+@pytest.fixture
+async def prefix(redis: Any) -> AsyncIterator[str]:
+    name = f"places-{secrets.token_hex(4)}"
+    yield name
+    if names := [key async for key in redis.scan_iter(match=f"{literal(name)}*", count=1_000)]:
+        await redis.unlink(*names)
+
+
+@pytest.mark.parametrize("fields", [3, 700], ids=["small", "large"])
+async def test_a_key_that_will_be_forgotten_is_named(redis: Any, prefix: str, fields: int) -> None:
+    live, made = KeySpace(prefix, 1).shard(0), KeySpace(f"{prefix}/made", 1).shard(0)
+    await redis.hset(live.state, mapping={"seq": 0, "life": "x"})
+    for keys in (live, made):
+        for offer in ("a", "b"):
+            await redis.hset(keys.offer(offer), mapping={str(n): n for n in range(fields)})
+    beside = Beside(redis, live, made, None, None, None, Pace(1.0))  # type: ignore[arg-type]
+    assert (await beside.compare()).differences == []
+    await redis.expire(live.offer("b"), 3_600)
+    [difference] = (await beside.compare()).differences
+    assert difference.startswith("shard 0: offer:b: Redis will forget it in 3")
+    await redis.persist(live.offer("b"))
+    assert (await beside.compare()).differences == []
+
+
+async def test_two_verifiers_do_not_stand_in_each_others_way(redis: Any, prefix: str) -> None:
+    async def room(key: str) -> str:
+        return ""
+
+    def beside(**place: Any) -> Any:
+        sealer = Sealer.from_text(new_seal_key())
+        return open_beside(redis, KeySpace(prefix, 1), 0, sealer, None, None, pace=Pace(1.0), room=room, **place)  # type: ignore[arg-type]
+
+    async with beside(place=BESIDE_STEADILY), beside():
+        with pytest.raises(NoRoom):
+            async with beside():
+                pass
+
+
+OWNER, HEAD = "0123456789abcdef", b"h" * 32
+JOURNAL = [
+    (0, Cursor(0, b"g", 1, 1, OWNER), []),
+    (1, Cursor(2, HEAD, 2, 1, OWNER), [Accepted(1, b"", b"f"), Accepted(2, b"", HEAD)]),
+    (2, Cursor(2, HEAD, 3, 2, "another"), []),
+]
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({}, ""),
+        ({"journaled_offset": 3, "journaled_term": 2, "journaled_owner": "another"}, ""),
+        ({"journaled_offset": 1}, "seq is 2, the journal has 0"),
+        ({"journaled_offset": 9}, "no record of the journal ends at offset 9"),
+        ({"journaled_term": 7}, "term is 7, the journal has 1"),
+        ({"journaled_owner": "nobody"}, "owner is nobody, the journal has 0123456789abcdef"),
+        ({"journaled_term": 7, "decides": False}, ""),
+        ({"journaled_head": b"x"}, "the hash that Redis knows at seq 2"),
+    ],
+)
+def test_the_checkpoint_is_where_the_journal_has_it(changed: dict[str, Any], said: str) -> None:
+    known = RedisShard(2, 2, HEAD, 2, 1, OWNER, True)._replace(**changed)
+    marks = _Marks(0, {}, known)
+    for offset, cursor, accepted in JOURNAL:
+        marks.behind(offset, cursor, accepted)
+    found = marks.checkpoint(JOURNAL[-1][1])
+    assert said in found if said else found == ""

@@ -1,0 +1,31 @@
+"""Faust's agents deliver: nothing else reads the journal here, no watchdog begins anew, and no catching up is asked for a second time."""
+
+import asyncio
+
+from ops.settings import Settings
+from streams import agents
+from tests.streams.test_projections import LINES, Journal, at_seq, journal
+
+__all__ = ["journal"]
+
+
+async def test_a_fact_arrives_by_the_agents(system: Settings, journal: Journal) -> None:
+    """What comes after the partitions were assigned and caught up comes by the agents, or not at all."""
+    names = ("ledger", "balances", "audit")
+    projectors = agents.make_projectors(system.kafka, system.prefix, system.shards, system.postgres, system.schema_, names)
+    app = agents.build_app(system.kafka, system.prefix, system.shards, projectors)
+    app.finalize()
+    await journal.marker(1, "a")
+    await journal.block(LINES, 1, 10)
+    running = asyncio.create_task(agents._run(app))
+    try:
+        await at_seq(system, 10)
+        assigned_at = app.assigned_at
+        for last in (11, 20, 30):
+            await journal.block(LINES, {11: 11, 20: 12, 30: 21}[last], last)
+            await at_seq(system, last)
+        assert app.assigned_at == assigned_at, "partitions were assigned again, so that this has proved nothing"
+    finally:
+        await agents._stop(app)
+        running.cancel()
+        await asyncio.wait({running}, timeout=10)

@@ -1,0 +1,82 @@
+"""A basket stands or falls as a whole, also where its record is shared out between shards, or where one of its grabs is not understood."""
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from models.bounds import REJECTED_OF_ARRAY_MAX
+from models.identifiers import shard_of
+from streams.understanding import Pace, Understood, understand
+
+
+async def _understood(*commands: Any) -> Understood:
+    record = SimpleNamespace(topic="commands", partition=0, offset=7, key=None, value=json.dumps(commands).encode())
+    return await understand(record, Pace())
+
+
+def _grab(id: str, offer: str, user: Any = "ann", basket: Any = "B", **more: Any) -> dict[str, Any]:
+    return {"type": "grab", "id": id, "offer": offer, "user": user, "basket": basket} | more
+
+
+@pytest.mark.parametrize(
+    "second",
+    [
+        _grab("g-2", "sale:b", user="no id"),
+        _grab("g-2", "sale:b", quantity=0),
+        _grab("g-2", "sale:b", wait=True),
+        _grab("g-2", "sale:b", unknown=1),
+        {"type": "grab", "offer": "sale:b", "basket": "B"},
+        {"type": "release", "id": "g-2", "offer": "sale:b", "grab": "g", "basket": "B"},
+        _grab("g-1", "sale:b"),
+        _grab("g-2", "other:b"),
+    ],
+    ids=["user", "quantity", "wait", "unknown field", "no id", "no grab", "same id", "another campaign"],
+)
+async def test_a_basket_with_a_bad_grab_is_refused_as_a_whole(second: dict[str, Any]) -> None:
+    understood = await _understood(_grab("g-1", "sale:a"), second, _grab("g-3", "sale:c", basket=None))
+    assert [one.id for one in understood.commands] == ["g-3"]
+    assert understood.places == [2]
+    refused = [answer for answer in understood.refused if answer.id == "g-1"]
+    assert refused
+    assert {one.outcome for one in refused} == {"invalid"}
+    assert any((one.message or "").startswith("basket: ") for one in refused)
+
+
+async def test_an_escaped_name_of_the_basket_is_read() -> None:
+    raw = b'[{"type":"grab","id":"g-1","offer":"a","user":"ann","basket":"B"},{"type":"grab","id":"g-2","offer":"a","b\\u0061sket":"B"}]'
+    understood = await understand(SimpleNamespace(topic="c", partition=0, offset=1, key=None, value=raw), Pace())
+    assert understood.commands == []
+
+
+async def test_shards_do_not_get_parts_of_a_basket() -> None:
+    offers = [next(name for name in map(str, range(99)) if shard_of(name, 2) == shard) for shard in (0, 1)]
+    understood = await _understood(*[_grab(f"g-{offer}", offer) for offer in offers])
+    assert understood.commands == []
+    assert {answer.outcome for answer in understood.refused} == {"invalid"}
+    assert understood.rejected == []
+
+
+async def test_grabs_of_a_basket_stand_side_by_side_in_their_record() -> None:
+    other = {"type": "close", "id": "c", "offer": "elsewhere"}
+    understood = await _understood(_grab("g-1", "sale:a"), other, _grab("g-2", "sale:b"))
+    assert [one.id for one in understood.commands] == ["c"]
+
+
+async def test_baskets_that_are_whole_go_on() -> None:
+    grabs = [
+        _grab("g-1", "sale:a"),
+        _grab("g-2", "sale:b"),
+        _grab("g-3", "sale:b", basket="C"),
+        _grab("g-4", "sale:b", user="", basket="D"),
+    ]
+    understood = await _understood(*grabs)
+    assert [one.id for one in understood.commands] == ["g-1", "g-2", "g-3"]
+
+
+async def test_much_that_is_bad_still_refuses_its_baskets() -> None:
+    understood = await _understood(_grab("g", "sale:a"), *[_grab(f"b-{n}", "sale:a", user=n) for n in range(REJECTED_OF_ARRAY_MAX + 1)])
+    assert understood.commands == []
+    assert len(understood.rejected) == 1
+    assert len(understood.refused) == REJECTED_OF_ARRAY_MAX + 2

@@ -1,0 +1,492 @@
+"""Fuzzing of every door: what comes from outside, as bytes, texts or objects, raises nothing but what is documented, loses nothing, and
+costs time and memory in proportion to its length.
+
+`GRAB_FUZZ_EXAMPLES=10000` looks longer than the usual run does.
+"""
+
+import asyncio
+import hmac
+import json
+import os
+import time
+import tracemalloc
+from base64 import b64encode, urlsafe_b64encode
+from collections.abc import Callable
+from hashlib import sha256
+from typing import Any, Final, NamedTuple, get_args
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+from lua.tickets import Ticket, TicketKeys
+from models.answers import Answer, decode_answer, encode_answer
+from models.bounds import REASON_BYTES_MAX, REJECTED_OF_ARRAY_MAX, quoted, shortened
+from models.commands import (
+    Adjust,
+    Amend,
+    AnyCommand,
+    Confirm,
+    Grab,
+    Load,
+    Open,
+    Redeem,
+    Return,
+    Undecodable,
+    check,
+    commands_of,
+    decode_commands,
+    encode_command,
+)
+from models.events import AnyEvent, decode_event, decode_event_list
+from models.journal import Corrupt, Cursor, Gap, block_headers, chain, marker_headers, parse_block
+from models.money import Invalid
+from models.offers import Changes, CouponTerms, EnvelopeTerms, Hours, Limit, StockTerms
+from models.transfers import Entry
+from models.upcasting import UpcastFailed
+from ops.offer_files import BadOfferFile, Form, read_offers
+from ops.settings import BadSettings, Settings, load_settings
+from streams.understanding import Pace, Rejected, understand
+
+#: A few seconds for each door.
+FUZZED: Final = hypothesis_settings(max_examples=int(os.environ.get("GRAB_FUZZ_EXAMPLES", "200")), deadline=None)
+#: What an input may cost, with so much for the beginning: of the slowest door, many times what it takes on a busy machine.
+SECONDS_A_MEBIBYTE: Final = 60.0
+SECONDS_AT_FIRST: Final = 2.0
+BYTES_A_BYTE: Final = 300
+BYTES_AT_FIRST: Final = 4 * 1024 * 1024
+
+
+def bounded(length: int, run: Callable[[], Any]) -> Any:
+    """Runs what reads an input of a length, within the time and memory that it may take."""
+    tracemalloc.start()
+    began = time.thread_time()
+    try:
+        return run()
+    finally:
+        took, (_, most) = time.thread_time() - began, tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert took <= SECONDS_AT_FIRST + SECONDS_A_MEBIBYTE * length / 2**20
+        assert most <= BYTES_AT_FIRST + BYTES_A_BYTE * length
+
+
+def attempted(run: Callable[[], Any], *documented: type[Exception]) -> Any:
+    """The result, or the error, when it is one that is documented."""
+    try:
+        return run()
+    except documented as error:
+        return error
+
+
+# -- what may stand in a text -----------------------------------------------------------------------------------------
+
+CODEPOINTS: Final = st.characters()
+ODD_TEXTS: Final = st.one_of(
+    st.text(CODEPOINTS, max_size=80),
+    st.sampled_from(
+        ("", "\0", "\ud800", "\x85", "\u2028", "x" * 5_000, "é" * 300, "🧧" * 300, '"' * 70, "\\" * 70, "null", "1e3", "-0", "*", "x/y")
+    ),
+)
+ODD_NUMBERS: Final = st.one_of(
+    st.integers(),
+    st.sampled_from((0, -1, 1, 10**13, 10**13 + 1, 2**53, 2**63, 2**64, 10**30, 10**400)),
+    st.floats(),
+    st.booleans(),
+    st.none(),
+)
+ODD_VALUES: Final = st.recursive(
+    st.one_of(ODD_TEXTS, ODD_NUMBERS),
+    lambda inner: st.one_of(st.lists(inner, max_size=5), st.dictionaries(ODD_TEXTS, inner, max_size=5)),
+    max_leaves=12,
+)
+
+
+def structured(value: Any) -> st.SearchStrategy[Any]:
+    """A value of JSON, or the same with something else in one of its places."""
+    if isinstance(value, dict):
+        same = st.fixed_dictionaries({name: structured(one) for name, one in value.items()})
+        fewer = st.sampled_from(sorted(value)).map(lambda gone: {name: one for name, one in value.items() if name != gone})
+        more = st.tuples(ODD_TEXTS, ODD_VALUES).map(lambda pair: {**value, pair[0]: pair[1]})
+        return st.one_of(same, fewer, more) if value else more
+    if isinstance(value, list):
+        return st.one_of(st.just(value), st.lists(structured(value[0]), max_size=4) if value else st.just(value), ODD_VALUES)
+    return st.one_of(st.just(value), st.just(value), st.just(value), ODD_TEXTS, ODD_NUMBERS)
+
+
+def written(value: Any) -> bytes:
+    """JSON as Python writes it, NaN and halves of surrogate pairs too."""
+    return json.dumps(value).encode()
+
+
+@st.composite
+def damaged(draw: st.DrawFn, whole: st.SearchStrategy[bytes]) -> bytes:
+    """Bytes of which some are gone, doubled, or others."""
+    raw = draw(whole)
+    for _ in range(draw(st.integers(0, 3))):
+        at, to = sorted((draw(st.integers(0, len(raw))), draw(st.integers(0, len(raw)))))
+        raw = draw(st.sampled_from((raw[:at] + raw[to:], raw[:to] + raw[at:], raw[:at] + draw(st.binary(max_size=8)) + raw[at:])))
+    return raw
+
+
+# -- bytes on the topic -----------------------------------------------------------------------------------------------
+
+ENVELOPE: Final = {
+    "kind": "envelope",
+    "issuer": "a",
+    "funding": "f",
+    "asset": "CNY",
+    "total": 100,
+    "parts": 10,
+    "title": "t",
+    "hours": [{"from": "10:00"}],
+}
+STOCK: Final = {
+    "kind": "stock",
+    "issuer": "a",
+    "total": 9,
+    "price": 5,
+    "currency": "CNY",
+    "hold_ms": 1000,
+    "limits": [{"by": "user", "per": "day", "max": 1}],
+    "hours": [{"weekdays": ["mon", "fri"], "from": "10:00", "until": "24:00"}],
+    "timezone": "Europe/Berlin",
+}
+COMMANDS: Final[list[dict[str, Any]]] = [
+    {"type": "grab", "id": "i", "offer": "o", "user": "u"},
+    {
+        "type": "grab",
+        "id": "i",
+        "offer": "o",
+        "user": "u",
+        "quantity": 2,
+        "attributes": {"card": "1"},
+        "ticket": "t",
+        "basket": "b",
+        "wait": False,
+    },
+    {"type": "open", "id": "i", "offer": "o", "terms": ENVELOPE},
+    {"type": "open", "id": "i", "offer": "o", "terms": STOCK, "operator": "p"},
+    {"type": "amend", "id": "i", "offer": "o", "changes": {"title": "t", "limits": [{"by": "user", "per": "hour", "max": 2}], "total": 7}},
+    {"type": "load", "id": "i", "offer": "o", "what": "audience", "chunk": 1, "chunks": 2, "items": ["a", "b"]},
+    {"type": "load", "id": "i", "offer": "o", "what": "codes", "chunk": 1, "chunks": 2, "items": ["a", "b"]},
+    {
+        "type": "adjust",
+        "id": "i",
+        "offer": "o",
+        "transfers": [{"asset": "CNY", "debit": "issuer:a", "credit": "wallet:b", "amount": 1}],
+        "reason": "r",
+        "approved_by": "p",
+    },
+    {"type": "confirm", "id": "i", "offer": "o", "grab": "g", "payment": "p", "paid": 5, "currency": "CNY", "quantity": 1},
+    {"type": "return", "id": "i", "offer": "o", "grab": "g", "reason": "r"},
+    {"type": "redeem", "id": "i", "offer": "o", "grab": "g", "order": "x", "quantity": 1},
+    {"type": "close", "id": "i", "offer": "o"},
+]
+of_command = st.sampled_from(COMMANDS).flatmap(structured)
+of_record = st.one_of(
+    st.binary(max_size=300),
+    ODD_VALUES.map(written),
+    damaged(st.one_of(of_command.map(written), st.lists(of_command, max_size=5).map(written), st.just(b"["), st.just(b'{"id":"x"'))),
+)
+
+
+class Record(NamedTuple):
+    value: bytes | None
+    key: bytes | None
+    topic: str = "t.commands"
+    partition: int = 0
+    offset: int = 5
+
+
+def whole_of(rejected: list[Rejected]) -> list[bytes]:
+    """What was kept, put together from its pieces."""
+    found: dict[tuple[bytes, bytes | None], bytes] = {}
+    for one in rejected:
+        headers = dict(one.headers)
+        place = (headers["index"], headers.get("part"))
+        found[place] = found.get(place, b"") + one.raw
+    return [raw for (_, part), raw in found.items() if part is None]
+
+
+@FUZZED
+@given(value=of_record, key=st.one_of(st.none(), st.binary(max_size=50)))
+def test_whatever_stands_on_the_topic_is_a_command_or_is_kept(value: bytes, key: bytes | None) -> None:
+    found = bounded(len(value), lambda: list(commands_of(value)))
+    understood = asyncio.run(understand(Record(value, key), Pace()))
+    bad = [one for one in found if isinstance(one, Undecodable)]
+    for one in bad:
+        assert 0 < len(one.reason.encode()) <= REASON_BYTES_MAX
+    refused = [one for one in found if one not in understood.commands]
+    kept = whole_of(understood.rejected)
+    assert len(understood.commands) + len(refused) == len(found)
+    assert len(kept) == min(len(refused), REJECTED_OF_ARRAY_MAX)
+    # A secret's command is written anew; everything else is kept as it came.
+    assert all(raw in value or raw == encode_command(decode_commands(raw)[0]) for raw in kept)  # type: ignore[arg-type]
+    for command in understood.commands:
+        assert decode_commands(encode_command(command)) == [command]
+    for answer in understood.refused:
+        assert decode_answer(encode_answer(answer)) == answer
+
+
+@FUZZED
+@given(text=ODD_TEXTS, bytes_max=st.sampled_from((16, 100, REASON_BYTES_MAX)))
+def test_what_is_said_of_an_input_is_short_and_one_line(text: str, bytes_max: int) -> None:
+    short = shortened(text, bytes_max)
+    assert len(short.encode()) <= bytes_max
+    assert "\0" not in short
+    assert len(short.splitlines()) <= 1 or "\u2028" in short or "\u2029" in short
+    assert len(shortened(quoted(text)).encode()) <= 400
+
+
+# -- objects made in Python -------------------------------------------------------------------------------------------
+
+odd: Final[st.SearchStrategy[Any]] = st.one_of(st.sampled_from(("i", "o", "x" * 64)), ODD_TEXTS)
+number: Final[st.SearchStrategy[Any]] = st.one_of(st.integers(0, 10), ODD_NUMBERS)
+limit = st.builds(Limit, odd, odd, number, odd)
+hour = st.builds(Hours, st.lists(st.one_of(st.sampled_from(("mon", "sun")), ODD_TEXTS), max_size=9).map(tuple), odd, odd)
+common: Final[dict[str, Any]] = {
+    "issuer": odd,
+    "title": odd,
+    "total": number,
+    "opens_at": number,
+    "closes_at": number,
+    "timezone": st.one_of(st.just("UTC"), odd),
+    "hours": st.lists(hour, max_size=3).map(tuple),
+    "audience": st.one_of(st.just("everyone"), odd),
+    "retire_after_ms": number,
+}
+pieces: Final[dict[str, Any]] = {
+    **common,
+    "limits": st.lists(limit, max_size=3).map(tuple),
+    "max_per_grab": number,
+    "take": st.one_of(st.just("all"), odd),
+    "price": number,
+    "currency": st.one_of(st.none(), st.just("CNY"), odd),
+    "hold_ms": number,
+    "extensions": number,
+    "grace_ms": number,
+}
+terms = st.one_of(
+    st.builds(
+        EnvelopeTerms,
+        **common,
+        funding=odd,
+        asset=st.one_of(st.just("CNY"), odd),
+        parts=number,
+        min=number,
+        max=number,
+        seed=st.none() | odd,
+    ),
+    st.builds(CouponTerms, **pieces, codes=st.booleans()),
+    st.builds(StockTerms, **pieces, asset=st.none() | odd),
+)
+steered: Final[dict[str, Any]] = {"id": odd, "offer": odd, "operator": st.none() | odd}
+settled: Final[dict[str, Any]] = {"id": odd, "offer": odd, "grab": odd}
+of_python: Final[st.SearchStrategy[Any]] = st.one_of(
+    st.builds(Open, **steered, terms=terms),
+    st.builds(
+        Grab,
+        id=odd,
+        offer=odd,
+        user=odd,
+        quantity=number,
+        attributes=st.dictionaries(odd, odd, max_size=10),
+        ticket=st.none() | odd,
+        basket=odd,
+    ),
+    st.builds(
+        Amend, **steered, changes=st.builds(Changes, title=odd, total=number, limits=st.lists(limit, max_size=2).map(tuple), hold_ms=number)
+    ),
+    st.builds(
+        Load,
+        **steered,
+        what=st.sampled_from(("codes", "audience", "x")),
+        chunk=number,
+        chunks=number,
+        items=st.lists(odd, max_size=4).map(tuple),
+    ),
+    st.builds(
+        Adjust, **steered, transfers=st.lists(st.builds(Entry, odd, odd, odd, number), max_size=3).map(tuple), reason=odd, approved_by=odd
+    ),
+    st.builds(Confirm, **settled, payment=st.none() | odd, paid=number, currency=st.none() | odd, quantity=number),
+    st.builds(Return, **settled, quantity=number, reason=odd),
+    st.builds(Redeem, **settled, order=odd, quantity=number),
+)
+
+
+@FUZZED
+@given(command=of_python)
+def test_an_object_made_in_python_is_right_or_invalid(command: AnyCommand) -> None:
+    error = attempted(lambda: check(command), Invalid, TypeError)
+    if error is not None:
+        assert len(shortened(str(error)).encode()) <= REASON_BYTES_MAX
+        assert isinstance(error, TypeError) or len(str(error)) <= 1_000, "it quotes more than it should"
+        return
+    # What is right can be written, and is the same when it is read.
+    assert decode_commands(encode_command(command)) == [command]
+
+
+# -- files of offers --------------------------------------------------------------------------------------------------
+
+of_file = st.one_of(
+    st.text(max_size=200),
+    st.sampled_from((ENVELOPE, STOCK)).flatmap(structured).map(lambda one: json.dumps([{"offer": "a", "terms": one}])),
+    st.sampled_from((ENVELOPE, STOCK))
+    .flatmap(structured)
+    .map(lambda one: json.dumps({"defaults": one, "offers": [{"offer": "a"}, {"offer": "b"}]})),
+    st.lists(
+        st.sampled_from(
+            ("- ", "offer: a\n", "&a ", "*a", "<<: *a\n", "{", "}", "[", "]", ": ", "\n", "  ", "? ", "!!str ", "---\n", "x", "|", "'")
+        )
+    ).map("".join),
+    st.lists(
+        st.sampled_from(("offer", "kind", ",", "\n", '"', "coupon", "total", "limits", "user/day/2", ";", "1", "10:00-11:00", "\r"))
+    ).map("".join),
+)
+
+
+@FUZZED
+@given(text=of_file, form=st.sampled_from(get_args(Form)))
+def test_a_file_of_offers_is_read_or_bad(text: str, form: Form) -> None:
+    opens = attempted(lambda: bounded(len(text), lambda: read_offers(text, form)), BadOfferFile)
+    if isinstance(opens, BadOfferFile):
+        assert opens.problems
+        assert all(len(reason.encode()) <= REASON_BYTES_MAX for _, reason in opens.problems)
+        return
+    for command in opens:
+        check(command)
+
+
+# -- settings ---------------------------------------------------------------------------------------------------------
+
+in_environment = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=60)
+
+
+@FUZZED
+@given(
+    name=st.sampled_from(sorted(Settings.model_fields)),
+    text=st.one_of(
+        in_environment,
+        st.sampled_from(("-1", "0", "1e9", "9" * 5_000, "redis-cluster://", "redis-cluster://a:b", "a:b", "a:HS256:x", "[", "{}")),
+    ),
+)
+def test_a_setting_is_taken_or_named(name: str, text: str) -> None:
+    variable = f"GRAB_{name.strip('_').upper()}"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(variable, text)
+        found = attempted(load_settings, BadSettings)
+    assert isinstance(found, Settings) or variable in str(found)
+
+
+# -- the journal ------------------------------------------------------------------------------------------------------
+
+header_names = st.sampled_from(("shard", "term", "owner", "first_seq", "count", "prev", "head", "x"))
+header_values = st.one_of(
+    st.binary(max_size=20),
+    st.integers(-5, 10**20).map(lambda n: b"%d" % n),
+    st.binary(min_size=32, max_size=32).map(lambda raw: raw.hex().encode()),
+    st.just(b"9" * 5_000),
+    st.just("٣".encode()),
+)
+EVENT: Final = (
+    b'{"type":"grab.granted","v":1,"shard":0,"seq":1,"offer_seq":2,"offer":"o","at":5,"command":"c","grab":"c","user":"u","quantity":1,'
+    b'"amount":7,"asset":"CNY","place":1,"left":0,"digest":"abcd"}'
+)
+of_line = st.one_of(
+    st.binary(max_size=200),
+    damaged(st.just(EVENT)),
+    structured(json.loads(EVENT)).map(written),
+    st.just(EVENT[:-1] + b',"x":' + b"[" * 5_000),
+    st.just(b"[" * 5_000),
+    st.just(b'{"type":' + b"9" * 5_000),
+)
+
+
+@st.composite
+def blocks(draw: st.DrawFn) -> tuple[list[tuple[str, bytes]], bytes | None]:
+    """Headers and value of a record: a right block, one with a header changed, or anything."""
+    if draw(st.booleans()):
+        return draw(st.lists(st.tuples(header_names, header_values), max_size=9)), draw(st.none() | st.binary(max_size=100))
+    lines = draw(st.lists(of_line.filter(lambda line: b"\n" not in line), min_size=1, max_size=3))
+    prev = draw(st.sampled_from((bytes(32), b"x" * 32)))
+    term, first = draw(st.integers(0, 3)), draw(st.integers(0, 5))
+    headers = block_headers(0, term, draw(st.sampled_from(("a", "b"))), first, len(lines), prev, chain(prev, lines)[-1])
+    if draw(st.booleans()):
+        headers = marker_headers(0, term, "a")
+    if draw(st.integers(0, 2)) == 0:
+        place = draw(st.integers(0, len(headers) - 1))
+        headers[place] = (headers[place][0], draw(header_values))
+    return headers, b"\n".join(lines)
+
+
+@FUZZED
+@given(records=st.lists(blocks(), max_size=5))
+def test_a_journal_record_counts_is_ignored_or_is_corrupt(records: list[tuple[list[tuple[str, bytes]], bytes | None]]) -> None:
+    cursor = Cursor()
+    for offset, (headers, value) in enumerate(records):
+        before = cursor
+        try:
+            block = parse_block(headers, value)
+            cursor, accepted = cursor.feed(offset, block)
+        except (Corrupt, Gap):
+            assert cursor == before
+            continue
+        assert cursor.seq - before.seq == len(accepted)
+        assert [one.seq for one in accepted] == list(range(before.seq + 1, cursor.seq + 1))
+
+
+@FUZZED
+@given(lines=st.lists(of_line, min_size=1, max_size=3))
+def test_a_line_is_an_event_or_none(lines: list[bytes]) -> None:
+    documented = (msgspec.DecodeError, UpcastFailed, UnicodeDecodeError)
+    for line in lines:
+        found = bounded(len(line), lambda line=line: attempted(lambda: decode_event(line), *documented))
+        assert isinstance(found, (*get_args(AnyEvent), *documented))
+    attempted(lambda: decode_event_list(b"[" + b",".join(lines) + b"]"), *documented)
+
+
+# -- tickets and answers ----------------------------------------------------------------------------------------------
+
+SECRET: Final = b"x" * 32
+KEYS: Final = TicketKeys.from_text(f"k:HS256:{b64encode(SECRET).decode()}")
+CLAIMS: Final = {"sub": "u", "aud": ["o"], "exp": 1_800_000_000, "nbf": 1, "jti": "j", "iat": 1}
+
+
+def token(header: bytes, claims: bytes, secret: bytes = SECRET) -> str:
+    signed = b".".join(urlsafe_b64encode(part).rstrip(b"=") for part in (header, claims))
+    return f"{signed.decode()}.{urlsafe_b64encode(hmac.new(secret, signed, sha256).digest()).rstrip(b'=').decode()}"
+
+
+of_token = st.one_of(
+    ODD_TEXTS,
+    st.builds(
+        token,
+        st.one_of(
+            st.just(b'{"alg":"HS256","kid":"k"}'),
+            structured({"alg": "HS256", "kid": "k"}).map(written),
+            st.binary(max_size=50),
+            st.just(b"[" * 3_000),
+        ),
+        st.one_of(structured(CLAIMS).map(written), st.binary(max_size=50), st.just(b"[" * 3_000), ODD_VALUES.map(written)),
+    ),
+)
+
+
+@FUZZED
+@given(text=of_token)
+def test_a_ticket_is_right_or_is_none(text: str) -> None:
+    found = bounded(len(text), lambda: KEYS.read(text, "u", "o"))
+    assert found is None or isinstance(found, Ticket)
+
+
+@FUZZED
+@given(
+    raw=st.one_of(
+        st.binary(max_size=100), structured({"id": "i", "outcome": "sold_out", "code": 32, "limits": [{"by": "user"}]}).map(written)
+    )
+)
+def test_an_answer_is_read_back_or_is_none(raw: bytes) -> None:
+    found = attempted(lambda: decode_answer(raw), msgspec.DecodeError, UnicodeDecodeError)
+    assert isinstance(found, Answer | msgspec.DecodeError | UnicodeDecodeError)
