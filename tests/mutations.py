@@ -8,6 +8,7 @@ those that are marked `always` on every run, and holds that every row can still 
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -20,7 +21,9 @@ from typing import Final, NamedTuple
 import click
 
 PROJECT: Final = Path(__file__).resolve().parent.parent
+#: How long tests may take; those that every run plays, less than a test of the suite may.
 SECONDS_MAX: Final = 600
+ALWAYS_SECONDS_MAX: Final = 200
 
 
 class Mutation(NamedTuple):
@@ -154,7 +157,7 @@ def play(mutation: Mutation) -> Verdict:
         return Verdict(f"no verdict: stands {text.count(mutation.before)} times in the file", 0.0)
     with copied() as tree:
         (tree / mutation.file).write_text(text.replace(mutation.before, mutation.after))
-        verdict = run_tests(tree, mutation.tests)
+        verdict = run_tests(tree, mutation.tests, ALWAYS_SECONDS_MAX if mutation.always else SECONDS_MAX)
     by_outcome = {"failed": "killed", "passed": "SURVIVED"}
     return verdict._replace(outcome=by_outcome.get(verdict.outcome, f"no verdict: {verdict.outcome}"))
 
@@ -162,7 +165,7 @@ def play(mutation: Mutation) -> Verdict:
 def unchanged(tests: tuple[str, ...]) -> Verdict:
     """Runs tests in a copy of the tree as it is."""
     with copied() as tree:
-        return run_tests(tree, tests)
+        return run_tests(tree, tests, SECONDS_MAX)
 
 
 @contextmanager
@@ -180,23 +183,31 @@ def copied() -> Iterator[Path]:
         yield tree
 
 
-def run_tests(tree: Path, tests: tuple[str, ...]) -> Verdict:
+def run_tests(tree: Path, tests: tuple[str, ...], seconds_max: int) -> Verdict:
     """Runs tests in a tree: `passed`, `failed` (an assertion of theirs, not their set-up), or why there is no verdict."""
     # What xdist and coverage tell their children would change how these tests run.
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "COV_"))}
     environment |= {"PYTHONPATH": str(tree), "CI": "1"}
     command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=line", "-p", "no:cacheprovider", *tests]
     began = time.monotonic()
+    # In a session of its own, so that what the tests have started ends with them when they take too long.
+    process = subprocess.Popen(
+        command, cwd=tree, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
     try:
-        done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, timeout=SECONDS_MAX)
-    except subprocess.TimeoutExpired:
-        return Verdict("they take too long", time.monotonic() - began)
-    seconds, said = time.monotonic() - began, (done.stdout + done.stderr)[-2_000:]
-    if done.returncode == 0:
-        return Verdict("passed", seconds, said)
-    if done.returncode == 1 and re.search(r"^FAILED tests/", done.stdout, re.M) and not re.search(r"^ERROR tests/", done.stdout, re.M):
-        return Verdict("failed", seconds, said)
-    return Verdict(f"pytest ended with {done.returncode}", seconds, said)
+        said, _ = process.communicate(timeout=seconds_max)
+    except BaseException as error:
+        os.killpg(process.pid, signal.SIGKILL)
+        said, _ = process.communicate()
+        if not isinstance(error, subprocess.TimeoutExpired):
+            raise
+        return Verdict("they take too long", time.monotonic() - began, said[-2_000:])
+    seconds = time.monotonic() - began
+    if process.returncode == 0:
+        return Verdict("passed", seconds, said[-2_000:])
+    if process.returncode == 1 and re.search(r"^FAILED tests/", said, re.M) and not re.search(r"^ERROR tests/", said, re.M):
+        return Verdict("failed", seconds, said[-2_000:])
+    return Verdict(f"pytest ended with {process.returncode}", seconds, said[-2_000:])
 
 
 if __name__ == "__main__":

@@ -92,13 +92,16 @@ async def test_a_number_of_another_history_releases_nobody_who_comes_after_it(ow
     history = int(await client.hget(keys.shard(0).state, "history"))
     journaled = Journaled(client, keys)
     journaled.start()
-    await journaled.look(0)
-    async with asyncio.timeout(10):
-        await journaled.wait(0, history, 1)
-        with pytest.raises(HistoryChanged):
-            await journaled.wait(0, history - 1, 1)
-    await journaled.close()
-    await gate.close()
+    try:
+        await journaled.look(0)
+        async with asyncio.timeout(10):
+            await journaled.wait(0, history, 1)
+            with pytest.raises(HistoryChanged):
+                await journaled.wait(0, history - 1, 1)
+    finally:
+        # Also when the test fails: a listener that is cancelled only once, at the end of the loop, may go on for ever.
+        await journaled.close()
+        await gate.close()
 
 
 async def test_not_journaled_in_time_is_unknown(own: Any) -> None:
