@@ -27,8 +27,9 @@ from ops.settings import Settings, child_environment, load_settings
 from projections.migrate import migrate
 from streams.topics import Topics, create_topics
 
+NIGHTLY = os.environ.get("HYPOTHESIS_PROFILE") == "nightly"
 #: `make nightly` tries so many times as many random cases.
-LONGER = 10 if os.environ.get("HYPOTHESIS_PROFILE") == "nightly" else 1
+LONGER = 10 if NIGHTLY else 1
 hypothesis_settings.register_profile(
     "tests",
     max_examples=100 * LONGER,
@@ -53,6 +54,13 @@ ANYWHERE = (
     "tests/test_mutations.py",
     "tests/ops/test_offer_verbs.py",
 )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests marked `nightly` are played by `make nightly` only."""
+    if not NIGHTLY:
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("nightly")])
+        items[:] = [item for item in items if not item.get_closest_marker("nightly")]
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -31,13 +31,13 @@ from models.rules.settling import lapse
 from ops.settings import Settings
 from streams.sweeper import Sweeper
 from tests.lua.books import check_books
+from tests.conftest import NIGHTLY
 from tests.lua.conftest import NOW
 from tests.lua.hostile import Hostile, Pass, Sweep
 from tests.lua.promises import check_promises
 from tests.lua.tables import check_tables
 from tests.lua.twins import SHARDS, Twins
 
-NIGHTLY = os.environ.get("HYPOTHESIS_PROFILE") == "nightly"
 STEPS, HISTORIES, EXAMPLES = (2_000, 40, 300) if NIGHTLY else (300, 4, 12)
 #: Short histories can be made shorter still by Hypothesis, when one fails.
 SHORT_STEPS = 80
