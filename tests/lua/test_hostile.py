@@ -30,8 +30,8 @@ from models.rules.operating import fall_due
 from models.rules.settling import lapse
 from ops.settings import Settings
 from streams.sweeper import Sweeper
-from tests.lua.books import check_books
 from tests.conftest import NIGHTLY
+from tests.lua.books import check_books
 from tests.lua.conftest import NOW
 from tests.lua.hostile import Hostile, Pass, Sweep
 from tests.lua.promises import check_promises
