@@ -258,31 +258,36 @@ def _require(refused: Sequence[Answer]) -> None:
 
 
 class Progress(msgspec.Struct):
-    """How many events each stage has, all shards together."""
+    """How many events each stage has, all shards together; and whether nothing is on its way any more, in any of them."""
 
     decided: int = 0
     journaled: int = 0
     read_models: dict[str, int] = msgspec.field(default_factory=dict)
-
-    @property
-    def complete(self) -> bool:
-        """Whether nothing is on its way any more."""
-        return self.journaled >= self.decided and all(seq >= self.decided for seq in self.read_models.values())
+    complete: bool = False
 
 
 async def look(redis: Any, keys: KeySpace, connection: AsyncConnection[Any]) -> Progress:
-    """Asks Redis and PostgreSQL how far everything is."""
-    progress = Progress()
+    """Asks Redis and PostgreSQL how far everything is.
+
+    It is complete when every shard is open for decisions and each of its stages is at the same event: a Redis that has just lost
+    its data has decided less than the journal and the books have, or nothing.
+    """
+    shards = range(keys.shards)
     async with redis.pipeline(transaction=False) as pipe:
-        for number in range(keys.shards):
-            pipe.hmget(keys.shard(number).state, ["seq", "journaled_seq"])
-        for seq, journaled in await pipe.execute():
-            progress.decided += int(seq or 0)
-            progress.journaled += int(journaled or 0)
-    rows = await connection.execute("SELECT projection, sum(seq)::bigint FROM cursors GROUP BY projection")
-    found = dict(await rows.fetchall())
-    progress.read_models = {name: int(found.get(name, 0)) for name in PROJECTIONS}
-    return progress
+        for shard in shards:
+            pipe.hmget(keys.shard(shard).state, ["seq", "journaled_seq", "life"])
+        states = await pipe.execute()
+    rows = await (await connection.execute("SELECT projection, shard, seq FROM cursors")).fetchall()
+    cursors = {(projection, shard): seq for projection, shard, seq in rows}
+    decided, journaled = ([int(state[place] or 0) for state in states] for place in (0, 1))
+    return Progress(
+        sum(decided),
+        sum(journaled),
+        {name: sum(cursors.get((name, shard), 0) for shard in shards) for name in PROJECTIONS},
+        all(life for *_, life in states)
+        and decided == journaled
+        and all(cursors.get((name, shard), 0) == decided[shard] for name in PROJECTIONS for shard in shards),
+    )
 
 
 async def closed(connection: AsyncConnection[Any]) -> int:

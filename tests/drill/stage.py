@@ -161,6 +161,10 @@ class Scene:
 
         await until(has_all, START_SECONDS, "the lease of every shard")
 
+    async def playing(self, *workers: Worker) -> None:
+        """Returns when workers have reached all servers: one that begins while a server is away ends with 3, which is no fault of it."""
+        await until(lambda: all(" playing " in worker.log.read_text() for worker in workers), START_SECONDS, "the start of the workers")
+
     async def another_gate(self) -> Gate:
         """A gate with connections of its own, which traffic may use too."""
         return await self._stack.enter_async_context(open_gate(self.settings))
@@ -192,9 +196,9 @@ async def scene(servers: Servers, shape: str, seed: str, fail_deciding: str = ""
             made = Scene(servers, settings, gate, client, Traffic(shape, gate, key_space(settings), seed), Random(seed), logs)
             try:
                 first = made.start_deciding(fail_deciding)
-                made.start_projecting(fail_projecting)
+                projecting = made.start_projecting(fail_projecting)
                 await made.relayed_by(first)
-                made.start_deciding()
+                await made.playing(projecting, made.start_deciding())
                 made.observer.start()
                 yield made
             finally:

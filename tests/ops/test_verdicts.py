@@ -388,7 +388,7 @@ async def test_what_is_wrong_in_the_books_of_the_crowd_is_named(crowd: Crowd, ta
     assert says in found[name][0]
 
 
-def test_an_answer_that_comes_twice_stands_for_no_other() -> None:
+async def test_an_answer_that_comes_twice_stands_for_no_other() -> None:
     doors = Doors(total=2)
     doors.awaited.update(["a", "b"])
     for _ in range(2):
