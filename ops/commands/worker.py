@@ -1,18 +1,22 @@
 """`worker`: plays roles until it is told to stop."""
 
 import asyncio
+import contextlib
 import functools
 import gc
 import logging
 import os
 import signal
+import time
 from collections.abc import Sequence
+from typing import Final
 
 import click
 import psycopg
 import uvloop
 
 import models.events  # noqa: F401 - a gap in the upcasters is found here, not when a role reads its first event
+from lua.trouble import is_trouble
 from ops.commands.init import check_shards, refuse_replay
 from ops.connections import (
     key_space,
@@ -29,11 +33,16 @@ from ops.settings import Settings, load_settings
 from ops.verification import compares_keys
 from projections.demand import record
 from projections.migrate import PROJECTIONS as READ_MODELS
+from streams.clients import Trouble, in_words
 from streams.relay import Step
 from streams.verifier import Verifier
 from streams.worker import ROLES, Role, roles_of, run_worker
 
 log = logging.getLogger(__name__)
+
+#: For so long a worker that begins waits for Kafka and Redis.
+START_SECONDS: Final = 30.0
+RETRY_SECONDS: Final = 0.5
 
 
 @click.command()
@@ -56,12 +65,12 @@ async def _run(settings: Settings, chosen: Sequence[str]) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    await check_shards(settings)
+    if not await _reached(settings, stop):
+        return
     if "project" in chosen:
         await _refuse_replay(settings)
     redis = open_redis(settings)
     try:
-        await require_core(redis)
         roles = roles_of(
             worker_settings(settings), chosen, redis, sealer(settings), ticket_keys(settings), functools.partial(_record_demand, settings),
             refusal_log(settings),
@@ -78,6 +87,33 @@ async def _run(settings: Settings, chosen: Sequence[str]) -> None:
         await run_worker(roles, stop)
     finally:
         await redis.aclose()
+
+
+async def _reached(settings: Settings, stop: asyncio.Event) -> bool:
+    """Whether Kafka and Redis have answered, and are what a worker needs; False when it is told to end before.
+
+    A server that is just being started, or a broker that has just been lost, is waited for; after START_SECONDS its error is raised.
+    """
+    trouble, give_up_at = Trouble(log, "starting"), time.monotonic() + START_SECONDS
+    while not stop.is_set():
+        try:
+            await check_shards(settings)
+            redis = open_redis(settings)
+            try:
+                await require_core(redis)
+            finally:
+                await redis.aclose()
+        except Exception as error:
+            if not is_trouble(error) or time.monotonic() > give_up_at:
+                raise
+            trouble.say(in_words(error))
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(RETRY_SECONDS):
+                    await stop.wait()
+        else:
+            trouble.over()
+            return True
+    return False
 
 
 async def _refuse_replay(settings: Settings) -> None:

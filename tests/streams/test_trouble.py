@@ -6,6 +6,7 @@ import socket
 import ssl
 from collections.abc import Awaitable, Callable
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiokafka.errors
 import hiredis
@@ -22,6 +23,7 @@ from lua.keys import KeySpace
 from lua.refusals import RefusalLog
 from lua.trouble import is_trouble
 from models.answers import Answer
+from ops.services import free_ports
 from ops.settings import Settings
 from streams import decider, keeper, relay, sweeper, verifier
 from streams.decider import Decider
@@ -30,7 +32,8 @@ from streams.relay import ShardRelay
 from streams.sweeper import Sweeper
 from streams.topics import Topics
 from streams.verifier import Verifier
-from tests.conftest import until
+from tests.conftest import Worker, until
+from tests.drill.switch import Switch
 from tests.lua.conftest import SEALER, grabs
 
 HANDLER_CLOSED = "unable to perform operation on <TCPTransport closed=True reading=False 0x55d0c8>; the handler is closed"
@@ -281,3 +284,22 @@ async def test_an_error_of_ours_is_raised_by_each_role(words: str) -> None:
     ):
         with pytest.raises((type(OUR_OWN[words]()), ExceptionGroup)):  # the sweeper's two tasks are a group
             await asyncio.wait_for(work(Failing(OUR_OWN[words])), 5)
+
+
+async def test_a_worker_waits_for_a_server_that_is_being_started(system: Settings, worker: Callable[..., Worker]) -> None:
+    """It says so, goes on when the server answers, and ends at once when it is told to while it waits."""
+    late, never = free_ports(2)
+    redis_port = urlsplit(system.redis_url).port
+    assert redis_port is not None
+    switch = Switch(redis_port)
+    waiting, ended = (worker(system.model_copy(update={"redis_url": f"redis://127.0.0.1:{port}/0"}), "sweep") for port in (late, never))
+    try:
+        for one in (waiting, ended):
+            await until(lambda one=one: "trying again" in one.log.read_text(), 60, "its word that a server is away")
+        assert ended.stop() == 0
+        await switch.start(late)
+        await until(lambda: " playing " in waiting.log.read_text(), 60, "its start")
+        assert waiting.process.poll() is None
+    finally:
+        waiting.kill()
+        await switch.close()
