@@ -1,5 +1,6 @@
 """Errors in scripts, for tests: a command whose id has `poison` in it raises before the first write of its call, or after it."""
 
+from collections.abc import Callable
 from functools import cache
 from hashlib import sha1
 from typing import Literal
@@ -7,9 +8,12 @@ from typing import Literal
 import pytest
 
 from lua import loader
+from models.bounds import EVENT_LINE_BYTES_MAX
 
 _BEFORE = "local function append_events(call)\n"
 _RAISE = "  for _, line in ipairs(call.lines) do if string.find(line, 'poison', 1, true) then error('injected') end end\n"
+_LINE_BOUND = f"event_line_bytes = {EVENT_LINE_BYTES_MAX},"
+_DUE_BOUND = "> AMOUNT_MAX then return"
 _WRITTEN = "      done = i\n"
 _RAISE_AT = """
       if i == %d and writes[1][1] == 'XADD' then
@@ -22,15 +26,37 @@ Where = Literal["before", "between", "after"]
 
 def inject(monkeypatch: pytest.MonkeyPatch, where: Where) -> None:
     """From here on the scripts of this process raise: before the first write, between the outbox and the shard's seq, or after both."""
+    at = {"between": 1, "after": 2}.get(where)
+
+    def injected(text: str) -> str:
+        assert _WRITTEN in text
+        return text.replace(_WRITTEN, _WRITTEN + _RAISE_AT % at) if at else text.replace(_BEFORE, _BEFORE + _RAISE)
+
+    _replace(monkeypatch, injected)
+
+
+def bound_lines(monkeypatch: pytest.MonkeyPatch, bytes_max: int) -> None:
+    """From here on the scripts of this process take an event's line for too long when it is above this."""
+
+    def bounded(text: str) -> str:
+        assert _LINE_BOUND in text
+        return text.replace(_LINE_BOUND, f"event_line_bytes = {bytes_max},")
+
+    _replace(monkeypatch, bounded)
+
+
+def sell_at_any_price(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From here on the scripts of this process do not ask whether price × quantity is too much."""
+    _replace(monkeypatch, lambda text: text.replace(_DUE_BOUND, "> math.huge then return"))
+
+
+def _replace(monkeypatch: pytest.MonkeyPatch, change: Callable[[str], str]) -> None:
     original = loader.load
 
     @cache
     def load(name: str) -> loader.Script:
         text = original(name).text
-        if _BEFORE in text:
-            assert _WRITTEN in text
-            at = {"between": 1, "after": 2}.get(where)
-            text = text.replace(_WRITTEN, _WRITTEN + _RAISE_AT % at) if at else text.replace(_BEFORE, _BEFORE + _RAISE)
+        text = change(text) if _BEFORE in text else text
         return loader.Script(name, text, sha1(text.encode(), usedforsecurity=False).hexdigest())
 
     monkeypatch.setattr(loader, "load", load)

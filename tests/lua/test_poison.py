@@ -3,15 +3,17 @@
 import asyncio
 from typing import Any
 
+import msgspec
 import pytest
 
 from lua.gate import Gate, GateLimits, Order, OutcomeUnknown
 from lua.tickets import TicketKeys
-from models.commands import AnyCommand, Grab
+from models.commands import AnyCommand, Grab, Open
+from models.offers import StockTerms
 from streams.sweeper import Sweeper
 from tests.conftest import until
 from tests.lua.conftest import SEALER, event_lines, grabs
-from tests.lua.injected import inject
+from tests.lua.injected import bound_lines, inject, sell_at_any_price
 from tests.lua.test_order import CARRIED_OUT, FakeRelay, course_of, gate_over, relay
 
 __all__ = ["relay"]
@@ -35,6 +37,35 @@ async def test_one_command_that_raises_costs_one_answer(relay: FakeRelay, monkey
         assert all("injected" in (answer.message or "") for answer in answers if answer.outcome == "invalid")
     places = [answer.place for answers in answered for answer in answers if answer.outcome == "held"]
     assert sorted(place for place in places if place is not None) == list(range(1, 181))
+    await gate.close()
+
+
+async def test_a_line_above_its_bound_is_refused_before_anything_is_written(relay: FakeRelay, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bounds of commands see to it that there is none; were there one, it would stop its shard for ever."""
+    gate = gate_over(relay)
+    bound_lines(monkeypatch, 300)
+    commands = [*grabs(2), Grab(id="x" * 64, offer="s", user="y" * 64), *grabs(2, start=2)]
+    answers = await gate.decide(commands, "decided")
+    assert [answer.outcome for answer in answers] == ["granted", "granted", "invalid", "granted", "granted"]
+    assert "at most 300 are taken" in (answers[2].message or "")
+    assert len(await event_lines(relay.client, relay.keys, 0, len(relay.lines))) == 4
+    await gate.close()
+
+
+async def test_a_number_that_would_be_rounded_reaches_no_event(relay: FakeRelay, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind the door that refuses such a product there is another one, where events are written."""
+    gate = gate_over(relay)
+    terms = StockTerms(issuer="i", total=200, max_per_grab=200, price=1, hold_ms=1_000, currency="CNY")
+    assert [answer.outcome for answer in await gate.decide([Open(id="open-d", offer="d", terms=terms)], "decided")] == ["opened"]
+    state = relay.keys.shard(relay.keys.shard_of_offer("d")).offer("d")
+    rules = msgspec.msgpack.decode(await relay.client.hget(state, "rules"), type=dict[str, Any])
+    await relay.client.hset(state, "rules", msgspec.msgpack.encode(rules | {"price": 10**12}))
+    sell_at_any_price(monkeypatch)
+    commands = [Grab(id=f"d{units}", offer="d", user=f"u{units}", quantity=units) for units in (1, 150, 2)]
+    answers = await gate.decide(commands, "decided")
+    assert [answer.outcome for answer in answers] == ["held", "invalid", "held"]
+    assert [answer.left for answer in answers] == [199, None, 197]
+    assert "not an integer from 0 to" in (answers[1].message or "")
     await gate.close()
 
 
