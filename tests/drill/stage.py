@@ -32,7 +32,7 @@ from tests.drill.traffic import Traffic
 SHARDS: Final = 3
 DECIDING: Final = "decide,relay,sweep"
 PROJECTING: Final = "project,publish"
-START_SECONDS: Final = 40.0
+START_SECONDS: Final = 120.0
 
 
 class Servers:
