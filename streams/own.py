@@ -6,8 +6,9 @@ event, beside the one in use, and puts it in its place in one transaction. docs/
 
 import asyncio
 import logging
-from collections.abc import Callable
-from typing import Any, Final, NamedTuple
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, NamedTuple, NoReturn
 
 import psycopg
 from psycopg import AsyncConnection, sql
@@ -15,17 +16,21 @@ from psycopg import AsyncConnection, sql
 from lua.trouble import is_trouble
 from models.journal import Cursor
 from projections import cursors
+from projections.cursors import Fact
 from projections.definitions import cursor_tables
+from projections.locks import Held, hold
 from projections.migrate import use_schema
 from projections.versions import may_be_version
 from streams.clients import Trouble, in_words
 from streams.history import JournalSource
 from streams.journal import JournalReader, open_reader
-from streams.projector import Apply, CatchUp, Projector
+from streams.own_transaction import Misbehaves, guard, only_read, write
+from streams.projector import Apply, CatchUp, Group, Projector
 from streams.replay import Done, Report, Stretch, plan, replay
 from streams.replay_schema import is_schema
 from streams.selection import Selection, Wanted
 from streams.sinks import RowSink
+from streams.switching import Busy, older_snapshots_gone
 from streams.topics import Topics
 
 log = logging.getLogger(__name__)
@@ -34,8 +39,12 @@ LOOK_EVERY_SECONDS: Final = 0.2
 #: How often who follows looks whether the projection is still the version it has.
 STILL_OURS_SECONDS: Final = 2.0
 RETRY_SECONDS: Final = 1.0
-#: How the schema is named in which a new version is made.
+#: How the schema is named in which a new version is made, and, until it is removed, the one whose place it takes.
 _BUILDING: Final = "_rebuild"
+_REPLACED: Final = "_replaced"
+#: How long a rebuild waits for those whose snapshot is from before, and, at a time, for a lock.
+PATIENCE_SECONDS: Final = 60.0
+LOCK_MS: Final = 2_000
 #: With so few records left, a rebuilt version is as good as caught up: following does the rest.
 LEFT_RECORDS_MAX: Final = 100
 
@@ -74,22 +83,56 @@ class NotOurs(Exception):
 
 
 class _Own(Projector):
-    """Waits to be cancelled when another version was put in the place of this one, and says so by `replaced`."""
+    """Waits to be cancelled when it cannot go on, and says so by `over` and `reason`: another version was put in the place of this one, or
+    its `apply` misbehaves."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self.replaced = asyncio.Event()
+        self.over = asyncio.Event()
+        self.reason = ""
 
     async def _use(self, connection: AsyncConnection[Any]) -> None:
         await use_schema(connection, self._schema)
+        await only_read(connection)
 
     async def _open(self, connection: AsyncConnection[Any]) -> dict[int, Cursor]:
         found = await super()._open(connection)
         if not found:
-            self.replaced.set()
-            # An error would be an unknown one to the projector, which ends the process.
-            await asyncio.Event().wait()
+            await self._end("")
         return found
+
+    async def _save(self, group: Group) -> None:
+        facts = [fact for of_shard in group.facts.values() for fact in of_shard]
+        try:
+            await write(await self._connected(), self.name, self._schema, group.moves, facts, self._apply)
+        except Misbehaves as error:
+            await self._disconnect()
+            await self._end(str(error))
+
+    async def _end(self, reason: str) -> NoReturn:
+        # An error would be an unknown one to the projector, which ends the process.
+        self.reason = reason
+        self.over.set()
+        while True:
+            await asyncio.Event().wait()
+
+
+class _OwnSink(RowSink):
+    """Writes a projection that is made anew, as it is written later: with its cursor, or not at all."""
+
+    def __init__(self, connection: AsyncConnection[Any], projection: Projection, positions: dict[int, Cursor]) -> None:
+        async def use(name: str) -> None:
+            """The connection is where the projection's tables are, and stays there."""
+
+        super().__init__(connection, {}, use, positions)
+        self._projection = projection
+
+    async def _save(self, moves: Mapping[int, tuple[Cursor, Cursor]], facts: Sequence[Fact]) -> None:
+        one = self._projection
+        try:
+            await write(self._connection, one.cursor_name, one.schema, moves, facts, one.apply)
+        except Misbehaves as error:
+            raise NotOurs(f"{one.cursor_name}: {error}; nothing of it was written") from None
 
 
 async def prepare(projection: Projection, system: System) -> bool:
@@ -100,14 +143,20 @@ async def prepare(projection: Projection, system: System) -> bool:
     if schema in (system.schema, "public") or may_be_version(system.schema, schema):
         raise NotOurs(f"schema {schema} is not for this projection alone: give it another")
     async with await AsyncConnection.connect(system.postgres, autocommit=True, connect_timeout=5) as connection, connection.transaction():
-        await connection.execute("SELECT pg_advisory_xact_lock(hashtext(%s))", (f"grabstream-{schema}",))
+        try:
+            await connection.execute("SELECT set_config('lock_timeout', %s, true)", (f"{LOCK_MS}ms",))
+            await connection.execute("SELECT pg_advisory_xact_lock(hashtext(%s))", (f"grabstream-{schema}",))
+        except psycopg.errors.LockNotAvailable:
+            raise NotOurs(f"another process is making schema {schema}: try again") from None
         found = await connection.execute("SELECT 1 FROM pg_namespace WHERE nspname = %s", (schema,))
         if await found.fetchone():
             await _check(connection, projection, system.shards)
+            await guard(connection, schema)
             return False
         await connection.execute(sql.SQL("CREATE SCHEMA {}").format(sql.Identifier(schema)))
         await use_schema(connection, schema)
         await connection.execute(cursor_tables().encode())
+        await guard(connection, schema)
         try:
             await connection.execute(projection.tables.encode())
         except (psycopg.ProgrammingError, psycopg.NotSupportedError, psycopg.DataError) as error:
@@ -165,10 +214,10 @@ async def follow(projection: Projection, system: System, step: Callable[[str], N
 async def _still_ours(projector: _Own, projection: Projection, system: System) -> None:
     """Raises NotOurs once another version is in the place of this one, whether or not an event comes."""
     name, schema = projection.cursor_name, projection.schema
-    while not projector.replaced.is_set():
+    while not projector.over.is_set():
         try:
             async with asyncio.timeout(STILL_OURS_SECONDS):
-                await projector.replaced.wait()
+                await projector.over.wait()
         except TimeoutError:
             try:
                 async with await AsyncConnection.connect(system.postgres, autocommit=True, connect_timeout=5) as connection:
@@ -177,6 +226,8 @@ async def _still_ours(projector: _Own, projection: Projection, system: System) -
             except psycopg.Error as error:
                 # PostgreSQL is away, or the schema is being replaced right now.
                 log.info("projection %s: %s; looking again", name, error)
+    if projector.reason:
+        raise NotOurs(f"{name}: {projector.reason}; nothing of it was written")
     raise NotOurs(f"{name} is not in schema {schema} any more: another version has taken its place; start that one")
 
 
@@ -212,50 +263,88 @@ async def rebuild(
     system: System,
     report: Report = lambda records, events: None,
     expect: Callable[[int], None] = lambda records: None,
+    patience_seconds: float = PATIENCE_SECONDS,
 ) -> int:
     """Makes the projection anew from the first event and puts it in its place; returns the number of events.
 
-    `report` is told of records read and events, `expect` of records to read. Readers, and who follows the same version, notice nothing.
-    Stopped and begun again, it begins at the first event.
+    `report` is told of records read and events, `expect` of records to read. Readers, and who follows the same version, notice nothing;
+    who holds a snapshot from before is waited for so long. Stopped and begun again, it begins at the first event.
     Raises NotOurs, and Corrupt or Gap when the journal contradicts itself.
     """
-    building = projection._replace(schema=projection.schema + _BUILDING)
-    async with await AsyncConnection.connect(system.postgres, autocommit=True, connect_timeout=5) as connection:
-        for schema in (projection.schema, building.schema):
-            names = await _versions(connection, schema)
-            found = await connection.execute("SELECT 1 FROM pg_namespace WHERE nspname = %s", (schema,))
+    building, replaced = (projection._replace(schema=projection.schema + end) for end in (_BUILDING, _REPLACED))
+    async with (
+        await AsyncConnection.connect(system.postgres, autocommit=True, connect_timeout=5) as control,
+        await AsyncConnection.connect(system.postgres, autocommit=True, connect_timeout=5) as writer,
+    ):
+        try:
+            await hold(control, f"grabstream-{building.schema}-building", f"rebuild of {projection.name}")
+        except Held as held:
+            raise NotOurs(f"{projection.name} is being rebuilt already: {held}") from None
+        await control.execute("SELECT set_config('lock_timeout', %s, false)", (f"{LOCK_MS}ms",))
+        for one in (projection, building, replaced):
+            names = await _versions(control, one.schema)
+            found = await control.execute("SELECT 1 FROM pg_namespace WHERE nspname = %s", (one.schema,))
             if await found.fetchone() and not (names and all(name.rpartition(".")[0] == projection.name for name in names)):
                 raise NotOurs(
-                    f"schema {schema} holds {', '.join(names) or 'no projection'}: a rebuild of {projection.name} would remove it"
+                    f"schema {one.schema} holds {', '.join(names) or 'no projection'}: a rebuild of {projection.name} would remove it"
                 )
-        found = await connection.execute("SELECT pg_try_advisory_lock(hashtext(%s))", (f"grabstream-{building.schema}-building",))
-        if not (await found.fetchone() or (False,))[0]:
-            raise NotOurs(f"{projection.name} is being rebuilt already")
-        await connection.execute(sql.SQL("DROP SCHEMA IF EXISTS {} CASCADE").format(sql.Identifier(building.schema)))
+        for one in (building, replaced):
+            if not await _drop(control, one.schema):
+                raise NotOurs(f"schema {one.schema}, which is left of an earlier rebuild, is looked at by another session")
         await prepare(building, system)
-        await use_schema(connection, building.schema)
-        events = await _catch_up(building, system, connection, report, expect)
-        async with connection.transaction():
-            live = sql.Identifier(projection.schema)
-            if await _versions(connection, projection.schema):
-                # Who follows takes the cursor first: in the same order nobody waits for each other in a circle.
-                cursor_table = sql.Identifier(projection.schema, "projection_cursors")
-                await connection.execute(sql.SQL("LOCK TABLE {} IN ACCESS EXCLUSIVE MODE").format(cursor_table))
-            await connection.execute(sql.SQL("DROP SCHEMA IF EXISTS {} CASCADE").format(live))
-            await connection.execute(sql.SQL("ALTER SCHEMA {} RENAME TO {}").format(sql.Identifier(building.schema), live))
+        await use_schema(writer, building.schema)
+        await only_read(writer)
+        events, deadline = 0, time.monotonic() + patience_seconds
+        while True:
+            events += await _catch_up(building, system, writer, report, expect)
+            reason = await _replace(control, projection.schema, building.schema, replaced.schema)
+            if reason is None:
+                break
+            if time.monotonic() > deadline:
+                raise NotOurs(f"not put in its place within {patience_seconds:.0f} s: {reason}. It is as it was before")
+            await asyncio.sleep(RETRY_SECONDS)
+        if not await _drop(control, replaced.schema):
+            log.warning("schema %s, which was replaced, is looked at by another session; the next rebuild removes it", replaced.schema)
     return events
+
+
+async def _replace(connection: AsyncConnection[Any], live: str, building: str, replaced: str) -> str | None:
+    """Gives the schema that was built the name of the live one; returns why that has to be tried again, or None.
+
+    Names are all that changes, so no reader is waited for, nor waits, but for those whose snapshot is older than the new rows.
+    """
+    try:
+        async with connection.transaction():
+            if await _versions(connection, live):
+                # Who follows holds its cursor before it writes: it is waited for, and finds another one afterwards.
+                await connection.execute(sql.SQL("LOCK TABLE {} IN EXCLUSIVE MODE").format(sql.Identifier(live, "projection_cursors")))
+                await older_snapshots_gone(connection)
+                await connection.execute(_RENAME.format(sql.Identifier(live), sql.Identifier(replaced)))
+            await connection.execute(_RENAME.format(sql.Identifier(building), sql.Identifier(live)))
+    except Busy as busy:
+        return str(busy)
+    except (psycopg.errors.LockNotAvailable, psycopg.errors.DeadlockDetected) as error:
+        return f"its tables are in use ({error.diag.message_primary})"
+    return None
+
+
+_RENAME: Final = sql.SQL("ALTER SCHEMA {} RENAME TO {}")
+
+
+async def _drop(connection: AsyncConnection[Any], schema: str) -> bool:
+    """Removes a schema; False when somebody looks at it."""
+    try:
+        await connection.execute(sql.SQL("DROP SCHEMA IF EXISTS {} CASCADE").format(sql.Identifier(schema)))
+    except psycopg.errors.LockNotAvailable:
+        return False
+    return True
 
 
 async def _catch_up(
     building: Projection, system: System, connection: AsyncConnection[Any], report: Report, expect: Callable[[int], None]
 ) -> int:
     """Reads the journal again and again, until next to nothing came in meanwhile; returns the number of events."""
-
-    async def use(name: str) -> None:
-        """The connection is where the projection's tables are, and stays there."""
-
-    name = building.cursor_name
-    sink = RowSink(connection, {name: building.apply}, use, await cursors.load(connection, name))
+    sink = _OwnSink(connection, building, await cursors.load(connection, building.cursor_name))
     events = 0
     async with open_reader(system.kafka, Topics(system.prefix).journal) as reader:
         source = JournalSource(reader, None)

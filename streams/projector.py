@@ -262,7 +262,8 @@ class Projector:
         if not self._cursors:
             await self._use(self._connection)
             self.waits_for = ""
-            await cursors.retry_newer(self._connection, self.name)
+            async with self._connection.transaction():
+                await cursors.retry_newer(self._connection, self.name)
             self._cursors = await self._open(self._connection)
             self._stopped = await cursors.stopped(self._connection, self.name)
         return self._connection
@@ -404,7 +405,9 @@ class Projector:
 
     async def _stop(self, shard: int, cursor: Cursor, reason: str) -> None:
         log.critical("projection %s stops at shard %d, seq %d: %s", self.name, shard, cursor.seq, reason)
-        await cursors.stop(await self._connected(), self.name, shard, cursor, reason)
+        connection = await self._connected()
+        async with connection.transaction():
+            await cursors.stop(connection, self.name, shard, cursor, reason)
         self._stopped.add(shard)
 
 

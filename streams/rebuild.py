@@ -21,6 +21,7 @@ from projections import cursors, set_aside, versions
 from projections.cursors import CursorMoved, Fact
 from projections.definitions import definition_of
 from projections.difference import TableDifference, compare
+from projections.locks import Held, hold
 from projections.migrate import use_schema
 from projections.read_models import READ_MODELS, Apply
 from projections.set_aside import SetAside
@@ -386,20 +387,24 @@ async def open_rebuild(
 ) -> AsyncIterator[Rebuild]:
     """A rebuild with connections of its own, loading in so many processes; raises Refused when another one of it runs."""
     async with _connections(where) as (control, writer):
-        deadline = time.monotonic() + LOCK_PATIENCE_SECONDS
-        while True:
-            # Held by the session: it goes with the process, however that ends.
-            lock = "SELECT pg_try_advisory_lock(hashtext(%s))"
-            [free] = await (await control.execute(lock, (f"grabstream-rebuild-{where.schema}-{projection}",))).fetchone() or [False]
-            if free:
-                break
-            if time.monotonic() > deadline:
-                raise Refused(f"another rebuild of {projection} is running")
-            await asyncio.sleep(POLL_SECONDS)
+        await hold_projection(control, where.schema, projection, f"rebuild of {projection} in {where.schema}")
         try:
             yield Rebuild(where, projection, control, writer, report, step, jobs)
         except CursorMoved as moved:
             raise Refused(f"{moved}: another process wrote it; the same command goes on") from None
+
+
+async def hold_projection(connection: AsyncConnection[Any], schema: str, projection: str, work: str) -> None:
+    """Makes sure that nobody else makes, shows or drops versions of a projection until the connection ends; raises Refused."""
+    deadline = time.monotonic() + LOCK_PATIENCE_SECONDS
+    while True:
+        try:
+            # Held by the session: it goes with the process, however that ends.
+            return await hold(connection, f"grabstream-rebuild-{schema}-{projection}", work)
+        except Held as held:
+            if time.monotonic() > deadline:
+                raise Refused(f"another rebuild of {projection} is running: {held}") from None
+        await asyncio.sleep(POLL_SECONDS)
 
 
 __all__ = ["Busy", "Progress", "Rebuild", "Refused", "Where", "open_rebuild", "open_source"]

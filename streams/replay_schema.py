@@ -4,28 +4,38 @@ Rows, and the cursors of all projections, move in one transaction, so that a rep
 says what it was made from in its table `replay`. Views that cannot be exact for what was asked for are renamed to `<name>_partial`.
 """
 
+import logging
 import re
+import secrets
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any, Final, NamedTuple
 
 import msgspec
+import psycopg
 from psycopg import AsyncConnection, sql
 
 from models.journal import Cursor
 from projections import audit, balances, cursors, ledger
+from projections.locks import Held, hold, let_go
 from projections.migrate import use_schema
 from projections.versions import create_flat, may_be_version
 from streams.history import Point
 from streams.selection import Wanted
 from streams.sinks import Refused, RowSink
 
+log = logging.getLogger(__name__)
+
+#: How long the removal of a schema waits for others that look into it, such as a dump: the next call removes it.
+DROP_LOCK_MS: Final = 2_000
 is_schema: Final = re.compile(r"[a-z_][a-z0-9_]{0,47}\Z").match
 _APPLY: Final = {"ledger": ledger.apply, "balances": balances.apply, "audit": audit.apply}
 
 # Only a session that says it replays this schema moves its cursors; a worker that was given the schema by mistake is stopped.
 _GUARD: Final = """
-CREATE TABLE replay (definition jsonb NOT NULL, until jsonb NOT NULL, at timestamptz NOT NULL DEFAULT now());
+CREATE TABLE replay (
+    definition jsonb NOT NULL, until jsonb NOT NULL, at timestamptz NOT NULL DEFAULT now(), temporary boolean NOT NULL DEFAULT false
+);
 CREATE FUNCTION only_a_replay() RETURNS trigger LANGUAGE plpgsql AS $$
 BEGIN
     IF coalesce(current_setting('grabstream.replay', true), '') <> TG_TABLE_SCHEMA THEN
@@ -102,14 +112,20 @@ async def use_projection(connection: AsyncConnection[Any], schema: str, projecti
 
 
 @asynccontextmanager
-async def open_schema(postgres: str, schema: str, system: str, shards: int, definition: Definition) -> AsyncIterator[SchemaSink]:
+async def open_schema(
+    postgres: str, schema: str, system: str, shards: int, definition: Definition, temporary: bool = False
+) -> AsyncIterator[SchemaSink]:
     """The schema, made if it is not there, at the position it was left at. `system` is the schema of the live read models.
 
+    Nobody else writes or removes it until the end; of a `temporary` one, `temporary_schema` sees to that.
     Raises Refused when the schema is something else, or was made from something else, or is being written.
     """
     async with await AsyncConnection.connect(postgres, autocommit=True, connect_timeout=5) as connection:
-        if not await _locked(connection, schema):
-            raise Refused(f"schema {schema} is being written by another replay")
+        if not temporary:
+            try:
+                await hold(connection, _lock(schema), f"replay into {schema}")
+            except Held as held:
+                raise Refused(f"schema {schema} is being written by another replay: {held}") from None
         known = await check_schema(connection, schema, system, definition)
         await connection.execute("SELECT set_config('grabstream.replay', %s, false)", (schema,))
         # What PostgreSQL forgets in a crash it forgets together with the cursors.
@@ -118,6 +134,9 @@ async def open_schema(postgres: str, schema: str, system: str, shards: int, defi
             await _make(connection, schema, shards, definition)
         await use_schema(connection, schema)
         await connection.execute("UPDATE replay SET until = %s, at = now()", (_json(definition.bounds()),))
+        # One of an older release has no such column, and is none that may go.
+        if temporary or (known and await _is_temporary(connection, schema)):
+            await connection.execute("UPDATE replay SET temporary = %s", (temporary,))
         if known and "limits" not in partial_views(definition, shards):
             # It was bounded before, and goes on to the end now.
             await connection.execute("ALTER VIEW IF EXISTS limits_partial RENAME TO limits")
@@ -161,28 +180,55 @@ async def read_definition(connection: AsyncConnection[Any], schema: str) -> tupl
     return (row[0], row[1]) if row else None
 
 
-async def drop_schema(postgres: str, schema: str) -> None:
-    """Removes a replay's schema, by a connection of its own: the one that wrote may have been cancelled in the middle."""
+@asynccontextmanager
+async def temporary_schema(postgres: str, system: str) -> AsyncIterator[str]:
+    """The name of a schema that nobody has, to be opened as a temporary one; it is removed at the end, whatever happens.
+
+    What is left of such schemas by processes that were killed is removed first.
+    """
+    start = f"{system}__at_"
+    schema = start + secrets.token_hex(4)
+    # A connection of its own: the one that writes may be cancelled in the middle.
     async with await AsyncConnection.connect(postgres, autocommit=True, connect_timeout=5) as connection:
+        await connection.execute("SELECT set_config('lock_timeout', %s, false)", (f"{DROP_LOCK_MS}ms",))
+        await _drop_left_behind(connection, start)
+        await hold(connection, _lock(schema), f"at in {schema}")
+        try:
+            yield schema
+        finally:
+            await _drop(connection, schema)
+
+
+async def _drop_left_behind(connection: AsyncConnection[Any], start: str) -> None:
+    found = await connection.execute("SELECT nspname FROM pg_namespace WHERE starts_with(nspname, %s)", (start,))
+    for (schema,) in await found.fetchall():
+        with suppress(Held):
+            await hold(connection, _lock(schema), f"at removes {schema}")
+            try:
+                # Looked at behind the lock: who has made it, or keeps it, is not about it now.
+                if await _is_temporary(connection, schema):
+                    await _drop(connection, schema)
+            finally:
+                await let_go(connection, _lock(schema))
+
+
+async def _drop(connection: AsyncConnection[Any], schema: str) -> None:
+    try:
         await connection.execute(sql.SQL("DROP SCHEMA IF EXISTS {} CASCADE").format(sql.Identifier(schema)))
+    except psycopg.errors.LockNotAvailable:
+        log.warning("schema %s is looked at by another session; the next `at` removes it", schema)
 
 
-async def drop_left_behind(postgres: str, start: str) -> list[str]:
-    """Removes replays in schemas of names that begin so and that nobody writes any more; returns their names."""
-    async with await AsyncConnection.connect(postgres, autocommit=True, connect_timeout=5) as connection:
-        found = await connection.execute("SELECT nspname FROM pg_namespace WHERE starts_with(nspname, %s)", (start,))
-        dropped = []
-        for (schema,) in await found.fetchall():
-            if await read_definition(connection, schema) is not None and await _locked(connection, schema):
-                await connection.execute(sql.SQL("DROP SCHEMA IF EXISTS {} CASCADE").format(sql.Identifier(schema)))
-                dropped.append(schema)
-    return dropped
+async def _is_temporary(connection: AsyncConnection[Any], schema: str) -> bool:
+    if await read_definition(connection, schema) is None:
+        return False
+    query = sql.SQL("SELECT coalesce((to_jsonb(r) ->> 'temporary')::boolean, false) FROM {} AS r").format(sql.Identifier(schema, "replay"))
+    return bool((await (await connection.execute(query)).fetchone() or (False,))[0])
 
 
-async def _locked(connection: AsyncConnection[Any], schema: str) -> bool:
-    """Takes the right to write a schema until the connection ends, when nobody has it."""
-    found = await connection.execute("SELECT pg_try_advisory_lock(hashtext(%s))", (f"grabstream-replay-{schema}",))
-    return bool((await found.fetchone() or (False,))[0])
+def _lock(schema: str) -> str:
+    """The name of the lock that who writes a schema holds, or who looks into one that is removed afterwards."""
+    return f"grabstream-replay-{schema}"
 
 
 async def _make(connection: AsyncConnection[Any], schema: str, shards: int, definition: Definition) -> None:

@@ -110,13 +110,16 @@ class RowSink:
         self._moves, self._facts = {}, []
         if not moves:
             return
+        await self._save(moves, facts)
+        self.positions.update({shard: behind for shard, (_, behind) in moves.items()})
+
+    async def _save(self, moves: Mapping[int, tuple[Cursor, Cursor]], facts: Sequence[Fact]) -> None:
         async with self._connection.transaction():
             for name, apply in self._projections.items():
                 await self._use(name)
                 await cursors.advance(self._connection, name, moves)
                 if facts:
                     await apply(self._connection, facts)
-        self.positions.update({shard: behind for shard, (_, behind) in moves.items()})
 
 
 async def check_topic(kafka: str, system: Topics, name: str, shards: int, append: bool) -> bool:

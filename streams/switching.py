@@ -61,7 +61,7 @@ class Switch(NamedTuple):
             async with self.control.transaction():
                 await self._set_lock_timeout(int(LOCK_SECONDS * 1000))
                 await self.reach(await cursors_of(self.control, self.live, lock=True))
-                await self._older_snapshots_gone()
+                await older_snapshots_gone(self.control)
                 # Readers queue behind us while we wait: not for long, and then we come again.
                 await self._set_lock_timeout(VIEWS_LOCK_MS)
                 await versions.show(self.control, self.schema, self.chosen, self.keep)
@@ -76,24 +76,44 @@ class Switch(NamedTuple):
     async def _set_lock_timeout(self, milliseconds: int) -> None:
         await self.control.execute("SELECT set_config('lock_timeout', %s, true)", (f"{milliseconds}ms",))
 
-    async def _older_snapshots_gone(self) -> None:
-        """Waits until nobody has a snapshot from before now: in one, the version that is about to be shown would be older, or empty."""
-        older = await self._snapshots()
-        deadline = time.monotonic() + SNAPSHOTS_SECONDS
-        while older:
-            if time.monotonic() > deadline:
-                raise Busy(f"transactions with an older snapshot are open (pid {', '.join(str(pid) for pid, *_ in sorted(older)[:5])})")
-            await asyncio.sleep(POLL_SECONDS)
-            older &= await self._snapshots()
 
-    async def _snapshots(self) -> set[tuple[Any, ...]]:
-        # Who waits for a lock is a worker that waits for us.
-        found = await self.control.execute(
-            "SELECT pid, xact_start, query_start, backend_xmin::text FROM pg_stat_activity WHERE datname = current_database() "
-            "AND backend_type = 'client backend' AND pid <> pg_backend_pid() AND backend_xmin IS NOT NULL "
-            "AND wait_event_type IS DISTINCT FROM 'Lock'"
-        )
-        return set(await found.fetchall())
+async def older_snapshots_gone(connection: AsyncConnection[Any], seconds: float = SNAPSHOTS_SECONDS) -> None:
+    """Returns when nobody has a snapshot from before this call; raises Busy, which says who has one, after that time.
+
+    In such a snapshot a table that was filled since would be older, or empty, whatever view it is read through. Any role may ask.
+    """
+    older = await _with_snapshot(connection)
+    deadline = time.monotonic() + seconds
+    while older:
+        if time.monotonic() > deadline:
+            raise Busy(f"transactions with an older snapshot are open ({', '.join(sorted(older.values())[:5])})")
+        await asyncio.sleep(POLL_SECONDS)
+        now = await _with_snapshot(connection)
+        older = {transaction: words for transaction, words in older.items() if transaction in now}
+
+
+#: Of another role's session, everybody is shown `backend_xmin` and all locks; the kind of a session, its times and its waits only members
+#: of that role or of pg_read_all_stats. `backend_xmin` may grow while the snapshot stays, so the transaction is what is recognised again.
+_WITH_SNAPSHOT: Final = """
+    SELECT session.pid, own.virtualtransaction, format('pid %s, %s', session.pid, concat_ws(', ', usename, nullif(application_name, ''))),
+        CASE WHEN EXISTS (SELECT FROM pg_locks AS wanted WHERE wanted.pid = session.pid AND NOT wanted.granted)
+            THEN pg_blocking_pids(session.pid) ELSE '{}' END
+    FROM pg_stat_activity AS session JOIN pg_locks AS own
+        ON own.pid = session.pid AND own.locktype = 'virtualxid' AND own.mode = 'ExclusiveLock'
+    WHERE datname = current_database() AND usesysid IS NOT NULL AND session.pid <> pg_backend_pid() AND backend_xmin IS NOT NULL
+        AND coalesce(backend_type, 'client backend') = 'client backend'
+"""
+
+
+async def _with_snapshot(connection: AsyncConnection[Any]) -> dict[tuple[int, str], str]:
+    """Transactions that have a snapshot, by process and virtual transaction, in words; without those that wait for us, as workers do."""
+    # What a transaction was once shown of the sessions it is shown again, until this.
+    await connection.execute("SELECT pg_stat_clear_snapshot()")
+    found = await (await connection.execute(_WITH_SNAPSHOT)).fetchall()
+    waiting_for_us = {connection.info.backend_pid}
+    while more := {pid for pid, _, _, blockers in found if waiting_for_us & set(blockers)} - waiting_for_us:
+        waiting_for_us |= more
+    return {(pid, transaction): words for pid, transaction, words, _ in found if pid not in waiting_for_us}
 
 
 async def cursors_of(connection: AsyncConnection[Any], version: Version, lock: bool = False) -> dict[int, Cursor]:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import re
 import secrets
 import signal
 import subprocess
@@ -12,17 +13,20 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psycopg
 import pytest
 import redis
 from hypothesis import HealthCheck
 from hypothesis import settings as hypothesis_settings
 from psycopg import AsyncConnection
+from psycopg.conninfo import conninfo_to_dict
 from pydantic import SecretStr
 
 from ops.commands.services import new_seal_key
 from ops.connections import open_redis
 from ops.rehearsal.stage import take_down
 from ops.services import LocalServices, free_ports, local
+from ops.services.servers import PROJECT
 from ops.settings import Settings, child_environment, load_settings
 from projections.migrate import migrate
 from streams.topics import Topics, create_topics
@@ -38,6 +42,9 @@ hypothesis_settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 hypothesis_settings.load_profile("tests")
+
+#: Tests run as the role that docs/operating.md describes, not as a superuser. It is left on the server: several runs may share one.
+TEST_ROLE = "grabstream_test_system"
 
 #: Tests that kill servers and processes, bound times, or need servers of their own: one group of a parallel run, one after the other.
 ONE_BY_ONE = (
@@ -92,11 +99,23 @@ def servers() -> Settings:
     settings = settings.model_copy(update={"seal_keys": SecretStr(new_seal_key())})
     try:
         asyncio.run(_answers(settings))
+        return settings.model_copy(update={"postgres": asyncio.run(as_role(settings.postgres, "role", TEST_ROLE))})
     except redis.RedisError as error:
         if os.environ.get("CI"):
             pytest.fail(f"no servers: {error}", pytrace=False)
         pytest.skip(f"no servers ({error}): `make up` starts them")
-    return settings
+
+
+async def as_role(postgres: str, block: str, role: str, schema: str = "") -> str:
+    """The DSN for a role with the rights that a block of docs/operating.md gives it, and no others; made if it is not there."""
+    [statements] = re.findall(rf"^```sql {block}\n(.*?)^```", (PROJECT / "docs" / "operating.md").read_text(), re.MULTILINE | re.DOTALL)
+    database = conninfo_to_dict(postgres)["dbname"]
+    statements = statements.replace("DATABASE grabstream", f"DATABASE {database}").replace("SCHEMA grabstream", f"SCHEMA {schema}")
+    async with await AsyncConnection.connect(postgres, autocommit=True) as connection:
+        for statement in re.sub(r"grabstream_(system|reader)", role, statements).split(";"):
+            with contextlib.suppress(psycopg.errors.DuplicateObject, psycopg.errors.UniqueViolation, psycopg.errors.InternalError):
+                await connection.execute(statement.encode())
+    return re.sub(r"(?<=://)[^:@/]+(?=[:@])", role, postgres)
 
 
 async def _answers(settings: Settings) -> None:

@@ -1,11 +1,10 @@
 """`at`: the time machine. A bounded replay into a schema that is dropped again, and what stands in it."""
 
 import gc
-import secrets
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import Callable, Sequence
+from contextlib import aclosing, nullcontext
 from typing import Any
 
 import click
@@ -25,7 +24,7 @@ from projections.migrate import use_schema
 from streams import replay as replaying
 from streams.history import AuditSource, JournalSource
 from streams.replay import Done
-from streams.replay_schema import drop_left_behind, drop_schema, is_schema, open_schema
+from streams.replay_schema import is_schema, open_schema, temporary_schema
 from streams.selection import Selection
 from streams.sinks import Refused
 
@@ -87,13 +86,18 @@ def at(moment: str, offers: Sequence[str], users: Sequence[str], source: str, li
 async def _run(settings: Settings, asked: Request, at_ms: int, keep: str | None, limit: int | None) -> dict[str, Any]:
     if asked.source == "journal":
         await check_shards(settings)
-    async with open_source(settings, asked.source) as source, _schema(settings, keep) as schema:
-        done: dict[int, Done] = {}
-        async with open_schema(settings.postgres, schema, settings.schema_, settings.shards, asked.definition(settings)) as sink:
-            planned = await replaying.plan(source, asked.stretches, True, sink.positions)
-            selection = Selection(asked.wanted, True, await sink.grabs(asked.wanted.users))
-            with Reading(f"to {show_time(at_ms)}", sum(one.units for one in planned)) as report:
-                await replaying.replay(source, planned, selection, sink, report, done)
+    done: dict[int, Done] = {}
+    definition = asked.definition(settings)
+    async with (
+        open_source(settings, asked.source) as source,
+        temporary_schema(settings.postgres, settings.schema_) if keep is None else nullcontext(keep) as schema,
+        # Until all of it is read: another `at` would go on with a schema that is kept, to another time.
+        open_schema(settings.postgres, schema, settings.schema_, settings.shards, definition, temporary=keep is None) as sink,
+    ):
+        planned = await replaying.plan(source, asked.stretches, True, sink.positions)
+        selection = Selection(asked.wanted, True, await sink.grabs(asked.wanted.users))
+        with Reading(f"to {show_time(at_ms)}", sum(one.units for one in planned)) as report:
+            await replaying.replay(source, planned, selection, sink, report, done)
         if not asked.wanted.offers and not any(one.cursor.seq for one in done.values()):
             raise NothingThen(await _since_when(source, asked, at_ms))
         return {
@@ -102,21 +106,6 @@ async def _run(settings: Settings, asked: Request, at_ms: int, keep: str | None,
             "shards": [{"shard": one.shard, "seq": one.cursor.seq} for one in done.values()],
             **await _read(settings, schema, asked, at_ms, limit),
         }
-
-
-@asynccontextmanager
-async def _schema(settings: Settings, keep: str | None) -> AsyncIterator[str]:
-    """The schema to build in: one that is kept, or one that goes whatever happens. What a killed one left goes now."""
-    if keep is not None:
-        yield keep
-        return
-    start = f"{settings.schema_}__at_"
-    await drop_left_behind(settings.postgres, start)
-    schema = start + secrets.token_hex(4)
-    try:
-        yield schema
-    finally:
-        await drop_schema(settings.postgres, schema)
 
 
 async def _since_when(source: JournalSource | AuditSource, asked: Request, at_ms: int) -> str:

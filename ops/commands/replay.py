@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
 
 import click
-from psycopg import AsyncConnection
+from psycopg import AsyncConnection, OperationalError
 
 from models.journal import Corrupt, Gap
 from ops.commands.init import check_shards
@@ -18,6 +18,7 @@ from ops.progress import Reading
 from ops.replaying import NoTrail, Request, open_source, request
 from ops.settings import Settings, load_settings
 from ops.stopping import run_until_stopped
+from projections.locks import Held, hold
 from streams import replay as replaying
 from streams.clients import started
 from streams.publisher import event_source, make_producer
@@ -138,16 +139,36 @@ async def _check(settings: Settings, asked: Request, into: Into, append: bool) -
 async def _open_sink(settings: Settings, asked: Request, into: Into, append: bool) -> AsyncIterator[Sink]:
     if into.kind == "lines":
         yield LineSink(sys.stdout.buffer)
-    elif into.kind == "schema":
+        return
+    if into.kind == "schema":
         async with open_schema(settings.postgres, into.name, settings.schema_, settings.shards, asked.definition(settings)) as sink:
             yield sink
-    else:
-        topics = Topics(settings.prefix)
+        return
+    topics = Topics(settings.prefix)
+    async with _alone(settings, into.name):
+        # Looked at behind the lock: what another replay has written until now is seen.
         if not await check_topic(settings.kafka, topics, into.name, settings.shards, append):
             await create_topic_like(settings.kafka, topics.journal, into.name, settings.shards)
         async with started(make_producer(settings.kafka)) as producer:
             await producer.partitions_for(into.name)
             yield TopicSink(producer, into.name, event_source(settings.prefix))
+
+
+@asynccontextmanager
+async def _alone(settings: Settings, topic: str) -> AsyncIterator[None]:
+    """Nobody else replays into the topic until the end; raises Refused when somebody does. Without PostgreSQL, nobody can tell."""
+    try:
+        connection = await AsyncConnection.connect(settings.postgres, autocommit=True, connect_timeout=5)
+    except OperationalError as error:
+        click.echo(f"grabstream: no other replay may write topic {topic} now, and PostgreSQL cannot say so: {error}".strip(), err=True)
+        yield
+        return
+    async with connection:
+        try:
+            await hold(connection, f"grabstream-replay-topic-{topic}", f"replay into {topic}")
+        except Held as held:
+            raise Refused(f"topic {topic} is being written by another replay: {held}") from None
+        yield
 
 
 def _say_how_to_go_on(sink: Sink) -> None:

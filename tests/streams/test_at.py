@@ -1,5 +1,6 @@
 """The time machine: what a live system showed at a moment, shown again."""
 
+import asyncio
 import json
 import signal
 import subprocess
@@ -13,6 +14,9 @@ from ops.commands.at import at as at_verb
 from ops.moments import BadMoment, parse_time, show_time
 from ops.rehearsal.run import open_books
 from ops.settings import child_environment
+from streams import replay_schema
+from streams.replay_schema import Definition, open_schema, temporary_schema
+from streams.selection import Wanted
 from tests.conftest import until
 from tests.ops.test_cli import grabstream, of
 from tests.streams.told import WAITS_FOR_US, System, schemas, tables
@@ -124,3 +128,43 @@ def test_times_as_people_write_them() -> None:
     assert parse_time("2026-11-11") == moment - 36_003_250
     with pytest.raises(BadMoment):
         parse_time("11/11/2026")
+
+
+async def test_two_at_once_and_names_like_its_own(told: System) -> None:
+    """Nobody drops what another one looks into, nor what was to be kept; nobody goes on with what another one looks into."""
+    settings = told.settings
+    start = f"{settings.schema_}__at_"
+    kept, definition = f"{start}0123abcd", Definition(settings.prefix, "journal", (2,), Wanted(), {})
+    assert at(told, show_time(told.at_ms), "--keep", kept).returncode == 0
+    async with temporary_schema(settings.postgres, settings.schema_) as looked_into:
+        async with open_schema(settings.postgres, looked_into, settings.schema_, settings.shards, definition, temporary=True):
+            pass
+        together = [asyncio.to_thread(at, told, show_time(told.at_ms), "--json") for _ in range(4)]
+        for done in await asyncio.gather(*together):
+            assert done.returncode == 0, done.stderr
+            assert json.loads(done.stdout)["balances"]
+        assert await schemas(settings, start) == sorted((kept, looked_into))
+        done = at(told, show_time(told.at_ms), "--keep", looked_into)
+        assert (done.returncode, f"being written by another replay: at in {looked_into}"[:60] in done.stderr) == (1, True), done.stderr
+    assert await schemas(settings, start) == [kept]
+    assert await tables(settings, kept) == told.then
+
+
+async def test_a_schema_that_is_looked_at_is_left_to_the_next(told: System, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dump of it holds up neither this `at` nor the next one; and who keeps what was left has it."""
+    settings, start = told.settings, f"{told.settings.schema_}__at_"
+    monkeypatch.setattr(replay_schema, "DROP_LOCK_MS", 100)
+    definition = Definition(settings.prefix, "journal", tuple(range(settings.shards)), Wanted(), {})
+    async with await open_books(settings) as dump, dump.transaction():
+        async with temporary_schema(settings.postgres, settings.schema_) as schema:
+            async with open_schema(settings.postgres, schema, settings.schema_, settings.shards, definition, temporary=True):
+                pass
+            await dump.execute(f"LOCK TABLE {schema}.audit IN ACCESS SHARE MODE".encode())
+        assert await schemas(settings, start) == [schema]
+        async with temporary_schema(settings.postgres, settings.schema_):
+            pass
+        assert await schemas(settings, start) == [schema]
+    async with open_schema(settings.postgres, schema, settings.schema_, settings.shards, definition):
+        pass
+    async with temporary_schema(settings.postgres, settings.schema_):
+        assert await schemas(settings, start) == [schema]

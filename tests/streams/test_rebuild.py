@@ -11,19 +11,20 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from psycopg import AsyncConnection, sql
+from psycopg import AsyncConnection, IsolationLevel, sql
 
 from ops.commands.rebuild import where_of
 from ops.rehearsal.run import open_books
 from ops.rehearsal.stage import take_down
-from ops.settings import Settings, child_environment
+from ops.settings import Settings, child_environment, load_settings
 from projections.cursors import load
 from projections.definitions import PROJECTIONS, definition_of
 from projections.versions import Version, in_state, use_version, versions
 from streams.loading import deal
 from streams.projector import CatchUp
 from streams.rebuild import Progress, Refused, open_rebuild, open_source
-from tests.conftest import make_system, until
+from streams.switching import Busy, older_snapshots_gone
+from tests.conftest import as_role, make_system, until
 from tests.ops.test_cli import grabstream, of
 from tests.streams.test_pieces import made, project
 from tests.streams.test_projections import SHARD, Journal, at_seq, journal, opened, rows, running  # noqa: F401 - a fixture
@@ -293,6 +294,58 @@ async def test_a_reader_that_holds_the_views_is_waited_for(booked: Settings) -> 
         [count] = await (await snapshot.execute(f"SELECT count(*) FROM {booked.schema_}.transfers".encode())).fetchone() or [0]
         assert count == booked.shards * (GRANTS + 1)
     assert grabstream("rebuild", "ledger", **of(booked)).returncode == 0
+
+
+async def test_readers_of_any_role_keep_what_they_saw(booked: Settings, servers: Settings) -> None:
+    """A switch by a role that is no superuser waits for a snapshot of another role, and is done when that one lets go."""
+    [(privileged,)] = await rows(
+        booked, "SELECT rolsuper OR EXISTS (SELECT FROM pg_auth_members WHERE member = pg_roles.oid) FROM pg_roles WHERE rolname = user"
+    )
+    assert not privileged
+    admin = load_settings().postgres
+    postgres = await as_role(admin, "reader", f"{booked.schema_}_reader", booked.schema_)
+    try:
+        async with await AsyncConnection.connect(postgres) as reader:
+            await reader.set_isolation_level(IsolationLevel.REPEATABLE_READ)
+            await reader.execute("SELECT 1")
+            refused = await asyncio.to_thread(grabstream, "rebuild", "ledger", "--patience", "0", **of(booked))
+            assert refused.returncode == 1
+            assert f"pid {reader.info.backend_pid}, {booked.schema_}_reader" in refused.stderr
+            count = sql.SQL("SELECT count(*) FROM {}").format(sql.Identifier(booked.schema_, "transfers"))
+            assert await (await reader.execute(count)).fetchone() == (booked.shards * (GRANTS + 1),)
+            await reader.commit()
+            await reader.execute("SELECT 1")
+            waiting = asyncio.create_task(asyncio.to_thread(grabstream, "rebuild", "ledger", "--no-keep", **of(booked)))
+            await asyncio.sleep(1)  # whether it waits already or not, it may not be done before the reader is
+            assert await (await reader.execute(count)).fetchone() == (booked.shards * (GRANTS + 1),)
+            await reader.commit()
+            assert (await waiting).returncode == 0
+            assert await (await reader.execute(count)).fetchone() == (booked.shards * (GRANTS + 1),)
+    finally:
+        async with await AsyncConnection.connect(admin, autocommit=True) as connection:
+            role = sql.Identifier(f"{booked.schema_}_reader")
+            await connection.execute(sql.SQL("DROP OWNED BY {}").format(role))
+            await connection.execute(sql.SQL("DROP ROLE {}").format(role))
+
+
+async def test_a_snapshot_that_goes_while_it_is_waited_for(booked: Settings) -> None:
+    """In one transaction of the one who waits, as in a switch; and a worker that waits for us is not waited for."""
+    async with await open_books(booked) as us, await AsyncConnection.connect(booked.postgres) as reader, await open_books(booked) as worker:
+        await reader.set_isolation_level(IsolationLevel.REPEATABLE_READ)
+        await reader.execute("SELECT 1")
+        async with us.transaction():
+            await us.execute("SELECT 1 FROM read_models FOR UPDATE")
+            waits = asyncio.create_task(worker.execute("UPDATE read_models SET phase = phase"))
+            blocked = "SELECT count(*) FROM pg_locks WHERE pid = %s AND NOT granted"
+            await until(lambda: _is(booked, blocked % worker.info.backend_pid, [(1,)]), 10, "the worker's wait")
+            with pytest.raises(Busy, match=f"pid {reader.info.backend_pid},"):
+                await older_snapshots_gone(us, 0.2)
+            gone = asyncio.create_task(older_snapshots_gone(us, 20))
+            await reader.execute("SELECT 1")  # another statement of the same snapshot
+            assert not (await asyncio.wait({gone}, timeout=0.5))[0]
+            await reader.rollback()
+            await gone
+        await waits
 
 
 async def test_a_journal_that_lost_records_is_refused_and_the_audit_trail_has_them(booked: Settings) -> None:

@@ -1,5 +1,6 @@
 """Replay and the time machine, against read models that were built live: the same rows, to any point, from either source."""
 
+import asyncio
 import json
 import re
 import shlex
@@ -14,6 +15,7 @@ import pytest
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 from click.testing import CliRunner
+from psycopg import AsyncConnection
 
 from models.transfers import transfers_of
 from ops.commands.at import at as at_verb
@@ -22,6 +24,7 @@ from ops.moments import show_time
 from ops.rehearsal.run import open_books
 from ops.replaying import request
 from ops.settings import Settings, child_environment, load_settings
+from projections.locks import hold
 from streams.history import JournalSource, Point
 from streams.journal import JournalReader, open_reader
 from streams.projector import CatchUp
@@ -272,6 +275,21 @@ async def test_a_topic_gets_what_the_events_topic_has(told: System, topic: str) 
     last = len(told.histories[5].lines)
     assert told.replay("--into", f"topic:{topic}", "--append", "--from", f"5:{last}", "--shard", "5").returncode == 0
     assert (await records(told.settings, topic))[-1].value == told.histories[5].lines[-1]
+
+
+async def test_two_into_one_topic(told: System, topic: str) -> None:
+    """The second is refused, with or without --append, and says who the first one is; each event is in the topic once."""
+    async with await AsyncConnection.connect(told.settings.postgres) as other:
+        await hold(other, f"grabstream-replay-topic-{topic}", f"replay into {topic}")
+        for words in ((), ("--append",)):
+            done = told.replay("--into", f"topic:{topic}", *words)
+            assert done.returncode == 1
+            assert "being written by another replay: replay into" in done.stderr
+            assert f"pid {other.info.backend_pid} of PostgreSQL" in done.stderr
+    both = await asyncio.gather(*(asyncio.to_thread(told.replay, "--into", f"topic:{topic}") for _ in range(2)))
+    assert sorted(done.returncode for done in both) == [0, 1], [done.stderr for done in both]
+    ids = [dict(record.headers)["ce_id"] for record in await records(told.settings, topic)]
+    assert len(ids) == len(set(ids)) == len(told.lines())
 
 
 async def test_topics_that_are_refused(told: System, topic: str) -> None:
