@@ -5,7 +5,7 @@
 -- KEYS[1] shard hash · KEYS[2] outbox stream · KEYS[3] refusals hash · KEYS[4] refusal_order list · KEYS[5] demand hash
 -- KEYS[6] due zset · KEYS[7] offers set · KEYS[8] holds zset · KEYS[9] campaigns hash · KEYS[10] retired set
 -- KEYS[11] past zset · KEYS[12] cleaning hash
--- KEYS[13 …] nine keys for each offer, then five for each campaign, see includes/offers.lua
+-- KEYS[13 …] ten keys for each offer, then five for each campaign, see includes/offers.lua
 -- ARGV[1] term · ARGV[2] owner · ARGV[3] life · ARGV[4] seq before the events, or '' when they are only those of some offers
 -- ARGV[5] seq behind them, or '' when the shard is not complete with them · ARGV[6] time there, ms
 -- ARGV[7] msgpack: {offers, campaign of each (from 1), campaigns, events, offer of each event (from 1), offers retired before}; an event
@@ -23,6 +23,7 @@
 --- @include "repeats"
 --- @include "limits"
 --- @include "offers"
+--- @include "codes"
 --- @include "past"
 --- @include "pieces"
 --- @include "queue"
@@ -67,13 +68,14 @@ end
 APPLY['offer.loaded'] = function(offer, event)
   local list = offer.loads[event.what]
   offer.seen_new[event.what .. '/' .. event.chunk] = true
+  local loading = {chunks = event.chunks, loaded = (list and list.loaded or 0) + 1, count = event.count}
   if event.what == 'codes' then
-    for _, code in ipairs(event.items) do offer.codes_back[#offer.codes_back + 1] = code end
+    add_codes(offer, list, loading, event.items)
   else
     offer.audience_new = offer.audience_new or {}
     for _, user in ipairs(event.items) do offer.audience_new[user] = true end
   end
-  offer.loads[event.what] = {chunks = event.chunks, loaded = (list and list.loaded or 0) + 1, count = event.count}
+  offer.loads[event.what] = loading
   offer.loads_changed = true
   keep_answer(offer, event, {CODE.loaded, event.seq, event.at, 0, event.count, 0, offer.units_left})
 end
@@ -98,149 +100,152 @@ end
 
 -- -- grabs -----------------------------------------------------------------------------------------------------------
 
--- A ticket is used at the time of its event, since what else the use makes the campaign forget depends on the time.
-local function use_again(offer, event)
-  if not event.ticket then return end
-  use_ticket(offer, event.ticket, event.ticket_ends_at)
-  write_tickets(offer.campaign, event.at)
-  commit()
-end
-
-local function take_part(offer, event)
-  offer.places, offer.units_left, offer.amount_left = event.place, event.left, offer.amount_left - event.amount
-  use_again(offer, event)
-  keep_part(call, offer, event.command, event.user, event.digest, event.amount)
-end
-
--- The codes of a grab leave the list in the order they stand in it.
-local function take_codes(offer, grab, codes)
-  offer.codes_taken = offer.codes_taken + #codes
-  for _, code in ipairs(codes) do grab.codes[#grab.codes + 1] = code end
-end
-
--- A grab as it was made; returns it and what its answer says of the limits.
-local function make_grab(offer, event)
-  local under = event.under or counted_under(offer, event.user, event.attributes, event.at)
-  count(offer, under, event.quantity)
-  local grab = new_grab(event.user, event.quantity, under)
-  grab.place = event.place
-  offer.grabs[event.grab] = grab
-  use_again(offer, event)
-  touch_grab(offer, event.grab)
-  return grab, #under > 0 and {limits = limit_states(offer, under, event.at)} or {}
-end
-
-local function take_units(offer, grab, event)
-  offer.places, grab.price = event.place, offer.rules.price or 0
-  move_units(offer, -event.quantity)
-end
-
-APPLY['grab.granted'] = function(offer, event)
-  if not offer.pieces then return take_part(offer, event) end
-  local grab, said = make_grab(offer, event)
-  take_units(offer, grab, event)
-  grab.taken = event.quantity
-  local codes = event.codes or {}
-  take_codes(offer, grab, codes)
-  settled(offer, event, grab, CODE.granted, coupon_row(offer, grab, codes, said))
-end
-
--- Who waited is served: the answer to the command that brought the units back says what was left afterwards.
-local function serve_again(offer, event)
-  local grab = grab_of(offer, event.grab)
-  serve_one(offer, event.grab, grab, event.quantity, event.at)
-  offer.served_at = event.at
-  local campaign = offer.campaign
-  local record = campaign.answers[event.command] or redis.call('HGET', campaign.answers_key, event.command)
-  if not record then return end
-  local _, _, _, _, _, digest, tail = unpack_answer(record)
-  local name, row = unpack_row(tail)
-  if name == offer.name and row[3] == event.at and row[2] < event.seq then
-    row[7] = offer.units_left
-    keep_answer(offer, {command = event.command, digest = digest}, row)
+-- In a block, since a script has room for 200 local names.
+do
+  -- A ticket is used at the time of its event, since what else the use makes the campaign forget depends on the time.
+  local function use_again(offer, event)
+    if not event.ticket then return end
+    use_ticket(offer, event.ticket, event.ticket_ends_at)
+    write_tickets(offer.campaign, event.at)
+    commit()
   end
-end
 
-APPLY['grab.held'] = function(offer, event)
-  if event.waited then return serve_again(offer, event) end
-  local grab, said = make_grab(offer, event)
-  take_units(offer, grab, event)
-  begin_hold(offer, grab, event.quantity, event.at)
-  settled(offer, event, grab, CODE.held, hold_row(offer, grab, said))
-end
-
-APPLY['grab.queued'] = function(offer, event)
-  local grab, said = make_grab(offer, event)
-  join_queue(offer, event.grab, grab)
-  keep_answer(offer, event, {CODE.waiting, event.seq, event.at, 0, event.quantity, grab.place, offer.units_left, 0, 0, said})
-end
-
-APPLY['grab.extended'] = function(offer, event)
-  local grab = grab_of(offer, event.grab)
-  grab.extensions, grab.deadline = grab.extensions + 1, event.deadline_at
-  touch_grab(offer, event.grab)
-  settled(offer, event, grab, CODE.extended, {deadline_at = grab.deadline})
-end
-
-APPLY['grab.confirmed'] = function(offer, event)
-  local grab, quantity, codes = grab_of(offer, event.grab), event.quantity, event.codes or {}
-  if event.retaken then take_anew(offer, grab, windows_of_now(offer, grab.under, event.at), quantity) end
-  keep_units(offer, grab, quantity)
-  take_codes(offer, grab, codes)
-  grab.confirmed_seq, grab.confirmed_at = event.seq, event.at
-  if event.payment then
-    grab.payments[#grab.payments + 1] = {event.payment, quantity}
-    keep_payment(call, offer.campaign, event.payment, offer.name, event.grab, CODE.confirmed, quantity)
+  local function take_part(offer, event)
+    offer.places, offer.units_left, offer.amount_left = event.place, event.left, offer.amount_left - event.amount
+    use_again(offer, event)
+    keep_part(call, offer, event.command, event.user, event.digest, event.amount)
   end
-  touch_grab(offer, event.grab)
-  settled(offer, event, grab, CODE.confirmed, coupon_row(offer, grab, codes, {}))
-end
 
-APPLY['grab.released'] = function(offer, event)
-  local grab = grab_of(offer, event.grab)
-  if event.reason == 'left_queue' then
-    wait_no_more(offer, event.grab, grab, event.at)
-  else
-    local expired = event.reason == 'expired'
-    if expired then grab.lapsed = grab.held end
-    end_hold(offer, event.grab, grab, expired and EXPIRED or RELEASED)
+  -- The codes of a grab leave the list in the order they stand in it.
+  local function take_codes(offer, grab, codes)
+    offer.codes_taken = offer.codes_taken + #codes
+    for _, code in ipairs(codes) do grab.codes[#grab.codes + 1] = code end
   end
-  grab.ended_seq, grab.ended_at = event.seq, event.at
-  if event.digest then settled(offer, event, grab, CODE.released) end
-end
 
-APPLY['grab.returned'] = function(offer, event)
-  local grab = grab_of(offer, event.grab)
-  unpay(grab, event.quantity)
-  hand_back(offer, event.grab, grab, event.quantity, event.restored)
-  settled(offer, event, grab, CODE.returned)
-end
-
-APPLY['grab.redeemed'] = function(offer, event)
-  local grab = grab_of(offer, event.grab)
-  grab.redeemed = grab.redeemed + event.quantity
-  keep_order(call, offer, event.grab, event.order, event.quantity)
-  settled(offer, event, grab, CODE.redeemed)
-end
-
-APPLY['grab.unredeemed'] = function(offer, event)
-  local grab = grab_of(offer, event.grab)
-  grab.redeemed = grab.redeemed - event.quantity
-  keep_order(call, offer, event.grab, event.order, 0)
-  settled(offer, event, grab, CODE.unredeemed)
-end
-
-APPLY['payment.refund_due'] = function(offer, event)
-  local code, more = CODE[event.outcome], {message = 'the payment is to be paid back'}
-  local grab = grab_of(offer, event.grab)
-  if code == CODE.invalid then more.message = 'paid: not what is due; ' .. more.message end
-  if code == CODE.limit_reached then
-    more = too_many_payments()
-    more.message = more.message .. '; the payment is to be paid back'
+  -- A grab as it was made; returns it and what its answer says of the limits.
+  local function make_grab(offer, event)
+    local under = event.under or counted_under(offer, event.user, event.attributes, event.at)
+    count(offer, under, event.quantity)
+    local grab = new_grab(event.user, event.quantity, under)
+    grab.place = event.place
+    offer.grabs[event.grab] = grab
+    use_again(offer, event)
+    touch_grab(offer, event.grab)
+    return grab, #under > 0 and {limits = limit_states(offer, under, event.at)} or {}
   end
-  if code == CODE.not_enough_left then more.left = grab.held > 0 and grab.held or grab.lapsed end
-  keep_payment(call, offer.campaign, event.payment, offer.name, event.grab, code, 0)
-  keep_answer(offer, event, {code, event.seq, event.at, 0, 0, 0, 0, 0, 0, more})
+
+  local function take_units(offer, grab, event)
+    offer.places, grab.price = event.place, offer.rules.price or 0
+    move_units(offer, -event.quantity)
+  end
+
+  APPLY['grab.granted'] = function(offer, event)
+    if not offer.pieces then return take_part(offer, event) end
+    local grab, said = make_grab(offer, event)
+    take_units(offer, grab, event)
+    grab.taken = event.quantity
+    local codes = event.codes or {}
+    take_codes(offer, grab, codes)
+    settled(offer, event, grab, CODE.granted, coupon_row(offer, grab, codes, said))
+  end
+
+  -- Who waited is served: the answer to the command that brought the units back says what was left afterwards.
+  local function serve_again(offer, event)
+    local grab = grab_of(offer, event.grab)
+    serve_one(offer, event.grab, grab, event.quantity, event.at)
+    offer.served_at = event.at
+    local campaign = offer.campaign
+    local record = campaign.answers[event.command] or redis.call('HGET', campaign.answers_key, event.command)
+    if not record then return end
+    local _, _, _, _, _, digest, tail = unpack_answer(record)
+    local name, row = unpack_row(tail)
+    if name == offer.name and row[3] == event.at and row[2] < event.seq then
+      row[7] = offer.units_left
+      keep_answer(offer, {command = event.command, digest = digest}, row)
+    end
+  end
+
+  APPLY['grab.held'] = function(offer, event)
+    if event.waited then return serve_again(offer, event) end
+    local grab, said = make_grab(offer, event)
+    take_units(offer, grab, event)
+    begin_hold(offer, grab, event.quantity, event.at)
+    settled(offer, event, grab, CODE.held, hold_row(offer, grab, said))
+  end
+
+  APPLY['grab.queued'] = function(offer, event)
+    local grab, said = make_grab(offer, event)
+    join_queue(offer, event.grab, grab)
+    keep_answer(offer, event, {CODE.waiting, event.seq, event.at, 0, event.quantity, grab.place, offer.units_left, 0, 0, said})
+  end
+
+  APPLY['grab.extended'] = function(offer, event)
+    local grab = grab_of(offer, event.grab)
+    grab.extensions, grab.deadline = grab.extensions + 1, event.deadline_at
+    touch_grab(offer, event.grab)
+    settled(offer, event, grab, CODE.extended, {deadline_at = grab.deadline})
+  end
+
+  APPLY['grab.confirmed'] = function(offer, event)
+    local grab, quantity, codes = grab_of(offer, event.grab), event.quantity, event.codes or {}
+    if event.retaken then take_anew(offer, grab, windows_of_now(offer, grab.under, event.at), quantity) end
+    keep_units(offer, grab, quantity)
+    take_codes(offer, grab, codes)
+    grab.confirmed_seq, grab.confirmed_at = event.seq, event.at
+    if event.payment then
+      grab.payments[#grab.payments + 1] = {event.payment, quantity}
+      keep_payment(call, offer.campaign, event.payment, offer.name, event.grab, CODE.confirmed, quantity)
+    end
+    touch_grab(offer, event.grab)
+    settled(offer, event, grab, CODE.confirmed, coupon_row(offer, grab, codes, {}))
+  end
+
+  APPLY['grab.released'] = function(offer, event)
+    local grab = grab_of(offer, event.grab)
+    if event.reason == 'left_queue' then
+      wait_no_more(offer, event.grab, grab, event.at)
+    else
+      local expired = event.reason == 'expired'
+      if expired then grab.lapsed = grab.held end
+      end_hold(offer, event.grab, grab, expired and EXPIRED or RELEASED)
+    end
+    grab.ended_seq, grab.ended_at = event.seq, event.at
+    if event.digest then settled(offer, event, grab, CODE.released) end
+  end
+
+  APPLY['grab.returned'] = function(offer, event)
+    local grab = grab_of(offer, event.grab)
+    unpay(grab, event.quantity)
+    hand_back(offer, event.grab, grab, event.quantity, event.restored)
+    settled(offer, event, grab, CODE.returned)
+  end
+
+  APPLY['grab.redeemed'] = function(offer, event)
+    local grab = grab_of(offer, event.grab)
+    grab.redeemed = grab.redeemed + event.quantity
+    keep_order(call, offer, event.grab, event.order, event.quantity)
+    settled(offer, event, grab, CODE.redeemed)
+  end
+
+  APPLY['grab.unredeemed'] = function(offer, event)
+    local grab = grab_of(offer, event.grab)
+    grab.redeemed = grab.redeemed - event.quantity
+    keep_order(call, offer, event.grab, event.order, 0)
+    settled(offer, event, grab, CODE.unredeemed)
+  end
+
+  APPLY['payment.refund_due'] = function(offer, event)
+    local code, more = CODE[event.outcome], {message = 'the payment is to be paid back'}
+    local grab = grab_of(offer, event.grab)
+    if code == CODE.invalid then more.message = 'paid: not what is due; ' .. more.message end
+    if code == CODE.limit_reached then
+      more = too_many_payments()
+      more.message = more.message .. '; the payment is to be paid back'
+    end
+    if code == CODE.not_enough_left then more.left = grab.held > 0 and grab.held or grab.lapsed end
+    keep_payment(call, offer.campaign, event.payment, offer.name, event.grab, code, 0)
+    keep_answer(offer, event, {code, event.seq, event.at, 0, 0, 0, 0, 0, 0, more})
+  end
 end
 
 -- What the events need of Redis, read at once: grabs that were made before, and counters. (An amended offer may count otherwise.)

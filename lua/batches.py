@@ -264,7 +264,9 @@ def _body(shard: int, command: AnyCommand, sealer: Sealer) -> dict[str, Any]:
     elif isinstance(command, Load):
         items: Sequence[str] = command.items
         if command.what == "codes":
-            items = [sealer.seal(shard, command.offer, "code", code) for code in items]
+            items = [sealer.seal_code(shard, command.offer, code) for code in command.items]
+            if others := sealer.other_names(shard, command.offer, command.items):
+                body["other_names"] = others
         body |= {"what": command.what, "chunk": command.chunk, "chunks": command.chunks, "items": items, "json": _json(items).decode()}
     elif isinstance(command, Adjust):
         body["whole"] = whole_of(command)

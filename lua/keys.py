@@ -28,8 +28,9 @@ SHARD_FIELDS: Final = (
 
 #: An offer's keys: its state (hash) · users (hash: an envelope's parts by user, or counters of limits) · parts (string: drawn ahead)
 #: · grabs (hash grab → record, of pieces) · codes (list, sealed) · audience (set of users) · seen (set: tickets used, chunks loaded)
-#: · queue (sorted set: grabs that wait, by number) · orders (hash `<grab>/<order>` → units used for it, and the event that says so).
-OFFER_KEYS: Final = ("state", "users", "parts", "grabs", "codes", "audience", "seen", "queue", "orders")
+#: · queue (sorted set: grabs that wait, by number) · orders (hash `<grab>/<order>` → units used for it, and the event that says so)
+#: · names (set: what the codes begin with, while their list is loaded).
+OFFER_KEYS: Final = ("state", "users", "parts", "grabs", "codes", "audience", "seen", "queue", "orders", "names")
 #: A campaign's keys: answers (hash command id → record) · payments (hash payment → record) · counters (hash, limits across it) · state
 #: (hash; `zone`: the time zone its limits count in, as JSON; `retired/<offer>` → `<last offer_seq>:<time ms>` of each offer that has
 #: retired and whose payments are still known) · tickets (sorted set: single-use tickets of the campaign, by the time (ms) they end).

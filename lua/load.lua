@@ -5,9 +5,10 @@
 -- KEYS[1] shard hash · KEYS[2] outbox stream · KEYS[3] refusals hash · KEYS[4] refusal_order list · KEYS[5] demand hash
 -- KEYS[6] due zset · KEYS[7] offers set · KEYS[8] holds zset · KEYS[9] campaigns hash · KEYS[10] retired set
 -- KEYS[11] past zset · KEYS[12] cleaning hash
--- KEYS[13 …] nine keys for each offer, then five for each campaign, see includes/offers.lua
+-- KEYS[13 …] ten keys for each offer, then five for each campaign, see includes/offers.lua
 -- ARGV[1] shard/shards · ARGV[2] caller time ms · ARGV[3] time to use ms or '' · ARGV[4] clock skew ms · ARGV[5] outbox events max
--- ARGV[6] msgpack, see includes/course.lua; a body: {what, chunk, chunks, items, json: the items as text, operator}
+-- ARGV[6] msgpack, see includes/course.lua; a body: {what, chunk, chunks, items, json: the items as text,
+--         other_names: names of codes under other seal keys, see includes/codes.lua, operator}
 -- Outcomes: 21 fenced · 22 busy (whole call) · 23 conflict · 24 no_such_offer · 20 invalid · 29 over · 13 loaded
 -- Events: offer.loaded
 -- Returns msgpack: {0, history, rows} as grab does, or {code, retry_at, message}.
@@ -19,10 +20,34 @@
 --- @include "repeats"
 --- @include "limits"
 --- @include "offers"
+--- @include "codes"
 --- @include "pieces"
 --- @include "queue"
 --- @include "settling"
 --- @include "course"
+
+-- The place in a chunk of a code that the list has already, or nil. `names` are those of the chunk's codes under one key.
+local function place_in_list(offer, names)
+  local found = redis.call('SMISMEMBER', KEYS[offer.base + NAMES], unpack(names))
+  for place, name in ipairs(names) do
+    if found[place] == 1 or offer.names_seen and offer.names_seen[name] then return place end
+  end
+end
+
+-- Why a chunk of sealed codes cannot be added to a list, or nil. `other_names` are their names under other keys than their own, by key.
+local function has_twice(offer, list, items, other_names)
+  if not list then return nil end
+  local own, key = {}, nil
+  for i, code in ipairs(items) do key, own[i] = string.match(code, KEY_AND_NAME) end
+  for _, one in ipairs(list.keys or {}) do
+    local names = one == key and own or other_names and other_names[one]
+    if not names then
+      return 'items: codes of this list were sealed with key ' .. one .. ', which is not in GRAB_SEAL_KEYS: put it back behind the new one'
+    end
+    local place = place_in_list(offer, names)
+    if place then return 'items: code ' .. place .. ' of this chunk is in the list already; each is given once' end
+  end
+end
 
 -- Why a chunk can never be right for this offer, or nil.
 local function unfit(offer, body, list)
@@ -47,6 +72,7 @@ local function load(call, offer, id, digest, body)
     if codes > offer.total or (loaded + 1 == body.chunks and codes ~= offer.total) then
       message = 'items: there must be as many codes as units'
     end
+    message = message or has_twice(offer, list, body.items, body.other_names)
   end
   if message then return refused_row(call, CODE.invalid, {message = message}) end
   if again then return {CODE.conflict, 0, call.now} end
@@ -54,8 +80,9 @@ local function load(call, offer, id, digest, body)
   local complete = loaded == (list and list.chunks or 0)
   if offer.closed or (call.now >= offer.opens_at and complete and not awaited) then return refused_row(call, CODE.over) end
   offer.seen_new[member] = true
+  local loading = {chunks = body.chunks, loaded = loaded + 1}
   if body.what == 'codes' then
-    for _, code in ipairs(body.items) do offer.codes_back[#offer.codes_back + 1] = code end
+    add_codes(offer, list, loading, body.items)
     listed = listed + #body.items
   else
     -- Who is in the list twice counts once.
@@ -68,7 +95,8 @@ local function load(call, offer, id, digest, body)
       end
     end
   end
-  offer.loads[body.what] = {chunks = body.chunks, loaded = loaded + 1, count = listed}
+  loading.count = listed
+  offer.loads[body.what] = loading
   offer.loads_changed = true
   call.lines[#call.lines + 1] = event_head(call, offer, 'offer.loaded', id) .. ',"what":"' .. body.what .. '","chunk":' .. body.chunk
     .. ',"chunks":' .. body.chunks .. ',"count":' .. listed .. ',"items":' .. body.json .. operator_text(body)

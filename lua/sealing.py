@@ -1,20 +1,28 @@
 """Sealing: what recovery needs from the journal and its readers must not see (seeds, coupon codes).
 
-AES-256-GCM with a fresh nonce, bound to shard, offer and purpose, so that a sealed text cannot be moved elsewhere.
+AES-256-GCM, bound to shard, offer and purpose, so that a sealed text cannot be moved elsewhere. A seed gets a fresh nonce. The nonce of
+a coupon code follows from key, offer and code: the same code of an offer then looks the same, which is how Redis sees that it is in the
+offer's list already (lua/includes/codes.lua). Nonces of two codes are as unlikely to be alike as two fresh ones, and whoever has no key
+cannot tell from a nonce which code it belongs to.
 """
 
 import os
 from base64 import b64decode, b64encode, urlsafe_b64decode
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from hashlib import blake2b
 
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM  # the field's usual library for this
 
-from models.digests import Digests
+from models.digests import Digests, derived
 from models.identifiers import is_id
 
 NONCE_BYTES = 12
 TAG_BYTES = 16
+#: Characters of base64 at the beginning of a sealed code that name it: 9 bytes of its nonce. Among ten million codes of an offer two
+#: have the same name once in 10^8 lists.
+NAME_LENGTH = 12
+_NONCES = b"grab code nonces"
 
 
 class CannotOpen(Exception):
@@ -28,6 +36,7 @@ class Sealer:
         if not keys:
             raise ValueError("GRAB_SEAL_KEYS: at least one id:key is needed")
         self._keys = {key_id: AESGCM(key) for key_id, key in keys.items()}
+        self._nonces = {key_id: derived(key, _NONCES) for key_id, key in keys.items()}
         self._first = next(iter(keys))
         #: Digests of commands, keyed with keys that are derived from these.
         self.digests = Digests(keys)
@@ -55,8 +64,24 @@ class Sealer:
 
     def seal(self, shard: int, offer: str, purpose: str, text: str) -> str:
         """The text, sealed: `<key id>:<base64 of nonce and ciphertext>`."""
-        nonce = os.urandom(NONCE_BYTES)
-        sealed = self._keys[self._first].encrypt(nonce, text.encode(), _bound_to(shard, offer, purpose))
+        return self._sealed(os.urandom(NONCE_BYTES), text, _bound_to(shard, offer, purpose))
+
+    def seal_code(self, shard: int, offer: str, code: str) -> str:
+        """A coupon code, sealed: the same text whenever it is sealed for this offer with the same key; its beginning is its name."""
+        bound_to = _bound_to(shard, offer, "code")
+        return self._sealed(_nonce(self._nonces[self._first], bound_to, code), code, bound_to)
+
+    def other_names(self, shard: int, offer: str, codes: Sequence[str]) -> dict[str, list[str]]:
+        """The names that these codes have when they are sealed with each key but the first, by its id."""
+        bound_to = _bound_to(shard, offer, "code")
+        return {
+            key_id: [b64encode(_nonce(key, bound_to, code)).decode()[:NAME_LENGTH] for code in codes]
+            for key_id, key in self._nonces.items()
+            if key_id != self._first
+        }
+
+    def _sealed(self, nonce: bytes, text: str, bound_to: bytes) -> str:
+        sealed = self._keys[self._first].encrypt(nonce, text.encode(), bound_to)
         return f"{self._first}:{b64encode(nonce + sealed).decode()}"
 
     def open(self, shard: int, offer: str, purpose: str, sealed: str) -> str:
@@ -75,6 +100,11 @@ class Sealer:
         except InvalidTag:
             raise CannotOpen(f"{purpose} of offer {offer}: sealed with another key, changed, or moved here") from None
         return opened.decode()
+
+
+def _nonce(key: bytes, bound_to: bytes, text: str) -> bytes:
+    # What it is bound to holds two `|` and no more, so no two pairs of it and a text are joined to the same bytes.
+    return blake2b(bound_to + b"|" + text.encode(), digest_size=NONCE_BYTES, key=key).digest()
 
 
 def _bound_to(shard: int, offer: str, purpose: str) -> bytes:

@@ -48,8 +48,8 @@ class Digests:
     """
 
     def __init__(self, keys: Mapping[str, bytes] | None = None) -> None:
-        self._keys = {key_id: _derived(key, _PURPOSE) for key_id, key in (keys or {}).items()}
-        self._names = [_derived(key, _NAMES) for key in (keys or {}).values()]
+        self._keys = {key_id: derived(key, _PURPOSE) for key_id, key in (keys or {}).items()}
+        self._names = [derived(key, _NAMES) for key in (keys or {}).values()]
         self._first = next(iter(self._keys), None)
 
     def of(self, command: AnyCommand) -> str:
@@ -124,5 +124,5 @@ def _text(body: bytes, size: int, key: bytes = b"") -> str:
     return b64encode(blake2b(body, digest_size=size, key=key).digest()).decode().rstrip("=")
 
 
-def _derived(key: bytes, purpose: bytes) -> bytes:
+def derived(key: bytes, purpose: bytes) -> bytes:
     return blake2b(b"", digest_size=32, key=key, person=purpose).digest()

@@ -156,8 +156,8 @@ def of_commands() -> list[Row]:
         Row(
             "a code in a list",
             "once",
-            "each is given once; sealed codes cannot be compared",
-            "`invalid` where a chunk has it twice; `grabstream load` looks through the whole file, who cuts a list otherwise has to",
+            "each is given once; the offer keeps 12 characters a code until its list is complete or it closes",
+            "`invalid`, names the place in the chunk; `grabstream load` looks through the whole file before the first chunk",
         ),
         Row(
             "items of a `load`",

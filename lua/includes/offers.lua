@@ -1,11 +1,11 @@
 -- An offer's state as a table, what closes it, and the texts of its events; and the table of a call's offers and campaigns.
--- Needs the includes `decide`, `records`, `limits`. KEYS[13 …]: nine keys for each offer, then five for each campaign:
+-- Needs the includes `decide`, `records`, `limits`. KEYS[13 …]: ten keys for each offer, then five for each campaign:
 --   offer hash · users hash (an envelope's parts by user, or counters) · parts string · grabs hash · codes list · audience set ·
---   seen set (tickets used, chunks loaded) · queue zset · orders hash
+--   seen set (tickets used, chunks loaded) · queue zset · orders hash · names set (of codes, while they are loaded)
 --   answers hash · payments hash · counters hash · state hash · tickets zset
 
-local SHARD_KEYS, OFFER_KEYS, CAMPAIGN_KEYS = 12, 9, 5
-local STATE, USERS, PARTS, GRABS, CODES, AUDIENCE, SEEN, QUEUE, ORDERS = 1, 2, 3, 4, 5, 6, 7, 8, 9
+local SHARD_KEYS, OFFER_KEYS, CAMPAIGN_KEYS = 12, 10, 5
+local STATE, USERS, PARTS, GRABS, CODES, AUDIENCE, SEEN, QUEUE, ORDERS, NAMES = 1, 2, 3, 4, 5, 6, 7, 8, 9, 10
 
 -- A campaign of the call: where its answers, payments and counters are, and what the call has made of them.
 local function campaign_at(name, offers, c)
@@ -151,6 +151,7 @@ local function write_pieces(offer)
   write_in_pieces('ZADD', KEYS[8], holds)
   write_in_pieces('ZREM', KEYS[8], gone)
   write_in_pieces('RPUSH', KEYS[base + CODES], offer.codes_back)
+  if offer.names_new then write_in_pieces('SADD', KEYS[base + NAMES], offer.names_new) end
   if offer.codes_taken > 0 then write('LPOP', KEYS[base + CODES], offer.codes_taken) end
   for name in pairs(offer.queue_gone) do write('ZREM', KEYS[base + QUEUE], name) end
   for _, name in ipairs(offer.queue_new) do
@@ -192,6 +193,7 @@ local function write_offer(call, offer)
     write('UNLINK', KEYS[base + PARTS])
     if offer.held == 0 then write('UNLINK', KEYS[base + CODES]) end
   end
+  if offer.closed or offer.names_gone then write('UNLINK', KEYS[base + NAMES]) end
 end
 
 -- Changes how many offers a campaign has; returns the new number.

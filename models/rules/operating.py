@@ -226,10 +226,10 @@ def _load(state: ShardState, command: Load, offer: Offer, digest: str, now: int)
     offer.loaded[what] = offer.loaded.get(what, 0) + 1
     if what == "codes":
         offer.codes += command.items
+        offer.codes_listed += len(command.items)
     else:
         offer.audience.update(command.items)
-    # Nothing is taken out of a list before it is complete.
-    count = len(offer.codes if what == "codes" else offer.audience)
+    count = offer.codes_listed if what == "codes" else len(offer.audience)
     event = OfferLoaded(
         **head_of(state, offer, command.id, now), what=what, chunk=command.chunk, chunks=command.chunks, count=count,
         items=command.items, operator=command.operator, digest=digest,
@@ -248,10 +248,17 @@ def _unloadable(offer: Offer, command: Load) -> str | None:
     if known is not None and known != command.chunks:
         return "chunks: another number than before"
     if command.what == "codes":
-        count = len(offer.codes) + len(command.items)
+        count = offer.codes_listed + len(command.items)
         last = offer.loaded.get("codes", 0) + 1 == command.chunks
-        if f"codes/{command.chunk}" not in offer.seen and (count > offer.terms.total or (last and count != offer.terms.total)):
+        if f"codes/{command.chunk}" in offer.seen:
+            return None
+        if count > offer.terms.total or (last and count != offer.terms.total):
             return "items: there must be as many codes as units"
+        # Nothing is taken out of a list before it is complete.
+        known_codes = set(offer.codes)
+        for place, code in enumerate(command.items, 1):
+            if code in known_codes:
+                return f"items: code {place} of this chunk is in the list already; each is given once"
     return None
 
 

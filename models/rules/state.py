@@ -151,6 +151,8 @@ class Offer:
     #: Units used by (grab, order).
     orders: dict[tuple[str, str], Order] = field(default_factory=dict)
     codes: list[str] = field(default_factory=list)
+    #: How many codes were loaded, whatever became of them.
+    codes_listed: int = 0
     audience: set[str] = field(default_factory=set)
     seen: set[str] = field(default_factory=set)
     chunks: dict[str, int] = field(default_factory=dict)

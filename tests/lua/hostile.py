@@ -449,7 +449,10 @@ class Hostile:
             items = [f"{self.one_of(*CODES)[:190]}{number}" for number in range(self.beside(total, total, least=1))]
         if self.rarely(3) and len(items) > 1:
             half = len(items) // 2
-            return [self._chunk(name, what, 1, 2, items[:half]), self._chunk(name, what, 2, 2, items[half:])][: self.one_of(1, 2, 2)]
+            first, second = items[:half], items[half:]
+            if self.rarely(3):
+                second = [first[0], *second[1:]]
+            return [self._chunk(name, what, 1, 2, first), self._chunk(name, what, 2, 2, second)][: self.one_of(1, 2, 2)]
         return [self._chunk(name, what, 1, 1, items)]
 
     def _chunk(self, offer: str, what: Any, chunk: int, chunks: int, items: Sequence[str]) -> Load:

@@ -232,7 +232,7 @@ class Twins:
         assert fields["paused"] == ("1" if offer.paused else "0")
         numbers = {name: int(fields[name]) for name in ("amount_left", "units_left", "places", "offer_seq", "opens_at", "closes_at")}
         assert numbers == {name: getattr(offer, name) for name in numbers}
-        _, users_key, parts_key, grabs_key, codes_key, audience_key, seen_key, queue_key, orders_key = of_shard.of_offer(offer.name)
+        _, users_key, parts_key, grabs_key, codes_key, audience_key, seen_key, queue_key, orders_key, _ = of_shard.of_offer(offer.name)
         assert (await self.client.get(parts_key) or b"") == pack_parts(offer.parts)
         assert {user.decode() for user in await self.client.smembers(audience_key)} == offer.audience
         assert {name.decode() for name in await self.client.smembers(seen_key)} == offer.seen
