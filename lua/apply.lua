@@ -194,7 +194,7 @@ do
     grab.confirmed_seq, grab.confirmed_at = event.seq, event.at
     if event.payment then
       grab.payments[#grab.payments + 1] = {event.payment, quantity}
-      keep_payment(call, offer.campaign, event.payment, offer.name, event.grab, CODE.confirmed, quantity)
+      keep_payment(call, offer.campaign, event.payment, offer.name, event.grab, CODE.confirmed, quantity, event.paid, event.currency)
     end
     touch_grab(offer, event.grab)
     settled(offer, event, grab, CODE.confirmed, coupon_row(offer, grab, codes, {}))
@@ -243,7 +243,7 @@ do
       more.message = more.message .. '; the payment is to be paid back'
     end
     if code == CODE.not_enough_left then more.left = grab.held > 0 and grab.held or grab.lapsed end
-    keep_payment(call, offer.campaign, event.payment, offer.name, event.grab, code, 0)
+    keep_payment(call, offer.campaign, event.payment, offer.name, event.grab, code, 0, event.amount, event.asset)
     keep_answer(offer, event, {code, event.seq, event.at, 0, 0, 0, 0, 0, 0, more})
   end
 end
@@ -316,7 +316,7 @@ read_ahead()
 -- Money that came for an offer that had retired before.
 local function refund_late(campaign, past, event)
   past.offer_seq, past.changed = event.offer_seq, true
-  keep_payment(call, campaign, event.payment, past.name, event.grab, CODE[event.outcome], 0)
+  keep_payment(call, campaign, event.payment, past.name, event.grab, CODE[event.outcome], 0, event.amount, event.asset)
 end
 
 for i, event in ipairs(events) do

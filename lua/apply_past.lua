@@ -4,7 +4,7 @@
 -- KEYS[1] shard hash · KEYS[2] past zset · then two for each campaign: payments hash, state hash
 -- ARGV[1] term · ARGV[2] owner · ARGV[3] life
 -- ARGV[4] msgpack: {offers as {campaign (from 1), offer, last offer_seq, time it retired ms}, payments as {campaign (from 1), payment,
---         offer, grab, code, seq, at, quantity}, in the order of their events}
+--         offer, grab, code, seq, at, quantity, paid, currency or ''}, in the order of their events}
 -- Returns the number of both; or the error LOST when another took the shard over.
 --- @include "shard"
 
@@ -19,7 +19,7 @@ for _, one in ipairs(offers) do
   redis.call('HSET', KEYS[2 + 2 * c], 'retired/' .. name, string.format('%.0f:%.0f', offer_seq, at))
 end
 for _, one in ipairs(payments) do
-  local c, payment, offer, grab, code, seq, at, quantity = unpack(one)
-  redis.call('HSET', KEYS[1 + 2 * c], payment, cmsgpack.pack({offer, grab, code, seq, at, quantity}))
+  local c, payment, offer, grab, code, seq, at, quantity, paid, currency = unpack(one)
+  redis.call('HSET', KEYS[1 + 2 * c], payment, cmsgpack.pack({offer, grab, code, seq, at, quantity, paid, currency}))
 end
 return #offers + #payments

@@ -32,7 +32,7 @@ local CONFIRM_FORM = '%s,"held":%.0f%s,"issuer":"%s"%s%s,"digest":"%s"}'
 local TOO_LATE = 'the offer retired too long ago, so nothing was booked for this payment: see the view payments, and adjust what is missing'
 local NEVER_OPENED = 'no offer was ever opened under this id, so nothing was booked for this payment: pay it back where it came from'
 
--- What became of a payment: {offer, grab, code, seq, at, quantity}, or nil; as long as its offer is there, and for a time after.
+-- What became of a payment: {offer, grab, code, seq, at, quantity, paid, currency or ''}, or nil; as long as its offer is there, and for a time after.
 local function payment_of(call, campaign, payment)
   local known = campaign.payments[payment]
   if known then return known end
@@ -41,11 +41,23 @@ local function payment_of(call, campaign, payment)
   if known and (not has_retired(call, known[1]) or known_past_of(campaign, known[1], call.now)) then return known end
 end
 
--- The row of a payment that is known already, or nil: for this grab what became of it, for another one a conflict.
+-- Whether a payment that is known is said to be another one now; `quantity` 0 is one that was not served.
+local function is_another(known, body)
+  if body.paid ~= known[7] or (body.paid > 0 and body.currency ~= known[8]) then return true end
+  return body.quantity ~= nil and known[6] > 0 and body.quantity ~= known[6]
+end
+
+local function said_of(known)
+  return 'payment: it is known with ' .. (known[7] > 0 and int(known[7]) .. ' ' .. known[8] or 'nothing paid')
+    .. (known[6] > 0 and ' for ' .. int(known[6]) .. ' units' or '') .. '; nothing was booked now: other money needs a payment id of its own'
+end
+
+-- The row of a payment that is known already, or nil: for this grab what became of it; for another grab, or with another amount, a conflict.
 local function repeated_payment(call, campaign, name, body)
   local known = body.payment and payment_of(call, campaign, body.payment)
   if not known then return nil end
   if known[1] ~= name or known[2] ~= body.grab then return {CODE.conflict, 0, call.now} end
+  if is_another(known, body) then return {CODE.conflict, 0, call.now, 0, 0, 0, 0, 0, 0, {message = said_of(known)}} end
   return again_row(known[3], known[4], known[5], known[6])
 end
 
@@ -57,7 +69,7 @@ local function unserved(call, offer, id, digest, body, campaign, name, more)
   call.lines[#call.lines + 1] = event_head(call, offer, 'payment.refund_due', id) .. ',"grab":"' .. body.grab .. '","payment":"'
     .. body.payment .. '","amount":' .. int(body.paid) .. ',"asset":"' .. body.currency .. '","outcome":"' .. name
     .. '","digest":"' .. digest .. '"}'
-  keep_payment(call, campaign, body.payment, offer.name, body.grab, code, 0)
+  keep_payment(call, campaign, body.payment, offer.name, body.grab, code, 0, body.paid, body.currency)
   row[2] = call.seq
   row[10].message = (row[10].message and row[10].message .. '; ' or '') .. 'the payment is to be paid back'
   return row, true
@@ -86,7 +98,7 @@ local function confirm(call, offer, grab, id, digest, body, campaign, quantity)
   grab.confirmed_seq, grab.confirmed_at = call.seq, call.now
   if body.payment then
     grab.payments[#grab.payments + 1] = {body.payment, quantity}
-    keep_payment(call, campaign, body.payment, offer.name, body.grab, CODE.confirmed, quantity)
+    keep_payment(call, campaign, body.payment, offer.name, body.grab, CODE.confirmed, quantity, body.paid, body.currency)
   end
   touch_grab(offer, body.grab)
   local said = coupon_row(offer, grab, codes, {})

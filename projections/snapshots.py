@@ -27,7 +27,7 @@ class Past(NamedTuple):
 
 
 class KnownPayment(NamedTuple):
-    """What became of a payment, as Redis keeps it."""
+    """What became of a payment, and how much it was, as Redis keeps it."""
 
     payment: str
     offer: str
@@ -36,6 +36,8 @@ class KnownPayment(NamedTuple):
     seq: int
     at: int
     quantity: int
+    paid: int
+    currency: str
 
 
 class Trail(NamedTuple):
@@ -118,9 +120,11 @@ async def payments_of(connection: AsyncConnection[Any], shard: int, trail: Trail
 
 def _known_payment(event: AnyEvent) -> KnownPayment | None:
     if isinstance(event, PaymentRefundDue):
-        return KnownPayment(event.payment, event.offer, event.grab, int(Outcome[event.outcome]), event.seq, event.at, 0)
+        code = int(Outcome[event.outcome])
+        return KnownPayment(event.payment, event.offer, event.grab, code, event.seq, event.at, 0, event.amount, event.asset)
     if isinstance(event, GrabConfirmed) and event.payment is not None:
-        return KnownPayment(event.payment, event.offer, event.grab, int(Outcome.confirmed), event.seq, event.at, event.quantity)
+        money = (event.paid, event.currency or "")
+        return KnownPayment(event.payment, event.offer, event.grab, int(Outcome.confirmed), event.seq, event.at, event.quantity, *money)
     return None
 
 

@@ -11,6 +11,7 @@ end
 -- that nobody was there for is told so each time.
 local function keep_refusal(call, offer, name, field, row, digest)
   if not offer and row[2] > 0 then return nil end
+  if row[1] == CODE.conflict then return nil end
   if not offer and row[10] then return count_refusal(call, row[1], name) end
   if row[8] == 1 then return remember(call, field, pack_again(row[1], row[2], row[3], row[5], digest, name)) end
   if row[1] > CODE.conflict then return refuse(call, row[1], field, name, digest) end

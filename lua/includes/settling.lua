@@ -80,9 +80,9 @@ local function too_many_payments()
     message = 'payment: a grab has at most ' .. PAYMENTS_MAX .. ' payments that were not returned'}
 end
 
--- What became of a payment.
-local function keep_payment(call, campaign, payment, name, grab, code, quantity)
-  campaign.payments[payment] = {name, grab, code, call.seq, call.now, quantity}
+-- What became of a payment, and how much it was.
+local function keep_payment(call, campaign, payment, name, grab, code, quantity, paid, currency)
+  campaign.payments[payment] = {name, grab, code, call.seq, call.now, quantity, paid or 0, (paid or 0) > 0 and currency or ''}
   campaign.payments_changed[payment] = true
 end
 

@@ -135,13 +135,26 @@ def _confirm(state: ShardState, command: Confirm, offer: Offer, grab: Taken | No
 
 
 def _repeated_payment(state: ShardState, command: Confirm, now: int) -> Decided | None:
-    """The answer to a payment that is known already: for this grab what became of it, for another one a conflict."""
+    """The answer to a payment that is known already: for this grab what became of it; for another grab, or amount, a conflict."""
     known = state.payments.get((campaign_of(command.offer), command.payment)) if command.payment else None
     if known is None or not state.knows_payments_of(known.offer, now):
         return None
     if (known.offer, known.grab) != (command.offer, command.grab):
         return _refuse(state, command, Outcome.conflict, now)
+    other_quantity = command.quantity is not None and known.quantity and command.quantity != known.quantity
+    if _money_of(command) != (known.paid, known.currency) or other_quantity:
+        return _refuse(state, command, Outcome.conflict, now, message=_said_of(known))
     return _again(state, command, Outcome(known.code), (known.seq, known.at), quantity=known.quantity or None)
+
+
+def _money_of(command: Confirm) -> tuple[int, str]:
+    return command.paid, (command.currency or "") if command.paid else ""
+
+
+def _said_of(known: Payment) -> str:
+    money = f"{known.paid} {known.currency}" if known.paid else "nothing paid"
+    units = f" for {known.quantity} units" if known.quantity else ""
+    return f"payment: it is known with {money}{units}; nothing was booked now: other money needs a payment id of its own"
 
 
 def _retake(state: ShardState, offer: Offer, grab: Taken, quantity: int, now: int) -> bool:
@@ -182,7 +195,7 @@ def _confirmed(state: ShardState, command: Confirm, offer: Offer, grab: Taken, q
     grab.confirmed = (event.seq, now)
     if command.payment is not None:
         grab.payments.append((command.payment, quantity))
-        payment = Payment(offer.name, command.grab, int(Outcome.confirmed), event.seq, now, quantity)
+        payment = Payment(offer.name, command.grab, int(Outcome.confirmed), event.seq, now, quantity, *_money_of(command))
         state.payments[offer.campaign, command.payment] = payment
     said = _said(command, offer, grab, quantity) | numbered(offer, grab, codes)
     return Decided(answered(state, command, Outcome.confirmed, now, **said), [event])
@@ -197,7 +210,7 @@ def _unserved(state: ShardState, command: Confirm, offer: Offer | None, outcome:
     event = PaymentRefundDue(
         **head, grab=command.grab, payment=command.payment, amount=command.paid, asset=command.currency, outcome=outcome.name, digest=digest
     )
-    payment = Payment(command.offer, command.grab, int(outcome), event.seq, now, 0)
+    payment = Payment(command.offer, command.grab, int(outcome), event.seq, now, 0, *_money_of(command))
     state.payments[campaign_of(command.offer), command.payment] = payment
     message = "; ".join(filter(None, (rest.pop("message", None), "the payment is to be paid back")))
     return Decided(refused(state, command, outcome, now, seq=event.seq, message=message, **rest), [event])

@@ -54,7 +54,10 @@ class Batch(NamedTuple):
 
 
 class Payment(NamedTuple):
-    """What became of a payment: the outcome's code for this grab, and the event that says so."""
+    """What became of a payment: the outcome's code for this grab, the event that says so, and how much it was.
+
+    `quantity` is 0 where it was not served.
+    """
 
     offer: str
     grab: str
@@ -62,6 +65,8 @@ class Payment(NamedTuple):
     seq: int
     at: int
     quantity: int
+    paid: int
+    currency: str
 
 
 class Order(NamedTuple):
