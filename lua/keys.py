@@ -9,6 +9,8 @@ from typing import Final, NamedTuple
 
 from models.identifiers import campaign_of, shard_of
 
+#: The form of keys and records that the scripts write (lua/includes/shard.lua says what each is).
+LAYOUT: Final = 2
 #: Fields of the shard hash that Python reads; Lua writes them.
 SHARD_FIELDS: Final = (
     "seq",  # of the last event decided here

@@ -4,6 +4,7 @@
 -- The form of keys and records that these scripts read and write. A shard of an older one is rebuilt from the journal, one of a newer
 -- one is left alone.
 -- 1: subkeys of an offer and a campaign after ':'; 2: after '/', which no id contains.
+-- Also in lua/keys.py.
 local LAYOUT = 2
 
 -- The layout that a shard names. The first layout was not named; a shard that has no seq was never reconciled, and is new.

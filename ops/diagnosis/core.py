@@ -3,8 +3,9 @@
 import re
 from typing import Any, Final, NamedTuple
 
-from lua.keys import SHARD_FIELDS, KeySpace, ShardKeys
+from lua.keys import LAYOUT, SHARD_FIELDS, KeySpace, ShardKeys
 from lua.life import life_of
+from models.bounds import quoted
 from ops.diagnosis.findings import RESTORE, Finding, address, of_shards
 from ops.redis_cluster import masters
 from ops.settings import Settings
@@ -188,7 +189,7 @@ def fenced(facts: CoreFacts, settings: Settings) -> list[Finding]:
     """Shards that decide nothing; what differs only in its numbers is told once, in the words of its first shard."""
     alike: dict[tuple[str, str], list[tuple[int, str, int | None]]] = {}
     for shard in facts.shards:
-        reason = _why_fenced(facts, shard)
+        reason = _why_fenced(facts, shard) or _wrong_layout(shard, settings)
         if reason is not None:
             words, command, since = reason
             alike.setdefault((_number.sub("#", words), command), []).append((shard.number, words, since))
@@ -215,6 +216,12 @@ def _why_fenced(facts: CoreFacts, shard: ShardFacts) -> tuple[str, str, int | No
         # It was not fenced when it decided its last event, nor before this life of the server began. What is being rebuilt has the
         # time of events long past.
         since = max(facts.started_at(shard.server_life), int(shard.fields["time"] or 0)) or None
+    if restarted and shard.relay is not None and not fault and shard.fields["term"] == shard.fields["history"] is not None:
+        # The relay that owns the shard has reconciled it under this term, and nobody has taken it over since.
+        fault = (
+            f"its life is {quoted(life)}, the server's is another: Redis started anew a moment ago, or somebody changed the field by hand"
+        )
+        return fault, f"restart the worker {shard.relay}: whoever takes the shard over compares it with the journal", since
     if restarted and (shard.relay is None or not fault):
         fault = "Redis has started anew or was promoted, and no relay has reconciled the shard since"
     if shard.relay is None:
@@ -226,6 +233,23 @@ def _why_fenced(facts: CoreFacts, shard: ShardFacts) -> tuple[str, str, int | No
     else:
         command = "nothing: its relay is at work, the shard mends itself   # if it does not: that worker's log says what stands in the way"
     return fault or "its relay has not taken it over yet", command, since
+
+
+def _wrong_layout(shard: ShardFacts, settings: Settings) -> tuple[str, str, int | None] | None:
+    """The same for a shard whose keys name another layout than the scripts write."""
+    layout = shard.fields["layout"] or ("1" if shard.fields["seq"] else str(LAYOUT))
+    if shard.fields["life"] is None or layout == str(LAYOUT):
+        return None
+    words = f"it says that its keys have layout {quoted(layout)}, this program writes {LAYOUT}"
+    if layout.isascii() and layout.isdigit() and int(layout) < LAYOUT:
+        return (
+            words,
+            f"restart the worker {shard.relay or 'that relays it'}: whoever takes the shard over rebuilds it from the journal",
+            None,
+        )
+    # Scripts of this program leave it alone, the owner's too.
+    back = f"redis-cli -u {address('GRAB_REDIS_URL', settings.redis_url)} HSET {ShardKeys(settings.prefix, shard.number).state} layout {LAYOUT}"
+    return words, f"{back}   # if no newer program was ever started here, the number was set by hand; else upgrade this one", None
 
 
 def not_relayed(facts: CoreFacts, settings: Settings) -> list[Finding]:

@@ -129,6 +129,7 @@ CHECKS: Final = (
     Check("Redis has memory", ("redis",), _core(core.memory_is_short)),
     Check("partitions have leaders and copies", ("kafka",), _topics(topics.not_led)),
     Check("the journal is kept for ever", ("kafka",), _topics(topics.journal_forgets)),
+    Check("commands are bounded", ("kafka",), _topics(topics.keeps_batches_compressed)),
     Check("PostgreSQL waits for its disk", ("postgres",), _books(books.may_forget)),
     Check("disks have room", (), _disks),
     Check("shards decide", ("redis",), _core(core.fenced)),

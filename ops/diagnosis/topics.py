@@ -12,7 +12,7 @@ from aiokafka.errors import GroupCoordinatorNotAvailableError, NotCoordinatorFor
 from ops.diagnosis.findings import Finding, of_shards, spans
 from ops.settings import Settings
 from streams.clients import started
-from streams.topics import DAY_MS, Topics, retention_ms
+from streams.topics import COMPRESSION, DAY_MS, Topics, keeps_compressed, retention_ms
 from streams.understanding import SET_ASIDE_HEADER
 
 TIMEOUT_MS: Final = 5_000
@@ -59,6 +59,8 @@ class TopicFacts(NamedTuple):
 
     partitions: dict[str, list[Partition]]
     journal_config: dict[str, str]
+    #: what the topic of commands does with compressed batches (`compression.type`); None: what it should
+    commands_compression: str | None
     deciders: int
     commands_lag: list[Lag]
     set_aside: Sequence[SetAside] = ()
@@ -75,11 +77,12 @@ async def read_topics(settings: Settings, consumer: AIOKafkaConsumer) -> TopicFa
             for one in described
         }
         config = await _config_of(client, topics.journal) if partitions.get(topics.journal) else {}
+        compression = await _compression_of(client, topics.commands) if partitions.get(topics.commands) else None
         deciders, committed = await _group(client, f"{settings.prefix}.decider")
     at = {TopicPartition(topics.commands, p.number): committed.get((topics.commands, p.number), 0) for p in partitions[topics.commands]}
     behind = await lags(consumer, at)
     aside = await _set_aside(consumer, topics.rejected) if partitions.get(topics.rejected) else []
-    return TopicFacts(partitions, config, deciders, behind, aside)
+    return TopicFacts(partitions, config, compression, deciders, behind, aside)
 
 
 async def _set_aside(consumer: AIOKafkaConsumer, rejected: str) -> list[SetAside]:
@@ -109,6 +112,13 @@ async def _config_of(client: AIOKafkaAdminClient, topic: str) -> dict[str, str]:
     wanted = {"retention.ms": None, "retention.bytes": None, "cleanup.policy": None}
     [response] = await client.describe_configs([ConfigResource(ConfigResourceType.TOPIC, topic, wanted)])
     return {entry[0]: entry[1] for *_, entries in response.resources for entry in entries}
+
+
+async def _compression_of(client: AIOKafkaAdminClient, topic: str) -> str | None:
+    if await keeps_compressed(client, topic) is None:
+        return None
+    [response] = await client.describe_configs([ConfigResource(ConfigResourceType.TOPIC, topic, {"compression.type": None})])
+    return next((str(entry[1]) for *_, entries in response.resources for entry in entries if entry[0] == "compression.type"), None)
 
 
 async def _group(client: AIOKafkaAdminClient, group: str) -> tuple[int, dict[tuple[str, int], int]]:
@@ -205,6 +215,21 @@ def journal_forgets(facts: TopicFacts, settings: Settings) -> list[Finding]:
             "risk", f"{journal} is not kept for ever: {', '.join(f'{name} is {value}' for name, value in wrong.items())}",
             "the truth that everything is rebuilt from is being deleted",
             f"kafka-configs.sh --bootstrap-server {settings.kafka} --alter --topic {journal} --add-config {changes}",
+        )
+    ]  # fmt: skip
+
+
+def keeps_batches_compressed(facts: TopicFacts, settings: Settings) -> list[Finding]:
+    """Commands in batches that are as large as somebody likes when a reader unpacks them."""
+    if facts.commands_compression is None:
+        return []
+    commands = Topics(settings.prefix).commands
+    return [
+        Finding(
+            "risk", f"{commands} keeps compressed batches: its compression.type is {facts.commands_compression}",
+            "max.message.bytes bounds a batch as it is sent, and a decider unpacks it whole: a small one may need more memory than there is",
+            f"grabstream init   # or: kafka-configs.sh --bootstrap-server {settings.kafka} --alter --topic {commands} "
+            f"--add-config compression.type={COMPRESSION}",
         )
     ]  # fmt: skip
 

@@ -13,8 +13,9 @@ from aiokafka.admin import AIOKafkaAdminClient
 from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
 from pydantic import SecretStr
 
+from lua import loader
 from lua.gate import now_ms
-from lua.keys import SHARD_FIELDS
+from lua.keys import LAYOUT, SHARD_FIELDS
 from models.commands import Grab, Open
 from models.journal import Cursor
 from models.offers import StockTerms
@@ -278,7 +279,7 @@ def test_a_journal_that_lost_its_end(settings: Settings) -> None:
 
 
 def shard_facts(number: int, relay: str | None = "w-1", **fields: str) -> ShardFacts:
-    return ShardFacts(number, "life", dict.fromkeys(SHARD_FIELDS) | fields, relay, None, None, None)
+    return ShardFacts(number, "life", dict.fromkeys(SHARD_FIELDS) | {"layout": str(LAYOUT)} | fields, relay, None, None, None)
 
 
 def test_why_shards_are_fenced(settings: Settings) -> None:
@@ -303,6 +304,69 @@ def test_why_shards_are_fenced(settings: Settings) -> None:
     assert told["shard 3"].command == "grabstream rebuild redis"
     assert told["shard 4"].command == "grabstream worker --roles relay,sweep"
     assert told["shard 5"].command.startswith("nothing: its relay is at work")
+
+
+async def test_what_somebody_wrote_into_a_live_shard_by_hand(system: Settings, worker: Callable[..., Any]) -> None:
+    """Its layout, or its life, while the relay is at work: each is named, and what mends it mends it."""
+    relay = worker(system, "relay,sweep")
+    redis = open_redis(system)
+    shard = key_space(system).shard(key_space(system).shard_of_offer("x"))
+    async with open_gate(system) as gate:
+        opened = await gate.decide([Open(id="o", offer="x", terms=StockTerms(issuer="i", total=9))], patience_ms=60_000, timeout_ms=60_000)
+        assert opened[0].outcome == "opened"
+
+        async def outcome(id: str) -> str:
+            [answer] = await gate.decide([Grab(id=id, offer="x", user=id)], "decided")
+            return answer.outcome
+
+        await redis.hset(shard.state, "layout", LAYOUT + 7)
+        assert await outcome("a") == "fenced"
+        newer = only(await examine(system), "shards decide")
+        assert newer.what == f"shard {shard.shard}: fenced: it says that its keys have layout '{LAYOUT + 7}', this program writes {LAYOUT}"
+        assert f"HSET {shard.state} layout {LAYOUT}" in newer.command
+        await redis.hset(shard.state, "layout", LAYOUT)
+        assert await outcome("b") == "granted"
+        for field, value, words in (("life", "another", "its life is 'another'"), ("layout", "1", "its keys have layout '1'")):
+            await redis.hset(shard.state, field, value)
+            assert await outcome(field) == "fenced"
+            finding = only(await examine(system), "shards decide")
+            assert words in finding.what
+            assert finding.command.startswith("restart the worker ")
+            assert relay.stop() == 0
+            relay = worker(system, "relay,sweep")
+
+            async def decides(user: str = field) -> bool:
+                return await outcome(f"again-{user}") == "granted"
+
+            await until(decides, 60, "the takeover")
+        assert not found(await examine(system), "shards decide")
+    await redis.aclose()
+
+
+def test_the_layout_is_what_the_scripts_write() -> None:
+    assert f"\nlocal LAYOUT = {LAYOUT}\n" in loader.load("life").text
+
+
+async def test_a_topic_of_commands_that_keeps_compressed_batches(system: Settings) -> None:
+    """As somebody made it by hand, or a release before made it; `init` mends it."""
+    assert not found(await examine(system), "commands are bounded")
+    topic = Topics(system.prefix).commands
+    client = AIOKafkaAdminClient(bootstrap_servers=system.kafka)
+    await client.start()
+    await client.alter_configs([ConfigResource(ConfigResourceType.TOPIC, topic, {"compression.type": "gzip"})])
+    await client.close()
+
+    async def told() -> list[Finding]:
+        return found(await examine(system), "commands are bounded")
+
+    [finding] = await until(told, 20, "the finding")  # type: ignore[misc]
+    assert finding.what == f"{topic} keeps compressed batches: its compression.type is gzip"
+    assert grabstream("init", **of(system)).returncode == 0
+
+    async def mended() -> bool:
+        return not await told()
+
+    await until(mended, 20, "the setting")
 
 
 # -- servers ----------------------------------------------------------------------------------------------------------
@@ -389,7 +453,7 @@ async def test_a_disk_that_is_nearly_full(system: Settings, monkeypatch: pytest.
 def test_partitions_without_leader_or_copies(settings: Settings) -> None:
     """One broker cannot show it: as a cluster describes it."""
     partitions = {"grab.journal": [Partition(0, 1, [1, 2, 3], [1, 2, 3]), Partition(1, -1, [1, 2, 3], []), Partition(2, 1, [1, 2, 3], [1])]}
-    leaderless, behind = topics.not_led(TopicFacts(partitions, {}, 1, []), settings)
+    leaderless, behind = topics.not_led(TopicFacts(partitions, {}, None, 1, []), settings)
     assert "no leader for partition 1" in leaderless.what
     assert "partition 2 has copies that are behind" in behind.what
     assert "start broker 2 to 3" in behind.command
