@@ -125,4 +125,5 @@ def _text(body: bytes, size: int, key: bytes = b"") -> str:
 
 
 def derived(key: bytes, purpose: bytes) -> bytes:
+    """A key for one purpose, which tells nothing about keys for others."""
     return blake2b(b"", digest_size=32, key=key, person=purpose).digest()

@@ -1,6 +1,7 @@
 """Grabs as they stand: who has what, what is held until when, what went back, what was used. A part of the balances projection."""
 
-from collections.abc import Iterable
+import json
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import msgspec
@@ -23,7 +24,10 @@ from projections.arrays import copy_rows, copy_text, update_by
 
 
 class _Change(msgspec.Struct):
-    """What a batch changes of one grab: sums, and the newest of what is replaced (None: as it was)."""
+    """What a batch changes of one grab: sums, and the newest of what is replaced (None: as it was).
+
+    `recounted` are [minute, units] that limits counted again, and [0, -units] that they counted no more after that.
+    """
 
     held: int = 0
     back: int = 0
@@ -34,10 +38,27 @@ class _Change(msgspec.Struct):
     state: str | None = None
     quantity: int | None = None
     place: int | None = None
-    counted_at: int | None = None
+    recounted: list[tuple[int, int]] | None = None
     deadline_at: int | None = None
     due: int | None = None
     currency: str | None = None
+
+    def count_no_more(self, quantity: int) -> None:
+        """Takes units off the limits."""
+        if self.recounted is None:
+            self.uncounted += quantity
+        elif quantity:
+            self.recounted.append((0, -quantity))
+
+    def count_again(self, quantity: int, at: int) -> None:
+        """Counts units in the windows of a time; every window begins with a minute."""
+        self.recounted = [*(self.recounted or ()), (at - at % 60_000, quantity)]
+
+    def values(self) -> Iterator[object]:
+        """What SQL gets of it, in the order of _SUMS and _REPLACED."""
+        for name in (*_SUMS, *_REPLACED):
+            value = getattr(self, name)
+            yield json.dumps(value) if isinstance(value, list) else value
 
 
 _PLAIN = "grabs_1 (offer, grab, user_id, state, quantity, amount, asset, place, shard, seq, at)"
@@ -47,18 +68,47 @@ _FULL = (
 )
 _SUMS = ("held", "back", "redeemed", "uncounted", "paid", "refunded")
 _REPLACED = tuple(name for name in _Change.__struct_fields__ if name not in _SUMS)
-_UPDATE = update_by("grabs_1", ("offer", "grab"), _SUMS, _REPLACED, ("state", "currency"), {"amount": "coalesce(c.quantity, t.amount)"})
+
+# What limits count of a grab is a pile: units that are taken anew are put on top of those it was made with, and what goes back is taken
+# off the top. Of what was put on it, as much is left as the pile is never lower afterwards; below 0 it goes at the first units.
+_MOVED = "coalesce(t.recounted, '[]') || jsonb_build_array(jsonb_build_array(0, -c.uncounted)) || coalesce(c.recounted::jsonb, '[]')"
+_PILE = (
+    "SELECT at, level - units AS below, min(level) OVER (ORDER BY n ROWS BETWEEN CURRENT ROW AND UNBOUNDED FOLLOWING) AS lowest "  # noqa: S608
+    "FROM (SELECT n, (m->>0)::bigint AS at, (m->>1)::bigint AS units, sum((m->>1)::bigint) OVER (ORDER BY n) AS level "
+    f"FROM jsonb_array_elements({_MOVED}) WITH ORDINALITY AS moved (m, n)) AS levels"
+)
+_BATCHES = f"SELECT at, sum(lowest - below) AS units FROM ({_PILE}) AS pile WHERE at > 0 AND lowest > below GROUP BY at"  # noqa: S608
+_OF_PILE = {
+    "uncounted": f"t.uncounted - least((SELECT min(lowest) FROM ({_PILE}) AS pile), 0)",  # noqa: S608
+    "recounted": f"(SELECT jsonb_agg(jsonb_build_array(at, units) ORDER BY at) FROM ({_BATCHES}) AS batches)",  # noqa: S608
+}
+_PLAINLY = {"uncounted": "t.uncounted + c.uncounted", "recounted": "NULL"}
+# Few grabs are paid late.
+_COUNTED = {
+    name: f"CASE WHEN t.recounted IS NULL AND c.recounted IS NULL THEN {_PLAINLY[name]} ELSE {of_pile} END"
+    for name, of_pile in _OF_PILE.items()
+}
+_MORE = {"amount": "coalesce(c.quantity, t.amount)", **_COUNTED}
+_UPDATE = update_by("grabs_1", ("offer", "grab"), _SUMS, _REPLACED, ("state", "currency", "recounted"), _MORE)
 
 # All events of a grab are of one shard, so that seq is their order.
 _LAID = ", ".join(
-    [f"sum({name}) AS {name}" for name in _SUMS]
-    + [f"(array_agg({name} ORDER BY seq DESC) FILTER (WHERE {name} IS NOT NULL))[1] AS {name}" for name in _REPLACED]
+    [f"sum({name}) AS {name}" for name in _SUMS if name != "uncounted"]
+    + [f"(array_agg({name} ORDER BY seq DESC) FILTER (WHERE {name} IS NOT NULL))[1] AS {name}" for name in _REPLACED if name != "recounted"]
+    + [
+        "CASE WHEN count(recounted) > 0 THEN 0 ELSE sum(uncounted) END AS uncounted",
+        "CASE WHEN count(recounted) > 0 THEN jsonb_agg(coalesce(recounted->0, jsonb_build_array(0, -uncounted)) ORDER BY seq) "
+        "FILTER (WHERE recounted IS NOT NULL OR uncounted > 0) END AS recounted",
+    ]
 )
 _ADDED_UP = ", ".join(
-    [f"{name} = t.{name} + c.{name}" for name in _SUMS] + [f"{name} = coalesce(c.{name}, t.{name})" for name in _REPLACED]
+    f"{name} = {value}"
+    for name, value in (
+        {name: f"t.{name} + c.{name}" for name in _SUMS} | {name: f"coalesce(c.{name}, t.{name})" for name in _REPLACED} | _MORE
+    ).items()
 )
 _FINISH = (
-    f"UPDATE grabs_1 AS t SET {_ADDED_UP}, amount = coalesce(c.quantity, t.amount) "  # noqa: S608 - names of our own columns
+    f"UPDATE grabs_1 AS t SET {_ADDED_UP} "  # noqa: S608 - names of our own columns
     f"FROM (SELECT offer, grab, {_LAID} FROM grab_changes GROUP BY offer, grab) AS c WHERE t.offer = c.offer AND t.grab = c.grab"
 ).encode()
 
@@ -94,7 +144,7 @@ class GrabRows:
             return
         keys = sorted(self._changes)
         changes = [self._changes[key] for key in keys]
-        columns = ([getattr(change, name) for change in changes] for name in (*_SUMS, *_REPLACED))
+        columns = map(list, zip(*(change.values() for change in changes), strict=True))
         done = await connection.execute(_UPDATE, ([key[0] for key in keys], [key[1] for key in keys], *columns))
         if done.rowcount != len(keys):
             raise CheckViolation(f"events of a grab that was never made, one of {keys[:5]}")
@@ -110,8 +160,7 @@ class LoadedGrabRows(GrabRows):
     def _alter(self, event: AnyGrabEvent) -> None:
         change = _Change()
         _alter(change, event)
-        values = (getattr(change, name) for name in (*_SUMS, *_REPLACED))
-        columns = "\t".join("\\N" if value is None else str(value) for value in values)
+        columns = "\t".join("\\N" if value is None else str(value) for value in change.values())
         self._laid.append(f"{event.offer}\t{event.grab}\t{event.seq}\t{columns}\n")
 
     async def write(self, connection: AsyncConnection[Any]) -> None:
@@ -160,19 +209,18 @@ def _alter(change: _Change, event: AnyGrabEvent) -> None:
         change.paid += event.paid
         if event.retaken:
             change.back -= quantity
-            change.uncounted -= quantity
-            change.counted_at = event.at
+            change.count_again(quantity, event.at)
         else:
             change.held -= quantity
     elif isinstance(event, GrabReleased):
         change.state = "expired" if event.reason == "expired" else "released"
         change.held -= quantity
         change.back += quantity
-        change.uncounted += quantity
+        change.count_no_more(quantity)
     elif isinstance(event, GrabReturned):
         change.state = "returned"
         change.back += quantity
-        change.uncounted += quantity if event.restored else 0
+        change.count_no_more(quantity if event.restored else 0)
         change.refunded += sum(amount for _, amount in event.refunds)
     elif isinstance(event, GrabRedeemed):
         change.redeemed += quantity

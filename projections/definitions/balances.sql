@@ -1,5 +1,6 @@
 -- Balances: what every user has, every grab and offer as it stands, and what became of payments.
---- definition 1
+--- definition 2
+--- changes 2: grabs_1.counted_at grabs_1.uncounted grabs_1.recounted
 
 --- part tables
 
@@ -11,7 +12,8 @@ CREATE TABLE balances_1 (
 );
 
 -- Of the units of a grab (`quantity`), `held` wait to be confirmed and `back` went back, or are waited for; the rest is the user's.
--- `uncounted` of them were taken off the limits again. `state` is the newest event's; the view makes of it how the grab stands.
+-- Limits count `quantity - uncounted` of them at the time `at`, and in `recounted`, a list of [minute as ms since 1970, units], what late
+-- payments retook: limits count these at that minute (every window begins with one). What goes back leaves the newest first. `state` is the newest event's; the view makes of it how the grab stands.
 CREATE TABLE grabs_1 (
     offer text NOT NULL,
     grab text NOT NULL,
@@ -28,7 +30,7 @@ CREATE TABLE grabs_1 (
     back bigint NOT NULL DEFAULT 0,
     redeemed bigint NOT NULL DEFAULT 0,
     uncounted bigint NOT NULL DEFAULT 0,
-    counted_at bigint,
+    recounted jsonb,
     deadline_at bigint,
     due bigint,
     currency text,
@@ -112,7 +114,7 @@ CREATE TABLE grab_changes (
     state text,
     quantity bigint,
     place bigint,
-    counted_at bigint,
+    recounted jsonb,
     deadline_at bigint,
     due bigint,
     currency text
@@ -201,19 +203,22 @@ CREATE VIEW limits AS
         WHERE l.retired_at IS NULL AND c.until = 9223372036854775807
     ), counted AS (
         SELECT d.offer, d.by, d.per, d.max, d.scope,
-               CASE WHEN d.by = 'user' THEN g.user_id ELSE g.attributes->>d.by END AS value,
-               -- Who left the waiting list counts no more.
-               CASE WHEN g.state = 'released' AND g.deadline_at IS NULL THEN 0 ELSE g.quantity - g.uncounted END AS units
+               CASE WHEN d.by = 'user' THEN g.user_id ELSE g.attributes->>d.by END AS value, b.units
         FROM declared AS d
         JOIN counting AS c ON (c.by, c.per, c.scope) = (d.by, d.per, d.scope)
         JOIN lives AS l ON l.offer = c.offer
             AND (l.offer = d.offer OR (d.scope = 'campaign' AND (l.shard, l.campaign, l.life) = (d.shard, d.campaign, d.life)))
         JOIN grabs_1 AS g ON g.offer = c.offer AND g.seq >= c.seq AND g.seq < c.until
+        CROSS JOIN LATERAL (
+            -- Who left the waiting list counts no more.
+            SELECT g.at, CASE WHEN g.state = 'released' AND g.deadline_at IS NULL THEN 0 ELSE g.quantity - g.uncounted END AS units
+            UNION ALL SELECT (e->>0)::bigint, (e->>1)::bigint FROM jsonb_array_elements(g.recounted) AS e
+        ) AS b
         WHERE CASE d.per
             WHEN 'offer' THEN true
-            WHEN 'hour' THEN (coalesce(g.counted_at, g.at) + d.hour_shift_ms) / 3600000
+            WHEN 'hour' THEN (b.at + d.hour_shift_ms) / 3600000
                 = ((extract(epoch FROM now()) * 1000)::bigint + d.hour_shift_ms) / 3600000
-            ELSE date_trunc(d.per, to_timestamp(coalesce(g.counted_at, g.at) / 1000.0) AT TIME ZONE d.timezone)
+            ELSE date_trunc(d.per, to_timestamp(b.at / 1000.0) AT TIME ZONE d.timezone)
                 = date_trunc(d.per, now() AT TIME ZONE d.timezone)
         END
     )

@@ -92,6 +92,8 @@ async def drill(old: Release, new: Release, settings: Settings) -> Counter[str]:
         await grab()
         workers += new.workers()
         await grab()
+        # Read models of another definition are built beside those that the old workers still write.
+        new.run("rebuild", "all")
         stop_workers(workers[: len(ROLES)])
         await grab()
         await until(lambda: _answered(settings, sent), 90, "answers of both")

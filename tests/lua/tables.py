@@ -1,6 +1,7 @@
 """Whether SQL says of a history what the rules say: its events projected into tables of their own, and every live offer compared."""
 
 import random
+import re
 import secrets
 from collections import Counter
 from collections.abc import Sequence
@@ -8,17 +9,20 @@ from typing import Any
 
 from psycopg import AsyncConnection, sql
 
+from models.calendar import window_of
 from models.events import decode_event
 from models.journal import GENESIS, chain
+from models.offers import Limit
 from models.rules import Offer, ShardState
 from models.rules.state import Status
 from models.transfers import transfers_of
 from projections.cursors import Fact, facts_of
+from projections.definitions import definition_of
 from projections.read_models import READ_MODELS
 from projections.versions import create_flat
 
 
-async def check_tables(postgres: str, lines: Sequence[Sequence[bytes]], states: Sequence[ShardState]) -> None:
+async def check_tables(postgres: str, lines: Sequence[Sequence[bytes]], states: Sequence[ShardState], now_ms: int) -> None:
     """Applies the events of all shards, cut at random places; no constraint may stop a projection, and every row is what the rules say."""
     cut = random.Random(sum(map(len, lines)))
     schema = f"hostile_{secrets.token_hex(5)}"
@@ -29,8 +33,9 @@ async def check_tables(postgres: str, lines: Sequence[Sequence[bytes]], states: 
             await _apply(connection, of_shard, cut)
         await _compare_offers(connection, states)
         await _compare_grabs(connection, states)
-        await _compare_limits(connection, states)
+        await _compare_limits(connection, states, now_ms)
         await _compare_accounts(connection, lines)
+        await _compare_built(connection, schema, lines)
 
 
 async def _apply(connection: AsyncConnection[Any], lines: Sequence[bytes], cut: random.Random) -> None:
@@ -41,6 +46,26 @@ async def _apply(connection: AsyncConnection[Any], lines: Sequence[bytes], cut: 
         for model in READ_MODELS.values():
             await model.apply(connection, facts[at : at + size])
         at += size
+
+
+async def _compare_built(connection: AsyncConnection[Any], schema: str, lines: Sequence[Sequence[bytes]]) -> None:
+    """What a build loads in bulk is what was applied piece by piece."""
+    built = f"{schema}_built"
+    definition = definition_of("balances")
+    await connection.execute(sql.SQL("CREATE SCHEMA {}").format(sql.Identifier(built)))
+    await connection.execute("SELECT set_config('search_path', %s, true)", (built,))
+    for part in ("tables", "staging"):
+        await connection.execute(definition.parts[part].encode())
+    model = READ_MODELS["balances"]
+    for of_shard in lines:
+        await model.load(connection, facts_of(of_shard, chain(GENESIS, of_shard), [decode_event(line) for line in of_shard]))
+    await model.finish(connection)
+    for table in definition.tables:
+        for one, other in ((schema, built), (built, schema)):
+            differing = "SELECT * FROM {} EXCEPT SELECT * FROM {}"
+            names = (sql.Identifier(one, table), sql.Identifier(other, table))
+            found = await (await connection.execute(sql.SQL(differing).format(*names))).fetchall()
+            assert not found, f"{table}: only {'applied' if one == schema else 'built'}: {found[:3]}"
 
 
 async def _rows(connection: AsyncConnection[Any], query: str) -> list[Any]:
@@ -80,20 +105,33 @@ async def _compare_grabs(connection: AsyncConnection[Any], states: Sequence[Shar
     assert Counter((offer, user, amount) for offer, _, user, _, _, _, amount, _ in found if offers[offer].is_envelope) == parts
 
 
-async def _compare_limits(connection: AsyncConnection[Any], states: Sequence[ShardState]) -> None:
-    """Limits for the whole offer; others count in the windows of PostgreSQL's own clock."""
-    found = await _rows(connection, "SELECT offer, by, value, counted FROM limits WHERE per = 'offer' AND scope = 'offer' AND counted > 0")
+async def _compare_limits(connection: AsyncConnection[Any], states: Sequence[ShardState], now_ms: int) -> None:
+    """What the view counts at a time is what the counters have, which were compared with those in Redis."""
+    view = re.search(r"CREATE VIEW limits AS.*?;", definition_of("balances").parts["views"], re.DOTALL)
+    assert view is not None
+    then = view[0].replace("VIEW limits", "TEMPORARY VIEW limits_then").replace("now()", f"to_timestamp({now_ms} / 1000.0)")
+    await connection.execute(then.encode())
     expected = {
-        (offer.name, limit.by, name.removeprefix(f"{limit.name}/"), count)
-        for offer in _offers(states).values()
+        (offer.name, limit.by, limit.per, limit.scope, name.removeprefix(f"{limit.name}/"), count)
+        for state in states
+        for offer in state.offers.values()
         if not offer.is_envelope
         for limit in offer.pieces.limits
-        if (limit.per, limit.scope) == ("offer", "offer")
-        for name, (_, count) in offer.counters.items()
-        if count and name.startswith(f"{limit.name}/")
+        for name, (window, count) in _counters_of(state, offer, limit)
+        if count and window == window_of(limit.per, offer.campaign_offsets if limit.scope == "campaign" else offer.offsets, now_ms)
     }
-    said = {tuple(row) for row in found}
+    said = {
+        tuple(row) for row in await _rows(connection, "SELECT offer, by, per, scope, value, counted FROM limits_then WHERE counted > 0")
+    }
     assert said == expected, f"only in SQL: {said - expected}; only in the rules: {expected - said}"
+
+
+def _counters_of(state: ShardState, offer: Offer, limit: Limit) -> list[tuple[str, tuple[int, int]]]:
+    """Counters of a limit, by their names."""
+    counters = offer.counters
+    if limit.scope == "campaign":
+        counters = {name: value for (campaign, name), value in state.counters.items() if campaign == offer.campaign}
+    return [(name, value) for name, value in counters.items() if name.startswith(f"{limit.name}/")]
 
 
 async def _compare_accounts(connection: AsyncConnection[Any], lines: Sequence[Sequence[bytes]]) -> None:

@@ -191,4 +191,4 @@ async def _play(servers: Settings, draw: random.Random, steps: int) -> None:
         twins = await play(client, draw, steps)
     finally:
         await client.aclose()
-    await check_tables(servers.postgres, twins.lines, twins.states)
+    await check_tables(servers.postgres, twins.lines, twins.states, twins.now)

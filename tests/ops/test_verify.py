@@ -36,7 +36,7 @@ from streams.journal import open_reader
 from streams.projector import CatchUp
 from streams.topics import Topics, create_topics, retention_ms
 from tests.conftest import Worker, make_system, until
-from tests.streams.test_projections import LINES, SHARD, Journal, at_seq, granted, journal, open_tables, opened, running
+from tests.streams.test_projections import LINES, SHARD, Journal, at_seq, granted, journal, live_schemas, open_tables, opened, running
 
 __all__ = ["journal"]
 
@@ -225,7 +225,7 @@ BOOKS = [
           "shard 1, seq 999: the audit trail has a row that the journal has not"),
     Wrong("audit_1", "INSERT INTO {t} VALUES (1, 0, 'x', 'grab.granted', 1, '{{}}', '')", AUDIT,
           "shard 1, seq 0: the audit trail has a row"),
-    *(Wrong(f"{{schema}}_{name}_1.projection_cursors", f"UPDATE {{t}} SET {change} WHERE shard = 1", CURSORS, f"{name}, shard 1{says}")
+    *(Wrong(f"{{{name}}}.projection_cursors", f"UPDATE {{t}} SET {change} WHERE shard = 1", CURSORS, f"{name}, shard 1{says}")
       for name in ("ledger", "balances", "audit")
       for change, says in (("head = set_byte(head, 0, get_byte(head, 0) # 1)", ", the cursor: head is"),
                            ("owner = 'x'", ", the cursor: owner is x"), ("term = term + 1", ", the cursor: term is"),
@@ -237,8 +237,8 @@ BOOKS = [
 @asynccontextmanager
 async def damaged(settings: Settings, one: Wrong) -> AsyncIterator[None]:
     """With one row changed, and then as before."""
-    table = one.table.format(schema=settings.schema_)
     async with await open_tables(settings) as connection:
+        table = one.table.format(**await live_schemas(connection))
         await connection.execute(f"CREATE TABLE sound AS TABLE {table}".encode())
         done = await connection.execute(one.change.format(t=table).encode())
         assert done.rowcount == 1, one.change
@@ -599,7 +599,7 @@ async def test_a_shard_at_another_seq_than_its_journal_is_named(whole: Settings,
 
 async def test_a_read_model_that_has_stopped_is_named(whole: Settings) -> None:
     async with await open_tables(whole) as connection:
-        table = f"{whole.schema_}_balances_1.stopped_shards"
+        table = f"{(await live_schemas(connection))['balances']}.stopped_shards"
         await connection.execute(f"INSERT INTO {table} VALUES ('balances', 1, 5, 9, 'because')".encode())
         try:
             only(await verify(whole, 0), "read models have caught up", "balances has stopped at shard 1, seq ")

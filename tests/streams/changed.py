@@ -1,4 +1,4 @@
-"""The command line of a release whose balances are of definition 2: titles of offers are shouted. `python -m tests.streams.changed …`.
+"""The command line of a release whose balances are of definition 3: titles of offers are shouted. `python -m tests.streams.changed …`.
 
 In the same database as this release, its workers write a version of their own.
 """
@@ -18,7 +18,7 @@ def install() -> None:
 
     def parse_changed(projection: str, text: str) -> definitions.Definition:
         if projection == "balances":
-            text = text.replace("--- definition 1", "--- definition 2\n--- changes 2: offers_1.title")
+            text = text.replace("--- definition 2", "--- definition 3\n--- changes 3: offers_1.title")
         return parse(projection, text)
 
     def shouted(raw: Any) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 
 from aiokafka import AIOKafkaProducer
 
-from models.calendar import DAY_MS
+from models.calendar import DAY_MS, window_of
 from models.commands import (
     Amend,
     AnyCommand,
@@ -225,6 +225,37 @@ async def test_limits_view(system: Settings) -> None:
     decided = decide(history.state, Grab(id="now", offer="m:a", user="u", attributes={"card": "k"}), history.now)
     told = {(one.by, one.per): one.left + 1 for one in decided.answer.limits}
     assert {(by, per): left for (_, by, per, _), left in found.items()} == told
+
+
+async def test_the_view_of_limits_counts_units_that_were_taken_anew_in_their_own_window(system: Settings) -> None:
+    """Of one grab some units were paid in time, some late a day later, some later still; and some of these went back."""
+    [(now,)] = await rows(system, "SELECT (extract(epoch FROM now()) * 1000)::bigint")
+    history = History(1)
+    history.now = now - 3 * DAY_MS
+    limits = (Limit("user", "offer", 90), Limit("user", "day", 90), Limit("user", "week", 90))
+    terms = StockTerms(issuer="shop", total=90, limits=limits, max_per_grab=9, hold_ms=1_000, late="retake", return_restores=True)
+    history.send(Open, "m:a", terms=terms)
+    grabs = {}
+    for user in ("u", "v"):
+        history.send(Grab, "m:a", user=user, quantity=9)
+        grabs[user] = f"c{history.commands}"
+        history.send(Confirm, "m:a", grab=grabs[user], quantity=2)
+    for later, paid, back in ((DAY_MS, 3, {}), (2 * DAY_MS, 2, {"u": 1, "v": 4}), (0, 1, {"v": 2}), (0, 1, {"u": 1})):
+        history.now += later
+        history.lines += map(encode_event, sweep(history.state, history.now))
+        for user, grab in grabs.items():
+            history.send(Confirm, "m:a", grab=grab, quantity=paid)
+            if user in back:
+                history.send(Return, "m:a", grab=grab, quantity=back[user])
+    await project(system, history, random.Random(5))
+    told: dict[tuple[str, str], int] = {}
+    offer = history.state.offers["m:a"]
+    for name, (window, count) in offer.counters.items():
+        _, per, user = name.split("/")
+        told[user, per] = count if window == window_of(per, offer.offsets, now) else 0  # type: ignore[arg-type]
+    assert told["u", "day"] < told["u", "week"] <= told["u", "offer"]
+    query = "SELECT value, per, counted FROM limits WHERE offer = 'm:a'"
+    assert {(value, per): counted for value, per, counted in await rows(system, query)} == told
 
 
 async def test_the_view_of_limits_counts_since_a_limit_was_added_and_in_the_zone_of_the_campaign(system: Settings) -> None:

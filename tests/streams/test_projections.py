@@ -110,9 +110,14 @@ async def rows(settings: Settings, query: str) -> list[Any]:
 async def open_tables(settings: Settings) -> AsyncConnection[Any]:
     """A connection that means the tables behind the views, wherever a version of a read model has them: to damage them."""
     connection = await open_books(settings)
-    schemas = ", ".join([*(f"{settings.schema_}_{name}_1" for name in ("balances", "ledger", "audit")), settings.schema_])
+    schemas = ", ".join([*(await live_schemas(connection)).values(), settings.schema_])
     await connection.execute(f"SET search_path = {schemas}".encode())
     return connection
+
+
+async def live_schemas(connection: AsyncConnection[Any]) -> dict[str, str]:
+    """Where the live version of each read model has its tables; the connection means the system's schema."""
+    return dict(await (await connection.execute("SELECT projection, schema FROM read_models WHERE state = 'live'")).fetchall())
 
 
 LINES = [opened("e", 1), *(granted("e", seq) for seq in range(2, 31))]
