@@ -248,7 +248,8 @@ def _wrong_layout(shard: ShardFacts, settings: Settings) -> tuple[str, str, int 
             None,
         )
     # Scripts of this program leave it alone, the owner's too.
-    back = f"redis-cli -u {address('GRAB_REDIS_URL', settings.redis_url)} HSET {ShardKeys(settings.prefix, shard.number).state} layout {LAYOUT}"
+    state = ShardKeys(settings.prefix, shard.number).state
+    back = f"redis-cli -u {address('GRAB_REDIS_URL', settings.redis_url)} HSET {state} layout {LAYOUT}"
     return words, f"{back}   # if no newer program was ever started here, the number was set by hand; else upgrade this one", None
 
 

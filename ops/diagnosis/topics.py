@@ -227,7 +227,7 @@ def keeps_batches_compressed(facts: TopicFacts, settings: Settings) -> list[Find
     return [
         Finding(
             "risk", f"{commands} keeps compressed batches: its compression.type is {facts.commands_compression}",
-            "max.message.bytes bounds a batch as it is sent, and a decider unpacks it whole: a small one may need more memory than there is",
+            "max.message.bytes bounds a batch as it is sent, and a decider unpacks it whole: it may need more memory than there is",
             f"grabstream init   # or: kafka-configs.sh --bootstrap-server {settings.kafka} --alter --topic {commands} "
             f"--add-config compression.type={COMPRESSION}",
         )
