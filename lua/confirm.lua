@@ -32,7 +32,8 @@ local CONFIRM_FORM = '%s,"held":%.0f%s,"issuer":"%s"%s%s,"digest":"%s"}'
 local TOO_LATE = 'the offer retired too long ago, so nothing was booked for this payment: see the view payments, and adjust what is missing'
 local NEVER_OPENED = 'no offer was ever opened under this id, so nothing was booked for this payment: pay it back where it came from'
 
--- What became of a payment: {offer, grab, code, seq, at, quantity, paid, currency or ''}, or nil; as long as its offer is there, and for a time after.
+-- What became of a payment: {offer, grab, code, seq, at, quantity, paid, currency or ''}, or nil; as long as its offer is there, and for
+-- a time after.
 local function payment_of(call, campaign, payment)
   local known = campaign.payments[payment]
   if known then return known end
@@ -40,6 +41,8 @@ local function payment_of(call, campaign, payment)
   known = record and cmsgpack.unpack(record) or nil
   if known and (not has_retired(call, known[1]) or known_past_of(campaign, known[1], call.now)) then return known end
 end
+
+local OTHER_MONEY = '; nothing was booked now: other money needs a payment id of its own'
 
 -- Whether a payment that is known is said to be another one now; `quantity` 0 is one that was not served.
 local function is_another(known, body)
@@ -49,10 +52,10 @@ end
 
 local function said_of(known)
   return 'payment: it is known with ' .. (known[7] > 0 and int(known[7]) .. ' ' .. known[8] or 'nothing paid')
-    .. (known[6] > 0 and ' for ' .. int(known[6]) .. ' units' or '') .. '; nothing was booked now: other money needs a payment id of its own'
+    .. (known[6] > 0 and ' for ' .. int(known[6]) .. ' units' or '') .. OTHER_MONEY
 end
 
--- The row of a payment that is known already, or nil: for this grab what became of it; for another grab, or with another amount, a conflict.
+-- The row of a payment that is known already, or nil: for this grab what became of it; for another grab, or amount, a conflict.
 local function repeated_payment(call, campaign, name, body)
   local known = body.payment and payment_of(call, campaign, body.payment)
   if not known then return nil end

@@ -14,6 +14,7 @@ from hashlib import blake2b
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM  # the field's usual library for this
 
+from models.bounds import quoted
 from models.digests import Digests, derived
 from models.identifiers import is_id
 
@@ -45,21 +46,23 @@ class Sealer:
     def from_text(cls, text: str) -> "Sealer":
         """From `id:key,id:key`; raises ValueError that names the setting when it cannot be read."""
         keys: dict[str, bytes] = {}
-        for part in filter(None, map(str.strip, text.split(","))):
+        for place, part in enumerate(filter(None, map(str.strip, text.split(","))), 1):
+            # Keys are named by their place: in a mistyped setting a key may stand where its id belongs, and errors are logged.
+            named = f"GRAB_SEAL_KEYS: key {place}"
             key_id, colon, key = part.partition(":")
             if not colon:
-                raise ValueError("GRAB_SEAL_KEYS: a key stands there without an id; write it as id:key")
+                raise ValueError(f"{named} stands there without an id; write it as id:key")
             # The id stands in events, unescaped; and two keys under one would leave what the first sealed closed for ever.
             if not is_id(key_id):
-                raise ValueError(f"GRAB_SEAL_KEYS: the id before ':' must match [A-Za-z0-9._-]{{1,64}}, got {key_id!r}")
+                raise ValueError(f"{named}: the id before ':' must match [A-Za-z0-9._-]{{1,64}}")
             if key_id in keys:
-                raise ValueError(f"GRAB_SEAL_KEYS: key {key_id!r} is there twice; give the new key an id of its own")
+                raise ValueError(f"{named} has the id of another; give the new key an id of its own")
             try:
                 keys[key_id] = urlsafe_b64decode(key + "=" * (-len(key) % 4))
             except ValueError:
-                raise ValueError(f"GRAB_SEAL_KEYS: key {key_id!r} is not base64url") from None
+                raise ValueError(f"{named} is not base64url") from None
             if len(keys[key_id]) != 32:
-                raise ValueError(f"GRAB_SEAL_KEYS: key {key_id!r} must have 32 bytes, it has {len(keys[key_id])}")
+                raise ValueError(f"{named} must have 32 bytes, it has {len(keys[key_id])}")
         return cls(keys)
 
     def seal(self, shard: int, offer: str, purpose: str, text: str) -> str:
@@ -88,7 +91,7 @@ class Sealer:
         """What was sealed for this shard, offer and purpose; raises CannotOpen."""
         key_id, _, body = sealed.partition(":")
         if key_id not in self._keys:
-            raise CannotOpen(f"no key {key_id!r} in GRAB_SEAL_KEYS")
+            raise CannotOpen(f"no key {quoted(key_id)} in GRAB_SEAL_KEYS")
         try:
             raw = b64decode(body, validate=True)
         except ValueError:

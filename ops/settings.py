@@ -10,6 +10,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict  # reads .env, na
 
 from lua.sealing import Sealer
 from lua.tickets import TicketKeys
+from models.bounds import quoted, shortened
 
 # Below the range that systems give to outgoing connections, or a client could be sitting on the port.
 REDIS_PORT = 16379
@@ -139,8 +140,8 @@ def load_settings(env_file: Path | None = None) -> Settings:
         for problem in error.errors():
             field = str(problem["loc"][0])
             name = field if field.startswith("GRAB_") else f"GRAB_{field.upper()}"
-            got = "" if field in SECRETS else f" (got {problem['input']!r})"
-            lines.append(f"{name}: {problem['msg']}{got}")
+            got = "" if field in SECRETS else f" (got {quoted(problem['input'])})"
+            lines.append(f"{name}: {shortened(problem['msg'])}{got}")
         raise BadSettings("; ".join(lines)) from None
 
 

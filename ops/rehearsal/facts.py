@@ -18,7 +18,7 @@ from ops.rehearsal.clock import Clock, shown
 
 @dataclass
 class GrabFacts:
-    """A grab by its events. `counted` are the counters of limits it stands under, `orders` what it was used for."""
+    """A grab by its events. `counted` are units and the counters of limits they stand under, `orders` what it was used for."""
 
     offer: str
     user: str
@@ -27,7 +27,7 @@ class GrabFacts:
     taken: int = 0
     redeemed: int = 0
     deadline: int = 0
-    counted: list[tuple[str, ...]] = field(default_factory=list)
+    counted: list[tuple[int, list[tuple[str, ...]]]] = field(default_factory=list)
     orders: dict[str, int] = field(default_factory=dict)
 
 
@@ -63,6 +63,8 @@ class Facts:
         self.used: Counter[tuple[str, ...]] = Counter()
         self.checked: Counter[str] = Counter()
         self.problems: defaultdict[str, list[str]] = defaultdict(list)
+        #: campaign → the time zone of its first offer, which its limits count in
+        self._zones: dict[str, str] = {}
         self._takers: dict[str, Callable[[Any, Any], None]] = {
             "offer.amended": self._amended, "offer.closed": self._closed, "offer.retired": self._retired,
             "grab.granted": self._granted, "grab.held": self._held, "grab.queued": self._queued, "grab.extended": self._extended,
@@ -111,6 +113,7 @@ class Facts:
     def _opened(self, event: Any) -> None:
         terms: Terms = msgspec.json.decode(event.terms, type=Terms)
         assert not isinstance(terms, EnvelopeTerms)
+        self._zones.setdefault(campaign_of(event.offer), terms.timezone)
         self.offers[event.offer] = OfferFacts(terms, event.asset, event.total, event.total)
 
     def _amended(self, event: Any, offer: OfferFacts) -> None:
@@ -150,7 +153,7 @@ class Facts:
     def _held(self, event: Any, offer: OfferFacts) -> None:
         if event.waited:
             grab = self.grabs[event.grab]
-            self._count(grab, event.quantity - grab.waiting)
+            self._count_no_more(grab, grab.waiting - event.quantity)
             grab.waiting = 0
         else:
             grab = self._grab(event, offer)
@@ -170,8 +173,7 @@ class Facts:
         grab = self.grabs[event.grab]
         if event.retaken:
             offer.left -= event.quantity
-            grab.counted = self._counters(event.offer, grab.user, offer.terms, event.at)
-            self._count(grab, event.quantity)
+            self._count(grab, event.quantity, self._counters(event.offer, grab.user, offer.terms, event.at))
         else:
             offer.held, grab.held = offer.held - event.quantity, grab.held - event.quantity
         offer.taken, grab.taken = offer.taken + event.quantity, grab.taken + event.quantity
@@ -183,11 +185,11 @@ class Facts:
     def _released(self, event: Any, offer: OfferFacts) -> None:
         grab = self.grabs[event.grab]
         if event.reason == "left_queue":
-            self._count(grab, -grab.waiting)
+            self._count_no_more(grab, grab.waiting)
             grab.waiting = 0
             return
         offer.held, grab.held = offer.held - event.quantity, grab.held - event.quantity
-        self._count(grab, -event.quantity)
+        self._count_no_more(grab, event.quantity)
         self._back(offer, event.quantity)
         offer.sums["expired" if event.reason == "expired" else "released"] += event.quantity
         if event.reason == "expired":
@@ -197,7 +199,7 @@ class Facts:
         grab = self.grabs[event.grab]
         offer.taken, grab.taken = offer.taken - event.quantity, grab.taken - event.quantity
         if event.restored:
-            self._count(grab, -event.quantity)
+            self._count_no_more(grab, event.quantity)
         self._back(offer, event.quantity)
         offer.sums["returned"] += event.quantity
         for payment, amount in event.refunds:
@@ -226,19 +228,38 @@ class Facts:
 
     def _grab(self, event: Any, offer: OfferFacts) -> GrabFacts:
         grab = self.grabs[event.grab] = GrabFacts(event.offer, event.user)
-        grab.counted = self._counters(event.offer, grab.user, offer.terms, event.at)
-        self._count(grab, event.quantity)
+        self._count(grab, event.quantity, self._counters(event.offer, grab.user, offer.terms, event.at))
         return grab
 
     def _counters(self, offer: str, user: str, terms: PieceTerms, at: int) -> list[tuple[str, ...]]:
-        local = datetime.fromtimestamp(at / 1000, ZoneInfo(terms.timezone))
-        windows = {"offer": "", "hour": local.strftime("%F %H"), "day": local.strftime("%F"), "week": local.strftime("%G-%V")}
+        campaign = campaign_of(offer)
+        of_offer, of_campaign = (_windows(at, zone) for zone in (terms.timezone, self._zones[campaign]))
         return [
-            (campaign_of(offer) if limit.scope == "campaign" else offer, limit.name, windows[limit.per], user, str(limit.max))
+            (campaign, limit.name, of_campaign[limit.per], user, str(limit.max))
+            if limit.scope == "campaign"
+            else (offer, limit.name, of_offer[limit.per], user, str(limit.max))
             for limit in terms.limits
         ]
 
-    def _count(self, grab: GrabFacts, units: int) -> None:
-        for counter in grab.counted:
+    def _count(self, grab: GrabFacts, units: int, counters: list[tuple[str, ...]]) -> None:
+        grab.counted.append((units, counters))
+        for counter in counters:
             self.used[counter] += units
             self.check("nobody above a limit", self.used[counter] <= int(counter[-1]), f"{' '.join(counter)}: {self.used[counter]}")
+
+    def _count_no_more(self, grab: GrabFacts, units: int) -> None:
+        """The units that were counted last leave first."""
+        while units > 0 and grab.counted:
+            counted, counters = grab.counted.pop()
+            back = min(units, counted)
+            units -= back
+            for counter in counters:
+                self.used[counter] -= back
+            if counted > back:
+                grab.counted.append((counted - back, counters))
+
+
+def _windows(at: int, zone: str) -> dict[str, str]:
+    """The windows of limits that a time is in, by their length."""
+    local = datetime.fromtimestamp(at / 1000, ZoneInfo(zone))
+    return {"offer": "", "hour": local.strftime("%F %H"), "day": local.strftime("%F"), "week": local.strftime("%G-%V")}

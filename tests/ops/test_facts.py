@@ -1,0 +1,72 @@
+"""The facts of a rehearsal count limits by themselves: in the campaign's zone, and each unit in the window it was counted in."""
+
+from typing import Any
+
+from models.calendar import DAY_MS, HOUR_MS
+from models.commands import AnyCommand, Confirm, Grab, Open, Return
+from models.offers import Limit, StockTerms
+from models.rules import ShardState, decide, sweep
+from ops.rehearsal.clock import Clock
+from ops.rehearsal.facts import Facts
+
+#: Midnight, UTC.
+DAY = 1_800_057_600_000
+
+
+class History:
+    """Commands decided by the rules, their events folded into facts."""
+
+    def __init__(self) -> None:
+        self.now = DAY
+        self.clock = Clock(DAY)
+        self.facts = Facts(self.clock)
+        self.state = ShardState(0)
+        self.commands = 0
+
+    def send(self, make: Any, offer: str, **rest: Any) -> str:
+        """Sends one, which has to be carried out; returns its id."""
+        self.commands += 1
+        command: AnyCommand = make(id=f"c{self.commands}", offer=offer, **rest)
+        answer, events, _ = decide(self.state, command, self.now)
+        assert answer.positive, answer
+        for event in events:
+            self.facts.take(event)
+        return command.id
+
+    def forward(self, by_ms: int) -> None:
+        self.now += by_ms
+        self.clock.forward(self.now)
+        for event in sweep(self.state, self.now):
+            self.facts.take(event)
+
+
+def test_limits_of_a_campaign_count_in_the_zone_of_its_first_offer() -> None:
+    history = History()
+    for offer, zone in (("m:first", "Asia/Tokyo"), ("m:second", "UTC")):
+        limit = Limit("user", "day", 2, "campaign")
+        history.send(Open, offer, terms=StockTerms(issuer="shop", total=90, limits=(limit,), timezone=zone))
+    # It is the next day in Tokyo from 15:00 UTC on.
+    for _ in range(2):
+        history.send(Grab, "m:second", user="ann")
+        history.send(Grab, "m:second", user="ann")
+        history.forward(16 * HOUR_MS)
+    assert history.facts.checked["nobody above a limit"] == 4
+    assert not history.facts.problems
+
+
+def test_units_that_were_taken_anew_leave_the_window_they_were_counted_in() -> None:
+    history = History()
+    terms = StockTerms(issuer="shop", total=9, limits=(Limit("user", "day", 9),), max_per_grab=9, hold_ms=1_000, late="retake",
+                       return_restores=True)  # fmt: skip
+    history.send(Open, "o", terms=terms)
+    grab = history.send(Grab, "o", user="ann", quantity=5)
+    history.send(Confirm, "o", grab=grab, quantity=2)
+    for day in (1, 2):
+        history.forward(DAY_MS)
+        history.send(Confirm, "o", grab=grab, quantity=1)
+        assert sorted(history.facts.used.values()) == [1] * day + [2]
+    history.send(Return, "o", grab=grab, quantity=3)
+    assert sorted(history.facts.used.values()) == [0, 0, 1]
+    history.send(Return, "o", grab=grab, quantity=1)
+    assert set(history.facts.used.values()) == {0}
+    assert not history.facts.problems
