@@ -108,7 +108,7 @@ MUTATIONS: Final = (
     Mutation("what has retired counts as forgotten", "lua/includes/decide.lua",
              "retired = redis.call('SISMEMBER', KEYS[10], name) == 1", "retired = false", ("tests/lua/test_retirement.py",)),
     Mutation("money that comes too late is known", "lua/confirm.lua",
-             "  keep_payment(call, campaign, body.payment, offer.name, body.grab, code, 0)\n", "",
+             "  keep_payment(call, campaign, body.payment, offer.name, body.grab, code, 0, body.paid, body.currency)\n", "",
              _in("tests/lua/test_retirement.py", "test_money_that_comes_after_retirement_is_to_be_paid_back_once"), always=True),
     Mutation("a served payment is known after retirement", "lua/includes/past.lua",
              "past and now < past.at + PAYMENTS_KNOWN_MS and past or nil", "nil",
