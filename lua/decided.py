@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, NamedTuple
 
+from lua.ending import end
 from lua.journaled import HistoryChanged, Journaled
 from lua.keys import KeySpace
 from lua.records import read_answer
@@ -70,10 +71,7 @@ class DecidedAnswers:
         """Stops following; what is not journaled yet is said."""
         if self.kept:
             log.warning("%d answers were given as decided and are not known to be journaled: what becomes of them is unknown", self.kept)
-        tasks = list(self._tasks.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end(self._tasks.values())
 
     async def _follow(self, shard: int) -> None:
         kept = self._kept[shard]

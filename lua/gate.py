@@ -25,6 +25,7 @@ from redis.exceptions import ClusterError, NoScriptError, OutOfMemoryError, Read
 
 from lua import batches, loader
 from lua.decided import DecidedAnswers, ReportLost
+from lua.ending import end
 from lua.journaled import HistoryChanged, Journaled
 from lua.keys import KeySpace, ShardKeys
 from lua.refusals import RefusalLog
@@ -296,9 +297,7 @@ class Gate:
         for shard in self._shards:
             if shard.watch:
                 shard.watch.cancel()
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end(self._tasks)
 
     # -- callers ------------------------------------------------------------------------------------------------------
 

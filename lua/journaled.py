@@ -1,7 +1,8 @@
 """Journaled up to n: who was promised a journaled answer waits here until the journal has its event.
 
 The number is true within one history only (DESIGN 4.8): a waiter names the history its answer was decided under, and at another
-one it is told so, to send its command again. Announcements come by pub/sub; since one can be missed, waiters also look themselves.
+one it is told so, to send its command again. Announcements come by pub/sub; since one can be missed, each shard with waiters is also
+looked at, by itself: no shard waits for another's server.
 """
 
 import asyncio
@@ -9,10 +10,13 @@ import heapq
 import itertools
 from typing import Any
 
+from lua.ending import end
 from lua.keys import KeySpace
 from lua.trouble import is_trouble, suppressed_trouble
 
 LOOK_EVERY_SECONDS = 0.1
+#: How long a look may take: a shard whose server hangs is looked at again, by a new connection.
+LOOK_SECONDS_MAX = 1.0
 
 
 class HistoryChanged(Exception):
@@ -28,26 +32,23 @@ class Journaled:
         self._known: dict[int, tuple[int, int]] = {}
         self._waiting: dict[int, list[tuple[int, int, int, asyncio.Future[None]]]] = {}
         self._order = itertools.count()
-        self._tasks: list[asyncio.Task[None]] = []
-        self._anyone = asyncio.Event()
+        self._listening: asyncio.Task[None] | None = None
+        self._looking: dict[int, asyncio.Task[None]] = {}
 
     @property
     def is_following(self) -> bool:
         """Whether it was started."""
-        return bool(self._tasks)
+        return self._listening is not None
 
     def start(self) -> None:
-        """Begins to listen and to look."""
-        self._tasks = [asyncio.create_task(self._look()), asyncio.create_task(self._listen())]
+        """Begins to listen."""
+        self._listening = asyncio.create_task(self._listen())
 
     async def close(self) -> None:
         """Stops; waiters are cancelled."""
-        pending = set(self._tasks)
-        while pending:
+        if self._listening is not None:
             # One cancellation may be swallowed, where the client is just connecting: then the task would listen for ever.
-            for task in pending:
-                task.cancel()
-            _, pending = await asyncio.wait(pending, timeout=LOOK_EVERY_SECONDS)
+            await end([self._listening, *self._looking.values()], again_seconds=LOOK_EVERY_SECONDS)
         for heap in self._waiting.values():
             for *_, future in heap:
                 future.cancel()
@@ -59,7 +60,8 @@ class Journaled:
             return
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         heapq.heappush(self._waiting.setdefault(shard, []), (seq, next(self._order), history, future))
-        self._anyone.set()
+        if shard not in self._looking and self.is_following:
+            self._looking[shard] = asyncio.create_task(self._look_again_and_again(shard))
         await future
 
     def _announce(self, shard: int, history: int, seq: int) -> None:
@@ -94,17 +96,16 @@ class Journaled:
                     raise
                 await asyncio.sleep(LOOK_EVERY_SECONDS)
 
-    async def _look(self) -> None:
-        while True:
-            await self._anyone.wait()
-            waiting = [shard for shard, heap in self._waiting.items() if heap]
-            if not waiting:
-                self._anyone.clear()
-                continue
-            await asyncio.sleep(LOOK_EVERY_SECONDS)
-            for shard in waiting:
+    async def _look_again_and_again(self, shard: int) -> None:
+        """Looks at a shard as long as somebody waits for it."""
+        try:
+            while self._waiting.get(shard):
+                await asyncio.sleep(LOOK_EVERY_SECONDS)
                 with suppressed_trouble():
-                    await self.look(shard)
+                    async with asyncio.timeout(LOOK_SECONDS_MAX):
+                        await self.look(shard)
+        finally:
+            del self._looking[shard]
 
     async def look(self, shard: int) -> None:
         """Reads (history, seq) of a shard from its hash and releases whom it concerns."""

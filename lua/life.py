@@ -1,4 +1,5 @@
-"""A server's life, as the scripts know it: what changes when it starts anew, or is promoted (see includes/shard.lua)."""
+"""What the server that has a key says of itself: its life, which changes when it starts anew or is promoted (includes/shard.lua), and its
+time."""
 
 from typing import Any
 
@@ -8,3 +9,8 @@ from lua.gate import run_script
 async def life_of(redis: Any, key: str) -> str:
     """Run id and replication id of the server that has a key; raises the client's own errors."""
     return str((await run_script(redis, "life", [key], [])).decode())
+
+
+async def time_ms_of(redis: Any, key: str) -> int:
+    """The time of the server that has a key, ms since 1970 UTC; raises the client's own errors."""
+    return int(await run_script(redis, "time", [key], []))

@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 from typing import Final, NamedTuple
 from zlib import crc32
 
+from lua.ending import end
 from lua.trouble import is_trouble
 from models.answers import Answer
 from models.commands import AnyCommand, Grab, Settle
@@ -138,6 +139,5 @@ async def writing(refusals: RefusalLog | None) -> AsyncIterator[None]:
     try:
         yield
     finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        await end([task])
         await refusals.close()

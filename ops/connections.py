@@ -21,7 +21,8 @@ from lua.tickets import TicketKeys
 from models.calendar import DAY_MS
 from models.events import decode_event
 from models.journal import Cursor
-from ops.redis_cluster import ClusterClient, information
+from ops.redis_cluster import ClusterClient
+from ops.redis_servers import information
 from ops.settings import BadSettings, Settings, cluster_address, is_cluster
 from projections import refusals
 from projections.migrate import use_schema
@@ -67,12 +68,18 @@ def open_redis(settings: Settings) -> Any:
         "retry": Retry(NoBackoff(), 0),
         "max_connections": 256,
     }
-    if is_cluster(settings.redis_url):
-        address = cluster_address(settings.redis_url)
-        made_of = EncryptedConnection if address.encrypted else PlainConnection
-        login = {"username": address.username, "password": address.password, "ssl": address.encrypted}
-        return ClusterClient(address.nodes, made_of, **login, **options)
-    client = redis.asyncio.Redis.from_url(settings.redis_url, **options)
+    if not is_cluster(settings.redis_url):
+        return _cancellable(redis.asyncio.Redis.from_url(settings.redis_url, **options))
+    address = cluster_address(settings.redis_url)
+    login = {"username": address.username, "password": address.password, "ssl": address.encrypted}
+
+    def open_server(host: str, port: int) -> Any:
+        return _cancellable(redis.asyncio.Redis(host=host, port=port, **login, **options))
+
+    return ClusterClient(address.nodes, open_server)
+
+
+def _cancellable(client: Any) -> Any:
     pool = client.connection_pool
     if pool.connection_class is redis.asyncio.Connection:
         pool.connection_class = PlainConnection

@@ -23,7 +23,7 @@ from models.events import AnyEvent, decode_event
 from models.journal import GENESIS, Accepted, Corrupt, Cursor, Gap, parse_block
 from models.transfers import GUARDED_ACCOUNTS, transfers_of
 from ops.connections import key_space, open_redis, sealer, snapshots
-from ops.redis_cluster import information
+from ops.redis_servers import information
 from ops.settings import BadSettings, Settings
 from projections import set_aside
 from projections.anew import MADE, Anew

@@ -13,6 +13,7 @@ from contextlib import aclosing, asynccontextmanager
 from typing import Any, Final, NamedTuple
 
 from lua.keys import KeySpace, ShardKeys
+from lua.life import time_ms_of
 from lua.records import in_fields, offer_of_answer, offer_of_payment, unpacked
 from lua.sealing import Sealer
 from models.journal import Accepted, Cursor, parse_block
@@ -299,7 +300,7 @@ class Beside:
                 pipe.hget(self._live.offer(member.decode()), "state")
             states = await pipe.execute()
         [made], [live] = await self._read(self._made, [part]), await self._read(self._live, [part])
-        now = max(int((await self._redis.time())[0]) * 1_000, int(await self._redis.hget(self._live.state, "time") or 0))
+        now = max(await time_ms_of(self._redis, self._live.state), int(await self._redis.hget(self._live.state, "time") or 0))
         return all(
             state == b"closed" and None not in (due, again) and due <= again <= now + SWEPT_AGAIN_MS
             for state, due, again in zip(states, made, live, strict=True)
@@ -319,7 +320,7 @@ class Beside:
         return True
 
     async def _counts_no_more(self, name: str, member: str, value: Value) -> bool:
-        now = int((await self._redis.time())[0]) * 1_000
+        now = await time_ms_of(self._redis, self._live.state)
         campaign, _, what = name.removeprefix("campaign:").partition("/")
         if name == "past":
             return bool(now >= value + PAYMENTS_KNOWN_MS)

@@ -14,6 +14,7 @@ import msgspec
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, ConsumerRebalanceListener, TopicPartition
 from aiokafka.errors import CommitFailedError, IllegalStateError
 
+from lua.ending import end
 from lua.gate import Gate, Order
 from lua.trouble import is_trouble
 from models.answers import Answer, encode_answer
@@ -135,9 +136,7 @@ class _Session(ConsumerRebalanceListener):  # type: ignore[misc]
             await self._drain(list(self._partitions.values()))
             await self._commit()
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await end(tasks)
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
@@ -294,9 +293,7 @@ class _Lane:
                     task.result()
                 calls -= done
         finally:
-            for task in calls:
-                task.cancel()
-            await asyncio.gather(*calls, return_exceptions=True)
+            await end(calls)
 
     async def _decide(self, held: list[HeldCommand]) -> None:
         try:

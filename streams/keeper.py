@@ -1,5 +1,8 @@
 """The keeper: holds the leases of shards, and runs relay and sweeper of those it holds.
 
+Each shard's lease is kept by itself, and asked for with a time-out well below its length: a server that hangs costs no lease but those of
+its own shards.
+
 A lease only says who should try; two relays of a shard at once are harmless (the log fences them), merely wasteful.
 """
 
@@ -8,8 +11,10 @@ import logging
 import os
 import secrets
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Final
 
+from lua.ending import END_SECONDS_MAX, end
 from lua.gate import run_script
 from lua.keys import KeySpace
 from lua.trouble import is_trouble
@@ -18,6 +23,8 @@ from streams.clients import Trouble, in_words
 log = logging.getLogger(__name__)
 
 RENEWALS_PER_LEASE: Final = 4
+#: How long a lease that is given back may take: who comes after waits no longer than for a lease that ends.
+GIVE_BACK_SECONDS_MAX: Final = 1.0
 
 
 class Keeper:
@@ -37,27 +44,41 @@ class Keeper:
         """The shards whose lease this worker holds."""
         return sorted(self._running)
 
+    @property
+    def _renew_seconds(self) -> float:
+        """How long from one renewal to the next, and how long one may take."""
+        return self._lease_ms / 1000 / RENEWALS_PER_LEASE
+
     async def run(self, stop: asyncio.Event) -> None:
         """Takes free leases and renews its own until `stop`, then gives them back; raises what a task of a shard raised."""
+        holding = [asyncio.create_task(self._hold(shard, stop)) for shard in range(self._keys.shards)]
+        try:
+            await asyncio.wait(holding, return_when=asyncio.FIRST_EXCEPTION)
+        finally:
+            await end(holding, 2 * END_SECONDS_MAX)
+        for task in holding:
+            if task.done() and not task.cancelled():
+                task.result()
+
+    async def _hold(self, shard: int, stop: asyncio.Event) -> None:
         try:
             while not stop.is_set():
-                for shard in range(self._keys.shards):
-                    await self._renew(shard)
-                    task = self._running.get(shard)
-                    if task is not None and task.done():
-                        task.result()
-                        raise RuntimeError(f"the tasks of shard {shard} ended")
-                try:
-                    async with asyncio.timeout(self._lease_ms / 1000 / RENEWALS_PER_LEASE):
+                next_renewal = asyncio.get_running_loop().time() + self._renew_seconds
+                await self._renew(shard)
+                task = self._running.get(shard)
+                if task is not None and task.done():
+                    task.result()
+                    raise RuntimeError(f"the tasks of shard {shard} ended")
+                with suppress(TimeoutError):
+                    async with asyncio.timeout_at(next_renewal):
                         await stop.wait()
-                except TimeoutError:
-                    continue
         finally:
-            await self._give_back()
+            await self._give_back(shard)
 
     async def _renew(self, shard: int) -> None:
         try:
-            holder = await run_script(self._redis, "lease", self._lease_keys(shard), [self.worker, self._lease_ms])
+            async with asyncio.timeout(self._renew_seconds):
+                holder = await run_script(self._redis, "lease", self._lease_keys(shard), [self.worker, self._lease_ms])
         except BaseException as error:
             if not is_trouble(error):
                 raise
@@ -83,23 +104,19 @@ class Keeper:
             for task in done:
                 task.result()
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await end(tasks)
 
     async def _drop(self, shard: int) -> None:
-        task = self._running.pop(shard)
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        await end([self._running.pop(shard)], END_SECONDS_MAX + 1)
 
-    async def _give_back(self) -> None:
-        shards = list(self._running)
-        await asyncio.gather(*(self._drop(shard) for shard in shards))
-        for shard in shards:
-            try:
+    async def _give_back(self, shard: int) -> None:
+        if shard not in self._running:
+            return
+        await self._drop(shard)
+        try:
+            async with asyncio.timeout(GIVE_BACK_SECONDS_MAX):
                 await run_script(self._redis, "lease", self._lease_keys(shard), [self.worker, 0])
-            except BaseException as error:
-                if not is_trouble(error):
-                    raise
-                log.warning("giving back the lease of shard %d: %s", shard, error)
-                return
+        except BaseException as error:
+            if not is_trouble(error):
+                raise
+            log.warning("giving back the lease of shard %d: %s", shard, in_words(error))

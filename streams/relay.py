@@ -13,6 +13,7 @@ from typing import Any, Final
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
 from aiokafka.errors import KafkaError
 
+from lua.ending import end
 from lua.keys import ShardKeys
 from lua.sealing import Sealer
 from lua.trouble import is_trouble
@@ -123,9 +124,7 @@ class ShardRelay:
             for task in done:
                 task.result()
         finally:
-            for task in (watching, relaying):
-                task.cancel()
-            await asyncio.gather(watching, relaying, return_exceptions=True)
+            await end([watching, relaying])
 
     # -- relaying -----------------------------------------------------------------------------------------------------
 

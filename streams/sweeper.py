@@ -13,6 +13,7 @@ from redis.exceptions import ResponseError
 from lua.batches import Table, decode_reply
 from lua.gate import is_raised_by_script, now_ms, run_script
 from lua.keys import ShardKeys
+from lua.life import time_ms_of
 from lua.trouble import is_trouble
 from models.offers import PAYMENTS_KEPT_MS
 from streams.clients import Trouble, in_words
@@ -179,5 +180,4 @@ class Sweeper:
             await self._redis.hdel(self._keys.demand, *written)
 
     async def _redis_time_ms(self) -> int:
-        seconds, microseconds = await self._redis.time()
-        return int(seconds) * 1000 + int(microseconds) // 1000
+        return await time_ms_of(self._redis, self._keys.state)

@@ -13,7 +13,7 @@ import logging
 import re
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 
 import psycopg
 from psycopg import AsyncConnection, IsolationLevel
@@ -40,6 +40,10 @@ AHEAD_EVENTS_MAX: Final = 2_000
 OBSERVATIONS_MAX: Final = 10_000
 REST_SECONDS_MIN: Final = 0.25
 RETRY_SECONDS: Final = 2.0
+#: How long Redis may take to say something of a shard.
+ANSWER_SECONDS_MAX: Final = 2.0
+
+T = TypeVar("T")
 
 _ADVISORY_LOCK: Final = "SELECT pg_try_advisory_lock(hashtext(%s))"
 
@@ -75,6 +79,7 @@ class Verifier:
         self._schema = schema
         self._compare_keys = compare_keys
         self._share = share if compare_keys is None else share / 2
+        self._troubles = [Trouble(log, f"verifier, shard {shard} in Redis") for shard in range(keys.shards)]
         self._observed: dict[str, Observation] = {}
         self._met: list[tuple[OfferState, Observation]] = []
         self._account = ("", "")
@@ -141,6 +146,8 @@ class Verifier:
                 if not is_trouble(error):
                     raise
                 trouble.say(in_words(error))
+                # Whose server hangs keeps nobody else from being compared.
+                shard = (shard + 1) % self._keys.shards
 
     async def _judge_keys(self, shard: int, found: Sequence[str]) -> None:
         problems = [Problem(_subject(line), line) for line in (line.removeprefix(f"shard {shard}: ") for line in found)]
@@ -309,15 +316,10 @@ class Verifier:
             await self._observe(connection, shard, states)
 
     async def _observe(self, connection: AsyncConnection[Any], shard: int, states: Sequence[OfferState]) -> None:
-        keys = self._keys.shard(shard)
-        async with self._redis.pipeline(transaction=True) as pipe:
-            pipe.hmget(keys.state, ["life", "history", "seq"])
-            for state in states:
-                pipe.hmget(keys.offer(state.offer), ["offer_seq", "amount_left", "units_left", "held", "places"])
-            [[of_life, history, seq], *offers] = await pipe.execute()
-        # Asked behind the reading: in another life what was read may be taken back.
-        if of_life is None or of_life.decode() != await life_of(self._redis, keys.state):
+        said = await self._said(shard, self._read(shard, states))
+        if said is None:
             return
+        history, seq, offers = said
         for state, values in zip(states, offers, strict=True):
             if values[0] is None:
                 # Retired or lost: that can be told only when nothing more is on its way.
@@ -335,11 +337,37 @@ class Verifier:
                 if before is None or before.history != observed.history or before.offer_seq <= state.offer_seq:
                     self._observed[state.offer] = observed
 
+    async def _read(self, shard: int, states: Sequence[OfferState]) -> tuple[bytes, bytes | None, list[Any]] | None:
+        """History and seq of a shard, and the numbers of offers there; None while it is to be reconciled."""
+        keys = self._keys.shard(shard)
+        async with self._redis.pipeline(transaction=True) as pipe:
+            pipe.hmget(keys.state, ["life", "history", "seq"])
+            for state in states:
+                pipe.hmget(keys.offer(state.offer), ["offer_seq", "amount_left", "units_left", "held", "places"])
+            [[of_life, history, seq], *offers] = await pipe.execute()
+        # Asked behind the reading: in another life what was read may be taken back.
+        if of_life is None or of_life.decode() != await life_of(self._redis, keys.state):
+            return None
+        return history, seq, offers
+
+    async def _said(self, shard: int, asking: Awaitable[T]) -> T | None:
+        """What Redis says of a shard; None while its server does not answer, which keeps no other shard from being verified."""
+        try:
+            async with asyncio.timeout(ANSWER_SECONDS_MAX):
+                said = await asking
+        except BaseException as error:
+            if not is_trouble(error):
+                raise
+            self._troubles[shard].say(in_words(error))
+            return None
+        self._troubles[shard].over()
+        return said
+
     async def _judge_met(self, connection: AsyncConnection[Any]) -> None:
         """What Redis had at events that the walk has come to meanwhile, unless the shard goes on in another history since."""
         met, self._met = self._met, []
         for state, observed in met:
-            history = await self._redis.hget(self._keys.shard(state.shard).state, "history")
+            history = await self._said(state.shard, self._redis.hget(self._keys.shard(state.shard).state, "history"))
             if history is not None and history.decode() == observed.history:
                 await self._judge_redis(connection, state, observed)
 

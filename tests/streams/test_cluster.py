@@ -15,7 +15,8 @@ from click.testing import CliRunner
 
 from ops import cli
 from ops.connections import key_space, open_redis, require_core
-from ops.redis_cluster import information
+from ops.redis_cluster import slot_of
+from ops.redis_servers import information
 from ops.services import ClusterServices, free_ports
 from ops.services.cluster import ports_from
 from ops.settings import BadSettings, Settings, child_environment, cluster_address, load_settings
@@ -116,7 +117,7 @@ async def test_first_calls_at_once_find_their_servers(clustered: Settings) -> No
                 key.encode() for key in shards
             ]
             with contextlib.ExitStack() as stack:
-                ones = [stack.enter_context(redis.Redis(port=int(node.port))) for node in client.get_primaries()]
+                ones = [stack.enter_context(redis.Redis(port=int(node.port))) for node in client.masters()]
                 assert not any(one.info("errorstats").get("errorstat_MOVED") for one in ones)
 
 
@@ -186,8 +187,8 @@ async def test_a_shard_moves_to_another_master_under_traffic(
         await crowd.until_answered(0.2)
         shard = key_space(clustered).shard(key_space(clustered).shard_of_offer(crowd.rehearsal._chosen[0].offer))
         [before] = await information(client, "server", shard.state)
-        target = next(node for node in client.get_primaries() if node.name != before)
-        await asyncio.to_thread(_move_slot, cluster, client.keyslot(shard.state), int(before.rpartition(":")[2]), int(target.port))
+        target = next(node for node in client.masters() if node.name != before)
+        await asyncio.to_thread(_move_slot, cluster, slot_of(shard.state), int(before.rpartition(":")[2]), int(target.port))
         await crowd.adds_up()
     async with client_of(clustered) as client:
         assert list(await information(client, "server", shard.state)) == [target.name]

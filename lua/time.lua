@@ -1,0 +1,9 @@
+#!lua flags=no-writes
+-- The time of the server that has a key: in a cluster another server's clock is another one, and may not answer.
+--
+-- KEYS[1] any key
+-- Returns milliseconds since 1970 UTC.
+--- @include "shard"
+
+local _ = KEYS[1]
+return time_of_server()

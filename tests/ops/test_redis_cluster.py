@@ -1,0 +1,199 @@
+"""The client of a Redis Cluster, on three masters: what concerns one server waits for no other, and keys on the way are found."""
+
+import asyncio
+import contextlib
+import signal
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import Any
+
+import pytest
+import redis
+from redis.exceptions import ConnectionError, TimeoutError
+
+from lua.gate import run_script
+from lua.journaled import Journaled
+from lua.keys import KeySpace
+from ops.connections import open_redis
+from ops.redis_cluster import ClusterClient, key_of, slot_of
+from ops.redis_servers import information
+from ops.services import free_ports
+from ops.services.cluster import join_redis
+from ops.services.servers import Redis
+from ops.settings import Settings, load_settings
+from tests.conftest import until
+
+KEYS = KeySpace("isolated", 12)
+BOTH = "return {redis.call('GET', KEYS[1]), redis.call('GET', KEYS[2])}"
+
+
+@pytest.fixture(scope="module")
+def masters(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sequence[Redis]]:
+    """Three masters of this module's own."""
+    ports, folder = free_ports(6), tmp_path_factory.mktemp("masters")
+    servers = [Redis(folder / f"redis-{n}", ports[n], f"redis-{n}", ports[n + 3]) for n in range(3)]
+    for server in servers:
+        server.start()
+    join_redis(servers, 3)
+    yield servers
+    for server in servers:
+        server.kill()
+
+
+@pytest.fixture
+def settings(masters: Sequence[Redis]) -> Settings:
+    addresses = ",".join(f"127.0.0.1:{server.port}" for server in masters)
+    return load_settings().model_copy(update={"redis_url": f"redis-cluster://{addresses}"})
+
+
+@pytest.fixture
+async def client(settings: Settings) -> AsyncIterator[ClusterClient]:
+    one = open_redis(settings)
+    yield one
+    await one.aclose()
+
+
+@contextlib.contextmanager
+def hanging(server: Redis) -> Iterator[None]:
+    server.send_signal(signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        server.send_signal(signal.SIGCONT)
+
+
+async def shards_by_master(client: ClusterClient) -> dict[int, list[int]]:
+    """The shards on each master, by its port."""
+    await client.know()
+    found: dict[int, list[int]] = {}
+    for shard in range(KEYS.shards):
+        found.setdefault(client.server_of(slot_of(KEYS.shard(shard).state)).port, []).append(shard)
+    assert len(found) == 3
+    return found
+
+
+async def test_nobody_waits_for_a_server_that_hangs(settings: Settings, client: ClusterClient, masters: Sequence[Redis]) -> None:
+    """Not a client that has yet to learn who has which slots, and not one that has to learn it anew after the time-out."""
+    shards = await shards_by_master(client)
+    hung, *others = masters
+    healthy = [shard for server in others for shard in shards[server.port]]
+
+    async def ask_the_others(one: Any) -> None:
+        for shard in healthy:
+            keys = KEYS.shard(shard)
+            await run_script(one, "time", [keys.state], [])
+            await one.hmget(keys.state, ["seq"])
+            await one.xread({keys.outbox: "0-0"}, count=1)
+            async with one.pipeline(transaction=True) as pipe:
+                pipe.get(keys.lease)
+                assert await pipe.execute() == [None]
+            assert [key async for key in one.scan_iter(match=f"{keys.tag}:*")] == []
+            assert list(await information(one, "server", keys.state)) != [f"127.0.0.1:{hung.port}"]
+
+    async def ask_them_while_one_hangs(one: Any) -> None:
+        waiting = asyncio.create_task(one.hget(KEYS.shard(shards[hung.port][0]).state, "seq"))
+        await ask_the_others(one)
+        assert not waiting.done(), "the hang was none"
+        with pytest.raises((TimeoutError, ConnectionError)):
+            await waiting
+        # All servers are being asked who has which slots now, and one of them does not answer.
+        again = asyncio.create_task(one.hget(KEYS.shard(shards[hung.port][0]).state, "seq"))
+        await ask_the_others(one)
+        assert not again.done()
+        again.cancel()
+
+    with hanging(hung):
+        newcomer = open_redis(settings)
+        try:
+            await asyncio.gather(ask_them_while_one_hangs(client), ask_them_while_one_hangs(newcomer))
+            assert len(await information(newcomer, "server")) == 2
+        finally:
+            await newcomer.aclose()
+    assert await client.hget(KEYS.shard(shards[hung.port][0]).state, "seq") is None
+
+
+async def test_announcements_of_others_are_heard(client: ClusterClient, masters: Sequence[Redis]) -> None:
+    """Also when the gate would look by itself only after the end of the test."""
+    shards = await shards_by_master(client)
+    hung, *others = masters
+    journaled = Journaled(client, KEYS)
+    journaled.look = lambda shard: asyncio.sleep(0)  # type: ignore[method-assign,assignment]
+    journaled.start()
+    try:
+        with hanging(hung):
+            for history in (1, 2):
+                for server in others:
+                    keys = KEYS.shard(shards[server.port][0])
+                    with redis.Redis(port=server.port) as one:
+                        await until(lambda one=one, keys=keys: one.pubsub_numsub(keys.channel)[0][1], 10, "a subscription")
+                        waiting = asyncio.create_task(journaled.wait(keys.shard, history, 5))
+                        await asyncio.sleep(0)
+                        one.publish(keys.channel, f"{history} 5")
+                        await asyncio.wait_for(waiting, 10)
+        # Who was silent is heard again.
+        keys = KEYS.shard(shards[hung.port][0])
+        with redis.Redis(port=hung.port) as one:
+            waiting = asyncio.create_task(journaled.wait(keys.shard, 1, 5))
+            await until(lambda: one.publish(keys.channel, "1 5") and waiting.done(), 10, "the one that hung")
+    finally:
+        await journaled.close()
+
+
+async def test_keys_on_the_way_are_found(client: ClusterClient, masters: Sequence[Redis]) -> None:
+    """Scripts with two keys while their slot moves: together here, apart (nothing is carried out), together there, and moved."""
+    first, second = (f"way:{{isolated-way}}:{name}" for name in "ab")
+    slot = slot_of(first)
+    await client.know()
+    source = next(server for server in masters if server.port == client.server_of(slot).port)
+    target = next(server for server in masters if server is not source)
+
+    async def both() -> Any:
+        found = await asyncio.gather(*(client.execute_command("EVAL", BOTH, 2, first, second) for _ in range(40)))
+        assert all(one == found[0] for one in found)
+        return found[0]
+
+    await client.set(first, "1")
+    await client.set(second, "2")
+    with redis.Redis(port=source.port) as here, redis.Redis(port=target.port) as there:
+        ids = [one.execute_command("CLUSTER", "MYID").decode() for one in (here, there)]
+        there.execute_command("CLUSTER", "SETSLOT", slot, "IMPORTING", ids[0])
+        here.execute_command("CLUSTER", "SETSLOT", slot, "MIGRATING", ids[1])
+        assert await both() == [b"1", b"2"]
+        here.execute_command("MIGRATE", "127.0.0.1", target.port, first, 0, 5_000)
+        with pytest.raises(ConnectionError, match="the slot is being moved: TRYAGAIN|the slot is being moved"):
+            await client.execute_command("EVAL", BOTH, 2, first, second)
+        assert [await client.get(key) for key in (first, second)] == [b"1", b"2"]
+        with pytest.raises(ConnectionError, match="being moved"):
+            async with client.pipeline(transaction=False) as pipe:
+                pipe.get(first)
+                await pipe.execute()
+        here.execute_command("MIGRATE", "127.0.0.1", target.port, second, 0, 5_000)
+        before = there.info("errorstats").get("errorstat_MOVED")
+        assert await both() == [b"1", b"2"]
+        # ASKING and its command by different connections would be a redirection back.
+        assert there.info("errorstats").get("errorstat_MOVED") == before
+        for one in (there, here):
+            one.execute_command("CLUSTER", "SETSLOT", slot, "NODE", ids[1])
+        assert await both() == [b"1", b"2"]
+        assert client.server_of(slot).port == target.port
+        async with client.pipeline(transaction=True) as pipe:
+            pipe.get(first)
+            pipe.get(second)
+            assert await pipe.execute() == [b"1", b"2"]
+    assert await client.unlink(first, second, "another") == 2
+
+
+def test_the_key_of_a_command() -> None:
+    assert key_of(("GET", "k")) == "k"
+    assert key_of(("EVALSHA", "sha", 2, "a", "b", "argument")) == "a"
+    assert key_of(("XREAD", b"COUNT", 1, b"STREAMS", "outbox", "0-0")) == "outbox"
+    for keyless in (("TIME",), ("INFO", "server"), ("EVAL", "return 1", 0), ("PING",), ("CONFIG GET", "dir")):
+        with pytest.raises(ValueError, match="has no key"):
+            key_of(keyless)
+
+
+async def test_a_cluster_that_is_not_there(settings: Settings) -> None:
+    client = open_redis(settings.model_copy(update={"redis_url": f"redis-cluster://127.0.0.1:{free_ports(1)[0]}"}))
+    for _ in range(2):
+        with pytest.raises(ConnectionError, match="no server of the Redis Cluster answers"):
+            await client.get("a")
+    await client.aclose()

@@ -1,0 +1,183 @@
+"""A shard stops alone: a master of a Redis Cluster hangs, with its replica or without, and no other shard waits.
+
+The bounds on times are relative to what was measured in the same run before the hang (tests/drill/gaps.py), since others may load the
+machine as well.
+"""
+
+import asyncio
+import contextlib
+import signal
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import pytest
+import redis
+from redis.crc import key_slot
+
+from lua.keys import KeySpace
+from ops.commands.status import read as status
+from ops.connections import key_space, open_gate
+from ops.diagnosis.examination import examine
+from ops.diagnosis.findings import of_shards
+from ops.rehearsal.stage import take_down
+from ops.services import free_ports
+from ops.services.cluster import join_redis
+from ops.services.servers import Redis
+from ops.settings import Settings
+from tests.conftest import make_system, until
+from tests.drill.gaps import Gaps, bound_seconds
+
+MASTERS = 3
+BASELINE_SECONDS = 4.0
+#: Longer than a lease.
+HANG_SECONDS = 6.0
+LONG_HANG_SECONDS = 25.0
+
+
+class Pair(NamedTuple):
+    """A master, its replica, and the shards it has."""
+
+    master: Redis
+    replica: Redis
+    shards: frozenset[int]
+
+
+@pytest.fixture(scope="module")
+def servers_of_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sequence[Redis]]:
+    """Three masters with a replica each, to be stopped."""
+    ports = free_ports(4 * MASTERS)
+    folder = tmp_path_factory.mktemp("masters")
+    servers = [Redis(folder / f"redis-{n}", ports[n], f"redis-{n}", ports[2 * MASTERS + n]) for n in range(2 * MASTERS)]
+    for server in servers:
+        server.start()
+    join_redis(servers, MASTERS)
+    yield servers
+    for server in servers:
+        with contextlib.suppress(ProcessLookupError):
+            server.send_signal(signal.SIGCONT)
+        server.kill()
+
+
+@pytest.fixture
+async def clustered(servers_of_cluster: Sequence[Redis], settings: Settings) -> AsyncIterator[Settings]:
+    """A system on the cluster; Kafka and PostgreSQL are those of all tests."""
+    addresses = ",".join(f"127.0.0.1:{server.port}" for server in servers_of_cluster)
+    own = settings.model_copy(update={"redis_url": f"redis-cluster://{addresses}"})
+    await make_system(own)
+    yield own
+    for server in servers_of_cluster:
+        server.send_signal(signal.SIGCONT)
+    await until(lambda: whole(servers_of_cluster), 30, "the cluster whole again")
+    await take_down(own)
+
+
+def whole(servers: Sequence[Redis]) -> bool:
+    """Whether every server sees all the others."""
+    try:
+        for server in servers:
+            with redis.Redis(port=server.port, socket_timeout=2) as client:
+                if "fail" in str(client.execute_command("CLUSTER NODES")):
+                    return False
+    except redis.RedisError:
+        return False
+    return True
+
+
+def pair_of(servers: Sequence[Redis], keys: KeySpace, shard: int) -> Pair:
+    """The servers that have a shard."""
+    for master in servers:
+        with redis.Redis(port=master.port) as client:
+            replication = client.info("replication")
+            if replication["role"] != "master" or "slave0" not in replication:
+                continue
+            slots = client.execute_command("CLUSTER SLOTS")
+            mine = [range(one[0], one[1] + 1) for one in slots if one[2][1] == master.port]
+            slot_of = {number: key_slot(keys.shard(number).state.encode()) for number in range(keys.shards)}
+        shards = frozenset(number for number, slot in slot_of.items() if any(slot in some for some in mine))
+        if shard in shards:
+            replica = next(one for one in servers if one.port == int(replication["slave0"]["port"]))
+            return Pair(master, replica, shards)
+    raise AssertionError(f"no master has shard {shard}")
+
+
+class Leases:
+    """Who had the leases of shards, looked at all the time."""
+
+    def __init__(self, servers: Sequence[Redis], keys: KeySpace, shards: Sequence[int]) -> None:
+        self.seen: dict[int, set[str | None]] = {shard: set() for shard in shards}
+        self._clients = {shard: redis.Redis(port=pair_of(servers, keys, shard).master.port, socket_timeout=1) for shard in shards}
+        self._keys = keys
+
+    async def look(self) -> None:
+        """Looks until cancelled."""
+        while True:
+            for shard, client in self._clients.items():
+                with contextlib.suppress(redis.TimeoutError):
+                    holder = await asyncio.to_thread(client.get, self._keys.shard(shard).lease)
+                    self.seen[shard].add(holder and holder.decode())
+            await asyncio.sleep(0.1)
+
+
+async def hung(clustered: Settings, servers: Sequence[Redis], worker: Callable[..., Any], seconds: float, with_replica: bool) -> None:
+    """Hangs a master, or a pair, and requires that the other shards notice nothing."""
+    keys = key_space(clustered)
+    first = worker(clustered, "decide,relay,sweep")
+    async with open_gate(clustered) as gate:
+        gaps = Gaps(gate, keys)
+        await gaps.start()
+        second = worker(clustered, "decide,relay,sweep")
+        await until(lambda: "playing" in second.log.read_text(), 60, "a second worker")
+        pair = pair_of(servers, keys, 0)
+        healthy = [shard for shard in range(keys.shards) if shard not in pair.shards]
+        assert healthy
+        leases = Leases(servers, keys, healthy)
+        looking = asyncio.create_task(leases.look())
+        try:
+            gaps.forget()
+            await asyncio.sleep(BASELINE_SECONDS)
+            baseline = gaps.seconds()
+            gaps.forget()
+            pair.master.send_signal(signal.SIGSTOP)
+            if with_replica:
+                pair.replica.send_signal(signal.SIGSTOP)
+            newcomer = worker(clustered, "decide,relay,sweep") if seconds == LONG_HANG_SECONDS else second
+            [examined, shown, _] = await asyncio.gather(examine(clustered), status(clustered), asyncio.sleep(seconds))
+            during = gaps.seconds()
+            looking.cancel()
+            # Whoever is told to end ends, whatever hangs.
+            assert await asyncio.to_thread(first.stop) == 0
+            for server in pair[:2]:
+                server.send_signal(signal.SIGCONT)
+            await gaps.all_answer(60)
+        finally:
+            looking.cancel()
+            await gaps.stop()
+    print({"baseline": baseline, "hang": during, "hung": sorted(pair.shards), "leases": leases.seen})
+    if with_replica:
+        assert all(during[shard] > seconds - 1 for shard in pair.shards), "the hang was none"
+    bounds = {shard: bound_seconds(max(baseline.values())) for shard in healthy}
+    assert {shard: during[shard] for shard in healthy if during[shard] > bounds[shard]} == {}, baseline
+    assert {shard: holders for shard, holders in leases.seen.items() if len(holders) != 1} == {}
+    assert second.process.poll() is None
+    assert "playing" in newcomer.log.read_text(), "a worker that starts during the hang waits for it"
+    if with_replica:
+        assert [finding.what for name, finding in examined.findings if name == "servers of the Redis Cluster answer"] == [
+            f"Redis 127.0.0.1:{pair.master.port} does not answer within 5 s: nothing is known of {of_shards(pair.shards)}"
+        ]
+        assert {shard["shard"] for shard in shown["shards"] if shard["seq"] is None} == pair.shards
+
+
+async def test_a_pair_hangs(clustered: Settings, servers_of_cluster: Sequence[Redis], worker: Callable[..., Any]) -> None:
+    await hung(clustered, servers_of_cluster, worker, HANG_SECONDS, with_replica=True)
+
+
+@pytest.mark.nightly
+async def test_a_pair_hangs_for_long(clustered: Settings, servers_of_cluster: Sequence[Redis], worker: Callable[..., Any]) -> None:
+    await hung(clustered, servers_of_cluster, worker, LONG_HANG_SECONDS, with_replica=True)
+
+
+@pytest.mark.nightly
+async def test_a_master_hangs_and_its_replica_takes_over(
+    clustered: Settings, servers_of_cluster: Sequence[Redis], worker: Callable[..., Any]
+) -> None:  # fmt: skip
+    await hung(clustered, servers_of_cluster, worker, LONG_HANG_SECONDS, with_replica=False)
