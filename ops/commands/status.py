@@ -13,10 +13,10 @@ from psycopg.rows import dict_row
 from redis.exceptions import RedisError
 from rich.markup import escape
 
-from lua.keys import SHARD_FIELDS
+from lua.keys import SHARD_FIELDS, ShardKeys
 from ops.connections import key_space, open_redis
 from ops.output import console, json_option, print_json, table
-from ops.redis_cluster import information
+from ops.redis_servers import ANSWER_SECONDS_MAX, information, of_each
 from ops.settings import Settings, load_settings
 from projections import cursors, set_aside, verified
 from projections.definitions import PROJECTIONS, definition_of
@@ -32,9 +32,9 @@ def status(as_json: bool) -> None:
 
     Exit 3: a server does not answer; 1: a shard is fenced or has no relay, a read model has stopped or waits for a rebuild, or the
     verifier found a difference. `grabstream doctor` says what to do. What PostgreSQL would tell is unknown while it is away: –, and
-    null in JSON.
+    null in JSON; so is what is not known of a shard whose server of a Redis Cluster does not answer, while others do.
     """
-    found = asyncio.run(_read(load_settings()))
+    found = asyncio.run(read(load_settings()))
     if as_json:
         print_json(found)
     else:
@@ -49,16 +49,17 @@ def status(as_json: bool) -> None:
 _OF_BOOKS: Final = ("read_models", "stopped", "versions", "waiting", "verified", "findings", "set_aside")
 
 
-async def _read(settings: Settings) -> dict[str, Any]:
+async def read(settings: Settings) -> dict[str, Any]:
+    """What is shown, and printed as JSON."""
     found: dict[str, Any] = {
         "servers": {}, "shards": [], "read_models": [], "stopped": [], "versions": [], "waiting": {}, "verified": [], "findings": [],
         "set_aside": [],
     }  # fmt: skip
     found["servers"] = dict.fromkeys(("redis", "kafka", "postgres"))
     # PostgreSQL before Redis, which goes on meanwhile: a read model that is ahead of it then is so in truth.
-    for name, read in (("kafka", _kafka), ("postgres", _postgres), ("redis", _redis)):
+    for name, ask in (("kafka", _kafka), ("postgres", _postgres), ("redis", _redis)):
         try:
-            await read(settings, found)
+            await ask(settings, found)
         except (RedisError, KafkaError, OperationalError, OSError) as error:
             found["servers"][name] = in_words(error)
             if name == "postgres":
@@ -70,24 +71,32 @@ async def _redis(settings: Settings, found: dict[str, Any]) -> None:
     redis = open_redis(settings)
     try:
         keys = key_space(settings)
-        for number in range(settings.shards):
-            of_shard = keys.shard(number)
-            values = [value and value.decode() for value in await redis.hmget(of_shard.state, list(SHARD_FIELDS))]
-            fields = dict(zip(SHARD_FIELDS, values, strict=True))
-            holder = await redis.get(of_shard.lease)
-            seq, journaled = int(fields["seq"] or 0), int(fields["journaled_seq"] or 0)
-            [(server, life)] = (await _lives(redis, of_shard.state)).items()
-            fault = fields["fault"] or _why_fenced(fields["life"], life)
-            if fault is None and holder is None:
-                fault = "no relay: start a worker"
-            found["shards"].append(
-                {
-                    "shard": number, "seq": seq, "journaled_seq": journaled, "waiting": seq - journaled,
-                    "term": int(fields["term"] or 0), "relay": holder and holder.decode(), "fault": fault, "server": server,
-                }
-            )  # fmt: skip
+        states = {number: keys.shard(number).state for number in range(settings.shards)}
+        rows = await of_each(redis, states, lambda number: _shard(redis, keys.shard(number)))
     finally:
         await redis.aclose()
+    found["shards"] = [rows.get(number) or _unknown(number) for number in states]
+
+
+async def _shard(redis: Any, keys: ShardKeys) -> dict[str, Any]:
+    values = [value and value.decode() for value in await redis.hmget(keys.state, list(SHARD_FIELDS))]
+    fields = dict(zip(SHARD_FIELDS, values, strict=True))
+    holder = await redis.get(keys.lease)
+    seq, journaled = int(fields["seq"] or 0), int(fields["journaled_seq"] or 0)
+    [(server, life)] = (await _lives(redis, keys.state)).items()
+    fault = fields["fault"] or _why_fenced(fields["life"], life)
+    if fault is None and holder is None:
+        fault = "no relay: start a worker"
+    return {
+        "shard": keys.shard, "seq": seq, "journaled_seq": journaled, "waiting": seq - journaled,
+        "term": int(fields["term"] or 0), "relay": holder and holder.decode(), "fault": fault, "server": server,
+    }  # fmt: skip
+
+
+def _unknown(number: int) -> dict[str, Any]:
+    """A shard whose server does not answer, while others do."""
+    nothing = dict.fromkeys(("seq", "journaled_seq", "waiting", "term", "relay"))
+    return {"shard": number, **nothing, "fault": f"its server does not answer within {ANSWER_SECONDS_MAX:.0f} s", "server": ""}
 
 
 async def _lives(redis: Any, key: str) -> dict[str, str]:
@@ -150,7 +159,7 @@ def _print(found: dict[str, Any]) -> None:
     servers = {shard["server"] for shard in found["shards"]} - {""}
     rows = (
         (
-            shard["shard"], *([shard["server"]] if servers else []), shard["seq"], shard["waiting"],
+            shard["shard"], *([shard["server"] or "–"] if servers else []), _known(shard["seq"]), _known(shard["waiting"]),
             *(_lag(shard["seq"], seqs.get((model, shard["shard"]), 0)) for model in models),
             "–" if found["verified"] is None else proved.get(shard["shard"], 0), shard["relay"] or "none", shard["fault"] or "",
         )
@@ -159,7 +168,8 @@ def _print(found: dict[str, Any]) -> None:
     columns = ["shard", *(["server"] if servers else []), "seq", "not journaled", *(f"{model} lag" for model in models)]
     columns += ["verified to", "relay", "fault"]
     console.print(table("Shards", columns, rows))
-    if any(seqs.get((model, shard["shard"]), 0) > shard["seq"] for model in models for shard in found["shards"]):
+    known = [shard for shard in found["shards"] if shard["seq"] is not None]
+    if any(seqs.get((model, shard["shard"]), 0) > shard["seq"] for model in models for shard in known):
         console.print(
             "[red]Read models are ahead of Redis[/]: it has lost events that they have. A worker brings back what the journal has; "
             "`grabstream doctor` says what to do about the rest.",
@@ -171,8 +181,14 @@ def _print(found: dict[str, Any]) -> None:
         console.print("`grabstream doctor` says what to do.")
 
 
-def _lag(seq: int, read_model_seq: int) -> int | str:
+def _known(number: int | None) -> int | str:
+    return "–" if number is None else number
+
+
+def _lag(seq: int | None, read_model_seq: int) -> int | str:
     """How far a read model is behind Redis, in events."""
+    if seq is None:
+        return "–"
     return seq - read_model_seq if seq >= read_model_seq else f"{read_model_seq - seq:,} ahead"
 
 

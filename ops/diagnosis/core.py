@@ -1,13 +1,16 @@
 """What Redis says: may it forget, are its shards deciding, relayed, swept, and is there room in their outboxes."""
 
+import asyncio
 import re
+from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
 from lua.keys import LAYOUT, SHARD_FIELDS, KeySpace, ShardKeys
 from lua.life import life_of
+from lua.trouble import is_trouble
 from models.bounds import quoted
 from ops.diagnosis.findings import RESTORE, Finding, address, of_shards
-from ops.redis_cluster import masters
+from ops.redis_servers import ANSWER_SECONDS_MAX, masters, of_each, within
 from ops.settings import Settings
 from streams.takeover import CANNOT_BE_MADE, JOURNAL_LOST
 
@@ -61,10 +64,13 @@ class ServerFacts(NamedTuple):
 
 
 class CoreFacts(NamedTuple):
-    """The servers (several in a cluster), and the shards on them."""
+    """The servers (several in a cluster), and the shards on them, as far as they answer; `silent` are addresses of servers that do not,
+    `unknown` the shards of which nobody says anything."""
 
     servers: list[ServerFacts]
     shards: list[ShardFacts]
+    silent: Sequence[str] = ()
+    unknown: Sequence[int] = ()
 
     @property
     def time_ms(self) -> int:
@@ -82,21 +88,32 @@ class CoreFacts(NamedTuple):
 
 
 async def read_core(redis: Any, keys: KeySpace, clock: Any) -> CoreFacts:
-    """Reads everything once; `clock` gives this machine's time in ms. Raises the client's own errors."""
-    servers = [await _read_server(redis, address, there, clock) for address, there in await masters(redis)]
-    shards = [await _read_shard(redis, keys.shard(number)) for number in range(keys.shards)]
-    return CoreFacts(servers, shards)
+    """Reads everything once; `clock` gives this machine's time in ms. Raises the client's own errors when no server answers."""
+    found = await masters(redis)
+    reading = [within(_read_server(server, name, clock)) for name, server in found]
+    states = {number: keys.shard(number).state for number in range(keys.shards)}
+    # A server that hangs keeps back what is its own, and no more.
+    servers, shards = await asyncio.gather(
+        asyncio.gather(*reading, return_exceptions=True),
+        of_each(redis, states, lambda number: _read_shard(redis, keys.shard(number))),
+    )
+    answered = [server for server in servers if isinstance(server, ServerFacts)]
+    for problem in servers:
+        if isinstance(problem, BaseException) and not (answered and is_trouble(problem)):
+            raise problem
+    silent = [name for (name, _), server in zip(found, servers, strict=True) if not isinstance(server, ServerFacts)]
+    return CoreFacts(answered, list(shards.values()), silent, [number for number in states if number not in shards])
 
 
-async def _read_server(redis: Any, address: str, there: dict[str, Any], clock: Any) -> ServerFacts:
-    info: dict[str, Any] = await redis.info(**there)
+async def _read_server(redis: Any, address: str, clock: Any) -> ServerFacts:
+    info: dict[str, Any] = await redis.info()
     before = clock()
-    seconds, microseconds = await redis.time(**there)
+    seconds, microseconds = await redis.time()
     time_ms = int(seconds) * 1000 + int(microseconds) // 1000
     ahead = time_ms - (before + clock()) // 2
     config: dict[str, str] = {}
     for name in ("appendonly", "maxmemory-policy", "dir", "save"):
-        found = await redis.config_get(name, **there)
+        found = await redis.config_get(name)
         config.update({_text(key): _text(value) for key, value in found.items()})
     return ServerFacts(f"Redis {address}".strip(), info, config, time_ms, ahead)
 
@@ -183,6 +200,22 @@ def memory_is_short(facts: CoreFacts, settings: Settings) -> list[Finding]:
                 )
             )  # fmt: skip
     return found
+
+
+def silent(facts: CoreFacts, settings: Settings) -> list[Finding]:
+    """Servers of the cluster that do not answer, and the shards that stand still with them."""
+    if not facts.silent and not facts.unknown:
+        return []
+    shards = f": nothing is known of {of_shards(facts.unknown)}" if facts.unknown else ""
+    who = ", ".join(f"Redis {name}" for name in facts.silent) or "Redis"
+    return [
+        Finding(
+            "stuck", f"{who} does not answer within {ANSWER_SECONDS_MAX:.0f} s{shards}",
+            "its shards decide nothing until it answers, or until a replica has taken its place; all other shards go on",
+            "; ".join(f"redis-cli -h {name.rpartition(':')[0]} -p {name.rpartition(':')[2]} PING" for name in facts.silent)
+            or "grabstream status",
+        )
+    ]  # fmt: skip
 
 
 def fenced(facts: CoreFacts, settings: Settings) -> list[Finding]:

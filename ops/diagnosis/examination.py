@@ -132,6 +132,7 @@ CHECKS: Final = (
     Check("commands are bounded", ("kafka",), _topics(topics.keeps_batches_compressed)),
     Check("PostgreSQL waits for its disk", ("postgres",), _books(books.may_forget)),
     Check("disks have room", (), _disks),
+    Check("servers of the Redis Cluster answer", ("redis",), _core(core.silent)),
     Check("shards decide", ("redis",), _core(core.fenced)),
     Check("shards are relayed", ("redis",), _core(core.not_relayed)),
     Check("outboxes have room", ("redis",), _core(core.outbox_is_full)),
