@@ -34,6 +34,8 @@ def main(seed: int | None, patterns: tuple[str, ...], short: bool, cluster: bool
         return
     # What the comparison of state folds up by itself is no news.
     logging.getLogger("streams").setLevel(logging.CRITICAL)
+    # Nor are answers that were promised as decided only and are lost: gaps are measured with these too.
+    logging.getLogger("lua.decided").setLevel(logging.CRITICAL)
     seed = secrets.randbelow(10**6) if seed is None else seed
     try:
         failed = asyncio.run(_drill(chosen, seed, cluster, as_json))
@@ -74,12 +76,25 @@ def _print(verdict: Verdict, seed: int, cluster: bool, as_json: bool, left_secon
         highlight=False,
         soft_wrap=True,
     )
+    if verdict.gap_seconds:
+        console.print(f"    no answer for at most: {_gaps(verdict)}", style="dim", highlight=False, soft_wrap=True)
     if not verdict.passed:
         for check, problems in verdict.problems.items():
             for problem in problems:
                 console.print(f"    {check}: {problem}", style="red", highlight=False, markup=False, soft_wrap=True)
         console.print(f"    logs: {verdict.logs or 'none'}", highlight=False, markup=False, soft_wrap=True)
         console.print(f"    again: {repeat}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _gaps(verdict: Verdict) -> str:
+    """The largest time without an answer of each shard, in words."""
+    return (
+        ", ".join(
+            f"shard {shard} {seconds:.2f} s{' (touched)' if shard in verdict.touched else ''}"
+            for shard, seconds in verdict.gap_seconds.items()
+        )
+        + f"; before the fault {max(verdict.gaps_before_seconds.values()):.2f} s"
+    )
 
 
 if __name__ == "__main__":

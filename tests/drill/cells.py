@@ -1,5 +1,6 @@
 """The cells of the matrix: a fault × a shape of traffic, played once, with a verdict."""
 
+import asyncio
 import shutil
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -12,6 +13,7 @@ from ops.services.servers import PROJECT
 from tests.conftest import until
 from tests.drill.checks import PROBLEMS_MAX, at_rest, level, problems_of
 from tests.drill.faults import FAULTS, Fault
+from tests.drill.gaps import BASELINE_SECONDS, waited
 from tests.drill.stage import Scene, Servers, scene
 from tests.drill.traffic import SHAPES
 
@@ -41,8 +43,9 @@ class Cell(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """What came of a cell: `problems` by check (none: it passed), seconds, answers, the lag's seconds after the fault's end, and
-    where the workers' logs are kept."""
+    """What came of a cell: `problems` by check (none: it passed), seconds, answers, the lag's seconds after the fault's end, the
+    largest time without an answer by shard, before the fault and from it on, which shards it touched, and where the workers' logs are
+    kept."""
 
     cell: str
     problems: dict[str, list[str]]
@@ -50,6 +53,9 @@ class Verdict(NamedTuple):
     answers: int
     unknown: int
     lag_seconds: float | None
+    gaps_before_seconds: dict[int, float]
+    gap_seconds: dict[int, float]
+    touched: list[int]
     logs: str | None
 
     @property
@@ -74,7 +80,15 @@ async def play(servers: Servers, cell: Cell, seed: int) -> Verdict:
     """Plays a cell; what goes wrong is in the verdict, also when it is the program that failed."""
     fault = FAULTS[cell.fault]
     began = time.monotonic()
-    seen: dict[str, Any] = {"answers": 0, "unknown": 0, "lag_seconds": None, "logs": None}
+    seen: dict[str, Any] = {
+        "answers": 0,
+        "unknown": 0,
+        "lag_seconds": None,
+        "gaps_before_seconds": {},
+        "gap_seconds": {},
+        "touched": [],
+        "logs": None,
+    }
     try:
         async with scene(servers, cell.shape, f"{seed}:{cell.name}", fault.fail_deciding, fault.fail_projecting) as played:
             try:
@@ -100,13 +114,22 @@ def _keep_logs(played: Scene, cell: Cell) -> str:
 async def _played(played: Scene, fault: Fault, seen: dict[str, Any], moment: Random) -> dict[str, list[str]]:
     traffic = played.traffic
     await traffic.begin()
+    await played.gaps.start()
+    await asyncio.sleep(BASELINE_SECONDS if fault.isolates else 0)
     await traffic.more(moment.randint(40, 200))
+    seen["gaps_before_seconds"] = played.gaps.seconds()
+    played.gaps.forget()
     await fault.play(played)
     ended, played.mended_at_ms = time.monotonic(), now_ms()
     await traffic.more(100, DECIDING_SECONDS_MAX, "deciding after the fault")
+    await played.gaps.all_answer(DECIDING_SECONDS_MAX)
+    seen |= {"gap_seconds": played.gaps.seconds(), "touched": sorted(played.touched)}
+    await played.gaps.stop()
     await traffic.stop()
     await until(lambda: level(played.settings, played.redis), fault.lag_seconds - (time.monotonic() - ended), "a lag of 0")
     seen["lag_seconds"] = round(time.monotonic() - ended, 1)
     await until(lambda: at_rest(played), REST_SECONDS_MAX, "the end of all holds")
     found = await problems_of(played, fault.two_servers)
+    if fault.isolates:
+        found["no other shard waits"] = waited(seen["gaps_before_seconds"], seen["gap_seconds"], played.touched)
     return {name: problems[:PROBLEMS_MAX] for name, problems in found.items() if problems}

@@ -76,7 +76,7 @@ async def problems_of(scene: Scene, two_servers: bool) -> dict[str, list[str]]:
     events = await journal_of(scene.settings)
     # With two servers, which one an event was decided on is not known until the fault is over.
     spans = [span for span in scene.observer.spans if not two_servers or span.from_ms > (scene.mended_at_ms or 0)]
-    found["no acknowledged answer is missing"] = missing(scene.traffic.answered, events)
+    found["no acknowledged answer is missing"] = missing([*scene.traffic.answered, *scene.gaps.answered], events)
     found["an answer is given again as it was"] = await repeated(scene)
     found["nothing was decided while fenced"] = decided_while_fenced(spans, events)
     found["state = fold of the journal"] = await state_differences(scene)

@@ -13,27 +13,41 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import redis
-from redis.exceptions import RedisError
 
-from ops.redis_cluster import information
 from ops.rehearsal.run import open_books
 from ops.services.process import Process
 from ops.services.servers import Redis
 from tests.conftest import Worker, until
+from tests.drill.cluster_faults import (
+    FAILOVER_SECONDS,
+    ROUNDS,
+    chosen_master,
+    failover,
+    forced_failover,
+    found_master,
+    has_replica,
+    hung_pair,
+    manual_failover,
+    moved_slots,
+    paused_primary,
+    promoted,
+    replica_of,
+    resharded,
+    stale_failover,
+)
 from tests.drill.stage import Scene
 
 #: Bytes that a cut takes off the AOF's tail, at most.
 TAIL_BYTES_MAX: Final = 40_000
-FAILOVER_SECONDS: Final = 30.0
 AWAY_SECONDS: Final = 2.0
 STOPPED_SECONDS: Final = 45.0
-ROUNDS: Final = 3
 
 Play = Callable[[Scene], Awaitable[None]]
 
 
 class Fault(NamedTuple):
-    """A fault by its name. `where`: single, cluster. `lag_seconds`: within which the lag is 0 after its end.
+    """A fault by its name. `where`: single, cluster. `lag_seconds`: within which the lag is 0 after its end. `isolates`: shards that it
+    does not touch may not wait (tests/drill/gaps.py).
 
     `fail_deciding`, `fail_projecting`: the step at which the first worker of that kind kills itself. `two_servers`: while it lasts, a
     shard may be fenced on one server and decide on another, whose events may even count until the new one's marker.
@@ -46,6 +60,7 @@ class Fault(NamedTuple):
     fail_deciding: str = ""
     fail_projecting: str = ""
     two_servers: bool = False
+    isolates: bool = False
 
 
 SINGLE: Final = frozenset({"single"})
@@ -113,7 +128,7 @@ async def flushall(scene: Scene) -> None:
     if not scene.servers.cluster:
         await scene.redis.flushall()
         return
-    with redis.Redis(port=(await _master(scene)).port) as client:
+    with redis.Redis(port=(await chosen_master(scene)).port) as client:
         client.flushall()
 
 
@@ -146,64 +161,6 @@ async def _synchronised_spare(scene: Scene) -> Redis:
         client.replicaof("127.0.0.1", str(scene.servers.single.redis.port))
         await until(lambda: client.info("replication")["master_link_status"] == "up", 20, "a replica's synchronisation")
     return spare
-
-
-# -- Redis, a cluster -------------------------------------------------------------------------------------------------------
-
-
-async def _master(scene: Scene) -> Redis:
-    """The server that has a shard of the drill's choice: always the same one, so that it is one fault."""
-    [address] = await information(scene.redis, "server", scene.keys.shard(0).state)
-    port = int(address.rpartition(":")[2])
-    return next(server for server in scene.servers.many.redis if server.port == port)
-
-
-def _replica_of(scene: Scene, master: Redis) -> Redis:
-    with redis.Redis(port=master.port) as client:
-        port = int(client.info("replication")["slave0"]["port"])
-    return next(server for server in scene.servers.many.redis if server.port == port)
-
-
-async def _promoted(server: Redis) -> None:
-    def is_master() -> bool:
-        with redis.Redis(port=server.port, socket_timeout=2) as client:
-            try:
-                return bool(client.info("replication")["role"] == "master")
-            except RedisError:
-                return False
-
-    await until(is_master, FAILOVER_SECONDS, f"the promotion of {server.name}")
-
-
-async def failover(scene: Scene) -> None:
-    """A master dies, its replica takes over; the old one comes back as a replica."""
-    master = await _master(scene)
-    replica = _replica_of(scene, master)
-    await asyncio.to_thread(master.kill)
-    await _promoted(replica)
-    await asyncio.to_thread(master.start)
-
-
-async def stale_failover(scene: Scene) -> None:
-    """A master dies whose replica could not follow it for some time."""
-    master = await _master(scene)
-    replica = _replica_of(scene, master)
-    with redis.Redis(port=master.port) as client:
-        client.execute_command("ACL", "SETUSER", "default", "-psync", "-sync")
-        client.execute_command("CLIENT", "KILL", "TYPE", "replica")
-    await scene.traffic.more(scene.random.randint(100, 200))
-    await asyncio.to_thread(master.kill)
-    await _promoted(replica)
-    await asyncio.to_thread(master.start)
-
-
-async def paused_primary(scene: Scene) -> None:
-    """A master hangs, with clients on it, until its replica was promoted; then it goes on where it was."""
-    master = await _master(scene)
-    replica = _replica_of(scene, master)
-    master.send_signal(signal.SIGSTOP)
-    await _promoted(replica)
-    master.send_signal(signal.SIGCONT)
 
 
 # -- Kafka ------------------------------------------------------------------------------------------------------------------
@@ -373,40 +330,17 @@ async def workers_come_and_go(scene: Scene) -> None:
 async def all_at_once(scene: Scene) -> None:
     """A master, a broker and a worker die at the same moment, and are replaced; several times, so that each meets the other's loss."""
     for _ in range(ROUNDS):
-        master = await _found_master(scene)
-        replica = _replica_of(scene, master)
+        master = await found_master(scene)
+        replica = replica_of(scene, master)
         broker = scene.random.choice(_brokers(scene))
         victim = next(worker for worker in scene.deciding if not _ended(worker))
         await asyncio.gather(*(asyncio.to_thread(one.kill) for one in (master, broker, victim)))
-        await _promoted(replica)
+        await promoted(replica)
         await asyncio.to_thread(master.start)
         await asyncio.to_thread(broker.start)
         scene.start_deciding()
         await scene.traffic.more(50, FAILOVER_SECONDS * 2, "deciding after all of them")
-        await until(partial(_has_replica, replica), FAILOVER_SECONDS, "the old master as a replica")
-
-
-async def _found_master(scene: Scene) -> Redis:
-    """As `_master`, while connections are still ending after the round before."""
-    found: list[Redis] = []
-
-    async def is_found() -> bool:
-        try:
-            found.append(await _master(scene))
-        except (RedisError, OSError):
-            return False
-        return True
-
-    await until(is_found, FAILOVER_SECONDS, "the master of shard 0")
-    return found[-1]
-
-
-def _has_replica(server: Redis) -> bool:
-    with redis.Redis(port=server.port, socket_timeout=2) as client:
-        try:
-            return bool(client.info("replication").get("slave0", {}).get("state") == "online")
-        except RedisError:
-            return False
+        await until(partial(has_replica, replica), FAILOVER_SECONDS, "the old master as a replica")
 
 
 def _faults() -> list[Fault]:
@@ -417,9 +351,14 @@ def _faults() -> list[Fault]:
         Fault("redis.flushall", flushall),
         Fault("redis.stale_replica", stale_replica, SINGLE),
         Fault("redis.old_primary", old_primary, SINGLE, two_servers=True),
-        Fault("redis.failover", failover, CLUSTER),
-        Fault("redis.stale_failover", stale_failover, CLUSTER),
-        Fault("redis.paused_primary", paused_primary, CLUSTER, two_servers=True),
+        Fault("redis.failover", failover, CLUSTER, isolates=True),
+        Fault("redis.stale_failover", stale_failover, CLUSTER, isolates=True),
+        Fault("redis.paused_primary", paused_primary, CLUSTER, two_servers=True, isolates=True),
+        Fault("redis.hung_pair", hung_pair, CLUSTER, isolates=True),
+        Fault("redis.manual_failover", manual_failover, CLUSTER, isolates=True),
+        Fault("redis.forced_failover", forced_failover, CLUSTER, two_servers=True, isolates=True),
+        Fault("redis.moved_slots", moved_slots, CLUSTER, isolates=True),
+        Fault("redis.resharded", resharded, CLUSTER, isolates=True),
         Fault("all.at_once", all_at_once, CLUSTER, lag_seconds=90),
         Fault("kafka.killed", broker_killed, lag_seconds=45),
         Fault("kafka.stopped", broker_stopped, lag_seconds=60),

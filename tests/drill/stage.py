@@ -11,12 +11,15 @@ from pathlib import Path
 from random import Random
 from typing import Any, Final
 
+import redis
 from psycopg import AsyncConnection
 from pydantic import SecretStr
 
 from lua.gate import Gate
+from lua.keys import KeySpace
 from ops.commands.services import new_seal_key
 from ops.connections import key_space, open_gate, open_redis
+from ops.redis_cluster import slot_of
 from ops.rehearsal.stage import take_down
 from ops.services import ClusterServices, LocalServices, ServerSet, free_ports
 from ops.services.cluster import ports_from
@@ -25,6 +28,7 @@ from ops.settings import Settings, load_settings
 from projections.migrate import migrate
 from streams.topics import Topics, create_topics
 from tests.conftest import Worker, until
+from tests.drill.gaps import Gaps
 from tests.drill.observer import Observer
 from tests.drill.switch import Switch
 from tests.drill.traffic import Traffic
@@ -134,6 +138,9 @@ class Scene:
         self.random = random
         self.keys = key_space(settings)
         self.observer = Observer(settings)
+        self.gaps = Gaps(gate, self.keys)
+        #: Shards that the fault does something to; the others should not notice.
+        self.touched: set[int] = set()
         self.deciding: list[Worker] = []
         self.projecting: list[Worker] = []
         #: Where what the workers say is written.
@@ -171,6 +178,7 @@ class Scene:
 
     async def close(self) -> None:
         """Ends workers, traffic and gates."""
+        await self.gaps.stop()
         await self.traffic.end()
         await self.observer.stop()
         for worker in (*self.deciding, *self.projecting):
@@ -178,10 +186,23 @@ class Scene:
         await self._stack.aclose()
 
 
+def _name(servers: Servers) -> str:
+    """A name for a system; in a cluster one whose shards are not all on one master."""
+    while True:
+        name = f"drill{secrets.token_hex(4)}"
+        if not servers.cluster:
+            return name
+        with redis.Redis(port=servers.many.redis[0].port) as client:
+            ranges = client.execute_command("CLUSTER SLOTS")
+        slots = [slot_of(KeySpace(name, SHARDS).shard(shard).state) for shard in range(SHARDS)]
+        if len({node[1] for first, last, node, *_ in ranges for slot in slots if first <= slot <= last}) > 1:
+            return name
+
+
 @asynccontextmanager
 async def scene(servers: Servers, shape: str, seed: str, fail_deciding: str = "", fail_projecting: str = "") -> AsyncIterator[Scene]:
     """A system of its own on the servers, with two workers that decide and one that projects; all taken away afterwards."""
-    name = f"drill{secrets.token_hex(4)}"
+    name = _name(servers)
     settings = load_settings().model_copy(
         update={"prefix": name, "schema_": name, "shards": SHARDS, "seal_keys": SecretStr(new_seal_key()), **servers.environment()}
     )

@@ -46,7 +46,7 @@ async def scene(system: Settings, redis_client: Any, worker: Callable[..., Any])
         keys = key_space(settings)
         yield SimpleNamespace(
             settings=settings, redis=redis_client, gate=gate, traffic=traffic, observer=observer, keys=keys, mended_at_ms=None,
-            deciding=[], projecting=[],
+            deciding=[], projecting=[], gaps=SimpleNamespace(answered=[]),
         )  # fmt: skip
 
 

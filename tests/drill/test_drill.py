@@ -16,6 +16,7 @@ from tests.drill.__main__ import main
 from tests.drill.cells import SHORT, Cell, cells, play
 from tests.drill.checks import Journaled, decided_while_fenced, ended_by_themselves, missing
 from tests.drill.faults import FAULTS
+from tests.drill.gaps import waited
 from tests.drill.observer import Fenced
 from tests.drill.stage import Servers, servers
 from tests.drill.traffic import SHAPES
@@ -70,6 +71,11 @@ def test_the_checks_find_what_is_wrong() -> None:
     answer = Answer("g", "granted", 0, "e", "g", amount=5, shard=0, seq=7)
     event = {"command": "g", "offer": "e", "amount": 5, "at": 1_000}
     there = {(0, 7): Journaled(3, event)}
+    assert waited({0: 0.2, 1: 0.2}, {0: 9.0, 1: 0.9}, {0}) == []
+    [slow] = waited({0: 0.2, 1: 0.2}, {0: 9.0, 1: 1.1}, {0})
+    assert slow.startswith("shard 1: no answer for 1.10 s, 1.00 s at most")
+    # On a loaded machine everybody is slower.
+    assert waited({0: 0.2, 1: 0.5}, {0: 1.4, 1: 1.4}, ()) == []
     assert missing([(command, answer)], there) == []
     for wrong in ({}, {(0, 7): Journaled(3, {**event, "command": "x"})}, {(0, 7): Journaled(3, {**event, "amount": 6})}):
         assert len(missing([(command, answer)], wrong)) == 1

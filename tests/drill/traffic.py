@@ -29,7 +29,7 @@ class Traffic:
         self.unknown = 0
         self.refused_for_now = 0
         self._gates = [gate]
-        self._names = _a_campaign_of_each_shard(keys)
+        self._names = a_campaign_of_each_shard(keys)
         self._tasks: list[asyncio.Task[None]] = []
         self._stopping = asyncio.Event()
         self._opened: list[str] = []
@@ -116,11 +116,12 @@ class Traffic:
             await asyncio.sleep(self.random.uniform(0, 2 * PAUSE_SECONDS))
 
 
-def _a_campaign_of_each_shard(keys: KeySpace) -> list[str]:
+def a_campaign_of_each_shard(keys: KeySpace, stem: str = "k") -> list[str]:
+    """A campaign for every shard, by the shard's number."""
     names: dict[int, str] = {}
     number = 0
     while len(names) < keys.shards:
-        names.setdefault(keys.shard_of_offer(f"k{number}"), f"k{number}")
+        names.setdefault(keys.shard_of_offer(f"{stem}{number}"), f"{stem}{number}")
         number += 1
     return [names[shard] for shard in sorted(names)]
 

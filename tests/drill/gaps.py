@@ -1,0 +1,115 @@
+"""Gaps: for how long a shard gave no answer, measured by callers who ask each shard steadily, each for itself.
+
+What the machine does to everybody (another program's load, a pause of the process that measures) is in the figures as well, so a bound
+is relative to what was measured in the same run before the fault: see `bound_seconds`.
+"""
+
+import asyncio
+import time
+from collections.abc import Collection
+from typing import Final
+
+from lua.gate import Gate, OutcomeUnknown, Promise
+from lua.keys import KeySpace
+from models.answers import Answer
+from models.commands import AnyCommand, Grab, Open
+from models.offers import CouponTerms
+from tests.conftest import until
+from tests.drill.traffic import a_campaign_of_each_shard
+
+ASK_EVERY_SECONDS: Final = 0.02
+PROMISES: Final[tuple[Promise, ...]] = ("journaled", "decided")
+UNITS: Final = 1_000_000
+#: How long a shard that nothing was done to may give no answer, on a quiet machine.
+GAP_SECONDS_MAX: Final = 1.0
+#: … and on a loaded one, as a multiple of its largest gap before the fault.
+GAP_TO_BASELINE_MAX: Final = 3.0
+#: How long the gaps before a fault are measured.
+BASELINE_SECONDS: Final = 4.0
+
+
+class Gaps:
+    """Asks every shard for a grab, again and again, with each promise; `start` before use, `stop` after."""
+
+    def __init__(self, gate: Gate, keys: KeySpace) -> None:
+        self._gate = gate
+        #: What was promised as journaled.
+        self.answered: list[tuple[AnyCommand, Answer]] = []
+        self._offers = [f"{campaign}:o" for campaign in a_campaign_of_each_shard(keys, "gaps")]
+        self._asked = 0
+        self._tasks: list[asyncio.Task[None]] = []
+        self._answered_at: dict[tuple[int, Promise], float] = {}
+        self._largest: dict[tuple[int, Promise], float] = {}
+
+    async def start(self) -> None:
+        """Opens an offer in every shard and begins to ask."""
+        terms = CouponTerms(issuer="gaps", total=UNITS)
+        await self._gate.decide(
+            [Open(id="gaps", offer=offer, terms=terms) for offer in self._offers], patience_ms=60_000, timeout_ms=60_000
+        )
+        both = [(shard, promise) for shard in range(len(self._offers)) for promise in PROMISES]
+        self._answered_at = dict.fromkeys(both, time.monotonic())
+        self.forget()
+        self._tasks = [asyncio.create_task(self._ask(*one)) for one in both]
+
+    async def stop(self) -> None:
+        """Ends."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def forget(self) -> None:
+        """From here on gaps are measured anew."""
+        self._largest = dict.fromkeys(self._answered_at, 0.0)
+
+    async def all_answer(self, within_seconds: float) -> None:
+        """Returns when every shard has answered with every promise from now on."""
+        now = time.monotonic()
+        await until(lambda: min(self._answered_at.values()) > now, within_seconds, "an answer of every shard")
+
+    def seconds(self) -> dict[int, float]:
+        """The largest time without an answer since `forget`, by shard, whatever the promise."""
+        return {shard: max(self._gap(shard, promise) for promise in PROMISES) for shard in range(len(self._offers))}
+
+    def _gap(self, shard: int, promise: Promise) -> float:
+        since_last = time.monotonic() - self._answered_at[shard, promise]
+        return round(max(self._largest[shard, promise], since_last), 2)
+
+    async def _ask(self, shard: int, promise: Promise) -> None:
+        offer = self._offers[shard]
+        while True:
+            self._asked += 1
+            command = Grab(id=f"gaps{self._asked}", offer=offer, user=f"u{self._asked}")
+            await self._answer(command, promise)
+            now = time.monotonic()
+            self._largest[shard, promise] = max(self._largest[shard, promise], now - self._answered_at[shard, promise])
+            self._answered_at[shard, promise] = now
+            await asyncio.sleep(ASK_EVERY_SECONDS)
+
+    async def _answer(self, command: Grab, promise: Promise) -> None:
+        """Returns when the command is answered, however often it takes."""
+        while True:
+            try:
+                [answer] = await self._gate.decide([command], promise, patience_ms=500, timeout_ms=3_000)
+            except OutcomeUnknown:
+                continue
+            if answer.decided:
+                if promise == "journaled":
+                    self.answered.append((command, answer))
+                return
+            await asyncio.sleep(ASK_EVERY_SECONDS)
+
+
+def waited(before_seconds: dict[int, float], during_seconds: dict[int, float], touched: Collection[int]) -> list[str]:
+    """Shards that nothing was done to, and that gave no answer for longer than they may."""
+    bound = bound_seconds(max(before_seconds.values()))
+    return [
+        f"shard {shard}: no answer for {seconds:.2f} s, {bound:.2f} s at most (before the fault: {before_seconds[shard]:.2f} s)"
+        for shard, seconds in during_seconds.items()
+        if shard not in touched and seconds > bound
+    ]
+
+
+def bound_seconds(baseline_seconds: float) -> float:
+    """How long a healthy shard may give no answer during a fault, when it gave none for so long before it."""
+    return max(GAP_SECONDS_MAX, GAP_TO_BASELINE_MAX * baseline_seconds)
