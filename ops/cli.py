@@ -12,7 +12,7 @@ from typing import Any, Final, NoReturn
 import click
 from aiokafka.errors import KafkaError
 from psycopg import OperationalError
-from psycopg.errors import UndefinedTable
+from psycopg.errors import InsufficientPrivilege, LockNotAvailable, UndefinedTable
 from redis.exceptions import ConnectionError, TimeoutError
 
 from models.upcasting import BrokenChain
@@ -109,6 +109,10 @@ def main() -> None:
         _end(3, f"Redis cannot be reached (GRAB_REDIS_URL): {error}")
     except KafkaError as error:
         _end(3, f"Kafka cannot be reached or refused (GRAB_KAFKA): {in_words(error)}")
+    except InsufficientPrivilege as error:
+        _end(2, f"PostgreSQL refuses it to this role: {error.diag.message_primary}: docs/operating.md names what it needs")
+    except LockNotAvailable as error:
+        _end(1, f"somebody else holds what is needed, for too long ({error.diag.message_primary}): try again")
     except OperationalError as error:
         _end(3, f"PostgreSQL cannot be reached (GRAB_POSTGRES): {str(error).strip()}")
     except UndefinedTable as error:

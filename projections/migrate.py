@@ -1,5 +1,6 @@
 """Migrations: numbered SQL files, each applied once, in one transaction, in the schema of this system."""
 
+import logging
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from typing import Any
@@ -12,6 +13,8 @@ from projections import versions
 from projections.definitions import PROJECTIONS
 
 __all__ = ["PROJECTIONS", "migrate", "use_schema"]
+
+log = logging.getLogger(__name__)
 
 
 async def migrate(connection: AsyncConnection[Any], schema: str, shards: int) -> list[str]:
@@ -40,9 +43,16 @@ async def migrate(connection: AsyncConnection[Any], schema: str, shards: int) ->
         )
         if applied:
             await versions.show_cursors(connection, schema)
+        await versions.mend_cursors(connection, schema)
         await versions.renew_empty(connection, schema, shards)
-        for one in await versions.versions(connection, schema):
-            if one.projection in PROJECTIONS and one.state != "discarded":
+        written = [one for one in await versions.versions(connection, schema) if one.projection in PROJECTIONS]
+        written = [one for one in written if one.state != "discarded"]
+        gone = await versions.lost(connection, written)
+        for one in gone:
+            if one.state == "live":
+                log.warning("%s", versions.in_words(one))
+        for one in written:
+            if one not in gone:
                 await versions.use_version(connection, schema, one)
                 await versions.add_cursors(connection, one.projection, shards)
         await use_schema(connection, schema)

@@ -6,16 +6,21 @@ A worker writes the version whose definition is the one its code has: the live o
 as long as old workers run.
 """
 
+import logging
 import re
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
 from psycopg import AsyncConnection, sql
-from psycopg.errors import DependentObjectsStillExist, InvalidTableDefinition, UndefinedColumn, UndefinedTable
+from psycopg.errors import DependentObjectsStillExist, InvalidTableDefinition, LockNotAvailable, UndefinedColumn, UndefinedTable
 from psycopg.rows import class_row
 
 from projections.definitions import PROJECTIONS, cursor_tables, definition_of
 
+log = logging.getLogger(__name__)
+
+#: How long the removal of a version waits for those who look at it.
+DROP_LOCK_MS: Final = 2_000
 #: What is shown of cursors and stops, over all live versions: the view's name, the version's table, the columns.
 _SHARED: Final = (
     ("projection_cursors", "projection_cursors", "projection, shard, seq, head, next_offset, term, owner, moved_at"),
@@ -61,6 +66,28 @@ async def versions(connection: AsyncConnection[Any], schema: str, projection: st
         raise NoReadModel(f"schema {schema} has no read models, or those of an older release: run `grabstream init`") from None
 
 
+async def lost(connection: AsyncConnection[Any], found: Sequence[Version]) -> list[Version]:
+    """Those of the versions whose tables are not there, or not all of them: somebody has dropped them by hand."""
+    query = (
+        "SELECT nspname, array_agg(relname::text) FROM pg_namespace JOIN pg_class ON relnamespace = pg_namespace.oid AND relkind = 'r' "
+        "WHERE nspname = ANY(%s) GROUP BY nspname"
+    )
+    rows = await (await connection.execute(query, ([one.schema for one in found],))).fetchall()
+    there = {schema: set(tables) for schema, tables in rows}
+    return [one for one in found if not _tables_of(one) <= there.get(one.schema, set())]
+
+
+def _tables_of(version: Version) -> set[str]:
+    """What a version has, as far as this code knows its definition."""
+    definition = definition_of(version.projection)
+    return {"projection_cursors", "stopped_shards", *(definition.tables if definition.number == version.definition else ())}
+
+
+def in_words(gone: Version) -> str:
+    """What is to be done about a version that is lost."""
+    return f"the tables of {gone.projection}, in schema {gone.schema}, are gone: run `grabstream rebuild {gone.projection}`"
+
+
 async def in_state(connection: AsyncConnection[Any], schema: str, projection: str, state: str) -> Version | None:
     """The one version of a projection that is in a state."""
     return next((one for one in await versions(connection, schema, projection) if one.state == state), None)
@@ -84,6 +111,8 @@ async def use_read_model(connection: AsyncConnection[Any], schema: str, projecti
             f"no version of {projection} has definition {definition_of(projection).number}, which this code writes: "
             f"run `grabstream rebuild {projection}`"
         )
+    if await lost(connection, [chosen]):
+        raise NoReadModel(in_words(chosen))
     await use_version(connection, schema, chosen)
     return chosen.schema
 
@@ -188,6 +217,8 @@ async def show(connection: AsyncConnection[Any], schema: str, version: Version, 
     """
     of_projection = {one.state: one for one in await versions(connection, schema, version.projection)}
     live = of_projection.get("live")
+    there = live is not None and not await lost(connection, [live])
+    keep = keep and there
     if live is not None and live.version != version.version:
         # There is one row a state at most, so each place is left before another takes it.
         if version.state == "previous":
@@ -202,9 +233,9 @@ async def show(connection: AsyncConnection[Any], schema: str, version: Version, 
         (version.projection, version.version),
     )
     await _freeze(connection, version, False)
-    if live is not None and live.version != version.version:
+    if live is not None and there and live.version != version.version:
         await _freeze(connection, live, live.definition == version.definition)
-    before = set(await _views(connection, live.schema)) if live is not None else set()
+    before = set(await _views(connection, live.schema)) if live is not None and there else set()
     for view, columns in (await _views(connection, version.schema)).items():
         before.discard(view)
         selected = sql.SQL(", ").join(map(sql.Identifier, columns))
@@ -212,6 +243,15 @@ async def show(connection: AsyncConnection[Any], schema: str, version: Version, 
     for view in sorted(before):
         await _drop_view(connection, schema, view)
     await show_cursors(connection, schema)
+
+
+async def mend_cursors(connection: AsyncConnection[Any], schema: str) -> None:
+    """Makes those views again where one went with the tables of a version that somebody dropped."""
+    for view, *_ in _SHARED:
+        found = await connection.execute("SELECT to_regclass(%s) IS NULL", (sql.Identifier(schema, view).as_string(connection),))
+        if (await found.fetchone() or (False,))[0]:
+            await show_cursors(connection, schema)
+            return
 
 
 async def _set_state(connection: AsyncConnection[Any], schema: str, version: Version, state: str) -> None:
@@ -227,8 +267,12 @@ async def _freeze(connection: AsyncConnection[Any], version: Version, frozen: bo
 
 
 async def show_cursors(connection: AsyncConnection[Any], schema: str) -> None:
-    """Makes the views of cursors and stopped shards those of the live versions."""
-    live = [one.schema for one in await versions(connection, schema) if one.state == "live"]
+    """Makes the views of cursors and stopped shards those of the live versions, as far as these are there."""
+    found = [one for one in await versions(connection, schema) if one.state == "live"]
+    gone = await lost(connection, found)
+    live = [one.schema for one in found if one not in gone]
+    if not live:
+        return
     for view, table, columns in _SHARED:
         parts = (sql.SQL("SELECT {} FROM {}").format(sql.SQL(columns), sql.Identifier(home, table)) for home in live)
         await _replace_view(connection, schema, view, sql.SQL(" UNION ALL ").join(parts))
@@ -288,16 +332,24 @@ async def discard(connection: AsyncConnection[Any], schema: str, version: Versio
 
 
 async def sweep(connection: AsyncConnection[Any], schema: str, projection: str) -> list[str]:
-    """Drops the versions that are discarded and returns their schemas; each in a transaction of its own."""
+    """Drops the versions that are discarded and returns their schemas; each in a transaction of its own.
+
+    One that somebody still looks at, such as a dump, is left to the next call.
+    """
     dropped = []
     for one in await versions(connection, schema, projection):
         if one.state == "discarded":
-            async with connection.transaction():
-                await connection.execute(sql.SQL("DROP SCHEMA IF EXISTS {} CASCADE").format(sql.Identifier(one.schema)))
-                await connection.execute(
-                    sql.SQL("DELETE FROM {} WHERE projection = %s AND version = %s").format(sql.Identifier(schema, "read_models")),
-                    (one.projection, one.version),
-                )
+            try:
+                async with connection.transaction():
+                    await connection.execute("SELECT set_config('lock_timeout', %s, true)", (f"{DROP_LOCK_MS}ms",))
+                    await connection.execute(sql.SQL("DROP SCHEMA IF EXISTS {} CASCADE").format(sql.Identifier(one.schema)))
+                    await connection.execute(
+                        sql.SQL("DELETE FROM {} WHERE projection = %s AND version = %s").format(sql.Identifier(schema, "read_models")),
+                        (one.projection, one.version),
+                    )
+            except LockNotAvailable:
+                log.warning("schema %s is no longer needed, but is looked at by another session: it goes with the next rebuild", one.schema)
+                continue
             dropped.append(one.schema)
     return dropped
 
@@ -328,7 +380,7 @@ async def renew_empty(connection: AsyncConnection[Any], schema: str, shards: int
     renewed = []
     for projection in PROJECTIONS:
         live = await in_state(connection, schema, projection, "live")
-        if live is None or live.definition == definition_of(projection).number:
+        if live is None or live.definition == definition_of(projection).number or await lost(connection, [live]):
             continue
         found = await connection.execute(
             sql.SQL("SELECT count(*) FROM {} WHERE next_offset > 0").format(sql.Identifier(live.schema, "projection_cursors"))

@@ -7,7 +7,6 @@ partition, and after every assignment the projectors catch up by themselves.
 
 import asyncio
 import logging
-import os
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -19,8 +18,9 @@ import faust
 from lua.trouble import is_trouble
 from projections.definitions import definition_of
 from projections.read_models import READ_MODELS
+from streams.clients import ended
 from streams.journal import Record
-from streams.projector import EXIT_UNKNOWN_ERROR, CatchUp, Projector
+from streams.projector import CatchUp, Projector
 from streams.publisher import Publisher, event_source
 from streams.topics import Topics
 from streams.watchdog import until_stalled
@@ -33,6 +33,9 @@ STOP_SECONDS: Final = 8.0
 STEADY_SECONDS: Final = 30.0
 ENDS_IN_A_ROW_MAX: Final = 60
 PAUSE_SECONDS_MAX: Final = 5.0
+LEFT_BEHIND_PAUSE_SECONDS: Final = 5.0
+#: How many apps of this process have not stopped.
+_left_behind = 0
 
 Step = Callable[[str], None]
 
@@ -103,9 +106,7 @@ def build_app(kafka: str, prefix: str, shards: int, projectors: Sequence[Project
 
     @app.on_before_shutdown.connect(weak=False)  # type: ignore[untyped-decorator]
     async def stop_projectors(app: faust.App, **_: Any) -> None:
-        for task in running:
-            task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
+        await ended(running)
 
     return app
 
@@ -134,8 +135,8 @@ async def run_projections(
 
     Raises RuntimeError when it keeps ending.
     """
+    global _left_behind
     ends_in_a_row = 0
-    abandoned = False
     while not stop.is_set():
         began = time.monotonic()
         projectors = make_projectors(kafka, prefix, shards, postgres, schema, names, step)
@@ -154,8 +155,8 @@ async def run_projections(
             for task in (watching, stopping, running):
                 task.cancel()
             if not await _stop(app):
-                _leave_if(abandoned or stop.is_set())
-                abandoned = True
+                _left_behind += 1
+                log.error("Faust does not stop and is left behind; the group gives its partitions to the next one after its session")
             # Cancelled, but not waited for without end either.
             await asyncio.wait({watching, stopping, running}, timeout=STOP_SECONDS)
         if not stop.is_set():
@@ -163,7 +164,9 @@ async def run_projections(
             if ends_in_a_row > ENDS_IN_A_ROW_MAX and not _is_servers_fault(app, running):
                 raise RuntimeError(f"Faust ended {ends_in_a_row} times in a row: {why}") from app.crash_reason
             log.error("starting Faust again: %s", why)
-            await asyncio.wait({asyncio.create_task(stop.wait())}, timeout=min(ends_in_a_row, PAUSE_SECONDS_MAX))
+            # What is left behind keeps its thread: there is never more of that than some in an hour.
+            pause_seconds = min(ends_in_a_row, PAUSE_SECONDS_MAX) + LEFT_BEHIND_PAUSE_SECONDS * _left_behind**2
+            await asyncio.wait({asyncio.create_task(stop.wait())}, timeout=pause_seconds)
 
 
 def _why_it_ended(app: faust.App, watching: "asyncio.Task[str]", running: "asyncio.Task[None]") -> str:
@@ -209,12 +212,3 @@ def _end_heartbeats(app: faust.App) -> None:
     loop = app.consumer._thread.thread_loop
     if not loop.is_closed():
         loop.call_soon_threadsafe(loop.stop)
-
-
-def _leave_if(hopeless: bool) -> None:
-    """Ends the process when Faust hangs again; what is written is in our cursors, so nothing is lost by leaving."""
-    if hopeless:
-        log.critical("Faust does not stop, ending the process")
-        logging.shutdown()
-        os._exit(EXIT_UNKNOWN_ERROR)
-    log.error("Faust does not stop and is left behind; the group gives its partitions to the next one when its session is over")

@@ -6,6 +6,7 @@ event, beside the one in use, and puts it in its place in one transaction. docs/
 
 import asyncio
 import logging
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple, NoReturn
@@ -21,11 +22,11 @@ from projections.definitions import cursor_tables
 from projections.locks import Held, hold
 from projections.migrate import use_schema
 from projections.versions import may_be_version
-from streams.clients import Trouble, in_words
+from streams.clients import Trouble, ended, in_words
 from streams.history import JournalSource
 from streams.journal import JournalReader, open_reader
 from streams.own_transaction import Misbehaves, guard, only_read, write
-from streams.projector import Apply, CatchUp, Group, Projector
+from streams.projector import EXIT_UNKNOWN_ERROR, Apply, CatchUp, Group, Projector
 from streams.replay import Done, Report, Stretch, plan, replay
 from streams.replay_schema import is_schema
 from streams.selection import Selection, Wanted
@@ -108,6 +109,12 @@ class _Own(Projector):
         except Misbehaves as error:
             await self._disconnect()
             await self._end(str(error))
+
+    async def _failed(self) -> None:
+        # It is somebody else's code: begun again it would do the same. What was not written is not behind the cursor.
+        log.critical("projection %s: unknown error, ending the process", self.name, exc_info=True)
+        logging.shutdown()
+        os._exit(EXIT_UNKNOWN_ERROR)
 
     async def _end(self, reason: str) -> NoReturn:
         # An error would be an unknown one to the projector, which ends the process.
@@ -206,9 +213,7 @@ async def follow(projection: Projection, system: System, step: Callable[[str], N
         for task in done:
             task.result()
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await ended(tasks)
 
 
 async def _still_ours(projector: _Own, projection: Projection, system: System) -> None:

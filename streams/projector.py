@@ -7,7 +7,6 @@ database refuses, stops alone, is written down, and the others go on.
 
 import asyncio
 import logging
-import os
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
@@ -39,6 +38,8 @@ RETRY_SECONDS: Final = 0.5
 #: How often a projector without a version of its definition looks whether there is one now.
 LOOK_SECONDS: Final = 1.0
 RETRY_SECONDS_MAX: Final = 10.0
+#: … and, after unknown errors, the longest pause.
+FAILED_SECONDS_MAX: Final = 30.0
 #: How often a projector looks whether shards at which it has stopped may go on.
 LOOK_AGAIN_SECONDS: Final = 1.0
 EXIT_UNKNOWN_ERROR: Final = 70
@@ -151,6 +152,9 @@ class Projector:
         self._connection: AsyncConnection[Any] | None = None
         self._home = ""  # the schema of the version that is written
         self._at_it_since: float | None = None
+        #: What has to be read from the journal before anything else.
+        self._owed: list[Record | CatchUp] = []
+        self._pause_seconds = RETRY_SECONDS
         #: Why nothing can be written, in words: no version of the read model has the definition of this code.
         self.waits_for = ""
 
@@ -163,28 +167,57 @@ class Projector:
         await self._queue.put(item)
 
     async def run(self) -> None:
-        """Writes what was handed over until cancelled. An error of an unknown kind ends the process at once."""
+        """Writes what was handed over until cancelled, whatever goes wrong meanwhile."""
         try:
-            async with open_reader(self._kafka, self._journal) as reader:
-                while True:
-                    items = await self._first()
-                    if items and isinstance(items[0], Record) and len(items[0].value) < SMALL_BYTES:
-                        await asyncio.sleep(GATHER_SECONDS)
-                    while not self._queue.empty() and len(items) < QUEUE_RECORDS_MAX:
-                        items.append(self._queue.get_nowait())
-                    self._at_it_since = time.monotonic()
-                    await self._carry(items, reader)
-                    self._at_it_since = None
-        except asyncio.CancelledError:
-            raise
-        except BaseException:
-            # Leaving in order would acknowledge to Kafka what was not written.
-            log.critical("projection %s: unknown error, ending the process", self.name, exc_info=True)
-            logging.shutdown()
-            os._exit(EXIT_UNKNOWN_ERROR)
+            while True:
+                try:
+                    async with open_reader(self._kafka, self._journal) as reader:
+                        await self._carry_all(reader)
+                except (Exception, asyncio.CancelledError) as error:
+                    if is_trouble(error):
+                        log.warning("projection %s: %s; trying again", self.name, in_words(error))
+                        await self._rest(RETRY_SECONDS)
+                    elif isinstance(error, asyncio.CancelledError):
+                        raise
+                    else:
+                        await self._failed()
         finally:
             if self._connection is not None:
                 await self._connection.close()
+
+    async def _carry_all(self, reader: JournalReader) -> None:
+        while True:
+            items = self._owed or await self._first()
+            if items and isinstance(items[0], Record) and len(items[0].value) < SMALL_BYTES:
+                await asyncio.sleep(GATHER_SECONDS)
+            while not self._queue.empty() and len(items) < QUEUE_RECORDS_MAX:
+                items.append(self._queue.get_nowait())
+            # Faust acknowledges what was put, also when it is not written: the cursor tells where to read on.
+            self._owed = _catch_up(items)
+            self._at_it_since = time.monotonic()
+            await self._carry(items, reader)
+            self._owed, self._at_it_since, self._pause_seconds = [], None, RETRY_SECONDS
+
+    async def _failed(self) -> None:
+        """After an error of an unknown kind, which is being handled: rests, longer each time. Other read models go on."""
+        log.critical("projection %s: unknown error; trying again in %.1f s", self.name, self._pause_seconds, exc_info=True)
+        await self._disconnect()
+        await self._rest(self._pause_seconds)
+        self._pause_seconds = min(self._pause_seconds * 2, FAILED_SECONDS_MAX)
+
+    async def _rest(self, seconds: float) -> None:
+        """Waits, and drops what comes meanwhile, or Faust could feed nobody: it is owed."""
+        # Who watches shall see that this waits, and leave Faust alone.
+        self._at_it_since = time.monotonic()
+        while (left := self._at_it_since + seconds - time.monotonic()) > 0:
+            await asyncio.sleep(min(LOOK_SECONDS, left))
+            self._drop_queue()
+
+    def _drop_queue(self) -> None:
+        dropped = list(self._owed)
+        while not self._queue.empty():
+            dropped.append(self._queue.get_nowait())
+        self._owed = _catch_up(dropped)
 
     async def _first(self) -> list[Record | CatchUp]:
         """The next item of the queue; nothing, now and then, while shards have stopped."""
@@ -214,10 +247,8 @@ class Projector:
             except NoReadModel as reason:
                 items = await self._wait_for_version(items, reason)
             except psycopg.errors.UndefinedTable as error:
-                # The version we wrote was dropped. If ours lacks a table, this repeats itself in the log and harms nobody.
-                log.warning("projection %s: %s; looking for its version again", self.name, error)
-                await self._disconnect()
-                await asyncio.sleep(RETRY_SECONDS)
+                # The version we wrote was dropped. If ours lacks a table, it waits for whoever mends that.
+                items = await self._wait_for_version(items, NoReadModel(str(error)))
             except psycopg.errors.LockNotAvailable as error:
                 log.warning("projection %s: %s; %d that hang were ended", self.name, error, await self._end_hanging())
                 await self._disconnect()
@@ -225,8 +256,7 @@ class Projector:
                 # Without the schema of the version, the same names mean the views of what is shown, which cannot be written.
                 if not await self._version_dropped():
                     raise
-                log.info("projection %s: the version that it wrote was dropped; looking for the one that is ours now", self.name)
-                await self._disconnect()
+                items = await self._wait_for_version(items, NoReadModel("the version that it wrote was dropped"))
             except BaseException as error:
                 if not is_trouble(error):
                     raise
@@ -241,11 +271,8 @@ class Projector:
             log.warning("projection %s waits: %s", self.name, reason)
             self.waits_for = str(reason)
         await self._disconnect()
-        dropped = list(items)
-        while not self._queue.empty():
-            dropped.append(self._queue.get_nowait())
-        await asyncio.sleep(LOOK_SECONDS)
-        return _catch_up(dropped)
+        await self._rest(LOOK_SECONDS)
+        return _catch_up([*items, *self._owed])
 
     async def _connected(self) -> AsyncConnection[Any]:
         if self._connection is None:
@@ -340,6 +367,8 @@ class Projector:
 
     def _cursor(self, group: Group, shard: int) -> Cursor:
         moved = group.moves.get(shard)
+        if moved is None and shard not in self._cursors:
+            raise NoReadModel(f"{self._home or self._schema} has no cursor of shard {shard}: run `grabstream init`, or rebuild {self.name}")
         return moved[1] if moved else self._cursors[shard]
 
     async def _add(self, group: Group, record: Record) -> Group:

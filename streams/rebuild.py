@@ -9,7 +9,7 @@ Cursors and rows are committed together throughout, so a build that was stopped,
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from typing import Any, Final, NamedTuple
 
@@ -99,11 +99,17 @@ class Rebuild:
             raise Refused(f"{self._projection} has no live version in schema {self._where.schema}: run `grabstream init`")
         return found
 
+    async def is_lost(self, version: Version) -> bool:
+        """Whether the tables of a version are gone."""
+        return bool(await versions.lost(self._control, [version]))
+
     async def begun(self, source: str, keeps_set_aside: bool) -> Version | None:
         """A build that was begun and can go on: of this code's definition, from the same source."""
         found = await versions.in_state(self._control, self._where.schema, self._projection, "building")
         wanted = (definition_of(self._projection).number, source, keeps_set_aside)
-        return found if found is not None and (found.definition, found.source, found.keeps_set_aside) == wanted else None
+        if found is None or (found.definition, found.source, found.keeps_set_aside) != wanted or await self.is_lost(found):
+            return None
+        return found
 
     async def in_state(self, state: str) -> Version:
         """The version in a state, `building` or `previous`; raises Refused when there is none."""
@@ -129,9 +135,9 @@ class Rebuild:
         await self._use(building)
         try:
             if building.phase == "loading":
-                await self._load(source)
+                await self._load(source, self._live_cursors)
                 building = await self._finish(building)
-            await self._follow(source, await self._cursors_of(await self.live()))
+            await self._follow(source, await self._live_cursors())
         except Refused as error:
             lacking = 0 if keeps else len(await self.set_aside())
             if not lacking:
@@ -140,11 +146,43 @@ class Rebuild:
             raise Refused(f"{error}. The live version was let past {records} read again now: --keep-set-aside goes past them") from None
         return building
 
+    async def restore(self, source: Source, patience_seconds: float) -> Version:
+        """Makes a new version up to the source's end and shows it, where the live one's tables are gone."""
+        await versions.sweep(self._control, self._where.schema, self._projection)
+        building = await self.begun(source.name, source.aside is not None) or await self._begin(source.name, source.aside is not None)
+        await self._use(building)
+
+        async def ends() -> dict[int, Cursor]:
+            found = {shard: await source.end(shard) for shard in range(self._where.shards)}
+            if None in found.values():
+                # The audit trail knows no offsets; it ends where its own cursors are.
+                trail = await versions.in_state(self._control, self._where.schema, "audit", "live")
+                assert trail is not None
+                return await self._cursors_of(trail)
+            return {shard: end for shard, end in found.items() if end is not None}
+
+        if building.phase == "loading":
+            await self._load(source, ends)
+            building = await self._finish(building)
+
+        async def near() -> None:
+            await self._follow(source, await ends())
+
+        async def reach(held: Mapping[int, Cursor]) -> None:
+            """Nobody writes the live version."""
+
+        await Switch(self._control, self._where.schema, None, building, near, reach, False, self._wait).run(patience_seconds)
+        return building._replace(state="live", phase="agreed")
+
+    async def _live_cursors(self) -> dict[int, Cursor]:
+        return await self._cursors_of(await self.live())
+
     async def _begin(self, source: str, keeps_set_aside: bool) -> Version:
         useless = await versions.in_state(self._control, self._where.schema, self._projection, "building")
         if useless is not None:
             log.warning(
-                "%s was begun with another definition, from another source, or with another --keep-set-aside: begun anew", useless.schema
+                "%s was begun with another definition, from another source, with another --keep-set-aside, or is gone: begun anew",
+                useless.schema,
             )
             await versions.discard(self._control, self._where.schema, useless)
         async with self._writer.transaction():
@@ -154,14 +192,14 @@ class Rebuild:
         await versions.use_version(self._writer, self._where.schema, version)
         self._own = await cursors.load(self._writer, self._projection)
 
-    async def _load(self, source: Source) -> None:
+    async def _load(self, source: Source, targets_now: Callable[[], Awaitable[dict[int, Cursor]]]) -> None:
         while True:
-            targets = await self._cursors_of(await self.live())
+            targets = await targets_now()
             work = {shard: target.seq - self._own[shard].seq for shard, target in targets.items() if target.seq > self._own[shard].seq}
             if self._jobs > 1 and sum(work.values()) >= PROCESSES_EVENTS_MIN:
                 await self._load_in_processes(source, targets, deal(work, self._jobs))
             await self._carry(source, targets, self._model.load, CHUNK_EVENTS, "loading")
-            now = await self._cursors_of(await self.live())
+            now = await targets_now()
             if sum(now[shard].seq - self._own[shard].seq for shard in now) < NEAR_EVENTS:
                 return
 
@@ -287,6 +325,9 @@ class Rebuild:
     async def undo(self, source: Source, accept: bool, patience_seconds: float) -> tuple[Version, Version]:
         """Shows the previous version again; returns what was live, and what is. Raises Refused when it would lead readers back in time."""
         live, previous = await self.live(), await self.in_state("previous")
+        for one in (live, previous):
+            if await self.is_lost(one):
+                raise Refused(f"the tables in schema {one.schema} are gone: `grabstream rebuild {self._projection}`, without --undo")
         await self._use(previous)
         ours = previous.definition == definition_of(self._projection).number
         # A version of the same definition stood still, frozen, since it was replaced; another one is kept by workers that have its code.

@@ -16,6 +16,7 @@ from typing import Any, Final, NamedTuple
 
 from aiokafka import AIOKafkaProducer
 from psycopg import AsyncConnection, sql
+from psycopg.errors import LockNotAvailable
 from redis.exceptions import ResponseError
 
 from lua.gate import run_script
@@ -27,13 +28,15 @@ from models.transfers import transfers_of
 from projections import versions
 from projections.cursors import Fact
 from projections.definitions import PROJECTIONS
+from projections.locks import Held, hold
 from projections.migrate import use_schema
 from projections.versions import Version
 from streams.clients import started
 from streams.journal import JournalReader, open_reader
 from streams.publisher import Publisher, newest_cursor
-from streams.rebuild import Progress, Report, Where
+from streams.rebuild import Progress, Report, Where, hold_projection
 from streams.sources import Refused, audit_lines
+from streams.switching import LOCK_SECONDS
 from streams.topics import delete_command
 
 OWNER: Final = "restored-"
@@ -111,6 +114,10 @@ class Restore:
             problems: list[str] = []
             delete = f"delete the topic (`{delete_command(self._where.kafka, self._where.journal)}`), and begin again"
             known = [one for one in await versions.versions(connection, self._where.schema) if one.projection in PROJECTIONS]
+            gone = await versions.lost(connection, known)
+            if any((one.projection, one.state) == ("audit", "live") for one in gone):
+                raise Refused(f"the tables of the audit trail are gone ({', '.join(one.schema for one in gone)}): restore their backup")
+            known = [one for one in known if one not in gone]
             for shard in range(self._where.shards):
                 holder = await self._redis.get(self._keys.shard(shard).lease)
                 if holder is not None:
@@ -150,6 +157,12 @@ class Restore:
         progress = _Counter(sum(plan.end.seq for plan in plans), sum(plan.restored.seq for plan in plans), report)
         async with await AsyncConnection.connect(self._where.postgres, autocommit=True, connect_timeout=5) as connection:
             await use_schema(connection, self._where.schema)
+            try:
+                await hold(connection, f"grabstream-restore-{self._where.schema}", f"rebuild journal of {self._where.schema}")
+            except Held as held:
+                raise Refused(f"the journal is being restored already: {held}") from None
+            for projection in PROJECTIONS:
+                await hold_projection(connection, self._where.schema, projection, f"rebuild journal of {self._where.schema}")
             last: dict[int, tuple[Fact, Cursor]] = {}
             producer = AIOKafkaProducer(
                 bootstrap_servers=self._where.kafka, enable_idempotence=True, acks="all", max_request_size=RECORD_BYTES_MAX
@@ -185,12 +198,16 @@ class Restore:
             try:
                 if version.state == "live":
                     async with connection.transaction():
+                        # Readers queue behind who waits for the views.
+                        await connection.execute("SELECT set_config('lock_timeout', %s, true)", (f"{LOCK_SECONDS:.0f}s",))
                         await versions.begin_anew(connection, schema, version.projection, self._where.shards)
                     await use_schema(connection, schema)
                 else:
                     await versions.discard(connection, schema, version)
             except versions.ViewsInUse as error:
                 raise Refused(str(error)) from None
+            except LockNotAvailable:
+                raise Refused(f"the views of {version.projection} are in use by open transactions: begin again when these end") from None
 
     async def _anchor_redis(self, plan: ShardPlan, own: tuple[int, str, str], anchor: Cursor) -> None:
         state = self._keys.shard(plan.shard).state

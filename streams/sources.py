@@ -20,6 +20,7 @@ from projections import set_aside
 from projections.cursors import Fact, facts_of
 from projections.migrate import use_schema
 from projections.set_aside import SetAside
+from streams.clients import ended
 from streams.journal import JournalReader, Record, open_reader
 from streams.projector import Decoded
 
@@ -249,5 +250,4 @@ async def ahead(chunks: AsyncGenerator[tuple[Cursor, list[Fact]], None], depth: 
                 raise item
             yield item
     finally:
-        filling.cancel()
-        await asyncio.gather(filling, return_exceptions=True)
+        await ended([filling])

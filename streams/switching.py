@@ -31,13 +31,13 @@ class Busy(Exception):
 class Switch(NamedTuple):
     """A switch of main schema `schema` from `live` to `chosen`; what was live is kept as the previous version, or not.
 
-    `near` brings the chosen one close while nothing is held, `reach` to the cursors that are held; both may raise Busy.
-    `control` is a connection in autocommit, `wait` is told why it has to be tried again.
+    `near` brings the chosen one close while nothing is held, `reach` to the cursors that are held; both may raise Busy. Without a `live`
+    one, whose tables are gone, nothing is held. `control` is a connection in autocommit, `wait` is told why it has to be tried again.
     """
 
     control: AsyncConnection[Any]
     schema: str
-    live: Version
+    live: Version | None
     chosen: Version
     near: Callable[[], Awaitable[None]]
     reach: Callable[[Mapping[int, Cursor]], Awaitable[None]]
@@ -60,7 +60,7 @@ class Switch(NamedTuple):
             await self.near()
             async with self.control.transaction():
                 await self._set_lock_timeout(int(LOCK_SECONDS * 1000))
-                await self.reach(await cursors_of(self.control, self.live, lock=True))
+                await self.reach(await cursors_of(self.control, self.live, lock=True) if self.live is not None else {})
                 await older_snapshots_gone(self.control)
                 # Readers queue behind us while we wait: not for long, and then we come again.
                 await self._set_lock_timeout(VIEWS_LOCK_MS)

@@ -26,7 +26,7 @@ from projections import cursors, proof, set_aside, verified
 from projections.migrate import PROJECTIONS, use_schema
 from projections.proof import Fact, Gaps, OfferState, Walked, numbers_in_words
 from projections.verified import ALL_SHARDS, Problem, Progress
-from streams.clients import Trouble, in_words
+from streams.clients import Trouble, ended, in_words
 
 log = logging.getLogger(__name__)
 
@@ -115,12 +115,10 @@ class Verifier:
             try:
                 await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             finally:
-                for task in tasks:
-                    task.cancel()
-                ended = await asyncio.gather(*tasks, return_exceptions=True)
-            for one in ended:
-                if isinstance(one, BaseException) and not isinstance(one, asyncio.CancelledError):
-                    raise one
+                left = await ended(tasks)
+            for task in set(tasks) - left:
+                if not task.cancelled() and (error := task.exception()) is not None:
+                    raise error
 
     async def _walk_on(self, connection: AsyncConnection[Any], stop: asyncio.Event, trouble: Trouble) -> None:
         while not stop.is_set():

@@ -2,12 +2,14 @@
 
 `decide` answers commands of the topic · `relay` moves outboxes to the journal · `sweep` closes what is due and carries counts of
 refusals to SQL (it runs where the shard is relayed) · `project` builds the read models in PostgreSQL · `publish` puts single events on
-`grab.events` · `verify` walks behind the read models and compares them with Redis. One failing ends all: a process that
-plays half its roles looks alive and is not.
+`grab.events` · `verify` walks behind the read models and compares them with Redis. One of the first three failing ends
+all: a process that plays half its roles looks alive and is not. The others are about the books: they begin again, and deciding goes on.
 """
 
 import asyncio
+import contextlib
 import logging
+import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -16,6 +18,8 @@ from lua.keys import KeySpace
 from lua.refusals import RefusalLog, writing
 from lua.sealing import Sealer
 from lua.tickets import TicketKeys
+from lua.trouble import is_trouble
+from streams.clients import ended
 from streams.decider import Decider
 from streams.keeper import Keeper
 from streams.recovery import Recovered, Snapshots
@@ -24,6 +28,12 @@ from streams.sweeper import RecordDemand, Sweeper
 from streams.topics import Topics
 
 log = logging.getLogger(__name__)
+
+#: How long roles have to end when they are told to, before they are cancelled.
+STOP_SECONDS: Final = 12.0
+#: After which pause a role of the books begins again.
+AGAIN_SECONDS_MIN: Final = 1.0
+AGAIN_SECONDS_MAX: Final = 60.0
 
 ROLES: Final = ("decide", "relay", "sweep", "project", "publish", "verify")
 
@@ -92,26 +102,50 @@ def roles_of(
 
         running["relay"] = Keeper(redis, keys, settings.lease_ms, tasks_of).run
 
-    running.update((role, of_books[role]) for role in ("project", "publish", "verify") if role in roles and role in of_books)
+    running.update((role, again(role, of_books[role])) for role in ("project", "publish", "verify") if role in roles and role in of_books)
     return running
 
 
-async def run_worker(roles: dict[str, Role], stop: asyncio.Event) -> None:
-    """Plays the roles until `stop` is set or one ends; then stops the others and raises what went wrong, if anything did."""
-    tasks = {asyncio.create_task(role(stop), name=name): name for name, role in roles.items()}
+def again(name: str, role: Role) -> Role:
+    """The role, begun again whenever it fails, until it is told to stop: after a second, and longer and longer."""
+
+    async def run(stop: asyncio.Event) -> None:
+        pause_seconds = AGAIN_SECONDS_MIN
+        while not stop.is_set():
+            began = time.monotonic()
+            try:
+                await role(stop)
+                if not stop.is_set():
+                    log.critical("role %s ended by itself: it begins again in %.0f s, other roles go on", name, pause_seconds)
+            except BaseException as error:
+                if not isinstance(error, Exception) and not is_trouble(error):
+                    raise
+                log.critical("role %s: unknown error, it begins again in %.0f s, other roles go on", name, pause_seconds, exc_info=True)
+            if time.monotonic() - began > AGAIN_SECONDS_MAX:
+                pause_seconds = AGAIN_SECONDS_MIN
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(pause_seconds):
+                    await stop.wait()
+            pause_seconds = min(pause_seconds * 2, AGAIN_SECONDS_MAX)
+
+    return run
+
+
+async def run_worker(roles: dict[str, Role], stop: asyncio.Event) -> list[str]:
+    """Plays the roles until `stop` is set or one ends; then stops the others and raises what went wrong, if anything did.
+
+    Returns within a bound from then on (STOP_SECONDS and CLOSE_SECONDS_MAX), with the names of roles that do not end.
+    """
+    tasks = {asyncio.create_task(role(stop), name=f"role {name}"): name for name, role in roles.items()}
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        ended = {tasks[task] for task in done}
         if not stop.is_set():
-            log.error("role %s ended: stopping the others", ", ".join(sorted(ended)))
+            log.error("role %s ended: stopping the others", ", ".join(sorted(tasks[task] for task in done)))
         stop.set()
-        await asyncio.wait(tasks, timeout=15)
-        for task in done:
-            task.result()
+        await asyncio.wait(tasks, timeout=STOP_SECONDS)
     finally:
-        for task in tasks:
-            task.cancel()
-        results = await asyncio.gather(*tasks, return_exceptions=True)
-    for result in results:
-        if isinstance(result, Exception):
-            raise result
+        left = await ended(tasks)
+    for task in tasks.keys() - left:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            raise error
+    return [tasks[task] for task in left]

@@ -224,6 +224,13 @@ async def _one(settings: Settings, work: Rebuild, projection: str, request: Requ
     result: dict[str, Any] = {
         "projection": projection, "before": live._asdict(), "new": None, "done": "nothing", "refused": False, "difference": [],
     }  # fmt: skip
+    lost = await work.is_lost(live) and not (request.drop_previous or request.discard)
+    if lost and (request.undo or request.no_switch):
+        raise Refused(f"the tables in schema {live.schema} are gone: `grabstream rebuild {projection}` makes them anew, and shows them")
+    if lost and request.dry_run:
+        return result | {
+            "done": f"would build a new version from the {request.source} and show it: the tables in schema {live.schema} are gone"
+        }
     if request.dry_run:
         return result | {"done": await _plan(work, projection, live, request)}
     if request.drop_previous or request.discard:
@@ -236,6 +243,10 @@ async def _one(settings: Settings, work: Rebuild, projection: str, request: Requ
         if request.undo:
             was, now = await work.undo(source, request.accept, request.patience)
             return result | {"new": now._asdict(), "done": f"{now.schema} is live again, {was.schema} is the previous version"}
+        if lost:
+            new = await work.restore(source, request.patience)
+            done = f"{new.schema} is live, made anew from the {request.source}: the tables in schema {live.schema} were gone"
+            return result | {"new": new._asdict(), "build_seconds": round(time.monotonic() - began, 2), "done": done}
         new = await work.build(source)
         result |= {"new": new._asdict(), "build_seconds": round(time.monotonic() - began, 2)}
         if new.phase != "agreed":

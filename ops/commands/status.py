@@ -21,7 +21,7 @@ from ops.settings import Settings, load_settings
 from projections import cursors, set_aside, verified
 from projections.definitions import PROJECTIONS, definition_of
 from projections.migrate import use_schema
-from projections.versions import NoReadModel, versions, written_by_us
+from projections.versions import NoReadModel, lost, versions, written_by_us
 from streams.clients import in_words, started
 
 
@@ -138,8 +138,11 @@ async def _postgres(settings: Settings, found: dict[str, Any]) -> None:
 async def _versions(connection: AsyncConnection[Any], schema: str, found: dict[str, Any]) -> None:
     """The versions of the read models, each with the events it has; and which projection none of them can serve this code."""
     known = await versions(connection, schema)
+    gone = await lost(connection, known)
     for one in known:
-        if one.projection in PROJECTIONS:
+        if one in gone:
+            found["versions"].append(one._asdict() | {"state": "gone", "events": 0})
+        elif one.projection in PROJECTIONS:
             table = sql.Identifier(one.schema, "projection_cursors")
             rows = await connection.execute(sql.SQL("SELECT coalesce(sum(seq), 0)::bigint FROM {}").format(table))
             [events] = await rows.fetchone() or [0]

@@ -30,10 +30,12 @@ from ops.connections import (
     worker_settings,
 )  # fmt: skip
 from ops.settings import Settings, load_settings
+from ops.stopping import END_SECONDS_MAX, end_within
 from ops.verification import compares_keys
 from projections.demand import record
 from projections.migrate import PROJECTIONS as READ_MODELS
 from streams.clients import Trouble, in_words
+from streams.projector import EXIT_UNKNOWN_ERROR
 from streams.relay import Step
 from streams.verifier import Verifier
 from streams.worker import ROLES, Role, roles_of, run_worker
@@ -63,8 +65,13 @@ def worker(roles: str) -> None:
 async def _run(settings: Settings, chosen: Sequence[str]) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
+
+    def end() -> None:
+        end_within(END_SECONDS_MAX, EXIT_UNKNOWN_ERROR)
+        stop.set()
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
+        loop.add_signal_handler(number, end)
     if not await _reached(settings, stop):
         return
     if "project" in chosen:
@@ -84,8 +91,14 @@ async def _run(settings: Settings, chosen: Sequence[str]) -> None:
             step_of(settings), snapshots(settings), functools.partial(report_recovery, settings),
         )  # fmt: skip
         log.info("playing %s", ", ".join(chosen))
-        await run_worker(roles, stop)
+        left = await run_worker(roles, stop)
+        if left:
+            # The event loop would wait for them at its end.
+            log.critical("role %s does not end: ending the process", ", ".join(sorted(left)))
+            logging.shutdown()
+            os._exit(EXIT_UNKNOWN_ERROR)
     finally:
+        end_within(END_SECONDS_MAX, EXIT_UNKNOWN_ERROR)
         await redis.aclose()
 
 
@@ -163,6 +176,6 @@ async def _record_demand(settings: Settings, shard: int, rows: Sequence[tuple[in
     try:
         async with await psycopg.AsyncConnection.connect(settings.postgres, connect_timeout=5) as connection:
             await record(connection, settings.schema_, shard, rows)
-    except psycopg.OperationalError as error:
-        # The counts stay in Redis, and are written when PostgreSQL is back.
+    except psycopg.Error as error:
+        # The counts stay in Redis, and are written when PostgreSQL is back, or its tables are: a restore drops them first.
         raise OSError(f"PostgreSQL: {error}") from None

@@ -1,5 +1,6 @@
 """What PostgreSQL says: are the tables there, which read models have stopped or are behind, what was set aside, what was found."""
 
+from collections.abc import Sequence
 from datetime import datetime
 from typing import Any, Final, NamedTuple
 
@@ -16,7 +17,7 @@ from projections.cursors import Stop
 from projections.migrate import PROJECTIONS, missing_migrations
 from projections.set_aside import SetAside
 from projections.verified import Found, Progress
-from projections.versions import versions, written_by_us
+from projections.versions import Version, lost, versions, written_by_us
 from streams.journal import JournalReader
 from streams.publisher import newest_cursor
 from streams.topics import Topics, delete_command
@@ -35,7 +36,10 @@ class Lost(NamedTuple):
 
 
 class BookFacts(NamedTuple):
-    """The tables; `missing` migrations leave the rest empty. `clock_ahead_ms`: the server's clock against this machine's."""
+    """The tables; `missing` migrations, and `gone` versions, leave the rest empty.
+
+    `clock_ahead_ms`: the server's clock against this machine's.
+    """
 
     clock_ahead_ms: int
     data_directory: str | None
@@ -48,6 +52,7 @@ class BookFacts(NamedTuple):
     progress: dict[int, Progress]
     lost: Lost
     without_version: list[str]
+    gone: Sequence[Version] = ()
 
 
 async def read_books(connection: AsyncConnection[Any], schema: str, clock: Any) -> BookFacts:
@@ -63,6 +68,10 @@ async def read_books(connection: AsyncConnection[Any], schema: str, clock: Any) 
     lacking = await missing_migrations(connection, schema)
     if lacking:
         return BookFacts(ahead, directory, fsync, lacking, {}, [], [], [], {}, Lost(0, 0, None), [])
+    live = [one for one in await versions(connection, schema) if one.state == "live" and one.projection in PROJECTIONS]
+    if gone := await lost(connection, live):
+        # Views over all read models went with one of them; what they say is asked for when it is back.
+        return BookFacts(ahead, directory, fsync, [], {}, [], [], [], {}, Lost(0, 0, None), [], gone)
     return BookFacts(
         ahead, directory, fsync, [],
         {name: await cursors.load(connection, name) for name in PROJECTIONS},
@@ -144,6 +153,14 @@ def tables_missing(facts: BookFacts, settings: Settings) -> list[Finding]:
     if facts.missing:
         means = "read models cannot be built, and questions about them are not answered"
         return [Finding("stuck", f"migrations are missing: {', '.join(facts.missing)}", means, "grabstream init")]
+    if facts.gone:
+        return [
+            Finding(
+                "stuck", f"the tables of {one.projection}, in schema {one.schema}, are gone", f"nobody can read {one.projection}",
+                f"grabstream rebuild {one.projection}",
+            )
+            for one in facts.gone
+        ]  # fmt: skip
     short = sorted(name for name, of in facts.positions.items() if len(of) < settings.shards)
     if not short:
         return []

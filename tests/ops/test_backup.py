@@ -4,6 +4,7 @@ import asyncio
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,11 @@ from ops.services.servers import PROJECT
 from ops.settings import Settings, child_environment
 from ops.verification import verify
 from streams.topics import Topics
+from tests.conftest import NIGHTLY, until
 from tests.streams.test_projections import rows
 from tests.streams.test_restore import delete, forget_last
 
+RESTORES = 30 if NIGHTLY else 4
 DECIDING, PROJECTING = "decide,relay,sweep", "project,publish"
 
 
@@ -75,6 +78,47 @@ async def test_postgresql_is_lost(system: Settings, worker: Callable[..., Any], 
     assert await rows(system, "SELECT * FROM accounts ORDER BY account, asset") == books
     await grab(system, "after")
     await all_is_right(system)
+
+
+async def test_restored_while_people_are_refused(system: Settings, worker: Callable[..., Any], tmp_path: Path) -> None:
+    """Deciders and gates write samples and counts of refusals all the time, before, between and after the restore's steps."""
+    deciding, projecting = worker(system, DECIDING), worker(system, PROJECTING)
+    await grab(system, *(f"a{number}" for number in range(50)), opening=True)
+    await all_is_right(system)
+    assert projecting.stop() == 0
+    await asyncio.to_thread(carry_out, "backup", system, tmp_path)
+    refused = 0
+
+    async def crowd() -> None:
+        nonlocal refused
+        async with open_gate(system) as gate:
+            while True:
+                again = [Grab(id=f"r{refused}-{number}", offer="e", user=f"a{number}") for number in range(50)]
+                assert {answer.outcome for answer in await gate.decide(again, patience_ms=30_000)} == {"already_taken"}
+                refused += len(again)
+
+    refusing = asyncio.create_task(crowd())
+    try:
+        for _ in range(RESTORES):
+            before = refused
+            await until(lambda before=before: refused > before or refusing.done(), 30, "refusals")
+            await asyncio.to_thread(carry_out, "restore", system, tmp_path)
+            assert not refusing.done()
+            for table in ("demand", "refusals_1"):
+                await until(lambda table=table: _has_rows(system, table), 30, f"rows of {table}")
+    finally:
+        refusing.cancel()
+        await asyncio.gather(refusing, return_exceptions=True)
+    assert deciding.process.poll() is None
+    worker(system, PROJECTING)
+    await all_is_right(system)
+
+
+async def _has_rows(settings: Settings, table: str) -> bool:
+    at_ms = int(time.time() * 1_000)
+    newest = "max(second) * 1000" if table == "demand" else "max(at)"
+    [(written_at,)] = await rows(settings, f"SELECT {newest} FROM {table}")
+    return bool(written_at and at_ms - written_at < 10_000)
 
 
 async def test_redis_is_lost(system: Settings, worker: Callable[..., Any]) -> None:

@@ -1,0 +1,143 @@
+"""Who is told to end, ends within a bound, whatever hangs: here PostgreSQL, which takes what it is sent and answers nothing."""
+
+import asyncio
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from psycopg.conninfo import conninfo_to_dict
+
+from models.commands import Grab, Open
+from models.offers import EnvelopeTerms
+from ops.connections import open_gate, open_redis
+from ops.settings import Settings, child_environment
+from ops.stopping import END_SECONDS_MAX
+from streams.worker import again, run_worker
+from tests.conftest import until
+from tests.ops.test_cli import of
+from tests.streams.test_projections import rows
+
+
+class Hanging:
+    """A way to PostgreSQL that passes everything on, until `hang` is called: from then on nothing, and no connection is refused."""
+
+    def __init__(self, host: str, port: int) -> None:
+        self._host, self._port = host, port
+        self._open = asyncio.Event()
+        self._open.set()
+        self.port = 0
+
+    def hang(self) -> None:
+        self._open.clear()
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await self._open.wait()
+        from_server, to_server = await asyncio.open_connection(self._host, self._port)
+
+        async def carry(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
+            while data := await source.read(65_536):
+                await self._open.wait()
+                target.write(data)
+            target.close()
+
+        ends = await asyncio.gather(carry(reader, to_server), carry(from_server, writer), return_exceptions=True)
+        assert ends
+
+
+@asynccontextmanager
+async def hanging(settings: Settings) -> AsyncIterator[tuple[Hanging, Settings]]:
+    """The settings by such a way."""
+    known = conninfo_to_dict(settings.postgres)
+    way = Hanging(str(known["host"]), int(str(known["port"])))
+    server = await asyncio.start_server(way.serve, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    try:
+        yield way, settings.model_copy(update={"postgres": settings.postgres.replace(f":{known['port']}/", f":{port}/")})
+    finally:
+        server.close()
+
+
+async def test_a_worker_whose_postgresql_hangs(system: Settings, worker: Callable[..., Any]) -> None:
+    """All its roles: it goes on deciding, ends within the bound when it is told to, and its leases are free at once."""
+    async with hanging(system) as (way, settings):
+        one = worker(settings, "decide,relay,sweep,project,publish,verify")
+        terms = EnvelopeTerms(issuer="alice", funding="pay", asset="CNY", total=900, parts=9)
+        async with open_gate(system) as gate:
+            await gate.decide([Open(id="o", offer="e", terms=terms)], patience_ms=30_000)
+            await until(lambda: _booked(system, 1), 60, "the books")
+            way.hang()
+            [answer] = await gate.decide([Grab(id="g", offer="e", user="u")], patience_ms=30_000)
+            assert answer.outcome == "granted"
+        began = time.monotonic()
+        one.process.terminate()
+        redis = open_redis(system)
+        try:
+
+            async def free() -> bool:
+                return not [key async for key in redis.scan_iter(match=f"{system.prefix}:*:lease", count=1_000)]
+
+            await until(free, END_SECONDS_MAX, "free leases")
+        finally:
+            await redis.aclose()
+        await asyncio.to_thread(one.process.wait, END_SECONDS_MAX + 5)
+        assert time.monotonic() - began < END_SECONDS_MAX + 2
+
+
+async def test_a_rebuild_whose_postgresql_hangs(system: Settings) -> None:
+    async with hanging(system) as (way, settings):
+        process = subprocess.Popen(
+            [sys.executable, "-m", "ops.cli", "rebuild", "ledger", "--jobs", "1"],
+            env=child_environment(**of(settings), fail_at="rebuild.finished:1:stop"), stderr=subprocess.PIPE,
+        )  # fmt: skip
+        stopped = "SELECT count(*) FROM read_models WHERE (projection, phase, state) = ('ledger', 'following', 'building')"
+
+        async def finished() -> bool:
+            return await rows(system, stopped) == [(1,)]
+
+        await until(finished, 60, "its sums")
+        await until(lambda: ") T " in Path(f"/proc/{process.pid}/stat").read_text(), 60, "its stop")
+        way.hang()
+        process.terminate()
+        process.send_signal(signal.SIGCONT)  # the statement that comes next hangs
+        try:
+            assert await asyncio.to_thread(process.wait, END_SECONDS_MAX + 10) == 143
+        finally:
+            process.kill()
+
+
+async def _booked(settings: Settings, seq: int) -> bool:
+    return await rows(settings, "SELECT DISTINCT max(seq) FROM cursors GROUP BY projection") == [(seq,)]
+
+
+async def test_roles_that_do_not_end_or_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A role that takes no notice is named within the bound; one of the books that fails begins again."""
+    monkeypatch.setattr("streams.worker.STOP_SECONDS", 0.5)
+    stop, begun = asyncio.Event(), 0
+
+    async def stubborn(_: asyncio.Event) -> None:
+        while True:
+            try:
+                await asyncio.sleep(3600)
+            except asyncio.CancelledError:
+                if left_alone.is_set():
+                    raise
+
+    async def failing(stop: asyncio.Event) -> None:
+        nonlocal begun
+        begun += 1
+        if begun == 1:
+            raise KeyError(0)
+        stop.set()
+
+    left_alone = asyncio.Event()
+    began = time.monotonic()
+    assert await run_worker({"stubborn": stubborn, "project": again("project", failing)}, stop) == ["stubborn"]
+    assert begun == 2
+    assert time.monotonic() - began < END_SECONDS_MAX
+    left_alone.set()
