@@ -59,7 +59,7 @@ async def rebuilt(settings: Settings, projection: str, source: str = "journal", 
     ):
         new = await work.build(events)
         assert not [one for one in await work.difference(events, new) if one.undeclared]
-        await work.switch(events, await work.agree(new), keep=True, patience_seconds=20)
+        await work.switch(events, await work.agree(new), keep=True, patience_seconds=60)
     return await version_in(settings, projection)
 
 
