@@ -422,7 +422,7 @@ async def test_all_read_models_one_after_the_other(booked: Settings) -> None:
         env=child_environment(**of(booked)), capture_output=True, text=True, timeout=60,
     )  # fmt: skip
     assert shown.returncode == 1
-    assert json.loads(shown.stdout)["waiting"] == {"balances": 2}
+    assert json.loads(shown.stdout)["waiting"] == {"balances": 3}
 
 
 async def test_a_live_version_of_another_history_is_refused(booked: Settings) -> None:
