@@ -11,13 +11,13 @@ from psycopg import AsyncConnection, sql
 from models.bounds import RECORD_BYTES_MAX
 from models.journal import GENESIS, Cursor, block_headers, chain, marker_headers
 from ops.commands.rebuild import few_collections, where_of
+from ops.making import make_system
 from ops.rehearsal.stage import take_down
 from ops.settings import Settings, load_settings
 from projections import versions
 from projections.definitions import definition_of
-from projections.migrate import migrate
 from streams.rebuild import open_rebuild, open_source
-from streams.topics import Topics, create_topics
+from streams.topics import Topics
 
 BLOCK_EVENTS = 1_000
 COPY_BYTES = 256 * 1024
@@ -68,9 +68,8 @@ async def replay(runs: int, count: int) -> dict[str, Any]:
     few_collections()
     name = f"bench{secrets.token_hex(4)}"
     settings = load_settings().model_copy(update={"prefix": name, "schema_": name})
-    await create_topics(settings.kafka, Topics(name), settings.shards)
+    await make_system(settings)
     async with await AsyncConnection.connect(settings.postgres, autocommit=True) as connection:
-        await migrate(connection, name, settings.shards)
         await versions.use_read_model(connection, name, "ledger")
         try:
             await _journal(settings, connection, count)

@@ -13,7 +13,6 @@ from typing import Any
 
 import redis
 import redis.asyncio
-from psycopg import AsyncConnection
 from pydantic import SecretStr
 
 from lua.gate import Gate, GateLimits, run_script
@@ -22,12 +21,11 @@ from lua.sealing import Sealer
 from models.commands import Grab, Open
 from models.offers import EnvelopeTerms
 from ops.commands.services import new_seal_key
+from ops.making import make_system
 from ops.rehearsal.stage import take_down
 from ops.services import free_ports
 from ops.services.servers import Redis
 from ops.settings import Settings, child_environment, load_settings
-from projections.migrate import migrate
-from streams.topics import Topics, create_topics
 
 SEALER = Sealer({"bench": bytes(32)})
 
@@ -84,9 +82,7 @@ async def system(roles: Sequence[str]) -> AsyncIterator[tuple[Settings, list["su
                 "redis_url": f"redis://127.0.0.1:{port}/0",
             }
         )
-        await create_topics(settings.kafka, Topics(name), settings.shards)
-        async with await AsyncConnection.connect(settings.postgres, autocommit=True) as connection:
-            await migrate(connection, name, settings.shards)
+        await make_system(settings)
         environment = child_environment(
             prefix=name, schema=name, redis_url=settings.redis_url, kafka=settings.kafka, postgres=settings.postgres,
             seal_keys=settings.seal_keys.get_secret_value(), outbox_events_max="10000000", gate_queue_max="1000000",

@@ -40,10 +40,11 @@ CAMPAIGN_KEYS: Final = ("answers", "payments", "counters", "state", "tickets")
 
 
 class ShardKeys(NamedTuple):
-    """The keys of one shard under one prefix."""
+    """The keys of one shard under one prefix. `database` is the number of Redis' database: channels are the whole server's."""
 
     prefix: str
     shard: int
+    database: int = 0
 
     @property
     def tag(self) -> str:
@@ -118,7 +119,7 @@ class ShardKeys(NamedTuple):
     @property
     def channel(self) -> str:
         """Pub/sub channel: `<history> <seq>` whenever more is journaled."""
-        return f"{self.tag}:journaled"
+        return f"{self.tag}:journaled" + (f"@{self.database}" if self.database else "")
 
     def deciding(self) -> list[str]:
         """The keys every deciding script gets first, in order."""
@@ -150,10 +151,16 @@ class KeySpace(NamedTuple):
 
     prefix: str
     shards: int
+    database: int = 0
+
+    @property
+    def system(self) -> str:
+        """String: which schema, journal and number of shards the prefix belongs to, as JSON. Whoever finds it gone writes it again."""
+        return f"{self.prefix}:system"
 
     def shard(self, shard: int) -> ShardKeys:
         """The keys of a shard by its number."""
-        return ShardKeys(self.prefix, shard)
+        return ShardKeys(self.prefix, shard, self.database)
 
     def shard_of_offer(self, offer: str) -> int:
         """The shard that decides an offer."""

@@ -27,6 +27,7 @@ VERBS: Final = {
     "status": ("ops.commands.status", "Servers, shards and read models: what runs, how far, what stopped."),
     "config": ("ops.commands.config", "The settings in force, secrets masked."),
     "init": ("ops.commands.init", "Create topics and tables."),
+    "schemas": ("ops.commands.schemas", "What of the database is this system's: for backups."),
     "worker": ("ops.commands.worker", "Play the roles of a worker."),
     "open": ("ops.commands.offers", "Open the offers of a file."),
     "pause": ("ops.commands.offers", "Refuse grabs of an offer until it is resumed."),

@@ -2,13 +2,17 @@
 
 import asyncio
 import functools
+import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
 import psycopg
 import redis.asyncio
+from aiokafka.errors import KafkaError
 from psycopg import AsyncConnection, IsolationLevel
+from psycopg.rows import tuple_row
+from redis.asyncio.connection import parse_url
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
@@ -18,9 +22,11 @@ from lua.keys import KeySpace
 from lua.refusals import Refusal, RefusalLog, RefusalSample, writing
 from lua.sealing import Sealer
 from lua.tickets import TicketKeys
+from lua.trouble import is_trouble
 from models.calendar import DAY_MS
 from models.events import decode_event
 from models.journal import Cursor
+from ops.identity import OtherSystem, compare_journal, find_journal, require_prefix, require_schema
 from ops.redis_cluster import ClusterClient
 from ops.redis_servers import information
 from ops.settings import BadSettings, Settings, cluster_address, is_cluster
@@ -28,11 +34,17 @@ from projections import refusals
 from projections.migrate import use_schema
 from projections.recoveries import record_lost, record_recovery
 from projections.snapshots import events_of, newest, payments_of, trail_of
+from projections.system import Identity
+from streams.clients import in_words
 from streams.own import System
 from streams.recovery import Recovered, Snapshot, Snapshots
+from streams.topics import Topics
 from streams.worker import WorkerSettings
 
+log = logging.getLogger(__name__)
+
 SOCKET_TIMEOUT_SECONDS = 5.0
+LOOK_AGAIN_SECONDS = 2.0
 
 
 class _Cancellable:
@@ -99,9 +111,83 @@ async def require_core(client: Any) -> None:
             )
 
 
+@asynccontextmanager
+async def checked_books(settings: Settings, **options: Any) -> AsyncIterator[AsyncConnection[Any]]:
+    """A connection whose unqualified names are those of the system's schema; raises OtherSystem when that belongs to another system.
+
+    `options` are psycopg's; it commits by itself if they do not say otherwise.
+    """
+    chosen: dict[str, Any] = {"autocommit": True, "connect_timeout": 5, **options}
+    row_factory = chosen.pop("row_factory", tuple_row)
+    async with await AsyncConnection.connect(settings.postgres, **chosen) as connection:
+        await require_schema(connection, settings)
+        await use_schema(connection, settings.schema_)
+        connection.row_factory = row_factory
+        yield connection
+
+
+async def check_system(settings: Settings, redis: Any = None, journal: bool = True) -> Identity | None:
+    """Raises BadSettings when the settings are not those of one system: what schema, journal and prefix say of each other.
+
+    Every process asks before anything else; without `journal` it does so without Kafka. Of the others one that is away says nothing:
+    whoever needs it meets that by itself. Returns the system, None as long as the schema does not say that it is.
+    """
+    topic = await find_journal(settings) if journal else None
+    identity = None
+    try:
+        async with await AsyncConnection.connect(settings.postgres, autocommit=True, connect_timeout=5) as connection:
+            identity = await require_schema(connection, settings)
+    except psycopg.OperationalError as error:
+        log.warning("PostgreSQL cannot be reached yet: %s", str(error).strip())
+    if identity is not None and journal:
+        compare_journal(settings, identity, topic)
+    elif journal and topic is None:
+        raise BadSettings(f"topic {Topics(settings.prefix).journal} is not there: `grabstream init` makes it")
+    client = redis or open_redis(settings)
+    try:
+        expected = topic and Identity(settings.prefix, topic.id, settings.shards)
+        await require_prefix(client, key_space(settings).system, settings, expected)
+    except BaseException as error:
+        if not is_trouble(error):
+            raise
+        log.warning("Redis cannot be reached yet: %s", in_words(error))
+    finally:
+        if redis is None:
+            await client.aclose()
+    return identity
+
+
+async def what_is_mixed_up(settings: Settings, seconds: float = 8.0) -> OtherSystem | None:
+    """What the settings mix up, as far as servers say so within so many seconds; for verbs that tell instead of refusing."""
+    for journal in (True, False):
+        try:
+            async with asyncio.timeout(seconds):
+                await check_system(settings, journal=journal)
+        except OtherSystem as error:
+            return error
+        except (KafkaError, OSError, BadSettings):
+            continue  # Kafka is away, or there is no topic yet: the others are asked all the same
+        else:
+            break
+    return None
+
+
+async def until_known(settings: Settings) -> None:
+    """Returns when the settings are known to be those of one system; raises BadSettings when they are not."""
+    while True:
+        if await check_system(settings) is not None:
+            return
+        await asyncio.sleep(LOOK_AGAIN_SECONDS)
+
+
 def key_space(settings: Settings) -> KeySpace:
     """The keys of this system."""
-    return KeySpace(settings.prefix, settings.shards)
+    return KeySpace(settings.prefix, settings.shards, redis_database(settings))
+
+
+def redis_database(settings: Settings) -> int:
+    """The number of Redis' database; a cluster has one only."""
+    return 0 if is_cluster(settings.redis_url) else int(parse_url(settings.redis_url).get("db") or 0)
 
 
 def gate_limits(settings: Settings) -> GateLimits:
@@ -131,6 +217,7 @@ def worker_settings(settings: Settings) -> WorkerSettings:
         kafka=settings.kafka,
         prefix=settings.prefix,
         shards=settings.shards,
+        redis_database=redis_database(settings),
         gate=gate_limits(settings),
         block_events_max=settings.block_events_max,
         lease_ms=settings.lease_ms,
@@ -145,9 +232,9 @@ def refusal_log(settings: Settings) -> RefusalLog | None:
     async def write(rows: Sequence[Refusal]) -> None:
         oldest_at = now_ms() - settings.refusals_days * DAY_MS
         try:
-            async with await AsyncConnection.connect(settings.postgres, connect_timeout=2) as connection:
+            async with checked_books(settings, connect_timeout=2) as connection:
                 await refusals.record(connection, settings.schema_, rows, settings.refusals_kept_max, oldest_at)
-        except psycopg.Error as error:
+        except (psycopg.Error, OtherSystem) as error:
             raise OSError(f"PostgreSQL: {str(error).strip()}") from None
 
     return RefusalLog(write, RefusalSample(settings.refusals_one_in, settings.refusals_per_second_max))
@@ -159,12 +246,12 @@ def snapshots(settings: Settings) -> Snapshots:
     @asynccontextmanager
     async def connected() -> AsyncIterator[AsyncConnection[Any]]:
         try:
-            async with await AsyncConnection.connect(settings.postgres, connect_timeout=5) as connection:
+            async with checked_books(settings) as connection:
+                await connection.set_autocommit(False)
                 await connection.set_isolation_level(IsolationLevel.REPEATABLE_READ)
                 await connection.set_read_only(True)
-                await use_schema(connection, settings.schema_)
                 yield connection
-        except psycopg.Error as error:
+        except (psycopg.Error, OtherSystem) as error:
             raise OSError(f"PostgreSQL: {error}") from None
 
     @asynccontextmanager
@@ -199,9 +286,9 @@ async def report_recovery(settings: Settings, recovered: Recovered) -> None:
         recovered.snapshot_seq, recovered.applied, recovered.seconds,
     )  # fmt: skip
     try:
-        async with await AsyncConnection.connect(settings.postgres, connect_timeout=5) as connection:
+        async with checked_books(settings) as connection:
             await record_recovery(connection, settings.schema_, row, lost)
-    except psycopg.Error as error:
+    except (psycopg.Error, OtherSystem) as error:
         raise OSError(f"PostgreSQL: {error}") from None
 
 
@@ -212,9 +299,9 @@ async def report_lost(settings: Settings, lost: Sequence[LostDecision]) -> None:
         for shard, command, answer in lost
     ]
     try:
-        async with await AsyncConnection.connect(settings.postgres, connect_timeout=5) as connection:
+        async with checked_books(settings) as connection:
             await record_lost(connection, settings.schema_, rows)
-    except psycopg.Error as error:
+    except (psycopg.Error, OtherSystem) as error:
         raise OSError(f"PostgreSQL: {error}") from None
 
 
@@ -234,6 +321,7 @@ async def open_gate(settings: Settings) -> AsyncIterator[Gate]:
     )  # fmt: skip
     try:
         await require_core(client)
+        await check_system(settings, client, journal=False)
         gate.start()
         async with writing(kept):
             yield gate

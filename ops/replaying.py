@@ -8,9 +8,9 @@ import click
 from psycopg import AsyncConnection, OperationalError
 
 from models.identifiers import campaign_of, is_id, shard_of
+from ops.connections import checked_books
 from ops.moments import BadMoment, parse_points
 from ops.settings import Settings
-from projections.migrate import use_schema
 from streams.history import AuditSource, JournalSource, Point
 from streams.journal import open_reader
 from streams.replay import Stretch
@@ -90,8 +90,7 @@ async def open_source(settings: Settings, source: str, seeks: bool = False) -> A
 
 @asynccontextmanager
 async def _open_books(settings: Settings) -> AsyncIterator[AsyncConnection[Any]]:
-    async with await AsyncConnection.connect(settings.postgres, autocommit=True, connect_timeout=5) as connection:
-        await use_schema(connection, settings.schema_)
+    async with checked_books(settings) as connection:
         found = await connection.execute("SELECT to_regclass('audit') IS NOT NULL AND to_regclass('projection_cursors') IS NOT NULL")
         if not (await found.fetchone() or (False,))[0]:
             raise NoTrail(f"schema {settings.schema_} has no audit trail (GRAB_SCHEMA)")

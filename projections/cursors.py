@@ -97,6 +97,16 @@ async def stop(connection: AsyncConnection[Any], projection: str, shard: int, cu
     )
 
 
+async def read_anew(connection: AsyncConnection[Any], projection: str, shard: int, cursor: Cursor) -> None:
+    """Lets a projection look for its seq and hash in the journal from the beginning: its rows stay, its offset was wrong."""
+    done = await connection.execute(
+        "UPDATE projection_cursors SET next_offset = 0, term = 0, owner = '' WHERE projection = %s AND shard = %s AND seq = %s",
+        (projection, shard, cursor.seq),
+    )
+    if done.rowcount != 1:
+        raise CursorMoved(f"{projection}, shard {shard}: the cursor moves")
+
+
 async def let_go_on(connection: AsyncConnection[Any], projection: str, shard: int) -> bool:
     """A stopped projection may try again; running workers see it within seconds. Returns whether it had stopped."""
     done = await connection.execute("DELETE FROM stopped_shards WHERE projection = %s AND shard = %s", (projection, shard))

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -64,8 +64,14 @@ def group_of(prefix: str, names: Sequence[str]) -> str:
     return f"{prefix}.{'-'.join(name if number == 1 else f'{name}:{number}' for name, number in numbers.items())}"
 
 
-def build_app(kafka: str, prefix: str, shards: int, projectors: Sequence[Projector]) -> faust.App:
-    """The app with an agent for each projector; nothing connects yet, and the projectors run with the app."""
+async def _at_once() -> None:
+    """Nothing has to be waited for."""
+
+
+def build_app(
+    kafka: str, prefix: str, shards: int, projectors: Sequence[Projector], ready: Callable[[], Awaitable[None]] = _at_once
+) -> faust.App:  # fmt: skip
+    """The app with an agent for each projector; nothing connects yet, and the projectors run with the app, once it is `ready`."""
     app = faust.App(
         group_of(prefix, [projector.name for projector in projectors]),
         broker=[f"kafka://{server}" for server in kafka.split(",")],
@@ -94,6 +100,7 @@ def build_app(kafka: str, prefix: str, shards: int, projectors: Sequence[Project
 
     @app.task()  # type: ignore[untyped-decorator]
     async def run_projectors() -> None:
+        await ready()
         running.extend(asyncio.create_task(projector.run()) for projector in projectors)
 
     @app.on_partitions_assigned.connect(weak=False)  # type: ignore[untyped-decorator]

@@ -1,5 +1,8 @@
 """The app for `faust -A streams.app worker`: the read models, with the settings of this system. Nothing connects at import."""
 
+from functools import partial
+
+from ops.connections import until_known
 from ops.settings import load_settings
 from streams.agents import build_app, make_projectors
 
@@ -10,4 +13,5 @@ app = build_app(
     _settings.prefix,
     _settings.shards,
     make_projectors(_settings.kafka, _settings.prefix, _settings.shards, _settings.postgres, _settings.schema_),
+    partial(until_known, _settings),
 )

@@ -7,7 +7,7 @@ from typing import Final, NamedTuple
 from aiokafka import AIOKafkaConsumer, TopicPartition
 
 from models.bounds import RECORD_BYTES_MAX
-from models.journal import Headers
+from models.journal import Cursor, Headers
 from streams.clients import started
 
 FETCH_WAIT_MS: Final = 500
@@ -50,6 +50,28 @@ class JournalReader:
                 last = max(last, *(last_seq_of(record.headers) for record in records))
             look_back *= 4
         return last
+
+    async def seq_before(self, shard: int, cursor: Cursor) -> int | None:
+        """The last seq that the cursor's owner wrote before it, 0 when that is its marker only; all those count.
+
+        None when there is no record of that owner, whose id was drawn at random: the cursor is of another journal, or beyond the end.
+        """
+        beginning, start = await self.beginning(shard), cursor.next_offset
+        if start > await self.end(shard):
+            return None
+        owner, look_back = cursor.owner.encode(), LOOK_BACK_RECORDS
+        while start > beginning:
+            end, start = start, max(start - look_back, beginning)
+            seqs = [
+                last_seq_of(record.headers)
+                async for records in self.read(shard, start, end)
+                for record in records
+                if dict(record.headers).get("owner") == owner
+            ]
+            if seqs:
+                return max(seqs)
+            look_back *= 4
+        return None
 
     async def read(self, shard: int, from_offset: int, to_offset: int) -> AsyncGenerator[list[Record], None]:
         """The records with from_offset ≤ offset < to_offset, in lists as they arrive; raises when they are not there any more."""

@@ -99,7 +99,8 @@ class Takeover:
         return raised, await self._send(b"", marker_headers(self._shard.keys.shard, own.term, own.owner))
 
     async def _stay_fenced(self, own: Ownership, what: str) -> NotReconciled:
-        reason = f"the journal {what}: {JOURNAL_LOST}; put it back, or restore it with `grabstream rebuild journal --from audit`"
+        way_out = "put it back, or restore it with `grabstream rebuild journal --from audit --new-journal`"
+        reason = f"the journal {what}: {JOURNAL_LOST}; {way_out}"
         await self._shard.fence(own, reason)
         return NotReconciled(reason)
 

@@ -95,7 +95,8 @@ class Verifier:
                 trouble.say(f"tables are missing ({error.diag.message_primary}): run `grabstream init`")
                 await _rest(stop, RETRY_SECONDS)
             except BaseException as error:
-                if not is_trouble(error):
+                # What PostgreSQL refuses, too: a wrong row in the tables of checking stops nothing but checking, and `doctor` sees that.
+                if not (is_trouble(error) or isinstance(error, psycopg.Error | LookupError)):
                     raise
                 trouble.say(in_words(error))
                 await _rest(stop, RETRY_SECONDS)
@@ -141,7 +142,7 @@ class Verifier:
                 trouble.over()
                 shard = (shard + 1) % self._keys.shards
             except BaseException as error:
-                if not is_trouble(error):
+                if not (is_trouble(error) or isinstance(error, psycopg.Error)):
                     raise
                 trouble.say(in_words(error))
                 # Whose server hangs keeps nobody else from being compared.

@@ -44,6 +44,7 @@ class WorkerSettings(NamedTuple):
     kafka: str
     prefix: str
     shards: int
+    redis_database: int
     gate: GateLimits
     block_events_max: int
     lease_ms: int
@@ -69,7 +70,7 @@ def roles_of(
     for role in roles:
         if role not in ROLES:
             raise ValueError(f"role {role!r}: must be one of {', '.join(ROLES)}")
-    keys, topics = KeySpace(settings.prefix, settings.shards), Topics(settings.prefix)
+    keys, topics = KeySpace(settings.prefix, settings.shards, settings.redis_database), Topics(settings.prefix)
     running: dict[str, Role] = {}
 
     if "decide" in roles:

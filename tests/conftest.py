@@ -24,12 +24,11 @@ from pydantic import SecretStr
 
 from ops.commands.services import new_seal_key
 from ops.connections import open_redis
+from ops.making import make_system
 from ops.rehearsal.stage import take_down
 from ops.services import LocalServices, free_ports, local
 from ops.services.servers import PROJECT
 from ops.settings import Settings, child_environment, load_settings
-from projections.migrate import migrate
-from streams.topics import Topics, create_topics
 
 NIGHTLY = os.environ.get("HYPOTHESIS_PROFILE") == "nightly"
 #: `make nightly` tries so many times as many random cases.
@@ -136,13 +135,6 @@ def prefix() -> str:
 def settings(servers: Settings, prefix: str) -> Settings:
     """The settings of a system of this test's own."""
     return servers.model_copy(update={"prefix": prefix, "schema_": prefix})
-
-
-async def make_system(settings: Settings) -> None:
-    """Topics and tables of a system."""
-    await create_topics(settings.kafka, Topics(settings.prefix), settings.shards)
-    async with await AsyncConnection.connect(settings.postgres, autocommit=True) as connection:
-        await migrate(connection, settings.schema_, settings.shards)
 
 
 @pytest.fixture

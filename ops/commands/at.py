@@ -12,8 +12,8 @@ from psycopg import AsyncConnection
 from psycopg.rows import dict_row
 
 from models.journal import Corrupt, Gap
-from ops.commands.init import check_shards
 from ops.commands.show import print_offer, read_offer
+from ops.connections import check_system
 from ops.moments import BadMoment, parse_time, show_time
 from ops.output import WholeNumber, console, json_option, print_json, table
 from ops.progress import Reading
@@ -84,8 +84,7 @@ def at(moment: str, offers: Sequence[str], users: Sequence[str], source: str, li
 
 
 async def _run(settings: Settings, asked: Request, at_ms: int, keep: str | None, limit: int | None) -> dict[str, Any]:
-    if asked.source == "journal":
-        await check_shards(settings)
+    await check_system(settings, journal=asked.source == "journal")
     done: dict[int, Done] = {}
     definition = asked.definition(settings)
     async with (

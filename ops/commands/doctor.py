@@ -7,14 +7,13 @@ from datetime import UTC, datetime
 from typing import Any, Final
 
 import click
-from psycopg import AsyncConnection
 from rich.text import Text
 
+from ops.connections import checked_books
 from ops.diagnosis.examination import Examination, by_severity, examine, since_in_words
 from ops.output import WholeNumber, console, json_option, print_json
 from ops.settings import load_settings
 from projections import verified
-from projections.migrate import use_schema
 
 _STYLES: Final = {"stuck": "bold red", "risk": "yellow", "note": "cyan"}
 _SERVERS: Final = {"redis": ("Redis", "GRAB_REDIS_URL"), "kafka": ("Kafka", "GRAB_KAFKA"), "postgres": ("PostgreSQL", "GRAB_POSTGRES")}
@@ -68,8 +67,7 @@ def dismiss(finding: int, reason: str, operator: str, as_json: bool) -> None:
 
 async def _dismiss(finding: int, operator: str, reason: str) -> bool:
     settings = load_settings()
-    async with await AsyncConnection.connect(settings.postgres, autocommit=True, connect_timeout=5) as connection:
-        await use_schema(connection, settings.schema_)
+    async with checked_books(settings) as connection:
         return await verified.dismiss(connection, finding, operator, reason)
 
 

@@ -8,9 +8,8 @@ import sys
 import click
 
 from models.journal import Corrupt, Gap
-from ops.commands.init import check_shards
 from ops.commands.worker import step_of
-from ops.connections import system_of
+from ops.connections import check_system, system_of
 from ops.output import counted, json_option, print_json
 from ops.progress import Reading
 from ops.settings import Settings, load_settings
@@ -48,12 +47,12 @@ def follow(projection: str, rebuild: bool, as_json: bool) -> None:
 
 
 async def _follow(settings: Settings, projection: Projection) -> None:
-    await check_shards(settings)
+    await check_system(settings)
     await follow_journal(projection, system_of(settings), step_of(settings))
 
 
 async def _rebuild(settings: Settings, projection: Projection) -> int:
-    await check_shards(settings)
+    await check_system(settings)
     with Reading(f"rebuild {projection.name}") as report:
         return await rebuild_projection(projection, system_of(settings), report, report.expect)
 

@@ -11,10 +11,10 @@ from typing import Any, NoReturn
 import click
 import msgspec
 
-from ops.commands.init import check_shards
 from ops.commands.rebuild_redis import redis_command
 from ops.commands.worker import step_of
-from ops.connections import key_space, open_redis
+from ops.connections import check_system, key_space, open_redis
+from ops.making import require_all_but_the_journal, take_new_journal
 from ops.output import WholeNumber, console, json_option, print_json, table
 from ops.progress import ProgressLine
 from ops.settings import Settings, load_settings
@@ -111,35 +111,42 @@ rebuild.add_command(redis_command)
 
 @rebuild.command("journal")
 @click.option("--from", "source", type=click.Choice(["audit"]), required=True, help="Where the events are: the audit trail.")
-@click.option("--replication", default=1, show_default=True, help="Copies of the topics that have to be created.")
+@click.option("--replication", type=WholeNumber(1), help="Copies of topics that have to be created.  [default: as `init`]")
+@click.option("--new-journal", is_flag=True, help="The journal that the schema belongs to is lost for good: a new one takes its place.")
 @click.option("--republish", is_flag=True, help="The events topic was lost too: fill it again from the beginning, for its readers.")
 @click.option("--accept-loss", is_flag=True, help="Give up events that the audit trail has not; who had them is made anew without them.")
 @click.option("--dry-run", is_flag=True, help="Check and say what would be restored; only missing topics are created.")
 @json_option
-def journal_(source: str, replication: int, republish: bool, accept_loss: bool, dry_run: bool, as_json: bool) -> None:
+def journal_(
+    source: str, replication: int | None, new_journal: bool, republish: bool, accept_loss: bool, dry_run: bool, as_json: bool
+) -> None:  # fmt: skip
     """Restore the journal from the audit trail, when Kafka has lost it.
+
+    The schema belongs to one journal, by the id that Kafka gave its topic. Where that topic is gone, or another one of its name is
+    there, --new-journal says that it is lost for good: the topic is created if it is missing, and is the journal from then on.
 
     The topic must have no events (markers of workers that tried do not matter), and the workers have to be stopped. The events come
     back under the same chain, at new offsets; every cursor is anchored again by its seq and hash. Exit 1: something knows more than the
     audit trail has; it is named, and --accept-loss is the way out.
     """
-    _run_until_stopped(
-        _restore(load_settings(), replication, republish, accept_loss, dry_run, as_json), "the same command goes on from there"
-    )
+    asked = _restore(load_settings(), replication, new_journal, republish, accept_loss, dry_run, as_json)
+    _run_until_stopped(asked, "the same command goes on from there")
 
 
 async def _restore(
-    settings: Settings, replication: int, republish: bool, accept_loss: bool, dry_run: bool, as_json: bool
+    settings: Settings, replication: int | None, new_journal: bool, republish: bool, accept_loss: bool, dry_run: bool, as_json: bool
 ) -> int:  # fmt: skip
     topics = Topics(settings.prefix)
-    created = await create_topics(settings.kafka, topics, settings.shards, replication)
-    await check_shards(settings)
     redis = open_redis(settings)
     try:
+        await (require_all_but_the_journal if new_journal else check_system)(settings, redis)
+        created = await create_topics(settings.kafka, topics, settings.shards, replication or settings.replication)
         source = f"grabstream/{settings.prefix}"
         work = Restore(where_of(settings), redis, key_space(settings), topics.events, source, republish, accept_loss)
         plans = await work.plan()
         written = 0 if dry_run else await work.run(plans, functools.partial(_show, ProgressLine(), "journal"))
+        if new_journal and not dry_run:
+            await take_new_journal(settings, redis)
     finally:
         await redis.aclose()
     shards = [{"shard": plan.shard, "events": plan.end.seq, "had": plan.restored.seq, "given_up": plan.given_up} for plan in plans]
@@ -192,8 +199,7 @@ def where_of(settings: Settings) -> Where:
 async def _run(settings: Settings, projections: tuple[str, ...], request: Request) -> int:
     results: list[dict[str, Any]] = []
     line = ProgressLine()
-    if request.source == "journal" and not (request.drop_previous or request.discard):
-        await check_shards(settings)
+    await check_system(settings, journal=request.source == "journal" and not (request.drop_previous or request.discard))
     if request.undo:
         # All of them or none: a switch back of some would be half of what was asked.
         for projection in projections:

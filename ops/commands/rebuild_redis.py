@@ -12,8 +12,7 @@ import click
 
 from lua.gate import run_script
 from lua.keys import SHARD_FIELDS
-from ops.commands.init import check_shards
-from ops.connections import key_space, open_redis, report_recovery, require_core, sealer, snapshots
+from ops.connections import check_system, key_space, open_redis, report_recovery, require_core, sealer, snapshots
 from ops.diagnosis.findings import RESTORE
 from ops.output import console, json_option, print_json, table
 from ops.progress import ProgressLine
@@ -49,10 +48,10 @@ def redis_command(shards: tuple[int, ...], dry_run: bool, as_json: bool) -> None
 
 
 async def _run(settings: Settings, shards: list[int], dry_run: bool, as_json: bool) -> int:
-    await check_shards(settings)
     redis = open_redis(settings)
     results = []
     try:
+        await check_system(settings, redis)
         await require_core(redis)
         for shard in shards:
             if dry_run:

@@ -12,7 +12,7 @@ import click
 from psycopg import AsyncConnection, OperationalError
 
 from models.journal import Corrupt, Gap
-from ops.commands.init import check_shards
+from ops.connections import check_system
 from ops.output import WholeNumber, counted, json_option, print_json
 from ops.progress import Reading
 from ops.replaying import NoTrail, Request, open_source, request
@@ -104,8 +104,7 @@ def replay(
 
 
 async def _run(settings: Settings, asked: Request, into: Into, append: bool, dry_run: bool, done: dict[int, Done]) -> list[Planned]:
-    if asked.source == "journal":
-        await check_shards(settings)
+    await check_system(settings, journal=asked.source == "journal")
     seeks = any(one.first for one in asked.stretches) and not asked.wanted.users
     async with open_source(settings, asked.source, seeks) as source:
         if dry_run:

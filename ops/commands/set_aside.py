@@ -13,12 +13,13 @@ from psycopg import AsyncConnection
 
 from models.journal import Cursor
 from models.transfers import transfers_of
+from ops.connections import checked_books
 from ops.output import WholeNumber, console, json_option, print_json
 from ops.settings import Settings, load_settings
 from projections import cursors
 from projections import set_aside as books
 from projections.cursors import CursorMoved, Stop
-from projections.migrate import PROJECTIONS, use_schema
+from projections.migrate import PROJECTIONS
 from projections.versions import use_read_model
 from streams.journal import open_reader
 from streams.poison import CannotSetAside, Poison, find_poison
@@ -96,7 +97,11 @@ def set_aside(
 @_wait
 @json_option
 def retry(projection: str, shard: int, wait: float, as_json: bool) -> None:
-    """Let PROJECTION, which has stopped at SHARD, try the same record again, because the cause is mended. Exit 1: it stopped again."""
+    """Let PROJECTION, which has stopped at SHARD, try the same record again, because the cause is mended. Exit 1: it stopped again.
+
+    One that stands still because its cursor was moved away from its rows (`doctor` says so) reads the shard's journal from the
+    beginning, up to its rows without a change, and goes on behind them; their hash must be the journal's.
+    """
     settings = load_settings()
     try:
         before = asyncio.run(_let_go_on(settings, projection, shard))
@@ -119,23 +124,15 @@ def _refuse(message: str) -> Any:
 
 
 @asynccontextmanager
-async def _open(settings: Settings) -> AsyncIterator[AsyncConnection[Any]]:
-    """A connection that reads what is shown."""
-    async with await AsyncConnection.connect(settings.postgres, autocommit=True, connect_timeout=5) as connection:
-        await use_schema(connection, settings.schema_)
-        yield connection
-
-
-@asynccontextmanager
 async def _open_to_write(settings: Settings, projection: str) -> AsyncIterator[AsyncConnection[Any]]:
     """A connection that writes where the projection has its cursors and stops."""
-    async with _open(settings) as connection:
+    async with checked_books(settings) as connection:
         await use_read_model(connection, settings.schema_, projection)
         yield connection
 
 
 async def _list(settings: Settings) -> list[books.SetAside]:
-    async with _open(settings) as connection:
+    async with checked_books(settings) as connection:
         return await books.load(connection)
 
 
@@ -154,7 +151,7 @@ async def _cursor_of(settings: Settings, connection: AsyncConnection[Any], proje
 
 
 async def _look(settings: Settings, projection: str, shard: int) -> tuple[Stop, Poison]:
-    async with _open(settings) as connection:
+    async with checked_books(settings) as connection:
         stop = await _stop_of(connection, projection, shard)
         cursor = await _cursor_of(settings, connection, projection, shard)
     async with open_reader(settings.kafka, Topics(settings.prefix).journal) as reader:
@@ -176,16 +173,26 @@ async def _set_aside(settings: Settings, stop: Stop, poison: Poison, reason: str
 
 async def _let_go_on(settings: Settings, projection: str, shard: int) -> Cursor:
     async with _open_to_write(settings, projection) as connection:
-        await _stop_of(connection, projection, shard)
         before = await _cursor_of(settings, connection, projection, shard)
+        if projection != EVENTS and await _is_beside_its_rows(settings, shard, before):
+            await cursors.read_anew(connection, projection, shard, before)
+        else:
+            await _stop_of(connection, projection, shard)
         await cursors.let_go_on(connection, projection, shard)
     return before
+
+
+async def _is_beside_its_rows(settings: Settings, shard: int, cursor: Cursor) -> bool:
+    """Whether a cursor was moved to where it has nothing to read, although the journal goes on behind its rows."""
+    async with open_reader(settings.kafka, Topics(settings.prefix).journal) as reader:
+        passed = await reader.seq_before(shard, cursor) if cursor.owner else 0
+    return passed is None or passed > cursor.seq
 
 
 async def _await_going_on(settings: Settings, projection: str, shard: int, before: Cursor, wait_seconds: float) -> dict[str, Any]:
     """How the projection is after a worker had time to go on: `seq`, `moved`, and the reason for which it stopped again."""
     deadline = time.monotonic() + wait_seconds
-    async with _open(settings) as connection, open_reader(settings.kafka, Topics(settings.prefix).journal) as reader:
+    async with checked_books(settings) as connection, open_reader(settings.kafka, Topics(settings.prefix).journal) as reader:
         end = await reader.end(shard)
         while True:
             again = [stop for stop in await cursors.stops(connection) if (stop.projection, stop.shard) == (projection, shard)]

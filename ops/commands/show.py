@@ -11,10 +11,10 @@ from psycopg.rows import dict_row
 from rich.text import Text
 
 from models.offers import TIME_MS_MAX
+from ops.connections import checked_books
 from ops.moments import show_time
 from ops.output import WholeNumber, console, counted, json_option, print_json, table
 from ops.settings import Settings, load_settings
-from projections.migrate import use_schema
 
 
 @click.command()
@@ -37,8 +37,7 @@ def show(offer: str, limit: int, as_json: bool) -> None:
 
 
 async def _read(settings: Settings, offer: str, limit: int) -> dict[str, Any] | None:
-    async with await AsyncConnection.connect(settings.postgres, autocommit=True, row_factory=dict_row, connect_timeout=5) as connection:
-        await use_schema(connection, settings.schema_)
+    async with checked_books(settings, row_factory=dict_row) as connection:
         found = await read_offer(connection, offer, limit)
         if found is None:
             return None

@@ -14,7 +14,7 @@ from redis.exceptions import RedisError
 from rich.markup import escape
 
 from lua.keys import SHARD_FIELDS, ShardKeys
-from ops.connections import key_space, open_redis
+from ops.connections import key_space, open_redis, what_is_mixed_up
 from ops.output import console, json_option, print_json, table
 from ops.redis_servers import ANSWER_SECONDS_MAX, information, of_each
 from ops.settings import Settings, load_settings
@@ -41,7 +41,9 @@ def status(as_json: bool) -> None:
         _print(found)
     if any(problem for problem in found["servers"].values()):
         sys.exit(3)
-    unwell = found["stopped"] or found["waiting"] or found["findings"] or any(shard["fault"] for shard in found["shards"])
+    unwell = (
+        found["mixed_up"] or found["stopped"] or found["waiting"] or found["findings"] or any(shard["fault"] for shard in found["shards"])
+    )
     sys.exit(1 if unwell else 0)
 
 
@@ -51,9 +53,10 @@ _OF_BOOKS: Final = ("read_models", "stopped", "versions", "waiting", "verified",
 
 async def read(settings: Settings) -> dict[str, Any]:
     """What is shown, and printed as JSON."""
+    mixed_up = await what_is_mixed_up(settings)
     found: dict[str, Any] = {
         "servers": {}, "shards": [], "read_models": [], "stopped": [], "versions": [], "waiting": {}, "verified": [], "findings": [],
-        "set_aside": [],
+        "set_aside": [], "mixed_up": str(mixed_up) if mixed_up else None,
     }  # fmt: skip
     found["servers"] = dict.fromkeys(("redis", "kafka", "postgres"))
     # PostgreSQL before Redis, which goes on meanwhile: a read model that is ahead of it then is so in truth.
@@ -168,6 +171,8 @@ def _print(found: dict[str, Any]) -> None:
         )
         for shard in found["shards"]
     )  # fmt: skip
+    if found["mixed_up"]:
+        console.print(f"[red]{escape(found['mixed_up'])}[/]", highlight=False)
     columns = ["shard", *(["server"] if servers else []), "seq", "not journaled", *(f"{model} lag" for model in models)]
     columns += ["verified to", "relay", "fault"]
     console.print(table("Shards", columns, rows))

@@ -6,7 +6,7 @@ import sys
 import click
 from rich.markup import escape
 
-from ops.commands.init import check_shards
+from ops.connections import check_system
 from ops.output import console, counted, json_option, print_json
 from ops.settings import Settings, load_settings
 from ops.verification import PROBLEMS_SHOWN_MAX, Check, Report
@@ -28,7 +28,7 @@ def print_checks(checks: list[Check]) -> None:
 
 
 async def _verify(settings: Settings, wait_seconds: float, report: Report, quick: bool) -> list[Check]:
-    await check_shards(settings)
+    await check_system(settings)
     return await run_verification(settings, wait_seconds, report, quick)
 
 

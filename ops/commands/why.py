@@ -16,14 +16,13 @@ from models.events import encode_event
 from models.identifiers import is_id
 from models.offers import TIME_MS_MAX
 from models.transfers import transfers_of
-from ops.connections import key_space, open_redis
+from ops.connections import checked_books, key_space, open_redis
 from ops.diagnosis.counters import Counted
 from ops.diagnosis.evidence import Evidence, read_books, read_redis
 from ops.diagnosis.story import Moment, tell
 from ops.output import console, counted, json_option, print_json
 from ops.settings import Settings, load_settings
 from projections import cursors, set_aside
-from projections.migrate import use_schema
 
 
 @click.command()
@@ -62,8 +61,7 @@ class Unbooked(NamedTuple):
 
 async def gather(settings: Settings, user: str, offer: str) -> tuple[Evidence | None, list[Unbooked], dict[str, Any]]:
     """What the books have, None when they know no such offer; what the ledger lacks of it; and what Redis says now."""
-    async with await AsyncConnection.connect(settings.postgres, autocommit=True, connect_timeout=5) as connection:
-        await use_schema(connection, settings.schema_)
+    async with checked_books(settings) as connection:
         evidence = await read_books(connection, user, offer)
         unbooked = await _unbooked(connection, evidence) if evidence else []
     redis = open_redis(settings)

@@ -9,7 +9,7 @@ import os
 import signal
 import time
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
 import click
 import psycopg
@@ -17,8 +17,10 @@ import uvloop
 
 import models.events  # noqa: F401 - a gap in the upcasters is found here, not when a role reads its first event
 from lua.trouble import is_trouble
-from ops.commands.init import check_shards, refuse_replay
 from ops.connections import (
+    LOOK_AGAIN_SECONDS,
+    check_system,
+    checked_books,
     key_space,
     open_redis,
     refusal_log,
@@ -29,11 +31,14 @@ from ops.connections import (
     ticket_keys,
     worker_settings,
 )  # fmt: skip
+from ops.identity import NotWrittenDown, OtherSystem, claim_prefix
+from ops.making import refuse_replay
 from ops.settings import Settings, load_settings
 from ops.stopping import END_SECONDS_MAX, end_within
 from ops.verification import compares_keys
 from projections.demand import record
 from projections.migrate import PROJECTIONS as READ_MODELS
+from projections.system import Identity
 from streams.clients import Trouble, in_words
 from streams.projector import EXIT_UNKNOWN_ERROR
 from streams.relay import Step
@@ -72,7 +77,8 @@ async def _run(settings: Settings, chosen: Sequence[str]) -> None:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, end)
-    if not await _reached(settings, stop):
+    known = Known(settings)
+    if not await _reached(settings, known, stop):
         return
     if "project" in chosen:
         await _refuse_replay(settings)
@@ -82,16 +88,16 @@ async def _run(settings: Settings, chosen: Sequence[str]) -> None:
             worker_settings(settings), chosen, redis, sealer(settings), ticket_keys(settings), functools.partial(_record_demand, settings),
             refusal_log(settings),
             {
-                "project": _faust(settings, READ_MODELS), "publish": _faust(settings, ("events",)),
-                "verify": Verifier(
+                "project": known.before(_faust(settings, READ_MODELS)), "publish": known.before(_faust(settings, ("events",))),
+                "verify": known.before(Verifier(
                     redis, key_space(settings), settings.postgres, settings.schema_, settings.verify_percent / 100,
                     compares_keys(settings, redis),
-                ).run,
+                ).run),
             },
             step_of(settings), snapshots(settings), functools.partial(report_recovery, settings),
         )  # fmt: skip
         log.info("playing %s", ", ".join(chosen))
-        left = await run_worker(roles, stop)
+        left = await run_worker({**roles, "identity": functools.partial(known.keep, redis)}, stop)
         if left:
             # The event loop would wait for them at its end.
             log.critical("role %s does not end: ending the process", ", ".join(sorted(left)))
@@ -102,7 +108,61 @@ async def _run(settings: Settings, chosen: Sequence[str]) -> None:
         await redis.aclose()
 
 
-async def _reached(settings: Settings, stop: asyncio.Event) -> bool:
+class Known:
+    """Whether the settings are known to be those of one system. What a server that was away at the start did not say is asked later."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._trouble = Trouble(log, "which system this is")
+        self._identity: Identity | None = None
+        self._is_known = asyncio.Event()
+
+    async def look(self) -> None:
+        """Looks whether they are; raises BadSettings when they are not."""
+        try:
+            self._identity = await check_system(self._settings)
+        except NotWrittenDown as error:
+            self._trouble.say(str(error))
+            return
+        if self._identity is None:
+            self._trouble.say(f"schema {self._settings.schema_} does not say so: PostgreSQL is away, or `grabstream init` was not run")
+            return
+        self._trouble.over()
+        self._is_known.set()
+
+    def before(self, role: Role) -> Role:
+        """A role that writes the schema begins when it is known to be ours."""
+
+        async def wait(stop: asyncio.Event) -> None:
+            waiting = {asyncio.create_task(self._is_known.wait()), asyncio.create_task(stop.wait())}
+            try:
+                await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for task in waiting:
+                    task.cancel()
+            if not stop.is_set():
+                await role(stop)
+
+        return wait
+
+    async def keep(self, redis: Any, stop: asyncio.Event) -> None:
+        """Claims the prefix anew when Redis has lost that, until `stop`; raises BadSettings when it belongs to another system."""
+        while not stop.is_set():
+            try:
+                if self._identity is None:
+                    await self.look()
+                else:
+                    await claim_prefix(redis, key_space(self._settings).system, self._settings, self._identity)
+            except BaseException as error:
+                if not is_trouble(error):
+                    raise
+                log.info("which system this is: %s", in_words(error))
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_AGAIN_SECONDS):
+                    await stop.wait()
+
+
+async def _reached(settings: Settings, known: Known, stop: asyncio.Event) -> bool:
     """Whether Kafka and Redis have answered, and are what a worker needs; False when it is told to end before.
 
     A server that is just being started, or a broker that has just been lost, is waited for; after START_SECONDS its error is raised.
@@ -110,7 +170,7 @@ async def _reached(settings: Settings, stop: asyncio.Event) -> bool:
     trouble, give_up_at = Trouble(log, "starting"), time.monotonic() + START_SECONDS
     while not stop.is_set():
         try:
-            await check_shards(settings)
+            await known.look()
             redis = open_redis(settings)
             try:
                 await require_core(redis)
@@ -174,8 +234,8 @@ def step_of(settings: Settings) -> Step:
 
 async def _record_demand(settings: Settings, shard: int, rows: Sequence[tuple[int, int, str, int]]) -> None:
     try:
-        async with await psycopg.AsyncConnection.connect(settings.postgres, connect_timeout=5) as connection:
+        async with checked_books(settings) as connection:
             await record(connection, settings.schema_, shard, rows)
-    except psycopg.Error as error:
+    except (psycopg.Error, OtherSystem) as error:
         # The counts stay in Redis, and are written when PostgreSQL is back, or its tables are: a restore drops them first.
         raise OSError(f"PostgreSQL: {error}") from None

@@ -1,6 +1,6 @@
 """What PostgreSQL says: are the tables there, which read models have stopped or are behind, what was set aside, what was found."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any, Final, NamedTuple
 
@@ -53,6 +53,8 @@ class BookFacts(NamedTuple):
     lost: Lost
     without_version: list[str]
     gone: Sequence[Version] = ()
+    #: when each cursor was moved last, ms, by projection and shard
+    moved_at: Mapping[tuple[str, int], int] = {}
 
 
 async def read_books(connection: AsyncConnection[Any], schema: str, clock: Any) -> BookFacts:
@@ -77,8 +79,13 @@ async def read_books(connection: AsyncConnection[Any], schema: str, clock: Any) 
         {name: await cursors.load(connection, name) for name in PROJECTIONS},
         await cursors.stops(connection), await set_aside.load(connection), await verified.open_findings(connection),
         await verified.progress(connection), Lost(*await _one(connection, _LOST, LOST_DAYS)),
-        await _without_version(connection, schema),
+        await _without_version(connection, schema), moved_at=await _moved_at(connection),
     )  # fmt: skip
+
+
+async def _moved_at(connection: AsyncConnection[Any]) -> dict[tuple[str, int], int]:
+    found = await connection.execute("SELECT projection, shard, (extract(epoch FROM moved_at) * 1000)::bigint FROM projection_cursors")
+    return {(projection, shard): at for projection, shard, at in await found.fetchall()}
 
 
 async def _without_version(connection: AsyncConnection[Any], schema: str) -> list[str]:
@@ -137,6 +144,35 @@ async def _behind_markers(
                 break
         known[partition, offset] = first
     return {partition: known[partition, offset] for partition, offset in at.items()}
+
+
+class Jump(NamedTuple):
+    """A cursor that is not where its rows are: `passed` is the last seq that stands before it, None when it is not in this journal."""
+
+    projection: str
+    shard: int
+    cursor: Cursor
+    passed: int | None
+    end: int
+
+
+async def read_jumps(settings: Settings, books: BookFacts, consumer: AIOKafkaConsumer) -> list[Jump]:
+    """Read models whose cursor is not where their rows are: by its offset each has nothing to read, however much there is."""
+    reader = JournalReader(consumer, Topics(settings.prefix).journal)
+    at_rest = {(stop.projection, stop.shard) for stop in books.stops}
+    known: dict[tuple[int, int, str], int | None] = {}
+    found = []
+    for name, of_model in books.positions.items():
+        for shard, cursor in of_model.items():
+            if not cursor.owner or shard >= settings.shards or (name, shard) in at_rest:
+                continue
+            place = (shard, cursor.next_offset, cursor.owner)
+            if place not in known:
+                known[place] = await reader.seq_before(shard, cursor)
+            passed = known[place]
+            if passed is None or passed > cursor.seq:
+                found.append(Jump(name, shard, cursor, passed, await reader.end(shard)))
+    return found
 
 
 async def read_last_seqs(settings: Settings, consumer: AIOKafkaConsumer) -> dict[int, int]:
@@ -236,6 +272,21 @@ def lagging(behind: dict[str, list[Lag]], facts: BookFacts, settings: Settings, 
                     min(lag.since or 0 for lag in late),
                 )
             )  # fmt: skip
+    return found
+
+
+def jumped(jumps: Sequence[Jump], facts: BookFacts, settings: Settings) -> list[Finding]:
+    """Read models that stand still while their journal goes on, and do not look behind it: their cursors were moved."""
+    found = []
+    for jump in jumps:
+        cursor = jump.cursor
+        why = f"offset {cursor.next_offset}, behind seq {jump.passed}"
+        if jump.passed is None:
+            why = f"offset {cursor.next_offset} of another journal; this one ends at {jump.end}"
+        what = f"{jump.projection} stands still in shard {jump.shard} at seq {cursor.seq}: its cursor was moved to {why}"
+        means = "what reads it sees the past, and what comes there next does not come into it"
+        since = facts.moved_at.get((jump.projection, jump.shard))
+        found.append(Finding("stuck", what, means, f"grabstream retry {jump.projection} {jump.shard}", since))
     return found
 
 

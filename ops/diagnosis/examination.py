@@ -10,12 +10,13 @@ from psycopg import AsyncConnection, OperationalError
 from redis.exceptions import RedisError
 
 from lua.gate import now_ms
-from ops.connections import key_space, open_redis
+from ops.connections import key_space, open_redis, what_is_mixed_up
 from ops.diagnosis import books, core, machine, topics
-from ops.diagnosis.books import BookFacts
+from ops.diagnosis.books import BookFacts, Jump
 from ops.diagnosis.core import CoreFacts
 from ops.diagnosis.findings import Finding
 from ops.diagnosis.topics import Lag, TopicFacts
+from ops.identity import NotWrittenDown, OtherJournal, OtherSystem
 from ops.settings import Settings
 from projections.migrate import use_schema
 from streams.clients import started
@@ -38,6 +39,9 @@ class Facts(NamedTuple):
     behind: dict[str, list[Lag]] | None
     #: the last seq in the journal, by shard; empty when there is no such topic
     last_seqs: dict[int, int] | None
+    jumps: list[Jump] | None = None
+    #: what the settings mix up, if anything
+    mixed_up: OtherSystem | None = None
 
 
 class Check(NamedTuple):
@@ -97,6 +101,21 @@ def _lagging(facts: Facts) -> list[Finding]:
     return books.lagging(facts.behind, facts.books, facts.settings, facts.now_ms) if facts.behind and facts.books else []
 
 
+def _jumped(facts: Facts) -> list[Finding]:
+    # Of a journal that lost events the restore knows every cursor.
+    if not facts.jumps or not facts.books or _journal_lost(facts) or isinstance(facts.mixed_up, OtherJournal):
+        return []
+    return books.jumped(facts.jumps, facts.books, facts.settings)
+
+
+def _mixed_up(facts: Facts) -> list[Finding]:
+    error = facts.mixed_up
+    if error is None or (isinstance(error, NotWrittenDown) and facts.books and facts.books.missing):
+        return []
+    means = "every process refuses these settings, or what is done by them would be done to another system"
+    return [Finding("stuck", error.what, means, error.mend)]
+
+
 def _not_verified(facts: Facts) -> list[Finding]:
     return books.not_verified(facts.books, facts.settings, facts.now_ms) if facts.books else []
 
@@ -115,10 +134,12 @@ def _disks(facts: Facts) -> list[Finding]:
 
 
 _AFTER_THE_JOURNAL: Final = ("grabstream init", "grabstream worker", "grabstream rebuild")
+SYSTEM_CHECK: Final = "the settings are those of one system"
 JOURNAL_CHECK: Final = "the journal has what is known of it"
 #: What stops everything stands first.
 CHECKS: Final = (
     Check("seal keys are set", (), lambda facts: machine.seal_keys_missing(facts.settings)),
+    Check(SYSTEM_CHECK, (), _mixed_up),
     Check("topics are there", ("kafka",), _topics(topics.missing)),
     Check(JOURNAL_CHECK, ("kafka", "postgres"), _journal_lost),
     Check("tables are there", ("postgres",), _books(books.tables_missing)),
@@ -142,6 +163,7 @@ CHECKS: Final = (
     Check("read models are of this release", ("postgres",), _books(books.of_another_release)),
     Check("read models go on", ("postgres",), _books(books.stopped)),
     Check("read models keep up", ("kafka", "postgres"), _lagging),
+    Check("cursors are where their rows are", ("kafka", "postgres"), _jumped),
     Check("somebody verifies", ("postgres",), _not_verified),
     Check("the books agree", ("postgres",), _books(books.differs)),
     Check("no decision was lost", ("postgres",), _books(books.lost_decisions)),
@@ -156,24 +178,29 @@ async def examine(settings: Settings, clock: Clock = now_ms) -> Examination:
         ("kafka", _read_topics),
         ("postgres", _read_books),
     )
-    answers = await asyncio.gather(*(_ask(name, function(settings, clock)) for name, function in read))
+    mixed_up, *answers = await asyncio.gather(
+        what_is_mixed_up(settings), *(_ask(name, function(settings, clock)) for name, function in read)
+    )
     of_core, of_topics, of_books = (facts for facts, _ in answers)
     servers = {name: problem for (name, _), (_, problem) in zip(read, answers, strict=True)}
     # After the others: what somebody knows of the journal was in it before.
     behind: dict[str, list[Lag]] | None = None
     last_seqs: dict[int, int] | None = {} if of_topics else None
+    jumps: list[Jump] | None = None
     if of_topics and of_books and of_topics.partitions.get(f"{settings.prefix}.journal"):
         found, problem = await _ask("kafka", _read_journal(settings, of_books))
-        behind, last_seqs = found or (None, None)
+        behind, jumps, last_seqs = found or (None, None, None)
         servers["kafka"] = servers["kafka"] or problem
-    return _make_checks(Facts(settings, clock(), of_core, of_topics, of_books, behind, last_seqs), servers)
+    return _make_checks(Facts(settings, clock(), of_core, of_topics, of_books, behind, last_seqs, jumps, mixed_up), servers)
 
 
 def _make_checks(facts: Facts, servers: dict[str, str | None]) -> Examination:
     findings: list[tuple[str, Finding]] = []
     passed, not_checked = [], []
+    # What the others say is said of two systems, and what they advise would be done to the wrong one.
+    is_other = facts.mixed_up is not None and not isinstance(facts.mixed_up, OtherJournal | NotWrittenDown)
     for check in CHECKS:
-        if any(servers[server] for server in check.needs):
+        if any(servers[server] for server in check.needs) or (is_other and check.name != SYSTEM_CHECK):
             not_checked.append(check.name)
             continue
         found = check.look(facts)
@@ -218,10 +245,11 @@ async def _read_books(settings: Settings, clock: Clock) -> BookFacts:
         return await books.read_books(connection, settings.schema_, clock)
 
 
-async def _read_journal(settings: Settings, of_books: BookFacts) -> tuple[dict[str, list[Lag]], dict[int, int]]:
-    """Who is behind the journal, and the last seq of every shard in it."""
+async def _read_journal(settings: Settings, of_books: BookFacts) -> tuple[dict[str, list[Lag]], list[Jump], dict[int, int]]:
+    """Who is behind the journal, whose cursor is not where its rows are, and the last seq of every shard in it."""
     async with started(_consumer(settings)) as consumer:
-        return await books.read_lags(settings, of_books, consumer), await books.read_last_seqs(settings, consumer)
+        jumps = await books.read_jumps(settings, of_books, consumer)
+        return await books.read_lags(settings, of_books, consumer), jumps, await books.read_last_seqs(settings, consumer)
 
 
 def _consumer(settings: Settings) -> AIOKafkaConsumer:

@@ -4,11 +4,13 @@ from collections.abc import Iterable
 from typing import Final, Literal, NamedTuple
 from urllib.parse import urlsplit
 
+from ops.identity import NEW_JOURNAL
+
 #: `stuck`: something does not go on, or is wrong already · `risk`: it will be, or may be · `note`: known and decided by somebody.
 Severity = Literal["stuck", "risk", "note"]
 
 #: The way out when Kafka has lost events of the journal.
-RESTORE: Final = "grabstream init && grabstream rebuild journal --from audit   # stop all workers before, start them afterwards"
+RESTORE: Final = f"{NEW_JOURNAL}   # stop all workers before, start them afterwards"
 
 
 class Finding(NamedTuple):

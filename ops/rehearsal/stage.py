@@ -14,11 +14,11 @@ from aiokafka.admin import AIOKafkaAdminClient
 from psycopg import AsyncConnection
 
 from ops.connections import open_redis
+from ops.making import make_system
 from ops.settings import Settings, child_environment
-from projections.migrate import migrate
 from projections.versions import drop_all
 from streams.clients import started
-from streams.topics import Topics, create_topics, retention_ms
+from streams.topics import Topics, retention_ms
 
 #: Two processes, since two cores are what a small machine has: one decides and relays, one builds the read models.
 WORKERS = ("decide,relay,sweep", "project,publish,verify")
@@ -50,9 +50,7 @@ class Stage:
 @asynccontextmanager
 async def set_up(settings: Settings, log: Path, keep: bool, processes: Sequence[str] = WORKERS) -> AsyncIterator[Stage]:
     """Makes topics and tables, starts a worker for each set of roles, and takes all of it away at the end (unless `keep`)."""
-    await create_topics(settings.kafka, Topics(settings.prefix), settings.shards)
-    async with await AsyncConnection.connect(settings.postgres, autocommit=True, connect_timeout=5) as connection:
-        await migrate(connection, settings.schema_, settings.shards)
+    await make_system(settings)
     log.parent.mkdir(parents=True, exist_ok=True)
     environment = child_environment(
         prefix=settings.prefix, schema=settings.schema_, seal_keys=settings.seal_keys.get_secret_value(),

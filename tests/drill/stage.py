@@ -12,21 +12,19 @@ from random import Random
 from typing import Any, Final
 
 import redis
-from psycopg import AsyncConnection
 from pydantic import SecretStr
 
 from lua.gate import Gate
 from lua.keys import KeySpace
 from ops.commands.services import new_seal_key
 from ops.connections import key_space, open_gate, open_redis
+from ops.making import make_system
 from ops.redis_cluster import slot_of
 from ops.rehearsal.stage import take_down
 from ops.services import ClusterServices, LocalServices, ServerSet, free_ports
 from ops.services.cluster import ports_from
 from ops.services.servers import Redis
 from ops.settings import Settings, load_settings
-from projections.migrate import migrate
-from streams.topics import Topics, create_topics
 from tests.conftest import Worker, until
 from tests.drill.gaps import Gaps
 from tests.drill.observer import Observer
@@ -206,9 +204,7 @@ async def scene(servers: Servers, shape: str, seed: str, fail_deciding: str = ""
     settings = load_settings().model_copy(
         update={"prefix": name, "schema_": name, "shards": SHARDS, "seal_keys": SecretStr(new_seal_key()), **servers.environment()}
     )
-    await create_topics(settings.kafka, Topics(name), SHARDS)
-    async with await AsyncConnection.connect(settings.postgres, autocommit=True) as connection:
-        await migrate(connection, settings.schema_, SHARDS)
+    await make_system(settings)
     client = open_redis(settings)
     logs = servers.folder.parent / name
     logs.mkdir()

@@ -10,14 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from aiokafka.admin import AIOKafkaAdminClient
 
 from models.commands import Grab, Open
 from models.offers import EnvelopeTerms
 from ops.connections import open_gate, open_redis
+from ops.rehearsal.stage import take_down
 from ops.services.servers import PROJECT
 from ops.settings import Settings, child_environment
 from ops.verification import verify
-from streams.topics import Topics
+from streams.clients import started
+from streams.topics import Topics, retention_ms
 from tests.conftest import NIGHTLY, until
 from tests.streams.test_projections import rows
 from tests.streams.test_restore import delete, forget_last
@@ -39,7 +42,7 @@ def carry_out(name: str, settings: Settings, backup: Path) -> None:
     )  # fmt: skip
     environment |= {"BACKUP": str(backup / "kept"), "PATH": f"{Path(sys.executable).parent}:{environment['PATH']}"}
     script = commands("names") + commands(name)
-    done = subprocess.run(["bash", "-euo", "pipefail", "-c", script], env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(["bash", "-euo", "pipefail", "-c", script], env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
 
 
@@ -47,8 +50,8 @@ async def grab(settings: Settings, *users: str, opening: bool = False) -> None:
     async with open_gate(settings) as gate:
         if opening:
             terms = EnvelopeTerms(issuer="alice", funding="pay", asset="CNY", total=10_000, parts=1_000)
-            await gate.decide([Open(id="open", offer="e", terms=terms)], patience_ms=30_000)
-        answers = await gate.decide([Grab(id=f"g-{user}", offer="e", user=user) for user in users], patience_ms=30_000)
+            await gate.decide([Open(id="open", offer="e", terms=terms)], patience_ms=90_000, timeout_ms=90_000)
+        answers = await gate.decide([Grab(id=f"g-{user}", offer="e", user=user) for user in users], patience_ms=90_000, timeout_ms=90_000)
         assert {answer.outcome for answer in answers} == {"granted"}
 
 
@@ -135,6 +138,31 @@ async def test_redis_is_lost(system: Settings, worker: Callable[..., Any]) -> No
         await redis.aclose()
     await grab(system, "after")
     await all_is_right(system)
+
+
+async def test_everything_is_lost(system: Settings, worker: Callable[..., Any], tmp_path: Path) -> None:
+    """New servers have nothing of it: the books come from the backup, the journal from the books, Redis from the journal."""
+    workers = [worker(system, DECIDING), worker(system, PROJECTING)]
+    await grab(system, *(f"a{number}" for number in range(50)), opening=True)
+    await all_is_right(system)
+    await asyncio.to_thread(carry_out, "backup", system, tmp_path)
+    books = await rows(system, "SELECT * FROM accounts ORDER BY account, asset")
+    assert [one.stop() for one in workers] == [0, 0]
+    await take_down(system)
+    await until(lambda: gone(system), 30, "the topics' end")
+    await asyncio.to_thread(carry_out, "everything", system, tmp_path)
+    worker(system, PROJECTING)
+    assert await rows(system, "SELECT * FROM accounts ORDER BY account, asset") == books
+    worker(system, DECIDING)
+    await grab(system, "after")
+    await all_is_right(system)
+    assert await rows(system, "SELECT count(*) FROM grabs") == [(51,)]
+
+
+async def gone(settings: Settings) -> bool:
+    """Whether none of the topics is left."""
+    async with started(AIOKafkaAdminClient(bootstrap_servers=settings.kafka)) as client:
+        return not set(retention_ms(Topics(settings.prefix))) & set(await client.list_topics())
 
 
 @pytest.mark.parametrize("how", ["journal", "journal-with-loss"])

@@ -24,7 +24,7 @@ from ops.connections import key_space, open_gate, open_redis
 from ops.diagnosis import books, core, machine, topics
 from ops.diagnosis.books import BookFacts, Lost
 from ops.diagnosis.core import CoreFacts, ShardFacts
-from ops.diagnosis.examination import CHECKS, JOURNAL_CHECK, Examination, examine
+from ops.diagnosis.examination import CHECKS, JOURNAL_CHECK, SYSTEM_CHECK, Examination, examine
 from ops.diagnosis.findings import RESTORE, Finding, address, spans
 from ops.diagnosis.topics import Partition, TopicFacts
 from ops.services import free_ports
@@ -34,8 +34,8 @@ from streams.projector import CatchUp
 from streams.topics import Topics, delete_command
 from tests.conftest import until
 from tests.ops.test_cli import grabstream, of
-from tests.streams.test_projections import SHARD, Journal, granted, journal, opened, rows, running
-from tests.streams.test_restore import OFFERS, delete, grabs
+from tests.streams.test_projections import SHARD, Journal, at_seq, granted, journal, opened, rows, running
+from tests.streams.test_restore import OFFERS, delete, empty_journal, grabs
 from tests.streams.test_set_aside import WHY, call, stopped_at
 from tests.streams.test_verifier import execute, history, verifying
 
@@ -249,7 +249,8 @@ async def test_a_lost_journal(system: Settings, worker: Callable[..., Any], monk
     assert f"{events} events that the books or Redis know are gone from Kafka" in lost.what
     assert lost.command == RESTORE
     assert only(gone, "shards are relayed").command == RESTORE
-    assert grabstream("init", **of(system)).returncode == 0
+    assert only(gone, SYSTEM_CHECK).command.startswith("set GRAB_KAFKA to the brokers that have it")
+    await empty_journal(system)
     empty = await examine(system)
     assert f"{events} events" in only(empty, JOURNAL_CHECK).what
     assert only(empty, "shards are relayed").command == RESTORE
@@ -266,6 +267,41 @@ async def test_a_lost_journal(system: Settings, worker: Callable[..., Any], monk
     assert f"{events} events" in only(markers, JOURNAL_CHECK).what
     # Nobody is behind markers.
     assert not found(markers, "read models keep up")
+
+
+async def test_a_cursor_that_is_not_where_its_rows_are(system: Settings, journal: Journal) -> None:
+    """Whoever moved it: by its offset it has nothing to read, so it would stand still in silence. It is put back by hash."""
+    lines = [opened("e", 1), *(granted("e", seq) for seq in range(2, 41))]
+    await journal.marker(1, "an-owner")
+    await journal.block(lines, 1, 20, owner="an-owner")
+    async with running(system) as projectors:
+        for projector in projectors:
+            await projector.put(CatchUp(SHARD))
+        await at_seq(system, 20)
+    check = "cursors are where their rows are"
+    assert not found(await examine(system), check)
+    await journal.block(lines, 21, 40, owner="an-owner")
+    assert not found(await examine(system), check), "who is behind is not beside its rows"
+    moved = "UPDATE {}_{}_{}.projection_cursors SET next_offset = {}, moved_at = to_timestamp(1000) WHERE shard = 3"
+    versions_of = dict(await rows(system, "SELECT projection, version FROM read_models WHERE state = 'live'"))
+    for name, offset in (("ledger", 3), ("balances", 900)):
+        await execute(system, moved.format(system.schema_, name, versions_of[name], offset))
+    said = {finding.what.partition(" ")[0]: finding for finding in found(await examine(system), check)}
+    assert set(said) == {"ledger", "balances"}
+    assert said["ledger"].what == "ledger stands still in shard 3 at seq 20: its cursor was moved to offset 3, behind seq 40"
+    assert "its cursor was moved to offset 900 of another journal; this one ends at 3" in said["balances"].what
+    assert {one.since for one in said.values()} == {1_000_000}
+    assert {name: one.command for name, one in said.items()} == {name: f"grabstream retry {name} 3" for name in said}
+    for name in said:
+        done = grabstream("retry", name, "3", "--wait", "0", **of(system))
+        assert done.returncode == 0, (name, done.stdout, done.stderr)
+    async with running(system) as projectors:
+        for projector in projectors:
+            await projector.put(CatchUp(SHARD))
+        await at_seq(system, 40)
+    assert not found(await examine(system), check)
+    done = grabstream("retry", "ledger", "3", "--wait", "0", **of(system))
+    assert (done.returncode, "ledger has not stopped at shard 3" in done.stderr) == (1, True), done.stderr
 
 
 def test_a_journal_that_lost_its_end(settings: Settings) -> None:
@@ -391,8 +427,10 @@ async def test_what_is_wrong_with_a_redis(system: Settings, tmp_path: Path, work
 
         await until(relayed, 30, "a relay")
         fewer = await examine(own.model_copy(update={"shards": 4}))
-        assert only(fewer, "the number of shards is that of the system").command == "export GRAB_SHARDS=8"
-        assert any("GRAB_SHARDS is 4, but" in finding.what for finding in found(fewer, "topics are there"))
+        assert only(fewer, SYSTEM_CHECK).command.startswith("set GRAB_SHARDS=8")
+        assert len(fewer.findings) == 1
+        [other] = core.other_shards(CoreFacts([], [shard_facts(0, shards="8")]), own.model_copy(update={"shards": 4}))
+        assert other.command == "export GRAB_SHARDS=8"
         client = sync_redis.Redis(port=server.port)
         client.config_set("maxmemory-policy", "allkeys-lru")
         client.config_set("appendonly", "no")

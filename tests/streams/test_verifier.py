@@ -294,6 +294,53 @@ async def test_one_verifies_and_another_takes_its_place(system: Settings, histor
     await redis.aclose()
 
 
+@pytest.mark.parametrize(
+    ("damage", "word", "mend"),
+    [
+        # As after a restore that set a sequence back: the next number is there already.
+        ("SELECT setval('findings_id_seq', 1, false)", "UniqueViolation", "SELECT"),
+        ("DELETE FROM verified WHERE shard = 3", "KeyError", "SELECT"),
+        (
+            "UPDATE verified_accounts SET posted = 9223372036854775807; UPDATE verified SET seq = DEFAULT, head = DEFAULT",
+            "NumericValueOutOfRange", "DELETE FROM verified_accounts; DELETE FROM verified_offers",
+        ),
+    ],
+)  # fmt: skip
+async def test_a_wrong_row_in_the_tables_of_checking_ends_nothing(
+    system: Settings, damage: str, word: str, mend: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:  # fmt: skip
+    """It is said, and tried again; when the row is right, it goes on and finds what there is to be found."""
+    monkeypatch.setattr(verifier_module, "RETRY_SECONDS", 0.1)
+    history = made(7, 60)
+    await project(system, history, Random(7))
+    redis, stop = open_redis(system), asyncio.Event()
+    task = asyncio.create_task(Verifier(redis, key_space(system), system.postgres, system.schema_, 1.0).run(stop))
+
+    async def walked() -> bool:
+        if task.done():
+            task.result()
+        return await rows(system, f"SELECT seq FROM verified WHERE shard = {SHARD}") == [(len(history.lines),)]
+
+    await until(walked, 60, "the walk")
+    async with await open_books(system) as books:
+        await books.execute("INSERT INTO findings (kind, shard, subject, what) VALUES ('x', 0, 'first', 'w')")
+        await books.execute(damage.encode())
+        if "setval" in damage:
+            await books.execute("UPDATE verified_offers SET held = held + 1")
+        await until(lambda: task.done() or word in caplog.text, 60, word)
+        await books.execute(mend.encode())
+    await until(walked, 60, "the walk, once more")
+    if "setval" in damage:
+
+        async def found() -> list[Any]:
+            return await rows(system, "SELECT FROM findings WHERE kind = 'balances'")
+
+        await until(found, 60, "the difference, after all")
+    stop.set()
+    await task
+    await redis.aclose()
+
+
 async def test_before_init_it_says_so_once(settings: Settings, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(verifier_module, "RETRY_SECONDS", 0.01)
     redis, stop, tries = open_redis(settings), asyncio.Event(), 0

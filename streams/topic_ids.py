@@ -1,0 +1,119 @@
+"""The id that Kafka gives a topic (KIP-516): another one whenever a topic of the same name is made anew, and on other brokers.
+
+aiokafka asks for metadata in a version that has no ids yet, so the question stands here in a newer one (12, Kafka 2.8 and later).
+"""
+
+from typing import Any, NamedTuple
+
+from aiokafka.admin import AIOKafkaAdminClient
+from aiokafka.errors import UnknownTopicOrPartitionError, for_code
+from aiokafka.protocol.api import Request, RequestStruct, Response
+from aiokafka.protocol.types import Boolean, CompactArray, CompactString, Int16, Int32, Schema, TaggedFields
+
+from streams.clients import started
+
+REQUEST_TIMEOUT_MS = 8_000
+
+
+class _Uuid:
+    """16 bytes."""
+
+    @classmethod
+    def encode(cls, value: bytes) -> bytes:
+        return value
+
+    @classmethod
+    def decode(cls, data: Any) -> bytes:
+        return bytes(data.read(16))
+
+    @classmethod
+    def repr(cls, value: bytes) -> str:
+        return value.hex()
+
+
+class _Metadata(Response):  # type: ignore[misc]
+    API_KEY = 3
+    API_VERSION = 12
+    SCHEMA = Schema(
+        ("throttle_time_ms", Int32),
+        (
+            "brokers",
+            CompactArray(
+                ("node_id", Int32),
+                ("host", CompactString("utf-8")),
+                ("port", Int32),
+                ("rack", CompactString("utf-8")),
+                ("tags", TaggedFields),
+            ),
+        ),
+        ("cluster_id", CompactString("utf-8")),
+        ("controller_id", Int32),
+        (
+            "topics",
+            CompactArray(
+                ("error_code", Int16),
+                ("name", CompactString("utf-8")),
+                ("topic_id", _Uuid),
+                ("is_internal", Boolean),
+                (
+                    "partitions",
+                    CompactArray(
+                        ("error_code", Int16),
+                        ("partition", Int32),
+                        ("leader", Int32),
+                        ("leader_epoch", Int32),
+                        ("replicas", CompactArray(Int32)),
+                        ("isr", CompactArray(Int32)),
+                        ("offline_replicas", CompactArray(Int32)),
+                        ("tags", TaggedFields),
+                    ),
+                ),
+                ("authorized_operations", Int32),
+                ("tags", TaggedFields),
+            ),
+        ),
+        ("tags", TaggedFields),
+    )
+
+
+class _AskForMetadata(RequestStruct):  # type: ignore[misc]
+    API_KEY = 3
+    API_VERSION = 12
+    FLEXIBLE_VERSION = True
+    RESPONSE_TYPE = _Metadata
+    SCHEMA = Schema(
+        ("topics", CompactArray(("topic_id", _Uuid), ("name", CompactString("utf-8")), ("tags", TaggedFields))),
+        ("allow_auto_topic_creation", Boolean),
+        ("include_authorized_operations", Boolean),
+        ("tags", TaggedFields),
+    )
+
+
+class _Topics(Request[_AskForMetadata]):  # type: ignore[misc]
+    API_KEY = 3
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def build(self, request_struct_class: type[_AskForMetadata]) -> _AskForMetadata:
+        return request_struct_class([(bytes(16), self._name, {})], False, False, {})
+
+
+class Topic(NamedTuple):
+    """A topic as the brokers have it: its id, 32 hex digits, and how many partitions it has."""
+
+    id: str
+    partitions: int
+
+
+async def find_topic(bootstrap: str, name: str) -> Topic | None:
+    """The topic of a name; None when there is none. Raises aiokafka's errors when the brokers cannot be reached."""
+    client = AIOKafkaAdminClient(bootstrap_servers=bootstrap, request_timeout_ms=REQUEST_TIMEOUT_MS)
+    async with started(client):
+        answer = await client._send_request(_Topics(name))
+    [(code, _, topic_id, _, partitions, *_)] = answer.topics
+    if code == UnknownTopicOrPartitionError.errno:
+        return None
+    if code:
+        raise for_code(code)(f"topic {name}")
+    return Topic(topic_id.hex(), len(partitions))

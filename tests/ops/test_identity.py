@@ -1,0 +1,280 @@
+"""Systems side by side: settings that mix two of them up are refused by every process, and nothing of the other one is touched."""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from psycopg import AsyncConnection
+
+from models.commands import Grab, Open
+from models.offers import StockTerms
+from ops.cli import VERBS, grabstream
+from ops.connections import check_system, key_space, open_gate, open_redis
+from ops.diagnosis.examination import examine
+from ops.identity import NotWrittenDown, OtherJournal, OtherSystem
+from ops.making import make_system, take_new_journal
+from ops.rehearsal.run import open_books
+from ops.settings import BadSettings, Settings, child_environment
+from projections.migrate import migrate
+from streams.journal import open_reader
+from streams.projector import CatchUp
+from streams.topic_ids import find_topic
+from streams.topics import Topics, create_topics
+from tests.conftest import until
+from tests.ops.test_cli import of
+from tests.streams.test_projections import SHARD, Journal, at_seq, granted, journal, opened, rows, running
+from tests.streams.test_restore import delete
+
+__all__ = ["journal"]
+
+#: How every verb that touches a system is called; the file of `open` and the module of `follow` are put in.
+CALLS = {
+    "status": (), "worker": (), "open": ("FILE",), "pause": ("x",), "resume": ("x",), "close": ("x",), "amend": ("x", "--set", "total=9"),
+    "load": ("x", "--audience", "FILE"), "grab": ("x", "u"), "confirm": ("x", "g"), "release": ("x", "g"), "extend": ("x", "g"),
+    "adjust": ("x", "--transfer", "1 CNY issuer:a wallet:u", "--reason", "r", "--approved-by", "b"), "return": ("x", "g"),
+    "redeem": ("x", "g", "--order", "o"), "unredeem": ("x", "g", "--order", "o"), "show": ("x",), "why": ("u", "x"), "doctor": (),
+    "dismiss": ("1", "--reason", "r", "--operator", "o"), "set-aside": ("--list",), "retry": ("ledger", "0"), "verify": (),
+    "rebuild": ("ledger",), "replay": ("--into", "-"), "at": ("2020-01-01",), "follow": ("MODULE:PROJECTION",), "init": (),
+    "schemas": (),
+}  # fmt: skip
+#: Those that begin a rebuild of something else.
+MORE_CALLS = (
+    ("rebuild", "redis"), ("rebuild", "journal", "--from", "audit"), ("rebuild", "journal", "--from", "audit", "--new-journal"),
+    ("rebuild", "all", "--discard"), ("replay", "--source", "audit", "--into", "-"), ("init", "--new-journal"),
+)  # fmt: skip
+#: Servers of this machine, this process, or a system that is made by the verb itself.
+OF_NO_SYSTEM = {"up", "down", "config", "ticket", "rehearse"}
+#: They read nothing but the schema: where none is, they say so.
+OF_BOOKS_ONLY = {"show", "dismiss", "set-aside", "retry", "schemas", "why"}
+#: They say it and go on, since they are there to find out.
+DIAGNOSIS = {"status", "doctor"}
+
+
+@pytest.fixture
+def call(settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Runs a verb with some settings, in this process."""
+    (tmp_path / "offers.yaml").write_text("- {id: x, offer: x, terms: {kind: stock, issuer: i, total: 1}}\n")
+    (tmp_path / "users").write_text("u\n")
+    (tmp_path / "counted.py").write_text(
+        "from streams.own import Projection\nasync def apply(connection, facts): ...\n"
+        f"PROJECTION = Projection('counted', schema='{settings.schema_}_counted', tables='', apply=apply)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def run(of_settings: Settings, verb: str, *words: str) -> Any:
+        named = {"FILE": tmp_path / ("users" if verb == "load" else "offers.yaml"), "MODULE:PROJECTION": "counted:PROJECTION"}
+        environment = child_environment(**of(of_settings), shards=str(of_settings.shards), patience_ms="100")
+        return CliRunner().invoke(grabstream, [verb, *(str(named.get(word, word)) for word in words)], env=environment)
+
+    return run
+
+
+def test_every_verb_is_called_here() -> None:
+    assert set(CALLS) | OF_NO_SYSTEM == set(VERBS)
+
+
+async def everything_of(settings: Settings) -> list[Any]:
+    """Every row that says where the system is, and its schemas: nothing of them may change."""
+    found = [await rows(settings, "TABLE projection_cursors"), await rows(settings, "TABLE system"), await rows(settings, "TABLE demand")]
+    found += [await rows(settings, query) for query in ("TABLE migrations", "TABLE read_models", "TABLE refusals", "TABLE recoveries")]
+    async with open_reader(settings.kafka, Topics(settings.prefix).journal) as reader:
+        return [*map(sorted, found), [await reader.end(shard) for shard in range(settings.shards)]]
+
+
+@pytest.fixture(params=["prefix", "schema", "shards"])
+async def mixed_up(request: pytest.FixtureRequest, system: Settings) -> Any:
+    """A system at work, and settings that mix it up with another one, of which there may be nothing yet."""
+    wrong = {"prefix": f"{system.prefix}_b", "schema": f"{system.schema_}_b", "shards": system.shards // 2}[request.param]
+    other = system.model_copy(update={{"schema": "schema_"}.get(request.param, request.param): wrong})
+    yield other
+    topics = Topics(other.prefix)
+    assert request.param != "prefix" or await find_topic(other.kafka, topics.journal) is None, "topics were created"
+    if request.param == "schema":
+        assert await rows(system, f"SELECT FROM pg_namespace WHERE nspname = '{other.schema_}'") == [], "a schema was created"
+
+
+def test_settings_that_mix_two_systems_up_are_refused_by_every_verb(
+    mixed_up: Settings, system: Settings, call: Callable[..., Any]
+) -> None:  # fmt: skip
+    """Nothing is created, moved or written anywhere; both sides are named, and the way out."""
+    before, accepted = asyncio.run(everything_of(system)), []
+    asked, there = ({one.prefix, one.schema_, str(one.shards)} for one in (mixed_up, system))
+    wrong, right = asked - there, there - asked
+    for verb, *words in (*((verb, *words) for verb, words in CALLS.items()), *MORE_CALLS):
+        done = call(mixed_up, verb, *words)
+        if verb in DIAGNOSIS:
+            refused, said = done.exit_code == 1, done.output
+        else:
+            refused, said = isinstance(done.exception, OtherSystem), str(done.exception)
+        if mixed_up.schema_ != system.schema_ and verb in OF_BOOKS_ONLY:
+            continue
+        if not refused or not all(one in said for one in (*wrong, *right)) or not ("et GRAB_" in said or "et them so" in said):
+            accepted.append((verb, words, done.output, repr(done.exception)))
+    assert accepted == []
+    assert asyncio.run(everything_of(system)) == before
+
+
+# -- the journal ------------------------------------------------------------------------------------------------------
+
+
+async def claim(settings: Settings) -> Any:
+    """What stands in Redis of whom the prefix is."""
+    redis = open_redis(settings)
+    try:
+        return await redis.get(key_space(settings).system)
+    finally:
+        await redis.aclose()
+
+
+async def forget(settings: Settings) -> None:
+    """Redis has lost whose the prefix is."""
+    redis = open_redis(settings)
+    assert await redis.delete(key_space(settings).system) == 1
+    await redis.aclose()
+
+
+async def test_another_journal_of_the_same_name(system: Settings) -> None:
+    """As on other brokers, or made anew by somebody: it is refused until somebody says that the old one is lost for good."""
+    name = Topics(system.prefix).journal
+    await delete(system, name)
+    for there in ("there is none", "there is another topic of that name"):
+        with pytest.raises(OtherJournal, match=there) as refused:
+            await check_system(system)
+        assert "set GRAB_KAFKA to the brokers that have it" in refused.value.mend
+        assert "rebuild journal --from audit --new-journal" in refused.value.mend
+        with pytest.raises(OtherJournal, match=there):
+            await make_system(system)
+        if there == "there is none":
+            assert await find_topic(system.kafka, name) is None
+            await create_topics(system.kafka, Topics(system.prefix), system.shards)
+            await until(lambda: find_topic(system.kafka, name), 15, "the topic")
+    redis = open_redis(system)
+    await take_new_journal(system, redis)
+    await redis.aclose()
+    identity = await check_system(system)
+    topic = await find_topic(system.kafka, name)
+    assert identity is not None
+    assert topic is not None
+    assert identity.journal == topic.id
+    assert await make_system(system) == ([], [])
+
+
+async def test_redis_is_disposable(system: Settings, worker: Callable[..., Any]) -> None:
+    """Whose the prefix is comes back by itself, after Redis was emptied under a worker; another schema cannot take it."""
+    before = await claim(system)
+    worker(system, "relay,sweep")
+
+    async def relayed() -> bool:
+        return not any("no relay" in finding.what for _, finding in (await examine(system)).findings)
+
+    await until(relayed, 30, "a relay")
+    await forget(system)
+    assert await until(lambda: claim(system), 30, "the claim") == before
+    other = system.model_copy(update={"schema_": f"{system.schema_}b"})
+    with pytest.raises(OtherSystem, match=f"Set GRAB_SCHEMA={system.schema_}"):
+        await make_system(other)
+    with pytest.raises(OtherSystem, match=f"belongs to GRAB_SCHEMA={system.schema_}"):
+        async with open_gate(other):
+            pass
+
+
+# -- from an older release --------------------------------------------------------------------------------------------
+
+
+async def forget_the_system(settings: Settings) -> None:
+    """The schema as an older release has it: it does not say what it belongs to, and neither does Redis."""
+    await forget(settings)
+    async with await open_books(settings) as books:
+        await books.execute("DROP TABLE system")
+        await books.execute("DELETE FROM migrations WHERE name = '0009_system.sql'")
+
+
+async def test_an_older_schema_is_taken_over_when_its_cursors_are_in_the_journal(system: Settings, journal: Journal) -> None:
+    lines = [opened("e", 1), *(granted("e", seq) for seq in range(2, 40))]
+    await journal.marker(1, "an-owner")
+    await journal.block(lines, 1, 20, owner="an-owner")
+    async with running(system) as projectors:
+        for projector in projectors:
+            await projector.put(CatchUp(SHARD))
+        await at_seq(system, 20)
+    await forget_the_system(system)
+    with pytest.raises(NotWrittenDown, match="grabstream init"):
+        await check_system(system)
+    # Neither the journal of another system, nor one that has been made anew, nor none.
+    another = system.model_copy(update={"prefix": f"{system.prefix}.b"})
+    with pytest.raises(OtherJournal, match=r"shard 3: seq 20 at offset 2 is not in it"):
+        await make_system(another)
+    assert await find_topic(system.kafka, Topics(another.prefix).journal) is None
+    await create_topics(system.kafka, Topics(another.prefix), system.shards)
+    try:
+        stranger = Journal(another, journal._producer)
+        await stranger.marker(1, "a-stranger")
+        await stranger.block(lines, 1, 20, owner="a-stranger")
+        with pytest.raises(OtherJournal, match=r"shard 3: seq 20 at offset 2 is not in it"):
+            await make_system(another)
+        assert await claim(another) is None
+    finally:
+        await delete(system, *(getattr(Topics(another.prefix), name) for name in ("journal", "events", "commands", "results", "rejected")))
+    # What other owners wrote behind its own record does not matter.
+    for _ in range(3):
+        await journal.block(lines, 1, 20, owner="late")
+    assert (await make_system(system)).migrations == ["0009_system.sql"]
+    assert await check_system(system) is not None
+    assert await claim(system) is not None
+
+
+async def test_an_older_worker_waits_for_init(system: Settings, worker: Callable[..., Any]) -> None:
+    """Deciding goes on, as in an upgrade; the read models begin when `init` has been."""
+    await forget_the_system(system)
+    running_worker = worker(system)
+    async with await open_books(system) as books:
+        await migrate(books, system.schema_, system.shards)
+    with pytest.raises(NotWrittenDown):
+        await check_system(system)
+
+    async def told() -> bool:
+        return "Run `grabstream init`" in running_worker.log.read_text()
+
+    await until(told, 30, "the word")
+    await make_system(system)
+    async with open_gate(system) as gate:
+        terms = StockTerms(issuer="i", total=9)
+        answers = await gate.decide([Open(id="o", offer="x", terms=terms), Grab(id="g", offer="x", user="u")], patience_ms=30_000)
+    assert [answer.outcome for answer in answers] == ["opened", "granted"]
+
+    async def booked() -> bool:
+        return await rows(system, "SELECT count(*) FROM grabs") == [(1,)]
+
+    await until(booked, 60, "the books")
+
+
+# -- names ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("public", "other programs use it"), ("pg_catalog", "other programs use it"), ("pg_mine", "other programs use it"),
+        ("information_schema", "other programs use it"), ("{}_ledger_2", "a system in schema {} gives such names"),
+        ("{}_events_10", "gives such names"), ("{}__at_0123abcd", "a system in schema {} gives such names"),
+        ("{}_reports", r"it holds something else \(mine\)"),
+    ],
+)  # fmt: skip
+async def test_schemas_that_are_not_for_a_system(settings: Settings, name: str, why: str) -> None:
+    """Nothing is created, no topic either."""
+    name = name.format(settings.schema_)
+    async with await AsyncConnection.connect(settings.postgres, autocommit=True) as connection:
+        if name.endswith("reports"):
+            await connection.execute(f"CREATE SCHEMA {name} CREATE TABLE mine ()".encode())
+        try:
+            with pytest.raises(BadSettings, match=why.format(settings.schema_)):
+                await make_system(settings.model_copy(update={"schema_": name}))
+            assert await find_topic(settings.kafka, Topics(settings.prefix).journal) is None
+            there = await (await connection.execute("SELECT FROM pg_namespace WHERE nspname = %s", (name,))).fetchall()
+            assert bool(there) == name.endswith(("reports", "public", "catalog", "information_schema"))
+        finally:
+            if name.endswith("reports"):
+                await connection.execute(f"DROP SCHEMA {name} CASCADE".encode())
