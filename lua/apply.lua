@@ -7,14 +7,15 @@
 -- KEYS[11] past zset · KEYS[12] cleaning hash
 -- KEYS[13 …] ten keys for each offer, then five for each campaign, see includes/offers.lua
 -- ARGV[1] term · ARGV[2] owner · ARGV[3] life · ARGV[4] seq before the events, or '' when they are only those of some offers
--- ARGV[5] seq behind them, or '' when the shard is not complete with them · ARGV[6] time there, ms
+-- ARGV[5] seq behind them all, or '' when the shard is not complete with them · ARGV[6] time there, ms
 -- ARGV[7] msgpack: {offers, campaign of each (from 1), campaigns, events, offer of each event (from 1), offers retired before}; an event
 --         is a map of its fields. offer.opened has `row` instead of terms, as `open` gets them; offer.amended `changes` as `amend` does;
 --         ledger.adjusted `whole` as `adjust` does
 -- ARGV[7 + i] parts of the i-th event that opens an offer, 6 bytes each, or '' when there are none
 -- Outcomes: none, nothing is decided
 -- Events: none, it applies what is journaled
--- Returns the number of events applied, or the error LOST when another took the shard over, or HOLE when events are missing before these.
+-- Returns the number of events applied, those that the call has no room for come again;
+--         or the error LOST when another took the shard over, or HOLE when events are missing before these.
 --- @include "shard"
 --- @include "undo"
 --- @include "records"
@@ -66,6 +67,7 @@ end
 -- -- offers ----------------------------------------------------------------------------------------------------------
 
 APPLY['offer.loaded'] = function(offer, event)
+  spend(COST.item * #event.items)
   local list = offer.loads[event.what]
   offer.seen_new[event.what .. '/' .. event.chunk] = true
   local loading = {chunks = event.chunks, loaded = (list and list.loaded or 0) + 1, count = event.count}
@@ -118,6 +120,7 @@ do
 
   -- The codes of a grab leave the list in the order they stand in it.
   local function take_codes(offer, grab, codes)
+    spend(COST.item * #codes)
     offer.codes_taken = offer.codes_taken + #codes
     for _, code in ipairs(codes) do grab.codes[#grab.codes + 1] = code end
   end
@@ -248,40 +251,50 @@ do
   end
 end
 
--- What the events need of Redis, read at once: grabs that were made before, and counters. (An amended offer may count otherwise.)
-local MAKES = {['grab.granted'] = true, ['grab.held'] = true, ['grab.queued'] = true}
+local read_ahead
+do
+  local AT_ONCE = 32
 
-local function want_counters(offer, event)
-  event.under = counted_under(offer, event.user, event.attributes, event.at)
-  for _, one in ipairs(event.under) do
-    local counters = one[3] == 1 and offer.campaign.counters or offer.counters
-    counters.wanted = counters.wanted or {}
-    counters.wanted[#counters.wanted + 1] = one[1]
-  end
-end
+  -- The counters that events need, read at once for so many. (An amended offer may count otherwise.)
+  local MAKES = {['grab.granted'] = true, ['grab.held'] = true, ['grab.queued'] = true}
 
-local function read_ahead()
-  local amended, wanted = {}, {}
-  for i, event in ipairs(events) do
-    if event.type == 'offer.amended' then amended[offer_of[i]] = true end
-  end
-  for i, event in ipairs(events) do
-    local o = offer_of[i]
-    local offer = offers[o]
-    if offer and offer.pieces and MAKES[event.type] and not event.waited then
-      if #offer.rules.limits > 0 and not amended[o] then want_counters(offer, event) end
-    elseif offer and offer.pieces and event.grab then
-      wanted[o] = wanted[o] or {}
-      wanted[o][#wanted[o] + 1] = event.grab
+  local function want_counters(offer, event)
+    event.under = counted_under(offer, event.user, event.attributes, event.at)
+    for _, one in ipairs(event.under) do
+      local counters = one[3] == 1 and offer.campaign.counters or offer.counters
+      counters.wanted = counters.wanted or {}
+      counters.wanted[#counters.wanted + 1] = one[1]
     end
   end
-  for o, names_of_grabs in pairs(wanted) do
-    read_grabs(offers[o], names_of_grabs)
+
+  local function read_wanted(counters)
+    local wanted = {}
+    for _, name in ipairs(counters.wanted or {}) do
+      if not counters.values[name] then wanted[#wanted + 1] = name end
+    end
+    read_counters(counters, wanted)
+    counters.wanted = nil
   end
-  for _, offer in ipairs(offers) do
-    if offer and offer.pieces then read_counters(offer.counters, offer.counters.wanted or {}) end
+
+  -- Reads for an event and those behind it, where that has not been done with one before.
+  function read_ahead(from)
+    if from % AT_ONCE ~= 1 then return end
+    local to, amended = math.min(from + AT_ONCE - 1, #events), {}
+    for i = from, to do
+      if events[i].type == 'offer.amended' then amended[offer_of[i]] = true end
+    end
+    for i = from, to do
+      local event, o = events[i], offer_of[i]
+      local offer = offers[o]
+      if offer and offer.pieces and MAKES[event.type] and not event.waited and #offer.rules.limits > 0 and not amended[o] then
+        want_counters(offer, event)
+      end
+    end
+    for _, offer in ipairs(offers) do
+      if offer and offer.pieces then read_wanted(offer.counters) end
+    end
+    for _, campaign in ipairs(campaigns) do read_wanted(campaign.counters) end
   end
-  for _, campaign in ipairs(campaigns) do read_counters(campaign.counters, campaign.counters.wanted or {}) end
 end
 
 -- -- all of them -----------------------------------------------------------------------------------------------------
@@ -289,6 +302,7 @@ end
 local opened = 0
 local function open(o, name, event)
   opened = opened + 1
+  spend(COST.part_byte * #ARGV[7 + opened])
   local campaign, row = campaigns[campaign_of[o]], event.row
   join_zone(campaign, row)
   create_offer(name, o, campaign, row, event.opens_at, event.closes_at, ARGV[7 + opened])
@@ -310,8 +324,7 @@ end
 -- From the first write to the last the shard is incomplete: should this script fail half-way, it is rebuilt from nothing.
 redis.call('HSET', KEYS[1], 'partial', '1')
 write_in_pieces('SADD', KEYS[10], retired)
-local gone = {}
-read_ahead()
+local gone, applied = {}, 0
 
 -- Money that came for an offer that had retired before.
 local function refund_late(campaign, past, event)
@@ -320,6 +333,10 @@ local function refund_late(campaign, past, event)
 end
 
 for i, event in ipairs(events) do
+  if i > 1 and is_spent() then break end
+  spend(COST.command + COST.event)
+  read_ahead(i)
+  applied = i
   local o = offer_of[i]
   local name, offer = names[o], offers[o]
   call.seq, call.now = event.seq, event.at
@@ -347,8 +364,10 @@ end
 write_all(call, offers, campaigns)
 for _, retired_one in ipairs(gone) do remove_offer(unpack(retired_one)) end
 if ARGV[5] ~= '' then
-  write('HSET', KEYS[1], 'seq', ARGV[5], 'time', ARGV[6])
+  local seq, at = ARGV[5], ARGV[6]
+  if applied < #events then seq, at = string.format('%.0f', events[applied].seq), string.format('%.0f', events[applied].at) end
+  write('HSET', KEYS[1], 'seq', seq, 'time', at)
   write('HDEL', KEYS[1], 'partial')
 end
 commit()
-return #events
+return applied

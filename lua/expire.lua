@@ -10,7 +10,7 @@
 -- ARGV[6] msgpack: {offers, campaign of each (from 1), campaigns, grabs, offer of each grab (from 1)}
 -- Outcomes: 21 fenced (whole call)
 -- Events: grab.released (expired) · grab.held (waited)
--- Returns msgpack: {0, history, {number of holds looked at}}, or {code, retry_at, message}.
+-- Returns msgpack: {0, history, {number of holds looked at}}, or {code, retry_at, message}. Those it has no room for come next time.
 --- @include "shard"
 --- @include "undo"
 --- @include "records"
@@ -27,21 +27,13 @@ if not call then return cmsgpack.pack(refused) end
 
 local names, campaign_of, campaign_names, grabs, offer_of = unpack(cmsgpack.unpack(ARGV[6]))
 local offers, campaigns = load_offers(names, campaign_of, campaign_names)
-local of_offer = {}
+local looked_at = 0
 for i = 1, #grabs do
-  local wanted = of_offer[offer_of[i]] or {}
-  of_offer[offer_of[i]] = wanted
-  wanted[#wanted + 1] = grabs[i]
-end
-for o, wanted in pairs(of_offer) do
-  if offers[o] and offers[o].pieces then
-    read_grabs(offers[o], wanted)
-  end
-end
-for i = 1, #grabs do
+  if i > 1 and is_spent() then break end
   local offer = offers[offer_of[i]]
   local grab = offer and grab_of(offer, grabs[i])
   if grab then lapse(call, offer, grabs[i], grab) end
+  looked_at = i
 end
 
-return finish(call, offers, campaigns, {#grabs})
+return finish(call, offers, campaigns, {looked_at})

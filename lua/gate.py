@@ -7,6 +7,9 @@ The order of a caller holds through retries and recoveries. What was decided and
 `_Lane`, and every later call of the lane names the history it was decided under: in another one the script decides nothing, and the
 lane's commands are sent again, in their order, before those that were refused.
 
+A call does a bounded sum of work (lua/includes/cost.lua): commands that it had no room for get no row, and go into the next call, in
+their order, before everything else.
+
 A call that raises an error costs one command its answer, not all: it is cut in halves until the one that raises is found.
 """
 
@@ -50,6 +53,8 @@ WATCH_EVERY_SECONDS: Final = 0.1
 BUSY_RETRY_MS: Final = 200
 #: Commands of these scripts in one call, fewer than of others: each carries much.
 AT_ONCE_MAX: Final = {"open": 16, "load": 8}
+#: Offers that the commands of one call name: each is read and written back.
+OFFERS_IN_CALL_MAX: Final = 64
 SHARDS_KNOWN_MAX: Final = 100_000
 
 #: Scripts that must work when the outbox is full: what they do gives room, or ends what fills it.
@@ -142,7 +147,8 @@ class _Ticket:
 
     `unsure` once they may be decided although nobody knows (no reply came, or a history was lost): then they are not refused any more.
     `given` once the caller has its answer, or has gone. `company` is how many tickets may share a call with it: fewer after an error.
-    `parts` are the tickets that it was cut into to find the command that raises; `fault` says of a single one what it raised.
+    `parts` are the tickets that it was cut into: to find the command that raises, or because a call had no room for all of it.
+    `fault` says of a single one what it raised.
     """
 
     __slots__ = (
@@ -213,23 +219,36 @@ class _Ticket:
             self.done.set_exception(error)
             self.done.exception()  # a caller of several shards hears of the first failure only; the others are no news for the log
 
-    def cut(self) -> "tuple[_Ticket, ...]":
+    @property
+    def offers(self) -> set[str]:
+        """The offers that its commands name."""
+        return {command.offer for command in self.commands}
+
+    def halves(self) -> "tuple[_Ticket, ...]":
         """Two halves of it, each alone in its call; nothing when it is one command, or one basket."""
         end = _whole_baskets(range(len(self.commands)), self.commands, len(self.commands) // 2)
         if end == len(self.commands):
             end = next((i for i, c in enumerate(self.commands) if basket_of(c) is None or basket_of(c) == basket_of(self.commands[-1])), 0)
         if not 0 < end < len(self.commands):
             return ()
+        halves = self.cut(end)
+        for half in halves:
+            half.company = 1
+        return halves
+
+    def cut(self, end: int) -> "tuple[_Ticket, _Ticket]":
+        """Its commands before a place, and those from there on."""
         first, second = (
             _Ticket(self.lane, self.script, part, self.deadline, self.patience_seconds)
             for part in (self.commands[:end], self.commands[end:])
         )
         first.next, second.next = second, self.next
-        for half in (first, second):
-            half.patient_until, half.unsure, half.company = self.patient_until, self.unsure, 1
+        for part in (first, second):
+            part.patient_until, part.unsure, part.company = self.patient_until, self.unsure, self.company
         self.parts = (first, second)
+        self.next = first
         self.done.set_result(None)
-        return self.parts
+        return first, second
 
     def give(self) -> None:
         """The caller has its answer, or has gone; what was not sent yet never is."""
@@ -423,7 +442,8 @@ class Gate:
                 size = AT_ONCE_MAX.get(kind.__name__.lower(), self._limits.batch_commands_max)
                 start = 0
                 while start < len(run_places):
-                    end = _whole_baskets(run_places, commands, min(start + size, len(run_places)))
+                    end = _few_offers(run_places, commands, start, min(start + size, len(run_places)))
+                    end = _whole_baskets(run_places, commands, end)
                     yield shard, kind.__name__.lower(), run_places[start:end]
                     start = end
 
@@ -516,6 +536,7 @@ class Gate:
         They have one type, no lane of theirs is in flight, and what was decided of their lanes was decided in one history.
         """
         batch: list[_Ticket] = []
+        offers: set[str] = set()
         count = history = 0
         queue = shard.queue
         while queue:
@@ -532,6 +553,9 @@ class Gate:
                     break
                 if ticket.has_baskets and any(other.has_baskets for other in batch):
                     break
+                if len(offers) >= OFFERS_IN_CALL_MAX and not ticket.offers <= offers:
+                    break
+            offers |= ticket.offers
             if lane.flying or (lane.decided and history and lane.history != history):
                 break
             if lane.decided:
@@ -550,7 +574,7 @@ class Gate:
         pause = True
         try:
             rows, history = await self._call(shard.keys, batch[0].script, commands, history)
-            self._answer(shard, batch, rows, history)
+            again, pause = self._answer(shard, batch, rows, history), False
             if shard.refuses:
                 log.warning("shard %d decides again", shard.keys.shard)
                 shard.refuses = ""
@@ -584,10 +608,20 @@ class Gate:
                 self._hold(shard)
             self._wake(shard)
 
-    def _answer(self, shard: _Shard, batch: list[_Ticket], rows: list[Any], history: int) -> None:
+    def _answer(self, shard: _Shard, batch: list[_Ticket], rows: list[Any], history: int) -> list[_Ticket]:
+        """Answers what was decided; returns what the call had no room for, in its order."""
         number, sealer = shard.keys.shard, self._secrets.sealer
         place = 0
+        rest: list[_Ticket] = []
         for ticket in batch:
+            decided = min(len(rows) - place, len(ticket.commands))
+            if decided == 0 or (decided < len(ticket.commands) and ticket.done.done()):
+                place += decided
+                rest.append(ticket)
+                continue
+            if decided < len(ticket.commands):
+                ticket, behind = ticket.cut(decided)
+                rest.append(behind)
             answers = []
             for command in ticket.commands:
                 try:
@@ -598,6 +632,7 @@ class Gate:
                     answers.append(_what_is_known(number, command, rows[place], error))
                 place += 1
             ticket.answer(answers, history)
+        return rest
 
     def _refused(self, shard: _Shard, batch: list[_Ticket], error: "_Refused") -> list[_Ticket]:
         """The whole call was refused: who has patience is sent again. A fence concerns whoever is queued as well."""
@@ -620,7 +655,7 @@ class Gate:
         [ticket] = batch
         if ticket.done.done():
             return []
-        if parts := ticket.cut():
+        if parts := ticket.halves():
             return list(parts)
         said = f"no answer can be given to this command, it was set aside: {error}"
         log.error("command %s of offer %s cannot be decided: %s", ticket.commands[0].id, ticket.commands[0].offer, error)
@@ -642,7 +677,7 @@ class Gate:
             return batch
         [ticket] = batch
         ticket.breaks += 1
-        if not ticket.done.done() and (parts := ticket.cut()):
+        if not ticket.done.done() and (parts := ticket.halves()):
             again = list(parts)
         elif ticket.breaks < BREAKS_MAX:
             again = batch
@@ -765,6 +800,18 @@ def _check_baskets(commands: Sequence[AnyCommand], answers: list[Answer | None])
     for place, reason in torn_baskets(commands, refused).items():
         command = commands[place]
         answers[place] = answers[place] or refusal(command.id, Outcome.invalid, command.offer, reason)
+
+
+def _few_offers(places: Sequence[int], commands: Sequence[AnyCommand], start: int, end: int) -> int:
+    """The end of a cut that names no more than OFFERS_IN_CALL_MAX offers."""
+    if end - start <= OFFERS_IN_CALL_MAX:
+        return end
+    offers: set[str] = set()
+    for index in range(start, end):
+        offers.add(commands[places[index]].offer)
+        if len(offers) > OFFERS_IN_CALL_MAX:
+            return index
+    return end
 
 
 def _whole_baskets(places: Sequence[int], commands: Sequence[AnyCommand], end: int) -> int:

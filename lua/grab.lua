@@ -15,6 +15,7 @@
 --           27 not_open_yet · 28 on_hold · 29 over · 30 not_eligible · 31 limit_reached · 32 sold_out · 33 not_enough_left ·
 --           0 granted · 1 held · 15 waiting
 -- Events: grab.granted · grab.held · grab.queued · offer.closed (drained)
+-- Grabs that the call has no room for get no row: they go into the next one.
 -- Returns msgpack: {0, history, rows, run} with a row {code, seq, at, amount, quantity, place, left, repeated, retry_at, more} for each
 --         command that is not in the run before them, {first seq, first place, first left, time, amounts} or absent; or
 --         {code, retry_at, message} when the whole call was refused.
@@ -39,9 +40,30 @@ local users, quantities, attributes, more = batch[7], batch[8], batch[9], batch[
 local offers, campaigns = load_offers(names, campaign_of, batch[3])
 local campaign_ids, offer_users = {}, {}
 
+local function basket_at(i)
+  local extra = more and more[i]
+  return extra and extra.basket and campaign_of[offer_of[i]] .. '/' .. extra.basket
+end
+
+-- How many of the grabs this call has room for, by what is known of them before they are read; a basket is not torn.
+local function fitting()
+  if batch[11] and is_plain(call, offers[1]) then return math.min(#ids, math.max(1, math.floor(COST.call_max / COST.plain_grab))) end
+  local estimate = 0
+  for i = 1, #ids do
+    if i > 1 and is_spent(estimate) and not (basket_at(i) and basket_at(i) == basket_at(i - 1)) then return i - 1 end
+    local offer = offers[offer_of[i]]
+    estimate = estimate + COST.command
+    if offer then
+      estimate = estimate + COST.span * #(offer.rules.hours or NO_LIMITS) + COST.counter * #offer.rules.limits
+    end
+  end
+  return #ids
+end
+
 -- Read all: the answers of each campaign, what each offer has of its users, then the refusals of what is not answered.
+for i = #ids, fitting() + 1, -1 do ids[i], users[i] = nil, nil end
 for c = 1, #campaigns do campaign_ids[c] = {} end
-for o = 1, #names do offer_users[o] = {} end
+for o = 1, #offers do offer_users[o] = {} end
 for i = 1, #ids do
   local o = offer_of[i]
   local asked = campaign_ids[campaign_of[o]]
@@ -72,7 +94,7 @@ for c, campaign in ipairs(campaigns) do
     if record then campaign.answers[id] = answer_that_counts(call, campaign, record) or false end
   end
 end
-for o = 1, #names do
+for o = 1, #offers do
   local offer = offers[o]
   if offer and not offer.pieces then taken[o] = lookup(KEYS[offer.base + USERS], offer_users[o]) end
   if offer and offer.rules.audience == 'list' and #offer_users[o] > 0 then
@@ -125,7 +147,7 @@ for i = 1, #ids do
     end
   end
 end
-for o = 1, #names do
+for o = 1, #offers do
   if offers[o] and offers[o].pieces then read_counters(offers[o].counters, offers[o].counters.wanted or {}) end
 end
 for _, campaign in ipairs(campaigns) do read_counters(campaign.counters, campaign.counters.wanted or {}) end
@@ -357,6 +379,10 @@ end
 local rows = {}
 for i = first, #ids do
   local basket = more and more[i] and more[i].basket
+  if not rows[i] then
+    if i > 1 and is_spent() then break end
+    spend(COST.command)
+  end
   if not basket then
     rows[i] = decide_one(i)
   elseif not rows[i] then
@@ -372,5 +398,8 @@ end
 
 -- The rows of a run are in `run`.
 local rest = {}
-for i = first, #ids do rest[#rest + 1] = rows[i] end
+for i = first, #ids do
+  if not rows[i] then break end
+  rest[#rest + 1] = rows[i]
+end
 return finish(call, offers, campaigns, rest, run)

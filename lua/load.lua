@@ -79,6 +79,7 @@ local function load(call, offer, id, digest, body)
   local awaited = not list and body.what == 'codes' and offer.rules.codes
   local complete = loaded == (list and list.chunks or 0)
   if offer.closed or (call.now >= offer.opens_at and complete and not awaited) then return refused_row(call, CODE.over) end
+  spend(COST.item * #body.items)
   offer.seen_new[member] = true
   local loading = {chunks = body.chunks, loaded = loaded + 1}
   if body.what == 'codes' then

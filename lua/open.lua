@@ -41,6 +41,8 @@ local names, campaign_of, campaign_names, ids, offer_of, digests, all_terms = un
 local made, seen, rows, campaigns = {}, {}, {}, {}
 for c = 1, #campaign_names do campaigns[c] = campaign_at(campaign_names[c], #names, c) end
 for i = 1, #ids do
+  if i > 1 and is_spent() then break end
+  spend(COST.offer + COST.part_byte * #ARGV[6 + i])
   local o, id, digest, terms = offer_of[i], ids[i], digests[i], all_terms[i]
   local name, campaign = names[o], campaigns[campaign_of[o]]
   local state_key = KEYS[SHARD_KEYS + OFFER_KEYS * (o - 1) + STATE]

@@ -11,7 +11,7 @@
 -- ARGV[6] msgpack: {offers, campaign of each (from 1), campaigns}
 -- Outcomes: 21 fenced (whole call)
 -- Events: offer.closed (deadline) · offer.retired · grab.held (waited) · grab.released (left_queue)
--- Returns msgpack: {0, history, {number of offers seen to}}, or {code, retry_at, message}.
+-- Returns msgpack: {0, history, {number of offers seen to}}, or {code, retry_at, message}. Those it has no room for come next time.
 --- @include "shard"
 --- @include "undo"
 --- @include "records"
@@ -40,6 +40,7 @@ local names, campaign_of, campaign_names = unpack(cmsgpack.unpack(ARGV[6]))
 local offers, campaigns = load_offers(names, campaign_of, campaign_names)
 local retired, seen_to = {}, 0
 for o = 1, #names do
+  if o > 1 and is_spent() then break end
   local offer = offers[o]
   local due = offer and tonumber(redis.call('ZSCORE', KEYS[6], names[o]) or math.huge)
   if offer and call.now >= due then

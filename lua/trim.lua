@@ -4,19 +4,27 @@
 -- KEYS[1] shard hash · KEYS[2] outbox stream
 -- ARGV[1] term · ARGV[2] owner · ARGV[3] life · ARGV[4] last seq acknowledged · ARGV[5] the chain's hash there, hex
 -- ARGV[6] journal offset behind it · ARGV[7] channel of announcements
--- Returns {history or '', seq}, or the error LOST when another took the shard over.
+-- Returns {history or '', seq, '1' when more of that is still in the outbox: a call trims a bounded number of entries}, or the error
+--         LOST when another took the shard over.
 --- @include "shard"
+
+local ENTRIES_MAX = 1000
 
 if not is_owner(KEYS[1], ARGV[1], ARGV[2], ARGV[3]) then return redis.error_reply('LOST the shard has another owner, term or life') end
 local seq, history = tonumber(ARGV[4]), redis.call('HGET', KEYS[1], 'history') or ''
+local more = false
 local open = redis.call('XREVRANGE', KEYS[2], string.format('%.0f-0', seq + 1), '-', 'COUNT', 1)[1]
 if open then
   -- An entry goes only when its last event is acknowledged: this one may still hold the first that is not.
   local first = tonumber(string.match(open[1], '^(%d+)'))
   local holds = first + #open[2] / 2 - 1 > seq
-  redis.call('XTRIM', KEYS[2], 'MINID', holds and open[1] or string.format('%.0f-0', seq + 1))
+  local least = holds and open[1] or string.format('%.0f-0', seq + 1)
+  -- Whole nodes of the stream first, a bounded number; what is then left of one node is little.
+  more = redis.call('XTRIM', KEYS[2], 'MINID', '~', least, 'LIMIT', ENTRIES_MAX) > 0
+    and redis.call('XTRIM', KEYS[2], 'MINID', '~', least, 'LIMIT', ENTRIES_MAX) > 0
+  if not more then redis.call('XTRIM', KEYS[2], 'MINID', least) end
 end
 redis.call('HSET', KEYS[1], 'journaled_seq', ARGV[4], 'journaled_head', ARGV[5], 'journaled_offset', ARGV[6],
   'journaled_term', ARGV[1], 'journaled_owner', ARGV[2])
 redis.call('PUBLISH', ARGV[7], history .. ' ' .. ARGV[4])
-return {history, ARGV[4]}
+return {history, ARGV[4], more and '1' or ''}

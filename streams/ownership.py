@@ -120,12 +120,6 @@ class OwnedShard:
 
     async def trim(self, own: Ownership, cursor: Cursor) -> None:
         """What is journaled up to the cursor leaves the outbox and is announced; the cursor is the new checkpoint."""
-        await self.run(
-            "trim",
-            [self.keys.state, self.keys.outbox],
-            own,
-            cursor.seq,
-            cursor.head.hex(),
-            cursor.next_offset,
-            self.keys.channel,
-        )
+        arguments = (cursor.seq, cursor.head.hex(), cursor.next_offset, self.keys.channel)
+        while (await self.run("trim", [self.keys.state, self.keys.outbox], own, *arguments))[2]:
+            pass

@@ -17,7 +17,7 @@ from redis.exceptions import ResponseError
 
 from lua import restoring
 from lua.sealing import Sealer
-from models.events import AnyEvent, OfferOpened, OfferRetired, decode_event_list
+from models.events import AnyEvent, OfferLoaded, OfferOpened, OfferRetired, decode_event_list
 from models.identifiers import campaign_of
 from models.journal import Accepted, Corrupt, Cursor, Gap
 from projections.snapshots import KnownPayment, Past
@@ -28,9 +28,10 @@ log = logging.getLogger(__name__)
 _pack = msgspec.msgpack.Encoder().encode
 
 APPLY_EVENTS_MAX: Final = 256
-OPENED_AT_ONCE_MAX: Final = 16
+#: What a call may apply, as far as it is known before, in µs of Redis' thread; the script knows the rest (lua/includes/cost.lua).
+APPLY_COST_MAX: Final = 3_000
 WIPE_KEYS_A_STEP: Final = 500
-RETIRED_A_STEP: Final = 4_000
+RETIRED_A_STEP: Final = 1_000
 PROGRESS_SECONDS: Final = 1.0
 
 
@@ -214,17 +215,21 @@ class Recovery:
     async def _apply_all(self, own: Ownership, events: Sequence[AnyEvent], seq: int | None) -> None:
         """Applies events in calls of bounded size; `seq` is the one before them, or None when they are those of some offers only."""
         for part in _parts(events):
-            behind: int | str = "" if seq is None else seq
-            if seq is not None:
-                seq += len(part)
-            await self._apply(own, part, behind, "" if seq is None else seq, part[-1].at)
-            self._applied += len(part)
-            self._progress(self._applied)
-            self._step("recovery.applied")
+            done = 0
+            while done < len(part):
+                rest = part[done:]
+                behind: tuple[int | str, int | str] = ("", "") if seq is None else (seq, seq + len(rest))
+                applied = await self._apply(own, rest, *behind, rest[-1].at)
+                done += applied
+                seq = None if seq is None else seq + applied
+                self._applied += applied
+                self._progress(self._applied)
+                self._step("recovery.applied")
 
     async def _apply(
         self, own: Ownership, events: Sequence[AnyEvent], seq: int | str, behind: int | str, at: int | str, retired: Sequence[str] = ()
-    ) -> None:  # fmt: skip
+    ) -> int:  # fmt: skip
+        """Applies events in one call; returns how many of them it had room for."""
         keys = self._shard.keys
         if any(isinstance(event, OfferOpened) for event in events):
             # Drawing the parts of a large envelope takes a while.
@@ -232,7 +237,7 @@ class Recovery:
         else:
             names, arguments = restoring.build(keys, events, self._sealer, retired)
         try:
-            await self._shard.run("apply", [*keys.deciding(), *names], own, seq, behind, at, *arguments)
+            return int(await self._shard.run("apply", [*keys.deciding(), *names], own, seq, behind, at, *arguments))
         except ResponseError as error:
             raise Impossible(str(error)) from None
 
@@ -286,18 +291,36 @@ class Recovery:
                 log.warning("the recovery of shard %d is not written down: %s", done.shard, error)
 
 
+class _Drawn(msgspec.Struct):
+    """Of terms, what says how many parts are drawn ahead."""
+
+    parts: int = 0
+    draw: str = "ahead"
+
+
+_drawn = msgspec.json.Decoder(_Drawn).decode
+
+
+def _cost(event: AnyEvent) -> float:
+    """What an event costs the call that applies it, µs, as far as it says so itself."""
+    if isinstance(event, OfferOpened):
+        terms = _drawn(event.terms)
+        return 50 + (0.01 * terms.parts if terms.draw == "ahead" else 0)
+    return 10 + len(event.items) if isinstance(event, OfferLoaded) else 10
+
+
 def _parts(events: Sequence[AnyEvent]) -> list[list[AnyEvent]]:
-    """The events in calls: few that open offers, and those that retire apart, since with a campaign's last offer go its answers."""
+    """The events in calls of bounded cost; those that retire apart, since with a campaign's last offer go its answers."""
     parts: list[list[AnyEvent]] = []
-    opened = 0
+    cost = 0.0
     for event in events:
-        retires, opens = isinstance(event, OfferRetired), isinstance(event, OfferOpened)
-        full = bool(parts) and (len(parts[-1]) >= APPLY_EVENTS_MAX or (opens and opened >= OPENED_AT_ONCE_MAX))
+        retires, of_event = isinstance(event, OfferRetired), _cost(event)
+        full = bool(parts) and (len(parts[-1]) >= APPLY_EVENTS_MAX or cost + of_event > APPLY_COST_MAX)
         if not parts or full or isinstance(parts[-1][-1], OfferRetired) != retires:
             parts.append([])
-            opened = 0
+            cost = 0.0
         parts[-1].append(event)
-        opened += opens
+        cost += of_event
     return parts
 
 

@@ -46,13 +46,16 @@ class Sweeper:
         self._clock_skew_ms_max = clock_skew_ms_max
         self._record_demand = record_demand
         self._demand_cursor = 0
+        self._last_first = False
         #: (sorted set, member) that made a script fail, until when it is left out.
         self._left_out: dict[tuple[str, str], float] = {}
 
     async def run(self) -> None:
         """Sweeps until cancelled; errors of a server are logged and tried again. Holds wait neither for SQL nor for cleaning."""
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._again_and_again(self.sweep))
+            # Side by side, a call of each in turn: neither waits until the other has nothing left to do.
+            tasks.create_task(self._again_and_again(self.expire_all))
+            tasks.create_task(self._again_and_again(self.see_to_offers))
             tasks.create_task(self._again_and_again(self.clean))
             tasks.create_task(self._again_and_again(self.flush_demand))
 
@@ -70,15 +73,20 @@ class Sweeper:
 
     async def sweep(self, at_ms: int | None = None) -> int:
         """Everything that is due by Redis' own clock (or at the time given, for simulation); returns how many holds and offers."""
+        return await self.expire_all(at_ms) + await self.see_to_offers(at_ms)
+
+    async def expire_all(self, at_ms: int | None = None) -> int:
+        """Ends all holds that are over; returns how many it found."""
         done = 0
         while found := await self.expire_holds(at_ms):
             done += found
-            if found < HOLDS_AT_ONCE_MAX:
-                break
+        return done
+
+    async def see_to_offers(self, at_ms: int | None = None) -> int:
+        """Sees to all offers that are due; returns how many it found, one that is served on in steps as often as that."""
+        done = 0
         while found := await self.close_due(at_ms):
             done += found
-            if found < OFFERS_AT_ONCE_MAX and not await self._due(self._keys.due, at_ms, 1):
-                break
         return done
 
     async def expire_holds(self, at_ms: int | None = None) -> int:
@@ -86,8 +94,14 @@ class Sweeper:
         return await self._for_each("expire", self._keys.holds, await self._due(self._keys.holds, at_ms, HOLDS_AT_ONCE_MAX), at_ms)
 
     async def close_due(self, at_ms: int | None = None) -> int:
-        """Closes, serves on or retires offers that are due, a bounded number; returns how many it saw to."""
-        return await self._for_each("sweep", self._keys.due, await self._due(self._keys.due, at_ms, OFFERS_AT_ONCE_MAX), at_ms)
+        """Closes, serves on or retires offers that are due, a bounded number; returns how many it saw to.
+
+        Of more than a call can see to, those that fell due last come first in every other call: an offer whose units wait for the next
+        in its queue, or that closes now, does not stand behind thousands that retire.
+        """
+        due = await self._due(self._keys.due, at_ms, OFFERS_AT_ONCE_MAX, last_first=self._last_first)
+        self._last_first = not self._last_first and len(due) == OFFERS_AT_ONCE_MAX
+        return await self._for_each("sweep", self._keys.due, due, at_ms)
 
     async def clean(self, at_ms: int | None = None, steps_max: int | None = None) -> int:
         """Deletes what counts as forgotten, in bounded steps, until nothing is left of it; returns the number of steps."""
@@ -114,11 +128,15 @@ class Sweeper:
         keys = [answers if what == "answers" else payments, state]
         return bool((await self._reply("clean", keys, at_ms, campaign, what, CLEAN_FIELDS_A_STEP)).code == 0)
 
-    async def _due(self, key: str, at_ms: int | None, most: int, after_ms: int = 0) -> list[str]:
+    async def _due(self, key: str, at_ms: int | None, most: int, after_ms: int = 0, last_first: bool = False) -> list[str]:
         """Members of a sorted set whose time, or so long after it, has come; a bounded number."""
         now = (at_ms if at_ms is not None else await self._redis_time_ms()) - after_ms
         self._left_out = {one: until for one, until in self._left_out.items() if until > time.monotonic()}
-        found = await self._redis.zrangebyscore(key, "-inf", now, start=0, num=most + len(self._left_out))
+        bounds = {"start": 0, "num": most + len(self._left_out)}
+        if last_first:
+            found = await self._redis.zrevrangebyscore(key, now, "-inf", **bounds)
+        else:
+            found = await self._redis.zrangebyscore(key, "-inf", now, **bounds)
         members = [member.decode() for member in found]
         return [member for member in members if (key, member) not in self._left_out][:most]
 

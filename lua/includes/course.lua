@@ -1,6 +1,7 @@
 -- The common course of commands about an offer or a grab: look up the repeat, refuse, act, write.
 -- ARGV[6] msgpack: {offers, campaign of each (from 1), campaigns, ids, offer of each command (from 1), digests, bodies}. A body that has
 -- `whole` is kept as that with its answer, and compared as that.
+-- Commands that the call has no room for get no row: they go into the next one.
 -- Needs the includes `decide`, `repeats`, `offers`, `pieces`, `queue`, `settling`.
 
 local function refused_row(call, code, more)
@@ -28,6 +29,8 @@ local function course(act, act_on_none)
   -- What this call has made of a command id counts for the commands behind it.
   local refusals, rows = {}, {}
   for i = 1, #ids do
+    if i > 1 and is_spent() then break end
+    spend(COST.command)
     local id, digest, o = ids[i], digests[i], offer_of[i]
     local offer, campaign = offers[o], campaigns[campaign_of[o]]
     local field = refusal_field(campaign.name, id)

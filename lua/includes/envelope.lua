@@ -96,6 +96,7 @@ local function grant_run(call, offer, ids, users, campaign)
     made_users[2 * i - 1], made_users[2 * i] = user, pack(PART, place, amount, seq)
     amounts[i] = amount
   end
+  spend(COST.plain_grab * granted)
   if granted > 0 then
     call.seq, offer.changed = seq, true
     offer.offer_seq, offer.places, offer.units_left, offer.amount_left = offer_seq, place, left, amount_left

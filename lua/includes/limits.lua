@@ -4,11 +4,6 @@
 -- window, 1 if of the campaign}.
 -- Needs the include `calendar`, and `put` of the include `undo`.
 
-local function limit_value(limit, user, attributes)
-  if limit.by == 'user' then return user end
-  return attributes and attributes[limit.by]
-end
-
 local function offsets_for(offer, of_campaign)
   return of_campaign and offer.rules.campaign_offsets or offer.rules.offsets
 end
@@ -17,7 +12,9 @@ local function counted_under(offer, user, attributes, now)
   local counted = {}
   for i, limit in ipairs(offer.rules.limits) do
     local of_campaign = limit.scope == 'campaign'
-    local name = limit.by .. '/' .. limit.per .. '/' .. limit_value(limit, user, attributes)
+    local value = user
+    if limit.by ~= 'user' then value = attributes and attributes[limit.by] end
+    local name = limit.by .. '/' .. limit.per .. '/' .. value
     counted[i] = {name, window_of(limit.per, offsets_for(offer, of_campaign), now), of_campaign and 1 or 0}
   end
   return counted
@@ -60,6 +57,7 @@ local function count_in(offer, one)
 end
 
 local function set_counter(offer, one, count)
+  spend(COST.counter)
   local _, counters = counter_of(offer, one)
   put(counters.values, one[1], {one[2], count})
   put(counters.changed, one[1], true)

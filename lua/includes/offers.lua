@@ -47,6 +47,7 @@ local function load_offer(name, o, campaign)
   local f = redis.call('HMGET', KEYS[base + STATE], 'state', 'paused', 'opens_at', 'closes_at', 'asset', 'parts', 'amount_left',
     'units_left', 'places', 'offer_seq', 'law', 'min', 'max', 'draw', 'seed', 'issuer', 'reason', 'kind', 'rules', 'held', 'queued',
     'loads', 'total')
+  spend(COST.offer)
   if not f[1] then return nil end
   local offer = {
     name = name, base = base, campaign = campaign, closed = f[1] == 'closed', paused = f[2] == '1',
@@ -66,7 +67,7 @@ local function load_offer(name, o, campaign)
     offer.queue_new, offer.queue_gone, offer.orders, offer.orders_changed = {}, {}, {}, {}
     offer.codes_taken, offer.codes_back = 0, {}
     offer.queue_length = offer.rules.waiting_list and redis.call('ZCARD', KEYS[base + QUEUE]) or 0
-    offer.queue_stored, offer.queue_from, offer.queue_new_read, offer.line = offer.queue_length, 0, 0, {}
+    offer.queue_stored, offer.queue_from, offer.queue_new_read, offer.line, offer.asked = offer.queue_length, 0, 0, {}, {}
   end
   offer.rules.limits = offer.rules.limits or NO_LIMITS
   offer.seen_new = {}
@@ -75,15 +76,20 @@ local function load_offer(name, o, campaign)
 end
 
 -- The offers and campaigns of a call: names, the campaign of each (from 1), and the campaigns' names, as the gate packs them.
+-- An offer is loaded when it is asked for (they stand in the order of their first commands), false where there is none.
 local function load_offers(names, campaign_of, campaign_names)
-  local offers, campaigns = {}, {}
+  local campaigns = {}
   for c = 1, #campaign_names do campaigns[c] = campaign_at(campaign_names[c], #names, c) end
-  for o = 1, #names do offers[o] = load_offer(names[o], o, campaigns[campaign_of[o]]) or false end
-  return offers, campaigns
+  return setmetatable({}, {__index = function(offers, o)
+    local offer = load_offer(names[o], o, campaigns[campaign_of[o]]) or false
+    rawset(offers, o, offer)
+    return offer
+  end}), campaigns
 end
 
 -- The beginning of every event's text, up to the fields of its type. Takes the next seq of shard and offer.
 local function event_head(call, offer, type, command)
+  spend(COST.event)
   put(offer, 'offer_seq', offer.offer_seq + 1)
   put(offer, 'changed', true)
   return '{"type":"' .. type .. '","v":1,"shard":' .. call.shard .. ',"seq":' .. next_seq(call) .. ',"offer_seq":'
@@ -233,7 +239,7 @@ local function change_terms(offer, changes)
   end
   offer.opens_at = changes.opens_at or offer.opens_at
   if changes.closes_at then offer.closes_at, offer.due = changes.closes_at, changes.closes_at end
-  offer.amended = true
+  offer.amended, offer.least_wanted = true, nil
 end
 
 -- What is kept of a part: under the command's id, and under the user.

@@ -15,19 +15,9 @@ local function grab_of(offer, name)
   return grab or nil
 end
 
--- Reads many grabs at once that are not known yet.
-local function read_grabs(offer, names)
-  local wanted = {}
-  for _, name in ipairs(names) do
-    if offer.grabs[name] == nil then wanted[#wanted + 1] = name end
-  end
-  if #wanted == 0 then return end
-  local records = redis.call('HMGET', KEYS[offer.base + GRABS], unpack(wanted))
-  for i, name in ipairs(wanted) do offer.grabs[name] = records[i] and unpack_grab(records[i]) end
-end
-
 -- The grab is written back, and its deadline with it.
 local function touch_grab(offer, name)
+  if not offer.grabs_changed[name] then spend(COST.grab) end
   put(offer.grabs_changed, name, true)
   if offer.rules.hold_ms then put(offer.holds, name, true) end
 end
@@ -64,6 +54,7 @@ end
 -- The next codes, sealed, where the offer has codes.
 local function hand_out(offer, grab, quantity)
   if not offer.loads.codes then return {} end
+  spend(COST.item * quantity)
   local key, from = KEYS[offer.base + CODES], offer.codes_taken
   local codes = redis.call('LRANGE', key, from, from + quantity - 1)
   -- What came back in this very call stands behind what was there.
@@ -109,10 +100,27 @@ local function waiter_at(offer, i)
   return line[i]
 end
 
+-- What grabs in the queue ask for, as a list; of a record that is not known yet, no more than that is unpacked.
+local function asked_by(offer, names)
+  local asked, unknown = offer.asked, {}
+  for _, name in ipairs(names) do
+    if not offer.grabs[name] and not asked[name] then unknown[#unknown + 1] = name end
+  end
+  if #unknown > 0 then
+    spend(COST.asked * #unknown)
+    local records = redis.call('HMGET', KEYS[offer.base + GRABS], unpack(unknown))
+    -- The fourth value of a record, behind the three bytes that say how many there are.
+    for i, name in ipairs(unknown) do asked[name] = select(4, cmsgpack.unpack_limit(records[i], 3, 3)) end
+  end
+  local found = {}
+  for i, name in ipairs(names) do found[i] = offer.grabs[name] and offer.grabs[name].quantity or asked[name] end
+  return found
+end
+
 -- How many units must be left for a waiting grab to be served: what it asks for, or one with take `up_to`. Infinite when what it
 -- would have to pay is above AMOUNT_MAX: the price, or max_per_grab, was amended since it joined the queue.
-local function wanted_at_least(offer, grab)
-  local wanted = offer.rules.take == 'all' and grab.quantity or 1
+local function wanted_at_least(offer, asked)
+  local wanted = offer.rules.take == 'all' and asked or 1
   return wanted * (offer.rules.price or 0) <= AMOUNT_MAX and wanted or math.huge
 end
 
@@ -122,8 +130,7 @@ local function available(offer)
   if not offer.least_wanted then
     local least, considered = math.huge, {}
     for i = 1, math.min(offer.queue_length, CONSIDERED_MAX) do considered[i] = waiter_at(offer, i) end
-    read_grabs(offer, considered)
-    for _, name in ipairs(considered) do least = math.min(least, wanted_at_least(offer, grab_of(offer, name))) end
+    for _, asked in ipairs(asked_by(offer, considered)) do least = math.min(least, wanted_at_least(offer, asked)) end
     offer.least_wanted = least
   end
   return offer.units_left < offer.least_wanted and offer.units_left or 0
@@ -136,6 +143,6 @@ local function join_queue(offer, name, grab)
   append(offer.queue_new, name)
   put(offer, 'queue_length', offer.queue_length + 1)
   if offer.least_wanted and offer.queue_length <= CONSIDERED_MAX then
-    put(offer, 'least_wanted', math.min(offer.least_wanted, wanted_at_least(offer, grab)))
+    put(offer, 'least_wanted', math.min(offer.least_wanted, wanted_at_least(offer, grab.quantity)))
   end
 end

@@ -1,9 +1,11 @@
 -- Grabs that wait, and leave the queue: they are served, or give up. The same steps as models/rules, in the same order.
 -- Needs the includes `records`, `decide`, `limits`, `offers`, `pieces`.
 
-local SERVED_AT_ONCE_MAX = 100
+-- So many grabs of a queue are seen to for one command, or at one visit of the sweeper: what one of these costs is bounded, too.
+local SERVED_AT_ONCE_MAX = 25
 
 local function take_from_queue(offer, name)
+  spend(COST.waiter)
   offer.queue_gone[name] = true
   offer.queue_length = offer.queue_length - 1
   offer.least_wanted = nil
@@ -53,22 +55,27 @@ end
 -- at once. Those that they do not suffice for keep their places.
 local function serve(call, offer, command)
   if not offer.pieces or offer.closed or call.now >= offer.closes_at then return end
-  local served, i = 0, 1
+  -- Known from before, where nobody has left the queue since.
+  if offer.units_left < (offer.least_wanted or 0) then return end
+  local served, i, least = 0, 1, math.huge
   while offer.units_left > 0 and i <= CONSIDERED_MAX do
     local name = waiter_at(offer, i)
-    if not name then return end
-    local grab = grab_of(offer, name)
-    if wanted_at_least(offer, grab) > offer.units_left then
-      i = i + 1
+    if not name then break end
+    spend(COST.considered)
+    local wanted = wanted_at_least(offer, i == 1 and grab_of(offer, name).quantity or asked_by(offer, {name})[1])
+    if wanted > offer.units_left then
+      i, least = i + 1, math.min(least, wanted)
     elseif served == SERVED_AT_ONCE_MAX then
       offer.due, offer.changed = call.now, true
       return
     else
       served = served + 1
+      local grab = grab_of(offer, name)
       local asked, quantity = grab.quantity, units_for(offer, grab)
       serve_one(offer, name, grab, quantity, call.now)
       call.lines[#call.lines + 1] = event_head(call, offer, 'grab.held', command) .. grab_text(offer, name, grab, quantity, quantity)
         .. (asked ~= quantity and ',"asked":' .. int(asked) or '') .. hold_text(offer, grab) .. ',"waited":true}'
     end
   end
+  if offer.units_left > 0 then offer.least_wanted = least end
 end

@@ -1,4 +1,5 @@
 -- Compact binary records: what is remembered of a command, of a user's part, and of a grab. One place that packs and unpacks.
+--- @include "cost"
 
 -- Times are kept as 5 bytes of milliseconds since 2020-01-01 (enough until 2054).
 local EPOCH_MS = 1577836800000
@@ -120,6 +121,7 @@ local function unpack_order(record)
 end
 
 local function unpack_grab(record)
+  spend(COST.grab_read + COST.record_byte * #record)
   local values, grab = cmsgpack.unpack(record), {}
   for i = 1, #GRAB_FIELDS do grab[GRAB_FIELDS[i]] = values[i] end
   return grab

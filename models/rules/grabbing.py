@@ -17,7 +17,7 @@ from models.rules import limits
 from models.rules.state import Batch, Decided, Drawn, Offer, Part, ShardState, Status, Taken, answered, due_when_closed, head_of, refused
 from models.splitting import next_part
 
-SERVED_AT_ONCE_MAX = 100
+SERVED_AT_ONCE_MAX = 25
 #: So many grabs at the front of the queue are considered when units are left.
 CONSIDERED_MAX = 100
 #: So many used tickets of a campaign that have ended are forgotten when another one is used.

@@ -57,8 +57,8 @@ class TornSweeper(Sweeper):
             return 0
         return await super()._run(script, keys, at_ms, packed)
 
-    async def _due(self, key: str, at_ms: int | None, most: int, *rest: int) -> list[str]:
-        return torn(await super()._due(key, at_ms, most, *rest), self.some, self.last_first)
+    async def _due(self, key: str, at_ms: int | None, most: int, *rest: int, last_first: bool = False) -> list[str]:
+        return torn(await super()._due(key, at_ms, most, *rest, last_first=last_first), self.some, self.last_first)
 
 
 def torn(found: list[Any], some: int | None, last_first: bool) -> list[Any]:
@@ -134,9 +134,9 @@ class HostileTwins(Twins):
         return {name: offer for state in self.states for name, offer in state.offers.items()}
 
 
-async def play(client: Any, draw: random.Random, steps: int) -> HostileTwins:
+async def play(client: Any, draw: random.Random, steps: int, twins: HostileTwins | None = None) -> HostileTwins:
     """A history of so many steps, compared all along."""
-    twins, hostile = HostileTwins(), Hostile(draw, NOW)
+    twins, hostile = twins or HostileTwins(), Hostile(draw, NOW)
     limits = GateLimits(batch_commands_max=draw.choice((1, 3, 512)), timeout_ms=30_000)
     await twins.begin_twins(client, KeySpace(f"hostile{secrets.token_hex(5)}", SHARDS), limits)
     try:

@@ -893,13 +893,13 @@ async def test_the_first_hundred_in_the_queue_are_considered(scene: Scene) -> No
 
 
 async def test_newcomers_leave_what_a_call_could_not_hand_out(scene: Scene) -> None:
-    """A call serves a hundred; until the sweeper goes on, the units are those of the queue."""
+    """A call serves twenty-five; until the sweeper goes on, the units are those of the queue."""
     await scene.open(stock(1, **(PRICED | {"max_per_grab": 300}), waiting_list=True))
     assert (await scene.grab("ann")).outcome == "held"
     await scene.decide_both([Grab(id=f"w{n}", offer="o", user=f"w{n}", wait=True) for n in range(250)])
     await scene.amend(total=300)
     events = await scene.events("grab.held", waited=True)
-    assert (len(events), events[-1].left) == (100, 199)
+    assert (len(events), events[-1].left) == (25, 274)
     assert (await scene.grab("new")).outcome == "sold_out"
     assert (await scene.grab("new", wait=True)).outcome == "waiting"
     await scene.sweep_both()

@@ -78,8 +78,8 @@ async def test_an_offer_that_turned_out_not_to_be_due_is_not_forgotten(system: S
     await system.ask("close", "close-a", "sale:a")
     due = system.sweeper._due
 
-    async def due_and_then(key: str, at_ms: int | None, most: int, after_ms: int = 0) -> list[str]:
-        found = await due(key, at_ms, most, after_ms)
+    async def due_and_then(key: str, at_ms: int | None, most: int, after_ms: int = 0, last_first: bool = False) -> list[str]:
+        found = await due(key, at_ms, most, after_ms, last_first)
         if key == system.keys.due and "sale:a" in found:
             await system.ask("release", "r-1", "sale:a", grab="g-3")
         return found

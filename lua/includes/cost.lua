@@ -1,0 +1,34 @@
+-- What a call may cost. A script blocks its server, so a call does a bounded sum of work; what does not fit goes into the next call.
+-- A call ends between two commands (holds, offers, events), never within one: what is decided does not depend on where calls end.
+-- Costs are µs of Redis' thread on a quiet machine, see docs/performance.md. The first command of a call is always carried out.
+local COST = {
+  call_max = 4000,
+  command = 5, -- its arguments, what is kept under its id, its reply
+  plain_grab = 4, -- of a run of plain grabs: all of it
+  offer = 40, -- read and written back, with its rules
+  event = 6, -- its text, and a line of the outbox
+  grab_read = 3, -- of pieces; and each byte of its record, read and written back:
+  record_byte = 0.01,
+  grab = 6, -- written back, with its deadline
+  waiter = 8, -- who leaves a queue
+  asked = 1.5, -- what a grab in a queue asks for, read
+  considered = 0.3, -- … looked at
+  counter = 3, -- of a limit
+  item = 1, -- of a list: a code, a user
+  span = 0.3, -- of opening hours
+  part_byte = 0.0015, -- of the parts of an envelope
+}
+
+local spend, is_spent
+do
+  local cost = 0
+
+  function spend(units)
+    cost = cost + units
+  end
+
+  -- Whether the call has no room for anything more, or for what is known to cost so much more.
+  function is_spent(more)
+    return cost + (more or 0) >= COST.call_max
+  end
+end

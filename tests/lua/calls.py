@@ -1,0 +1,119 @@
+"""What calls cost: a Redis of one's own, every script's calls with the time of Redis' thread, and the units of cost they count."""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from hashlib import sha1
+from typing import Any, Final, NamedTuple
+
+import pytest
+import redis.asyncio
+
+from lua import gate, loader
+from lua.gate import Gate, GateLimits
+from lua.keys import KeySpace, ShardKeys
+from lua.loader import Script
+from models.answers import Answer
+from models.commands import AnyCommand
+from streams import ownership, sweeper
+from streams.sweeper import Sweeper
+from tests.lua.conftest import NOW, SEALER, take_over
+
+#: What a call may cost, µs of Redis' thread (lua/includes/cost.lua); and beside that, its last command.
+CALL_COST_MAX: Final = int(re.findall(r"call_max = (\d+)", loader.load("grab").text)[0])
+COMMAND_COST_MAX: Final = 3_000
+#: How much slower this machine may be than a quiet one, when times are looked at.
+SLOWER: Final = 4
+
+_CALL_MAX: Final = re.compile(r"\bcall_max = \d+")
+_SPEND: Final = "cost = cost + units"
+
+
+class Call(NamedTuple):
+    """A script's call: how long Redis' thread was busy, ms of its processor, and the units of cost that the script counted."""
+
+    script: str
+    cpu_ms: float
+    cost: float
+
+
+@cache
+def changed(name: str, call_max: int | None = None, counted: bool = False) -> Script:
+    """A script with another bound, or one that tells what it costs."""
+    text = loader.assemble(name)
+    if call_max is not None:
+        text = _CALL_MAX.sub(f"call_max = {call_max}", text)
+    if counted:
+        text = text.replace(_SPEND, f"{_SPEND} redis.call('SET', 'cost', cost)")
+    return Script(name, text, sha1(text.encode(), usedforsecurity=False).hexdigest())
+
+
+@contextmanager
+def scripts(call_max: int | None = None, counted: bool = False) -> Iterator[None]:
+    """Scripts with another bound (1: one command a call), or such as tell what they cost."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loader, "load", lambda name: changed(name, call_max, counted))
+        yield
+
+
+class Measured:
+    """A shard alone on its server, a gate and a sweeper; while `measuring`, `calls` are what scripts were called."""
+
+    def __init__(self, port: int) -> None:
+        self.redis = redis.asyncio.Redis(port=port)
+        self.space = KeySpace("own", 1)
+        self.now = NOW
+        self.calls: list[Call] = []
+
+    async def begin(self) -> None:
+        await self.redis.flushall()
+        await take_over(self.redis, self.space)
+        limits = GateLimits(timeout_ms=3_600_000, queue_commands_max=10**8, outbox_events_max=10**9)
+        self.gate = Gate(self.redis, self.space, SEALER, limits, clock=lambda: self.now)
+        self.sweeper = Sweeper(self.redis, self.keys, 1, 10**15)
+
+    @property
+    def keys(self) -> ShardKeys:
+        return self.space.shard(0)
+
+    async def decide(self, commands: Sequence[AnyCommand]) -> list[Answer]:
+        return await self.gate.decide(commands, "decided")
+
+    async def cpu_ms(self) -> float:
+        """How long Redis' thread was busy so far."""
+        info = await self.redis.info("cpu")
+        return 1_000 * float(info["used_cpu_sys_main_thread"] + info["used_cpu_user_main_thread"])
+
+    @contextmanager
+    def measuring(self, counted: bool = False) -> Iterator[list[Call]]:
+        """One call after the other."""
+        self.calls = []
+        real = gate.run_script
+
+        async def run(client: Any, name: str, keys: Sequence[str], arguments: Sequence[object]) -> Any:
+            if counted:
+                await self.redis.delete("cost")
+            before = await self.cpu_ms()
+            reply = await real(client, name, keys, arguments)
+            took = await self.cpu_ms() - before
+            self.calls.append(Call(name, took, float(await self.redis.get("cost") or 0) if counted else 0))
+            return reply
+
+        with pytest.MonkeyPatch.context() as patch, scripts(counted=counted):
+            for module in (gate, sweeper, ownership):
+                patch.setattr(module, "run_script", run)
+            yield self.calls
+
+    async def end(self) -> None:
+        await self.gate.close()
+        await self.redis.aclose()
+
+
+def longest(calls: Sequence[Call]) -> dict[str, Call]:
+    """The longest call of each script, and the dearest."""
+    by_script: dict[str, list[Call]] = defaultdict(list)
+    for call in calls:
+        by_script[call.script].append(call)
+    return {name: Call(name, max(one.cpu_ms for one in of), max(one.cost for one in of)) for name, of in sorted(by_script.items())}
