@@ -1,13 +1,14 @@
 """Writes docs/limits.md, every bound of the system in one place, from the code; `--check FILE` compares it, `--write FILE` writes it."""
 
 import argparse
+import re
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
 from annotated_types import Ge, Gt, Le
 
-from lua import gate, refusals, tickets
+from lua import gate, loader, refusals, tickets
 from models import bounds, calendar, commands, identifiers, money, offers
 from models.rules import grabbing, settling, state
 from ops import offer_files
@@ -170,12 +171,26 @@ def of_commands() -> list[Row]:
     ]
 
 
+def call_cost_max() -> int:
+    """What a script allows itself in a call."""
+    found = re.search(r"call_max = (\d+)", (loader.SCRIPTS / "includes" / "cost.lua").read_text())
+    assert found is not None
+    return int(found.group(1))
+
+
 def of_processes() -> list[Row]:
     """What gates, scripts and workers do at once."""
     at_once = ", ".join(f"`{name}` {count}" for name, count in gate.AT_ONCE_MAX.items())
     return [
         Row("commands of one script call", f"`GRAB_BATCH_COMMANDS_MAX`; {at_once}", "a script blocks its server", "the next call"),
-        Row("users of a queue served by one event", f"{grabbing.SERVED_AT_ONCE_MAX}", "as above", "the sweeper goes on"),
+        Row("offers that commands of one script call name", f"{gate.OFFERS_IN_CALL_MAX}", "as above", "the next call"),
+        Row(
+            "work of one script call, by its own count of µs of Redis' thread",
+            f"{call_cost_max():,}, and one command",
+            "as above",
+            "the next call, in order; holds and offers that are due: the next sweep",
+        ),
+        Row("grabs of a queue served, or sent home, for one command", f"{grabbing.SERVED_AT_ONCE_MAX}", "as above", "the sweeper goes on"),
         Row(
             "grabs at the front of a queue that units which are left are offered to",
             f"{grabbing.CONSIDERED_MAX}",
