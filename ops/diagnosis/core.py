@@ -16,7 +16,8 @@ from streams.takeover import CANNOT_BE_MADE, JOURNAL_LOST
 
 #: An event that has waited so long for the journal is not on its way any more.
 RELAY_LATE_MS: Final = 10_000
-#: The sweeper comes by four times a second.
+#: The sweeper comes by four times a second, and never leaves holds for anything else; offers may have to wait for others.
+HOLD_LATE_MS: Final = 1_000
 SWEEP_LATE_MS: Final = 10_000
 FULL_SHARE: Final = 0.8
 MEMORY_FULL_SHARE: Final = 0.9
@@ -341,15 +342,24 @@ def outbox_is_full(facts: CoreFacts, settings: Settings) -> list[Finding]:
 def not_swept(facts: CoreFacts, settings: Settings) -> list[Finding]:
     """Holds and offers whose time is long over."""
     found = []
-    for words, means, name in (
-        ("holds that are over have not ended", "units nobody pays for are not given back", "oldest_hold_at"),
-        ("offers that are due were not closed, served on or retired", "what nobody took does not go back", "oldest_due_at"),
+    for words, means, name, late_ms in (
+        ("holds that are over have not ended", "units nobody pays for are not given back", "oldest_hold_at", HOLD_LATE_MS),
+        ("offers that are due were not closed, served on or retired", "what nobody took does not go back", "oldest_due_at", SWEEP_LATE_MS),
     ):
-        late = [shard for shard in facts.shards if (at := getattr(shard, name)) is not None and facts.time_ms - at > SWEEP_LATE_MS]
-        if late:
-            since = min(getattr(shard, name) for shard in late)
-            what = f"{of_shards(shard.number for shard in late)}: {words}: no sweeper comes by, or its log names what it cannot handle"
-            found.append(Finding("stuck", what, means, "grabstream worker --roles relay,sweep", since))
+        late = [(shard, facts.time_ms - at) for shard in facts.shards if (at := getattr(shard, name)) and facts.time_ms - at > late_ms]
+        for shards, why, command in (
+            ([one for one in late if one[0].relay is None], "no sweeper comes by", "grabstream worker --roles relay,sweep"),
+            (
+                [one for one in late if one[0].relay is not None],
+                "the sweeper beside its relay has more to do than it can, or its log names what it cannot handle (or nobody was given the "
+                "role `sweep`)",
+                "grabstream status   # which worker has the shard: read its log; give it a core, or the shard's Redis",
+            ),
+        ):
+            if shards:
+                how_late = ", ".join(f"{late_ms / 1000:,.1f} s" for _, late_ms in shards)
+                what = f"{of_shards(shard.number for shard, _ in shards)}: {words}, the oldest is {how_late} late: {why}"
+                found.append(Finding("stuck", what, means, command, min(getattr(shard, name) for shard, _ in shards)))
     return found
 
 

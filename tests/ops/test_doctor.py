@@ -105,7 +105,7 @@ async def test_one_server_away_hides_nothing_of_the_others(system: Settings, ser
 
 async def test_what_waits_when_the_worker_is_gone(system: Settings, worker: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Relay, sweeper, decider, read models and verifier end; an outbox of three fills, a hold and an offer run out, a command waits."""
-    for module, name in ((core, "SWEEP_LATE_MS"), (topics, "LATE_MS"), (books, "LATE_MS")):
+    for module, name in ((core, "HOLD_LATE_MS"), (core, "SWEEP_LATE_MS"), (topics, "LATE_MS"), (books, "LATE_MS")):
         monkeypatch.setattr(module, name, 100)
     working = worker(system, "decide,relay,sweep")
     began = now_ms()
