@@ -64,6 +64,7 @@ local function is_seen(offer, member)
 end
 
 local function load(call, offer, id, digest, body)
+  spend((body.what == 'codes' and 3 or 1) * COST.item * #body.items)
   local list, member = offer.loads[body.what], body.what .. '/' .. body.chunk
   local message, again = unfit(offer, body, list), is_seen(offer, member)
   local loaded, listed = list and list.loaded or 0, list and list.count or 0
@@ -79,7 +80,6 @@ local function load(call, offer, id, digest, body)
   local awaited = not list and body.what == 'codes' and offer.rules.codes
   local complete = loaded == (list and list.chunks or 0)
   if offer.closed or (call.now >= offer.opens_at and complete and not awaited) then return refused_row(call, CODE.over) end
-  spend(COST.item * #body.items)
   offer.seen_new[member] = true
   local loading = {chunks = body.chunks, loaded = loaded + 1}
   if body.what == 'codes' then

@@ -22,7 +22,7 @@ async def test_lists_in_chunks_as_large_as_they_may_be(gate: Callable[..., Any],
         again = await one.decide(loads, "decided", timeout_ms=20_000)
         assert all(answer.repeated for answer in again)
         shard = keys.shard(keys.shard_of_offer(what))
-        *_, codes, audience, _, _, _ = shard.of_offer(what)
+        *_, codes, audience, _, _, _, _ = shard.of_offer(what)
         assert (await client.llen(codes), await client.scard(audience)) == ((12_000, 0) if what == "codes" else (0, 12_000))
 
 
@@ -47,7 +47,7 @@ async def test_all_give_back_at_once_to_a_line_as_long(gate: Callable[..., Any],
     released = await one.decide([Release(id=f"r{n}", offer="s", grab=f"g{n}") for n in range(512)], "decided", timeout_ms=20_000)
     assert {answer.outcome for answer in released} == {"released"}
     shard = keys.shard(keys.shard_of_offer("s"))
-    state, *_, queue, _ = shard.of_offer("s")
+    state, *_, queue, _, _ = shard.of_offer("s")
     assert (await client.hmget(state, ["held", "units_left"]), await client.zcard(queue)) == ([b"512", b"0"], 256)
     await one.decide([Close(id="c", offer="s")], "decided")
     await Sweeper(client, shard, keys.shards, 10**9).sweep(NOW)
