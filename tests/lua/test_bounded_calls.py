@@ -18,6 +18,7 @@ from models.offers import Changes, CouponTerms, EnvelopeTerms, Limit, StockTerms
 from models.rules.operating import fall_due
 from models.rules.settling import lapse
 from ops.settings import Settings
+from ops.slow_scripts import slow_scripts
 from streams.sweeper import HOLDS_AT_ONCE_MAX, OFFERS_AT_ONCE_MAX, Sweeper
 from tests.lua.books import check_books
 from tests.lua.calls import CALL_COST_MAX, COMMAND_COST_MAX, SLOWER, Call, Measured, changed, longest, scripts
@@ -290,3 +291,14 @@ async def test_more_holds_than_a_call_sees_end_in_one_sweep(measured: Measured) 
     measured.now += HOLD_MS + 1
     assert await measured.sweeper.sweep(measured.now) == 3 * HOLDS_AT_ONCE_MAX + 5
     assert await measured.redis.zcard(measured.keys.holds) == 0
+
+
+async def test_operators_see_the_longest_calls(measured: Measured) -> None:
+    """Of this system's scripts, by SLOWLOG; not those of another on the same server."""
+    await measured.redis.config_set("slowlog-log-slower-than", 0)
+    await measured.decide([Open(id=f"open-{n}", offer=f"o{n}", terms=StockTerms(issuer="i", total=1)) for n in range(2)])
+    await measured.decide([Open(id="again", offer="o9", terms=StockTerms(issuer="i", total=1))])
+    [known] = [one for one in await slow_scripts(measured.redis, "own") if one.script == "open"]
+    assert known.calls >= 1
+    assert known.longest_ms > 0
+    assert await slow_scripts(measured.redis, "ow") == []
