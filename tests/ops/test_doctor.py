@@ -453,10 +453,11 @@ async def test_what_is_wrong_with_a_redis(system: Settings, tmp_path: Path, work
         server.start()
 
         async def fenced() -> list[Finding]:
-            return found(await examine(own), "shards decide")
+            # As long as the killed worker's lease goes on, it may still be the one that made the life differ.
+            findings = found(await examine(own), "shards decide")
+            return [finding for finding in findings if "shards 0 to 7: fenced: Redis has started anew" in finding.what]
 
         [finding] = await until(fenced, 20, "the fence")  # type: ignore[misc]
-        assert "shards 0 to 7: fenced: Redis has started anew" in finding.what
         assert finding.since is not None
         assert before - 2_000 <= finding.since <= now_ms()
     finally:
