@@ -2,7 +2,7 @@
 -- A call ends between two commands (holds, offers, events), never within one: what is decided does not depend on where calls end.
 -- Costs are µs of Redis' thread on a quiet machine, see docs/performance.md. The first command of a call is always carried out.
 local COST = {
-  call_max = 4000,
+  call_max = 2500,
   command = 5, -- its arguments, what is kept under its id, its reply
   plain_grab = 4, -- of a run of plain grabs: all of it
   offer = 40, -- read and written back, with its rules
