@@ -19,6 +19,8 @@ from projections.difference import TableDifference, compare
 from projections.read_models import READ_MODELS
 from projections.versions import Version
 
+#: Tables of balances whose rows follow from the events of their own offer.
+OF_AN_OFFER: Final = ("grabs_1", "payments_1")
 #: The audit trail is compared byte for byte while the journal is read: it is not made once more.
 MADE: Final = ("ledger", "balances")
 FACTS_AT_ONCE: Final = 4_000
@@ -27,11 +29,12 @@ _primary_key = re.compile(r"ALTER TABLE (\w+)\s+ADD PRIMARY KEY \(([^)]+)\)")
 
 
 class Anew:
-    """The read models of one system, in the caller's transaction; that must be REPEATABLE READ."""
+    """Read models of one system, in the caller's transaction; that must be REPEATABLE READ."""
 
-    def __init__(self, connection: AsyncConnection[Any], schema: str) -> None:
+    def __init__(self, connection: AsyncConnection[Any], schema: str, made: Sequence[str] = MADE) -> None:
         self._connection = connection
         self._schema = schema
+        self._made = made
         self._waiting: defaultdict[str, list[Fact]] = defaultdict(list)
         self._own = ""
         self.live: dict[str, Version] = {}
@@ -43,7 +46,7 @@ class Anew:
         found = await versions.versions(self._connection, self._schema)
         self.live = {one.projection: one for one in found if one.state == "live"}
         await self._connection.execute("SELECT set_config('search_path', %s, true)", (f"pg_temp, {self._schema}",))
-        for name in MADE:
+        for name in self._made:
             definition = definition_of(name)
             for part in ("tables", "staging"):
                 await self._connection.execute(definition.parts[part].encode())
@@ -71,7 +74,7 @@ class Anew:
     async def finish(self) -> None:
         """Adds up what was loaded."""
         await self._connection.execute("SET LOCAL work_mem = '64MB'")
-        for name in MADE:
+        for name in self._made:
             await self._load(name)
             for function in (READ_MODELS[name].finish, _complete(name)):
                 if name not in self.refused:
@@ -83,6 +86,13 @@ class Anew:
         made = live._replace(schema=self._own, definition=definition_of(name).number)
         found = await compare(self._connection, definition_of(name), live, made, definition_of(name).tables)
         return sum(one.rows_new for one in found), [line for one in found for line in _in_words(one)]
+
+    async def offer_differences(self, offer: str) -> list[str]:
+        """What differs in the rows of one offer, all of whose events were taken, in words."""
+        live, definition = self.live["balances"], definition_of("balances")
+        made = live._replace(schema=self._own, definition=definition.number)
+        found = await compare(self._connection, definition, live, made, OF_AN_OFFER, offer)
+        return [line for one in found for line in _in_words(one)]
 
     def other_definition(self, name: str) -> str | None:
         """In words, that the live version is another release's, whose rows this one cannot make; None where it is this one's."""
@@ -99,7 +109,7 @@ class Anew:
                 continue
             shown, by_version = await _definitions(self._connection, self._schema), await _definitions(self._connection, live.schema)
             async with self._connection.transaction(force_rollback=True):
-                if name not in MADE:
+                if name not in self._made:
                     await self._connection.execute(definition_of(name).parts["tables"].encode())
                 await self._connection.execute(definition_of(name).parts["views"].encode())
                 wanted = await _definitions(self._connection, self._own)

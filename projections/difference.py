@@ -40,16 +40,21 @@ class TableDifference(msgspec.Struct, kw_only=True):
 
 
 async def compare(
-    connection: AsyncConnection[Any], definition: Definition, old: Version, new: Version, tables: Sequence[str] | None = None
-) -> list[TableDifference]:  # fmt: skip
-    """The differences of these tables, or of all that either version has, those without any too."""
+    connection: AsyncConnection[Any],
+    definition: Definition,
+    old: Version,
+    new: Version,
+    tables: Sequence[str] | None = None,
+    offer: str | None = None,
+) -> list[TableDifference]:
+    """The differences of these tables, or of all that either version has, those without any too; or of their rows of one offer."""
     declared = definition.declared_since(old.definition)
     columns_old, columns_new = await _columns(connection, old), await _columns(connection, new)
     found = []
     for table in sorted(columns_old.keys() | columns_new.keys() if tables is None else tables):
         keys = {name for name, in_key in columns_new.get(table, {}).items() if in_key}
         if table in columns_old and keys and keys <= columns_old[table].keys():
-            found.append(await _compare_table(connection, table, old, new, columns_old[table], columns_new[table], declared))
+            found.append(await _compare_table(connection, table, old, new, columns_old[table], columns_new[table], declared, offer))
         else:
             # Without the new one's key in the old one, rows cannot be told to be the same.
             found += [
@@ -97,6 +102,7 @@ async def _compare_table(
     columns_old: Mapping[str, bool],
     columns_new: Mapping[str, bool],
     declared: frozenset[str],
+    offer: str | None,
 ) -> TableDifference:
     whole = f"{table}.*" in declared
     keys = [name for name, in_key in columns_new.items() if in_key]
@@ -107,9 +113,9 @@ async def _compare_table(
     only |= {name: "only in the new" for name in columns_new if name not in columns_old}
     declared_only = {name for name in only if whole or f"{table}.{name}" in declared}
 
-    joined = sql.SQL("{} AS o FULL JOIN {} AS n ON {}").format(
-        sql.Identifier(old.schema, table), sql.Identifier(new.schema, table), _all(keys, "="),
-    )  # fmt: skip
+    of_offer = sql.SQL("") if offer is None else sql.SQL(" WHERE offer = {}").format(sql.Literal(offer))
+    sides = [sql.SQL("(SELECT * FROM {}{})").format(sql.Identifier(one.schema, table), of_offer) for one in (old, new)]
+    joined = sql.SQL("{} AS o FULL JOIN {} AS n ON {}").format(*sides, _all(keys, "="))
     key = sql.Identifier(keys[0])
     both = sql.SQL("o.{0} IS NOT NULL AND n.{0} IS NOT NULL").format(key)
     differs = [sql.SQL("o.{0} IS DISTINCT FROM n.{0}").format(sql.Identifier(name)) for name in (*meant, *others)]

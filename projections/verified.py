@@ -223,6 +223,16 @@ async def offers_behind(
     return [(OfferState(*row[:9]), None if row[9] is None else row[9:13], row[13]) for row in await found.fetchall()]
 
 
+async def events_of_offers(connection: AsyncConnection[Any], offers: Sequence[str]) -> list[tuple[int, int, str, bytes, bytes | None]]:
+    """Of each event of these offers, in the order of their shards: shard, seq, text, hash, and the hash of the event before it."""
+    found = await connection.execute(
+        "SELECT a.shard, a.seq, a.body, a.hash, b.hash FROM audit AS a LEFT JOIN audit AS b ON b.shard = a.shard AND b.seq = a.seq - 1 "
+        "WHERE a.offer = ANY(%s) ORDER BY a.shard, a.seq",
+        (list(offers),),
+    )
+    return [(shard, seq, body, bytes(hash_), before and bytes(before)) for shard, seq, body, hash_, before in await found.fetchall()]
+
+
 # -- findings ---------------------------------------------------------------------------------------------------------
 
 

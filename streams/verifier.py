@@ -3,26 +3,32 @@
 A pass goes over every shard and then over a page of accounts and offers:
 1. the walk: the audit trail's chain row by row, each row against the ledger's lines, folded into what accounts and offers must be ·
 2. where that has caught up, the next round: the same rows once more, since what was proved may have been changed ·
-3. accounts and users' balances against the fold · 4. offers: read model and Redis against the fold, at the same event.
+3. accounts and users' balances against the fold · 4. offers: read model and Redis against the fold, at the same event ·
+5. from time to time grabs and payments: the rows of a few offers that stand still, against what their events make of them.
 Beside it, at the same pace, the keys of Redis: shard by shard, each is compared with what its journal makes of it.
 Then it rests, so that it takes the share of time it was given. One verifier a system works, the others wait for its lock.
 """
 
 import asyncio
+import hashlib
 import logging
 import re
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Final, NamedTuple, TypeVar
 
+import msgspec
 import psycopg
 from psycopg import AsyncConnection, IsolationLevel
 
 from lua.keys import KeySpace
 from lua.life import life_of
 from lua.trouble import is_trouble
+from models.events import decode_event
 from models.journal import Cursor
+from models.transfers import transfers_of
 from projections import cursors, proof, set_aside, verified
+from projections.anew import Anew
 from projections.migrate import PROJECTIONS, use_schema
 from projections.proof import Fact, Gaps, OfferState, Walked, numbers_in_words
 from projections.verified import ALL_SHARDS, Problem, Progress
@@ -38,6 +44,10 @@ ROWS_A_PAGE: Final = 500
 #: How far the ledger may be ahead of the walk for accounts to be compared: its lines behind the walk are summed up each time.
 AHEAD_EVENTS_MAX: Final = 2_000
 OBSERVATIONS_MAX: Final = 10_000
+#: How often rows of grabs and payments are made of events once more, and of how many offers and about how many events each time.
+ROWS_EVERY_SECONDS: Final = 10.0
+ROWS_OFFERS_MAX: Final = 100
+ROWS_EVENTS_MAX: Final = 5_000
 REST_SECONDS_MIN: Final = 0.25
 RETRY_SECONDS: Final = 2.0
 #: How long Redis may take to say something of a shard.
@@ -84,6 +94,8 @@ class Verifier:
         self._met: list[tuple[OfferState, Observation]] = []
         self._account = ("", "")
         self._offer = ""
+        self._rows_offer = ""
+        self._rows_at = 0.0
 
     async def run(self, stop: asyncio.Event) -> None:
         """Verifies until `stop`; servers that go away are waited for."""
@@ -181,6 +193,10 @@ class Verifier:
             await verified.clear_gone(connection)
         await self._judge_met(connection)
         await self._compare_offers(connection, gaps)
+        if time.monotonic() >= self._rows_at:
+            async with connection.transaction():
+                await self._compare_rows(connection, gaps)
+            self._rows_at = time.monotonic() + ROWS_EVERY_SECONDS
         await verified.was_here(connection)
         return more
 
@@ -314,6 +330,49 @@ class Verifier:
         for shard, states in by_shard.items():
             await self._observe(connection, shard, states)
 
+    async def _compare_rows(self, connection: AsyncConnection[Any], gaps: dict[int, Gaps]) -> None:
+        """Grabs and payments of the next offers, of which nothing has come since they were verified, against what their events make."""
+        at = await verified.progress(connection)
+        audit, balances = await cursors.load(connection, "audit"), await cursors.load(connection, "balances")
+        near = [shard for shard, one in at.items() if one.seq <= _seq(balances, shard) <= _seq(audit, shard) <= one.seq + AHEAD_EVENTS_MAX]
+        rows = await verified.offers_behind(connection, self._rows_offer, ROWS_OFFERS_MAX, near)
+        chosen: dict[str, OfferState] = {}
+        events = 0
+        self._rows_offer = ""
+        for state, _, moved in rows:
+            of_shard = gaps[state.shard]
+            if not moved and not of_shard.unreadable and state.offer not in of_shard.offers:
+                chosen[state.offer] = state
+                events += state.offer_seq
+            if events >= ROWS_EVENTS_MAX or (len(rows) == ROWS_OFFERS_MAX and state.offer == rows[-1][0].offer):
+                self._rows_offer = state.offer
+                break
+        if not chosen:
+            return
+        for offer, differences in (await self._differences(connection, chosen)).items():
+            problems = [Problem(offer, f"balances: {'; '.join(differences)}")] if differences else []
+            await self._judge(connection, "rows", chosen[offer].shard, [offer], problems)
+
+    async def _differences(self, connection: AsyncConnection[Any], chosen: dict[str, OfferState]) -> dict[str, list[str]]:
+        """What differs by offer, in words, of those whose events stand in the audit trail as they were chained; nothing of it stays."""
+        known: dict[str, int] = dict.fromkeys(chosen, 0)
+        async with connection.transaction(force_rollback=True):
+            anew = Anew(connection, self._schema, ("balances",))
+            await anew.begin()
+            if anew.other_definition("balances") is not None:
+                return {}
+            for number, (_, _, body, hash_, before) in enumerate(await verified.events_of_offers(connection, list(chosen))):
+                fact = _fact(body.encode(), hash_, before or bytes(32))
+                # What is damaged there, the walk names.
+                if fact is not None and known.get(fact.event.offer) == fact.event.offer_seq - 1:
+                    known[fact.event.offer] = fact.event.offer_seq
+                    await anew.take("balances", fact)
+                if number % EVENTS_A_STEP == 0:
+                    await asyncio.sleep(0)
+            await anew.finish()
+            whole = [offer for offer, state in chosen.items() if known[offer] == state.offer_seq]
+            return {} if anew.refused else {offer: await anew.offer_differences(offer) for offer in whole}
+
     async def _observe(self, connection: AsyncConnection[Any], shard: int, states: Sequence[OfferState]) -> None:
         said = await self._said(shard, self._read(shard, states))
         if said is None:
@@ -406,6 +465,17 @@ _number_of_offer = re.compile(r"offer:[^/]+, (?:offer_seq|amount_left|units_left
 def _subject(line: str) -> str:
     """What a difference is about: the key, and the field where it has one."""
     return _subject_of.split(line, maxsplit=1)[0]
+
+
+def _fact(line: bytes, hash_: bytes, before: bytes) -> cursors.Fact | None:
+    """An event of the audit trail; None where its text is not the one that was chained, or of a newer program."""
+    if hashlib.sha256(before + line).digest() != hash_:
+        return None
+    try:
+        event = decode_event(line)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+    return cursors.Fact(line, hash_, event, transfers_of(event))
 
 
 def _seq(positions: dict[int, Cursor], shard: int) -> int:
