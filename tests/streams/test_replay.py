@@ -62,7 +62,8 @@ async def test_lines_are_those_of_the_journal(told: System) -> None:
         done = grabstream("replay", "--into", "-", "--source", source, **{**of(told.settings), **away})
         assert done.returncode == 0, done.stderr
         assert done.stdout.splitlines() == told.lines()
-        assert done.stderr == ""
+        assert ("PostgreSQL cannot be reached" in done.stderr) == (source == "journal"), done.stderr
+        assert source == "journal" or done.stderr == ""
         done = grabstream("replay", "--into", "-", "--source", source, "--from", "2:300", "--shard=2", **{**of(told.settings), **away})
         assert done.stdout.splitlines() == told.lines(2)[299:]
         assert ("read from its beginning" in done.stderr) == (source == "journal")
