@@ -37,7 +37,7 @@ GENERATION_STEPS = 120
 ALWAYS, ONE_IN = 25, 20
 TEAR_ONE_IN = 40
 #: Which scripts write nothing.
-READERS = ("life", "read_outbox")
+READERS = ("life", "read_outbox", "time")
 
 _redis_call = re.compile(r"redis\.call\('(\w+)'|redis\.call\((\w+)")
 
