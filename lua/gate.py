@@ -246,6 +246,7 @@ class _Ticket:
         for part in (first, second):
             part.patient_until, part.unsure, part.company = self.patient_until, self.unsure, self.company
         self.parts = (first, second)
+        self.answers, self.history = [], 0  # of a history that is gone, if any: nobody waits until that is journaled
         self.next = first
         self.done.set_result(None)
         return first, second

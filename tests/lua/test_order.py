@@ -15,6 +15,7 @@ from models.commands import AnyCommand, Confirm, Grab, Open, Redeem, Return
 from models.events import decode_event
 from models.offers import CouponTerms
 from tests.conftest import until
+from tests.lua.calls import scripts
 from tests.lua.conftest import SEALER, event_lines, opening
 from tests.lua.recovered import fold
 
@@ -156,6 +157,25 @@ async def test_what_a_reader_sent_in_several_calls_is_decided_again_in_order(rel
     relaying.cancel()
     assert [answer.outcome for answer in answers] == CARRIED_OUT
     assert await types(relay) == ["grab.held", "grab.confirmed", "grab.redeemed"]
+    await gate.close()
+
+
+async def test_a_list_that_is_cut_when_it_is_decided_again_is_answered(relay: FakeRelay) -> None:
+    """Its answers in the lost history no longer count, also when the call that decides it again has no room for all of it."""
+    gate = gate_over(relay)
+    grabs = [Grab(id=f"g{n}", offer="s", user=f"u{n}") for n in range(12)]
+    asking = asyncio.create_task(gate.decide(grabs, reader=Order()))
+    await until(lambda: relay.client.hexists(relay.shard.answers("s"), "g11"))
+    with scripts(call_max=1):
+        await relay.lose_tail()
+        await until(lambda: relay.client.hexists(relay.shard.answers("s"), "g11"))
+        relaying = asyncio.create_task(relay.run())
+        async with asyncio.timeout(10):
+            answers = await asking
+    relaying.cancel()
+    assert [answer.outcome for answer in answers] == ["held"] * 12
+    assert [answer.id for answer in answers] == [f"g{n}" for n in range(12)]
+    assert await types(relay) == ["grab.held"] * 12
     await gate.close()
 
 

@@ -151,11 +151,11 @@ async def test_a_check_take_and_record_are_one_lua_script(own: Any) -> None:
     """Hundreds of grabs, of whom some have a part already and some repeat, are one call of one script; and so are their repeats."""
     client, keys = own
     one = Gate(client, keys, SEALER)
-    await one.decide([Open(id="open", offer="o", terms=envelope(50_000, 300)), *crowd(20)], "decided")
+    await one.decide([Open(id="open", offer="o", terms=envelope(50_000, 180)), *crowd(20)], "decided")
     again = [Grab(id=f"again{number}", offer="o", user=f"u{number}") for number in range(20)]
-    grabs = [*crowd(220), *again, *crowd(100, start=220)]
-    expected = {"granted": 300, "already_taken": 20, "sold_out": 20}
-    for repeated in (20, 340):
+    grabs = [*crowd(140), *again, *crowd(60, start=140)]
+    expected = {"granted": 180, "already_taken": 20, "sold_out": 20}
+    for repeated in (20, 220):
         await client.config_resetstat()
         answers = await one.decide(grabs, "decided")
         stats = await client.info("commandstats")
