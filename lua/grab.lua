@@ -337,17 +337,27 @@ local function decide_one(i)
   return invalid or keep(i, decide_new(i))
 end
 
--- Grabs that stand or fall together: when one is refused, all get its outcome and nothing has happened.
-local function decide_basket(members, rows)
+-- Whether the members of a basket are answered as they were: one of them was taken, or all of them are known as refused. (When only some
+-- refusals are still known, nothing was taken, and the basket is decided again.)
+local function is_known_basket(members)
+  local all = true
   for _, i in ipairs(members) do
     local record, refusal = known(i)
-    if record or refusal then
-      for _, j in ipairs(members) do
-        record, refusal = known(j)
-        rows[j] = (record or refusal) and repeated(j, record, refusal) or {CODE.conflict, 0, now}
-      end
-      return
+    if record then return true end
+    all = all and refusal
+  end
+  return all
+end
+
+-- Grabs that stand or fall together: when one is refused, all get its outcome and nothing has happened.
+local function decide_basket(members, rows)
+  if is_known_basket(members) then
+    for _, i in ipairs(members) do
+      local record, refusal = known(i)
+      local unknown = {offers[offer_of[i]] and CODE.conflict or CODE.no_such_offer, 0, now}
+      rows[i] = (record or refusal) and repeated(i, record, refusal) or unknown
     end
+    return
   end
   local seq, count_lines = call.seq, #lines
   undo_log = {}
@@ -355,7 +365,7 @@ local function decide_basket(members, rows)
     local offer = offers[offer_of[i]]
     local unfit_because = offer and unfit(i, offer)
     local row
-    if known(i) then
+    if campaigns[campaign_of[offer_of[i]]].answers[ids[i]] then
       row = {CODE.conflict, 0, now}
     elseif unfit_because then
       row = {CODE.invalid, 0, now}

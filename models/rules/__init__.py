@@ -108,14 +108,15 @@ def decide_basket(state: ShardState, commands: Sequence[Grab], clock_ms: int, dr
     """Decides grabs of one campaign that stand or fall together; when one is refused, all get its outcome."""
     now = max(clock_ms, state.time)
     known = [_known(state, command) for command in commands]
-    if any(known):
+    # When only some refusals are still known, nothing was taken, and the basket is decided again.
+    if all(known) or any(_answered(state, command) for command in commands):
         return [_of_known_basket(state, command, found, now) for command, found in zip(commands, known, strict=True)]
     saved = deepcopy(state)
     decided = []
     for command, more in zip(commands, drawn, strict=True):
         offer = state.offers.get(command.offer)
         digest = state.digests.of(command)
-        if (campaign_of(command.offer), command.id) in state.answers:
+        if _answered(state, command):
             one = Decided(refused(state, command, Outcome.conflict, now), [], False)
         elif offer is not None and (message := grabbing.unfit(offer, command)):
             one = Decided(refused(state, command, Outcome.invalid, now, message=message), [], False)
@@ -130,7 +131,8 @@ def decide_basket(state: ShardState, commands: Sequence[Grab], clock_ms: int, dr
 
 def _of_known_basket(state: ShardState, command: Grab, known: Remembered | None, now: int) -> Decided:
     if known is None:
-        return Decided(refused(state, command, Outcome.conflict, now), [], False)
+        outcome = Outcome.conflict if command.offer in state.offers else Outcome.no_such_offer
+        return Decided(refused(state, command, outcome, now), [], False)
     return _of_known(state, command, known, now)
 
 
@@ -158,9 +160,16 @@ def _fallen(state: ShardState, command: Grab, because: Answer, grab: str, now: i
 
 
 def _known(state: ShardState, command: AnyCommand) -> Remembered | None:
-    key = campaign_of(command.offer), command.id
-    known = state.answers.get(key) or state.refusals.get(key)
-    # What names an offer that has retired counts as forgotten.
+    return _answered(state, command) or _counts(state, state.refusals.get((campaign_of(command.offer), command.id)))
+
+
+def _answered(state: ShardState, command: AnyCommand) -> Remembered | None:
+    """The answer that made an event under the command's id."""
+    return _counts(state, state.answers.get((campaign_of(command.offer), command.id)))
+
+
+def _counts(state: ShardState, known: Remembered | None) -> Remembered | None:
+    """What names an offer that has retired counts as forgotten."""
     return None if known is None or known.answer.offer in state.retired else known
 
 

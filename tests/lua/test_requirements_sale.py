@@ -803,6 +803,25 @@ async def test_e_a_basket_is_all_or_nothing(scene: Scene) -> None:
     assert [answer.outcome for answer in await scene.decide_both(again)] == ["held"] * 2
 
 
+@pytest.mark.parametrize("forgotten", [0, 1])
+async def test_e_a_refused_basket_of_which_only_a_part_is_still_known_is_decided_again(scene: Scene, forgotten: int) -> None:
+    """The hundred thousand refusals that are kept may end in the middle of a basket."""
+    for offer, total in (("w:1", 1), ("w:2", 9)):
+        await scene.open(stock(total), offer)
+    await scene.do(Grab, offer="w:1", user="bob")
+    refused = basket("b", ("w:1", 1), ("w:2", 1))
+    assert [answer.outcome for answer in await scene.decide_both(refused)] == ["sold_out"] * 2
+    scene.offer = "w:1"
+    await scene.amend(total=2)
+    assert [(answer.outcome, answer.repeated) for answer in await scene.decide_both(refused)] == [("sold_out", True)] * 2
+    number = scene.keys.shard_of_offer("w:1")
+    del scene.states[number].refusals["w", f"b-{forgotten}"]
+    fields = await scene.client.hkeys(scene.keys.shard(number).refusals)
+    gone = [field for field in fields if field.decode().endswith(f"b-{forgotten}")]
+    assert await scene.client.hdel(scene.keys.shard(number).refusals, *gone) == 1
+    assert [(answer.outcome, answer.repeated) for answer in await scene.decide_both(refused)] == [("granted", False)] * 2
+
+
 # -- waiting list -------------------------------------------------------------------------------------------------------
 
 

@@ -95,6 +95,20 @@ async def test_a_repeat_after_its_offer_retired_is_no_such_offer_and_harms_nobod
 
 
 @pytest.mark.parametrize("cleaned", [False, True])
+@pytest.mark.parametrize("gone", ["m:a", "m:b"])
+async def test_a_basket_is_repeated_after_one_of_its_offers_retired(scene: Scene, gone: str, cleaned: bool) -> None:
+    for offer in ("m:a", "m:b"):
+        await scene.open(stock(9, retire_after_ms=DAY), offer)
+    basket = [Grab(id=f"g-{offer}", offer=offer, user="ann", basket="both") for offer in ("m:a", "m:b")]
+    assert [answer.outcome for answer in await scene.decide_both(basket)] == ["granted", "granted"]
+    await retire(scene, gone)
+    if cleaned:
+        await clean(scene, gone)
+    answers = {answer.offer: (answer.outcome, answer.repeated) for answer in await scene.decide_both(basket)}
+    assert answers == {"m:a": ("granted", True), "m:b": ("granted", True)} | {gone: ("no_such_offer", False)}
+
+
+@pytest.mark.parametrize("cleaned", [False, True])
 async def test_every_repeat_of_every_command_after_retirement(scene: Scene, cleaned: bool) -> None:
     """Those that were carried out, those that were refused, and those whose effect already held."""
     await scene.open(coupon(9), "m:living")
