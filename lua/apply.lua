@@ -11,7 +11,7 @@
 -- ARGV[7] msgpack: {offers, campaign of each (from 1), campaigns, events, offer of each event (from 1), offers retired before}; an event
 --         is a map of its fields. offer.opened has `row` instead of terms, as `open` gets them; offer.amended `changes` as `amend` does;
 --         ledger.adjusted `whole` as `adjust` does
--- ARGV[7 + i] parts of the i-th event that opens an offer, 6 bytes each, or '' when there are none
+-- ARGV[7 + i] parts of the i-th event that opens an offer, 6 bytes each; or '' when there are none, or when `apply_parts` has written them
 -- Outcomes: none, nothing is decided
 -- Events: none, it applies what is journaled
 -- Returns the number of events applied, those that the call has no room for come again;
@@ -302,10 +302,14 @@ end
 local opened = 0
 local function open(o, name, event)
   opened = opened + 1
-  spend(COST.part_byte * #ARGV[7 + opened])
-  local campaign, row = campaigns[campaign_of[o]], event.row
+  local campaign, row, parts = campaigns[campaign_of[o]], event.row, ARGV[7 + opened]
+  if row.draw == 'ahead' and parts == '' then
+    local written = redis.call('STRLEN', KEYS[SHARD_KEYS + OFFER_KEYS * (o - 1) + PARTS])
+    if written ~= 6 * row.units then error('PARTS ' .. written .. ' bytes of the parts of offer ' .. name .. ' were written before') end
+  end
+  spend(COST.part_byte * #parts)
   join_zone(campaign, row)
-  create_offer(name, o, campaign, row, event.opens_at, event.closes_at, ARGV[7 + opened])
+  create_offer(name, o, campaign, row, event.opens_at, event.closes_at, parts)
   commit()
   offers[o] = load_offer(name, o, campaign)
   keep_answer(offers[o], event, {CODE.opened, event.seq, event.at, row.total, 0, 0, row.units})

@@ -12,6 +12,7 @@ import msgspec
 
 from lua.keys import ShardKeys
 from lua.sealing import Sealer
+from lua.staging import INLINE_BYTES_MAX, Batch, Staged
 from lua.tickets import TicketKeys
 from models.answers import Answer, LimitState
 from models.calendar import Offsets, offsets_of
@@ -33,9 +34,6 @@ from models.offers import (
 )
 from models.outcomes import OUTCOME_NAMES, Outcome
 from models.splitting import check_split, pack_parts, split_ahead
-
-#: Keys after the shard's own, and the arguments from ARGV[6] on.
-Batch = tuple[list[str], list[bytes]]
 
 _pack = msgspec.msgpack.Encoder().encode
 _json = msgspec.json.Encoder().encode
@@ -101,18 +99,18 @@ class Table:
 def build(keys: ShardKeys, script: str, commands: Sequence[AnyCommand], gate: Secrets, now_ms: int) -> Batch:
     """Keys (after the shard's own) and packed arguments for a script that decides commands of its name."""
     table = Table([command.offer for command in commands])
+    names = table.keys(keys)
     columns: list[Any] = [table.offers, table.campaign_of, table.campaigns, [c.id for c in commands], table.offer_of]
-    extra: list[bytes] = []
     if script == "grab":
         columns += _grab_columns(commands, gate, len(table.offers) == 1)  # type: ignore[arg-type]
-        return table.keys(keys), [_pack(columns)]
+        return Batch(names, [_pack(columns)])
     columns.append(list(map(gate.sealer.digests.of, commands)))
     if script == "open":
-        terms, extra = _open_columns(keys.shard, commands, gate.sealer, now_ms)  # type: ignore[arg-type]
+        terms, parts, staged = _open_columns(keys, commands, gate.sealer, now_ms)  # type: ignore[arg-type]
         columns.append(terms)
-    else:
-        columns.append([_body(keys.shard, command, gate.sealer) for command in commands])
-    return table.keys(keys), [_pack(columns), *extra]
+        return Batch([*names, *(one.key for one in staged)], [_pack(columns), *parts], staged)
+    columns.append([_body(keys.shard, command, gate.sealer) for command in commands])
+    return Batch(names, [_pack(columns)])
 
 
 # -- grab -------------------------------------------------------------------------------------------------------------
@@ -150,9 +148,13 @@ def _more(command: Grab, tickets: TicketKeys) -> Any:
 # -- open -------------------------------------------------------------------------------------------------------------
 
 
-def _open_columns(shard: int, commands: Sequence[Open], sealer: Sealer, now_ms: int) -> tuple[list[Any], list[bytes]]:
-    """Terms of each offer, and parts drawn ahead, which takes about 2 µs a part."""
-    rows, parts = [], []
+def _open_columns(
+    keys: ShardKeys, commands: Sequence[Open], sealer: Sealer, now_ms: int
+) -> tuple[list[Any], list[bytes], list[Staged]]:  # fmt: skip
+    """Terms of each offer, and parts drawn ahead, which takes about 2 µs a part; many of them are to be staged."""
+    rows: list[Any] = []
+    parts: list[bytes] = []
+    staged: list[Staged] = []
     for c in commands:
         row = terms_row(c.offer, c.terms, offsets_of(c.terms.timezone, now_ms))
         if c.operator is not None:
@@ -161,12 +163,15 @@ def _open_columns(shard: int, commands: Sequence[Open], sealer: Sealer, now_ms: 
         if isinstance(c.terms, EnvelopeTerms):
             seed = c.terms.seed or secrets.token_hex(32)
             row |= envelope_row(c.terms, seed)
-            row |= {"seed_sha256": sha256(bytes.fromhex(seed)).hexdigest(), "sealed_seed": sealer.seal(shard, c.offer, "seed", seed)}
+            row |= {"seed_sha256": sha256(bytes.fromhex(seed)).hexdigest(), "sealed_seed": sealer.seal(keys.shard, c.offer, "seed", seed)}
             drawn = parts_packed(c.terms, seed)
+            if len(drawn) > INLINE_BYTES_MAX:
+                staged.append(Staged(len(rows), keys.staged(secrets.token_hex(16)), drawn))
+                row["staged"], drawn = len(staged), b""
         rows.append(row)
         # The parts are arguments of their own: the MessagePack of Redis knows no binary strings.
         parts.append(drawn)
-    return rows, parts
+    return rows, parts, staged
 
 
 def parts_packed(terms: EnvelopeTerms, seed: str) -> bytes:

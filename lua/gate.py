@@ -21,6 +21,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import groupby
 from typing import Any, Final, Literal, NamedTuple
 
@@ -33,6 +34,7 @@ from lua.journaled import HistoryChanged, Journaled
 from lua.keys import KeySpace, ShardKeys
 from lua.refusals import RefusalLog
 from lua.sealing import Sealer
+from lua.staging import Batch, discard, stage
 from lua.tickets import TicketKeys
 from lua.trouble import is_trouble
 from models.answers import Answer, refusal
@@ -736,9 +738,12 @@ class Gate:
 
     async def _call(self, keys: ShardKeys, script: str, commands: Sequence[AnyCommand], history: int) -> tuple[list[list[int]], int]:
         """Rows and history; raises _Refused, _AnotherHistory, _Poison, _Broken, and what a client raises that cannot reach its server."""
-        names, arguments = await self._arguments(keys, script, commands, history)
+        batch = await self._built(keys, script, commands)
         try:
-            raw = await run_script(self._redis, script, [*keys.deciding(), *names], arguments)
+            packed = await stage(partial(run_script, self._redis), batch) if batch.staged else batch.arguments
+            raw = await run_script(
+                self._redis, script, [*keys.deciding(), *batch.keys], (*self._about_call(keys, script, history), *packed)
+            )  # fmt: skip
         except OutOfMemoryError:
             raise _Refused(Outcome.busy, "Redis memory is full", self._now() + BUSY_RETRY_MS) from None
         except ReadOnlyError:
@@ -753,6 +758,9 @@ class Gate:
             if isinstance(error, ClusterError):
                 raise
             raise _Refused(Outcome.busy, f"Redis refuses: {type(error).__name__} {said}", self._now() + BUSY_RETRY_MS) from None
+        finally:
+            if batch.staged:
+                await discard(self._redis, batch)
         reply = batches.decode_reply(raw)
         if reply.code == _ANOTHER_HISTORY:
             raise _AnotherHistory(reply.history_or_retry_at)
@@ -760,19 +768,19 @@ class Gate:
             raise _Refused(Outcome(reply.code), str(reply.rows_or_message), reply.history_or_retry_at)
         return reply.rows(), reply.history_or_retry_at
 
-    async def _arguments(
-        self, keys: ShardKeys, script: str, commands: Sequence[AnyCommand], history: int
-    ) -> tuple[list[str], tuple[object, ...]]:  # fmt: skip
+    async def _built(self, keys: ShardKeys, script: str, commands: Sequence[AnyCommand]) -> Batch:
         try:
             if script == "open" and sum(map(_parts_of, commands)) > 2_000:
-                names, packed = await asyncio.to_thread(batches.build, keys, script, commands, self._secrets, self._now())
-            else:
-                names, packed = batches.build(keys, script, commands, self._secrets, self._now())
+                return await asyncio.to_thread(batches.build, keys, script, commands, self._secrets, self._now())
+            return batches.build(keys, script, commands, self._secrets, self._now())
         except Exception as error:
             raise _Poison(f"{type(error).__name__}: {error}") from error
+
+    def _about_call(self, keys: ShardKeys, script: str, history: int) -> tuple[object, ...]:
+        """The first arguments of every deciding script."""
         place = f"{keys.shard}/{self._keys.shards}/{history}" if history else f"{keys.shard}/{self._keys.shards}"
         outbox_max: int | str = "" if script in _ALWAYS_ADMITTED else self._limits.outbox_events_max
-        return names, (place, now_ms(), self._clock() if self._clock else "", self._limits.clock_skew_ms_max, outbox_max, *packed)
+        return place, now_ms(), self._clock() if self._clock else "", self._limits.clock_skew_ms_max, outbox_max
 
 
 async def _all_decided(tickets: Sequence[_Ticket]) -> None:

@@ -38,6 +38,9 @@ OFFER_KEYS: Final = ("state", "users", "parts", "grabs", "codes", "audience", "s
 #: retired and whose payments are still known) · tickets (sorted set: single-use tickets of the campaign, by the time (ms) they end).
 CAMPAIGN_KEYS: Final = ("answers", "payments", "counters", "state", "tickets")
 
+#: How names of keys begin, behind their tag, that belong to no state: parts that are brought before an envelope is opened.
+STAGED: Final = "staged:"
+
 
 class ShardKeys(NamedTuple):
     """The keys of one shard under one prefix. `database` is the number of Redis' database: channels are the whole server's."""
@@ -111,6 +114,10 @@ class ShardKeys(NamedTuple):
         """Hash campaign → how far the records of its retired offers are deleted, while some are left."""
         return f"{self.tag}:cleaning"
 
+    def staged(self, token: str) -> str:
+        """String with a time to live: parts that are brought for one attempt to open an envelope (lua/staging.py); `token` is drawn."""
+        return f"{self.tag}:{STAGED}{token}"
+
     @property
     def lease(self) -> str:
         """String: the worker that relays this shard."""
@@ -131,6 +138,10 @@ class ShardKeys(NamedTuple):
     def offer(self, offer: str) -> str:
         """Hash: the state of one offer."""
         return f"{self.tag}:offer:{offer}"
+
+    def parts(self, offer: str) -> str:
+        """String: an envelope's parts drawn ahead, 6 bytes each."""
+        return self.of_offer(offer)[OFFER_KEYS.index("parts")]
 
     def of_offer(self, offer: str) -> list[str]:
         """The keys of one offer as the scripts get them, see OFFER_KEYS."""

@@ -1,16 +1,17 @@
 #!lua
--- Offers created and funded. The parts drawn ahead come from the caller, who computed them from the seed.
+-- Offers created and funded. The parts drawn ahead come from the caller, who computed them from the seed; many of them have been staged.
 --
 -- Command: open
 -- KEYS[1] shard hash · KEYS[2] outbox stream · KEYS[3] refusals hash · KEYS[4] refusal_order list · KEYS[5] demand hash
 -- KEYS[6] due zset · KEYS[7] offers set · KEYS[8] holds zset · KEYS[9] campaigns hash · KEYS[10] retired set
 -- KEYS[11] past zset · KEYS[12] cleaning hash
--- KEYS[13 …] ten keys for each offer, then five for each campaign, see includes/offers.lua
+-- KEYS[13 …] ten keys for each offer, then five for each campaign, see includes/offers.lua; then the strings of staged parts
 -- ARGV[1] shard/shards · ARGV[2] caller time ms · ARGV[3] time to use ms or '' · ARGV[4] clock skew ms · ARGV[5] outbox events max
 -- ARGV[6] msgpack: {offers, campaign of each offer (from 1), campaigns, ids, offer of each command (from 1), digests, terms}; terms:
 --         kind, issuer, asset, total, units, opens_at, closes_at (0: not said), life_ms, json, offsets_json, zone_json, rules (kept as they
---         are), operator where there is one, and of an envelope funding, law, min, max, draw, seed, seed_sha256, sealed_seed
--- ARGV[7 + i] parts of the i-th command, 6 bytes each, or '' when there are none
+--         are), operator where there is one, and of an envelope funding, law, min, max, draw, seed, seed_sha256, sealed_seed; staged:
+--         the number of the string that has its parts (from 1)
+-- ARGV[6 + i] parts of the i-th command, 6 bytes each, or '' when there are none; where they are staged, the life they were staged under
 -- Outcomes: 21 fenced · 22 busy (whole call) · 23 conflict (also: the id was used before) · 20 invalid · 5 opened
 -- Events: offer.opened
 -- Returns msgpack: {0, history, rows} as grab does, or {code, retry_at, message}.
@@ -22,6 +23,8 @@
 --- @include "repeats"
 --- @include "limits"
 --- @include "offers"
+
+local STAGE_AGAIN_MS = 200
 
 local call, refused = begin_call()
 if not call then return cmsgpack.pack(refused) end
@@ -36,9 +39,16 @@ local function opened_line(offer, id, digest, terms, campaign_zone)
     .. (terms.operator and ',"operator":"' .. terms.operator .. '"' or '') .. ',"digest":"' .. digest .. '"}'
 end
 
+-- The key of staged parts; false when they are not all there: another server, or too late.
+local function staged_key(terms, life, first)
+  local key = KEYS[first + terms.staged]
+  return life == life_of_server() and redis.call('STRLEN', key) == 6 * terms.units and key
+end
+
 local batch = cmsgpack.unpack(ARGV[6])
 local names, campaign_of, campaign_names, ids, offer_of, digests, all_terms = unpack(batch)
 local made, seen, rows, campaigns = {}, {}, {}, {}
+local staged_from = SHARD_KEYS + OFFER_KEYS * #names + CAMPAIGN_KEYS * #campaign_names
 for c = 1, #campaign_names do campaigns[c] = campaign_at(campaign_names[c], #names, c) end
 for i = 1, #ids do
   if i > 1 and is_spent() then break end
@@ -60,12 +70,16 @@ for i = 1, #ids do
     if closes_at <= opens_at then
       row = {CODE.invalid, 0, call.now, 0, 0, 0, 0, 0, 0, {message = 'terms.closes_at: must be after opens_at and after now'}}
     else
+      local staged = terms.staged and staged_key(terms, ARGV[6 + i], staged_from)
+      if staged == false then
+        return cmsgpack.pack({CODE.busy, call.now + STAGE_AGAIN_MS, 'the staged parts are gone: they have to be brought again'})
+      end
       local offer = {name = name, offer_seq = 0, opens_at = opens_at, closes_at = closes_at}
       call.lines[#call.lines + 1] = opened_line(offer, id, digest, terms, join_zone(campaign, terms))
       row = {CODE.opened, call.seq, call.now, terms.total, 0, 0, terms.units}
       record = pack_row(name, row, digest)
       seen[record_field], seen[name] = record, true
-      made[#made + 1] = {o, campaign, id, record, terms, offer, ARGV[6 + i]}
+      made[#made + 1] = {o, campaign, id, record, terms, offer, staged and '' or ARGV[6 + i], staged}
     end
   end
   rows[i] = row
@@ -74,8 +88,12 @@ end
 local reply = cmsgpack.pack({0, call.history, rows})
 append_events(call)
 for _, entry in ipairs(made) do
-  local o, campaign, id, record, terms, offer, parts = unpack(entry)
+  local o, campaign, id, record, terms, offer, parts, staged = unpack(entry)
   create_offer(offer.name, o, campaign, terms, offer.opens_at, offer.closes_at, parts)
+  if staged then
+    write('PERSIST', staged)
+    write('RENAME', staged, KEYS[SHARD_KEYS + OFFER_KEYS * (o - 1) + PARTS])
+  end
   write('HSET', campaign.answers_key, id, record)
 end
 commit()

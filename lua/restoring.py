@@ -5,9 +5,10 @@ from typing import Any
 
 import msgspec
 
-from lua.batches import Batch, Table, envelope_row, limit_rows, parts_packed, terms_row
+from lua.batches import Table, envelope_row, limit_rows, parts_packed, terms_row
 from lua.keys import ShardKeys
 from lua.sealing import Sealer
+from lua.staging import INLINE_BYTES_MAX, Batch, Staged
 from models.digests import adjustment_text
 from models.events import AnyEvent, LedgerAdjusted, OfferAmended, OfferOpened
 from models.offers import Changes, EnvelopeTerms, Terms
@@ -19,13 +20,20 @@ _changes = msgspec.json.Decoder(Changes).decode
 
 
 def build(keys: ShardKeys, events: Sequence[AnyEvent], sealer: Sealer, retired: Sequence[str] = ()) -> Batch:
-    """Keys (after the shard's own) and packed arguments; raises CannotOpen when a seed was sealed with a key that is not there."""
+    """Keys (after the shard's own) and packed arguments; raises CannotOpen when a seed was sealed with a key that is not there.
+
+    What is `staged` is to be written to its key before, by the script `apply_parts`.
+    """
     table = Table([event.offer for event in events])
     rows: list[Any] = []
     parts: list[bytes] = []
+    staged: list[Staged] = []
     for event in events:
         if isinstance(event, OfferOpened):
             row, drawn = _opened(keys.shard, event, sealer)
+            if len(drawn) > INLINE_BYTES_MAX:
+                staged.append(Staged(len(parts), keys.parts(event.offer), drawn))
+                drawn = b""
             rows.append(row)
             parts.append(drawn)
         else:
@@ -33,7 +41,7 @@ def build(keys: ShardKeys, events: Sequence[AnyEvent], sealer: Sealer, retired: 
                 _amended(event) if isinstance(event, OfferAmended) else _adjusted(event) if isinstance(event, LedgerAdjusted) else event
             )
     columns = (table.offers, table.campaign_of, table.campaigns, rows, table.offer_of, retired)
-    return table.keys(keys), [_pack(columns), *parts]
+    return Batch(table.keys(keys), [_pack(columns), *parts], staged)
 
 
 def _opened(shard: int, event: OfferOpened, sealer: Sealer) -> tuple[dict[str, Any], bytes]:

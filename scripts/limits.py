@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, get_args
 
 from annotated_types import Ge, Gt, Le
 
-from lua import gate, loader, refusals, tickets
+from lua import gate, loader, refusals, staging, tickets
 from models import bounds, calendar, commands, identifiers, money, offers
 from models.rules import grabbing, settling, state
 from ops import offer_files
@@ -183,6 +183,12 @@ def of_processes() -> list[Row]:
     at_once = ", ".join(f"`{name}` {count}" for name, count in gate.AT_ONCE_MAX.items())
     return [
         Row("commands of one script call", f"`GRAB_BATCH_COMMANDS_MAX`; {at_once}", "a script blocks its server", "the next call"),
+        Row(
+            "parts that go with the call that opens their offer",
+            f"{staging.INLINE_BYTES_MAX // 6:,}",
+            "as above",
+            f"brought before, {size(staging.PIECE_BYTES)} a call",
+        ),
         Row("offers that commands of one script call name", f"{gate.OFFERS_IN_CALL_MAX}", "as above", "the next call"),
         Row(
             "work of one script call, by its own count of µs of Redis' thread",

@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from contextlib import aclosing, asynccontextmanager
 from typing import Any, Final, NamedTuple
 
-from lua.keys import KeySpace, ShardKeys
+from lua.keys import STAGED, KeySpace, ShardKeys
 from lua.life import time_ms_of
 from lua.records import in_fields, offer_of_answer, offer_of_payment, unpacked
 from lua.sealing import Sealer
@@ -191,7 +191,8 @@ class Beside:
 
     async def _names(self, keys: ShardKeys) -> list[str]:
         start = f"{keys.tag}:"
-        return [key.decode().removeprefix(start) async for key in self._redis.scan_iter(match=f"{literal(start)}*", count=1_000)]
+        names = [key.decode().removeprefix(start) async for key in self._redis.scan_iter(match=f"{literal(start)}*", count=1_000)]
+        return [name for name in names if not name.startswith(STAGED)]
 
     # -- what seems to differ ---------------------------------------------------------------------------------------------
 

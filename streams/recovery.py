@@ -17,6 +17,7 @@ from redis.exceptions import ResponseError
 
 from lua import restoring
 from lua.sealing import Sealer
+from lua.staging import pieces
 from models.events import AnyEvent, OfferLoaded, OfferOpened, OfferRetired, decode_event_list
 from models.identifiers import campaign_of
 from models.journal import Accepted, Corrupt, Cursor, Gap
@@ -233,11 +234,14 @@ class Recovery:
         keys = self._shard.keys
         if any(isinstance(event, OfferOpened) for event in events):
             # Drawing the parts of a large envelope takes a while.
-            names, arguments = await asyncio.to_thread(restoring.build, keys, events, self._sealer, retired)
+            batch = await asyncio.to_thread(restoring.build, keys, events, self._sealer, retired)
         else:
-            names, arguments = restoring.build(keys, events, self._sealer, retired)
+            batch = restoring.build(keys, events, self._sealer, retired)
         try:
-            return int(await self._shard.run("apply", [*keys.deciding(), *names], own, seq, behind, at, *arguments))
+            for staged in batch.staged:
+                for offset, piece in pieces(staged.parts):
+                    await self._shard.run("apply_parts", [keys.state, staged.key], own, offset, piece)
+            return int(await self._shard.run("apply", [*keys.deciding(), *batch.keys], own, seq, behind, at, *batch.arguments))
         except ResponseError as error:
             raise Impossible(str(error)) from None
 

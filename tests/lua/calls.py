@@ -2,7 +2,7 @@
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from hashlib import sha1
@@ -105,6 +105,44 @@ class Measured:
             for module in (gate, sweeper, ownership):
                 patch.setattr(module, "run_script", run)
             yield self.calls
+
+    async def slowlog_of(self, act: Callable[[], Awaitable[object]]) -> list[tuple[str, float]]:
+        """The script and the ms of each call made meanwhile, in order, as SLOWLOG has them."""
+        await self.redis.config_set("slowlog-max-len", 1_000_000)
+        await self.redis.config_set("slowlog-log-slower-than", 0)
+        await self.redis.slowlog_reset()
+        await act()
+        await self.redis.config_set("slowlog-log-slower-than", -1)
+        names = {loader.load(name).sha: name for name in loader.script_names()}
+        calls = []
+        for entry in reversed(await self.redis.slowlog_get(1_000_000)):
+            words = entry["command"].decode(errors="replace").split(" ", 2)
+            if words[0] == "EVALSHA" and words[1] in names:
+                calls.append((names[words[1]], entry["duration"] / 1_000))
+        return calls
+
+    async def longest_of(
+        self, prepare: Callable[[], Awaitable[object]], act: Callable[[], Awaitable[object]], repetitions: int = 3
+    ) -> dict[str, float]:
+        """The longest call of each script (ms by SLOWLOG) in what is done after a preparation, both repeated on an empty server.
+
+        Of each call the shortest of its repetitions counts: SLOWLOG has also the time that others kept Redis' thread from running.
+        """
+        for name in loader.script_names():
+            await self.redis.script_load(loader.load(name).text)
+        made: list[list[tuple[str, float]]] = []
+        for _ in range(repetitions):
+            await self.redis.flushall()
+            await self.gate.close()
+            await self.begin()
+            await prepare()
+            made.append(await self.slowlog_of(act))
+        assert len({tuple(name for name, _ in calls) for calls in made}) == 1, "each repetition makes the same calls"
+        found: dict[str, float] = {}
+        for calls in zip(*made, strict=True):
+            script = calls[0][0]
+            found[script] = max(found.get(script, 0.0), min(took for _, took in calls))
+        return found
 
     async def end(self) -> None:
         await self.gate.close()

@@ -20,6 +20,7 @@ from lua.loader import Script, load, script_names
 #: What the scripts write by. Whoever uses another command adds it here.
 WRITES: Final = (
     "XADD", "XTRIM", "HSET", "HDEL", "HINCRBY", "RPUSH", "LPOP", "LTRIM", "ZADD", "ZREM", "SADD", "SREM", "SET", "DEL", "UNLINK", "PUBLISH",
+    "PERSIST", "PEXPIRE", "RENAME", "SETRANGE",
 )  # fmt: skip
 #: Scripts that read after they have written: what they write is nothing before they have come to their end.
 READS_LATER: Final = ("apply",)

@@ -101,7 +101,7 @@ def _envelopes_and_lists() -> list[AnyCommand]:
     by_ticket = CouponTerms(issuer="shop", total=9, audience="ticket", waiting_list=True, hold_ms=1_000)
     drawn = EnvelopeTerms(issuer="alice", funding="pay", asset="CNY", total=700, parts=7, draw="at_grab", seed="ab" * 16)
     return [
-        opening("e", parts=6, seed="cd" * 16), Open(id="open-f", offer="f", terms=drawn),
+        opening("e", parts=6, seed="cd" * 16), opening("h", parts=8_001, seed="cd" * 16), Open(id="open-f", offer="f", terms=drawn),
         Open(id="open-l", offer="l", terms=listed), Load(id="load-l", offer="l", what="audience", chunk=1, chunks=1, items=("u1", "u2")),
         Open(id="open-k", offer="k", terms=by_ticket),
     ]  # fmt: skip
@@ -178,7 +178,8 @@ def _function(text: str, name: str) -> str:
 
 def test_every_command_that_a_script_uses_is_known_to_read_or_to_write() -> None:
     reads = {
-        "GET", "HGET", "HMGET", "HEXISTS", "HSCAN", "EXISTS", "GETRANGE", "INFO", "LLEN", "LRANGE", "SISMEMBER", "SMISMEMBER", "TIME",
+        "GET", "HGET", "HMGET", "HEXISTS", "HSCAN", "EXISTS", "GETRANGE", "INFO", "LLEN", "LRANGE", "SISMEMBER", "SMISMEMBER", "STRLEN",
+        "TIME",
         "XRANGE", "XREVRANGE", "ZCARD", "ZRANGE", "ZRANGEBYSCORE", "ZSCORE",
     }  # fmt: skip
     used = {found[0] for name in script_names() for found in _redis_call.findall(load(name).text)} - {""}
@@ -265,9 +266,9 @@ async def _breaks(client: Any, keys: KeySpace, commands: list[AnyCommand], now: 
 async def _call(client: Any, keys: KeySpace, commands: list[AnyCommand], now: int) -> Any:
     """One call of their script, as the gate makes it."""
     script, shard = type(commands[0]).__name__.lower(), keys.shard(keys.shard_of_offer(commands[0].offer))
-    names, packed = batches.build(shard, script, commands, batches.Secrets(SEALER, TICKETS), now)
-    arguments = (f"{shard.shard}/{keys.shards}", now_ms(), now, 10**12, "", *packed)
-    return batches.decode_reply(await run_script(client, script, [*shard.deciding(), *names], arguments))
+    batch = batches.build(shard, script, commands, batches.Secrets(SEALER, TICKETS), now)
+    arguments = (f"{shard.shard}/{keys.shards}", now_ms(), now, 10**12, "", *batch.arguments)
+    return batches.decode_reply(await run_script(client, script, [*shard.deciding(), *batch.keys], arguments))
 
 
 async def _copy(client: Any, source: KeySpace, target: KeySpace) -> None:

@@ -18,7 +18,7 @@ from tests.lua.scene import DAY, HOUR, coupon, stock
 
 SHARD_NAMES = (
     "shard", "outbox", "refusals", "refusal_order", "demand", "due", "offers", "holds", "campaigns", "retired",
-    "past", "cleaning", "lease", "journaled",
+    "past", "cleaning", "lease", "journaled", "staged",
 )  # fmt: skip
 WORDS = (*OFFER_KEYS, *CAMPAIGN_KEYS, *SHARD_NAMES, "offer", "campaign", "x", "y", "", ".", "-", "_")
 ALPHABET = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789._:-"
@@ -34,7 +34,7 @@ ids = st.one_of(
 
 def names_of(keys: ShardKeys, offers: list[str]) -> list[str]:
     """Every name of a shard that has these offers, those of the shard itself included."""
-    own = [*keys.deciding(), keys.lease, keys.channel]
+    own = [*keys.deciding(), keys.lease, keys.channel, *(keys.staged(token) for token in ("0", "00", "0" * 32))]
     of_offers = [name for offer in set(offers) for name in keys.of_offer(offer)]
     return own + of_offers + [name for campaign in {campaign_of(offer) for offer in offers} for name in keys.of_campaign(campaign)]
 

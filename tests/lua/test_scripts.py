@@ -150,9 +150,9 @@ async def test_events_with_a_hole_between_them_are_refused(gate: Any, client: An
     events = [decode_event(line) for line in await event_lines(client, keys, shard.shard)]
     own = [value.decode() for value in await client.hmget(shard.state, ["term", "owner", "life"])]
     await run_script(client, "wipe", [shard.state, *shard.of_offer("e")], [*own, "why"])
-    names, arguments = restoring.build(shard, [events[0], events[2]], SEALER)
+    batch = restoring.build(shard, [events[0], events[2]], SEALER)
     with pytest.raises(redis.ResponseError, match="HOLE before event 3 of offer e"):
-        await run_script(client, "apply", [*shard.deciding(), *names], [*own, "", "", "", *arguments])
+        await run_script(client, "apply", [*shard.deciding(), *batch.keys], [*own, "", "", "", *batch.arguments])
     assert await client.hget(shard.state, "partial") == b"1"
 
 

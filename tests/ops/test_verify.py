@@ -451,6 +451,13 @@ async def test_every_kind_of_key_is_compared(whole: Settings) -> None:
     assert tried - there == set()
 
 
+async def test_parts_that_are_being_brought_are_no_state(whole: Settings) -> None:
+    key = key_space(whole).shard(0).staged("token")
+    async with keeping(whole, key) as redis:
+        await redis.set(key, b"parts", px=60_000)
+        assert wrong(await verify(whole, 0)) == {}
+
+
 async def test_nothing_is_left_beside(whole: Settings) -> None:
     redis = open_redis(whole)
     await verify(whole, 0)
