@@ -1,28 +1,30 @@
 """Events of the journal as keys and arguments of the script `apply`, which makes of them the state that deciding them made."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from hashlib import sha256
 from typing import Any
 
 import msgspec
 
 from lua.batches import Table, envelope_row, limit_rows, parts_packed, terms_row
 from lua.keys import ShardKeys
-from lua.sealing import Sealer
+from lua.sealing import CannotOpen, Sealer
 from lua.staging import INLINE_BYTES_MAX, Batch, Staged
 from models.digests import adjustment_text
 from models.events import AnyEvent, LedgerAdjusted, OfferAmended, OfferOpened
-from models.offers import Changes, EnvelopeTerms, Terms
+from models.offers import EnvelopeTerms, changes_of, terms_of
 
 _pack = msgspec.msgpack.Encoder().encode
 _json = msgspec.json.Encoder().encode
-_terms = msgspec.json.Decoder(Terms).decode
-_changes = msgspec.json.Decoder(Changes).decode
 
 
-def build(keys: ShardKeys, events: Sequence[AnyEvent], sealer: Sealer, retired: Sequence[str] = ()) -> Batch:
-    """Keys (after the shard's own) and packed arguments; raises CannotOpen when a seed was sealed with a key that is not there.
+def build(
+    keys: ShardKeys, events: Sequence[AnyEvent], sealer: Sealer, retired: Sequence[str] = (), seeds: Mapping[str, str] = {}
+) -> Batch:  # fmt: skip
+    """Keys (after the shard's own) and packed arguments. `seeds`, by offer, are those that were revealed when their envelopes closed.
 
-    What is `staged` is to be written to its key before, by the script `apply_parts`.
+    Raises CannotOpen when a seed is not there and was sealed with a key that is not there; ValueError when terms or changes cannot be
+    understood. What is `staged` is to be written to its key before, by the script `apply_parts`.
     """
     table = Table([event.offer for event in events])
     rows: list[Any] = []
@@ -30,7 +32,7 @@ def build(keys: ShardKeys, events: Sequence[AnyEvent], sealer: Sealer, retired: 
     staged: list[Staged] = []
     for event in events:
         if isinstance(event, OfferOpened):
-            row, drawn = _opened(keys.shard, event, sealer)
+            row, drawn = _opened(keys.shard, event, sealer, seeds)
             if len(drawn) > INLINE_BYTES_MAX:
                 staged.append(Staged(len(parts), keys.parts(event.offer), drawn))
                 drawn = b""
@@ -44,20 +46,30 @@ def build(keys: ShardKeys, events: Sequence[AnyEvent], sealer: Sealer, retired: 
     return Batch(table.keys(keys), [_pack(columns), *parts], staged)
 
 
-def _opened(shard: int, event: OfferOpened, sealer: Sealer) -> tuple[dict[str, Any], bytes]:
-    terms = _terms(event.terms)
+def _opened(shard: int, event: OfferOpened, sealer: Sealer, seeds: Mapping[str, str]) -> tuple[dict[str, Any], bytes]:
+    terms = terms_of(event.terms)
     row, parts = terms_row(event.offer, terms, event.offsets), b""
     if event.campaign_zone is not None:
         row["campaign_zone_json"] = _json(event.campaign_zone).decode()
     if isinstance(terms, EnvelopeTerms):
-        seed = sealer.open(shard, event.offer, "seed", event.sealed_seed or "")
+        seed = _seed(shard, event, sealer, seeds)
         row |= envelope_row(terms, seed)
         parts = parts_packed(terms, seed)
     return _head(event) | {"opens_at": event.opens_at, "closes_at": event.closes_at, "row": row}, parts
 
 
+def _seed(shard: int, event: OfferOpened, sealer: Sealer, seeds: Mapping[str, str]) -> str:
+    try:
+        return sealer.open(shard, event.offer, "seed", event.sealed_seed or "")
+    except CannotOpen:
+        revealed = seeds.get(event.offer)
+        if revealed is None or sha256(bytes.fromhex(revealed)).hexdigest() != event.seed_sha256:
+            raise
+        return revealed
+
+
 def _amended(event: OfferAmended) -> dict[str, Any]:
-    changes = _changes(event.changes).fields()
+    changes = changes_of(event.changes).fields()
     if "limits" in changes:
         changes["limits"] = limit_rows(changes["limits"])
     return _head(event) | {"added": event.added, "removed": event.removed, "changes": changes}

@@ -185,7 +185,26 @@ class Undecodable(Exception):
 
 
 def check(command: AnyCommand) -> None:
-    """Raises Invalid, naming the field and the fix, when the command must not reach a script."""
+    """Raises Invalid, naming the field and the fix, when the command must not reach a script; also when a program has made one with
+    values of other types than its fields have, which no reader of its event would understand."""
+    try:
+        _check_rules(command)
+        # A grab is the many: its fields are looked at one by one.
+        if not isinstance(command, Grab):
+            _check_types(command)
+    except (AttributeError, TypeError) as error:
+        _check_types(command)
+        raise Invalid(f"{type(command).__name__.lower()}: a field has a value of another type ({error})") from None
+
+
+def _check_types(command: AnyCommand) -> None:
+    try:
+        msgspec.convert(msgspec.to_builtins(command), type(command))
+    except (TypeError, msgspec.ValidationError) as error:
+        raise Invalid(f"{type(command).__name__.lower()}: {error}") from None
+
+
+def _check_rules(command: AnyCommand) -> None:
     if not is_id(command.id):
         raise Invalid(f"id: must match [A-Za-z0-9._:-]{{1,64}}, got {quoted(command.id)}")
     if command.id in RESERVED_IDS:
@@ -219,6 +238,8 @@ def _check_grab(command: Grab) -> None:
         _check_named("basket", command.basket)
     if command.ticket is not None and not (0 < len(command.ticket) <= TICKET_LENGTH_MAX and command.ticket.isascii()):
         raise Invalid(f"ticket: must be a signed token of at most {TICKET_LENGTH_MAX} characters")
+    if not isinstance(command.wait, bool):
+        raise Invalid(f"wait: must be true or false, got {quoted(command.wait)}")
     if command.basket is not None and command.wait:
         raise Invalid("wait: a basket stands or falls at once, it cannot wait; leave one of the two out")
 
@@ -340,7 +361,7 @@ def decode_command(raw: bytes) -> AnyCommand:
         if len(raw) > COMMAND_BYTES_MAX:
             raise Invalid(f"a command has at most {COMMAND_BYTES_MAX} bytes, this has {len(raw)}")
         command: AnyCommand = _decode(raw)
-        check(command)
+        _check_rules(command)
         _check_names_once(command, raw)
     except (msgspec.DecodeError, Invalid, UnicodeDecodeError) as error:
         raise _undecodable(str(error), raw) from None

@@ -5,7 +5,7 @@ descriptions of the fields are the text of the table in the README.
 """
 
 import re
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, get_args
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
@@ -197,6 +197,48 @@ class Changes(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
         return {name: value for name, value in msgspec.structs.asdict(self).items() if value is not UNSET}
 
 
+def terms_of(text: bytes) -> Terms:
+    """The terms that an `offer.opened` carries. Fields that this program does not know are ignored, and bounds are not looked at: they may
+    have been others when the offer was opened. Raises ValueError when these are no terms."""
+    found = _object_of(text)
+    struct = _OF_KIND.get(found.get("kind", ""))
+    if struct is None:
+        raise ValueError(f"an offer of kind {quoted(found.get('kind'))} is not known to this program")
+    terms: Terms = _read_as(struct, found)
+    return terms
+
+
+def changes_of(text: bytes) -> Changes:
+    """The changes that an `offer.amended` carries, read as `terms_of` reads; raises ValueError when these are no changes."""
+    changes: Changes = _read_as(Changes, _object_of(text))
+    return changes
+
+
+def _object_of(text: bytes) -> dict[str, Any]:
+    try:
+        return msgspec.json.decode(text, type=dict[str, Any])
+    except msgspec.DecodeError as error:
+        raise ValueError(f"no JSON object: {error}") from None
+
+
+def _read_as(struct: type[msgspec.Struct], found: dict[str, Any]) -> Any:
+    """The struct with what it knows of these fields; msgspec looks at no value when a struct is made in Python."""
+    names = zip(struct.__struct_fields__, struct.__struct_encode_fields__, strict=True)
+    fields = {name: found[encoded] for name, encoded in names if encoded in found}
+    try:
+        for name, kind in (("limits", Limit), ("hours", Hours)):
+            if name in fields:
+                fields[name] = tuple(_read_as(kind, one) for one in fields[name])
+        if "weekdays" in fields:
+            fields["weekdays"] = tuple(fields["weekdays"])
+        return struct(**fields)
+    except TypeError as error:
+        raise ValueError(f"not what {struct.__name__} has: {error}") from None
+
+
+_OF_KIND: Final = {str(struct.__struct_config__.tag): struct for struct in get_args(Terms)}
+
+
 #: What of an envelope may be amended.
 ENVELOPE_CHANGES: Final = frozenset({"title", "opens_at", "closes_at"})
 
@@ -298,6 +340,8 @@ def _check_pieces(terms: PieceTerms) -> None:
         raise Invalid(
             f"terms.take: must be all or up_to, terms.late refuse, grace or retake; got {quoted(terms.take)}, {quoted(terms.late)}"
         )
+    for field in ("return_restores", "waiting_list", "codes"):
+        _check_flag(f"terms.{field}", getattr(terms, field, False))
     for field in ("price", "extensions", "grace_ms", "waiting_list"):
         if getattr(terms, field) and terms.hold_ms is None:
             raise Invalid(f"terms.{field}: needs hold_ms, the time for which a grab is held until it is confirmed")
@@ -339,6 +383,15 @@ def check_changes(changes: Changes) -> None:
             check_amount(f"changes.{field}", value, least=1, most=MOST_OF.get(field, AMOUNT_MAX))
         elif field in ("opens_at", "closes_at", "price", "extensions", "grace_ms", "valid_until"):
             check_amount(f"changes.{field}", value, most=MOST_OF.get(field, AMOUNT_MAX))
+        elif field == "return_restores":
+            _check_flag("changes.return_restores", value)
+        elif field == "late" and value not in ("refuse", "grace", "retake"):
+            raise Invalid(f"changes.late: must be refuse, grace or retake, got {quoted(value)}")
+
+
+def _check_flag(field: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise Invalid(f"{field}: must be true or false, got {quoted(value)}")
 
 
 def check_line(field: str, text: str) -> None:

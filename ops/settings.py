@@ -1,12 +1,16 @@
 """Settings: the only file that reads the environment (prefix `GRAB_`, and `.env`). Values are passed on, never looked up again."""
 
 import os
+import re
 from pathlib import Path
 from typing import Annotated, NamedTuple
 from urllib.parse import unquote, urlsplit
 
+from psycopg import ProgrammingError
+from psycopg.conninfo import conninfo_to_dict
 from pydantic import Field, SecretStr, ValidationError, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict  # reads .env, names the variable that is wrong
+from redis.asyncio.connection import parse_url
 
 from lua.sealing import Sealer
 from lua.tickets import TicketKeys
@@ -21,6 +25,12 @@ POSTGRES_PORT = 15432
 Count = Annotated[int, Field(ge=1)]
 #: Fields whose values never stand in an error.
 SECRETS = ("seal_keys", "ticket_keys")
+#: Fields whose values may hold a password.
+ADDRESSES = ("redis_url", "cache_url", "postgres")
+
+# A password may hold an @ that should have been written %40: up to the last one.
+_in_url = re.compile(r"^([a-z+-]*://)?([^:@/?]*):.*@", re.DOTALL | re.IGNORECASE)
+_in_parameters = re.compile(r"(password\s*=\s*)('(?:[^'\\]|\\.)*'?|[^\s&]*)", re.IGNORECASE)
 
 
 class BadSettings(Exception):
@@ -73,11 +83,25 @@ class Settings(BaseSettings):
     #: SIGSTOP, until somebody lets it go on.
     fail_at: Annotated[str, Field(pattern=r"^([a-z_.]+(:[1-9]\d*)?(:stop)?)?$")] = ""
 
-    @field_validator("redis_url")
+    @field_validator("redis_url", "cache_url")
     @classmethod
-    def _has_nodes(cls, value: str) -> str:
-        if is_cluster(value):
+    def _is_redis(cls, value: str | None) -> str | None:
+        if value is not None and is_cluster(value):
             cluster_address(value)
+        elif value is not None:
+            try:
+                parse_url(value)
+            except ValueError:  # which may quote a part of the password
+                raise ValueError("a Redis is redis://[user:password@]host:port/0, its password with %40 for @, %2F for /") from None
+        return value
+
+    @field_validator("postgres")
+    @classmethod
+    def _is_postgresql(cls, value: str) -> str:
+        try:
+            conninfo_to_dict(value)
+        except ProgrammingError:
+            raise ValueError("a PostgreSQL is postgresql://[user:password@]host:port/database, or host=… port=… dbname=…") from None
         return value
 
     @field_validator("seal_keys")
@@ -131,6 +155,11 @@ def cluster_address(redis_url: str) -> ClusterAddress:
     return ClusterAddress(nodes, unquote(username) or None, unquote(password) or None, scheme == "rediss-cluster")
 
 
+def without_password(address: str) -> str:
+    """A server's address as people may see it: a URL, or a list of `name=value`."""
+    return _in_parameters.sub(r"\1…", _in_url.sub(r"\1\2:…@", address))
+
+
 def load_settings(env_file: Path | None = None) -> Settings:
     """The settings in force; raises BadSettings that names each wrong variable and what is wrong with it."""
     try:
@@ -140,7 +169,8 @@ def load_settings(env_file: Path | None = None) -> Settings:
         for problem in error.errors():
             field = str(problem["loc"][0])
             name = field if field.startswith("GRAB_") else f"GRAB_{field.upper()}"
-            got = "" if field in SECRETS else f" (got {quoted(problem['input'])})"
+            found = without_password(problem["input"]) if field in ADDRESSES else problem["input"]
+            got = "" if field in SECRETS else f" (got {quoted(found)})"
             lines.append(f"{name}: {shortened(problem['msg'])}{got}")
         raise BadSettings("; ".join(lines)) from None
 

@@ -25,7 +25,7 @@ from models.events import (
     PaymentRefundDue,
 )
 from models.identifiers import campaign_of
-from models.offers import Changes
+from models.offers import changes_of
 from projections.arrays import update_by
 
 
@@ -87,7 +87,6 @@ _PAID_BACK = (
 )
 
 _terms = msgspec.json.Decoder(_Terms).decode
-_changes = msgspec.json.Decoder(Changes).decode
 
 
 class OfferRows:
@@ -174,7 +173,7 @@ class OfferRows:
 
 def _amend(offer: _Change, event: OfferAmended) -> None:
     offer.total += event.added - event.removed
-    for name, value in _changes(event.changes).fields().items():
+    for name, value in changes_of(event.changes).fields().items():
         if name in ("title", "opens_at", "closes_at"):
             setattr(offer, name, value)
     merged, changes = msgspec.json.decode(offer.terms) if offer.terms else {}, msgspec.json.decode(event.changes)

@@ -87,6 +87,9 @@ class _Own(Projector):
     """Waits to be cancelled when it cannot go on, and says so by `over` and `reason`: another version was put in the place of this one, or
     its `apply` misbehaves."""
 
+    #: What its code raises ends the process: it is somebody else's to mend.
+    refusals = (psycopg.IntegrityError, psycopg.DataError)
+
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.over = asyncio.Event()

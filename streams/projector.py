@@ -126,6 +126,12 @@ class Projector:
     Where cursor and rows live is what `_open`, `_save` and `_disconnect` know: here PostgreSQL, in one transaction.
     """
 
+    #: Errors that a record is to blame for, whoever raises them: it would raise them again, and its shard stops in front of it.
+    refusals: tuple[type[Exception], ...] = (
+        psycopg.IntegrityError, psycopg.DataError,
+        ArithmeticError, AttributeError, LookupError, TypeError, ValueError, msgspec.MsgspecError,
+    )  # fmt: skip
+
     def __init__(
         self,
         name: str,
@@ -403,18 +409,24 @@ class Projector:
             return
         try:
             await self._commit(group)
-        except (psycopg.IntegrityError, psycopg.DataError):
+        except self.refusals:
             await self._write_record_by_record(group)
 
     async def _write_record_by_record(self, group: Group) -> None:
-        """Finds out which record the database refuses: its shard stops in front of it, and nothing else does."""
+        """Finds out which record cannot be written: its shard stops in front of it, and nothing else does."""
         for shard, records in group.records.items():
             cursor, _ = group.moves[shard]
             for behind, facts in records:
                 try:
                     await self._commit(Group({shard: (cursor, behind)}, {shard: list(facts)}, {}))
-                except (psycopg.IntegrityError, psycopg.DataError) as error:
+                except psycopg.Error as error:
+                    if not isinstance(error, self.refusals):
+                        raise
                     await self._stop(shard, cursor, f"PostgreSQL refuses its events: {error}")
+                    break
+                except self.refusals as error:
+                    log.critical("projection %s: shard %d", self.name, shard, exc_info=True)
+                    await self._stop(shard, cursor, f"no rows can be made of its events: {type(error).__name__}: {error}")
                     break
                 cursor = behind
 

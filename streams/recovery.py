@@ -10,15 +10,16 @@ import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing
+from functools import partial
 from typing import Final, Literal, NamedTuple
 
 import msgspec
 from redis.exceptions import ResponseError
 
 from lua import restoring
-from lua.sealing import Sealer
+from lua.sealing import CannotOpen, Sealer
 from lua.staging import pieces
-from models.events import AnyEvent, OfferLoaded, OfferOpened, OfferRetired, decode_event_list
+from models.events import AnyEvent, OfferClosed, OfferLoaded, OfferOpened, OfferRetired, decode_event_list
 from models.identifiers import campaign_of
 from models.journal import Accepted, Corrupt, Cursor, Gap
 from projections.snapshots import KnownPayment, Past
@@ -109,6 +110,7 @@ class Recovery:
         self._progress = progress
         self._step = step
         self._applied = 0
+        self._seeds: dict[str, str] = {}
 
     async def newest_snapshot(self) -> Cursor:
         """The cursor of the newest snapshot; the journal's beginning when there is none."""
@@ -141,6 +143,28 @@ class Recovery:
         self, own: Ownership, journal: Callable[[Cursor], AsyncGenerator[tuple[Cursor, Sequence[Accepted]], None]]
     ) -> tuple[int, int]:  # fmt: skip
         """Makes the shard anew, as `rebuild` does, and tells nobody; returns its seq, and that of the snapshot it began from."""
+        self._seeds = {}
+        try:
+            return await self._make(own, journal)
+        except CannotOpen as error:
+            self._seeds = await self._revealed(journal(Cursor()))
+            log.warning("shard %d: %s; %d seeds are known since their envelopes closed", self._shard.keys.shard, error, len(self._seeds))
+        return await self._make(own, journal)
+
+    async def _revealed(self, journal: AsyncGenerator[tuple[Cursor, Sequence[Accepted]], None]) -> dict[str, str]:
+        """The seeds, by offer, of envelopes that have closed: their keys need not be kept."""
+        seeds: dict[str, str] = {}
+        async with aclosing(journal) as reading:
+            async for _, accepted in reading:
+                closed = [one.line for one in accepted if b'"offer.closed"' in one.line and b'"seed"' in one.line]
+                for event in self._decoded(closed) if closed else ():
+                    if isinstance(event, OfferClosed) and event.seed is not None:
+                        seeds[event.offer] = event.seed
+        return seeds
+
+    async def _make(
+        self, own: Ownership, journal: Callable[[Cursor], AsyncGenerator[tuple[Cursor, Sequence[Accepted]], None]]
+    ) -> tuple[int, int]:  # fmt: skip
         self._applied = 0
         base = Cursor()
         try:
@@ -204,12 +228,18 @@ class Recovery:
     async def _apply_lines(self, own: Ownership, seq: int, lines: Sequence[bytes], cursor: Cursor) -> int:
         """Applies lines up to a cursor, which is the checkpoint then: who has to go on from here need not begin anew."""
         try:
-            events = decode_event_list(b"[" + b",".join(lines) + b"]")
-        except msgspec.DecodeError as error:
-            raise Impossible(f"behind seq {seq}: {error}") from None
+            events = self._decoded(lines)
+        except Impossible as error:
+            raise Impossible(f"after seq {seq}: {error}") from None
         await self._apply_all(own, events, seq)
         await self._shard.trim(own, cursor)
         return seq + len(lines)
+
+    def _decoded(self, lines: Sequence[bytes]) -> list[AnyEvent]:
+        try:
+            return decode_event_list(b"[" + b",".join(lines) + b"]")
+        except msgspec.DecodeError as error:
+            raise Impossible(str(error)) from None
 
     # -- applying -----------------------------------------------------------------------------------------------------
 
@@ -232,11 +262,13 @@ class Recovery:
     ) -> int:  # fmt: skip
         """Applies events in one call; returns how many of them it had room for."""
         keys = self._shard.keys
-        if any(isinstance(event, OfferOpened) for event in events):
+        build = partial(restoring.build, keys, events, self._sealer, retired, self._seeds)
+        try:
             # Drawing the parts of a large envelope takes a while.
-            batch = await asyncio.to_thread(restoring.build, keys, events, self._sealer, retired)
-        else:
-            batch = restoring.build(keys, events, self._sealer, retired)
+            draws = any(isinstance(event, OfferOpened) for event in events)
+            batch = await asyncio.to_thread(build) if draws else build()
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            raise Impossible(f"an event from seq {events[0].seq} on cannot be understood: {error}") from error
         try:
             for staged in batch.staged:
                 for offset, piece in pieces(staged.parts):

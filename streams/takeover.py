@@ -174,27 +174,41 @@ class Takeover:
             return await self.rebuild(own, truth.cursor, "the keys of the shard have an older layout")
         if position.kind == "ahead":
             await self._finish(own, position.seq)
-        elif position.kind == "behind" and not outdated:
-            missing = self._accepted(truth.base, truth.cursor.next_offset - 1)
-            await self._recovered(own, self._recovery.catch_up(own, position, missing))
-            await self._finish(own, truth.cursor.seq)
-        else:
+        elif position.kind != "behind" or outdated or not await self._caught_up(own, truth, position):
             await self._rebuild(own, truth.cursor, position)
         return truth.cursor
 
+    async def _caught_up(self, own: Ownership, truth: Truth, position: Position) -> bool:
+        """Applies what is missing. False: a seed in it needs a key that is not there; who rebuilds looks whether it was revealed."""
+        missing = self._accepted(truth.base, truth.cursor.next_offset - 1)
+        try:
+            await self._recovered(own, self._recovery.catch_up(own, position, missing))
+        except CannotOpen as error:
+            log.warning("shard %d: %s; rebuilding it", self._shard.keys.shard, error)
+            return False
+        await self._finish(own, truth.cursor.seq)
+        return True
+
     async def _rebuild(self, own: Ownership, cursor: Cursor, position: Position) -> None:
         rebuilding = self._recovery.rebuild(own, position, lambda base: self._accepted(base, cursor.next_offset - 1))
-        await self._recovered(own, rebuilding)
+        try:
+            await self._recovered(own, rebuilding)
+        except CannotOpen as error:
+            raise await self._cannot_be_made(own, error) from None
         await self._finish(own, cursor.seq)
 
     async def _recovered(self, own: Ownership, recovering: Awaitable[None]) -> None:
-        """Awaits a recovery; what nobody can mend by trying again is the shard's fault, in words."""
+        """Awaits a recovery; events that do not follow from each other are the shard's fault, in words."""
         try:
             await recovering
-        except (CannotOpen, Impossible) as error:
-            reason = f"{CANNOT_BE_MADE}: {error}"
-            await self._shard.fence(own, reason)
-            raise NotReconciled(reason) from None
+        except Impossible as error:
+            raise await self._cannot_be_made(own, error) from None
+
+    async def _cannot_be_made(self, own: Ownership, error: Exception) -> NotReconciled:
+        """Of what nobody can mend by trying again."""
+        reason = f"{CANNOT_BE_MADE}: {error}"
+        await self._shard.fence(own, reason)
+        return NotReconciled(reason)
 
     async def _finish(self, own: Ownership, seq: int) -> None:
         await self._shard.run("reconcile", [self._shard.keys.state], own, seq, self._shards)

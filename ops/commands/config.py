@@ -1,10 +1,12 @@
 """`config`: the settings in force."""
 
+from typing import Any
+
 import click
 
 from ops.commands.services import new_seal_key
 from ops.output import console, json_option, print_json, table
-from ops.settings import load_settings
+from ops.settings import ADDRESSES, load_settings, without_password
 
 
 @click.command()
@@ -15,11 +17,14 @@ def config(wants_key: bool, as_json: bool) -> None:
     if wants_key:
         click.echo(new_seal_key())
         return
-    values = {}
-    for name, value in load_settings().model_dump().items():
-        key_ids = [part.partition(":")[0] for part in value.get_secret_value().split(",") if part] if name == "seal_keys" else None
-        values[f"GRAB_{name.upper().rstrip('_')}"] = value if key_ids is None else ", ".join(f"{key}:…" for key in key_ids)
+    values = {f"GRAB_{name.upper().rstrip('_')}": _shown(name, value) for name, value in load_settings().model_dump().items()}
     if as_json:
         print_json(values)
     else:
         console.print(table("Settings", ("variable", "value"), ((name, str(value)) for name, value in values.items())))
+
+
+def _shown(name: str, value: Any) -> Any:
+    if name == "seal_keys":
+        return ", ".join(f"{part.partition(':')[0]}:…" for part in value.get_secret_value().split(",") if part)
+    return without_password(value) if name in ADDRESSES and value is not None else value

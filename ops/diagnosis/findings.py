@@ -2,9 +2,9 @@
 
 from collections.abc import Iterable
 from typing import Final, Literal, NamedTuple
-from urllib.parse import urlsplit
 
 from ops.identity import NEW_JOURNAL
+from ops.settings import without_password
 
 #: `stuck`: something does not go on, or is wrong already · `risk`: it will be, or may be · `note`: known and decided by somebody.
 Severity = Literal["stuck", "risk", "note"]
@@ -42,4 +42,4 @@ def of_shards(numbers: Iterable[int]) -> str:
 
 def address(setting: str, url: str) -> str:
     """A server's address for a command to copy; the variable's name where the address holds a password."""
-    return f'"${setting}"' if urlsplit(url).password else url
+    return url if without_password(url) == url else f'"${setting}"'

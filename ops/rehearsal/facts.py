@@ -11,7 +11,7 @@ import msgspec
 
 from models.events import AnyEvent
 from models.identifiers import campaign_of
-from models.offers import Changes, EnvelopeTerms, PieceTerms, Terms
+from models.offers import Changes, EnvelopeTerms, PieceTerms, terms_of
 from models.transfers import GUARDED_ACCOUNTS, Transfer, transfers_of
 from ops.rehearsal.clock import Clock, shown
 
@@ -111,7 +111,7 @@ class Facts:
     # -- offers
 
     def _opened(self, event: Any) -> None:
-        terms: Terms = msgspec.json.decode(event.terms, type=Terms)
+        terms = terms_of(event.terms)
         assert not isinstance(terms, EnvelopeTerms)
         self._zones.setdefault(campaign_of(event.offer), terms.timezone)
         self.offers[event.offer] = OfferFacts(terms, event.asset, event.total, event.total)

@@ -1,12 +1,18 @@
 """Sealing: what was sealed opens only with its key, unchanged, and where it was meant to be."""
 
 from base64 import b64decode, b64encode, urlsafe_b64encode
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lua.gate import Gate
+from lua.keys import KeySpace
 from lua.sealing import NONCE_BYTES, CannotOpen, Sealer
+from models.commands import Close
+from tests.lua.conftest import event_lines, grabs, opening, take_over
+from tests.lua.recovered import contents, fold
 
 OLD, NEW = bytes(range(32)), bytes(range(1, 33))
 SEED = "5eed" * 16
@@ -108,3 +114,37 @@ def test_keys_that_cannot_be_read_are_refused_by_name(text: str, reason: str) ->
 def test_padding_may_be_left_out() -> None:
     sealed = Sealer({"k": OLD}).seal(0, "e", "seed", SEED)
     assert Sealer.from_text("k:" + as_text(OLD).rstrip("=")).open(0, "e", "seed", sealed) == SEED
+
+
+# -- keys that are taken away ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("draw", ["ahead", "at_grab"])
+@pytest.mark.parametrize("end", ["drained", "closed", "open"])
+async def test_a_shard_is_rebuilt_without_the_key_of_envelopes_that_have_closed(client: Any, keys: KeySpace, draw: str, end: str) -> None:
+    """Their seeds are in the journal in clear; of an open one the key is needed, and its name is said."""
+    await take_over(client, keys)
+    both = Sealer({"old": OLD, "new": NEW})
+    one = Gate(client, keys, both)
+    number = keys.shard_of_offer("e")
+    await one.decide([opening("e", 5, draw=draw), *grabs(5 if end == "drained" else 3)], "decided")
+    if end == "closed":
+        await one.decide([Close(id="c", offer="e")], "decided")
+    await one.close()
+    lines = await event_lines(client, keys, number)
+    made = []
+    for name, sealer in (("both", both), ("new", Sealer({"new": NEW}))):
+        space = KeySpace(f"{keys.prefix}-{name}", keys.shards)
+        shard = space.shard(number)
+        try:
+            if end == "open" and name == "new":
+                with pytest.raises(CannotOpen, match="no key 'old' in GRAB_SEAL_KEYS"):
+                    await fold(client, shard, lines, sealer, keys.shards)
+                assert await client.hget(shard.state, "seq") == b"0"
+            else:
+                await fold(client, shard, lines, sealer, keys.shards)
+                made.append(await contents(client, shard))
+        finally:
+            async for key in client.scan_iter(match=f"{space.prefix}:*"):
+                await client.delete(key)
+    assert made[0] == made[-1]

@@ -1,16 +1,31 @@
 """Ids, commands, answers, transfers: one line a case."""
 
 import json
+from typing import Any
 
 import pytest
 
 from models.answers import Answer, encode_answer
-from models.commands import AnyCommand, Grab, Open, Undecodable, check, decode_command, decode_commands, encode_command
+from models.commands import (
+    Adjust,
+    Amend,
+    AnyCommand,
+    Confirm,
+    Grab,
+    Load,
+    Open,
+    Return,
+    Undecodable,
+    check,
+    decode_command,
+    decode_commands,
+    encode_command,
+)  # fmt: skip
 from models.digests import Digests
 from models.events import AnyEvent, decode_event
 from models.identifiers import are_ids, campaign_of, is_id, shard_of
 from models.money import Invalid
-from models.offers import EnvelopeTerms
+from models.offers import Changes, CouponTerms, EnvelopeTerms, Hours, Limit, StockTerms, changes_of, terms_of
 from models.outcomes import OUTCOME_NAMES, Outcome
 from models.transfers import transfers_of
 
@@ -82,6 +97,61 @@ def test_a_title_that_is_no_text_is_refused_also_when_made_in_python() -> None:
     """Half a surrogate pair cannot be encoded: unrefused, it would fail the batches of others."""
     with pytest.raises(Invalid, match="title"):
         check(Open(id="i", offer="o", terms=EnvelopeTerms(issuer="a", funding="f", asset="CNY", total=9, parts=1, title="\ud800")))
+
+
+PIECES: dict[str, Any] = {"issuer": "a", "total": 9, "hold_ms": 9}
+
+
+@pytest.mark.parametrize(
+    ("command", "word"),
+    [
+        (Open(id="i", offer="o", terms=StockTerms(**PIECES, waiting_list="no")), "waiting_list"),
+        (Open(id="i", offer="o", terms=StockTerms(**PIECES, return_restores=1)), "return_restores"),
+        (Open(id="i", offer="o", terms=CouponTerms(**PIECES, codes="yes")), "codes"),
+        (Open(id="i", offer="o", terms=StockTerms(**PIECES, opens_at="now")), "opens_at"),
+        (Open(id="i", offer="o", terms=StockTerms(**PIECES, title=7)), "open"),
+        (Open(id="i", offer="o", terms=StockTerms(**PIECES, hours=({"from": "10:00"},))), "open"),
+        (Open(id="i", offer="o", terms=StockTerms(**PIECES, limits=("user",))), "open"),
+        (Open(id="i", offer="o", terms={"kind": "stock"}), "open"),
+        (Amend(id="i", offer="o", changes=Changes(return_restores="yes")), "return_restores"),
+        (Amend(id="i", offer="o", changes=Changes(late="never")), "late"),
+        (Amend(id="i", offer="o", changes=Changes(title=None)), "amend"),
+        (Amend(id="i", offer="o", changes={"title": "t"}), "amend"),
+        (Grab(id="i", offer="o", user="u", wait="no"), "wait"),
+        (Grab(id="i", offer="o", user=7), "user"),
+        (Grab(id="i", offer="o", user="u", attributes={"card": 7}), "attributes"),
+        (Grab(id="i", offer="o", user="u", ticket=7), "grab"),
+        (Grab(id="i", offer=None, user="u"), "offer"),
+        (Confirm(id="i", offer="o", grab="g", payment="p", paid="7", currency="CNY"), "paid"),
+        (Confirm(id="i", offer="o", grab=7), "grab"),
+        (Return(id="i", offer="o", grab="g", reason=7), "return"),
+        (Adjust(id="i", offer="o", transfers=("all",), reason="r", approved_by="b"), "adjust"),
+        (Load(id="i", offer="o", what="codes", chunk=1, chunks=1, items=(7,)), "load"),
+    ],
+)  # fmt: skip
+def test_a_command_that_a_program_made_of_other_types_names_the_field(command: AnyCommand, word: str) -> None:
+    """What no reader of its event would understand must not be decided."""
+    with pytest.raises(Invalid, match=word):
+        check(command)
+
+
+def test_terms_and_changes_of_events_are_read_whatever_else_they_have() -> None:
+    """As the schemas promise: a newer program may add fields, and bounds may have been others."""
+    limit = {"by": "user", "per": "day", "max": 10**15, "colour": "red"}
+    terms = {"kind": "stock", "issuer": "a", "total": 9, "max_per_grab": 10**15, "limits": [limit], "colour": "red",
+             "hours": [{"weekdays": ["mon"], "from": "10:00", "colour": "red"}]}  # fmt: skip
+    hours = (Hours(weekdays=("mon",), from_="10:00"),)
+    expected = StockTerms(issuer="a", total=9, max_per_grab=10**15, limits=(Limit("user", "day", 10**15),), hours=hours)
+    assert terms_of(json.dumps(terms).encode()) == expected
+    assert changes_of(json.dumps({"title": "t", "limits": [limit], "colour": "red"}).encode()) == Changes(title="t", limits=expected.limits)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "7", "[]", "{}", '{"kind":"lottery"}', '{"kind":"stock"}', '{"kind":"stock","issuer":"a","total":9,"limits":7}']
+)
+def test_terms_of_an_event_that_are_none(text: str) -> None:
+    with pytest.raises(ValueError, match="kind|JSON|StockTerms"):
+        terms_of(text.encode())
 
 
 @pytest.mark.parametrize(

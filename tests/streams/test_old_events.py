@@ -149,3 +149,39 @@ async def test_a_stop_for_another_reason_stays(system: Settings, journal: Journa
         await until(lambda: ledger_._cursors, 30, "the connection")
         assert ledger_._stopped == {SHARD}
     assert await rows(system, "SELECT * FROM stopped_shards") == before
+
+
+def amended(offer: str, seq: int, changes: str) -> bytes:
+    """An offer that was amended, at its third event."""
+    head = f'{{"type":"offer.amended","v":1,"shard":{SHARD},"seq":{seq},"offer_seq":3,"offer":"{offer}","at":{seq},"command":"a{seq}"'
+    return f'{head},"asset":"CNY","source":"issuer:alice","changes":{changes},"added":0,"removed":0,"left":9,"digest":"d"}}'.encode()
+
+
+async def test_fields_that_a_newer_program_added_are_ignored(system: Settings, journal: Journal) -> None:
+    lines = [opened("e", 1).replace(b'"parts":10', b'"parts":10,"colour":"red"'), granted("e", 2)]
+    lines.append(amended("e", 3, '{"title":"t","colour":"red","limits":[{"by":"user","per":"day","max":2,"colour":"red"}]}'))
+    await journal.marker(1, "a")
+    await journal.block(lines, 1, 3)
+    async with running(system, EventDecoder()):
+        await at_seq(system, 3)
+    assert await rows(system, "SELECT title, grabs FROM offers") == [("t", 1)]
+
+
+async def test_an_event_of_which_no_rows_can_be_made_stops_its_shard_alone(system: Settings, journal: Journal) -> None:
+    """The other shards go on, in the same read model and process; `stopped_shards` says why."""
+    other = Journal(system, journal._producer, SHARD + 1)
+    lines = [opened("e", 1), granted("e", 2), amended("e", 3, '{"limits":7}'), granted("e", 4)]
+    await journal.marker(1, "a")
+    await journal.block(lines, 1, 2)
+    await journal.block(lines, 3, 4)
+    await other.marker(1, "a")
+    numbered = [line.replace(f'"shard":{SHARD}'.encode(), f'"shard":{SHARD + 1}'.encode()) for line in (opened("f", 1), granted("f", 2))]
+    await other.block(numbered, 1, 2)
+    async with running(system, EventDecoder(), "balances") as [balances_]:
+        await balances_.put(CatchUp(SHARD + 1))
+        await until(lambda: balances_._stopped == {SHARD}, 30, "the stop")
+        await at_seq(system, 2, "balances", shard=SHARD + 1)
+    [(shard, seq, reason)] = await rows(system, "SELECT shard, seq, reason FROM stopped_shards")
+    assert (shard, seq) == (SHARD, 2)
+    assert "no rows can be made of its events: ValueError" in reason
+    assert await rows(system, "SELECT offer, grabs FROM offers ORDER BY offer") == [("e", 1), ("f", 1)]

@@ -90,12 +90,12 @@ async def running(settings: Settings, *names: str) -> AsyncIterator[list[Project
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def at_seq(settings: Settings, seq: int, *names: str) -> None:
-    """Returns when the projections are at a seq of the shard."""
+async def at_seq(settings: Settings, seq: int, *names: str, shard: int = SHARD) -> None:
+    """Returns when the projections are at a seq of a shard."""
     async with await open_books(settings) as books:
 
         async def there() -> bool:
-            rows = await books.execute("SELECT projection, seq FROM cursors WHERE shard = %s", (SHARD,))
+            rows = await books.execute("SELECT projection, seq FROM cursors WHERE shard = %s", (shard,))
             seqs = dict(await rows.fetchall())
             return all(seqs[name] == seq for name in names or ("ledger", "balances", "audit"))
 
