@@ -33,6 +33,7 @@ from ops.settings import BadSettings, Settings, cluster_address, is_cluster
 from projections import refusals
 from projections.migrate import use_schema
 from projections.recoveries import record_lost, record_recovery
+from projections.sessions import connect
 from projections.snapshots import events_of, newest, payments_of, trail_of
 from projections.system import Identity
 from streams.clients import in_words
@@ -117,9 +118,8 @@ async def checked_books(settings: Settings, **options: Any) -> AsyncIterator[Asy
 
     `options` are psycopg's; it commits by itself if they do not say otherwise.
     """
-    chosen: dict[str, Any] = {"autocommit": True, "connect_timeout": 5, **options}
-    row_factory = chosen.pop("row_factory", tuple_row)
-    async with await AsyncConnection.connect(settings.postgres, **chosen) as connection:
+    row_factory = options.pop("row_factory", tuple_row)
+    async with await connect(settings.postgres, settings.schema_, **options) as connection:
         await require_schema(connection, settings)
         await use_schema(connection, settings.schema_)
         connection.row_factory = row_factory
@@ -135,7 +135,7 @@ async def check_system(settings: Settings, redis: Any = None, journal: bool = Tr
     topic = await find_journal(settings) if journal else None
     identity = None
     try:
-        async with await AsyncConnection.connect(settings.postgres, autocommit=True, connect_timeout=5) as connection:
+        async with await connect(settings.postgres, settings.schema_) as connection:
             identity = await require_schema(connection, settings)
     except psycopg.OperationalError as error:
         log.warning("PostgreSQL cannot be reached yet: %s", str(error).strip())

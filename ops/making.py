@@ -25,6 +25,7 @@ from ops.identity import (
 )
 from ops.settings import BadSettings, Settings
 from projections.migrate import migrate
+from projections.sessions import connect
 from projections.system import Identity, is_system, others_on, why_not_for_a_system, write_identity
 from streams.clients import in_words
 from streams.replay_schema import read_definition
@@ -50,7 +51,7 @@ async def make_system(settings: Settings, replication: int | None = None, new_jo
 
     `new_journal` takes the topic that is there for the journal, a copy of the one that the schema belonged to. Raises BadSettings.
     """
-    async with await AsyncConnection.connect(settings.postgres, autocommit=True, connect_timeout=5) as connection:
+    async with await connect(settings.postgres, settings.schema_) as connection:
         topic = await find_journal(settings)
         known = await _look(connection, settings, topic, new_journal)
         await _look_into_redis(settings, topic, new_journal)
@@ -67,7 +68,7 @@ async def make_system(settings: Settings, replication: int | None = None, new_jo
 async def take_new_journal(settings: Settings, redis: Any) -> None:
     """Writes down that the journal's topic that is there now is the one that schema and prefix belong to."""
     identity = Identity(settings.prefix, (await _new_journal(settings)).id, settings.shards)
-    async with await AsyncConnection.connect(settings.postgres, autocommit=True, connect_timeout=5) as connection:
+    async with await connect(settings.postgres, settings.schema_) as connection:
         await write_identity(connection, settings.schema_, identity)
     await replace_claim(redis, key_space(settings).system, settings, identity)
 
@@ -78,7 +79,7 @@ async def require_all_but_the_journal(settings: Settings, redis: Any) -> None:
     Tables of an older release, such as those of a backup, are brought up to date.
     """
     await find_journal(settings)
-    async with await AsyncConnection.connect(settings.postgres, autocommit=True, connect_timeout=5) as connection:
+    async with await connect(settings.postgres, settings.schema_) as connection:
         with contextlib.suppress(NotWrittenDown):
             await require_schema(connection, settings)
         await require_prefix(redis, key_space(settings).system, settings)

@@ -29,6 +29,7 @@ from projections import set_aside
 from projections.anew import MADE, Anew
 from projections.cursors import Fact, load, stopped
 from projections.migrate import PROJECTIONS, use_schema
+from projections.sessions import connect
 from projections.set_aside import SetAside
 from streams.beside import BESIDE_STEADILY, NoRoom, NotComparable, Pace, open_beside
 from streams.journal import JournalReader, Record, open_reader
@@ -111,7 +112,7 @@ async def verify(
     redis = open_redis(settings)
     try:
         shards = await redis_shards(redis, settings)
-        connection = await AsyncConnection.connect(settings.postgres, autocommit=True, connect_timeout=5)
+        connection = await connect(settings.postgres, settings.schema_)
         async with connection, open_reader(settings.kafka, Topics(settings.prefix).journal) as reader:
             await use_schema(connection, settings.schema_)
             report("waiting for the read models")

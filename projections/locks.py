@@ -2,12 +2,11 @@
 
 import os
 import socket
-from typing import Any, Final
+from typing import Any
 
 from psycopg import AsyncConnection
 
-#: PostgreSQL cuts longer names of an application off.
-_NAME_CHARACTERS_MAX: Final = 63
+from projections.sessions import rename
 
 
 class Held(Exception):
@@ -15,8 +14,9 @@ class Held(Exception):
 
 
 async def hold(connection: AsyncConnection[Any], name: str, work: str) -> None:
-    """Takes the lock `name` until the connection ends, which is called by its `work` from then on; raises Held when somebody has it."""
-    await connection.execute("SELECT set_config('application_name', %s, false)", (_in_words(work),))
+    """Takes the lock `name` until the connection ends, which is named by its `work` from then on; raises Held when somebody has it."""
+    # Whoever meets the lock is told the process; the work is cut off where there is no room, they know that.
+    await rename(connection, f"process {os.getpid()} on {socket.gethostname()}, {work}")
     found = await connection.execute("SELECT pg_try_advisory_lock(hashtext(%s))", (name,))
     if not (await found.fetchone() or (False,))[0]:
         raise Held(await _holder(connection, name))
@@ -25,11 +25,6 @@ async def hold(connection: AsyncConnection[Any], name: str, work: str) -> None:
 async def let_go(connection: AsyncConnection[Any], name: str) -> None:
     """Gives a lock back before the connection ends."""
     await connection.execute("SELECT pg_advisory_unlock(hashtext(%s))", (name,))
-
-
-def _in_words(work: str) -> str:
-    who = f", process {os.getpid()}"
-    return f"{work} on {socket.gethostname()}"[: _NAME_CHARACTERS_MAX - len(who)] + who
 
 
 async def _holder(connection: AsyncConnection[Any], name: str) -> str:

@@ -87,12 +87,23 @@ async def why_not_for_a_system(connection: AsyncConnection[Any], schema: str) ->
 
 async def others_on(connection: AsyncConnection[Any], schema: str, journal: str) -> list[str]:
     """Other schemas of this database that belong to the same journal."""
+    return [name for name, comment in await _others(connection, schema) if comment == _comment(journal)]
+
+
+async def other_systems(connection: AsyncConnection[Any], schema: str) -> list[str]:
+    """Other schemas of this database that belong to a system, as far as that is written down."""
+    return [name for name, _ in await _others(connection, schema)]
+
+
+async def _others(connection: AsyncConnection[Any], schema: str) -> list[tuple[str, str]]:
+    """Other schemas that say of which journal they are, in the comment that every role may read; with the comment."""
     found = await connection.execute(
-        "SELECT nspname FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = relnamespace WHERE relname = 'system' AND relkind = 'r' "
-        "AND nspname <> %s AND obj_description(c.oid, 'pg_class') = %s ORDER BY nspname",
-        (schema, _comment(journal)),
+        "SELECT nspname, obj_description(c.oid, 'pg_class') FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = relnamespace "
+        "WHERE relname = 'system' AND relkind = 'r' AND nspname <> %s "
+        "AND starts_with(obj_description(c.oid, 'pg_class'), %s) ORDER BY nspname",
+        (schema, _comment("")),
     )
-    return [name for (name,) in await found.fetchall()]
+    return await found.fetchall()
 
 
 async def _is_there(connection: AsyncConnection[Any], schema: str, table: str) -> bool:

@@ -21,6 +21,7 @@ from projections.cursors import Fact
 from projections.definitions import cursor_tables
 from projections.locks import Held, hold
 from projections.migrate import use_schema
+from projections.sessions import connect
 from projections.versions import may_be_version
 from streams.clients import Trouble, ended, in_words
 from streams.history import JournalSource
@@ -152,7 +153,7 @@ async def prepare(projection: Projection, system: System) -> bool:
         raise NotOurs(f"schema {schema!r} is no name that can be written without quotes (a-z 0-9 _, at most 48): give it another")
     if schema in (system.schema, "public") or may_be_version(system.schema, schema):
         raise NotOurs(f"schema {schema} is not for this projection alone: give it another")
-    async with await AsyncConnection.connect(system.postgres, autocommit=True, connect_timeout=5) as connection, connection.transaction():
+    async with await connect(system.postgres, projection.schema) as connection, connection.transaction():
         try:
             await connection.execute("SELECT set_config('lock_timeout', %s, true)", (f"{LOCK_MS}ms",))
             await connection.execute("SELECT pg_advisory_xact_lock(hashtext(%s))", (f"grabstream-{schema}",))
@@ -228,7 +229,7 @@ async def _still_ours(projector: _Own, projection: Projection, system: System) -
                 await projector.over.wait()
         except TimeoutError:
             try:
-                async with await AsyncConnection.connect(system.postgres, autocommit=True, connect_timeout=5) as connection:
+                async with await connect(system.postgres, projection.schema) as connection:
                     if name not in await _versions(connection, schema):
                         break
             except psycopg.Error as error:
@@ -281,8 +282,8 @@ async def rebuild(
     """
     building, replaced = (projection._replace(schema=projection.schema + end) for end in (_BUILDING, _REPLACED))
     async with (
-        await AsyncConnection.connect(system.postgres, autocommit=True, connect_timeout=5) as control,
-        await AsyncConnection.connect(system.postgres, autocommit=True, connect_timeout=5) as writer,
+        await connect(system.postgres, projection.schema) as control,
+        await connect(system.postgres, projection.schema) as writer,
     ):
         try:
             await hold(control, f"grabstream-{building.schema}-building", f"rebuild of {projection.name}")
@@ -326,7 +327,7 @@ async def _replace(connection: AsyncConnection[Any], live: str, building: str, r
             if await _versions(connection, live):
                 # Who follows holds its cursor before it writes: it is waited for, and finds another one afterwards.
                 await connection.execute(sql.SQL("LOCK TABLE {} IN EXCLUSIVE MODE").format(sql.Identifier(live, "projection_cursors")))
-                await older_snapshots_gone(connection)
+                await older_snapshots_gone(connection, live)
                 await connection.execute(_RENAME.format(sql.Identifier(live), sql.Identifier(replaced)))
             await connection.execute(_RENAME.format(sql.Identifier(building), sql.Identifier(live)))
     except Busy as busy:

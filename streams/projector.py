@@ -21,6 +21,7 @@ from models.events import EVENTS, EventDecoder
 from models.journal import Corrupt, Cursor, Gap, Headers, parse_block
 from projections import cursors
 from projections.cursors import CursorMoved, Fact, facts_of
+from projections.sessions import connect, session_name
 from projections.versions import NoReadModel, use_read_model
 from streams.clients import in_words
 from streams.journal import JournalReader, Record, open_reader
@@ -282,9 +283,7 @@ class Projector:
 
     async def _connected(self) -> AsyncConnection[Any]:
         if self._connection is None:
-            self._connection = await AsyncConnection.connect(
-                self._postgres, autocommit=True, connect_timeout=5, application_name=self._application
-            )
+            self._connection = await connect(self._postgres, self._schema, self.name)
             # A commit that PostgreSQL forgets in a crash takes its cursor along, and is read from the journal once more.
             await self._connection.execute("SET synchronous_commit = off")
             # A process that hangs in a transaction would hold its rows, and whoever takes its partitions over would wait for it: PostgreSQL
@@ -301,18 +300,13 @@ class Projector:
             self._stopped = await cursors.stopped(self._connection, self.name)
         return self._connection
 
-    @property
-    def _application(self) -> str:
-        """How the connections of all that write this read model are called."""
-        return f"{self._schema}.{self.name}"
-
     async def _end_hanging(self) -> int:
         """Ends other connections that write this read model and have hung in a statement or a transaction; returns how many."""
-        async with await AsyncConnection.connect(self._postgres, autocommit=True, connect_timeout=5) as connection:
+        async with await connect(self._postgres, self._schema) as connection:
             ended = await connection.execute(
                 "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name = %s AND datname = current_database() "
                 "AND state <> 'idle' AND wait_event_type = 'Client' AND clock_timestamp() - state_change > %s * interval '1 ms'",
-                (self._application, HANGS_MS_MAX // 2),
+                (session_name(self._schema, self.name), HANGS_MS_MAX // 2),
             )
             return ended.rowcount
 

@@ -24,6 +24,7 @@ from projections.difference import TableDifference, compare
 from projections.locks import Held, hold
 from projections.migrate import use_schema
 from projections.read_models import READ_MODELS, Apply
+from projections.sessions import connect
 from projections.set_aside import SetAside
 from projections.versions import Version
 from streams.loading import deal, in_processes
@@ -289,7 +290,7 @@ class Rebuild:
         """Compares both versions at the same cursors: the live one stands still for as long as it takes to get there, not to compare."""
         live = await self.live()
         await self._follow(source, await self._cursors_of(live))
-        async with await AsyncConnection.connect(self._where.postgres, connect_timeout=5) as snapshot:
+        async with await connect(self._where.postgres, self._where.schema, autocommit=False) as snapshot:
             await snapshot.set_isolation_level(IsolationLevel.REPEATABLE_READ)
             async with self._control.transaction():
                 held = await self._cursors_of(live, lock=True)
@@ -412,8 +413,8 @@ async def load_part(
 @asynccontextmanager
 async def _connections(where: Where) -> AsyncIterator[tuple[AsyncConnection[Any], AsyncConnection[Any]]]:
     async with (
-        await AsyncConnection.connect(where.postgres, autocommit=True, connect_timeout=5) as control,
-        await AsyncConnection.connect(where.postgres, autocommit=True, connect_timeout=5) as writer,
+        await connect(where.postgres, where.schema) as control,
+        await connect(where.postgres, where.schema) as writer,
     ):
         await use_schema(control, where.schema)
         await use_schema(writer, where.schema)
@@ -428,7 +429,7 @@ async def open_rebuild(
 ) -> AsyncIterator[Rebuild]:
     """A rebuild with connections of its own, loading in so many processes; raises Refused when another one of it runs."""
     async with _connections(where) as (control, writer):
-        await hold_projection(control, where.schema, projection, f"rebuild of {projection} in {where.schema}")
+        await hold_projection(control, where.schema, projection, f"rebuild of {projection}")
         try:
             yield Rebuild(where, projection, control, writer, report, step, jobs)
         except CursorMoved as moved:

@@ -19,6 +19,7 @@ from models.journal import Cursor
 from projections import audit, balances, cursors, ledger
 from projections.locks import Held, hold, let_go
 from projections.migrate import use_schema
+from projections.sessions import connect
 from projections.versions import create_flat, may_be_version
 from streams.history import Point
 from streams.selection import Wanted
@@ -120,7 +121,7 @@ async def open_schema(
     Nobody else writes or removes it until the end; of a `temporary` one, `temporary_schema` sees to that.
     Raises Refused when the schema is something else, or was made from something else, or is being written.
     """
-    async with await AsyncConnection.connect(postgres, autocommit=True, connect_timeout=5) as connection:
+    async with await connect(postgres, system) as connection:
         if not temporary:
             try:
                 await hold(connection, _lock(schema), f"replay into {schema}")
@@ -189,7 +190,7 @@ async def temporary_schema(postgres: str, system: str) -> AsyncIterator[str]:
     start = f"{system}__at_"
     schema = start + secrets.token_hex(4)
     # A connection of its own: the one that writes may be cancelled in the middle.
-    async with await AsyncConnection.connect(postgres, autocommit=True, connect_timeout=5) as connection:
+    async with await connect(postgres, system) as connection:
         await connection.execute("SELECT set_config('lock_timeout', %s, false)", (f"{DROP_LOCK_MS}ms",))
         await _drop_left_behind(connection, start)
         await hold(connection, _lock(schema), f"at in {schema}")

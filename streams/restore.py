@@ -30,6 +30,7 @@ from projections.cursors import Fact
 from projections.definitions import PROJECTIONS
 from projections.locks import Held, hold
 from projections.migrate import use_schema
+from projections.sessions import connect
 from projections.versions import Version
 from streams.clients import started
 from streams.journal import JournalReader, open_reader
@@ -105,7 +106,7 @@ class Restore:
     async def plan(self) -> list[ShardPlan]:
         """What will be restored; raises Refused, and names what knows more than the audit trail, or is of another history."""
         async with (
-            await AsyncConnection.connect(self._where.postgres, autocommit=True, connect_timeout=5) as connection,
+            await connect(self._where.postgres, self._where.schema) as connection,
             open_reader(self._where.kafka, self._where.journal) as journal,
             open_reader(self._where.kafka, self._events) as events,
         ):
@@ -155,14 +156,14 @@ class Restore:
     async def run(self, plans: Sequence[ShardPlan], report: Report = lambda progress: None) -> int:
         """Restores and anchors; returns the number of events written. Raises Refused when the audit trail's chain is broken."""
         progress = _Counter(sum(plan.end.seq for plan in plans), sum(plan.restored.seq for plan in plans), report)
-        async with await AsyncConnection.connect(self._where.postgres, autocommit=True, connect_timeout=5) as connection:
+        async with await connect(self._where.postgres, self._where.schema) as connection:
             await use_schema(connection, self._where.schema)
             try:
-                await hold(connection, f"grabstream-restore-{self._where.schema}", f"rebuild journal of {self._where.schema}")
+                await hold(connection, f"grabstream-restore-{self._where.schema}", "rebuild journal")
             except Held as held:
                 raise Refused(f"the journal is being restored already: {held}") from None
             for projection in PROJECTIONS:
-                await hold_projection(connection, self._where.schema, projection, f"rebuild journal of {self._where.schema}")
+                await hold_projection(connection, self._where.schema, projection, "rebuild journal")
             last: dict[int, tuple[Fact, Cursor]] = {}
             producer = AIOKafkaProducer(
                 bootstrap_servers=self._where.kafka, enable_idempotence=True, acks="all", max_request_size=RECORD_BYTES_MAX

@@ -19,6 +19,7 @@ from models.journal import Corrupt, Cursor, Gap, chain
 from projections import set_aside
 from projections.cursors import Fact, facts_of
 from projections.migrate import use_schema
+from projections.sessions import connect
 from projections.set_aside import SetAside
 from streams.clients import ended
 from streams.journal import JournalReader, Record, open_reader
@@ -205,7 +206,7 @@ async def open_source(
     async with AsyncExitStack() as stack:
         aside: Aside | None = None
         if name == "audit" or past_set_aside_of:
-            connection = await stack.enter_async_context(await AsyncConnection.connect(postgres, autocommit=True, connect_timeout=5))
+            connection = await stack.enter_async_context(await connect(postgres, schema))
             await use_schema(connection, schema)
             aside = partial(set_aside.load, connection, past_set_aside_of) if past_set_aside_of else None
         if name == "audit":

@@ -14,6 +14,8 @@ from psycopg import AsyncConnection, sql
 
 from models.journal import Cursor
 from projections import versions
+from projections.sessions import system_name
+from projections.system import other_systems
 from projections.versions import Version
 from streams.sources import Refused
 
@@ -61,7 +63,7 @@ class Switch(NamedTuple):
             async with self.control.transaction():
                 await self._set_lock_timeout(int(LOCK_SECONDS * 1000))
                 await self.reach(await cursors_of(self.control, self.live, lock=True) if self.live is not None else {})
-                await older_snapshots_gone(self.control)
+                await older_snapshots_gone(self.control, self.schema)
                 # Readers queue behind us while we wait: not for long, and then we come again.
                 await self._set_lock_timeout(VIEWS_LOCK_MS)
                 await versions.show(self.control, self.schema, self.chosen, self.keep)
@@ -77,27 +79,28 @@ class Switch(NamedTuple):
         await self.control.execute("SELECT set_config('lock_timeout', %s, true)", (f"{milliseconds}ms",))
 
 
-async def older_snapshots_gone(connection: AsyncConnection[Any], seconds: float = SNAPSHOTS_SECONDS) -> None:
-    """Returns when nobody has a snapshot from before this call; raises Busy, which says who has one, after that time.
+async def older_snapshots_gone(connection: AsyncConnection[Any], schema: str, seconds: float = SNAPSHOTS_SECONDS) -> None:
+    """Returns when nobody who may read `schema` has a snapshot from before this call; raises Busy, which says who has one, after that time.
 
     In such a snapshot a table that was filled since would be older, or empty, whatever view it is read through. Any role may ask.
     """
-    older = await _with_snapshot(connection)
+    older = await with_snapshot(connection, schema)
     deadline = time.monotonic() + seconds
     while older:
         if time.monotonic() > deadline:
             raise Busy(f"transactions with an older snapshot are open ({', '.join(sorted(older.values())[:5])})")
         await asyncio.sleep(POLL_SECONDS)
-        now = await _with_snapshot(connection)
+        now = await with_snapshot(connection, schema)
         older = {transaction: words for transaction, words in older.items() if transaction in now}
 
 
 #: Of another role's session, everybody is shown `backend_xmin` and all locks; the kind of a session, its times and its waits only members
 #: of that role or of pg_read_all_stats. `backend_xmin` may grow while the snapshot stays, so the transaction is what is recognised again.
 _WITH_SNAPSHOT: Final = """
-    SELECT session.pid, own.virtualtransaction, format('pid %s, %s', session.pid, concat_ws(', ', usename, nullif(application_name, ''))),
+    SELECT session.pid, own.virtualtransaction, format('pid %%s, %%s', session.pid, concat_ws(', ', usename, nullif(application_name, ''))),
         CASE WHEN EXISTS (SELECT FROM pg_locks AS wanted WHERE wanted.pid = session.pid AND NOT wanted.granted)
-            THEN pg_blocking_pids(session.pid) ELSE '{}' END
+            THEN pg_blocking_pids(session.pid) ELSE '{}' END,
+        split_part(application_name, ':', 1) = ANY (%s)
     FROM pg_stat_activity AS session JOIN pg_locks AS own
         ON own.pid = session.pid AND own.locktype = 'virtualxid' AND own.mode = 'ExclusiveLock'
     WHERE datname = current_database() AND usesysid IS NOT NULL AND session.pid <> pg_backend_pid() AND backend_xmin IS NOT NULL
@@ -105,15 +108,20 @@ _WITH_SNAPSHOT: Final = """
 """
 
 
-async def _with_snapshot(connection: AsyncConnection[Any]) -> dict[tuple[int, str], str]:
-    """Transactions that have a snapshot, by process and virtual transaction, in words; without those that wait for us, as workers do."""
+async def with_snapshot(connection: AsyncConnection[Any], schema: str) -> dict[tuple[int, str], str]:
+    """Transactions that have a snapshot and may read `schema`, by process and virtual transaction, in words.
+
+    Without those that wait for us, as workers do, and without other systems, which never read it: theirs is a session that has the name
+    which a system of this database gives to its own. Who takes such a name for another program gives up what a switch promises, for it.
+    """
+    others = {system_name(other) for other in await other_systems(connection, schema)} - {system_name(schema)}
     # What a transaction was once shown of the sessions it is shown again, until this.
     await connection.execute("SELECT pg_stat_clear_snapshot()")
-    found = await (await connection.execute(_WITH_SNAPSHOT)).fetchall()
+    found = await (await connection.execute(_WITH_SNAPSHOT, (list(others),))).fetchall()
     waiting_for_us = {connection.info.backend_pid}
-    while more := {pid for pid, _, _, blockers in found if waiting_for_us & set(blockers)} - waiting_for_us:
+    while more := {pid for pid, _, _, blockers, _ in found if waiting_for_us & set(blockers)} - waiting_for_us:
         waiting_for_us |= more
-    return {(pid, transaction): words for pid, transaction, words, _ in found if pid not in waiting_for_us}
+    return {(pid, transaction): words for pid, transaction, words, _, other in found if pid not in waiting_for_us and not other}
 
 
 async def cursors_of(connection: AsyncConnection[Any], version: Version, lock: bool = False) -> dict[int, Cursor]:

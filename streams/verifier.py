@@ -31,6 +31,7 @@ from projections import cursors, proof, set_aside, verified
 from projections.anew import Anew
 from projections.migrate import PROJECTIONS, use_schema
 from projections.proof import Fact, Gaps, OfferState, Walked, numbers_in_words
+from projections.sessions import connect
 from projections.verified import ALL_SHARDS, Problem, Progress
 from streams.clients import Trouble, ended, in_words
 
@@ -114,7 +115,7 @@ class Verifier:
                 await _rest(stop, RETRY_SECONDS)
 
     async def _run(self, stop: asyncio.Event, trouble: Trouble) -> None:
-        async with await AsyncConnection.connect(self._postgres, autocommit=True, connect_timeout=5) as connection:
+        async with await connect(self._postgres, self._schema) as connection:
             await use_schema(connection, self._schema)
             await connection.execute("SET synchronous_commit = off")
             while not await self._alone(connection):
@@ -164,7 +165,7 @@ class Verifier:
         problems = [Problem(_subject(line), line) for line in (line.removeprefix(f"shard {shard}: ") for line in found)]
         # The numbers of an offer are compared at each pass, and named there.
         problems = [problem for problem in problems if not _number_of_offer(problem.subject)]
-        async with await AsyncConnection.connect(self._postgres, autocommit=True, connect_timeout=5) as connection:
+        async with await connect(self._postgres, self._schema) as connection:
             await use_schema(connection, self._schema)
             for problem in problems:
                 await self._wrong(connection, "keys", shard, problem)

@@ -15,6 +15,7 @@ from psycopg import AsyncConnection
 
 from lua.trouble import is_trouble
 from projections import cursors
+from projections.sessions import connect
 from projections.versions import NoReadModel, use_read_model
 from streams.clients import in_words
 from streams.journal import JournalReader, open_reader
@@ -43,7 +44,7 @@ async def until_stalled(
         try:
             async with (
                 open_reader(kafka, journal) as reader,
-                await AsyncConnection.connect(postgres, autocommit=True, connect_timeout=5) as connection,
+                await connect(postgres, schema) as connection,
             ):
                 while True:
                     reason = await _look(reader, connection, schema, shards, projectors, lagging, assigned_at())

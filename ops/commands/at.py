@@ -21,6 +21,7 @@ from ops.replaying import NoTrail, Request, open_source, request
 from ops.settings import Settings, load_settings
 from ops.stopping import run_until_stopped
 from projections.migrate import use_schema
+from projections.sessions import connect
 from streams import replay as replaying
 from streams.history import AuditSource, JournalSource
 from streams.replay import Done
@@ -127,7 +128,7 @@ async def _first_at(source: JournalSource | AuditSource, shard: int) -> int | No
 async def _read(settings: Settings, schema: str, asked: Request, at_ms: int, limit: int | None) -> dict[str, Any]:
     """What stands in the schema. Balances are whole only where no offer is left out, an offer's counts where no user is."""
     wanted = asked.wanted
-    async with await AsyncConnection.connect(settings.postgres, autocommit=True, row_factory=dict_row, connect_timeout=5) as connection:
+    async with await connect(settings.postgres, settings.schema_, row_factory=dict_row) as connection:
         await use_schema(connection, schema)
 
         async def rows(query: str, *arguments: object) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
 
 import click
-from psycopg import AsyncConnection, OperationalError
+from psycopg import OperationalError
 
 from models.journal import Corrupt, Gap
 from ops.connections import check_system
@@ -19,6 +19,7 @@ from ops.replaying import NoTrail, Request, open_source, request
 from ops.settings import Settings, load_settings
 from ops.stopping import run_until_stopped
 from projections.locks import Held, hold
+from projections.sessions import connect
 from streams import replay as replaying
 from streams.clients import started
 from streams.publisher import event_source, make_producer
@@ -130,7 +131,7 @@ async def _check(settings: Settings, asked: Request, into: Into, append: bool) -
     if into.kind == "topic":
         await check_topic(settings.kafka, Topics(settings.prefix), into.name, settings.shards, append)
     elif into.kind == "schema":
-        async with await AsyncConnection.connect(settings.postgres, autocommit=True, connect_timeout=5) as connection:
+        async with await connect(settings.postgres, settings.schema_) as connection:
             await check_schema(connection, into.name, settings.schema_, asked.definition(settings))
 
 
@@ -157,7 +158,7 @@ async def _open_sink(settings: Settings, asked: Request, into: Into, append: boo
 async def _alone(settings: Settings, topic: str) -> AsyncIterator[None]:
     """Nobody else replays into the topic until the end; raises Refused when somebody does. Without PostgreSQL, nobody can tell."""
     try:
-        connection = await AsyncConnection.connect(settings.postgres, autocommit=True, connect_timeout=5)
+        connection = await connect(settings.postgres, settings.schema_)
     except OperationalError as error:
         click.echo(f"grabstream: no other replay may write topic {topic} now, and PostgreSQL cannot say so: {error}".strip(), err=True)
         yield

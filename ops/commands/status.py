@@ -22,6 +22,7 @@ from ops.slow_scripts import slow_scripts
 from projections import cursors, set_aside, verified
 from projections.definitions import PROJECTIONS, definition_of
 from projections.migrate import use_schema
+from projections.sessions import connect
 from projections.versions import NoReadModel, lost, versions, written_by_us
 from streams.clients import in_words, started
 
@@ -122,7 +123,7 @@ async def _kafka(settings: Settings, found: dict[str, Any]) -> None:
 
 
 async def _postgres(settings: Settings, found: dict[str, Any]) -> None:
-    async with await AsyncConnection.connect(settings.postgres, autocommit=True, connect_timeout=5) as connection:
+    async with await connect(settings.postgres, settings.schema_) as connection:
         await use_schema(connection, settings.schema_)
         try:
             async with connection.cursor(row_factory=dict_row) as rows:

@@ -38,6 +38,7 @@ from ops.stopping import END_SECONDS_MAX, end_within
 from ops.verification import compares_keys
 from projections.demand import record
 from projections.migrate import PROJECTIONS as READ_MODELS
+from projections.sessions import connect
 from projections.system import Identity
 from streams.clients import Trouble, in_words
 from streams.projector import EXIT_UNKNOWN_ERROR
@@ -191,7 +192,7 @@ async def _reached(settings: Settings, known: Known, stop: asyncio.Event) -> boo
 
 async def _refuse_replay(settings: Settings) -> None:
     try:
-        async with await psycopg.AsyncConnection.connect(settings.postgres, autocommit=True, connect_timeout=5) as connection:
+        async with await connect(settings.postgres, settings.schema_) as connection:
             await refuse_replay(connection, settings)
     except psycopg.OperationalError as error:
         # The read models wait for PostgreSQL, the other roles do without; a replay's schema then refuses them by itself.

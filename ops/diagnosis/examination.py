@@ -6,7 +6,7 @@ from typing import Any, Final, NamedTuple
 
 from aiokafka import AIOKafkaConsumer
 from aiokafka.errors import KafkaError
-from psycopg import AsyncConnection, OperationalError
+from psycopg import OperationalError
 from redis.exceptions import RedisError
 
 from lua.gate import now_ms
@@ -19,6 +19,7 @@ from ops.diagnosis.topics import Lag, TopicFacts
 from ops.identity import NotWrittenDown, OtherJournal, OtherSystem
 from ops.settings import Settings
 from projections.migrate import use_schema
+from projections.sessions import connect
 from streams.clients import started
 
 #: A server that has not answered by then does not answer.
@@ -240,7 +241,7 @@ async def _read_topics(settings: Settings, clock: Clock) -> TopicFacts:
 
 
 async def _read_books(settings: Settings, clock: Clock) -> BookFacts:
-    async with await AsyncConnection.connect(settings.postgres, autocommit=True, connect_timeout=5) as connection:
+    async with await connect(settings.postgres, settings.schema_) as connection:
         await use_schema(connection, settings.schema_)
         return await books.read_books(connection, settings.schema_, clock)
 

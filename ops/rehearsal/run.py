@@ -24,6 +24,7 @@ from ops.rehearsal.crowd import Envelope, person_of
 from ops.rehearsal.stage import CannotGoOn
 from ops.settings import Settings
 from projections.migrate import PROJECTIONS, use_schema
+from projections.sessions import connect
 from streams.clients import started
 from streams.topics import Topics
 
@@ -323,6 +324,6 @@ async def until_in_books(redis: Any, keys: KeySpace, connection: AsyncConnection
 
 async def open_books(settings: Settings) -> AsyncConnection[Any]:
     """A connection that reads the views of this system."""
-    connection = await AsyncConnection.connect(settings.postgres, autocommit=True, connect_timeout=5)
+    connection = await connect(settings.postgres, settings.schema_)
     await use_schema(connection, settings.schema_)
     return connection

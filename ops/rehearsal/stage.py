@@ -11,11 +11,11 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from aiokafka.admin import AIOKafkaAdminClient
-from psycopg import AsyncConnection
 
 from ops.connections import open_redis
 from ops.making import make_system
 from ops.settings import Settings, child_environment
+from projections.sessions import connect
 from projections.versions import drop_all
 from streams.clients import started
 from streams.topics import Topics, retention_ms
@@ -88,7 +88,7 @@ async def take_down(settings: Settings) -> None:
     """Deletes topics, schemas and keys of a system. Only for systems that were made to be thrown away."""
     async with started(AIOKafkaAdminClient(bootstrap_servers=settings.kafka)) as client:
         await client.delete_topics(list(retention_ms(Topics(settings.prefix))))
-    async with await AsyncConnection.connect(settings.postgres, autocommit=True, connect_timeout=5) as connection:
+    async with await connect(settings.postgres, settings.schema_) as connection:
         await drop_all(connection, settings.schema_)
     redis = open_redis(settings)
     try:

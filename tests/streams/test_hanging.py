@@ -16,6 +16,7 @@ from models.offers import EnvelopeTerms
 from ops.connections import open_gate
 from ops.settings import Settings, child_environment
 from ops.verification import verify
+from projections.sessions import session_name
 from projections.versions import use_read_model
 from streams import agents
 from streams.clients import started
@@ -30,7 +31,7 @@ __all__ = ["journal"]
 @pytest.mark.parametrize("where", ["between statements", "in a copy"])
 async def test_rows_of_a_hanging_process_are_freed(system: Settings, worker: Callable[..., Any], where: str) -> None:
     """A connection that is called as a projector's own, holds its rows, and says nothing more."""
-    hanging = await AsyncConnection.connect(system.postgres, application_name=f"{system.schema_}.ledger")
+    hanging = await AsyncConnection.connect(system.postgres, application_name=session_name(system.schema_, "ledger"))
     backend = hanging.info.backend_pid
     try:
         await use_read_model(hanging, system.schema_, "ledger")

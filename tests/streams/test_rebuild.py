@@ -19,6 +19,7 @@ from ops.rehearsal.stage import take_down
 from ops.settings import Settings, child_environment, load_settings
 from projections.cursors import load
 from projections.definitions import PROJECTIONS, definition_of
+from projections.sessions import session_name
 from projections.versions import Version, in_state, use_version, versions
 from streams.loading import deal
 from streams.projector import CatchUp
@@ -339,8 +340,8 @@ async def test_a_snapshot_that_goes_while_it_is_waited_for(booked: Settings) -> 
             blocked = "SELECT count(*) FROM pg_locks WHERE pid = %s AND NOT granted"
             await until(lambda: _is(booked, blocked % worker.info.backend_pid, [(1,)]), 10, "the worker's wait")
             with pytest.raises(Busy, match=f"pid {reader.info.backend_pid},"):
-                await older_snapshots_gone(us, 0.2)
-            gone = asyncio.create_task(older_snapshots_gone(us, 20))
+                await older_snapshots_gone(us, booked.schema_, 0.2)
+            gone = asyncio.create_task(older_snapshots_gone(us, booked.schema_, 20))
             await reader.execute("SELECT 1")  # another statement of the same snapshot
             assert not (await asyncio.wait({gone}, timeout=0.5))[0]
             await reader.rollback()
@@ -369,8 +370,8 @@ async def test_a_worker_that_was_idle_meanwhile_goes_on_with_the_new_version(
     at_work = worker(booked, "project")
 
     async def connected() -> bool:
-        query = "SELECT 1 FROM pg_stat_activity WHERE application_name IN ('{0}.ledger', '{0}.balances') HAVING count(*) = 2"
-        return bool(await rows(booked, query.format(booked.schema_)))
+        names = ", ".join(f"'{session_name(booked.schema_, name)}'" for name in ("ledger", "balances"))
+        return bool(await rows(booked, f"SELECT 1 FROM pg_stat_activity WHERE application_name IN ({names}) HAVING count(*) = 2"))
 
     await until(connected, 30, "the worker")
     for projection in ("ledger", "balances"):

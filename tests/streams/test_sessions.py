@@ -1,0 +1,94 @@
+"""What sessions of PostgreSQL are called, and that a switch waits for all but those of other systems."""
+
+import os
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+
+import pytest
+from psycopg import AsyncConnection, IsolationLevel
+
+from ops.making import make_system
+from ops.rehearsal.run import open_books
+from ops.rehearsal.stage import take_down
+from ops.settings import Settings
+from projections.locks import Held, hold
+from projections.sessions import connect, session_name, system_name
+from streams.switching import Busy, older_snapshots_gone, with_snapshot
+from tests.streams.test_projections import rows
+
+#: As long as a schema may be; they differ in the last letter.
+LONG = ("s" * 47 + "a", "s" * 47 + "b")
+
+
+@pytest.fixture
+async def other(servers: Settings, system: Settings) -> AsyncIterator[Settings]:
+    """Another system of the same database, whose names begin as those of `system` do."""
+    settings = servers.model_copy(update={"prefix": f"{system.prefix}_b", "schema_": f"{system.schema_}_b", "shards": 1})
+    await make_system(settings)
+    yield settings
+    await take_down(settings)
+
+
+async def test_a_switch_waits_for_all_but_the_sessions_of_other_systems(system: Settings, other: Settings) -> None:
+    """Of a session that only looks like another system's, nothing is known: it is waited for as everybody is."""
+    mine, theirs = system_name(system.schema_), system_name(other.schema_)
+    waited_for = [
+        "",
+        "psql",
+        mine,
+        f"{mine}: ledger",
+        f"{mine}_c",
+        f"{theirs}_b: ledger",
+        theirs.upper(),
+        f"{theirs} ",
+        f" {theirs}",
+        "grabstream",
+    ]
+    not_waited_for = [theirs, f"{theirs}: ledger"]
+    for us, names in ((system, (waited_for, not_waited_for)), (other, ([theirs, f"{theirs}: verify"], [mine, f"{mine}: ledger"]))):
+        async with await open_books(us) as asking, AsyncExitStack() as stack:
+            of_name = {name: await begin(stack, us.postgres, name) for name in (*names[0], *names[1])}
+            found = {pid for pid, _ in await with_snapshot(asking, us.schema_)}
+            assert [name for name, pid in of_name.items() if pid in found] == names[0]
+            with pytest.raises(Busy, match="older snapshot"):
+                await older_snapshots_gone(asking, us.schema_, 0)
+
+
+async def begin(stack: AsyncExitStack, postgres: str, name: str) -> int:
+    """A session of some name that has a snapshot until the stack ends; returns its process."""
+    connection = await stack.enter_async_context(await AsyncConnection.connect(postgres, application_name=name))
+    await connection.set_isolation_level(IsolationLevel.REPEATABLE_READ)
+    await connection.execute("SELECT 1")
+    return connection.info.backend_pid
+
+
+async def test_a_system_that_is_gone_gives_no_name_away(system: Settings, other: Settings) -> None:
+    async with await open_books(system) as asking, AsyncExitStack() as stack:
+        pid = await begin(stack, system.postgres, system_name(other.schema_))
+        assert pid not in {of for of, _ in await with_snapshot(asking, system.schema_)}
+        await take_down(other)
+        assert pid in {of for of, _ in await with_snapshot(asking, system.schema_)}
+
+
+async def test_a_session_has_its_systems_name_whatever_the_dsn_says(system: Settings) -> None:
+    """Whole, as it is compared, for schemas and works of every length; and a lock leaves the system in it."""
+    named = f"{system.postgres}?application_name=mine"
+    name_of = "SELECT application_name FROM pg_stat_activity WHERE pid = {}"
+    for schema in (system.schema_, *LONG):
+        for work in ("", "ledger", "grabs_per_minute.1" * 4, "grüße"):
+            async with await connect(named, schema, work) as connection:
+                query = name_of.format(connection.info.backend_pid)
+                assert await rows(system, query) == [(session_name(schema, work),)]
+        async with await connect(named, schema) as connection, await connect(named, schema, "second") as second:
+            await hold(connection, f"test-{system.schema_}", "work that is told in many words, since it is long")
+            [(now,)] = await rows(system, name_of.format(connection.info.backend_pid))
+            assert now.startswith(f"{system_name(schema)}: process {os.getpid()}")
+            with pytest.raises(Held, match=f"process {os.getpid()}"):
+                await hold(second, f"test-{system.schema_}", "the same")
+
+
+def test_names_of_different_systems_and_works_differ() -> None:
+    names = [session_name(schema, work) for schema in ("s", "s_b", *LONG) for work in ("", "ledger", "ledger_b", "w" * 80, "w" * 81)]
+    assert len(set(names)) == len(names)
+    assert len({system_name(schema) for schema in ("s", "s_b", *LONG)}) == 4
+    assert all(len(name.encode()) <= 63 for name in names)
