@@ -7,9 +7,9 @@ kept goes in batches to where the caller says.
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 from zlib import crc32
 
 from lua.ending import end
@@ -23,6 +23,8 @@ log = logging.getLogger(__name__)
 FLUSH_EVERY_SECONDS: Final = 1.0
 CLOSE_SECONDS_MAX: Final = 2.0
 BATCH_MAX: Final = 5_000
+#: A batch takes a tenth of a second; one that takes so long is tried again, since its server may never answer any more.
+WRITE_SECONDS_MAX: Final = 30.0
 
 
 class Refusal(NamedTuple):
@@ -43,7 +45,7 @@ class Refusal(NamedTuple):
     message: str | None
 
 
-Write = Callable[[Sequence[Refusal]], Awaitable[None]]
+Write = Callable[[Sequence[Refusal]], Coroutine[Any, Any, None]]
 
 
 class RefusalSample(NamedTuple):
@@ -57,7 +59,8 @@ class RefusalSample(NamedTuple):
 class RefusalLog:
     """Keeps a sample of refusals until they are written. `take` is quick and never waits; `run` writes until cancelled, then `close`.
 
-    A user is sampled or not, so that the story of one who is has no holes. `write` raises OSError when it cannot write now.
+    A user is sampled or not, so that the story of one who is has no holes. `write` raises OSError when it cannot write now; what it has
+    not written within WRITE_SECONDS_MAX is written again, and so may be there twice.
     """
 
     def __init__(self, write: Write, sample: RefusalSample | None = None) -> None:
@@ -116,9 +119,21 @@ class RefusalLog:
         """Writes what waits; raises OSError when it cannot be written now."""
         while self._waiting:
             batch = self._waiting[:BATCH_MAX]
-            await self._write(batch)
+            await self._write_within(batch)
             # By count: more may have come meanwhile, behind these.
             del self._waiting[: len(batch)]
+
+    async def _write_within(self, batch: Sequence[Refusal]) -> None:
+        """Writes a batch; raises TimeoutError when that takes too long, whatever the client does about its cancellation."""
+        writing = asyncio.create_task(self._write(batch))
+        try:
+            await asyncio.wait({writing}, timeout=WRITE_SECONDS_MAX)
+            if not writing.done():
+                await end([writing])
+                raise TimeoutError(f"not written within {WRITE_SECONDS_MAX:.0f} s")
+            writing.result()
+        finally:
+            writing.cancel()
 
     async def close(self) -> None:
         """Writes what waits, if that is quick: a refusal is not worth waiting for."""

@@ -18,6 +18,7 @@ from redis.exceptions import ConnectionError, TimeoutError
 from models.upcasting import BrokenChain
 from ops.services import ServiceError
 from ops.settings import BadSettings
+from projections.locks import Held
 from projections.versions import NoReadModel
 from streams.clients import in_words
 
@@ -112,6 +113,8 @@ def main() -> None:
         _end(3, f"Kafka cannot be reached or refused (GRAB_KAFKA): {in_words(error)}")
     except InsufficientPrivilege as error:
         _end(2, f"PostgreSQL refuses it to this role: {error.diag.message_primary}: docs/operating.md names what it needs")
+    except Held as error:
+        _end(1, f"not done, since another session has what is needed, and does not let go: {error}. Try again when it has ended")
     except LockNotAvailable as error:
         _end(1, f"somebody else holds what is needed, for too long ({error.diag.message_primary}): try again")
     except OperationalError as error:

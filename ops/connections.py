@@ -240,8 +240,12 @@ def refusal_log(settings: Settings) -> RefusalLog | None:
     return RefusalLog(write, RefusalSample(settings.refusals_one_in, settings.refusals_per_second_max))
 
 
-def snapshots(settings: Settings) -> Snapshots:
-    """The audit trail as snapshots for recovery; where PostgreSQL is away they raise OSError, and the journal is read instead."""
+def snapshots(settings: Settings, slowly: bool = False) -> Snapshots:
+    """The audit trail as snapshots for recovery; where PostgreSQL is away they raise OSError, and the journal is read instead.
+
+    `slowly` is for who rests while they read: no transaction stays open, which rebuilds and VACUUM would have to wait for. A trail that is
+    replaced meanwhile by another one is not noticed then: so it is not for recovery.
+    """
 
     @asynccontextmanager
     async def connected() -> AsyncIterator[AsyncConnection[Any]]:
@@ -258,13 +262,16 @@ def snapshots(settings: Settings) -> Snapshots:
     async def open_snapshot(shard: int) -> AsyncIterator[Snapshot | None]:
         async with connected() as connection:
             trail = await trail_of(connection, shard)
+            if slowly:
+                await connection.commit()
+                await connection.set_autocommit(True)
             yield trail and Snapshot(
                 trail.cursor,
                 trail.at,
                 trail.retired,
                 trail.past,
-                payments_of(connection, shard, trail),
-                events_of(connection, shard, trail),
+                payments_of(connection, shard, trail, slowly),
+                events_of(connection, shard, trail, slowly),
             )
 
     async def newest_cursor(shard: int) -> Cursor:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+from collections.abc import AsyncIterator
 from typing import Any, Final, NamedTuple
 
 import click
@@ -24,6 +25,7 @@ from ops.identity import (
     strangers,
 )
 from ops.settings import BadSettings, Settings
+from projections.locks import waiting_at_most
 from projections.migrate import migrate
 from projections.sessions import connect
 from projections.system import Identity, is_system, others_on, why_not_for_a_system, write_identity
@@ -34,6 +36,8 @@ from streams.topics import Topics, create_topics
 
 log = logging.getLogger(__name__)
 
+#: For so long a session is waited for that has locked what is needed: readers who come meanwhile wait, too.
+LOCK_SECONDS: Final = 5.0
 #: A topic that was made just now is known to every broker after this long.
 TOPIC_SECONDS_MAX: Final = 15.0
 _POLL_SECONDS: Final = 0.1
@@ -49,9 +53,10 @@ class Made(NamedTuple):
 async def make_system(settings: Settings, replication: int | None = None, new_journal: bool = False) -> Made:
     """Makes what is missing of a system and writes down what belongs together; a second call does nothing.
 
-    `new_journal` takes the topic that is there for the journal, a copy of the one that the schema belonged to. Raises BadSettings.
+    `new_journal` takes the topic that is there for the journal, a copy of the one that the schema belonged to. Raises BadSettings, and
+    Held when another session has locked what is needed, for too long.
     """
-    async with await connect(settings.postgres, settings.schema_) as connection:
+    async with _books(settings) as connection:
         topic = await find_journal(settings)
         known = await _look(connection, settings, topic, new_journal)
         await _look_into_redis(settings, topic, new_journal)
@@ -74,17 +79,28 @@ async def take_new_journal(settings: Settings, redis: Any) -> None:
 
 
 async def require_all_but_the_journal(settings: Settings, redis: Any) -> None:
-    """Raises BadSettings when schema, prefix and number of shards are not those of one system, whatever its journal is.
+    """Raises BadSettings when schema, prefix and number of shards are not those of one system, whatever its journal is; and Held.
 
     Tables of an older release, such as those of a backup, are brought up to date.
     """
     await find_journal(settings)
-    async with await connect(settings.postgres, settings.schema_) as connection:
+    async with _books(settings) as connection:
         with contextlib.suppress(NotWrittenDown):
             await require_schema(connection, settings)
         await require_prefix(redis, key_space(settings).system, settings)
         if await is_system(connection, settings.schema_):
             await migrate(connection, settings.schema_, settings.shards)
+
+
+@contextlib.asynccontextmanager
+async def _books(settings: Settings) -> AsyncIterator[AsyncConnection[Any]]:
+    """A connection that waits a while for what others have locked, and then says who they are."""
+    async with (
+        await connect(settings.postgres, settings.schema_, "init") as connection,
+        await connect(settings.postgres, settings.schema_, "init") as watching,
+        waiting_at_most(connection, watching, LOCK_SECONDS),
+    ):
+        yield connection
 
 
 async def _look(connection: AsyncConnection[Any], settings: Settings, topic: Topic | None, new_journal: bool) -> Identity | None:

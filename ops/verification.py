@@ -634,7 +634,7 @@ async def _compare_shard(
 ) -> Any:  # fmt: skip
     settings.require_seal_keys()
     deadline = time.monotonic() + wait_seconds
-    trail = snapshots(settings) if trail_is_sound else None
+    trail = snapshots(settings, slowly=True) if trail_is_sound else None
     async with open_beside(
         redis,
         key_space(settings),
@@ -665,7 +665,7 @@ def compares_keys(settings: Settings, redis: Any) -> Callable[[int, float], Awai
             return None
         try:
             # Of what has retired nothing is made again; what differs so is looked at once more, and then the journal alone is believed.
-            for trail in (snapshots(settings), None):
+            for trail in (snapshots(settings, slowly=True), None):
                 async with (
                     open_reader(settings.kafka, Topics(settings.prefix).journal) as reader,
                     open_beside(

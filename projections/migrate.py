@@ -3,7 +3,7 @@
 import logging
 from importlib.resources import files
 from importlib.resources.abc import Traversable
-from typing import Any
+from typing import Any, Final
 
 from psycopg import AsyncConnection, sql
 from psycopg.errors import UndefinedTable
@@ -16,6 +16,9 @@ __all__ = ["PROJECTIONS", "migrate", "use_schema"]
 
 log = logging.getLogger(__name__)
 
+#: How long migrations may take, for another who is about the same.
+FIRST_SECONDS_MAX: Final = 60
+
 
 async def migrate(connection: AsyncConnection[Any], schema: str, shards: int) -> list[str]:
     """Applies what is missing and returns the names of the migrations; safe to call again, and by several at once.
@@ -24,8 +27,11 @@ async def migrate(connection: AsyncConnection[Any], schema: str, shards: int) ->
     """
     applied = []
     async with connection.transaction():
-        # Whoever comes second waits here, and then finds nothing to do.
+        # Whoever comes second waits here, and then finds nothing to do. The first may take longer than others are waited for.
+        waits = await (await connection.execute("SELECT current_setting('lock_timeout')")).fetchone()
+        await connection.execute("SELECT set_config('lock_timeout', %s, true)", (f"{FIRST_SECONDS_MAX}s",))
         await connection.execute("SELECT pg_advisory_xact_lock(hashtext(%s))", (f"grabstream-{schema}",))
+        await connection.execute("SELECT set_config('lock_timeout', %s, true)", waits)
         await connection.execute(sql.SQL("CREATE SCHEMA IF NOT EXISTS {}").format(sql.Identifier(schema)))
         await use_schema(connection, schema)
         await connection.execute("CREATE TABLE IF NOT EXISTS migrations (name text PRIMARY KEY, at timestamptz DEFAULT now())")

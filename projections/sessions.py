@@ -40,7 +40,8 @@ def system_name(schema: str) -> str:
 async def rename(connection: AsyncConnection[Any], work: str) -> None:
     """Says in a session's name what it does from here on, as far as there is room; which system it is stays."""
     system = (connection.info.parameter_status("application_name") or "").partition(":")[0]
-    await connection.execute("SELECT set_config('application_name', %s, false)", (f"{system}: {work}"[:_NAME_BYTES_MAX],))
+    name = f"{system}: {work}" if system else work
+    await connection.execute("SELECT set_config('application_name', %s, false)", (name[:_NAME_BYTES_MAX],))
 
 
 def _fitting(text: str, bytes_max: int) -> str:

@@ -103,11 +103,13 @@ async def _past(connection: AsyncConnection[Any], shard: int, seq: int, at: int,
     return [Past(*row) for row in await found.fetchall() if campaign_of(row[0]) not in present]
 
 
-async def payments_of(connection: AsyncConnection[Any], shard: int, trail: Trail) -> AsyncIterator[Sequence[KnownPayment]]:
-    """What became of the payments of offers that have retired, in the order of their events."""
+async def payments_of(
+    connection: AsyncConnection[Any], shard: int, trail: Trail, held: bool = False
+) -> AsyncIterator[Sequence[KnownPayment]]:  # fmt: skip
+    """What became of the payments of offers that have retired, in the order of their events; `held` as in `events_of`."""
     if not trail.past:
         return
-    async with connection.cursor("payments") as rows:
+    async with connection.cursor("payments", withhold=held) as rows:
         await rows.execute(
             "SELECT body FROM audit WHERE offer = ANY(%s) AND type IN ('grab.confirmed', 'payment.refund_due') "
             "AND shard = %s AND seq <= %s ORDER BY seq",
@@ -128,9 +130,12 @@ def _known_payment(event: AnyEvent) -> KnownPayment | None:
     return None
 
 
-async def events_of(connection: AsyncConnection[Any], shard: int, trail: Trail) -> AsyncIterator[Sequence[AnyEvent]]:
-    """The events of the offers that are needed, in order."""
-    async with connection.cursor("trail") as rows:
+async def events_of(connection: AsyncConnection[Any], shard: int, trail: Trail, held: bool = False) -> AsyncIterator[Sequence[AnyEvent]]:
+    """The events of the offers that are needed, in order.
+
+    `held` for a connection in autocommit: PostgreSQL keeps what is found in a temporary file, and no transaction is open meanwhile.
+    """
+    async with connection.cursor("trail", withhold=held) as rows:
         await rows.execute(
             "SELECT body FROM audit WHERE shard = %s AND offer = ANY(%s) AND seq <= %s ORDER BY seq",
             (shard, list(trail.needed), trail.cursor.seq),

@@ -6,12 +6,12 @@ import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 
 from lua.gate import run_script
-from lua.keys import SHARD_FIELDS
+from lua.keys import SHARD_FIELDS, ShardKeys
 from ops.connections import check_system, key_space, open_redis, report_recovery, require_core, sealer, snapshots
 from ops.diagnosis.findings import RESTORE
 from ops.output import console, json_option, print_json, table
@@ -26,6 +26,9 @@ from streams.topics import Topics
 
 ATTEMPTS_MAX = 10
 REASON = "it is being rebuilt by hand"
+#: How whoever rebuilds a shard by hand is called as the holder of its lease.
+BY_HAND = "rebuild-"
+OF_ANOTHER = "another `grabstream rebuild redis` rebuilds it now; or was killed, and can be begun again in a few seconds"
 
 
 @click.command("redis")
@@ -81,14 +84,27 @@ async def _plan(settings: Settings, redis: Any, shard: int) -> dict[str, Any]:
     return {"shard": shard, "done": done + (f", fenced: {fields['fault']}" if fields["fault"] else ""), "refused": False}
 
 
+class _Lease(NamedTuple):
+    """The lease of a shard, as one command sees it that rebuilds it."""
+
+    redis: Any
+    keys: ShardKeys
+    name: str
+
+    async def is_of_another(self) -> bool:
+        """Whether another such command is about this shard."""
+        holder = (await self.redis.get(self.keys.lease) or b"").decode()
+        return holder.startswith(BY_HAND) and holder != self.name
+
+
 @asynccontextmanager
-async def _lease(settings: Settings, redis: Any, shard: int) -> AsyncIterator[None]:
+async def _seized(settings: Settings, lease: _Lease) -> AsyncIterator[None]:
     """Holds a shard's lease, so that the worker that relays it lets it go, and takes it back afterwards."""
-    of_shard = key_space(settings).shard(shard)
-    keys, name = [of_shard.lease, of_shard.state], f"rebuild-{secrets.token_hex(4)}"
+    redis, keys, name = lease.redis, [lease.keys.lease, lease.keys.state], lease.name
 
     async def hold() -> None:
-        while True:
+        # Of two commands that begin at once one has it; the other finds that out when it is stepped down.
+        while not await lease.is_of_another():
             await run_script(redis, "lease", keys, [name, settings.lease_ms, "1"])
             await asyncio.sleep(settings.lease_ms / 1000 / RENEWALS_PER_LEASE)
 
@@ -102,11 +118,18 @@ async def _lease(settings: Settings, redis: Any, shard: int) -> AsyncIterator[No
 
 
 async def _rebuild(settings: Settings, redis: Any, shard: int) -> dict[str, Any]:
-    async with _lease(settings, redis, shard):
-        return await _rebuild_owned(settings, redis, shard)
+    lease = _Lease(redis, key_space(settings).shard(shard), f"{BY_HAND}{secrets.token_hex(4)}")
+    if await lease.is_of_another():
+        return _refused(shard, OF_ANOTHER)
+    async with _seized(settings, lease):
+        return await _rebuild_owned(settings, lease, shard)
 
 
-async def _rebuild_owned(settings: Settings, redis: Any, shard: int) -> dict[str, Any]:
+def _refused(shard: int, why: str) -> dict[str, Any]:
+    return {"shard": shard, "done": why, "refused": True}
+
+
+async def _rebuild_owned(settings: Settings, lease: _Lease, shard: int) -> dict[str, Any]:
     line, began = ProgressLine(), time.monotonic()
     applied = 0
 
@@ -116,18 +139,20 @@ async def _rebuild_owned(settings: Settings, redis: Any, shard: int) -> dict[str
         line(f"shard {shard}", "applying", events, rate=events / (time.monotonic() - began))
 
     relay = ShardRelay(
-        redis, key_space(settings).shard(shard), settings.shards, settings.kafka, Topics(settings.prefix).journal, sealer(settings),
+        lease.redis, lease.keys, settings.shards, settings.kafka, Topics(settings.prefix).journal, sealer(settings),
         settings.block_events_max, snapshots=snapshots(settings), report=lambda done: report_recovery(settings, done), progress=progress,
     )  # fmt: skip
     for _ in range(ATTEMPTS_MAX):
         try:
             await relay.rebuild(REASON)
         except SteppedDown:
+            if await lease.is_of_another():
+                return _refused(shard, OF_ANOTHER)
             # The worker that relayed the shard has not let it go yet.
             await asyncio.sleep(settings.lease_ms / 1000 / RENEWALS_PER_LEASE)
             continue
         except (NotReconciled, NewerProgram) as error:
-            return {"shard": shard, "done": str(error), "refused": True}
+            return _refused(shard, str(error))
         seconds = round(time.monotonic() - began, 2)
         return {
             "shard": shard,
@@ -136,4 +161,4 @@ async def _rebuild_owned(settings: Settings, redis: Any, shard: int) -> dict[str
             "seconds": seconds,
             "refused": False,
         }
-    return {"shard": shard, "done": "another owner takes the shard again and again: stop one of the workers", "refused": True}
+    return _refused(shard, "another owner takes the shard again and again: stop one of the workers")

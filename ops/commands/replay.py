@@ -160,7 +160,11 @@ async def _alone(settings: Settings, topic: str) -> AsyncIterator[None]:
     try:
         connection = await connect(settings.postgres, settings.schema_)
     except OperationalError as error:
-        click.echo(f"grabstream: no other replay may write topic {topic} now, and PostgreSQL cannot say so: {error}".strip(), err=True)
+        click.echo(
+            f"grabstream: this replay goes on without a lock, since PostgreSQL cannot be reached: see to it that no other one writes topic "
+            f"{topic} meanwhile, or its records come twice ({str(error).strip()})",
+            err=True,
+        )
         yield
         return
     async with connection:

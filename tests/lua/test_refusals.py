@@ -1,6 +1,7 @@
 """Refusals that are kept: bounded, sampled by user, off the deciding path, and never in the way when they cannot be written."""
 
 import asyncio
+import contextlib
 from collections.abc import Sequence
 
 import pytest
@@ -12,6 +13,7 @@ from models.outcomes import Outcome
 from ops.rehearsal.run import open_books
 from ops.settings import Settings
 from projections import refusals
+from tests.conftest import until
 from tests.streams.test_projections import rows
 
 
@@ -99,6 +101,28 @@ async def test_closing_does_not_wait_for_a_server_that_hangs(monkeypatch: pytest
     kept = RefusalLog(hang)
     async with asyncio.timeout(5), writing(kept):
         kept.take([grab(1)], [sold_out(grab(1))])
+
+
+async def test_one_write_that_never_ends_holds_no_others_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a client whose server has vanished: it takes no notice of its cancellation either."""
+    monkeypatch.setattr("lua.refusals.WRITE_SECONDS_MAX", 0.1)
+    monkeypatch.setattr("lua.refusals.FLUSH_EVERY_SECONDS", 0.01)
+    shelf, hanging, free = Shelf(), 0, asyncio.Event()
+
+    async def write(rows: Sequence[Refusal]) -> None:
+        nonlocal hanging
+        hanging += 1
+        while hanging == 1 and not free.is_set():
+            with contextlib.suppress(asyncio.CancelledError):
+                await free.wait()
+        await shelf.write(rows)
+
+    kept = RefusalLog(write)
+    async with writing(kept):
+        kept.take([grab(1)], [sold_out(grab(1))])
+        await until(lambda: shelf.rows, 20, "the second write")
+        free.set()
+    assert {row.command for row in shelf.rows} == {"g1"}
 
 
 async def test_the_table_is_bounded_by_rows_and_by_age(system: Settings) -> None:

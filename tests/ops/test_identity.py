@@ -18,6 +18,7 @@ from ops.identity import NotWrittenDown, OtherJournal, OtherSystem
 from ops.making import make_system, take_new_journal
 from ops.rehearsal.run import open_books
 from ops.settings import BadSettings, Settings, child_environment
+from projections.locks import Held
 from projections.migrate import migrate
 from streams.journal import open_reader
 from streams.projector import CatchUp
@@ -134,6 +135,18 @@ async def forget(settings: Settings) -> None:
     redis = open_redis(settings)
     assert await redis.delete(key_space(settings).system) == 1
     await redis.aclose()
+
+
+@pytest.mark.parametrize("lock", ["LOCK TABLE {0}.migrations", "SELECT pg_advisory_xact_lock(hashtext('grabstream-{0}'))"])
+async def test_init_says_who_has_locked_what_it_needs(system: Settings, monkeypatch: pytest.MonkeyPatch, lock: str) -> None:
+    """And waits no longer than a moment, in which readers wait behind it; afterwards it has nothing to do."""
+    monkeypatch.setattr("ops.making.LOCK_SECONDS", 0.5)
+    monkeypatch.setattr("projections.migrate.FIRST_SECONDS_MAX", 1)
+    async with await AsyncConnection.connect(system.postgres, application_name="somebody's report") as stuck:
+        await stuck.execute(lock.format(system.schema_).encode())
+        with pytest.raises(Held, match=rf"somebody's report \(role \w+, pid {stuck.info.backend_pid} of PostgreSQL\)"):
+            await make_system(system)
+    assert await make_system(system) == ([], [])
 
 
 async def test_another_journal_of_the_same_name(system: Settings) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import re
 import shlex
 import signal
@@ -285,12 +286,21 @@ async def test_two_into_one_topic(told: System, topic: str) -> None:
         for words in ((), ("--append",)):
             done = told.replay("--into", f"topic:{topic}", *words)
             assert done.returncode == 1
-            assert "being written by another replay: replay into" in done.stderr
+            assert f"being written by another replay: process {os.getpid()} on " in done.stderr
             assert f"pid {other.info.backend_pid} of PostgreSQL" in done.stderr
     both = await asyncio.gather(*(asyncio.to_thread(told.replay, "--into", f"topic:{topic}") for _ in range(2)))
     assert sorted(done.returncode for done in both) == [0, 1], [done.stderr for done in both]
     ids = [dict(record.headers)["ce_id"] for record in await records(told.settings, topic)]
     assert len(ids) == len(set(ids)) == len(told.lines())
+
+
+async def test_into_a_topic_without_postgresql(told: System, topic: str) -> None:
+    """Nobody can keep another replay out then: it says so, and goes on."""
+    words = ("replay", "--into", f"topic:{topic}", "--shard", "2", "--until", "2:5")
+    done = grabstream(*words, **{**of(told.settings), "postgres": "postgresql://127.0.0.1:1/x"})
+    assert done.returncode == 0, done.stderr
+    assert f"goes on without a lock, since PostgreSQL cannot be reached: see to it that no other one writes topic {topic}" in done.stderr
+    assert len(await records(told.settings, topic)) == 5
 
 
 async def test_topics_that_are_refused(told: System, topic: str) -> None:

@@ -236,6 +236,27 @@ async def test_an_attempt_that_was_cut_off_goes_on_with_a_new_term(system: Setti
     await sound(system)
 
 
+async def test_a_shard_that_is_being_rebuilt_by_another_command_is_refused(system: Settings, worker: Callable[..., Any]) -> None:
+    """Of two such commands, and beside a worker; once the other is done, or was killed, it is rebuilt."""
+    worker(system, "decide,relay,sweep")
+    await grabs(system, "a")
+    keys, redis = key_space(system).shard(0), open_redis(system)
+    try:
+        await redis.set(keys.lease, "rebuild-another", px=600_000)
+        refused = grabstream("rebuild", "redis", "--json", **of(system))
+        assert refused.returncode == 1, refused.stderr
+        told = {one["shard"]: one for one in json.loads(refused.stdout)}
+        assert [shard for shard, one in told.items() if one["refused"]] == [0]
+        assert "another `grabstream rebuild redis`" in told[0]["done"]
+        assert await redis.get(keys.lease) == b"rebuild-another"
+        await redis.delete(keys.lease)
+        done = grabstream("rebuild", "redis", "--shard", "0", **of(system))
+        assert done.returncode == 0, done.stdout
+        assert not (await redis.get(keys.lease) or b"").startswith(b"rebuild-")
+    finally:
+        await redis.aclose()
+
+
 async def test_relays_that_took_over_in_vain(system: Settings, worker: Callable[..., Any]) -> None:
     """A worker and a rebuild have left markers in the empty journal: it can be filled; then an event of another history stands there."""
     one = worker(system)

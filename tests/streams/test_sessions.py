@@ -1,19 +1,28 @@
 """What sessions of PostgreSQL are called, and that a switch waits for all but those of other systems."""
 
+import asyncio
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
+from typing import Any
 
 import pytest
 from psycopg import AsyncConnection, IsolationLevel
 
+from lua.keys import KeySpace
+from models.commands import Open
+from models.offers import EnvelopeTerms
+from ops.connections import key_space, open_gate, open_redis
 from ops.making import make_system
 from ops.rehearsal.run import open_books
 from ops.rehearsal.stage import take_down
 from ops.settings import Settings
+from ops.verification import compares_keys
 from projections.locks import Held, hold
 from projections.sessions import connect, session_name, system_name
+from streams.beside import BESIDE_STEADILY
 from streams.switching import Busy, older_snapshots_gone, with_snapshot
+from tests.conftest import until
 from tests.streams.test_projections import rows
 
 #: As long as a schema may be; they differ in the last letter.
@@ -68,6 +77,39 @@ async def test_a_system_that_is_gone_gives_no_name_away(system: Settings, other:
         assert pid not in {of for of, _ in await with_snapshot(asking, system.schema_)}
         await take_down(other)
         assert pid in {of for of, _ in await with_snapshot(asking, system.schema_)}
+
+
+async def test_a_switch_does_not_wait_for_the_running_verifier(system: Settings, worker: Callable[..., Any]) -> None:
+    """It rests for most of the time, and has no transaction open then."""
+    worker(system, "decide,relay,sweep,project")
+    terms = EnvelopeTerms(issuer="alice", funding="pay", asset="CNY", total=900, parts=9)
+    async with open_gate(system) as gate:
+        opened = await gate.decide([Open(id="o", offer="e", terms=terms)], patience_ms=60_000, timeout_ms=60_000)
+        assert [answer.outcome for answer in opened] == ["opened"]
+    shard = key_space(system).shard_of_offer("e")
+    redis, beside = open_redis(system), KeySpace(f"{system.prefix}{BESIDE_STEADILY}", system.shards).shard(shard)
+
+    async def begun() -> bool:
+        return bool(await redis.exists(beside.state))
+
+    async with await open_books(system) as asking:
+        await until(lambda: _booked(system), 60, "the opening in the books")
+        # Of so small a share that it rests for minutes after its first step.
+        comparing = asyncio.create_task(compares_keys(system, redis)(shard, 0.001))
+        try:
+            await until(begun, 60, "the shard beside")
+            for _ in range(3):
+                await asyncio.sleep(0.3)
+                await older_snapshots_gone(asking, system.schema_, 1)
+            assert not comparing.done()
+        finally:
+            comparing.cancel()
+            await asyncio.gather(comparing, return_exceptions=True)
+            await redis.aclose()
+
+
+async def _booked(settings: Settings) -> bool:
+    return await rows(settings, "SELECT count(*) FROM audit") == [(1,)]
 
 
 async def test_a_session_has_its_systems_name_whatever_the_dsn_says(system: Settings) -> None:
