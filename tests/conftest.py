@@ -47,7 +47,8 @@ TEST_ROLE = "grabstream_test_system"
 
 #: Tests that kill servers and processes, bound times, or need servers of their own: one group of a parallel run, one after the other.
 ONE_BY_ONE = (
-    "tests/drill/", "tests/lua/test_burst.py", "tests/ops/test_backup.py", "tests/ops/test_rehearsal.py", "tests/ops/test_stories.py",
+    "tests/drill/", "tests/lua/test_burst.py", "tests/ops/test_backup.py", "tests/ops/test_rehearsal.py", "tests/ops/test_side_by_side.py",
+    "tests/ops/test_stories.py",
     "tests/streams/test_cluster.py", "tests/streams/test_hanging.py", "tests/streams/test_kill.py", "tests/streams/test_rebuild",
     "tests/streams/test_recovery.py", "tests/streams/test_restore.py", "tests/streams/test_sale.py", "tests/test_nightly.py",
 )  # fmt: skip
