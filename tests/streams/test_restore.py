@@ -238,7 +238,7 @@ async def test_an_attempt_that_was_cut_off_goes_on_with_a_new_term(system: Setti
 
 async def test_a_shard_that_is_being_rebuilt_by_another_command_is_refused(system: Settings, worker: Callable[..., Any]) -> None:
     """Of two such commands, and beside a worker; once the other is done, or was killed, it is rebuilt."""
-    worker(system, "decide,relay,sweep")
+    worker(system)
     await grabs(system, "a")
     keys, redis = key_space(system).shard(0), open_redis(system)
     try:
