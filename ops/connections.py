@@ -232,7 +232,7 @@ def refusal_log(settings: Settings) -> RefusalLog | None:
     async def write(rows: Sequence[Refusal]) -> None:
         oldest_at = now_ms() - settings.refusals_days * DAY_MS
         try:
-            async with checked_books(settings, connect_timeout=2) as connection:
+            async with checked_books(settings) as connection:
                 await refusals.record(connection, settings.schema_, rows, settings.refusals_kept_max, oldest_at)
         except (psycopg.Error, OtherSystem) as error:
             raise OSError(f"PostgreSQL: {str(error).strip()}") from None

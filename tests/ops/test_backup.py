@@ -98,6 +98,8 @@ async def test_restored_while_people_are_refused(system: Settings, worker: Calla
                 again = [Grab(id=f"r{refused}-{number}", offer="e", user=f"a{number}") for number in range(50)]
                 assert {answer.outcome for answer in await gate.decide(again, patience_ms=30_000)} == {"already_taken"}
                 refused += len(again)
+                # As many a second as a gate keeps, and time for the others of this machine.
+                await asyncio.sleep(0.02)
 
     refusing = asyncio.create_task(crowd())
     try:
