@@ -120,7 +120,7 @@ do
 
   -- The codes of a grab leave the list in the order they stand in it.
   local function take_codes(offer, grab, codes)
-    spend(COST.item * #codes)
+    spend(COST.code * #codes)
     offer.codes_taken = offer.codes_taken + #codes
     for _, code in ipairs(codes) do grab.codes[#grab.codes + 1] = code end
   end

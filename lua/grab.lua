@@ -359,6 +359,11 @@ local function decide_basket(members, rows)
     end
     return
   end
+  if #members > BOUNDS.basket_grabs then
+    local message = 'basket: at most ' .. BOUNDS.basket_grabs .. ' grabs, this has ' .. #members
+    for _, i in ipairs(members) do rows[i] = {CODE.invalid, 0, now, 0, 0, 0, 0, 0, 0, {message = message}} end
+    return
+  end
   local seq, count_lines = call.seq, #lines
   undo_log = {}
   for _, i in ipairs(members) do

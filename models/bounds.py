@@ -15,6 +15,10 @@ COMMAND_BYTES_MAX: Final = 128 * 1024
 EVENT_LINE_BYTES_MAX: Final = 256 * 1024
 #: Codes that one grab may get: they stand in its event, sealed. The greatest `max_per_grab` of an offer with codes.
 CODES_PER_GRAB_MAX: Final = 100
+#: Grabs of a basket, which one call decides: offers with long queues cost it most.
+BASKET_GRABS_MAX: Final = 10
+#: Grabs of a basket that are looked at at all: so many could be in one before, and a repeat of those gets its first answer.
+BASKET_GRABS_KNOWN_MAX: Final = 64
 #: Spans of a week in which an offer takes grabs, after those that touch are joined.
 HOURS_SPANS_MAX: Final = 64
 #: Commands in one array.

@@ -10,7 +10,16 @@ from typing import Annotated, Any, Final, Literal
 
 import msgspec
 
-from models.bounds import ARRAY_COMMANDS_MAX, ARRAY_COMMAS_MAX, COMMAND_BYTES_MAX, RECORD_BYTES_MAX, quoted, shortened
+from models.bounds import (
+    ARRAY_COMMANDS_MAX,
+    ARRAY_COMMAS_MAX,
+    BASKET_GRABS_KNOWN_MAX,
+    BASKET_GRABS_MAX,
+    COMMAND_BYTES_MAX,
+    RECORD_BYTES_MAX,
+    quoted,
+    shortened,
+)
 from models.identifiers import ID_LENGTH_MAX, RESERVED_IDS, Id, campaign_of, in_schema, is_id
 from models.money import Currency, Invalid, Quantity, Sum, check_amount
 from models.offers import LINE_LENGTH_MAX, LINE_PATTERN, Changes, EnvelopeTerms, Terms, check_changes, check_line, check_terms
@@ -23,7 +32,6 @@ CHUNKS_MAX: Final = 100_000
 ITEMS_BYTES_MAX: Final = 200_000
 CODE_LENGTH_MAX: Final = 200
 TICKET_LENGTH_MAX: Final = 4_096
-BASKET_GRABS_MAX: Final = 64
 TRANSFERS_MAX: Final = 16
 #: What a `load` has beside its items, at most.
 COMMAND_REST_BYTES: Final = 1_024
@@ -484,7 +492,7 @@ def _why_torn(basket: str, places: Sequence[int], commands: Sequence[AnyCommand 
     grabs = [found for place in places if not isinstance(found := commands[place], Undecodable)]
     if len(grabs) < len(places) or any(place in refused for place in places):
         return f"basket: another grab of {shortened(basket, ID_LENGTH_MAX)} is invalid"
-    if len(places) > BASKET_GRABS_MAX:
+    if len(places) > BASKET_GRABS_KNOWN_MAX:
         return f"basket: at most {BASKET_GRABS_MAX} grabs, {basket} has {len(places)}"
     if places[-1] - places[0] != len(places) - 1:
         return f"basket: the grabs of {basket} must stand side by side"

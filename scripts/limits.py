@@ -146,7 +146,7 @@ def of_commands() -> list[Row]:
         Row("`seed`", "16 … 64 bytes", "", INVALID),
         Row("`attributes`", f"{commands.ATTRIBUTES_MAX}, ids", "they stand in the event", INVALID),
         Row("`ticket`", f"{commands.TICKET_LENGTH_MAX:,} characters", "", INVALID),
-        Row("grabs in a basket", f"{commands.BASKET_GRABS_MAX}", "decided in one call", INVALID),
+        Row("grabs in a basket", f"{bounds.BASKET_GRABS_MAX}", "decided in one call", INVALID),
         Row(
             "`max_per_grab` where grabs get codes",
             f"{bounds.CODES_PER_GRAB_MAX}",

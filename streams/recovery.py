@@ -33,6 +33,8 @@ APPLY_EVENTS_MAX: Final = 256
 #: What a call may apply, as far as it is known before, in µs of Redis' thread; the script knows the rest (lua/includes/cost.lua).
 APPLY_COST_MAX: Final = 3_000
 WIPE_KEYS_A_STEP: Final = 500
+#: A key with the parts of an envelope counts as so many others: Redis frees a string, which may have megabytes, at once.
+WIPE_PARTS_WEIGHT: Final = 10
 RETIRED_A_STEP: Final = 1_000
 PROGRESS_SECONDS: Final = 1.0
 
@@ -293,14 +295,16 @@ class Recovery:
         keys = self._shard.keys
         kept = {keys.state.encode(), keys.lease.encode()}
         step: list[str] = []
+        weight = 0
         reason = "the shard is being rebuilt from the journal"
         await self._shard.run("wipe", [keys.state], own, reason)
         async for name in self._shard.redis.scan_iter(match=f"{literal(keys.tag)}:*", count=1_000):
             if name not in kept:
                 step.append(name.decode())
-            if len(step) == WIPE_KEYS_A_STEP:
+                weight += WIPE_PARTS_WEIGHT if name.endswith(b"/parts") else 1
+            if weight >= WIPE_KEYS_A_STEP:
                 await self._shard.run("wipe", [keys.state, *step], own, reason)
-                step = []
+                step, weight = [], 0
         await self._shard.run("wipe", [keys.state, *step], own, reason)
         self._step("recovery.wiped")
 

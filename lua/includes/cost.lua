@@ -11,10 +11,12 @@ local COST = {
   record_byte = 0.01,
   grab = 6, -- written back, with its deadline
   waiter = 8, -- who leaves a queue
-  asked = 1.5, -- what a grab in a queue asks for, read
+  asked = 1, -- what a grab in a queue asks for, read; and each byte of its record:
+  asked_byte = 0.0025,
   considered = 0.3, -- … looked at
   counter = 3, -- of a limit
   item = 1, -- of a list: a code, a user
+  code = 4.5, -- handed out, with its grab, event, and answer
   span = 0.3, -- of opening hours
   part_byte = 0.0015, -- of the parts of an envelope
 }

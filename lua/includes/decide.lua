@@ -14,7 +14,7 @@ local CODE = {
 local ANOTHER_HISTORY = -1
 -- As in models/bounds.py; where one is tested, what is above it is refused before anything has changed.
 local BOUNDS = {
-  event_line_bytes = 262144, codes_per_grab = 100, entry_lines = 1000, entry_bytes = 1048576, refusals = 100000,
+  event_line_bytes = 262144, codes_per_grab = 100, basket_grabs = 10, entry_lines = 1000, entry_bytes = 1048576, refusals = 100000,
   with_codes = 'at most 100 where grabs get codes',
 }
 -- Lua hands over 8000 values at most; what may be longer is written in pieces (an even number, for pairs).

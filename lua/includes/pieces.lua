@@ -54,7 +54,7 @@ end
 -- The next codes, sealed, where the offer has codes.
 local function hand_out(offer, grab, quantity)
   if not offer.loads.codes then return {} end
-  spend(COST.item * quantity)
+  spend(COST.code * quantity)
   local key, from = KEYS[offer.base + CODES], offer.codes_taken
   local codes = redis.call('LRANGE', key, from, from + quantity - 1)
   -- What came back in this very call stands behind what was there.
@@ -110,7 +110,10 @@ local function asked_by(offer, names)
     spend(COST.asked * #unknown)
     local records = redis.call('HMGET', KEYS[offer.base + GRABS], unpack(unknown))
     -- The fourth value of a record, behind the three bytes that say how many there are.
-    for i, name in ipairs(unknown) do asked[name] = select(4, cmsgpack.unpack_limit(records[i], 3, 3)) end
+    for i, name in ipairs(unknown) do
+      spend(COST.asked_byte * #records[i])
+      asked[name] = select(4, cmsgpack.unpack_limit(records[i], 3, 3))
+    end
   end
   local found = {}
   for i, name in ipairs(names) do found[i] = offer.grabs[name] and offer.grabs[name].quantity or asked[name] end

@@ -16,7 +16,8 @@ from lua.gate import Gate, GateLimits
 from lua.keys import KeySpace, ShardKeys
 from lua.loader import Script
 from models.answers import Answer
-from models.commands import AnyCommand
+from models.commands import AnyCommand, Grab, Open
+from models.offers import EnvelopeTerms
 from streams import ownership, sweeper
 from streams.sweeper import Sweeper
 from tests.lua.conftest import NOW, SEALER, take_over
@@ -24,6 +25,9 @@ from tests.lua.conftest import NOW, SEALER, take_over
 #: What a call may cost, µs of Redis' thread (lua/includes/cost.lua); and beside that, its last command.
 CALL_COST_MAX: Final = int(re.findall(r"call_max = (\d+)", loader.load("grab").text)[0])
 COMMAND_COST_MAX: Final = 3_000
+#: µs of Redis' thread that a plain grab takes on a quiet machine, in a call of PLAIN_GRABS.
+PLAIN_GRAB_US: Final = 3.8
+PLAIN_GRABS: Final = 500
 #: How much slower this machine may be than a quiet one, when times are looked at.
 SLOWER: Final = 4
 
@@ -66,6 +70,8 @@ class Measured:
         self.space = KeySpace("own", 1)
         self.now = NOW
         self.calls: list[Call] = []
+        #: How many times as long as on a quiet machine a plain grab took, at best, while `longest_of` measured.
+        self.slowness = 1.0
 
     async def begin(self) -> None:
         await self.redis.flushall()
@@ -131,18 +137,35 @@ class Measured:
         for name in loader.script_names():
             await self.redis.script_load(loader.load(name).text)
         made: list[list[tuple[str, float]]] = []
+        plain: list[float] = []
         for _ in range(repetitions):
-            await self.redis.flushall()
-            await self.gate.close()
-            await self.begin()
+            await self._begin_anew()
+            plain += await self._plain_calls()
+            await self._begin_anew()
             await prepare()
             made.append(await self.slowlog_of(act))
+        self.slowness = max(1.0, min(plain) * 1_000 / PLAIN_GRABS / PLAIN_GRAB_US)
         assert len({tuple(name for name, _ in calls) for calls in made}) == 1, "each repetition makes the same calls"
         found: dict[str, float] = {}
         for calls in zip(*made, strict=True):
             script = calls[0][0]
             found[script] = max(found.get(script, 0.0), min(took for _, took in calls))
         return found
+
+    async def _begin_anew(self) -> None:
+        await self.gate.close()
+        await self.begin()
+
+    async def _plain_calls(self) -> list[float]:
+        """The ms of calls of plain grabs."""
+        terms = EnvelopeTerms(issuer="a", funding="f", asset="CNY", total=10**9, parts=5 * PLAIN_GRABS)
+        await self.decide([Open(id="o", offer="o", terms=terms)])
+
+        async def act() -> None:
+            for start in range(0, 5 * PLAIN_GRABS, PLAIN_GRABS):
+                await self.decide([Grab(id=f"g{n}", offer="o", user=f"u{n}") for n in range(start, start + PLAIN_GRABS)])
+
+        return [took for _, took in await self.slowlog_of(act)]
 
     async def end(self) -> None:
         await self.gate.close()

@@ -13,6 +13,7 @@ import pytest
 import redis.asyncio
 
 from lua.loader import script_names
+from models.bounds import BASKET_GRABS_MAX
 from models.commands import Amend, AnyCommand, Close, Grab, Load, Open, Release
 from models.offers import Changes, CouponTerms, EnvelopeTerms, Limit, StockTerms
 from models.rules.operating import fall_due
@@ -107,8 +108,10 @@ async def test_baskets_are_not_torn(measured: Measured) -> None:
     await measured.decide([Open(id=f"open-{n}", offer=f"c:{n}", terms=terms) for n in range(80)])
     baskets: list[AnyCommand] = []
     for basket in range(20):
-        users = [f"b{basket}u{n}" for n in range(16)]
-        baskets += [Grab(id=user, offer=f"c:{(basket * 16 + n) % 80}", user=user, basket=f"b{basket}") for n, user in enumerate(users)]
+        users = [f"b{basket}u{n}" for n in range(BASKET_GRABS_MAX)]
+        baskets += [
+            Grab(id=user, offer=f"c:{(basket * BASKET_GRABS_MAX + n) % 80}", user=user, basket=f"b{basket}") for n, user in enumerate(users)
+        ]
     with scripts(call_max=1):
         assert {answer.outcome for answer in await measured.decide(baskets)} == {"granted"}
     entries = await measured.redis.xrange(measured.keys.outbox)

@@ -8,6 +8,7 @@ import re
 import secrets
 from collections import Counter
 from collections.abc import Sequence
+from hashlib import sha1
 from typing import Any, NamedTuple
 
 import pytest
@@ -17,9 +18,11 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from lua.keys import KeySpace
-from lua.loader import load
+from lua.loader import Script, assemble, load
 from models import bounds
 from models.bounds import (
+    BASKET_GRABS_KNOWN_MAX,
+    BASKET_GRABS_MAX,
     CODES_PER_GRAB_MAX,
     COMMAND_BYTES_MAX,
     EVENT_LINE_BYTES_MAX,
@@ -265,6 +268,34 @@ def test_hours_are_few_however_they_are_written() -> None:
     check(Open(id="i", offer="o", terms=stock(1, hours=touching)))
 
 
+async def test_a_basket_has_a_bound_and_one_that_was_larger_keeps_its_answer(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Earlier releases took larger ones: a repeat of these gets its first answer, whatever the bound is now."""
+
+    def basket(name: str, count: int) -> list[AnyCommand]:
+        return [Grab(id=f"{name}{n}", offer=f"b:{n % 3}", user=f"u{n}", basket=name) for n in range(count)]
+
+    for n in range(3):
+        await scene.open(stock(100), f"b:{n}")
+    assert {answer.outcome for answer in await scene.decide_both(basket("x", BASKET_GRABS_MAX))} == {"granted"}
+    for count in (BASKET_GRABS_MAX + 1, BASKET_GRABS_KNOWN_MAX):
+        answers = await scene.decide_both(basket("y", count))
+        assert {answer.outcome for answer in answers} == {"invalid"}
+        assert f"at most {BASKET_GRABS_MAX} grabs" in (answers[0].message or "")
+    [answer, *_] = await scene.gate.decide(basket("z", BASKET_GRABS_KNOWN_MAX + 1), "decided")
+    assert (answer.outcome, f"at most {BASKET_GRABS_MAX} grabs" in (answer.message or "")) == ("invalid", True)
+    with monkeypatch.context() as before:
+        before.setattr("models.rules.BASKET_GRABS_MAX", BASKET_GRABS_KNOWN_MAX)
+        before.setattr("lua.loader.load", lambda name: _with_larger_baskets(name))
+        assert {answer.outcome for answer in await scene.decide_both(basket("y", BASKET_GRABS_KNOWN_MAX))} == {"granted"}
+    again = await scene.decide_both(basket("y", BASKET_GRABS_KNOWN_MAX))
+    assert {(answer.outcome, answer.repeated) for answer in again} == {("granted", True)}
+
+
+def _with_larger_baskets(name: str) -> Script:
+    text = assemble(name).replace(f"basket_grabs = {BASKET_GRABS_MAX}", f"basket_grabs = {BASKET_GRABS_KNOWN_MAX}")
+    return Script(name, text, sha1(text.encode(), usedforsecurity=False).hexdigest())
+
+
 async def test_invented_offers_are_counted_as_one(scene: Scene) -> None:
     """Else whoever invents names would fill a hash of Redis and a table of PostgreSQL."""
     for number in range(300):
@@ -278,6 +309,7 @@ def test_the_scripts_have_the_bounds_of_the_models() -> None:
     text = load("grab").text
     said = dict(re.findall(r"(\w+) = (\d+)", re.search(r"local BOUNDS = \{(.*?)\n\}", text, re.DOTALL)[1]))  # type: ignore[index]
     assert (int(said["event_line_bytes"]), int(said["codes_per_grab"])) == (EVENT_LINE_BYTES_MAX, CODES_PER_GRAB_MAX)
+    assert int(said["basket_grabs"]) == BASKET_GRABS_MAX
     assert f"at most {bounds.CODES_PER_GRAB_MAX} where" in text
     text = load("confirm").text
     assert f"local PAYMENTS_MAX = {settling.PAYMENTS_MAX}\n" in text
