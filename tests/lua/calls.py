@@ -1,5 +1,6 @@
 """What calls cost: a Redis of one's own, every script's calls with the time of Redis' thread, and the units of cost they count."""
 
+import asyncio
 import re
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -96,43 +97,35 @@ class Measured:
     def measuring(self, counted: bool = False) -> Iterator[list[Call]]:
         """One call after the other."""
         self.calls = []
-        real = gate.run_script
+        real, one_at_a_time = gate.run_script, asyncio.Lock()
 
         async def run(client: Any, name: str, keys: Sequence[str], arguments: Sequence[object]) -> Any:
-            if counted:
-                await self.redis.delete("cost")
-            before = await self.cpu_ms()
-            reply = await real(client, name, keys, arguments)
-            took = await self.cpu_ms() - before
-            self.calls.append(Call(name, took, float(await self.redis.get("cost") or 0) if counted else 0))
-            return reply
+            async with one_at_a_time:
+                if counted:
+                    await self.redis.delete("cost")
+                before = await self.cpu_ms()
+                reply = await real(client, name, keys, arguments)
+                took = await self.cpu_ms() - before
+                self.calls.append(Call(name, took, float(await self.redis.get("cost") or 0) if counted else 0))
+                return reply
 
         with pytest.MonkeyPatch.context() as patch, scripts(counted=counted):
             for module in (gate, sweeper, ownership):
                 patch.setattr(module, "run_script", run)
             yield self.calls
 
-    async def slowlog_of(self, act: Callable[[], Awaitable[object]]) -> list[tuple[str, float]]:
-        """The script and the ms of each call made meanwhile, in order, as SLOWLOG has them."""
-        await self.redis.config_set("slowlog-max-len", 1_000_000)
-        await self.redis.config_set("slowlog-log-slower-than", 0)
-        await self.redis.slowlog_reset()
-        await act()
-        await self.redis.config_set("slowlog-log-slower-than", -1)
-        names = {loader.load(name).sha: name for name in loader.script_names()}
-        calls = []
-        for entry in reversed(await self.redis.slowlog_get(1_000_000)):
-            words = entry["command"].decode(errors="replace").split(" ", 2)
-            if words[0] == "EVALSHA" and words[1] in names:
-                calls.append((names[words[1]], entry["duration"] / 1_000))
-        return calls
+    async def calls_of(self, act: Callable[[], Awaitable[object]]) -> list[tuple[str, float]]:
+        """The script of each call made meanwhile, in order, and how long Redis' thread was busy with it, ms."""
+        with self.measuring() as calls:
+            await act()
+        return [(call.script, call.cpu_ms) for call in calls]
 
     async def longest_of(
         self, prepare: Callable[[], Awaitable[object]], act: Callable[[], Awaitable[object]], repetitions: int = 3
     ) -> dict[str, float]:
-        """The longest call of each script (ms by SLOWLOG) in what is done after a preparation, both repeated on an empty server.
+        """The longest call of each script, ms of Redis' thread, in what is done after a preparation, both repeated on an empty server.
 
-        Of each call the shortest of its repetitions counts: SLOWLOG has also the time that others kept Redis' thread from running.
+        Of each call the shortest of its repetitions counts: who shares the machine makes them longer.
         """
         for name in loader.script_names():
             await self.redis.script_load(loader.load(name).text)
@@ -143,7 +136,7 @@ class Measured:
             plain += await self._plain_calls()
             await self._begin_anew()
             await prepare()
-            made.append(await self.slowlog_of(act))
+            made.append(await self.calls_of(act))
         self.slowness = max(1.0, min(plain) * 1_000 / PLAIN_GRABS / PLAIN_GRAB_US)
         assert len({tuple(name for name, _ in calls) for calls in made}) == 1, "each repetition makes the same calls"
         found: dict[str, float] = {}
@@ -165,7 +158,7 @@ class Measured:
             for start in range(0, 5 * PLAIN_GRABS, PLAIN_GRABS):
                 await self.decide([Grab(id=f"g{n}", offer="o", user=f"u{n}") for n in range(start, start + PLAIN_GRABS)])
 
-        return [took for _, took in await self.slowlog_of(act)]
+        return [took for _, took in await self.calls_of(act)]
 
     async def end(self) -> None:
         await self.gate.close()

@@ -1,7 +1,8 @@
-"""The longest call of each script for the largest legal input, by SLOWLOG: below 10 ms of a quiet machine.
+"""The longest call of each script for the largest legal input: below 10 ms of Redis' thread on a quiet machine.
 
-Others use this machine, and SLOWLOG has also the time that they kept Redis' thread from running; so of each call the shortest of its
-repetitions counts, and a plain grab, measured in between, says how slow the machine is. docs/performance.md has the table.
+Others use this machine, so of each call the shortest of its repetitions counts, and a plain grab, measured in between, says how slow the
+machine is. What SLOWLOG has of such calls is longer: it counts also how long others kept the thread from running. docs/performance.md has
+the table.
 """
 
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -44,7 +45,9 @@ async def decided(system: Measured, commands: list[AnyCommand], *outcomes: str) 
 
 async def check(system: Measured, prepare: Act, act: Act, *scripts: str, repetitions: int = 3) -> None:
     longest = await system.longest_of(prepare, act, repetitions)
-    print(f"\n{longest} ms; a plain grab took {system.slowness:.1f} times as long as on a quiet machine")
+    print(
+        f"\n{ {name: round(took, 1) for name, took in longest.items()} } ms; a plain grab took {system.slowness:.1f} times as long as on a quiet machine"
+    )
     assert set(scripts) <= longest.keys()
     assert max(longest.values()) < 10 * max(SLOWER, system.slowness), longest
 
