@@ -1,4 +1,5 @@
-"""The longest calls of our scripts, as the servers' own SLOWLOG has them: it counts nothing but the time that Redis' thread gave to a call.
+"""The longest calls of our scripts, as the servers themselves have them: their SLOWLOG each script's, above its threshold, their latency
+histogram the longest of all since they started. Both count nothing but the time from a call's begin to its end in Redis' thread.
 
 A gate could only say how long it waited, with what others did meanwhile; and a script that told how long it took would cost each call.
 """
@@ -21,6 +22,27 @@ class SlowScript(NamedTuple):
     calls: int
     longest_ms: float
     at: int
+
+
+class ScriptCalls(NamedTuple):
+    """Of all scripts on a server, also those of other systems, since it started or its statistics were reset: how many calls there were,
+    and how long the longest was at most, ms (Redis counts in powers of two)."""
+
+    server: str
+    calls: int
+    longest_ms_at_most: float
+
+
+async def script_calls(redis: Any) -> list[ScriptCalls]:
+    """How long calls were on each server; nothing of one that does not answer, or not this user."""
+    found = []
+    for server, client in await masters(redis):
+        said: dict[bytes, Any] = {}
+        with suppressed_trouble():
+            said = await within(client.execute_command("LATENCY", "HISTOGRAM", "evalsha"))
+        if counted := said.get(b"evalsha"):
+            found.append(ScriptCalls(server, counted[b"calls"], max(counted[b"histogram_usec"]) / 1_000))
+    return found
 
 
 async def slow_scripts(redis: Any, prefix: str) -> list[SlowScript]:

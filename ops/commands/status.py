@@ -18,7 +18,7 @@ from ops.connections import key_space, open_redis, what_is_mixed_up
 from ops.output import console, json_option, print_json, table
 from ops.redis_servers import ANSWER_SECONDS_MAX, information, of_each
 from ops.settings import Settings, load_settings
-from ops.slow_scripts import slow_scripts
+from ops.slow_scripts import script_calls, slow_scripts
 from projections import cursors, set_aside, verified
 from projections.definitions import PROJECTIONS, definition_of
 from projections.migrate import use_schema
@@ -58,7 +58,7 @@ async def read(settings: Settings) -> dict[str, Any]:
     mixed_up = await what_is_mixed_up(settings)
     found: dict[str, Any] = {
         "servers": {}, "shards": [], "read_models": [], "stopped": [], "versions": [], "waiting": {}, "verified": [], "findings": [],
-        "set_aside": [], "slow_scripts": [], "mixed_up": str(mixed_up) if mixed_up else None,
+        "set_aside": [], "slow_scripts": [], "script_calls": [], "mixed_up": str(mixed_up) if mixed_up else None,
     }  # fmt: skip
     found["servers"] = dict.fromkeys(("redis", "kafka", "postgres"))
     # PostgreSQL before Redis, which goes on meanwhile: a read model that is ahead of it then is so in truth.
@@ -79,6 +79,7 @@ async def _redis(settings: Settings, found: dict[str, Any]) -> None:
         states = {number: keys.shard(number).state for number in range(settings.shards)}
         rows = await of_each(redis, states, lambda number: _shard(redis, keys.shard(number)))
         found["slow_scripts"] = [one._asdict() for one in await slow_scripts(redis, settings.prefix)]
+        found["script_calls"] = [one._asdict() for one in await script_calls(redis)]
     finally:
         await redis.aclose()
     found["shards"] = [rows.get(number) or _unknown(number) for number in states]
@@ -187,6 +188,9 @@ def _print(found: dict[str, Any]) -> None:
             highlight=False,
         )
     _print_slow_scripts(found["slow_scripts"])
+    if found["script_calls"]:
+        longest = max(one["longest_ms_at_most"] for one in found["script_calls"])
+        console.print(f"Longest script call since the servers started: at most {longest:,.0f} ms", highlight=False)
     if found["servers"]["postgres"] is None:
         _print_books(found)
     if found["stopped"] or found["findings"] or any(shard["fault"] for shard in found["shards"]):

@@ -19,7 +19,7 @@ from models.offers import Changes, CouponTerms, EnvelopeTerms, Limit, StockTerms
 from models.rules.operating import fall_due
 from models.rules.settling import lapse
 from ops.settings import Settings
-from ops.slow_scripts import slow_scripts
+from ops.slow_scripts import script_calls, slow_scripts
 from streams.sweeper import HOLDS_AT_ONCE_MAX, OFFERS_AT_ONCE_MAX, Sweeper
 from tests.lua.books import check_books
 from tests.lua.calls import CALL_COST_MAX, COMMAND_COST_MAX, SLOWER, Call, Measured, changed, longest, scripts
@@ -305,3 +305,18 @@ async def test_operators_see_the_longest_calls(measured: Measured) -> None:
     assert known.calls >= 1
     assert known.longest_ms > 0
     assert await slow_scripts(measured.redis, "ow") == []
+
+
+async def test_operators_see_how_long_the_longest_call_was_since_the_server_started(measured: Measured) -> None:
+    """Also of calls that no SLOWLOG has."""
+    await measured.redis.config_set("slowlog-log-slower-than", -1)
+    await measured.redis.config_resetstat()
+    assert await script_calls(measured.redis) == []
+    await measured.decide([Open(id="o", offer="o", terms=StockTerms(issuer="i", total=1))])
+    [short] = await script_calls(measured.redis)
+    busy = "local at = redis.call('TIME') repeat local now = redis.call('TIME') until now[1] * 1e6 + now[2] > at[1] * 1e6 + at[2] + 30000"
+    await measured.redis.evalsha(await measured.redis.script_load(busy), 0)
+    [long] = await script_calls(measured.redis)
+    assert (short.server, long.calls) == ("", short.calls + 1)
+    assert long.longest_ms_at_most >= 30
+    assert short.longest_ms_at_most <= long.longest_ms_at_most

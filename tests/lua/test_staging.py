@@ -280,5 +280,6 @@ async def test_a_million_parts_take_no_long_call(own_server: Any, monkeypatch: p
         longest = await system.longest_of(prepare, act, 5)
     finally:
         await system.end()
+    print(f"\n{ {name: round(took, 1) for name, took in longest.items()} } ms; slower by {system.slowness:.1f}")
     assert {"stage", "open", "apply_parts", "apply", "close"} <= longest.keys()
     assert max(longest.values()) < 10 * max(2, system.slowness), longest

@@ -114,6 +114,7 @@ async def test_status_says_what_it_does_not_know(system: Settings) -> None:
     found = json.loads(done.stdout)
     assert [found[name] for name in ("verified", "read_models", "stopped")] == [None] * 3
     assert len(found["shards"]) == 8
+    assert all(one["calls"] > 0 and one["longest_ms_at_most"] > 0 for one in found["script_calls"])
     done = grabstream("status", **own)
     assert done.returncode == 3, done.stderr
     [row] = [line for line in done.stdout.splitlines() if re.match(r"│ +3 │", line)]
