@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Iterable, Sequence
+from decimal import Decimal
 from typing import Any, Final
 
 import click
@@ -30,7 +31,12 @@ def counted(number: int, things: str) -> str:
 
 def print_json(value: Any, to_errors: bool = False) -> None:
     """One JSON document on standard output, or on standard error."""
-    click.echo(json.dumps(value, indent=2, default=str, ensure_ascii=False), err=to_errors)
+    click.echo(json.dumps(value, indent=2, default=_plain, ensure_ascii=False), err=to_errors)
+
+
+def _plain(value: Any) -> Any:
+    """What JSON has no form for. psycopg gives Decimal for `numeric`: sums without a bound, integers all the same."""
+    return int(value) if isinstance(value, Decimal) and value == value.to_integral_value() else str(value)
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
@@ -38,8 +44,8 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) 
     made = Table(title=title, title_justify="left", title_style="bold", header_style="dim")
     rows = [list(row) for row in rows]
     for index, column in enumerate(columns):
-        numeric = all(isinstance(row[index], int | float) for row in rows) and bool(rows)
+        numeric = all(isinstance(row[index], int | float | Decimal) for row in rows) and bool(rows)
         made.add_column(column, justify="right" if numeric else "left")
     for row in rows:
-        made.add_row(*(f"{cell:,}" if isinstance(cell, int) and not isinstance(cell, bool) else str(cell) for cell in row))
+        made.add_row(*(f"{cell:,}" if isinstance(cell, int | Decimal) and not isinstance(cell, bool) else str(cell) for cell in row))
     return made

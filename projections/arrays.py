@@ -19,7 +19,7 @@ def text_array(values: Sequence[str]) -> str:
 
 
 def integer_array(values: Iterable[int]) -> str:
-    """The literal of a `bigint[]`; pass it with a cast, `%s::bigint[]`."""
+    """The literal of a `bigint[]`, or of a `numeric[]` for sums without a bound; pass it with a cast, `%s::bigint[]`."""
     return f"{{{','.join(map(str, values))}}}"
 
 

@@ -22,12 +22,12 @@ _WALLET, _HOLD = "wallet:", "hold:"
 
 _GAIN = (
     "INSERT INTO balances_1 AS b (user_id, asset, available, held) "
-    "SELECT * FROM unnest(%s::text[], %s::text[], %s::bigint[], %s::bigint[]) "
+    "SELECT * FROM unnest(%s::text[], %s::text[], %s::numeric[], %s::numeric[]) "
     "ON CONFLICT (user_id, asset) DO UPDATE SET available = b.available + excluded.available, held = b.held + excluded.held"
 )
 _LOSE = (
     "UPDATE balances_1 AS b SET available = b.available + c.available, held = b.held + c.held "
-    "FROM unnest(%s::text[], %s::text[], %s::bigint[], %s::bigint[]) AS c (user_id, asset, available, held) "
+    "FROM unnest(%s::text[], %s::text[], %s::numeric[], %s::numeric[]) AS c (user_id, asset, available, held) "
     "WHERE b.user_id = c.user_id AND b.asset = c.asset"
 )
 

@@ -4,6 +4,7 @@ Both are read in the caller's transaction, in which they must stand at the same 
 """
 
 from collections.abc import Mapping, Sequence
+from decimal import Decimal
 from typing import Any, Final
 
 import msgspec
@@ -178,4 +179,5 @@ async def _examples(
 
 
 def _shown(value: Any) -> Any:
-    return value.hex() if isinstance(value, bytes) else value
+    # Sums without a bound are `numeric` in SQL: integers all the same.
+    return value.hex() if isinstance(value, bytes) else int(value) if isinstance(value, Decimal) else value

@@ -53,7 +53,7 @@ async def _post(connection: AsyncConnection[Any], changes: dict[tuple[str, str],
     losses = sorted(key for key, amount in changes.items() if amount < 0 and key[0].startswith(GUARDED_ACCOUNTS))
     gains = sorted(changes.keys() - set(losses))
     await connection.execute(
-        "INSERT INTO accounts_1 AS a (account, asset, posted) SELECT * FROM unnest(%s::text[], %s::text[], %s::bigint[]) "
+        "INSERT INTO accounts_1 AS a (account, asset, posted) SELECT * FROM unnest(%s::text[], %s::text[], %s::numeric[]) "
         "ON CONFLICT (account, asset) DO UPDATE SET posted = a.posted + excluded.posted",
         _columns(gains, changes),
     )
@@ -61,7 +61,7 @@ async def _post(connection: AsyncConnection[Any], changes: dict[tuple[str, str],
         return
     done = await connection.execute(
         "UPDATE accounts_1 AS a SET posted = a.posted + c.amount "
-        "FROM unnest(%s::text[], %s::text[], %s::bigint[]) AS c (account, asset, amount) "
+        "FROM unnest(%s::text[], %s::text[], %s::numeric[]) AS c (account, asset, amount) "
         "WHERE a.account = c.account AND a.asset = c.asset",
         _columns(losses, changes),
     )

@@ -139,7 +139,7 @@ async def add_accounts(connection: AsyncConnection[Any], changes: Mapping[tuple[
     """Adds to what accounts must be."""
     keys = sorted(changes)
     await connection.execute(
-        "INSERT INTO verified_accounts AS a (account, asset, posted) SELECT * FROM unnest(%s::text[], %s::text[], %s::bigint[]) "
+        "INSERT INTO verified_accounts AS a (account, asset, posted) SELECT * FROM unnest(%s::text[], %s::text[], %s::numeric[]) "
         "ON CONFLICT (account, asset) DO UPDATE SET posted = a.posted + excluded.posted",
         (text_array([key[0] for key in keys]), text_array([key[1] for key in keys]), integer_array(changes[key] for key in keys)),
     )
@@ -191,7 +191,7 @@ async def accounts_behind(
         "LATERAL (SELECT * FROM transfers WHERE transfers.shard = v.shard AND transfers.seq > v.seq) AS t), "
         "changes AS (SELECT account, asset, sum(change) AS change FROM (SELECT debit AS account, asset, -amount AS change FROM ahead "
         "UNION ALL SELECT credit, asset, amount FROM ahead) AS legs GROUP BY account, asset) "
-        "SELECT keys.account, keys.asset, coalesce(a.posted, 0), (coalesce(v.posted, 0) + coalesce(c.change, 0))::bigint, "
+        "SELECT keys.account, keys.asset, coalesce(a.posted, 0), coalesce(v.posted, 0) + coalesce(c.change, 0), "
         "CASE WHEN NOT %(with_balances)s THEN NULL WHEN keys.account LIKE 'wallet:%%' THEN coalesce(b.available, 0) "
         "WHEN keys.account LIKE 'hold:%%' THEN coalesce(b.held, 0) END "
         "FROM keys LEFT JOIN accounts AS a USING (account, asset) LEFT JOIN verified_accounts AS v USING (account, asset) "
@@ -201,7 +201,10 @@ async def accounts_behind(
         "ORDER BY keys.account, keys.asset",
         {"account": account, "asset": asset, "limit": limit, "with_balances": with_balances},
     )
-    return [AccountRow(*row) for row in await found.fetchall()]
+    return [
+        AccountRow(account, asset, int(posted), int(expected), None if balance is None else int(balance))
+        for account, asset, posted, expected, balance in await found.fetchall()
+    ]
 
 
 async def offers_behind(

@@ -376,7 +376,10 @@ async def begin_anew(connection: AsyncConnection[Any], schema: str, projection: 
 
 
 async def renew_empty(connection: AsyncConnection[Any], schema: str, shards: int) -> list[str]:
-    """Gives a system that has no events yet the definitions of this code, in the caller's transaction; returns the projections renewed."""
+    """Gives a system that has no events yet the definitions of this code, in the caller's transaction; returns the projections renewed.
+
+    One whose views change, and that others stand on, is left as it is: `grabstream rebuild` says who they are, until they are gone.
+    """
     renewed = []
     for projection in PROJECTIONS:
         live = await in_state(connection, schema, projection, "live")
@@ -386,6 +389,11 @@ async def renew_empty(connection: AsyncConnection[Any], schema: str, shards: int
             sql.SQL("SELECT count(*) FROM {} WHERE next_offset > 0").format(sql.Identifier(live.schema, "projection_cursors"))
         )
         if (await found.fetchone() or [1])[0] == 0:
-            await begin_anew(connection, schema, projection, shards)
+            try:
+                async with connection.transaction():
+                    await begin_anew(connection, schema, projection, shards)
+            except ViewsInUse as error:
+                log.warning("%s: no worker of this release writes it until `grabstream rebuild %s`: %s", projection, projection, error)
+                continue
             renewed.append(projection)
     return renewed

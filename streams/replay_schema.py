@@ -17,6 +17,7 @@ from psycopg import AsyncConnection, sql
 
 from models.journal import Cursor
 from projections import audit, balances, cursors, ledger
+from projections.definitions import PROJECTIONS, definition_of
 from projections.locks import Held, hold, let_go
 from projections.migrate import use_schema
 from projections.sessions import connect
@@ -68,7 +69,7 @@ class Definition(NamedTuple):
         """What cannot be changed later, for JSON."""
         return {
             "prefix": self.prefix, "source": self.source, "shards": list(self.shards), "offers": sorted(self.wanted.offers),
-            "users": sorted(self.wanted.users),
+            "users": sorted(self.wanted.users), "definitions": {name: definition_of(name).number for name in PROJECTIONS},
         }  # fmt: skip
 
     def bounds(self) -> dict[str, list[int | None]]:
@@ -159,7 +160,9 @@ async def check_schema(connection: AsyncConnection[Any], schema: str, system: st
     fixed, until = kept
     remove = f"name another schema, or remove this one with `DROP SCHEMA {schema} CASCADE`"
     if fixed != definition.fixed():
-        changed = ", ".join(f"{name} {fixed[name]}" for name, value in definition.fixed().items() if fixed.get(name) != value)
+        # One of a release before says nothing of definitions: its tables are others.
+        known = {"definitions": "of an older release"} | fixed
+        changed = ", ".join(f"{name} {known.get(name)}" for name, value in definition.fixed().items() if known.get(name) != value)
         raise Refused(f"schema {schema} holds another replay, made with {changed}: {remove}")
     for shard in definition.shards:
         old, new = until.get(str(shard)), definition.bounds().get(str(shard))

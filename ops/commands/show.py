@@ -66,7 +66,7 @@ async def read_offer(connection: AsyncConnection[dict[str, Any]], offer: str, li
     line = "SELECT position, user_id, quantity, grab FROM waiting WHERE offer = %s ORDER BY position LIMIT %s"
     waiting = await (await connection.execute(line, (offer, limit))).fetchall()
     money = (
-        "SELECT state, currency, count(*) AS payments, sum(amount)::bigint AS amount, sum(refunded)::bigint AS refunded "
+        "SELECT state, currency, count(*) AS payments, sum(amount) AS amount, sum(refunded) AS refunded "
         "FROM payments WHERE offer = %s GROUP BY state, currency ORDER BY state, currency"
     )
     payments = await (await connection.execute(money, (offer,))).fetchall()

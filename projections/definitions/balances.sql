@@ -4,11 +4,14 @@
 
 --- part tables
 
+-- What a user has are sums over all offers and corrections, without a bound: integers wider than bigint. What belongs to one event, grab,
+-- offer or payment is at most 10^13, and stays bigint: of an offer no more is given, held or left than its `total`; a grab is paid its
+-- `due` at most, since units that went back are not paid again; a limit counts up to its `max`.
 CREATE TABLE balances_1 (
     user_id text NOT NULL,
     asset text NOT NULL,
-    available bigint NOT NULL DEFAULT 0,
-    held bigint NOT NULL DEFAULT 0
+    available numeric(38, 0) NOT NULL DEFAULT 0,
+    held numeric(38, 0) NOT NULL DEFAULT 0
 );
 
 -- Of the units of a grab (`quantity`), `held` wait to be confirmed and `back` went back, or are waited for; the rest is the user's.
@@ -96,8 +99,8 @@ CREATE INDEX payments_1_payment ON payments_1 (campaign, payment);
 CREATE TABLE balance_changes (
     user_id text NOT NULL,
     asset text NOT NULL,
-    available bigint NOT NULL,
-    held bigint NOT NULL
+    available numeric(38, 0) NOT NULL,
+    held numeric(38, 0) NOT NULL
 );
 
 -- What each event changed of a grab: sums, and what it replaces (NULL: as it was).

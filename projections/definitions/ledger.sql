@@ -1,8 +1,9 @@
 -- The ledger: every transfer as a row, and what stands on every account.
---- definition 1
+--- definition 2
 
 --- part tables
 
+-- A transfer is of at most 10^13; `posted` is a sum of as many as there will ever be, and stays an integer.
 CREATE TABLE transfers_1 (
     shard integer NOT NULL,
     seq bigint NOT NULL,
@@ -18,7 +19,7 @@ CREATE TABLE transfers_1 (
 CREATE TABLE accounts_1 (
     account text NOT NULL,
     asset text NOT NULL,
-    posted bigint NOT NULL
+    posted numeric(38, 0) NOT NULL
 );
 
 --- part constraints

@@ -120,7 +120,7 @@ async def test_status_says_what_it_does_not_know(system: Settings) -> None:
     [row] = [line for line in done.stdout.splitlines() if re.match(r"│ +3 │", line)]
     assert "–" in row
     async with await AsyncConnection.connect(system.postgres, autocommit=True) as connection:
-        await connection.execute(f"UPDATE {system.schema_}_ledger_1.projection_cursors SET seq = 10011 WHERE shard = 3".encode())
+        await connection.execute(f"UPDATE {system.schema_}_ledger_2.projection_cursors SET seq = 10011 WHERE shard = 3".encode())
     said = grabstream("status", **of(system)).stdout
     assert "10,011 ahead" in said
     assert "ahead of Redis: it has lost events" in said

@@ -68,9 +68,12 @@ async def test_a_system_of_the_release_before_keeps_its_rows_and_what_stands_on_
             await connection.execute((folder / name).read_text().encode())
             await connection.execute("INSERT INTO migrations (name) VALUES (%s)", (name,))
         await connection.execute("INSERT INTO accounts_1 VALUES ('wallet:u', 'CNY', 5)")
-        await connection.execute("INSERT INTO projection_cursors (projection, shard, seq) VALUES ('ledger', 3, 17), ('audit', 3, 19)")
+        await connection.execute("INSERT INTO transfers_1 VALUES (3, 17, 0, 'e', 'CNY', 'external:p', 'wallet:u', 5, 1)")
+        columns = "(projection, shard, seq, next_offset)"
+        await connection.execute(f"INSERT INTO projection_cursors {columns} VALUES ('ledger', 3, 17, 4), ('audit', 3, 19, 4)".encode())
         await connection.execute("INSERT INTO stopped_shards VALUES ('ledger', 3, 17, 4, 'why'), ('events', 2, 1, 1, 'because')")
-        await connection.execute(b"CREATE VIEW rich AS SELECT * FROM accounts WHERE posted > 1")
+        await connection.execute(b"CREATE VIEW rich AS SELECT credit, amount FROM transfers WHERE amount > 1")
+        await connection.execute(b"CREATE VIEW has AS SELECT * FROM accounts")
         await connection.execute(b"GRANT SELECT ON accounts TO PUBLIC")
         try:
             await migrate(connection, main, settings.shards)
@@ -79,14 +82,25 @@ async def test_a_system_of_the_release_before_keeps_its_rows_and_what_stands_on_
             assert await fetch(connection, "SELECT projection, shard, reason FROM stopped_shards ORDER BY 1") == [
                 ("events", 2, "because"), ("ledger", 3, "why"),
             ]  # fmt: skip
-            assert await fetch(connection, "SELECT * FROM rich") == [("wallet:u", "CNY", 5)]
+            assert await fetch(connection, "SELECT * FROM rich") == [("wallet:u", 5)]
+            assert await fetch(connection, "SELECT * FROM has") == [("wallet:u", "CNY", 5)]
             async with connection.transaction():
                 made = await versions.create(connection, main, "ledger", settings.shards)
                 await versions.complete(connection, "ledger")
                 await connection.execute("INSERT INTO accounts_1 VALUES ('wallet:v', 'CNY', 6)")
+                await connection.execute("INSERT INTO transfers_1 VALUES (3, 17, 0, 'e', 'CNY', 'external:p', 'wallet:v', 6, 1)")
+            # What an account has is another type in definition 2, so who stands on that view is named, and nothing is changed.
+            with pytest.raises(versions.ViewsInUse, match="view has depends on view"):
+                async with connection.transaction():
+                    await versions.show(connection, main, made)
+            await connection.execute("SELECT set_config('search_path', %s, false)", (main,))
+            assert await fetch(connection, "SELECT * FROM has") == [("wallet:u", "CNY", 5)]
+            await connection.execute(b"DROP VIEW has")
+            async with connection.transaction():
                 await versions.show(connection, main, made)
             await connection.execute("SELECT set_config('search_path', %s, false)", (main,))
-            assert await fetch(connection, "SELECT * FROM rich") == [("wallet:v", "CNY", 6)]
+            assert await fetch(connection, "SELECT * FROM rich") == [("wallet:v", 6)]
+            assert await fetch(connection, "SELECT * FROM accounts") == [("wallet:v", "CNY", 6)]
             assert await fetch(connection, "SELECT has_table_privilege('public', 'accounts', 'SELECT')") == [(True,)]
         finally:
             await versions.drop_all(connection, main)
@@ -101,7 +115,7 @@ async def test_a_view_with_other_columns_is_made_anew_with_its_grants_unless_oth
 ) -> None:
     main = settings.schema_
     changed = definition_of("ledger").parts["views"].replace("account, asset, posted FROM", "asset, account, posted FROM")
-    other = definition_of("ledger")._replace(number=2, parts={**definition_of("ledger").parts, "views": changed})
+    other = definition_of("ledger")._replace(number=3, parts={**definition_of("ledger").parts, "views": changed})
     monkeypatch.setattr(versions, "definition_of", lambda projection: other if projection == "ledger" else definition_of(projection))
     async with connection.transaction():
         made = await versions.create(connection, main, "ledger", settings.shards)
@@ -112,7 +126,7 @@ async def test_a_view_with_other_columns_is_made_anew_with_its_grants_unless_oth
     with pytest.raises(versions.ViewsInUse, match="rich"):
         async with connection.transaction():
             await versions.show(connection, main, made)
-    assert (await versions.in_state(connection, main, "ledger", "live")).version == 1  # type: ignore[union-attr]
+    assert (await versions.in_state(connection, main, "ledger", "live")).version == 2  # type: ignore[union-attr]
     await connection.execute(b"DROP VIEW rich")
     async with connection.transaction():
         await versions.show(connection, main, made)
@@ -123,7 +137,7 @@ async def test_a_view_with_other_columns_is_made_anew_with_its_grants_unless_oth
     # Of the two, workers with the one definition write the one, and workers with the other the other.
     assert await versions.use_read_model(connection, main, "ledger") == made.schema
     monkeypatch.undo()
-    assert await versions.use_read_model(connection, main, "ledger") == f"{main}_ledger_1"
+    assert await versions.use_read_model(connection, main, "ledger") == f"{main}_ledger_2"
     await versions.discard(connection, main, (await versions.versions(connection, main, "ledger"))[0])
     with pytest.raises(versions.NoReadModel, match="grabstream rebuild ledger"):
         await versions.use_read_model(connection, main, "ledger")
@@ -145,6 +159,28 @@ async def test_a_schema_made_anew_has_what_the_code_defines(settings: Settings, 
             assert await versions.versions(connection, settings.schema_, "audit") == found
         finally:
             await versions.drop_all(connection, settings.schema_)
+
+
+async def test_init_leaves_a_view_that_others_stand_on_and_says_so(settings: Settings, caplog: pytest.LogCaptureFixture) -> None:
+    """Without events, too: it ends as it does otherwise, and the next one renews the version when they are gone."""
+    main, folder = settings.schema_, files("projections.migrations")
+    async with await AsyncConnection.connect(settings.postgres, autocommit=True) as connection:
+        await connection.execute(f"CREATE SCHEMA {main}; SET search_path TO {main}".encode())
+        await connection.execute(b"CREATE TABLE migrations (name text PRIMARY KEY, at timestamptz DEFAULT now())")
+        await connection.execute((folder / "0001_books.sql").read_text().encode())
+        await connection.execute("INSERT INTO migrations (name) VALUES ('0001_books.sql')")
+        await connection.execute(b"CREATE VIEW has AS SELECT * FROM accounts")
+        try:
+            for number in (1, 2):
+                await migrate(connection, main, settings.shards)
+                assert {one.projection: one.definition for one in await versions.versions(connection, main) if one.state == "live"} == {
+                    "audit": 1, "balances": 2, "events": 1, "ledger": number,
+                }  # fmt: skip
+                assert ("view has depends on view" in caplog.text) is (number == 1)
+                await connection.execute(b"DROP VIEW IF EXISTS has")
+                caplog.clear()
+        finally:
+            await versions.drop_all(connection, main)
 
 
 def test_a_definition_says_what_it_means_to_change() -> None:

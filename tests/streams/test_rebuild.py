@@ -76,7 +76,7 @@ async def test_the_same_rows_live_rebuilt_from_audit_and_from_blocks_cut_elsewhe
             assert await digests(system, new) == live[projection], (projection, source)
     async with await open_books(system) as books:
         assert len(await load(books, "ledger")) == system.shards
-        assert {one.version for one in await versions(books, system.schema_, "ledger")} == {2, 3}
+        assert {one.version for one in await versions(books, system.schema_, "ledger")} == {3, 4}
     # The rebuilt versions are what workers write from here on, all of them in their complete form.
     again = system.model_copy(update={"prefix": prefix + "x", "schema_": prefix + "x"})
     await make_system(again)
@@ -149,26 +149,26 @@ async def test_differences_refuse_accept_and_undo(booked: Settings) -> None:
     assert "--accept" in shown.stdout
     assert f"posted: {wrong} → {wrong - 7}" in shown.stdout.replace("\n", " ")
     plan = grabstream("rebuild", "ledger", "--dry-run", **of(booked))
-    assert f"go on with {booked.schema_}_ledger_2 (following)" in plan.stdout.replace("\n", " ")
+    assert f"go on with {booked.schema_}_ledger_3 (following)" in plan.stdout.replace("\n", " ")
     accepted = grabstream("rebuild", "ledger", "--accept", **of(booked))
     assert accepted.returncode == 0, accepted.stderr
     assert await rows(booked, query) == [(wrong - 7,)]
     everything = grabstream("rebuild", "all", "--undo", **of(booked))
     assert (everything.returncode, "balances has no previous version" in everything.stderr) == (1, True)
     planned = grabstream("rebuild", "ledger", "--undo", "--dry-run", **of(booked))
-    assert f"would show {booked.schema_}_ledger_1 (definition 1) again" in planned.stdout.replace("\n", " ")
+    assert f"would show {booked.schema_}_ledger_2 (definition 2) again" in planned.stdout.replace("\n", " ")
     assert await rows(booked, query) == [(wrong - 7,)]
     undone = grabstream("rebuild", "ledger", "--undo", "--json", **of(booked))
     assert undone.returncode == 0
     new = json.loads(undone.stdout)["new"]
-    assert (new["version"], new["state"]) == (1, "live")
+    assert (new["version"], new["state"]) == (2, "live")
     assert await rows(booked, query) == [(wrong,)]
     assert grabstream("rebuild", "ledger", "--undo", **of(booked)).returncode == 0
     assert await rows(booked, query) == [(wrong - 7,)]
     planned = grabstream("rebuild", "ledger", "--drop-previous", "--dry-run", **of(booked))
-    assert f"would drop {booked.schema_}_ledger_1" in planned.stdout
+    assert f"would drop {booked.schema_}_ledger_2" in planned.stdout
     dropped = grabstream("rebuild", "ledger", "--drop-previous", **of(booked))
-    assert f"dropped {booked.schema_}_ledger_1" in dropped.stdout
+    assert f"dropped {booked.schema_}_ledger_2" in dropped.stdout
     for words in (("--undo",), ("--undo", "--dry-run")):
         assert grabstream("rebuild", "ledger", *words, **of(booked)).returncode == 1
     assert [one.state for one in await all_versions(booked, "ledger")] == ["live"]

@@ -139,7 +139,7 @@ async def published(settings: Settings) -> int:
 
 def test_workers_of_another_definition_are_in_a_group_of_their_own(monkeypatch: Any) -> None:
 
-    assert group_of("grab", ["ledger", "events"]) == "grab.ledger-events"
-    changed = agents.definition_of("balances")._replace(number=2)
+    assert group_of("grab", ["ledger", "audit", "events"]) == "grab.ledger:2-audit-events"
+    changed = agents.definition_of("balances")._replace(number=9)
     monkeypatch.setattr(agents, "definition_of", lambda name: changed)
-    assert group_of("grab", ["balances"]) == "grab.balances:2"
+    assert group_of("grab", ["balances"]) == "grab.balances:9"

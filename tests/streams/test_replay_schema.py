@@ -144,6 +144,15 @@ async def test_schemas_that_are_refused(told: System) -> None:
     assert kept["transfers"] == await rows(told.settings, "SELECT * FROM transfers WHERE shard = 2 ORDER BY shard, seq, leg")
     done = told.replay("--into", f"schema:{told.into('mine')}", "--shard", "5")
     assert (done.returncode, "another replay, made with shards [2]" in done.stderr) == (1, True), done.stderr
+    # Its tables are those of its release.
+    for change, word in (
+        ("jsonb_set(definition, '{definitions,balances}', '1')", "'balances': 1"),
+        ("definition - 'definitions'", "older"),
+    ):
+        async with await open_books(told.settings) as books:
+            await books.execute(f"UPDATE {told.into('mine')}.replay SET definition = {change}".encode())
+        done = told.replay("--into", f"schema:{told.into('mine')}", "--shard", "2")
+        assert (done.returncode, word in done.stderr, "Traceback" in done.stderr) == (1, True, False), done.stderr
 
 
 async def test_no_worker_goes_on_with_a_replay(told: System) -> None:

@@ -322,7 +322,7 @@ async def test_one_verifies_and_another_takes_its_place(system: Settings, histor
         ("SELECT setval('findings_id_seq', 1, false)", "UniqueViolation", "SELECT"),
         ("DELETE FROM verified WHERE shard = 3", "KeyError", "SELECT"),
         (
-            "UPDATE verified_accounts SET posted = 9223372036854775807; UPDATE verified SET seq = DEFAULT, head = DEFAULT",
+            "UPDATE verified_accounts SET posted = repeat('9', 38)::numeric; UPDATE verified SET seq = DEFAULT, head = DEFAULT",
             "NumericValueOutOfRange", "DELETE FROM verified_accounts; DELETE FROM verified_offers",
         ),
     ],
