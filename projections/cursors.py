@@ -53,6 +53,11 @@ class Stop(NamedTuple):
     reason: str
     stopped_at: datetime
 
+    @property
+    def newer(self) -> bool:
+        """Whether it stopped at an event that a newer grabstream wrote. Only the first line is ours: PostgreSQL quotes rows in others."""
+        return NEWER in self.reason.partition("\n")[0]
+
 
 async def stops(connection: AsyncConnection[Any]) -> list[Stop]:
     """Where projections have stopped, the first stop first."""
@@ -114,5 +119,7 @@ async def let_go_on(connection: AsyncConnection[Any], projection: str, shard: in
 
 
 async def retry_newer(connection: AsyncConnection[Any], projection: str) -> None:
-    """Takes back the stops at events that a newer grabstream wrote: this process may be the newer one. If not, it stops there again."""
-    await connection.execute("DELETE FROM stopped_shards WHERE projection = %s AND strpos(reason, %s) > 0", (projection, NEWER))
+    """Takes back the stops at events that a newer grabstream wrote (`Stop.newer`): this process may be it. If not, it stops there again."""
+    await connection.execute(
+        "DELETE FROM stopped_shards WHERE projection = %s AND strpos(split_part(reason, E'\\n', 1), %s) > 0", (projection, NEWER)
+    )

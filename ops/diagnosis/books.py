@@ -8,7 +8,6 @@ from aiokafka import AIOKafkaConsumer, TopicPartition
 from psycopg import AsyncConnection
 
 from models.journal import Cursor
-from models.upcasting import NEWER
 from ops.diagnosis.findings import RESTORE, Finding, address, of_shards
 from ops.diagnosis.topics import LATE_MS, Lag, lags
 from ops.settings import Settings
@@ -247,7 +246,7 @@ def stopped(facts: BookFacts, settings: Settings) -> list[Finding]:
             f"{stop.reason.splitlines()[0]}",
             f"{stop.projection} shows that shard as it was; the other shards go on",
             "start workers of the newer release that wrote it: they go on by themselves"
-            if NEWER in stop.reason
+            if stop.newer
             else f"grabstream set-aside {stop.projection} {stop.shard} --dry-run   # shows the record; or, when its cause is mended: "
             f"grabstream retry {stop.projection} {stop.shard}",
             _ms(stop.stopped_at),

@@ -32,4 +32,5 @@ CREATE VIEW operations AS
     SELECT shard, seq, offer, type, at, body::jsonb->>'operator' AS operator, body::jsonb->>'command' AS command, body
     FROM audit_1
     WHERE type IN ('offer.opened', 'offer.loaded', 'offer.amended', 'offer.paused', 'offer.resumed', 'offer.closed', 'ledger.adjusted')
-      AND body::jsonb->>'command' <> 'sweep' AND body::jsonb->>'reason' IS DISTINCT FROM 'drained';
+      -- Closed by the system itself: by its last grab, or by time. Other reasons, and ids of commands, are words of whoever sent them.
+      AND NOT (type = 'offer.closed' AND coalesce(body::jsonb->>'reason' IN ('drained', 'deadline'), false));
