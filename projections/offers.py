@@ -42,6 +42,7 @@ class _Change(msgspec.Struct):
     state: str | None = None
     closed_at: int | None = None
     retired_at: int | None = None
+    retired_seq: int | None = None
     reason: str | None = None
     seed: str | None = None
     title: str | None = None
@@ -70,7 +71,7 @@ _MORE = {"units": "t.units + c.total", "terms": f"t.terms || coalesce(c.terms::j
 _UPDATE = update_by("offers_1", ("offer",), _SUMS, _REPLACED, ("state", "reason", "seed", "title", "terms"), _MORE)
 _OPENED = (
     "COPY offers_1 (offer, shard, kind, issuer, funding, asset, total, units, title, state, opened_at, opens_at, closes_at, units_left, "
-    "seed_sha256, terms, hour_shift_ms) FROM STDIN"
+    "seed_sha256, terms, hour_shift_ms, opened_seq) FROM STDIN"
 )
 _PAID = (
     "INSERT INTO payments_1 (campaign, payment, offer, grab, amount, currency, state, outcome, shard, seq, at) "
@@ -188,7 +189,7 @@ def _steer(offer: _Change, event: AnyEvent) -> None:
         offer.refunded += event.amount
         offer.units_left = 0
     elif isinstance(event, OfferRetired):
-        offer.state, offer.retired_at = "retired", event.at
+        offer.state, offer.retired_at, offer.retired_seq = "retired", event.at, event.seq
     elif isinstance(event, OfferPaused | OfferResumed):
         offer.state = "paused" if isinstance(event, OfferPaused) else "open"
 
@@ -203,7 +204,7 @@ async def _insert(connection: AsyncConnection[Any], opened: Sequence[OfferOpened
                 (
                     event.offer, event.shard, event.kind, event.issuer, event.funding, event.asset, event.total, units, terms.title,
                     "open", event.at, event.opens_at, event.closes_at, units, event.seed_sha256, _opened_terms(event),
-                    _hour_shift(event.offsets),
+                    _hour_shift(event.offsets), event.seq,
                 )
             )  # fmt: skip
 

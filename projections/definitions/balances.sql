@@ -1,6 +1,6 @@
 -- Balances: what every user has, every grab and offer as it stands, and what became of payments.
 --- definition 2
---- changes 2: grabs_1.counted_at grabs_1.uncounted grabs_1.recounted
+--- changes 2: grabs_1.counted_at grabs_1.uncounted grabs_1.recounted offers_1.opened_seq offers_1.retired_seq
 
 --- part tables
 
@@ -72,7 +72,9 @@ CREATE TABLE offers_1 (
     held bigint NOT NULL DEFAULT 0,
     waiting bigint NOT NULL DEFAULT 0,
     hour_shift_ms bigint NOT NULL DEFAULT 0,
-    retired_at bigint
+    retired_at bigint,
+    opened_seq bigint NOT NULL,
+    retired_seq bigint
 );
 
 -- One row for each time a payment was booked. Its id may be used again when its campaign has long forgotten it.
@@ -178,16 +180,17 @@ CREATE VIEW waiting AS
 
 -- What each limit leaves to each user, or value of an attribute, in the window of now. A limit counts the grabs since it was added; a
 -- campaign's limit those of all offers since the campaign began (when all its earlier offers had retired), in the zone of its first offer.
+-- Which came first is told by seq: a shard's time may stand still while its events go on.
 CREATE VIEW limits AS
     WITH begun AS (
-        SELECT offer, shard, kind, retired_at, opened_at, terms, hour_shift_ms, split_part(offer, ':', 1) AS campaign,
-               CASE WHEN max(coalesce(retired_at, 9223372036854775807)) OVER (
-                        PARTITION BY shard, split_part(offer, ':', 1) ORDER BY opened_at, offer
+        SELECT offer, shard, kind, retired_at, opened_seq, terms, hour_shift_ms, split_part(offer, ':', 1) AS campaign,
+               CASE WHEN max(coalesce(retired_seq, 9223372036854775807)) OVER (
+                        PARTITION BY shard, split_part(offer, ':', 1) ORDER BY opened_seq
                         ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING
-                    ) >= opened_at THEN 0 ELSE 1 END AS begins
+                    ) > opened_seq THEN 0 ELSE 1 END AS begins
         FROM offers_1
     ), lives AS (
-        SELECT *, sum(begins) OVER (PARTITION BY shard, campaign ORDER BY opened_at, offer) AS life FROM begun
+        SELECT *, sum(begins) OVER (PARTITION BY shard, campaign ORDER BY opened_seq) AS life FROM begun
     ), amended AS (
         SELECT l.offer, e.seq, lead(e.seq, 1, 9223372036854775807) OVER (PARTITION BY l.offer ORDER BY e.seq) AS until, e.limits
         FROM lives AS l, jsonb_to_recordset(coalesce(

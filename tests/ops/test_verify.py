@@ -210,6 +210,8 @@ BOOKS = [
     Wrong("offers_1", "UPDATE {t} SET terms = terms || '{{\"limits\": []}}' WHERE offer = 'c:stock'", BALANCES,
           "offers (offer c:stock): terms is"),
     Wrong("offers_1", "UPDATE {t} SET waiting = waiting + 1 WHERE offer = 'c:stock'", BALANCES, "waiting is"),
+    Wrong("offers_1", "UPDATE {t} SET opened_seq = opened_seq + 1, retired_seq = 1 WHERE offer = 'gone'", BALANCES,
+          "retired_seq is 1, the journal makes it"),
     Wrong("payments_1", "UPDATE {t} SET state = 'refund_due' WHERE payment = 'paid-1'", BALANCES, "the journal makes it served"),
     Wrong("payments_1", "UPDATE {t} SET refunded = 1 WHERE payment = 'paid-2'", BALANCES, "refunded is 1, the journal makes it 0"),
     Wrong("payments_1", "DELETE FROM {t} WHERE payment = 'paid-1'", BALANCES, "the row is not there"),

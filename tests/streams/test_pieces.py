@@ -298,3 +298,32 @@ async def test_the_view_of_limits_counts_since_a_limit_was_added_and_in_the_zone
         answer = decide(deepcopy(history.state), Grab(id="now", offer=offer, user="u"), history.now).answer
         told |= {(offer, one.by, one.per, one.scope): one.left + 1 for one in answer.limits}
     assert found == told
+
+
+async def test_the_view_of_limits_begins_a_campaign_anew_where_redis_does_within_one_millisecond(system: Settings) -> None:
+    """A shard's time stands still while its server's clock is set back. Of two campaigns one has gone when its next offer opens, the other
+    has not: by their times nobody can tell."""
+    [(now,)] = await rows(system, "SELECT (extract(epoch FROM now()) * 1000)::bigint")
+    history = History(1)
+    history.now = now - 10
+    limits = (Limit("user", "offer", 9, "campaign"), Limit("user", "week", 9, "campaign"))
+    terms = StockTerms(issuer="shop", total=40, limits=limits, max_per_grab=9, retire_after_ms=1)
+    for offer in ("gone:b", "there:b"):
+        history.send(Open, offer, terms=terms)
+        history.send(Grab, offer, user="u", quantity=5)
+        history.send(Close, offer)
+    history.now = now
+    history.send(Open, "there:a", terms=terms)
+    history.lines += map(encode_event, sweep(history.state, history.now))
+    assert set(history.state.retired) == {"gone:b", "there:b"}
+    history.send(Open, "gone:a", terms=terms)
+    for offer in ("gone:a", "there:a"):
+        history.send(Grab, offer, user="u", quantity=2)
+    await project(system, history, random.Random(3))
+    assert await rows(system, "SELECT count(*) FROM offers WHERE greatest(opened_at, retired_at) = (SELECT max(at) FROM audit)") == [(4,)]
+    told = {}
+    for offer in ("gone:a", "there:a"):
+        answer = decide(deepcopy(history.state), Grab(id="now", offer=offer, user="u"), history.now).answer
+        told |= {(offer, one.per): one.left + 1 for one in answer.limits}
+    assert (told["gone:a", "week"], told["there:a", "week"]) == (7, 2)
+    assert {row[:2]: row[2] for row in await rows(system, 'SELECT offer, per, "left" FROM limits')} == told
