@@ -25,7 +25,7 @@
 --- @include "course"
 
 return course(function(call, offer, id, digest, body)
-  call.lines[#call.lines + 1] = event_head(call, offer, 'ledger.adjusted', id) .. body.whole .. operator_text(body)
-    .. ',"digest":"' .. digest .. '"}'
+  add_line(call, event_head(call, offer, 'ledger.adjusted', id) .. body.whole .. operator_text(body)
+    .. ',"digest":"' .. digest .. '"}')
   return {CODE.adjusted, call.seq, call.now, 0, 0, 0, offer.units_left}, true
 end)

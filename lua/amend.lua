@@ -66,10 +66,10 @@ return course(function(call, offer, id, digest, body)
   move_units(offer, added)
   change_terms(offer, changes)
   local source = offer.pieces and 'issuer:' .. offer.issuer or 'external:' .. offer.rules.funding
-  call.lines[#call.lines + 1] = event_head(call, offer, 'offer.amended', id) .. ',"changes":' .. body.json .. ',"asset":"' .. offer.asset
+  add_line(call, event_head(call, offer, 'offer.amended', id) .. ',"changes":' .. body.json .. ',"asset":"' .. offer.asset
     .. '","source":"' .. source .. '"' .. (added > 0 and ',"added":' .. int(added) or '')
     .. (added < 0 and ',"removed":' .. int(-added) or '')
-    .. ',"left":' .. int(offer.units_left) .. operator_text(body) .. ',"digest":"' .. digest .. '"}'
+    .. ',"left":' .. int(offer.units_left) .. operator_text(body) .. ',"digest":"' .. digest .. '"}')
   local row = {CODE.amended, call.seq, call.now, 0, 0, 0, offer.units_left}
   serve(call, offer, id)
   row[7] = offer.units_left

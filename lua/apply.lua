@@ -36,23 +36,20 @@ if shard[1] then return redis.error_reply('LOST the shard is not fenced') end
 if ARGV[4] ~= '' and (shard[3] or (shard[2] or '0') ~= ARGV[4]) then return redis.error_reply('LOST the shard has moved on') end
 
 local names, campaign_of, campaign_names, events, offer_of, retired = unpack(cmsgpack.unpack(ARGV[7]))
+spend(COST.argument_byte * #ARGV[7])
 local offers, campaigns = load_offers(names, campaign_of, campaign_names)
 local call = {seq = 0, now = 0, lines = {}, refused_ids = {}, refused_fields = {}, demand = {}}
 local APPLY = {}
 
 -- The answer that the command of an event got, kept under its id.
-local function keep_answer(offer, event, row)
-  local record = pack_row(offer.name, row, event.digest, event.whole)
-  local campaign = offer.campaign
-  campaign.answers[event.command] = record
-  campaign.made[#campaign.made + 1] = event.command
-  campaign.made[#campaign.made + 1] = record
+local function keep_row(offer, event, row)
+  keep_answer(offer.campaign, event.command, pack_row(offer.name, row, event.digest, event.whole))
 end
 
 local function steered(code)
   return function(offer, event)
     offer.paused = code == CODE.paused
-    keep_answer(offer, event, {code, event.seq, event.at, 0, 0, 0, offer.units_left})
+    keep_row(offer, event, {code, event.seq, event.at, 0, 0, 0, offer.units_left})
   end
 end
 
@@ -61,13 +58,13 @@ local function settled(offer, event, grab, code, more)
   local quantity = event.quantity
   local row = {code, event.seq, event.at, quantity, quantity, grab.place, offer.units_left}
   if more then row[8], row[9], row[10] = 0, 0, more end
-  keep_answer(offer, event, row)
+  keep_row(offer, event, row)
 end
 
 -- -- offers ----------------------------------------------------------------------------------------------------------
 
 APPLY['offer.loaded'] = function(offer, event)
-  spend(COST.item * #event.items)
+  spend(COST.item * #event.items + COST.line_byte * bytes_of(event.items))
   local list = offer.loads[event.what]
   offer.seen_new[event.what .. '/' .. event.chunk] = true
   local loading = {chunks = event.chunks, loaded = (list and list.loaded or 0) + 1, count = event.count}
@@ -79,13 +76,13 @@ APPLY['offer.loaded'] = function(offer, event)
   end
   offer.loads[event.what] = loading
   offer.loads_changed = true
-  keep_answer(offer, event, {CODE.loaded, event.seq, event.at, 0, event.count, 0, offer.units_left})
+  keep_row(offer, event, {CODE.loaded, event.seq, event.at, 0, event.count, 0, offer.units_left})
 end
 
 APPLY['offer.amended'] = function(offer, event)
   move_units(offer, (event.added or 0) - (event.removed or 0))
   change_terms(offer, event.changes)
-  keep_answer(offer, event, {CODE.amended, event.seq, event.at, 0, 0, 0, offer.units_left})
+  keep_row(offer, event, {CODE.amended, event.seq, event.at, 0, 0, 0, offer.units_left})
 end
 
 APPLY['offer.paused'] = steered(CODE.paused)
@@ -93,11 +90,11 @@ APPLY['offer.resumed'] = steered(CODE.resumed)
 
 APPLY['offer.closed'] = function(offer, event)
   end_offer(offer, event.reason, event.at)
-  if event.digest then keep_answer(offer, event, {CODE.closed, event.seq, event.at, event.amount, 0, 0, event.left}) end
+  if event.digest then keep_row(offer, event, {CODE.closed, event.seq, event.at, event.amount, 0, 0, event.left}) end
 end
 
 APPLY['ledger.adjusted'] = function(offer, event)
-  keep_answer(offer, event, {CODE.adjusted, event.seq, event.at, 0, 0, 0, offer.units_left})
+  keep_row(offer, event, {CODE.adjusted, event.seq, event.at, 0, 0, 0, offer.units_left})
 end
 
 -- -- grabs -----------------------------------------------------------------------------------------------------------
@@ -120,7 +117,7 @@ do
 
   -- The codes of a grab leave the list in the order they stand in it.
   local function take_codes(offer, grab, codes)
-    spend(COST.code * #codes)
+    spend(COST.item * #codes + COST.listed_byte * bytes_of(codes))
     offer.codes_taken = offer.codes_taken + #codes
     for _, code in ipairs(codes) do grab.codes[#grab.codes + 1] = code end
   end
@@ -164,7 +161,7 @@ do
     local name, row = unpack_row(tail)
     if name == offer.name and row[3] == event.at and row[2] < event.seq then
       row[7] = offer.units_left
-      keep_answer(offer, {command = event.command, digest = digest}, row)
+      keep_row(offer, {command = event.command, digest = digest}, row)
     end
   end
 
@@ -179,7 +176,7 @@ do
   APPLY['grab.queued'] = function(offer, event)
     local grab, said = make_grab(offer, event)
     join_queue(offer, event.grab, grab)
-    keep_answer(offer, event, {CODE.waiting, event.seq, event.at, 0, event.quantity, grab.place, offer.units_left, 0, 0, said})
+    keep_row(offer, event, {CODE.waiting, event.seq, event.at, 0, event.quantity, grab.place, offer.units_left, 0, 0, said})
   end
 
   APPLY['grab.extended'] = function(offer, event)
@@ -247,7 +244,7 @@ do
     end
     if code == CODE.not_enough_left then more.left = grab.held > 0 and grab.held or grab.lapsed end
     keep_payment(call, offer.campaign, event.payment, offer.name, event.grab, code, 0, event.amount, event.asset)
-    keep_answer(offer, event, {code, event.seq, event.at, 0, 0, 0, 0, 0, 0, more})
+    keep_row(offer, event, {code, event.seq, event.at, 0, 0, 0, 0, 0, 0, more})
   end
 end
 
@@ -312,7 +309,7 @@ local function open(o, name, event)
   create_offer(name, o, campaign, row, event.opens_at, event.closes_at, parts)
   commit()
   offers[o] = load_offer(name, o, campaign)
-  keep_answer(offers[o], event, {CODE.opened, event.seq, event.at, row.total, 0, 0, row.units})
+  keep_row(offers[o], event, {CODE.opened, event.seq, event.at, row.total, 0, 0, row.units})
 end
 
 -- What was left to the sweeper is left to it again: units that are there for those who wait, when a call had served as many as it may.

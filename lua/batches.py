@@ -272,7 +272,7 @@ def _body(shard: int, command: AnyCommand, sealer: Sealer) -> dict[str, Any]:
             items = [sealer.seal_code(shard, command.offer, code) for code in command.items]
             if others := sealer.other_names(shard, command.offer, command.items):
                 body["other_names"] = others
-        body |= {"what": command.what, "chunk": command.chunk, "chunks": command.chunks, "items": items, "json": _json(items).decode()}
+        body |= {"what": command.what, "chunk": command.chunk, "chunks": command.chunks, "items": items}
     elif isinstance(command, Adjust):
         body["whole"] = whole_of(command)
     return body

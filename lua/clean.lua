@@ -31,14 +31,22 @@ local function is_over(record)
   return has_retired(call, name) and redis.call('HEXISTS', KEYS[14], 'retired/' .. name) == 0
 end
 
-local found = redis.call('HSCAN', KEYS[13], cursor, 'COUNT', ARGV[8])
-local over = {}
-for i = 1, #found[2], 2 do
-  if is_over(found[2][i + 1]) then over[#over + 1] = found[2][i] end
-end
+-- Records are read whole, and there is no telling how long they are: as many at once as those before were short enough for.
+local over, seen, count = {}, 0, 1
+repeat
+  local found = redis.call('HSCAN', KEYS[13], cursor, 'COUNT', count)
+  cursor, count = found[1], 2 * count
+  for i = 1, #found[2], 2 do
+    local record = found[2][i + 1]
+    spend(COST.scanned + COST.line_byte * #record)
+    if #record > BOUNDS.large_answer_bytes then count = 1 end
+    if is_over(record) then over[#over + 1] = found[2][i] end
+  end
+  seen = seen + #found[2] / 2
+until cursor == '0' or seen >= tonumber(ARGV[8]) or is_spent()
 write_in_pieces('HDEL', KEYS[13], over)
-if found[1] ~= '0' then
-  write('HSET', KEYS[12], field, string.format('%.0f:%s:%s', call.history, found[1], again))
+if cursor ~= '0' then
+  write('HSET', KEYS[12], field, string.format('%.0f:%s:%s', call.history, cursor, again))
 elseif again == '1' then
   write('HSET', KEYS[12], field, '0:0:0')
 else

@@ -27,8 +27,6 @@
 --- @include "settling"
 --- @include "course"
 
-local CONFIRM_FORM = '%s,"held":%.0f%s,"issuer":"%s"%s%s,"digest":"%s"}'
-
 local TOO_LATE = 'the offer retired too long ago, so nothing was booked for this payment: see the view payments, and adjust what is missing'
 local NEVER_OPENED = 'no offer was ever opened under this id, so nothing was booked for this payment: pay it back where it came from'
 
@@ -69,9 +67,9 @@ local function unserved(call, offer, id, digest, body, campaign, name, more)
   local code = CODE[name]
   local row = refused_row(call, code, more or {})
   if not body.payment or body.paid == 0 then return row end
-  call.lines[#call.lines + 1] = event_head(call, offer, 'payment.refund_due', id) .. ',"grab":"' .. body.grab .. '","payment":"'
+  add_line(call, event_head(call, offer, 'payment.refund_due', id) .. ',"grab":"' .. body.grab .. '","payment":"'
     .. body.payment .. '","amount":' .. int(body.paid) .. ',"asset":"' .. body.currency .. '","outcome":"' .. name
-    .. '","digest":"' .. digest .. '"}'
+    .. '","digest":"' .. digest .. '"}')
   keep_payment(call, campaign, body.payment, offer.name, body.grab, code, 0, body.paid, body.currency)
   row[2] = call.seq
   row[10].message = (row[10].message and row[10].message .. '; ' or '') .. 'the payment is to be paid back'
@@ -95,9 +93,9 @@ local function confirm(call, offer, grab, id, digest, body, campaign, quantity)
   local codes = hand_out(offer, grab, quantity)
   local payment = (body.payment and ',"payment":"' .. body.payment .. '"' or '')
     .. (body.paid > 0 and ',"paid":' .. int(body.paid) .. ',"currency":"' .. body.currency .. '"' or '')
-  call.lines[#call.lines + 1] = string.format(CONFIRM_FORM,
-    event_head(call, offer, 'grab.confirmed', id) .. grab_text(offer, body.grab, grab, quantity, quantity), grab.held, payment,
-    offer.issuer, retaken and ',"retaken":true' or '', codes_text(codes), digest)
+  add_line(call, event_head(call, offer, 'grab.confirmed', id) .. grab_text(offer, body.grab, grab, quantity, quantity)
+    .. ',"held":' .. int(grab.held) .. payment .. ',"issuer":"' .. offer.issuer .. (retaken and '","retaken":true' or '"')
+    .. codes_text(codes) .. ',"digest":"' .. digest .. '"}')
   grab.confirmed_seq, grab.confirmed_at = call.seq, call.now
   if body.payment then
     grab.payments[#grab.payments + 1] = {body.payment, quantity}

@@ -27,6 +27,7 @@ if not call then return cmsgpack.pack(refused) end
 
 local names, campaign_of, campaign_names, grabs, offer_of = unpack(cmsgpack.unpack(ARGV[6]))
 local offers, campaigns = load_offers(names, campaign_of, campaign_names)
+spend(COST.argument_byte * #ARGV[6])
 local looked_at = 0
 for i = 1, #grabs do
   if i > 1 and is_spent() then break end

@@ -32,8 +32,8 @@ return settle(function(call, offer, grab, id, digest, body)
     return refused_row(call, CODE.limit_reached, {limit = {'grab', 'offer', offer.rules.extensions, 0, 0, 'offer'}})
   end
   grab.extensions, grab.deadline = grab.extensions + 1, grab.deadline + offer.rules.hold_ms
-  call.lines[#call.lines + 1] = event_head(call, offer, 'grab.extended', id) .. grab_text(offer, body.grab, grab, grab.held, grab.held)
-    .. ',"deadline_at":' .. int(grab.deadline) .. ',"digest":"' .. digest .. '"}'
+  add_line(call, event_head(call, offer, 'grab.extended', id) .. grab_text(offer, body.grab, grab, grab.held, grab.held)
+    .. ',"deadline_at":' .. int(grab.deadline) .. ',"digest":"' .. digest .. '"}')
   touch_grab(offer, body.grab)
   return {CODE.extended, call.seq, call.now, grab.held, grab.held, grab.place, offer.units_left, 0, 0, {deadline_at = grab.deadline}}, true
 end)

@@ -34,6 +34,7 @@ from lua.journaled import HistoryChanged, Journaled
 from lua.keys import KeySpace, ShardKeys
 from lua.refusals import RefusalLog
 from lua.sealing import Sealer
+from lua.sizes import CALL_BYTES_MAX, fitting, size_of_all
 from lua.staging import Batch, discard, stage
 from lua.tickets import TicketKeys
 from lua.trouble import is_trouble
@@ -154,7 +155,7 @@ class _Ticket:
     """
 
     __slots__ = (
-        "answers", "breaks", "commands", "company", "deadline", "done", "fault", "given", "has_baskets", "history", "lane", "next",
+        "answers", "breaks", "bytes", "commands", "company", "deadline", "done", "fault", "given", "has_baskets", "history", "lane", "next",
         "parts", "patience_seconds", "patient_until", "script", "unsure",
     )  # fmt: skip
 
@@ -162,6 +163,7 @@ class _Ticket:
         self.lane = lane
         self.script = script
         self.commands = commands
+        self.bytes = size_of_all(commands)
         self.deadline = deadline
         self.patience_seconds = patience_seconds
         self.patient_until: float | None = None
@@ -446,6 +448,7 @@ class Gate:
                 start = 0
                 while start < len(run_places):
                     end = _few_offers(run_places, commands, start, min(start + size, len(run_places)))
+                    end = start + fitting([commands[place] for place in run_places[start:end]])
                     end = _whole_baskets(run_places, commands, end)
                     yield shard, kind.__name__.lower(), run_places[start:end]
                     start = end
@@ -540,7 +543,7 @@ class Gate:
         """
         batch: list[_Ticket] = []
         offers: set[str] = set()
-        count = history = 0
+        count = history = size_bytes = 0
         queue = shard.queue
         while queue:
             ticket = queue[0]
@@ -551,6 +554,8 @@ class Gate:
             if batch:
                 size = AT_ONCE_MAX.get(ticket.script, self._limits.batch_commands_max)
                 if ticket.script != batch[0].script or count + len(ticket.commands) > size:
+                    break
+                if size_bytes + ticket.bytes > CALL_BYTES_MAX:
                     break
                 if len(batch) >= ticket.company or len(batch) >= batch[0].company:
                     break
@@ -565,6 +570,7 @@ class Gate:
                 history = lane.history
             batch.append(queue.popleft())
             count += len(ticket.commands)
+            size_bytes += ticket.bytes
         shard.queued -= count
         for ticket in batch:
             ticket.lane.flying = True

@@ -38,16 +38,20 @@ local batch = cmsgpack.unpack(ARGV[6])
 local names, campaign_of, ids, offer_of, digests = batch[1], batch[2], batch[4], batch[5], batch[6]
 local users, quantities, attributes, more = batch[7], batch[8], batch[9], batch[10]
 local offers, campaigns = load_offers(names, campaign_of, batch[3])
-local campaign_ids, offer_users = {}, {}
+local offer_users = {}
 
 local function basket_at(i)
   local extra = more and more[i]
   return extra and extra.basket and campaign_of[offer_of[i]] .. '/' .. extra.basket
 end
 
+local runs = batch[11] and is_plain(call, offers[1])
+local plain_cost = COST.plain_grab + COST.plain_byte * #ARGV[6] / #ids
+
 -- How many of the grabs this call has room for, by what is known of them before they are read; a basket is not torn.
 local function fitting()
-  if batch[11] and is_plain(call, offers[1]) then return math.min(#ids, math.max(1, math.floor(COST.call_max / COST.plain_grab))) end
+  if runs then return math.min(#ids, math.max(1, math.floor(COST.call_max / plain_cost))) end
+  spend(COST.argument_byte * #ARGV[6])
   local estimate = 0
   for i = 1, #ids do
     if i > 1 and is_spent(estimate) and not (basket_at(i) and basket_at(i) == basket_at(i - 1)) then return i - 1 end
@@ -60,15 +64,12 @@ local function fitting()
   return #ids
 end
 
--- Read all: the answers of each campaign, what each offer has of its users, then the refusals of what is not answered.
+-- What is small is read at once: what each offer has of its users, and the refusals. Answers may be large (they have codes), so each is
+-- read when its grab is decided.
 for i = #ids, fitting() + 1, -1 do ids[i], users[i] = nil, nil end
-for c = 1, #campaigns do campaign_ids[c] = {} end
 for o = 1, #offers do offer_users[o] = {} end
 for i = 1, #ids do
-  local o = offer_of[i]
-  local asked = campaign_ids[campaign_of[o]]
-  asked[#asked + 1] = ids[i]
-  asked = offer_users[o]
+  local asked = offer_users[offer_of[i]]
   asked[#asked + 1] = users[i]
 end
 local function lookup(key, fields)
@@ -80,19 +81,13 @@ local function lookup(key, fields)
 end
 local taken, eligible, counted, refusals = {}, {}, {}, {}
 local first, run = 1, nil
-if batch[11] and is_plain(call, offers[1]) then
-  first, run = grant_run(call, offers[1], ids, users, campaigns[1])
+if runs then
+  first, run = grant_run(call, offers[1], ids, users, campaigns[1], plain_cost)
   if first > #ids then return finish(call, offers, campaigns, {}, run) end
 end
 if not quantities then
   digests, quantities, attributes = {}, {}, {}
   for i = 1, #ids do digests[i], quantities[i], attributes[i] = PLAIN, 1, '' end
-end
-for c, campaign in ipairs(campaigns) do
-  campaign.answers = lookup(campaign.answers_key, campaign_ids[c])
-  for id, record in pairs(campaign.answers) do
-    if record then campaign.answers[id] = answer_that_counts(call, campaign, record) or false end
-  end
 end
 for o = 1, #offers do
   local offer = offers[o]
@@ -239,8 +234,8 @@ local function take_pieces(i, offer)
   if #under > 0 then said.limits = limit_states(offer, under, now) end
   if waits then
     join_queue(offer, id, grab)
-    lines[#lines + 1] = event_head(call, offer, 'grab.queued', id) .. grab_text(offer, id, grab, quantity, 0)
-      .. tail_text(i, extra, ticket) .. ',"digest":"' .. digests[i] .. '"}'
+    add_line(call, event_head(call, offer, 'grab.queued', id) .. grab_text(offer, id, grab, quantity, 0)
+      .. tail_text(i, extra, ticket) .. ',"digest":"' .. digests[i] .. '"}')
     row[1], row[4] = CODE.waiting, 0
   else
     put(offer, 'places', offer.places + 1)
@@ -249,24 +244,22 @@ local function take_pieces(i, offer)
     local asked = quantities[i] ~= quantity and ',"asked":' .. int(quantities[i]) or ''
     if rules.hold_ms then
       begin_hold(offer, grab, quantity, now)
-      lines[#lines + 1] = event_head(call, offer, 'grab.held', id) .. grab_text(offer, id, grab, quantity, quantity) .. asked
-        .. hold_text(offer, grab) .. tail_text(i, extra, ticket) .. ',"digest":"' .. digests[i] .. '"}'
+      add_line(call, event_head(call, offer, 'grab.held', id) .. grab_text(offer, id, grab, quantity, quantity) .. asked
+        .. hold_text(offer, grab) .. tail_text(i, extra, ticket) .. ',"digest":"' .. digests[i] .. '"}')
       row[1] = CODE.held
       hold_row(offer, grab, said)
     else
       grab.taken = quantity
       local codes = hand_out(offer, grab, quantity)
-      lines[#lines + 1] = event_head(call, offer, 'grab.granted', id) .. grab_text(offer, id, grab, quantity, quantity) .. asked
-        .. tail_text(i, extra, ticket) .. codes_text(codes) .. ',"digest":"' .. digests[i] .. '"}'
+      add_line(call, event_head(call, offer, 'grab.granted', id) .. grab_text(offer, id, grab, quantity, quantity) .. asked
+        .. tail_text(i, extra, ticket) .. codes_text(codes) .. ',"digest":"' .. digests[i] .. '"}')
       coupon_row(offer, grab, codes, said)
     end
   end
   touch_grab(offer, id)
   row[2], row[6], row[7] = call.seq, grab.place, offer.units_left
   local record = pack_row(offer.name, row, digests[i])
-  put(offer.campaign.answers, id, record)
-  append(offer.campaign.made, id)
-  append(offer.campaign.made, record)
+  keep_answer(offer.campaign, id, record)
   return row
 end
 
@@ -297,10 +290,18 @@ local function keep(i, row)
   return row
 end
 
+-- The answer that is kept under the id of a grab, or false.
+local function answer_to(i)
+  local campaign, id = campaigns[campaign_of[offer_of[i]]], ids[i]
+  if campaign.answers[id] == nil then
+    campaign.answers[id] = answer_that_counts(call, campaign, redis.call('HGET', campaign.answers_key, id)) or false
+  end
+  return campaign.answers[id]
+end
+
 local function known(i)
-  local campaign = campaigns[campaign_of[offer_of[i]]]
-  local record = campaign.answers[ids[i]]
-  return record, not record and next(refusals) and refusals[refusal_field(campaign.name, ids[i])]
+  local record = answer_to(i)
+  return record, not record and next(refusals) and refusals[refusal_field(campaigns[campaign_of[offer_of[i]]].name, ids[i])]
 end
 
 -- The row of what is kept under the id, see includes/repeats.lua.
@@ -337,58 +338,85 @@ local function decide_one(i)
   return invalid or keep(i, decide_new(i))
 end
 
--- Whether the members of a basket are answered as they were: one of them was taken, or all of them are known as refused. (When only some
--- refusals are still known, nothing was taken, and the basket is decided again.)
-local function is_known_basket(members)
-  local all = true
-  for _, i in ipairs(members) do
-    local record, refusal = known(i)
-    if record then return true end
-    all = all and refusal
-  end
-  return all
-end
-
 -- Grabs that stand or fall together: when one is refused, all get its outcome and nothing has happened.
-local function decide_basket(members, rows)
-  if is_known_basket(members) then
+local decide_basket
+do
+  -- Whether the members of a basket are answered as they were: one of them was taken, or all of them are known as refused. (When only some
+  -- refusals are still known, nothing was taken, and the basket is decided again.)
+  local function is_known_basket(members)
+    local all = true
     for _, i in ipairs(members) do
       local record, refusal = known(i)
-      local unknown = {offers[offer_of[i]] and CODE.conflict or CODE.no_such_offer, 0, now}
-      rows[i] = (record or refusal) and repeated(i, record, refusal) or unknown
+      if record then return true end
+      all = all and refusal
     end
-    return
+    return all
   end
-  if #members > BOUNDS.basket_grabs then
-    local message = 'basket: at most ' .. BOUNDS.basket_grabs .. ' grabs, this has ' .. #members
+
+  -- Why a call cannot carry a basket, which is never torn, or nil; and the same of one that is not known, by what its grabs ask for.
+  local function too_large_to_answer(members)
+    local bytes = 0
+    for _, i in ipairs(members) do
+      bytes = bytes + redis.call('HSTRLEN', campaigns[campaign_of[offer_of[i]]].answers_key, ids[i])
+    end
+    if bytes <= BOUNDS.basket_answers_bytes then return nil end
+    return 'basket: the answers known of its grabs have more than ' .. BOUNDS.basket_answers_bytes .. ' bytes; ask for each by itself'
+  end
+
+  local function unfit_basket(members)
+    if #members > BOUNDS.basket_grabs then return 'basket: at most ' .. BOUNDS.basket_grabs .. ' grabs, this has ' .. #members end
+    local codes = 0
+    for _, i in ipairs(members) do
+      local offer = offers[offer_of[i]]
+      if offer and offer.pieces and offer.loads.codes and not offer.rules.hold_ms then codes = codes + quantities[i] end
+    end
+    if codes <= BOUNDS.codes_per_grab then return nil end
+    return 'basket: its grabs get at most ' .. BOUNDS.codes_per_grab .. ' codes, together'
+  end
+
+  local function refuse_all(members, rows, message)
     for _, i in ipairs(members) do rows[i] = {CODE.invalid, 0, now, 0, 0, 0, 0, 0, 0, {message = message}} end
-    return
   end
-  local seq, count_lines = call.seq, #lines
-  undo_log = {}
-  for _, i in ipairs(members) do
-    local offer = offers[offer_of[i]]
-    local unfit_because = offer and unfit(i, offer)
-    local row
-    if campaigns[campaign_of[offer_of[i]]].answers[ids[i]] then
-      row = {CODE.conflict, 0, now}
-    elseif unfit_because then
-      row = {CODE.invalid, 0, now}
-    else
-      row = decide_new(i)
-    end
-    if row[1] >= CODE.invalid then
-      undo()
-      call.seq = seq
-      for n = #lines, count_lines + 1, -1 do lines[n] = nil end
-      for _, j in ipairs(members) do
-        rows[j] = keep(j, {row[1], 0, now, 0, 0, 0, 0, 0, 0, {message = 'basket: refused with grab ' .. ids[i]}})
+
+  function decide_basket(members, rows)
+    local too_large = too_large_to_answer(members)
+    if too_large then return refuse_all(members, rows, too_large) end
+    if is_known_basket(members) then
+      for _, i in ipairs(members) do
+        local record, refusal = known(i)
+        local unknown = {offers[offer_of[i]] and CODE.conflict or CODE.no_such_offer, 0, now}
+        rows[i] = (record or refusal) and repeated(i, record, refusal) or unknown
       end
       return
     end
-    rows[i] = row
+    local problem = unfit_basket(members)
+    if problem then return refuse_all(members, rows, problem) end
+    local seq, count_lines = call.seq, #lines
+    undo_log = {}
+    for _, i in ipairs(members) do
+      local offer = offers[offer_of[i]]
+      local unfit_because = offer and unfit(i, offer)
+      local row
+      if answer_to(i) then
+        row = {CODE.conflict, 0, now}
+      elseif unfit_because then
+        row = {CODE.invalid, 0, now}
+      else
+        row = decide_new(i)
+      end
+      if row[1] >= CODE.invalid then
+        undo()
+        call.seq = seq
+        for n = #lines, count_lines + 1, -1 do lines[n] = nil end
+        for _, j in ipairs(members) do
+          rows[j] = keep(j, {row[1], 0, now, 0, 0, 0, 0, 0, 0, {message = 'basket: refused with grab ' .. ids[i]}})
+        end
+        return
+      end
+      rows[i] = row
+    end
+    undo_log = nil
   end
-  undo_log = nil
 end
 
 local rows = {}

@@ -7,7 +7,7 @@
 -- KEYS[11] past zset · KEYS[12] cleaning hash
 -- KEYS[13 …] ten keys for each offer, then five for each campaign, see includes/offers.lua
 -- ARGV[1] shard/shards · ARGV[2] caller time ms · ARGV[3] time to use ms or '' · ARGV[4] clock skew ms · ARGV[5] outbox events max
--- ARGV[6] msgpack, see includes/course.lua; a body: {what, chunk, chunks, items, json: the items as text,
+-- ARGV[6] msgpack, see includes/course.lua; a body: {what, chunk, chunks, items,
 --         other_names: names of codes under other seal keys, see includes/codes.lua, operator}
 -- Outcomes: 21 fenced · 22 busy (whole call) · 23 conflict · 24 no_such_offer · 20 invalid · 29 over · 13 loaded
 -- Events: offer.loaded
@@ -99,9 +99,9 @@ local function load(call, offer, id, digest, body)
   loading.count = listed
   offer.loads[body.what] = loading
   offer.loads_changed = true
-  call.lines[#call.lines + 1] = event_head(call, offer, 'offer.loaded', id) .. ',"what":"' .. body.what .. '","chunk":' .. body.chunk
-    .. ',"chunks":' .. body.chunks .. ',"count":' .. listed .. ',"items":' .. body.json .. operator_text(body)
-    .. ',"digest":"' .. digest .. '"}'
+  add_line(call, event_head(call, offer, 'offer.loaded', id) .. ',"what":"' .. body.what .. '","chunk":' .. body.chunk
+    .. ',"chunks":' .. body.chunks .. ',"count":' .. listed .. ',"items":["' .. table.concat(body.items, '","') .. '"]'
+    .. operator_text(body) .. ',"digest":"' .. digest .. '"}')
   return {CODE.loaded, call.seq, call.now, 0, listed, 0, offer.units_left}, true
 end
 

@@ -47,6 +47,7 @@ end
 
 local batch = cmsgpack.unpack(ARGV[6])
 local names, campaign_of, campaign_names, ids, offer_of, digests, all_terms = unpack(batch)
+spend(COST.argument_byte * #ARGV[6])
 local made, seen, rows, campaigns = {}, {}, {}, {}
 local staged_from = SHARD_KEYS + OFFER_KEYS * #names + CAMPAIGN_KEYS * #campaign_names
 for c = 1, #campaign_names do campaigns[c] = campaign_at(campaign_names[c], #names, c) end
@@ -75,7 +76,7 @@ for i = 1, #ids do
         return cmsgpack.pack({CODE.busy, call.now + STAGE_AGAIN_MS, 'the staged parts are gone: they have to be brought again'})
       end
       local offer = {name = name, offer_seq = 0, opens_at = opens_at, closes_at = closes_at}
-      call.lines[#call.lines + 1] = opened_line(offer, id, digest, terms, join_zone(campaign, terms))
+      add_line(call, opened_line(offer, id, digest, terms, join_zone(campaign, terms)))
       row = {CODE.opened, call.seq, call.now, terms.total, 0, 0, terms.units}
       record = pack_row(name, row, digest)
       seen[record_field], seen[name] = record, true

@@ -8,19 +8,19 @@
 --         took the shard over.
 --- @include "shard"
 
-local LINES_MAX, BYTES_MAX = 1000, 1048576
+-- Every line is hashed where it becomes a string of Lua; an entry that begins below the bound is read whole.
+local LINES_MAX, BYTES_MAX = 1000, 131072
 
 if not is_owner(KEYS[1], ARGV[1], ARGV[2], ARGV[3]) then return redis.error_reply('LOST the shard has another owner, term or life') end
-local from = redis.call('XREVRANGE', KEYS[2], ARGV[4] .. '-0', '-', 'COUNT', 1)
-local start = from[1] and from[1][1] or '-'
 local entries, lines, bytes = {}, 0, 0
-while #entries < tonumber(ARGV[5]) and lines < LINES_MAX and bytes < BYTES_MAX do
-  local entry = redis.call('XRANGE', KEYS[2], start, '+', 'COUNT', 1)[1]
-  if not entry then break end
+local entry = redis.call('XREVRANGE', KEYS[2], ARGV[4] .. '-0', '-', 'COUNT', 1)[1]
+  or redis.call('XRANGE', KEYS[2], '-', '+', 'COUNT', 1)[1]
+while entry do
   entries[#entries + 1] = entry
-  start = '(' .. entry[1]
   lines = lines + #entry[2] / 2
   for i = 2, #entry[2], 2 do bytes = bytes + #entry[2][i] end
+  if #entries >= tonumber(ARGV[5]) or lines >= LINES_MAX or bytes >= BYTES_MAX then break end
+  entry = redis.call('XRANGE', KEYS[2], '(' .. entry[1], '+', 'COUNT', 1)[1]
 end
 local shard = redis.call('HMGET', KEYS[1], 'seq', 'partial')
 return {shard[1] or '0', entries, shard[2] or ''}

@@ -35,8 +35,8 @@ return settle(function(call, offer, grab, id, digest, body)
   if offer.rules.valid_until and call.now >= offer.rules.valid_until then return refused_row(call, CODE.expired) end
   if offer.kind ~= 'coupon' or body.quantity > grab.taken - grab.redeemed then return refused_row(call, CODE.not_redeemable) end
   grab.redeemed = grab.redeemed + body.quantity
-  call.lines[#call.lines + 1] = event_head(call, offer, 'grab.redeemed', id)
-    .. grab_text(offer, body.grab, grab, body.quantity, body.quantity) .. ',"order":"' .. body.order .. '","digest":"' .. digest .. '"}'
+  add_line(call, event_head(call, offer, 'grab.redeemed', id)
+    .. grab_text(offer, body.grab, grab, body.quantity, body.quantity) .. ',"order":"' .. body.order .. '","digest":"' .. digest .. '"}')
   keep_order(call, offer, body.grab, body.order, body.quantity)
   return {CODE.redeemed, call.seq, call.now, body.quantity, body.quantity, grab.place, offer.units_left}, true
 end)

@@ -26,6 +26,6 @@
 
 return steer(function(call, offer, id, digest, body)
   offer.paused = false
-  call.lines[#call.lines + 1] = event_head(call, offer, 'offer.resumed', id) .. operator_text(body) .. ',"digest":"' .. digest .. '"}'
+  add_line(call, event_head(call, offer, 'offer.resumed', id) .. operator_text(body) .. ',"digest":"' .. digest .. '"}')
   return {CODE.resumed, call.seq, call.now, 0, 0, 0, offer.units_left}, true
 end)

@@ -41,11 +41,11 @@ return settle(function(call, offer, grab, id, digest, body)
   if quantity == 0 or quantity > free then return refused_row(call, CODE.not_enough_left, {left = free}) end
   local refunds = refunds_text(grab, quantity)
   hand_back(offer, body.grab, grab, quantity, offer.rules.return_restores)
-  call.lines[#call.lines + 1] = event_head(call, offer, 'grab.returned', id) .. grab_text(offer, body.grab, grab, quantity, quantity)
+  add_line(call, event_head(call, offer, 'grab.returned', id) .. grab_text(offer, body.grab, grab, quantity, quantity)
     .. (body.reason ~= '""' and ',"reason":' .. body.reason or '') .. ',"to":"' .. returns_to(offer) .. '"'
     .. (refunds ~= '' and ',"refunds":[' .. refunds .. '],"currency":"' .. offer.rules.currency .. '"' or '')
     .. ',"issuer":"' .. offer.issuer .. (offer.rules.return_restores and '","restored":true' or '"')
-    .. ',"digest":"' .. digest .. '"}'
+    .. ',"digest":"' .. digest .. '"}')
   local row = {CODE.returned, call.seq, call.now, quantity, quantity, grab.place, offer.units_left}
   serve(call, offer, id)
   row[7] = offer.units_left

@@ -38,6 +38,7 @@ end
 
 local names, campaign_of, campaign_names = unpack(cmsgpack.unpack(ARGV[6]))
 local offers, campaigns = load_offers(names, campaign_of, campaign_names)
+spend(COST.argument_byte * #ARGV[6])
 local retired, seen_to = {}, 0
 for o = 1, #names do
   if o > 1 and is_spent() then break end
@@ -55,7 +56,7 @@ for o = 1, #names do
     elseif offer.held > 0 then
       offer.due = call.now + RETIRE_AGAIN_MS
     else
-      call.lines[#call.lines + 1] = event_head(call, offer, 'offer.retired', 'sweep') .. '}'
+      add_line(call, event_head(call, offer, 'offer.retired', 'sweep') .. '}')
       retired[#retired + 1] = offer
       offers[o] = false
     end

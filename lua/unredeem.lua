@@ -31,8 +31,8 @@ return settle(function(call, offer, grab, id, digest, body)
   local quantity, seq, time = unpack(order)
   if quantity == 0 then return again_row(CODE.unredeemed, seq, time) end
   grab.redeemed = grab.redeemed - quantity
-  call.lines[#call.lines + 1] = event_head(call, offer, 'grab.unredeemed', id) .. grab_text(offer, body.grab, grab, quantity, quantity)
-    .. ',"order":"' .. body.order .. '","digest":"' .. digest .. '"}'
+  add_line(call, event_head(call, offer, 'grab.unredeemed', id) .. grab_text(offer, body.grab, grab, quantity, quantity)
+    .. ',"order":"' .. body.order .. '","digest":"' .. digest .. '"}')
   keep_order(call, offer, body.grab, body.order, 0)
   return {CODE.unredeemed, call.seq, call.now, quantity, quantity, grab.place, offer.units_left}, true
 end)

@@ -273,13 +273,13 @@ def _check_load(command: Load) -> None:
         if not 0 < len(item) <= CODE_LENGTH_MAX:
             raise Invalid(f"items: a code has 1 to {CODE_LENGTH_MAX} characters, got {len(item)}")
         check_line("items", item)
-    if (size := sum(map(_bytes_of_code, command.items))) > ITEMS_BYTES_MAX:
+    if (size := sum(map(bytes_of_code, command.items))) > ITEMS_BYTES_MAX:
         raise Invalid(f"items: codes have at most {ITEMS_BYTES_MAX} bytes when they are sealed, these may have {size}; load fewer at once")
     if (size := len(_encode(command))) > COMMAND_BYTES_MAX:
         raise Invalid(f"items: a command has at most {COMMAND_BYTES_MAX} bytes, this has {size}; load fewer at once")
 
 
-def _bytes_of_code(code: str) -> int:
+def bytes_of_code(code: str) -> int:
     """What a code takes of an event at most: sealed (nonce, tag, base64) with the longest id of a key, in quotes."""
     return 4 * -(-(len(code.encode(errors="surrogatepass")) + 28) // 3) + ID_LENGTH_MAX + len(':"",')
 
@@ -290,7 +290,7 @@ def in_chunks(what: str, items: Sequence[str]) -> list[tuple[str, ...]]:
     in_event = in_command = 0
     for item in items:
         written = len(json.dumps(item)) + 1
-        sealed = _bytes_of_code(item) if what == "codes" else written
+        sealed = bytes_of_code(item) if what == "codes" else written
         full = in_event + sealed > ITEMS_BYTES_MAX or in_command + written > COMMAND_BYTES_MAX - COMMAND_REST_BYTES
         if not chunks or len(chunks[-1]) == ITEMS_MAX or full:
             chunks.append([])

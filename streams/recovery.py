@@ -32,6 +32,9 @@ _pack = msgspec.msgpack.Encoder().encode
 APPLY_EVENTS_MAX: Final = 256
 #: What a call may apply, as far as it is known before, in µs of Redis' thread; the script knows the rest (lua/includes/cost.lua).
 APPLY_COST_MAX: Final = 3_000
+#: What an event costs beyond a constant: µs for each byte that it has more than most have.
+USUAL_BYTES: Final = 512
+BYTE_COST: Final = 0.025
 WIPE_KEYS_A_STEP: Final = 500
 #: A key with the parts of an envelope counts as so many others: Redis frees a string, which may have megabytes, at once.
 WIPE_PARTS_WEIGHT: Final = 10
@@ -343,10 +346,11 @@ _drawn = msgspec.json.Decoder(_Drawn).decode
 
 def _cost(event: AnyEvent) -> float:
     """What an event costs the call that applies it, µs, as far as it says so itself."""
+    cost = 10 + BYTE_COST * max(len(_pack(event)) - USUAL_BYTES, 0)
     if isinstance(event, OfferOpened):
         terms = _drawn(event.terms)
-        return 50 + (0.01 * terms.parts if terms.draw == "ahead" else 0)
-    return 10 + len(event.items) if isinstance(event, OfferLoaded) else 10
+        return cost + 40 + (0.01 * terms.parts if terms.draw == "ahead" else 0)
+    return cost + len(event.items) if isinstance(event, OfferLoaded) else cost
 
 
 def _parts(events: Sequence[AnyEvent]) -> list[list[AnyEvent]]:

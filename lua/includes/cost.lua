@@ -4,7 +4,8 @@
 local COST = {
   call_max = 2500,
   command = 5, -- its arguments, what is kept under its id, its reply
-  plain_grab = 4, -- of a run of plain grabs: all of it
+  plain_grab = 4, -- of a run of plain grabs: all of it, and each byte of the arguments of such a run:
+  plain_byte = 0.01,
   offer = 40, -- read and written back, with its rules
   event = 6, -- its text, and a line of the outbox
   grab_read = 3, -- of pieces; and each byte of its record, read and written back:
@@ -15,13 +16,19 @@ local COST = {
   asked_byte = 0.0025,
   considered = 0.3, -- … looked at
   counter = 3, -- of a limit
+  scanned = 2, -- a record of a campaign looked at, whether its offer is there
   item = 1, -- of a list: a code, a user
-  code = 4.5, -- handed out, with its grab, event, and answer
+  -- Each byte counts as well, since every string that Lua makes is hashed whole (1.4 ns a byte):
+  argument_byte = 0.005, -- of what the call was sent, read and unpacked
+  line_byte = 0.003, -- of an event's text: joined, and appended to the outbox
+  answer_byte = 0.011, -- of an answer kept whole: packed, kept and replied; or read again, unpacked and replied
+  counter_byte = 0.02, -- of a counter's name: joined, looked up, and packed into the record of its grab, twice
+  listed_byte = 0.01, -- of codes: read from their list, joined, and packed into the record of their grab
   span = 0.3, -- of opening hours
   part_byte = 0.0015, -- of the parts of an envelope
 }
 
-local spend, is_spent
+local spend, is_spent, bytes_of
 do
   local cost = 0
 
@@ -32,5 +39,12 @@ do
   -- Whether the call has no room for anything more, or for what is known to cost so much more.
   function is_spent(more)
     return cost + (more or 0) >= COST.call_max
+  end
+
+  -- The bytes of a list of texts.
+  function bytes_of(texts)
+    local bytes = 0
+    for i = 1, #texts do bytes = bytes + #texts[i] end
+    return bytes
   end
 end

@@ -24,6 +24,7 @@ local function course(act, act_on_none)
   local call, refused = begin_call()
   if not call then return cmsgpack.pack(refused) end
   local batch = cmsgpack.unpack(ARGV[6])
+  spend(COST.argument_byte * #ARGV[6])
   local names, campaign_of, ids, offer_of, digests, bodies = batch[1], batch[2], batch[4], batch[5], batch[6], batch[7]
   local offers, campaigns = load_offers(names, campaign_of, batch[3])
   -- What this call has made of a command id counts for the commands behind it.
@@ -46,9 +47,7 @@ local function course(act, act_on_none)
     end
     if own then
       record = pack_row(names[o], row, digest, sent.whole)
-      campaign.answers[id] = record
-      campaign.made[#campaign.made + 1] = id
-      campaign.made[#campaign.made + 1] = record
+      keep_answer(campaign, id, record)
     elseif not again then
       refusals[field] = keep_refusal(call, offer, names[o], field, row, digest)
     end

@@ -14,8 +14,8 @@ local CODE = {
 local ANOTHER_HISTORY = -1
 -- As in models/bounds.py; where one is tested, what is above it is refused before anything has changed.
 local BOUNDS = {
-  event_line_bytes = 262144, codes_per_grab = 100, basket_grabs = 10, entry_lines = 1000, entry_bytes = 1048576, refusals = 100000,
-  with_codes = 'at most 100 where grabs get codes',
+  event_line_bytes = 262144, codes_per_grab = 100, basket_grabs = 10, entry_lines = 1000, entry_bytes = 131072, refusals = 100000,
+  basket_answers_bytes = 1048576, large_answer_bytes = 4096, with_codes = 'at most 100 where grabs get codes',
 }
 -- Lua hands over 8000 values at most; what may be longer is written in pieces (an even number, for pairs).
 local WRITE_VALUES_MAX = 4000
@@ -137,6 +137,12 @@ end
 local function next_seq(call)
   call.seq = call.seq + 1
   return call.seq
+end
+
+-- Adds the text of an event; what it costs goes by its bytes.
+local function add_line(call, text)
+  spend(COST.line_byte * #text)
+  call.lines[#call.lines + 1] = text
 end
 
 -- Notes the first write of a call, the only one that can still be refused (an id not above the stream's last).

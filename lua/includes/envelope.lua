@@ -18,9 +18,9 @@ local function grant_part(call, offer, id, user, digest, tail, most, taken)
   local amount = part_at(offer, most)
   local head = event_head(call, offer, 'grab.granted', id)
   offer.places, offer.units_left, offer.amount_left = offer.places + 1, offer.units_left - 1, offer.amount_left - amount
-  call.lines[#call.lines + 1] = head .. ',"grab":"' .. id .. '","user":"' .. user .. '","quantity":1,"amount":' .. amount
+  add_line(call, head .. ',"grab":"' .. id .. '","user":"' .. user .. '","quantity":1,"amount":' .. amount
     .. ',"asset":"' .. offer.asset .. '","place":' .. offer.places .. ',"left":' .. offer.units_left
-    .. tail .. ',"digest":"' .. digest .. '"}'
+    .. tail .. ',"digest":"' .. digest .. '"}')
   offer.campaign.answers[id], taken[user] = keep_part(call, offer, id, user, digest, amount)
   local row = {CODE.granted, call.seq, call.now, amount, 1, offer.places, offer.units_left}
   if offer.units_left == 0 then close_offer(call, offer, 'drained', id) end
@@ -47,10 +47,17 @@ local function high(number)
 end
 
 -- Grants a run of grabs that are plain: of one envelope, and no id or user twice. Stops before the first that is not to be granted;
--- returns its place and, for the reply, {first seq, first place, first left, time, amounts}. It is `grant_part` said once for all of
--- them: numbers that count up or down are put together from their hundreds and two digits, since formatting costs more than deciding.
-local function grant_run(call, offer, ids, users, campaign)
-  local kept = redis.call('HMGET', campaign.answers_key, unpack(ids))
+-- returns its place and, for the reply, {first seq, first place, first left, time, amounts}. Each of them costs `cost`. It is
+-- `grant_part` said once for all of them: numbers that count up or down are put together from their hundreds and two digits, since
+-- formatting costs more than deciding.
+local function grant_run(call, offer, ids, users, campaign, cost)
+  local kept = {}
+  if redis.call('HGET', campaign.state_key, 'large') then
+    -- Whatever is kept under these ids is not read here.
+    for i = 1, #ids do kept[i] = redis.call('HSTRLEN', campaign.answers_key, ids[i]) > 0 end
+  else
+    kept = redis.call('HMGET', campaign.answers_key, unpack(ids))
+  end
   local has = redis.call('HMGET', KEYS[offer.base + USERS], unpack(users))
   local refused = false
   if redis.call('EXISTS', KEYS[3]) == 1 then
@@ -96,7 +103,7 @@ local function grant_run(call, offer, ids, users, campaign)
     made_users[2 * i - 1], made_users[2 * i] = user, pack(PART, place, amount, seq)
     amounts[i] = amount
   end
-  spend(COST.plain_grab * granted)
+  spend(cost * granted)
   if granted > 0 then
     call.seq, offer.changed = seq, true
     offer.offer_seq, offer.places, offer.units_left, offer.amount_left = offer_seq, place, left, amount_left

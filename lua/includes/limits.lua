@@ -15,6 +15,7 @@ local function counted_under(offer, user, attributes, now)
     local value = user
     if limit.by ~= 'user' then value = attributes and attributes[limit.by] end
     local name = limit.by .. '/' .. limit.per .. '/' .. value
+    spend(COST.counter_byte * #name)
     counted[i] = {name, window_of(limit.per, offsets_for(offer, of_campaign), now), of_campaign and 1 or 0}
   end
   return counted

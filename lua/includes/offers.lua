@@ -16,6 +16,14 @@ local function campaign_at(name, offers, c)
     past = {}}
 end
 
+-- Keeps the answer of a command. A campaign that has large ones says so (see grant_run in includes/envelope.lua).
+local function keep_answer(campaign, id, record)
+  put(campaign.answers, id, record)
+  append(campaign.made, id)
+  append(campaign.made, record)
+  if #record > BOUNDS.large_answer_bytes then put(campaign, 'has_large', true) end
+end
+
 -- The time zone that a campaign's limits count in, as JSON text, or false: that of its first offer, until its last one retires.
 local function zone_of(campaign)
   if campaign.zone == nil then campaign.zone = redis.call('HGET', campaign.state_key, 'zone') end
@@ -49,6 +57,7 @@ local function load_offer(name, o, campaign)
     'loads', 'total')
   spend(COST.offer)
   if not f[1] then return nil end
+  spend(COST.record_byte * #f[19])
   local offer = {
     name = name, base = base, campaign = campaign, closed = f[1] == 'closed', paused = f[2] == '1',
     opens_at = tonumber(f[3]), closes_at = tonumber(f[4]), asset = f[5], parts = tonumber(f[6]),
@@ -122,12 +131,12 @@ end
 local function close_offer(call, offer, reason, command, digest, operator)
   local amount, left = offer.amount_left, offer.units_left
   end_offer(offer, reason, call.now)
-  call.lines[#call.lines + 1] = event_head(call, offer, 'offer.closed', command)
+  add_line(call, event_head(call, offer, 'offer.closed', command)
     .. ',"reason":"' .. reason .. '","asset":"' .. offer.asset .. '","amount":' .. int(amount)
     .. ',"left":' .. int(left) .. ',"refund_to":"' .. returns_to(offer) .. '"'
     .. (offer.seed and ',"seed":"' .. offer.seed .. '"' or '')
     .. (operator and ',"operator":"' .. operator .. '"' or '')
-    .. (digest and ',"digest":"' .. digest .. '"}' or '}')
+    .. (digest and ',"digest":"' .. digest .. '"}' or '}'))
 end
 
 local function write_pieces(offer)
@@ -295,6 +304,7 @@ local function write_all(call, offers, campaigns)
   end
   for _, campaign in ipairs(campaigns) do
     write_in_pieces('HSET', campaign.answers_key, campaign.made)
+    if campaign.has_large then write('HSET', campaign.state_key, 'large', '1') end
     write_counters(campaign.counters)
     write_tickets(campaign, call.now)
     for payment in pairs(campaign.payments_changed) do

@@ -45,7 +45,7 @@ local function remove_offer(offer, now)
     write('HDEL', KEYS[9], campaign.name)
     write('HDEL', KEYS[12], campaign.name .. '/answers')
     write('UNLINK', campaign.answers_key, campaign.counters.key, campaign.tickets_key)
-    write('HDEL', campaign.state_key, 'zone')
+    write('HDEL', campaign.state_key, 'zone', 'large')
     campaign.zone = nil
   else
     begin_cleaning(campaign, 'answers')

@@ -54,7 +54,7 @@ end
 -- The next codes, sealed, where the offer has codes.
 local function hand_out(offer, grab, quantity)
   if not offer.loads.codes then return {} end
-  spend(COST.code * quantity)
+  spend(COST.item * quantity)
   local key, from = KEYS[offer.base + CODES], offer.codes_taken
   local codes = redis.call('LRANGE', key, from, from + quantity - 1)
   -- What came back in this very call stands behind what was there.
@@ -65,11 +65,17 @@ local function hand_out(offer, grab, quantity)
   end
   put(offer, 'codes_taken', from + quantity)
   for _, code in ipairs(codes) do grab.codes[#grab.codes + 1] = code end
+  spend(COST.listed_byte * bytes_of(codes))
   return codes
 end
 
+-- The codes as a field of an event. (They are joined once, with what stands around them: long texts are dear to make.)
 local function codes_text(codes)
-  return #codes > 0 and ',"codes":["' .. table.concat(codes, '","') .. '"]' or ''
+  if #codes == 0 then return '' end
+  local texts = {unpack(codes)}
+  texts[1] = ',"codes":["' .. texts[1]
+  texts[#texts] = texts[#texts] .. '"]'
+  return table.concat(texts, '","')
 end
 
 -- Adds to an answer what is said of coupons: the codes, or the number of the grab.

@@ -28,8 +28,8 @@ end
 -- Somebody waits no more; the limits are given back.
 local function leave_queue(call, offer, name, grab, command, digest)
   wait_no_more(offer, name, grab, call.now)
-  call.lines[#call.lines + 1] = event_head(call, offer, 'grab.released', command) .. grab_text(offer, name, grab, 0, 0)
-    .. ',"reason":"left_queue","to":"' .. returns_to(offer) .. (digest and '","digest":"' .. digest or '') .. '"}'
+  add_line(call, event_head(call, offer, 'grab.released', command) .. grab_text(offer, name, grab, 0, 0)
+    .. ',"reason":"left_queue","to":"' .. returns_to(offer) .. (digest and '","digest":"' .. digest or '') .. '"}')
   grab.ended_seq, grab.ended_at = call.seq, call.now
 end
 
@@ -73,8 +73,8 @@ local function serve(call, offer, command)
       local grab = grab_of(offer, name)
       local asked, quantity = grab.quantity, units_for(offer, grab)
       serve_one(offer, name, grab, quantity, call.now)
-      call.lines[#call.lines + 1] = event_head(call, offer, 'grab.held', command) .. grab_text(offer, name, grab, quantity, quantity)
-        .. (asked ~= quantity and ',"asked":' .. int(asked) or '') .. hold_text(offer, grab) .. ',"waited":true}'
+      add_line(call, event_head(call, offer, 'grab.held', command) .. grab_text(offer, name, grab, quantity, quantity)
+        .. (asked ~= quantity and ',"asked":' .. int(asked) or '') .. hold_text(offer, grab) .. ',"waited":true}')
     end
   end
   if offer.units_left > 0 then offer.least_wanted = least end

@@ -25,7 +25,9 @@ end
 
 -- The answer whose row is kept whole.
 local function pack_row(name, row, digest, full)
-  return pack_answer(row[1], row[2], row[3], 0, 0, digest, cmsgpack.pack({name, row, full}))
+  local record = pack_answer(row[1], row[2], row[3], 0, 0, digest, cmsgpack.pack({name, row, full}))
+  spend(COST.answer_byte * #record)
+  return record
 end
 
 -- Code, seq, time, place, amount, digest and tail.

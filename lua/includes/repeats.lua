@@ -8,6 +8,7 @@ end
 
 -- What is kept under an id, as long as the offer it names has not retired; else nil.
 local function answer_that_counts(call, campaign, record)
+  if record then spend(COST.answer_byte * #record) end
   return record and not has_retired(call, offer_of_answer(record, campaign.name)) and record or nil
 end
 

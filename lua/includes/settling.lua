@@ -20,8 +20,8 @@ end
 -- Ends what is held of a grab; returns the event's seq.
 local function give_up(call, offer, name, grab, status, reason, command, digest)
   local quantity = end_hold(offer, name, grab, status)
-  call.lines[#call.lines + 1] = event_head(call, offer, 'grab.released', command) .. grab_text(offer, name, grab, quantity, quantity)
-    .. ',"reason":"' .. reason .. '","to":"' .. returns_to(offer) .. '"' .. (digest and ',"digest":"' .. digest .. '"}' or '}')
+  add_line(call, event_head(call, offer, 'grab.released', command) .. grab_text(offer, name, grab, quantity, quantity)
+    .. ',"reason":"' .. reason .. '","to":"' .. returns_to(offer) .. '"' .. (digest and ',"digest":"' .. digest .. '"}' or '}'))
   grab.ended_seq, grab.ended_at = call.seq, call.now
   local seq = call.seq
   serve(call, offer, command)

@@ -10,7 +10,6 @@ from copy import deepcopy
 import msgspec
 
 from models.answers import Answer
-from models.bounds import BASKET_GRABS_MAX
 from models.commands import AnyCommand, Confirm, Grab, Open, Settle, basket_of
 from models.digests import CannotCompare, whole_of
 from models.events import AnyEvent
@@ -112,9 +111,8 @@ def decide_basket(state: ShardState, commands: Sequence[Grab], clock_ms: int, dr
     # When only some refusals are still known, nothing was taken, and the basket is decided again.
     if all(known) or any(_answered(state, command) for command in commands):
         return [_of_known_basket(state, command, found, now) for command, found in zip(commands, known, strict=True)]
-    if len(commands) > BASKET_GRABS_MAX:
-        too_many = f"basket: at most {BASKET_GRABS_MAX} grabs, this has {len(commands)}"
-        return [Decided(refused(state, command, Outcome.invalid, now, message=too_many), [], False) for command in commands]
+    if (message := grabbing.unfit_basket(state.offers, commands)) is not None:
+        return [Decided(refused(state, command, Outcome.invalid, now, message=message), [], False) for command in commands]
     saved = deepcopy(state)
     decided = []
     for command, more in zip(commands, drawn, strict=True):

@@ -1,17 +1,17 @@
 """Grabs: who may, how much, and what is granted, held or put on the waiting list. Refusals stand in order of precedence."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from models.answers import Answer
-from models.bounds import CODES_PER_GRAB_MAX
+from models.bounds import BASKET_GRABS_MAX, CODES_PER_GRAB_MAX
 from models.calendar import opens_next
 from models.commands import Grab
 from models.events import AnyEvent, GrabGranted, GrabHeld, GrabQueued, GrabReleased
 from models.money import AMOUNT_MAX
-from models.offers import WITH_CODES, EnvelopeTerms
+from models.offers import WITH_CODES, CouponTerms, EnvelopeTerms
 from models.outcomes import Outcome
 from models.rules import limits
 from models.rules.state import Batch, Decided, Drawn, Offer, Part, ShardState, Status, Taken, answered, due_when_closed, head_of, refused
@@ -42,6 +42,18 @@ def unfit(offer: Offer, command: Grab) -> str | None:
         return f"quantity: price × quantity is above {AMOUNT_MAX}"
     missing = [limit.by for limit in offer.terms.limits if limits.value_of(limit, command) is None]
     return f"attributes: a limit counts by {missing[0]}" if missing else None
+
+
+def unfit_basket(offers: Mapping[str, Offer], commands: Sequence[Grab]) -> str | None:
+    """Why grabs can never be decided as one, or None."""
+    if len(commands) > BASKET_GRABS_MAX:
+        return f"basket: at most {BASKET_GRABS_MAX} grabs, this has {len(commands)}"
+    codes = sum(command.quantity for command in commands if (offer := offers.get(command.offer)) and _gives_codes(offer))
+    return f"basket: its grabs get at most {CODES_PER_GRAB_MAX} codes, together" if codes > CODES_PER_GRAB_MAX else None
+
+
+def _gives_codes(offer: Offer) -> bool:
+    return isinstance(offer.terms, CouponTerms) and offer.terms.hold_ms is None and "codes" in offer.chunks
 
 
 def _already_taken(state: ShardState, command: Grab, offer: Offer, now: int, drawn: Drawn) -> Answer | None:

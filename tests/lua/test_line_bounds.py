@@ -150,7 +150,7 @@ def at_bounds(size: Sizes) -> list[list[AnyCommand]]:
         for n, items in enumerate(users, 1)
     ]
     takers: list[AnyCommand] = [
-        Grab(id=id(), offer=coupons, user=id(), quantity=size.codes, attributes=attributes, basket="b" * size.ids) for _ in range(2)
+        Grab(id=id(), offer=coupons, user=id(), quantity=size.codes, attributes=attributes, basket=name * size.ids) for name in "ab"
     ]
     held = Grab(id=id(), offer=sale, user=id(), quantity=1_000, attributes=attributes)
     payments: list[AnyCommand] = [

@@ -104,7 +104,7 @@ async def test_a_basket_of_codes(system: Measured) -> None:
 
     async def act() -> None:
         basket: list[AnyCommand] = [
-            Grab(id=f"b{n}", offer=name, user=f"b{n}", basket="b", attributes=ATTRIBUTES, quantity=100) for n, name in enumerate(names)
+            Grab(id=f"b{n}", offer=name, user=f"b{n}", basket="b", attributes=ATTRIBUTES, quantity=10) for n, name in enumerate(names)
         ]
         await decided(system, basket, "granted")
 

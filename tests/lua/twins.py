@@ -212,7 +212,11 @@ class Twins:
                 for (of, name), payment in state.payments.items()
                 if of == campaign and state.knows_payments_of(payment.offer, self.now)
             }
-            past = {name.decode(): value.decode() for name, value in (await self.client.hgetall(state_key)).items() if name != b"zone"}
+            past = {
+                name.decode(): value.decode()
+                for name, value in (await self.client.hgetall(state_key)).items()
+                if name.startswith(b"retired/")
+            }
             assert {name: value for name, value in past.items() if state.knows_payments_of(name.removeprefix("retired/"), self.now)} == {
                 f"retired/{name}": f"{offer_seq}:{at}"
                 for name, (offer_seq, at) in state.past.items()
