@@ -149,58 +149,61 @@ for _, campaign in ipairs(campaigns) do read_counters(campaign.counters, campaig
 
 local lines, now = call.lines, call.now
 
-local function may_wait(i, offer)
-  return offer.rules.waiting_list and more and more[i] and more[i].wait
-end
-
-local function is_eligible(i, o, offer)
-  local audience = offer.rules.audience
-  if audience == 'list' then return eligible[o][users[i]] end
-  if audience ~= 'ticket' then return true end
-  local extra = more and more[i]
-  if not extra or not extra.ticket_expires_at or now >= extra.ticket_expires_at then return false end
-  return extra.ticket_once == '' or not is_used(offer, extra.ticket_once, extra.ticket_ends_at, now)
-end
-
-local function is_incomplete(offer)
-  if offer.rules.codes and not offer.loads.codes then return true end
-  for _, list in pairs(offer.loads) do
-    if list.loaded < list.chunks then return true end
-  end
-  return false
-end
-
 -- The refusal of a grab as a row, in order of precedence; nil when it can be carried out.
-local function refusal_of(i, o, offer)
-  if not offer then return {CODE.no_such_offer, 0, now} end
-  local part = taken[o] and taken[o][users[i]]
-  if part then
-    local place, amount, seq = unpack_part(part)
-    return {CODE.already_taken, seq, now, amount, 1, place}
+local refusal_of
+do
+  local function may_wait(i, offer)
+    return offer.rules.waiting_list and more and more[i] and more[i].wait
   end
-  if now < offer.opens_at then return {CODE.not_open_yet, 0, now, 0, 0, 0, 0, 0, offer.opens_at} end
-  local over = offer.closed or now >= offer.closes_at
-  if not over then
-    local opens = offer.rules.hours and opens_next(offer.rules.hours, offer.rules.offsets, now)
-    if opens then return {CODE.not_open_yet, 0, now, 0, 0, 0, 0, 0, opens} end
-    if is_incomplete(offer) then return {CODE.not_open_yet, 0, now} end
+
+  local function is_eligible(i, o, offer)
+    local audience = offer.rules.audience
+    if audience == 'list' then return eligible[o][users[i]] end
+    if audience ~= 'ticket' then return true end
+    local extra = more and more[i]
+    if not extra or not extra.ticket_expires_at or now >= extra.ticket_expires_at then return false end
+    return extra.ticket_once == '' or not is_used(offer, extra.ticket_once, extra.ticket_ends_at, now)
   end
-  if offer.paused then return {CODE.on_hold, 0, now} end
-  if offer.closed and offer.reason == 'drained' then return {CODE.sold_out, 0, now} end
-  if over then return {CODE.over, 0, now} end
-  if not is_eligible(i, o, offer) then return {CODE.not_eligible, 0, now} end
-  if not offer.pieces then return nil end
-  local asked, up_to = quantities[i], offer.rules.take == 'up_to'
-  for n = 1, #offer.rules.limits do
-    if offer.rules.limits[n].max - count_in(offer, counted[i][n]) < (up_to and 1 or asked) then
-      local limit = limit_state(offer, counted[i], n, now)
-      return {CODE.limit_reached, 0, now, 0, 0, 0, 0, 0, limit[5], {limit = limit}}
+
+  local function is_incomplete(offer)
+    if offer.rules.codes and not offer.loads.codes then return true end
+    for _, list in pairs(offer.loads) do
+      if list.loaded < list.chunks then return true end
     end
+    return false
   end
-  local free = available(offer)
-  if (free > 0 and (up_to or asked <= free)) or may_wait(i, offer) then return nil end
-  if free == 0 then return {CODE.sold_out, 0, now} end
-  return {CODE.not_enough_left, 0, now, 0, 0, 0, 0, 0, 0, {left = free}}
+
+  function refusal_of(i, o, offer)
+    if not offer then return {CODE.no_such_offer, 0, now} end
+    local part = taken[o] and taken[o][users[i]]
+    if part then
+      local place, amount, seq = unpack_part(part)
+      return {CODE.already_taken, seq, now, amount, 1, place}
+    end
+    if now < offer.opens_at then return {CODE.not_open_yet, 0, now, 0, 0, 0, 0, 0, offer.opens_at} end
+    local over = offer.closed or now >= offer.closes_at
+    if not over then
+      local opens = offer.rules.hours and opens_next(offer.rules.hours, offer.rules.offsets, now)
+      if opens then return {CODE.not_open_yet, 0, now, 0, 0, 0, 0, 0, opens} end
+      if is_incomplete(offer) then return {CODE.not_open_yet, 0, now} end
+    end
+    if offer.paused then return {CODE.on_hold, 0, now} end
+    if offer.closed and offer.reason == 'drained' then return {CODE.sold_out, 0, now} end
+    if over then return {CODE.over, 0, now} end
+    if not is_eligible(i, o, offer) then return {CODE.not_eligible, 0, now} end
+    if not offer.pieces then return nil end
+    local asked, up_to = quantities[i], offer.rules.take == 'up_to'
+    for n = 1, #offer.rules.limits do
+      if offer.rules.limits[n].max - count_in(offer, counted[i][n]) < (up_to and 1 or asked) then
+        local limit = limit_state(offer, counted[i], n, now)
+        return {CODE.limit_reached, 0, now, 0, 0, 0, 0, 0, limit[5], {limit = limit}}
+      end
+    end
+    local free = available(offer)
+    if (free > 0 and (up_to or asked <= free)) or may_wait(i, offer) then return nil end
+    if free == 0 then return {CODE.sold_out, 0, now} end
+    return {CODE.not_enough_left, 0, now, 0, 0, 0, 0, 0, 0, {left = free}}
+  end
 end
 
 -- Uses a single-use ticket; returns the text that says so in the event.

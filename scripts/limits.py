@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, get_args
 
 from annotated_types import Ge, Gt, Le
 
-from lua import gate, loader, refusals, staging, tickets
+from lua import gate, loader, refusals, sizes, staging, tickets
 from models import bounds, calendar, commands, identifiers, money, offers
 from models.rules import grabbing, settling, state
 from ops import offer_files
@@ -153,6 +153,18 @@ def of_commands() -> list[Row]:
             "the codes stand in the event",
             "`invalid`: `open`, `amend` or `load`",
         ),
+        Row(
+            "codes that a basket gets at once",
+            f"{bounds.CODES_PER_GRAB_MAX}, together",
+            "decided in one call",
+            INVALID,
+        ),
+        Row(
+            "answers known of the grabs that a basket names",
+            f"{size(basket_answers_bytes())}, together",
+            "read in one call",
+            f"{INVALID}; each is answered when it is asked for by itself",
+        ),
         Row("a code", f"1 … {commands.CODE_LENGTH_MAX} characters, one line", "", INVALID),
         Row(
             "a code in a list",
@@ -171,11 +183,21 @@ def of_commands() -> list[Row]:
     ]
 
 
-def call_cost_max() -> int:
-    """What a script allows itself in a call."""
-    found = re.search(r"call_max = (\d+)", (loader.SCRIPTS / "includes" / "cost.lua").read_text())
+def in_scripts(name: str, pattern: str) -> int:
+    """A number that stands in a script."""
+    found = re.search(pattern, (loader.SCRIPTS / f"{name}.lua").read_text())
     assert found is not None
     return int(found.group(1))
+
+
+def call_cost_max() -> int:
+    """What a script allows itself in a call."""
+    return in_scripts("includes/cost", r"call_max = (\d+)")
+
+
+def basket_answers_bytes() -> int:
+    """What answers known of a basket's grabs may have."""
+    return in_scripts("includes/decide", r"basket_answers_bytes = (\d+)")
 
 
 def of_processes() -> list[Row]:
@@ -188,6 +210,12 @@ def of_processes() -> list[Row]:
             f"{staging.INLINE_BYTES_MAX // 6:,}",
             "as above",
             f"brought before, {size(staging.PIECE_BYTES)} a call",
+        ),
+        Row(
+            "arguments of one script call",
+            size(sizes.CALL_BYTES_MAX),
+            "as above",
+            "the next call; a command or basket that has more goes alone",
         ),
         Row("offers that commands of one script call name", f"{gate.OFFERS_IN_CALL_MAX}", "as above", "the next call"),
         Row(
@@ -224,6 +252,12 @@ def of_processes() -> list[Row]:
         Row("used tickets of a campaign that have ended and are forgotten", f"{grabbing.TICKETS_FORGOTTEN} a new one", "as above", ""),
         Row("refusals a shard remembers", f"{state.REFUSALS_MAX:,}", "memory of Redis", "the oldest are decided anew"),
         Row("names of offers that do not exist", "counted as one, `*`, in `demand`", "else anybody could fill it with invented names", ""),
+        Row(
+            "an entry of the outbox, and what is read of it at once",
+            f"{size(in_scripts('read_outbox', r'BYTES_MAX = 1000, ([0-9]+)'))}, and a line or entry",
+            "a script blocks its server",
+            "the next entry; the rest comes with the next read",
+        ),
         Row("outbox entries a relay reads at once", f"{ownership.READ_ENTRIES_MAX}", "memory of a worker", "the rest comes with the next"),
         Row(
             "refusals that wait to be written", f"{refusals.RefusalSample().waiting_max:,}", "memory of a gate", "counted in `demand` only"

@@ -7,13 +7,14 @@ Redis' thread, since others use this machine.
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from hashlib import sha1
 from typing import Any, Final
 
 import msgspec
 import pytest
 
 from lua import gate
-from lua.loader import script_names
+from lua.loader import Script, assemble, script_names
 from lua.sizes import CALL_BYTES_MAX, size_of_all
 from models.bounds import CODES_PER_GRAB_MAX
 from models.commands import Adjust, AnyCommand, Close, Grab, Load, Open, in_chunks
@@ -202,11 +203,11 @@ async def test_a_basket_at_its_bounds_fits_a_call(system: Measured) -> None:
     check_bounded(await shortest_of(system, lambda: with_coupons(system, 300, limits=limits), act))
 
 
-async def test_codes_of_a_basket_are_bounded_where_it_gets_them_at_once(scene: Scene) -> None:
+async def test_codes_of_a_basket_are_bounded_where_it_gets_them_at_once(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lua and the rules say the same; a hold gets its codes later, a grab for itself gets as many alone."""
     for offer, hold_ms in (("c:now", None), ("c:held", 60_000)):
-        await scene.open(CouponTerms(issuer="i", total=300, codes=True, max_per_grab=100, hold_ms=hold_ms), offer)
-        await scene.do(Load, what="codes", chunk=1, chunks=1, items=tuple(f"code{n}" for n in range(300)))
+        await scene.open(CouponTerms(issuer="i", total=400, codes=True, max_per_grab=100, hold_ms=hold_ms), offer)
+        await scene.do(Load, what="codes", chunk=1, chunks=1, items=tuple(f"code{n}" for n in range(400)))
 
     async def of(name: str, *asked: tuple[str, int]) -> list[tuple[str, str | None]]:
         grabs = [
@@ -220,6 +221,17 @@ async def test_codes_of_a_basket_are_bounded_where_it_gets_them_at_once(scene: S
     assert await of("b", ("c:held", 100), ("c:held", 100), ("c:now", 100)) == [("held", None), ("held", None), ("granted", None)]
     assert await of("a", ("c:now", 60), ("c:now", 40)) == 2 * [("granted", None)]
     assert [outcome for outcome, _ in await of("d", ("c:now", 101), ("c:none", 1))] == ["invalid", "invalid"]
+    with monkeypatch.context() as before:
+        before.setattr("models.rules.grabbing.CODES_PER_GRAB_MAX", 1_000)
+        before.setattr("lua.loader.load", _with_more_codes)
+        assert await of("e", ("c:now", 60), ("c:now", 40), ("c:now", 1)) == 3 * [("granted", None)]
+    assert await of("e", ("c:now", 60), ("c:now", 40), ("c:now", 1)) == 3 * [("granted", None)]
+
+
+def _with_more_codes(name: str) -> Script:
+    """As scripts were before: a basket of theirs is still repeated."""
+    text = assemble(name).replace(f"codes_per_grab = {CODES_PER_GRAB_MAX}", "codes_per_grab = 1000")
+    return Script(name, text, sha1(text.encode(), usedforsecurity=False).hexdigest())
 
 
 async def test_a_basket_whose_answers_are_too_long_to_be_read_at_once(system: Measured) -> None:

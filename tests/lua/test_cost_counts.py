@@ -1,4 +1,5 @@
-"""What a script counts of its cost is a fair part of what it costs, for every command at its bounds: no flat constant stands for long texts.
+"""What a script counts of its cost is a fair part of what it costs, for every command at its bounds: no flat constant stands for long
+texts.
 
 Time is that of Redis' thread, the shortest of several repetitions, and taken as a multiple of what a reference takes: so it hardly depends
 on how fast the machine is, or who else uses it. What any call takes whatever it holds is taken off before.

@@ -284,7 +284,7 @@ async def test_a_basket_has_a_bound_and_one_that_was_larger_keeps_its_answer(sce
     [answer, *_] = await scene.gate.decide(basket("z", BASKET_GRABS_KNOWN_MAX + 1), "decided")
     assert (answer.outcome, f"at most {BASKET_GRABS_MAX} grabs" in (answer.message or "")) == ("invalid", True)
     with monkeypatch.context() as before:
-        before.setattr("models.rules.BASKET_GRABS_MAX", BASKET_GRABS_KNOWN_MAX)
+        before.setattr("models.rules.grabbing.BASKET_GRABS_MAX", BASKET_GRABS_KNOWN_MAX)
         before.setattr("lua.loader.load", lambda name: _with_larger_baskets(name))
         assert {answer.outcome for answer in await scene.decide_both(basket("y", BASKET_GRABS_KNOWN_MAX))} == {"granted"}
     again = await scene.decide_both(basket("y", BASKET_GRABS_KNOWN_MAX))

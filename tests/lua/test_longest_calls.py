@@ -19,7 +19,7 @@ from models.offers import Changes, CouponTerms, Limit, StockTerms
 from streams.ownership import OwnedShard
 from streams.recovery import Recovery
 from tests.lua.calls import SLOWER, Measured
-from tests.lua.conftest import SEALER, event_lines
+from tests.lua.conftest import NOW, SEALER, event_lines
 from tests.lua.recovered import fold
 
 HOUR = 3_600_000
@@ -115,6 +115,7 @@ async def test_a_grab_whose_record_is_as_large_as_it_can_be(system: Measured) ->
     """A hundred windows in which late payments took units again, under eight limits each; then all that can be done to it."""
 
     async def prepare() -> None:
+        system.now = NOW
         terms = StockTerms(
             issuer="i", total=10_000, hold_ms=1_000, max_per_grab=1_000, late="retake", extensions=10, limits=LIMITS, return_restores=True
         )
