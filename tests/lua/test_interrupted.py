@@ -179,7 +179,7 @@ def _function(text: str, name: str) -> str:
 def test_every_command_that_a_script_uses_is_known_to_read_or_to_write() -> None:
     reads = {
         "GET", "HGET", "HMGET", "HEXISTS", "HSCAN", "EXISTS", "GETRANGE", "INFO", "LLEN", "LRANGE", "SISMEMBER", "SMISMEMBER", "STRLEN",
-        "TIME",
+        "TIME", "HSTRLEN",
         "XRANGE", "XREVRANGE", "ZCARD", "ZRANGE", "ZRANGEBYSCORE", "ZSCORE",
     }  # fmt: skip
     used = {found[0] for name in script_names() for found in _redis_call.findall(load(name).text)} - {""}
