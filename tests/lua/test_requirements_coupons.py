@@ -406,15 +406,15 @@ async def test_c_script_is_loaded_once_by_evalsha_and_falls_back_when_unknown(ow
     await one.decide([Open(id="open", offer="o", terms=coupon(10_000, by_user("offer", 1), by_user("day", 1)))], "decided")
 
     async def calls(first: int, count: int) -> dict[str, int]:
-        """How often each command ran while so many lists of a hundred grabs were decided, one after another."""
+        """How often each command ran while so many lists of grabs were decided, one after another."""
         await client.config_resetstat()
         for number in range(first, first + count):
-            grabs = [Grab(id=f"g{number}-{place}", offer="o", user=f"u{number}-{place}") for place in range(100)]
+            grabs = [Grab(id=f"g{number}-{place}", offer="o", user=f"u{number}-{place}") for place in range(80)]
             assert {answer.outcome for answer in await one.decide(grabs, "decided")} == {"granted"}
         stats = await client.info("commandstats")
         return {name: stats.get(f"cmdstat_{name}", {"calls": 0})["calls"] for name in ("evalsha", "eval")}
 
-    # A hundred grabs with two limits each are one call; the text goes over only when the server does not know it.
+    # Eighty grabs with two limits each are one call; the text goes over only when the server does not know it.
     assert await calls(0, 5) == {"evalsha": 5, "eval": 1}
     assert await calls(5, 5) == {"evalsha": 5, "eval": 0}
     await client.script_flush()
