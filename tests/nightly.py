@@ -64,7 +64,7 @@ def steps() -> list[Step]:
         Step("mutations", "every guard is taken out", (WITH_SERVERS, sys.executable, "-m", "tests.mutations"), minutes_max=120),
         Step("long-histories", "the random histories, ten times as many",
              (*PYTEST, "tests/lua/test_state_machine.py", "tests/models", "--timeout", "3600"), tests, 180),
-        Step("large", "tests with a million of something", (*PYTEST, "tests", "-m", "nightly", "-s", "--timeout", "3600"), tests, 120),
+        Step("large", "tests that are too long for every run", (*PYTEST, "tests", "-m", "nightly", "-s", "--timeout", "3600"), tests, 120),
         Step("drill", "the kill matrix", (sys.executable, "-m", "tests.drill"), minutes_max=240),
         Step("test-cluster", "tests with servers, on a cluster", (*PYTEST, "tests/streams", "tests/ops"), {"CI": "1", "CLUSTER": "1"}, 120),
         Step("drill-cluster", "the kill matrix on a cluster", (sys.executable, "-m", "tests.drill", "--cluster"), minutes_max=240),

@@ -202,7 +202,7 @@ def _run(connect: Callable[[], Any], examples: int, derandomize: bool, part: int
 
 # A failure is shrunk before it is printed, which takes minutes.
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize("part", [0, 1, *(pytest.param(part, marks=pytest.mark.nightly) for part in (2, 3))])
 def test_same_histories_every_time(servers: Settings, part: int) -> None:
     """The same random histories on every run, together more than 12 thousand steps; `make nightly` plays ten times as many."""
     _run(lambda: redis.asyncio.Redis.from_url(servers.redis_url), 80, derandomize=True, part=part)

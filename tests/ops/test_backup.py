@@ -82,6 +82,7 @@ async def test_postgresql_is_lost(system: Settings, worker: Callable[..., Any], 
     await all_is_right(system)
 
 
+@pytest.mark.nightly
 async def test_restored_while_people_are_refused(system: Settings, worker: Callable[..., Any], tmp_path: Path) -> None:
     """Deciders and gates write samples and counts of refusals all the time, before, between and after the restore's steps."""
     deciding, projecting = worker(system, DECIDING), worker(system, PROJECTING)

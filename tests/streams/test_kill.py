@@ -53,7 +53,7 @@ async def test_the_worker(system: Settings, worker: Callable[..., Any]) -> None:
         await crowd.adds_up()
 
 
-@pytest.mark.parametrize("step", ["relay.took_over", "relay.acknowledged:20", "relay.trimmed:20"])
+@pytest.mark.parametrize("step", [pytest.param("relay.took_over", marks=pytest.mark.nightly), "relay.acknowledged:20", "relay.trimmed:20"])
 async def test_the_relay_at_a_step(system: Settings, worker: Callable[..., Any], step: str) -> None:
     """Between Kafka's acknowledgement and the trim, and beside it."""
     doomed = worker(system, "decide,relay,sweep", fail_at=step)
@@ -71,7 +71,7 @@ async def test_the_relay_at_a_step(system: Settings, worker: Callable[..., Any],
 
 
 # What has its cursor in PostgreSQL goes the same way in all three; `make drill` plays every one.
-@pytest.mark.parametrize("step", ["ledger.committed:2", "events.committed:2"])
+@pytest.mark.parametrize("step", ["ledger.committed:2", pytest.param("events.committed:2", marks=pytest.mark.nightly)])
 async def test_a_projection_between_its_commit_and_faust_s(system: Settings, worker: Callable[..., Any], step: str) -> None:
     worker(system, "decide,relay,sweep")
     doomed = worker(system, "project,publish", fail_at=step)

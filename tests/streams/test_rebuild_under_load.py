@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 from psycopg import AsyncConnection, IsolationLevel
 
 from ops.settings import Settings, child_environment
@@ -80,6 +81,7 @@ def start(settings: Settings, log: Path, *words: str) -> "subprocess.Popen[bytes
         )
 
 
+@pytest.mark.nightly
 async def test_a_changed_projection_under_load(system: Settings, worker: Callable[..., Any], tmp_path: Path) -> None:
     deciding = worker(system, "decide,relay,sweep")
     worker(system, "project,publish")

@@ -224,6 +224,7 @@ async def _as_if_set_aside(connection: AsyncConnection[Any], lines: list[bytes],
     await connection.execute("DELETE FROM audit_1 WHERE seq = %s", (seq,))
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(500)
 async def test_redis_is_compared_at_the_same_event(system: Settings, worker: Callable[..., Any]) -> None:
     """In a system at work: the role says how far it is, and names an offer whose numbers somebody changed in Redis."""
