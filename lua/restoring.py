@@ -23,7 +23,7 @@ def build(
 ) -> Batch:  # fmt: skip
     """Keys (after the shard's own) and packed arguments. `seeds`, by offer, are those that were revealed when their envelopes closed.
 
-    Raises CannotOpen when a seed is not there and was sealed with a key that is not there; ValueError when terms or changes cannot be
+    Raises CannotOpen when a seed was sealed with a key that is missing, and `seeds` lacks it; ValueError when terms or changes cannot be
     understood. What is `staged` is to be written to its key before, by the script `apply_parts`.
     """
     table = Table([event.offer for event in events])

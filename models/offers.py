@@ -340,8 +340,6 @@ def _check_pieces(terms: PieceTerms) -> None:
         raise Invalid(
             f"terms.take: must be all or up_to, terms.late refuse, grace or retake; got {quoted(terms.take)}, {quoted(terms.late)}"
         )
-    for field in ("return_restores", "waiting_list", "codes"):
-        _check_flag(f"terms.{field}", getattr(terms, field, False))
     for field in ("price", "extensions", "grace_ms", "waiting_list"):
         if getattr(terms, field) and terms.hold_ms is None:
             raise Invalid(f"terms.{field}: needs hold_ms, the time for which a grab is held until it is confirmed")
@@ -383,15 +381,6 @@ def check_changes(changes: Changes) -> None:
             check_amount(f"changes.{field}", value, least=1, most=MOST_OF.get(field, AMOUNT_MAX))
         elif field in ("opens_at", "closes_at", "price", "extensions", "grace_ms", "valid_until"):
             check_amount(f"changes.{field}", value, most=MOST_OF.get(field, AMOUNT_MAX))
-        elif field == "return_restores":
-            _check_flag("changes.return_restores", value)
-        elif field == "late" and value not in ("refuse", "grace", "retake"):
-            raise Invalid(f"changes.late: must be refuse, grace or retake, got {quoted(value)}")
-
-
-def _check_flag(field: str, value: Any) -> None:
-    if not isinstance(value, bool):
-        raise Invalid(f"{field}: must be true or false, got {quoted(value)}")
 
 
 def check_line(field: str, text: str) -> None:

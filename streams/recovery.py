@@ -153,6 +153,8 @@ class Recovery:
             return await self._make(own, journal)
         except CannotOpen as error:
             self._seeds = await self._revealed(journal(Cursor()))
+            if not self._seeds:
+                raise
             log.warning("shard %d: %s; %d seeds are known since their envelopes closed", self._shard.keys.shard, error, len(self._seeds))
         return await self._make(own, journal)
 
