@@ -131,10 +131,10 @@ return settle(function(call, offer, grab, id, digest, body, campaign)
   if body.paid ~= grab.price * quantity or (body.paid > 0 and body.currency ~= offer.rules.currency) then
     return unserved(call, offer, id, digest, body, campaign, 'invalid', {message = 'paid: not what is due'})
   end
-  if quantity > base then return unserved(call, offer, id, digest, body, campaign, 'not_enough_left', {left = base}) end
   if body.payment and #grab.payments >= PAYMENTS_MAX then
     return unserved(call, offer, id, digest, body, campaign, 'limit_reached', too_many_payments())
   end
+  if quantity > base then return unserved(call, offer, id, digest, body, campaign, 'not_enough_left', {left = base}) end
   if grab.held == 0 and not retake(call, offer, grab, quantity) then
     return unserved(call, offer, id, digest, body, campaign, 'expired')
   end

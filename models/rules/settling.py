@@ -124,11 +124,11 @@ def _confirm(state: ShardState, command: Confirm, offer: Offer, grab: Taken | No
     currency = offer.pieces.currency
     if command.paid != grab.price * quantity or (command.paid and command.currency != currency):
         return _unserved(state, command, offer, Outcome.invalid, digest, now, message="paid: not what is due")
-    if quantity > base:
-        return _unserved(state, command, offer, Outcome.not_enough_left, digest, now, left=base)
     if command.payment is not None and len(grab.payments) >= PAYMENTS_MAX:
         limit = LimitState("payment", "offer", PAYMENTS_MAX, 0)
         return _unserved(state, command, offer, Outcome.limit_reached, digest, now, message=TOO_MANY_PAYMENTS, limit=limit)
+    if quantity > base:
+        return _unserved(state, command, offer, Outcome.not_enough_left, digest, now, left=base)
     if not grab.held and not _retake(state, offer, grab, quantity, now):
         return _unserved(state, command, offer, Outcome.expired, digest, now)
     return _confirmed(state, command, offer, grab, quantity, digest, now)
@@ -256,11 +256,11 @@ def _extend(state: ShardState, command: Extend, offer: Offer, grab: Taken | None
     if grab is None:
         return _refuse(state, command, Outcome.no_such_grab, now)
     terms = offer.pieces
-    if grab.held and grab.extensions >= terms.extensions:
-        limit = LimitState("grab", "offer", terms.extensions, 0)
-        return _refuse(state, command, Outcome.limit_reached, now, limit=limit)
     if not grab.held:
         return _refuse(state, command, Outcome.expired if grab.status == Status.expired else Outcome.not_held, now)
+    if grab.extensions >= terms.extensions:
+        limit = LimitState("grab", "offer", terms.extensions, 0)
+        return _refuse(state, command, Outcome.limit_reached, now, limit=limit)
     grab.extensions += 1
     grab.deadline += terms.hold_ms or 0
     event = GrabExtended(
@@ -275,10 +275,10 @@ def _return(state: ShardState, command: Return, offer: Offer, grab: Taken | None
         return _refuse(state, command, Outcome.no_such_grab, now)
     free = grab.taken - grab.redeemed
     quantity = command.quantity or free
-    if grab.taken and not 0 < quantity <= free:
-        return _refuse(state, command, Outcome.not_enough_left, now, left=free)
     if not grab.taken:
         return _refuse(state, command, Outcome.not_held, now)
+    if not 0 < quantity <= free:
+        return _refuse(state, command, Outcome.not_enough_left, now, left=free)
     grab.taken -= quantity
     refunds = _refunds(grab, quantity)
     kept = len(grab.codes) - quantity if grab.codes else 0

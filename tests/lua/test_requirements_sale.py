@@ -14,6 +14,7 @@ from lua.tickets import sign
 from models.answers import Answer
 from models.commands import Close, Confirm, Extend, Grab, Load, Open, Pause, Redeem, Release, Resume, Return
 from models.offers import EnvelopeTerms, Hours, Limit
+from models.rules import settling
 from streams.sweeper import Sweeper
 from tests.lua.books import check_books
 from tests.lua.conftest import NOW, SEALER, event_lines, take_over
@@ -348,6 +349,22 @@ async def test_e_only_what_is_held_is_extended(scene: Scene) -> None:
     await pay(scene, paid)
     await scene.do(Release, grab=released)
     assert [(await scene.do(Extend, grab=grab)).outcome for grab in (paid, released)] == ["not_held"] * 2
+
+
+async def test_e_what_is_wrong_in_two_ways_gets_the_smaller_refusal(scene: Scene) -> None:
+    """Units and extensions are counted only where some are held, or are the user's."""
+    await scene.open(stock(200, **PRICED | {"max_per_grab": 200}, extensions=1))
+    grab = (await scene.grab("ann", settling.PAYMENTS_MAX + 1)).grab
+    for number in range(settling.PAYMENTS_MAX):
+        assert (await pay(scene, grab, f"p{number}", 250, quantity=1)).outcome == "confirmed"
+    assert (await pay(scene, grab, "one-more", 500, quantity=2)).outcome == "limit_reached"
+    assert (await scene.do(Extend, grab=grab)).outcome == "extended"
+    assert (await scene.do(Extend, grab=grab)).outcome == "limit_reached"
+    other = (await scene.grab("bob", 1)).grab
+    assert (await scene.do(Return, grab=other, quantity=2)).outcome == "not_held"
+    scene.now += 3 * MINUTE
+    assert [(await scene.do(Extend, grab=name)).outcome for name in (grab, other)] == ["expired"] * 2
+    assert (await pay(scene, other, "late", 1, quantity=9)).outcome == "invalid"
 
 
 @pytest.mark.parametrize("end", ["release", "expire", "confirm"])
