@@ -3,6 +3,7 @@ FROM python:3.11-slim-bookworm AS build
 WORKDIR /grabstream
 COPY requirements.lock pyproject.toml README.md LICENSE ./
 RUN python -m venv /venv && /venv/bin/pip install --no-cache-dir --require-hashes -r requirements.lock
+COPY grabstream grabstream
 COPY models models
 COPY lua lua
 COPY streams streams

@@ -12,13 +12,13 @@ from redis.crc import key_slot
 
 from bench.deciding import LIMITS, answered_lists
 from bench.stage import SEALER, envelope, grabs
-from lua.gate import Gate, run_script
-from lua.keys import KeySpace
-from ops.connections import open_redis
-from ops.services import free_ports
-from ops.services.cluster import join_redis
-from ops.services.servers import Redis
-from ops.settings import load_settings
+from grabstream.lua.gate import Gate, run_script
+from grabstream.lua.keys import KeySpace
+from grabstream.ops.connections import open_redis
+from grabstream.ops.services import free_ports
+from grabstream.ops.services.cluster import join_redis
+from grabstream.ops.services.servers import Redis
+from grabstream.ops.settings import load_settings
 
 SHARDS = 12
 MASTERS = (1, 2, 3)

@@ -8,16 +8,16 @@ from typing import Any
 from aiokafka import AIOKafkaProducer
 from psycopg import AsyncConnection, sql
 
-from models.bounds import RECORD_BYTES_MAX
-from models.journal import GENESIS, Cursor, block_headers, chain, marker_headers
-from ops.commands.rebuild import few_collections, where_of
-from ops.making import make_system
-from ops.rehearsal.stage import take_down
-from ops.settings import Settings, load_settings
-from projections import versions
-from projections.definitions import definition_of
-from streams.rebuild import open_rebuild, open_source
-from streams.topics import Topics
+from grabstream.models.bounds import RECORD_BYTES_MAX
+from grabstream.models.journal import GENESIS, Cursor, block_headers, chain, marker_headers
+from grabstream.ops.commands.rebuild import few_collections, where_of
+from grabstream.ops.making import make_system
+from grabstream.ops.rehearsal.stage import take_down
+from grabstream.ops.settings import Settings, load_settings
+from grabstream.projections import versions
+from grabstream.projections.definitions import definition_of
+from grabstream.streams.rebuild import open_rebuild, open_source
+from grabstream.streams.topics import Topics
 
 BLOCK_EVENTS = 1_000
 COPY_BYTES = 256 * 1024

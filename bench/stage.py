@@ -15,17 +15,17 @@ import redis
 import redis.asyncio
 from pydantic import SecretStr
 
-from lua.gate import Gate, GateLimits, run_script
-from lua.keys import KeySpace
-from lua.sealing import Sealer
-from models.commands import Grab, Open
-from models.offers import EnvelopeTerms
-from ops.commands.services import new_seal_key
-from ops.making import make_system
-from ops.rehearsal.stage import take_down
-from ops.services import free_ports
-from ops.services.servers import Redis
-from ops.settings import Settings, child_environment, load_settings
+from grabstream.lua.gate import Gate, GateLimits, run_script
+from grabstream.lua.keys import KeySpace
+from grabstream.lua.sealing import Sealer
+from grabstream.models.commands import Grab, Open
+from grabstream.models.offers import EnvelopeTerms
+from grabstream.ops.commands.services import new_seal_key
+from grabstream.ops.making import make_system
+from grabstream.ops.rehearsal.stage import take_down
+from grabstream.ops.services import free_ports
+from grabstream.ops.services.servers import Redis
+from grabstream.ops.settings import Settings, child_environment, load_settings
 
 SEALER = Sealer({"bench": bytes(32)})
 
@@ -88,7 +88,9 @@ async def system(roles: Sequence[str]) -> AsyncIterator[tuple[Settings, list["su
             seal_keys=settings.seal_keys.get_secret_value(), outbox_events_max="10000000", gate_queue_max="1000000",
         )  # fmt: skip
         workers = [
-            subprocess.Popen([sys.executable, "-m", "ops.cli", "worker", "--roles", one], env=environment, stderr=subprocess.DEVNULL)
+            subprocess.Popen(
+                [sys.executable, "-m", "grabstream.ops.cli", "worker", "--roles", one], env=environment, stderr=subprocess.DEVNULL
+            )
             for one in roles
         ]
         try:

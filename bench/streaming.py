@@ -14,12 +14,12 @@ from aiokafka import AIOKafkaProducer
 
 from bench import classic
 from bench.stage import envelope, grabs, private_redis, system
-from lua.gate import Gate
-from models.commands import encode_command
-from ops.connections import gate_limits, key_space, open_redis, sealer
-from ops.rehearsal.run import Progress, look, open_books
-from ops.settings import Settings, load_settings
-from streams.topics import Topics
+from grabstream.lua.gate import Gate
+from grabstream.models.commands import encode_command
+from grabstream.ops.connections import gate_limits, key_space, open_redis, sealer
+from grabstream.ops.rehearsal.run import Progress, look, open_books
+from grabstream.ops.settings import Settings, load_settings
+from grabstream.streams.topics import Topics
 
 RATE = 2_000
 OFFERS = 8

@@ -10,17 +10,17 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from lua.keys import ShardKeys
-from lua.sealing import Sealer
-from lua.staging import INLINE_BYTES_MAX, Batch, Staged
-from lua.tickets import TicketKeys
-from models.answers import Answer, LimitState
-from models.calendar import Offsets, offsets_of
-from models.commands import Adjust, Amend, AnyCommand, Confirm, Grab, Load, Open, Redeem, Return, Settle, Steer, Unredeem
-from models.digests import PLAIN, CannotCompare, whole_of
-from models.events import CampaignZone
-from models.identifiers import campaign_of
-from models.offers import (
+from grabstream.lua.keys import ShardKeys
+from grabstream.lua.sealing import Sealer
+from grabstream.lua.staging import INLINE_BYTES_MAX, Batch, Staged
+from grabstream.lua.tickets import TicketKeys
+from grabstream.models.answers import Answer, LimitState
+from grabstream.models.calendar import Offsets, offsets_of
+from grabstream.models.commands import Adjust, Amend, AnyCommand, Confirm, Grab, Load, Open, Redeem, Return, Settle, Steer, Unredeem
+from grabstream.models.digests import PLAIN, CannotCompare, whole_of
+from grabstream.models.events import CampaignZone
+from grabstream.models.identifiers import campaign_of
+from grabstream.models.offers import (
     ENVELOPE_LIFE_MS,
     TIME_MS_MAX,
     CouponTerms,
@@ -32,8 +32,8 @@ from models.offers import (
     units_of,
     week_minutes,
 )
-from models.outcomes import OUTCOME_NAMES, Outcome
-from models.splitting import check_split, pack_parts, split_ahead
+from grabstream.models.outcomes import OUTCOME_NAMES, Outcome
+from grabstream.models.splitting import check_split, pack_parts, split_ahead
 
 _pack = msgspec.msgpack.Encoder().encode
 _json = msgspec.json.Encoder().encode

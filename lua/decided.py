@@ -10,14 +10,14 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, NamedTuple
 
-from lua.ending import end
-from lua.journaled import HistoryChanged, Journaled
-from lua.keys import KeySpace
-from lua.records import read_answer
-from lua.trouble import suppressed_trouble
-from models.answers import Answer
-from models.commands import AnyCommand
-from models.identifiers import campaign_of
+from grabstream.lua.ending import end
+from grabstream.lua.journaled import HistoryChanged, Journaled
+from grabstream.lua.keys import KeySpace
+from grabstream.lua.records import read_answer
+from grabstream.lua.trouble import suppressed_trouble
+from grabstream.models.answers import Answer
+from grabstream.models.commands import AnyCommand
+from grabstream.models.identifiers import campaign_of
 
 log = logging.getLogger(__name__)
 

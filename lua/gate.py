@@ -27,23 +27,23 @@ from typing import Any, Final, Literal, NamedTuple
 
 from redis.exceptions import ClusterError, NoScriptError, OutOfMemoryError, ReadOnlyError, ResponseError
 
-from lua import batches, loader
-from lua.decided import DecidedAnswers, ReportLost
-from lua.ending import end
-from lua.journaled import HistoryChanged, Journaled
-from lua.keys import KeySpace, ShardKeys
-from lua.refusals import RefusalLog
-from lua.sealing import Sealer
-from lua.sizes import CALL_BYTES_MAX, fitting, size_of_all
-from lua.staging import Batch, discard, stage
-from lua.tickets import TicketKeys
-from lua.trouble import is_trouble
-from models.answers import Answer, refusal
-from models.commands import AnyCommand, Grab, Open, basket_of, check, torn_baskets
-from models.identifiers import RESERVED_IDS, are_ids
-from models.money import Invalid
-from models.offers import EnvelopeTerms
-from models.outcomes import OUTCOME_NAMES, Outcome
+from grabstream.lua import batches, loader
+from grabstream.lua.decided import DecidedAnswers, ReportLost
+from grabstream.lua.ending import end
+from grabstream.lua.journaled import HistoryChanged, Journaled
+from grabstream.lua.keys import KeySpace, ShardKeys
+from grabstream.lua.refusals import RefusalLog
+from grabstream.lua.sealing import Sealer
+from grabstream.lua.sizes import CALL_BYTES_MAX, fitting, size_of_all
+from grabstream.lua.staging import Batch, discard, stage
+from grabstream.lua.tickets import TicketKeys
+from grabstream.lua.trouble import is_trouble
+from grabstream.models.answers import Answer, refusal
+from grabstream.models.commands import AnyCommand, Grab, Open, basket_of, check, torn_baskets
+from grabstream.models.identifiers import RESERVED_IDS, are_ids
+from grabstream.models.money import Invalid
+from grabstream.models.offers import EnvelopeTerms
+from grabstream.models.outcomes import OUTCOME_NAMES, Outcome
 
 log = logging.getLogger(__name__)
 

@@ -10,9 +10,9 @@ import heapq
 import itertools
 from typing import Any
 
-from lua.ending import end
-from lua.keys import KeySpace
-from lua.trouble import is_trouble, suppressed_trouble
+from grabstream.lua.ending import end
+from grabstream.lua.keys import KeySpace
+from grabstream.lua.trouble import is_trouble, suppressed_trouble
 
 LOOK_EVERY_SECONDS = 0.1
 #: How long a look may take: a shard whose server hangs is looked at again, by a new connection.

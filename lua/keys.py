@@ -7,7 +7,7 @@ follows it, and names of the shard itself contain neither. (`offer:x:users` is t
 
 from typing import Final, NamedTuple
 
-from models.identifiers import campaign_of, shard_of
+from grabstream.models.identifiers import campaign_of, shard_of
 
 #: The form of keys and records that the scripts write (lua/includes/shard.lua says what each is).
 LAYOUT: Final = 2

@@ -3,7 +3,7 @@ time."""
 
 from typing import Any
 
-from lua.gate import run_script
+from grabstream.lua.gate import run_script
 
 
 async def life_of(redis: Any, key: str) -> str:

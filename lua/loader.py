@@ -11,7 +11,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Final, NamedTuple
 
-SCRIPTS: Final = Path(str(files("lua")))
+SCRIPTS: Final = Path(str(files("grabstream.lua")))
 
 _include = re.compile(r'^--- @include "([a-z_]+)"$', re.MULTILINE)
 _key_use = re.compile(r"KEYS\[(\d+)\]")

@@ -12,11 +12,11 @@ from contextlib import asynccontextmanager
 from typing import Any, Final, NamedTuple
 from zlib import crc32
 
-from lua.ending import end
-from lua.trouble import is_trouble
-from models.answers import Answer
-from models.commands import AnyCommand, Grab, Settle
-from models.outcomes import Outcome
+from grabstream.lua.ending import end
+from grabstream.lua.trouble import is_trouble
+from grabstream.models.answers import Answer
+from grabstream.models.commands import AnyCommand, Grab, Settle
+from grabstream.models.outcomes import Outcome
 
 log = logging.getLogger(__name__)
 

@@ -6,13 +6,13 @@ from typing import Any
 
 import msgspec
 
-from lua.batches import Table, envelope_row, limit_rows, parts_packed, terms_row
-from lua.keys import ShardKeys
-from lua.sealing import CannotOpen, Sealer
-from lua.staging import INLINE_BYTES_MAX, Batch, Staged
-from models.digests import adjustment_text
-from models.events import AnyEvent, LedgerAdjusted, OfferAmended, OfferOpened
-from models.offers import EnvelopeTerms, changes_of, terms_of
+from grabstream.lua.batches import Table, envelope_row, limit_rows, parts_packed, terms_row
+from grabstream.lua.keys import ShardKeys
+from grabstream.lua.sealing import CannotOpen, Sealer
+from grabstream.lua.staging import INLINE_BYTES_MAX, Batch, Staged
+from grabstream.models.digests import adjustment_text
+from grabstream.models.events import AnyEvent, LedgerAdjusted, OfferAmended, OfferOpened
+from grabstream.models.offers import EnvelopeTerms, changes_of, terms_of
 
 _pack = msgspec.msgpack.Encoder().encode
 _json = msgspec.json.Encoder().encode

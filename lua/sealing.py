@@ -14,9 +14,9 @@ from hashlib import blake2b
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM  # the field's usual library for this
 
-from models.bounds import quoted
-from models.digests import Digests, derived
-from models.identifiers import is_id
+from grabstream.models.bounds import quoted
+from grabstream.models.digests import Digests, derived
+from grabstream.models.identifiers import is_id
 
 NONCE_BYTES = 12
 TAG_BYTES = 16

@@ -7,9 +7,9 @@ It is an estimate from what may be long in a command; where ids are all there is
 from collections.abc import Sequence
 from typing import Final
 
-from lua.staging import INLINE_BYTES_MAX
-from models.commands import Adjust, Amend, AnyCommand, Grab, Load, Open, Return, bytes_of_code, encode_command
-from models.offers import EnvelopeTerms
+from grabstream.lua.staging import INLINE_BYTES_MAX
+from grabstream.models.commands import Adjust, Amend, AnyCommand, Grab, Load, Open, Return, bytes_of_code, encode_command
+from grabstream.models.offers import EnvelopeTerms
 
 #: Arguments of one call, in bytes. A command, or a basket, that has more goes alone.
 CALL_BYTES_MAX: Final = 128 * 1024

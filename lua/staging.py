@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
-from lua.trouble import suppressed_trouble
+from grabstream.lua.trouble import suppressed_trouble
 
 #: Bytes of an envelope's parts that may go with the call that opens their offer (8,000 parts); more are brought before it.
 INLINE_BYTES_MAX: Final = 48_000

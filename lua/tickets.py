@@ -11,8 +11,8 @@ from typing import Final, NamedTuple
 import jwt  # the usual library for these tokens; its signatures are those of cryptography
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
-from models.identifiers import campaign_of, is_id
-from models.offers import TIME_MS_MAX
+from grabstream.models.identifiers import campaign_of, is_id
+from grabstream.models.offers import TIME_MS_MAX
 
 SECRET_BYTES_MIN: Final = 32
 PUBLIC_KEY_BYTES: Final = 32

@@ -4,11 +4,11 @@ from typing import Annotated, get_args
 
 import msgspec
 
-from models.bounds import shortened
-from models.calendar import Period
-from models.identifiers import Count, Id, in_schema
-from models.money import Currency, Sum
-from models.outcomes import NOT_DECIDED, OUTCOME_NAMES, Outcome, OutcomeName
+from grabstream.models.bounds import shortened
+from grabstream.models.calendar import Period
+from grabstream.models.identifiers import Count, Id, in_schema
+from grabstream.models.money import Currency, Sum
+from grabstream.models.outcomes import NOT_DECIDED, OUTCOME_NAMES, Outcome, OutcomeName
 
 
 class LimitState(msgspec.Struct, omit_defaults=True, frozen=True):

@@ -11,8 +11,8 @@ from functools import lru_cache
 from typing import Final, Literal
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
-from models.bounds import quoted
-from models.money import Invalid
+from grabstream.models.bounds import quoted
+from grabstream.models.money import Invalid
 
 Period = Literal["offer", "hour", "day", "week"]
 HOUR_MS: Final = 3_600_000

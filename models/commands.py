@@ -10,7 +10,7 @@ from typing import Annotated, Any, Final, Literal
 
 import msgspec
 
-from models.bounds import (
+from grabstream.models.bounds import (
     ARRAY_COMMANDS_MAX,
     ARRAY_COMMAS_MAX,
     BASKET_GRABS_KNOWN_MAX,
@@ -20,10 +20,10 @@ from models.bounds import (
     quoted,
     shortened,
 )
-from models.identifiers import ID_LENGTH_MAX, RESERVED_IDS, Id, campaign_of, in_schema, is_id
-from models.money import Currency, Invalid, Quantity, Sum, check_amount
-from models.offers import LINE_LENGTH_MAX, LINE_PATTERN, Changes, EnvelopeTerms, Terms, check_changes, check_line, check_terms
-from models.transfers import Entry, check_adjustment
+from grabstream.models.identifiers import ID_LENGTH_MAX, RESERVED_IDS, Id, campaign_of, in_schema, is_id
+from grabstream.models.money import Currency, Invalid, Quantity, Sum, check_amount
+from grabstream.models.offers import LINE_LENGTH_MAX, LINE_PATTERN, Changes, EnvelopeTerms, Terms, check_changes, check_line, check_terms
+from grabstream.models.transfers import Entry, check_adjustment
 
 ATTRIBUTES_MAX: Final = 8
 ITEMS_MAX: Final = 1_000
@@ -181,7 +181,7 @@ _decode_basketed = msgspec.json.Decoder(_Basketed).decode
 class Undecodable(Exception):
     """One command that could not be understood: `raw` are its bytes, `id` and `offer` are set when they are readable.
 
-    The reason is bounded (`models.bounds`), whatever it quotes.
+    The reason is bounded (`models/bounds.py`), whatever it quotes.
     """
 
     def __init__(self, reason: str, raw: bytes, id: str | None = None, offer: str | None = None) -> None:

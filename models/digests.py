@@ -21,7 +21,7 @@ from typing import Final
 
 import msgspec
 
-from models.commands import Adjust, AnyCommand, Grab, Steer, encode_command, secret_of
+from grabstream.models.commands import Adjust, AnyCommand, Grab, Steer, encode_command, secret_of
 
 PLAIN: Final = "plain"
 HASHED: Final = "b2"

@@ -12,13 +12,13 @@ from typing import Annotated, Final, Generic, Literal, TypeVar, get_args
 
 import msgspec
 
-from models.identifiers import Count, Id, in_schema
-from models.money import Account, Asset, Currency, Quantity, Sum
-from models.offers import Seed, Terms
-from models.outcomes import OutcomeName
-from models.transfers import BookedEntry
-from models.upcasters import UPCASTERS
-from models.upcasting import Upcaster, Upcasters
+from grabstream.models.identifiers import Count, Id, in_schema
+from grabstream.models.money import Account, Asset, Currency, Quantity, Sum
+from grabstream.models.offers import Seed, Terms
+from grabstream.models.outcomes import OutcomeName
+from grabstream.models.transfers import BookedEntry
+from grabstream.models.upcasters import UPCASTERS
+from grabstream.models.upcasting import Upcaster, Upcasters
 
 V = TypeVar("V", bound=int)
 V1 = Literal[1]

@@ -5,8 +5,8 @@ Lua's numbers are doubles and print 14 digits; 10^13 leaves room for a sum of tw
 
 from typing import Annotated, Final
 
-from models.bounds import quoted
-from models.identifiers import in_schema
+from grabstream.models.bounds import quoted
+from grabstream.models.identifiers import in_schema
 
 AMOUNT_MAX: Final = 10**13
 PARTS_MAX: Final = 1_000_000

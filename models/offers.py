@@ -10,11 +10,11 @@ from typing import Annotated, Any, Final, Literal, get_args
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from models.bounds import CODES_PER_GRAB_MAX, HOURS_SPANS_MAX, quoted
-from models.calendar import Period, check_timezone
-from models.identifiers import Id, in_schema, is_id
-from models.money import AMOUNT_MAX, PARTS_MAX, Invalid, check_amount
-from models.splitting import LAWS, Law, check_split
+from grabstream.models.bounds import CODES_PER_GRAB_MAX, HOURS_SPANS_MAX, quoted
+from grabstream.models.calendar import Period, check_timezone
+from grabstream.models.identifiers import Id, in_schema, is_id
+from grabstream.models.money import AMOUNT_MAX, PARTS_MAX, Invalid, check_amount
+from grabstream.models.splitting import LAWS, Law, check_split
 
 ENVELOPE_LIFE_MS: Final = 24 * 3600 * 1000
 RETIRE_AFTER_MS: Final = 7 * 24 * 3600 * 1000

@@ -8,7 +8,7 @@ The extensions of a hold, the units of a grab and what is due for them are check
 from enum import IntEnum
 from typing import Annotated, Final
 
-from models.identifiers import in_schema
+from grabstream.models.identifiers import in_schema
 
 
 class Outcome(IntEnum):

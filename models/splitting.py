@@ -17,8 +17,8 @@ from hashlib import sha1
 from struct import pack
 from typing import Final, Literal
 
-from models.bounds import quoted
-from models.money import AMOUNT_MAX, PARTS_MAX, Invalid
+from grabstream.models.bounds import quoted
+from grabstream.models.money import AMOUNT_MAX, PARTS_MAX, Invalid
 
 Law = Literal["double_mean", "bounded", "equal"]
 LAWS: Final[tuple[Law, ...]] = ("double_mean", "bounded", "equal")

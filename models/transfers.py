@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
 
 import msgspec
 
-from models.bounds import quoted
-from models.identifiers import in_schema, is_id
-from models.money import Account, Asset, Invalid, Quantity, check_amount
+from grabstream.models.bounds import quoted
+from grabstream.models.identifiers import in_schema, is_id
+from grabstream.models.money import Account, Asset, Invalid, Quantity, check_amount
 
 if TYPE_CHECKING:
-    from models.events import AnyEvent
+    from grabstream.models.events import AnyEvent
 
 #: Accounts that may never be below 0; the rest (`external:`, `issuer:` …) stand for the world outside.
 GUARDED_ACCOUNTS: Final = ("offer:", "hold:", "wallet:", "redeemed:")

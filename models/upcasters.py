@@ -11,6 +11,6 @@ One function and one line for each version that a type has left behind, never ed
 
 from typing import Final
 
-from models.upcasting import Upcaster
+from grabstream.models.upcasting import Upcaster
 
 UPCASTERS: Final[tuple[Upcaster, ...]] = ()

@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from models.bounds import quoted
+from grabstream.models.bounds import quoted
 
 FIRST_VERSION: Final = 1
 #: In the words of every NewerEvent, so that a stop for this reason can be told from others.

@@ -10,7 +10,7 @@ def main() -> None:
     if before is signal.default_int_handler:
         # Not left to KeyboardInterrupt: it would come out of whatever is being imported.
         signal.signal(signal.SIGINT, lambda number, frame: os._exit(128 + number))
-    from ops.cli import main as run
+    from grabstream.ops.cli import main as run
 
     signal.signal(signal.SIGINT, before)
     run()

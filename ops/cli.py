@@ -15,48 +15,48 @@ from psycopg import OperationalError
 from psycopg.errors import InsufficientPrivilege, LockNotAvailable, UndefinedTable
 from redis.exceptions import ConnectionError, TimeoutError
 
-from models.upcasting import BrokenChain
-from ops.services import ServiceError
-from ops.settings import BadSettings
-from projections.locks import Held
-from projections.versions import NoReadModel
-from streams.clients import in_words
+from grabstream.models.upcasting import BrokenChain
+from grabstream.ops.services import ServiceError
+from grabstream.ops.settings import BadSettings
+from grabstream.projections.locks import Held
+from grabstream.projections.versions import NoReadModel
+from grabstream.streams.clients import in_words
 
 VERBS: Final = {
-    "up": ("ops.commands.services", "Start the local servers."),
-    "down": ("ops.commands.services", "End the local servers, and only those."),
-    "status": ("ops.commands.status", "Servers, shards and read models: what runs, how far, what stopped."),
-    "config": ("ops.commands.config", "The settings in force, secrets masked."),
-    "init": ("ops.commands.init", "Create topics and tables."),
-    "schemas": ("ops.commands.schemas", "What of the database is this system's: for backups."),
-    "worker": ("ops.commands.worker", "Play the roles of a worker."),
-    "open": ("ops.commands.offers", "Open the offers of a file."),
-    "pause": ("ops.commands.offers", "Refuse grabs of an offer until it is resumed."),
-    "resume": ("ops.commands.offers", "Take grabs of an offer again."),
-    "close": ("ops.commands.offers", "End an offer; what is left goes back."),
-    "amend": ("ops.commands.operating", "Change terms of an offer while it runs."),
-    "load": ("ops.commands.operating", "Give an offer its coupon codes, or the list of who may grab."),
-    "adjust": ("ops.commands.operating", "Book a correcting entry, with its reason and who approved it."),
-    "grab": ("ops.commands.offers", "Grab, as one user."),
-    "confirm": ("ops.commands.settling", "A hold was paid: its units are the user's for good."),
-    "release": ("ops.commands.settling", "Give a hold back, or leave the waiting list."),
-    "extend": ("ops.commands.settling", "Move a hold's deadline, as often as the offer allows."),
-    "return": ("ops.commands.settling", "Give back what was taken for good; money paid for it goes back."),
-    "redeem": ("ops.commands.settling", "Use units of a grab, once for an order."),
-    "unredeem": ("ops.commands.settling", "Take the use for an order back."),
-    "ticket": ("ops.commands.operating", "Sign a ticket for one user, for tests."),
-    "show": ("ops.commands.show", "An offer: who got what, the luckiest, what is left."),
-    "why": ("ops.commands.why", "The whole story of one user and one offer."),
-    "doctor": ("ops.commands.doctor", "Say what is stuck, since when, and the command that mends it."),
-    "dismiss": ("ops.commands.doctor", "Explain a difference that the verifier has found."),
-    "set-aside": ("ops.commands.set_aside", "Let a stopped read model go on behind a record it cannot take in."),
-    "retry": ("ops.commands.set_aside", "Let a stopped read model try again, its cause being mended."),
-    "verify": ("ops.commands.verify", "Check chain, books, and Redis against the ledger."),
-    "rebuild": ("ops.commands.rebuild", "Make read models anew from the events, beside the live ones."),
-    "replay": ("ops.commands.replay", "Events once more: as lines, on a topic, or as read models of their own."),
-    "at": ("ops.commands.at", "Offers, holds and balances as they were at a time."),
-    "follow": ("ops.commands.follow", "Run a projection of your own."),
-    "rehearse": ("ops.commands.rehearse", "Let a crowd grab, watch it, and end with a verdict."),
+    "up": ("grabstream.ops.commands.services", "Start the local servers."),
+    "down": ("grabstream.ops.commands.services", "End the local servers, and only those."),
+    "status": ("grabstream.ops.commands.status", "Servers, shards and read models: what runs, how far, what stopped."),
+    "config": ("grabstream.ops.commands.config", "The settings in force, secrets masked."),
+    "init": ("grabstream.ops.commands.init", "Create topics and tables."),
+    "schemas": ("grabstream.ops.commands.schemas", "What of the database is this system's: for backups."),
+    "worker": ("grabstream.ops.commands.worker", "Play the roles of a worker."),
+    "open": ("grabstream.ops.commands.offers", "Open the offers of a file."),
+    "pause": ("grabstream.ops.commands.offers", "Refuse grabs of an offer until it is resumed."),
+    "resume": ("grabstream.ops.commands.offers", "Take grabs of an offer again."),
+    "close": ("grabstream.ops.commands.offers", "End an offer; what is left goes back."),
+    "amend": ("grabstream.ops.commands.operating", "Change terms of an offer while it runs."),
+    "load": ("grabstream.ops.commands.operating", "Give an offer its coupon codes, or the list of who may grab."),
+    "adjust": ("grabstream.ops.commands.operating", "Book a correcting entry, with its reason and who approved it."),
+    "grab": ("grabstream.ops.commands.offers", "Grab, as one user."),
+    "confirm": ("grabstream.ops.commands.settling", "A hold was paid: its units are the user's for good."),
+    "release": ("grabstream.ops.commands.settling", "Give a hold back, or leave the waiting list."),
+    "extend": ("grabstream.ops.commands.settling", "Move a hold's deadline, as often as the offer allows."),
+    "return": ("grabstream.ops.commands.settling", "Give back what was taken for good; money paid for it goes back."),
+    "redeem": ("grabstream.ops.commands.settling", "Use units of a grab, once for an order."),
+    "unredeem": ("grabstream.ops.commands.settling", "Take the use for an order back."),
+    "ticket": ("grabstream.ops.commands.operating", "Sign a ticket for one user, for tests."),
+    "show": ("grabstream.ops.commands.show", "An offer: who got what, the luckiest, what is left."),
+    "why": ("grabstream.ops.commands.why", "The whole story of one user and one offer."),
+    "doctor": ("grabstream.ops.commands.doctor", "Say what is stuck, since when, and the command that mends it."),
+    "dismiss": ("grabstream.ops.commands.doctor", "Explain a difference that the verifier has found."),
+    "set-aside": ("grabstream.ops.commands.set_aside", "Let a stopped read model go on behind a record it cannot take in."),
+    "retry": ("grabstream.ops.commands.set_aside", "Let a stopped read model try again, its cause being mended."),
+    "verify": ("grabstream.ops.commands.verify", "Check chain, books, and Redis against the ledger."),
+    "rebuild": ("grabstream.ops.commands.rebuild", "Make read models anew from the events, beside the live ones."),
+    "replay": ("grabstream.ops.commands.replay", "Events once more: as lines, on a topic, or as read models of their own."),
+    "at": ("grabstream.ops.commands.at", "Offers, holds and balances as they were at a time."),
+    "follow": ("grabstream.ops.commands.follow", "Run a projection of your own."),
+    "rehearse": ("grabstream.ops.commands.rehearse", "Let a crowd grab, watch it, and end with a verdict."),
 }
 
 

@@ -16,31 +16,31 @@ from redis.asyncio.connection import parse_url
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
-from lua.decided import LostDecision
-from lua.gate import Gate, GateLimits, now_ms
-from lua.keys import KeySpace
-from lua.refusals import Refusal, RefusalLog, RefusalSample, writing
-from lua.sealing import Sealer
-from lua.tickets import TicketKeys
-from lua.trouble import is_trouble
-from models.calendar import DAY_MS
-from models.events import decode_event
-from models.journal import Cursor
-from ops.identity import OtherSystem, compare_journal, find_journal, require_prefix, require_schema
-from ops.redis_cluster import ClusterClient
-from ops.redis_servers import information
-from ops.settings import BadSettings, Settings, cluster_address, is_cluster
-from projections import refusals
-from projections.migrate import use_schema
-from projections.recoveries import record_lost, record_recovery
-from projections.sessions import connect
-from projections.snapshots import events_of, newest, payments_of, trail_of
-from projections.system import Identity
-from streams.clients import in_words
-from streams.own import System
-from streams.recovery import Recovered, Snapshot, Snapshots
-from streams.topics import Topics
-from streams.worker import WorkerSettings
+from grabstream.lua.decided import LostDecision
+from grabstream.lua.gate import Gate, GateLimits, now_ms
+from grabstream.lua.keys import KeySpace
+from grabstream.lua.refusals import Refusal, RefusalLog, RefusalSample, writing
+from grabstream.lua.sealing import Sealer
+from grabstream.lua.tickets import TicketKeys
+from grabstream.lua.trouble import is_trouble
+from grabstream.models.calendar import DAY_MS
+from grabstream.models.events import decode_event
+from grabstream.models.journal import Cursor
+from grabstream.ops.identity import OtherSystem, compare_journal, find_journal, require_prefix, require_schema
+from grabstream.ops.redis_cluster import ClusterClient
+from grabstream.ops.redis_servers import information
+from grabstream.ops.settings import BadSettings, Settings, cluster_address, is_cluster
+from grabstream.projections import refusals
+from grabstream.projections.migrate import use_schema
+from grabstream.projections.recoveries import record_lost, record_recovery
+from grabstream.projections.sessions import connect
+from grabstream.projections.snapshots import events_of, newest, payments_of, trail_of
+from grabstream.projections.system import Identity
+from grabstream.streams.clients import in_words
+from grabstream.streams.own import System
+from grabstream.streams.recovery import Recovered, Snapshot, Snapshots
+from grabstream.streams.topics import Topics
+from grabstream.streams.worker import WorkerSettings
 
 log = logging.getLogger(__name__)
 

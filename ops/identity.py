@@ -10,15 +10,15 @@ from typing import Any, Final
 import msgspec
 from psycopg import AsyncConnection
 
-from models.journal import Cursor
-from ops.settings import BadSettings, Settings
-from projections import cursors
-from projections.definitions import PROJECTIONS
-from projections.migrate import use_schema
-from projections.system import Identity, is_system, read_identity
-from streams.journal import JournalReader, open_reader
-from streams.topic_ids import Topic, find_topic
-from streams.topics import Topics
+from grabstream.models.journal import Cursor
+from grabstream.ops.settings import BadSettings, Settings
+from grabstream.projections import cursors
+from grabstream.projections.definitions import PROJECTIONS
+from grabstream.projections.migrate import use_schema
+from grabstream.projections.system import Identity, is_system, read_identity
+from grabstream.streams.journal import JournalReader, open_reader
+from grabstream.streams.topic_ids import Topic, find_topic
+from grabstream.streams.topics import Topics
 
 #: The way out when the journal that a schema belongs to is lost for good.
 NEW_JOURNAL: Final = "grabstream rebuild journal --from audit --new-journal"

@@ -9,9 +9,9 @@ from typing import Any, Final, NamedTuple
 import click
 from psycopg import AsyncConnection
 
-from lua.trouble import is_trouble
-from ops.connections import key_space, open_redis
-from ops.identity import (
+from grabstream.lua.trouble import is_trouble
+from grabstream.ops.connections import key_space, open_redis
+from grabstream.ops.identity import (
     NEW_JOURNAL,
     NotWrittenDown,
     OtherJournal,
@@ -24,15 +24,15 @@ from ops.identity import (
     require_schema,
     strangers,
 )
-from ops.settings import BadSettings, Settings
-from projections.locks import waiting_at_most
-from projections.migrate import migrate
-from projections.sessions import connect
-from projections.system import Identity, is_system, others_on, why_not_for_a_system, write_identity
-from streams.clients import in_words
-from streams.replay_schema import read_definition
-from streams.topic_ids import Topic
-from streams.topics import Topics, create_topics
+from grabstream.ops.settings import BadSettings, Settings
+from grabstream.projections.locks import waiting_at_most
+from grabstream.projections.migrate import migrate
+from grabstream.projections.sessions import connect
+from grabstream.projections.system import Identity, is_system, others_on, why_not_for_a_system, write_identity
+from grabstream.streams.clients import in_words
+from grabstream.streams.replay_schema import read_definition
+from grabstream.streams.topic_ids import Topic
+from grabstream.streams.topics import Topics, create_topics
 
 log = logging.getLogger(__name__)
 

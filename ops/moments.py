@@ -4,9 +4,9 @@ import re
 from collections.abc import Sequence
 from datetime import UTC, datetime
 
-from models.identifiers import campaign_of, shard_of
-from models.offers import TIME_MS_MAX
-from streams.history import Point
+from grabstream.models.identifiers import campaign_of, shard_of
+from grabstream.models.offers import TIME_MS_MAX
+from grabstream.streams.history import Point
 
 #: Numbers from here on are times in ms (1973), below they are a seq.
 TIME_MS_MIN = 100_000_000_000

@@ -1,7 +1,7 @@
 """Files of offers, in YAML, JSON or CSV: read as a whole and checked as a whole before anything is opened.
 
 What people write (`15m`, `2026-11-27T10:00:00+08:00`, `user/day/2`) is brought into the form of a command here; whether the command
-is right, `models.commands.decode_commands` says. Nothing is guessed: what could mean two things is refused with its place and a fix.
+is right, `decode_commands` of `models.commands` says. Nothing is guessed: what could mean two things is refused with its place and a fix.
 """
 
 import csv
@@ -17,13 +17,13 @@ from typing import Annotated, Any, Final, Literal, NamedTuple, Union, get_args, 
 
 import msgspec
 
-from models.bounds import quoted, shortened
-from models.commands import Open, Undecodable, decode_commands
-from models.identifiers import ID_LENGTH_MAX, ID_PATTERN, is_id
-from models.money import Invalid
-from models.offers import Changes, Hours, Limit, Terms, check_changes
-from ops.strict_text import TWICE, Unreadable, first_twice, read_strictly
-from ops.written import read_duration, read_hours, read_limits, read_time
+from grabstream.models.bounds import quoted, shortened
+from grabstream.models.commands import Open, Undecodable, decode_commands
+from grabstream.models.identifiers import ID_LENGTH_MAX, ID_PATTERN, is_id
+from grabstream.models.money import Invalid
+from grabstream.models.offers import Changes, Hours, Limit, Terms, check_changes
+from grabstream.ops.strict_text import TWICE, Unreadable, first_twice, read_strictly
+from grabstream.ops.written import read_duration, read_hours, read_limits, read_time
 
 Form = Literal["yaml", "json", "csv"]
 

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from typing import Final
 
-from models.commands import Open
-from models.offers import ENVELOPE_LIFE_MS, WEEKDAYS, EnvelopeTerms, Hours, Limit, StockTerms, Terms, asset_of
-from ops.written import shown_duration, shown_time
+from grabstream.models.commands import Open
+from grabstream.models.offers import ENVELOPE_LIFE_MS, WEEKDAYS, EnvelopeTerms, Hours, Limit, StockTerms, Terms, asset_of
+from grabstream.ops.written import shown_duration, shown_time
 
 PLAN_COLUMNS: Final = ("offer", "kind", "total", "opens", "closes", "limits", "hold", "audience")
 

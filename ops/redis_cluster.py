@@ -27,8 +27,8 @@ from redis.exceptions import (
     TryAgainError,
 )
 
-from lua.ending import end
-from lua.trouble import is_trouble
+from grabstream.lua.ending import end
+from grabstream.lua.trouble import is_trouble
 
 SLOTS: Final = 16_384
 #: How long a server may take to say who has which slots …

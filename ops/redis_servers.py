@@ -6,8 +6,8 @@ from typing import Any, Final, TypeVar
 
 from redis.exceptions import ConnectionError
 
-from lua.trouble import is_trouble
-from ops.redis_cluster import ClusterClient, slot_of
+from grabstream.lua.trouble import is_trouble
+from grabstream.ops.redis_cluster import ClusterClient, slot_of
 
 #: How long a server is given to say something where the others are not to wait for it.
 ANSWER_SECONDS_MAX: Final = 5.0

@@ -7,16 +7,16 @@ from typing import Any, NamedTuple
 import click
 from psycopg import AsyncConnection, OperationalError
 
-from models.identifiers import campaign_of, is_id, shard_of
-from ops.connections import checked_books
-from ops.moments import BadMoment, parse_points
-from ops.settings import Settings
-from streams.history import AuditSource, JournalSource, Point
-from streams.journal import open_reader
-from streams.replay import Stretch
-from streams.replay_schema import Definition
-from streams.selection import Wanted
-from streams.topics import Topics
+from grabstream.models.identifiers import campaign_of, is_id, shard_of
+from grabstream.ops.connections import checked_books
+from grabstream.ops.moments import BadMoment, parse_points
+from grabstream.ops.settings import Settings
+from grabstream.streams.history import AuditSource, JournalSource, Point
+from grabstream.streams.journal import open_reader
+from grabstream.streams.replay import Stretch
+from grabstream.streams.replay_schema import Definition
+from grabstream.streams.selection import Wanted
+from grabstream.streams.topics import Topics
 
 
 class Request(NamedTuple):

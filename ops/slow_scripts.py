@@ -6,9 +6,9 @@ A gate could only say how long it waited, with what others did meanwhile; and a 
 
 from typing import Any, Final, NamedTuple
 
-from lua.loader import load, script_names
-from lua.trouble import suppressed_trouble
-from ops.redis_servers import masters, within
+from grabstream.lua.loader import load, script_names
+from grabstream.lua.trouble import suppressed_trouble
+from grabstream.ops.redis_servers import masters, within
 
 #: Entries of a server's SLOWLOG that are looked through; it keeps 128 unless told otherwise, those above `slowlog-log-slower-than` (10 ms).
 ENTRIES_MAX: Final = 1_024

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import yaml  # what people write offers in; its parser's events are read here, without its guesses
 
-from models.bounds import FILE_VALUES_MAX, shortened
+from grabstream.models.bounds import FILE_VALUES_MAX, shortened
 
 #: Where a mapping was given a name twice, it has this key: parsers drop all but the last, and two totals are a mistake.
 TWICE: Final = "\0given twice"

@@ -18,24 +18,24 @@ import msgspec
 from psycopg import AsyncConnection, IsolationLevel
 from redis.exceptions import RedisError
 
-from lua.sealing import CannotOpen
-from models.events import AnyEvent, decode_event
-from models.journal import GENESIS, Accepted, Corrupt, Cursor, Gap, parse_block
-from models.transfers import GUARDED_ACCOUNTS, transfers_of
-from ops.connections import key_space, open_redis, sealer, snapshots
-from ops.redis_servers import information
-from ops.settings import BadSettings, Settings
-from projections import set_aside
-from projections.anew import MADE, Anew
-from projections.cursors import Fact, load, stopped
-from projections.migrate import PROJECTIONS, use_schema
-from projections.sessions import connect
-from projections.set_aside import SetAside
-from streams.beside import BESIDE_STEADILY, NoRoom, NotComparable, Pace, open_beside
-from streams.journal import JournalReader, Record, open_reader
-from streams.ownership import NewerProgram, SteppedDown
-from streams.recovery import Impossible
-from streams.topics import Topics
+from grabstream.lua.sealing import CannotOpen
+from grabstream.models.events import AnyEvent, decode_event
+from grabstream.models.journal import GENESIS, Accepted, Corrupt, Cursor, Gap, parse_block
+from grabstream.models.transfers import GUARDED_ACCOUNTS, transfers_of
+from grabstream.ops.connections import key_space, open_redis, sealer, snapshots
+from grabstream.ops.redis_servers import information
+from grabstream.ops.settings import BadSettings, Settings
+from grabstream.projections import set_aside
+from grabstream.projections.anew import MADE, Anew
+from grabstream.projections.cursors import Fact, load, stopped
+from grabstream.projections.migrate import PROJECTIONS, use_schema
+from grabstream.projections.sessions import connect
+from grabstream.projections.set_aside import SetAside
+from grabstream.streams.beside import BESIDE_STEADILY, NoRoom, NotComparable, Pace, open_beside
+from grabstream.streams.journal import JournalReader, Record, open_reader
+from grabstream.streams.ownership import NewerProgram, SteppedDown
+from grabstream.streams.recovery import Impossible
+from grabstream.streams.topics import Topics
 
 log = logging.getLogger(__name__)
 

@@ -5,8 +5,8 @@ from datetime import UTC, datetime, timedelta
 from typing import Any, Final
 from zoneinfo import ZoneInfo
 
-from models.bounds import quoted
-from models.money import Invalid
+from grabstream.models.bounds import quoted
+from grabstream.models.money import Invalid
 
 _UNITS_MS: Final = {"ms": 1, "s": 1000, "m": 60_000, "h": 3_600_000, "d": 24 * 3_600_000}
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)

@@ -12,12 +12,12 @@ from typing import Any, Final
 import psycopg
 from psycopg import AsyncConnection, sql
 
-from projections import versions
-from projections.cursors import Fact
-from projections.definitions import PROJECTIONS, definition_of
-from projections.difference import TableDifference, compare
-from projections.read_models import READ_MODELS
-from projections.versions import Version
+from grabstream.projections import versions
+from grabstream.projections.cursors import Fact
+from grabstream.projections.definitions import PROJECTIONS, definition_of
+from grabstream.projections.difference import TableDifference, compare
+from grabstream.projections.read_models import READ_MODELS
+from grabstream.projections.versions import Version
 
 #: Tables of balances whose rows follow from the events of their own offer.
 OF_AN_OFFER: Final = ("grabs_1", "payments_1")

@@ -5,8 +5,8 @@ from typing import Any
 
 from psycopg import AsyncConnection
 
-from projections.arrays import copy_rows
-from projections.cursors import Fact
+from grabstream.projections.arrays import copy_rows
+from grabstream.projections.cursors import Fact
 
 NAME = "audit"
 

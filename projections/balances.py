@@ -7,11 +7,11 @@ from typing import Any
 from psycopg import AsyncConnection
 from psycopg.errors import CheckViolation
 
-from models.events import AnyGrabEvent, GrabGranted
-from projections.arrays import copy_rows, integer_array, text_array
-from projections.cursors import Fact
-from projections.grabs import GrabRows, LoadedGrabRows, finish_grabs
-from projections.offers import OfferRows
+from grabstream.models.events import AnyGrabEvent, GrabGranted
+from grabstream.projections.arrays import copy_rows, integer_array, text_array
+from grabstream.projections.cursors import Fact
+from grabstream.projections.grabs import GrabRows, LoadedGrabRows, finish_grabs
+from grabstream.projections.offers import OfferRows
 
 NAME = "balances"
 

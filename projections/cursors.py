@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 from psycopg import AsyncConnection
 
-from models.events import AnyEvent
-from models.journal import Cursor
-from models.transfers import Transfer, transfers_of
-from models.upcasting import NEWER
+from grabstream.models.events import AnyEvent
+from grabstream.models.journal import Cursor
+from grabstream.models.transfers import Transfer, transfers_of
+from grabstream.models.upcasting import NEWER
 
 
 class CursorMoved(Exception):

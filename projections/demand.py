@@ -5,7 +5,7 @@ from typing import Any
 
 from psycopg import AsyncConnection
 
-from projections.migrate import use_schema
+from grabstream.projections.migrate import use_schema
 
 
 async def record(connection: AsyncConnection[Any], schema: str, shard: int, rows: Sequence[tuple[int, int, str, int]]) -> None:

@@ -10,8 +10,8 @@ from typing import Any, Final
 import msgspec
 from psycopg import AsyncConnection, sql
 
-from projections.definitions import Definition
-from projections.versions import Version
+from grabstream.projections.definitions import Definition
+from grabstream.projections.versions import Version
 
 EXAMPLES_MAX: Final = 3
 

@@ -8,7 +8,7 @@ import msgspec
 from psycopg import AsyncConnection
 from psycopg.errors import CheckViolation
 
-from models.events import (
+from grabstream.models.events import (
     AnyGrabEvent,
     GrabConfirmed,
     GrabExtended,
@@ -20,7 +20,7 @@ from models.events import (
     GrabReturned,
     GrabUnredeemed,
 )
-from projections.arrays import copy_rows, copy_text, update_by
+from grabstream.projections.arrays import copy_rows, copy_text, update_by
 
 
 class _Change(msgspec.Struct):

@@ -7,9 +7,9 @@ from typing import Any
 from psycopg import AsyncConnection
 from psycopg.errors import CheckViolation
 
-from models.transfers import GUARDED_ACCOUNTS
-from projections.arrays import copy_rows, integer_array, text_array
-from projections.cursors import Fact
+from grabstream.models.transfers import GUARDED_ACCOUNTS
+from grabstream.projections.arrays import copy_rows, integer_array, text_array
+from grabstream.projections.cursors import Fact
 
 NAME = "ledger"
 

@@ -11,7 +11,7 @@ from typing import Any, Final
 from psycopg import AsyncConnection
 from psycopg.errors import LockNotAvailable
 
-from projections.sessions import rename
+from grabstream.projections.sessions import rename
 
 _LOOK_SECONDS: Final = 0.1
 

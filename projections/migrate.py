@@ -8,9 +8,9 @@ from typing import Any, Final
 from psycopg import AsyncConnection, sql
 from psycopg.errors import UndefinedTable
 
-from models.outcomes import OUTCOME_NAMES
-from projections import versions
-from projections.definitions import PROJECTIONS
+from grabstream.models.outcomes import OUTCOME_NAMES
+from grabstream.projections import versions
+from grabstream.projections.definitions import PROJECTIONS
 
 __all__ = ["PROJECTIONS", "migrate", "use_schema"]
 
@@ -66,7 +66,7 @@ async def migrate(connection: AsyncConnection[Any], schema: str, shards: int) ->
 
 
 def _migrations() -> list[Traversable]:
-    found = [path for path in files("projections.migrations").iterdir() if path.name.endswith(".sql")]
+    found = [path for path in files("grabstream.projections.migrations").iterdir() if path.name.endswith(".sql")]
     return sorted(found, key=lambda path: path.name)
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 from psycopg import AsyncConnection
 
-from models.calendar import HOUR_MS, Offsets
-from models.events import (
+from grabstream.models.calendar import HOUR_MS, Offsets
+from grabstream.models.events import (
     AnyEvent,
     GrabConfirmed,
     GrabGranted,
@@ -24,9 +24,9 @@ from models.events import (
     OfferRetired,
     PaymentRefundDue,
 )
-from models.identifiers import campaign_of
-from models.offers import changes_of
-from projections.arrays import update_by
+from grabstream.models.identifiers import campaign_of
+from grabstream.models.offers import changes_of
+from grabstream.projections.arrays import update_by
 
 
 class _Change(msgspec.Struct):

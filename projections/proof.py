@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from models.events import (
+from grabstream.models.events import (
     AnyEvent,
     GrabConfirmed,
     GrabGranted,
@@ -24,9 +24,9 @@ from models.events import (
     OfferRetired,
     decode_event,
 )
-from models.transfers import Transfer, transfers_of
-from models.upcasting import NewerEvent
-from projections.set_aside import SetAside
+from grabstream.models.transfers import Transfer, transfers_of
+from grabstream.models.upcasting import NewerEvent
+from grabstream.projections.set_aside import SetAside
 
 AUDIT: Final = "audit"
 LEDGER: Final = "ledger"

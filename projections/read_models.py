@@ -5,8 +5,8 @@ from typing import Any, Final, NamedTuple
 
 from psycopg import AsyncConnection
 
-from projections import audit, balances, ledger
-from projections.cursors import Fact
+from grabstream.projections import audit, balances, ledger
+from grabstream.projections.cursors import Fact
 
 Apply = Callable[[AsyncConnection[Any], Sequence[Fact]], Awaitable[None]]
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from psycopg import AsyncConnection
 
-from projections.migrate import use_schema
+from grabstream.projections.migrate import use_schema
 
 #: shard, seq, told_by, command, offer, user, outcome, amount, event text
 Lost = tuple[int, int, str, str, str, str | None, str, int | None, str | None]

@@ -12,8 +12,8 @@ from typing import Any, Final, NamedTuple
 
 from psycopg import AsyncConnection
 
-from models.journal import Cursor, Headers
-from projections import cursors
+from grabstream.models.journal import Cursor, Headers
+from grabstream.projections import cursors
 
 #: Accounts that are named in one line.
 SUMS_TOLD_MAX: Final = 4

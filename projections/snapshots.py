@@ -9,11 +9,11 @@ from typing import Any, Final, NamedTuple
 
 from psycopg import AsyncConnection
 
-from models.events import AnyEvent, GrabConfirmed, PaymentRefundDue, decode_event_list
-from models.identifiers import campaign_of
-from models.journal import Cursor
-from models.offers import PAYMENTS_KEPT_MS
-from models.outcomes import Outcome
+from grabstream.models.events import AnyEvent, GrabConfirmed, PaymentRefundDue, decode_event_list
+from grabstream.models.identifiers import campaign_of
+from grabstream.models.journal import Cursor
+from grabstream.models.offers import PAYMENTS_KEPT_MS
+from grabstream.models.outcomes import Outcome
 
 ROWS_AT_ONCE: Final = 2_000
 

@@ -5,8 +5,8 @@ from typing import Any, Final, NamedTuple
 
 from psycopg import AsyncConnection, sql
 
-from projections.definitions import PROJECTIONS
-from projections.versions import may_be_version
+from grabstream.projections.definitions import PROJECTIONS
+from grabstream.projections.versions import may_be_version
 
 #: What PostgreSQL, or everybody, has a use for.
 _RESERVED: Final = re.compile(r"public|information_schema|pg_.*")

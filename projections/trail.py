@@ -4,7 +4,7 @@ from typing import Any
 
 from psycopg import AsyncConnection
 
-from models.journal import GENESIS
+from grabstream.models.journal import GENESIS
 
 
 async def hash_at(connection: AsyncConnection[Any], shard: int, seq: int) -> bytes | None:

@@ -6,8 +6,8 @@ from typing import Any, Final, NamedTuple
 
 from psycopg import AsyncConnection
 
-from projections.arrays import integer_array, text_array
-from projections.proof import AuditRow, LedgerRow, OfferState, row_of
+from grabstream.projections.arrays import integer_array, text_array
+from grabstream.projections.proof import AuditRow, LedgerRow, OfferState, row_of
 
 #: A verifier that has not been there for so long is none.
 SILENT_MS_MAX: Final = 300_000

@@ -15,7 +15,7 @@ from psycopg import AsyncConnection, sql
 from psycopg.errors import DependentObjectsStillExist, InvalidTableDefinition, LockNotAvailable, UndefinedColumn, UndefinedTable
 from psycopg.rows import class_row
 
-from projections.definitions import PROJECTIONS, cursor_tables, definition_of
+from grabstream.projections.definitions import PROJECTIONS, cursor_tables, definition_of
 
 log = logging.getLogger(__name__)
 

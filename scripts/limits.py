@@ -8,12 +8,12 @@ from typing import Any, NamedTuple, get_args
 
 from annotated_types import Ge, Gt, Le
 
-from lua import gate, loader, refusals, sizes, staging, tickets
-from models import bounds, calendar, commands, identifiers, money, offers
-from models.rules import grabbing, settling, state
-from ops import offer_files
-from ops.settings import SECRETS, Settings
-from streams import backlog, decider, ownership, relay, topics, understanding
+from grabstream.lua import gate, loader, refusals, sizes, staging, tickets
+from grabstream.models import bounds, calendar, commands, identifiers, money, offers
+from grabstream.models.rules import grabbing, settling, state
+from grabstream.ops import offer_files
+from grabstream.ops.settings import SECRETS, Settings
+from grabstream.streams import backlog, decider, ownership, relay, topics, understanding
 
 DAY_MS = 24 * 3600 * 1000
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import yaml
 
-from ops.commands.services import CLUSTER_SERVERS
-from ops.services.servers import kafka_version
-from ops.settings import cluster_address
+from grabstream.ops.commands.services import CLUSTER_SERVERS
+from grabstream.ops.services.servers import kafka_version
+from grabstream.ops.settings import cluster_address
 
 #: Services that do something once and end.
 ONE_SHOT = ("init", "redis-cluster", "cluster-init")

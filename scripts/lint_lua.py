@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-from lua.loader import assemble, script_names
+from grabstream.lua.loader import assemble, script_names
 
 failed = False
 for name in script_names():

@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import msgspec
 
-from models.identifiers import ID_PATTERN
-from models.offers import Terms
+from grabstream.models.identifiers import ID_PATTERN
+from grabstream.models.offers import Terms
 
 BEGINS = "<!-- offer fields -->"
 ENDS = "<!-- /offer fields -->"

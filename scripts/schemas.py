@@ -15,12 +15,12 @@ from typing import Any
 
 import yaml
 
-from models.events import CURRENT_VERSIONS
-from models.upcasters import UPCASTERS
-from models.upcasting import FIRST_VERSION
-from ops.schemas.asyncapi import document
-from ops.schemas.documents import documents, event_name
-from ops.schemas.releases import Change, Contract, changes_between, last_release, read_release, verdict_of
+from grabstream.models.events import CURRENT_VERSIONS
+from grabstream.models.upcasters import UPCASTERS
+from grabstream.models.upcasting import FIRST_VERSION
+from grabstream.ops.schemas.asyncapi import document
+from grabstream.ops.schemas.documents import documents, event_name
+from grabstream.ops.schemas.releases import Change, Contract, changes_between, last_release, read_release, verdict_of
 
 ROOT = Path(__file__).parents[1]
 

@@ -15,15 +15,15 @@ from typing import Any, Final
 
 import faust
 
-from lua.trouble import is_trouble
-from projections.definitions import definition_of
-from projections.read_models import READ_MODELS
-from streams.clients import ended
-from streams.journal import Record
-from streams.projector import CatchUp, Projector
-from streams.publisher import Publisher, event_source
-from streams.topics import Topics
-from streams.watchdog import until_stalled
+from grabstream.lua.trouble import is_trouble
+from grabstream.projections.definitions import definition_of
+from grabstream.projections.read_models import READ_MODELS
+from grabstream.streams.clients import ended
+from grabstream.streams.journal import Record
+from grabstream.streams.projector import CatchUp, Projector
+from grabstream.streams.publisher import Publisher, event_source
+from grabstream.streams.topics import Topics
+from grabstream.streams.watchdog import until_stalled
 
 log = logging.getLogger(__name__)
 

@@ -2,9 +2,9 @@
 
 from functools import partial
 
-from ops.connections import until_known
-from ops.settings import load_settings
-from streams.agents import build_app, make_projectors
+from grabstream.ops.connections import until_known
+from grabstream.ops.settings import load_settings
+from grabstream.streams.agents import build_app, make_projectors
 
 _settings = load_settings()
 

@@ -11,8 +11,8 @@ from typing import Any, Final
 
 from aiokafka import TopicPartition
 
-from models.commands import AnyCommand, basket_of
-from streams.understanding import Place
+from grabstream.models.commands import AnyCommand, basket_of
+from grabstream.streams.understanding import Place
 
 #: Commands, and bytes of their records, of one shard that wait here before partitions which bring more of them are not read any more.
 #: One poll and one fetch a partition may come on top.

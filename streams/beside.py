@@ -12,15 +12,15 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from contextlib import aclosing, asynccontextmanager
 from typing import Any, Final, NamedTuple
 
-from lua.keys import STAGED, KeySpace, ShardKeys
-from lua.life import time_ms_of
-from lua.records import in_fields, offer_of_answer, offer_of_payment, unpacked
-from lua.sealing import Sealer
-from models.journal import Accepted, Cursor, parse_block
-from models.offers import PAYMENTS_KNOWN_MS
-from streams.journal import JournalReader
-from streams.ownership import OwnedShard, Ownership
-from streams.recovery import Recovery, Snapshot, Snapshots, literal
+from grabstream.lua.keys import STAGED, KeySpace, ShardKeys
+from grabstream.lua.life import time_ms_of
+from grabstream.lua.records import in_fields, offer_of_answer, offer_of_payment, unpacked
+from grabstream.lua.sealing import Sealer
+from grabstream.models.journal import Accepted, Cursor, parse_block
+from grabstream.models.offers import PAYMENTS_KNOWN_MS
+from grabstream.streams.journal import JournalReader
+from grabstream.streams.ownership import OwnedShard, Ownership
+from grabstream.streams.recovery import Recovery, Snapshot, Snapshots, literal
 
 #: Behind the system's prefix, with a character that no prefix has: no other system's keys can begin so.
 BESIDE: Final = "/verify"

@@ -14,17 +14,17 @@ import msgspec
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, ConsumerRebalanceListener, TopicPartition
 from aiokafka.errors import CommitFailedError, IllegalStateError
 
-from lua.ending import end
-from lua.gate import Gate, Order
-from lua.trouble import is_trouble
-from models.answers import Answer, encode_answer
-from models.bounds import RECORD_BYTES_MAX
-from models.commands import basket_of
-from models.identifiers import campaign_of, shard_of
-from streams.backlog import HeldCommand, OpenPartition, OpenRecord, ShardBacklog, by_partition
-from streams.clients import Trouble, in_words, started
-from streams.topics import Topics
-from streams.understanding import Pace, Place, Rejected, Understood, set_aside, understand
+from grabstream.lua.ending import end
+from grabstream.lua.gate import Gate, Order
+from grabstream.lua.trouble import is_trouble
+from grabstream.models.answers import Answer, encode_answer
+from grabstream.models.bounds import RECORD_BYTES_MAX
+from grabstream.models.commands import basket_of
+from grabstream.models.identifiers import campaign_of, shard_of
+from grabstream.streams.backlog import HeldCommand, OpenPartition, OpenRecord, ShardBacklog, by_partition
+from grabstream.streams.clients import Trouble, in_words, started
+from grabstream.streams.topics import Topics
+from grabstream.streams.understanding import Pace, Place, Rejected, Understood, set_aside, understand
 
 log = logging.getLogger(__name__)
 

@@ -18,13 +18,13 @@ import msgspec
 from aiokafka.errors import KafkaTimeoutError
 from psycopg import AsyncConnection
 
-from models.events import AnyEvent, decode_event
-from models.journal import Block, Corrupt, Cursor, Gap, chain, parse_block
-from models.transfers import transfers_of
-from projections import cursors, trail
-from projections.cursors import Fact
-from streams.journal import JournalReader, Record
-from streams.projector import Decoded
+from grabstream.models.events import AnyEvent, decode_event
+from grabstream.models.journal import Block, Corrupt, Cursor, Gap, chain, parse_block
+from grabstream.models.transfers import transfers_of
+from grabstream.projections import cursors, trail
+from grabstream.projections.cursors import Fact
+from grabstream.streams.journal import JournalReader, Record
+from grabstream.streams.projector import Decoded
 
 #: How near the search for a point comes, in records: reading so many is as quick as asking once more.
 NEAR_RECORDS: Final = 32

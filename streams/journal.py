@@ -6,9 +6,9 @@ from typing import Final, NamedTuple
 
 from aiokafka import AIOKafkaConsumer, TopicPartition
 
-from models.bounds import RECORD_BYTES_MAX
-from models.journal import Cursor, Headers
-from streams.clients import started
+from grabstream.models.bounds import RECORD_BYTES_MAX
+from grabstream.models.journal import Cursor, Headers
+from grabstream.streams.clients import started
 
 FETCH_WAIT_MS: Final = 500
 LOOK_BACK_RECORDS: Final = 16

@@ -14,11 +14,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Final
 
-from lua.ending import END_SECONDS_MAX, end
-from lua.gate import run_script
-from lua.keys import KeySpace
-from lua.trouble import is_trouble
-from streams.clients import Trouble, in_words
+from grabstream.lua.ending import END_SECONDS_MAX, end
+from grabstream.lua.gate import run_script
+from grabstream.lua.keys import KeySpace
+from grabstream.lua.trouble import is_trouble
+from grabstream.streams.clients import Trouble, in_words
 
 log = logging.getLogger(__name__)
 

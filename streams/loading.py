@@ -13,9 +13,9 @@ from asyncio.subprocess import PIPE, Process
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Final
 
-from models.journal import Cursor
-from streams.clients import in_words
-from streams.sources import Refused
+from grabstream.models.journal import Cursor
+from grabstream.streams.clients import in_words
+from grabstream.streams.sources import Refused
 
 POLL_SECONDS: Final = 0.2
 
@@ -61,7 +61,7 @@ async def _start(carry: Carry, arguments: Sequence[Any]) -> Process:
     # Not multiprocessing: a process that was forked would share our connections, and one that it spawns imports our main module first,
     # which for the command line is most of this program. In a session of its own: Ctrl-C goes to all of a terminal's processes, but who
     # started us ends us.
-    words = (sys.executable, "-m", "streams.loading")
+    words = (sys.executable, "-m", "grabstream.streams.loading")
     process = await asyncio.create_subprocess_exec(*words, stdin=PIPE, stdout=PIPE, start_new_session=True)
     assert process.stdin is not None
     process.stdin.write(pickle.dumps((os.getpid(), carry, arguments)))

@@ -14,26 +14,26 @@ from typing import Any, Final, NamedTuple, NoReturn
 import psycopg
 from psycopg import AsyncConnection, sql
 
-from lua.trouble import is_trouble
-from models.journal import Cursor
-from projections import cursors
-from projections.cursors import Fact
-from projections.definitions import cursor_tables
-from projections.locks import Held, hold
-from projections.migrate import use_schema
-from projections.sessions import connect
-from projections.versions import may_be_version
-from streams.clients import Trouble, ended, in_words
-from streams.history import JournalSource
-from streams.journal import JournalReader, open_reader
-from streams.own_transaction import Misbehaves, guard, only_read, write
-from streams.projector import EXIT_UNKNOWN_ERROR, Apply, CatchUp, Group, Projector
-from streams.replay import Done, Report, Stretch, plan, replay
-from streams.replay_schema import is_schema
-from streams.selection import Selection, Wanted
-from streams.sinks import RowSink
-from streams.switching import Busy, older_snapshots_gone
-from streams.topics import Topics
+from grabstream.lua.trouble import is_trouble
+from grabstream.models.journal import Cursor
+from grabstream.projections import cursors
+from grabstream.projections.cursors import Fact
+from grabstream.projections.definitions import cursor_tables
+from grabstream.projections.locks import Held, hold
+from grabstream.projections.migrate import use_schema
+from grabstream.projections.sessions import connect
+from grabstream.projections.versions import may_be_version
+from grabstream.streams.clients import Trouble, ended, in_words
+from grabstream.streams.history import JournalSource
+from grabstream.streams.journal import JournalReader, open_reader
+from grabstream.streams.own_transaction import Misbehaves, guard, only_read, write
+from grabstream.streams.projector import EXIT_UNKNOWN_ERROR, Apply, CatchUp, Group, Projector
+from grabstream.streams.replay import Done, Report, Stretch, plan, replay
+from grabstream.streams.replay_schema import is_schema
+from grabstream.streams.selection import Selection, Wanted
+from grabstream.streams.sinks import RowSink
+from grabstream.streams.switching import Busy, older_snapshots_gone
+from grabstream.streams.topics import Topics
 
 log = logging.getLogger(__name__)
 

@@ -12,9 +12,9 @@ import psycopg
 from psycopg import AsyncConnection, sql
 from psycopg.pq import TransactionStatus
 
-from models.journal import Cursor
-from projections.cursors import CursorMoved, Fact
-from streams.projector import Apply
+from grabstream.models.journal import Cursor
+from grabstream.projections.cursors import CursorMoved, Fact
+from grabstream.streams.projector import Apply
 
 #: `frozen` marks a cursor for as long as a transaction is open: it is never seen by another one.
 _GUARD: Final = """

@@ -5,9 +5,9 @@ from typing import Any, Final, Literal, NamedTuple, cast
 
 from redis.exceptions import ResponseError
 
-from lua.gate import run_script
-from lua.keys import ShardKeys
-from models.journal import Cursor
+from grabstream.lua.gate import run_script
+from grabstream.lua.keys import ShardKeys
+from grabstream.models.journal import Cursor
 
 READ_ENTRIES_MAX: Final = 16
 

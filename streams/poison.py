@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 import msgspec
 
-from models.events import AnyEvent, decode_event
-from models.journal import Block, Corrupt, Cursor, Gap, parse_block
-from streams.journal import JournalReader, Record
+from grabstream.models.events import AnyEvent, decode_event
+from grabstream.models.journal import Block, Corrupt, Cursor, Gap, parse_block
+from grabstream.streams.journal import JournalReader, Record
 
 
 class CannotSetAside(Exception):

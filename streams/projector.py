@@ -16,15 +16,15 @@ import msgspec
 import psycopg
 from psycopg import AsyncConnection
 
-from lua.trouble import is_trouble
-from models.events import EVENTS, EventDecoder
-from models.journal import Corrupt, Cursor, Gap, Headers, parse_block
-from projections import cursors
-from projections.cursors import CursorMoved, Fact, facts_of
-from projections.sessions import connect, session_name
-from projections.versions import NoReadModel, use_read_model
-from streams.clients import in_words
-from streams.journal import JournalReader, Record, open_reader
+from grabstream.lua.trouble import is_trouble
+from grabstream.models.events import EVENTS, EventDecoder
+from grabstream.models.journal import Corrupt, Cursor, Gap, Headers, parse_block
+from grabstream.projections import cursors
+from grabstream.projections.cursors import CursorMoved, Fact, facts_of
+from grabstream.projections.sessions import connect, session_name
+from grabstream.projections.versions import NoReadModel, use_read_model
+from grabstream.streams.clients import in_words
+from grabstream.streams.journal import JournalReader, Record, open_reader
 
 log = logging.getLogger(__name__)
 

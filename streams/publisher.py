@@ -13,13 +13,13 @@ from typing import Any, Final
 from aiokafka import AIOKafkaProducer
 from psycopg import AsyncConnection
 
-from models.bounds import RECORD_BYTES_MAX
-from models.journal import Cursor
-from projections import set_aside
-from projections.cursors import Fact
-from streams.clients import close
-from streams.journal import JournalReader, open_reader
-from streams.projector import Group, Projector
+from grabstream.models.bounds import RECORD_BYTES_MAX
+from grabstream.models.journal import Cursor
+from grabstream.projections import set_aside
+from grabstream.projections.cursors import Fact
+from grabstream.streams.clients import close
+from grabstream.streams.journal import JournalReader, open_reader
+from grabstream.streams.projector import Group, Projector
 
 CURSOR_HEADER: Final = "cursor"
 LOOK_BACK_RECORDS: Final = 2_000

@@ -16,20 +16,20 @@ from typing import Any, Final, NamedTuple
 import psycopg
 from psycopg import AsyncConnection, IsolationLevel, sql
 
-from models.journal import Cursor
-from projections import cursors, set_aside, versions
-from projections.cursors import CursorMoved, Fact
-from projections.definitions import definition_of
-from projections.difference import TableDifference, compare
-from projections.locks import Held, hold
-from projections.migrate import use_schema
-from projections.read_models import READ_MODELS, Apply
-from projections.sessions import connect
-from projections.set_aside import SetAside
-from projections.versions import Version
-from streams.loading import deal, in_processes
-from streams.sources import Refused, Source, ahead, chunks_of, open_source
-from streams.switching import Busy, Switch, cursors_of
+from grabstream.models.journal import Cursor
+from grabstream.projections import cursors, set_aside, versions
+from grabstream.projections.cursors import CursorMoved, Fact
+from grabstream.projections.definitions import definition_of
+from grabstream.projections.difference import TableDifference, compare
+from grabstream.projections.locks import Held, hold
+from grabstream.projections.migrate import use_schema
+from grabstream.projections.read_models import READ_MODELS, Apply
+from grabstream.projections.sessions import connect
+from grabstream.projections.set_aside import SetAside
+from grabstream.projections.versions import Version
+from grabstream.streams.loading import deal, in_processes
+from grabstream.streams.sources import Refused, Source, ahead, chunks_of, open_source
+from grabstream.streams.switching import Busy, Switch, cursors_of
 
 log = logging.getLogger(__name__)
 

@@ -16,14 +16,14 @@ from typing import Final, Literal, NamedTuple
 import msgspec
 from redis.exceptions import ResponseError
 
-from lua import restoring
-from lua.sealing import CannotOpen, Sealer
-from lua.staging import pieces
-from models.events import AnyEvent, OfferClosed, OfferLoaded, OfferOpened, OfferRetired, decode_event_list
-from models.identifiers import campaign_of
-from models.journal import Accepted, Corrupt, Cursor, Gap
-from projections.snapshots import KnownPayment, Past
-from streams.ownership import OwnedShard, Ownership
+from grabstream.lua import restoring
+from grabstream.lua.sealing import CannotOpen, Sealer
+from grabstream.lua.staging import pieces
+from grabstream.models.events import AnyEvent, OfferClosed, OfferLoaded, OfferOpened, OfferRetired, decode_event_list
+from grabstream.models.identifiers import campaign_of
+from grabstream.models.journal import Accepted, Corrupt, Cursor, Gap
+from grabstream.projections.snapshots import KnownPayment, Past
+from grabstream.streams.ownership import OwnedShard, Ownership
 
 log = logging.getLogger(__name__)
 

@@ -13,17 +13,17 @@ from typing import Any, Final
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
 from aiokafka.errors import KafkaError
 
-from lua.ending import end
-from lua.keys import ShardKeys
-from lua.sealing import Sealer
-from lua.trouble import is_trouble
-from models.bounds import RECORD_BYTES_MAX
-from models.journal import Cursor, block_headers, chain
-from streams.clients import Trouble, in_words, started
-from streams.journal import JournalReader
-from streams.ownership import NewerProgram, NotReconciled, OwnedShard, Ownership, SteppedDown
-from streams.recovery import Recovered, Recovery, Snapshots
-from streams.takeover import Takeover
+from grabstream.lua.ending import end
+from grabstream.lua.keys import ShardKeys
+from grabstream.lua.sealing import Sealer
+from grabstream.lua.trouble import is_trouble
+from grabstream.models.bounds import RECORD_BYTES_MAX
+from grabstream.models.journal import Cursor, block_headers, chain
+from grabstream.streams.clients import Trouble, in_words, started
+from grabstream.streams.journal import JournalReader
+from grabstream.streams.ownership import NewerProgram, NotReconciled, OwnedShard, Ownership, SteppedDown
+from grabstream.streams.recovery import Recovered, Recovery, Snapshots
+from grabstream.streams.takeover import Takeover
 
 log = logging.getLogger(__name__)
 

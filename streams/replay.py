@@ -4,10 +4,10 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import NamedTuple
 
-from models.journal import Cursor
-from streams.history import AuditSource, JournalSource, Point, Start, up_to
-from streams.selection import Selection
-from streams.sinks import Sink
+from grabstream.models.journal import Cursor
+from grabstream.streams.history import AuditSource, JournalSource, Point, Start, up_to
+from grabstream.streams.selection import Selection
+from grabstream.streams.sinks import Sink
 
 #: Called with (units of the source, events) that were done since the last call.
 Report = Callable[[int, int], None]

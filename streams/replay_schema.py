@@ -15,16 +15,16 @@ import msgspec
 import psycopg
 from psycopg import AsyncConnection, sql
 
-from models.journal import Cursor
-from projections import audit, balances, cursors, ledger
-from projections.definitions import PROJECTIONS, definition_of
-from projections.locks import Held, hold, let_go
-from projections.migrate import use_schema
-from projections.sessions import connect
-from projections.versions import create_flat, may_be_version
-from streams.history import Point
-from streams.selection import Wanted
-from streams.sinks import Refused, RowSink
+from grabstream.models.journal import Cursor
+from grabstream.projections import audit, balances, cursors, ledger
+from grabstream.projections.definitions import PROJECTIONS, definition_of
+from grabstream.projections.locks import Held, hold, let_go
+from grabstream.projections.migrate import use_schema
+from grabstream.projections.sessions import connect
+from grabstream.projections.versions import create_flat, may_be_version
+from grabstream.streams.history import Point
+from grabstream.streams.selection import Wanted
+from grabstream.streams.sinks import Refused, RowSink
 
 log = logging.getLogger(__name__)
 

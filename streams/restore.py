@@ -19,26 +19,26 @@ from psycopg import AsyncConnection, sql
 from psycopg.errors import LockNotAvailable
 from redis.exceptions import ResponseError
 
-from lua.gate import run_script
-from lua.keys import KeySpace
-from models.bounds import RECORD_BYTES_MAX
-from models.events import decode_event
-from models.journal import Corrupt, Cursor, Gap, block_headers, marker_headers, parse_block
-from models.transfers import transfers_of
-from projections import versions
-from projections.cursors import Fact
-from projections.definitions import PROJECTIONS
-from projections.locks import Held, hold
-from projections.migrate import use_schema
-from projections.sessions import connect
-from projections.versions import Version
-from streams.clients import started
-from streams.journal import JournalReader, open_reader
-from streams.publisher import Publisher, newest_cursor
-from streams.rebuild import Progress, Report, Where, hold_projection
-from streams.sources import Refused, audit_lines
-from streams.switching import LOCK_SECONDS
-from streams.topics import delete_command
+from grabstream.lua.gate import run_script
+from grabstream.lua.keys import KeySpace
+from grabstream.models.bounds import RECORD_BYTES_MAX
+from grabstream.models.events import decode_event
+from grabstream.models.journal import Corrupt, Cursor, Gap, block_headers, marker_headers, parse_block
+from grabstream.models.transfers import transfers_of
+from grabstream.projections import versions
+from grabstream.projections.cursors import Fact
+from grabstream.projections.definitions import PROJECTIONS
+from grabstream.projections.locks import Held, hold
+from grabstream.projections.migrate import use_schema
+from grabstream.projections.sessions import connect
+from grabstream.projections.versions import Version
+from grabstream.streams.clients import started
+from grabstream.streams.journal import JournalReader, open_reader
+from grabstream.streams.publisher import Publisher, newest_cursor
+from grabstream.streams.rebuild import Progress, Report, Where, hold_projection
+from grabstream.streams.sources import Refused, audit_lines
+from grabstream.streams.switching import LOCK_SECONDS
+from grabstream.streams.topics import delete_command
 
 OWNER: Final = "restored-"
 BLOCK_EVENTS: Final = 1_000

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from models.events import (
+from grabstream.models.events import (
     OfferAmended,
     OfferClosed,
     OfferLoaded,
@@ -13,7 +13,7 @@ from models.events import (
     OfferRetired,
     PaymentRefundDue,
 )
-from projections.cursors import Fact
+from grabstream.projections.cursors import Fact
 
 _OfferEvent = OfferOpened | OfferLoaded | OfferAmended | OfferPaused | OfferResumed | OfferClosed | OfferRetired
 

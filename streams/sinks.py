@@ -6,14 +6,14 @@ from typing import Any, BinaryIO, Final, Protocol
 from aiokafka import AIOKafkaProducer
 from psycopg import AsyncConnection
 
-from models.journal import Cursor
-from projections import cursors
-from projections.cursors import Fact
-from streams.history import Chunk
-from streams.journal import open_reader
-from streams.projector import GROUP_EVENTS_MAX, Apply
-from streams.publisher import event_batches
-from streams.topics import Topics, partitions_of, retention_ms
+from grabstream.models.journal import Cursor
+from grabstream.projections import cursors
+from grabstream.projections.cursors import Fact
+from grabstream.streams.history import Chunk
+from grabstream.streams.journal import open_reader
+from grabstream.streams.projector import GROUP_EVENTS_MAX, Apply
+from grabstream.streams.publisher import event_batches
+from grabstream.streams.topics import Topics, partitions_of, retention_ms
 
 #: Events that go to a topic before their acknowledgements are waited for.
 SEND_EVENTS_MAX: Final = 4_000

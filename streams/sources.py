@@ -14,16 +14,16 @@ from typing import Any, Final, NamedTuple, Protocol
 import msgspec
 from psycopg import AsyncConnection
 
-from models.events import decode_event_list
-from models.journal import Corrupt, Cursor, Gap, chain
-from projections import set_aside
-from projections.cursors import Fact, facts_of
-from projections.migrate import use_schema
-from projections.sessions import connect
-from projections.set_aside import SetAside
-from streams.clients import ended
-from streams.journal import JournalReader, Record, open_reader
-from streams.projector import Decoded
+from grabstream.models.events import decode_event_list
+from grabstream.models.journal import Corrupt, Cursor, Gap, chain
+from grabstream.projections import set_aside
+from grabstream.projections.cursors import Fact, facts_of
+from grabstream.projections.migrate import use_schema
+from grabstream.projections.sessions import connect
+from grabstream.projections.set_aside import SetAside
+from grabstream.streams.clients import ended
+from grabstream.streams.journal import JournalReader, Record, open_reader
+from grabstream.streams.projector import Decoded
 
 AUDIT_ROWS: Final = 2_000
 #: How long the audit trail may be behind the live version of what is rebuilt from it.

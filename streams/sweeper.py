@@ -10,13 +10,13 @@ from typing import Any, Final
 import msgspec
 from redis.exceptions import ResponseError
 
-from lua.batches import Table, decode_reply
-from lua.gate import is_raised_by_script, now_ms, run_script
-from lua.keys import ShardKeys
-from lua.life import time_ms_of
-from lua.trouble import is_trouble
-from models.offers import PAYMENTS_KEPT_MS
-from streams.clients import Trouble, in_words
+from grabstream.lua.batches import Table, decode_reply
+from grabstream.lua.gate import is_raised_by_script, now_ms, run_script
+from grabstream.lua.keys import ShardKeys
+from grabstream.lua.life import time_ms_of
+from grabstream.lua.trouble import is_trouble
+from grabstream.models.offers import PAYMENTS_KEPT_MS
+from grabstream.streams.clients import Trouble, in_words
 
 log = logging.getLogger(__name__)
 

@@ -12,12 +12,12 @@ from typing import Any, Final, NamedTuple
 import psycopg
 from psycopg import AsyncConnection, sql
 
-from models.journal import Cursor
-from projections import versions
-from projections.sessions import system_name
-from projections.system import other_systems
-from projections.versions import Version
-from streams.sources import Refused
+from grabstream.models.journal import Cursor
+from grabstream.projections import versions
+from grabstream.projections.sessions import system_name
+from grabstream.projections.system import other_systems
+from grabstream.projections.versions import Version
+from grabstream.streams.sources import Refused
 
 LOCK_SECONDS: Final = 2.0
 VIEWS_LOCK_MS: Final = 100

@@ -11,11 +11,11 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from typing import Final, NamedTuple
 
-from lua.sealing import CannotOpen
-from models.journal import Accepted, Corrupt, Cursor, Gap, chain, marker_headers, parse_block
-from streams.journal import JournalReader
-from streams.ownership import NotReconciled, OwnedShard, Ownership, Raised, SteppedDown
-from streams.recovery import Impossible, Position, Recovery
+from grabstream.lua.sealing import CannotOpen
+from grabstream.models.journal import Accepted, Corrupt, Cursor, Gap, chain, marker_headers, parse_block
+from grabstream.streams.journal import JournalReader
+from grabstream.streams.ownership import NotReconciled, OwnedShard, Ownership, Raised, SteppedDown
+from grabstream.streams.recovery import Impossible, Position, Recovery
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from aiokafka.errors import UnknownTopicOrPartitionError, for_code
 from aiokafka.protocol.api import Request, RequestStruct, Response
 from aiokafka.protocol.types import Boolean, CompactArray, CompactString, Int16, Int32, Schema, TaggedFields
 
-from streams.clients import started
+from grabstream.streams.clients import started
 
 REQUEST_TIMEOUT_MS = 8_000
 

@@ -9,8 +9,8 @@ from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
 from aiokafka.errors import TopicAlreadyExistsError, for_code
 
-from models.bounds import RECORD_BYTES_MAX
-from streams.clients import started
+from grabstream.models.bounds import RECORD_BYTES_MAX
+from grabstream.streams.clients import started
 
 DAY_MS: Final = 24 * 3600 * 1000
 REPLICATION_MAX: Final = 3

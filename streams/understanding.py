@@ -9,10 +9,10 @@ import time
 from collections.abc import Iterator
 from typing import Any, Final, NamedTuple
 
-from models.answers import Answer, refusal
-from models.bounds import REJECTED_KEY_BYTES_MAX, REJECTED_OF_ARRAY_MAX, REJECTED_PIECE_BYTES_MAX, shortened
-from models.commands import AnyCommand, Undecodable, commands_of, encode_command, secret_of, torn_baskets
-from models.outcomes import Outcome
+from grabstream.models.answers import Answer, refusal
+from grabstream.models.bounds import REJECTED_KEY_BYTES_MAX, REJECTED_OF_ARRAY_MAX, REJECTED_PIECE_BYTES_MAX, shortened
+from grabstream.models.commands import AnyCommand, Undecodable, commands_of, encode_command, secret_of, torn_baskets
+from grabstream.models.outcomes import Outcome
 
 #: Decoding goes on so long before other tasks of the process have their turn.
 SLICE_SECONDS: Final = 0.01

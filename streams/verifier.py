@@ -21,19 +21,19 @@ import msgspec
 import psycopg
 from psycopg import AsyncConnection, IsolationLevel
 
-from lua.keys import KeySpace
-from lua.life import life_of
-from lua.trouble import is_trouble
-from models.events import decode_event
-from models.journal import Cursor
-from models.transfers import transfers_of
-from projections import cursors, proof, set_aside, verified
-from projections.anew import Anew
-from projections.migrate import PROJECTIONS, use_schema
-from projections.proof import Fact, Gaps, OfferState, Walked, numbers_in_words
-from projections.sessions import connect
-from projections.verified import ALL_SHARDS, Problem, Progress
-from streams.clients import Trouble, ended, in_words
+from grabstream.lua.keys import KeySpace
+from grabstream.lua.life import life_of
+from grabstream.lua.trouble import is_trouble
+from grabstream.models.events import decode_event
+from grabstream.models.journal import Cursor
+from grabstream.models.transfers import transfers_of
+from grabstream.projections import cursors, proof, set_aside, verified
+from grabstream.projections.anew import Anew
+from grabstream.projections.migrate import PROJECTIONS, use_schema
+from grabstream.projections.proof import Fact, Gaps, OfferState, Walked, numbers_in_words
+from grabstream.projections.sessions import connect
+from grabstream.projections.verified import ALL_SHARDS, Problem, Progress
+from grabstream.streams.clients import Trouble, ended, in_words
 
 log = logging.getLogger(__name__)
 

@@ -13,13 +13,13 @@ from typing import Final
 
 from psycopg import AsyncConnection
 
-from lua.trouble import is_trouble
-from projections import cursors
-from projections.sessions import connect
-from projections.versions import NoReadModel, use_read_model
-from streams.clients import in_words
-from streams.journal import JournalReader, open_reader
-from streams.projector import Projector
+from grabstream.lua.trouble import is_trouble
+from grabstream.projections import cursors
+from grabstream.projections.sessions import connect
+from grabstream.projections.versions import NoReadModel, use_read_model
+from grabstream.streams.clients import in_words
+from grabstream.streams.journal import JournalReader, open_reader
+from grabstream.streams.projector import Projector
 
 log = logging.getLogger(__name__)
 

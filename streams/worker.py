@@ -13,19 +13,19 @@ import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
-from lua.gate import Gate, GateLimits
-from lua.keys import KeySpace
-from lua.refusals import RefusalLog, writing
-from lua.sealing import Sealer
-from lua.tickets import TicketKeys
-from lua.trouble import is_trouble
-from streams.clients import ended
-from streams.decider import Decider
-from streams.keeper import Keeper
-from streams.recovery import Recovered, Snapshots
-from streams.relay import ShardRelay, Step
-from streams.sweeper import RecordDemand, Sweeper
-from streams.topics import Topics
+from grabstream.lua.gate import Gate, GateLimits
+from grabstream.lua.keys import KeySpace
+from grabstream.lua.refusals import RefusalLog, writing
+from grabstream.lua.sealing import Sealer
+from grabstream.lua.tickets import TicketKeys
+from grabstream.lua.trouble import is_trouble
+from grabstream.streams.clients import ended
+from grabstream.streams.decider import Decider
+from grabstream.streams.keeper import Keeper
+from grabstream.streams.recovery import Recovered, Snapshots
+from grabstream.streams.relay import ShardRelay, Step
+from grabstream.streams.sweeper import RecordDemand, Sweeper
+from grabstream.streams.topics import Topics
 
 log = logging.getLogger(__name__)
 

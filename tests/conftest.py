@@ -22,13 +22,13 @@ from psycopg import AsyncConnection
 from psycopg.conninfo import conninfo_to_dict
 from pydantic import SecretStr
 
-from ops.commands.services import new_seal_key
-from ops.connections import open_redis
-from ops.making import make_system
-from ops.rehearsal.stage import take_down
-from ops.services import LocalServices, free_ports, local
-from ops.services.servers import PROJECT
-from ops.settings import Settings, child_environment, load_settings
+from grabstream.ops.commands.services import new_seal_key
+from grabstream.ops.connections import open_redis
+from grabstream.ops.making import make_system
+from grabstream.ops.rehearsal.stage import take_down
+from grabstream.ops.services import LocalServices, free_ports, local
+from grabstream.ops.services.servers import PROJECT
+from grabstream.ops.settings import Settings, child_environment, load_settings
 
 NIGHTLY = os.environ.get("HYPOTHESIS_PROFILE") == "nightly"
 #: `make nightly` tries so many times as many random cases.
@@ -165,7 +165,7 @@ class Worker:
             prefix=settings.prefix, schema=settings.schema_, redis_url=settings.redis_url, kafka=settings.kafka,
             postgres=settings.postgres, shards=str(settings.shards), seal_keys=settings.seal_keys.get_secret_value(), **overrides,
         )  # fmt: skip
-        command = [sys.executable, "-m", "ops.cli", "-v", "worker", "--roles", roles]
+        command = [sys.executable, "-m", "grabstream.ops.cli", "-v", "worker", "--roles", roles]
         self.log = log
         self._output = log.open("ab")
         self.process = subprocess.Popen(command, env=environment, stdout=self._output, stderr=self._output)

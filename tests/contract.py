@@ -14,9 +14,9 @@ from jsonschema import Draft7Validator, Draft202012Validator
 from referencing import Registry, Resource
 from referencing.jsonschema import DRAFT202012
 
-from models.answers import Answer, encode_answer
-from models.commands import AnyCommand, encode_command
-from ops.settings import Settings
+from grabstream.models.answers import Answer, encode_answer
+from grabstream.models.commands import AnyCommand, encode_command
+from grabstream.ops.settings import Settings
 
 SCHEMAS = Path(__file__).parents[1] / "schemas"
 ASYNCAPI = yaml.safe_load((SCHEMAS / "asyncapi.yaml").read_text())

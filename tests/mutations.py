@@ -195,9 +195,10 @@ def copied() -> Iterator[Path]:
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder)
         for name in (*filter(None, names), ".env"):
-            if (PROJECT / name).is_file():
+            # The package's links to its rooms are folders: they are copied as links.
+            if (PROJECT / name).is_file() or (PROJECT / name).is_symlink():
                 (tree / name).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy(PROJECT / name, tree / name)
+                shutil.copy(PROJECT / name, tree / name, follow_symlinks=False)
         yield tree
 
 

@@ -20,7 +20,7 @@ from typing import Any, Final, NamedTuple
 
 import click
 
-from ops.output import console, table
+from grabstream.ops.output import console, table
 
 PROJECT: Final = Path(__file__).resolve().parent.parent
 FOLDER: Final = PROJECT / ".services" / "nightly"
@@ -28,7 +28,7 @@ FOLDER: Final = PROJECT / ".services" / "nightly"
 STOP_SECONDS: Final = 60.0
 WITH_SERVERS: Final = "scripts/with-servers.sh"
 PYTEST: Final = (WITH_SERVERS, sys.executable, "-m", "pytest")
-REHEARSE: Final = (WITH_SERVERS, sys.executable, "-m", "ops.cli", "rehearse")
+REHEARSE: Final = (WITH_SERVERS, sys.executable, "-m", "grabstream.ops.cli", "rehearse")
 
 
 class Step(NamedTuple):

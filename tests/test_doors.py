@@ -21,10 +21,10 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from lua.tickets import Ticket, TicketKeys
-from models.answers import Answer, decode_answer, encode_answer
-from models.bounds import REASON_BYTES_MAX, REJECTED_OF_ARRAY_MAX, quoted, shortened
-from models.commands import (
+from grabstream.lua.tickets import Ticket, TicketKeys
+from grabstream.models.answers import Answer, decode_answer, encode_answer
+from grabstream.models.bounds import REASON_BYTES_MAX, REJECTED_OF_ARRAY_MAX, quoted, shortened
+from grabstream.models.commands import (
     Adjust,
     Amend,
     AnyCommand,
@@ -40,15 +40,15 @@ from models.commands import (
     decode_commands,
     encode_command,
 )
-from models.events import AnyEvent, decode_event, decode_event_list
-from models.journal import Corrupt, Cursor, Gap, block_headers, chain, marker_headers, parse_block
-from models.money import Invalid
-from models.offers import Changes, CouponTerms, EnvelopeTerms, Hours, Limit, StockTerms
-from models.transfers import Entry
-from models.upcasting import UpcastFailed
-from ops.offer_files import BadOfferFile, Form, read_offers
-from ops.settings import BadSettings, Settings, load_settings
-from streams.understanding import Pace, Rejected, understand
+from grabstream.models.events import AnyEvent, decode_event, decode_event_list
+from grabstream.models.journal import Corrupt, Cursor, Gap, block_headers, chain, marker_headers, parse_block
+from grabstream.models.money import Invalid
+from grabstream.models.offers import Changes, CouponTerms, EnvelopeTerms, Hours, Limit, StockTerms
+from grabstream.models.transfers import Entry
+from grabstream.models.upcasting import UpcastFailed
+from grabstream.ops.offer_files import BadOfferFile, Form, read_offers
+from grabstream.ops.settings import BadSettings, Settings, load_settings
+from grabstream.streams.understanding import Pace, Rejected, understand
 
 #: A few seconds for each door.
 FUZZED: Final = hypothesis_settings(max_examples=int(os.environ.get("GRAB_FUZZ_EXAMPLES", "200")), deadline=None)

@@ -109,5 +109,5 @@ def test_every_step_s_command_can_be_started() -> None:
     named = [word for one in steps() for word in one.command if "/" in word]
     assert [word for word in named if not (nightly.PROJECT / word).exists()] == []
     modules = [word for one in steps() for before, word in zip(one.command, one.command[1:], strict=False) if before == "-m"]
-    assert {"tests.drill", "tests.drill.upgrade", "tests.mutations", "ops.cli", "pytest"} <= set(modules)
+    assert {"tests.drill", "tests.drill.upgrade", "tests.mutations", "grabstream.ops.cli", "pytest"} <= set(modules)
     assert len({one.name for one in steps()}) == len(steps())

@@ -9,17 +9,17 @@ from copy import deepcopy
 
 import msgspec
 
-from models.answers import Answer
-from models.commands import AnyCommand, Confirm, Grab, Open, Settle, basket_of
-from models.digests import CannotCompare, whole_of
-from models.events import AnyEvent
-from models.identifiers import NO_OFFER, campaign_of
-from models.outcomes import Outcome
-from models.rules import grabbing
-from models.rules.grabbing import draw_part, take_pieces, with_part
-from models.rules.operating import close_offer, fall_due, open_offer, steer
-from models.rules.settling import lapse, settle, settle_nowhere
-from models.rules.state import (
+from grabstream.models.answers import Answer
+from grabstream.models.commands import AnyCommand, Confirm, Grab, Open, Settle, basket_of
+from grabstream.models.digests import CannotCompare, whole_of
+from grabstream.models.events import AnyEvent
+from grabstream.models.identifiers import NO_OFFER, campaign_of
+from grabstream.models.outcomes import Outcome
+from grabstream.models.rules import grabbing
+from grabstream.models.rules.grabbing import draw_part, take_pieces, with_part
+from grabstream.models.rules.operating import close_offer, fall_due, open_offer, steer
+from grabstream.models.rules.settling import lapse, settle, settle_nowhere
+from grabstream.models.rules.state import (
     REFUSALS_MAX,
     Decided,
     Drawn,

@@ -5,17 +5,30 @@ from typing import Any
 
 import msgspec
 
-from models.answers import Answer
-from models.bounds import BASKET_GRABS_MAX, CODES_PER_GRAB_MAX
-from models.calendar import opens_next
-from models.commands import Grab
-from models.events import AnyEvent, GrabGranted, GrabHeld, GrabQueued, GrabReleased
-from models.money import AMOUNT_MAX
-from models.offers import WITH_CODES, CouponTerms, EnvelopeTerms
-from models.outcomes import Outcome
-from models.rules import limits
-from models.rules.state import Batch, Decided, Drawn, Offer, Part, ShardState, Status, Taken, answered, due_when_closed, head_of, refused
-from models.splitting import next_part
+from grabstream.models.answers import Answer
+from grabstream.models.bounds import BASKET_GRABS_MAX, CODES_PER_GRAB_MAX
+from grabstream.models.calendar import opens_next
+from grabstream.models.commands import Grab
+from grabstream.models.events import AnyEvent, GrabGranted, GrabHeld, GrabQueued, GrabReleased
+from grabstream.models.money import AMOUNT_MAX
+from grabstream.models.offers import WITH_CODES, CouponTerms, EnvelopeTerms
+from grabstream.models.outcomes import Outcome
+from grabstream.models.rules import limits
+from grabstream.models.rules.state import (
+    Batch,
+    Decided,
+    Drawn,
+    Offer,
+    Part,
+    ShardState,
+    Status,
+    Taken,
+    answered,
+    due_when_closed,
+    head_of,
+    refused,
+)
+from grabstream.models.splitting import next_part
 
 SERVED_AT_ONCE_MAX = 25
 #: So many grabs at the front of the queue are considered when units are left.

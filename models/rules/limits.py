@@ -2,11 +2,11 @@
 
 from collections.abc import Sequence
 
-from models.answers import LimitState
-from models.calendar import Offsets, window_ends, window_of
-from models.commands import Grab
-from models.offers import Limit
-from models.rules.state import Batch, Counted, Offer, ShardState, Taken
+from grabstream.models.answers import LimitState
+from grabstream.models.calendar import Offsets, window_ends, window_of
+from grabstream.models.commands import Grab
+from grabstream.models.offers import Limit
+from grabstream.models.rules.state import Batch, Counted, Offer, ShardState, Taken
 
 
 def value_of(limit: Limit, command: Grab) -> str | None:

@@ -6,11 +6,11 @@ from typing import Any
 import msgspec
 from msgspec import UNSET
 
-from models.answers import Answer
-from models.bounds import CODES_PER_GRAB_MAX
-from models.calendar import offsets_of
-from models.commands import Adjust, Amend, AnyCommand, Close, Load, Open, Pause, Resume
-from models.events import (
+from grabstream.models.answers import Answer
+from grabstream.models.bounds import CODES_PER_GRAB_MAX
+from grabstream.models.calendar import offsets_of
+from grabstream.models.commands import Adjust, Amend, AnyCommand, Close, Load, Open, Pause, Resume
+from grabstream.models.events import (
     AnyEvent,
     CampaignZone,
     LedgerAdjusted,
@@ -22,9 +22,9 @@ from models.events import (
     OfferResumed,
     OfferRetired,
 )
-from models.identifiers import campaign_of
-from models.money import AMOUNT_MAX
-from models.offers import (
+from grabstream.models.identifiers import campaign_of
+from grabstream.models.money import AMOUNT_MAX
+from grabstream.models.offers import (
     ENVELOPE_CHANGES,
     ENVELOPE_LIFE_MS,
     TIME_MS_MAX,
@@ -36,11 +36,11 @@ from models.offers import (
     published,
     units_of,
 )
-from models.outcomes import Outcome
-from models.rules.grabbing import SERVED_AT_ONCE_MAX, leave_queue, serve
-from models.rules.state import Decided, Drawn, Offer, Past, Remembered, ShardState, answered, due_when_closed, head_of, refused
-from models.splitting import check_split, split_ahead
-from models.transfers import BookedEntry, source_of
+from grabstream.models.outcomes import Outcome
+from grabstream.models.rules.grabbing import SERVED_AT_ONCE_MAX, leave_queue, serve
+from grabstream.models.rules.state import Decided, Drawn, Offer, Past, Remembered, ShardState, answered, due_when_closed, head_of, refused
+from grabstream.models.splitting import check_split, split_ahead
+from grabstream.models.transfers import BookedEntry, source_of
 
 RETIRE_AGAIN_MS = 60_000
 CLOSES_TOO_EARLY = "terms.closes_at: must be after opens_at and after now"

@@ -5,9 +5,9 @@ A hold whose time is over is ended by whoever meets it first, the sweeper or a c
 
 from typing import Any
 
-from models.answers import Answer, LimitState
-from models.commands import AnyCommand, Confirm, Extend, Redeem, Release, Return, Settle, Unredeem
-from models.events import (
+from grabstream.models.answers import Answer, LimitState
+from grabstream.models.commands import AnyCommand, Confirm, Extend, Redeem, Release, Return, Settle, Unredeem
+from grabstream.models.events import (
     AnyEvent,
     GrabConfirmed,
     GrabExtended,
@@ -17,11 +17,11 @@ from models.events import (
     GrabUnredeemed,
     PaymentRefundDue,
 )
-from models.identifiers import campaign_of
-from models.outcomes import Outcome
-from models.rules import limits
-from models.rules.grabbing import about, available, hand_out, leave_queue, numbered, serve
-from models.rules.state import Batch, Decided, Offer, Order, Payment, ShardState, Status, Taken, answered, head_of, refused
+from grabstream.models.identifiers import campaign_of
+from grabstream.models.outcomes import Outcome
+from grabstream.models.rules import limits
+from grabstream.models.rules.grabbing import about, available, hand_out, leave_queue, numbered, serve
+from grabstream.models.rules.state import Batch, Decided, Offer, Order, Payment, ShardState, Status, Taken, answered, head_of, refused
 
 #: A grab's payments that were not returned, and the windows its units may be counted in.
 PAYMENTS_MAX = 100

@@ -6,14 +6,14 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, NamedTuple
 
-from models.answers import Answer
-from models.calendar import Offsets
-from models.commands import Command
-from models.digests import Digests
-from models.events import AnyEvent, CampaignZone
-from models.identifiers import campaign_of
-from models.offers import PAYMENTS_KNOWN_MS, CouponTerms, EnvelopeTerms, PieceTerms, Terms, asset_of, week_minutes
-from models.outcomes import Outcome
+from grabstream.models.answers import Answer
+from grabstream.models.calendar import Offsets
+from grabstream.models.commands import Command
+from grabstream.models.digests import Digests
+from grabstream.models.events import AnyEvent, CampaignZone
+from grabstream.models.identifiers import campaign_of
+from grabstream.models.offers import PAYMENTS_KNOWN_MS, CouponTerms, EnvelopeTerms, PieceTerms, Terms, asset_of, week_minutes
+from grabstream.models.outcomes import Outcome
 
 REFUSALS_MAX = 100_000
 

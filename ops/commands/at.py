@@ -11,23 +11,23 @@ import click
 from psycopg import AsyncConnection
 from psycopg.rows import dict_row
 
-from models.journal import Corrupt, Gap
-from ops.commands.show import print_offer, read_offer
-from ops.connections import check_system
-from ops.moments import BadMoment, parse_time, show_time
-from ops.output import WholeNumber, console, json_option, print_json, table
-from ops.progress import Reading
-from ops.replaying import NoTrail, Request, open_source, request
-from ops.settings import Settings, load_settings
-from ops.stopping import run_until_stopped
-from projections.migrate import use_schema
-from projections.sessions import connect
-from streams import replay as replaying
-from streams.history import AuditSource, JournalSource
-from streams.replay import Done
-from streams.replay_schema import is_schema, open_schema, temporary_schema
-from streams.selection import Selection
-from streams.sinks import Refused
+from grabstream.models.journal import Corrupt, Gap
+from grabstream.ops.commands.show import print_offer, read_offer
+from grabstream.ops.connections import check_system
+from grabstream.ops.moments import BadMoment, parse_time, show_time
+from grabstream.ops.output import WholeNumber, console, json_option, print_json, table
+from grabstream.ops.progress import Reading
+from grabstream.ops.replaying import NoTrail, Request, open_source, request
+from grabstream.ops.settings import Settings, load_settings
+from grabstream.ops.stopping import run_until_stopped
+from grabstream.projections.migrate import use_schema
+from grabstream.projections.sessions import connect
+from grabstream.streams import replay as replaying
+from grabstream.streams.history import AuditSource, JournalSource
+from grabstream.streams.replay import Done
+from grabstream.streams.replay_schema import is_schema, open_schema, temporary_schema
+from grabstream.streams.selection import Selection
+from grabstream.streams.sinks import Refused
 
 _HOLDS = (
     "SELECT offer, grab, user_id, held, deadline_at, due, currency FROM grabs WHERE held > 0 ORDER BY deadline_at, offer, grab LIMIT %s"

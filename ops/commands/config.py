@@ -4,9 +4,9 @@ from typing import Any
 
 import click
 
-from ops.commands.services import new_seal_key
-from ops.output import console, json_option, print_json, table
-from ops.settings import ADDRESSES, load_settings, without_password
+from grabstream.ops.commands.services import new_seal_key
+from grabstream.ops.output import console, json_option, print_json, table
+from grabstream.ops.settings import ADDRESSES, load_settings, without_password
 
 
 @click.command()

@@ -9,11 +9,11 @@ from typing import Any, Final
 import click
 from rich.text import Text
 
-from ops.connections import checked_books
-from ops.diagnosis.examination import Examination, by_severity, examine, since_in_words
-from ops.output import WholeNumber, console, json_option, print_json
-from ops.settings import load_settings
-from projections import verified
+from grabstream.ops.connections import checked_books
+from grabstream.ops.diagnosis.examination import Examination, by_severity, examine, since_in_words
+from grabstream.ops.output import WholeNumber, console, json_option, print_json
+from grabstream.ops.settings import load_settings
+from grabstream.projections import verified
 
 _STYLES: Final = {"stuck": "bold red", "risk": "yellow", "note": "cyan"}
 _SERVERS: Final = {"redis": ("Redis", "GRAB_REDIS_URL"), "kafka": ("Kafka", "GRAB_KAFKA"), "postgres": ("PostgreSQL", "GRAB_POSTGRES")}

@@ -7,16 +7,16 @@ import sys
 
 import click
 
-from models.journal import Corrupt, Gap
-from ops.commands.worker import step_of
-from ops.connections import check_system, system_of
-from ops.output import counted, json_option, print_json
-from ops.progress import Reading
-from ops.settings import Settings, load_settings
-from ops.stopping import run_until_stopped
-from streams.own import NotOurs, Projection
-from streams.own import follow as follow_journal
-from streams.own import rebuild as rebuild_projection
+from grabstream.models.journal import Corrupt, Gap
+from grabstream.ops.commands.worker import step_of
+from grabstream.ops.connections import check_system, system_of
+from grabstream.ops.output import counted, json_option, print_json
+from grabstream.ops.progress import Reading
+from grabstream.ops.settings import Settings, load_settings
+from grabstream.ops.stopping import run_until_stopped
+from grabstream.streams.own import NotOurs, Projection
+from grabstream.streams.own import follow as follow_journal
+from grabstream.streams.own import rebuild as rebuild_projection
 
 
 @click.command()

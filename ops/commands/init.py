@@ -4,9 +4,9 @@ import asyncio
 
 import click
 
-from ops.making import make_system
-from ops.output import WholeNumber, console, json_option, print_json
-from ops.settings import load_settings
+from grabstream.ops.making import make_system
+from grabstream.ops.output import WholeNumber, console, json_option, print_json
+from grabstream.ops.settings import load_settings
 
 
 @click.command()

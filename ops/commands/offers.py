@@ -16,17 +16,17 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from lua.gate import Gate, OutcomeUnknown, now_ms
-from models.answers import Answer, encode_answer
-from models.bounds import FILE_BYTES_MAX
-from models.commands import AnyCommand, Open, Undecodable, decode_command, encode_command
-from models.identifiers import is_id
-from models.offers import EnvelopeTerms
-from ops.connections import open_gate
-from ops.offer_files import BadOfferFile, Form, form_of, read_offers
-from ops.offer_plan import PLAN_COLUMNS, plan_rows
-from ops.output import WIDTH_WITHOUT_TERMINAL, json_option, print_json, table
-from ops.settings import Settings, load_settings
+from grabstream.lua.gate import Gate, OutcomeUnknown, now_ms
+from grabstream.models.answers import Answer, encode_answer
+from grabstream.models.bounds import FILE_BYTES_MAX
+from grabstream.models.commands import AnyCommand, Open, Undecodable, decode_command, encode_command
+from grabstream.models.identifiers import is_id
+from grabstream.models.offers import EnvelopeTerms
+from grabstream.ops.connections import open_gate
+from grabstream.ops.offer_files import BadOfferFile, Form, form_of, read_offers
+from grabstream.ops.offer_plan import PLAN_COLUMNS, plan_rows
+from grabstream.ops.output import WIDTH_WITHOUT_TERMINAL, json_option, print_json, table
+from grabstream.ops.settings import Settings, load_settings
 
 #: Offers opened in one gate call; above it a bar shows how far it is, and only refusals are printed one by one.
 OPENED_AT_ONCE_MAX: Final = 500

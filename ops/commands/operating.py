@@ -13,15 +13,15 @@ import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
-from lua.gate import Gate, OutcomeUnknown, now_ms
-from lua.tickets import sign
-from models.answers import Answer, encode_answer
-from models.commands import Load, check, in_chunks
-from models.digests import Digests
-from models.identifiers import is_id
-from models.money import Invalid
-from models.offers import TIME_MS_MAX
-from ops.commands.offers import (
+from grabstream.lua.gate import Gate, OutcomeUnknown, now_ms
+from grabstream.lua.tickets import sign
+from grabstream.models.answers import Answer, encode_answer
+from grabstream.models.commands import Load, check, in_chunks
+from grabstream.models.digests import Digests
+from grabstream.models.identifiers import is_id
+from grabstream.models.money import Invalid
+from grabstream.models.offers import TIME_MS_MAX
+from grabstream.ops.commands.offers import (
     carry_out,
     complain,
     complain_of_all,
@@ -36,11 +36,11 @@ from ops.commands.offers import (
     read_text,
     ready_settings,
 )
-from ops.connections import open_gate, sealer
-from ops.offer_files import BadOfferFile, read_changes
-from ops.output import json_option, print_json
-from ops.settings import Settings
-from ops.written import read_duration, read_time
+from grabstream.ops.connections import open_gate, sealer
+from grabstream.ops.offer_files import BadOfferFile, read_changes
+from grabstream.ops.output import json_option, print_json
+from grabstream.ops.settings import Settings
+from grabstream.ops.written import read_duration, read_time
 
 What = Literal["codes", "audience"]
 

@@ -11,20 +11,20 @@ from typing import Any, NoReturn
 import click
 import msgspec
 
-from ops.commands.rebuild_redis import redis_command
-from ops.commands.worker import step_of
-from ops.connections import check_system, key_space, open_redis
-from ops.making import require_all_but_the_journal, take_new_journal
-from ops.output import WholeNumber, console, json_option, print_json, table
-from ops.progress import ProgressLine
-from ops.settings import Settings, load_settings
-from ops.stopping import run_until_stopped
-from projections.definitions import PROJECTIONS, definition_of
-from projections.difference import TableDifference
-from projections.versions import NoReadModel, Version
-from streams.rebuild import Progress, Rebuild, Refused, Where, open_rebuild, open_source
-from streams.restore import Restore
-from streams.topics import Topics, create_topics
+from grabstream.ops.commands.rebuild_redis import redis_command
+from grabstream.ops.commands.worker import step_of
+from grabstream.ops.connections import check_system, key_space, open_redis
+from grabstream.ops.making import require_all_but_the_journal, take_new_journal
+from grabstream.ops.output import WholeNumber, console, json_option, print_json, table
+from grabstream.ops.progress import ProgressLine
+from grabstream.ops.settings import Settings, load_settings
+from grabstream.ops.stopping import run_until_stopped
+from grabstream.projections.definitions import PROJECTIONS, definition_of
+from grabstream.projections.difference import TableDifference
+from grabstream.projections.versions import NoReadModel, Version
+from grabstream.streams.rebuild import Progress, Rebuild, Refused, Where, open_rebuild, open_source
+from grabstream.streams.restore import Restore
+from grabstream.streams.topics import Topics, create_topics
 
 _source_option = click.option(
     "--from", "source", type=click.Choice(["journal", "audit"]), default="journal", show_default=True,

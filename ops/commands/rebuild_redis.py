@@ -10,19 +10,19 @@ from typing import Any, NamedTuple
 
 import click
 
-from lua.gate import run_script
-from lua.keys import SHARD_FIELDS, ShardKeys
-from ops.connections import check_system, key_space, open_redis, report_recovery, require_core, sealer, snapshots
-from ops.diagnosis.findings import RESTORE
-from ops.output import console, json_option, print_json, table
-from ops.progress import ProgressLine
-from ops.settings import Settings, load_settings
-from ops.stopping import run_until_stopped
-from streams.journal import open_reader
-from streams.keeper import RENEWALS_PER_LEASE
-from streams.ownership import NewerProgram, NotReconciled, SteppedDown
-from streams.relay import ShardRelay
-from streams.topics import Topics
+from grabstream.lua.gate import run_script
+from grabstream.lua.keys import SHARD_FIELDS, ShardKeys
+from grabstream.ops.connections import check_system, key_space, open_redis, report_recovery, require_core, sealer, snapshots
+from grabstream.ops.diagnosis.findings import RESTORE
+from grabstream.ops.output import console, json_option, print_json, table
+from grabstream.ops.progress import ProgressLine
+from grabstream.ops.settings import Settings, load_settings
+from grabstream.ops.stopping import run_until_stopped
+from grabstream.streams.journal import open_reader
+from grabstream.streams.keeper import RENEWALS_PER_LEASE
+from grabstream.streams.ownership import NewerProgram, NotReconciled, SteppedDown
+from grabstream.streams.relay import ShardRelay
+from grabstream.streams.topics import Topics
 
 ATTEMPTS_MAX = 10
 REASON = "it is being rebuilt by hand"

@@ -14,21 +14,21 @@ import uvloop
 from click.core import ParameterSource
 from pydantic import SecretStr
 
-from lua.gate import Gate, now_ms
-from ops.commands.services import new_seal_key
-from ops.commands.verify import print_checks
-from ops.connections import gate_limits, key_space, open_redis, sealer
-from ops.output import WholeNumber, console, json_option, print_json, table
-from ops.rehearsal.crowd import Envelope, attempts, envelopes
-from ops.rehearsal.display import Display
-from ops.rehearsal.promotion import Promotion
-from ops.rehearsal.run import LOOK_EVERY_SECONDS, Patience, Rehearsal, closed, look, open_books
-from ops.rehearsal.stage import CannotGoOn, Stage, set_up
-from ops.rehearsal.story import Story, tell
-from ops.rehearsal.verdict import verdict
-from ops.rehearsal.week import Week, publish
-from ops.settings import Settings, load_settings
-from ops.verification import Check, verify
+from grabstream.lua.gate import Gate, now_ms
+from grabstream.ops.commands.services import new_seal_key
+from grabstream.ops.commands.verify import print_checks
+from grabstream.ops.connections import gate_limits, key_space, open_redis, sealer
+from grabstream.ops.output import WholeNumber, console, json_option, print_json, table
+from grabstream.ops.rehearsal.crowd import Envelope, attempts, envelopes
+from grabstream.ops.rehearsal.display import Display
+from grabstream.ops.rehearsal.promotion import Promotion
+from grabstream.ops.rehearsal.run import LOOK_EVERY_SECONDS, Patience, Rehearsal, closed, look, open_books
+from grabstream.ops.rehearsal.stage import CannotGoOn, Stage, set_up
+from grabstream.ops.rehearsal.story import Story, tell
+from grabstream.ops.rehearsal.verdict import verdict
+from grabstream.ops.rehearsal.week import Week, publish
+from grabstream.ops.settings import Settings, load_settings
+from grabstream.ops.verification import Check, verify
 
 STORIES: Final[dict[str, type[Story]]] = {"week": Week, "promotion": Promotion}
 #: Options that only one kind of rehearsal has.

@@ -11,23 +11,23 @@ from typing import Any, NamedTuple
 import click
 from psycopg import OperationalError
 
-from models.journal import Corrupt, Gap
-from ops.connections import check_system
-from ops.output import WholeNumber, counted, json_option, print_json
-from ops.progress import Reading
-from ops.replaying import NoTrail, Request, open_source, request
-from ops.settings import Settings, load_settings
-from ops.stopping import run_until_stopped
-from projections.locks import Held, hold
-from projections.sessions import connect
-from streams import replay as replaying
-from streams.clients import started
-from streams.publisher import event_source, make_producer
-from streams.replay import Done, Planned
-from streams.replay_schema import SchemaSink, check_schema, is_schema, open_schema, partial_views
-from streams.selection import Selection
-from streams.sinks import LineSink, Refused, Sink, TopicSink, check_topic
-from streams.topics import Topics, create_topic_like
+from grabstream.models.journal import Corrupt, Gap
+from grabstream.ops.connections import check_system
+from grabstream.ops.output import WholeNumber, counted, json_option, print_json
+from grabstream.ops.progress import Reading
+from grabstream.ops.replaying import NoTrail, Request, open_source, request
+from grabstream.ops.settings import Settings, load_settings
+from grabstream.ops.stopping import run_until_stopped
+from grabstream.projections.locks import Held, hold
+from grabstream.projections.sessions import connect
+from grabstream.streams import replay as replaying
+from grabstream.streams.clients import started
+from grabstream.streams.publisher import event_source, make_producer
+from grabstream.streams.replay import Done, Planned
+from grabstream.streams.replay_schema import SchemaSink, check_schema, is_schema, open_schema, partial_views
+from grabstream.streams.selection import Selection
+from grabstream.streams.sinks import LineSink, Refused, Sink, TopicSink, check_topic
+from grabstream.streams.topics import Topics, create_topic_like
 
 EXIT_BROKEN_PIPE = 128 + 13
 _is_topic = re.compile(r"(?!\.{1,2}\Z)[A-Za-z0-9._-]{1,249}\Z").match

@@ -5,10 +5,10 @@ import sys
 
 import click
 
-from ops.connections import checked_books
-from ops.output import json_option, print_json
-from ops.settings import Settings, load_settings
-from projections.system import schemas_of
+from grabstream.ops.connections import checked_books
+from grabstream.ops.output import json_option, print_json
+from grabstream.ops.settings import Settings, load_settings
+from grabstream.projections.system import schemas_of
 
 
 @click.command()

@@ -9,10 +9,10 @@ from urllib.parse import urlsplit
 
 import click
 
-from ops.output import console, json_option, print_json
-from ops.services import ClusterPorts, ClusterServices, LocalServices, ServerSet, ServiceError
-from ops.services.servers import PROJECT
-from ops.settings import child_environment, is_cluster, load_settings
+from grabstream.ops.output import console, json_option, print_json
+from grabstream.ops.services import ClusterPorts, ClusterServices, LocalServices, ServerSet, ServiceError
+from grabstream.ops.services.servers import PROJECT
+from grabstream.ops.settings import child_environment, is_cluster, load_settings
 
 SERVERS = ("redis", "kafka", "postgres")
 CLUSTER_SERVERS = (*(f"redis-{number}" for number in range(1, 7)), *(f"kafka-{number}" for number in range(1, 4)), "postgres")

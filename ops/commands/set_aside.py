@@ -11,20 +11,20 @@ from typing import Any, Final
 import click
 from psycopg import AsyncConnection
 
-from models.journal import Cursor
-from models.transfers import transfers_of
-from ops.connections import checked_books
-from ops.output import WholeNumber, console, json_option, print_json
-from ops.settings import Settings, load_settings
-from projections import cursors
-from projections import set_aside as books
-from projections.cursors import CursorMoved, Stop
-from projections.migrate import PROJECTIONS
-from projections.versions import use_read_model
-from streams.journal import open_reader
-from streams.poison import CannotSetAside, Poison, find_poison
-from streams.publisher import newest_cursor
-from streams.topics import Topics
+from grabstream.models.journal import Cursor
+from grabstream.models.transfers import transfers_of
+from grabstream.ops.connections import checked_books
+from grabstream.ops.output import WholeNumber, console, json_option, print_json
+from grabstream.ops.settings import Settings, load_settings
+from grabstream.projections import cursors
+from grabstream.projections import set_aside as books
+from grabstream.projections.cursors import CursorMoved, Stop
+from grabstream.projections.migrate import PROJECTIONS
+from grabstream.projections.versions import use_read_model
+from grabstream.streams.journal import open_reader
+from grabstream.streams.poison import CannotSetAside, Poison, find_poison
+from grabstream.streams.publisher import newest_cursor
+from grabstream.streams.topics import Topics
 
 LINES_SHOWN_MAX: Final = 20
 POLL_SECONDS: Final = 0.1

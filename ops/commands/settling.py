@@ -2,8 +2,8 @@
 
 import click
 
-from ops.commands.offers import carry_out, id_option, make_command, offer_argument
-from ops.output import json_option
+from grabstream.ops.commands.offers import carry_out, id_option, make_command, offer_argument
+from grabstream.ops.output import json_option
 
 _grab_argument = click.argument("grab")
 

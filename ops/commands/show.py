@@ -10,11 +10,11 @@ from psycopg import AsyncConnection
 from psycopg.rows import dict_row
 from rich.text import Text
 
-from models.offers import TIME_MS_MAX
-from ops.connections import checked_books
-from ops.moments import show_time
-from ops.output import WholeNumber, console, counted, json_option, print_json, table
-from ops.settings import Settings, load_settings
+from grabstream.models.offers import TIME_MS_MAX
+from grabstream.ops.connections import checked_books
+from grabstream.ops.moments import show_time
+from grabstream.ops.output import WholeNumber, console, counted, json_option, print_json, table
+from grabstream.ops.settings import Settings, load_settings
 
 
 @click.command()

@@ -13,18 +13,18 @@ from psycopg.rows import dict_row
 from redis.exceptions import RedisError
 from rich.markup import escape
 
-from lua.keys import SHARD_FIELDS, ShardKeys
-from ops.connections import key_space, open_redis, what_is_mixed_up
-from ops.output import console, json_option, print_json, table
-from ops.redis_servers import ANSWER_SECONDS_MAX, information, of_each
-from ops.settings import Settings, load_settings
-from ops.slow_scripts import script_calls, slow_scripts
-from projections import cursors, set_aside, verified
-from projections.definitions import PROJECTIONS, definition_of
-from projections.migrate import use_schema
-from projections.sessions import connect
-from projections.versions import NoReadModel, lost, versions, written_by_us
-from streams.clients import in_words, started
+from grabstream.lua.keys import SHARD_FIELDS, ShardKeys
+from grabstream.ops.connections import key_space, open_redis, what_is_mixed_up
+from grabstream.ops.output import console, json_option, print_json, table
+from grabstream.ops.redis_servers import ANSWER_SECONDS_MAX, information, of_each
+from grabstream.ops.settings import Settings, load_settings
+from grabstream.ops.slow_scripts import script_calls, slow_scripts
+from grabstream.projections import cursors, set_aside, verified
+from grabstream.projections.definitions import PROJECTIONS, definition_of
+from grabstream.projections.migrate import use_schema
+from grabstream.projections.sessions import connect
+from grabstream.projections.versions import NoReadModel, lost, versions, written_by_us
+from grabstream.streams.clients import in_words, started
 
 
 @click.command()

@@ -6,11 +6,11 @@ import sys
 import click
 from rich.markup import escape
 
-from ops.connections import check_system
-from ops.output import console, counted, json_option, print_json
-from ops.settings import Settings, load_settings
-from ops.verification import PROBLEMS_SHOWN_MAX, Check, Report
-from ops.verification import verify as run_verification
+from grabstream.ops.connections import check_system
+from grabstream.ops.output import console, counted, json_option, print_json
+from grabstream.ops.settings import Settings, load_settings
+from grabstream.ops.verification import PROBLEMS_SHOWN_MAX, Check, Report
+from grabstream.ops.verification import verify as run_verification
 
 
 def print_checks(checks: list[Check]) -> None:

@@ -12,17 +12,17 @@ from psycopg import AsyncConnection
 from redis.exceptions import RedisError
 from rich.text import Text
 
-from models.events import encode_event
-from models.identifiers import is_id
-from models.offers import TIME_MS_MAX
-from models.transfers import transfers_of
-from ops.connections import checked_books, key_space, open_redis
-from ops.diagnosis.counters import Counted
-from ops.diagnosis.evidence import Evidence, read_books, read_redis
-from ops.diagnosis.story import Moment, tell
-from ops.output import console, counted, json_option, print_json
-from ops.settings import Settings, load_settings
-from projections import cursors, set_aside
+from grabstream.models.events import encode_event
+from grabstream.models.identifiers import is_id
+from grabstream.models.offers import TIME_MS_MAX
+from grabstream.models.transfers import transfers_of
+from grabstream.ops.connections import checked_books, key_space, open_redis
+from grabstream.ops.diagnosis.counters import Counted
+from grabstream.ops.diagnosis.evidence import Evidence, read_books, read_redis
+from grabstream.ops.diagnosis.story import Moment, tell
+from grabstream.ops.output import console, counted, json_option, print_json
+from grabstream.ops.settings import Settings, load_settings
+from grabstream.projections import cursors, set_aside
 
 
 @click.command()

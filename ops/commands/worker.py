@@ -15,9 +15,9 @@ import click
 import psycopg
 import uvloop
 
-import models.events  # noqa: F401 - a gap in the upcasters is found here, not when a role reads its first event
-from lua.trouble import is_trouble
-from ops.connections import (
+import grabstream.models.events  # noqa: F401 - a gap in the upcasters is found here, not when a role reads its first event
+from grabstream.lua.trouble import is_trouble
+from grabstream.ops.connections import (
     LOOK_AGAIN_SECONDS,
     check_system,
     checked_books,
@@ -31,20 +31,20 @@ from ops.connections import (
     ticket_keys,
     worker_settings,
 )  # fmt: skip
-from ops.identity import NotWrittenDown, OtherSystem, claim_prefix
-from ops.making import refuse_replay
-from ops.settings import Settings, load_settings
-from ops.stopping import END_SECONDS_MAX, end_within
-from ops.verification import compares_keys
-from projections.demand import record
-from projections.migrate import PROJECTIONS as READ_MODELS
-from projections.sessions import connect
-from projections.system import Identity
-from streams.clients import Trouble, in_words
-from streams.projector import EXIT_UNKNOWN_ERROR
-from streams.relay import Step
-from streams.verifier import Verifier
-from streams.worker import ROLES, Role, roles_of, run_worker
+from grabstream.ops.identity import NotWrittenDown, OtherSystem, claim_prefix
+from grabstream.ops.making import refuse_replay
+from grabstream.ops.settings import Settings, load_settings
+from grabstream.ops.stopping import END_SECONDS_MAX, end_within
+from grabstream.ops.verification import compares_keys
+from grabstream.projections.demand import record
+from grabstream.projections.migrate import PROJECTIONS as READ_MODELS
+from grabstream.projections.sessions import connect
+from grabstream.projections.system import Identity
+from grabstream.streams.clients import Trouble, in_words
+from grabstream.streams.projector import EXIT_UNKNOWN_ERROR
+from grabstream.streams.relay import Step
+from grabstream.streams.verifier import Verifier
+from grabstream.streams.worker import ROLES, Role, roles_of, run_worker
 
 log = logging.getLogger(__name__)
 
@@ -201,7 +201,7 @@ async def _refuse_replay(settings: Settings) -> None:
 
 def _faust(settings: Settings, names: Sequence[str]) -> Role:
     async def run(stop: asyncio.Event) -> None:
-        from streams.agents import run_projections  # Faust takes a second to import, and most roles do without
+        from grabstream.streams.agents import run_projections  # Faust takes a second to import, and most roles do without
 
         await run_projections(
             kafka=settings.kafka,

@@ -7,19 +7,19 @@ from typing import Any, Final, NamedTuple
 from aiokafka import AIOKafkaConsumer, TopicPartition
 from psycopg import AsyncConnection
 
-from models.journal import Cursor
-from ops.diagnosis.findings import RESTORE, Finding, address, of_shards
-from ops.diagnosis.topics import LATE_MS, Lag, lags
-from ops.settings import Settings
-from projections import cursors, set_aside, verified
-from projections.cursors import Stop
-from projections.migrate import PROJECTIONS, missing_migrations
-from projections.set_aside import SetAside
-from projections.verified import Found, Progress
-from projections.versions import Version, lost, versions, written_by_us
-from streams.journal import JournalReader
-from streams.publisher import newest_cursor
-from streams.topics import Topics, delete_command
+from grabstream.models.journal import Cursor
+from grabstream.ops.diagnosis.findings import RESTORE, Finding, address, of_shards
+from grabstream.ops.diagnosis.topics import LATE_MS, Lag, lags
+from grabstream.ops.settings import Settings
+from grabstream.projections import cursors, set_aside, verified
+from grabstream.projections.cursors import Stop
+from grabstream.projections.migrate import PROJECTIONS, missing_migrations
+from grabstream.projections.set_aside import SetAside
+from grabstream.projections.verified import Found, Progress
+from grabstream.projections.versions import Version, lost, versions, written_by_us
+from grabstream.streams.journal import JournalReader
+from grabstream.streams.publisher import newest_cursor
+from grabstream.streams.topics import Topics, delete_command
 
 EVENTS: Final = "events"
 #: Lost decisions are told of for so long.

@@ -5,14 +5,14 @@ import re
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
-from lua.keys import LAYOUT, SHARD_FIELDS, KeySpace, ShardKeys
-from lua.life import life_of
-from lua.trouble import is_trouble
-from models.bounds import quoted
-from ops.diagnosis.findings import RESTORE, Finding, address, of_shards
-from ops.redis_servers import ANSWER_SECONDS_MAX, masters, of_each, within
-from ops.settings import Settings
-from streams.takeover import CANNOT_BE_MADE, JOURNAL_LOST
+from grabstream.lua.keys import LAYOUT, SHARD_FIELDS, KeySpace, ShardKeys
+from grabstream.lua.life import life_of
+from grabstream.lua.trouble import is_trouble
+from grabstream.models.bounds import quoted
+from grabstream.ops.diagnosis.findings import RESTORE, Finding, address, of_shards
+from grabstream.ops.redis_servers import ANSWER_SECONDS_MAX, masters, of_each, within
+from grabstream.ops.settings import Settings
+from grabstream.streams.takeover import CANNOT_BE_MADE, JOURNAL_LOST
 
 #: An event that has waited so long for the journal is not on its way any more.
 RELAY_LATE_MS: Final = 10_000

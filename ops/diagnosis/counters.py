@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from models.calendar import Offsets, window_of
-from models.events import (
+from grabstream.models.calendar import Offsets, window_of
+from grabstream.models.events import (
     AnyEvent,
     GrabConfirmed,
     GrabGranted,
@@ -18,8 +18,8 @@ from models.events import (
     OfferOpened,
     OfferRetired,
 )
-from models.identifiers import campaign_of
-from models.offers import Limit
+from grabstream.models.identifiers import campaign_of
+from grabstream.models.offers import Limit
 
 
 class Counter(NamedTuple):

@@ -6,11 +6,11 @@ from typing import Any, Final, NamedTuple
 from psycopg import AsyncConnection
 from psycopg.rows import dict_row
 
-from lua.keys import KeySpace
-from lua.life import life_of
-from lua.records import read_grab, read_part
-from models.events import AnyEvent, decode_event
-from models.identifiers import campaign_of
+from grabstream.lua.keys import KeySpace
+from grabstream.lua.life import life_of
+from grabstream.lua.records import read_grab, read_part
+from grabstream.models.events import AnyEvent, decode_event
+from grabstream.models.identifiers import campaign_of
 
 #: Refusals that are told at most, the newest.
 REFUSALS_MAX: Final = 1_000

@@ -9,18 +9,18 @@ from aiokafka.errors import KafkaError
 from psycopg import OperationalError
 from redis.exceptions import RedisError
 
-from lua.gate import now_ms
-from ops.connections import key_space, open_redis, what_is_mixed_up
-from ops.diagnosis import books, core, machine, topics
-from ops.diagnosis.books import BookFacts, Jump
-from ops.diagnosis.core import CoreFacts
-from ops.diagnosis.findings import Finding
-from ops.diagnosis.topics import Lag, TopicFacts
-from ops.identity import NotWrittenDown, OtherJournal, OtherSystem
-from ops.settings import Settings
-from projections.migrate import use_schema
-from projections.sessions import connect
-from streams.clients import started
+from grabstream.lua.gate import now_ms
+from grabstream.ops.connections import key_space, open_redis, what_is_mixed_up
+from grabstream.ops.diagnosis import books, core, machine, topics
+from grabstream.ops.diagnosis.books import BookFacts, Jump
+from grabstream.ops.diagnosis.core import CoreFacts
+from grabstream.ops.diagnosis.findings import Finding
+from grabstream.ops.diagnosis.topics import Lag, TopicFacts
+from grabstream.ops.identity import NotWrittenDown, OtherJournal, OtherSystem
+from grabstream.ops.settings import Settings
+from grabstream.projections.migrate import use_schema
+from grabstream.projections.sessions import connect
+from grabstream.streams.clients import started
 
 #: A server that has not answered by then does not answer.
 SERVER_SECONDS_MAX: Final = 15.0

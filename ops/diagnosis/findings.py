@@ -3,8 +3,8 @@
 from collections.abc import Iterable
 from typing import Final, Literal, NamedTuple
 
-from ops.identity import NEW_JOURNAL
-from ops.settings import without_password
+from grabstream.ops.identity import NEW_JOURNAL
+from grabstream.ops.settings import without_password
 
 #: `stuck`: something does not go on, or is wrong already · `risk`: it will be, or may be · `note`: known and decided by somebody.
 Severity = Literal["stuck", "risk", "note"]

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Final
 from urllib.parse import urlsplit
 
-from ops.diagnosis.findings import Finding
-from ops.settings import Settings
+from grabstream.ops.diagnosis.findings import Finding
+from grabstream.ops.settings import Settings
 
 #: Below this share of a disk, or these bytes, servers are about to stop.
 FREE_SHARE_MIN: Final = 0.05

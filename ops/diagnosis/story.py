@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from models.events import (
+from grabstream.models.events import (
     AnyEvent,
     GrabExtended,
     GrabGranted,
@@ -17,9 +17,9 @@ from models.events import (
     PaymentRefundDue,
     encode_event,
 )
-from models.identifiers import campaign_of
-from ops.diagnosis.counters import Counted, Counters
-from ops.diagnosis.evidence import Evidence
+from grabstream.models.identifiers import campaign_of
+from grabstream.ops.diagnosis.counters import Counted, Counters
+from grabstream.ops.diagnosis.evidence import Evidence
 
 
 class Moment(NamedTuple):

@@ -9,11 +9,11 @@ from aiokafka.admin import AIOKafkaAdminClient
 from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
 from aiokafka.errors import GroupCoordinatorNotAvailableError, NotCoordinatorForGroupError
 
-from ops.diagnosis.findings import Finding, of_shards, spans
-from ops.settings import Settings
-from streams.clients import started
-from streams.topics import COMPRESSION, DAY_MS, Topics, keeps_compressed, retention_ms
-from streams.understanding import SET_ASIDE_HEADER
+from grabstream.ops.diagnosis.findings import Finding, of_shards, spans
+from grabstream.ops.settings import Settings
+from grabstream.streams.clients import started
+from grabstream.streams.topics import COMPRESSION, DAY_MS, Topics, keeps_compressed, retention_ms
+from grabstream.streams.understanding import SET_ASIDE_HEADER
 
 TIMEOUT_MS: Final = 5_000
 COORDINATOR_TRIES: Final = 20

@@ -5,7 +5,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Final
 from zoneinfo import ZoneInfo
 
-from models.calendar import DAY_MS
+from grabstream.models.calendar import DAY_MS
 
 TIMEZONE: Final = "Asia/Shanghai"
 MINUTE_MS: Final = 60_000

@@ -4,9 +4,9 @@ import random
 from collections.abc import Iterator
 from typing import Final, NamedTuple
 
-from models.commands import Grab, Open
-from models.offers import Draw, EnvelopeTerms
-from models.splitting import LAWS, Law
+from grabstream.models.commands import Grab, Open
+from grabstream.models.offers import Draw, EnvelopeTerms
+from grabstream.models.splitting import LAWS, Law
 
 DRAWS: Final[tuple[Draw, ...]] = ("ahead", "at_grab")
 SHARE_OF_DOUBLE_CLICKS: Final = 0.08

@@ -7,8 +7,8 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
-from ops.output import console
-from ops.rehearsal.run import Doors, Progress
+from grabstream.ops.output import console
+from grabstream.ops.rehearsal.run import Doors, Progress
 
 RATE_OVER_SECONDS = 2.0
 PLAIN_EVERY_SECONDS = 3.0

@@ -9,11 +9,11 @@ from zoneinfo import ZoneInfo
 
 import msgspec
 
-from models.events import AnyEvent
-from models.identifiers import campaign_of
-from models.offers import Changes, EnvelopeTerms, PieceTerms, terms_of
-from models.transfers import GUARDED_ACCOUNTS, Transfer, transfers_of
-from ops.rehearsal.clock import Clock, shown
+from grabstream.models.events import AnyEvent
+from grabstream.models.identifiers import campaign_of
+from grabstream.models.offers import Changes, EnvelopeTerms, PieceTerms, terms_of
+from grabstream.models.transfers import GUARDED_ACCOUNTS, Transfer, transfers_of
+from grabstream.ops.rehearsal.clock import Clock, shown
 
 
 @dataclass

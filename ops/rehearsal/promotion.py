@@ -9,13 +9,13 @@ from typing import Any, Final
 
 import msgspec
 
-from models.answers import Answer
-from models.commands import AnyCommand, Grab, Open, Redeem, Unredeem
-from models.events import GrabRedeemed
-from models.offers import CouponTerms, Limit
-from ops.rehearsal.clock import HOUR_MS, MINUTE_MS, TIMEZONE, moment, shown
-from ops.rehearsal.story import Story, chunks, refused_by_outcome
-from ops.verification import Check
+from grabstream.models.answers import Answer
+from grabstream.models.commands import AnyCommand, Grab, Open, Redeem, Unredeem
+from grabstream.models.events import GrabRedeemed
+from grabstream.models.offers import CouponTerms, Limit
+from grabstream.ops.rehearsal.clock import HOUR_MS, MINUTE_MS, TIMEZONE, moment, shown
+from grabstream.ops.rehearsal.story import Story, chunks, refused_by_outcome
+from grabstream.ops.verification import Check
 
 DAYS: Final = 5
 PER_DAY: Final = 2

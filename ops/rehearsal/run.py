@@ -16,17 +16,17 @@ import msgspec
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
 from psycopg import AsyncConnection
 
-from lua.gate import Gate, OutcomeUnknown, now_ms
-from lua.keys import KeySpace
-from models.answers import Answer, decode_answer
-from models.commands import AnyCommand, Close, Grab, Open, encode_command
-from ops.rehearsal.crowd import Envelope, person_of
-from ops.rehearsal.stage import CannotGoOn
-from ops.settings import Settings
-from projections.migrate import PROJECTIONS, use_schema
-from projections.sessions import connect
-from streams.clients import started
-from streams.topics import Topics
+from grabstream.lua.gate import Gate, OutcomeUnknown, now_ms
+from grabstream.lua.keys import KeySpace
+from grabstream.models.answers import Answer, decode_answer
+from grabstream.models.commands import AnyCommand, Close, Grab, Open, encode_command
+from grabstream.ops.rehearsal.crowd import Envelope, person_of
+from grabstream.ops.rehearsal.stage import CannotGoOn
+from grabstream.ops.settings import Settings
+from grabstream.projections.migrate import PROJECTIONS, use_schema
+from grabstream.projections.sessions import connect
+from grabstream.streams.clients import started
+from grabstream.streams.topics import Topics
 
 GATE_CALLERS = 40
 GATE_LIST_MAX = 32

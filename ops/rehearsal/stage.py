@@ -12,13 +12,13 @@ from pathlib import Path
 
 from aiokafka.admin import AIOKafkaAdminClient
 
-from ops.connections import open_redis
-from ops.making import make_system
-from ops.settings import Settings, child_environment
-from projections.sessions import connect
-from projections.versions import drop_all
-from streams.clients import started
-from streams.topics import Topics, retention_ms
+from grabstream.ops.connections import open_redis
+from grabstream.ops.making import make_system
+from grabstream.ops.settings import Settings, child_environment
+from grabstream.projections.sessions import connect
+from grabstream.projections.versions import drop_all
+from grabstream.streams.clients import started
+from grabstream.streams.topics import Topics, retention_ms
 
 #: Two processes, since two cores are what a small machine has: one decides and relays, one builds the read models.
 WORKERS = ("decide,relay,sweep", "project,publish,verify")
@@ -60,7 +60,7 @@ async def set_up(settings: Settings, log: Path, keep: bool, processes: Sequence[
     try:
         with log.open("wb") as output:
             for roles in processes:
-                command = [sys.executable, "-m", "ops.cli", "worker", "--roles", roles]
+                command = [sys.executable, "-m", "grabstream.ops.cli", "worker", "--roles", roles]
                 workers[roles] = subprocess.Popen(command, env=environment, stdout=output, stderr=output)  # noqa: ASYNC220 - forks at once
         yield Stage(workers, log)
     finally:

@@ -5,9 +5,9 @@ from typing import Any
 
 from psycopg import AsyncConnection
 
-from ops.rehearsal.crowd import Envelope
-from ops.rehearsal.run import Doors
-from ops.verification import Check
+from grabstream.ops.rehearsal.crowd import Envelope
+from grabstream.ops.rehearsal.run import Doors
+from grabstream.ops.verification import Check
 
 
 async def verdict(connection: AsyncConnection[Any], chosen: Sequence[Envelope], doors: Doors) -> list[Check]:

@@ -2,14 +2,14 @@
 
 from typing import Any, Final, get_args
 
-from models.bounds import RECORD_BYTES_MAX
-from models.commands import AnyCommand
-from models.events import CURRENT_VERSIONS
-from models.identifiers import ID_PATTERN
-from models.upcasting import FIRST_VERSION
-from ops.schemas.documents import ANSWER, DIALECT, event_name, tag_of
-from ops.settings import Settings
-from streams.topics import Topics, retention_ms
+from grabstream.models.bounds import RECORD_BYTES_MAX
+from grabstream.models.commands import AnyCommand
+from grabstream.models.events import CURRENT_VERSIONS
+from grabstream.models.identifiers import ID_PATTERN
+from grabstream.models.upcasting import FIRST_VERSION
+from grabstream.ops.schemas.documents import ANSWER, DIALECT, event_name, tag_of
+from grabstream.ops.settings import Settings
+from grabstream.streams.topics import Topics, retention_ms
 
 ASYNCAPI_VERSION: Final = "3.0.0"
 BINDING: Final = "0.5.0"

@@ -9,9 +9,9 @@ from typing import Any, Final, get_args
 
 import msgspec
 
-from models.answers import Answer
-from models.commands import AnyCommand
-from models.events import CURRENT_VERSIONS, AnyEvent
+from grabstream.models.answers import Answer
+from grabstream.models.commands import AnyCommand
+from grabstream.models.events import CURRENT_VERSIONS, AnyEvent
 
 DIALECT: Final = "https://json-schema.org/draft/2020-12/schema"
 ANSWER: Final = "answers/answer"

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from ops.schemas.compatibility import VERDICTS, Difference, Direction, Schema, Verdict, differences
+from grabstream.ops.schemas.compatibility import VERDICTS, Difference, Direction, Schema, Verdict, differences
 
 _event_name = re.compile(r"events/(?P<type>.+)\.v(?P<version>\d+)\Z").match
 

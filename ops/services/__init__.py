@@ -3,8 +3,8 @@
 For machines without a Docker engine, and for tests that need servers of their own to kill.
 """
 
-from ops.services.cluster import ClusterPorts, ClusterServices
-from ops.services.local import LocalServices, ServerSet, free_ports
-from ops.services.process import ServiceError
+from grabstream.ops.services.cluster import ClusterPorts, ClusterServices
+from grabstream.ops.services.local import LocalServices, ServerSet, free_ports
+from grabstream.ops.services.process import ServiceError
 
 __all__ = ["ClusterPorts", "ClusterServices", "LocalServices", "ServerSet", "ServiceError", "free_ports"]

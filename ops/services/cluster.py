@@ -10,9 +10,9 @@ from typing import Any, Final, NamedTuple
 
 import redis
 
-from ops.services.local import Report, ServerSet
-from ops.services.process import POLL_SECONDS, ServiceError
-from ops.services.servers import Kafka, Postgres, Redis
+from grabstream.ops.services.local import Report, ServerSet
+from grabstream.ops.services.process import POLL_SECONDS, ServiceError
+from grabstream.ops.services.servers import Kafka, Postgres, Redis
 
 MASTERS: Final = 3
 BROKERS: Final = 3

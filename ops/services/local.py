@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from ops.services.process import Process
-from ops.services.servers import Kafka, Postgres, Redis
-from ops.settings import CONTROLLER_PORT, KAFKA_PORT, POSTGRES_PORT, REDIS_PORT
+from grabstream.ops.services.process import Process
+from grabstream.ops.services.servers import Kafka, Postgres, Redis
+from grabstream.ops.settings import CONTROLLER_PORT, KAFKA_PORT, POSTGRES_PORT, REDIS_PORT
 
 PORT_RANGE = (20_000, 31_000)
 

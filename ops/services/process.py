@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from ops.settings import child_environment
+from grabstream.ops.settings import child_environment
 
 STOP_SECONDS = 20.0
 START_SECONDS = 60.0

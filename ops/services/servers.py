@@ -14,7 +14,7 @@ from typing import Final
 import psycopg
 import yaml
 
-from ops.services.process import Process, ServiceError, install
+from grabstream.ops.services.process import Process, ServiceError, install
 
 OPS: Final = Path(__file__).resolve().parent.parent
 PROJECT: Final = OPS.parent

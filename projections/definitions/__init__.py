@@ -69,10 +69,10 @@ def definition_of(projection: str) -> Definition:
     """The definition this code has of a projection; what is published has none but cursors."""
     if projection not in PROJECTIONS:
         return Definition(projection, 1, {}, dict.fromkeys(PARTS, ""))
-    return parse(projection, (files("projections.definitions") / f"{projection}.sql").read_text())
+    return parse(projection, (files("grabstream.projections.definitions") / f"{projection}.sql").read_text())
 
 
 @cache
 def cursor_tables() -> str:
     """The SQL of the tables that every version has: how far it is, and where it stopped."""
-    return (files("projections.definitions") / "cursors.sql").read_text()
+    return (files("grabstream.projections.definitions") / "cursors.sql").read_text()

@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from ops.output import console
+from grabstream.ops.output import console
 from tests.drill.cells import SHORT, Cell, Verdict, cells, play_all
 from tests.drill.stage import servers
 
@@ -33,9 +33,9 @@ def main(seed: int | None, patterns: tuple[str, ...], short: bool, cluster: bool
             click.echo(json.dumps(cell._asdict(), ensure_ascii=False) if as_json else cell.name)
         return
     # What the comparison of state folds up by itself is no news.
-    logging.getLogger("streams").setLevel(logging.CRITICAL)
+    logging.getLogger("grabstream.streams").setLevel(logging.CRITICAL)
     # Nor are answers that were promised as decided only and are lost: gaps are measured with these too.
-    logging.getLogger("lua.decided").setLevel(logging.CRITICAL)
+    logging.getLogger("grabstream.lua.decided").setLevel(logging.CRITICAL)
     seed = secrets.randbelow(10**6) if seed is None else seed
     try:
         failed = asyncio.run(_drill(chosen, seed, cluster, as_json))

@@ -8,8 +8,8 @@ from fnmatch import fnmatchcase
 from random import Random
 from typing import Any, Final, NamedTuple
 
-from lua.gate import now_ms
-from ops.services.servers import PROJECT
+from grabstream.lua.gate import now_ms
+from grabstream.ops.services.servers import PROJECT
 from tests.conftest import until
 from tests.drill.checks import PROBLEMS_MAX, at_rest, level, problems_of
 from tests.drill.faults import FAULTS, Fault

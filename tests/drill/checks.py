@@ -12,15 +12,15 @@ import psycopg
 from aiokafka.errors import KafkaError
 from redis.exceptions import RedisError
 
-from models.answers import Answer
-from models.commands import AnyCommand, Settle
-from models.journal import Cursor, parse_block
-from ops.connections import key_space
-from ops.rehearsal.run import look, open_books
-from ops.settings import Settings
-from ops.verification import verify
-from streams.journal import open_reader
-from streams.topics import Topics
+from grabstream.models.answers import Answer
+from grabstream.models.commands import AnyCommand, Settle
+from grabstream.models.journal import Cursor, parse_block
+from grabstream.ops.connections import key_space
+from grabstream.ops.rehearsal.run import look, open_books
+from grabstream.ops.settings import Settings
+from grabstream.ops.verification import verify
+from grabstream.streams.journal import open_reader
+from grabstream.streams.topics import Topics
 from tests.conftest import Worker
 from tests.drill.observer import Fenced
 from tests.drill.stage import Scene

@@ -10,9 +10,9 @@ from typing import Any, Final
 import redis
 from redis.exceptions import RedisError
 
-from ops.redis_cluster import slot_of
-from ops.redis_servers import information
-from ops.services.servers import Redis
+from grabstream.ops.redis_cluster import slot_of
+from grabstream.ops.redis_servers import information
+from grabstream.ops.services.servers import Redis
 from tests.conftest import until
 from tests.drill.stage import Scene
 

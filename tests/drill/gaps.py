@@ -9,11 +9,11 @@ import time
 from collections.abc import Collection
 from typing import Final
 
-from lua.gate import Gate, OutcomeUnknown, Promise
-from lua.keys import KeySpace
-from models.answers import Answer
-from models.commands import AnyCommand, Grab, Open
-from models.offers import CouponTerms
+from grabstream.lua.gate import Gate, OutcomeUnknown, Promise
+from grabstream.lua.keys import KeySpace
+from grabstream.models.answers import Answer
+from grabstream.models.commands import AnyCommand, Grab, Open
+from grabstream.models.offers import CouponTerms
 from tests.conftest import until
 from tests.drill.traffic import a_campaign_of_each_shard
 

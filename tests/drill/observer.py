@@ -5,9 +5,9 @@ from typing import Any, Final, NamedTuple
 
 from redis.exceptions import RedisError
 
-from lua.loader import SCRIPTS
-from ops.connections import key_space, open_redis
-from ops.settings import Settings
+from grabstream.lua.loader import SCRIPTS
+from grabstream.ops.connections import key_space, open_redis
+from grabstream.ops.settings import Settings
 
 LOOK_EVERY_SECONDS: Final = 0.02
 #: {fenced, life of the server, term, time ms}, in one call; the includes are those that decide.

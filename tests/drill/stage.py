@@ -14,17 +14,17 @@ from typing import Any, Final
 import redis
 from pydantic import SecretStr
 
-from lua.gate import Gate
-from lua.keys import KeySpace
-from ops.commands.services import new_seal_key
-from ops.connections import key_space, open_gate, open_redis
-from ops.making import make_system
-from ops.redis_cluster import slot_of
-from ops.rehearsal.stage import take_down
-from ops.services import ClusterServices, LocalServices, ServerSet, free_ports
-from ops.services.cluster import ports_from
-from ops.services.servers import Redis
-from ops.settings import Settings, load_settings
+from grabstream.lua.gate import Gate
+from grabstream.lua.keys import KeySpace
+from grabstream.ops.commands.services import new_seal_key
+from grabstream.ops.connections import key_space, open_gate, open_redis
+from grabstream.ops.making import make_system
+from grabstream.ops.redis_cluster import slot_of
+from grabstream.ops.rehearsal.stage import take_down
+from grabstream.ops.services import ClusterServices, LocalServices, ServerSet, free_ports
+from grabstream.ops.services.cluster import ports_from
+from grabstream.ops.services.servers import Redis
+from grabstream.ops.settings import Settings, load_settings
 from tests.conftest import Worker, until
 from tests.drill.gaps import Gaps
 from tests.drill.observer import Observer

@@ -7,10 +7,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from models.commands import AnyCommand, Confirm, Grab, Open
-from models.offers import CouponTerms, EnvelopeTerms, StockTerms
-from ops.connections import key_space, open_gate
-from ops.settings import Settings
+from grabstream.models.commands import AnyCommand, Confirm, Grab, Open
+from grabstream.models.offers import CouponTerms, EnvelopeTerms, StockTerms
+from grabstream.ops.connections import key_space, open_gate
+from grabstream.ops.settings import Settings
 from tests.conftest import until
 from tests.drill.checks import at_rest, journal_of, level, missing, problems_of, repeated
 from tests.drill.observer import Fenced

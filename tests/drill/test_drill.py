@@ -9,8 +9,8 @@ import pytest
 import pytest_asyncio
 from click.testing import CliRunner
 
-from models.answers import Answer
-from models.commands import Grab
+from grabstream.models.answers import Answer
+from grabstream.models.commands import Grab
 from tests.conftest import Worker
 from tests.drill.__main__ import main
 from tests.drill.cells import SHORT, Cell, cells, play

@@ -5,11 +5,11 @@ import random
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Final
 
-from lua.gate import Gate, OutcomeUnknown
-from lua.keys import KeySpace
-from models.answers import Answer
-from models.commands import Amend, AnyCommand, Close, Confirm, Grab, Open, Pause, Release, Resume, Return
-from models.offers import Changes, CouponTerms, EnvelopeTerms, Limit, StockTerms, Terms
+from grabstream.lua.gate import Gate, OutcomeUnknown
+from grabstream.lua.keys import KeySpace
+from grabstream.models.answers import Answer
+from grabstream.models.commands import Amend, AnyCommand, Close, Confirm, Grab, Open, Pause, Release, Resume, Return
+from grabstream.models.offers import Changes, CouponTerms, EnvelopeTerms, Limit, StockTerms, Terms
 from tests.conftest import until
 
 CALLERS: Final = 8

@@ -20,15 +20,15 @@ import click
 import msgspec
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
 
-from models.answers import Answer, decode_answer, encode_answer
-from models.commands import Adjust, Confirm, Grab, Open, encode_command
-from models.offers import Limit, StockTerms
-from models.transfers import Entry
-from ops.commands.services import new_seal_key
-from ops.rehearsal.stage import stop_workers, take_down
-from ops.services.servers import PROJECT
-from ops.settings import Settings, child_environment, load_settings
-from streams.topics import Topics
+from grabstream.models.answers import Answer, decode_answer, encode_answer
+from grabstream.models.commands import Adjust, Confirm, Grab, Open, encode_command
+from grabstream.models.offers import Limit, StockTerms
+from grabstream.models.transfers import Entry
+from grabstream.ops.commands.services import new_seal_key
+from grabstream.ops.rehearsal.stage import stop_workers, take_down
+from grabstream.ops.services.servers import PROJECT
+from grabstream.ops.settings import Settings, child_environment, load_settings
+from grabstream.streams.topics import Topics
 from tests.conftest import until
 
 GRABS_A_STEP: Final = 400
@@ -42,10 +42,12 @@ class Release:
     def __init__(self, tree: Path, environment: dict[str, str]) -> None:
         self._tree = tree
         self._environment = environment | {"PYTHONPATH": str(tree)}
+        # Before there was one package, its rooms were packages of their own.
+        self._program = "grabstream.ops.cli" if (tree / "grabstream").is_dir() else "ops.cli"
 
     def run(self, *words: str) -> str:
         """A verb, to its end."""
-        command = [sys.executable, "-m", "ops.cli", *words]
+        command = [sys.executable, "-m", self._program, *words]
         done = subprocess.run(command, cwd=self._tree, env=self._environment, capture_output=True, text=True, timeout=180)
         if done.returncode:
             raise click.ClickException(f"grabstream {' '.join(words)}: exit {done.returncode}\n{done.stdout}{done.stderr}")
@@ -53,7 +55,7 @@ class Release:
 
     def workers(self) -> "list[subprocess.Popen[bytes]]":
         """A worker for each set of roles."""
-        command = [sys.executable, "-m", "ops.cli", "worker", "--roles"]
+        command = [sys.executable, "-m", self._program, "worker", "--roles"]
         return [subprocess.Popen([*command, roles], cwd=self._tree, env=self._environment) for roles in ROLES]
 
 

@@ -5,8 +5,8 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from models.events import decode_event
-from models.transfers import GUARDED_ACCOUNTS, transfers_of
+from grabstream.models.events import decode_event
+from grabstream.models.transfers import GUARDED_ACCOUNTS, transfers_of
 from tests.models.recompute import recompute
 
 

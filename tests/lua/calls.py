@@ -12,15 +12,15 @@ from typing import Any, Final, NamedTuple
 import pytest
 import redis.asyncio
 
-from lua import gate, loader
-from lua.gate import Gate, GateLimits
-from lua.keys import KeySpace, ShardKeys
-from lua.loader import Script
-from models.answers import Answer
-from models.commands import AnyCommand, Grab, Open
-from models.offers import EnvelopeTerms
-from streams import ownership, sweeper
-from streams.sweeper import Sweeper
+from grabstream.lua import gate, loader
+from grabstream.lua.gate import Gate, GateLimits
+from grabstream.lua.keys import KeySpace, ShardKeys
+from grabstream.lua.loader import Script
+from grabstream.models.answers import Answer
+from grabstream.models.commands import AnyCommand, Grab, Open
+from grabstream.models.offers import EnvelopeTerms
+from grabstream.streams import ownership, sweeper
+from grabstream.streams.sweeper import Sweeper
 from tests.lua.conftest import NOW, SEALER, take_over
 
 #: What a call may cost, µs of Redis' thread (lua/includes/cost.lua); and beside that, its last command.

@@ -13,13 +13,13 @@ import redis
 import redis.asyncio
 from redis.asyncio.cluster import RedisCluster
 
-from lua.gate import Gate, GateLimits, run_script
-from lua.keys import KeySpace
-from lua.sealing import Sealer
-from models.commands import Grab, Open
-from models.offers import EnvelopeTerms
-from ops.services import free_ports
-from ops.settings import Settings
+from grabstream.lua.gate import Gate, GateLimits, run_script
+from grabstream.lua.keys import KeySpace
+from grabstream.lua.sealing import Sealer
+from grabstream.models.commands import Grab, Open
+from grabstream.models.offers import EnvelopeTerms
+from grabstream.ops.services import free_ports
+from grabstream.ops.settings import Settings
 from tests.conftest import wait_until
 
 SEALER = Sealer({"test": bytes(32)})

@@ -4,8 +4,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from lua.tickets import TicketKeys, sign
-from models.commands import (
+from grabstream.lua.tickets import TicketKeys, sign
+from grabstream.models.commands import (
     Adjust,
     Amend,
     AnyCommand,
@@ -22,9 +22,9 @@ from models.commands import (
     Return,
     Unredeem,
 )
-from models.identifiers import campaign_of
-from models.offers import Changes, CouponTerms, EnvelopeTerms, Hours, Limit, StockTerms
-from models.transfers import Entry
+from grabstream.models.identifiers import campaign_of
+from grabstream.models.offers import Changes, CouponTerms, EnvelopeTerms, Hours, Limit, StockTerms
+from grabstream.models.transfers import Entry
 from tests.lua.conftest import NOW
 
 OFFERS = ("c:a", "c:b", "d", "e", "f")

@@ -12,9 +12,9 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from lua.tickets import sign
-from models.calendar import DAY_MS, HOUR_MS, offsets_of
-from models.commands import (
+from grabstream.lua.tickets import sign
+from grabstream.models.calendar import DAY_MS, HOUR_MS, offsets_of
+from grabstream.models.commands import (
     Adjust,
     Amend,
     AnyCommand,
@@ -33,11 +33,22 @@ from models.commands import (
     Unredeem,
     check,
 )
-from models.identifiers import campaign_of
-from models.money import AMOUNT_MAX, Invalid
-from models.offers import HOLD_MS_MAX, TIME_MS_MAX, WEEKDAYS, Changes, CouponTerms, EnvelopeTerms, Hours, Limit, StockTerms, Terms
-from models.rules import Offer
-from models.transfers import Entry
+from grabstream.models.identifiers import campaign_of
+from grabstream.models.money import AMOUNT_MAX, Invalid
+from grabstream.models.offers import (
+    HOLD_MS_MAX,
+    TIME_MS_MAX,
+    WEEKDAYS,
+    Changes,
+    CouponTerms,
+    EnvelopeTerms,
+    Hours,
+    Limit,
+    StockTerms,
+    Terms,
+)
+from grabstream.models.rules import Offer
+from grabstream.models.transfers import Entry
 from tests.lua.histories import TICKET_SECRET
 
 #: Offers of few campaigns, so that they meet: parts of keys, prefixes of each other, nothing but separators, 64 characters.

@@ -7,8 +7,8 @@ from typing import Literal
 
 import pytest
 
-from lua import loader
-from models.bounds import EVENT_LINE_BYTES_MAX
+from grabstream.lua import loader
+from grabstream.models.bounds import EVENT_LINE_BYTES_MAX
 
 _BEFORE = "local function append_events(call)\n"
 _RAISE = "  for _, line in ipairs(call.lines) do if string.find(line, 'poison', 1, true) then error('injected') end end\n"

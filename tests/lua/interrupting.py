@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from redis.exceptions import NoScriptError, ResponseError
 
-from lua.loader import Script, load, script_names
+from grabstream.lua.loader import Script, load, script_names
 
 #: What the scripts write by. Whoever uses another command adds it here.
 WRITES: Final = (

@@ -10,9 +10,9 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 from zoneinfo import ZoneInfo
 
-from models.calendar import DAY_MS, HOUR_MS, THURSDAY
-from models.identifiers import campaign_of
-from models.money import AMOUNT_MAX
+from grabstream.models.calendar import DAY_MS, HOUR_MS, THURSDAY
+from grabstream.models.identifiers import campaign_of
+from grabstream.models.money import AMOUNT_MAX
 
 #: How long a payment is known after its offer has retired.
 PAYMENTS_KNOWN_MS = 180 * DAY_MS

@@ -4,12 +4,12 @@ import json
 from datetime import datetime
 from typing import Any
 
-from lua.gate import GateLimits
-from lua.keys import KeySpace
-from models.answers import Answer
-from models.commands import Amend, Grab, Open
-from models.events import decode_event
-from models.offers import Changes, CouponTerms, Limit, StockTerms, Terms
+from grabstream.lua.gate import GateLimits
+from grabstream.lua.keys import KeySpace
+from grabstream.models.answers import Answer
+from grabstream.models.commands import Amend, Grab, Open
+from grabstream.models.events import decode_event
+from grabstream.models.offers import Changes, CouponTerms, Limit, StockTerms, Terms
 from tests.lua.conftest import event_lines
 from tests.lua.twins import Twins
 

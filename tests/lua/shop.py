@@ -7,8 +7,8 @@ import random
 from collections.abc import Mapping
 from typing import Any
 
-from models.calendar import DAY_MS
-from models.commands import (
+from grabstream.models.calendar import DAY_MS
+from grabstream.models.commands import (
     Adjust,
     Amend,
     AnyCommand,
@@ -25,9 +25,9 @@ from models.commands import (
     Return,
     Unredeem,
 )
-from models.offers import Changes, CouponTerms, Limit, StockTerms
-from models.rules import Offer
-from models.transfers import Entry
+from grabstream.models.offers import Changes, CouponTerms, Limit, StockTerms
+from grabstream.models.rules import Offer
+from grabstream.models.transfers import Entry
 
 LIMITS = (Limit("user", "offer", 30), Limit("user", "day", 9), Limit("card", "week", 25, "campaign"))
 ZONES = ("Europe/Berlin", "Australia/Lord_Howe", "Asia/Kathmandu", "UTC")

@@ -9,17 +9,17 @@ from typing import Any
 
 from psycopg import AsyncConnection, sql
 
-from models.calendar import window_of
-from models.events import decode_event
-from models.journal import GENESIS, chain
-from models.offers import Limit
-from models.rules import Offer, ShardState
-from models.rules.state import Status
-from models.transfers import transfers_of
-from projections.cursors import Fact, facts_of
-from projections.definitions import definition_of
-from projections.read_models import READ_MODELS
-from projections.versions import create_flat
+from grabstream.models.calendar import window_of
+from grabstream.models.events import decode_event
+from grabstream.models.journal import GENESIS, chain
+from grabstream.models.offers import Limit
+from grabstream.models.rules import Offer, ShardState
+from grabstream.models.rules.state import Status
+from grabstream.models.transfers import transfers_of
+from grabstream.projections.cursors import Fact, facts_of
+from grabstream.projections.definitions import definition_of
+from grabstream.projections.read_models import READ_MODELS
+from grabstream.projections.versions import create_flat
 
 
 async def check_tables(postgres: str, lines: Sequence[Sequence[bytes]], states: Sequence[ShardState], now_ms: int) -> None:

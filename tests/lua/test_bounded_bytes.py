@@ -13,14 +13,14 @@ from typing import Any, Final
 import msgspec
 import pytest
 
-from lua import gate
-from lua.loader import Script, assemble, script_names
-from lua.sizes import CALL_BYTES_MAX, size_of_all
-from models.bounds import CODES_PER_GRAB_MAX
-from models.commands import Adjust, AnyCommand, Close, Grab, Load, Open, in_chunks
-from models.offers import CouponTerms, EnvelopeTerms, Limit, StockTerms, Terms
-from models.transfers import Entry
-from streams.ownership import OwnedShard
+from grabstream.lua import gate
+from grabstream.lua.loader import Script, assemble, script_names
+from grabstream.lua.sizes import CALL_BYTES_MAX, size_of_all
+from grabstream.models.bounds import CODES_PER_GRAB_MAX
+from grabstream.models.commands import Adjust, AnyCommand, Close, Grab, Load, Open, in_chunks
+from grabstream.models.offers import CouponTerms, EnvelopeTerms, Limit, StockTerms, Terms
+from grabstream.models.transfers import Entry
+from grabstream.streams.ownership import OwnedShard
 from tests.lua.calls import CALL_COST_MAX, COMMAND_COST_MAX, Call, Measured, changed
 from tests.lua.conftest import SEALER, event_lines
 from tests.lua.recovered import fold
@@ -222,8 +222,8 @@ async def test_codes_of_a_basket_are_bounded_where_it_gets_them_at_once(scene: S
     assert await of("a", ("c:now", 60), ("c:now", 40)) == 2 * [("granted", None)]
     assert [outcome for outcome, _ in await of("d", ("c:now", 101), ("c:none", 1))] == ["invalid", "invalid"]
     with monkeypatch.context() as before:
-        before.setattr("models.rules.grabbing.CODES_PER_GRAB_MAX", 1_000)
-        before.setattr("lua.loader.load", _with_more_codes)
+        before.setattr("grabstream.models.rules.grabbing.CODES_PER_GRAB_MAX", 1_000)
+        before.setattr("grabstream.lua.loader.load", _with_more_codes)
         assert await of("e", ("c:now", 60), ("c:now", 40), ("c:now", 1)) == 3 * [("granted", None)]
     assert await of("e", ("c:now", 60), ("c:now", 40), ("c:now", 1)) == 3 * [("granted", None)]
 

@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 import redis.asyncio
 
-from lua.loader import script_names
-from models.bounds import BASKET_GRABS_MAX
-from models.commands import Amend, AnyCommand, Close, Grab, Load, Open, Release
-from models.offers import Changes, CouponTerms, EnvelopeTerms, Limit, StockTerms
-from models.rules.operating import fall_due
-from models.rules.settling import lapse
-from ops.settings import Settings
-from ops.slow_scripts import script_calls, slow_scripts
-from streams.sweeper import HOLDS_AT_ONCE_MAX, OFFERS_AT_ONCE_MAX, Sweeper
+from grabstream.lua.loader import script_names
+from grabstream.models.bounds import BASKET_GRABS_MAX
+from grabstream.models.commands import Amend, AnyCommand, Close, Grab, Load, Open, Release
+from grabstream.models.offers import Changes, CouponTerms, EnvelopeTerms, Limit, StockTerms
+from grabstream.models.rules.operating import fall_due
+from grabstream.models.rules.settling import lapse
+from grabstream.ops.settings import Settings
+from grabstream.ops.slow_scripts import script_calls, slow_scripts
+from grabstream.streams.sweeper import HOLDS_AT_ONCE_MAX, OFFERS_AT_ONCE_MAX, Sweeper
 from tests.lua.books import check_books
 from tests.lua.calls import CALL_COST_MAX, COMMAND_COST_MAX, SLOWER, Call, Measured, changed, longest, scripts
 from tests.lua.conftest import SEALER, event_lines

@@ -3,9 +3,9 @@
 from collections.abc import Callable
 from typing import Any
 
-from models.commands import Close, Grab, Load, Open, Release
-from models.offers import CouponTerms, Limit, StockTerms
-from streams.sweeper import Sweeper
+from grabstream.models.commands import Close, Grab, Load, Open, Release
+from grabstream.models.offers import CouponTerms, Limit, StockTerms
+from grabstream.streams.sweeper import Sweeper
 from tests.lua.conftest import NOW, event_lines
 
 

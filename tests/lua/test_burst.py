@@ -9,12 +9,12 @@ import pytest
 import pytest_asyncio
 import redis.asyncio
 
-from lua.gate import Gate, GateLimits
-from lua.keys import KeySpace
-from models.answers import Answer
-from models.commands import AnyCommand, Confirm, Grab, Load, Open
-from models.offers import CouponTerms, EnvelopeTerms, Limit, StockTerms, Terms
-from ops.settings import Settings
+from grabstream.lua.gate import Gate, GateLimits
+from grabstream.lua.keys import KeySpace
+from grabstream.models.answers import Answer
+from grabstream.models.commands import AnyCommand, Confirm, Grab, Load, Open
+from grabstream.models.offers import CouponTerms, EnvelopeTerms, Limit, StockTerms, Terms
+from grabstream.ops.settings import Settings
 from tests.lua.books import check_books
 from tests.lua.conftest import NOW, SEALER, event_lines, take_over
 from tests.lua.histories import HOUR, TICKETS, ticket_for

@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 
-from lua.gate import Gate
-from lua.keys import KeySpace
-from lua.sealing import NAME_LENGTH, Sealer
-from models.answers import Answer
-from models.commands import Close, Load, Open
+from grabstream.lua.gate import Gate
+from grabstream.lua.keys import KeySpace
+from grabstream.lua.sealing import NAME_LENGTH, Sealer
+from grabstream.models.answers import Answer
+from grabstream.models.commands import Close, Load, Open
 from tests.lua.conftest import NOW, SEALER, take_over
 from tests.lua.scene import Scene, coupon
 

@@ -10,8 +10,8 @@ from typing import Any, Final
 
 import pytest
 
-from lua.loader import load, script_names
-from models.commands import (
+from grabstream.lua.loader import load, script_names
+from grabstream.models.commands import (
     Adjust,
     Amend,
     AnyCommand,
@@ -27,7 +27,7 @@ from models.commands import (
     Return,
     Unredeem,
 )  # fmt: skip
-from models.offers import Changes, CouponTerms, EnvelopeTerms, Hours, Limit, StockTerms
+from grabstream.models.offers import Changes, CouponTerms, EnvelopeTerms, Hours, Limit, StockTerms
 from tests.lua.calls import Call, Measured, changed
 from tests.lua.conftest import SEALER, event_lines
 from tests.lua.recovered import fold

@@ -12,14 +12,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from lua.gate import Gate
-from lua.keys import KeySpace
-from lua.sealing import Sealer
-from lua.tickets import TicketKeys, sign
-from models.answers import Answer
-from models.commands import Adjust, AnyCommand, Confirm, Grab, Load, Open, Pause, Release, encode_command
-from models.offers import CouponTerms, EnvelopeTerms, StockTerms
-from models.transfers import Entry
+from grabstream.lua.gate import Gate
+from grabstream.lua.keys import KeySpace
+from grabstream.lua.sealing import Sealer
+from grabstream.lua.tickets import TicketKeys, sign
+from grabstream.models.answers import Answer
+from grabstream.models.commands import Adjust, AnyCommand, Confirm, Grab, Load, Open, Pause, Release, encode_command
+from grabstream.models.offers import CouponTerms, EnvelopeTerms, StockTerms
+from grabstream.models.transfers import Entry
 from tests.lua.conftest import NOW, event_lines, take_over
 from tests.lua.recovered import fold
 from tests.lua.scene import DAY

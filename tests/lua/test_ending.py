@@ -5,7 +5,7 @@ import contextlib
 
 import pytest
 
-from lua.ending import end
+from grabstream.lua.ending import end
 
 
 async def test_who_swallows_a_cancellation_is_cancelled_again() -> None:

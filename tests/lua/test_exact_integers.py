@@ -13,12 +13,12 @@ from hypothesis import example, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from lua.keys import KeySpace
-from models.commands import Adjust, Amend, AnyCommand, Close, Confirm, Extend, Grab, Open, Release, Return, check
-from models.money import AMOUNT_MAX, Invalid
-from models.offers import EXTENSIONS_MAX, HOLD_MS_MAX, TIME_MS_MAX, Changes, EnvelopeTerms, Limit, StockTerms
-from models.transfers import Entry
-from ops.settings import Settings
+from grabstream.lua.keys import KeySpace
+from grabstream.models.commands import Adjust, Amend, AnyCommand, Close, Confirm, Extend, Grab, Open, Release, Return, check
+from grabstream.models.money import AMOUNT_MAX, Invalid
+from grabstream.models.offers import EXTENSIONS_MAX, HOLD_MS_MAX, TIME_MS_MAX, Changes, EnvelopeTerms, Limit, StockTerms
+from grabstream.models.transfers import Entry
+from grabstream.ops.settings import Settings
 from tests.lua.conftest import NOW
 from tests.lua.scene import Scene
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import redis.asyncio
 
-from lua.gate import Gate, GateLimits, OutcomeUnknown
-from lua.keys import KeySpace
-from models.commands import Close, Grab, Pause, Resume
+from grabstream.lua.gate import Gate, GateLimits, OutcomeUnknown
+from grabstream.lua.keys import KeySpace
+from grabstream.models.commands import Close, Grab, Pause, Resume
 from tests.conftest import until
 from tests.lua.conftest import SEALER, event_lines, grabs, opening
 

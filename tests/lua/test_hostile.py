@@ -20,16 +20,16 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from lua.gate import GateLimits
-from lua.keys import KeySpace
-from models.answers import Answer
-from models.commands import AnyCommand
-from models.money import AMOUNT_MAX
-from models.rules import Offer, sweep
-from models.rules.operating import fall_due
-from models.rules.settling import lapse
-from ops.settings import Settings
-from streams.sweeper import Sweeper
+from grabstream.lua.gate import GateLimits
+from grabstream.lua.keys import KeySpace
+from grabstream.models.answers import Answer
+from grabstream.models.commands import AnyCommand
+from grabstream.models.money import AMOUNT_MAX
+from grabstream.models.rules import Offer, sweep
+from grabstream.models.rules.operating import fall_due
+from grabstream.models.rules.settling import lapse
+from grabstream.ops.settings import Settings
+from grabstream.streams.sweeper import Sweeper
 from tests.conftest import NIGHTLY
 from tests.lua.books import check_books
 from tests.lua.conftest import NOW

@@ -14,16 +14,16 @@ import pytest
 import redis
 import redis.asyncio
 
-from lua import batches
-from lua.gate import Gate, GateLimits, OutcomeUnknown, now_ms, run_script
-from lua.keys import KeySpace
-from lua.loader import SCRIPTS, assemble, load, script_names
-from models.commands import AnyCommand, Close, Grab, Load, Open
-from models.journal import Cursor
-from models.offers import PAYMENTS_KEPT_MS, CouponTerms, EnvelopeTerms
-from models.outcomes import Outcome
-from ops.settings import Settings
-from streams.ownership import OwnedShard
+from grabstream.lua import batches
+from grabstream.lua.gate import Gate, GateLimits, OutcomeUnknown, now_ms, run_script
+from grabstream.lua.keys import KeySpace
+from grabstream.lua.loader import SCRIPTS, assemble, load, script_names
+from grabstream.models.commands import AnyCommand, Close, Grab, Load, Open
+from grabstream.models.journal import Cursor
+from grabstream.models.offers import PAYMENTS_KEPT_MS, CouponTerms, EnvelopeTerms
+from grabstream.models.outcomes import Outcome
+from grabstream.ops.settings import Settings
+from grabstream.streams.ownership import OwnedShard
 from tests.lua.conftest import NOW, SEALER, event_lines, grabs, opening, take_over
 from tests.lua.histories import TICKETS, ticket_for
 from tests.lua.interrupting import READS_LATER, WRITES, Interrupting

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from lua.gate import Gate, GateLimits, OutcomeUnknown, run_script
-from lua.journaled import HistoryChanged, Journaled
-from lua.keys import KeySpace
-from models.commands import Grab
+from grabstream.lua.gate import Gate, GateLimits, OutcomeUnknown, run_script
+from grabstream.lua.journaled import HistoryChanged, Journaled
+from grabstream.lua.keys import KeySpace
+from grabstream.models.commands import Grab
 from tests.conftest import until
 from tests.lua.conftest import SEALER, grabs, opening
 

@@ -9,10 +9,10 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lua.keys import CAMPAIGN_KEYS, OFFER_KEYS, KeySpace, ShardKeys
-from models.commands import Close, Grab, Load
-from models.identifiers import campaign_of, is_id
-from models.offers import EnvelopeTerms
+from grabstream.lua.keys import CAMPAIGN_KEYS, OFFER_KEYS, KeySpace, ShardKeys
+from grabstream.models.commands import Close, Grab, Load
+from grabstream.models.identifiers import campaign_of, is_id
+from grabstream.models.offers import EnvelopeTerms
 from tests.lua.conftest import NOW
 from tests.lua.scene import DAY, HOUR, coupon, stock
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from lua.gate import _Ticket
-from models.commands import Amend, AnyCommand, Close, Grab, Open
-from models.offers import Changes, EnvelopeTerms, StockTerms
+from grabstream.lua.gate import _Ticket
+from grabstream.models.commands import Amend, AnyCommand, Close, Grab, Open
+from grabstream.models.offers import Changes, EnvelopeTerms, StockTerms
 from tests.lua.calls import SLOWER, Measured, longest
 from tests.lua.conftest import event_lines
 

@@ -17,10 +17,10 @@ from hypothesis import example, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from lua.keys import KeySpace
-from lua.loader import Script, assemble, load
-from models import bounds
-from models.bounds import (
+from grabstream.lua.keys import KeySpace
+from grabstream.lua.loader import Script, assemble, load
+from grabstream.models import bounds
+from grabstream.models.bounds import (
     BASKET_GRABS_KNOWN_MAX,
     BASKET_GRABS_MAX,
     CODES_PER_GRAB_MAX,
@@ -29,7 +29,7 @@ from models.bounds import (
     HOURS_SPANS_MAX,
     RECORD_BYTES_MAX,
 )
-from models.commands import (
+from grabstream.models.commands import (
     ATTRIBUTES_MAX,
     ITEMS_MAX,
     TRANSFERS_MAX,
@@ -45,12 +45,23 @@ from models.commands import (
     encode_command,
     in_chunks,
 )
-from models.money import AMOUNT_MAX, Invalid
-from models.offers import HOURS_MAX, LIMITS_MAX, LINE_LENGTH_MAX, TIME_MS_MAX, Changes, CouponTerms, EnvelopeTerms, Hours, Limit, StockTerms
-from models.rules import settling
-from models.transfers import Entry
-from ops.settings import Settings
-from streams.relay import BLOCK_BYTES_MAX, _blocks
+from grabstream.models.money import AMOUNT_MAX, Invalid
+from grabstream.models.offers import (
+    HOURS_MAX,
+    LIMITS_MAX,
+    LINE_LENGTH_MAX,
+    TIME_MS_MAX,
+    Changes,
+    CouponTerms,
+    EnvelopeTerms,
+    Hours,
+    Limit,
+    StockTerms,
+)
+from grabstream.models.rules import settling
+from grabstream.models.transfers import Entry
+from grabstream.ops.settings import Settings
+from grabstream.streams.relay import BLOCK_BYTES_MAX, _blocks
 from tests.lua.conftest import NOW
 from tests.lua.scene import HOUR, Scene, coupon, stock
 
@@ -284,8 +295,8 @@ async def test_a_basket_has_a_bound_and_one_that_was_larger_keeps_its_answer(sce
     [answer, *_] = await scene.gate.decide(basket("z", BASKET_GRABS_KNOWN_MAX + 1), "decided")
     assert (answer.outcome, f"at most {BASKET_GRABS_MAX} grabs" in (answer.message or "")) == ("invalid", True)
     with monkeypatch.context() as before:
-        before.setattr("models.rules.grabbing.BASKET_GRABS_MAX", BASKET_GRABS_KNOWN_MAX)
-        before.setattr("lua.loader.load", lambda name: _with_larger_baskets(name))
+        before.setattr("grabstream.models.rules.grabbing.BASKET_GRABS_MAX", BASKET_GRABS_KNOWN_MAX)
+        before.setattr("grabstream.lua.loader.load", lambda name: _with_larger_baskets(name))
         assert {answer.outcome for answer in await scene.decide_both(basket("y", BASKET_GRABS_KNOWN_MAX))} == {"granted"}
     again = await scene.decide_both(basket("y", BASKET_GRABS_KNOWN_MAX))
     assert {(answer.outcome, answer.repeated) for answer in again} == {("granted", True)}

@@ -9,13 +9,13 @@ from typing import Any, get_args
 
 import redis.asyncio
 
-from lua.gate import GateLimits
-from lua.keys import KeySpace
-from models.calendar import DAY_MS
-from models.commands import AnyCommand
-from models.events import CURRENT_VERSIONS
-from ops.schemas.documents import tag_of
-from ops.settings import Settings
+from grabstream.lua.gate import GateLimits
+from grabstream.lua.keys import KeySpace
+from grabstream.models.calendar import DAY_MS
+from grabstream.models.commands import AnyCommand
+from grabstream.models.events import CURRENT_VERSIONS
+from grabstream.ops.schemas.documents import tag_of
+from grabstream.ops.settings import Settings
 from tests.contract import check_answered, check_events
 from tests.lua.conftest import NOW
 from tests.lua.shop import Shop

@@ -11,13 +11,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from lua.keys import KeySpace
-from models.answers import Answer
-from models.bounds import BASKET_GRABS_MAX
-from models.commands import Amend, AnyCommand, Close, Confirm, Extend, Grab, Load, Open, Redeem, Release, Return
-from models.offers import Changes, CouponTerms, Limit, StockTerms
-from streams.ownership import OwnedShard
-from streams.recovery import Recovery
+from grabstream.lua.keys import KeySpace
+from grabstream.models.answers import Answer
+from grabstream.models.bounds import BASKET_GRABS_MAX
+from grabstream.models.commands import Amend, AnyCommand, Close, Confirm, Extend, Grab, Load, Open, Redeem, Release, Return
+from grabstream.models.offers import Changes, CouponTerms, Limit, StockTerms
+from grabstream.streams.ownership import OwnedShard
+from grabstream.streams.recovery import Recovery
 from tests.lua.calls import SLOWER, Measured
 from tests.lua.conftest import NOW, SEALER, event_lines
 from tests.lua.recovered import fold

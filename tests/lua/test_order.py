@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import redis.asyncio
 
-from lua import loader
-from lua.gate import Gate, GateLimits, Order, OutcomeUnknown, run_script
-from lua.keys import KeySpace
-from models.commands import AnyCommand, Confirm, Grab, Open, Redeem, Return
-from models.events import decode_event
-from models.offers import CouponTerms
+from grabstream.lua import loader
+from grabstream.lua.gate import Gate, GateLimits, Order, OutcomeUnknown, run_script
+from grabstream.lua.keys import KeySpace
+from grabstream.models.commands import AnyCommand, Confirm, Grab, Open, Redeem, Return
+from grabstream.models.events import decode_event
+from grabstream.models.offers import CouponTerms
 from tests.conftest import until
 from tests.lua.calls import scripts
 from tests.lua.conftest import SEALER, event_lines, opening

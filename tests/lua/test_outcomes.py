@@ -5,12 +5,12 @@ from typing import Any, NamedTuple
 import msgspec
 import pytest
 
-from models.answers import Answer
-from models.commands import AnyCommand, Close, Grab, Open, Pause, Resume
-from models.events import encode_event
-from models.offers import EnvelopeTerms
-from models.rules import ShardState, decide, sweep
-from streams.sweeper import Sweeper
+from grabstream.models.answers import Answer
+from grabstream.models.commands import AnyCommand, Close, Grab, Open, Pause, Resume
+from grabstream.models.events import encode_event
+from grabstream.models.offers import EnvelopeTerms
+from grabstream.models.rules import ShardState, decide, sweep
+from grabstream.streams.sweeper import Sweeper
 from tests.lua.conftest import NOW, event_lines
 
 SEED = "5eed" * 16

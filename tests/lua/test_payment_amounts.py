@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from models.answers import Answer
-from models.commands import Close, Confirm
+from grabstream.models.answers import Answer
+from grabstream.models.commands import Close, Confirm
 from tests.lua.scene import DAY, HOUR, Scene, stock
 
 KNOWN = "payment: it is known with {}; nothing was booked now: other money needs a payment id of its own"

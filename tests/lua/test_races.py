@@ -5,11 +5,11 @@ from typing import Any
 
 import redis.asyncio
 
-from lua.gate import Gate
-from lua.keys import KeySpace
-from models.commands import Grab, Open
-from models.offers import EnvelopeTerms
-from ops.settings import Settings
+from grabstream.lua.gate import Gate
+from grabstream.lua.keys import KeySpace
+from grabstream.models.commands import Grab, Open
+from grabstream.models.offers import EnvelopeTerms
+from grabstream.ops.settings import Settings
 from tests.lua.conftest import SEALER, event_lines, take_over
 
 CALLERS = 200

@@ -19,17 +19,17 @@ import redis
 import redis.asyncio
 from redis.crc import key_slot
 
-from lua.gate import Gate, GateLimits, OutcomeUnknown, now_ms
-from lua.keys import KeySpace
-from models.answers import Answer
-from models.commands import Adjust, Amend, AnyCommand, Close, Grab, Open, Pause
-from models.offers import RETIRE_AFTER_MS, Changes, CouponTerms, Draw, EnvelopeTerms
-from models.splitting import LAWS, pack_parts
-from models.transfers import BookedEntry, Entry, Transfer, transfers_of
-from ops.connections import open_gate
-from ops.rehearsal.run import open_books
-from ops.settings import Settings
-from streams.topics import Topics
+from grabstream.lua.gate import Gate, GateLimits, OutcomeUnknown, now_ms
+from grabstream.lua.keys import KeySpace
+from grabstream.models.answers import Answer
+from grabstream.models.commands import Adjust, Amend, AnyCommand, Close, Grab, Open, Pause
+from grabstream.models.offers import RETIRE_AFTER_MS, Changes, CouponTerms, Draw, EnvelopeTerms
+from grabstream.models.splitting import LAWS, pack_parts
+from grabstream.models.transfers import BookedEntry, Entry, Transfer, transfers_of
+from grabstream.ops.connections import open_gate
+from grabstream.ops.rehearsal.run import open_books
+from grabstream.ops.settings import Settings
+from grabstream.streams.topics import Topics
 from tests.conftest import until
 from tests.lua.books import check_books
 from tests.lua.conftest import NOW, SEALER, event_lines, take_over

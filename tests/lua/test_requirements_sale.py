@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from lua.gate import Gate, GateLimits
-from lua.keys import KeySpace
-from lua.tickets import sign
-from models.answers import Answer
-from models.commands import Close, Confirm, Extend, Grab, Load, Open, Pause, Redeem, Release, Resume, Return
-from models.offers import EnvelopeTerms, Hours, Limit
-from models.rules import settling
-from streams.sweeper import Sweeper
+from grabstream.lua.gate import Gate, GateLimits
+from grabstream.lua.keys import KeySpace
+from grabstream.lua.tickets import sign
+from grabstream.models.answers import Answer
+from grabstream.models.commands import Close, Confirm, Extend, Grab, Load, Open, Pause, Redeem, Release, Resume, Return
+from grabstream.models.offers import EnvelopeTerms, Hours, Limit
+from grabstream.models.rules import settling
+from grabstream.streams.sweeper import Sweeper
 from tests.lua.books import check_books
 from tests.lua.conftest import NOW, SEALER, event_lines, take_over
 from tests.lua.histories import TICKET_SECRET, ticket_for

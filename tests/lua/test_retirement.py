@@ -8,11 +8,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from lua.gate import Gate
-from lua.keys import KeySpace, ShardKeys
-from lua.loader import SCRIPTS
-from models.answers import Answer
-from models.commands import (
+from grabstream.lua.gate import Gate
+from grabstream.lua.keys import KeySpace, ShardKeys
+from grabstream.lua.loader import SCRIPTS
+from grabstream.models.answers import Answer
+from grabstream.models.commands import (
     Adjust,
     Amend,
     Close,
@@ -30,9 +30,9 @@ from models.commands import (
     Unredeem,
     decode_command,
 )  # fmt: skip
-from models.offers import PAYMENTS_KEPT_MS, PAYMENTS_KNOWN_MS, Changes, EnvelopeTerms
-from models.transfers import Entry
-from streams.sweeper import Sweeper
+from grabstream.models.offers import PAYMENTS_KEPT_MS, PAYMENTS_KNOWN_MS, Changes, EnvelopeTerms
+from grabstream.models.transfers import Entry
+from grabstream.streams.sweeper import Sweeper
 from tests.lua.conftest import NOW, SEALER, grabs, opening
 from tests.lua.scene import DAY, MINUTE, Scene, by_user, coupon, stock
 

@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 
-from lua.gate import Gate
-from lua.keys import KeySpace, ShardKeys
-from lua.sealing import Sealer
-from models.answers import Answer
-from models.commands import decode_command
-from ops.commands.services import new_seal_key
-from ops.connections import open_redis
-from ops.settings import load_settings
-from streams.ownership import OwnedShard
-from streams.sweeper import Sweeper
+from grabstream.lua.gate import Gate
+from grabstream.lua.keys import KeySpace, ShardKeys
+from grabstream.lua.sealing import Sealer
+from grabstream.models.answers import Answer
+from grabstream.models.commands import decode_command
+from grabstream.ops.commands.services import new_seal_key
+from grabstream.ops.connections import open_redis
+from grabstream.ops.settings import load_settings
+from grabstream.streams.ownership import OwnedShard
+from grabstream.streams.sweeper import Sweeper
 
 DAY_MS = 86_400_000
 TERMS = {"kind": "stock", "issuer": "shop", "total": 2, "waiting_list": True, "hold_ms": DAY_MS, "retire_after_ms": 1_000}

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lua.gate import Gate
-from lua.keys import KeySpace
-from lua.sealing import NONCE_BYTES, CannotOpen, Sealer
-from models.commands import Close
+from grabstream.lua.gate import Gate
+from grabstream.lua.keys import KeySpace
+from grabstream.lua.sealing import NONCE_BYTES, CannotOpen, Sealer
+from grabstream.models.commands import Close
 from tests.lua.conftest import event_lines, grabs, opening, take_over
 from tests.lua.recovered import contents, fold
 

@@ -8,18 +8,18 @@ from typing import Any
 import pytest
 import redis
 
-from lua import gate as gates
-from lua import restoring
-from lua.batches import parts_packed
-from lua.gate import Gate, GateLimits, run_script
-from lua.keys import KeySpace
-from lua.staging import INLINE_BYTES_MAX, PIECE_BYTES, STAGED_MS, pieces
-from models.commands import Close, Grab, Open
-from models.events import decode_event
-from models.journal import Cursor
-from models.offers import EnvelopeTerms
-from streams.ownership import OwnedShard, SteppedDown
-from streams.recovery import Position, Recovery
+from grabstream.lua import gate as gates
+from grabstream.lua import restoring
+from grabstream.lua.batches import parts_packed
+from grabstream.lua.gate import Gate, GateLimits, run_script
+from grabstream.lua.keys import KeySpace
+from grabstream.lua.staging import INLINE_BYTES_MAX, PIECE_BYTES, STAGED_MS, pieces
+from grabstream.models.commands import Close, Grab, Open
+from grabstream.models.events import decode_event
+from grabstream.models.journal import Cursor
+from grabstream.models.offers import EnvelopeTerms
+from grabstream.streams.ownership import OwnedShard, SteppedDown
+from grabstream.streams.recovery import Position, Recovery
 from tests.lua.calls import Measured
 from tests.lua.conftest import SEALER, event_lines, opening, take_over
 from tests.lua.recovered import accepted, contents, differences, fold
@@ -43,7 +43,7 @@ def parts_of(command: Open) -> bytes:
 def drawn_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drawing takes longer than all that is tested here."""
     for module in ("batches", "restoring"):
-        monkeypatch.setattr(f"lua.{module}.parts_packed", _drawn)
+        monkeypatch.setattr(f"grabstream.lua.{module}.parts_packed", _drawn)
 
 
 @cache
@@ -261,8 +261,8 @@ async def test_the_parts_of_an_owner_that_is_no_more_are_refused(own: Any) -> No
 
 async def test_a_million_parts_take_no_long_call(own_server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Opened, closed and recovered. The shortest of some repetitions counts, since others use this machine."""
-    monkeypatch.setattr("lua.batches.parts_packed", lambda terms, seed: (1).to_bytes(6, "big") * terms.parts)
-    monkeypatch.setattr("lua.restoring.parts_packed", lambda terms, seed: (1).to_bytes(6, "big") * terms.parts)
+    monkeypatch.setattr("grabstream.lua.batches.parts_packed", lambda terms, seed: (1).to_bytes(6, "big") * terms.parts)
+    monkeypatch.setattr("grabstream.lua.restoring.parts_packed", lambda terms, seed: (1).to_bytes(6, "big") * terms.parts)
     system = Measured(own_server[1])
     await system.begin()
     terms = EnvelopeTerms(issuer="a", funding="f", asset="CNY", total=MILLION, parts=MILLION, law="equal", seed=SEED)

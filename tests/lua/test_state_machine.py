@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
 from redis.asyncio.cluster import RedisCluster
 
-from lua.gate import GateLimits
-from lua.keys import KeySpace
-from models.commands import AnyCommand, Grab, Open
-from ops.settings import Settings
+from grabstream.lua.gate import GateLimits
+from grabstream.lua.keys import KeySpace
+from grabstream.models.commands import AnyCommand, Grab, Open
+from grabstream.ops.settings import Settings
 from tests.conftest import LONGER
 from tests.lua.histories import (
     IDS,

@@ -10,16 +10,16 @@ from typing import Any
 
 import msgspec
 
-from lua.gate import Gate, GateLimits
-from lua.keys import KeySpace
-from models.answers import Answer
-from models.commands import AnyCommand, Grab, Open, Settle
-from models.digests import Digests
-from models.events import CampaignZone, GrabConfirmed, GrabGranted, OfferLoaded, OfferOpened, decode_event, encode_event
-from models.identifiers import campaign_of
-from models.rules import Offer, ShardState, decide, decide_basket, sweep
-from models.splitting import pack_parts
-from streams.sweeper import Sweeper
+from grabstream.lua.gate import Gate, GateLimits
+from grabstream.lua.keys import KeySpace
+from grabstream.models.answers import Answer
+from grabstream.models.commands import AnyCommand, Grab, Open, Settle
+from grabstream.models.digests import Digests
+from grabstream.models.events import CampaignZone, GrabConfirmed, GrabGranted, OfferLoaded, OfferOpened, decode_event, encode_event
+from grabstream.models.identifiers import campaign_of
+from grabstream.models.rules import Offer, ShardState, decide, decide_basket, sweep
+from grabstream.models.splitting import pack_parts
+from grabstream.streams.sweeper import Sweeper
 from tests.contract import check_answered, check_events
 from tests.lua.books import check_books
 from tests.lua.conftest import NOW, SEALER, event_lines, take_over

@@ -7,7 +7,7 @@ for `issuer`. `grab.redeemed` v0 had no `amount`: it is what was redeemed.
 import json
 from typing import Any
 
-from models.upcasting import Document, Upcaster
+from grabstream.models.upcasting import Document, Upcaster
 
 
 def grab_granted_0(event: Document) -> Document:

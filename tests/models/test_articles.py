@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from models.splitting import LAWS, next_part, split_ahead
+from grabstream.models.splitting import LAWS, next_part, split_ahead
 
 Split = Callable[[int, int, int, int], list[int]]
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from models.calendar import DAY_MS, HOUR_MS, offset_at, offsets_of, opens_next, utc_of, window_ends, window_of
-from models.offers import Hours, week_minutes
+from grabstream.models.calendar import DAY_MS, HOUR_MS, offset_at, offsets_of, opens_next, utc_of, window_ends, window_of
+from grabstream.models.offers import Hours, week_minutes
 
 ZONES = (
     "UTC", "Asia/Shanghai", "Europe/Berlin", "America/New_York", "Australia/Lord_Howe", "America/St_Johns", "Africa/Cairo",

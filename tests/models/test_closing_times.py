@@ -2,9 +2,9 @@
 
 import pytest
 
-from models.commands import Undecodable, decode_command
-from models.money import Invalid
-from models.offers import CouponTerms, EnvelopeTerms, StockTerms, Terms, check_terms
+from grabstream.models.commands import Undecodable, decode_command
+from grabstream.models.money import Invalid
+from grabstream.models.offers import CouponTerms, EnvelopeTerms, StockTerms, Terms, check_terms
 
 ENVELOPE = EnvelopeTerms(issuer="shop", total=10, parts=2, asset="CNY", funding="pay-1", closes_at=0)
 

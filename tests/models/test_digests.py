@@ -11,11 +11,11 @@ from typing import Any, get_args
 import msgspec
 import pytest
 
-from models.commands import Adjust, AnyCommand, Confirm, Grab, Load, Open, Pause, decode_command, encode_command
-from models.digests import CannotCompare, Digests, adjustment_text, is_plain, whole_of
-from models.events import LedgerAdjusted, decode_event
-from models.offers import EnvelopeTerms, StockTerms
-from models.transfers import Entry
+from grabstream.models.commands import Adjust, AnyCommand, Confirm, Grab, Load, Open, Pause, decode_command, encode_command
+from grabstream.models.digests import CannotCompare, Digests, adjustment_text, is_plain, whole_of
+from grabstream.models.events import LedgerAdjusted, decode_event
+from grabstream.models.offers import EnvelopeTerms, StockTerms
+from grabstream.models.transfers import Entry
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "digests.json"
 OLD, NEW = bytes(range(32)), bytes(range(1, 33))

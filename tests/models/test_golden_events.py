@@ -12,9 +12,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from models.events import CURRENT_VERSIONS, decode_event, encode_event
-from models.transfers import transfers_of
-from models.upcasting import FIRST_VERSION
+from grabstream.models.events import CURRENT_VERSIONS, decode_event, encode_event
+from grabstream.models.transfers import transfers_of
+from grabstream.models.upcasting import FIRST_VERSION
 
 FOLDER = Path(__file__).parents[1] / "golden" / "events"
 SUMS = FOLDER / "SHA256SUMS"

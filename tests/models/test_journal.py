@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from models.journal import GENESIS, Block, Corrupt, Cursor, Gap, block_headers, chain, marker_headers, parse_block
+from grabstream.models.journal import GENESIS, Block, Corrupt, Cursor, Gap, block_headers, chain, marker_headers, parse_block
 
 LINES = [b'{"n":%d}' % number for number in range(1, 31)]
 HASHES = [GENESIS, *chain(GENESIS, LINES)]

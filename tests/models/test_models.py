@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from models.answers import Answer, encode_answer
-from models.commands import (
+from grabstream.models.answers import Answer, encode_answer
+from grabstream.models.commands import (
     Adjust,
     Amend,
     AnyCommand,
@@ -21,13 +21,13 @@ from models.commands import (
     decode_commands,
     encode_command,
 )  # fmt: skip
-from models.digests import Digests
-from models.events import AnyEvent, decode_event
-from models.identifiers import are_ids, campaign_of, is_id, shard_of
-from models.money import Invalid
-from models.offers import Changes, CouponTerms, EnvelopeTerms, Hours, Limit, StockTerms, changes_of, terms_of
-from models.outcomes import OUTCOME_NAMES, Outcome
-from models.transfers import transfers_of
+from grabstream.models.digests import Digests
+from grabstream.models.events import AnyEvent, decode_event
+from grabstream.models.identifiers import are_ids, campaign_of, is_id, shard_of
+from grabstream.models.money import Invalid
+from grabstream.models.offers import Changes, CouponTerms, EnvelopeTerms, Hours, Limit, StockTerms, changes_of, terms_of
+from grabstream.models.outcomes import OUTCOME_NAMES, Outcome
+from grabstream.models.transfers import transfers_of
 
 ENVELOPE = {"kind": "envelope", "issuer": "a", "funding": "f", "asset": "CNY", "total": 100, "parts": 10}
 

@@ -12,10 +12,10 @@ import redis
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lua.loader import SCRIPTS
-from models.money import Invalid
-from models.splitting import LAWS, check_split, draw, next_part, pack_parts, split_ahead
-from ops.settings import Settings
+from grabstream.lua.loader import SCRIPTS
+from grabstream.models.money import Invalid
+from grabstream.models.splitting import LAWS, check_split, draw, next_part, pack_parts, split_ahead
+from grabstream.ops.settings import Settings
 from tests.models.recompute import recompute
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "splitting.json"

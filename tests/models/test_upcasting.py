@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,10 +10,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from models.events import CURRENT_VERSIONS, EventDecoder, GrabGranted, OfferOpened, decode_event, decode_event_list, encode_event
-from models.upcasting import BrokenChain, NewerEvent, Upcaster, Upcasters, UpcastFailed
-from ops.commands.services import new_seal_key
+from grabstream.models.events import CURRENT_VERSIONS, EventDecoder, GrabGranted, OfferOpened, decode_event, decode_event_list, encode_event
+from grabstream.models.upcasting import BrokenChain, NewerEvent, Upcaster, Upcasters, UpcastFailed
+from grabstream.ops.commands.services import new_seal_key
 from tests.models.old_events import UPCASTERS, as_it_was
+from tests.package import copy_of_the_package
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests" / "golden" / "events"
@@ -102,11 +102,13 @@ def test_a_gap_is_found_at_once(steps: tuple[tuple[str, int], ...], current: dic
         Upcasters([Upcaster(type_, version, _same) for type_, version in steps], current)
 
 
-@pytest.mark.parametrize("command", [("-c", "import streams.projector"), ("-m", "ops.cli", "verify"), ("-m", "ops.cli", "worker")])
+@pytest.mark.parametrize(
+    "command",
+    [("-c", "import grabstream.streams.projector"), ("-m", "grabstream.ops.cli", "verify"), ("-m", "grabstream.ops.cli", "worker")],
+)
 def test_a_program_with_a_gap_does_not_start(tmp_path: Path, command: tuple[str, ...]) -> None:
     """A type was raised, and nobody wrote the upcaster: no process that reads events gets so far as to connect."""
-    for package in ("models", "lua", "streams", "projections", "ops"):
-        shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
+    copy_of_the_package(tmp_path)
     events = tmp_path / "models" / "events.py"
     raised = events.read_text().replace("class GrabHeld(_GrabEvent[V1]", "class GrabHeld(_GrabEvent[Literal[3]]")
     assert raised != events.read_text()

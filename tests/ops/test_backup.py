@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 from aiokafka.admin import AIOKafkaAdminClient
 
-from models.commands import Grab, Open
-from models.offers import EnvelopeTerms
-from ops.connections import open_gate, open_redis
-from ops.rehearsal.stage import take_down
-from ops.services.servers import PROJECT
-from ops.settings import Settings, child_environment
-from ops.verification import verify
-from streams.clients import started
-from streams.topics import Topics, retention_ms
+from grabstream.models.commands import Grab, Open
+from grabstream.models.offers import EnvelopeTerms
+from grabstream.ops.connections import open_gate, open_redis
+from grabstream.ops.rehearsal.stage import take_down
+from grabstream.ops.services.servers import PROJECT
+from grabstream.ops.settings import Settings, child_environment
+from grabstream.ops.verification import verify
+from grabstream.streams.clients import started
+from grabstream.streams.topics import Topics, retention_ms
 from tests.conftest import NIGHTLY, until
 from tests.streams.test_projections import rows
 from tests.streams.test_restore import delete, forget_last

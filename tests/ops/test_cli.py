@@ -12,12 +12,12 @@ import pytest
 import redis
 from psycopg import AsyncConnection
 
-from models.commands import Open, Undecodable, decode_commands
-from ops.cli import VERBS
-from ops.output import counted
-from ops.services import free_ports
-from ops.services.servers import Redis
-from ops.settings import Settings, child_environment
+from grabstream.models.commands import Open, Undecodable, decode_commands
+from grabstream.ops.cli import VERBS
+from grabstream.ops.output import counted
+from grabstream.ops.services import free_ports
+from grabstream.ops.services.servers import Redis
+from grabstream.ops.settings import Settings, child_environment
 from tests.conftest import until
 
 README = Path(__file__).parent.parent.parent / "README.md"
@@ -25,7 +25,7 @@ README = Path(__file__).parent.parent.parent / "README.md"
 
 def grabstream(*words: str, folder: Path | None = None, stdin: str = "", **settings: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(
-        [sys.executable, "-m", "ops.cli", *words],
+        [sys.executable, "-m", "grabstream.ops.cli", *words],
         env=child_environment(**settings),
         cwd=folder,
         input=stdin,
@@ -167,7 +167,7 @@ def test_before_init_one_is_told_to_init(settings: Settings, words: tuple[str, .
 
 def test_ctrl_c_while_the_command_line_is_imported() -> None:
     """As early as can be and in a verb's own module: no traceback, and 130."""
-    for module in ("click", "psycopg", "ops.commands.verify"):
+    for module in ("click", "psycopg", "grabstream.ops.commands.verify"):
         program = f"""
 import os, signal, sys
 class Finder:
@@ -177,7 +177,7 @@ class Finder:
 sys.meta_path.insert(0, Finder())
 signal.signal(signal.SIGINT, signal.default_int_handler)  # where the tests run in the background it is ignored
 sys.argv = ["grabstream", "verify"]
-from ops import main
+from grabstream.ops import main
 main()
 """
         done = subprocess.run([sys.executable, "-c", program], env=child_environment(), capture_output=True, text=True, timeout=60)

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from ops.schemas.compatibility import differences
-from ops.schemas.releases import Contract, changes_between, last_release, read_release, verdict_of
+from grabstream.ops.schemas.compatibility import differences
+from grabstream.ops.schemas.releases import Contract, changes_between, last_release, read_release, verdict_of
 from tests.contract import SCHEMAS
 
 ROOT = Path(__file__).parents[2]

@@ -2,8 +2,8 @@
 
 import asyncio
 
-from ops.connections import open_redis
-from ops.settings import Settings
+from grabstream.ops.connections import open_redis
+from grabstream.ops.settings import Settings
 
 
 async def test_a_cancellation_is_never_swallowed(servers: Settings) -> None:

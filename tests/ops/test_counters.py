@@ -2,8 +2,8 @@
 
 import pytest
 
-from models.events import decode_event
-from ops.diagnosis.counters import Counter, fed
+from grabstream.models.events import decode_event
+from grabstream.ops.diagnosis.counters import Counter, fed
 from tests.streams.test_pieces import made
 
 

@@ -14,24 +14,24 @@ from aiokafka.admin import AIOKafkaAdminClient
 from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
 from pydantic import SecretStr
 
-from lua import loader
-from lua.gate import now_ms
-from lua.keys import LAYOUT, SHARD_FIELDS
-from models.commands import Grab, Open
-from models.journal import Cursor
-from models.offers import StockTerms
-from ops.connections import key_space, open_gate, open_redis
-from ops.diagnosis import books, core, machine, topics
-from ops.diagnosis.books import BookFacts, Lost
-from ops.diagnosis.core import CoreFacts, ShardFacts
-from ops.diagnosis.examination import CHECKS, JOURNAL_CHECK, SYSTEM_CHECK, Examination, examine
-from ops.diagnosis.findings import RESTORE, Finding, address, spans
-from ops.diagnosis.topics import Partition, TopicFacts
-from ops.services import free_ports
-from ops.services.servers import Redis
-from ops.settings import Settings
-from streams.projector import CatchUp
-from streams.topics import Topics, delete_command
+from grabstream.lua import loader
+from grabstream.lua.gate import now_ms
+from grabstream.lua.keys import LAYOUT, SHARD_FIELDS
+from grabstream.models.commands import Grab, Open
+from grabstream.models.journal import Cursor
+from grabstream.models.offers import StockTerms
+from grabstream.ops.connections import key_space, open_gate, open_redis
+from grabstream.ops.diagnosis import books, core, machine, topics
+from grabstream.ops.diagnosis.books import BookFacts, Lost
+from grabstream.ops.diagnosis.core import CoreFacts, ShardFacts
+from grabstream.ops.diagnosis.examination import CHECKS, JOURNAL_CHECK, SYSTEM_CHECK, Examination, examine
+from grabstream.ops.diagnosis.findings import RESTORE, Finding, address, spans
+from grabstream.ops.diagnosis.topics import Partition, TopicFacts
+from grabstream.ops.services import free_ports
+from grabstream.ops.services.servers import Redis
+from grabstream.ops.settings import Settings
+from grabstream.streams.projector import CatchUp
+from grabstream.streams.topics import Topics, delete_command
 from tests.conftest import until
 from tests.ops.test_cli import grabstream, of
 from tests.streams.test_projections import SHARD, Journal, at_seq, granted, journal, opened, rows, running

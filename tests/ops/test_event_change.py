@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.package import copy_of_the_package
+
 ROOT = Path(__file__).parents[2]
 CLASS_TEXT, UPCASTER_TEXT = (re.sub(r"^   ", "", text, flags=re.MULTILINE) for text in re.findall(
     r"^   ```python\n(.*?)^   ```$", (ROOT / "docs" / "events.md").read_text(), re.DOTALL | re.MULTILINE
@@ -21,7 +23,8 @@ class Tree:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        for name in ("models", "lua", "streams", "projections", "ops", "scripts", "schemas", "tests/golden"):
+        copy_of_the_package(folder)
+        for name in ("scripts", "schemas", "tests/golden"):
             shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
         shutil.copy(ROOT / "pyproject.toml", folder)
 
@@ -44,7 +47,7 @@ class Tree:
     def decode(self) -> subprocess.CompletedProcess[str]:
         """Reads the event as it was written under the first version."""
         line = json.loads((self.folder / "tests/golden/events/grab.redeemed.v1.json").read_text())["line"]
-        code = "import sys; from models.events import decode_event as decode; e = decode(sys.argv[1].encode())"
+        code = "import sys; from grabstream.models.events import decode_event as decode; e = decode(sys.argv[1].encode())"
         return self.run("-c", f"{code}; print(type(e).__name__, e.v, e.receipt)", line)
 
 

@@ -2,12 +2,12 @@
 
 from typing import Any
 
-from models.calendar import DAY_MS, HOUR_MS
-from models.commands import AnyCommand, Confirm, Grab, Open, Return
-from models.offers import Limit, StockTerms
-from models.rules import ShardState, decide, sweep
-from ops.rehearsal.clock import Clock
-from ops.rehearsal.facts import Facts
+from grabstream.models.calendar import DAY_MS, HOUR_MS
+from grabstream.models.commands import AnyCommand, Confirm, Grab, Open, Return
+from grabstream.models.offers import Limit, StockTerms
+from grabstream.models.rules import ShardState, decide, sweep
+from grabstream.ops.rehearsal.clock import Clock
+from grabstream.ops.rehearsal.facts import Facts
 
 #: Midnight, UTC.
 DAY = 1_800_057_600_000

@@ -9,21 +9,21 @@ import pytest
 from click.testing import CliRunner
 from psycopg import AsyncConnection
 
-from models.commands import Grab, Open
-from models.offers import StockTerms
-from ops.cli import VERBS, grabstream
-from ops.connections import check_system, key_space, open_gate, open_redis
-from ops.diagnosis.examination import examine
-from ops.identity import NotWrittenDown, OtherJournal, OtherSystem
-from ops.making import make_system, take_new_journal
-from ops.rehearsal.run import open_books
-from ops.settings import BadSettings, Settings, child_environment
-from projections.locks import Held
-from projections.migrate import migrate
-from streams.journal import open_reader
-from streams.projector import CatchUp
-from streams.topic_ids import find_topic
-from streams.topics import Topics, create_topics
+from grabstream.models.commands import Grab, Open
+from grabstream.models.offers import StockTerms
+from grabstream.ops.cli import VERBS, grabstream
+from grabstream.ops.connections import check_system, key_space, open_gate, open_redis
+from grabstream.ops.diagnosis.examination import examine
+from grabstream.ops.identity import NotWrittenDown, OtherJournal, OtherSystem
+from grabstream.ops.making import make_system, take_new_journal
+from grabstream.ops.rehearsal.run import open_books
+from grabstream.ops.settings import BadSettings, Settings, child_environment
+from grabstream.projections.locks import Held
+from grabstream.projections.migrate import migrate
+from grabstream.streams.journal import open_reader
+from grabstream.streams.projector import CatchUp
+from grabstream.streams.topic_ids import find_topic
+from grabstream.streams.topics import Topics, create_topics
 from tests.conftest import until
 from tests.ops.test_cli import of
 from tests.streams.test_projections import SHARD, Journal, at_seq, granted, journal, opened, rows, running
@@ -60,7 +60,7 @@ def call(settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     (tmp_path / "offers.yaml").write_text("- {id: x, offer: x, terms: {kind: stock, issuer: i, total: 1}}\n")
     (tmp_path / "users").write_text("u\n")
     (tmp_path / "counted.py").write_text(
-        "from streams.own import Projection\nasync def apply(connection, facts): ...\n"
+        "from grabstream.streams.own import Projection\nasync def apply(connection, facts): ...\n"
         f"PROJECTION = Projection('counted', schema='{settings.schema_}_counted', tables='', apply=apply)\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -140,8 +140,8 @@ async def forget(settings: Settings) -> None:
 @pytest.mark.parametrize("lock", ["LOCK TABLE {0}.migrations", "SELECT pg_advisory_xact_lock(hashtext('grabstream-{0}'))"])
 async def test_init_says_who_has_locked_what_it_needs(system: Settings, monkeypatch: pytest.MonkeyPatch, lock: str) -> None:
     """And waits no longer than a moment, in which readers wait behind it; afterwards it has nothing to do."""
-    monkeypatch.setattr("ops.making.LOCK_SECONDS", 0.5)
-    monkeypatch.setattr("projections.migrate.FIRST_SECONDS_MAX", 1)
+    monkeypatch.setattr("grabstream.ops.making.LOCK_SECONDS", 0.5)
+    monkeypatch.setattr("grabstream.projections.migrate.FIRST_SECONDS_MAX", 1)
     async with await AsyncConnection.connect(system.postgres, application_name="somebody's report") as stuck:
         await stuck.execute(lock.format(system.schema_).encode())
         with pytest.raises(Held, match=rf"somebody's report \(role \w+, pid {stuck.info.backend_pid} of PostgreSQL\)"):

@@ -13,12 +13,12 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from models.bounds import REASON_BYTES_MAX
-from models.commands import Open
-from models.identifiers import is_id
-from models.offers import CouponTerms, EnvelopeTerms, Hours, Limit, StockTerms, Terms
-from ops.offer_files import BadOfferFile, Form, form_of, read_offers
-from ops.offer_plan import PLAN_COLUMNS, plan_rows
+from grabstream.models.bounds import REASON_BYTES_MAX
+from grabstream.models.commands import Open
+from grabstream.models.identifiers import is_id
+from grabstream.models.offers import CouponTerms, EnvelopeTerms, Hours, Limit, StockTerms, Terms
+from grabstream.ops.offer_files import BadOfferFile, Form, form_of, read_offers
+from grabstream.ops.offer_plan import PLAN_COLUMNS, plan_rows
 
 FORMS = get_args(Form)
 COUPON = {"kind": "coupon", "issuer": "shop", "total": 5}

@@ -17,13 +17,13 @@ from click.testing import CliRunner
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
 
-from lua.keys import OFFER_KEYS
-from models.offers import Changes, Limit
-from ops import cli
-from ops.commands.services import new_seal_key
-from ops.connections import key_space, open_redis
-from ops.offer_files import BadOfferFile, read_changes
-from ops.settings import Settings, child_environment
+from grabstream.lua.keys import OFFER_KEYS
+from grabstream.models.offers import Changes, Limit
+from grabstream.ops import cli
+from grabstream.ops.commands.services import new_seal_key
+from grabstream.ops.connections import key_space, open_redis
+from grabstream.ops.offer_files import BadOfferFile, read_changes
+from grabstream.ops.settings import Settings, child_environment
 from tests.conftest import wait_until
 from tests.ops.test_cli import grabstream, of
 
@@ -251,7 +251,7 @@ def test_many_offers_in_pieces(operator: Operator) -> None:
 def test_a_load_that_was_stopped_goes_on(operator: Operator, system: Settings, tmp_path: Path) -> None:
     operator.type("open", "-", "--format", "csv", stdin=HEADER + f"crowd,coupon,shop,9,{in_an_hour()},,1,,,,,list,\n")
     file = written(tmp_path / "users.txt", [f"u{number}" for number in range(400_000)])
-    command = [sys.executable, "-m", "ops.cli", "load", "crowd", "--audience", file, "--json"]
+    command = [sys.executable, "-m", "grabstream.ops.cli", "load", "crowd", "--audience", file, "--json"]
     environment = child_environment(**operator.environment)
     # A shell lets what it runs in the background ignore Ctrl-C, and so may whatever runs these tests.
     heard = signal.signal(signal.SIGINT, signal.SIG_DFL)

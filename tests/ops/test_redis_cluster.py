@@ -10,16 +10,16 @@ import pytest
 import redis
 from redis.exceptions import ConnectionError, TimeoutError
 
-from lua.gate import run_script
-from lua.journaled import Journaled
-from lua.keys import KeySpace
-from ops.connections import open_redis
-from ops.redis_cluster import ClusterClient, key_of, slot_of
-from ops.redis_servers import information
-from ops.services import free_ports
-from ops.services.cluster import join_redis
-from ops.services.servers import Redis
-from ops.settings import Settings, load_settings
+from grabstream.lua.gate import run_script
+from grabstream.lua.journaled import Journaled
+from grabstream.lua.keys import KeySpace
+from grabstream.ops.connections import open_redis
+from grabstream.ops.redis_cluster import ClusterClient, key_of, slot_of
+from grabstream.ops.redis_servers import information
+from grabstream.ops.services import free_ports
+from grabstream.ops.services.cluster import join_redis
+from grabstream.ops.services.servers import Redis
+from grabstream.ops.settings import Settings, load_settings
 from tests.conftest import until
 
 KEYS = KeySpace("isolated", 12)

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from lua.gate import Gate
-from ops.connections import gate_limits, key_space, open_redis, sealer
-from ops.rehearsal.crowd import attempts, envelopes
-from ops.rehearsal.run import Patience, Rehearsal, closed, open_books, until_in_books
-from ops.rehearsal.stage import CannotGoOn
-from ops.rehearsal.verdict import verdict
-from ops.settings import Settings
+from grabstream.lua.gate import Gate
+from grabstream.ops.connections import gate_limits, key_space, open_redis, sealer
+from grabstream.ops.rehearsal.crowd import attempts, envelopes
+from grabstream.ops.rehearsal.run import Patience, Rehearsal, closed, open_books, until_in_books
+from grabstream.ops.rehearsal.stage import CannotGoOn
+from grabstream.ops.rehearsal.verdict import verdict
+from grabstream.ops.settings import Settings
 from tests.conftest import until
 from tests.ops.test_cli import grabstream, of
 
@@ -87,7 +87,7 @@ async def test_the_deadline_counts_from_when_workers_answer(system: Settings, wo
 
 def test_patience_ends_when_nothing_moves_and_begins_again_with_whatever_moves(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1_000.0
-    monkeypatch.setattr("ops.rehearsal.run.time.monotonic", lambda: now)
+    monkeypatch.setattr("grabstream.ops.rehearsal.run.time.monotonic", lambda: now)
     patience = Patience()
     for seen, busy in ((1, False), (2, False), (2, True), (3, False)):
         patience.look(seen, "too early", busy)

@@ -11,13 +11,13 @@ from typing import Any, get_args
 import pytest
 from jsonschema import Draft202012Validator
 
-from models.answers import decode_answer
-from models.commands import AnyCommand, Undecodable, decode_command
-from models.events import CURRENT_VERSIONS, decode_event
-from models.journal import GENESIS, block_headers, marker_headers
-from models.transfers import transfers_of
-from ops.schemas.documents import documents, event_name, tag_of
-from streams.topics import Topics, retention_ms
+from grabstream.models.answers import decode_answer
+from grabstream.models.commands import AnyCommand, Undecodable, decode_command
+from grabstream.models.events import CURRENT_VERSIONS, decode_event
+from grabstream.models.journal import GENESIS, block_headers, marker_headers
+from grabstream.models.transfers import transfers_of
+from grabstream.ops.schemas.documents import documents, event_name, tag_of
+from grabstream.streams.topics import Topics, retention_ms
 from tests.contract import ASYNCAPI, SCHEMAS, asyncapi_problems, check_events, problems
 
 ROOT = Path(__file__).parents[2]

@@ -10,9 +10,9 @@ import psycopg
 import pytest
 import redis
 
-from ops.services import LocalServices, ServiceError, free_ports
-from ops.services.process import _start_time
-from ops.services.servers import Redis, kafka_version
+from grabstream.ops.services import LocalServices, ServiceError, free_ports
+from grabstream.ops.services.process import _start_time
+from grabstream.ops.services.servers import Redis, kafka_version
 
 
 def test_a_taken_port_is_named_with_the_way_out(tmp_path: Path) -> None:

@@ -3,10 +3,10 @@
 import pytest
 from click.testing import CliRunner
 
-from models.bounds import REASON_BYTES_MAX
-from ops.cli import grabstream
-from ops.diagnosis.findings import address as finding_address
-from ops.settings import BadSettings, load_settings
+from grabstream.models.bounds import REASON_BYTES_MAX
+from grabstream.ops.cli import grabstream
+from grabstream.ops.diagnosis.findings import address as finding_address
+from grabstream.ops.settings import BadSettings, load_settings
 
 
 @pytest.mark.parametrize("value", ["x" * 100_000, "7" * 5_000, "a\x1b[2Jb" * 10_000])

@@ -12,17 +12,17 @@ import pytest
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
 from psycopg import IsolationLevel, sql
 
-from models.commands import Grab, Open
-from models.offers import EnvelopeTerms
-from ops.connections import key_space, open_gate, open_redis
-from ops.rehearsal.run import open_books
-from ops.rehearsal.stage import take_down
-from ops.settings import Settings
-from projections.sessions import connect
-from projections.system import schemas_of
-from streams.clients import started
-from streams.topic_ids import find_topic
-from streams.topics import Topics, retention_ms
+from grabstream.models.commands import Grab, Open
+from grabstream.models.offers import EnvelopeTerms
+from grabstream.ops.connections import key_space, open_gate, open_redis
+from grabstream.ops.rehearsal.run import open_books
+from grabstream.ops.rehearsal.stage import take_down
+from grabstream.ops.settings import Settings
+from grabstream.projections.sessions import connect
+from grabstream.projections.system import schemas_of
+from grabstream.streams.clients import started
+from grabstream.streams.topic_ids import find_topic
+from grabstream.streams.topics import Topics, retention_ms
 from tests.conftest import until
 from tests.ops.test_backup import DECIDING, all_is_right, carry_out
 from tests.ops.test_cli import grabstream, of

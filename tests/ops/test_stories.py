@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ops.settings import Settings
+from grabstream.ops.settings import Settings
 from tests.ops.test_cli import grabstream, of
 
 

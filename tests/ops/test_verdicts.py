@@ -10,23 +10,23 @@ import msgspec
 import pytest
 import pytest_asyncio
 
-from models.answers import Answer
-from models.commands import Confirm, Grab
-from models.events import AnyEvent
-from ops.connections import key_space, open_gate, open_redis
-from ops.rehearsal.clock import HOUR_MS
-from ops.rehearsal.crowd import attempts, envelopes
-from ops.rehearsal.facts import Facts
-from ops.rehearsal.promotion import VALID_UNTIL_MS, Promotion
-from ops.rehearsal.run import Doors, Rehearsal, look, open_books
-from ops.rehearsal.stage import set_up
-from ops.rehearsal.story import Story
-from ops.rehearsal.verdict import all_answered, verdict
-from ops.rehearsal.week import Week
-from ops.settings import Settings
-from ops.verification import Check
-from streams.journal import open_reader
-from streams.topics import Topics
+from grabstream.models.answers import Answer
+from grabstream.models.commands import Confirm, Grab
+from grabstream.models.events import AnyEvent
+from grabstream.ops.connections import key_space, open_gate, open_redis
+from grabstream.ops.rehearsal.clock import HOUR_MS
+from grabstream.ops.rehearsal.crowd import attempts, envelopes
+from grabstream.ops.rehearsal.facts import Facts
+from grabstream.ops.rehearsal.promotion import VALID_UNTIL_MS, Promotion
+from grabstream.ops.rehearsal.run import Doors, Rehearsal, look, open_books
+from grabstream.ops.rehearsal.stage import set_up
+from grabstream.ops.rehearsal.story import Story
+from grabstream.ops.rehearsal.verdict import all_answered, verdict
+from grabstream.ops.rehearsal.week import Week
+from grabstream.ops.settings import Settings
+from grabstream.ops.verification import Check
+from grabstream.streams.journal import open_reader
+from grabstream.streams.topics import Topics
 from tests.conftest import until
 from tests.streams.test_projections import open_tables
 

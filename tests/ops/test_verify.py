@@ -16,25 +16,25 @@ from aiokafka import AIOKafkaProducer
 from aiokafka.admin import AIOKafkaAdminClient
 from pydantic import SecretStr
 
-from lua.gate import Gate, now_ms
-from lua.keys import CAMPAIGN_KEYS, OFFER_KEYS, KeySpace, ShardKeys
-from lua.records import GRAB_FIELDS
-from lua.tickets import TicketKeys, sign
-from models.commands import Adjust, AnyCommand, Close, Confirm, Grab, Load, Open, Redeem, Release, Return
-from models.offers import CouponTerms, EnvelopeTerms, Limit, StockTerms
-from models.transfers import Entry
-from ops import verification
-from ops.connections import gate_limits, key_space, open_gate, open_redis, sealer
-from ops.rehearsal.run import look, open_books
-from ops.rehearsal.stage import take_down
-from ops.settings import Settings
-from ops.verification import Check, verify
-from streams import beside
-from streams.beside import NOT_TOLD
-from streams.clients import started
-from streams.journal import open_reader
-from streams.projector import CatchUp
-from streams.topics import Topics, create_topics, retention_ms
+from grabstream.lua.gate import Gate, now_ms
+from grabstream.lua.keys import CAMPAIGN_KEYS, OFFER_KEYS, KeySpace, ShardKeys
+from grabstream.lua.records import GRAB_FIELDS
+from grabstream.lua.tickets import TicketKeys, sign
+from grabstream.models.commands import Adjust, AnyCommand, Close, Confirm, Grab, Load, Open, Redeem, Release, Return
+from grabstream.models.offers import CouponTerms, EnvelopeTerms, Limit, StockTerms
+from grabstream.models.transfers import Entry
+from grabstream.ops import verification
+from grabstream.ops.connections import gate_limits, key_space, open_gate, open_redis, sealer
+from grabstream.ops.rehearsal.run import look, open_books
+from grabstream.ops.rehearsal.stage import take_down
+from grabstream.ops.settings import Settings
+from grabstream.ops.verification import Check, verify
+from grabstream.streams import beside
+from grabstream.streams.beside import NOT_TOLD
+from grabstream.streams.clients import started
+from grabstream.streams.journal import open_reader
+from grabstream.streams.projector import CatchUp
+from grabstream.streams.topics import Topics, create_topics, retention_ms
 from tests.conftest import Worker, make_system, until
 from tests.streams.test_projections import LINES, SHARD, Journal, at_seq, granted, journal, live_schemas, open_tables, opened, running
 

@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from lua.keys import KeySpace
-from lua.sealing import Sealer
-from models.journal import Accepted, Cursor
-from ops.commands.services import new_seal_key
-from ops.connections import open_redis
-from ops.settings import load_settings
-from ops.verification import RedisShard, _Marks
-from streams.beside import BESIDE_STEADILY, Beside, NoRoom, Pace, open_beside
-from streams.recovery import literal
+from grabstream.lua.keys import KeySpace
+from grabstream.lua.sealing import Sealer
+from grabstream.models.journal import Accepted, Cursor
+from grabstream.ops.commands.services import new_seal_key
+from grabstream.ops.connections import open_redis
+from grabstream.ops.settings import load_settings
+from grabstream.ops.verification import RedisShard, _Marks
+from grabstream.streams.beside import BESIDE_STEADILY, Beside, NoRoom, Pace, open_beside
+from grabstream.streams.recovery import literal
 
 
 @pytest.fixture

@@ -5,15 +5,15 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from lua.gate import Gate, now_ms
-from models.answers import Answer
-from models.commands import AnyCommand, Close, Confirm, Grab, Open
-from models.offers import EnvelopeTerms, Limit, StockTerms
-from ops.commands.why import as_json_of, gather
-from ops.connections import open_gate
-from ops.diagnosis.story import tell
-from ops.settings import Settings
-from streams.projector import CatchUp
+from grabstream.lua.gate import Gate, now_ms
+from grabstream.models.answers import Answer
+from grabstream.models.commands import AnyCommand, Close, Confirm, Grab, Open
+from grabstream.models.offers import EnvelopeTerms, Limit, StockTerms
+from grabstream.ops.commands.why import as_json_of, gather
+from grabstream.ops.connections import open_gate
+from grabstream.ops.diagnosis.story import tell
+from grabstream.ops.settings import Settings
+from grabstream.streams.projector import CatchUp
 from tests.conftest import until
 from tests.ops.test_cli import grabstream, of
 from tests.streams.test_projections import SHARD, Journal, at_seq, granted, journal, open_tables, opened, rows, running

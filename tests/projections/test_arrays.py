@@ -4,8 +4,8 @@ import psycopg
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ops.settings import Settings
-from projections.arrays import integer_array, text_array
+from grabstream.ops.settings import Settings
+from grabstream.projections.arrays import integer_array, text_array
 
 texts = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]))
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from psycopg import AsyncConnection
 
-from ops.settings import Settings
-from projections import versions
-from projections.definitions import PROJECTIONS, BadDefinition, definition_of, parse
-from projections.migrate import migrate
+from grabstream.ops.settings import Settings
+from grabstream.projections import versions
+from grabstream.projections.definitions import PROJECTIONS, BadDefinition, definition_of, parse
+from grabstream.projections.migrate import migrate
 
 FORM = {
     "columns": "SELECT c.relname, c.relkind, a.attnum - (SELECT count(*) FROM pg_attribute WHERE attrelid = c.oid AND attisdropped "
@@ -60,7 +60,7 @@ async def test_a_new_system_has_what_the_definition_makes(connection: AsyncConne
 
 async def test_a_system_of_the_release_before_keeps_its_rows_and_what_stands_on_its_views(settings: Settings) -> None:
     """Rows, cursors, stops and grants are there after the migration, and somebody's view reads what is live from then on."""
-    main, folder = settings.schema_, files("projections.migrations")
+    main, folder = settings.schema_, files("grabstream.projections.migrations")
     async with await AsyncConnection.connect(settings.postgres, autocommit=True) as connection:
         await connection.execute(f"CREATE SCHEMA {main}; SET search_path TO {main}".encode())
         await connection.execute(b"CREATE TABLE migrations (name text PRIMARY KEY, at timestamptz DEFAULT now())")
@@ -163,7 +163,7 @@ async def test_a_schema_made_anew_has_what_the_code_defines(settings: Settings, 
 
 async def test_init_leaves_a_view_that_others_stand_on_and_says_so(settings: Settings, caplog: pytest.LogCaptureFixture) -> None:
     """Without events, too: it ends as it does otherwise, and the next one renews the version when they are gone."""
-    main, folder = settings.schema_, files("projections.migrations")
+    main, folder = settings.schema_, files("grabstream.projections.migrations")
     async with await AsyncConnection.connect(settings.postgres, autocommit=True) as connection:
         await connection.execute(f"CREATE SCHEMA {main}; SET search_path TO {main}".encode())
         await connection.execute(b"CREATE TABLE migrations (name text PRIMARY KEY, at timestamptz DEFAULT now())")

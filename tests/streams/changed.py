@@ -7,9 +7,9 @@ from typing import Any
 
 import msgspec
 
-from ops.cli import main
-from projections import definitions, offers
-from projections.offers import _terms as as_before
+from grabstream.ops.cli import main
+from grabstream.projections import definitions, offers
+from grabstream.projections.offers import _terms as as_before
 
 
 def install() -> None:

@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
-from ops.rehearsal.stage import take_down
-from ops.settings import Settings
+from grabstream.ops.rehearsal.stage import take_down
+from grabstream.ops.settings import Settings
 from tests.conftest import make_system
 from tests.streams.told import System, drop, schemas, told_system
 

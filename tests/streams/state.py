@@ -4,12 +4,12 @@ import secrets
 from contextlib import aclosing
 from typing import Any
 
-from lua.keys import KeySpace
-from models.journal import Cursor, parse_block
-from ops.connections import key_space, open_redis, sealer
-from ops.settings import Settings
-from streams.journal import open_reader
-from streams.topics import Topics
+from grabstream.lua.keys import KeySpace
+from grabstream.models.journal import Cursor, parse_block
+from grabstream.ops.connections import key_space, open_redis, sealer
+from grabstream.ops.settings import Settings
+from grabstream.streams.journal import open_reader
+from grabstream.streams.topics import Topics
 from tests.conftest import until
 from tests.lua.recovered import contents, differences, fold
 

@@ -2,8 +2,8 @@
 
 import asyncio
 
-from ops.settings import Settings
-from streams import agents
+from grabstream.ops.settings import Settings
+from grabstream.streams import agents
 from tests.streams.test_projections import LINES, Journal, at_seq, journal
 
 __all__ = ["journal"]

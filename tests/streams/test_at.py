@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from ops.commands.at import at as at_verb
-from ops.moments import BadMoment, parse_time, show_time
-from ops.rehearsal.run import open_books
-from ops.settings import child_environment
-from projections.sessions import system_name
-from streams import replay_schema
-from streams.replay_schema import Definition, open_schema, temporary_schema
-from streams.selection import Wanted
+from grabstream.ops.commands.at import at as at_verb
+from grabstream.ops.moments import BadMoment, parse_time, show_time
+from grabstream.ops.rehearsal.run import open_books
+from grabstream.ops.settings import child_environment
+from grabstream.projections.sessions import system_name
+from grabstream.streams import replay_schema
+from grabstream.streams.replay_schema import Definition, open_schema, temporary_schema
+from grabstream.streams.selection import Wanted
 from tests.conftest import until
 from tests.ops.test_cli import grabstream, of
 from tests.streams.told import WAITS_FOR_US, System, schemas, tables
@@ -91,7 +91,7 @@ async def test_times_before_everything(told: System) -> None:
 async def test_ctrl_c_leaves_nothing(told: System) -> None:
     """Stopped with its schema made and its reading begun, it takes the schema away. What a kill -9 left goes at the next call."""
     settings, left = told.settings, f"{told.settings.schema_}__at_"
-    command = [sys.executable, "-m", "ops.cli", "at", show_time(told.at_ms), "--source", "audit"]
+    command = [sys.executable, "-m", "grabstream.ops.cli", "at", show_time(told.at_ms), "--source", "audit"]
     for number, remaining in ((signal.SIGINT, 0), (signal.SIGTERM, 0), (signal.SIGKILL, 1)):
         async with await open_books(settings) as books, books.transaction():
             await books.execute("LOCK TABLE audit IN ACCESS EXCLUSIVE MODE")

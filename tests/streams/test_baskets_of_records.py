@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from models.bounds import REJECTED_OF_ARRAY_MAX
-from models.identifiers import shard_of
-from streams.understanding import Pace, Understood, understand
+from grabstream.models.bounds import REJECTED_OF_ARRAY_MAX
+from grabstream.models.identifiers import shard_of
+from grabstream.streams.understanding import Pace, Understood, understand
 
 
 async def _understood(*commands: Any) -> Understood:

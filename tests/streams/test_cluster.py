@@ -13,14 +13,14 @@ from aiokafka.admin import AIOKafkaAdminClient
 from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
 from click.testing import CliRunner
 
-from ops import cli
-from ops.connections import key_space, open_redis, require_core
-from ops.redis_cluster import slot_of
-from ops.redis_servers import information
-from ops.services import ClusterServices, free_ports
-from ops.services.cluster import ports_from
-from ops.settings import BadSettings, Settings, child_environment, cluster_address, load_settings
-from streams.topics import Topics
+from grabstream.ops import cli
+from grabstream.ops.connections import key_space, open_redis, require_core
+from grabstream.ops.redis_cluster import slot_of
+from grabstream.ops.redis_servers import information
+from grabstream.ops.services import ClusterServices, free_ports
+from grabstream.ops.services.cluster import ports_from
+from grabstream.ops.settings import BadSettings, Settings, child_environment, cluster_address, load_settings
+from grabstream.streams.topics import Topics
 from tests.conftest import make_system, until
 from tests.lua.conftest import grabs, opening
 from tests.streams.state import assert_state_is_the_journal_s

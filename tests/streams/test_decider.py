@@ -11,18 +11,18 @@ from typing import Any
 import pytest
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
 
-from lua.gate import Gate, GateLimits
-from lua.keys import KeySpace
-from models.commands import AnyCommand, Grab, Open, encode_command
-from ops.connections import key_space, open_gate, open_redis, sealer
-from ops.diagnosis.examination import examine
-from ops.settings import Settings
-from streams import backlog
-from streams.clients import started
-from streams.decider import Decider
-from streams.relay import ShardRelay
-from streams.topics import Topics
-from streams.understanding import SET_ASIDE_HEADER
+from grabstream.lua.gate import Gate, GateLimits
+from grabstream.lua.keys import KeySpace
+from grabstream.models.commands import AnyCommand, Grab, Open, encode_command
+from grabstream.ops.connections import key_space, open_gate, open_redis, sealer
+from grabstream.ops.diagnosis.examination import examine
+from grabstream.ops.settings import Settings
+from grabstream.streams import backlog
+from grabstream.streams.clients import started
+from grabstream.streams.decider import Decider
+from grabstream.streams.relay import ShardRelay
+from grabstream.streams.topics import Topics
+from grabstream.streams.understanding import SET_ASIDE_HEADER
 from tests.conftest import until
 from tests.lua.injected import inject
 from tests.lua.test_order import CARRIED_OUT, TERMS, Between, course_of
@@ -159,8 +159,8 @@ async def _is(finding: Any, expected: object) -> bool:
 async def test_what_a_shard_that_stands_still_keeps_in_memory_is_bounded(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     """Above the bound the partition that brings its commands is not read; others are, and it is read again when the shard goes on."""
     monkeypatch.setattr(backlog, "HELD_COMMANDS_MAX", 300)
-    monkeypatch.setattr("streams.decider.POLL_RECORDS_MAX", 20)
-    monkeypatch.setattr("streams.decider.PARTITION_BYTES_MAX", 4_000)
+    monkeypatch.setattr("grabstream.streams.decider.POLL_RECORDS_MAX", 20)
+    monkeypatch.setattr("grabstream.streams.decider.PARTITION_BYTES_MAX", 4_000)
     still, going = stock_in(stage.keys, 0), stock_in(stage.keys, 1)
     stage.relay(0, 1)
     await stage.open(still, going)

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 from psycopg.conninfo import conninfo_to_dict
 
-from models.commands import Grab, Open
-from models.offers import EnvelopeTerms
-from ops.connections import open_gate, open_redis
-from ops.settings import Settings, child_environment
-from ops.stopping import END_SECONDS_MAX
-from streams.worker import again, run_worker
+from grabstream.models.commands import Grab, Open
+from grabstream.models.offers import EnvelopeTerms
+from grabstream.ops.connections import open_gate, open_redis
+from grabstream.ops.settings import Settings, child_environment
+from grabstream.ops.stopping import END_SECONDS_MAX
+from grabstream.streams.worker import again, run_worker
 from tests.conftest import until
 from tests.ops.test_cli import of
 from tests.streams.test_projections import rows
@@ -92,7 +92,7 @@ async def test_a_worker_whose_postgresql_hangs(system: Settings, worker: Callabl
 async def test_a_rebuild_whose_postgresql_hangs(system: Settings) -> None:
     async with hanging(system) as (way, settings):
         process = subprocess.Popen(
-            [sys.executable, "-m", "ops.cli", "rebuild", "ledger", "--jobs", "1"],
+            [sys.executable, "-m", "grabstream.ops.cli", "rebuild", "ledger", "--jobs", "1"],
             env=child_environment(**of(settings), fail_at="rebuild.finished:1:stop"), stderr=subprocess.PIPE,
         )  # fmt: skip
         stopped = "SELECT count(*) FROM read_models WHERE (projection, phase, state) = ('ledger', 'following', 'building')"
@@ -117,7 +117,7 @@ async def _booked(settings: Settings, seq: int) -> bool:
 
 async def test_roles_that_do_not_end_or_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     """A role that takes no notice is named within the bound; one of the books that fails begins again."""
-    monkeypatch.setattr("streams.worker.STOP_SECONDS", 0.5)
+    monkeypatch.setattr("grabstream.streams.worker.STOP_SECONDS", 0.5)
     stop, begun = asyncio.Event(), 0
 
     async def stubborn(_: asyncio.Event) -> None:

@@ -5,9 +5,9 @@ import subprocess
 from collections.abc import Callable
 from typing import Any
 
-from ops.rehearsal.run import open_books
-from ops.settings import Settings
-from streams.topics import Topics
+from grabstream.ops.rehearsal.run import open_books
+from grabstream.ops.settings import Settings
+from grabstream.streams.topics import Topics
 from tests.conftest import until
 from tests.contract import check_topics
 

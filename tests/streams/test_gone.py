@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from models.commands import Grab, Open
-from models.offers import EnvelopeTerms
-from ops.connections import open_gate
-from ops.rehearsal.run import open_books
-from ops.settings import Settings
-from ops.verification import verify
-from projections.definitions import PROJECTIONS
+from grabstream.models.commands import Grab, Open
+from grabstream.models.offers import EnvelopeTerms
+from grabstream.ops.connections import open_gate
+from grabstream.ops.rehearsal.run import open_books
+from grabstream.ops.settings import Settings
+from grabstream.ops.verification import verify
+from grabstream.projections.definitions import PROJECTIONS
 from tests.conftest import until
 from tests.ops.test_cli import grabstream, of
 from tests.streams.test_projections import (

@@ -11,17 +11,17 @@ import pytest
 from aiokafka.admin import AIOKafkaAdminClient
 from psycopg import AsyncConnection
 
-from models.commands import Grab, Open
-from models.offers import EnvelopeTerms
-from ops.connections import open_gate
-from ops.settings import Settings, child_environment
-from ops.verification import verify
-from projections.sessions import session_name
-from projections.versions import use_read_model
-from streams import agents
-from streams.clients import started
-from streams.projector import HANGS_MS_MAX, QUEUE_RECORDS_MAX
-from streams.watchdog import STALLED_SECONDS
+from grabstream.models.commands import Grab, Open
+from grabstream.models.offers import EnvelopeTerms
+from grabstream.ops.connections import open_gate
+from grabstream.ops.settings import Settings, child_environment
+from grabstream.ops.verification import verify
+from grabstream.projections.sessions import session_name
+from grabstream.projections.versions import use_read_model
+from grabstream.streams import agents
+from grabstream.streams.clients import started
+from grabstream.streams.projector import HANGS_MS_MAX, QUEUE_RECORDS_MAX
+from grabstream.streams.watchdog import STALLED_SECONDS
 from tests.conftest import until
 from tests.streams.test_projections import Journal, at_seq, granted, journal, opened, rows
 
@@ -76,7 +76,7 @@ async def test_waiting_for_rows_does_not_cost_the_group(system: Settings, journa
 #: An app that is a member of its group, and is told to stop, but hangs in that; the process lives on.
 HANGS_IN_STOPPING = """
 import asyncio, sys
-from streams import agents
+from grabstream.streams import agents
 
 async def main(kafka, prefix, postgres):
     app = agents.build_app(kafka, prefix, 8, agents.make_projectors(kafka, prefix, 8, postgres, prefix, ["ledger"]))

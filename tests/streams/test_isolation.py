@@ -14,16 +14,16 @@ import pytest
 import redis
 from redis.crc import key_slot
 
-from lua.keys import KeySpace
-from ops.commands.status import read as status
-from ops.connections import key_space, open_gate
-from ops.diagnosis.examination import examine
-from ops.diagnosis.findings import of_shards
-from ops.rehearsal.stage import take_down
-from ops.services import free_ports
-from ops.services.cluster import join_redis
-from ops.services.servers import Redis
-from ops.settings import Settings
+from grabstream.lua.keys import KeySpace
+from grabstream.ops.commands.status import read as status
+from grabstream.ops.connections import key_space, open_gate
+from grabstream.ops.diagnosis.examination import examine
+from grabstream.ops.diagnosis.findings import of_shards
+from grabstream.ops.rehearsal.stage import take_down
+from grabstream.ops.services import free_ports
+from grabstream.ops.services.cluster import join_redis
+from grabstream.ops.services.servers import Redis
+from grabstream.ops.settings import Settings
 from tests.conftest import make_system, until
 from tests.drill.gaps import Gaps, bound_seconds
 

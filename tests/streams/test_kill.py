@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from ops.connections import key_space, open_redis
-from ops.services import LocalServices
-from ops.settings import Settings
+from grabstream.ops.connections import key_space, open_redis
+from grabstream.ops.services import LocalServices
+from grabstream.ops.settings import Settings
 from tests.conftest import make_system, until
 from tests.streams.traffic import traffic
 

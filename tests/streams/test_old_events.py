@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from models.events import AnyEvent, EventDecoder
-from models.journal import GENESIS, chain
-from ops.settings import Settings
-from ops.verification import verify
-from projections import audit, balances, ledger
-from streams.projector import CatchUp, Decoder, Projector
-from streams.topics import Topics
+from grabstream.models.events import AnyEvent, EventDecoder
+from grabstream.models.journal import GENESIS, chain
+from grabstream.ops.settings import Settings
+from grabstream.ops.verification import verify
+from grabstream.projections import audit, balances, ledger
+from grabstream.streams.projector import CatchUp, Decoder, Projector
+from grabstream.streams.topics import Topics
 from tests.conftest import make_system, take_down, until
 from tests.models.old_events import UPCASTERS, as_it_was
 from tests.streams.test_projections import SHARD, Journal, at_seq, granted, journal, opened, rows

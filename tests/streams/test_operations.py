@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from models.upcasting import NEWER
-from ops.rehearsal.run import open_books
-from ops.settings import Settings
-from projections import cursors
-from streams.projector import CatchUp
+from grabstream.models.upcasting import NEWER
+from grabstream.ops.rehearsal.run import open_books
+from grabstream.ops.settings import Settings
+from grabstream.projections import cursors
+from grabstream.streams.projector import CatchUp
 from tests.conftest import until
 from tests.streams.test_projections import SHARD, Journal, at_seq, granted, journal, opened, rows, running
 from tests.streams.test_sums import adjusted

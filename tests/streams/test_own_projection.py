@@ -16,12 +16,12 @@ from typing import Any
 
 import pytest
 
-from models.events import GrabGranted, GrabHeld
-from ops.connections import system_of
-from ops.rehearsal.run import open_books
-from ops.settings import Settings, child_environment
-from streams import own
-from streams.own import NotOurs, Projection, rebuild
+from grabstream.models.events import GrabGranted, GrabHeld
+from grabstream.ops.connections import system_of
+from grabstream.ops.rehearsal.run import open_books
+from grabstream.ops.settings import Settings, child_environment
+from grabstream.streams import own
+from grabstream.streams.own import NotOurs, Projection, rebuild
 from tests.conftest import until
 from tests.ops.test_cli import of
 from tests.streams.test_pieces import rows
@@ -44,7 +44,7 @@ class Folder:
         (self.path / "grabs_per_minute.py").write_text(text)
 
     def follow(self, *words: str, **settings: str) -> "subprocess.Popen[bytes]":
-        command = [sys.executable, "-m", "ops.cli", "follow", "grabs_per_minute:PROJECTION", *words]
+        command = [sys.executable, "-m", "grabstream.ops.cli", "follow", "grabs_per_minute:PROJECTION", *words]
         with (self.path / "log").open("ab") as log:
             return subprocess.Popen(command, env=self.environment(**settings), cwd=self.path, stdout=log, stderr=log)
 

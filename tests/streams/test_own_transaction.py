@@ -10,11 +10,11 @@ import psycopg
 import pytest
 from psycopg import AsyncConnection, IsolationLevel
 
-from ops.connections import system_of
-from ops.rehearsal.run import open_books
-from ops.settings import Settings, load_settings
-from streams import own
-from streams.own import NotOurs, Projection, System, follow, rebuild
+from grabstream.ops.connections import system_of
+from grabstream.ops.rehearsal.run import open_books
+from grabstream.ops.settings import Settings, load_settings
+from grabstream.streams import own
+from grabstream.streams.own import NotOurs, Projection, System, follow, rebuild
 from tests.conftest import TEST_ROLE, until
 from tests.streams.test_pieces import rows
 from tests.streams.told import Told, drop, journal, schemas

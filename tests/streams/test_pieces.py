@@ -9,8 +9,8 @@ from typing import Any
 
 from aiokafka import AIOKafkaProducer
 
-from models.calendar import DAY_MS, window_of
-from models.commands import (
+from grabstream.models.calendar import DAY_MS, window_of
+from grabstream.models.commands import (
     Amend,
     AnyCommand,
     Close,
@@ -21,13 +21,13 @@ from models.commands import (
     Resume,
     Return,
 )
-from models.events import encode_event
-from models.offers import PAYMENTS_KNOWN_MS, Changes, Limit, StockTerms
-from models.rules import ShardState, decide, sweep
-from models.rules.state import Status
-from ops.rehearsal.stage import take_down
-from ops.settings import Settings
-from streams.projector import CatchUp
+from grabstream.models.events import encode_event
+from grabstream.models.offers import PAYMENTS_KNOWN_MS, Changes, Limit, StockTerms
+from grabstream.models.rules import ShardState, decide, sweep
+from grabstream.models.rules.state import Status
+from grabstream.ops.rehearsal.stage import take_down
+from grabstream.ops.settings import Settings
+from grabstream.streams.projector import CatchUp
 from tests.conftest import make_system
 from tests.lua.shop import Shop
 from tests.streams.test_projections import SHARD, Journal, at_seq, rows, running

@@ -11,14 +11,14 @@ from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
 from aiokafka.errors import NotLeaderForPartitionError
 from psycopg import AsyncConnection, errors
 
-from models.journal import GENESIS, block_headers, chain, marker_headers
-from ops.rehearsal.run import open_books
-from ops.settings import Settings
-from projections.versions import use_read_model
-from streams.agents import make_projectors
-from streams.journal import Record, open_reader
-from streams.projector import CatchUp, Decoder, Projector
-from streams.topics import Topics
+from grabstream.models.journal import GENESIS, block_headers, chain, marker_headers
+from grabstream.ops.rehearsal.run import open_books
+from grabstream.ops.settings import Settings
+from grabstream.projections.versions import use_read_model
+from grabstream.streams.agents import make_projectors
+from grabstream.streams.journal import Record, open_reader
+from grabstream.streams.projector import CatchUp, Decoder, Projector
+from grabstream.streams.topics import Topics
 from tests.conftest import until
 from tests.ops.test_cli import grabstream, of
 

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from psycopg import AsyncConnection, IsolationLevel
 
-from ops.settings import Settings, child_environment
-from projections.migrate import use_schema
-from streams import agents
-from streams.agents import group_of
-from streams.journal import open_reader
-from streams.topics import Topics
+from grabstream.ops.settings import Settings, child_environment
+from grabstream.projections.migrate import use_schema
+from grabstream.streams import agents
+from grabstream.streams.agents import group_of
+from grabstream.streams.journal import open_reader
+from grabstream.streams.topics import Topics
 from tests.conftest import until
 from tests.ops.test_cli import grabstream, of
 from tests.streams.test_kill import relayed_by

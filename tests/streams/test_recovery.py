@@ -15,19 +15,20 @@ from typing import Any
 
 import pytest
 
-from lua.gate import Gate, run_script
-from models.commands import Close, Confirm, Grab, Open, Release
-from models.offers import EnvelopeTerms, Limit, StockTerms
-from ops.connections import gate_limits, key_space, open_gate, open_redis, sealer, snapshots
-from ops.rehearsal.run import open_books
-from ops.services import LocalServices
-from ops.settings import Settings, child_environment
-from projections.versions import use_read_model
-from streams.relay import ShardRelay
-from streams.topics import Topics
+from grabstream.lua.gate import Gate, run_script
+from grabstream.models.commands import Close, Confirm, Grab, Open, Release
+from grabstream.models.offers import EnvelopeTerms, Limit, StockTerms
+from grabstream.ops.connections import gate_limits, key_space, open_gate, open_redis, sealer, snapshots
+from grabstream.ops.rehearsal.run import open_books
+from grabstream.ops.services import LocalServices
+from grabstream.ops.settings import Settings, child_environment
+from grabstream.projections.versions import use_read_model
+from grabstream.streams.relay import ShardRelay
+from grabstream.streams.topics import Topics
 from tests.conftest import make_system, until
 from tests.lua.interrupting import Interrupting
 from tests.ops.test_cli import grabstream, of
+from tests.package import copy_of_the_package
 from tests.streams.state import assert_state_is_the_journal_s
 from tests.streams.test_projections import rows
 from tests.streams.traffic import traffic
@@ -355,7 +356,7 @@ async def test_a_newer_program_goes_on_and_an_older_one_is_refused(past: Any, tm
         prefix=system.prefix, schema=system.schema_, redis_url=system.redis_url, kafka=system.kafka, postgres=system.postgres,
         shards=str(system.shards), seal_keys=system.seal_keys.get_secret_value(), )  # fmt: skip
     log = (tmp_path / "newer.log").open("wb")
-    command = [sys.executable, "-m", "ops.cli", "-v", "worker", "--roles", "decide,relay,sweep"]
+    command = [sys.executable, "-m", "grabstream.ops.cli", "-v", "worker", "--roles", "decide,relay,sweep"]
     process = subprocess.Popen(command, env=environment | {"PYTHONPATH": str(newer)}, cwd=newer, stdout=log, stderr=log)
     try:
 
@@ -385,9 +386,8 @@ async def test_a_newer_program_goes_on_and_an_older_one_is_refused(past: Any, tm
 
 def next_release(folder: Path) -> Path:
     """A copy of this program that writes the next key layout."""
-    here, there = Path(__file__).parents[2], folder / "next"
-    for room in ("models", "lua", "streams", "projections", "ops"):
-        shutil.copytree(here / room, there / room, ignore=shutil.ignore_patterns("__pycache__"))
+    there = folder / "next"
+    copy_of_the_package(there)
     include = there / "lua/includes/shard.lua"
     text = include.read_text()
     written = f"local LAYOUT = {NEXT_LAYOUT - 1}\n"

@@ -18,18 +18,18 @@ from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 from click.testing import CliRunner
 from psycopg import AsyncConnection
 
-from models.transfers import transfers_of
-from ops.commands.at import at as at_verb
-from ops.commands.replay import replay as replay_verb
-from ops.moments import show_time
-from ops.rehearsal.run import open_books
-from ops.replaying import request
-from ops.settings import Settings, child_environment, load_settings
-from projections.locks import hold
-from streams.history import JournalSource, Point
-from streams.journal import JournalReader, open_reader
-from streams.projector import CatchUp
-from streams.topics import Topics
+from grabstream.models.transfers import transfers_of
+from grabstream.ops.commands.at import at as at_verb
+from grabstream.ops.commands.replay import replay as replay_verb
+from grabstream.ops.moments import show_time
+from grabstream.ops.rehearsal.run import open_books
+from grabstream.ops.replaying import request
+from grabstream.ops.settings import Settings, child_environment, load_settings
+from grabstream.projections.locks import hold
+from grabstream.streams.history import JournalSource, Point
+from grabstream.streams.journal import JournalReader, open_reader
+from grabstream.streams.projector import CatchUp
+from grabstream.streams.topics import Topics
 from tests.conftest import until
 from tests.ops.test_cli import README, grabstream, of
 from tests.streams.test_pieces import rows
@@ -122,7 +122,7 @@ async def test_a_user(told: System) -> None:
 
 async def test_a_reader_that_leaves(told: System) -> None:
     """SIGPIPE ends it quietly."""
-    command = [sys.executable, "-m", "ops.cli", "replay", "--into", "-"]
+    command = [sys.executable, "-m", "grabstream.ops.cli", "replay", "--into", "-"]
     running = subprocess.Popen(command, env=child_environment(**of(told.settings)), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert running.stdout is not None
     assert running.stderr is not None

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 from psycopg import errors
 
-from models.events import OfferAmended, OfferClosed, OfferLoaded, OfferOpened, OfferPaused, OfferResumed, OfferRetired
-from ops.moments import show_time
-from ops.rehearsal.run import open_books
-from ops.rehearsal.stage import take_down
-from ops.settings import child_environment
-from streams.agents import make_projectors
-from streams.projector import CatchUp
+from grabstream.models.events import OfferAmended, OfferClosed, OfferLoaded, OfferOpened, OfferPaused, OfferResumed, OfferRetired
+from grabstream.ops.moments import show_time
+from grabstream.ops.rehearsal.run import open_books
+from grabstream.ops.rehearsal.stage import take_down
+from grabstream.ops.settings import child_environment
+from grabstream.streams.agents import make_projectors
+from grabstream.streams.projector import CatchUp
 from tests.conftest import make_system, until
 from tests.ops.test_cli import grabstream, of
 from tests.streams.test_pieces import rows
@@ -183,7 +183,7 @@ async def test_stopped_and_begun_again(told: System) -> None:
     """SIGINT and SIGTERM in the middle; the same command goes on, and the rows are those of a run that was never stopped."""
     schema = told.into("stopped")
     assert told.replay("--into", f"schema:{schema}", f"--until={told.at_ms}").returncode == 0
-    command = [sys.executable, "-m", "ops.cli", "replay", "--into", f"schema:{schema}"]
+    command = [sys.executable, "-m", "grabstream.ops.cli", "replay", "--into", f"schema:{schema}"]
     for number in (signal.SIGINT, signal.SIGTERM):
         # It gets as far as to write, and no further: the last of the tables is locked.
         async with await open_books(told.settings) as books, books.transaction():

@@ -9,20 +9,20 @@ import pytest
 from aiokafka import AIOKafkaProducer
 from aiokafka.admin import AIOKafkaAdminClient
 
-from models.commands import Grab, Open
-from models.journal import marker_headers
-from models.offers import EnvelopeTerms
-from ops.commands.rebuild import where_of
-from ops.connections import key_space, open_gate, open_redis
-from ops.making import take_new_journal
-from ops.rehearsal.run import look, open_books
-from ops.settings import Settings
-from ops.verification import verify
-from projections.definitions import PROJECTIONS
-from projections.versions import Version, versions
-from streams.journal import open_reader
-from streams.restore import Restore
-from streams.topics import Topics, create_topics
+from grabstream.models.commands import Grab, Open
+from grabstream.models.journal import marker_headers
+from grabstream.models.offers import EnvelopeTerms
+from grabstream.ops.commands.rebuild import where_of
+from grabstream.ops.connections import key_space, open_gate, open_redis
+from grabstream.ops.making import take_new_journal
+from grabstream.ops.rehearsal.run import look, open_books
+from grabstream.ops.settings import Settings
+from grabstream.ops.verification import verify
+from grabstream.projections.definitions import PROJECTIONS
+from grabstream.projections.versions import Version, versions
+from grabstream.streams.journal import open_reader
+from grabstream.streams.restore import Restore
+from grabstream.streams.topics import Topics, create_topics
 from tests.conftest import until
 from tests.ops.test_cli import grabstream, of
 from tests.streams.test_projections import rows

@@ -6,13 +6,13 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from lua.gate import Gate, OutcomeUnknown
-from models.answers import Answer
-from models.commands import AnyCommand, Confirm, Grab, Open, Release, Return
-from models.offers import Limit, StockTerms
-from ops.connections import gate_limits, key_space, open_redis, sealer
-from ops.settings import Settings
-from ops.verification import verify
+from grabstream.lua.gate import Gate, OutcomeUnknown
+from grabstream.models.answers import Answer
+from grabstream.models.commands import AnyCommand, Confirm, Grab, Open, Release, Return
+from grabstream.models.offers import Limit, StockTerms
+from grabstream.ops.connections import gate_limits, key_space, open_redis, sealer
+from grabstream.ops.settings import Settings
+from grabstream.ops.verification import verify
 from tests.conftest import until
 from tests.streams.test_kill import relayed_by
 from tests.streams.test_projections import rows

@@ -9,19 +9,19 @@ from typing import Any
 import pytest
 from psycopg import AsyncConnection, IsolationLevel
 
-from lua.keys import KeySpace
-from models.commands import Open
-from models.offers import EnvelopeTerms
-from ops.connections import key_space, open_gate, open_redis
-from ops.making import make_system
-from ops.rehearsal.run import open_books
-from ops.rehearsal.stage import take_down
-from ops.settings import Settings
-from ops.verification import compares_keys
-from projections.locks import Held, hold
-from projections.sessions import connect, session_name, system_name
-from streams.beside import BESIDE_STEADILY
-from streams.switching import Busy, older_snapshots_gone, with_snapshot
+from grabstream.lua.keys import KeySpace
+from grabstream.models.commands import Open
+from grabstream.models.offers import EnvelopeTerms
+from grabstream.ops.connections import key_space, open_gate, open_redis
+from grabstream.ops.making import make_system
+from grabstream.ops.rehearsal.run import open_books
+from grabstream.ops.rehearsal.stage import take_down
+from grabstream.ops.settings import Settings
+from grabstream.ops.verification import compares_keys
+from grabstream.projections.locks import Held, hold
+from grabstream.projections.sessions import connect, session_name, system_name
+from grabstream.streams.beside import BESIDE_STEADILY
+from grabstream.streams.switching import Busy, older_snapshots_gone, with_snapshot
 from tests.conftest import until
 from tests.streams.test_projections import rows
 

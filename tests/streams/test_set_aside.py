@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from models.journal import GENESIS, Cursor, chain
-from ops.rehearsal.run import open_books
-from ops.settings import Settings
-from projections.snapshots import newest, trail_of
-from streams.journal import open_reader
-from streams.projector import CatchUp
-from streams.topics import Topics
+from grabstream.models.journal import GENESIS, Cursor, chain
+from grabstream.ops.rehearsal.run import open_books
+from grabstream.ops.settings import Settings
+from grabstream.projections.snapshots import newest, trail_of
+from grabstream.streams.journal import open_reader
+from grabstream.streams.projector import CatchUp
+from grabstream.streams.topics import Topics
 from tests.conftest import until
 from tests.ops.test_cli import grabstream, of
 from tests.streams.test_projections import LINES, SHARD, Journal, at_seq, granted, journal, open_tables, opened, rows, running

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from ops.rehearsal.run import open_books
-from ops.settings import Settings
-from projections import versions
-from streams.projector import CatchUp
+from grabstream.ops.rehearsal.run import open_books
+from grabstream.ops.settings import Settings
+from grabstream.projections import versions
+from grabstream.streams.projector import CatchUp
 from tests.ops.test_cli import grabstream, of
 from tests.streams.test_projections import SHARD, Journal, at_seq, granted, journal, open_tables, opened, rows, running
 from tests.streams.test_verifier import verifying

@@ -16,22 +16,22 @@ import redis.asyncio
 import redis.exceptions
 import uvloop
 
-from lua.decided import DecidedAnswers
-from lua.gate import Gate, GateLimits, OutcomeUnknown
-from lua.journaled import Journaled
-from lua.keys import KeySpace
-from lua.refusals import RefusalLog
-from lua.trouble import is_trouble
-from models.answers import Answer
-from ops.services import free_ports
-from ops.settings import Settings
-from streams import decider, keeper, relay, sweeper, verifier
-from streams.decider import Decider
-from streams.keeper import Keeper
-from streams.relay import ShardRelay
-from streams.sweeper import Sweeper
-from streams.topics import Topics
-from streams.verifier import Verifier
+from grabstream.lua.decided import DecidedAnswers
+from grabstream.lua.gate import Gate, GateLimits, OutcomeUnknown
+from grabstream.lua.journaled import Journaled
+from grabstream.lua.keys import KeySpace
+from grabstream.lua.refusals import RefusalLog
+from grabstream.lua.trouble import is_trouble
+from grabstream.models.answers import Answer
+from grabstream.ops.services import free_ports
+from grabstream.ops.settings import Settings
+from grabstream.streams import decider, keeper, relay, sweeper, verifier
+from grabstream.streams.decider import Decider
+from grabstream.streams.keeper import Keeper
+from grabstream.streams.relay import ShardRelay
+from grabstream.streams.sweeper import Sweeper
+from grabstream.streams.topics import Topics
+from grabstream.streams.verifier import Verifier
 from tests.conftest import Worker, until
 from tests.drill.switch import Switch
 from tests.lua.conftest import SEALER, grabs
@@ -190,9 +190,9 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decider, "RETRY_SECONDS", 0.01)
     monkeypatch.setattr(decider, "RETRY_SECONDS_MAX", 0.02)
     monkeypatch.setattr(verifier, "RETRY_SECONDS", 0.01)
-    monkeypatch.setattr("lua.journaled.LOOK_EVERY_SECONDS", 0.01)
-    monkeypatch.setattr("lua.decided.RETRY_SECONDS", 0.01)
-    monkeypatch.setattr("lua.refusals.FLUSH_EVERY_SECONDS", 0.01)
+    monkeypatch.setattr("grabstream.lua.journaled.LOOK_EVERY_SECONDS", 0.01)
+    monkeypatch.setattr("grabstream.lua.decided.RETRY_SECONDS", 0.01)
+    monkeypatch.setattr("grabstream.lua.refusals.FLUSH_EVERY_SECONDS", 0.01)
     monkeypatch.setattr(keeper, "RENEWALS_PER_LEASE", 100)
 
 

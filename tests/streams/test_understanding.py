@@ -14,7 +14,7 @@ from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
 from aiokafka.errors import MessageSizeTooLargeError
 
-from models.bounds import (
+from grabstream.models.bounds import (
     ARRAY_COMMANDS_MAX,
     COMMAND_BYTES_MAX,
     REASON_BYTES_MAX,
@@ -22,11 +22,11 @@ from models.bounds import (
     REJECTED_OF_ARRAY_MAX,
     REJECTED_PIECE_BYTES_MAX,
 )
-from models.commands import ITEMS_MAX, Load, Undecodable, decode_commands
-from ops.settings import Settings
-from streams.clients import started
-from streams.topics import COMPRESSION, Topics, create_topics
-from streams.understanding import Pace, Rejected, Understood, understand
+from grabstream.models.commands import ITEMS_MAX, Load, Undecodable, decode_commands
+from grabstream.ops.settings import Settings
+from grabstream.streams.clients import started
+from grabstream.streams.topics import COMPRESSION, Topics, create_topics
+from grabstream.streams.understanding import Pace, Rejected, Understood, understand
 from tests.conftest import until
 
 

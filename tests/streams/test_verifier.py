@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 from psycopg import AsyncConnection, IsolationLevel
 
-from lua.keys import CAMPAIGN_KEYS, OFFER_KEYS
-from models.commands import Grab, Open
-from models.offers import EnvelopeTerms, StockTerms
-from ops.connections import key_space, open_gate, open_redis
-from ops.rehearsal.run import open_books
-from ops.settings import Settings
-from projections import verified
-from streams import verifier as verifier_module
-from streams.projector import CatchUp
-from streams.verifier import Verifier
+from grabstream.lua.keys import CAMPAIGN_KEYS, OFFER_KEYS
+from grabstream.models.commands import Grab, Open
+from grabstream.models.offers import EnvelopeTerms, StockTerms
+from grabstream.ops.connections import key_space, open_gate, open_redis
+from grabstream.ops.rehearsal.run import open_books
+from grabstream.ops.settings import Settings
+from grabstream.projections import verified
+from grabstream.streams import verifier as verifier_module
+from grabstream.streams.projector import CatchUp
+from grabstream.streams.verifier import Verifier
 from tests.conftest import until
 from tests.streams.test_pieces import History, made, project
 from tests.streams.test_projections import SHARD, Journal, at_seq, granted, journal, live_schemas, open_tables, opened, rows, running
@@ -380,5 +380,5 @@ async def test_before_init_it_says_so_once(settings: Settings, monkeypatch: pyte
     async with asyncio.timeout(30):
         await verifier.run(stop)
     await redis.aclose()
-    [said] = [record.getMessage() for record in caplog.records if record.name == "streams.verifier"]
+    [said] = [record.getMessage() for record in caplog.records if record.name == "grabstream.streams.verifier"]
     assert "run `grabstream init`" in said

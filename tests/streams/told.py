@@ -7,14 +7,14 @@ from typing import Any, NamedTuple
 from aiokafka import AIOKafkaProducer
 from psycopg import sql
 
-from models.commands import Close, Grab, Open, Resume
-from models.events import decode_event
-from models.identifiers import campaign_of, shard_of
-from models.offers import EnvelopeTerms
-from models.rules import ShardState
-from ops.rehearsal.run import open_books
-from ops.settings import Settings
-from streams.projector import CatchUp
+from grabstream.models.commands import Close, Grab, Open, Resume
+from grabstream.models.events import decode_event
+from grabstream.models.identifiers import campaign_of, shard_of
+from grabstream.models.offers import EnvelopeTerms
+from grabstream.models.rules import ShardState
+from grabstream.ops.rehearsal.run import open_books
+from grabstream.ops.settings import Settings
+from grabstream.streams.projector import CatchUp
 from tests.conftest import until
 from tests.lua.shop import Shop
 from tests.ops.test_cli import grabstream, of

@@ -7,13 +7,13 @@ from contextlib import asynccontextmanager
 
 from redis.exceptions import ConnectionError
 
-from lua.gate import Gate
-from ops.connections import gate_limits, key_space, open_redis, sealer
-from ops.rehearsal.crowd import attempts, envelopes
-from ops.rehearsal.run import Rehearsal, look, open_books
-from ops.rehearsal.verdict import verdict
-from ops.settings import Settings
-from ops.verification import verify
+from grabstream.lua.gate import Gate
+from grabstream.ops.connections import gate_limits, key_space, open_redis, sealer
+from grabstream.ops.rehearsal.crowd import attempts, envelopes
+from grabstream.ops.rehearsal.run import Rehearsal, look, open_books
+from grabstream.ops.rehearsal.verdict import verdict
+from grabstream.ops.settings import Settings
+from grabstream.ops.verification import verify
 from tests.conftest import until
 
 
