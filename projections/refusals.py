@@ -13,7 +13,7 @@ _COLUMNS = "at, type, command, offer, user_id, grab, quantity, code, retry_at, l
 async def record(
     connection: AsyncConnection[Any], schema: str, rows: Sequence[tuple[Any, ...]], rows_max: int, oldest_at: int
 ) -> None:  # fmt: skip
-    """Adds rows in the order of `Refusal` in `lua/refusals.py`; forgets all but the newest `rows_max`, and those before `oldest_at` (ms)."""
+    """Adds rows in the order of `lua/refusals.py`'s `Refusal`; forgets all but the newest `rows_max`, and those before `oldest_at` (ms)."""
     async with connection.transaction():
         await use_schema(connection, schema)
         async with connection.cursor() as cursor, cursor.copy(f"COPY refusals_1 ({_COLUMNS}) FROM STDIN".encode()) as copy:
