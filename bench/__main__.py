@@ -1,4 +1,6 @@
-"""`python -m bench`: the rows of the performance table as ratios with their spread, and where the time goes."""
+"""`python -m bench`: the rows of the performance table as ratios with their spread, and where the time
+goes.
+"""
 
 import json
 import statistics
@@ -43,14 +45,23 @@ async def _measure(rows: set[str], runs: int, quick: bool) -> dict[str, dict[str
     if "4" in rows:
         found["4"] = await replaying.replay(runs, 1_000_000 // small)
     if rows & {"5", "6"}:
-        found |= {row: value for row, value in (await streaming.latency(runs, 20_000 // small)).items() if row in rows}
+        found |= {
+            row: value
+            for row, value in (await streaming.latency(runs, 20_000 // small)).items()
+            if row in rows
+        }
     if "7" in rows:
         found["7"] = await deciding.memory(1, 1_000_000 // small)
     if "8" in rows:
         found["8"] = await pieces.beside_many(runs, 10_000_000 // small)
     if "masters" in rows:
         found["masters"] = await masters.work_per_decision(runs, 240_000 // small)
-    for row, measure in (("limits", pieces.limits), ("holds", pieces.holds), ("expiry", pieces.expiry), ("rebuild", recovering.rebuild)):
+    for row, measure in (
+        ("limits", pieces.limits),
+        ("holds", pieces.holds),
+        ("expiry", pieces.expiry),
+        ("rebuild", recovering.rebuild),
+    ):
         if row in rows:
             found[row] = await measure(runs, 100_000 // small)
     if "takeover" in rows:
@@ -62,7 +73,9 @@ async def _measure(rows: set[str], runs: int, quick: bool) -> dict[str, dict[str
 
 def _spread(values: list[float]) -> str:
     form = "{:,.0f}" if min(values) >= 100 else "{:,.2f}"
-    low, middle, high = (form.format(value) for value in (min(values), statistics.median(values), max(values)))
+    low, middle, high = (
+        form.format(value) for value in (min(values), statistics.median(values), max(values))
+    )
     return middle if len(values) == 1 else f"{middle} ({low} – {high})"
 
 
@@ -77,7 +90,13 @@ def _reached(ratio: float, wanted: str) -> str:
 @click.option("--rows", default=",".join(ROWS), show_default=True, help="Which rows to measure.")
 @click.option("--runs", default=3, show_default=True, help="How often each, ours and theirs in turn.")
 @click.option("--quick", is_flag=True, help="A tenth of the size, to see that it runs.")
-@click.option("--json", "json_file", type=click.Path(path_type=Path), default=Path(".services/bench.json"), show_default=True)
+@click.option(
+    "--json",
+    "json_file",
+    type=click.Path(path_type=Path),
+    default=Path(".services/bench.json"),
+    show_default=True,
+)
 def main(rows: str, runs: int, quick: bool, json_file: Path) -> None:
     """Measure against the classic way, both in one run. Nothing here is a test: read the ratios."""
     found = uvloop.run(_measure(set(rows.split(",")), runs, quick))
@@ -103,7 +122,10 @@ def main(rows: str, runs: int, quick: bool, json_file: Path) -> None:
     console.print(table("Ours against the classic way", columns, lines))
     for row, values in found.items():
         for name, profile in values.get("profile", {}).items():
-            console.print(f"row {row}, {name}: " + ", ".join(f"{part} {spent}" for part, spent in profile.items()), highlight=False)
+            console.print(
+                f"row {row}, {name}: " + ", ".join(f"{part} {spent}" for part, spent in profile.items()),
+                highlight=False,
+            )
     json_file.parent.mkdir(parents=True, exist_ok=True)
     json_file.write_text(json.dumps(found, indent=1))
 

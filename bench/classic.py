@@ -1,4 +1,5 @@
-"""The classic way, as the articles describe it: a list of small envelopes, a list of taken ones, a map of who has one, one script.
+"""The classic way, as the articles describe it: a list of small envelopes, a list of taken ones, a map of who
+has one, one script.
 
 And behind it one thread that takes the taken ones in batches to the database.
 """
@@ -39,11 +40,30 @@ def prepare(client: "redis.Redis", parts: int, id_length: int) -> str:
     return str(client.script_load(SCRIPT))
 
 
-def pipelined(port: int, sha: str, grabs: int, id_length: int, wait: bool = True, more: Sequence[str] = ()) -> "subprocess.Popen[str]":
-    """redis-benchmark, the strongest client there is: 20 connections, pipelines of 32, a random user each time."""
+def pipelined(
+    port: int, sha: str, grabs: int, id_length: int, wait: bool = True, more: Sequence[str] = ()
+) -> "subprocess.Popen[str]":
+    """redis-benchmark, the strongest client there is: 20 connections, pipelines of 32, a random user each
+    time.
+    """
     user = "u" * (id_length - 12) + "__rand_int__"
-    command = ["redis-benchmark", "-p", str(port), "-n", str(grabs), "-r", "100000000000", "-P", "32", "-c", "20", "--csv"]
-    process = subprocess.Popen([*command, "EVALSHA", sha, "3", *KEYS, user, *more], stdout=subprocess.PIPE, text=True)
+    command = [
+        "redis-benchmark",
+        "-p",
+        str(port),
+        "-n",
+        str(grabs),
+        "-r",
+        "100000000000",
+        "-P",
+        "32",
+        "-c",
+        "20",
+        "--csv",
+    ]
+    process = subprocess.Popen(
+        [*command, "EVALSHA", sha, "3", *KEYS, user, *more], stdout=subprocess.PIPE, text=True
+    )
     if wait:
         process.wait()
     return process
@@ -56,14 +76,18 @@ def rate_of(process: "subprocess.Popen[str]") -> float:
 
 
 def update_database(port: int, postgres: str, schema: str, grabs: int) -> Iterator[int]:
-    """The one updater: takes batches from the taken list, writes rows and balances, commits; yields how many so far."""
+    """The one updater: takes batches from the taken list, writes rows and balances, commits; yields how many
+    so far.
+    """
     client = redis.Redis(port=port)
     done = 0
     with psycopg.connect(postgres, autocommit=True) as connection:
         connection.execute(f'CREATE SCHEMA IF NOT EXISTS "{schema}"'.encode())
         connection.execute(f'SET search_path TO "{schema}"'.encode())
         connection.execute("DROP TABLE IF EXISTS classic_grabs, classic_balances")
-        connection.execute("CREATE TABLE classic_grabs (id text PRIMARY KEY, user_id text NOT NULL, money bigint NOT NULL)")
+        connection.execute(
+            "CREATE TABLE classic_grabs (id text PRIMARY KEY, user_id text NOT NULL, money bigint NOT NULL)"
+        )
         connection.execute("CREATE TABLE classic_balances (user_id text PRIMARY KEY, money bigint NOT NULL)")
         while done < grabs:
             taken = client.rpop(KEYS[1], UPDATER_BATCH)

@@ -55,13 +55,19 @@ async def decisions(runs: int, count: int, id_length: int = 32) -> dict[str, Any
             await gate.close()
             await client.aclose()
             plain.flushall()
-            theirs.append(classic.rate_of(classic.pipelined(port, classic.prepare(plain, count, id_length), count, id_length)))
+            theirs.append(
+                classic.rate_of(
+                    classic.pipelined(port, classic.prepare(plain, count, id_length), count, id_length)
+                )
+            )
             plain.flushall()
     return {"ours": ours, "theirs": theirs, "unit": "grabs/s", "profile": {"µs of Redis a grab": profile}}
 
 
 async def singles(runs: int, count: int) -> dict[str, Any]:
-    """Row 2: 20 callers of one gate, one grab each; against 20 callers of the classic script, same client library."""
+    """Row 2: 20 callers of one gate, one grab each; against 20 callers of the classic script, same client
+    library.
+    """
     ours, theirs = [], []
     with private_redis() as port:
         plain = redis.Redis(port=port)
@@ -104,7 +110,9 @@ async def _classic_singles(port: int, sha: str, count: int) -> float:
 
 
 async def memory(runs: int, count: int) -> dict[str, Any]:
-    """Row 7: bytes of Redis a grab kept, once the outbox has been relayed; ids of 32 characters on both sides."""
+    """Row 7: bytes of Redis a grab kept, once the outbox has been relayed; ids of 32 characters on both
+    sides.
+    """
     ours, theirs = [], []
     with private_redis() as port:
         plain = redis.Redis(port=port)

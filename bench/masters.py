@@ -1,4 +1,6 @@
-"""Row `masters`: decisions on one, two and three Redis masters, as work per decision, since all of them share this machine's cores."""
+"""Row `masters`: decisions on one, two and three Redis masters, as work per decision, since all of them share
+this machine's cores.
+"""
 
 import tempfile
 import time
@@ -26,10 +28,15 @@ MASTERS = (1, 2, 3)
 
 @asynccontextmanager
 async def masters(count: int) -> AsyncIterator[tuple[Gate, list[int]]]:
-    """A gate over shards that are spread evenly over so many masters without replicas, and the masters' ports."""
+    """A gate over shards that are spread evenly over so many masters without replicas, and the masters'
+    ports.
+    """
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         ports, buses = free_ports(count), free_ports(count)
-        servers = [Redis(Path(folder) / str(port), port, f"redis-{port}", bus) for port, bus in zip(ports, buses, strict=True)]
+        servers = [
+            Redis(Path(folder) / str(port), port, f"redis-{port}", bus)
+            for port, bus in zip(ports, buses, strict=True)
+        ]
         for server in servers:
             server.start()
             stack.callback(server.kill)
@@ -52,11 +59,15 @@ async def masters(count: int) -> AsyncIterator[tuple[Gate, list[int]]]:
 
 
 def _even_prefix(count: int) -> str:
-    """A prefix whose shards' slots lie evenly: which slot a shard has is chance, and this measures work, not luck."""
+    """A prefix whose shards' slots lie evenly: which slot a shard has is chance, and this measures work, not
+    luck.
+    """
     for number in range(100_000):
         keys = KeySpace(f"bench{number}", SHARDS)
         slots = [_slot(keys.shard(shard).state) for shard in range(SHARDS)]
-        if {sum(slot * count // 16_384 == place for slot in slots) for place in range(count)} == {SHARDS // count}:
+        if {sum(slot * count // 16_384 == place for slot in slots) for place in range(count)} == {
+            SHARDS // count
+        }:
             return keys.prefix
     raise RuntimeError(f"no prefix spreads {SHARDS} shards over {count} masters")
 
@@ -83,7 +94,9 @@ async def _measure(count: int, decisions: int) -> dict[str, float]:
         by_offer = [grabs(offer, each) for offer in offers]
         wanted = [by_offer[place % len(offers)][place // len(offers)] for place in range(each * len(offers))]
         # Lists of one caller are of one offer, as those of a service usually are.
-        lists = sorted(range(len(wanted)), key=lambda place: (place // (32 * len(offers)), place % len(offers)))
+        lists = sorted(
+            range(len(wanted)), key=lambda place: (place // (32 * len(offers)), place % len(offers))
+        )
         client_before, server_before = time.process_time(), _server_seconds(ports)
         rate = await answered_lists(gate, [wanted[place] for place in lists])
         client, server = time.process_time() - client_before, _server_seconds(ports) - server_before

@@ -1,4 +1,6 @@
-"""Pieces and much of them: three limits, hold and confirm, expiry of many holds, and a decision beside ten million grabs (row 8)."""
+"""Pieces and much of them: three limits, hold and confirm, expiry of many holds, and a decision beside ten
+million grabs (row 8).
+"""
 
 import time
 from typing import Any
@@ -16,7 +18,8 @@ from grabstream.streams.sweeper import Sweeper
 
 HOLD_MS = 60_000
 
-#: Article 002's script, its two errors mended: a total, a user's total, and a user's total of the day, each a counter of its own.
+#: Article 002's script, its two errors mended: a total, a user's total, and a user's total of the day, each a
+#: counter of its own.
 CLASSIC_LIMITS = """
 local day = KEYS[3] .. ':' .. math.floor(redis.call('time')[1] / 86400)
 if tonumber(redis.call('hget', KEYS[1], 'taken') or 0) >= tonumber(ARGV[2]) then return 3 end
@@ -32,7 +35,11 @@ return 0
 def coupons(count: int) -> Open:
     """A coupon with three limits: in all (its total), a user in all, and a user a day."""
     limits = (Limit("user", "offer", 5), Limit("user", "day", 2))
-    return Open(id="open-c", offer="c", terms=CouponTerms(issuer="bench", total=count, limits=limits, timezone="Asia/Shanghai"))
+    return Open(
+        id="open-c",
+        offer="c",
+        terms=CouponTerms(issuer="bench", total=count, limits=limits, timezone="Asia/Shanghai"),
+    )
 
 
 def stock(count: int) -> Open:
@@ -42,7 +49,9 @@ def stock(count: int) -> Open:
 
 
 async def limits(runs: int, count: int) -> dict[str, Any]:
-    """Grabs a second under three limits: total, a user's total, a user's day; against article 002's script, pipelined by 32."""
+    """Grabs a second under three limits: total, a user's total, a user's day; against article 002's script,
+    pipelined by 32.
+    """
     ours, theirs = [], []
     with private_redis() as port:
         plain = redis.Redis(port=port)
@@ -54,7 +63,9 @@ async def limits(runs: int, count: int) -> dict[str, Any]:
             await client.aclose()
             plain.flushall()
             sha = str(plain.script_load(CLASSIC_LIMITS))
-            theirs.append(classic.rate_of(classic.pipelined(port, sha, count, 32, more=(str(count), "5", "2"))))
+            theirs.append(
+                classic.rate_of(classic.pipelined(port, sha, count, 32, more=(str(count), "5", "2")))
+            )
             plain.flushall()
     return {"ours": ours, "theirs": theirs, "unit": "grabs/s"}
 
@@ -77,11 +88,20 @@ async def holds(runs: int, count: int) -> dict[str, Any]:
 
 
 def _payment(number: int) -> Confirm:
-    return Confirm(id=f"p{number:031d}", offer="s", grab=f"g{number:031d}", payment=f"pay{number}", paid=100, currency="CNY")
+    return Confirm(
+        id=f"p{number:031d}",
+        offer="s",
+        grab=f"g{number:031d}",
+        payment=f"pay{number}",
+        paid=100,
+        currency="CNY",
+    )
 
 
 async def expiry(runs: int, count: int) -> dict[str, Any]:
-    """Holds that end by themselves, all at the same moment, a second by one sweeper; against the holds the gate made a second."""
+    """Holds that end by themselves, all at the same moment, a second by one sweeper; against the holds the
+    gate made a second.
+    """
     ours, theirs = [], []
     with private_redis() as port:
         for _ in range(runs):

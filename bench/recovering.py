@@ -1,4 +1,6 @@
-"""How long Redis is away: events a second of a rebuild, a shard taken over, and a restart beside ten million past grabs."""
+"""How long Redis is away: events a second of a rebuild, a shard taken over, and a restart beside ten million
+past grabs.
+"""
 
 import asyncio
 import signal
@@ -46,17 +48,25 @@ async def _lines(client: Any, keys: KeySpace) -> list[list[bytes]]:
 
 
 async def rebuild(runs: int, count: int) -> dict[str, Any]:
-    """Events a second that a rebuild applies, against the decisions a second that made them: envelope grabs, then holds under limits."""
+    """Events a second that a rebuild applies, against the decisions a second that made them: envelope grabs,
+    then holds under limits.
+    """
     ours, theirs = [], []
     for _ in range(runs):
         with private_redis() as port:
-            gate, client = await taken_over_gate(port, GateLimits(queue_commands_max=10**7, outbox_events_max=10**8, timeout_ms=60_000))
+            gate, client = await taken_over_gate(
+                port, GateLimits(queue_commands_max=10**7, outbox_events_max=10**8, timeout_ms=60_000)
+            )
             stock = [Open(id=f"o-s{n}", offer=f"s{n}", terms=_stock(count)) for n in range(8)]
             await gate.decide([*(envelope(f"e{n}", count) for n in range(8)), *stock], "decided")
             commands: list[Any] = [grab for n in range(8) for grab in grabs(f"e{n}", count // 24)]
             holds = [grab for n in range(8) for grab in grabs(f"s{n}", count // 24)]
             began = time.perf_counter()
-            for listed in (commands, holds, [Confirm(id=f"c{hold.id}", offer=hold.offer, grab=hold.id) for hold in holds]):
+            for listed in (
+                commands,
+                holds,
+                [Confirm(id=f"c{hold.id}", offer=hold.offer, grab=hold.id) for hold in holds],
+            ):
                 await asyncio.gather(*(gate.decide(listed[n::LISTS], "decided") for n in range(LISTS)))
             decided = time.perf_counter() - began
             lines = await _lines(client, KeySpace("bench", 8))
@@ -72,8 +82,9 @@ async def rebuild(runs: int, count: int) -> dict[str, Any]:
 
 
 async def takeover(runs: int, count: int) -> dict[str, Any]:
-    """Milliseconds until a new relay relays a shard that is at rest: connections, marker, truth, comparison; against connections and
-    one awaited send."""
+    """Milliseconds until a new relay relays a shard that is at rest: connections, marker, truth, comparison;
+    against connections and one awaited send.
+    """
     ours, theirs = [], []
     async with system(()) as (settings, _):
         client = open_redis(settings)
@@ -99,13 +110,21 @@ async def takeover(runs: int, count: int) -> dict[str, Any]:
 
 
 def _stock(count: int) -> StockTerms:
-    return StockTerms(issuer="bench", total=count, hold_ms=3_600_000, limits=(Limit("user", "day", 5), Limit("user", "offer", 9)))
+    return StockTerms(
+        issuer="bench",
+        total=count,
+        hold_ms=3_600_000,
+        limits=(Limit("user", "day", 5), Limit("user", "offer", 9)),
+    )
 
 
 async def _fold(client: Any, number: int, lines: Sequence[bytes]) -> None:
     shard = OwnedShard(client, KeySpace("bench", 8).shard(number))
     own = (await shard.raise_term(0)).ownership
-    accepted = [Accepted(seq, line, hash_) for seq, (line, hash_) in enumerate(zip(lines, chain(GENESIS, lines), strict=True), 1)]
+    accepted = [
+        Accepted(seq, line, hash_)
+        for seq, (line, hash_) in enumerate(zip(lines, chain(GENESIS, lines), strict=True), 1)
+    ]
 
     async def journal(base: Cursor) -> AsyncGenerator[tuple[Cursor, Sequence[Accepted]], None]:
         for start in range(0, len(accepted), BLOCK_EVENTS):
@@ -116,8 +135,9 @@ async def _fold(client: Any, number: int, lines: Sequence[bytes]) -> None:
 
 
 async def beside_the_past(runs: int, past: int) -> dict[str, Any]:
-    """Seconds from an emptied Redis to the next decision in every shard, with so many grabs of retired offers in journal and trail;
-    against the seconds that are allowed."""
+    """Seconds from an emptied Redis to the next decision in every shard, with so many grabs of retired offers
+    in journal and trail; against the seconds that are allowed.
+    """
     ours = []
     async with system(("decide,relay,sweep", "project")) as (settings, workers):
         async with open_gate(settings) as gate:
@@ -128,7 +148,9 @@ async def beside_the_past(runs: int, past: int) -> dict[str, Any]:
         await until_booked(settings, 64 * 101)
         for worker in workers:
             worker.send_signal(signal.SIGSTOP)
-        await asyncio.gather(*(_add_past(settings, number, past // settings.shards) for number in range(settings.shards)))
+        await asyncio.gather(
+            *(_add_past(settings, number, past // settings.shards) for number in range(settings.shards))
+        )
         workers[0].send_signal(signal.SIGCONT)
         for _ in range(runs):
             ours.append(await _seconds_away(settings))
@@ -144,7 +166,9 @@ async def _seconds_away(settings: Settings) -> float:
         await asyncio.sleep(0.02)
     async with open_gate(settings) as gate:
         answers = await gate.decide(
-            [Grab(id=f"again{n}-{began}", offer=f"e{n}", user=f"again{began}") for n in range(64)], "decided", 5_000
+            [Grab(id=f"again{n}-{began}", offer=f"e{n}", user=f"again{began}") for n in range(64)],
+            "decided",
+            5_000,
         )
     seconds = time.perf_counter() - began
     assert {answer.outcome for answer in answers} == {"granted"}, answers[0]
@@ -153,7 +177,9 @@ async def _seconds_away(settings: Settings) -> float:
 
 
 async def _add_past(settings: Settings, shard: int, count: int) -> None:
-    """An envelope that was drained and has retired, behind what the shard has; read models say that they have read it."""
+    """An envelope that was drained and has retired, behind what the shard has; read models say that they have
+    read it.
+    """
     topic = Topics(settings.prefix).journal
     async with await open_books(settings) as books:
         await use_read_model(books, settings.schema_, "audit")
@@ -165,9 +191,13 @@ async def _add_past(settings: Settings, shard: int, count: int) -> None:
         ).fetchone()
         assert row is not None
         seq, head, at = int(row[0]), bytes(row[1]), int(row[2])
-        producer = AIOKafkaProducer(bootstrap_servers=settings.kafka, acks="all", max_request_size=RECORD_BYTES_MAX)
+        producer = AIOKafkaProducer(
+            bootstrap_servers=settings.kafka, acks="all", max_request_size=RECORD_BYTES_MAX
+        )
         await producer.start()
-        await producer.send_and_wait(topic, b"", partition=shard, headers=marker_headers(shard, 1_000, "past"))
+        await producer.send_and_wait(
+            topic, b"", partition=shard, headers=marker_headers(shard, 1_000, "past")
+        )
         end = seq + count
         first = seq + 1
         while first <= end:
@@ -182,7 +212,8 @@ async def _add_past(settings: Settings, shard: int, count: int) -> None:
         for projection in PROJECTIONS:
             await use_read_model(books, settings.schema_, projection)
             await books.execute(
-                "UPDATE projection_cursors SET (seq, head, next_offset, term, owner) = (%s, %s, %s, %s, %s) WHERE shard = %s",
+                "UPDATE projection_cursors SET (seq, head, next_offset, term, owner) = (%s, %s, %s, %s, %s) "
+                "WHERE shard = %s",
                 (end, head, sent.offset + 1, 1_000, "past", shard),
             )
 
@@ -190,19 +221,29 @@ async def _add_past(settings: Settings, shard: int, count: int) -> None:
 def _past_line(shard: int, seq: int, before: int, end: int, at: int) -> bytes:
     place = seq - before
     type_ = "offer.opened" if place == 1 else "offer.retired" if seq == end else "grab.granted"
-    head = f'{{"type":"{type_}","v":1,"shard":{shard},"seq":{seq},"offer_seq":{place},"offer":"past{shard}","at":{at}'
+    head = (
+        f'{{"type":"{type_}","v":1,"shard":{shard},"seq":{seq},"offer_seq":{place},"offer":"past{shard}",'
+        f'"at":{at}'
+    )
     if type_ != "grab.granted":
         return f'{head},"command":"c{place}"}}'.encode()
     return (
-        f'{head},"command":"g{seq:031d}","grab":"g{seq:031d}","user":"u{seq:031d}","quantity":1,"amount":150,"asset":"CNY","place":{place},'
+        f'{head},"command":"g{seq:031d}","grab":"g{seq:031d}","user":"u{seq:031d}","quantity":1,"amount":150,'
+        f'"asset":"CNY","place":{place},'
         f'"left":{end - seq},"digest":"0123456789abcdef"}}'
     ).encode()
 
 
-async def _audit(books: AsyncConnection[Any], shard: int, at: int, first: int, lines: list[bytes], hashes: list[bytes]) -> None:
+async def _audit(
+    books: AsyncConnection[Any], shard: int, at: int, first: int, lines: list[bytes], hashes: list[bytes]
+) -> None:
     rows = "".join(
-        f"{shard}\t{first + n}\tpast{shard}\t{line[9:21].decode()}\t{at}\t{line.decode()}\t\\\\x{hashes[n].hex()}\n"
+        f"{shard}\t{first + n}\tpast{shard}\t{line[9:21].decode()}\t{at}\t"
+        f"{line.decode()}\t\\\\x{hashes[n].hex()}\n"
         for n, line in enumerate(lines)
     ).replace("offer.retire\t", "offer.retired\t")
-    async with books.cursor() as cursor, cursor.copy("COPY audit_1 (shard, seq, offer, type, at, body, hash) FROM STDIN") as copy:
+    async with (
+        books.cursor() as cursor,
+        cursor.copy("COPY audit_1 (shard, seq, offer, type, at, body, hash) FROM STDIN") as copy,
+    ):
         await copy.write(rows)

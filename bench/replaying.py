@@ -1,4 +1,6 @@
-"""Row 4: from the journal to a complete ledger, against COPY of the same rows into tables of the same form, with no logic."""
+"""Row 4: from the journal to a complete ledger, against COPY of the same rows into tables of the same form,
+with no logic.
+"""
 
 import os
 import secrets
@@ -26,13 +28,17 @@ COPY_BYTES = 256 * 1024
 def _lines(shard: int, count: int) -> list[bytes]:
     """An envelope and its grants, as the scripts write them, ids of 32 characters."""
     opened = (
-        f'{{"v":1,"type":"offer.opened","shard":{shard},"seq":1,"offer_seq":1,"offer":"e{shard}","at":1800000000000,"command":"open",'
-        f'"kind":"envelope","issuer":"bench","funding":"bench","asset":"CNY","total":{count * 100},"opens_at":1,"closes_at":9,'
+        f'{{"v":1,"type":"offer.opened","shard":{shard},"seq":1,"offer_seq":1,"offer":"e{shard}",'
+        '"at":1800000000000,"command":"open",'
+        f'"kind":"envelope","issuer":"bench","funding":"bench","asset":"CNY","total":{count * 100},"opens_'
+        'at":1,"closes_at":9,'
         f'"terms":{{"kind":"envelope","parts":{count}}},"digest":"0123456789abcdef"}}'
     )
     grants = (
-        f'{{"v":1,"type":"grab.granted","shard":{shard},"seq":{seq},"offer_seq":{seq},"offer":"e{shard}","at":1800000000000,'
-        f'"command":"g{seq:031d}","grab":"g{seq:031d}","user":"u{seq + shard * 10**9:031d}","quantity":1,"amount":100,"asset":"CNY",'
+        f'{{"v":1,"type":"grab.granted","shard":{shard},"seq":{seq},"offer_seq":{seq},"offer":"e{shard}",'
+        '"at":1800000000000,'
+        f'"command":"g{seq:031d}","grab":"g{seq:031d}","user":"u{seq + shard * 10**9:031d}","quantity":1,'
+        '"amount":100,"asset":"CNY",'
         f'"place":{seq - 1},"left":{count - seq},"digest":"0123456789abcdef"}}'
         for seq in range(2, count + 1)
     )
@@ -40,30 +46,42 @@ def _lines(shard: int, count: int) -> list[bytes]:
 
 
 async def _journal(settings: Settings, connection: AsyncConnection[Any], count: int) -> None:
-    """Fills the journal, and says in the live ledger's cursors that it has been read: what is rebuilt is all of it."""
+    """Fills the journal, and says in the live ledger's cursors that it has been read: what is rebuilt is all
+    of it.
+    """
     topic = Topics(settings.prefix).journal
-    producer = AIOKafkaProducer(bootstrap_servers=settings.kafka, acks="all", max_request_size=RECORD_BYTES_MAX)
+    producer = AIOKafkaProducer(
+        bootstrap_servers=settings.kafka, acks="all", max_request_size=RECORD_BYTES_MAX
+    )
     await producer.start()
     try:
         for shard in range(settings.shards):
             lines, head = _lines(shard, count // settings.shards), GENESIS
-            await producer.send_and_wait(topic, b"", partition=shard, headers=marker_headers(shard, 1, "bench"))
+            await producer.send_and_wait(
+                topic, b"", partition=shard, headers=marker_headers(shard, 1, "bench")
+            )
             for first in range(0, len(lines), BLOCK_EVENTS):
                 block = lines[first : first + BLOCK_EVENTS]
                 behind = chain(head, block)[-1]
                 headers = block_headers(shard, 1, "bench", first + 1, len(block), head, behind)
-                sent = await producer.send_and_wait(topic, b"\n".join(block), partition=shard, headers=headers)
+                sent = await producer.send_and_wait(
+                    topic, b"\n".join(block), partition=shard, headers=headers
+                )
                 head = behind
             end = Cursor(len(lines), head, sent.offset + 1, 1, "bench")
             await connection.execute(
-                "UPDATE projection_cursors SET (seq, head, next_offset, term, owner) = (%s, %s, %s, %s, %s) WHERE shard = %s", (*end, shard)
+                "UPDATE projection_cursors SET (seq, head, next_offset, term, owner) = (%s, %s, %s, %s, %s) "
+                "WHERE shard = %s",
+                (*end, shard),
             )
     finally:
         await producer.stop()
 
 
 async def replay(runs: int, count: int) -> dict[str, Any]:
-    """Row 4, in events a second: read, verify, decode, load, add up, index; against load and index of what came out."""
+    """Row 4, in events a second: read, verify, decode, load, add up, index; against load and index of what
+    came out.
+    """
     ours, theirs = [], []
     few_collections()
     name = f"bench{secrets.token_hex(4)}"
@@ -110,7 +128,10 @@ async def _copy(connection: AsyncConnection[Any], schema: str, shards: int) -> f
     began = time.perf_counter()
     async with connection.transaction():
         for table, data in rows.items():
-            async with connection.cursor() as cursor, cursor.copy(sql.SQL("COPY {} FROM STDIN").format(sql.Identifier(table))) as copy:
+            async with (
+                connection.cursor() as cursor,
+                cursor.copy(sql.SQL("COPY {} FROM STDIN").format(sql.Identifier(table))) as copy,
+            ):
                 for start in range(0, len(data), COPY_BYTES):
                     await copy.write(data[start : start + COPY_BYTES])
         await versions.complete(connection, "ledger")

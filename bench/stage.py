@@ -1,4 +1,6 @@
-"""The stage of a measurement: a private Redis, a system of its own on the servers of the settings, and its workers."""
+"""The stage of a measurement: a private Redis, a system of its own on the servers of the settings, and its
+workers.
+"""
 
 import asyncio
 import secrets
@@ -32,7 +34,9 @@ SEALER = Sealer({"bench": bytes(32)})
 
 @contextmanager
 def private_redis() -> Iterator[int]:
-    """The port of a Redis of our own (AOF every second), whose AOF is not rewritten in the middle of a measurement."""
+    """The port of a Redis of our own (AOF every second), whose AOF is not rewritten in the middle of a
+    measurement.
+    """
     with tempfile.TemporaryDirectory() as folder:
         server = Redis(Path(folder), free_ports(1)[0])
         server.start()
@@ -43,7 +47,9 @@ def private_redis() -> Iterator[int]:
             server.kill()
 
 
-async def taken_over_gate(port: int, limits: GateLimits, prefix: str = "bench", clock: Callable[[], int] | None = None) -> tuple[Gate, Any]:
+async def taken_over_gate(
+    port: int, limits: GateLimits, prefix: str = "bench", clock: Callable[[], int] | None = None
+) -> tuple[Gate, Any]:
     """A gate over fresh shards that no relay has; the outbox only grows."""
     client = redis.asyncio.Redis(port=port)
     await client.flushall()
@@ -57,7 +63,15 @@ async def taken_over_gate(port: int, limits: GateLimits, prefix: str = "bench", 
 
 def envelope(offer: str, parts: int) -> Open:
     """An envelope of so many parts; `equal`, so that opening is quick."""
-    terms = EnvelopeTerms(issuer="bench", funding="bench", asset="CNY", total=parts * 150, parts=parts, law="equal", seed="ab" * 16)
+    terms = EnvelopeTerms(
+        issuer="bench",
+        funding="bench",
+        asset="CNY",
+        total=parts * 150,
+        parts=parts,
+        law="equal",
+        seed="ab" * 16,
+    )
     return Open(id=f"open-{offer}", offer=offer, terms=terms)
 
 
@@ -65,13 +79,16 @@ def grabs(offer: str, count: int, id_length: int = 32, start: int = 0) -> list[G
     """Grabs of distinct users, with ids of a length."""
     number_length = id_length - 1
     return [
-        Grab(id=f"g{number:0{number_length}d}", offer=offer, user=f"u{number:0{number_length}d}") for number in range(start, start + count)
+        Grab(id=f"g{number:0{number_length}d}", offer=offer, user=f"u{number:0{number_length}d}")
+        for number in range(start, start + count)
     ]
 
 
 @asynccontextmanager
 async def system(roles: Sequence[str]) -> AsyncIterator[tuple[Settings, list["subprocess.Popen[bytes]"]]]:
-    """A system with workers, on the settings' Kafka and PostgreSQL and a private Redis; taken away afterwards."""
+    """A system with workers, on the settings' Kafka and PostgreSQL and a private Redis; taken away
+    afterwards.
+    """
     name = f"bench{secrets.token_hex(4)}"
     with private_redis() as port:
         settings = load_settings().model_copy(
@@ -84,12 +101,16 @@ async def system(roles: Sequence[str]) -> AsyncIterator[tuple[Settings, list["su
         )
         await make_system(settings)
         environment = child_environment(
-            prefix=name, schema=name, redis_url=settings.redis_url, kafka=settings.kafka, postgres=settings.postgres,
-            seal_keys=settings.seal_keys.get_secret_value(), outbox_events_max="10000000", gate_queue_max="1000000",
+            prefix=name, schema=name, redis_url=settings.redis_url, kafka=settings.kafka,
+            postgres=settings.postgres,
+            seal_keys=settings.seal_keys.get_secret_value(), outbox_events_max="10000000",
+            gate_queue_max="1000000",
         )  # fmt: skip
         workers = [
             subprocess.Popen(
-                [sys.executable, "-m", "grabstream.ops.cli", "worker", "--roles", one], env=environment, stderr=subprocess.DEVNULL
+                [sys.executable, "-m", "grabstream.ops.cli", "worker", "--roles", one],
+                env=environment,
+                stderr=subprocess.DEVNULL,
             )
             for one in roles
         ]

@@ -47,7 +47,9 @@ def _cpu_seconds(pid: int) -> float:
 
 
 async def pipeline(runs: int, count: int) -> dict[str, Any]:
-    """Row 3: from commands in Kafka to ledger, balances and audit committed; against Lua, taken list and one batch updater."""
+    """Row 3: from commands in Kafka to ledger, balances and audit committed; against Lua, taken list and one
+    batch updater.
+    """
     ours, theirs, profile = [], [], {}
     for _ in range(runs):
         async with system(("decide,relay,sweep", "project")) as (settings, workers):
@@ -57,7 +59,9 @@ async def pipeline(runs: int, count: int) -> dict[str, Any]:
     return {"ours": ours, "theirs": theirs, "unit": "grabs/s", "profile": {"CPU µs a grab": profile}}
 
 
-async def _pipeline_ours(settings: Settings, workers: list[Any], count: int) -> tuple[float, dict[str, float]]:
+async def _pipeline_ours(
+    settings: Settings, workers: list[Any], count: int
+) -> tuple[float, dict[str, float]]:
     client = open_redis(settings)
     gate = Gate(client, key_space(settings), sealer(settings), gate_limits(settings))
     gate.start()
@@ -68,7 +72,9 @@ async def _pipeline_ours(settings: Settings, workers: list[Any], count: int) -> 
     await client.aclose()
     # The decider waits while its commands are laid out, so that it is measured and not their producer.
     workers[0].send_signal(signal.SIGSTOP)
-    producer = AIOKafkaProducer(bootstrap_servers=settings.kafka, acks="all", linger_ms=5, max_batch_size=256 * 1024)
+    producer = AIOKafkaProducer(
+        bootstrap_servers=settings.kafka, acks="all", linger_ms=5, max_batch_size=256 * 1024
+    )
     await producer.start()
     for number in range(OFFERS):
         for grab in grabs(f"e{number}", count // OFFERS, start=number * count):
@@ -79,7 +85,10 @@ async def _pipeline_ours(settings: Settings, workers: list[Any], count: int) -> 
     workers[0].send_signal(signal.SIGCONT)
     await until_booked(settings, OFFERS + count // OFFERS * OFFERS)
     seconds = time.perf_counter() - began
-    spent = [round((_cpu_seconds(worker.pid) - before) / count * 1e6, 1) for worker, before in zip(workers, cpu, strict=True)]
+    spent = [
+        round((_cpu_seconds(worker.pid) - before) / count * 1e6, 1)
+        for worker, before in zip(workers, cpu, strict=True)
+    ]
     return count / seconds, {"decide+relay": spent[0], "project": spent[1]}
 
 
@@ -103,7 +112,9 @@ def _pipeline_classic(count: int) -> float:
 
 
 async def _open_loop(count: int, one: Callable[[int], Awaitable[float]]) -> list[float]:
-    """Seconds from the intended beginning of each to its end, at RATE a second; the slow do not slow down the next."""
+    """Seconds from the intended beginning of each to its end, at RATE a second; the slow do not slow down the
+    next.
+    """
     began = time.perf_counter() + 0.1
 
     async def timed(number: int) -> float:
@@ -164,7 +175,9 @@ async def _bookings(settings: Settings, gate: Gate, offer: str, count: int) -> f
         nonlocal visible
         async with await open_books(settings) as books:
             while True:
-                rows = await books.execute("SELECT seq FROM cursors WHERE projection = 'ledger' AND shard = %s", (shard,))
+                rows = await books.execute(
+                    "SELECT seq FROM cursors WHERE projection = 'ledger' AND shard = %s", (shard,)
+                )
                 row = await rows.fetchone()
                 async with moved:
                     visible = row[0] if row else 0
@@ -194,7 +207,9 @@ async def _by_hand(settings: Settings, count: int, commit: bool) -> float:
     client = redis.asyncio.Redis.from_url(settings.redis_url)
     producer = AIOKafkaProducer(bootstrap_servers=settings.kafka, acks="all", enable_idempotence=True)
     await producer.start()
-    connections = [await psycopg.AsyncConnection.connect(settings.postgres, autocommit=True) for _ in range(8)]
+    connections = [
+        await psycopg.AsyncConnection.connect(settings.postgres, autocommit=True) for _ in range(8)
+    ]
     free: asyncio.Queue[Any] = asyncio.Queue()
     await connections[0].execute("DROP TABLE IF EXISTS bench_by_hand")
     await connections[0].execute("CREATE TABLE bench_by_hand (id text, user_id text, body text)")
@@ -208,7 +223,9 @@ async def _by_hand(settings: Settings, count: int, commit: bool) -> float:
         if commit:
             connection = await free.get()
             try:
-                await connection.execute("INSERT INTO bench_by_hand VALUES (%s, %s, %s)", (f"g{number}", user, taken.decode()))
+                await connection.execute(
+                    "INSERT INTO bench_by_hand VALUES (%s, %s, %s)", (f"g{number}", user, taken.decode())
+                )
             finally:
                 free.put_nowait(connection)
         return time.perf_counter()

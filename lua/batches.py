@@ -1,6 +1,7 @@
 """Batches: commands of one shard and type as keys and arguments of their script, and its rows as answers.
 
-Everything goes over as one MessagePack string: packing thousands of arguments one by one would cost more than deciding them.
+Everything goes over as one MessagePack string: packing thousands of arguments one by one would cost more than
+deciding them.
 """
 
 import secrets
@@ -16,7 +17,20 @@ from grabstream.lua.staging import INLINE_BYTES_MAX, Batch, Staged
 from grabstream.lua.tickets import TicketKeys
 from grabstream.models.answers import Answer, LimitState
 from grabstream.models.calendar import Offsets, offsets_of
-from grabstream.models.commands import Adjust, Amend, AnyCommand, Confirm, Grab, Load, Open, Redeem, Return, Settle, Steer, Unredeem
+from grabstream.models.commands import (
+    Adjust,
+    Amend,
+    AnyCommand,
+    Confirm,
+    Grab,
+    Load,
+    Open,
+    Redeem,
+    Return,
+    Settle,
+    Steer,
+    Unredeem,
+)
 from grabstream.models.digests import PLAIN, CannotCompare, whole_of
 from grabstream.models.events import CampaignZone
 from grabstream.models.identifiers import campaign_of
@@ -59,7 +73,9 @@ class Run(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Reply(msgspec.Struct, frozen=True, array_like=True):
-    """A script's reply: code 0 with history and rows, behind a run of grants; or the refusal of the call with retry_at and message."""
+    """A script's reply: code 0 with history and rows, behind a run of grants; or the refusal of the call with
+    retry_at and message.
+    """
 
     code: int
     history_or_retry_at: int = 0
@@ -72,7 +88,9 @@ class Reply(msgspec.Struct, frozen=True, array_like=True):
         if run is None:
             return self.rows_or_message  # type: ignore[no-any-return]
         seq, place, left, at = run.seq, run.place, run.left, run.at
-        granted = [(GRANTED, seq + i, at, amount, 1, place + i, left - i) for i, amount in enumerate(run.amounts)]
+        granted = [
+            (GRANTED, seq + i, at, amount, 1, place + i, left - i) for i, amount in enumerate(run.amounts)
+        ]
         return granted + self.rows_or_message if self.rows_or_message else granted
 
 
@@ -80,14 +98,18 @@ decode_reply = msgspec.msgpack.Decoder(Reply).decode
 
 
 class Table:
-    """The offers and campaigns of a batch: their keys, and each command's place among them (from 1, as Lua counts)."""
+    """The offers and campaigns of a batch: their keys, and each command's place among them (from 1, as Lua
+    counts).
+    """
 
     def __init__(self, offers_of_commands: Sequence[str]) -> None:
         index: dict[str, int] = {}
         self.offer_of = [index.setdefault(offer, len(index) + 1) for offer in offers_of_commands]
         self.offers = list(index)
         campaigns: dict[str, int] = {}
-        self.campaign_of = [campaigns.setdefault(campaign_of(offer), len(campaigns) + 1) for offer in self.offers]
+        self.campaign_of = [
+            campaigns.setdefault(campaign_of(offer), len(campaigns) + 1) for offer in self.offers
+        ]
         self.campaigns = list(campaigns)
 
     def keys(self, keys: ShardKeys) -> list[str]:
@@ -100,7 +122,13 @@ def build(keys: ShardKeys, script: str, commands: Sequence[AnyCommand], gate: Se
     """Keys (after the shard's own) and packed arguments for a script that decides commands of its name."""
     table = Table([command.offer for command in commands])
     names = table.keys(keys)
-    columns: list[Any] = [table.offers, table.campaign_of, table.campaigns, [c.id for c in commands], table.offer_of]
+    columns: list[Any] = [
+        table.offers,
+        table.campaign_of,
+        table.campaigns,
+        [c.id for c in commands],
+        table.offer_of,
+    ]
     if script == "grab":
         columns += _grab_columns(commands, gate, len(table.offers) == 1)  # type: ignore[arg-type]
         return Batch(names, [_pack(columns)])
@@ -113,7 +141,7 @@ def build(keys: ShardKeys, script: str, commands: Sequence[AnyCommand], gate: Se
     return Batch(names, [_pack(columns)])
 
 
-# -- grab -------------------------------------------------------------------------------------------------------------
+# -- grab ----------------------------------------------------------------------------------------------------
 
 
 def _grab_columns(commands: Sequence[Grab], gate: Secrets, of_one_offer: bool) -> list[Any]:
@@ -126,11 +154,20 @@ def _grab_columns(commands: Sequence[Grab], gate: Secrets, of_one_offer: bool) -
         alike = of_one_offer and count == len(set(users)) == len({c.id for c in commands})
         return [False, users, False, False, False, alike]
     attributes = [_json(c.attributes).decode() if c.attributes else "" for c in commands]
-    return [digests, users, [c.quantity for c in commands], attributes, [_more(command, gate.tickets) for command in commands], False]
+    return [
+        digests,
+        users,
+        [c.quantity for c in commands],
+        attributes,
+        [_more(command, gate.tickets) for command in commands],
+        False,
+    ]
 
 
 def _more(command: Grab, tickets: TicketKeys) -> Any:
-    """What few grabs have; a ticket's signature is checked here, whether it is still good is the script's to say."""
+    """What few grabs have; a ticket's signature is checked here, whether it is still good is the script's to
+    say.
+    """
     more: dict[str, object] = {}
     if command.attributes:
         more["attributes"] = command.attributes
@@ -145,13 +182,15 @@ def _more(command: Grab, tickets: TicketKeys) -> Any:
     return more or False
 
 
-# -- open -------------------------------------------------------------------------------------------------------------
+# -- open ----------------------------------------------------------------------------------------------------
 
 
 def _open_columns(
     keys: ShardKeys, commands: Sequence[Open], sealer: Sealer, now_ms: int
 ) -> tuple[list[Any], list[bytes], list[Staged]]:  # fmt: skip
-    """Terms of each offer, and parts drawn ahead, which takes about 2 µs a part; many of them are to be staged."""
+    """Terms of each offer, and parts drawn ahead, which takes about 2 µs a part; many of them are to be
+    staged.
+    """
     rows: list[Any] = []
     parts: list[bytes] = []
     staged: list[Staged] = []
@@ -163,7 +202,10 @@ def _open_columns(
         if isinstance(c.terms, EnvelopeTerms):
             seed = c.terms.seed or secrets.token_hex(32)
             row |= envelope_row(c.terms, seed)
-            row |= {"seed_sha256": sha256(bytes.fromhex(seed)).hexdigest(), "sealed_seed": sealer.seal(keys.shard, c.offer, "seed", seed)}
+            row |= {
+                "seed_sha256": sha256(bytes.fromhex(seed)).hexdigest(),
+                "sealed_seed": sealer.seal(keys.shard, c.offer, "seed", seed),
+            }
             drawn = parts_packed(c.terms, seed)
             if len(drawn) > INLINE_BYTES_MAX:
                 staged.append(Staged(len(rows), keys.staged(secrets.token_hex(16)), drawn))
@@ -237,10 +279,17 @@ def limit_rows(limits: Sequence[Any]) -> list[dict[str, Any]]:
 def envelope_row(terms: EnvelopeTerms, seed: str) -> dict[str, Any]:
     """What the scripts are told of an envelope beside its terms_row."""
     most = check_split(terms.law, terms.total, terms.parts, terms.min, terms.max)
-    return {"funding": terms.funding, "law": terms.law, "min": terms.min, "max": most, "draw": terms.draw, "seed": seed}
+    return {
+        "funding": terms.funding,
+        "law": terms.law,
+        "min": terms.min,
+        "max": most,
+        "draw": terms.draw,
+        "seed": seed,
+    }
 
 
-# -- the others -------------------------------------------------------------------------------------------------------
+# -- the others ----------------------------------------------------------------------------------------------
 
 
 def _body(shard: int, command: AnyCommand, sealer: Sealer) -> dict[str, Any]:
@@ -252,7 +301,9 @@ def _body(shard: int, command: AnyCommand, sealer: Sealer) -> dict[str, Any]:
         body["grab"] = command.grab
     if isinstance(command, Confirm):
         optional = {"payment": command.payment, "currency": command.currency, "quantity": command.quantity}
-        body |= {"paid": command.paid} | {name: value for name, value in optional.items() if value is not None}
+        body |= {"paid": command.paid} | {
+            name: value for name, value in optional.items() if value is not None
+        }
     elif isinstance(command, Return):
         body["reason"] = _json(command.reason).decode()
         if command.quantity is not None:
@@ -278,11 +329,13 @@ def _body(shard: int, command: AnyCommand, sealer: Sealer) -> dict[str, Any]:
     return body
 
 
-# -- answers ----------------------------------------------------------------------------------------------------------
+# -- answers -------------------------------------------------------------------------------------------------
 
 
 def answer_of(shard: int, command: AnyCommand, row: Sequence[Any], sealer: Sealer) -> Answer:
-    """A script's row {code, seq, at, amount, quantity, place, left, repeated, retry_at, more} as the answer to its command."""
+    """A script's row {code, seq, at, amount, quantity, place, left, repeated, retry_at, more} as the answer
+    to its command.
+    """
     code = row[0]
     width = len(row)
     if code == GRANTED and width < 10:
@@ -293,7 +346,10 @@ def answer_of(shard: int, command: AnyCommand, row: Sequence[Any], sealer: Seale
     more: dict[str, Any] = row[9] if width > 9 and row[9] else {}
     if "kept" in more:
         return answer_of(shard, command, _compared(command, row, more, sealer), sealer)
-    said: dict[str, Any] = {"repeated": width > 7 and row[7] == 1, "retry_at": (row[8] or None) if width > 8 else None}
+    said: dict[str, Any] = {
+        "repeated": width > 7 and row[7] == 1,
+        "retry_at": (row[8] or None) if width > 8 else None,
+    }
     if isinstance(command, Settle) and more.get("again"):
         said |= {"grab": command.grab, "quantity": row[4] or None}
     elif code >= Outcome.invalid:
@@ -305,11 +361,22 @@ def answer_of(shard: int, command: AnyCommand, row: Sequence[Any], sealer: Seale
     else:
         said |= {"amount": row[3] or None, "quantity": row[4] or None, "left": row[6]}
     said |= _said_more(shard, command, more, sealer)
-    return Answer(command.id, OUTCOME_NAMES[code], code, command.offer, shard=shard, seq=row[1] or None, at=row[2], **said)
+    return Answer(
+        command.id,
+        OUTCOME_NAMES[code],
+        code,
+        command.offer,
+        shard=shard,
+        seq=row[1] or None,
+        at=row[2],
+        **said,
+    )
 
 
 def _compared(command: AnyCommand, row: Sequence[Any], more: dict[str, Any], sealer: Sealer) -> Sequence[Any]:
-    """The row of a command whose first answer is remembered with a digest of another form or key than it was sent with."""
+    """The row of a command whose first answer is remembered with a digest of another form or key than it was
+    sent with.
+    """
     try:
         if sealer.digests.is_of(more["kept"], command):
             return more["first"]  # type: ignore[no-any-return]
@@ -320,7 +387,9 @@ def _compared(command: AnyCommand, row: Sequence[Any], more: dict[str, Any], sea
 
 
 def _said_more(shard: int, command: AnyCommand, more: dict[str, Any], sealer: Sealer) -> dict[str, Any]:
-    said: dict[str, Any] = {name: more[name] for name in ("left", "message", "deadline_at", "due", "currency") if name in more}
+    said: dict[str, Any] = {
+        name: more[name] for name in ("left", "message", "deadline_at", "due", "currency") if name in more
+    }
     if "limit" in more:
         said["limit"] = _limit_state(more["limit"])
     if "limits" in more:

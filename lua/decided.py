@@ -1,7 +1,8 @@
 """Decided answers, kept by the gate that gave them until they are journaled.
 
-The promise `decided` holds unless Redis is lost before Kafka has the event. When a shard was recovered meanwhile, its state says which
-of them the journal has; the others are reported, with user and amount, so that somebody can tell the users.
+The promise `decided` holds unless Redis is lost before Kafka has the event. When a shard was recovered
+meanwhile, its state says which of them the journal has; the others are reported, with user and amount, so
+that somebody can tell the users.
 """
 
 import asyncio
@@ -45,7 +46,9 @@ class _Kept(NamedTuple):
 class DecidedAnswers:
     """What a gate promised as decided only. `report` is told what was lost; it is logged in any case."""
 
-    def __init__(self, redis: Any, keys: KeySpace, journaled: Journaled, report: ReportLost | None = None) -> None:
+    def __init__(
+        self, redis: Any, keys: KeySpace, journaled: Journaled, report: ReportLost | None = None
+    ) -> None:
         self._redis = redis
         self._keys = keys
         self._journaled = journaled
@@ -58,7 +61,9 @@ class DecidedAnswers:
         """Answers that are not known to be journaled yet."""
         return sum(len(one.answers) for of_shard in self._kept.values() for one in of_shard)
 
-    def keep(self, shard: int, history: int, commands: Sequence[AnyCommand], answers: Sequence[Answer]) -> None:
+    def keep(
+        self, shard: int, history: int, commands: Sequence[AnyCommand], answers: Sequence[Answer]
+    ) -> None:
         """Keeps answers of one call until their events are journaled."""
         seq = max((answer.seq for answer in answers if answer.seq is not None and answer.positive), default=0)
         if not seq or not self._journaled.is_following:
@@ -70,7 +75,11 @@ class DecidedAnswers:
     async def close(self) -> None:
         """Stops following; what is not journaled yet is said."""
         if self.kept:
-            log.warning("%d answers were given as decided and are not known to be journaled: what becomes of them is unknown", self.kept)
+            log.warning(
+                "%d answers were given as decided and are not known to be journaled: what becomes of them is "
+                "unknown",
+                self.kept,
+            )
         await end(self._tasks.values())
 
     async def _follow(self, shard: int) -> None:
@@ -86,16 +95,24 @@ class DecidedAnswers:
                     kept.popleft()
 
     async def _check(self, shard: int, kept: _Kept) -> None:
-        """After a recovery: whose answer is still there under its id is in the journal; the others are lost."""
+        """After a recovery: whose answer is still there under its id is in the journal; the others are
+        lost.
+        """
         lost = []
         for command, answer in zip(kept.commands, kept.answers, strict=True):
             # A repeated answer is about an earlier event, which its own first answer stands for.
-            if answer.positive and not answer.repeated and await self._kept_of(shard, command) != (answer.seq, answer.at):
+            if (
+                answer.positive
+                and not answer.repeated
+                and await self._kept_of(shard, command) != (answer.seq, answer.at)
+            ):
                 lost.append(LostDecision(shard, command, answer))
         for one in lost:
             log.error(
-                "lost: command %s of offer %s (user %s) was answered %s with %s, decided only, and a recovery took it back",
-                one.command.id, one.command.offer, getattr(one.command, "user", "-"), one.answer.outcome, one.answer.amount,
+                "lost: command %s of offer %s (user %s) was answered %s with %s, decided only, and a "
+                "recovery took it back",
+                one.command.id, one.command.offer, getattr(one.command, "user", "-"), one.answer.outcome,
+                one.answer.amount,
             )  # fmt: skip
         if lost and self._report is not None:
             try:
@@ -107,6 +124,8 @@ class DecidedAnswers:
         """Seq and time (ms) of the event that the shard keeps under a command's id."""
         while True:
             with suppressed_trouble():
-                record = await self._redis.hget(self._keys.shard(shard).answers(campaign_of(command.offer)), command.id)
+                record = await self._redis.hget(
+                    self._keys.shard(shard).answers(campaign_of(command.offer)), command.id
+                )
                 return read_answer(record) if record else None
             await asyncio.sleep(RETRY_SECONDS)

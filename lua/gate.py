@@ -1,16 +1,20 @@
-"""The gate: commands in, answers out. It gathers what arrives together for a shard and decides it in one script call.
+"""The gate: commands in, answers out. It gathers what arrives together for a shard and decides it in one
+script call.
 
-A lone caller does not wait for company: the next batch is whatever arrived while the last one was in flight. When a good half of
-a batch waits already, it goes out after the one in flight, unless they hold commands of the same caller, whose order counts.
+A lone caller does not wait for company: the next batch is whatever arrived while the last one was in flight.
+When a good half of a batch waits already, it goes out after the one in flight, unless they hold commands of
+the same caller, whose order counts.
 
-The order of a caller holds through retries and recoveries. What was decided and is not known to be journaled stays in the caller's
-`_Lane`, and every later call of the lane names the history it was decided under: in another one the script decides nothing, and the
-lane's commands are sent again, in their order, before those that were refused.
+The order of a caller holds through retries and recoveries. What was decided and is not known to be journaled
+stays in the caller's `_Lane`, and every later call of the lane names the history it was decided under: in
+another one the script decides nothing, and the lane's commands are sent again, in their order, before those
+that were refused.
 
-A call does a bounded sum of work (lua/includes/cost.lua): commands that it had no room for get no row, and go into the next call, in
-their order, before everything else.
+A call does a bounded sum of work (lua/includes/cost.lua): commands that it had no room for get no row, and go
+into the next call, in their order, before everything else.
 
-A call that raises an error costs one command its answer, not all: it is cut in halves until the one that raises is found.
+A call that raises an error costs one command its answer, not all: it is cut in halves until the one that
+raises is found.
 """
 
 import asyncio
@@ -62,33 +66,54 @@ SHARDS_KNOWN_MAX: Final = 100_000
 
 #: Scripts that must work when the outbox is full: what they do gives room, or ends what fills it.
 _ALWAYS_ADMITTED: Final = frozenset(
-    {"pause", "resume", "close", "amend", "adjust", "confirm", "release", "extend", "return", "redeem", "unredeem"}
+    {
+        "pause",
+        "resume",
+        "close",
+        "amend",
+        "adjust",
+        "confirm",
+        "release",
+        "extend",
+        "return",
+        "redeem",
+        "unredeem",
+    }
 )
 #: A command that broke the shard so many times, alone in its call, is given up.
 BREAKS_MAX: Final = 3
-#: What a script replies in place of an outcome when the shard has another history than the call names (includes/decide.lua).
+#: What a script replies in place of an outcome when the shard has another history than the call names
+#: (includes/decide.lua).
 _ANOTHER_HISTORY: Final = -1
-#: With these words a script says that a write failed after another: its shard is fenced until it was rebuilt (includes/decide.lua).
+#: With these words a script says that a write failed after another: its shard is fenced until it was rebuilt
+#: (includes/decide.lua).
 _BROKE: Final = "BROKEN OFF "
-#: With these words Redis refuses a script before it begins: too few replicas, a disk that cannot be written, another script that runs
-#: for seconds; and a script, when not even its first write could be done.
+#: With these words Redis refuses a script before it begins: too few replicas, a disk that cannot be written,
+#: another script that runs for seconds; and a script, when not even its first write could be done.
 _NOT_WRITTEN: Final = ("NOREPLICAS", "MISCONF", "BUSY ", "UNWRITTEN ")
-#: Where an error was raised: at the end of whatever a script says that fails. What has no such end was said by the server itself.
+#: Where an error was raised: at the end of whatever a script says that fails. What has no such end was said
+#: by the server itself.
 _in_script = re.compile(r"\bon @user_(script|function)\b|\buser_(script|function):\d+:").search
 
 
 def is_raised_by_script(error: ResponseError) -> bool:
-    """Whether a script itself raised before its first write: what it was called for is at fault, not the server."""
+    """Whether a script itself raised before its first write: what it was called for is at fault, not the
+    server.
+    """
     said = str(error)
     return _in_script(said) is not None and not said.startswith((*_NOT_WRITTEN, _BROKE))
 
 
 class OutcomeUnknown(Exception):
-    """Time ran out after the commands were sent: they may or may not be decided. Send them again under the same ids."""
+    """Time ran out after the commands were sent: they may or may not be decided. Send them again under the
+    same ids.
+    """
 
 
 class GateLimits(NamedTuple):
-    """Bounds of a gate: commands a call, commands queued a shard, events an outbox, milliseconds of time-out and clock skew."""
+    """Bounds of a gate: commands a call, commands queued a shard, events an outbox, milliseconds of time-out
+    and clock skew.
+    """
 
     batch_commands_max: int = 512
     queue_commands_max: int = 20_000
@@ -123,7 +148,8 @@ class Order:
 class _Lane:
     """The commands of one order in one shard: one call at a time carries them.
 
-    `decided` are those whose answers are not given yet, in their order, all decided in `history`; `stale` once that has gone.
+    `decided` are those whose answers are not given yet, in their order, all decided in `history`; `stale`
+    once that has gone.
     """
 
     __slots__ = ("decided", "flying", "history", "stale")
@@ -145,21 +171,31 @@ class _Lane:
 
 
 class _Ticket:
-    """Consecutive commands of one caller, shard and type. `done` has a result once they are decided or refused; then `answers` and
-    `history` say how. Later ones of the same call and shard hang on `next`: what was not decided must not be overtaken by them.
+    """Consecutive commands of one caller, shard and type. `done` has a result once they are decided or
+    refused; then `answers` and `history` say how. Later ones of the same call and shard hang on `next`: what
+    was not decided must not be overtaken by them.
 
-    `unsure` once they may be decided although nobody knows (no reply came, or a history was lost): then they are not refused any more.
-    `given` once the caller has its answer, or has gone. `company` is how many tickets may share a call with it: fewer after an error.
-    `parts` are the tickets that it was cut into: to find the command that raises, or because a call had no room for all of it.
-    `fault` says of a single one what it raised.
+    `unsure` once they may be decided although nobody knows (no reply came, or a history was lost): then they
+    are not refused any more. `given` once the caller has its answer, or has gone. `company` is how many
+    tickets may share a call with it: fewer after an error. `parts` are the tickets that it was cut into: to
+    find the command that raises, or because a call had no room for all of it. `fault` says of a single one
+    what it raised.
     """
 
     __slots__ = (
-        "answers", "breaks", "bytes", "commands", "company", "deadline", "done", "fault", "given", "has_baskets", "history", "lane", "next",
+        "answers", "breaks", "bytes", "commands", "company", "deadline", "done", "fault", "given",
+        "has_baskets", "history", "lane", "next",
         "parts", "patience_seconds", "patient_until", "script", "unsure",
     )  # fmt: skip
 
-    def __init__(self, lane: _Lane, script: str, commands: Sequence[AnyCommand], deadline: float, patience_seconds: float) -> None:
+    def __init__(
+        self,
+        lane: _Lane,
+        script: str,
+        commands: Sequence[AnyCommand],
+        deadline: float,
+        patience_seconds: float,
+    ) -> None:
         self.lane = lane
         self.script = script
         self.commands = commands
@@ -186,7 +222,9 @@ class _Ticket:
         return max((answer.seq for answer in self.answers if answer.seq is not None), default=0)
 
     def is_patient(self, now: float) -> bool:
-        """Whether it goes on waiting; patience begins with the first refusal, not while the server is away."""
+        """Whether it goes on waiting; patience begins with the first refusal, not while the server is
+        away.
+        """
         if self.unsure:
             return now < self.deadline
         if self.patient_until is None:
@@ -208,11 +246,15 @@ class _Ticket:
             self.done = asyncio.get_running_loop().create_future()
 
     def refuse(self, outcome: Outcome, message: str, retry_at: int) -> None:
-        """Refuses it and all that follow it in its call: a confirmation must not overtake the grab it is for."""
+        """Refuses it and all that follow it in its call: a confirmation must not overtake the grab it is
+        for.
+        """
         ticket: _Ticket | None = self
         while ticket is not None:
             if ticket.unsure:
-                said = f"decided or not, nobody knows yet ({message}): send the commands again under their ids"
+                said = (
+                    f"decided or not, nobody knows yet ({message}): send the commands again under their ids"
+                )
                 ticket.fail(OutcomeUnknown(said))
             else:
                 ticket.answer([refusal(c.id, outcome, c.offer, message, retry_at) for c in ticket.commands])
@@ -221,7 +263,8 @@ class _Ticket:
     def fail(self, error: BaseException) -> None:
         if not self.done.done():
             self.done.set_exception(error)
-            self.done.exception()  # a caller of several shards hears of the first failure only; the others are no news for the log
+            # A caller of several shards hears of the first failure only; the others need no line in the log.
+            self.done.exception()
 
     @property
     def offers(self) -> set[str]:
@@ -232,7 +275,14 @@ class _Ticket:
         """Two halves of it, each alone in its call; nothing when it is one command, or one basket."""
         end = _whole_baskets(range(len(self.commands)), self.commands, len(self.commands) // 2)
         if end == len(self.commands):
-            end = next((i for i, c in enumerate(self.commands) if basket_of(c) is None or basket_of(c) == basket_of(self.commands[-1])), 0)
+            end = next(
+                (
+                    i
+                    for i, c in enumerate(self.commands)
+                    if basket_of(c) is None or basket_of(c) == basket_of(self.commands[-1])
+                ),
+                0,
+            )
         if not 0 < end < len(self.commands):
             return ()
         halves = self.cut(end)
@@ -250,7 +300,10 @@ class _Ticket:
         for part in (first, second):
             part.patient_until, part.unsure, part.company = self.patient_until, self.unsure, self.company
         self.parts = (first, second)
-        self.answers, self.history = [], 0  # of a history that is gone, if any: nobody waits until that is journaled
+        self.answers, self.history = (
+            [],
+            0,
+        )  # of a history that is gone, if any: nobody waits until that is journaled
         self.next = first
         self.done.set_result(None)
         return first, second
@@ -280,11 +333,13 @@ class _Shard:
 
 
 class Gate:
-    """Decides commands through the Lua scripts. One a process and event loop; `start` before use, `close` after.
+    """Decides commands through the Lua scripts. One a process and event loop; `start` before use, `close`
+    after.
 
-    `redis` is a client of redis.asyncio (one server or cluster) that does not decode replies. `clock` gives a time in ms that
-    replaces the server's, for tests and simulation; without it the scripts use the server's own. `tickets` checks signed tickets.
-    `report_lost` is told of answers given as decided that a recovery took back. `refusals` keeps a sample of what was refused.
+    `redis` is a client of redis.asyncio (one server or cluster) that does not decode replies. `clock` gives a
+    time in ms that replaces the server's, for tests and simulation; without it the scripts use the server's
+    own. `tickets` checks signed tickets. `report_lost` is told of answers given as decided that a recovery
+    took back. `refusals` keeps a sample of what was refused.
     """
 
     def __init__(
@@ -323,7 +378,7 @@ class Gate:
                 shard.watch.cancel()
         await end(self._tasks)
 
-    # -- callers ------------------------------------------------------------------------------------------------------
+    # -- callers ---------------------------------------------------------------------------------------------
 
     async def decide(
         self,
@@ -334,15 +389,18 @@ class Gate:
         reader: Order | None = None,
         report_poison: ReportPoison = lambda place, reason: None,
     ) -> list[Answer]:
-        """Answers in the order of the commands; commands of one campaign are carried out in that order, also through a recovery.
+        """Answers in the order of the commands; commands of one campaign are carried out in that order, also
+        through a recovery.
 
-        `journaled` waits until Kafka has the events of the answers. `patience_ms` is how long commands that meet a fenced or
-        busy shard wait before they are answered so; those that follow them in the same shard are answered the same.
-        Raises OutcomeUnknown when `timeout_ms` (the gate's own when absent) ran out after they were sent.
+        `journaled` waits until Kafka has the events of the answers. `patience_ms` is how long commands that
+        meet a fenced or busy shard wait before they are answered so; those that follow them in the same shard
+        are answered the same. Raises OutcomeUnknown when `timeout_ms` (the gate's own when absent) ran out
+        after they were sent.
 
-        A `reader` of a topic bounds by itself what it has in flight, and what it read has nowhere to go back to: its calls are carried
-        out in the order they were made, find room whatever is queued, and wait as long as their shard decides nothing; they are
-        never answered `fenced` or `busy`. `report_poison` is told of commands that no script can decide; they are answered `invalid`.
+        A `reader` of a topic bounds by itself what it has in flight, and what it read has nowhere to go back
+        to: its calls are carried out in the order they were made, find room whatever is queued, and wait as
+        long as their shard decides nothing; they are never answered `fenced` or `busy`. `report_poison` is
+        told of commands that no script can decide; they are answered `invalid`.
         """
         answers: list[Answer | None] = [None] * len(commands)
         sound = self._at_the_door(commands, answers)
@@ -354,7 +412,9 @@ class Gate:
         last_of: dict[int, _Ticket] = {}
         for shard, script, places in runs:
             patience = math.inf if reader else patience_ms / 1000
-            ticket = _Ticket(order.lane(shard), script, [commands[place] for place in places], deadline, patience)
+            ticket = _Ticket(
+                order.lane(shard), script, [commands[place] for place in places], deadline, patience
+            )
             before = last_of.get(shard)
             if reader is None:
                 last_of[shard] = ticket
@@ -410,7 +470,13 @@ class Gate:
             names += (command.offer, command.user)
             ids.append(command.id)
         else:
-            if RESERVED_IDS.isdisjoint(ids) and are_ids(names + ids) and all(0 < command.quantity < 10**13 for command in commands):  # type: ignore[union-attr,operator]
+            quantities = [command.quantity for command in commands]  # type: ignore[union-attr]
+            if (
+                RESERVED_IDS.isdisjoint(ids)
+                and are_ids(names + ids)
+                and 0 < min(quantities, default=1)  # type: ignore[type-var, operator]
+                and max(quantities, default=1) < 10**13  # type: ignore[type-var, operator]
+            ):
                 return range(len(commands))
         return self._check_each(commands, answers)
 
@@ -424,20 +490,26 @@ class Gate:
                 # Whatever it raises: no other command of the list is to suffer from it.
                 if not isinstance(error, Invalid | TypeError):
                     log.exception("a command of type %s cannot be checked", type(command).__name__)
-                answers[place] = refusal(command.id, Outcome.invalid, command.offer, str(error) or type(error).__name__)
+                answers[place] = refusal(
+                    command.id, Outcome.invalid, command.offer, str(error) or type(error).__name__
+                )
         if any(map(basket_of, commands)):
             _check_baskets(commands, answers)
             return [place for place in sound if answers[place] is None]
         return sound
 
-    def _runs(self, places: Sequence[int], commands: Sequence[AnyCommand]) -> Iterable[tuple[int, str, Sequence[int]]]:
+    def _runs(
+        self, places: Sequence[int], commands: Sequence[AnyCommand]
+    ) -> Iterable[tuple[int, str, Sequence[int]]]:
         """(shard, script, places): the commands of each shard in order, cut where the type changes."""
         if len(places) == 1:
             command = commands[places[0]]
             return [(self._shard(command.offer), type(command).__name__.lower(), places)]
         return self._cut(places, commands)
 
-    def _cut(self, places: Iterable[int], commands: Sequence[AnyCommand]) -> Iterable[tuple[int, str, Sequence[int]]]:
+    def _cut(
+        self, places: Iterable[int], commands: Sequence[AnyCommand]
+    ) -> Iterable[tuple[int, str, Sequence[int]]]:
         by_shard: dict[int, list[int]] = {}
         for place in places:
             by_shard.setdefault(self._shard(commands[place].offer), []).append(place)
@@ -462,7 +534,9 @@ class Gate:
         return shard
 
     def _submit(self, number: int, ticket: _Ticket, bounded: bool, behind: _Ticket | None) -> None:
-        """Queues a ticket; a caller finds no room when too much is queued, or when its ticket before found none."""
+        """Queues a ticket; a caller finds no room when too much is queued, or when its ticket before found
+        none.
+        """
         shard = self._shards[number]
         is_full = bounded and shard.queued + len(ticket.commands) > self._limits.queue_commands_max
         if is_full or (behind is not None and behind.done.done()):
@@ -473,7 +547,9 @@ class Gate:
         self._wake(shard)
 
     async def _decided_for(self, number: int, ticket: _Ticket, promise: Promise) -> None:
-        """Returns when the answers of a ticket may be given, or when it was cut into parts; raises OutcomeUnknown."""
+        """Returns when the answers of a ticket may be given, or when it was cut into parts; raises
+        OutcomeUnknown.
+        """
         while True:
             await ticket.done
             if not ticket.done.done():
@@ -488,11 +564,13 @@ class Gate:
                     await self.journaled.wait(number, ticket.history, last)
                 return
             except HistoryChanged:
-                # What was decided may be gone with its history: all of the lane is asked again, and only the new answers count.
+                # What was decided may be gone with its history: all of the lane is asked again, and only the
+                # new answers count.
                 self._ask_again(self._shards[number], ticket)
             except TimeoutError:
                 raise OutcomeUnknown(
-                    f"decided, but not in the journal in time (shard {number}, seq {last}; is a relay running?): "
+                    f"decided, but not in the journal in time (shard {number}, seq {last}; is a relay "
+                    "running?): "
                     "send the commands again under their ids"
                 ) from None
 
@@ -509,16 +587,20 @@ class Gate:
     def _now(self) -> int:
         return self._clock() if self._clock else now_ms()
 
-    # -- sender -------------------------------------------------------------------------------------------------------
+    # -- sender ----------------------------------------------------------------------------------------------
 
     def _wake(self, shard: _Shard) -> None:
-        """Sends after everyone who can run now has run: callers who were just answered ask again, and go along."""
+        """Sends after everyone who can run now has run: callers who were just answered ask again, and go
+        along.
+        """
         if not shard.waking:
             shard.waking = True
             asyncio.get_running_loop().call_soon(self._pump, shard)
 
     def _pump(self, shard: _Shard) -> None:
-        """Sends as much as may be in flight; a shard that refused whole calls is tried again only after a pause."""
+        """Sends as much as may be in flight; a shard that refused whole calls is tried again only after a
+        pause.
+        """
         shard.waking = False
         while shard.queue and not shard.held and self._may_send(shard):
             batch, history = self._next_batch(shard)
@@ -537,9 +619,11 @@ class Gate:
         return flying == 0 or (flying < IN_FLIGHT_MAX and 2 * shard.queued >= self._limits.batch_commands_max)
 
     def _next_batch(self, shard: _Shard) -> tuple[list[_Ticket], int]:
-        """The tickets at the head of the queue that one call can carry, and the history it must be decided in (0: any).
+        """The tickets at the head of the queue that one call can carry, and the history it must be decided in
+        (0: any).
 
-        They have one type, no lane of theirs is in flight, and what was decided of their lanes was decided in one history.
+        They have one type, no lane of theirs is in flight, and what was decided of their lanes was decided in
+        one history.
         """
         batch: list[_Ticket] = []
         offers: set[str] = set()
@@ -577,7 +661,9 @@ class Gate:
         return batch, history
 
     async def _send(self, shard: _Shard, batch: list[_Ticket], history: int) -> None:
-        """One call, and what becomes of its tickets: those that are to be sent again go to the head of the queue, in order."""
+        """One call, and what becomes of its tickets: those that are to be sent again go to the head of the
+        queue, in order.
+        """
         commands = batch[0].commands if len(batch) == 1 else [c for ticket in batch for c in ticket.commands]
         again: list[_Ticket] = []
         pause = True
@@ -637,14 +723,21 @@ class Gate:
                     answers.append(batches.answer_of(number, command, rows[place], sealer))
                 except Exception as error:
                     # It is decided, and stays so; what can be said of it is said.
-                    log.exception("shard %d: no whole answer can be made of the row of command %s: %r", number, command.id, rows[place])
+                    log.exception(
+                        "shard %d: no whole answer can be made of the row of command %s: %r",
+                        number,
+                        command.id,
+                        rows[place],
+                    )
                     answers.append(_what_is_known(number, command, rows[place], error))
                 place += 1
             ticket.answer(answers, history)
         return rest
 
     def _refused(self, shard: _Shard, batch: list[_Ticket], error: "_Refused") -> list[_Ticket]:
-        """The whole call was refused: who has patience is sent again. A fence concerns whoever is queued as well."""
+        """The whole call was refused: who has patience is sent again. A fence concerns whoever is queued as
+        well.
+        """
         now = time.monotonic()
         if error.message != shard.refuses and any(ticket.patience_seconds == math.inf for ticket in batch):
             # Nobody is told so by an answer.
@@ -656,7 +749,9 @@ class Gate:
         return batch
 
     def _apart(self, batch: list[_Ticket], error: "_Poison") -> list[_Ticket]:
-        """Nothing was decided because one command raises: halves are sent, until it is alone; it is answered `invalid`."""
+        """Nothing was decided because one command raises: halves are sent, until it is alone; it is answered
+        `invalid`.
+        """
         if len(batch) > 1:
             for ticket in batch:
                 ticket.company = len(batch) // 2
@@ -667,7 +762,12 @@ class Gate:
         if parts := ticket.halves():
             return list(parts)
         said = f"no answer can be given to this command, it was set aside: {error}"
-        log.error("command %s of offer %s cannot be decided: %s", ticket.commands[0].id, ticket.commands[0].offer, error)
+        log.error(
+            "command %s of offer %s cannot be decided: %s",
+            ticket.commands[0].id,
+            ticket.commands[0].offer,
+            error,
+        )
         if ticket.unsure:
             ticket.fail(OutcomeUnknown(said))
         else:
@@ -676,7 +776,9 @@ class Gate:
         return []
 
     def _broken(self, batch: list[_Ticket], error: "_Broken") -> list[_Ticket]:
-        """A script failed after its first write, and the shard is rebuilt from the journal: then they are asked again, fewer at once."""
+        """A script failed after its first write, and the shard is rebuilt from the journal: then they are
+        asked again, fewer at once.
+        """
         log.critical("a script failed after its first write: %s", error)
         again: list[_Ticket] = []
         for ticket in batch:
@@ -696,7 +798,9 @@ class Gate:
         return again
 
     def _unreachable(self, shard: _Shard, batch: list[_Ticket], error: BaseException) -> list[_Ticket]:
-        """Sent, perhaps decided: only the same command can find out, so it is sent again until its time is over."""
+        """Sent, perhaps decided: only the same command can find out, so it is sent again until its time is
+        over.
+        """
         now = time.monotonic()
         for ticket in batch:
             ticket.unsure = True
@@ -706,7 +810,9 @@ class Gate:
         return batch
 
     def _watch(self, shard: _Shard) -> None:
-        """Keeps the time-outs of callers while something is in flight, whatever time-out the client of Redis has."""
+        """Keeps the time-outs of callers while something is in flight, whatever time-out the client of Redis
+        has.
+        """
         now = time.monotonic()
         for batch in shard.in_flight:
             for ticket in batch:
@@ -742,13 +848,18 @@ class Gate:
         shard.held = False
         self._pump(shard)
 
-    async def _call(self, keys: ShardKeys, script: str, commands: Sequence[AnyCommand], history: int) -> tuple[list[list[int]], int]:
-        """Rows and history; raises _Refused, _AnotherHistory, _Poison, _Broken, and what a client raises that cannot reach its server."""
+    async def _call(
+        self, keys: ShardKeys, script: str, commands: Sequence[AnyCommand], history: int
+    ) -> tuple[list[list[int]], int]:
+        """Rows and history; raises _Refused, _AnotherHistory, _Poison, _Broken, and what a client raises that
+        cannot reach its server.
+        """
         batch = await self._built(keys, script, commands)
         try:
             packed = await stage(partial(run_script, self._redis), batch) if batch.staged else batch.arguments
             raw = await run_script(
-                self._redis, script, [*keys.deciding(), *batch.keys], (*self._about_call(keys, script, history), *packed)
+                self._redis, script, [*keys.deciding(), *batch.keys],
+                (*self._about_call(keys, script, history), *packed)
             )  # fmt: skip
         except OutOfMemoryError:
             raise _Refused(Outcome.busy, "Redis memory is full", self._now() + BUSY_RETRY_MS) from None
@@ -763,7 +874,9 @@ class Gate:
                 raise _Poison(said) from None
             if isinstance(error, ClusterError):
                 raise
-            raise _Refused(Outcome.busy, f"Redis refuses: {type(error).__name__} {said}", self._now() + BUSY_RETRY_MS) from None
+            raise _Refused(
+                Outcome.busy, f"Redis refuses: {type(error).__name__} {said}", self._now() + BUSY_RETRY_MS
+            ) from None
         finally:
             if batch.staged:
                 await discard(self._redis, batch)
@@ -777,16 +890,26 @@ class Gate:
     async def _built(self, keys: ShardKeys, script: str, commands: Sequence[AnyCommand]) -> Batch:
         try:
             if script == "open" and sum(map(_parts_of, commands)) > 2_000:
-                return await asyncio.to_thread(batches.build, keys, script, commands, self._secrets, self._now())
+                return await asyncio.to_thread(
+                    batches.build, keys, script, commands, self._secrets, self._now()
+                )
             return batches.build(keys, script, commands, self._secrets, self._now())
         except Exception as error:
             raise _Poison(f"{type(error).__name__}: {error}") from error
 
     def _about_call(self, keys: ShardKeys, script: str, history: int) -> tuple[object, ...]:
         """The first arguments of every deciding script."""
-        place = f"{keys.shard}/{self._keys.shards}/{history}" if history else f"{keys.shard}/{self._keys.shards}"
+        place = (
+            f"{keys.shard}/{self._keys.shards}/{history}" if history else f"{keys.shard}/{self._keys.shards}"
+        )
         outbox_max: int | str = "" if script in _ALWAYS_ADMITTED else self._limits.outbox_events_max
-        return place, now_ms(), self._clock() if self._clock else "", self._limits.clock_skew_ms_max, outbox_max
+        return (
+            place,
+            now_ms(),
+            self._clock() if self._clock else "",
+            self._limits.clock_skew_ms_max,
+            outbox_max,
+        )
 
 
 async def _all_decided(tickets: Sequence[_Ticket]) -> None:
@@ -800,17 +923,32 @@ def _leaves(ticket: _Ticket) -> list[_Ticket]:
 
 
 def _what_is_known(shard: int, command: AnyCommand, row: Sequence[Any], error: Exception) -> Answer:
-    """The answer to a command that is decided, with no more than outcome and event: the rest of its row cannot be read."""
+    """The answer to a command that is decided, with no more than outcome and event: the rest of its row
+    cannot be read.
+    """
     message = f"decided, but the rest of the answer cannot be read: {type(error).__name__}: {error}"
-    return Answer(command.id, OUTCOME_NAMES[row[0]], row[0], command.offer, shard=shard, seq=row[1] or None, at=row[2], message=message)
+    return Answer(
+        command.id,
+        OUTCOME_NAMES[row[0]],
+        row[0],
+        command.offer,
+        shard=shard,
+        seq=row[1] or None,
+        at=row[2],
+        message=message,
+    )
 
 
 def _parts_of(command: AnyCommand) -> int:
-    return command.terms.parts if isinstance(command, Open) and isinstance(command.terms, EnvelopeTerms) else 0
+    return (
+        command.terms.parts if isinstance(command, Open) and isinstance(command.terms, EnvelopeTerms) else 0
+    )
 
 
 def _check_baskets(commands: Sequence[AnyCommand], answers: list[Answer | None]) -> None:
-    """Answers `invalid` to the grabs of a basket that cannot be decided as one: all of them, or it would be torn apart."""
+    """Answers `invalid` to the grabs of a basket that cannot be decided as one: all of them, or it would be
+    torn apart.
+    """
     refused = {place for place, answer in enumerate(answers) if answer is not None}
     for place, reason in torn_baskets(commands, refused).items():
         command = commands[place]
@@ -866,7 +1004,9 @@ class _Broken(Exception):
 
 
 async def run_script(redis: Any, name: str, keys: Sequence[str], arguments: Sequence[object]) -> Any:
-    """Runs a script by its SHA-1; a server that does not know it (new, restarted, failed over) is given its text."""
+    """Runs a script by its SHA-1; a server that does not know it (new, restarted, failed over) is given its
+    text.
+    """
     script = loader.load(name)
     try:
         return await redis.execute_command("EVALSHA", script.sha, len(keys), *keys, *arguments)

@@ -1,8 +1,8 @@
 """Journaled up to n: who was promised a journaled answer waits here until the journal has its event.
 
-The number is true within one history only (DESIGN 4.8): a waiter names the history its answer was decided under, and at another
-one it is told so, to send its command again. Announcements come by pub/sub; since one can be missed, each shard with waiters is also
-looked at, by itself: no shard waits for another's server.
+The number is true within one history only (DESIGN 4.8): a waiter names the history its answer was decided
+under, and at another one it is told so, to send its command again. Announcements come by pub/sub; since one
+can be missed, each shard with waiters is also looked at, by itself: no shard waits for another's server.
 """
 
 import asyncio
@@ -47,14 +47,17 @@ class Journaled:
     async def close(self) -> None:
         """Stops; waiters are cancelled."""
         if self._listening is not None:
-            # One cancellation may be swallowed, where the client is just connecting: then the task would listen for ever.
+            # One cancellation may be swallowed, where the client is just connecting: then the task would
+            # listen for ever.
             await end([self._listening, *self._looking.values()], again_seconds=LOOK_EVERY_SECONDS)
         for heap in self._waiting.values():
             for *_, future in heap:
                 future.cancel()
 
     async def wait(self, shard: int, history: int, seq: int) -> None:
-        """Returns when the shard's journal has `seq` in this history; raises HistoryChanged when another one came."""
+        """Returns when the shard's journal has `seq` in this history; raises HistoryChanged when another one
+        came.
+        """
         known_history, known_seq = self._known.get(shard, (-1, 0))
         if known_history == history and known_seq >= seq:
             return
@@ -72,7 +75,9 @@ class Journaled:
         if any(waiting_history != history for _, _, waiting_history, _ in heap):
             for _, _, waiting_history, future in heap:
                 if waiting_history != history and not future.done():
-                    future.set_exception(HistoryChanged(f"shard {shard}: history {history} instead of {waiting_history}"))
+                    future.set_exception(
+                        HistoryChanged(f"shard {shard}: history {history} instead of {waiting_history}")
+                    )
             heap[:] = [entry for entry in heap if not entry[3].done()]
             heapq.heapify(heap)
         while heap and heap[0][0] <= seq:

@@ -1,8 +1,9 @@
 """Redis key names: the only file that makes them.
 
 All keys of a shard carry prefix and shard as hash tag, so that one call can touch them on Redis Cluster too.
-A name is an injective function of what it names: an id may contain ':' but never '/', so '/' separates an id from the part that
-follows it, and names of the shard itself contain neither. (`offer:x:users` is the offer `x:users`, `offer:x/users` the users of `x`.)
+A name is an injective function of what it names: an id may contain ':' but never '/', so '/' separates an id
+from the part that follows it, and names of the shard itself contain neither. (`offer:x:users` is the offer
+`x:users`, `offer:x/users` the users of `x`.)
 """
 
 from typing import Final, NamedTuple
@@ -28,22 +29,40 @@ SHARD_FIELDS: Final = (
     "fault",  # why the shard is fenced, in words, when its relay could not reconcile it
 )
 
-#: An offer's keys: its state (hash) · users (hash: an envelope's parts by user, or counters of limits) · parts (string: drawn ahead)
-#: · grabs (hash grab → record, of pieces) · codes (list, sealed) · audience (set of users) · seen (set: tickets used, chunks loaded)
-#: · queue (sorted set: grabs that wait, by number) · orders (hash `<grab>/<order>` → units used for it, and the event that says so)
+#: An offer's keys: its state (hash) · users (hash: an envelope's parts by user, or counters of limits) ·
+#: parts (string: drawn ahead)
+#: · grabs (hash grab → record, of pieces) · codes (list, sealed) · audience (set of users) · seen (set:
+#:   tickets used, chunks loaded)
+#: · queue (sorted set: grabs that wait, by number) · orders (hash `<grab>/<order>` → units used for it, and
+#:   the event that says so)
 #: · names (set: what the codes begin with, while their list is loaded).
-OFFER_KEYS: Final = ("state", "users", "parts", "grabs", "codes", "audience", "seen", "queue", "orders", "names")
-#: A campaign's keys: answers (hash command id → record) · payments (hash payment → record) · counters (hash, limits across it) · state
-#: (hash; `zone`: the time zone its limits count in, as JSON; `retired/<offer>` → `<last offer_seq>:<time ms>` of each offer that has
-#: retired and whose payments are still known) · tickets (sorted set: single-use tickets of the campaign, by the time (ms) they end).
+OFFER_KEYS: Final = (
+    "state",
+    "users",
+    "parts",
+    "grabs",
+    "codes",
+    "audience",
+    "seen",
+    "queue",
+    "orders",
+    "names",
+)
+#: A campaign's keys: answers (hash command id → record) · payments (hash payment → record) · counters (hash,
+#: limits across it) · state (hash; `zone`: the time zone its limits count in, as JSON; `retired/<offer>` →
+#: `<last offer_seq>:<time ms>` of each offer that has retired and whose payments are still known) · tickets
+#: (sorted set: single-use tickets of the campaign, by the time (ms) they end).
 CAMPAIGN_KEYS: Final = ("answers", "payments", "counters", "state", "tickets")
 
-#: How names of keys begin, behind their tag, that belong to no state: parts that are brought before an envelope is opened.
+#: How names of keys begin, behind their tag, that belong to no state: parts that are brought before an
+#: envelope is opened.
 STAGED: Final = "staged:"
 
 
 class ShardKeys(NamedTuple):
-    """The keys of one shard under one prefix. `database` is the number of Redis' database: channels are the whole server's."""
+    """The keys of one shard under one prefix. `database` is the number of Redis' database: channels are the
+    whole server's.
+    """
 
     prefix: str
     shard: int
@@ -81,7 +100,9 @@ class ShardKeys(NamedTuple):
 
     @property
     def due(self) -> str:
-        """Sorted set offer → time (ms) at which the sweeper has to see to it: to close it, to serve on, or to retire it."""
+        """Sorted set offer → time (ms) at which the sweeper has to see to it: to close it, to serve on, or to
+        retire it.
+        """
         return f"{self.tag}:due"
 
     @property
@@ -115,7 +136,9 @@ class ShardKeys(NamedTuple):
         return f"{self.tag}:cleaning"
 
     def staged(self, token: str) -> str:
-        """String with a time to live: parts that are brought for one attempt to open an envelope (lua/staging.py); `token` is drawn."""
+        """String with a time to live: parts that are brought for one attempt to open an envelope
+        (lua/staging.py); `token` is drawn.
+        """
         return f"{self.tag}:{STAGED}{token}"
 
     @property
@@ -166,7 +189,9 @@ class KeySpace(NamedTuple):
 
     @property
     def system(self) -> str:
-        """String: which schema, journal and number of shards the prefix belongs to, as JSON. Whoever finds it gone writes it again."""
+        """String: which schema, journal and number of shards the prefix belongs to, as JSON. Whoever finds it
+        gone writes it again.
+        """
         return f"{self.prefix}:system"
 
     def shard(self, shard: int) -> ShardKeys:

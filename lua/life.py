@@ -1,5 +1,6 @@
-"""What the server that has a key says of itself: its life, which changes when it starts anew or is promoted (includes/shard.lua), and its
-time."""
+"""What the server that has a key says of itself: its life, which changes when it starts anew or is promoted
+(includes/shard.lua), and its time.
+"""
 
 from typing import Any
 

@@ -1,7 +1,9 @@
-"""Assembles the Lua scripts: includes pasted once each, headers checked, so that a wrong script is found at start-up.
+"""Assembles the Lua scripts: includes pasted once each, headers checked, so that a wrong script is found at
+start-up.
 
-A script is one file a command; its header says purpose, `KEYS`, `ARGV`, what it returns, and, when it decides, `Outcomes` and
-`Events`. `--- @include "name"` pastes `includes/name.lua`; a cycle or a missing file is an error.
+A script is one file a command; its header says purpose, `KEYS`, `ARGV`, what it returns, and, when it
+decides, `Outcomes` and `Events`. `--- @include "name"` pastes `includes/name.lua`; a cycle or a missing file
+is an error.
 """
 
 import re
@@ -48,13 +50,18 @@ def _paste(include: str, folder: Path, pasted: list[str], inside: tuple[str, ...
     path = folder / "includes" / f"{include}.lua"
     if not path.is_file():
         raise BadScript(f'{inside[-1]}: @include "{include}": there is no {path.name} in includes')
-    return _include.sub(lambda found: _paste(found.group(1), folder, pasted, (*inside, include)), path.read_text())
+    return _include.sub(
+        lambda found: _paste(found.group(1), folder, pasted, (*inside, include)), path.read_text()
+    )
 
 
 def _check_header(name: str, text: str) -> None:
     lines = text.splitlines()
     if not lines or not lines[0].startswith("#!lua"):
-        raise BadScript(f"{name}: the first line must be #!lua, so that Redis refuses it before its first write when memory is full")
+        raise BadScript(
+            f"{name}: the first line must be #!lua, so that Redis refuses it before its first write when "
+            "memory is full"
+        )
     header = "\n".join(line for line in lines[1:] if line.startswith("-- "))
     body = "\n".join(line for line in lines[1:] if not line.startswith("--"))
     for word in ("KEYS[1]", "Returns"):

@@ -9,12 +9,14 @@ EPOCH_MS: Final = 1_577_836_800_000
 #: Place 3, amount 6, seq 5 bytes.
 _PART_BYTES: Final = (3, 6, 5)
 GRAB_FIELDS: Final = (
-    "user", "place", "quantity", "held", "taken", "redeemed", "lapsed", "deadline", "grace", "extensions", "price", "status", "ended_seq",
+    "user", "place", "quantity", "held", "taken", "redeemed", "lapsed", "deadline", "grace", "extensions",
+    "price", "status", "ended_seq",
     "ended_at", "confirmed_seq", "confirmed_at", "under", "counted", "payments", "codes",
 )  # fmt: skip
 GRAB_STATES: Final = ("active", "released", "expired", "waiting")
 
-#: An answer's fixed part, whose last byte is the length of the digest after it; then a name, or a row that is kept whole (MessagePack).
+#: An answer's fixed part, whose last byte is the length of the digest after it; then a name, or a row that is
+#: kept whole (MessagePack).
 ANSWER_BYTES: Final = 23
 
 _unpack = msgspec.msgpack.Decoder().decode
@@ -42,7 +44,9 @@ def read_grab(record: bytes) -> dict[str, Any]:
 
 
 def unpacked(record: bytes) -> Any:
-    """A record in a form in which two that say the same are equal: Lua packs the fields of a table in any order."""
+    """A record in a form in which two that say the same are equal: Lua packs the fields of a table in any
+    order.
+    """
     whole = _packed(record)
     if whole is not None:
         return whole
@@ -67,7 +71,11 @@ def _packed(record: bytes) -> Any:
 def offer_of_answer(record: bytes, campaign: str) -> str:
     """The offer that an answer of a campaign is about."""
     known = unpacked(record)
-    return str(known[1][0]) if isinstance(known, tuple) else record[ANSWER_BYTES + record[ANSWER_BYTES - 1] :].decode() or campaign
+    return (
+        str(known[1][0])
+        if isinstance(known, tuple)
+        else record[ANSWER_BYTES + record[ANSWER_BYTES - 1] :].decode() or campaign
+    )
 
 
 def offer_of_payment(record: bytes) -> str:

@@ -1,7 +1,8 @@
-"""Refusals that are kept, so that somebody can later be told why: a bounded sample, written off the deciding path.
+"""Refusals that are kept, so that somebody can later be told why: a bounded sample, written off the deciding
+path.
 
-Refusals are no events. The gate hands over what it answered, without waiting; what is too much is counted and dropped, and what is
-kept goes in batches to where the caller says.
+Refusals are no events. The gate hands over what it answered, without waiting; what is too much is counted and
+dropped, and what is kept goes in batches to where the caller says.
 """
 
 import asyncio
@@ -23,12 +24,15 @@ log = logging.getLogger(__name__)
 FLUSH_EVERY_SECONDS: Final = 1.0
 CLOSE_SECONDS_MAX: Final = 2.0
 BATCH_MAX: Final = 5_000
-#: A batch takes a tenth of a second; one that takes so long is tried again, since its server may never answer any more.
+#: A batch takes a tenth of a second; one that takes so long is tried again, since its server may never answer
+#: any more.
 WRITE_SECONDS_MAX: Final = 30.0
 
 
 class Refusal(NamedTuple):
-    """A refused command: when (ms since 1970 UTC), what it asked for, and what it was told. `limit_left` is of `limit_name`."""
+    """A refused command: when (ms since 1970 UTC), what it asked for, and what it was told. `limit_left` is
+    of `limit_name`.
+    """
 
     at: int
     type: str
@@ -49,7 +53,9 @@ Write = Callable[[Sequence[Refusal]], Coroutine[Any, Any, None]]
 
 
 class RefusalSample(NamedTuple):
-    """What is kept: one user in `one_in` (0: nobody), at most so many refusals a second, and so many that wait to be written."""
+    """What is kept: one user in `one_in` (0: nobody), at most so many refusals a second, and so many that
+    wait to be written.
+    """
 
     one_in: int = 1
     per_second_max: int = 2_000
@@ -57,10 +63,12 @@ class RefusalSample(NamedTuple):
 
 
 class RefusalLog:
-    """Keeps a sample of refusals until they are written. `take` is quick and never waits; `run` writes until cancelled, then `close`.
+    """Keeps a sample of refusals until they are written. `take` is quick and never waits; `run` writes until
+    cancelled, then `close`.
 
-    A user is sampled or not, so that the story of one who is has no holes. `write` raises OSError when it cannot write now; what it has
-    not written within WRITE_SECONDS_MAX is written again, and so may be there twice.
+    A user is sampled or not, so that the story of one who is has no holes. `write` raises OSError when it
+    cannot write now; what it has not written within WRITE_SECONDS_MAX is written again, and so may be there
+    twice.
     """
 
     def __init__(self, write: Write, sample: RefusalSample | None = None) -> None:
@@ -72,7 +80,9 @@ class RefusalLog:
         self.dropped = 0
 
     def take(self, commands: Sequence[AnyCommand], answers: Sequence[Answer]) -> None:
-        """Keeps what of these was refused, as far as there is room; a repeated answer was kept the first time."""
+        """Keeps what of these was refused, as far as there is room; a repeated answer was kept the first
+        time.
+        """
         for command, answer in zip(commands, answers, strict=True):
             if answer.code >= Outcome.invalid and not answer.repeated:
                 self._keep(command, answer)
@@ -81,7 +91,9 @@ class RefusalLog:
         user = command.user if isinstance(command, Grab) else None
         grab = command.grab if isinstance(command, Settle) else None
         sample = self._sample
-        if sample.one_in != 1 and (not sample.one_in or crc32((user or grab or command.id).encode()) % sample.one_in):
+        if sample.one_in != 1 and (
+            not sample.one_in or crc32((user or grab or command.id).encode()) % sample.one_in
+        ):
             return
         now = time.time_ns() // 1_000_000
         if now // 1000 != self._second:
@@ -101,7 +113,9 @@ class RefusalLog:
         )  # fmt: skip
 
     async def run(self) -> None:
-        """Writes what waits, again and again, until cancelled; what cannot be written now is kept, as far as there is room."""
+        """Writes what waits, again and again, until cancelled; what cannot be written now is kept, as far as
+        there is room.
+        """
         told = 0
         while True:
             await asyncio.sleep(FLUSH_EVERY_SECONDS)
@@ -124,7 +138,9 @@ class RefusalLog:
             del self._waiting[: len(batch)]
 
     async def _write_within(self, batch: Sequence[Refusal]) -> None:
-        """Writes a batch; raises TimeoutError when that takes too long, whatever the client does about its cancellation."""
+        """Writes a batch; raises TimeoutError when that takes too long, whatever the client does about its
+        cancellation.
+        """
         writing = asyncio.create_task(self._write(batch))
         try:
             await asyncio.wait({writing}, timeout=WRITE_SECONDS_MAX)

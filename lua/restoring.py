@@ -1,4 +1,6 @@
-"""Events of the journal as keys and arguments of the script `apply`, which makes of them the state that deciding them made."""
+"""Events of the journal as keys and arguments of the script `apply`, which makes of them the state that
+deciding them made.
+"""
 
 from collections.abc import Mapping, Sequence
 from hashlib import sha256
@@ -19,12 +21,15 @@ _json = msgspec.json.Encoder().encode
 
 
 def build(
-    keys: ShardKeys, events: Sequence[AnyEvent], sealer: Sealer, retired: Sequence[str] = (), seeds: Mapping[str, str] = {}
+    keys: ShardKeys, events: Sequence[AnyEvent], sealer: Sealer, retired: Sequence[str] = (),
+    seeds: Mapping[str, str] = {}
 ) -> Batch:  # fmt: skip
-    """Keys (after the shard's own) and packed arguments. `seeds`, by offer, are those that were revealed when their envelopes closed.
+    """Keys (after the shard's own) and packed arguments. `seeds`, by offer, are those that were revealed when
+    their envelopes closed.
 
-    Raises CannotOpen when a seed was sealed with a key that is missing, and `seeds` lacks it; ValueError when terms or changes cannot be
-    understood. What is `staged` is to be written to its key before, by the script `apply_parts`.
+    Raises CannotOpen when a seed was sealed with a key that is missing, and `seeds` lacks it; ValueError when
+    terms or changes cannot be understood. What is `staged` is to be written to its key before, by the script
+    `apply_parts`.
     """
     table = Table([event.offer for event in events])
     rows: list[Any] = []
@@ -40,13 +45,19 @@ def build(
             parts.append(drawn)
         else:
             rows.append(
-                _amended(event) if isinstance(event, OfferAmended) else _adjusted(event) if isinstance(event, LedgerAdjusted) else event
+                _amended(event)
+                if isinstance(event, OfferAmended)
+                else _adjusted(event)
+                if isinstance(event, LedgerAdjusted)
+                else event
             )
     columns = (table.offers, table.campaign_of, table.campaigns, rows, table.offer_of, retired)
     return Batch(table.keys(keys), [_pack(columns), *parts], staged)
 
 
-def _opened(shard: int, event: OfferOpened, sealer: Sealer, seeds: Mapping[str, str]) -> tuple[dict[str, Any], bytes]:
+def _opened(
+    shard: int, event: OfferOpened, sealer: Sealer, seeds: Mapping[str, str]
+) -> tuple[dict[str, Any], bytes]:
     terms = terms_of(event.terms)
     row, parts = terms_row(event.offer, terms, event.offsets), b""
     if event.campaign_zone is not None:

@@ -1,9 +1,10 @@
 """Sealing: what recovery needs from the journal and its readers must not see (seeds, coupon codes).
 
-AES-256-GCM, bound to shard, offer and purpose, so that a sealed text cannot be moved elsewhere. A seed gets a fresh nonce. The nonce of
-a coupon code follows from key, offer and code: the same code of an offer then looks the same, which is how Redis sees that it is in the
-offer's list already (lua/includes/codes.lua). Nonces of two codes are as unlikely to be alike as two fresh ones, and whoever has no key
-cannot tell from a nonce which code it belongs to.
+AES-256-GCM, bound to shard, offer and purpose, so that a sealed text cannot be moved elsewhere. A seed gets a
+fresh nonce. The nonce of a coupon code follows from key, offer and code: the same code of an offer then looks
+the same, which is how Redis sees that it is in the offer's list already (lua/includes/codes.lua). Nonces of
+two codes are as unlikely to be alike as two fresh ones, and whoever has no key cannot tell from a nonce which
+code it belongs to.
 """
 
 import os
@@ -20,8 +21,8 @@ from grabstream.models.identifiers import is_id
 
 NONCE_BYTES = 12
 TAG_BYTES = 16
-#: Characters of base64 at the beginning of a sealed code that name it: 9 bytes of its nonce. Among ten million codes of an offer two
-#: have the same name once in 10^8 lists.
+#: Characters of base64 at the beginning of a sealed code that name it: 9 bytes of its nonce. Among ten
+#: million codes of an offer two have the same name once in 10^8 lists.
 NAME_LENGTH = 12
 _NONCES = b"grab code nonces"
 
@@ -47,12 +48,14 @@ class Sealer:
         """From `id:key,id:key`; raises ValueError that names the setting when it cannot be read."""
         keys: dict[str, bytes] = {}
         for place, part in enumerate(filter(None, map(str.strip, text.split(","))), 1):
-            # Keys are named by their place: in a mistyped setting a key may stand where its id belongs, and errors are logged.
+            # Keys are named by their place: in a mistyped setting a key may stand where its id belongs, and
+            # errors are logged.
             named = f"GRAB_SEAL_KEYS: key {place}"
             key_id, colon, key = part.partition(":")
             if not colon:
                 raise ValueError(f"{named} stands there without an id; write it as id:key")
-            # The id stands in events, unescaped; and two keys under one would leave what the first sealed closed for ever.
+            # The id stands in events, unescaped; and two keys under one would leave what the first sealed
+            # closed for ever.
             if not is_id(key_id):
                 raise ValueError(f"{named}: the id before ':' must match [A-Za-z0-9._-]{{1,64}}")
             if key_id in keys:
@@ -70,7 +73,9 @@ class Sealer:
         return self._sealed(os.urandom(NONCE_BYTES), text, _bound_to(shard, offer, purpose))
 
     def seal_code(self, shard: int, offer: str, code: str) -> str:
-        """A coupon code, sealed: the same text whenever it is sealed for this offer with the same key; its beginning is its name."""
+        """A coupon code, sealed: the same text whenever it is sealed for this offer with the same key; its
+        beginning is its name.
+        """
         bound_to = _bound_to(shard, offer, "code")
         return self._sealed(_nonce(self._nonces[self._first], bound_to, code), code, bound_to)
 
@@ -95,18 +100,25 @@ class Sealer:
         try:
             raw = b64decode(body, validate=True)
         except ValueError:
-            raise CannotOpen(f"{purpose} of offer {offer}: not a sealed text, its base64 cannot be read") from None
+            raise CannotOpen(
+                f"{purpose} of offer {offer}: not a sealed text, its base64 cannot be read"
+            ) from None
         if len(raw) < NONCE_BYTES + TAG_BYTES:
             raise CannotOpen(f"{purpose} of offer {offer}: not a sealed text, it has only {len(raw)} bytes")
         try:
-            opened = self._keys[key_id].decrypt(raw[:NONCE_BYTES], raw[NONCE_BYTES:], _bound_to(shard, offer, purpose))
+            opened = self._keys[key_id].decrypt(
+                raw[:NONCE_BYTES], raw[NONCE_BYTES:], _bound_to(shard, offer, purpose)
+            )
         except InvalidTag:
-            raise CannotOpen(f"{purpose} of offer {offer}: sealed with another key, changed, or moved here") from None
+            raise CannotOpen(
+                f"{purpose} of offer {offer}: sealed with another key, changed, or moved here"
+            ) from None
         return opened.decode()
 
 
 def _nonce(key: bytes, bound_to: bytes, text: str) -> bytes:
-    # What it is bound to holds two `|` and no more, so no two pairs of it and a text are joined to the same bytes.
+    # What it is bound to holds two `|` and no more, so no two pairs of it and a text are joined to the same
+    # bytes.
     return blake2b(bound_to + b"|" + text.encode(), digest_size=NONCE_BYTES, key=key).digest()
 
 

@@ -1,5 +1,5 @@
-"""How many bytes commands take as arguments of a script: a call bounds them, since Redis reads and unpacks all of them, also of those
-that the call has no room for and that come again with the next one.
+"""How many bytes commands take as arguments of a script: a call bounds them, since Redis reads and unpacks
+all of them, also of those that the call has no room for and that come again with the next one.
 
 It is an estimate from what may be long in a command; where ids are all there is, a constant.
 """
@@ -8,7 +8,17 @@ from collections.abc import Sequence
 from typing import Final
 
 from grabstream.lua.staging import INLINE_BYTES_MAX
-from grabstream.models.commands import Adjust, Amend, AnyCommand, Grab, Load, Open, Return, bytes_of_code, encode_command
+from grabstream.models.commands import (
+    Adjust,
+    Amend,
+    AnyCommand,
+    Grab,
+    Load,
+    Open,
+    Return,
+    bytes_of_code,
+    encode_command,
+)
 from grabstream.models.offers import EnvelopeTerms
 
 #: Arguments of one call, in bytes. A command, or a basket, that has more goes alone.
@@ -26,7 +36,11 @@ def size_of(command: AnyCommand) -> int:
     if isinstance(command, Load):
         of_item = bytes_of_code if command.what == "codes" else len
         return PLAIN_BYTES + sum(map(of_item, command.items))
-    if isinstance(command, Open) and isinstance(command.terms, EnvelopeTerms) and command.terms.draw == "ahead":
+    if (
+        isinstance(command, Open)
+        and isinstance(command.terms, EnvelopeTerms)
+        and command.terms.draw == "ahead"
+    ):
         parts = command.terms.parts * _PART_BYTES
         return 2 * len(encode_command(command)) + (parts if parts <= INLINE_BYTES_MAX else 0)
     if isinstance(command, Open | Amend | Adjust | Return):

@@ -1,9 +1,9 @@
-"""Trouble: what the loss of a server can raise, in the words of whatever library meets it first. It is tried again; everything else is an
-error of our own, and ends the process.
+"""Trouble: what the loss of a server can raise, in the words of whatever library meets it first. It is tried
+again; everything else is an error of our own, and ends the process.
 
-The only place that says so. A library says most of it by its own exceptions; some comes as what Python itself raises, because a client
-uses a connection that is gone: uvloop's RuntimeError about a closed handler, an AttributeError of a stream that is None, a cancellation
-that nobody asked for.
+The only place that says so. A library says most of it by its own exceptions; some comes as what Python itself
+raises, because a client uses a connection that is gone: uvloop's RuntimeError about a closed handler, an
+AttributeError of a stream that is None, a cancellation that nobody asked for.
 """
 
 import asyncio
@@ -13,12 +13,16 @@ from types import TracebackType
 from typing import Final
 
 #: The libraries that talk to servers, by the first part of their modules' names.
-_LIBRARIES: Final = frozenset({"redis", "hiredis", "aiokafka", "kafka", "psycopg", "psycopg_pool", "mode", "faust"})
+_LIBRARIES: Final = frozenset(
+    {"redis", "hiredis", "aiokafka", "kafka", "psycopg", "psycopg_pool", "mode", "faust"}
+)
 #: Where such a library stands when a transport fails under it.
 _BELOW: Final = frozenset({"asyncio", "uvloop", "ssl", "selectors", "socket", "async_timeout"})
-#: What a client raises by itself when a connection vanishes while it is used; from our own code it would be a mistake of ours.
+#: What a client raises by itself when a connection vanishes while it is used; from our own code it would be a
+#: mistake of ours.
 _BY_ACCIDENT: Final = (RuntimeError, AttributeError, AssertionError, LookupError, asyncio.InvalidStateError)
-#: uvloop's and asyncio's words for a connection that is gone; their errors come out of C code, so no traceback tells where from.
+#: uvloop's and asyncio's words for a connection that is gone; their errors come out of C code, so no
+#: traceback tells where from.
 _GONE: Final = (
     "handler is closed",
     "the transport is closed",
@@ -26,12 +30,15 @@ _GONE: Final = (
     "unable to perform operation on",
     "socket is closed",
 )
-#: Exceptions of PostgreSQL's client that a server's loss never raises: what was asked for is wrong, or the database refuses it.
+#: Exceptions of PostgreSQL's client that a server's loss never raises: what was asked for is wrong, or the
+#: database refuses it.
 _REFUSED_BY_SQL: Final = frozenset({"ProgrammingError", "IntegrityError", "DataError", "NotSupportedError"})
 
 
 def is_trouble(error: BaseException) -> bool:
-    """Whether a server, or the way to it, is at fault, so that it is right to try again. To be asked where the error was caught."""
+    """Whether a server, or the way to it, is at fault, so that it is right to try again. To be asked where
+    the error was caught.
+    """
     if isinstance(error, BaseExceptionGroup):
         return all(map(is_trouble, error.exceptions))
     if isinstance(error, asyncio.CancelledError):
@@ -74,6 +81,8 @@ def _root(module: str) -> str:
 
 
 def _are_we_cancelled() -> bool:
-    """Whether somebody wants the running task to end; a client may raise the cancellation of a task of its own as if it were that."""
+    """Whether somebody wants the running task to end; a client may raise the cancellation of a task of its
+    own as if it were that.
+    """
     task = asyncio.current_task()
     return task is None or task.cancelling() > 0

@@ -12,7 +12,9 @@ from grabstream.models.outcomes import NOT_DECIDED, OUTCOME_NAMES, Outcome, Outc
 
 
 class LimitState(msgspec.Struct, omit_defaults=True, frozen=True):
-    """What a limit leaves to a user: `left` of `max` until `resets_at` (ms since 1970 UTC; absent: it never does)."""
+    """What a limit leaves to a user: `left` of `max` until `resets_at` (ms since 1970 UTC; absent: it never
+    does).
+    """
 
     by: Id
     per: Annotated[str, in_schema(enum=list(get_args(Period)))]
@@ -25,10 +27,11 @@ class LimitState(msgspec.Struct, omit_defaults=True, frozen=True):
 class Answer(msgspec.Struct, omit_defaults=True, frozen=True):
     """The answer to one command.
 
-    `code` is the outcome's number. `amount` counts the offer's asset (minor units or pieces), `place` is the how-manieth grab
-    of the offer this is, `left` what was left after it (units: parts or pieces). `seq` is the event's number in its shard.
-    `due` minor units of `currency` are to be paid until `deadline_at`. `limit` is the one that refused, `limits` what all of them
-    leave. `retry_at`, `deadline_at` and `at` are milliseconds since 1970 UTC.
+    `code` is the outcome's number. `amount` counts the offer's asset (minor units or pieces), `place` is the
+    how-manieth grab of the offer this is, `left` what was left after it (units: parts or pieces). `seq` is
+    the event's number in its shard. `due` minor units of `currency` are to be paid until `deadline_at`.
+    `limit` is the one that refused, `limits` what all of them leave. `retry_at`, `deadline_at` and `at` are
+    milliseconds since 1970 UTC.
     """
 
     id: Id
@@ -65,8 +68,16 @@ class Answer(msgspec.Struct, omit_defaults=True, frozen=True):
         return self.code not in NOT_DECIDED
 
 
-def refusal(id: str, outcome: Outcome, offer: str | None = None, message: str | None = None, retry_at: int | None = None) -> Answer:
-    """A refusal made without a script (the door, the queue, the fence); its message is bounded, whatever it quotes."""
+def refusal(
+    id: str,
+    outcome: Outcome,
+    offer: str | None = None,
+    message: str | None = None,
+    retry_at: int | None = None,
+) -> Answer:
+    """A refusal made without a script (the door, the queue, the fence); its message is bounded, whatever it
+    quotes.
+    """
     said = None if message is None else shortened(message)
     return Answer(id, OUTCOME_NAMES[outcome], int(outcome), offer, retry_at=retry_at, message=said)
 

@@ -1,7 +1,9 @@
-"""Calendars as integer arithmetic: the offsets of a time zone, windows of hours, days and weeks, and the hours of a week.
+"""Calendars as integer arithmetic: the offsets of a time zone, windows of hours, days and weeks, and the
+hours of a week.
 
-The zone's offsets are written into an offer once, when it is opened (DESIGN 4.7); from then on Lua and the pure rules need no
-time-zone database, and agree even when two machines have different ones. All times are milliseconds since 1970 UTC.
+The zone's offsets are written into an offer once, when it is opened (DESIGN 4.7); from then on Lua and the
+pure rules need no time-zone database, and agree even when two machines have different ones. All times are
+milliseconds since 1970 UTC.
 """
 
 from bisect import bisect_right
@@ -22,12 +24,14 @@ TIMEZONE_LENGTH_MAX: Final = 64
 MINUTE_MS: Final = 60_000
 #: 1970-01-01 was a Thursday; weeks begin on Monday.
 THURSDAY: Final = 3
-#: How many times in a row hours may be looked for that the clock does not jump over; it jumps once in a week at most.
+#: How many times in a row hours may be looked for that the clock does not jump over; it jumps once in a week
+#: at most.
 JUMPS_MAX: Final = 4
 #: How far ahead of its opening an offer knows its zone.
 HORIZON_MS: Final = 10 * 366 * DAY_MS
 
-#: (from this time on, the local clock is this much ahead of UTC), in order of time; the first also holds before it.
+#: (from this time on, the local clock is this much ahead of UTC), in order of time; the first also holds
+#: before it.
 Offsets = Sequence[tuple[int, int]]
 
 
@@ -38,11 +42,15 @@ def check_timezone(name: str) -> None:
             raise ValueError("too long to be a name")
         ZoneInfo(name)
     except (ZoneInfoNotFoundError, ValueError, OSError):
-        raise Invalid(f"terms.timezone: no such zone: {quoted(name)}; use a name such as UTC or Asia/Shanghai") from None
+        raise Invalid(
+            f"terms.timezone: no such zone: {quoted(name)}; use a name such as UTC or Asia/Shanghai"
+        ) from None
 
 
 def offsets_of(timezone: str, at_ms: int) -> tuple[tuple[int, int], ...]:
-    """The zone's offsets from the day (UTC) of a time on, for HORIZON_MS; every change to the millisecond. `()` for UTC."""
+    """The zone's offsets from the day (UTC) of a time on, for HORIZON_MS; every change to the millisecond.
+    `()` for UTC.
+    """
     return () if timezone == "UTC" else _offsets_from(timezone, at_ms - at_ms % DAY_MS)
 
 
@@ -79,7 +87,9 @@ def offset_at(offsets: Offsets, at_ms: int) -> int:
 
 
 def utc_of(offsets: Offsets, local_ms: int, after_ms: int) -> int:
-    """The first time after `after_ms` at which the local clock shows `local_ms` or, where it jumps over it, more."""
+    """The first time after `after_ms` at which the local clock shows `local_ms` or, where it jumps over it,
+    more.
+    """
     index = max(bisect_right(offsets, after_ms, key=lambda one: one[0]) - 1, 0)
     for begins, offset in offsets[index:]:
         at = max(local_ms - offset, begins)
@@ -93,8 +103,8 @@ def utc_of(offsets: Offsets, local_ms: int, after_ms: int) -> int:
 def window_of(per: Period, offsets: Offsets, at_ms: int) -> int:
     """The number of the offer's hour, day or week at a time; 0 when the whole offer is one window.
 
-    Days and weeks are those of the local clock. Hours are 60 minutes long always, also when the clock is set back, and begin
-    with the full hours of the clock that the offer was opened under.
+    Days and weeks are those of the local clock. Hours are 60 minutes long always, also when the clock is set
+    back, and begin with the full hours of the clock that the offer was opened under.
     """
     if per == "offer":
         return 0
@@ -122,7 +132,8 @@ def window_ends(per: Period, offsets: Offsets, at_ms: int) -> int | None:
 def opens_next(hours: Sequence[tuple[int, int]], offsets: Offsets, at_ms: int) -> int | None:
     """None when a time lies within the hours of the week, else when they begin next.
 
-    `hours` are pairs of minutes of the local week (Monday 00:00 is 0): from the first up to, not including, the second.
+    `hours` are pairs of minutes of the local week (Monday 00:00 is 0): from the first up to, not including,
+    the second.
     """
     if not hours:
         return None

@@ -1,6 +1,7 @@
 """Commands: what somebody wants done. Imperative names, an id chosen by the sender, no history.
 
-`decode_commands` is the door for bytes, `check` the door for objects made in Python; both say which field is wrong.
+`decode_commands` is the door for bytes, `check` the door for objects made in Python; both say which field is
+wrong.
 """
 
 import json
@@ -22,13 +23,23 @@ from grabstream.models.bounds import (
 )
 from grabstream.models.identifiers import ID_LENGTH_MAX, RESERVED_IDS, Id, campaign_of, in_schema, is_id
 from grabstream.models.money import Currency, Invalid, Quantity, Sum, check_amount
-from grabstream.models.offers import LINE_LENGTH_MAX, LINE_PATTERN, Changes, EnvelopeTerms, Terms, check_changes, check_line, check_terms
+from grabstream.models.offers import (
+    LINE_LENGTH_MAX,
+    LINE_PATTERN,
+    Changes,
+    EnvelopeTerms,
+    Terms,
+    check_changes,
+    check_line,
+    check_terms,
+)
 from grabstream.models.transfers import Entry, check_adjustment
 
 ATTRIBUTES_MAX: Final = 8
 ITEMS_MAX: Final = 1_000
 CHUNKS_MAX: Final = 100_000
-#: The items of a `load`, as they stand in its event: there is room for the rest of the line, and in a command.
+#: The items of a `load`, as they stand in its event: there is room for the rest of the line, and in a
+#: command.
 ITEMS_BYTES_MAX: Final = 200_000
 CODE_LENGTH_MAX: Final = 200
 TICKET_LENGTH_MAX: Final = 4_096
@@ -39,7 +50,15 @@ COMMAND_REST_BYTES: Final = 1_024
 PLAIN_GRAB_QUOTES: Final = 16
 
 
-class Command(msgspec.Struct, tag_field="type", tag=str.lower, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+class Command(
+    msgspec.Struct,
+    tag_field="type",
+    tag=str.lower,
+    frozen=True,
+    kw_only=True,
+    omit_defaults=True,
+    forbid_unknown_fields=True,
+):
     """What every command has: an id unique within its campaign, and the offer it is about."""
 
     id: Id
@@ -61,14 +80,17 @@ class Open(Steer, frozen=True, kw_only=True):
 class Grab(Command, frozen=True, kw_only=True):
     """One user's attempt; `attributes` are names and values that limits may count by.
 
-    `ticket` is what the eligibility service signed; `basket` is shared by the grabs of one array that stand or fall together;
-    `wait` joins the waiting list when it is sold out.
+    `ticket` is what the eligibility service signed; `basket` is shared by the grabs of one array that stand
+    or fall together; `wait` joins the waiting list when it is sold out.
     """
 
     user: Id
     quantity: Quantity = 1
     attributes: Annotated[dict[Id, Id], in_schema(maxProperties=ATTRIBUTES_MAX)] = {}
-    ticket: Annotated[str, in_schema(minLength=1, maxLength=TICKET_LENGTH_MAX, pattern=r"^[\u0000-\u007f]*$")] | None = None
+    ticket: (
+        Annotated[str, in_schema(minLength=1, maxLength=TICKET_LENGTH_MAX, pattern=r"^[\u0000-\u007f]*$")]
+        | None
+    ) = None
     basket: Id | None = None
     wait: bool = False
 
@@ -92,13 +114,16 @@ class Amend(Steer, frozen=True, kw_only=True):
 
 
 class Load(Steer, frozen=True, kw_only=True):
-    """One chunk of a list that an offer needs before it opens: coupon codes, or the ids of who may grab. `chunk` counts from 1."""
+    """One chunk of a list that an offer needs before it opens: coupon codes, or the ids of who may grab.
+    `chunk` counts from 1.
+    """
 
     what: Literal["codes", "audience"]
     chunk: Annotated[int, in_schema(minimum=1, maximum=CHUNKS_MAX)]
     chunks: Annotated[int, in_schema(minimum=1, maximum=CHUNKS_MAX)]
     items: Annotated[
-        tuple[Annotated[str, in_schema(minLength=1, maxLength=CODE_LENGTH_MAX)], ...], in_schema(minItems=1, maxItems=ITEMS_MAX)
+        tuple[Annotated[str, in_schema(minLength=1, maxLength=CODE_LENGTH_MAX)], ...],
+        in_schema(minItems=1, maxItems=ITEMS_MAX),
     ]
 
 
@@ -117,7 +142,9 @@ class Settle(Command, frozen=True, kw_only=True):
 
 
 class Confirm(Settle, frozen=True, kw_only=True):
-    """A hold was paid: `paid` minor units of `currency` by `payment`, for `quantity` of its units (absent: all that are held)."""
+    """A hold was paid: `paid` minor units of `currency` by `payment`, for `quantity` of its units (absent:
+    all that are held).
+    """
 
     payment: Id | None = None
     paid: Sum = 0
@@ -153,7 +180,22 @@ class Unredeem(Settle, frozen=True, kw_only=True):
     order: Id
 
 
-AnyCommand = Open | Grab | Pause | Resume | Close | Amend | Load | Adjust | Confirm | Release | Extend | Return | Redeem | Unredeem
+AnyCommand = (
+    Open
+    | Grab
+    | Pause
+    | Resume
+    | Close
+    | Amend
+    | Load
+    | Adjust
+    | Confirm
+    | Release
+    | Extend
+    | Return
+    | Redeem
+    | Unredeem
+)
 
 _is_currency = re.compile(r"[A-Z]{3}\Z").match
 _encode = msgspec.json.Encoder(order="deterministic").encode
@@ -179,7 +221,8 @@ _decode_basketed = msgspec.json.Decoder(_Basketed).decode
 
 
 class Undecodable(Exception):
-    """One command that could not be understood: `raw` are its bytes, `id` and `offer` are set when they are readable.
+    """One command that could not be understood: `raw` are its bytes, `id` and `offer` are set when they are
+    readable.
 
     The reason is bounded (`models/bounds.py`), whatever it quotes.
     """
@@ -193,8 +236,10 @@ class Undecodable(Exception):
 
 
 def check(command: AnyCommand) -> None:
-    """Raises Invalid, naming the field and the fix, when the command must not reach a script; also when a program has made one with
-    values of other types than its fields have, which no reader of its event would understand."""
+    """Raises Invalid, naming the field and the fix, when the command must not reach a script; also when a
+    program has made one with values of other types than its fields have, which no reader of its event would
+    understand.
+    """
     try:
         _check_rules(command)
         # A grab is the many: its fields are looked at one by one.
@@ -202,7 +247,9 @@ def check(command: AnyCommand) -> None:
             _check_types(command)
     except (AttributeError, TypeError) as error:
         _check_types(command)
-        raise Invalid(f"{type(command).__name__.lower()}: a field has a value of another type ({error})") from None
+        raise Invalid(
+            f"{type(command).__name__.lower()}: a field has a value of another type ({error})"
+        ) from None
 
 
 def _check_types(command: AnyCommand) -> None:
@@ -244,7 +291,9 @@ def _check_grab(command: Grab) -> None:
         _check_attributes(command.attributes)
     if command.basket is not None:
         _check_named("basket", command.basket)
-    if command.ticket is not None and not (0 < len(command.ticket) <= TICKET_LENGTH_MAX and command.ticket.isascii()):
+    if command.ticket is not None and not (
+        0 < len(command.ticket) <= TICKET_LENGTH_MAX and command.ticket.isascii()
+    ):
         raise Invalid(f"ticket: must be a signed token of at most {TICKET_LENGTH_MAX} characters")
     if not isinstance(command.wait, bool):
         raise Invalid(f"wait: must be true or false, got {quoted(command.wait)}")
@@ -274,13 +323,20 @@ def _check_load(command: Load) -> None:
             raise Invalid(f"items: a code has 1 to {CODE_LENGTH_MAX} characters, got {len(item)}")
         check_line("items", item)
     if (size := sum(map(bytes_of_code, command.items))) > ITEMS_BYTES_MAX:
-        raise Invalid(f"items: codes have at most {ITEMS_BYTES_MAX} bytes when they are sealed, these may have {size}; load fewer at once")
+        raise Invalid(
+            f"items: codes have at most {ITEMS_BYTES_MAX} bytes when they are sealed, these may have {size}; "
+            "load fewer at once"
+        )
     if (size := len(_encode(command))) > COMMAND_BYTES_MAX:
-        raise Invalid(f"items: a command has at most {COMMAND_BYTES_MAX} bytes, this has {size}; load fewer at once")
+        raise Invalid(
+            f"items: a command has at most {COMMAND_BYTES_MAX} bytes, this has {size}; load fewer at once"
+        )
 
 
 def bytes_of_code(code: str) -> int:
-    """What a code takes of an event at most: sealed (nonce, tag, base64) with the longest id of a key, in quotes."""
+    """What a code takes of an event at most: sealed (nonce, tag, base64) with the longest id of a key, in
+    quotes.
+    """
     return 4 * -(-(len(code.encode(errors="surrogatepass")) + 28) // 3) + ID_LENGTH_MAX + len(':"",')
 
 
@@ -291,7 +347,10 @@ def in_chunks(what: str, items: Sequence[str]) -> list[tuple[str, ...]]:
     for item in items:
         written = len(json.dumps(item)) + 1
         sealed = bytes_of_code(item) if what == "codes" else written
-        full = in_event + sealed > ITEMS_BYTES_MAX or in_command + written > COMMAND_BYTES_MAX - COMMAND_REST_BYTES
+        full = (
+            in_event + sealed > ITEMS_BYTES_MAX
+            or in_command + written > COMMAND_BYTES_MAX - COMMAND_REST_BYTES
+        )
         if not chunks or len(chunks[-1]) == ITEMS_MAX or full:
             chunks.append([])
             in_event = in_command = 0
@@ -347,7 +406,10 @@ def _check_attributes(attributes: dict[str, str]) -> None:
         raise Invalid(f"attributes: at most {ATTRIBUTES_MAX}, got {len(attributes)}")
     for name, value in attributes.items():
         if not is_id(name) or not is_id(value):
-            raise Invalid(f"attributes: names and values must match [A-Za-z0-9._:-]{{1,64}}, got {quoted(name)}: {quoted(value)}")
+            raise Invalid(
+                f"attributes: names and values must match [A-Za-z0-9._:-]{{1,64}}, got {quoted(name)}: "
+                f"{quoted(value)}"
+            )
 
 
 _CHECKS: Final[dict[type, Callable[[Any], None]]] = {
@@ -364,7 +426,9 @@ _CHECKS: Final[dict[type, Callable[[Any], None]]] = {
 
 
 def decode_command(raw: bytes) -> AnyCommand:
-    """One command from JSON; raises Undecodable with the reason, and with id and offer when they can be read."""
+    """One command from JSON; raises Undecodable with the reason, and with id and offer when they can be
+    read.
+    """
     try:
         if len(raw) > COMMAND_BYTES_MAX:
             raise Invalid(f"a command has at most {COMMAND_BYTES_MAX} bytes, this has {len(raw)}")
@@ -381,7 +445,8 @@ def decode_command(raw: bytes) -> AnyCommand:
 def _check_names_once(command: AnyCommand, raw: bytes) -> None:
     """Raises Invalid when an object of the JSON names a field twice, of which the decoder takes the last.
 
-    Without escapes, a text with as many quotes as the canonical one has no more names: most commands need no second look.
+    Without escapes, a text with as many quotes as the canonical one has no more names: most commands need no
+    second look.
     """
     quotes = raw.count(b'"')
     if quotes == PLAIN_GRAB_QUOTES and type(command) is Grab:
@@ -410,10 +475,12 @@ def _undecodable(reason: str, raw: bytes) -> Undecodable:
 
 
 def commands_of(value: bytes) -> Iterator[AnyCommand | Undecodable]:
-    """The commands of one record, an object or an array of objects, in order; a bad one does not stop the others.
+    """The commands of one record, an object or an array of objects, in order; a bad one does not stop the
+    others.
 
-    A record that cannot be taken whole (no JSON, or above a bound) is one Undecodable with all its bytes. What it holds is bounded
-    before it is decoded; each command is decoded when it is asked for, so that a reader of a long array can do something in between.
+    A record that cannot be taken whole (no JSON, or above a bound) is one Undecodable with all its bytes.
+    What it holds is bounded before it is decoded; each command is decoded when it is asked for, so that a
+    reader of a long array can do something in between.
     """
     if value[:1] != b"[" and not value.lstrip().startswith(b"["):
         yield _decode_or_reason(value)
@@ -430,15 +497,22 @@ def commands_of(value: bytes) -> Iterator[AnyCommand | Undecodable]:
 
 
 def _split(value: bytes) -> list[msgspec.Raw]:
-    """The elements of an array, undecoded; raises Invalid when it is above a bound. Commas bound what splitting costs."""
+    """The elements of an array, undecoded; raises Invalid when it is above a bound. Commas bound what
+    splitting costs.
+    """
     if len(value) > RECORD_BYTES_MAX:
         raise Invalid(f"an array has at most {RECORD_BYTES_MAX} bytes, this has {len(value)}")
     commas = value.count(b",")
     if commas > ARRAY_COMMAS_MAX:
-        raise Invalid(f"an array has at most {ARRAY_COMMAS_MAX} commas, this has {commas}; send commands in several arrays")
+        raise Invalid(
+            f"an array has at most {ARRAY_COMMAS_MAX} commas, this has {commas}; send commands in several "
+            "arrays"
+        )
     raws: list[msgspec.Raw] = _decode_raw_list(value)
     if len(raws) > ARRAY_COMMANDS_MAX:
-        raise Invalid(f"an array has at most {ARRAY_COMMANDS_MAX} commands, this has {len(raws)}; send several arrays")
+        raise Invalid(
+            f"an array has at most {ARRAY_COMMANDS_MAX} commands, this has {len(raws)}; send several arrays"
+        )
     return raws
 
 
@@ -473,9 +547,12 @@ def _basket_named(command: AnyCommand | Undecodable) -> str | None:
     return basket if isinstance(basket, str) else None
 
 
-def torn_baskets(commands: Sequence[AnyCommand | Undecodable], refused: Container[int] = ()) -> dict[int, str]:
-    """Why grabs of these cannot be decided as one with their basket, by their places: all of a basket, or none. `refused` are places
-    of commands that are refused already."""
+def torn_baskets(
+    commands: Sequence[AnyCommand | Undecodable], refused: Container[int] = ()
+) -> dict[int, str]:
+    """Why grabs of these cannot be decided as one with their basket, by their places: all of a basket, or
+    none. `refused` are places of commands that are refused already.
+    """
     members: dict[str, list[int]] = {}
     for place, command in enumerate(commands):
         if (basket := _basket_named(command)) is not None:
@@ -488,7 +565,9 @@ def torn_baskets(commands: Sequence[AnyCommand | Undecodable], refused: Containe
     }
 
 
-def _why_torn(basket: str, places: Sequence[int], commands: Sequence[AnyCommand | Undecodable], refused: Container[int]) -> str | None:
+def _why_torn(
+    basket: str, places: Sequence[int], commands: Sequence[AnyCommand | Undecodable], refused: Container[int]
+) -> str | None:
     grabs = [found for place in places if not isinstance(found := commands[place], Undecodable)]
     if len(grabs) < len(places) or any(place in refused for place in places):
         return f"basket: another grab of {shortened(basket, ID_LENGTH_MAX)} is invalid"
@@ -505,7 +584,11 @@ def _why_torn(basket: str, places: Sequence[int], commands: Sequence[AnyCommand 
 
 def secret_of(command: AnyCommand) -> str | None:
     """The field of a command that must not stand in a topic in clear, if it has one: only a gate takes it."""
-    if isinstance(command, Open) and isinstance(command.terms, EnvelopeTerms) and command.terms.seed is not None:
+    if (
+        isinstance(command, Open)
+        and isinstance(command.terms, EnvelopeTerms)
+        and command.terms.seed is not None
+    ):
         return "terms.seed"
     return "items" if isinstance(command, Load) and command.what == "codes" else None
 

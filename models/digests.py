@@ -1,14 +1,16 @@
 """Digests: what tells two bodies under one command id apart, and says how it was made.
 
-A digest names its form before a `$`, which no id contains, so that it can be compared with a command in the form it has, whichever
-release or seal key made it:
+A digest names its form before a `$`, which no id contains, so that it can be compared with a command in the
+form it has, whichever release or seal key made it:
 
-- 8 characters without a form: 48 bits of BLAKE2b; releases before 0.2 made them. They are still compared, never made.
+- 8 characters without a form: 48 bits of BLAKE2b; releases before 0.2 made them. They are still compared,
+  never made.
 - `b2$…`: 128 bits of BLAKE2b over the canonical JSON of the command, 22 characters of base64.
-- `k:<key id>$…`: the same, keyed with a key that is derived from that seal key: of commands that carry a secret (codes, a seed, a
-  ticket), since whoever reads the journal could try all codes of six digits against a plain hash.
-- `plain`: a grab of one unit that asks for nothing more is not hashed at all: its event says all of it. Remembered with a refusal,
-  which has no event, it is written in full, `plain$<offer>/<user>`.
+- `k:<key id>$…`: the same, keyed with a key that is derived from that seal key: of commands that carry a
+  secret (codes, a seed, a ticket), since whoever reads the journal could try all codes of six digits against
+  a plain hash.
+- `plain`: a grab of one unit that asks for nothing more is not hashed at all: its event says all of it.
+  Remembered with a refusal, which has no event, it is written in full, `plain$<offer>/<user>`.
 
 Who sends a command does not change what it asks for, so `operator` is left out of every form.
 """
@@ -38,11 +40,14 @@ _NAMES: Final = b"grab load ids"
 
 
 class CannotCompare(Exception):
-    """A digest was made with a key that is not there any more, or in a form that this program does not know."""
+    """A digest was made with a key that is not there any more, or in a form that this program does not
+    know.
+    """
 
 
 class Digests:
-    """Makes and compares digests. `keys` are the seal keys by id, 32 bytes each: the first one makes, each one compares.
+    """Makes and compares digests. `keys` are the seal keys by id, 32 bytes each: the first one makes, each
+    one compares.
 
     Without keys nothing is keyed: for rules that run beside no server.
     """
@@ -71,7 +76,9 @@ class Digests:
         return plain_body(command) if digest == PLAIN and isinstance(command, Grab) else digest
 
     def is_of(self, kept: str, command: AnyCommand) -> bool:
-        """Whether a remembered digest is that of this command, in whichever form it is; raises CannotCompare."""
+        """Whether a remembered digest is that of this command, in whichever form it is; raises
+        CannotCompare.
+        """
         form, dollar, value = kept.rpartition("$")
         if not dollar:
             return len(kept) == FIRST_FORM_LENGTH and kept == _text(_body(command), FIRST_FORM_BYTES)
@@ -81,22 +88,30 @@ class Digests:
             return compare_digest(value, _text(_body(command), BYTES))
         key_id = form.removeprefix(KEYED)
         if not form.startswith(KEYED):
-            raise CannotCompare(f"the first command under this id was remembered in form {form!r}, which a newer release writes: upgrade")
+            raise CannotCompare(
+                f"the first command under this id was remembered in form {form!r}, which a newer release "
+                "writes: upgrade"
+            )
         if key_id not in self._keys:
             raise CannotCompare(
-                f"the first command under this id was remembered with key {key_id!r}, which is not in GRAB_SEAL_KEYS any more: "
+                f"the first command under this id was remembered with key {key_id!r}, which is not in "
+                "GRAB_SEAL_KEYS any more: "
                 "put the key back behind the new one, or send another id"
             )
         return compare_digest(value, _text(_body(command), BYTES, self._keys[key_id]))
 
     def names(self, text: str) -> list[str]:
-        """Keyed names of a text, 30 hex digits, one a key, the first key's first: an id may follow from a secret, but not tell it."""
+        """Keyed names of a text, 30 hex digits, one a key, the first key's first: an id may follow from a
+        secret, but not tell it.
+        """
         return [blake2b(text.encode(), digest_size=15, key=key).hexdigest() for key in self._names]
 
 
 def is_plain(command: Grab) -> bool:
     """Whether a grab is one unit for one user of one offer, and nothing more."""
-    return command.quantity == 1 and not (command.attributes or command.ticket is not None or command.basket is not None or command.wait)
+    return command.quantity == 1 and not (
+        command.attributes or command.ticket is not None or command.basket is not None or command.wait
+    )
 
 
 def plain_body(command: Grab) -> str:
@@ -106,12 +121,19 @@ def plain_body(command: Grab) -> str:
 
 def whole_of(command: AnyCommand) -> str | None:
     """What of a command is compared as a whole, beside its digest: entries in the books are."""
-    return adjustment_text(command.transfers, command.reason, command.approved_by) if isinstance(command, Adjust) else None
+    return (
+        adjustment_text(command.transfers, command.reason, command.approved_by)
+        if isinstance(command, Adjust)
+        else None
+    )
 
 
 def adjustment_text(transfers: Sequence[object], reason: str, approved_by: str) -> str:
     """A correcting entry as its event writes it: fields of a JSON object, with a comma before the first."""
-    return f',"transfers":{_json(transfers).decode()},"reason":{_json(reason).decode()},"approved_by":"{approved_by}"'
+    return (
+        f',"transfers":{_json(transfers).decode()},"reason":{_json(reason).decode()},"approved_'
+        f'by":"{approved_by}"'
+    )
 
 
 def _body(command: AnyCommand) -> bytes:

@@ -1,10 +1,11 @@
 """Events: facts, in the past tense, as they stand in the journal.
 
-The Lua script that decides writes an event's text; Python only reads it. `encode_event` makes the same text from the pure
-rules, so that the two can be compared byte for byte. Unknown fields are ignored, so that old readers survive new writers.
+The Lua script that decides writes an event's text; Python only reads it. `encode_event` makes the same text
+from the pure rules, so that the two can be compared byte for byte. Unknown fields are ignored, so that old
+readers survive new writers.
 
-The current version of a type stands in its class line (`V1`). Events of older versions are raised while they are decoded
-(`models/upcasting.py`); events of a newer one are refused.
+The current version of a type stands in its class line (`V1`). Events of older versions are raised while they
+are decoded (`models/upcasting.py`); events of a newer one are refused.
 """
 
 from collections.abc import Callable, Iterable
@@ -30,8 +31,9 @@ KINDS: Final = [str(terms.__struct_config__.tag) for terms in get_args(Terms)]
 class Event(msgspec.Struct, Generic[V], tag_field="type", frozen=True, kw_only=True, omit_defaults=True):
     """What every event has.
 
-    `v` version of the type · `shard`, `seq` its place in the shard, without gaps · `offer_seq` its place in the offer, without
-    gaps · `at` milliseconds since 1970 UTC by the shard's clock · `command` the id of the command that caused it, or `sweep`.
+    `v` version of the type · `shard`, `seq` its place in the shard, without gaps · `offer_seq` its place in
+    the offer, without gaps · `at` milliseconds since 1970 UTC by the shard's clock · `command` the id of the
+    command that caused it, or `sweep`.
     """
 
     v: V
@@ -44,18 +46,21 @@ class Event(msgspec.Struct, Generic[V], tag_field="type", frozen=True, kw_only=T
 
 
 class CampaignZone(msgspec.Struct, frozen=True):
-    """A time zone as it is written down when an offer opens: its name, and its offsets (from a time on, ms ahead of UTC)."""
+    """A time zone as it is written down when an offer opens: its name, and its offsets (from a time on, ms
+    ahead of UTC).
+    """
 
     timezone: str
     offsets: tuple[tuple[int, int], ...]
 
 
 class OfferOpened(Event[V1], tag="offer.opened", frozen=True, kw_only=True):
-    """An offer was created and funded with `total` (minor units or pieces). `terms` is what was asked, as JSON.
+    """An offer was created and funded with `total` (minor units or pieces). `terms` is what was asked, as
+    JSON.
 
-    `offsets` are those of its time zone (from a time on, ms ahead of UTC), `campaign_zone` is there when the campaign's first offer has
-    other ones: limits of the campaign count in the zone of its first offer. `seed_sha256` commits to the seed, `sealed_seed` is for
-    recovery only (authenticated encryption).
+    `offsets` are those of its time zone (from a time on, ms ahead of UTC), `campaign_zone` is there when the
+    campaign's first offer has other ones: limits of the campaign count in the zone of its first offer.
+    `seed_sha256` commits to the seed, `sealed_seed` is for recovery only (authenticated encryption).
     """
 
     kind: Annotated[str, in_schema(enum=KINDS)]
@@ -75,7 +80,9 @@ class OfferOpened(Event[V1], tag="offer.opened", frozen=True, kw_only=True):
 
 
 class OfferLoaded(Event[V1], tag="offer.loaded", frozen=True, kw_only=True):
-    """A chunk of a list was loaded: `items` are sealed codes, or ids of users; `count` how many of the list are there now."""
+    """A chunk of a list was loaded: `items` are sealed codes, or ids of users; `count` how many of the list
+    are there now.
+    """
 
     what: Literal["codes", "audience"]
     chunk: Number
@@ -87,7 +94,9 @@ class OfferLoaded(Event[V1], tag="offer.loaded", frozen=True, kw_only=True):
 
 
 class OfferAmended(Event[V1], tag="offer.amended", frozen=True, kw_only=True):
-    """Terms changed; `changes` as they were asked. `added` or `removed` pieces came from, or went to, the account `source`."""
+    """Terms changed; `changes` as they were asked. `added` or `removed` pieces came from, or went to, the
+    account `source`.
+    """
 
     changes: JsonObject
     asset: Asset
@@ -114,9 +123,11 @@ class OfferResumed(Event[V1], tag="offer.resumed", frozen=True, kw_only=True):
 
 
 class OfferClosed(Event[V1], tag="offer.closed", frozen=True, kw_only=True):
-    """The offer ended; `amount` (minor units or pieces) is what nobody took, `left` the parts or pieces it was in.
+    """The offer ended; `amount` (minor units or pieces) is what nobody took, `left` the parts or pieces it
+    was in.
 
-    `reason` says why; `refund_to` is the account that gets what is left; `seed` reveals what `seed_sha256` promised.
+    `reason` says why; `refund_to` is the account that gets what is left; `seed` reveals what `seed_sha256`
+    promised.
     """
 
     reason: Literal["command", "deadline", "drained"]
@@ -136,8 +147,9 @@ class OfferRetired(Event[V1], tag="offer.retired", frozen=True, kw_only=True):
 class _GrabEvent(Event[V], Generic[V], frozen=True, kw_only=True):
     """What every event about a grab has.
 
-    `grab` is the id of the command that made the grab, `quantity` the units this event moves, `amount` the same in the offer's asset
-    (an envelope's part is one unit of many minor units), `place` the how-manieth grab of the offer it is, `left` what is left after.
+    `grab` is the id of the command that made the grab, `quantity` the units this event moves, `amount` the
+    same in the offer's asset (an envelope's part is one unit of many minor units), `place` the how-manieth
+    grab of the offer it is, `left` what is left after.
     """
 
     grab: Id
@@ -152,7 +164,8 @@ class _GrabEvent(Event[V], Generic[V], frozen=True, kw_only=True):
 class GrabGranted(_GrabEvent[V1], tag="grab.granted", frozen=True, kw_only=True):
     """A user got `amount` for good. `asked` is there when it was more than `quantity`; `codes` are sealed.
 
-    `ticket` is the id of a single-use ticket that was used, `ticket_ends_at` there when it was one of the campaign: until when it is good.
+    `ticket` is the id of a single-use ticket that was used, `ticket_ends_at` there when it was one of the
+    campaign: until when it is good.
     """
 
     asked: Quantity | None = None
@@ -199,7 +212,8 @@ class GrabExtended(_GrabEvent[V1], tag="grab.extended", frozen=True, kw_only=Tru
 
 
 class GrabConfirmed(_GrabEvent[V1], tag="grab.confirmed", frozen=True, kw_only=True):
-    """Held units are the user's for good; `held` stay held. `paid` minor units of `currency` went to `issuer` by `payment`.
+    """Held units are the user's for good; `held` stay held. `paid` minor units of `currency` went to `issuer`
+    by `payment`.
 
     `retaken` when the hold was over and the units were taken anew. `codes` are sealed.
     """
@@ -215,7 +229,9 @@ class GrabConfirmed(_GrabEvent[V1], tag="grab.confirmed", frozen=True, kw_only=T
 
 
 class GrabReleased(_GrabEvent[V1], tag="grab.released", frozen=True, kw_only=True):
-    """Held units went back to the account `to`; `reason` left_queue: a place on the waiting list was given up."""
+    """Held units went back to the account `to`; `reason` left_queue: a place on the waiting list was given
+    up.
+    """
 
     reason: Literal["command", "expired", "left_queue"]
     to: Account
@@ -223,7 +239,8 @@ class GrabReleased(_GrabEvent[V1], tag="grab.released", frozen=True, kw_only=Tru
 
 
 class GrabReturned(_GrabEvent[V1], tag="grab.returned", frozen=True, kw_only=True):
-    """Units came back after the fact, to the account `to`; `refunds` are (payment, minor units of `currency`) that go back for them.
+    """Units came back after the fact, to the account `to`; `refunds` are (payment, minor units of `currency`)
+    that go back for them.
 
     `restored` says whether the user's limits were given back.
     """
@@ -252,7 +269,9 @@ class GrabUnredeemed(_GrabEvent[V1], tag="grab.unredeemed", frozen=True, kw_only
 
 
 class PaymentRefundDue(Event[V1], tag="payment.refund_due", frozen=True, kw_only=True):
-    """`amount` minor units of `asset` came by `payment` and could not be served; `outcome` says why. Once per payment."""
+    """`amount` minor units of `asset` came by `payment` and could not be served; `outcome` says why. Once per
+    payment.
+    """
 
     grab: Id
     payment: Id
@@ -274,16 +293,27 @@ class LedgerAdjusted(Event[V1], tag="ledger.adjusted", frozen=True, kw_only=True
 
 AnyEvent = (
     OfferOpened | OfferLoaded | OfferAmended | OfferPaused | OfferResumed | OfferClosed | OfferRetired
-    | GrabGranted | GrabHeld | GrabQueued | GrabExtended | GrabConfirmed | GrabReleased | GrabReturned | GrabRedeemed | GrabUnredeemed
+    | GrabGranted | GrabHeld | GrabQueued | GrabExtended | GrabConfirmed | GrabReleased | GrabReturned
+    | GrabRedeemed | GrabUnredeemed
     | PaymentRefundDue | LedgerAdjusted
 )  # fmt: skip
 AnyGrabEvent = (
-    GrabGranted | GrabHeld | GrabQueued | GrabExtended | GrabConfirmed | GrabReleased | GrabReturned | GrabRedeemed | GrabUnredeemed
+    GrabGranted
+    | GrabHeld
+    | GrabQueued
+    | GrabExtended
+    | GrabConfirmed
+    | GrabReleased
+    | GrabReturned
+    | GrabRedeemed
+    | GrabUnredeemed
 )
 
 #: The version of every type that is written today.
 CURRENT_VERSIONS: Final[dict[str, int]] = {
-    str(event.__struct_config__.tag): get_args(next(field.type for field in msgspec.structs.fields(event) if field.name == "v"))[0]
+    str(event.__struct_config__.tag): get_args(
+        next(field.type for field in msgspec.structs.fields(event) if field.name == "v")
+    )[0]
     for event in get_args(AnyEvent)
 }
 
@@ -295,8 +325,9 @@ _decode_raw_list: Final = msgspec.json.Decoder(list[msgspec.Raw]).decode
 class EventDecoder:
     """Decodes events of every version it has upcasters for, always into the current form.
 
-    Making one raises BrokenChain when the upcasters have a gap. Decoding raises msgspec.DecodeError for what is no event,
-    NewerEvent (a DecodeError too) for what a newer grabstream wrote, UpcastFailed for what an upcaster cannot raise.
+    Making one raises BrokenChain when the upcasters have a gap. Decoding raises msgspec.DecodeError for what
+    is no event, NewerEvent (a DecodeError too) for what a newer grabstream wrote, UpcastFailed for what an
+    upcaster cannot raise.
     """
 
     def __init__(self, upcasters: Iterable[Upcaster] = UPCASTERS) -> None:
@@ -304,7 +335,8 @@ class EventDecoder:
 
     def decode(self, line: bytes) -> AnyEvent:
         """One event."""
-        # The types hold their version as a literal, so an event of another one fails here, in C: current events cost nothing more.
+        # The types hold their version as a literal, so an event of another one fails here, in C: current
+        # events cost nothing more.
         try:
             try:
                 return _decode_current(line)
@@ -317,7 +349,9 @@ class EventDecoder:
             raise msgspec.DecodeError("nested too deep to be an event") from None
 
     def decode_list(self, lines: bytes) -> list[AnyEvent]:
-        """Decodes `[line,line,…]` in one call, for whole blocks; line by line only when one of them is not of today."""
+        """Decodes `[line,line,…]` in one call, for whole blocks; line by line only when one of them is not of
+        today.
+        """
         try:
             try:
                 return _decode_current_list(lines)

@@ -1,6 +1,7 @@
 """Ids, campaigns, shards and accounts: the names by which everything else is found.
 
-An id is safe everywhere by construction (JSON, Lua, COPY, Redis keys, hash tags), so nobody downstream escapes it.
+An id is safe everywhere by construction (JSON, Lua, COPY, Redis keys, hash tags), so nobody downstream
+escapes it.
 """
 
 import re
@@ -12,12 +13,15 @@ from msgspec import Meta
 
 ID_PATTERN: Final = "^[A-Za-z0-9._:-]{1,64}$"
 ID_LENGTH_MAX: Final = 64
-#: Stands for every offer that does not exist, where refusals are counted by offer: no id can be it, and nobody can invent names for it.
+#: Stands for every offer that does not exist, where refusals are counted by offer: no id can be it, and
+#: nobody can invent names for it.
 NO_OFFER: Final = "*"
 
 
 def in_schema(**words: Any) -> Meta:
-    """A constraint that the JSON Schemas say; what checks it is code of our own, or the script that writes the value."""
+    """A constraint that the JSON Schemas say; what checks it is code of our own, or the script that writes
+    the value.
+    """
     return Meta(extra_json_schema=words)
 
 
@@ -56,5 +60,7 @@ def campaign_of(offer: str) -> str:
 
 
 def shard_of(campaign: str, shards: int) -> int:
-    """The shard (0 … shards-1) that decides a campaign: CRC-32 (IEEE, as in zlib) modulo the number of shards."""
+    """The shard (0 … shards-1) that decides a campaign: CRC-32 (IEEE, as in zlib) modulo the number of
+    shards.
+    """
     return crc32(campaign.encode()) % shards

@@ -1,6 +1,8 @@
-"""The journal's form and its reading: blocks, markers, the hash chain, and the cursor that accepts or refuses (DESIGN 4.4–4.6).
+"""The journal's form and its reading: blocks, markers, the hash chain, and the cursor that accepts or refuses
+(DESIGN 4.4–4.6).
 
-Nothing here reads Kafka: a record is given as offset, headers and value, and `Cursor.feed` says what it adds to the history.
+Nothing here reads Kafka: a record is given as offset, headers and value, and `Cursor.feed` says what it adds
+to the history.
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,11 +20,15 @@ class Corrupt(Exception):
 
 
 class Gap(Exception):
-    """Events are missing between the cursor and a block that counts: read from the cursor's own offset first."""
+    """Events are missing between the cursor and a block that counts: read from the cursor's own offset
+    first.
+    """
 
 
 class Block(NamedTuple):
-    """One journal record. A block of count 0 is a marker: it has no lines, and `prev` and `head` are empty."""
+    """One journal record. A block of count 0 is a marker: it has no lines, and `prev` and `head` are
+    empty.
+    """
 
     shard: int
     term: int
@@ -61,7 +67,9 @@ def marker_headers(shard: int, term: int, owner: str) -> list[tuple[str, bytes]]
     return [("shard", b"%d" % shard), ("term", b"%d" % term), ("owner", owner.encode()), ("count", b"0")]
 
 
-def block_headers(shard: int, term: int, owner: str, first_seq: int, count: int, prev: bytes, head: bytes) -> list[tuple[str, bytes]]:
+def block_headers(
+    shard: int, term: int, owner: str, first_seq: int, count: int, prev: bytes, head: bytes
+) -> list[tuple[str, bytes]]:
     """Headers of a block of events; its value is the lines joined by newlines."""
     return [
         ("shard", b"%d" % shard),
@@ -75,7 +83,9 @@ def block_headers(shard: int, term: int, owner: str, first_seq: int, count: int,
 
 
 def parse_block(headers: Headers, value: bytes | None) -> Block:
-    """A record as a block, its lines chained from its own `prev`; raises Corrupt when the record contradicts itself."""
+    """A record as a block, its lines chained from its own `prev`; raises Corrupt when the record contradicts
+    itself.
+    """
     named = dict(headers)
     try:
         shard, term, count = int(named["shard"]), int(named["term"]), int(named["count"])
@@ -91,12 +101,16 @@ def parse_block(headers: Headers, value: bytes | None) -> Block:
         raise Corrupt(f"{len(lines)} lines where the header says {count}")
     hashes = tuple(chain(prev, lines))
     if hashes[-1] != head:
-        raise Corrupt(f"the lines of seq {first_seq} to {first_seq + count - 1} do not lead to the head in the header")
+        raise Corrupt(
+            f"the lines of seq {first_seq} to {first_seq + count - 1} do not lead to the head in the header"
+        )
     return Block(shard, term, owner, first_seq, count, prev, head, lines, hashes)
 
 
 class Cursor(NamedTuple):
-    """How far a reader is in a shard: last `seq` and the hash there, the next offset, and the term and owner in force."""
+    """How far a reader is in a shard: last `seq` and the hash there, the next offset, and the term and owner
+    in force.
+    """
 
     seq: int = 0
     head: bytes = GENESIS
@@ -107,7 +121,8 @@ class Cursor(NamedTuple):
     def feed(self, offset: int, block: Block) -> "tuple[Cursor, Sequence[Accepted]]":
         """The cursor behind a record and the events the record adds; a record below the cursor adds nothing.
 
-        Raises Gap when events are missing before the block, Corrupt when it counts but contradicts what is known.
+        Raises Gap when events are missing before the block, Corrupt when it counts but contradicts what is
+        known.
         """
         if offset < self.next_offset:
             return self, ()
@@ -117,7 +132,9 @@ class Cursor(NamedTuple):
                 behind = behind._replace(term=block.term, owner=block.owner)
             return behind, ()
         if block.term > self.term:
-            raise Corrupt(f"offset {offset}: a block of term {block.term}, for which no marker stands before it")
+            raise Corrupt(
+                f"offset {offset}: a block of term {block.term}, for which no marker stands before it"
+            )
         if block.term < self.term or block.owner != self.owner:
             return behind, ()
         return self._accept(offset, block, behind)

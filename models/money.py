@@ -25,7 +25,9 @@ class Invalid(ValueError):
 
 
 def check_amount(field: str, value: object, least: int = 0, most: int = AMOUNT_MAX) -> int:
-    """The value, when it is an integer from `least` to `most`; raises Invalid with the field's name otherwise."""
+    """The value, when it is an integer from `least` to `most`; raises Invalid with the field's name
+    otherwise.
+    """
     if isinstance(value, bool) or not isinstance(value, int):
         raise Invalid(f"{field}: must be an integer (minor units or pieces), got {quoted(value)}")
     if not least <= value <= most:

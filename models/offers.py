@@ -1,7 +1,7 @@
 """What an offer says of itself: its terms, and the checks that stand at the door.
 
-A kind of offer is one member of the union `Terms`; scripts, tables and agents do not know kinds beyond what the terms say. The
-descriptions of the fields are the text of the table in the README.
+A kind of offer is one member of the union `Terms`; scripts, tables and agents do not know kinds beyond what
+the terms say. The descriptions of the fields are the text of the table in the README.
 """
 
 import re
@@ -18,8 +18,9 @@ from grabstream.models.splitting import LAWS, Law, check_split
 
 ENVELOPE_LIFE_MS: Final = 24 * 3600 * 1000
 RETIRE_AFTER_MS: Final = 7 * 24 * 3600 * 1000
-#: How long after an offer has retired its payments are known, and other money that comes for it is booked, to be paid back. What is
-#: kept for that is deleted a day later, when no clock that is still believed can ask for it.
+#: How long after an offer has retired its payments are known, and other money that comes for it is booked, to
+#: be paid back. What is kept for that is deleted a day later, when no clock that is still believed can ask
+#: for it.
 PAYMENTS_KNOWN_MS: Final = 180 * 24 * 3600 * 1000
 PAYMENTS_KEPT_MS: Final = PAYMENTS_KNOWN_MS + 24 * 3600 * 1000
 TIME_MS_MAX: Final = 4_102_444_800_000
@@ -60,7 +61,8 @@ TimeOfDay = Annotated[str, in_schema(pattern="^(([01][0-9]|2[0-3]):[0-5][0-9]|24
 
 
 class Limit(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """At most `max` units by one user (or by one value of an attribute) in each hour, day or week, or in the whole offer.
+    """At most `max` units by one user (or by one value of an attribute) in each hour, day or week, or in the
+    whole offer.
 
     `scope` campaign counts the grabs of all offers of the campaign that have the same limit.
     """
@@ -76,39 +78,71 @@ class Limit(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fiel
         return f"{self.by}/{self.per}"
 
 
-class Hours(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True, rename={"from_": "from"}):
-    """Hours of the week in which an offer takes grabs, by the local clock: from `from` up to, not including, `until`."""
+class Hours(
+    msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True, rename={"from_": "from"}
+):
+    """Hours of the week in which an offer takes grabs, by the local clock: from `from` up to, not including,
+    `until`.
+    """
 
     weekdays: Annotated[tuple[Weekday, ...], in_schema(minItems=1)] = WEEKDAYS
     from_: TimeOfDay = "00:00"
     until: TimeOfDay = "24:00"
 
 
-class _Terms(msgspec.Struct, tag_field="kind", frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+class _Terms(
+    msgspec.Struct,
+    tag_field="kind",
+    frozen=True,
+    kw_only=True,
+    omit_defaults=True,
+    forbid_unknown_fields=True,
+):
     """What all kinds have."""
 
     issuer: Annotated[Id, Meta(description="who gives: what nobody takes goes back to them")]
     title: Annotated[
-        str, Meta(max_length=LINE_LENGTH_MAX, extra_json_schema={"pattern": LINE_PATTERN}, description="one line of text for people")
+        str,
+        Meta(
+            max_length=LINE_LENGTH_MAX,
+            extra_json_schema={"pattern": LINE_PATTERN},
+            description="one line of text for people",
+        ),
     ] = ""
     total: Annotated[Amount, Meta(description="what there is: minor units, or pieces")]
-    opens_at: Annotated[TimeMs | None, Meta(description="grabs before are `not_open_yet`; absent: at once")] = None
-    closes_at: Annotated[
-        TimeMs | None, Meta(description="closes by itself then; absent: 24 h after opening (envelope), never (coupon, stock)")
+    opens_at: Annotated[
+        TimeMs | None, Meta(description="grabs before are `not_open_yet`; absent: at once")
     ] = None
-    timezone: Annotated[str, Meta(description="whose hours, days and weeks `limits` and `hours` mean")] = "UTC"
+    closes_at: Annotated[
+        TimeMs | None,
+        Meta(
+            description="closes by itself then; absent: 24 h after opening (envelope), never (coupon, stock)"
+        ),
+    ] = None
+    timezone: Annotated[str, Meta(description="whose hours, days and weeks `limits` and `hours` mean")] = (
+        "UTC"
+    )
     hours: Annotated[
         tuple[Hours, ...],
         Meta(
             extra_json_schema={"maxItems": HOURS_MAX},
-            description="`{weekdays, from, until}`: outside of these hours grabs are `not_open_yet`; none: always open",
+            description="`{weekdays, from, until}`: outside of these hours grabs are `not_open_yet`; none: "
+            "always open",
         ),
     ] = ()
     audience: Annotated[
-        Audience, Meta(description="who may grab: `everyone`, a `list` loaded before, or whoever brings a signed `ticket`")
+        Audience,
+        Meta(
+            description="who may grab: `everyone`, a `list` loaded before, or whoever brings a signed "
+            "`ticket`"
+        ),
     ] = "everyone"
     retire_after_ms: Annotated[
-        TimeMs, Meta(description="how long after its close an offer stays in Redis (and until `valid_until`); then its id is gone for ever")
+        TimeMs,
+        Meta(
+            description="how long after its close an offer stays in Redis (and until `valid_until`); then "
+            "its id is gone for ever"
+        ),
     ] = RETIRE_AFTER_MS
 
 
@@ -116,15 +150,25 @@ class EnvelopeTerms(_Terms, tag="envelope", frozen=True, kw_only=True):
     """A sum of money in random parts, one a user."""
 
     funding: Annotated[Id, Meta(description="the payment that the money came by")]
-    asset: Annotated[str, Meta(extra_json_schema={"pattern": "^[A-Z]{3}$"}, description="the currency, such as CNY")]
+    asset: Annotated[
+        str, Meta(extra_json_schema={"pattern": "^[A-Z]{3}$"}, description="the currency, such as CNY")
+    ]
     parts: Annotated[int, Meta(ge=1, le=PARTS_MAX, description="how many parts")]
-    law: Annotated[Law, Meta(description="`double_mean` (min … twice the mean), `bounded` (as wide as `min` and `max` allow), `equal`")] = (
-        "double_mean"
-    )
+    law: Annotated[
+        Law,
+        Meta(
+            description="`double_mean` (min … twice the mean), `bounded` (as wide as `min` and `max` allow), "
+            "`equal`"
+        ),
+    ] = "double_mean"
     min: Annotated[Amount, Meta(description="the smallest part")] = 1
     max: Annotated[Amount | None, Meta(description="the greatest part, with `bounded`")] = None
-    draw: Annotated[Draw, Meta(description="`ahead` (parts drawn and shuffled at opening) or `at_grab`")] = "ahead"
-    seed: Annotated[Seed | None, Meta(description="16 to 64 bytes in hex that all parts follow from; drawn when absent")] = None
+    draw: Annotated[Draw, Meta(description="`ahead` (parts drawn and shuffled at opening) or `at_grab`")] = (
+        "ahead"
+    )
+    seed: Annotated[
+        Seed | None, Meta(description="16 to 64 bytes in hex that all parts follow from; drawn when absent")
+    ] = None
 
 
 class _PieceTerms(_Terms, frozen=True, kw_only=True):
@@ -134,32 +178,57 @@ class _PieceTerms(_Terms, frozen=True, kw_only=True):
         tuple[Limit, ...],
         Meta(
             extra_json_schema={"maxItems": LIMITS_MAX},
-            description="`{by, per, max, scope}`: by `user` or an attribute, per `offer`, `hour`, `day` or `week`",
+            description="`{by, per, max, scope}`: by `user` or an attribute, per `offer`, `hour`, `day` or "
+            "`week`",
         ),
     ] = ()
-    max_per_grab: Annotated[int, Meta(ge=1, le=AMOUNT_MAX, description="the greatest `quantity` of one grab")] = 1
-    take: Annotated[Take, Meta(description="`all` of the quantity or nothing, or `up_to` what is left")] = "all"
-    price: Annotated[Amount | None, Meta(description="of one unit, minor units of `currency`; needs `hold_ms`")] = None
-    currency: Annotated[str | None, Meta(extra_json_schema={"pattern": "^[A-Z]{3}$"}, description="of `price`")] = None
-    hold_ms: Annotated[HoldMs | None, Meta(description="a grab is held so long until it is confirmed; absent: granted at once")] = None
-    extensions: Annotated[int, Meta(ge=0, le=EXTENSIONS_MAX, description="how often a hold may be extended by `hold_ms`")] = 0
+    max_per_grab: Annotated[
+        int, Meta(ge=1, le=AMOUNT_MAX, description="the greatest `quantity` of one grab")
+    ] = 1
+    take: Annotated[Take, Meta(description="`all` of the quantity or nothing, or `up_to` what is left")] = (
+        "all"
+    )
+    price: Annotated[
+        Amount | None, Meta(description="of one unit, minor units of `currency`; needs `hold_ms`")
+    ] = None
+    currency: Annotated[
+        str | None, Meta(extra_json_schema={"pattern": "^[A-Z]{3}$"}, description="of `price`")
+    ] = None
+    hold_ms: Annotated[
+        HoldMs | None,
+        Meta(description="a grab is held so long until it is confirmed; absent: granted at once"),
+    ] = None
+    extensions: Annotated[
+        int, Meta(ge=0, le=EXTENSIONS_MAX, description="how often a hold may be extended by `hold_ms`")
+    ] = 0
     late: Annotated[
         Late,
         Meta(
-            description="a payment after the deadline: `refuse` it, serve it within the `grace` time for which units stay held, "
+            description="a payment after the deadline: `refuse` it, serve it within the `grace` time for "
+            "which units stay held, "
             "or `retake` units if there are any"
         ),
     ] = "refuse"
-    grace_ms: Annotated[int, Meta(ge=0, le=HOLD_MS_MAX, description="with `late: grace`, how long after the deadline")] = 0
-    return_restores: Annotated[bool, Meta(description="whether a return gives the user's limits back")] = False
-    valid_until: Annotated[TimeMs | None, Meta(description="until when units can be redeemed; absent: for ever")] = None
-    waiting_list: Annotated[bool, Meta(description="whether who finds it sold out may queue for units that come back")] = False
+    grace_ms: Annotated[
+        int, Meta(ge=0, le=HOLD_MS_MAX, description="with `late: grace`, how long after the deadline")
+    ] = 0
+    return_restores: Annotated[bool, Meta(description="whether a return gives the user's limits back")] = (
+        False
+    )
+    valid_until: Annotated[
+        TimeMs | None, Meta(description="until when units can be redeemed; absent: for ever")
+    ] = None
+    waiting_list: Annotated[
+        bool, Meta(description="whether who finds it sold out may queue for units that come back")
+    ] = False
 
 
 class CouponTerms(_PieceTerms, tag="coupon", frozen=True, kw_only=True):
     """Coupons: units with limits, used by `redeem`."""
 
-    codes: Annotated[bool, Meta(description="whether grabs are `not_open_yet` until as many codes as units are loaded")] = False
+    codes: Annotated[
+        bool, Meta(description="whether grabs are `not_open_yet` until as many codes as units are loaded")
+    ] = False
 
 
 class StockTerms(_PieceTerms, tag="stock", frozen=True, kw_only=True):
@@ -167,7 +236,10 @@ class StockTerms(_PieceTerms, tag="stock", frozen=True, kw_only=True):
 
     asset: Annotated[
         str | None,
-        Meta(extra_json_schema={"pattern": "^sku:[A-Za-z0-9._:-]{1,64}$"}, description="what is counted; absent: `sku:<offer>`"),
+        Meta(
+            extra_json_schema={"pattern": "^sku:[A-Za-z0-9._:-]{1,64}$"},
+            description="what is counted; absent: `sku:<offer>`",
+        ),
     ] = None
 
 
@@ -176,7 +248,9 @@ Terms = EnvelopeTerms | CouponTerms | StockTerms
 
 
 class Changes(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """What `amend` may change; what is absent stays. An envelope's money and parts are promised and stay as they are."""
+    """What `amend` may change; what is absent stays. An envelope's money and parts are promised and stay as
+    they are.
+    """
 
     title: Annotated[str, in_schema(maxLength=LINE_LENGTH_MAX, pattern=LINE_PATTERN)] | UnsetType = UNSET
     total: Amount | UnsetType = UNSET
@@ -198,8 +272,10 @@ class Changes(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
 
 
 def terms_of(text: bytes) -> Terms:
-    """The terms that an `offer.opened` carries. Fields that this program does not know are ignored, and bounds are not looked at: they may
-    have been others when the offer was opened. Raises ValueError when these are no terms."""
+    """The terms that an `offer.opened` carries. Fields that this program does not know are ignored, and
+    bounds are not looked at: they may have been others when the offer was opened. Raises ValueError when
+    these are no terms.
+    """
     found = _object_of(text)
     struct = _OF_KIND.get(found.get("kind", ""))
     if struct is None:
@@ -209,7 +285,9 @@ def terms_of(text: bytes) -> Terms:
 
 
 def changes_of(text: bytes) -> Changes:
-    """The changes that an `offer.amended` carries, read as `terms_of` reads; raises ValueError when these are no changes."""
+    """The changes that an `offer.amended` carries, read as `terms_of` reads; raises ValueError when these are
+    no changes.
+    """
     changes: Changes = _read_as(Changes, _object_of(text))
     return changes
 
@@ -222,7 +300,9 @@ def _object_of(text: bytes) -> dict[str, Any]:
 
 
 def _read_as(struct: type[msgspec.Struct], found: dict[str, Any]) -> Any:
-    """The struct with what it knows of these fields; msgspec looks at no value when a struct is made in Python."""
+    """The struct with what it knows of these fields; msgspec looks at no value when a struct is made in
+    Python.
+    """
     names = zip(struct.__struct_fields__, struct.__struct_encode_fields__, strict=True)
     fields = {name: found[encoded] for name, encoded in names if encoded in found}
     try:
@@ -256,7 +336,9 @@ def units_of(terms: Terms) -> int:
 
 
 def week_minutes(hours: tuple[Hours, ...]) -> list[tuple[int, int]]:
-    """Hours of the week as pairs of minutes since Monday 00:00, in order, those that touch joined (see calendar.opens_next)."""
+    """Hours of the week as pairs of minutes since Monday 00:00, in order, those that touch joined (see
+    calendar.opens_next).
+    """
     spans: list[tuple[int, int]] = []
     for begins, ends in sorted(
         (WEEKDAYS.index(day) * 1440 + _minutes(one.from_), WEEKDAYS.index(day) * 1440 + _minutes(one.until))
@@ -280,11 +362,13 @@ def published(terms: Terms) -> Terms:
     return msgspec.structs.replace(terms, seed=None) if isinstance(terms, EnvelopeTerms) else terms
 
 
-# -- checks -----------------------------------------------------------------------------------------------------------
+# -- checks --------------------------------------------------------------------------------------------------
 
 
 def check_terms(terms: Terms) -> None:
-    """Raises Invalid, naming the field and the fix, when an offer with these terms could not keep its promises."""
+    """Raises Invalid, naming the field and the fix, when an offer with these terms could not keep its
+    promises.
+    """
     _check_id("issuer", terms.issuer)
     check_line("terms.title", terms.title)
     for field in ("total", "opens_at", "closes_at", "retire_after_ms"):
@@ -293,9 +377,12 @@ def check_terms(terms: Terms) -> None:
     _check_hours(terms.hours)
     if terms.audience not in ("everyone", "list", "ticket"):
         raise Invalid(f"terms.audience: must be everyone, list or ticket, got {quoted(terms.audience)}")
-    # Without opens_at it opens at once; a closes_at of 0 is over by then, and must not reach a script, to which 0 is what was not said.
+    # Without opens_at it opens at once; a closes_at of 0 is over by then, and must not reach a script, to
+    # which 0 is what was not said.
     if terms.closes_at is not None and terms.closes_at <= (terms.opens_at or 0):
-        raise Invalid(f"terms.closes_at: must be after opens_at ({terms.opens_at or 'at once'}), got {terms.closes_at}")
+        raise Invalid(
+            f"terms.closes_at: must be after opens_at ({terms.opens_at or 'at once'}), got {terms.closes_at}"
+        )
     if isinstance(terms, EnvelopeTerms):
         _check_envelope(terms)
     else:
@@ -305,7 +392,9 @@ def check_terms(terms: Terms) -> None:
 def _check_envelope(terms: EnvelopeTerms) -> None:
     _check_id("funding", terms.funding)
     if not _is_currency(terms.asset):
-        raise Invalid(f"terms.asset: must be a currency of three capitals such as CNY, got {quoted(terms.asset)}")
+        raise Invalid(
+            f"terms.asset: must be a currency of three capitals such as CNY, got {quoted(terms.asset)}"
+        )
     for field in ("parts", "min", "max"):
         _check_number(terms, field)
     if terms.law not in LAWS:
@@ -313,7 +402,9 @@ def _check_envelope(terms: EnvelopeTerms) -> None:
     if terms.draw not in ("ahead", "at_grab"):
         raise Invalid(f"terms.draw: must be ahead or at_grab, got {quoted(terms.draw)}")
     if terms.seed is not None and not _is_seed(terms.seed):
-        raise Invalid("terms.seed: must be 16 to 64 bytes in lower-case hexadecimal; leave it out to have one drawn")
+        raise Invalid(
+            "terms.seed: must be 16 to 64 bytes in lower-case hexadecimal; leave it out to have one drawn"
+        )
     try:
         check_split(terms.law, terms.total, terms.parts, terms.min, terms.max)
     except Invalid as error:
@@ -322,7 +413,9 @@ def _check_envelope(terms: EnvelopeTerms) -> None:
 
 def _check_pieces(terms: PieceTerms) -> None:
     if isinstance(terms, StockTerms) and terms.asset is not None and not _is_stock_asset(terms.asset):
-        raise Invalid(f"terms.asset: must be sku: and a name of [A-Za-z0-9._:-]{{1,64}}, got {quoted(terms.asset)}")
+        raise Invalid(
+            f"terms.asset: must be sku: and a name of [A-Za-z0-9._:-]{{1,64}}, got {quoted(terms.asset)}"
+        )
     check_amount("terms.total", terms.total, least=1)
     check_amount("terms.max_per_grab", terms.max_per_grab, least=1)
     if isinstance(terms, CouponTerms) and terms.codes and terms.max_per_grab > CODES_PER_GRAB_MAX:
@@ -338,15 +431,21 @@ def _check_pieces(terms: PieceTerms) -> None:
         raise Invalid(f"terms.currency: must be three capitals such as CNY, got {quoted(terms.currency)}")
     if terms.take not in ("all", "up_to") or terms.late not in ("refuse", "grace", "retake"):
         raise Invalid(
-            f"terms.take: must be all or up_to, terms.late refuse, grace or retake; got {quoted(terms.take)}, {quoted(terms.late)}"
+            "terms.take: must be all or up_to, terms.late refuse, grace or retake; got "
+            f"{quoted(terms.take)}, {quoted(terms.late)}"
         )
     for field in ("price", "extensions", "grace_ms", "waiting_list"):
         if getattr(terms, field) and terms.hold_ms is None:
-            raise Invalid(f"terms.{field}: needs hold_ms, the time for which a grab is held until it is confirmed")
+            raise Invalid(
+                f"terms.{field}: needs hold_ms, the time for which a grab is held until it is confirmed"
+            )
     if (terms.late == "grace") != bool(terms.grace_ms):
         raise Invalid("terms.grace_ms: goes together with late: grace")
     if terms.price is not None and terms.price * terms.max_per_grab > AMOUNT_MAX:
-        raise Invalid(f"terms.price: price × max_per_grab must not be above {AMOUNT_MAX}, got {terms.price * terms.max_per_grab}")
+        raise Invalid(
+            f"terms.price: price × max_per_grab must not be above {AMOUNT_MAX}, got "
+            f"{terms.price * terms.max_per_grab}"
+        )
 
 
 def check_limits(limits: tuple[Limit, ...]) -> None:
@@ -364,11 +463,15 @@ def check_limits(limits: tuple[Limit, ...]) -> None:
     names = [(limit.name, limit.scope) for limit in limits]
     for name in names:
         if names.count(name) > 1:
-            raise Invalid(f"terms.limits: two of them count by {name[0].replace('/', ' per ')}; keep the smaller")
+            raise Invalid(
+                f"terms.limits: two of them count by {name[0].replace('/', ' per ')}; keep the smaller"
+            )
 
 
 def check_changes(changes: Changes) -> None:
-    """Raises Invalid when a change is wrong whatever the offer is; what depends on the offer is the script's to say."""
+    """Raises Invalid when a change is wrong whatever the offer is; what depends on the offer is the script's
+    to say.
+    """
     fields = changes.fields()
     if not fields:
         raise Invalid("changes: nothing is to be changed")
@@ -388,7 +491,10 @@ def check_line(field: str, text: str) -> None:
     if len(text) > LINE_LENGTH_MAX:
         raise Invalid(f"{field}: at most {LINE_LENGTH_MAX} characters, got {len(text)}")
     if found := _is_no_text(text):
-        raise Invalid(f"{field}: must be one line of text, without control characters; got {quoted(found.group())} at {found.start()}")
+        raise Invalid(
+            f"{field}: must be one line of text, without control characters; got {quoted(found.group())} at "
+            f"{found.start()}"
+        )
 
 
 def _check_id(field: str, value: Any) -> None:
@@ -408,10 +514,18 @@ def _check_hours(hours: tuple[Hours, ...]) -> None:
     for one in hours:
         for field, text in (("from", one.from_), ("until", one.until)):
             if not _is_time_of_day(text) or _minutes(text) > 1440:
-                raise Invalid(f"terms.hours.{field}: must be a time of day such as 10:00, at most 24:00; got {quoted(text)}")
+                raise Invalid(
+                    f"terms.hours.{field}: must be a time of day such as 10:00, at most 24:00; got "
+                    f"{quoted(text)}"
+                )
         if _minutes(one.from_) >= _minutes(one.until):
-            raise Invalid(f"terms.hours: from must be before until, got {one.from_} – {one.until}; give two entries for a night")
-        if not 0 < len(one.weekdays) <= len(WEEKDAYS) or len(set(one.weekdays) & set(WEEKDAYS)) < len(one.weekdays):
+            raise Invalid(
+                f"terms.hours: from must be before until, got {one.from_} – {one.until}; give two entries "
+                "for a night"
+            )
+        if not 0 < len(one.weekdays) <= len(WEEKDAYS) or len(set(one.weekdays) & set(WEEKDAYS)) < len(
+            one.weekdays
+        ):
             raise Invalid(f"terms.hours.weekdays: must be some of {', '.join(WEEKDAYS)}, each once")
     if len(spans := week_minutes(hours)) > HOURS_SPANS_MAX:
         raise Invalid(f"terms.hours: at most {HOURS_SPANS_MAX} spans in a week, these make {len(spans)}")

@@ -1,8 +1,8 @@
 """Outcomes: what can be said to a command, numbered in order of precedence.
 
-The number is the same in Lua, Python, HTTP, topics and metrics. A command wrong in two ways gets the smaller refusal.
-The extensions of a hold, the units of a grab and what is due for them are checked only where there are any: where there are none,
-`expired` or `not_held` says so.
+The number is the same in Lua, Python, HTTP, topics and metrics. A command wrong in two ways gets the smaller
+refusal. The extensions of a hold, the units of a grab and what is due for them are checked only where there
+are any: where there are none, `expired` or `not_held` says so.
 """
 
 from enum import IntEnum

@@ -1,16 +1,18 @@
 """Splitting a sum into random parts: integer, exact, and fair by place.
 
-With R left over n parts, q = floor(R/n) and r = R mod n, a part is uniform on q-w … q+w, plus 1 with probability r/n: its
-mean is exactly R/n, so every place in the queue has the same mean. The law only chooses w:
+With R left over n parts, q = floor(R/n) and r = R mod n, a part is uniform on q-w … q+w, plus 1 with
+probability r/n: its mean is exactly R/n, so every place in the queue has the same mean. The law only chooses
+w:
 
 - `bounded`     the widest w that min, max and the later parts allow
 - `double_mean` q - min, which is `bounded` without a maximum: min … twice the mean
 - `equal`       0: the remainder is dealt out one by one at random
 
-Draw k is the first 13 hex digits of SHA-1(seed hex ‖ ":" ‖ k ‖ ":" ‖ attempt), brought into a range by rejection. Place k
-uses draw k over the range (2w+1)·n: quotient by n is the uniform part, remainder by n below r is the extra 1. `ahead` then
-shuffles (Fisher-Yates, from the last place down) with draws n+1 …, so the spread is the same for every place too.
-`lua/includes/splitting.lua` is the same arithmetic; golden vectors hold the two together.
+Draw k is the first 13 hex digits of SHA-1(seed hex ‖ ":" ‖ k ‖ ":" ‖ attempt), brought into a range by
+rejection. Place k uses draw k over the range (2w+1)·n: quotient by n is the uniform part, remainder by n
+below r is the extra 1. `ahead` then shuffles (Fisher-Yates, from the last place down) with draws n+1 …, so
+the spread is the same for every place too. `lua/includes/splitting.lua` is the same arithmetic; golden
+vectors hold the two together.
 """
 
 from hashlib import sha1
@@ -39,7 +41,9 @@ def draw(seed: str, k: int, range_size: int) -> int:
 
 
 def half_width(law: Law, left: int, parts: int, least: int, most: int) -> int:
-    """w: how far a part may be from the mean of what is left (minor units), so that all later parts stay legal."""
+    """w: how far a part may be from the mean of what is left (minor units), so that all later parts stay
+    legal.
+    """
     if law == "equal":
         return 0
     mean, rest = divmod(left, parts)
@@ -77,12 +81,16 @@ def split_ahead(law: Law, total: int, parts: int, least: int, most: int, seed: s
 
 
 def pack_parts(amounts: list[int]) -> bytes:
-    """Parts as one string, 6 bytes each, big-endian: read by place, without a list of a hundred thousand entries."""
+    """Parts as one string, 6 bytes each, big-endian: read by place, without a list of a hundred thousand
+    entries.
+    """
     return b"".join(pack(">Q", amount)[2:] for amount in amounts)
 
 
 def check_split(law: Law, total: int, parts: int, least: int, most: int | None) -> int:
-    """The maximum in force of a legal split (all in minor units); raises Invalid with the field and the way out."""
+    """The maximum in force of a legal split (all in minor units); raises Invalid with the field and the way
+    out.
+    """
     if not 1 <= parts <= PARTS_MAX:
         raise Invalid(f"parts: must be from 1 to {PARTS_MAX}, got {quoted(parts)}")
     if least < 1:

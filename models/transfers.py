@@ -1,4 +1,6 @@
-"""Transfers: every event as movements of an integer amount of one asset from one account to another (DESIGN 4.10)."""
+"""Transfers: every event as movements of an integer amount of one asset from one account to another (DESIGN
+4.10).
+"""
 
 import re
 from collections.abc import Callable
@@ -16,8 +18,9 @@ if TYPE_CHECKING:
 
 #: Accounts that may never be below 0; the rest (`external:`, `issuer:` …) stand for the world outside.
 GUARDED_ACCOUNTS: Final = ("offer:", "hold:", "wallet:", "redeemed:")
-#: What a correcting entry may touch. It takes from the world outside only: an operator cannot know from another shard what a wallet
-#: has at this moment, and a ledger that had to refuse an event would stop. What a user owes stands in `receivable:<user>`.
+#: What a correcting entry may touch. It takes from the world outside only: an operator cannot know from
+#: another shard what a wallet has at this moment, and a ledger that had to refuse an event would stop. What a
+#: user owes stands in `receivable:<user>`.
 ADJUSTABLE_DEBITS: Final = ("external:", "issuer:", "refund:", "receivable:")
 ADJUSTABLE_CREDITS: Final = (*ADJUSTABLE_DEBITS, "wallet:")
 
@@ -63,11 +66,19 @@ class BookedEntry(msgspec.Struct, frozen=True):
 def check_adjustment(transfer: Entry) -> None:
     """Raises Invalid, naming the field, when an operator may not book this."""
     if not _is_asset(transfer.asset):
-        raise Invalid(f"transfers.asset: must be a currency, coupon:<offer> or sku:<name>, got {quoted(transfer.asset)}")
-    for field, account, allowed in (("debit", transfer.debit, ADJUSTABLE_DEBITS), ("credit", transfer.credit, ADJUSTABLE_CREDITS)):
+        raise Invalid(
+            f"transfers.asset: must be a currency, coupon:<offer> or sku:<name>, got {quoted(transfer.asset)}"
+        )
+    for field, account, allowed in (
+        ("debit", transfer.debit, ADJUSTABLE_DEBITS),
+        ("credit", transfer.credit, ADJUSTABLE_CREDITS),
+    ):
         kind, _, name = account.partition(":")
         if f"{kind}:" not in allowed or not is_id(name):
-            raise Invalid(f"transfers.{field}: must be one of {', '.join(f'{start}<id>' for start in allowed)}; got {quoted(account)}")
+            raise Invalid(
+                f"transfers.{field}: must be one of {', '.join(f'{start}<id>' for start in allowed)}; got "
+                f"{quoted(account)}"
+            )
     if transfer.debit == transfer.credit:
         raise Invalid(f"transfers.credit: must not be the account that gives, {quoted(transfer.debit)}")
     check_amount("transfers.amount", transfer.amount, least=1)
@@ -92,7 +103,14 @@ def _nothing(event: Any) -> tuple[Transfer, ...]:
 
 
 def _opened(event: Any) -> tuple[Transfer, ...]:
-    return (Transfer(event.asset, source_of(event.asset, event.funding, event.issuer), "offer:" + event.offer, event.total),)
+    return (
+        Transfer(
+            event.asset,
+            source_of(event.asset, event.funding, event.issuer),
+            "offer:" + event.offer,
+            event.total,
+        ),
+    )
 
 
 def _amended(event: Any) -> tuple[Transfer, ...]:
@@ -103,7 +121,11 @@ def _amended(event: Any) -> tuple[Transfer, ...]:
 
 
 def _closed(event: Any) -> tuple[Transfer, ...]:
-    return (Transfer(event.asset, "offer:" + event.offer, event.refund_to, event.amount),) if event.amount else ()
+    return (
+        (Transfer(event.asset, "offer:" + event.offer, event.refund_to, event.amount),)
+        if event.amount
+        else ()
+    )
 
 
 def _granted(event: Any) -> tuple[Transfer, ...]:
@@ -120,7 +142,10 @@ def _confirmed(event: Any) -> tuple[Transfer, ...]:
     units = Transfer(event.asset, source, "wallet:" + event.user, event.amount)
     if not event.paid:
         return (units,)
-    return (units, Transfer(event.currency, f"external:{event.payment}", "issuer:" + event.issuer, event.paid))
+    return (
+        units,
+        Transfer(event.currency, f"external:{event.payment}", "issuer:" + event.issuer, event.paid),
+    )
 
 
 def _released(event: Any) -> tuple[Transfer, ...]:
@@ -129,7 +154,10 @@ def _released(event: Any) -> tuple[Transfer, ...]:
 
 def _returned(event: Any) -> tuple[Transfer, ...]:
     units = Transfer(event.asset, "wallet:" + event.user, event.to, event.amount)
-    refunds = (Transfer(event.currency, "issuer:" + event.issuer, f"refund:{payment}", amount) for payment, amount in event.refunds)
+    refunds = (
+        Transfer(event.currency, "issuer:" + event.issuer, f"refund:{payment}", amount)
+        for payment, amount in event.refunds
+    )
     return (units, *refunds)
 
 

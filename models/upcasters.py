@@ -1,4 +1,5 @@
-"""The upcasters of this program: what became of the events of earlier releases. Every type is at its first version today.
+"""The upcasters of this program: what became of the events of earlier releases. Every type is at its first
+version today.
 
 One function and one line for each version that a type has left behind, never edited again (docs/events.md):
 

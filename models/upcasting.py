@@ -1,8 +1,9 @@
 """Upcasting: events of older versions become current ones while they are read, one version at a time.
 
-An event's text never changes: it is hashed, published and audited as it was written. Only its decoded form is raised, by pure
-functions from JSON object to JSON object, so that everything behind the decoder knows one form of each type, the current one.
-The versions of a type count from 1. What this program knows is in `models/upcasters.py`; docs/events.md says how to add to it.
+An event's text never changes: it is hashed, published and audited as it was written. Only its decoded form is
+raised, by pure functions from JSON object to JSON object, so that everything behind the decoder knows one
+form of each type, the current one. The versions of a type count from 1. What this program knows is in
+`models/upcasters.py`; docs/events.md says how to add to it.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -20,11 +21,15 @@ Document = dict[str, Any]
 
 
 class BrokenChain(Exception):
-    """The upcasters do not lead from every version of every type to the current one. Found when the program starts."""
+    """The upcasters do not lead from every version of every type to the current one. Found when the program
+    starts.
+    """
 
 
 class NewerEvent(msgspec.ValidationError):
-    """An event that a newer grabstream wrote: reading it as one of ours would misread it, so its shard stops there."""
+    """An event that a newer grabstream wrote: reading it as one of ours would misread it, so its shard stops
+    there.
+    """
 
 
 class UpcastFailed(msgspec.ValidationError):
@@ -34,8 +39,9 @@ class UpcastFailed(msgspec.ValidationError):
 class Upcaster(NamedTuple):
     """Raises events of `type` from `from_version` to the version after it.
 
-    `raise_version` is given the decoded event and returns it in the next version's form; `v` is set afterwards. It may change its
-    argument. It must not touch `shard`, `seq`, `offer_seq` and `offer`: they are the event's place in the journal.
+    `raise_version` is given the decoded event and returns it in the next version's form; `v` is set
+    afterwards. It may change its argument. It must not touch `shard`, `seq`, `offer_seq` and `offer`: they
+    are the event's place in the journal.
     """
 
     type: str
@@ -58,13 +64,17 @@ class Upcasters:
     """The chains of upcasters of a program; making them checks that they have no gap."""
 
     def __init__(self, steps: Iterable[Upcaster], current: Mapping[str, int]) -> None:
-        """`current` is the version of every type that this program writes; raises BrokenChain with everything that is wrong."""
+        """`current` is the version of every type that this program writes; raises BrokenChain with everything
+        that is wrong.
+        """
         self._current = dict(current)
         self._steps: dict[tuple[str, int], Upcaster] = {}
         problems = []
         for step in steps:
             if (step.type, step.from_version) in self._steps:
-                problems.append(f"{step.type}: two upcasters from v{step.from_version} to v{step.from_version + 1}")
+                problems.append(
+                    f"{step.type}: two upcasters from v{step.from_version} to v{step.from_version + 1}"
+                )
             self._steps[step.type, step.from_version] = step
         problems += self._gaps()
         if problems:
@@ -80,7 +90,10 @@ class Upcasters:
             versions = {version for of_type, version in self._steps if of_type == type_}
             for version in range(min(FIRST_VERSION, *versions, current), current):
                 if version not in versions:
-                    problems.append(f"{type_}: no upcaster from v{version} to v{version + 1}, although v{current} is written now")
+                    problems.append(
+                        f"{type_}: no upcaster from v{version} to v{version + 1}, although v{current} is "
+                        "written now"
+                    )
             problems += [
                 f"{type_}: an upcaster from v{version} to v{version + 1}, but v{current} is written now"
                 for version in sorted(versions)
@@ -89,9 +102,11 @@ class Upcasters:
         return problems
 
     def raised(self, line: bytes) -> bytes | None:
-        """The event in its current form, as JSON; None when it is of the current version already, or no event at all.
+        """The event in its current form, as JSON; None when it is of the current version already, or no event
+        at all.
 
-        Raises NewerEvent for a type or version that this program does not know, UpcastFailed when an upcaster cannot raise it.
+        Raises NewerEvent for a type or version that this program does not know, UpcastFailed when an upcaster
+        cannot raise it.
         """
         try:
             found = _decode_versioned(line)
@@ -100,7 +115,10 @@ class Upcasters:
         current = self._current.get(found.type)
         where = f"seq {found.seq}: " if found.seq is not None else ""
         if current is None:
-            raise NewerEvent(f"{where}type {quoted(found.type)} is not known here: either {NEWER} wrote it, or it is no event")
+            raise NewerEvent(
+                f"{where}type {quoted(found.type)} is not known here: either {NEWER} wrote it, or it is no "
+                "event"
+            )
         if found.v > current:
             raise NewerEvent(
                 f"{where}{found.type} v{found.v} was written by {NEWER}, this one knows up to v{current}: "
@@ -119,5 +137,7 @@ class Upcasters:
                 document["v"] = version + 1
             # Whatever a step says against this one event: its shard stops, and the others go on.
             except Exception as error:
-                raise UpcastFailed(f"{where}{found.type} v{version}: the upcaster to v{version + 1} failed: {error!r}") from error
+                raise UpcastFailed(
+                    f"{where}{found.type} v{version}: the upcaster to v{version + 1} failed: {error!r}"
+                ) from error
         return msgspec.json.encode(document)

@@ -1,11 +1,15 @@
-"""Operating it: settings, command line, local services, rehearsal. It reads the settings and passes values on."""
+"""Operating it: settings, command line, local services, rehearsal. It reads the settings and passes values
+on.
+"""
 
 import os
 import signal
 
 
 def main() -> None:
-    """The console script. Importing the command line takes half a second: Ctrl-C meanwhile ends the process as it does later, with 130."""
+    """The console script. Importing the command line takes half a second: Ctrl-C meanwhile ends the process
+    as it does later, with 130.
+    """
     before = signal.getsignal(signal.SIGINT)
     if before is signal.default_int_handler:
         # Not left to KeyboardInterrupt: it would come out of whatever is being imported.

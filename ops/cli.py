@@ -25,7 +25,10 @@ from grabstream.streams.clients import in_words
 VERBS: Final = {
     "up": ("grabstream.ops.commands.services", "Start the local servers."),
     "down": ("grabstream.ops.commands.services", "End the local servers, and only those."),
-    "status": ("grabstream.ops.commands.status", "Servers, shards and read models: what runs, how far, what stopped."),
+    "status": (
+        "grabstream.ops.commands.status",
+        "Servers, shards and read models: what runs, how far, what stopped.",
+    ),
     "config": ("grabstream.ops.commands.config", "The settings in force, secrets masked."),
     "init": ("grabstream.ops.commands.init", "Create topics and tables."),
     "schemas": ("grabstream.ops.commands.schemas", "What of the database is this system's: for backups."),
@@ -35,25 +38,49 @@ VERBS: Final = {
     "resume": ("grabstream.ops.commands.offers", "Take grabs of an offer again."),
     "close": ("grabstream.ops.commands.offers", "End an offer; what is left goes back."),
     "amend": ("grabstream.ops.commands.operating", "Change terms of an offer while it runs."),
-    "load": ("grabstream.ops.commands.operating", "Give an offer its coupon codes, or the list of who may grab."),
-    "adjust": ("grabstream.ops.commands.operating", "Book a correcting entry, with its reason and who approved it."),
+    "load": (
+        "grabstream.ops.commands.operating",
+        "Give an offer its coupon codes, or the list of who may grab.",
+    ),
+    "adjust": (
+        "grabstream.ops.commands.operating",
+        "Book a correcting entry, with its reason and who approved it.",
+    ),
     "grab": ("grabstream.ops.commands.offers", "Grab, as one user."),
     "confirm": ("grabstream.ops.commands.settling", "A hold was paid: its units are the user's for good."),
     "release": ("grabstream.ops.commands.settling", "Give a hold back, or leave the waiting list."),
     "extend": ("grabstream.ops.commands.settling", "Move a hold's deadline, as often as the offer allows."),
-    "return": ("grabstream.ops.commands.settling", "Give back what was taken for good; money paid for it goes back."),
+    "return": (
+        "grabstream.ops.commands.settling",
+        "Give back what was taken for good; money paid for it goes back.",
+    ),
     "redeem": ("grabstream.ops.commands.settling", "Use units of a grab, once for an order."),
     "unredeem": ("grabstream.ops.commands.settling", "Take the use for an order back."),
     "ticket": ("grabstream.ops.commands.operating", "Sign a ticket for one user, for tests."),
     "show": ("grabstream.ops.commands.show", "An offer: who got what, the luckiest, what is left."),
     "why": ("grabstream.ops.commands.why", "The whole story of one user and one offer."),
-    "doctor": ("grabstream.ops.commands.doctor", "Say what is stuck, since when, and the command that mends it."),
+    "doctor": (
+        "grabstream.ops.commands.doctor",
+        "Say what is stuck, since when, and the command that mends it.",
+    ),
     "dismiss": ("grabstream.ops.commands.doctor", "Explain a difference that the verifier has found."),
-    "set-aside": ("grabstream.ops.commands.set_aside", "Let a stopped read model go on behind a record it cannot take in."),
-    "retry": ("grabstream.ops.commands.set_aside", "Let a stopped read model try again, its cause being mended."),
+    "set-aside": (
+        "grabstream.ops.commands.set_aside",
+        "Let a stopped read model go on behind a record it cannot take in.",
+    ),
+    "retry": (
+        "grabstream.ops.commands.set_aside",
+        "Let a stopped read model try again, its cause being mended.",
+    ),
     "verify": ("grabstream.ops.commands.verify", "Check chain, books, and Redis against the ledger."),
-    "rebuild": ("grabstream.ops.commands.rebuild", "Make read models anew from the events, beside the live ones."),
-    "replay": ("grabstream.ops.commands.replay", "Events once more: as lines, on a topic, or as read models of their own."),
+    "rebuild": (
+        "grabstream.ops.commands.rebuild",
+        "Make read models anew from the events, beside the live ones.",
+    ),
+    "replay": (
+        "grabstream.ops.commands.replay",
+        "Events once more: as lines, on a topic, or as read models of their own.",
+    ),
     "at": ("grabstream.ops.commands.at", "Offers, holds and balances as they were at a time."),
     "follow": ("grabstream.ops.commands.follow", "Run a projection of your own."),
     "rehearse": ("grabstream.ops.commands.rehearse", "Let a crowd grab, watch it, and end with a verdict."),
@@ -91,9 +118,13 @@ class _Verbs(click.Group):
 @click.version_option(package_name="grabstream")
 @click.option("-v", "--verbose", is_flag=True, help="Log what goes on, to standard error.")
 def grabstream(verbose: bool) -> None:
-    """Limited things that a crowd grabs at once: decided in Redis, journaled in Kafka, accounted for in PostgreSQL."""
+    """Limited things that a crowd grabs at once: decided in Redis, journaled in Kafka, accounted for in
+    PostgreSQL.
+    """
     level = logging.INFO if verbose else logging.WARNING
-    logging.basicConfig(level=level, stream=sys.stderr, format="%(asctime)s %(levelname)-7s %(name)s: %(message)s")
+    logging.basicConfig(
+        level=level, stream=sys.stderr, format="%(asctime)s %(levelname)-7s %(name)s: %(message)s"
+    )
     logging.getLogger("aiokafka").setLevel(logging.INFO if verbose else logging.CRITICAL)
 
 
@@ -106,21 +137,37 @@ def main() -> None:
     except ServiceError as error:
         _end(3, str(error))
     except BrokenChain as error:
-        _end(1, f"this program could not read its own old events: {error}; docs/events.md says how to write an upcaster")
+        _end(
+            1,
+            f"this program could not read its own old events: {error}; docs/events.md says how to write an "
+            "upcaster",
+        )
     except (ConnectionError, TimeoutError) as error:
         _end(3, f"Redis cannot be reached (GRAB_REDIS_URL): {error}")
     except KafkaError as error:
         _end(3, f"Kafka cannot be reached or refused (GRAB_KAFKA): {in_words(error)}")
     except InsufficientPrivilege as error:
-        _end(2, f"PostgreSQL refuses it to this role: {error.diag.message_primary}: docs/operating.md names what it needs")
+        _end(
+            2,
+            f"PostgreSQL refuses it to this role: {error.diag.message_primary}: docs/operating.md names what "
+            "it needs",
+        )
     except Held as error:
-        _end(1, f"not done, since another session has what is needed, and does not let go: {error}. Try again when it has ended")
+        _end(
+            1,
+            f"not done, since another session has what is needed, and does not let go: {error}. Try again "
+            "when it has ended",
+        )
     except LockNotAvailable as error:
         _end(1, f"somebody else holds what is needed, for too long ({error.diag.message_primary}): try again")
     except OperationalError as error:
         _end(3, f"PostgreSQL cannot be reached (GRAB_POSTGRES): {str(error).strip()}")
     except UndefinedTable as error:
-        _end(2, f"tables are missing ({error.diag.message_primary}): `grabstream init` makes them, in GRAB_SCHEMA")
+        _end(
+            2,
+            f"tables are missing ({error.diag.message_primary}): `grabstream init` makes them, in "
+            "GRAB_SCHEMA",
+        )
     except NoReadModel as error:
         _end(2, str(error))
 

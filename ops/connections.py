@@ -1,4 +1,6 @@
-"""Connections: the only file that opens those of a process to Redis and PostgreSQL. Nothing connects at import."""
+"""Connections: the only file that opens those of a process to Redis and PostgreSQL. Nothing connects at
+import.
+"""
 
 import asyncio
 import functools
@@ -49,8 +51,9 @@ LOOK_AGAIN_SECONDS = 2.0
 
 
 class _Cancellable:
-    """A connection that passes a cancellation on. redis-py sends by `asyncio.wait_for`, which until Python 3.12 may swallow one, and a
-    worker that was told to stop would go on for ever."""
+    """A connection that passes a cancellation on. redis-py sends by `asyncio.wait_for`, which until Python
+    3.12 may swallow one, and a worker that was told to stop would go on for ever.
+    """
 
     async def send_packed_command(self, command: Any, check_health: bool = True) -> None:
         task = asyncio.current_task()
@@ -71,7 +74,8 @@ class EncryptedConnection(_Cancellable, redis.asyncio.SSLConnection):  # type: i
 
 
 def open_redis(settings: Settings) -> Any:
-    """A client of the core Redis; it repeats nothing by itself, since what an argument says of the server may be old by then.
+    """A client of the core Redis; it repeats nothing by itself, since what an argument says of the server may
+    be old by then.
 
     `redis-cluster://host:port,host:port` is a Redis Cluster, of which the hosts named are those asked first.
     """
@@ -102,19 +106,23 @@ def _cancellable(client: Any) -> Any:
 
 
 async def require_core(client: Any) -> None:
-    """Raises BadSettings when a server may forget by itself: what was decided would be gone without a word."""
+    """Raises BadSettings when a server may forget by itself: what was decided would be gone without a
+    word.
+    """
     for server, memory in (await information(client, "memory")).items():
         policy = memory["maxmemory_policy"]
         if policy != "noeviction":
             raise BadSettings(
-                f"GRAB_REDIS_URL: the maxmemory-policy of {server or 'the server'} is {policy}, but the core must never evict: "
+                f"GRAB_REDIS_URL: the maxmemory-policy of {server or 'the server'} is {policy}, but the core "
+                "must never evict: "
                 "`CONFIG SET maxmemory-policy noeviction`, or give the core a server of its own"
             )
 
 
 @asynccontextmanager
 async def checked_books(settings: Settings, **options: Any) -> AsyncIterator[AsyncConnection[Any]]:
-    """A connection whose unqualified names are those of the system's schema; raises OtherSystem when that belongs to another system.
+    """A connection whose unqualified names are those of the system's schema; raises OtherSystem when that
+    belongs to another system.
 
     `options` are psycopg's; it commits by itself if they do not say otherwise.
     """
@@ -127,10 +135,12 @@ async def checked_books(settings: Settings, **options: Any) -> AsyncIterator[Asy
 
 
 async def check_system(settings: Settings, redis: Any = None, journal: bool = True) -> Identity | None:
-    """Raises BadSettings when the settings are not those of one system: what schema, journal and prefix say of each other.
+    """Raises BadSettings when the settings are not those of one system: what schema, journal and prefix say
+    of each other.
 
-    Every process asks before anything else; without `journal` it does so without Kafka. Of the others one that is away says nothing:
-    whoever needs it meets that by itself. Returns the system, None as long as the schema does not say that it is.
+    Every process asks before anything else; without `journal` it does so without Kafka. Of the others one
+    that is away says nothing: whoever needs it meets that by itself. Returns the system, None as long as the
+    schema does not say that it is.
     """
     topic = await find_journal(settings) if journal else None
     identity = None
@@ -158,7 +168,9 @@ async def check_system(settings: Settings, redis: Any = None, journal: bool = Tr
 
 
 async def what_is_mixed_up(settings: Settings, seconds: float = 8.0) -> OtherSystem | None:
-    """What the settings mix up, as far as servers say so within so many seconds; for verbs that tell instead of refusing."""
+    """What the settings mix up, as far as servers say so within so many seconds; for verbs that tell instead
+    of refusing.
+    """
     for journal in (True, False):
         try:
             async with asyncio.timeout(seconds):
@@ -207,7 +219,9 @@ def sealer(settings: Settings) -> Sealer:
 
 
 def ticket_keys(settings: Settings) -> TicketKeys:
-    """What tickets are checked with; raises ValueError that names GRAB_TICKET_KEYS when they cannot be read."""
+    """What tickets are checked with; raises ValueError that names GRAB_TICKET_KEYS when they cannot be
+    read.
+    """
     return TicketKeys.from_text(settings.ticket_keys.get_secret_value())
 
 
@@ -233,7 +247,9 @@ def refusal_log(settings: Settings) -> RefusalLog | None:
         oldest_at = now_ms() - settings.refusals_days * DAY_MS
         try:
             async with checked_books(settings) as connection:
-                await refusals.record(connection, settings.schema_, rows, settings.refusals_kept_max, oldest_at)
+                await refusals.record(
+                    connection, settings.schema_, rows, settings.refusals_kept_max, oldest_at
+                )
         except (psycopg.Error, OtherSystem) as error:
             raise OSError(f"PostgreSQL: {str(error).strip()}") from None
 
@@ -241,10 +257,12 @@ def refusal_log(settings: Settings) -> RefusalLog | None:
 
 
 def snapshots(settings: Settings, slowly: bool = False) -> Snapshots:
-    """The audit trail as snapshots for recovery; where PostgreSQL is away they raise OSError, and the journal is read instead.
+    """The audit trail as snapshots for recovery; where PostgreSQL is away they raise OSError, and the journal
+    is read instead.
 
-    `slowly` is for who rests while they read: no transaction stays open, which rebuilds and VACUUM would have to wait for. A trail that is
-    replaced meanwhile by another one is not noticed then: so it is not for recovery.
+    `slowly` is for who rests while they read: no transaction stays open, which rebuilds and VACUUM would have
+    to wait for. A trail that is replaced meanwhile by another one is not noticed then: so it is not for
+    recovery.
     """
 
     @asynccontextmanager
@@ -287,9 +305,12 @@ async def report_recovery(settings: Settings, recovered: Recovered) -> None:
     for line, event in zip(recovered.lost, map(decode_event, recovered.lost), strict=True):
         user, amount = getattr(event, "user", None), getattr(event, "amount", None)
         type_ = str(event.__struct_config__.tag)
-        lost.append((event.shard, event.seq, "relay", event.command, event.offer, user, type_, amount, line.decode()))
+        lost.append(
+            (event.shard, event.seq, "relay", event.command, event.offer, user, type_, amount, line.decode())
+        )
     row = (
-        recovered.shard, recovered.term, recovered.kind, recovered.problem, recovered.redis_seq, recovered.journal_seq,
+        recovered.shard, recovered.term, recovered.kind, recovered.problem, recovered.redis_seq,
+        recovered.journal_seq,
         recovered.snapshot_seq, recovered.applied, recovered.seconds,
     )  # fmt: skip
     try:
@@ -302,7 +323,17 @@ async def report_recovery(settings: Settings, recovered: Recovered) -> None:
 async def report_lost(settings: Settings, lost: Sequence[LostDecision]) -> None:
     """Writes down answers that a recovery took back; raises OSError where PostgreSQL is away."""
     rows = [
-        (shard, answer.seq or 0, "gate", command.id, command.offer, getattr(command, "user", None), answer.outcome, answer.amount, None)
+        (
+            shard,
+            answer.seq or 0,
+            "gate",
+            command.id,
+            command.offer,
+            getattr(command, "user", None),
+            answer.outcome,
+            answer.amount,
+            None,
+        )
         for shard, command, answer in lost
     ]
     try:
@@ -323,7 +354,8 @@ async def open_gate(settings: Settings) -> AsyncIterator[Gate]:
     client = open_redis(settings)
     kept = refusal_log(settings)
     gate = Gate(
-        client, key_space(settings), sealer(settings), gate_limits(settings), tickets=ticket_keys(settings), refusals=kept,
+        client, key_space(settings), sealer(settings), gate_limits(settings), tickets=ticket_keys(settings),
+        refusals=kept,
         report_lost=functools.partial(report_lost, settings),
     )  # fmt: skip
     try:

@@ -1,4 +1,6 @@
-"""Making a system: topics, tables, and what they belong to. Nothing is created before everything that can be refused was looked at."""
+"""Making a system: topics, tables, and what they belong to. Nothing is created before everything that can be
+refused was looked at.
+"""
 
 import asyncio
 import contextlib
@@ -53,8 +55,8 @@ class Made(NamedTuple):
 async def make_system(settings: Settings, replication: int | None = None, new_journal: bool = False) -> Made:
     """Makes what is missing of a system and writes down what belongs together; a second call does nothing.
 
-    `new_journal` takes the topic that is there for the journal, a copy of the one that the schema belonged to. Raises BadSettings, and
-    Held when another session has locked what is needed, for too long.
+    `new_journal` takes the topic that is there for the journal, a copy of the one that the schema belonged
+    to. Raises BadSettings, and Held when another session has locked what is needed, for too long.
     """
     async with _books(settings) as connection:
         topic = await find_journal(settings)
@@ -79,7 +81,8 @@ async def take_new_journal(settings: Settings, redis: Any) -> None:
 
 
 async def require_all_but_the_journal(settings: Settings, redis: Any) -> None:
-    """Raises BadSettings when schema, prefix and number of shards are not those of one system, whatever its journal is; and Held.
+    """Raises BadSettings when schema, prefix and number of shards are not those of one system, whatever its
+    journal is; and Held.
 
     Tables of an older release, such as those of a backup, are brought up to date.
     """
@@ -103,11 +106,15 @@ async def _books(settings: Settings) -> AsyncIterator[AsyncConnection[Any]]:
         yield connection
 
 
-async def _look(connection: AsyncConnection[Any], settings: Settings, topic: Topic | None, new_journal: bool) -> Identity | None:
+async def _look(
+    connection: AsyncConnection[Any], settings: Settings, topic: Topic | None, new_journal: bool
+) -> Identity | None:
     """What the schema says that it belongs to; raises BadSettings when it cannot be this system's."""
     await refuse_replay(connection, settings)
     if why := await why_not_for_a_system(connection, settings.schema_):
-        raise BadSettings(f"GRAB_SCHEMA: schema {settings.schema_} cannot hold a system: {why}. Set another one")
+        raise BadSettings(
+            f"GRAB_SCHEMA: schema {settings.schema_} cannot hold a system: {why}. Set another one"
+        )
     try:
         identity = await require_schema(connection, settings)
     except NotWrittenDown:
@@ -118,24 +125,33 @@ async def _look(connection: AsyncConnection[Any], settings: Settings, topic: Top
         await _require_its_journal(connection, settings, topic)
     if topic is not None and (others := await others_on(connection, settings.schema_, topic.id)):
         raise OtherSystem(
-            f"GRAB_PREFIX={settings.prefix} and its journal belong to schema {others[0]}, and are asked for with {settings.schema_}",
+            f"GRAB_PREFIX={settings.prefix} and its journal belong to schema {others[0]}, and are asked for "
+            f"with {settings.schema_}",
             f"set GRAB_SCHEMA={others[0]}, or for another system another GRAB_PREFIX",
         )
     return identity
 
 
-async def _require_its_journal(connection: AsyncConnection[Any], settings: Settings, topic: Topic | None) -> None:
+async def _require_its_journal(
+    connection: AsyncConnection[Any], settings: Settings, topic: Topic | None
+) -> None:
     """Raises OtherJournal unless every cursor of the schema is in the journal that is there."""
     if unknown := await strangers(connection, settings, topic is not None):
         name = Topics(settings.prefix).journal
         raise OtherJournal(
-            f"schema {settings.schema_} has read another journal than {name} at GRAB_KAFKA={settings.kafka}: {unknown[0]} is not in it",
-            f"set GRAB_PREFIX and GRAB_KAFKA to those of the system in that schema; or, when its journal is lost for good, `{NEW_JOURNAL}`",
+            f"schema {settings.schema_} has read another journal than {name} at GRAB_KAFKA={settings.kafka}: "
+            f"{unknown[0]} is not in it",
+            "set GRAB_PREFIX and GRAB_KAFKA to those of the system in that schema; or, when its journal is "
+            f"lost for good, `{NEW_JOURNAL}`",
         )
 
 
 async def _look_into_redis(settings: Settings, topic: Topic | None, new_journal: bool) -> None:
-    expected = None if new_journal else Identity(settings.prefix, topic.id if topic else "(none yet)", settings.shards)
+    expected = (
+        None
+        if new_journal
+        else Identity(settings.prefix, topic.id if topic else "(none yet)", settings.shards)
+    )
     redis = open_redis(settings)
     try:
         await require_prefix(redis, key_space(settings).system, settings, expected)
@@ -169,6 +185,10 @@ async def _new_journal(settings: Settings) -> Topic:
 
 
 async def refuse_replay(connection: AsyncConnection[Any], settings: Settings) -> None:
-    """Raises UsageError when the schema holds a bounded replay: going on with it would make it neither that nor the system's."""
+    """Raises UsageError when the schema holds a bounded replay: going on with it would make it neither that
+    nor the system's.
+    """
     if await read_definition(connection, settings.schema_) is not None:
-        raise click.UsageError(f"GRAB_SCHEMA: schema {settings.schema_} holds a bounded replay: set it to the system's own")
+        raise click.UsageError(
+            f"GRAB_SCHEMA: schema {settings.schema_} holds a bounded replay: set it to the system's own"
+        )

@@ -27,15 +27,21 @@ def parse_time(text: str) -> int:
         try:
             parsed = datetime.fromisoformat(text)
         except ValueError:
-            raise BadMoment(f"{text!r} is no time: write 2026-11-11T10:00:03.250 (UTC), with +08:00 for another zone, or ms") from None
+            raise BadMoment(
+                f"{text!r} is no time: write 2026-11-11T10:00:03.250 (UTC), with +08:00 for another zone, or "
+                "ms"
+            ) from None
         moment = round((parsed if parsed.tzinfo else parsed.replace(tzinfo=UTC)).timestamp() * 1000)
     if not TIME_MS_MIN <= moment <= TIME_MS_MAX:
         raise BadMoment(f"{text!r} is no time that offers can have: it lies before 1973 or after 2099")
     return moment
 
 
-def parse_points(option: str, texts: Sequence[str], shards: Sequence[int], total: int, offers: Sequence[str]) -> dict[int, Point]:
-    """TIME (for all `shards`), SHARD:SEQ (for one, before a TIME), or SEQ (with exactly one offer) as a point by shard; raises BadMoment.
+def parse_points(
+    option: str, texts: Sequence[str], shards: Sequence[int], total: int, offers: Sequence[str]
+) -> dict[int, Point]:
+    """TIME (for all `shards`), SHARD:SEQ (for one, before a TIME), or SEQ (with exactly one offer) as a point
+    by shard; raises BadMoment.
 
     `total` is the number of shards there are.
     """
@@ -49,12 +55,20 @@ def parse_points(option: str, texts: Sequence[str], shards: Sequence[int], total
             everywhere = Point(at=parse_time(text))
             continue
         if place is None and len(offers) != 1:
-            raise BadMoment(f"{option} {text}: a seq counts within a shard: write SHARD:{text}, or name exactly one --offer")
-        shard, seq = (int(place[1]), int(place[2])) if place else (shard_of(campaign_of(offers[0]), total), int(text))
+            raise BadMoment(
+                f"{option} {text}: a seq counts within a shard: write SHARD:{text}, or name exactly one "
+                "--offer"
+            )
+        shard, seq = (
+            (int(place[1]), int(place[2])) if place else (shard_of(campaign_of(offers[0]), total), int(text))
+        )
         if shard >= total:
             raise BadMoment(f"{option} {text}: there are {total} shards, 0 to {total - 1}")
         if shard not in shards:
-            raise BadMoment(f"{option} {text}: shard {shard} is not among those that are read: {', '.join(map(str, shards))}")
+            raise BadMoment(
+                f"{option} {text}: shard {shard} is not among those that are read: "
+                f"{', '.join(map(str, shards))}"
+            )
         if shard in points:
             raise BadMoment(f"{option} names two places in shard {shard}")
         if seq < 1:
@@ -67,4 +81,8 @@ def parse_points(option: str, texts: Sequence[str], shards: Sequence[int], total
 
 def show_time(at_ms: int) -> str:
     """A time for people: UTC, to the millisecond."""
-    return datetime.fromtimestamp(at_ms / 1000, UTC).isoformat(sep=" ", timespec="milliseconds").replace("+00:00", "Z")
+    return (
+        datetime.fromtimestamp(at_ms / 1000, UTC)
+        .isoformat(sep=" ", timespec="milliseconds")
+        .replace("+00:00", "Z")
+    )

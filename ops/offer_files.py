@@ -1,7 +1,8 @@
 """Files of offers, in YAML, JSON or CSV: read as a whole and checked as a whole before anything is opened.
 
-What people write (`15m`, `2026-11-27T10:00:00+08:00`, `user/day/2`) is brought into the form of a command here; whether the command
-is right, `decode_commands` of `models.commands` says. Nothing is guessed: what could mean two things is refused with its place and a fix.
+What people write (`15m`, `2026-11-27T10:00:00+08:00`, `user/day/2`) is brought into the form of a command
+here; whether the command is right, `decode_commands` of `models.commands` says. Nothing is guessed: what
+could mean two things is refused with its place and a fix.
 """
 
 import csv
@@ -52,7 +53,8 @@ class BadOfferFile(Exception):
 class _Entry(NamedTuple):
     """One entry of a file on its way: `command` is what it says, `reasons` what is wrong with it so far.
 
-    `whole` is false when a header or defaults are wrong: what such an entry seems to lack may only be misspelt there.
+    `whole` is false when a header or defaults are wrong: what such an entry seems to lack may only be
+    misspelt there.
     """
 
     place: str
@@ -62,14 +64,24 @@ class _Entry(NamedTuple):
 
 
 def form_of(file: str | PurePath, chosen: Form | None = None) -> Form:
-    """The form of a file: the chosen one, or what its suffix says; without a suffix, as standard input (`-`), YAML."""
+    """The form of a file: the chosen one, or what its suffix says; without a suffix, as standard input (`-`),
+    YAML.
+    """
     if chosen is not None:
         return chosen
     suffix = PurePath(file).suffix.lower()
     if not suffix:
         return "yaml"
     if suffix not in FORM_OF_SUFFIX:
-        raise BadOfferFile([("file", f"{suffix} says nothing of its form; name it {', '.join(FORM_OF_SUFFIX)}, or use --format")])
+        raise BadOfferFile(
+            [
+                (
+                    "file",
+                    f"{suffix} says nothing of its form; name it {', '.join(FORM_OF_SUFFIX)}, or use "
+                    "--format",
+                )
+            ]
+        )
     return FORM_OF_SUFFIX[suffix]
 
 
@@ -92,14 +104,23 @@ def read_offers(text: str, form: Form) -> list[Open]:
             problems.append(("file", "more is wrong than stands here; mend this first"))
             break
     if not problems and not opens:
-        problems.append(("file", "has no offers; give a list of {offer, terms}, {defaults, offers}, or lines of CSV below a header"))
+        problems.append(
+            (
+                "file",
+                "has no offers; give a list of {offer, terms}, {defaults, offers}, or lines of CSV below a "
+                "header",
+            )
+        )
     if problems:
         raise BadOfferFile(problems)
     return opens
 
 
 def _given_before(entry: _Entry, places: dict[tuple[str, str], str]) -> list[str]:
-    for field, fix in (("offer", "an offer is opened once; leave one out"), ("id", "give each an id of its own")):
+    for field, fix in (
+        ("offer", "an offer is opened once; leave one out"),
+        ("id", "give each an id of its own"),
+    ):
         value = entry.command.get(field)
         if isinstance(value, str):
             first = places.setdefault((field, value), entry.place)
@@ -122,7 +143,7 @@ def _decode(command: dict[str, Any]) -> Open | str:
     return decoded
 
 
-# -- what the models know of fields -----------------------------------------------------------------------------------
+# -- what the models know of fields --------------------------------------------------------------------------
 
 
 def _plain_types(annotation: Any) -> set[Any]:
@@ -167,9 +188,15 @@ def _explain(reason: str) -> str:
     name = re.sub(r"\[[^][]*\]\Z", "", path).rpartition(".")[2]
     if missing := _is_missing(said):
         field = _TERMS.get(missing[1]) if path == "terms" else None
-        return f"{path}.{missing[1]}: is missing{f'; it says {_meaning(field)}' if field and _meaning(field) else ''}"
+        return (
+            f"{path}.{missing[1]}: is "
+            f"missing{f'; it says {_meaning(field)}' if field and _meaning(field) else ''}"
+        )
     if said.startswith("Invalid enum value ") and name in _CHOICES:
-        return f"{path}: must be one of {', '.join(_CHOICES[name])}; got {said.removeprefix('Invalid enum value ')}"
+        return (
+            f"{path}: must be one of {', '.join(_CHOICES[name])}; got "
+            f"{said.removeprefix('Invalid enum value ')}"
+        )
     fix = ""
     if said.startswith("Expected `str") and said.endswith(("got `int`", "got `float`", "got `bool`")):
         fix = "; put it in quotes"
@@ -181,7 +208,11 @@ def _explain(reason: str) -> str:
 
 
 def _meaning(field: msgspec.structs.FieldInfo) -> str:
-    said = [one.description for one in get_args(field.type)[1:] if isinstance(one, msgspec.Meta) and one.description]
+    said = [
+        one.description
+        for one in get_args(field.type)[1:]
+        if isinstance(one, msgspec.Meta) and one.description
+    ]
     return said[-1] if said else ""
 
 
@@ -195,7 +226,8 @@ def _unknown(where: str, given: Mapping[Any, Any], known: tuple[str, ...]) -> li
     return [
         f"{where}{str(given[TWICE])[:ID_LENGTH_MAX]}: is given twice; keep one"
         if name == TWICE
-        else f"{where}{str(name)[:ID_LENGTH_MAX]}: there is no such field; the nearest is {_nearest(str(name)[:ID_LENGTH_MAX], known)}"
+        else f"{where}{str(name)[:ID_LENGTH_MAX]}: there is no such field; the nearest is "
+        f"{_nearest(str(name)[:ID_LENGTH_MAX], known)}"
         for name in islice((name for name in given if name not in known), UNKNOWN_NAMES_MAX)
     ]
 
@@ -216,7 +248,9 @@ _WRITTEN: Final[Mapping[str, Callable[[str], Any]]] = {
 def _terms_of(where: str, written: Any) -> tuple[dict[str, Any], list[str]]:
     """Terms as a command has them, and what is wrong with what was written."""
     if not isinstance(written, dict):
-        return {}, [f"{where}: must be an object of terms such as kind, issuer and total, got {_shown(written)}"]
+        return {}, [
+            f"{where}: must be an object of terms such as kind, issuer and total, got {_shown(written)}"
+        ]
     reasons = _unknown(f"{where}.", written, _KNOWN_TERMS)
     terms: dict[str, Any] = {}
     for name, value in written.items():
@@ -239,7 +273,9 @@ def _terms_of(where: str, written: Any) -> tuple[dict[str, Any], list[str]]:
 
 
 def _is_large(value: Any) -> bool:
-    """Whether a term is longer than any may be; else a default could be written into every entry of a file at great cost."""
+    """Whether a term is longer than any may be; else a default could be written into every entry of a file at
+    great cost.
+    """
     size, waiting = 0, [value]
     while waiting and size <= TERM_SIZE_MAX:
         one = waiting.pop()
@@ -288,7 +324,9 @@ def _wrong_kind(terms: Mapping[str, Any], whole: bool) -> list[str]:
         return [f"terms.kind: is missing; give one of {_KINDS}"] if whole else []
     kind = terms["kind"]
     if not isinstance(kind, str) or kind not in _FIELDS_OF_KIND:
-        nearest = f"; the nearest is {_nearest(kind, tuple(_FIELDS_OF_KIND))}" if isinstance(kind, str) else ""
+        nearest = (
+            f"; the nearest is {_nearest(kind, tuple(_FIELDS_OF_KIND))}" if isinstance(kind, str) else ""
+        )
         return [f"terms.kind: must be one of {_KINDS}, got {quoted(kind)}{nearest}"]
     return [
         f"terms.{name}: is no field of kind {kind}, only of {' and '.join(_kinds_with(name))}; leave it out"
@@ -301,7 +339,7 @@ def _kinds_with(name: str) -> list[str]:
     return [kind for kind, fields in _FIELDS_OF_KIND.items() if name in fields]
 
 
-# -- YAML and JSON ----------------------------------------------------------------------------------------------------
+# -- YAML and JSON -------------------------------------------------------------------------------------------
 
 
 def _entries(text: str, form: Form) -> Iterator[_Entry]:
@@ -313,7 +351,9 @@ def _entries(text: str, form: Form) -> Iterator[_Entry]:
         return
     defaults: dict[str, Any] = {}
     whole = True
-    if isinstance(value, dict) and (value.keys() & set(_KNOWN_OF_FILE) or not value.keys() & {"offer", "terms"}):
+    if isinstance(value, dict) and (
+        value.keys() & set(_KNOWN_OF_FILE) or not value.keys() & {"offer", "terms"}
+    ):
         reasons = _unknown("", value, _KNOWN_OF_FILE)
         written = value.get("defaults")
         if written is not None:
@@ -328,17 +368,23 @@ def _entries(text: str, form: Form) -> Iterator[_Entry]:
     if value is None:
         return
     if not isinstance(value, list):
-        yield _Entry("file", {}, [f"must be a list of {{offer, terms}}, or {{defaults, offers}} with one; got {_shown(value)}"])
+        yield _Entry(
+            "file",
+            {},
+            [f"must be a list of {{offer, terms}}, or {{defaults, offers}} with one; got {_shown(value)}"],
+        )
         return
     for number, written in enumerate(value, 1):
         yield _entry(f"entry {number}", written, defaults, whole)
 
 
-# -- CSV --------------------------------------------------------------------------------------------------------------
+# -- CSV -----------------------------------------------------------------------------------------------------
 
 
 def _rows(text: str) -> Iterator[_Entry]:
-    """The entries of CSV: a line each, below a line of column names. Empty lines and empty cells say nothing."""
+    """The entries of CSV: a line each, below a line of column names. Empty lines and empty cells say
+    nothing.
+    """
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)
     columns: list[str] | None = None
     whole = True
@@ -349,7 +395,14 @@ def _rows(text: str) -> Iterator[_Entry]:
         except StopIteration:
             return
         except csv.Error as error:
-            yield _Entry(place, {}, [f"is no CSV: {error}; a text with a comma or a quote stands in double quotes, its quotes doubled"])
+            yield _Entry(
+                place,
+                {},
+                [
+                    f"is no CSV: {error}; a text with a comma or a quote stands in double quotes, its quotes "
+                    "doubled"
+                ],
+            )
             return
         if not any(cells):
             continue
@@ -358,9 +411,17 @@ def _rows(text: str) -> Iterator[_Entry]:
             continue
         columns = cells
         if missing := [name for name in ("offer", "kind") if name not in columns]:
-            separated = "" if len(columns) > 1 or not re.search("[;\t]", columns[0]) else "; cells are separated by commas"
-            near = [*_unknown("", dict.fromkeys(filter(None, columns)), _KNOWN_COLUMNS)] if not separated else []
-            yield _Entry(place, {}, [*(f"{name}: the header has no such column{separated}" for name in missing), *near])
+            separated = (
+                ""
+                if len(columns) > 1 or not re.search("[;\t]", columns[0])
+                else "; cells are separated by commas"
+            )
+            near = (
+                [*_unknown("", dict.fromkeys(filter(None, columns)), _KNOWN_COLUMNS)] if not separated else []
+            )
+            yield _Entry(
+                place, {}, [*(f"{name}: the header has no such column{separated}" for name in missing), *near]
+            )
             return
         reasons = _unknown("", dict.fromkeys(filter(None, columns)), _KNOWN_COLUMNS)
         if twice := first_twice([name for name in columns if name]):
@@ -372,7 +433,11 @@ def _rows(text: str) -> Iterator[_Entry]:
 
 def _row(place: str, columns: list[str], cells: list[str], whole: bool) -> _Entry:
     if len(cells) != len(columns):
-        fix = "a text with a comma stands in double quotes" if len(cells) > len(columns) else "end it with a comma for each empty cell"
+        fix = (
+            "a text with a comma stands in double quotes"
+            if len(cells) > len(columns)
+            else "end it with a comma for each empty cell"
+        )
         return _Entry(place, {}, [f"has {len(cells)} cells, the header {len(columns)}; {fix}"])
     written: dict[str, Any] = {"terms": {}}
     reasons = []
@@ -409,11 +474,12 @@ def _cell(column: str, cell: str) -> Any:
     return cell
 
 
-# -- changes ----------------------------------------------------------------------------------------------------------
+# -- changes -------------------------------------------------------------------------------------------------
 
 
 def read_changes(written: Sequence[tuple[str, str]]) -> Changes:
-    """What `amend` changes, from fields and texts as a CSV file would have them; raises BadOfferFile with all that is wrong.
+    """What `amend` changes, from fields and texts as a CSV file would have them; raises BadOfferFile with all
+    that is wrong.
 
     An empty text takes all limits, or the title, away.
     """

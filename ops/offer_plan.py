@@ -4,14 +4,25 @@ from collections.abc import Sequence
 from typing import Final
 
 from grabstream.models.commands import Open
-from grabstream.models.offers import ENVELOPE_LIFE_MS, WEEKDAYS, EnvelopeTerms, Hours, Limit, StockTerms, Terms, asset_of
+from grabstream.models.offers import (
+    ENVELOPE_LIFE_MS,
+    WEEKDAYS,
+    EnvelopeTerms,
+    Hours,
+    Limit,
+    StockTerms,
+    Terms,
+    asset_of,
+)
 from grabstream.ops.written import shown_duration, shown_time
 
 PLAN_COLUMNS: Final = ("offer", "kind", "total", "opens", "closes", "limits", "hold", "audience")
 
 
 def plan_rows(opens: Sequence[Open]) -> list[tuple[str, ...]]:
-    """What opening them would do, a row an offer with PLAN_COLUMNS, for people; times are those of the offer's zone."""
+    """What opening them would do, a row an offer with PLAN_COLUMNS, for people; times are those of the
+    offer's zone.
+    """
     return [_plan_row(command.offer, command.terms) for command in opens]
 
 
@@ -35,14 +46,33 @@ def _plan_row(offer: str, terms: Terms) -> tuple[str, ...]:
     else:
         limits = "; ".join(_shown_limit(limit) for limit in terms.limits) or "–"
         hold = shown_duration(terms.hold_ms) if terms.hold_ms else "–"
-    return (offer, str(terms.__struct_config__.tag), _shown_total(offer, terms), opens, closes, limits, hold, terms.audience)
+    return (
+        offer,
+        str(terms.__struct_config__.tag),
+        _shown_total(offer, terms),
+        opens,
+        closes,
+        limits,
+        hold,
+        terms.audience,
+    )
 
 
 def _shown_total(offer: str, terms: Terms) -> str:
-    # The amount of a currency is in minor units: `1,000 CNY` alone would be read as a hundred times the money.
+    # The amount of a currency is in minor units: `1,000 CNY` alone would be read as a hundred times the
+    # money.
     if isinstance(terms, EnvelopeTerms):
-        return f"{terms.total:,} minor units of {terms.asset} in {terms.parts:,} part{'s' if terms.parts != 1 else ''}"
-    what = asset_of(offer, terms) if isinstance(terms, StockTerms) else "coupon" if terms.total == 1 else "coupons"
+        return (
+            f"{terms.total:,} minor units of {terms.asset} in {terms.parts:,} "
+            f"part{'s' if terms.parts != 1 else ''}"
+        )
+    what = (
+        asset_of(offer, terms)
+        if isinstance(terms, StockTerms)
+        else "coupon"
+        if terms.total == 1
+        else "coupons"
+    )
     price = f", {terms.price:,} minor units of {terms.currency} each" if terms.price is not None else ""
     return f"{terms.total:,} {what}{price}"
 

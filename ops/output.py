@@ -10,7 +10,8 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-#: Characters. Where no terminal bounds a line it is as long as what it says: tables are not to cut ids in a pipe.
+#: Characters. Where no terminal bounds a line it is as long as what it says: tables are not to cut ids in a
+#: pipe.
 WIDTH_WITHOUT_TERMINAL: Final = 500
 
 console = Console(width=None if sys.stdout.isatty() else WIDTH_WITHOUT_TERMINAL)
@@ -35,7 +36,9 @@ def print_json(value: Any, to_errors: bool = False) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """What JSON has no form for. psycopg gives Decimal for `numeric`: sums without a bound, integers all the same."""
+    """What JSON has no form for. psycopg gives Decimal for `numeric`: sums without a bound, integers all the
+    same.
+    """
     return int(value) if isinstance(value, Decimal) and value == value.to_integral_value() else str(value)
 
 
@@ -47,5 +50,10 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) 
         numeric = all(isinstance(row[index], int | float | Decimal) for row in rows) and bool(rows)
         made.add_column(column, justify="right" if numeric else "left")
     for row in rows:
-        made.add_row(*(f"{cell:,}" if isinstance(cell, int | Decimal) and not isinstance(cell, bool) else str(cell) for cell in row))
+        made.add_row(
+            *(
+                f"{cell:,}" if isinstance(cell, int | Decimal) and not isinstance(cell, bool) else str(cell)
+                for cell in row
+            )
+        )
     return made

@@ -21,10 +21,14 @@ class ProgressLine:
         self._shown = 0.0
 
     def __call__(self, what: str, step: str, done: int = 0, total: int = 0, rate: float = 0.0) -> None:
-        """Shows how far it is, not too often: events done (of `total`, where that is known) at a rate a second."""
+        """Shows how far it is, not too often: events done (of `total`, where that is known) at a rate a
+        second.
+        """
         now = time.monotonic()
         terminal = self._console.is_terminal
-        if step == self._step and now - self._shown < (TERMINAL_EVERY_SECONDS if terminal else LINE_EVERY_SECONDS):
+        if step == self._step and now - self._shown < (
+            TERMINAL_EVERY_SECONDS if terminal else LINE_EVERY_SECONDS
+        ):
             return
         self._step, self._shown = step, now
         words = f"{what}: {step}"
@@ -48,11 +52,21 @@ class _Rate(ProgressColumn):
 
 
 class Reading:
-    """A bar for reading `units` of a source. As a context; call it with (units, events) done since the last call."""
+    """A bar for reading `units` of a source. As a context; call it with (units, events) done since the last
+    call.
+    """
 
     def __init__(self, what: str, units: int = 0) -> None:
-        columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"), _Rate(), TimeRemainingColumn())
-        self._progress = Progress(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty())
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.percentage:>3.0f}%"),
+            _Rate(),
+            TimeRemainingColumn(),
+        )
+        self._progress = Progress(
+            *columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()
+        )
         self._task = self._progress.add_task(what, total=units, events=0)
         self._units = units
         self._events = 0

@@ -1,11 +1,14 @@
-"""The client of a Redis Cluster: a plain client for each server, so that what concerns one server waits for no other.
+"""The client of a Redis Cluster: a plain client for each server, so that what concerns one server waits for
+no other.
 
-redis-py's own cluster client does not isolate servers: every command waits at one lock while servers are asked, one after another, who
-has which slots; a server of its choice is asked for the keys of some commands; an error of one server may close the connections of all;
-and `ASKING` may go by another connection than the command that it is for.
+redis-py's own cluster client does not isolate servers: every command waits at one lock while servers are
+asked, one after another, who has which slots; a server of its choice is asked for the keys of some commands;
+an error of one server may close the connections of all; and `ASKING` may go by another connection than the
+command that it is for.
 
-Here a command goes straight to the server that has its key. Who has which slots is asked of all servers at once, in the background,
-whenever a server does not answer or redirects; the first whole answer counts. Only the first command of a client waits for that.
+Here a command goes straight to the server that has its key. Who has which slots is asked of all servers at
+once, in the background, whenever a server does not answer or redirects; the first whole answer counts. Only
+the first command of a client waits for that.
 """
 
 import asyncio
@@ -39,14 +42,19 @@ LEARN_EVERY_SECONDS: Final = 0.2
 REDIRECTIONS_MAX: Final = 8
 #: A slot whose keys are on the way: the pause before the command is sent again.
 TRY_AGAIN_SECONDS: Final = 0.05
-#: A subscription that hears nothing for so long asks its server whether it is there, and waits as long for that.
+#: A subscription that hears nothing for so long asks its server whether it is there, and waits as long for
+#: that.
 SILENT_SECONDS_MAX: Final = 1.0
 RETRY_SECONDS: Final = 0.2
 
 #: What redis-py calls on the streams of a connection, which are None when it is closed.
-_STREAM_METHODS: Final = frozenset({"writelines", "write", "drain", "read", "readline", "readexactly", "close", "wait_closed"})
+_STREAM_METHODS: Final = frozenset(
+    {"writelines", "write", "drain", "read", "readline", "readexactly", "close", "wait_closed"}
+)
 #: Commands without a key: they are for one server, which has to be named.
-_KEYLESS: Final = frozenset({"CONFIG GET", "CONFIG SET", "DBSIZE", "FLUSHALL", "FLUSHDB", "INFO", "PING", "SCAN", "TIME"})
+_KEYLESS: Final = frozenset(
+    {"CONFIG GET", "CONFIG SET", "DBSIZE", "FLUSHALL", "FLUSHDB", "INFO", "PING", "SCAN", "TIME"}
+)
 #: The part of a pattern that all matching keys have as hash tag.
 _tag = re.compile(r"\{[^{}*?\[\]\\]+\}").search
 
@@ -81,7 +89,9 @@ class _Slots(NamedTuple):
 
 
 class _Redirected(ConnectionError):  # type: ignore[misc]
-    """A server has not (all of) the keys of a command; nothing was carried out. To whom nobody follows it: try again."""
+    """A server has not (all of) the keys of a command; nothing was carried out. To whom nobody follows it:
+    try again.
+    """
 
     def __init__(self, error: AskError | TryAgainError) -> None:
         super().__init__(f"the slot is being moved: {error}")
@@ -111,18 +121,24 @@ class ClusterClient(AsyncCoreCommands):  # type: ignore[misc]
         self._closed = True
         if self._learning is not None:
             self._learning.cancel()
-        await asyncio.gather(*(server.client.aclose() for server in self._servers.values()), return_exceptions=True)
+        await asyncio.gather(
+            *(server.client.aclose() for server in self._servers.values()), return_exceptions=True
+        )
 
-    # -- commands -----------------------------------------------------------------------------------------------------
+    # -- commands --------------------------------------------------------------------------------------------
 
     async def execute_command(self, *args: Any, **options: Any) -> Any:
-        """Runs a command on the server that has its keys; a redirection is followed, since nothing was carried out where it came from."""
+        """Runs a command on the server that has its keys; a redirection is followed, since nothing was
+        carried out where it came from.
+        """
         slot = slot_of(key_of(args))
         await self.know()
         asked: Server | None = None
         for _ in range(REDIRECTIONS_MAX):
             server = asked or self.server_of(slot)
-            sent = _asking(server, args, options) if asked else server.client.execute_command(*args, **options)
+            sent = (
+                _asking(server, args, options) if asked else server.client.execute_command(*args, **options)
+            )
             asked = None
             try:
                 return await self.guarded(sent)
@@ -144,8 +160,12 @@ class ClusterClient(AsyncCoreCommands):  # type: ignore[misc]
         """A subscription; each channel is heard at the server that has its slot."""
         return ClusterSubscription(self)
 
-    async def scan_iter(self, match: str | None = None, count: int | None = None, **options: Any) -> AsyncIterator[bytes]:
-        """The keys that match a pattern: of one server where the pattern has a hash tag, else of all masters."""
+    async def scan_iter(
+        self, match: str | None = None, count: int | None = None, **options: Any
+    ) -> AsyncIterator[bytes]:
+        """The keys that match a pattern: of one server where the pattern has a hash tag, else of all
+        masters.
+        """
         await self.know()
         tag = _tag(match or "")
         for server in [self.server_of(slot_of(tag[0]))] if tag else self.masters():
@@ -159,7 +179,7 @@ class ClusterClient(AsyncCoreCommands):  # type: ignore[misc]
             by_slot.setdefault(slot_of(name), []).append(name)
         return sum([int(await self.execute_command("UNLINK", *of_slot)) for of_slot in by_slot.values()])
 
-    # -- servers ------------------------------------------------------------------------------------------------------
+    # -- servers ---------------------------------------------------------------------------------------------
 
     async def know(self) -> None:
         """Returns when it is known who has which slots; raises ConnectionError when no server says so."""
@@ -180,7 +200,11 @@ class ClusterClient(AsyncCoreCommands):  # type: ignore[misc]
 
     def servers(self) -> list[Server]:
         """The servers that decide, and their replicas."""
-        return [self._servers[name] for name in (*self._slots.masters, *self._slots.replicas)] if self._slots else []
+        return (
+            [self._servers[name] for name in (*self._slots.masters, *self._slots.replicas)]
+            if self._slots
+            else []
+        )
 
     def look_again(self) -> None:
         """Asks in the background who has which slots."""
@@ -188,7 +212,9 @@ class ClusterClient(AsyncCoreCommands):  # type: ignore[misc]
             self._learn()
 
     async def guarded(self, asking: Awaitable[T]) -> T:
-        """Awaits what one server is asked; after an error that may say that it is another one now, all are asked who has which slots."""
+        """Awaits what one server is asked; after an error that may say that it is another one now, all are
+        asked who has which slots.
+        """
         try:
             return await asking
         except (AskError, TryAgainError) as error:
@@ -196,7 +222,15 @@ class ClusterClient(AsyncCoreCommands):  # type: ignore[misc]
             raise _Redirected(error) from error
         except BaseException as error:
             # A command that was given up may have waited for a server that hangs.
-            if isinstance(error, asyncio.CancelledError | OSError | ConnectionError | TimeoutError | ClusterDownError | AttributeError):
+            if isinstance(
+                error,
+                asyncio.CancelledError
+                | OSError
+                | ConnectionError
+                | TimeoutError
+                | ClusterDownError
+                | AttributeError,
+            ):
                 self.look_again()
             if _is_of_closed_stream(error):
                 raise ConnectionError("the connection was closed while it was used") from error
@@ -216,7 +250,7 @@ class ClusterClient(AsyncCoreCommands):  # type: ignore[misc]
             self.version += 1
         self.look_again()
 
-    # -- who has which slots ------------------------------------------------------------------------------------------
+    # -- who has which slots ---------------------------------------------------------------------------------
 
     def _learn(self) -> asyncio.Task[None]:
         if self._learning is None or self._learning.done():
@@ -225,7 +259,9 @@ class ClusterClient(AsyncCoreCommands):  # type: ignore[misc]
         return self._learning
 
     async def _ask_all(self) -> None:
-        """Asks all servers at once; the first whole answer counts, or the one that covers most when none is whole."""
+        """Asks all servers at once; the first whole answer counts, or the one that covers most when none is
+        whole.
+        """
         await asyncio.sleep(max(0.0, self._learned_at + LEARN_EVERY_SECONDS - time.monotonic()))
         asked = {asyncio.create_task(self._ask(server)) for server in self._servers.values()}
         best: _Slots | None = None
@@ -260,7 +296,9 @@ class ClusterClient(AsyncCoreCommands):  # type: ignore[misc]
         replicas: dict[str, None] = {}
         for first, last, *nodes in reply:
             # A server that does not know its own address leaves it out.
-            names = [self._server((node[0] or b"").decode() or server.host, int(node[1])).name for node in nodes]
+            names = [
+                self._server((node[0] or b"").decode() or server.host, int(node[1])).name for node in nodes
+            ]
             owners[first : last + 1] = [names[0]] * (last + 1 - first)
             masters[names[0]] = None
             replicas |= dict.fromkeys(names[1:])
@@ -272,9 +310,15 @@ class ClusterClient(AsyncCoreCommands):  # type: ignore[misc]
             self.version += 1
         known = {*slots.masters, *slots.replicas, *self._first}
         gone = [self._servers.pop(name) for name in list(self._servers) if name not in known]
-        demoted = [self._servers[name] for name in (before.masters if before else ()) if name in known and name not in slots.masters]
+        demoted = [
+            self._servers[name]
+            for name in (before.masters if before else ())
+            if name in known and name not in slots.masters
+        ]
         # Who waits for a master that hangs and was replaced need not wait any longer.
-        for closing in [server.client.aclose() for server in gone] + [server.client.connection_pool.disconnect() for server in demoted]:
+        for closing in [server.client.aclose() for server in gone] + [
+            server.client.connection_pool.disconnect() for server in demoted
+        ]:
             task = asyncio.ensure_future(closing)
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)
@@ -282,7 +326,9 @@ class ClusterClient(AsyncCoreCommands):  # type: ignore[misc]
 
 
 class ClusterCommands(AsyncCoreCommands):  # type: ignore[misc]
-    """Commands sent together, to each server those that are for it. They are not repeated: a redirection is a ConnectionError."""
+    """Commands sent together, to each server those that are for it. They are not repeated: a redirection is a
+    ConnectionError.
+    """
 
     def __init__(self, client: ClusterClient, transaction: bool) -> None:
         self._client = client
@@ -317,7 +363,9 @@ class ClusterCommands(AsyncCoreCommands):  # type: ignore[misc]
                 for place, reply in zip(of_server, await pipe.execute(), strict=True):
                     replies[place] = reply
 
-        sent = await asyncio.gather(*(self._client.guarded(send(*one)) for one in places.items()), return_exceptions=True)
+        sent = await asyncio.gather(
+            *(self._client.guarded(send(*one)) for one in places.items()), return_exceptions=True
+        )
         for result in sent:
             if isinstance(result, BaseException):
                 raise result
@@ -325,7 +373,9 @@ class ClusterCommands(AsyncCoreCommands):  # type: ignore[misc]
 
 
 class ClusterSubscription:
-    """A subscription to channels; each is heard at the server that has its slot. A server that hangs or is away keeps back its own."""
+    """A subscription to channels; each is heard at the server that has its slot. A server that hangs or is
+    away keeps back its own.
+    """
 
     def __init__(self, client: ClusterClient) -> None:
         self._client = client
@@ -374,7 +424,10 @@ class ClusterSubscription:
                 places.setdefault(self._client.server_of(slot_of(channel)), []).append(channel)
         before, self._hearing = (
             self._hearing,
-            {server: asyncio.create_task(self._hear(server, channels)) for server, channels in places.items()},
+            {
+                server: asyncio.create_task(self._hear(server, channels))
+                for server, channels in places.items()
+            },
         )
         for task in before.values():
             task.cancel()
@@ -408,7 +461,9 @@ def slot_of(key: str | bytes) -> int:
 
 
 def key_of(args: Sequence[Any]) -> str | bytes:
-    """A key of a command, as this system gives them; all its keys have one slot. Raises ValueError for a command without one."""
+    """A key of a command, as this system gives them; all its keys have one slot. Raises ValueError for a
+    command without one.
+    """
     command = str(args[0]).upper()
     if command in ("EVAL", "EVALSHA", "FCALL"):
         place = 3 if int(args[2]) else None
@@ -423,7 +478,9 @@ def key_of(args: Sequence[Any]) -> str | bytes:
 
 
 async def _asking(server: Server, args: Sequence[Any], options: dict[str, Any]) -> Any:
-    """A command at the server that a slot is on the way to: in one write with the word that allows it there."""
+    """A command at the server that a slot is on the way to: in one write with the word that allows it
+    there.
+    """
     async with server.client.pipeline(transaction=False) as pipe:
         pipe.execute_command("ASKING")
         pipe.execute_command(*args, **options)

@@ -1,4 +1,6 @@
-"""What servers of Redis say of themselves and of the shards on them: the one there is, or those of a Redis Cluster, each for itself."""
+"""What servers of Redis say of themselves and of the shards on them: the one there is, or those of a Redis
+Cluster, each for itself.
+"""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -22,9 +24,11 @@ async def within(asking: Awaitable[T], seconds: float = ANSWER_SECONDS_MAX) -> T
 
 
 async def of_each(client: Any, keys: Mapping[int, str], ask: Callable[[int], Awaitable[T]]) -> dict[int, T]:
-    """What is said of each number by the server that has its key: of all servers at once, of each server one after the other.
+    """What is said of each number by the server that has its key: of all servers at once, of each server one
+    after the other.
 
-    Of a server that does not answer in time nothing more is asked, and its numbers are left out. Raises its error when none answers.
+    Of a server that does not answer in time nothing more is asked, and its numbers are left out. Raises its
+    error when none answers.
     """
     places: dict[str, list[int]] = {}
     if isinstance(client, ClusterClient):
@@ -63,9 +67,11 @@ async def masters(client: Any) -> list[tuple[str, Any]]:
 
 
 async def information(client: Any, section: str, key: str | None = None) -> dict[str, dict[str, Any]]:
-    """INFO of each server by its address, or of the one that has a key; raises ConnectionError when none answers.
+    """INFO of each server by its address, or of the one that has a key; raises ConnectionError when none
+    answers.
 
-    Of all servers of a cluster those are left out that do not answer: a replica that is away is no reason not to start.
+    Of all servers of a cluster those are left out that do not answer: a replica that is away is no reason not
+    to start.
     """
     if not isinstance(client, ClusterClient):
         return {"": await client.info(section)}
@@ -75,8 +81,16 @@ async def information(client: Any, section: str, key: str | None = None) -> dict
         server = client.server_of(slot_of(key))
         return {server.name: await client.guarded(server.client.info(section))}
     servers = client.servers()
-    replies = await asyncio.gather(*(within(server.client.info(section)) for server in servers), return_exceptions=True)
-    found = {server.name: reply for server, reply in zip(servers, replies, strict=True) if not isinstance(reply, BaseException)}
+    replies = await asyncio.gather(
+        *(within(server.client.info(section)) for server in servers), return_exceptions=True
+    )
+    found = {
+        server.name: reply
+        for server, reply in zip(servers, replies, strict=True)
+        if not isinstance(reply, BaseException)
+    }
     if not found:
-        raise ConnectionError(f"no server of the Redis Cluster answers: {replies[0] if replies else 'it has none'}")
+        raise ConnectionError(
+            f"no server of the Redis Cluster answers: {replies[0] if replies else 'it has none'}"
+        )
     return found

@@ -29,11 +29,14 @@ class Request(NamedTuple):
     def definition(self, settings: Settings) -> Definition:
         """The same as what a schema is made from."""
         until = {one.shard: one.last for one in self.stretches if one.last is not None}
-        return Definition(settings.prefix, self.source, tuple(one.shard for one in self.stretches), self.wanted, until)
+        return Definition(
+            settings.prefix, self.source, tuple(one.shard for one in self.stretches), self.wanted, until
+        )
 
 
 def request(
-    settings: Settings, source: str, first: Sequence[str], last: Sequence[str], shards: Sequence[int], offers: Sequence[str],
+    settings: Settings, source: str, first: Sequence[str], last: Sequence[str], shards: Sequence[int],
+    offers: Sequence[str],
     users: Sequence[str],
 ) -> Request:  # fmt: skip
     """Options as a request; raises UsageError that names the option, and the way out."""
@@ -43,10 +46,18 @@ def request(
                 raise click.UsageError(f"{option} {name!r} is no id: 1 to 64 of A-Z a-z 0-9 . _ : -")
     for shard in shards:
         if shard >= settings.shards:
-            raise click.UsageError(f"--shard {shard}: there are {settings.shards} shards, 0 to {settings.shards - 1}")
-    chosen = sorted({shard_of(campaign_of(offer), settings.shards) for offer in offers} or set(shards) or set(range(settings.shards)))
+            raise click.UsageError(
+                f"--shard {shard}: there are {settings.shards} shards, 0 to {settings.shards - 1}"
+            )
+    chosen = sorted(
+        {shard_of(campaign_of(offer), settings.shards) for offer in offers}
+        or set(shards)
+        or set(range(settings.shards))
+    )
     if offers and shards and set(chosen) != set(shards):
-        raise click.UsageError(f"--shard: the offers are in {', '.join(map(str, chosen))}; an --offer alone is enough")
+        raise click.UsageError(
+            f"--shard: the offers are in {', '.join(map(str, chosen))}; an --offer alone is enough"
+        )
     try:
         begin = parse_points("--from", first, chosen, settings.shards, offers)
         end = parse_points("--until", last, chosen, settings.shards, offers)
@@ -70,10 +81,14 @@ class NoTrail(Exception):
 
 
 @asynccontextmanager
-async def open_source(settings: Settings, source: str, seeks: bool = False) -> AsyncIterator[JournalSource | AuditSource]:
-    """The source by its name. One that `seeks` asks the audit trail whether what it finds in the middle of the journal counts.
+async def open_source(
+    settings: Settings, source: str, seeks: bool = False
+) -> AsyncIterator[JournalSource | AuditSource]:
+    """The source by its name. One that `seeks` asks the audit trail whether what it finds in the middle of
+    the journal counts.
 
-    Raises NoTrail when the trail is the source and is not there; without it the journal is read from its beginning.
+    Raises NoTrail when the trail is the source and is not there; without it the journal is read from its
+    beginning.
     """
     async with AsyncExitStack() as stack:
         books = None
@@ -84,14 +99,23 @@ async def open_source(settings: Settings, source: str, seeks: bool = False) -> A
             try:
                 books = await stack.enter_async_context(_open_books(settings))
             except (OperationalError, NoTrail) as error:
-                click.echo(f"grabstream: the journal is read from its beginning, since PostgreSQL cannot help: {error}".strip(), err=True)
-        yield JournalSource(await stack.enter_async_context(open_reader(settings.kafka, Topics(settings.prefix).journal)), books)
+                click.echo(
+                    "grabstream: the journal is read from its beginning, since PostgreSQL cannot help: "
+                    f"{error}".strip(),
+                    err=True,
+                )
+        yield JournalSource(
+            await stack.enter_async_context(open_reader(settings.kafka, Topics(settings.prefix).journal)),
+            books,
+        )
 
 
 @asynccontextmanager
 async def _open_books(settings: Settings) -> AsyncIterator[AsyncConnection[Any]]:
     async with checked_books(settings) as connection:
-        found = await connection.execute("SELECT to_regclass('audit') IS NOT NULL AND to_regclass('projection_cursors') IS NOT NULL")
+        found = await connection.execute(
+            "SELECT to_regclass('audit') IS NOT NULL AND to_regclass('projection_cursors') IS NOT NULL"
+        )
         if not (await found.fetchone() or (False,))[0]:
             raise NoTrail(f"schema {settings.schema_} has no audit trail (GRAB_SCHEMA)")
         yield connection

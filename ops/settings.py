@@ -1,4 +1,6 @@
-"""Settings: the only file that reads the environment (prefix `GRAB_`, and `.env`). Values are passed on, never looked up again."""
+"""Settings: the only file that reads the environment (prefix `GRAB_`, and `.env`). Values are passed on,
+never looked up again.
+"""
 
 import os
 import re
@@ -48,7 +50,9 @@ class Settings(BaseSettings):
     #: Copies of every topic that `init` creates; absent: one on each broker, three at most.
     replication: Count | None = None
     postgres: str = f"postgresql://grabstream@127.0.0.1:{POSTGRES_PORT}/grabstream"
-    schema_: Annotated[str, Field(validation_alias="GRAB_SCHEMA", pattern="^[a-z_][a-z0-9_]{0,47}$")] = "grabstream"
+    schema_: Annotated[str, Field(validation_alias="GRAB_SCHEMA", pattern="^[a-z_][a-z0-9_]{0,47}$")] = (
+        "grabstream"
+    )
     prefix: Annotated[str, Field(pattern="^[a-z0-9][a-z0-9._-]{0,47}$")] = "grab"
     shards: Annotated[int, Field(ge=1, le=1024)] = 8
     seal_keys: SecretStr = SecretStr("")
@@ -68,7 +72,8 @@ class Settings(BaseSettings):
     lease_ms: Count = 3_000
     #: How long a caller of the gate waits for an answer.
     gate_timeout_ms: Count = 2_000
-    #: How long commands of the command line wait out a fenced or busy shard before they are answered so; those of the topic always wait.
+    #: How long commands of the command line wait out a fenced or busy shard before they are answered so;
+    #: those of the topic always wait.
     patience_ms: Count = 10_000
     #: How much of its time the verifier works, in percent; the rest it rests.
     verify_percent: Annotated[float, Field(gt=0, le=100)] = 5.0
@@ -79,8 +84,8 @@ class Settings(BaseSettings):
     #: Refusals that are kept at all, the newest; and for how many days.
     refusals_kept_max: Annotated[int, Field(ge=0)] = 1_000_000
     refusals_days: Annotated[int, Field(ge=1, le=3_650)] = 14
-    #: For crash tests: the step at which a worker kills itself, with `:n` at its n-th time; with `:stop` at the end it only stops, as by
-    #: SIGSTOP, until somebody lets it go on.
+    #: For crash tests: the step at which a worker kills itself, with `:n` at its n-th time; with `:stop` at
+    #: the end it only stops, as by SIGSTOP, until somebody lets it go on.
     fail_at: Annotated[str, Field(pattern=r"^([a-z_.]+(:[1-9]\d*)?(:stop)?)?$")] = ""
 
     @field_validator("redis_url", "cache_url")
@@ -92,7 +97,9 @@ class Settings(BaseSettings):
             try:
                 parse_url(value)
             except ValueError:  # which may quote a part of the password
-                raise ValueError("a Redis is redis://[user:password@]host:port/0, its password with %40 for @, %2F for /") from None
+                raise ValueError(
+                    "a Redis is redis://[user:password@]host:port/0, its password with %40 for @, %2F for /"
+                ) from None
         return value
 
     @field_validator("postgres")
@@ -101,7 +108,9 @@ class Settings(BaseSettings):
         try:
             conninfo_to_dict(value)
         except ProgrammingError:
-            raise ValueError("a PostgreSQL is postgresql://[user:password@]host:port/database, or host=… port=… dbname=…") from None
+            raise ValueError(
+                "a PostgreSQL is postgresql://[user:password@]host:port/database, or host=… port=… dbname=…"
+            ) from None
         return value
 
     @field_validator("seal_keys")
@@ -121,7 +130,8 @@ class Settings(BaseSettings):
         """Raises BadSettings with the way out when there are no seal keys."""
         if not self.seal_keys.get_secret_value():
             raise BadSettings(
-                "GRAB_SEAL_KEYS is not set: seeds could not be sealed. `grabstream up` writes one to .env for local use; "
+                "GRAB_SEAL_KEYS is not set: seeds could not be sealed. `grabstream up` writes one to .env "
+                "for local use; "
                 "elsewhere make one with `grabstream config --new-seal-key` and keep it in every backup"
             )
 
@@ -141,7 +151,9 @@ def is_cluster(redis_url: str) -> bool:
 
 
 def cluster_address(redis_url: str) -> ClusterAddress:
-    """The parts of `redis-cluster://[user:password@]host:port[,host:port…]`; raises ValueError that says how one looks."""
+    """The parts of `redis-cluster://[user:password@]host:port[,host:port…]`; raises ValueError that says how
+    one looks.
+    """
     scheme, _, rest = redis_url.partition("://")
     login, _, servers = rest.rpartition("@")
     username, _, password = login.partition(":")
@@ -151,8 +163,12 @@ def cluster_address(redis_url: str) -> ClusterAddress:
     except ValueError:
         nodes = []
     if not nodes or not all(host and port for host, port in nodes) or any(one.path for one in parsed):
-        raise ValueError("a Redis Cluster is redis-cluster://host:port,host:port,… (it has no database numbers)")
-    return ClusterAddress(nodes, unquote(username) or None, unquote(password) or None, scheme == "rediss-cluster")
+        raise ValueError(
+            "a Redis Cluster is redis-cluster://host:port,host:port,… (it has no database numbers)"
+        )
+    return ClusterAddress(
+        nodes, unquote(username) or None, unquote(password) or None, scheme == "rediss-cluster"
+    )
 
 
 def without_password(address: str) -> str:

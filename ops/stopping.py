@@ -21,8 +21,10 @@ END_SECONDS_MAX: Final = 19.0
 
 
 def end_within(seconds: float, code: int) -> None:
-    """Ends this process after so long with an exit code, if it has not ended by itself: a server that hangs may keep a client's cleaning
-    up, a thread, or the event loop's own end. Everything here may be killed at any moment, so nothing is lost by that."""
+    """Ends this process after so long with an exit code, if it has not ended by itself: a server that hangs
+    may keep a client's cleaning up, a thread, or the event loop's own end. Everything here may be killed at
+    any moment, so nothing is lost by that.
+    """
     timer = threading.Timer(seconds, _leave, (code,))
     timer.daemon = True
     timer.start()
@@ -36,8 +38,9 @@ def _leave(code: int) -> None:
 
 
 def run_until_stopped(work: Coroutine[Any, Any, T], word: str = "") -> T:
-    """Runs the work. Ctrl-C and SIGTERM cancel it, wait for its cleaning up, and end the process with 130 and 143; `word` says then how
-    to go on."""
+    """Runs the work. Ctrl-C and SIGTERM cancel it, wait for its cleaning up, and end the process with 130 and
+    143; `word` says then how to go on.
+    """
     told: list[int] = []
 
     async def run() -> T:

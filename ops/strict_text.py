@@ -1,4 +1,5 @@
-"""Strict reading of JSON and YAML: what could mean two things is refused, or is left a text for whoever knows what it has to be.
+"""Strict reading of JSON and YAML: what could mean two things is refused, or is left a text for whoever knows
+what it has to be.
 
 Two equal names in one object are an error, and so is what only looks like a number or a time.
 """
@@ -12,7 +13,8 @@ import yaml  # what people write offers in; its parser's events are read here, w
 
 from grabstream.models.bounds import FILE_VALUES_MAX, shortened
 
-#: Where a mapping was given a name twice, it has this key: parsers drop all but the last, and two totals are a mistake.
+#: Where a mapping was given a name twice, it has this key: parsers drop all but the last, and two totals are
+#: a mistake.
 TWICE: Final = "\0given twice"
 
 #: What separates values in JSON; it stands in texts too, and an object has a name for each value.
@@ -32,7 +34,8 @@ class Unreadable(Exception):
 
 def read_strictly(text: str, is_json: bool) -> Any:
     """The value of a JSON or YAML text; raises Unreadable."""
-    # JSON is YAML too, but much quicker read as what it is; and where the two differ (tabs, escapes of emoji) it means JSON.
+    # JSON is YAML too, but much quicker read as what it is; and where the two differ (tabs, escapes of emoji)
+    # it means JSON.
     if is_json or text.lstrip()[:1] in ("[", "{"):
         # Every value but the first stands behind a comma, a colon or an opening bracket.
         if sum(map(text.count, ",:[{")) > JSON_SIGNS_MAX:
@@ -41,7 +44,9 @@ def read_strictly(text: str, is_json: bool) -> Any:
             return json.loads(text, object_pairs_hook=_object, parse_constant=_refuse_constant)
         except json.JSONDecodeError as error:
             if is_json:
-                raise Unreadable(f"line {error.lineno}", f"is no JSON: {error.msg} at column {error.colno}") from None
+                raise Unreadable(
+                    f"line {error.lineno}", f"is no JSON: {error.msg} at column {error.colno}"
+                ) from None
         except (ValueError, RecursionError) as error:
             if is_json:
                 raise Unreadable("file", f"is no JSON: {error}") from None
@@ -86,15 +91,18 @@ _TAGS: Final = {"!", *(f"tag:yaml.org,2002:{name}" for name in ("str", "seq", "m
 def _read_yaml(text: str) -> Any:
     """YAML with null, true, false, whole numbers and texts, straight from the parser's events.
 
-    The usual loader reads `10:00` as 600, `no` as false, and drops all but the last of two equal names. Here what is no plain number
-    stays a text, also a time: `read_time` says what is wrong with it, entry by entry. There are no fractions in an offer, and `12e45` is
-    the head of a seed. Without the loader's tree of nodes it is also twice as quick.
+    The usual loader reads `10:00` as 600, `no` as false, and drops all but the last of two equal names. Here
+    what is no plain number stays a text, also a time: `read_time` says what is wrong with it, entry by entry.
+    There are no fractions in an offer, and `12e45` is the head of a seed. Without the loader's tree of nodes
+    it is also twice as quick.
     """
     return _Builder(text).document()
 
 
 class _Builder:
-    """Builds a document's value from the parser's events; what an alias repeats counts again, so that a short text stays a small value."""
+    """Builds a document's value from the parser's events; what an alias repeats counts again, so that a short
+    text stays a small value.
+    """
 
     def __init__(self, text: str) -> None:
         self._events = yaml.parse(text, Loader=_Parser)
@@ -117,7 +125,9 @@ class _Builder:
         self._values += values
         if self._values > FILE_VALUES_MAX:
             raise _wrong_yaml(
-                event, f"more than {FILE_VALUES_MAX:,} values, those that aliases repeat counted again; make several files of it"
+                event,
+                f"more than {FILE_VALUES_MAX:,} values, those that aliases repeat counted again; make "
+                "several files of it",
             )
 
     def _built(self, event: Any) -> Any:

@@ -1,9 +1,11 @@
 """Verification: journal, books, audit trail and Redis against each other.
 
-1. wait until journal and read models have come as far as Redis was · 2. one snapshot of PostgreSQL · 3. read the whole journal, chain it,
-hold every line against the audit trail, and make of it, in temporary tables, what the read models must be at the snapshot's cursors ·
-4. compare them row by row · 5. shard by shard, make of the journal beside Redis' keys what they must be, and compare these.
-Each check is made against the journal, so that what is wrong in one place is named there, and nowhere else.
+1. wait until journal and read models have come as far as Redis was · 2. one snapshot of PostgreSQL · 3. read
+   the whole journal, chain it, hold every line against the audit trail, and make of it, in temporary tables,
+   what the read models must be at the snapshot's cursors ·
+4. compare them row by row · 5. shard by shard, make of the journal beside Redis' keys what they must be, and
+   compare these. Each check is made against the journal, so that what is wrong in one place is named there,
+   and nowhere else.
 """
 
 import asyncio
@@ -44,13 +46,16 @@ PROBLEMS_SHOWN_MAX = 5
 #: Further problems of one kind are counted, and not kept.
 PROBLEMS_KEPT_MAX: Final = 200
 PROGRESS_SECONDS: Final = 1.0
-#: How full a server of Redis may become for a shard to be made a second time there: of `maxmemory`, and without one of the machine.
+#: How full a server of Redis may become for a shard to be made a second time there: of `maxmemory`, and
+#: without one of the machine.
 ROOM_SHARE: Final = 0.9
 ROOM_SHARE_OF_MACHINE: Final = 0.7
 
 
 class Check(NamedTuple):
-    """One thing that was checked: how many of what, what is wrong (empty: nothing), and what is known and was decided by somebody."""
+    """One thing that was checked: how many of what, what is wrong (empty: nothing), and what is known and was
+    decided by somebody.
+    """
 
     name: str
     checked: int
@@ -65,8 +70,10 @@ class Check(NamedTuple):
 
 
 class RedisShard(NamedTuple):
-    """How far a shard is by Redis: its seq, and the checkpoint, the last event it knows to be journaled, with the chain's hash there; and
-    the journal offset behind it, with term and owner. `decides` is false while it is fenced, or being made anew."""
+    """How far a shard is by Redis: its seq, and the checkpoint, the last event it knows to be journaled, with
+    the chain's hash there; and the journal offset behind it, with term and owner. `decides` is false while it
+    is fenced, or being made anew.
+    """
 
     seq: int
     journaled_seq: int
@@ -101,12 +108,13 @@ class Problems:
 
 
 async def verify(
-    settings: Settings, wait_seconds: float = 30.0, report: Report = lambda line: None, quick: bool = False, share: float = 0.5
+    settings: Settings, wait_seconds: float = 30.0, report: Report = lambda line: None, quick: bool = False,
+    share: float = 0.5
 ) -> list[Check]:  # fmt: skip
     """Runs every check and returns them all; raises the clients' own errors when a server cannot be reached.
 
-    `quick` leaves out what takes room in Redis: a second copy of each shard, one after the other. That takes at most this `share` of
-    the time, so that whoever grabs is served; 1 where nobody does.
+    `quick` leaves out what takes room in Redis: a second copy of each shard, one after the other. That takes
+    at most this `share` of the time, so that whoever grabs is served; 1 where nobody does.
     """
     report("reading Redis")
     redis = open_redis(settings)
@@ -128,7 +136,15 @@ async def verify(
             else:
                 checks.append(await _redis_check(settings, redis, reader, books, wait_seconds, report, share))
             if books.aside:
-                checks.append(Check("set aside by operators", len(books.aside), "records", [], [one.in_words() for one in books.aside]))
+                checks.append(
+                    Check(
+                        "set aside by operators",
+                        len(books.aside),
+                        "records",
+                        [],
+                        [one.in_words() for one in books.aside],
+                    )
+                )
     finally:
         await redis.aclose()
     return checks
@@ -140,10 +156,19 @@ async def redis_shards(redis: Any, settings: Settings) -> dict[int, RedisShard]:
     for number in range(settings.shards):
         seq, journaled, head, offset, term, owner, life = await redis.hmget(
             key_space(settings).shard(number).state,
-            ["seq", "journaled_seq", "journaled_head", "journaled_offset", "journaled_term", "journaled_owner", "life"],
+            [
+                "seq",
+                "journaled_seq",
+                "journaled_head",
+                "journaled_offset",
+                "journaled_term",
+                "journaled_owner",
+                "life",
+            ],
         )
         shards[number] = RedisShard(
-            int(seq or 0), int(journaled or 0), bytes.fromhex((head or b"").decode()), int(offset or 0), int(term or 0),
+            int(seq or 0), int(journaled or 0), bytes.fromhex((head or b"").decode()), int(offset or 0),
+            int(term or 0),
             (owner or b"").decode(errors="replace"), life is not None,
         )  # fmt: skip
     return shards
@@ -156,7 +181,9 @@ class Waited(NamedTuple):
     behind: list[tuple[int, str, str]]
 
 
-async def _caught_up(connection: AsyncConnection[Any], shards: dict[int, RedisShard], wait_seconds: float) -> Waited:
+async def _caught_up(
+    connection: AsyncConnection[Any], shards: dict[int, RedisShard], wait_seconds: float
+) -> Waited:
     deadline = time.monotonic() + wait_seconds
     while True:
         behind: list[tuple[int, str, str]] = []
@@ -165,10 +192,15 @@ async def _caught_up(connection: AsyncConnection[Any], shards: dict[int, RedisSh
             cursors = await load(connection, name)
             at_rest = await stopped(connection, name)
             halted += [
-                (shard, name, f"{name} has stopped at shard {shard}, seq {cursors[shard].seq}: see status") for shard in sorted(at_rest)
+                (shard, name, f"{name} has stopped at shard {shard}, seq {cursors[shard].seq}: see status")
+                for shard in sorted(at_rest)
             ]
             behind += [
-                (number, name, f"{name} is at seq {cursors[number].seq} of shard {number}, Redis at {shard.seq}")
+                (
+                    number,
+                    name,
+                    f"{name} is at seq {cursors[number].seq} of shard {number}, Redis at {shard.seq}",
+                )
                 for number, shard in shards.items()
                 if number not in at_rest and cursors[number].seq < shard.seq
             ]
@@ -184,18 +216,26 @@ def _of_the_rest(waited: Waited, books: "_Books") -> Check:
         for shard in sorted(books.not_journaled)
     ]
     known = books.broken | books.ahead | books.not_journaled
-    problems += [what for shard, name, what in waited.behind if shard not in known and (name, shard) not in books.untrue]
+    problems += [
+        what
+        for shard, name, what in waited.behind
+        if shard not in known and (name, shard) not in books.untrue
+    ]
     return Check("read models have caught up", waited.cursors, "cursors", problems)
 
 
-# -- the journal and the read models ----------------------------------------------------------------------------------
+# -- the journal and the read models -------------------------------------------------------------------------
 
 
 class _Lacks:
     """The events that one projection lacks, as operators decided."""
 
     def __init__(self, aside: Sequence[SetAside], projection: str) -> None:
-        self._spans = [(one.shard, one.first_seq, one.last_seq) for one in aside if one.projection == projection and one.event_count]
+        self._spans = [
+            (one.shard, one.first_seq, one.last_seq)
+            for one in aside
+            if one.projection == projection and one.event_count
+        ]
 
     def has(self, shard: int, seq: int) -> bool:
         """Whether it lacks this one."""
@@ -203,10 +243,13 @@ class _Lacks:
 
 
 class _Books:
-    """The journal against PostgreSQL, in one transaction; what it says of the journal is known when `checks` was called."""
+    """The journal against PostgreSQL, in one transaction; what it says of the journal is known when `checks`
+    was called.
+    """
 
     def __init__(
-        self, connection: AsyncConnection[Any], reader: JournalReader, settings: Settings, shards: Mapping[int, RedisShard], report: Report
+        self, connection: AsyncConnection[Any], reader: JournalReader, settings: Settings,
+        shards: Mapping[int, RedisShard], report: Report
     ) -> None:  # fmt: skip
         self._connection = connection
         self._reader = reader
@@ -215,13 +258,19 @@ class _Books:
         self._report = report
         self._told_at = time.monotonic()
         self._anew = Anew(connection, settings.schema_)
-        self._chain, self._audit, self._cursors, self._checkpoints = Problems(), Problems(), Problems(), Problems()
+        self._chain, self._audit, self._cursors, self._checkpoints = (
+            Problems(),
+            Problems(),
+            Problems(),
+            Problems(),
+        )
         self._events = self._audited = 0
         self.aside: Sequence[SetAside] = ()
         #: Shards whose journal is broken, and shards of which not all events could be folded.
         self.broken: set[int] = set()
         self.unfolded: dict[int, str] = {}
-        #: Cursors that are not as the journal has them, by projection and shard: what was made up to there cannot be told.
+        #: Cursors that are not as the journal has them, by projection and shard: what was made up to there
+        #: cannot be told.
         self.untrue: set[tuple[str, int]] = set()
         #: Shards of which Redis has decided more than is journaled.
         self.not_journaled: set[int] = set()
@@ -247,12 +296,16 @@ class _Books:
         return [
             Check("chain of every shard", self._events, "events", self._chain.lines),
             Check("audit bytes = journal", self._audited, "events", self._audit.lines),
-            Check("cursors = journal", len(PROJECTIONS) * self._settings.shards, "cursors", self._cursors.lines),
+            Check(
+                "cursors = journal", len(PROJECTIONS) * self._settings.shards, "cursors", self._cursors.lines
+            ),
             *[await self._compared(name) for name in MADE],
             await self._solvent(),
             await self._agree(),
             Check("views show the read models", *_flat(*await self._anew.views(), "views")),
-            Check("what Redis knows as journaled is", len(self.shards), "checkpoints", self._checkpoints.lines),
+            Check(
+                "what Redis knows as journaled is", len(self.shards), "checkpoints", self._checkpoints.lines
+            ),
         ]
 
     async def _shard(self, shard: int) -> None:
@@ -274,11 +327,18 @@ class _Books:
                 self._chain.add(f"shard {shard}: {error}")
                 await self._rest_of_trail(shard, folded, audit)
             else:
-                lost = [name for name, one in self._of(shard).items() if one.next_offset > cursor.next_offset and one.seq > cursor.seq]
+                lost = [
+                    name
+                    for name, one in self._of(shard).items()
+                    if one.next_offset > cursor.next_offset and one.seq > cursor.seq
+                ]
                 if lost:
                     self.broken.add(shard)
                     names = " and ".join(lost)
-                    self._chain.add(f"shard {shard}: it ends at seq {cursor.seq}, and {names} came further: it has lost its end")
+                    self._chain.add(
+                        f"shard {shard}: it ends at seq {cursor.seq}, and {names} came further: it has lost "
+                        "its end"
+                    )
                     await self._rest_of_trail(shard, folded, audit)
                 else:
                     await audit.end(self._lacks["audit"])
@@ -299,9 +359,14 @@ class _Books:
     async def _shards_that_are_none(self) -> None:
         """What stands under the number of a shard that this system has not."""
         count = self._settings.shards
-        rows = await self._rows("SELECT shard, count(*) FROM audit WHERE shard < 0 OR shard >= %s GROUP BY shard ORDER BY shard", count)
+        rows = await self._rows(
+            "SELECT shard, count(*) FROM audit WHERE shard < 0 OR shard >= %s GROUP BY shard ORDER BY shard",
+            count,
+        )
         for shard, events in rows:
-            self._audit.add(f"shard {shard}: the audit trail has {events} rows of it, and there is no such shard")
+            self._audit.add(
+                f"shard {shard}: the audit trail has {events} rows of it, and there is no such shard"
+            )
         for name, cursors in self._positions.items():
             for shard in sorted(cursors.keys() - set(range(count))):
                 self._cursors.add(f"{name}, shard {shard}: it has a cursor, and there is no such shard")
@@ -311,10 +376,14 @@ class _Books:
         return {name: cursors[shard] for name, cursors in self._positions.items()}
 
     async def _records(self, shard: int) -> AsyncGenerator[tuple[int, Cursor, Sequence[Accepted]], None]:
-        """Each record's offset, the cursor behind it, and what it adds; what operators have set aside is passed over."""
+        """Each record's offset, the cursor behind it, and what it adds; what operators have set aside is
+        passed over.
+        """
         past = {one.journal_offset: one.behind for one in self.aside if one.shard == shard}
         cursor = Cursor()
-        async with aclosing(self._reader.read(shard, await self._reader.beginning(shard), await self._reader.end(shard))) as lists:
+        async with aclosing(
+            self._reader.read(shard, await self._reader.beginning(shard), await self._reader.end(shard))
+        ) as lists:
             async for records in lists:
                 for record in records:
                     try:
@@ -325,7 +394,9 @@ class _Books:
                         cursor, accepted = past[record.offset], ()
                     yield record.offset, cursor, accepted
 
-    async def _event(self, shard: int, one: Accepted, event: AnyEvent | msgspec.DecodeError, audit: "_Audit") -> None:
+    async def _event(
+        self, shard: int, one: Accepted, event: AnyEvent | msgspec.DecodeError, audit: "_Audit"
+    ) -> None:
         self._events += 1
         lacking = [name for name in PROJECTIONS if self._lacks[name].has(shard, one.seq)]
         if isinstance(event, msgspec.DecodeError):
@@ -341,7 +412,9 @@ class _Books:
                 await self._anew.take(name, fact)
 
     async def _rest_of_trail(self, shard: int, folded: Accepted, audit: "_Audit") -> None:
-        """Behind a break of the journal: the audit trail goes on for as long as it follows from what stands before."""
+        """Behind a break of the journal: the audit trail goes on for as long as it follows from what stands
+        before.
+        """
         wanted = max(cursors[shard].seq for name, cursors in self._positions.items() if name in MADE)
         seq, head = folded.seq, folded.hash
         async for row in audit.rest(seq):
@@ -354,11 +427,18 @@ class _Books:
             except msgspec.DecodeError:
                 break
         if seq < wanted:
-            self.unfolded[shard] = f"shard {shard} from seq {seq + 1} on stands in no journal, and in no audit trail that follows from it"
+            self.unfolded[shard] = (
+                f"shard {shard} from seq {seq + 1} on stands in no journal, and in no audit trail that "
+                "follows from it"
+            )
 
     def _unmade(self, *names: str) -> list[str]:
         """Why these read models cannot be made of the journal up to where they are."""
-        untrue = [f"the cursor of {name} in shard {shard} is not true" for name, shard in sorted(self.untrue) if name in names]
+        untrue = [
+            f"the cursor of {name} in shard {shard} is not true"
+            for name, shard in sorted(self.untrue)
+            if name in names
+        ]
         return [*self.unfolded.values(), *untrue]
 
     async def _compared(self, name: str) -> Check:
@@ -375,32 +455,51 @@ class _Books:
         """By the journal, no guarded account is below 0."""
         name = "no account below 0"
         if self._unmade("ledger") or "ledger" in self._anew.refused:
-            return Check(name, 0, "accounts", [], ["not looked at: the ledger could not be made of the journal"])
+            return Check(
+                name, 0, "accounts", [], ["not looked at: the ledger could not be made of the journal"]
+            )
         below = await self._rows(
-            "SELECT account, asset, posted FROM accounts_1 WHERE posted < 0 AND account LIKE ANY(%s) ORDER BY account, asset",
+            "SELECT account, asset, posted FROM accounts_1 WHERE posted < 0 AND account LIKE ANY(%s) ORDER "
+            "BY account, asset",
             [f"{start}%" for start in GUARDED_ACCOUNTS],
         )
         [(count,)] = await self._rows("SELECT count(*) FROM accounts_1")
-        return Check(name, count, "accounts", [f"{account} {asset} is below 0: {posted}" for account, asset, posted in below])
+        return Check(
+            name,
+            count,
+            "accounts",
+            [f"{account} {asset} is below 0: {posted}" for account, asset, posted in below],
+        )
 
     async def _agree(self) -> Check:
-        """By the journal, the ledger and the balances come to the same by different ways, where both are equally far."""
+        """By the journal, the ledger and the balances come to the same by different ways, where both are
+        equally far.
+        """
         name = "ledger and balances agree"
-        abreast = all(self._positions["ledger"][shard].seq == cursor.seq for shard, cursor in self._positions["balances"].items())
+        abreast = all(
+            self._positions["ledger"][shard].seq == cursor.seq
+            for shard, cursor in self._positions["balances"].items()
+        )
         gaps = any(one.event_count and one.projection in MADE for one in self.aside)
         if self._unmade(*MADE) or self._anew.refused or gaps or not abreast:
             return Check(name, 0, "accounts", [], ["not looked at: they do not stand at the same events"])
         wallets = await self._rows(
-            "WITH kept AS (SELECT 'wallet:' || user_id AS account, asset, available AS amount FROM balances_1 "
+            "WITH kept AS (SELECT 'wallet:' || user_id AS account, asset, available AS amount FROM "
+            "balances_1 "
             "UNION ALL SELECT 'hold:' || user_id, asset, held FROM balances_1 "
             "UNION ALL SELECT 'offer:' || offer, asset, total - given - held - refunded FROM offers_1) "
-            "SELECT account, asset, coalesce(a.posted, 0), coalesce(k.amount, 0) FROM accounts_1 AS a FULL JOIN kept AS k "
-            "USING (account, asset) WHERE (a.account IS NULL OR account LIKE ANY(%s)) AND coalesce(a.posted, 0) <> coalesce(k.amount, 0) "
+            "SELECT account, asset, coalesce(a.posted, 0), coalesce(k.amount, 0) FROM accounts_1 AS a FULL "
+            "JOIN kept AS k "
+            "USING (account, asset) WHERE (a.account IS NULL OR account LIKE ANY(%s)) AND coalesce(a.posted, "
+            "0) <> coalesce(k.amount, 0) "
             "ORDER BY account, asset LIMIT 100",
             ["wallet:%", "hold:%", "offer:%"],
         )
         [(count,)] = await self._rows("SELECT count(*) FROM accounts_1")
-        lines = [f"{account} {asset}: {posted} by the ledger, {amount} by the balances" for account, asset, posted, amount in wallets]
+        lines = [
+            f"{account} {asset}: {posted} by the ledger, {amount} by the balances"
+            for account, asset, posted, amount in wallets
+        ]
         return Check(name, count, "accounts", lines)
 
     async def _rows(self, query: str, *arguments: Any) -> list[Any]:
@@ -410,7 +509,10 @@ class _Books:
         now = time.monotonic()
         if now - self._told_at > PROGRESS_SECONDS:
             self._told_at = now
-            self._report(f"reading the journal: shard {shard} of {self._settings.shards}, seq {seq:,}; {self._events:,} events in all")
+            self._report(
+                f"reading the journal: shard {shard} of {self._settings.shards}, seq {seq:,}; "
+                f"{self._events:,} events in all"
+            )
 
 
 def _flat(count: int, problems: list[str], of_what: str) -> tuple[int, str, list[str]]:
@@ -470,7 +572,9 @@ class _Audit:
     async def _read(connection: AsyncConnection[Any], shard: int) -> AsyncGenerator[_Row, None]:
         async with connection.cursor(f"audit_{shard}") as rows:
             rows.itersize = 5_000
-            await rows.execute("SELECT seq, offer, type, at, body, hash FROM audit WHERE shard = %s ORDER BY seq", (shard,))
+            await rows.execute(
+                "SELECT seq, offer, type, at, body, hash FROM audit WHERE shard = %s ORDER BY seq", (shard,)
+            )
             async for seq, offer, type_, at, body, hash_ in rows:
                 yield _Row(seq, offer, type_, at, body, bytes(hash_))
 
@@ -507,16 +611,22 @@ class _Audit:
             self._wrong(one.seq, "the audit trail lacks this event")
             return
         self.compared += 1
-        said = _Row(one.seq, event.offer, str(event.__struct_config__.tag), event.at, one.line.decode(), one.hash)
+        said = _Row(
+            one.seq, event.offer, str(event.__struct_config__.tag), event.at, one.line.decode(), one.hash
+        )
         if row != said:
             fields = [name for name, is_, was in zip(_Row._fields, row, said, strict=True) if is_ != was]
             self._wrong(
-                one.seq, f"{' and '.join(fields)} of the audit trail {'differs' if len(fields) == 1 else 'differ'} from the journal"
+                one.seq,
+                f"{' and '.join(fields)} of the audit trail {'differs' if len(fields) == 1 else 'differ'} "
+                "from the journal",
             )
         await self._step()
 
     async def end(self, lacks: _Lacks) -> None:
-        """What is left belongs to nothing; but where events were set aside, the row may be of a record that cannot be read."""
+        """What is left belongs to nothing; but where events were set aside, the row may be of a record that
+        cannot be read.
+        """
         while (row := await self._row()) is not None:
             if not lacks.has(self._shard, row.seq):
                 self._wrong(row.seq, "the audit trail has a row that the journal has not")
@@ -531,12 +641,16 @@ class _Audit:
 
 
 class _Marks:
-    """Places in a shard's journal that others know of: the cursors of the read models, and Redis' checkpoint."""
+    """Places in a shard's journal that others know of: the cursors of the read models, and Redis'
+    checkpoint.
+    """
 
     def __init__(self, shard: int, cursors: Mapping[str, Cursor], redis: RedisShard) -> None:
         self._shard = shard
         self._cursors = cursors
-        self._met: dict[str, Cursor] = {name: Cursor() for name, cursor in cursors.items() if cursor.next_offset == 0}
+        self._met: dict[str, Cursor] = {
+            name: Cursor() for name, cursor in cursors.items() if cursor.next_offset == 0
+        }
         self._redis = redis
         self._head = b"" if redis.journaled_seq else redis.journaled_head
         self._at_checkpoint: Cursor | None = None
@@ -557,20 +671,40 @@ class _Marks:
         for name, one in self._cursors.items():
             there = self._met.get(name)
             if there is None and not broken:
-                lines.append((name, f"{name}, shard {self._shard}: no record of the journal ends at offset {one.next_offset}"))
+                lines.append(
+                    (
+                        name,
+                        f"{name}, shard {self._shard}: no record of the journal ends at offset "
+                        f"{one.next_offset}",
+                    )
+                )
             elif there is not None and there != one:
-                fields = [(name_, is_, was) for name_, is_, was in zip(Cursor._fields, one, there, strict=True) if is_ != was]
-                what = ", ".join(f"{field} is {_hex(is_)}, the journal has {_hex(was)}" for field, is_, was in fields)
-                lines.append((name, f"{name}, shard {self._shard}, the cursor: {what} at offset {one.next_offset}"))
+                fields = [
+                    (name_, is_, was)
+                    for name_, is_, was in zip(Cursor._fields, one, there, strict=True)
+                    if is_ != was
+                ]
+                what = ", ".join(
+                    f"{field} is {_hex(is_)}, the journal has {_hex(was)}" for field, is_, was in fields
+                )
+                lines.append(
+                    (name, f"{name}, shard {self._shard}, the cursor: {what} at offset {one.next_offset}")
+                )
         return lines
 
     def checkpoint(self, end: Cursor) -> str:
         """What is wrong with Redis' checkpoint; '' when nothing is."""
         if self._redis.journaled_seq > end.seq:
-            return f"shard {self._shard}: Redis knows seq {self._redis.journaled_seq} as journaled, the journal ends at {end.seq}"
+            return (
+                f"shard {self._shard}: Redis knows seq {self._redis.journaled_seq} as journaled, the "
+                f"journal ends at {end.seq}"
+            )
         if self._head != self._redis.journaled_head:
             seq, known = self._redis.journaled_seq, _hex(self._redis.journaled_head)
-            return f"shard {self._shard}: the hash that Redis knows at seq {seq} is {known}, the journal's is {_hex(self._head)}"
+            return (
+                f"shard {self._shard}: the hash that Redis knows at seq {seq} is {known}, the journal's "
+                f"is {_hex(self._head)}"
+            )
         # While a shard is being recovered its checkpoint moves under the new owner's term.
         return self._checkpoint_place() if self._redis.journaled_seq and self._redis.decides else ""
 
@@ -578,9 +712,16 @@ class _Marks:
         """What is wrong with where the checkpoint says that the journal goes on."""
         known, there = self._redis, self._at_checkpoint
         if there is None:
-            return f"shard {self._shard}: no record of the journal ends at offset {known.journaled_offset}, where Redis' checkpoint is"
+            return (
+                f"shard {self._shard}: no record of the journal ends at offset {known.journaled_offset}, "
+                "where Redis' checkpoint is"
+            )
         said = {"seq": known.journaled_seq, "term": known.journaled_term, "owner": known.journaled_owner}
-        wrong = [f"{name} is {is_}, the journal has {was}" for name, is_ in said.items() if (was := getattr(there, name)) != is_]
+        wrong = [
+            f"{name} is {is_}, the journal has {was}"
+            for name, is_ in said.items()
+            if (was := getattr(there, name)) != is_
+        ]
         where = f"at offset {known.journaled_offset}"
         return f"shard {self._shard}, Redis' checkpoint: {', '.join(wrong)} {where}" if wrong else ""
 
@@ -589,11 +730,12 @@ def _hex(value: object) -> object:
     return f"{value.hex()[:16]}…" if isinstance(value, bytes) else value
 
 
-# -- Redis ------------------------------------------------------------------------------------------------------------
+# -- Redis ---------------------------------------------------------------------------------------------------
 
 
 async def _redis_check(
-    settings: Settings, redis: Any, reader: JournalReader, books: _Books, wait_seconds: float, report: Report, share: float
+    settings: Settings, redis: Any, reader: JournalReader, books: _Books, wait_seconds: float, report: Report,
+    share: float
 ) -> Check:  # fmt: skip
     """Every key of every shard is what a recovery would make of the journal."""
     keys, problems, notes = 0, [], []
@@ -602,16 +744,22 @@ async def _redis_check(
             notes.append(f"shard {shard} is not compared: its journal is broken")
             continue
         if shard in books.ahead or shard in books.not_journaled:
-            notes.append(f"shard {shard} is not compared: Redis and its journal do not stand at the same event")
+            notes.append(
+                f"shard {shard} is not compared: Redis and its journal do not stand at the same event"
+            )
             continue
         seq, life = await redis.hmget(key_space(settings).shard(shard).state, ["seq", "life"])
         if seq is None and life is None:
             if books.ends[shard]:
-                problems.append(f"shard {shard}: Redis has nothing of it, its journal ends at seq {books.ends[shard]}")
+                problems.append(
+                    f"shard {shard}: Redis has nothing of it, its journal ends at seq {books.ends[shard]}"
+                )
             continue
         report(f"comparing Redis: shard {shard} of {settings.shards}")
         try:
-            compared = await _compare_shard(settings, redis, reader, shard, shard in books.trail_is_sound, wait_seconds, share)
+            compared = await _compare_shard(
+                settings, redis, reader, shard, shard in books.trail_is_sound, wait_seconds, share
+            )
             keys += compared.keys
             problems += compared.differences
         except NotComparable as error:
@@ -630,7 +778,8 @@ async def _redis_check(
 
 
 async def _compare_shard(
-    settings: Settings, redis: Any, reader: JournalReader, shard: int, trail_is_sound: bool, wait_seconds: float, share: float
+    settings: Settings, redis: Any, reader: JournalReader, shard: int, trail_is_sound: bool,
+    wait_seconds: float, share: float
 ) -> Any:  # fmt: skip
     settings.require_seal_keys()
     deadline = time.monotonic() + wait_seconds
@@ -658,18 +807,22 @@ async def _compare_shard(
 
 
 def compares_keys(settings: Settings, redis: Any) -> Callable[[int, float], Awaitable[list[str] | None]]:
-    """For the verifier: what of a shard in Redis is not what its journal makes of it, at a share of the time; None: not to be told now."""
+    """For the verifier: what of a shard in Redis is not what its journal makes of it, at a share of the time;
+    None: not to be told now.
+    """
 
     async def compare(shard: int, share: float) -> list[str] | None:
         if await redis.hget(key_space(settings).shard(shard).state, "life") is None:
             return None
         try:
-            # Of what has retired nothing is made again; what differs so is looked at once more, and then the journal alone is believed.
+            # Of what has retired nothing is made again; what differs so is looked at once more, and then the
+            # journal alone is believed.
             for trail in (snapshots(settings, slowly=True), None):
                 async with (
                     open_reader(settings.kafka, Topics(settings.prefix).journal) as reader,
                     open_beside(
-                        redis, key_space(settings), shard, sealer(settings), reader, trail, pace=Pace(share), room=_room_of(redis),
+                        redis, key_space(settings), shard, sealer(settings), reader, trail, pace=Pace(share),
+                        room=_room_of(redis),
                         place=BESIDE_STEADILY,
                     ) as beside,
                 ):  # fmt: skip
@@ -677,7 +830,15 @@ def compares_keys(settings: Settings, redis: Any) -> Callable[[int, float], Awai
                     found = (await beside.compare()).differences
                 if not found:
                     return []
-        except (NotComparable, NoRoom, NewerProgram, SteppedDown, Impossible, CannotOpen, msgspec.DecodeError) as error:
+        except (
+            NotComparable,
+            NoRoom,
+            NewerProgram,
+            SteppedDown,
+            Impossible,
+            CannotOpen,
+            msgspec.DecodeError,
+        ) as error:
             log.info("shard %d is not compared key by key: %s", shard, error)
             return None
         return found

@@ -1,4 +1,6 @@
-"""What people write for times, durations, limits and opening hours, as the numbers and rows that commands have. Nothing is guessed."""
+"""What people write for times, durations, limits and opening hours, as the numbers and rows that commands
+have. Nothing is guessed.
+"""
 
 import re
 from datetime import UTC, datetime, timedelta
@@ -14,14 +16,17 @@ _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 _is_milliseconds = re.compile(r"[0-9]{1,18}\Z").match
 _is_duration = re.compile(r"([0-9]{1,9})(ms|s|m|h|d)\Z").match
 _is_time = re.compile(
-    r"[0-9]{4}-[0-9]{2}-[0-9]{2}[Tt ][0-9]{2}:[0-9]{2}(:[0-9]{2}(\.[0-9]{1,9})?)?( ?(Z|z|[-+][0-9]{2}:[0-9]{2}))?\Z"
+    r"[0-9]{4}-[0-9]{2}-[0-9]{2}[Tt ][0-9]{2}:[0-9]{2}(:[0-9]{2}(\.[0-9]{1,9})?)?( "
+    r"?(Z|z|[-+][0-9]{2}:[0-9]{2}))?\Z"
 ).match
 _is_limit = re.compile(r"([^/\s]+)/([^/\s]+)/([0-9]{1,18})(?:/([^/\s]+))?\Z").match
 _is_hours = re.compile(r"(?:([a-z]+(?:\s*,\s*[a-z]+)*)\s+)?([0-9:]+)\s*[-–]\s*([0-9:]+)\Z").match
 
 
 def read_time(text: str) -> int:
-    """Milliseconds since 1970 UTC, from RFC 3339 with its zone or as they are; raises Invalid with the fix."""
+    """Milliseconds since 1970 UTC, from RFC 3339 with its zone or as they are; raises Invalid with the
+    fix.
+    """
     if _is_milliseconds(text):
         return int(text)
     wanted = "a time such as 2026-11-27T10:00:00+08:00, or milliseconds since 1970 UTC"
@@ -29,7 +34,9 @@ def read_time(text: str) -> int:
     if form is None:
         raise Invalid(f"must be {wanted}; got {quoted(text)}")
     if form[3] is None:
-        raise Invalid(f"{text} is another time in every zone; give the zone: {text}+08:00, or {text}Z for UTC")
+        raise Invalid(
+            f"{text} is another time in every zone; give the zone: {text}+08:00, or {text}Z for UTC"
+        )
     try:
         moment = datetime.fromisoformat(text.upper().replace(" ", "T", 1).replace(" ", ""))
     except ValueError as error:
@@ -54,9 +61,12 @@ def read_limits(text: str) -> list[dict[str, Any]]:
         form = _is_limit(written)
         if form is None:
             raise Invalid(
-                f"must be by/per/max with a semicolon between, such as user/day/2; device/offer/1/campaign; got {quoted(written)}"
+                "must be by/per/max with a semicolon between, such as user/day/2; device/offer/1/campaign; "
+                f"got {quoted(written)}"
             )
-        limits.append({"by": form[1], "per": form[2], "max": int(form[3])} | ({"scope": form[4]} if form[4] else {}))
+        limits.append(
+            {"by": form[1], "per": form[2], "max": int(form[3])} | ({"scope": form[4]} if form[4] else {})
+        )
     return limits
 
 
@@ -67,7 +77,8 @@ def read_hours(text: str) -> list[dict[str, Any]]:
         form = _is_hours(written)
         if form is None:
             raise Invalid(
-                f"must be days and hours with a semicolon between, such as fri 10:00-12:00; sat,sun 09:00-18:00; got {quoted(written)}"
+                "must be days and hours with a semicolon between, such as fri 10:00-12:00; sat,sun "
+                f"09:00-18:00; got {quoted(written)}"
             )
         days = {"weekdays": [day.strip() for day in form[1].split(",")]} if form[1] else {}
         hours.append({**days, "from": form[2], "until": form[3]})

@@ -1,7 +1,9 @@
-"""The read models made once more, in temporary tables, and compared with those that are shown: row by row, and view by view.
+"""The read models made once more, in temporary tables, and compared with those that are shown: row by row,
+and view by view.
 
-What is made is what a rebuild would make, by the same functions; what is compared stands in the snapshot of the caller's transaction,
-so neither traffic nor how far the workers are makes a difference. Nobody else sees the tables, and nothing stays of them.
+What is made is what a rebuild would make, by the same functions; what is compared stands in the snapshot of
+the caller's transaction, so neither traffic nor how far the workers are makes a difference. Nobody else sees
+the tables, and nothing stays of them.
 """
 
 import re
@@ -45,12 +47,16 @@ class Anew:
         """Makes the tables."""
         found = await versions.versions(self._connection, self._schema)
         self.live = {one.projection: one for one in found if one.state == "live"}
-        await self._connection.execute("SELECT set_config('search_path', %s, true)", (f"pg_temp, {self._schema}",))
+        await self._connection.execute(
+            "SELECT set_config('search_path', %s, true)", (f"pg_temp, {self._schema}",)
+        )
         for name in self._made:
             definition = definition_of(name)
             for part in ("tables", "staging"):
                 await self._connection.execute(definition.parts[part].encode())
-        [self._own] = await (await self._connection.execute("SELECT pg_my_temp_schema()::regnamespace::text")).fetchone() or [""]
+        [self._own] = await (
+            await self._connection.execute("SELECT pg_my_temp_schema()::regnamespace::text")
+        ).fetchone() or [""]
 
     async def take(self, name: str, fact: Fact) -> None:
         """Adds an event to one of them; those of a shard come in their order."""
@@ -69,7 +75,9 @@ class Anew:
             async with self._connection.transaction():
                 await function(self._connection, *arguments)
         except (psycopg.IntegrityError, psycopg.DataError) as error:
-            self.refused[name] = f"{name}: PostgreSQL refuses what the journal leads to: {str(error).splitlines()[0]}"
+            self.refused[name] = (
+                f"{name}: PostgreSQL refuses what the journal leads to: {str(error).splitlines()[0]}"
+            )
 
     async def finish(self) -> None:
         """Adds up what was loaded."""
@@ -81,7 +89,9 @@ class Anew:
                     await self._attempt(name, function)
 
     async def differences(self, name: str) -> tuple[int, list[str]]:
-        """Rows that were compared, and what differs, in words, a few rows of each table with a count of the others."""
+        """Rows that were compared, and what differs, in words, a few rows of each table with a count of the
+        others.
+        """
         live = self.live[name]
         made = live._replace(schema=self._own, definition=definition_of(name).number)
         found = await compare(self._connection, definition_of(name), live, made, definition_of(name).tables)
@@ -95,9 +105,16 @@ class Anew:
         return [line for one in found for line in _in_words(one)]
 
     def other_definition(self, name: str) -> str | None:
-        """In words, that the live version is another release's, whose rows this one cannot make; None where it is this one's."""
+        """In words, that the live version is another release's, whose rows this one cannot make; None where
+        it is this one's.
+        """
         live, known = self.live[name].definition, definition_of(name).number
-        return None if live == known else f"its rows are those of definition {live}, this release knows {known}: use the other's verify"
+        return (
+            None
+            if live == known
+            else f"its rows are those of definition {live}, this release knows {known}: use the other's "
+            "verify"
+        )
 
     async def views(self) -> tuple[int, list[str]]:
         """How many views there are, and those that do not show what their definition says."""
@@ -107,7 +124,10 @@ class Anew:
             live = self.live[name]
             if self.other_definition(name) is not None:
                 continue
-            shown, by_version = await _definitions(self._connection, self._schema), await _definitions(self._connection, live.schema)
+            shown, by_version = (
+                await _definitions(self._connection, self._schema),
+                await _definitions(self._connection, live.schema),
+            )
             async with self._connection.transaction(force_rollback=True):
                 if name not in self._made:
                     await self._connection.execute(definition_of(name).parts["tables"].encode())
@@ -128,13 +148,16 @@ class Anew:
         async with self._connection.transaction(force_rollback=True):
             columns = await (
                 await self._connection.execute(
-                    "SELECT attname FROM pg_attribute WHERE attrelid = %s::regclass AND attnum > 0 ORDER BY attnum",
+                    "SELECT attname FROM pg_attribute WHERE attrelid = %s::regclass AND attnum > 0 ORDER BY "
+                    "attnum",
                     (sql.Identifier(live.schema, view).as_string(self._connection),),
                 )
             ).fetchall()
             names = sql.SQL(", ").join(sql.Identifier(name) for (name,) in columns)
             home = sql.Identifier(live.schema, view)
-            await self._connection.execute(sql.SQL("CREATE VIEW pg_temp.shown AS SELECT {} FROM {}").format(names, home))
+            await self._connection.execute(
+                sql.SQL("CREATE VIEW pg_temp.shown AS SELECT {} FROM {}").format(names, home)
+            )
             [wanted] = (await _definitions(self._connection, self._own, "shown")).values()
         return None if wanted == shown else f"does not show {live.schema}.{view} as it is"
 
@@ -156,10 +179,12 @@ def _complete(name: str) -> Any:
 
 
 async def _definitions(connection: AsyncConnection[Any], schema: str, view: str = "") -> dict[str, str]:
-    """The text of each view of a schema, without the schema's name, as PostgreSQL writes it when it reads what it wrote before: a view
-    that an older release made was written so once more or less than ours."""
+    """The text of each view of a schema, without the schema's name, as PostgreSQL writes it when it reads
+    what it wrote before: a view that an older release made was written so once more or less than ours.
+    """
     found = await connection.execute(
-        "SELECT c.relname, pg_get_viewdef(c.oid) FROM pg_class AS c WHERE c.relnamespace = %s::regnamespace AND c.relkind = 'v' "
+        "SELECT c.relname, pg_get_viewdef(c.oid) FROM pg_class AS c WHERE c.relnamespace = %s::regnamespace "
+        "AND c.relkind = 'v' "
         "AND (%s = '' OR c.relname = %s)",
         (sql.Identifier(schema).as_string(connection), view, view),
     )
@@ -167,7 +192,9 @@ async def _definitions(connection: AsyncConnection[Any], schema: str, view: str 
     for name, text in await found.fetchall():
         async with connection.transaction(force_rollback=True):
             await connection.execute(b"CREATE VIEW pg_temp.written_again AS " + text.encode())
-            [again] = await (await connection.execute("SELECT pg_get_viewdef('pg_temp.written_again'::regclass)")).fetchone() or [""]
+            [again] = await (
+                await connection.execute("SELECT pg_get_viewdef('pg_temp.written_again'::regclass)")
+            ).fetchone() or [""]
         texts[name] = again.replace(f"{schema}.", "")
     return texts
 
@@ -175,17 +202,28 @@ async def _definitions(connection: AsyncConnection[Any], schema: str, view: str 
 def _in_words(difference: TableDifference) -> list[str]:
     """A line for each example, and one for the rows that are not told."""
     if difference.columns:
-        return [f"{_shown(difference.table)}: column {name} is {where} of the two" for name, where in difference.columns.items()]
+        return [
+            f"{_shown(difference.table)}: column {name} is {where} of the two"
+            for name, where in difference.columns.items()
+        ]
     lines = []
     for example in difference.examples:
-        where = f"{_shown(difference.table)} ({', '.join(f'{name} {value}' for name, value in example['key'].items())})"
+        where = (
+            f"{_shown(difference.table)} "
+            f"({', '.join(f'{name} {value}' for name, value in example['key'].items())})"
+        )
         if example.get("only") == "new":
             lines.append(f"{where}: the row is not there")
         elif example.get("only") == "old":
             lines.append(f"{where}: the row is there, and no event makes it")
         else:
             changed: Mapping[str, Sequence[Any]] = example["changed"]
-            lines.append(f"{where}: " + ", ".join(f"{name} is {is_}, the journal makes it {was}" for name, (is_, was) in changed.items()))
+            lines.append(
+                f"{where}: "
+                + ", ".join(
+                    f"{name} is {is_}, the journal makes it {was}" for name, (is_, was) in changed.items()
+                )
+            )
     others = difference.missing + difference.extra + difference.rows_changed - len(lines)
     return [*lines, f"{_shown(difference.table)}: {others:,} more rows differ"] if others > 0 else lines
 

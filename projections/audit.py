@@ -1,4 +1,6 @@
-"""The audit trail: every event byte for byte, with the chain's hash behind it. Nothing is ever changed in it."""
+"""The audit trail: every event byte for byte, with the chain's hash behind it. Nothing is ever changed in
+it.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -18,7 +20,9 @@ async def apply(connection: AsyncConnection[Any], facts: Sequence[Fact]) -> None
         # JSON has no raw tabs or newlines; a backslash is the only byte that COPY would take for its own.
         body = line.replace(b"\\", b"\\\\").decode()
         type_ = event.__struct_config__.tag
-        rows.append(f"{event.shard}\t{event.seq}\t{event.offer}\t{type_}\t{event.at}\t{body}\t\\\\x{hash_.hex()}\n")
+        rows.append(
+            f"{event.shard}\t{event.seq}\t{event.offer}\t{type_}\t{event.at}\t{body}\t\\\\x{hash_.hex()}\n"
+        )
     await copy_rows(connection, "audit_1 (shard, seq, offer, type, at, body, hash)", rows)
 
 

@@ -23,11 +23,13 @@ _WALLET, _HOLD = "wallet:", "hold:"
 _GAIN = (
     "INSERT INTO balances_1 AS b (user_id, asset, available, held) "
     "SELECT * FROM unnest(%s::text[], %s::text[], %s::numeric[], %s::numeric[]) "
-    "ON CONFLICT (user_id, asset) DO UPDATE SET available = b.available + excluded.available, held = b.held + excluded.held"
+    "ON CONFLICT (user_id, asset) DO UPDATE SET available = b.available + excluded.available, held = b.held "
+    "+ excluded.held"
 )
 _LOSE = (
     "UPDATE balances_1 AS b SET available = b.available + c.available, held = b.held + c.held "
-    "FROM unnest(%s::text[], %s::text[], %s::numeric[], %s::numeric[]) AS c (user_id, asset, available, held) "
+    "FROM unnest(%s::text[], %s::text[], %s::numeric[], %s::numeric[]) AS c (user_id, asset, available, "
+    "held) "
     "WHERE b.user_id = c.user_id AND b.asset = c.asset"
 )
 
@@ -39,10 +41,15 @@ async def apply(connection: AsyncConnection[Any], facts: Sequence[Fact]) -> None
 
 
 async def load(connection: AsyncConnection[Any], facts: Sequence[Fact]) -> None:
-    """Adds the events for a build, in the caller's transaction: users and changes of grabs wait beside until `finish`."""
+    """Adds the events for a build, in the caller's transaction: users and changes of grabs wait beside until
+    `finish`.
+    """
     accounts = await _write_rows(connection, facts, LoadedGrabRows())
     available, held = _by_user(accounts)
-    rows = [f"{user}\t{asset}\t{available.get((user, asset), 0)}\t{held.get((user, asset), 0)}\n" for user, asset in available | held]
+    rows = [
+        f"{user}\t{asset}\t{available.get((user, asset), 0)}\t{held.get((user, asset), 0)}\n"
+        for user, asset in available | held
+    ]
     await copy_rows(connection, "balance_changes (user_id, asset, available, held)", rows)
 
 
@@ -88,10 +95,15 @@ def _by_user(accounts: _Changes) -> tuple[_Changes, _Changes]:
 
 
 async def _upsert_users(connection: AsyncConnection[Any], available: _Changes, held: _Changes) -> None:
-    """Adds changes to balances; losses by UPDATE, since an upsert would test them alone against the CHECK (see ledger)."""
+    """Adds changes to balances; losses by UPDATE, since an upsert would test them alone against the CHECK
+    (see ledger).
+    """
     users = available.keys() | held.keys() if held else available.keys()
     losses = sorted(user for user in users if available.get(user, 0) < 0 or held.get(user, 0) < 0)
-    for keys, statement in ((sorted(users - set(losses)) if losses else sorted(users), _GAIN), (losses, _LOSE)):
+    for keys, statement in (
+        (sorted(users - set(losses)) if losses else sorted(users), _GAIN),
+        (losses, _LOSE),
+    ):
         if not keys:
             continue
         done = await connection.execute(

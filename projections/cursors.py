@@ -18,7 +18,9 @@ class CursorMoved(Exception):
 
 
 class Fact(NamedTuple):
-    """An accepted event: its text as journaled, the chain's hash behind it, its decoded form, and the transfers it is."""
+    """An accepted event: its text as journaled, the chain's hash behind it, its decoded form, and the
+    transfers it is.
+    """
 
     line: bytes
     hash: bytes
@@ -38,9 +40,13 @@ def facts_of(lines: Iterable[bytes], hashes: Iterable[bytes], events: Sequence[A
 async def load(connection: AsyncConnection[Any], projection: str) -> dict[int, Cursor]:
     """The cursor of every shard."""
     found = await connection.execute(
-        "SELECT shard, seq, head, next_offset, term, owner FROM projection_cursors WHERE projection = %s", (projection,)
+        "SELECT shard, seq, head, next_offset, term, owner FROM projection_cursors WHERE projection = %s",
+        (projection,),
     )
-    return {shard: Cursor(seq, bytes(head), offset, term, owner) for shard, seq, head, offset, term, owner in await found.fetchall()}
+    return {
+        shard: Cursor(seq, bytes(head), offset, term, owner)
+        for shard, seq, head, offset, term, owner in await found.fetchall()
+    }
 
 
 class Stop(NamedTuple):
@@ -55,14 +61,17 @@ class Stop(NamedTuple):
 
     @property
     def newer(self) -> bool:
-        """Whether it stopped at an event that a newer grabstream wrote. Only the first line is ours: PostgreSQL quotes rows in others."""
+        """Whether it stopped at an event that a newer grabstream wrote. Only the first line is ours:
+        PostgreSQL quotes rows in others.
+        """
         return NEWER in self.reason.partition("\n")[0]
 
 
 async def stops(connection: AsyncConnection[Any]) -> list[Stop]:
     """Where projections have stopped, the first stop first."""
     found = await connection.execute(
-        "SELECT projection, shard, seq, journal_offset, reason, stopped_at FROM stopped_shards ORDER BY stopped_at, projection, shard"
+        "SELECT projection, shard, seq, journal_offset, reason, stopped_at FROM stopped_shards ORDER BY "
+        "stopped_at, projection, shard"
     )
     return [Stop(*row) for row in await found.fetchall()]
 
@@ -74,38 +83,63 @@ async def stopped(connection: AsyncConnection[Any], projection: str) -> set[int]
 
 
 async def advance(
-    connection: AsyncConnection[Any], projection: str, moves: Mapping[int, tuple[Cursor, Cursor]], frozen: bool = False
+    connection: AsyncConnection[Any],
+    projection: str,
+    moves: Mapping[int, tuple[Cursor, Cursor]],
+    frozen: bool = False,
 ) -> None:
-    """Moves cursors from what we believed to what follows; raises CursorMoved when one was elsewhere, or this version is not ours now.
+    """Moves cursors from what we believed to what follows; raises CursorMoved when one was elsewhere, or this
+    version is not ours now.
 
     Workers write versions that are not frozen; only who brings one back writes a frozen one.
     """
     for shard in sorted(moves):
         old, new = moves[shard]
         done = await connection.execute(
-            "UPDATE projection_cursors SET seq = %s, head = %s, next_offset = %s, term = %s, owner = %s, moved_at = now() "
+            "UPDATE projection_cursors SET seq = %s, head = %s, next_offset = %s, term = %s, owner = %s, "
+            "moved_at = now() "
             "WHERE projection = %s AND shard = %s AND seq = %s AND next_offset = %s AND frozen = %s",
-            (new.seq, new.head, new.next_offset, new.term, new.owner, projection, shard, old.seq, old.next_offset, frozen),
+            (
+                new.seq,
+                new.head,
+                new.next_offset,
+                new.term,
+                new.owner,
+                projection,
+                shard,
+                old.seq,
+                old.next_offset,
+                frozen,
+            ),
         )
         if done.rowcount != 1:
             raise CursorMoved(
-                f"{projection}, shard {shard}: the cursor is no longer at seq {old.seq}, offset {old.next_offset} of this version"
+                f"{projection}, shard {shard}: the cursor is no longer at seq {old.seq}, offset "
+                f"{old.next_offset} of this version"
             )
 
 
-async def stop(connection: AsyncConnection[Any], projection: str, shard: int, cursor: Cursor, reason: str) -> None:
-    """Writes down that a projection stopped at a shard, where and why, for `status` and for whoever mends it."""
+async def stop(
+    connection: AsyncConnection[Any], projection: str, shard: int, cursor: Cursor, reason: str
+) -> None:
+    """Writes down that a projection stopped at a shard, where and why, for `status` and for whoever mends
+    it.
+    """
     await connection.execute(
-        "INSERT INTO stopped_shards (projection, shard, seq, journal_offset, reason) VALUES (%s, %s, %s, %s, %s) "
+        "INSERT INTO stopped_shards (projection, shard, seq, journal_offset, reason) VALUES (%s, %s, %s, %s, "
+        "%s) "
         "ON CONFLICT (projection, shard) DO NOTHING",
         (projection, shard, cursor.seq, cursor.next_offset, reason),
     )
 
 
 async def read_anew(connection: AsyncConnection[Any], projection: str, shard: int, cursor: Cursor) -> None:
-    """Lets a projection look for its seq and hash in the journal from the beginning: its rows stay, its offset was wrong."""
+    """Lets a projection look for its seq and hash in the journal from the beginning: its rows stay, its
+    offset was wrong.
+    """
     done = await connection.execute(
-        "UPDATE projection_cursors SET next_offset = 0, term = 0, owner = '' WHERE projection = %s AND shard = %s AND seq = %s",
+        "UPDATE projection_cursors SET next_offset = 0, term = 0, owner = '' WHERE projection = %s AND shard "
+        "= %s AND seq = %s",
         (projection, shard, cursor.seq),
     )
     if done.rowcount != 1:
@@ -113,13 +147,20 @@ async def read_anew(connection: AsyncConnection[Any], projection: str, shard: in
 
 
 async def let_go_on(connection: AsyncConnection[Any], projection: str, shard: int) -> bool:
-    """A stopped projection may try again; running workers see it within seconds. Returns whether it had stopped."""
-    done = await connection.execute("DELETE FROM stopped_shards WHERE projection = %s AND shard = %s", (projection, shard))
+    """A stopped projection may try again; running workers see it within seconds. Returns whether it had
+    stopped.
+    """
+    done = await connection.execute(
+        "DELETE FROM stopped_shards WHERE projection = %s AND shard = %s", (projection, shard)
+    )
     return done.rowcount == 1
 
 
 async def retry_newer(connection: AsyncConnection[Any], projection: str) -> None:
-    """Takes back the stops at events that a newer grabstream wrote (`Stop.newer`): this process may be it. If not, it stops there again."""
+    """Takes back the stops at events that a newer grabstream wrote (`Stop.newer`): this process may be it. If
+    not, it stops there again.
+    """
     await connection.execute(
-        "DELETE FROM stopped_shards WHERE projection = %s AND strpos(split_part(reason, E'\\n', 1), %s) > 0", (projection, NEWER)
+        "DELETE FROM stopped_shards WHERE projection = %s AND strpos(split_part(reason, E'\\n', 1), %s) > 0",
+        (projection, NEWER),
     )

@@ -1,4 +1,5 @@
-"""What differs between two versions of a read model, row by row: counts, columns and examples, declared changes apart.
+"""What differs between two versions of a read model, row by row: counts, columns and examples, declared
+changes apart.
 
 Both are read in the caller's transaction, in which they must stand at the same cursors.
 """
@@ -17,10 +18,12 @@ EXAMPLES_MAX: Final = 3
 
 
 class TableDifference(msgspec.Struct, kw_only=True):
-    """One table, old against new. `missing` rows only the old one has, `extra` rows only the new one; `changed` rows by column.
+    """One table, old against new. `missing` rows only the old one has, `extra` rows only the new one;
+    `changed` rows by column.
 
-    `declared` are those columns (and `*`: rows) whose differences the definition means to make; they are counted apart.
-    `columns` are columns that only one of the two has. An example is the row's key and, by column, (old, new).
+    `declared` are those columns (and `*`: rows) whose differences the definition means to make; they are
+    counted apart. `columns` are columns that only one of the two has. An example is the row's key and, by
+    column, (old, new).
     """
 
     table: str
@@ -48,14 +51,20 @@ async def compare(
     tables: Sequence[str] | None = None,
     offer: str | None = None,
 ) -> list[TableDifference]:
-    """The differences of these tables, or of all that either version has, those without any too; or of their rows of one offer."""
+    """The differences of these tables, or of all that either version has, those without any too; or of their
+    rows of one offer.
+    """
     declared = definition.declared_since(old.definition)
     columns_old, columns_new = await _columns(connection, old), await _columns(connection, new)
     found = []
     for table in sorted(columns_old.keys() | columns_new.keys() if tables is None else tables):
         keys = {name for name, in_key in columns_new.get(table, {}).items() if in_key}
         if table in columns_old and keys and keys <= columns_old[table].keys():
-            found.append(await _compare_table(connection, table, old, new, columns_old[table], columns_new[table], declared, offer))
+            found.append(
+                await _compare_table(
+                    connection, table, old, new, columns_old[table], columns_new[table], declared, offer
+                )
+            )
         else:
             # Without the new one's key in the old one, rows cannot be told to be the same.
             found += [
@@ -70,7 +79,8 @@ async def _columns(connection: AsyncConnection[Any], version: Version) -> dict[s
     """The tables of a version: their columns in order, and whether each belongs to the primary key."""
     found = await connection.execute(
         "SELECT c.relname, a.attname, coalesce(a.attnum = ANY(i.indkey), false) FROM pg_class AS c "
-        "JOIN pg_attribute AS a ON a.attrelid = c.oid LEFT JOIN pg_index AS i ON i.indrelid = c.oid AND i.indisprimary "
+        "JOIN pg_attribute AS a ON a.attrelid = c.oid LEFT JOIN pg_index AS i ON i.indrelid = c.oid AND "
+        "i.indisprimary "
         "WHERE c.relnamespace = %s::regnamespace AND c.relkind = 'r' AND a.attnum > 0 AND NOT a.attisdropped "
         "AND c.relname NOT IN ('projection_cursors', 'stopped_shards') ORDER BY c.relname, a.attnum",
         (sql.Identifier(version.schema).as_string(connection),),
@@ -92,7 +102,9 @@ async def _only_one(
     if f"{table}.*" in declared:
         return TableDifference(table=table, declared={"*": rows}, **counts)
     undeclared = {"missing": rows} if gone else {"extra": rows}
-    return TableDifference(table=table, columns={"*": "only in the old" if gone else "only in the new"}, **counts, **undeclared)
+    return TableDifference(
+        table=table, columns={"*": "only in the old" if gone else "only in the new"}, **counts, **undeclared
+    )
 
 
 async def _compare_table(
@@ -115,11 +127,16 @@ async def _compare_table(
     declared_only = {name for name in only if whole or f"{table}.{name}" in declared}
 
     of_offer = sql.SQL("") if offer is None else sql.SQL(" WHERE offer = {}").format(sql.Literal(offer))
-    sides = [sql.SQL("(SELECT * FROM {}{})").format(sql.Identifier(one.schema, table), of_offer) for one in (old, new)]
+    sides = [
+        sql.SQL("(SELECT * FROM {}{})").format(sql.Identifier(one.schema, table), of_offer)
+        for one in (old, new)
+    ]
     joined = sql.SQL("{} AS o FULL JOIN {} AS n ON {}").format(*sides, _all(keys, "="))
     key = sql.Identifier(keys[0])
     both = sql.SQL("o.{0} IS NOT NULL AND n.{0} IS NOT NULL").format(key)
-    differs = [sql.SQL("o.{0} IS DISTINCT FROM n.{0}").format(sql.Identifier(name)) for name in (*meant, *others)]
+    differs = [
+        sql.SQL("o.{0} IS DISTINCT FROM n.{0}").format(sql.Identifier(name)) for name in (*meant, *others)
+    ]
     wrong = sql.SQL(" OR ").join(differs[len(meant) :]) if others else sql.SQL("false")
     counts = [
         sql.SQL("count(o.{})").format(key),
@@ -129,14 +146,17 @@ async def _compare_table(
         sql.SQL("count(*) FILTER (WHERE {} AND ({}))").format(both, wrong),
         *(sql.SQL("count(*) FILTER (WHERE {} AND {})").format(both, one) for one in differs),
     ]
-    row = await (await connection.execute(sql.SQL("SELECT {} FROM {}").format(sql.SQL(", ").join(counts), joined))).fetchone()
+    row = await (
+        await connection.execute(sql.SQL("SELECT {} FROM {}").format(sql.SQL(", ").join(counts), joined))
+    ).fetchone()
     assert row is not None
     rows_old, rows_new, missing, extra, rows_changed, *by_column = row
     counted = dict(zip((*meant, *others), by_column, strict=True))
     difference = TableDifference(
         table=table, rows_old=rows_old, rows_new=rows_new, rows_changed=rows_changed,
         changed={name: counted[name] for name in others if counted[name]},
-        declared={name: counted[name] for name in meant if counted[name]} | dict.fromkeys(sorted(declared_only), rows_new),
+        declared={name: counted[name] for name in meant
+        if counted[name]} | dict.fromkeys(sorted(declared_only), rows_new),
         columns={name: where for name, where in only.items() if name not in declared_only},
     )  # fmt: skip
     if whole and missing + extra:
@@ -152,18 +172,28 @@ async def _compare_table(
 
 
 def _all(keys: list[str], operator: str) -> sql.Composable:
-    return sql.SQL(" AND ").join(sql.SQL(f"o.{{0}} {operator} n.{{0}}").format(sql.Identifier(name)) for name in keys)
+    return sql.SQL(" AND ").join(
+        sql.SQL(f"o.{{0}} {operator} n.{{0}}").format(sql.Identifier(name)) for name in keys
+    )
 
 
 async def _examples(
-    connection: AsyncConnection[Any], joined: sql.Composable, keys: list[str], columns: list[str], where: sql.Composable
+    connection: AsyncConnection[Any],
+    joined: sql.Composable,
+    keys: list[str],
+    columns: list[str],
+    where: sql.Composable,
 ) -> list[dict[str, Any]]:
     """A few rows that differ, the first by their keys: the key, and what differs as (old, new)."""
     by_key = [sql.SQL("coalesce(o.{0}, n.{0})").format(sql.Identifier(name)) for name in keys]
     pairs = [sql.SQL("o.{0}, n.{0}").format(sql.Identifier(name)) for name in columns]
     there = sql.SQL("o.{0} IS NOT NULL, n.{0} IS NOT NULL").format(sql.Identifier(keys[0]))
     query = sql.SQL("SELECT {} FROM {} WHERE {} ORDER BY {} LIMIT {}").format(
-        sql.SQL(", ").join([*by_key, there, *pairs]), joined, where, sql.SQL(", ").join(by_key), sql.Literal(EXAMPLES_MAX)
+        sql.SQL(", ").join([*by_key, there, *pairs]),
+        joined,
+        where,
+        sql.SQL(", ").join(by_key),
+        sql.Literal(EXAMPLES_MAX),
     )
     examples = []
     for row in await (await connection.execute(query)).fetchall():
@@ -171,7 +201,9 @@ async def _examples(
         example: dict[str, Any] = {"key": dict(zip(keys, key, strict=True))}
         if in_old and in_new:
             pair = zip(columns, values[::2], values[1::2], strict=True)
-            example["changed"] = {name: (_shown(before), _shown(after)) for name, before, after in pair if before != after}
+            example["changed"] = {
+                name: (_shown(before), _shown(after)) for name, before, after in pair if before != after
+            }
         else:
             example["only"] = "old" if in_old else "new"
         examples.append(example)

@@ -1,4 +1,6 @@
-"""The ledger: every transfer as a row, and what stands on every account. PostgreSQL refuses an overdraft by itself."""
+"""The ledger: every transfer as a row, and what stands on every account. PostgreSQL refuses an overdraft by
+itself.
+"""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -15,7 +17,9 @@ NAME = "ledger"
 
 
 async def apply(connection: AsyncConnection[Any], facts: Sequence[Fact]) -> None:
-    """Adds the transfers of the events, in the caller's transaction; raises psycopg.errors.CheckViolation at an overdraft."""
+    """Adds the transfers of the events, in the caller's transaction; raises psycopg.errors.CheckViolation at
+    an overdraft.
+    """
     changes: defaultdict[tuple[str, str], int] = defaultdict(int)
     for _, _, _, transfers in facts:
         for asset, debit, credit, amount in transfers:
@@ -33,14 +37,17 @@ async def load(connection: AsyncConnection[Any], facts: Sequence[Fact]) -> None:
         for _, _, event, transfers in facts
         for leg, (asset, debit, credit, amount) in enumerate(transfers)
     ]
-    await copy_rows(connection, "transfers_1 (shard, seq, leg, offer, asset, debit, credit, amount, at)", rows)
+    await copy_rows(
+        connection, "transfers_1 (shard, seq, leg, offer, asset, debit, credit, amount, at)", rows
+    )
 
 
 async def finish(connection: AsyncConnection[Any]) -> None:
     """Adds up what stands on every account, after all was loaded."""
     await connection.execute(
         "INSERT INTO accounts_1 (account, asset, posted) SELECT account, asset, sum(change) FROM ("
-        "SELECT debit AS account, asset, -amount AS change FROM transfers_1 UNION ALL SELECT credit, asset, amount FROM transfers_1"
+        "SELECT debit AS account, asset, -amount AS change FROM transfers_1 UNION ALL SELECT credit, asset, "
+        "amount FROM transfers_1"
         ") AS legs GROUP BY account, asset"
     )
 
@@ -48,12 +55,16 @@ async def finish(connection: AsyncConnection[Any]) -> None:
 async def _post(connection: AsyncConnection[Any], changes: dict[tuple[str, str], int]) -> None:
     """Adds changes to accounts, sorted, so that two transactions rarely wait for each other in a circle.
 
-    What a guarded account loses is an UPDATE: an upsert would test the loss alone against the CHECK, before it meets the row.
+    What a guarded account loses is an UPDATE: an upsert would test the loss alone against the CHECK, before
+    it meets the row.
     """
-    losses = sorted(key for key, amount in changes.items() if amount < 0 and key[0].startswith(GUARDED_ACCOUNTS))
+    losses = sorted(
+        key for key, amount in changes.items() if amount < 0 and key[0].startswith(GUARDED_ACCOUNTS)
+    )
     gains = sorted(changes.keys() - set(losses))
     await connection.execute(
-        "INSERT INTO accounts_1 AS a (account, asset, posted) SELECT * FROM unnest(%s::text[], %s::text[], %s::numeric[]) "
+        "INSERT INTO accounts_1 AS a (account, asset, posted) SELECT * FROM unnest(%s::text[], %s::text[], "
+        "%s::numeric[]) "
         "ON CONFLICT (account, asset) DO UPDATE SET posted = a.posted + excluded.posted",
         _columns(gains, changes),
     )

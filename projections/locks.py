@@ -1,5 +1,6 @@
-"""Locks of PostgreSQL: work that only one may do at a time, held for as long as the work's connection lives; and who has a lock that
-somebody waits for, in words."""
+"""Locks of PostgreSQL: work that only one may do at a time, held for as long as the work's connection lives;
+and who has a lock that somebody waits for, in words.
+"""
 
 import asyncio
 import os
@@ -21,7 +22,9 @@ class Held(Exception):
 
 
 async def hold(connection: AsyncConnection[Any], name: str, work: str) -> None:
-    """Takes the lock `name` until the connection ends, which is named by its `work` from then on; raises Held when somebody has it."""
+    """Takes the lock `name` until the connection ends, which is named by its `work` from then on; raises Held
+    when somebody has it.
+    """
     # Whoever meets the lock is told the process; the work is cut off where there is no room, they know that.
     await rename(connection, f"process {os.getpid()} on {socket.gethostname()}, {work}")
     found = await connection.execute("SELECT pg_try_advisory_lock(hashtext(%s))", (name,))
@@ -52,12 +55,19 @@ def _in_words(name: str, role: str, pid: int) -> str:
 
 
 @asynccontextmanager
-async def waiting_at_most(connection: AsyncConnection[Any], watching: AsyncConnection[Any], seconds: float) -> AsyncIterator[None]:
-    """While it lasts, the connection waits no longer for any one lock; raises Held, which says who has it, as `watching` sees it."""
+async def waiting_at_most(
+    connection: AsyncConnection[Any], watching: AsyncConnection[Any], seconds: float
+) -> AsyncIterator[None]:
+    """While it lasts, the connection waits no longer for any one lock; raises Held, which says who has it, as
+    `watching` sees it.
+    """
     holders: list[str] = []
 
     async def watch() -> None:
-        query = "SELECT application_name, usename, pid FROM pg_stat_activity WHERE pid = ANY (pg_blocking_pids(%s)) ORDER BY pid"
+        query = (
+            "SELECT application_name, usename, pid FROM pg_stat_activity WHERE pid = ANY "
+            "(pg_blocking_pids(%s)) ORDER BY pid"
+        )
         while True:
             found = await (await watching.execute(query, (connection.info.backend_pid,))).fetchall()
             holders[:] = [_in_words(*row) for row in found] or holders

@@ -21,20 +21,25 @@ FIRST_SECONDS_MAX: Final = 60
 
 
 async def migrate(connection: AsyncConnection[Any], schema: str, shards: int) -> list[str]:
-    """Applies what is missing and returns the names of the migrations; safe to call again, and by several at once.
+    """Applies what is missing and returns the names of the migrations; safe to call again, and by several at
+    once.
 
-    A schema made anew has the read models that this code defines; in one with events they change by `grabstream rebuild` only.
+    A schema made anew has the read models that this code defines; in one with events they change by
+    `grabstream rebuild` only.
     """
     applied = []
     async with connection.transaction():
-        # Whoever comes second waits here, and then finds nothing to do. The first may take longer than others are waited for.
+        # Whoever comes second waits here, and then finds nothing to do. The first may take longer than others
+        # are waited for.
         waits = await (await connection.execute("SELECT current_setting('lock_timeout')")).fetchone()
         await connection.execute("SELECT set_config('lock_timeout', %s, true)", (f"{FIRST_SECONDS_MAX}s",))
         await connection.execute("SELECT pg_advisory_xact_lock(hashtext(%s))", (f"grabstream-{schema}",))
         await connection.execute("SELECT set_config('lock_timeout', %s, true)", waits)
         await connection.execute(sql.SQL("CREATE SCHEMA IF NOT EXISTS {}").format(sql.Identifier(schema)))
         await use_schema(connection, schema)
-        await connection.execute("CREATE TABLE IF NOT EXISTS migrations (name text PRIMARY KEY, at timestamptz DEFAULT now())")
+        await connection.execute(
+            "CREATE TABLE IF NOT EXISTS migrations (name text PRIMARY KEY, at timestamptz DEFAULT now())"
+        )
         rows = await (await connection.execute("SELECT name FROM migrations")).fetchall()
         known = {name for (name,) in rows}
         for path in _migrations():
@@ -51,7 +56,9 @@ async def migrate(connection: AsyncConnection[Any], schema: str, shards: int) ->
             await versions.show_cursors(connection, schema)
         await versions.mend_cursors(connection, schema)
         await versions.renew_empty(connection, schema, shards)
-        written = [one for one in await versions.versions(connection, schema) if one.projection in PROJECTIONS]
+        written = [
+            one for one in await versions.versions(connection, schema) if one.projection in PROJECTIONS
+        ]
         written = [one for one in written if one.state != "discarded"]
         gone = await versions.lost(connection, written)
         for one in gone:
@@ -66,7 +73,9 @@ async def migrate(connection: AsyncConnection[Any], schema: str, shards: int) ->
 
 
 def _migrations() -> list[Traversable]:
-    found = [path for path in files("grabstream.projections.migrations").iterdir() if path.name.endswith(".sql")]
+    found = [
+        path for path in files("grabstream.projections.migrations").iterdir() if path.name.endswith(".sql")
+    ]
     return sorted(found, key=lambda path: path.name)
 
 

@@ -1,4 +1,6 @@
-"""Offers as they stand: what was given, is held, is left, and what became of payments. A part of the balances projection."""
+"""Offers as they stand: what was given, is held, is left, and what became of payments. A part of the balances
+projection.
+"""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -61,27 +63,38 @@ class _Terms(msgspec.Struct):
 _SUMS = ("grabs", "given", "held", "waiting", "refunded", "total")
 # Limits as they were amended, one after the other, behind those that the offer was opened with.
 _LIMITS_SINCE = (
-    "CASE WHEN jsonb_exists(c.terms::jsonb, 'limits_since') THEN jsonb_build_object('limits_since', coalesce(t.terms->'limits_since', "
-    "jsonb_build_array(jsonb_build_object('seq', 0, 'limits', coalesce(t.terms->'limits', '[]')))) || (c.terms::jsonb->'limits_since')) "
+    "CASE WHEN jsonb_exists(c.terms::jsonb, 'limits_since') THEN jsonb_build_object('limits_since', "
+    "coalesce(t.terms->'limits_since', "
+    "jsonb_build_array(jsonb_build_object('seq', 0, 'limits', coalesce(t.terms->'limits', '[]')))) || "
+    "(c.terms::jsonb->'limits_since')) "
     "ELSE '{}' END"
 )
 _REPLACED = tuple(name for name in _Change.__struct_fields__ if name not in _SUMS)
 # Pieces are counted in units, so that their number changes with the total; an envelope's total cannot change.
-_MORE = {"units": "t.units + c.total", "terms": f"t.terms || coalesce(c.terms::jsonb, '{{}}') || {_LIMITS_SINCE}"}
-_UPDATE = update_by("offers_1", ("offer",), _SUMS, _REPLACED, ("state", "reason", "seed", "title", "terms"), _MORE)
+_MORE = {
+    "units": "t.units + c.total",
+    "terms": f"t.terms || coalesce(c.terms::jsonb, '{{}}') || {_LIMITS_SINCE}",
+}
+_UPDATE = update_by(
+    "offers_1", ("offer",), _SUMS, _REPLACED, ("state", "reason", "seed", "title", "terms"), _MORE
+)
 _OPENED = (
-    "COPY offers_1 (offer, shard, kind, issuer, funding, asset, total, units, title, state, opened_at, opens_at, closes_at, units_left, "
+    "COPY offers_1 (offer, shard, kind, issuer, funding, asset, total, units, title, state, opened_at, "
+    "opens_at, closes_at, units_left, "
     "seed_sha256, terms, hour_shift_ms, opened_seq) FROM STDIN"
 )
 _PAID = (
-    "INSERT INTO payments_1 (campaign, payment, offer, grab, amount, currency, state, outcome, shard, seq, at) "
-    "SELECT * FROM unnest(%s::text[], %s::text[], %s::text[], %s::text[], %s::bigint[], %s::text[], %s::text[], %s::text[], %s::integer[], "
+    "INSERT INTO payments_1 (campaign, payment, offer, grab, amount, currency, state, outcome, shard, seq, "
+    "at) "
+    "SELECT * FROM unnest(%s::text[], %s::text[], %s::text[], %s::text[], %s::bigint[], %s::text[], "
+    "%s::text[], %s::text[], %s::integer[], "
     "%s::bigint[], %s::bigint[])"
 )
 _PAID_BACK = (
     "UPDATE payments_1 AS p SET refunded = p.refunded + c.amount "
     "FROM (SELECT campaign, payment, offer, grab, sum(amount) AS amount "
-    "FROM unnest(%s::bigint[], %s::text[], %s::text[], %s::text[], %s::text[]) AS b (amount, campaign, payment, offer, grab) "
+    "FROM unnest(%s::bigint[], %s::text[], %s::text[], %s::text[], %s::text[]) AS b (amount, campaign, "
+    "payment, offer, grab) "
     "GROUP BY campaign, payment, offer, grab) AS c WHERE p.campaign = c.campaign AND p.payment = c.payment "
     # A payment serves a grab once: it is known for longer than the grab.
     "AND p.offer = c.offer AND p.grab = c.grab AND p.state = 'served'"
@@ -142,7 +155,9 @@ class OfferRows:
         if isinstance(event, GrabReturned):
             offer.given -= event.quantity
             campaign = campaign_of(event.offer)
-            self._paid_back += [(amount, campaign, payment, event.offer, event.grab) for payment, amount in event.refunds]
+            self._paid_back += [
+                (amount, campaign, payment, event.offer, event.grab) for payment, amount in event.refunds
+            ]
         elif event.reason == "left_queue":
             offer.waiting -= 1
         else:
@@ -150,10 +165,13 @@ class OfferRows:
         if not event.to.startswith("offer:"):
             offer.refunded += event.quantity
 
-    def _pay(self, event: GrabConfirmed | PaymentRefundDue, amount: int, currency: str, state: str, outcome: str) -> None:
+    def _pay(
+        self, event: GrabConfirmed | PaymentRefundDue, amount: int, currency: str, state: str, outcome: str
+    ) -> None:
         self._paid.append(
             (
-                campaign_of(event.offer), event.payment, event.offer, event.grab, amount, currency, state, outcome,
+                campaign_of(event.offer), event.payment, event.offer, event.grab, amount, currency, state,
+                outcome,
                 event.shard, event.seq, event.at,
             )
         )  # fmt: skip
@@ -177,9 +195,15 @@ def _amend(offer: _Change, event: OfferAmended) -> None:
     for name, value in changes_of(event.changes).fields().items():
         if name in ("title", "opens_at", "closes_at"):
             setattr(offer, name, value)
-    merged, changes = msgspec.json.decode(offer.terms) if offer.terms else {}, msgspec.json.decode(event.changes)
+    merged, changes = (
+        msgspec.json.decode(offer.terms) if offer.terms else {},
+        msgspec.json.decode(event.changes),
+    )
     if "limits" in changes:
-        changes["limits_since"] = [*merged.get("limits_since", ()), {"seq": event.seq, "limits": changes["limits"]}]
+        changes["limits_since"] = [
+            *merged.get("limits_since", ()),
+            {"seq": event.seq, "limits": changes["limits"]},
+        ]
     offer.terms = msgspec.json.encode(merged | changes).decode()
 
 
@@ -202,8 +226,10 @@ async def _insert(connection: AsyncConnection[Any], opened: Sequence[OfferOpened
             # Titles are free text: psycopg escapes what COPY would take for its own.
             await copy.write_row(
                 (
-                    event.offer, event.shard, event.kind, event.issuer, event.funding, event.asset, event.total, units, terms.title,
-                    "open", event.at, event.opens_at, event.closes_at, units, event.seed_sha256, _opened_terms(event),
+                    event.offer, event.shard, event.kind, event.issuer, event.funding, event.asset,
+                    event.total, units, terms.title,
+                    "open", event.at, event.opens_at, event.closes_at, units, event.seed_sha256,
+                    _opened_terms(event),
                     _hour_shift(event.offsets), event.seq,
                 )
             )  # fmt: skip
@@ -213,7 +239,10 @@ def _opened_terms(event: OfferOpened) -> str:
     """The terms, and the zone of the campaign's limits where it is another one."""
     if event.campaign_zone is None:
         return bytes(event.terms).decode()
-    zone = {"timezone": event.campaign_zone.timezone, "hour_shift_ms": _hour_shift(event.campaign_zone.offsets)}
+    zone = {
+        "timezone": event.campaign_zone.timezone,
+        "hour_shift_ms": _hour_shift(event.campaign_zone.offsets),
+    }
     return msgspec.json.encode(msgspec.json.decode(event.terms) | {"campaign_zone": zone}).decode()
 
 

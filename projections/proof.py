@@ -1,7 +1,8 @@
-"""The audit trail, checked row by row: the chain, the columns beside the text, and the ledger's lines; and folded into what must be.
+"""The audit trail, checked row by row: the chain, the columns beside the text, and the ledger's lines; and
+folded into what must be.
 
-Nothing here reads a database: rows come in, what is proved and what is wrong goes out. The first thing wrong ends the walk: what
-stands behind it is proved only when it is mended.
+Nothing here reads a database: rows come in, what is proved and what is wrong goes out. The first thing wrong
+ends the walk: what stands behind it is proved only when it is mended.
 """
 
 from collections import defaultdict
@@ -66,7 +67,9 @@ class Wrong(NamedTuple):
 
 
 class Fact(NamedTuple):
-    """An event of the trail, with the transfers that the ledger has for it. None: it was set aside and cannot be read."""
+    """An event of the trail, with the transfers that the ledger has for it. None: it was set aside and cannot
+    be read.
+    """
 
     seq: int
     event: AnyEvent | None
@@ -74,7 +77,9 @@ class Fact(NamedTuple):
 
 
 class Walked(NamedTuple):
-    """How far a walk came: the last seq that is proved, the hash there, the events up to it, and what ended it, if anything did."""
+    """How far a walk came: the last seq that is proved, the hash there, the events up to it, and what ended
+    it, if anything did.
+    """
 
     seq: int
     head: bytes
@@ -91,7 +96,8 @@ class Gaps:
         self.ids = {one.id: one.first_seq for one in mine if one.projection in (AUDIT, LEDGER)}
         self.audit = {one.first_seq: one for one in mine if one.projection == AUDIT}
         self._ledger, self._audit = (
-            [(one.first_seq, one.last_seq) for one in mine if one.projection == name] for name in (LEDGER, AUDIT)
+            [(one.first_seq, one.last_seq) for one in mine if one.projection == name] for name in (LEDGER,
+            AUDIT)
         )  # fmt: skip
         #: Offers whose state at a seq is not told by the trail and the read models alone.
         self.offers = {offer for one in mine for offer in one.offers}
@@ -107,9 +113,11 @@ class Gaps:
 
 
 def walk(
-    shard: int, seq: int, head: bytes, rows: Sequence[AuditRow], ledger: Iterable[LedgerRow], gaps: Gaps, reach: int | None = None
+    shard: int, seq: int, head: bytes, rows: Sequence[AuditRow], ledger: Iterable[LedgerRow], gaps: Gaps,
+    reach: int | None = None
 ) -> Walked:  # fmt: skip
-    """Walks from behind `seq`, where the chain's hash is `head`, over consecutive rows and the ledger's rows of the same seqs.
+    """Walks from behind `seq`, where the chain's hash is `head`, over consecutive rows and the ledger's rows
+    of the same seqs.
 
     `reach` is the seq that these rows must lead to, where they are all that is there.
     """
@@ -133,7 +141,8 @@ def walk(
             transfers = () if gaps.not_in_ledger(row.seq) else transfers_of(event)
             _compare_ledger(event, transfers, lines[row.seq])
         except NewerEvent:
-            # A newer program wrote it: what this one does not know it cannot judge, and a worker of that one goes on.
+            # A newer program wrote it: what this one does not know it cannot judge, and a worker of that one
+            # goes on.
             return Walked(seq, head, facts, None)
         except _Differs as wrong:
             return Walked(seq, head, facts, Wrong(wrong.kind, seq + 1, str(wrong)))
@@ -142,7 +151,9 @@ def walk(
     if reach is not None:
         past_gap()
         if seq < reach:
-            return Walked(seq, head, facts, Wrong("chain", seq + 1, f"the audit trail has no row for seq {seq + 1}"))
+            return Walked(
+                seq, head, facts, Wrong("chain", seq + 1, f"the audit trail has no row for seq {seq + 1}")
+            )
     return Walked(seq, head, facts, None)
 
 
@@ -155,7 +166,11 @@ class _Differs(Exception):
 def _proved(shard: int, head: bytes, row: AuditRow) -> tuple[AnyEvent, bytes]:
     text = row.body.encode()
     if sha256(head + text).digest() != row.hash:
-        raise _Differs("chain", f"audit, seq {row.seq}: text and hash do not follow from what stands before: one of them was changed")
+        raise _Differs(
+            "chain",
+            f"audit, seq {row.seq}: text and hash do not follow from what stands before: one of them was "
+            "changed",
+        )
     try:
         event: AnyEvent = decode_event(text)
     except NewerEvent:
@@ -164,30 +179,45 @@ def _proved(shard: int, head: bytes, row: AuditRow) -> tuple[AnyEvent, bytes]:
         raise _Differs("chain", f"audit, seq {row.seq}: the text is no event: {error}") from None
     said = (event.shard, event.seq, event.offer, str(event.__struct_config__.tag), event.at)
     if said != (shard, row.seq, row.offer, row.type, row.at):
-        raise _Differs("chain", f"audit, seq {row.seq}: the columns beside the text differ from it: {said[2:]} by the text")
+        raise _Differs(
+            "chain",
+            f"audit, seq {row.seq}: the columns beside the text differ from it: {said[2:]} by the text",
+        )
     return event, row.hash
 
 
 def _compare_ledger(event: AnyEvent, transfers: Sequence[Transfer], lines: Sequence[LedgerRow]) -> None:
-    expected = [LedgerRow(event.seq, leg, event.offer, *transfer, event.at) for leg, transfer in enumerate(transfers)]
+    expected = [
+        LedgerRow(event.seq, leg, event.offer, *transfer, event.at) for leg, transfer in enumerate(transfers)
+    ]
     found = sorted(lines)
     if found == expected:
         return
     missing = [f"{one.amount} {one.asset} {one.debit} → {one.credit}" for one in expected if one not in found]
     surplus = [f"{one.amount} {one.asset} {one.debit} → {one.credit}" for one in found if one not in expected]
     words = [f"{word} {', '.join(ones)}" for word, ones in (("lacks", missing), ("has", surplus)) if ones]
-    raise _Differs("ledger", f"transfers, seq {event.seq} ({event.offer}): the ledger {'; it '.join(words)}, which the event does not say")
+    raise _Differs(
+        "ledger",
+        f"transfers, seq {event.seq} ({event.offer}): the ledger {'; it '.join(words)}, which the event does "
+        "not say",
+    )
 
 
 def _facts_of(gap: SetAside, lines: Mapping[int, list[LedgerRow]]) -> list[Fact]:
-    """Events that the audit trail lacks: as they stand in the record that was set aside, with what the ledger has of them."""
+    """Events that the audit trail lacks: as they stand in the record that was set aside, with what the ledger
+    has of them.
+    """
     texts: Sequence[bytes] = gap.value.split(b"\n") if gap.readable else ()
     events: dict[int, AnyEvent] = {}
     for text in texts:
         event = decode_event(text)
         events[event.seq] = event
     return [
-        Fact(seq, events.get(seq), [Transfer(one.asset, one.debit, one.credit, one.amount) for one in lines.get(seq, ())])
+        Fact(
+            seq,
+            events.get(seq),
+            [Transfer(one.asset, one.debit, one.credit, one.amount) for one in lines.get(seq, ())],
+        )
         for seq in range(gap.first_seq, gap.last_seq + 1)
     ]
 
@@ -197,11 +227,13 @@ def numbers_in_words(numbers: tuple[int, int, int, int]) -> str:
     return "left {}, units {}, held {}, grabs {}".format(*numbers)
 
 
-# -- what must be -----------------------------------------------------------------------------------------------------
+# -- what must be --------------------------------------------------------------------------------------------
 
 
 class OfferState(NamedTuple):
-    """An offer behind its event `offer_seq`: what is left (in its asset, and in units), held, and how many grabs it has had."""
+    """An offer behind its event `offer_seq`: what is left (in its asset, and in units), held, and how many
+    grabs it has had.
+    """
 
     offer: str
     shard: int
@@ -241,7 +273,8 @@ def behind(state: OfferState | None, event: AnyEvent) -> OfferState:
     return OfferState(
         event.offer, event.shard, event.offer_seq, event.seq, left, _units_left(state, event), held,
         # Of one that has retired only late payments are told.
-        state.grabs + isinstance(event, GrabGranted | GrabHeld), state.retired or isinstance(event, OfferRetired),
+        state.grabs + isinstance(event, GrabGranted | GrabHeld),
+        state.retired or isinstance(event, OfferRetired),
     )  # fmt: skip
 
 

@@ -1,4 +1,6 @@
-"""The read models in PostgreSQL, each as three functions: what the worker applies, and what a build loads and finishes."""
+"""The read models in PostgreSQL, each as three functions: what the worker applies, and what a build loads and
+finishes.
+"""
 
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Final, NamedTuple
@@ -12,10 +14,11 @@ Apply = Callable[[AsyncConnection[Any], Sequence[Fact]], Awaitable[None]]
 
 
 class ReadModel(NamedTuple):
-    """`apply` adds events to complete tables · `load` adds them to bare ones, at bulk speed · `finish` adds up what was loaded.
+    """`apply` adds events to complete tables · `load` adds them to bare ones, at bulk speed · `finish` adds
+    up what was loaded.
 
-    All in the caller's transaction, in the version that the connection uses. After `finish`, the tables hold what `apply` would
-    have made of the same events.
+    All in the caller's transaction, in the version that the connection uses. After `finish`, the tables hold
+    what `apply` would have made of the same events.
     """
 
     name: str

@@ -1,4 +1,6 @@
-"""What recoveries of shards did, and which decisions they took back: for `status`, `doctor`, and whoever has to tell a user."""
+"""What recoveries of shards did, and which decisions they took back: for `status`, `doctor`, and whoever has
+to tell a user.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,12 +13,17 @@ from grabstream.projections.migrate import use_schema
 Lost = tuple[int, int, str, str, str, str | None, str, int | None, str | None]
 
 
-async def record_recovery(connection: AsyncConnection[Any], schema: str, row: Sequence[Any], lost: Sequence[Lost]) -> None:
-    """Writes (shard, term, kind, problem, redis_seq, journal_seq, snapshot_seq, applied, seconds), and what was lost by it."""
+async def record_recovery(
+    connection: AsyncConnection[Any], schema: str, row: Sequence[Any], lost: Sequence[Lost]
+) -> None:
+    """Writes (shard, term, kind, problem, redis_seq, journal_seq, snapshot_seq, applied, seconds), and what
+    was lost by it.
+    """
     async with connection.transaction():
         await use_schema(connection, schema)
         await connection.execute(
-            "INSERT INTO recoveries (shard, term, kind, problem, redis_seq, journal_seq, snapshot_seq, applied, seconds) "
+            "INSERT INTO recoveries (shard, term, kind, problem, redis_seq, journal_seq, snapshot_seq, "
+            "applied, seconds) "
             "VALUES (%s, %s, %s, %s, %s, %s, %s, %s, %s) ON CONFLICT DO NOTHING",
             row,
         )
@@ -34,7 +41,10 @@ async def _insert_lost(connection: AsyncConnection[Any], lost: Sequence[Lost]) -
     if lost:
         async with (
             connection.cursor() as cursor,
-            cursor.copy("COPY lost_decisions (shard, seq, told_by, command, offer, user_id, outcome, amount, body) FROM STDIN") as copy,
+            cursor.copy(
+                "COPY lost_decisions (shard, seq, told_by, command, offer, user_id, outcome, amount, body) "
+                "FROM STDIN"
+            ) as copy,
         ):
             for row in lost:
                 await copy.write_row(row)

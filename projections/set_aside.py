@@ -1,7 +1,8 @@
-"""What operators set aside: journal records that a projection could not take in, with their bytes, and what the books lack for it.
+"""What operators set aside: journal records that a projection could not take in, with their bytes, and what
+the books lack for it.
 
-It concerns the version of the read model whose cursor was moved. Another version, built with these events, is not short of them; when
-the first one comes back, it is again.
+It concerns the version of the read model whose cursor was moved. Another version, built with these events, is
+not short of them; when the first one comes back, it is again.
 """
 
 import json
@@ -20,10 +21,11 @@ SUMS_TOLD_MAX: Final = 4
 
 
 class SetAside(NamedTuple):
-    """A record that a projection was let past: `event_count` events from `first_seq` on, and the cursor behind it.
+    """A record that a projection was let past: `event_count` events from `first_seq` on, and the cursor
+    behind it.
 
-    `offers` are those its events are about, and `missing` what accounts lack for it (account, asset, amount), as far as they can be
-    read; when some cannot, `readable` is false.
+    `offers` are those its events are about, and `missing` what accounts lack for it (account, asset, amount),
+    as far as they can be read; when some cannot, `readable` is false.
     """
 
     id: int
@@ -51,21 +53,32 @@ class SetAside(NamedTuple):
         """What is short by what, in one line."""
         where = f"{self.projection}, shard {self.shard}"
         if not self.event_count:
-            return f"a record without events of the history set aside in {where} by {self.operator}: {self.reason}"
+            return (
+                f"a record without events of the history set aside in {where} by {self.operator}: "
+                f"{self.reason}"
+            )
         events = (
-            f"1 event ({self.first_seq})" if self.event_count == 1 else f"{self.event_count} events ({self.first_seq} to {self.last_seq})"
+            f"1 event ({self.first_seq})"
+            if self.event_count == 1
+            else f"{self.event_count} events ({self.first_seq} to {self.last_seq})"
         )
         offers = ", ".join(self.offers) or "offers that cannot be read"
         more = "" if self.readable or not self.offers else " and others that cannot be read"
-        sums = "; ".join(f"{account} {amount:+,} {asset}" for account, asset, amount in self.missing[:SUMS_TOLD_MAX])
+        sums = "; ".join(
+            f"{account} {amount:+,} {asset}" for account, asset, amount in self.missing[:SUMS_TOLD_MAX]
+        )
         rest = f" and {len(self.missing) - SUMS_TOLD_MAX:,} more" if len(self.missing) > SUMS_TOLD_MAX else ""
         lacks = f" ({sums}{rest})" if sums and self.projection in ("ledger", "balances") else ""
         by = f"by {self.operator} ({self.reason})"
-        return f"{events} set aside in {where} {by}: {self.projection} lacks what it says of {offers}{more}{lacks}"
+        return (
+            f"{events} set aside in {where} {by}: {self.projection} lacks what it says of "
+            f"{offers}{more}{lacks}"
+        )
 
 
 _COLUMNS = (
-    "id, projection, shard, journal_offset, first_seq, count, head, term, owner, value, offers, readable, missing, "
+    "id, projection, shard, journal_offset, first_seq, count, head, term, owner, value, offers, readable, "
+    "missing, "
     "refused_because, reason, operator, at"
 )
 
@@ -82,7 +95,8 @@ async def load(connection: AsyncConnection[Any], projection: str | None = None) 
 
 
 def _of_row(
-    id: int, projection: str, shard: int, offset: int, first_seq: int, count: int, head: bytes, term: int, owner: str, value: bytes,
+    id: int, projection: str, shard: int, offset: int, first_seq: int, count: int, head: bytes, term: int,
+    owner: str, value: bytes,
     *rest: Any,
 ) -> SetAside:  # fmt: skip
     behind = Cursor(first_seq + count - 1, bytes(head), offset + 1, term, owner)
@@ -90,26 +104,32 @@ def _of_row(
 
 
 async def set_aside(
-    connection: AsyncConnection[Any], projection: str, shard: int, before: Cursor, behind: Cursor, headers: Headers, value: bytes,
-    offers: Sequence[str], readable: bool, missing: Sequence[tuple[str, str, int]], refused_because: str, reason: str, operator: str,
+    connection: AsyncConnection[Any], projection: str, shard: int, before: Cursor, behind: Cursor,
+    headers: Headers, value: bytes,
+    offers: Sequence[str], readable: bool, missing: Sequence[tuple[str, str, int]], refused_because: str,
+    reason: str, operator: str,
     own_cursor: bool,
 ) -> None:  # fmt: skip
-    """Writes a record into the books as set aside, moves the cursor behind it, and lets the projection go on; all of it or nothing.
+    """Writes a record into the books as set aside, moves the cursor behind it, and lets the projection go on;
+    all of it or nothing.
 
-    The connection uses the version of the read model that is concerned.
-    `own_cursor` is false for a projection whose cursor is not in PostgreSQL: it finds the way past the record in these rows.
-    Raises CursorMoved when the projection is elsewhere by now.
+    The connection uses the version of the read model that is concerned. `own_cursor` is false for a
+    projection whose cursor is not in PostgreSQL: it finds the way past the record in these rows. Raises
+    CursorMoved when the projection is elsewhere by now.
     """
     async with connection.transaction():
         if own_cursor:
             await cursors.advance(connection, projection, {shard: (before, behind)})
         await connection.execute(
-            "INSERT INTO set_aside_records (projection, read_model, shard, journal_offset, first_seq, count, head, term, owner, headers, "
+            "INSERT INTO set_aside_records (projection, read_model, shard, journal_offset, first_seq, count, "
+            "head, term, owner, headers, "
             "value, value_sha256, offers, readable, missing, refused_because, reason, operator) "
             "VALUES (%s, current_schema(), %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s)",
             (
-                projection, shard, behind.next_offset - 1, before.seq + 1, behind.seq - before.seq, behind.head, behind.term, behind.owner,
-                json.dumps([[name, bytes(text).hex()] for name, text in headers]), value, sha256(value).digest(),
+                projection, shard, behind.next_offset - 1, before.seq + 1, behind.seq - before.seq,
+                behind.head, behind.term, behind.owner,
+                json.dumps([[name, bytes(text).hex()] for name, text in headers]), value,
+                sha256(value).digest(),
                 list(offers), readable, json.dumps(missing), refused_because, reason, operator,
             ),
         )  # fmt: skip
@@ -118,9 +138,12 @@ async def set_aside(
 
 
 async def carry_over(connection: AsyncConnection[Any], records: Sequence[SetAside]) -> None:
-    """Writes down that the version which the connection uses lacks these too, for the same reasons; in the caller's transaction."""
+    """Writes down that the version which the connection uses lacks these too, for the same reasons; in the
+    caller's transaction.
+    """
     columns = (
-        "shard, journal_offset, first_seq, count, head, term, owner, headers, value, value_sha256, offers, readable, missing, "
+        "shard, journal_offset, first_seq, count, head, term, owner, headers, value, value_sha256, offers, "
+        "readable, missing, "
         "refused_because, reason, operator, at"
     )
     await connection.execute(
@@ -134,6 +157,10 @@ def past(records: Sequence[SetAside], shard: int, cursor: Cursor) -> Cursor:
     """The cursor, moved past what was set aside right behind it."""
     for record in records:
         # Markers may stand between the cursor and the record; they make no event.
-        if record.shard == shard and record.first_seq == cursor.seq + 1 and record.journal_offset >= cursor.next_offset:
+        if (
+            record.shard == shard
+            and record.first_seq == cursor.seq + 1
+            and record.journal_offset >= cursor.next_offset
+        ):
             cursor = record.behind
     return cursor

@@ -1,7 +1,8 @@
 """The audit trail as a snapshot of a shard: how far it is, and the events of campaigns that are still there.
 
-A campaign whose last offer has retired left in Redis only the offers' names and, for a time, what became of their payments. So of ten
-million past events those of few offers are read, by the index on their offer, and those about payments, by an index of their own.
+A campaign whose last offer has retired left in Redis only the offers' names and, for a time, what became of
+their payments. So of ten million past events those of few offers are read, by the index on their offer, and
+those about payments, by an index of their own.
 """
 
 from collections.abc import AsyncIterator, Collection, Sequence
@@ -41,7 +42,8 @@ class KnownPayment(NamedTuple):
 
 
 class Trail(NamedTuple):
-    """The trail of a shard up to a cursor: the time there (ms), offers that have retired, and those whose events are needed.
+    """The trail of a shard up to a cursor: the time there (ms), offers that have retired, and those whose
+    events are needed.
 
     `past` are offers that retired not too long ago, and whose events are not needed.
     """
@@ -54,11 +56,14 @@ class Trail(NamedTuple):
 
 
 async def newest(connection: AsyncConnection[Any], shard: int) -> Cursor:
-    """How far the trail of a shard is; its beginning, when events of it were set aside: what is folded then is not what was decided."""
+    """How far the trail of a shard is; its beginning, when events of it were set aside: what is folded then
+    is not what was decided.
+    """
     if await _has_gap(connection, shard):
         return Cursor()
     found = await connection.execute(
-        "SELECT seq, head, next_offset, term, owner FROM cursors WHERE projection = 'audit' AND shard = %s", (shard,)
+        "SELECT seq, head, next_offset, term, owner FROM cursors WHERE projection = 'audit' AND shard = %s",
+        (shard,),
     )
     row = await found.fetchone()
     return Cursor(row[0], bytes(row[1]), *row[2:]) if row else Cursor()
@@ -66,17 +71,22 @@ async def newest(connection: AsyncConnection[Any], shard: int) -> Cursor:
 
 async def _has_gap(connection: AsyncConnection[Any], shard: int) -> bool:
     found = await connection.execute(
-        "SELECT EXISTS (SELECT FROM set_aside WHERE projection = 'audit' AND shard = %s AND count > 0 AND in_force)", (shard,)
+        "SELECT EXISTS (SELECT FROM set_aside WHERE projection = 'audit' AND shard = %s AND count > 0 AND "
+        "in_force)",
+        (shard,),
     )
     [has_gap] = await found.fetchone() or [False]
     return bool(has_gap)
 
 
 async def trail_of(connection: AsyncConnection[Any], shard: int) -> Trail | None:
-    """The trail as the connection's transaction sees it, which must be REPEATABLE READ; None while it is empty, or has
-    gaps."""
+    """The trail as the connection's transaction sees it, which must be REPEATABLE READ; None while it is
+    empty, or has gaps.
+    """
     cursor = await newest(connection, shard)
-    at = await (await connection.execute("SELECT at FROM audit WHERE shard = %s AND seq = %s", (shard, cursor.seq))).fetchone()
+    at = await (
+        await connection.execute("SELECT at FROM audit WHERE shard = %s AND seq = %s", (shard, cursor.seq))
+    ).fetchone()
     if at is None:
         return None
     found = await connection.execute(
@@ -91,13 +101,19 @@ async def trail_of(connection: AsyncConnection[Any], shard: int) -> Trail | None
     return Trail(cursor, at[0], retired, needed, await _past(connection, shard, cursor.seq, at[0], present))
 
 
-async def _past(connection: AsyncConnection[Any], shard: int, seq: int, at: int, present: Collection[str]) -> list[Past]:
-    """Offers of campaigns that are not there any more, with their last `offer_seq`: late payments may have come after they retired."""
+async def _past(
+    connection: AsyncConnection[Any], shard: int, seq: int, at: int, present: Collection[str]
+) -> list[Past]:
+    """Offers of campaigns that are not there any more, with their last `offer_seq`: late payments may have
+    come after they retired.
+    """
     found = await connection.execute(
         "SELECT r.offer, greatest((r.body::jsonb->>'offer_seq')::bigint, "
-        "(SELECT (p.body::jsonb->>'offer_seq')::bigint FROM audit AS p WHERE p.offer = r.offer AND p.type = 'payment.refund_due' "
+        "(SELECT (p.body::jsonb->>'offer_seq')::bigint FROM audit AS p WHERE p.offer = r.offer AND p.type = "
+        "'payment.refund_due' "
         "AND p.shard = r.shard AND p.seq <= %(seq)s ORDER BY p.seq DESC LIMIT 1)), r.at "
-        "FROM audit AS r WHERE r.shard = %(shard)s AND r.type = 'offer.retired' AND r.seq <= %(seq)s AND r.at > %(after)s",
+        "FROM audit AS r WHERE r.shard = %(shard)s AND r.type = 'offer.retired' AND r.seq <= %(seq)s AND "
+        "r.at > %(after)s",
         {"shard": shard, "seq": seq, "after": at - PAYMENTS_KEPT_MS},
     )
     return [Past(*row) for row in await found.fetchall() if campaign_of(row[0]) not in present]
@@ -106,12 +122,15 @@ async def _past(connection: AsyncConnection[Any], shard: int, seq: int, at: int,
 async def payments_of(
     connection: AsyncConnection[Any], shard: int, trail: Trail, held: bool = False
 ) -> AsyncIterator[Sequence[KnownPayment]]:  # fmt: skip
-    """What became of the payments of offers that have retired, in the order of their events; `held` as in `events_of`."""
+    """What became of the payments of offers that have retired, in the order of their events; `held` as in
+    `events_of`.
+    """
     if not trail.past:
         return
     async with connection.cursor("payments", withhold=held) as rows:
         await rows.execute(
-            "SELECT body FROM audit WHERE offer = ANY(%s) AND type IN ('grab.confirmed', 'payment.refund_due') "
+            "SELECT body FROM audit WHERE offer = ANY(%s) AND type IN ('grab.confirmed', "
+            "'payment.refund_due') "
             "AND shard = %s AND seq <= %s ORDER BY seq",
             ([one.offer for one in trail.past], shard, trail.cursor.seq),
         )
@@ -123,17 +142,31 @@ async def payments_of(
 def _known_payment(event: AnyEvent) -> KnownPayment | None:
     if isinstance(event, PaymentRefundDue):
         code = int(Outcome[event.outcome])
-        return KnownPayment(event.payment, event.offer, event.grab, code, event.seq, event.at, 0, event.amount, event.asset)
+        return KnownPayment(
+            event.payment, event.offer, event.grab, code, event.seq, event.at, 0, event.amount, event.asset
+        )
     if isinstance(event, GrabConfirmed) and event.payment is not None:
         money = (event.paid, event.currency or "")
-        return KnownPayment(event.payment, event.offer, event.grab, int(Outcome.confirmed), event.seq, event.at, event.quantity, *money)
+        return KnownPayment(
+            event.payment,
+            event.offer,
+            event.grab,
+            int(Outcome.confirmed),
+            event.seq,
+            event.at,
+            event.quantity,
+            *money,
+        )
     return None
 
 
-async def events_of(connection: AsyncConnection[Any], shard: int, trail: Trail, held: bool = False) -> AsyncIterator[Sequence[AnyEvent]]:
+async def events_of(
+    connection: AsyncConnection[Any], shard: int, trail: Trail, held: bool = False
+) -> AsyncIterator[Sequence[AnyEvent]]:
     """The events of the offers that are needed, in order.
 
-    `held` for a connection in autocommit: PostgreSQL keeps what is found in a temporary file, and no transaction is open meanwhile.
+    `held` for a connection in autocommit: PostgreSQL keeps what is found in a temporary file, and no
+    transaction is open meanwhile.
     """
     async with connection.cursor("trail", withhold=held) as rows:
         await rows.execute(

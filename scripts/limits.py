@@ -1,4 +1,6 @@
-"""Writes docs/limits.md, every bound of the system in one place, from the code; `--check FILE` compares it, `--write FILE` writes it."""
+"""Writes docs/limits.md, every bound of the system in one place, from the code; `--check FILE` compares it,
+`--write FILE` writes it.
+"""
 
 import argparse
 import re
@@ -61,8 +63,15 @@ def of_records() -> list[Row]:
             "the broker refuses it",
         ),
         Row("a command as JSON", size(bounds.COMMAND_BYTES_MAX), "what it makes fits a line", REJECTED),
-        Row("commands in an array", f"{bounds.ARRAY_COMMANDS_MAX:,}", "one record is decided as one", REJECTED),
-        Row("commas in an array", f"{bounds.ARRAY_COMMAS_MAX:,}", "counted before it is decoded: each value costs memory", REJECTED),
+        Row(
+            "commands in an array", f"{bounds.ARRAY_COMMANDS_MAX:,}", "one record is decided as one", REJECTED
+        ),
+        Row(
+            "commas in an array",
+            f"{bounds.ARRAY_COMMAS_MAX:,}",
+            "counted before it is decoded: each value costs memory",
+            REJECTED,
+        ),
         Row(
             "elements of an array kept one by one",
             f"{bounds.REJECTED_OF_ARRAY_MAX:,}",
@@ -71,22 +80,39 @@ def of_records() -> list[Row]:
         ),
         Row("nesting of a record", "Python's recursion limit (1,000)", "the stack", REJECTED),
         Row("a name in an object", "once", "two readers would see two commands", "`invalid`"),
-        Row("a reason, a message", size(bounds.REASON_BYTES_MAX), "it may quote what was sent", "cut, with `…`"),
-        Row("what a message quotes", f"{bounds.QUOTED_CHARACTERS_MAX} characters", "as above", "cut, with the length"),
+        Row(
+            "a reason, a message",
+            size(bounds.REASON_BYTES_MAX),
+            "it may quote what was sent",
+            "cut, with `…`",
+        ),
+        Row(
+            "what a message quotes",
+            f"{bounds.QUOTED_CHARACTERS_MAX} characters",
+            "as above",
+            "cut, with the length",
+        ),
         Row(
             "a piece in `rejected`",
             size(bounds.REJECTED_PIECE_BYTES_MAX),
             "fits a topic that nobody configured",
             "headers `piece`, `pieces`",
         ),
-        Row("a key in `rejected`", size(bounds.REJECTED_KEY_BYTES_MAX), "as above", "cut; the key is kept with `part` = `key`"),
+        Row(
+            "a key in `rejected`",
+            size(bounds.REJECTED_KEY_BYTES_MAX),
+            "as above",
+            "cut; the key is kept with `part` = `key`",
+        ),
         Row(
             "a poll of commands",
             f"{decider.POLL_RECORDS_MAX:,} records, {size(decider.POLL_BYTES_MAX)}",
             "memory of a decider",
             "the rest comes with the next",
         ),
-        Row("… of one partition", size(decider.PARTITION_BYTES_MAX), "as above", "a larger record comes alone"),
+        Row(
+            "… of one partition", size(decider.PARTITION_BYTES_MAX), "as above", "a larger record comes alone"
+        ),
         Row(
             "commands of one shard that wait in a decider",
             f"{backlog.HELD_COMMANDS_MAX:,}, {size(backlog.HELD_BYTES_MAX)}, and a poll",
@@ -117,8 +143,16 @@ def of_records() -> list[Row]:
             "well below a record",
             "`invalid`, before anything is written; older, longer lines are read",
         ),
-        Row("a journal block", size(relay.BLOCK_BYTES_MAX), "below a record, with a line more", "the next block"),
-        *(Row(f"how long `{name.removeprefix('….')}` is kept", "for ever" if ms < 0 else days(ms), "", "") for name, ms in kept.items()),
+        Row(
+            "a journal block",
+            size(relay.BLOCK_BYTES_MAX),
+            "below a record, with a line more",
+            "the next block",
+        ),
+        *(
+            Row(f"how long `{name.removeprefix('….')}` is kept", "for ever" if ms < 0 else days(ms), "", "")
+            for name, ms in kept.items()
+        ),
     ]
 
 
@@ -126,9 +160,19 @@ def of_commands() -> list[Row]:
     """What stands in commands."""
     amounts = f"0 … {money.AMOUNT_MAX:,}"
     return [
-        Row("an id", f"1 … {identifiers.ID_LENGTH_MAX} of `A-Za-z0-9._:-`", "needs no escaping anywhere", INVALID),
+        Row(
+            "an id",
+            f"1 … {identifiers.ID_LENGTH_MAX} of `A-Za-z0-9._:-`",
+            "needs no escaping anywhere",
+            INVALID,
+        ),
         Row("an amount, a quantity, price × quantity", amounts, "exact in Lua and in every text", INVALID),
-        Row("`quantity` of a grab with `take: all`", "the offer's `total`", "it could never be served", INVALID),
+        Row(
+            "`quantity` of a grab with `take: all`",
+            "the offer's `total`",
+            "it could never be served",
+            INVALID,
+        ),
         Row("a time", f"until {offers.TIME_MS_MAX:,} ms (2100)", "as above", INVALID),
         Row("`hold_ms`, `grace_ms`", days(offers.HOLD_MS_MAX), "", INVALID),
         Row("`extensions`", f"{offers.EXTENSIONS_MAX:,}", "", INVALID),
@@ -141,7 +185,12 @@ def of_commands() -> list[Row]:
             "the last offset holds on",
         ),
         Row("`limits`", f"{offers.LIMITS_MAX}", "each is counted at each grab", INVALID),
-        Row("`hours`", f"{offers.HOURS_MAX} entries, {bounds.HOURS_SPANS_MAX} spans in a week", "looked at at each grab", INVALID),
+        Row(
+            "`hours`",
+            f"{offers.HOURS_MAX} entries, {bounds.HOURS_SPANS_MAX} spans in a week",
+            "looked at at each grab",
+            INVALID,
+        ),
         Row("`parts`", f"{money.PARTS_MAX:,}", "6 bytes each in Redis", INVALID),
         Row("`seed`", "16 … 64 bytes", "", INVALID),
         Row("`attributes`", f"{commands.ATTRIBUTES_MAX}, ids", "they stand in the event", INVALID),
@@ -169,8 +218,10 @@ def of_commands() -> list[Row]:
         Row(
             "a code in a list",
             "once",
-            "each is given once; the offer keeps 12 characters a code until its list is complete or it closes",
-            "`invalid`, names the place in the chunk; `grabstream load` looks through the whole file before the first chunk",
+            "each is given once; the offer keeps 12 characters a code until its list is complete or it "
+            "closes",
+            "`invalid`, names the place in the chunk; `grabstream load` looks through the whole file before "
+            "the first chunk",
         ),
         Row(
             "items of a `load`",
@@ -204,7 +255,12 @@ def of_processes() -> list[Row]:
     """What gates, scripts and workers do at once."""
     at_once = ", ".join(f"`{name}` {count}" for name, count in gate.AT_ONCE_MAX.items())
     return [
-        Row("commands of one script call", f"`GRAB_BATCH_COMMANDS_MAX`; {at_once}", "a script blocks its server", "the next call"),
+        Row(
+            "commands of one script call",
+            f"`GRAB_BATCH_COMMANDS_MAX`; {at_once}",
+            "a script blocks its server",
+            "the next call",
+        ),
         Row(
             "parts that go with the call that opens their offer",
             f"{staging.INLINE_BYTES_MAX // 6:,}",
@@ -217,19 +273,30 @@ def of_processes() -> list[Row]:
             "as above",
             "the next call; a command or basket that has more goes alone",
         ),
-        Row("offers that commands of one script call name", f"{gate.OFFERS_IN_CALL_MAX}", "as above", "the next call"),
+        Row(
+            "offers that commands of one script call name",
+            f"{gate.OFFERS_IN_CALL_MAX}",
+            "as above",
+            "the next call",
+        ),
         Row(
             "work of one script call, by its own count of µs of Redis' thread",
             f"{call_cost_max():,}, and one command",
             "as above",
             "the next call, in order; holds and offers that are due: the next sweep",
         ),
-        Row("grabs of a queue served, or sent home, for one command", f"{grabbing.SERVED_AT_ONCE_MAX}", "as above", "the sweeper goes on"),
+        Row(
+            "grabs of a queue served, or sent home, for one command",
+            f"{grabbing.SERVED_AT_ONCE_MAX}",
+            "as above",
+            "the sweeper goes on",
+        ),
         Row(
             "grabs at the front of a queue that units which are left are offered to",
             f"{grabbing.CONSIDERED_MAX}",
             "as above",
-            "a grab behind them waits until one of these has left; newcomers take what suffices for none of them",
+            "a grab behind them waits until one of these has left; newcomers take what suffices for none of "
+            "them",
         ),
         Row(
             "payments of one grab whose units were not returned",
@@ -249,29 +316,72 @@ def of_processes() -> list[Row]:
             "Redis keeps nothing for ever",
             "`no_such_offer` with a message that names the way; the view `payments` has it for ever",
         ),
-        Row("used tickets of a campaign that have ended and are forgotten", f"{grabbing.TICKETS_FORGOTTEN} a new one", "as above", ""),
-        Row("refusals a shard remembers", f"{state.REFUSALS_MAX:,}", "memory of Redis", "the oldest are decided anew"),
-        Row("names of offers that do not exist", "counted as one, `*`, in `demand`", "else anybody could fill it with invented names", ""),
+        Row(
+            "used tickets of a campaign that have ended and are forgotten",
+            f"{grabbing.TICKETS_FORGOTTEN} a new one",
+            "as above",
+            "",
+        ),
+        Row(
+            "refusals a shard remembers",
+            f"{state.REFUSALS_MAX:,}",
+            "memory of Redis",
+            "the oldest are decided anew",
+        ),
+        Row(
+            "names of offers that do not exist",
+            "counted as one, `*`, in `demand`",
+            "else anybody could fill it with invented names",
+            "",
+        ),
         Row(
             "an entry of the outbox, and what is read of it at once",
             f"{size(in_scripts('read_outbox', r'BYTES_MAX = 1000, ([0-9]+)'))}, and a line or entry",
             "a script blocks its server",
             "the next entry; the rest comes with the next read",
         ),
-        Row("outbox entries a relay reads at once", f"{ownership.READ_ENTRIES_MAX}", "memory of a worker", "the rest comes with the next"),
         Row(
-            "refusals that wait to be written", f"{refusals.RefusalSample().waiting_max:,}", "memory of a gate", "counted in `demand` only"
+            "outbox entries a relay reads at once",
+            f"{ownership.READ_ENTRIES_MAX}",
+            "memory of a worker",
+            "the rest comes with the next",
         ),
-        Row("tickets remembered as verified", f"{tickets.REMEMBERED_MAX:,}", "about 1 kB each", "verified again"),
+        Row(
+            "refusals that wait to be written",
+            f"{refusals.RefusalSample().waiting_max:,}",
+            "memory of a gate",
+            "counted in `demand` only",
+        ),
+        Row(
+            "tickets remembered as verified",
+            f"{tickets.REMEMBERED_MAX:,}",
+            "about 1 kB each",
+            "verified again",
+        ),
         Row(
             "an offer in Redis after its close",
             f"{days(offers.RETIRE_AFTER_MS)}, if its terms say nothing else",
             "Redis keeps nothing for ever",
             "answered from SQL",
         ),
-        Row("a file of offers, codes or users", size(bounds.FILE_BYTES_MAX), "it is checked as a whole", "refused, nothing is opened"),
-        Row("values in a file of offers", f"{bounds.FILE_VALUES_MAX:,}, those that aliases repeat counted again", "as above", "as above"),
-        Row("problems of a file that are told", f"{offer_files.PROBLEMS_MAX:,}", "", "the rest after those are mended"),
+        Row(
+            "a file of offers, codes or users",
+            size(bounds.FILE_BYTES_MAX),
+            "it is checked as a whole",
+            "refused, nothing is opened",
+        ),
+        Row(
+            "values in a file of offers",
+            f"{bounds.FILE_VALUES_MAX:,}, those that aliases repeat counted again",
+            "as above",
+            "as above",
+        ),
+        Row(
+            "problems of a file that are told",
+            f"{offer_files.PROBLEMS_MAX:,}",
+            "",
+            "the rest after those are mended",
+        ),
     ]
 
 
@@ -293,16 +403,21 @@ def of_settings() -> list[Row]:
 
 
 def _is_number(annotation: Any) -> bool:
-    return annotation in (int, float) or any(_is_number(one) for one in get_args(annotation) if one is not type(None))
+    return annotation in (int, float) or any(
+        _is_number(one) for one in get_args(annotation) if one is not type(None)
+    )
 
 
 def document() -> str:
     """The page."""
     said = (
-        "# Bounds\n\nEvery bound of the system. `python scripts/limits.py --write docs/limits.md` writes this page from the code; "
+        "# Bounds\n\nEvery bound of the system. `python scripts/limits.py --write docs/limits.md` writes "
+        "this page from the code; "
         "`make lint` compares.\n"
-        "Fields, lists and whole commands are bounded at the door, records before they are decoded, event lines before the first write:\n"
-        "no command that is accepted leads to an event that Kafka or PostgreSQL refuses.\nWhat is above a bound is answered, its bytes are "
+        "Fields, lists and whole commands are bounded at the door, records before they are decoded, event "
+        "lines before the first write:\n"
+        "no command that is accepted leads to an event that Kafka or PostgreSQL refuses.\nWhat is above a "
+        "bound is answered, its bytes are "
         "kept, and nothing else waits for it.\n"
     )
     head = ("what", "at most", "why", "above it")
@@ -314,7 +429,9 @@ def document() -> str:
     )
     for title, names, rows in tables:
         lines = [names, ("---",) * len(names), *rows]
-        said += f"\n## {title}\n\n" + "".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |\n" for line in lines)
+        said += f"\n## {title}\n\n" + "".join(
+            f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |\n" for line in lines
+        )
     return said
 
 
@@ -331,7 +448,10 @@ def main() -> int:
     elif asked.check is None:
         sys.stdout.write(text)
     elif not asked.check.is_file() or asked.check.read_text(encoding="utf-8") != text:
-        sys.stderr.write(f"limits: {asked.check} is not what the code says; `python scripts/limits.py --write {asked.check}` mends it\n")
+        sys.stderr.write(
+            f"limits: {asked.check} is not what the code says; `python scripts/limits.py --write "
+            f"{asked.check}` mends it\n"
+        )
         return 1
     return 0
 

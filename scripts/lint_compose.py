@@ -1,4 +1,6 @@
-"""Checks compose.yaml and the Dockerfile without an engine: their structure, and that what they name is there."""
+"""Checks compose.yaml and the Dockerfile without an engine: their structure, and that what they name is
+there.
+"""
 
 import shutil
 import subprocess
@@ -32,7 +34,8 @@ for name, service in services.items():
     for port in service.get("ports", []):
         if not str(port).startswith("127.0.0.1:"):
             problems.append(f"{name}: port {port} is open to everyone")
-# The cluster: as many servers as `up --cluster` starts, each with a volume of its own, all in the profile, and named where they are asked.
+# The cluster: as many servers as `up --cluster` starts, each with a volume of its own, all in the profile,
+# and named where they are asked.
 for name in (*CLUSTER_SERVERS, "redis-cluster", "cluster-init", "worker-1", "worker-2", "worker-3"):
     if name not in services:
         problems.append(f"service {name} is missing")
@@ -47,11 +50,16 @@ for name in CLUSTER_SERVERS:
     if name.startswith("redis"):
         address = services[name]["networks"]["default"]["ipv4_address"]
         if f"{address}:6379" not in formed or f"{name}:6379" not in environment["GRAB_REDIS_URL"]:
-            problems.append(f"{name} ({address}) is not in the cluster that is formed, or not in GRAB_REDIS_URL")
+            problems.append(
+                f"{name} ({address}) is not in the cluster that is formed, or not in GRAB_REDIS_URL"
+            )
     if name.startswith("kafka"):
         own = services[name]["environment"]
         voter = f"{own['KAFKA_NODE_ID']}@{name}:9093"
-        if voter not in own["KAFKA_CONTROLLER_QUORUM_VOTERS"] or f"{name}:29092" not in environment["GRAB_KAFKA"]:
+        if (
+            voter not in own["KAFKA_CONTROLLER_QUORUM_VOTERS"]
+            or f"{name}:29092" not in environment["GRAB_KAFKA"]
+        ):
             problems.append(f"{name} is no voter, or not in GRAB_KAFKA")
 cluster_address(environment["GRAB_REDIS_URL"])
 if not kafka_version()[0].isdigit():
@@ -60,8 +68,13 @@ dockerfile = Path("Dockerfile").read_text()
 for line in dockerfile.splitlines():
     words = line.split()
     if words and words[0] == "COPY" and "--from" not in line:
-        problems += [f"Dockerfile copies {path}, which is not there" for path in words[1:-1] if not Path(path).exists()]
-if shutil.which("docker") and subprocess.run(["docker", "compose", "version"], capture_output=True).returncode == 0:
+        problems += [
+            f"Dockerfile copies {path}, which is not there" for path in words[1:-1] if not Path(path).exists()
+        ]
+if (
+    shutil.which("docker")
+    and subprocess.run(["docker", "compose", "version"], capture_output=True).returncode == 0
+):
     done = subprocess.run(
         ["docker", "compose", "config", "--quiet"],
         capture_output=True,

@@ -1,4 +1,6 @@
-"""Checks the Lua scripts: the loader's own checks on every script, and luacheck on each as it is sent to Redis."""
+"""Checks the Lua scripts: the loader's own checks on every script, and luacheck on each as it is sent to
+Redis.
+"""
 
 import subprocess
 import sys
@@ -18,5 +20,7 @@ for name in script_names():
     if done.returncode != 0:
         failed = True
         sys.stdout.write(done.stdout)
-sys.stdout.write("luacheck: scripts differ from the rules\n" if failed else f"luacheck: {len(script_names())} scripts\n")
+sys.stdout.write(
+    "luacheck: scripts differ from the rules\n" if failed else f"luacheck: {len(script_names())} scripts\n"
+)
 sys.exit(failed)

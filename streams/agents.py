@@ -1,8 +1,8 @@
 """The Faust app: one agent for each read model, all on the journal.
 
-An agent hands each record to its projector and lets no exception out, since Faust acknowledges a record whose agent failed.
-Faust's committed offsets are hints: where a read model really is, its own cursor says. So Faust decides who reads which
-partition, and after every assignment the projectors catch up by themselves.
+An agent hands each record to its projector and lets no exception out, since Faust acknowledges a record whose
+agent failed. Faust's committed offsets are hints: where a read model really is, its own cursor says. So Faust
+decides who reads which partition, and after every assignment the projectors catch up by themselves.
 """
 
 import asyncio
@@ -58,10 +58,12 @@ def make_projectors(
 def group_of(prefix: str, names: Sequence[str]) -> str:
     """The consumer group for a set of read models: its members share the partitions.
 
-    So workers that write other versions are in another group, or each version would get the events of some partitions only.
+    So workers that write other versions are in another group, or each version would get the events of some
+    partitions only.
     """
     numbers = {name: definition_of(name).number for name in names}
-    return f"{prefix}.{'-'.join(name if number == 1 else f'{name}:{number}' for name, number in numbers.items())}"
+    names = [name if number == 1 else f"{name}:{number}" for name, number in numbers.items()]
+    return f"{prefix}.{'-'.join(names)}"
 
 
 async def _at_once() -> None:
@@ -69,9 +71,12 @@ async def _at_once() -> None:
 
 
 def build_app(
-    kafka: str, prefix: str, shards: int, projectors: Sequence[Projector], ready: Callable[[], Awaitable[None]] = _at_once
+    kafka: str, prefix: str, shards: int, projectors: Sequence[Projector],
+    ready: Callable[[], Awaitable[None]] = _at_once
 ) -> faust.App:  # fmt: skip
-    """The app with an agent for each projector; nothing connects yet, and the projectors run with the app, once it is `ready`."""
+    """The app with an agent for each projector; nothing connects yet, and the projectors run with the app,
+    once it is `ready`.
+    """
     app = faust.App(
         group_of(prefix, [projector.name for projector in projectors]),
         broker=[f"kafka://{server}" for server in kafka.split(",")],
@@ -86,8 +91,8 @@ def build_app(
         broker_session_timeout=10.0,
         broker_heartbeat_interval=2.0,
         broker_commit_interval=1.0,
-        # An agent may be waiting for a projector that waits for PostgreSQL: neither a rebalance nor our end may wait for that, and
-        # need not, since what is written where is in our cursors.
+        # An agent may be waiting for a projector that waits for PostgreSQL: neither a rebalance nor our end
+        # may wait for that, and need not, since what is written where is in our cursors.
         stream_wait_empty=False,
         datadir=tempfile.gettempdir(),
     )
@@ -123,7 +128,8 @@ def _agent_of(projector: Projector) -> Callable[[Any], Any]:
         async for event in stream.events():
             message = event.message
             headers = message.headers.items() if isinstance(message.headers, dict) else message.headers or ()
-            await projector.put(Record(message.partition, message.offset, tuple(headers), message.value or b""))
+            record = Record(message.partition, message.offset, tuple(headers), message.value or b"")
+            await projector.put(record)
 
     return carry
 
@@ -138,7 +144,8 @@ async def run_projections(
     names: Sequence[str] = PROJECTIONS,
     step: Step = lambda name: None,
 ) -> None:
-    """Runs the app inside this event loop until `stop` is set, and begins anew with another one when it stalls or ends.
+    """Runs the app inside this event loop until `stop` is set, and begins anew with another one when it
+    stalls or ends.
 
     Raises RuntimeError when it keeps ending.
     """
@@ -151,7 +158,15 @@ async def run_projections(
         app = build_app(kafka, prefix, shards, projectors)
         app.finalize()
         watching = asyncio.create_task(
-            until_stalled(kafka, Topics(prefix).journal, shards, postgres, schema, watched, partial(getattr, app, "assigned_at"))
+            until_stalled(
+                kafka,
+                Topics(prefix).journal,
+                shards,
+                postgres,
+                schema,
+                watched,
+                partial(getattr, app, "assigned_at"),
+            )
         )
         stopping = asyncio.create_task(stop.wait())
         running = asyncio.create_task(_run(app))
@@ -163,7 +178,10 @@ async def run_projections(
                 task.cancel()
             if not await _stop(app):
                 _left_behind += 1
-                log.error("Faust does not stop and is left behind; the group gives its partitions to the next one after its session")
+                log.error(
+                    "Faust does not stop and is left behind; the group gives its partitions to the next one "
+                    "after its session"
+                )
             # Cancelled, but not waited for without end either.
             await asyncio.wait({watching, stopping, running}, timeout=STOP_SECONDS)
         if not stop.is_set():
@@ -172,7 +190,9 @@ async def run_projections(
                 raise RuntimeError(f"Faust ended {ends_in_a_row} times in a row: {why}") from app.crash_reason
             log.error("starting Faust again: %s", why)
             # What is left behind keeps its thread: there is never more of that than some in an hour.
-            pause_seconds = min(ends_in_a_row, PAUSE_SECONDS_MAX) + LEFT_BEHIND_PAUSE_SECONDS * _left_behind**2
+            pause_seconds = (
+                min(ends_in_a_row, PAUSE_SECONDS_MAX) + LEFT_BEHIND_PAUSE_SECONDS * _left_behind**2
+            )
             await asyncio.wait({asyncio.create_task(stop.wait())}, timeout=pause_seconds)
 
 
@@ -197,10 +217,13 @@ async def _run(app: faust.App) -> None:
 
 
 async def _stop(app: faust.App) -> bool:
-    """Stops the app and its projectors; returns whether Faust went along. Its threads may hang on a broker for ever."""
+    """Stops the app and its projectors; returns whether Faust went along. Its threads may hang on a broker
+    for ever.
+    """
     for task in app.projector_tasks:
         task.cancel()
-    # Not wait_for: it waits for what it has cancelled, and Faust may swallow that, and its read models would stand still in silence.
+    # Not wait_for: it waits for what it has cancelled, and Faust may swallow that, and its read models would
+    # stand still in silence.
     stopping = asyncio.create_task(app.stop())
     await asyncio.wait({stopping}, timeout=STOP_SECONDS)
     if not stopping.done():
@@ -214,7 +237,8 @@ async def _stop(app: faust.App) -> bool:
 def _end_heartbeats(app: faust.App) -> None:
     """Stops the event loop of the thread in which an app is a member of its group.
 
-    Else the group would keep partitions for it, which nobody reads; so it gives them to the next one after the session's time.
+    Else the group would keep partitions for it, which nobody reads; so it gives them to the next one after
+    the session's time.
     """
     loop = app.consumer._thread.thread_loop
     if not loop.is_closed():

@@ -1,4 +1,6 @@
-"""The app for `faust -A streams.app worker`: the read models, with the settings of this system. Nothing connects at import."""
+"""The app for `faust -A streams.app worker`: the read models, with the settings of this system. Nothing
+connects at import.
+"""
 
 from functools import partial
 
@@ -12,6 +14,8 @@ app = build_app(
     _settings.kafka,
     _settings.prefix,
     _settings.shards,
-    make_projectors(_settings.kafka, _settings.prefix, _settings.shards, _settings.postgres, _settings.schema_),
+    make_projectors(
+        _settings.kafka, _settings.prefix, _settings.shards, _settings.postgres, _settings.schema_
+    ),
     partial(until_known, _settings),
 )

@@ -1,8 +1,10 @@
-"""The decider's backlog: what was read of the commands topic and is not answered yet, by partition for committing, by shard for deciding.
+"""The decider's backlog: what was read of the commands topic and is not answered yet, by partition for
+committing, by shard for deciding.
 
-A command may stand in any partition, so the two do not match. Each shard takes its own commands in the order they were read, and no
-shard waits for another: one that stands still keeps its commands here, up to a bound; then the partitions that bring more of them
-are not read until it goes on. Offsets are committed up to the first record of which anything is open.
+A command may stand in any partition, so the two do not match. Each shard takes its own commands in the order
+they were read, and no shard waits for another: one that stands still keeps its commands here, up to a bound;
+then the partitions that bring more of them are not read until it goes on. Offsets are committed up to the
+first record of which anything is open.
 """
 
 from collections import deque
@@ -14,8 +16,8 @@ from aiokafka import TopicPartition
 from grabstream.models.commands import AnyCommand, basket_of
 from grabstream.streams.understanding import Place
 
-#: Commands, and bytes of their records, of one shard that wait here before partitions which bring more of them are not read any more.
-#: One poll and one fetch a partition may come on top.
+#: Commands, and bytes of their records, of one shard that wait here before partitions which bring more of
+#: them are not read any more. One poll and one fetch a partition may come on top.
 HELD_COMMANDS_MAX: Final = 20_000
 HELD_BYTES_MAX: Final = 16 * 1024 * 1024
 #: Records of a partition after its first open one: what another process would have to decide again.
@@ -25,7 +27,9 @@ READ_AGAIN_SHARE: Final = 0.5
 
 
 class OpenRecord:
-    """A record of which `open` parts are not answered and acknowledged yet: its commands, and what was refused of it at once."""
+    """A record of which `open` parts are not answered and acknowledged yet: its commands, and what was
+    refused of it at once.
+    """
 
     __slots__ = ("open", "partition", "place")
 
@@ -49,7 +53,9 @@ class HeldCommand:
 
 
 class OpenPartition:
-    """What of a partition is open, in order. `gone` once it was taken away; `full_for` are shards for which no more is to be read."""
+    """What of a partition is open, in order. `gone` once it was taken away; `full_for` are shards for which
+    no more is to be read.
+    """
 
     def __init__(self, source: TopicPartition) -> None:
         self.source = source
@@ -90,7 +96,9 @@ class OpenPartition:
 
 
 class ShardBacklog:
-    """The commands of one shard in the order they were read, by record: a basket is the grabs of one record."""
+    """The commands of one shard in the order they were read, by record: a basket is the grabs of one
+    record.
+    """
 
     def __init__(self, shard: int) -> None:
         self.shard = shard
@@ -110,8 +118,9 @@ class ShardBacklog:
             self._stopped.add(partition)
 
     def take(self, most: int) -> list[HeldCommand]:
-        """The next commands for one call: of several records, but a record with baskets goes alone. Those of partitions that were
-        taken away are left out: who has them now decides them."""
+        """The next commands for one call: of several records, but a record with baskets goes alone. Those of
+        partitions that were taken away are left out: who has them now decides them.
+        """
         taken: list[HeldCommand] = []
         while self._waiting and len(taken) < most:
             held = self._waiting[0]
@@ -134,7 +143,10 @@ class ShardBacklog:
         """These are answered, or left to somebody else."""
         self.commands -= len(held)
         self.bytes -= sum(one.size for one in held)
-        has_room = self.commands < HELD_COMMANDS_MAX * READ_AGAIN_SHARE and self.bytes < HELD_BYTES_MAX * READ_AGAIN_SHARE
+        has_room = (
+            self.commands < HELD_COMMANDS_MAX * READ_AGAIN_SHARE
+            and self.bytes < HELD_BYTES_MAX * READ_AGAIN_SHARE
+        )
         if self._stopped and has_room:
             for partition in self._stopped:
                 partition.full_for.discard(self.shard)

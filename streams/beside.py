@@ -1,8 +1,9 @@
 """A shard made anew beside the live one, from its events alone, and the two compared key by key.
 
-What is beside the live shard stands under a prefix of its own that no system can have, is made by the very scripts that recover a
-shard, and goes away afterwards. The live shard moves meanwhile: what seems to differ is read once more in one transaction with the seq
-it is at, the shard beside follows the journal to exactly that seq, and only what differs then, and stays so, is a difference.
+What is beside the live shard stands under a prefix of its own that no system can have, is made by the very
+scripts that recover a shard, and goes away afterwards. The live shard moves meanwhile: what seems to differ
+is read once more in one transaction with the seq it is at, the shard beside follows the journal to exactly
+that seq, and only what differs then, and stays so, is a difference.
 """
 
 import asyncio
@@ -24,9 +25,11 @@ from grabstream.streams.recovery import Recovery, Snapshot, Snapshots, literal
 
 #: Behind the system's prefix, with a character that no prefix has: no other system's keys can begin so.
 BESIDE: Final = "/verify"
-#: … and there for the verifier that always runs: who is asked to verify now does not wait for it, nor fail because of it.
+#: … and there for the verifier that always runs: who is asked to verify now does not wait for it, nor fail
+#: because of it.
 BESIDE_STEADILY: Final = "/verifier"
-#: No events tell of these: refusals and how often there were any, what is not yet journaled, how far cleaning is, and who relays.
+#: No events tell of these: refusals and how often there were any, what is not yet journaled, how far cleaning
+#: is, and who relays.
 NOT_TOLD: Final = ("refusals", "refusal_order", "demand", "outbox", "lease", "cleaning")
 #: Of the shard's own hash, what its events tell of.
 SHARD_TOLD: Final = (b"time",)
@@ -35,12 +38,14 @@ KEYS_AT_ONCE: Final = 200
 #: A key with more than so many fields is read in pages.
 PAGE: Final = 500
 DOUBTS_AT_ONCE: Final = 200
-#: When what differs is looked at again, in seconds: some steps, as those of a retirement, are in none of the events.
+#: When what differs is looked at again, in seconds: some steps, as those of a retirement, are in none of the
+#: events.
 LOOKS: Final = (0.0, 0.1, 0.4, 1.0, 2.0)
 #: Further differences are counted no more.
 DIFFERENCES_MAX: Final = 500
 LEASE_MS: Final = 60_000
-#: A closed offer that has holds when it is due is looked at again so much later (lua/sweep.lua), and a second for two clocks.
+#: A closed offer that has holds when it is due is looked at again so much later (lua/sweep.lua), and a second
+#: for two clocks.
 SWEPT_AGAIN_MS: Final = 61_000
 ROOM_SECONDS: Final = 1.0
 
@@ -56,8 +61,10 @@ class NotComparable(Exception):
 
 
 class Part(NamedTuple):
-    """Something of a key that is read at once: fields of a hash, members of a set or sorted set, a range of a list or string; or its
-    `size`, or which kind of `key` it is, or its `expiry`, when Redis will forget it."""
+    """Something of a key that is read at once: fields of a hash, members of a set or sorted set, a range of a
+    list or string; or its `size`, or which kind of `key` it is, or its `expiry`, when Redis will forget
+    it.
+    """
 
     name: str
     kind: str
@@ -65,7 +72,9 @@ class Part(NamedTuple):
 
 
 class Compared(NamedTuple):
-    """What came of it: the seq at which the two were compared last, how many keys there are, and what differs, in words."""
+    """What came of it: the seq at which the two were compared last, how many keys there are, and what
+    differs, in words.
+    """
 
     seq: int
     keys: int
@@ -105,7 +114,9 @@ class Events:
         self._cursor, self._over = cursor, []
 
     async def up_to(self, seq: int | None = None) -> AsyncGenerator[tuple[Cursor, Sequence[Accepted]], None]:
-        """The next events up to a seq, which is waited for some time; or to the journal's end. Raises Corrupt or Gap."""
+        """The next events up to a seq, which is waited for some time; or to the journal's end. Raises Corrupt
+        or Gap.
+        """
         over, self._over = self._over, []
         if over:
             yield self._cursor, self._keep(over, seq)
@@ -121,7 +132,9 @@ class Events:
                 async for records in lists:
                     news: list[Accepted] = []
                     for record in records:
-                        self._cursor, accepted = self._cursor.feed(record.offset, parse_block(record.headers, record.value))
+                        self._cursor, accepted = self._cursor.feed(
+                            record.offset, parse_block(record.headers, record.value)
+                        )
                         news += accepted
                     yield self._cursor, self._keep(news, seq)
                     if self._over:
@@ -141,7 +154,14 @@ class Beside:
     """One shard beside the live one; `open_beside` makes it."""
 
     def __init__(
-        self, redis: Any, live: ShardKeys, made: ShardKeys, events: Events, recovery: Recovery, own: Ownership, pace: Pace
+        self,
+        redis: Any,
+        live: ShardKeys,
+        made: ShardKeys,
+        events: Events,
+        recovery: Recovery,
+        own: Ownership,
+        pace: Pace,
     ) -> None:
         self._redis = redis
         self._live = live
@@ -172,12 +192,16 @@ class Beside:
                 await self._pace()
 
     async def compare(self) -> Compared:
-        """Every key of both. Raises NotComparable when the live shard is not whole, or not where its journal is."""
+        """Every key of both. Raises NotComparable when the live shard is not whole, or not where its journal
+        is.
+        """
         names = sorted({*await self._names(self._live), *await self._names(self._made)} - set(NOT_TOLD))
         found: list[str] = []
         doubts: list[Part] = [Part("shard", "hash", SHARD_TOLD)]
         for start in range(0, len(names), KEYS_AT_ONCE):
-            async with aclosing(self._doubts([name for name in names[start : start + KEYS_AT_ONCE] if name != "shard"])) as doubting:
+            async with aclosing(
+                self._doubts([name for name in names[start : start + KEYS_AT_ONCE] if name != "shard"])
+            ) as doubting:
                 async for doubt in doubting:
                     doubts.append(doubt)
                     if len(doubts) >= DOUBTS_AT_ONCE:
@@ -191,10 +215,13 @@ class Beside:
 
     async def _names(self, keys: ShardKeys) -> list[str]:
         start = f"{keys.tag}:"
-        names = [key.decode().removeprefix(start) async for key in self._redis.scan_iter(match=f"{literal(start)}*", count=1_000)]
+        names = [
+            key.decode().removeprefix(start)
+            async for key in self._redis.scan_iter(match=f"{literal(start)}*", count=1_000)
+        ]
         return [name for name in names if not name.startswith(STAGED)]
 
-    # -- what seems to differ ---------------------------------------------------------------------------------------------
+    # -- what seems to differ --------------------------------------------------------------------------------
 
     async def _read(self, keys: ShardKeys, parts: Sequence[Part]) -> list[Value]:
         if not parts:
@@ -207,12 +234,18 @@ class Beside:
 
     async def _doubts(self, names: Sequence[str]) -> AsyncGenerator[Part, None]:
         """What differs at a look at one after the other."""
-        kinds = dict(zip(names, await self._read(self._made, [Part(name, "key") for name in names]), strict=True))
-        kinds_live = dict(zip(names, await self._read(self._live, [Part(name, "key") for name in names]), strict=True))
+        kinds = dict(
+            zip(names, await self._read(self._made, [Part(name, "key") for name in names]), strict=True)
+        )
+        kinds_live = dict(
+            zip(names, await self._read(self._live, [Part(name, "key") for name in names]), strict=True)
+        )
         for name in names:
             if _is_cleaned(name) and b"none" in (kinds[name], kinds_live[name]):
                 # All that is in it may count as forgotten: it is compared as an empty one.
-                kinds[name] = kinds_live[name] = max(kinds[name], kinds_live[name], key=lambda kind: kind != b"none")
+                kinds[name] = kinds_live[name] = max(
+                    kinds[name], kinds_live[name], key=lambda kind: kind != b"none"
+                )
             if kinds[name] != kinds_live[name]:
                 yield Part(name, "key")
         endings = await self._read(self._live, [Part(name, "expiry") for name in names])
@@ -221,9 +254,13 @@ class Beside:
                 yield Part(name, "expiry")
         there = [(name, kinds[name].decode()) for name in names if kinds[name] == kinds_live[name] != b"none"]
         sized = [Part(name, "size", (kind,)) for name, kind in there]
-        sizes = list(zip(there, await self._read(self._made, sized), await self._read(self._live, sized), strict=True))
+        sizes = list(
+            zip(there, await self._read(self._made, sized), await self._read(self._live, sized), strict=True)
+        )
         small = [Part(name, f"whole {kind}") for (name, kind), made, live in sizes if max(made, live) <= PAGE]
-        for part, made, live in zip(small, await self._read(self._made, small), await self._read(self._live, small), strict=True):
+        for part, made, live in zip(
+            small, await self._read(self._made, small), await self._read(self._live, small), strict=True
+        ):
             for doubt in _differing(part, made, live):
                 yield doubt
         for (name, kind), made, live in sizes:
@@ -231,7 +268,10 @@ class Beside:
                 yield Part(name, "size", (kind,))
                 async with aclosing(self._pages(self._made, name, kind, made)) as pages:
                     async for page in pages:
-                        [one], [other] = await self._read(self._made, [page]), await self._read(self._live, [page])
+                        [one], [other] = (
+                            await self._read(self._made, [page]),
+                            await self._read(self._live, [page]),
+                        )
                         for doubt in _of_page(page, one, other):
                             yield doubt
                         await self._pace()
@@ -251,7 +291,7 @@ class Beside:
             for start in range(0, len(members), PAGE):
                 yield Part(name, kind, tuple(members[start : start + PAGE]))
 
-    # -- what does differ -------------------------------------------------------------------------------------------------
+    # -- what does differ ------------------------------------------------------------------------------------
 
     async def _judge(self, doubts: Sequence[Part]) -> list[str]:
         """What of these differs at one and the same seq, in words, and does not cease to in a while."""
@@ -261,7 +301,11 @@ class Beside:
             live = await self._at_one_seq(doubts)
             made = await self._read(self._made, doubts)
             found = [one for one in zip(doubts, made, live, strict=True) if not _same(*one)]
-            found = [one for one in found if not await self._is_postponed(one[0]) and not await self._is_forgotten(*one)]
+            found = [
+                one
+                for one in found
+                if not await self._is_postponed(one[0]) and not await self._is_forgotten(*one)
+            ]
             doubts = [part for part, *_ in found]
             if not found:
                 return []
@@ -282,7 +326,9 @@ class Beside:
             answers: list[Value] = await pipe.execute()
         [seq, partial, life, fault], *values = answers
         if partial is not None or life is None:
-            raise NotComparable(f"its relay has yet to reconcile it with the journal{f' ({fault.decode()})' if fault else ''}")
+            raise NotComparable(
+                f"its relay has yet to reconcile it with the journal{f' ({fault.decode()})' if fault else ''}"
+            )
         await self._follow(int(seq or 0))
         return values
 
@@ -293,7 +339,9 @@ class Beside:
             raise NotComparable(f"it is at seq {seq}, and its journal at {self.seq}")
 
     async def _is_postponed(self, part: Part) -> bool:
-        """Whether this is when the sweeper looks again at a closed offer that had holds when it was due: no event tells."""
+        """Whether this is when the sweeper looks again at a closed offer that had holds when it was due: no
+        event tells.
+        """
         if (part.name, part.kind) != ("due", "zset"):
             return False
         async with self._redis.pipeline(transaction=False) as pipe:
@@ -301,14 +349,19 @@ class Beside:
                 pipe.hget(self._live.offer(member.decode()), "state")
             states = await pipe.execute()
         [made], [live] = await self._read(self._made, [part]), await self._read(self._live, [part])
-        now = max(await time_ms_of(self._redis, self._live.state), int(await self._redis.hget(self._live.state, "time") or 0))
+        now = max(
+            await time_ms_of(self._redis, self._live.state),
+            int(await self._redis.hget(self._live.state, "time") or 0),
+        )
         return all(
             state == b"closed" and None not in (due, again) and due <= again <= now + SWEPT_AGAIN_MS
             for state, due, again in zip(states, made, live, strict=True)
         )
 
     async def _is_forgotten(self, part: Part, made: Value, live: Value) -> bool:
-        """Whether all that this says is of offers that have retired, so that it counts no more whether it is deleted already or not."""
+        """Whether all that this says is of offers that have retired, so that it counts no more whether it is
+        deleted already or not.
+        """
         if not _is_cleaned(part.name) or part.kind not in ("hash", "zset"):
             return False
         for member, one, other in zip(part.what, made, live, strict=True):
@@ -342,14 +395,26 @@ class Beside:
         async with aclosing(self._pages(self._live, part.name, kind, 0)) as pages:
             async for page in pages:
                 [values] = await self._read(self._made, [page])
-                found += [Part(part.name, kind, (one,)) for one, value in zip(page.what, values, strict=True) if _absent(value)]
+                found += [
+                    Part(part.name, kind, (one,))
+                    for one, value in zip(page.what, values, strict=True)
+                    if _absent(value)
+                ]
                 await self._pace()
         return found[:DOUBTS_AT_ONCE]
 
 
-_SIZE: Final = {"hash": "hlen", "set": "scard", "zset": "zcard", "list": "llen", "string": "strlen", "stream": "xlen"}
+_SIZE: Final = {
+    "hash": "hlen",
+    "set": "scard",
+    "zset": "zcard",
+    "list": "llen",
+    "string": "strlen",
+    "stream": "xlen",
+}
 _WHOLE: Final[dict[str, tuple[Any, ...]]] = {
-    "hash": ("hgetall",), "set": ("smembers",), "zset": ("zrange", 0, -1, False, True), "list": ("lrange", 0, -1), "string": ("get",),
+    "hash": ("hgetall",), "set": ("smembers",), "zset": ("zrange", 0, -1, False, True),
+    "list": ("lrange", 0, -1), "string": ("get",),
 }  # fmt: skip
 _SOME: Final = {"hash": "hmget", "set": "smismember", "zset": "zmscore"}
 
@@ -384,7 +449,11 @@ def _differing(part: Part, made: Value, live: Value) -> list[Part]:
     if kind == "set":
         return [Part(part.name, kind, (member,)) for member in sorted(made ^ live)]
     one, other = dict(made), dict(live)
-    return [Part(part.name, kind, (field,)) for field in sorted(one.keys() | other.keys()) if one.get(field) != other.get(field)]
+    return [
+        Part(part.name, kind, (field,))
+        for field in sorted(one.keys() | other.keys())
+        if one.get(field) != other.get(field)
+    ]
 
 
 def _of_page(page: Part, made: Value, live: Value) -> list[Part]:
@@ -392,7 +461,11 @@ def _of_page(page: Part, made: Value, live: Value) -> list[Part]:
         return []
     if page.kind in ("list", "string"):
         return [page]
-    return [Part(page.name, page.kind, (field,)) for field, one, other in zip(page.what, made, live, strict=True) if one != other]
+    return [
+        Part(page.name, page.kind, (field,))
+        for field, one, other in zip(page.what, made, live, strict=True)
+        if one != other
+    ]
 
 
 def _absent(value: Value) -> bool:
@@ -401,7 +474,9 @@ def _absent(value: Value) -> bool:
 
 def _is_cleaned(name: str) -> bool:
     """Whether what counts as forgotten may stand in the key until it is deleted."""
-    return name == "past" or (name.startswith("campaign:") and name.endswith(("/answers", "/payments", "/state")))
+    return name == "past" or (
+        name.startswith("campaign:") and name.endswith(("/answers", "/payments", "/state"))
+    )
 
 
 def _same(part: Part, made: Value, live: Value) -> bool:
@@ -426,17 +501,33 @@ def _in_words(shard: int, part: Part, made: Value, live: Value) -> list[str]:
     if part.kind == "key":
         if made == b"none":
             return [f"{where} is in Redis, and nothing the journal says makes it"]
-        return [f"{where} is not in Redis" if live == b"none" else f"{where} is a {live.decode()}, the journal makes it a {made.decode()}"]
+        return [
+            f"{where} is not in Redis"
+            if live == b"none"
+            else f"{where} is a {live.decode()}, the journal makes it a {made.decode()}"
+        ]
     if part.kind == "expiry":
         return [f"{where}: Redis will forget it in {live / 1000:.0f} s"] if live >= 0 else []
     if part.kind == "size":
         return [f"{where}: Redis has {live} in it, the journal makes it {made}"]
     if part.kind == "string":
-        at = next((at for at, (one, other) in enumerate(zip(made, live, strict=False)) if one != other), min(len(made), len(live)))
-        return [f"{where}: differs from byte {at} on; Redis has {len(live)} bytes there, the journal makes it {len(made)}"]
+        at = next(
+            (at for at, (one, other) in enumerate(zip(made, live, strict=False)) if one != other),
+            min(len(made), len(live)),
+        )
+        return [
+            f"{where}: differs from byte {at} on; Redis has {len(live)} bytes there, the journal makes it "
+            f"{len(made)}"
+        ]
     if part.kind == "list":
-        at = next((at for at, (one, other) in enumerate(zip(made, live, strict=False)) if one != other), min(len(made), len(live)))
-        return [f"{where}: differs from place {at} on; Redis has {len(live)} there, the journal makes it {len(made)}"]
+        at = next(
+            (at for at, (one, other) in enumerate(zip(made, live, strict=False)) if one != other),
+            min(len(made), len(live)),
+        )
+        return [
+            f"{where}: differs from place {at} on; Redis has {len(live)} there, the journal makes it "
+            f"{len(made)}"
+        ]
     lines = []
     for field, one, other in zip(part.what, made, live, strict=True):
         if _told(one) == _told(other):
@@ -449,7 +540,11 @@ def _in_words(shard: int, part: Part, made: Value, live: Value) -> list[str]:
             lines.append(f"{named} is in Redis, and nothing the journal says makes it")
         elif fields:
             lines.append(
-                f"{named}: " + ", ".join(f"{name} is {_text(is_)} in Redis, {_text(was)} by the journal" for name, was, is_ in fields)
+                f"{named}: "
+                + ", ".join(
+                    f"{name} is {_text(is_)} in Redis, {_text(was)} by the journal"
+                    for name, was, is_ in fields
+                )
             )
         else:
             lines.append(f"{named}: is {_text(other)} in Redis, {_text(one)} by the journal")
@@ -469,10 +564,12 @@ def _text(value: Any) -> str:
 
 @asynccontextmanager
 async def open_beside(
-    redis: Any, keys: KeySpace, shard: int, sealer: Sealer, reader: JournalReader, snapshots: Snapshots | None, *,
+    redis: Any, keys: KeySpace, shard: int, sealer: Sealer, reader: JournalReader,
+    snapshots: Snapshots | None, *,
     pace: Pace, room: Callable[[str], Awaitable[str]], wait_seconds: float = 10.0, place: str = BESIDE,
 ) -> AsyncIterator[Beside]:  # fmt: skip
-    """A shard beside the live one, empty at first, and gone at the end. `room` says of the server with a key why it has none, or ''.
+    """A shard beside the live one, empty at first, and gone at the end. `room` says of the server with a key
+    why it has none, or ''.
 
     Raises NoRoom, also when another process is about the same shard at the same place.
     """
@@ -483,7 +580,9 @@ async def open_beside(
 
     async def beat() -> None:
         if await redis.get(made.lease) != token:
-            raise NoRoom(f"shard {shard}: comparing it was suspended for too long, and another process does it now")
+            raise NoRoom(
+                f"shard {shard}: comparing it was suspended for too long, and another process does it now"
+            )
         await redis.pexpire(made.lease, LEASE_MS)
         if problem := await room(made.state):
             raise NoRoom(f"shard {shard} cannot be made a second time: {problem}")
@@ -506,7 +605,9 @@ async def open_beside(
         await beat()
         own = (await owned.raise_term(0)).ownership
         try:
-            yield Beside(redis, keys.shard(shard), made, Events(reader, shard, wait_seconds), recovery, own, pace)
+            yield Beside(
+                redis, keys.shard(shard), made, Events(reader, shard, wait_seconds), recovery, own, pace
+            )
         finally:
             await recovery.wipe(own)
     finally:

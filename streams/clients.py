@@ -1,5 +1,7 @@
-"""Kafka clients, opened and closed. A client whose broker went away may take for ever to close, raise the cancellation of a task of its
-own as if it were ours, or swallow ours; nothing of that may end, or keep, who merely wanted to be rid of it."""
+"""Kafka clients, opened and closed. A client whose broker went away may take for ever to close, raise the
+cancellation of a task of its own as if it were ours, or swallow ours; nothing of that may end, or keep, who
+merely wanted to be rid of it.
+"""
 
 import asyncio
 import logging
@@ -19,7 +21,9 @@ Client = TypeVar("Client", AIOKafkaConsumer, AIOKafkaProducer, AIOKafkaAdminClie
 
 @asynccontextmanager
 async def started(client: Client) -> AsyncIterator[Client]:
-    """Starts a client, and closes it, also when starting it fails or is cancelled; raises the client's errors of starting."""
+    """Starts a client, and closes it, also when starting it fails or is cancelled; raises the client's errors
+    of starting.
+    """
     try:
         await client.start()
         yield client
@@ -27,8 +31,12 @@ async def started(client: Client) -> AsyncIterator[Client]:
         await close(client.close() if isinstance(client, AIOKafkaAdminClient) else client.stop())
 
 
-async def ended(tasks: Iterable["asyncio.Task[Any]"], seconds: float = CLOSE_SECONDS_MAX) -> set["asyncio.Task[Any]"]:
-    """Cancels tasks and waits for their end, for a time; returns those that go on all the same. What they raise is dropped."""
+async def ended(
+    tasks: Iterable["asyncio.Task[Any]"], seconds: float = CLOSE_SECONDS_MAX
+) -> set["asyncio.Task[Any]"]:
+    """Cancels tasks and waits for their end, for a time; returns those that go on all the same. What they
+    raise is dropped.
+    """
     told = set(tasks)
     for task in told:
         task.cancel()
@@ -44,7 +52,9 @@ async def ended(tasks: Iterable["asyncio.Task[Any]"], seconds: float = CLOSE_SEC
 
 
 async def close(closing: Coroutine[Any, Any, Any]) -> None:
-    """Awaits the closing of a client, for a time; what goes wrong with it is logged. Only our own cancellation is raised."""
+    """Awaits the closing of a client, for a time; what goes wrong with it is logged. Only our own
+    cancellation is raised.
+    """
     task = asyncio.create_task(closing)
     try:
         await asyncio.wait({task}, timeout=CLOSE_SECONDS_MAX)

@@ -1,8 +1,10 @@
-"""The decider: commands from the topic, decided in batches, answered on the results topic when they are journaled.
+"""The decider: commands from the topic, decided in batches, answered on the results topic when they are
+journaled.
 
-For each shard, by itself: 1. decided · 2. journaled · 3. answers and rejected bytes acknowledged by Kafka. Then, for each partition,
-4. the offset up to which everything is complete is committed. Ending anywhere in between delivers commands again, and a repeated
-command gets its first answer again.
+For each shard, by itself: 1. decided · 2. journaled · 3. answers and rejected bytes acknowledged by Kafka.
+Then, for each partition,
+4. the offset up to which everything is complete is committed. Ending anywhere in between delivers commands
+   again, and a repeated command gets its first answer again.
 """
 
 import asyncio
@@ -37,7 +39,8 @@ PARTITION_BYTES_MAX: Final = 1024 * 1024
 CALL_COMMANDS_MAX: Final = 512
 CALLS_IN_FLIGHT_MAX: Final = 8
 COMMIT_EVERY_SECONDS: Final = 0.1
-#: How long partitions that are taken away, or a decider that is to end, wait for what is still being decided …
+#: How long partitions that are taken away, or a decider that is to end, wait for what is still being decided
+#: …
 DRAIN_SECONDS_MAX: Final = 5.0
 #: … as long as something of it goes on within this time: a shard that stands still is not waited for.
 STANDS_STILL_SECONDS: Final = 1.0
@@ -48,21 +51,24 @@ RETRY_SECONDS_MAX: Final = 5.0
 class Decider:
     """Reads the commands topic in a consumer group until stopped; any number of them share the partitions.
 
-    A server that is away is waited for, and so is a shard that decides nothing: what stands in the topic is answered once it can be
-    decided, never `fenced` or `busy`.
+    A server that is away is waited for, and so is a shard that decides nothing: what stands in the topic is
+    answered once it can be decided, never `fenced` or `busy`.
     """
 
     def __init__(self, gate: Gate, bootstrap: str, topics: Topics, shards: int) -> None:
         self.gate = gate
         self.shards = shards
-        # One for all sessions: what an earlier one has in flight is carried out before what is delivered again.
+        # One for all sessions: what an earlier one has in flight is carried out before what is delivered
+        # again.
         self.order = Order()
         self.decided = 0
         self._bootstrap = bootstrap
         self._topics = topics
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Decides until `stop`, then answers and commits what it has read, as far as its shards go on; raises errors of our own."""
+        """Decides until `stop`, then answers and commits what it has read, as far as its shards go on; raises
+        errors of our own.
+        """
         trouble = Trouble(log, "deciding commands of the topic")
         pause = RETRY_SECONDS
         while not stop.is_set():
@@ -114,7 +120,9 @@ class _Done(NamedTuple):
 class _Session(ConsumerRebalanceListener):  # type: ignore[misc]
     """One consumer's life: reads, lets every shard decide by itself, and commits after what is complete."""
 
-    def __init__(self, decider: Decider, consumer: AIOKafkaConsumer, answers: "_Answers", trouble: Trouble) -> None:
+    def __init__(
+        self, decider: Decider, consumer: AIOKafkaConsumer, answers: "_Answers", trouble: Trouble
+    ) -> None:
         self._decider = decider
         self._consumer = consumer
         self._answers = answers
@@ -125,10 +133,17 @@ class _Session(ConsumerRebalanceListener):  # type: ignore[misc]
 
     async def run(self, stop: asyncio.Event) -> None:
         """Until `stop`; raises what reading, deciding or answering raises."""
-        lanes = [_Lane(shard, self._decider, self._answers, self._progress) for shard in range(self._decider.shards)]
+        lanes = [
+            _Lane(shard, self._decider, self._answers, self._progress)
+            for shard in range(self._decider.shards)
+        ]
         self._lanes = {lane.shard: lane for lane in lanes}
         reading = asyncio.create_task(self._read(stop))
-        tasks = [reading, asyncio.create_task(self._commit_again_and_again()), *(asyncio.create_task(lane.run()) for lane in lanes)]
+        tasks = [
+            reading,
+            asyncio.create_task(self._commit_again_and_again()),
+            *(asyncio.create_task(lane.run()) for lane in lanes),
+        ]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
@@ -138,7 +153,7 @@ class _Session(ConsumerRebalanceListener):  # type: ignore[misc]
         finally:
             await end(tasks)
 
-    # -- reading ------------------------------------------------------------------------------------------------------
+    # -- reading ---------------------------------------------------------------------------------------------
 
     async def _read(self, stop: asyncio.Event) -> None:
         pace = Pace()
@@ -147,14 +162,21 @@ class _Session(ConsumerRebalanceListener):  # type: ignore[misc]
             # Asked also while nothing may be read, or the group would take us for dead.
             fetched = await self._consumer.getmany(timeout_ms=POLL_WAIT_MS, max_records=POLL_RECORDS_MAX)
             self._trouble.over()
-            # Found at once: a partition that comes back after it was taken away begins anew, with records that are delivered again.
-            await self._take([(self._partitions.get(source), records) for source, records in fetched.items()], pace)
+            # Found at once: a partition that comes back after it was taken away begins anew, with records
+            # that are delivered again.
+            await self._take(
+                [(self._partitions.get(source), records) for source, records in fetched.items()], pace
+            )
 
     def _pause(self) -> None:
         """What is full is not read, until there is room again."""
         assigned = self._consumer.assignment()
         paused = self._consumer.paused()
-        full = {source for source, partition in self._partitions.items() if source in assigned and partition.is_full}
+        full = {
+            source
+            for source, partition in self._partitions.items()
+            if source in assigned and partition.is_full
+        }
         if full - paused:
             self._consumer.pause(*full - paused)
         if again := (paused & assigned) - full:
@@ -193,7 +215,7 @@ class _Session(ConsumerRebalanceListener):  # type: ignore[misc]
         for shard, held in of_shards.items():
             self._lanes[shard].add(held)
 
-    # -- committing ---------------------------------------------------------------------------------------------------
+    # -- committing ------------------------------------------------------------------------------------------
 
     async def _commit_again_and_again(self) -> None:
         while True:
@@ -205,7 +227,9 @@ class _Session(ConsumerRebalanceListener):  # type: ignore[misc]
     async def _commit(self) -> None:
         assigned = self._consumer.assignment()
         partitions = [partition for source, partition in self._partitions.items() if source in assigned]
-        complete = [(partition, offset) for partition in partitions if (offset := partition.complete()) is not None]
+        complete = [
+            (partition, offset) for partition in partitions if (offset := partition.complete()) is not None
+        ]
         if not complete:
             return
         try:
@@ -217,10 +241,12 @@ class _Session(ConsumerRebalanceListener):  # type: ignore[misc]
         for partition, offset in complete:
             partition.committed(offset)
 
-    # -- the group ----------------------------------------------------------------------------------------------------
+    # -- the group -------------------------------------------------------------------------------------------
 
     async def on_partitions_revoked(self, revoked: Any) -> None:
-        """Before partitions go to another decider, what was read from them is answered and committed, as far as shards go on."""
+        """Before partitions go to another decider, what was read from them is answered and committed, as far
+        as shards go on.
+        """
         taken = [self._partitions[source] for source in revoked if source in self._partitions]
         try:
             await self._drain(taken)
@@ -252,13 +278,17 @@ class _Session(ConsumerRebalanceListener):  # type: ignore[misc]
             if not any(partition.records for partition in partitions):
                 return
             if now > until or now - since > STANDS_STILL_SECONDS:
-                log.warning("%d commands that were read are still being decided: they will be delivered again", left)
+                log.warning(
+                    "%d commands that were read are still being decided: they will be delivered again", left
+                )
                 return
             await asyncio.sleep(0.02)
 
 
 class _Lane:
-    """What decides the commands of one shard: one call after the other goes to the gate, and several wait there for the journal."""
+    """What decides the commands of one shard: one call after the other goes to the gate, and several wait
+    there for the journal.
+    """
 
     def __init__(self, shard: int, decider: Decider, answers: "_Answers", progress: asyncio.Event) -> None:
         self.shard = shard
@@ -286,7 +316,9 @@ class _Lane:
                     continue
                 more = asyncio.create_task(self._more.wait())
                 room = len(calls) < CALLS_IN_FLIGHT_MAX
-                done, _ = await asyncio.wait({*calls, more} if room else calls, return_when=asyncio.FIRST_COMPLETED)
+                done, _ = await asyncio.wait(
+                    {*calls, more} if room else calls, return_when=asyncio.FIRST_COMPLETED
+                )
                 more.cancel()
                 self._more.clear()
                 for task in done & calls:
@@ -301,7 +333,11 @@ class _Lane:
         except Exception as error:
             if is_trouble(error):
                 raise
-            log.exception("shard %d: a call for %d commands failed, they are asked for one by one", self.shard, len(held))
+            log.exception(
+                "shard %d: a call for %d commands failed, they are asked for one by one",
+                self.shard,
+                len(held),
+            )
             decided = [one for unit in _units(held) for one in await self._ask_alone(unit)]
         answers = by_partition((one.held, one.answer) for one in decided if one.answer is not None)
         aside = [
@@ -318,11 +354,18 @@ class _Lane:
     async def _ask(self, held: Sequence[HeldCommand]) -> list[_Done]:
         poison: dict[int, str] = {}
         commands = [one.command for one in held]
-        answers = await self._decider.gate.decide(commands, reader=self._decider.order, report_poison=poison.__setitem__)
-        return [_Done(one, answer, poison.get(place)) for place, (one, answer) in enumerate(zip(held, answers, strict=True))]
+        answers = await self._decider.gate.decide(
+            commands, reader=self._decider.order, report_poison=poison.__setitem__
+        )
+        return [
+            _Done(one, answer, poison.get(place))
+            for place, (one, answer) in enumerate(zip(held, answers, strict=True))
+        ]
 
     async def _ask_alone(self, unit: Sequence[HeldCommand]) -> list[_Done]:
-        """Commands that no answer may be given to, since nobody knows whether they are decided, are set aside, and the others go on."""
+        """Commands that no answer may be given to, since nobody knows whether they are decided, are set
+        aside, and the others go on.
+        """
         try:
             return await self._ask(unit)
         except Exception as error:
@@ -351,9 +394,12 @@ class _Answers:
         self._topics = topics
 
     async def send(self, answers: dict[int, list[Answer]], rejected: Sequence[Rejected]) -> None:
-        """Sends answers, each to the partition its command came from, and rejected bytes; returns when Kafka has them."""
+        """Sends answers, each to the partition its command came from, and rejected bytes; returns when Kafka
+        has them.
+        """
         sent = [
-            await self._producer.send(self._topics.rejected, one.raw, one.key, partition=0, headers=one.headers) for one in rejected
+            await self._producer.send(self._topics.rejected, one.raw, one.key, partition=0,
+            headers=one.headers) for one in rejected
         ]  # fmt: skip
         for partition, of_partition in answers.items():
             sent += await self._send_answers(partition, of_partition)
@@ -374,7 +420,9 @@ class _Answers:
 
 
 def _without_codes(answer: Answer) -> Answer:
-    """A code that was handed out stands in no topic in clear: its taker asks a gate, with the same command. A number is `place`."""
+    """A code that was handed out stands in no topic in clear: its taker asks a gate, with the same command. A
+    number is `place`.
+    """
     if answer.coupon_code is None:
         return answer
     return msgspec.structs.replace(answer, coupon_code=None, coupon_codes=())

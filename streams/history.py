@@ -1,11 +1,13 @@
-"""History: the events that count, of one shard, in order, from any point up to another, out of the journal or the audit trail.
+"""History: the events that count, of one shard, in order, from any point up to another, out of the journal or
+the audit trail.
 
-From its beginning the journal proves itself by its chain. Who begins in the middle cannot know whether the block found there counts
-(a relay that was paused may have written it), so what is read there is compared with the audit trail's hashes before it is handed on;
-where the two differ, or without a trail, the journal is read from its beginning.
+From its beginning the journal proves itself by its chain. Who begins in the middle cannot know whether the
+block found there counts (a relay that was paused may have written it), so what is read there is compared with
+the audit trail's hashes before it is handed on; where the two differ, or without a trail, the journal is read
+from its beginning.
 
-A time is looked for among the events' own times, which never go back within a shard; Kafka's times are those of the append, and are
-not asked.
+A time is looked for among the events' own times, which never go back within a shard; Kafka's times are those
+of the append, and are not asked.
 """
 
 import asyncio
@@ -34,7 +36,9 @@ PATIENCE_SECONDS: Final = 60.0
 
 
 class Point(NamedTuple):
-    """An end of a stretch of history that belongs to it: an event by its seq, or a time (ms since 1970 UTC). One of the two is given."""
+    """An end of a stretch of history that belongs to it: an event by its seq, or a time (ms since 1970 UTC).
+    One of the two is given.
+    """
 
     seq: int | None = None
     at: int | None = None
@@ -56,7 +60,9 @@ class Point(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """Consecutive events of a shard, the cursor before them and the one behind them; `read` is how many of the source's units it took."""
+    """Consecutive events of a shard, the cursor before them and the one behind them; `read` is how many of
+    the source's units it took.
+    """
 
     shard: int
     before: Cursor
@@ -102,7 +108,11 @@ async def up_to(chunks: AsyncGenerator[Chunk, None], last: Point | None) -> Asyn
                 yield chunk
                 continue
             # The offset stays in front of the record: whoever goes on from here needs the rest of it.
-            behind = chunk.before._replace(seq=facts[end - 1].event.seq, head=facts[end - 1].hash) if end else chunk.before
+            behind = (
+                chunk.before._replace(seq=facts[end - 1].event.seq, head=facts[end - 1].hash)
+                if end
+                else chunk.before
+            )
             yield chunk._replace(facts=facts[:end], behind=behind)
             return
 
@@ -183,7 +193,9 @@ class JournalSource:
                     yield chunk._replace(facts=chunk.facts[known:])
 
     async def _vouched(self, shard: int, cursor: Cursor, proved: Cursor) -> AsyncGenerator[Chunk, None]:
-        """What lies before a proved cursor; raises Corrupt or Gap before anything is handed on that the trail does not vouch for."""
+        """What lies before a proved cursor; raises Corrupt or Gap before anything is handed on that the trail
+        does not vouch for.
+        """
         assert self._books is not None
         async with aclosing(self._lists(shard, cursor, proved.next_offset)) as lists:
             async for chunks in lists:
@@ -209,12 +221,16 @@ class JournalSource:
 
 
 async def _soon(lists: AsyncGenerator[list[Record], None], shard: int) -> list[Record] | None:
-    """The next records, None behind the last; raises KafkaTimeoutError when the broker gives none: a reader would wait for ever."""
+    """The next records, None behind the last; raises KafkaTimeoutError when the broker gives none: a reader
+    would wait for ever.
+    """
     try:
         async with asyncio.timeout(PATIENCE_SECONDS):
             return await anext(lists, None)
     except TimeoutError:
-        raise KafkaTimeoutError(f"no records of shard {shard} within {PATIENCE_SECONDS:.0f} s, though there are more") from None
+        raise KafkaTimeoutError(
+            f"no records of shard {shard} within {PATIENCE_SECONDS:.0f} s, though there are more"
+        ) from None
 
 
 def _chunk(cursor: Cursor, record: Record) -> Chunk:
@@ -226,7 +242,8 @@ def _chunk(cursor: Cursor, record: Record) -> Chunk:
 
 
 class AuditSource:
-    """The audit trail in PostgreSQL: the same lines, for when Kafka is not there. `books` reads the views of the system.
+    """The audit trail in PostgreSQL: the same lines, for when Kafka is not there. `books` reads the views of
+    the system.
 
     Its cursors have no offsets, so what follows it cannot go on from the journal.
     """
@@ -245,7 +262,11 @@ class AuditSource:
         end = (await trail.ends(self._books, shard))[1]
         seq = 0
         if first is not None:
-            seq = first.seq - 1 if first.seq is not None else await trail.last_seq_before(self._books, shard, first.value)
+            seq = (
+                first.seq - 1
+                if first.seq is not None
+                else await trail.last_seq_before(self._books, shard, first.value)
+            )
             seq = max(min(seq, end), 0)
         head = await trail.hash_at(self._books, shard, seq)
         if head is None:
@@ -268,7 +289,9 @@ class AuditSource:
 
 
 def _facts(shard: int, cursor: Cursor, rows: Sequence[tuple[int, bytes, bytes]]) -> list[Fact]:
-    """Rows of the trail as facts, as far as they follow the cursor; raises Gap or Corrupt when the first one does not."""
+    """Rows of the trail as facts, as far as they follow the cursor; raises Gap or Corrupt when the first one
+    does not.
+    """
     facts: list[Fact] = []
     hashes = chain(cursor.head, [line for _, line, _ in rows])
     for seq, (row, hash_) in enumerate(zip(rows, hashes, strict=True), cursor.seq + 1):
@@ -291,7 +314,9 @@ def _fact(shard: int, seq: int, row: tuple[int, bytes, bytes], hash_: bytes) -> 
     try:
         event = decode_event(row[1])
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise Corrupt(f"the audit trail of shard {shard}, seq {seq}: an event that cannot be decoded: {error}") from None
+        raise Corrupt(
+            f"the audit trail of shard {shard}, seq {seq}: an event that cannot be decoded: {error}"
+        ) from None
     if (event.shard, event.seq) != (shard, seq):
         raise Corrupt(f"the audit trail of shard {shard} has another event's text at seq {seq}")
     return Fact(row[1], hash_, event, transfers_of(event))

@@ -1,4 +1,6 @@
-"""Reading the journal by ourselves: one partition, from an offset on. Projections that fell behind, `verify` and replay use it."""
+"""Reading the journal by ourselves: one partition, from an offset on. Projections that fell behind, `verify`
+and replay use it.
+"""
 
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
@@ -41,7 +43,9 @@ class JournalReader:
         return int((await self._consumer.beginning_offsets([partition]))[partition])
 
     async def last_seq(self, shard: int) -> int:
-        """The highest seq among the newest blocks; 0 when the partition has markers only. Blocks that do not count are not told apart."""
+        """The highest seq among the newest blocks; 0 when the partition has markers only. Blocks that do not
+        count are not told apart.
+        """
         beginning, start = await self.beginning(shard), await self.end(shard)
         last, look_back = 0, LOOK_BACK_RECORDS
         while not last and start > beginning:
@@ -52,9 +56,11 @@ class JournalReader:
         return last
 
     async def seq_before(self, shard: int, cursor: Cursor) -> int | None:
-        """The last seq that the cursor's owner wrote before it, 0 when that is its marker only; all those count.
+        """The last seq that the cursor's owner wrote before it, 0 when that is its marker only; all those
+        count.
 
-        None when there is no record of that owner, whose id was drawn at random: the cursor is of another journal, or beyond the end.
+        None when there is no record of that owner, whose id was drawn at random: the cursor is of another
+        journal, or beyond the end.
         """
         beginning, start = await self.beginning(shard), cursor.next_offset
         if start > await self.end(shard):
@@ -74,7 +80,9 @@ class JournalReader:
         return None
 
     async def read(self, shard: int, from_offset: int, to_offset: int) -> AsyncGenerator[list[Record], None]:
-        """The records with from_offset ≤ offset < to_offset, in lists as they arrive; raises when they are not there any more."""
+        """The records with from_offset ≤ offset < to_offset, in lists as they arrive; raises when they are
+        not there any more.
+        """
         partition = TopicPartition(self._topic, shard)
         if from_offset >= to_offset:
             return
@@ -110,9 +118,11 @@ async def open_reader(bootstrap: str, topic: str) -> AsyncIterator[JournalReader
         auto_offset_reset="none",
         enable_auto_commit=False,
         max_partition_fetch_bytes=RECORD_BYTES_MAX,
-        # We read to a known end; a fetch that waited there for more would hold up the one for the next partition.
+        # We read to a known end; a fetch that waited there for more would hold up the one for the next
+        # partition.
         fetch_max_wait_ms=10,
-        # A broker that died in the middle of an answer is noticed after this long, not after the client's 40 s.
+        # A broker that died in the middle of an answer is noticed after this long, not after the client's 40
+        # s.
         request_timeout_ms=8_000,
     )
     async with started(consumer):

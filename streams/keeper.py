@@ -1,9 +1,10 @@
 """The keeper: holds the leases of shards, and runs relay and sweeper of those it holds.
 
-Each shard's lease is kept by itself, and asked for with a time-out well below its length: a server that hangs costs no lease but those of
-its own shards.
+Each shard's lease is kept by itself, and asked for with a time-out well below its length: a server that hangs
+costs no lease but those of its own shards.
 
-A lease only says who should try; two relays of a shard at once are harmless (the log fences them), merely wasteful.
+A lease only says who should try; two relays of a shard at once are harmless (the log fences them), merely
+wasteful.
 """
 
 import asyncio
@@ -28,9 +29,13 @@ GIVE_BACK_SECONDS_MAX: Final = 1.0
 
 
 class Keeper:
-    """One a worker. `tasks_of(shard)` gives the coroutines to run while the shard's lease is held; they run until cancelled."""
+    """One a worker. `tasks_of(shard)` gives the coroutines to run while the shard's lease is held; they run
+    until cancelled.
+    """
 
-    def __init__(self, redis: Any, keys: KeySpace, lease_ms: int, tasks_of: Callable[[int], list[Any]]) -> None:
+    def __init__(
+        self, redis: Any, keys: KeySpace, lease_ms: int, tasks_of: Callable[[int], list[Any]]
+    ) -> None:
         self._redis = redis
         self._keys = keys
         self._lease_ms = lease_ms
@@ -50,7 +55,9 @@ class Keeper:
         return self._lease_ms / 1000 / RENEWALS_PER_LEASE
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Takes free leases and renews its own until `stop`, then gives them back; raises what a task of a shard raised."""
+        """Takes free leases and renews its own until `stop`, then gives them back; raises what a task of a
+        shard raised.
+        """
         holding = [asyncio.create_task(self._hold(shard, stop)) for shard in range(self._keys.shards)]
         try:
             await asyncio.wait(holding, return_when=asyncio.FIRST_EXCEPTION)
@@ -78,7 +85,9 @@ class Keeper:
     async def _renew(self, shard: int) -> None:
         try:
             async with asyncio.timeout(self._renew_seconds):
-                holder = await run_script(self._redis, "lease", self._lease_keys(shard), [self.worker, self._lease_ms])
+                holder = await run_script(
+                    self._redis, "lease", self._lease_keys(shard), [self.worker, self._lease_ms]
+                )
         except BaseException as error:
             if not is_trouble(error):
                 raise

@@ -1,7 +1,9 @@
-"""A projection of one's own: a function of events, with tables and cursor in a schema of its own, that the system's rebuilds leave alone.
+"""A projection of one's own: a function of events, with tables and cursor in a schema of its own, that the
+system's rebuilds leave alone.
 
-`follow` carries new events into it, each exactly once: rows and cursor move in one transaction. `rebuild` makes it anew from the first
-event, beside the one in use, and puts it in its place in one transaction. docs/projection.md is a complete example.
+`follow` carries new events into it, each exactly once: rows and cursor move in one transaction. `rebuild`
+makes it anew from the first event, beside the one in use, and puts it in its place in one transaction.
+docs/projection.md is a complete example.
 """
 
 import asyncio
@@ -41,7 +43,8 @@ LOOK_EVERY_SECONDS: Final = 0.2
 #: How often who follows looks whether the projection is still the version it has.
 STILL_OURS_SECONDS: Final = 2.0
 RETRY_SECONDS: Final = 1.0
-#: How the schema is named in which a new version is made, and, until it is removed, the one whose place it takes.
+#: How the schema is named in which a new version is made, and, until it is removed, the one whose place it
+#: takes.
 _BUILDING: Final = "_rebuild"
 _REPLACED: Final = "_replaced"
 #: How long a rebuild waits for those whose snapshot is from before, and, at a time, for a lock.
@@ -52,10 +55,12 @@ LEFT_RECORDS_MAX: Final = 100
 
 
 class Projection(NamedTuple):
-    """`apply(connection, facts)` writes rows in the caller's transaction; `tables` is the SQL that makes them.
+    """`apply(connection, facts)` writes rows in the caller's transaction; `tables` is the SQL that makes
+    them.
 
-    Unqualified names, in both, are those of `schema`, which is the projection's alone. Whoever changes `apply` or `tables` raises the
-    `version` and rebuilds: what still runs with the old one ends then, and never writes into the new one.
+    Unqualified names, in both, are those of `schema`, which is the projection's alone. Whoever changes
+    `apply` or `tables` raises the `version` and rebuilds: what still runs with the old one ends then, and
+    never writes into the new one.
     """
 
     name: str
@@ -71,7 +76,9 @@ class Projection(NamedTuple):
 
 
 class System(NamedTuple):
-    """The system whose journal is followed: servers, prefix of its topics, number of shards, schema of its own read models."""
+    """The system whose journal is followed: servers, prefix of its topics, number of shards, schema of its
+    own read models.
+    """
 
     kafka: str
     postgres: str
@@ -81,12 +88,15 @@ class System(NamedTuple):
 
 
 class NotOurs(Exception):
-    """The projection cannot be run: its schema holds something else, or its tables cannot be made; the text names the way out."""
+    """The projection cannot be run: its schema holds something else, or its tables cannot be made; the text
+    names the way out.
+    """
 
 
 class _Own(Projector):
-    """Waits to be cancelled when it cannot go on, and says so by `over` and `reason`: another version was put in the place of this one, or
-    its `apply` misbehaves."""
+    """Waits to be cancelled when it cannot go on, and says so by `over` and `reason`: another version was put
+    in the place of this one, or its `apply` misbehaves.
+    """
 
     #: What its code raises ends the process: it is somebody else's to mend.
     refusals = (psycopg.IntegrityError, psycopg.DataError)
@@ -115,7 +125,8 @@ class _Own(Projector):
             await self._end(str(error))
 
     async def _failed(self) -> None:
-        # It is somebody else's code: begun again it would do the same. What was not written is not behind the cursor.
+        # It is somebody else's code: begun again it would do the same. What was not written is not behind the
+        # cursor.
         log.critical("projection %s: unknown error, ending the process", self.name, exc_info=True)
         logging.shutdown()
         os._exit(EXIT_UNKNOWN_ERROR)
@@ -131,7 +142,9 @@ class _Own(Projector):
 class _OwnSink(RowSink):
     """Writes a projection that is made anew, as it is written later: with its cursor, or not at all."""
 
-    def __init__(self, connection: AsyncConnection[Any], projection: Projection, positions: dict[int, Cursor]) -> None:
+    def __init__(
+        self, connection: AsyncConnection[Any], projection: Projection, positions: dict[int, Cursor]
+    ) -> None:
         async def use(name: str) -> None:
             """The connection is where the projection's tables are, and stays there."""
 
@@ -150,7 +163,10 @@ async def prepare(projection: Projection, system: System) -> bool:
     """Makes schema, tables and cursors when they are not there; whether it did. Raises NotOurs."""
     name, schema = projection.cursor_name, projection.schema
     if not is_schema(schema.removesuffix(_BUILDING)):
-        raise NotOurs(f"schema {schema!r} is no name that can be written without quotes (a-z 0-9 _, at most 48): give it another")
+        raise NotOurs(
+            f"schema {schema!r} is no name that can be written without quotes (a-z 0-9 _, at most 48): give "
+            "it another"
+        )
     if schema in (system.schema, "public") or may_be_version(system.schema, schema):
         raise NotOurs(f"schema {schema} is not for this projection alone: give it another")
     async with await connect(system.postgres, projection.schema) as connection, connection.transaction():
@@ -173,7 +189,8 @@ async def prepare(projection: Projection, system: System) -> bool:
         except (psycopg.ProgrammingError, psycopg.NotSupportedError, psycopg.DataError) as error:
             raise NotOurs(f"{name}: PostgreSQL refuses its `tables`: {str(error).strip()}") from None
         await connection.execute(
-            "INSERT INTO projection_cursors (projection, shard) SELECT %s, generate_series(0, %s - 1)", (name, system.shards)
+            "INSERT INTO projection_cursors (projection, shard) SELECT %s, generate_series(0, %s - 1)",
+            (name, system.shards),
         )
         return True
 
@@ -188,29 +205,50 @@ async def _check(connection: AsyncConnection[Any], projection: Projection, shard
     if names and all(name.rpartition(".")[0] == projection.name for name in names):
         raise NotOurs(f"schema {schema} holds {', '.join(names)}: rebuild it as {projection.cursor_name}")
     held = ", ".join(names) or "no projection"
-    raise NotOurs(f"schema {schema} holds {held}: give {projection.name} another, or remove it with `DROP SCHEMA {schema} CASCADE`")
+    raise NotOurs(
+        f"schema {schema} holds {held}: give {projection.name} another, or remove it with `DROP SCHEMA "
+        f"{schema} CASCADE`"
+    )
 
 
 async def _versions(connection: AsyncConnection[Any], schema: str) -> list[str]:
     """The projections that have cursors in a schema."""
-    found = await (await connection.execute("SELECT to_regclass(%s) IS NOT NULL", (f"{schema}.projection_cursors",))).fetchone()
+    found = await (
+        await connection.execute("SELECT to_regclass(%s) IS NOT NULL", (f"{schema}.projection_cursors",))
+    ).fetchone()
     if not found or not found[0]:
         return []
-    query = sql.SQL("SELECT DISTINCT projection FROM {} ORDER BY 1").format(sql.Identifier(schema, "projection_cursors"))
+    query = sql.SQL("SELECT DISTINCT projection FROM {} ORDER BY 1").format(
+        sql.Identifier(schema, "projection_cursors")
+    )
     return [name for (name,) in await (await connection.execute(query)).fetchall()]
 
 
-async def follow(projection: Projection, system: System, step: Callable[[str], None] = lambda step_name: None) -> None:
-    """Carries events into the projection until cancelled, and waits for servers that are away meanwhile; raises NotOurs."""
+async def follow(
+    projection: Projection, system: System, step: Callable[[str], None] = lambda step_name: None
+) -> None:
+    """Carries events into the projection until cancelled, and waits for servers that are away meanwhile;
+    raises NotOurs.
+    """
     await prepare(projection, system)
     journal = Topics(system.prefix).journal
     committed = f"{projection.name}.committed"
     projector = _Own(
-        projection.cursor_name, projection.apply, system.postgres, projection.schema, system.kafka, journal, lambda _: step(committed)
+        projection.cursor_name,
+        projection.apply,
+        system.postgres,
+        projection.schema,
+        system.kafka,
+        journal,
+        lambda _: step(committed),
     )
     tasks = [
         asyncio.create_task(work)
-        for work in (projector.run(), _tell_all(projector, system, journal), _still_ours(projector, projection, system))
+        for work in (
+            projector.run(),
+            _tell_all(projector, system, journal),
+            _still_ours(projector, projection, system),
+        )
     ]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -237,7 +275,9 @@ async def _still_ours(projector: _Own, projection: Projection, system: System) -
                 log.info("projection %s: %s; looking again", name, error)
     if projector.reason:
         raise NotOurs(f"{name}: {projector.reason}; nothing of it was written")
-    raise NotOurs(f"{name} is not in schema {schema} any more: another version has taken its place; start that one")
+    raise NotOurs(
+        f"{name} is not in schema {schema} any more: another version has taken its place; start that one"
+    )
 
 
 async def _tell_all(projector: Projector, system: System, journal: str) -> None:
@@ -276,11 +316,14 @@ async def rebuild(
 ) -> int:
     """Makes the projection anew from the first event and puts it in its place; returns the number of events.
 
-    `report` is told of records read and events, `expect` of records to read. Readers, and who follows the same version, notice nothing;
-    who holds a snapshot from before is waited for so long. Stopped and begun again, it begins at the first event.
-    Raises NotOurs, and Corrupt or Gap when the journal contradicts itself.
+    `report` is told of records read and events, `expect` of records to read. Readers, and who follows the
+    same version, notice nothing; who holds a snapshot from before is waited for so long. Stopped and begun
+    again, it begins at the first event. Raises NotOurs, and Corrupt or Gap when the journal contradicts
+    itself.
     """
-    building, replaced = (projection._replace(schema=projection.schema + end) for end in (_BUILDING, _REPLACED))
+    building, replaced = (
+        projection._replace(schema=projection.schema + end) for end in (_BUILDING, _REPLACED)
+    )
     async with (
         await connect(system.postgres, projection.schema) as control,
         await connect(system.postgres, projection.schema) as writer,
@@ -293,13 +336,19 @@ async def rebuild(
         for one in (projection, building, replaced):
             names = await _versions(control, one.schema)
             found = await control.execute("SELECT 1 FROM pg_namespace WHERE nspname = %s", (one.schema,))
-            if await found.fetchone() and not (names and all(name.rpartition(".")[0] == projection.name for name in names)):
+            if await found.fetchone() and not (
+                names and all(name.rpartition(".")[0] == projection.name for name in names)
+            ):
                 raise NotOurs(
-                    f"schema {one.schema} holds {', '.join(names) or 'no projection'}: a rebuild of {projection.name} would remove it"
+                    f"schema {one.schema} holds {', '.join(names) or 'no projection'}: a rebuild of "
+                    f"{projection.name} would remove it"
                 )
         for one in (building, replaced):
             if not await _drop(control, one.schema):
-                raise NotOurs(f"schema {one.schema}, which is left of an earlier rebuild, is looked at by another session")
+                raise NotOurs(
+                    f"schema {one.schema}, which is left of an earlier rebuild, is looked at by another "
+                    "session"
+                )
         await prepare(building, system)
         await use_schema(writer, building.schema)
         await only_read(writer)
@@ -310,23 +359,35 @@ async def rebuild(
             if reason is None:
                 break
             if time.monotonic() > deadline:
-                raise NotOurs(f"not put in its place within {patience_seconds:.0f} s: {reason}. It is as it was before")
+                raise NotOurs(
+                    f"not put in its place within {patience_seconds:.0f} s: {reason}. It is as it was before"
+                )
             await asyncio.sleep(RETRY_SECONDS)
         if not await _drop(control, replaced.schema):
-            log.warning("schema %s, which was replaced, is looked at by another session; the next rebuild removes it", replaced.schema)
+            log.warning(
+                "schema %s, which was replaced, is looked at by another session; the next rebuild removes it",
+                replaced.schema,
+            )
     return events
 
 
 async def _replace(connection: AsyncConnection[Any], live: str, building: str, replaced: str) -> str | None:
-    """Gives the schema that was built the name of the live one; returns why that has to be tried again, or None.
+    """Gives the schema that was built the name of the live one; returns why that has to be tried again, or
+    None.
 
-    Names are all that changes, so no reader is waited for, nor waits, but for those whose snapshot is older than the new rows.
+    Names are all that changes, so no reader is waited for, nor waits, but for those whose snapshot is older
+    than the new rows.
     """
     try:
         async with connection.transaction():
             if await _versions(connection, live):
-                # Who follows holds its cursor before it writes: it is waited for, and finds another one afterwards.
-                await connection.execute(sql.SQL("LOCK TABLE {} IN EXCLUSIVE MODE").format(sql.Identifier(live, "projection_cursors")))
+                # Who follows holds its cursor before it writes: it is waited for, and finds another one
+                # afterwards.
+                await connection.execute(
+                    sql.SQL("LOCK TABLE {} IN EXCLUSIVE MODE").format(
+                        sql.Identifier(live, "projection_cursors")
+                    )
+                )
                 await older_snapshots_gone(connection, live)
                 await connection.execute(_RENAME.format(sql.Identifier(live), sql.Identifier(replaced)))
             await connection.execute(_RENAME.format(sql.Identifier(building), sql.Identifier(live)))
@@ -350,15 +411,23 @@ async def _drop(connection: AsyncConnection[Any], schema: str) -> bool:
 
 
 async def _catch_up(
-    building: Projection, system: System, connection: AsyncConnection[Any], report: Report, expect: Callable[[int], None]
+    building: Projection,
+    system: System,
+    connection: AsyncConnection[Any],
+    report: Report,
+    expect: Callable[[int], None],
 ) -> int:
-    """Reads the journal again and again, until next to nothing came in meanwhile; returns the number of events."""
+    """Reads the journal again and again, until next to nothing came in meanwhile; returns the number of
+    events.
+    """
     sink = _OwnSink(connection, building, await cursors.load(connection, building.cursor_name))
     events = 0
     async with open_reader(system.kafka, Topics(system.prefix).journal) as reader:
         source = JournalSource(reader, None)
         while True:
-            planned = await plan(source, [Stretch(shard) for shard in range(system.shards)], True, sink.positions)
+            planned = await plan(
+                source, [Stretch(shard) for shard in range(system.shards)], True, sink.positions
+            )
             records = sum(one.units for one in planned)
             expect(records)
             done: dict[int, Done] = {}

@@ -1,4 +1,6 @@
-"""Owning a shard: the term, and the scripts that do nothing unless term, owner and the server's life are still those of the takeover."""
+"""Owning a shard: the term, and the scripts that do nothing unless term, owner and the server's life are
+still those of the takeover.
+"""
 
 import secrets
 from typing import Any, Final, Literal, NamedTuple, cast
@@ -17,7 +19,9 @@ class SteppedDown(Exception):
 
 
 class NotReconciled(Exception):
-    """The journal lacks what was acknowledged, or contradicts itself: the shard stays fenced until somebody mends that."""
+    """The journal lacks what was acknowledged, or contradicts itself: the shard stays fenced until somebody
+    mends that.
+    """
 
 
 class NewerProgram(Exception):
@@ -25,7 +29,9 @@ class NewerProgram(Exception):
 
 
 class Ownership(NamedTuple):
-    """What binds every script of an owner: its term, its random id, and the server's life it took over under."""
+    """What binds every script of an owner: its term, its random id, and the server's life it took over
+    under.
+    """
 
     term: int
     owner: str
@@ -40,8 +46,8 @@ class Ownership(NamedTuple):
 class Raised(NamedTuple):
     """The reply of raise_term: the new ownership, and how Redis has the shard.
 
-    `alive` when it was reconciled under this very life of the server. `form`: partial when a rebuild was broken off, outdated when its
-    keys have an older layout.
+    `alive` when it was reconciled under this very life of the server. `form`: partial when a rebuild was
+    broken off, outdated when its keys have an older layout.
     """
 
     ownership: Ownership
@@ -51,9 +57,11 @@ class Raised(NamedTuple):
 
 
 class Outbox(NamedTuple):
-    """The shard's seq, and the lines that follow the seq asked for: a bounded number, fewer than there are where a hole is.
+    """The shard's seq, and the lines that follow the seq asked for: a bounded number, fewer than there are
+    where a hole is.
 
-    `incomplete` when the shard's state is not what its events lead to: it is being rebuilt, or a script broke off while it wrote.
+    `incomplete` when the shard's state is not what its events lead to: it is being rebuilt, or a script broke
+    off while it wrote.
     """
 
     seq: int
@@ -107,7 +115,9 @@ class OwnedShard:
 
     async def read_outbox(self, own: Ownership, behind_seq: int) -> Outbox:
         """The lines that follow `behind_seq`."""
-        reply = await self.run("read_outbox", [self.keys.state, self.keys.outbox], own, behind_seq + 1, READ_ENTRIES_MAX)
+        reply = await self.run(
+            "read_outbox", [self.keys.state, self.keys.outbox], own, behind_seq + 1, READ_ENTRIES_MAX
+        )
         lines: list[bytes] = []
         for entry_id, fields in reply[1]:
             first = int(entry_id.partition(b"-")[0])
@@ -119,7 +129,9 @@ class OwnedShard:
         return Outbox(int(reply[0]), lines, bool(reply[2]))
 
     async def trim(self, own: Ownership, cursor: Cursor) -> None:
-        """What is journaled up to the cursor leaves the outbox and is announced; the cursor is the new checkpoint."""
+        """What is journaled up to the cursor leaves the outbox and is announced; the cursor is the new
+        checkpoint.
+        """
         arguments = (cursor.seq, cursor.head.hex(), cursor.next_offset, self.keys.channel)
         while (await self.run("trim", [self.keys.state, self.keys.outbox], own, *arguments))[2]:
             pass

@@ -1,4 +1,6 @@
-"""Poison: the journal record at which a projection has stopped, what stands in it, and where the history goes on behind it."""
+"""Poison: the journal record at which a projection has stopped, what stands in it, and where the history goes
+on behind it.
+"""
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -16,9 +18,11 @@ class CannotSetAside(Exception):
 
 
 class Poison(NamedTuple):
-    """A record that a projection did not take in: the cursors before and behind it, its lines as they stand, and what of them reads.
+    """A record that a projection did not take in: the cursors before and behind it, its lines as they stand,
+    and what of them reads.
 
-    Between the cursors lie the events that are lost to the projection; none when the record does not belong to the history.
+    Between the cursors lie the events that are lost to the projection; none when the record does not belong
+    to the history.
     """
 
     record: Record
@@ -53,7 +57,8 @@ async def find_poison(reader: JournalReader, shard: int, cursor: Cursor) -> Pois
                 behind, accepted = cursor.feed(record.offset, parse_block(record.headers, record.value))
             except Gap as gap:
                 raise CannotSetAside(
-                    f"events are missing from the journal before this record ({gap}): nothing can be set aside for them. "
+                    f"events are missing from the journal before this record ({gap}): nothing can be set "
+                    "aside for them. "
                     "Restore the journal from the audit trail, then let the projection try again"
                 ) from None
             except Corrupt as corrupt:
@@ -65,15 +70,21 @@ async def find_poison(reader: JournalReader, shard: int, cursor: Cursor) -> Pois
     raise CannotSetAside("the journal has no event behind the projection's cursor: let it try again")
 
 
-async def _records(reader: JournalReader, shard: int, from_offset: int, to_offset: int) -> AsyncGenerator[Record, None]:
+async def _records(
+    reader: JournalReader, shard: int, from_offset: int, to_offset: int
+) -> AsyncGenerator[Record, None]:
     async with aclosing(reader.read(shard, from_offset, to_offset)) as fetched:
         async for records in fetched:
             for record in records:
                 yield record
 
 
-async def _behind_corrupt(reader: JournalReader, cursor: Cursor, record: Record, end: int, why: str) -> Cursor:
-    """The cursor behind a record that contradicts itself: it cannot be asked, but the next block that counts says what it follows."""
+async def _behind_corrupt(
+    reader: JournalReader, cursor: Cursor, record: Record, end: int, why: str
+) -> Cursor:
+    """The cursor behind a record that contradicts itself: it cannot be asked, but the next block that counts
+    says what it follows.
+    """
     probe = cursor._replace(next_offset=record.offset + 1)
     async with aclosing(_records(reader, record.shard, record.offset + 1, end)) as records:
         async for later in records:
@@ -87,7 +98,8 @@ async def _behind_corrupt(reader: JournalReader, cursor: Cursor, record: Record,
             elif (block.term, block.owner) == (probe.term, probe.owner):
                 return _follows(cursor, record, block)
     raise CannotSetAside(
-        f"the record at offset {record.offset} contradicts itself ({why}), and no block of the shard's owner stands behind it yet that "
+        f"the record at offset {record.offset} contradicts itself ({why}), and no block of the shard's owner "
+        "stands behind it yet that "
         "would say how the history goes on: call this again after the next event of the shard"
     )
 

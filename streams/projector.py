@@ -1,8 +1,9 @@
-"""A projector: carries journal records into one read model, in groups, with cursor and rows in one transaction.
+"""A projector: carries journal records into one read model, in groups, with cursor and rows in one
+transaction.
 
-What it is handed are hints (Faust may skip or repeat); the cursor in PostgreSQL decides. A record below it is dropped, one above
-it makes the projector read the journal from the cursor by itself. A shard whose journal contradicts itself, or whose events the
-database refuses, stops alone, is written down, and the others go on.
+What it is handed are hints (Faust may skip or repeat); the cursor in PostgreSQL decides. A record below it is
+dropped, one above it makes the projector read the journal from the cursor by itself. A shard whose journal
+contradicts itself, or whose events the database refuses, stops alone, is written down, and the others go on.
 """
 
 import asyncio
@@ -32,7 +33,8 @@ GROUP_EVENTS_MAX: Final = 4_000
 QUEUE_RECORDS_MAX: Final = 256
 #: Bytes of journal text whose decoded form a process keeps; decoded it is several times as large.
 DECODED_BYTES_MAX: Final = 16 * 1024 * 1024
-#: A transaction costs as much as some hundred rows: what comes within this time goes along with a record that is smaller than this.
+#: A transaction costs as much as some hundred rows: what comes within this time goes along with a record that
+#: is smaller than this.
 GATHER_SECONDS: Final = 0.005
 SMALL_BYTES: Final = 16_000
 RETRY_SECONDS: Final = 0.5
@@ -77,27 +79,36 @@ class Decoded:
         self.size = len(record.value) or 1_000  # a marker is no text, but not nothing
         self._facts: list[Fact] = []
         if self.block.shard != record.shard:
-            raise Corrupt(f"offset {record.offset}: a block of shard {self.block.shard} in partition {record.shard}")
+            raise Corrupt(
+                f"offset {record.offset}: a block of shard {self.block.shard} in partition {record.shard}"
+            )
 
     @property
     def facts(self) -> list[Fact]:
-        """A fact for each line; raises Corrupt when an event cannot be decoded or is not what its place says."""
+        """A fact for each line; raises Corrupt when an event cannot be decoded or is not what its place
+        says.
+        """
         block = self.block
         if block.count and not self._facts:
             try:
                 events = self._events.decode_list(b"[" + b",".join(block.lines) + b"]")
             except (msgspec.DecodeError, UnicodeDecodeError) as error:
                 raise Corrupt(f"an event from seq {block.first_seq} on cannot be decoded: {error}") from None
-            # Rows are written under the numbers in the text, the chain counts by the header: they must be the same.
+            # Rows are written under the numbers in the text, the chain counts by the header: they must be the
+            # same.
             numbers = list(range(block.first_seq, block.first_seq + block.count))
-            if [event.seq for event in events] != numbers or {event.shard for event in events} != {block.shard}:
+            if [event.seq for event in events] != numbers or {event.shard for event in events} != {
+                block.shard
+            }:
                 raise Corrupt(f"the events from seq {block.first_seq} on carry other numbers in their text")
             self._facts = facts_of(block.lines, block.hashes, events)
         return self._facts
 
 
 class Decoder:
-    """Takes records apart. All projections of a process see the same records: each is decoded once, the newest are kept."""
+    """Takes records apart. All projections of a process see the same records: each is decoded once, the
+    newest are kept.
+    """
 
     def __init__(self, bytes_max: int = DECODED_BYTES_MAX, events: EventDecoder = EVENTS) -> None:
         self._bytes_max = bytes_max
@@ -122,12 +133,15 @@ _decoder = Decoder()
 
 
 class Projector:
-    """Builds one read model. `put` hands over records; `run` writes them until cancelled, and lets no error acknowledge a record.
+    """Builds one read model. `put` hands over records; `run` writes them until cancelled, and lets no error
+    acknowledge a record.
 
-    Where cursor and rows live is what `_open`, `_save` and `_disconnect` know: here PostgreSQL, in one transaction.
+    Where cursor and rows live is what `_open`, `_save` and `_disconnect` know: here PostgreSQL, in one
+    transaction.
     """
 
-    #: Errors that a record is to blame for, whoever raises them: it would raise them again, and its shard stops in front of it.
+    #: Errors that a record is to blame for, whoever raises them: it would raise them again, and its shard
+    #: stops in front of it.
     refusals: tuple[type[Exception], ...] = (
         psycopg.IntegrityError, psycopg.DataError,
         ArithmeticError, AttributeError, LookupError, TypeError, ValueError, msgspec.MsgspecError,
@@ -206,8 +220,15 @@ class Projector:
             self._owed, self._at_it_since, self._pause_seconds = [], None, RETRY_SECONDS
 
     async def _failed(self) -> None:
-        """After an error of an unknown kind, which is being handled: rests, longer each time. Other read models go on."""
-        log.critical("projection %s: unknown error; trying again in %.1f s", self.name, self._pause_seconds, exc_info=True)
+        """After an error of an unknown kind, which is being handled: rests, longer each time. Other read
+        models go on.
+        """
+        log.critical(
+            "projection %s: unknown error; trying again in %.1f s",
+            self.name,
+            self._pause_seconds,
+            exc_info=True,
+        )
         await self._disconnect()
         await self._rest(self._pause_seconds)
         self._pause_seconds = min(self._pause_seconds * 2, FAILED_SECONDS_MAX)
@@ -242,7 +263,8 @@ class Projector:
         while True:
             try:
                 await self._connected()
-                # Kept among the items, so that what may go on is not forgotten when this has to be tried again.
+                # Kept among the items, so that what may go on is not forgotten when this has to be tried
+                # again.
                 items = [*items, *await self._let_go_on()]
                 await self._process(items, reader)
                 return
@@ -257,13 +279,18 @@ class Projector:
                 # The version we wrote was dropped. If ours lacks a table, it waits for whoever mends that.
                 items = await self._wait_for_version(items, NoReadModel(str(error)))
             except psycopg.errors.LockNotAvailable as error:
-                log.warning("projection %s: %s; %d that hang were ended", self.name, error, await self._end_hanging())
+                log.warning(
+                    "projection %s: %s; %d that hang were ended", self.name, error, await self._end_hanging()
+                )
                 await self._disconnect()
             except psycopg.ProgrammingError:
-                # Without the schema of the version, the same names mean the views of what is shown, which cannot be written.
+                # Without the schema of the version, the same names mean the views of what is shown, which
+                # cannot be written.
                 if not await self._version_dropped():
                     raise
-                items = await self._wait_for_version(items, NoReadModel("the version that it wrote was dropped"))
+                items = await self._wait_for_version(
+                    items, NoReadModel("the version that it wrote was dropped")
+                )
             except BaseException as error:
                 if not is_trouble(error):
                     raise
@@ -272,8 +299,12 @@ class Projector:
                 await asyncio.sleep(pause)
                 pause = min(pause * 2, RETRY_SECONDS_MAX)
 
-    async def _wait_for_version(self, items: Sequence[Record | CatchUp], reason: NoReadModel) -> list[Record | CatchUp]:
-        """Drops what waits, or Faust could feed nobody, and returns what is to be caught up when there is a version."""
+    async def _wait_for_version(
+        self, items: Sequence[Record | CatchUp], reason: NoReadModel
+    ) -> list[Record | CatchUp]:
+        """Drops what waits, or Faust could feed nobody, and returns what is to be caught up when there is a
+        version.
+        """
         if str(reason) != self.waits_for:
             log.warning("projection %s waits: %s", self.name, reason)
             self.waits_for = str(reason)
@@ -284,12 +315,16 @@ class Projector:
     async def _connected(self) -> AsyncConnection[Any]:
         if self._connection is None:
             self._connection = await connect(self._postgres, self._schema, self.name)
-            # A commit that PostgreSQL forgets in a crash takes its cursor along, and is read from the journal once more.
+            # A commit that PostgreSQL forgets in a crash takes its cursor along, and is read from the journal
+            # once more.
             await self._connection.execute("SET synchronous_commit = off")
-            # A process that hangs in a transaction would hold its rows, and whoever takes its partitions over would wait for it: PostgreSQL
-            # ends it between two statements, and we do in the middle of one, such as a COPY.
+            # A process that hangs in a transaction would hold its rows, and whoever takes its partitions over
+            # would wait for it: PostgreSQL ends it between two statements, and we do in the middle of one,
+            # such as a COPY.
             for setting in ("idle_in_transaction_session_timeout", "lock_timeout"):
-                await self._connection.execute("SELECT set_config(%s, %s, false)", (setting, str(HANGS_MS_MAX)))
+                await self._connection.execute(
+                    "SELECT set_config(%s, %s, false)", (setting, str(HANGS_MS_MAX))
+                )
             self._cursors.clear()
         if not self._cursors:
             await self._use(self._connection)
@@ -301,11 +336,15 @@ class Projector:
         return self._connection
 
     async def _end_hanging(self) -> int:
-        """Ends other connections that write this read model and have hung in a statement or a transaction; returns how many."""
+        """Ends other connections that write this read model and have hung in a statement or a transaction;
+        returns how many.
+        """
         async with await connect(self._postgres, self._schema) as connection:
             ended = await connection.execute(
-                "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name = %s AND datname = current_database() "
-                "AND state <> 'idle' AND wait_event_type = 'Client' AND clock_timestamp() - state_change > %s * interval '1 ms'",
+                "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name = %s AND "
+                "datname = current_database() "
+                "AND state <> 'idle' AND wait_event_type = 'Client' AND clock_timestamp() - state_change > "
+                "%s * interval '1 ms'",
                 (session_name(self._schema, self.name), HANGS_MS_MAX // 2),
             )
             return ended.rowcount
@@ -318,11 +357,15 @@ class Projector:
         """Whether the schema of the version that is written is gone."""
         if self._connection is None or not self._home:
             return False
-        found = await self._connection.execute("SELECT to_regnamespace(quote_ident(%s)) IS NULL", (self._home,))
+        found = await self._connection.execute(
+            "SELECT to_regnamespace(quote_ident(%s)) IS NULL", (self._home,)
+        )
         return bool((await found.fetchone() or [False])[0])
 
     async def _let_go_on(self) -> list[CatchUp]:
-        """Asks to catch up in shards that somebody let go on. They may have been moved past what stopped them."""
+        """Asks to catch up in shards that somebody let go on. They may have been moved past what stopped
+        them.
+        """
         if not self._stopped or time.monotonic() < self._look_again_at:
             return []
         self._look_again_at = time.monotonic() + LOOK_AGAIN_SECONDS
@@ -342,7 +385,7 @@ class Projector:
         if connection is not None:
             await connection.close()
 
-    # -- records ------------------------------------------------------------------------------------------------------
+    # -- records ---------------------------------------------------------------------------------------------
 
     async def _process(self, items: Sequence[Record | CatchUp], reader: JournalReader) -> None:
         group = Group({}, {}, {})
@@ -368,7 +411,10 @@ class Projector:
     def _cursor(self, group: Group, shard: int) -> Cursor:
         moved = group.moves.get(shard)
         if moved is None and shard not in self._cursors:
-            raise NoReadModel(f"{self._home or self._schema} has no cursor of shard {shard}: run `grabstream init`, or rebuild {self.name}")
+            raise NoReadModel(
+                f"{self._home or self._schema} has no cursor of shard {shard}: run `grabstream init`, or "
+                f"rebuild {self.name}"
+            )
         return moved[1] if moved else self._cursors[shard]
 
     async def _add(self, group: Group, record: Record) -> Group:
@@ -396,7 +442,7 @@ class Projector:
             return Group({}, {}, {})
         return group
 
-    # -- transactions -------------------------------------------------------------------------------------------------
+    # -- transactions ----------------------------------------------------------------------------------------
 
     async def _write(self, group: Group) -> None:
         if not group.moves:
@@ -420,7 +466,9 @@ class Projector:
                     break
                 except self.refusals as error:
                     log.critical("projection %s: shard %d", self.name, shard, exc_info=True)
-                    await self._stop(shard, cursor, f"no rows can be made of its events: {type(error).__name__}: {error}")
+                    await self._stop(
+                        shard, cursor, f"no rows can be made of its events: {type(error).__name__}: {error}"
+                    )
                     break
                 cursor = behind
 

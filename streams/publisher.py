@@ -1,7 +1,8 @@
 """The publisher: every event once more as a CloudEvent on `grab.events`, for programs of other people.
 
-Its cursor is in a header of the topic's own records, on the last one of every group. After a crash it goes on from the newest
-cursor it finds there, so some records may repeat, with the same id and bytes; none is left out.
+Its cursor is in a header of the topic's own records, on the last one of every group. After a crash it goes on
+from the newest cursor it finds there, so some records may repeat, with the same id and bytes; none is left
+out.
 """
 
 from collections.abc import Mapping, Sequence
@@ -39,17 +40,23 @@ class Publisher(Projector):
         await self._start_producer()
         aside = await set_aside.load(connection, self.name)
         async with open_reader(self._kafka, self._events) as reader:
-            return {shard: set_aside.past(aside, shard, await newest_cursor(reader, shard)) for shard in range(self._shards)}
+            return {
+                shard: set_aside.past(aside, shard, await newest_cursor(reader, shard))
+                for shard in range(self._shards)
+            }
 
     async def _start_producer(self) -> None:
-        # A new producer each time: after an error the old one may refuse for ever, or send what we send again.
+        # A new producer each time: after an error the old one may refuse for ever, or send what we send
+        # again.
         await self._stop_producer()
         producer = self._producer = make_producer(self._kafka)
         await producer.start()
         await producer.partitions_for(self._events)
 
     async def repeat(self, last: Mapping[int, tuple[Fact, Cursor]]) -> None:
-        """Publishes the last event of each shard once more, the same id and bytes, with a cursor that goes on from elsewhere."""
+        """Publishes the last event of each shard once more, the same id and bytes, with a cursor that goes on
+        from elsewhere.
+        """
         await self._start_producer()
         try:
             assert self._producer is not None
@@ -72,9 +79,13 @@ class Publisher(Projector):
         await self._connected()
         assert self._producer is not None
         shards = [shard for shard, facts in group.facts.items() if facts]
-        batches = [event_batches(self._producer, group.facts[shard], self._source, group.moves[shard][1]) for shard in shards]
-        # A partition's next batch goes out when the one before is acknowledged: a broker that knows nothing of a producer takes
-        # whatever batch it sees first, so an earlier one that expired on the way would be a gap below the cursor in the later one.
+        batches = [
+            event_batches(self._producer, group.facts[shard], self._source, group.moves[shard][1])
+            for shard in shards
+        ]
+        # A partition's next batch goes out when the one before is acknowledged: a broker that knows nothing
+        # of a producer takes whatever batch it sees first, so an earlier one that expired on the way would be
+        # a gap below the cursor in the later one.
         for abreast in zip_longest(*batches):
             sent = [
                 await self._producer.send_batch(batch, self._events, partition=shard)
@@ -101,14 +112,23 @@ def make_producer(kafka: str) -> AIOKafkaProducer:
     )
 
 
-def event_batches(producer: AIOKafkaProducer, facts: Sequence[Fact], source: bytes, behind: Cursor | None = None) -> list[Any]:
-    """The events in as few batches as the size of a request allows, with a cursor (if there is one) on the last of them."""
+def event_batches(
+    producer: AIOKafkaProducer, facts: Sequence[Fact], source: bytes, behind: Cursor | None = None
+) -> list[Any]:
+    """The events in as few batches as the size of a request allows, with a cursor (if there is one) on the
+    last of them.
+    """
     batches = [producer.create_batch()]
     for fact in facts:
         headers = event_headers(fact, source)
         if behind is not None and fact is facts[-1]:
             headers.append((CURSOR_HEADER, encode_cursor(behind)))
-        record = {"key": fact.event.offer.encode(), "value": fact.line, "timestamp": fact.event.at, "headers": headers}
+        record = {
+            "key": fact.event.offer.encode(),
+            "value": fact.line,
+            "timestamp": fact.event.at,
+            "headers": headers,
+        }
         if batches[-1].append(**record) is None:
             batches.append(producer.create_batch())
             batches[-1].append(**record)
@@ -159,7 +179,12 @@ async def newest_cursor(reader: JournalReader, shard: int) -> Cursor:
 
 @lru_cache(maxsize=1024)
 def _rfc3339(at_ms: int) -> bytes:
-    return datetime.fromtimestamp(at_ms / 1000, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z").encode()
+    return (
+        datetime.fromtimestamp(at_ms / 1000, UTC)
+        .isoformat(timespec="milliseconds")
+        .replace("+00:00", "Z")
+        .encode()
+    )
 
 
 async def _nothing(connection: AsyncConnection[Any], facts: Any) -> None:

@@ -1,9 +1,12 @@
-"""Rebuilding a read model: a new version beside the live one, loaded at bulk speed, compared, and shown in one transaction.
+"""Rebuilding a read model: a new version beside the live one, loaded at bulk speed, compared, and shown in
+one transaction.
 
-1. load into bare tables up to where the live version is, then finish (sums, constraints, indexes) · 2. follow with what the workers
-apply · 3. hold the live version's cursors for a moment, feed the new version up to exactly them, and compare both in one snapshot ·
-4. follow to the journal's end; hold the live cursors again, wait until no reader has an older snapshot, and replace the views.
-Cursors and rows are committed together throughout, so a build that was stopped, or killed, goes on where it was.
+1. load into bare tables up to where the live version is, then finish (sums, constraints, indexes) · 2. follow
+   with what the workers apply · 3. hold the live version's cursors for a moment, feed the new version up to
+   exactly them, and compare both in one snapshot ·
+4. follow to the journal's end; hold the live cursors again, wait until no reader has an older snapshot, and
+   replace the views. Cursors and rows are committed together throughout, so a build that was stopped, or
+   killed, goes on where it was.
 """
 
 import asyncio
@@ -45,7 +48,9 @@ LOCK_PATIENCE_SECONDS: Final = 2.0
 
 
 class Where(NamedTuple):
-    """The system whose read models are rebuilt: `kafka` bootstrap servers, `journal` topic, `postgres` DSN, main schema, shards."""
+    """The system whose read models are rebuilt: `kafka` bootstrap servers, `journal` topic, `postgres` DSN,
+    main schema, shards.
+    """
 
     kafka: str
     journal: str
@@ -91,13 +96,16 @@ class Rebuild:
         self._jobs = jobs
         self._own: dict[int, Cursor] = {}
 
-    # -- building ---------------------------------------------------------------------------------------------------------
+    # -- building --------------------------------------------------------------------------------------------
 
     async def live(self) -> Version:
         """The version that is shown; raises NoReadModel or Refused when there is none."""
         found = await versions.in_state(self._control, self._where.schema, self._projection, "live")
         if found is None:
-            raise Refused(f"{self._projection} has no live version in schema {self._where.schema}: run `grabstream init`")
+            raise Refused(
+                f"{self._projection} has no live version in schema {self._where.schema}: run `grabstream "
+                "init`"
+            )
         return found
 
     async def is_lost(self, version: Version) -> bool:
@@ -108,7 +116,11 @@ class Rebuild:
         """A build that was begun and can go on: of this code's definition, from the same source."""
         found = await versions.in_state(self._control, self._where.schema, self._projection, "building")
         wanted = (definition_of(self._projection).number, source, keeps_set_aside)
-        if found is None or (found.definition, found.source, found.keeps_set_aside) != wanted or await self.is_lost(found):
+        if (
+            found is None
+            or (found.definition, found.source, found.keeps_set_aside) != wanted
+            or await self.is_lost(found)
+        ):
             return None
         return found
 
@@ -129,7 +141,9 @@ class Rebuild:
         return sum(cursor.seq for cursor in (await self._cursors_of(await self.live())).values())
 
     async def build(self, source: Source) -> Version:
-        """Makes a new version, or goes on with one, until it is complete and near the live one; returns it."""
+        """Makes a new version, or goes on with one, until it is complete and near the live one; returns
+        it.
+        """
         await versions.sweep(self._control, self._where.schema, self._projection)
         keeps = source.aside is not None
         building = await self.begun(source.name, keeps) or await self._begin(source.name, keeps)
@@ -144,13 +158,18 @@ class Rebuild:
             if not lacking:
                 raise
             records = "1 record, which is" if lacking == 1 else f"{lacking} records, which are"
-            raise Refused(f"{error}. The live version was let past {records} read again now: --keep-set-aside goes past them") from None
+            raise Refused(
+                f"{error}. The live version was let past {records} read again now: --keep-set-aside goes "
+                "past them"
+            ) from None
         return building
 
     async def restore(self, source: Source, patience_seconds: float) -> Version:
         """Makes a new version up to the source's end and shows it, where the live one's tables are gone."""
         await versions.sweep(self._control, self._where.schema, self._projection)
-        building = await self.begun(source.name, source.aside is not None) or await self._begin(source.name, source.aside is not None)
+        building = await self.begun(source.name, source.aside is not None) or await self._begin(
+            source.name, source.aside is not None
+        )
         await self._use(building)
 
         async def ends() -> dict[int, Cursor]:
@@ -172,7 +191,9 @@ class Rebuild:
         async def reach(held: Mapping[int, Cursor]) -> None:
             """Nobody writes the live version."""
 
-        await Switch(self._control, self._where.schema, None, building, near, reach, False, self._wait).run(patience_seconds)
+        await Switch(self._control, self._where.schema, None, building, near, reach, False, self._wait).run(
+            patience_seconds
+        )
         return building._replace(state="live", phase="agreed")
 
     async def _live_cursors(self) -> dict[int, Cursor]:
@@ -182,12 +203,20 @@ class Rebuild:
         useless = await versions.in_state(self._control, self._where.schema, self._projection, "building")
         if useless is not None:
             log.warning(
-                "%s was begun with another definition, from another source, with another --keep-set-aside, or is gone: begun anew",
+                "%s was begun with another definition, from another source, with another --keep-set-aside, "
+                "or is gone: begun anew",
                 useless.schema,
             )
             await versions.discard(self._control, self._where.schema, useless)
         async with self._writer.transaction():
-            return await versions.create(self._writer, self._where.schema, self._projection, self._where.shards, source, keeps_set_aside)
+            return await versions.create(
+                self._writer,
+                self._where.schema,
+                self._projection,
+                self._where.shards,
+                source,
+                keeps_set_aside,
+            )
 
     async def _use(self, version: Version) -> None:
         await versions.use_version(self._writer, self._where.schema, version)
@@ -196,7 +225,11 @@ class Rebuild:
     async def _load(self, source: Source, targets_now: Callable[[], Awaitable[dict[int, Cursor]]]) -> None:
         while True:
             targets = await targets_now()
-            work = {shard: target.seq - self._own[shard].seq for shard, target in targets.items() if target.seq > self._own[shard].seq}
+            work = {
+                shard: target.seq - self._own[shard].seq
+                for shard, target in targets.items()
+                if target.seq > self._own[shard].seq
+            }
             if self._jobs > 1 and sum(work.values()) >= PROCESSES_EVENTS_MIN:
                 await self._load_in_processes(source, targets, deal(work, self._jobs))
             await self._carry(source, targets, self._model.load, CHUNK_EVENTS, "loading")
@@ -204,22 +237,34 @@ class Rebuild:
             if sum(now[shard].seq - self._own[shard].seq for shard in now) < NEAR_EVENTS:
                 return
 
-    async def _load_in_processes(self, source: Source, targets: Mapping[int, Cursor], hands: list[list[int]]) -> None:
+    async def _load_in_processes(
+        self, source: Source, targets: Mapping[int, Cursor], hands: list[list[int]]
+    ) -> None:
         began, total = time.monotonic(), sum(target.seq for target in targets.values())
         first = sum(cursor.seq for cursor in self._own.values())
 
         async def look() -> None:
             self._own = await cursors.load(self._writer, self._projection)
             done = sum(cursor.seq for cursor in self._own.values())
-            self._report(Progress("loading", done, max(total, done), (done - first) / (time.monotonic() - began)))
+            self._report(
+                Progress("loading", done, max(total, done), (done - first) / (time.monotonic() - began))
+            )
 
         try:
-            await in_processes(load_part, (self._where, self._projection, source.name, source.aside is not None), targets, hands, look)
+            await in_processes(
+                load_part,
+                (self._where, self._projection, source.name, source.aside is not None),
+                targets,
+                hands,
+                look,
+            )
         finally:
             self._own = await cursors.load(self._writer, self._projection)
 
     async def load_shards(self, source: Source, targets: Mapping[int, Cursor]) -> None:
-        """Loads some shards only, into the version that is being built: what one of several processes does."""
+        """Loads some shards only, into the version that is being built: what one of several processes
+        does.
+        """
         building = await self.begun(source.name, source.aside is not None)
         if building is None:
             raise Refused(f"nothing of {self._projection} is being built")
@@ -247,7 +292,13 @@ class Rebuild:
         await self._carry(source, targets, self._model.apply, FOLLOW_EVENTS, "following", frozen)
 
     async def _carry(
-        self, source: Source, targets: Mapping[int, Cursor], apply: Apply, chunk_events: int, step: str, frozen: bool = False
+        self,
+        source: Source,
+        targets: Mapping[int, Cursor],
+        apply: Apply,
+        chunk_events: int,
+        step: str,
+        frozen: bool = False,
     ) -> None:
         """Carries every shard from its own cursor to its target, a chunk a transaction."""
         began, done = time.monotonic(), sum(cursor.seq for cursor in self._own.values())
@@ -260,34 +311,46 @@ class Rebuild:
             chunks = chunks_of(source.pieces(shard, self._own[shard], target, aside), chunk_events)
             async with aclosing(ahead(chunks, CHUNKS_AHEAD)) as read:
                 async for behind, facts in read:
-                    await self._write(shard, behind, facts, apply, frozen, _between(aside, shard, self._own[shard], behind))
+                    await self._write(
+                        shard, behind, facts, apply, frozen, _between(aside, shard, self._own[shard], behind)
+                    )
                     done += len(facts)
-                    self._report(Progress(step, done, max(total, done), (done - first) / max(time.monotonic() - began, 1e-6)))
+                    self._report(
+                        Progress(
+                            step, done, max(total, done), (done - first) / max(time.monotonic() - began, 1e-6)
+                        )
+                    )
 
     async def _write(
-        self, shard: int, behind: Cursor, facts: list[Fact], apply: Apply, frozen: bool, aside: Sequence[SetAside]
+        self, shard: int, behind: Cursor, facts: list[Fact], apply: Apply, frozen: bool,
+        aside: Sequence[SetAside]
     ) -> None:  # fmt: skip
         try:
             async with self._writer.transaction():
-                await cursors.advance(self._writer, self._projection, {shard: (self._own[shard], behind)}, frozen)
+                await cursors.advance(
+                    self._writer, self._projection, {shard: (self._own[shard], behind)}, frozen
+                )
                 if aside:
                     await set_aside.carry_over(self._writer, aside)
                 if facts:
                     await apply(self._writer, facts)
         except (psycopg.IntegrityError, psycopg.DataError) as error:
             raise Refused(
-                f"shard {shard}, seq {self._own[shard].seq + 1} to {behind.seq}: PostgreSQL refuses its events: {error}"
+                f"shard {shard}, seq {self._own[shard].seq + 1} to {behind.seq}: PostgreSQL refuses its "
+                f"events: {error}"
             ) from None
         self._own[shard] = behind
         self._step("rebuild.committed")
 
-    # -- aligning and comparing -------------------------------------------------------------------------------------------
+    # -- aligning and comparing ------------------------------------------------------------------------------
 
     async def _cursors_of(self, version: Version, lock: bool = False) -> dict[int, Cursor]:
         return await cursors_of(self._control, version, lock)
 
     async def difference(self, source: Source, building: Version) -> list[TableDifference]:
-        """Compares both versions at the same cursors: the live one stands still for as long as it takes to get there, not to compare."""
+        """Compares both versions at the same cursors: the live one stands still for as long as it takes to
+        get there, not to compare.
+        """
         live = await self.live()
         await self._follow(source, await self._cursors_of(live))
         async with await connect(self._where.postgres, self._where.schema, autocommit=False) as snapshot:
@@ -301,14 +364,16 @@ class Rebuild:
             self._report(Progress("comparing"))
             return await compare(snapshot, definition_of(self._projection), live, building)
 
-    # -- showing ----------------------------------------------------------------------------------------------------------
+    # -- showing ---------------------------------------------------------------------------------------------
 
     async def agree(self, building: Version) -> Version:
         """Writes down that the differences are accepted: a switch that is cut off need not compare again."""
         return await versions.set_phase(self._control, self._where.schema, building, "agreed")
 
     async def switch(self, source: Source, building: Version, keep: bool, patience_seconds: float) -> Version:
-        """Shows the new version in one transaction; returns the one that was live. Raises Refused when readers do not let go."""
+        """Shows the new version in one transaction; returns the one that was live. Raises Refused when
+        readers do not let go.
+        """
         live = await self.live()
 
         async def near() -> None:
@@ -320,18 +385,26 @@ class Rebuild:
         async def reach(held: Mapping[int, Cursor]) -> None:
             await self._follow(source, held)
 
-        await Switch(self._control, self._where.schema, live, building, near, reach, keep, self._wait).run(patience_seconds)
+        await Switch(self._control, self._where.schema, live, building, near, reach, keep, self._wait).run(
+            patience_seconds
+        )
         return live
 
     async def undo(self, source: Source, accept: bool, patience_seconds: float) -> tuple[Version, Version]:
-        """Shows the previous version again; returns what was live, and what is. Raises Refused when it would lead readers back in time."""
+        """Shows the previous version again; returns what was live, and what is. Raises Refused when it would
+        lead readers back in time.
+        """
         live, previous = await self.live(), await self.in_state("previous")
         for one in (live, previous):
             if await self.is_lost(one):
-                raise Refused(f"the tables in schema {one.schema} are gone: `grabstream rebuild {self._projection}`, without --undo")
+                raise Refused(
+                    f"the tables in schema {one.schema} are gone: `grabstream rebuild {self._projection}`, "
+                    "without --undo"
+                )
         await self._use(previous)
         ours = previous.definition == definition_of(self._projection).number
-        # A version of the same definition stood still, frozen, since it was replaced; another one is kept by workers that have its code.
+        # A version of the same definition stood still, frozen, since it was replaced; another one is kept by
+        # workers that have its code.
         frozen = ours and previous.definition == live.definition
 
         async def follow(targets: Mapping[int, Cursor]) -> None:
@@ -355,17 +428,20 @@ class Rebuild:
             ]
             if behind and not accept:
                 raise Busy(
-                    f"{previous.schema} is behind the live version ({'; '.join(behind[:3])}), and readers would go back in time: "
+                    f"{previous.schema} is behind the live version ({'; '.join(behind[:3])}), and readers "
+                    "would go back in time: "
                     f"run workers of the release that has definition {previous.definition}, or --accept"
                 )
 
-        await Switch(self._control, self._where.schema, live, previous, near, reach, True, self._wait).run(patience_seconds)
+        await Switch(self._control, self._where.schema, live, previous, near, reach, True, self._wait).run(
+            patience_seconds
+        )
         return live._replace(state="previous"), previous._replace(state="live")
 
     def _wait(self, reason: str) -> None:
         self._report(Progress(f"waiting to switch: {reason}"))
 
-    # -- what is no longer needed -----------------------------------------------------------------------------------------
+    # -- what is no longer needed ----------------------------------------------------------------------------
 
     async def drop(self, state: str) -> Version | None:
         """Drops the version in a state, `building` or `previous`; returns it, or None when there was none."""
@@ -381,7 +457,11 @@ def _between(aside: Sequence[SetAside], shard: int, before: Cursor, behind: Curs
         one
         for one in aside
         if one.shard == shard
-        and (before.seq < one.first_seq <= behind.seq if one.event_count else before.next_offset <= one.journal_offset < behind.next_offset)
+        and (
+            before.seq < one.first_seq <= behind.seq
+            if one.event_count
+            else before.next_offset <= one.journal_offset < behind.next_offset
+        )
     ]
 
 
@@ -389,7 +469,8 @@ def _require_same(projection: str, live: Mapping[int, Cursor], ours: Mapping[int
     for shard, cursor in live.items():
         if ours[shard] != cursor:
             raise Refused(
-                f"{projection}, shard {shard}: the live version is at {_place(cursor)}, the new one came to {_place(ours[shard])}: "
+                f"{projection}, shard {shard}: the live version is at {_place(cursor)}, the new one came to "
+                f"{_place(ours[shard])}: "
                 "they are of different histories; `grabstream verify` says which one the journal has"
             )
 
@@ -399,7 +480,8 @@ def _place(cursor: Cursor) -> str:
 
 
 async def load_part(
-    where: Where, projection: str, source_name: str, keeps_set_aside: bool, targets: Mapping[int, Cursor], step: Step
+    where: Where, projection: str, source_name: str, keeps_set_aside: bool, targets: Mapping[int, Cursor],
+    step: Step
 ) -> None:  # fmt: skip
     """Loads some shards in a process of its own, for a rebuild that another process conducts and reports."""
     past = projection if keeps_set_aside else None
@@ -425,9 +507,15 @@ async def _connections(where: Where) -> AsyncIterator[tuple[AsyncConnection[Any]
 
 @asynccontextmanager
 async def open_rebuild(
-    where: Where, projection: str, report: Report = lambda progress: None, step: Step = lambda name: None, jobs: int = 1
+    where: Where,
+    projection: str,
+    report: Report = lambda progress: None,
+    step: Step = lambda name: None,
+    jobs: int = 1,
 ) -> AsyncIterator[Rebuild]:
-    """A rebuild with connections of its own, loading in so many processes; raises Refused when another one of it runs."""
+    """A rebuild with connections of its own, loading in so many processes; raises Refused when another one of
+    it runs.
+    """
     async with _connections(where) as (control, writer):
         await hold_projection(control, where.schema, projection, f"rebuild of {projection}")
         try:
@@ -437,7 +525,9 @@ async def open_rebuild(
 
 
 async def hold_projection(connection: AsyncConnection[Any], schema: str, projection: str, work: str) -> None:
-    """Makes sure that nobody else makes, shows or drops versions of a projection until the connection ends; raises Refused."""
+    """Makes sure that nobody else makes, shows or drops versions of a projection until the connection ends;
+    raises Refused.
+    """
     deadline = time.monotonic() + LOCK_PATIENCE_SECONDS
     while True:
         try:

@@ -1,8 +1,10 @@
-"""Recovery: a shard's state in Redis from the journal (DESIGN 4.9), the events that are missing, or all of them.
+"""Recovery: a shard's state in Redis from the journal (DESIGN 4.9), the events that are missing, or all of
+them.
 
-All of them need not be read: the audit trail in PostgreSQL is a snapshot. It knows its seq and hash, and of offers that have retired
-nothing is needed, so what is read is the events of campaigns that are still there, and the journal behind the trail's cursor.
-A shard that is being rebuilt is marked `partial` until it is complete; who finds the mark begins anew.
+All of them need not be read: the audit trail in PostgreSQL is a snapshot. It knows its seq and hash, and of
+offers that have retired nothing is needed, so what is read is the events of campaigns that are still there,
+and the journal behind the trail's cursor. A shard that is being rebuilt is marked `partial` until it is
+complete; who finds the mark begins anew.
 """
 
 import asyncio
@@ -19,7 +21,14 @@ from redis.exceptions import ResponseError
 from grabstream.lua import restoring
 from grabstream.lua.sealing import CannotOpen, Sealer
 from grabstream.lua.staging import pieces
-from grabstream.models.events import AnyEvent, OfferClosed, OfferLoaded, OfferOpened, OfferRetired, decode_event_list
+from grabstream.models.events import (
+    AnyEvent,
+    OfferClosed,
+    OfferLoaded,
+    OfferOpened,
+    OfferRetired,
+    decode_event_list,
+)
 from grabstream.models.identifiers import campaign_of
 from grabstream.models.journal import Accepted, Corrupt, Cursor, Gap
 from grabstream.projections.snapshots import KnownPayment, Past
@@ -30,20 +39,24 @@ log = logging.getLogger(__name__)
 _pack = msgspec.msgpack.Encoder().encode
 
 APPLY_EVENTS_MAX: Final = 256
-#: What a call may apply, as far as it is known before, in µs of Redis' thread; the script knows the rest (lua/includes/cost.lua).
+#: What a call may apply, as far as it is known before, in µs of Redis' thread; the script knows the rest
+#: (lua/includes/cost.lua).
 APPLY_COST_MAX: Final = 3_000
 #: What an event costs beyond a constant: µs for each byte that it has more than most have.
 USUAL_BYTES: Final = 512
 BYTE_COST: Final = 0.025
 WIPE_KEYS_A_STEP: Final = 500
-#: A key with the parts of an envelope counts as so many others: Redis frees a string, which may have megabytes, at once.
+#: A key with the parts of an envelope counts as so many others: Redis frees a string, which may have
+#: megabytes, at once.
 WIPE_PARTS_WEIGHT: Final = 10
 RETIRED_A_STEP: Final = 1_000
 PROGRESS_SECONDS: Final = 1.0
 
 
 class Position(NamedTuple):
-    """Redis against the journal: its seq, what is wrong in words, and the events it has beyond what both have."""
+    """Redis against the journal: its seq, what is wrong in words, and the events it has beyond what both
+    have.
+    """
 
     kind: Literal["ahead", "behind", "other"]
     seq: int
@@ -52,9 +65,11 @@ class Position(NamedTuple):
 
 
 class Snapshot(NamedTuple):
-    """A fold of the journal up to a cursor: the time there (ms), offers that have left, and the events of campaigns that are there.
+    """A fold of the journal up to a cursor: the time there (ms), offers that have left, and the events of
+    campaigns that are there.
 
-    `past` and `payments` are what is still kept of offers that have left and whose events are not among these.
+    `past` and `payments` are what is still kept of offers that have left and whose events are not among
+    these.
     """
 
     cursor: Cursor
@@ -97,7 +112,9 @@ class Snapshots(NamedTuple):
 
 
 class Recovery:
-    """Recovers one shard for its owner. `report` is told what was done, `progress` (events applied) while it is."""
+    """Recovers one shard for its owner. `report` is told what was done, `progress` (events applied) while it
+    is.
+    """
 
     def __init__(
         self,
@@ -128,7 +145,8 @@ class Recovery:
             return Cursor()
 
     async def catch_up(
-        self, own: Ownership, position: Position, journal: AsyncGenerator[tuple[Cursor, Sequence[Accepted]], None]
+        self, own: Ownership, position: Position, journal: AsyncGenerator[tuple[Cursor, Sequence[Accepted]],
+        None]
     ) -> None:  # fmt: skip
         """Applies what the journal has behind the seq of Redis."""
         began = time.monotonic()
@@ -137,17 +155,25 @@ class Recovery:
         await self._tell(own, position, seq, 0, began)
 
     async def rebuild(
-        self, own: Ownership, position: Position, journal: Callable[[Cursor], AsyncGenerator[tuple[Cursor, Sequence[Accepted]], None]]
+        self,
+        own: Ownership,
+        position: Position,
+        journal: Callable[[Cursor], AsyncGenerator[tuple[Cursor, Sequence[Accepted]], None]],
     ) -> None:
-        """Deletes what Redis has of the shard and makes it anew; `journal` gives the events behind a cursor."""
+        """Deletes what Redis has of the shard and makes it anew; `journal` gives the events behind a
+        cursor.
+        """
         began = time.monotonic()
         seq, base_seq = await self.make(own, journal)
         await self._tell(own, position, seq, base_seq, began)
 
     async def make(
-        self, own: Ownership, journal: Callable[[Cursor], AsyncGenerator[tuple[Cursor, Sequence[Accepted]], None]]
+        self, own: Ownership, journal: Callable[[Cursor], AsyncGenerator[tuple[Cursor, Sequence[Accepted]],
+        None]]
     ) -> tuple[int, int]:  # fmt: skip
-        """Makes the shard anew, as `rebuild` does, and tells nobody; returns its seq, and that of the snapshot it began from."""
+        """Makes the shard anew, as `rebuild` does, and tells nobody; returns its seq, and that of the
+        snapshot it began from.
+        """
         self._seeds = {}
         try:
             return await self._make(own, journal)
@@ -155,42 +181,62 @@ class Recovery:
             self._seeds = await self._revealed(journal(Cursor()))
             if not self._seeds:
                 raise
-            log.warning("shard %d: %s; %d seeds are known since their envelopes closed", self._shard.keys.shard, error, len(self._seeds))
+            log.warning(
+                "shard %d: %s; %d seeds are known since their envelopes closed",
+                self._shard.keys.shard,
+                error,
+                len(self._seeds),
+            )
         return await self._make(own, journal)
 
-    async def _revealed(self, journal: AsyncGenerator[tuple[Cursor, Sequence[Accepted]], None]) -> dict[str, str]:
+    async def _revealed(
+        self, journal: AsyncGenerator[tuple[Cursor, Sequence[Accepted]], None]
+    ) -> dict[str, str]:
         """The seeds, by offer, of envelopes that have closed: their keys need not be kept."""
         seeds: dict[str, str] = {}
         async with aclosing(journal) as reading:
             async for _, accepted in reading:
-                closed = [one.line for one in accepted if b'"offer.closed"' in one.line and b'"seed"' in one.line]
+                closed = [
+                    one.line for one in accepted if b'"offer.closed"' in one.line and b'"seed"' in one.line
+                ]
                 for event in self._decoded(closed) if closed else ():
                     if isinstance(event, OfferClosed) and event.seed is not None:
                         seeds[event.offer] = event.seed
         return seeds
 
     async def _make(
-        self, own: Ownership, journal: Callable[[Cursor], AsyncGenerator[tuple[Cursor, Sequence[Accepted]], None]]
+        self, own: Ownership, journal: Callable[[Cursor], AsyncGenerator[tuple[Cursor, Sequence[Accepted]],
+        None]]
     ) -> tuple[int, int]:  # fmt: skip
         self._applied = 0
         base = Cursor()
         try:
             base = await self._from_snapshot(own)
         except (OSError, Impossible, msgspec.DecodeError) as error:
-            # A trail that PostgreSQL cannot give, or that has a hole, is no reason to wait: the journal has it all.
-            log.warning("shard %d: the snapshot cannot be used (%s): reading the journal from its beginning", self._shard.keys.shard, error)
+            # A trail that PostgreSQL cannot give, or that has a hole, is no reason to wait: the journal has
+            # it all.
+            log.warning(
+                "shard %d: the snapshot cannot be used (%s): reading the journal from its beginning",
+                self._shard.keys.shard,
+                error,
+            )
         try:
             seq = await self._from_journal(own, base, journal)
         except Impossible as error:
             if base == Cursor():
                 raise
-            log.warning("shard %d: the journal does not go on from the snapshot (%s): reading all of it", self._shard.keys.shard, error)
+            log.warning(
+                "shard %d: the journal does not go on from the snapshot (%s): reading all of it",
+                self._shard.keys.shard,
+                error,
+            )
             base = Cursor()
             seq = await self._from_journal(own, base, journal)
         return seq, base.seq
 
     async def _from_journal(
-        self, own: Ownership, base: Cursor, journal: Callable[[Cursor], AsyncGenerator[tuple[Cursor, Sequence[Accepted]], None]]
+        self, own: Ownership, base: Cursor, journal: Callable[[Cursor], AsyncGenerator[tuple[Cursor,
+        Sequence[Accepted]], None]]
     ) -> int:  # fmt: skip
         """Applies what the journal has behind a base; behind nothing, to a shard that is empty."""
         if base == Cursor():
@@ -217,7 +263,9 @@ class Recovery:
             await self._shard.trim(own, snapshot.cursor)
             return snapshot.cursor
 
-    async def follow(self, own: Ownership, seq: int, journal: AsyncGenerator[tuple[Cursor, Sequence[Accepted]], None]) -> int:
+    async def follow(
+        self, own: Ownership, seq: int, journal: AsyncGenerator[tuple[Cursor, Sequence[Accepted]], None]
+    ) -> int:
         """Applies the events behind a seq; returns the last one's."""
         waiting: list[bytes] = []
         cursor: Cursor | None = None
@@ -233,7 +281,9 @@ class Recovery:
         return await self._apply_lines(own, seq, waiting, cursor) if waiting and cursor is not None else seq
 
     async def _apply_lines(self, own: Ownership, seq: int, lines: Sequence[bytes], cursor: Cursor) -> int:
-        """Applies lines up to a cursor, which is the checkpoint then: who has to go on from here need not begin anew."""
+        """Applies lines up to a cursor, which is the checkpoint then: who has to go on from here need not
+        begin anew.
+        """
         try:
             events = self._decoded(lines)
         except Impossible as error:
@@ -248,10 +298,12 @@ class Recovery:
         except msgspec.DecodeError as error:
             raise Impossible(str(error)) from None
 
-    # -- applying -----------------------------------------------------------------------------------------------------
+    # -- applying --------------------------------------------------------------------------------------------
 
     async def _apply_all(self, own: Ownership, events: Sequence[AnyEvent], seq: int | None) -> None:
-        """Applies events in calls of bounded size; `seq` is the one before them, or None when they are those of some offers only."""
+        """Applies events in calls of bounded size; `seq` is the one before them, or None when they are those
+        of some offers only.
+        """
         for part in _parts(events):
             done = 0
             while done < len(part):
@@ -265,7 +317,8 @@ class Recovery:
                 self._step("recovery.applied")
 
     async def _apply(
-        self, own: Ownership, events: Sequence[AnyEvent], seq: int | str, behind: int | str, at: int | str, retired: Sequence[str] = ()
+        self, own: Ownership, events: Sequence[AnyEvent], seq: int | str, behind: int | str, at: int | str,
+        retired: Sequence[str] = ()
     ) -> int:  # fmt: skip
         """Applies events in one call; returns how many of them it had room for."""
         keys = self._shard.keys
@@ -280,14 +333,21 @@ class Recovery:
             for staged in batch.staged:
                 for offset, piece in pieces(staged.parts):
                     await self._shard.run("apply_parts", [keys.state, staged.key], own, offset, piece)
-            return int(await self._shard.run("apply", [*keys.deciding(), *batch.keys], own, seq, behind, at, *batch.arguments))
+            return int(
+                await self._shard.run(
+                    "apply", [*keys.deciding(), *batch.keys], own, seq, behind, at, *batch.arguments
+                )
+            )
         except ResponseError as error:
             raise Impossible(str(error)) from None
 
-    async def _apply_past(self, own: Ownership, past: Sequence[Past], payments: Sequence[KnownPayment]) -> None:
+    async def _apply_past(
+        self, own: Ownership, past: Sequence[Past], payments: Sequence[KnownPayment]
+    ) -> None:
         keys, campaigns = self._shard.keys, dict[str, int]()
         rows = [
-            [(campaigns.setdefault(campaign_of(one.offer), len(campaigns) + 1), *one) for one in of_kind] for of_kind in (past, payments)
+            [(campaigns.setdefault(campaign_of(one.offer), len(campaigns) + 1), *one) for one in of_kind]
+            for of_kind in (past, payments)
         ]
         names = [keys.state, keys.past]
         for campaign in campaigns:
@@ -313,17 +373,25 @@ class Recovery:
         await self._shard.run("wipe", [keys.state, *step], own, reason)
         self._step("recovery.wiped")
 
-    async def _tell(self, own: Ownership, position: Position, journal_seq: int, snapshot_seq: int, began: float) -> None:
+    async def _tell(
+        self, own: Ownership, position: Position, journal_seq: int, snapshot_seq: int, began: float
+    ) -> None:
         kind: Literal["behind", "other"] = "behind" if position.kind == "behind" else "other"
         done = Recovered(
-            self._shard.keys.shard, own.term, kind, position.problem, position.seq, journal_seq, snapshot_seq, self._applied,
+            self._shard.keys.shard, own.term, kind, position.problem, position.seq, journal_seq, snapshot_seq,
+            self._applied,
             round(time.monotonic() - began, 3), position.lost,
         )  # fmt: skip
         beginning = (
-            f"Redis' seq {done.redis_seq}" if kind == "behind" else f"a snapshot of seq {snapshot_seq}" if snapshot_seq else "nothing"
+            f"Redis' seq {done.redis_seq}"
+            if kind == "behind"
+            else f"a snapshot of seq {snapshot_seq}"
+            if snapshot_seq
+            else "nothing"
         )
         log.warning(
-            "shard %d recovered in %.1f s (%s): made of %s and %d events applied, up to seq %d; %d events that only Redis had are lost; "
+            "shard %d recovered in %.1f s (%s): made of %s and %d events applied, up to seq %d; %d events "
+            "that only Redis had are lost; "
             "living gates tell which answers given as decided are, those of gates that have died are unknown",
             done.shard, done.seconds, done.problem, beginning, done.applied, done.journal_seq, len(done.lost),
         )  # fmt: skip
@@ -356,7 +424,9 @@ def _cost(event: AnyEvent) -> float:
 
 
 def _parts(events: Sequence[AnyEvent]) -> list[list[AnyEvent]]:
-    """The events in calls of bounded cost; those that retire apart, since with a campaign's last offer go its answers."""
+    """The events in calls of bounded cost; those that retire apart, since with a campaign's last offer go its
+    answers.
+    """
     parts: list[list[AnyEvent]] = []
     cost = 0.0
     for event in events:

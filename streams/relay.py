@@ -1,7 +1,8 @@
 """The relay: from a shard's outbox to the journal, exactly once, fenced by the log itself (DESIGN 4.6).
 
-It takes the shard over (`takeover`), then relays: one send in flight, a block counts when its offset directly follows the owner's last
-one. The order of these steps is the protocol; change it only together with shared/model/protocol_model.py.
+It takes the shard over (`takeover`), then relays: one send in flight, a block counts when its offset directly
+follows the owner's last one. The order of these steps is the protocol; change it only together with
+shared/model/protocol_model.py.
 """
 
 import asyncio
@@ -92,7 +93,9 @@ class ShardRelay:
                 self._pause_seconds = min(self._pause_seconds * 2, RETRY_SECONDS_MAX)
 
     async def rebuild(self, reason: str) -> None:
-        """Takes the shard over and rebuilds its state in Redis from the journal, whatever it is; raises what `run` tries again after."""
+        """Takes the shard over and rebuilds its state in Redis from the journal, whatever it is; raises what
+        `run` tries again after.
+        """
         async with self._producer() as producer, self._consumer() as consumer:
             takeover = self._takeover(producer, consumer)
             own, cursor = await takeover.run()
@@ -126,16 +129,20 @@ class ShardRelay:
         finally:
             await end([watching, relaying])
 
-    # -- relaying -----------------------------------------------------------------------------------------------------
+    # -- relaying --------------------------------------------------------------------------------------------
 
     async def _relay(self, producer: AIOKafkaProducer, own: Ownership, cursor: Cursor, tail: "_Tail") -> None:
         read = await self._shard.read_outbox(own, cursor.seq)
         while True:
             lines = read.lines
             if not lines and read.seq > cursor.seq:
-                raise SteppedDown(f"the outbox has a hole behind seq {cursor.seq}")  # taking over again names it
+                raise SteppedDown(
+                    f"the outbox has a hole behind seq {cursor.seq}"
+                )  # taking over again names it
             if not lines and read.incomplete:
-                raise SteppedDown("the shard is incomplete")  # all that it decided is journaled: taking over again rebuilds it
+                raise SteppedDown(
+                    "the shard is incomplete"
+                )  # all that it decided is journaled: taking over again rebuilds it
             if not lines:
                 await self._wait_for_more(cursor.seq)
                 read = await self._shard.read_outbox(own, cursor.seq)
@@ -149,8 +156,11 @@ class ShardRelay:
                 self._step("relay.acknowledged")
                 cursor = behind
                 if cursor.seq == last:
-                    # What comes next is read while what was acknowledged is trimmed: one way to Redis less a block.
-                    _, read = await asyncio.gather(self._shard.trim(own, cursor), self._shard.read_outbox(own, cursor.seq))
+                    # What comes next is read while what was acknowledged is trimmed: one way to Redis less a
+                    # block.
+                    _, read = await asyncio.gather(
+                        self._shard.trim(own, cursor), self._shard.read_outbox(own, cursor.seq)
+                    )
                 else:
                     await self._shard.trim(own, cursor)
                 self._step("relay.trimmed")
@@ -164,14 +174,22 @@ class ShardRelay:
             for block in _blocks(lines, self._block_events_max):
                 behind = await self._append(producer, own, cursor, block)
                 if behind.next_offset != cursor.next_offset + 1:
-                    raise SteppedDown(f"something stands in the journal before offset {behind.next_offset - 1}")
+                    raise SteppedDown(
+                        f"something stands in the journal before offset {behind.next_offset - 1}"
+                    )
                 cursor = behind
             await self._shard.trim(own, cursor)
 
-    async def _append(self, producer: AIOKafkaProducer, own: Ownership, cursor: Cursor, lines: list[bytes]) -> Cursor:
-        """Sends a block; returns the cursor behind it, which holds only if nothing that counts stands between."""
+    async def _append(
+        self, producer: AIOKafkaProducer, own: Ownership, cursor: Cursor, lines: list[bytes]
+    ) -> Cursor:
+        """Sends a block; returns the cursor behind it, which holds only if nothing that counts stands
+        between.
+        """
         head = chain(cursor.head, lines)[-1]
-        headers = block_headers(self._shard.keys.shard, own.term, own.owner, cursor.seq + 1, len(lines), cursor.head, head)
+        headers = block_headers(
+            self._shard.keys.shard, own.term, own.owner, cursor.seq + 1, len(lines), cursor.head, head
+        )
         offset = await self._send(producer, b"\n".join(lines), headers)
         return Cursor(cursor.seq + len(lines), head, offset + 1, own.term, own.owner)
 
@@ -179,18 +197,23 @@ class ShardRelay:
         """Returns when the outbox may hold something behind seq; only a hint, the bound script reads."""
         await self._shard.redis.xread({self._shard.keys.outbox: f"{seq}-0"}, count=1, block=IDLE_WAIT_MS)
 
-    # -- Kafka --------------------------------------------------------------------------------------------------------
+    # -- Kafka -----------------------------------------------------------------------------------------------
 
     async def _send(self, producer: AIOKafkaProducer, value: bytes, headers: list[tuple[str, bytes]]) -> int:
-        """The offset of the acknowledged record; an unknown one is an error, and the journal's tail has to be read again."""
-        metadata = await producer.send_and_wait(self._partition.topic, value, partition=self._partition.partition, headers=headers)
+        """The offset of the acknowledged record; an unknown one is an error, and the journal's tail has to be
+        read again.
+        """
+        metadata = await producer.send_and_wait(
+            self._partition.topic, value, partition=self._partition.partition, headers=headers
+        )
         if metadata is None or metadata.offset < 0:
             raise KafkaError("acknowledged without an offset")
         return int(metadata.offset)
 
     @asynccontextmanager
     async def _producer(self) -> AsyncIterator[AIOKafkaProducer]:
-        # Idempotent: a batch that is retried inside the client must not be appended twice. A new one after every error.
+        # Idempotent: a batch that is retried inside the client must not be appended twice. A new one after
+        # every error.
         producer = AIOKafkaProducer(
             bootstrap_servers=self._bootstrap,
             enable_idempotence=True,
@@ -218,7 +241,9 @@ class ShardRelay:
 class _Tail:
     """The owner's eye on its partition: sees a newer marker, with or without work of its own."""
 
-    def __init__(self, consumer: AIOKafkaConsumer, partition: TopicPartition, term: int, next_offset: int) -> None:
+    def __init__(
+        self, consumer: AIOKafkaConsumer, partition: TopicPartition, term: int, next_offset: int
+    ) -> None:
         self._consumer = consumer
         self._partition = partition
         self._term = term

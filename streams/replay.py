@@ -1,4 +1,6 @@
-"""Replay: a stretch of history, read once from one end to the other, into a sink. It writes nothing that the system reads."""
+"""Replay: a stretch of history, read once from one end to the other, into a sink. It writes nothing that the
+system reads.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
@@ -38,9 +40,14 @@ class Done(NamedTuple):
 
 
 async def plan(
-    source: JournalSource | AuditSource, stretches: Sequence[Stretch], whole: bool, positions: Mapping[int, Cursor] = {}
+    source: JournalSource | AuditSource,
+    stretches: Sequence[Stretch],
+    whole: bool,
+    positions: Mapping[int, Cursor] = {},
 ) -> list[Planned]:
-    """Where to begin in each shard: at its position if it has one, at the beginning if the `whole` is needed, or near its first point."""
+    """Where to begin in each shard: at its position if it has one, at the beginning if the `whole` is needed,
+    or near its first point.
+    """
     planned = []
     for stretch in stretches:
         position = positions.get(stretch.shard)
@@ -53,9 +60,15 @@ async def plan(
 
 
 async def replay(
-    source: JournalSource | AuditSource, planned: Sequence[Planned], selection: Selection, sink: Sink, report: Report, done: dict[int, Done]
+    source: JournalSource | AuditSource,
+    planned: Sequence[Planned],
+    selection: Selection,
+    sink: Sink,
+    report: Report,
+    done: dict[int, Done],
 ) -> None:
-    """Carries every shard's events into the sink, one shard after the other; `done` says how far it is, also when it is stopped.
+    """Carries every shard's events into the sink, one shard after the other; `done` says how far it is, also
+    when it is stopped.
 
     Raises Corrupt or Gap when the source contradicts itself, and what source and sink raise.
     """
@@ -69,7 +82,9 @@ async def replay(
                 if stretch.first is not None:
                     facts = [fact for fact in facts if stretch.first.of(fact) >= stretch.first.value]
                 await sink.write(chunk, facts)
-                done[stretch.shard] = Done(stretch.shard, chunk.behind, done[stretch.shard].events + len(facts))
+                done[stretch.shard] = Done(
+                    stretch.shard, chunk.behind, done[stretch.shard].events + len(facts)
+                )
                 left -= chunk.read
                 report(chunk.read, len(facts))
         report(left, 0)

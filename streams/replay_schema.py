@@ -1,7 +1,9 @@
-"""Read models of a replay: a complete set of tables and views in a schema of their own, that no worker goes on with.
+"""Read models of a replay: a complete set of tables and views in a schema of their own, that no worker goes
+on with.
 
-Rows, and the cursors of all projections, move in one transaction, so that a replay which was stopped goes on where it was. The schema
-says what it was made from in its table `replay`. Views that cannot be exact for what was asked for are renamed to `<name>_partial`.
+Rows, and the cursors of all projections, move in one transaction, so that a replay which was stopped goes on
+where it was. The schema says what it was made from in its table `replay`. Views that cannot be exact for what
+was asked for are renamed to `<name>_partial`.
 """
 
 import logging
@@ -28,29 +30,36 @@ from grabstream.streams.sinks import Refused, RowSink
 
 log = logging.getLogger(__name__)
 
-#: How long the removal of a schema waits for others that look into it, such as a dump: the next call removes it.
+#: How long the removal of a schema waits for others that look into it, such as a dump: the next call removes
+#: it.
 DROP_LOCK_MS: Final = 2_000
 is_schema: Final = re.compile(r"[a-z_][a-z0-9_]{0,47}\Z").match
 _APPLY: Final = {"ledger": ledger.apply, "balances": balances.apply, "audit": audit.apply}
 
-# Only a session that says it replays this schema moves its cursors; a worker that was given the schema by mistake is stopped.
+# Only a session that says it replays this schema moves its cursors; a worker that was given the schema by
+# mistake is stopped.
 _GUARD: Final = """
 CREATE TABLE replay (
-    definition jsonb NOT NULL, until jsonb NOT NULL, at timestamptz NOT NULL DEFAULT now(), temporary boolean NOT NULL DEFAULT false
+    definition jsonb NOT NULL, until jsonb NOT NULL, at timestamptz NOT NULL DEFAULT now(),
+    temporary boolean NOT NULL DEFAULT false
 );
 CREATE FUNCTION only_a_replay() RETURNS trigger LANGUAGE plpgsql AS $$
 BEGIN
     IF coalesce(current_setting('grabstream.replay', true), '') <> TG_TABLE_SCHEMA THEN
-        RAISE EXCEPTION 'schema % holds a bounded replay, which no worker goes on with: set GRAB_SCHEMA to the system''s own',
+        RAISE EXCEPTION
+            'schema % holds a bounded replay, which no worker goes on with: '
+            'set GRAB_SCHEMA to the system''s own',
             TG_TABLE_SCHEMA;
     END IF;
     RETURN NULL;
 END $$;
-CREATE TRIGGER only_a_replay AFTER INSERT OR UPDATE ON projection_cursors FOR EACH STATEMENT EXECUTE FUNCTION only_a_replay();
+CREATE TRIGGER only_a_replay AFTER INSERT OR UPDATE ON projection_cursors
+    FOR EACH STATEMENT EXECUTE FUNCTION only_a_replay();
 """
 # What a user's slice knows of an offer: what was said of it, not what others took.
 _OFFERS_OF_USERS: Final = (
-    "CREATE VIEW offers AS SELECT offer, shard, kind, issuer, funding, asset, total, units, title, state, opened_at, opens_at, closes_at, "
+    "CREATE VIEW offers AS SELECT offer, shard, kind, issuer, funding, asset, total, units, title, state, "
+    "opened_at, opens_at, closes_at, "
     "closed_at, retired_at, reason, seed_sha256, seed, terms FROM offers_partial"
 )
 _BALANCES_OF_USERS: Final = "CREATE VIEW balances AS SELECT * FROM balances_partial WHERE user_id IN ({})"
@@ -68,8 +77,10 @@ class Definition(NamedTuple):
     def fixed(self) -> dict[str, Any]:
         """What cannot be changed later, for JSON."""
         return {
-            "prefix": self.prefix, "source": self.source, "shards": list(self.shards), "offers": sorted(self.wanted.offers),
-            "users": sorted(self.wanted.users), "definitions": {name: definition_of(name).number for name in PROJECTIONS},
+            "prefix": self.prefix, "source": self.source, "shards": list(self.shards),
+            "offers": sorted(self.wanted.offers),
+            "users": sorted(self.wanted.users),
+            "definitions": {name: definition_of(name).number for name in PROJECTIONS},
         }  # fmt: skip
 
     def bounds(self) -> dict[str, list[int | None]]:
@@ -80,7 +91,8 @@ class Definition(NamedTuple):
 def partial_views(definition: Definition, shards: int) -> list[str]:
     """Names of the views that cannot be exact; `shards` is how many the system has.
 
-    Limits are counted for now, and across a campaign; accounts and balances, across shards. (Demand there is none: refusals are no events.)
+    Limits are counted for now, and across a campaign; accounts and balances, across shards. (Demand there is
+    none: refusals are no events.)
     """
     wanted, whole = definition.wanted, len(definition.shards) == shards
     names = set()
@@ -104,12 +116,16 @@ class SchemaSink(RowSink):
 
     async def grabs(self, users: Sequence[str]) -> list[tuple[str, str]]:
         """The grabs of these users that are there already."""
-        found = await self._connection.execute("SELECT offer, grab FROM grabs WHERE user_id = ANY(%s)", (list(users),))
+        found = await self._connection.execute(
+            "SELECT offer, grab FROM grabs WHERE user_id = ANY(%s)", (list(users),)
+        )
         return [(offer, grab) for offer, grab in await found.fetchall()]
 
 
 async def use_projection(connection: AsyncConnection[Any], schema: str, projection: str) -> None:
-    """Makes unqualified names mean those of a projection's tables in a schema: the only place that says where they are."""
+    """Makes unqualified names mean those of a projection's tables in a schema: the only place that says where
+    they are.
+    """
     await use_schema(connection, schema)
 
 
@@ -117,7 +133,8 @@ async def use_projection(connection: AsyncConnection[Any], schema: str, projecti
 async def open_schema(
     postgres: str, schema: str, system: str, shards: int, definition: Definition, temporary: bool = False
 ) -> AsyncIterator[SchemaSink]:
-    """The schema, made if it is not there, at the position it was left at. `system` is the schema of the live read models.
+    """The schema, made if it is not there, at the position it was left at. `system` is the schema of the live
+    read models.
 
     Nobody else writes or removes it until the end; of a `temporary` one, `temporary_schema` sees to that.
     Raises Refused when the schema is something else, or was made from something else, or is being written.
@@ -145,8 +162,12 @@ async def open_schema(
         yield SchemaSink(connection, schema, await cursors.load(connection, "audit"))
 
 
-async def check_schema(connection: AsyncConnection[Any], schema: str, system: str, definition: Definition) -> bool:
-    """Whether the schema is there already, as a replay that this one may go on with; raises Refused when it is anything else."""
+async def check_schema(
+    connection: AsyncConnection[Any], schema: str, system: str, definition: Definition
+) -> bool:
+    """Whether the schema is there already, as a replay that this one may go on with; raises Refused when it
+    is anything else.
+    """
     if schema == system or schema in ("public", "information_schema") or schema.startswith("pg_"):
         raise Refused(f"schema {schema} is not for replays: name another")
     if may_be_version(system, schema):
@@ -155,38 +176,63 @@ async def check_schema(connection: AsyncConnection[Any], schema: str, system: st
     if kept is None:
         found = await connection.execute("SELECT 1 FROM pg_namespace WHERE nspname = %s", (schema,))
         if await found.fetchone():
-            raise Refused(f"schema {schema} is there and holds no replay: name another, or remove it with `DROP SCHEMA {schema} CASCADE`")
+            raise Refused(
+                f"schema {schema} is there and holds no replay: name another, or remove it with `DROP SCHEMA "
+                f"{schema} CASCADE`"
+            )
         return False
     fixed, until = kept
     remove = f"name another schema, or remove this one with `DROP SCHEMA {schema} CASCADE`"
     if fixed != definition.fixed():
         # One of a release before says nothing of definitions: its tables are others.
         known = {"definitions": "of an older release"} | fixed
-        changed = ", ".join(f"{name} {known.get(name)}" for name, value in definition.fixed().items() if known.get(name) != value)
+        changed = ", ".join(
+            f"{name} {known.get(name)}"
+            for name, value in definition.fixed().items()
+            if known.get(name) != value
+        )
         raise Refused(f"schema {schema} holds another replay, made with {changed}: {remove}")
     for shard in definition.shards:
         old, new = until.get(str(shard)), definition.bounds().get(str(shard))
-        if new is not None and (old is None or [value is None for value in old] != [value is None for value in new] or _less(new, old)):
-            raise Refused(f"schema {schema} holds a replay that goes beyond this one in shard {shard}: {remove}")
+        if new is not None and (
+            old is None
+            or [value is None for value in old] != [value is None for value in new]
+            or _less(new, old)
+        ):
+            raise Refused(
+                f"schema {schema} holds a replay that goes beyond this one in shard {shard}: {remove}"
+            )
     return True
 
 
 def _less(new: list[int | None], old: list[int | None]) -> bool:
-    return any(mine is not None and known is not None and mine < known for mine, known in zip(new, old, strict=True))
+    return any(
+        mine is not None and known is not None and mine < known for mine, known in zip(new, old, strict=True)
+    )
 
 
-async def read_definition(connection: AsyncConnection[Any], schema: str) -> tuple[dict[str, Any], dict[str, Any]] | None:
+async def read_definition(
+    connection: AsyncConnection[Any], schema: str
+) -> tuple[dict[str, Any], dict[str, Any]] | None:
     """What the replay in a schema was made from, and up to where; None when the schema holds none."""
-    if not (await (await connection.execute("SELECT to_regclass(%s) IS NOT NULL", (f"{schema}.replay",))).fetchone() or (False,))[0]:
+    if not (
+        await (
+            await connection.execute("SELECT to_regclass(%s) IS NOT NULL", (f"{schema}.replay",))
+        ).fetchone()
+        or (False,)
+    )[0]:
         return None
-    found = await connection.execute(sql.SQL("SELECT definition, until FROM {}").format(sql.Identifier(schema, "replay")))
+    found = await connection.execute(
+        sql.SQL("SELECT definition, until FROM {}").format(sql.Identifier(schema, "replay"))
+    )
     row = await found.fetchone()
     return (row[0], row[1]) if row else None
 
 
 @asynccontextmanager
 async def temporary_schema(postgres: str, system: str) -> AsyncIterator[str]:
-    """The name of a schema that nobody has, to be opened as a temporary one; it is removed at the end, whatever happens.
+    """The name of a schema that nobody has, to be opened as a temporary one; it is removed at the end,
+    whatever happens.
 
     What is left of such schemas by processes that were killed is removed first.
     """
@@ -204,7 +250,9 @@ async def temporary_schema(postgres: str, system: str) -> AsyncIterator[str]:
 
 
 async def _drop_left_behind(connection: AsyncConnection[Any], start: str) -> None:
-    found = await connection.execute("SELECT nspname FROM pg_namespace WHERE starts_with(nspname, %s)", (start,))
+    found = await connection.execute(
+        "SELECT nspname FROM pg_namespace WHERE starts_with(nspname, %s)", (start,)
+    )
     for (schema,) in await found.fetchall():
         with suppress(Held):
             await hold(connection, _lock(schema), f"at removes {schema}")
@@ -226,12 +274,16 @@ async def _drop(connection: AsyncConnection[Any], schema: str) -> None:
 async def _is_temporary(connection: AsyncConnection[Any], schema: str) -> bool:
     if await read_definition(connection, schema) is None:
         return False
-    query = sql.SQL("SELECT coalesce((to_jsonb(r) ->> 'temporary')::boolean, false) FROM {} AS r").format(sql.Identifier(schema, "replay"))
+    query = sql.SQL("SELECT coalesce((to_jsonb(r) ->> 'temporary')::boolean, false) FROM {} AS r").format(
+        sql.Identifier(schema, "replay")
+    )
     return bool((await (await connection.execute(query)).fetchone() or (False,))[0])
 
 
 def _lock(schema: str) -> str:
-    """The name of the lock that who writes a schema holds, or who looks into one that is removed afterwards."""
+    """The name of the lock that who writes a schema holds, or who looks into one that is removed
+    afterwards.
+    """
     return f"grabstream-replay-{schema}"
 
 
@@ -240,7 +292,8 @@ async def _make(connection: AsyncConnection[Any], schema: str, shards: int, defi
         await create_flat(connection, schema, shards)
         await connection.execute(_GUARD)
         await connection.execute(
-            "INSERT INTO replay (definition, until) VALUES (%s, %s)", (_json(definition.fixed()), _json(definition.bounds()))
+            "INSERT INTO replay (definition, until) VALUES (%s, %s)",
+            (_json(definition.fixed()), _json(definition.bounds())),
         )
         users, partial = definition.wanted.users, partial_views(definition, shards)
         # Those of users are made anew below: exact, in a smaller form.

@@ -1,4 +1,6 @@
-"""Selection: which events of a history are wanted, by offer and by user, and what read models of a part can say exactly."""
+"""Selection: which events of a history are wanted, by offer and by user, and what read models of a part can
+say exactly.
+"""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -15,7 +17,9 @@ from grabstream.models.events import (
 )
 from grabstream.projections.cursors import Fact
 
-_OfferEvent = OfferOpened | OfferLoaded | OfferAmended | OfferPaused | OfferResumed | OfferClosed | OfferRetired
+_OfferEvent = (
+    OfferOpened | OfferLoaded | OfferAmended | OfferPaused | OfferResumed | OfferClosed | OfferRetired
+)
 
 
 class Wanted(NamedTuple):
@@ -31,10 +35,12 @@ class Wanted(NamedTuple):
 
 
 class Selection:
-    """Picks events. Told apart by user, it has to see a shard from its beginning: a refund due names a grab, not its user.
+    """Picks events. Told apart by user, it has to see a shard from its beginning: a refund due names a grab,
+    not its user.
 
-    A user's events are those that name them, those that book on their `wallet:` or `hold:` (a correction, the rest of an envelope they
-    gave), and refunds due for their grabs. `offer_events` adds all that concerns a whole offer, which read models need.
+    A user's events are those that name them, those that book on their `wallet:` or `hold:` (a correction, the
+    rest of an envelope they gave), and refunds due for their grabs. `offer_events` adds all that concerns a
+    whole offer, which read models need.
     """
 
     def __init__(self, wanted: Wanted, offer_events: bool, grabs: Iterable[tuple[str, str]] = ()) -> None:

@@ -83,12 +83,20 @@ class TopicSink:
 
 
 class RowSink:
-    """Read models in PostgreSQL: rows, and the cursors of all `projections` (name → apply), move in one transaction.
+    """Read models in PostgreSQL: rows, and the cursors of all `projections` (name → apply), move in one
+    transaction.
 
-    `use(name)` makes unqualified names mean those of a projection. `positions` are the cursors, all projections being at the same.
+    `use(name)` makes unqualified names mean those of a projection. `positions` are the cursors, all
+    projections being at the same.
     """
 
-    def __init__(self, connection: AsyncConnection[Any], projections: Mapping[str, Apply], use: Use, positions: dict[int, Cursor]) -> None:
+    def __init__(
+        self,
+        connection: AsyncConnection[Any],
+        projections: Mapping[str, Apply],
+        use: Use,
+        positions: dict[int, Cursor],
+    ) -> None:
         self.positions = positions
         self._connection = connection
         self._projections = projections
@@ -123,18 +131,24 @@ class RowSink:
 
 
 async def check_topic(kafka: str, system: Topics, name: str, shards: int, append: bool) -> bool:
-    """Whether the topic is there already; raises Refused when it is one of the system's, or cannot take the events as they are."""
+    """Whether the topic is there already; raises Refused when it is one of the system's, or cannot take the
+    events as they are.
+    """
     if name in retention_ms(system):
         raise Refused(f"topic {name} is the system's own: name another")
     partitions = await partitions_of(kafka, name)
     if not partitions:
         return False
     if len(partitions) != shards:
-        raise Refused(f"topic {name} has {len(partitions)} partitions, but a shard needs one each, {shards}: name another")
+        raise Refused(
+            f"topic {name} has {len(partitions)} partitions, but a shard needs one each, {shards}: name "
+            "another"
+        )
     if not append:
         async with open_reader(kafka, name) as reader:
             if any([await reader.end(shard) > await reader.beginning(shard) for shard in range(shards)]):
                 raise Refused(
-                    f"topic {name} holds records already: name another, delete it, or say --append (readers tell repeats by ce_id)"
+                    f"topic {name} holds records already: name another, delete it, or say --append (readers "
+                    "tell repeats by ce_id)"
                 )
     return True

@@ -1,7 +1,9 @@
-"""Where a rebuild reads events from: the journal in Kafka, or, when that is gone, the audit trail in PostgreSQL.
+"""Where a rebuild reads events from: the journal in Kafka, or, when that is gone, the audit trail in
+PostgreSQL.
 
-Both give the same: for a shard, from a cursor up to another one that is known, what follows with the chain verified. Both go past
-what operators had set aside for the live version, when they are told to; else it is read again.
+Both give the same: for a shard, from a cursor up to another one that is known, what follows with the chain
+verified. Both go past what operators had set aside for the live version, when they are told to; else it is
+read again.
 """
 
 import asyncio
@@ -57,7 +59,9 @@ class Source(Protocol):
     name: str
     aside: Aside | None
 
-    def pieces(self, shard: int, cursor: Cursor, target: Cursor, aside: Sequence[SetAside] = ()) -> AsyncGenerator[Piece, None]:
+    def pieces(
+        self, shard: int, cursor: Cursor, target: Cursor, aside: Sequence[SetAside] = ()
+    ) -> AsyncGenerator[Piece, None]:
         """What lies between two cursors, in order, without what is set aside.
 
         Raises Unreadable when it does not lead from the one to the other.
@@ -82,13 +86,16 @@ class JournalSource:
         """The journal's end: only its offset is known beforehand."""
         return Cursor(next_offset=await self._reader.end(shard))
 
-    async def pieces(self, shard: int, cursor: Cursor, target: Cursor, aside: Sequence[SetAside] = ()) -> AsyncGenerator[Piece, None]:
+    async def pieces(
+        self, shard: int, cursor: Cursor, target: Cursor, aside: Sequence[SetAside] = ()
+    ) -> AsyncGenerator[Piece, None]:
         """See Source."""
         aside = [one for one in aside if one.shard == shard]
         end = await self._reader.end(shard)
         if target.next_offset > end:
             raise Unreadable(
-                f"journal, shard {shard}: it ends at offset {end}, the live read model is at {target.next_offset}: records were lost, or "
+                f"journal, shard {shard}: it ends at offset {end}, the live read model is at "
+                f"{target.next_offset}: records were lost, or "
                 "it is another journal; read the audit trail instead (--from audit)"
             )
         try:
@@ -98,11 +105,15 @@ class JournalSource:
                         cursor, facts = _taken(cursor, record, aside)
                         yield Piece(shard, cursor, _without(facts, aside))
         except (Corrupt, Gap) as error:
-            raise Unreadable(f"journal, shard {shard}, behind seq {cursor.seq}, offset {cursor.next_offset}: {error}") from None
+            raise Unreadable(
+                f"journal, shard {shard}, behind seq {cursor.seq}, offset {cursor.next_offset}: {error}"
+            ) from None
 
 
 def _taken(cursor: Cursor, record: Record, aside: Sequence[SetAside]) -> tuple[Cursor, list[Fact]]:
-    """The cursor behind a record and the record's news; when it cannot be taken but is set aside, the cursor behind it all the same."""
+    """The cursor behind a record and the record's news; when it cannot be taken but is set aside, the cursor
+    behind it all the same.
+    """
     try:
         decoded = Decoded(record)
         behind, accepted = cursor.feed(record.offset, decoded.block)
@@ -121,7 +132,9 @@ def _without(facts: list[Fact], aside: Sequence[SetAside]) -> list[Fact]:
 
 
 class AuditSource:
-    """The audit trail; it knows no offsets, so a target's are taken over where its seq and hash are reached."""
+    """The audit trail; it knows no offsets, so a target's are taken over where its seq and hash are
+    reached.
+    """
 
     name = "audit"
 
@@ -133,7 +146,9 @@ class AuditSource:
         """Unknown: the audit trail has no offsets."""
         return None
 
-    async def pieces(self, shard: int, cursor: Cursor, target: Cursor, aside: Sequence[SetAside] = ()) -> AsyncGenerator[Piece, None]:
+    async def pieces(
+        self, shard: int, cursor: Cursor, target: Cursor, aside: Sequence[SetAside] = ()
+    ) -> AsyncGenerator[Piece, None]:
         """See Source."""
         aside = [one for one in aside if one.shard == shard]
         deadline = time.monotonic() + AUDIT_LAG_SECONDS
@@ -142,7 +157,8 @@ class AuditSource:
                 async for behind, lines, hashes in lists:
                     facts = _without(_facts(shard, behind.seq - len(lines) + 1, lines, hashes), aside)
                     cursor = behind
-                    # Only the last cursor has an offset, the target's: one in between only says how far this build is.
+                    # Only the last cursor has an offset, the target's: one in between only says how far this
+                    # build is.
                     if cursor.seq < target.seq:
                         yield Piece(shard, cursor, facts)
                     elif cursor.head == target.head:
@@ -153,8 +169,8 @@ class AuditSource:
             await asyncio.sleep(POLL_SECONDS)
         if (cursor.seq, cursor.head) != (target.seq, target.head):
             raise Unreadable(
-                f"audit trail, shard {shard}: its seq {cursor.seq} does not lead to seq {target.seq} of the live read model"
-                + ("" if cursor.seq < target.seq else ": another history")
+                f"audit trail, shard {shard}: its seq {cursor.seq} does not lead to seq {target.seq} of the "
+                "live read model" + ("" if cursor.seq < target.seq else ": another history")
             )
         yield Piece(shard, target, [])
 
@@ -162,13 +178,15 @@ class AuditSource:
 async def audit_lines(
     connection: AsyncConnection[Any], shard: int, cursor: Cursor, to_seq: int
 ) -> AsyncGenerator[tuple[Cursor, list[bytes], list[bytes]], None]:
-    """The audit trail's events behind a cursor in lists of bounded size, with their hashes and the cursor behind each list.
+    """The audit trail's events behind a cursor in lists of bounded size, with their hashes and the cursor
+    behind each list.
 
     The chain is verified; raises Unreadable at a gap or a wrong hash.
     """
     while cursor.seq < to_seq:
         found = await connection.execute(
-            "SELECT seq, body, hash FROM audit WHERE shard = %s AND seq > %s AND seq <= %s ORDER BY seq LIMIT %s",
+            "SELECT seq, body, hash FROM audit WHERE shard = %s AND seq > %s AND seq <= %s ORDER BY seq "
+            "LIMIT %s",
             (shard, cursor.seq, to_seq, AUDIT_ROWS),
         )
         rows = await found.fetchall()
@@ -189,9 +207,16 @@ def _facts(shard: int, first_seq: int, lines: Sequence[bytes], hashes: Sequence[
     try:
         events = decode_event_list(b"[" + b",".join(lines) + b"]")
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise Unreadable(f"audit trail, shard {shard}: an event from seq {first_seq} on cannot be decoded: {error}") from None
-    if [(event.seq, event.shard) for event in events] != [(first_seq + place, shard) for place in range(len(lines))]:
-        raise Unreadable(f"audit trail, shard {shard}: the events from seq {first_seq} on carry other numbers in their text")
+        raise Unreadable(
+            f"audit trail, shard {shard}: an event from seq {first_seq} on cannot be decoded: {error}"
+        ) from None
+    if [(event.seq, event.shard) for event in events] != [
+        (first_seq + place, shard) for place in range(len(lines))
+    ]:
+        raise Unreadable(
+            f"audit trail, shard {shard}: the events from seq {first_seq} on carry other numbers in their "
+            "text"
+        )
     return facts_of(lines, hashes, events)
 
 
@@ -215,7 +240,9 @@ async def open_source(
             yield JournalSource(await stack.enter_async_context(open_reader(kafka, journal)), aside)
 
 
-async def chunks_of(pieces: AsyncGenerator[Piece, None], events: int) -> AsyncGenerator[tuple[Cursor, list[Fact]], None]:
+async def chunks_of(
+    pieces: AsyncGenerator[Piece, None], events: int
+) -> AsyncGenerator[tuple[Cursor, list[Fact]], None]:
     """The pieces gathered to chunks of about so many events."""
     facts: list[Fact] = []
     behind: Cursor | None = None
@@ -230,7 +257,9 @@ async def chunks_of(pieces: AsyncGenerator[Piece, None], events: int) -> AsyncGe
         yield behind, facts
 
 
-async def ahead(chunks: AsyncGenerator[tuple[Cursor, list[Fact]], None], depth: int) -> AsyncGenerator[tuple[Cursor, list[Fact]], None]:
+async def ahead(
+    chunks: AsyncGenerator[tuple[Cursor, list[Fact]], None], depth: int
+) -> AsyncGenerator[tuple[Cursor, list[Fact]], None]:
     """The chunks, the next ones read and decoded while PostgreSQL takes this one."""
     queue: asyncio.Queue[tuple[Cursor, list[Fact]] | Exception | None] = asyncio.Queue(depth)
 

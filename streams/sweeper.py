@@ -1,5 +1,6 @@
-"""The sweeper: ends holds whose time is over, closes and retires offers, deletes what retired offers left, and carries counted refusals to
-SQL. One a shard, beside its relay."""
+"""The sweeper: ends holds whose time is over, closes and retires offers, deletes what retired offers left,
+and carries counted refusals to SQL. One a shard, beside its relay.
+"""
 
 import asyncio
 import logging
@@ -23,23 +24,34 @@ log = logging.getLogger(__name__)
 SWEEP_EVERY_SECONDS: Final = 0.25
 OFFERS_AT_ONCE_MAX: Final = 64
 HOLDS_AT_ONCE_MAX: Final = 256
-#: Records that a step of cleaning looks at, about a millisecond, and the pause after it in which everybody else is served.
+#: Records that a step of cleaning looks at, about a millisecond, and the pause after it in which everybody
+#: else is served.
 CLEAN_FIELDS_A_STEP: Final = 500
 CLEAN_PAUSE_SECONDS: Final = 0.01
 DEMAND_FIELDS_MAX: Final = 2_000
 #: How long a hold or offer that makes its script fail is left out, so that the others of its shard go on.
 LEFT_OUT_SECONDS: Final = 60.0
 
-#: Writes (second, outcome code, offer, refusals) of a shard to SQL; the numbers are absolute, so writing them twice is harmless.
+#: Writes (second, outcome code, offer, refusals) of a shard to SQL; the numbers are absolute, so writing them
+#: twice is harmless.
 RecordDemand = Callable[[int, Sequence[tuple[int, int, str, int]]], Awaitable[None]]
 
 _pack = msgspec.msgpack.Encoder().encode
 
 
 class Sweeper:
-    """Does what time brings in one shard. `record_demand` is None where no SQL is at hand: counts then stay in Redis."""
+    """Does what time brings in one shard. `record_demand` is None where no SQL is at hand: counts then stay
+    in Redis.
+    """
 
-    def __init__(self, redis: Any, keys: ShardKeys, shards: int, clock_skew_ms_max: int, record_demand: RecordDemand | None = None) -> None:
+    def __init__(
+        self,
+        redis: Any,
+        keys: ShardKeys,
+        shards: int,
+        clock_skew_ms_max: int,
+        record_demand: RecordDemand | None = None,
+    ) -> None:
         self._redis = redis
         self._keys = keys
         self._shards = shards
@@ -51,7 +63,9 @@ class Sweeper:
         self._left_out: dict[tuple[str, str], float] = {}
 
     async def run(self) -> None:
-        """Sweeps until cancelled; errors of a server are logged and tried again. Holds wait neither for SQL nor for cleaning."""
+        """Sweeps until cancelled; errors of a server are logged and tried again. Holds wait neither for SQL
+        nor for cleaning.
+        """
         async with asyncio.TaskGroup() as tasks:
             # Side by side, a call of each in turn: neither waits until the other has nothing left to do.
             tasks.create_task(self._again_and_again(self.expire_all))
@@ -72,7 +86,9 @@ class Sweeper:
             await asyncio.sleep(SWEEP_EVERY_SECONDS)
 
     async def sweep(self, at_ms: int | None = None) -> int:
-        """Everything that is due by Redis' own clock (or at the time given, for simulation); returns how many holds and offers."""
+        """Everything that is due by Redis' own clock (or at the time given, for simulation); returns how many
+        holds and offers.
+        """
         return await self.expire_all(at_ms) + await self.see_to_offers(at_ms)
 
     async def expire_all(self, at_ms: int | None = None) -> int:
@@ -83,7 +99,9 @@ class Sweeper:
         return done
 
     async def see_to_offers(self, at_ms: int | None = None) -> int:
-        """Sees to all offers that are due; returns how many it found, one that is served on in steps as often as that."""
+        """Sees to all offers that are due; returns how many it found, one that is served on in steps as often
+        as that.
+        """
         done = 0
         while found := await self.close_due(at_ms):
             done += found
@@ -91,20 +109,25 @@ class Sweeper:
 
     async def expire_holds(self, at_ms: int | None = None) -> int:
         """Ends holds that are over, a bounded number; returns how many it found."""
-        return await self._for_each("expire", self._keys.holds, await self._due(self._keys.holds, at_ms, HOLDS_AT_ONCE_MAX), at_ms)
+        return await self._for_each(
+            "expire", self._keys.holds, await self._due(self._keys.holds, at_ms, HOLDS_AT_ONCE_MAX), at_ms
+        )
 
     async def close_due(self, at_ms: int | None = None) -> int:
         """Closes, serves on or retires offers that are due, a bounded number; returns how many it saw to.
 
-        Of more than a call can see to, those that fell due last come first in every other call: an offer whose units wait for the next
-        in its queue, or that closes now, does not stand behind thousands that retire.
+        Of more than a call can see to, those that fell due last come first in every other call: an offer
+        whose units wait for the next in its queue, or that closes now, does not stand behind thousands that
+        retire.
         """
         due = await self._due(self._keys.due, at_ms, OFFERS_AT_ONCE_MAX, last_first=self._last_first)
         self._last_first = not self._last_first and len(due) == OFFERS_AT_ONCE_MAX
         return await self._for_each("sweep", self._keys.due, due, at_ms)
 
     async def clean(self, at_ms: int | None = None, steps_max: int | None = None) -> int:
-        """Deletes what counts as forgotten, in bounded steps, until nothing is left of it; returns the number of steps."""
+        """Deletes what counts as forgotten, in bounded steps, until nothing is left of it; returns the number
+        of steps.
+        """
         steps = 0
         while steps_max is None or steps < steps_max:
             if not (await self.forget_payments(at_ms) or await self._clean_step(at_ms)):
@@ -114,7 +137,9 @@ class Sweeper:
         return steps
 
     async def forget_payments(self, at_ms: int | None = None) -> int:
-        """Forgets offers that retired so long ago that their payments are known no more, a bounded number; returns how many."""
+        """Forgets offers that retired so long ago that their payments are known no more, a bounded number;
+        returns how many.
+        """
         offers = await self._due(self._keys.past, at_ms, OFFERS_AT_ONCE_MAX, PAYMENTS_KEPT_MS)
         return await self._for_each("forget", self._keys.past, offers, at_ms)
 
@@ -128,7 +153,9 @@ class Sweeper:
         keys = [answers if what == "answers" else payments, state]
         return bool((await self._reply("clean", keys, at_ms, campaign, what, CLEAN_FIELDS_A_STEP)).code == 0)
 
-    async def _due(self, key: str, at_ms: int | None, most: int, after_ms: int = 0, last_first: bool = False) -> list[str]:
+    async def _due(
+        self, key: str, at_ms: int | None, most: int, after_ms: int = 0, last_first: bool = False
+    ) -> list[str]:
         """Members of a sorted set whose time, or so long after it, has come; a bounded number."""
         now = (at_ms if at_ms is not None else await self._redis_time_ms()) - after_ms
         self._left_out = {one: until for one, until in self._left_out.items() if until > time.monotonic()}
@@ -141,9 +168,11 @@ class Sweeper:
         return [member for member in members if (key, member) not in self._left_out][:most]
 
     async def _for_each(self, script: str, key: str, members: list[str], at_ms: int | None) -> int:
-        """Runs a script for members of a sorted set (offers, or `<offer>/<grab>`) in one call; returns how many it saw to.
+        """Runs a script for members of a sorted set (offers, or `<offer>/<grab>`) in one call; returns how
+        many it saw to.
 
-        Where it raises, halves of them are tried, until the one that it cannot handle is alone; that one is left out for a while.
+        Where it raises, halves of them are tried, until the one that it cannot handle is alone; that one is
+        left out for a while.
         """
         if not members:
             return 0
@@ -176,7 +205,14 @@ class Sweeper:
 
     async def _reply(self, script: str, keys: list[str], at_ms: int | None, *rest: object) -> Any:
         simulated: int | str = "" if at_ms is None else at_ms
-        arguments = (f"{self._keys.shard}/{self._shards}", now_ms(), simulated, self._clock_skew_ms_max, "", *rest)
+        arguments = (
+            f"{self._keys.shard}/{self._shards}",
+            now_ms(),
+            simulated,
+            self._clock_skew_ms_max,
+            "",
+            *rest,
+        )
         return decode_reply(await run_script(self._redis, script, [*self._keys.deciding(), *keys], arguments))
 
     async def flush_demand(self) -> None:
@@ -186,7 +222,9 @@ class Sweeper:
         # A second is over when no clock that is still believed can fall back into it.
         second = (await self._redis_time_ms() - self._clock_skew_ms_max) // 1000
         # From where the last call ended, so that every field is met, however many come meanwhile.
-        self._demand_cursor, fields = await self._redis.hscan(self._keys.demand, self._demand_cursor, count=DEMAND_FIELDS_MAX)
+        self._demand_cursor, fields = await self._redis.hscan(
+            self._keys.demand, self._demand_cursor, count=DEMAND_FIELDS_MAX
+        )
         rows, written = [], []
         for field, count in fields.items():
             counted_in, code, offer = field.decode().split(":", 2)

@@ -1,9 +1,10 @@
-"""Taking a shard over (DESIGN 4.6): 1. raise the term · 2. append a marker · 3. read the partition up to it: what counts there is the
-truth · 4. make Redis equal to it, or ahead of it.
+"""Taking a shard over (DESIGN 4.6): 1. raise the term · 2. append a marker · 3. read the partition up to it:
+what counts there is the truth · 4. make Redis equal to it, or ahead of it.
 
-Step 4 has four outcomes. Equal or ahead: go on. Behind: apply what is missing. Another history, or a hole: rebuild, and list what
-Redis had decided beyond it. A journal that has lost what was acknowledged: stay fenced, and say how it is put right.
-The order of these steps is the protocol; change it only together with shared/model/protocol_model.py.
+Step 4 has four outcomes. Equal or ahead: go on. Behind: apply what is missing. Another history, or a hole:
+rebuild, and list what Redis had decided beyond it. A journal that has lost what was acknowledged: stay
+fenced, and say how it is put right. The order of these steps is the protocol; change it only together with
+shared/model/protocol_model.py.
 """
 
 import logging
@@ -32,8 +33,9 @@ Drain = Callable[[Ownership, Cursor], Awaitable[Cursor]]
 
 
 class Truth(NamedTuple):
-    """What the journal says up to the own marker: where reading began, the cursor behind it, and the hash at every seq that Redis
-    may have, from its checkpoint on."""
+    """What the journal says up to the own marker: where reading began, the cursor behind it, and the hash at
+    every seq that Redis may have, from its checkpoint on.
+    """
 
     base: Cursor
     cursor: Cursor
@@ -47,12 +49,13 @@ class _NotTheJournal(Exception):
 class Takeover:
     """Takes one shard over.
 
-    `send` appends a record to the shard's partition and returns its offset; `drain` journals what the outbox holds behind a cursor and
-    returns the cursor behind it.
+    `send` appends a record to the shard's partition and returns its offset; `drain` journals what the outbox
+    holds behind a cursor and returns the cursor behind it.
     """
 
     def __init__(
-        self, shard: OwnedShard, shards: int, reader: JournalReader, send: Send, drain: Drain, recovery: Recovery
+        self, shard: OwnedShard, shards: int, reader: JournalReader, send: Send, drain: Drain,
+        recovery: Recovery
     ) -> None:  # fmt: skip
         self._shard = shard
         self._shards = shards
@@ -77,16 +80,25 @@ class Takeover:
             raised, marker = await self._raise(truth.cursor.term)
             truth = await self._read_on(truth, marker, raised)
         else:
-            raise SteppedDown(f"the marker of term {raised.ownership.term} does not count, term {truth.cursor.term} is in the journal")
+            raise SteppedDown(
+                f"the marker of term {raised.ownership.term} does not count, term {truth.cursor.term} is in "
+                "the journal"
+            )
         if truth.cursor.seq < checkpoint.seq:
-            raise await self._stay_fenced(raised.ownership, f"ends at seq {truth.cursor.seq}, {checkpoint.seq} were acknowledged")
+            raise await self._stay_fenced(
+                raised.ownership, f"ends at seq {truth.cursor.seq}, {checkpoint.seq} were acknowledged"
+            )
         own = raised.ownership
-        cursor = await self._reconcile(raised, truth, checkpoint, distrusted=base != checkpoint or raised.form == "partial")
+        cursor = await self._reconcile(
+            raised, truth, checkpoint, distrusted=base != checkpoint or raised.form == "partial"
+        )
         await self._shard.trim(own, cursor)
         return own, cursor
 
     async def rebuild(self, own: Ownership, cursor: Cursor, reason: str) -> Cursor:
-        """Rebuilds a shard that was taken over, whatever Redis has of it, once all of that is journaled; returns the cursor behind it."""
+        """Rebuilds a shard that was taken over, whatever Redis has of it, once all of that is journaled;
+        returns the cursor behind it.
+        """
         await self._shard.fence(own, reason)
         cursor = await self._drain(own, cursor)
         await self._rebuild(own, cursor, Position("other", cursor.seq, reason))
@@ -104,10 +116,12 @@ class Takeover:
         await self._shard.fence(own, reason)
         return NotReconciled(reason)
 
-    # -- the truth ----------------------------------------------------------------------------------------------------
+    # -- the truth -------------------------------------------------------------------------------------------
 
     async def _base(self, raised: Raised, checkpoint: Cursor) -> Cursor:
-        """Where to read from: the checkpoint, or the newest snapshot where what Redis has is not worth comparing."""
+        """Where to read from: the checkpoint, or the newest snapshot where what Redis has is not worth
+        comparing.
+        """
         if raised.alive:
             return checkpoint
         snapshot = await self._recovery.newest_snapshot()
@@ -117,17 +131,23 @@ class Takeover:
         return snapshot if snapshot.seq and saved_records > worth_records else checkpoint
 
     async def _read_truth(self, base: Cursor, checkpoint: Cursor, marker: int, raised: Raised) -> Truth:
-        """Reads the partition from the base up to the own marker; all of it when the base is not found in it."""
+        """Reads the partition from the base up to the own marker; all of it when the base is not found in
+        it.
+        """
         try:
             await self._check_base(base, marker)
-            return await self._read_on(Truth(base, base, {base.seq: base.head}), marker, raised, checkpoint.seq)
+            return await self._read_on(
+                Truth(base, base, {base.seq: base.head}), marker, raised, checkpoint.seq
+            )
         except (_NotTheJournal, Corrupt, Gap) as error:
             if base == Cursor():
                 raise await self._stay_fenced(raised.ownership, f"contradicts itself ({error})") from None
             log.warning("shard %d: %s; reading the journal from its beginning", self._shard.keys.shard, error)
         truth = await self._read_truth(Cursor(), checkpoint, marker, raised)
         if truth.cursor.seq < base.seq:
-            raise await self._stay_fenced(raised.ownership, f"ends at seq {truth.cursor.seq}, but {base.seq} were in it")
+            raise await self._stay_fenced(
+                raised.ownership, f"ends at seq {truth.cursor.seq}, but {base.seq} were in it"
+            )
         return truth
 
     async def _check_base(self, base: Cursor, marker: int) -> None:
@@ -149,23 +169,35 @@ class Takeover:
             async for behind, accepted in reading:
                 cursor = behind
                 # Of a server that decides nothing, what is beyond its seq is never compared.
-                hashes.update((one.seq, one.hash) for one in accepted if one.seq >= keep_from and (raised.alive or one.seq <= raised.seq))
+                hashes.update(
+                    (one.seq, one.hash)
+                    for one in accepted
+                    if one.seq >= keep_from and (raised.alive or one.seq <= raised.seq)
+                )
         return truth._replace(cursor=cursor)
 
-    async def _accepted(self, cursor: Cursor, marker: int) -> AsyncGenerator[tuple[Cursor, Sequence[Accepted]], None]:
+    async def _accepted(
+        self, cursor: Cursor, marker: int
+    ) -> AsyncGenerator[tuple[Cursor, Sequence[Accepted]], None]:
         """The events that count from a cursor up to a marker, with the cursor behind them."""
-        async with aclosing(self._reader.read(self._shard.keys.shard, cursor.next_offset, marker + 1)) as reading:
+        async with aclosing(
+            self._reader.read(self._shard.keys.shard, cursor.next_offset, marker + 1)
+        ) as reading:
             async for records in reading:
                 for record in records:
                     cursor, accepted = cursor.feed(record.offset, parse_block(record.headers, record.value))
                     yield cursor, accepted
 
-    # -- Redis against it ---------------------------------------------------------------------------------------------
+    # -- Redis against it ------------------------------------------------------------------------------------
 
     async def _reconcile(self, raised: Raised, truth: Truth, checkpoint: Cursor, distrusted: bool) -> Cursor:
         own = raised.ownership
         outdated = raised.form == "outdated"
-        if raised.alive and not (outdated or distrusted) and (await self._compare(own, truth, checkpoint)).kind == "ahead":
+        if (
+            raised.alive
+            and not (outdated or distrusted)
+            and (await self._compare(own, truth, checkpoint)).kind == "ahead"
+        ):
             return truth.cursor
         await self._shard.fence(own, "the shard is being reconciled with the journal")
         # Nothing is decided any more: what is compared now stays so.
@@ -179,7 +211,9 @@ class Takeover:
         return truth.cursor
 
     async def _caught_up(self, own: Ownership, truth: Truth, position: Position) -> bool:
-        """Applies what is missing. False: a seed in it needs a key that is not there; who rebuilds looks whether it was revealed."""
+        """Applies what is missing. False: a seed in it needs a key that is not there; who rebuilds looks
+        whether it was revealed.
+        """
         missing = self._accepted(truth.base, truth.cursor.next_offset - 1)
         try:
             await self._recovered(own, self._recovery.catch_up(own, position, missing))
@@ -190,7 +224,9 @@ class Takeover:
         return True
 
     async def _rebuild(self, own: Ownership, cursor: Cursor, position: Position) -> None:
-        rebuilding = self._recovery.rebuild(own, position, lambda base: self._accepted(base, cursor.next_offset - 1))
+        rebuilding = self._recovery.rebuild(
+            own, position, lambda base: self._accepted(base, cursor.next_offset - 1)
+        )
         try:
             await self._recovered(own, rebuilding)
         except CannotOpen as error:
@@ -213,8 +249,12 @@ class Takeover:
     async def _finish(self, own: Ownership, seq: int) -> None:
         await self._shard.run("reconcile", [self._shard.keys.state], own, seq, self._shards)
 
-    async def _compare(self, own: Ownership, truth: Truth, checkpoint: Cursor, distrusted: bool = False) -> Position:
-        """Chains the outbox from the checkpoint: every hash up to the journal's tail must be the journal's."""
+    async def _compare(
+        self, own: Ownership, truth: Truth, checkpoint: Cursor, distrusted: bool = False
+    ) -> Position:
+        """Chains the outbox from the checkpoint: every hash up to the journal's tail must be the
+        journal's.
+        """
         seq, head, tail = checkpoint.seq, checkpoint.head, truth.cursor.seq
         different = None if distrusted or truth.hashes.get(seq) == head else seq
         lost: list[bytes] = []
@@ -239,9 +279,13 @@ class Takeover:
             )
             return Position("other", shard_seq, problem, lost)
         if different is not None:
-            return Position("other", shard_seq, f"Redis has another history than the journal at seq {different}", lost)
+            return Position(
+                "other", shard_seq, f"Redis has another history than the journal at seq {different}", lost
+            )
         if seq != shard_seq:
-            return Position("other", shard_seq, f"Redis is at seq {shard_seq}, its outbox ends at {seq}: a hole", lost)
+            return Position(
+                "other", shard_seq, f"Redis is at seq {shard_seq}, its outbox ends at {seq}: a hole", lost
+            )
         if seq < tail:
             return Position("behind", seq, f"Redis is behind the journal: seq {seq} of {tail}")
         return Position("ahead", seq)

@@ -1,6 +1,8 @@
-"""The id that Kafka gives a topic (KIP-516): another one whenever a topic of the same name is made anew, and on other brokers.
+"""The id that Kafka gives a topic (KIP-516): another one whenever a topic of the same name is made anew, and
+on other brokers.
 
-aiokafka asks for metadata in a version that has no ids yet, so the question stands here in a newer one (12, Kafka 2.8 and later).
+aiokafka asks for metadata in a version that has no ids yet, so the question stands here in a newer one (12,
+Kafka 2.8 and later).
 """
 
 from typing import Any, NamedTuple
@@ -82,7 +84,10 @@ class _AskForMetadata(RequestStruct):  # type: ignore[misc]
     FLEXIBLE_VERSION = True
     RESPONSE_TYPE = _Metadata
     SCHEMA = Schema(
-        ("topics", CompactArray(("topic_id", _Uuid), ("name", CompactString("utf-8")), ("tags", TaggedFields))),
+        (
+            "topics",
+            CompactArray(("topic_id", _Uuid), ("name", CompactString("utf-8")), ("tags", TaggedFields)),
+        ),
         ("allow_auto_topic_creation", Boolean),
         ("include_authorized_operations", Boolean),
         ("tags", TaggedFields),
@@ -107,7 +112,9 @@ class Topic(NamedTuple):
 
 
 async def find_topic(bootstrap: str, name: str) -> Topic | None:
-    """The topic of a name; None when there is none. Raises aiokafka's errors when the brokers cannot be reached."""
+    """The topic of a name; None when there is none. Raises aiokafka's errors when the brokers cannot be
+    reached.
+    """
     client = AIOKafkaAdminClient(bootstrap_servers=bootstrap, request_timeout_ms=REQUEST_TIMEOUT_MS)
     async with started(client):
         answer = await client._send_request(_Topics(name))

@@ -62,11 +62,15 @@ def retention_ms(topics: Topics) -> dict[str, int]:
     }
 
 
-async def create_topics(bootstrap: str, topics: Topics, shards: int, replication: int | None = None) -> list[str]:
-    """Creates the topics that are missing and returns their names; what exists is left as it is, but for `bound_batches`.
+async def create_topics(
+    bootstrap: str, topics: Topics, shards: int, replication: int | None = None
+) -> list[str]:
+    """Creates the topics that are missing and returns their names; what exists is left as it is, but for
+    `bound_batches`.
 
-    `replication` is how many brokers keep a copy of each; absent: all there are, three at most. From three on, a record is
-    acknowledged by two at least. Raises aiokafka's errors when the brokers cannot be reached or refuse.
+    `replication` is how many brokers keep a copy of each; absent: all there are, three at most. From three
+    on, a record is acknowledged by two at least. Raises aiokafka's errors when the brokers cannot be reached
+    or refuse.
     """
     if replication is None:
         async with started(AIOKafkaAdminClient(bootstrap_servers=bootstrap)) as client:
@@ -89,7 +93,9 @@ async def keeps_compressed(client: AIOKafkaAdminClient, name: str) -> dict[str, 
 
 
 async def bound_batches(bootstrap: str, name: str) -> None:
-    """Makes a topic refuse batches that are too large when they are unpacked: a reader would unpack them whole, however large."""
+    """Makes a topic refuse batches that are too large when they are unpacked: a reader would unpack them
+    whole, however large.
+    """
     async with started(AIOKafkaAdminClient(bootstrap_servers=bootstrap)) as client:
         own = await keeps_compressed(client, name)
         if own is None:
@@ -102,10 +108,14 @@ async def bound_batches(bootstrap: str, name: str) -> None:
 
 
 async def create_topic_like(bootstrap: str, like: str, name: str, shards: int) -> None:
-    """Creates a topic of somebody's own, if it is not there: for ever, a partition a shard, as many copies as the topic `like` has."""
+    """Creates a topic of somebody's own, if it is not there: for ever, a partition a shard, as many copies as
+    the topic `like` has.
+    """
     copies = len((await partitions_of(bootstrap, like))[0]["replicas"])
     configs = {"retention.ms": "-1", "max.message.bytes": str(RECORD_BYTES_MAX)}
-    await _create(bootstrap, [NewTopic(name, num_partitions=shards, replication_factor=copies, topic_configs=configs)])
+    await _create(
+        bootstrap, [NewTopic(name, num_partitions=shards, replication_factor=copies, topic_configs=configs)]
+    )
 
 
 async def partitions_of(bootstrap: str, name: str) -> list[dict[str, Any]]:

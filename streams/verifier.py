@@ -1,12 +1,16 @@
 """The verifier: walks steadily behind the read models, and says how far all of it is proved.
 
 A pass goes over every shard and then over a page of accounts and offers:
-1. the walk: the audit trail's chain row by row, each row against the ledger's lines, folded into what accounts and offers must be ·
-2. where that has caught up, the next round: the same rows once more, since what was proved may have been changed ·
-3. accounts and users' balances against the fold · 4. offers: read model and Redis against the fold, at the same event ·
-5. from time to time grabs and payments: the rows of a few offers that stand still, against what their events make of them.
-Beside it, at the same pace, the keys of Redis: shard by shard, each is compared with what its journal makes of it.
-Then it rests, so that it takes the share of time it was given. One verifier a system works, the others wait for its lock.
+1. the walk: the audit trail's chain row by row, each row against the ledger's lines, folded into what
+   accounts and offers must be ·
+2. where that has caught up, the next round: the same rows once more, since what was proved may have been
+   changed ·
+3. accounts and users' balances against the fold · 4. offers: read model and Redis against the fold, at the
+   same event ·
+5. from time to time grabs and payments: the rows of a few offers that stand still, against what their events
+   make of them. Beside it, at the same pace, the keys of Redis: shard by shard, each is compared with what
+   its journal makes of it. Then it rests, so that it takes the share of time it was given. One verifier a
+   system works, the others wait for its lock.
 """
 
 import asyncio
@@ -42,10 +46,12 @@ EVENTS_A_STEP: Final = 250
 #: Steps of a shard that is behind, before the others have their turn.
 STEPS_A_PASS: Final = 16
 ROWS_A_PAGE: Final = 500
-#: How far the ledger may be ahead of the walk for accounts to be compared: its lines behind the walk are summed up each time.
+#: How far the ledger may be ahead of the walk for accounts to be compared: its lines behind the walk are
+#: summed up each time.
 AHEAD_EVENTS_MAX: Final = 2_000
 OBSERVATIONS_MAX: Final = 10_000
-#: How often rows of grabs and payments are made of events once more, and of how many offers and about how many events each time.
+#: How often rows of grabs and payments are made of events once more, and of how many offers and about how
+#: many events each time.
 ROWS_EVERY_SECONDS: Final = 10.0
 ROWS_OFFERS_MAX: Final = 100
 ROWS_EVENTS_MAX: Final = 5_000
@@ -71,18 +77,21 @@ class Observation(NamedTuple):
         return numbers_in_words(self.numbers)
 
 
-#: What of a shard (its number) differs in Redis from what its journal makes of it, in words, found at a share of the time.
+#: What of a shard (its number) differs in Redis from what its journal makes of it, in words, found at a share
+#: of the time.
 CompareKeys = Callable[[int, float], Awaitable[list[str] | None]]
 
 
 class Verifier:
-    """Verifies until stopped. `share` is the part of the time it may take, above 0 and at most 1; `redis` must not decode replies.
+    """Verifies until stopped. `share` is the part of the time it may take, above 0 and at most 1; `redis`
+    must not decode replies.
 
     With `compare_keys` half of that goes to Redis: shard by shard, every key.
     """
 
     def __init__(
-        self, redis: Any, keys: KeySpace, postgres: str, schema: str, share: float, compare_keys: CompareKeys | None = None
+        self, redis: Any, keys: KeySpace, postgres: str, schema: str, share: float,
+        compare_keys: CompareKeys | None = None
     ) -> None:  # fmt: skip
         self._redis = redis
         self._keys = keys
@@ -108,7 +117,8 @@ class Verifier:
                 trouble.say(f"tables are missing ({error.diag.message_primary}): run `grabstream init`")
                 await _rest(stop, RETRY_SECONDS)
             except BaseException as error:
-                # What PostgreSQL refuses, too: a wrong row in the tables of checking stops nothing but checking, and `doctor` sees that.
+                # What PostgreSQL refuses, too: a wrong row in the tables of checking stops nothing but
+                # checking, and `doctor` sees that.
                 if not (is_trouble(error) or isinstance(error, psycopg.Error | LookupError)):
                     raise
                 trouble.say(in_words(error))
@@ -142,7 +152,7 @@ class Verifier:
             took = time.monotonic() - began
             await _rest(stop, max(took * (1 / self._share - 1), 0 if more else REST_SECONDS_MIN))
 
-    # -- every key of Redis -------------------------------------------------------------------------------------------
+    # -- every key of Redis ----------------------------------------------------------------------------------
 
     async def _compare_all_keys(self, compare: CompareKeys, stop: asyncio.Event) -> None:
         """Shard by shard, round and round."""
@@ -162,7 +172,10 @@ class Verifier:
                 shard = (shard + 1) % self._keys.shards
 
     async def _judge_keys(self, shard: int, found: Sequence[str]) -> None:
-        problems = [Problem(_subject(line), line) for line in (line.removeprefix(f"shard {shard}: ") for line in found)]
+        problems = [
+            Problem(_subject(line), line)
+            for line in (line.removeprefix(f"shard {shard}: ") for line in found)
+        ]
         # The numbers of an offer are compared at each pass, and named there.
         problems = [problem for problem in problems if not _number_of_offer(problem.subject)]
         async with await connect(self._postgres, self._schema) as connection:
@@ -172,7 +185,9 @@ class Verifier:
             await verified.clear_others(connection, "keys", shard, [problem.subject for problem in problems])
 
     async def _alone(self, connection: AsyncConnection[Any]) -> bool:
-        found = await (await connection.execute(_ADVISORY_LOCK, (f"grabstream-verifier-{self._schema}",))).fetchone()
+        found = await (
+            await connection.execute(_ADVISORY_LOCK, (f"grabstream-verifier-{self._schema}",))
+        ).fetchone()
         return bool(found and found[0])
 
     async def verify_once(self, connection: AsyncConnection[Any]) -> bool:
@@ -202,9 +217,15 @@ class Verifier:
         return more
 
     async def _know_gaps(self, connection: AsyncConnection[Any], gaps: dict[int, Gaps]) -> None:
-        """Begins anew when read models have events that they lacked, or lack some that were verified: another version is live."""
+        """Begins anew when read models have events that they lacked, or lack some that were verified: another
+        version is live.
+        """
         at = await verified.progress(connection)
-        changed = [shard for shard, of_shard in gaps.items() if shard in at and set(of_shard.ids) != set(at[shard].gaps)]
+        changed = [
+            shard
+            for shard, of_shard in gaps.items()
+            if shard in at and set(of_shard.ids) != set(at[shard].gaps)
+        ]
         for shard in changed:
             known, firsts = set(at[shard].gaps), gaps[shard].ids
             if known - firsts.keys() or any(firsts[new] <= at[shard].seq for new in firsts.keys() - known):
@@ -215,11 +236,13 @@ class Verifier:
         for shard in changed:
             await verified.know_gaps(connection, shard, sorted(gaps[shard].ids))
 
-    # -- the walk -----------------------------------------------------------------------------------------------------
+    # -- the walk --------------------------------------------------------------------------------------------
 
     async def _walk(self, connection: AsyncConnection[Any], shard: int, gaps: Gaps) -> bool:
         at = (await verified.progress(connection))[shard]
-        positions = {name: (await cursors.load(connection, name)).get(shard, Cursor()) for name in PROJECTIONS}
+        positions = {
+            name: (await cursors.load(connection, name)).get(shard, Cursor()) for name in PROJECTIONS
+        }
         end = min(positions[proof.AUDIT].seq, positions[proof.LEDGER].seq)
         if at.seq >= end:
             await self._compare_heads(connection, at, positions)
@@ -255,14 +278,21 @@ class Verifier:
         walked = proof.walk(shard, seq, head, rows, lines, gaps, None if full else end)
         if walked.wrong is not None:
             wrong = walked.wrong
-            await self._wrong(connection, wrong.kind, shard, Problem(f"seq {wrong.seq}", wrong.what, wrong.seq))
+            await self._wrong(
+                connection, wrong.kind, shard, Problem(f"seq {wrong.seq}", wrong.what, wrong.seq)
+            )
         return walked, full
 
-    async def _compare_heads(self, connection: AsyncConnection[Any], at: Progress, positions: dict[str, Cursor]) -> None:
+    async def _compare_heads(
+        self, connection: AsyncConnection[Any], at: Progress, positions: dict[str, Cursor]
+    ) -> None:
         """Where a projection stands at the very seq that is verified, its hash must be the trail's."""
         for name, cursor in positions.items():
             if cursor.seq == at.seq:
-                what = f"{name}: the hash at seq {at.seq} is not that of the audit trail: it followed another history"
+                what = (
+                    f"{name}: the hash at seq {at.seq} is not that of the audit trail: it followed "
+                    "another history"
+                )
                 problems = [Problem(name, what, at.seq)] if cursor.head != at.head else []
                 await self._judge(connection, "heads", at.shard, [name], problems)
 
@@ -271,7 +301,9 @@ class Verifier:
             return
         await verified.add_accounts(connection, proof.account_changes(facts))
         events = [fact.event for fact in facts if fact.event is not None]
-        states: dict[str, OfferState] = await verified.offer_states(connection, sorted({event.offer for event in events}))
+        states: dict[str, OfferState] = await verified.offer_states(
+            connection, sorted({event.offer for event in events})
+        )
         for event in events:
             state = states[event.offer] = proof.behind(states.get(event.offer), event)
             observed = self._observed.get(event.offer)
@@ -279,17 +311,21 @@ class Verifier:
                 self._met.append((state, self._observed.pop(event.offer)))
         await verified.save_offers(connection, states.values())
 
-    # -- comparing ----------------------------------------------------------------------------------------------------
+    # -- comparing -------------------------------------------------------------------------------------------
 
     async def _compare_accounts(self, connection: AsyncConnection[Any]) -> None:
         """The next page of accounts, and what users are shown of them, against the fold."""
         at = await verified.progress(connection)
-        ledger, balances = await cursors.load(connection, "ledger"), await cursors.load(connection, "balances")
+        ledger, balances = (
+            await cursors.load(connection, "ledger"),
+            await cursors.load(connection, "balances"),
+        )
         ahead = [_seq(ledger, shard) - one.seq for shard, one in at.items()]
         if min(ahead) < 0 or sum(ahead) > AHEAD_EVENTS_MAX:
             return
         abreast = all(_seq(balances, shard) == cursor.seq for shard, cursor in ledger.items()) and not any(
-            one.projection in ("balances", "ledger") and one.event_count for one in await set_aside.load(connection)
+            one.projection in ("balances", "ledger") and one.event_count
+            for one in await set_aside.load(connection)
         )
         rows = await verified.accounts_behind(connection, *self._account, ROWS_A_PAGE, abreast)
         self._account = (rows[-1].account, rows[-1].asset) if len(rows) == ROWS_A_PAGE else ("", "")
@@ -297,24 +333,42 @@ class Verifier:
         for row in rows:
             subject = f"{row.account} {row.asset}"
             if row.posted != row.expected:
-                accounts.append(Problem(subject, f"account {subject}: {row.posted} stand there, its events lead to {row.expected}"))
+                accounts.append(
+                    Problem(
+                        subject,
+                        f"account {subject}: {row.posted} stand there, its events lead to {row.expected}",
+                    )
+                )
             elif row.balance is not None and row.balance != row.posted:
-                shown.append(Problem(subject, f"balances: {subject} is shown as {row.balance}, the ledger has {row.posted}"))
+                shown.append(
+                    Problem(
+                        subject, f"balances: {subject} is shown as {row.balance}, the ledger has {row.posted}"
+                    )
+                )
         subjects = [f"{row.account} {row.asset}" for row in rows]
         await self._judge(connection, "accounts", ALL_SHARDS, subjects, accounts)
         if abreast:
             await self._judge(connection, "balances", ALL_SHARDS, subjects, shown)
 
     async def _compare_offers(self, connection: AsyncConnection[Any], gaps: dict[int, Gaps]) -> None:
-        """The next page of offers against the fold: the read model's row now, Redis' state at its very event, now or later."""
+        """The next page of offers against the fold: the read model's row now, Redis' state at its very event,
+        now or later.
+        """
         async with connection.transaction():
             at = await verified.progress(connection)
-            audit, balances = await cursors.load(connection, "audit"), await cursors.load(connection, "balances")
+            audit, balances = (
+                await cursors.load(connection, "audit"),
+                await cursors.load(connection, "balances"),
+            )
             seqs = {shard: (one.seq, _seq(balances, shard), _seq(audit, shard)) for shard, one in at.items()}
             near = [shard for shard, (seq, _, audited) in seqs.items() if audited - seq <= AHEAD_EVENTS_MAX]
             rows = await verified.offers_behind(connection, self._offer, ROWS_A_PAGE, near)
             self._offer = rows[-1][0].offer if len(rows) == ROWS_A_PAGE else ""
-            known = [row for row in rows if not gaps[row[0].shard].unreadable and row[0].offer not in gaps[row[0].shard].offers]
+            known = [
+                row
+                for row in rows
+                if not gaps[row[0].shard].unreadable and row[0].offer not in gaps[row[0].shard].offers
+            ]
             compared, problems = [], []
             for state, shown, moved in known:
                 here, shown_to, audited = seqs[state.shard]
@@ -323,7 +377,12 @@ class Verifier:
                 compared.append(state.offer)
                 if shown != state.numbers:
                     has = "no row" if shown is None else numbers_in_words(shown)
-                    problems.append(Problem(state.offer, f"offers: {state.offer} has {has}; its events lead to {state.in_words()}"))
+                    problems.append(
+                        Problem(
+                            state.offer,
+                            f"offers: {state.offer} has {has}; its events lead to {state.in_words()}",
+                        )
+                    )
             await self._judge(connection, "balances", ALL_SHARDS, compared, problems)
         by_shard: dict[int, list[OfferState]] = {}
         for state in (state for state, *_ in known if not state.retired):
@@ -332,10 +391,16 @@ class Verifier:
             await self._observe(connection, shard, states)
 
     async def _compare_rows(self, connection: AsyncConnection[Any], gaps: dict[int, Gaps]) -> None:
-        """Grabs and payments of the next offers, of which nothing has come since they were verified, against what their events make."""
+        """Grabs and payments of the next offers, of which nothing has come since they were verified, against
+        what their events make.
+        """
         at = await verified.progress(connection)
         audit, balances = await cursors.load(connection, "audit"), await cursors.load(connection, "balances")
-        near = [shard for shard, one in at.items() if one.seq <= _seq(balances, shard) <= _seq(audit, shard) <= one.seq + AHEAD_EVENTS_MAX]
+        near = [
+            shard
+            for shard, one in at.items()
+            if one.seq <= _seq(balances, shard) <= _seq(audit, shard) <= one.seq + AHEAD_EVENTS_MAX
+        ]
         rows = await verified.offers_behind(connection, self._rows_offer, ROWS_OFFERS_MAX, near)
         chosen: dict[str, OfferState] = {}
         events = 0
@@ -345,7 +410,9 @@ class Verifier:
             if not moved and not of_shard.unreadable and state.offer not in of_shard.offers:
                 chosen[state.offer] = state
                 events += state.offer_seq
-            if events >= ROWS_EVENTS_MAX or (len(rows) == ROWS_OFFERS_MAX and state.offer == rows[-1][0].offer):
+            if events >= ROWS_EVENTS_MAX or (
+                len(rows) == ROWS_OFFERS_MAX and state.offer == rows[-1][0].offer
+            ):
                 self._rows_offer = state.offer
                 break
         if not chosen:
@@ -354,15 +421,21 @@ class Verifier:
             problems = [Problem(offer, f"balances: {'; '.join(differences)}")] if differences else []
             await self._judge(connection, "rows", chosen[offer].shard, [offer], problems)
 
-    async def _differences(self, connection: AsyncConnection[Any], chosen: dict[str, OfferState]) -> dict[str, list[str]]:
-        """What differs by offer, in words, of those whose events stand in the audit trail as they were chained; nothing of it stays."""
+    async def _differences(
+        self, connection: AsyncConnection[Any], chosen: dict[str, OfferState]
+    ) -> dict[str, list[str]]:
+        """What differs by offer, in words, of those whose events stand in the audit trail as they were
+        chained; nothing of it stays.
+        """
         known: dict[str, int] = dict.fromkeys(chosen, 0)
         async with connection.transaction(force_rollback=True):
             anew = Anew(connection, self._schema, ("balances",))
             await anew.begin()
             if anew.other_definition("balances") is not None:
                 return {}
-            for number, (_, _, body, hash_, before) in enumerate(await verified.events_of_offers(connection, list(chosen))):
+            for number, (_, _, body, hash_, before) in enumerate(
+                await verified.events_of_offers(connection, list(chosen))
+            ):
                 fact = _fact(body.encode(), hash_, before or bytes(32))
                 # What is damaged there, the walk names.
                 if fact is not None and known.get(fact.event.offer) == fact.event.offer_seq - 1:
@@ -374,7 +447,9 @@ class Verifier:
             whole = [offer for offer, state in chosen.items() if known[offer] == state.offer_seq]
             return {} if anew.refused else {offer: await anew.offer_differences(offer) for offer in whole}
 
-    async def _observe(self, connection: AsyncConnection[Any], shard: int, states: Sequence[OfferState]) -> None:
+    async def _observe(
+        self, connection: AsyncConnection[Any], shard: int, states: Sequence[OfferState]
+    ) -> None:
         said = await self._said(shard, self._read(shard, states))
         if said is None:
             return
@@ -383,7 +458,9 @@ class Verifier:
             if values[0] is None:
                 # Retired or lost: that can be told only when nothing more is on its way.
                 if int(seq or 0) == (await verified.progress(connection))[shard].seq:
-                    problem = Problem(state.offer, f"{state.offer} is not in Redis, though it has not retired")
+                    problem = Problem(
+                        state.offer, f"{state.offer} is not in Redis, though it has not retired"
+                    )
                     await self._judge(connection, "redis", shard, [state.offer], [problem])
                 continue
             offer_seq, left, units, held, places = (int(value or 0) for value in values)
@@ -392,17 +469,26 @@ class Verifier:
                 await self._judge_redis(connection, state, observed)
             elif len(self._observed) < OBSERVATIONS_MAX or state.offer in self._observed:
                 before = self._observed.get(state.offer)
-                # The older one is kept, or the walk would never meet it; one of another history never comes true.
-                if before is None or before.history != observed.history or before.offer_seq <= state.offer_seq:
+                # The older one is kept, or the walk would never meet it; one of another history never comes
+                # true.
+                if (
+                    before is None
+                    or before.history != observed.history
+                    or before.offer_seq <= state.offer_seq
+                ):
                     self._observed[state.offer] = observed
 
-    async def _read(self, shard: int, states: Sequence[OfferState]) -> tuple[bytes, bytes | None, list[Any]] | None:
+    async def _read(
+        self, shard: int, states: Sequence[OfferState]
+    ) -> tuple[bytes, bytes | None, list[Any]] | None:
         """History and seq of a shard, and the numbers of offers there; None while it is to be reconciled."""
         keys = self._keys.shard(shard)
         async with self._redis.pipeline(transaction=True) as pipe:
             pipe.hmget(keys.state, ["life", "history", "seq"])
             for state in states:
-                pipe.hmget(keys.offer(state.offer), ["offer_seq", "amount_left", "units_left", "held", "places"])
+                pipe.hmget(
+                    keys.offer(state.offer), ["offer_seq", "amount_left", "units_left", "held", "places"]
+                )
             [[of_life, history, seq], *offers] = await pipe.execute()
         # Asked behind the reading: in another life what was read may be taken back.
         if of_life is None or of_life.decode() != await life_of(self._redis, keys.state):
@@ -410,7 +496,9 @@ class Verifier:
         return history, seq, offers
 
     async def _said(self, shard: int, asking: Awaitable[T]) -> T | None:
-        """What Redis says of a shard; None while its server does not answer, which keeps no other shard from being verified."""
+        """What Redis says of a shard; None while its server does not answer, which keeps no other shard from
+        being verified.
+        """
         try:
             async with asyncio.timeout(ANSWER_SECONDS_MAX):
                 said = await asking
@@ -423,29 +511,39 @@ class Verifier:
         return said
 
     async def _judge_met(self, connection: AsyncConnection[Any]) -> None:
-        """What Redis had at events that the walk has come to meanwhile, unless the shard goes on in another history since."""
+        """What Redis had at events that the walk has come to meanwhile, unless the shard goes on in another
+        history since.
+        """
         met, self._met = self._met, []
         for state, observed in met:
-            history = await self._said(state.shard, self._redis.hget(self._keys.shard(state.shard).state, "history"))
+            history = await self._said(
+                state.shard, self._redis.hget(self._keys.shard(state.shard).state, "history")
+            )
             if history is not None and history.decode() == observed.history:
                 await self._judge_redis(connection, state, observed)
 
-    async def _judge_redis(self, connection: AsyncConnection[Any], state: OfferState, observed: Observation) -> None:
+    async def _judge_redis(
+        self, connection: AsyncConnection[Any], state: OfferState, observed: Observation
+    ) -> None:
         problems = []
         if observed.offer_seq < state.offer_seq:
-            what = f"{state.offer}: Redis is at its event {observed.offer_seq}, the books at {state.offer_seq}"
+            what = (
+                f"{state.offer}: Redis is at its event {observed.offer_seq}, the books at {state.offer_seq}"
+            )
             problems.append(Problem(state.offer, what, state.seq))
         elif observed.numbers != state.numbers:
             what = (
-                f"{state.offer}, behind its event {state.offer_seq}: Redis has {observed.in_words()}; its events lead to {state.in_words()}"
+                f"{state.offer}, behind its event {state.offer_seq}: Redis has {observed.in_words()}; its "
+                f"events lead to {state.in_words()}"
             )
             problems.append(Problem(state.offer, what, state.seq))
         await self._judge(connection, "redis", state.shard, [state.offer], problems)
 
-    # -- findings -----------------------------------------------------------------------------------------------------
+    # -- findings --------------------------------------------------------------------------------------------
 
     async def _judge(
-        self, connection: AsyncConnection[Any], kind: str, shard: int, subjects: Sequence[str], problems: Sequence[Problem]
+        self, connection: AsyncConnection[Any], kind: str, shard: int, subjects: Sequence[str],
+        problems: Sequence[Problem]
     ) -> None:  # fmt: skip
         wrong = {problem.subject for problem in problems}
         if right := [subject for subject in subjects if subject not in wrong]:
@@ -469,7 +567,9 @@ def _subject(line: str) -> str:
 
 
 def _fact(line: bytes, hash_: bytes, before: bytes) -> cursors.Fact | None:
-    """An event of the audit trail; None where its text is not the one that was chained, or of a newer program."""
+    """An event of the audit trail; None where its text is not the one that was chained, or of a newer
+    program.
+    """
     if hashlib.sha256(before + line).digest() != hash_:
         return None
     try:

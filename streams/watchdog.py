@@ -1,8 +1,9 @@
-"""The watchdog of the read models: sees lag without progress, which Faust shows after some broker restarts and never mends.
+"""The watchdog of the read models: sees lag without progress, which Faust shows after some broker restarts
+and never mends.
 
-(Its assignor may meet a broker that does not know the topic yet, assign nothing, and wait for ever.) Beginning anew costs the group a
-rebalance, so it is not for lag that Faust has no part in: a projector that waits for PostgreSQL, or partitions that were assigned
-just now.
+(Its assignor may meet a broker that does not know the topic yet, assign nothing, and wait for ever.)
+Beginning anew costs the group a rebalance, so it is not for lag that Faust has no part in: a projector that
+waits for PostgreSQL, or partitions that were assigned just now.
 """
 
 import asyncio
@@ -33,11 +34,19 @@ LOST_SECONDS: Final = 90.0
 
 
 async def until_stalled(
-    kafka: str, journal: str, shards: int, postgres: str, schema: str, projectors: Sequence[Projector], assigned_at: Callable[[], float]
+    kafka: str,
+    journal: str,
+    shards: int,
+    postgres: str,
+    schema: str,
+    projectors: Sequence[Projector],
+    assigned_at: Callable[[], float],
 ) -> str:
-    """Returns what is stalled: a cursor that has not moved for STALLED_SECONDS though the journal goes on behind it.
+    """Returns what is stalled: a cursor that has not moved for STALLED_SECONDS though the journal goes on
+    behind it.
 
-    `assigned_at` is when partitions were assigned last, on the monotonic clock; the time before it does not count.
+    `assigned_at` is when partitions were assigned last, on the monotonic clock; the time before it does not
+    count.
     """
     lagging: dict[tuple[str, int], tuple[int, float]] = {}
     while True:
@@ -47,7 +56,9 @@ async def until_stalled(
                 await connect(postgres, schema) as connection,
             ):
                 while True:
-                    reason = await _look(reader, connection, schema, shards, projectors, lagging, assigned_at())
+                    reason = await _look(
+                        reader, connection, schema, shards, projectors, lagging, assigned_at()
+                    )
                     if reason is not None:
                         return reason
                     await asyncio.sleep(LOOK_EVERY_SECONDS)
@@ -88,5 +99,8 @@ async def _look(
             if offset != cursor.next_offset:
                 lagging[name, shard] = (cursor.next_offset, now)
             elif seconds > STALLED_SECONDS:
-                return f"{name} has been at offset {offset} of shard {shard} for {seconds:.0f} s, the journal ends at {ends[shard]}"
+                return (
+                    f"{name} has been at offset {offset} of shard {shard} for {seconds:.0f} s, the "
+                    f"journal ends at {ends[shard]}"
+                )
     return None

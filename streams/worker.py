@@ -1,9 +1,10 @@
 """A worker: the roles one process plays, started together and stopped together.
 
-`decide` answers commands of the topic · `relay` moves outboxes to the journal · `sweep` closes what is due and carries counts of
-refusals to SQL (it runs where the shard is relayed) · `project` builds the read models in PostgreSQL · `publish` puts single events on
-`grab.events` · `verify` walks behind the read models and compares them with Redis. One of the first three failing ends
-all: a process that plays half its roles looks alive and is not. The others are about the books: they begin again, and deciding goes on.
+`decide` answers commands of the topic · `relay` moves outboxes to the journal · `sweep` closes what is due
+and carries counts of refusals to SQL (it runs where the shard is relayed) · `project` builds the read models
+in PostgreSQL · `publish` puts single events on `grab.events` · `verify` walks behind the read models and
+compares them with Redis. One of the first three failing ends all: a process that plays half its roles looks
+alive and is not. The others are about the books: they begin again, and deciding goes on.
 """
 
 import asyncio
@@ -70,7 +71,10 @@ def roles_of(
     for role in roles:
         if role not in ROLES:
             raise ValueError(f"role {role!r}: must be one of {', '.join(ROLES)}")
-    keys, topics = KeySpace(settings.prefix, settings.shards, settings.redis_database), Topics(settings.prefix)
+    keys, topics = (
+        KeySpace(settings.prefix, settings.shards, settings.redis_database),
+        Topics(settings.prefix),
+    )
     running: dict[str, Role] = {}
 
     if "decide" in roles:
@@ -93,22 +97,33 @@ def roles_of(
             tasks: list[Any] = []
             if "relay" in roles:
                 relay = ShardRelay(
-                    redis, of_shard, settings.shards, settings.kafka, topics.journal, sealer, settings.block_events_max, step,
+                    redis, of_shard, settings.shards, settings.kafka, topics.journal, sealer,
+                    settings.block_events_max, step,
                     snapshots, report_recovery,
                 )  # fmt: skip
                 tasks.append(relay.run())
             if "sweep" in roles:
-                tasks.append(Sweeper(redis, of_shard, settings.shards, settings.gate.clock_skew_ms_max, record_demand).run())
+                tasks.append(
+                    Sweeper(
+                        redis, of_shard, settings.shards, settings.gate.clock_skew_ms_max, record_demand
+                    ).run()
+                )
             return tasks
 
         running["relay"] = Keeper(redis, keys, settings.lease_ms, tasks_of).run
 
-    running.update((role, again(role, of_books[role])) for role in ("project", "publish", "verify") if role in roles and role in of_books)
+    running.update(
+        (role, again(role, of_books[role]))
+        for role in ("project", "publish", "verify")
+        if role in roles and role in of_books
+    )
     return running
 
 
 def again(name: str, role: Role) -> Role:
-    """The role, begun again whenever it fails, until it is told to stop: after a second, and longer and longer."""
+    """The role, begun again whenever it fails, until it is told to stop: after a second, and longer and
+    longer.
+    """
 
     async def run(stop: asyncio.Event) -> None:
         pause_seconds = AGAIN_SECONDS_MIN
@@ -117,11 +132,20 @@ def again(name: str, role: Role) -> Role:
             try:
                 await role(stop)
                 if not stop.is_set():
-                    log.critical("role %s ended by itself: it begins again in %.0f s, other roles go on", name, pause_seconds)
+                    log.critical(
+                        "role %s ended by itself: it begins again in %.0f s, other roles go on",
+                        name,
+                        pause_seconds,
+                    )
             except BaseException as error:
                 if not isinstance(error, Exception) and not is_trouble(error):
                     raise
-                log.critical("role %s: unknown error, it begins again in %.0f s, other roles go on", name, pause_seconds, exc_info=True)
+                log.critical(
+                    "role %s: unknown error, it begins again in %.0f s, other roles go on",
+                    name,
+                    pause_seconds,
+                    exc_info=True,
+                )
             if time.monotonic() - began > AGAIN_SECONDS_MAX:
                 pause_seconds = AGAIN_SECONDS_MIN
             with contextlib.suppress(TimeoutError):
@@ -133,9 +157,11 @@ def again(name: str, role: Role) -> Role:
 
 
 async def run_worker(roles: dict[str, Role], stop: asyncio.Event) -> list[str]:
-    """Plays the roles until `stop` is set or one ends; then stops the others and raises what went wrong, if anything did.
+    """Plays the roles until `stop` is set or one ends; then stops the others and raises what went wrong, if
+    anything did.
 
-    Returns within a bound from then on (STOP_SECONDS and CLOSE_SECONDS_MAX), with the names of roles that do not end.
+    Returns within a bound from then on (STOP_SECONDS and CLOSE_SECONDS_MAX), with the names of roles that do
+    not end.
     """
     tasks = {asyncio.create_task(role(stop), name=f"role {name}"): name for name, role in roles.items()}
     try:

@@ -1,4 +1,6 @@
-"""What tests share: the servers of the settings, and for each test a prefix, topics, a schema and keys of its own."""
+"""What tests share: the servers of the settings, and for each test a prefix, topics, a schema and keys of its
+own.
+"""
 
 import asyncio
 import contextlib
@@ -42,19 +44,25 @@ hypothesis_settings.register_profile(
 )
 hypothesis_settings.load_profile("tests")
 
-#: Tests run as the role that docs/operating.md describes, not as a superuser. It is left on the server: several runs may share one.
+#: Tests run as the role that docs/operating.md describes, not as a superuser. It is left on the server:
+#: several runs may share one.
 TEST_ROLE = "grabstream_test_system"
 
-#: Tests that kill servers and processes, bound times, or need servers of their own: one group of a parallel run, one after the other.
+#: Tests that kill servers and processes, bound times, or need servers of their own: one group of a parallel
+#: run, one after the other.
 ONE_BY_ONE = (
-    "tests/drill/", "tests/lua/test_burst.py", "tests/ops/test_backup.py", "tests/ops/test_rehearsal.py", "tests/ops/test_side_by_side.py",
+    "tests/drill/", "tests/lua/test_burst.py", "tests/ops/test_backup.py", "tests/ops/test_rehearsal.py",
+    "tests/ops/test_side_by_side.py",
     "tests/ops/test_stories.py",
-    "tests/streams/test_cluster.py", "tests/streams/test_hanging.py", "tests/streams/test_kill.py", "tests/streams/test_rebuild",
-    "tests/streams/test_recovery.py", "tests/streams/test_restore.py", "tests/streams/test_sale.py", "tests/test_nightly.py",
+    "tests/streams/test_cluster.py", "tests/streams/test_hanging.py", "tests/streams/test_kill.py",
+    "tests/streams/test_rebuild",
+    "tests/streams/test_recovery.py", "tests/streams/test_restore.py", "tests/streams/test_sale.py",
+    "tests/test_nightly.py",
 )  # fmt: skip
 
 
-#: Tests that are long and have nothing in common: each goes where there is room. All others stay with those of their file.
+#: Tests that are long and have nothing in common: each goes where there is room. All others stay with those
+#: of their file.
 ANYWHERE = (
     "tests/lua/test_state_machine.py",
     "tests/lua/test_long_histories.py",
@@ -71,8 +79,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Each process of a parallel run has ports of its own: a server that a test has killed must find its port free again."""
-    number, count = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]), int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    """Each process of a parallel run has ports of its own: a server that a test has killed must find its port
+    free again.
+    """
+    number, count = (
+        int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]),
+        int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")),
+    )
     first, last = local.PORT_RANGE
     size = (last - first) // count
     local.PORT_RANGE = (first + number * size, first + (number + 1) * size - 1)
@@ -80,7 +93,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Which tests of a parallel run stay together in one process. (xdist 3.8 does not group by marks with pytest 9.)"""
+    """Which tests of a parallel run stay together in one process. (xdist 3.8 does not group by marks with
+    pytest 9.)
+    """
     from xdist.scheduler import LoadScopeScheduling
 
     class Scheduler(LoadScopeScheduling):  # type: ignore[misc]
@@ -99,7 +114,9 @@ def servers() -> Settings:
     settings = settings.model_copy(update={"seal_keys": SecretStr(new_seal_key())})
     try:
         asyncio.run(_answers(settings))
-        return settings.model_copy(update={"postgres": asyncio.run(as_role(settings.postgres, "role", TEST_ROLE))})
+        return settings.model_copy(
+            update={"postgres": asyncio.run(as_role(settings.postgres, "role", TEST_ROLE))}
+        )
     except redis.RedisError as error:
         if os.environ.get("CI"):
             pytest.fail(f"no servers: {error}", pytrace=False)
@@ -107,13 +124,23 @@ def servers() -> Settings:
 
 
 async def as_role(postgres: str, block: str, role: str, schema: str = "") -> str:
-    """The DSN for a role with the rights that a block of docs/operating.md gives it, and no others; made if it is not there."""
-    [statements] = re.findall(rf"^```sql {block}\n(.*?)^```", (PROJECT / "docs" / "operating.md").read_text(), re.MULTILINE | re.DOTALL)
+    """The DSN for a role with the rights that a block of docs/operating.md gives it, and no others; made if
+    it is not there.
+    """
+    [statements] = re.findall(
+        rf"^```sql {block}\n(.*?)^```",
+        (PROJECT / "docs" / "operating.md").read_text(),
+        re.MULTILINE | re.DOTALL,
+    )
     database = conninfo_to_dict(postgres)["dbname"]
-    statements = statements.replace("DATABASE grabstream", f"DATABASE {database}").replace("SCHEMA grabstream", f"SCHEMA {schema}")
+    statements = statements.replace("DATABASE grabstream", f"DATABASE {database}").replace(
+        "SCHEMA grabstream", f"SCHEMA {schema}"
+    )
     async with await AsyncConnection.connect(postgres, autocommit=True) as connection:
         for statement in re.sub(r"grabstream_(system|reader)", role, statements).split(";"):
-            with contextlib.suppress(psycopg.errors.DuplicateObject, psycopg.errors.UniqueViolation, psycopg.errors.InternalError):
+            with contextlib.suppress(
+                psycopg.errors.DuplicateObject, psycopg.errors.UniqueViolation, psycopg.errors.InternalError
+            ):
                 await connection.execute(statement.encode())
     return re.sub(r"(?<=://)[^:@/]+(?=[:@])", role, postgres)
 
@@ -162,8 +189,10 @@ class Worker:
 
     def __init__(self, settings: Settings, roles: str, log: Path, **overrides: str) -> None:
         environment = child_environment(
-            prefix=settings.prefix, schema=settings.schema_, redis_url=settings.redis_url, kafka=settings.kafka,
-            postgres=settings.postgres, shards=str(settings.shards), seal_keys=settings.seal_keys.get_secret_value(), **overrides,
+            prefix=settings.prefix, schema=settings.schema_, redis_url=settings.redis_url,
+            kafka=settings.kafka,
+            postgres=settings.postgres, shards=str(settings.shards),
+            seal_keys=settings.seal_keys.get_secret_value(), **overrides,
         )  # fmt: skip
         command = [sys.executable, "-m", "grabstream.ops.cli", "-v", "worker", "--roles", roles]
         self.log = log
@@ -198,7 +227,9 @@ def worker(tmp_path: Path) -> Iterator[Callable[..., Worker]]:
     """Starts workers; whatever still runs at the end is stopped."""
     started: list[Worker] = []
 
-    def start(settings: Settings, roles: str = "decide,relay,sweep,project,publish", **overrides: str) -> Worker:
+    def start(
+        settings: Settings, roles: str = "decide,relay,sweep,project,publish", **overrides: str
+    ) -> Worker:
         started.append(Worker(settings, roles, tmp_path / f"worker-{len(started)}.log", **overrides))
         return started[-1]
 

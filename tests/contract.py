@@ -20,10 +20,13 @@ from grabstream.ops.settings import Settings
 
 SCHEMAS = Path(__file__).parents[1] / "schemas"
 ASYNCAPI = yaml.safe_load((SCHEMAS / "asyncapi.yaml").read_text())
-#: AsyncAPI's own JSON Schema, from the package @asyncapi/specs 6.11.1, unchanged (Apache-2.0, AsyncAPI Initiative).
+#: AsyncAPI's own JSON Schema, from the package @asyncapi/specs 6.11.1, unchanged (Apache-2.0, AsyncAPI
+#: Initiative).
 ASYNCAPI_SCHEMA = Path(__file__).parent / "golden" / "asyncapi" / "3.0.0.json.gz"
 BASE = "urn:tree:"
-_registry = Registry(retrieve=lambda uri: Resource(json.loads((SCHEMAS / uri.removeprefix(BASE)).read_text()), DRAFT202012))
+_registry = Registry(
+    retrieve=lambda uri: Resource(json.loads((SCHEMAS / uri.removeprefix(BASE)).read_text()), DRAFT202012)
+)
 
 
 @cache
@@ -48,7 +51,9 @@ def check_events(lines: Iterable[bytes]) -> Counter[str]:
 
 
 def check_answered(answered: Iterable[tuple[AnyCommand, Answer]]) -> tuple[Counter[str], Counter[str]]:
-    """Every answer fits, and every command that a script has decided; how many there were of each type and outcome."""
+    """Every answer fits, and every command that a script has decided; how many there were of each type and
+    outcome.
+    """
     commands: Counter[str] = Counter()
     outcomes: Counter[str] = Counter()
     for command, answer in answered:
@@ -70,12 +75,17 @@ def asyncapi_problems(document: Any) -> list[str]:
 @cache
 def _part(message: str, part: str) -> Draft202012Validator:
     """The validator of a message's payload or headers; references to files are those of the tree."""
-    return Draft202012Validator(_based(ASYNCAPI["components"]["messages"][message][part]["schema"]), registry=_registry)
+    return Draft202012Validator(
+        _based(ASYNCAPI["components"]["messages"][message][part]["schema"]), registry=_registry
+    )
 
 
 def _based(schema: Any) -> Any:
     if isinstance(schema, dict):
-        return {key: f"{BASE}{value.removeprefix('./')}" if key == "$ref" else _based(value) for key, value in schema.items()}
+        return {
+            key: f"{BASE}{value.removeprefix('./')}" if key == "$ref" else _based(value)
+            for key, value in schema.items()
+        }
     return [_based(one) for one in schema] if isinstance(schema, list) else schema
 
 
@@ -97,23 +107,31 @@ def _misfits(message: str, key: bytes | None, value: bytes, headers: dict[str, s
 
 
 async def check_topics(settings: Settings) -> dict[str, Counter[str]]:
-    """Every record of every topic is one of the messages that the document has for it; how many of each there were.
+    """Every record of every topic is one of the messages that the document has for it; how many of each there
+    were.
 
     What stands in `rejected` was no command, so as many records of `commands` may fit nothing.
     """
     found: dict[str, Counter[str]] = {}
-    consumer = AIOKafkaConsumer(bootstrap_servers=settings.kafka, auto_offset_reset="earliest", enable_auto_commit=False)
+    consumer = AIOKafkaConsumer(
+        bootstrap_servers=settings.kafka, auto_offset_reset="earliest", enable_auto_commit=False
+    )
     await consumer.start()
     try:
         for channel, said in ASYNCAPI["channels"].items():
             topic = said["address"].replace("{prefix}", settings.prefix)
-            partitions = [TopicPartition(topic, number) for number in range(said["bindings"]["kafka"]["partitions"])]
+            partitions = [
+                TopicPartition(topic, number) for number in range(said["bindings"]["kafka"]["partitions"])
+            ]
             records = await _records(consumer, partitions)
             assert consumer.partitions_for_topic(topic) == {partition.partition for partition in partitions}
             found[channel] = Counter()
             for record in records:
                 headers = {name: value.decode() for name, value in record.headers}
-                misfits = {message: _misfits(message, record.key, record.value, headers) for message in said["messages"]}
+                misfits = {
+                    message: _misfits(message, record.key, record.value, headers)
+                    for message in said["messages"]
+                }
                 fitting = [message for message, reasons in misfits.items() if not reasons]
                 assert len(fitting) == 1 or channel == "commands", (record, misfits)
                 found[channel][fitting[0] if fitting else "nothing"] += 1

@@ -1,8 +1,10 @@
-"""Is every guard of the protocol held by a test? Takes each out, in a copy of the tree, and runs the tests that must turn red.
+"""Is every guard of the protocol held by a test? Takes each out, in a copy of the tree, and runs the tests
+that must turn red.
 
-`python -m tests.mutations` (`make mutations`), on servers that are up. Exit 1: a mutant survived, or there was no verdict, since the
-guard is no longer where it was looked for, its tests are gone, or they fail without the mutation too. `tests/test_mutations.py` plays
-those that are marked `always` on every run, and holds that every row can still be played.
+`python -m tests.mutations` (`make mutations`), on servers that are up. Exit 1: a mutant survived, or there
+was no verdict, since the guard is no longer where it was looked for, its tests are gone, or they fail without
+the mutation too. `tests/test_mutations.py` plays those that are marked `always` on every run, and holds that
+every row can still be played.
 """
 
 import os
@@ -27,7 +29,9 @@ ALWAYS_SECONDS_MAX: Final = 200
 
 
 class Mutation(NamedTuple):
-    """A guard: its name, the file, what stands there once and what is put instead, and the ids of the tests that must notice."""
+    """A guard: its name, the file, what stands there once and what is put instead, and the ids of the tests
+    that must notice.
+    """
 
     guard: str
     file: str
@@ -64,76 +68,106 @@ MUTATIONS: Final = (
              "held[1] == term and held[2] == owner", "held[2] == owner", _STRANGER),
     Mutation("owner of an owner's script", "lua/includes/shard.lua",
              "held[1] == term and held[2] == owner", "held[1] == term", _STRANGER),
-    Mutation("life of an owner's script", "lua/includes/shard.lua", " and life_of_server() == life", "", _STRANGER),
-    Mutation("life of a deciding script", "lua/includes/decide.lua", "shard[3] ~= life_of_server()", "not shard[3]",
+    Mutation("life of an owner's script", "lua/includes/shard.lua", " and life_of_server() == life", "",
+    _STRANGER),
+    Mutation("life of a deciding script", "lua/includes/decide.lua", "shard[3] ~= life_of_server()",
+    "not shard[3]",
              _in(SCRIPTS, "test_nothing_is_decided_in_another_life[server]"), always=True),
     Mutation("key layout", "lua/includes/decide.lua", "layout ~= LAYOUT", "false", _LAYOUT),
     Mutation("key layout of a takeover", "lua/raise_term.lua", "layout > LAYOUT", "false", _LAYOUT),
-    Mutation("seq of a recovery", "lua/apply.lua", "(shard[2] or '0') ~= ARGV[4]", "false", _APPLIED, always=True),
+    Mutation("seq of a recovery", "lua/apply.lua", "(shard[2] or '0') ~= ARGV[4]", "false", _APPLIED,
+    always=True),
     Mutation("a half-made shard", "lua/apply.lua", "(shard[3] or ", "(", _APPLIED),
     Mutation("a half-made shard decides", "lua/reconcile.lua",
              "redis.call('HEXISTS', KEYS[1], 'partial') == 1", "false", _APPLIED),
     Mutation("a fenced shard only", "lua/apply.lua", "if shard[1] then", "if false then", _APPLIED),
-    Mutation("no hole between events of an offer", "lua/apply.lua", "+ 1 ~= event.offer_seq then", "+ 1 == 0 then",
+    Mutation("no hole between events of an offer", "lua/apply.lua", "+ 1 ~= event.offer_seq then",
+    "+ 1 == 0 then",
              _in(SCRIPTS, "test_events_with_a_hole_between_them_are_refused[server]")),
     Mutation("a shard that moved", "lua/reconcile.lua", "~= ARGV[4] then", "== '' then", _APPLIED),
     Mutation("an entry that is half acknowledged", "lua/trim.lua", "holds and open[1] or", "false or",
              _in(SCRIPTS, "test_a_full_outbox_is_busy_until_it_is_trimmed[server]"), always=True),
-    Mutation("staged parts are whole", "lua/open.lua", " and redis.call('STRLEN', key) == 6 * terms.units", "",
-             _in("tests/lua/test_staging.py", "test_parts_that_are_gone_before_the_call_are_brought_again[server]")),
+    Mutation("staged parts are whole", "lua/open.lua", " and redis.call('STRLEN', key) == 6 * terms.units",
+    "",
+             _in("tests/lua/test_staging.py",
+             "test_parts_that_are_gone_before_the_call_are_brought_again[server]")),
     Mutation("staged parts of this life", "lua/open.lua", "life == life_of_server() and ", "",
              _in("tests/lua/test_staging.py", "test_parts_of_a_life_that_is_over_are_not_taken")),
-    Mutation("repeat of a grab", "lua/grab.lua", "if record or refusal then return repeated(", "if false then return repeated(",
+    Mutation("repeat of a grab", "lua/grab.lua", "if record or refusal then return repeated(",
+    "if false then return repeated(",
              _in("tests/lua/test_gate.py", "test_a_grant_counts_within_its_own_call[server]"), always=True),
     Mutation("repeat of other commands", "lua/includes/repeats.lua",
-             "if not record and not refusal then return nil end", "if true then return nil end", ("tests/lua/test_outcomes.py",)),
+             "if not record and not refusal then return nil end", "if true then return nil end",
+             ("tests/lua/test_outcomes.py",)),
     Mutation("the outbox first", "lua/includes/offers.lua",
              "  append_events(call)\n  write_all(call, offers, campaigns)\n",
              "  write_all(call, offers, campaigns)\n  append_events(call)\n",
              _in(SCRIPTS, "test_a_refused_write_leaves_nothing_behind[server-ahead]"), always=True),
     Mutation("a call that breaks off fences its shard", "lua/includes/decide.lua",
              "if done > 0 or string.find(words, 'equal or smaller', 1, true) then", "if false then",
-             _in("tests/lua/test_interrupted.py", "test_an_outbox_ahead_of_its_shard_fences_it"), always=True),
+             _in("tests/lua/test_interrupted.py", "test_an_outbox_ahead_of_its_shard_fences_it"),
+             always=True),
     Mutation("a write after another fences its shard", "lua/includes/decide.lua", "if done > 0 or", "if",
              _in("tests/lua/test_interrupted.py",
-                 "test_a_write_that_fails_after_another_fences_the_shard_until_it_is_rebuilt_from_its_events")),
-    Mutation("the chain", "models/journal.py", "if before != self.head:", "if False:", _in(JOURNAL, "test_another_history")),
-    Mutation("a gap", "models/journal.py", "if known < 0:", "if False:", _in(JOURNAL, "test_a_gap"), always=True),
+                 "test_a_write_that_fails_after_another_fences_the_shard_until_it_is_rebuilt_from_its_"
+                 "events")),
+    Mutation("the chain", "models/journal.py", "if before != self.head:", "if False:",
+    _in(JOURNAL, "test_another_history")),
+    Mutation("a gap", "models/journal.py", "if known < 0:", "if False:", _in(JOURNAL, "test_a_gap"),
+    always=True),
     Mutation("blocks of an earlier term", "models/journal.py",
              "if block.term < self.term or block.owner != self.owner:", "if False:", (JOURNAL,), always=True),
     Mutation("markers of an earlier term", "models/journal.py",
-             "if block.term > self.term:\n                behind", "if True:\n                behind", (JOURNAL,)),
-    Mutation("a cursor that moved", "projections/cursors.py", " AND seq = %s AND next_offset = %s", " AND %s >= 0 AND %s >= 0",
+             "if block.term > self.term:\n                behind", "if True:\n                behind",
+             (JOURNAL,)),
+    Mutation("a cursor that moved", "projections/cursors.py", " AND seq = %s AND next_offset = %s",
+    " AND %s >= 0 AND %s >= 0",
              ("tests/streams/test_projections.py::test_two_processes_write_the_same_shard_once",)),
     Mutation("line bound", "lua/includes/decide.lua", "if #lines[i] > line_bytes then", "if false then",
-             _in("tests/lua/test_poison.py", "test_a_line_above_its_bound_is_refused_before_anything_is_written"), always=True),
-    Mutation("order of a caller", "lua/includes/decide.lua", "if history ~= '' and history ~= shard[4] then", "if false then",
+             _in("tests/lua/test_poison.py",
+             "test_a_line_above_its_bound_is_refused_before_anything_is_written"), always=True),
+    Mutation("order of a caller", "lua/includes/decide.lua", "if history ~= '' and history ~= shard[4] then",
+    "if false then",
              _in("tests/lua/test_order.py", "test_a_confirmation_never_overtakes_its_grab"), always=True),
     Mutation("what has retired counts as forgotten", "lua/includes/decide.lua",
-             "retired = redis.call('SISMEMBER', KEYS[10], name) == 1", "retired = false", ("tests/lua/test_retirement.py",)),
+             "retired = redis.call('SISMEMBER', KEYS[10], name) == 1", "retired = false",
+             ("tests/lua/test_retirement.py",)),
     Mutation("money that comes too late is known", "lua/confirm.lua",
-             "  keep_payment(call, campaign, body.payment, offer.name, body.grab, code, 0, body.paid, body.currency)\n", "",
-             _in("tests/lua/test_retirement.py", "test_money_that_comes_after_retirement_is_to_be_paid_back_once"), always=True),
+             "  keep_payment(call, campaign, body.payment, offer.name, body.grab, code, 0, body.paid, "
+             "body.currency)\n", "",
+             _in("tests/lua/test_retirement.py",
+             "test_money_that_comes_after_retirement_is_to_be_paid_back_once"), always=True),
     Mutation("a served payment is known after retirement", "lua/includes/past.lua",
              "past and now < past.at + PAYMENTS_KNOWN_MS and past or nil", "nil",
-             _in("tests/lua/test_retirement.py", "test_a_payment_that_was_served_is_never_refunded_after_its_offer_retired")),
-    Mutation("exact integers", "lua/includes/decide.lua", "if number < 1e14 and number >= 0 and number % 1 == 0 then",
-             "if true then", _in("tests/lua/test_poison.py", "test_a_number_that_would_be_rounded_reaches_no_event")),
-    Mutation("keys are injective", "lua/keys.py", 'f"{key}/{name}" for name in OFFER_KEYS', 'f"{key}:{name}" for name in OFFER_KEYS',
+             _in("tests/lua/test_retirement.py",
+             "test_a_payment_that_was_served_is_never_refunded_after_its_offer_retired")),
+    Mutation("exact integers", "lua/includes/decide.lua",
+    "if number < 1e14 and number >= 0 and number % 1 "
+    "== 0 then",
+             "if true then", _in("tests/lua/test_poison.py",
+             "test_a_number_that_would_be_rounded_reaches_no_event")),
+    Mutation("keys are injective", "lua/keys.py", 'f"{key}/{name}" for name in OFFER_KEYS',
+    'f"{key}:{name}" '
+    'for name in '
+    'OFFER_KEYS',
              _in("tests/lua/test_keys.py", "test_every_key_of_a_shard_is_a_name_of_its_own"), always=True),
     Mutation("bodies that are kept whole are compared whole", "lua/includes/repeats.lua",
              "if name and (full or sent.whole) then return full == sent.whole and name == sent.offer end", "",
              ("tests/lua/test_digests.py::test_a_collision_of_48_bits_is_no_approval",)),
     Mutation("the agents deliver", "streams/agents.py",
-             'await projector.put(Record(message.partition, message.offset, tuple(headers), message.value or b""))',
-             "del headers", ("tests/streams/test_agents.py::test_a_fact_arrives_by_the_agents",)),
+             "await projector.put(record)",
+             "del record", ("tests/streams/test_agents.py::test_a_fact_arrives_by_the_agents",)),
     Mutation("history of a journaled answer", "lua/journaled.py",
              "known_history == history and known_seq >= seq", "known_seq >= seq",
-             _in("tests/lua/test_journaled.py", "test_a_number_of_another_history_releases_nobody_who_comes_after_it"), always=True),
-    Mutation("a decided answer that was taken back", "lua/decided.py", "!= (answer.seq, answer.at)", "== (0, 0)", _ANOTHER),
+             _in("tests/lua/test_journaled.py",
+             "test_a_number_of_another_history_releases_nobody_who_comes_after_it"), always=True),
+    Mutation("a decided answer that was taken back", "lua/decided.py", "!= (answer.seq, answer.at)",
+    "== (0, 0)", _ANOTHER),
     Mutation("comparison by hash", "streams/takeover.py",
              "and seq <= tail and truth.hashes.get(seq) != head:", "and False:", _ANOTHER),
-    Mutation("what is missing is applied", "streams/takeover.py", "        if seq < tail:\n", "        if False:\n",
+    Mutation("what is missing is applied", "streams/takeover.py", "        if seq < tail:\n",
+    "        if "
+    "False:\n",
              _in(RECOVERY, "test_a_redis_that_lost_something[emptied]")),
     Mutation("a journal that lost events", "streams/takeover.py", "        if truth.cursor.seq < base.seq:\n",
              "        if False:\n", _in(RECOVERY, "test_a_journal_that_lost_events_is_not_believed")),
@@ -159,9 +193,16 @@ def main(words: tuple[str, ...], only_list: bool) -> None:
         if mutation.tests not in sound:
             sound[mutation.tests] = unchanged(mutation.tests)
         before = sound[mutation.tests]
-        verdict = play(mutation) if before.outcome == "passed" else before._replace(outcome=f"no verdict: unchanged, {before.outcome}")
+        verdict = (
+            play(mutation)
+            if before.outcome == "passed"
+            else before._replace(outcome=f"no verdict: unchanged, {before.outcome}")
+        )
         killed += verdict.outcome == "killed"
-        click.echo(f"{number:>3}/{len(chosen)} {verdict.outcome:<9} {mutation.guard:<44} {mutation.file} ({verdict.seconds:.0f} s)")
+        click.echo(
+            f"{number:>3}/{len(chosen)} {verdict.outcome:<9} {mutation.guard:<44} {mutation.file} "
+            f"({verdict.seconds:.0f} s)"
+        )
         if verdict.outcome != "killed":
             click.echo(verdict.said, err=True)
     click.echo(f"{killed} of {len(chosen)} guards are held by a test")
@@ -190,7 +231,11 @@ def unchanged(tests: tuple[str, ...]) -> Verdict:
 def copied() -> Iterator[Path]:
     """A copy of everything that belongs to the project, and of the local settings."""
     names = subprocess.run(
-        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"], cwd=PROJECT, check=True, capture_output=True, text=True
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=PROJECT,
+        check=True,
+        capture_output=True,
+        text=True,
     ).stdout.split("\0")
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder)
@@ -203,15 +248,25 @@ def copied() -> Iterator[Path]:
 
 
 def run_tests(tree: Path, tests: tuple[str, ...], seconds_max: int) -> Verdict:
-    """Runs tests in a tree: `passed`, `failed` (an assertion of theirs, not their set-up), or why there is no verdict."""
+    """Runs tests in a tree: `passed`, `failed` (an assertion of theirs, not their set-up), or why there is no
+    verdict.
+    """
     # What xdist and coverage tell their children would change how these tests run.
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "COV_"))}
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "COV_"))
+    }
     environment |= {"PYTHONPATH": str(tree), "CI": "1"}
     command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=line", "-p", "no:cacheprovider", *tests]
     began = time.monotonic()
     # In a session of its own, so that what the tests have started ends with them when they take too long.
     process = subprocess.Popen(
-        command, cwd=tree, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        command,
+        cwd=tree,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
     )
     try:
         said, _ = process.communicate(timeout=seconds_max)
@@ -224,7 +279,8 @@ def run_tests(tree: Path, tests: tuple[str, ...], seconds_max: int) -> Verdict:
     seconds = time.monotonic() - began
     if process.returncode == 0:
         return Verdict("passed", seconds, said[-2_000:])
-    # A test that has failed may leave behind what its end finds wrong too; one that could not be set up says nothing.
+    # A test that has failed may leave behind what its end finds wrong too; one that could not be set up says
+    # nothing.
     failed, errors = (set(re.findall(rf"^{word} (tests/\S+)", said, re.M)) for word in ("FAILED", "ERROR"))
     if process.returncode == 1 and failed and errors <= failed:
         return Verdict("failed", seconds, said[-2_000:])

@@ -1,8 +1,9 @@
-"""`python -m tests.nightly` (`make nightly`): everything that is too long for every run, one step after the other, with a summary.
+"""`python -m tests.nightly` (`make nightly`): everything that is too long for every run, one step after the
+other, with a summary.
 
-What each step says goes to the terminal and to `.services/nightly/STEP.log`; what came out is kept in `.services/nightly/state.json`
-for this commit with what is changed in the tree, so that `--resume` plays only what has not passed. Exit 1: a step failed, or ended
-without a verdict.
+What each step says goes to the terminal and to `.services/nightly/STEP.log`; what came out is kept in
+`.services/nightly/state.json` for this commit with what is changed in the tree, so that `--resume` plays only
+what has not passed. Exit 1: a step failed, or ended without a verdict.
 """
 
 import contextlib
@@ -32,7 +33,9 @@ REHEARSE: Final = (WITH_SERVERS, sys.executable, "-m", "grabstream.ops.cli", "re
 
 
 class Step(NamedTuple):
-    """A command that ends with 0 when all is well and with 1 when something is not; anything else is no verdict."""
+    """A command that ends with 0 when all is well and with 1 when something is not; anything else is no
+    verdict.
+    """
 
     name: str
     what: str
@@ -57,22 +60,30 @@ def steps() -> list[Step]:
     return [
         Step("demo", "the rehearsal of the envelopes", REHEARSE, minutes_max=10),
         Step("demo-under-load", "the same on a busy machine", REHEARSE, under_load=True, minutes_max=20),
-        Step("week", "the week of a flash sale, 5,000 people", (*REHEARSE, "--story", "week", "--people", "5000"), minutes_max=30),
-        Step("promotion", "five days of coupons, 5,000 people", (*REHEARSE, "--story", "promotion", "--people", "5000"), minutes_max=30),
+        Step("week", "the week of a flash sale, 5,000 people",
+        (*REHEARSE, "--story", "week", "--people", "5000"), minutes_max=30),
+        Step("promotion", "five days of coupons, 5,000 people",
+        (*REHEARSE, "--story", "promotion", "--people", "5000"), minutes_max=30),
         Step("upgrade", "from the last release, under traffic",
              (WITH_SERVERS, sys.executable, "-m", "tests.drill.upgrade", last_release()), minutes_max=15),
-        Step("mutations", "every guard is taken out", (WITH_SERVERS, sys.executable, "-m", "tests.mutations"), minutes_max=120),
+        Step("mutations", "every guard is taken out", (WITH_SERVERS, sys.executable, "-m", "tests.mutations"),
+        minutes_max=120),
         Step("long-histories", "the random histories, ten times as many",
              (*PYTEST, "tests/lua/test_state_machine.py", "tests/models", "--timeout", "3600"), tests, 180),
-        Step("large", "tests that are too long for every run", (*PYTEST, "tests", "-m", "nightly", "-s", "--timeout", "3600"), tests, 120),
+        Step("large", "tests that are too long for every run",
+        (*PYTEST, "tests", "-m", "nightly", "-s", "--timeout", "3600"), tests, 120),
         Step("drill", "the kill matrix", (sys.executable, "-m", "tests.drill"), minutes_max=240),
-        Step("test-cluster", "tests with servers, on a cluster", (*PYTEST, "tests/streams", "tests/ops"), {"CI": "1", "CLUSTER": "1"}, 120),
-        Step("drill-cluster", "the kill matrix on a cluster", (sys.executable, "-m", "tests.drill", "--cluster"), minutes_max=240),
+        Step("test-cluster", "tests with servers, on a cluster", (*PYTEST, "tests/streams", "tests/ops"),
+        {"CI": "1", "CLUSTER": "1"}, 120),
+        Step("drill-cluster", "the kill matrix on a cluster",
+        (sys.executable, "-m", "tests.drill", "--cluster"), minutes_max=240),
     ]  # fmt: skip
 
 
 def _git(*words: str) -> str:
-    return subprocess.run(["git", *words], cwd=PROJECT, check=True, capture_output=True, text=True).stdout.strip()
+    return subprocess.run(
+        ["git", *words], cwd=PROJECT, check=True, capture_output=True, text=True
+    ).stdout.strip()
 
 
 def last_release() -> str:
@@ -84,8 +95,12 @@ def last_release() -> str:
 
 def tree() -> str:
     """A name for the tree as it is: the commit, and what is changed in it."""
-    changed = _git("status", "--porcelain") and _git("diff", "HEAD") + _git("ls-files", "--others", "--exclude-standard")
-    return _git("rev-parse", "HEAD") + (f"+{hashlib.sha256(changed.encode()).hexdigest()[:12]}" if changed else "")
+    changed = _git("status", "--porcelain") and _git("diff", "HEAD") + _git(
+        "ls-files", "--others", "--exclude-standard"
+    )
+    return _git("rev-parse", "HEAD") + (
+        f"+{hashlib.sha256(changed.encode()).hexdigest()[:12]}" if changed else ""
+    )
 
 
 class State:
@@ -95,7 +110,11 @@ class State:
         self._path = path
         self._tree = of_tree
         found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-        self.results = {name: Result(*result) for name, result in found.get("results", {}).items()} if found.get("tree") == of_tree else {}
+        self.results = (
+            {name: Result(*result) for name, result in found.get("results", {}).items()}
+            if found.get("tree") == of_tree
+            else {}
+        )
 
     def keep(self, result: Result) -> None:
         """Writes a result down."""
@@ -108,9 +127,14 @@ class State:
 
 @contextlib.contextmanager
 def load() -> Iterator[None]:
-    """Busy processes, twice as many as cores, while the context lasts; they end also when this process is killed."""
+    """Busy processes, twice as many as cores, while the context lasts; they end also when this process is
+    killed.
+    """
     busy = "import os\nparent = os.getppid()\nwhile os.getppid() == parent:\n    sum(range(100_000))"
-    processes = [subprocess.Popen([sys.executable, "-c", busy], start_new_session=True) for _ in range(2 * (os.cpu_count() or 1))]
+    processes = [
+        subprocess.Popen([sys.executable, "-c", busy], start_new_session=True)
+        for _ in range(2 * (os.cpu_count() or 1))
+    ]
     try:
         yield
     finally:
@@ -139,9 +163,11 @@ def run(step: Step, folder: Path) -> Result:
         if step.under_load:
             around.enter_context(load())
         log = around.enter_context((folder / f"{step.name}.log").open("wb"))
-        # In a session of its own, or Ctrl-C would meet everything below it at once, and again what it hands on by itself.
+        # In a session of its own, or Ctrl-C would meet everything below it at once, and again what it hands
+        # on by itself.
         process = subprocess.Popen(
-            step.command, cwd=PROJECT, env=os.environ | step.environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            step.command, cwd=PROJECT, env=os.environ | step.environment, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
             start_new_session=True,
         )  # fmt: skip
         assert process.stdout is not None
@@ -201,17 +227,29 @@ def play(chosen: Sequence[Step], state: State, folder: Path, resume: bool) -> in
 @click.command()
 @click.option("--only", multiple=True, help="A step by its name; may be repeated.")
 @click.option("--resume", is_flag=True, help="Skip what has passed already for this tree.")
-@click.option("--list", "only_list", is_flag=True, help="Print the steps, with what is known of them for this tree, and play none.")
+@click.option(
+    "--list",
+    "only_list",
+    is_flag=True,
+    help="Print the steps, with what is known of them for this tree, and play none.",
+)
 def main(only: tuple[str, ...], resume: bool, only_list: bool) -> None:
-    """Play everything that is too long for every run. Exit 1: a step failed or has no verdict; 130: stopped."""
+    """Play everything that is too long for every run. Exit 1: a step failed or has no verdict; 130:
+    stopped.
+    """
     everything = steps()
     unknown = set(only) - {step.name for step in everything}
     if unknown:
-        raise click.BadParameter(f"no step is called {', '.join(sorted(unknown))}: --list prints them", param_hint="--only")
+        raise click.BadParameter(
+            f"no step is called {', '.join(sorted(unknown))}: --list prints them", param_hint="--only"
+        )
     chosen = [step for step in everything if not only or step.name in only]
     state = State(FOLDER / "state.json", tree())
     if only_list:
-        rows = [(step.name, step.what, state.results[step.name].outcome if step.name in state.results else "–") for step in chosen]
+        rows = [
+            (step.name, step.what, state.results[step.name].outcome if step.name in state.results else "–")
+            for step in chosen
+        ]
         console.print(table("Nightly", ("step", "what", "result"), rows))
         return
     signal.signal(signal.SIGTERM, signal.default_int_handler)

@@ -12,7 +12,9 @@ ROOMS: Final = tuple(sorted(path.name for path in PACKAGE.iterdir() if path.is_s
 
 
 def copy_of_the_package(folder: Path) -> None:
-    """Copies the package and its rooms into a folder, made when it is missing; PYTHONPATH=<folder> runs the copy."""
+    """Copies the package and its rooms into a folder, made when it is missing; PYTHONPATH=<folder> runs the
+    copy.
+    """
     ignored = shutil.ignore_patterns("__pycache__")
     for name in (PACKAGE.name, *ROOMS):
         shutil.copytree(PROJECT / name, folder / name, symlinks=True, ignore=ignored)

@@ -1,5 +1,5 @@
-"""Fuzzing of every door: what comes from outside, as bytes, texts or objects, raises nothing but what is documented, loses nothing, and
-costs time and memory in proportion to its length.
+"""Fuzzing of every door: what comes from outside, as bytes, texts or objects, raises nothing but what is
+documented, loses nothing, and costs time and memory in proportion to its length.
 
 `GRAB_FUZZ_EXAMPLES=10000` looks longer than the usual run does.
 """
@@ -51,8 +51,11 @@ from grabstream.ops.settings import BadSettings, Settings, load_settings
 from grabstream.streams.understanding import Pace, Rejected, understand
 
 #: A few seconds for each door.
-FUZZED: Final = hypothesis_settings(max_examples=int(os.environ.get("GRAB_FUZZ_EXAMPLES", "200")), deadline=None)
-#: What an input may cost, with so much for the beginning: of the slowest door, many times what it takes on a busy machine.
+FUZZED: Final = hypothesis_settings(
+    max_examples=int(os.environ.get("GRAB_FUZZ_EXAMPLES", "200")), deadline=None
+)
+#: What an input may cost, with so much for the beginning: of the slowest door, many times what it takes on a
+#: busy machine.
 SECONDS_A_MEBIBYTE: Final = 60.0
 SECONDS_AT_FIRST: Final = 2.0
 BYTES_A_BYTE: Final = 300
@@ -80,13 +83,29 @@ def attempted(run: Callable[[], Any], *documented: type[Exception]) -> Any:
         return error
 
 
-# -- what may stand in a text -----------------------------------------------------------------------------------------
+# -- what may stand in a text --------------------------------------------------------------------------------
 
 CODEPOINTS: Final = st.characters()
 ODD_TEXTS: Final = st.one_of(
     st.text(CODEPOINTS, max_size=80),
     st.sampled_from(
-        ("", "\0", "\ud800", "\x85", "\u2028", "x" * 5_000, "é" * 300, "🧧" * 300, '"' * 70, "\\" * 70, "null", "1e3", "-0", "*", "x/y")
+        (
+            "",
+            "\0",
+            "\ud800",
+            "\x85",
+            "\u2028",
+            "x" * 5_000,
+            "é" * 300,
+            "🧧" * 300,
+            '"' * 70,
+            "\\" * 70,
+            "null",
+            "1e3",
+            "-0",
+            "*",
+            "x/y",
+        )
     ),
 )
 ODD_NUMBERS: Final = st.one_of(
@@ -107,11 +126,17 @@ def structured(value: Any) -> st.SearchStrategy[Any]:
     """A value of JSON, or the same with something else in one of its places."""
     if isinstance(value, dict):
         same = st.fixed_dictionaries({name: structured(one) for name, one in value.items()})
-        fewer = st.sampled_from(sorted(value)).map(lambda gone: {name: one for name, one in value.items() if name != gone})
+        fewer = st.sampled_from(sorted(value)).map(
+            lambda gone: {name: one for name, one in value.items() if name != gone}
+        )
         more = st.tuples(ODD_TEXTS, ODD_VALUES).map(lambda pair: {**value, pair[0]: pair[1]})
         return st.one_of(same, fewer, more) if value else more
     if isinstance(value, list):
-        return st.one_of(st.just(value), st.lists(structured(value[0]), max_size=4) if value else st.just(value), ODD_VALUES)
+        return st.one_of(
+            st.just(value),
+            st.lists(structured(value[0]), max_size=4) if value else st.just(value),
+            ODD_VALUES,
+        )
     return st.one_of(st.just(value), st.just(value), st.just(value), ODD_TEXTS, ODD_NUMBERS)
 
 
@@ -126,11 +151,15 @@ def damaged(draw: st.DrawFn, whole: st.SearchStrategy[bytes]) -> bytes:
     raw = draw(whole)
     for _ in range(draw(st.integers(0, 3))):
         at, to = sorted((draw(st.integers(0, len(raw))), draw(st.integers(0, len(raw)))))
-        raw = draw(st.sampled_from((raw[:at] + raw[to:], raw[:to] + raw[at:], raw[:at] + draw(st.binary(max_size=8)) + raw[at:])))
+        raw = draw(
+            st.sampled_from(
+                (raw[:at] + raw[to:], raw[:to] + raw[at:], raw[:at] + draw(st.binary(max_size=8)) + raw[at:])
+            )
+        )
     return raw
 
 
-# -- bytes on the topic -----------------------------------------------------------------------------------------------
+# -- bytes on the topic --------------------------------------------------------------------------------------
 
 ENVELOPE: Final = {
     "kind": "envelope",
@@ -168,8 +197,21 @@ COMMANDS: Final[list[dict[str, Any]]] = [
     },
     {"type": "open", "id": "i", "offer": "o", "terms": ENVELOPE},
     {"type": "open", "id": "i", "offer": "o", "terms": STOCK, "operator": "p"},
-    {"type": "amend", "id": "i", "offer": "o", "changes": {"title": "t", "limits": [{"by": "user", "per": "hour", "max": 2}], "total": 7}},
-    {"type": "load", "id": "i", "offer": "o", "what": "audience", "chunk": 1, "chunks": 2, "items": ["a", "b"]},
+    {
+        "type": "amend",
+        "id": "i",
+        "offer": "o",
+        "changes": {"title": "t", "limits": [{"by": "user", "per": "hour", "max": 2}], "total": 7},
+    },
+    {
+        "type": "load",
+        "id": "i",
+        "offer": "o",
+        "what": "audience",
+        "chunk": 1,
+        "chunks": 2,
+        "items": ["a", "b"],
+    },
     {"type": "load", "id": "i", "offer": "o", "what": "codes", "chunk": 1, "chunks": 2, "items": ["a", "b"]},
     {
         "type": "adjust",
@@ -179,7 +221,16 @@ COMMANDS: Final[list[dict[str, Any]]] = [
         "reason": "r",
         "approved_by": "p",
     },
-    {"type": "confirm", "id": "i", "offer": "o", "grab": "g", "payment": "p", "paid": 5, "currency": "CNY", "quantity": 1},
+    {
+        "type": "confirm",
+        "id": "i",
+        "offer": "o",
+        "grab": "g",
+        "payment": "p",
+        "paid": 5,
+        "currency": "CNY",
+        "quantity": 1,
+    },
     {"type": "return", "id": "i", "offer": "o", "grab": "g", "reason": "r"},
     {"type": "redeem", "id": "i", "offer": "o", "grab": "g", "order": "x", "quantity": 1},
     {"type": "close", "id": "i", "offer": "o"},
@@ -188,7 +239,14 @@ of_command = st.sampled_from(COMMANDS).flatmap(structured)
 of_record = st.one_of(
     st.binary(max_size=300),
     ODD_VALUES.map(written),
-    damaged(st.one_of(of_command.map(written), st.lists(of_command, max_size=5).map(written), st.just(b"["), st.just(b'{"id":"x"'))),
+    damaged(
+        st.one_of(
+            of_command.map(written),
+            st.lists(of_command, max_size=5).map(written),
+            st.just(b"["),
+            st.just(b'{"id":"x"'),
+        )
+    ),
 )
 
 
@@ -240,12 +298,14 @@ def test_what_is_said_of_an_input_is_short_and_one_line(text: str, bytes_max: in
     assert len(shortened(quoted(text)).encode()) <= 400
 
 
-# -- objects made in Python -------------------------------------------------------------------------------------------
+# -- objects made in Python ----------------------------------------------------------------------------------
 
 odd: Final[st.SearchStrategy[Any]] = st.one_of(st.sampled_from(("i", "o", "x" * 64)), ODD_TEXTS)
 number: Final[st.SearchStrategy[Any]] = st.one_of(st.integers(0, 10), ODD_NUMBERS)
 limit = st.builds(Limit, odd, odd, number, odd)
-hour = st.builds(Hours, st.lists(st.one_of(st.sampled_from(("mon", "sun")), ODD_TEXTS), max_size=9).map(tuple), odd, odd)
+hour = st.builds(
+    Hours, st.lists(st.one_of(st.sampled_from(("mon", "sun")), ODD_TEXTS), max_size=9).map(tuple), odd, odd
+)
 common: Final[dict[str, Any]] = {
     "issuer": odd,
     "title": odd,
@@ -297,7 +357,11 @@ of_python: Final[st.SearchStrategy[Any]] = st.one_of(
         basket=odd,
     ),
     st.builds(
-        Amend, **steered, changes=st.builds(Changes, title=odd, total=number, limits=st.lists(limit, max_size=2).map(tuple), hold_ms=number)
+        Amend,
+        **steered,
+        changes=st.builds(
+            Changes, title=odd, total=number, limits=st.lists(limit, max_size=2).map(tuple), hold_ms=number
+        ),
     ),
     st.builds(
         Load,
@@ -308,9 +372,15 @@ of_python: Final[st.SearchStrategy[Any]] = st.one_of(
         items=st.lists(odd, max_size=4).map(tuple),
     ),
     st.builds(
-        Adjust, **steered, transfers=st.lists(st.builds(Entry, odd, odd, odd, number), max_size=3).map(tuple), reason=odd, approved_by=odd
+        Adjust,
+        **steered,
+        transfers=st.lists(st.builds(Entry, odd, odd, odd, number), max_size=3).map(tuple),
+        reason=odd,
+        approved_by=odd,
     ),
-    st.builds(Confirm, **settled, payment=st.none() | odd, paid=number, currency=st.none() | odd, quantity=number),
+    st.builds(
+        Confirm, **settled, payment=st.none() | odd, paid=number, currency=st.none() | odd, quantity=number
+    ),
     st.builds(Return, **settled, quantity=number, reason=odd),
     st.builds(Redeem, **settled, order=odd, quantity=number),
 )
@@ -328,21 +398,58 @@ def test_an_object_made_in_python_is_right_or_invalid(command: AnyCommand) -> No
     assert decode_commands(encode_command(command)) == [command]
 
 
-# -- files of offers --------------------------------------------------------------------------------------------------
+# -- files of offers -----------------------------------------------------------------------------------------
 
 of_file = st.one_of(
     st.text(max_size=200),
-    st.sampled_from((ENVELOPE, STOCK)).flatmap(structured).map(lambda one: json.dumps([{"offer": "a", "terms": one}])),
+    st.sampled_from((ENVELOPE, STOCK))
+    .flatmap(structured)
+    .map(lambda one: json.dumps([{"offer": "a", "terms": one}])),
     st.sampled_from((ENVELOPE, STOCK))
     .flatmap(structured)
     .map(lambda one: json.dumps({"defaults": one, "offers": [{"offer": "a"}, {"offer": "b"}]})),
     st.lists(
         st.sampled_from(
-            ("- ", "offer: a\n", "&a ", "*a", "<<: *a\n", "{", "}", "[", "]", ": ", "\n", "  ", "? ", "!!str ", "---\n", "x", "|", "'")
+            (
+                "- ",
+                "offer: a\n",
+                "&a ",
+                "*a",
+                "<<: *a\n",
+                "{",
+                "}",
+                "[",
+                "]",
+                ": ",
+                "\n",
+                "  ",
+                "? ",
+                "!!str ",
+                "---\n",
+                "x",
+                "|",
+                "'",
+            )
         )
     ).map("".join),
     st.lists(
-        st.sampled_from(("offer", "kind", ",", "\n", '"', "coupon", "total", "limits", "user/day/2", ";", "1", "10:00-11:00", "\r"))
+        st.sampled_from(
+            (
+                "offer",
+                "kind",
+                ",",
+                "\n",
+                '"',
+                "coupon",
+                "total",
+                "limits",
+                "user/day/2",
+                ";",
+                "1",
+                "10:00-11:00",
+                "\r",
+            )
+        )
     ).map("".join),
 )
 
@@ -359,7 +466,7 @@ def test_a_file_of_offers_is_read_or_bad(text: str, form: Form) -> None:
         check(command)
 
 
-# -- settings ---------------------------------------------------------------------------------------------------------
+# -- settings ------------------------------------------------------------------------------------------------
 
 in_environment = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=60)
 
@@ -369,7 +476,20 @@ in_environment = st.text(st.characters(codec="utf-8", exclude_characters="\0"), 
     name=st.sampled_from(sorted(Settings.model_fields)),
     text=st.one_of(
         in_environment,
-        st.sampled_from(("-1", "0", "1e9", "9" * 5_000, "redis-cluster://", "redis-cluster://a:b", "a:b", "a:HS256:x", "[", "{}")),
+        st.sampled_from(
+            (
+                "-1",
+                "0",
+                "1e9",
+                "9" * 5_000,
+                "redis-cluster://",
+                "redis-cluster://a:b",
+                "a:b",
+                "a:HS256:x",
+                "[",
+                "{}",
+            )
+        ),
     ),
 )
 def test_a_setting_is_taken_or_named(name: str, text: str) -> None:
@@ -380,7 +500,7 @@ def test_a_setting_is_taken_or_named(name: str, text: str) -> None:
     assert isinstance(found, Settings) or variable in str(found)
 
 
-# -- the journal ------------------------------------------------------------------------------------------------------
+# -- the journal ---------------------------------------------------------------------------------------------
 
 header_names = st.sampled_from(("shard", "term", "owner", "first_seq", "count", "prev", "head", "x"))
 header_values = st.one_of(
@@ -391,7 +511,8 @@ header_values = st.one_of(
     st.just("٣".encode()),
 )
 EVENT: Final = (
-    b'{"type":"grab.granted","v":1,"shard":0,"seq":1,"offer_seq":2,"offer":"o","at":5,"command":"c","grab":"c","user":"u","quantity":1,'
+    b'{"type":"grab.granted","v":1,"shard":0,"seq":1,"offer_seq":2,"offer":"o","at":5,"command":"c",'
+    b'"grab":"c","user":"u","quantity":1,'
     b'"amount":7,"asset":"CNY","place":1,"left":0,"digest":"abcd"}'
 )
 of_line = st.one_of(
@@ -408,11 +529,15 @@ of_line = st.one_of(
 def blocks(draw: st.DrawFn) -> tuple[list[tuple[str, bytes]], bytes | None]:
     """Headers and value of a record: a right block, one with a header changed, or anything."""
     if draw(st.booleans()):
-        return draw(st.lists(st.tuples(header_names, header_values), max_size=9)), draw(st.none() | st.binary(max_size=100))
+        return draw(st.lists(st.tuples(header_names, header_values), max_size=9)), draw(
+            st.none() | st.binary(max_size=100)
+        )
     lines = draw(st.lists(of_line.filter(lambda line: b"\n" not in line), min_size=1, max_size=3))
     prev = draw(st.sampled_from((bytes(32), b"x" * 32)))
     term, first = draw(st.integers(0, 3)), draw(st.integers(0, 5))
-    headers = block_headers(0, term, draw(st.sampled_from(("a", "b"))), first, len(lines), prev, chain(prev, lines)[-1])
+    headers = block_headers(
+        0, term, draw(st.sampled_from(("a", "b"))), first, len(lines), prev, chain(prev, lines)[-1]
+    )
     if draw(st.booleans()):
         headers = marker_headers(0, term, "a")
     if draw(st.integers(0, 2)) == 0:
@@ -423,7 +548,9 @@ def blocks(draw: st.DrawFn) -> tuple[list[tuple[str, bytes]], bytes | None]:
 
 @FUZZED
 @given(records=st.lists(blocks(), max_size=5))
-def test_a_journal_record_counts_is_ignored_or_is_corrupt(records: list[tuple[list[tuple[str, bytes]], bytes | None]]) -> None:
+def test_a_journal_record_counts_is_ignored_or_is_corrupt(
+    records: list[tuple[list[tuple[str, bytes]], bytes | None]],
+) -> None:
     cursor = Cursor()
     for offset, (headers, value) in enumerate(records):
         before = cursor
@@ -447,7 +574,7 @@ def test_a_line_is_an_event_or_none(lines: list[bytes]) -> None:
     attempted(lambda: decode_event_list(b"[" + b",".join(lines) + b"]"), *documented)
 
 
-# -- tickets and answers ----------------------------------------------------------------------------------------------
+# -- tickets and answers -------------------------------------------------------------------------------------
 
 SECRET: Final = b"x" * 32
 KEYS: Final = TicketKeys.from_text(f"k:HS256:{b64encode(SECRET).decode()}")
@@ -456,7 +583,8 @@ CLAIMS: Final = {"sub": "u", "aud": ["o"], "exp": 1_800_000_000, "nbf": 1, "jti"
 
 def token(header: bytes, claims: bytes, secret: bytes = SECRET) -> str:
     signed = b".".join(urlsafe_b64encode(part).rstrip(b"=") for part in (header, claims))
-    return f"{signed.decode()}.{urlsafe_b64encode(hmac.new(secret, signed, sha256).digest()).rstrip(b'=').decode()}"
+    signature = urlsafe_b64encode(hmac.new(secret, signed, sha256).digest()).rstrip(b"=")
+    return f"{signed.decode()}.{signature.decode()}"
 
 
 of_token = st.one_of(
@@ -469,7 +597,12 @@ of_token = st.one_of(
             st.binary(max_size=50),
             st.just(b"[" * 3_000),
         ),
-        st.one_of(structured(CLAIMS).map(written), st.binary(max_size=50), st.just(b"[" * 3_000), ODD_VALUES.map(written)),
+        st.one_of(
+            structured(CLAIMS).map(written),
+            st.binary(max_size=50),
+            st.just(b"[" * 3_000),
+            ODD_VALUES.map(written),
+        ),
     ),
 )
 
@@ -484,7 +617,8 @@ def test_a_ticket_is_right_or_is_none(text: str) -> None:
 @FUZZED
 @given(
     raw=st.one_of(
-        st.binary(max_size=100), structured({"id": "i", "outcome": "sold_out", "code": 32, "limits": [{"by": "user"}]}).map(written)
+        st.binary(max_size=100),
+        structured({"id": "i", "outcome": "sold_out", "code": 32, "limits": [{"by": "user"}]}).map(written),
     )
 )
 def test_an_answer_is_read_back_or_is_none(raw: bytes) -> None:

@@ -37,6 +37,14 @@ def test_a_test_notices_when_a_guard_is_taken_out(mutation: Mutation, servers: o
 def test_no_verdict_is_taken_for_a_kill() -> None:
     """A mutant that nobody notices, a guard that has moved, and a test that is gone."""
     chain = next(one for one in MUTATIONS if one.guard == "the chain")
-    assert play(chain._replace(tests=("tests/models/test_journal.py::test_blocks_in_order",))).outcome == "SURVIVED"
-    assert play(chain._replace(before="nobody wrote this")).outcome == "no verdict: stands 0 times in the file"
-    assert play(chain._replace(tests=("tests/models/test_journal.py::test_of_nothing",))).outcome == "no verdict: pytest ended with 4"
+    assert (
+        play(chain._replace(tests=("tests/models/test_journal.py::test_blocks_in_order",))).outcome
+        == "SURVIVED"
+    )
+    assert (
+        play(chain._replace(before="nobody wrote this")).outcome == "no verdict: stands 0 times in the file"
+    )
+    assert (
+        play(chain._replace(tests=("tests/models/test_journal.py::test_of_nothing",))).outcome
+        == "no verdict: pytest ended with 4"
+    )

@@ -1,4 +1,6 @@
-"""`make nightly`: what a step ends with is its result, what has passed is not played again, and it stops in order."""
+"""`make nightly`: what a step ends with is its result, what has passed is not played again, and it stops in
+order.
+"""
 
 import contextlib
 import json
@@ -39,7 +41,9 @@ def test_a_step_without_a_verdict_fails_the_run(tmp_path: Path) -> None:
 def test_the_summary_names_every_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     played([PASSES, FAILS], tmp_path)
     summary = capsys.readouterr().out.rpartition("Nightly")[2]
-    assert all(word in summary for word in ("what", "result", "minutes", "passes", "passed", "fails", "failed"))
+    assert all(
+        word in summary for word in ("what", "result", "minutes", "passes", "passed", "fails", "failed")
+    )
     assert (tmp_path / "passes.log").read_text() == "fine\n"
 
 
@@ -51,7 +55,9 @@ def test_resumed_it_plays_what_has_not_passed_for_this_tree(tmp_path: Path) -> N
     assert counted.read_text() == "x"
     assert played([once], tmp_path)[0] == 0
     assert counted.read_text() == "xx", "without --resume everything is played"
-    assert State(tmp_path / "state.json", "another tree").results == {}, "what passed for another tree says nothing of this one"
+    assert State(tmp_path / "state.json", "another tree").results == {}, (
+        "what passed for another tree says nothing of this one"
+    )
 
 
 def test_a_step_that_takes_too_long_is_ended(tmp_path: Path) -> None:
@@ -94,20 +100,31 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 chosen = [Step("waits", "", (sys.executable, "-c", {waits!r})), Step("later", "", (sys.executable, "-c", ""))]
 sys.exit(play(chosen, State(Path({str(tmp_path)!r}) / "state.json", "t"), Path({str(tmp_path)!r}), True))
 """
-    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, start_new_session=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
     wait_until(ready.exists, 30, "the step's begin")
     os.killpg(process.pid, signal.SIGINT)
     said, _ = process.communicate(timeout=30)
     assert process.returncode == 130
     assert "--resume" in said
     assert cleaned.exists(), "the step was told to end, and had the time to"
-    assert json.loads((tmp_path / "state.json").read_text())["results"] == {"waits": ["waits", "no verdict: stopped", 0.0]}
+    assert json.loads((tmp_path / "state.json").read_text())["results"] == {
+        "waits": ["waits", "no verdict: stopped", 0.0]
+    }
 
 
 def test_every_step_s_command_can_be_started() -> None:
     """Every file and module that a step names is there, and no two steps share a name."""
     named = [word for one in steps() for word in one.command if "/" in word]
     assert [word for word in named if not (nightly.PROJECT / word).exists()] == []
-    modules = [word for one in steps() for before, word in zip(one.command, one.command[1:], strict=False) if before == "-m"]
-    assert {"tests.drill", "tests.drill.upgrade", "tests.mutations", "grabstream.ops.cli", "pytest"} <= set(modules)
+    modules = [
+        word
+        for one in steps()
+        for before, word in zip(one.command, one.command[1:], strict=False)
+        if before == "-m"
+    ]
+    assert {"tests.drill", "tests.drill.upgrade", "tests.mutations", "grabstream.ops.cli", "pytest"} <= set(
+        modules
+    )
     assert len({one.name for one in steps()}) == len(steps())

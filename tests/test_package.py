@@ -1,4 +1,6 @@
-"""One package: every module has one name, a stranger's `models` stays the stranger's, and a wheel holds all that runs."""
+"""One package: every module has one name, a stranger's `models` stays the stranger's, and a wheel holds all
+that runs.
+"""
 
 import ast
 import subprocess
@@ -22,14 +24,17 @@ for name, module in list(sys.modules.items()):
     if file := getattr(module, "__file__", None):
         files.setdefault(__import__("os").path.realpath(file), set()).add(name)
 rooms = set(%r)
-print(sorted(names for file, names in files.items() if len(names) > 1 and any("grabstream" in name for name in names)))
+twice = [sorted(names) for names in files.values() if len(names) > 1]
+print(sorted(names for names in twice if any("grabstream" in name for name in names)))
 print(sorted(name for name in sys.modules if name.split(".")[0] in rooms))
 """
 
 
 def test_every_room_is_a_relative_link() -> None:
     assert ROOMS == ("lua", "models", "ops", "projections", "streams")
-    assert {name: str((PROJECT / "grabstream" / name).readlink()) for name in ROOMS} == {name: f"../{name}" for name in ROOMS}
+    assert {name: str((PROJECT / "grabstream" / name).readlink()) for name in ROOMS} == {
+        name: f"../{name}" for name in ROOMS
+    }
 
 
 def bare_imports(text: str) -> list[int]:
@@ -44,28 +49,45 @@ def bare_imports(text: str) -> list[int]:
 
 
 def test_no_file_imports_a_room_by_its_bare_name() -> None:
-    """Tests run in the root of the tree, where a bare name would be found, as a second module with types of its own."""
-    assert bare_imports("import models\nfrom lua.gate import Gate\nimport grabstream.models\nfrom . import lua") == [1, 2]
-    listed = subprocess.run(["git", "ls-files", "*.py"], cwd=PROJECT, check=True, capture_output=True, text=True).stdout.split()
+    """Tests run in the root of the tree, where a bare name would be found, as a second module with types of
+    its own.
+    """
+    assert bare_imports(
+        "import models\nfrom lua.gate import Gate\nimport grabstream.models\nfrom . import lua"
+    ) == [1, 2]
+    listed = subprocess.run(
+        ["git", "ls-files", "*.py"], cwd=PROJECT, check=True, capture_output=True, text=True
+    ).stdout.split()
     assert len(listed) > 200
     assert {name: lines for name in listed if (lines := bare_imports((PROJECT / name).read_text()))} == {}
 
 
 def test_no_module_is_loaded_under_two_names() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", NAMES_MODULES_TWICE % (ROOMS,)], cwd=PROJECT, check=True, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", NAMES_MODULES_TWICE % (ROOMS,)],
+        cwd=PROJECT,
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert done.stdout.splitlines() == ["[]", "[]"]
 
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An environment with the wheel, beside a stranger's package `models`. What the wheel depends on is that of this environment."""
+    """An environment with the wheel, beside a stranger's package `models`. What the wheel depends on is that
+    of this environment.
+    """
     folder = tmp_path_factory.mktemp("wheel")
     tree = folder / "tree"
     subprocess.run(["git", "clone", "--quiet", "--no-hardlinks", str(PROJECT), str(tree)], check=True)
     for name in subprocess.run(
-        ["git", "ls-files", "--modified", "--others", "--exclude-standard"], cwd=PROJECT, check=True, capture_output=True, text=True
+        ["git", "ls-files", "--modified", "--others", "--exclude-standard"],
+        cwd=PROJECT,
+        check=True,
+        capture_output=True,
+        text=True,
     ).stdout.splitlines():
         source, target = PROJECT / name, tree / name
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -80,10 +102,15 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     venv.create(folder / "environment", with_pip=False)
     python = folder / "environment" / "bin" / "python"
     [wheel] = folder.glob("grabstream-*.whl")
-    subprocess.run([*pip, "--python", str(python), "install", "--no-deps", "--no-index", str(wheel)], check=True, capture_output=True)
+    subprocess.run(
+        [*pip, "--python", str(python), "install", "--no-deps", "--no-index", str(wheel)],
+        check=True,
+        capture_output=True,
+    )
     [packages] = (folder / "environment").glob("lib/python*/site-packages")
     (packages / "models.py").write_text("OURS = False\n")
-    # After the wheel's own folder: an editable install of this tree is found by a hook of its site-packages, which is not run here.
+    # After the wheel's own folder: an editable install of this tree is found by a hook of its site-packages,
+    # which is not run here.
     [dependencies] = [path for path in sys.path if path.endswith("site-packages")]
     (packages / "dependencies.pth").write_text(f"{dependencies}\n")
     return python
@@ -91,18 +118,28 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_wheel_works_beside_a_stranger_s_models(installed: Path, tmp_path: Path) -> None:
     code = (
-        "import models, grabstream.models.commands as ours, grabstream.lua.loader as loader, grabstream.projections.migrate\n"
+        "import models, grabstream.models.commands as ours, grabstream.lua.loader as loader, "
+        "grabstream.projections.migrate\n"
         "from importlib.resources import files\n"
-        "print(models.OURS, len(loader.load('grab').text) > 10_000, files('grabstream').joinpath('py.typed').is_file())\n"
+        "print(models.OURS, len(loader.load('grab').text) > 10_000, "
+        "files('grabstream').joinpath('py.typed').is_file())\n"
         "print(files('grabstream.projections.definitions').joinpath('cursors.sql').is_file(), "
         "files('grabstream.ops.kafka').joinpath('pom.xml').is_file(), "
         "len(list(files('grabstream.projections.migrations').iterdir())) > 9)\n"
         "print('site-packages' in ours.__file__ and 'environment' in ours.__file__)\n"
     )
-    done = subprocess.run([str(installed), "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [str(installed), "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
     assert (done.stdout.split(), done.stderr) == (["False", *["True"] * 6], "")
 
 
 def test_the_wheel_has_the_command_line(installed: Path, tmp_path: Path) -> None:
-    done = subprocess.run([str(installed.parent / "grabstream"), "--help"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [str(installed.parent / "grabstream"), "--help"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert (done.returncode, "rebuild" in done.stdout) == (0, True)

@@ -1,7 +1,8 @@
-"""The rules, pure: what the Lua scripts must decide, said once more without any server, so that the two can be compared.
+"""The rules, pure: what the Lua scripts must decide, said once more without any server, so that the two can
+be compared.
 
-`decide` takes a shard's state, one command and a time, and gives the answer and the events; `decide_basket` takes grabs that stand or
-fall together; `sweep` does what time brings. The state is changed in place.
+`decide` takes a shard's state, one command and a time, and gives the answer and the events; `decide_basket`
+takes grabs that stand or fall together; `sweep` does what time brings. The state is changed in place.
 """
 
 from collections.abc import Sequence
@@ -32,12 +33,15 @@ from grabstream.models.rules.state import (
 
 __all__ = ["Decided", "Drawn", "Offer", "ShardState", "decide", "decide_basket", "sweep"]
 
-#: Refusals that are not remembered: the command can be right later under the same id, or has an answer already.
+#: Refusals that are not remembered: the command can be right later under the same id, or has an answer
+#: already.
 _NOT_KEPT = frozenset({Outcome.invalid, Outcome.conflict})
 
 
 def decide(state: ShardState, command: AnyCommand, clock_ms: int, drawn: Drawn | None = None) -> Decided:
-    """Decides one command at a time in ms (the shard's clock never goes back); `drawn` is what a server adds to it."""
+    """Decides one command at a time in ms (the shard's clock never goes back); `drawn` is what a server adds
+    to it.
+    """
     if isinstance(command, Grab) and basket_of(command):
         [decided] = decide_basket(state, [command], clock_ms, [drawn or {}])
         return decided
@@ -55,7 +59,9 @@ def decide(state: ShardState, command: AnyCommand, clock_ms: int, drawn: Drawn |
     return _keep(state, command, now, _carry_out(state, command, offer, digest, now, drawn or {}))
 
 
-def _carry_out(state: ShardState, command: AnyCommand, offer: Offer | None, digest: str, now: int, drawn: Drawn) -> Decided:
+def _carry_out(
+    state: ShardState, command: AnyCommand, offer: Offer | None, digest: str, now: int, drawn: Drawn
+) -> Decided:
     if offer is None:
         return settle_nowhere(state, command, digest, now)
     if isinstance(command, Settle):
@@ -74,14 +80,18 @@ def _carry_out(state: ShardState, command: AnyCommand, offer: Offer | None, dige
 
 
 def _keep(state: ShardState, command: AnyCommand, now: int, decided: Decided) -> Decided:
-    """Remembers an answer under its command's id: for good when an event says it, else among the latest refusals."""
+    """Remembers an answer under its command's id: for good when an event says it, else among the latest
+    refusals.
+    """
     key, answer = (campaign_of(command.offer), command.id), decided.answer
     if command.offer not in state.offers:
         # What names an event is told by that; money that nobody was there for is told so each time.
         if answer.seq is None and answer.code not in _NOT_KEPT:
             _count(state, command, answer, now)
             if command.offer not in state.retired and not (isinstance(command, Confirm) and answer.message):
-                _remember_refusal(state, key, Remembered(as_remembered(answer), state.digests.remembered(command)))
+                _remember_refusal(
+                    state, key, Remembered(as_remembered(answer), state.digests.remembered(command))
+                )
     elif decided.own:
         state.answers[key] = Remembered(answer, state.digests.remembered(command), whole_of(command))
     elif answer.repeated or answer.code not in _NOT_KEPT:
@@ -104,15 +114,23 @@ def _remember_refusal(state: ShardState, key: tuple[str, str], kept: Remembered)
         state.refusals.popitem(last=False)
 
 
-def decide_basket(state: ShardState, commands: Sequence[Grab], clock_ms: int, drawn: Sequence[Drawn]) -> list[Decided]:
+def decide_basket(
+    state: ShardState, commands: Sequence[Grab], clock_ms: int, drawn: Sequence[Drawn]
+) -> list[Decided]:
     """Decides grabs of one campaign that stand or fall together; when one is refused, all get its outcome."""
     now = max(clock_ms, state.time)
     known = [_known(state, command) for command in commands]
     # When only some refusals are still known, nothing was taken, and the basket is decided again.
     if all(known) or any(_answered(state, command) for command in commands):
-        return [_of_known_basket(state, command, found, now) for command, found in zip(commands, known, strict=True)]
+        return [
+            _of_known_basket(state, command, found, now)
+            for command, found in zip(commands, known, strict=True)
+        ]
     if (message := grabbing.unfit_basket(state.offers, commands)) is not None:
-        return [Decided(refused(state, command, Outcome.invalid, now, message=message), [], False) for command in commands]
+        return [
+            Decided(refused(state, command, Outcome.invalid, now, message=message), [], False)
+            for command in commands
+        ]
     saved = deepcopy(state)
     decided = []
     for command, more in zip(commands, drawn, strict=True):
@@ -138,8 +156,12 @@ def _of_known_basket(state: ShardState, command: Grab, known: Remembered | None,
     return _of_known(state, command, known, now)
 
 
-def _of_known(state: ShardState, command: AnyCommand, known: Remembered, now: int, unfit: str | None = None) -> Decided:
-    """The first answer of a command id, if this is the same body; `unfit` is why the offer could never take this one."""
+def _of_known(
+    state: ShardState, command: AnyCommand, known: Remembered, now: int, unfit: str | None = None
+) -> Decided:
+    """The first answer of a command id, if this is the same body; `unfit` is why the offer could never take
+    this one.
+    """
     try:
         if _is_same(state, command, known):
             return Decided(_repeated(state, command, known), [], False)
@@ -162,7 +184,9 @@ def _fallen(state: ShardState, command: Grab, because: Answer, grab: str, now: i
 
 
 def _known(state: ShardState, command: AnyCommand) -> Remembered | None:
-    return _answered(state, command) or _counts(state, state.refusals.get((campaign_of(command.offer), command.id)))
+    return _answered(state, command) or _counts(
+        state, state.refusals.get((campaign_of(command.offer), command.id))
+    )
 
 
 def _answered(state: ShardState, command: AnyCommand) -> Remembered | None:
@@ -184,7 +208,9 @@ def _repeated(state: ShardState, command: AnyCommand, known: Remembered) -> Answ
 
 
 def sweep(state: ShardState, clock_ms: int) -> list[AnyEvent]:
-    """What time brings by itself: holds that are over end, the longest due first; then offers are served on, close, or retire."""
+    """What time brings by itself: holds that are over end, the longest due first; then offers are served on,
+    close, or retire.
+    """
     now = max(clock_ms, state.time)
     events: list[AnyEvent] = []
     holds = [

@@ -1,4 +1,6 @@
-"""Grabs: who may, how much, and what is granted, held or put on the waiting list. Refusals stand in order of precedence."""
+"""Grabs: who may, how much, and what is granted, held or put on the waiting list. Refusals stand in order of
+precedence.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -61,8 +63,16 @@ def unfit_basket(offers: Mapping[str, Offer], commands: Sequence[Grab]) -> str |
     """Why grabs can never be decided as one, or None."""
     if len(commands) > BASKET_GRABS_MAX:
         return f"basket: at most {BASKET_GRABS_MAX} grabs, this has {len(commands)}"
-    codes = sum(command.quantity for command in commands if (offer := offers.get(command.offer)) and _gives_codes(offer))
-    return f"basket: its grabs get at most {CODES_PER_GRAB_MAX} codes, together" if codes > CODES_PER_GRAB_MAX else None
+    codes = sum(
+        command.quantity
+        for command in commands
+        if (offer := offers.get(command.offer)) and _gives_codes(offer)
+    )
+    return (
+        f"basket: its grabs get at most {CODES_PER_GRAB_MAX} codes, together"
+        if codes > CODES_PER_GRAB_MAX
+        else None
+    )
 
 
 def _gives_codes(offer: Offer) -> bool:
@@ -82,7 +92,9 @@ def _not_open_yet(state: ShardState, command: Grab, offer: Offer, now: int, draw
     opens = opens_next(offer.hours, offer.offsets, now)
     if opens is not None:
         return refused(state, command, Outcome.not_open_yet, now, retry_at=opens)
-    incomplete = offer.awaits_codes or any(offer.loaded[what] < chunks for what, chunks in offer.chunks.items())
+    incomplete = offer.awaits_codes or any(
+        offer.loaded[what] < chunks for what, chunks in offer.chunks.items()
+    )
     return refused(state, command, Outcome.not_open_yet, now) if incomplete else None
 
 
@@ -95,7 +107,9 @@ def _drained(state: ShardState, command: Grab, offer: Offer, now: int, drawn: Dr
 
 
 def _over(state: ShardState, command: Grab, offer: Offer, now: int, drawn: Drawn) -> Answer | None:
-    return refused(state, command, Outcome.over, now) if offer.closed_reason or now >= offer.closes_at else None
+    return (
+        refused(state, command, Outcome.over, now) if offer.closed_reason or now >= offer.closes_at else None
+    )
 
 
 def _not_eligible(state: ShardState, command: Grab, offer: Offer, now: int, drawn: Drawn) -> Answer | None:
@@ -109,7 +123,9 @@ def _not_eligible(state: ShardState, command: Grab, offer: Offer, now: int, draw
 
 
 def _is_used(state: ShardState, offer: Offer, now: int, drawn: Drawn) -> bool:
-    """Whether a single-use ticket was used: for its offer, or, where it is good for more of the campaign, there, until that one ends."""
+    """Whether a single-use ticket was used: for its offer, or, where it is good for more of the campaign,
+    there, until that one ends.
+    """
     once = drawn["ticket_once"]
     if "ticket_ends_at" not in drawn:
         return f"ticket/{once}" in offer.seen
@@ -134,25 +150,35 @@ def _sold_out(state: ShardState, command: Grab, offer: Offer, now: int, drawn: D
 
 
 def _not_enough_left(state: ShardState, command: Grab, offer: Offer, now: int, drawn: Drawn) -> Answer | None:
-    if offer.is_envelope or offer.pieces.take == "up_to" or command.quantity <= available(offer) or may_wait(offer, command):
+    if (
+        offer.is_envelope
+        or offer.pieces.take == "up_to"
+        or command.quantity <= available(offer)
+        or may_wait(offer, command)
+    ):
         return None
     return refused(state, command, Outcome.not_enough_left, now, left=available(offer))
 
 
 # A drained envelope is `sold_out` although it is closed too (CONTRACT), so that test comes before `over`.
 REFUSALS: list[Refusal] = [
-    _already_taken, _not_open_yet, _on_hold, _drained, _over, _not_eligible, _limit_reached, _sold_out, _not_enough_left,
+    _already_taken, _not_open_yet, _on_hold, _drained, _over, _not_eligible, _limit_reached, _sold_out,
+    _not_enough_left,
 ]  # fmt: skip
 
 
 def available(offer: Offer) -> int:
-    """Units that a newcomer can take: those that suffice for none of the first CONSIDERED_MAX grabs in the queue."""
+    """Units that a newcomer can take: those that suffice for none of the first CONSIDERED_MAX grabs in the
+    queue.
+    """
     waiting = (offer.grabs[name] for name in offer.queue[:CONSIDERED_MAX])
     return 0 if any(_units_for(offer, grab) for grab in waiting) else offer.units_left
 
 
 def _units_for(offer: Offer, grab: Taken) -> int:
-    """What a waiting grab gets of the units that are left; 0 when they do not suffice, or cost more than one sum may be."""
+    """What a waiting grab gets of the units that are left; 0 when they do not suffice, or cost more than one
+    sum may be.
+    """
     price = offer.pieces.price or 0
     payable = AMOUNT_MAX // price if price else AMOUNT_MAX
     if offer.pieces.take == "up_to":
@@ -170,7 +196,7 @@ def with_part(answer: Answer, part: Part) -> Answer:
     return msgspec.structs.replace(answer, amount=part.amount, quantity=1, place=part.place, seq=part.seq)
 
 
-# -- carrying out -----------------------------------------------------------------------------------------------------
+# -- carrying out --------------------------------------------------------------------------------------------
 
 
 def draw_part(
@@ -183,33 +209,59 @@ def draw_part(
     if offer.parts:
         amount = offer.parts[offer.places]
     else:
-        amount = next_part(terms.law, offer.amount_left, offer.units_left, terms.min, offer.max_part, offer.seed, place)
-    offer.places, offer.units_left, offer.amount_left = place, offer.units_left - 1, offer.amount_left - amount
+        amount = next_part(
+            terms.law, offer.amount_left, offer.units_left, terms.min, offer.max_part, offer.seed, place
+        )
+    offer.places, offer.units_left, offer.amount_left = (
+        place,
+        offer.units_left - 1,
+        offer.amount_left - amount,
+    )
     event = GrabGranted(
-        **head_of(state, offer, command.id, now), grab=command.id, user=command.user, quantity=1, amount=amount, asset=terms.asset,
-        place=place, left=offer.units_left, attributes=command.attributes, **use_ticket(state, offer, now, drawn), digest=digest,
+        **head_of(state, offer, command.id, now), grab=command.id, user=command.user, quantity=1,
+        amount=amount, asset=terms.asset,
+        place=place, left=offer.units_left, attributes=command.attributes,
+        **use_ticket(state, offer, now, drawn), digest=digest,
     )  # fmt: skip
     offer.users[command.user] = Part(place, amount, event.seq)
-    answer = answered(state, command, Outcome.granted, now, grab=command.id, amount=amount, quantity=1, place=place, left=offer.units_left)
+    answer = answered(
+        state,
+        command,
+        Outcome.granted,
+        now,
+        grab=command.id,
+        amount=amount,
+        quantity=1,
+        place=place,
+        left=offer.units_left,
+    )
     return answer, [event]
 
 
 def use_ticket(state: ShardState, offer: Offer, now: int, drawn: Drawn) -> dict[str, Any]:
-    """Uses a single-use ticket; returns what the event says of it. One of the campaign makes room by TICKETS_FORGOTTEN that have ended."""
+    """Uses a single-use ticket; returns what the event says of it. One of the campaign makes room by
+    TICKETS_FORGOTTEN that have ended.
+    """
     if offer.terms.audience != "ticket" or not drawn["ticket_once"]:
         return {}
     once, ends_at = drawn["ticket_once"], drawn.get("ticket_ends_at")
     if ends_at is None:
         offer.seen.add(f"ticket/{once}")
         return {"ticket": once}
-    ended = sorted((ends, name) for (campaign, name), ends in state.tickets.items() if campaign == offer.campaign and ends <= now)
+    ended = sorted(
+        (ends, name)
+        for (campaign, name), ends in state.tickets.items()
+        if campaign == offer.campaign and ends <= now
+    )
     for _, name in ended[:TICKETS_FORGOTTEN]:
         del state.tickets[offer.campaign, name]
     state.tickets[offer.campaign, once] = ends_at
     return {"ticket": once, "ticket_ends_at": ends_at}
 
 
-def take_pieces(state: ShardState, command: Grab, offer: Offer, digest: str, now: int, drawn: Drawn) -> Decided:
+def take_pieces(
+    state: ShardState, command: Grab, offer: Offer, digest: str, now: int, drawn: Drawn
+) -> Decided:
     """Units granted, held, or waited for."""
     terms = offer.pieces
     counted = limits.counted_under(offer, command, now)
@@ -229,12 +281,20 @@ def take_pieces(state: ShardState, command: Grab, offer: Offer, digest: str, now
     grab.place, grab.price = offer.places, terms.price or 0
     _move_out(offer, quantity)
     common: dict[str, Any] = {
-        "grab": command.id, "user": command.user, "quantity": quantity, "amount": quantity, "asset": offer.asset, "place": grab.place,
+        "grab": command.id, "user": command.user, "quantity": quantity, "amount": quantity,
+        "asset": offer.asset, "place": grab.place,
         "left": offer.units_left, "asked": command.quantity if command.quantity != quantity else None,
         "attributes": command.attributes, **ticket, "basket": command.basket, "digest": digest,
     }  # fmt: skip
     states = limits.states_of(offer, limits.counts_of(state, offer, counted), now)
-    said = {"grab": command.id, "amount": quantity, "quantity": quantity, "place": grab.place, "left": offer.units_left, "limits": states}
+    said = {
+        "grab": command.id,
+        "amount": quantity,
+        "quantity": quantity,
+        "place": grab.place,
+        "left": offer.units_left,
+        "limits": states,
+    }
     if terms.hold_ms is None:
         grab.taken = quantity
         codes = hand_out(offer, grab, quantity)
@@ -246,18 +306,23 @@ def take_pieces(state: ShardState, command: Grab, offer: Offer, digest: str, now
     return Decided(answered(state, command, Outcome.held, now, **said, **hold_of(offer, grab)), [event])
 
 
-def _queue(state: ShardState, command: Grab, offer: Offer, grab: Taken, digest: str, now: int, ticket: dict[str, Any]) -> Decided:
+def _queue(
+    state: ShardState, command: Grab, offer: Offer, grab: Taken, digest: str, now: int, ticket: dict[str, Any]
+) -> Decided:
     offer.queued += 1
     grab.place, grab.status = offer.queued, Status.waiting
     offer.queue.append(command.id)
     event = GrabQueued(
-        **head_of(state, offer, command.id, now), grab=command.id, user=command.user, quantity=grab.quantity, amount=0,
-        asset=offer.asset, place=grab.place, left=offer.units_left, attributes=command.attributes, **ticket, digest=digest,
+        **head_of(state, offer, command.id, now), grab=command.id, user=command.user, quantity=grab.quantity,
+        amount=0,
+        asset=offer.asset, place=grab.place, left=offer.units_left, attributes=command.attributes, **ticket,
+        digest=digest,
     )  # fmt: skip
     lefts = limits.states_of(offer, limits.counts_of(state, offer, grab.under), now)
     return Decided(
         answered(
-            state, command, Outcome.waiting, now, grab=command.id, amount=0, quantity=grab.quantity, place=grab.place,
+            state, command, Outcome.waiting, now, grab=command.id, amount=0, quantity=grab.quantity,
+            place=grab.place,
             left=offer.units_left, limits=lefts,
         ), [event],
     )  # fmt: skip
@@ -295,11 +360,16 @@ def numbered(offer: Offer, grab: Taken, codes: tuple[str, ...]) -> dict[str, Any
     """What an answer says of coupons: the codes, or the number of the grab."""
     if offer.terms.__struct_config__.tag != "coupon":
         return {}
-    return {"coupon_code": codes[0], "coupon_codes": codes[1:] and codes} if codes else {"coupon_code": str(grab.place)}
+    return (
+        {"coupon_code": codes[0], "coupon_codes": codes[1:] and codes}
+        if codes
+        else {"coupon_code": str(grab.place)}
+    )
 
 
 def serve(state: ShardState, offer: Offer, command: str, now: int) -> list[AnyEvent]:
-    """Units that are left go to the first grab in the queue that they suffice for, as holds; a bounded number at once.
+    """Units that are left go to the first grab in the queue that they suffice for, as holds; a bounded number
+    at once.
 
     The first CONSIDERED_MAX are considered. Those that the units do not suffice for keep their places.
     """
@@ -319,7 +389,12 @@ def serve(state: ShardState, offer: Offer, command: str, now: int) -> list[AnyEv
         limits.give_back(state, offer, grab, grab.quantity - quantity)
         asked = grab.quantity
         offer.places += 1
-        grab.place, grab.quantity, grab.price, grab.status = offer.places, quantity, terms.price or 0, Status.active
+        grab.place, grab.quantity, grab.price, grab.status = (
+            offer.places,
+            quantity,
+            terms.price or 0,
+            Status.active,
+        )
         _move_out(offer, quantity)
         begin_hold(offer, grab, quantity, now)
         events.append(
@@ -343,12 +418,15 @@ def serve(state: ShardState, offer: Offer, command: str, now: int) -> list[AnyEv
 def about(offer: Offer, name: str, grab: Taken, quantity: int) -> dict[str, Any]:
     """The fields that every event about a grab has."""
     return {
-        "grab": name, "user": grab.user, "quantity": quantity, "amount": quantity, "asset": offer.asset, "place": grab.place,
+        "grab": name, "user": grab.user, "quantity": quantity, "amount": quantity, "asset": offer.asset,
+        "place": grab.place,
         "left": offer.units_left,
     }  # fmt: skip
 
 
-def leave_queue(state: ShardState, offer: Offer, name: str, command: str, digest: str | None, now: int) -> GrabReleased:
+def leave_queue(
+    state: ShardState, offer: Offer, name: str, command: str, digest: str | None, now: int
+) -> GrabReleased:
     """Somebody waits no more; the limits are given back."""
     grab = offer.grabs[name]
     offer.queue.remove(name)
@@ -357,7 +435,11 @@ def leave_queue(state: ShardState, offer: Offer, name: str, command: str, digest
     if offer.closed_reason:
         offer.due = due_when_closed(offer, now)
     event = GrabReleased(
-        **head_of(state, offer, command, now), **about(offer, name, grab, 0), reason="left_queue", to=offer.returns_to, digest=digest
+        **head_of(state, offer, command, now),
+        **about(offer, name, grab, 0),
+        reason="left_queue",
+        to=offer.returns_to,
+        digest=digest,
     )
     grab.ended = (event.seq, now)
     return event

@@ -1,4 +1,6 @@
-"""Limits: how many units a user, or a value of an attribute, has left in the window of now; counting, and giving back."""
+"""Limits: how many units a user, or a value of an attribute, has left in the window of now; counting, and
+giving back.
+"""
 
 from collections.abc import Sequence
 
@@ -40,7 +42,9 @@ def count(state: ShardState, offer: Offer, counted: Sequence[Counted], quantity:
 
 
 def give_back(state: ShardState, offer: Offer, grab: Taken, quantity: int) -> None:
-    """Takes units off the counters they were counted under, the newest first; nothing of a window that is over."""
+    """Takes units off the counters they were counted under, the newest first; nothing of a window that is
+    over.
+    """
     while quantity and grab.counted:
         units, under = grab.counted.pop()
         back = min(units, quantity)

@@ -1,4 +1,6 @@
-"""What operators do to an offer: open, load, amend, pause, resume, close, adjust; and what time does: close and retire."""
+"""What operators do to an offer: open, load, amend, pause, resume, close, adjust; and what time does: close
+and retire.
+"""
 
 from hashlib import sha256
 from typing import Any
@@ -38,7 +40,18 @@ from grabstream.models.offers import (
 )
 from grabstream.models.outcomes import Outcome
 from grabstream.models.rules.grabbing import SERVED_AT_ONCE_MAX, leave_queue, serve
-from grabstream.models.rules.state import Decided, Drawn, Offer, Past, Remembered, ShardState, answered, due_when_closed, head_of, refused
+from grabstream.models.rules.state import (
+    Decided,
+    Drawn,
+    Offer,
+    Past,
+    Remembered,
+    ShardState,
+    answered,
+    due_when_closed,
+    head_of,
+    refused,
+)
 from grabstream.models.splitting import check_split, split_ahead
 from grabstream.models.transfers import BookedEntry, source_of
 
@@ -52,14 +65,17 @@ def open_offer(state: ShardState, command: Open, digest: str, now: int, drawn: D
     if command.offer in state.offers or command.offer in state.retired:
         return Decided(refused(state, command, Outcome.conflict, now), [])
     opens_at = terms.opens_at or now
-    closes_at = terms.closes_at or (opens_at + ENVELOPE_LIFE_MS if isinstance(terms, EnvelopeTerms) else TIME_MS_MAX)
+    closes_at = terms.closes_at or (
+        opens_at + ENVELOPE_LIFE_MS if isinstance(terms, EnvelopeTerms) else TIME_MS_MAX
+    )
     if closes_at <= opens_at:
         return Decided(refused(state, command, Outcome.invalid, now, message=CLOSES_TOO_EARLY), [])
     offsets = offsets_of(terms.timezone, drawn.get("clock_ms", now))
     own_zone = CampaignZone(terms.timezone, offsets)
     zone = state.zones.setdefault(campaign_of(command.offer), own_zone)
     offer = Offer(
-        command.offer, terms, opens_at, closes_at, terms.total, units_of(terms), closes_at, offsets=offsets, campaign_offsets=zone.offsets,
+        command.offer, terms, opens_at, closes_at, terms.total, units_of(terms), closes_at, offsets=offsets,
+        campaign_offsets=zone.offsets,
         offer_seq=0,
     )  # fmt: skip
     seed = _draw(offer, terms, drawn)
@@ -132,9 +148,17 @@ def _close(state: ShardState, command: Close, offer: Offer, digest: str, now: in
 
 
 def close_offer(
-    state: ShardState, offer: Offer, reason: Any, command: str, digest: str | None, now: int, operator: str | None = None
+    state: ShardState,
+    offer: Offer,
+    reason: Any,
+    command: str,
+    digest: str | None,
+    now: int,
+    operator: str | None = None,
 ) -> OfferClosed:
-    """Ends an offer: what is left goes back to its issuer, the seed is revealed; holds stay payable. The sweeper sends home who waits."""
+    """Ends an offer: what is left goes back to its issuer, the seed is revealed; holds stay payable. The
+    sweeper sends home who waits.
+    """
     head = head_of(state, offer, command, now)
     amount, left = offer.amount_left, offer.units_left
     offer.closed_reason, offer.paused, offer.amount_left, offer.units_left = reason, False, 0, 0
@@ -143,12 +167,13 @@ def close_offer(
         offer.codes = []
     offer.due = due_when_closed(offer, now)
     return OfferClosed(
-        **head, reason=reason, asset=offer.asset, amount=amount, left=left, refund_to=offer.returns_to, seed=offer.seed,
+        **head, reason=reason, asset=offer.asset, amount=amount, left=left, refund_to=offer.returns_to,
+        seed=offer.seed,
         operator=operator, digest=digest,
     )  # fmt: skip
 
 
-# -- amend ------------------------------------------------------------------------------------------------------------
+# -- amend ---------------------------------------------------------------------------------------------------
 
 
 def _amend(state: ShardState, command: Amend, offer: Offer, digest: str, now: int) -> Decided:
@@ -160,21 +185,35 @@ def _amend(state: ShardState, command: Amend, offer: Offer, digest: str, now: in
     total = offer.terms.total if changes.total is UNSET else changes.total
     added = total - offer.terms.total
     if offer.units_left + added < 0:
-        return Decided(refused(state, command, Outcome.not_enough_left, now, left=offer.units_left), [], False)
-    offer.units_left, offer.amount_left = offer.units_left + added, offer.amount_left + (0 if offer.is_envelope else added)
+        return Decided(
+            refused(state, command, Outcome.not_enough_left, now, left=offer.units_left), [], False
+        )
+    offer.units_left, offer.amount_left = (
+        offer.units_left + added,
+        offer.amount_left + (0 if offer.is_envelope else added),
+    )
     offer.terms = msgspec.structs.replace(offer.terms, **changes.fields())
     if changes.opens_at is not UNSET:
         offer.opens_at = changes.opens_at
     if changes.closes_at is not UNSET:
         offer.closes_at = offer.due = changes.closes_at
     event = OfferAmended(
-        **head_of(state, offer, command.id, now), changes=msgspec.Raw(msgspec.json.encode(changes)), asset=offer.asset,
-        source=source_of(offer.asset, getattr(offer.terms, "funding", None), offer.terms.issuer), added=max(added, 0),
+        **head_of(state, offer, command.id, now), changes=msgspec.Raw(msgspec.json.encode(changes)),
+        asset=offer.asset,
+        source=source_of(offer.asset, getattr(offer.terms, "funding", None), offer.terms.issuer),
+        added=max(added, 0),
         removed=max(-added, 0), left=offer.units_left, operator=command.operator, digest=digest,
     )  # fmt: skip
     events = [event, *serve(state, offer, command.id, now)]
     answer = Answer(
-        command.id, "amended", int(Outcome.amended), offer.name, left=offer.units_left, shard=state.shard, seq=event.seq, at=now
+        command.id,
+        "amended",
+        int(Outcome.amended),
+        offer.name,
+        left=offer.units_left,
+        shard=state.shard,
+        seq=event.seq,
+        at=now,
     )
     return Decided(answer, events)
 
@@ -208,7 +247,7 @@ def unfit(offer: Offer, changes: Changes, now: int) -> str | None:
     return None
 
 
-# -- load, adjust -----------------------------------------------------------------------------------------------------
+# -- load, adjust --------------------------------------------------------------------------------------------
 
 
 def _load(state: ShardState, command: Load, offer: Offer, digest: str, now: int) -> Decided:
@@ -231,10 +270,13 @@ def _load(state: ShardState, command: Load, offer: Offer, digest: str, now: int)
         offer.audience.update(command.items)
     count = offer.codes_listed if what == "codes" else len(offer.audience)
     event = OfferLoaded(
-        **head_of(state, offer, command.id, now), what=what, chunk=command.chunk, chunks=command.chunks, count=count,
+        **head_of(state, offer, command.id, now), what=what, chunk=command.chunk, chunks=command.chunks,
+        count=count,
         items=command.items, operator=command.operator, digest=digest,
     )  # fmt: skip
-    return Decided(answered(state, command, Outcome.loaded, now, quantity=count, left=offer.units_left), [event])
+    return Decided(
+        answered(state, command, Outcome.loaded, now, quantity=count, left=offer.units_left), [event]
+    )
 
 
 def _unloadable(offer: Offer, command: Load) -> str | None:
@@ -265,13 +307,14 @@ def _unloadable(offer: Offer, command: Load) -> str | None:
 def _adjust(state: ShardState, command: Adjust, offer: Offer, digest: str, now: int) -> Decided:
     transfers = tuple(BookedEntry(*msgspec.structs.astuple(entry)) for entry in command.transfers)
     event = LedgerAdjusted(
-        **head_of(state, offer, command.id, now), transfers=transfers, reason=command.reason, approved_by=command.approved_by,
+        **head_of(state, offer, command.id, now), transfers=transfers, reason=command.reason,
+        approved_by=command.approved_by,
         operator=command.operator, digest=digest,
     )  # fmt: skip
     return Decided(answered(state, command, Outcome.adjusted, now, left=offer.units_left), [event])
 
 
-# -- time -------------------------------------------------------------------------------------------------------------
+# -- time ----------------------------------------------------------------------------------------------------
 
 
 def fall_due(state: ShardState, offer: Offer, now: int) -> list[AnyEvent]:
@@ -282,7 +325,9 @@ def fall_due(state: ShardState, offer: Offer, now: int) -> list[AnyEvent]:
         offer.due = offer.closes_at
         return serve(state, offer, "sweep", now)
     if offer.queue:
-        events: list[AnyEvent] = [leave_queue(state, offer, name, "sweep", None, now) for name in offer.queue[:SERVED_AT_ONCE_MAX]]
+        events: list[AnyEvent] = [
+            leave_queue(state, offer, name, "sweep", None, now) for name in offer.queue[:SERVED_AT_ONCE_MAX]
+        ]
         return events
     if offer.held:
         offer.due = now + RETIRE_AGAIN_MS
@@ -293,11 +338,17 @@ def fall_due(state: ShardState, offer: Offer, now: int) -> list[AnyEvent]:
 
 
 def _retire(state: ShardState, offer: Offer, now: int) -> None:
-    """Takes an offer out, and what is remembered of it but its payments; limits across a campaign go with the campaign's last offer."""
+    """Takes an offer out, and what is remembered of it but its payments; limits across a campaign go with the
+    campaign's last offer.
+    """
     del state.offers[offer.name]
     state.retired.add(offer.name)
     state.past[offer.name] = Past(offer.offer_seq, now)
-    for key in [key for key, kept in state.answers.items() if key[0] == offer.campaign and kept.answer.offer == offer.name]:
+    for key in [
+        key
+        for key, kept in state.answers.items()
+        if key[0] == offer.campaign and kept.answer.offer == offer.name
+    ]:
         del state.answers[key]
     if not any(other.campaign == offer.campaign for other in state.offers.values()):
         for counter in [counter for counter in state.counters if counter[0] == offer.campaign]:

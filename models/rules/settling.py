@@ -1,6 +1,7 @@
 """What happens to grabs of pieces afterwards: confirm, release, expiry, extend, return, redeem, unredeem.
 
-A hold whose time is over is ended by whoever meets it first, the sweeper or a command, and always in the same way.
+A hold whose time is over is ended by whoever meets it first, the sweeper or a command, and always in the same
+way.
 """
 
 from typing import Any
@@ -21,14 +22,32 @@ from grabstream.models.identifiers import campaign_of
 from grabstream.models.outcomes import Outcome
 from grabstream.models.rules import limits
 from grabstream.models.rules.grabbing import about, available, hand_out, leave_queue, numbered, serve
-from grabstream.models.rules.state import Batch, Decided, Offer, Order, Payment, ShardState, Status, Taken, answered, head_of, refused
+from grabstream.models.rules.state import (
+    Batch,
+    Decided,
+    Offer,
+    Order,
+    Payment,
+    ShardState,
+    Status,
+    Taken,
+    answered,
+    head_of,
+    refused,
+)
 
 #: A grab's payments that were not returned, and the windows its units may be counted in.
 PAYMENTS_MAX = 100
 COUNTED_MAX = 100
 TOO_MANY_PAYMENTS = f"payment: a grab has at most {PAYMENTS_MAX} payments that were not returned"
-TOO_LATE = "the offer retired too long ago, so nothing was booked for this payment: see the view payments, and adjust what is missing"
-NEVER_OPENED = "no offer was ever opened under this id, so nothing was booked for this payment: pay it back where it came from"
+TOO_LATE = (
+    "the offer retired too long ago, so nothing was booked for this payment: see the view payments, "
+    "and adjust what is missing"
+)
+NEVER_OPENED = (
+    "no offer was ever opened under this id, so nothing was booked for this payment: pay it back "
+    "where it came from"
+)
 
 
 def settle(state: ShardState, command: Settle, offer: Offer, digest: str, now: int) -> Decided:
@@ -49,7 +68,14 @@ def lapse(state: ShardState, offer: Offer, name: str, now: int) -> list[AnyEvent
 
 
 def _give_up(
-    state: ShardState, offer: Offer, name: str, status: Status, reason: Any, command: str, digest: str | None, now: int
+    state: ShardState,
+    offer: Offer,
+    name: str,
+    status: Status,
+    reason: Any,
+    command: str,
+    digest: str | None,
+    now: int,
 ) -> list[AnyEvent]:
     grab = offer.grabs[name]
     quantity, grab.held, grab.status = grab.held, 0, status
@@ -57,7 +83,13 @@ def _give_up(
     _drop_codes(offer)
     limits.give_back(state, offer, grab, quantity)
     to = _take_back(offer, quantity)
-    event = GrabReleased(**head_of(state, offer, command, now), **about(offer, name, grab, quantity), reason=reason, to=to, digest=digest)
+    event = GrabReleased(
+        **head_of(state, offer, command, now),
+        **about(offer, name, grab, quantity),
+        reason=reason,
+        to=to,
+        digest=digest,
+    )
     grab.ended = (event.seq, now)
     return [event, *serve(state, offer, command, now)]
 
@@ -77,14 +109,31 @@ def _drop_codes(offer: Offer) -> None:
 
 
 def _said(command: Settle, offer: Offer, grab: Taken, quantity: int) -> dict[str, Any]:
-    return {"grab": command.grab, "amount": quantity, "quantity": quantity, "place": grab.place, "left": offer.units_left}
+    return {
+        "grab": command.grab,
+        "amount": quantity,
+        "quantity": quantity,
+        "place": grab.place,
+        "left": offer.units_left,
+    }
 
 
-def _again(state: ShardState, command: Settle, outcome: Outcome, seq_at: tuple[int, int], **rest: Any) -> Decided:
+def _again(
+    state: ShardState, command: Settle, outcome: Outcome, seq_at: tuple[int, int], **rest: Any
+) -> Decided:
     """What was asked for is so already: the answer names the event that made it so."""
     seq, at = seq_at
     answer = Answer(
-        command.id, outcome.name, int(outcome), command.offer, command.grab, repeated=True, shard=state.shard, seq=seq, at=at, **rest
+        command.id,
+        outcome.name,
+        int(outcome),
+        command.offer,
+        command.grab,
+        repeated=True,
+        shard=state.shard,
+        seq=seq,
+        at=at,
+        **rest,
     )
     return Decided(answer, [], False)
 
@@ -94,8 +143,9 @@ def _refuse(state: ShardState, command: Settle, outcome: Outcome, now: int, **re
 
 
 def settle_nowhere(state: ShardState, command: AnyCommand, digest: str, now: int) -> Decided:
-    """A command where there is no offer, or not any more. What became of a payment is known for a time after its offer has retired;
-    other money that comes then is to be paid back."""
+    """A command where there is no offer, or not any more. What became of a payment is known for a time after
+    its offer has retired; other money that comes then is to be paid back.
+    """
     if isinstance(command, Confirm):
         if known := _repeated_payment(state, command, now):
             return known
@@ -103,14 +153,18 @@ def settle_nowhere(state: ShardState, command: AnyCommand, digest: str, now: int
         if past is not None and state.knows_payments_of(command.offer, now):
             return _unserved(state, command, None, Outcome.no_such_offer, digest, now)
         if command.paid:
-            return _refuse(state, command, Outcome.no_such_offer, now, message=TOO_LATE if past else NEVER_OPENED)
+            return _refuse(
+                state, command, Outcome.no_such_offer, now, message=TOO_LATE if past else NEVER_OPENED
+            )
     return Decided(refused(state, command, Outcome.no_such_offer, now), [], False)
 
 
-# -- confirm ----------------------------------------------------------------------------------------------------------
+# -- confirm -------------------------------------------------------------------------------------------------
 
 
-def _confirm(state: ShardState, command: Confirm, offer: Offer, grab: Taken | None, digest: str, now: int) -> Decided:
+def _confirm(
+    state: ShardState, command: Confirm, offer: Offer, grab: Taken | None, digest: str, now: int
+) -> Decided:
     if known := _repeated_payment(state, command, now):
         return known
     if grab is None:
@@ -126,7 +180,9 @@ def _confirm(state: ShardState, command: Confirm, offer: Offer, grab: Taken | No
         return _unserved(state, command, offer, Outcome.invalid, digest, now, message="paid: not what is due")
     if command.payment is not None and len(grab.payments) >= PAYMENTS_MAX:
         limit = LimitState("payment", "offer", PAYMENTS_MAX, 0)
-        return _unserved(state, command, offer, Outcome.limit_reached, digest, now, message=TOO_MANY_PAYMENTS, limit=limit)
+        return _unserved(
+            state, command, offer, Outcome.limit_reached, digest, now, message=TOO_MANY_PAYMENTS, limit=limit
+        )
     if quantity > base:
         return _unserved(state, command, offer, Outcome.not_enough_left, digest, now, left=base)
     if not grab.held and not _retake(state, offer, grab, quantity, now):
@@ -135,7 +191,9 @@ def _confirm(state: ShardState, command: Confirm, offer: Offer, grab: Taken | No
 
 
 def _repeated_payment(state: ShardState, command: Confirm, now: int) -> Decided | None:
-    """The answer to a payment that is known already: for this grab what became of it; for another grab, or amount, a conflict."""
+    """The answer to a payment that is known already: for this grab what became of it; for another grab, or
+    amount, a conflict.
+    """
     known = state.payments.get((campaign_of(command.offer), command.payment)) if command.payment else None
     if known is None or not state.knows_payments_of(known.offer, now):
         return None
@@ -154,12 +212,20 @@ def _money_of(command: Confirm) -> tuple[int, str]:
 def _said_of(known: Payment) -> str:
     money = f"{known.paid} {known.currency}" if known.paid else "nothing paid"
     units = f" for {known.quantity} units" if known.quantity else ""
-    return f"payment: it is known with {money}{units}; nothing was booked now: other money needs a payment id of its own"
+    return (
+        f"payment: it is known with {money}{units}; nothing was booked now: other money needs a payment "
+        "id of its own"
+    )
 
 
 def _retake(state: ShardState, offer: Offer, grab: Taken, quantity: int, now: int) -> bool:
     """Whether a payment that came too late gets its units all the same; they are taken then."""
-    if offer.pieces.late != "retake" or offer.closed_reason or now >= offer.closes_at or quantity > available(offer):
+    if (
+        offer.pieces.late != "retake"
+        or offer.closed_reason
+        or now >= offer.closes_at
+        or quantity > available(offer)
+    ):
         return False
     counted = limits.counted_anew(offer, grab, now)
     if any(left < quantity for left in limits.lefts_under(state, offer, counted)):
@@ -177,7 +243,9 @@ def _retake(state: ShardState, offer: Offer, grab: Taken, quantity: int, now: in
     return True
 
 
-def _confirmed(state: ShardState, command: Confirm, offer: Offer, grab: Taken, quantity: int, digest: str, now: int) -> Decided:
+def _confirmed(
+    state: ShardState, command: Confirm, offer: Offer, grab: Taken, quantity: int, digest: str, now: int
+) -> Decided:
     retaken = not grab.held
     if retaken:
         grab.lapsed -= quantity
@@ -188,27 +256,45 @@ def _confirmed(state: ShardState, command: Confirm, offer: Offer, grab: Taken, q
     codes = hand_out(offer, grab, quantity)
     _drop_codes(offer)
     event = GrabConfirmed(
-        **head_of(state, offer, command.id, now), **about(offer, command.grab, grab, quantity), held=grab.held,
-        payment=command.payment, paid=command.paid, currency=command.currency if command.paid else None, issuer=offer.terms.issuer,
+        **head_of(state, offer, command.id, now), **about(offer, command.grab, grab, quantity),
+        held=grab.held,
+        payment=command.payment, paid=command.paid, currency=command.currency if command.paid else None,
+        issuer=offer.terms.issuer,
         retaken=retaken, codes=codes, digest=digest,
     )  # fmt: skip
     grab.confirmed = (event.seq, now)
     if command.payment is not None:
         grab.payments.append((command.payment, quantity))
-        payment = Payment(offer.name, command.grab, int(Outcome.confirmed), event.seq, now, quantity, *_money_of(command))
+        payment = Payment(
+            offer.name, command.grab, int(Outcome.confirmed), event.seq, now, quantity, *_money_of(command)
+        )
         state.payments[offer.campaign, command.payment] = payment
     said = _said(command, offer, grab, quantity) | numbered(offer, grab, codes)
     return Decided(answered(state, command, Outcome.confirmed, now, **said), [event])
 
 
-def _unserved(state: ShardState, command: Confirm, offer: Offer | None, outcome: Outcome, digest: str, now: int, **rest: Any) -> Decided:
+def _unserved(
+    state: ShardState,
+    command: Confirm,
+    offer: Offer | None,
+    outcome: Outcome,
+    digest: str,
+    now: int,
+    **rest: Any,
+) -> Decided:
     """A payment that cannot be served is refused, and is to be paid back, once."""
     if command.payment is None or not command.paid:
         return _refuse(state, command, outcome, now, **rest)
     assert command.currency is not None
     head = head_of(state, offer, command.id, now) if offer else _head_of_past(state, command, now)
     event = PaymentRefundDue(
-        **head, grab=command.grab, payment=command.payment, amount=command.paid, asset=command.currency, outcome=outcome.name, digest=digest
+        **head,
+        grab=command.grab,
+        payment=command.payment,
+        amount=command.paid,
+        asset=command.currency,
+        outcome=outcome.name,
+        digest=digest,
     )
     payment = Payment(command.offer, command.grab, int(outcome), event.seq, now, 0, *_money_of(command))
     state.payments[campaign_of(command.offer), command.payment] = payment
@@ -223,54 +309,71 @@ def _head_of_past(state: ShardState, command: Confirm, now: int) -> dict[str, An
     state.time = now
     state.past[command.offer] = past._replace(offer_seq=past.offer_seq + 1)
     return {
-        "v": 1, "shard": state.shard, "seq": state.seq, "offer_seq": past.offer_seq + 1, "offer": command.offer, "at": now,
+        "v": 1, "shard": state.shard, "seq": state.seq, "offer_seq": past.offer_seq + 1,
+        "offer": command.offer, "at": now,
         "command": command.id,
     }  # fmt: skip
 
 
-# -- release, extend, return ------------------------------------------------------------------------------------------
+# -- release, extend, return ---------------------------------------------------------------------------------
 
 
-def _release(state: ShardState, command: Release, offer: Offer, grab: Taken | None, digest: str, now: int) -> Decided:
+def _release(
+    state: ShardState, command: Release, offer: Offer, grab: Taken | None, digest: str, now: int
+) -> Decided:
     if grab is None:
         return _refuse(state, command, Outcome.no_such_grab, now)
     if grab.status == Status.waiting:
         event = leave_queue(state, offer, command.grab, command.id, digest, now)
         events = [event, *serve(state, offer, command.id, now)]
-        return Decided(_after(state, command, Outcome.released, event, _said(command, offer, grab, 0)), events)
+        return Decided(
+            _after(state, command, Outcome.released, event, _said(command, offer, grab, 0)), events
+        )
     if grab.held:
         quantity = grab.held
         events = _give_up(state, offer, command.grab, Status.released, "command", command.id, digest, now)
         left = offer.units_left
         answer = Answer(
-            command.id, "released", int(Outcome.released), offer.name, command.grab, quantity, quantity, grab.place, left,
+            command.id, "released", int(Outcome.released), offer.name, command.grab, quantity, quantity,
+            grab.place, left,
             shard=state.shard, seq=events[0].seq, at=now,
         )  # fmt: skip
         return Decided(answer, events)
     if grab.status == Status.released:
         return _again(state, command, Outcome.released, grab.ended)
-    return _refuse(state, command, Outcome.expired if grab.status == Status.expired else Outcome.not_held, now)
+    return _refuse(
+        state, command, Outcome.expired if grab.status == Status.expired else Outcome.not_held, now
+    )
 
 
-def _extend(state: ShardState, command: Extend, offer: Offer, grab: Taken | None, digest: str, now: int) -> Decided:
+def _extend(
+    state: ShardState, command: Extend, offer: Offer, grab: Taken | None, digest: str, now: int
+) -> Decided:
     if grab is None:
         return _refuse(state, command, Outcome.no_such_grab, now)
     terms = offer.pieces
     if not grab.held:
-        return _refuse(state, command, Outcome.expired if grab.status == Status.expired else Outcome.not_held, now)
+        return _refuse(
+            state, command, Outcome.expired if grab.status == Status.expired else Outcome.not_held, now
+        )
     if grab.extensions >= terms.extensions:
         limit = LimitState("grab", "offer", terms.extensions, 0)
         return _refuse(state, command, Outcome.limit_reached, now, limit=limit)
     grab.extensions += 1
     grab.deadline += terms.hold_ms or 0
     event = GrabExtended(
-        **head_of(state, offer, command.id, now), **about(offer, command.grab, grab, grab.held), deadline_at=grab.deadline, digest=digest
+        **head_of(state, offer, command.id, now),
+        **about(offer, command.grab, grab, grab.held),
+        deadline_at=grab.deadline,
+        digest=digest,
     )
     said = _said(command, offer, grab, grab.held) | {"deadline_at": grab.deadline}
     return Decided(answered(state, command, Outcome.extended, now, **said), [event])
 
 
-def _return(state: ShardState, command: Return, offer: Offer, grab: Taken | None, digest: str, now: int) -> Decided:
+def _return(
+    state: ShardState, command: Return, offer: Offer, grab: Taken | None, digest: str, now: int
+) -> Decided:
     if grab is None:
         return _refuse(state, command, Outcome.no_such_grab, now)
     free = grab.taken - grab.redeemed
@@ -289,17 +392,31 @@ def _return(state: ShardState, command: Return, offer: Offer, grab: Taken | None
         limits.give_back(state, offer, grab, quantity)
     to = _take_back(offer, quantity)
     event = GrabReturned(
-        **head_of(state, offer, command.id, now), **about(offer, command.grab, grab, quantity), reason=command.reason, to=to,
+        **head_of(state, offer, command.id, now), **about(offer, command.grab, grab, quantity),
+        reason=command.reason, to=to,
         refunds=refunds, currency=offer.pieces.currency if refunds else None, issuer=offer.terms.issuer,
         restored=offer.pieces.return_restores, digest=digest,
     )  # fmt: skip
     events = [event, *serve(state, offer, command.id, now)]
-    return Decided(_after(state, command, Outcome.returned, event, _said(command, offer, grab, quantity)), events)
+    return Decided(
+        _after(state, command, Outcome.returned, event, _said(command, offer, grab, quantity)), events
+    )
 
 
-def _after(state: ShardState, command: Settle, outcome: Outcome, event: AnyEvent, said: dict[str, Any]) -> Answer:
+def _after(
+    state: ShardState, command: Settle, outcome: Outcome, event: AnyEvent, said: dict[str, Any]
+) -> Answer:
     """The answer with the command's own event; what is left is left after those who wait were served."""
-    return Answer(command.id, outcome.name, int(outcome), command.offer, shard=state.shard, seq=event.seq, at=event.at, **said)
+    return Answer(
+        command.id,
+        outcome.name,
+        int(outcome),
+        command.offer,
+        shard=state.shard,
+        seq=event.seq,
+        at=event.at,
+        **said,
+    )
 
 
 def _refunds(grab: Taken, quantity: int) -> tuple[tuple[str, int], ...]:
@@ -315,10 +432,12 @@ def _refunds(grab: Taken, quantity: int) -> tuple[tuple[str, int], ...]:
     return tuple(refunds)
 
 
-# -- redeem -----------------------------------------------------------------------------------------------------------
+# -- redeem --------------------------------------------------------------------------------------------------
 
 
-def _redeem(state: ShardState, command: Redeem, offer: Offer, grab: Taken | None, digest: str, now: int) -> Decided:
+def _redeem(
+    state: ShardState, command: Redeem, offer: Offer, grab: Taken | None, digest: str, now: int
+) -> Decided:
     if grab is None:
         return _refuse(state, command, Outcome.no_such_grab, now)
     order = offer.orders.get((command.grab, command.order))
@@ -333,14 +452,20 @@ def _redeem(state: ShardState, command: Redeem, offer: Offer, grab: Taken | None
         return _refuse(state, command, Outcome.not_redeemable, now)
     grab.redeemed += command.quantity
     event = GrabRedeemed(
-        **head_of(state, offer, command.id, now), **about(offer, command.grab, grab, command.quantity), order=command.order,
+        **head_of(state, offer, command.id, now), **about(offer, command.grab, grab, command.quantity),
+        order=command.order,
         digest=digest,
     )  # fmt: skip
     offer.orders[command.grab, command.order] = Order(command.quantity, event.seq, now)
-    return Decided(answered(state, command, Outcome.redeemed, now, **_said(command, offer, grab, command.quantity)), [event])
+    return Decided(
+        answered(state, command, Outcome.redeemed, now, **_said(command, offer, grab, command.quantity)),
+        [event],
+    )
 
 
-def _unredeem(state: ShardState, command: Unredeem, offer: Offer, grab: Taken | None, digest: str, now: int) -> Decided:
+def _unredeem(
+    state: ShardState, command: Unredeem, offer: Offer, grab: Taken | None, digest: str, now: int
+) -> Decided:
     if grab is None:
         return _refuse(state, command, Outcome.no_such_grab, now)
     order = offer.orders.get((command.grab, command.order))
@@ -351,10 +476,15 @@ def _unredeem(state: ShardState, command: Unredeem, offer: Offer, grab: Taken | 
     quantity = order.quantity
     grab.redeemed -= quantity
     event = GrabUnredeemed(
-        **head_of(state, offer, command.id, now), **about(offer, command.grab, grab, quantity), order=command.order, digest=digest
+        **head_of(state, offer, command.id, now),
+        **about(offer, command.grab, grab, quantity),
+        order=command.order,
+        digest=digest,
     )
     offer.orders[command.grab, command.order] = Order(0, event.seq, now)
-    return Decided(answered(state, command, Outcome.unredeemed, now, **_said(command, offer, grab, quantity)), [event])
+    return Decided(
+        answered(state, command, Outcome.unredeemed, now, **_said(command, offer, grab, quantity)), [event]
+    )
 
 
 _SETTLE: dict[type, Any] = {

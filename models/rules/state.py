@@ -1,4 +1,6 @@
-"""What a shard consists of, as the rules see it: its offers, their grabs, what is counted, and what is remembered of commands."""
+"""What a shard consists of, as the rules see it: its offers, their grabs, what is counted, and what is
+remembered of commands.
+"""
 
 from collections import Counter, OrderedDict
 from collections.abc import Mapping
@@ -12,18 +14,28 @@ from grabstream.models.commands import Command
 from grabstream.models.digests import Digests
 from grabstream.models.events import AnyEvent, CampaignZone
 from grabstream.models.identifiers import campaign_of
-from grabstream.models.offers import PAYMENTS_KNOWN_MS, CouponTerms, EnvelopeTerms, PieceTerms, Terms, asset_of, week_minutes
+from grabstream.models.offers import (
+    PAYMENTS_KNOWN_MS,
+    CouponTerms,
+    EnvelopeTerms,
+    PieceTerms,
+    Terms,
+    asset_of,
+    week_minutes,
+)
 from grabstream.models.outcomes import Outcome
 
 REFUSALS_MAX = 100_000
 
-#: What a server adds to a command: for `open` seed, sealed_seed and clock_ms (the gate's); for a grab ticket_expires_at,
-#: ticket_once, and ticket_ends_at where a single use counts in the campaign.
+#: What a server adds to a command: for `open` seed, sealed_seed and clock_ms (the gate's); for a grab
+#: ticket_expires_at, ticket_once, and ticket_ends_at where a single use counts in the campaign.
 Drawn = Mapping[str, Any]
 
 
 class Remembered(NamedTuple):
-    """What is kept under a command's id: its first answer, its body's digest, and the body itself where that is compared."""
+    """What is kept under a command's id: its first answer, its body's digest, and the body itself where that
+    is compared.
+    """
 
     answer: Answer
     digest: str
@@ -39,7 +51,9 @@ class Part(NamedTuple):
 
 
 class Counted(NamedTuple):
-    """What one grab was counted under: a counter, the window it was in, and whether the counter is the campaign's."""
+    """What one grab was counted under: a counter, the window it was in, and whether the counter is the
+    campaign's.
+    """
 
     counter: str
     window: int
@@ -54,7 +68,8 @@ class Batch(NamedTuple):
 
 
 class Payment(NamedTuple):
-    """What became of a payment: the outcome's code for this grab, the event that says so, and how much it was.
+    """What became of a payment: the outcome's code for this grab, the event that says so, and how much it
+    was.
 
     `quantity` is 0 where it was not served.
     """
@@ -95,7 +110,8 @@ class Status(IntEnum):
 
 @dataclass
 class Taken:
-    """One grab of pieces: `held` units wait to be confirmed, `taken` are the user's for good, `redeemed` of these are used.
+    """One grab of pieces: `held` units wait to be confirmed, `taken` are the user's for good, `redeemed` of
+    these are used.
 
     `under` are the counters it was first counted under, `counted` what stands under which now. `grace`
     is the time behind the deadline in which a payment is still served; `lapsed` units expired;
@@ -196,7 +212,9 @@ class Offer:
 
     @property
     def returns_to(self) -> str:
-        """The account that gets units which come back: the offer's own, after its close where the close sent the rest."""
+        """The account that gets units which come back: the offer's own, after its close where the close sent
+        the rest.
+        """
         if not self.closed_reason:
             return f"offer:{self.name}"
         return f"wallet:{self.terms.issuer}" if self.is_envelope else f"issuer:{self.terms.issuer}"
@@ -218,18 +236,23 @@ class ShardState:
     demand: Counter[tuple[int, int, str]] = field(default_factory=Counter)
     payments: dict[tuple[str, str], Payment] = field(default_factory=dict)
     counters: dict[tuple[str, str], tuple[int, int]] = field(default_factory=dict)
-    #: Single-use tickets of campaigns that were used, and when they end; the time zones that limits of campaigns count in.
+    #: Single-use tickets of campaigns that were used, and when they end; the time zones that limits of
+    #: campaigns count in.
     tickets: dict[tuple[str, str], int] = field(default_factory=dict)
     zones: dict[str, CampaignZone] = field(default_factory=dict)
 
     def knows_payments_of(self, offer: str, now: int) -> bool:
-        """Whether what became of an offer's payments counts: while the offer is there, and for a time after it has retired."""
+        """Whether what became of an offer's payments counts: while the offer is there, and for a time after
+        it has retired.
+        """
         past = self.past.get(offer)
         return past is None or now < past.at + PAYMENTS_KNOWN_MS
 
 
 class Decided(NamedTuple):
-    """The answer to a command, and the events it made. `own` says whether one of these is the command's own."""
+    """The answer to a command, and the events it made. `own` says whether one of these is the command's
+    own.
+    """
 
     answer: Answer
     events: list[AnyEvent]
@@ -242,7 +265,8 @@ def head_of(state: ShardState, offer: Offer, command: str, now: int) -> dict[str
     state.time = now
     offer.offer_seq += 1
     return {
-        "v": 1, "shard": state.shard, "seq": state.seq, "offer_seq": offer.offer_seq, "offer": offer.name, "at": now,
+        "v": 1, "shard": state.shard, "seq": state.seq, "offer_seq": offer.offer_seq, "offer": offer.name,
+        "at": now,
         "command": command,
     }  # fmt: skip
 
@@ -254,16 +278,29 @@ def refused(state: ShardState, command: Command, outcome: Outcome, now: int, **r
 
 def answered(state: ShardState, command: Command, outcome: Outcome, now: int, **rest: Any) -> Answer:
     """The answer to what was just carried out: it carries the newest event."""
-    return Answer(command.id, outcome.name, int(outcome), command.offer, shard=state.shard, seq=state.seq, at=now, **rest)
+    return Answer(
+        command.id,
+        outcome.name,
+        int(outcome),
+        command.offer,
+        shard=state.shard,
+        seq=state.seq,
+        at=now,
+        **rest,
+    )
 
 
 def as_remembered(answer: Answer) -> Answer:
-    """Of a refusal without an event only outcome and time are kept; a part or an opening time is looked up again."""
+    """Of a refusal without an event only outcome and time are kept; a part or an opening time is looked up
+    again.
+    """
     return Answer(answer.id, answer.outcome, answer.code, answer.offer, shard=answer.shard, at=answer.at)
 
 
 def due_when_closed(offer: Offer, now: int) -> int:
-    """When a closed offer is seen to: at once to send home who waits, else to retire it, not before its units can no longer be redeemed."""
+    """When a closed offer is seen to: at once to send home who waits, else to retire it, not before its units
+    can no longer be redeemed.
+    """
     if offer.queue:
         return now
     return max(now + offer.terms.retire_after_ms, getattr(offer.terms, "valid_until", None) or 0)

@@ -30,10 +30,12 @@ from grabstream.streams.selection import Selection
 from grabstream.streams.sinks import Refused
 
 _HOLDS = (
-    "SELECT offer, grab, user_id, held, deadline_at, due, currency FROM grabs WHERE held > 0 ORDER BY deadline_at, offer, grab LIMIT %s"
+    "SELECT offer, grab, user_id, held, deadline_at, due, currency FROM grabs WHERE held > 0 ORDER BY "
+    "deadline_at, offer, grab LIMIT %s"
 )
 _BALANCES = (
-    "SELECT user_id, asset, available, held FROM balances WHERE available > 0 OR held > 0 ORDER BY available + held DESC, user_id LIMIT %s"
+    "SELECT user_id, asset, available, held FROM balances WHERE available > 0 OR held > 0 ORDER BY "
+    "available + held DESC, user_id LIMIT %s"
 )
 _GRABS = "SELECT * FROM grabs WHERE user_id = ANY(%s) ORDER BY at DESC, offer, grab LIMIT %s"
 _OFFERS = "SELECT * FROM offers ORDER BY opened_at, offer LIMIT %s"
@@ -47,17 +49,35 @@ class NothingThen(Exception):
 @click.argument("moment", metavar="TIME")
 @click.option("--offer", "offers", multiple=True, metavar="ID", help="Only this offer; may be repeated.")
 @click.option("--user", "users", multiple=True, metavar="ID", help="What this user had; may be repeated.")
-@click.option("--source", type=click.Choice(["journal", "audit"]), default="journal", show_default=True, help="Where events are read from.")
-@click.option("--limit", type=WholeNumber(min=0), help="Rows of a list; 20 for people, all in JSON, if not given.")
+@click.option(
+    "--source",
+    type=click.Choice(["journal", "audit"]),
+    default="journal",
+    show_default=True,
+    help="Where events are read from.",
+)
+@click.option(
+    "--limit", type=WholeNumber(min=0), help="Rows of a list; 20 for people, all in JSON, if not given."
+)
 @click.option("--keep", metavar="SCHEMA", help="Build in this schema, and leave it there.")
 @json_option
-def at(moment: str, offers: Sequence[str], users: Sequence[str], source: str, limit: int | None, keep: str | None, as_json: bool) -> None:
+def at(
+    moment: str,
+    offers: Sequence[str],
+    users: Sequence[str],
+    source: str,
+    limit: int | None,
+    keep: str | None,
+    as_json: bool,
+) -> None:
     """Show offers, holds and balances as they were at TIME, everything of that millisecond included.
 
-    TIME is ISO 8601 (UTC where it names no zone) or ms since 1970. It is counted by the shards' own clocks, those of the events; what
-    was decided then but is not journaled yet is not there. A hold that was over but not yet swept still stands.
+    TIME is ISO 8601 (UTC where it names no zone) or ms since 1970. It is counted by the shards' own clocks,
+    those of the events; what was decided then but is not journaled yet is not there. A hold that was over but
+    not yet swept still stands.
 
-    Exit 1: there was nothing then; 2: used wrongly (a time in the future, too); 3: a server cannot be reached.
+    Exit 1: there was nothing then; 2: used wrongly (a time in the future, too); 3: a server cannot be
+    reached.
     """
     settings = load_settings()
     try:
@@ -72,7 +92,9 @@ def at(moment: str, offers: Sequence[str], users: Sequence[str], source: str, li
     asked = request(settings, source, (), (str(at_ms),), (), offers, users)
     shown = 20 if limit is None else limit
     try:
-        found = run_until_stopped(_run(settings, asked, at_ms, keep, None if as_json and limit is None else shown))
+        found = run_until_stopped(
+            _run(settings, asked, at_ms, keep, None if as_json and limit is None else shown)
+        )
     except (NothingThen, Refused, NoTrail, Corrupt, Gap) as error:
         click.echo(f"grabstream: {error}", err=True)
         sys.exit(1)
@@ -81,18 +103,26 @@ def at(moment: str, offers: Sequence[str], users: Sequence[str], source: str, li
     else:
         _print(found, shown)
     if keep is not None:
-        click.echo(f"grabstream: it all stands in schema {keep}; `DROP SCHEMA {keep} CASCADE` removes it", err=True)
+        click.echo(
+            f"grabstream: it all stands in schema {keep}; `DROP SCHEMA {keep} CASCADE` removes it", err=True
+        )
 
 
-async def _run(settings: Settings, asked: Request, at_ms: int, keep: str | None, limit: int | None) -> dict[str, Any]:
+async def _run(
+    settings: Settings, asked: Request, at_ms: int, keep: str | None, limit: int | None
+) -> dict[str, Any]:
     await check_system(settings, journal=asked.source == "journal")
     done: dict[int, Done] = {}
     definition = asked.definition(settings)
     async with (
         open_source(settings, asked.source) as source,
-        temporary_schema(settings.postgres, settings.schema_) if keep is None else nullcontext(keep) as schema,
+        temporary_schema(settings.postgres, settings.schema_)
+        if keep is None
+        else nullcontext(keep) as schema,
         # Until all of it is read: another `at` would go on with a schema that is kept, to another time.
-        open_schema(settings.postgres, schema, settings.schema_, settings.shards, definition, temporary=keep is None) as sink,
+        open_schema(
+            settings.postgres, schema, settings.schema_, settings.shards, definition, temporary=keep is None
+        ) as sink,
     ):
         planned = await replaying.plan(source, asked.stretches, True, sink.positions)
         selection = Selection(asked.wanted, True, await sink.grabs(asked.wanted.users))
@@ -125,8 +155,12 @@ async def _first_at(source: JournalSource | AuditSource, shard: int) -> int | No
     return None
 
 
-async def _read(settings: Settings, schema: str, asked: Request, at_ms: int, limit: int | None) -> dict[str, Any]:
-    """What stands in the schema. Balances are whole only where no offer is left out, an offer's counts where no user is."""
+async def _read(
+    settings: Settings, schema: str, asked: Request, at_ms: int, limit: int | None
+) -> dict[str, Any]:
+    """What stands in the schema. Balances are whole only where no offer is left out, an offer's counts where
+    no user is.
+    """
     wanted = asked.wanted
     async with await connect(settings.postgres, settings.schema_, row_factory=dict_row) as connection:
         await use_schema(connection, schema)
@@ -148,7 +182,9 @@ async def _read(settings: Settings, schema: str, asked: Request, at_ms: int, lim
     return found
 
 
-async def _offer(connection: AsyncConnection[dict[str, Any]], offer: str, at_ms: int, limit: int | None) -> dict[str, Any]:
+async def _offer(
+    connection: AsyncConnection[dict[str, Any]], offer: str, at_ms: int, limit: int | None
+) -> dict[str, Any]:
     found = await read_offer(connection, offer, limit)
     if found is None:
         raise NothingThen(f"there was no offer {offer!r} at {show_time(at_ms)}")
@@ -184,7 +220,16 @@ _TABLES: dict[str, tuple[tuple[str, ...], Callable[[dict[str, Any]], tuple[objec
     "grabs": (("offer", "place", "user", "state", "amount", "held", "taken", "until", "grab"), _grab_row),
     "holds": (
         ("offer", "user", "held", "until", "grab"),
-        lambda hold: (hold["offer"], hold["user_id"], hold["held"], show_time(hold["deadline_at"]), hold["grab"]),
+        lambda hold: (
+            hold["offer"],
+            hold["user_id"],
+            hold["held"],
+            show_time(hold["deadline_at"]),
+            hold["grab"],
+        ),
     ),
-    "balances": (("user", "asset", "available", "held"), lambda one: (one["user_id"], one["asset"], one["available"], one["held"])),
+    "balances": (
+        ("user", "asset", "available", "held"),
+        lambda one: (one["user_id"], one["asset"], one["available"], one["held"]),
+    ),
 }

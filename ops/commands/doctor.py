@@ -1,4 +1,6 @@
-"""`doctor` and `dismiss`: what is stuck, since when, and the command that mends it; and a difference that was explained."""
+"""`doctor` and `dismiss`: what is stuck, since when, and the command that mends it; and a difference that was
+explained.
+"""
 
 import asyncio
 import sys
@@ -16,7 +18,11 @@ from grabstream.ops.settings import load_settings
 from grabstream.projections import verified
 
 _STYLES: Final = {"stuck": "bold red", "risk": "yellow", "note": "cyan"}
-_SERVERS: Final = {"redis": ("Redis", "GRAB_REDIS_URL"), "kafka": ("Kafka", "GRAB_KAFKA"), "postgres": ("PostgreSQL", "GRAB_POSTGRES")}
+_SERVERS: Final = {
+    "redis": ("Redis", "GRAB_REDIS_URL"),
+    "kafka": ("Kafka", "GRAB_KAFKA"),
+    "postgres": ("PostgreSQL", "GRAB_POSTGRES"),
+}
 _MEANS: Final = {
     "redis": "nothing is decided", "kafka": "no answer that waits for the journal comes",
     "postgres": "the read models stand still; deciding goes on",
@@ -24,13 +30,15 @@ _MEANS: Final = {
 
 
 @click.command()
-@click.option("--watch", type=click.FloatRange(min=1), metavar="SECONDS", help="Look again and again, until Ctrl-C.")
+@click.option(
+    "--watch", type=click.FloatRange(min=1), metavar="SECONDS", help="Look again and again, until Ctrl-C."
+)
 @json_option
 def doctor(watch: float | None, as_json: bool) -> None:
     """Say in plain words what is stuck, since when, what it means for users, and the command that mends it.
 
-    Every server is asked on its own: one that is away hides nothing of the others. Exit 0: nothing found; 1: something is stuck or at
-    risk; 3: a server does not answer.
+    Every server is asked on its own: one that is away hides nothing of the others. Exit 0: nothing found; 1:
+    something is stuck or at risk; 3: a server does not answer.
     """
     settings = load_settings()
     while True:
@@ -52,12 +60,16 @@ def doctor(watch: float | None, as_json: bool) -> None:
 @click.option("--operator", required=True, help="Who says so.")
 @json_option
 def dismiss(finding: int, reason: str, operator: str, as_json: bool) -> None:
-    """Explain FINDING, a difference that `doctor` shows by its number: it is not shown any more while it stays the same.
+    """Explain FINDING, a difference that `doctor` shows by its number: it is not shown any more while it
+    stays the same.
 
-    A difference that is mended needs no word: it goes away when the verifier comes by again. Exit 1: there is none under this number.
+    A difference that is mended needs no word: it goes away when the verifier comes by again. Exit 1: there is
+    none under this number.
     """
     if not asyncio.run(_dismiss(finding, operator, reason)):
-        click.echo(f"grabstream: no open finding {finding}; `grabstream doctor` shows their numbers", err=True)
+        click.echo(
+            f"grabstream: no open finding {finding}; `grabstream doctor` shows their numbers", err=True
+        )
         sys.exit(1)
     if as_json:
         print_json({"finding": finding, "dismissed_by": operator, "reason": reason})
@@ -76,7 +88,9 @@ def _as_json(examination: Examination) -> dict[str, Any]:
         "at": examination.at,
         "healthy": examination.exit_code == 0,
         "servers": examination.servers,
-        "findings": [{"check": check, **finding._asdict()} for check, finding in by_severity(examination.findings)],
+        "findings": [
+            {"check": check, **finding._asdict()} for check, finding in by_severity(examination.findings)
+        ],
         "passed": examination.passed,
         "not_checked": examination.not_checked,
     }

@@ -22,13 +22,17 @@ from grabstream.streams.own import rebuild as rebuild_projection
 @click.command()
 @click.argument("projection", metavar="MODULE:NAME")
 @click.option(
-    "--rebuild", is_flag=True, help="Make it anew from the first event, beside the one in use, and put it in its place; then end."
+    "--rebuild",
+    is_flag=True,
+    help="Make it anew from the first event, beside the one in use, and put it in its place; then end.",
 )
 @json_option
 def follow(projection: str, rebuild: bool, as_json: bool) -> None:
-    """Run a projection of your own until Ctrl-C: MODULE:NAME names a streams.own.Projection (docs/projection.md).
+    """Run a projection of your own until Ctrl-C: MODULE:NAME names a streams.own.Projection
+    (docs/projection.md).
 
-    The module is looked for in the working directory, too. Exit 1: its schema holds something else, or the journal contradicts itself.
+    The module is looked for in the working directory, too. Exit 1: its schema holds something else, or the
+    journal contradicts itself.
     """
     settings = load_settings()
     found = _load(projection)
@@ -41,9 +45,13 @@ def follow(projection: str, rebuild: bool, as_json: bool) -> None:
         click.echo(f"grabstream: {error}", err=True)
         sys.exit(1)
     if as_json:
-        print_json({"projection": found.name, "version": found.version, "schema": found.schema, "events": events})
+        print_json(
+            {"projection": found.name, "version": found.version, "schema": found.schema, "events": events}
+        )
     else:
-        click.echo(f"{found.cursor_name} made anew from {counted(events, 'events')}, in schema {found.schema}.")
+        click.echo(
+            f"{found.cursor_name} made anew from {counted(events, 'events')}, in schema {found.schema}."
+        )
 
 
 async def _follow(settings: Settings, projection: Projection) -> None:
@@ -63,7 +71,9 @@ def _load(name: str) -> Projection:
     try:
         found = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
-        raise click.UsageError(f"{name}: {error}; write MODULE:NAME, as in grabs_per_minute:PROJECTION") from None
+        raise click.UsageError(
+            f"{name}: {error}; write MODULE:NAME, as in grabs_per_minute:PROJECTION"
+        ) from None
     if not isinstance(found, Projection):
         raise click.UsageError(f"{name} is no streams.own.Projection, but a {type(found).__name__}")
     return found

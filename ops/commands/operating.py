@@ -63,20 +63,23 @@ _WAYS_OUT: Final = {
 _file = click.Path(exists=True, dir_okay=False, allow_dash=True, path_type=Path)
 
 
-# -- amend and adjust -------------------------------------------------------------------------------------------------
+# -- amend and adjust ----------------------------------------------------------------------------------------
 
 
 @click.command()
 @offer_argument
 @click.option(
     "--set", "assignments", multiple=True, required=True, metavar="FIELD=VALUE",
-    help="A term and its new value, as in a CSV file of offers: closes_at=2026-11-27T10:00:00+08:00, hold_ms=15m, "
+    help="A term and its new value, as in a CSV file of offers: closes_at=2026-11-27T10:00:00+08:00, "
+         "hold_ms=15m, "
     "'limits=user/day/2; card/offer/1'. Repeatable; `limits=` takes all limits away.",
 )  # fmt: skip
 @operator_option
 @id_option
 @json_option
-def amend(offer: str, assignments: Sequence[str], operator: str | None, command_id: str | None, as_json: bool) -> None:
+def amend(
+    offer: str, assignments: Sequence[str], operator: str | None, command_id: str | None, as_json: bool
+) -> None:
     """Change terms of OFFER while it runs, all of them at once and in order with the grabs."""
     try:
         changes = read_changes(pairs_of("--set", assignments))
@@ -90,7 +93,8 @@ def amend(offer: str, assignments: Sequence[str], operator: str | None, command_
 @offer_argument
 @click.option(
     "--transfer", "transfers", multiple=True, required=True, metavar='"AMOUNT ASSET DEBIT CREDIT"',
-    help='An amount (minor units or pieces) from one account to another, such as "100 CNY issuer:alice wallet:bob". Repeatable.',
+    help='An amount (minor units or pieces) from one account to another, such as "100 CNY issuer:alice '
+         'wallet:bob". Repeatable.',
 )  # fmt: skip
 @click.option("--reason", required=True, help="Why the books are corrected, one line.")
 @click.option("--approved-by", required=True, help="Who approved it.")
@@ -98,11 +102,25 @@ def amend(offer: str, assignments: Sequence[str], operator: str | None, command_
 @id_option
 @json_option
 def adjust(
-    offer: str, transfers: Sequence[str], reason: str, approved_by: str, operator: str | None, command_id: str | None, as_json: bool
+    offer: str,
+    transfers: Sequence[str],
+    reason: str,
+    approved_by: str,
+    operator: str | None,
+    command_id: str | None,
+    as_json: bool,
 ) -> None:
     """Book a correcting entry beside OFFER: all of its transfers, or none."""
     entries = list(map(_entry, transfers))
-    command = make_command("adjust", command_id, offer, transfers=entries, reason=reason, approved_by=approved_by, operator=operator)
+    command = make_command(
+        "adjust",
+        command_id,
+        offer,
+        transfers=entries,
+        reason=reason,
+        approved_by=approved_by,
+        operator=operator,
+    )
     carry_out(command, as_json)
 
 
@@ -110,29 +128,38 @@ def _entry(written: str) -> dict[str, object]:
     # Accounts and assets have `:` in them, but never a space.
     fields = written.split()
     if len(fields) != 4 or not (fields[0].isascii() and fields[0].isdigit()):
-        wanted = 'must be an amount, an asset, who gives and who receives, such as "100 CNY issuer:alice wallet:bob"'
+        wanted = (
+            'must be an amount, an asset, who gives and who receives, such as "100 CNY issuer:alice '
+            'wallet:bob"'
+        )
         raise click.BadParameter(f"{wanted}; got {written!r}", param_hint="--transfer")
     amount, asset, debit, credit = fields
     return {"asset": asset, "debit": debit, "credit": credit, "amount": int(amount)}
 
 
-# -- load -------------------------------------------------------------------------------------------------------------
+# -- load ----------------------------------------------------------------------------------------------------
 
 
 @click.command()
 @offer_argument
 @click.option(
-    "--codes", type=_file, metavar="FILE", help="Coupon codes, one a line, as many as the offer has units; `-` is standard input."
+    "--codes",
+    type=_file,
+    metavar="FILE",
+    help="Coupon codes, one a line, as many as the offer has units; `-` is standard input.",
 )
 @click.option("--audience", type=_file, metavar="FILE", help="The ids of who may grab, one a line.")
 @click.option("--dry-run", is_flag=True, help="Check the file and load nothing.")
 @operator_option
 @json_option
-def load(offer: str, codes: Path | None, audience: Path | None, dry_run: bool, operator: str | None, as_json: bool) -> None:
-    """Give OFFER, before it opens, the lines of FILE: its coupon codes, or who may grab. Empty lines are skipped.
+def load(
+    offer: str, codes: Path | None, audience: Path | None, dry_run: bool, operator: str | None, as_json: bool
+) -> None:
+    """Give OFFER, before it opens, the lines of FILE: its coupon codes, or who may grab. Empty lines are
+    skipped.
 
-    The same call goes on where the last one stopped: what is loaded already is answered `repeated` and not loaded again. It has to be
-    the same file then.
+    The same call goes on where the last one stopped: what is loaded already is answered `repeated` and not
+    loaded again. It has to be the same file then.
     """
     if (codes is None) == (audience is None):
         raise click.UsageError("give one of --codes FILE and --audience FILE")
@@ -146,13 +173,20 @@ def load(offer: str, codes: Path | None, audience: Path | None, dry_run: bool, o
     except BadOfferFile as error:
         complain_of_all(error)
         sys.exit(2)
-    summary = {"offer": offer, "what": what, "items": sum(len(chunk.items) for chunk in chunks), "chunks": len(chunks)}
+    summary = {
+        "offer": offer,
+        "what": what,
+        "items": sum(len(chunk.items) for chunk in chunks),
+        "chunks": len(chunks),
+    }
     if not dry_run:
         _load(chunks, summary, as_json)
     elif as_json:
         print_json(summary)
     else:
-        plain_console.print(f"would load {summary['items']:,} {what} of {offer} in {summary['chunks']:,} chunks")
+        plain_console.print(
+            f"would load {summary['items']:,} {what} of {offer} in {summary['chunks']:,} chunks"
+        )
 
 
 def _chunks(offer: str, operator: str | None, what: What, text: str) -> list[Load]:
@@ -164,12 +198,22 @@ def _chunks(offer: str, operator: str | None, what: What, text: str) -> list[Loa
         raise BadOfferFile([("file", f"has no {what}; give one a line")])
     parts = in_chunks(what, items)
     chunks = [
-        Load(id="load", offer=offer, operator=operator, what=what, chunk=number, chunks=len(parts), items=part)
+        Load(
+            id="load", offer=offer, operator=operator, what=what, chunk=number, chunks=len(parts), items=part
+        )
         for number, part in enumerate(parts, 1)
     ]
     if what == "codes" and (twice := [item for item, times in Counter(items).items() if times > 1]):
         shown = ", ".join(map(repr, twice[:3]))
-        raise BadOfferFile([("file", f"{len(twice):,} codes stand there more than once, {shown} among them; each is given once")])
+        raise BadOfferFile(
+            [
+                (
+                    "file",
+                    f"{len(twice):,} codes stand there more than once, {shown} among them; each is given "
+                    "once",
+                )
+            ]
+        )
     try:
         for chunk in chunks:
             check(chunk)
@@ -197,8 +241,9 @@ def _problems(what: What, lines: Sequence[str]) -> list[tuple[str, str]]:
 def _ids(chunk: Load, digests: Digests) -> list[str]:
     """The ids under which a chunk may be there, the one for a new chunk first.
 
-    An id follows from what the chunk carries: the same file again gets the same answers, another one its own. It is keyed, since codes
-    could be found from it by trying; so chunks that were loaded before a key was rotated have that key's id.
+    An id follows from what the chunk carries: the same file again gets the same answers, another one its own.
+    It is keyed, since codes could be found from it by trying; so chunks that were loaded before a key was
+    rotated have that key's id.
     """
     text = "\n".join((chunk.offer, str(chunk.chunks), *chunk.items))
     return [f"load-{chunk.what}-{chunk.chunk}-{name}" for name in digests.names(text)]
@@ -215,7 +260,9 @@ def _load(chunks: Sequence[Load], summary: dict[str, object], as_json: bool) -> 
             def show(answered: Sequence[Answer]) -> None:
                 done = chunks[len(answers) : len(answers) + len(answered)]
                 answers.extend(answered)
-                items = sum(len(chunk.items) for chunk, answer in zip(done, answered, strict=True) if answer.positive)
+                items = sum(
+                    len(chunk.items) for chunk, answer in zip(done, answered, strict=True) if answer.positive
+                )
                 progress.advance(bar, items)
 
             asyncio.run(_load_all(settings, chunks, show))
@@ -237,11 +284,16 @@ def _load(chunks: Sequence[Load], summary: dict[str, object], as_json: bool) -> 
         complain(f"{trouble}; {_GO_ON}")
     elif refused:
         code = 1
-        complain(f"{refused[0].outcome}: {refused[0].message or _WAYS_OUT.get(refused[0].outcome, 'nothing more was sent')}")
+        complain(
+            f"{refused[0].outcome}: "
+            f"{refused[0].message or _WAYS_OUT.get(refused[0].outcome, 'nothing more was sent')}"
+        )
     sys.exit(code)
 
 
-async def _load_all(settings: Settings, chunks: Sequence[Load], show: Callable[[Sequence[Answer]], None]) -> None:
+async def _load_all(
+    settings: Settings, chunks: Sequence[Load], show: Callable[[Sequence[Answer]], None]
+) -> None:
     """Sends chunks in order until one is refused."""
     async with open_gate(settings) as gate:
         for start in range(0, len(chunks), CHUNKS_A_CALL):
@@ -258,12 +310,17 @@ async def _load_piece(gate: Gate, settings: Settings, chunks: Sequence[Load]) ->
 
     async def under(place: int, waiting: Sequence[Load]) -> None:
         for attempt in range(1, ATTEMPTS_MAX + 1):
-            # A refusal is remembered under its id, and what it said (no such offer) may be true no more: then the next id is tried.
+            # A refusal is remembered under its id, and what it said (no such offer) may be true no more: then
+            # the next id is tried.
             ending = f"-{attempt}" if attempt > 1 else ""
             commands = [msgspec.structs.replace(one, id=ids[one.chunk][place] + ending) for one in waiting]
-            answered = await gate.decide(commands, patience_ms=settings.patience_ms, timeout_ms=settings.patience_ms)
+            answered = await gate.decide(
+                commands, patience_ms=settings.patience_ms, timeout_ms=settings.patience_ms
+            )
             answers.update((one.chunk, answer) for one, answer in zip(waiting, answered, strict=True))
-            waiting = [one for one in waiting if answers[one.chunk].repeated and not answers[one.chunk].positive]
+            waiting = [
+                one for one in waiting if answers[one.chunk].repeated and not answers[one.chunk].positive
+            ]
             if not waiting:
                 return
 
@@ -275,7 +332,7 @@ async def _load_piece(gate: Gate, settings: Settings, chunks: Sequence[Load]) ->
     return [answers[one.chunk] for one in chunks]
 
 
-# -- ticket -----------------------------------------------------------------------------------------------------------
+# -- ticket --------------------------------------------------------------------------------------------------
 
 
 @click.command()
@@ -288,18 +345,29 @@ async def _load_piece(gate: Gate, settings: Settings, chunks: Sequence[Load]) ->
     required=True,
     help="The secret for HS256 in base64, or the Ed25519 private key as PEM; `-` is standard input.",
 )
-@click.option("--expires", default="15m", show_default=True, help="A duration from now, or a time as in a file of offers.")
+@click.option(
+    "--expires",
+    default="15m",
+    show_default=True,
+    help="A duration from now, or a time as in a file of offers.",
+)
 @click.option("--once", "once_id", metavar="ID", default="", help="Makes it good for one grab only.")
 @json_option
-def ticket(offer: str, user: str, key_id: str, key_file: Path, expires: str, once_id: str, as_json: bool) -> None:
-    """Sign a ticket with which USER may grab OFFER (or any offer of a campaign), as the eligibility service does. For tests."""
+def ticket(
+    offer: str, user: str, key_id: str, key_file: Path, expires: str, once_id: str, as_json: bool
+) -> None:
+    """Sign a ticket with which USER may grab OFFER (or any offer of a campaign), as the eligibility service
+    does. For tests.
+    """
     for field, value in (("offer", offer), ("user", user), ("--key-id", key_id), ("--once", once_id or "x")):
         if not is_id(value):
             raise click.UsageError(f"{field}: must match [A-Za-z0-9._:-]{{1,64}}, got {value!r}")
     expires_at_ms = _expiry(expires)
     raw = click.get_binary_stream("stdin").read() if str(key_file) == "-" else key_file.read_bytes()
     try:
-        token = sign(key_id, _signing_key(raw), user=user, offer=offer, expires_at_ms=expires_at_ms, once_id=once_id)
+        token = sign(
+            key_id, _signing_key(raw), user=user, offer=offer, expires_at_ms=expires_at_ms, once_id=once_id
+        )
     except ValueError as error:
         raise click.BadParameter(str(error), param_hint="--key-file") from None
     if as_json:
@@ -316,7 +384,9 @@ def _expiry(expires: str) -> int:
     except Invalid as error:
         raise click.BadParameter(str(error), param_hint="--expires") from None
     if not 1000 <= expires_at_ms <= TIME_MS_MAX:
-        raise click.BadParameter(f"must be a time between 1970 and 2100, got {expires!r}", param_hint="--expires")
+        raise click.BadParameter(
+            f"must be a time between 1970 and 2100, got {expires!r}", param_hint="--expires"
+        )
     return expires_at_ms
 
 

@@ -1,4 +1,6 @@
-"""`rebuild redis`: shards made anew from the journal by hand. Workers do the same by themselves whenever Redis lost something."""
+"""`rebuild redis`: shards made anew from the journal by hand. Workers do the same by themselves whenever
+Redis lost something.
+"""
 
 import asyncio
 import secrets
@@ -12,7 +14,15 @@ import click
 
 from grabstream.lua.gate import run_script
 from grabstream.lua.keys import SHARD_FIELDS, ShardKeys
-from grabstream.ops.connections import check_system, key_space, open_redis, report_recovery, require_core, sealer, snapshots
+from grabstream.ops.connections import (
+    check_system,
+    key_space,
+    open_redis,
+    report_recovery,
+    require_core,
+    sealer,
+    snapshots,
+)
 from grabstream.ops.diagnosis.findings import RESTORE
 from grabstream.ops.output import console, json_option, print_json, table
 from grabstream.ops.progress import ProgressLine
@@ -28,7 +38,10 @@ ATTEMPTS_MAX = 10
 REASON = "it is being rebuilt by hand"
 #: How whoever rebuilds a shard by hand is called as the holder of its lease.
 BY_HAND = "rebuild-"
-OF_ANOTHER = "another `grabstream rebuild redis` rebuilds it now; or was killed, and can be begun again in a few seconds"
+OF_ANOTHER = (
+    "another `grabstream rebuild redis` rebuilds it now; or was killed, and can be begun again in a "
+    "few seconds"
+)
 
 
 @click.command("redis")
@@ -36,15 +49,19 @@ OF_ANOTHER = "another `grabstream rebuild redis` rebuilds it now; or was killed,
 @click.option("--dry-run", is_flag=True, help="Say what each shard has, and do nothing.")
 @json_option
 def redis_command(shards: tuple[int, ...], dry_run: bool, as_json: bool) -> None:
-    """Make shards in Redis anew from the journal, whatever they have now. What they have decided is journaled before.
+    """Make shards in Redis anew from the journal, whatever they have now. What they have decided is journaled
+    before.
 
-    A shard decides nothing meanwhile; its worker, if one runs, takes it back afterwards. Exit 1: a shard stays fenced, with the reason.
+    A shard decides nothing meanwhile; its worker, if one runs, takes it back afterwards. Exit 1: a shard
+    stays fenced, with the reason.
     """
     settings = load_settings()
     settings.require_seal_keys()
     unknown = [shard for shard in shards if not 0 <= shard < settings.shards]
     if unknown:
-        raise click.BadParameter(f"{unknown[0]}: there are shards 0 to {settings.shards - 1}", param_hint="--shard")
+        raise click.BadParameter(
+            f"{unknown[0]}: there are shards 0 to {settings.shards - 1}", param_hint="--shard"
+        )
     chosen = sorted(set(shards)) or list(range(settings.shards))
     word = "a shard half made is begun anew by its worker, or by this command"
     sys.exit(run_until_stopped(_run(settings, chosen, dry_run, as_json), word))
@@ -78,10 +95,16 @@ async def _plan(settings: Settings, redis: Any, shard: int) -> dict[str, Any]:
     async with open_reader(settings.kafka, Topics(settings.prefix).journal) as reader:
         last_seq = await reader.last_seq(shard)
     if last_seq < journaled:
-        done = f"would be refused: the journal ends at seq {last_seq}, {journaled} were acknowledged: {RESTORE}"
+        done = (
+            f"would be refused: the journal ends at seq {last_seq}, {journaled} were acknowledged: {RESTORE}"
+        )
         return {"shard": shard, "done": done, "refused": True}
     done = f"would be rebuilt; it is at seq {fields['seq'] or 0}, journaled to {journaled}"
-    return {"shard": shard, "done": done + (f", fenced: {fields['fault']}" if fields["fault"] else ""), "refused": False}
+    return {
+        "shard": shard,
+        "done": done + (f", fenced: {fields['fault']}" if fields["fault"] else ""),
+        "refused": False,
+    }
 
 
 class _Lease(NamedTuple):
@@ -139,8 +162,10 @@ async def _rebuild_owned(settings: Settings, lease: _Lease, shard: int) -> dict[
         line(f"shard {shard}", "applying", events, rate=events / (time.monotonic() - began))
 
     relay = ShardRelay(
-        lease.redis, lease.keys, settings.shards, settings.kafka, Topics(settings.prefix).journal, sealer(settings),
-        settings.block_events_max, snapshots=snapshots(settings), report=lambda done: report_recovery(settings, done), progress=progress,
+        lease.redis, lease.keys, settings.shards, settings.kafka, Topics(settings.prefix).journal,
+        sealer(settings),
+        settings.block_events_max, snapshots=snapshots(settings),
+        report=lambda done: report_recovery(settings, done), progress=progress,
     )  # fmt: skip
     for _ in range(ATTEMPTS_MAX):
         try:

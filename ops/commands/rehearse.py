@@ -1,4 +1,6 @@
-"""`rehearse`: a crowd grabs at both doors, watched live, with a verdict; or a story of days with a clock of its own."""
+"""`rehearse`: a crowd grabs at both doors, watched live, with a verdict; or a story of days with a clock of
+its own.
+"""
 
 import asyncio
 import contextlib
@@ -46,7 +48,13 @@ MONEY: Final = ("revenue", "refunded", "refund_due")
     show_default=True,
     help="Envelopes now, or a flash sale's week or a coupon promotion's days, with a clock sped up.",
 )
-@click.option("--people", type=WholeNumber(min=100), default=2_000, show_default=True, help="People of the story week or promotion.")
+@click.option(
+    "--people",
+    type=WholeNumber(min=100),
+    default=2_000,
+    show_default=True,
+    help="People of the story week or promotion.",
+)
 @click.option(
     "--result",
     type=click.Path(file_okay=False, path_type=Path),
@@ -54,9 +62,28 @@ MONEY: Final = ("revenue", "refunded", "refund_due")
     show_default=True,
     help="Folder for what the story week or promotion publishes, as JSON and CSV.",
 )
-@click.option("--parts", type=WholeNumber(1, 1_000_000), default=100_000, show_default=True, help="Parts of the big envelope.")
-@click.option("--envelopes", "small", type=WholeNumber(min=0), default=24, show_default=True, help="Small envelopes beside it.")
-@click.option("--small-parts", type=WholeNumber(1, 1_000_000), default=500, show_default=True, help="Parts of each small envelope.")
+@click.option(
+    "--parts",
+    type=WholeNumber(1, 1_000_000),
+    default=100_000,
+    show_default=True,
+    help="Parts of the big envelope.",
+)
+@click.option(
+    "--envelopes",
+    "small",
+    type=WholeNumber(min=0),
+    default=24,
+    show_default=True,
+    help="Small envelopes beside it.",
+)
+@click.option(
+    "--small-parts",
+    type=WholeNumber(1, 1_000_000),
+    default=500,
+    show_default=True,
+    help="Parts of each small envelope.",
+)
 @click.option(
     "--deadline",
     type=WholeNumber(1, 3_600),
@@ -64,7 +91,9 @@ MONEY: Final = ("revenue", "refunded", "refund_due")
     show_default=True,
     help="Seconds after which two envelopes close by themselves, counted from when the crowd is let in.",
 )
-@click.option("--seed", type=WholeNumber(0, 10**9), help="Repeats the same crowd; drawn if absent, and printed.")
+@click.option(
+    "--seed", type=WholeNumber(0, 10**9), help="Repeats the same crowd; drawn if absent, and printed."
+)
 @click.option("--keep", is_flag=True, help="Leave topics, tables and keys of the rehearsal in place.")
 @json_option
 @click.pass_context
@@ -81,9 +110,11 @@ def rehearse(
     keep: bool,
     as_json: bool,
 ) -> None:
-    """Let a crowd of thousands grab through topic and gate at once, and print a verdict. Exit 1: something does not add up.
+    """Let a crowd of thousands grab through topic and gate at once, and print a verdict. Exit 1: something
+    does not add up.
 
-    It makes a system of its own (topics, schema and keys under a fresh prefix) on the servers of the settings, with two workers.
+    It makes a system of its own (topics, schema and keys under a fresh prefix) on the servers of the
+    settings, with two workers.
     """
     _refuse_foreign_options(context, story)
     seed = secrets.randbelow(10**6) if seed is None else seed
@@ -123,20 +154,25 @@ def _stop_on_sigterm() -> None:
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
 
 
-async def _tell(story: type[Story], settings: Settings, seed: int, people: int, keep: bool, quiet: bool) -> dict[str, Any]:
+async def _tell(
+    story: type[Story], settings: Settings, seed: int, people: int, keep: bool, quiet: bool
+) -> dict[str, Any]:
     _stop_on_sigterm()
     if not quiet:
         console.print(f"{people:,} people [dim](seed {seed}, prefix {settings.prefix})[/]", highlight=False)
     return await tell(story, settings, seed, people, keep, quiet)
 
 
-async def _rehearse(settings: Settings, chosen: list[Envelope], seed: int, keep: bool, quiet: bool) -> dict[str, Any]:
+async def _rehearse(
+    settings: Settings, chosen: list[Envelope], seed: int, keep: bool, quiet: bool
+) -> dict[str, Any]:
     _stop_on_sigterm()
     grabs = attempts(seed, chosen)
     if not quiet:
         people = sum(one.people for one in chosen)
         console.print(
-            f"{len(chosen)} envelopes, {sum(one.terms.parts for one in chosen):,} parts, {people:,} people, {len(grabs):,} attempts "
+            f"{len(chosen)} envelopes, {sum(one.terms.parts for one in chosen):,} parts, {people:,} people, "
+            f"{len(grabs):,} attempts "
             f"[dim](seed {seed}, prefix {settings.prefix})[/]",
             highlight=False,
         )
@@ -147,7 +183,15 @@ async def _rehearse(settings: Settings, chosen: list[Envelope], seed: int, keep:
             gate = Gate(redis, key_space(settings), sealer(settings), gate_limits(settings))
             gate.start()
             try:
-                return await _play(settings, stage, gate, redis, chosen, Rehearsal(settings, gate, chosen, grabs, seed), quiet)
+                return await _play(
+                    settings,
+                    stage,
+                    gate,
+                    redis,
+                    chosen,
+                    Rehearsal(settings, gate, chosen, grabs, seed),
+                    quiet,
+                )
             finally:
                 await gate.close()
     finally:
@@ -155,14 +199,23 @@ async def _rehearse(settings: Settings, chosen: list[Envelope], seed: int, keep:
 
 
 async def _play(
-    settings: Settings, stage: Stage, gate: Gate, redis: Any, chosen: list[Envelope], rehearsal: Rehearsal, quiet: bool
+    settings: Settings,
+    stage: Stage,
+    gate: Gate,
+    redis: Any,
+    chosen: list[Envelope],
+    rehearsal: Rehearsal,
+    quiet: bool,
 ) -> dict[str, Any]:
-    # For the bars only: every part is an event, and every envelope is opened and closed. Who comes after a deadline gets no part.
+    # For the bars only: every part is an event, and every envelope is opened and closed. Who comes after a
+    # deadline gets no part.
     display = Display(sum(one.parts_wanted for one in chosen) + 2 * len(chosen))
     async with await open_books(settings) as connection:
         with display if not quiet else contextlib.nullcontext():
             playing = asyncio.create_task(_crowd(rehearsal))
-            watching = asyncio.create_task(_watch(settings, stage, redis, connection, rehearsal, display, playing, quiet))
+            watching = asyncio.create_task(
+                _watch(settings, stage, redis, connection, rehearsal, display, playing, quiet)
+            )
             try:
                 await asyncio.wait({watching, playing}, return_when=asyncio.FIRST_EXCEPTION)
                 seconds = playing.result() if playing.done() else watching.result()
@@ -202,7 +255,8 @@ async def _watch(
     playing: "asyncio.Task[float]",
     quiet: bool,
 ) -> float:
-    """Shows progress until the crowd has gone, every envelope is closed, and all that was decided is in every read model.
+    """Shows progress until the crowd has gone, every envelope is closed, and all that was decided is in every
+    read model.
 
     Returns the seconds it took from the first grab; raises CannotGoOn when nothing moves any more.
     """
@@ -219,9 +273,18 @@ async def _watch(
             return time.monotonic() - rehearsal.began
         doors = rehearsal.doors
         answered = sum(doors.answered.values())
-        said = f"{answered} of {doors.total} attempts answered, {progress.decided} events decided, {progress.journaled} journaled, "
-        said += f"read models at {progress.read_models}, {closed_now} of {rehearsal.envelopes} envelopes closed"
-        patience.look((rehearsal.partitions_ready, progress, answered, closed_now), said, busy=now_ms() < rehearsal.deadline_at_ms)
+        said = (
+            f"{answered} of {doors.total} attempts answered, {progress.decided} events decided, "
+            f"{progress.journaled} journaled, "
+        )
+        said += (
+            f"read models at {progress.read_models}, {closed_now} of {rehearsal.envelopes} envelopes closed"
+        )
+        patience.look(
+            (rehearsal.partitions_ready, progress, answered, closed_now),
+            said,
+            busy=now_ms() < rehearsal.deadline_at_ms,
+        )
         await asyncio.sleep(LOOK_EVERY_SECONDS)
 
 
@@ -230,7 +293,8 @@ def _quantiles(seconds: list[float]) -> dict[str, float]:
     if not ordered:
         return {}
     return {
-        f"p{percent:g}": round(ordered[min(int(len(ordered) * percent / 100), len(ordered) - 1)] * 1000, 2) for percent in (50, 99, 99.9)
+        f"p{percent:g}": round(ordered[min(int(len(ordered) * percent / 100), len(ordered) - 1)] * 1000, 2)
+        for percent in (50, 99, 99.9)
     }
 
 
@@ -238,14 +302,21 @@ def _print(result: dict[str, Any], as_json: bool) -> None:
     checks: list[Check] = result["checks"]
     passed = all(check.passed for check in checks)
     if as_json:
-        print_json({**result, "passed": passed, "checks": [{**check._asdict(), "passed": check.passed} for check in checks]})
+        print_json(
+            {
+                **result,
+                "passed": passed,
+                "checks": [{**check._asdict(), "passed": check.passed} for check in checks],
+            }
+        )
         return
     console.print()
     console.print(table("Outcomes", ("outcome", "answers"), result["outcomes"].items()))
     rows = [(door, *values.values()) for door, values in result["latency_ms"].items() if values]
     console.print(table("Journaled answers, milliseconds", ("door", "p50", "p99", "p99.9"), rows))
     console.print(
-        f"{result['attempts']:,} attempts answered in {result['seconds']:.1f} s ({result['attempts'] / result['seconds']:,.0f} a second); "
+        f"{result['attempts']:,} attempts answered in {result['seconds']:.1f} s "
+        f"({result['attempts'] / result['seconds']:,.0f} a second); "
         f"all in the books after {result['seconds_to_books']:.1f} s, deadlines included.\n",
         highlight=False,
     )
@@ -260,12 +331,19 @@ def _print_story(result: dict[str, Any]) -> None:
     units = [name for name in rows[0] if name not in (*MONEY, "refused")]
     console.print(table("Result, units", units, [[row[name] for name in units] for row in rows]))
     if MONEY[0] in rows[0]:
-        console.print(table("Result, minor units", ("offer", *MONEY), [[row["offer"], *(row[name] for name in MONEY)] for row in rows]))
+        console.print(
+            table(
+                "Result, minor units",
+                ("offer", *MONEY),
+                [[row["offer"], *(row[name] for name in MONEY)] for row in rows],
+            )
+        )
     refusals = sorted({outcome for row in rows for outcome in row["refused"]})
     refused = [[outcome, *(row["refused"].get(outcome, 0) for row in rows)] for outcome in refusals]
     console.print(table("Grabs refused", ("outcome", *(row["offer"] for row in rows)), refused))
     console.print(
-        f"{result['answers']:,} answers from {result['from']} to {result['until']}, in {result['seconds']:.1f} s; "
+        f"{result['answers']:,} answers from {result['from']} to {result['until']}, in "
+        f"{result['seconds']:.1f} s; "
         f"the result is in {' and '.join(result['files'])}\n",
         highlight=False,
         soft_wrap=True,

@@ -53,39 +53,77 @@ class _Into(click.ParamType):
             return Into(kind, name)
         if kind == "schema" and is_schema(name):
             return Into(kind, name)
-        wrong = {"topic": "is no name of a topic", "schema": "is no name of a schema (a-z 0-9 _, at most 48)"}.get(kind if colon else "")
-        return self.fail(f"{value!r} {wrong or 'is no destination'}: write -, topic:NAME or schema:NAME", param, ctx)
+        wrong = {
+            "topic": "is no name of a topic",
+            "schema": "is no name of a schema (a-z 0-9 _, at most 48)",
+        }.get(kind if colon else "")
+        return self.fail(
+            f"{value!r} {wrong or 'is no destination'}: write -, topic:NAME or schema:NAME", param, ctx
+        )
 
 
 @click.command()
-@click.option("--into", required=True, type=_Into(), help="- (lines), topic:NAME (CloudEvents) or schema:NAME (read models).")
-@click.option("--from", "first", multiple=True, metavar="POINT", help="The first event: TIME, SHARD:SEQ, or SEQ with one --offer.")
-@click.option("--until", "last", multiple=True, metavar="POINT", help="The last event, included: TIME, SHARD:SEQ, or SEQ with one --offer.")
+@click.option(
+    "--into",
+    required=True,
+    type=_Into(),
+    help="- (lines), topic:NAME (CloudEvents) or schema:NAME (read models).",
+)
+@click.option(
+    "--from",
+    "first",
+    multiple=True,
+    metavar="POINT",
+    help="The first event: TIME, SHARD:SEQ, or SEQ with one --offer.",
+)
+@click.option(
+    "--until",
+    "last",
+    multiple=True,
+    metavar="POINT",
+    help="The last event, included: TIME, SHARD:SEQ, or SEQ with one --offer.",
+)
 @click.option("--offer", "offers", multiple=True, metavar="ID", help="Only this offer; may be repeated.")
-@click.option("--user", "users", multiple=True, metavar="ID", help="Only what concerns this user; may be repeated.")
-@click.option("--shard", "shards", multiple=True, type=WholeNumber(min=0), help="Only this shard; may be repeated.")
-@click.option("--source", type=click.Choice(["journal", "audit"]), default="journal", show_default=True, help="Where events are read from.")
+@click.option(
+    "--user", "users", multiple=True, metavar="ID", help="Only what concerns this user; may be repeated."
+)
+@click.option(
+    "--shard", "shards", multiple=True, type=WholeNumber(min=0), help="Only this shard; may be repeated."
+)
+@click.option(
+    "--source",
+    type=click.Choice(["journal", "audit"]),
+    default="journal",
+    show_default=True,
+    help="Where events are read from.",
+)
 @click.option("--append", is_flag=True, help="Write into a topic that holds records already.")
 @click.option("--dry-run", is_flag=True, help="Check everything, say what would be read, write nothing.")
 @json_option
 def replay(
-    into: Into, first: Sequence[str], last: Sequence[str], offers: Sequence[str], users: Sequence[str], shards: Sequence[int], source: str,
+    into: Into, first: Sequence[str], last: Sequence[str], offers: Sequence[str], users: Sequence[str],
+    shards: Sequence[int], source: str,
     append: bool, dry_run: bool, as_json: bool,
 ) -> None:  # fmt: skip
-    """Read events of the journal again, from any point to any other, into lines, a topic, or read models in a schema of their own.
+    """Read events of the journal again, from any point to any other, into lines, a topic, or read models in a
+    schema of their own.
 
-    TIME is ISO 8601 (UTC where it names no zone) or ms since 1970; numbers below 100000000000 are a SEQ. A point may be repeated:
-    SHARD:SEQ for its shard, TIME for all others. Events come in order within a shard, one shard after the other. The system's own
-    topics, tables and keys are not touched, and nothing is published again.
+    TIME is ISO 8601 (UTC where it names no zone) or ms since 1970; numbers below 100000000000 are a SEQ. A
+    point may be repeated: SHARD:SEQ for its shard, TIME for all others. Events come in order within a shard,
+    one shard after the other. The system's own topics, tables and keys are not touched, and nothing is
+    published again.
 
-    Into a schema it builds a complete set of read models; a second call with the same options goes on where the first one stopped.
-    With --offer or --user, views that could not be exact are named <view>_partial.
+    Into a schema it builds a complete set of read models; a second call with the same options goes on where
+    the first one stopped. With --offer or --user, views that could not be exact are named <view>_partial.
 
     Exit 1: refused, or the source contradicts itself; 2: used wrongly; 3: a server cannot be reached.
     """
     settings = load_settings()
     if into.kind == "schema" and first:
-        raise click.UsageError("--from: read models are made from the first event on, or their sums would be wrong; use --until, --offer")
+        raise click.UsageError(
+            "--from: read models are made from the first event on, or their sums would be wrong; use "
+            "--until, --offer"
+        )
     if append and into.kind != "topic":
         raise click.UsageError("--append is for topics")
     # Events live for a moment and by the thousand (see `worker`).
@@ -104,7 +142,9 @@ def replay(
     _report(settings, asked, into, planned, done, dry_run, as_json)
 
 
-async def _run(settings: Settings, asked: Request, into: Into, append: bool, dry_run: bool, done: dict[int, Done]) -> list[Planned]:
+async def _run(
+    settings: Settings, asked: Request, into: Into, append: bool, dry_run: bool, done: dict[int, Done]
+) -> list[Planned]:
     await check_system(settings, journal=asked.source == "journal")
     seeks = any(one.first for one in asked.stretches) and not asked.wanted.users
     async with open_source(settings, asked.source, seeks) as source:
@@ -115,7 +155,9 @@ async def _run(settings: Settings, asked: Request, into: Into, append: bool, dry
             known: Any = []
             if isinstance(sink, SchemaSink):
                 known = await sink.grabs(asked.wanted.users)
-            planned = await replaying.plan(source, asked.stretches, not seeks, sink.positions if isinstance(sink, SchemaSink) else {})
+            planned = await replaying.plan(
+                source, asked.stretches, not seeks, sink.positions if isinstance(sink, SchemaSink) else {}
+            )
             selection = Selection(asked.wanted, into.kind == "schema", known)
             try:
                 with Reading("replay", sum(one.units for one in planned)) as report:
@@ -141,7 +183,9 @@ async def _open_sink(settings: Settings, asked: Request, into: Into, append: boo
         yield LineSink(sys.stdout.buffer)
         return
     if into.kind == "schema":
-        async with open_schema(settings.postgres, into.name, settings.schema_, settings.shards, asked.definition(settings)) as sink:
+        async with open_schema(
+            settings.postgres, into.name, settings.schema_, settings.shards, asked.definition(settings)
+        ) as sink:
             yield sink
         return
     topics = Topics(settings.prefix)
@@ -156,12 +200,15 @@ async def _open_sink(settings: Settings, asked: Request, into: Into, append: boo
 
 @asynccontextmanager
 async def _alone(settings: Settings, topic: str) -> AsyncIterator[None]:
-    """Nobody else replays into the topic until the end; raises Refused when somebody does. Without PostgreSQL, nobody can tell."""
+    """Nobody else replays into the topic until the end; raises Refused when somebody does. Without
+    PostgreSQL, nobody can tell.
+    """
     try:
         connection = await connect(settings.postgres, settings.schema_)
     except OperationalError as error:
         click.echo(
-            f"grabstream: this replay goes on without a lock, since PostgreSQL cannot be reached: see to it that no other one writes topic "
+            "grabstream: this replay goes on without a lock, since PostgreSQL cannot be reached: see to it "
+            "that no other one writes topic "
             f"{topic} meanwhile, or its records come twice ({str(error).strip()})",
             err=True,
         )
@@ -184,7 +231,13 @@ def _say_how_to_go_on(sink: Sink) -> None:
 
 
 def _report(
-    settings: Settings, asked: Request, into: Into, planned: Sequence[Planned], done: dict[int, Done], dry_run: bool, as_json: bool
+    settings: Settings,
+    asked: Request,
+    into: Into,
+    planned: Sequence[Planned],
+    done: dict[int, Done],
+    dry_run: bool,
+    as_json: bool,
 ) -> None:
     """The result: on standard output, or on standard error where that is taken by lines."""
     to_errors = into.kind == "lines" and not dry_run
@@ -192,19 +245,32 @@ def _report(
     partial = partial_views(asked.definition(settings), settings.shards) if into.kind == "schema" else []
     shards = [_shard_report(one, done.get(one.stretch.shard), unit) for one in planned]
     if as_json:
-        value = {"into": f"{into.kind}:{into.name}", "dry_run": dry_run, "shards": shards, "partial_views": partial}
+        value = {
+            "into": f"{into.kind}:{into.name}",
+            "dry_run": dry_run,
+            "shards": shards,
+            "partial_views": partial,
+        }
         print_json(value, to_errors)
         return
     if dry_run:
         for shard in shards:
             to_read = counted(shard["to_read"], unit)
-            click.echo(f"shard {shard['shard']}: would read {to_read}, from behind seq {shard['from_seq']:,}", err=to_errors)
+            click.echo(
+                f"shard {shard['shard']}: would read {to_read}, from behind seq {shard['from_seq']:,}",
+                err=to_errors,
+            )
         return
     total = sum(one.events for one in done.values())
     if not to_errors:
-        click.echo(f"{counted(total, 'events')} into {into.kind} {into.name}; shards stand at {_places(done)}.")
+        click.echo(
+            f"{counted(total, 'events')} into {into.kind} {into.name}; shards stand at {_places(done)}."
+        )
     elif not total:
-        click.echo("grabstream: 0 events: none lies between the bounds and is of these shards, offers and users", err=True)
+        click.echo(
+            "grabstream: 0 events: none lies between the bounds and is of these shards, offers and users",
+            err=True,
+        )
     for line in _short_of(planned, done):
         click.echo(f"grabstream: {line}", err=True)
     if partial:
@@ -212,14 +278,22 @@ def _report(
 
 
 def _shard_report(planned: Planned, done: Done | None, unit: str) -> dict[str, Any]:
-    report: dict[str, Any] = {"shard": planned.stretch.shard, "from_seq": planned.start.cursor.seq, "to_read": planned.units, "unit": unit}
+    report: dict[str, Any] = {
+        "shard": planned.stretch.shard,
+        "from_seq": planned.start.cursor.seq,
+        "to_read": planned.units,
+        "unit": unit,
+    }
     if done is not None:
         report |= {"seq": done.cursor.seq, "head": done.cursor.head.hex(), "events": done.events}
     return report
 
 
 def _places(done: dict[int, Done]) -> str:
-    return ", ".join(f"{one.shard}:{one.cursor.seq}" for one in done.values() if one.cursor.seq) or "their beginning"
+    return (
+        ", ".join(f"{one.shard}:{one.cursor.seq}" for one in done.values() if one.cursor.seq)
+        or "their beginning"
+    )
 
 
 def _short_of(planned: Sequence[Planned], done: dict[int, Done]) -> list[str]:

@@ -14,7 +14,8 @@ from grabstream.projections.system import schemas_of
 @click.command()
 @json_option
 def schemas(as_json: bool) -> None:
-    """Print the PostgreSQL schemas of this system, a line each: its own, and those of its read models' versions.
+    """Print the PostgreSQL schemas of this system, a line each: its own, and those of its read models'
+    versions.
 
     For backups (docs/backup.md): names that only begin alike are other systems'. Exit 1: there is none.
     """

@@ -1,4 +1,6 @@
-"""`up` and `down`: the local servers, by compose.yaml where a Docker engine answers, else as plain processes."""
+"""`up` and `down`: the local servers, by compose.yaml where a Docker engine answers, else as plain
+processes.
+"""
 
 import os
 import secrets
@@ -15,7 +17,11 @@ from grabstream.ops.services.servers import PROJECT
 from grabstream.ops.settings import child_environment, is_cluster, load_settings
 
 SERVERS = ("redis", "kafka", "postgres")
-CLUSTER_SERVERS = (*(f"redis-{number}" for number in range(1, 7)), *(f"kafka-{number}" for number in range(1, 4)), "postgres")
+CLUSTER_SERVERS = (
+    *(f"redis-{number}" for number in range(1, 7)),
+    *(f"kafka-{number}" for number in range(1, 4)),
+    "postgres",
+)
 #: Where the ports of the cluster's servers begin, behind that of the single Redis.
 OFFSETS = {"redis": 20, "bus": 30, "kafka": 40, "controller": 50, "postgres": 60}
 #: What a shell reads to work with the cluster.
@@ -25,23 +31,35 @@ CLUSTER_ENVIRONMENT = PROJECT / ".services" / "cluster.env"
 def local_services() -> LocalServices:
     """The set that `up` starts: under .services of the project, on the ports of the settings."""
     settings = load_settings()
-    redis, kafka, postgres = (_local_port(url) for url in (settings.redis_url, f"kafka://{settings.kafka}", settings.postgres))
+    redis, kafka, postgres = (
+        _local_port(url) for url in (settings.redis_url, f"kafka://{settings.kafka}", settings.postgres)
+    )
     return LocalServices(PROJECT / ".services", redis, kafka, kafka + 1, postgres)
 
 
 def local_cluster() -> ClusterServices:
-    """The set that `up --cluster` starts: under .services/cluster, on ports that follow those of the settings."""
+    """The set that `up --cluster` starts: under .services/cluster, on ports that follow those of the
+    settings.
+    """
     settings = load_settings()
     if is_cluster(settings.redis_url):
         # The settings point at such a set already: its first port says where it began.
-        first = _local_port(f"redis://{settings.redis_url.partition('://')[2].split(',')[0]}") - OFFSETS["redis"]
+        first = (
+            _local_port(f"redis://{settings.redis_url.partition('://')[2].split(',')[0]}") - OFFSETS["redis"]
+        )
     else:
         first = _local_port(settings.redis_url)
 
     def ports(of: str, count: int) -> list[int]:
         return [first + OFFSETS[of] + number for number in range(count)]
 
-    dealt = ClusterPorts(ports("redis", 6), ports("bus", 6), ports("kafka", 3), ports("controller", 3), first + OFFSETS["postgres"])
+    dealt = ClusterPorts(
+        ports("redis", 6),
+        ports("bus", 6),
+        ports("kafka", 3),
+        ports("controller", 3),
+        first + OFFSETS["postgres"],
+    )
     return ClusterServices(PROJECT / ".services" / "cluster", dealt)
 
 
@@ -57,7 +75,8 @@ def _local_port(url: str) -> int:
     server = urlsplit(url.split(",")[0])
     if server.hostname not in ("127.0.0.1", "localhost") or server.port is None or "," in url:
         raise ServiceError(
-            f"the settings point at {server.netloc.rpartition('@')[2]}, which `up` cannot start: unset them, or start it there"
+            f"the settings point at {server.netloc.rpartition('@')[2]}, which `up` cannot start: unset them, "
+            "or start it there"
         )
     return server.port
 
@@ -73,7 +92,10 @@ def docker_answers() -> bool:
         return False
     try:
         asked = subprocess.run(["docker", "info"], capture_output=True, timeout=3)
-        return asked.returncode == 0 and subprocess.run(["docker", "compose", "version"], capture_output=True).returncode == 0
+        return (
+            asked.returncode == 0
+            and subprocess.run(["docker", "compose", "version"], capture_output=True).returncode == 0
+        )
     except (FileNotFoundError, subprocess.TimeoutExpired):
         return False
 
@@ -83,7 +105,9 @@ def _compose(*words: str) -> None:
     environment = child_environment() | {"GRAB_SEAL_KEYS": child_environment().get("GRAB_SEAL_KEYS", "none")}
     done = subprocess.run(["docker", "compose", "-f", str(PROJECT / "compose.yaml"), *words], env=environment)
     if done.returncode != 0:
-        raise ServiceError(f"`docker compose {' '.join(words)}` failed; GRAB_SERVICES=processes uses plain processes instead")
+        raise ServiceError(
+            f"`docker compose {' '.join(words)}` failed; GRAB_SERVICES=processes uses plain processes instead"
+        )
 
 
 def _compose_running() -> list[str]:
@@ -106,15 +130,23 @@ def _write_seal_key() -> bool:
 
 
 @click.command()
-@click.option("--temporary", is_flag=True, help="Leave nothing outside of the project when they end, unless it was there before.")
-@click.option("--cluster", is_flag=True, help="A Redis Cluster of three masters with replicas and three Kafka brokers instead of one each.")
+@click.option(
+    "--temporary",
+    is_flag=True,
+    help="Leave nothing outside of the project when they end, unless it was there before.",
+)
+@click.option(
+    "--cluster",
+    is_flag=True,
+    help="A Redis Cluster of three masters with replicas and three Kafka brokers instead of one each.",
+)
 @json_option
 def up(temporary: bool, cluster: bool, as_json: bool) -> None:
     """Start Redis, Kafka and PostgreSQL, whichever do not run; a second call does nothing.
 
-    Where a Docker engine answers, compose.yaml starts them; GRAB_SERVICES=processes asks for plain processes all the same. Data
-    are kept under .services (PostgreSQL's under /var/tmp when root starts it). A cluster has ports of its own, and may run beside
-    the single servers.
+    Where a Docker engine answers, compose.yaml starts them; GRAB_SERVICES=processes asks for plain processes
+    all the same. Data are kept under .services (PostgreSQL's under /var/tmp when root starts it). A cluster
+    has ports of its own, and may run beside the single servers.
     """
     report = (lambda line: None) if as_json else (lambda line: console.print(f"[dim]{line}[/]"))
     made_key = _write_seal_key()
@@ -133,7 +165,9 @@ def up(temporary: bool, cluster: bool, as_json: bool) -> None:
         running, by = services.status(), "processes"
         environment = _write_environment(services) if cluster else ""
     if as_json:
-        print_json({"by": by, "servers": running, "seal_key_written": made_key, "environment": environment or None})
+        print_json(
+            {"by": by, "servers": running, "seal_key_written": made_key, "environment": environment or None}
+        )
         return
     if made_key:
         console.print("[dim]GRAB_SEAL_KEYS written to .env: it belongs in every backup[/]")
@@ -155,7 +189,9 @@ def _write_environment(services: ServerSet) -> str:
 @click.option("--remove", is_flag=True, help="Delete their data too.")
 @json_option
 def down(which: str | None, dry_run: bool, remove: bool, as_json: bool) -> None:
-    """End the servers that `up` started, one of each, the cluster's, or all of them, and no others; their data stay."""
+    """End the servers that `up` started, one of each, the cluster's, or all of them, and no others; their
+    data stay.
+    """
     if dry_run:
         running = [name for one in _sets(which) for name, pid in one.status().items() if pid is not None]
         running += _compose_running() if docker_answers() else []
@@ -166,7 +202,11 @@ def down(which: str | None, dry_run: bool, remove: bool, as_json: bool) -> None:
         return
     if docker_answers():
         stopped = [name for name in _compose_running() if name in {*SERVERS, *CLUSTER_SERVERS}]
-        _compose("--profile", "cluster", *(("down", "--volumes") if remove else ("stop", *SERVERS, *CLUSTER_SERVERS)))
+        _compose(
+            "--profile",
+            "cluster",
+            *(("down", "--volumes") if remove else ("stop", *SERVERS, *CLUSTER_SERVERS)),
+        )
     else:
         stopped = [name for one in _sets(which) for name in one.down()]
         for one in reversed(_sets(which)) if remove else ():

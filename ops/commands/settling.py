@@ -1,4 +1,6 @@
-"""`confirm`, `release`, `extend`, `return`, `redeem`, `unredeem`: commands about one grab, named by the id of the command that made it."""
+"""`confirm`, `release`, `extend`, `return`, `redeem`, `unredeem`: commands about one grab, named by the id of
+the command that made it.
+"""
 
 import click
 
@@ -12,7 +14,9 @@ _grab_argument = click.argument("grab")
 @offer_argument
 @_grab_argument
 @click.option("--payment", help="The payment's id; the same payment is booked once.")
-@click.option("--paid", type=int, default=0, show_default=True, help="What was paid, in minor units of the currency.")
+@click.option(
+    "--paid", type=int, default=0, show_default=True, help="What was paid, in minor units of the currency."
+)
 @click.option("--currency", help="Of what was paid, such as CNY.")
 @click.option("--quantity", type=int, help="How many of the held units. Default: all.")
 @id_option
@@ -27,8 +31,19 @@ def confirm(
     command_id: str | None,
     as_json: bool,
 ) -> None:
-    """What GRAB holds of OFFER was paid: it is the user's for good. A payment that cannot be served is noted as to be paid back."""
-    command = make_command("confirm", command_id, offer, grab=grab, payment=payment, paid=paid, currency=currency, quantity=quantity)
+    """What GRAB holds of OFFER was paid: it is the user's for good. A payment that cannot be served is noted
+    as to be paid back.
+    """
+    command = make_command(
+        "confirm",
+        command_id,
+        offer,
+        grab=grab,
+        payment=payment,
+        paid=paid,
+        currency=currency,
+        quantity=quantity,
+    )
     carry_out(command, as_json)
 
 
@@ -59,7 +74,9 @@ def extend(offer: str, grab: str, command_id: str | None, as_json: bool) -> None
 @click.option("--reason", default="", help="Why, one line.")
 @id_option
 @json_option
-def return_(offer: str, grab: str, quantity: int | None, reason: str, command_id: str | None, as_json: bool) -> None:
+def return_(
+    offer: str, grab: str, quantity: int | None, reason: str, command_id: str | None, as_json: bool
+) -> None:
     """Give back what GRAB took of OFFER for good; money that was paid for it goes back."""
     carry_out(make_command("return", command_id, offer, grab=grab, quantity=quantity, reason=reason), as_json)
 

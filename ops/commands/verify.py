@@ -33,12 +33,19 @@ async def _verify(settings: Settings, wait_seconds: float, report: Report, quick
 
 
 @click.command()
-@click.option("--wait", default=30.0, show_default=True, help="Seconds to wait for read models that are behind.")
-@click.option("--quick", is_flag=True, help="Leave out Redis' keys: each shard is made a second time there to compare them.")
+@click.option(
+    "--wait", default=30.0, show_default=True, help="Seconds to wait for read models that are behind."
+)
+@click.option(
+    "--quick",
+    is_flag=True,
+    help="Leave out Redis' keys: each shard is made a second time there to compare them.",
+)
 @json_option
 def verify(wait: float, quick: bool, as_json: bool) -> None:
-    """Check the chain of every shard, and against it everything that is kept elsewhere: the audit trail byte for byte, the rows of all
-    read models, cursors, views, and every key in Redis. Exit 1: a difference."""
+    """Check the chain of every shard, and against it everything that is kept elsewhere: the audit trail byte
+    for byte, the rows of all read models, cursors, views, and every key in Redis. Exit 1: a difference.
+    """
     report = (lambda line: None) if as_json else (lambda line: console.print(f"[dim]{line} …[/]"))
     checks = asyncio.run(_verify(load_settings(), wait, report, quick))
     if as_json:

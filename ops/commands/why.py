@@ -30,8 +30,8 @@ from grabstream.projections import cursors, set_aside
 @click.argument("offer")
 @json_option
 def why(user: str, offer: str, as_json: bool) -> None:
-    """Tell the whole story of USER and OFFER: attempts and answers in order, how late each was, what limits had left before and after,
-    the ledger's lines, and what is now. Times are relative to the opening.
+    """Tell the whole story of USER and OFFER: attempts and answers in order, how late each was, what limits
+    had left before and after, the ledger's lines, and what is now. Times are relative to the opening.
 
     Refusals are told as far as they are kept (GRAB_REFUSALS_…). Exit 1: the read models know no such offer.
     """
@@ -40,7 +40,11 @@ def why(user: str, offer: str, as_json: bool) -> None:
             raise click.UsageError(f"{field}: must match [A-Za-z0-9._:-]{{1,64}}, got {value!r}")
     evidence, unbooked, redis = asyncio.run(gather(load_settings(), user, offer))
     if evidence is None:
-        click.echo(f"grabstream: there is no offer {offer!r} in the read models; a new one is there a moment after it was opened", err=True)
+        click.echo(
+            f"grabstream: there is no offer {offer!r} in the read models; a new one is there a moment after "
+            "it was opened",
+            err=True,
+        )
         sys.exit(1)
     story = tell(evidence)
     if as_json:
@@ -52,15 +56,21 @@ def why(user: str, offer: str, as_json: bool) -> None:
 
 
 class Unbooked(NamedTuple):
-    """An event of the user that moves something, and that the ledger lacks; `because` says why, and the way out."""
+    """An event of the user that moves something, and that the ledger lacks; `because` says why, and the way
+    out.
+    """
 
     seq: int
     type: str
     because: str
 
 
-async def gather(settings: Settings, user: str, offer: str) -> tuple[Evidence | None, list[Unbooked], dict[str, Any]]:
-    """What the books have, None when they know no such offer; what the ledger lacks of it; and what Redis says now."""
+async def gather(
+    settings: Settings, user: str, offer: str
+) -> tuple[Evidence | None, list[Unbooked], dict[str, Any]]:
+    """What the books have, None when they know no such offer; what the ledger lacks of it; and what Redis
+    says now.
+    """
     async with checked_books(settings) as connection:
         evidence = await read_books(connection, user, offer)
         unbooked = await _unbooked(connection, evidence) if evidence else []
@@ -90,7 +100,10 @@ async def _unbooked(connection: AsyncConnection[Any], evidence: Evidence) -> lis
     if not missing:
         return []
     shard = evidence.offer["shard"]
-    stop = next((one for one in await cursors.stops(connection) if (one.projection, one.shard) == ("ledger", shard)), None)
+    stop = next(
+        (one for one in await cursors.stops(connection) if (one.projection, one.shard) == ("ledger", shard)),
+        None,
+    )
     aside = [one for one in await set_aside.load(connection, "ledger") if one.shard == shard]
     unbooked = []
     for event in missing:
@@ -99,7 +112,8 @@ async def _unbooked(connection: AsyncConnection[Any], evidence: Evidence) -> lis
             because = f"set aside by {record.operator} on {_time(record.at)}: {record.reason}"
         elif stop is not None:
             because = (
-                f"the ledger has stopped at shard {shard} since {_time(stop.stopped_at)}, at seq {stop.seq:,}: see `grabstream doctor`"
+                f"the ledger has stopped at shard {shard} since {_time(stop.stopped_at)}, at seq "
+                f"{stop.seq:,}: see `grabstream doctor`"
             )
         else:
             because = "the ledger has not come that far yet"
@@ -107,38 +121,56 @@ async def _unbooked(connection: AsyncConnection[Any], evidence: Evidence) -> lis
     return unbooked
 
 
-def as_json_of(evidence: Evidence, story: list[Moment], unbooked: list[Unbooked], redis: dict[str, Any]) -> dict[str, Any]:
+def as_json_of(
+    evidence: Evidence, story: list[Moment], unbooked: list[Unbooked], redis: dict[str, Any]
+) -> dict[str, Any]:
     """The whole of it for programs."""
     return {
         "user": evidence.user,
         "offer": evidence.offer,
         "story": [
             moment._asdict()
-            | {"limits": [{**before._asdict(), "used": {"before": before.used, "after": after.used}} for before, after in moment.limits]}
+            | {
+                "limits": [
+                    {**before._asdict(), "used": {"before": before.used, "after": after.used}}
+                    for before, after in moment.limits
+                ]
+            }
             for moment in story
         ],
         "events": [msgspec.json.decode(encode_event(event)) for event in evidence.events],
         "ledger": evidence.transfers,
         "not_in_ledger": [one._asdict() for one in unbooked],
         "payments": evidence.payments,
-        "refusals": {"told": evidence.refusals, "of_offer": evidence.refusals_of_offer, "of_offer_kept": evidence.refusals_kept},
+        "refusals": {
+            "told": evidence.refusals,
+            "of_offer": evidence.refusals_of_offer,
+            "of_offer_kept": evidence.refusals_kept,
+        },
         "lost": evidence.lost,
         "now": {"grabs": evidence.grabs, "waiting": evidence.waiting, "redis": redis},
     }
 
 
-# -- in words ---------------------------------------------------------------------------------------------------------
+# -- in words ------------------------------------------------------------------------------------------------
 
 _INDENT: Final = " " * 14
 
 
-def _lines(evidence: Evidence, story: list[Moment], unbooked: list[Unbooked], redis: dict[str, Any]) -> Iterator[Text]:
+def _lines(
+    evidence: Evidence, story: list[Moment], unbooked: list[Unbooked], redis: dict[str, Any]
+) -> Iterator[Text]:
     offer = evidence.offer
     yield Text.assemble(
-        (f"{evidence.user} and {offer['offer']}", "bold"), f"  {offer['title']}  ", (f"{offer['kind']} by {offer['issuer']}", "dim")
+        (f"{evidence.user} and {offer['offer']}", "bold"),
+        f"  {offer['title']}  ",
+        (f"{offer['kind']} by {offer['issuer']}", "dim"),
     )
     closes = "" if offer["closes_at"] == TIME_MS_MAX else f", closes {_clock(offer['closes_at'])}"
-    yield Text(f"{counted(offer['units'], 'parts' if offer['kind'] == 'envelope' else 'units')}, opens {_clock(offer['opens_at'])}{closes}")
+    yield Text(
+        f"{counted(offer['units'], 'parts' if offer['kind'] == 'envelope' else 'units')}, opens "
+        f"{_clock(offer['opens_at'])}{closes}"
+    )
     yield Text()
     for moment in story:
         yield from _moment(moment, offer)
@@ -147,13 +179,15 @@ def _lines(evidence: Evidence, story: list[Moment], unbooked: list[Unbooked], re
     missing = evidence.refusals_of_offer - evidence.refusals_kept
     if missing > 0:
         yield Text(
-            f"Of {evidence.refusals_of_offer:,} refusals of this offer {missing:,} are not kept: some of this user's may be among them.",
+            f"Of {evidence.refusals_of_offer:,} refusals of this offer {missing:,} are not kept: some of "
+            "this user's may be among them.",
             "dim",
         )
     for lost in evidence.lost:
         # It was answered as `decided`, and a recovery of Redis took it back: no event of it is left.
         yield Text(
-            f"{lost['outcome']} ({lost['command']}) was decided and is lost: Redis was recovered without it, told by the {lost['told_by']}",
+            f"{lost['outcome']} ({lost['command']}) was decided and is lost: Redis was recovered without it, "
+            f"told by the {lost['told_by']}",
             "red",
         )
     yield from _books(evidence, unbooked)
@@ -176,7 +210,10 @@ def _headline(moment: Moment) -> str:
         many = f" of {said['quantity']:,}" if (said.get("quantity") or 1) > 1 else ""
         return f"{said.get('type', 'grab')}{many} refused: {moment.what}"
     if moment.what == "payment.refund_due":
-        return f"payment {said['payment']} of {said['amount']:,} {said['asset']} cannot be served: {said['outcome']}; it is to be paid back"
+        return (
+            f"payment {said['payment']} of {said['amount']:,} {said['asset']} cannot be served: "
+            f"{said['outcome']}; it is to be paid back"
+        )
     name = moment.what.partition(".")[2]
     if moment.grab is None:
         return f"the offer is {name}" + (f" ({said['reason']})" if said.get("reason") else "")
@@ -222,13 +259,21 @@ def _books(evidence: Evidence, unbooked: list[Unbooked]) -> Iterator[Text]:
         yield Text("In the ledger", "bold")
     for line in evidence.transfers:
         when = _relative(line["at"] - evidence.offer["opens_at"])
-        yield Text(f"{when:>12}  seq {line['seq']:,}: {line['amount']:,} {line['asset']}  {line['debit']} → {line['credit']}")
+        yield Text(
+            f"{when:>12}  seq {line['seq']:,}: {line['amount']:,} {line['asset']}  {line['debit']} → "
+            f"{line['credit']}"
+        )
     for missing in unbooked:
-        yield Text(f"{_INDENT}seq {missing.seq:,}, {missing.type}, is not booked: {missing.because}", "yellow")
+        yield Text(
+            f"{_INDENT}seq {missing.seq:,}, {missing.type}, is not booked: {missing.because}", "yellow"
+        )
     for payment in evidence.payments:
         state = "served" if payment["state"] == "served" else "to be paid back"
         back = f", {payment['refunded']:,} paid back" if payment["refunded"] else ""
-        yield Text(f"{_INDENT}payment {payment['payment']}: {payment['amount']:,} {payment['currency']} {state}{back}")
+        yield Text(
+            f"{_INDENT}payment {payment['payment']}: {payment['amount']:,} {payment['currency']} "
+            f"{state}{back}"
+        )
 
 
 def _now(evidence: Evidence, redis: dict[str, Any]) -> Iterator[Text]:
@@ -247,7 +292,9 @@ def _now(evidence: Evidence, redis: dict[str, Any]) -> Iterator[Text]:
 def _redis_in_words(redis: dict[str, Any]) -> str:
     if "problem" in redis:
         return str(redis["problem"])
-    fenced = "" if redis["decides"] else "; its shard is fenced, nothing is decided there: see `grabstream doctor`"
+    fenced = (
+        "" if redis["decides"] else "; its shard is fenced, nothing is decided there: see `grabstream doctor`"
+    )
     if not redis["there"]:
         return f"Redis does not have the offer any more{fenced}"
     said = f"Redis: {redis['state']}, {redis['units_left']:,} left, {redis['held']:,} held"
@@ -255,7 +302,11 @@ def _redis_in_words(redis: dict[str, Any]) -> str:
         said += f"; the user has place {redis['part']['place']:,} with {redis['part']['amount']:,}"
     for name, grab in redis.get("grabs", {}).items():
         # How it ended is the books' word: Redis' status tells of the hold alone.
-        said += f"; {name} waits" if grab["status"] == "waiting" else f"; {name} has {grab['held']:,} held and {grab['taken']:,} taken"
+        said += (
+            f"; {name} waits"
+            if grab["status"] == "waiting"
+            else f"; {name} has {grab['held']:,} held and {grab['taken']:,} taken"
+        )
     return said + fenced
 
 
@@ -273,4 +324,8 @@ def _time(at: datetime) -> str:
 
 
 def _clock(at_ms: int) -> str:
-    return datetime.fromtimestamp(at_ms / 1000, UTC).isoformat(sep=" ", timespec="milliseconds").replace("+00:00", "Z")
+    return (
+        datetime.fromtimestamp(at_ms / 1000, UTC)
+        .isoformat(sep=" ", timespec="milliseconds")
+        .replace("+00:00", "Z")
+    )

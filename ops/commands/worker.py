@@ -56,15 +56,20 @@ RETRY_SECONDS: Final = 0.5
 @click.command()
 @click.option("--roles", default=",".join(ROLES), show_default=True, help="Which roles this process plays.")
 def worker(roles: str) -> None:
-    """Decide commands, relay outboxes to the journal, close what is due, and build the read models, until SIGTERM or Ctrl-C."""
+    """Decide commands, relay outboxes to the journal, close what is due, and build the read models, until
+    SIGTERM or Ctrl-C.
+    """
     settings = load_settings()
     settings.require_seal_keys()
-    # Events live for a moment and by the thousand; looking through all of them again and again for cycles is a tenth of the work.
+    # Events live for a moment and by the thousand; looking through all of them again and again for cycles is
+    # a tenth of the work.
     gc.set_threshold(50_000, 20, 50)
     chosen = [role.strip() for role in roles.split(",") if role.strip()]
     unknown = sorted(set(chosen) - set(ROLES))
     if unknown or not chosen:
-        raise click.BadParameter(f"{', '.join(unknown) or 'none given'}: choose from {', '.join(ROLES)}", param_hint="--roles")
+        raise click.BadParameter(
+            f"{', '.join(unknown) or 'none given'}: choose from {', '.join(ROLES)}", param_hint="--roles"
+        )
     uvloop.run(_run(settings, chosen))
 
 
@@ -86,12 +91,15 @@ async def _run(settings: Settings, chosen: Sequence[str]) -> None:
     redis = open_redis(settings)
     try:
         roles = roles_of(
-            worker_settings(settings), chosen, redis, sealer(settings), ticket_keys(settings), functools.partial(_record_demand, settings),
+            worker_settings(settings), chosen, redis, sealer(settings), ticket_keys(settings),
+            functools.partial(_record_demand, settings),
             refusal_log(settings),
             {
-                "project": known.before(_faust(settings, READ_MODELS)), "publish": known.before(_faust(settings, ("events",))),
+                "project": known.before(_faust(settings, READ_MODELS)),
+                "publish": known.before(_faust(settings, ("events",))),
                 "verify": known.before(Verifier(
-                    redis, key_space(settings), settings.postgres, settings.schema_, settings.verify_percent / 100,
+                    redis, key_space(settings), settings.postgres, settings.schema_,
+                    settings.verify_percent / 100,
                     compares_keys(settings, redis),
                 ).run),
             },
@@ -110,7 +118,9 @@ async def _run(settings: Settings, chosen: Sequence[str]) -> None:
 
 
 class Known:
-    """Whether the settings are known to be those of one system. What a server that was away at the start did not say is asked later."""
+    """Whether the settings are known to be those of one system. What a server that was away at the start did
+    not say is asked later.
+    """
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -126,7 +136,10 @@ class Known:
             self._trouble.say(str(error))
             return
         if self._identity is None:
-            self._trouble.say(f"schema {self._settings.schema_} does not say so: PostgreSQL is away, or `grabstream init` was not run")
+            self._trouble.say(
+                f"schema {self._settings.schema_} does not say so: PostgreSQL is away, or `grabstream init` "
+                "was not run"
+            )
             return
         self._trouble.over()
         self._is_known.set()
@@ -147,13 +160,17 @@ class Known:
         return wait
 
     async def keep(self, redis: Any, stop: asyncio.Event) -> None:
-        """Claims the prefix anew when Redis has lost that, until `stop`; raises BadSettings when it belongs to another system."""
+        """Claims the prefix anew when Redis has lost that, until `stop`; raises BadSettings when it belongs
+        to another system.
+        """
         while not stop.is_set():
             try:
                 if self._identity is None:
                     await self.look()
                 else:
-                    await claim_prefix(redis, key_space(self._settings).system, self._settings, self._identity)
+                    await claim_prefix(
+                        redis, key_space(self._settings).system, self._settings, self._identity
+                    )
             except BaseException as error:
                 if not is_trouble(error):
                     raise
@@ -164,9 +181,11 @@ class Known:
 
 
 async def _reached(settings: Settings, known: Known, stop: asyncio.Event) -> bool:
-    """Whether Kafka and Redis have answered, and are what a worker needs; False when it is told to end before.
+    """Whether Kafka and Redis have answered, and are what a worker needs; False when it is told to end
+    before.
 
-    A server that is just being started, or a broker that has just been lost, is waited for; after START_SECONDS its error is raised.
+    A server that is just being started, or a broker that has just been lost, is waited for; after
+    START_SECONDS its error is raised.
     """
     trouble, give_up_at = Trouble(log, "starting"), time.monotonic() + START_SECONDS
     while not stop.is_set():
@@ -195,13 +214,16 @@ async def _refuse_replay(settings: Settings) -> None:
         async with await connect(settings.postgres, settings.schema_) as connection:
             await refuse_replay(connection, settings)
     except psycopg.OperationalError as error:
-        # The read models wait for PostgreSQL, the other roles do without; a replay's schema then refuses them by itself.
+        # The read models wait for PostgreSQL, the other roles do without; a replay's schema then refuses them
+        # by itself.
         log.warning("PostgreSQL cannot be reached yet: %s", error)
 
 
 def _faust(settings: Settings, names: Sequence[str]) -> Role:
     async def run(stop: asyncio.Event) -> None:
-        from grabstream.streams.agents import run_projections  # Faust takes a second to import, and most roles do without
+        from grabstream.streams.agents import (
+            run_projections,
+        )  # Faust takes a second to import, and most roles do without
 
         await run_projections(
             kafka=settings.kafka,
@@ -218,7 +240,9 @@ def _faust(settings: Settings, names: Sequence[str]) -> Role:
 
 
 def step_of(settings: Settings) -> Step:
-    """For crash tests: GRAB_FAIL_AT=step or step:n kills the process (with :stop it stops it) when the step comes for the n-th time."""
+    """For crash tests: GRAB_FAIL_AT=step or step:n kills the process (with :stop it stops it) when the step
+    comes for the n-th time.
+    """
     fail_at, _, times = settings.fail_at.removesuffix(":stop").partition(":")
     number = signal.SIGSTOP if settings.fail_at.endswith(":stop") else signal.SIGKILL
     left = int(times or 1)
@@ -238,5 +262,6 @@ async def _record_demand(settings: Settings, shard: int, rows: Sequence[tuple[in
         async with checked_books(settings) as connection:
             await record(connection, settings.schema_, shard, rows)
     except (psycopg.Error, OtherSystem) as error:
-        # The counts stay in Redis, and are written when PostgreSQL is back, or its tables are: a restore drops them first.
+        # The counts stay in Redis, and are written when PostgreSQL is back, or its tables are: a restore
+        # drops them first.
         raise OSError(f"PostgreSQL: {error}") from None

@@ -1,4 +1,6 @@
-"""Diagnosis: what is stuck, since when, what that means, and the command that mends it; and the story of one user and one offer.
+"""Diagnosis: what is stuck, since when, what that means, and the command that mends it; and the story of one
+user and one offer.
 
-Facts are read once from each server; checks are functions of the facts. One server that is away never hides what the others say.
+Facts are read once from each server; checks are functions of the facts. One server that is away never hides
+what the others say.
 """

@@ -1,4 +1,6 @@
-"""What Redis says: may it forget, are its shards deciding, relayed, swept, and is there room in their outboxes."""
+"""What Redis says: may it forget, are its shards deciding, relayed, swept, and is there room in their
+outboxes.
+"""
 
 import asyncio
 import re
@@ -16,7 +18,8 @@ from grabstream.streams.takeover import CANNOT_BE_MADE, JOURNAL_LOST
 
 #: An event that has waited so long for the journal is not on its way any more.
 RELAY_LATE_MS: Final = 10_000
-#: The sweeper comes by four times a second, and never leaves holds for anything else; offers may have to wait for others.
+#: The sweeper comes by four times a second, and never leaves holds for anything else; offers may have to wait
+#: for others.
 HOLD_LATE_MS: Final = 1_000
 SWEEP_LATE_MS: Final = 10_000
 FULL_SHARE: Final = 0.8
@@ -27,8 +30,9 @@ _event_at = re.compile(rb'"at":(\d+)').search
 
 
 class ShardFacts(NamedTuple):
-    """A shard as Redis has it, and the life of the server it is on; times in ms since 1970 UTC, None where there is nothing of the
-    kind."""
+    """A shard as Redis has it, and the life of the server it is on; times in ms since 1970 UTC, None where
+    there is nothing of the kind.
+    """
 
     number: int
     server_life: str
@@ -65,8 +69,9 @@ class ServerFacts(NamedTuple):
 
 
 class CoreFacts(NamedTuple):
-    """The servers (several in a cluster), and the shards on them, as far as they answer; `silent` are addresses of servers that do not,
-    `unknown` the shards of which nobody says anything."""
+    """The servers (several in a cluster), and the shards on them, as far as they answer; `silent` are
+    addresses of servers that do not, `unknown` the shards of which nobody says anything.
+    """
 
     servers: list[ServerFacts]
     shards: list[ShardFacts]
@@ -89,7 +94,9 @@ class CoreFacts(NamedTuple):
 
 
 async def read_core(redis: Any, keys: KeySpace, clock: Any) -> CoreFacts:
-    """Reads everything once; `clock` gives this machine's time in ms. Raises the client's own errors when no server answers."""
+    """Reads everything once; `clock` gives this machine's time in ms. Raises the client's own errors when no
+    server answers.
+    """
     found = await masters(redis)
     reading = [within(_read_server(server, name, clock)) for name, server in found]
     states = {number: keys.shard(number).state for number in range(keys.shards)}
@@ -102,8 +109,12 @@ async def read_core(redis: Any, keys: KeySpace, clock: Any) -> CoreFacts:
     for problem in servers:
         if isinstance(problem, BaseException) and not (answered and is_trouble(problem)):
             raise problem
-    silent = [name for (name, _), server in zip(found, servers, strict=True) if not isinstance(server, ServerFacts)]
-    return CoreFacts(answered, list(shards.values()), silent, [number for number in states if number not in shards])
+    silent = [
+        name for (name, _), server in zip(found, servers, strict=True) if not isinstance(server, ServerFacts)
+    ]
+    return CoreFacts(
+        answered, list(shards.values()), silent, [number for number in states if number not in shards]
+    )
 
 
 async def _read_server(redis: Any, address: str, clock: Any) -> ServerFacts:
@@ -130,7 +141,9 @@ async def _read_shard(redis: Any, keys: ShardKeys) -> ShardFacts:
     oldest = None
     journaled = int(fields["journaled_seq"] or 0)
     if int(fields["seq"] or 0) > journaled:
-        entry = await redis.xrange(keys.outbox, min=f"{journaled + 1}-0", count=1) or await redis.xrange(keys.outbox, count=1)
+        entry = await redis.xrange(keys.outbox, min=f"{journaled + 1}-0", count=1) or await redis.xrange(
+            keys.outbox, count=1
+        )
         found = _event_at(next(iter(entry[0][1].values()))) if entry else None
         oldest = int(found.group(1)) if found else None
     first_due, first_hold = (int(found[0][1]) if found else None for found in (due, holds))
@@ -142,14 +155,15 @@ def _text(value: Any) -> str:
     return value.decode() if isinstance(value, bytes) else str(value)
 
 
-# -- checks -----------------------------------------------------------------------------------------------------------
+# -- checks --------------------------------------------------------------------------------------------------
 
 
 def may_evict(facts: CoreFacts, settings: Settings) -> list[Finding]:
     """A core that forgets by itself."""
     return [
         Finding(
-            "stuck", f"{server.name} may evict keys: its maxmemory-policy is {server.config['maxmemory-policy']}",
+            "stuck", f"{server.name} may evict keys: its maxmemory-policy is "
+                     f"{server.config['maxmemory-policy']}",
             "what was decided can vanish without a word; workers and gates refuse to start on it",
             f"{_cli(server, settings)} CONFIG SET maxmemory-policy noeviction",
         )
@@ -161,7 +175,11 @@ def may_evict(facts: CoreFacts, settings: Settings) -> list[Finding]:
 def _cli(server: ServerFacts, settings: Settings) -> str:
     """How a command is given to a server by hand."""
     host, _, port = server.name.removeprefix("Redis").strip().rpartition(":")
-    return f"redis-cli -h {host} -p {port}" if port else f"redis-cli -u {address('GRAB_REDIS_URL', settings.redis_url)}"
+    return (
+        f"redis-cli -h {host} -p {port}"
+        if port
+        else f"redis-cli -u {address('GRAB_REDIS_URL', settings.redis_url)}"
+    )
 
 
 def may_lose(facts: CoreFacts, settings: Settings) -> list[Finding]:
@@ -172,14 +190,17 @@ def may_lose(facts: CoreFacts, settings: Settings) -> list[Finding]:
             found.append(
                 Finding(
                     "risk", f"{server.name} writes no append-only file: appendonly is off",
-                    "a restart loses every answer that was not journaled, and recovery has all the rest to rebuild",
+                    "a restart loses every answer that was not journaled, and recovery has all the rest to "
+                    "rebuild",
                     f"{_cli(server, settings)} CONFIG SET appendonly yes",
                 )
             )  # fmt: skip
         elif server.info.get("aof_last_write_status") != "ok":
             found.append(
                 Finding(
-                    "stuck", f"{server.name} cannot write its append-only file (aof_last_write_status is not ok)",
+                    "stuck",
+                    f"{server.name} cannot write its append-only file (aof_last_write_status is not "
+                    "ok)",
                     "it refuses to decide until it can: grabs are answered busy",
                     f"df -h {server.config['dir']}   # make room, or mend the disk",
                 )
@@ -195,9 +216,13 @@ def memory_is_short(facts: CoreFacts, settings: Settings) -> list[Finding]:
         if most and used >= MEMORY_FULL_SHARE * most:
             found.append(
                 Finding(
-                    "stuck" if used >= most else "risk", f"{server.name} uses {used / 2**20:,.0f} of {most / 2**20:,.0f} MiB",
-                    "when it is full, grabs and new offers are answered busy; what ends holds and offers goes on",
-                    f"{_cli(server, settings)} CONFIG SET maxmemory {2 * most}   # or close and retire offers",
+                    "stuck" if used >= most else "risk",
+                    f"{server.name} uses {used / 2**20:,.0f} of "
+                    f"{most / 2**20:,.0f} MiB",
+                    "when it is full, grabs and new offers are answered busy; what ends holds and offers "
+                    "goes on",
+                    f"{_cli(server, settings)} CONFIG SET maxmemory {2 * most}   # or close and retire "
+                    "offers",
                 )
             )  # fmt: skip
     return found
@@ -212,15 +237,19 @@ def silent(facts: CoreFacts, settings: Settings) -> list[Finding]:
     return [
         Finding(
             "stuck", f"{who} does not answer within {ANSWER_SECONDS_MAX:.0f} s{shards}",
-            "its shards decide nothing until it answers, or until a replica has taken its place; all other shards go on",
-            "; ".join(f"redis-cli -h {name.rpartition(':')[0]} -p {name.rpartition(':')[2]} PING" for name in facts.silent)
+            "its shards decide nothing until it answers, or until a replica has taken its place; all other "
+            "shards go on",
+            "; ".join(f"redis-cli -h {name.rpartition(':')[0]} -p {name.rpartition(':')[2]} PING" for name
+            in facts.silent)
             or "grabstream status",
         )
     ]  # fmt: skip
 
 
 def fenced(facts: CoreFacts, settings: Settings) -> list[Finding]:
-    """Shards that decide nothing; what differs only in its numbers is told once, in the words of its first shard."""
+    """Shards that decide nothing; what differs only in its numbers is told once, in the words of its first
+    shard.
+    """
     alike: dict[tuple[str, str], list[tuple[int, str, int | None]]] = {}
     for shard in facts.shards:
         reason = _why_fenced(facts, shard) or _wrong_layout(shard, settings)
@@ -234,12 +263,16 @@ def fenced(facts: CoreFacts, settings: Settings) -> list[Finding]:
             words = f"in shard {first}, {words} (the others say the same with other numbers)"
         what = f"{of_shards(number for number, _, _ in shards)}: fenced: {words}"
         since = min((since for *_, since in shards if since), default=None)
-        found.append(Finding("stuck", what, "nothing is decided there: grabs are answered fenced", command, since))
+        found.append(
+            Finding("stuck", what, "nothing is decided there: grabs are answered fenced", command, since)
+        )
     return found
 
 
 def _why_fenced(facts: CoreFacts, shard: ShardFacts) -> tuple[str, str, int | None] | None:
-    """Why a shard is fenced, in words, the way out, and since when (ms since 1970 UTC); None when it is not."""
+    """Why a shard is fenced, in words, the way out, and since when (ms since 1970 UTC); None when it is
+    not.
+    """
     life, fault = shard.fields["life"], shard.fields["fault"]
     # What was never taken over and has no relay is told below, as such.
     if life == shard.server_life or (life is None and shard.relay is None):
@@ -247,15 +280,25 @@ def _why_fenced(facts: CoreFacts, shard: ShardFacts) -> tuple[str, str, int | No
     restarted = life is not None
     since = None
     if restarted or (shard.fields["seq"] and not shard.fields["partial"]):
-        # It was not fenced when it decided its last event, nor before this life of the server began. What is being rebuilt has the
-        # time of events long past.
+        # It was not fenced when it decided its last event, nor before this life of the server began. What is
+        # being rebuilt has the time of events long past.
         since = max(facts.started_at(shard.server_life), int(shard.fields["time"] or 0)) or None
-    if restarted and shard.relay is not None and not fault and shard.fields["term"] == shard.fields["history"] is not None:
+    if (
+        restarted
+        and shard.relay is not None
+        and not fault
+        and shard.fields["term"] == shard.fields["history"] is not None
+    ):
         # The relay that owns the shard has reconciled it under this term, and nobody has taken it over since.
         fault = (
-            f"its life is {quoted(life)}, the server's is another: Redis started anew a moment ago, or somebody changed the field by hand"
+            f"its life is {quoted(life)}, the server's is another: Redis started anew a moment ago, or "
+            "somebody changed the field by hand"
         )
-        return fault, f"restart the worker {shard.relay}: whoever takes the shard over compares it with the journal", since
+        return (
+            fault,
+            f"restart the worker {shard.relay}: whoever takes the shard over compares it with the journal",
+            since,
+        )
     if restarted and (shard.relay is None or not fault):
         fault = "Redis has started anew or was promoted, and no relay has reconciled the shard since"
     if shard.relay is None:
@@ -265,7 +308,10 @@ def _why_fenced(facts: CoreFacts, shard: ShardFacts) -> tuple[str, str, int | No
     elif fault and fault.startswith(CANNOT_BE_MADE):
         command = "grabstream rebuild redis"
     else:
-        command = "nothing: its relay is at work, the shard mends itself   # if it does not: that worker's log says what stands in the way"
+        command = (
+            "nothing: its relay is at work, the shard mends itself   # if it does not: that worker's "
+            "log says what stands in the way"
+        )
     return fault or "its relay has not taken it over yet", command, since
 
 
@@ -278,13 +324,19 @@ def _wrong_layout(shard: ShardFacts, settings: Settings) -> tuple[str, str, int 
     if layout.isascii() and layout.isdigit() and int(layout) < LAYOUT:
         return (
             words,
-            f"restart the worker {shard.relay or 'that relays it'}: whoever takes the shard over rebuilds it from the journal",
+            f"restart the worker {shard.relay or 'that relays it'}: whoever takes the shard over rebuilds it "
+            "from the journal",
             None,
         )
     # Scripts of this program leave it alone, the owner's too.
     state = ShardKeys(settings.prefix, shard.number).state
     back = f"redis-cli -u {address('GRAB_REDIS_URL', settings.redis_url)} HSET {state} layout {LAYOUT}"
-    return words, f"{back}   # if no newer program was ever started here, the number was set by hand; else upgrade this one", None
+    return (
+        words,
+        f"{back}   # if no newer program was ever started here, the number was set by hand; else upgrade "
+        "this one",
+        None,
+    )
 
 
 def not_relayed(facts: CoreFacts, settings: Settings) -> list[Finding]:
@@ -296,16 +348,20 @@ def not_relayed(facts: CoreFacts, settings: Settings) -> list[Finding]:
         decides = all(shard.fields["life"] == shard.server_life for shard in without)
         found.append(
             Finding(
-                "stuck", f"{of_shards(shard.number for shard in without)}: no relay; {waiting:,} events wait for the journal",
+                "stuck",
+                f"{of_shards(shard.number for shard in without)}: no relay; {waiting:,} events wait "
+                "for the journal",
                 ("" if decides else "nothing is decided where none has come yet, ")
                 + "answers that wait for the journal do not come, holds and offers do not end",
                 "grabstream worker --roles relay,sweep",
-                min((shard.oldest_unjournaled_at for shard in without if shard.oldest_unjournaled_at), default=None),
+                min((shard.oldest_unjournaled_at for shard in without if shard.oldest_unjournaled_at),
+                default=None),
             )
         )  # fmt: skip
     late = [
         shard for shard in facts.shards
-        if shard.relay and shard.oldest_unjournaled_at and facts.time_ms - shard.oldest_unjournaled_at > RELAY_LATE_MS
+        if shard.relay and shard.oldest_unjournaled_at
+        and facts.time_ms - shard.oldest_unjournaled_at > RELAY_LATE_MS
     ]  # fmt: skip
     if late:
         holders = ", ".join(sorted({str(shard.relay) for shard in late}))
@@ -314,7 +370,8 @@ def not_relayed(facts: CoreFacts, settings: Settings) -> list[Finding]:
                 "stuck", f"{of_shards(shard.number for shard in late)}: the relay ({holders}) does not bring "
                 f"{sum(shard.waiting for shard in late):,} events to the journal",
                 "answers that wait for the journal do not come",
-                "restart that worker; its log says what stands in the way (is Kafka there? see the other findings)",
+                "restart that worker; its log says what stands in the way (is Kafka there? see the other "
+                "findings)",
                 min(shard.oldest_unjournaled_at or 0 for shard in late),
             )
         )  # fmt: skip
@@ -331,9 +388,11 @@ def outbox_is_full(facts: CoreFacts, settings: Settings) -> list[Finding]:
     return [
         Finding(
             "stuck" if beyond else "risk",
-            f"{of_shards(shard.number for shard in full)}: the outbox holds {max(shard.waiting for shard in full):,} of {most:,} events",
-            "grabs are answered busy until the relay has caught up" if beyond else "grabs will be answered busy when it is full",
-            "grabstream worker --roles relay,sweep   # with more cores, or let GRAB_OUTBOX_EVENTS_MAX be greater",
+            f"{of_shards(shard.number for shard in full)}: the outbox holds "
+            f"{max(shard.waiting for shard in full):,} of {most:,} events",
+            "grabs are answered busy until the relay has caught up" if beyond
+            else "grabs will be answered busy when it is full",
+            "grabstream worker --roles relay,sweep   # with more cores, or a greater GRAB_OUTBOX_EVENTS_MAX",
             min((shard.oldest_unjournaled_at for shard in full if shard.oldest_unjournaled_at), default=None),
         )
     ]  # fmt: skip
@@ -343,23 +402,48 @@ def not_swept(facts: CoreFacts, settings: Settings) -> list[Finding]:
     """Holds and offers whose time is long over."""
     found = []
     for words, means, name, late_ms in (
-        ("holds that are over have not ended", "units nobody pays for are not given back", "oldest_hold_at", HOLD_LATE_MS),
-        ("offers that are due were not closed, served on or retired", "what nobody took does not go back", "oldest_due_at", SWEEP_LATE_MS),
+        (
+            "holds that are over have not ended",
+            "units nobody pays for are not given back",
+            "oldest_hold_at",
+            HOLD_LATE_MS,
+        ),
+        (
+            "offers that are due were not closed, served on or retired",
+            "what nobody took does not go back",
+            "oldest_due_at",
+            SWEEP_LATE_MS,
+        ),
     ):
-        late = [(shard, facts.time_ms - at) for shard in facts.shards if (at := getattr(shard, name)) and facts.time_ms - at > late_ms]
+        late = [
+            (shard, facts.time_ms - at)
+            for shard in facts.shards
+            if (at := getattr(shard, name)) and facts.time_ms - at > late_ms
+        ]
         for shards, why, command in (
-            ([one for one in late if one[0].relay is None], "no sweeper comes by", "grabstream worker --roles relay,sweep"),
+            (
+                [one for one in late if one[0].relay is None],
+                "no sweeper comes by",
+                "grabstream worker --roles relay,sweep",
+            ),
             (
                 [one for one in late if one[0].relay is not None],
-                "the sweeper beside its relay has more to do than it can, or its log names what it cannot handle (or nobody was given the "
+                "the sweeper beside its relay has more to do than it can, or its log names what it cannot "
+                "handle (or nobody was given the "
                 "role `sweep`)",
-                "grabstream status   # which worker has the shard: read its log; give it a core, or the shard's Redis",
+                "grabstream status   # which worker has the shard: read its log; give it a core, or the "
+                "shard's Redis",
             ),
         ):
             if shards:
                 how_late = ", ".join(f"{late_ms / 1000:,.1f} s" for _, late_ms in shards)
-                what = f"{of_shards(shard.number for shard, _ in shards)}: {words}, the oldest is {how_late} late: {why}"
-                found.append(Finding("stuck", what, means, command, min(getattr(shard, name) for shard, _ in shards)))
+                what = (
+                    f"{of_shards(shard.number for shard, _ in shards)}: {words}, the oldest is {how_late} "
+                    f"late: {why}"
+                )
+                found.append(
+                    Finding("stuck", what, means, command, min(getattr(shard, name) for shard, _ in shards))
+                )
     return found
 
 

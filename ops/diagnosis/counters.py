@@ -92,13 +92,21 @@ class Counters:
         return number if counted_in == window else 0
 
     def at(self, offer: str, user: str, attributes: dict[str, str], at_ms: int) -> list[Counted]:
-        """The counters that a grab of this user would be counted under at a time, one a limit of the offer."""
+        """The counters that a grab of this user would be counted under at a time, one a limit of the
+        offer.
+        """
         rules = self._rules.get(offer)
         if rules is None:
             return []
         found = []
-        for limit, (counter, _, window) in zip(rules.limits, self._under(offer, user, attributes, at_ms), strict=True):
-            found.append(Counted(limit.by, limit.per, limit.scope, counter.value, limit.max, self.used(counter, window)))
+        for limit, (counter, _, window) in zip(
+            rules.limits, self._under(offer, user, attributes, at_ms), strict=True
+        ):
+            found.append(
+                Counted(
+                    limit.by, limit.per, limit.scope, counter.value, limit.max, self.used(counter, window)
+                )
+            )
         return found
 
     def feed(self, event: AnyEvent) -> None:
@@ -114,20 +122,28 @@ class Counters:
             limits = _changes(event.changes).limits
             if not isinstance(limits, msgspec.UnsetType) and event.offer in self._rules:
                 self._rules[event.offer] = self._rules[event.offer]._replace(limits=limits)
-        elif isinstance(event, GrabGranted | GrabQueued) or (isinstance(event, GrabHeld) and not event.waited):
+        elif isinstance(event, GrabGranted | GrabQueued) or (
+            isinstance(event, GrabHeld) and not event.waited
+        ):
             under = self._under(event.offer, event.user, event.attributes, event.at)
             self._count(event.offer, event.grab, event.quantity, under)
         elif isinstance(event, GrabHeld):
             self._give_back(event.offer, event.grab, (event.asked or event.quantity) - event.quantity)
         elif isinstance(event, GrabReleased) and event.reason == "left_queue":
             # Its quantity is that of units that move: none. All that was waited for is not counted any more.
-            self._give_back(event.offer, event.grab, sum(units for units, _ in self._batches.get((event.offer, event.grab), ())))
+            self._give_back(
+                event.offer,
+                event.grab,
+                sum(units for units, _ in self._batches.get((event.offer, event.grab), ())),
+            )
         elif isinstance(event, GrabReleased) or (isinstance(event, GrabReturned) and event.restored):
             self._give_back(event.offer, event.grab, event.quantity)
         elif isinstance(event, GrabConfirmed) and event.retaken:
             self._retake(event)
 
-    def _under(self, offer: str, user: str, attributes: dict[str, str], at_ms: int) -> tuple[tuple[Counter, str, int], ...]:
+    def _under(
+        self, offer: str, user: str, attributes: dict[str, str], at_ms: int
+    ) -> tuple[tuple[Counter, str, int], ...]:
         rules = self._rules.get(offer)
         if rules is None:
             return ()
@@ -168,11 +184,15 @@ class Counters:
         campaign.offers.discard(offer)
         if not campaign.offers:
             del self._campaigns[name]
-            for counter in [one for one in self._values if one.owner == name and one.limit.startswith("campaign:")]:
+            for counter in [
+                one for one in self._values if one.owner == name and one.limit.startswith("campaign:")
+            ]:
                 del self._values[counter]
 
     def _retake(self, event: GrabConfirmed) -> None:
-        """Units that had lapsed are counted anew, in the windows of now, under what the grab was counted under first."""
+        """Units that had lapsed are counted anew, in the windows of now, under what the grab was counted
+        under first.
+        """
         first = self._first.get((event.offer, event.grab), ())
         rules = self._rules[event.offer]
         under = tuple((counter, per, rules.window(counter.limit, per, event.at)) for counter, per, _ in first)

@@ -1,4 +1,6 @@
-"""What there is about one user and one offer: rows of the read models, events of the audit trail, kept refusals, and Redis' own word."""
+"""What there is about one user and one offer: rows of the read models, events of the audit trail, kept
+refusals, and Redis' own word.
+"""
 
 import re
 from typing import Any, Final, NamedTuple
@@ -19,7 +21,9 @@ _left_none = '"left":0[,}]'
 
 
 class Evidence(NamedTuple):
-    """All of it. `events` are those of the user, of the offer itself, and of others that share a counter with the user, in order."""
+    """All of it. `events` are those of the user, of the offer itself, and of others that share a counter with
+    the user, in order.
+    """
 
     user: str
     offer: dict[str, Any]
@@ -36,21 +40,29 @@ class Evidence(NamedTuple):
 
 
 async def read_books(connection: AsyncConnection[Any], user: str, offer: str) -> Evidence | None:
-    """What PostgreSQL has; None when the read models know no such offer. The connection's search path is the system's schema."""
+    """What PostgreSQL has; None when the read models know no such offer. The connection's search path is the
+    system's schema.
+    """
     offers = await _rows(connection, "SELECT * FROM offers WHERE offer = %s", offer)
     if not offers:
         return None
     of_offer = offers[0]
     shard = of_offer["shard"]
-    grabs = await _rows(connection, "SELECT * FROM grabs WHERE offer = %s AND user_id = %s ORDER BY seq", offer, user)
+    grabs = await _rows(
+        connection, "SELECT * FROM grabs WHERE offer = %s AND user_id = %s ORDER BY seq", offer, user
+    )
     names = [grab["grab"] for grab in grabs]
     events = await _events(connection, shard, of_offer, user, grabs)
     own = [
-        event for event in events if event.offer == offer and (getattr(event, "user", None) == user or getattr(event, "grab", 0) in names)
+        event
+        for event in events
+        if event.offer == offer
+        and (getattr(event, "user", None) == user or getattr(event, "grab", 0) in names)
     ]
     refusals = await _rows(
         connection,
-        "SELECT * FROM (SELECT * FROM refusals WHERE offer = %s AND (user_id = %s OR grab = ANY(%s)) ORDER BY at DESC LIMIT %s) AS newest "
+        "SELECT * FROM (SELECT * FROM refusals WHERE offer = %s AND (user_id = %s OR grab = ANY(%s)) ORDER "
+        "BY at DESC LIMIT %s) AS newest "
         "ORDER BY at",
         offer, user, names, REFUSALS_MAX,
     )  # fmt: skip
@@ -59,16 +71,22 @@ async def read_books(connection: AsyncConnection[Any], user: str, offer: str) ->
         "SELECT (SELECT coalesce(sum(refusals), 0)::bigint FROM demand WHERE offer = %s) AS told, "
         "(SELECT count(*) FROM refusals WHERE offer = %s) AS kept", offer, offer,
     )  # fmt: skip
-    transfers = "SELECT seq, leg, asset, debit, credit, amount, at FROM transfers WHERE shard = %s AND seq = ANY(%s) ORDER BY seq, leg"
+    transfers = (
+        "SELECT seq, leg, asset, debit, credit, amount, at FROM transfers WHERE shard = %s AND seq = "
+        "ANY(%s) ORDER BY seq, leg"
+    )
     return Evidence(
         user, of_offer, grabs, events, refusals, counted["told"], counted["kept"],
         await _rows(connection, transfers, shard, [event.seq for event in own]),
-        await _rows(connection, "SELECT * FROM payments WHERE offer = %s AND grab = ANY(%s) ORDER BY seq", offer, names),
+        await _rows(connection, "SELECT * FROM payments WHERE offer = %s AND grab = ANY(%s) ORDER BY seq",
+        offer, names),
         await _rows(connection, "SELECT * FROM waiting WHERE offer = %s AND user_id = %s", offer, user),
-        {one["at"]: at for one in refusals if (at := await _sold_out_at(connection, shard, offer, one)) is not None},
+        {one["at"]: at for one in refusals if (at := await _sold_out_at(connection, shard, offer,
+        one)) is not None},
         await _rows(
             connection,
-            "SELECT seq, told_by, command, outcome, amount, (extract(epoch FROM at) * 1000)::bigint AS told_at FROM lost_decisions "
+            "SELECT seq, told_by, command, outcome, amount, (extract(epoch FROM at) * 1000)::bigint AS "
+            "told_at FROM lost_decisions "
             "WHERE offer = %s AND user_id = %s ORDER BY at", offer, user,
         ),
     )  # fmt: skip
@@ -80,19 +98,26 @@ async def _rows(connection: AsyncConnection[Any], query: str, *values: Any) -> l
 
 
 async def _events(
-    connection: AsyncConnection[Any], shard: int, offer: dict[str, Any], user: str, grabs: list[dict[str, Any]]
+    connection: AsyncConnection[Any], shard: int, offer: dict[str, Any], user: str,
+    grabs: list[dict[str, Any]]
 ) -> list[AnyEvent]:  # fmt: skip
-    """Events of the user and of the offer; where limits are shared, also those that count under the user's counters."""
+    """Events of the user and of the offer; where limits are shared, also those that count under the user's
+    counters.
+    """
     limits = offer["terms"].get("limits", ())
     marks = {f'"user":"{user}"'} | {f'"grab":"{grab["grab"]}"' for grab in grabs}
     for limit in limits:
         if limit["by"] != "user":
-            marks |= {f'"{limit["by"]}":"{grab["attributes"][limit["by"]]}"' for grab in grabs if grab["attributes"]}
+            marks |= {
+                f'"{limit["by"]}":"{grab["attributes"][limit["by"]]}"' for grab in grabs if grab["attributes"]
+            }
     offers = [offer["offer"]]
     if any(limit.get("scope") == "campaign" for limit in limits):
         # They count the grabs of all offers of the campaign.
         of_campaign = "SELECT offer FROM offers WHERE shard = %s AND split_part(offer, ':', 1) = %s"
-        offers = [row["offer"] for row in await _rows(connection, of_campaign, shard, campaign_of(offer["offer"]))]
+        offers = [
+            row["offer"] for row in await _rows(connection, of_campaign, shard, campaign_of(offer["offer"]))
+        ]
     found = await _find(connection, shard, offers, marks)
     # What became of somebody else's grab that counts under the same card is told by the grab alone.
     shared = {f'"grab":"{event.grab}"' for event in found if getattr(event, "attributes", None)} - marks  # type: ignore[union-attr]
@@ -101,7 +126,9 @@ async def _events(
     return found
 
 
-async def _find(connection: AsyncConnection[Any], shard: int, offers: list[str], marks: set[str]) -> list[AnyEvent]:
+async def _find(
+    connection: AsyncConnection[Any], shard: int, offers: list[str], marks: set[str]
+) -> list[AnyEvent]:
     rows = await _rows(
         connection,
         "SELECT body FROM audit WHERE shard = %s AND offer = ANY(%s) "
@@ -111,20 +138,25 @@ async def _find(connection: AsyncConnection[Any], shard: int, offers: list[str],
     return [decode_event(row["body"].encode()) for row in rows]
 
 
-async def _sold_out_at(connection: AsyncConnection[Any], shard: int, offer: str, refusal: dict[str, Any]) -> int | None:
+async def _sold_out_at(
+    connection: AsyncConnection[Any], shard: int, offer: str, refusal: dict[str, Any]
+) -> int | None:
     """When the last unit went, before a refusal that says so."""
     if refusal["outcome"] != "sold_out":
         return None
     rows = await _rows(
         connection,
-        "SELECT at FROM audit WHERE shard = %s AND offer = %s AND at <= %s AND type IN ('grab.granted', 'grab.held') AND body ~ %s "
+        "SELECT at FROM audit WHERE shard = %s AND offer = %s AND at <= %s AND type IN ('grab.granted', "
+        "'grab.held') AND body ~ %s "
         "ORDER BY seq DESC LIMIT 1", shard, offer, refusal["at"], _left_none,
     )  # fmt: skip
     return int(rows[0]["at"]) if rows else None
 
 
 async def read_redis(redis: Any, keys: KeySpace, user: str, offer: str, grabs: list[str]) -> dict[str, Any]:
-    """What Redis would say now: whether it decides, what is left of the offer, and what the user has of it."""
+    """What Redis would say now: whether it decides, what is left of the offer, and what the user has of
+    it.
+    """
     of_shard = keys.shard(keys.shard_of_offer(offer))
     state_key, users_key, _, grabs_key, *_ = of_shard.of_offer(offer)
     life = await redis.hget(of_shard.state, "life")
@@ -140,5 +172,7 @@ async def read_redis(redis: Any, keys: KeySpace, user: str, offer: str, grabs: l
         found["part"] = read_part(part) if part else None
     elif grabs:
         records = await redis.hmget(grabs_key, grabs)
-        found["grabs"] = {grab: read_grab(record) for grab, record in zip(grabs, records, strict=True) if record}
+        found["grabs"] = {
+            grab: read_grab(record) for grab, record in zip(grabs, records, strict=True) if record
+        }
     return found

@@ -54,7 +54,9 @@ class Check(NamedTuple):
 
 
 class Examination(NamedTuple):
-    """Servers with what is wrong with them (None: they answer), findings by the check that made them, and what could not be checked."""
+    """Servers with what is wrong with them (None: they answer), findings by the check that made them, and
+    what could not be checked.
+    """
 
     at: int
     servers: dict[str, str | None]
@@ -99,7 +101,11 @@ def _journal_lost(facts: Facts) -> list[Finding]:
 
 
 def _lagging(facts: Facts) -> list[Finding]:
-    return books.lagging(facts.behind, facts.books, facts.settings, facts.now_ms) if facts.behind and facts.books else []
+    return (
+        books.lagging(facts.behind, facts.books, facts.settings, facts.now_ms)
+        if facts.behind and facts.books
+        else []
+    )
 
 
 def _jumped(facts: Facts) -> list[Finding]:
@@ -123,7 +129,9 @@ def _not_verified(facts: Facts) -> list[Finding]:
 
 def _clocks_apart(facts: Facts) -> list[Finding]:
     clocks = {"Redis": facts.core, "PostgreSQL": facts.books}
-    return machine.clocks_apart(facts.settings, {name: of.clock_ahead_ms for name, of in clocks.items() if of})
+    return machine.clocks_apart(
+        facts.settings, {name: of.clock_ahead_ms for name, of in clocks.items() if of}
+    )
 
 
 def _disks(facts: Facts) -> list[Finding]:
@@ -173,7 +181,9 @@ CHECKS: Final = (
 
 
 async def examine(settings: Settings, clock: Clock = now_ms) -> Examination:
-    """Asks all servers at once and makes every check; `clock` gives this machine's time in ms. Raises nothing for a server that is away."""
+    """Asks all servers at once and makes every check; `clock` gives this machine's time in ms. Raises nothing
+    for a server that is away.
+    """
     read: tuple[tuple[str, Callable[[Settings, Clock], Awaitable[Any]]], ...] = (
         ("redis", _read_core),
         ("kafka", _read_topics),
@@ -192,7 +202,9 @@ async def examine(settings: Settings, clock: Clock = now_ms) -> Examination:
         found, problem = await _ask("kafka", _read_journal(settings, of_books))
         behind, jumps, last_seqs = found or (None, None, None)
         servers["kafka"] = servers["kafka"] or problem
-    return _make_checks(Facts(settings, clock(), of_core, of_topics, of_books, behind, last_seqs, jumps, mixed_up), servers)
+    return _make_checks(
+        Facts(settings, clock(), of_core, of_topics, of_books, behind, last_seqs, jumps, mixed_up), servers
+    )
 
 
 def _make_checks(facts: Facts, servers: dict[str, str | None]) -> Examination:
@@ -210,9 +222,15 @@ def _make_checks(facts: Facts, servers: dict[str, str | None]) -> Examination:
             passed.append(check.name)
     restore = next((finding.command for name, finding in findings if name == JOURNAL_CHECK), None)
     if restore:
-        # A worker, a rebuild or empty topics do not help while the journal lacks events: its own way out goes before theirs.
+        # A worker, a rebuild or empty topics do not help while the journal lacks events: its own way out goes
+        # before theirs.
         findings = [
-            (name, one._replace(command=restore) if one.severity != "note" and one.command.startswith(_AFTER_THE_JOURNAL) else one)
+            (
+                name,
+                one._replace(command=restore)
+                if one.severity != "note" and one.command.startswith(_AFTER_THE_JOURNAL)
+                else one,
+            )
             for name, one in findings
         ]
     return Examination(facts.now_ms, servers, findings, passed, not_checked)
@@ -224,7 +242,10 @@ async def _ask(server: str, asking: Awaitable[Any]) -> tuple[Any, str | None]:
         async with asyncio.timeout(SERVER_SECONDS_MAX):
             return await asking, None
     except _AWAY as error:
-        return None, f"{type(error).__name__}: {str(error).strip() or f'no answer within {SERVER_SECONDS_MAX:.0f} s'}"
+        return (
+            None,
+            f"{type(error).__name__}: {str(error).strip() or f'no answer within {SERVER_SECONDS_MAX:.0f} s'}",
+        )
 
 
 async def _read_core(settings: Settings, clock: Clock) -> CoreFacts:
@@ -246,16 +267,25 @@ async def _read_books(settings: Settings, clock: Clock) -> BookFacts:
         return await books.read_books(connection, settings.schema_, clock)
 
 
-async def _read_journal(settings: Settings, of_books: BookFacts) -> tuple[dict[str, list[Lag]], list[Jump], dict[int, int]]:
-    """Who is behind the journal, whose cursor is not where its rows are, and the last seq of every shard in it."""
+async def _read_journal(
+    settings: Settings, of_books: BookFacts
+) -> tuple[dict[str, list[Lag]], list[Jump], dict[int, int]]:
+    """Who is behind the journal, whose cursor is not where its rows are, and the last seq of every shard in
+    it.
+    """
     async with started(_consumer(settings)) as consumer:
         jumps = await books.read_jumps(settings, of_books, consumer)
-        return await books.read_lags(settings, of_books, consumer), jumps, await books.read_last_seqs(settings, consumer)
+        return (
+            await books.read_lags(settings, of_books, consumer),
+            jumps,
+            await books.read_last_seqs(settings, consumer),
+        )
 
 
 def _consumer(settings: Settings) -> AIOKafkaConsumer:
     return AIOKafkaConsumer(
-        bootstrap_servers=settings.kafka, auto_offset_reset="earliest", enable_auto_commit=False, request_timeout_ms=topics.TIMEOUT_MS,
+        bootstrap_servers=settings.kafka, auto_offset_reset="earliest", enable_auto_commit=False,
+        request_timeout_ms=topics.TIMEOUT_MS,
         fetch_max_wait_ms=10,
     )  # fmt: skip
 

@@ -6,7 +6,8 @@ from typing import Final, Literal, NamedTuple
 from grabstream.ops.identity import NEW_JOURNAL
 from grabstream.ops.settings import without_password
 
-#: `stuck`: something does not go on, or is wrong already · `risk`: it will be, or may be · `note`: known and decided by somebody.
+#: `stuck`: something does not go on, or is wrong already · `risk`: it will be, or may be · `note`: known and
+#: decided by somebody.
 Severity = Literal["stuck", "risk", "note"]
 
 #: The way out when Kafka has lost events of the journal.
@@ -14,7 +15,9 @@ RESTORE: Final = f"{NEW_JOURNAL}   # stop all workers before, start them afterwa
 
 
 class Finding(NamedTuple):
-    """What is wrong, since when (ms since 1970 UTC; None: nobody knows), what it means for users, and the command that mends it."""
+    """What is wrong, since when (ms since 1970 UTC; None: nobody knows), what it means for users, and the
+    command that mends it.
+    """
 
     severity: Severity
     what: str

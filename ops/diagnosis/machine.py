@@ -23,8 +23,10 @@ def seal_keys_missing(settings: Settings) -> list[Finding]:
     return [
         Finding(
             "stuck", "GRAB_SEAL_KEYS is not set",
-            "workers and gates refuse to start; without the keys of before, recovery cannot open seeds and codes in the journal",
-            "restore GRAB_SEAL_KEYS from the backup; only a new system makes one: grabstream config --new-seal-key",
+            "workers and gates refuse to start; without the keys of before, recovery cannot open seeds and "
+            "codes in the journal",
+            "restore GRAB_SEAL_KEYS from the backup; only a new system makes one: grabstream config "
+            "--new-seal-key",
         )
     ]  # fmt: skip
 
@@ -38,9 +40,20 @@ def clocks_apart(settings: Settings, ahead_ms: Mapping[str, int]) -> list[Findin
             continue
         direction = "ahead of" if ahead > 0 else "behind"
         refused = server == "Redis" and abs(ahead) > most
-        means = "every command from here is answered fenced" if refused else "opening times, deadlines and this report may be off by that"
+        means = (
+            "every command from here is answered fenced"
+            if refused
+            else "opening times, deadlines and this report may be off by that"
+        )
         what = f"the clock of {server} is {abs(ahead):,} ms {direction} this machine's; {most:,} are allowed"
-        found.append(Finding("stuck" if refused else "risk", what, means, "chronyc tracking   # on both machines; set the clocks right"))
+        found.append(
+            Finding(
+                "stuck" if refused else "risk",
+                what,
+                means,
+                "chronyc tracking   # on both machines; set the clocks right",
+            )
+        )
     return found
 
 
@@ -53,8 +66,13 @@ def disks(settings: Settings, directories: Mapping[str, str | None]) -> list[Fin
         usage = shutil.disk_usage(directory)
         if usage.free >= FREE_BYTES_MIN and usage.free >= FREE_SHARE_MIN * usage.total:
             continue
-        what = f"the disk of {server} ({directory}) has {usage.free / 2**30:,.1f} of {usage.total / 2**30:,.1f} GiB left"
-        found.append(Finding("risk", what, "a server that cannot write stops", f"df -h {directory}   # make room"))
+        what = (
+            f"the disk of {server} ({directory}) has {usage.free / 2**30:,.1f} of "
+            f"{usage.total / 2**30:,.1f} GiB left"
+        )
+        found.append(
+            Finding("risk", what, "a server that cannot write stops", f"df -h {directory}   # make room")
+        )
     return found
 
 

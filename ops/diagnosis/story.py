@@ -1,4 +1,6 @@
-"""The story of one user and one offer: attempts and what became of them, in order, with how late each was and what limits had left."""
+"""The story of one user and one offer: attempts and what became of them, in order, with how late each was and
+what limits had left.
+"""
 
 from typing import Any, NamedTuple
 
@@ -23,8 +25,10 @@ from grabstream.ops.diagnosis.evidence import Evidence
 
 
 class Moment(NamedTuple):
-    """Something that happened: `what` is an outcome or an event's type. `late_ms`: behind the moment that decided against it
-    (the last unit, the close, the deadline), negative when it came too early. `limits` are (counter before, counter after)."""
+    """Something that happened: `what` is an outcome or an event's type. `late_ms`: behind the moment that
+    decided against it (the last unit, the close, the deadline), negative when it came too early. `limits` are
+    (counter before, counter after).
+    """
 
     at: int
     since_opening_ms: int
@@ -86,21 +90,40 @@ class _Teller:
             late = self._lateness_of(event)
             if isinstance(event, GrabHeld | GrabExtended):
                 self._deadlines[event.grab] = event.deadline_at
-            pairs = [(old, new) for old, new in zip(before, self._counted(event.at), strict=True) if old != new]
-            self._add(event.at, _type_of(event), False, event.command, getattr(event, "grab", None), _details(event), late, pairs)
-        elif not isinstance(event, OfferRetired | GrabGranted | GrabHeld | GrabQueued) and _type_of(event).startswith("offer."):
+            pairs = [
+                (old, new) for old, new in zip(before, self._counted(event.at), strict=True) if old != new
+            ]
+            self._add(
+                event.at,
+                _type_of(event),
+                False,
+                event.command,
+                getattr(event, "grab", None),
+                _details(event),
+                late,
+                pairs,
+            )
+        elif not isinstance(event, OfferRetired | GrabGranted | GrabHeld | GrabQueued) and _type_of(
+            event
+        ).startswith("offer."):
             self._add(event.at, _type_of(event), False, event.command, None, _details(event), None, [])
 
     def _is_about_user(self, event: AnyEvent) -> bool:
         names = {grab["grab"] for grab in self._evidence.grabs}
-        return getattr(event, "user", None) == self._evidence.user or (isinstance(event, PaymentRefundDue) and event.grab in names)
+        return getattr(event, "user", None) == self._evidence.user or (
+            isinstance(event, PaymentRefundDue) and event.grab in names
+        )
 
     def _counted(self, at: int) -> list[Counted]:
         return self._counters.at(self._offer, self._evidence.user, self._attributes, at)
 
     def _lateness_of(self, event: AnyEvent) -> tuple[int, str] | None:
         """How late an event's cause came: a payment that could not be served, by its hold's deadline."""
-        if isinstance(event, PaymentRefundDue) and event.outcome == "expired" and event.grab in self._deadlines:
+        if (
+            isinstance(event, PaymentRefundDue)
+            and event.outcome == "expired"
+            and event.grab in self._deadlines
+        ):
             return event.at - self._deadlines[event.grab], "the deadline"
         return None
 
@@ -110,7 +133,9 @@ class _Teller:
         # Only a grab is counted; what limits had then is worth telling of it.
         pairs = [(one, one) for one in self._counted(refusal["at"])] if refusal["type"] == "grab" else []
         late = self._lateness_of_refusal(refusal)
-        self._add(refusal["at"], refusal["outcome"], True, refusal["command"], refusal["grab"], details, late, pairs)
+        self._add(
+            refusal["at"], refusal["outcome"], True, refusal["command"], refusal["grab"], details, late, pairs
+        )
 
     def _lateness_of_refusal(self, refusal: dict[str, Any]) -> tuple[int, str] | None:
         at, outcome = refusal["at"], refusal["outcome"]
@@ -125,11 +150,14 @@ class _Teller:
         return None if since is None or since[0] is None else (at - since[0], since[1])
 
     def _add(
-        self, at: int, what: str, refused: bool, command: str, grab: str | None, details: dict[str, Any], late: tuple[int, str] | None,
+        self, at: int, what: str, refused: bool, command: str, grab: str | None, details: dict[str, Any],
+        late: tuple[int, str] | None,
         limits: list[tuple[Counted, Counted]],
     ) -> None:  # fmt: skip
         late_ms, behind = late or (None, None)
-        self._moments.append(Moment(at, at - self._opens_at, what, refused, command, grab, details, late_ms, behind, limits))
+        self._moments.append(
+            Moment(at, at - self._opens_at, what, refused, command, grab, details, late_ms, behind, limits)
+        )
 
 
 def _type_of(event: AnyEvent) -> str:
@@ -137,7 +165,23 @@ def _type_of(event: AnyEvent) -> str:
 
 
 #: What every event has, or what is nobody's business here.
-_HIDDEN = frozenset({"v", "shard", "offer", "at", "command", "grab", "user", "digest", "codes", "sealed_seed", "offsets", "terms", "type"})
+_HIDDEN = frozenset(
+    {
+        "v",
+        "shard",
+        "offer",
+        "at",
+        "command",
+        "grab",
+        "user",
+        "digest",
+        "codes",
+        "sealed_seed",
+        "offsets",
+        "terms",
+        "type",
+    }
+)
 
 
 def _details(event: AnyEvent) -> dict[str, Any]:

@@ -1,4 +1,6 @@
-"""What Kafka says: are the topics there and led, is the journal kept for ever, and does anybody read the commands."""
+"""What Kafka says: are the topics there and led, is the journal kept for ever, and does anybody read the
+commands.
+"""
 
 import asyncio
 from collections.abc import Sequence
@@ -21,7 +23,8 @@ COORDINATOR_PAUSE_SECONDS: Final = 0.1
 #: What waits longer than this is not just on its way.
 LATE_MS: Final = 10_000
 UNKNOWN_TOPIC: Final = 3
-#: Of the topic `rejected`, so many of the newest records are looked at; a command that was set aside is named for so long.
+#: Of the topic `rejected`, so many of the newest records are looked at; a command that was set aside is named
+#: for so long.
 REJECTED_LOOK_BACK: Final = 1_000
 SET_ASIDE_NAMED_MS: Final = 7 * DAY_MS
 ALIVE: Final = ("Stable", "PreparingRebalance", "CompletingRebalance")
@@ -37,7 +40,9 @@ class Partition(NamedTuple):
 
 
 class Lag(NamedTuple):
-    """A reader that is behind in a partition: its next offset, the partition's end, and when the record there was written, ms."""
+    """A reader that is behind in a partition: its next offset, the partition's end, and when the record there
+    was written, ms.
+    """
 
     partition: int
     next_offset: int
@@ -54,8 +59,9 @@ class SetAside(NamedTuple):
 
 
 class TopicFacts(NamedTuple):
-    """Partitions of every topic (none: the topic is missing), the journal's settings, the readers of the commands, and the newest
-    commands that no script could decide."""
+    """Partitions of every topic (none: the topic is missing), the journal's settings, the readers of the
+    commands, and the newest commands that no script could decide.
+    """
 
     partitions: dict[str, list[Partition]]
     journal_config: dict[str, str]
@@ -70,23 +76,34 @@ async def read_topics(settings: Settings, consumer: AIOKafkaConsumer) -> TopicFa
     """Reads everything once; raises the client's own errors."""
     topics = Topics(settings.prefix)
     names = list(retention_ms(topics))
-    async with started(AIOKafkaAdminClient(bootstrap_servers=settings.kafka, request_timeout_ms=TIMEOUT_MS)) as client:
+    async with started(
+        AIOKafkaAdminClient(bootstrap_servers=settings.kafka, request_timeout_ms=TIMEOUT_MS)
+    ) as client:
         described = await client.describe_topics(names)
         partitions = {
-            one["topic"]: sorted(Partition(p["partition"], p["leader"], p["replicas"], p["isr"]) for p in one["partitions"])
+            one["topic"]: sorted(
+                Partition(p["partition"], p["leader"], p["replicas"], p["isr"]) for p in one["partitions"]
+            )
             for one in described
         }
         config = await _config_of(client, topics.journal) if partitions.get(topics.journal) else {}
-        compression = await _compression_of(client, topics.commands) if partitions.get(topics.commands) else None
+        compression = (
+            await _compression_of(client, topics.commands) if partitions.get(topics.commands) else None
+        )
         deciders, committed = await _group(client, f"{settings.prefix}.decider")
-    at = {TopicPartition(topics.commands, p.number): committed.get((topics.commands, p.number), 0) for p in partitions[topics.commands]}
+    at = {
+        TopicPartition(topics.commands, p.number): committed.get((topics.commands, p.number), 0)
+        for p in partitions[topics.commands]
+    }
     behind = await lags(consumer, at)
     aside = await _set_aside(consumer, topics.rejected) if partitions.get(topics.rejected) else []
     return TopicFacts(partitions, config, compression, deciders, behind, aside)
 
 
 async def _set_aside(consumer: AIOKafkaConsumer, rejected: str) -> list[SetAside]:
-    """Commands among the newest records of `rejected` that were understood, and that no script could decide."""
+    """Commands among the newest records of `rejected` that were understood, and that no script could
+    decide.
+    """
     partition = TopicPartition(rejected, 0)
     end = (await consumer.end_offsets([partition]))[partition]
     begin = (await consumer.beginning_offsets([partition]))[partition]
@@ -103,7 +120,13 @@ async def _set_aside(consumer: AIOKafkaConsumer, rejected: str) -> list[SetAside
         for record in records:
             headers = dict(record.headers)
             if SET_ASIDE_HEADER in headers:
-                found.append(SetAside(record.offset, headers.get("reason", b"").decode(errors="replace"), int(record.timestamp)))
+                found.append(
+                    SetAside(
+                        record.offset,
+                        headers.get("reason", b"").decode(errors="replace"),
+                        int(record.timestamp),
+                    )
+                )
         first = records[-1].offset + 1
     return found
 
@@ -117,8 +140,18 @@ async def _config_of(client: AIOKafkaAdminClient, topic: str) -> dict[str, str]:
 async def _compression_of(client: AIOKafkaAdminClient, topic: str) -> str | None:
     if await keeps_compressed(client, topic) is None:
         return None
-    [response] = await client.describe_configs([ConfigResource(ConfigResourceType.TOPIC, topic, {"compression.type": None})])
-    return next((str(entry[1]) for *_, entries in response.resources for entry in entries if entry[0] == "compression.type"), None)
+    [response] = await client.describe_configs(
+        [ConfigResource(ConfigResourceType.TOPIC, topic, {"compression.type": None})]
+    )
+    return next(
+        (
+            str(entry[1])
+            for *_, entries in response.resources
+            for entry in entries
+            if entry[0] == "compression.type"
+        ),
+        None,
+    )
 
 
 async def _group(client: AIOKafkaAdminClient, group: str) -> tuple[int, dict[tuple[str, int], int]]:
@@ -134,7 +167,11 @@ async def _group(client: AIOKafkaAdminClient, group: str) -> tuple[int, dict[tup
                 raise
             await asyncio.sleep(COORDINATOR_PAUSE_SECONDS)
     members = sum(len(described[5]) for described in response.groups if described[2] in ALIVE)
-    return members, {(partition.topic, partition.partition): found.offset for partition, found in offsets.items() if found.offset >= 0}
+    return members, {
+        (partition.topic, partition.partition): found.offset
+        for partition, found in offsets.items()
+        if found.offset >= 0
+    }
 
 
 async def lags(consumer: AIOKafkaConsumer, at: dict[TopicPartition, int]) -> list[Lag]:
@@ -149,18 +186,23 @@ async def lags(consumer: AIOKafkaConsumer, at: dict[TopicPartition, int]) -> lis
         offset = max(offset, beginnings[partition])
         if offset < ends[partition]:
             behind[partition] = offset
-    return [Lag(p.partition, offset, ends[p], await _written_at(consumer, p, offset)) for p, offset in behind.items()]
+    return [
+        Lag(p.partition, offset, ends[p], await _written_at(consumer, p, offset))
+        for p, offset in behind.items()
+    ]
 
 
 async def _written_at(consumer: AIOKafkaConsumer, partition: TopicPartition, offset: int) -> int | None:
     consumer.assign([partition])
     consumer.seek(partition, offset)
-    fetched: dict[Any, list[Any]] = await consumer.getmany(partition, timeout_ms=TIMEOUT_MS // 5, max_records=1)
+    fetched: dict[Any, list[Any]] = await consumer.getmany(
+        partition, timeout_ms=TIMEOUT_MS // 5, max_records=1
+    )
     records = fetched.get(partition)
     return int(records[0].timestamp) if records else None
 
 
-# -- checks -----------------------------------------------------------------------------------------------------------
+# -- checks --------------------------------------------------------------------------------------------------
 
 
 def missing(facts: TopicFacts, settings: Settings) -> list[Finding]:
@@ -178,9 +220,15 @@ def missing(facts: TopicFacts, settings: Settings) -> list[Finding]:
     if wrong:
         counts = ", ".join(f"{name} has {count}" for name, count in wrong.items())
         number = wrong.get(topics.journal)
-        mend = f"export GRAB_SHARDS={number}" if number else f"make those topics anew with {settings.shards} partitions"
+        mend = (
+            f"export GRAB_SHARDS={number}"
+            if number
+            else f"make those topics anew with {settings.shards} partitions"
+        )
         means = "partition = shard: workers refuse to start, or write where nobody reads"
-        found.append(Finding("stuck", f"GRAB_SHARDS is {settings.shards}, but {counts} partitions", means, mend))
+        found.append(
+            Finding("stuck", f"GRAB_SHARDS is {settings.shards}, but {counts} partitions", means, mend)
+        )
     return found
 
 
@@ -189,16 +237,32 @@ def not_led(facts: TopicFacts, settings: Settings) -> list[Finding]:
     found = []
     for name, partitions in facts.partitions.items():
         leaderless = [one.number for one in partitions if one.leader < 0]
-        behind = [one.number for one in partitions if one.leader >= 0 and len(one.in_sync) < len(one.replicas)]
+        behind = [
+            one.number for one in partitions if one.leader >= 0 and len(one.in_sync) < len(one.replicas)
+        ]
         if leaderless:
             means = "nothing can be written or read there: the shards of these partitions wait"
-            mend = "start the brokers that are down: kafka-topics.sh --describe --unavailable-partitions names them"
-            found.append(Finding("stuck", f"{name}: no leader for partition {spans(leaderless)}", means, mend))
+            mend = (
+                "start the brokers that are down: kafka-topics.sh --describe --unavailable-partitions "
+                "names them"
+            )
+            found.append(
+                Finding("stuck", f"{name}: no leader for partition {spans(leaderless)}", means, mend)
+            )
         if behind:
-            brokers = sorted({b for one in partitions if one.number in behind for b in set(one.replicas) - set(one.in_sync)})
+            brokers = sorted(
+                {
+                    b
+                    for one in partitions
+                    if one.number in behind
+                    for b in set(one.replicas) - set(one.in_sync)
+                }
+            )
             means = "one broker more may be lost before writing stops, or none"
             mend = f"start broker {spans(brokers)}, or see why it is behind"
-            found.append(Finding("risk", f"{name}: partition {spans(behind)} has copies that are behind", means, mend))
+            found.append(
+                Finding("risk", f"{name}: partition {spans(behind)} has copies that are behind", means, mend)
+            )
     return found
 
 
@@ -212,9 +276,11 @@ def journal_forgets(facts: TopicFacts, settings: Settings) -> list[Finding]:
     changes = ",".join(f"{name}={kept[name]}" for name in wrong)
     return [
         Finding(
-            "risk", f"{journal} is not kept for ever: {', '.join(f'{name} is {value}' for name, value in wrong.items())}",
+            "risk", f"{journal} is not kept for ever: "
+                    f"{', '.join(f'{name} is {value}' for name, value in wrong.items())}",
             "the truth that everything is rebuilt from is being deleted",
-            f"kafka-configs.sh --bootstrap-server {settings.kafka} --alter --topic {journal} --add-config {changes}",
+            f"kafka-configs.sh --bootstrap-server {settings.kafka} --alter --topic {journal} --add-config "
+            f"{changes}",
         )
     ]  # fmt: skip
 
@@ -226,9 +292,12 @@ def keeps_batches_compressed(facts: TopicFacts, settings: Settings) -> list[Find
     commands = Topics(settings.prefix).commands
     return [
         Finding(
-            "risk", f"{commands} keeps compressed batches: its compression.type is {facts.commands_compression}",
-            "max.message.bytes bounds a batch as it is sent, and a decider unpacks it whole: it may need more memory than there is",
-            f"grabstream init   # or: kafka-configs.sh --bootstrap-server {settings.kafka} --alter --topic {commands} "
+            "risk", f"{commands} keeps compressed batches: its compression.type is "
+                    f"{facts.commands_compression}",
+            "max.message.bytes bounds a batch as it is sent, and a decider unpacks it whole: it may need "
+            "more memory than there is",
+            f"grabstream init   # or: kafka-configs.sh --bootstrap-server {settings.kafka} --alter --topic "
+            f"{commands} "
             f"--add-config compression.type={COMPRESSION}",
         )
     ]  # fmt: skip
@@ -242,13 +311,23 @@ def commands_wait(facts: TopicFacts, settings: Settings, now_ms: int) -> list[Fi
     if not facts.deciders and facts.partitions.get(commands):
         what = f"nobody reads {commands}: {waiting:,} records wait" if waiting else f"nobody reads {commands}"
         means = "commands that come by the topic are not decided, their senders get no answer"
-        return [Finding("stuck" if waiting else "risk", what, means, "grabstream worker --roles decide", oldest)]
+        return [
+            Finding("stuck" if waiting else "risk", what, means, "grabstream worker --roles decide", oldest)
+        ]
     if oldest is None or now_ms - oldest < LATE_MS:
         return []
     shards = of_shards(lag.partition for lag in facts.commands_lag).replace("shard", "partition")
     what = f"{commands}, {shards}: {waiting:,} records wait, though {facts.deciders} deciders read"
     means = "senders wait for their answers"
-    return [Finding("stuck", what, means, "grabstream worker --roles decide   # one more; see also what is fenced or full", oldest)]
+    return [
+        Finding(
+            "stuck",
+            what,
+            means,
+            "grabstream worker --roles decide   # one more; see also what is fenced or full",
+            oldest,
+        )
+    ]
 
 
 def commands_set_aside(facts: TopicFacts, settings: Settings, now_ms: int) -> list[Finding]:
@@ -261,9 +340,11 @@ def commands_set_aside(facts: TopicFacts, settings: Settings, now_ms: int) -> li
     return [
         Finding(
             "risk", f"a command was set aside, since no script can decide it{others}: {last.reason}",
-            "its sender was answered `invalid`, or nothing where nobody knows whether it is decided; report the reason, and send the "
+            "its sender was answered `invalid`, or nothing where nobody knows whether it is decided; report "
+            "the reason, and send the "
             "command again under its id after an upgrade",
-            f"kafka-console-consumer.sh --bootstrap-server {settings.kafka} --topic {rejected} --partition 0 --offset {last.offset} "
+            f"kafka-console-consumer.sh --bootstrap-server {settings.kafka} --topic {rejected} --partition 0 "
+            f"--offset {last.offset} "
             "--max-messages 1 --property print.headers=true",
             last.at,
         )

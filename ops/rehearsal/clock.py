@@ -10,7 +10,8 @@ from grabstream.models.calendar import DAY_MS
 TIMEZONE: Final = "Asia/Shanghai"
 MINUTE_MS: Final = 60_000
 HOUR_MS: Final = 60 * MINUTE_MS
-#: The Monday of every story, 00:00 in TIMEZONE. Always the same, so that a seed repeats a story to the millisecond.
+#: The Monday of every story, 00:00 in TIMEZONE. Always the same, so that a seed repeats a story to the
+#: millisecond.
 MONDAY_MS: Final = int(datetime(2026, 11, 23, tzinfo=ZoneInfo(TIMEZONE)).timestamp() * 1000)
 
 
@@ -22,7 +23,11 @@ def moment(day: int, clock: str) -> int:
 
 def shown(at_ms: int) -> str:
     """A time as people of the story read it."""
-    return (datetime(1970, 1, 1, tzinfo=UTC) + timedelta(milliseconds=at_ms)).astimezone(ZoneInfo(TIMEZONE)).strftime("%a %d %b %H:%M:%S")
+    return (
+        (datetime(1970, 1, 1, tzinfo=UTC) + timedelta(milliseconds=at_ms))
+        .astimezone(ZoneInfo(TIMEZONE))
+        .strftime("%a %d %b %H:%M:%S")
+    )
 
 
 class Clock:

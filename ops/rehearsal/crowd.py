@@ -45,13 +45,17 @@ class Envelope(NamedTuple):
 
 
 def envelopes(seed: int, big_parts: int, small: int, small_parts: int, deadline_ms: int) -> list[Envelope]:
-    """One envelope of `big_parts`, `small` ones of `small_parts` each over all laws and draws, two of them left to a deadline."""
+    """One envelope of `big_parts`, `small` ones of `small_parts` each over all laws and draws, two of them
+    left to a deadline.
+    """
     chosen = [_envelope(seed, "big", big_parts, "double_mean", "ahead", None)]
     for number in range(small):
         law, draw = LAWS[number % len(LAWS)], DRAWS[number // len(LAWS) % len(DRAWS)]
         chosen.append(_envelope(seed, f"small-{number}", small_parts, law, draw, None))
     for number in range(2):
-        chosen.append(_envelope(seed, f"deadline-{number}", small_parts, "bounded", DRAWS[number], deadline_ms))
+        chosen.append(
+            _envelope(seed, f"deadline-{number}", small_parts, "bounded", DRAWS[number], deadline_ms)
+        )
     return chosen
 
 
@@ -74,7 +78,9 @@ def _envelope(seed: int, name: str, parts: int, law: Law, draw: Draw, deadline_m
 
 
 def attempts(seed: int, chosen: list[Envelope]) -> list[Grab]:
-    """Every attempt in the order it is made: each user once, then some again by a double click or a second try."""
+    """Every attempt in the order it is made: each user once, then some again by a double click or a second
+    try.
+    """
     random_ = random.Random(seed)
     grabs: list[Grab] = []
     for envelope in chosen:

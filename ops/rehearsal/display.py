@@ -19,7 +19,9 @@ class Display:
 
     def __init__(self, events_expected: int) -> None:
         self._events_expected = events_expected
-        self._live = Live(console=console, refresh_per_second=8, transient=False) if console.is_terminal else None
+        self._live = (
+            Live(console=console, refresh_per_second=8, transient=False) if console.is_terminal else None
+        )
         self._history: dict[str, deque[tuple[float, int]]] = {}
         self._printed_at = 0.0
         self.rate_max: dict[str, float] = {}
@@ -41,14 +43,21 @@ class Display:
             ("answered", answered, doors.total, sum(doors.sent.values()) - answered),
             ("decided", progress.decided, self._events_expected, 0),
             ("journaled", progress.journaled, self._events_expected, progress.decided - progress.journaled),
-            *((name, seq, self._events_expected, progress.journaled - seq) for name, seq in progress.read_models.items()),
+            *(
+                (name, seq, self._events_expected, progress.journaled - seq)
+                for name, seq in progress.read_models.items()
+            ),
         ]
         rows = [(name, done, total, lag, self._rate(name, done)) for name, done, total, lag in stages]
         if self._live:
             self._live.update(_table(rows))
         elif time.monotonic() - self._printed_at > PLAIN_EVERY_SECONDS:
             self._printed_at = time.monotonic()
-            console.print("  ".join(f"{name} {done:,} ({rate:,.0f}/s)" for name, done, _, _, rate in rows), highlight=False, soft_wrap=True)
+            console.print(
+                "  ".join(f"{name} {done:,} ({rate:,.0f}/s)" for name, done, _, _, rate in rows),
+                highlight=False,
+                soft_wrap=True,
+            )
 
     def _rate(self, name: str, done: int) -> float:
         history = self._history.setdefault(name, deque())

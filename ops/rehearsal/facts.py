@@ -1,4 +1,6 @@
-"""What the journal says of a story: its events folded up in memory by nothing but arithmetic, and what is wrong among them."""
+"""What the journal says of a story: its events folded up in memory by nothing but arithmetic, and what is
+wrong among them.
+"""
 
 from collections import Counter, defaultdict
 from collections.abc import Callable
@@ -18,7 +20,9 @@ from grabstream.ops.rehearsal.clock import Clock, shown
 
 @dataclass
 class GrabFacts:
-    """A grab by its events. `counted` are units and the counters of limits they stand under, `orders` what it was used for."""
+    """A grab by its events. `counted` are units and the counters of limits they stand under, `orders` what it
+    was used for.
+    """
 
     offer: str
     user: str
@@ -33,7 +37,9 @@ class GrabFacts:
 
 @dataclass
 class OfferFacts:
-    """An offer by its events, in units; money in minor units of its currency. `given_back` units went to the issuer."""
+    """An offer by its events, in units; money in minor units of its currency. `given_back` units went to the
+    issuer.
+    """
 
     terms: PieceTerms
     asset: str
@@ -67,9 +73,12 @@ class Facts:
         self._zones: dict[str, str] = {}
         self._takers: dict[str, Callable[[Any, Any], None]] = {
             "offer.amended": self._amended, "offer.closed": self._closed, "offer.retired": self._retired,
-            "grab.granted": self._granted, "grab.held": self._held, "grab.queued": self._queued, "grab.extended": self._extended,
-            "grab.confirmed": self._confirmed, "grab.released": self._released, "grab.returned": self._returned,
-            "grab.redeemed": self._redeemed, "grab.unredeemed": self._unredeemed, "payment.refund_due": self._refund_due,
+            "grab.granted": self._granted, "grab.held": self._held, "grab.queued": self._queued,
+            "grab.extended": self._extended,
+            "grab.confirmed": self._confirmed, "grab.released": self._released,
+            "grab.returned": self._returned,
+            "grab.redeemed": self._redeemed, "grab.unredeemed": self._unredeemed,
+            "payment.refund_due": self._refund_due,
         }  # fmt: skip
 
     def check(self, name: str, holds: bool, problem: str, weight: int = 1) -> None:
@@ -89,15 +98,28 @@ class Facts:
         offer = self.offers[event.offer]
         offer.seq += 1
         where = f"{event.offer}, seq {event.seq} ({tag})"
-        self.check("every offer's events without a gap", event.offer_seq == offer.seq, f"{where}: is its {event.offer_seq}. event")
+        self.check(
+            "every offer's events without a gap",
+            event.offer_seq == offer.seq,
+            f"{where}: is its {event.offer_seq}. event",
+        )
         if tag in self._takers:
             self._takers[tag](event, offer)
         left = getattr(event, "left", None)
         if left is not None and tag != "offer.closed":
-            self.check("never over-sold", left == offer.left >= 0, f"{where}: says {left} are left, {offer.left} are by its history")
+            self.check(
+                "never over-sold",
+                left == offer.left >= 0,
+                f"{where}: says {left} are left, {offer.left} are by its history",
+            )
         together = offer.left + offer.held + offer.taken + offer.given_back
-        said = f"{where}: {offer.left} left + {offer.held} held + {offer.taken} taken + {offer.given_back} back ≠ {offer.total}"
-        self.check("left + held + taken = total", together == offer.total and min(offer.held, offer.taken) >= 0, said)
+        said = (
+            f"{where}: {offer.left} left + {offer.held} held + {offer.taken} taken + {offer.given_back} "
+            f"back ≠ {offer.total}"
+        )
+        self.check(
+            "left + held + taken = total", together == offer.total and min(offer.held, offer.taken) >= 0, said
+        )
 
     def _move(self, event: AnyEvent, transfer: Transfer) -> None:
         asset, debit, credit, amount = transfer
@@ -105,7 +127,9 @@ class Facts:
         self.accounts[credit, asset] += amount
         if debit.startswith(GUARDED_ACCOUNTS):
             self.check(
-                "no account below 0", self.accounts[debit, asset] >= 0, f"seq {event.seq}: {debit} has {self.accounts[debit, asset]}"
+                "no account below 0",
+                self.accounts[debit, asset] >= 0,
+                f"seq {event.seq}: {debit} has {self.accounts[debit, asset]}",
             )
 
     # -- offers
@@ -124,13 +148,17 @@ class Facts:
 
     def _closed(self, event: Any, offer: OfferFacts) -> None:
         self.check(
-            "never over-sold", event.left == offer.left, f"{event.offer}: closed with {event.left} left, {offer.left} by its history"
+            "never over-sold",
+            event.left == offer.left,
+            f"{event.offer}: closed with {event.left} left, {offer.left} by its history",
         )
         self._in_time("closed and retired in time", event, offer.terms.closes_at or event.at)
         offer.given_back, offer.left, offer.closed_at = offer.given_back + offer.left, 0, event.at
 
     def _retired(self, event: Any, offer: OfferFacts) -> None:
-        self._in_time("closed and retired in time", event, (offer.closed_at or 0) + offer.terms.retire_after_ms)
+        self._in_time(
+            "closed and retired in time", event, (offer.closed_at or 0) + offer.terms.retire_after_ms
+        )
         offer.retired_at = event.at
 
     def _in_time(self, name: str, event: AnyEvent, due: int) -> None:
@@ -147,7 +175,11 @@ class Facts:
 
     def _granted(self, event: Any, offer: OfferFacts) -> None:
         grab = self._grab(event, offer)
-        offer.left, offer.taken, grab.taken = offer.left - event.quantity, offer.taken + event.quantity, event.quantity
+        offer.left, offer.taken, grab.taken = (
+            offer.left - event.quantity,
+            offer.taken + event.quantity,
+            event.quantity,
+        )
         offer.sums["sold"] += event.quantity
 
     def _held(self, event: Any, offer: OfferFacts) -> None:
@@ -160,7 +192,11 @@ class Facts:
         grab.held, grab.deadline = event.quantity, event.deadline_at
         offer.left, offer.held = offer.left - event.quantity, offer.held + event.quantity
         due, price = event.due or 0, offer.terms.price or 0
-        self.check("what is due = price × units", due == price * event.quantity, f"{event.grab}: {due} due for {event.quantity} at {price}")
+        self.check(
+            "what is due = price × units",
+            due == price * event.quantity,
+            f"{event.grab}: {due} due for {event.quantity} at {price}",
+        )
 
     def _queued(self, event: Any, offer: OfferFacts) -> None:
         self._grab(event, offer).waiting = event.quantity
@@ -208,15 +244,27 @@ class Facts:
 
     def _redeemed(self, event: Any, offer: OfferFacts) -> None:
         grab = self.grabs[event.grab]
-        self.check("an order uses a coupon once", event.order not in grab.orders, f"{event.grab}: used twice for {event.order}")
+        self.check(
+            "an order uses a coupon once",
+            event.order not in grab.orders,
+            f"{event.grab}: used twice for {event.order}",
+        )
         grab.orders[event.order] = event.quantity
         grab.redeemed += event.quantity
-        self.check("nothing used beyond what was taken", grab.redeemed <= grab.taken, f"{event.grab}: {grab.redeemed} used of {grab.taken}")
+        self.check(
+            "nothing used beyond what was taken",
+            grab.redeemed <= grab.taken,
+            f"{event.grab}: {grab.redeemed} used of {grab.taken}",
+        )
         offer.sums["redeemed"] += event.quantity
 
     def _unredeemed(self, event: Any, offer: OfferFacts) -> None:
         grab = self.grabs[event.grab]
-        self.check("an order uses a coupon once", event.order in grab.orders, f"{event.grab}: {event.order} had used nothing")
+        self.check(
+            "an order uses a coupon once",
+            event.order in grab.orders,
+            f"{event.grab}: {event.order} had used nothing",
+        )
         grab.redeemed -= grab.orders.pop(event.order, 0)
         offer.sums["unredeemed"] += event.quantity
 
@@ -245,7 +293,11 @@ class Facts:
         grab.counted.append((units, counters))
         for counter in counters:
             self.used[counter] += units
-            self.check("nobody above a limit", self.used[counter] <= int(counter[-1]), f"{' '.join(counter)}: {self.used[counter]}")
+            self.check(
+                "nobody above a limit",
+                self.used[counter] <= int(counter[-1]),
+                f"{' '.join(counter)}: {self.used[counter]}",
+            )
 
     def _count_no_more(self, grab: GrabFacts, units: int) -> None:
         """The units that were counted last leave first."""
@@ -262,4 +314,9 @@ class Facts:
 def _windows(at: int, zone: str) -> dict[str, str]:
     """The windows of limits that a time is in, by their length."""
     local = datetime.fromtimestamp(at / 1000, ZoneInfo(zone))
-    return {"offer": "", "hour": local.strftime("%F %H"), "day": local.strftime("%F"), "week": local.strftime("%G-%V")}
+    return {
+        "offer": "",
+        "hour": local.strftime("%F %H"),
+        "day": local.strftime("%F"),
+        "week": local.strftime("%G-%V"),
+    }

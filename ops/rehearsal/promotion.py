@@ -1,7 +1,7 @@
 """The promotion of article 002: one coupon offer over five days, with a code for every coupon.
 
-At most 2 a day and 5 in all for each user; coupons are used for orders, some of these uses are taken back, and nothing is used after the
-last day.
+At most 2 a day and 5 in all for each user; coupons are used for orders, some of these uses are taken back,
+and nothing is used after the last day.
 """
 
 from collections import Counter
@@ -64,7 +64,9 @@ class Promotion(Story):
             limits=(Limit(by="user", per="offer", max=PER_USER), Limit(by="user", per="day", max=PER_DAY)),
             max_per_grab=2,
         )
-        await self.send([self.expect(Open(id=f"open-{self.campaign}", offer=self.offer, terms=terms), "opened")])
+        await self.send(
+            [self.expect(Open(id=f"open-{self.campaign}", offer=self.offer, terms=terms), "opened")]
+        )
         loads = chunks(self.offer, "codes", self.codes, least=2)
         await self.send([self.expect(load, "loaded") for load in loads[:-1]])
         [early] = await self.send([self.expect(self._grab("early"), "not_open_yet")])
@@ -105,7 +107,9 @@ class Promotion(Story):
         self.display.stage("midnight: the day's limit begins anew")
         await self.send([self.expect(self._grab(owl), "granted") for owl in owls for _ in range(PER_DAY)])
         for answer in await self.send([self.expect(self._grab(owl), "limit_reached") for owl in owls]):
-            self.told(answer.retry_at == moment(1, "00:00"), f"{answer.limit}: come again at {answer.retry_at}")
+            self.told(
+                answer.retry_at == moment(1, "00:00"), f"{answer.limit}: come again at {answer.retry_at}"
+            )
         await self.step(moment(1, "00:00"))
         await self.send([self.expect(self._grab(owl), "granted") for owl in owls for _ in range(PER_DAY)])
         await self.send([self.expect(self._grab(owl), "limit_reached") for owl in owls])
@@ -116,7 +120,10 @@ class Promotion(Story):
             return
         codes = answer.coupon_codes or (answer.coupon_code or "",)
         self.in_hand += [(command.id, code) for code in codes]
-        self.told(len(codes) == answer.quantity and "" not in codes, f"{command.id}: {answer.quantity} coupons, codes {codes}")
+        self.told(
+            len(codes) == answer.quantity and "" not in codes,
+            f"{command.id}: {answer.quantity} coupons, codes {codes}",
+        )
         chance, now = self.random.random(), self.clock.now_ms
         if chance < 0.5:
             self._use(command.id, len(codes), now + self.random.uniform(0, 2 * HOUR_MS), chance)
@@ -127,7 +134,8 @@ class Promotion(Story):
         self.plan(at, self.expect(redeem, "redeemed"))
         if at + 3 * STEP_MS >= VALID_UNTIL_MS:
             return
-        if chance < 0.1:  # the shop asks again: the same command, the same order by another, and with another number of coupons
+        # The shop asks again: the same command, the same order by another, and another number of coupons.
+        if chance < 0.1:
             again = msgspec.structs.replace(redeem, id=self.new_id("redeem"))
             other = msgspec.structs.replace(redeem, id=self.new_id("redeem"), quantity=quantity + 1)
             for one in (redeem, self.expect(again, "redeemed"), self.expect(other, "conflict")):
@@ -144,13 +152,19 @@ class Promotion(Story):
                 self.plan(at + 2 * STEP_MS, self.expect(other, "redeemed"))
 
     async def _end(self) -> None:
-        """The offer closes on Friday evening; coupons can be used until midnight, and not a millisecond longer."""
+        """The offer closes on Friday evening; coupons can be used until midnight, and not a millisecond
+        longer.
+        """
         self.told(self.clock.now_ms == CLOSES_MS, "the last day ends with the offer")
         self.display.stage("closed; coupons are still used", VALID_UNTIL_MS)
         await self.send([self.expect(self._grab("late"), "over")])
         await self.run_until(VALID_UNTIL_MS - 1, STEP_MS)
         await self.catch_up()
-        unused = [name for name, grab in self.facts.grabs.items() if not grab.redeemed and not grab.orders and grab.taken]
+        unused = [
+            name
+            for name, grab in self.facts.grabs.items()
+            if not grab.redeemed and not grab.orders and grab.taken
+        ]
         unused = self.random.sample(unused, min(40, len(unused)))
         half = len(unused) // 2
         await self.send([self.expect(self._redeem(grab), "redeemed") for grab in unused[:half]])
@@ -170,12 +184,21 @@ class Promotion(Story):
         uses = [event for event in self.facts.events.values() if isinstance(event, GrabRedeemed)]
         late = [f"{event.grab}: used at {shown(event.at)}" for event in uses if event.at >= VALID_UNTIL_MS]
         offer = self.facts.offers[self.offer]
-        missing = [] if codes.total() == offer.taken else [f"{codes.total()} codes in hand, {offer.taken} coupons taken"]
+        missing = (
+            []
+            if codes.total() == offer.taken
+            else [f"{codes.total()} codes in hand, {offer.taken} coupons taken"]
+        )
         met = {f"{answer.limit.by}/{answer.limit.per}" for answer in self.answers if answer.limit}
         return [
             Check("each code in one hand", len(codes), "codes", twice + strange + missing),
             Check("nothing used after it ran out", len(uses), "uses", late),
-            Check("every limit was met", len(met), "limits", [f"{name}: by nobody" for name in sorted({"user/day", "user/offer"} - met)]),
+            Check(
+                "every limit was met",
+                len(met),
+                "limits",
+                [f"{name}: by nobody" for name in sorted({"user/day", "user/offer"} - met)],
+            ),
         ]
 
     def result(self) -> list[dict[str, Any]]:

@@ -1,7 +1,7 @@
 """The run: the crowd at both doors, every answer kept, and what the servers say meanwhile.
 
-Nothing here goes by how fast the machine is. The crowd begins when both doors answer, deadlines count from then, and whoever waits
-gives up only when nothing has moved for long.
+Nothing here goes by how fast the machine is. The crowd begins when both doors answer, deadlines count from
+then, and whoever waits gives up only when nothing has moved for long.
 """
 
 import asyncio
@@ -44,12 +44,15 @@ UNANSWERED_MAX = 20_000
 
 
 class Doors(msgspec.Struct):
-    """What has happened so far: sent and answered at each door, outcomes, latencies in seconds, and all grants told to anyone."""
+    """What has happened so far: sent and answered at each door, outcomes, latencies in seconds, and all
+    grants told to anyone.
+    """
 
     total: int = 0
     sent: Counter[str] = msgspec.field(default_factory=Counter)
     answered: Counter[str] = msgspec.field(default_factory=Counter)
-    #: id → how many answers on the topic are still to come; one that comes again after a rebalance answers nobody a second time
+    #: id → how many answers on the topic are still to come; one that comes again after a rebalance answers
+    #: nobody a second time
     awaited: Counter[str] = msgspec.field(default_factory=Counter)
     outcomes: Counter[str] = msgspec.field(default_factory=Counter)
     latencies: dict[str, list[float]] = msgspec.field(default_factory=lambda: {"topic": [], "gate": []})
@@ -78,7 +81,9 @@ class Doors(msgspec.Struct):
 class Rehearsal:
     """One rehearsal against a running system; `doors` is what a display may look at."""
 
-    def __init__(self, settings: Settings, gate: Gate, chosen: Sequence[Envelope], grabs: Sequence[Grab], seed: int) -> None:
+    def __init__(
+        self, settings: Settings, gate: Gate, chosen: Sequence[Envelope], grabs: Sequence[Grab], seed: int
+    ) -> None:
         self._settings = settings
         self._gate = gate
         self._chosen = chosen
@@ -98,13 +103,18 @@ class Rehearsal:
         self.deadline_at_ms = 0
 
     async def until_ready(self) -> None:
-        """Returns when the workers answer in every partition of the topic; raises CannotGoOn when none does for READY_SECONDS."""
+        """Returns when the workers answer in every partition of the topic; raises CannotGoOn when none does
+        for READY_SECONDS.
+        """
         partitions = set(range(self._settings.shards))
-        producer = AIOKafkaProducer(bootstrap_servers=self._settings.kafka, acks="all", enable_idempotence=True)
+        producer = AIOKafkaProducer(
+            bootstrap_servers=self._settings.kafka, acks="all", enable_idempotence=True
+        )
         async with started(self._listener()) as consumer, started(producer):
             patient_until, tries = time.monotonic() + READY_SECONDS, 0
             while partitions:
-                # Nobody has this envelope: whoever answers so has asked Redis, in a shard that is open for decisions.
+                # Nobody has this envelope: whoever answers so has asked Redis, in a shard that is open for
+                # decisions.
                 asked = {f"{READY}-{tries}-{partition}": partition for partition in partitions}
                 for id_, partition in asked.items():
                     grab = Grab(id=id_, offer=f"{READY}-{partition}", user=READY)
@@ -121,7 +131,8 @@ class Rehearsal:
                                 patient_until = time.monotonic() + READY_SECONDS
                     if time.monotonic() > patient_until:
                         raise CannotGoOn(
-                            f"no answer from partitions {sorted(partitions)} of {self._topics.commands} in {READY_SECONDS:.0f} s"
+                            f"no answer from partitions {sorted(partitions)} of {self._topics.commands} in "
+                            f"{READY_SECONDS:.0f} s"
                         )
                 tries += 1
 
@@ -144,14 +155,18 @@ class Rehearsal:
             if now_ms() < min(closing.values()):
                 _require(refused)
             again = {answer.offer for answer in refused}
-            self.deadline_at_ms = max([self.deadline_at_ms, *(closing[offer] for offer in closing.keys() - again)])
+            self.deadline_at_ms = max(
+                [self.deadline_at_ms, *(closing[offer] for offer in closing.keys() - again)]
+            )
             left, longer = [one for one in left if one.offer in again], longer * 2
 
     async def _refused(self, opens: Sequence[Open]) -> list[Answer]:
         return [answer for answer in await self._decide(opens) if answer.outcome != "opened"]
 
     async def _decide(self, commands: Sequence[AnyCommand]) -> list[Answer]:
-        """Asks the gate until all is decided: an unknown outcome, `busy` and `fenced` are asked again under the same ids."""
+        """Asks the gate until all is decided: an unknown outcome, `busy` and `fenced` are asked again under
+        the same ids.
+        """
         while True:
             try:
                 answers = await self._gate.decide(commands, patience_ms=PATIENCE_MS)
@@ -169,7 +184,9 @@ class Rehearsal:
             try:
                 await asyncio.gather(self._at_the_gate(), self._at_the_topic())
                 async with self._room:
-                    await self._room.wait_for(lambda: self.doors.answered["topic"] >= self.doors.sent["topic"] or listening.done())
+                    await self._room.wait_for(
+                        lambda: self.doors.answered["topic"] >= self.doors.sent["topic"] or listening.done()
+                    )
                 if listening.done():
                     listening.result()
                 return time.monotonic() - began
@@ -183,11 +200,14 @@ class Rehearsal:
             if one.deadline_ms is None and one.people < one.terms.parts:
                 await self._decide([Close(id=f"close-{one.offer}", offer=one.offer)])
 
-    # -- the doors ----------------------------------------------------------------------------------------------------
+    # -- the doors -------------------------------------------------------------------------------------------
 
     def _listener(self) -> AIOKafkaConsumer:
         return AIOKafkaConsumer(
-            self._topics.results, bootstrap_servers=self._settings.kafka, auto_offset_reset="earliest", enable_auto_commit=False
+            self._topics.results,
+            bootstrap_servers=self._settings.kafka,
+            auto_offset_reset="earliest",
+            enable_auto_commit=False,
         )
 
     async def _at_the_gate(self) -> None:
@@ -202,7 +222,9 @@ class Rehearsal:
         await asyncio.gather(*(caller() for _ in range(GATE_CALLERS)))
 
     async def _ask(self, chunk: list[Grab]) -> None:
-        """Asks until it is answered: an unknown outcome, `busy` and `fenced` are asked again under the same ids."""
+        """Asks until it is answered: an unknown outcome, `busy` and `fenced` are asked again under the same
+        ids.
+        """
         self.doors.sent["gate"] += len(chunk)
         began = time.monotonic()
         while chunk:
@@ -221,11 +243,15 @@ class Rehearsal:
 
     async def _at_the_topic(self) -> None:
         grabs = self._by_door["topic"]
-        producer = AIOKafkaProducer(bootstrap_servers=self._settings.kafka, linger_ms=5, acks="all", enable_idempotence=True)
+        producer = AIOKafkaProducer(
+            bootstrap_servers=self._settings.kafka, linger_ms=5, acks="all", enable_idempotence=True
+        )
         async with started(producer):
             for start in range(0, len(grabs), TOPIC_CHUNK):
                 async with self._room:
-                    await self._room.wait_for(lambda: self.doors.sent["topic"] - self.doors.answered["topic"] < UNANSWERED_MAX)
+                    await self._room.wait_for(
+                        lambda: self.doors.sent["topic"] - self.doors.answered["topic"] < UNANSWERED_MAX
+                    )
                 chunk = grabs[start : start + TOPIC_CHUNK]
                 now = time.monotonic()
                 for grab in chunk[::20]:
@@ -259,7 +285,9 @@ def _require(refused: Sequence[Answer]) -> None:
 
 
 class Progress(msgspec.Struct):
-    """How many events each stage has, all shards together; and whether nothing is on its way any more, in any of them."""
+    """How many events each stage has, all shards together; and whether nothing is on its way any more, in any
+    of them.
+    """
 
     decided: int = 0
     journaled: int = 0
@@ -270,8 +298,8 @@ class Progress(msgspec.Struct):
 async def look(redis: Any, keys: KeySpace, connection: AsyncConnection[Any]) -> Progress:
     """Asks Redis and PostgreSQL how far everything is.
 
-    It is complete when every shard is open for decisions and each of its stages is at the same event: a Redis that has just lost
-    its data has decided less than the journal and the books have, or nothing.
+    It is complete when every shard is open for decisions and each of its stages is at the same event: a Redis
+    that has just lost its data has decided less than the journal and the books have, or nothing.
     """
     shards = range(keys.shards)
     async with redis.pipeline(transaction=False) as pipe:
@@ -293,7 +321,9 @@ async def look(redis: Any, keys: KeySpace, connection: AsyncConnection[Any]) -> 
 
 async def closed(connection: AsyncConnection[Any]) -> int:
     """How many offers are closed in the books."""
-    [count] = await (await connection.execute("SELECT count(*) FROM offers WHERE state = 'closed'")).fetchone() or (0,)
+    [count] = await (
+        await connection.execute("SELECT count(*) FROM offers WHERE state = 'closed'")
+    ).fetchone() or (0,)
     return int(count)
 
 
@@ -305,7 +335,9 @@ class Patience:
         self._until = 0.0
 
     def look(self, seen: object, said: str, busy: bool = False) -> None:
-        """Looks at what should move; raises CannotGoOn with what is said when it is the same for too long, and nothing else is awaited."""
+        """Looks at what should move; raises CannotGoOn with what is said when it is the same for too long,
+        and nothing else is awaited.
+        """
         now = time.monotonic()
         if seen != self._seen or busy or not self._until:
             self._seen, self._until = seen, now + STILL_SECONDS
@@ -313,12 +345,20 @@ class Patience:
             raise CannotGoOn(f"nothing moved for {STILL_SECONDS:.0f} s: {said}")
 
 
-async def until_in_books(redis: Any, keys: KeySpace, connection: AsyncConnection[Any], check: Callable[[], None]) -> None:
-    """Returns when journal and read models have all that is decided; raises what `check` raises, and CannotGoOn when nothing moves."""
+async def until_in_books(
+    redis: Any, keys: KeySpace, connection: AsyncConnection[Any], check: Callable[[], None]
+) -> None:
+    """Returns when journal and read models have all that is decided; raises what `check` raises, and
+    CannotGoOn when nothing moves.
+    """
     patience = Patience()
     while not (progress := await look(redis, keys, connection)).complete:
         check()
-        patience.look(progress, f"{progress.decided} events decided, {progress.journaled} journaled, read models at {progress.read_models}")
+        patience.look(
+            progress,
+            f"{progress.decided} events decided, {progress.journaled} journaled, read models at "
+            f"{progress.read_models}",
+        )
         await asyncio.sleep(LOOK_EVERY_SECONDS)
 
 

@@ -1,4 +1,6 @@
-"""The stage: a system of its own for the rehearsal (topics, schema, keys), with workers, removed again afterwards."""
+"""The stage: a system of its own for the rehearsal (topics, schema, keys), with workers, removed again
+afterwards.
+"""
 
 import asyncio
 import contextlib
@@ -20,7 +22,8 @@ from grabstream.projections.versions import drop_all
 from grabstream.streams.clients import started
 from grabstream.streams.topics import Topics, retention_ms
 
-#: Two processes, since two cores are what a small machine has: one decides and relays, one builds the read models.
+#: Two processes, since two cores are what a small machine has: one decides and relays, one builds the read
+#: models.
 WORKERS = ("decide,relay,sweep", "project,publish,verify")
 STOP_SECONDS = 6.0
 
@@ -44,17 +47,24 @@ class Stage:
         """Raises WorkerEnded when a worker has ended."""
         for roles, worker in self._workers.items():
             if worker.poll() is not None:
-                raise WorkerEnded(f"the worker for {roles} ended with code {worker.returncode}: see {self._log}")
+                raise WorkerEnded(
+                    f"the worker for {roles} ended with code {worker.returncode}: see {self._log}"
+                )
 
 
 @asynccontextmanager
-async def set_up(settings: Settings, log: Path, keep: bool, processes: Sequence[str] = WORKERS) -> AsyncIterator[Stage]:
-    """Makes topics and tables, starts a worker for each set of roles, and takes all of it away at the end (unless `keep`)."""
+async def set_up(
+    settings: Settings, log: Path, keep: bool, processes: Sequence[str] = WORKERS
+) -> AsyncIterator[Stage]:
+    """Makes topics and tables, starts a worker for each set of roles, and takes all of it away at the end
+    (unless `keep`).
+    """
     await make_system(settings)
     log.parent.mkdir(parents=True, exist_ok=True)
     environment = child_environment(
         prefix=settings.prefix, schema=settings.schema_, seal_keys=settings.seal_keys.get_secret_value(),
-        redis_url=settings.redis_url, kafka=settings.kafka, postgres=settings.postgres, shards=str(settings.shards),
+        redis_url=settings.redis_url, kafka=settings.kafka, postgres=settings.postgres,
+        shards=str(settings.shards),
     )  # fmt: skip
     workers = {}
     try:

@@ -1,8 +1,9 @@
 """What every story stands on.
 
-A story is a rehearsal with a clock of its own: days pass in seconds. It has a system of its own too, whose shards never see another
-clock (no `decide`, no `sweep` in its workers: the story decides and sweeps itself). What people were told (answers) and what stands in
-the journal are kept apart, and the verdict compares the two.
+A story is a rehearsal with a clock of its own: days pass in seconds. It has a system of its own too, whose
+shards never see another clock (no `decide`, no `sweep` in its workers: the story decides and sweeps itself).
+What people were told (answers) and what stands in the journal are kept apart, and the verdict compares the
+two.
 """
 
 import asyncio
@@ -45,8 +46,10 @@ PATIENCE_MS: Final = 30_000
 
 #: The event that a positive answer stands for; a refusal with a seq stands for a refund.
 _EVENT_OF: Final = {
-    "granted": "grab.granted", "held": "grab.held", "waiting": "grab.queued", "confirmed": "grab.confirmed", "released": "grab.released",
-    "extended": "grab.extended", "returned": "grab.returned", "redeemed": "grab.redeemed", "unredeemed": "grab.unredeemed",
+    "granted": "grab.granted", "held": "grab.held", "waiting": "grab.queued", "confirmed": "grab.confirmed",
+    "released": "grab.released",
+    "extended": "grab.extended", "returned": "grab.returned", "redeemed": "grab.redeemed",
+    "unredeemed": "grab.unredeemed",
     "opened": "offer.opened", "loaded": "offer.loaded", "amended": "offer.amended",
 }  # fmt: skip
 #: Refusals that are not counted as demand: the command was wrong, or was never decided.
@@ -54,7 +57,9 @@ _NO_DEMAND: Final = frozenset({Outcome.invalid, Outcome.fenced, Outcome.busy, Ou
 
 
 class Display:
-    """The simulated time and the stage of the story: a live line in a terminal, else a line a stage; `quiet` shows nothing."""
+    """The simulated time and the stage of the story: a live line in a terminal, else a line a stage; `quiet`
+    shows nothing.
+    """
 
     def __init__(self, clock: Clock, quiet: bool) -> None:
         self._clock = clock
@@ -77,7 +82,9 @@ class Display:
     def stage(self, name: str, until_ms: int | None = None) -> None:
         """Another stage begins; its bar is full at a time."""
         self._began = self._clock.now_ms
-        self._progress.update(self._task, description=name, completed=0, total=max((until_ms or self._began) - self._began, 1))
+        self._progress.update(
+            self._task, description=name, completed=0, total=max((until_ms or self._began) - self._began, 1)
+        )
         if not self._quiet:
             self._progress.console.print(f"{shown(self._began)}  {name}", highlight=False)
 
@@ -93,12 +100,23 @@ class Display:
 
 
 class Story:
-    """One story against a running system: an agenda of commands, a clock that moves on, and everything that was answered."""
+    """One story against a running system: an agenda of commands, a clock that moves on, and everything that
+    was answered.
+    """
 
     name = ""
     begins_ms = moment(0, "09:00")
 
-    def __init__(self, settings: Settings, redis: Any, reader: JournalReader, stage: Stage, seed: int, people: int, quiet: bool) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        redis: Any,
+        reader: JournalReader,
+        stage: Stage,
+        seed: int,
+        people: int,
+        quiet: bool,
+    ) -> None:
         self.clock = Clock(self.begins_ms)
         self.facts = Facts(self.clock)
         self.display = Display(self.clock, quiet)
@@ -108,7 +126,14 @@ class Story:
         self._ticket_key = self.random.randbytes(32)
         tickets = TicketKeys({"story": self._ticket_key})
         self._keys = key_space(settings)
-        self._gate = Gate(redis, self._keys, sealer(settings), gate_limits(settings), clock=lambda: self.clock.now_ms, tickets=tickets)
+        self._gate = Gate(
+            redis,
+            self._keys,
+            sealer(settings),
+            gate_limits(settings),
+            clock=lambda: self.clock.now_ms,
+            tickets=tickets,
+        )
         self._settings, self._redis, self._reader, self._stage = settings, redis, reader, stage
         self._stock_checks: list[Check] = []
         # One campaign, so one shard.
@@ -161,14 +186,24 @@ class Story:
         heapq.heappush(self._agenda, (int(at_ms), next(self._numbers), command))
 
     async def send(self, commands: Sequence[AnyCommand]) -> list[Answer]:
-        """Sends commands now, many callers at once, those of a type together; returns the answers in the order of the commands."""
+        """Sends commands now, many callers at once, those of a type together; returns the answers in the
+        order of the commands.
+        """
         by_type: defaultdict[type, list[int]] = defaultdict(list)
         for place, command in enumerate(commands):
             by_type[type(command)].append(place)
-        calls = [places[i : i + CALL_COMMANDS_MAX] for places in by_type.values() for i in range(0, len(places), CALL_COMMANDS_MAX)]
-        answered = await asyncio.gather(*(self._ask([commands[place] for place in places]) for places in calls))
+        calls = [
+            places[i : i + CALL_COMMANDS_MAX]
+            for places in by_type.values()
+            for i in range(0, len(places), CALL_COMMANDS_MAX)
+        ]
+        answered = await asyncio.gather(
+            *(self._ask([commands[place] for place in places]) for places in calls)
+        )
         found = {
-            place: answer for places, answers in zip(calls, answered, strict=True) for place, answer in zip(places, answers, strict=True)
+            place: answer
+            for places, answers in zip(calls, answered, strict=True)
+            for place, answer in zip(places, answers, strict=True)
         }
         for place, command in enumerate(commands):
             self._take(command, found[place])
@@ -189,14 +224,24 @@ class Story:
         self.answers.append(answer)
         if command.id in self.first:
             before = self.first[command.id][1]
-            same = (before.outcome, before.grab, before.quantity, before.seq) == (answer.outcome, answer.grab, answer.quantity, answer.seq)
-            self.facts.check("everybody was answered, always the same", same, f"{command.id}: {before} and then {answer}")
+            same = (before.outcome, before.grab, before.quantity, before.seq) == (
+                answer.outcome,
+                answer.grab,
+                answer.quantity,
+                answer.seq,
+            )
+            self.facts.check(
+                "everybody was answered, always the same", same, f"{command.id}: {before} and then {answer}"
+            )
             return
         self.facts.check("everybody was answered, always the same", True, "")
         self.first[command.id] = (command, answer)
         expected = self._expected.get(command.id)
         if expected is not None:
-            said = f"{shown(self.clock.now_ms)} {command}: {answer.outcome} {answer.message or ''}, not {' or '.join(sorted(expected))}"
+            said = (
+                f"{shown(self.clock.now_ms)} {command}: {answer.outcome} {answer.message or ''}, not "
+                f"{' or '.join(sorted(expected))}"
+            )
             self.told(answer.outcome in expected, said)
         self.heard(command, answer)
 
@@ -208,7 +253,9 @@ class Story:
             await self.step(min(self.clock.now_ms + step_ms, until_ms))
 
     async def step(self, to_ms: int) -> None:
-        """Moves the clock on; the sweeper or the commands come first, since a hold that is over may be met by either."""
+        """Moves the clock on; the sweeper or the commands come first, since a hold that is over may be met by
+        either.
+        """
         self._stage.check()
         self.clock.forward(to_ms)
         sweep_first = self.random.random() < 0.5
@@ -237,19 +284,25 @@ class Story:
             async with aclosing(self._reader.read(self._shard.shard, self._cursor.next_offset, end)) as lists:
                 async for records in lists:
                     for record in records:
-                        self._cursor, accepted = self._cursor.feed(record.offset, parse_block(record.headers, record.value))
+                        self._cursor, accepted = self._cursor.feed(
+                            record.offset, parse_block(record.headers, record.value)
+                        )
                         for one in accepted:
                             event = decode_event(one.line)
                             self.facts.take(event)
                             self.happened(event)
 
     async def take_stock(self) -> None:
-        """Verifies everything in the midst of the story, while there are holds, and offers that are still in Redis."""
+        """Verifies everything in the midst of the story, while there are holds, and offers that are still in
+        Redis.
+        """
         when = shown(self.clock.now_ms)[:-3]
         self._stock_checks += [check._replace(name=f"{check.name}, {when}") for check in await self.verify()]
 
     async def verify(self) -> list[Check]:
-        """Verifies everything when the read models are level: their consumers join their groups while the story is told."""
+        """Verifies everything when the read models are level: their consumers join their groups while the
+        story is told.
+        """
         async with await open_books(self._settings) as books:
             await until_in_books(self._redis, self._keys, books, self._stage.check)
         return await verify(self._settings, share=1)
@@ -273,7 +326,11 @@ class Story:
         self._compare_promises()
         for name, grab in self.facts.grabs.items():
             held = self.facts.accounts[f"hold:{grab.user}", self.facts.offers[grab.offer].asset]
-            self.facts.check("all holds have ended", grab.held == 0 and held == 0, f"{name}: {grab.held} held, {held} on the account")
+            self.facts.check(
+                "all holds have ended",
+                grab.held == 0 and held == 0,
+                f"{name}: {grab.held} held, {held} on the account",
+            )
         return [*self._found(), self._money(), await self._demand(), *self.own_checks(), *self._stock_checks]
 
     def _found(self) -> list[Check]:
@@ -282,10 +339,18 @@ class Story:
 
     def _compare_payments(self) -> None:
         name = "each payment confirmed or refunded, once"
-        sent = {command.payment: command for command, _ in self.first.values() if isinstance(command, Confirm) and command.payment}
+        sent = {
+            command.payment: command
+            for command, _ in self.first.values()
+            if isinstance(command, Confirm) and command.payment
+        }
         for payment, command in sent.items():
             found = self.facts.payments[payment]
-            self.facts.check(name, len(found) == 1 and found[0][1] == command.paid, f"{payment}, {command.paid} paid: {found}")
+            self.facts.check(
+                name,
+                len(found) == 1 and found[0][1] == command.paid,
+                f"{payment}, {command.paid} paid: {found}",
+            )
         for payment in self.facts.payments.keys() - sent.keys():
             self.facts.check(name, False, f"{payment}: nobody made this payment")
 
@@ -297,27 +362,46 @@ class Story:
             event = self.facts.events.get((answer.shard, answer.seq))
             tag = event and event.__struct_config__.tag
             wanted = _EVENT_OF.get(answer.outcome, "payment.refund_due")
-            units = getattr(event, "quantity", None) if answer.quantity is not None and wanted != "offer.loaded" else answer.quantity
+            units = (
+                getattr(event, "quantity", None)
+                if answer.quantity is not None and wanted != "offer.loaded"
+                else answer.quantity
+            )
             same = event is not None and (tag, event.offer, units) == (wanted, command.offer, answer.quantity)
-            self.facts.check("every promise is in the journal", same, f"{command.id}: told {answer}, the journal has {event}")
+            self.facts.check(
+                "every promise is in the journal",
+                same,
+                f"{command.id}: told {answer}, the journal has {event}",
+            )
 
     def _money(self) -> Check:
-        """What came for confirmed grabs is what issuers have and what went back; what came too much waits to be refunded."""
+        """What came for confirmed grabs is what issuers have and what went back; what came too much waits to
+        be refunded.
+        """
         facts, problems = self.facts, []
-        paid = {payment: sum(amount for how, amount in found if how == "grab.confirmed") for payment, found in facts.payments.items()}
-        due = {payment: sum(amount for how, amount in found if how != "grab.confirmed") for payment, found in facts.payments.items()}
+        paid = {
+            payment: sum(amount for how, amount in found if how == "grab.confirmed")
+            for payment, found in facts.payments.items()
+        }
+        due = {
+            payment: sum(amount for how, amount in found if how != "grab.confirmed")
+            for payment, found in facts.payments.items()
+        }
         currencies = {offer.terms.currency for offer in facts.offers.values() if offer.terms.currency}
         issuers = {f"issuer:{offer.terms.issuer}" for offer in facts.offers.values()}
         have = sum(facts.accounts[issuer, currency] for issuer in issuers for currency in currencies)
         back = sum(facts.refunds.values())
         if sum(paid.values()) - back != have:
-            problems.append(f"{sum(paid.values())} confirmed − {back} given back ≠ {have} that the issuers have")
+            problems.append(
+                f"{sum(paid.values())} confirmed − {back} given back ≠ {have} that the issuers have"
+            )
         for payment in facts.payments:
             for currency in currencies:
                 waits = facts.accounts[f"refund:{payment}", currency]
                 if waits != due[payment] + facts.refunds[payment] or facts.refunds[payment] > paid[payment]:
                     problems.append(
-                        f"{payment}: {paid[payment]} confirmed, {due[payment]} due, {facts.refunds[payment]} back, {waits} waits"
+                        f"{payment}: {paid[payment]} confirmed, {due[payment]} due, {facts.refunds[payment]} "
+                        f"back, {waits} waits"
                     )
         return Check("money confirmed = issuer's + refunds", sum(paid.values()), "minor units", problems)
 
@@ -332,12 +416,16 @@ class Story:
             _, code, offer = name.decode().split(":", 2)
             counted[int(code), offer] += int(count)
         problems = [
-            f"{key}: {counted[key]} counted, {told[key]} told" for key in sorted(counted.keys() | told.keys()) if counted[key] != told[key]
+            f"{key}: {counted[key]} counted, {told[key]} told"
+            for key in sorted(counted.keys() | told.keys())
+            if counted[key] != told[key]
         ]
         return Check("refusals counted = refusals told", told.total(), "refusals", problems)
 
 
-async def tell(story: type[Story], settings: Settings, seed: int, people: int, keep: bool, quiet: bool) -> dict[str, Any]:
+async def tell(
+    story: type[Story], settings: Settings, seed: int, people: int, keep: bool, quiet: bool
+) -> dict[str, Any]:
     """Tells a story in a system of its own, and returns what came out, with the verdict."""
     began = time.monotonic()
     redis = open_redis(settings)

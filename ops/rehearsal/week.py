@@ -1,8 +1,8 @@
 """The story of the weekly flash sale (article 004), a week and a half in less than a minute.
 
-Monday: eight offers are loaded from a file · Wednesday: the data department corrects prices · Thursday: who may buy is loaded ·
-Friday 10:00: the rush, then payments of every kind, refunds in the afternoon, the close at 22:00 · a week later the offers leave Redis,
-and the result of the week is published.
+Monday: eight offers are loaded from a file · Wednesday: the data department corrects prices · Thursday: who
+may buy is loaded · Friday 10:00: the rush, then payments of every kind, refunds in the afternoon, the close
+at 22:00 · a week later the offers leave Redis, and the result of the week is published.
 """
 
 import csv
@@ -52,7 +52,8 @@ GOODS: Final[tuple[tuple[str, int, int, int, dict[str, Any]], ...]] = (
 NEW_PRICES: Final = {"phone": 189_900, "book": 1_790, "toy": 3_500}
 #: What becomes of a hold, and how often.
 FATES: Final = {
-    "pays": 50, "hears_back_twice": 7, "pays_twice": 5, "fails": 8, "abandons": 7, "is_late": 10, "pays_too_little": 5, "pays_in_part": 4,
+    "pays": 50, "hears_back_twice": 7, "pays_twice": 5, "fails": 8, "abandons": 7, "is_late": 10,
+    "pays_too_little": 5, "pays_in_part": 4,
     "extends": 4,
 }  # fmt: skip
 
@@ -65,12 +66,16 @@ def written(at_ms: int) -> str:
 def offers_file(campaign: str, people: int) -> str:
     """The file of the week, as the shop would write it."""
     defaults = {
-        "kind": "stock", "issuer": "shop", "currency": "CNY", "hold_ms": "15m", "extensions": 1, "max_per_grab": 2,
+        "kind": "stock", "issuer": "shop", "currency": "CNY", "hold_ms": "15m", "extensions": 1,
+        "max_per_grab": 2,
         "timezone": TIMEZONE, "opens_at": written(OPENS_MS), "closes_at": written(CLOSES_MS),
         "limits": "user/offer/2; user/week/3/campaign",
     }  # fmt: skip
     offers = [
-        {"offer": f"{campaign}:{name}", "terms": {"title": name.title(), "total": max(people * units // 100, 4), "price": price, **more}}
+        {
+            "offer": f"{campaign}:{name}",
+            "terms": {"title": name.title(), "total": max(people * units // 100, 4), "price": price, **more},
+        }
         for name, price, units, _, more in GOODS
     ]
     return yaml.safe_dump({"defaults": defaults, "offers": offers}, sort_keys=False)
@@ -93,7 +98,8 @@ class Week(Story):
         self._sent_back: set[str] = set()
         self._ineligible: set[str] = set()
         self._fates: dict[str, Callable[[Grab, int, int, int], None]] = {
-            "pays": self._pays, "hears_back_twice": self._hears_back_twice, "pays_twice": self._pays_twice, "fails": self._fails,
+            "pays": self._pays, "hears_back_twice": self._hears_back_twice, "pays_twice": self._pays_twice,
+            "fails": self._fails,
             "abandons": lambda *_: None, "is_late": self._is_late, "pays_too_little": self._pays_too_little,
             "pays_in_part": self._pays_in_part, "extends": self._extends,
         }  # fmt: skip
@@ -108,7 +114,7 @@ class Week(Story):
         await self._close()
         await self._retire()
 
-    # -- before the sale ----------------------------------------------------------------------------------------------
+    # -- before the sale -------------------------------------------------------------------------------------
 
     async def _monday(self) -> None:
         self.display.stage("Monday: check the file of the week, open the offers")
@@ -130,9 +136,14 @@ class Week(Story):
         await self.run_until(moment(2, "14:00"), HOUR_MS)
         self.display.stage("Wednesday: prices are corrected")
         changes = {f"{self.campaign}:{name}": Changes(price=price) for name, price in NEW_PRICES.items()}
-        commands = [Amend(id=self.new_id("amend"), offer=offer, changes=change, operator="data") for offer, change in changes.items()]
+        commands = [
+            Amend(id=self.new_id("amend"), offer=offer, changes=change, operator="data")
+            for offer, change in changes.items()
+        ]
         await self.send([self.expect(command, "amended") for command in commands])
-        wrong = Amend(id=self.new_id("amend"), offer=next(iter(changes)), changes=Changes(closes_at=OPENS_MS - HOUR_MS))
+        wrong = Amend(
+            id=self.new_id("amend"), offer=next(iter(changes)), changes=Changes(closes_at=OPENS_MS - HOUR_MS)
+        )
         await self.send([self.expect(wrong, "invalid")])
         for offer, change in changes.items():
             self.terms[offer] = msgspec.structs.replace(self.terms[offer], price=change.price)
@@ -143,29 +154,42 @@ class Week(Story):
         invited = [f"user-{number}" for number in range(int(self.people * SHARE_INVITED))]
         loads = chunks(self._offer("lamp"), "audience", invited, least=2)
         await self.send([self.expect(load, "loaded") for load in loads])
-        await self.send([loads[0], self.expect(msgspec.structs.replace(loads[1], id="load-again"), "conflict")])
+        await self.send(
+            [loads[0], self.expect(msgspec.structs.replace(loads[1], id="load-again"), "conflict")]
+        )
 
     def _offer(self, name: str) -> str:
         return f"{self.campaign}:{name}"
 
-    # -- the rush -----------------------------------------------------------------------------------------------------
+    # -- the rush --------------------------------------------------------------------------------------------
 
     async def _rush(self) -> None:
         await self.run_until(OPENS_MS - 1, HOUR_MS)
         self.display.stage("Friday: too early by a millisecond")
-        early = [self.expect(self._grab(f"user-{number}", name), "not_open_yet") for number in range(20) for name, *_ in GOODS]
+        early = [
+            self.expect(self._grab(f"user-{number}", name), "not_open_yet")
+            for number in range(20)
+            for name, *_ in GOODS
+        ]
         for answer in await self.send(early):
-            self.told(answer.retry_at == OPENS_MS, f"{answer.offer}: come again at {answer.retry_at}, not at {OPENS_MS}")
+            self.told(
+                answer.retry_at == OPENS_MS,
+                f"{answer.offer}: come again at {answer.retry_at}, not at {OPENS_MS}",
+            )
         self.display.stage("10:00: the rush", OPENS_MS + RUSH_SECONDS * 1000)
         for number in range(self.people):
-            self._wish(f"user-{number}", OPENS_MS, OPENS_MS + (RUSH_SECONDS - 1) * 1000, 1000 * RUSH_MEAN_SECONDS)
+            self._wish(
+                f"user-{number}", OPENS_MS, OPENS_MS + (RUSH_SECONDS - 1) * 1000, 1000 * RUSH_MEAN_SECONDS
+            )
         await self.step(OPENS_MS)
         await self.run_until(OPENS_MS + RUSH_SECONDS * 1000, 1000)
         await self._hear_of_events()
 
     def _wish(self, user: str, begins: int, ends: int, mean_ms: float) -> None:
         """Somebody wants some of the goods, soon after a time, and clicks twice now and then."""
-        wanted = self.random.choices([name for name, *_ in GOODS], [weight for *_, weight, _ in GOODS], k=self.random.randint(1, 4))
+        wanted = self.random.choices(
+            [name for name, *_ in GOODS], [weight for *_, weight, _ in GOODS], k=self.random.randint(1, 4)
+        )
         for name in dict.fromkeys(wanted):
             at = min(begins + self.random.expovariate(1 / mean_ms), ends)
             # Some have their finger on the button.
@@ -185,14 +209,22 @@ class Week(Story):
             self._ineligible.add(grab.id)
         if chance < 0.1:
             return grab
-        # Most have a ticket; some have forged theirs, some have somebody else's, and some have one that ran out in the morning.
+        # Most have a ticket; some have forged theirs, some have somebody else's, and some have one that ran
+        # out in the morning.
         key = self._ticket_key if chance > 0.2 else bytes(32)
         owner = user if chance > 0.25 else "somebody"
         expires = CLOSES_MS if chance > 0.3 else OPENS_MS
-        ticket = sign("story", key, user=owner, offer=self.campaign, expires_at_ms=expires, once_id=f"t-{user}" if chance > 0.6 else "")
+        ticket = sign(
+            "story",
+            key,
+            user=owner,
+            offer=self.campaign,
+            expires_at_ms=expires,
+            once_id=f"t-{user}" if chance > 0.6 else "",
+        )
         return msgspec.structs.replace(grab, ticket=ticket)
 
-    # -- what becomes of holds ----------------------------------------------------------------------------------------
+    # -- what becomes of holds -------------------------------------------------------------------------------
 
     def heard(self, command: AnyCommand, answer: Answer) -> None:
         """A buyer sees the payment page, or learns what became of a payment."""
@@ -200,7 +232,10 @@ class Week(Story):
             if answer.outcome == "held":
                 self._choose(command, answer.quantity or 0, answer.due or 0, answer.deadline_at or 0)
             self._waiting += answer.outcome == "waiting"
-            self.told(not (answer.positive and command.id in self._ineligible), f"{command.id}: {answer.outcome} without a good ticket")
+            self.told(
+                not (answer.positive and command.id in self._ineligible),
+                f"{command.id}: {answer.outcome} without a good ticket",
+            )
         elif command.id in self._late:
             self._judge_late(command, answer)
 
@@ -221,7 +256,9 @@ class Week(Story):
             # Held shortly before the close: the payment comes after it, but within its time.
             self._after_close.add(grab.id)
             if self.random.random() < 0.8:
-                self.plan(deadline - self.random.uniform(1.5, 2.5) * MINUTE_MS, self._pay(grab, due, "confirmed"))
+                self.plan(
+                    deadline - self.random.uniform(1.5, 2.5) * MINUTE_MS, self._pay(grab, due, "confirmed")
+                )
             return
         # Each fate once before chance decides, so that a small crowd meets them all.
         fate = self._unmet.pop() if self._unmet else self.random.choices(list(FATES), list(FATES.values()))[0]
@@ -230,7 +267,13 @@ class Week(Story):
     def _pay(self, grab: Grab, paid: int, *outcomes: str, quantity: int | None = None) -> Confirm:
         payment = self.new_id("payment")
         confirm = Confirm(
-            id=f"confirm-{payment}", offer=grab.offer, grab=grab.id, payment=payment, paid=paid, currency="CNY", quantity=quantity
+            id=f"confirm-{payment}",
+            offer=grab.offer,
+            grab=grab.id,
+            payment=payment,
+            paid=paid,
+            currency="CNY",
+            quantity=quantity,
         )
         self.expect(confirm, *outcomes)
         return confirm
@@ -301,7 +344,7 @@ class Week(Story):
         if self.random.random() < 0.8:
             self.plan(deadline + self.random.uniform(1, 12) * MINUTE_MS, self._pay(grab, due, "confirmed"))
 
-    # -- the day of the sale ------------------------------------------------------------------------------------------
+    # -- the day of the sale ---------------------------------------------------------------------------------
 
     async def _day_of_sale(self) -> None:
         await self._minutes("payments: in time, late, twice, wrong, not at all", moment(FRIDAY, "10:05"))
@@ -311,9 +354,13 @@ class Week(Story):
         self._plan_refunds(moment(FRIDAY, "14:00"), moment(FRIDAY, "17:00"), SHARE_REFUNDED)
         for number in range(self.people // 4):
             self._wish(f"afternoon-{number}", moment(FRIDAY, "14:30"), moment(FRIDAY, "18:00"), HOUR_MS)
-        await self._minutes("afternoon: refunds, and what comes back is grabbed again", moment(FRIDAY, "21:50"))
+        await self._minutes(
+            "afternoon: refunds, and what comes back is grabbed again", moment(FRIDAY, "21:50")
+        )
         for number in range(max(self.people // 20, 8)):
-            self.plan(moment(FRIDAY, "21:50") + number % 8 * MINUTE_MS, self._grab(f"evening-{number}", "toy", 1))
+            self.plan(
+                moment(FRIDAY, "21:50") + number % 8 * MINUTE_MS, self._grab(f"evening-{number}", "toy", 1)
+            )
         await self._minutes("the last minutes", CLOSES_MS)
 
     async def _minutes(self, stage: str, until_ms: int) -> None:
@@ -324,14 +371,24 @@ class Week(Story):
 
     def _plan_refunds(self, begins: int, ends: int, share: float) -> None:
         """Some send back what they bought, a part of it or all; the shop's clerk presses the button twice."""
-        bought = {answer.grab for command, answer in self.first.values() if isinstance(command, Confirm) and answer.outcome == "confirmed"}
+        bought = {
+            answer.grab
+            for command, answer in self.first.values()
+            if isinstance(command, Confirm) and answer.outcome == "confirmed"
+        }
         for name in sorted(set(filter(None, bought)) - self._sent_back):
             if self.random.random() >= share:
                 continue
             self._sent_back.add(name)
             grab = self.first[name][0]
             quantity = self.random.choice((None, 1))
-            back = Return(id=self.new_id("return"), offer=grab.offer, grab=name, quantity=quantity, reason="does not fit")
+            back = Return(
+                id=self.new_id("return"),
+                offer=grab.offer,
+                grab=name,
+                quantity=quantity,
+                reason="does not fit",
+            )
             at = self.random.uniform(begins, ends)
             for _ in range(2):
                 self.plan(at, self.expect(back, "returned"))
@@ -339,11 +396,15 @@ class Week(Story):
                 again = msgspec.structs.replace(back, id=self.new_id("return"))
                 self.plan(at + 5 * MINUTE_MS, self.expect(again, "not_held"))
 
-    # -- after the sale -----------------------------------------------------------------------------------------------
+    # -- after the sale --------------------------------------------------------------------------------------
 
     async def _close(self) -> None:
         self.told(bool(self._after_close), "nobody held anything when it closed")
-        over = [self.expect(self._grab(f"user-{number}", name, 1), "over", "not_eligible") for number in range(5) for name, *_ in GOODS]
+        over = [
+            self.expect(self._grab(f"user-{number}", name, 1), "over", "not_eligible")
+            for number in range(5)
+            for name, *_ in GOODS
+        ]
         await self.send(over)
         self._plan_refunds(CLOSES_MS, CLOSES_MS + HOUR_MS, SHARE_REFUNDED / 8)
         await self._minutes("closed; payments within their time still count", CLOSES_MS + 70 * MINUTE_MS)
@@ -355,7 +416,7 @@ class Week(Story):
         gone = [self.expect(self._grab("user-1", name, 1), "no_such_offer") for name, *_ in GOODS]
         await self.send(gone)
 
-    # -- verdict and result -------------------------------------------------------------------------------------------
+    # -- verdict and result ----------------------------------------------------------------------------------
 
     def own_checks(self) -> list[Check]:
         """All has ended, and all that the story is about has happened."""
@@ -363,15 +424,23 @@ class Week(Story):
         here = [name for name, offer in offers.items() if offer.retired_at is None]
         seen = {answer.outcome for _, answer in self.first.values()}
         wanted = {
-            "held", "waiting", "confirmed", "released", "extended", "returned", "not_open_yet", "not_eligible", "limit_reached",
+            "held", "waiting", "confirmed", "released", "extended", "returned", "not_open_yet",
+            "not_eligible", "limit_reached",
             "sold_out", "over", "no_such_offer", "invalid", "expired", "not_held",
         }  # fmt: skip
-        again = [event for event in self.facts.events.values() if isinstance(event, GrabHeld) and event.waited]
+        again = [
+            event for event in self.facts.events.values() if isinstance(event, GrabHeld) and event.waited
+        ]
         missing = [f"nobody was answered {outcome}" for outcome in sorted(wanted - seen)] + (
             [] if again else ["nobody was served who waited"]
         )
         return [
-            Check("every offer closed and retired", len(offers), "offers", [f"{name}: still there" for name in here]),
+            Check(
+                "every offer closed and retired",
+                len(offers),
+                "offers",
+                [f"{name}: still there" for name in here],
+            ),
             Check("everything has happened", len(wanted), "outcomes", missing),
         ]
 
@@ -398,7 +467,9 @@ class Week(Story):
 
 
 def publish(result: dict[str, Any], folder: Path) -> list[str]:
-    """Writes what came out of a story as JSON, and its offers as CSV with a column for every refusal; returns the paths."""
+    """Writes what came out of a story as JSON, and its offers as CSV with a column for every refusal; returns
+    the paths.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     rows = result["result"]
     refusals = sorted({outcome for row in rows for outcome in row["refused"]})
@@ -409,5 +480,8 @@ def publish(result: dict[str, Any], folder: Path) -> list[str]:
     with as_csv.open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow([*numbers, *(f"refused_{outcome}" for outcome in refusals)])
-        writer.writerows([*(row[name] for name in numbers), *(row["refused"].get(outcome, 0) for outcome in refusals)] for row in rows)
+        writer.writerows(
+            [*(row[name] for name in numbers), *(row["refused"].get(outcome, 0) for outcome in refusals)]
+            for row in rows
+        )
     return [str(as_json), str(as_csv)]

@@ -1,4 +1,6 @@
-"""The AsyncAPI document: which topics there are, what stands in them and under which key and headers, and how long they keep it."""
+"""The AsyncAPI document: which topics there are, what stands in them and under which key and headers, and how
+long they keep it.
+"""
 
 from typing import Any, Final, get_args
 
@@ -20,16 +22,22 @@ PREFIX: Final = "{prefix}"
 Node = dict[str, Any]
 
 DESCRIPTION: Final = (
-    "Limited things that a crowd grabs at once. Commands go in, answers and events come out; the journal is the truth. "
+    "Limited things that a crowd grabs at once. Commands go in, answers and events come out; the journal is "
+    "the truth. "
     "Partition = shard = CRC32(campaign) mod shards; the campaign of an offer is its id up to the first `:`."
 )
 DESCRIPTIONS: Final = {
     "commands": "Commands to decide, in any partition.",
-    "results": "Answers, once they are journaled; each in the partition its command came from, and maybe twice.",
-    "journal": "Blocks of events: the truth. A marker counts when its term is higher than that of every marker before it; a block "
-    "counts when its term and owner are those of the last marker that counts. Drop events whose seq is already seen, stop at a gap. "
-    "hash(n) = sha256(hash(n-1) ‖ line), from 32 zero bytes on. Events stay in the version they were written in.",
-    "events": "Single events as CloudEvents in binary mode. May repeat, with the same id and bytes: drop seq at or below the highest "
+    "results": "Answers, once they are journaled; each in the partition its command came from, and maybe "
+    "twice.",
+    "journal": "Blocks of events: the truth. A marker counts when its term is higher than that of every "
+    "marker before it; a block "
+    "counts when its term and owner are those of the last marker that counts. Drop events whose seq is "
+    "already seen, stop at a gap. "
+    "hash(n) = sha256(hash(n-1) ‖ line), from 32 zero bytes on. Events stay in the version they were written "
+    "in.",
+    "events": "Single events as CloudEvents in binary mode. May repeat, with the same id and bytes: drop seq "
+    "at or below the highest "
     "seen in the partition. Events stay in the version they were written in.",
     "rejected": "The original bytes of what could not be understood.",
 }
@@ -53,7 +61,10 @@ def document(version: str) -> Node:
 
 
 def _prefix() -> Node:
-    return {"default": Settings.model_fields["prefix"].default, "description": "GRAB_PREFIX: several systems may share the servers"}
+    return {
+        "default": Settings.model_fields["prefix"].default,
+        "description": "GRAB_PREFIX: several systems may share the servers",
+    }
 
 
 def _channels() -> Node:
@@ -76,7 +87,10 @@ def _channels() -> Node:
             "bindings": {
                 "kafka": {
                     "partitions": 1 if topic == topics.rejected else shards,
-                    "topicConfiguration": {"retention.ms": kept[topic], "max.message.bytes": RECORD_BYTES_MAX},
+                    "topicConfiguration": {
+                        "retention.ms": kept[topic],
+                        "max.message.bytes": RECORD_BYTES_MAX,
+                    },
                     "bindingVersion": BINDING,
                 }
             },
@@ -99,12 +113,15 @@ def _operations() -> Node:
         "action": "receive",
         "channel": {"$ref": "#/channels/commands"},
         "summary": "Decides commands, in the order of each record.",
-        "reply": {"channel": {"$ref": "#/channels/results"}, "messages": [{"$ref": "#/channels/results/messages/answer"}]},
+        "reply": {
+            "channel": {"$ref": "#/channels/results"},
+            "messages": [{"$ref": "#/channels/results/messages/answer"}],
+        },
     }
     return {"decide": decide, **sent}
 
 
-# -- messages ---------------------------------------------------------------------------------------------------------
+# -- messages ------------------------------------------------------------------------------------------------
 
 
 def _messages() -> Node:
@@ -116,14 +133,22 @@ def _messages() -> Node:
             _schema({"type": "array", "items": anything}),
             _key("any; the offer's id is usual"),
         ),
-        "answer": _message("the answer to a command", _schema(_file(ANSWER)), _key("the command's id", ID_PATTERN)),
+        "answer": _message(
+            "the answer to a command", _schema(_file(ANSWER)), _key("the command's id", ID_PATTERN)
+        ),
         "block": {
-            **_message("consecutive events of a shard, one a line (NDJSON)", _schema({"type": "string", "minLength": 1}), None),
+            **_message(
+                "consecutive events of a shard, one a line (NDJSON)",
+                _schema({"type": "string", "minLength": 1}),
+                None,
+            ),
             "contentType": "application/x-ndjson",
             "headers": _schema(BLOCK_HEADERS),
         },
         "marker": {
-            **_message("the begin of a term; its value is empty", _schema({"type": "string", "maxLength": 0}), None),
+            **_message(
+                "the begin of a term; its value is empty", _schema({"type": "string", "maxLength": 0}), None
+            ),
             "contentType": "application/x-ndjson",
             "headers": _schema(MARKER_HEADERS),
         },
@@ -142,7 +167,9 @@ def _event(type_: str) -> Node:
     headers = {**EVENT_HEADERS, "properties": {**EVENT_HEADERS["properties"], "ce_type": {"const": type_}}}
     payload = _schema(files[0] if len(files) == 1 else {"oneOf": files})
     return {
-        **_message(f"{type_}, written in version {versions[-1]}", payload, _key("the offer's id", ID_PATTERN)),
+        **_message(
+            f"{type_}, written in version {versions[-1]}", payload, _key("the offer's id", ID_PATTERN)
+        ),
         "headers": _schema(headers),
     }
 
@@ -165,10 +192,13 @@ def _file(name: str) -> Node:
 
 
 def _schema(schema: Node) -> Node:
-    return {"schemaFormat": SCHEMA_FORMAT, "schema": schema if "$ref" in schema else {"$schema": DIALECT, **schema}}
+    return {
+        "schemaFormat": SCHEMA_FORMAT,
+        "schema": schema if "$ref" in schema else {"$schema": DIALECT, **schema},
+    }
 
 
-# -- headers: their values are text ------------------------------------------------------------------------------------
+# -- headers: their values are text --------------------------------------------------------------------------
 
 
 def _headers(required: Node, optional: Node | None = None) -> Node:
@@ -210,11 +240,20 @@ REJECTED_HEADERS: Final = _headers(
         "topic": {"type": "string"},
         "partition": _NUMBER,
         "offset": _NUMBER,
-        "index": {**_NUMBER, "description": "ordinal of the command within the record, from 0; of several bad ones, the first"},
+        "index": {
+            **_NUMBER,
+            "description": "ordinal of the command within the record, from 0; of several bad ones, the first",
+        },
     },
     {
         "piece": {**_NUMBER, "description": "bytes too long for one record: ordinal of the piece, from 1"},
-        "pieces": {**_NUMBER, "description": "number of pieces that make up the bytes, when there are several"},
-        "part": {"const": "key", "description": "the bytes are those of the record's key, which was too long to be kept as one"},
+        "pieces": {
+            **_NUMBER,
+            "description": "number of pieces that make up the bytes, when there are several",
+        },
+        "part": {
+            "const": "key",
+            "description": "the bytes are those of the record's key, which was too long to be kept as one",
+        },
     },
 )

@@ -1,10 +1,12 @@
 """What a change of a JSON Schema means for the programs on the other side.
 
-Who is on the other side decides. `reads`: we read what others wrote by the old schema (commands of senders that know nothing of the
-change; events that have been in the journal for years), so whatever fitted must still fit. `writes`: others read by the old schema
-what we write by the new one (answers, events), so nothing may come that the old one did not announce; they ignore unknown fields.
+Who is on the other side decides. `reads`: we read what others wrote by the old schema (commands of senders
+that know nothing of the change; events that have been in the journal for years), so whatever fitted must
+still fit. `writes`: others read by the old schema what we write by the new one (answers, events), so nothing
+may come that the old one did not announce; they ignore unknown fields.
 
-Only what the schemas of this project are made of is understood; a difference in anything else is breaking until somebody looks.
+Only what the schemas of this project are made of is understood; a difference in anything else is breaking
+until somebody looks.
 """
 
 from collections.abc import Iterator
@@ -36,24 +38,30 @@ MEANING: Final[dict[str, tuple[Verdict, Verdict]]] = {
     "cannot be compared": ("breaking", "breaking"),
 }
 #: Words of a schema that constrain nothing.
-_NOTES: Final = frozenset({"$schema", "$id", "$defs", "title", "description", "discriminator", "$comment", "examples"})
+_NOTES: Final = frozenset(
+    {"$schema", "$id", "$defs", "title", "description", "discriminator", "$comment", "examples"}
+)
 _LEAST: Final = ("minimum", "minLength", "minItems", "minProperties")
 _MOST: Final = ("maximum", "maxLength", "maxItems", "maxProperties")
 _UNDERSTOOD: Final = _NOTES | {
-    "type", "enum", "const", "anyOf", "$ref", "default", "pattern", "properties", "required", "additionalProperties", "propertyNames",
+    "type", "enum", "const", "anyOf", "$ref", "default", "pattern", "properties", "required",
+    "additionalProperties", "propertyNames",
     "items", "prefixItems", "format", *_LEAST, *_MOST,
 }  # fmt: skip
 
 _SIMPLE: Final = ("string", "integer", "number", "boolean", "null", "array", "choice", "anything")
 #: Free text that becomes a choice, a whole number that becomes any number, and back.
 _RELATED: Final = {
-    ("string", "choice"): "narrowed", ("choice", "string"): "widened", ("integer", "number"): "widened", ("number", "integer"): "narrowed",
+    ("string", "choice"): "narrowed", ("choice", "string"): "widened", ("integer", "number"): "widened",
+    ("number", "integer"): "narrowed",
 }  # fmt: skip
 _ABSENT: Final = "nothing"
 
 
 class Difference(NamedTuple):
-    """One difference: where (`$.terms.price`), of which kind (a key of MEANING), and in words what was and what is."""
+    """One difference: where (`$.terms.price`), of which kind (a key of MEANING), and in words what was and
+    what is.
+    """
 
     where: str
     kind: str
@@ -84,7 +92,9 @@ class _Comparison:
         olds, news = _alternatives(self._old_root, old), _alternatives(self._new_root, new)
         yield from _other_alternatives(where, olds, news)
         for name in (name for name in olds if name in news):
-            yield from self._one(where if name in ("object", *_SIMPLE) else f"{where}({name})", olds[name], news[name])
+            yield from self._one(
+                where if name in ("object", *_SIMPLE) else f"{where}({name})", olds[name], news[name]
+            )
 
     def _one(self, where: str, old: Schema, new: Schema) -> Iterator[Difference]:
         """Two schemas of one type."""
@@ -102,22 +112,41 @@ class _Comparison:
                 continue
             was, is_ = field in old.get("required", ()), field in new.get("required", ())
             if was != is_:
-                yield Difference(inside, *(("became required", "is always there") if is_ else ("became optional", "may be left out")))
+                yield Difference(
+                    inside,
+                    *(
+                        ("became required", "is always there")
+                        if is_
+                        else ("became optional", "may be left out")
+                    ),
+                )
             elif not was and schema.get("default", _ABSENT) != news[field].get("default", _ABSENT):
                 meanings = [one.get("default", _ABSENT) for one in (schema, news[field])]
-                yield Difference(inside, "default changed", f"left out, it meant {meanings[0]!r}, now {meanings[1]!r}")
+                yield Difference(
+                    inside, "default changed", f"left out, it meant {meanings[0]!r}, now {meanings[1]!r}"
+                )
             yield from self.compare(inside, schema, news[field])
         for field in (field for field in news if field not in olds):
             required = field in new.get("required", ())
-            yield Difference(f"{where}.{field}", "required field added" if required else "field added", "a new field")
+            yield Difference(
+                f"{where}.{field}", "required field added" if required else "field added", "a new field"
+            )
 
     def _members(self, where: str, old: Schema, new: Schema) -> Iterator[Difference]:
         """What stands in a list or in a map."""
-        for word, inside in (("items", f"{where}[]"), ("additionalProperties", f"{where}.*"), ("propertyNames", f"{where}.*(name)")):
+        for word, inside in (
+            ("items", f"{where}[]"),
+            ("additionalProperties", f"{where}.*"),
+            ("propertyNames", f"{where}.*(name)"),
+        ):
             was, is_ = old.get(word, True), new.get(word, True)
             if isinstance(was, dict) and isinstance(is_, dict):
                 yield from self.compare(inside, was, is_)
-            elif isinstance(was, dict) or isinstance(is_, dict) or (was != is_ and word != "additionalProperties"):
+            elif (
+                isinstance(was, dict)
+                or isinstance(is_, dict)
+                or (was != is_ and word != "additionalProperties")
+            ):
                 yield Difference(inside, "cannot be compared", f"{word}: {was} → {is_}")
             elif was != is_:
                 kind = "unknown fields are allowed" if is_ else "unknown fields are refused"
@@ -148,7 +177,9 @@ def _resolved(root: Schema, schema: Schema) -> Schema:
 def _alternatives(root: Schema, schema: Schema) -> dict[str, Schema]:
     """What a value may be, by type; structs of several sorts by the value that tells them apart."""
     if "anyOf" not in schema:
-        return {"choice" if "enum" in schema or "const" in schema else str(schema.get("type", "anything")): schema}
+        return {
+            "choice" if "enum" in schema or "const" in schema else str(schema.get("type", "anything")): schema
+        }
     tag = schema.get("discriminator", {}).get("propertyName")
     found: dict[str, Schema] = {}
     for one in schema["anyOf"]:
@@ -171,11 +202,17 @@ def _not_understood(where: str, old: Schema, new: Schema) -> Iterator[Difference
 def _other_alternatives(where: str, old: dict[str, Schema], new: dict[str, Schema]) -> Iterator[Difference]:
     gone, come = [name for name in old if name not in new], [name for name in new if name not in old]
     if gone and come:
-        kind = _RELATED.get((gone[0], come[0]), "type changed") if len(gone) == len(come) == 1 else "type changed"
+        kind = (
+            _RELATED.get((gone[0], come[0]), "type changed")
+            if len(gone) == len(come) == 1
+            else "type changed"
+        )
         yield Difference(where, kind, f"{', '.join(gone)} → {', '.join(come)}")
         return
     for name in gone:
-        yield Difference(where, "narrowed" if name in _SIMPLE else "alternative removed", f"no {name} any more")
+        yield Difference(
+            where, "narrowed" if name in _SIMPLE else "alternative removed", f"no {name} any more"
+        )
     for name in come:
         yield Difference(where, "widened" if name in _SIMPLE else "alternative added", f"also {name}")
 
@@ -202,7 +239,9 @@ def _bounds(where: str, old: Schema, new: Schema) -> Iterator[Difference]:
             if was == is_:
                 continue
             narrower = is_ is not None and (was is None or (is_ - was) * sign > 0)
-            yield Difference(where, "narrowed" if narrower else "widened", f"{word} {_shown(was)} → {_shown(is_)}")
+            yield Difference(
+                where, "narrowed" if narrower else "widened", f"{word} {_shown(was)} → {_shown(is_)}"
+            )
     for word in ("pattern", "format"):
         was, is_ = old.get(word), new.get(word)
         if was != is_:

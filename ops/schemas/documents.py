@@ -1,7 +1,9 @@
-"""JSON Schemas (2020-12) of every command, answer and event, made from the models: one document each, with all that it refers to.
+"""JSON Schemas (2020-12) of every command, answer and event, made from the models: one document each, with
+all that it refers to.
 
-Each says what one field says by itself. What ties fields together (a basket cannot wait, a price needs a hold) is checked at the
-door and said in the models' words; a command that fits its schema can still be answered `invalid`.
+Each says what one field says by itself. What ties fields together (a basket cannot wait, a price needs a
+hold) is checked at the door and said in the models' words; a command that fits its schema can still be
+answered `invalid`.
 """
 
 import inspect
@@ -20,11 +22,21 @@ Schema = dict[str, Any]
 
 
 def documents() -> dict[str, Schema]:
-    """All schemas by name: `commands/grab`, `answers/answer`, `events/grab.granted.v1` …, in order of their names."""
-    found = {f"commands/{tag_of(command)}": schema_of(command, tag_of(command)) for command in get_args(AnyCommand)}
+    """All schemas by name: `commands/grab`, `answers/answer`, `events/grab.granted.v1` …, in order of their
+    names.
+    """
+    found = {
+        f"commands/{tag_of(command)}": schema_of(command, tag_of(command)) for command in get_args(AnyCommand)
+    }
     found[ANSWER] = schema_of(Answer, "answer", nulls=False)
-    found |= {event_name(tag_of(event)): schema_of(event, tag_of(event), nulls=False) for event in get_args(AnyEvent)}
-    return {name: {"$schema": DIALECT, "$id": f"urn:grabstream:{name.replace('/', ':')}", **found[name]} for name in sorted(found)}
+    found |= {
+        event_name(tag_of(event)): schema_of(event, tag_of(event), nulls=False)
+        for event in get_args(AnyEvent)
+    }
+    return {
+        name: {"$schema": DIALECT, "$id": f"urn:grabstream:{name.replace('/', ':')}", **found[name]}
+        for name in sorted(found)
+    }
 
 
 def event_name(type_: str, version: int | None = None) -> str:
@@ -40,7 +52,8 @@ def tag_of(struct: type) -> str:
 def schema_of(struct: type, title: str, nulls: bool = True) -> Schema:
     """The schema of one struct, with the ones it refers to under `$defs`.
 
-    `nulls`: whether a field that may be left out may as well be null. It may in what we read; what we write has no null in it.
+    `nulls`: whether a field that may be left out may as well be null. It may in what we read; what we write
+    has no null in it.
     """
     _, components = msgspec.json.schema_components([struct], ref_template="#/$defs/{name}")
     plain = {name: _plain(component, nulls) for name, component in components.items()}
@@ -58,6 +71,8 @@ def _plain(schema: Any, nulls: bool) -> Any:
         rest = {key: value for key, value in schema.items() if key not in ("anyOf", "default")}
         return _plain({**schema["anyOf"][0], **rest}, nulls)
     return {
-        key: inspect.cleandoc(value) if key == "description" and isinstance(value, str) else _plain(value, nulls)
+        key: inspect.cleandoc(value)
+        if key == "description" and isinstance(value, str)
+        else _plain(value, nulls)
         for key, value in schema.items()
     }

@@ -1,4 +1,6 @@
-"""A set as it runs in production, on one machine: a Redis Cluster of three masters with a replica each, three Kafka brokers, PostgreSQL."""
+"""A set as it runs in production, on one machine: a Redis Cluster of three masters with a replica each, three
+Kafka brokers, PostgreSQL.
+"""
 
 import base64
 import hashlib
@@ -21,7 +23,9 @@ JOIN_SECONDS: Final = 30.0
 
 
 class ClusterPorts(NamedTuple):
-    """Ports of a set: six of Redis (masters first) and their buses, three of Kafka and their controllers, PostgreSQL's."""
+    """Ports of a set: six of Redis (masters first) and their buses, three of Kafka and their controllers,
+    PostgreSQL's.
+    """
 
     redis: Sequence[int]
     bus: Sequence[int]
@@ -45,9 +49,21 @@ class ClusterServices(ServerSet):
             for number, (port, bus) in enumerate(zip(ports.redis, ports.bus, strict=True), 1)
         )
         # The three are formatted one by one, and have to agree on the name of their cluster.
-        cluster_id = base64.urlsafe_b64encode(hashlib.sha256(str(directory).encode()).digest()[:16]).decode().rstrip("=")
+        cluster_id = (
+            base64.urlsafe_b64encode(hashlib.sha256(str(directory).encode()).digest()[:16])
+            .decode()
+            .rstrip("=")
+        )
         self.kafka = tuple(
-            Kafka(directory / f"kafka-{place + 1}", port, ports.controller, kafka_heap_mb, f"kafka-{place + 1}", place, cluster_id)
+            Kafka(
+                directory / f"kafka-{place + 1}",
+                port,
+                ports.controller,
+                kafka_heap_mb,
+                f"kafka-{place + 1}",
+                place,
+                cluster_id,
+            )
             for place, port in enumerate(ports.kafka)
         )
         super().__init__(directory, (*self.redis, *self.kafka), Postgres(directory, ports.postgres))
@@ -61,12 +77,15 @@ class ClusterServices(ServerSet):
         }
 
     def join(self, report: Report) -> None:
-        """Makes six Redis servers one cluster, once; raises ServiceError when they do not agree within JOIN_SECONDS."""
+        """Makes six Redis servers one cluster, once; raises ServiceError when they do not agree within
+        JOIN_SECONDS.
+        """
         join_redis(self.redis, MASTERS, report)
 
 
 def join_redis(servers: Sequence[Redis], masters: int, report: Report = lambda line: None) -> None:
-    """Makes running servers one cluster, unless they are: the first are masters, the others follow them in turn.
+    """Makes running servers one cluster, unless they are: the first are masters, the others follow them in
+    turn.
 
     Raises ServiceError when they do not agree within JOIN_SECONDS.
     """
@@ -75,7 +94,9 @@ def join_redis(servers: Sequence[Redis], masters: int, report: Report = lambda l
         if int(_info(clients[0])["cluster_slots_assigned"]) == 0:
             _form(servers, clients, masters)
             report(f"Redis Cluster of {masters} masters, {len(servers) - masters} replicas")
-        _until(lambda: all(_agrees(client, masters) for client in clients), "the Redis Cluster is not complete")
+        _until(
+            lambda: all(_agrees(client, masters) for client in clients), "the Redis Cluster is not complete"
+        )
     finally:
         for client in clients:
             client.close()
@@ -89,7 +110,10 @@ def _form(servers: Sequence[Redis], clients: Sequence[Any], masters: int) -> Non
         client.execute_command("CLUSTER", "SET-CONFIG-EPOCH", place + 1)
     for server in servers[1:]:
         clients[0].execute_command("CLUSTER", "MEET", "127.0.0.1", server.port, server.bus_port)
-    _until(lambda: all(int(_info(client)["cluster_known_nodes"]) == len(clients) for client in clients), "Redis servers do not meet")
+    _until(
+        lambda: all(int(_info(client)["cluster_known_nodes"]) == len(clients) for client in clients),
+        "Redis servers do not meet",
+    )
     for place, replica in enumerate(clients[masters:]):
         follow = partial(_replicates, replica, clients[place % masters])
         _until(follow, "a replica does not know its master")
@@ -114,7 +138,11 @@ def _agrees(client: Any, masters: int) -> bool:
         state, replication = _info(client), client.info("replication")
     except redis.RedisError:
         return False
-    whole = state["cluster_state"] == "ok" and int(state["cluster_slots_ok"]) == SLOTS and int(state["cluster_size"]) == masters
+    whole = (
+        state["cluster_state"] == "ok"
+        and int(state["cluster_slots_ok"]) == SLOTS
+        and int(state["cluster_size"]) == masters
+    )
     return whole and (replication["role"] == "master" or replication["master_link_status"] == "up")
 
 
@@ -122,5 +150,8 @@ def _until(condition: Any, problem: str) -> None:
     deadline = time.monotonic() + JOIN_SECONDS
     while not condition():
         if time.monotonic() > deadline:
-            raise ServiceError(f"{problem} after {JOIN_SECONDS:.0f} s: end the set with `grabstream down --remove` and start it anew")
+            raise ServiceError(
+                f"{problem} after {JOIN_SECONDS:.0f} s: end the set with `grabstream down --remove` and "
+                "start it anew"
+            )
         time.sleep(POLL_SECONDS)

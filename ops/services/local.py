@@ -17,7 +17,9 @@ Report = Callable[[str], None]
 
 
 class ServerSet:
-    """Servers under one directory, started and ended together; a second set needs another directory and other ports."""
+    """Servers under one directory, started and ended together; a second set needs another directory and other
+    ports.
+    """
 
     def __init__(self, directory: Path, servers: Sequence[Process], postgres: Postgres) -> None:
         self.directory = directory
@@ -39,7 +41,8 @@ class ServerSet:
     def up(self, report: Report = lambda line: None, temporary: bool = False) -> None:
         """Starts what does not run, all at once; raises ServiceError with the way out.
 
-        `temporary` servers leave nothing outside of their directory when they end, unless it was there before.
+        `temporary` servers leave nothing outside of their directory when they end, unless it was there
+        before.
         """
         self.directory.mkdir(parents=True, exist_ok=True)
         if not temporary:
@@ -105,7 +108,8 @@ class LocalServices(ServerSet):
 def free_ports(count: int) -> list[int]:
     """Ports that nobody listens on just now, from below the range that systems give to outgoing connections.
 
-    From inside that range a client that tries to reconnect to a killed server can end up connected to itself, and hold the port.
+    From inside that range a client that tries to reconnect to a killed server can end up connected to itself,
+    and hold the port.
     """
     sockets: list[socket.socket] = []
     try:

@@ -22,7 +22,9 @@ class ServiceError(Exception):
 
 
 class Process:
-    """A server process under `directory`. Subclasses say how it is prepared, started and asked whether it is ready."""
+    """A server process under `directory`. Subclasses say how it is prepared, started and asked whether it is
+    ready.
+    """
 
     #: What it is, as the settings tell servers apart; `name` tells those of one kind apart.
     kind = "server"
@@ -32,7 +34,7 @@ class Process:
         self.port = port
         self.name = name or self.kind
 
-    # -- what a subclass says -----------------------------------------------------------------------------------------
+    # -- what a subclass says --------------------------------------------------------------------------------
 
     def prepare(self, report: Callable[[str], None]) -> None:
         """Installs and initialises what is missing."""
@@ -49,7 +51,7 @@ class Process:
         """The system user to run it as; None for our own."""
         return None
 
-    # -- life ---------------------------------------------------------------------------------------------------------
+    # -- life ------------------------------------------------------------------------------------------------
 
     @property
     def pid_file(self) -> Path:
@@ -63,7 +65,9 @@ class Process:
 
     @property
     def pid(self) -> int | None:
-        """The id of the running process, or None. A process that merely has got the same id is none of ours."""
+        """The id of the running process, or None. A process that merely has got the same id is none of
+        ours.
+        """
         try:
             pid, started = self.pid_file.read_text().split()
         except (FileNotFoundError, ValueError):
@@ -125,7 +129,9 @@ class Process:
         return True
 
     def _is_running(self, pid: int) -> bool:
-        """Whether anything of it is left: a corpse whose other threads still hold the port is not gone yet."""
+        """Whether anything of it is left: a corpse whose other threads still hold the port is not gone
+        yet.
+        """
         try:
             return os.waitpid(pid, os.WNOHANG)[0] == 0
         except ChildProcessError:  # started by another process of ours
@@ -177,7 +183,9 @@ def install(report: Callable[[str], None], what: str, packages: list[str]) -> No
     if shutil.which("apt-get") is None:
         raise ServiceError(f"{what} is missing: install it with your system's packages")
     if os.geteuid() != 0:
-        raise ServiceError(f"{what} is missing and we may not install it: run `sudo {command}`, then try again")
+        raise ServiceError(
+            f"{what} is missing and we may not install it: run `sudo {command}`, then try again"
+        )
     report(f"installing {' '.join(packages)}")
     # Debian would start a server of its own right after installing it; policy-rc.d is its way to say no.
     policy = Path("/usr/sbin/policy-rc.d")

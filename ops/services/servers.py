@@ -19,7 +19,8 @@ from grabstream.ops.services.process import Process, ServiceError, install
 OPS: Final = Path(__file__).resolve().parent.parent
 PROJECT: Final = OPS.parent
 
-#: A master of the local Redis Cluster that is silent for so long is replaced by its replica; 15 s is the server's own default.
+#: A master of the local Redis Cluster that is silent for so long is replaced by its replica; 15 s is the
+#: server's own default.
 NODE_TIMEOUT_MS: Final = 2_000
 
 Report = Callable[[str], None]
@@ -30,7 +31,9 @@ class Redis(Process):
 
     kind = "redis"
 
-    def __init__(self, directory: Path, port: int, name: str | None = None, bus_port: int | None = None) -> None:
+    def __init__(
+        self, directory: Path, port: int, name: str | None = None, bus_port: int | None = None
+    ) -> None:
         """With a `bus_port` it is a node of a Redis Cluster."""
         super().__init__(directory, port, name)
         self.bus_port = bus_port
@@ -63,7 +66,10 @@ class Redis(Process):
                 "cluster-require-full-coverage": "no",
                 "cluster-allow-replica-migration": "no",
             }
-        return ["redis-server", *(word for key, value in options.items() for word in (f"--{key}", str(value)))]
+        return [
+            "redis-server",
+            *(word for key, value in options.items() for word in (f"--{key}", str(value))),
+        ]
 
     def ready(self) -> bool:
         """Whether it answers PING; while it loads its AOF it does not."""
@@ -73,7 +79,8 @@ class Redis(Process):
 class Kafka(Process):
     """A Kafka broker and controller (KRaft); its jars come from Maven and are shared by all sets of servers.
 
-    `controller_ports` are those of all brokers of its cluster, its own at `place`; `cluster_id` is the same for all of them.
+    `controller_ports` are those of all brokers of its cluster, its own at `place`; `cluster_id` is the same
+    for all of them.
     """
 
     kind = "kafka"
@@ -108,7 +115,13 @@ class Kafka(Process):
         properties.write_text("".join(f"{key}={value}\n" for key, value in self._properties().items()))
         if not (self.directory / "kafka" / "meta.properties").exists():
             # As one word: one id in 64 begins with a dash, and would be taken for an option.
-            format_ = [*self._java("kafka.tools.StorageTool"), "format", f"--cluster-id={self.cluster_id}", "-c", str(properties)]
+            format_ = [
+                *self._java("kafka.tools.StorageTool"),
+                "format",
+                f"--cluster-id={self.cluster_id}",
+                "-c",
+                str(properties),
+            ]
             done = subprocess.run(format_, capture_output=True, text=True)
             if done.returncode != 0:
                 raise ServiceError(f"Kafka's storage could not be formatted: {done.stdout}{done.stderr}")
@@ -119,7 +132,14 @@ class Kafka(Process):
         if shutil.which("mvn") is None:
             install(report, "Maven", ["maven"])
         report(f"fetching Kafka {kafka_version()} with Maven")
-        fetch = ["mvn", "-q", "-B", "-f", str(OPS / "kafka" / "pom.xml"), f"-Dkafka.version={kafka_version()}"]
+        fetch = [
+            "mvn",
+            "-q",
+            "-B",
+            "-f",
+            str(OPS / "kafka" / "pom.xml"),
+            f"-Dkafka.version={kafka_version()}",
+        ]
         fetch += ["dependency:copy-dependencies", f"-DoutputDirectory={self.jars}"]
         done = subprocess.run(fetch, capture_output=True, text=True)
         if done.returncode != 0:
@@ -147,8 +167,8 @@ class Kafka(Process):
             "offsets.topic.num.partitions": 8,
         }
         if brokers > 1:
-            # A broker that is gone is noticed after 6 s, not 9, and leaves the replicas in sync as soon; few threads, since three share a
-            # small machine.
+            # A broker that is gone is noticed after 6 s, not 9, and leaves the replicas in sync as soon; few
+            # threads, since three share a small machine.
             properties |= {
                 "min.insync.replicas": 2,
                 "broker.session.timeout.ms": 6_000,
@@ -160,7 +180,14 @@ class Kafka(Process):
         return properties
 
     def _java(self, main_class: str) -> list[str]:
-        return ["java", f"-Xmx{self.heap_mb}m", "-XX:TieredStopAtLevel=1", "-cp", f"{self.jars}/*", main_class]
+        return [
+            "java",
+            f"-Xmx{self.heap_mb}m",
+            "-XX:TieredStopAtLevel=1",
+            "-cp",
+            f"{self.jars}/*",
+            main_class,
+        ]
 
     def command(self) -> list[str]:
         """The broker; a heap of its own size, since several sets may run beside each other."""
@@ -168,7 +195,9 @@ class Kafka(Process):
         return [*java, "kafka.Kafka", str(self.directory / "kafka.properties")]
 
     def ready(self) -> bool:
-        """Whether it answers an ApiVersions request (key 18, version 0), which it does once it serves clients."""
+        """Whether it answers an ApiVersions request (key 18, version 0), which it does once it serves
+        clients.
+        """
         request = b"\x00\x12\x00\x00\x00\x00\x00\x01\xff\xff"
         return len(_ask(self.port, len(request).to_bytes(4, "big") + request)) > 8
 
@@ -180,7 +209,9 @@ class Postgres(Process):
 
     @property
     def data(self) -> Path:
-        """Its data directory: ours, or, where its user cannot reach that, one under /var/tmp named after it."""
+        """Its data directory: ours, or, where its user cannot reach that, one under /var/tmp named after
+        it.
+        """
         if self.user() is None:
             return self.directory / "postgres"
         mark = hashlib.sha256(str(self.directory.resolve()).encode()).hexdigest()[:12]
@@ -202,7 +233,18 @@ class Postgres(Process):
         if user is not None:
             shutil.chown(self.data, user=user)
             self.data.chmod(0o700)
-        make = [str(self._binary("initdb")), "-D", str(self.data), "-U", "grabstream", "-A", "trust", "-E", "UTF8", "--no-locale"]
+        make = [
+            str(self._binary("initdb")),
+            "-D",
+            str(self.data),
+            "-U",
+            "grabstream",
+            "-A",
+            "trust",
+            "-E",
+            "UTF8",
+            "--no-locale",
+        ]
         done = subprocess.run(make, capture_output=True, text=True, user=self.user(), cwd="/")
         if done.returncode != 0:
             raise ServiceError(f"initdb failed: {done.stderr}")
@@ -231,7 +273,9 @@ class Postgres(Process):
         target = {"host": "127.0.0.1", "port": self.port, "user": "grabstream", "connect_timeout": 2}
         try:
             with psycopg.connect(dbname="postgres", autocommit=True, **target) as connection:  # type: ignore[arg-type]
-                known = connection.execute("SELECT 1 FROM pg_database WHERE datname = 'grabstream'").fetchone()
+                known = connection.execute(
+                    "SELECT 1 FROM pg_database WHERE datname = 'grabstream'"
+                ).fetchone()
                 if known is None:
                     connection.execute("CREATE DATABASE grabstream OWNER grabstream")
         except psycopg.OperationalError:

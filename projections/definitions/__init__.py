@@ -1,8 +1,10 @@
-"""Definitions of read models: the complete current form of each, as SQL in parts, under a number that grows when it changes.
+"""Definitions of read models: the complete current form of each, as SQL in parts, under a number that grows
+when it changes.
 
-A file begins with `--- definition N`. `--- changes N: table.column …` names the columns whose values definition N means to change
-(`table.*`: all of a table, its rows too): a rebuild counts differences there apart. Parts: `tables` (bare, so that a build can load
-them at bulk speed), `staging` (what a build needs until it is finished), `constraints` (and indexes), `views` (what people read).
+A file begins with `--- definition N`. `--- changes N: table.column …` names the columns whose values
+definition N means to change (`table.*`: all of a table, its rows too): a rebuild counts differences there
+apart. Parts: `tables` (bare, so that a build can load them at bulk speed), `staging` (what a build needs
+until it is finished), `constraints` (and indexes), `views` (what people read).
 """
 
 import re
@@ -45,7 +47,9 @@ class Definition(NamedTuple):
 
     def declared_since(self, number: int) -> frozenset[str]:
         """The columns, as `table.column`, that definitions after a number meant to change."""
-        return frozenset(column for since, columns in self.changes.items() if since > number for column in columns)
+        return frozenset(
+            column for since, columns in self.changes.items() if since > number for column in columns
+        )
 
 
 def parse(projection: str, text: str) -> Definition:
@@ -60,7 +64,9 @@ def parse(projection: str, text: str) -> Definition:
     pieces = _part.split(text)[1:]
     parts = dict(zip(pieces[::2], pieces[1::2], strict=True))
     if unknown := parts.keys() - set(PARTS):
-        raise BadDefinition(f"{projection}: parts must be {', '.join(PARTS)}, got {', '.join(sorted(unknown))}")
+        raise BadDefinition(
+            f"{projection}: parts must be {', '.join(PARTS)}, got {', '.join(sorted(unknown))}"
+        )
     return Definition(projection, number, changes, {part: parts.get(part, "") for part in PARTS})
 
 

@@ -17,13 +17,24 @@ from tests.drill.stage import servers
 
 
 @click.command()
-@click.option("--seed", type=int, help="Repeats the choices of another drill; printed by each.  [default: a new one]")
-@click.option("--cell", "patterns", multiple=True, help="Only cells whose names fit, such as 'redis.*×holds'; may be repeated.")
+@click.option(
+    "--seed", type=int, help="Repeats the choices of another drill; printed by each.  [default: a new one]"
+)
+@click.option(
+    "--cell",
+    "patterns",
+    multiple=True,
+    help="Only cells whose names fit, such as 'redis.*×holds'; may be repeated.",
+)
 @click.option("--short", is_flag=True, help="The selection that the tests play.")
-@click.option("--cluster", is_flag=True, help="On a Redis Cluster and three Kafka brokers instead of one server each.")
+@click.option(
+    "--cluster", is_flag=True, help="On a Redis Cluster and three Kafka brokers instead of one server each."
+)
 @click.option("--list", "only_list", is_flag=True, help="Print the cells and play none.")
 @click.option("--json", "as_json", is_flag=True, help="A JSON object a line for each cell.")
-def main(seed: int | None, patterns: tuple[str, ...], short: bool, cluster: bool, only_list: bool, as_json: bool) -> None:
+def main(
+    seed: int | None, patterns: tuple[str, ...], short: bool, cluster: bool, only_list: bool, as_json: bool
+) -> None:
     """Play faults × traffic on servers of the drill's own. Exit 1: something was wrong."""
     chosen = cells("cluster" if cluster else "single", [*patterns, *(SHORT if short else ())])
     if not chosen:
@@ -58,7 +69,10 @@ async def _drill(chosen: list[Cell], seed: int, cluster: bool, as_json: bool) ->
             failed += not verdict.passed
             _print(verdict, seed, cluster, as_json, (time.monotonic() - began) / done * (len(chosen) - done))
     if not as_json:
-        console.print(f"{len(chosen) - failed} of {len(chosen)} cells passed in {time.monotonic() - began:.0f} s", highlight=False)
+        console.print(
+            f"{len(chosen) - failed} of {len(chosen)} cells passed in {time.monotonic() - began:.0f} s",
+            highlight=False,
+        )
     return failed
 
 
@@ -71,17 +85,22 @@ def _print(verdict: Verdict, seed: int, cluster: bool, as_json: bool, left_secon
     lag = "–" if verdict.lag_seconds is None else f"{verdict.lag_seconds:.1f} s"
     mark = "[green]✓[/]" if verdict.passed else "[red]✗[/]"
     console.print(
-        f"{mark} {verdict.cell:<36} {verdict.seconds:5.1f} s  {verdict.answers:>6,} answers  lag 0 after {lag:<7}"
+        f"{mark} {verdict.cell:<36} {verdict.seconds:5.1f} s  {verdict.answers:>6,} answers  lag 0 after "
+        f"{lag:<7}"
         f"[dim] about {left_seconds / 60:.0f} min left[/]",
         highlight=False,
         soft_wrap=True,
     )
     if verdict.gap_seconds:
-        console.print(f"    no answer for at most: {_gaps(verdict)}", style="dim", highlight=False, soft_wrap=True)
+        console.print(
+            f"    no answer for at most: {_gaps(verdict)}", style="dim", highlight=False, soft_wrap=True
+        )
     if not verdict.passed:
         for check, problems in verdict.problems.items():
             for problem in problems:
-                console.print(f"    {check}: {problem}", style="red", highlight=False, markup=False, soft_wrap=True)
+                console.print(
+                    f"    {check}: {problem}", style="red", highlight=False, markup=False, soft_wrap=True
+                )
         console.print(f"    logs: {verdict.logs or 'none'}", highlight=False, markup=False, soft_wrap=True)
         console.print(f"    again: {repeat}", highlight=False, markup=False, soft_wrap=True)
 

@@ -43,9 +43,10 @@ class Cell(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """What came of a cell: `problems` by check (none: it passed), seconds, answers, the lag's seconds after the fault's end, the
-    largest time without an answer by shard, before the fault and from it on, which shards it touched, and where the workers' logs are
-    kept."""
+    """What came of a cell: `problems` by check (none: it passed), seconds, answers, the lag's seconds after
+    the fault's end, the largest time without an answer by shard, before the fault and from it on, which
+    shards it touched, and where the workers' logs are kept.
+    """
 
     cell: str
     problems: dict[str, list[str]]
@@ -65,9 +66,13 @@ class Verdict(NamedTuple):
 
 
 def cells(where: str, patterns: Sequence[str] = ()) -> list[Cell]:
-    """All cells that servers of a kind can play (`single`, `cluster`), or those whose names fit one of the patterns."""
+    """All cells that servers of a kind can play (`single`, `cluster`), or those whose names fit one of the
+    patterns.
+    """
     found = [Cell(name, shape) for name, fault in FAULTS.items() if where in fault.where for shape in SHAPES]
-    return [cell for cell in found if not patterns or any(fnmatchcase(cell.name, pattern) for pattern in patterns)]
+    return [
+        cell for cell in found if not patterns or any(fnmatchcase(cell.name, pattern) for pattern in patterns)
+    ]
 
 
 async def play_all(servers: Servers, chosen: Sequence[Cell], seed: int) -> AsyncIterator[Verdict]:
@@ -90,7 +95,9 @@ async def play(servers: Servers, cell: Cell, seed: int) -> Verdict:
         "logs": None,
     }
     try:
-        async with scene(servers, cell.shape, f"{seed}:{cell.name}", fault.fail_deciding, fault.fail_projecting) as played:
+        async with scene(
+            servers, cell.shape, f"{seed}:{cell.name}", fault.fail_deciding, fault.fail_projecting
+        ) as played:
             try:
                 problems = await _played(played, fault, seen, Random(f"{seed}:{cell.name}:moment"))
             except Exception as error:  # a cell that breaks is a verdict too, and the next one is played
@@ -126,10 +133,16 @@ async def _played(played: Scene, fault: Fault, seen: dict[str, Any], moment: Ran
     seen |= {"gap_seconds": played.gaps.seconds(), "touched": sorted(played.touched)}
     await played.gaps.stop()
     await traffic.stop()
-    await until(lambda: level(played.settings, played.redis), fault.lag_seconds - (time.monotonic() - ended), "a lag of 0")
+    await until(
+        lambda: level(played.settings, played.redis),
+        fault.lag_seconds - (time.monotonic() - ended),
+        "a lag of 0",
+    )
     seen["lag_seconds"] = round(time.monotonic() - ended, 1)
     await until(lambda: at_rest(played), REST_SECONDS_MAX, "the end of all holds")
     found = await problems_of(played, fault.two_servers)
     if fault.isolates:
-        found["no other shard waits"] = waited(seen["gaps_before_seconds"], seen["gap_seconds"], played.touched)
+        found["no other shard waits"] = waited(
+            seen["gaps_before_seconds"], seen["gap_seconds"], played.touched
+        )
     return {name: problems[:PROBLEMS_MAX] for name, problems in found.items() if problems}

@@ -1,4 +1,6 @@
-"""The faults of a Redis Cluster: servers die or hang, replicas take over by themselves or because somebody says so, slots move."""
+"""The faults of a Redis Cluster: servers die or hang, replicas take over by themselves or because somebody
+says so, slots move.
+"""
 
 import asyncio
 import signal
@@ -106,11 +108,13 @@ def has_replica(server: Redis) -> bool:
             return False
 
 
-# -- a pair hangs -----------------------------------------------------------------------------------------------------------
+# -- a pair hangs --------------------------------------------------------------------------------------------
 
 
 async def hung_pair(scene: Scene) -> None:
-    """A master and its replica hang together: nobody takes their shards over, and no other shard may notice."""
+    """A master and its replica hang together: nobody takes their shards over, and no other shard may
+    notice.
+    """
     hanging = await chosen_master(scene)
     pair = (hanging, replica_of(scene, hanging))
     scene.touched |= await shards_of(scene, hanging)
@@ -121,11 +125,13 @@ async def hung_pair(scene: Scene) -> None:
         server.send_signal(signal.SIGCONT)
 
 
-# -- a failover that somebody asks for --------------------------------------------------------------------------------------
+# -- a failover that somebody asks for -----------------------------------------------------------------------
 
 
 async def manual_failover(scene: Scene, *how: str) -> None:
-    """An operator has a replica take its master's place, and the other way round, several times under traffic."""
+    """An operator has a replica take its master's place, and the other way round, several times under
+    traffic.
+    """
     for _ in range(ROUNDS):
         old = await found_master(scene)
         await until(partial(has_replica, old), FAILOVER_SECONDS, "a replica")
@@ -138,11 +144,13 @@ async def manual_failover(scene: Scene, *how: str) -> None:
 
 
 async def forced_failover(scene: Scene) -> None:
-    """The same without the consent of the master, which lives and may have decided what its replica does not know."""
+    """The same without the consent of the master, which lives and may have decided what its replica does not
+    know.
+    """
     await manual_failover(scene, "FORCE")
 
 
-# -- slots move -------------------------------------------------------------------------------------------------------------
+# -- slots move ----------------------------------------------------------------------------------------------
 
 
 async def moved_slots(scene: Scene) -> None:
@@ -165,16 +173,23 @@ async def moved_slots(scene: Scene) -> None:
 def _migrate(source: Any, target_port: int, slot: int, most: int = 1_000_000) -> None:
     """Moves keys of a slot, at most so many; what is made there meanwhile is moved too."""
     moved = 0
-    while moved < most and (keys := source.execute_command("CLUSTER", "GETKEYSINSLOT", slot, min(10, most - moved))):
+    while moved < most and (
+        keys := source.execute_command("CLUSTER", "GETKEYSINSLOT", slot, min(10, most - moved))
+    ):
         source.execute_command("MIGRATE", "127.0.0.1", target_port, "", 0, 5_000, "KEYS", *keys)
         moved += len(keys)
 
 
 async def resharded(scene: Scene) -> None:
-    """The server's own tool moves a shard's slot and thousands of others to another master, and then levels all masters again."""
+    """The server's own tool moves a shard's slot and thousands of others to another master, and then levels
+    all masters again.
+    """
     before = await owners(scene)
     # The tool takes the lowest slots first: the shard with the fewest below it.
-    below = {shard: slots_of(owner).index(slot_of(scene.keys.shard(shard).state)) for shard, owner in before.items()}
+    below = {
+        shard: slots_of(owner).index(slot_of(scene.keys.shard(shard).state))
+        for shard, owner in before.items()
+    }
     shard = min(below, key=lambda one: below[one])
     source, count = before[shard], below[shard] + 1
     target = next(server for server in masters(scene) if server.port != source.port)
@@ -186,20 +201,31 @@ async def resharded(scene: Scene) -> None:
     await scene.traffic.more(100, FAILOVER_SECONDS * 2, "deciding after the reshard")
     await tool("rebalance", target, "--cluster-threshold", "1", "--cluster-use-empty-masters")
     after = await owners(scene)
-    scene.touched |= {shard for shard in before if not before[shard].port == moved[shard].port == after[shard].port}
+    scene.touched |= {
+        shard for shard in before if not before[shard].port == moved[shard].port == after[shard].port
+    }
     await tool("check", target)
 
 
 async def tool(verb: str, server: Redis, *words: str) -> str:
     """Runs `redis-cli --cluster`; returns what it said, raises AssertionError when it failed."""
     command = ["redis-cli", "--cluster", verb, f"127.0.0.1:{server.port}", *words]
-    done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=TOOL_SECONDS, stdin=subprocess.DEVNULL)
+    done = await asyncio.to_thread(
+        subprocess.run,
+        command,
+        capture_output=True,
+        text=True,
+        timeout=TOOL_SECONDS,
+        stdin=subprocess.DEVNULL,
+    )
     if done.returncode != 0:
-        raise AssertionError(f"{' '.join(command)}: exit code {done.returncode}: …{(done.stdout + done.stderr)[-500:]}")
+        raise AssertionError(
+            f"{' '.join(command)}: exit code {done.returncode}: …{(done.stdout + done.stderr)[-500:]}"
+        )
     return done.stdout
 
 
-# -- who has what -----------------------------------------------------------------------------------------------------------
+# -- who has what --------------------------------------------------------------------------------------------
 
 
 def masters(scene: Scene) -> list[Redis]:
@@ -213,7 +239,12 @@ def slots_of(server: Redis) -> Sequence[int]:
     """The slots of a master, ascending."""
     with redis.Redis(port=server.port) as client:
         found = client.execute_command("CLUSTER SLOTS")
-    return sorted(slot for first, last, node, *_ in found if int(node[1]) == server.port for slot in range(first, last + 1))
+    return sorted(
+        slot
+        for first, last, node, *_ in found
+        if int(node[1]) == server.port
+        for slot in range(first, last + 1)
+    )
 
 
 def node_id(server: Redis) -> str:

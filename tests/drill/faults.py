@@ -1,4 +1,5 @@
-"""The faults: what each does to servers or workers while traffic goes on, and within which time the lag must be 0 again.
+"""The faults: what each does to servers or workers while traffic goes on, and within which time the lag must
+be 0 again.
 
 A fault returns when it has ended, that is, when what it took away is there again (or replaced for good).
 """
@@ -46,11 +47,12 @@ Play = Callable[[Scene], Awaitable[None]]
 
 
 class Fault(NamedTuple):
-    """A fault by its name. `where`: single, cluster. `lag_seconds`: within which the lag is 0 after its end. `isolates`: shards that it
-    does not touch may not wait (tests/drill/gaps.py).
+    """A fault by its name. `where`: single, cluster. `lag_seconds`: within which the lag is 0 after its end.
+    `isolates`: shards that it does not touch may not wait (tests/drill/gaps.py).
 
-    `fail_deciding`, `fail_projecting`: the step at which the first worker of that kind kills itself. `two_servers`: while it lasts, a
-    shard may be fenced on one server and decide on another, whose events may even count until the new one's marker.
+    `fail_deciding`, `fail_projecting`: the step at which the first worker of that kind kills itself.
+    `two_servers`: while it lasts, a shard may be fenced on one server and decide on another, whose events may
+    even count until the new one's marker.
     """
 
     name: str
@@ -67,7 +69,7 @@ SINGLE: Final = frozenset({"single"})
 CLUSTER: Final = frozenset({"cluster"})
 
 
-# -- Redis, one server ------------------------------------------------------------------------------------------------------
+# -- Redis, one server ---------------------------------------------------------------------------------------
 
 
 def _aof(server: Redis) -> Path:
@@ -106,7 +108,11 @@ async def old_rdb(scene: Scene) -> None:
         dump = server.directory / "dump.rdb"
         dump.unlink(missing_ok=True)
         client.bgsave()
-        await until(lambda: dump.exists() and client.info("persistence")["rdb_bgsave_in_progress"] == 0, 20, f"a snapshot after {before}")
+        await until(
+            lambda: dump.exists() and client.info("persistence")["rdb_bgsave_in_progress"] == 0,
+            20,
+            f"a snapshot after {before}",
+        )
     copy = server.directory / "copy.rdb"
     dump.rename(copy)
     await scene.traffic.more(scene.random.randint(50, 200))
@@ -116,7 +122,9 @@ async def old_rdb(scene: Scene) -> None:
 
 
 def put_snapshot_back(server: Redis, snapshot: Path) -> None:
-    """Makes an RDB file what Redis begins with: the base of its AOF, since with the AOF on it would ignore a dump.rdb and begin empty."""
+    """Makes an RDB file what Redis begins with: the base of its AOF, since with the AOF on it would ignore a
+    dump.rdb and begin empty.
+    """
     shutil.rmtree(_aof(server), ignore_errors=True)
     _aof(server).mkdir()
     snapshot.rename(_aof(server) / "appendonly.aof.1.base.rdb")
@@ -143,7 +151,9 @@ async def stale_replica(scene: Scene) -> None:
 
 
 async def old_primary(scene: Scene) -> None:
-    """A replica is promoted; who was connected to the old server goes on there for a while, newcomers are at the new one."""
+    """A replica is promoted; who was connected to the old server goes on there for a while, newcomers are at
+    the new one.
+    """
     spare = await _synchronised_spare(scene)
     with redis.Redis(port=spare.port) as client:
         client.replicaof("NO", "ONE")
@@ -159,11 +169,15 @@ async def _synchronised_spare(scene: Scene) -> Redis:
     spare = await scene.servers.start_spare()
     with redis.Redis(port=spare.port) as client:
         client.replicaof("127.0.0.1", str(scene.servers.single.redis.port))
-        await until(lambda: client.info("replication")["master_link_status"] == "up", 20, "a replica's synchronisation")
+        await until(
+            lambda: client.info("replication")["master_link_status"] == "up",
+            20,
+            "a replica's synchronisation",
+        )
     return spare
 
 
-# -- Kafka ------------------------------------------------------------------------------------------------------------------
+# -- Kafka ---------------------------------------------------------------------------------------------------
 
 
 def _brokers(scene: Scene) -> list[Process]:
@@ -194,7 +208,7 @@ async def leaderless(scene: Scene) -> None:
     await asyncio.gather(*(asyncio.to_thread(broker.start) for broker in gone))
 
 
-# -- PostgreSQL -------------------------------------------------------------------------------------------------------------
+# -- PostgreSQL ----------------------------------------------------------------------------------------------
 
 
 async def postgres_killed(scene: Scene) -> None:
@@ -225,7 +239,7 @@ async def commit_reply_lost(scene: Scene) -> None:
     await until(lambda: switch.commits_lost == before + 3, 30, "three lost replies")
 
 
-# -- workers ----------------------------------------------------------------------------------------------------------------
+# -- workers -------------------------------------------------------------------------------------------------
 
 
 async def worker_killed(scene: Scene) -> None:
@@ -258,7 +272,9 @@ async def deciding_ended(scene: Scene) -> None:
 
 
 async def taking_over_ended(scene: Scene) -> None:
-    """The worker that relays dies, and the one that takes its shards over dies in the middle of that; a third one goes on."""
+    """The worker that relays dies, and the one that takes its shards over dies in the middle of that; a third
+    one goes on.
+    """
     scene.deciding[1].kill()
     second = scene.start_deciding(fail_at=f"relay.took_over:{scene.random.randint(1, scene.keys.shards)}")
     scene.deciding[0].kill()
@@ -279,7 +295,9 @@ def _stopped(worker: Worker) -> bool:
 
 
 async def deciding_stopped(scene: Scene) -> None:
-    """The worker that relays hangs at a step, the other takes its shards over, and then it wakes up where it was."""
+    """The worker that relays hangs at a step, the other takes its shards over, and then it wakes up where it
+    was.
+    """
     await until(lambda: _stopped(scene.deciding[0]), 60, "the step")
     await _taken_over(scene)
     await scene.traffic.more(scene.random.randint(50, 150))
@@ -287,15 +305,22 @@ async def deciding_stopped(scene: Scene) -> None:
 
 
 async def projecting_stopped(scene: Scene) -> None:
-    """The worker that projects hangs behind its commit, another one goes on with its read models, and then it wakes up."""
+    """The worker that projects hangs behind its commit, another one goes on with its read models, and then it
+    wakes up.
+    """
     await until(lambda: _stopped(scene.projecting[0]), 60, "the step")
     scene.start_projecting()
     await scene.traffic.more(scene.random.randint(50, 150))
-    decided = {shard: int(await scene.redis.hget(scene.keys.shard(shard).state, "seq")) for shard in range(scene.keys.shards)}
+    decided = {
+        shard: int(await scene.redis.hget(scene.keys.shard(shard).state, "seq"))
+        for shard in range(scene.keys.shards)
+    }
 
     async def projected() -> bool:
         async with await open_books(scene.settings) as books:
-            rows = await (await books.execute("SELECT shard, min(seq) FROM cursors GROUP BY shard")).fetchall()
+            rows = await (
+                await books.execute("SELECT shard, min(seq) FROM cursors GROUP BY shard")
+            ).fetchall()
         return all(seq >= decided[shard] for shard, seq in rows)
 
     await until(projected, 60, "the other worker's turn")
@@ -303,7 +328,9 @@ async def projecting_stopped(scene: Scene) -> None:
 
 
 async def recovering_ended(scene: Scene) -> None:
-    """Redis is emptied, and the worker that makes it anew dies in the middle of that; the other, which slept until then, goes on."""
+    """Redis is emptied, and the worker that makes it anew dies in the middle of that; the other, which slept
+    until then, goes on.
+    """
     doomed, other = scene.deciding[:2]
     other.signal(signal.SIGSTOP)
     await flushall(scene)
@@ -328,7 +355,9 @@ async def workers_come_and_go(scene: Scene) -> None:
 
 
 async def all_at_once(scene: Scene) -> None:
-    """A master, a broker and a worker die at the same moment, and are replaced; several times, so that each meets the other's loss."""
+    """A master, a broker and a worker die at the same moment, and are replaced; several times, so that each
+    meets the other's loss.
+    """
     for _ in range(ROUNDS):
         master = await found_master(scene)
         replica = replica_of(scene, master)
@@ -373,11 +402,22 @@ def _faults() -> list[Fault]:
     ]
     for step in ("relay.acknowledged", "relay.trimmed"):
         found.append(Fault(f"worker.at_{step.split('.')[1]}", deciding_ended, fail_deciding=f"{step}:40"))
-        found.append(Fault(f"worker.stopped_at_{step.split('.')[1]}", deciding_stopped, fail_deciding=f"{step}:40:stop"))
+        found.append(
+            Fault(
+                f"worker.stopped_at_{step.split('.')[1]}", deciding_stopped, fail_deciding=f"{step}:40:stop"
+            )
+        )
     found.append(Fault("worker.at_applied", recovering_ended, SINGLE, fail_deciding="recovery.applied"))
     for step in ("ledger", "balances", "audit", "events"):
         found.append(Fault(f"worker.at_{step}", projecting_ended, fail_projecting=f"{step}.committed:5"))
-        found.append(Fault(f"worker.stopped_at_{step}", projecting_stopped, lag_seconds=45, fail_projecting=f"{step}.committed:5:stop"))
+        found.append(
+            Fault(
+                f"worker.stopped_at_{step}",
+                projecting_stopped,
+                lag_seconds=45,
+                fail_projecting=f"{step}.committed:5:stop",
+            )
+        )
     return found
 
 

@@ -1,7 +1,9 @@
-"""Gaps: for how long a shard gave no answer, measured by callers who ask each shard steadily, each for itself.
+"""Gaps: for how long a shard gave no answer, measured by callers who ask each shard steadily, each for
+itself.
 
-What the machine does to everybody (another program's load, a pause of the process that measures) is in the figures as well, so a bound
-is relative to what was measured in the same run before the fault: see `bound_seconds`.
+What the machine does to everybody (another program's load, a pause of the process that measures) is in the
+figures as well, so a bound is relative to what was measured in the same run before the fault: see
+`bound_seconds`.
 """
 
 import asyncio
@@ -45,7 +47,9 @@ class Gaps:
         """Opens an offer in every shard and begins to ask."""
         terms = CouponTerms(issuer="gaps", total=UNITS)
         await self._gate.decide(
-            [Open(id="gaps", offer=offer, terms=terms) for offer in self._offers], patience_ms=60_000, timeout_ms=60_000
+            [Open(id="gaps", offer=offer, terms=terms) for offer in self._offers],
+            patience_ms=60_000,
+            timeout_ms=60_000,
         )
         both = [(shard, promise) for shard in range(len(self._offers)) for promise in PROMISES]
         self._answered_at = dict.fromkeys(both, time.monotonic())
@@ -69,7 +73,10 @@ class Gaps:
 
     def seconds(self) -> dict[int, float]:
         """The largest time without an answer since `forget`, by shard, whatever the promise."""
-        return {shard: max(self._gap(shard, promise) for promise in PROMISES) for shard in range(len(self._offers))}
+        return {
+            shard: max(self._gap(shard, promise) for promise in PROMISES)
+            for shard in range(len(self._offers))
+        }
 
     def _gap(self, shard: int, promise: Promise) -> float:
         since_last = time.monotonic() - self._answered_at[shard, promise]
@@ -82,7 +89,9 @@ class Gaps:
             command = Grab(id=f"gaps{self._asked}", offer=offer, user=f"u{self._asked}")
             await self._answer(command, promise)
             now = time.monotonic()
-            self._largest[shard, promise] = max(self._largest[shard, promise], now - self._answered_at[shard, promise])
+            self._largest[shard, promise] = max(
+                self._largest[shard, promise], now - self._answered_at[shard, promise]
+            )
             self._answered_at[shard, promise] = now
             await asyncio.sleep(ASK_EVERY_SECONDS)
 
@@ -100,11 +109,14 @@ class Gaps:
             await asyncio.sleep(ASK_EVERY_SECONDS)
 
 
-def waited(before_seconds: dict[int, float], during_seconds: dict[int, float], touched: Collection[int]) -> list[str]:
+def waited(
+    before_seconds: dict[int, float], during_seconds: dict[int, float], touched: Collection[int]
+) -> list[str]:
     """Shards that nothing was done to, and that gave no answer for longer than they may."""
     bound = bound_seconds(max(before_seconds.values()))
     return [
-        f"shard {shard}: no answer for {seconds:.2f} s, {bound:.2f} s at most (before the fault: {before_seconds[shard]:.2f} s)"
+        f"shard {shard}: no answer for {seconds:.2f} s, {bound:.2f} s at most (before the fault: "
+        f"{before_seconds[shard]:.2f} s)"
         for shard, seconds in during_seconds.items()
         if shard not in touched and seconds > bound
     ]

@@ -1,4 +1,6 @@
-"""The observer: looks at every shard all the time, and remembers when it was seen fenced, by the server's own clock."""
+"""The observer: looks at every shard all the time, and remembers when it was seen fenced, by the server's own
+clock.
+"""
 
 import asyncio
 from typing import Any, Final, NamedTuple
@@ -21,7 +23,9 @@ LOOK: Final = (
 
 
 class Fenced(NamedTuple):
-    """A shard was fenced from the first to the last of these times (ms), with nobody taking it over in between."""
+    """A shard was fenced from the first to the last of these times (ms), with nobody taking it over in
+    between.
+    """
 
     shard: int
     term: int
@@ -61,7 +65,9 @@ class Observer:
         finally:
             await client.aclose()
 
-    def _seen(self, shard: int, before: tuple[str, int, int] | None, reply: list[Any]) -> tuple[str, int, int] | None:
+    def _seen(
+        self, shard: int, before: tuple[str, int, int] | None, reply: list[Any]
+    ) -> tuple[str, int, int] | None:
         """Lengthens the span by what was seen now; the new beginning, or None when it is not fenced."""
         fenced, life, term, time_ms = reply[0], reply[1].decode(), int(reply[2]), int(reply[3])
         if not fenced:

@@ -1,4 +1,6 @@
-"""The stage: servers of the drill's own, and for each cell a system with workers, traffic and an observer on them."""
+"""The stage: servers of the drill's own, and for each cell a system with workers, traffic and an observer on
+them.
+"""
 
 import asyncio
 import secrets
@@ -38,13 +40,17 @@ START_SECONDS: Final = 120.0
 
 
 class Servers:
-    """Servers to be killed. One of each, whose Redis and PostgreSQL are reached through switches; or a cluster, reached directly."""
+    """Servers to be killed. One of each, whose Redis and PostgreSQL are reached through switches; or a
+    cluster, reached directly.
+    """
 
     def __init__(self, folder: Path, cluster: bool) -> None:
         self.folder = folder
         self.cluster = cluster
         self.services: ServerSet = (
-            ClusterServices(folder, ports_from(free_ports(19))) if cluster else LocalServices(folder, *free_ports(4), kafka_heap_mb=384)
+            ClusterServices(folder, ports_from(free_ports(19)))
+            if cluster
+            else LocalServices(folder, *free_ports(4), kafka_heap_mb=384)
         )
         self.redis_switch = Switch(0)
         self.postgres_switch = Switch(0)
@@ -126,7 +132,16 @@ async def servers(cluster: bool) -> AsyncIterator[Servers]:
 class Scene:
     """What a fault may lay hands on."""
 
-    def __init__(self, servers: Servers, settings: Settings, gate: Gate, client: Any, traffic: Traffic, random: Random, logs: Path) -> None:
+    def __init__(
+        self,
+        servers: Servers,
+        settings: Settings,
+        gate: Gate,
+        client: Any,
+        traffic: Traffic,
+        random: Random,
+        logs: Path,
+    ) -> None:
         self.servers = servers
         self.settings = settings
         self.gate = gate
@@ -149,12 +164,21 @@ class Scene:
 
     def start_deciding(self, fail_at: str = "") -> Worker:
         """One more worker that decides, relays and sweeps."""
-        self.deciding.append(Worker(self.settings, DECIDING, self.logs / f"deciding-{len(self.deciding)}.log", fail_at=fail_at))
+        self.deciding.append(
+            Worker(self.settings, DECIDING, self.logs / f"deciding-{len(self.deciding)}.log", fail_at=fail_at)
+        )
         return self.deciding[-1]
 
     def start_projecting(self, fail_at: str = "") -> Worker:
         """One more worker that builds read models."""
-        self.projecting.append(Worker(self.settings, PROJECTING, self.logs / f"projecting-{len(self.projecting)}.log", fail_at=fail_at))
+        self.projecting.append(
+            Worker(
+                self.settings,
+                PROJECTING,
+                self.logs / f"projecting-{len(self.projecting)}.log",
+                fail_at=fail_at,
+            )
+        )
         return self.projecting[-1]
 
     async def relayed_by(self, worker: Worker) -> None:
@@ -162,13 +186,21 @@ class Scene:
 
         async def has_all() -> bool:
             holders = [await self.redis.get(self.keys.shard(shard).lease) for shard in range(SHARDS)]
-            return all(holder is not None and f"-{worker.process.pid}-".encode() in holder for holder in holders)
+            return all(
+                holder is not None and f"-{worker.process.pid}-".encode() in holder for holder in holders
+            )
 
         await until(has_all, START_SECONDS, "the lease of every shard")
 
     async def playing(self, *workers: Worker) -> None:
-        """Returns when workers have reached all servers: one that begins while a server is away ends with 3, which is no fault of it."""
-        await until(lambda: all(" playing " in worker.log.read_text() for worker in workers), START_SECONDS, "the start of the workers")
+        """Returns when workers have reached all servers: one that begins while a server is away ends with 3,
+        which is no fault of it.
+        """
+        await until(
+            lambda: all(" playing " in worker.log.read_text() for worker in workers),
+            START_SECONDS,
+            "the start of the workers",
+        )
 
     async def another_gate(self) -> Gate:
         """A gate with connections of its own, which traffic may use too."""
@@ -198,11 +230,21 @@ def _name(servers: Servers) -> str:
 
 
 @asynccontextmanager
-async def scene(servers: Servers, shape: str, seed: str, fail_deciding: str = "", fail_projecting: str = "") -> AsyncIterator[Scene]:
-    """A system of its own on the servers, with two workers that decide and one that projects; all taken away afterwards."""
+async def scene(
+    servers: Servers, shape: str, seed: str, fail_deciding: str = "", fail_projecting: str = ""
+) -> AsyncIterator[Scene]:
+    """A system of its own on the servers, with two workers that decide and one that projects; all taken away
+    afterwards.
+    """
     name = _name(servers)
     settings = load_settings().model_copy(
-        update={"prefix": name, "schema_": name, "shards": SHARDS, "seal_keys": SecretStr(new_seal_key()), **servers.environment()}
+        update={
+            "prefix": name,
+            "schema_": name,
+            "shards": SHARDS,
+            "seal_keys": SecretStr(new_seal_key()),
+            **servers.environment(),
+        }
     )
     await make_system(settings)
     client = open_redis(settings)
@@ -210,7 +252,15 @@ async def scene(servers: Servers, shape: str, seed: str, fail_deciding: str = ""
     logs.mkdir()
     try:
         async with open_gate(settings) as gate:
-            made = Scene(servers, settings, gate, client, Traffic(shape, gate, key_space(settings), seed), Random(seed), logs)
+            made = Scene(
+                servers,
+                settings,
+                gate,
+                client,
+                Traffic(shape, gate, key_space(settings), seed),
+                Random(seed),
+                logs,
+            )
             try:
                 first = made.start_deciding(fail_deciding)
                 projecting = made.start_projecting(fail_projecting)

@@ -1,11 +1,15 @@
-"""A switch: a port that forwards to a server, so that clients can be moved to another one while those connected stay where they are."""
+"""A switch: a port that forwards to a server, so that clients can be moved to another one while those
+connected stay where they are.
+"""
 
 import asyncio
 from contextlib import suppress
 
 
 class Switch:
-    """Forwards from a port of its own to `target`, a port of this machine; both may be changed and cut at any time."""
+    """Forwards from a port of its own to `target`, a port of this machine; both may be changed and cut at any
+    time.
+    """
 
     def __init__(self, target: int) -> None:
         self.target = target
@@ -62,7 +66,9 @@ class Switch:
             writer.close()
             there_writer.close()
 
-    async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, lost: asyncio.Event) -> None:
+    async def _forward(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, lost: asyncio.Event
+    ) -> None:
         with suppress(OSError):
             while data := await reader.read(65_536):
                 if self.commits_to_lose and b"COMMIT" in data:
@@ -71,7 +77,9 @@ class Switch:
                 writer.write(data)
                 await writer.drain()
 
-    async def _back(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, lost: asyncio.Event) -> None:
+    async def _back(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, lost: asyncio.Event
+    ) -> None:
         with suppress(OSError):
             while data := await reader.read(65_536):
                 if lost.is_set():

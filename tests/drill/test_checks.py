@@ -28,7 +28,11 @@ async def scene(system: Settings, redis_client: Any, worker: Callable[..., Any])
         Open(id="o-e", offer="e", terms=envelope),
         Open(id="o-s", offer="s", terms=stock),
         Open(id="o-k", offer="k:1", terms=CouponTerms(issuer="i", total=9)),
-        *(Grab(id=f"{offer}{number}", offer=offer, user=f"u{number}") for offer in ("e", "s") for number in range(5)),
+        *(
+            Grab(id=f"{offer}{number}", offer=offer, user=f"u{number}")
+            for offer in ("e", "s")
+            for number in range(5)
+        ),
         Confirm(id="c0", offer="s", grab="s0", payment="p0", paid=5, currency="CNY"),
         *(Grab(id=f"b{number}", offer="k:1", user="u", basket="b") for number in range(2)),
     ]
@@ -36,7 +40,9 @@ async def scene(system: Settings, redis_client: Any, worker: Callable[..., Any])
         answered = [
             (command, answer)
             for few in ([one] for one in commands[:-2])
-            for command, answer in zip(few, await gate.decide(few, patience_ms=60_000, timeout_ms=60_000), strict=True)
+            for command, answer in zip(
+                few, await gate.decide(few, patience_ms=60_000, timeout_ms=60_000), strict=True
+            )
         ]
         basket = await gate.decide(commands[-2:], patience_ms=60_000, timeout_ms=60_000)
         answered += zip(commands[-2:], basket, strict=True)
@@ -45,7 +51,8 @@ async def scene(system: Settings, redis_client: Any, worker: Callable[..., Any])
         traffic, observer = SimpleNamespace(answered=answered), SimpleNamespace(spans=[])
         keys = key_space(settings)
         yield SimpleNamespace(
-            settings=settings, redis=redis_client, gate=gate, traffic=traffic, observer=observer, keys=keys, mended_at_ms=None,
+            settings=settings, redis=redis_client, gate=gate, traffic=traffic, observer=observer, keys=keys,
+            mended_at_ms=None,
             deciding=[], projecting=[], gaps=SimpleNamespace(answered=[]),
         )  # fmt: skip
 
@@ -55,7 +62,9 @@ async def failed(scene: Any) -> dict[str, list[str]]:
 
 
 async def check_level(settings: Settings, redis: Any) -> None:
-    """Redis' side copied to another prefix, and damaged there: sums that agree are not enough, nor is a Redis that has nothing."""
+    """Redis' side copied to another prefix, and damaged there: sums that agree are not enough, nor is a Redis
+    that has nothing.
+    """
     live = key_space(settings)
     settings = settings.model_copy(update={"prefix": f"{settings.prefix}copy"})
     keys = key_space(settings)
@@ -85,11 +94,20 @@ async def test_each_check_fails_when_what_it_looks_at_is_damaged(scene: Any) -> 
 
     # An answer of which the journal has nothing, and one that is given again differently.
     grab, answer = next(one for one in answered if one[0].id == "e1")
-    for wrong in (msgspec.structs.replace(answer, seq=999), msgspec.structs.replace(answer, amount=answer.amount + 1)):
+    for wrong in (
+        msgspec.structs.replace(answer, seq=999),
+        msgspec.structs.replace(answer, amount=answer.amount + 1),
+    ):
         scene.traffic.answered = [(grab, wrong)]
-        assert set(await failed(scene)) == {"no acknowledged answer is missing", "an answer is given again as it was"}
+        assert set(await failed(scene)) == {
+            "no acknowledged answer is missing",
+            "an answer is given again as it was",
+        }
     basket = [one for one in answered if one[0].id in ("b0", "b1")]
-    scene.traffic.answered = [basket[0], (basket[1][0], msgspec.structs.replace(basket[1][1], seq=basket[0][1].seq))]
+    scene.traffic.answered = [
+        basket[0],
+        (basket[1][0], msgspec.structs.replace(basket[1][1], seq=basket[0][1].seq)),
+    ]
     [line] = await repeated(scene)
     assert line.startswith("b1: first granted")
     confirmed, settled = next(one for one in answered if isinstance(one[0], Confirm))
@@ -112,9 +130,13 @@ async def test_each_check_fails_when_what_it_looks_at_is_damaged(scene: Any) -> 
 
     # And `verify` is asked.
     async with await open_tables(settings) as connection:
-        await connection.execute(b"UPDATE balances_1 SET available = available + 1 WHERE (user_id, asset) = ('u1', 'CNY')")
+        await connection.execute(
+            b"UPDATE balances_1 SET available = available + 1 WHERE (user_id, asset) = ('u1', 'CNY')"
+        )
         assert set(await failed(scene)) == {"verify: balances = fold of the journal"}
-        await connection.execute(b"UPDATE balances_1 SET available = available - 1 WHERE (user_id, asset) = ('u1', 'CNY')")
+        await connection.execute(
+            b"UPDATE balances_1 SET available = available - 1 WHERE (user_id, asset) = ('u1', 'CNY')"
+        )
     assert await failed(scene) == {}
 
 

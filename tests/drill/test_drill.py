@@ -1,4 +1,6 @@
-"""A few cells of the kill matrix, on every run: a fault of each kind of server and of a worker, and every shape of traffic."""
+"""A few cells of the kill matrix, on every run: a fault of each kind of server and of a worker, and every
+shape of traffic.
+"""
 
 import subprocess
 import sys
@@ -39,7 +41,11 @@ async def test_a_cell(drill_servers: Servers, name: str) -> None:
 def test_every_cell_can_be_asked_for() -> None:
     single, cluster = cells("single"), cells("cluster")
     assert {cell.fault for cell in (*single, *cluster)} == set(FAULTS)
-    assert len({cell.name for cell in single}) == len(single) == len(SHAPES) * sum("single" in fault.where for fault in FAULTS.values())
+    assert (
+        len({cell.name for cell in single})
+        == len(single)
+        == len(SHAPES) * sum("single" in fault.where for fault in FAULTS.values())
+    )
     assert {cell.name for cell in single} >= set(SHORT)
     assert [cell.name for cell in cells("single", ["redis.aof*×h*"])] == ["redis.aof_tail×holds"]
     listed = CliRunner().invoke(main, ["--list", "--cell", "kafka.leaderless×*", "--cluster"])
@@ -49,7 +55,9 @@ def test_every_cell_can_be_asked_for() -> None:
     assert "--list prints them" in refused.output
 
 
-@pytest.mark.parametrize(("ends", "found"), [("raise SystemExit(70)", 1), ("raise RuntimeError", 1), ("", 0), (None, 0)])
+@pytest.mark.parametrize(
+    ("ends", "found"), [("raise SystemExit(70)", 1), ("raise RuntimeError", 1), ("", 0), (None, 0)]
+)
 def test_a_worker_that_ended_by_itself_is_found(tmp_path: Path, ends: str | None, found: int) -> None:
     log = tmp_path / "worker.log"
     log.write_text("RuntimeError: the handler is closed")
@@ -77,7 +85,11 @@ def test_the_checks_find_what_is_wrong() -> None:
     # On a loaded machine everybody is slower.
     assert waited({0: 0.2, 1: 0.5}, {0: 1.4, 1: 1.4}, ()) == []
     assert missing([(command, answer)], there) == []
-    for wrong in ({}, {(0, 7): Journaled(3, {**event, "command": "x"})}, {(0, 7): Journaled(3, {**event, "amount": 6})}):
+    for wrong in (
+        {},
+        {(0, 7): Journaled(3, {**event, "command": "x"})},
+        {(0, 7): Journaled(3, {**event, "amount": 6})},
+    ):
         assert len(missing([(command, answer)], wrong)) == 1
     assert len(decided_while_fenced([Fenced(0, 3, 990, 1_010)], there)) == 1
     for harmless in (Fenced(0, 4, 990, 1_010), Fenced(1, 3, 990, 1_010), Fenced(0, 3, 1_000, 1_010)):

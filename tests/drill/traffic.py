@@ -1,4 +1,6 @@
-"""Traffic: callers of a gate who keep every answer they were given, in four shapes; a fault must not make one of them untrue."""
+"""Traffic: callers of a gate who keep every answer they were given, in four shapes; a fault must not make one
+of them untrue.
+"""
 
 import asyncio
 import random
@@ -8,7 +10,18 @@ from typing import Any, Final
 from grabstream.lua.gate import Gate, OutcomeUnknown
 from grabstream.lua.keys import KeySpace
 from grabstream.models.answers import Answer
-from grabstream.models.commands import Amend, AnyCommand, Close, Confirm, Grab, Open, Pause, Release, Resume, Return
+from grabstream.models.commands import (
+    Amend,
+    AnyCommand,
+    Close,
+    Confirm,
+    Grab,
+    Open,
+    Pause,
+    Release,
+    Resume,
+    Return,
+)
 from grabstream.models.offers import Changes, CouponTerms, EnvelopeTerms, Limit, StockTerms, Terms
 from tests.conftest import until
 
@@ -20,7 +33,9 @@ ANSWER_SECONDS_MAX: Final = 90.0
 
 
 class Traffic:
-    """Callers in one shape; `answered` are all commands with their last answer, in the order the answers came."""
+    """Callers in one shape; `answered` are all commands with their last answer, in the order the answers
+    came.
+    """
 
     def __init__(self, shape: str, gate: Gate, keys: KeySpace, seed: str) -> None:
         self.shape = shape
@@ -35,7 +50,7 @@ class Traffic:
         self._opened: list[str] = []
         self._commands = 0
 
-    # -- what the drill does with it ----------------------------------------------------------------------------------
+    # -- what the drill does with it -------------------------------------------------------------------------
 
     async def begin(self) -> None:
         """Opens the offers and lets the callers in."""
@@ -53,7 +68,9 @@ class Traffic:
         """From now on half of what is sent goes by this gate too."""
         self._gates.append(gate)
 
-    async def more(self, answers: int, seconds: float = ANSWER_SECONDS_MAX, what: str = "more answers") -> None:
+    async def more(
+        self, answers: int, seconds: float = ANSWER_SECONDS_MAX, what: str = "more answers"
+    ) -> None:
         """Returns when so many more commands have been decided."""
         wanted = len(self.answered) + answers
         await until(lambda: self._failed() or len(self.answered) >= wanted, seconds, what)
@@ -63,7 +80,8 @@ class Traffic:
         self._stopping.set()
         async with asyncio.timeout(ANSWER_SECONDS_MAX):
             await asyncio.gather(*self._tasks)
-        # Who waits goes home; else the line, which is long after a long fault, would be served one hold after the other.
+        # Who waits goes home; else the line, which is long after a long fault, would be served one hold after
+        # the other.
         await self.send([self.command(Close, offer) for offer in self._opened])
 
     async def end(self) -> None:
@@ -79,7 +97,7 @@ class Traffic:
                 task.result()
         return False
 
-    # -- what callers do with it --------------------------------------------------------------------------------------
+    # -- what callers do with it -----------------------------------------------------------------------------
 
     @property
     def stopping(self) -> bool:
@@ -126,11 +144,17 @@ def a_campaign_of_each_shard(keys: KeySpace, stem: str = "k") -> list[str]:
     return [names[shard] for shard in sorted(names)]
 
 
-# -- grabs ----------------------------------------------------------------------------------------------------------------
+# -- grabs ---------------------------------------------------------------------------------------------------
 
 
 def _grab_openings(campaign: str, draw: random.Random) -> list[tuple[str, Terms]]:
-    parts: dict[str, Any] = {"issuer": "ann", "funding": "pay", "asset": "CNY", "total": 300_000, "parts": 3_000}
+    parts: dict[str, Any] = {
+        "issuer": "ann",
+        "funding": "pay",
+        "asset": "CNY",
+        "total": 300_000,
+        "parts": 3_000,
+    }
     limits = (Limit("user", "offer", 3), Limit("user", "day", 2), Limit("card", "hour", 5, "campaign"))
     return [
         (f"{campaign}:ahead", EnvelopeTerms(**parts)),
@@ -145,16 +169,20 @@ async def grabber(traffic: Traffic, campaign: str) -> None:
     attributes = {"card": f"card{traffic.random.randrange(30)}"} if offer.endswith("coupon") else {}
     count = traffic.random.randint(1, 4)
     await traffic.send(
-        [traffic.command(Grab, offer, user=f"u{traffic.random.randrange(5_000)}", attributes=attributes) for _ in range(count)]
+        [
+            traffic.command(Grab, offer, user=f"u{traffic.random.randrange(5_000)}", attributes=attributes)
+            for _ in range(count)
+        ]
     )
 
 
-# -- holds near their deadline ----------------------------------------------------------------------------------------------
+# -- holds near their deadline -------------------------------------------------------------------------------
 
 
 def _hold_openings(campaign: str, draw: random.Random) -> list[tuple[str, Terms]]:
     common: dict[str, Any] = {
-        "issuer": "shop", "total": 25, "price": PRICE, "currency": "CNY", "hold_ms": HOLD_MS, "max_per_grab": 2, "waiting_list": True,
+        "issuer": "shop", "total": 25, "price": PRICE, "currency": "CNY", "hold_ms": HOLD_MS,
+        "max_per_grab": 2, "waiting_list": True,
         "limits": (Limit("user", "offer", 4),), "return_restores": True,
     }  # fmt: skip
     return [
@@ -164,11 +192,15 @@ def _hold_openings(campaign: str, draw: random.Random) -> list[tuple[str, Terms]
 
 
 async def buyer(traffic: Traffic, campaign: str) -> None:
-    """Holds, and pays at once, pays about the deadline, gives back, or forgets about it; some who paid return it."""
+    """Holds, and pays at once, pays about the deadline, gives back, or forgets about it; some who paid return
+    it.
+    """
     draw = traffic.random
     offer = f"{campaign}:{draw.choice(('retake', 'grace'))}"
     quantity = draw.randint(1, 2)
-    grab = traffic.command(Grab, offer, user=f"u{draw.randrange(400)}", quantity=quantity, wait=draw.random() < 0.3)
+    grab = traffic.command(
+        Grab, offer, user=f"u{draw.randrange(400)}", quantity=quantity, wait=draw.random() < 0.3
+    )
     [held] = await traffic.send([grab])
     if held.outcome != "held":
         return
@@ -184,7 +216,7 @@ async def buyer(traffic: Traffic, campaign: str) -> None:
         await traffic.send([traffic.command(Release, offer, grab=grab.id)])
 
 
-# -- amendments -------------------------------------------------------------------------------------------------------------
+# -- amendments ----------------------------------------------------------------------------------------------
 
 
 def _amendment_openings(campaign: str, draw: random.Random) -> list[tuple[str, Terms]]:
@@ -193,7 +225,9 @@ def _amendment_openings(campaign: str, draw: random.Random) -> list[tuple[str, T
 
 async def amended_grabber(traffic: Traffic, campaign: str) -> None:
     """Grabs of an offer that changes meanwhile."""
-    await traffic.send([traffic.command(Grab, f"{campaign}:amended", user=f"u{traffic.random.randrange(2_000)}")])
+    await traffic.send(
+        [traffic.command(Grab, f"{campaign}:amended", user=f"u{traffic.random.randrange(2_000)}")]
+    )
 
 
 async def operator(traffic: Traffic, campaign: str) -> None:
@@ -210,11 +244,16 @@ async def operator(traffic: Traffic, campaign: str) -> None:
     await traffic.send([traffic.command(make, offer, **rest)])
 
 
-# -- baskets ----------------------------------------------------------------------------------------------------------------
+# -- baskets -------------------------------------------------------------------------------------------------
 
 
 def _basket_openings(campaign: str, draw: random.Random) -> list[tuple[str, Terms]]:
-    common: dict[str, Any] = {"issuer": "shop", "price": PRICE, "currency": "CNY", "limits": (Limit("user", "day", 6, "campaign"),)}
+    common: dict[str, Any] = {
+        "issuer": "shop",
+        "price": PRICE,
+        "currency": "CNY",
+        "limits": (Limit("user", "day", 6, "campaign"),),
+    }
     return [
         (f"{campaign}:{name}", StockTerms(**common, total=total, hold_ms=HOLD_MS * 2))
         for name, total in (("phone", 60), ("case", 400), ("cable", 800))

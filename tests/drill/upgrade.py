@@ -1,8 +1,9 @@
 """`python -m tests.drill.upgrade COMMIT`: from a release to this one, under traffic, on servers that are up.
 
-Workers of that release decide, relay and book; `init` of this one migrates; workers of this one join; the old ones are stopped. Every
-command has to be answered, commands that the old release answered get the same answers again, another body under their ids is a
-conflict, and `verify` has to find nothing. Needs the commit in the clone's history.
+Workers of that release decide, relay and book; `init` of this one migrates; workers of this one join; the old
+ones are stopped. Every command has to be answered, commands that the old release answered get the same
+answers again, another body under their ids is a conflict, and `verify` has to find nothing. Needs the commit
+in the clone's history.
 """
 
 import asyncio
@@ -48,9 +49,13 @@ class Release:
     def run(self, *words: str) -> str:
         """A verb, to its end."""
         command = [sys.executable, "-m", self._program, *words]
-        done = subprocess.run(command, cwd=self._tree, env=self._environment, capture_output=True, text=True, timeout=180)
+        done = subprocess.run(
+            command, cwd=self._tree, env=self._environment, capture_output=True, text=True, timeout=180
+        )
         if done.returncode:
-            raise click.ClickException(f"grabstream {' '.join(words)}: exit {done.returncode}\n{done.stdout}{done.stderr}")
+            raise click.ClickException(
+                f"grabstream {' '.join(words)}: exit {done.returncode}\n{done.stdout}{done.stderr}"
+            )
         return done.stdout
 
     def workers(self) -> "list[subprocess.Popen[bytes]]":
@@ -68,23 +73,34 @@ async def drill(old: Release, new: Release, settings: Settings) -> Counter[str]:
     async def send(commands: Sequence[Any]) -> None:
         nonlocal sent
         for command in commands:
-            await producer.send(Topics(settings.prefix).commands, encode_command(command), key=command.offer.encode())
+            await producer.send(
+                Topics(settings.prefix).commands, encode_command(command), key=command.offer.encode()
+            )
         await producer.flush()
         sent += len(commands)
 
     async def grab() -> None:
-        await send([Grab(id=f"g{n}", offer=f"o{n % 8}", user=f"u{n}") for n in range(sent, sent + GRABS_A_STEP)])
+        await send(
+            [Grab(id=f"g{n}", offer=f"o{n % 8}", user=f"u{n}") for n in range(sent, sent + GRABS_A_STEP)]
+        )
 
     old.run("init")
     workers = old.workers()
     try:
-        terms = StockTerms(issuer="shop", total=10_000, limits=(Limit("user", "offer", 9),), hold_ms=3_600_000)
+        terms = StockTerms(
+            issuer="shop", total=10_000, limits=(Limit("user", "offer", 9),), hold_ms=3_600_000
+        )
         opened = [Open(id=f"open-{n}", offer=f"o{n}", terms=terms) for n in range(8)]
         await send(opened)
         await grab()
         settled: list[Any] = [Confirm(id=f"confirm-{n}", offer=f"o{n}", grab=f"g{n + 8}") for n in range(8)]
         entry = Entry(asset="CNY", debit="issuer:shop", credit="wallet:u1", amount=5)
-        settled += [Adjust(id=f"adjust-{n}", offer=f"o{n}", transfers=(entry,), reason="a mistake", approved_by="boss") for n in range(8)]
+        settled += [
+            Adjust(
+                id=f"adjust-{n}", offer=f"o{n}", transfers=(entry,), reason="a mistake", approved_by="boss"
+            )
+            for n in range(8)
+        ]
         await until(lambda: _answered(settings, sent), 60, "answers of the old release")
         await send(settled)
         await until(lambda: _answered(settings, sent), 60, "answers of the old release")
@@ -99,7 +115,11 @@ async def drill(old: Release, new: Release, settings: Settings) -> Counter[str]:
         stop_workers(workers[: len(ROLES)])
         await grab()
         await until(lambda: _answered(settings, sent), 90, "answers of both")
-        again = [*opened, *settled, *(Grab(id=f"g{n}", offer=f"o{n % 8}", user=f"u{n}") for n in range(8, 8 + GRABS_A_STEP))]
+        again = [
+            *opened,
+            *settled,
+            *(Grab(id=f"g{n}", offer=f"o{n % 8}", user=f"u{n}") for n in range(8, 8 + GRABS_A_STEP)),
+        ]
         await _told_again(settings, send, again, first)
         new.run("verify", "--wait", "60")
         return Counter(answer.outcome for answer in await _answers(settings))
@@ -108,13 +128,21 @@ async def drill(old: Release, new: Release, settings: Settings) -> Counter[str]:
         await producer.stop()
 
 
-async def _told_again(settings: Settings, send: Send, commands: Sequence[Any], first: Mapping[str, Answer]) -> None:
-    """Sends commands of the old release once more: each gets its first answer, and another body under its id none."""
+async def _told_again(
+    settings: Settings, send: Send, commands: Sequence[Any], first: Mapping[str, Answer]
+) -> None:
+    """Sends commands of the old release once more: each gets its first answer, and another body under its id
+    none.
+    """
     await send(commands)
     others = [msgspec.structs.replace(one, user="mallory") for one in commands if isinstance(one, Grab)]
-    others += [msgspec.structs.replace(one, approved_by="mallory") for one in commands if isinstance(one, Adjust)]
+    others += [
+        msgspec.structs.replace(one, approved_by="mallory") for one in commands if isinstance(one, Adjust)
+    ]
     await send(others)
-    expected = {one.id: {encode_answer(msgspec.structs.replace(first[one.id], repeated=True))} for one in commands}
+    expected = {
+        one.id: {encode_answer(msgspec.structs.replace(first[one.id], repeated=True))} for one in commands
+    }
     for one in others:
         expected[one.id].add(b"conflict")
     told: dict[str, set[bytes]] = {}
@@ -123,7 +151,9 @@ async def _told_again(settings: Settings, send: Send, commands: Sequence[Any], f
         told.clear()
         for answer in await _all_answers(settings):
             if answer.id in expected and (answer.repeated or not answer.positive):
-                told.setdefault(answer.id, set()).add(encode_answer(answer) if answer.positive else answer.outcome.encode())
+                told.setdefault(answer.id, set()).add(
+                    encode_answer(answer) if answer.positive else answer.outcome.encode()
+                )
         return sum(map(len, told.values())) >= sum(map(len, expected.values()))
 
     await until(all_told, 90, "answers to what was sent again")
@@ -146,7 +176,9 @@ async def _answers(settings: Settings) -> list[Answer]:
 
 async def _all_answers(settings: Settings) -> list[Answer]:
     """In the order in which they came, partition by partition."""
-    consumer = AIOKafkaConsumer(Topics(settings.prefix).results, bootstrap_servers=settings.kafka, auto_offset_reset="earliest")
+    consumer = AIOKafkaConsumer(
+        Topics(settings.prefix).results, bootstrap_servers=settings.kafka, auto_offset_reset="earliest"
+    )
     await consumer.start()
     found: dict[Any, list[Answer]] = {}
     try:
@@ -167,22 +199,31 @@ def main(commit: str, as_json: bool) -> None:
     name = f"upgrade{secrets.token_hex(4)}"
     settings = load_settings().model_copy(update={"prefix": name, "schema_": name})
     environment = child_environment(
-        prefix=name, schema=name, redis_url=settings.redis_url, kafka=settings.kafka, postgres=settings.postgres,
+        prefix=name, schema=name, redis_url=settings.redis_url, kafka=settings.kafka,
+        postgres=settings.postgres,
         shards=str(settings.shards), seal_keys=new_seal_key(),
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
-        archive = subprocess.run(["git", "-C", str(PROJECT), "archive", commit], check=True, capture_output=True).stdout
+        archive = subprocess.run(
+            ["git", "-C", str(PROJECT), "archive", commit], check=True, capture_output=True
+        ).stdout
         subprocess.run(["tar", "-x", "-C", folder], input=archive, check=True)
 
         async def play() -> Counter[str]:
             try:
-                return await drill(Release(Path(folder), environment), Release(PROJECT, environment), settings)
+                return await drill(
+                    Release(Path(folder), environment), Release(PROJECT, environment), settings
+                )
             finally:
                 await take_down(settings)
 
         outcomes = asyncio.run(play())
     expected = {"opened": 8, "held": 5 * GRABS_A_STEP, "confirmed": 8, "adjusted": 8}
-    click.echo(json.dumps(outcomes) if as_json else ", ".join(f"{count:,} {outcome}" for outcome, count in outcomes.items()))
+    click.echo(
+        json.dumps(outcomes)
+        if as_json
+        else ", ".join(f"{count:,} {outcome}" for outcome, count in outcomes.items())
+    )
     sys.exit(0 if outcomes == expected else 1)
 
 

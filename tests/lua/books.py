@@ -1,4 +1,6 @@
-"""What must be true of a shard's events, said without the rules and without Lua: from the lines alone, as a stranger reads them."""
+"""What must be true of a shard's events, said without the rules and without Lua: from the lines alone, as a
+stranger reads them.
+"""
 
 import json
 from collections import Counter, defaultdict
@@ -11,7 +13,9 @@ from tests.models.recompute import recompute
 
 
 def check_books(lines: Sequence[bytes]) -> None:
-    """Numbers without gaps, time that never goes back, money that is neither made nor lost, and parts as the seed promised."""
+    """Numbers without gaps, time that never goes back, money that is neither made nor lost, and parts as the
+    seed promised.
+    """
     events = [json.loads(line) for line in lines]
     assert [event["seq"] for event in events] == list(range(1, len(events) + 1))
     times = [event["at"] for event in events]
@@ -31,12 +35,22 @@ def _check_offer(events: list[dict[str, Any]]) -> None:
     assert len(closed) <= 1
     paused = False
     for event in events:
-        assert not (paused and (event["type"] in ("grab.granted", "grab.queued") or (event["type"] == "grab.held" and "digest" in event)))
-        paused = {"offer.paused": True, "offer.resumed": False, "offer.closed": False}.get(event["type"], paused)
+        assert not (
+            paused
+            and (
+                event["type"] in ("grab.granted", "grab.queued")
+                or (event["type"] == "grab.held" and "digest" in event)
+            )
+        )
+        paused = {"offer.paused": True, "offer.resumed": False, "offer.closed": False}.get(
+            event["type"], paused
+        )
     (_check_envelope if opened["kind"] == "envelope" else _check_pieces)(opened, closed, events)
 
 
-def _check_envelope(opened: dict[str, Any], closed: list[dict[str, Any]], events: list[dict[str, Any]]) -> None:
+def _check_envelope(
+    opened: dict[str, Any], closed: list[dict[str, Any]], events: list[dict[str, Any]]
+) -> None:
     granted = [event for event in events if event["type"] == "grab.granted"]
     parts = opened["terms"]["parts"]
     assert [event["place"] for event in granted] == list(range(1, len(granted) + 1))
@@ -44,10 +58,16 @@ def _check_envelope(opened: dict[str, Any], closed: list[dict[str, Any]], events
     assert len({event["user"] for event in granted}) == len(granted)
     if not any(event["type"] == "offer.amended" for event in events):
         assert all(opened["opens_at"] <= event["at"] < opened["closes_at"] for event in granted)
-    assert not any("seed" in event or "seed" in event.get("terms", ()) for event in events if event not in closed)
+    assert not any(
+        "seed" in event or "seed" in event.get("terms", ()) for event in events if event not in closed
+    )
     if closed:
         after = events[events.index(closed[0]) + 1 :]
-        assert {event["type"] for event in after} <= {"payment.refund_due", "ledger.adjusted", "offer.retired"}
+        assert {event["type"] for event in after} <= {
+            "payment.refund_due",
+            "ledger.adjusted",
+            "offer.retired",
+        }
         assert closed[0]["amount"] == opened["total"] - sum(event["amount"] for event in granted)
         assert (closed[0]["reason"] == "drained") == (len(granted) == parts)
         assert recompute(opened, closed[0])[: len(granted)] == [event["amount"] for event in granted]
@@ -64,7 +84,9 @@ MOVES = {
 
 
 def _check_pieces(opened: dict[str, Any], closed: list[dict[str, Any]], events: list[dict[str, Any]]) -> None:
-    """left + held + taken = total after every event, every `left` is true, nobody has more than a limit allows."""
+    """left + held + taken = total after every event, every `left` is true, nobody has more than a limit
+    allows.
+    """
     left, held, taken, total, is_closed = opened["total"], 0, 0, opened["total"], False
     of_grab: dict[str, Counter[str]] = defaultdict(Counter)
     places = []
@@ -83,7 +105,9 @@ def _check_pieces(opened: dict[str, Any], closed: list[dict[str, Any]], events: 
             if event["type"] in ("grab.granted", "grab.held"):
                 places.append(event["place"])
         if event["type"] in ("grab.redeemed", "grab.unredeemed"):
-            of_grab[event["grab"]]["redeemed"] += event["quantity"] if event["type"] == "grab.redeemed" else -event["quantity"]
+            of_grab[event["grab"]]["redeemed"] += (
+                event["quantity"] if event["type"] == "grab.redeemed" else -event["quantity"]
+            )
         assert all(grab["held"] >= 0 and grab["taken"] >= grab["redeemed"] >= 0 for grab in of_grab.values())
         if event["type"] == "offer.closed":
             assert event["amount"] == left
@@ -99,7 +123,11 @@ def _check_limits(opened: dict[str, Any], events: list[dict[str, Any]]) -> None:
     """Of limits for the whole offer, when they were never changed: nobody ever has more."""
     if any("limits" in event.get("changes", ()) for event in events):
         return
-    most = [limit["max"] for limit in opened["terms"].get("limits", ()) if (limit["by"], limit["per"]) == ("user", "offer")]
+    most = [
+        limit["max"]
+        for limit in opened["terms"].get("limits", ())
+        if (limit["by"], limit["per"]) == ("user", "offer")
+    ]
     has: Counter[str] = Counter()
     for event in events:
         if event["type"] in MOVES and event["type"] != "grab.confirmed":
@@ -115,6 +143,14 @@ def _check_accounts(lines: Sequence[bytes]) -> None:
         for transfer in transfers_of(decode_event(line)):
             posted[transfer.asset, transfer.debit] -= transfer.amount
             posted[transfer.asset, transfer.credit] += transfer.amount
-        assert not [account for account, amount in posted.items() if amount < 0 and account[1].startswith(GUARDED_ACCOUNTS)]
+        assert not [
+            account
+            for account, amount in posted.items()
+            if amount < 0 and account[1].startswith(GUARDED_ACCOUNTS)
+        ]
     closed = {event["offer"] for event in map(json.loads, lines) if event["type"] == "offer.closed"}
-    assert not [account for account, amount in posted.items() if amount and account[1] in {f"offer:{offer}" for offer in closed}]
+    assert not [
+        account
+        for account, amount in posted.items()
+        if amount and account[1] in {f"offer:{offer}" for offer in closed}
+    ]

@@ -1,4 +1,6 @@
-"""What calls cost: a Redis of one's own, every script's calls with the time of Redis' thread, and the units of cost they count."""
+"""What calls cost: a Redis of one's own, every script's calls with the time of Redis' thread, and the units
+of cost they count.
+"""
 
 import asyncio
 import re
@@ -37,7 +39,9 @@ _SPEND: Final = "cost = cost + units"
 
 
 class Call(NamedTuple):
-    """A script's call: how long Redis' thread was busy, ms of its processor, and the units of cost that the script counted."""
+    """A script's call: how long Redis' thread was busy, ms of its processor, and the units of cost that the
+    script counted.
+    """
 
     script: str
     cpu_ms: float
@@ -64,14 +68,17 @@ def scripts(call_max: int | None = None, counted: bool = False) -> Iterator[None
 
 
 class Measured:
-    """A shard alone on its server, a gate and a sweeper; while `measuring`, `calls` are what scripts were called."""
+    """A shard alone on its server, a gate and a sweeper; while `measuring`, `calls` are what scripts were
+    called.
+    """
 
     def __init__(self, port: int) -> None:
         self.redis = redis.asyncio.Redis(port=port)
         self.space = KeySpace("own", 1)
         self.now = NOW
         self.calls: list[Call] = []
-        #: How many times as long as on a quiet machine a plain grab took, at best, while `longest_of` measured.
+        #: How many times as long as on a quiet machine a plain grab took, at best, while `longest_of`
+        #: measured.
         self.slowness = 1.0
 
     async def begin(self) -> None:
@@ -106,7 +113,9 @@ class Measured:
                 before = await self.cpu_ms()
                 reply = await real(client, name, keys, arguments)
                 took = await self.cpu_ms() - before
-                self.calls.append(Call(name, took, float(await self.redis.get("cost") or 0) if counted else 0))
+                self.calls.append(
+                    Call(name, took, float(await self.redis.get("cost") or 0) if counted else 0)
+                )
                 return reply
 
         with pytest.MonkeyPatch.context() as patch, scripts(counted=counted):
@@ -115,15 +124,21 @@ class Measured:
             yield self.calls
 
     async def calls_of(self, act: Callable[[], Awaitable[object]]) -> list[tuple[str, float]]:
-        """The script of each call made meanwhile, in order, and how long Redis' thread was busy with it, ms."""
+        """The script of each call made meanwhile, in order, and how long Redis' thread was busy with it,
+        ms.
+        """
         with self.measuring() as calls:
             await act()
         return [(call.script, call.cpu_ms) for call in calls]
 
     async def longest_of(
-        self, prepare: Callable[[], Awaitable[object]], act: Callable[[], Awaitable[object]], repetitions: int = 3
+        self,
+        prepare: Callable[[], Awaitable[object]],
+        act: Callable[[], Awaitable[object]],
+        repetitions: int = 3,
     ) -> dict[str, float]:
-        """The longest call of each script, ms of Redis' thread, in what is done after a preparation, both repeated on an empty server.
+        """The longest call of each script, ms of Redis' thread, in what is done after a preparation, both
+        repeated on an empty server.
 
         Of each call the shortest of its repetitions counts: who shares the machine makes them longer.
         """
@@ -138,7 +153,9 @@ class Measured:
             await prepare()
             made.append(await self.calls_of(act))
         self.slowness = max(1.0, min(plain) * 1_000 / PLAIN_GRABS / PLAIN_GRAB_US)
-        assert len({tuple(name for name, _ in calls) for calls in made}) == 1, "each repetition makes the same calls"
+        assert len({tuple(name for name, _ in calls) for calls in made}) == 1, (
+            "each repetition makes the same calls"
+        )
         found: dict[str, float] = {}
         for calls in zip(*made, strict=True):
             script = calls[0][0]
@@ -156,7 +173,9 @@ class Measured:
 
         async def act() -> None:
             for start in range(0, 5 * PLAIN_GRABS, PLAIN_GRABS):
-                await self.decide([Grab(id=f"g{n}", offer="o", user=f"u{n}") for n in range(start, start + PLAIN_GRABS)])
+                await self.decide(
+                    [Grab(id=f"g{n}", offer="o", user=f"u{n}") for n in range(start, start + PLAIN_GRABS)]
+                )
 
         return [took for _, took in await self.calls_of(act)]
 
@@ -170,4 +189,7 @@ def longest(calls: Sequence[Call]) -> dict[str, Call]:
     by_script: dict[str, list[Call]] = defaultdict(list)
     for call in calls:
         by_script[call.script].append(call)
-    return {name: Call(name, max(one.cpu_ms for one in of), max(one.cost for one in of)) for name, of in sorted(by_script.items())}
+    return {
+        name: Call(name, max(one.cpu_ms for one in of), max(one.cost for one in of))
+        for name, of in sorted(by_script.items())
+    }

@@ -32,7 +32,10 @@ def opening(offer: str = "e", parts: int = 10, **rest: Any) -> Open:
 
 
 def grabs(count: int, offer: str = "e", start: int = 0) -> list[Grab]:
-    return [Grab(id=f"{offer}-g{number}", offer=offer, user=f"u{number}") for number in range(start, start + count)]
+    return [
+        Grab(id=f"{offer}-g{number}", offer=offer, user=f"u{number}")
+        for number in range(start, start + count)
+    ]
 
 
 async def take_over(client: Any, keys: KeySpace) -> None:
@@ -80,7 +83,9 @@ async def gate(client: Any, keys: KeySpace) -> AsyncIterator[Callable[..., Gate]
 
 @pytest.fixture
 async def scene(client: Any, keys: KeySpace) -> AsyncIterator[Any]:
-    """A scene whose end is compared with the rules: state, events, books, and what a recovery makes of them."""
+    """A scene whose end is compared with the rules: state, events, books, and what a recovery makes of
+    them.
+    """
     from tests.lua.scene import Scene  # which needs this file
 
     one = Scene()
@@ -147,7 +152,10 @@ def cluster_port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
         wait_until(lambda: all(_answers(port) for port in ports), what="a cluster node's answer")
         made = ["redis-cli", "--cluster", "create", *addresses, "--cluster-yes"]
         subprocess.run(made, check=True, capture_output=True, timeout=60)
-        wait_until(lambda: all(b"cluster_state:ok" in _ask(port, "CLUSTER", "INFO") for port in ports), what="the cluster")
+        wait_until(
+            lambda: all(b"cluster_state:ok" in _ask(port, "CLUSTER", "INFO") for port in ports),
+            what="the cluster",
+        )
         yield ports[0]
     finally:
         for node in nodes:
@@ -179,7 +187,12 @@ def _answers(port: int) -> bool:
 
 
 async def event_lines(client: Any, keys: KeySpace, shard: int, behind_seq: int = 0) -> list[bytes]:
-    """All event lines in a shard's outbox that follow a seq, in order; by a script, since redis-py makes a dict of fields of one name."""
+    """All event lines in a shard's outbox that follow a seq, in order; by a script, since redis-py makes a
+    dict of fields of one name.
+    """
     outbox = keys.shard(shard).outbox
-    script = "local r={} for _,e in ipairs(redis.call('XRANGE',KEYS[1],ARGV[1],'+')) do for i=2,#e[2],2 do r[#r+1]=e[2][i] end end return r"
+    script = (
+        "local r={} for _,e in ipairs(redis.call('XRANGE',KEYS[1],ARGV[1],'+')) do for i=2,#e[2],2 do "
+        "r[#r+1]=e[2][i] end end return r"
+    )
     return list(await client.eval(script, 1, outbox, f"{behind_seq + 1}-0"))

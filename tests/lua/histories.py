@@ -1,4 +1,6 @@
-"""Random histories for the state machine: offers of every sort, and commands that often enough can be carried out."""
+"""Random histories for the state machine: offers of every sort, and commands that often enough can be carried
+out.
+"""
 
 from typing import Any
 
@@ -59,7 +61,9 @@ grabs = st.builds(
     attributes=st.sampled_from(({}, {}, {}, {"card": "c:1"})),
 )
 operators = st.sampled_from((None, None, "olga"))
-steering = st.one_of(*(st.builds(kind, id=ids, offer=offers, operator=operators) for kind in (Pause, Resume, Close)))
+steering = st.one_of(
+    *(st.builds(kind, id=ids, offer=offers, operator=operators) for kind in (Pause, Resume, Close))
+)
 
 
 @st.composite
@@ -84,7 +88,10 @@ def envelopes(draw: Any) -> Open:
     return Open(id=draw(ids), offer=draw(offers), terms=terms, operator=draw(operators))
 
 
-ALWAYS_BUT_NOON = (Hours(("mon", "tue", "wed", "thu", "fri"), "00:00", "12:00"), Hours(until="24:00", from_="13:30"))
+ALWAYS_BUT_NOON = (
+    Hours(("mon", "tue", "wed", "thu", "fri"), "00:00", "12:00"),
+    Hours(until="24:00", from_="13:30"),
+)
 
 limits = st.lists(
     st.builds(
@@ -103,7 +110,9 @@ limits = st.lists(
 def piece_terms(draw: Any, lively: bool = False) -> CouponTerms | StockTerms:
     """Terms of every sort; `lively` ones are open to all at once, and long."""
     audience = draw(st.sampled_from(("everyone",) * 9 + ("list", "ticket", "ticket")))
-    opens_at = draw(st.sampled_from((None, NOW + 1))) if lively else draw(st.sampled_from((None, None, NOW + 500)))
+    opens_at = (
+        draw(st.sampled_from((None, NOW + 1))) if lively else draw(st.sampled_from((None, None, NOW + 500)))
+    )
     if lively and audience == "list":
         opens_at = NOW + 1  # its list is loaded before
     held = draw(st.sampled_from((True, True, False)))
@@ -139,11 +148,17 @@ def piece_terms(draw: Any, lively: bool = False) -> CouponTerms | StockTerms:
 piece_opens = st.builds(Open, id=ids, offer=pieces, terms=piece_terms())
 opens = st.one_of(envelopes(), piece_opens, piece_opens)
 beginnings = st.tuples(*(piece_terms(lively=True) for _ in PIECES)).map(
-    lambda terms: [Open(id=f"open-{name}", offer=name, terms=one) for name, one in zip(PIECES, terms, strict=True)]
+    lambda terms: [
+        Open(id=f"open-{name}", offer=name, terms=one) for name, one in zip(PIECES, terms, strict=True)
+    ]
 )
 
 quantities = st.sampled_from((None, None, 1, 1, 2, 3))
-payments = st.one_of(st.just(None), *(st.integers(0, 10**6).map(lambda number: f"pay{number}"),) * 4, st.sampled_from(("p1", "p2")))
+payments = st.one_of(
+    st.just(None),
+    *(st.integers(0, 10**6).map(lambda number: f"pay{number}"),) * 4,
+    st.sampled_from(("p1", "p2")),
+)
 
 
 @st.composite
@@ -152,13 +167,19 @@ def confirms(draw: Any, offer: str, grab: str, due: int) -> Confirm:
     paid = 0 if payment is None else draw(st.sampled_from((due, due, due, due, due, due, 0, 7, 250, 500)))
     currency = draw(st.sampled_from(("CNY", "CNY", "CNY", "EUR"))) if paid else None
     quantity = draw(quantities) if not due else None
-    return Confirm(id=draw(ids), offer=offer, grab=grab, payment=payment, paid=paid, currency=currency, quantity=quantity)
+    return Confirm(
+        id=draw(ids), offer=offer, grab=grab, payment=payment, paid=paid, currency=currency, quantity=quantity
+    )
 
 
 @st.composite
 def settlings(draw: Any, offer: str, grab: str, due: int) -> AnyCommand:
     """What may be done with a grab, known or not."""
-    kind = draw(st.sampled_from((Confirm, Confirm, Confirm, Release, Extend, Return, Return, Redeem, Redeem, Unredeem)))
+    kind = draw(
+        st.sampled_from(
+            (Confirm, Confirm, Confirm, Release, Extend, Return, Return, Redeem, Redeem, Unredeem)
+        )
+    )
     about: dict[str, Any] = {"id": draw(ids), "offer": offer, "grab": grab}
     if kind is Confirm:
         return draw(confirms(offer, grab, due))
@@ -182,10 +203,14 @@ def piece_grabs(draw: Any, now: int) -> Grab:
     if draw(st.booleans()):
         expires = draw(st.sampled_from((now + 100_000, now + 100_000, now + 1_000)))
         audience = draw(st.sampled_from((offer, campaign_of(offer))))
-        ticket = ticket_for(user, audience, expires // 1000 * 1000, draw(st.sampled_from(("", "", "once1", "once2", "once3"))))
+        ticket = ticket_for(
+            user, audience, expires // 1000 * 1000, draw(st.sampled_from(("", "", "once1", "once2", "once3")))
+        )
     return Grab(
-        id=draw(ids), offer=offer, user=user, quantity=draw(st.sampled_from((1, 1, 1, 2, 3))) if offer in PIECES else 1,
-        attributes=draw(st.sampled_from(({"card": "c:1"}, *({"card": f"c:{n}"} for n in range(6)), {"card": "c:2", "a": "b"}, {}))),
+        id=draw(ids), offer=offer, user=user, quantity=draw(st.sampled_from((1, 1, 1, 2,
+        3))) if offer in PIECES else 1,
+        attributes=draw(st.sampled_from(({"card": "c:1"}, *({"card": f"c:{n}"} for n in range(6)),
+        {"card": "c:2", "a": "b"}, {}))),
         ticket=ticket, wait=draw(st.booleans()),
     )  # fmt: skip
 
@@ -197,8 +222,10 @@ def baskets(draw: Any) -> list[Grab]:
     basket = draw(st.sampled_from(("b1", "b2")))
     return [
         Grab(
-            id=name, offer=draw(st.sampled_from(("p:a", "p:b", "p:c"))), user=draw(st.sampled_from(USERS)), basket=basket,
-            attributes={"card": draw(st.sampled_from(("c:1", "c:2", "c:3")))}, quantity=draw(st.sampled_from((1, 1, 2))),
+            id=name, offer=draw(st.sampled_from(("p:a", "p:b", "p:c"))), user=draw(st.sampled_from(USERS)),
+            basket=basket,
+            attributes={"card": draw(st.sampled_from(("c:1", "c:2", "c:3")))},
+            quantity=draw(st.sampled_from((1, 1, 2))),
         )
         for name in names
     ]  # fmt: skip
@@ -228,14 +255,22 @@ def changes(draw: Any, now: int) -> Changes:
 @st.composite
 def operations(draw: Any, now: int) -> AnyCommand:
     """What operators do to offers of pieces."""
-    about: dict[str, Any] = {"id": draw(ids), "offer": draw(st.sampled_from((*PIECES, *PIECES, "e"))), "operator": draw(operators)}
+    about: dict[str, Any] = {
+        "id": draw(ids),
+        "offer": draw(st.sampled_from((*PIECES, *PIECES, "e"))),
+        "operator": draw(operators),
+    }
     kind = draw(st.sampled_from((Amend, Amend, Amend, Load, Load, Adjust, Pause, Resume, Resume, Close)))
     if kind is Amend:
         return Amend(**about, changes=draw(changes(now)))
     if kind is Load:
         what = draw(st.sampled_from(("codes", "audience")))
         chunks = draw(st.sampled_from((1, 1, 2)))
-        items = draw(st.lists(st.sampled_from(USERS if what == "audience" else CODES), min_size=1, max_size=5, unique=True))
+        items = draw(
+            st.lists(
+                st.sampled_from(USERS if what == "audience" else CODES), min_size=1, max_size=5, unique=True
+            )
+        )
         return Load(**about, what=what, chunk=draw(st.integers(1, chunks)), chunks=chunks, items=tuple(items))
     if kind is Adjust:
         entry = Entry("CNY", "issuer:alice", "wallet:u1", draw(st.integers(1, 10**13)))
@@ -253,6 +288,13 @@ def whole_lists(draw: Any, offer: str, total: int, what: str) -> list[Load]:
     cut = draw(st.integers(1, len(items)))
     chunks = [items[:cut], items[cut:]] if cut < len(items) else [items]
     return [
-        Load(id=f"load-{what}-{offer}-{number}", offer=offer, what=what, chunk=number, chunks=len(chunks), items=chunk)  # type: ignore[arg-type]
+        Load(
+            id=f"load-{what}-{offer}-{number}",
+            offer=offer,
+            what=what,
+            chunk=number,
+            chunks=len(chunks),
+            items=chunk,
+        )  # type: ignore[arg-type]
         for number, chunk in enumerate(chunks, 1)
     ]

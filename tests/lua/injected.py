@@ -1,4 +1,6 @@
-"""Errors in scripts, for tests: a command whose id has `poison` in it raises before the first write of its call, or after it."""
+"""Errors in scripts, for tests: a command whose id has `poison` in it raises before the first write of its
+call, or after it.
+"""
 
 from collections.abc import Callable
 from functools import cache
@@ -11,13 +13,18 @@ from grabstream.lua import loader
 from grabstream.models.bounds import EVENT_LINE_BYTES_MAX
 
 _BEFORE = "local function append_events(call)\n"
-_RAISE = "  for _, line in ipairs(call.lines) do if string.find(line, 'poison', 1, true) then error('injected') end end\n"
+_RAISE = (
+    "  for _, line in ipairs(call.lines) do if string.find(line, 'poison', 1, true) then "
+    "error('injected') end end\n"
+)
 _LINE_BOUND = f"event_line_bytes = {EVENT_LINE_BYTES_MAX},"
 _DUE_BOUND = "> AMOUNT_MAX then return"
 _WRITTEN = "      done = i\n"
 _RAISE_AT = """
       if i == %d and writes[1][1] == 'XADD' then
-        for _, word in ipairs(writes[1]) do if string.find(word, 'poison', 1, true) then error('injected') end end
+        for _, word in ipairs(writes[1]) do
+            if string.find(word, 'poison', 1, true) then error('injected') end
+        end
       end
 """
 
@@ -25,12 +32,18 @@ Where = Literal["before", "between", "after"]
 
 
 def inject(monkeypatch: pytest.MonkeyPatch, where: Where) -> None:
-    """From here on the scripts of this process raise: before the first write, between the outbox and the shard's seq, or after both."""
+    """From here on the scripts of this process raise: before the first write, between the outbox and the
+    shard's seq, or after both.
+    """
     at = {"between": 1, "after": 2}.get(where)
 
     def injected(text: str) -> str:
         assert _WRITTEN in text
-        return text.replace(_WRITTEN, _WRITTEN + _RAISE_AT % at) if at else text.replace(_BEFORE, _BEFORE + _RAISE)
+        return (
+            text.replace(_WRITTEN, _WRITTEN + _RAISE_AT % at)
+            if at
+            else text.replace(_BEFORE, _BEFORE + _RAISE)
+        )
 
     _replace(monkeypatch, injected)
 

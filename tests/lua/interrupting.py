@@ -1,8 +1,8 @@
 """Scripts whose calls of Redis fail where a test wants it: every assembled script with `redis.call` wrapped.
 
-A script that was interrupted before it had written anything is run again with the failure one call later, until it has gone past its first
-write; so every script of a history is interrupted at every call up to, and at, its first write. From then on a call that reads is an
-error of its own.
+A script that was interrupted before it had written anything is run again with the failure one call later,
+until it has gone past its first write; so every script of a history is interrupted at every call up to, and
+at, its first write. From then on a call that reads is an error of its own.
 """
 
 import asyncio
@@ -19,13 +19,15 @@ from grabstream.lua.loader import Script, load, script_names
 
 #: What the scripts write by. Whoever uses another command adds it here.
 WRITES: Final = (
-    "XADD", "XTRIM", "HSET", "HDEL", "HINCRBY", "RPUSH", "LPOP", "LTRIM", "ZADD", "ZREM", "SADD", "SREM", "SET", "DEL", "UNLINK", "PUBLISH",
+    "XADD", "XTRIM", "HSET", "HDEL", "HINCRBY", "RPUSH", "LPOP", "LTRIM", "ZADD", "ZREM", "SADD", "SREM",
+    "SET", "DEL", "UNLINK", "PUBLISH",
     "PERSIST", "PEXPIRE", "RENAME", "SETRANGE",
 )  # fmt: skip
 #: Scripts that read after they have written: what they write is nothing before they have come to their end.
 READS_LATER: Final = ("apply",)
 
-# Redis has its first line for itself; everything else stands on the line after it, so that line numbers stay near.
+# Redis has its first line for itself; everything else stands on the line after it, so that line numbers stay
+# near.
 _WRAPPER: Final = """
 local redis = (function(real)
   local IS_WRITE, may_read = {%s}, %s
@@ -53,7 +55,9 @@ _INTERRUPTED: Final = re.compile(r"interrupted before the first write: (read|wri
 
 @cache
 def interrupting(name: str) -> Script:
-    """The script `name`, with its calls wrapped; the plan is one more argument: `<number>/<calls or writes>`, 0 for never."""
+    """The script `name`, with its calls wrapped; the plan is one more argument: `<number>/<calls or writes>`,
+    0 for never.
+    """
     first, rest = load(name).text.split("\n", 1)
     names = ", ".join(f"{write} = true" for write in WRITES)
     text = first + _WRAPPER % (names, "true" if name in READS_LATER else "false") + rest
@@ -68,7 +72,8 @@ def _name_of(sha: str) -> str:
 class Interrupting:
     """A client of Redis whose scripts are interrupted; everything else is the client's.
 
-    `chosen` says of a script's name whether this call of it is; `interruptions` counts them by script and by what was interrupted.
+    `chosen` says of a script's name whether this call of it is; `interruptions` counts them by script and by
+    what was interrupted.
     """
 
     def __init__(self, client: Any, chosen: Callable[[str], bool] = lambda name: True) -> None:
@@ -97,7 +102,9 @@ class Interrupting:
             await self._interrupt_each(script, rest)
             after = await self._contents(rest[1])
             changed = [name for name in before.keys() | after.keys() if before.get(name) != after.get(name)]
-            assert not changed, f"{script.name}: interrupted before its first write, but these have changed: {changed}"
+            assert not changed, (
+                f"{script.name}: interrupted before its first write, but these have changed: {changed}"
+            )
         return await self._run(script, rest, "0/calls")
 
     async def _interrupt_each(self, script: Script, rest: Sequence[Any]) -> None:
@@ -124,8 +131,12 @@ class Interrupting:
             return await self._client.execute_command("EVAL", script.text, *rest, plan)
 
     async def _contents(self, key: str) -> dict[bytes, Any]:
-        """All keys of a key's shard, byte for byte; of hashes and sets without their order, which a read may change."""
-        names = [name async for name in self._client.scan_iter(match=f"{key[: key.index('}')]}*", count=1_000)]
+        """All keys of a key's shard, byte for byte; of hashes and sets without their order, which a read may
+        change.
+        """
+        names = [
+            name async for name in self._client.scan_iter(match=f"{key[: key.index('}')]}*", count=1_000)
+        ]
         return {name: await self._value(name) for name in names}
 
     async def _value(self, name: bytes) -> Any:

@@ -1,4 +1,5 @@
-"""What must be true of a shard's events whatever the histories: promises that the rules and Lua could break together.
+"""What must be true of a shard's events whatever the histories: promises that the rules and Lua could break
+together.
 
 Said without either of them, from the lines alone and in the order of the journal, as a stranger reads them.
 """
@@ -47,7 +48,9 @@ def _exact(line: bytes) -> Any:
 
 
 def _check_ids_and_orders(events: Sequence[Any]) -> None:
-    """An id is carried out once as long as its offer lives; a ticket for one grab is good for one grab, of its offer or of its campaign."""
+    """An id is carried out once as long as its offer lives; a ticket for one grab is good for one grab, of
+    its offer or of its campaign.
+    """
     own: dict[tuple[str, str], str] = {}
     tickets: dict[tuple[str, str, str], Any] = {}
     offers: dict[str, set[str]] = defaultdict(set)
@@ -57,7 +60,9 @@ def _check_ids_and_orders(events: Sequence[Any]) -> None:
         if event["type"] == "offer.opened":
             offers[campaign].add(offer)
         if "digest" in event:
-            assert command not in OWN_COMMANDS, f"a command has the name of what the system does by itself: {event}"
+            assert command not in OWN_COMMANDS, (
+                f"a command has the name of what the system does by itself: {event}"
+            )
             assert (campaign, command) not in own, f"{command} was carried out twice: {event}"
             own[campaign, command] = offer
         if "ticket" in event:
@@ -85,7 +90,9 @@ def _check_payments(events: Sequence[Any]) -> None:
         if "payment" in event:
             key = campaign, event["payment"]
             first = known.get(key)
-            assert first is None or event["at"] > first["at"] + PAYMENTS_KNOWN_MS, f"a payment was used twice, by {first} and by {event}"
+            assert first is None or event["at"] > first["at"] + PAYMENTS_KNOWN_MS, (
+                f"a payment was used twice, by {first} and by {event}"
+            )
             known[key] = event
             paid[key] = event.get("paid", 0)
         for payment, amount in event.get("refunds", ()):
@@ -94,16 +101,30 @@ def _check_payments(events: Sequence[Any]) -> None:
 
 
 def _check_campaign_limits(events: Sequence[Any]) -> None:
-    """Nobody has more in a window than a limit across a campaign allows; the campaign's first offer says in which zone windows are."""
+    """Nobody has more in a window than a limit across a campaign allows; the campaign's first offer says in
+    which zone windows are.
+    """
     for campaign, of_campaign in _by_life(events):
-        opened = [event for event in of_campaign if event["type"] == "offer.opened" and event["kind"] != "envelope"]
+        opened = [
+            event for event in of_campaign if event["type"] == "offer.opened" and event["kind"] != "envelope"
+        ]
         if not opened or any("limits" in event.get("changes", ()) for event in of_campaign):
             continue
-        limits = [{_limit(one) for one in event["terms"].get("limits", ()) if one.get("scope") == "campaign"} for event in opened]
+        limits = [
+            {_limit(one) for one in event["terms"].get("limits", ()) if one.get("scope") == "campaign"}
+            for event in opened
+        ]
         for by, per, most in set.union(*limits):
             if all((by, per, most) in of_offer for of_offer in limits):
                 counted = {event["offer"] for event in opened}
-                _check_one_limit(campaign, of_campaign[0], [one for one in of_campaign if one["offer"] in counted], by, per, most)
+                _check_one_limit(
+                    campaign,
+                    of_campaign[0],
+                    [one for one in of_campaign if one["offer"] in counted],
+                    by,
+                    per,
+                    most,
+                )
 
 
 def _limit(one: Any) -> tuple[str, str, int]:
@@ -127,7 +148,9 @@ def _by_life(events: Sequence[Any]) -> Iterator[tuple[str, list[Any]]]:
 
 
 def _check_one_limit(campaign: str, first: Any, events: Sequence[Any], by: str, per: str, most: int) -> None:
-    """Counts what is taken in each window; what comes back in whatever way and at whatever time makes room, so this never asks too much."""
+    """Counts what is taken in each window; what comes back in whatever way and at whatever time makes room,
+    so this never asks too much.
+    """
     window_of = _windows(first, per)
     has: Counter[tuple[str, int]] = Counter()
     grabs: dict[tuple[str, str], tuple[tuple[str, int], int]] = {}
@@ -140,16 +163,26 @@ def _check_one_limit(campaign: str, first: Any, events: Sequence[Any], by: str, 
             where = value, window_of(event["at"])
             grabs[name] = where, event["quantity"]
             has[where] += event["quantity"]
-            assert has[where] <= most, f"{value} has {has[where]} of {most} by {by} per {per} in {campaign}: {event}"
+            assert has[where] <= most, (
+                f"{value} has {has[where]} of {most} by {by} per {per} in {campaign}: {event}"
+            )
         elif name in grabs and (event["type"] in ("grab.released", "grab.returned") or event.get("waited")):
             where, units = grabs[name]
-            back = units if event.get("reason") == "left_queue" else units - event["quantity"] if event.get("waited") else event["quantity"]
+            back = (
+                units
+                if event.get("reason") == "left_queue"
+                else units - event["quantity"]
+                if event.get("waited")
+                else event["quantity"]
+            )
             grabs[name] = where, units - back
             has[where] -= back
 
 
 def _windows(first: Any, per: str) -> Callable[[int], int]:
-    """Which window a time is in, by the zone of the campaign's first offer; hours begin where they did on the day it opened."""
+    """Which window a time is in, by the zone of the campaign's first offer; hours begin where they did on the
+    day it opened.
+    """
     zone = ZoneInfo(first["terms"].get("timezone", "UTC"))
 
     def ahead_ms(at_ms: int) -> int:

@@ -1,4 +1,6 @@
-"""Whether a recovery gives the state that deciding gave: a shard's events applied to keys of their own, and both compared key by key."""
+"""Whether a recovery gives the state that deciding gave: a shard's events applied to keys of their own, and
+both compared key by key.
+"""
 
 import random
 from collections.abc import AsyncGenerator, Sequence
@@ -16,7 +18,8 @@ from grabstream.models.offers import PAYMENTS_KNOWN_MS
 from grabstream.streams.ownership import OwnedShard
 from grabstream.streams.recovery import Position, Recovery
 
-#: What is no state of the journal: refusals and their counts, what is not yet journaled, who relays, how far cleaning is.
+#: What is no state of the journal: refusals and their counts, what is not yet journaled, who relays, how far
+#: cleaning is.
 LEFT_OUT = ("refusals", "refusal_order", "demand", "outbox", "lease", "cleaning")
 
 _unpack = msgspec.msgpack.Decoder().decode
@@ -24,11 +27,23 @@ _unpack = msgspec.msgpack.Decoder().decode
 
 def accepted(lines: Sequence[bytes]) -> list[Accepted]:
     """Event lines from seq 1 on, as a reader of the journal accepts them."""
-    return [Accepted(seq, line, hash_) for seq, (line, hash_) in enumerate(zip(lines, chain(GENESIS, lines), strict=True), 1)]
+    return [
+        Accepted(seq, line, hash_)
+        for seq, (line, hash_) in enumerate(zip(lines, chain(GENESIS, lines), strict=True), 1)
+    ]
 
 
-async def fold(client: Any, keys: ShardKeys, lines: Sequence[bytes], sealer: Sealer, shards: int, cut: random.Random | None = None) -> None:
-    """Makes the state of these events in an empty shard, as a recovery does; `cut` breaks it off and goes on at random places."""
+async def fold(
+    client: Any,
+    keys: ShardKeys,
+    lines: Sequence[bytes],
+    sealer: Sealer,
+    shards: int,
+    cut: random.Random | None = None,
+) -> None:
+    """Makes the state of these events in an empty shard, as a recovery does; `cut` breaks it off and goes on
+    at random places.
+    """
     shard = OwnedShard(client, keys)
     events = accepted(lines)
     own = (await shard.raise_term(0)).ownership
@@ -50,8 +65,9 @@ async def fold(client: Any, keys: ShardKeys, lines: Sequence[bytes], sealer: Sea
 
 
 async def contents(client: Any, keys: ShardKeys, now_ms: int | None = None) -> dict[str, Any]:
-    """Everything a shard has in Redis that counts at a time (its last event's, if absent), by the key's name behind its tag; what is
-    packed is unpacked."""
+    """Everything a shard has in Redis that counts at a time (its last event's, if absent), by the key's name
+    behind its tag; what is packed is unpacked.
+    """
     found: dict[str, Any] = {}
     async for key in client.scan_iter(match=f"{keys.tag}:*", count=1_000):
         name = key.decode().removeprefix(f"{keys.tag}:")
@@ -72,11 +88,19 @@ def _without_what_is_forgotten(found: dict[str, Any], now_ms: int) -> dict[str, 
         if not name.startswith("campaign:"):
             continue
         if what == "answers":
-            found[name] = {field: record for field, record in kept.items() if _offer_of(record, campaign) not in retired}
+            found[name] = {
+                field: record for field, record in kept.items() if _offer_of(record, campaign) not in retired
+            }
         elif what == "payments":
-            found[name] = {field: record for field, record in kept.items() if record[0] not in retired - known}
+            found[name] = {
+                field: record for field, record in kept.items() if record[0] not in retired - known
+            }
         elif what == "state":
-            found[name] = {field: value for field, value in kept.items() if field.partition("/")[2] not in retired - known}
+            found[name] = {
+                field: value
+                for field, value in kept.items()
+                if field.partition("/")[2] not in retired - known
+            }
     return {name: value for name, value in found.items() if value}
 
 
@@ -102,7 +126,11 @@ async def _value(client: Any, key: bytes, name: str) -> Any:
         if last in ("grabs", "payments"):
             return {field: _unpack(record) for field, record in fields.items()}
         named = {field.decode(): value for field, value in fields.items()}
-        return named | {field: _unpack(named[field]) for field in ("rules", "loads") if name.startswith("offer:") and field in named}
+        return named | {
+            field: _unpack(named[field])
+            for field in ("rules", "loads")
+            if name.startswith("offer:") and field in named
+        }
     if kind == "zset":
         return dict(await client.zrange(key, 0, -1, withscores=True))
     if kind == "set":
@@ -117,7 +145,9 @@ def differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
         a, b = one.get(name), other.get(name)
         if isinstance(a, dict) and isinstance(b, dict):
             lines += [
-                f"{name} {field!r}: {a.get(field)!r} / {b.get(field)!r}" for field in a.keys() | b.keys() if a.get(field) != b.get(field)
+                f"{name} {field!r}: {a.get(field)!r} / {b.get(field)!r}"
+                for field in a.keys() | b.keys()
+                if a.get(field) != b.get(field)
             ]
         elif a != b:
             lines.append(f"{name}: {a!r} / {b!r}")

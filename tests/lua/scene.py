@@ -1,4 +1,6 @@
-"""Scenes: what a requirement tells, played on a real Redis through a gate and by the pure rules at once, which must answer the same."""
+"""Scenes: what a requirement tells, played on a real Redis through a gate and by the pure rules at once,
+which must answer the same.
+"""
 
 import json
 from datetime import datetime
@@ -69,15 +71,28 @@ class Scene(Twins):
 
     async def outcomes(self, *users: str) -> list[str]:
         """Of one grab by each, in one call."""
-        return [answer.outcome for answer in await self.decide_both([Grab(id=self.id(), offer=self.offer, user=user) for user in users])]
+        return [
+            answer.outcome
+            for answer in await self.decide_both(
+                [Grab(id=self.id(), offer=self.offer, user=user) for user in users]
+            )
+        ]
 
     async def all_lines(self) -> list[bytes]:
-        return [line for number in range(self.keys.shards) for line in await event_lines(self.client, self.keys, number)]
+        return [
+            line
+            for number in range(self.keys.shards)
+            for line in await event_lines(self.client, self.keys, number)
+        ]
 
     async def events(self, kind: str, **fields: Any) -> list[Any]:
         """The events of a type that say this."""
         found = [decode_event(line) for line in await self.all_lines() if json.loads(line)["type"] == kind]
-        return [event for event in found if all(getattr(event, name) == value for name, value in fields.items())]
+        return [
+            event for event in found if all(getattr(event, name) == value for name, value in fields.items())
+        ]
 
     async def names(self) -> list[str]:
-        return [key.decode() async for key in self.client.scan_iter(match=f"{self.keys.prefix}:*", count=1_000)]
+        return [
+            key.decode() async for key in self.client.scan_iter(match=f"{self.keys.prefix}:*", count=1_000)
+        ]

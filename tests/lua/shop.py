@@ -1,4 +1,5 @@
-"""A shop with a crowd: a long random history of offers of pieces, weighted so that what is rare elsewhere happens often here.
+"""A shop with a crowd: a long random history of offers of pieces, weighted so that what is rare elsewhere
+happens often here.
 
 Made of `random.Random(seed)`, so that the seed alone repeats it.
 """
@@ -40,9 +41,13 @@ PASSES = (1, 1_000, 30_000, 61_000, DAY_MS // 3)
 
 
 class Shop:
-    """Gives the next command, or how much time passes; the offers it is told of are those that are there now."""
+    """Gives the next command, or how much time passes; the offers it is told of are those that are there
+    now.
+    """
 
-    def __init__(self, seed: int, now: int, names: tuple[str, ...] = ("m:a", "m:b", "s", "t"), total: int = 40) -> None:
+    def __init__(
+        self, seed: int, now: int, names: tuple[str, ...] = ("m:a", "m:b", "s", "t"), total: int = 40
+    ) -> None:
         self.total = total
         self.random = random.Random(seed)
         self.names = list(names)
@@ -56,19 +61,31 @@ class Shop:
         return made
 
     def opening(self, place: int, codes: bool = True) -> list[AnyCommand]:
-        """Opens the offer at a place: the first hands out codes, the second retakes, the third has grace, the fourth grants at once."""
+        """Opens the offer at a place: the first hands out codes, the second retakes, the third has grace, the
+        fourth grants at once.
+        """
         offer = self.names[place]
         kind = CouponTerms if place in (0, 3) else StockTerms
-        held: dict[str, Any] = {"hold_ms": 60_000, "extensions": 2, "price": 7, "currency": "CNY", "waiting_list": True}
+        held: dict[str, Any] = {
+            "hold_ms": 60_000,
+            "extensions": 2,
+            "price": 7,
+            "currency": "CNY",
+            "waiting_list": True,
+        }
         late: dict[str, Any] = ({}, {"late": "retake"}, {"late": "grace", "grace_ms": 5_000}, {})[place]
         terms = kind(
-            issuer="shop", total=self.total, limits=LIMITS, max_per_grab=3, timezone=self.random.choice(ZONES), return_restores=place != 2,
-            opens_at=self.now + 10, take="up_to" if place == 1 else "all", retire_after_ms=DAY_MS, **((held if place < 3 else {}) | late),
+            issuer="shop", total=self.total, limits=LIMITS, max_per_grab=3,
+            timezone=self.random.choice(ZONES), return_restores=place != 2,
+            opens_at=self.now + 10, take="up_to" if place == 1 else "all", retire_after_ms=DAY_MS,
+            **((held if place < 3 else {}) | late),
         )  # fmt: skip
         commands = [self.command(Open, offer, terms=terms)]
         if place == 0 and codes:
             items = tuple(f"sealed:{number}" for number in range(self.total))
-            commands.append(self.command(Load, offer, what="codes", chunk=1, chunks=1, items=items, operator="olga"))
+            commands.append(
+                self.command(Load, offer, what="codes", chunk=1, chunks=1, items=items, operator="olga")
+            )
         return commands
 
     def next(self, offers: Mapping[str, Offer]) -> list[AnyCommand] | int:
@@ -77,12 +94,17 @@ class Shop:
         place = draw.randrange(len(self.names))
         name = self.names[place]
         kind = draw.choices(
-            ("grab", "confirm", "release", "extend", "return", "redeem", "unredeem", "steer", "time"), (40, 22, 6, 4, 8, 8, 3, 2, 14)
+            ("grab", "confirm", "release", "extend", "return", "redeem", "unredeem", "steer", "time"),
+            (40, 22, 6, 4, 8, 8, 3, 2, 14),
         )[0]
         if kind == "time":
             return draw.choice(PASSES)
         if kind == "grab":
-            rest = {"quantity": draw.randint(1, 3), "attributes": {"card": f"card{draw.randrange(6)}"}, "wait": draw.random() < 0.5}
+            rest = {
+                "quantity": draw.randint(1, 3),
+                "attributes": {"card": f"card{draw.randrange(6)}"},
+                "wait": draw.random() < 0.5,
+            }
             return [self.command(Grab, name, user=f"u{draw.randrange(8)}", **rest)]
         if kind == "steer":
             return self.steer(place, name)
@@ -96,9 +118,21 @@ class Shop:
             money = {"payment": f"p-{name[:1]}-{draw.randrange(100_000)}", "currency": "CNY"} if paid else {}
             return [self.command(Confirm, name, grab=grab, paid=paid, quantity=units, **money)]
         if kind == "return":
-            return [self.command(Return, name, grab=grab, quantity=draw.choice((None, 1)), reason='back\\slash and "quotes"')]
+            return [
+                self.command(
+                    Return,
+                    name,
+                    grab=grab,
+                    quantity=draw.choice((None, 1)),
+                    reason='back\\slash and "quotes"',
+                )
+            ]
         if kind in ("redeem", "unredeem"):
-            return [self.command(Redeem if kind == "redeem" else Unredeem, name, grab=grab, order=f"o{draw.randrange(3)}")]
+            return [
+                self.command(
+                    Redeem if kind == "redeem" else Unredeem, name, grab=grab, order=f"o{draw.randrange(3)}"
+                )
+            ]
         return [self.command(Release if kind == "release" else Extend, name, grab=grab)]
 
     def steer(self, place: int, name: str) -> list[AnyCommand]:
@@ -106,10 +140,12 @@ class Shop:
         make, rest = self.random.choice(
             [
                 (Pause, {}), (Resume, {}), (Resume, {}), (Resume, {}),
-                (Amend, {"changes": Changes(total=self.random.randint(self.total * 3 // 4, self.total * 3 // 2)), "operator": "olga"}),
+                (Amend, {"changes": Changes(total=self.random.randint(self.total * 3 // 4,
+                self.total * 3 // 2)), "operator": "olga"}),
                 (Amend, {"changes": Changes(title='new \\ "title"', price=9)}),
                 (Amend, {"changes": Changes(limits=self.random.choice((LIMITS, *OTHER_LIMITS)))}),
-                (Adjust, {"transfers": (Entry("CNY", "issuer:shop", "wallet:u1", 5),), "reason": "too late", "approved_by": "boss"}),
+                (Adjust, {"transfers": (Entry("CNY", "issuer:shop", "wallet:u1", 5),), "reason": "too late",
+                "approved_by": "boss"}),
             ]
         )  # fmt: skip
         return [self.command(make, name, **rest)]

@@ -1,4 +1,6 @@
-"""Whether SQL says of a history what the rules say: its events projected into tables of their own, and every live offer compared."""
+"""Whether SQL says of a history what the rules say: its events projected into tables of their own, and every
+live offer compared.
+"""
 
 import random
 import re
@@ -22,11 +24,18 @@ from grabstream.projections.read_models import READ_MODELS
 from grabstream.projections.versions import create_flat
 
 
-async def check_tables(postgres: str, lines: Sequence[Sequence[bytes]], states: Sequence[ShardState], now_ms: int) -> None:
-    """Applies the events of all shards, cut at random places; no constraint may stop a projection, and every row is what the rules say."""
+async def check_tables(
+    postgres: str, lines: Sequence[Sequence[bytes]], states: Sequence[ShardState], now_ms: int
+) -> None:
+    """Applies the events of all shards, cut at random places; no constraint may stop a projection, and every
+    row is what the rules say.
+    """
     cut = random.Random(sum(map(len, lines)))
     schema = f"hostile_{secrets.token_hex(5)}"
-    async with await AsyncConnection.connect(postgres, autocommit=True) as connection, connection.transaction(force_rollback=True):
+    async with (
+        await AsyncConnection.connect(postgres, autocommit=True) as connection,
+        connection.transaction(force_rollback=True),
+    ):
         await connection.execute("SET LOCAL synchronous_commit = off")
         await create_flat(connection, schema, len(lines))
         for of_shard in lines:
@@ -48,7 +57,9 @@ async def _apply(connection: AsyncConnection[Any], lines: Sequence[bytes], cut: 
         at += size
 
 
-async def _compare_built(connection: AsyncConnection[Any], schema: str, lines: Sequence[Sequence[bytes]]) -> None:
+async def _compare_built(
+    connection: AsyncConnection[Any], schema: str, lines: Sequence[Sequence[bytes]]
+) -> None:
     """What a build loads in bulk is what was applied piece by piece."""
     built = f"{schema}_built"
     definition = definition_of("balances")
@@ -58,7 +69,10 @@ async def _compare_built(connection: AsyncConnection[Any], schema: str, lines: S
         await connection.execute(definition.parts[part].encode())
     model = READ_MODELS["balances"]
     for of_shard in lines:
-        await model.load(connection, facts_of(of_shard, chain(GENESIS, of_shard), [decode_event(line) for line in of_shard]))
+        await model.load(
+            connection,
+            facts_of(of_shard, chain(GENESIS, of_shard), [decode_event(line) for line in of_shard]),
+        )
     await model.finish(connection)
     for table in definition.tables:
         for one, other in ((schema, built), (built, schema)):
@@ -77,24 +91,39 @@ def _offers(states: Sequence[ShardState]) -> dict[str, Offer]:
 
 
 async def _compare_offers(connection: AsyncConnection[Any], states: Sequence[ShardState]) -> None:
-    found = await _rows(connection, "SELECT offer, units_left, held, state, grabs FROM offers WHERE retired_at IS NULL")
-    said = {name: (left, held, state in ("closed", "drained"), grabs) for name, left, held, state, grabs in found}
-    assert said == {
-        name: (offer.units_left, offer.held, offer.closed_reason is not None, offer.places) for name, offer in _offers(states).items()
+    found = await _rows(
+        connection, "SELECT offer, units_left, held, state, grabs FROM offers WHERE retired_at IS NULL"
+    )
+    said = {
+        name: (left, held, state in ("closed", "drained"), grabs) for name, left, held, state, grabs in found
     }
-    retired = {name for (name,) in await _rows(connection, "SELECT offer FROM offers WHERE retired_at IS NOT NULL")}
+    assert said == {
+        name: (offer.units_left, offer.held, offer.closed_reason is not None, offer.places)
+        for name, offer in _offers(states).items()
+    }
+    retired = {
+        name for (name,) in await _rows(connection, "SELECT offer FROM offers WHERE retired_at IS NOT NULL")
+    }
     assert retired == {name for state in states for name in state.retired}
 
 
 async def _compare_grabs(connection: AsyncConnection[Any], states: Sequence[ShardState]) -> None:
     columns = "g.offer, grab, user_id, g.held, taken, redeemed, g.amount, g.state = 'waiting'"
-    found = await _rows(connection, f"SELECT {columns} FROM grabs AS g JOIN offers USING (offer) WHERE retired_at IS NULL")
+    found = await _rows(
+        connection, f"SELECT {columns} FROM grabs AS g JOIN offers USING (offer) WHERE retired_at IS NULL"
+    )
     expected: dict[tuple[str, str], tuple[Any, ...]] = {}
     parts: Counter[tuple[str, str, int]] = Counter()
     for offer in _offers(states).values():
         parts.update((offer.name, user, part.amount) for user, part in offer.users.items())
         for name, grab in offer.grabs.items():
-            expected[offer.name, name] = grab.user, grab.held, grab.taken, grab.redeemed, grab.status == Status.waiting
+            expected[offer.name, name] = (
+                grab.user,
+                grab.held,
+                grab.taken,
+                grab.redeemed,
+                grab.status == Status.waiting,
+            )
     offers = _offers(states)
     said = {
         (offer, grab): (user, held, 0 if waits else taken, redeemed, waits)
@@ -102,14 +131,25 @@ async def _compare_grabs(connection: AsyncConnection[Any], states: Sequence[Shar
         if not offers[offer].is_envelope
     }
     assert said == expected
-    assert Counter((offer, user, amount) for offer, _, user, _, _, _, amount, _ in found if offers[offer].is_envelope) == parts
+    assert (
+        Counter(
+            (offer, user, amount) for offer, _, user, _, _, _, amount, _ in found if offers[offer].is_envelope
+        )
+        == parts
+    )
 
 
-async def _compare_limits(connection: AsyncConnection[Any], states: Sequence[ShardState], now_ms: int) -> None:
+async def _compare_limits(
+    connection: AsyncConnection[Any], states: Sequence[ShardState], now_ms: int
+) -> None:
     """What the view counts at a time is what the counters have, which were compared with those in Redis."""
     view = re.search(r"CREATE VIEW limits AS.*?;", definition_of("balances").parts["views"], re.DOTALL)
     assert view is not None
-    then = view[0].replace("VIEW limits", "TEMPORARY VIEW limits_then").replace("now()", f"to_timestamp({now_ms} / 1000.0)")
+    then = (
+        view[0]
+        .replace("VIEW limits", "TEMPORARY VIEW limits_then")
+        .replace("now()", f"to_timestamp({now_ms} / 1000.0)")
+    )
     await connection.execute(then.encode())
     expected = {
         (offer.name, limit.by, limit.per, limit.scope, name.removeprefix(f"{limit.name}/"), count)
@@ -118,10 +158,17 @@ async def _compare_limits(connection: AsyncConnection[Any], states: Sequence[Sha
         if not offer.is_envelope
         for limit in offer.pieces.limits
         for name, (window, count) in _counters_of(state, offer, limit)
-        if count and window == window_of(limit.per, offer.campaign_offsets if limit.scope == "campaign" else offer.offsets, now_ms)
+        if count
+        and window
+        == window_of(
+            limit.per, offer.campaign_offsets if limit.scope == "campaign" else offer.offsets, now_ms
+        )
     }
     said = {
-        tuple(row) for row in await _rows(connection, "SELECT offer, by, per, scope, value, counted FROM limits_then WHERE counted > 0")
+        tuple(row)
+        for row in await _rows(
+            connection, "SELECT offer, by, per, scope, value, counted FROM limits_then WHERE counted > 0"
+        )
     }
     assert said == expected, f"only in SQL: {said - expected}; only in the rules: {expected - said}"
 
@@ -130,7 +177,9 @@ def _counters_of(state: ShardState, offer: Offer, limit: Limit) -> list[tuple[st
     """Counters of a limit, by their names."""
     counters = offer.counters
     if limit.scope == "campaign":
-        counters = {name: value for (campaign, name), value in state.counters.items() if campaign == offer.campaign}
+        counters = {
+            name: value for (campaign, name), value in state.counters.items() if campaign == offer.campaign
+        }
     return [(name, value) for name, value in counters.items() if name.startswith(f"{limit.name}/")]
 
 
@@ -141,5 +190,10 @@ async def _compare_accounts(connection: AsyncConnection[Any], lines: Sequence[Se
             for transfer in transfers_of(decode_event(line)):
                 posted[transfer.debit, transfer.asset] -= transfer.amount
                 posted[transfer.credit, transfer.asset] += transfer.amount
-    found = {(account, asset): amount for account, asset, amount in await _rows(connection, "SELECT account, asset, posted FROM accounts")}
-    assert {key: amount for key, amount in found.items() if amount} == {key: amount for key, amount in posted.items() if amount}
+    found = {
+        (account, asset): amount
+        for account, asset, amount in await _rows(connection, "SELECT account, asset, posted FROM accounts")
+    }
+    assert {key: amount for key, amount in found.items() if amount} == {
+        key: amount for key, amount in posted.items() if amount
+    }

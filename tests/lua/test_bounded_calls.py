@@ -1,7 +1,8 @@
-"""No call of a script does more than a bounded sum of work; what does not fit goes into the next one, and nothing else differs.
+"""No call of a script does more than a bounded sum of work; what does not fit goes into the next one, and
+nothing else differs.
 
-Cost is counted by the scripts themselves (lua/includes/cost.lua) and held strictly; time is looked at loosely, since others use this
-machine. docs/performance.md has the times of a quiet one.
+Cost is counted by the scripts themselves (lua/includes/cost.lua) and held strictly; time is looked at
+loosely, since others use this machine. docs/performance.md has the times of a quiet one.
 """
 
 import asyncio
@@ -40,16 +41,26 @@ async def measured(own_server: Any) -> AsyncIterator[Measured]:
     await one.end()
 
 
-async def with_queue(system: Measured, offer: str, waiting: int, units: int = 1, holds: int = 1, **terms: Any) -> None:
+async def with_queue(
+    system: Measured, offer: str, waiting: int, units: int = 1, holds: int = 1, **terms: Any
+) -> None:
     """An offer whose units are all held, and as many who wait for one of them."""
-    opening = StockTerms(issuer="i", total=units * holds, hold_ms=HOLD_MS, waiting_list=True, max_per_grab=units, **terms)
+    opening = StockTerms(
+        issuer="i", total=units * holds, hold_ms=HOLD_MS, waiting_list=True, max_per_grab=units, **terms
+    )
     commands: list[AnyCommand] = [Open(id=f"open-{offer}", offer=offer, terms=opening)]
-    commands += [Grab(id=f"{offer}-h{n}", offer=offer, user=f"u{n}", quantity=units, attributes={"card": f"c{n}"}) for n in range(holds)]
-    commands += [Grab(id=f"{offer}-w{n}", offer=offer, user=f"w{n}", wait=True, attributes={"card": f"w{n}"}) for n in range(waiting)]
+    commands += [
+        Grab(id=f"{offer}-h{n}", offer=offer, user=f"u{n}", quantity=units, attributes={"card": f"c{n}"})
+        for n in range(holds)
+    ]
+    commands += [
+        Grab(id=f"{offer}-w{n}", offer=offer, user=f"w{n}", wait=True, attributes={"card": f"w{n}"})
+        for n in range(waiting)
+    ]
     assert {answer.outcome for answer in await system.decide(commands)} <= {"opened", "held", "waiting"}
 
 
-# -- nothing else differs ---------------------------------------------------------------------------------------------
+# -- nothing else differs ------------------------------------------------------------------------------------
 
 
 class OneByOne(HostileTwins):
@@ -74,7 +85,9 @@ class OneByOne(HostileTwins):
 
 @pytest.mark.parametrize("seed", range(2))
 async def test_histories_with_one_command_a_call(servers: Settings, seed: int) -> None:
-    """Answers, events, state, and what a recovery makes of them, as the rules have it: where calls end changes nothing."""
+    """Answers, events, state, and what a recovery makes of them, as the rules have it: where calls end
+    changes nothing.
+    """
     client = redis.asyncio.Redis.from_url(servers.redis_url)
     try:
         with scripts(call_max=1):
@@ -83,14 +96,19 @@ async def test_histories_with_one_command_a_call(servers: Settings, seed: int) -
         await client.aclose()
 
 
-async def test_a_list_is_decided_in_its_order_in_however_many_calls(servers: Settings, measured: Measured) -> None:
-    """Of several callers at once, each with releases and grabs in turn; every command has its answer, each caller's in its order."""
+async def test_a_list_is_decided_in_its_order_in_however_many_calls(
+    servers: Settings, measured: Measured
+) -> None:
+    """Of several callers at once, each with releases and grabs in turn; every command has its answer, each
+    caller's in its order.
+    """
     await with_queue(measured, "o", 0, holds=400)
     lists = []
     for caller in range(4):
         places = range(caller * 100, caller * 100 + 100)
         lists.append(
-            [Release(id=f"r{n}", offer="o", grab=f"o-h{n}") for n in places] + [Grab(id=f"g{n}", offer="o", user=f"v{n}") for n in places]
+            [Release(id=f"r{n}", offer="o", grab=f"o-h{n}") for n in places]
+            + [Grab(id=f"g{n}", offer="o", user=f"v{n}") for n in places]
         )
     with scripts(call_max=200):
         answers = await asyncio.gather(*(measured.decide(commands) for commands in lists))
@@ -110,7 +128,8 @@ async def test_baskets_are_not_torn(measured: Measured) -> None:
     for basket in range(20):
         users = [f"b{basket}u{n}" for n in range(BASKET_GRABS_MAX)]
         baskets += [
-            Grab(id=user, offer=f"c:{(basket * BASKET_GRABS_MAX + n) % 80}", user=user, basket=f"b{basket}") for n, user in enumerate(users)
+            Grab(id=user, offer=f"c:{(basket * BASKET_GRABS_MAX + n) % 80}", user=user, basket=f"b{basket}")
+            for n, user in enumerate(users)
         ]
     with scripts(call_max=1):
         assert {answer.outcome for answer in await measured.decide(baskets)} == {"granted"}
@@ -119,7 +138,7 @@ async def test_baskets_are_not_torn(measured: Measured) -> None:
     assert len(grants) >= 20
 
 
-# -- a bounded sum of work --------------------------------------------------------------------------------------------
+# -- a bounded sum of work -----------------------------------------------------------------------------------
 
 
 def check_bounded(calls: list[Call]) -> None:
@@ -138,7 +157,10 @@ async def check_whole(system: Measured) -> None:
     with system.measuring(counted=True) as calls:
         await fold(system.redis, keys, lines, SEALER, 1)
     check_bounded(calls)
-    live, made = await contents(system.redis, system.keys, system.now), await contents(system.redis, keys, system.now)
+    live, made = (
+        await contents(system.redis, system.keys, system.now),
+        await contents(system.redis, keys, system.now),
+    )
     assert not differences(live, made)
 
 
@@ -178,16 +200,35 @@ async def test_many_closed_offers_with_queues(measured: Measured) -> None:
 async def test_many_offers_grabs_and_lists_in_one_call(measured: Measured) -> None:
     """Offers by the hundred, eight limits, codes by the hundred, long lists, parts by the ten thousand."""
     limits = tuple(Limit(by, per, 100) for by in ("user", "card") for per in ("offer", "hour", "day", "week"))
-    opens = [Open(id=f"open-{n}", offer=f"o{n}", terms=StockTerms(issuer="i", total=100, limits=limits)) for n in range(150)]
+    opens = [
+        Open(id=f"open-{n}", offer=f"o{n}", terms=StockTerms(issuer="i", total=100, limits=limits))
+        for n in range(150)
+    ]
     coupons = [
-        Open(id=f"open-c{n}", offer=f"c{n}", terms=CouponTerms(issuer="i", total=1_000, codes=True, max_per_grab=100)) for n in range(8)
+        Open(
+            id=f"open-c{n}",
+            offer=f"c{n}",
+            terms=CouponTerms(issuer="i", total=1_000, codes=True, max_per_grab=100),
+        )
+        for n in range(8)
     ]
     lists = [
-        Load(id=f"load{n}", offer=f"c{n}", what="codes", chunk=1, chunks=1, items=tuple(f"code-{n}-{i}" for i in range(1_000)))
+        Load(
+            id=f"load{n}",
+            offer=f"c{n}",
+            what="codes",
+            chunk=1,
+            chunks=1,
+            items=tuple(f"code-{n}-{i}" for i in range(1_000)),
+        )
         for n in range(8)
     ]
     drawn = [
-        Open(id=f"open-e{n}", offer=f"e{n}", terms=EnvelopeTerms(issuer="a", funding="f", asset="CNY", total=10**9, parts=20_000))
+        Open(
+            id=f"open-e{n}",
+            offer=f"e{n}",
+            terms=EnvelopeTerms(issuer="a", funding="f", asset="CNY", total=10**9, parts=20_000),
+        )
         for n in range(4)
     ]
     grabs = [Grab(id=f"g{n}", offer=f"o{n}", user=f"u{n}", attributes={"card": "c"}) for n in range(150)]
@@ -213,7 +254,9 @@ async def test_newcomers_pass_nobody_while_a_queue_is_served_in_steps(measured: 
 
 
 async def test_the_longest_call_of_hostile_histories(measured: Measured) -> None:
-    """Cost and time of Redis' thread of every call; and by SLOWLOG, which counts also how long others kept the thread from running."""
+    """Cost and time of Redis' thread of every call; and by SLOWLOG, which counts also how long others kept
+    the thread from running.
+    """
     await measured.redis.config_set("slowlog-log-slower-than", 0)
     await measured.redis.config_set("slowlog-max-len", 1_000_000)
     with measured.measuring(counted=True) as calls:
@@ -229,16 +272,26 @@ async def test_the_longest_call_of_hostile_histories(measured: Measured) -> None
     assert max(slowest.values()) < 10 * SLOWER * SLOWER, slowest
 
 
-# -- nobody waits for another -----------------------------------------------------------------------------------------
+# -- nobody waits for another --------------------------------------------------------------------------------
 
 
 async def test_a_hold_ends_in_time_beside_retirement_and_cleaning(measured: Measured) -> None:
-    """200 empty offers of a campaign retire beside one with many grabs, whose answers are of the same campaign."""
+    """200 empty offers of a campaign retire beside one with many grabs, whose answers are of the same
+    campaign.
+    """
     await measured.decide(
-        [Open(id="live", offer="c:live", terms=EnvelopeTerms(issuer="a", funding="f", asset="CNY", total=10**9, parts=100_000))]
+        [
+            Open(
+                id="live",
+                offer="c:live",
+                terms=EnvelopeTerms(issuer="a", funding="f", asset="CNY", total=10**9, parts=100_000),
+            )
+        ]
     )
     for start in range(0, 20_000, 2_000):
-        await measured.decide([Grab(id=f"g{n}", offer="c:live", user=f"u{n}") for n in range(start, start + 2_000)])
+        await measured.decide(
+            [Grab(id=f"g{n}", offer="c:live", user=f"u{n}") for n in range(start, start + 2_000)]
+        )
     empty = StockTerms(issuer="i", total=1, retire_after_ms=1)
     await measured.decide([Open(id=f"open-{n}", offer=f"c:{n}", terms=empty) for n in range(200)])
     await measured.decide([Open(id="o", offer="o", terms=StockTerms(issuer="i", total=1, hold_ms=3_000))])
@@ -260,7 +313,10 @@ async def test_what_falls_due_now_does_not_stand_behind_all_that_retires(measure
     """A queue is served on in the second call, whatever else is due."""
     many = 10 * OFFERS_AT_ONCE_MAX
     await measured.decide(
-        [Open(id=f"open-{n}", offer=f"x{n}", terms=StockTerms(issuer="i", total=1, retire_after_ms=1)) for n in range(many)]
+        [
+            Open(id=f"open-{n}", offer=f"x{n}", terms=StockTerms(issuer="i", total=1, retire_after_ms=1))
+            for n in range(many)
+        ]
     )
     await measured.decide([Close(id=f"close-{n}", offer=f"x{n}") for n in range(many)])
     await with_queue(measured, "o", 50)
@@ -299,7 +355,9 @@ async def test_more_holds_than_a_call_sees_end_in_one_sweep(measured: Measured) 
 async def test_operators_see_the_longest_calls(measured: Measured) -> None:
     """Of this system's scripts, by SLOWLOG; not those of another on the same server."""
     await measured.redis.config_set("slowlog-log-slower-than", 0)
-    await measured.decide([Open(id=f"open-{n}", offer=f"o{n}", terms=StockTerms(issuer="i", total=1)) for n in range(2)])
+    await measured.decide(
+        [Open(id=f"open-{n}", offer=f"o{n}", terms=StockTerms(issuer="i", total=1)) for n in range(2)]
+    )
     await measured.decide([Open(id="again", offer="o9", terms=StockTerms(issuer="i", total=1))])
     [known] = [one for one in await slow_scripts(measured.redis, "own") if one.script == "open"]
     assert known.calls >= 1
@@ -307,14 +365,19 @@ async def test_operators_see_the_longest_calls(measured: Measured) -> None:
     assert await slow_scripts(measured.redis, "ow") == []
 
 
-async def test_operators_see_how_long_the_longest_call_was_since_the_server_started(measured: Measured) -> None:
+async def test_operators_see_how_long_the_longest_call_was_since_the_server_started(
+    measured: Measured,
+) -> None:
     """Also of calls that no SLOWLOG has."""
     await measured.redis.config_set("slowlog-log-slower-than", -1)
     await measured.redis.config_resetstat()
     assert await script_calls(measured.redis) == []
     await measured.decide([Open(id="o", offer="o", terms=StockTerms(issuer="i", total=1))])
     [short] = await script_calls(measured.redis)
-    busy = "local at = redis.call('TIME') repeat local now = redis.call('TIME') until now[1] * 1e6 + now[2] > at[1] * 1e6 + at[2] + 30000"
+    busy = (
+        "local at = redis.call('TIME') repeat local now = redis.call('TIME') until now[1] * 1e6 + now[2] "
+        "> at[1] * 1e6 + at[2] + 30000"
+    )
     await measured.redis.evalsha(await measured.redis.script_load(busy), 0)
     [long] = await script_calls(measured.redis)
     assert (short.server, long.calls) == ("", short.calls + 1)

@@ -1,4 +1,6 @@
-"""Calls as large as they may be: Lua hands over 8000 values at most, and what one command sets free others take in the same call."""
+"""Calls as large as they may be: Lua hands over 8000 values at most, and what one command sets free others
+take in the same call.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,46 +11,76 @@ from grabstream.streams.sweeper import Sweeper
 from tests.lua.conftest import NOW, event_lines
 
 
-async def test_lists_in_chunks_as_large_as_they_may_be(gate: Callable[..., Any], client: Any, keys: Any) -> None:
+async def test_lists_in_chunks_as_large_as_they_may_be(
+    gate: Callable[..., Any], client: Any, keys: Any
+) -> None:
     one = gate([NOW])
     for what in ("codes", "audience"):
-        terms = CouponTerms(issuer="i", total=12_000, opens_at=NOW + 1, audience="list" if what == "audience" else "everyone")
+        terms = CouponTerms(
+            issuer="i", total=12_000, opens_at=NOW + 1, audience="list" if what == "audience" else "everyone"
+        )
         loads: list[Any] = [
-            Load(id=f"{what}-{n}", offer=what, what=what, chunk=n, chunks=12, items=tuple(f"u{n}x{i}" for i in range(1_000)))  # type: ignore[arg-type]
+            Load(
+                id=f"{what}-{n}",
+                offer=what,
+                what=what,
+                chunk=n,
+                chunks=12,
+                items=tuple(f"u{n}x{i}" for i in range(1_000)),
+            )  # type: ignore[arg-type]
             for n in range(1, 13)
         ]
-        answers = await one.decide([Open(id=f"o-{what}", offer=what, terms=terms), *loads], "decided", timeout_ms=20_000)
+        answers = await one.decide(
+            [Open(id=f"o-{what}", offer=what, terms=terms), *loads], "decided", timeout_ms=20_000
+        )
         assert [answer.outcome for answer in answers] == ["opened"] + 12 * ["loaded"]
         again = await one.decide(loads, "decided", timeout_ms=20_000)
         assert all(answer.repeated for answer in again)
         shard = keys.shard(keys.shard_of_offer(what))
         *_, codes, audience, _, _, _, _ = shard.of_offer(what)
-        assert (await client.llen(codes), await client.scard(audience)) == ((12_000, 0) if what == "codes" else (0, 12_000))
+        assert (await client.llen(codes), await client.scard(audience)) == (
+            (12_000, 0) if what == "codes" else (0, 12_000)
+        )
 
 
-async def test_a_call_full_of_grabs_under_eight_limits(gate: Callable[..., Any], client: Any, keys: Any) -> None:
+async def test_a_call_full_of_grabs_under_eight_limits(
+    gate: Callable[..., Any], client: Any, keys: Any
+) -> None:
     limits = tuple(Limit(by, per, 2) for by in ("user", "card") for per in ("offer", "hour", "day", "week"))
     one = gate([NOW])
-    await one.decide([Open(id="o", offer="s", terms=StockTerms(issuer="i", total=1_000, limits=limits))], "decided")
+    await one.decide(
+        [Open(id="o", offer="s", terms=StockTerms(issuer="i", total=1_000, limits=limits))], "decided"
+    )
     grabs = [Grab(id=f"g{n}", offer="s", user=f"u{n}", attributes={"card": f"c{n}"}) for n in range(512)]
     answers = await one.decide(grabs, "decided", timeout_ms=20_000)
     assert {answer.outcome for answer in answers} == {"granted"}
     assert {tuple(limit.left for limit in answer.limits) for answer in answers} == {(1,) * 8}
 
 
-async def test_all_give_back_at_once_to_a_line_as_long(gate: Callable[..., Any], client: Any, keys: Any) -> None:
-    """One call of 512 releases, each of which serves who waits; what a close leaves in line goes home in steps."""
+async def test_all_give_back_at_once_to_a_line_as_long(
+    gate: Callable[..., Any], client: Any, keys: Any
+) -> None:
+    """One call of 512 releases, each of which serves who waits; what a close leaves in line goes home in
+    steps.
+    """
     one = gate([NOW])
-    terms = StockTerms(issuer="i", total=512, hold_ms=10**6, waiting_list=True, limits=(Limit("user", "offer", 1),))
+    terms = StockTerms(
+        issuer="i", total=512, hold_ms=10**6, waiting_list=True, limits=(Limit("user", "offer", 1),)
+    )
     await one.decide([Open(id="o", offer="s", terms=terms)], "decided")
     crowd = [Grab(id=f"g{n}", offer="s", user=f"u{n}", wait=True) for n in range(1_280)]
     outcomes = [answer.outcome for answer in await one.decide(crowd, "decided", timeout_ms=20_000)]
     assert outcomes == ["held"] * 512 + ["waiting"] * 768
-    released = await one.decide([Release(id=f"r{n}", offer="s", grab=f"g{n}") for n in range(512)], "decided", timeout_ms=20_000)
+    released = await one.decide(
+        [Release(id=f"r{n}", offer="s", grab=f"g{n}") for n in range(512)], "decided", timeout_ms=20_000
+    )
     assert {answer.outcome for answer in released} == {"released"}
     shard = keys.shard(keys.shard_of_offer("s"))
     state, *_, queue, _, _ = shard.of_offer("s")
-    assert (await client.hmget(state, ["held", "units_left"]), await client.zcard(queue)) == ([b"512", b"0"], 256)
+    assert (await client.hmget(state, ["held", "units_left"]), await client.zcard(queue)) == (
+        [b"512", b"0"],
+        256,
+    )
     await one.decide([Close(id="c", offer="s")], "decided")
     await Sweeper(client, shard, keys.shards, 10**9).sweep(NOW)
     assert await client.zcard(queue) == 0

@@ -1,4 +1,6 @@
-"""The burst attack: one user, five hundred requests at once, each over a connection of its own. A limit gives exactly what it allows."""
+"""The burst attack: one user, five hundred requests at once, each over a connection of its own. A limit gives
+exactly what it allows.
+"""
 
 import asyncio
 from collections import Counter
@@ -31,7 +33,9 @@ class Burst:
     def __init__(self, clients: Sequence[Any], keys: KeySpace) -> None:
         self.client, self.keys, self.now = clients[0], keys, NOW
         limits = GateLimits(timeout_ms=60_000)
-        self.gates = [Gate(client, keys, SEALER, limits, clock=lambda: self.now, tickets=TICKETS) for client in clients]
+        self.gates = [
+            Gate(client, keys, SEALER, limits, clock=lambda: self.now, tickets=TICKETS) for client in clients
+        ]
 
     async def one(self, command: AnyCommand) -> Answer:
         [answer] = await self.gates[0].decide([command], "decided")
@@ -39,7 +43,9 @@ class Burst:
 
     async def all(self, commands: Sequence[AnyCommand]) -> list[Answer]:
         """Each by its own gate, all at once."""
-        found = await asyncio.gather(*(gate.decide([one], "decided") for gate, one in zip(self.gates, commands, strict=True)))
+        found = await asyncio.gather(
+            *(gate.decide([one], "decided") for gate, one in zip(self.gates, commands, strict=True))
+        )
         return [answer for [answer] in found]
 
     async def lines(self) -> list[bytes]:
@@ -75,7 +81,9 @@ def plain(n: int) -> dict[str, Any]:
 
 
 class Case(NamedTuple):
-    """An attack: the terms, the nth request, how much it may get, what the rest is told, and after how long it may get as much again."""
+    """An attack: the terms, the nth request, how much it may get, what the rest is told, and after how long
+    it may get as much again.
+    """
 
     terms: Terms
     request: Callable[[int], dict[str, Any]]
@@ -94,32 +102,39 @@ CASES = {
     "week": Case(stock(Limit("user", "week", 7), Limit("user", "offer", 100)), plain, 7, again_after=WEEK),
     "held": Case(stock(Limit("user", "offer", 3), hold_ms=HOUR), plain, 3),
     "any quantity": Case(
-        stock(Limit("user", "offer", 101), max_per_grab=3, take="up_to"), lambda n: {**plain(n), "quantity": n % 3 + 1}, 101
+        stock(Limit("user", "offer", 101), max_per_grab=3, take="up_to"),
+        lambda n: {**plain(n), "quantity": n % 3 + 1}, 101
     ),
     "campaign": Case(
-        stock(Limit("user", "offer", 1, "campaign")), lambda n: {"offer": CAMPAIGN[n % 5], "user": "mallory"}, 1, offers=CAMPAIGN
+        stock(Limit("user", "offer", 1, "campaign")), lambda n: {"offer": CAMPAIGN[n % 5], "user": "mallory"},
+        1, offers=CAMPAIGN
     ),
     "campaign and day": Case(
         stock(Limit("user", "day", 5, "campaign"), Limit("user", "offer", 400)),
         lambda n: {"offer": CAMPAIGN[n % 5], "user": "mallory"}, 5, again_after=DAY, offers=CAMPAIGN,
     ),
     "one card of many users": Case(
-        stock(Limit("card", "offer", 7)), lambda n: {"offer": "o", "user": f"u{n}", "attributes": {"card": "c:1"}}, 7
+        stock(Limit("card", "offer", 7)), lambda n: {"offer": "o", "user": f"u{n}",
+        "attributes": {"card": "c:1"}}, 7
     ),
     "one card, by day": Case(
         stock(Limit("card", "day", 4), Limit("user", "offer", 1)),
         lambda n: {"offer": "o", "user": f"u{n}", "attributes": {"card": "c:1"}}, 4,
     ),
     "envelope": Case(
-        EnvelopeTerms(issuer="a", funding="f", asset="CNY", total=10_000, parts=1_000), plain, 1, "already_taken"
+        EnvelopeTerms(issuer="a", funding="f", asset="CNY", total=10_000, parts=1_000), plain, 1,
+        "already_taken"
     ),
     "envelope drawn at the grab": Case(
-        EnvelopeTerms(issuer="a", funding="f", asset="CNY", total=10_000, parts=1_000, draw="at_grab"), plain, 1, "already_taken"
+        EnvelopeTerms(issuer="a", funding="f", asset="CNY", total=10_000, parts=1_000, draw="at_grab"), plain,
+        1, "already_taken"
     ),
-    "ticket for once": Case(stock(audience="ticket"), lambda n: {**plain(n), "ticket": TICKET}, 1, "not_eligible"),
+    "ticket for once": Case(stock(audience="ticket"), lambda n: {**plain(n), "ticket": TICKET}, 1,
+    "not_eligible"),
     "total": Case(stock(total=7), lambda n: {"offer": "o", "user": f"u{n}"}, 7, "sold_out"),
     "total of any quantity": Case(
-        stock(total=101, max_per_grab=3, take="up_to"), lambda n: {"offer": "o", "user": f"u{n}", "quantity": n % 3 + 1}, 101, "sold_out"
+        stock(total=101, max_per_grab=3, take="up_to"),
+        lambda n: {"offer": "o", "user": f"u{n}", "quantity": n % 3 + 1}, 101, "sold_out"
     ),
 }  # fmt: skip
 
@@ -152,13 +167,20 @@ async def test_exactly_as_much_as_is_allowed(burst: Burst, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "terms", [stock(Limit("user", "offer", 7)), EnvelopeTerms(issuer="a", funding="f", asset="CNY", total=10_000, parts=1_000)]
+    "terms",
+    [
+        stock(Limit("user", "offer", 7)),
+        EnvelopeTerms(issuer="a", funding="f", asset="CNY", total=10_000, parts=1_000),
+    ],
 )
 async def test_one_request_five_hundred_times(burst: Burst, terms: Terms) -> None:
     """Not different ones: then it is one grab, and everybody is told of it."""
     await burst.one(Open(id="open", offer="o", terms=terms))
     answers = await burst.all([Grab(id="same", offer="o", user="mallory")] * REQUESTS)
-    assert Counter((answer.outcome, answer.repeated) for answer in answers) == {("granted", False): 1, ("granted", True): REQUESTS - 1}
+    assert Counter((answer.outcome, answer.repeated) for answer in answers) == {
+        ("granted", False): 1,
+        ("granted", True): REQUESTS - 1,
+    }
     assert len({(answer.amount, answer.place, answer.seq) for answer in answers}) == 1
 
 
@@ -176,9 +198,14 @@ async def test_one_hold_paid_by_five_hundred_payments(burst: Burst) -> None:
     """One is served; each other is to be paid back."""
     await burst.one(Open(id="open", offer="o", terms=stock(hold_ms=HOUR, price=250, currency="CNY")))
     await burst.one(Grab(id="g", offer="o", user="ann"))
-    payments = [Confirm(id=f"c{n}", offer="o", grab="g", payment=f"p{n}", paid=250, currency="CNY") for n in range(REQUESTS)]
+    payments = [
+        Confirm(id=f"c{n}", offer="o", grab="g", payment=f"p{n}", paid=250, currency="CNY")
+        for n in range(REQUESTS)
+    ]
     for _ in range(2):
         answers = await burst.all(payments)
         assert Counter(answer.outcome for answer in answers) == {"confirmed": 1, "not_held": REQUESTS - 1}
     refunds = [line for line in await burst.lines() if b"payment.refund_due" in line]
-    assert len(refunds) == len({line.split(b'"payment":')[1].split(b",")[0] for line in refunds}) == REQUESTS - 1
+    assert (
+        len(refunds) == len({line.split(b'"payment":')[1].split(b",")[0] for line in refunds}) == REQUESTS - 1
+    )

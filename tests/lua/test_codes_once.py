@@ -1,4 +1,6 @@
-"""A coupon code is handed out once: also where one list is loaded in many chunks, by gates with other seal keys, over a recovery."""
+"""A coupon code is handed out once: also where one list is loaded in many chunks, by gates with other seal
+keys, over a recovery.
+"""
 
 from typing import Any
 
@@ -29,7 +31,10 @@ async def test_a_code_of_an_earlier_chunk_is_refused(scene: Scene) -> None:
     await scene.open(coupon(6, opens_at=NOW + 1))
     assert (await load(scene, 1, "a", "b")).outcome == "loaded"
     again = await load(scene, 2, "c", "b")
-    assert (again.outcome, again.message) == ("invalid", "items: code 2 of this chunk is in the list already; each is given once")
+    assert (again.outcome, again.message) == (
+        "invalid",
+        "items: code 2 of this chunk is in the list already; each is given once",
+    )
     # Nothing of a refused chunk is kept: the same codes come in a chunk that is right.
     assert (await load(scene, 2, "c", "d")).outcome == "loaded"
     assert await names_kept(scene) == 4
@@ -43,7 +48,10 @@ async def test_a_code_of_an_earlier_chunk_is_refused(scene: Scene) -> None:
 async def test_codes_of_one_call_are_compared_too(scene: Scene) -> None:
     await scene.open(coupon(6, opens_at=NOW + 1))
     chunks = [("a", "b"), ("b", "c"), ("c", "d")]
-    commands = [Load(id=f"l{place}", offer="o", what="codes", chunk=place, chunks=3, items=items) for place, items in enumerate(chunks, 1)]
+    commands = [
+        Load(id=f"l{place}", offer="o", what="codes", chunk=place, chunks=3, items=items)
+        for place, items in enumerate(chunks, 1)
+    ]
     assert [answer.outcome for answer in await scene.decide_both(commands)] == ["loaded", "invalid", "loaded"]
 
 
@@ -86,11 +94,13 @@ async def test_what_a_recovery_makes_refuses_the_same_codes(scene: Scene) -> Non
         await scene.compare_recovered(number)
 
 
-# -- seal keys ---------------------------------------------------------------------------------------------------------
+# -- seal keys -----------------------------------------------------------------------------------------------
 
 
 class Gates:
-    """Gates with other seal keys over one offer; what the rules would say is not asked, since they know no keys."""
+    """Gates with other seal keys over one offer; what the rules would say is not asked, since they know no
+    keys.
+    """
 
     def __init__(self, client: Any, keys: KeySpace) -> None:
         self.client, self.keys = client, keys
@@ -98,7 +108,9 @@ class Gates:
     async def chunk(self, seal_keys: dict[str, bytes], chunk: int, *codes: str) -> tuple[str, str | None]:
         """Outcome and message of one chunk of three, by a gate with these keys."""
         gate = Gate(self.client, self.keys, Sealer(seal_keys), clock=lambda: NOW)
-        command = Load(id=f"{chunk}-{'-'.join(codes)}", offer="o", what="codes", chunk=chunk, chunks=3, items=codes)
+        command = Load(
+            id=f"{chunk}-{'-'.join(codes)}", offer="o", what="codes", chunk=chunk, chunks=3, items=codes
+        )
         [answer] = await gate.decide([command], "decided")
         await gate.close()
         return answer.outcome, answer.message
@@ -114,10 +126,17 @@ async def gates(client: Any, keys: KeySpace) -> Gates:
     return Gates(client, keys)
 
 
-@pytest.mark.parametrize(("first", "second"), [(NEW | OLD, OLD | NEW), (OLD | NEW, NEW | OLD), (OLD, NEW | OLD)])
-async def test_codes_are_compared_across_a_new_seal_key(gates: Gates, first: dict[str, bytes], second: dict[str, bytes]) -> None:
+@pytest.mark.parametrize(
+    ("first", "second"), [(NEW | OLD, OLD | NEW), (OLD | NEW, NEW | OLD), (OLD, NEW | OLD)]
+)
+async def test_codes_are_compared_across_a_new_seal_key(
+    gates: Gates, first: dict[str, bytes], second: dict[str, bytes]
+) -> None:
     assert await gates.chunk(first, 1, "a", "b") == ("loaded", None)
-    assert await gates.chunk(second, 2, "c", "a") == ("invalid", "items: code 2 of this chunk is in the list already; each is given once")
+    assert await gates.chunk(second, 2, "c", "a") == (
+        "invalid",
+        "items: code 2 of this chunk is in the list already; each is given once",
+    )
     assert await gates.chunk(second, 2, "c", "d") == ("loaded", None)
     for codes in (("d", "e"), ("a", "e")):
         outcome, message = await gates.chunk(NEW | OLD, 3, *codes)
@@ -126,9 +145,14 @@ async def test_codes_are_compared_across_a_new_seal_key(gates: Gates, first: dic
 
 
 async def test_without_a_key_that_sealed_the_list_no_chunk_is_taken(gates: Gates) -> None:
-    """Whether its codes are in the list already cannot be said then; nor can the codes before be handed out."""
+    """Whether its codes are in the list already cannot be said then; nor can the codes before be handed
+    out.
+    """
     assert await gates.chunk(OLD, 1, "a", "b") == ("loaded", None)
-    said = "items: codes of this list were sealed with key old, which is not in GRAB_SEAL_KEYS: put it back behind the new one"
+    said = (
+        "items: codes of this list were sealed with key old, which is not in GRAB_SEAL_KEYS: put it back "
+        "behind the new one"
+    )
     assert await gates.chunk(NEW, 2, "a", "c") == ("invalid", said)
     assert await gates.chunk(NEW | OLD, 2, "c", "d") == ("loaded", None)
 
@@ -138,7 +162,9 @@ def test_a_sealed_code_shows_the_same_name_and_nothing_else() -> None:
     first, again = (sealer.seal_code(0, "o", "482913") for _ in range(2))
     assert first == again
     assert sealer.open(0, "o", "code", first) == "482913"
-    others = {sealer.seal_code(*place) for place in ((1, "o", "482913"), (0, "p", "482913"), (0, "o", "482914"))}
+    others = {
+        sealer.seal_code(*place) for place in ((1, "o", "482913"), (0, "p", "482913"), (0, "o", "482914"))
+    }
     assert len({one[4 : 4 + NAME_LENGTH] for one in (*others, first)}) == 4
     # By another key it is the name that a text sealed with that key shows.
     [[name]] = sealer.other_names(0, "o", ["482913"]).values()

@@ -1,8 +1,9 @@
-"""What a script counts of its cost is a fair part of what it costs, for every command at its bounds: no flat constant stands for long
-texts.
+"""What a script counts of its cost is a fair part of what it costs, for every command at its bounds: no flat
+constant stands for long texts.
 
-Time is that of Redis' thread, the shortest of several repetitions, and taken as a multiple of what a reference takes: so it hardly depends
-on how fast the machine is, or who else uses it. What any call takes whatever it holds is taken off before.
+Time is that of Redis' thread, the shortest of several repetitions, and taken as a multiple of what a
+reference takes: so it hardly depends on how fast the machine is, or who else uses it. What any call takes
+whatever it holds is taken off before.
 """
 
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -37,7 +38,8 @@ from tests.lua.test_bounded_bytes import ATTRIBUTES, ENTRIES, LONG, codes, loads
 COUNTED_AT_LEAST: Final = 0.5
 #: What a call takes whatever it holds, µs.
 EVERY_CALL_US: Final = 300
-#: A reference: strings of 100,000 characters are made, which is what long texts cost; and what it takes on a quiet machine, µs.
+#: A reference: strings of 100,000 characters are made, which is what long texts cost; and what it takes on a
+#: quiet machine, µs.
 REFERENCE: Final = "local text = ARGV[1] for i = 1, 20 do local made = text .. i end"
 REFERENCE_US: Final = 2_870
 #: What its plain grabs take there, with names of the greatest length.
@@ -67,32 +69,70 @@ def orders(offer: str, count: int, make: Callable[[str, str], AnyCommand]) -> li
 
 def history() -> dict[str, list[AnyCommand]]:
     """Every command at its bounds, by what it is called; in the order they are sent."""
-    coupon = CouponTerms(issuer="i", total=800, codes=True, max_per_grab=100, hours=HOURS, title=TITLE, return_restores=True, limits=LIMITS)
+    coupon = CouponTerms(
+        issuer="i",
+        total=800,
+        codes=True,
+        max_per_grab=100,
+        hours=HOURS,
+        title=TITLE,
+        return_restores=True,
+        limits=LIMITS,
+    )
     sale = StockTerms(
-        issuer=named("i", 0), total=10**6, max_per_grab=10, price=10**9, currency="CNY", hold_ms=HOUR, extensions=9, limits=LIMITS,
+        issuer=named("i", 0), total=10**6, max_per_grab=10, price=10**9, currency="CNY", hold_ms=HOUR,
+        extensions=9, limits=LIMITS,
         hours=HOURS, title=TITLE,
     )  # fmt: skip
-    money = EnvelopeTerms(issuer=named("i", 0), funding=named("f", 0), asset="CNY", total=10**9, parts=2_000, hours=(), title=TITLE)
+    money = EnvelopeTerms(
+        issuer=named("i", 0),
+        funding=named("f", 0),
+        asset="CNY",
+        total=10**9,
+        parts=2_000,
+        hours=(),
+        title=TITLE,
+    )
     listed = CouponTerms(issuer="i", total=10, audience="list", opens_at=4_000_000_000_000)
     changes = Changes(title=TITLE, limits=LIMITS, max_per_grab=9, valid_until=4_000_000_000_000)
 
     def grabs(offer: str, count: int, quantity: int) -> list[AnyCommand]:
         return [
-            Grab(id=named(f"{offer}-g", n), offer=offer, user=named("u", n), quantity=quantity, attributes=ATTRIBUTES) for n in range(count)
+            Grab(
+                id=named(f"{offer}-g", n),
+                offer=offer,
+                user=named("u", n),
+                quantity=quantity,
+                attributes=ATTRIBUTES,
+            )
+            for n in range(count)
         ]
 
     def settled(offer: str, kind: Any, tag: str, places: Sequence[int], **more: Any) -> list[AnyCommand]:
-        return [kind(id=named(f"{offer}-{tag}", n), offer=offer, grab=named(f"{offer}-g", n), **more) for n in places]
+        return [
+            kind(id=named(f"{offer}-{tag}", n), offer=offer, grab=named(f"{offer}-g", n), **more)
+            for n in places
+        ]
 
     def operated(kind: Any, tag: str, count: int, **more: Any) -> list[AnyCommand]:
         return [kind(id=named(tag, n), offer="s", operator=named("op", n), **more) for n in range(count)]
 
     paid = [
-        Confirm(id=named("pay", n), offer="s", grab=named("s-g", n), payment=named("p", n), paid=10 * 10**9, currency="CNY")
+        Confirm(
+            id=named("pay", n),
+            offer="s",
+            grab=named("s-g", n),
+            payment=named("p", n),
+            paid=10 * 10**9,
+            currency="CNY",
+        )
         for n in range(100)
     ]
     return {
-        "open": [Open(id=f"open-{n}", offer=n, terms=terms) for n, terms in (("c", coupon), ("s", sale), ("e", money), ("l", listed))]
+        "open": [
+            Open(id=f"open-{n}", offer=n, terms=terms)
+            for n, terms in (("c", coupon), ("s", sale), ("e", money), ("l", listed))
+        ]
         + [Open(id=named("open", n), offer=named("more", n), terms=sale) for n in range(12)],
         "load codes": loads("c", "codes", codes(800)),
         "load audience": loads("l", "audience", [named("u", n) for n in range(3_000)]),
@@ -106,7 +146,9 @@ def history() -> dict[str, list[AnyCommand]]:
         "return": settled("c", Return, "return", range(8), quantity=50, reason=LONG * 200),
         "extend": settled("s", Extend, "extend", range(100, 200)),
         "release": settled("s", Release, "release", range(100, 200)),
-        "adjust": operated(Adjust, "adjust", 100, transfers=ENTRIES, reason="r" * 200, approved_by=named("b", 0)),
+        "adjust": operated(
+            Adjust, "adjust", 100, transfers=ENTRIES, reason="r" * 200, approved_by=named("b", 0)
+        ),
         "amend": operated(Amend, "amend", 100, changes=changes),
         "pause": operated(Pause, "pause", 100),
         "resume": operated(Resume, "resume", 100),
@@ -157,7 +199,9 @@ async def test_what_is_counted_is_a_fair_part_of_what_it_takes(system: Measured)
     timed = [await play(system, counted=False) for _ in range(2)]
     counted = await play(system, counted=True)
     took_us = {
-        name: sum(1_000 * min(repetition[name][place].cpu_ms for repetition in timed) for place in range(len(calls)))
+        name: sum(
+            1_000 * min(repetition[name][place].cpu_ms for repetition in timed) for place in range(len(calls))
+        )
         for name, calls in counted.items()
     }
     # Of two references the one that others slow down more.

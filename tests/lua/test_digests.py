@@ -1,6 +1,8 @@
-"""Repeats across forms and keys of digests, on a real Redis: the first answer stays the first answer, another body is a conflict.
+"""Repeats across forms and keys of digests, on a real Redis: the first answer stays the first answer, another
+body is a conflict.
 
-A shard is made of events that carry digests of an older form or key, as a recovery makes it; then this release's gate asks.
+A shard is made of events that carry digests of an older form or key, as a recovery makes it; then this
+release's gate asks.
 """
 
 import json
@@ -17,7 +19,17 @@ from grabstream.lua.keys import KeySpace
 from grabstream.lua.sealing import Sealer
 from grabstream.lua.tickets import TicketKeys, sign
 from grabstream.models.answers import Answer
-from grabstream.models.commands import Adjust, AnyCommand, Confirm, Grab, Load, Open, Pause, Release, encode_command
+from grabstream.models.commands import (
+    Adjust,
+    AnyCommand,
+    Confirm,
+    Grab,
+    Load,
+    Open,
+    Pause,
+    Release,
+    encode_command,
+)
 from grabstream.models.offers import CouponTerms, EnvelopeTerms, StockTerms
 from grabstream.models.transfers import Entry
 from tests.lua.conftest import NOW, event_lines, take_over
@@ -27,8 +39,11 @@ from tests.lua.test_tickets import SECRET, as_text
 
 OLD, NEW = bytes(range(32)), bytes(range(1, 33))
 TICKETS = TicketKeys.from_text(f"h:HS256:{as_text(SECRET)}")
-ENVELOPE = EnvelopeTerms(issuer="alice", funding="pay", asset="CNY", total=1_000, parts=10, seed="ab" * 16, closes_at=NOW + DAY)
-#: Amounts and reasons of two entries in the books whose digests in the first form are the same; it took a minute to find them.
+ENVELOPE = EnvelopeTerms(
+    issuer="alice", funding="pay", asset="CNY", total=1_000, parts=10, seed="ab" * 16, closes_at=NOW + DAY
+)
+#: Amounts and reasons of two entries in the books whose digests in the first form are the same; it took a
+#: minute to find them.
 COLLISION = (5, "5161484"), (9_000_000, "7384664")
 
 
@@ -45,7 +60,12 @@ def adjusting(amount: int, reason: str, id: str = "a") -> Adjust:
 
 
 def with_ticket(id: str, offer: str, user: str) -> Grab:
-    return Grab(id=id, offer=offer, user=user, ticket=sign("h", SECRET, user=user, offer=offer, expires_at_ms=NOW + DAY))
+    return Grab(
+        id=id,
+        offer=offer,
+        user=user,
+        ticket=sign("h", SECRET, user=user, offer=offer, expires_at_ms=NOW + DAY),
+    )
 
 
 HISTORY: list[AnyCommand] = [
@@ -74,9 +94,13 @@ def other_body(command: AnyCommand) -> AnyCommand:
     if isinstance(command, Load):
         return msgspec.structs.replace(command, items=("482913", "482915"))
     if isinstance(command, Adjust):
-        return msgspec.structs.replace(command, transfers=(msgspec.structs.replace(command.transfers[0], amount=6),))
+        return msgspec.structs.replace(
+            command, transfers=(msgspec.structs.replace(command.transfers[0], amount=6),)
+        )
     if isinstance(command, Open):
-        return msgspec.structs.replace(command, terms=msgspec.structs.replace(command.terms, issuer="mallory"))
+        return msgspec.structs.replace(
+            command, terms=msgspec.structs.replace(command.terms, issuer="mallory")
+        )
     return msgspec.structs.replace(command, offer="o:c" if command.offer != "o:c" else "o:s")
 
 
@@ -84,7 +108,9 @@ def gate_of(client: Any, keys: KeySpace, seal_keys: dict[str, bytes], now: list[
     return Gate(client, keys, Sealer(seal_keys), clock=lambda: (now or [NOW])[0], tickets=TICKETS)
 
 
-async def in_first_form(client: Any, keys: KeySpace, lines: Sequence[bytes], commands: Sequence[AnyCommand]) -> None:
+async def in_first_form(
+    client: Any, keys: KeySpace, lines: Sequence[bytes], commands: Sequence[AnyCommand]
+) -> None:
     """Makes the only shard of events as a release before 0.2 wrote them."""
     by_id = {command.id: command for command in commands}
     old = []
@@ -109,7 +135,9 @@ async def decided(client: Any, prefix: str) -> tuple[list[Answer], list[bytes]]:
 
 
 async def assert_repeated(gate: Gate, answers: Sequence[Answer]) -> None:
-    """Every command gets its first answer, also with another operator; another body under its id is a conflict."""
+    """Every command gets its first answer, also with another operator; another body under its id is a
+    conflict.
+    """
     for command, first in zip(HISTORY, answers, strict=True):
         again, other = await gate.decide([command, other_body(command)], "decided")
         assert again == msgspec.structs.replace(first, repeated=True), command
@@ -130,7 +158,9 @@ async def test_repeats_after_a_recovery(client: Any, prefix: str, decided: Any) 
     await gate.close()
 
 
-async def test_repeats_of_commands_whose_events_have_the_first_form(client: Any, prefix: str, decided: Any) -> None:
+async def test_repeats_of_commands_whose_events_have_the_first_form(
+    client: Any, prefix: str, decided: Any
+) -> None:
     keys = KeySpace(f"{prefix}-old", 1)
     await in_first_form(client, keys, decided[1], HISTORY)
     gate = gate_of(client, keys, {"new": NEW, "old": OLD})
@@ -145,7 +175,9 @@ async def test_repeats_after_the_seal_key_was_rotated(client: Any, prefix: str, 
 
 
 async def test_a_repeat_whose_key_is_gone_is_told_so(client: Any, prefix: str, decided: Any) -> None:
-    """What carried a secret cannot be compared; everything else gets its first answer, and nothing changes."""
+    """What carried a secret cannot be compared; everything else gets its first answer, and nothing
+    changes.
+    """
     keys = KeySpace(f"{prefix}-first", 1)
     gate = gate_of(client, keys, {"new": NEW})
     lines = await event_lines(client, keys, 0)
@@ -185,12 +217,23 @@ async def test_refusals_are_repeated_for_the_same_body_only(client: Any, prefix:
             same, conflict = await gate.decide([command, other], "decided")
             assert same == msgspec.structs.replace(before, repeated=True)
             assert conflict.outcome == "conflict"
-        await one.decide([Open(id=f"open-{command.id}", offer="n:b", terms=StockTerms(issuer="a", total=9, max_per_grab=2))], "decided")
+        await one.decide(
+            [
+                Open(
+                    id=f"open-{command.id}",
+                    offer="n:b",
+                    terms=StockTerms(issuer="a", total=9, max_per_grab=2),
+                )
+            ],
+            "decided",
+        )
     await one.close()
     await rotated.close()
 
 
-async def test_a_plain_grab_is_the_same_only_for_its_offer_and_its_user(client: Any, prefix: str, decided: Any) -> None:
+async def test_a_plain_grab_is_the_same_only_for_its_offer_and_its_user(
+    client: Any, prefix: str, decided: Any
+) -> None:
     """Nothing of its body is kept under its id: who has the grab says it."""
     keys = KeySpace(f"{prefix}-first", 1)
     gate = gate_of(client, keys, {"old": OLD})
@@ -199,9 +242,18 @@ async def test_a_plain_grab_is_the_same_only_for_its_offer_and_its_user(client: 
             for who in ("ann", "bob", "eve"):
                 # One by one, together, and with company: each takes its own way through the script.
                 command = Grab(id=id, offer=offer, user=who)
-                company = [Grab(id=f"new-{id}-{offer}-{who}-{n}", offer="o:none", user=f"u{n}") for n in range(2)]
-                answers = [(await gate.decide([command], "decided"))[0], (await gate.decide([command, *company], "decided"))[0]]
-                expected = ("held" if id == "g4" else "granted", True) if (offer, who) == (own, user) else ("conflict", False)
+                company = [
+                    Grab(id=f"new-{id}-{offer}-{who}-{n}", offer="o:none", user=f"u{n}") for n in range(2)
+                ]
+                answers = [
+                    (await gate.decide([command], "decided"))[0],
+                    (await gate.decide([command, *company], "decided"))[0],
+                ]
+                expected = (
+                    ("held" if id == "g4" else "granted", True)
+                    if (offer, who) == (own, user)
+                    else ("conflict", False)
+                )
                 assert [(one.outcome, one.repeated) for one in answers] == [expected] * 2, command
     for more in ({"wait": True}, {"attributes": {"a": "1"}}, {"ticket": "x.y.z"}):
         [answer] = await gate.decide([Grab(id="g1", offer="o", user="ann", **more)], "decided")
@@ -211,7 +263,9 @@ async def test_a_plain_grab_is_the_same_only_for_its_offer_and_its_user(client: 
 
 @pytest.mark.parametrize("recovered", [False, True])
 async def test_a_collision_of_48_bits_is_no_approval(client: Any, prefix: str, recovered: bool) -> None:
-    """The unapproved entry has the digest of the approved one in the first form: the whole body is compared all the same."""
+    """The unapproved entry has the digest of the approved one in the first form: the whole body is compared
+    all the same.
+    """
     approved, unapproved = (adjusting(*entry) for entry in COLLISION)
     assert first_form(approved) == first_form(unapproved)
     keys = KeySpace(prefix, 1)
@@ -223,7 +277,9 @@ async def test_a_collision_of_48_bits_is_no_approval(client: Any, prefix: str, r
     if recovered:
         await gate.close()
         keys = KeySpace(f"{prefix}-old", 1)
-        await in_first_form(client, keys, await event_lines(client, KeySpace(prefix, 1), 0), [opening, approved])
+        await in_first_form(
+            client, keys, await event_lines(client, KeySpace(prefix, 1), 0), [opening, approved]
+        )
         gate = gate_of(client, keys, {"old": OLD})
     again, other = await gate.decide([approved, unapproved], "decided")
     assert again == msgspec.structs.replace(first, repeated=True)

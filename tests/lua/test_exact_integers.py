@@ -1,6 +1,8 @@
-"""No number in an event's text is written but as an exact integer: commands at the bounds of all numbers together, on real Lua.
+"""No number in an event's text is written but as an exact integer: commands at the bounds of all numbers
+together, on real Lua.
 
-The rules decide the same with integers of any size and must give the same bytes, so every number is the one they computed.
+The rules decide the same with integers of any size and must give the same bytes, so every number is the one
+they computed.
 """
 
 import asyncio
@@ -14,9 +16,29 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from grabstream.lua.keys import KeySpace
-from grabstream.models.commands import Adjust, Amend, AnyCommand, Close, Confirm, Extend, Grab, Open, Release, Return, check
+from grabstream.models.commands import (
+    Adjust,
+    Amend,
+    AnyCommand,
+    Close,
+    Confirm,
+    Extend,
+    Grab,
+    Open,
+    Release,
+    Return,
+    check,
+)
 from grabstream.models.money import AMOUNT_MAX, Invalid
-from grabstream.models.offers import EXTENSIONS_MAX, HOLD_MS_MAX, TIME_MS_MAX, Changes, EnvelopeTerms, Limit, StockTerms
+from grabstream.models.offers import (
+    EXTENSIONS_MAX,
+    HOLD_MS_MAX,
+    TIME_MS_MAX,
+    Changes,
+    EnvelopeTerms,
+    Limit,
+    StockTerms,
+)
 from grabstream.models.transfers import Entry
 from grabstream.ops.settings import Settings
 from tests.lua.conftest import NOW
@@ -46,10 +68,14 @@ def no_float(text: str) -> None:
 @st.composite
 def terms(draw: Any) -> StockTerms:
     return StockTerms(
-        issuer="i", total=draw(amounts), max_per_grab=draw(amounts), price=draw(amounts), currency="CNY", hold_ms=draw(holds),
-        extensions=draw(st.sampled_from((0, 2, EXTENSIONS_MAX))), take=draw(st.sampled_from(("all", "up_to"))), waiting_list=True,
-        late=draw(st.sampled_from(("refuse", "retake"))), return_restores=draw(st.booleans()), limits=draw(limits),
-        retire_after_ms=TIME_MS_MAX, valid_until=draw(st.sampled_from((None, TIME_MS_MAX))), closes_at=TIME_MS_MAX,
+        issuer="i", total=draw(amounts), max_per_grab=draw(amounts), price=draw(amounts), currency="CNY",
+        hold_ms=draw(holds),
+        extensions=draw(st.sampled_from((0, 2, EXTENSIONS_MAX))),
+        take=draw(st.sampled_from(("all", "up_to"))), waiting_list=True,
+        late=draw(st.sampled_from(("refuse", "retake"))), return_restores=draw(st.booleans()),
+        limits=draw(limits),
+        retire_after_ms=TIME_MS_MAX, valid_until=draw(st.sampled_from((None, TIME_MS_MAX))),
+        closes_at=TIME_MS_MAX,
     )  # fmt: skip
 
 
@@ -65,7 +91,11 @@ steps = st.lists(
         st.tuples(st.just("grab"), amounts, st.sampled_from(("a", "b")), st.booleans()),
         st.tuples(st.just("amend"), changes),
         st.tuples(st.just("amend"), changes),
-        st.tuples(st.sampled_from(("confirm", "release", "extend", "return")), st.integers(0, 9), st.none() | amounts),
+        st.tuples(
+            st.sampled_from(("confirm", "release", "extend", "return")),
+            st.integers(0, 9),
+            st.none() | amounts,
+        ),
         st.tuples(st.just("adjust"), amounts),
         st.tuples(st.just("pass"), st.sampled_from((1, HOLD_MS_MAX))),
     ),
@@ -84,15 +114,26 @@ def of_steps(number: int, step: tuple[Any, ...], scene: Scene) -> AnyCommand | N
         case ("amend", changed):
             return Amend(**about, changes=changed)
         case ("adjust", amount):
-            return Adjust(**about, transfers=(Entry("CNY", "issuer:i", "wallet:u", amount),), reason="r", approved_by="b")
+            return Adjust(
+                **about,
+                transfers=(Entry("CNY", "issuer:i", "wallet:u", amount),),
+                reason="r",
+                approved_by="b",
+            )
         case ("pass", ms):
             scene.now += ms
         case (kind, place, quantity):
-            name, grab = (list(offer.grabs.items()) or [("none", None)])[place % max(len(offer.grabs), 1)] if offer else ("none", None)
+            name, grab = (
+                (list(offer.grabs.items()) or [("none", None)])[place % max(len(offer.grabs), 1)]
+                if offer
+                else ("none", None)
+            )
             if kind == "confirm":
                 units = quantity or (grab.held or grab.lapsed if grab else 1)
                 paid = (grab.price if grab else 1) * units
-                return Confirm(**about, grab=name, payment=f"p{number}", paid=paid, currency="CNY", quantity=quantity)
+                return Confirm(
+                    **about, grab=name, payment=f"p{number}", paid=paid, currency="CNY", quantity=quantity
+                )
             if kind == "return":
                 return Return(**about, grab=name, quantity=quantity)
             return (Release if kind == "release" else Extend)(**about, grab=name)
@@ -120,7 +161,8 @@ WAITER = StockTerms(
     closes_at=TIME_MS_MAX,
 )
 LARGER_THAN_DUE: list[tuple[Any, ...]] = [
-    ("grab", 15, "a", False), ("grab", 15, "b", True), ("amend", Changes(max_per_grab=1)), ("amend", Changes(price=10**13)),
+    ("grab", 15, "a", False), ("grab", 15, "b", True), ("amend", Changes(max_per_grab=1)),
+    ("amend", Changes(price=10**13)),
     ("release", 0, None), ("amend", Changes(price=10**12)), ("amend", Changes(total=10**13)),
 ]  # fmt: skip
 
@@ -128,7 +170,9 @@ LARGER_THAN_DUE: list[tuple[Any, ...]] = [
 @hypothesis_settings(max_examples=60, deadline=None)
 @given(opened=terms(), commands=steps)
 @example(opened=WAITER, commands=LARGER_THAN_DUE)
-def test_every_number_of_every_event_is_the_rules_integer(servers: Settings, opened: StockTerms, commands: list[tuple[Any, ...]]) -> None:
+def test_every_number_of_every_event_is_the_rules_integer(
+    servers: Settings, opened: StockTerms, commands: list[tuple[Any, ...]]
+) -> None:
     asyncio.run(_play(servers, opened, commands))
 
 
@@ -138,8 +182,12 @@ async def _play(servers: Settings, opened: StockTerms, commands: list[tuple[Any,
     try:
         scene.now = NOW
         opening = Open(id="open", offer="o:1", terms=opened)
-        envelope = EnvelopeTerms(issuer="i", funding="f", asset="CNY", total=AMOUNT_MAX, parts=2, law="bounded", seed="0" * 32)
-        await scene.decide_both([Open(id="e", offer="o:e", terms=envelope), Grab(id="g", offer="o:e", user="a")])
+        envelope = EnvelopeTerms(
+            issuer="i", funding="f", asset="CNY", total=AMOUNT_MAX, parts=2, law="bounded", seed="0" * 32
+        )
+        await scene.decide_both(
+            [Open(id="e", offer="o:e", terms=envelope), Grab(id="g", offer="o:e", user="a")]
+        )
         if is_taken(opening):
             await scene.decide_both([opening])
         for number, step in enumerate(commands):

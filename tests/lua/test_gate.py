@@ -19,14 +19,26 @@ from tests.lua.conftest import SEALER, event_lines, grabs, opening
 
 async def test_an_array_is_carried_out_in_order(gate: Any) -> None:
     one = gate(batch_commands_max=4)
-    commands = [*grabs(1, "z"), opening("z", 30), *grabs(20, "z", 1), Close(id="c", offer="z"), *grabs(2, "z", 30)]
+    commands = [
+        *grabs(1, "z"),
+        opening("z", 30),
+        *grabs(20, "z", 1),
+        Close(id="c", offer="z"),
+        *grabs(2, "z", 30),
+    ]
     outcomes = [answer.outcome for answer in await one.decide(commands, "decided")]
     assert outcomes == ["no_such_offer", "opened", *["granted"] * 20, "closed", "over", "over"]
 
 
 async def test_a_refusal_counts_within_its_own_call(gate: Any) -> None:
     one = gate()
-    twice = [Close(id="c", offer="s:a"), Close(id="c", offer="s:b"), Close(id="c", offer="s:a"), *grabs(1, "s:a"), *grabs(1, "s:a")]
+    twice = [
+        Close(id="c", offer="s:a"),
+        Close(id="c", offer="s:b"),
+        Close(id="c", offer="s:a"),
+        *grabs(1, "s:a"),
+        *grabs(1, "s:a"),
+    ]
     answers = await one.decide(twice, "decided")
     assert [(answer.outcome, answer.repeated) for answer in answers] == [
         ("no_such_offer", False),
@@ -51,7 +63,9 @@ async def test_a_grant_counts_within_its_own_call(gate: Any) -> None:
 
 
 @pytest.mark.parametrize(("kind", "done"), [(Pause, "paused"), (Resume, "resumed"), (Close, "closed")])
-async def test_steering_counts_within_its_own_call(gate: Any, client: Any, keys: KeySpace, kind: Any, done: str) -> None:
+async def test_steering_counts_within_its_own_call(
+    gate: Any, client: Any, keys: KeySpace, kind: Any, done: str
+) -> None:
     first, second, other = kind(id="s1", offer="e"), kind(id="s2", offer="e"), kind(id="s1", offer="e:2")
     answers = await gate().decide([opening(), first, first, second, other], "decided")
     assert [(answer.outcome, answer.repeated) for answer in answers[1:3]] == [(done, False), (done, True)]
@@ -73,7 +87,9 @@ async def test_bad_commands_do_not_stop_the_others(gate: Any) -> None:
 
 
 async def test_a_server_that_does_not_answer(own: Any, own_server: Any) -> None:
-    """Sent and not answered is unknown, not `busy`; the same ids find out later. What was never sent is `busy`."""
+    """Sent and not answered is unknown, not `busy`; the same ids find out later. What was never sent is
+    `busy`.
+    """
     client, keys = own
     bounded = redis.asyncio.Redis(port=own_server[1], socket_timeout=0.2, retry=None)
     one = Gate(bounded, keys, SEALER, GateLimits(timeout_ms=400, queue_commands_max=20))
@@ -112,18 +128,22 @@ async def test_patience_waits_out_a_fence(own: Any) -> None:
     one = Gate(client, keys, SEALER)
     await one.decide([opening("p")], "decided")
     await client.hdel(state, "life")
-    waiting = asyncio.create_task(one.decide([*grabs(3, "p"), Close(id="c", offer="p")], "decided", patience_ms=20_000))
+    waiting = asyncio.create_task(
+        one.decide([*grabs(3, "p"), Close(id="c", offer="p")], "decided", patience_ms=20_000)
+    )
     assert (await one.decide(grabs(1, "p", 5), "decided"))[0].outcome == "fenced"
     await client.hset(state, "life", life)
     assert [answer.outcome for answer in await waiting] == ["granted"] * 3 + ["closed"]
     await one.close()
 
 
-# -- what it says when it does not know -------------------------------------------------------------------------------
+# -- what it says when it does not know ----------------------------------------------------------------------
 
 
 class LosesReplies:
-    """A client whose next `lost` script calls are carried out but not answered, and then something happens on the server."""
+    """A client whose next `lost` script calls are carried out but not answered, and then something happens on
+    the server.
+    """
 
     def __init__(self, client: Any, lost: int, then: Callable[[], Awaitable[Any]]) -> None:
         self._client = client
@@ -160,7 +180,9 @@ async def test_sent_without_a_reply_and_then_a_full_outbox_is_unknown(own: Any) 
     """The outbox may be full of these very commands."""
     client, keys = own
     await Gate(client, keys, SEALER).decide([opening("e")], "decided")
-    one = Gate(LosesReplies(client, 1, client.ping), keys, SEALER, GateLimits(timeout_ms=300, outbox_events_max=4))
+    one = Gate(
+        LosesReplies(client, 1, client.ping), keys, SEALER, GateLimits(timeout_ms=300, outbox_events_max=4)
+    )
     with pytest.raises(OutcomeUnknown, match="under their ids"):
         await one.decide(grabs(3), "decided")
     assert await client.hget(keys.shard(0).offer("e"), "places") == b"3"
@@ -172,7 +194,9 @@ async def test_sent_without_a_reply_waits_out_a_short_fence(own: Any) -> None:
     state = keys.shard(0).state
     life = await client.hget(state, "life")
     await Gate(client, keys, SEALER).decide([opening("e")], "decided")
-    one = Gate(LosesReplies(client, 1, lambda: fence(client, keys)), keys, SEALER, GateLimits(timeout_ms=20_000))
+    one = Gate(
+        LosesReplies(client, 1, lambda: fence(client, keys)), keys, SEALER, GateLimits(timeout_ms=20_000)
+    )
     waiting = asyncio.create_task(one.decide(grabs(2), "decided"))
     await until(lambda: client.hexists(keys.shard(0).answers("e"), "e-g1"))
     await client.hset(state, "life", life)
@@ -181,7 +205,9 @@ async def test_sent_without_a_reply_waits_out_a_short_fence(own: Any) -> None:
 
 
 async def test_time_runs_out_also_when_the_client_is_more_patient(own: Any, own_server: Any) -> None:
-    """The gate's own time-out holds, whatever the client's; who still waits in the queue then was not sent, and hears `busy`."""
+    """The gate's own time-out holds, whatever the client's; who still waits in the queue then was not sent,
+    and hears `busy`.
+    """
     _, keys = own
     patient = redis.asyncio.Redis(port=own_server[1], socket_timeout=60)
     one = Gate(patient, keys, SEALER, GateLimits(timeout_ms=300))
@@ -210,10 +236,12 @@ async def _granted(one: Gate) -> Any:
         return None
 
 
-# -- a server that refuses to write -----------------------------------------------------------------------------------
+# -- a server that refuses to write --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("command", [grabs(1)[0], Close(id="c", offer="e"), opening("new")], ids=["grab", "close", "open"])
+@pytest.mark.parametrize(
+    "command", [grabs(1)[0], Close(id="c", offer="e"), opening("new")], ids=["grab", "close", "open"]
+)
 async def test_too_few_replicas_is_busy(own: Any, command: Any) -> None:
     """Redis refuses such a script before it begins: nothing was decided, and it may go better soon."""
     client, keys = own

@@ -1,7 +1,9 @@
-"""A hold ends within a second of its deadline by Redis' own clock, in real time, whatever else its shard is at.
+"""A hold ends within a second of its deadline by Redis' own clock, in real time, whatever else its shard is
+at.
 
-At the same shard, meanwhile: grabs are decided all the time, offers close with full queues, hundreds retire, and what they left is deleted.
-A process that gets no processor for a while ends nothing; how late this process' own loop was at worst is taken off.
+At the same shard, meanwhile: grabs are decided all the time, offers close with full queues, hundreds retire,
+and what they left is deleted. A process that gets no processor for a while ends nothing; how late this
+process' own loop was at worst is taken off.
 """
 
 import asyncio
@@ -28,7 +30,9 @@ TICK_SECONDS = 0.02
 
 
 class Loop:
-    """How late this process' event loop was at worst: what it does not do, no bound of the sweeper can help."""
+    """How late this process' event loop was at worst: what it does not do, no bound of the sweeper can
+    help.
+    """
 
     def __init__(self) -> None:
         self.late_ms = 0.0
@@ -44,7 +48,12 @@ class Loop:
 async def shard(own_server: Any) -> AsyncIterator[tuple[Any, KeySpace, Gate]]:
     client, keys = redis.asyncio.Redis(port=own_server[1]), KeySpace("own", 1)
     await take_over(client, keys)
-    gate = Gate(client, keys, SEALER, GateLimits(timeout_ms=120_000, queue_commands_max=10**6, outbox_events_max=10**9))
+    gate = Gate(
+        client,
+        keys,
+        SEALER,
+        GateLimits(timeout_ms=120_000, queue_commands_max=10**6, outbox_events_max=10**9),
+    )
     yield client, keys, gate
     await gate.close()
     await client.aclose()
@@ -60,7 +69,9 @@ async def grab_on(gate: Gate) -> None:
     """Grabs without end, a list after the other."""
     number = 0
     while True:
-        await decided(gate, [Grab(id=f"t{n}", offer="c:live", user=f"t{n}") for n in range(number, number + 50)])
+        await decided(
+            gate, [Grab(id=f"t{n}", offer="c:live", user=f"t{n}") for n in range(number, number + 50)]
+        )
         number += 50
         await asyncio.sleep(TICK_SECONDS)
 
@@ -85,14 +96,19 @@ async def test_holds_end_within_a_second_of_their_deadline(
     queued = StockTerms(issuer="i", total=1, hold_ms=10**8, waiting_list=True)
     closing_names, gone_names = [f"q{n}" for n in range(closing)], [f"c:{n}" for n in range(retiring)]
     of_offer: dict[str, Terms] = {
-        "c:live": EnvelopeTerms(issuer="a", funding="f", asset="CNY", total=10**9, parts=1_000_000, draw="at_grab"),
+        "c:live": EnvelopeTerms(
+            issuer="a", funding="f", asset="CNY", total=10**9, parts=1_000_000, draw="at_grab"
+        ),
         "h": StockTerms(issuer="i", total=10**6, hold_ms=HOLD_MS),
         **dict.fromkeys(closing_names, queued),
         **dict.fromkeys(gone_names, StockTerms(issuer="i", total=1, retire_after_ms=1)),
     }
-    await decided(gate, [Open(id=f"open-{name}", offer=name, terms=terms) for name, terms in of_offer.items()])
+    await decided(
+        gate, [Open(id=f"open-{name}", offer=name, terms=terms) for name, terms in of_offer.items()]
+    )
     await fill_queues(gate, closing_names, waiting)
-    # All that closes and all that retires is due when the sweeper begins; the holds end one after the other while it is at it.
+    # All that closes and all that retires is due when the sweeper begins; the holds end one after the other
+    # while it is at it.
     now = await time_ms_of(client, keys.shard(0).state)
     changes = Changes(closes_at=now + 500)
     await decided(gate, [Amend(id=f"a-{name}", offer=name, changes=changes) for name in closing_names])
@@ -103,7 +119,10 @@ async def test_holds_end_within_a_second_of_their_deadline(
         await decided(gate, [Grab(id=f"h{number}-{n}", offer="h", user=f"u{n}") for n in range(held)])
         await asyncio.sleep(0.25)
     async with asyncio.timeout(120):
-        while await client.zcount(keys.shard(0).holds, 0, now + 10**7) or await client.scard(keys.shard(0).retired) < retiring:
+        while (
+            await client.zcount(keys.shard(0).holds, 0, now + 10**7)
+            or await client.scard(keys.shard(0).retired) < retiring
+        ):
             await asyncio.sleep(SWEEP_EVERY_SECONDS)
     for task in tasks:
         task.cancel()
@@ -123,7 +142,8 @@ async def test_holds_end_within_a_second_of_their_deadline(
     assert (len(late), deadlines) == (seconds * 4 * held, {})
     assert busy == 2 * retiring + closing * (1 + waiting)
     print(
-        f"\n{len(late):,} holds ended at most {max(late)} ms late, on average {sum(late) / len(late):.0f}; the loop {loop.late_ms:.0f} ms"
+        f"\n{len(late):,} holds ended at most {max(late)} ms late, on average {sum(late) / len(late):.0f}; "
+        f"the loop {loop.late_ms:.0f} ms"
     )
     assert min(late) >= 0
     assert max(late) < LATE_MS_MAX + loop.late_ms

@@ -1,10 +1,13 @@
-"""Hostile histories: by the rules and by Lua, recovered, projected into tables, and held to what the event lines alone must keep.
+"""Hostile histories: by the rules and by Lua, recovered, projected into tables, and held to what the event
+lines alone must keep.
 
-On the release before this generator such histories found offers whose ids look like another's keys; with other names they found answers
-that were kept beyond their offer, sums to be paid beyond the exact range, limits of a campaign that leaked between two zones, tickets that
-were good for several offers, and units that nobody got because one grab waited for too many.
+On the release before this generator such histories found offers whose ids look like another's keys; with
+other names they found answers that were kept beyond their offer, sums to be paid beyond the exact range,
+limits of a campaign that leaked between two zones, tickets that were good for several offers, and units that
+nobody got because one grab waited for too many.
 
-A failure prints the seed: `GRAB_TEST_SEED=<seed>` repeats it. `HYPOTHESIS_PROFILE=nightly` plays longer histories, and more of them.
+A failure prints the seed: `GRAB_TEST_SEED=<seed>` repeats it. `HYPOTHESIS_PROFILE=nightly` plays longer
+histories, and more of them.
 """
 
 import asyncio
@@ -57,8 +60,12 @@ class TornSweeper(Sweeper):
             return 0
         return await super()._run(script, keys, at_ms, packed)
 
-    async def _due(self, key: str, at_ms: int | None, most: int, *rest: int, last_first: bool = False) -> list[str]:
-        return torn(await super()._due(key, at_ms, most, *rest, last_first=last_first), self.some, self.last_first)
+    async def _due(
+        self, key: str, at_ms: int | None, most: int, *rest: int, last_first: bool = False
+    ) -> list[str]:
+        return torn(
+            await super()._due(key, at_ms, most, *rest, last_first=last_first), self.some, self.last_first
+        )
 
 
 def torn(found: list[Any], some: int | None, last_first: bool) -> list[Any]:
@@ -91,9 +98,14 @@ class HostileTwins(Twins):
             ]
             sweeper.some = how.holds
             await sweeper.expire_holds(self.now)
-            for _, _, offer, name in torn(sorted(holds, key=lambda hold: hold[:2]), how.holds, how.last_first):
+            for _, _, offer, name in torn(
+                sorted(holds, key=lambda hold: hold[:2]), how.holds, how.last_first
+            ):
                 events += lapse(state, offer, name, now)
-            due = sorted([offer for offer in state.offers.values() if self.now >= offer.due], key=lambda one: (one.due, one.name))
+            due = sorted(
+                [offer for offer in state.offers.values() if self.now >= offer.due],
+                key=lambda one: (one.due, one.name),
+            )
             sweeper.some, sweeper.broken_off = how.offers, how.broken_off
             await sweeper.close_due(self.now)
             for offer in [] if how.broken_off else torn(due, how.offers, how.last_first):
@@ -112,21 +124,31 @@ class HostileTwins(Twins):
                 await self.compare_recovered(number)
 
     def check_waiting(self) -> None:
-        """Units that somebody waits for go to the first of the first hundred they suffice for; nobody freezes an offer for the others."""
+        """Units that somebody waits for go to the first of the first hundred they suffice for; nobody freezes
+        an offer for the others.
+        """
         for offer in self.offers.values():
             if offer.closed_reason or not offer.queue or self.now >= min(offer.due, offer.closes_at):
                 continue
             payable = AMOUNT_MAX // (offer.pieces.price or 1)
             most = min(offer.units_left, payable)
-            fits = [name for name in offer.queue[:100] if offer.grabs[name].quantity <= most or (most and offer.pieces.take == "up_to")]
-            assert not (offer.units_left and fits), f"{fits[0]} waits for {offer.units_left} units of {offer.name} that are left"
+            fits = [
+                name
+                for name in offer.queue[:100]
+                if offer.grabs[name].quantity <= most or (most and offer.pieces.take == "up_to")
+            ]
+            assert not (offer.units_left and fits), (
+                f"{fits[0]} waits for {offer.units_left} units of {offer.name} that are left"
+            )
 
     async def decide_both(self, commands: Sequence[AnyCommand]) -> list[Answer]:
         """As twins do; one grab alone is never told that nothing is left where something is."""
         offer = self.offers.get(commands[0].offer) if len(commands) == 1 else None
         left = 0 if offer is None or offer.is_envelope else offer.units_left
         answers = await super().decide_both(commands)
-        assert not (left and answers[0].outcome == "sold_out" and not answers[0].repeated), f"{left} units are left: {answers[0]}"
+        assert not (left and answers[0].outcome == "sold_out" and not answers[0].repeated), (
+            f"{left} units are left: {answers[0]}"
+        )
         return answers
 
     @property
@@ -134,7 +156,9 @@ class HostileTwins(Twins):
         return {name: offer for state in self.states for name, offer in state.offers.items()}
 
 
-async def play(client: Any, draw: random.Random, steps: int, twins: HostileTwins | None = None) -> HostileTwins:
+async def play(
+    client: Any, draw: random.Random, steps: int, twins: HostileTwins | None = None
+) -> HostileTwins:
     """A history of so many steps, compared all along."""
     twins, hostile = twins or HostileTwins(), Hostile(draw, NOW)
     limits = GateLimits(batch_commands_max=draw.choice((1, 3, 512)), timeout_ms=30_000)

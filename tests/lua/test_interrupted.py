@@ -1,7 +1,9 @@
-"""A script that fails before its first write has changed nothing, and from its first write on nothing in it can fail.
+"""A script that fails before its first write has changed nothing, and from its first write on nothing in it
+can fail.
 
-The first is tried at every call of every script of a long history; the second by what scripts may do then: write what they noted before.
-Should a write fail all the same, the shard is fenced, and what its outbox has is the truth that it is rebuilt from.
+The first is tried at every call of every script of a long history; the second by what scripts may do then:
+write what they noted before. Should a write fail all the same, the shard is fenced, and what its outbox has
+is the truth that it is rebuilt from.
 """
 
 import random
@@ -52,11 +54,13 @@ def _sometimes(seed: int) -> Any:
     return chosen
 
 
-# -- before the first write --------------------------------------------------------------------------------------------
+# -- before the first write ----------------------------------------------------------------------------------
 
 
 async def test_a_script_interrupted_before_its_first_write_has_changed_nothing(servers: Settings) -> None:
-    """At every call up to the first write, in a history of all that is rare; then it is carried out as if nothing had been."""
+    """At every call up to the first write, in a history of all that is rare; then it is carried out as if
+    nothing had been.
+    """
     twins, shop = Twins(), Shop(5, NOW, total=8)
     server = redis.asyncio.Redis.from_url(servers.redis_url)
     keys = KeySpace(f"interrupted{random.getrandbits(40):x}", SHARDS)
@@ -90,7 +94,8 @@ async def test_a_script_interrupted_before_its_first_write_has_changed_nothing(s
     assert set(script_names()) - scripts - of_owners - set(READERS) == set()
     written_first = {(script, command) for script, kind, command in client.interruptions if kind == "write"}
     assert {script for script, command in written_first if command == "XADD"} >= {
-        "open", "grab", "confirm", "release", "extend", "return", "redeem", "unredeem", "amend", "load", "pause", "resume", "close",
+        "open", "grab", "confirm", "release", "extend", "return", "redeem", "unredeem", "amend", "load",
+        "pause", "resume", "close",
         "adjust", "expire", "sweep",
     }  # fmt: skip
 
@@ -99,26 +104,48 @@ def _envelopes_and_lists() -> list[AnyCommand]:
     """What the shop does not have: envelopes of both kinds, an audience, tickets, baskets of two offers."""
     listed = CouponTerms(issuer="shop", total=9, audience="list", opens_at=NOW + 5, max_per_grab=2)
     by_ticket = CouponTerms(issuer="shop", total=9, audience="ticket", waiting_list=True, hold_ms=1_000)
-    drawn = EnvelopeTerms(issuer="alice", funding="pay", asset="CNY", total=700, parts=7, draw="at_grab", seed="ab" * 16)
+    drawn = EnvelopeTerms(
+        issuer="alice", funding="pay", asset="CNY", total=700, parts=7, draw="at_grab", seed="ab" * 16
+    )
     return [
-        opening("e", parts=6, seed="cd" * 16), opening("h", parts=8_001, seed="cd" * 16), Open(id="open-f", offer="f", terms=drawn),
-        Open(id="open-l", offer="l", terms=listed), Load(id="load-l", offer="l", what="audience", chunk=1, chunks=1, items=("u1", "u2")),
+        opening("e", parts=6, seed="cd" * 16), opening("h", parts=8_001, seed="cd" * 16),
+        Open(id="open-f", offer="f", terms=drawn),
+        Open(id="open-l", offer="l", terms=listed),
+        Load(id="load-l", offer="l", what="audience", chunk=1, chunks=1, items=("u1", "u2")),
         Open(id="open-k", offer="k", terms=by_ticket),
     ]  # fmt: skip
 
 
 def _crowds(now: int) -> list[AnyCommand]:
     basket = [
-        Grab(id=f"b{number}", offer=offer, user="u3", basket="b", attributes={"card": "c"}) for number, offer in enumerate(("m:a", "m:b"))
+        Grab(id=f"b{number}", offer=offer, user="u3", basket="b", attributes={"card": "c"})
+        for number, offer in enumerate(("m:a", "m:b"))
     ]
-    torn = [Grab(id=f"t{number}", offer="m:a", user="u4", basket="t", attributes={"card": "c"}, quantity=3) for number in range(4)]
-    tickets = [Grab(id=f"k{n}", offer="k", user="u1", ticket=ticket_for("u1", "k", now + 9_000, "once")) for n in range(2)]
+    torn = [
+        Grab(id=f"t{number}", offer="m:a", user="u4", basket="t", attributes={"card": "c"}, quantity=3)
+        for number in range(4)
+    ]
+    tickets = [
+        Grab(id=f"k{n}", offer="k", user="u1", ticket=ticket_for("u1", "k", now + 9_000, "once"))
+        for n in range(2)
+    ]
     listed = [Grab(id=f"l{user}", offer="l", user=user) for user in ("u1", "u2", "u3")]
     refund = [Grab(id="g", offer="e", user="u1")]
-    return [*grabs(8), *grabs(5, "f"), *basket, *torn, *tickets, *listed, *refund, Close(id="close-f", offer="f")]
+    return [
+        *grabs(8),
+        *grabs(5, "f"),
+        *basket,
+        *torn,
+        *tickets,
+        *listed,
+        *refund,
+        Close(id="close-f", offer="f"),
+    ]
 
 
-async def test_the_owner_s_scripts_interrupted_before_their_first_write_have_changed_nothing(servers: Settings) -> None:
+async def test_the_owner_s_scripts_interrupted_before_their_first_write_have_changed_nothing(
+    servers: Settings,
+) -> None:
     server = redis.asyncio.Redis.from_url(servers.redis_url)
     keys = KeySpace(f"interrupted{random.getrandbits(40):x}", 1)
     client = Interrupting(server)
@@ -138,8 +165,12 @@ async def test_the_owner_s_scripts_interrupted_before_their_first_write_have_cha
         await run_script(client, "wipe", [of_shard.state, *of_shard.of_offer("e")], [*own.arguments, "why"])
         _, payments, _, state, _ = of_shard.of_campaign("m")
         past = msgspec.msgpack.encode([[(1, "m:a", 9, NOW)], [(1, "p", "m:a", "g", 2, 5, NOW, 1)]])
-        await run_script(client, "apply_past", [of_shard.state, of_shard.past, payments, state], [*own.arguments, past])
-        assert await server.hlen(payments) == await server.hlen(state) == await server.zcard(of_shard.past) == 1
+        await run_script(
+            client, "apply_past", [of_shard.state, of_shard.past, payments, state], [*own.arguments, past]
+        )
+        assert (
+            await server.hlen(payments) == await server.hlen(state) == await server.zcard(of_shard.past) == 1
+        )
     finally:
         names = [name async for name in server.scan_iter(match=f"{keys.prefix}*")]
         await server.unlink(*names)
@@ -149,11 +180,13 @@ async def test_the_owner_s_scripts_interrupted_before_their_first_write_have_cha
     assert writers >= {"raise_term", "reconcile", "trim", "anchor", "fence", "lease", "wipe", "apply_past"}
 
 
-# -- after it ----------------------------------------------------------------------------------------------------------
+# -- after it ------------------------------------------------------------------------------------------------
 
 
 def test_scripts_that_decide_write_by_commit_alone() -> None:
-    """What a call writes is noted, and done at its very end: after its first write nothing is read, packed or computed."""
+    """What a call writes is noted, and done at its very end: after its first write nothing is read, packed or
+    computed.
+    """
     for name in script_names():
         text = assemble(name)
         if '@include "decide"' not in (SCRIPTS / f"{name}.lua").read_text():
@@ -163,8 +196,12 @@ def test_scripts_that_decide_write_by_commit_alone() -> None:
             body = body.replace(_function(text, function), "")
         written = {found[0] for found in _redis_call.findall(body)} & set(WRITES)
         # `apply` says first that the shard is incomplete.
-        assert written == {"apply": {"HSET"}}.get(name, set()), f"{name}: use write(…), which commit() carries out"
-        assert "" not in {found[0] for found in _redis_call.findall(body)}, f"{name}: redis.call with a computed name"
+        assert written == {"apply": {"HSET"}}.get(name, set()), (
+            f"{name}: use write(…), which commit() carries out"
+        )
+        assert "" not in {found[0] for found in _redis_call.findall(body)}, (
+            f"{name}: redis.call with a computed name"
+        )
         if name not in READS_LATER:
             end = text.rstrip().splitlines()[-2:]
             ends = end == ["commit()", "return reply"] or "return finish(" in text
@@ -178,18 +215,27 @@ def _function(text: str, name: str) -> str:
 
 def test_every_command_that_a_script_uses_is_known_to_read_or_to_write() -> None:
     reads = {
-        "GET", "HGET", "HMGET", "HEXISTS", "HSCAN", "EXISTS", "GETRANGE", "INFO", "LLEN", "LRANGE", "SISMEMBER", "SMISMEMBER", "STRLEN",
+        "GET", "HGET", "HMGET", "HEXISTS", "HSCAN", "EXISTS", "GETRANGE", "INFO", "LLEN", "LRANGE",
+        "SISMEMBER", "SMISMEMBER", "STRLEN",
         "TIME", "HSTRLEN",
         "XRANGE", "XREVRANGE", "ZCARD", "ZRANGE", "ZRANGEBYSCORE", "ZSCORE",
     }  # fmt: skip
     used = {found[0] for name in script_names() for found in _redis_call.findall(load(name).text)} - {""}
-    noted = {word for name in script_names() for word in re.findall(r"write(?:_in_pieces)?\('(\w+)'", load(name).text)}
+    noted = {
+        word
+        for name in script_names()
+        for word in re.findall(r"write(?:_in_pieces)?\('(\w+)'", load(name).text)
+    }
     assert used - reads - set(WRITES) == set()
     assert noted - set(WRITES) == set()
 
 
-async def test_a_write_that_fails_after_another_fences_the_shard_until_it_is_rebuilt_from_its_events(servers: Settings) -> None:
-    """No legal data can bring it about. Then as ever: nobody is answered from half a state, and no event is lost."""
+async def test_a_write_that_fails_after_another_fences_the_shard_until_it_is_rebuilt_from_its_events(
+    servers: Settings,
+) -> None:
+    """No legal data can bring it about. Then as ever: nobody is answered from half a state, and no event is
+    lost.
+    """
     twins, shop = Twins(), Shop(8, NOW, total=8)
     client = redis.asyncio.Redis.from_url(servers.redis_url)
     keys = KeySpace(f"broken{random.getrandbits(40):x}", SHARDS)
@@ -224,7 +270,9 @@ async def test_a_write_that_fails_after_another_fences_the_shard_until_it_is_reb
 
 
 async def _torn(twins: Twins, commands: list[AnyCommand]) -> list[list[bytes]]:
-    """The commands, on copies of the shard, with each write but the first one failing; returns the event lines of each copy."""
+    """The commands, on copies of the shard, with each write but the first one failing; returns the event
+    lines of each copy.
+    """
     number = twins.keys.shard_of_offer(commands[0].offer)
     made: list[list[bytes]] = []
     write = 1

@@ -1,4 +1,6 @@
-"""A journaled answer waits until Kafka has its event: its own, in its own history, and no longer than it has time."""
+"""A journaled answer waits until Kafka has its event: its own, in its own history, and no longer than it has
+time.
+"""
 
 import asyncio
 import secrets
@@ -17,11 +19,17 @@ from tests.lua.conftest import SEALER, grabs, opening
 async def journal(client: Any, keys: KeySpace, number: int, seq: int) -> None:
     """What a relay does once Kafka has everything up to `seq`."""
     shard = keys.shard(number)
-    term, owner, life = [value.decode() for value in await client.hmget(shard.state, ["term", "owner", "life"])]
-    await run_script(client, "trim", [shard.state, shard.outbox], [term, owner, life, seq, "aa", 1, shard.channel])
+    term, owner, life = [
+        value.decode() for value in await client.hmget(shard.state, ["term", "owner", "life"])
+    ]
+    await run_script(
+        client, "trim", [shard.state, shard.outbox], [term, owner, life, seq, "aa", 1, shard.channel]
+    )
 
 
-async def test_a_journaled_answer_waits_for_its_own_event_only(gate: Any, client: Any, keys: KeySpace) -> None:
+async def test_a_journaled_answer_waits_for_its_own_event_only(
+    gate: Any, client: Any, keys: KeySpace
+) -> None:
     one = gate(timeout_ms=20_000)
     one.start()
     number = keys.shard_of_offer("e")
@@ -34,7 +42,9 @@ async def test_a_journaled_answer_waits_for_its_own_event_only(gate: Any, client
     await journal(client, keys, number, 2)
     assert (await first)[0].seq == 2
     assert not second.done()
-    told = asyncio.create_task(one.decide([Grab(id="later", offer="e", user="u1")]))  # carries the second's event
+    told = asyncio.create_task(
+        one.decide([Grab(id="later", offer="e", user="u1")])
+    )  # carries the second's event
     await until(lambda: len(one.journaled._waiting.get(number, ())) == 3)
     assert not second.done()
     await journal(client, keys, number, 3)
@@ -61,7 +71,9 @@ async def test_of_several_events_the_last_must_be_journaled(gate: Any, client: A
 
 
 async def test_a_journaled_answer_waits_for_its_own_history(own: Any) -> None:
-    """An announcement of another history releases nobody: the command is asked again, and its new answer is waited for."""
+    """An announcement of another history releases nobody: the command is asked again, and its new answer is
+    waited for.
+    """
     client, keys = own
     shard = keys.shard(0)
     one = Gate(client, keys, SEALER, GateLimits(timeout_ms=20_000))
@@ -74,17 +86,23 @@ async def test_a_journaled_answer_waits_for_its_own_history(own: Any) -> None:
     term, life, *_ = await run_script(client, "raise_term", [shard.state], [0, "second"])
     seq = await client.hget(shard.state, "seq")
     await run_script(client, "reconcile", [shard.state], [term, "second", life, seq, 1])
-    await run_script(client, "trim", [shard.state, shard.outbox], [term, "second", life, 1, "aa", 1, shard.channel])
+    await run_script(
+        client, "trim", [shard.state, shard.outbox], [term, "second", life, 1, "aa", 1, shard.channel]
+    )
     await asyncio.wait({waiting}, timeout=0.5)
     assert not waiting.done()
-    await run_script(client, "trim", [shard.state, shard.outbox], [term, "second", life, seq, "aa", 2, shard.channel])
+    await run_script(
+        client, "trim", [shard.state, shard.outbox], [term, "second", life, seq, "aa", 2, shard.channel]
+    )
     [answer] = await waiting
     assert (answer.outcome, answer.repeated) == ("granted", True)
     await one.close()
 
 
 async def test_a_number_of_another_history_releases_nobody_who_comes_after_it(own: Any) -> None:
-    """What is known already was journaled in the history that is there now: an answer of the one before is not in it."""
+    """What is known already was journaled in the history that is there now: an answer of the one before is
+    not in it.
+    """
     client, keys = own
     gate = Gate(client, keys, SEALER)
     await gate.decide([opening("j")], "decided")
@@ -99,7 +117,8 @@ async def test_a_number_of_another_history_releases_nobody_who_comes_after_it(ow
             with pytest.raises(HistoryChanged):
                 await journaled.wait(0, history - 1, 1)
     finally:
-        # Also when the test fails: a listener that is cancelled only once, at the end of the loop, may go on for ever.
+        # Also when the test fails: a listener that is cancelled only once, at the end of the loop, may go on
+        # for ever.
         await journaled.close()
         await gate.close()
 
@@ -114,7 +133,9 @@ async def test_not_journaled_in_time_is_unknown(own: Any) -> None:
 
 
 async def test_decided_in_a_lost_history_and_then_fenced_is_unknown(own: Any) -> None:
-    """It was decided once: whether that survived, nobody knows yet, and `fenced` would say that it did not."""
+    """It was decided once: whether that survived, nobody knows yet, and `fenced` would say that it did
+    not.
+    """
     client, keys = own
     shard = keys.shard(0)
     one = Gate(client, keys, SEALER, GateLimits(timeout_ms=600))

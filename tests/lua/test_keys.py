@@ -1,7 +1,8 @@
 """Names of keys: every one belongs to one thing only, whatever the ids are.
 
-First over all legal ids, on the names alone; then on a real Redis, with offers whose ids look like parts of others. Every scene ends
-with a comparison of its state with the rules and with what a recovery makes of its events.
+First over all legal ids, on the names alone; then on a real Redis, with offers whose ids look like parts of
+others. Every scene ends with a comparison of its state with the rules and with what a recovery makes of its
+events.
 """
 
 from typing import Any
@@ -17,7 +18,8 @@ from tests.lua.conftest import NOW
 from tests.lua.scene import DAY, HOUR, coupon, stock
 
 SHARD_NAMES = (
-    "shard", "outbox", "refusals", "refusal_order", "demand", "due", "offers", "holds", "campaigns", "retired",
+    "shard", "outbox", "refusals", "refusal_order", "demand", "due", "offers", "holds", "campaigns",
+    "retired",
     "past", "cleaning", "lease", "journaled", "staged",
 )  # fmt: skip
 WORDS = (*OFFER_KEYS, *CAMPAIGN_KEYS, *SHARD_NAMES, "offer", "campaign", "x", "y", "", ".", "-", "_")
@@ -34,9 +36,22 @@ ids = st.one_of(
 
 def names_of(keys: ShardKeys, offers: list[str]) -> list[str]:
     """Every name of a shard that has these offers, those of the shard itself included."""
-    own = [*keys.deciding(), keys.lease, keys.channel, *(keys.staged(token) for token in ("0", "00", "0" * 32))]
+    own = [
+        *keys.deciding(),
+        keys.lease,
+        keys.channel,
+        *(keys.staged(token) for token in ("0", "00", "0" * 32)),
+    ]
     of_offers = [name for offer in set(offers) for name in keys.of_offer(offer)]
-    return own + of_offers + [name for campaign in {campaign_of(offer) for offer in offers} for name in keys.of_campaign(campaign)]
+    return (
+        own
+        + of_offers
+        + [
+            name
+            for campaign in {campaign_of(offer) for offer in offers}
+            for name in keys.of_campaign(campaign)
+        ]
+    )
 
 
 @given(st.lists(ids, min_size=1, max_size=12), st.integers(0, 64))
@@ -57,11 +72,14 @@ def test_a_key_says_what_it_names(offer: str, campaign: str, part: str, of_campa
 
 
 @given(
-    st.lists(ids, min_size=2, max_size=8, unique=True), st.sampled_from(("UTC", "Etc/GMT+5", "America/Argentina/Ushuaia", "Europe/Berlin"))
+    st.lists(ids, min_size=2, max_size=8, unique=True),
+    st.sampled_from(("UTC", "Etc/GMT+5", "America/Argentina/Ushuaia", "Europe/Berlin")),
 )
 def test_names_made_of_two_ids_tell_them_apart(some: list[str], zone: str) -> None:
-    """Fields and members that join ids: holds `offer/grab`, refusals `campaign/id`, orders `grab/order`, counters `by/per/value` with
-    a zone before them in a campaign, demand `second:code:offer`, accounts and assets `kind:id`, what tickets and chunks were seen."""
+    """Fields and members that join ids: holds `offer/grab`, refusals `campaign/id`, orders `grab/order`,
+    counters `by/per/value` with a zone before them in a campaign, demand `second:code:offer`, accounts and
+    assets `kind:id`, what tickets and chunks were seen.
+    """
     pairs = [(one, other) for one in some for other in some]
     assert len({f"{one}/{other}" for one, other in pairs}) == len(pairs)
     counters = [(by, per, value) for by, value in pairs for per in ("offer", "hour", "day", "week")]
@@ -70,7 +88,11 @@ def test_names_made_of_two_ids_tell_them_apart(some: list[str], zone: str) -> No
     assert [tuple(f"{zone}/{name}".rsplit("/", 3)[1:]) for name in names] == counters
     demand = [(second, code, offer) for second in (1, 12) for code in (2, 20, 120) for offer in (*some, "*")]
     assert len({f"{second}:{code}:{offer}" for second, code, offer in demand}) == len(demand)
-    accounts = [(kind, id) for kind in ("hold", "wallet", "offer", "issuer", "external", "refund", "redeemed", "receivable") for id in some]
+    accounts = [
+        (kind, id)
+        for kind in ("hold", "wallet", "offer", "issuer", "external", "refund", "redeemed", "receivable")
+        for id in some
+    ]
     assert [tuple(f"{kind}:{id}".split(":", 1)) for kind, id in accounts] == accounts
     seen = [(what, id) for what in ("codes", "audience", "ticket") for id in (*some, "1")]
     assert len({f"{what}/{id}" for what, id in set(seen)}) == len(set(seen))
@@ -86,12 +108,20 @@ def test_shards_and_systems_share_no_name(prefix: str, one: int, other: int) -> 
 
 def envelope(parts: int = 10) -> EnvelopeTerms:
     return EnvelopeTerms(
-        closes_at=NOW + 30 * DAY, issuer="alice", funding="pay", asset="CNY", total=parts * 100, parts=parts, seed="ab" * 16
+        closes_at=NOW + 30 * DAY,
+        issuer="alice",
+        funding="pay",
+        asset="CNY",
+        total=parts * 100,
+        parts=parts,
+        seed="ab" * 16,
     )
 
 
 async def test_offers_whose_ids_look_like_subkeys_do_not_share_keys(scene: Any) -> None:
-    """Every part of `x` beside an offer of that name; all are used, two of them retire, and the others are whole."""
+    """Every part of `x` beside an offer of that name; all are used, two of them retire, and the others are
+    whole.
+    """
     others = [f"x:{part}" for part in OFFER_KEYS]
     await scene.open(envelope(10), "x")
     for other in others:

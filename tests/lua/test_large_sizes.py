@@ -1,7 +1,8 @@
 """Sizes that no run of every day can have, each with what it took: `make nightly` plays them.
 
-A million holds that end in a second, twenty thousand offers that close at once, the retirement of an offer with a million grabs, a queue of
-a hundred thousand, two hundred thousand callers who go before they have their answer.
+A million holds that end in a second, twenty thousand offers that close at once, the retirement of an offer
+with a million grabs, a queue of a hundred thousand, two hundred thousand callers who go before they have
+their answer.
 """
 
 import asyncio
@@ -37,7 +38,9 @@ async def grab_all(system: Measured, offer: str, count: int, wait: bool = False)
     """As many grabs by as many users; the outbox is emptied meanwhile, as a relay does."""
     for start in range(0, count, LIST):
         places = range(start, min(start + LIST, count))
-        answers = await system.decide([Grab(id=f"g{n}", offer=offer, user=f"u{n}", wait=wait) for n in places])
+        answers = await system.decide(
+            [Grab(id=f"g{n}", offer=offer, user=f"u{n}", wait=wait) for n in places]
+        )
         assert {answer.outcome for answer in answers} <= {"held", "granted", "waiting"}
         await system.redis.xtrim(system.keys.outbox, maxlen=0, approximate=False)
 
@@ -56,7 +59,9 @@ async def test_a_million_holds_that_end_in_a_second(system: Measured) -> None:
     for start in range(0, count, 100_000):
         system.now += 100
         for first in range(start, start + 100_000, LIST):
-            await system.decide([Grab(id=f"g{n}", offer="o", user=f"u{n}") for n in range(first, first + LIST)])
+            await system.decide(
+                [Grab(id=f"g{n}", offer="o", user=f"u{n}") for n in range(first, first + LIST)]
+            )
         await system.redis.xtrim(system.keys.outbox, maxlen=0, approximate=False)
     system.now += HOLD_MS
     began = time.monotonic()
@@ -69,11 +74,19 @@ async def test_a_million_holds_that_end_in_a_second(system: Measured) -> None:
 
 async def test_twenty_thousand_offers_that_close_at_once(system: Measured) -> None:
     count = 20_000
-    terms = StockTerms(issuer="i", total=5, hold_ms=3_600_000, waiting_list=True, closes_at=system.now + 1_000)
+    terms = StockTerms(
+        issuer="i", total=5, hold_ms=3_600_000, waiting_list=True, closes_at=system.now + 1_000
+    )
     for start in range(0, count, 500):
-        await system.decide([Open(id=f"open-{n}", offer=f"o{n}", terms=terms) for n in range(start, start + 500)])
-        await system.decide([Grab(id=f"g{n}", offer=f"o{n}", user="u", quantity=1) for n in range(start, start + 500)])
-    await system.decide([Open(id="short", offer="short", terms=StockTerms(issuer="i", total=1, hold_ms=1_000))])
+        await system.decide(
+            [Open(id=f"open-{n}", offer=f"o{n}", terms=terms) for n in range(start, start + 500)]
+        )
+        await system.decide(
+            [Grab(id=f"g{n}", offer=f"o{n}", user="u", quantity=1) for n in range(start, start + 500)]
+        )
+    await system.decide(
+        [Open(id="short", offer="short", terms=StockTerms(issuer="i", total=1, hold_ms=1_000))]
+    )
     await system.decide([Grab(id="held", offer="short", user="u")])
     system.now += 1_000
     began = time.monotonic()
@@ -87,8 +100,15 @@ async def test_twenty_thousand_offers_that_close_at_once(system: Measured) -> No
 
 async def test_the_retirement_of_an_offer_with_a_million_grabs(system: Measured) -> None:
     count = 1_000_000
-    terms = EnvelopeTerms(issuer="a", funding="f", asset="CNY", total=10**9, parts=count, draw="at_grab", retire_after_ms=1)
-    await system.decide([Open(id="o", offer="c:o", terms=terms), Open(id="other", offer="c:other", terms=StockTerms(issuer="i", total=1))])
+    terms = EnvelopeTerms(
+        issuer="a", funding="f", asset="CNY", total=10**9, parts=count, draw="at_grab", retire_after_ms=1
+    )
+    await system.decide(
+        [
+            Open(id="o", offer="c:o", terms=terms),
+            Open(id="other", offer="c:other", terms=StockTerms(issuer="i", total=1)),
+        ]
+    )
     await grab_all(system, "c:o", count)
     system.now += 10
     began = time.monotonic()
@@ -96,7 +116,11 @@ async def test_the_retirement_of_an_offer_with_a_million_grabs(system: Measured)
         await system.sweeper.sweep(system.now)
         retired = len(calls)
         await system.sweeper.clean(system.now)
-    report(f"an offer with a million grabs retires ({retired} calls, then its answers are cleaned)", system, began)
+    report(
+        f"an offer with a million grabs retires ({retired} calls, then its answers are cleaned)",
+        system,
+        began,
+    )
     assert retired <= 2
     assert await system.redis.hkeys(system.keys.answers("c")) == [b"other"]
 
@@ -119,14 +143,19 @@ async def test_a_queue_of_a_hundred_thousand(system: Measured) -> None:
 
 
 async def test_two_hundred_thousand_callers_who_go(system: Measured) -> None:
-    """Callers that do not wait for their answers cost no other one its answer, and leave nothing behind in the gate."""
+    """Callers that do not wait for their answers cost no other one its answer, and leave nothing behind in
+    the gate.
+    """
     count, kept = 200_000, 2_000
     await system.decide([Open(id="o", offer="o", terms=StockTerms(issuer="i", total=10**9))])
     began = time.monotonic()
 
     async def go(numbers: range) -> None:
         for start in numbers[::1_000]:
-            callers = [asyncio.create_task(system.decide([Grab(id=f"g{n}", offer="o", user=f"u{n}")])) for n in range(start, start + 1_000)]
+            callers = [
+                asyncio.create_task(system.decide([Grab(id=f"g{n}", offer="o", user=f"u{n}")]))
+                for n in range(start, start + 1_000)
+            ]
             await asyncio.sleep(0)
             for turn, caller in enumerate(callers):
                 if turn % 7 == 3:
@@ -153,5 +182,8 @@ async def test_two_hundred_thousand_callers_who_go(system: Measured) -> None:
     del answers, again
     gc.collect()
     left = sum(isinstance(one, _Ticket) for one in gc.get_objects())
-    print(f"\n{count:,} callers went in {time.monotonic() - began:.1f} s; {len(lines) - 1:,} grabs decided; {left} tickets left")
+    print(
+        f"\n{count:,} callers went in {time.monotonic() - began:.1f} s; {len(lines) - 1:,} grabs decided; "
+        f"{left} tickets left"
+    )
     assert left < 10

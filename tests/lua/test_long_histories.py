@@ -1,4 +1,5 @@
-"""Long random histories of a busy shop, by the rules and by Lua: lines of people who wait, offers that close over them, and retire.
+"""Long random histories of a busy shop, by the rules and by Lua: lines of people who wait, offers that close
+over them, and retire.
 
 The seed is printed with a failure; `GRAB_TEST_SEED=<seed>` repeats it.
 """
@@ -78,7 +79,11 @@ async def test_a_fresh_history(servers: Settings) -> None:
 async def test_a_history_of_people_who_wait(servers: Settings) -> None:
     """So few units that what one gives back goes to the next, by the same command."""
     twins = await _run(servers, 3, total=8)
-    assert _count(twins, "grab.held", '"waited":true') - _count(twins, "grab.held", '"waited":true', '"command":"sweep"') > 5
+    assert (
+        _count(twins, "grab.held", '"waited":true')
+        - _count(twins, "grab.held", '"waited":true', '"command":"sweep"')
+        > 5
+    )
     assert _count(twins, "payment.refund_due", "not_enough_left") > 5
 
 
@@ -87,13 +92,18 @@ async def test_a_history_of_all_that_is_rare(servers: Settings) -> None:
     twins = await _run(servers, 2)
     assert twins.now - NOW > 10 * DAY_MS
     rare = [
-        ("grab.held", '"waited":true'), ("grab.released", "left_queue"), ("grab.released", "left_queue", '"command":"sweep"'),
-        ("grab.confirmed", '"retaken":true'), ("grab.confirmed", '"codes"'), ("grab.returned", '"refunds"'), ("grab.redeemed",),
-        ("grab.unredeemed",), ("grab.extended",), ("offer.retired",), ("payment.refund_due",), ("offer.amended", '"removed"'),
+        ("grab.held", '"waited":true'), ("grab.released", "left_queue"),
+        ("grab.released", "left_queue", '"command":"sweep"'),
+        ("grab.confirmed", '"retaken":true'), ("grab.confirmed", '"codes"'), ("grab.returned", '"refunds"'),
+        ("grab.redeemed",),
+        ("grab.unredeemed",), ("grab.extended",), ("offer.retired",), ("payment.refund_due",),
+        ("offer.amended", '"removed"'),
     ]  # fmt: skip
     assert not [words for words in rare if not _count(twins, *words)]
     # All of it as the schemas say, every event and every command.
-    assert check_events(line for of_shard in twins.lines for line in of_shard).keys() == CURRENT_VERSIONS.keys()
+    assert (
+        check_events(line for of_shard in twins.lines for line in of_shard).keys() == CURRENT_VERSIONS.keys()
+    )
     commands, outcomes = check_answered(twins.answered)
     assert commands.keys() == {tag_of(command) for command in get_args(AnyCommand)}
     assert len(outcomes) >= 20

@@ -1,8 +1,9 @@
-"""The longest call of each script for the largest legal input: below 10 ms of Redis' thread on a quiet machine.
+"""The longest call of each script for the largest legal input: below 10 ms of Redis' thread on a quiet
+machine.
 
-Others use this machine, so of each call the shortest of its repetitions counts, and a plain grab, measured in between, says how slow the
-machine is. What SLOWLOG has of such calls is longer: it counts also how long others kept the thread from running. docs/performance.md has
-the table.
+Others use this machine, so of each call the shortest of its repetitions counts, and a plain grab, measured in
+between, says how slow the machine is. What SLOWLOG has of such calls is longer: it counts also how long
+others kept the thread from running. docs/performance.md has the table.
 """
 
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -14,7 +15,19 @@ import pytest
 from grabstream.lua.keys import KeySpace
 from grabstream.models.answers import Answer
 from grabstream.models.bounds import BASKET_GRABS_MAX
-from grabstream.models.commands import Amend, AnyCommand, Close, Confirm, Extend, Grab, Load, Open, Redeem, Release, Return
+from grabstream.models.commands import (
+    Amend,
+    AnyCommand,
+    Close,
+    Confirm,
+    Extend,
+    Grab,
+    Load,
+    Open,
+    Redeem,
+    Release,
+    Return,
+)
 from grabstream.models.offers import Changes, CouponTerms, Limit, StockTerms
 from grabstream.streams.ownership import OwnedShard
 from grabstream.streams.recovery import Recovery
@@ -56,28 +69,48 @@ async def waiting(system: Measured, offer: str, count: int, quantity: int, **mor
     for start in range(0, count, 1_000):
         places = range(start, min(start + 1_000, count))
         grabs: list[AnyCommand] = [
-            Grab(id=f"{offer}-w{n}", offer=offer, user=f"w{n}" + "u" * 40, wait=True, quantity=quantity, attributes=ATTRIBUTES, **more)
+            Grab(
+                id=f"{offer}-w{n}",
+                offer=offer,
+                user=f"w{n}" + "u" * 40,
+                wait=True,
+                quantity=quantity,
+                attributes=ATTRIBUTES,
+                **more,
+            )
             for n in places
         ]
         await decided(system, grabs, "waiting")
 
 
 async def test_a_basket_over_offers_with_queues(system: Measured) -> None:
-    """Units are left that suffice for none of the first hundred who wait in each; the basket takes them, and a second one fails."""
+    """Units are left that suffice for none of the first hundred who wait in each; the basket takes them, and
+    a second one fails.
+    """
     names = [f"c:{n}" for n in range(BASKET_GRABS_MAX)]
 
     async def prepare() -> None:
-        terms = StockTerms(issuer="i", total=5, hold_ms=HOUR, waiting_list=True, max_per_grab=5, limits=LIMITS)
+        terms = StockTerms(
+            issuer="i", total=5, hold_ms=HOUR, waiting_list=True, max_per_grab=5, limits=LIMITS
+        )
         await decided(system, [Open(id=f"open-{name}", offer=name, terms=terms) for name in names], "opened")
         await decided(
-            system, [Grab(id=f"h-{name}", offer=name, user="holder", attributes=ATTRIBUTES) for name in names], "held"
+            system, [Grab(id=f"h-{name}", offer=name, user="holder",
+            attributes=ATTRIBUTES) for name in names], "held"
         )  # fmt: skip
         for name in names:
             await waiting(system, name, 100, 5)
 
     def basket(which: str, quantity: int) -> list[AnyCommand]:
         return [
-            Grab(id=f"{which}{n}", offer=name, user=f"b{n}", basket=which, attributes=ATTRIBUTES, quantity=quantity)
+            Grab(
+                id=f"{which}{n}",
+                offer=name,
+                user=f"b{n}",
+                basket=which,
+                attributes=ATTRIBUTES,
+                quantity=quantity,
+            )
             for n, name in enumerate(names)
         ]
 
@@ -97,14 +130,22 @@ async def test_a_basket_of_codes(system: Measured) -> None:
         terms = CouponTerms(issuer="i", total=100, codes=True, max_per_grab=100, limits=LIMITS)
         await decided(system, [Open(id=f"open-{name}", offer=name, terms=terms) for name in names], "opened")
         lists: list[AnyCommand] = [
-            Load(id=f"load-{name}", offer=name, what="codes", chunk=1, chunks=1, items=tuple(f"{name}-{i}" + "x" * 60 for i in range(100)))
+            Load(
+                id=f"load-{name}",
+                offer=name,
+                what="codes",
+                chunk=1,
+                chunks=1,
+                items=tuple(f"{name}-{i}" + "x" * 60 for i in range(100)),
+            )
             for name in names
         ]
         await decided(system, lists, "loaded")
 
     async def act() -> None:
         basket: list[AnyCommand] = [
-            Grab(id=f"b{n}", offer=name, user=f"b{n}", basket="b", attributes=ATTRIBUTES, quantity=10) for n, name in enumerate(names)
+            Grab(id=f"b{n}", offer=name, user=f"b{n}", basket="b", attributes=ATTRIBUTES, quantity=10)
+            for n, name in enumerate(names)
         ]
         await decided(system, basket, "granted")
 
@@ -112,15 +153,26 @@ async def test_a_basket_of_codes(system: Measured) -> None:
 
 
 async def test_a_grab_whose_record_is_as_large_as_it_can_be(system: Measured) -> None:
-    """A hundred windows in which late payments took units again, under eight limits each; then all that can be done to it."""
+    """A hundred windows in which late payments took units again, under eight limits each; then all that can
+    be done to it.
+    """
 
     async def prepare() -> None:
         system.now = NOW
         terms = StockTerms(
-            issuer="i", total=10_000, hold_ms=1_000, max_per_grab=1_000, late="retake", extensions=10, limits=LIMITS, return_restores=True
+            issuer="i",
+            total=10_000,
+            hold_ms=1_000,
+            max_per_grab=1_000,
+            late="retake",
+            extensions=10,
+            limits=LIMITS,
+            return_restores=True,
         )
         await decided(system, [Open(id="open", offer="o", terms=terms)], "opened")
-        await decided(system, [Grab(id="g", offer="o", user="u" * 60, quantity=300, attributes=ATTRIBUTES)], "held")
+        await decided(
+            system, [Grab(id="g", offer="o", user="u" * 60, quantity=300, attributes=ATTRIBUTES)], "held"
+        )
         for n in range(99):
             system.now += 2 * HOUR
             pay = Confirm(id=f"p{n}", offer="o", grab="g", payment="p" * 60 + f"{n}", paid=0, quantity=1)
@@ -130,35 +182,78 @@ async def test_a_grab_whose_record_is_as_large_as_it_can_be(system: Measured) ->
         system.now += 2 * HOUR
         assert await system.redis.hstrlen(system.keys.of_offer("o")[3], "g") > 50_000
         await decided(
-            system, [Confirm(id="last", offer="o", grab="g", payment="q" * 64, paid=0, quantity=1)], "confirmed"
+            system, [Confirm(id="last", offer="o", grab="g", payment="q" * 64, paid=0, quantity=1)],
+            "confirmed"
         )  # fmt: skip
-        await decided(system, [Redeem(id=f"r{n}", offer="o", grab="g", order=f"o{n}") for n in range(20)], "redeemed", "not_redeemable")
-        await decided(system, [Return(id=f"back{n}", offer="o", grab="g", quantity=1) for n in range(20)], "returned", "not_redeemable")
-        await fold(system.redis, KeySpace("again", 1).shard(0), await event_lines(system.redis, system.space, 0), SEALER, 1)
+        await decided(
+            system,
+            [Redeem(id=f"r{n}", offer="o", grab="g", order=f"o{n}") for n in range(20)],
+            "redeemed",
+            "not_redeemable",
+        )
+        await decided(
+            system,
+            [Return(id=f"back{n}", offer="o", grab="g", quantity=1) for n in range(20)],
+            "returned",
+            "not_redeemable",
+        )
+        await fold(
+            system.redis,
+            KeySpace("again", 1).shard(0),
+            await event_lines(system.redis, system.space, 0),
+            SEALER,
+            1,
+        )
 
     await check(system, prepare, act, "confirm", "return", "apply")
 
 
 @pytest.mark.parametrize("count", [1_000, pytest.param(25_600, marks=pytest.mark.nightly)])
 async def test_amending_and_returning_to_a_queue(system: Measured, count: int) -> None:
-    """A total that is raised by as many units as wait; then units come back one by one, and in hundreds, to the others."""
+    """A total that is raised by as many units as wait; then units come back one by one, and in hundreds, to
+    the others.
+    """
 
     async def prepare() -> None:
         terms = StockTerms(
-            issuer="i", total=100, hold_ms=1_000_000, max_per_grab=100, waiting_list=True, limits=LIMITS, return_restores=True, extensions=1
+            issuer="i",
+            total=100,
+            hold_ms=1_000_000,
+            max_per_grab=100,
+            waiting_list=True,
+            limits=LIMITS,
+            return_restores=True,
+            extensions=1,
         )
         await decided(system, [Open(id="open", offer="o", terms=terms)], "opened")
-        await decided(system, [Grab(id=f"h{n}", offer="o", user=f"h{n}", attributes=ATTRIBUTES, quantity=25) for n in range(4)], "held")
-        await decided(system, [Confirm(id=f"p{n}", offer="o", grab=f"h{n}", payment=f"p{n}", paid=0) for n in range(4)], "confirmed")
+        await decided(
+            system,
+            [Grab(id=f"h{n}", offer="o", user=f"h{n}", attributes=ATTRIBUTES, quantity=25) for n in range(4)],
+            "held",
+        )
+        await decided(
+            system,
+            [Confirm(id=f"p{n}", offer="o", grab=f"h{n}", payment=f"p{n}", paid=0) for n in range(4)],
+            "confirmed",
+        )
         await waiting(system, "o", count, 1)
 
     async def act() -> None:
-        await decided(system, [Return(id=f"r{n}", offer="o", grab=f"h{n}", quantity=25) for n in range(4)], "returned")
+        await decided(
+            system, [Return(id=f"r{n}", offer="o", grab=f"h{n}", quantity=25) for n in range(4)], "returned"
+        )
         await system.sweeper.sweep(system.now)
         await decided(system, [Amend(id="a", offer="o", changes=Changes(total=100 + count - 200))], "amended")
         await system.sweeper.sweep(system.now)
-        await decided(system, [Extend(id=f"e{n}", offer="o", grab=f"o-w{n}") for n in range(100)], "extended", "not_held")
-        await decided(system, [Release(id=f"l{n}", offer="o", grab=f"o-w{n}") for n in range(256)], "released")
+        await decided(
+            system,
+            [Extend(id=f"e{n}", offer="o", grab=f"o-w{n}") for n in range(100)],
+            "extended",
+            "not_held",
+        )
+        await decided(
+            system, [Release(id=f"l{n}", offer="o", grab=f"o-w{n}") for n in range(256)], "released"
+        )
         await decided(system, [Close(id="close", offer="o")], "closed")
         await system.sweeper.sweep(system.now)
 
@@ -182,6 +277,8 @@ async def test_the_keys_of_a_shard_are_wiped(system: Measured) -> None:
     async def act() -> None:
         own = (await shard.raise_term(0)).ownership
         await Recovery(shard, SEALER).wipe(own)
-        assert {name async for name in system.redis.scan_iter(match=f"{shard.keys.tag}:*")} == {shard.keys.state.encode()}
+        assert {name async for name in system.redis.scan_iter(match=f"{shard.keys.tag}:*")} == {
+            shard.keys.state.encode()
+        }
 
     await check(system, prepare, act, "wipe")

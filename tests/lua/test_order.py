@@ -1,4 +1,6 @@
-"""The order a caller gave holds, also when Redis loses its tail between two calls: what was decided before is decided again first."""
+"""The order a caller gave holds, also when Redis loses its tail between two calls: what was decided before is
+decided again first.
+"""
 
 import asyncio
 import random
@@ -62,10 +64,17 @@ class FakeRelay:
         if None in found:
             return  # fenced again meanwhile: the next recovery announces
         own = [value.decode() for value in found]
-        await run_script(self.client, "trim", [self.shard.state, self.shard.outbox], [*own, len(self.lines), "aa", 1, self.shard.channel])
+        await run_script(
+            self.client,
+            "trim",
+            [self.shard.state, self.shard.outbox],
+            [*own, len(self.lines), "aa", 1, self.shard.channel],
+        )
 
     async def lose_tail(self, kept: Callable[[int], int] = lambda decided: 0) -> None:
-        """What was decided and not journaled is gone but for `kept` events of it; the shard goes on in a new history."""
+        """What was decided and not journaled is gone but for `kept` events of it; the shard goes on in a new
+        history.
+        """
         async with self.busy:
             decided = await event_lines(self.client, self.keys, 0, len(self.lines))
             self.lines += decided[: kept(len(decided))]
@@ -81,9 +90,13 @@ class FakeRelay:
 
 
 class Between:
-    """A client with which something happens after a script was carried out, before its reply is known; the reply may be lost."""
+    """A client with which something happens after a script was carried out, before its reply is known; the
+    reply may be lost.
+    """
 
-    def __init__(self, client: Any, script: str, then: Callable[[], Awaitable[None]], loses_reply: bool = False) -> None:
+    def __init__(
+        self, client: Any, script: str, then: Callable[[], Awaitable[None]], loses_reply: bool = False
+    ) -> None:
         self._client = client
         self._script = loader.load(script)
         self._then: Callable[[], Awaitable[None]] | None = then
@@ -107,7 +120,10 @@ async def relay(own: Any) -> FakeRelay:
     client, keys = own
     one = FakeRelay(client, keys)
     gate = Gate(client, keys, SEALER)
-    assert [answer.outcome for answer in await gate.decide([stock(), opening("e")], "decided")] == ["opened", "opened"]
+    assert [answer.outcome for answer in await gate.decide([stock(), opening("e")], "decided")] == [
+        "opened",
+        "opened",
+    ]
     await gate.close()
     await one.journal()
     return one
@@ -127,7 +143,9 @@ def gate_over(relay: FakeRelay, client: Any = None, timeout_ms: int = 20_000) ->
 
 @pytest.mark.parametrize("promise", ["decided", "journaled"])
 @pytest.mark.parametrize("loses_reply", [False, True], ids=["replied", "reply lost"])
-async def test_a_confirmation_never_overtakes_its_grab(relay: FakeRelay, promise: Any, loses_reply: bool) -> None:
+async def test_a_confirmation_never_overtakes_its_grab(
+    relay: FakeRelay, promise: Any, loses_reply: bool
+) -> None:
     """The tail with the grab is lost between the two calls of one list."""
     gate = gate_over(relay, Between(relay.client, "grab", relay.lose_tail, loses_reply))
     relaying = asyncio.create_task(until_decided(relay, "c-ann"))
@@ -145,7 +163,9 @@ async def until_decided(relay: FakeRelay, command: str) -> None:
 
 
 async def test_what_a_reader_sent_in_several_calls_is_decided_again_in_order(relay: FakeRelay) -> None:
-    """Calls of one order are in flight or queued while the tail is lost; the first is told of it by the journal, not by a script."""
+    """Calls of one order are in flight or queued while the tail is lost; the first is told of it by the
+    journal, not by a script.
+    """
     gate, reader = gate_over(relay), Order()
     steps = course_of("ann")[:3]
     first = asyncio.create_task(gate.decide([steps[0]], reader=reader))
@@ -161,7 +181,9 @@ async def test_what_a_reader_sent_in_several_calls_is_decided_again_in_order(rel
 
 
 async def test_a_list_that_is_cut_when_it_is_decided_again_is_answered(relay: FakeRelay) -> None:
-    """Its answers in the lost history no longer count, also when the call that decides it again has no room for all of it."""
+    """Its answers in the lost history no longer count, also when the call that decides it again has no room
+    for all of it.
+    """
     gate = gate_over(relay)
     grabs = [Grab(id=f"g{n}", offer="s", user=f"u{n}") for n in range(12)]
     asking = asyncio.create_task(gate.decide(grabs, reader=Order()))
@@ -180,7 +202,9 @@ async def test_a_list_that_is_cut_when_it_is_decided_again_is_answered(relay: Fa
 
 
 async def test_what_was_in_flight_comes_after_what_is_decided_again(relay: FakeRelay) -> None:
-    """The history changes while the second call is on its way: it was decided in the old one, and its reply comes later."""
+    """The history changes while the second call is on its way: it was decided in the old one, and its reply
+    comes later.
+    """
     told = asyncio.Event()
 
     async def lose() -> None:
@@ -209,7 +233,9 @@ async def test_what_was_in_flight_comes_after_what_is_decided_again(relay: FakeR
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("seed", range(4))
 async def test_no_order_is_lost_however_often_the_tail_is(relay: FakeRelay, seed: int) -> None:
-    """Lists and a reader's calls, with replies lost and tails cut at random: every step finds the one before it, and none is done twice."""
+    """Lists and a reader's calls, with replies lost and tails cut at random: every step finds the one before
+    it, and none is done twice.
+    """
     draw = random.Random(seed)
 
     class Troubled(Between):
@@ -225,24 +251,33 @@ async def test_no_order_is_lost_however_often_the_tail_is(relay: FakeRelay, seed
     reader = Order()
 
     async def by_list(user: str) -> list[str]:
-        return [answer.outcome for answer in await gate.decide(course_of(user), draw.choice(("decided", "journaled")))]
+        return [
+            answer.outcome
+            for answer in await gate.decide(course_of(user), draw.choice(("decided", "journaled")))
+        ]
 
     async def by_reader(user: str) -> list[str]:
         calls = [asyncio.create_task(gate.decide([step], reader=reader)) for step in course_of(user)]
         return [(await call)[0].outcome for call in calls]
 
     relaying = asyncio.create_task(relay.run())
-    crowd = [asyncio.create_task((by_list if draw.random() < 0.5 else by_reader)(f"u{number}")) for number in range(60)]
+    crowd = [
+        asyncio.create_task((by_list if draw.random() < 0.5 else by_reader)(f"u{number}"))
+        for number in range(60)
+    ]
     for outcomes in await asyncio.gather(*crowd):
         assert outcomes[:3] == CARRIED_OUT
     relaying.cancel()
-    # What was only promised as decided may be lost at the end; nothing was refunded, and nothing done out of order.
+    # What was only promised as decided may be lost at the end; nothing was refunded, and nothing done out of
+    # order.
     assert set(await types(relay)) <= {"grab.held", "grab.confirmed", "grab.redeemed", "grab.returned"}
     await gate.close()
 
 
 async def test_what_follows_a_refused_grab_in_its_list_is_refused_too(relay: FakeRelay) -> None:
-    """A fence that lifts between two calls of a list lets no confirmation through whose grab was answered `fenced`."""
+    """A fence that lifts between two calls of a list lets no confirmation through whose grab was answered
+    `fenced`.
+    """
     life = await relay.client.hget(relay.shard.state, "life")
     await relay.client.hdel(relay.shard.state, "life")
 
@@ -292,7 +327,9 @@ async def test_a_reader_finds_room_whatever_is_queued(relay: FakeRelay) -> None:
     reader = Order()
     relaying = asyncio.create_task(relay.run())
     calls = [
-        asyncio.create_task(gate.decide([Grab(id=f"g{n}-{m}", offer="s", user="ann") for m in range(20)], reader=reader))
+        asyncio.create_task(
+            gate.decide([Grab(id=f"g{n}-{m}", offer="s", user="ann") for m in range(20)], reader=reader)
+        )
         for n in range(100)
     ]
     answered = await asyncio.gather(*calls)
@@ -302,7 +339,9 @@ async def test_a_reader_finds_room_whatever_is_queued(relay: FakeRelay) -> None:
 
 
 async def test_a_reader_waits_out_a_fence_and_nobody_else_has_to(relay: FakeRelay) -> None:
-    """`busy` and `fenced` are not remembered: what came by a topic is not answered so. Who is queued behind it and has no patience is."""
+    """`busy` and `fenced` are not remembered: what came by a topic is not answered so. Who is queued behind
+    it and has no patience is.
+    """
     life = await relay.client.hget(relay.shard.state, "life")
     gate, reader = gate_over(relay), Order()
     await relay.client.hdel(relay.shard.state, "life")

@@ -1,4 +1,6 @@
-"""One table: what is asked in which situation, and what must be answered, in order of precedence; by the pure rules and by Lua."""
+"""One table: what is asked in which situation, and what must be answered, in order of precedence; by the pure
+rules and by Lua.
+"""
 
 from typing import Any, NamedTuple
 
@@ -18,7 +20,15 @@ OPENS, CLOSES = NOW + 1_000, NOW + 10_000
 
 
 def terms(**changes: Any) -> EnvelopeTerms:
-    asked = {"issuer": "alice", "funding": "pay-1", "asset": "CNY", "total": 1000, "parts": 3, "seed": SEED, "law": "equal"}
+    asked = {
+        "issuer": "alice",
+        "funding": "pay-1",
+        "asset": "CNY",
+        "total": 1000,
+        "parts": 3,
+        "seed": SEED,
+        "law": "equal",
+    }
     return EnvelopeTerms(**{**asked, "opens_at": OPENS, "closes_at": CLOSES, **changes})
 
 
@@ -62,7 +72,12 @@ TABLE = [
     Case(1_001, Resume(id="r1", offer="e"), "resumed", {"seq": 3, "repeated": True}),
     # open
     Case(1_002, grab("g4", "u1"), "granted", {"place": 1, "left": 2, "quantity": 1, "seq": 4, "grab": "g4"}),
-    Case(1_003, grab("g4", "u1"), "granted", {"place": 1, "left": 2, "seq": 4, "repeated": True, "at": NOW + 1_002}),
+    Case(
+        1_003,
+        grab("g4", "u1"),
+        "granted",
+        {"place": 1, "left": 2, "seq": 4, "repeated": True, "at": NOW + 1_002},
+    ),
     Case(1_003, grab("g4", "u2"), "conflict"),
     Case(1_003, grab("g4", "u1", attributes={"card": "7"}), "conflict"),
     Case(1_003, grab("g5", "u1"), "already_taken", {"place": 1, "seq": 4}),
@@ -80,7 +95,11 @@ TABLE = [
     Case(1_008, Close(id="c1", offer="e"), "over"),
     Case(10_001, grab("g12", "u5"), "sold_out"),
     # closed by command
-    Case(20_000, Open(id="open-f", offer="f", terms=terms(opens_at=None, closes_at=None, draw="at_grab")), "opened"),
+    Case(
+        20_000,
+        Open(id="open-f", offer="f", terms=terms(opens_at=None, closes_at=None, draw="at_grab")),
+        "opened",
+    ),
     Case(20_001, grab("f1", "u1", "f"), "granted", {"place": 1}),
     Case(20_002, Close(id="c-f", offer="f"), "closed", {"left": 2}),
     Case(20_003, Close(id="c-f", offer="f"), "closed", {"left": 2, "repeated": True}),
@@ -124,7 +143,9 @@ async def test_lua(gate: Any, client: Any, keys: Any) -> None:
     for case in TABLE:
         now[0] = NOW + case.at
         [answer] = await one.decide([case.command], "decided")
-        if case.command.offer in ("e", "f") or case.at <= 30_000:  # shards of their own: times need not be monotonic there
+        if (
+            case.command.offer in ("e", "f") or case.at <= 30_000
+        ):  # shards of their own: times need not be monotonic there
             check(case, answer)
         shard = keys.shard_of_offer(case.command.offer)
         decided = decide(states[shard], case.command, now[0], {"sealed_seed": "x"})

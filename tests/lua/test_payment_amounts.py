@@ -1,4 +1,6 @@
-"""A payment's id stands for one payment: what comes under it again with another amount is told so, and books nothing."""
+"""A payment's id stands for one payment: what comes under it again with another amount is told so, and books
+nothing.
+"""
 
 from typing import Any
 
@@ -20,13 +22,26 @@ async def begin(scene: Scene, **rest: Any) -> str:
     return grab.grab
 
 
-async def pay(scene: Scene, grab: str, paid: int, currency: str | None = "CNY", quantity: int | None = None) -> Answer:
-    return await scene.do(Confirm, grab=grab, payment="p", paid=paid, currency=currency if paid else None, quantity=quantity)
+async def pay(
+    scene: Scene, grab: str, paid: int, currency: str | None = "CNY", quantity: int | None = None
+) -> Answer:
+    return await scene.do(
+        Confirm, grab=grab, payment="p", paid=paid, currency=currency if paid else None, quantity=quantity
+    )
 
 
 @pytest.mark.parametrize(
     ("paid", "currency", "quantity"),
-    [(21, "CNY", None), (7, "CNY", 1), (14, "CNY", None), (14, "CNY", 1), (14, "EUR", 2), (14, "CNY", 3), (0, None, 2), (0, None, None)],
+    [
+        (21, "CNY", None),
+        (7, "CNY", 1),
+        (14, "CNY", None),
+        (14, "CNY", 1),
+        (14, "EUR", 2),
+        (14, "CNY", 3),
+        (0, None, 2),
+        (0, None, None),
+    ],
 )
 async def test_a_served_payment_with_another_amount_is_a_conflict(
     scene: Scene, paid: int, currency: str | None, quantity: int | None
@@ -40,8 +55,13 @@ async def test_a_served_payment_with_another_amount_is_a_conflict(
         if same:
             assert (again.outcome, again.repeated, again.seq) == ("confirmed", True, first.seq)
         else:
-            assert (again.outcome, again.seq, again.message) == ("conflict", None, KNOWN.format("14 CNY for 2 units"))
-    # The payment itself, repeated as it was, keeps its answer; nothing was paid back, and the third unit is still held.
+            assert (again.outcome, again.seq, again.message) == (
+                "conflict",
+                None,
+                KNOWN.format("14 CNY for 2 units"),
+            )
+    # The payment itself, repeated as it was, keeps its answer; nothing was paid back, and the third unit is
+    # still held.
     assert (await pay(scene, grab, 14, quantity=2)).outcome == "confirmed"
     assert await scene.events("payment.refund_due") == []
     assert [state.offers["o"].held for state in scene.states if "o" in state.offers] == [1]

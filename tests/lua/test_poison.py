@@ -1,4 +1,6 @@
-"""A command that raises costs one answer: its own. What the others of its call, of its list and of its shard get is not touched."""
+"""A command that raises costs one answer: its own. What the others of its call, of its list and of its shard
+get is not touched.
+"""
 
 import asyncio
 from typing import Any
@@ -23,25 +25,35 @@ def poison(number: int = 0, offer: str = "e") -> Grab:
     return Grab(id=f"poison-{number}", offer=offer, user=f"poisoner{number}")
 
 
-async def test_one_command_that_raises_costs_one_answer(relay: FakeRelay, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_one_command_that_raises_costs_one_answer(
+    relay: FakeRelay, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Callers' lists share calls; the one that raises is found among them, and only it is refused."""
     inject(monkeypatch, "before")
     gate = gate_over(relay)
-    lists: list[list[AnyCommand]] = [[Grab(id=f"g{n}-{m}", offer="s", user=f"u{n}") for m in range(9)] for n in range(20)]
+    lists: list[list[AnyCommand]] = [
+        [Grab(id=f"g{n}-{m}", offer="s", user=f"u{n}") for m in range(9)] for n in range(20)
+    ]
     lists[7].insert(4, poison(7, "s"))
     lists[13].insert(0, poison(13, "s"))
     answered = await asyncio.gather(*(gate.decide(one, "decided") for one in lists))
     for commands, answers in zip(lists, answered, strict=True):
         assert [answer.id for answer in answers] == [command.id for command in commands]
-        assert [answer.outcome for answer in answers] == ["invalid" if "poison" in c.id else "held" for c in commands]
+        assert [answer.outcome for answer in answers] == [
+            "invalid" if "poison" in c.id else "held" for c in commands
+        ]
         assert all("injected" in (answer.message or "") for answer in answers if answer.outcome == "invalid")
     places = [answer.place for answers in answered for answer in answers if answer.outcome == "held"]
     assert sorted(place for place in places if place is not None) == list(range(1, 181))
     await gate.close()
 
 
-async def test_a_line_above_its_bound_is_refused_before_anything_is_written(relay: FakeRelay, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The bounds of commands see to it that there is none; were there one, it would stop its shard for ever."""
+async def test_a_line_above_its_bound_is_refused_before_anything_is_written(
+    relay: FakeRelay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bounds of commands see to it that there is none; were there one, it would stop its shard for
+    ever.
+    """
     gate = gate_over(relay)
     bound_lines(monkeypatch, 300)
     commands = [*grabs(2), Grab(id="x" * 64, offer="s", user="y" * 64), *grabs(2, start=2)]
@@ -52,11 +64,15 @@ async def test_a_line_above_its_bound_is_refused_before_anything_is_written(rela
     await gate.close()
 
 
-async def test_a_number_that_would_be_rounded_reaches_no_event(relay: FakeRelay, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_number_that_would_be_rounded_reaches_no_event(
+    relay: FakeRelay, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Behind the door that refuses such a product there is another one, where events are written."""
     gate = gate_over(relay)
     terms = StockTerms(issuer="i", total=200, max_per_grab=200, price=1, hold_ms=1_000, currency="CNY")
-    assert [answer.outcome for answer in await gate.decide([Open(id="open-d", offer="d", terms=terms)], "decided")] == ["opened"]
+    assert [
+        answer.outcome for answer in await gate.decide([Open(id="open-d", offer="d", terms=terms)], "decided")
+    ] == ["opened"]
     state = relay.keys.shard(relay.keys.shard_of_offer("d")).offer("d")
     rules = msgspec.msgpack.decode(await relay.client.hget(state, "rules"), type=dict[str, Any])
     await relay.client.hset(state, "rules", msgspec.msgpack.encode(rules | {"price": 10**12}))
@@ -69,15 +85,21 @@ async def test_a_number_that_would_be_rounded_reaches_no_event(relay: FakeRelay,
     await gate.close()
 
 
-async def test_a_reader_is_told_where_the_poison_stands(relay: FakeRelay, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_reader_is_told_where_the_poison_stands(
+    relay: FakeRelay, monkeypatch: pytest.MonkeyPatch
+) -> None:
     inject(monkeypatch, "before")
     gate = gate_over(relay)
     told: list[tuple[int, str]] = []
     commands = [*grabs(3), poison(1), *grabs(2, start=3), poison(2), *course_of("ann")[:3]]
     relaying = asyncio.create_task(relay.run())
-    answers = await gate.decide(commands, reader=Order(), report_poison=lambda place, reason: told.append((place, reason)))
+    answers = await gate.decide(
+        commands, reader=Order(), report_poison=lambda place, reason: told.append((place, reason))
+    )
     relaying.cancel()
-    assert [answer.outcome for answer in answers] == ["granted"] * 3 + ["invalid"] + ["granted"] * 2 + ["invalid"] + CARRIED_OUT
+    assert [answer.outcome for answer in answers] == ["granted"] * 3 + ["invalid"] + ["granted"] * 2 + [
+        "invalid"
+    ] + CARRIED_OUT
     assert [place for place, _ in told] == [3, 6]
     assert all("injected" in reason for _, reason in told)
     await gate.close()
@@ -87,7 +109,9 @@ async def test_a_hold_that_raises_keeps_no_other_from_ending(
     relay: FakeRelay, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     gate = gate_over(relay)
-    held = await gate.decide([Grab(id=f"g{n}", offer="s", user=f"u{n}") for n in range(20)] + [poison(1, "s")], "decided")
+    held = await gate.decide(
+        [Grab(id=f"g{n}", offer="s", user=f"u{n}") for n in range(20)] + [poison(1, "s")], "decided"
+    )
     assert {answer.outcome for answer in held} == {"held"}
     over_at = max(answer.deadline_at or 0 for answer in held)
     inject(monkeypatch, "before")
@@ -103,14 +127,20 @@ async def test_a_hold_that_raises_keeps_no_other_from_ending(
     await gate.close()
 
 
-async def test_a_basket_that_raises_is_refused_whole(relay: FakeRelay, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_basket_that_raises_is_refused_whole(
+    relay: FakeRelay, monkeypatch: pytest.MonkeyPatch
+) -> None:
     inject(monkeypatch, "before")
     gate = gate_over(relay)
 
     def basket(name: str, *ids: str) -> list[AnyCommand]:
         return [Grab(id=one, offer="s", user="ann", basket=name) for one in ids]
 
-    commands = [*basket("b1", "a1", "a2"), *basket("b2", "a3", "poison", "a4"), *basket("b3", "a5", "a6", "a7")]
+    commands = [
+        *basket("b1", "a1", "a2"),
+        *basket("b2", "a3", "poison", "a4"),
+        *basket("b3", "a5", "a6", "a7"),
+    ]
     outcomes = [answer.outcome for answer in await gate.decide(commands, "decided")]
     assert outcomes == ["held"] * 2 + ["invalid"] * 3 + ["held"] * 3
     await gate.close()
@@ -131,7 +161,9 @@ async def test_a_command_that_cannot_be_built_costs_one_answer(relay: FakeRelay)
     await gate.close()
 
 
-async def test_a_command_that_cannot_even_be_checked_costs_one_answer(relay: FakeRelay, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_command_that_cannot_even_be_checked_costs_one_answer(
+    relay: FakeRelay, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from grabstream.lua import gate as gate_module
 
     check = gate_module.check
@@ -149,7 +181,9 @@ async def test_a_command_that_cannot_even_be_checked_costs_one_answer(relay: Fak
     await gate.close()
 
 
-async def test_an_answer_that_cannot_be_read_whole_still_says_what_was_decided(relay: FakeRelay, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_answer_that_cannot_be_read_whole_still_says_what_was_decided(
+    relay: FakeRelay, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from grabstream.lua import batches
 
     answer_of = batches.answer_of
@@ -172,8 +206,9 @@ async def test_an_answer_that_cannot_be_read_whole_still_says_what_was_decided(r
 async def test_an_error_after_the_first_write_fences_the_shard_at_once(
     relay: FakeRelay, monkeypatch: pytest.MonkeyPatch, where: Any
 ) -> None:
-    """What is half written is never decided on: the shard is fenced in that call, its seq is that of its outbox, and the answer is
-    known once the shard was made equal to its events."""
+    """What is half written is never decided on: the shard is fenced in that call, its seq is that of its
+    outbox, and the answer is known once the shard was made equal to its events.
+    """
     inject(monkeypatch, where)
     gate = gate_over(relay)
     asking = asyncio.create_task(gate.decide([*grabs(2), poison(), *grabs(2, start=2)], "decided"))
@@ -181,7 +216,9 @@ async def test_an_error_after_the_first_write_fences_the_shard_at_once(
     assert await relay.client.hget(relay.shard.state, "life") is None
     assert b"injected" in await relay.client.hget(relay.shard.state, "fault")
     assert (await gate.decide(grabs(1, start=8), "decided"))[0].outcome == "fenced"
-    assert int(await relay.client.hget(relay.shard.state, "seq")) == 2 + len(await event_lines(relay.client, relay.keys, 0, 2))
+    assert int(await relay.client.hget(relay.shard.state, "seq")) == 2 + len(
+        await event_lines(relay.client, relay.keys, 0, 2)
+    )
     while not asking.done():
         if await relay.client.hget(relay.shard.state, "partial"):
             await relay.lose_tail(lambda decided: decided)  # journaled, and rebuilt from the journal
@@ -193,7 +230,9 @@ async def test_an_error_after_the_first_write_fences_the_shard_at_once(
     await gate.close()
 
 
-async def test_a_command_that_breaks_its_shard_each_time_is_given_up(relay: FakeRelay, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_command_that_breaks_its_shard_each_time_is_given_up(
+    relay: FakeRelay, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nothing of it ever reaches the outbox, so it would break the shard for ever; the others are decided."""
     inject(monkeypatch, "after")
     gate = Gate(relay.client, relay.keys, SEALER, GateLimits(timeout_ms=30_000))
@@ -211,7 +250,9 @@ async def test_a_command_that_breaks_its_shard_each_time_is_given_up(relay: Fake
 
 
 async def test_a_refusal_of_redis_is_no_poison(relay: FakeRelay) -> None:
-    """A right that is missing concerns everybody: it is `busy`, and goes away; no command is taken for a bad one."""
+    """A right that is missing concerns everybody: it is `busy`, and goes away; no command is taken for a bad
+    one.
+    """
     client = relay.client
     await client.execute_command("ACL", "SETUSER", "default", "-evalsha", "-eval")
     gate = gate_over(relay)

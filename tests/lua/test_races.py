@@ -1,4 +1,6 @@
-"""Races on real connections: one part left and two hundred who want it; one request, two hundred times at once."""
+"""Races on real connections: one part left and two hundred who want it; one request, two hundred times at
+once.
+"""
 
 import asyncio
 from typing import Any
@@ -15,8 +17,12 @@ from tests.lua.conftest import SEALER, event_lines, take_over
 CALLERS = 200
 
 
-async def crowd(settings: Settings, prefix: str, parts: int, grabs: list[Grab]) -> tuple[list[Any], list[bytes]]:
-    """The answers of as many gates as grabs, each with a connection of its own, all at once; and the events they made."""
+async def crowd(
+    settings: Settings, prefix: str, parts: int, grabs: list[Grab]
+) -> tuple[list[Any], list[bytes]]:
+    """The answers of as many gates as grabs, each with a connection of its own, all at once; and the events
+    they made.
+    """
     keys = KeySpace(prefix, 1)
     clients = [redis.asyncio.Redis.from_url(settings.redis_url) for _ in grabs]
     gates = [Gate(client, keys, SEALER) for client in clients]
@@ -25,7 +31,9 @@ async def crowd(settings: Settings, prefix: str, parts: int, grabs: list[Grab]) 
         terms = EnvelopeTerms(issuer="a", funding="f", asset="CNY", total=parts * 10, parts=parts)
         await gates[0].decide([Open(id="open", offer="e", terms=terms)], "decided")
         await asyncio.gather(*(client.ping() for client in clients))
-        found = await asyncio.gather(*(gate.decide([grab], "decided") for gate, grab in zip(gates, grabs, strict=True)))
+        found = await asyncio.gather(
+            *(gate.decide([grab], "decided") for gate, grab in zip(gates, grabs, strict=True))
+        )
         return [answer for [answer] in found], await event_lines(clients[0], keys, 0)
     finally:
         names = [key async for key in clients[0].scan_iter(match=f"{prefix}:*", count=1_000)]
@@ -36,7 +44,9 @@ async def crowd(settings: Settings, prefix: str, parts: int, grabs: list[Grab]) 
 
 
 async def test_one_part_left_has_one_winner(servers: Settings, prefix: str) -> None:
-    answers, lines = await crowd(servers, prefix, 1, [Grab(id=f"g{n}", offer="e", user=f"u{n}") for n in range(CALLERS)])
+    answers, lines = await crowd(
+        servers, prefix, 1, [Grab(id=f"g{n}", offer="e", user=f"u{n}") for n in range(CALLERS)]
+    )
     outcomes = [answer.outcome for answer in answers]
     assert (outcomes.count("granted"), outcomes.count("sold_out")) == (1, CALLERS - 1)
     assert sum(b"grab.granted" in line for line in lines) == 1
@@ -44,13 +54,17 @@ async def test_one_part_left_has_one_winner(servers: Settings, prefix: str) -> N
 
 async def test_the_same_request_at_once_gets_one_part(servers: Settings, prefix: str) -> None:
     answers, lines = await crowd(servers, prefix, 50, [Grab(id="same", offer="e", user="u")] * CALLERS)
-    assert {(answer.outcome, answer.amount, answer.seq) for answer in answers} == {("granted", answers[0].amount, answers[0].seq)}
+    assert {(answer.outcome, answer.amount, answer.seq) for answer in answers} == {
+        ("granted", answers[0].amount, answers[0].seq)
+    }
     assert sum(answer.repeated for answer in answers) == CALLERS - 1
     assert sum(b"grab.granted" in line for line in lines) == 1
 
 
 async def test_the_same_user_at_once_gets_one_part(servers: Settings, prefix: str) -> None:
-    answers, _ = await crowd(servers, prefix, 50, [Grab(id=f"g{n}", offer="e", user="u") for n in range(CALLERS)])
+    answers, _ = await crowd(
+        servers, prefix, 50, [Grab(id=f"g{n}", offer="e", user="u") for n in range(CALLERS)]
+    )
     outcomes = [answer.outcome for answer in answers]
     assert (outcomes.count("granted"), outcomes.count("already_taken")) == (1, CALLERS - 1)
     assert len({answer.amount for answer in answers}) == 1

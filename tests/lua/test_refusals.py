@@ -1,4 +1,6 @@
-"""Refusals that are kept: bounded, sampled by user, off the deciding path, and never in the way when they cannot be written."""
+"""Refusals that are kept: bounded, sampled by user, off the deciding path, and never in the way when they
+cannot be written.
+"""
 
 import asyncio
 import contextlib
@@ -49,7 +51,12 @@ async def test_only_what_was_refused_for_the_first_time_is_kept() -> None:
         Answer("g3", "sold_out", 32, "o", at=6, repeated=True),
         Answer("c", "expired", 34, "o", at=7),
     ]
-    commands = [grab(1), grab(2), grab(3), Confirm(id="c", offer="o", grab="g1", payment="p", paid=1, currency="CNY")]
+    commands = [
+        grab(1),
+        grab(2),
+        grab(3),
+        Confirm(id="c", offer="o", grab="g1", payment="p", paid=1, currency="CNY"),
+    ]
     kept.take(commands, answers)
     await kept.flush()
     assert shelf.rows == [
@@ -126,10 +133,15 @@ async def test_one_write_that_never_ends_holds_no_others_up(monkeypatch: pytest.
 
 
 async def test_the_table_is_bounded_by_rows_and_by_age(system: Settings) -> None:
-    made = [Refusal(at, "grab", f"g{at}", "o", "u", None, 1, 32, None, None, None, None, "tab\there") for at in range(1, 101)]
+    made = [
+        Refusal(at, "grab", f"g{at}", "o", "u", None, 1, 32, None, None, None, None, "tab\there")
+        for at in range(1, 101)
+    ]
     async with await open_books(system) as connection:
         await refusals.record(connection, system.schema_, made[:60], 1_000, 0)
-        assert await rows(system, "SELECT count(*), min(message), min(outcome) FROM refusals") == [(60, "tab\there", "sold_out")]
+        assert await rows(system, "SELECT count(*), min(message), min(outcome) FROM refusals") == [
+            (60, "tab\there", "sold_out")
+        ]
         await refusals.record(connection, system.schema_, made[60:], 30, 0)
         assert await rows(system, "SELECT count(*), min(at) FROM refusals") == [(30, 71)]
         await refusals.record(connection, system.schema_, made[:1], 1_000, 91)

@@ -1,4 +1,6 @@
-"""What article 002 asks for (REQUIREMENTS, section C): limits, coupons and codes, on real Redis and by the pure rules at once."""
+"""What article 002 asks for (REQUIREMENTS, section C): limits, coupons and codes, on real Redis and by the
+pure rules at once.
+"""
 
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -13,33 +15,51 @@ from redis.crc import key_slot
 
 from grabstream.lua.gate import Gate
 from grabstream.models.answers import Answer
-from grabstream.models.commands import Amend, AnyCommand, Close, Confirm, Grab, Load, Open, Redeem, Release, Return, Unredeem
+from grabstream.models.commands import (
+    Amend,
+    AnyCommand,
+    Close,
+    Confirm,
+    Grab,
+    Load,
+    Open,
+    Redeem,
+    Release,
+    Return,
+    Unredeem,
+)
 from grabstream.models.offers import Changes, EnvelopeTerms, Limit
 from tests.lua.conftest import NOW, SEALER
 from tests.lua.scene import BERLIN, DAY, HOUR, MINUTE, WEEK, Scene, at, by_user, coupon, lefts, stock
 
-# -- total, per user, per user and day ---------------------------------------------------------------------------------
+# -- total, per user, per user and day -----------------------------------------------------------------------
 
 
 async def test_c_total_per_user_per_user_and_day_in_one_script(scene: Scene) -> None:
     await scene.open(coupon(6, by_user("day", 2), by_user("offer", 3)))
     table = [
-        (0, "ann", "granted", None), (0, "ann", "granted", None), (0, "ann", "limit_reached", "day"), (0, "bob", "granted", None),
-        (1, "ann", "granted", None), (1, "ann", "limit_reached", "offer"), (1, "bob", "granted", None), (1, "bob", "granted", None),
+        (0, "ann", "granted", None), (0, "ann", "granted", None), (0, "ann", "limit_reached", "day"),
+        (0, "bob", "granted", None),
+        (1, "ann", "granted", None), (1, "ann", "limit_reached", "offer"), (1, "bob", "granted", None),
+        (1, "bob", "granted", None),
         (1, "bob", "limit_reached", "day"), (1, "eve", "sold_out", None),
         (2, "ann", "limit_reached", "offer"), (2, "eve", "sold_out", None),
     ]  # fmt: skip
     for day, rows in groupby(table, lambda row: row[0]):
         scene.now = NOW + day * DAY
         rows_of_day = list(rows)
-        answers = await scene.decide_both([Grab(id=scene.id(), offer="o", user=user) for _, user, _, _ in rows_of_day])
+        answers = await scene.decide_both(
+            [Grab(id=scene.id(), offer="o", user=user) for _, user, _, _ in rows_of_day]
+        )
         found = [(answer.outcome, answer.limit and answer.limit.per) for answer in answers]
         assert found == [(outcome, limit) for _, _, outcome, limit in rows_of_day]
 
 
 @pytest.mark.parametrize(("terms", "by"), [(coupon, "user"), (stock, "card"), (coupon, "device")])
 @pytest.mark.parametrize(("per", "length"), [("offer", None), ("hour", HOUR), ("day", DAY), ("week", WEEK)])
-async def test_c_by_any_attribute_per_offer_hour_day_or_week(scene: Scene, terms: Any, by: str, per: Any, length: int | None) -> None:
+async def test_c_by_any_attribute_per_offer_hour_day_or_week(
+    scene: Scene, terms: Any, by: str, per: Any, length: int | None
+) -> None:
     monday = at("2027-01-18T00:00+00:00")
     scene.now = monday
     await scene.open(terms(100, Limit(by, per, 3), max_per_grab=3))
@@ -48,12 +68,21 @@ async def test_c_by_any_attribute_per_offer_hour_day_or_week(scene: Scene, terms
     async def grab(one: str, quantity: int = 1) -> Answer:
         """By one value of what is limited; everything else differs each time."""
         others = {name: scene.id() for name in ("card", "device")}
-        return await scene.grab(one if by == "user" else scene.id(), quantity, attributes=others if by == "user" else others | {by: one})
+        return await scene.grab(
+            one if by == "user" else scene.id(),
+            quantity,
+            attributes=others if by == "user" else others | {by: one},
+        )
 
     assert [lefts(await grab("x", 2)), lefts(await grab("x"))] == [{f"{by}/{per}": 1}, {f"{by}/{per}": 0}]
     refused = await grab("x")
     assert refused.limit is not None
-    assert (refused.outcome, refused.limit.left, refused.limit.resets_at, refused.retry_at) == ("limit_reached", 0, resets_at, resets_at)
+    assert (refused.outcome, refused.limit.left, refused.limit.resets_at, refused.retry_at) == (
+        "limit_reached",
+        0,
+        resets_at,
+        resets_at,
+    )
     assert lefts(await grab("y")) == {f"{by}/{per}": 2}
     scene.now = monday + (length or 400 * DAY) - 1
     assert (await grab("x")).outcome == "limit_reached"
@@ -62,7 +91,9 @@ async def test_c_by_any_attribute_per_offer_hour_day_or_week(scene: Scene, terms
 
 
 async def test_two_users_have_a_total_each(scene: Scene) -> None:
-    """The article's script counts what a user has in all under the coupon's id: the first user uses up the second one's."""
+    """The article's script counts what a user has in all under the coupon's id: the first user uses up the
+    second one's.
+    """
     await scene.open(coupon(100, by_user("offer", 3), by_user("day", 3)))
     for user in ("ann", "bob", "o", "shop"):
         assert [lefts(await scene.grab(user))["user/offer"] for _ in range(3)] == [2, 1, 0]
@@ -71,7 +102,9 @@ async def test_two_users_have_a_total_each(scene: Scene) -> None:
 
 @pytest.mark.parametrize("first_day", ["2027-03-26", "2027-10-29"])
 async def test_a_day_ends_at_local_midnight(scene: Scene, first_day: str) -> None:
-    """The article's day never ends. Over the days on which the clocks of Berlin change, each day gives as much, and no more."""
+    """The article's day never ends. Over the days on which the clocks of Berlin change, each day gives as
+    much, and no more.
+    """
     zone = ZoneInfo(BERLIN)
     day = datetime.fromisoformat(first_day).replace(tzinfo=zone)
     scene.now = round(day.timestamp() * 1000) - DAY
@@ -99,7 +132,8 @@ async def test_a_day_ends_at_local_midnight(scene: Scene, first_day: str) -> Non
         (BERLIN, "week", "2027-10-25T00:00+02:00", "2027-11-01T00:00+01:00"),
         (BERLIN, "hour", "2027-03-28T01:00+01:00", "2027-03-28T03:00+02:00"),
         (BERLIN, "hour", "2027-03-28T03:00+02:00", "2027-03-28T04:00+02:00"),
-        (BERLIN, "hour", "2027-10-31T02:00+02:00", "2027-10-31T02:00+01:00"),  # two o'clock comes twice, as two hours
+        (BERLIN, "hour", "2027-10-31T02:00+02:00", "2027-10-31T02:00+01:00"),
+        # two o'clock comes twice, as two hours
         (BERLIN, "hour", "2027-10-31T02:00+01:00", "2027-10-31T03:00+01:00"),
         ("Asia/Kolkata", "hour", "2027-01-18T10:00+05:30", "2027-01-18T11:00+05:30"),
         ("Asia/Kolkata", "day", "2027-01-18T00:00+05:30", "2027-01-19T00:00+05:30"),
@@ -107,16 +141,24 @@ async def test_a_day_ends_at_local_midnight(scene: Scene, first_day: str) -> Non
         ("America/New_York", "day", "2027-03-14T00:00-05:00", "2027-03-15T00:00-04:00"),
         ("Africa/Cairo", "day", "2027-04-29T00:00+02:00", "2027-04-30T01:00+03:00"),  # there is no midnight
         ("Africa/Cairo", "day", "2027-04-30T01:00+03:00", "2027-05-01T00:00+03:00"),
-        ("Africa/Cairo", "day", "2027-10-28T00:00+03:00", "2027-10-29T00:00+02:00"),  # eleven at night comes twice
+        ("Africa/Cairo", "day", "2027-10-28T00:00+03:00", "2027-10-29T00:00+02:00"),
+        # eleven at night comes twice
         ("America/Havana", "day", "2027-11-07T00:00-04:00", "2027-11-08T00:00-05:00"),  # midnight comes twice
         ("America/Havana", "week", "2027-03-08T00:00-05:00", "2027-03-15T00:00-04:00"),
     ],
 )  # fmt: skip
-async def test_a_window_begins_and_ends_by_the_offers_clock(scene: Scene, zone: str, per: Any, begins: str, ends: str) -> None:
+async def test_a_window_begins_and_ends_by_the_offers_clock(
+    scene: Scene, zone: str, per: Any, begins: str, ends: str
+) -> None:
     """The last millisecond before, the first, the last, and the first after."""
     scene.now = at(begins) - 10 * DAY
     await scene.open(coupon(100, by_user(per, 1), timezone=zone))
-    for moment, outcome in ((at(begins) - 1, "granted"), (at(begins), "granted"), (at(ends) - 1, "limit_reached"), (at(ends), "granted")):
+    for moment, outcome in (
+        (at(begins) - 1, "granted"),
+        (at(begins), "granted"),
+        (at(ends) - 1, "limit_reached"),
+        (at(ends), "granted"),
+    ):
         scene.now = moment
         answer = await scene.grab("ann")
         limit = answer.limit or answer.limits[0]
@@ -125,13 +167,15 @@ async def test_a_window_begins_and_ends_by_the_offers_clock(scene: Scene, zone: 
             assert limit.resets_at == at(ends)
 
 
-# -- limits of a campaign -----------------------------------------------------------------------------------------------
+# -- limits of a campaign ------------------------------------------------------------------------------------
 
 LORD_HOWE, KATHMANDU, ST_JOHNS = "Australia/Lord_Howe", "Asia/Kathmandu", "America/St_Johns"
 
 
 def window_of_zone(zone: str, per: str, opened_at: int, moment: int) -> Any:
-    """The window of a time by the calendar of the standard library; hours begin with those of the clock at the opening."""
+    """The window of a time by the calendar of the standard library; hours begin with those of the clock at
+    the opening.
+    """
     local = datetime.fromtimestamp(moment / 1000, ZoneInfo(zone))
     if per != "hour":
         return local.strftime("%F" if per == "day" else "%G-%V")
@@ -156,7 +200,9 @@ def window_of_zone(zone: str, per: str, opened_at: int, moment: int) -> Any:
 async def test_limits_of_a_campaign_count_in_the_zone_of_its_first_offer(
     scene: Scene, zones: tuple[str, str], first_opens: str, second_opens: str, per: Any
 ) -> None:  # fmt: skip
-    """Two offers in turn, every twenty minutes for two days: one unit in each window of the first offer's clock."""
+    """Two offers in turn, every twenty minutes for two days: one unit in each window of the first offer's
+    clock.
+    """
     limit = by_user(per, 1, scope="campaign")
     for name, zone, opens in (("w:1", zones[0], first_opens), ("w:2", zones[1], second_opens)):
         scene.now = at(opens)
@@ -196,14 +242,23 @@ async def test_two_gates_with_different_time_zone_data(scene: Scene, monkeypatch
     scene.now = at("2027-07-20T01:30+02:00")
     answer = await scene.grab("ann", offer="w:1")
     assert answer.limit is not None
-    assert (answer.outcome, answer.limit.scope, answer.limit.resets_at) == ("limit_reached", "campaign", at("2027-07-21T00:00+02:00"))
+    assert (answer.outcome, answer.limit.scope, answer.limit.resets_at) == (
+        "limit_reached",
+        "campaign",
+        at("2027-07-21T00:00+02:00"),
+    )
 
 
 async def test_a_campaign_that_begins_anew_has_the_zone_of_its_new_first_offer(scene: Scene) -> None:
     """The zone outlives the offer that it came from, and goes with the last one, as do the counters."""
     limit, zone, rest = by_user("day", 1, scope="campaign"), "Asia/Shanghai", {"retire_after_ms": 1}
     scene.now = at("2027-01-18T12:00+08:00")
-    await scene.open(EnvelopeTerms(issuer="a", funding="f", asset="CNY", total=1, parts=1, seed="0" * 32, timezone=zone, **rest), "w:1")
+    await scene.open(
+        EnvelopeTerms(
+            issuer="a", funding="f", asset="CNY", total=1, parts=1, seed="0" * 32, timezone=zone, **rest
+        ),
+        "w:1",
+    )
     await scene.open(coupon(10, limit, **rest), "w:2")
     assert (await scene.grab("ann")).limits[0].resets_at == at("2027-01-19T00:00+08:00")
 
@@ -220,13 +275,21 @@ async def test_a_campaign_that_begins_anew_has_the_zone_of_its_new_first_offer(s
     await end("w:2", "w:3")
     await scene.open(coupon(10, limit, **rest), "w:4")
     assert (await scene.grab("ann")).limits[0].resets_at == at("2027-01-19T00:00+00:00")
-    zones = [event.campaign_zone and event.campaign_zone.timezone for event in await scene.events("offer.opened")]
+    zones = [
+        event.campaign_zone and event.campaign_zone.timezone for event in await scene.events("offer.opened")
+    ]
     assert zones == [None, "Asia/Shanghai", "Asia/Shanghai", None]
 
 
-# -- giving back --------------------------------------------------------------------------------------------------------
+# -- giving back ---------------------------------------------------------------------------------------------
 
-FIVE_EACH = (by_user("hour", 5), by_user("day", 5), by_user("week", 5), by_user("offer", 5), Limit("card", "day", 5))
+FIVE_EACH = (
+    by_user("hour", 5),
+    by_user("day", 5),
+    by_user("week", 5),
+    by_user("offer", 5),
+    Limit("card", "day", 5),
+)
 
 
 @pytest.mark.parametrize("ended_by", ["release", "sweep", "confirm too late"])
@@ -239,8 +302,12 @@ FIVE_EACH = (by_user("hour", 5), by_user("day", 5), by_user("week", 5), by_user(
         (7 * DAY, ("user/hour", "user/day", "card/day", "user/week")),
     ],
 )
-async def test_what_ends_gives_back_where_it_was_counted(scene: Scene, ended_by: str, after: int, over: tuple[str, ...]) -> None:
-    """Two units held on Monday at 10:30, one more later: then the first two are given back, in windows that still run only."""
+async def test_what_ends_gives_back_where_it_was_counted(
+    scene: Scene, ended_by: str, after: int, over: tuple[str, ...]
+) -> None:
+    """Two units held on Monday at 10:30, one more later: then the first two are given back, in windows that
+    still run only.
+    """
     scene.now = monday = at("2027-01-18T10:30+00:00")
     hold_ms = after + 10 if ended_by != "release" else 30 * DAY
     await scene.open(stock(100, *FIVE_EACH, hold_ms=hold_ms, max_per_grab=2))
@@ -281,7 +348,7 @@ async def test_what_is_confirmed_stays_counted(scene: Scene) -> None:
     assert lefts(await scene.grab("ann", 1)) == {"user/offer": 3}
 
 
-# -- limits while running ------------------------------------------------------------------------------------------------
+# -- limits while running ------------------------------------------------------------------------------------
 
 
 async def test_c_limits_are_data_and_may_be_changed_while_running(scene: Scene) -> None:
@@ -298,7 +365,10 @@ async def test_c_limits_are_data_and_may_be_changed_while_running(scene: Scene) 
     # Another limit beside it, and none at all.
     await scene.amend(limits=(by_user("offer", 10), by_user("day", 1)))
     named = await scene.grab("ann"), await scene.grab("ann")
-    assert [(answer.outcome, answer.limit and answer.limit.per) for answer in named] == [("granted", None), ("limit_reached", "day")]
+    assert [(answer.outcome, answer.limit and answer.limit.per) for answer in named] == [
+        ("granted", None),
+        ("limit_reached", "day"),
+    ]
     await scene.amend(limits=())
     assert await scene.outcomes(*["ann"] * 5) == ["granted"] * 5
     # A limit that comes back counts on from its five: what was taken while there was none was not counted.
@@ -313,7 +383,9 @@ async def test_changed_limits_are_ordered_with_the_grabs(scene: Scene) -> None:
     def grabs(count: int) -> list[Grab]:
         return [Grab(id=scene.id(), offer="o", user="ann") for _ in range(count)]
 
-    raised, lowered = (Amend(id=scene.id(), offer="o", changes=Changes(limits=(by_user("offer", most),))) for most in (3, 2))
+    raised, lowered = (
+        Amend(id=scene.id(), offer="o", changes=Changes(limits=(by_user("offer", most),))) for most in (3, 2)
+    )
     answers = await scene.decide_both([*grabs(2), raised, *grabs(1), lowered, *grabs(1)])
     outcomes = [answer.outcome for answer in answers]
     assert outcomes == ["granted", "limit_reached", "amended", "granted", "amended", "limit_reached"]
@@ -341,7 +413,7 @@ async def test_a_limit_by_an_attribute_needs_it(scene: Scene) -> None:
     assert (await scene.grab("ann", attributes={"card": "c"})).outcome == "granted"
 
 
-# -- codes 0/1/2/3 -------------------------------------------------------------------------------------------------------
+# -- codes 0/1/2/3 -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -353,7 +425,9 @@ async def test_a_limit_by_an_attribute_needs_it(scene: Scene) -> None:
         (by_user("hour", 3), by_user("offer", 2), "offer"),
     ],
 )
-async def test_c_codes_have_a_fixed_precedence_and_name_the_first_limit(scene: Scene, first: Limit, second: Limit, named: str) -> None:
+async def test_c_codes_have_a_fixed_precedence_and_name_the_first_limit(
+    scene: Scene, first: Limit, second: Limit, named: str
+) -> None:
     await scene.open(coupon(2, first, second))
     answers = [await scene.grab("ann") for _ in range(3)] + [await scene.grab("bob")]
     # ann is refused by her limit, although it is sold out too; bob by that.
@@ -386,35 +460,49 @@ async def test_the_refusing_limit_says_what_is_left_and_until_when(scene: Scene)
     scene.now += DAY
     refused = await scene.grab("ann", 2)
     assert refused.limit is not None
-    assert (refused.limit.per, refused.limit.left, refused.limit.resets_at, refused.retry_at) == ("offer", 1, None, None)
+    assert (refused.limit.per, refused.limit.left, refused.limit.resets_at, refused.retry_at) == (
+        "offer",
+        1,
+        None,
+        None,
+    )
 
 
 async def test_up_to_takes_what_the_smallest_limit_leaves(scene: Scene) -> None:
     await scene.open(coupon(100, by_user("day", 4), by_user("offer", 6), max_per_grab=10, take="up_to"))
     answers = [await scene.grab("ann", 3), await scene.grab("ann", 10), await scene.grab("ann", 1)]
-    assert [(answer.outcome, answer.quantity) for answer in answers] == [("granted", 3), ("granted", 1), ("limit_reached", None)]
+    assert [(answer.outcome, answer.quantity) for answer in answers] == [
+        ("granted", 3),
+        ("granted", 1),
+        ("limit_reached", None),
+    ]
     scene.now += DAY
     assert (await scene.grab("ann", 10)).quantity == 2
 
 
-# -- the script and its server -------------------------------------------------------------------------------------------
+# -- the script and its server -------------------------------------------------------------------------------
 
 
 async def test_c_script_is_loaded_once_by_evalsha_and_falls_back_when_unknown(own: Any) -> None:
     client, keys = own
     one = Gate(client, keys, SEALER)
-    await one.decide([Open(id="open", offer="o", terms=coupon(10_000, by_user("offer", 1), by_user("day", 1)))], "decided")
+    await one.decide(
+        [Open(id="open", offer="o", terms=coupon(10_000, by_user("offer", 1), by_user("day", 1)))], "decided"
+    )
 
     async def calls(first: int, count: int) -> dict[str, int]:
         """How often each command ran while so many lists of grabs were decided, one after another."""
         await client.config_resetstat()
         for number in range(first, first + count):
-            grabs = [Grab(id=f"g{number}-{place}", offer="o", user=f"u{number}-{place}") for place in range(80)]
+            grabs = [
+                Grab(id=f"g{number}-{place}", offer="o", user=f"u{number}-{place}") for place in range(80)
+            ]
             assert {answer.outcome for answer in await one.decide(grabs, "decided")} == {"granted"}
         stats = await client.info("commandstats")
         return {name: stats.get(f"cmdstat_{name}", {"calls": 0})["calls"] for name in ("evalsha", "eval")}
 
-    # Eighty grabs with two limits each are one call; the text goes over only when the server does not know it.
+    # Eighty grabs with two limits each are one call; the text goes over only when the server does not know
+    # it.
     assert await calls(0, 5) == {"evalsha": 5, "eval": 1}
     assert await calls(5, 5) == {"evalsha": 5, "eval": 0}
     await client.script_flush()
@@ -423,7 +511,9 @@ async def test_c_script_is_loaded_once_by_evalsha_and_falls_back_when_unknown(ow
 
 
 async def test_c_one_slot_a_campaign_on_redis_cluster(scene: Scene) -> None:
-    """Not only with a single writing Redis: what is decided together lies together, and the rest elsewhere."""
+    """Not only with a single writing Redis: what is decided together lies together, and the rest
+    elsewhere.
+    """
     limits = by_user("offer", 1, scope="campaign"), by_user("day", 1)
     campaigns = [f"week{number}" for number in range(12)]
     for campaign in campaigns:
@@ -433,13 +523,18 @@ async def test_c_one_slot_a_campaign_on_redis_cluster(scene: Scene) -> None:
         assert (await scene.grab("ann", offer=f"{campaign}:b")).outcome == "limit_reached"
         await scene.do(Confirm, offer=f"{campaign}:a", grab=held.grab, payment=f"pay-{campaign}")
     names = await scene.names()
-    slots = {campaign: {key_slot(name.encode()) for name in names if f":{campaign}:" in name} for campaign in campaigns}
+    slots = {
+        campaign: {key_slot(name.encode()) for name in names if f":{campaign}:" in name}
+        for campaign in campaigns
+    }
     assert {len(slots_of_one) for slots_of_one in slots.values()} == {1}
     assert len(set.union(*slots.values())) == scene.keys.shards
 
 
 async def test_c_a_refused_write_leaves_nothing_behind(scene: Scene) -> None:
-    """The article's script cannot take its writes back. Here the first write is the one that can be refused."""
+    """The article's script cannot take its writes back. Here the first write is the one that can be
+    refused.
+    """
     await scene.open(coupon(10, by_user("offer", 3), by_user("day", 3), hold_ms=HOUR, max_per_grab=3))
     held, taken = await scene.grab("ann", 2), await scene.grab("bob", 2)
     await scene.do(Confirm, grab=taken.grab, payment="p1")
@@ -453,9 +548,12 @@ async def test_c_a_refused_write_leaves_nothing_behind(scene: Scene) -> None:
 
     before = await everything()
     commands: list[AnyCommand] = [
-        Grab(id="w1", offer="o", user="eve"), Grab(id="w2", offer="o", user="ann"), Confirm(id="w3", offer="o", grab=held.grab or ""),
-        Release(id="w4", offer="o", grab=held.grab or ""), Redeem(id="w5", offer="o", grab=taken.grab or "", order="x"),
-        Return(id="w6", offer="o", grab=taken.grab or ""), Amend(id="w7", offer="o", changes=Changes(limits=(by_user("offer", 9),))),
+        Grab(id="w1", offer="o", user="eve"), Grab(id="w2", offer="o", user="ann"),
+        Confirm(id="w3", offer="o", grab=held.grab or ""),
+        Release(id="w4", offer="o", grab=held.grab or ""),
+        Redeem(id="w5", offer="o", grab=taken.grab or "", order="x"),
+        Return(id="w6", offer="o", grab=taken.grab or ""),
+        Amend(id="w7", offer="o", changes=Changes(limits=(by_user("offer", 9),))),
     ]  # fmt: skip
     for command in commands:
         [answer] = await scene.gate.decide([command], "decided")
@@ -470,7 +568,9 @@ async def test_c_a_refused_write_leaves_nothing_behind(scene: Scene) -> None:
 async def test_c_full_memory_is_refused_up_front(own: Any) -> None:
     client, keys = own
     one = Gate(client, keys, SEALER)
-    await one.decide([Open(id="open", offer="o", terms=coupon(100, by_user("offer", 1), by_user("day", 1)))], "decided")
+    await one.decide(
+        [Open(id="open", offer="o", terms=coupon(100, by_user("offer", 1), by_user("day", 1)))], "decided"
+    )
 
     async def everything() -> dict[bytes, bytes]:
         return {name: await client.dump(name) async for name in client.scan_iter(match="own:*")}
@@ -481,27 +581,36 @@ async def test_c_full_memory_is_refused_up_front(own: Any) -> None:
     assert {answer.outcome for answer in await one.decide(grabs, "decided")} == {"busy"}
     await client.config_set("maxmemory", "0")
     assert await everything() == before
-    assert [(answer.outcome, answer.left) for answer in await one.decide(grabs, "decided")] == [("granted", 99 - n) for n in range(50)]
+    assert [(answer.outcome, answer.left) for answer in await one.decide(grabs, "decided")] == [
+        ("granted", 99 - n) for n in range(50)
+    ]
     await one.close()
 
 
-# -- one class of problem ------------------------------------------------------------------------------------------------
+# -- one class of problem ------------------------------------------------------------------------------------
 
 
 async def test_c_envelope_coupon_and_stock_are_one_model(scene: Scene) -> None:
     """One each for two users of three; the same commands, the same outcomes but for the name of the limit."""
     envelope = EnvelopeTerms(issuer="shop", funding="pay", asset="CNY", total=300, parts=2, seed="5eed" * 8)
     second = {}
-    for offer, terms in (("e", envelope), ("c", coupon(2, by_user("offer", 1))), ("s", stock(2, by_user("offer", 1)))):
+    for offer, terms in (
+        ("e", envelope),
+        ("c", coupon(2, by_user("offer", 1))),
+        ("s", stock(2, by_user("offer", 1))),
+    ):
         await scene.open(terms, offer)
         first, second[offer], *rest = await scene.outcomes("ann", "ann", "bob", "eve")
         assert [first, *rest] == ["granted", "granted", "sold_out"]
         granted = await scene.events("grab.granted", offer=offer)
-        assert [(event.user, event.quantity, event.place, event.left) for event in granted] == [("ann", 1, 1, 1), ("bob", 1, 2, 0)]
+        assert [(event.user, event.quantity, event.place, event.left) for event in granted] == [
+            ("ann", 1, 1, 1),
+            ("bob", 1, 2, 0),
+        ]
     assert second == {"e": "already_taken", "c": "limit_reached", "s": "limit_reached"}
 
 
-# -- taken and used ------------------------------------------------------------------------------------------------------
+# -- taken and used ------------------------------------------------------------------------------------------
 
 
 async def test_c_coupons_are_taken_and_used(scene: Scene) -> None:
@@ -509,11 +618,16 @@ async def test_c_coupons_are_taken_and_used(scene: Scene) -> None:
     [grab] = [(await scene.grab("ann", 3)).grab]
     table: list[tuple[Any, str, int | None, str, bool]] = [
         (Unredeem, "x", None, "not_redeemable", False), (Redeem, "x", 4, "not_redeemable", False),
-        (Redeem, "x", 1, "redeemed", False), (Redeem, "x", 1, "redeemed", True), (Redeem, "x", 2, "conflict", False),
-        (Redeem, "y", 2, "redeemed", False), (Redeem, "z", 1, "not_redeemable", False), (Redeem, "x", 1, "redeemed", True),
-        (Unredeem, "y", None, "unredeemed", False), (Unredeem, "y", None, "unredeemed", True), (Redeem, "z", 1, "redeemed", False),
-        (Redeem, "y", 2, "not_redeemable", False), (Redeem, "y", 1, "redeemed", False), (Unredeem, "y", None, "unredeemed", False),
-        (Unredeem, "x", None, "unredeemed", False), (Redeem, "x", 2, "redeemed", False), (Redeem, "y", 1, "not_redeemable", False),
+        (Redeem, "x", 1, "redeemed", False), (Redeem, "x", 1, "redeemed", True),
+        (Redeem, "x", 2, "conflict", False),
+        (Redeem, "y", 2, "redeemed", False), (Redeem, "z", 1, "not_redeemable", False),
+        (Redeem, "x", 1, "redeemed", True),
+        (Unredeem, "y", None, "unredeemed", False), (Unredeem, "y", None, "unredeemed", True),
+        (Redeem, "z", 1, "redeemed", False),
+        (Redeem, "y", 2, "not_redeemable", False), (Redeem, "y", 1, "redeemed", False),
+        (Unredeem, "y", None, "unredeemed", False),
+        (Unredeem, "x", None, "unredeemed", False), (Redeem, "x", 2, "redeemed", False),
+        (Redeem, "y", 1, "not_redeemable", False),
     ]  # fmt: skip
     for kind, order, quantity, outcome, repeated in table:
         answer = await scene.do(kind, grab=grab, order=order, **({"quantity": quantity} if quantity else {}))
@@ -534,10 +648,15 @@ async def test_what_is_used_is_not_given_back(scene: Scene) -> None:
     await scene.do(Redeem, grab=grab, order="x", quantity=2)
     refused = await scene.do(Return, grab=grab, quantity=2)
     assert (refused.outcome, refused.left) == ("not_enough_left", 1)
-    assert [(await scene.do(Return, grab=grab)).quantity, (await scene.do(Return, grab=grab)).outcome] == [1, "not_enough_left"]
+    assert [(await scene.do(Return, grab=grab)).quantity, (await scene.do(Return, grab=grab)).outcome] == [
+        1,
+        "not_enough_left",
+    ]
     await scene.do(Unredeem, grab=grab, order="x")
     assert (await scene.do(Return, grab=grab)).quantity == 2
-    assert [(await scene.do(kind, grab=grab, order="y")).outcome for kind in (Redeem, Unredeem)] == ["not_redeemable"] * 2
+    assert [(await scene.do(kind, grab=grab, order="y")).outcome for kind in (Redeem, Unredeem)] == [
+        "not_redeemable"
+    ] * 2
 
 
 async def test_only_coupons_that_are_confirmed_can_be_used(scene: Scene) -> None:
@@ -547,7 +666,9 @@ async def test_only_coupons_that_are_confirmed_can_be_used(scene: Scene) -> None
     await scene.do(Confirm, grab=grab)
     assert (await scene.do(Redeem, grab=grab, order="x")).outcome == "redeemed"
     await scene.open(stock(5), "s")
-    assert (await scene.do(Redeem, grab=(await scene.grab("ann")).grab, order="x")).outcome == "not_redeemable"
+    assert (
+        await scene.do(Redeem, grab=(await scene.grab("ann")).grab, order="x")
+    ).outcome == "not_redeemable"
 
 
 async def test_valid_until(scene: Scene) -> None:
@@ -583,7 +704,9 @@ async def load_codes(scene: Scene, chunks: int = 4) -> None:
     size = len(CODES) // chunks
     for chunk in range(1, chunks + 1):
         items = tuple(CODES[(chunk - 1) * size : chunk * size])
-        assert (await scene.do(Load, what="codes", chunk=chunk, chunks=chunks, items=items)).outcome == "loaded"
+        assert (
+            await scene.do(Load, what="codes", chunk=chunk, chunks=chunks, items=items)
+        ).outcome == "loaded"
 
 
 @pytest.mark.parametrize("hold_ms", [None, HOUR])
@@ -596,11 +719,15 @@ async def test_codes_are_given_once_each_and_never_in_clear(scene: Scene, hold_m
     assert answers.pop().outcome == "sold_out"
     if hold_ms:
         assert {(answer.outcome, answer.coupon_code) for answer in answers} == {("held", None)}
-        answers = await scene.decide_both([Confirm(id=f"c{number}", offer="o", grab=f"g{number}") for number in range(400)])
+        answers = await scene.decide_both(
+            [Confirm(id=f"c{number}", offer="o", grab=f"g{number}") for number in range(400)]
+        )
     assert sorted(answer.coupon_code or "" for answer in answers) == CODES
     # Asked again, each gets the same code; and another user under the same id none.
     if not hold_ms:
-        assert [answer.coupon_code for answer in await scene.decide_both(grabs[:400])] == [answer.coupon_code for answer in answers]
+        assert [answer.coupon_code for answer in await scene.decide_both(grabs[:400])] == [
+            answer.coupon_code for answer in answers
+        ]
         stolen = await scene.decide_both([Grab(id="g0", offer="o", user="thief")])
         assert (stolen[0].outcome, stolen[0].coupon_code) == ("conflict", None)
     kept = b"\n".join([*await scene.all_lines(), *[text async for text in texts_in(scene)]])
@@ -651,7 +778,7 @@ async def test_a_code_that_is_given_back_is_given_to_the_next(scene: Scene) -> N
     assert await scene.outcomes("eve") == ["sold_out"]
 
 
-# -- what is left --------------------------------------------------------------------------------------------------------
+# -- what is left --------------------------------------------------------------------------------------------
 
 
 async def test_c_today_in_all_and_given_are_kept_apart(scene: Scene) -> None:

@@ -1,6 +1,8 @@
-"""What articles 000, 001 and 003 ask for (REQUIREMENTS, sections A, B and D): envelopes, on real Redis, and through the real worker.
+"""What articles 000, 001 and 003 ask for (REQUIREMENTS, sections A, B and D): envelopes, on real Redis, and
+through the real worker.
 
-A row's name is in its test's name. Rows that promise something of Kafka or PostgreSQL are in one test, the last: it needs a worker.
+A row's name is in its test's name. Rows that promise something of Kafka or PostgreSQL are in one test, the
+last: it needs a worker.
 """
 
 import asyncio
@@ -42,11 +44,24 @@ DRAWS: tuple[Draw, ...] = get_args(Draw)
 
 
 def envelope(total: int = 1_000, parts: int = 10, **rest: Any) -> EnvelopeTerms:
-    return EnvelopeTerms(**{"issuer": "alice", "funding": "pay", "asset": "CNY", "seed": SEED, "total": total, "parts": parts, **rest})
+    return EnvelopeTerms(
+        **{
+            "issuer": "alice",
+            "funding": "pay",
+            "asset": "CNY",
+            "seed": SEED,
+            "total": total,
+            "parts": parts,
+            **rest,
+        }
+    )
 
 
 def crowd(count: int, offer: str = "o", start: int = 0) -> list[Grab]:
-    return [Grab(id=f"{offer}-g{number}", offer=offer, user=f"u{number}") for number in range(start, start + count)]
+    return [
+        Grab(id=f"{offer}-g{number}", offer=offer, user=f"u{number}")
+        for number in range(start, start + count)
+    ]
 
 
 def outcomes(answers: Iterable[Answer]) -> Counter[str]:
@@ -79,7 +94,7 @@ async def gates(gate: Callable[..., Gate], client: Any, keys: KeySpace) -> Async
         await forget(client, keys.prefix)
 
 
-# -- A: by list, map and Lua ---------------------------------------------------------------------------------------------
+# -- A: by list, map and Lua ---------------------------------------------------------------------------------
 
 CALLERS, GRABS_A_CALL = 2_500, 41
 
@@ -88,16 +103,24 @@ CALLERS, GRABS_A_CALL = 2_500, 41
 async def test_a_one_envelope_of_100_thousand_parts_opens_is_drained_and_closes_like_a_small_one(
     gate: Callable[..., Gate], client: Any, keys: KeySpace, parts: int, callers: int
 ) -> None:
-    """The same assertions for both: thousands of callers ask at once, 41 grabs each, and some come too late."""
+    """The same assertions for both: thousands of callers ask at once, 41 grabs each, and some come too
+    late.
+    """
     one = gate(timeout_ms=60_000, queue_commands_max=200_000)
     total = parts * 100 + 7
     [opened] = await one.decide([Open(id="open", offer="o", terms=envelope(total, parts))], "decided")
     assert (opened.outcome, opened.amount, opened.left) == ("opened", total, parts)
     calls = [crowd(GRABS_A_CALL, start=number * GRABS_A_CALL) for number in range(callers)]
-    answers = [answer for found in await asyncio.gather(*(one.decide(call, "decided") for call in calls)) for answer in found]
+    answers = [
+        answer
+        for found in await asyncio.gather(*(one.decide(call, "decided") for call in calls))
+        for answer in found
+    ]
     assert outcomes(answers) == {"granted": parts, "sold_out": callers * GRABS_A_CALL - parts}
     assert sum(amounts(answers)) == total
-    assert sorted(answer.place or 0 for answer in answers if answer.outcome == "granted") == list(range(1, parts + 1))
+    assert sorted(answer.place or 0 for answer in answers if answer.outcome == "granted") == list(
+        range(1, parts + 1)
+    )
     events = await by_offer(client, keys, "o")
     assert [event["type"] for event in events] == ["offer.opened", *["grab.granted"] * parts, "offer.closed"]
     assert [event["offer_seq"] for event in events] == list(range(1, parts + 3))
@@ -111,7 +134,9 @@ async def test_a_one_envelope_of_100_thousand_parts_opens_is_drained_and_closes_
 
 
 async def test_a_one_big_envelope_is_split_into_small_ones_in_advance(scene: Scene) -> None:
-    """`ahead`: the parts are there at the opening, shuffled; `at_grab`: no list. Both are what anyone computes from seed and terms."""
+    """`ahead`: the parts are there at the opening, shuffled; `at_grab`: no list. Both are what anyone
+    computes from seed and terms.
+    """
     drawn = {}
     for draw in DRAWS:
         await scene.open(envelope(100_000, 50, draw=draw), draw)
@@ -126,7 +151,9 @@ async def test_a_one_big_envelope_is_split_into_small_ones_in_advance(scene: Sce
     assert sorted(drawn["ahead"]) == sorted(drawn["at_grab"])
 
 
-async def test_a_lists_and_map_are_keys_in_the_shards_slot_and_the_taken_list_is_the_outbox(scene: Scene) -> None:
+async def test_a_lists_and_map_are_keys_in_the_shards_slot_and_the_taken_list_is_the_outbox(
+    scene: Scene,
+) -> None:
     keys = scene.keys
     await scene.open(envelope(), "e")
     await scene.open(coupon(10), "c")
@@ -134,8 +161,12 @@ async def test_a_lists_and_map_are_keys_in_the_shards_slot_and_the_taken_list_is
     _, users, untaken, *_ = keys.shard(keys.shard_of_offer("e")).of_offer("e")
     _, _, _, grabs, *_ = keys.shard(keys.shard_of_offer("c")).of_offer("c")
     assert await scene.client.strlen(untaken) == 10 * 6
-    assert {name.decode() for name in await scene.client.hkeys(users)} == {f"u{number}" for number in range(4)}
-    assert {name.decode() for name in await scene.client.hkeys(grabs)} == {f"c-g{number}" for number in range(4)}
+    assert {name.decode() for name in await scene.client.hkeys(users)} == {
+        f"u{number}" for number in range(4)
+    }
+    assert {name.decode() for name in await scene.client.hkeys(grabs)} == {
+        f"c-g{number}" for number in range(4)
+    }
     granted = await scene.events("grab.granted")
     assert {(event.offer, event.user, event.amount) for event in granted} == {
         (answer.offer, f"u{number % 4}", answer.amount) for number, answer in enumerate(taken)
@@ -148,7 +179,9 @@ async def test_a_lists_and_map_are_keys_in_the_shards_slot_and_the_taken_list_is
 
 
 async def test_a_check_take_and_record_are_one_lua_script(own: Any) -> None:
-    """Hundreds of grabs, of whom some have a part already and some repeat, are one call of one script; and so are their repeats."""
+    """Hundreds of grabs, of whom some have a part already and some repeat, are one call of one script; and so
+    are their repeats.
+    """
     client, keys = own
     one = Gate(client, keys, SEALER)
     await one.decide([Open(id="open", offer="o", terms=envelope(50_000, 180)), *crowd(20)], "decided")
@@ -170,7 +203,9 @@ async def test_a_check_take_and_record_are_one_lua_script(own: Any) -> None:
 
 @pytest.mark.parametrize("opens_in", [0, HOUR])
 @pytest.mark.parametrize("open_for", [None, 5_000])
-async def test_a_what_is_left_goes_back_to_the_sender_by_itself(scene: Scene, open_for: int | None, opens_in: int) -> None:
+async def test_a_what_is_left_goes_back_to_the_sender_by_itself(
+    scene: Scene, open_for: int | None, opens_in: int
+) -> None:
     opens = NOW + opens_in
     terms = envelope(opens_at=opens if opens_in else None, closes_at=opens + open_for if open_for else None)
     await scene.open(terms)
@@ -194,18 +229,29 @@ async def test_a_few_wrong_data_are_mended_by_hand(scene: Scene) -> None:
     await scene.open(envelope())
     await scene.grab("ann")
     wrong: dict[str, Any] = {"operator": "olga", "reason": 'paid twice, see "7"', "approved_by": "boss"}
-    entries = (Entry("CNY", "external:bank", "wallet:ann", 5), Entry("CNY", "receivable:bob", "external:bank", 3))
+    entries = (
+        Entry("CNY", "external:bank", "wallet:ann", 5),
+        Entry("CNY", "receivable:bob", "external:bank", 3),
+    )
     for _ in range(2):  # also when it is over
         assert (await scene.do(Adjust, transfers=entries, **wrong)).outcome == "adjusted"
         await scene.do(Close)
     first, _ = await scene.events("ledger.adjusted")
     booked = tuple(BookedEntry(*msgspec.structs.astuple(entry)) for entry in entries)
-    assert (first.operator, first.reason, first.approved_by, first.transfers) == ("olga", 'paid twice, see "7"', "boss", booked)
+    assert (first.operator, first.reason, first.approved_by, first.transfers) == (
+        "olga",
+        'paid twice, see "7"',
+        "boss",
+        booked,
+    )
     assert transfers_of(first) == tuple(Transfer(*msgspec.structs.astuple(entry)) for entry in entries)
     refused = [
-        *({"transfers": (Entry("CNY", debit, "external:bank", 1),)} for debit in ("wallet:ann", "offer:o", "hold:ann", "redeemed:o")),
-        *({"transfers": (Entry("CNY", "external:bank", credit, 1),)} for credit in ("offer:o", "hold:ann", "external:bank", "ann")),
-        {"transfers": (Entry("CNY", "external:bank", "wallet:ann", 0),)}, {"transfers": ()}, {"reason": ""}, {"approved_by": ""},
+        *({"transfers": (Entry("CNY", debit, "external:bank", 1),)} for debit in ("wallet:ann", "offer:o",
+        "hold:ann", "redeemed:o")),
+        *({"transfers": (Entry("CNY", "external:bank", credit, 1),)} for credit in ("offer:o", "hold:ann",
+        "external:bank", "ann")),
+        {"transfers": (Entry("CNY", "external:bank", "wallet:ann", 0),)}, {"transfers": ()}, {"reason": ""},
+        {"approved_by": ""},
     ]  # fmt: skip
     for fields in refused:
         command = Adjust(**{"id": scene.id(), "offer": "o", "transfers": entries, **wrong, **fields})
@@ -214,7 +260,9 @@ async def test_a_few_wrong_data_are_mended_by_hand(scene: Scene) -> None:
 
 
 async def test_a_20_threads(servers: Settings, prefix: str) -> None:
-    """As many as the article's, each with an event loop, a connection and a gate of its own. How fast is for `make bench` to say."""
+    """As many as the article's, each with an event loop, a connection and a gate of its own. How fast is for
+    `make bench` to say.
+    """
     keys = KeySpace(prefix, 3)
     client = redis.asyncio.Redis.from_url(servers.redis_url)
 
@@ -223,7 +271,11 @@ async def test_a_20_threads(servers: Settings, prefix: str) -> None:
             mine = redis.asyncio.Redis.from_url(servers.redis_url)
             one = Gate(mine, keys, SEALER, GateLimits(timeout_ms=30_000))
             try:
-                return [answer for start in range(0, 200, 8) for answer in await one.decide(of_all[number][start : start + 8], "decided")]
+                return [
+                    answer
+                    for start in range(0, 200, 8)
+                    for answer in await one.decide(of_all[number][start : start + 8], "decided")
+                ]
             finally:
                 await one.close()
                 await mine.aclose()
@@ -231,13 +283,18 @@ async def test_a_20_threads(servers: Settings, prefix: str) -> None:
         return asyncio.run(grab())
 
     # Every user tries at two threads, under two ids.
-    of_all = [[Grab(id=f"t{number}-{n}", offer="o", user=f"u{number // 2}-{n}") for n in range(200)] for number in range(20)]
+    of_all = [
+        [Grab(id=f"t{number}-{n}", offer="o", user=f"u{number // 2}-{n}") for n in range(200)]
+        for number in range(20)
+    ]
     try:
         await take_over(client, keys)
         one = Gate(client, keys, SEALER)
         await one.decide([Open(id="open", offer="o", terms=envelope(100_000, 1_500))], "decided")
         with ThreadPoolExecutor(20) as pool:
-            running = [asyncio.get_running_loop().run_in_executor(pool, thread, number) for number in range(20)]
+            running = [
+                asyncio.get_running_loop().run_in_executor(pool, thread, number) for number in range(20)
+            ]
             answers = [answer for found in await asyncio.gather(*running) for answer in found]
         said = outcomes(answers)
         assert (said["granted"], sum(amounts(answers)), len(answers)) == (1_500, 100_000, 4_000)
@@ -247,7 +304,9 @@ async def test_a_20_threads(servers: Settings, prefix: str) -> None:
         has = {(event["user"], event["amount"]) for event in granted}
         assert len({user for user, _ in has}) == len(granted) == 1_500
         user_of = {grab.id: grab.user for grabs in of_all for grab in grabs}
-        assert {(user_of[answer.id], answer.amount) for answer in answers if answer.outcome != "sold_out"} == has
+        assert {
+            (user_of[answer.id], answer.amount) for answer in answers if answer.outcome != "sold_out"
+        } == has
         await one.close()
     finally:
         await forget(client, prefix)
@@ -255,11 +314,17 @@ async def test_a_20_threads(servers: Settings, prefix: str) -> None:
 
 
 async def test_a_split_over_shards_and_grabbed_in_batches(scene: Scene) -> None:
-    """Envelopes of twelve campaigns in three slots; one list of grabs for all of them is answered in its order."""
+    """Envelopes of twelve campaigns in three slots; one list of grabs for all of them is answered in its
+    order.
+    """
     offers = [f"week{number}:{name}" for number in range(12) for name in "ab"]
     for offer in offers:
         await scene.open(envelope(300, 3), offer)
-    grabs = [Grab(id=f"{offer}-g{number}", offer=offer, user=f"u{number}") for number in range(4) for offer in offers]
+    grabs = [
+        Grab(id=f"{offer}-g{number}", offer=offer, user=f"u{number}")
+        for number in range(4)
+        for offer in offers
+    ]
     answers = await scene.decide_both(grabs)
     assert [answer.id for answer in answers] == [grab.id for grab in grabs]
     assert outcomes(answers[:72]) == {"granted": 72}
@@ -268,19 +333,25 @@ async def test_a_split_over_shards_and_grabbed_in_batches(scene: Scene) -> None:
         offer: scene.keys.shard_of_offer(offer) for offer in offers
     }
     names = await scene.names()
-    slots = {offer: {key_slot(name.encode()) for name in names if f":offer:{offer}" in name} for offer in offers}
+    slots = {
+        offer: {key_slot(name.encode()) for name in names if f":offer:{offer}" in name} for offer in offers
+    }
     assert {len(slots_of_one) for slots_of_one in slots.values()} == {1}
     assert all(slots[f"week{number}:a"] == slots[f"week{number}:b"] for number in range(12))
     assert len(set.union(*slots.values())) == scene.keys.shards
 
 
-# -- B: sending and receiving --------------------------------------------------------------------------------------------
+# -- B: sending and receiving --------------------------------------------------------------------------------
 
 
 def legal(chance: random.Random, law: Any, number: int) -> EnvelopeTerms:
     """Random legal terms, one time in three as narrow as they can be at one end or the other."""
     parts, least = chance.randint(1, 30), chance.randint(1, 10 ** chance.randint(0, 8))
-    most = chance.randint(least, least * chance.randint(1, 20)) if law == "bounded" and chance.random() < 0.8 else None
+    most = (
+        chance.randint(least, least * chance.randint(1, 20))
+        if law == "bounded" and chance.random() < 0.8
+        else None
+    )
     lowest, highest = parts * least, parts * (most or least * 20)
     total = {0: lowest, 1: highest}.get(chance.randrange(6), chance.randint(lowest, highest))
     return envelope(total, parts, min=least, max=most, law=law, seed=f"{number:032x}")
@@ -288,7 +359,9 @@ def legal(chance: random.Random, law: Any, number: int) -> EnvelopeTerms:
 
 @pytest.mark.parametrize("draw", DRAWS)
 @pytest.mark.parametrize("law", LAWS)
-async def test_b_random_amounts_keep_minimum_maximum_and_the_exact_sum(scene: Scene, law: Any, draw: Draw) -> None:
+async def test_b_random_amounts_keep_minimum_maximum_and_the_exact_sum(
+    scene: Scene, law: Any, draw: Draw
+) -> None:
     chance = random.Random(f"{law} {draw}")
     for number in range(40):
         terms = msgspec.structs.replace(legal(chance, law, number), draw=draw)
@@ -308,11 +381,15 @@ async def test_b_random_amounts_keep_minimum_maximum_and_the_exact_sum(scene: Sc
 async def test_b_amounts_are_computed_when_sending_or_when_grabbing(
     gates: Callable[..., Gate], client: Any, keys: KeySpace, draw: Draw
 ) -> None:
-    """No seed is given: the gate draws one, commits to it, keeps it to itself till the close, and then anyone can compute every part."""
+    """No seed is given: the gate draws one, commits to it, keeps it to itself till the close, and then anyone
+    can compute every part.
+    """
     one, seeds = gates(), set()
     for law in LAWS:
         terms = envelope(5_000, 20, law=law, draw=draw, seed=None)
-        [opened, *answers] = await one.decide([Open(id=f"open-{law}", offer=law, terms=terms), *crowd(8, law)], "decided")
+        [opened, *answers] = await one.decide(
+            [Open(id=f"open-{law}", offer=law, terms=terms), *crowd(8, law)], "decided"
+        )
         before = await by_offer(client, keys, law)
         _, _, listed, *_ = keys.shard(keys.shard_of_offer(law)).of_offer(law)
         assert await client.strlen(listed) == (20 * 6 if draw == "ahead" else 0)
@@ -327,10 +404,13 @@ async def test_b_amounts_are_computed_when_sending_or_when_grabbing(
     assert len(seeds) == len(LAWS)
 
 
-async def test_b_no_lock_and_over_load_is_refused_with_a_retry_time(gates: Callable[..., Gate], client: Any, keys: KeySpace) -> None:
+async def test_b_no_lock_and_over_load_is_refused_with_a_retry_time(
+    gates: Callable[..., Gate], client: Any, keys: KeySpace
+) -> None:
     one = gates()
     await one.decide([Open(id="open", offer="o", terms=envelope(10_000, 100))], "decided")
-    # A hundred openers at once, each by a gate and a connection of its own: nobody is busy, nobody waits for another's time-out.
+    # A hundred openers at once, each by a gate and a connection of its own: nobody is busy, nobody waits for
+    # another's time-out.
     found = await asyncio.gather(*(gates().decide([grab], "decided") for grab in crowd(50)))
     assert outcomes(answer for [answer] in found) == {"granted": 50}
     names = [name async for name in client.scan_iter(match=f"{keys.prefix}:*", count=1_000)]
@@ -340,7 +420,9 @@ async def test_b_no_lock_and_over_load_is_refused_with_a_retry_time(gates: Calla
     for limits in ({"queue_commands_max": 5}, {"outbox_events_max": 50}):
         asked, late = now_ms(), crowd(6, start=50)
         answers = await gates(**limits).decide(late, "decided")
-        assert {(answer.outcome, answer.code, answer.decided, bool(answer.message)) for answer in answers} == {("busy", 22, False, True)}
+        assert {
+            (answer.outcome, answer.code, answer.decided, bool(answer.message)) for answer in answers
+        } == {("busy", 22, False, True)}
         assert all(asked < (answer.retry_at or 0) < asked + 60_000 for answer in answers)
         assert await by_offer(client, keys, "o") == before
     assert outcomes(await one.decide(late, "decided")) == {"granted": 6}
@@ -382,7 +464,9 @@ async def test_b_a_failure_takes_no_part_and_a_hold_goes_back_by_an_event(scene:
 
 
 @pytest.mark.parametrize("end", ["drained", "command", "deadline", "paused"])
-async def test_b_already_received_is_asked_first_also_when_it_is_over_then_sold_out(scene: Scene, end: str) -> None:
+async def test_b_already_received_is_asked_first_also_when_it_is_over_then_sold_out(
+    scene: Scene, end: str
+) -> None:
     """Names and numbers are stable; who has no part is told why, who has one is told their part."""
     await scene.open(envelope(1_000, 2, opens_at=NOW + 9))
     early = await scene.grab("ann")
@@ -398,21 +482,30 @@ async def test_b_already_received_is_asked_first_also_when_it_is_over_then_sold_
         await scene.do(Close if end == "command" else Pause)
     for swept in range(2):
         again, late = await scene.grab("ann"), await scene.grab(f"eve{swept}")
-        assert (again.outcome, again.code, again.amount, again.place) == ("already_taken", 26, first.amount, 1)
+        assert (again.outcome, again.code, again.amount, again.place) == (
+            "already_taken",
+            26,
+            first.amount,
+            1,
+        )
         expected = {"drained": ("sold_out", 32), "paused": ("on_hold", 28)}.get(end, ("over", 29))
         assert (late.outcome, late.code, late.amount) == (*expected, None)
         await scene.sweep_both()
 
 
-# -- D: double mean and idempotent grabs ---------------------------------------------------------------------------------
+# -- D: double mean and idempotent grabs ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("total", "parts"), [(20, 10), (1_000, 10), (17, 5)])
 async def test_d_double_mean_in_cents(scene: Scene, total: int, parts: int) -> None:
-    """Each part lies between 1 and twice the mean of what remains; nobody gets nothing; and both ends are drawn."""
+    """Each part lies between 1 and twice the mean of what remains; nobody gets nothing; and both ends are
+    drawn.
+    """
     firsts = []
     for number in range(100):
-        await scene.open(envelope(total, parts, law="double_mean", draw="at_grab", seed=f"{number:032x}"), f"o{number}")
+        await scene.open(
+            envelope(total, parts, law="double_mean", draw="at_grab", seed=f"{number:032x}"), f"o{number}"
+        )
         got, left = amounts(await scene.decide_both(crowd(parts, f"o{number}"))), total
         for place, amount in enumerate(got):
             assert 1 <= amount <= 2 * left / (parts - place)
@@ -443,7 +536,9 @@ async def test_d_a_unique_id_an_envelope_and_the_count_beside_its_parts(scene: S
     for body in bodies:
         [answer] = await scene.decide_both([Grab(id="g", offer="o", **body)])
         assert (answer.outcome, answer.code, answer.amount) == ("conflict", 23, None)
-    assert await scene.decide_both([Grab(id="g", offer="o", user="ann")]) == [msgspec.structs.replace(mine, repeated=True)]
+    assert await scene.decide_both([Grab(id="g", offer="o", user="ann")]) == [
+        msgspec.structs.replace(mine, repeated=True)
+    ]
     _, _, listed, *_ = scene.keys.shard(scene.keys.shard_of_offer("o")).of_offer("o")
     for left in (3, 2, 1):
         answer = await scene.grab(f"u{left}")
@@ -460,18 +555,29 @@ async def test_d_a_unique_id_an_envelope_and_the_count_beside_its_parts(scene: S
 
 @pytest.mark.parametrize("draw", DRAWS)
 @pytest.mark.parametrize("end", ["drained", "command", "deadline"])
-async def test_d_the_same_user_again_sees_the_amount_already_taken_or_that_it_is_over(scene: Scene, draw: Draw, end: str) -> None:
+async def test_d_the_same_user_again_sees_the_amount_already_taken_or_that_it_is_over(
+    scene: Scene, draw: Draw, end: str
+) -> None:
     grabs = crowd(4)
     await scene.open(envelope(1_000, 4, draw=draw))
     has = await scene.decide_both(grabs[:3])
 
     async def again() -> None:
-        """Under the same ids the same answers; under new ids the same parts; also from a gate that has just been made."""
-        new, old = Gate(scene.client, scene.keys, SEALER, GateLimits(timeout_ms=30_000), clock=lambda: scene.now), scene.gate
+        """Under the same ids the same answers; under new ids the same parts; also from a gate that has just
+        been made.
+        """
+        new, old = (
+            Gate(scene.client, scene.keys, SEALER, GateLimits(timeout_ms=30_000), clock=lambda: scene.now),
+            scene.gate,
+        )
         for gate in (old, new):
             scene.gate = gate
-            assert await scene.decide_both(grabs[:3]) == [msgspec.structs.replace(answer, repeated=True) for answer in has]
-            answers = await scene.decide_both([Grab(id=scene.id(), offer="o", user=grab.user) for grab in grabs[:3]])
+            assert await scene.decide_both(grabs[:3]) == [
+                msgspec.structs.replace(answer, repeated=True) for answer in has
+            ]
+            answers = await scene.decide_both(
+                [Grab(id=scene.id(), offer="o", user=grab.user) for grab in grabs[:3]]
+            )
             assert [(answer.outcome, answer.amount, answer.place, answer.seq) for answer in answers] == [
                 ("already_taken", answer.amount, answer.place, answer.seq) for answer in has
             ]
@@ -492,13 +598,22 @@ async def test_d_the_same_user_again_sees_the_amount_already_taken_or_that_it_is
 
 
 @pytest.mark.parametrize("draw", DRAWS)
-async def test_d_a_burst_of_the_same_request_gets_one_part(gates: Callable[..., Gate], client: Any, keys: KeySpace, draw: Draw) -> None:
-    """150 gates, so 150 connections: the same request from all at once; and then a user who clicks so often, under an id each."""
+async def test_d_a_burst_of_the_same_request_gets_one_part(
+    gates: Callable[..., Gate], client: Any, keys: KeySpace, draw: Draw
+) -> None:
+    """150 gates, so 150 connections: the same request from all at once; and then a user who clicks so often,
+    under an id each.
+    """
     first, *others = [gates(timeout_ms=30_000) for _ in range(150)]
     await first.decide([Open(id="open", offer="o", terms=envelope(10_000, 100, draw=draw))], "decided")
-    for user, ids, refusal in (("ann", ["same"] * 150, "granted"), ("bob", [f"b{n}" for n in range(150)], "already_taken")):
+    for user, ids, refusal in (
+        ("ann", ["same"] * 150, "granted"),
+        ("bob", [f"b{n}" for n in range(150)], "already_taken"),
+    ):
         grabs = [Grab(id=id, offer="o", user=user) for id in ids]
-        found = await asyncio.gather(*(one.decide([grab], "decided") for one, grab in zip([first, *others], grabs, strict=True)))
+        found = await asyncio.gather(
+            *(one.decide([grab], "decided") for one, grab in zip([first, *others], grabs, strict=True))
+        )
         answers = [answer for [answer] in found]
         granted = [event for event in await by_offer(client, keys, "o") if event.get("user") == user]
         assert [event["type"] for event in granted] == ["grab.granted"]
@@ -509,15 +624,17 @@ async def test_d_a_burst_of_the_same_request_gets_one_part(gates: Callable[..., 
         assert (len(new), outcomes(answers)[refusal]) == (1, 150 if refusal == "granted" else 149)
 
 
-# -- A, B and D: what becomes of it in Kafka and PostgreSQL --------------------------------------------------------------
+# -- A, B and D: what becomes of it in Kafka and PostgreSQL --------------------------------------------------
 
 PARTS, LEFT = 300, 5
 
 
-async def test_a_written_in_batches_and_nothing_journaled_is_lost_b_balance_and_flow_in_sql_d_records_are_saved(
+async def test_a_written_in_batches_b_balance_and_flow_in_sql_d_records_are_saved(
     system: Settings, worker: Callable[..., Any]
 ) -> None:
-    """Relay → journal → agents → PostgreSQL, and `grab.events`; then the worker is killed, and another one fires nothing again."""
+    """Relay → journal → agents → PostgreSQL, and `grab.events`; then the worker is killed, and another one
+    fires nothing again.
+    """
     topics, total = Topics(system.prefix), 123_456
     first = worker(system)
     end = now_ms() + 60_000
@@ -538,24 +655,45 @@ async def test_a_written_in_batches_and_nothing_journaled_is_lost_b_balance_and_
         assert outcomes(answers) == {"granted": PARTS}
 
         # What was answered is in the journal at that very moment, and by hundreds in a record.
-        records = [lines.splitlines() for lines in "\n".join(consume(system, topics.journal, "%s\n\nRECORD\n")).split("RECORD")]
+        records = [
+            lines.splitlines()
+            for lines in "\n".join(consume(system, topics.journal, "%s\n\nRECORD\n")).split("RECORD")
+        ]
         blocks = [[json.loads(line) for line in lines if line] for lines in records]
         told = {(answer.grab, answer.amount, answer.seq) for answer in answers}
-        assert {(e["grab"], e["amount"], e["seq"]) for block in blocks for e in block if e["type"] == "grab.granted"} == told
+        assert {
+            (e["grab"], e["amount"], e["seq"])
+            for block in blocks
+            for e in block
+            if e["type"] == "grab.granted"
+        } == told
         assert max(map(len, blocks)) > PARTS / 2
 
         await one.decide([Close(id="close", offer="o")], patience_ms=20_000)
         entry = Entry("CNY", "external:bank", "wallet:u7", 11)
-        wrong = Adjust(id="mend", offer="o", transfers=(entry,), reason="a cent short", approved_by="boss", operator="olga")
+        wrong = Adjust(
+            id="mend",
+            offer="o",
+            transfers=(entry,),
+            reason="a cent short",
+            approved_by="boss",
+            operator="olga",
+        )
         soon = Amend(id="soon", offer="back", changes=Changes(closes_at=now_ms() + 1_500))
-        assert [answer.outcome for answer in await one.decide([wrong, soon], patience_ms=20_000)] == ["adjusted", "amended"]
+        assert [answer.outcome for answer in await one.decide([wrong, soon], patience_ms=20_000)] == [
+            "adjusted",
+            "amended",
+        ]
 
         async def rows(query: str) -> list[Any]:
             return await (await books.execute(query.encode())).fetchall()
 
         async def booked() -> bool:
             states = await rows("SELECT state FROM offers")
-            seqs = await rows("SELECT min(seq), max(seq) FROM (SELECT projection, sum(seq) AS seq FROM cursors GROUP BY 1) AS read")
+            seqs = await rows(
+                "SELECT min(seq), max(seq) FROM (SELECT projection, sum(seq) AS seq FROM cursors GROUP BY 1) "
+                "AS read"
+            )
             return states == [("closed",)] * 2 and seqs == [(PARTS + 6,) * 2]
 
         await until(booked, 60, "the books")
@@ -563,23 +701,44 @@ async def test_a_written_in_batches_and_nothing_journaled_is_lost_b_balance_and_
         # B, D: who sent, who got what, every flow, every balance; what nobody took is the sender's again.
         by_user = {grab.user: answer.amount or 0 for grab, answer in zip(grabs, answers, strict=True)}
         given = sum(by_user.values())
-        found = await rows("SELECT offer, issuer, total, grabs, given, refunded, reason FROM offers ORDER BY offer")
-        assert found == [("back", "alice", 700, 0, 0, 700, "deadline"), ("o", "alice", total, PARTS, given, total - given, "command")]
-        assert {(grab, amount, seq) for grab, amount, seq in await rows("SELECT grab, amount, seq FROM grabs")} == told
-        assert dict(await rows("SELECT credit, amount FROM transfers WHERE debit = 'offer:o' AND credit <> 'wallet:alice'")) == {
-            f"wallet:{user}": amount for user, amount in by_user.items()
-        }
+        found = await rows(
+            "SELECT offer, issuer, total, grabs, given, refunded, reason FROM offers ORDER BY offer"
+        )
+        assert found == [
+            ("back", "alice", 700, 0, 0, 700, "deadline"),
+            ("o", "alice", total, PARTS, given, total - given, "command"),
+        ]
+        assert {
+            (grab, amount, seq) for grab, amount, seq in await rows("SELECT grab, amount, seq FROM grabs")
+        } == told
+        assert dict(
+            await rows(
+                "SELECT credit, amount FROM transfers WHERE debit = 'offer:o' AND credit <> 'wallet:alice'"
+            )
+        ) == {f"wallet:{user}": amount for user, amount in by_user.items()}
         by_user["u7"] += entry.amount
-        assert dict(await rows("SELECT user_id, available FROM balances")) == {**by_user, "alice": total - given + 700}
+        assert dict(await rows("SELECT user_id, available FROM balances")) == {
+            **by_user,
+            "alice": total - given + 700,
+        }
         assert await rows("SELECT sum(posted)::int FROM accounts") == [(0,)]
         [[mended]] = await rows("SELECT body FROM audit WHERE type = 'ledger.adjusted'")
-        assert [json.loads(mended)[name] for name in ("operator", "reason", "approved_by")] == ["olga", "a cent short", "boss"]
+        assert [json.loads(mended)[name] for name in ("operator", "reason", "approved_by")] == [
+            "olga",
+            "a cent short",
+            "boss",
+        ]
         # A: by few transactions.
-        [[written, transactions]] = await rows(f"SELECT count(*), count(DISTINCT xmin::text) FROM {system.schema_}_audit_1.audit_1")
+        [[written, transactions]] = await rows(
+            f"SELECT count(*), count(DISTINCT xmin::text) FROM {system.schema_}_audit_1.audit_1"
+        )
         assert (written, transactions < PARTS / 10) == (PARTS + 6, True)
 
         async def published(count: int) -> Any:
-            ids = [line.partition("ce_id=")[2].partition(",")[0] for line in consume(system, topics.events, "%h\n")]
+            ids = [
+                line.partition("ce_id=")[2].partition(",")[0]
+                for line in consume(system, topics.events, "%h\n")
+            ]
             return ids if len(ids) >= count else None
 
         events = await until(lambda: published(PARTS + 6), 60, "the published events")
@@ -589,7 +748,9 @@ async def test_a_written_in_batches_and_nothing_journaled_is_lost_b_balance_and_
         worker(system)
         repeats = await one.decide(grabs, patience_ms=60_000, timeout_ms=60_000)
         assert repeats == [msgspec.structs.replace(answer, repeated=True) for answer in answers]
-        last = await one.decide([Open(id="open-3", offer="more", terms=CouponTerms(issuer="shop", total=1))], patience_ms=60_000)
+        last = await one.decide(
+            [Open(id="open-3", offer="more", terms=CouponTerms(issuer="shop", total=1))], patience_ms=60_000
+        )
         assert outcomes(last) == {"opened": 1}
         more = await until(lambda: published(PARTS + 7), 60, "the last event")
         assert Counter(more) == Counter([*events, f"{last[0].shard}-{last[0].seq}"])

@@ -1,4 +1,6 @@
-"""What article 004 asks for (REQUIREMENTS, section E), as far as deciding can show it: on real Redis and by the pure rules at once."""
+"""What article 004 asks for (REQUIREMENTS, section E), as far as deciding can show it: on real Redis and by
+the pure rules at once.
+"""
 
 import asyncio
 import random
@@ -12,7 +14,19 @@ from grabstream.lua.gate import Gate, GateLimits
 from grabstream.lua.keys import KeySpace
 from grabstream.lua.tickets import sign
 from grabstream.models.answers import Answer
-from grabstream.models.commands import Close, Confirm, Extend, Grab, Load, Open, Pause, Redeem, Release, Resume, Return
+from grabstream.models.commands import (
+    Close,
+    Confirm,
+    Extend,
+    Grab,
+    Load,
+    Open,
+    Pause,
+    Redeem,
+    Release,
+    Resume,
+    Return,
+)
 from grabstream.models.offers import EnvelopeTerms, Hours, Limit
 from grabstream.models.rules import settling
 from grabstream.streams.sweeper import Sweeper
@@ -24,8 +38,17 @@ from tests.lua.scene import BERLIN, DAY, HOUR, MINUTE, WEEK, Scene, at, by_user,
 PRICED: dict[str, Any] = {"price": 250, "currency": "CNY", "hold_ms": MINUTE, "max_per_grab": 10}
 
 
-async def pay(scene: Scene, grab: str | None, payment: str | None = None, paid: int = 250, **rest: Any) -> Answer:
-    return await scene.do(Confirm, grab=grab, payment=payment or scene.id(), paid=paid, currency=rest.pop("currency", "CNY"), **rest)
+async def pay(
+    scene: Scene, grab: str | None, payment: str | None = None, paid: int = 250, **rest: Any
+) -> Answer:
+    return await scene.do(
+        Confirm,
+        grab=grab,
+        payment=payment or scene.id(),
+        paid=paid,
+        currency=rest.pop("currency", "CNY"),
+        **rest,
+    )
 
 
 async def left_of(scene: Scene) -> int | None:
@@ -33,14 +56,15 @@ async def left_of(scene: Scene) -> int | None:
     return (await scene.amend(title="x")).left
 
 
-# -- quantities ---------------------------------------------------------------------------------------------------------
+# -- quantities ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("hold_ms", [None, HOUR])
 @pytest.mark.parametrize(
     ("take", "total", "rows"),
     [
-        ("all", 10, [(1, "ok", 1, 9), (8, "ok", 8, 1), (2, "not_enough_left", None, 1), (1, "ok", 1, 0), (1, "sold_out", None, None)]),
+        ("all", 10, [(1, "ok", 1, 9), (8, "ok", 8, 1), (2, "not_enough_left", None, 1), (1, "ok", 1, 0), (1,
+        "sold_out", None, None)]),
         ("all", 10, [(10, "ok", 10, 0), (1, "sold_out", None, None), (10, "sold_out", None, None)]),
         ("all", 10, [(11, "invalid", None, None), (10, "ok", 10, 0)]),
         ("all", 9, [(10, "invalid", None, None), (9, "ok", 9, 0)]),
@@ -49,7 +73,9 @@ async def left_of(scene: Scene) -> int | None:
         ("up_to", 10, [(11, "invalid", None, None), (10, "ok", 10, 0)]),
     ],
 )  # fmt: skip
-async def test_e_any_quantity_from_one_to_what_remains(scene: Scene, take: Any, total: int, rows: list[Any], hold_ms: int | None) -> None:
+async def test_e_any_quantity_from_one_to_what_remains(
+    scene: Scene, take: Any, total: int, rows: list[Any], hold_ms: int | None
+) -> None:
     await scene.open(stock(total, max_per_grab=10, take=take, hold_ms=hold_ms))
     for quantity, outcome, got, left in rows:
         answer = await scene.grab("ann", quantity)
@@ -64,7 +90,10 @@ async def test_e_never_over_sold(scene: Scene, take: Any) -> None:
     await scene.open(stock(200, max_per_grab=9, take=take, hold_ms=HOUR))
 
     def crowd(number: int) -> list[Grab]:
-        return [Grab(id=f"{number}-{n}", offer="o", user=f"u{n}", quantity=chance.randint(1, 9)) for n in range(150)]
+        return [
+            Grab(id=f"{number}-{n}", offer="o", user=f"u{n}", quantity=chance.randint(1, 9))
+            for n in range(150)
+        ]
 
     answers = await scene.decide_both(crowd(1))
     held = {answer.grab: answer.quantity or 0 for answer in answers if answer.outcome == "held"}
@@ -77,7 +106,7 @@ async def test_e_never_over_sold(scene: Scene, take: Any) -> None:
     assert {answer.outcome for answer in again} <= {"held", "sold_out", "not_enough_left"}
 
 
-# -- who may ------------------------------------------------------------------------------------------------------------
+# -- who may -------------------------------------------------------------------------------------------------
 
 
 async def test_e_who_may_buy_everyone_list_or_ticket(scene: Scene) -> None:
@@ -89,31 +118,49 @@ async def test_e_who_may_buy_everyone_list_or_ticket(scene: Scene) -> None:
     load = {"offer": "o:list", "what": "audience", "chunks": 2}
     assert (await scene.do(Load, chunk=1, items=("ann",), **load)).outcome == "loaded"
     scene.now = opens_at
-    assert (await scene.grab("ann", offer="o:list")).outcome == "not_open_yet"  # half a list would turn away who may
+    assert (
+        await scene.grab("ann", offer="o:list")
+    ).outcome == "not_open_yet"  # half a list would turn away who may
     assert (await scene.do(Load, chunk=2, items=("bob", "ann"), **load)).outcome == "loaded"
     assert (await scene.do(Load, chunk=1, items=("eve",), **load)).outcome == "conflict"
     for audience, user, outcome in [
-        ("everyone", "ann", "granted"), ("everyone", "eve", "granted"), ("list", "ann", "granted"), ("list", "bob", "granted"),
-        ("list", "eve", "not_eligible"), ("ticket", "ann", "granted"), ("ticket", "bob", "granted"), ("ticket", "eve", "not_eligible"),
+        ("everyone", "ann", "granted"), ("everyone", "eve", "granted"), ("list", "ann", "granted"),
+        ("list", "bob", "granted"),
+        ("list", "eve", "not_eligible"), ("ticket", "ann", "granted"), ("ticket", "bob", "granted"),
+        ("ticket", "eve", "not_eligible"),
     ]:  # fmt: skip
         ticket = signed.get(user) if audience == "ticket" else None
-        assert (await scene.grab(user, offer=f"o:{audience}", ticket=ticket)).outcome == outcome, (audience, user)
+        assert (await scene.grab(user, offer=f"o:{audience}", ticket=ticket)).outcome == outcome, (
+            audience,
+            user,
+        )
 
 
-async def test_the_name_of_a_campaigns_ticket_is_free_when_that_has_ended_however_grabs_share_a_call(scene: Scene) -> None:
+async def test_the_name_of_a_campaigns_ticket_is_free_when_that_has_ended_however_grabs_share_a_call(
+    scene: Scene,
+) -> None:
     """What has ended is forgotten bit by bit; whether it is forgotten yet makes no difference to anybody."""
     for name in ("o:1", "o:2"):
         await scene.open(stock(10, audience="ticket", max_per_grab=3), name)
 
     def grab(once: str, offer: str, lasts: int) -> Grab:
-        ticket = sign("t", TICKET_SECRET, user="ann", offer="o", expires_at_ms=(scene.now + lasts) // 1000 * 1000, once_id=once)
+        ticket = sign(
+            "t",
+            TICKET_SECRET,
+            user="ann",
+            offer="o",
+            expires_at_ms=(scene.now + lasts) // 1000 * 1000,
+            once_id=once,
+        )
         return Grab(id=scene.id(), offer=offer, user="ann", ticket=ticket)
 
     first = [grab(f"t{number}", "o:1", 10_000) for number in range(5)]
     assert {answer.outcome for answer in await scene.decide_both(first)} == {"granted"}
     scene.now += 20_000
     later = [grab(once, "o:2", HOUR) for once in ("t4", "t0", "new", "t2", "t4", "t0", "new")]
-    assert [answer.outcome for answer in await scene.decide_both(later)] == ["granted"] * 4 + ["not_eligible"] * 3
+    assert [answer.outcome for answer in await scene.decide_both(later)] == ["granted"] * 4 + [
+        "not_eligible"
+    ] * 3
 
 
 async def test_a_ticket_is_its_users_for_its_offer_until_its_time(scene: Scene) -> None:
@@ -136,7 +183,9 @@ async def test_a_ticket_is_its_users_for_its_offer_until_its_time(scene: Scene) 
 
 
 async def test_a_single_use_ticket(scene: Scene) -> None:
-    """It is used by what is given, not by what is refused; and what it gave and was given back does not make it good again."""
+    """It is used by what is given, not by what is refused; and what it gave and was given back does not make
+    it good again.
+    """
     await scene.open(stock(10, by_user("offer", 2), audience="ticket", hold_ms=HOUR, max_per_grab=3))
     once, other = (ticket_for("ann", "o", NOW + DAY, name) for name in ("t1", "t2"))
     command = Grab(id="g", offer="o", user="ann", ticket=once)
@@ -144,23 +193,38 @@ async def test_a_single_use_ticket(scene: Scene) -> None:
     await scene.do(Pause)
     assert (await scene.grab("ann", ticket=once)).outcome == "on_hold"
     await scene.do(Resume)
-    held, repeated, again = await scene.decide_both([command, command, Grab(id="h", offer="o", user="ann", ticket=once)])
-    assert (held.outcome, repeated.outcome, repeated.repeated, again.outcome) == ("held", "held", True, "not_eligible")
+    held, repeated, again = await scene.decide_both(
+        [command, command, Grab(id="h", offer="o", user="ann", ticket=once)]
+    )
+    assert (held.outcome, repeated.outcome, repeated.repeated, again.outcome) == (
+        "held",
+        "held",
+        True,
+        "not_eligible",
+    )
     assert (await scene.grab("ann", ticket=once)).outcome == "not_eligible"
     await scene.do(Release, grab="g")
     assert (await scene.grab("ann", ticket=once)).outcome == "not_eligible"
     assert (await scene.grab("ann", ticket=other)).outcome == "held"
     # A ticket of another campaign may have the same name.
     await scene.open(stock(10, audience="ticket"), "p")
-    assert (await scene.grab("ann", offer="p", ticket=ticket_for("ann", "p", NOW + DAY, "t1"))).outcome == "granted"
+    assert (
+        await scene.grab("ann", offer="p", ticket=ticket_for("ann", "p", NOW + DAY, "t1"))
+    ).outcome == "granted"
 
 
 async def test_a_single_use_ticket_of_a_campaign_is_used_once_in_all_of_it(scene: Scene) -> None:
-    """In offers of every kind, by a place in the queue too, and also after the offer that it was used for has retired."""
+    """In offers of every kind, by a place in the queue too, and also after the offer that it was used for has
+    retired.
+    """
     five = [f"w:{number}" for number in range(5)]
     for offer in five:
-        await scene.open(stock(1, audience="ticket", hold_ms=HOUR, waiting_list=True, retire_after_ms=1), offer)
-    envelope = EnvelopeTerms(issuer="shop", funding="pay", asset="CNY", total=10, parts=2, audience="ticket", seed="0" * 32)
+        await scene.open(
+            stock(1, audience="ticket", hold_ms=HOUR, waiting_list=True, retire_after_ms=1), offer
+        )
+    envelope = EnvelopeTerms(
+        issuer="shop", funding="pay", asset="CNY", total=10, parts=2, audience="ticket", seed="0" * 32
+    )
     await scene.open(envelope, "w:envelope")
 
     async def outcomes(*offers: str, ticket: str, **rest: Any) -> list[str]:
@@ -170,12 +234,17 @@ async def test_a_single_use_ticket_of_a_campaign_is_used_once_in_all_of_it(scene
         ticket = sign("t", TICKET_SECRET, user="ann", offer=audience, expires_at_ms=NOW + DAY, once_id=name)
         assert await outcomes("w:none", ticket=ticket) == ["no_such_offer"]
         used_for = five[0] if name == "t1" else five[1]
-        assert await outcomes(used_for, *five[:2], "w:envelope", ticket=ticket) == ["held", *["not_eligible"] * 3]
+        assert await outcomes(used_for, *five[:2], "w:envelope", ticket=ticket) == [
+            "held",
+            *["not_eligible"] * 3,
+        ]
     for name, wait in (("t3", True), ("t4", False)):
         ticket = ticket_for("ann", "w", NOW + DAY, name)
         rest = {"wait": True} if wait else {}
         assert await outcomes(five[0], ticket=ticket, **rest) == ["waiting" if wait else "sold_out"]
-        assert await outcomes(*five[2:4], ticket=ticket) == (["not_eligible"] * 2 if wait else ["held", "not_eligible"])
+        assert await outcomes(*five[2:4], ticket=ticket) == (
+            ["not_eligible"] * 2 if wait else ["held", "not_eligible"]
+        )
     ticket = ticket_for("ann", "w", NOW + DAY, "t5")
     assert await outcomes("w:envelope", five[4], ticket=ticket) == ["granted", "not_eligible"]
     # The same name as a ticket of one offer is another ticket.
@@ -202,35 +271,51 @@ async def test_a_ticket_that_was_refused_or_fell_with_its_basket_is_not_used(sce
 
     def pair(name: str, *tickets: str) -> list[Grab]:
         return [
-            Grab(id=f"{name}{n}", offer=f"w:{n + 1}", user="ann", basket=name, ticket=ticket) for n, ticket in enumerate(tickets)
+            Grab(id=f"{name}{n}", offer=f"w:{n + 1}", user="ann", basket=name, ticket=ticket) for n,
+            ticket in enumerate(tickets)
         ]  # fmt: skip
 
-    assert [answer.outcome for answer in await scene.decide_both(pair("a", first, first))] == ["not_eligible"] * 2
+    assert [answer.outcome for answer in await scene.decide_both(pair("a", first, first))] == [
+        "not_eligible"
+    ] * 2
     await scene.grab("ann", offer="w:1", ticket=first, quantity=4)
     assert [answer.outcome for answer in await scene.decide_both(pair("b", first, second))] == ["granted"] * 2
-    assert [answer.outcome for answer in await scene.decide_both(pair("c", first, second))] == ["not_eligible"] * 2
+    assert [answer.outcome for answer in await scene.decide_both(pair("c", first, second))] == [
+        "not_eligible"
+    ] * 2
 
 
 async def test_used_tickets_that_have_ended_make_room(scene: Scene) -> None:
     """What has ended is refused by its time, so nothing need be known of its use."""
     await scene.open(stock(99, audience="ticket"), "w:1")
     for number in range(6):
-        assert (await scene.grab("ann", ticket=ticket_for("ann", "w", NOW + MINUTE, f"t{number}"))).outcome == "granted"
+        assert (
+            await scene.grab("ann", ticket=ticket_for("ann", "w", NOW + MINUTE, f"t{number}"))
+        ).outcome == "granted"
     scene.now += MINUTE
     tickets = scene.keys.shard(scene.keys.shard_of_offer("w")).of_campaign("w")[-1]
     for number, left in ((6, 5), (7, 4), (8, 3), (9, 4)):
-        assert (await scene.grab("ann", ticket=ticket_for("ann", "w", NOW + DAY, f"t{number}"))).outcome == "granted"
+        assert (
+            await scene.grab("ann", ticket=ticket_for("ann", "w", NOW + DAY, f"t{number}"))
+        ).outcome == "granted"
         assert await scene.client.zcard(tickets) == left
-    assert (await scene.grab("ann", ticket=ticket_for("ann", "w", NOW + MINUTE, "t0"))).outcome == "not_eligible"
+    assert (
+        await scene.grab("ann", ticket=ticket_for("ann", "w", NOW + MINUTE, "t0"))
+    ).outcome == "not_eligible"
 
 
-# -- hold, confirm, release, expire ------------------------------------------------------------------------------------
+# -- hold, confirm, release, expire --------------------------------------------------------------------------
 
 
 async def test_e_hold_hands_over_what_is_to_be_paid(scene: Scene) -> None:
     await scene.open(stock(10, **PRICED))
     answer = await scene.grab("ann", 3)
-    assert (answer.outcome, answer.due, answer.currency, answer.deadline_at) == ("held", 750, "CNY", NOW + MINUTE)
+    assert (answer.outcome, answer.due, answer.currency, answer.deadline_at) == (
+        "held",
+        750,
+        "CNY",
+        NOW + MINUTE,
+    )
     # A hold keeps the price it was made at.
     await scene.amend(price=100)
     assert (await scene.grab("bob", 2)).due == 200
@@ -239,14 +324,18 @@ async def test_e_hold_hands_over_what_is_to_be_paid(scene: Scene) -> None:
 
 
 async def test_e_hold_confirm_release_expiry_any_number_of_times_in_any_order(scene: Scene) -> None:
-    """Every sequence of four steps: the first one decides, each later one changes nothing and says how it is."""
+    """Every sequence of four steps: the first one decides, each later one changes nothing and says how it
+    is.
+    """
     total = 10_000
     await scene.open(stock(total, **PRICED))
     left = total
     first_said = {"confirm": "confirmed", "release": "released", "expire": None}
     later_said = {
-        ("confirm", "confirm"): "confirmed", ("confirm", "release"): "not_held", ("release", "confirm"): "not_held",
-        ("release", "release"): "released", ("expire", "confirm"): "expired", ("expire", "release"): "expired",
+        ("confirm", "confirm"): "confirmed", ("confirm", "release"): "not_held",
+        ("release", "confirm"): "not_held",
+        ("release", "release"): "released", ("expire", "confirm"): "expired",
+        ("expire", "release"): "expired",
     }  # fmt: skip
     for number, steps in enumerate(product(("confirm", "release", "expire"), repeat=4)):
         grab = (await scene.grab("ann", 2)).grab
@@ -255,10 +344,18 @@ async def test_e_hold_confirm_release_expiry_any_number_of_times_in_any_order(sc
                 scene.now += MINUTE
                 await scene.sweep_both()
                 continue
-            answer = await (pay(scene, grab, f"pay{number}", 500) if step == "confirm" else scene.do(Release, grab=grab))
-            assert answer.outcome == (later_said[steps[0], step] if place else first_said[step]), (steps, place)
+            answer = await (
+                pay(scene, grab, f"pay{number}", 500) if step == "confirm" else scene.do(Release, grab=grab)
+            )
+            assert answer.outcome == (later_said[steps[0], step] if place else first_said[step]), (
+                steps,
+                place,
+            )
             so_already = answer.outcome in ("confirmed", "released") and place > 0
-            assert answer.repeated == (so_already or (step == "confirm" and step in steps[:place])), (steps, place)
+            assert answer.repeated == (so_already or (step == "confirm" and step in steps[:place])), (
+                steps,
+                place,
+            )
         left -= 2 if steps[0] == "confirm" else 0
         assert (await left_of(scene)) == left, steps
         ended = [len(await scene.events(kind, grab=grab)) for kind in ("grab.confirmed", "grab.released")]
@@ -270,7 +367,9 @@ async def test_e_hold_confirm_release_expiry_any_number_of_times_in_any_order(sc
 @pytest.mark.parametrize("order", list(permutations(("confirm", "sweep", "release"))))
 @pytest.mark.parametrize("ms", [-1, 0, 1])
 async def test_e_the_millisecond_of_the_deadline(scene: Scene, order: tuple[str, ...], ms: int) -> None:
-    """Up to the deadline who comes first wins; from its millisecond on expiry does, whoever finds it. The loser is told, once."""
+    """Up to the deadline who comes first wins; from its millisecond on expiry does, whoever finds it. The
+    loser is told, once.
+    """
     await scene.open(stock(5, **PRICED))
     grab = (await scene.grab("ann", 2)).grab
     scene.now = NOW + MINUTE + ms
@@ -279,7 +378,9 @@ async def test_e_the_millisecond_of_the_deadline(scene: Scene, order: tuple[str,
         if step == "sweep":
             await scene.sweep_both()
         else:
-            said[step] = (await (pay(scene, grab, "pay", 500) if step == "confirm" else scene.do(Release, grab=grab))).outcome
+            said[step] = (
+                await (pay(scene, grab, "pay", 500) if step == "confirm" else scene.do(Release, grab=grab))
+            ).outcome
     if ms >= 0:
         expected = {"confirm": "expired", "release": "expired"}
     elif order.index("confirm") < order.index("release"):
@@ -291,22 +392,29 @@ async def test_e_the_millisecond_of_the_deadline(scene: Scene, order: tuple[str,
     assert await left_of(scene) == (3 if confirmed else 5)
     assert len(await scene.events("payment.refund_due")) == (0 if confirmed else 1)
     released = await scene.events("grab.released")
-    assert [event.reason for event in released] == ([] if confirmed else ["expired" if ms >= 0 else "command"])
+    assert [event.reason for event in released] == (
+        [] if confirmed else ["expired" if ms >= 0 else "command"]
+    )
 
 
 async def test_e_confirm_and_expiry_at_once(client: Any, keys: KeySpace) -> None:
-    """Payments in the last millisecond while the sweeper is already at the deadline: each hold has one end, each loser a refund."""
+    """Payments in the last millisecond while the sweeper is already at the deadline: each hold has one end,
+    each loser a refund.
+    """
     holds, deadline = 150, NOW + MINUTE
     await take_over(client, keys)
     now = [NOW]
-    one = Gate(client, keys, SEALER, GateLimits(batch_commands_max=1, timeout_ms=30_000), clock=lambda: now[0])
+    one = Gate(
+        client, keys, SEALER, GateLimits(batch_commands_max=1, timeout_ms=30_000), clock=lambda: now[0]
+    )
     grabs = [Grab(id=f"g{number}", offer="o", user="ann") for number in range(holds)]
     await one.decide([Open(id="open", offer="o", terms=stock(holds, **PRICED)), *grabs], "decided")
     now[0] = deadline - 1
     shard = keys.shard_of_offer("o")
     sweeper = Sweeper(client, keys.shard(shard), keys.shards, 10**12)
     payments = [
-        Confirm(id=f"c{number}", offer="o", grab=f"g{number}", payment=f"p{number}", paid=250, currency="CNY") for number in range(holds)
+        Confirm(id=f"c{number}", offer="o", grab=f"g{number}", payment=f"p{number}", paid=250, currency="CNY")
+        for number in range(holds)
     ]
     answers, _ = await asyncio.gather(one.decide(payments, "decided"), sweeper.sweep(deadline))
     await sweeper.sweep(deadline)
@@ -314,10 +422,20 @@ async def test_e_confirm_and_expiry_at_once(client: Any, keys: KeySpace) -> None
     lines = await event_lines(client, keys, shard)
     check_books(lines)
     outcomes = Counter(answer.outcome for answer in answers)
-    ended = Counter(kind for line in lines for kind in ("grab.confirmed", "grab.released", "payment.refund_due") if kind.encode() in line)
+    ended = Counter(
+        kind
+        for line in lines
+        for kind in ("grab.confirmed", "grab.released", "payment.refund_due")
+        if kind.encode() in line
+    )
     assert set(outcomes) <= {"confirmed", "expired"}
     assert ended["grab.confirmed"] == outcomes["confirmed"]
-    assert ended["grab.released"] == ended["payment.refund_due"] == outcomes["expired"] == holds - outcomes["confirmed"]
+    assert (
+        ended["grab.released"]
+        == ended["payment.refund_due"]
+        == outcomes["expired"]
+        == holds - outcomes["confirmed"]
+    )
     async for name in client.scan_iter(match=f"{keys.prefix}:*", count=1_000):
         await client.unlink(name)
 
@@ -399,7 +517,8 @@ async def test_e_partial_confirm_with_the_rest_held(scene: Scene, end: str) -> N
         ({}, 0, None, "expired"),
         ({"late": "grace", "grace_ms": 500}, 0, None, "confirmed"),
         ({"late": "grace", "grace_ms": 500}, 499, None, "confirmed"),
-        ({"late": "grace", "grace_ms": 500}, 499, "others come", "confirmed"),  # nothing is to be had as long as it may be paid
+        ({"late": "grace", "grace_ms": 500}, 499, "others come", "confirmed"),
+        # nothing is to be had as long as it may be paid
         ({"late": "grace", "grace_ms": 500}, 500, None, "expired"),
         ({"late": "retake"}, 0, None, "confirmed"),
         ({"late": "retake"}, DAY, None, "confirmed"),
@@ -407,13 +526,16 @@ async def test_e_partial_confirm_with_the_rest_held(scene: Scene, end: str) -> N
         ({"late": "retake"}, DAY, "others wait", "expired"),
         ({"late": "retake"}, DAY, "closed", "expired"),
         ({"late": "retake", "closes_at": NOW + MINUTE + 9}, 8, None, "confirmed"),
-        ({"late": "retake", "closes_at": NOW + MINUTE + 9}, 9, None, "expired"),  # also before the sweeper comes
+        ({"late": "retake", "closes_at": NOW + MINUTE + 9}, 9, None, "expired"),
+        # also before the sweeper comes
         ({"late": "retake"}, DAY, "own limit used up", "expired"),
         ({"late": "refuse"}, DAY, None, "expired"),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("swept", [False, True])
-async def test_e_a_late_payment(scene: Scene, terms: Any, after_ms: int, meanwhile: str | None, outcome: str, swept: bool) -> None:
+async def test_e_a_late_payment(
+    scene: Scene, terms: Any, after_ms: int, meanwhile: str | None, outcome: str, swept: bool
+) -> None:
     await scene.open(stock(3, by_user("offer", 3), **PRICED, waiting_list=True, **terms))
     grab = (await scene.grab("ann", 3)).grab
     if meanwhile == "others wait":
@@ -433,7 +555,9 @@ async def test_e_a_late_payment(scene: Scene, terms: Any, after_ms: int, meanwhi
     assert len(await scene.events("payment.refund_due")) == (0 if outcome == "confirmed" else 1)
     confirmed = await scene.events("grab.confirmed")
     retaken = terms.get("late") == "retake" and outcome == "confirmed"
-    assert [(event.quantity, event.retaken) for event in confirmed] == ([(3, retaken)] if outcome == "confirmed" else [])
+    assert [(event.quantity, event.retaken) for event in confirmed] == (
+        [(3, retaken)] if outcome == "confirmed" else []
+    )
 
 
 async def test_a_late_payment_takes_what_suffices_for_nobody_who_waits(scene: Scene) -> None:
@@ -452,7 +576,7 @@ async def test_a_late_payment_takes_what_suffices_for_nobody_who_waits(scene: Sc
     assert await left_of(scene) == 0
 
 
-# -- payments that nobody can serve -------------------------------------------------------------------------------------
+# -- payments that nobody can serve --------------------------------------------------------------------------
 
 
 async def unserved(scene: Scene, situation: str) -> tuple[str, dict[str, Any], str]:
@@ -498,22 +622,29 @@ async def unserved(scene: Scene, situation: str) -> tuple[str, dict[str, Any], s
 
 
 SITUATIONS = (
-    "unknown grab", "released", "expired and closed", "confirmed by another payment", "returned", "waits", "too little", "too much",
+    "unknown grab", "released", "expired and closed", "confirmed by another payment", "returned", "waits",
+    "too little", "too much",
     "wrong currency", "more units than held", "right for other units",
 )  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("situation", "late"), [*product(SITUATIONS, ("refuse", "retake")), ("expired", "refuse"), ("expired and swept", "refuse")]
+    ("situation", "late"),
+    [*product(SITUATIONS, ("refuse", "retake")), ("expired", "refuse"), ("expired and swept", "refuse")],
 )
-async def test_e_every_unserved_payment_is_to_be_refunded_once(scene: Scene, situation: str, late: Any) -> None:
-    """However often it is sent: under one command id, under others, in one call, later. With the right sum at last it is a conflict: what
-    was paid back is not served, and more money is another payment."""
+async def test_e_every_unserved_payment_is_to_be_refunded_once(
+    scene: Scene, situation: str, late: Any
+) -> None:
+    """However often it is sent: under one command id, under others, in one call, later. With the right sum at
+    last it is a conflict: what was paid back is not served, and more money is another payment.
+    """
     await scene.open(stock(5, **PRICED, waiting_list=True, late=late))
     grab, paid, outcome = await unserved(scene, situation)
 
     def confirm(id: str, **other: Any) -> Confirm:
-        return Confirm(**{"id": id, "offer": "o", "grab": grab, "payment": "p", "currency": "CNY", **paid, **other})
+        return Confirm(
+            **{"id": id, "offer": "o", "grab": grab, "payment": "p", "currency": "CNY", **paid, **other}
+        )
 
     answers = await scene.decide_both([confirm("c1"), confirm("c1"), confirm("c2")])
     scene.now += 1
@@ -531,17 +662,24 @@ async def test_e_every_unserved_payment_is_to_be_refunded_once(scene: Scene, sit
     )  # fmt: skip
     # For another grab the same payment is another story, which is refused and not refunded a second time.
     other = (await scene.grab("kim")).grab or "none"
-    assert [(await pay(scene, other, "p")).outcome, (await pay(scene, "nobody-else", "p")).outcome] == ["conflict"] * 2
+    assert [(await pay(scene, other, "p")).outcome, (await pay(scene, "nobody-else", "p")).outcome] == [
+        "conflict"
+    ] * 2
     assert len(await scene.events("payment.refund_due")) == 1
 
 
 async def test_a_hold_outlives_wrong_payments(scene: Scene) -> None:
     await scene.open(stock(5, **PRICED))
     grab = (await scene.grab("ann", 2)).grab
-    wrong = [await pay(scene, grab, "p1", 499), await pay(scene, grab, "p2", 500, currency="EUR"), await pay(scene, grab, "p3", 250)]
+    wrong = [
+        await pay(scene, grab, "p1", 499),
+        await pay(scene, grab, "p2", 500, currency="EUR"),
+        await pay(scene, grab, "p3", 250),
+    ]
     assert {answer.outcome for answer in wrong} == {"invalid"}
     assert (await pay(scene, grab, "p4", 500)).outcome == "confirmed"
-    assert {(event.payment, event.amount, event.asset) for event in await scene.events("payment.refund_due")} == {
+    assert {(event.payment, event.amount,
+        event.asset) for event in await scene.events("payment.refund_due")} == {
         ("p1", 499, "CNY"), ("p2", 500, "EUR"), ("p3", 250, "CNY"),
     }  # fmt: skip
 
@@ -557,7 +695,7 @@ async def test_money_for_what_costs_nothing_is_refunded(scene: Scene, terms: Any
     assert len(await scene.events("payment.refund_due")) == 1
 
 
-# -- return -------------------------------------------------------------------------------------------------------------
+# -- return --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("restores", [False, True])
@@ -568,7 +706,11 @@ async def test_e_a_return_opens_the_units_again(scene: Scene, restores: bool) ->
     assert (await scene.do(Return, grab=grab)).outcome == "not_held"  # a hold is released, not returned
     await pay(scene, grab, "p1", 1000)
     assert await scene.outcomes("bob") == ["sold_out"]
-    for quantity, outcome, back, left in ((5, "not_enough_left", None, 4), (1, "returned", 1, 1), (2, "returned", 2, 3)):
+    for quantity, outcome, back, left in (
+        (5, "not_enough_left", None, 4),
+        (1, "returned", 1, 1),
+        (2, "returned", 2, 3),
+    ):
         answer = await scene.do(Return, grab=grab, quantity=quantity, reason="too small")
         assert (answer.outcome, answer.quantity, answer.left) == (outcome, back, left)
     again = await scene.grab("ann", 3)
@@ -588,12 +730,16 @@ async def test_e_a_return_is_carried_out_once(scene: Scene) -> None:
     grab = (await scene.grab("ann", 4)).grab or ""
     command = Return(id="r", offer="o", grab=grab, quantity=1)
     answers = await scene.decide_both([command] * 3)
-    assert [(answer.outcome, answer.left, answer.repeated) for answer in answers] == [("returned", 1, n > 0) for n in range(3)]
+    assert [(answer.outcome, answer.left, answer.repeated) for answer in answers] == [
+        ("returned", 1, n > 0) for n in range(3)
+    ]
 
 
 @pytest.mark.parametrize("restores", [False, True])
 async def test_a_return_of_another_day_restores_no_window_that_is_over(scene: Scene, restores: bool) -> None:
-    await scene.open(stock(100, by_user("day", 3), by_user("offer", 9), max_per_grab=3, return_restores=restores))
+    await scene.open(
+        stock(100, by_user("day", 3), by_user("offer", 9), max_per_grab=3, return_restores=restores)
+    )
     first = (await scene.grab("ann", 3)).grab
     scene.now += DAY
     await scene.grab("ann", 2)
@@ -615,14 +761,18 @@ async def test_what_was_retaken_on_another_day_gives_back_by_days(scene: Scene, 
     assert lefts(await scene.grab("ann")) == {"user/day": 1 - more_today}
 
 
-# -- close, amend, waves ------------------------------------------------------------------------------------------------
+# -- close, amend, waves -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("closed_by", ["command", "deadline"])
 async def test_e_close_with_holds(scene: Scene, closed_by: str) -> None:
-    """Holds stay payable until their time; what is released or returned goes to the issuer, and can be grabbed no more."""
+    """Holds stay payable until their time; what is released or returned goes to the issuer, and can be
+    grabbed no more.
+    """
     await scene.open(stock(10, **PRICED, closes_at=NOW + 1_000))
-    paid, released, expires, taken = [(await scene.grab(user, 2)).grab for user in ("ann", "bob", "eve", "joe")]
+    paid, released, expires, taken = [
+        (await scene.grab(user, 2)).grab for user in ("ann", "bob", "eve", "joe")
+    ]
     await pay(scene, taken, "p1", 500)
     if closed_by == "command":
         assert (await scene.do(Close)).left == 2
@@ -650,7 +800,8 @@ async def test_e_the_total_is_never_below_what_is_taken_or_held(scene: Scene) ->
     taken, held = (await scene.grab("ann", 2)).grab, (await scene.grab("bob", 3)).grab
     await pay(scene, taken, paid=500)
     for total, outcome, left in (
-        (1, "not_enough_left", 5), (4, "not_enough_left", 5), (5, "amended", 0), (4, "not_enough_left", 0), (7, "amended", 2),
+        (1, "not_enough_left", 5), (4, "not_enough_left", 5), (5, "amended", 0), (4, "not_enough_left", 0),
+        (7, "amended", 2),
     ):  # fmt: skip
         answer = await scene.amend(total=total)
         assert (answer.outcome, answer.left) == (outcome, left), total
@@ -717,13 +868,17 @@ async def test_e_the_week_is_checked_and_opens_and_closes_at_its_times(scene: Sc
     ],
 )  # fmt: skip
 async def test_e_weekly_hours(scene: Scene, moment: str, retry_at: str | None) -> None:
-    """Sundays from ten to twelve and Tuesdays from eleven at night, by the clock of Berlin, also when it changes."""
+    """Sundays from ten to twelve and Tuesdays from eleven at night, by the clock of Berlin, also when it
+    changes.
+    """
     scene.now = at(moment) - WEEK
     hours = Hours(("sun",), "10:00", "12:00"), Hours(("tue",), "23:00", "24:00")
     await scene.open(stock(10, hours=hours, timezone=BERLIN))
     scene.now = at(moment)
     answer = await scene.grab("ann")
-    assert (answer.outcome, answer.retry_at) == (("granted", None) if retry_at is None else ("not_open_yet", at(retry_at)))
+    assert (answer.outcome, answer.retry_at) == (
+        ("granted", None) if retry_at is None else ("not_open_yet", at(retry_at))
+    )
     if retry_at is not None:
         scene.now = at(retry_at) - 1
         assert await scene.outcomes("ann") == ["not_open_yet"]
@@ -742,7 +897,7 @@ async def test_retry_at_is_a_time_at_which_it_is_open(scene: Scene) -> None:
     assert await scene.outcomes("ann") == ["granted"]
 
 
-# -- campaigns ----------------------------------------------------------------------------------------------------------
+# -- campaigns -----------------------------------------------------------------------------------------------
 
 
 async def test_e_one_of_these_five_a_user(scene: Scene) -> None:
@@ -754,7 +909,9 @@ async def test_e_one_of_these_five_a_user(scene: Scene) -> None:
     await scene.open(stock(10, one), "else:0")
     held = await scene.grab("ann", offer=five[2])
     answers = [await scene.grab("ann", offer=offer) for offer in five]
-    assert {(answer.outcome, answer.limit and answer.limit.scope) for answer in answers} == {("limit_reached", "campaign")}
+    assert {(answer.outcome, answer.limit and answer.limit.scope) for answer in answers} == {
+        ("limit_reached", "campaign")
+    }
     assert (await scene.grab("ann", offer="else:0")).outcome == "granted"
     assert [(await scene.grab("bob", offer=offer)).outcome for offer in five[:2]] == ["held", "limit_reached"]
     await scene.do(Release, offer=five[2], grab=held.grab)
@@ -772,7 +929,10 @@ async def test_limits_of_offer_and_campaign_are_kept_apart(scene: Scene) -> None
         answer = await scene.grab("ann", offer=offer)
         if of_offer is None:
             assert answer.limit is not None
-            assert (answer.outcome, answer.limit.scope) == ("limit_reached", "offer" if offer == "w:1" else "campaign")
+            assert (answer.outcome, answer.limit.scope) == (
+                "limit_reached",
+                "offer" if offer == "w:1" else "campaign",
+            )
         else:
             assert [limit.left for limit in answer.limits] == [of_offer, of_campaign]
     scene.now += DAY
@@ -780,7 +940,10 @@ async def test_limits_of_offer_and_campaign_are_kept_apart(scene: Scene) -> None
 
 
 def basket(name: str, *wanted: tuple[str, int], user: str = "ann") -> list[Grab]:
-    return [Grab(id=f"{name}-{n}", offer=offer, user=user, quantity=quantity, basket=name) for n, (offer, quantity) in enumerate(wanted)]
+    return [
+        Grab(id=f"{name}-{n}", offer=offer, user=user, quantity=quantity, basket=name)
+        for n, (offer, quantity) in enumerate(wanted)
+    ]
 
 
 async def test_e_a_basket_is_all_or_nothing(scene: Scene) -> None:
@@ -798,7 +961,10 @@ async def test_e_a_basket_is_all_or_nothing(scene: Scene) -> None:
     refused = [
         (basket("b0", ("w:1", 2), ("w:2", 2)), "invalid"),  # more than there ever was
         (basket("b1", ("w:1", 2), ("w:1", 2)), "not_enough_left"),
-        (basket("b2", ("w:1", 2), ("w:3", 3)), "limit_reached"),  # each alone would do, both are more than four
+        (
+            basket("b2", ("w:1", 2), ("w:3", 3)),
+            "limit_reached",
+        ),  # each alone would do, both are more than four
         (basket("b3", ("w:3", 1), ("w:9", 1)), "no_such_offer"),
         (basket("b4", ("w:3", 1), ("w:1", 4)), "invalid"),
     ]
@@ -809,7 +975,9 @@ async def test_e_a_basket_is_all_or_nothing(scene: Scene) -> None:
     assert await scene.events("grab.held") == []
     good = basket("b5", ("w:1", 2), ("w:2", 1), ("w:3", 1))
     assert [answer.outcome for answer in await scene.decide_both(good)] == ["held"] * 3
-    assert [(answer.outcome, answer.repeated) for answer in await scene.decide_both(good)] == [("held", True)] * 3
+    assert [(answer.outcome, answer.repeated) for answer in await scene.decide_both(good)] == [
+        ("held", True)
+    ] * 3
     sold_out = basket("b6", ("w:1", 1), ("w:2", 1), user="bob")
     assert [answer.outcome for answer in await scene.decide_both(sold_out)] == ["sold_out"] * 2
     assert await lefts_of_all() == [1, 0, 8]
@@ -821,7 +989,9 @@ async def test_e_a_basket_is_all_or_nothing(scene: Scene) -> None:
 
 
 @pytest.mark.parametrize("forgotten", [0, 1])
-async def test_e_a_refused_basket_of_which_only_a_part_is_still_known_is_decided_again(scene: Scene, forgotten: int) -> None:
+async def test_e_a_refused_basket_of_which_only_a_part_is_still_known_is_decided_again(
+    scene: Scene, forgotten: int
+) -> None:
     """The hundred thousand refusals that are kept may end in the middle of a basket."""
     for offer, total in (("w:1", 1), ("w:2", 9)):
         await scene.open(stock(total), offer)
@@ -830,25 +1000,33 @@ async def test_e_a_refused_basket_of_which_only_a_part_is_still_known_is_decided
     assert [answer.outcome for answer in await scene.decide_both(refused)] == ["sold_out"] * 2
     scene.offer = "w:1"
     await scene.amend(total=2)
-    assert [(answer.outcome, answer.repeated) for answer in await scene.decide_both(refused)] == [("sold_out", True)] * 2
+    assert [(answer.outcome, answer.repeated) for answer in await scene.decide_both(refused)] == [
+        ("sold_out", True)
+    ] * 2
     number = scene.keys.shard_of_offer("w:1")
     del scene.states[number].refusals["w", f"b-{forgotten}"]
     fields = await scene.client.hkeys(scene.keys.shard(number).refusals)
     gone = [field for field in fields if field.decode().endswith(f"b-{forgotten}")]
     assert await scene.client.hdel(scene.keys.shard(number).refusals, *gone) == 1
-    assert [(answer.outcome, answer.repeated) for answer in await scene.decide_both(refused)] == [("granted", False)] * 2
+    assert [(answer.outcome, answer.repeated) for answer in await scene.decide_both(refused)] == [
+        ("granted", False)
+    ] * 2
 
 
-# -- waiting list -------------------------------------------------------------------------------------------------------
+# -- waiting list --------------------------------------------------------------------------------------------
 
 
 async def test_e_the_waiting_list_is_served_in_order(scene: Scene) -> None:
-    """By release, by expiry, by a return, by a new wave; who leaves is passed over; newcomers stand behind."""
+    """By release, by expiry, by a return, by a new wave; who leaves is passed over; newcomers stand
+    behind.
+    """
     await scene.open(stock(3, **PRICED, waiting_list=True))
     released, expires, returned = [(await scene.grab(user)).grab for user in ("a", "b", "c")]
     await pay(scene, returned)
     waiting = [await scene.grab(f"w{number}", wait=True) for number in range(1, 7)]
-    assert [(answer.outcome, answer.place, answer.amount) for answer in waiting] == [("waiting", n, 0) for n in range(1, 7)]
+    assert [(answer.outcome, answer.place, answer.amount) for answer in waiting] == [
+        ("waiting", n, 0) for n in range(1, 7)
+    ]
     assert await scene.outcomes("x") == ["sold_out"]
     assert (await scene.do(Release, grab=waiting[1].grab)).outcome == "released"
 
@@ -881,7 +1059,9 @@ async def served(scene: Scene) -> list[tuple[str, int]]:
 
 @pytest.mark.parametrize("take", ["all", "up_to"])
 async def test_units_go_to_the_first_they_suffice_for(scene: Scene, take: Any) -> None:
-    """The first waits for two, the second for one: with `all` a single unit goes to the second, with `up_to` to the first."""
+    """The first waits for two, the second for one: with `all` a single unit goes to the second, with `up_to`
+    to the first.
+    """
     await scene.open(stock(3, by_user("offer", 3), **PRICED, waiting_list=True, take=take))
     holds = [(await scene.grab("ann")).grab for _ in range(3)]
     first, second = await scene.grab("bob", 2, wait=True), await scene.grab("eve", wait=True)
@@ -963,9 +1143,10 @@ async def test_a_quantity_above_the_total_is_invalid(scene: Scene) -> None:
     await scene.amend(total=5)
     assert (await scene.grab("eve", 5, wait=True)).outcome == "waiting"
     assert (await scene.amend(total=4)).outcome == "amended"
-    assert [answer.outcome for answer in await scene.decide_both([Grab(id="w", offer="o", user="bob", quantity=4, wait=True)])] == [
-        "waiting"
-    ]
+    assert [
+        answer.outcome
+        for answer in await scene.decide_both([Grab(id="w", offer="o", user="bob", quantity=4, wait=True)])
+    ] == ["waiting"]
     await scene.do(Release, grab=held.grab)
     assert await served(scene) == [("bob", 4)]
     assert (await scene.amend(total=9)).outcome == "amended"
@@ -975,7 +1156,9 @@ async def test_a_quantity_above_the_total_is_invalid(scene: Scene) -> None:
 
 
 async def test_what_is_due_stays_an_exact_integer(scene: Scene) -> None:
-    """Who waits for more than one sum can pay, since the price was amended, is passed over; with `up_to` they get what it can pay."""
+    """Who waits for more than one sum can pay, since the price was amended, is passed over; with `up_to` they
+    get what it can pay.
+    """
     for take, got in (("all", [("eve", 1)]), ("up_to", [("bob", 10), ("eve", 1)])):
         terms = PRICED | {"max_per_grab": 15, "price": 1}
         await scene.open(stock(15, **terms, waiting_list=True, take=take), f"take:{take}")
@@ -988,9 +1171,13 @@ async def test_what_is_due_stays_an_exact_integer(scene: Scene) -> None:
         assert (await scene.amend(price=10**12)).outcome == "amended"
         await scene.do(Release, grab=held.grab)
         assert (await served(scene))[before:] == got
-        assert {event.due for event in (await scene.events("grab.held", waited=True))[before:]} == {n * 10**12 for _, n in got}
+        assert {event.due for event in (await scene.events("grab.held", waited=True))[before:]} == {
+            n * 10**12 for _, n in got
+        }
         assert (await scene.amend(price=1)).outcome == "amended"
-        assert (await served(scene))[before:] == [*got, *([("bob", 14)] if take == "all" else [])][: 1 if take == "all" else 2]
+        assert (await served(scene))[before:] == [*got, *([("bob", 14)] if take == "all" else [])][
+            : 1 if take == "all" else 2
+        ]
 
 
 @pytest.mark.parametrize("swept", [False, True])
@@ -1023,13 +1210,15 @@ async def test_waiting_counts_against_limits_and_leaving_gives_back(scene: Scene
     assert (again.outcome, again.place, lefts(again)) == ("waiting", 3, {"user/offer": 0})
 
 
-# -- retire -------------------------------------------------------------------------------------------------------------
+# -- retire --------------------------------------------------------------------------------------------------
 
 
 async def test_e_the_program_removes_what_the_core_no_longer_needs(scene: Scene) -> None:
     """Some time after its close and its last hold an offer leaves Redis; its id is never usable again."""
     limit = by_user("offer", 5, scope="campaign")
-    terms = stock(9, limit, by_user("day", 5), **(PRICED | {"hold_ms": 3 * DAY}), waiting_list=True, retire_after_ms=DAY)
+    terms = stock(
+        9, limit, by_user("day", 5), **(PRICED | {"hold_ms": 3 * DAY}), waiting_list=True, retire_after_ms=DAY
+    )
     for offer in ("w:1", "w:2"):
         await scene.open(terms, offer)
     first = await scene.grab("ann", 3, offer="w:1")
@@ -1075,7 +1264,11 @@ async def test_an_envelope_and_a_coupon_retire_too(scene: Scene) -> None:
     await scene.do(Redeem, grab=grab, order="o")
     await scene.do(Close)
     await scene.sweep_both()
-    assert [name for name in await scene.names() if ":offer:" in name or (":campaign:" in name and not name.endswith("/state"))] == []
+    assert [
+        name
+        for name in await scene.names()
+        if ":offer:" in name or (":campaign:" in name and not name.endswith("/state"))
+    ] == []
 
 
 async def retired_with_an_expired_hold(scene: Scene) -> str:

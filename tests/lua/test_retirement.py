@@ -1,5 +1,6 @@
-"""Offers that retire while their campaign lives: from the retiring call on nothing is answered from what they left, money that still comes
-is booked once, and what they left is deleted in small steps."""
+"""Offers that retire while their campaign lives: from the retiring call on nothing is answered from what they
+left, money that still comes is booked once, and what they left is deleted in small steps.
+"""
 
 import re
 import time
@@ -36,12 +37,25 @@ from grabstream.streams.sweeper import Sweeper
 from tests.lua.conftest import NOW, SEALER, grabs, opening
 from tests.lua.scene import DAY, MINUTE, Scene, by_user, coupon, stock
 
-PRICED: dict[str, Any] = {"price": 250, "currency": "CNY", "hold_ms": MINUTE, "max_per_grab": 1_000, "retire_after_ms": DAY}
+PRICED: dict[str, Any] = {
+    "price": 250,
+    "currency": "CNY",
+    "hold_ms": MINUTE,
+    "max_per_grab": 1_000,
+    "retire_after_ms": DAY,
+}
 
 
 def envelope(parts: int = 10, **rest: Any) -> EnvelopeTerms:
     return EnvelopeTerms(
-        seed="5e" * 16, issuer="alice", funding="pay", asset="CNY", total=parts * 100, parts=parts, retire_after_ms=DAY, **rest
+        seed="5e" * 16,
+        issuer="alice",
+        funding="pay",
+        asset="CNY",
+        total=parts * 100,
+        parts=parts,
+        retire_after_ms=DAY,
+        **rest,
     )
 
 
@@ -66,22 +80,30 @@ async def pay(scene: Scene, grab: str | None, payment: str, paid: int = 250, **r
     return await scene.do(Confirm, grab=grab, payment=payment, paid=paid, currency="CNY", **rest)
 
 
-# -- what is remembered -------------------------------------------------------------------------------------------------
+# -- what is remembered --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("offer", ["m", "m:a"])
-@pytest.mark.parametrize("terms", [envelope(), envelope(draw="at_grab"), coupon(9, retire_after_ms=DAY), stock(9, **PRICED)])
+@pytest.mark.parametrize(
+    "terms", [envelope(), envelope(draw="at_grab"), coupon(9, retire_after_ms=DAY), stock(9, **PRICED)]
+)
 @pytest.mark.parametrize("cleaned", [False, True])
 async def test_a_repeat_after_its_offer_retired_is_no_such_offer_and_harms_nobody(
     scene: Scene, offer: str, terms: Any, cleaned: bool
 ) -> None:
-    """Alone and in one call with a grab of a living offer of the campaign; whatever the offer's name, cleaned or not."""
+    """Alone and in one call with a grab of a living offer of the campaign; whatever the offer's name, cleaned
+    or not.
+    """
     await scene.open(stock(9), "m:living")
     await scene.open(terms, offer)
     grab = Grab(id="g", offer=offer, user="ann")
     [first] = await scene.decide_both([grab])
     assert first.positive
-    refused = Grab(id="again", offer=offer, user="ann", quantity=1_000) if isinstance(terms, EnvelopeTerms) else None
+    refused = (
+        Grab(id="again", offer=offer, user="ann", quantity=1_000)
+        if isinstance(terms, EnvelopeTerms)
+        else None
+    )
     await scene.decide_both([refused or grab])
     if first.outcome == "held":
         scene.now += 2 * MINUTE
@@ -96,7 +118,9 @@ async def test_a_repeat_after_its_offer_retired_is_no_such_offer_and_harms_nobod
 
 @pytest.mark.parametrize("cleaned", [False, True])
 @pytest.mark.parametrize("gone", ["m:a", "m:b"])
-async def test_a_basket_is_repeated_after_one_of_its_offers_retired(scene: Scene, gone: str, cleaned: bool) -> None:
+async def test_a_basket_is_repeated_after_one_of_its_offers_retired(
+    scene: Scene, gone: str, cleaned: bool
+) -> None:
     for offer in ("m:a", "m:b"):
         await scene.open(stock(9, retire_after_ms=DAY), offer)
     basket = [Grab(id=f"g-{offer}", offer=offer, user="ann", basket="both") for offer in ("m:a", "m:b")]
@@ -122,11 +146,15 @@ async def test_every_repeat_of_every_command_after_retirement(scene: Scene, clea
     more = [
         Pause(id="p", offer="m:a"), Grab(id="on-hold", offer="m:a", user="ann"), Resume(id="r", offer="m:a"),
         Amend(id="am", offer="m:a", changes=Changes(title="t")),
-        Adjust(id="ad", offer="m:a", transfers=(Entry("CNY", "issuer:a", "wallet:b", 5),), reason="r", approved_by="boss"),
+        Adjust(id="ad", offer="m:a", transfers=(Entry("CNY", "issuer:a", "wallet:b", 5),), reason="r",
+        approved_by="boss"),
         Grab(id="g", offer="m:a", user="ann"), Redeem(id="re", offer="m:a", grab="g", order="o1"),
-        Redeem(id="re2", offer="m:a", grab="g", order="o1"), Unredeem(id="un", offer="m:a", grab="g", order="o1"),
-        Return(id="ret", offer="m:a", grab="g"), Release(id="rel", offer="m:a", grab="g"), Extend(id="ex", offer="m:a", grab="g"),
-        Confirm(id="co", offer="m:a", grab="g"), Close(id="cl", offer="m:a"), Grab(id="over", offer="m:a", user="bob"),
+        Redeem(id="re2", offer="m:a", grab="g", order="o1"),
+        Unredeem(id="un", offer="m:a", grab="g", order="o1"),
+        Return(id="ret", offer="m:a", grab="g"), Release(id="rel", offer="m:a", grab="g"),
+        Extend(id="ex", offer="m:a", grab="g"),
+        Confirm(id="co", offer="m:a", grab="g"), Close(id="cl", offer="m:a"),
+        Grab(id="over", offer="m:a", user="bob"),
     ]  # fmt: skip
     for command in more:
         await scene.decide_both([command])
@@ -179,7 +207,10 @@ async def test_one_pass_cleans_for_all_offers_that_retired_and_goes_on_after_it_
 ) -> None:
     now = [NOW]
     one: Gate = gate(now)
-    await one.decide([opening("m:living", 9_000), *(opening(f"m:{n}", 1_000, retire_after_ms=DAY) for n in range(3))], "decided")
+    await one.decide(
+        [opening("m:living", 9_000), *(opening(f"m:{n}", 1_000, retire_after_ms=DAY) for n in range(3))],
+        "decided",
+    )
     await one.decide(grabs(2_500, "m:living"), "decided", timeout_ms=20_000)
     for n in range(3):
         await one.decide(grabs(700, f"m:{n}"), "decided", timeout_ms=20_000)
@@ -205,7 +236,11 @@ async def test_a_cursor_of_another_history_begins_anew(client: Any, gate: Any, k
     """Another server orders its fields otherwise."""
     now = [NOW]
     one: Gate = gate(now)
-    await one.decide([opening("m:living"), opening("m:a", 1_500, retire_after_ms=0), *grabs(900, "m:a")], "decided", timeout_ms=20_000)
+    await one.decide(
+        [opening("m:living"), opening("m:a", 1_500, retire_after_ms=0), *grabs(900, "m:a")],
+        "decided",
+        timeout_ms=20_000,
+    )
     await one.decide([Close(id="close", offer="m:a")], "decided")
     shard = keys.shard(keys.shard_of_offer("m:a"))
     sweeper = Sweeper(client, shard, keys.shards, 10**12)
@@ -216,7 +251,9 @@ async def test_a_cursor_of_another_history_begins_anew(client: Any, gate: Any, k
 
 
 async def test_holds_end_in_time_while_many_offers_retire_beside_one_with_many_grabs(own: Any) -> None:
-    """200 empty offers retire beside 100,000 grabs: expiry, closing and lines do not wait, and cleaning looks at all of it once."""
+    """200 empty offers retire beside 100,000 grabs: expiry, closing and lines do not wait, and cleaning looks
+    at all of it once.
+    """
     client, keys = own
     now = [int(time.time() * 1000)]
     gate = Gate(client, keys, SEALER, clock=lambda: now[0])
@@ -225,8 +262,12 @@ async def test_holds_end_in_time_while_many_offers_retire_beside_one_with_many_g
     crowd = grabs(count, "m:big")
     for start in range(0, count, 10_000):
         await gate.decide(crowd[start : start + 10_000], "decided", timeout_ms=60_000)
-    await gate.decide([opening(f"m:{n}", retire_after_ms=0) for n in range(200)], "decided", timeout_ms=60_000)
-    await gate.decide([Close(id=f"close{n}", offer=f"m:{n}") for n in range(200)], "decided", timeout_ms=60_000)
+    await gate.decide(
+        [opening(f"m:{n}", retire_after_ms=0) for n in range(200)], "decided", timeout_ms=60_000
+    )
+    await gate.decide(
+        [Close(id=f"close{n}", offer=f"m:{n}") for n in range(200)], "decided", timeout_ms=60_000
+    )
     shard = keys.shard(0)
     sweeper = Sweeper(client, shard, 1, 10**12)
     now[0] += 1_000
@@ -245,12 +286,14 @@ async def test_holds_end_in_time_while_many_offers_retire_beside_one_with_many_g
     await gate.close()
 
 
-# -- late money ---------------------------------------------------------------------------------------------------------
+# -- late money ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("living", [False, True])
 @pytest.mark.parametrize("cleaned", [False, True])
-async def test_a_payment_that_was_served_is_never_refunded_after_its_offer_retired(scene: Scene, living: bool, cleaned: bool) -> None:
+async def test_a_payment_that_was_served_is_never_refunded_after_its_offer_retired(
+    scene: Scene, living: bool, cleaned: bool
+) -> None:
     if living:
         await scene.open(stock(9), "m:living")
     await scene.open(stock(9, **PRICED), "m:a")
@@ -264,7 +307,12 @@ async def test_a_payment_that_was_served_is_never_refunded_after_its_offer_retir
         await clean(scene, "m:a")
     for again in (command, msgspec.structs.replace(command, id="callback")):
         [answer] = await scene.decide_both([again])
-        assert (answer.outcome, answer.repeated, answer.seq, answer.quantity) == ("confirmed", True, first.seq, 1)
+        assert (answer.outcome, answer.repeated, answer.seq, answer.quantity) == (
+            "confirmed",
+            True,
+            first.seq,
+            1,
+        )
     answer = await pay(scene, grab, "p2")
     assert (answer.outcome, answer.repeated, answer.seq) == ("not_held", True, late.seq)
     assert len(await scene.events("payment.refund_due")) == 1
@@ -281,7 +329,11 @@ async def test_money_that_comes_after_retirement_is_to_be_paid_back_once(scene: 
     [retired] = await scene.events("offer.retired")
     command = Confirm(id="late", offer="m:a", grab=grab, payment="p1", paid=250, currency="CNY")
     [first, twice] = await scene.decide_both([command, command])
-    assert (first.outcome, first.repeated, first.message) == ("no_such_offer", False, "the payment is to be paid back")
+    assert (first.outcome, first.repeated, first.message) == (
+        "no_such_offer",
+        False,
+        "the payment is to be paid back",
+    )
     assert (twice.outcome, twice.repeated, twice.seq) == ("no_such_offer", True, first.seq)
     second = await pay(scene, grab, "p2", 7)
     for number in range(scene.keys.shards):
@@ -305,7 +357,9 @@ async def test_money_for_an_envelope_that_has_retired_is_to_be_paid_back(scene: 
     assert len(await scene.events("payment.refund_due", outcome="no_such_offer")) == 1
 
 
-async def test_money_for_an_offer_that_never_was_makes_no_event_and_is_not_answered_by_the_outcome_alone(scene: Scene) -> None:
+async def test_money_for_an_offer_that_never_was_makes_no_event_and_is_not_answered_by_the_outcome_alone(
+    scene: Scene,
+) -> None:
     command = Confirm(id="c", offer="never", grab="g", payment="p", paid=250, currency="CNY")
     for answer in [*(await scene.decide_both([command])), *(await scene.decide_both([command, command]))]:
         assert answer.outcome == "no_such_offer"
@@ -317,7 +371,9 @@ async def test_money_for_an_offer_that_never_was_makes_no_event_and_is_not_answe
 
 @pytest.mark.parametrize("cleaned", [False, True])
 async def test_payments_are_known_for_180_days_to_the_millisecond(scene: Scene, cleaned: bool) -> None:
-    """After that nobody here can tell a served payment's callback from new money: nothing is booked, and the answer says so."""
+    """After that nobody here can tell a served payment's callback from new money: nothing is booked, and the
+    answer says so.
+    """
     await scene.open(stock(9, **PRICED), "m:a")
     grab = (await scene.grab("ann")).grab or ""
     first = await pay(scene, grab, "p1")
@@ -390,24 +446,40 @@ def test_lua_keeps_payments_as_long_as_python_says() -> None:
     assert (PAYMENTS_KNOWN_MS, PAYMENTS_KEPT_MS - PAYMENTS_KNOWN_MS) == (180 * DAY, DAY)
 
 
-# -- bounded grabs ------------------------------------------------------------------------------------------------------
+# -- bounded grabs -------------------------------------------------------------------------------------------
 
 
 async def test_a_redemption_costs_the_same_whatever_was_redeemed_before(own: Any) -> None:
     client, keys = own
     gate = Gate(client, keys, SEALER, clock=lambda: NOW)
-    await gate.decide([Open(id="o", offer="c", terms=coupon(10, max_per_grab=5)), Grab(id="g", offer="c", user="u", quantity=5)], "decided")
+    await gate.decide(
+        [
+            Open(id="o", offer="c", terms=coupon(10, max_per_grab=5)),
+            Grab(id="g", offer="c", user="u", quantity=5),
+        ],
+        "decided",
+    )
     record = keys.shard(0).of_offer("c")[3]
     size = await client.hstrlen(record, "g")
     for n in range(3_000):
-        pair = [Redeem(id=f"r{n}", offer="c", grab="g", order=f"o{n}"), Unredeem(id=f"u{n}", offer="c", grab="g", order=f"o{n}")]
+        pair = [
+            Redeem(id=f"r{n}", offer="c", grab="g", order=f"o{n}"),
+            Unredeem(id=f"u{n}", offer="c", grab="g", order=f"o{n}"),
+        ]
         answers = await gate.decide(pair, "decided")
         assert [answer.outcome for answer in answers] == ["redeemed", "unredeemed"]
     assert await client.hstrlen(record, "g") <= size
     again = await gate.decide(
-        [Unredeem(id="new", offer="c", grab="g", order="o0"), Redeem(id="new2", offer="c", grab="g", order="o0")], "decided"
+        [
+            Unredeem(id="new", offer="c", grab="g", order="o0"),
+            Redeem(id="new2", offer="c", grab="g", order="o0"),
+        ],
+        "decided",
     )
-    assert [(answer.outcome, answer.repeated) for answer in again] == [("unredeemed", True), ("redeemed", False)]
+    assert [(answer.outcome, answer.repeated) for answer in again] == [
+        ("unredeemed", True),
+        ("redeemed", False),
+    ]
     await gate.close()
 
 
@@ -437,14 +509,16 @@ async def test_units_that_are_retaken_in_one_window_are_counted_together(scene: 
     await scene.do(Return, grab=grab)
 
 
-# -- reserved ids -------------------------------------------------------------------------------------------------------
+# -- reserved ids --------------------------------------------------------------------------------------------
 
 
 async def test_nobody_sends_a_command_under_an_id_that_the_system_writes_itself(gate: Any) -> None:
     one: Gate = gate([NOW])
     await one.decide([opening("o")], "decided")
     [alone] = await one.decide([Grab(id="sweep", offer="o", user="ann")], "decided")
-    together = await one.decide([Grab(id="g", offer="o", user="sweep"), Grab(id="sweep", offer="o", user="ann")], "decided")
+    together = await one.decide(
+        [Grab(id="g", offer="o", user="sweep"), Grab(id="sweep", offer="o", user="ann")], "decided"
+    )
     for answer in (alone, together[1]):
         assert answer.outcome == "invalid"
         assert "reserved" in (answer.message or "")

@@ -1,5 +1,6 @@
-"""What is remembered of an offer is forgotten only when it retires: whatever happens between the steps of that, nothing is decided
-a second time."""
+"""What is remembered of an offer is forgotten only when it retires: whatever happens between the steps of
+that, nothing is decided a second time.
+"""
 
 import json
 import secrets
@@ -20,8 +21,19 @@ from grabstream.streams.ownership import OwnedShard
 from grabstream.streams.sweeper import Sweeper
 
 DAY_MS = 86_400_000
-TERMS = {"kind": "stock", "issuer": "shop", "total": 2, "waiting_list": True, "hold_ms": DAY_MS, "retire_after_ms": 1_000}
-ENTRY = {"transfers": [{"debit": "external:x", "credit": "wallet:ann", "amount": 5, "asset": "CNY"}], "reason": "r", "approved_by": "olga"}
+TERMS = {
+    "kind": "stock",
+    "issuer": "shop",
+    "total": 2,
+    "waiting_list": True,
+    "hold_ms": DAY_MS,
+    "retire_after_ms": 1_000,
+}
+ENTRY = {
+    "transfers": [{"debit": "external:x", "credit": "wallet:ann", "amount": 5, "asset": "CNY"}],
+    "reason": "r",
+    "approved_by": "olga",
+}
 
 
 class System:
@@ -78,7 +90,9 @@ async def test_an_offer_that_turned_out_not_to_be_due_is_not_forgotten(system: S
     await system.ask("close", "close-a", "sale:a")
     due = system.sweeper._due
 
-    async def due_and_then(key: str, at_ms: int | None, most: int, after_ms: int = 0, last_first: bool = False) -> list[str]:
+    async def due_and_then(
+        key: str, at_ms: int | None, most: int, after_ms: int = 0, last_first: bool = False
+    ) -> list[str]:
         found = await due(key, at_ms, most, after_ms, last_first)
         if key == system.keys.due and "sale:a" in found:
             await system.ask("release", "r-1", "sale:a", grab="g-3")
@@ -91,7 +105,9 @@ async def test_an_offer_that_turned_out_not_to_be_due_is_not_forgotten(system: S
     assert await system.events("ledger.adjusted") == 1
 
 
-async def test_nothing_is_decided_about_an_offer_that_has_retired_and_is_not_cleaned_yet(system: System) -> None:
+async def test_nothing_is_decided_about_an_offer_that_has_retired_and_is_not_cleaned_yet(
+    system: System,
+) -> None:
     await system.ask("grab", "g-1", "sale:a", user="ann", quantity=1)
     await system.ask("confirm", "c-1", "sale:a", grab="g-1")
     await system.ask("adjust", "adjust-1", "sale:a", **ENTRY)
@@ -100,10 +116,13 @@ async def test_nothing_is_decided_about_an_offer_that_has_retired_and_is_not_cle
     await system.sweeper.close_due(system.now)
     # Its worker dies here, before anything was cleaned.
     commands: list[tuple[str, str, dict[str, Any]]] = [
-        ("adjust", "adjust-1", ENTRY), ("adjust", "adjust-2", ENTRY), ("grab", "g-9", {"user": "eve"}), ("return", "r-1", {"grab": "g-1"}),
+        ("adjust", "adjust-1", ENTRY), ("adjust", "adjust-2", ENTRY), ("grab", "g-9", {"user": "eve"}),
+        ("return", "r-1", {"grab": "g-1"}),
         ("close", "close-a", {}), ("amend", "a-1", {"changes": {"total": 9}}),
     ]  # fmt: skip
-    assert {(await system.ask(type, id, "sale:a", **fields)).outcome for type, id, fields in commands} == {"no_such_offer"}
+    assert {(await system.ask(type, id, "sale:a", **fields)).outcome for type, id, fields in commands} == {
+        "no_such_offer"
+    }
     assert (await system.ask("open", "open-c", "sale:a", terms=TERMS)).outcome == "conflict"
     assert await system.events("ledger.adjusted") == 1
     await system.sweeper.clean(system.now)

@@ -21,7 +21,7 @@ from tests.lua.conftest import SEALER, event_lines, grabs, opening, take_over
 HEADER = "#!lua\n-- Purpose. Command: x\n-- KEYS[1] a\n-- Returns 1\n"
 
 
-# -- loader -----------------------------------------------------------------------------------------------------------
+# -- loader --------------------------------------------------------------------------------------------------
 
 
 def write(folder: Path, name: str, text: str) -> None:
@@ -57,10 +57,12 @@ def test_a_wrong_script_is_refused(tmp_path: Path, text: str, reason: str) -> No
 
 
 def test_all_scripts_load() -> None:
-    assert {"grab", "open", "pause", "resume", "close"} <= {loader.load(name).name for name in loader.script_names()}
+    assert {"grab", "open", "pause", "resume", "close"} <= {
+        loader.load(name).name for name in loader.script_names()
+    }
 
 
-# -- deciding or not --------------------------------------------------------------------------------------------------
+# -- deciding or not -----------------------------------------------------------------------------------------
 
 
 async def test_scripts_are_sent_again_when_the_server_forgot_them(gate: Any, client: Any) -> None:
@@ -91,7 +93,9 @@ async def test_nothing_is_decided_in_another_life(gate: Any, client: Any, keys: 
     assert await event_lines(client, keys, shard.shard) == before
 
 
-async def test_who_believes_another_number_of_shards_is_fenced(gate: Any, client: Any, keys: KeySpace) -> None:
+async def test_who_believes_another_number_of_shards_is_fenced(
+    gate: Any, client: Any, keys: KeySpace
+) -> None:
     """Or an offer could be open in two shards at once."""
     gate()
     other = Gate(client, KeySpace(keys.prefix, keys.shards - 1), SEALER)
@@ -105,7 +109,11 @@ async def test_the_owner_s_scripts_refuse_a_stranger(gate: Any, client: Any, key
     gate()
     shard = keys.shard(0)
     fields = [value.decode() for value in await client.hmget(shard.state, ["term", "owner", "life"])]
-    for wrong in (["99", fields[1], fields[2]], [fields[0], "stranger", fields[2]], [fields[0], fields[1], "life"]):
+    for wrong in (
+        ["99", fields[1], fields[2]],
+        [fields[0], "stranger", fields[2]],
+        [fields[0], fields[1], "life"],
+    ):
         for name, script_keys, rest in (
             ("read_outbox", [shard.state, shard.outbox], [1, 1]),
             ("trim", [shard.state, shard.outbox], [1, "aa", 1, shard.channel]),
@@ -122,7 +130,9 @@ async def test_the_owner_s_scripts_refuse_a_stranger(gate: Any, client: Any, key
 NO_EVENTS = msgspec.msgpack.encode([[], [], [], [], [], []])
 
 
-async def test_events_are_applied_to_a_fenced_shard_behind_its_last_one(gate: Any, client: Any, keys: KeySpace) -> None:
+async def test_events_are_applied_to_a_fenced_shard_behind_its_last_one(
+    gate: Any, client: Any, keys: KeySpace
+) -> None:
     gate()
     shard = keys.shard(0)
     own = [value.decode() for value in await client.hmget(shard.state, ["term", "owner", "life"])]
@@ -152,12 +162,16 @@ async def test_events_with_a_hole_between_them_are_refused(gate: Any, client: An
     await run_script(client, "wipe", [shard.state, *shard.of_offer("e")], [*own, "why"])
     batch = restoring.build(shard, [events[0], events[2]], SEALER)
     with pytest.raises(redis.ResponseError, match="HOLE before event 3 of offer e"):
-        await run_script(client, "apply", [*shard.deciding(), *batch.keys], [*own, "", "", "", *batch.arguments])
+        await run_script(
+            client, "apply", [*shard.deciding(), *batch.keys], [*own, "", "", "", *batch.arguments]
+        )
     assert await client.hget(shard.state, "partial") == b"1"
 
 
 async def test_a_shard_of_the_first_release_names_no_layout(gate: Any, client: Any, keys: KeySpace) -> None:
-    """It is the first one: neither deciding nor a takeover, nor a lease, may stumble over that. A shard that has nothing yet is new."""
+    """It is the first one: neither deciding nor a takeover, nor a lease, may stumble over that. A shard that
+    has nothing yet is new.
+    """
     one = gate()
     await one.decide([opening()], "decided")
     shard = keys.shard(keys.shard_of_offer("e"))
@@ -182,20 +196,31 @@ async def test_a_full_outbox_is_busy_until_it_is_trimmed(gate: Any, client: Any,
     assert busy.retry_at is not None
     # What ends an offer must work all the same.
     shard = keys.shard(keys.shard_of_offer("e"))
-    term, owner, life = [value.decode() for value in await client.hmget(shard.state, ["term", "owner", "life"])]
-    await run_script(client, "trim", [shard.state, shard.outbox], [term, owner, life, 3, "aa", 1, shard.channel])
+    term, owner, life = [
+        value.decode() for value in await client.hmget(shard.state, ["term", "owner", "life"])
+    ]
+    await run_script(
+        client, "trim", [shard.state, shard.outbox], [term, owner, life, 3, "aa", 1, shard.channel]
+    )
     # Trimmed in mid-entry: the entry that holds the first unacknowledged event stays whole.
     assert len(await event_lines(client, keys, shard.shard)) == 4
-    assert [answer.outcome for answer in await one.decide([*grabs(1, start=4), Close(id="c", offer="e")], "decided")] == [
+    assert [
+        answer.outcome
+        for answer in await one.decide([*grabs(1, start=4), Close(id="c", offer="e")], "decided")
+    ] == [
         "granted",
         "closed",
     ]
 
 
-async def test_a_clock_that_jumped_opens_and_closes_nothing(client: Any, keys: KeySpace, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_clock_that_jumped_opens_and_closes_nothing(
+    client: Any, keys: KeySpace, monkeypatch: pytest.MonkeyPatch
+) -> None:
     await take_over(client, keys)
     one = Gate(client, keys, SEALER, GateLimits(clock_skew_ms_max=1_000))
-    assert (await one.decide([opening(opens_at=now_ms() + 3_600_000, closes_at=now_ms() + 7_200_000)], "decided"))[0].positive
+    assert (
+        await one.decide([opening(opens_at=now_ms() + 3_600_000, closes_at=now_ms() + 7_200_000)], "decided")
+    )[0].positive
     # Seen from a caller, a server whose clock jumped an hour ahead is the same as a caller an hour behind.
     monkeypatch.setattr("grabstream.lua.gate.now_ms", lambda: time.time_ns() // 1_000_000 - 3_600_000)
     [answer] = await one.decide(grabs(1), "decided")
@@ -214,7 +239,9 @@ async def test_time_never_goes_back_in_a_shard(gate: Any, client: Any, keys: Key
     assert answer.at == ahead
 
 
-async def test_refusals_are_remembered_a_bounded_number_of_times(gate: Any, client: Any, keys: KeySpace) -> None:
+async def test_refusals_are_remembered_a_bounded_number_of_times(
+    gate: Any, client: Any, keys: KeySpace
+) -> None:
     one = gate()
     shard = keys.shard(keys.shard_of_offer("none"))
     for start in range(0, 100_000, 10_000):
@@ -228,7 +255,7 @@ async def test_refusals_are_remembered_a_bounded_number_of_times(gate: Any, clie
     assert (await one.decide(grabs(3, "none"), "decided"))[0].repeated
 
 
-# -- memory ------------------------------------------------------------------------------------------------------------
+# -- memory --------------------------------------------------------------------------------------------------
 
 
 async def test_full_memory_refuses_and_goes_on_when_there_is_room(own: Any) -> None:
@@ -248,26 +275,38 @@ async def test_full_memory_refuses_and_goes_on_when_there_is_room(own: Any) -> N
     await client.config_set("maxmemory", str((await client.info("memory"))["used_memory"] - 300_000))
     assert (await one.decide([opening("n")], "decided"))[0].outcome == "busy"
     # Nothing half-done stays: every grant has its event, every event its state.
-    assert int(await client.hget(shard.offer("m"), "places")) == granted == len(await event_lines(client, keys, 0)) - 1
+    assert (
+        int(await client.hget(shard.offer("m"), "places"))
+        == granted
+        == len(await event_lines(client, keys, 0)) - 1
+    )
     # The owner's scripts go on, or the outbox could never shrink.
-    term, owner, life = [value.decode() for value in await client.hmget(shard.state, ["term", "owner", "life"])]
-    await run_script(client, "trim", [shard.state, shard.outbox], [term, owner, life, granted, "aa", 1, shard.channel])
+    term, owner, life = [
+        value.decode() for value in await client.hmget(shard.state, ["term", "owner", "life"])
+    ]
+    await run_script(
+        client, "trim", [shard.state, shard.outbox], [term, owner, life, granted, "aa", 1, shard.channel]
+    )
     assert (await one.decide(grabs(200, "m", start), "decided"))[0].outcome == "granted"
     await client.config_set("maxmemory", "1")
     assert (await one.decide([Close(id="c", offer="m")], "decided"))[0].outcome == "closed"
     await one.close()
 
 
-# -- all or nothing ---------------------------------------------------------------------------------------------------
+# -- all or nothing ------------------------------------------------------------------------------------------
 
 
 async def everything(client: Any, keys: KeySpace) -> dict[bytes, bytes]:
     """All keys of this test as Redis would dump them."""
-    return {key: await client.dump(key) async for key in client.scan_iter(match=f"{keys.prefix}:*", count=1_000)}
+    return {
+        key: await client.dump(key) async for key in client.scan_iter(match=f"{keys.prefix}:*", count=1_000)
+    }
 
 
 @pytest.mark.parametrize("draw", ["ahead", "at_grab"])
-async def test_a_refused_write_leaves_nothing_behind(gate: Any, client: Any, keys: KeySpace, draw: str) -> None:
+async def test_a_refused_write_leaves_nothing_behind(
+    gate: Any, client: Any, keys: KeySpace, draw: str
+) -> None:
     """The outbox is written first, so where it cannot be written nothing else has happened by then."""
     one = gate()
     shard = keys.shard(keys.shard_of_offer("e"))
@@ -295,7 +334,9 @@ async def test_a_refused_write_leaves_nothing_behind(gate: Any, client: Any, key
     assert await everything(client, keys) == before
     # It was only the write that stood in the way: without it all of this happens.
     await client.rename(aside, shard.outbox)
-    assert [answer.outcome for answer in await one.decide(drained, "decided")] == ["granted"] * 8 + ["sold_out"]
+    assert [answer.outcome for answer in await one.decide(drained, "decided")] == ["granted"] * 8 + [
+        "sold_out"
+    ]
 
 
 async def test_a_refused_call_leaves_nothing_behind(gate: Any, client: Any, keys: KeySpace) -> None:
@@ -308,15 +349,22 @@ async def test_a_refused_call_leaves_nothing_behind(gate: Any, client: Any, keys
 
 
 @pytest.mark.parametrize("draw", ["ahead", "at_grab"])
-async def test_the_greatest_numbers_and_the_longest_names(gate: Any, client: Any, keys: KeySpace, draw: str) -> None:
-    """Doubles and their printing hold to the last unit, in answers, in events, and in the records of repeats."""
+async def test_the_greatest_numbers_and_the_longest_names(
+    gate: Any, client: Any, keys: KeySpace, draw: str
+) -> None:
+    """Doubles and their printing hold to the last unit, in answers, in events, and in the records of
+    repeats.
+    """
     one = gate()
     name, user = "o" * 64, "u" * 63
     terms = EnvelopeTerms(
-        issuer="i" * 64, funding="f" * 64, asset="CNY", total=10**13, parts=3, law="bounded", min=10**12, max=9 * 10**12 - 1,
+        issuer="i" * 64, funding="f" * 64, asset="CNY", total=10**13, parts=3, law="bounded", min=10**12,
+        max=9 * 10**12 - 1,
         draw=draw, seed="5eed" * 32, opens_at=0, closes_at=4_102_444_800_000,
     )  # fmt: skip
-    taken = [Grab(id=f"{n}" * 64, offer=name, user=f"{user}{n}", attributes={"a" * 64: "v" * 64}) for n in range(3)]
+    taken = [
+        Grab(id=f"{n}" * 64, offer=name, user=f"{user}{n}", attributes={"a" * 64: "v" * 64}) for n in range(3)
+    ]
     answers = await one.decide([Open(id="q" * 64, offer=name, terms=terms), *taken], "decided")
     assert answers[0].amount == 10**13
     assert sum(answer.amount for answer in answers[1:]) == 10**13
@@ -330,14 +378,20 @@ async def test_the_greatest_numbers_and_the_longest_names(gate: Any, client: Any
 
 
 async def test_a_shard_counts_on_with_twelve_digits(gate: Any, client: Any, keys: KeySpace) -> None:
-    """Numbers in event texts are never printed as 1e+12, and a shard ends before its records can number no more events."""
+    """Numbers in event texts are never printed as 1e+12, and a shard ends before its records can number no
+    more events.
+    """
     one = gate()
     shard = keys.shard(keys.shard_of_offer("e"))
     last = 2**40 - 1 - 10_000
     await client.hset(shard.state, mapping={"seq": last - 3, "journaled_seq": last - 3})
     answers = await one.decide([opening(), *grabs(2)], "decided")
     assert [answer.seq for answer in answers] == [last - 2, last - 1, last]
-    assert [decode_event(line).seq for line in await event_lines(client, keys, shard.shard)] == [last - 2, last - 1, last]
+    assert [decode_event(line).seq for line in await event_lines(client, keys, shard.shard)] == [
+        last - 2,
+        last - 1,
+        last,
+    ]
     [repeated, told] = await one.decide([grabs(2)[1], Grab(id="again", offer="e", user="u1")], "decided")
     assert (repeated.seq, repeated.repeated, told.seq, told.outcome) == (last, True, last, "already_taken")
     await client.hset(shard.state, "seq", last + 1)

@@ -30,7 +30,9 @@ def changed(sealed: str, place: int, bit: int) -> str:
     return f"{key_id}:{b64encode(raw).decode()}"
 
 
-@given(shard=st.integers(0, 1_000), offer=st.from_regex(r"[A-Za-z0-9._:-]{1,64}", fullmatch=True), text=st.text())
+@given(
+    shard=st.integers(0, 1_000), offer=st.from_regex(r"[A-Za-z0-9._:-]{1,64}", fullmatch=True), text=st.text()
+)
 def test_what_was_sealed_opens_again(shard: int, offer: str, text: str) -> None:
     sealer = Sealer({"k": OLD})
     assert sealer.open(shard, offer, "seed", sealer.seal(shard, offer, "seed", text)) == text
@@ -49,7 +51,9 @@ def test_sealed_texts_need_no_escaping_in_json() -> None:
     assert not set(sealed) & set('"\\\n')
 
 
-@pytest.mark.parametrize(("shard", "offer", "purpose"), [(1, "e", "seed"), (0, "f", "seed"), (0, "e", "code"), (0, "e|seed", "")])
+@pytest.mark.parametrize(
+    ("shard", "offer", "purpose"), [(1, "e", "seed"), (0, "f", "seed"), (0, "e", "code"), (0, "e|seed", "")]
+)
 def test_it_cannot_be_moved_elsewhere(shard: int, offer: str, purpose: str) -> None:
     sealer = Sealer({"k": OLD})
     with pytest.raises(CannotOpen, match="sealed with another key, changed, or moved here"):
@@ -78,7 +82,9 @@ def test_another_key_under_the_same_id_does_not_open() -> None:
         Sealer({"k": NEW}).open(0, "e", "seed", Sealer({"k": OLD}).seal(0, "e", "seed", SEED))
 
 
-@pytest.mark.parametrize("sealed", ["", "k", "k:", "k:AAAA", "k:====", "k:not base64", "k:é", "k:" + "A" * 16])
+@pytest.mark.parametrize(
+    "sealed", ["", "k", "k:", "k:AAAA", "k:====", "k:not base64", "k:é", "k:" + "A" * 16]
+)
 def test_what_is_no_sealed_text_cannot_be_opened(sealed: str) -> None:
     with pytest.raises(CannotOpen):
         Sealer({"k": OLD}).open(0, "e", "seed", sealed)
@@ -116,12 +122,14 @@ def test_padding_may_be_left_out() -> None:
     assert Sealer.from_text("k:" + as_text(OLD).rstrip("=")).open(0, "e", "seed", sealed) == SEED
 
 
-# -- keys that are taken away ---------------------------------------------------------------------------------------------
+# -- keys that are taken away --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("draw", ["ahead", "at_grab"])
 @pytest.mark.parametrize("end", ["drained", "closed", "open"])
-async def test_a_shard_is_rebuilt_without_the_key_of_envelopes_that_have_closed(client: Any, keys: KeySpace, draw: str, end: str) -> None:
+async def test_a_shard_is_rebuilt_without_the_key_of_envelopes_that_have_closed(
+    client: Any, keys: KeySpace, draw: str, end: str
+) -> None:
     """Their seeds are in the journal in clear; of an open one the key is needed, and its name is said."""
     await take_over(client, keys)
     both = Sealer({"old": OLD, "new": NEW})

@@ -1,4 +1,6 @@
-"""Parts of large envelopes are brought to Redis in pieces before the call that opens their offer: never seen half, never left over."""
+"""Parts of large envelopes are brought to Redis in pieces before the call that opens their offer: never seen
+half, never left over.
+"""
 
 import secrets
 from collections.abc import Awaitable, Callable, Sequence
@@ -56,7 +58,9 @@ async def staged(client: Any, keys: KeySpace) -> list[bytes]:
 
 
 @pytest.fixture
-def before(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Callable[[Sequence[str]], Awaitable[None]]], None]:
+def before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> Callable[[str, Callable[[Sequence[str]], Awaitable[None]]], None]:
     """Does something before each call of a script, told its keys."""
 
     def watch(script: str, act: Callable[[Sequence[str]], Awaitable[None]]) -> None:
@@ -97,7 +101,9 @@ async def test_an_envelope_of_many_parts_is_opened(gate: Any, client: Any, keys:
 
 
 async def test_what_is_not_taken_is_deleted(gate: Any, client: Any, keys: KeySpace) -> None:
-    """A repeat, another command for the same offer, the same id with another body, a shard that decides nothing."""
+    """A repeat, another command for the same offer, the same id with another body, a shard that decides
+    nothing.
+    """
     one = gate(timeout_ms=60_000)
     await one.decide([large()], "decided")
     [again] = await one.decide([large()], "decided")
@@ -113,8 +119,12 @@ async def test_what_is_not_taken_is_deleted(gate: Any, client: Any, keys: KeySpa
     assert await staged(client, keys) == []
 
 
-async def test_parts_that_are_gone_before_the_call_are_brought_again(gate: Any, client: Any, keys: KeySpace, before: Any) -> None:
-    """All of them, or some, as a server that has lost the last second may have them. Who has no patience is told to come again."""
+async def test_parts_that_are_gone_before_the_call_are_brought_again(
+    gate: Any, client: Any, keys: KeySpace, before: Any
+) -> None:
+    """All of them, or some, as a server that has lost the last second may have them. Who has no patience is
+    told to come again.
+    """
     one, lost = gate(timeout_ms=60_000), list[str]()
 
     async def lose(names: Sequence[str]) -> None:
@@ -136,7 +146,9 @@ async def test_parts_that_are_gone_before_the_call_are_brought_again(gate: Any, 
 
 
 async def test_parts_of_a_life_that_is_over_are_not_taken(own: Any, before: Any) -> None:
-    """A replica that is promoted may lack pieces in the middle, whatever their length is: it is another life."""
+    """A replica that is promoted may lack pieces in the middle, whatever their length is: it is another
+    life.
+    """
     client, keys = own
     one = Gate(client, keys, SEALER, GateLimits(timeout_ms=60_000))
     promotions: list[bytes] = []
@@ -169,7 +181,9 @@ async def test_a_piece_is_refused_when_those_before_may_be_gone(own: Any) -> Non
     assert await client.get(name) == b"first.later."
 
 
-async def test_what_a_process_leaves_behind_when_it_dies_ends_by_itself(gate: Any, client: Any, keys: KeySpace, before: Any) -> None:
+async def test_what_a_process_leaves_behind_when_it_dies_ends_by_itself(
+    gate: Any, client: Any, keys: KeySpace, before: Any
+) -> None:
     left: list[int] = []
 
     async def look(names: Sequence[str]) -> None:
@@ -193,7 +207,7 @@ async def test_full_memory_refuses_the_parts_and_does_no_harm(own: Any) -> None:
     await one.close()
 
 
-# -- recovery ---------------------------------------------------------------------------------------------------------
+# -- recovery ------------------------------------------------------------------------------------------------
 
 
 async def test_a_recovery_writes_parts_in_pieces_also_where_memory_is_full(own: Any) -> None:
@@ -256,23 +270,37 @@ async def test_the_parts_of_an_owner_that_is_no_more_are_refused(own: Any) -> No
     assert not await client.exists(shard.parts("e"))
 
 
-# -- time -------------------------------------------------------------------------------------------------------------
+# -- time ----------------------------------------------------------------------------------------------------
 
 
 async def test_a_million_parts_take_no_long_call(own_server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Opened, closed and recovered. The shortest of some repetitions counts, since others use this machine."""
-    monkeypatch.setattr("grabstream.lua.batches.parts_packed", lambda terms, seed: (1).to_bytes(6, "big") * terms.parts)
-    monkeypatch.setattr("grabstream.lua.restoring.parts_packed", lambda terms, seed: (1).to_bytes(6, "big") * terms.parts)
+    """Opened, closed and recovered. The shortest of some repetitions counts, since others use this
+    machine.
+    """
+    monkeypatch.setattr(
+        "grabstream.lua.batches.parts_packed", lambda terms, seed: (1).to_bytes(6, "big") * terms.parts
+    )
+    monkeypatch.setattr(
+        "grabstream.lua.restoring.parts_packed", lambda terms, seed: (1).to_bytes(6, "big") * terms.parts
+    )
     system = Measured(own_server[1])
     await system.begin()
-    terms = EnvelopeTerms(issuer="a", funding="f", asset="CNY", total=MILLION, parts=MILLION, law="equal", seed=SEED)
+    terms = EnvelopeTerms(
+        issuer="a", funding="f", asset="CNY", total=MILLION, parts=MILLION, law="equal", seed=SEED
+    )
 
     async def prepare() -> None:
         pass
 
     async def act() -> None:
         await system.decide([Open(id=f"open-{n}", offer=f"o{n}", terms=terms) for n in range(2)])
-        await fold(system.redis, KeySpace("again", 1).shard(0), await event_lines(system.redis, system.space, 0), SEALER, 1)
+        await fold(
+            system.redis,
+            KeySpace("again", 1).shard(0),
+            await event_lines(system.redis, system.space, 0),
+            SEALER,
+            1,
+        )
         answers = await system.decide([Close(id=f"close-{n}", offer=f"o{n}") for n in range(2)])
         assert {answer.outcome for answer in answers} == {"closed"}
 
@@ -280,6 +308,8 @@ async def test_a_million_parts_take_no_long_call(own_server: Any, monkeypatch: p
         longest = await system.longest_of(prepare, act, 5)
     finally:
         await system.end()
-    print(f"\n{ {name: round(took, 1) for name, took in longest.items()} } ms; slower by {system.slowness:.1f}")
+    print(
+        f"\n{ {name: round(took, 1) for name, took in longest.items()} } ms; slower by {system.slowness:.1f}"
+    )
     assert {"stage", "open", "apply_parts", "apply", "close"} <= longest.keys()
     assert max(longest.values()) < 10 * max(2, system.slowness), longest

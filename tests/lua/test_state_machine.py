@@ -1,8 +1,9 @@
-"""The pure rules and the real Lua, driven by the same random commands at the same random times, must not differ in anything.
+"""The pure rules and the real Lua, driven by the same random commands at the same random times, must not
+differ in anything.
 
-After every step: the answers, the events byte for byte, and that a repeat got its first answer. At the end: everything Redis has of
-every offer, and the books, from the event lines alone.
-A failure prints the line that repeats it.
+After every step: the answers, the events byte for byte, and that a repeat got its first answer. At the end:
+everything Redis has of every offer, and the books, from the event lines alone. A failure prints the line that
+repeats it.
 """
 
 import asyncio
@@ -15,7 +16,14 @@ import pytest
 import redis.asyncio
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 from redis.asyncio.cluster import RedisCluster
 
 from grabstream.lua.gate import GateLimits
@@ -49,23 +57,37 @@ class Machine(Twins, RuleBasedStateMachine):
     connect: Callable[[], Any]
 
     @initialize(
-        batch_commands_max=st.sampled_from((2, 3, 512)), commands=st.lists(envelopes(), min_size=2, max_size=6), pieces=beginnings,
+        batch_commands_max=st.sampled_from((2, 3, 512)),
+        commands=st.lists(envelopes(), min_size=2, max_size=6), pieces=beginnings,
         only_pieces=st.sampled_from((True, True, False)), data=st.data(),
     )  # fmt: skip
-    def begin(self, batch_commands_max: int, commands: list[AnyCommand], pieces: list[Open], only_pieces: bool, data: Any) -> None:
+    def begin(
+        self,
+        batch_commands_max: int,
+        commands: list[AnyCommand],
+        pieces: list[Open],
+        only_pieces: bool,
+        data: Any,
+    ) -> None:
         self.runner = asyncio.Runner()
         self.sent: list[AnyCommand] = []
         self.baskets: list[list[Any]] = []
         self.fresh = 0
         self.only_pieces = only_pieces
         limits = GateLimits(batch_commands_max=batch_commands_max)
-        self.runner.run(self.begin_twins(type(self).connect(), KeySpace(f"machine{secrets.token_hex(5)}", SHARDS), limits))
+        self.runner.run(
+            self.begin_twins(type(self).connect(), KeySpace(f"machine{secrets.token_hex(5)}", SHARDS), limits)
+        )
         self._all(commands)
         self._all(pieces)
         for command in pieces:
             if command.terms.audience == "list":
                 self._all(data.draw(whole_lists(command.offer, command.terms.total, "audience")))
-            if command.terms.__struct_config__.tag == "coupon" and command.terms.opens_at and data.draw(st.booleans()):
+            if (
+                command.terms.__struct_config__.tag == "coupon"
+                and command.terms.opens_at
+                and data.draw(st.booleans())
+            ):
                 self._all(data.draw(whole_lists(command.offer, command.terms.total, "codes")))
         self.now += 1
 
@@ -73,7 +95,9 @@ class Machine(Twins, RuleBasedStateMachine):
         """Most of the commands under ids that nobody has used."""
         self.fresh += len(commands)
         return [
-            command if data.draw(st.integers(0, 9)) == 0 else msgspec.structs.replace(command, id=f"new{self.fresh + number}")
+            command
+            if data.draw(st.integers(0, 9)) == 0
+            else msgspec.structs.replace(command, id=f"new{self.fresh + number}")
             for number, command in enumerate(commands)
         ]
 
@@ -87,7 +111,9 @@ class Machine(Twins, RuleBasedStateMachine):
     def a_crowd_comes(self, offer: str, users: list[str]) -> None:
         """Every one under an id that nobody has used."""
         first = len(IDS) + len(self.sent)
-        self._all([Grab(id=f"id{number}", offer=offer, user=user) for number, user in enumerate(users, first)])
+        self._all(
+            [Grab(id=f"id{number}", offer=offer, user=user) for number, user in enumerate(users, first)]
+        )
 
     @precondition(lambda self: not self.only_pieces)
     @rule(command=envelopes(), again=envelopes())
@@ -100,17 +126,27 @@ class Machine(Twins, RuleBasedStateMachine):
         self._all(commands)
 
     @rule(
-        picks=st.lists(st.tuples(st.integers(0, 300), st.sampled_from((*USERS, None, None))), min_size=1, max_size=6),
+        picks=st.lists(
+            st.tuples(st.integers(0, 300), st.sampled_from((*USERS, None, None))), min_size=1, max_size=6
+        ),
         more=st.lists(grabs, max_size=3),
     )
     def sends_again(self, picks: list[tuple[int, str | None]], more: list[AnyCommand]) -> None:
-        """Earlier commands once more, the latest most often; grabs also with another user, and with company."""
+        """Earlier commands once more, the latest most often; grabs also with another user, and with
+        company.
+        """
         commands = [(self.sent[-1 - back % len(self.sent)], user) for back, user in picks if self.sent]
-        changed = [msgspec.structs.replace(one, user=user) if user and isinstance(one, Grab) else one for one, user in commands]
+        changed = [
+            msgspec.structs.replace(one, user=user) if user and isinstance(one, Grab) else one
+            for one, user in commands
+        ]
         self._all([*changed, *more, *changed[:1]])
 
     @precondition(lambda self: not self.only_pieces)
-    @rule(commands=st.lists(st.one_of(grabs, grabs, grabs, steering), min_size=1, max_size=8), times=st.sampled_from((1, 1, 2)))
+    @rule(
+        commands=st.lists(st.one_of(grabs, grabs, grabs, steering), min_size=1, max_size=8),
+        times=st.sampled_from((1, 1, 2)),
+    )
     def mixes(self, commands: list[AnyCommand], times: int) -> None:
         self._all([command for command in commands for _ in range(times)])
 
@@ -129,7 +165,11 @@ class Machine(Twins, RuleBasedStateMachine):
         ]
         if not known or data.draw(st.integers(0, 9)) == 0:
             known = [(data.draw(st.sampled_from((*PIECES, "e"))), "id0", 7)]
-        self._all(self._named([data.draw(settlings(*data.draw(st.sampled_from(known)))) for _ in range(count)], data))
+        self._all(
+            self._named(
+                [data.draw(settlings(*data.draw(st.sampled_from(known)))) for _ in range(count)], data
+            )
+        )
 
     @rule(commands=baskets(), times=st.sampled_from((1, 1, 2)), data=st.data())
     def grabs_a_basket(self, commands: list[AnyCommand], times: int, data: Any) -> None:
@@ -142,7 +182,9 @@ class Machine(Twins, RuleBasedStateMachine):
         """The same basket once more, also with another user in one of its grabs."""
         if self.baskets:
             commands = self.baskets[-1 - back % len(self.baskets)]
-            self._all([*commands[:-1], msgspec.structs.replace(commands[-1], user=other or commands[-1].user)])
+            self._all(
+                [*commands[:-1], msgspec.structs.replace(commands[-1], user=other or commands[-1].user)]
+            )
 
     @rule(data=st.data(), count=st.integers(1, 3))
     def operates(self, data: Any, count: int) -> None:
@@ -165,7 +207,11 @@ class Machine(Twins, RuleBasedStateMachine):
         if holds:
             offer, name, grab = holds[number % len(holds)]
             self.now = max(self.now, grab.lapses_at + late_ms)
-            self._all(self._named([data.draw(settlings(offer.name, name, grab.price * grab.held)) for _ in range(2)], data))
+            self._all(
+                self._named(
+                    [data.draw(settlings(offer.name, name, grab.price * grab.held)) for _ in range(2)], data
+                )
+            )
 
     @rule()
     def sweeps(self) -> None:
@@ -193,10 +239,14 @@ class Machine(Twins, RuleBasedStateMachine):
 
 def _run(connect: Callable[[], Any], examples: int, derandomize: bool, part: int = 0) -> None:
     # Hypothesis draws what it repeats every time from the name of the class.
-    machine = type(f"Machine{part}", (Machine,), {"connect": staticmethod(connect), "__qualname__": f"Machine{part}"})
+    machine = type(
+        f"Machine{part}", (Machine,), {"connect": staticmethod(connect), "__qualname__": f"Machine{part}"}
+    )
     run_state_machine_as_test(  # type: ignore[no-untyped-call]
         machine,
-        settings=hypothesis_settings(max_examples=examples * LONGER, stateful_step_count=40, derandomize=derandomize, deadline=None),
+        settings=hypothesis_settings(
+            max_examples=examples * LONGER, stateful_step_count=40, derandomize=derandomize, deadline=None
+        ),
     )
 
 
@@ -204,7 +254,9 @@ def _run(connect: Callable[[], Any], examples: int, derandomize: bool, part: int
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("part", [0, 1, *(pytest.param(part, marks=pytest.mark.nightly) for part in (2, 3))])
 def test_same_histories_every_time(servers: Settings, part: int) -> None:
-    """The same random histories on every run, together more than 12 thousand steps; `make nightly` plays ten times as many."""
+    """The same random histories on every run, together more than 12 thousand steps; `make nightly` plays ten
+    times as many.
+    """
     _run(lambda: redis.asyncio.Redis.from_url(servers.redis_url), 80, derandomize=True, part=part)
 
 

@@ -63,10 +63,14 @@ def with_segment(token: str, place: int, text: bytes) -> str:
 @pytest.mark.parametrize(("key_id", "key"), [("h", SECRET), ("e", PRIVATE)])
 @pytest.mark.parametrize("audience", [OFFER, CAMPAIGN, [OFFER], ["other", CAMPAIGN], [CAMPAIGN, OFFER]])
 @pytest.mark.parametrize("once_id", ["", "t-1", "x" * 64])
-def test_a_good_ticket(key_id: str, key: bytes | Ed25519PrivateKey, audience: str | list[str], once_id: str) -> None:
+def test_a_good_ticket(
+    key_id: str, key: bytes | Ed25519PrivateKey, audience: str | list[str], once_id: str
+) -> None:
     token = sign(key_id, key, user=USER, offer=audience, expires_at_ms=EXPIRES_AT * 1_000, once_id=once_id)
     for _ in range(2):
-        assert KEYS.read(token, USER, OFFER) == Ticket(EXPIRES_AT * 1_000, once_id, audience not in (OFFER, [OFFER]))
+        assert KEYS.read(token, USER, OFFER) == Ticket(
+            EXPIRES_AT * 1_000, once_id, audience not in (OFFER, [OFFER])
+        )
 
 
 @given(expires_at_ms=st.integers(1_000, TIME_MS_MAX))
@@ -86,7 +90,16 @@ def test_expiry_is_left_to_the_shard() -> None:
 
 @pytest.mark.parametrize(
     ("user", "offer"),
-    [("carol", OFFER), ("BOB", OFFER), ("", OFFER), (USER, "sale:2"), (USER, CAMPAIGN), (USER, "sale:1:1"), (USER, ""), (CAMPAIGN, USER)],
+    [
+        ("carol", OFFER),
+        ("BOB", OFFER),
+        ("", OFFER),
+        (USER, "sale:2"),
+        (USER, CAMPAIGN),
+        (USER, "sale:1:1"),
+        (USER, ""),
+        (CAMPAIGN, USER),
+    ],
 )
 def test_for_another_user_or_offer_also_after_it_was_good(user: str, offer: str) -> None:
     token = token_of()
@@ -98,11 +111,14 @@ def test_for_another_user_or_offer_also_after_it_was_good(user: str, offer: str)
     "claims",
     [
         but("sub"), but(sub=None), but(sub=7), but(sub=[USER]), but(sub=""),
-        but("aud"), but(aud=None), but(aud=""), but(aud=[]), but(aud=7), but(aud=[OFFER, 7]), but(aud={OFFER: 1}), but(aud="sale:"),
+        but("aud"), but(aud=None), but(aud=""), but(aud=[]), but(aud=7), but(aud=[OFFER, 7]),
+        but(aud={OFFER: 1}), but(aud="sale:"),
         but(aud="sal"), but(aud=["other"]), but(aud=f"{OFFER} {CAMPAIGN}"),
-        but("exp"), but(exp=None), but(exp=str(EXPIRES_AT)), but(exp="soon"), but(exp=True), but(exp=0), but(exp=-1), but(exp=[EXPIRES_AT]),
+        but("exp"), but(exp=None), but(exp=str(EXPIRES_AT)), but(exp="soon"), but(exp=True), but(exp=0),
+        but(exp=-1), but(exp=[EXPIRES_AT]),
         but(exp=EXPIRES_AT * 1_000), but(exp=float("nan")), but(exp=float("inf")), but(exp=10**400),
-        but(jti=""), but(jti=None), but(jti=7), but(jti="a b"), but(jti="x" * 65), but(jti="é"), but(jti="t\n"), but(jti=["t"]),
+        but(jti=""), but(jti=None), but(jti=7), but(jti="a b"), but(jti="x" * 65), but(jti="é"),
+        but(jti="t\n"), but(jti=["t"]),
         but(nbf="soon"), but(nbf=None), but(nbf=time.time() + 3_600),
     ],
 )  # fmt: skip
@@ -183,10 +199,14 @@ def test_a_token_that_was_changed(token: str) -> None:
     "token",
     [
         "", ".", "..", "...", "ticket", "a.b.c", "é.é.é", "\ud800", "\0", "x" * TICKET_LENGTH_MAX,
-        " " + token_of(), token_of() + "\n", token_of() + ".", "." + token_of(), "Bearer " + token_of(), token_of().replace(".", ":"),
-        f"{segment(b'[]')}.{segment(b'{}')}.", f"{segment(b'{}')}.{segment(b'{}')}.", f"{segment(b'[' * 3_000)}.{segment(b'{}')}.",
-        with_segment(token_of(), 0, b'{"alg":"HS256","kid":["h"]}'), with_segment(token_of(), 0, b'{"alg":"HS256","kid":null}'),
-        with_segment(token_of(), 0, b'{"alg":["HS256"],"kid":"h"}'), with_segment(token_of(), 0, b'{"kid":"h"}'),
+        " " + token_of(), token_of() + "\n", token_of() + ".", "." + token_of(), "Bearer " + token_of(),
+        token_of().replace(".", ":"),
+        f"{segment(b'[]')}.{segment(b'{}')}.", f"{segment(b'{}')}.{segment(b'{}')}.",
+        f"{segment(b'[' * 3_000)}.{segment(b'{}')}.",
+        with_segment(token_of(), 0, b'{"alg":"HS256","kid":["h"]}'),
+        with_segment(token_of(), 0, b'{"alg":"HS256","kid":null}'),
+        with_segment(token_of(), 0, b'{"alg":["HS256"],"kid":"h"}'),
+        with_segment(token_of(), 0, b'{"kid":"h"}'),
         with_segment(token_of(), 0, b"\xff"),
     ],
 )  # fmt: skip
@@ -227,7 +247,10 @@ def test_memory_is_bounded_and_forged_tickets_push_nothing_out() -> None:
     assert remembered() == REMEMBERED_MAX
 
 
-@pytest.mark.parametrize("encoded", [as_text(b"\xfb\xff" * 16), segment(b"\xfb\xff" * 16), urlsafe_b64encode(b"\xfb\xff" * 16).decode()])
+@pytest.mark.parametrize(
+    "encoded",
+    [as_text(b"\xfb\xff" * 16), segment(b"\xfb\xff" * 16), urlsafe_b64encode(b"\xfb\xff" * 16).decode()],
+)
 def test_both_alphabets_with_and_without_padding(encoded: str) -> None:
     keys = TicketKeys.from_text(f" h:HS256:{encoded} , ")
     assert keys.read(token_of(key=b"\xfb\xff" * 16), USER, OFFER) == GOOD

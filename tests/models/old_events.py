@@ -1,7 +1,8 @@
-"""Events as they might have been before their first release, and the upcasters that raise them: what a later change will look like.
+"""Events as they might have been before their first release, and the upcasters that raise them: what a later
+change will look like.
 
-`grab.granted` v0 had `units` for `quantity`, and one text for user and card. `offer.opened` v0 had `sum` for `total`, v-1 also `owner`
-for `issuer`. `grab.redeemed` v0 had no `amount`: it is what was redeemed.
+`grab.granted` v0 had `units` for `quantity`, and one text for user and card. `offer.opened` v0 had `sum` for
+`total`, v-1 also `owner` for `issuer`. `grab.redeemed` v0 had no `amount`: it is what was redeemed.
 """
 
 import json
@@ -45,7 +46,9 @@ UPCASTERS = (
 
 
 def as_it_was(line: bytes) -> bytes:
-    """A current event as an earlier program would have written it; the same line when nothing has changed since."""
+    """A current event as an earlier program would have written it; the same line when nothing has changed
+    since.
+    """
     event: dict[str, Any] = json.loads(line)
     if event["type"] == "grab.granted":
         card = event.pop("attributes", {}).get("card")

@@ -1,4 +1,6 @@
-"""A stranger's few lines: every part of an envelope, from its `offer.opened` and `offer.closed` events and nothing of ours."""
+"""A stranger's few lines: every part of an envelope, from its `offer.opened` and `offer.closed` events and
+nothing of ours.
+"""
 
 from hashlib import sha1, sha256
 
@@ -10,7 +12,9 @@ def recompute(opened: dict, closed: dict) -> list[int]:
 
     def draw(k: int, size: int) -> int:
         attempt = 0
-        while (number := int(sha1(f"{seed}:{k}:{attempt}".encode()).hexdigest()[:13], 16)) >= 16**13 // size * size:
+        while (
+            number := int(sha1(f"{seed}:{k}:{attempt}".encode()).hexdigest()[:13], 16)
+        ) >= 16**13 // size * size:
             attempt += 1
         return number % size
 

@@ -1,4 +1,5 @@
-"""What the splitting of articles 001 and 003 gets wrong, said as checks that fail on their forms and hold for ours.
+"""What the splitting of articles 001 and 003 gets wrong, said as checks that fail on their forms and hold for
+ours.
 
 The articles' forms stand here as their texts describe them, so that it is seen that the checks can fail.
 """
@@ -43,7 +44,9 @@ def double_mean_of_003(total: int, parts: int, least: int, number: int) -> list[
 
 
 def bounded_of_001(total: int, parts: int, least: int, number: int) -> list[int]:
-    """Uniform from the minimum to the mean of what the others can spare; the last takes the rest. Of one part it makes none."""
+    """Uniform from the minimum to the mean of what the others can spare; the last takes the rest. Of one part
+    it makes none.
+    """
     chance, amounts, left = random.Random(number), list[int](), total
     for others in range(parts - 1, 0, -1):
         amounts.append(chance.randint(least, max((left - others * least) // others, least)))
@@ -51,7 +54,7 @@ def bounded_of_001(total: int, parts: int, least: int, number: int) -> list[int]
     return [*amounts, left] if amounts else []
 
 
-# -- 003 ----------------------------------------------------------------------------------------------------------------
+# -- 003 -----------------------------------------------------------------------------------------------------
 
 RUNS = 2_000
 
@@ -62,7 +65,9 @@ def runs_with_nothing(split: Split, total: int, parts: int) -> int:
 
 
 @pytest.mark.parametrize("name", OURS)
-@pytest.mark.parametrize(("total", "parts"), [(20, 10), (10, 10), (11, 10), (15, 10), (2, 2), (3, 2), (4, 2), (1, 1), (7, 5)])
+@pytest.mark.parametrize(
+    ("total", "parts"), [(20, 10), (10, 10), (11, 10), (15, 10), (2, 2), (3, 2), (4, 2), (1, 1), (7, 5)]
+)
 def test_003_nobody_gets_nothing(name: str, total: int, parts: int) -> None:
     """Twenty cents in ten parts, and still fewer."""
     assert runs_with_nothing(OURS[name], total, parts) == 0
@@ -85,7 +90,7 @@ def test_003_a_part_is_between_one_cent_and_twice_the_mean_of_what_is_left() -> 
             left -= amount
 
 
-# -- 001 ----------------------------------------------------------------------------------------------------------------
+# -- 001 -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", OURS)
@@ -100,7 +105,8 @@ def test_001_its_own_form_makes_nothing_of_one_part() -> None:
 
 @pytest.mark.parametrize("name", OURS)
 @pytest.mark.parametrize(
-    ("total", "parts", "least"), [(1_000, 10, 1), (1_000, 10, 100), (1_003, 10, 100), (1_000, 10, 99), (1_000, 3, 50), (200, 2, 1)]
+    ("total", "parts", "least"), [(1_000, 10, 1), (1_000, 10, 100), (1_003, 10, 100), (1_000, 10, 99), (1_000,
+    3, 50), (200, 2, 1)]
 )  # fmt: skip
 def test_001_no_part_is_below_the_minimum(name: str, total: int, parts: int, least: int) -> None:
     for number in range(300):
@@ -111,7 +117,9 @@ def test_001_no_part_is_below_the_minimum(name: str, total: int, parts: int, lea
 
 def means_by_place(split: Split, total: int, parts: int, least: int) -> tuple[list[float], float]:
     """The mean of each place, and how many standard errors the worst is from total/parts."""
-    columns: Sequence[Sequence[int]] = list(zip(*(split(total, parts, least, number) for number in range(RUNS)), strict=True))
+    columns: Sequence[Sequence[int]] = list(
+        zip(*(split(total, parts, least, number) for number in range(RUNS)), strict=True)
+    )
     means = [sum(column) / RUNS for column in columns]
     errors = []
     for column, mean in zip(columns, means, strict=True):
@@ -126,7 +134,9 @@ FAIR = 4.5
 
 
 @pytest.mark.parametrize("name", OURS)
-@pytest.mark.parametrize(("total", "parts", "least"), [(600, 6, 1), (1_000, 10, 1), (1_003, 10, 20), (20, 10, 1), (300, 3, 90)])
+@pytest.mark.parametrize(
+    ("total", "parts", "least"), [(600, 6, 1), (1_000, 10, 1), (1_003, 10, 20), (20, 10, 1), (300, 3, 90)]
+)
 def test_001_and_003_every_place_has_the_same_mean(name: str, total: int, parts: int, least: int) -> None:
     means, worst = means_by_place(OURS[name], total, parts, least)
     assert worst < FAIR, means

@@ -1,4 +1,6 @@
-"""Calendars against the time-zone database itself: windows of hours, days and weeks, and hours of the week."""
+"""Calendars against the time-zone database itself: windows of hours, days and weeks, and hours of the
+week.
+"""
 
 from datetime import UTC, datetime, timedelta
 from zoneinfo import ZoneInfo
@@ -7,11 +9,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grabstream.models.calendar import DAY_MS, HOUR_MS, offset_at, offsets_of, opens_next, utc_of, window_ends, window_of
+from grabstream.models.calendar import (
+    DAY_MS,
+    HOUR_MS,
+    offset_at,
+    offsets_of,
+    opens_next,
+    utc_of,
+    window_ends,
+    window_of,
+)
 from grabstream.models.offers import Hours, week_minutes
 
 ZONES = (
-    "UTC", "Asia/Shanghai", "Europe/Berlin", "America/New_York", "Australia/Lord_Howe", "America/St_Johns", "Africa/Cairo",
+    "UTC", "Asia/Shanghai", "Europe/Berlin", "America/New_York", "Australia/Lord_Howe", "America/St_Johns",
+    "Africa/Cairo",
     "America/Havana", "Asia/Beirut", "Pacific/Chatham", "Asia/Kathmandu",
 )  # fmt: skip
 FROM = 1_767_225_600_000  # 2026-01-01
@@ -45,7 +57,10 @@ def test_the_day_is_the_local_one(moment: tuple[str, int]) -> None:
     zone, at_ms = moment
     offsets = offsets_of(zone, FROM)
     assert offset_at(offsets, at_ms) == local(zone, at_ms).utcoffset() // timedelta(milliseconds=1)  # type: ignore[operator]
-    assert window_of("day", offsets, at_ms) == local(zone, at_ms).date().toordinal() - datetime(1970, 1, 1).toordinal()
+    assert (
+        window_of("day", offsets, at_ms)
+        == local(zone, at_ms).date().toordinal() - datetime(1970, 1, 1).toordinal()
+    )
 
 
 @given(moments(), st.sampled_from(("hour", "day", "week")))
@@ -61,7 +76,9 @@ def test_a_window_ends_where_the_next_begins(moment: tuple[str, int], per: str) 
         assert ends - at_ms <= HOUR_MS
     if per == "week":
         assert local(zone, ends).weekday() == 0
-        assert (local(zone, ends) - timedelta(milliseconds=1)).isocalendar()[:2] == local(zone, at_ms).isocalendar()[:2]
+        assert (local(zone, ends) - timedelta(milliseconds=1)).isocalendar()[:2] == local(
+            zone, at_ms
+        ).isocalendar()[:2]
 
 
 @pytest.mark.parametrize(

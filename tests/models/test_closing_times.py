@@ -1,4 +1,6 @@
-"""When an offer closes must be said by a time that is after its opening; nothing that is said counts as not said."""
+"""When an offer closes must be said by a time that is after its opening; nothing that is said counts as not
+said.
+"""
 
 import pytest
 
@@ -10,7 +12,12 @@ ENVELOPE = EnvelopeTerms(issuer="shop", total=10, parts=2, asset="CNY", funding=
 
 
 @pytest.mark.parametrize(
-    "terms", [StockTerms(issuer="shop", total=1, closes_at=0), CouponTerms(issuer="shop", total=1, closes_at=0), ENVELOPE]
+    "terms",
+    [
+        StockTerms(issuer="shop", total=1, closes_at=0),
+        CouponTerms(issuer="shop", total=1, closes_at=0),
+        ENVELOPE,
+    ],
 )
 def test_an_offer_that_closes_at_0_is_invalid_and_not_one_that_says_nothing(terms: Terms) -> None:
     with pytest.raises(Invalid, match="terms.closes_at: must be after opens_at"):

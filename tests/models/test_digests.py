@@ -1,4 +1,6 @@
-"""Digests: at least 128 bits, in a form that says itself; keyed where a command carries a secret; old forms are still compared."""
+"""Digests: at least 128 bits, in a form that says itself; keyed where a command carries a secret; old forms
+are still compared.
+"""
 
 import json
 import re
@@ -11,7 +13,17 @@ from typing import Any, get_args
 import msgspec
 import pytest
 
-from grabstream.models.commands import Adjust, AnyCommand, Confirm, Grab, Load, Open, Pause, decode_command, encode_command
+from grabstream.models.commands import (
+    Adjust,
+    AnyCommand,
+    Confirm,
+    Grab,
+    Load,
+    Open,
+    Pause,
+    decode_command,
+    encode_command,
+)
 from grabstream.models.digests import CannotCompare, Digests, adjustment_text, is_plain, whole_of
 from grabstream.models.events import LedgerAdjusted, decode_event
 from grabstream.models.offers import EnvelopeTerms, StockTerms
@@ -25,7 +37,11 @@ PLAIN = Grab(id="g", offer="o", user="u")
 PAUSE = Pause(id="p", offer="o")
 CODES = Load(id="l", offer="o", what="codes", chunk=1, chunks=1, items=("482913",))
 TICKET = Grab(id="t", offer="o", user="u", ticket="a.b.c")
-SEEDED = Open(id="s", offer="o", terms=EnvelopeTerms(issuer="a", funding="f", asset="CNY", total=9, parts=3, seed="ab" * 16))
+SEEDED = Open(
+    id="s",
+    offer="o",
+    terms=EnvelopeTerms(issuer="a", funding="f", asset="CNY", total=9, parts=3, seed="ab" * 16),
+)
 ENTRY = Entry(asset="CNY", debit="issuer:shop", credit="wallet:ann", amount=5)
 ADJUST = Adjust(id="a", offer="o", transfers=(ENTRY,), reason="a mistake", approved_by="boss")
 
@@ -35,7 +51,9 @@ def first_form(command: AnyCommand) -> str:
     return b64encode(blake2b(encode_command(command), digest_size=6).digest()).decode()
 
 
-@pytest.mark.parametrize("command", [PAUSE, CODES, TICKET, SEEDED, ADJUST, Confirm(id="c", offer="o", grab="g")])
+@pytest.mark.parametrize(
+    "command", [PAUSE, CODES, TICKET, SEEDED, ADJUST, Confirm(id="c", offer="o", grab="g")]
+)
 def test_a_digest_has_128_bits_and_names_its_form(command: AnyCommand) -> None:
     form, _, value = ROTATED.of(command).rpartition("$")
     assert len(b64decode(value + "==")) == 16
@@ -47,7 +65,13 @@ def test_only_a_grab_that_asks_for_nothing_more_is_plain() -> None:
     """Every field that a grab has, or will have, is part of its body."""
     assert ONE_KEY.of(PLAIN) == "plain"
     assert is_plain(PLAIN)
-    others: dict[str, Any] = {"quantity": 2, "attributes": {"a": "1"}, "ticket": "t", "basket": "b", "wait": True}
+    others: dict[str, Any] = {
+        "quantity": 2,
+        "attributes": {"a": "1"},
+        "ticket": "t",
+        "basket": "b",
+        "wait": True,
+    }
     fields = {field.name for field in msgspec.structs.fields(Grab)} - {"id", "offer", "user"}
     assert fields <= others.keys(), "a new field of a grab must make it a grab that is not plain"
     for name in fields:
@@ -63,7 +87,12 @@ def test_what_is_remembered_of_plain_grabs_tells_every_body_apart() -> None:
 @pytest.mark.parametrize("command", [PLAIN, PAUSE, CODES, TICKET, SEEDED])
 def test_a_digest_of_every_form_is_compared_in_its_own(command: AnyCommand) -> None:
     other = msgspec.structs.replace(command, id="another")
-    for kept in (first_form(command), Digests().remembered(command), ONE_KEY.remembered(command), ROTATED.remembered(command)):
+    for kept in (
+        first_form(command),
+        Digests().remembered(command),
+        ONE_KEY.remembered(command),
+        ROTATED.remembered(command),
+    ):
         assert ROTATED.is_of(kept, command)
         if not kept.startswith("plain"):  # that is kept under the id, and does not repeat it
             assert not ROTATED.is_of(kept, other)
@@ -84,12 +113,21 @@ def test_the_sender_is_no_part_of_the_body() -> None:
 
 
 def test_a_code_cannot_be_found_from_its_digest_without_the_key() -> None:
-    """All the codes near the right one, hashed in every form that needs no key, and keyed with what an attacker may guess."""
+    """All the codes near the right one, hashed in every form that needs no key, and keyed with what an
+    attacker may guess.
+    """
     digest = ONE_KEY.of(CODES)
     guessed = [Digests(), Digests({"old": bytes(32)}), Digests({"old": b"old".ljust(32, b"\0")})]
-    candidates: Sequence[Load] = [msgspec.structs.replace(CODES, items=(f"{code:06d}",)) for code in range(482_000, 484_000)]
+    candidates: Sequence[Load] = [
+        msgspec.structs.replace(CODES, items=(f"{code:06d}",)) for code in range(482_000, 484_000)
+    ]
     values = {digest.rpartition("$")[2]}
-    found = [one for one in candidates for by in guessed if by.of(one).rpartition("$")[2] in values or first_form(one) in values]
+    found = [
+        one
+        for one in candidates
+        for by in guessed
+        if by.of(one).rpartition("$")[2] in values or first_form(one) in values
+    ]
     assert found == []
     assert [one for one in candidates if ONE_KEY.of(one) == digest] == [CODES]  # who has the key compares
 
@@ -123,11 +161,16 @@ def test_no_form_can_be_taken_for_another() -> None:
 
 
 def test_digests_of_old_are_made_again() -> None:
-    """The file is never edited: a form that changed would turn every repeat of a command from before into a conflict."""
+    """The file is never edited: a form that changed would turn every repeat of a command from before into a
+    conflict.
+    """
     golden = json.loads(GOLDEN.read_text())
     keyed = Digests({golden["key_id"]: bytes.fromhex(golden["key"])})
     for one in golden["digests"]:
         command = decode_command(one["command"].encode())
-        assert (Digests().remembered(command), keyed.remembered(command)) == (one["without_keys"], one["with_key"])
+        assert (Digests().remembered(command), keyed.remembered(command)) == (
+            one["without_keys"],
+            one["with_key"],
+        )
         for form in ("first_form", "without_keys", "with_key"):
             assert keyed.is_of(one[form], command), (form, one)

@@ -1,7 +1,8 @@
 """Old events keep decoding: every event type and version has a file that is never edited.
 
-A new version of a type gets a new file beside the old one. `python -m tests.models.test_golden_events` writes files that are missing.
-The transfers in an old version's file are those of that time: an upcaster that moved other money would turn a test red.
+A new version of a type gets a new file beside the old one. `python -m tests.models.test_golden_events` writes
+files that are missing. The transfers in an old version's file are those of that time: an upcaster that moved
+other money would turn a test red.
 """
 
 import hashlib
@@ -19,53 +20,83 @@ from grabstream.models.upcasting import FIRST_VERSION
 FOLDER = Path(__file__).parents[1] / "golden" / "events"
 SUMS = FOLDER / "SHA256SUMS"
 TYPES = list(CURRENT_VERSIONS)
-VERSIONS = [(type_, version) for type_, current in CURRENT_VERSIONS.items() for version in range(FIRST_VERSION, current + 1)]
+VERSIONS = [
+    (type_, version)
+    for type_, current in CURRENT_VERSIONS.items()
+    for version in range(FIRST_VERSION, current + 1)
+]
 
-HEAD: dict[str, Any] = {"shard": 3, "seq": 41, "offer_seq": 7, "offer": "sale:a", "at": 1800000000123, "command": "c-1"}
-GRAB: dict[str, Any] = {"grab": "g-1", "user": "ann", "quantity": 2, "amount": 2, "asset": "sku:sale:a", "place": 5, "left": 9}
+HEAD: dict[str, Any] = {
+    "shard": 3,
+    "seq": 41,
+    "offer_seq": 7,
+    "offer": "sale:a",
+    "at": 1800000000123,
+    "command": "c-1",
+}
+GRAB: dict[str, Any] = {
+    "grab": "g-1",
+    "user": "ann",
+    "quantity": 2,
+    "amount": 2,
+    "asset": "sku:sale:a",
+    "place": 5,
+    "left": 9,
+}
 ASKED: dict[str, Any] = {"asked": 3, "attributes": {"card": "k:1"}, "ticket": "t-1", "basket": "b-1"}
 #: What each type says, all of its fields set.
 SAID: dict[str, dict[str, Any]] = {
     "offer.opened": {
-        "kind": "envelope", "issuer": "shop", "funding": "pay-1", "asset": "CNY", "total": 1000, "opens_at": 1800000000123,
+        "kind": "envelope", "issuer": "shop", "funding": "pay-1", "asset": "CNY", "total": 1000,
+        "opens_at": 1800000000123,
         "closes_at": 1800086400123, "terms": {"kind": "envelope", "parts": 10, "title": 'a "b" \\ 你好'},
-        "offsets": [[1799971200000, 28800000]], "seed_sha256": "ab" * 32, "sealed_seed": "k1:c2VhbGVk", "digest": "AbCd+/01",
+        "offsets": [[1799971200000, 28800000]], "seed_sha256": "ab" * 32, "sealed_seed": "k1:c2VhbGVk",
+        "digest": "AbCd+/01",
     },
     "offer.loaded": {
-        "what": "codes", "chunk": 1, "chunks": 2, "count": 2, "items": ["k1:YQ==", "k1:Yg=="], "operator": "olga", "digest": "AbCd+/01",
+        "what": "codes", "chunk": 1, "chunks": 2, "count": 2, "items": ["k1:YQ==", "k1:Yg=="],
+        "operator": "olga", "digest": "AbCd+/01",
     },
     "offer.amended": {
-        "changes": {"total": 12, "title": "more"}, "asset": "sku:sale:a", "source": "issuer:shop", "added": 2, "left": 11,
+        "changes": {"total": 12, "title": "more"}, "asset": "sku:sale:a", "source": "issuer:shop", "added": 2,
+        "left": 11,
         "operator": "olga", "digest": "AbCd+/01",
     },
     "offer.paused": {"operator": "olga", "digest": "AbCd+/01"},
     "offer.resumed": {"operator": "olga", "digest": "AbCd+/01"},
     "offer.closed": {
-        "reason": "command", "asset": "CNY", "amount": 400, "left": 4, "refund_to": "wallet:shop", "seed": "5eed" * 16, "operator": "olga",
+        "reason": "command", "asset": "CNY", "amount": 400, "left": 4, "refund_to": "wallet:shop",
+        "seed": "5eed" * 16, "operator": "olga",
         "digest": "AbCd+/01",
     },
     "offer.retired": {},
     "grab.granted": {**GRAB, **ASKED, "codes": ["k1:YQ=="], "digest": "AbCd+/01"},
     "grab.held": {
-        **GRAB, "asked": 3, "deadline_at": 1800000900123, "due": 500, "currency": "CNY", "waited": True, "attributes": {"card": "k:1"},
+        **GRAB, "asked": 3, "deadline_at": 1800000900123, "due": 500, "currency": "CNY", "waited": True,
+        "attributes": {"card": "k:1"},
         "ticket": "t-1", "basket": "b-1", "digest": "AbCd+/01",
     },
-    "grab.queued": {**GRAB, "amount": 0, "attributes": {"card": "k:1"}, "ticket": "t-1", "digest": "AbCd+/01"},
+    "grab.queued": {**GRAB, "amount": 0, "attributes": {"card": "k:1"}, "ticket": "t-1",
+    "digest": "AbCd+/01"},
     "grab.extended": {**GRAB, "deadline_at": 1800001800123, "digest": "AbCd+/01"},
     "grab.confirmed": {
-        **GRAB, "held": 1, "payment": "pay-2", "paid": 500, "currency": "CNY", "issuer": "shop", "retaken": True, "codes": ["k1:YQ=="],
+        **GRAB, "held": 1, "payment": "pay-2", "paid": 500, "currency": "CNY", "issuer": "shop",
+        "retaken": True, "codes": ["k1:YQ=="],
         "digest": "AbCd+/01",
     },
     "grab.released": {**GRAB, "reason": "expired", "to": "offer:sale:a", "digest": "AbCd+/01"},
     "grab.returned": {
-        **GRAB, "reason": 'too "small"', "to": "issuer:shop", "refunds": [["pay-2", 250], ["pay-3", 250]], "currency": "CNY",
+        **GRAB, "reason": 'too "small"', "to": "issuer:shop", "refunds": [["pay-2", 250], ["pay-3", 250]],
+        "currency": "CNY",
         "issuer": "shop", "restored": True, "digest": "AbCd+/01",
     },
     "grab.redeemed": {**GRAB, "order": "o-1", "digest": "AbCd+/01"},
     "grab.unredeemed": {**GRAB, "order": "o-1", "digest": "AbCd+/01"},
-    "payment.refund_due": {"grab": "g-1", "payment": "pay-4", "amount": 500, "asset": "CNY", "outcome": "expired", "digest": "AbCd+/01"},
+    "payment.refund_due": {"grab": "g-1", "payment": "pay-4", "amount": 500, "asset": "CNY",
+    "outcome": "expired", "digest": "AbCd+/01"},
     "ledger.adjusted": {
-        "transfers": [{"asset": "CNY", "debit": "issuer:shop", "credit": "wallet:ann", "amount": 5}], "reason": "a mistake",
+        "transfers": [{"asset": "CNY", "debit": "issuer:shop", "credit": "wallet:ann", "amount": 5}],
+        "reason": "a mistake",
         "approved_by": "boss", "operator": "olga", "digest": "AbCd+/01",
     },
 }  # fmt: skip
@@ -87,9 +118,9 @@ def test_an_event_of_today_is_read_as_it_is(type_: str) -> None:
     event = decode_event(golden["line"].encode())
     assert encode_event(event).decode() == golden["line"]
     said = json.loads(golden["line"])
-    assert {name: json.loads(msgspec.json.encode(getattr(event, name))) for name in said if name != "type"} == {
-        name: value for name, value in said.items() if name != "type"
-    }
+    assert {
+        name: json.loads(msgspec.json.encode(getattr(event, name))) for name in said if name != "type"
+    } == {name: value for name, value in said.items() if name != "type"}
 
 
 def test_golden_files_are_never_edited() -> None:
@@ -105,11 +136,17 @@ def _write_missing() -> None:
         path = FOLDER / f"{type_}.v{CURRENT_VERSIONS[type_]}.json"
         if not path.exists():
             line = json.dumps(
-                {"type": type_, "v": CURRENT_VERSIONS[type_], **HEAD, **SAID[type_]}, separators=(",", ":"), ensure_ascii=False
+                {"type": type_, "v": CURRENT_VERSIONS[type_], **HEAD, **SAID[type_]},
+                separators=(",", ":"),
+                ensure_ascii=False,
             )
             transfers = transfers_of(decode_event(line.encode()))
-            path.write_text(json.dumps({"line": line, "transfers": transfers}, ensure_ascii=False, indent=1) + "\n")
-    sums = sorted((path.name, hashlib.sha256(path.read_bytes()).hexdigest()) for path in FOLDER.glob("*.json"))
+            path.write_text(
+                json.dumps({"line": line, "transfers": transfers}, ensure_ascii=False, indent=1) + "\n"
+            )
+    sums = sorted(
+        (path.name, hashlib.sha256(path.read_bytes()).hexdigest()) for path in FOLDER.glob("*.json")
+    )
     SUMS.write_text("".join(f"{digest}  {name}\n" for name, digest in sums))
 
 

@@ -6,7 +6,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grabstream.models.journal import GENESIS, Block, Corrupt, Cursor, Gap, block_headers, chain, marker_headers, parse_block
+from grabstream.models.journal import (
+    GENESIS,
+    Block,
+    Corrupt,
+    Cursor,
+    Gap,
+    block_headers,
+    chain,
+    marker_headers,
+    parse_block,
+)
 
 LINES = [b'{"n":%d}' % number for number in range(1, 31)]
 HASHES = [GENESIS, *chain(GENESIS, LINES)]
@@ -81,7 +91,14 @@ def test_a_block_before_any_marker() -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("count", b"3"), ("head", b"00" * 32), ("prev", b"11" * 32), ("term", b"x"), ("first_seq", b""), ("owner", b"\xff")],
+    [
+        ("count", b"3"),
+        ("head", b"00" * 32),
+        ("prev", b"11" * 32),
+        ("term", b"x"),
+        ("first_seq", b""),
+        ("owner", b"\xff"),
+    ],
 )
 def test_a_block_that_contradicts_itself(name: str, value: bytes) -> None:
     headers = dict(block_headers(0, 1, "a", 1, 2, GENESIS, HASHES[2]))
@@ -101,7 +118,9 @@ cuts = st.lists(st.tuples(st.integers(0, 4), st.integers(1, 8), st.booleans()), 
 
 @given(cuts)
 def test_any_cut_and_any_repetition_is_the_same_history(cuts: list[tuple[int, int, bool]]) -> None:
-    """Each cut: how far a block reaches back into what is known, how long it is, and whether an earlier one comes again."""
+    """Each cut: how far a block reaches back into what is known, how long it is, and whether an earlier one
+    comes again.
+    """
     blocks, last = [marker(1, "a")], 0
     for back, length, again in cuts:
         first = max(last + 1 - back, 1)

@@ -9,7 +9,9 @@ ROOT = Path(__file__).parents[2]
 
 def test_the_page_of_bounds_is_made_of_the_code(tmp_path: Path) -> None:
     def limits(*arguments: str) -> int:
-        return subprocess.run([sys.executable, "scripts/limits.py", *arguments], cwd=ROOT, timeout=60).returncode
+        return subprocess.run(
+            [sys.executable, "scripts/limits.py", *arguments], cwd=ROOT, timeout=60
+        ).returncode
 
     assert limits("--check", "docs/limits.md") == 0
     changed = tmp_path / "limits.md"

@@ -25,7 +25,16 @@ from grabstream.models.digests import Digests
 from grabstream.models.events import AnyEvent, decode_event
 from grabstream.models.identifiers import are_ids, campaign_of, is_id, shard_of
 from grabstream.models.money import Invalid
-from grabstream.models.offers import Changes, CouponTerms, EnvelopeTerms, Hours, Limit, StockTerms, changes_of, terms_of
+from grabstream.models.offers import (
+    Changes,
+    CouponTerms,
+    EnvelopeTerms,
+    Hours,
+    Limit,
+    StockTerms,
+    changes_of,
+    terms_of,
+)
 from grabstream.models.outcomes import OUTCOME_NAMES, Outcome
 from grabstream.models.transfers import transfers_of
 
@@ -35,7 +44,8 @@ ENVELOPE = {"kind": "envelope", "issuer": "a", "funding": "f", "asset": "CNY", "
 @pytest.mark.parametrize(
     ("text", "good"),
     [
-        ("a", True), ("A.z_0:9-", True), ("x" * 64, True), ("", False), ("x" * 65, False), ("a b", False), ("a\n", False),
+        ("a", True), ("A.z_0:9-", True), ("x" * 64, True), ("", False), ("x" * 65, False), ("a b", False),
+        ("a\n", False),
         ("é", False), ("a{b}", False), ("a/b", False), ("a\0", False), ('"', False),
     ],
 )  # fmt: skip
@@ -45,7 +55,9 @@ def test_ids(text: str, good: bool) -> None:
 
 
 # Golden: other programs compute the shard themselves.
-@pytest.mark.parametrize(("offer", "campaign", "shard"), [("e1", "e1", 7), ("spring:a", "spring", 1), ("spring:b", "spring", 1)])
+@pytest.mark.parametrize(
+    ("offer", "campaign", "shard"), [("e1", "e1", 7), ("spring:a", "spring", 1), ("spring:b", "spring", 1)]
+)
 def test_campaign_and_shard(offer: str, campaign: str, shard: int) -> None:
     assert campaign_of(offer) == campaign
     assert shard_of(campaign, 8) == shard
@@ -62,20 +74,31 @@ def grabbing(**changes: object) -> dict[str, object]:
 @pytest.mark.parametrize(
     ("command", "word"),
     [
-        (grabbing(usr="x"), "usr"), (grabbing(user="a b"), "user"), (grabbing(user=5), "user"), (grabbing(id="x" * 65), "id"),
-        (grabbing(offer="é"), "offer"), (grabbing(quantity=0), "quantity"), (grabbing(quantity=-1), "quantity"),
-        (grabbing(quantity=1.5), "quantity"), (grabbing(quantity=True), "quantity"), (grabbing(quantity="1e3"), "quantity"),
+        (grabbing(usr="x"), "usr"), (grabbing(user="a b"), "user"), (grabbing(user=5), "user"),
+        (grabbing(id="x" * 65), "id"),
+        (grabbing(offer="é"), "offer"), (grabbing(quantity=0), "quantity"),
+        (grabbing(quantity=-1), "quantity"),
+        (grabbing(quantity=1.5), "quantity"), (grabbing(quantity=True), "quantity"),
+        (grabbing(quantity="1e3"), "quantity"),
         (grabbing(quantity=10**13 + 1), "quantity"), (grabbing(attributes={"a b": "c"}), "attributes"),
-        (grabbing(attributes={f"a{n}": "c" for n in range(9)}), "attributes"), ({"type": "grab", "id": "i", "offer": "o"}, "user"),
+        (grabbing(attributes={f"a{n}": "c" for n in range(9)}), "attributes"),
+        ({"type": "grab", "id": "i", "offer": "o"}, "user"),
         ({"type": "steal", "id": "i", "offer": "o"}, "steal"), ({"id": "i"}, "type"),
-        (opening(total=0), "total"), (opening(total=9), "total"), (opening(total=10**13 + 1), "total"), (opening(total=1.0e2), "total"),
-        (opening(parts=0), "parts"), (opening(parts=2_000_000), "parts"), (opening(min=0), "min"), (opening(max=20), "max"),
-        (opening(law="bounded", max=5), "total"), (opening(law="fair"), "law"), (opening(draw="later"), "draw"),
+        (opening(total=0), "total"), (opening(total=9), "total"), (opening(total=10**13 + 1), "total"),
+        (opening(total=1.0e2), "total"),
+        (opening(parts=0), "parts"), (opening(parts=2_000_000), "parts"), (opening(min=0), "min"),
+        (opening(max=20), "max"),
+        (opening(law="bounded", max=5), "total"), (opening(law="fair"), "law"),
+        (opening(draw="later"), "draw"),
         (opening(asset="cny"), "asset"), (opening(issuer=""), "issuer"), (opening(funding="a b"), "funding"),
-        (opening(seed="AB" * 16), "seed"), (opening(seed="ab" * 15), "seed"), (opening(kind="voucher"), "kind"),
-        (opening(opens_at=10, closes_at=10), "closes_at"), (opening(title="x" * 201), "title"), (opening(colour="red"), "colour"),
-        (opening(title="a\0b"), "title"), (opening(title="two\nlines"), "title"), (opening(title="\x85"), "title"),
-        (grabbing(user="u\0"), "user"), (grabbing(quantity=1e0), "quantity"), (grabbing(quantity=10**30), "quantity"),
+        (opening(seed="AB" * 16), "seed"), (opening(seed="ab" * 15), "seed"),
+        (opening(kind="voucher"), "kind"),
+        (opening(opens_at=10, closes_at=10), "closes_at"), (opening(title="x" * 201), "title"),
+        (opening(colour="red"), "colour"),
+        (opening(title="a\0b"), "title"), (opening(title="two\nlines"), "title"),
+        (opening(title="\x85"), "title"),
+        (grabbing(user="u\0"), "user"), (grabbing(quantity=1e0), "quantity"),
+        (grabbing(quantity=10**30), "quantity"),
         (grabbing(attributes={"a": {"b": "c"}}), "attributes"), (grabbing(attributes={"a": 1}), "attributes"),
     ],
 )  # fmt: skip
@@ -86,7 +109,9 @@ def test_a_bad_command_names_the_field(command: object, word: str) -> None:
     assert bad.raw == json.dumps(command).encode()
 
 
-@pytest.mark.parametrize("title", ["", "春节红包 🧧", "👩‍👩‍👧 family", 'a "b" \\ </script>', "line\u2028separator"])
+@pytest.mark.parametrize(
+    "title", ["", "春节红包 🧧", "👩‍👩‍👧 family", 'a "b" \\ </script>', "line\u2028separator"]
+)
 def test_a_title_may_be_any_text_of_one_line(title: str) -> None:
     [command] = decode_commands(json.dumps(opening(title=title)).encode())
     assert isinstance(command, Open)
@@ -96,7 +121,13 @@ def test_a_title_may_be_any_text_of_one_line(title: str) -> None:
 def test_a_title_that_is_no_text_is_refused_also_when_made_in_python() -> None:
     """Half a surrogate pair cannot be encoded: unrefused, it would fail the batches of others."""
     with pytest.raises(Invalid, match="title"):
-        check(Open(id="i", offer="o", terms=EnvelopeTerms(issuer="a", funding="f", asset="CNY", total=9, parts=1, title="\ud800")))
+        check(
+            Open(
+                id="i",
+                offer="o",
+                terms=EnvelopeTerms(issuer="a", funding="f", asset="CNY", total=9, parts=1, title="\ud800"),
+            )
+        )
 
 
 PIECES: dict[str, Any] = {"issuer": "a", "total": 9, "hold_ms": 9}
@@ -138,16 +169,30 @@ def test_a_command_that_a_program_made_of_other_types_names_the_field(command: A
 def test_terms_and_changes_of_events_are_read_whatever_else_they_have() -> None:
     """As the schemas promise: a newer program may add fields, and bounds may have been others."""
     limit = {"by": "user", "per": "day", "max": 10**15, "colour": "red"}
-    terms = {"kind": "stock", "issuer": "a", "total": 9, "max_per_grab": 10**15, "limits": [limit], "colour": "red",
+    terms = {"kind": "stock", "issuer": "a", "total": 9, "max_per_grab": 10**15, "limits": [limit],
+        "colour": "red",
              "hours": [{"weekdays": ["mon"], "from": "10:00", "colour": "red"}]}  # fmt: skip
     hours = (Hours(weekdays=("mon",), from_="10:00"),)
-    expected = StockTerms(issuer="a", total=9, max_per_grab=10**15, limits=(Limit("user", "day", 10**15),), hours=hours)
+    expected = StockTerms(
+        issuer="a", total=9, max_per_grab=10**15, limits=(Limit("user", "day", 10**15),), hours=hours
+    )
     assert terms_of(json.dumps(terms).encode()) == expected
-    assert changes_of(json.dumps({"title": "t", "limits": [limit], "colour": "red"}).encode()) == Changes(title="t", limits=expected.limits)
+    assert changes_of(json.dumps({"title": "t", "limits": [limit], "colour": "red"}).encode()) == Changes(
+        title="t", limits=expected.limits
+    )
 
 
 @pytest.mark.parametrize(
-    "text", ["", "7", "[]", "{}", '{"kind":"lottery"}', '{"kind":"stock"}', '{"kind":"stock","issuer":"a","total":9,"limits":7}']
+    "text",
+    [
+        "",
+        "7",
+        "[]",
+        "{}",
+        '{"kind":"lottery"}',
+        '{"kind":"stock"}',
+        '{"kind":"stock","issuer":"a","total":9,"limits":7}',
+    ],
 )
 def test_terms_of_an_event_that_are_none(text: str) -> None:
     with pytest.raises(ValueError, match="kind|JSON|StockTerms"):
@@ -155,7 +200,19 @@ def test_terms_of_an_event_that_are_none(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "raw", [b"", b"nonsense", b"\x00\xff", b"[1,", b"[" * 5_000, b'{"a":' * 5_000, b"null", b"17", b'"x"', b"\xef\xbb\xbf{}"]
+    "raw",
+    [
+        b"",
+        b"nonsense",
+        b"\x00\xff",
+        b"[1,",
+        b"[" * 5_000,
+        b'{"a":' * 5_000,
+        b"null",
+        b"17",
+        b'"x"',
+        b"\xef\xbb\xbf{}",
+    ],
 )
 def test_what_is_no_command_keeps_its_bytes(raw: bytes) -> None:
     for bad in decode_commands(raw):
@@ -176,17 +233,25 @@ def test_a_bad_element_does_not_stop_the_others() -> None:
     [
         (b'{"type":"grab","id":"i","offer":"o","user":"u","user":"v"}', "user"),
         (b'{"type":"grab","id":"i","offer":"o","user":"u","us\\u0065r":"v"}', "user"),
-        (b'{ "type" : "grab", "id": "i", "offer": "o", "quantity": 1, "user": "u", "quantity": 2 }', "quantity"),
+        (
+            b'{ "type" : "grab", "id": "i", "offer": "o", "quantity": 1, "user": "u", "quantity": 2 }',
+            "quantity",
+        ),
         (b'{"type":"grab","id":"i","offer":"o","user":"u","attributes":{"card":"1","card":"2"}}', "card"),
         (b'{"type":"grab","id":"j","id":"i","offer":"o","user":"u"}', "id"),
         (
-            json.dumps(opening(title='"""')).replace('"parts"', '"title": "t", "parts"').encode().replace(b'\\"\\"\\"', b"\\u0022" * 3),
+            json.dumps(opening(title='"""'))
+            .replace('"parts"', '"title": "t", "parts"')
+            .encode()
+            .replace(b'\\"\\"\\"', b"\\u0022" * 3),
             "title",
         ),
     ],
 )
 def test_a_name_that_stands_twice_in_a_command_is_refused(raw: bytes, name: str) -> None:
-    """The decoder takes the last of them, others the first: two readers of the topic would see two commands."""
+    """The decoder takes the last of them, others the first: two readers of the topic would see two
+    commands.
+    """
     [bad] = decode_commands(raw)
     assert isinstance(bad, Undecodable)
     assert f"'{name}': is named twice" in bad.reason
@@ -198,11 +263,15 @@ remembered = Digests().remembered
 
 def test_equal_commands_have_equal_digests() -> None:
     one = decode_command(b'{"type":"grab","id":"i","offer":"o","user":"u"}')
-    same = decode_command(b'{ "quantity": 1, "user": "u", "offer": "o", "id": "i", "type": "grab", "attributes": {} }')
+    same = decode_command(
+        b'{ "quantity": 1, "user": "u", "offer": "o", "id": "i", "type": "grab", "attributes": {} }'
+    )
     other = Grab(id="i", offer="o", user="v")
     assert remembered(one) == remembered(same) != remembered(other)
     assert decode_command(encode_command(one)) == one
-    ordered: list[AnyCommand] = [Grab(id="i", offer="o", user="u", attributes=a) for a in ({"a": "1", "b": "2"}, {"b": "2", "a": "1"})]
+    ordered: list[AnyCommand] = [
+        Grab(id="i", offer="o", user="u", attributes=a) for a in ({"a": "1", "b": "2"}, {"b": "2", "a": "1"})
+    ]
     assert remembered(ordered[0]) == remembered(ordered[1])
 
 
@@ -218,8 +287,10 @@ def test_what_does_not_apply_is_absent() -> None:
 def test_outcomes_keep_their_numbers() -> None:
     assert OUTCOME_NAMES[0] == "granted"
     assert [OUTCOME_NAMES[code] for code in range(20, 37)] == [
-        "invalid", "fenced", "busy", "conflict", "no_such_offer", "no_such_grab", "already_taken", "not_open_yet", "on_hold", "over",
-        "not_eligible", "limit_reached", "sold_out", "not_enough_left", "expired", "not_held", "not_redeemable",
+        "invalid", "fenced", "busy", "conflict", "no_such_offer", "no_such_grab", "already_taken",
+        "not_open_yet", "on_hold", "over",
+        "not_eligible", "limit_reached", "sold_out", "not_enough_left", "expired", "not_held",
+        "not_redeemable",
     ]  # fmt: skip
     assert not Outcome.invalid.positive
     assert Outcome.waiting.positive
@@ -227,14 +298,22 @@ def test_outcomes_keep_their_numbers() -> None:
 
 HEAD = '"v":1,"shard":1,"seq":2,"offer_seq":1,"offer":"o","at":5,"command":"c"'
 OPENED = (
-    f'{{"type":"offer.opened",{HEAD},"kind":"envelope","issuer":"a","funding":"f","asset":"CNY","total":100,"opens_at":1,'
+    f'{{"type":"offer.opened",{HEAD},"kind":"envelope","issuer":"a","funding":"f","asset":"CNY","total":100,'
+    '"opens_at":1,'
     '"closes_at":9,"terms":{"parts":3},"digest":"d"}'
 )
 GRANTED = (
-    f'{{"type":"grab.granted",{HEAD},"grab":"c","user":"u","quantity":1,"amount":40,"asset":"CNY","place":1,"left":2,"digest":"d","new":1}}'
+    f'{{"type":"grab.granted",{HEAD},"grab":"c","user":"u","quantity":1,"amount":40,"asset":"CNY",'
+    f'"place":1,"left":2,"digest":"d","new":1}}'
 )
-CLOSED = f'{{"type":"offer.closed",{HEAD},"reason":"command","asset":"CNY","amount":60,"left":2,"refund_to":"wallet:a","digest":"d"}}'
-DRAINED = f'{{"type":"offer.closed",{HEAD},"reason":"drained","asset":"CNY","amount":0,"left":0,"refund_to":"wallet:a"}}'
+CLOSED = (
+    f'{{"type":"offer.closed",{HEAD},"reason":"command","asset":"CNY","amount":60,"left":2,"refund_'
+    f'to":"wallet:a","digest":"d"}}'
+)
+DRAINED = (
+    f'{{"type":"offer.closed",{HEAD},"reason":"drained","asset":"CNY","amount":0,"left":0,"refund_'
+    f'to":"wallet:a"}}'
+)
 PAUSED = f'{{"type":"offer.paused",{HEAD},"digest":"d"}}'
 
 

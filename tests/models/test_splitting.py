@@ -70,11 +70,15 @@ def test_sum_minimum_maximum(drawn: str, case: Any, seed: str) -> None:
 @pytest.mark.parametrize(
     ("total", "parts", "least", "most", "field"),
     [
-        (0, 1, 1, None, "total"), (9, 10, 1, None, "total"), (10**13 + 1, 1, 1, None, "total"), (100, 0, 1, None, "parts"),
-        (100, 10, 0, None, "min"), (100, 10, 5, 4, "max"), (101, 10, 1, 10, "total"), (10**7, 1_000_001, 1, None, "parts"),
+        (0, 1, 1, None, "total"), (9, 10, 1, None, "total"), (10**13 + 1, 1, 1, None, "total"),
+        (100, 0, 1, None, "parts"),
+        (100, 10, 0, None, "min"), (100, 10, 5, 4, "max"), (101, 10, 1, 10, "total"),
+        (10**7, 1_000_001, 1, None, "parts"),
     ],
 )  # fmt: skip
-def test_illegal_is_refused_with_a_reason(total: int, parts: int, least: int, most: int | None, field: str) -> None:
+def test_illegal_is_refused_with_a_reason(
+    total: int, parts: int, least: int, most: int | None, field: str
+) -> None:
     with pytest.raises(Invalid, match=f"^{field}: "):
         check_split("bounded", total, parts, least, most)
 
@@ -99,16 +103,26 @@ ENVELOPES, PLACES, TOTAL = 4_000, 8, 8 * 1_000 + 3
 
 
 def means_and_variances(law: Any, drawn: str) -> tuple[list[float], list[float], list[list[int]]]:
-    columns = list(zip(*(SPLITS[drawn](law, TOTAL, PLACES, 100, 1_800, f"{number:032x}") for number in range(ENVELOPES)), strict=True))
+    columns = list(
+        zip(
+            *(SPLITS[drawn](law, TOTAL, PLACES, 100, 1_800, f"{number:032x}") for number in range(ENVELOPES)),
+            strict=True,
+        )
+    )
     means = [sum(column) / ENVELOPES for column in columns]
-    variances = [sum((x - mean) ** 2 for x in column) / (ENVELOPES - 1) for column, mean in zip(columns, means, strict=True)]
+    variances = [
+        sum((x - mean) ** 2 for x in column) / (ENVELOPES - 1)
+        for column, mean in zip(columns, means, strict=True)
+    ]
     return means, variances, columns  # type: ignore[return-value]
 
 
 @pytest.mark.parametrize("drawn", SPLITS)
 @pytest.mark.parametrize("law", LAWS)
 def test_every_place_is_fair(law: Any, drawn: str) -> None:
-    """The mean of every place is total/parts within 4.5 standard errors (under 1 in 10 000 by chance, for all places together)."""
+    """The mean of every place is total/parts within 4.5 standard errors (under 1 in 10 000 by chance, for all
+    places together).
+    """
     means, variances, _ = means_and_variances(law, drawn)
     for mean, variance in zip(means, variances, strict=True):
         assert abs(mean - TOTAL / PLACES) < 4.5 * math.sqrt(variance / ENVELOPES) + 1e-9
@@ -140,7 +154,17 @@ def test_golden_vectors_in_python(case: dict[str, Any]) -> None:
     terms = case["opened"]["terms"]
     least, most = terms.get("min", 1), terms.get("max", terms["total"])
     drawn = SPLITS[terms.get("draw", "ahead")]
-    assert drawn(terms.get("law", "double_mean"), terms["total"], terms["parts"], least, most, case["closed"]["seed"]) == case["parts"]
+    assert (
+        drawn(
+            terms.get("law", "double_mean"),
+            terms["total"],
+            terms["parts"],
+            least,
+            most,
+            case["closed"]["seed"],
+        )
+        == case["parts"]
+    )
 
 
 @pytest.mark.parametrize("case", golden_cases(), ids=lambda case: case["name"])
@@ -148,7 +172,9 @@ def test_golden_vectors_by_a_stranger(case: dict[str, Any]) -> None:
     assert recompute(case["opened"], case["closed"]) == case["parts"]
 
 
-def lua_split(client: "redis.Redis", law: str, total: int, parts: int, least: int, most: int, seed: str) -> list[int]:
+def lua_split(
+    client: "redis.Redis", law: str, total: int, parts: int, least: int, most: int, seed: str
+) -> list[int]:
     script = (
         (SCRIPTS / "includes" / "splitting.lua").read_text()
         + """
@@ -165,13 +191,18 @@ return made
 
 
 @pytest.mark.parametrize(
-    "case", [case for case in golden_cases() if case["opened"]["terms"]["draw"] == "at_grab"], ids=lambda case: case["name"]
+    "case",
+    [case for case in golden_cases() if case["opened"]["terms"]["draw"] == "at_grab"],
+    ids=lambda case: case["name"],
 )
 def test_golden_vectors_in_lua(servers: Settings, case: dict[str, Any]) -> None:
     terms = case["opened"]["terms"]
     client = redis.Redis.from_url(servers.redis_url)
     least, most = terms.get("min", 1), terms.get("max", terms["total"])
-    assert lua_split(client, terms["law"], terms["total"], terms["parts"], least, most, case["closed"]["seed"]) == case["parts"]
+    assert (
+        lua_split(client, terms["law"], terms["total"], terms["parts"], least, most, case["closed"]["seed"])
+        == case["parts"]
+    )
 
 
 def test_lua_draws_as_python(servers: Settings) -> None:
@@ -184,11 +215,15 @@ def test_lua_draws_as_python(servers: Settings) -> None:
         least = random_.randint(1, 10 ** random_.randint(0, 9))
         total = min(10**13, parts * least + random_.randint(0, 10 ** random_.randint(1, 13)))
         seed = random_.randbytes(16).hex()
-        assert lua_split(client, law, total, parts, least, total, seed) == split_at_grab(law, total, parts, least, total, seed)
+        assert lua_split(client, law, total, parts, least, total, seed) == split_at_grab(
+            law, total, parts, least, total, seed
+        )
 
 
 def test_lua_rejects_as_python(servers: Settings) -> None:
-    """A draw beyond the last whole range is drawn again, or the low ends would come too often; so rare that seeds are searched for."""
+    """A draw beyond the last whole range is drawn again, or the low ends would come too often; so rare that
+    seeds are searched for.
+    """
     client = redis.Redis.from_url(servers.redis_url)
     range_size = (2 * (10**13 // 2 - 1) + 1) * 2
     limit = 16**13 - 16**13 % range_size
@@ -196,7 +231,9 @@ def test_lua_rejects_as_python(servers: Settings) -> None:
     rejected = [seed for seed in seeds if int(sha1(f"{seed}:1:0".encode()).hexdigest()[:13], 16) >= limit]
     assert len(rejected) >= 10
     for seed in rejected[:10]:
-        assert draw(seed, 1, range_size) == int(sha1(f"{seed}:1:1".encode()).hexdigest()[:13], 16) % range_size
+        assert (
+            draw(seed, 1, range_size) == int(sha1(f"{seed}:1:1".encode()).hexdigest()[:13], 16) % range_size
+        )
         drawn = split_at_grab("double_mean", 10**13, 2, 1, 10**13, seed)
         assert lua_split(client, "double_mean", 10**13, 2, 1, 10**13, seed) == drawn
         terms = {"total": 10**13, "parts": 2, "draw": "at_grab"}

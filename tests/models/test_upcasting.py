@@ -1,4 +1,6 @@
-"""Events of other versions: raised when they are older, refused when they are newer, and gaps are found when a program starts."""
+"""Events of other versions: raised when they are older, refused when they are newer, and gaps are found when
+a program starts.
+"""
 
 import json
 import re
@@ -10,7 +12,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from grabstream.models.events import CURRENT_VERSIONS, EventDecoder, GrabGranted, OfferOpened, decode_event, decode_event_list, encode_event
+from grabstream.models.events import (
+    CURRENT_VERSIONS,
+    EventDecoder,
+    GrabGranted,
+    OfferOpened,
+    decode_event,
+    decode_event_list,
+    encode_event,
+)
 from grabstream.models.upcasting import BrokenChain, NewerEvent, Upcaster, Upcasters, UpcastFailed
 from grabstream.ops.commands.services import new_seal_key
 from tests.models.old_events import UPCASTERS, as_it_was
@@ -46,14 +56,20 @@ def test_old_events_are_unreadable_without_their_upcasters() -> None:
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
-        (line_of("grab.granted", v=2), r"seq 41: grab\.granted v2 was written by a newer grabstream, this one knows up to v1"),
+        (
+            line_of("grab.granted", v=2),
+            r"seq 41: grab\.granted v2 was written by a newer grabstream, this one knows up to v1",
+        ),
         (line_of("offer.closed", v=99), r"offer\.closed v99 was written by a newer grabstream"),
         (line_of("grab.granted", type="grab.imagined"), r"seq 41: type 'grab\.imagined' is not known here"),
     ],
 )
 def test_newer_events_are_refused(line: bytes, reason: str) -> None:
     """Also when they could be decoded: what looks the same may mean something else."""
-    for decode in (lambda: decode_event(line), lambda: decode_event_list(b"[" + LINES[0] + b"," + line + b"]")):
+    for decode in (
+        lambda: decode_event(line),
+        lambda: decode_event_list(b"[" + LINES[0] + b"," + line + b"]"),
+    ):
         with pytest.raises(NewerEvent, match=reason):
             decode()
 
@@ -93,35 +109,53 @@ def _same(event: dict[str, Any]) -> dict[str, Any]:
         ((("a", 1), ("a", 1)), {"a": 2}, "a: two upcasters from v1 to v2"),
         ((("a", 1),), {"a": 1}, "a: an upcaster from v1 to v2, but v1 is written now"),
         ((("b", 1),), {"a": 1}, "b: an upcaster from v1, but there is no such type"),
-        ((("b", 1),), {"a": 2}, "b: an upcaster from v1, but there is no such type; "
-                                "a: no upcaster from v1 to v2, although v2 is written now"),
+        ((("b", 1),), {"a": 2},
+        "b: an upcaster from v1, but there is no such type; "
+        "a: no upcaster from v1 to v2, although v2 is written now"),
     ],
 )  # fmt: skip
-def test_a_gap_is_found_at_once(steps: tuple[tuple[str, int], ...], current: dict[str, int], reason: str) -> None:
+def test_a_gap_is_found_at_once(
+    steps: tuple[tuple[str, int], ...], current: dict[str, int], reason: str
+) -> None:
     with pytest.raises(BrokenChain, match=f"^{re.escape(reason)}$"):
         Upcasters([Upcaster(type_, version, _same) for type_, version in steps], current)
 
 
 @pytest.mark.parametrize(
     "command",
-    [("-c", "import grabstream.streams.projector"), ("-m", "grabstream.ops.cli", "verify"), ("-m", "grabstream.ops.cli", "worker")],
+    [
+        ("-c", "import grabstream.streams.projector"),
+        ("-m", "grabstream.ops.cli", "verify"),
+        ("-m", "grabstream.ops.cli", "worker"),
+    ],
 )
 def test_a_program_with_a_gap_does_not_start(tmp_path: Path, command: tuple[str, ...]) -> None:
-    """A type was raised, and nobody wrote the upcaster: no process that reads events gets so far as to connect."""
+    """A type was raised, and nobody wrote the upcaster: no process that reads events gets so far as to
+    connect.
+    """
     copy_of_the_package(tmp_path)
     events = tmp_path / "models" / "events.py"
-    raised = events.read_text().replace("class GrabHeld(_GrabEvent[V1]", "class GrabHeld(_GrabEvent[Literal[3]]")
+    raised = events.read_text().replace(
+        "class GrabHeld(_GrabEvent[V1]", "class GrabHeld(_GrabEvent[Literal[3]]"
+    )
     assert raised != events.read_text()
     events.write_text(raised)
     environment = {"PYTHONPATH": str(tmp_path), "GRAB_SEAL_KEYS": new_seal_key()}
-    ended = subprocess.run([sys.executable, *command], cwd=tmp_path, capture_output=True, text=True, timeout=60, env=environment)
+    ended = subprocess.run(
+        [sys.executable, *command], cwd=tmp_path, capture_output=True, text=True, timeout=60, env=environment
+    )
     assert ended.returncode != 0
-    assert "grab.held: no upcaster from v1 to v2, although v3 is written now; grab.held: no upcaster from v2 to v3" in ended.stderr
+    assert (
+        "grab.held: no upcaster from v1 to v2, although v3 is written now; grab.held: no upcaster from v2 to "
+        "v3" in ended.stderr
+    )
 
 
 def test_an_upcaster_that_fails_says_where() -> None:
     decoder = EventDecoder([Upcaster("grab.granted", 0, lambda event: {**event, "quantity": event["units"]})])
-    with pytest.raises(UpcastFailed, match=r"seq 41: grab\.granted v0: the upcaster to v1 failed: KeyError\('units'\)"):
+    with pytest.raises(
+        UpcastFailed, match=r"seq 41: grab\.granted v0: the upcaster to v1 failed: KeyError\('units'\)"
+    ):
         decoder.decode(line_of("grab.granted", v=0))
     decoder = EventDecoder([Upcaster("grab.granted", 0, lambda event: {**event, "quantity": "many"})])
     with pytest.raises(msgspec.ValidationError, match=r"Expected `int`, got `str` - at `\$.quantity`"):
@@ -134,7 +168,9 @@ def test_lua_writes_the_current_versions() -> None:
     for path in sorted((ROOT / "lua").rglob("*.lua")):
         for type_, version in re.findall(r'"type":"(.*?)","v":(\d+)', path.read_text()):
             written[type_] = int(version)
-    assert written.keys() == {"grab.granted", "' .. type .. '"}, "an event is written in a place that this test does not know"
+    assert written.keys() == {"grab.granted", "' .. type .. '"}, (
+        "an event is written in a place that this test does not know"
+    )
     common = written.pop("' .. type .. '")
     assert {type_: written.get(type_, common) for type_ in CURRENT_VERSIONS} == CURRENT_VERSIONS
     assert {GrabGranted, OfferOpened} <= {type(decode_event(line)) for line in LINES}

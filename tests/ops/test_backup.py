@@ -1,4 +1,6 @@
-"""Backup and restore as docs/backup.md says, by its own commands: PostgreSQL is lost, Redis is lost, and the books are right again."""
+"""Backup and restore as docs/backup.md says, by its own commands: PostgreSQL is lost, Redis is lost, and the
+books are right again.
+"""
 
 import asyncio
 import re
@@ -30,18 +32,30 @@ DECIDING, PROJECTING = "decide,relay,sweep", "project,publish"
 
 def commands(name: str) -> str:
     """The block of the document that is marked with a name."""
-    [found] = re.findall(rf"^```sh {name}\n(.*?)^```", (PROJECT / "docs" / "backup.md").read_text(), re.MULTILINE | re.DOTALL)
+    [found] = re.findall(
+        rf"^```sh {name}\n(.*?)^```", (PROJECT / "docs" / "backup.md").read_text(), re.MULTILINE | re.DOTALL
+    )
     return str(found)
 
 
 def carry_out(name: str, settings: Settings, backup: Path) -> None:
     environment = child_environment(
-        prefix=settings.prefix, schema=settings.schema_, redis_url=settings.redis_url, kafka=settings.kafka, postgres=settings.postgres,
+        prefix=settings.prefix, schema=settings.schema_, redis_url=settings.redis_url, kafka=settings.kafka,
+        postgres=settings.postgres,
         shards=str(settings.shards), seal_keys=settings.seal_keys.get_secret_value(),
     )  # fmt: skip
-    environment |= {"BACKUP": str(backup / "kept"), "PATH": f"{Path(sys.executable).parent}:{environment['PATH']}"}
+    environment |= {
+        "BACKUP": str(backup / "kept"),
+        "PATH": f"{Path(sys.executable).parent}:{environment['PATH']}",
+    }
     script = commands("names") + commands(name)
-    done = subprocess.run(["bash", "-euo", "pipefail", "-c", script], env=environment, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", script],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -49,8 +63,14 @@ async def grab(settings: Settings, *users: str, opening: bool = False) -> None:
     async with open_gate(settings) as gate:
         if opening:
             terms = EnvelopeTerms(issuer="alice", funding="pay", asset="CNY", total=10_000, parts=1_000)
-            await gate.decide([Open(id="open", offer="e", terms=terms)], patience_ms=90_000, timeout_ms=90_000)
-        answers = await gate.decide([Grab(id=f"g-{user}", offer="e", user=user) for user in users], patience_ms=90_000, timeout_ms=90_000)
+            await gate.decide(
+                [Open(id="open", offer="e", terms=terms)], patience_ms=90_000, timeout_ms=90_000
+            )
+        answers = await gate.decide(
+            [Grab(id=f"g-{user}", offer="e", user=user) for user in users],
+            patience_ms=90_000,
+            timeout_ms=90_000,
+        )
         assert {answer.outcome for answer in answers} == {"granted"}
 
 
@@ -60,8 +80,12 @@ async def all_is_right(settings: Settings) -> None:
 
 
 @pytest.mark.parametrize("how", ["restore", "anew"])
-async def test_postgresql_is_lost(system: Settings, worker: Callable[..., Any], tmp_path: Path, how: str) -> None:
-    """What came after the backup, and what comes while PostgreSQL is away, is in the books again; so it is without any backup."""
+async def test_postgresql_is_lost(
+    system: Settings, worker: Callable[..., Any], tmp_path: Path, how: str
+) -> None:
+    """What came after the backup, and what comes while PostgreSQL is away, is in the books again; so it is
+    without any backup.
+    """
     worker(system, DECIDING)
     projecting = worker(system, PROJECTING)
     await grab(system, *(f"a{number}" for number in range(50)), opening=True)
@@ -83,8 +107,12 @@ async def test_postgresql_is_lost(system: Settings, worker: Callable[..., Any], 
 
 
 @pytest.mark.nightly
-async def test_restored_while_people_are_refused(system: Settings, worker: Callable[..., Any], tmp_path: Path) -> None:
-    """Deciders and gates write samples and counts of refusals all the time, before, between and after the restore's steps."""
+async def test_restored_while_people_are_refused(
+    system: Settings, worker: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Deciders and gates write samples and counts of refusals all the time, before, between and after the
+    restore's steps.
+    """
     deciding, projecting = worker(system, DECIDING), worker(system, PROJECTING)
     await grab(system, *(f"a{number}" for number in range(50)), opening=True)
     await all_is_right(system)
@@ -96,8 +124,12 @@ async def test_restored_while_people_are_refused(system: Settings, worker: Calla
         nonlocal refused
         async with open_gate(system) as gate:
             while True:
-                again = [Grab(id=f"r{refused}-{number}", offer="e", user=f"a{number}") for number in range(50)]
-                assert {answer.outcome for answer in await gate.decide(again, patience_ms=30_000)} == {"already_taken"}
+                again = [
+                    Grab(id=f"r{refused}-{number}", offer="e", user=f"a{number}") for number in range(50)
+                ]
+                assert {answer.outcome for answer in await gate.decide(again, patience_ms=30_000)} == {
+                    "already_taken"
+                }
                 refused += len(again)
                 # As many a second as a gate keeps, and time for the others of this machine.
                 await asyncio.sleep(0.02)
@@ -109,7 +141,9 @@ async def test_restored_while_people_are_refused(system: Settings, worker: Calla
             await until(lambda before=before: refused > before or refusing.done(), 30, "refusals")
             await asyncio.to_thread(carry_out, "restore", system, tmp_path)
             for table in ("demand", "refusals_1"):
-                await until(lambda table=table: refusing.done() or _has_rows(system, table), 30, f"rows of {table}")
+                await until(
+                    lambda table=table: refusing.done() or _has_rows(system, table), 30, f"rows of {table}"
+                )
             assert not refusing.done(), refusing.result()
     finally:
         refusing.cancel()
@@ -141,7 +175,9 @@ async def test_redis_is_lost(system: Settings, worker: Callable[..., Any]) -> No
 
 
 async def test_everything_is_lost(system: Settings, worker: Callable[..., Any], tmp_path: Path) -> None:
-    """New servers have nothing of it: the books come from the backup, the journal from the books, Redis from the journal."""
+    """New servers have nothing of it: the books come from the backup, the journal from the books, Redis from
+    the journal.
+    """
     workers = [worker(system, DECIDING), worker(system, PROJECTING)]
     await grab(system, *(f"a{number}" for number in range(50)), opening=True)
     await all_is_right(system)

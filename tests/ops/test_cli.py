@@ -23,7 +23,9 @@ from tests.conftest import until
 README = Path(__file__).parent.parent.parent / "README.md"
 
 
-def grabstream(*words: str, folder: Path | None = None, stdin: str = "", **settings: str) -> "subprocess.CompletedProcess[str]":
+def grabstream(
+    *words: str, folder: Path | None = None, stdin: str = "", **settings: str
+) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(
         [sys.executable, "-m", "grabstream.ops.cli", *words],
         env=child_environment(**settings),
@@ -37,7 +39,8 @@ def grabstream(*words: str, folder: Path | None = None, stdin: str = "", **setti
 
 def of(settings: Settings) -> dict[str, str]:
     return {
-        "prefix": settings.prefix, "schema": settings.schema_, "redis_url": settings.redis_url, "kafka": settings.kafka,
+        "prefix": settings.prefix, "schema": settings.schema_, "redis_url": settings.redis_url,
+        "kafka": settings.kafka,
         "postgres": settings.postgres, "seal_keys": settings.seal_keys.get_secret_value(),
     }  # fmt: skip
 
@@ -52,8 +55,10 @@ def test_every_verb_has_help(verb: str) -> None:
 @pytest.mark.parametrize(
     ("settings", "word"),
     [
-        ({"shards": "0"}, "GRAB_SHARDS"), ({"shards": "many"}, "GRAB_SHARDS"), ({"schema": "a-b"}, "GRAB_SCHEMA"),
-        ({"prefix": "a{b}"}, "GRAB_PREFIX"), ({"seal_keys": "k:short"}, "GRAB_SEAL_KEYS"), ({"lease_ms": "-1"}, "GRAB_LEASE_MS"),
+        ({"shards": "0"}, "GRAB_SHARDS"), ({"shards": "many"}, "GRAB_SHARDS"),
+        ({"schema": "a-b"}, "GRAB_SCHEMA"),
+        ({"prefix": "a{b}"}, "GRAB_PREFIX"), ({"seal_keys": "k:short"}, "GRAB_SEAL_KEYS"),
+        ({"lease_ms": "-1"}, "GRAB_LEASE_MS"),
     ],
 )  # fmt: skip
 def test_a_wrong_setting_is_named(settings: dict[str, str], word: str) -> None:
@@ -87,7 +92,9 @@ def test_a_worker_without_seal_keys_is_refused_with_the_way_out(tmp_path: Path) 
 
 
 def test_a_role_that_does_not_exist() -> None:
-    done = grabstream("worker", "--roles", "decide,dance", seal_keys=grabstream("config", "--new-seal-key").stdout.strip())
+    done = grabstream(
+        "worker", "--roles", "decide,dance", seal_keys=grabstream("config", "--new-seal-key").stdout.strip()
+    )
     assert done.returncode == 2
     assert "dance" in done.stderr
 
@@ -100,7 +107,9 @@ def test_a_role_that_does_not_exist() -> None:
         ("show", "postgres", "postgresql://127.0.0.1:1/x"),
     ],
 )
-def test_a_server_that_is_away_is_exit_code_3(settings: Settings, verb: str, setting: str, value: str) -> None:
+def test_a_server_that_is_away_is_exit_code_3(
+    settings: Settings, verb: str, setting: str, value: str
+) -> None:
     done = grabstream(verb, *(["offer"] if verb == "show" else []), **{**of(settings), setting: value})
     assert done.returncode == 3, done.stderr
     assert "Traceback" not in done.stderr
@@ -120,7 +129,9 @@ async def test_status_says_what_it_does_not_know(system: Settings) -> None:
     [row] = [line for line in done.stdout.splitlines() if re.match(r"│ +3 │", line)]
     assert "–" in row
     async with await AsyncConnection.connect(system.postgres, autocommit=True) as connection:
-        await connection.execute(f"UPDATE {system.schema_}_ledger_2.projection_cursors SET seq = 10011 WHERE shard = 3".encode())
+        await connection.execute(
+            f"UPDATE {system.schema_}_ledger_2.projection_cursors SET seq = 10011 WHERE shard = 3".encode()
+        )
     said = grabstream("status", **of(system)).stdout
     assert "10,011 ahead" in said
     assert "ahead of Redis: it has lost events" in said
@@ -133,14 +144,22 @@ def test_kafka_that_is_away_is_named_once(settings: Settings) -> None:
 
 
 def test_a_file_of_offers_is_checked_before_the_first_is_opened(settings: Settings) -> None:
-    good = {"offer": "a", "terms": {"kind": "envelope", "issuer": "i", "funding": "f", "asset": "CNY", "total": 10, "parts": 2}}
+    good = {
+        "offer": "a",
+        "terms": {"kind": "envelope", "issuer": "i", "funding": "f", "asset": "CNY", "total": 10, "parts": 2},
+    }
     bad = {**good, "offer": "b", "terms": {**good["terms"], "parts": 11}}  # type: ignore[dict-item]
     done = grabstream("open", "-", stdin=json.dumps([good, bad]), **of(settings))
     assert done.returncode == 2
     assert "entry 2" in done.stderr
     assert "total" in done.stderr
-    done = grabstream("open", "-", "--dry-run", "--json", "--operator", "olga", stdin=json.dumps([good]), **of(settings))
-    assert (done.returncode, json.loads(done.stdout)) == (0, [{"type": "open", "id": "open-a", **good, "operator": "olga"}])
+    done = grabstream(
+        "open", "-", "--dry-run", "--json", "--operator", "olga", stdin=json.dumps([good]), **of(settings)
+    )
+    assert (done.returncode, json.loads(done.stdout)) == (
+        0,
+        [{"type": "open", "id": "open-a", **good, "operator": "olga"}],
+    )
 
 
 async def test_another_number_of_shards_is_refused(system: Settings) -> None:
@@ -153,8 +172,10 @@ async def test_another_number_of_shards_is_refused(system: Settings) -> None:
 @pytest.mark.parametrize(
     "words",
     [
-        ("worker",), ("verify",), ("why", "a", "b"), ("show", "x"), ("retry", "ledger", "3"), ("set-aside", "--list"),
-        ("set-aside", "ledger", "3", "--dry-run"), ("replay", "--into", "-"), ("rebuild", "ledger"), ("at", "2026-01-01"), ("doctor",),
+        ("worker",), ("verify",), ("why", "a", "b"), ("show", "x"), ("retry", "ledger", "3"),
+        ("set-aside", "--list"),
+        ("set-aside", "ledger", "3", "--dry-run"), ("replay", "--into", "-"), ("rebuild", "ledger"),
+        ("at", "2026-01-01"), ("doctor",),
         ("dismiss", "1", "--reason", "r", "--operator", "o"),
     ],
 )  # fmt: skip
@@ -175,12 +196,19 @@ class Finder:
         if name == {module!r}:
             os.kill(os.getpid(), signal.SIGINT)
 sys.meta_path.insert(0, Finder())
-signal.signal(signal.SIGINT, signal.default_int_handler)  # where the tests run in the background it is ignored
+# Where the tests run in the background it is ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.argv = ["grabstream", "verify"]
 from grabstream.ops import main
 main()
 """
-        done = subprocess.run([sys.executable, "-c", program], env=child_environment(), capture_output=True, text=True, timeout=60)
+        done = subprocess.run(
+            [sys.executable, "-c", program],
+            env=child_environment(),
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
         assert done.returncode == 130, (module, done.stderr)
         assert "Traceback" not in done.stderr
 
@@ -207,9 +235,17 @@ async def test_an_offer_from_open_to_verify(system: Settings, worker: Callable[.
     name = "g-" + "n" * 55
     assert grabstream("open", "-", stdin=json.dumps({"offer": name, "terms": terms}), **own).returncode == 0
     assert grabstream("grab", name, name, "--id", name, **own).returncode == 0
-    await until(lambda: grabstream("show", name, **own).stdout.count(name) == 4, 30, "its ids in full, although nobody has a terminal")
+    await until(
+        lambda: grabstream("show", name, **own).stdout.count(name) == 4,
+        30,
+        "its ids in full, although nobody has a terminal",
+    )
     shown = json.loads(grabstream("show", "x", "--json", **own).stdout)
-    assert (shown["offer"]["state"], shown["offer"]["reason"], shown["luckiest"]["user_id"]) == ("closed", "command", "u")
+    assert (shown["offer"]["state"], shown["offer"]["reason"], shown["luckiest"]["user_id"]) == (
+        "closed",
+        "command",
+        "u",
+    )
     status = json.loads(grabstream("status", "--json", **own).stdout)
     assert status["stopped"] == []
     assert all(shard["relay"] for shard in status["shards"])

@@ -21,7 +21,9 @@ TEXT, INTEGER, NUMBER, NULL = {"type": "string"}, {"type": "integer"}, {"type": 
 
 
 def struct(required: str = "", closed: bool = False, **properties: Any) -> dict[str, Any]:
-    return {"type": "object", "properties": properties, "required": required.split()} | ({"additionalProperties": False} if closed else {})
+    return {"type": "object", "properties": properties, "required": required.split()} | (
+        {"additionalProperties": False} if closed else {}
+    )
 
 
 def either(*alternatives: Any, **more: Any) -> dict[str, Any]:
@@ -49,7 +51,8 @@ def places(*members: Any) -> dict[str, Any]:
 
 A = struct("a", a=TEXT)
 
-#: The old schema, the new one, where the difference is, its kind; what it means when we read, and when we write.
+#: The old schema, the new one, where the difference is, its kind; what it means when we read, and when we
+#: write.
 CASES = [
     (A, {**A, "title": "b", "description": "c"}, None, None, None, None),
     (A, struct("a", a=TEXT, b=TEXT), "$.b", "field added", "compatible", "compatible"),
@@ -58,44 +61,66 @@ CASES = [
     (struct("a b", a=TEXT, b=TEXT), A, "$.b", "field removed", "breaking", "breaking"),
     (struct("", a=TEXT), A, "$.a", "became required", "breaking", "compatible"),
     (A, struct("", a=TEXT), "$.a", "became optional", "compatible", "breaking"),
-    (struct("", a={**INTEGER, "default": 1}), struct("", a={**INTEGER, "default": 2}), "$.a", "default changed", "breaking", "breaking"),
-    (struct("", a={**INTEGER, "default": 1}), struct("", a=INTEGER), "$.a", "default changed", "breaking", "breaking"),
+    (struct("", a={**INTEGER, "default": 1}), struct("", a={**INTEGER, "default": 2}), "$.a",
+    "default changed", "breaking", "breaking"),
+    (struct("", a={**INTEGER, "default": 1}), struct("", a=INTEGER), "$.a", "default changed", "breaking",
+    "breaking"),
     (A, struct("a", a=INTEGER), "$.a", "type changed", "breaking", "breaking"),
     (struct("a", a=INTEGER), struct("a", a=NUMBER), "$.a", "widened", "compatible", "breaking"),
     (struct("a", a=NUMBER), struct("a", a=INTEGER), "$.a", "narrowed", "breaking", "compatible"),
     (A, struct("a", a=either(TEXT, NULL)), "$.a", "widened", "compatible", "breaking"),
     (struct("a", a=either(TEXT, NULL)), A, "$.a", "narrowed", "breaking", "compatible"),
-    (struct("a", a=either(TEXT, NULL)), struct("a", a=either(INTEGER, NULL)), "$.a", "type changed", "breaking", "breaking"),
-    (struct("a", a={"enum": ["x"]}), struct("a", a={"enum": ["y", "x"]}), "$.a", "value added", "compatible", "warning"),
-    (struct("a", a={"enum": ["x", "y"]}), struct("a", a={"enum": ["y"]}), "$.a", "value removed", "breaking", "compatible"),
+    (struct("a", a=either(TEXT, NULL)), struct("a", a=either(INTEGER, NULL)), "$.a", "type changed",
+    "breaking", "breaking"),
+    (struct("a", a={"enum": ["x"]}), struct("a", a={"enum": ["y", "x"]}), "$.a", "value added", "compatible",
+    "warning"),
+    (struct("a", a={"enum": ["x", "y"]}), struct("a", a={"enum": ["y"]}), "$.a", "value removed", "breaking",
+    "compatible"),
     (struct("a", a={"enum": ["x", "y"]}), struct("a", a={"enum": ["y", "x"]}), None, None, None, None),
     (A, struct("a", a={"enum": ["x"]}), "$.a", "narrowed", "breaking", "compatible"),
     (struct("a", a={"enum": ["x"]}), A, "$.a", "widened", "compatible", "breaking"),
-    (struct("a", a={"const": "1"}), struct("a", a={"const": "2"}), "$.a", "type changed", "breaking", "breaking"),
+    (struct("a", a={"const": "1"}), struct("a", a={"const": "2"}), "$.a", "type changed", "breaking",
+    "breaking"),
     (A, struct("a", a={**TEXT, "maxLength": 9}), "$.a", "narrowed", "breaking", "compatible"),
-    (struct("a", a={**TEXT, "maxLength": 9}), struct("a", a={**TEXT, "maxLength": 10}), "$.a", "widened", "compatible", "breaking"),
+    (struct("a", a={**TEXT, "maxLength": 9}), struct("a", a={**TEXT, "maxLength": 10}), "$.a", "widened",
+    "compatible", "breaking"),
     (struct("a", a={**TEXT, "maxLength": 9}), A, "$.a", "widened", "compatible", "breaking"),
-    (struct("a", a={**INTEGER, "minimum": 0}), struct("a", a={**INTEGER, "minimum": 1}), "$.a", "narrowed", "breaking", "compatible"),
-    (struct("a", a={**INTEGER, "minimum": 1}), struct("a", a={**INTEGER, "minimum": 0}), "$.a", "widened", "compatible", "breaking"),
+    (struct("a", a={**INTEGER, "minimum": 0}), struct("a", a={**INTEGER, "minimum": 1}), "$.a", "narrowed",
+    "breaking", "compatible"),
+    (struct("a", a={**INTEGER, "minimum": 1}), struct("a", a={**INTEGER, "minimum": 0}), "$.a", "widened",
+    "compatible", "breaking"),
     (A, struct("a", a={**TEXT, "pattern": "^x$"}), "$.a", "narrowed", "breaking", "compatible"),
     (struct("a", a={**TEXT, "pattern": "^x$"}), A, "$.a", "widened", "compatible", "breaking"),
-    (struct("a", a={**TEXT, "pattern": "x"}), struct("a", a={**TEXT, "pattern": "y"}), "$.a", "cannot be compared", "breaking", "breaking"),
+    (struct("a", a={**TEXT, "pattern": "x"}), struct("a", a={**TEXT, "pattern": "y"}), "$.a",
+    "cannot be "
+    "compared",
+    "breaking",
+    "breaking"),
     (A, struct("a", closed=True, a=TEXT), "$", "unknown fields are refused", "breaking", "compatible"),
     (struct("a", closed=True, a=TEXT), A, "$", "unknown fields are allowed", "compatible", "compatible"),
-    (referring(**A), referring(**struct("a b", a=TEXT, b=TEXT)), "$.a[].b", "required field added", "breaking", "compatible"),
+    (referring(**A), referring(**struct("a b", a=TEXT, b=TEXT)), "$.a[].b", "required field added",
+    "breaking", "compatible"),
     (referring(**A), {**struct("a", a={"type": "array", "items": A})}, None, None, None, None),
     (tagged("x", "y"), tagged("x", "y", "z"), "$.a", "alternative added", "compatible", "warning"),
     (tagged("x", "y", "z"), tagged("x", "y"), "$.a", "alternative removed", "breaking", "compatible"),
-    (struct("a", a=mapping(TEXT)), struct("a", a=mapping(INTEGER)), "$.a.*", "type changed", "breaking", "breaking"),
-    (struct("a", a=places(TEXT, TEXT)), struct("a", a=places(TEXT, INTEGER)), "$.a[1]", "type changed", "breaking", "breaking"),
-    (struct("a", a=places(TEXT)), struct("a", a=places(TEXT, TEXT)), "$.a", "type changed", "breaking", "breaking"),
+    (struct("a", a=mapping(TEXT)), struct("a", a=mapping(INTEGER)), "$.a.*", "type changed", "breaking",
+    "breaking"),
+    (struct("a", a=places(TEXT, TEXT)), struct("a", a=places(TEXT, INTEGER)), "$.a[1]", "type changed",
+    "breaking", "breaking"),
+    (struct("a", a=places(TEXT)), struct("a", a=places(TEXT, TEXT)), "$.a", "type changed", "breaking",
+    "breaking"),
     (A, struct("a", a={**TEXT, "multipleOf": 3}), "$.a", "cannot be compared", "breaking", "breaking"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("old", "new", "where", "kind", "reads", "writes"), CASES)
 def test_what_a_difference_means(
-    old: dict[str, Any], new: dict[str, Any], where: str | None, kind: str | None, reads: str | None, writes: str | None
+    old: dict[str, Any],
+    new: dict[str, Any],
+    where: str | None,
+    kind: str | None,
+    reads: str | None,
+    writes: str | None,
 ) -> None:
     assert differences(old, old) == []
     assert differences(new, new) == []
@@ -107,7 +132,7 @@ def test_what_a_difference_means(
     assert (found[0].verdict("reads"), found[0].verdict("writes")) == (reads, writes)
 
 
-# -- whole contracts ------------------------------------------------------------------------------------------------------
+# -- whole contracts -----------------------------------------------------------------------------------------
 
 RELEASED = read_release(SCHEMAS / "released", "0.1.0")
 GRANTED, RELEASED_V1 = "events/grab.granted.v1", "events/grab.released.v1"
@@ -151,25 +176,35 @@ def come(name: str, like: str, keep: bool = True) -> Callable[[dict[str, Any], d
     return change
 
 
-def topic(name: str, change: Callable[[dict[str, Any]], Any]) -> Callable[[dict[str, Any], dict[str, Any]], None]:
+def topic(
+    name: str, change: Callable[[dict[str, Any]], Any]
+) -> Callable[[dict[str, Any], dict[str, Any]], None]:
     return lambda schemas, asyncapi: change(asyncapi["channels"][name])
 
 
-def message(name: str, change: Callable[[dict[str, Any]], Any]) -> Callable[[dict[str, Any], dict[str, Any]], None]:
+def message(
+    name: str, change: Callable[[dict[str, Any]], Any]
+) -> Callable[[dict[str, Any], dict[str, Any]], None]:
     return lambda schemas, asyncapi: change(asyncapi["components"]["messages"][name])
 
 
-#: What is changed since the release, which upcasters there are, the verdict, and what the worst change says (name and words).
-CONTRACTS: list[tuple[Callable[[dict[str, Any], dict[str, Any]], Any], set[tuple[str, int]], str, str, str]] = [
+#: What is changed since the release, which upcasters there are, the verdict, and what the worst change says
+#: (name and words).
+CONTRACTS: list[tuple[Callable[[dict[str, Any], dict[str, Any]], Any], set[tuple[str, int]], str, str,
+    str]] = [
     (lambda schemas, asyncapi: None, set(), "compatible", "", ""),
     (changed("commands/grab", channel=TEXT), set(), "compatible", "commands/grab", "field added"),
     (required("commands/grab", "channel"), set(), "breaking", "commands/grab", "required field added"),
     (required("commands/confirm", "payment"), set(), "breaking", "commands/confirm", "became required"),
     (required("commands/redeem", "order", False), set(), "compatible", "commands/redeem", "became optional"),
     (changed("commands/grab", wait=None), set(), "breaking", "commands/grab", "field removed"),
-    (changed("commands/load", what={"enum": ["codes"]}), set(), "breaking", "commands/load", "value removed: 'audience'"),
-    (changed("commands/load", what={"enum": ["codes", "audience", "seats"]}), set(), "compatible", "commands/load", "value added"),
-    (changed("commands/grab", quantity={**INTEGER, "minimum": 1, "maximum": 9, "default": 1}), set(), "breaking", "commands/grab",
+    (changed("commands/load", what={"enum": ["codes"]}), set(), "breaking", "commands/load",
+    "value removed: "
+    "'audience'"),
+    (changed("commands/load", what={"enum": ["codes", "audience", "seats"]}), set(), "compatible",
+    "commands/load", "value added"),
+    (changed("commands/grab", quantity={**INTEGER, "minimum": 1, "maximum": 9, "default": 1}), set(),
+    "breaking", "commands/grab",
      "narrowed: maximum 10000000000000 → 9"),
     (gone("commands/extend"), set(), "breaking", "commands/extend", "the command is gone"),
     (come("commands/seize", "commands/grab"), set(), "compatible", "commands/seize", "a new command"),
@@ -177,40 +212,63 @@ CONTRACTS: list[tuple[Callable[[dict[str, Any], dict[str, Any]], Any], set[tuple
     (changed("answers/answer", queue=INTEGER), set(), "compatible", "answers/answer", "field added"),
     (required("answers/answer", "at"), set(), "compatible", "answers/answer", "became required"),
     (required("answers/answer", "code", False), set(), "breaking", "answers/answer", "became optional"),
-    (changed("answers/answer", place=TEXT), set(), "breaking", "answers/answer", "type changed: integer → string"),
-    (changed("answers/answer", code={"enum": [*range(16), *range(20, 38)]}), set(), "warning", "answers/answer", "value added: 37"),
+    (changed("answers/answer", place=TEXT), set(), "breaking", "answers/answer",
+    "type changed: integer → "
+    "string"),
+    (changed("answers/answer", code={"enum": [*range(16), *range(20, 38)]}), set(), "warning",
+    "answers/answer", "value added: 37"),
     (changed(GRANTED, channel=TEXT), set(), "compatible", GRANTED, "field added"),
-    (required(GRANTED, "channel"), set(), "breaking", GRANTED, "required field added"),  # the journal's old lines have it not
+    (required(GRANTED, "channel"), set(), "breaking", GRANTED, "required field added"),
+    # the journal's old lines have it not
     (required(GRANTED, "ticket"), set(), "breaking", GRANTED, "became required"),
     (required(GRANTED, "left", False), set(), "breaking", GRANTED, "became optional"),
     (changed(GRANTED, user=None, taker=TEXT), set(), "breaking", GRANTED, "field removed"),
-    (changed(RELEASED_V1, reason={"enum": ["command", "expired"]}), set(), "breaking", RELEASED_V1, "value removed"),
-    (changed(RELEASED_V1, reason={"enum": ["command", "expired", "left_queue", "paid"]}), set(), "warning", RELEASED_V1,
+    (changed(RELEASED_V1, reason={"enum": ["command", "expired"]}), set(), "breaking", RELEASED_V1,
+    "value removed"),
+    (changed(RELEASED_V1, reason={"enum": ["command", "expired", "left_queue", "paid"]}), set(), "warning",
+    RELEASED_V1,
      "value added: 'paid'"),
     (come("events/grab.seized.v1", GRANTED), set(), "warning", "events/grab.seized", "a new type"),
     (gone(GRANTED), set(), "breaking", "events/grab.granted", "the type is gone"),
-    (come("events/grab.granted.v2", GRANTED), {("grab.granted", 1)}, "warning", "events/grab.granted", "v1 → v2"),
-    (come("events/grab.granted.v3", GRANTED), {("grab.granted", 1), ("grab.granted", 2)}, "warning", "events/grab.granted", "v1 → v3"),
-    (come("events/grab.granted.v2", GRANTED), set(), "breaking", "events/grab.granted", "no upcaster leads there"),
-    (come("events/grab.granted.v3", GRANTED), {("grab.granted", 1)}, "breaking", "events/grab.granted", "v2 was raised to v3"),
-    (come("events/grab.granted.v2", GRANTED, keep=False), {("grab.granted", 1)}, "breaking", GRANTED, "older version is gone"),
-    (come("events/grab.granted.v0", GRANTED, keep=False), set(), "breaking", "events/grab.granted", "v1 was released, this is v0"),
-    (lambda schemas, asyncapi: asyncapi["channels"].pop("results"), set(), "breaking", "topics/results", "the topic is gone"),
-    (topic("events", lambda it: it.update(address="{prefix}.facts")), set(), "breaking", "topics/events", "events → {prefix}.facts"),
-    (topic("journal", lambda it: it["bindings"]["kafka"]["topicConfiguration"].update({"retention.ms": 9})), set(), "warning",
+    (come("events/grab.granted.v2", GRANTED), {("grab.granted", 1)}, "warning", "events/grab.granted",
+    "v1 → v2"),
+    (come("events/grab.granted.v3", GRANTED), {("grab.granted", 1), ("grab.granted", 2)}, "warning",
+    "events/grab.granted", "v1 → v3"),
+    (come("events/grab.granted.v2", GRANTED), set(), "breaking", "events/grab.granted",
+    "no upcaster leads "
+    "there"),
+    (come("events/grab.granted.v3", GRANTED), {("grab.granted", 1)}, "breaking", "events/grab.granted",
+    "v2 was raised to v3"),
+    (come("events/grab.granted.v2", GRANTED, keep=False), {("grab.granted", 1)}, "breaking", GRANTED,
+    "older version is gone"),
+    (come("events/grab.granted.v0", GRANTED, keep=False), set(), "breaking", "events/grab.granted",
+    "v1 was released, this is v0"),
+    (lambda schemas, asyncapi: asyncapi["channels"].pop("results"), set(), "breaking", "topics/results",
+    "the topic is gone"),
+    (topic("events", lambda it: it.update(address="{prefix}.facts")), set(), "breaking", "topics/events",
+    "events → {prefix}.facts"),
+    (topic("journal", lambda it: it["bindings"]["kafka"]["topicConfiguration"].update({"retention.ms": 9})),
+    set(), "warning",
      "topics/journal", "kept for 9 ms"),
-    (topic("results", lambda it: it["bindings"]["kafka"]["topicConfiguration"].update({"retention.ms": -1})), set(), "compatible", "", ""),
-    (topic("journal", lambda it: it["messages"].pop("marker")), set(), "breaking", "topics/journal/marker", "stands in this topic no more"),
-    (message("answer", lambda it: it["bindings"]["kafka"].pop("key")), set(), "breaking", "topics/results/answer/key", "→ None"),
-    (message("block", lambda it: it["headers"]["schema"]["properties"].pop("prev")), set(), "breaking", "topics/journal/block/headers",
+    (topic("results", lambda it: it["bindings"]["kafka"]["topicConfiguration"].update({"retention.ms": -1})),
+    set(), "compatible", "", ""),
+    (topic("journal", lambda it: it["messages"].pop("marker")), set(), "breaking", "topics/journal/marker",
+    "stands in this topic no more"),
+    (message("answer", lambda it: it["bindings"]["kafka"].pop("key")), set(), "breaking",
+    "topics/results/answer/key", "→ None"),
+    (message("block", lambda it: it["headers"]["schema"]["properties"].pop("prev")), set(), "breaking",
+    "topics/journal/block/headers",
      "field removed"),
-    (message("grab_held", lambda it: it["headers"]["schema"]["properties"].update(ce_type={"const": "x"})), set(), "breaking",
+    (message("grab_held", lambda it: it["headers"]["schema"]["properties"].update(ce_type={"const": "x"})),
+    set(), "breaking",
      "topics/events/grab_held/headers", "type changed"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("change", "upcasts", "verdict", "name", "words"), CONTRACTS)
-def test_what_a_release_would_mean(change: Any, upcasts: set[tuple[str, int]], verdict: str, name: str, words: str) -> None:
+def test_what_a_release_would_mean(
+    change: Any, upcasts: set[tuple[str, int]], verdict: str, name: str, words: str
+) -> None:
     schemas, asyncapi = copy.deepcopy(dict(RELEASED.schemas)), copy.deepcopy(dict(RELEASED.asyncapi))
     change(schemas, asyncapi)
     found = changes_between(RELEASED, Contract(schemas, asyncapi), upcasts)
@@ -223,7 +281,7 @@ def test_what_a_release_would_mean(change: Any, upcasts: set[tuple[str, int]], v
     assert bool(found[0].way_out) == (verdict == "breaking")
 
 
-# -- the script -----------------------------------------------------------------------------------------------------------
+# -- the script ----------------------------------------------------------------------------------------------
 
 
 def compare(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -1,4 +1,6 @@
-"""Counters replayed from events alone are those of the rules, over long random histories with returns, retakes and amendments."""
+"""Counters replayed from events alone are those of the rules, over long random histories with returns,
+retakes and amendments.
+"""
 
 import pytest
 

@@ -1,4 +1,6 @@
-"""`doctor`: every condition is made to happen, and is told in words with its way out; a system at work has nothing to tell."""
+"""`doctor`: every condition is made to happen, and is told in words with its way out; a system at work has
+nothing to tell.
+"""
 
 import json
 import signal
@@ -51,7 +53,7 @@ def only(examination: Examination, check: str) -> Finding:
     return finding
 
 
-# -- a system at work -------------------------------------------------------------------------------------------------
+# -- a system at work ----------------------------------------------------------------------------------------
 
 
 async def test_a_system_at_work_has_nothing_to_tell(system: Settings, worker: Callable[..., Any]) -> None:
@@ -88,7 +90,9 @@ async def test_before_init(settings: Settings) -> None:
         ("postgres", "postgres", "postgresql://127.0.0.1:1/x", "shards are relayed"),
     ],
 )
-async def test_one_server_away_hides_nothing_of_the_others(system: Settings, server: str, setting: str, value: str, still: str) -> None:
+async def test_one_server_away_hides_nothing_of_the_others(
+    system: Settings, server: str, setting: str, value: str, still: str
+) -> None:
     examination = await examine(system.model_copy(update={setting: value}))
     assert [name for name, problem in examination.servers.items() if problem] == [server]
     assert examination.exit_code == 3
@@ -100,17 +104,28 @@ async def test_one_server_away_hides_nothing_of_the_others(system: Settings, ser
     assert f"set GRAB_{setting.upper()} right" in shown.stdout
 
 
-# -- what stops -------------------------------------------------------------------------------------------------------
+# -- what stops ----------------------------------------------------------------------------------------------
 
 
-async def test_what_waits_when_the_worker_is_gone(system: Settings, worker: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Relay, sweeper, decider, read models and verifier end; an outbox of three fills, a hold and an offer run out, a command waits."""
-    for module, name in ((core, "HOLD_LATE_MS"), (core, "SWEEP_LATE_MS"), (topics, "LATE_MS"), (books, "LATE_MS")):
+async def test_what_waits_when_the_worker_is_gone(
+    system: Settings, worker: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Relay, sweeper, decider, read models and verifier end; an outbox of three fills, a hold and an offer
+    run out, a command waits.
+    """
+    for module, name in (
+        (core, "HOLD_LATE_MS"),
+        (core, "SWEEP_LATE_MS"),
+        (topics, "LATE_MS"),
+        (books, "LATE_MS"),
+    ):
         monkeypatch.setattr(module, name, 100)
     working = worker(system, "decide,relay,sweep")
     began = now_ms()
     async with open_gate(system) as gate:
-        opening = Open(id="o", offer="x", terms=StockTerms(issuer="i", total=9, hold_ms=1_000, closes_at=began + 25_000))
+        opening = Open(
+            id="o", offer="x", terms=StockTerms(issuer="i", total=9, hold_ms=1_000, closes_at=began + 25_000)
+        )
         [answer] = await gate.decide([opening], patience_ms=20_000, timeout_ms=20_000)
         assert answer.outcome == "opened"
         working.stop()
@@ -143,9 +158,17 @@ async def test_what_waits_when_the_worker_is_gone(system: Settings, worker: Call
     assert commands.since is not None
     assert began <= commands.since <= now_ms()
     behind = found(examination, "read models keep up")
-    assert {finding.what.split(" is behind")[0] for finding in behind} == {"ledger", "balances", "audit", "events"}
+    assert {finding.what.split(" is behind")[0] for finding in behind} == {
+        "ledger",
+        "balances",
+        "audit",
+        "events",
+    }
     assert all(finding.since is not None and finding.since >= began for finding in behind)
-    assert {finding.command for finding in behind} == {"grabstream worker --roles project", "grabstream worker --roles publish"}
+    assert {finding.command for finding in behind} == {
+        "grabstream worker --roles project",
+        "grabstream worker --roles publish",
+    }
 
 
 async def test_a_poison_block_and_what_was_set_aside(system: Settings, journal: Journal) -> None:
@@ -166,7 +189,11 @@ async def test_a_poison_block_and_what_was_set_aside(system: Settings, journal: 
     examination = await examine(system)
     assert not found(examination, "read models go on")
     note = only(examination, "nothing is set aside")
-    assert (note.severity, "1 event (2) set aside in ledger" in note.what, "lacks what it says of e" in note.what) == ("note", True, True)
+    assert (
+        note.severity,
+        "1 event (2) set aside in ledger" in note.what,
+        "lacks what it says of e" in note.what,
+    ) == ("note", True, True)
 
 
 async def test_a_read_model_of_another_release(system: Settings) -> None:
@@ -202,12 +229,16 @@ async def test_a_difference_that_the_verifier_found(system: Settings, journal: J
 
 
 async def test_a_decision_that_was_lost(system: Settings, worker: Callable[..., Any]) -> None:
-    """Decided, not journaled, and then the server has forgotten it: the recovery tells of it, and so do doctor and why."""
+    """Decided, not journaled, and then the server has forgotten it: the recovery tells of it, and so do
+    doctor and why.
+    """
     working = worker(system, "relay,sweep")
     redis = open_redis(system)
     async with open_gate(system) as gate:
         [opening] = await gate.decide(
-            [Open(id="o", offer="x", terms=StockTerms(issuer="i", total=9))], patience_ms=20_000, timeout_ms=20_000
+            [Open(id="o", offer="x", terms=StockTerms(issuer="i", total=9))],
+            patience_ms=20_000,
+            timeout_ms=20_000,
         )
         assert opening.outcome == "opened"
         worker(system, "project")
@@ -235,8 +266,12 @@ async def test_a_decision_that_was_lost(system: Settings, worker: Callable[..., 
     await redis.aclose()
 
 
-async def test_a_lost_journal(system: Settings, worker: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gone, empty, or full of markers of relays that came in vain: the way out is the restore, whoever asks, and it is told once."""
+async def test_a_lost_journal(
+    system: Settings, worker: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gone, empty, or full of markers of relays that came in vain: the way out is the restore, whoever asks,
+    and it is told once.
+    """
     monkeypatch.setattr(books, "LATE_MS", 0)
     everything = worker(system)
     await grabs(system, "a")
@@ -270,7 +305,9 @@ async def test_a_lost_journal(system: Settings, worker: Callable[..., Any], monk
 
 
 async def test_a_cursor_that_is_not_where_its_rows_are(system: Settings, journal: Journal) -> None:
-    """Whoever moved it: by its offset it has nothing to read, so it would stand still in silence. It is put back by hash."""
+    """Whoever moved it: by its offset it has nothing to read, so it would stand still in silence. It is put
+    back by hash.
+    """
     lines = [opened("e", 1), *(granted("e", seq) for seq in range(2, 41))]
     await journal.marker(1, "an-owner")
     await journal.block(lines, 1, 20, owner="an-owner")
@@ -282,16 +319,26 @@ async def test_a_cursor_that_is_not_where_its_rows_are(system: Settings, journal
     assert not found(await examine(system), check)
     await journal.block(lines, 21, 40, owner="an-owner")
     assert not found(await examine(system), check), "who is behind is not beside its rows"
-    moved = "UPDATE {}_{}_{}.projection_cursors SET next_offset = {}, moved_at = to_timestamp(1000) WHERE shard = 3"
+    moved = (
+        "UPDATE {}_{}_{}.projection_cursors SET next_offset = {}, moved_at = to_timestamp(1000) WHERE "
+        "shard = 3"
+    )
     versions_of = dict(await rows(system, "SELECT projection, version FROM read_models WHERE state = 'live'"))
     for name, offset in (("ledger", 3), ("balances", 900)):
         await execute(system, moved.format(system.schema_, name, versions_of[name], offset))
     said = {finding.what.partition(" ")[0]: finding for finding in found(await examine(system), check)}
     assert set(said) == {"ledger", "balances"}
-    assert said["ledger"].what == "ledger stands still in shard 3 at seq 20: its cursor was moved to offset 3, behind seq 40"
-    assert "its cursor was moved to offset 900 of another journal; this one ends at 3" in said["balances"].what
+    assert (
+        said["ledger"].what
+        == "ledger stands still in shard 3 at seq 20: its cursor was moved to offset 3, behind seq 40"
+    )
+    assert (
+        "its cursor was moved to offset 900 of another journal; this one ends at 3" in said["balances"].what
+    )
     assert {one.since for one in said.values()} == {1_000_000}
-    assert {name: one.command for name, one in said.items()} == {name: f"grabstream retry {name} 3" for name in said}
+    assert {name: one.command for name, one in said.items()} == {
+        name: f"grabstream retry {name} 3" for name in said
+    }
     for name in said:
         done = grabstream("retry", name, "3", "--wait", "0", **of(system))
         assert done.returncode == 0, (name, done.stdout, done.stderr)
@@ -316,7 +363,15 @@ def test_a_journal_that_lost_its_end(settings: Settings) -> None:
 
 
 def shard_facts(number: int, relay: str | None = "w-1", **fields: str) -> ShardFacts:
-    return ShardFacts(number, "life", dict.fromkeys(SHARD_FIELDS) | {"layout": str(LAYOUT)} | fields, relay, None, None, None)
+    return ShardFacts(
+        number,
+        "life",
+        dict.fromkeys(SHARD_FIELDS) | {"layout": str(LAYOUT)} | fields,
+        relay,
+        None,
+        None,
+        None,
+    )
 
 
 def test_why_shards_are_fenced(settings: Settings) -> None:
@@ -332,10 +387,16 @@ def test_why_shards_are_fenced(settings: Settings) -> None:
         shard_facts(5, life="before", seq="1", time="4000"),
         shard_facts(6, life="life", seq="1"),
     ]
-    told = {finding.what.partition(": ")[0]: finding for finding in core.fenced(CoreFacts([], shards), settings)}
+    told = {
+        finding.what.partition(": ")[0]: finding for finding in core.fenced(CoreFacts([], shards), settings)
+    }
     assert set(told) == {"shards 0 to 1", "shard 2", "shard 3", "shard 4", "shard 5"}
     lost = told["shards 0 to 1"]
-    assert (lost.command, lost.since, "in shard 0, the journal ends at seq 0, 7 were" in lost.what) == (RESTORE, 2000, True)
+    assert (lost.command, lost.since, "in shard 0, the journal ends at seq 0, 7 were" in lost.what) == (
+        RESTORE,
+        2000,
+        True,
+    )
     assert told["shard 2"].command.startswith("nothing: its relay is at work")
     assert told["shard 2"].since is None
     assert told["shard 3"].command == "grabstream rebuild redis"
@@ -343,14 +404,18 @@ def test_why_shards_are_fenced(settings: Settings) -> None:
     assert told["shard 5"].command.startswith("nothing: its relay is at work")
 
 
-async def test_what_somebody_wrote_into_a_live_shard_by_hand(system: Settings, worker: Callable[..., Any]) -> None:
+async def test_what_somebody_wrote_into_a_live_shard_by_hand(
+    system: Settings, worker: Callable[..., Any]
+) -> None:
     """Its layout, or its life, while the relay is at work: each is named, and what mends it mends it."""
     relay = worker(system, "relay,sweep")
     redis = open_redis(system)
     shard = key_space(system).shard(key_space(system).shard_of_offer("x"))
     async with open_gate(system) as gate:
         opened = await gate.decide(
-            [Open(id="o", offer="x", terms=StockTerms(issuer="i", total=900))], patience_ms=60_000, timeout_ms=60_000
+            [Open(id="o", offer="x", terms=StockTerms(issuer="i", total=900))],
+            patience_ms=60_000,
+            timeout_ms=60_000,
         )
         assert opened[0].outcome == "opened"
 
@@ -363,7 +428,10 @@ async def test_what_somebody_wrote_into_a_live_shard_by_hand(system: Settings, w
         async def decides() -> bool:
             return await outcome() == "granted"
 
-        for field, value, words in (("life", "another", "its life is 'another'"), ("layout", "1", "its keys have layout '1'")):
+        for field, value, words in (
+            ("life", "another", "its life is 'another'"),
+            ("layout", "1", "its keys have layout '1'"),
+        ):
             await redis.hset(shard.state, field, value)
             assert await outcome() == "fenced"
             finding = only(await examine(system), "shards decide")
@@ -376,7 +444,11 @@ async def test_what_somebody_wrote_into_a_live_shard_by_hand(system: Settings, w
         await redis.hset(shard.state, "layout", LAYOUT + 7)
         assert await outcome() == "fenced"
         newer = only(await examine(system), "shards decide")
-        assert newer.what == f"shard {shard.shard}: fenced: it says that its keys have layout '{LAYOUT + 7}', this program writes {LAYOUT}"
+        assert (
+            newer.what
+            == f"shard {shard.shard}: fenced: it says that its keys have layout '{LAYOUT + 7}', this program "
+            f"writes {LAYOUT}"
+        )
         assert f"HSET {shard.state} layout {LAYOUT}" in newer.command
         await redis.hset(shard.state, "layout", LAYOUT)
         # Its relay gives a shard of a newer program up, and comes back.
@@ -395,7 +467,9 @@ async def test_a_topic_of_commands_that_keeps_compressed_batches(system: Setting
     topic = Topics(system.prefix).commands
     client = AIOKafkaAdminClient(bootstrap_servers=system.kafka)
     await client.start()
-    await client.alter_configs([ConfigResource(ConfigResourceType.TOPIC, topic, {"compression.type": "gzip"})])
+    await client.alter_configs(
+        [ConfigResource(ConfigResourceType.TOPIC, topic, {"compression.type": "gzip"})]
+    )
     await client.close()
 
     async def told() -> list[Finding]:
@@ -411,10 +485,12 @@ async def test_a_topic_of_commands_that_keeps_compressed_batches(system: Setting
     await until(mended, 20, "the setting")
 
 
-# -- servers ----------------------------------------------------------------------------------------------------------
+# -- servers -------------------------------------------------------------------------------------------------
 
 
-async def test_what_is_wrong_with_a_redis(system: Settings, tmp_path: Path, worker: Callable[..., Any]) -> None:
+async def test_what_is_wrong_with_a_redis(
+    system: Settings, tmp_path: Path, worker: Callable[..., Any]
+) -> None:
     """May evict, keeps nothing, is full, has another number of shards, and starts anew without a relay."""
     server = Redis(tmp_path, free_ports(1)[0])
     server.start()
@@ -429,14 +505,18 @@ async def test_what_is_wrong_with_a_redis(system: Settings, tmp_path: Path, work
         fewer = await examine(own.model_copy(update={"shards": 4}))
         assert only(fewer, SYSTEM_CHECK).command.startswith("set GRAB_SHARDS=8")
         assert len(fewer.findings) == 1
-        [other] = core.other_shards(CoreFacts([], [shard_facts(0, shards="8")]), own.model_copy(update={"shards": 4}))
+        [other] = core.other_shards(
+            CoreFacts([], [shard_facts(0, shards="8")]), own.model_copy(update={"shards": 4})
+        )
         assert other.command == "export GRAB_SHARDS=8"
         client = sync_redis.Redis(port=server.port)
         client.config_set("maxmemory-policy", "allkeys-lru")
         client.config_set("appendonly", "no")
         examination = await examine(own)
         assert "allkeys-lru" in only(examination, "Redis never evicts").what
-        assert only(examination, "Redis never evicts").command.endswith("CONFIG SET maxmemory-policy noeviction")
+        assert only(examination, "Redis never evicts").command.endswith(
+            "CONFIG SET maxmemory-policy noeviction"
+        )
         assert "appendonly is off" in only(examination, "Redis keeps what it has").what
         # Only now, or it would evict indeed.
         client.config_set("maxmemory-policy", "noeviction")
@@ -455,7 +535,11 @@ async def test_what_is_wrong_with_a_redis(system: Settings, tmp_path: Path, work
         async def fenced() -> list[Finding]:
             # As long as the killed worker's lease goes on, it may still be the one that made the life differ.
             findings = found(await examine(own), "shards decide")
-            return [finding for finding in findings if "shards 0 to 7: fenced: Redis has started anew" in finding.what]
+            return [
+                finding
+                for finding in findings
+                if "shards 0 to 7: fenced: Redis has started anew" in finding.what
+            ]
 
         [finding] = await until(fenced, 20, "the fence")  # type: ignore[misc]
         assert finding.since is not None
@@ -465,7 +549,9 @@ async def test_what_is_wrong_with_a_redis(system: Settings, tmp_path: Path, work
 
 
 async def test_clocks_apart(system: Settings) -> None:
-    """This machine's clock is set a minute ahead, as the doctor sees it: then those of both servers are behind."""
+    """This machine's clock is set a minute ahead, as the doctor sees it: then those of both servers are
+    behind.
+    """
     examination = await examine(system, lambda: now_ms() + 60_000)
     whats = [finding.what for finding in found(examination, "clocks agree")]
     assert [what.split(" is ")[0] for what in whats] == ["the clock of Redis", "the clock of PostgreSQL"]
@@ -477,7 +563,9 @@ async def test_a_journal_that_is_not_kept_for_ever(system: Settings) -> None:
     topic = Topics(system.prefix).journal
     client = AIOKafkaAdminClient(bootstrap_servers=system.kafka)
     await client.start()
-    await client.alter_configs([ConfigResource(ConfigResourceType.TOPIC, topic, {"retention.ms": "86400000"})])
+    await client.alter_configs(
+        [ConfigResource(ConfigResourceType.TOPIC, topic, {"retention.ms": "86400000"})]
+    )
     await client.close()
 
     async def told() -> list[Finding]:
@@ -497,14 +585,22 @@ async def test_a_disk_that_is_nearly_full(system: Settings, monkeypatch: pytest.
 
 def test_partitions_without_leader_or_copies(settings: Settings) -> None:
     """One broker cannot show it: as a cluster describes it."""
-    partitions = {"grab.journal": [Partition(0, 1, [1, 2, 3], [1, 2, 3]), Partition(1, -1, [1, 2, 3], []), Partition(2, 1, [1, 2, 3], [1])]}
+    partitions = {
+        "grab.journal": [
+            Partition(0, 1, [1, 2, 3], [1, 2, 3]),
+            Partition(1, -1, [1, 2, 3], []),
+            Partition(2, 1, [1, 2, 3], [1]),
+        ]
+    }
     leaderless, behind = topics.not_led(TopicFacts(partitions, {}, None, 1, []), settings)
     assert "no leader for partition 1" in leaderless.what
     assert "partition 2 has copies that are behind" in behind.what
     assert "start broker 2 to 3" in behind.command
 
 
-async def test_a_relay_that_does_not_get_on(system: Settings, monkeypatch: pytest.MonkeyPatch, worker: Callable[..., Any]) -> None:
+async def test_a_relay_that_does_not_get_on(
+    system: Settings, monkeypatch: pytest.MonkeyPatch, worker: Callable[..., Any]
+) -> None:
     """A lease is held, but what was decided stays where it is: its worker was stopped without ending."""
     monkeypatch.setattr(core, "RELAY_LATE_MS", 300)
     working = worker(system, "relay,sweep", lease_ms="60000")
@@ -522,7 +618,7 @@ async def test_a_relay_that_does_not_get_on(system: Settings, monkeypatch: pytes
     assert f"-{working.process.pid}-" in finding.what
 
 
-# -- words ------------------------------------------------------------------------------------------------------------
+# -- words ---------------------------------------------------------------------------------------------------
 
 
 def test_words() -> None:

@@ -36,18 +36,33 @@ class Tree:
 
     def write_upcaster(self) -> None:
         upcasters = self.folder / "models" / "upcasters.py"
-        text, count = re.subn(r"^UPCASTERS: .*\Z", lambda _: UPCASTER_TEXT, upcasters.read_text(), flags=re.DOTALL | re.MULTILINE)
+        text, count = re.subn(
+            r"^UPCASTERS: .*\Z",
+            lambda _: UPCASTER_TEXT,
+            upcasters.read_text(),
+            flags=re.DOTALL | re.MULTILINE,
+        )
         assert count == 1
         upcasters.write_text(text.replace("import Upcaster\n", "import Document, Upcaster\n"))
 
     def run(self, *command: str) -> subprocess.CompletedProcess[str]:
         environment = {"PYTHONPATH": str(self.folder), "PYTHONDONTWRITEBYTECODE": "1"}
-        return subprocess.run([sys.executable, *command], cwd=self.folder, env=environment, capture_output=True, text=True, timeout=60)
+        return subprocess.run(
+            [sys.executable, *command],
+            cwd=self.folder,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
 
     def decode(self) -> subprocess.CompletedProcess[str]:
         """Reads the event as it was written under the first version."""
         line = json.loads((self.folder / "tests/golden/events/grab.redeemed.v1.json").read_text())["line"]
-        code = "import sys; from grabstream.models.events import decode_event as decode; e = decode(sys.argv[1].encode())"
+        code = (
+            "import sys; from grabstream.models.events import decode_event as decode; e = "
+            "decode(sys.argv[1].encode())"
+        )
         return self.run("-c", f"{code}; print(type(e).__name__, e.v, e.receipt)", line)
 
 
@@ -66,12 +81,20 @@ def test_the_steps_of_the_page(tree: Tree) -> None:
     assert tree.decode().stdout == "GrabRedeemed 2 o-1\n"
 
     stale = tree.run("scripts/schemas.py", "--check", "--json")
-    assert json.loads(stale.stdout)["stale"] == {"asyncapi.yaml": "is stale", "events/grab.redeemed.v2.json": "is missing"}
+    assert json.loads(stale.stdout)["stale"] == {
+        "asyncapi.yaml": "is stale",
+        "events/grab.redeemed.v2.json": "is missing",
+    }
     assert tree.run("scripts/schemas.py").returncode == 0
-    assert (tree.folder / "schemas/events/grab.redeemed.v1.json").read_text() == (ROOT / "schemas/events/grab.redeemed.v1.json").read_text()
+    assert (tree.folder / "schemas/events/grab.redeemed.v1.json").read_text() == (
+        ROOT / "schemas/events/grab.redeemed.v1.json"
+    ).read_text()
     compared = tree.run("scripts/schemas.py", "--compare")
     assert compared.returncode == 0
-    assert "warning   events/grab.redeemed $.v: v1 → v2: readers of the journal and of the events topic must know both" in compared.stdout
+    assert (
+        "warning   events/grab.redeemed $.v: v1 → v2: readers of the journal and of the events topic must "
+        "know both" in compared.stdout
+    )
 
     # Who clears away what seems old takes from readers what they still need.
     (tree.folder / "schemas/events/grab.redeemed.v1.json").unlink()
@@ -83,7 +106,11 @@ def test_the_steps_of_the_page(tree: Tree) -> None:
 def test_the_same_without_a_new_version_breaks_readers(tree: Tree) -> None:
     tree.raise_version()
     events = tree.folder / "models" / "events.py"
-    events.write_text(events.read_text().replace("class GrabRedeemed(_GrabEvent[Literal[2]]", "class GrabRedeemed(_GrabEvent[V1]"))
+    events.write_text(
+        events.read_text().replace(
+            "class GrabRedeemed(_GrabEvent[Literal[2]]", "class GrabRedeemed(_GrabEvent[V1]"
+        )
+    )
     compared = tree.run("scripts/schemas.py", "--compare")
     assert compared.returncode == 1
     assert "breaking  events/grab.redeemed.v1 $.order: field removed" in compared.stdout

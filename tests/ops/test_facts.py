@@ -1,4 +1,6 @@
-"""The facts of a rehearsal count limits by themselves: in the campaign's zone, and each unit in the window it was counted in."""
+"""The facts of a rehearsal count limits by themselves: in the campaign's zone, and each unit in the window it
+was counted in.
+"""
 
 from typing import Any
 
@@ -56,7 +58,8 @@ def test_limits_of_a_campaign_count_in_the_zone_of_its_first_offer() -> None:
 
 def test_units_that_were_taken_anew_leave_the_window_they_were_counted_in() -> None:
     history = History()
-    terms = StockTerms(issuer="shop", total=9, limits=(Limit("user", "day", 9),), max_per_grab=9, hold_ms=1_000, late="retake",
+    terms = StockTerms(issuer="shop", total=9, limits=(Limit("user", "day", 9),), max_per_grab=9,
+        hold_ms=1_000, late="retake",
                        return_restores=True)  # fmt: skip
     history.send(Open, "o", terms=terms)
     grab = history.send(Grab, "o", user="ann", quantity=5)

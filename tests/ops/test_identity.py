@@ -1,4 +1,6 @@
-"""Systems side by side: settings that mix two of them up are refused by every process, and nothing of the other one is touched."""
+"""Systems side by side: settings that mix two of them up are refused by every process, and nothing of the
+other one is touched.
+"""
 
 import asyncio
 from collections.abc import Callable
@@ -33,18 +35,26 @@ __all__ = ["journal"]
 
 #: How every verb that touches a system is called; the file of `open` and the module of `follow` are put in.
 CALLS = {
-    "status": (), "worker": (), "open": ("FILE",), "pause": ("x",), "resume": ("x",), "close": ("x",), "amend": ("x", "--set", "total=9"),
-    "load": ("x", "--audience", "FILE"), "grab": ("x", "u"), "confirm": ("x", "g"), "release": ("x", "g"), "extend": ("x", "g"),
-    "adjust": ("x", "--transfer", "1 CNY issuer:a wallet:u", "--reason", "r", "--approved-by", "b"), "return": ("x", "g"),
-    "redeem": ("x", "g", "--order", "o"), "unredeem": ("x", "g", "--order", "o"), "show": ("x",), "why": ("u", "x"), "doctor": (),
-    "dismiss": ("1", "--reason", "r", "--operator", "o"), "set-aside": ("--list",), "retry": ("ledger", "0"), "verify": (),
-    "rebuild": ("ledger",), "replay": ("--into", "-"), "at": ("2020-01-01",), "follow": ("MODULE:PROJECTION",), "init": (),
+    "status": (), "worker": (), "open": ("FILE",), "pause": ("x",), "resume": ("x",), "close": ("x",),
+    "amend": ("x", "--set", "total=9"),
+    "load": ("x", "--audience", "FILE"), "grab": ("x", "u"), "confirm": ("x", "g"), "release": ("x", "g"),
+    "extend": ("x", "g"),
+    "adjust": ("x", "--transfer", "1 CNY issuer:a wallet:u", "--reason", "r", "--approved-by", "b"),
+    "return": ("x", "g"),
+    "redeem": ("x", "g", "--order", "o"), "unredeem": ("x", "g", "--order", "o"), "show": ("x",),
+    "why": ("u", "x"), "doctor": (),
+    "dismiss": ("1", "--reason", "r", "--operator", "o"), "set-aside": ("--list",), "retry": ("ledger", "0"),
+    "verify": (),
+    "rebuild": ("ledger",), "replay": ("--into", "-"), "at": ("2020-01-01",),
+    "follow": ("MODULE:PROJECTION",), "init": (),
     "schemas": (),
 }  # fmt: skip
 #: Those that begin a rebuild of something else.
 MORE_CALLS = (
-    ("rebuild", "redis"), ("rebuild", "journal", "--from", "audit"), ("rebuild", "journal", "--from", "audit", "--new-journal"),
-    ("rebuild", "all", "--discard"), ("replay", "--source", "audit", "--into", "-"), ("init", "--new-journal"),
+    ("rebuild", "redis"), ("rebuild", "journal", "--from", "audit"),
+    ("rebuild", "journal", "--from", "audit", "--new-journal"),
+    ("rebuild", "all", "--discard"), ("replay", "--source", "audit", "--into", "-"),
+    ("init", "--new-journal"),
 )  # fmt: skip
 #: Servers of this machine, this process, or a system that is made by the verb itself.
 OF_NO_SYSTEM = {"up", "down", "config", "ticket", "rehearse"}
@@ -66,9 +76,14 @@ def call(settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.syspath_prepend(str(tmp_path))
 
     def run(of_settings: Settings, verb: str, *words: str) -> Any:
-        named = {"FILE": tmp_path / ("users" if verb == "load" else "offers.yaml"), "MODULE:PROJECTION": "counted:PROJECTION"}
+        named = {
+            "FILE": tmp_path / ("users" if verb == "load" else "offers.yaml"),
+            "MODULE:PROJECTION": "counted:PROJECTION",
+        }
         environment = child_environment(**of(of_settings), shards=str(of_settings.shards), patience_ms="100")
-        return CliRunner().invoke(grabstream, [verb, *(str(named.get(word, word)) for word in words)], env=environment)
+        return CliRunner().invoke(
+            grabstream, [verb, *(str(named.get(word, word)) for word in words)], env=environment
+        )
 
     return run
 
@@ -79,8 +94,15 @@ def test_every_verb_is_called_here() -> None:
 
 async def everything_of(settings: Settings) -> list[Any]:
     """Every row that says where the system is, and its schemas: nothing of them may change."""
-    found = [await rows(settings, "TABLE projection_cursors"), await rows(settings, "TABLE system"), await rows(settings, "TABLE demand")]
-    found += [await rows(settings, query) for query in ("TABLE migrations", "TABLE read_models", "TABLE refusals", "TABLE recoveries")]
+    found = [
+        await rows(settings, "TABLE projection_cursors"),
+        await rows(settings, "TABLE system"),
+        await rows(settings, "TABLE demand"),
+    ]
+    found += [
+        await rows(settings, query)
+        for query in ("TABLE migrations", "TABLE read_models", "TABLE refusals", "TABLE recoveries")
+    ]
     async with open_reader(settings.kafka, Topics(settings.prefix).journal) as reader:
         return [*map(sorted, found), [await reader.end(shard) for shard in range(settings.shards)]]
 
@@ -88,13 +110,19 @@ async def everything_of(settings: Settings) -> list[Any]:
 @pytest.fixture(params=["prefix", "schema", "shards"])
 async def mixed_up(request: pytest.FixtureRequest, system: Settings) -> Any:
     """A system at work, and settings that mix it up with another one, of which there may be nothing yet."""
-    wrong = {"prefix": f"{system.prefix}_b", "schema": f"{system.schema_}_b", "shards": system.shards // 2}[request.param]
+    wrong = {"prefix": f"{system.prefix}_b", "schema": f"{system.schema_}_b", "shards": system.shards // 2}[
+        request.param
+    ]
     other = system.model_copy(update={{"schema": "schema_"}.get(request.param, request.param): wrong})
     yield other
     topics = Topics(other.prefix)
-    assert request.param != "prefix" or await find_topic(other.kafka, topics.journal) is None, "topics were created"
+    assert request.param != "prefix" or await find_topic(other.kafka, topics.journal) is None, (
+        "topics were created"
+    )
     if request.param == "schema":
-        assert await rows(system, f"SELECT FROM pg_namespace WHERE nspname = '{other.schema_}'") == [], "a schema was created"
+        assert await rows(system, f"SELECT FROM pg_namespace WHERE nspname = '{other.schema_}'") == [], (
+            "a schema was created"
+        )
 
 
 def test_settings_that_mix_two_systems_up_are_refused_by_every_verb(
@@ -112,13 +140,17 @@ def test_settings_that_mix_two_systems_up_are_refused_by_every_verb(
             refused, said = isinstance(done.exception, OtherSystem), str(done.exception)
         if mixed_up.schema_ != system.schema_ and verb in OF_BOOKS_ONLY:
             continue
-        if not refused or not all(one in said for one in (*wrong, *right)) or not ("et GRAB_" in said or "et them so" in said):
+        if (
+            not refused
+            or not all(one in said for one in (*wrong, *right))
+            or not ("et GRAB_" in said or "et them so" in said)
+        ):
             accepted.append((verb, words, done.output, repr(done.exception)))
     assert accepted == []
     assert asyncio.run(everything_of(system)) == before
 
 
-# -- the journal ------------------------------------------------------------------------------------------------------
+# -- the journal ---------------------------------------------------------------------------------------------
 
 
 async def claim(settings: Settings) -> Any:
@@ -137,20 +169,28 @@ async def forget(settings: Settings) -> None:
     await redis.aclose()
 
 
-@pytest.mark.parametrize("lock", ["LOCK TABLE {0}.migrations", "SELECT pg_advisory_xact_lock(hashtext('grabstream-{0}'))"])
-async def test_init_says_who_has_locked_what_it_needs(system: Settings, monkeypatch: pytest.MonkeyPatch, lock: str) -> None:
+@pytest.mark.parametrize(
+    "lock", ["LOCK TABLE {0}.migrations", "SELECT pg_advisory_xact_lock(hashtext('grabstream-{0}'))"]
+)
+async def test_init_says_who_has_locked_what_it_needs(
+    system: Settings, monkeypatch: pytest.MonkeyPatch, lock: str
+) -> None:
     """And waits no longer than a moment, in which readers wait behind it; afterwards it has nothing to do."""
     monkeypatch.setattr("grabstream.ops.making.LOCK_SECONDS", 0.5)
     monkeypatch.setattr("grabstream.projections.migrate.FIRST_SECONDS_MAX", 1)
     async with await AsyncConnection.connect(system.postgres, application_name="somebody's report") as stuck:
         await stuck.execute(lock.format(system.schema_).encode())
-        with pytest.raises(Held, match=rf"somebody's report \(role \w+, pid {stuck.info.backend_pid} of PostgreSQL\)"):
+        with pytest.raises(
+            Held, match=rf"somebody's report \(role \w+, pid {stuck.info.backend_pid} of PostgreSQL\)"
+        ):
             await make_system(system)
     assert await make_system(system) == ([], [])
 
 
 async def test_another_journal_of_the_same_name(system: Settings) -> None:
-    """As on other brokers, or made anew by somebody: it is refused until somebody says that the old one is lost for good."""
+    """As on other brokers, or made anew by somebody: it is refused until somebody says that the old one is
+    lost for good.
+    """
     name = Topics(system.prefix).journal
     await delete(system, name)
     for there in ("there is none", "there is another topic of that name"):
@@ -176,7 +216,9 @@ async def test_another_journal_of_the_same_name(system: Settings) -> None:
 
 
 async def test_redis_is_disposable(system: Settings, worker: Callable[..., Any]) -> None:
-    """Whose the prefix is comes back by itself, after Redis was emptied under a worker; another schema cannot take it."""
+    """Whose the prefix is comes back by itself, after Redis was emptied under a worker; another schema cannot
+    take it.
+    """
     before = await claim(system)
     worker(system, "relay,sweep")
 
@@ -194,7 +236,7 @@ async def test_redis_is_disposable(system: Settings, worker: Callable[..., Any])
             pass
 
 
-# -- from an older release --------------------------------------------------------------------------------------------
+# -- from an older release -----------------------------------------------------------------------------------
 
 
 async def forget_the_system(settings: Settings) -> None:
@@ -205,7 +247,9 @@ async def forget_the_system(settings: Settings) -> None:
         await books.execute("DELETE FROM migrations WHERE name = '0009_system.sql'")
 
 
-async def test_an_older_schema_is_taken_over_when_its_cursors_are_in_the_journal(system: Settings, journal: Journal) -> None:
+async def test_an_older_schema_is_taken_over_when_its_cursors_are_in_the_journal(
+    system: Settings, journal: Journal
+) -> None:
     lines = [opened("e", 1), *(granted("e", seq) for seq in range(2, 40))]
     await journal.marker(1, "an-owner")
     await journal.block(lines, 1, 20, owner="an-owner")
@@ -230,7 +274,13 @@ async def test_an_older_schema_is_taken_over_when_its_cursors_are_in_the_journal
             await make_system(another)
         assert await claim(another) is None
     finally:
-        await delete(system, *(getattr(Topics(another.prefix), name) for name in ("journal", "events", "commands", "results", "rejected")))
+        await delete(
+            system,
+            *(
+                getattr(Topics(another.prefix), name)
+                for name in ("journal", "events", "commands", "results", "rejected")
+            ),
+        )
     # What other owners wrote behind its own record does not matter.
     for _ in range(3):
         await journal.block(lines, 1, 20, owner="late")
@@ -255,7 +305,9 @@ async def test_an_older_worker_waits_for_init(system: Settings, worker: Callable
     await make_system(system)
     async with open_gate(system) as gate:
         terms = StockTerms(issuer="i", total=9)
-        answers = await gate.decide([Open(id="o", offer="x", terms=terms), Grab(id="g", offer="x", user="u")], patience_ms=30_000)
+        answers = await gate.decide(
+            [Open(id="o", offer="x", terms=terms), Grab(id="g", offer="x", user="u")], patience_ms=30_000
+        )
     assert [answer.outcome for answer in answers] == ["opened", "granted"]
 
     async def booked() -> bool:
@@ -264,14 +316,17 @@ async def test_an_older_worker_waits_for_init(system: Settings, worker: Callable
     await until(booked, 60, "the books")
 
 
-# -- names ------------------------------------------------------------------------------------------------------------
+# -- names ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        ("public", "other programs use it"), ("pg_catalog", "other programs use it"), ("pg_mine", "other programs use it"),
-        ("information_schema", "other programs use it"), ("{}_ledger_2", "a system in schema {} gives such names"),
+        ("public", "other programs use it"), ("pg_catalog", "other programs use it"),
+        ("pg_mine", "other programs use it"),
+        ("information_schema", "other programs use it"), ("{}_ledger_2",
+        "a system in schema {} gives such "
+        "names"),
         ("{}_events_10", "gives such names"), ("{}__at_0123abcd", "a system in schema {} gives such names"),
         ("{}_reports", r"it holds something else \(mine\)"),
     ],
@@ -286,7 +341,9 @@ async def test_schemas_that_are_not_for_a_system(settings: Settings, name: str, 
             with pytest.raises(BadSettings, match=why.format(settings.schema_)):
                 await make_system(settings.model_copy(update={"schema_": name}))
             assert await find_topic(settings.kafka, Topics(settings.prefix).journal) is None
-            there = await (await connection.execute("SELECT FROM pg_namespace WHERE nspname = %s", (name,))).fetchall()
+            there = await (
+                await connection.execute("SELECT FROM pg_namespace WHERE nspname = %s", (name,))
+            ).fetchall()
             assert bool(there) == name.endswith(("reports", "public", "catalog", "information_schema"))
         finally:
             if name.endswith("reports"):

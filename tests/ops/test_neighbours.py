@@ -1,4 +1,6 @@
-"""Systems that share Redis, Kafka and PostgreSQL under names that begin alike: whatever is done to one, the others do not notice it."""
+"""Systems that share Redis, Kafka and PostgreSQL under names that begin alike: whatever is done to one, the
+others do not notice it.
+"""
 
 import asyncio
 import secrets
@@ -18,7 +20,8 @@ from grabstream.projections.system import schemas_of
 from tests.ops.test_backup import carry_out
 from tests.streams.test_projections import rows
 
-#: What prefixes and schemas begin with, and how they go on: like a pattern of the other, a topic, a version of a read model, a moment.
+#: What prefixes and schemas begin with, and how they go on: like a pattern of the other, a topic, a version
+#: of a read model, a moment.
 NAMES = (("", ""), ("_b", "_b"), (".journal", "_balances"), ("-b", "__at_"))
 
 
@@ -29,7 +32,9 @@ async def systems(servers: Settings, count: int) -> AsyncIterator[list[Settings]
     async with AsyncExitStack() as stack:
         made = []
         for prefix, schema in NAMES[:count]:
-            settings = servers.model_copy(update={"prefix": start + prefix, "schema_": start + schema, "shards": 2})
+            settings = servers.model_copy(
+                update={"prefix": start + prefix, "schema_": start + schema, "shards": 2}
+            )
             await make_system(settings)
             stack.push_async_callback(take_down, settings)
             made.append(settings)
@@ -41,14 +46,21 @@ async def sequences(settings: Settings) -> list[Any]:
     return await rows(settings, query.format(settings.schema_))
 
 
-async def test_a_backup_has_one_system_and_its_restore_touches_no_other(servers: Settings, tmp_path: Path) -> None:
+async def test_a_backup_has_one_system_and_its_restore_touches_no_other(
+    servers: Settings, tmp_path: Path
+) -> None:
     async with systems(servers, 3) as (first, *others):
         finding = "INSERT INTO findings (kind, shard, subject, what) VALUES ('keys', 0, '{}', 'w')"
         for settings in (first, *others):
             async with await open_books(settings) as books:
                 await books.execute(finding.format("a").encode())
         await asyncio.to_thread(carry_out, "backup", first, tmp_path)
-        listed = subprocess.run(["pg_restore", "--list", tmp_path / "kept" / "books.dump"], check=True, capture_output=True, text=True)
+        listed = subprocess.run(
+            ["pg_restore", "--list", tmp_path / "kept" / "books.dump"],
+            check=True,
+            capture_output=True,
+            text=True,
+        )
         own = [line.split()[5] for line in listed.stdout.splitlines() if line.split()[3:4] == ["SCHEMA"]]
         async with await open_books(first) as books:
             assert sorted(own) == sorted(await schemas_of(books, first.schema_))
@@ -57,11 +69,19 @@ async def test_a_backup_has_one_system_and_its_restore_touches_no_other(servers:
         for settings in (first, *others):
             async with await open_books(settings) as books:
                 await books.execute(finding.format("b").encode())
-        before = [(await sequences(one), await rows(one, "TABLE findings"), await rows(one, "TABLE system")) for one in others]
+        before = [
+            (await sequences(one), await rows(one, "TABLE findings"), await rows(one, "TABLE system"))
+            for one in others
+        ]
         for how in ("restore", "anew"):
             await asyncio.to_thread(carry_out, how, first, tmp_path)
-            assert [(await sequences(one), await rows(one, "TABLE findings"), await rows(one, "TABLE system")) for one in others] == before
-            assert await rows(first, "SELECT subject FROM findings ORDER BY id") == ([("a",)] if how == "restore" else [])
+            assert [
+                (await sequences(one), await rows(one, "TABLE findings"), await rows(one, "TABLE system"))
+                for one in others
+            ] == before
+            assert await rows(first, "SELECT subject FROM findings ORDER BY id") == (
+                [("a",)] if how == "restore" else []
+            )
 
 
 async def test_announcements_of_another_database_of_the_same_redis(system: Settings) -> None:

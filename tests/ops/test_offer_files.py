@@ -1,4 +1,6 @@
-"""Files of offers: what people may write, what is refused and where, and that the three forms say the same."""
+"""Files of offers: what people may write, what is refused and where, and that the three forms say the
+same.
+"""
 
 import csv
 import io
@@ -53,14 +55,16 @@ def refused(text: str, form: Form, *expected: tuple[str, ...]) -> None:
             assert word in reason, reason
 
 
-# -- what may be written ----------------------------------------------------------------------------------------------
+# -- what may be written -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("file", "chosen", "form"),
     [
-        ("a.yaml", None, "yaml"), ("a.yml", None, "yaml"), ("a.JSON", None, "json"), ("b/a.csv", None, "csv"), ("-", None, "yaml"),
-        ("/dev/fd/63", None, "yaml"), ("-", "csv", "csv"), ("a.yaml", "json", "json"), ("a.txt", "csv", "csv"),
+        ("a.yaml", None, "yaml"), ("a.yml", None, "yaml"), ("a.JSON", None, "json"), ("b/a.csv", None, "csv"),
+        ("-", None, "yaml"),
+        ("/dev/fd/63", None, "yaml"), ("-", "csv", "csv"), ("a.yaml", "json", "json"),
+        ("a.txt", "csv", "csv"),
     ],
 )  # fmt: skip
 def test_the_form_comes_from_the_suffix(file: str, chosen: Form | None, form: Form) -> None:
@@ -82,7 +86,8 @@ def test_a_suffix_that_says_nothing() -> None:
         ("- {offer: a, id: i, terms: {kind: coupon, issuer: shop, total: 5}}", "yaml", "i"),
         ("offer: a\nterms:\n  kind: coupon\n  issuer: shop\n  total: 5\n", "yaml", "open-a"),
         ("defaults: {kind: coupon, issuer: shop, total: 5}\noffers: [{offer: a}]", "yaml", "open-a"),
-        ("defaults: {kind: coupon, issuer: shop, total: 9}\noffers: [{offer: a, terms: {total: 5}}]", "yaml", "open-a"),
+        ("defaults: {kind: coupon, issuer: shop, total: 9}\noffers: [{offer: a, terms: {total: 5}}]", "yaml",
+        "open-a"),
         ("defaults:\noffers: [{offer: a, terms: {kind: coupon, issuer: shop, total: 5}}]", "yaml", "open-a"),
         ("- &x {offer: a, terms: &t {kind: coupon, issuer: shop, total: 5}}", "yaml", "open-a"),
         (f"{HEADER}\na,coupon,shop,5\n", "csv", "open-a"),
@@ -92,15 +97,19 @@ def test_a_suffix_that_says_nothing() -> None:
 )  # fmt: skip
 def test_ways_to_write_the_same(text: str, form: Form, id: str) -> None:
     for beginning in ("", "\ufeff"):
-        assert read_offers(beginning + text, form) == [Open(id=id, offer="a", terms=CouponTerms(issuer="shop", total=5))]
+        assert read_offers(beginning + text, form) == [
+            Open(id=id, offer="a", terms=CouponTerms(issuer="shop", total=5))
+        ]
 
 
 @pytest.mark.parametrize("field", ["opens_at", "closes_at", "valid_until"])
 @pytest.mark.parametrize(
     ("text", "wanted"),
     [
-        ("2026-11-27T10:00:00+08:00", FRIDAY), ("2026-11-27T02:00:00Z", FRIDAY), ("2026-11-27 10:00+08:00", FRIDAY),
-        ("2026-11-27t02:00:00z", FRIDAY), ("2026-11-27 02:00:00.25 Z", FRIDAY + 250), ("2026-11-27T02:00:00.0015-00:00", FRIDAY + 1),
+        ("2026-11-27T10:00:00+08:00", FRIDAY), ("2026-11-27T02:00:00Z", FRIDAY),
+        ("2026-11-27 10:00+08:00", FRIDAY),
+        ("2026-11-27t02:00:00z", FRIDAY), ("2026-11-27 02:00:00.25 Z", FRIDAY + 250),
+        ("2026-11-27T02:00:00.0015-00:00", FRIDAY + 1),
         ("2026-11-26T21:00:00-05:00", FRIDAY), (str(FRIDAY), FRIDAY),
     ],
 )  # fmt: skip
@@ -110,7 +119,10 @@ def test_times(field: str, text: str, wanted: int) -> None:
     assert read_offers(one(**{field: text}), "json") == expected
     assert read_offers(f"{HEADER},{field}\na,coupon,shop,5,{text}", "csv") == expected
     # Unquoted, which is a timestamp to the usual loader.
-    assert read_offers(f"- offer: a\n  terms: {{kind: coupon, issuer: shop, total: 5, {field}: {text}}}", "yaml") == expected
+    assert (
+        read_offers(f"- offer: a\n  terms: {{kind: coupon, issuer: shop, total: 5, {field}: {text}}}", "yaml")
+        == expected
+    )
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -121,18 +133,40 @@ def test_a_time_without_a_zone_is_refused_with_advice(form: Form, text: str) -> 
         "yaml": f"- offer: a\n  terms: {{kind: coupon, issuer: shop, total: 5, opens_at: {text}}}",
         "csv": f"{HEADER},opens_at\na,coupon,shop,5,{text}",
     }
-    refused(files[form], form, ("line 2" if form == "csv" else "entry 1", "terms.opens_at", "give the zone", f"{text}+08:00"))
+    refused(
+        files[form],
+        form,
+        ("line 2" if form == "csv" else "entry 1", "terms.opens_at", "give the zone", f"{text}+08:00"),
+    )
 
 
 @pytest.mark.parametrize(
-    "text", ["tomorrow", "2026-11-27", "2026-13-27T10:00:00Z", "2026-11-27T24:00:00Z", "2026-W48-5T10:00Z", "1e3", "", "٣"]
+    "text",
+    [
+        "tomorrow",
+        "2026-11-27",
+        "2026-13-27T10:00:00Z",
+        "2026-11-27T24:00:00Z",
+        "2026-W48-5T10:00Z",
+        "1e3",
+        "",
+        "٣",
+    ],
 )
 def test_what_is_no_time(text: str) -> None:
     refused(one(closes_at=text), "json", ("entry 1", "terms.closes_at", "2026-11-27T10:00:00+08:00"))
 
 
 @pytest.mark.parametrize(
-    ("text", "wanted"), [("250ms", 250), ("30s", 30_000), ("15m", 900_000), ("2h", 7_200_000), ("7d", 604_800_000), ("900000", 900_000)]
+    ("text", "wanted"),
+    [
+        ("250ms", 250),
+        ("30s", 30_000),
+        ("15m", 900_000),
+        ("2h", 7_200_000),
+        ("7d", 604_800_000),
+        ("900000", 900_000),
+    ],
 )
 def test_durations(text: str, wanted: int) -> None:
     terms = read_one(hold_ms=text, retire_after_ms=text, late="grace", grace_ms=text)
@@ -160,7 +194,10 @@ def test_every_field_in_milliseconds_may_be_written_for_people() -> None:
     ("cell", "wanted"),
     [
         ("user/day/2", (Limit(by="user", per="day", max=2),)),
-        ("user/day/2; device/offer/1", (Limit(by="user", per="day", max=2), Limit(by="device", per="offer", max=1))),
+        (
+            "user/day/2; device/offer/1",
+            (Limit(by="user", per="day", max=2), Limit(by="device", per="offer", max=1)),
+        ),
         ("user/week/3/campaign;", (Limit(by="user", per="week", max=3, scope="campaign"),)),
         ("user/day/2/offer", (Limit(by="user", per="day", max=2),)),
     ],
@@ -174,9 +211,12 @@ def test_limits_in_a_cell(cell: str, wanted: tuple[Limit, ...]) -> None:
 @pytest.mark.parametrize(
     ("cell", "words"),
     [
-        ("user-day-2", ("terms.limits", "user/day/2")), ("user/day", ("terms.limits", "by/per/max")), ("user/day/two", ("terms.limits",)),
-        ("user/month/2", ("terms.limits[0].per", "offer, hour, day, week", "'month'")), ("user/day/0", ("terms.limits[0].max", ">= 1")),
-        ("user/day/2/shop", ("terms.limits[0].scope", "offer, campaign")), ("user/day/2; user/day/3", ("terms.limits", "keep the smaller")),
+        ("user-day-2", ("terms.limits", "user/day/2")), ("user/day", ("terms.limits", "by/per/max")),
+        ("user/day/two", ("terms.limits",)),
+        ("user/month/2", ("terms.limits[0].per", "offer, hour, day, week", "'month'")),
+        ("user/day/0", ("terms.limits[0].max", ">= 1")),
+        ("user/day/2/shop", ("terms.limits[0].scope", "offer, campaign")),
+        ("user/day/2; user/day/3", ("terms.limits", "keep the smaller")),
     ],
 )  # fmt: skip
 def test_wrong_limits_in_a_cell(cell: str, words: tuple[str, ...]) -> None:
@@ -189,7 +229,10 @@ def test_wrong_limits_in_a_cell(cell: str, words: tuple[str, ...]) -> None:
         ("fri 10:00-12:00", (Hours(weekdays=("fri",), from_="10:00", until="12:00"),)),
         (
             "fri 10:00-12:00; Sat, sun 09:00 - 18:00",
-            (Hours(weekdays=("fri",), from_="10:00", until="12:00"), Hours(weekdays=("sat", "sun"), from_="09:00", until="18:00")),
+            (
+                Hours(weekdays=("fri",), from_="10:00", until="12:00"),
+                Hours(weekdays=("sat", "sun"), from_="09:00", until="18:00"),
+            ),
         ),
         ("22:00-24:00", (Hours(from_="22:00"),)),
     ],
@@ -214,7 +257,10 @@ def test_wrong_hours_in_a_cell(cell: str, words: tuple[str, ...]) -> None:
 
 def test_hours_in_yaml_need_no_quotes() -> None:
     """`10:00` is 600 to the usual loader."""
-    text = "- offer: a\n  terms: {kind: coupon, issuer: no, total: 1_000, hours: [{weekdays: [fri], from: 10:00, until: 12:00}]}"
+    text = (
+        "- offer: a\n  terms: {kind: coupon, issuer: no, total: 1_000, hours: [{weekdays: [fri], from: "
+        "10:00, until: 12:00}]}"
+    )
     [command] = read_offers(text, "yaml")
     assert command.terms.hours == (Hours(weekdays=("fri",), from_="10:00", until="12:00"),)
     assert (command.terms.issuer, command.terms.total) == ("no", 1_000)
@@ -240,16 +286,24 @@ def test_a_cell_may_have_commas_quotes_and_umlauts() -> None:
 
 
 def test_null_takes_a_default_away() -> None:
-    text = "defaults: {kind: coupon, issuer: shop, total: 5, hold_ms: 15m}\noffers: [{offer: a}, {offer: b, terms: {hold_ms: null}}]"
+    text = (
+        "defaults: {kind: coupon, issuer: shop, total: 5, hold_ms: 15m}\noffers: [{offer: a}, {offer: b, "
+        "terms: {hold_ms: null}}]"
+    )
     assert [getattr(command.terms, "hold_ms", 0) for command in read_offers(text, "yaml")] == [900_000, None]
 
 
 def test_anchors_and_merges() -> None:
     text = (
-        "- {offer: a, terms: &first {kind: coupon, issuer: shop, total: 5, title: t}}\n- {offer: b, terms: {total: 7, <<: *first}}\n"
+        "- {offer: a, terms: &first {kind: coupon, issuer: shop, total: 5, title: t}}\n- {offer: b, terms: "
+        "{total: 7, <<: *first}}\n"
         "- {offer: c, terms: {<<: [{total: 9}, *first], title: u}}\n"
     )
-    assert [(one.terms.total, one.terms.title) for one in read_offers(text, "yaml")] == [(5, "t"), (7, "t"), (9, "u")]
+    assert [(one.terms.total, one.terms.title) for one in read_offers(text, "yaml")] == [
+        (5, "t"),
+        (7, "t"),
+        (9, "u"),
+    ]
 
 
 def test_json_is_yaml_also_with_tabs_and_emoji() -> None:
@@ -259,20 +313,25 @@ def test_json_is_yaml_also_with_tabs_and_emoji() -> None:
     assert read_offers(text, "yaml")[0].terms.title == "🧧"
 
 
-# -- what is refused --------------------------------------------------------------------------------------------------
+# -- what is refused -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("text", "form", "expected"),
     [
         # the file as a whole
-        ("", "yaml", [("file", "no offers")]), ("[]", "json", [("file", "no offers")]), ("", "csv", [("file", "no offers")]),
+        ("", "yaml", [("file", "no offers")]), ("[]", "json", [("file", "no offers")]),
+        ("", "csv", [("file", "no offers")]),
         (HEADER, "csv", [("file", "no offers")]), ("offers:", "yaml", [("file", "no offers")]),
-        ("", "json", [("line 1", "no JSON")]), ("[{]", "json", [("line 1", "no JSON", "column 3")]), ("[NaN]", "json", [("file", "NaN")]),
+        ("", "json", [("line 1", "no JSON")]), ("[{]", "json", [("line 1", "no JSON", "column 3")]),
+        ("[NaN]", "json", [("file", "NaN")]),
         ("[" * 100_000, "json", [("file", "no JSON")]), ("[" * 5_000, "yaml", [("file", "no YAML")]),
-        ("hello", "yaml", [("file", "must be a list", "'hello'")]), ("a: [\n  b", "yaml", [("line 3", "no YAML", "begins in line 1")]),
-        ("- a\n---\n- b", "yaml", [("line 2", "second document")]), ("- !!python/object:os.system x", "yaml", [("line 1", "tag")]),
-        ("- *x", "yaml", [("line 1", "*x")]), ("- &x [*x]", "yaml", [("line 1", "*x")]), ("a: \x07", "yaml", [("file", "no YAML")]),
+        ("hello", "yaml", [("file", "must be a list", "'hello'")]),
+        ("a: [\n  b", "yaml", [("line 3", "no YAML", "begins in line 1")]),
+        ("- a\n---\n- b", "yaml", [("line 2", "second document")]),
+        ("- !!python/object:os.system x", "yaml", [("line 1", "tag")]),
+        ("- *x", "yaml", [("line 1", "*x")]), ("- &x [*x]", "yaml", [("line 1", "*x")]),
+        ("a: \x07", "yaml", [("file", "no YAML")]),
         ("- {[a]: 1}", "yaml", [("line 1", "no name of a field")]), ("- {<<: 1}", "yaml", [("line 1", "<<")]),
         ("defaults: {}\noffres: []", "yaml", [("file", "offres", "the nearest is offers")]),
         ("offers: {offer: a}", "yaml", [("file", "must be a list")]),
@@ -281,50 +340,76 @@ def test_json_is_yaml_also_with_tabs_and_emoji() -> None:
         ("- 5\n-\n- []", "yaml", [("entry 1", "object"), ("entry 2", "nothing"), ("entry 3", "object")]),
         ("- {}", "yaml", [("entry 1", "offer: is missing"), ("entry 1", "terms: is missing")]),
         ("- {offer: a, terms: x}", "yaml", [("entry 1", "terms: must be an object")]),
-        ("- {offer: a, terms: {}}", "yaml", [("entry 1", "terms.kind: is missing", "envelope, coupon, stock")]),
+        ("- {offer: a, terms: {}}", "yaml", [("entry 1", "terms.kind: is missing",
+        "envelope, coupon, stock")]),
         (one(kind="coupn"), "json", [("entry 1", "terms.kind", "'coupn'", "the nearest is coupon")]),
         (one(kind=1), "json", [("entry 1", "terms.kind: must be one of", "1")]),
         (one(totl=1), "json", [("entry 1", "terms.totl", "the nearest is total")]),
         (one(parts=3), "json", [("entry 1", "terms.parts", "kind coupon", "only of envelope")]),
         (one(asset="sku:x"), "json", [("entry 1", "terms.asset", "envelope and stock")]),
-        (one(limits=[{"by": "user", "each": "day", "max": 1}]), "json", [("entry 1", "terms.limits[0].each", "nearest")]),
+        (one(limits=[{"by": "user", "each": "day", "max": 1}]), "json",
+        [("entry 1", "terms.limits[0].each", "nearest")]),
         (one(hours=[{"day": "fri"}]), "json", [("entry 1", "terms.hours[0].day", "the nearest is weekdays")]),
-        ('[{"offer": "a", "term": {}}]', "json", [("entry 1", "term", "the nearest is terms"), ("entry 1", "terms: is missing")]),
-        ("- {offer: a, type: close, terms: {kind: coupon, issuer: shop, total: 5}}", "yaml", [("entry 1", "type: must be open")]),
-        ("- {offer: 12, terms: {kind: coupon, issuer: shop, total: 5}}", "yaml", [("entry 1", "offer", "put it in quotes")]),
-        ("- {offer: a b, terms: {kind: coupon, issuer: shop, total: 5}}", "yaml", [("entry 1", "offer", "'a b'")]),
+        ('[{"offer": "a", "term": {}}]', "json", [("entry 1", "term", "the nearest is terms"), ("entry 1",
+        "terms: is missing")]),
+        ("- {offer: a, type: close, terms: {kind: coupon, issuer: shop, total: 5}}", "yaml",
+        [("entry 1", "type: must be open")]),
+        ("- {offer: 12, terms: {kind: coupon, issuer: shop, total: 5}}", "yaml",
+        [("entry 1", "offer", "put it in quotes")]),
+        ("- {offer: a b, terms: {kind: coupon, issuer: shop, total: 5}}", "yaml",
+        [("entry 1", "offer", "'a b'")]),
         (json.dumps([{"offer": "o" * 60, "terms": COUPON}]), "json", [("entry 1", "id", "64", "give an id")]),
-        (one(issuer=None), "json", [("entry 1", "terms.issuer", "`str`")]), (one(issuer=7), "json", [("entry 1", "put it in quotes")]),
-        ('[{"offer": "a", "terms": {"kind": "coupon", "total": 5}}]', "json", [("entry 1", "terms.issuer: is missing", "who gives")]),
-        (one(total="5"), "json", [("entry 1", "terms.total", "without quotes")]), (one(total=1.5), "json", [("entry 1", "whole number")]),
-        (one(total=10**30), "json", [("entry 1", "terms.total")]), (one(total=-1), "json", [("entry 1", "terms.total", ">= 0")]),
+        (one(issuer=None), "json", [("entry 1", "terms.issuer", "`str`")]),
+        (one(issuer=7), "json", [("entry 1", "put it in quotes")]),
+        ('[{"offer": "a", "terms": {"kind": "coupon", "total": 5}}]', "json", [("entry 1",
+        "terms.issuer: is "
+        "missing",
+        "who gives")]),
+        (one(total="5"), "json", [("entry 1", "terms.total", "without quotes")]),
+        (one(total=1.5), "json", [("entry 1", "whole number")]),
+        (one(total=10**30), "json", [("entry 1", "terms.total")]),
+        (one(total=-1), "json", [("entry 1", "terms.total", ">= 0")]),
         (one(late="never"), "json", [("entry 1", "terms.late", "refuse, grace, retake", "'never'")]),
         (one(waiting_list="yes"), "json", [("entry 1", "terms.waiting_list", "true or false")]),
         (one(price=5), "json", [("entry 1", "price and currency go together")]),
         (one(timezone="Mars"), "json", [("entry 1", "Asia/Shanghai")]),
-        (one(title="\ud800"), "json", [("entry 1", "JSON")]), (one(opens_at=5, closes_at=4), "json", [("entry 1", "terms.closes_at")]),
+        (one(title="\ud800"), "json", [("entry 1", "JSON")]),
+        (one(opens_at=5, closes_at=4), "json", [("entry 1", "terms.closes_at")]),
         # twice
-        ('[{"offer": "a", "terms": {"kind": "coupon", "total": 1, "total": 2}}]', "json", [("entry 1", "terms.total: is given twice")]),
-        ("- offer: a\n  terms:\n    total: 1\n    kind: coupon\n    total: 2\n", "yaml", [("entry 1", "terms.total: is given twice")]),
+        ('[{"offer": "a", "terms": {"kind": "coupon", "total": 1, "total": 2}}]', "json",
+        [("entry 1", "terms.total: is given twice")]),
+        ("- offer: a\n  terms:\n    total: 1\n    kind: coupon\n    total: 2\n", "yaml",
+        [("entry 1", "terms.total: is given twice")]),
         ("offers: []\noffers: []", "yaml", [("file", "offers: is given twice")]),
-        (json.dumps([{"offer": "a", "terms": COUPON}] * 3), "json", [("entry 2", "offer", "entry 1"), ("entry 3", "offer", "entry 1")]),
-        (json.dumps([{"offer": one, "id": "i", "terms": COUPON} for one in "ab"]), "json", [("entry 2", "id: i", "entry 1")]),
-        (json.dumps([{"offer": "b", "terms": COUPON}, {"offer": "a", "id": "open-b", "terms": COUPON}]), "json", [
+        (json.dumps([{"offer": "a", "terms": COUPON}] * 3), "json",
+        [("entry 2", "offer", "entry 1"), ("entry 3", "offer", "entry 1")]),
+        (json.dumps([{"offer": one, "id": "i", "terms": COUPON} for one in "ab"]), "json",
+        [("entry 2", "id: i", "entry 1")]),
+        (json.dumps([{"offer": "b", "terms": COUPON}, {"offer": "a", "id": "open-b", "terms": COUPON}]),
+        "json", [
             ("entry 2", "id: open-b"),
         ]),
         # CSV
         (f"{HEADER}\na,coupon,shop,5\na,coupon,shop,5", "csv", [("line 3", "offer: a", "line 2")]),
         (f"{HEADER}\na,coupon,shop", "csv", [("line 2", "3 cells", "4")]),
         (f"{HEADER}\na,coupon,shop,5,6", "csv", [("line 2", "double quotes")]),
-        ("offer;kind;issuer;total\na;coupon;shop;5", "csv", [("line 1", "offer", "commas"), ("line 1", "kind", "commas")]),
-        ("ofer,kind\na,coupon", "csv", [("line 1", "offer: the header"), ("line 1", "ofer", "the nearest is offer")]),
-        (f"{HEADER},colour\na,coupon,shop,5,red\nb,coupon,shop,x,red", "csv", [("line 1", "colour", "nearest"), ("line 3", "terms.total")]),
+        ("offer;kind;issuer;total\na;coupon;shop;5", "csv",
+        [("line 1", "offer", "commas"), ("line 1", "kind", "commas")]),
+        ("ofer,kind\na,coupon", "csv", [("line 1", "offer: the header"), ("line 1", "ofer",
+        "the nearest is "
+        "offer")]),
+        (f"{HEADER},colour\na,coupon,shop,5,red\nb,coupon,shop,x,red", "csv",
+        [("line 1", "colour", "nearest"), ("line 3", "terms.total")]),
         (f"{HEADER},total\na,coupon,shop,5,6", "csv", [("line 1", "total", "two columns")]),
         (f"{HEADER},\na,coupon,shop,5,x", "csv", [("line 2", "'x'", "without a name")]),
-        (f"{HEADER}\n\na,coupon,shop,1.2E+12\nb,coupon,shop,\"5", "csv", [("line 3", "terms.total", "digits"), ("line 4", "no CSV")]),
-        (f"{HEADER},title\na,coupon,shop,5,\"two\nlines\"\nb,coupon,,5,", "csv", [("line 2", "terms.title"), ("line 4", "terms.issuer")]),
-        (f"{HEADER},waiting_list\na,coupon,shop,5,yes", "csv", [("line 2", "terms.waiting_list", "true or false")]),
-        (f"{HEADER},parts\na,coupon,shop,5,3\nb,,shop,5,", "csv", [("line 2", "terms.parts"), ("line 3", "terms.kind: is missing")]),
+        (f"{HEADER}\n\na,coupon,shop,1.2E+12\nb,coupon,shop,\"5", "csv",
+        [("line 3", "terms.total", "digits"), ("line 4", "no CSV")]),
+        (f"{HEADER},title\na,coupon,shop,5,\"two\nlines\"\nb,coupon,,5,", "csv",
+        [("line 2", "terms.title"), ("line 4", "terms.issuer")]),
+        (f"{HEADER},waiting_list\na,coupon,shop,5,yes", "csv",
+        [("line 2", "terms.waiting_list", "true or false")]),
+        (f"{HEADER},parts\na,coupon,shop,5,3\nb,,shop,5,", "csv",
+        [("line 2", "terms.parts"), ("line 3", "terms.kind: is missing")]),
     ],
 )  # fmt: skip
 def test_what_is_refused(text: str, form: Form, expected: list[tuple[str, ...]]) -> None:
@@ -334,7 +419,8 @@ def test_what_is_refused(text: str, form: Form, expected: list[tuple[str, ...]])
 def test_all_problems_are_told_at_once() -> None:
     entries = [
         {"offer": "a", "terms": COUPON | {"total": "x"}}, {"offer": "b", "terms": COUPON},
-        {"offer": "b", "terms": COUPON | {"opens_at": "now", "hold": 5}}, {"offer": "c", "terms": COUPON | {"price": 5}},
+        {"offer": "b", "terms": COUPON | {"opens_at": "now", "hold": 5}},
+        {"offer": "c", "terms": COUPON | {"price": 5}},
         {"offer": "b", "terms": COUPON | {"late": "never"}},
     ]  # fmt: skip
     refused(
@@ -351,7 +437,10 @@ def test_all_problems_are_told_at_once() -> None:
 
 
 def test_wrong_defaults_are_told_once_and_entries_still_looked_at() -> None:
-    file = {"defaults": {"kind": "coupon", "isuer": "shop", "hold_ms": "soon"}, "offers": [{"offer": "a"}, {"offer": "a"}, {"ofer": "c"}]}
+    file = {
+        "defaults": {"kind": "coupon", "isuer": "shop", "hold_ms": "soon"},
+        "offers": [{"offer": "a"}, {"offer": "a"}, {"ofer": "c"}],
+    }
     refused(
         json.dumps(file),
         "json",
@@ -363,12 +452,14 @@ def test_wrong_defaults_are_told_once_and_entries_still_looked_at() -> None:
     )
 
 
-# -- the three forms say the same -------------------------------------------------------------------------------------
+# -- the three forms say the same ----------------------------------------------------------------------------
 
 ids = st.text("abcXYZ019._:-", min_size=1, max_size=20) | st.sampled_from(
     ["no", "null", "true", "1e5", "007", "12", "0x1F", "1_000", "12:30", "-"]
 )
-titles = st.text(st.characters(min_codepoint=32, exclude_categories=["Cs", "Cc"]), max_size=20).filter(lambda text: text == text.strip())
+titles = st.text(st.characters(min_codepoint=32, exclude_categories=["Cs", "Cc"]), max_size=20).filter(
+    lambda text: text == text.strip()
+)
 times = st.integers(0, 4_102_444_800_000)
 limits = st.lists(
     st.builds(
@@ -391,15 +482,26 @@ hours = st.lists(
     max_size=3,
 ).map(tuple)
 common: dict[str, Any] = {
-    "issuer": ids, "title": titles, "opens_at": st.none() | st.just(0), "closes_at": st.none() | times.filter(bool), "hours": hours,
-    "timezone": st.sampled_from(["UTC", "Asia/Shanghai"]), "audience": st.sampled_from(["everyone", "list", "ticket"]),
+    "issuer": ids, "title": titles, "opens_at": st.none() | st.just(0),
+    "closes_at": st.none() | times.filter(bool), "hours": hours,
+    "timezone": st.sampled_from(["UTC", "Asia/Shanghai"]),
+    "audience": st.sampled_from(["everyone", "list", "ticket"]),
 }  # fmt: skip
 pieces: dict[str, Any] = {
-    **common, "total": st.integers(1, 10**13), "limits": limits, "hold_ms": st.integers(1, 10**9), "waiting_list": st.booleans(),
-    "return_restores": st.booleans(), "valid_until": st.none() | times, "take": st.sampled_from(["all", "up_to"]),
+    **common, "total": st.integers(1, 10**13), "limits": limits, "hold_ms": st.integers(1, 10**9),
+    "waiting_list": st.booleans(),
+    "return_restores": st.booleans(), "valid_until": st.none() | times,
+    "take": st.sampled_from(["all", "up_to"]),
 }  # fmt: skip
 terms_of_all_kinds = (
-    st.builds(EnvelopeTerms, **common, funding=ids, asset=st.just("CNY"), total=st.integers(10, 10**9), parts=st.integers(1, 10))
+    st.builds(
+        EnvelopeTerms,
+        **common,
+        funding=ids,
+        asset=st.just("CNY"),
+        total=st.integers(10, 10**9),
+        parts=st.integers(1, 10),
+    )
     | st.builds(CouponTerms, **pieces)
     | st.builds(StockTerms, **pieces, asset=st.none() | st.just("sku:x"))
 )
@@ -416,13 +518,19 @@ def cell_of(name: str, value: Any) -> Any:
     if name == "limits":
         return "; ".join("/".join(str(part) for part in limit.values()) for limit in value)
     if name == "hours":
-        return "; ".join(f"{','.join(one['weekdays'])} {one.get('from', '00:00')}-{one.get('until', '24:00')}" for one in value)
+        return "; ".join(
+            f"{','.join(one['weekdays'])} {one.get('from', '00:00')}-{one.get('until', '24:00')}"
+            for one in value
+        )
     return value
 
 
 def written_as(form: Form, opens: list[Open]) -> str:
     """A file of a form with these offers."""
-    entries = [{name: value for name, value in msgspec.to_builtins(command).items() if name != "type"} for command in opens]
+    entries = [
+        {name: value for name, value in msgspec.to_builtins(command).items() if name != "type"}
+        for command in opens
+    ]
     if form == "json":
         return json.dumps(entries)
     if form == "yaml":
@@ -445,7 +553,9 @@ def test_yaml_json_and_csv_of_the_same_offers_are_equal_commands(opens: list[Ope
     assert all(len(row) == len(PLAN_COLUMNS) for row in plan_rows(opens))
 
 
-@given(text=st.text(max_size=60) | st.text("{}[]:,-&*<>!|'\"\n\t ab1", max_size=60), form=st.sampled_from(FORMS))
+@given(
+    text=st.text(max_size=60) | st.text("{}[]:,-&*<>!|'\"\n\t ab1", max_size=60), form=st.sampled_from(FORMS)
+)
 def test_any_text_is_read_or_refused(text: str, form: Form) -> None:
     for file in (text, f"{HEADER},{text}", f"- offer: a\n  terms: {{kind: coupon, issuer: {text}}}"):
         try:
@@ -461,19 +571,23 @@ def test_any_text_is_read_or_refused(text: str, form: Form) -> None:
 @pytest.mark.parametrize("form", FORMS)
 def test_five_times_as_many_offers_take_about_five_times_as_long(form: Form) -> None:
     terms = CouponTerms(
-        issuer="shop", title="Half price", total=100, opens_at=FRIDAY, timezone="Asia/Shanghai", hold_ms=900_000,
-        price=1999, currency="CNY", limits=(Limit(by="user", per="day", max=2),), hours=(Hours(weekdays=("fri",), from_="10:00"),),
+        issuer="shop", title="Half price", total=100, opens_at=FRIDAY, timezone="Asia/Shanghai",
+        hold_ms=900_000,
+        price=1999, currency="CNY", limits=(Limit(by="user", per="day", max=2),),
+        hours=(Hours(weekdays=("fri",), from_="10:00"),),
     )  # fmt: skip
     seconds = {}
     for count in (1_000, 5_000):
-        text = written_as(form, [Open(id=f"i{number}", offer=f"sale:{number}", terms=terms) for number in range(count)])
+        text = written_as(
+            form, [Open(id=f"i{number}", offer=f"sale:{number}", terms=terms) for number in range(count)]
+        )
         began = time.process_time()
         assert len(plan_rows(read_offers(text, form))) == count
         seconds[count] = time.process_time() - began
     assert seconds[5_000] < 15 * seconds[1_000]
 
 
-# -- the plan ---------------------------------------------------------------------------------------------------------
+# -- the plan ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -481,17 +595,21 @@ def test_five_times_as_many_offers_take_about_five_times_as_long(form: Form) -> 
     [
         (
             EnvelopeTerms(issuer="a", funding="p", asset="CNY", total=1000, parts=3),
-            ("envelope", "1,000 minor units of CNY in 3 parts", "at once", "1d after opening", "1 a user", "–", "everyone"),
+            ("envelope", "1,000 minor units of CNY in 3 parts", "at once", "1d after opening", "1 a user",
+            "–", "everyone"),
         ),
         (
-            EnvelopeTerms(issuer="a", funding="p", asset="CNY", total=5, parts=1, opens_at=FRIDAY, timezone="Asia/Shanghai",
+            EnvelopeTerms(issuer="a", funding="p", asset="CNY", total=5, parts=1, opens_at=FRIDAY,
+            timezone="Asia/Shanghai",
                 audience="list"),
-            ("envelope", "5 minor units of CNY in 1 part", "2026-11-27 10:00+08:00", "2026-11-28 10:00+08:00", "1 a user", "–", "list"),
+            ("envelope", "5 minor units of CNY in 1 part", "2026-11-27 10:00+08:00", "2026-11-28 10:00+08:00",
+            "1 a user", "–", "list"),
         ),
         (
             CouponTerms(
                 issuer="a", total=12_000, opens_at=FRIDAY, closes_at=FRIDAY + 1500, audience="ticket",
-                limits=(Limit(by="user", per="day", max=2, scope="campaign"), Limit(by="device", per="offer", max=1)),
+                limits=(Limit(by="user", per="day", max=2, scope="campaign"),
+                Limit(by="device", per="offer", max=1)),
             ),
             (
                 "coupon", "12,000 coupons", "2026-11-27 02:00+00:00", "2026-11-27 02:00:01.500+00:00",
@@ -505,7 +623,9 @@ def test_five_times_as_many_offers_take_about_five_times_as_long(form: Form) -> 
                 limits=(Limit(by="user", per="hour", max=1),),
             ),
             (
-                "stock", "1 sku:x, 1,999 minor units of EUR each", "at once; sat,sun 09:00-24:00; 00:00-24:00", "never", "1 a user an hour",
+                "stock", "1 sku:x, 1,999 minor units of EUR each",
+                "at once; sat,sun 09:00-24:00; "
+                "00:00-24:00", "never", "1 a user an hour",
                 "15m", "everyone",
             ),
         ),
@@ -516,7 +636,7 @@ def test_the_plan(terms: Terms, row: tuple[str, ...]) -> None:
     assert len(PLAN_COLUMNS) == len(row) + 1
 
 
-# -- files that would take more than they give ------------------------------------------------------------------------
+# -- files that would take more than they give ---------------------------------------------------------------
 
 
 def nested_aliases(levels: int) -> str:
@@ -529,11 +649,15 @@ LARGE = {
     "aliases in aliases": (nested_aliases(12), "yaml", "values"),
     "one alias very often": ("- &a [" + "x," * 1_000 + "x]\n" + "- *a\n" * 3_000, "yaml", "values"),
     "merged again and again": (
-        "defaults: {a: &a {" + ", ".join(f"n{n}: 1" for n in range(1_000)) + "}}\noffers:\n" + "- {<<: *a}\n" * 3_000, "yaml", "values",
+        "defaults: {a: &a {" + ", ".join(f"n{n}: 1" for n
+        in range(1_000)) + "}}\noffers:\n" + "- {<<: *a}\n" * 3_000, "yaml", "values",
     ),
     "many values of JSON": ("[" + "0," * 7_000_000 + "0]", "json", "values"),
-    "a default as long as a file": (json.dumps({"defaults": {"title": "x" * 10**6}, "offers": [{"offer": "a"}] * 1_000}), "json", "longer"),
-    "many unknown names": (json.dumps([{f"n{n}": 1 for n in range(100_000)}]), "json", "there is no such field"),
+    "a default as long as a file": (json.dumps({"defaults": {"title": "x" * 10**6},
+    "offers": [{"offer": "a"}] * 1_000}), "json", "longer"),
+    "many unknown names": (json.dumps([{f"n{n}": 1 for n in range(100_000)}]), "json",
+    "there is no such "
+    "field"),
     "a name as long as a file": (json.dumps([{"n" * 10**7: 1}]), "json", "there is no such field"),
     "many bad entries": (json.dumps([1] * 500_000), "json", "more is wrong than stands here"),
     "brackets": ("[" * 100_000, "yaml", "is no YAML"),

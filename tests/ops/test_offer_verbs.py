@@ -27,7 +27,10 @@ from grabstream.ops.settings import Settings, child_environment
 from tests.conftest import wait_until
 from tests.ops.test_cli import grabstream, of
 
-HEADER = "offer,kind,issuer,total,opens_at,limits,max_per_grab,hold_ms,extensions,price,currency,audience,waiting_list\n"
+HEADER = (
+    "offer,kind,issuer,total,opens_at,limits,max_per_grab,hold_ms,extensions,price,currency,audience,"
+    "waiting_list\n"
+)
 SECRET = base64.b64encode(bytes(range(32))).decode()
 #: 2026-11-27T10:00:00+08:00
 FRIDAY = 1_795_744_800_000
@@ -61,7 +64,9 @@ def operator(system: Settings, worker: Callable[..., Any]) -> Operator:
 @pytest.fixture
 def nobody(settings: Settings) -> Operator:
     """Types where nothing may reach a server."""
-    return Operator(settings.model_copy(update={"redis_url": "redis://127.0.0.1:1/0", "kafka": "127.0.0.1:1"}))
+    return Operator(
+        settings.model_copy(update={"redis_url": "redis://127.0.0.1:1/0", "kafka": "127.0.0.1:1"})
+    )
 
 
 def written(path: Path, lines: list[str]) -> str:
@@ -73,12 +78,14 @@ def in_an_hour() -> int:
     return time.time_ns() // 1_000_000 + 3_600_000
 
 
-# -- without servers --------------------------------------------------------------------------------------------------
+# -- without servers -----------------------------------------------------------------------------------------
 
 
 def test_a_dry_run_shows_the_plan_and_opens_nothing(nobody: Operator, tmp_path: Path) -> None:
     file = tmp_path / "offers.csv"
-    row = "sale:fire:1,stock,shop,10,2026-11-27T10:00:00+08:00,user/day/2; card/offer/1,2,15m,1,500,CNY,,true\n"
+    row = (
+        "sale:fire:1,stock,shop,10,2026-11-27T10:00:00+08:00,user/day/2; card/offer/1,2,15m,1,500,CNY,,true\n"
+    )
     file.write_text(HEADER + row)
     plan = nobody.type("open", str(file), "--dry-run").stdout
     assert "Would open 1 offer" in plan
@@ -102,10 +109,15 @@ def test_a_wrong_file_is_told_of_with_all_its_places(nobody: Operator, tmp_path:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("grab o", "USER"), ("grab o u --quantity 0", "quantity"), ("grab o u --attribute card", "NAME=VALUE"),
-        ("grab o u --attribute card=1 --attribute card=2", "twice"), ("grab o/p u", "offer"), (f"grab o u --quantity {10**30}", "quantity"),
-        ("pause o --operator a/b", "operator"), ("confirm o g --paid 5", "payment"), ("return o", "GRAB"), ("redeem o g", "--order"),
-        ("amend o", "--set"), ("amend o --set total", "NAME=VALUE"), ("amend o --set total=x --set kind=stock", "kind: stays"),
+        ("grab o", "USER"), ("grab o u --quantity 0", "quantity"),
+        ("grab o u --attribute card", "NAME=VALUE"),
+        ("grab o u --attribute card=1 --attribute card=2", "twice"), ("grab o/p u", "offer"),
+        (f"grab o u --quantity {10**30}", "quantity"),
+        ("pause o --operator a/b", "operator"), ("confirm o g --paid 5", "payment"), ("return o", "GRAB"),
+        ("redeem o g", "--order"),
+        ("amend o", "--set"), ("amend o --set total", "NAME=VALUE"), (
+        "amend o --set total=x --set "
+        "kind=stock", "kind: stays"),
         ("adjust o --transfer 1:CNY:a:b --reason r --approved-by boss", "100 CNY issuer:alice wallet:bob"),
         ("load o", "--codes"), ("ticket o u --key-id k --key-file /dev/null", "32 bytes"),
         ("ticket o u --key-id k --key-file /dev/null --expires soon", "--expires"),
@@ -127,36 +139,69 @@ def test_lines_that_are_wrong_are_told_of_before_anything_is_sent(nobody: Operat
     assert "has no codes" in nobody.type("load", "o", "--codes", "-", stdin="\n \n", code=2).stderr
     assert "line 2: " in nobody.type("load", "o", "--codes", "-", stdin=f"A\n{'B' * 201}\n", code=2).stderr
     good = "\ufeffA\r\n\r\n B 1 \r\n"
-    assert nobody.ask("load", "o", "--codes", "-", "--dry-run", stdin=good) == {"offer": "o", "what": "codes", "items": 2, "chunks": 1}
+    assert nobody.ask("load", "o", "--codes", "-", "--dry-run", stdin=good) == {
+        "offer": "o",
+        "what": "codes",
+        "items": 2,
+        "chunks": 1,
+    }
 
 
 def test_changes_are_written_as_in_a_file_of_offers() -> None:
-    pairs = [("closes_at", "2026-11-27T10:00:00+08:00"), ("hold_ms", "15m"), ("limits", "user/day/2; card/offer/1"),
+    pairs = [("closes_at", "2026-11-27T10:00:00+08:00"), ("hold_ms", "15m"), ("limits",
+    "user/day/2; "
+    "card/offer/1"),
              ("return_restores", "true"), ("total", "7"), ("title", ""), ("late", "retake")]  # fmt: skip
     limits = (Limit("user", "day", 2), Limit("card", "offer", 1))
-    expected = Changes(closes_at=FRIDAY, hold_ms=900_000, limits=limits, return_restores=True, total=7, title="", late="retake")
+    expected = Changes(
+        closes_at=FRIDAY,
+        hold_ms=900_000,
+        limits=limits,
+        return_restores=True,
+        total=7,
+        title="",
+        late="retake",
+    )
     assert read_changes(pairs) == expected
     assert read_changes([("limits", "")]) == Changes(limits=())
-    pairs = [("totle", "1"), ("late", "never"), ("total", "1e3"), ("hold_ms", ""), ("hold_ms", "1m"), ("closes_at", "2026-11-27T10:00:00")]
+    pairs = [
+        ("totle", "1"),
+        ("late", "never"),
+        ("total", "1e3"),
+        ("hold_ms", ""),
+        ("hold_ms", "1m"),
+        ("closes_at", "2026-11-27T10:00:00"),
+    ]
     with pytest.raises(BadOfferFile) as caught:
         read_changes(pairs)
     reasons = [reason for _, reason in caught.value.problems]
-    for words in ("hold_ms: is given twice", "nearest is total", "late: must be one of", "total: must be a whole", "give the zone"):
+    for words in (
+        "hold_ms: is given twice",
+        "nearest is total",
+        "late: must be one of",
+        "total: must be a whole",
+        "give the zone",
+    ):
         assert any(words in reason for reason in reasons), (words, reasons)
 
 
-# -- with servers -----------------------------------------------------------------------------------------------------
+# -- with servers --------------------------------------------------------------------------------------------
 
 
 def test_codes_are_loaded_once_and_handed_out(operator: Operator, tmp_path: Path) -> None:
     codes = [f"CODE {number:04}" for number in range(2_500)]
     file = written(tmp_path / "codes.txt", codes)
-    # What is refused is remembered under its id; neither it nor a wrong file must stand in the way when the offer is there.
+    # What is refused is remembered under its id; neither it nor a wrong file must stand in the way when the
+    # offer is there.
     wrong = written(tmp_path / "wrong.txt", codes[:7])
-    assert operator.ask("load", "coupons", "--codes", wrong, code=1)["refused"][0]["outcome"] == "no_such_offer"
+    assert (
+        operator.ask("load", "coupons", "--codes", wrong, code=1)["refused"][0]["outcome"] == "no_such_offer"
+    )
     twice = written(tmp_path / "twice.txt", [*codes, codes[3]])
     assert "more than once" in operator.type("load", "coupons", "--codes", twice, code=2).stderr
-    assert operator.ask("load", "coupons", "--codes", file, code=1)["refused"][0]["outcome"] == "no_such_offer"
+    assert (
+        operator.ask("load", "coupons", "--codes", file, code=1)["refused"][0]["outcome"] == "no_such_offer"
+    )
     offers = HEADER + f"coupons,coupon,shop,2500,{in_an_hour()},,2,,,,,,\n"
     assert operator.ask("open", "-", "--format", "csv", stdin=offers)["outcome"] == "opened"
     assert operator.ask("open", "-", "--format", "csv", stdin=offers)["repeated"]
@@ -164,7 +209,10 @@ def test_codes_are_loaded_once_and_handed_out(operator: Operator, tmp_path: Path
     assert operator.ask("load", "coupons", "--codes", file) == {**summary, "loaded": 3, "repeated": 0}
     again = operator.type("load", "coupons", "--codes", file)
     assert "0 of 3 chunks loaded, 3 were loaded before" in again.stdout
-    assert "3 were loaded before" in operator.type("load", "coupons", "--codes", file, "--operator", "somebody").stdout
+    assert (
+        "3 were loaded before"
+        in operator.type("load", "coupons", "--codes", file, "--operator", "somebody").stdout
+    )
     # A chunk's id follows from its codes by a key; after a rotation it is found under the old one.
     operator.environment["seal_keys"] = f"{new_seal_key()},{operator.environment['seal_keys']}"
     assert operator.ask("load", "coupons", "--codes", file) == {**summary, "loaded": 0, "repeated": 3}
@@ -185,13 +233,19 @@ def test_held_confirmed_and_returned(operator: Operator) -> None:
     card = ("--attribute", "card=c1")
     held = operator.ask("grab", "phones", "anna", "--id", "g", "--quantity", "2", *card)
     assert (held["outcome"], held["due"], held["currency"]) == ("held", 1_000, "CNY")
-    assert operator.ask("grab", "phones", "bob", "--id", "waits", "--wait", "--attribute", "card=c2")["outcome"] == "waiting"
+    assert (
+        operator.ask("grab", "phones", "bob", "--id", "waits", "--wait", "--attribute", "card=c2")["outcome"]
+        == "waiting"
+    )
     assert operator.ask("extend", "phones", "g")["deadline_at"] == held["deadline_at"] + 60_000
     assert operator.ask("extend", "phones", "g", code=1)["outcome"] == "limit_reached"
     paid = ("--payment", "p1", "--paid", "500", "--currency", "CNY", "--quantity", "1")
     assert operator.ask("confirm", "phones", "g", *paid)["outcome"] == "confirmed"
     assert operator.ask("confirm", "phones", "g", *paid)["repeated"]
-    assert operator.ask("return", "phones", "g", "--quantity", "1", "--reason", "broken “glass”")["outcome"] == "returned"
+    assert (
+        operator.ask("return", "phones", "g", "--quantity", "1", "--reason", "broken “glass”")["outcome"]
+        == "returned"
+    )
     # It went to who waits.
     assert operator.ask("release", "phones", "waits")["outcome"] == "released"
     assert operator.ask("release", "phones", "none", code=1)["outcome"] == "no_such_grab"
@@ -202,7 +256,10 @@ def test_held_confirmed_and_returned(operator: Operator) -> None:
     assert operator.ask("grab", "phones", "carl")["outcome"] == "held"
     assert operator.ask("amend", "phones", "--set", "total=1", code=1)["outcome"] == "not_enough_left"
     entry = ("--transfer", "100 CNY issuer:shop wallet:anna", "--transfer", "1 CNY external:x refund:p1")
-    assert operator.ask("adjust", "phones", *entry, "--reason", "goodwill", "--approved-by", "boss")["outcome"] == "adjusted"
+    assert (
+        operator.ask("adjust", "phones", *entry, "--reason", "goodwill", "--approved-by", "boss")["outcome"]
+        == "adjusted"
+    )
     assert operator.ask("pause", "phones", "--operator", "olga")["outcome"] == "paused"
     assert operator.ask("grab", "phones", "dora", code=1)["outcome"] == "on_hold"
     assert operator.ask("resume", "phones")["outcome"] == "resumed"
@@ -212,7 +269,9 @@ def test_held_confirmed_and_returned(operator: Operator) -> None:
 
 def test_audiences_by_ticket_and_by_list(operator: Operator, tmp_path: Path) -> None:
     rows = f"vip:a,coupon,shop,9,,,1,,,,,ticket,\nvip:b,coupon,shop,9,{in_an_hour()},,1,,,,,list,\n"
-    assert [answer["outcome"] for answer in operator.ask("open", "-", "--format", "csv", stdin=HEADER + rows)] == ["opened"] * 2
+    assert [
+        answer["outcome"] for answer in operator.ask("open", "-", "--format", "csv", stdin=HEADER + rows)
+    ] == ["opened"] * 2
     key = written(tmp_path / "key", [SECRET])
     signed = ("--key-id", "k", "--key-file", key)
     token = operator.type("ticket", "vip", "anna", *signed, "--once", "t1").stdout.strip()
@@ -230,11 +289,15 @@ def test_audiences_by_ticket_and_by_list(operator: Operator, tmp_path: Path) -> 
 
 def test_a_ticket_with_a_key_pair(operator: Operator, tmp_path: Path) -> None:
     private = Ed25519PrivateKey.generate()
-    (tmp_path / "key.pem").write_bytes(private.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+    (tmp_path / "key.pem").write_bytes(
+        private.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    )
     public = base64.b64encode(private.public_key().public_bytes(Encoding.Raw, PublicFormat.Raw)).decode()
     operator.environment["ticket_keys"] = f"e:EdDSA:{public}"
     operator.type("open", "-", "--format", "csv", stdin=HEADER + "vip,coupon,shop,9,,,1,,,,,ticket,\n")
-    token = operator.type("ticket", "vip", "anna", "--key-id", "e", "--key-file", str(tmp_path / "key.pem"), "--expires", "1h").stdout
+    token = operator.type(
+        "ticket", "vip", "anna", "--key-id", "e", "--key-file", str(tmp_path / "key.pem"), "--expires", "1h"
+    ).stdout
     assert operator.ask("grab", "vip", "anna", "--ticket", token.strip())["outcome"] == "granted"
 
 
@@ -243,19 +306,30 @@ def test_many_offers_in_pieces(operator: Operator) -> None:
     done = operator.type("open", "-", "--format", "csv", stdin=HEADER + rows)
     assert done.stdout.strip() == "501 opened"
     # Other terms under the id of one that is open.
-    done = operator.type("open", "-", "--format", "csv", stdin=HEADER + rows.replace("many:7,coupon,shop", "many:7,coupon,other"), code=1)
+    done = operator.type(
+        "open",
+        "-",
+        "--format",
+        "csv",
+        stdin=HEADER + rows.replace("many:7,coupon,shop", "many:7,coupon,other"),
+        code=1,
+    )
     assert done.stdout.splitlines()[-1] == "500 opened, 1 conflict"
     assert "many:7" in done.stdout
 
 
 def test_a_load_that_was_stopped_goes_on(operator: Operator, system: Settings, tmp_path: Path) -> None:
-    operator.type("open", "-", "--format", "csv", stdin=HEADER + f"crowd,coupon,shop,9,{in_an_hour()},,1,,,,,list,\n")
+    operator.type(
+        "open", "-", "--format", "csv", stdin=HEADER + f"crowd,coupon,shop,9,{in_an_hour()},,1,,,,,list,\n"
+    )
     file = written(tmp_path / "users.txt", [f"u{number}" for number in range(400_000)])
     command = [sys.executable, "-m", "grabstream.ops.cli", "load", "crowd", "--audience", file, "--json"]
     environment = child_environment(**operator.environment)
     # A shell lets what it runs in the background ignore Ctrl-C, and so may whatever runs these tests.
     heard = signal.signal(signal.SIGINT, signal.SIG_DFL)
-    running = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    running = subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     signal.signal(signal.SIGINT, heard)
     keys = key_space(system)
     audience = keys.shard(keys.shard_of_offer("crowd")).of_offer("crowd")[OFFER_KEYS.index("audience")]

@@ -1,4 +1,6 @@
-"""The client of a Redis Cluster, on three masters: what concerns one server waits for no other, and keys on the way are found."""
+"""The client of a Redis Cluster, on three masters: what concerns one server waits for no other, and keys on
+the way are found.
+"""
 
 import asyncio
 import contextlib
@@ -71,8 +73,12 @@ async def shards_by_master(client: ClusterClient) -> dict[int, list[int]]:
     return found
 
 
-async def test_nobody_waits_for_a_server_that_hangs(settings: Settings, client: ClusterClient, masters: Sequence[Redis]) -> None:
-    """Not a client that has yet to learn who has which slots, and not one that has to learn it anew after the time-out."""
+async def test_nobody_waits_for_a_server_that_hangs(
+    settings: Settings, client: ClusterClient, masters: Sequence[Redis]
+) -> None:
+    """Not a client that has yet to learn who has which slots, and not one that has to learn it anew after the
+    time-out.
+    """
     shards = await shards_by_master(client)
     hung, *others = masters
     healthy = [shard for server in others for shard in shards[server.port]]
@@ -124,7 +130,11 @@ async def test_announcements_of_others_are_heard(client: ClusterClient, masters:
                 for server in others:
                     keys = KEYS.shard(shards[server.port][0])
                     with redis.Redis(port=server.port) as one:
-                        await until(lambda one=one, keys=keys: one.pubsub_numsub(keys.channel)[0][1], 10, "a subscription")
+                        await until(
+                            lambda one=one, keys=keys: one.pubsub_numsub(keys.channel)[0][1],
+                            10,
+                            "a subscription",
+                        )
                         waiting = asyncio.create_task(journaled.wait(keys.shard, history, 5))
                         await asyncio.sleep(0)
                         one.publish(keys.channel, f"{history} 5")
@@ -139,7 +149,9 @@ async def test_announcements_of_others_are_heard(client: ClusterClient, masters:
 
 
 async def test_keys_on_the_way_are_found(client: ClusterClient, masters: Sequence[Redis]) -> None:
-    """Scripts with two keys while their slot moves: together here, apart (nothing is carried out), together there, and moved."""
+    """Scripts with two keys while their slot moves: together here, apart (nothing is carried out), together
+    there, and moved.
+    """
     first, second = (f"way:{{isolated-way}}:{name}" for name in "ab")
     slot = slot_of(first)
     await client.know()
@@ -147,7 +159,9 @@ async def test_keys_on_the_way_are_found(client: ClusterClient, masters: Sequenc
     target = next(server for server in masters if server is not source)
 
     async def both() -> Any:
-        found = await asyncio.gather(*(client.execute_command("EVAL", BOTH, 2, first, second) for _ in range(40)))
+        found = await asyncio.gather(
+            *(client.execute_command("EVAL", BOTH, 2, first, second) for _ in range(40))
+        )
         assert all(one == found[0] for one in found)
         return found[0]
 
@@ -159,7 +173,9 @@ async def test_keys_on_the_way_are_found(client: ClusterClient, masters: Sequenc
         here.execute_command("CLUSTER", "SETSLOT", slot, "MIGRATING", ids[1])
         assert await both() == [b"1", b"2"]
         here.execute_command("MIGRATE", "127.0.0.1", target.port, first, 0, 5_000)
-        with pytest.raises(ConnectionError, match="the slot is being moved: TRYAGAIN|the slot is being moved"):
+        with pytest.raises(
+            ConnectionError, match="the slot is being moved: TRYAGAIN|the slot is being moved"
+        ):
             await client.execute_command("EVAL", BOTH, 2, first, second)
         assert [await client.get(key) for key in (first, second)] == [b"1", b"2"]
         with pytest.raises(ConnectionError, match="being moved"):
@@ -192,7 +208,9 @@ def test_the_key_of_a_command() -> None:
 
 
 async def test_a_cluster_that_is_not_there(settings: Settings) -> None:
-    client = open_redis(settings.model_copy(update={"redis_url": f"redis-cluster://127.0.0.1:{free_ports(1)[0]}"}))
+    client = open_redis(
+        settings.model_copy(update={"redis_url": f"redis-cluster://127.0.0.1:{free_ports(1)[0]}"})
+    )
     for _ in range(2):
         with pytest.raises(ConnectionError, match="no server of the Redis Cluster answers"):
             await client.get("a")

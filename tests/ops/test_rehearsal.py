@@ -1,4 +1,6 @@
-"""The rehearsal of the envelopes: it ends with a verdict however slow the machine is, and whoever comes too late is counted so."""
+"""The rehearsal of the envelopes: it ends with a verdict however slow the machine is, and whoever comes too
+late is counted so.
+"""
 
 import asyncio
 import json
@@ -28,20 +30,33 @@ def rehearse(settings: Settings, *words: str) -> dict[str, Any]:
 
 
 def test_the_envelope_rehearsal_ends_with_its_verdict(settings: Settings) -> None:
-    told = rehearse(settings, "--parts", "2000", "--envelopes", "6", "--small-parts", "100", "--deadline", "3")
+    told = rehearse(
+        settings, "--parts", "2000", "--envelopes", "6", "--small-parts", "100", "--deadline", "3"
+    )
     checked = {check["name"]: check["checked"] for check in told["checks"]}
     assert checked["everybody was answered, always the same"] == told["attempts"] > 2_600
-    assert checked["granted = parts"] == checked["nobody twice"] == checked["every acknowledged grant is in the books"]
+    assert (
+        checked["granted = parts"]
+        == checked["nobody twice"]
+        == checked["every acknowledged grant is in the books"]
+    )
     # All but those that, on a slow machine, came after the deadline of their envelope.
     assert 2_600 <= checked["granted = parts"] <= 2_720
     assert checked["granted = parts"] == 2_720 or told["outcomes"]["over"] > 0
-    assert {"chain of every shard", "audit bytes = journal", "no account below 0", "Redis = fold of the journal"} <= checked.keys()
+    assert {
+        "chain of every shard",
+        "audit bytes = journal",
+        "no account below 0",
+        "Redis = fold of the journal",
+    } <= checked.keys()
     assert told["seconds_to_books"] > 3, "two envelopes close 3 s after the crowd was let in"
 
 
 def test_a_crowd_that_takes_longer_than_the_deadline_is_too_late_and_all_adds_up(settings: Settings) -> None:
     """Who is told `over` has no part: how many parts are awaited follows from what was decided."""
-    told = rehearse(settings, "--parts", "1000", "--envelopes", "0", "--small-parts", "30000", "--deadline", "1")
+    told = rehearse(
+        settings, "--parts", "1000", "--envelopes", "0", "--small-parts", "30000", "--deadline", "1"
+    )
     assert told["outcomes"]["over"] > 0
     [granted] = [check["checked"] for check in told["checks"] if check["name"] == "granted = parts"]
     assert 1_000 <= granted < 37_000
@@ -54,8 +69,12 @@ def test_a_number_that_no_rehearsal_can_have_is_refused(words: tuple[str, ...]) 
     assert f"Invalid value for '{words[0]}'" in done.stderr
 
 
-async def test_the_deadline_counts_from_when_workers_answer(system: Settings, worker: Callable[..., Any]) -> None:
-    """The workers start after the rehearsal has begun to wait for them; its deadline is shorter than such a start."""
+async def test_the_deadline_counts_from_when_workers_answer(
+    system: Settings, worker: Callable[..., Any]
+) -> None:
+    """The workers start after the rehearsal has begun to wait for them; its deadline is shorter than such a
+    start.
+    """
     chosen = envelopes(7, 200, 2, 50, 1_000)
     redis = open_redis(system)
     gate = Gate(redis, key_space(system), sealer(system), gate_limits(system))
@@ -85,7 +104,9 @@ async def test_the_deadline_counts_from_when_workers_answer(system: Settings, wo
         await redis.aclose()
 
 
-def test_patience_ends_when_nothing_moves_and_begins_again_with_whatever_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_patience_ends_when_nothing_moves_and_begins_again_with_whatever_moves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     now = 1_000.0
     monkeypatch.setattr("grabstream.ops.rehearsal.run.time.monotonic", lambda: now)
     patience = Patience()

@@ -35,19 +35,31 @@ def test_a_key_is_never_quoted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 WITH_PASSWORDS = [
-    ("REDIS_URL", "redis://app:hunter2@127.0.0.1:1/0", True), ("REDIS_URL", "rediss://:hunter2@127.0.0.1/0", True),
-    ("REDIS_URL", "redis://127.0.0.1:1/0?password=hunter2&db=1", True), ("REDIS_URL", "redis-cluster://app:hunter2@a:1,b:2", True),
-    ("REDIS_URL", "redis-cluster://app:hunter2@redis-1", False), ("REDIS_URL", "redis://app:hunter2/x@127.0.0.1:1", False),
-    ("REDIS_URL", "redis://app:hun@hunter2@127.0.0.1:x", False), ("REDIS_URL", "app:hunter2@127.0.0.1://app:hunter2@b", False),
-    ("CACHE_URL", "redis://app:hunter2@127.0.0.1:2/0", True), ("POSTGRES", "postgresql://app:hunter2@127.0.0.1:1/x", True),
+    ("REDIS_URL", "redis://app:hunter2@127.0.0.1:1/0", True),
+    ("REDIS_URL", "rediss://:hunter2@127.0.0.1/0", True),
+    ("REDIS_URL", "redis://127.0.0.1:1/0?password=hunter2&db=1", True),
+    ("REDIS_URL", "redis-cluster://app:hunter2@a:1,b:2", True),
+    ("REDIS_URL", "redis-cluster://app:hunter2@redis-1", False),
+    ("REDIS_URL", "redis://app:hunter2/x@127.0.0.1:1", False),
+    ("REDIS_URL", "redis://app:hun@hunter2@127.0.0.1:x", False),
+    ("REDIS_URL", "app:hunter2@127.0.0.1://app:hunter2@b", False),
+    ("CACHE_URL", "redis://app:hunter2@127.0.0.1:2/0", True),
+    ("POSTGRES", "postgresql://app:hunter2@127.0.0.1:1/x", True),
     ("POSTGRES", "postgresql://127.0.0.1/x?user=app&password=hunter2", True),
-    ("POSTGRES", "host=127.0.0.1 password=hunter2 user=x", True), ("POSTGRES", "host=127.0.0.1 password = 'hunter2 \\' x' user=x", True),
-    ("POSTGRES", "host=127.0.0.1 sslpassword=hunter2", True), ("POSTGRES", "host=127.0.0.1 password=hunter2 colour=red", False),
+    ("POSTGRES", "host=127.0.0.1 password=hunter2 user=x", True), ("POSTGRES",
+    "host=127.0.0.1 password = "
+    "'hunter2 \\' x' user=x",
+                                                                               True),
+    ("POSTGRES", "host=127.0.0.1 sslpassword=hunter2", True), ("POSTGRES",
+    "host=127.0.0.1 password=hunter2 "
+    "colour=red", False),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("variable", "address", "is_good"), WITH_PASSWORDS)
-def test_a_password_is_never_shown(monkeypatch: pytest.MonkeyPatch, variable: str, address: str, is_good: bool) -> None:
+def test_a_password_is_never_shown(
+    monkeypatch: pytest.MonkeyPatch, variable: str, address: str, is_good: bool
+) -> None:
     monkeypatch.setenv(f"GRAB_{variable}", address)
     for words in (["config"], ["config", "--json"]):
         result = CliRunner().invoke(grabstream, words)

@@ -1,4 +1,6 @@
-"""Systems that share Redis, Kafka and PostgreSQL, with everything on: none notices what is done to another."""
+"""Systems that share Redis, Kafka and PostgreSQL, with everything on: none notices what is done to
+another.
+"""
 
 import asyncio
 import hashlib
@@ -46,7 +48,9 @@ class Crowd:
         terms = EnvelopeTerms(issuer="alice", funding="pay", asset="CNY", total=1_000_000, parts=20_000)
         async with open_gate(self.settings) as gate:
             opened = await gate.decide(
-                [Open(id=f"open-{offer}", offer=offer, terms=terms) for offer in OFFERS], patience_ms=90_000, timeout_ms=90_000
+                [Open(id=f"open-{offer}", offer=offer, terms=terms) for offer in OFFERS],
+                patience_ms=90_000,
+                timeout_ms=90_000,
             )
             assert {answer.outcome for answer in opened} == {"opened"}
 
@@ -56,7 +60,9 @@ class Crowd:
         async with open_gate(self.settings) as gate:
             while times > 0 and not self.over:
                 users = [f"u{len(self.given) + number}" for number in range(AT_ONCE)]
-                grabs = [Grab(id=f"g-{user}-{offer}", offer=offer, user=user) for user in users for offer in OFFERS]
+                grabs = [
+                    Grab(id=f"g-{user}-{offer}", offer=offer, user=user) for user in users for offer in OFFERS
+                ]
                 answers = await gate.decide(grabs, patience_ms=60_000, timeout_ms=60_000)
                 assert {answer.outcome for answer in answers} == {"granted"}
                 for command, answer in zip(grabs, answers, strict=True):
@@ -67,7 +73,10 @@ class Crowd:
     async def has_what_it_was_given(self) -> None:
         """The whole system is verified, and its balances are what its own gate answered, nobody else's."""
         await all_is_right(self.settings)
-        assert dict(await rows(self.settings, "SELECT user_id, available FROM balances WHERE user_id LIKE 'u%'")) == self.given
+        assert (
+            dict(await rows(self.settings, "SELECT user_id, available FROM balances WHERE user_id LIKE 'u%'"))
+            == self.given
+        )
         assert await rows(self.settings, "TABLE findings") == []
 
 
@@ -89,14 +98,21 @@ async def everything_of(settings: Settings) -> dict[str, Any]:
     async with await open_books(settings) as books:
         for schema in await schemas_of(books, settings.schema_):
             relations = await books.execute(
-                "SELECT relname, relkind::text, pg_get_viewdef(oid) FROM pg_class WHERE relnamespace = %s::regnamespace "
+                "SELECT relname, relkind::text, pg_get_viewdef(oid) FROM pg_class WHERE relnamespace = "
+                "%s::regnamespace "
                 "AND relkind IN ('r', 'S', 'v')",
                 (schema,),
             )
             for name, kind, view in await relations.fetchall():
-                rows_of = "last_value, is_called" if kind == "S" else "md5(string_agg(t::text, '' ORDER BY t::text))"
+                rows_of = (
+                    "last_value, is_called"
+                    if kind == "S"
+                    else "md5(string_agg(t::text, '' ORDER BY t::text))"
+                )
                 query = sql.SQL(f"SELECT {rows_of} FROM {{}} AS t").format(sql.Identifier(schema, name))
-                found[f"{schema}.{name}"] = view if kind == "v" else await (await books.execute(query)).fetchone()
+                found[f"{schema}.{name}"] = (
+                    view if kind == "v" else await (await books.execute(query)).fetchone()
+                )
     async with started(AIOKafkaConsumer(bootstrap_servers=settings.kafka)) as consumer:
         for name in retention_ms(Topics(settings.prefix)):
             topic = await find_topic(settings.kafka, name)
@@ -114,14 +130,19 @@ async def everything_of(settings: Settings) -> dict[str, Any]:
 
 async def verified(settings: Settings) -> bool:
     """Whether the running verifier has come to the end of every shard's trail."""
-    query = "SELECT count(*) FROM verification JOIN cursors USING (shard) WHERE projection = 'audit' AND verification.seq >= cursors.seq"
+    query = (
+        "SELECT count(*) FROM verification JOIN cursors USING (shard) WHERE projection = 'audit' AND "
+        "verification.seq >= cursors.seq"
+    )
     return bool(await rows(settings, query) == [(settings.shards,)])
 
 
 async def rebuilt(crowd: Crowd) -> None:
     """Rebuilds all read models of a system, and waits for nobody for long."""
     words = ("rebuild", "all", "--no-keep", "--patience", "30")
-    done = await asyncio.to_thread(grabstream, *words, **of(crowd.settings), shards=str(crowd.settings.shards))
+    done = await asyncio.to_thread(
+        grabstream, *words, **of(crowd.settings), shards=str(crowd.settings.shards)
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -135,7 +156,9 @@ async def reading_for_long(settings: Settings) -> AsyncIterator[None]:
             yield
 
 
-async def test_a_system_is_rebuilt_and_taken_away_beside_another(servers: Settings, worker: Callable[..., Any]) -> None:
+async def test_a_system_is_rebuilt_and_taken_away_beside_another(
+    servers: Settings, worker: Callable[..., Any]
+) -> None:
     """The other one has a little of everything, and stands still, but for somebody who reads."""
     async with systems(servers, 2) as made:
         one, other = Crowd(made[0]), made[1]
@@ -143,8 +166,13 @@ async def test_a_system_is_rebuilt_and_taken_away_beside_another(servers: Settin
         redis = open_redis(other)
         await redis.hset(key_space(other).shard(0).state, "seq", 7)
         await redis.aclose()
-        async with await open_books(other) as books, started(AIOKafkaProducer(bootstrap_servers=other.kafka)) as producer:
-            await books.execute("INSERT INTO findings (kind, shard, subject, what) VALUES ('keys', 0, 's', 'w')")
+        async with (
+            await open_books(other) as books,
+            started(AIOKafkaProducer(bootstrap_servers=other.kafka)) as producer,
+        ):
+            await books.execute(
+                "INSERT INTO findings (kind, shard, subject, what) VALUES ('keys', 0, 's', 'w')"
+            )
             await producer.send_and_wait(Topics(other.prefix).events, b"{}", partition=0)
         before = await everything_of(other)
         await one.open()
@@ -160,12 +188,16 @@ async def test_a_system_is_rebuilt_and_taken_away_beside_another(servers: Settin
 @pytest.mark.nightly
 @pytest.mark.timeout(900)
 async def test_none_notices_another(servers: Settings, worker: Callable[..., Any], tmp_path: Path) -> None:
-    """One stands still; one is backed up and restored; two are rebuilt at the same time, and one of them is taken away."""
+    """One stands still; one is backed up and restored; two are rebuilt at the same time, and one of them is
+    taken away.
+    """
     async with systems(servers, 4) as made:
         crowds = [Crowd(settings) for settings in made]
         restored, still, kept, gone = crowds
         lively = [restored, kept, gone]
-        workers = {crowd: [worker(crowd.settings, DECIDING), worker(crowd.settings, READING)] for crowd in crowds}
+        workers = {
+            crowd: [worker(crowd.settings, DECIDING), worker(crowd.settings, READING)] for crowd in crowds
+        }
         await asyncio.gather(*(crowd.open() for crowd in crowds))
         await asyncio.gather(*(crowd.run(3) for crowd in crowds))
         await still.has_what_it_was_given()

@@ -1,4 +1,6 @@
-"""The stories through the command line, in small: a week's flash sale and a promotion of five days, each with its verdict."""
+"""The stories through the command line, in small: a week's flash sale and a promotion of five days, each with
+its verdict.
+"""
 
 import csv
 import json
@@ -12,7 +14,19 @@ from tests.ops.test_cli import grabstream, of
 
 
 def story(name: str, settings: Settings, folder: Path) -> dict[str, Any]:
-    done = grabstream("rehearse", "--story", name, "--people", "150", "--seed", "7", "--result", str(folder), "--json", **of(settings))
+    done = grabstream(
+        "rehearse",
+        "--story",
+        name,
+        "--people",
+        "150",
+        "--seed",
+        "7",
+        "--result",
+        str(folder),
+        "--json",
+        **of(settings),
+    )
     assert done.stdout, done.stderr
     told: dict[str, Any] = json.loads(done.stdout)
     assert [check for check in told["checks"] if not check["passed"]] == []
@@ -24,14 +38,26 @@ def test_the_week_of_a_flash_sale(settings: Settings, tmp_path: Path) -> None:
     told = story("week", settings, tmp_path)
     checked = {check["name"] for check in told["checks"] if check["checked"]}
     assert checked >= {
-        "never over-sold", "left + held + taken = total", "nobody above a limit", "each payment confirmed or refunded, once",
-        "money confirmed = issuer's + refunds", "all holds have ended", "expiry at its deadline", "late payments as the offer says",
+        "never over-sold", "left + held + taken = total", "nobody above a limit",
+        "each payment confirmed or "
+        "refunded, once",
+        "money confirmed = issuer's + refunds", "all holds have ended", "expiry at its deadline",
+        "late payments as the offer says",
         "Redis = fold of the journal, Fri 27 Nov 10:05", "chain of every shard",
     }  # fmt: skip
     as_json, as_csv = (Path(file) for file in told["files"])
     assert json.loads(as_json.read_text())["result"] == told["result"]
     rows = list(csv.DictReader(as_csv.read_text().splitlines()))
-    assert [row["offer"].partition(":")[2] for row in rows] == ["phone", "headset", "watch", "lamp", "kettle", "bag", "book", "toy"]
+    assert [row["offer"].partition(":")[2] for row in rows] == [
+        "phone",
+        "headset",
+        "watch",
+        "lamp",
+        "kettle",
+        "bag",
+        "book",
+        "toy",
+    ]
     assert sum(int(row["revenue"]) for row in rows) > sum(int(row["refunded"]) for row in rows) > 0
     assert all(int(row["kept"]) + int(row["back"]) == int(row["total"]) for row in rows)
 
@@ -39,13 +65,20 @@ def test_the_week_of_a_flash_sale(settings: Settings, tmp_path: Path) -> None:
 def test_a_promotion_of_five_days(settings: Settings, tmp_path: Path) -> None:
     told = story("promotion", settings, tmp_path)
     checked = {check["name"] for check in told["checks"] if check["checked"]}
-    assert checked >= {"each code in one hand", "every limit was met", "an order uses a coupon once", "nothing used after it ran out"}
+    assert checked >= {
+        "each code in one hand",
+        "every limit was met",
+        "an order uses a coupon once",
+        "nothing used after it ran out",
+    }
     [row] = told["result"]
     assert row["taken"] + row["back"] == row["total"]
     assert row["redeemed"] > row["unredeemed"] > 0
 
 
-@pytest.mark.parametrize(("words", "option"), [(("--people", "999"), "--people"), (("--story", "week", "--parts", "9"), "--parts")])
+@pytest.mark.parametrize(
+    ("words", "option"), [(("--people", "999"), "--people"), (("--story", "week", "--parts", "9"), "--parts")]
+)
 def test_an_option_of_another_story_is_refused(words: tuple[str, ...], option: str) -> None:
     done = grabstream("rehearse", *words)
     assert done.returncode == 2

@@ -1,4 +1,6 @@
-"""The verdicts of the rehearsals, over what small real runs left behind: each line agrees with it, and names what is damaged."""
+"""The verdicts of the rehearsals, over what small real runs left behind: each line agrees with it, and names
+what is damaged.
+"""
 
 import copy
 import secrets
@@ -45,7 +47,7 @@ def wrong(checks: list[Check]) -> dict[str, list[str]]:
     return {check.name: check.problems for check in checks if not check.passed}
 
 
-# -- stories -------------------------------------------------------------------------------------------------------------
+# -- stories -------------------------------------------------------------------------------------------------
 
 
 async def told(kind: type[Story], servers: Settings, log: Path) -> AsyncIterator[Story]:
@@ -78,7 +80,9 @@ async def promotion(servers: Settings, tmp_path_factory: pytest.TempPathFactory)
 
 
 def again(story: Story, events: list[AnyEvent] | None = None) -> Story:
-    """The story as it was told, its facts folded anew from these events: its answers and lists may be changed, the first one's stay."""
+    """The story as it was told, its facts folded anew from these events: its answers and lists may be
+    changed, the first one's stay.
+    """
     one = copy.copy(story)
     facts = Facts(story.clock)
     # What was looked at while it was told is no matter of the events.
@@ -106,9 +110,13 @@ def _says(event: AnyEvent, name: str, value: Any) -> bool:
 
 
 def find(events: Events, tag: str, **fields: Any) -> int:
-    """The place of the first event of a type that says this; of a field True or False: whether it has something."""
+    """The place of the first event of a type that says this; of a field True or False: whether it has
+    something.
+    """
     for place, event in enumerate(events):
-        if event.__struct_config__.tag == tag and all(_says(event, name, value) for name, value in fields.items()):
+        if event.__struct_config__.tag == tag and all(
+            _says(event, name, value) for name, value in fields.items()
+        ):
             return place
     raise AssertionError(f"no {tag} with {fields}")
 
@@ -130,7 +138,9 @@ def without(tag: str, **fields: Any) -> Callable[[Events], Events]:
         place = find(events, tag, **fields)
         gone = events[place]
         rest = [
-            msgspec.structs.replace(event, offer_seq=event.offer_seq - 1) if event.offer == gone.offer else event
+            msgspec.structs.replace(event, offer_seq=event.offer_seq - 1)
+            if event.offer == gone.offer
+            else event
             for event in events[place + 1 :]
         ]
         return [*events[:place], *rest]
@@ -138,7 +148,9 @@ def without(tag: str, **fields: Any) -> Callable[[Events], Events]:
     return damage
 
 
-def twice(tag: str, change: Callable[[Any], Any] = lambda event: event, **fields: Any) -> Callable[[Events], Events]:
+def twice(
+    tag: str, change: Callable[[Any], Any] = lambda event: event, **fields: Any
+) -> Callable[[Events], Events]:
     """One event happens a second time, right behind the first, and everybody's number agrees."""
 
     def damage(events: Events) -> Events:
@@ -146,7 +158,9 @@ def twice(tag: str, change: Callable[[Any], Any] = lambda event: event, **fields
         one = events[place]
         more = change(msgspec.structs.replace(one, seq=one.seq + 10**6, offer_seq=one.offer_seq + 1))
         rest = [
-            msgspec.structs.replace(event, offer_seq=event.offer_seq + 1) if event.offer == one.offer else event
+            msgspec.structs.replace(event, offer_seq=event.offer_seq + 1)
+            if event.offer == one.offer
+            else event
             for event in events[place + 1 :]
         ]
         return [*events[: place + 1], more, *rest]
@@ -184,20 +198,27 @@ WEEK = [
     Damage("closed and retired in time", "due was", with_("offer.closed", replaced(at=more(9 * HOUR_MS)))),
     Damage("closed and retired in time", "due was", with_("offer.retired", replaced(at=more(-9 * HOUR_MS)))),
     Damage("what is due = price × units", "due for", with_("grab.held", replaced(due=more(1)))),
-    Damage("expiry at its deadline", "due was", with_("grab.released", replaced(at=more(-HOUR_MS)), reason="expired")),
+    Damage("expiry at its deadline", "due was", with_("grab.released", replaced(at=more(-HOUR_MS)),
+    reason="expired")),
     Damage("no account below 0", "has -", twice("grab.released", reason="expired")),
     Damage("nobody above a limit", "", with_("grab.held", replaced(quantity=more(20)), waited=False)),
     Damage("each payment confirmed or refunded, once", "paid: []", without("grab.confirmed")),
     Damage("each payment confirmed or refunded, once", "paid: [", twice("grab.confirmed", retaken=False)),
-    Damage("each payment confirmed or refunded, once", "nobody made", with_("grab.confirmed", replaced(payment="nobody"))),
-    Damage("each payment confirmed or refunded, once", "paid: [", with_("grab.confirmed", replaced(paid=more(1)))),
-    Damage("money confirmed = issuer's + refunds", "that the issuers have", with_("grab.confirmed", replaced(issuer="other"), paid=True)),
-    Damage("money confirmed = issuer's + refunds", "waits", with_("grab.returned", replaced(refunds=raised), refunds=True)),
-    Damage("every promise is in the journal", "told", with_("grab.held", replaced(quantity=more(1)), waited=False)),
+    Damage("each payment confirmed or refunded, once", "nobody made",
+    with_("grab.confirmed", replaced(payment="nobody"))),
+    Damage("each payment confirmed or refunded, once", "paid: [",
+    with_("grab.confirmed", replaced(paid=more(1)))),
+    Damage("money confirmed = issuer's + refunds", "that the issuers have",
+    with_("grab.confirmed", replaced(issuer="other"), paid=True)),
+    Damage("money confirmed = issuer's + refunds", "waits",
+    with_("grab.returned", replaced(refunds=raised), refunds=True)),
+    Damage("every promise is in the journal", "told",
+    with_("grab.held", replaced(quantity=more(1)), waited=False)),
     Damage("all holds have ended", "held", without("grab.released", reason="expired")),
     Damage("every offer closed and retired", "still there", without("offer.retired")),
     Damage("everything has happened", "nobody was served who waited",
-           lambda events: [msgspec.structs.replace(one, waited=False) if getattr(one, "waited", False) else one for one in events]),
+           lambda events: [msgspec.structs.replace(one, waited=False) if getattr(one, "waited",
+           False) else one for one in events]),
 ]  # fmt: skip
 
 
@@ -220,7 +241,9 @@ async def test_what_is_wrong_with_the_week_is_named(week: Story, damage: Damage)
 PROMOTION = [
     Damage("an order uses a coupon once", "used twice", twice("grab.redeemed")),
     Damage("an order uses a coupon once", "had used nothing", twice("grab.unredeemed")),
-    Damage("nothing used beyond what was taken", "used of", with_("grab.redeemed", replaced(quantity=more(9)))),
+    Damage(
+        "nothing used beyond what was taken", "used of", with_("grab.redeemed", replaced(quantity=more(9)))
+    ),
     Damage("nothing used after it ran out", "used at", with_("grab.redeemed", replaced(at=VALID_UNTIL_MS))),
     Damage("nobody above a limit", "user/", with_("grab.granted", replaced(quantity=more(9)))),
 ]
@@ -259,7 +282,9 @@ async def test_a_limit_that_nobody_met_is_named(promotion: Story) -> None:
 
 
 async def test_what_people_were_told_is_part_of_the_verdict(week: Story) -> None:
-    """An answer that changes, one that the story does not allow, one that nobody counted, an outcome that nobody had."""
+    """An answer that changes, one that the story does not allow, one that nobody counted, an outcome that
+    nobody had.
+    """
     command, answer = next(one for one in week.first.values() if one[1].outcome == "held")
     one = again(week)
     one._take(command, msgspec.structs.replace(answer, quantity=(answer.quantity or 0) + 1))
@@ -268,7 +293,9 @@ async def test_what_people_were_told_is_part_of_the_verdict(week: Story) -> None
 
     one = again(week)
     early = Grab(id="early", offer=command.offer, user="u")
-    one._take(one.expect(early, "not_open_yet"), msgspec.structs.replace(answer, id="early", seq=None, shard=None))
+    one._take(
+        one.expect(early, "not_open_yet"), msgspec.structs.replace(answer, id="early", seq=None, shard=None)
+    )
     [name] = wrong(await one.checks())
     assert name == "the story goes as it is told"
 
@@ -284,13 +311,17 @@ async def test_what_people_were_told_is_part_of_the_verdict(week: Story) -> None
     assert wrong(await one.checks()) == {"everything has happened": ["nobody was answered extended"]}
 
     one = again(week)
-    paid = next(pair for pair in week.first.values() if isinstance(pair[0], Confirm) and pair[1].outcome == "confirmed")
+    paid = next(
+        pair
+        for pair in week.first.values()
+        if isinstance(pair[0], Confirm) and pair[1].outcome == "confirmed"
+    )
     one.first["lost"] = (paid[0], msgspec.structs.replace(paid[1], seq=10**9))
     found = wrong(await one.checks())
     assert list(found) == ["every promise is in the journal"]
 
 
-# -- the crowd -----------------------------------------------------------------------------------------------------------
+# -- the crowd -----------------------------------------------------------------------------------------------
 
 
 class Crowd(NamedTuple):
@@ -354,26 +385,38 @@ async def test_two_answers_that_differ_are_named(crowd: Crowd) -> None:
     offer, grabs = next(iter(doors.granted.items()))
     grab, amount = next(iter(grabs.items()))
     doors.take("gate", Answer(grab, "granted", 0, offer, grab, amount=amount + 1))
-    assert await judged(crowd, doors) == {"everybody was answered, always the same": [f"{grab}: {amount} and then {amount + 1}"]}
+    assert await judged(crowd, doors) == {
+        "everybody was answered, always the same": [f"{grab}: {amount} and then {amount + 1}"]
+    }
 
 
 BOOKS = [
     ("offers_1", "UPDATE {t} SET state = 'open' WHERE offer = '{o}'", "granted = parts", "open with"),
     ("offers_1", "UPDATE {t} SET grabs = grabs + 1 WHERE offer = '{o}'", "granted = parts", "parts granted"),
-    ("offers_1", "UPDATE {t} SET given = given - 1 WHERE offer = '{o}'", "sum paid + given back = sum put in", "paid and"),
-    ("offers_1", "UPDATE {t} SET total = total + 1 WHERE offer = '{o}'", "sum paid + given back = sum put in", "paid and"),
-    ("grabs_1", "UPDATE {t} AS t SET user_id = (SELECT user_id FROM {t} AS o WHERE o.grab > t.grab AND o.offer = t.offer "
-     "ORDER BY offer, grab LIMIT 1) WHERE (offer, grab) = (SELECT offer, grab FROM {t} ORDER BY offer, grab LIMIT 1)",
+    ("offers_1", "UPDATE {t} SET given = given - 1 WHERE offer = '{o}'", "sum paid + given back = sum put in",
+    "paid and"),
+    ("offers_1", "UPDATE {t} SET total = total + 1 WHERE offer = '{o}'", "sum paid + given back = sum put in",
+    "paid and"),
+    ("grabs_1", "UPDATE {t} AS t SET user_id = (SELECT user_id FROM {t} AS o WHERE o.grab > t.grab AND "
+                "o.offer = t.offer "
+     "ORDER BY offer, grab LIMIT 1) WHERE (offer, grab) = (SELECT offer, grab FROM {t} ORDER BY offer, grab "
+     "LIMIT 1)",
      "nobody twice", "has 2 parts of"),
-    ("grabs_1", "UPDATE {t} SET amount = amount + 1 WHERE (offer, grab) = (SELECT offer, grab FROM {t} ORDER BY offer, grab LIMIT 1)",
+    ("grabs_1", "UPDATE {t} SET amount = amount + 1 WHERE (offer, grab) = (SELECT offer, grab FROM {t} ORDER "
+                "BY offer, grab LIMIT 1)",
      "every acknowledged grant is in the books", "was told"),
-    ("grabs_1", "DELETE FROM {t} WHERE (offer, grab) = (SELECT offer, grab FROM {t} ORDER BY offer, grab LIMIT 1)",
+    ("grabs_1", "DELETE FROM {t} WHERE (offer, grab) = (SELECT offer, grab FROM {t} ORDER BY offer, grab "
+                "LIMIT 1)",
      "every acknowledged grant is in the books", "the books have None"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("table", "change", "name", "says"), BOOKS, ids=[f"{name}: {change[:40]}" for _, change, name, _ in BOOKS])
-async def test_what_is_wrong_in_the_books_of_the_crowd_is_named(crowd: Crowd, table: str, change: str, name: str, says: str) -> None:
+@pytest.mark.parametrize(
+    ("table", "change", "name", "says"), BOOKS, ids=[f"{name}: {change[:40]}" for _, change, name, _ in BOOKS]
+)
+async def test_what_is_wrong_in_the_books_of_the_crowd_is_named(
+    crowd: Crowd, table: str, change: str, name: str, says: str
+) -> None:
     async with await open_tables(crowd.settings) as connection:
         await connection.execute(f"CREATE TABLE sound AS TABLE {table}".encode())
         try:

@@ -1,6 +1,8 @@
-"""`verify` over one small system that has everything: it agrees with it, and names whatever was changed, and nothing else.
+"""`verify` over one small system that has everything: it agrees with it, and names whatever was changed, and
+nothing else.
 
-Each line of its verdict, and each kind of state, has damage here that it must name; what no damage is tried for is not verified.
+Each line of its verdict, and each kind of state, has damage here that it must name; what no damage is tried
+for is not verified.
 """
 
 import asyncio
@@ -20,7 +22,18 @@ from grabstream.lua.gate import Gate, now_ms
 from grabstream.lua.keys import CAMPAIGN_KEYS, OFFER_KEYS, KeySpace, ShardKeys
 from grabstream.lua.records import GRAB_FIELDS
 from grabstream.lua.tickets import TicketKeys, sign
-from grabstream.models.commands import Adjust, AnyCommand, Close, Confirm, Grab, Load, Open, Redeem, Release, Return
+from grabstream.models.commands import (
+    Adjust,
+    AnyCommand,
+    Close,
+    Confirm,
+    Grab,
+    Load,
+    Open,
+    Redeem,
+    Release,
+    Return,
+)
 from grabstream.models.offers import CouponTerms, EnvelopeTerms, Limit, StockTerms
 from grabstream.models.transfers import Entry
 from grabstream.ops import verification
@@ -36,7 +49,18 @@ from grabstream.streams.journal import open_reader
 from grabstream.streams.projector import CatchUp
 from grabstream.streams.topics import Topics, create_topics, retention_ms
 from tests.conftest import Worker, make_system, until
-from tests.streams.test_projections import LINES, SHARD, Journal, at_seq, granted, journal, live_schemas, open_tables, opened, running
+from tests.streams.test_projections import (
+    LINES,
+    SHARD,
+    Journal,
+    at_seq,
+    granted,
+    journal,
+    live_schemas,
+    open_tables,
+    opened,
+    running,
+)
 
 __all__ = ["journal"]
 
@@ -66,17 +90,33 @@ class Sale:
         assert answer.outcome == wanted, answer
 
     async def play(self, until_retired: Callable[[str], Any]) -> None:
-        """Offers of every kind, with grabs in every state; one is closed, one has retired, and one of a campaign that goes on."""
+        """Offers of every kind, with grabs in every state; one is closed, one has retired, and one of a
+        campaign that goes on.
+        """
         envelope = {"funding": "pay", "asset": "CNY", **FOREVER}
         gone = {"retire_after_ms": 1, "closes_at": None}
-        await self(Open, "c:envelope", "opened", terms=EnvelopeTerms(issuer="alice", total=1_000, parts=8, **envelope))
+        await self(
+            Open,
+            "c:envelope",
+            "opened",
+            terms=EnvelopeTerms(issuer="alice", total=1_000, parts=8, **envelope),
+        )
         await self(Open, "c:stock", "opened", terms=terms(
-            StockTerms, 4, price=990, currency="CNY", hold_ms=LATER_MS, extensions=2, max_per_grab=2, waiting_list=True, limits=LIMITS,
+            StockTerms, 4, price=990, currency="CNY", hold_ms=LATER_MS, extensions=2, max_per_grab=2,
+            waiting_list=True, limits=LIMITS,
             return_restores=True,
         ))  # fmt: skip
         soon = now_ms() + 2_000
         await self(Open, "c:coupon", "opened", terms=terms(CouponTerms, 6, limits=LIMITS, opens_at=soon))
-        await self(Load, "c:coupon", "loaded", what="codes", chunk=1, chunks=1, items=tuple(f"code-{number}" for number in range(6)))
+        await self(
+            Load,
+            "c:coupon",
+            "loaded",
+            what="codes",
+            chunk=1,
+            chunks=1,
+            items=tuple(f"code-{number}" for number in range(6)),
+        )
         await self(Open, "invited", "opened", terms=terms(CouponTerms, 5, audience="list", opens_at=soon))
         await self(Load, "invited", "loaded", what="audience", chunk=1, chunks=1, items=("u1", "u2"))
         await self(Open, "ticketed", "opened", terms=terms(CouponTerms, 5, audience="ticket"))
@@ -93,14 +133,20 @@ class Sale:
             await self(Grab, "c:stock", "held", user=f"u{number}", quantity=quantity, id=f"s{number}")
         await self(Grab, "c:stock", "waiting", user="u3", wait=True, id="s3")
         await self(Grab, "c:stock", "waiting", user="u4", wait=True, quantity=2, id="s4")
-        await self(Confirm, "c:stock", "confirmed", grab="s0", payment="paid-1", paid=990, currency="CNY", quantity=1)
+        await self(
+            Confirm, "c:stock", "confirmed", grab="s0", payment="paid-1", paid=990, currency="CNY", quantity=1
+        )
         await self(Confirm, "c:stock", "invalid", grab="s1", payment="paid-2", paid=1, currency="CNY")
         await self(Release, "c:stock", "released", grab="s2")
         await self(Grab, "invited", "granted", user="u1")
-        ticket = sign("t", SECRET, user="u1", offer="ticketed", expires_at_ms=FOREVER["closes_at"], once_id="once-1")
+        ticket = sign(
+            "t", SECRET, user="u1", offer="ticketed", expires_at_ms=FOREVER["closes_at"], once_id="once-1"
+        )
         await self(Grab, "ticketed", "granted", user="u1", ticket=ticket)
         entry = Entry(debit="issuer:shop", credit="wallet:u1", asset="CNY", amount=5)
-        await self(Adjust, "c:envelope", "adjusted", transfers=(entry,), reason="goodwill", approved_by="olga")
+        await self(
+            Adjust, "c:envelope", "adjusted", transfers=(entry,), reason="goodwill", approved_by="olga"
+        )
         for offer in ("c:gone", "gone"):
             await self(Grab, offer, "granted", user="u1")
             await self(Close, offer, "closed")
@@ -146,7 +192,9 @@ def whole(servers: Settings, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     """A system that has everything. Tests damage it and put it back."""
     name = f"test{secrets.token_hex(5)}"
     secret = "t:HS256:AAECAwQFBgcICQoLDA0ODxAREhMUFRYXGBkaGxwdHh8="
-    settings = servers.model_copy(update={"prefix": name, "schema_": name, "shards": 2, "ticket_keys": SecretStr(secret)})
+    settings = servers.model_copy(
+        update={"prefix": name, "schema_": name, "shards": 2, "ticket_keys": SecretStr(secret)}
+    )
     try:
         asyncio.run(built(settings, tmp_path_factory.mktemp("worker") / "worker.log"))
         yield settings
@@ -164,7 +212,7 @@ async def test_it_agrees_with_a_sound_system(whole: Settings) -> None:
     assert {check.name for check in checks if not check.checked} == set()
 
 
-# -- the books -----------------------------------------------------------------------------------------------------------
+# -- the books -----------------------------------------------------------------------------------------------
 
 
 class Wrong(NamedTuple):
@@ -177,61 +225,126 @@ class Wrong(NamedTuple):
 
 
 LEDGER, BALANCES, AUDIT, CURSORS = (
-    "ledger = fold of the journal", "balances = fold of the journal", "audit bytes = journal", "cursors = journal",
+    "ledger = fold of the journal", "balances = fold of the journal", "audit bytes = journal",
+    "cursors = "
+    "journal",
 )  # fmt: skip
 BOOKS = [
-    Wrong("transfers_1", "UPDATE {t} SET amount = amount + 1 WHERE credit = 'wallet:u1' AND asset = 'CNY' AND amount <> 5", LEDGER,
+    Wrong("transfers_1",
+    "UPDATE {t} SET amount = amount + 1 WHERE credit = 'wallet:u1' AND asset = 'CNY' "
+    "AND amount <> 5", LEDGER,
           "leg 0): amount is"),
-    Wrong("transfers_1", "UPDATE {t} SET credit = 'wallet:thief' WHERE (shard, credit) = (0, 'wallet:u1')", LEDGER,
+    Wrong("transfers_1", "UPDATE {t} SET credit = 'wallet:thief' WHERE (shard, credit) = (0, 'wallet:u1')",
+    LEDGER,
           "credit is wallet:thief"),
-    Wrong("transfers_1", "DELETE FROM {t} WHERE (shard, credit) = (0, 'wallet:u1')", LEDGER, "the row is not there"),
-    Wrong("transfers_1", "INSERT INTO {t} VALUES (1, 9, 7, 'c:envelope', 'CNY', 'external:x', 'wallet:thief', 5, 1)", LEDGER,
+    Wrong("transfers_1", "DELETE FROM {t} WHERE (shard, credit) = (0, 'wallet:u1')", LEDGER,
+    "the row is not "
+    "there"),
+    Wrong("transfers_1",
+    "INSERT INTO {t} VALUES (1, 9, 7, 'c:envelope', 'CNY', 'external:x', "
+    "'wallet:thief', 5, 1)", LEDGER,
           "transfers (shard 1, seq 9, leg 7): the row is there, and no event makes it"),
-    Wrong("accounts_1", "UPDATE {t} SET posted = posted + 1 WHERE (account, asset) = ('issuer:shop', 'CNY')", LEDGER,
+    Wrong("accounts_1", "UPDATE {t} SET posted = posted + 1 WHERE (account, asset) = ('issuer:shop', 'CNY')",
+    LEDGER,
           "accounts (account issuer:shop, asset CNY): posted is"),
-    Wrong("accounts_1", "INSERT INTO {t} VALUES ('wallet:thief', 'CNY', 7)", LEDGER, "account wallet:thief, asset CNY): the row is there"),
-    Wrong("accounts_1", "DELETE FROM {t} WHERE (account, asset) = ('wallet:u2', 'CNY')", LEDGER, "the row is not there"),
-    Wrong("balances_1", "UPDATE {t} SET available = available + 1 WHERE (user_id, asset) = ('u2', 'CNY')", BALANCES,
+    Wrong("accounts_1", "INSERT INTO {t} VALUES ('wallet:thief', 'CNY', 7)", LEDGER,
+    "account wallet:thief, "
+    "asset CNY): the row is "
+    "there"),
+    Wrong("accounts_1", "DELETE FROM {t} WHERE (account, asset) = ('wallet:u2', 'CNY')", LEDGER,
+    "the row is "
+    "not there"),
+    Wrong("balances_1", "UPDATE {t} SET available = available + 1 WHERE (user_id, asset) = ('u2', 'CNY')",
+    BALANCES,
           "balances (user_id u2, asset CNY): available is"),
-    Wrong("balances_1", "UPDATE {t} SET held = held + 1 WHERE held > 0 AND user_id = 'u0'", BALANCES, "held is 2, the journal makes it 1"),
-    Wrong("balances_1", "DELETE FROM {t} WHERE (user_id, asset) = ('u2', 'CNY')", BALANCES, "the row is not there"),
+    Wrong("balances_1", "UPDATE {t} SET held = held + 1 WHERE held > 0 AND user_id = 'u0'", BALANCES,
+    "held is 2, the journal makes it 1"),
+    Wrong("balances_1", "DELETE FROM {t} WHERE (user_id, asset) = ('u2', 'CNY')", BALANCES,
+    "the row is not "
+    "there"),
     Wrong("balances_1", "INSERT INTO {t} VALUES ('thief', 'CNY', 5, 0)", BALANCES, "user_id thief"),
-    Wrong("grabs_1", "UPDATE {t} SET user_id = 'thief' WHERE grab = 's0'", BALANCES, "grabs (offer c:stock, grab s0): user_id is thief"),
-    Wrong("grabs_1", "UPDATE {t} SET held = held - 1 WHERE grab = 's1'", BALANCES, "grab s1): held is 0, the journal makes it 1"),
-    Wrong("grabs_1", "UPDATE {t} SET redeemed = 0 WHERE grab = 'k0'", BALANCES, "redeemed is 0, the journal makes it 1"),
-    Wrong("grabs_1", "UPDATE {t} SET back = 0, uncounted = 0 WHERE grab = 'k1'", BALANCES, "back is 0, the journal makes it 1"),
-    Wrong("grabs_1", "UPDATE {t} SET state = 'released' WHERE grab = 's4'", BALANCES, "state is released, the journal makes it waiting"),
-    Wrong("grabs_1", "UPDATE {t} SET paid = paid + 1 WHERE grab = 's0'", BALANCES, "paid is 991, the journal makes it 990"),
-    Wrong("grabs_1", "DELETE FROM {t} WHERE grab = 'k2'", BALANCES, "grabs (offer c:coupon, grab k2): the row is not there"),
+    Wrong("grabs_1", "UPDATE {t} SET user_id = 'thief' WHERE grab = 's0'", BALANCES,
+    "grabs (offer c:stock, "
+    "grab s0): user_id is "
+    "thief"),
+    Wrong("grabs_1", "UPDATE {t} SET held = held - 1 WHERE grab = 's1'", BALANCES,
+    "grab s1): held is 0, the "
+    "journal makes it 1"),
+    Wrong("grabs_1", "UPDATE {t} SET redeemed = 0 WHERE grab = 'k0'", BALANCES,
+    "redeemed is 0, the journal "
+    "makes it 1"),
+    Wrong("grabs_1", "UPDATE {t} SET back = 0, uncounted = 0 WHERE grab = 'k1'", BALANCES,
+    "back is 0, the "
+    "journal makes it "
+    "1"),
+    Wrong("grabs_1", "UPDATE {t} SET state = 'released' WHERE grab = 's4'", BALANCES,
+    "state is released, "
+    "the journal makes it "
+    "waiting"),
+    Wrong("grabs_1", "UPDATE {t} SET paid = paid + 1 WHERE grab = 's0'", BALANCES,
+    "paid is 991, the journal "
+    "makes it 990"),
+    Wrong("grabs_1", "DELETE FROM {t} WHERE grab = 'k2'", BALANCES,
+    "grabs (offer c:coupon, grab k2): the "
+    "row is not there"),
     Wrong("offers_1", "UPDATE {t} SET units_left = units_left + 1 WHERE offer = 'c:coupon'", BALANCES,
           "offers (offer c:coupon): units_left is"),
-    Wrong("offers_1", "UPDATE {t} SET given = given - 1 WHERE offer = 'gone'", BALANCES, "offers (offer gone): given is 0"),
-    Wrong("offers_1", "UPDATE {t} SET state = 'open' WHERE offer = 'closed'", BALANCES, "offers (offer closed): state is open"),
-    Wrong("offers_1", "UPDATE {t} SET terms = terms || '{{\"limits\": []}}' WHERE offer = 'c:stock'", BALANCES,
+    Wrong("offers_1", "UPDATE {t} SET given = given - 1 WHERE offer = 'gone'", BALANCES,
+    "offers (offer "
+    "gone): given is 0"),
+    Wrong("offers_1", "UPDATE {t} SET state = 'open' WHERE offer = 'closed'", BALANCES,
+    "offers (offer "
+    "closed): state is "
+    "open"),
+    Wrong("offers_1", "UPDATE {t} SET terms = terms || '{{\"limits\": []}}' WHERE offer = 'c:stock'",
+    BALANCES,
           "offers (offer c:stock): terms is"),
     Wrong("offers_1", "UPDATE {t} SET waiting = waiting + 1 WHERE offer = 'c:stock'", BALANCES, "waiting is"),
-    Wrong("offers_1", "UPDATE {t} SET opened_seq = opened_seq + 1, retired_seq = 1 WHERE offer = 'gone'", BALANCES,
+    Wrong("offers_1", "UPDATE {t} SET opened_seq = opened_seq + 1, retired_seq = 1 WHERE offer = 'gone'",
+    BALANCES,
           "retired_seq is 1, the journal makes it"),
-    Wrong("payments_1", "UPDATE {t} SET state = 'refund_due' WHERE payment = 'paid-1'", BALANCES, "the journal makes it served"),
-    Wrong("payments_1", "UPDATE {t} SET refunded = 1 WHERE payment = 'paid-2'", BALANCES, "refunded is 1, the journal makes it 0"),
+    Wrong("payments_1", "UPDATE {t} SET state = 'refund_due' WHERE payment = 'paid-1'", BALANCES,
+    "the journal makes it served"),
+    Wrong("payments_1", "UPDATE {t} SET refunded = 1 WHERE payment = 'paid-2'", BALANCES,
+    "refunded is 1, "
+    "the journal makes "
+    "it 0"),
     Wrong("payments_1", "DELETE FROM {t} WHERE payment = 'paid-1'", BALANCES, "the row is not there"),
-    Wrong("audit_1", "UPDATE {t} SET body = overlay(body placing 'X' from 30 for 1) WHERE (shard, seq) = (1, 9)", AUDIT,
+    Wrong("audit_1", "UPDATE {t} SET body = overlay(body placing 'X' from 30 for 1) WHERE (shard, seq) = (1, "
+                     "9)", AUDIT,
           "shard 1, seq 9: body of the audit trail differs from the journal"),
-    Wrong("audit_1", "UPDATE {t} SET hash = set_byte(hash, 3, get_byte(hash, 3) # 1) WHERE (shard, seq) = (1, 9)", AUDIT,
+    Wrong("audit_1", "UPDATE {t} SET hash = set_byte(hash, 3, get_byte(hash, 3) # 1) WHERE (shard, seq) = "
+                     "(1, 9)", AUDIT,
           "shard 1, seq 9: hash of the audit trail differs"),
-    Wrong("audit_1", "UPDATE {t} SET offer = 'x' WHERE (shard, seq) = (1, 9)", AUDIT, "shard 1, seq 9: offer of the audit trail differs"),
-    Wrong("audit_1", "UPDATE {t} SET type = 'x' WHERE (shard, seq) = (1, 9)", AUDIT, "shard 1, seq 9: type of the audit trail differs"),
-    Wrong("audit_1", "UPDATE {t} SET at = at + 1 WHERE (shard, seq) = (1, 9)", AUDIT, "shard 1, seq 9: at of the audit trail differs"),
-    Wrong("audit_1", "DELETE FROM {t} WHERE (shard, seq) = (1, 9)", AUDIT, "shard 1, seq 9: the audit trail lacks this event"),
+    Wrong("audit_1", "UPDATE {t} SET offer = 'x' WHERE (shard, seq) = (1, 9)", AUDIT,
+    "shard 1, seq 9: offer "
+    "of the audit trail "
+    "differs"),
+    Wrong("audit_1", "UPDATE {t} SET type = 'x' WHERE (shard, seq) = (1, 9)", AUDIT,
+    "shard 1, seq 9: type "
+    "of the audit trail "
+    "differs"),
+    Wrong("audit_1", "UPDATE {t} SET at = at + 1 WHERE (shard, seq) = (1, 9)", AUDIT,
+    "shard 1, seq 9: at of "
+    "the audit trail "
+    "differs"),
+    Wrong("audit_1", "DELETE FROM {t} WHERE (shard, seq) = (1, 9)", AUDIT,
+    "shard 1, seq 9: the audit trail "
+    "lacks this event"),
     Wrong("audit_1", "INSERT INTO {t} VALUES (1, 999, 'x', 'grab.granted', 1, '{{}}', '')", AUDIT,
           "shard 1, seq 999: the audit trail has a row that the journal has not"),
     Wrong("audit_1", "INSERT INTO {t} VALUES (1, 0, 'x', 'grab.granted', 1, '{{}}', '')", AUDIT,
           "shard 1, seq 0: the audit trail has a row"),
-    *(Wrong(f"{{{name}}}.projection_cursors", f"UPDATE {{t}} SET {change} WHERE shard = 1", CURSORS, f"{name}, shard 1{says}")
+    *(Wrong(f"{{{name}}}.projection_cursors", f"UPDATE {{t}} SET {change} WHERE shard = 1", CURSORS,
+    f"{name}, shard 1{says}")
       for name in ("ledger", "balances", "audit")
       for change, says in (("head = set_byte(head, 0, get_byte(head, 0) # 1)", ", the cursor: head is"),
-                           ("owner = 'x'", ", the cursor: owner is x"), ("term = term + 1", ", the cursor: term is"),
-                           ("seq = seq - 1", ", the cursor: seq is"), ("seq = seq + 1", ", the cursor: seq is"),
+                           ("owner = 'x'", ", the cursor: owner is x"), ("term = term + 1",
+                           ", the cursor: "
+                           "term is"),
+                           ("seq = seq - 1", ", the cursor: seq is"), ("seq = seq + 1",
+                           ", the cursor: seq "
+                           "is"),
                            ("next_offset = next_offset + 5", ": no record of the journal ends at offset"))),
 ]  # fmt: skip
 
@@ -267,7 +380,7 @@ async def test_what_is_wrong_in_the_books_is_named_and_nothing_else(whole: Setti
         only(await verify(whole, 0), one.check, one.says)
 
 
-# -- Redis ---------------------------------------------------------------------------------------------------------------
+# -- Redis ---------------------------------------------------------------------------------------------------
 
 Damage = Callable[[Any, str], Any]
 
@@ -292,7 +405,11 @@ def _key(keys: KeySpace, kind: str, of: str) -> str:
 
 OFFER_KINDS = [f"offer {name}" for name in OFFER_KEYS]
 CAMPAIGN_KINDS = [f"campaign {name}" for name in CAMPAIGN_KEYS]
-SHARD_KINDS = [name for name, value in vars(ShardKeys).items() if isinstance(value, property) and name not in ("tag", "channel")]
+SHARD_KINDS = [
+    name
+    for name, value in vars(ShardKeys).items()
+    if isinstance(value, property) and name not in ("tag", "channel")
+]
 
 
 def hset(field: str, value: Any) -> Damage:
@@ -346,20 +463,26 @@ async def counted_more(redis: Any, key: str) -> None:
 REDIS = [
     Broken("state", "c:stock", "shard, time: is", moved("time")),
     *(Broken("offer state", offer, f"offer:{offer}, {field}: is", moved(field))
-      for offer in ("c:envelope", "c:stock") for field in ("amount_left", "units_left", "places", "offer_seq", "opens_at", "closes_at")),
+      for offer in ("c:envelope", "c:stock") for field in ("amount_left", "units_left", "places", "offer_seq",
+      "opens_at", "closes_at")),
     Broken("offer state", "c:stock", "offer:c:stock, held: is", moved("held")),
     Broken("offer state", "c:stock", "offer:c:stock, queued: is", moved("queued")),
-    Broken("offer state", "c:stock", "offer:c:stock, paused: is 1 in Redis, 0 by the journal", hset("paused", 1)),
-    Broken("offer state", "closed", "offer:closed, state: is open in Redis, closed by the journal", hset("state", "open")),
+    Broken("offer state", "c:stock", "offer:c:stock, paused: is 1 in Redis, 0 by the journal",
+    hset("paused", 1)),
+    Broken("offer state", "closed", "offer:closed, state: is open in Redis, closed by the journal",
+    hset("state", "open")),
     Broken("offer state", "c:stock", "offer:c:stock, rules: is", hset("rules", b"\x80")),
     Broken("offer state", "c:coupon", "offer:c:coupon, loads is not in Redis", hdel("loads")),
     Broken("offer state", "invited", "offer:invited is not in Redis", gone),
-    Broken("offer state", "gone", "offer:gone is in Redis, and nothing the journal says makes it", hset("state", "open")),
+    Broken("offer state", "gone", "offer:gone is in Redis, and nothing the journal says makes it",
+    hset("state", "open")),
     Broken("offer users", "c:envelope", "users, u1: is", changed("u1", 4)),
     Broken("offer users", "c:envelope", "users, u1 is not in Redis", hdel("u1")),
-    Broken("offer users", "c:envelope", "users, thief is in Redis, and nothing", hset("thief", b"12345678901234")),
+    Broken("offer users", "c:envelope", "users, thief is in Redis, and nothing",
+    hset("thief", b"12345678901234")),
     Broken("offer users", "c:stock", "users, ", counted_more),
-    Broken("offer parts", "c:envelope", "differs from byte 8 on", lambda redis, key: redis.setrange(key, 8, b"x")),
+    Broken("offer parts", "c:envelope", "differs from byte 8 on", lambda redis,
+    key: redis.setrange(key, 8, b"x")),
     Broken("offer parts", "c:envelope", "parts is not in Redis", gone),
     Broken("offer grabs", "c:stock", "grabs, s1: held is 0 in Redis, 1 by the journal",
            lambda redis, key: grab_changed(redis, key, "s1", "held", 0)),
@@ -369,7 +492,8 @@ REDIS = [
            lambda redis, key: grab_changed(redis, key, "s1", "deadline", 1)),
     Broken("offer grabs", "c:coupon", "grabs, k2 is not in Redis", hdel("k2")),
     Broken("offer codes", "c:coupon", "codes: differs from place 0 on", lambda redis, key: redis.lpop(key)),
-    Broken("offer codes", "c:coupon", "codes: differs from place 1 on", lambda redis, key: redis.lset(key, 1, "x")),
+    Broken("offer codes", "c:coupon", "codes: differs from place 1 on", lambda redis,
+    key: redis.lset(key, 1, "x")),
     Broken("offer audience", "invited", "audience, thief is in Redis", added("thief")),
     Broken("offer audience", "invited", "audience, u2 is not in Redis", taken("u2")),
     Broken("offer seen", "c:coupon", "seen is not in Redis", taken("codes/1")),
@@ -426,7 +550,9 @@ async def keeping(settings: Settings, key: str) -> AsyncIterator[Any]:
 
 
 @pytest.mark.parametrize("one", REDIS, ids=lambda one: f"{one.kind} {one.of}: {one.says}")
-async def test_what_is_wrong_in_redis_is_named_and_nothing_else(whole: Settings, one: Broken, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_is_wrong_in_redis_is_named_and_nothing_else(
+    whole: Settings, one: Broken, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # Nothing moves here, so a second look is as good as the fifth.
     monkeypatch.setattr(beside, "LOOKS", (0.0, 0.05))
     key = _key(key_space(whole), one.kind, one.of)
@@ -440,7 +566,9 @@ FOLD = "Redis = fold of the journal"
 
 
 async def test_every_kind_of_key_is_compared(whole: Settings) -> None:
-    """A kind of key that is there and that no damage above is tried on is not verified, or nobody knows whether it is."""
+    """A kind of key that is there and that no damage above is tried on is not verified, or nobody knows
+    whether it is.
+    """
     redis = open_redis(whole)
     tried = {one.kind for one in REDIS}
     there = set()
@@ -468,7 +596,7 @@ async def test_nothing_is_left_beside(whole: Settings) -> None:
     assert left == []
 
 
-# -- the journal ---------------------------------------------------------------------------------------------------------
+# -- the journal ---------------------------------------------------------------------------------------------
 
 Record = tuple[bytes, list[tuple[str, bytes]]]
 
@@ -496,13 +624,34 @@ def at_block(number: int, change: Callable[[Record], list[Record]]) -> Callable[
 
 
 JOURNALS = {
-    "a byte of an event": (at_block(5, lambda one: [(byte_of(one[0]), one[1])]), "shard 1: offset {5}: the lines of seq"),
-    "a byte of the last event": (at_block(-1, lambda one: [(byte_of(one[0]), one[1])]), "shard 1: offset {-1}: the lines of seq"),
-    "a hash": (at_block(5, lambda one: [with_header(one, "head", b"0" * 64)]), "shard 1: offset {5}: the lines of seq"),
-    "no number": (at_block(5, lambda one: [with_header(one, "count", b"x")]), "shard 1: offset {5}: headers cannot be read"),
-    "a count": (at_block(5, lambda one: [with_header(one, "count", b"9")]), "shard 1: offset {5}: 1 lines where the header says 9"),
-    "a term": (at_block(5, lambda one: [with_header(one, "term", b"99")]), "shard 1: offset {5}: a block of term 99"),
-    "a shard": (at_block(5, lambda one: [with_header(one, "shard", b"0")]), "shard 1: offset {5}: a block of shard 0 in partition 1"),
+    "a byte of an event": (
+        at_block(5, lambda one: [(byte_of(one[0]), one[1])]),
+        "shard 1: offset {5}: the lines of seq",
+    ),
+    "a byte of the last event": (
+        at_block(-1, lambda one: [(byte_of(one[0]), one[1])]),
+        "shard 1: offset {-1}: the lines of seq",
+    ),
+    "a hash": (
+        at_block(5, lambda one: [with_header(one, "head", b"0" * 64)]),
+        "shard 1: offset {5}: the lines of seq",
+    ),
+    "no number": (
+        at_block(5, lambda one: [with_header(one, "count", b"x")]),
+        "shard 1: offset {5}: headers cannot be read",
+    ),
+    "a count": (
+        at_block(5, lambda one: [with_header(one, "count", b"9")]),
+        "shard 1: offset {5}: 1 lines where the header says 9",
+    ),
+    "a term": (
+        at_block(5, lambda one: [with_header(one, "term", b"99")]),
+        "shard 1: offset {5}: a block of term 99",
+    ),
+    "a shard": (
+        at_block(5, lambda one: [with_header(one, "shard", b"0")]),
+        "shard 1: offset {5}: a block of shard 0 in partition 1",
+    ),
     "a record is gone": (at_block(5, lambda one: []), "shard 1: offset {5}: begins at seq"),
     "the last is gone": (at_block(-1, lambda one: []), "shard 1: it ends at seq"),
     "all is gone": (lambda records: [], "shard 1: it ends at seq 0"),
@@ -546,9 +695,20 @@ async def test_what_is_wrong_in_the_journal_is_named_and_nothing_else(
     assert by_name[FOLD].notes == ["shard 1 is not compared: its journal is broken"]
 
 
-# -- the rest of the verdict ---------------------------------------------------------------------------------------------
+# -- the rest of the verdict ---------------------------------------------------------------------------------
 
-VIEWS = ("balances", "offers", "grabs", "payments", "waiting", "limits", "accounts", "transfers", "audit", "operations")
+VIEWS = (
+    "balances",
+    "offers",
+    "grabs",
+    "payments",
+    "waiting",
+    "limits",
+    "accounts",
+    "transfers",
+    "audit",
+    "operations",
+)
 
 
 @pytest.mark.parametrize("view", VIEWS)
@@ -557,7 +717,8 @@ async def test_a_view_that_shows_something_else_is_named(whole: Settings, view: 
     async with await open_books(whole) as connection:
         [(model, columns)] = await (
             await connection.execute(
-                "SELECT n.nspname, array_agg(quote_ident(a.attname) ORDER BY attnum) FROM pg_class AS c JOIN pg_namespace AS n "
+                "SELECT n.nspname, array_agg(quote_ident(a.attname) ORDER BY attnum) FROM pg_class AS c JOIN "
+                "pg_namespace AS n "
                 "ON n.oid = c.relnamespace JOIN pg_attribute AS a ON a.attrelid = c.oid "
                 "WHERE c.relname = %s AND n.nspname LIKE %s AND attnum > 0 GROUP BY 1",
                 (view, f"{whole.schema_}\\_%"),
@@ -565,7 +726,9 @@ async def test_a_view_that_shows_something_else_is_named(whole: Settings, view: 
         ).fetchall()
         home = whole.schema_ if which == "shown" else model
         name = f"{home}.{view}"
-        [before] = await (await connection.execute("SELECT pg_get_viewdef(%s::regclass)", (name,))).fetchone() or [""]
+        [before] = await (
+            await connection.execute("SELECT pg_get_viewdef(%s::regclass)", (name,))
+        ).fetchone() or [""]
         text = f"SELECT {', '.join(columns)} FROM ({before.strip().rstrip(';')}) AS v WHERE true IS NOT NULL"
         await connection.execute(f"CREATE OR REPLACE VIEW {name} AS {text}".encode())
         try:
@@ -583,25 +746,37 @@ async def test_a_view_that_shows_something_else_is_named(whole: Settings, view: 
         ("journaled_seq", "99999", "shard 1: Redis knows seq 99999 as journaled, the journal ends at"),
     ],
 )
-async def test_a_checkpoint_that_is_not_the_journal_s_is_named(whole: Settings, field: str, value: str, says: str) -> None:
+async def test_a_checkpoint_that_is_not_the_journal_s_is_named(
+    whole: Settings, field: str, value: str, says: str
+) -> None:
     state = key_space(whole).shard(1).state
     async with keeping(whole, state) as redis:
         await redis.hset(state, field, value)
         only(await verify(whole, 0), "what Redis knows as journaled is", says)
 
 
-async def test_a_shard_at_another_seq_than_its_journal_is_named(whole: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_shard_at_another_seq_than_its_journal_is_named(
+    whole: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
     state = key_space(whole).shard(1).state
     async with keeping(whole, state) as redis:
         seq = int(await redis.hget(state, "seq"))
         await redis.hset(state, "seq", seq + 2)
-        only(await verify(whole, 0), "read models have caught up", f"shard 1: Redis is at seq {seq + 2}, its journal ends at {seq}")
+        only(
+            await verify(whole, 0),
+            "read models have caught up",
+            f"shard 1: Redis is at seq {seq + 2}, its journal ends at {seq}",
+        )
         await redis.hset(state, "seq", seq - 2)
         only(await verify(whole, 0), FOLD, f"shard 1: it is at seq {seq - 2}, and its journal at {seq}")
         await redis.hset(state, "seq", seq)
         await redis.hset(state, "fault", "somebody said so")
         await redis.hdel(state, "life")
-        only(await verify(whole, 0), FOLD, "shard 1: its relay has yet to reconcile it with the journal (somebody said so)")
+        only(
+            await verify(whole, 0),
+            FOLD,
+            "shard 1: its relay has yet to reconcile it with the journal (somebody said so)",
+        )
         await redis.delete(state)
         only(await verify(whole, 0), FOLD, f"shard 1: Redis has nothing of it, its journal ends at seq {seq}")
 
@@ -611,12 +786,16 @@ async def test_a_read_model_that_has_stopped_is_named(whole: Settings) -> None:
         table = f"{(await live_schemas(connection))['balances']}.stopped_shards"
         await connection.execute(f"INSERT INTO {table} VALUES ('balances', 1, 5, 9, 'because')".encode())
         try:
-            only(await verify(whole, 0), "read models have caught up", "balances has stopped at shard 1, seq ")
+            only(
+                await verify(whole, 0), "read models have caught up", "balances has stopped at shard 1, seq "
+            )
         finally:
             await connection.execute(f"DELETE FROM {table}".encode())
 
 
-async def test_a_read_model_that_is_behind_is_named(system: Settings, journal: Journal, redis_client: Any) -> None:
+async def test_a_read_model_that_is_behind_is_named(
+    system: Settings, journal: Journal, redis_client: Any
+) -> None:
     """A journal made by hand: Redis says that it is further than the read models are."""
     await journal.marker(1, "a")
     await journal.block(LINES, 1, 20)
@@ -648,11 +827,14 @@ async def test_an_account_below_0_is_named(system: Settings, journal: Journal) -
     assert list(found) == [FOLD]  # it has never heard of the offer
 
 
-async def test_a_ledger_and_balances_that_come_to_different_sums_are_named(system: Settings, journal: Journal) -> None:
+async def test_a_ledger_and_balances_that_come_to_different_sums_are_named(
+    system: Settings, journal: Journal
+) -> None:
     """An event that both take in, and take differently: what comes back goes to another offer."""
     back = granted("e", 3).replace(b"grab.granted", b"grab.returned").replace(b'"place":3,"left":3,', b"")
     back = back.replace(b'"grab":"g3","user":"u3"', b'"grab":"g2","user":"u2"').replace(
-        b'"digest"', b'"to":"offer:x","issuer":"alice","restored":true,"refunds":[],"left":3,"place":2,"digest"'
+        b'"digest"',
+        b'"to":"offer:x","issuer":"alice","restored":true,"refunds":[],"left":3,"place":2,"digest"'
     )  # fmt: skip
     lines = [opened("e", 1, total=100), granted("e", 2), back]
     await journal.marker(1, "a")
@@ -677,7 +859,9 @@ async def test_two_do_not_compare_the_same_shard_at_once(whole: Settings) -> Non
     await redis.aclose()
 
 
-async def test_a_shard_is_not_made_where_there_is_no_room(whole: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_shard_is_not_made_where_there_is_no_room(
+    whole: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(verification, "ROOM_SHARE", 0.0)
     monkeypatch.setattr(verification, "ROOM_SHARE_OF_MACHINE", 0.0)
     found = wrong(await verify(whole, 0))
@@ -687,12 +871,14 @@ async def test_a_shard_is_not_made_where_there_is_no_room(whole: Settings, monke
     assert wrong(await verify(whole, 0, quick=True)) == {}
 
 
-# -- beside traffic ------------------------------------------------------------------------------------------------------
+# -- beside traffic ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.timeout(400)
 async def test_it_agrees_with_a_system_at_work(system: Settings, worker: Callable[..., Any]) -> None:
-    """Everything moves while it is read: grabs, holds that end, confirmations, releases, closings and retirements."""
+    """Everything moves while it is read: grabs, holds that end, confirmations, releases, closings and
+    retirements.
+    """
     worker(system, "decide,relay,sweep,project")
     stop = asyncio.Event()
     async with open_gate(system) as gate:
@@ -706,22 +892,52 @@ async def test_it_agrees_with_a_system_at_work(system: Settings, worker: Callabl
                 turn += 1
                 await asyncio.sleep(0.5)  # a pace that the read models keep on a busy machine
                 name, user = f"c{number}:{turn}", f"u{turn % 7}"
-                sold = terms(StockTerms, 20, hold_ms=1_000, waiting_list=True, limits=LIMITS, price=5, currency="CNY", retire_after_ms=1)
+                sold = terms(
+                    StockTerms,
+                    20,
+                    hold_ms=1_000,
+                    waiting_list=True,
+                    limits=LIMITS,
+                    price=5,
+                    currency="CNY",
+                    retire_after_ms=1,
+                )
                 parts = EnvelopeTerms(issuer="a", funding="f", asset="CNY", total=900, parts=9)
-                await send(Open(id=f"o{turn}", offer=name, terms=sold), Open(id=f"e{turn}", offer=f"e{number}-{turn}", terms=parts))
-                await send(*(Grab(id=f"g{turn}-{one}", offer=name, user=f"{user}{one}", wait=True) for one in range(24)))
-                await send(*(Grab(id=f"p{turn}-{one}", offer=f"e{number}-{turn}", user=f"{user}{one}") for one in range(7)))
+                await send(
+                    Open(id=f"o{turn}", offer=name, terms=sold),
+                    Open(id=f"e{turn}", offer=f"e{number}-{turn}", terms=parts),
+                )
+                await send(
+                    *(
+                        Grab(id=f"g{turn}-{one}", offer=name, user=f"{user}{one}", wait=True)
+                        for one in range(24)
+                    )
+                )
+                await send(
+                    *(
+                        Grab(id=f"p{turn}-{one}", offer=f"e{number}-{turn}", user=f"{user}{one}")
+                        for one in range(7)
+                    )
+                )
                 await send(*(
-                    Confirm(id=f"k{turn}-{one}", offer=name, grab=f"g{turn}-{one}", payment=f"y{turn}-{one}", paid=5, currency="CNY")
+                    Confirm(id=f"k{turn}-{one}", offer=name, grab=f"g{turn}-{one}", payment=f"y{turn}-{one}",
+                    paid=5, currency="CNY")
                     for one in range(6)
                 ))  # fmt: skip
-                await send(Release(id=f"r{turn}", offer=name, grab=f"g{turn}-9"), Close(id=f"x{turn}", offer=name))
+                await send(
+                    Release(id=f"r{turn}", offer=name, grab=f"g{turn}-9"), Close(id=f"x{turn}", offer=name)
+                )
 
         shopping = asyncio.gather(*map(shop, range(2)))
         redis = open_redis(system)
 
         async def decided() -> int:
-            return sum([int(await redis.hget(key_space(system).shard(one).state, "seq") or 0) for one in range(system.shards)])
+            return sum(
+                [
+                    int(await redis.hget(key_space(system).shard(one).state, "seq") or 0)
+                    for one in range(system.shards)
+                ]
+            )
 
         try:
             await until(lambda: _above(decided, 200), 60, "traffic")

@@ -1,5 +1,6 @@
-"""What `verify` compares beside the values themselves: whether a key will be forgotten, where the checkpoint of Redis says that the journal
-goes on, and whether another verifier is at work."""
+"""What `verify` compares beside the values themselves: whether a key will be forgotten, where the checkpoint
+of Redis says that the journal goes on, and whether another verifier is at work.
+"""
 
 import secrets
 from collections.abc import AsyncIterator
@@ -55,7 +56,9 @@ async def test_two_verifiers_do_not_stand_in_each_others_way(redis: Any, prefix:
 
     def beside(**place: Any) -> Any:
         sealer = Sealer.from_text(new_seal_key())
-        return open_beside(redis, KeySpace(prefix, 1), 0, sealer, None, None, pace=Pace(1.0), room=room, **place)  # type: ignore[arg-type]
+        return open_beside(
+            redis, KeySpace(prefix, 1), 0, sealer, None, None, pace=Pace(1.0), room=room, **place
+        )  # type: ignore[arg-type]
 
     async with beside(place=BESIDE_STEADILY), beside():
         with pytest.raises(NoRoom):

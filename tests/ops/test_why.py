@@ -1,4 +1,6 @@
-"""`why`: the story of a user and an offer, made to happen on a system at work, told in words and for programs."""
+"""`why`: the story of a user and an offer, made to happen on a system at work, told in words and for
+programs.
+"""
 
 import asyncio
 import json
@@ -16,7 +18,17 @@ from grabstream.ops.settings import Settings
 from grabstream.streams.projector import CatchUp
 from tests.conftest import until
 from tests.ops.test_cli import grabstream, of
-from tests.streams.test_projections import SHARD, Journal, at_seq, granted, journal, open_tables, opened, rows, running
+from tests.streams.test_projections import (
+    SHARD,
+    Journal,
+    at_seq,
+    granted,
+    journal,
+    open_tables,
+    opened,
+    rows,
+    running,
+)
 from tests.streams.test_set_aside import stopped_at
 
 __all__ = ["journal"]
@@ -41,14 +53,20 @@ async def kept(settings: Settings, refusals: int, events: int) -> None:
 
     async def there() -> bool:
         booked = "(SELECT sum(seq)::int FROM cursors WHERE projection = 'ledger')"
-        [found] = await rows(settings, f"SELECT (SELECT count(*) FROM refusals), (SELECT count(*) FROM audit), {booked}")
+        [found] = await rows(
+            settings, f"SELECT (SELECT count(*) FROM refusals), (SELECT count(*) FROM audit), {booked}"
+        )
         return bool(found[0] >= refusals and found[1] >= events and found[2] >= events)
 
     await until(there, 30, "the books")
 
 
 def moments(story: Any) -> list[tuple[str, bool]]:
-    return [(moment["what"], moment["refused"]) for moment in story["story"] if moment["grab"] or moment["refused"]]
+    return [
+        (moment["what"], moment["refused"])
+        for moment in story["story"]
+        if moment["grab"] or moment["refused"]
+    ]
 
 
 async def test_a_sale(system: Settings, worker: Callable[..., Any]) -> None:
@@ -59,7 +77,8 @@ async def test_a_sale(system: Settings, worker: Callable[..., Any]) -> None:
         assert (await decide(gate, Close(id="ready", offer="s"))).outcome == "no_such_offer"
         opens_at = now_ms() + 1_500
         terms = StockTerms(
-            issuer="shop", total=2, hold_ms=HOLD_MS, price=5, currency="CNY", limits=(Limit("user", "offer", 1),), opens_at=opens_at
+            issuer="shop", total=2, hold_ms=HOLD_MS, price=5, currency="CNY",
+            limits=(Limit("user", "offer", 1),), opens_at=opens_at
         )  # fmt: skip
         assert (await decide(gate, Open(id="o", offer="s", terms=terms))).outcome == "opened"
         early = await decide(gate, Grab(id="ann-0", offer="s", user="ann"))
@@ -74,7 +93,11 @@ async def test_a_sale(system: Settings, worker: Callable[..., Any]) -> None:
         assert bob.outcome == "held"
         cid = await decide(gate, Grab(id="cid-1", offer="s", user="cid"))
         assert cid.outcome == "sold_out"
-        await until(lambda: rows(system, "SELECT 1 FROM grabs WHERE grab = 'bob-1' AND state = 'expired'"), 20, "the end of the hold")
+        await until(
+            lambda: rows(system, "SELECT 1 FROM grabs WHERE grab = 'bob-1' AND state = 'expired'"),
+            20,
+            "the end of the hold",
+        )
         late = Confirm(id="bob-pays", offer="s", grab="bob-1", payment="pay-b", paid=5, currency="CNY")
         expired = await decide(gate, late)
         assert expired.outcome == "expired"
@@ -84,12 +107,20 @@ async def test_a_sale(system: Settings, worker: Callable[..., Any]) -> None:
         await kept(system, 6, 7)
 
     ann = await why(system, "ann", "s")
-    assert moments(ann) == [("not_open_yet", True), ("grab.held", False), ("grab.confirmed", False), ("limit_reached", True)]
-    [too_early, holding, _, above] = [moment for moment in ann["story"] if moment["grab"] or moment["refused"]]
+    assert moments(ann) == [
+        ("not_open_yet", True),
+        ("grab.held", False),
+        ("grab.confirmed", False),
+        ("limit_reached", True),
+    ]
+    [too_early, holding, _, above] = [
+        moment for moment in ann["story"] if moment["grab"] or moment["refused"]
+    ]
     assert (too_early["late_ms"], too_early["late_behind"]) == (early.at - opens_at, "the opening")
     assert too_early["since_opening_ms"] == too_early["late_ms"] < 0
     assert holding["limits"] == [
-        {"by": "user", "per": "offer", "scope": "offer", "value": "ann", "max": 1, "used": {"before": 0, "after": 1}}
+        {"by": "user", "per": "offer", "scope": "offer", "value": "ann", "max": 1,
+        "used": {"before": 0, "after": 1}}
     ]  # fmt: skip
     assert holding["since_opening_ms"] == held.at - opens_at
     assert above["limits"][0]["used"] == {"before": 1, "after": 1}
@@ -104,7 +135,9 @@ async def test_a_sale(system: Settings, worker: Callable[..., Any]) -> None:
     due = of_bob["story"][-2]
     assert (due["what"], due["late_behind"]) == ("payment.refund_due", "the deadline")
     assert due["late_ms"] == expired.at - bob.deadline_at > 0
-    assert [(payment["payment"], payment["state"]) for payment in of_bob["payments"]] == [("pay-b", "refund_due")]
+    assert [(payment["payment"], payment["state"]) for payment in of_bob["payments"]] == [
+        ("pay-b", "refund_due")
+    ]
     released = next(moment for moment in of_bob["story"] if moment["what"] == "grab.released")
     assert released["limits"][0]["used"] == {"before": 1, "after": 0}
 
@@ -140,7 +173,11 @@ async def test_an_envelope(system: Settings, worker: Callable[..., Any]) -> None
     of_eve = await why(system, "eve", "e")
     assert moments(of_eve) == [("grab.granted", False), ("already_taken", True)]
     granted = next(moment for moment in of_eve["story"] if moment["what"] == "grab.granted")
-    assert (granted["details"]["place"], granted["details"]["left"], granted["details"]["amount"]) == (1, 1, eve.amount)
+    assert (granted["details"]["place"], granted["details"]["left"], granted["details"]["amount"]) == (
+        1,
+        1,
+        eve.amount,
+    )
     assert of_eve["now"]["redis"]["part"] == {"place": 1, "amount": eve.amount, "seq": eve.seq}
     [of_gus] = [moment for moment in (await why(system, "gus", "e"))["story"] if moment["refused"]]
     assert (of_gus["what"], of_gus["late_ms"]) == ("sold_out", gus.at - last.at)
@@ -150,7 +187,9 @@ async def test_an_envelope(system: Settings, worker: Callable[..., Any]) -> None
 
 
 async def test_what_the_ledger_lacks(system: Settings, journal: Journal) -> None:
-    """A grant that is not booked: not yet, since the ledger has stopped in front of it, and since it was set aside."""
+    """A grant that is not booked: not yet, since the ledger has stopped in front of it, and since it was set
+    aside.
+    """
 
     async def said() -> str:
         done = await asyncio.to_thread(grabstream, "why", "u3", "e", **of(system))
@@ -175,7 +214,16 @@ async def test_what_the_ledger_lacks(system: Settings, journal: Journal) -> None
         await stopped_at(system, "ledger")
         assert "is not booked: the ledger has stopped at shard" in await said()
         done = await asyncio.to_thread(
-            grabstream, "set-aside", "ledger", str(SHARD), "--reason", "ticket 17", "--operator", "olga", "--yes", **of(system)
+            grabstream,
+            "set-aside",
+            "ledger",
+            str(SHARD),
+            "--reason",
+            "ticket 17",
+            "--operator",
+            "olga",
+            "--yes",
+            **of(system),
         )
         assert done.returncode == 0, done.stderr
         await at_seq(system, 4, "ledger")

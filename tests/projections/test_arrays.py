@@ -15,5 +15,7 @@ texts = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]
 @example(['a","b', "c"], [])
 def test_what_goes_in_comes_out(servers: Settings, some: list[str], numbers: list[int]) -> None:
     with psycopg.connect(servers.postgres) as connection:
-        found = connection.execute("SELECT %s::text[], %s::bigint[]", (text_array(some), integer_array(numbers))).fetchone()
+        found = connection.execute(
+            "SELECT %s::text[], %s::bigint[]", (text_array(some), integer_array(numbers))
+        ).fetchone()
     assert found == (some, numbers)

@@ -1,4 +1,6 @@
-"""Versions of read models: what migrations made is what a definition makes; what is shown, written, kept and dropped."""
+"""Versions of read models: what migrations made is what a definition makes; what is shown, written, kept and
+dropped.
+"""
 
 import re
 from collections.abc import AsyncIterator
@@ -14,7 +16,8 @@ from grabstream.projections.definitions import PROJECTIONS, BadDefinition, defin
 from grabstream.projections.migrate import migrate
 
 FORM = {
-    "columns": "SELECT c.relname, c.relkind, a.attnum - (SELECT count(*) FROM pg_attribute WHERE attrelid = c.oid AND attisdropped "
+    "columns": "SELECT c.relname, c.relkind, a.attnum - (SELECT count(*) FROM pg_attribute WHERE attrelid = "
+               "c.oid AND attisdropped "
     "AND attnum > 0 AND attnum < a.attnum), a.attname, format_type(a.atttypid, a.atttypmod), a.attnotnull, "
     "pg_get_expr(d.adbin, d.adrelid) FROM pg_class AS c JOIN pg_attribute AS a ON a.attrelid = c.oid "
     "LEFT JOIN pg_attrdef AS d ON (d.adrelid, d.adnum) = (c.oid, a.attnum) "
@@ -36,15 +39,25 @@ async def connection(settings: Settings) -> AsyncIterator[AsyncConnection[Any]]:
 
 async def form(connection: AsyncConnection[Any], schema: str) -> dict[str, list[Any]]:
     await connection.execute("SELECT set_config('search_path', %s, false)", (schema,))
-    found = {name: await (await connection.execute(query.encode(), (schema,))).fetchall() for name, query in FORM.items()}
+    found = {
+        name: await (await connection.execute(query.encode(), (schema,))).fetchall()
+        for name, query in FORM.items()
+    }
     # A view that was made from another one's text has parentheses that the parser takes apart differently.
     found["views"] = [(view, re.sub(r"[()\s]+", " ", text)) for view, text in found["views"]]
-    return {name: [tuple(str(value).replace(schema, "home") for value in row) for row in rows] for name, rows in found.items()}
+    return {
+        name: [tuple(str(value).replace(schema, "home") for value in row) for row in rows]
+        for name, rows in found.items()
+    }
 
 
 @pytest.mark.parametrize("projection", PROJECTIONS)
-async def test_a_new_system_has_what_the_definition_makes(connection: AsyncConnection[Any], settings: Settings, projection: str) -> None:
-    """The migrations made definition 1; where there is a later one, a system without events was given that."""
+async def test_a_new_system_has_what_the_definition_makes(
+    connection: AsyncConnection[Any], settings: Settings, projection: str
+) -> None:
+    """The migrations made definition 1; where there is a later one, a system without events was given
+    that.
+    """
     live = await versions.in_state(connection, settings.schema_, projection, "live")
     assert live is not None
     assert live.definition == definition_of(projection).number
@@ -53,25 +66,42 @@ async def test_a_new_system_has_what_the_definition_makes(connection: AsyncConne
         await versions.complete(connection, projection)
     migrated, defined = await form(connection, live.schema), await form(connection, made.schema)
     assert len(defined["columns"]) > 10
-    assert {row[0] for row in defined["columns"]} >= {*definition_of(projection).tables, "projection_cursors", "stopped_shards"}
+    assert {row[0] for row in defined["columns"]} >= {
+        *definition_of(projection).tables,
+        "projection_cursors",
+        "stopped_shards",
+    }
     for name in FORM:
         assert migrated[name] == defined[name], name
 
 
-async def test_a_system_of_the_release_before_keeps_its_rows_and_what_stands_on_its_views(settings: Settings) -> None:
-    """Rows, cursors, stops and grants are there after the migration, and somebody's view reads what is live from then on."""
+async def test_a_system_of_the_release_before_keeps_its_rows_and_what_stands_on_its_views(
+    settings: Settings,
+) -> None:
+    """Rows, cursors, stops and grants are there after the migration, and somebody's view reads what is live
+    from then on.
+    """
     main, folder = settings.schema_, files("grabstream.projections.migrations")
     async with await AsyncConnection.connect(settings.postgres, autocommit=True) as connection:
         await connection.execute(f"CREATE SCHEMA {main}; SET search_path TO {main}".encode())
-        await connection.execute(b"CREATE TABLE migrations (name text PRIMARY KEY, at timestamptz DEFAULT now())")
+        await connection.execute(
+            b"CREATE TABLE migrations (name text PRIMARY KEY, at timestamptz DEFAULT now())"
+        )
         for name in ("0001_books.sql", "0002_pieces.sql"):
             await connection.execute((folder / name).read_text().encode())
             await connection.execute("INSERT INTO migrations (name) VALUES (%s)", (name,))
         await connection.execute("INSERT INTO accounts_1 VALUES ('wallet:u', 'CNY', 5)")
-        await connection.execute("INSERT INTO transfers_1 VALUES (3, 17, 0, 'e', 'CNY', 'external:p', 'wallet:u', 5, 1)")
+        await connection.execute(
+            "INSERT INTO transfers_1 VALUES (3, 17, 0, 'e', 'CNY', 'external:p', 'wallet:u', 5, 1)"
+        )
         columns = "(projection, shard, seq, next_offset)"
-        await connection.execute(f"INSERT INTO projection_cursors {columns} VALUES ('ledger', 3, 17, 4), ('audit', 3, 19, 4)".encode())
-        await connection.execute("INSERT INTO stopped_shards VALUES ('ledger', 3, 17, 4, 'why'), ('events', 2, 1, 1, 'because')")
+        await connection.execute(
+            f"INSERT INTO projection_cursors {columns} VALUES ('ledger', 3, 17, 4), ('audit', 3, 19, "
+            "4)".encode()
+        )
+        await connection.execute(
+            "INSERT INTO stopped_shards VALUES ('ledger', 3, 17, 4, 'why'), ('events', 2, 1, 1, 'because')"
+        )
         await connection.execute(b"CREATE VIEW rich AS SELECT credit, amount FROM transfers WHERE amount > 1")
         await connection.execute(b"CREATE VIEW has AS SELECT * FROM accounts")
         await connection.execute(b"GRANT SELECT ON accounts TO PUBLIC")
@@ -79,7 +109,8 @@ async def test_a_system_of_the_release_before_keeps_its_rows_and_what_stands_on_
             await migrate(connection, main, settings.shards)
             cursors = "SELECT projection, seq FROM cursors WHERE shard = 3 ORDER BY 1"
             assert await fetch(connection, cursors) == [("audit", 19), ("balances", 0), ("ledger", 17)]
-            assert await fetch(connection, "SELECT projection, shard, reason FROM stopped_shards ORDER BY 1") == [
+            assert await fetch(connection,
+                "SELECT projection, shard, reason FROM stopped_shards ORDER BY 1") == [
                 ("events", 2, "because"), ("ledger", 3, "why"),
             ]  # fmt: skip
             assert await fetch(connection, "SELECT * FROM rich") == [("wallet:u", 5)]
@@ -88,8 +119,11 @@ async def test_a_system_of_the_release_before_keeps_its_rows_and_what_stands_on_
                 made = await versions.create(connection, main, "ledger", settings.shards)
                 await versions.complete(connection, "ledger")
                 await connection.execute("INSERT INTO accounts_1 VALUES ('wallet:v', 'CNY', 6)")
-                await connection.execute("INSERT INTO transfers_1 VALUES (3, 17, 0, 'e', 'CNY', 'external:p', 'wallet:v', 6, 1)")
-            # What an account has is another type in definition 2, so who stands on that view is named, and nothing is changed.
+                await connection.execute(
+                    "INSERT INTO transfers_1 VALUES (3, 17, 0, 'e', 'CNY', 'external:p', 'wallet:v', 6, 1)"
+                )
+            # What an account has is another type in definition 2, so who stands on that view is named, and
+            # nothing is changed.
             with pytest.raises(versions.ViewsInUse, match="view has depends on view"):
                 async with connection.transaction():
                     await versions.show(connection, main, made)
@@ -101,7 +135,9 @@ async def test_a_system_of_the_release_before_keeps_its_rows_and_what_stands_on_
             await connection.execute("SELECT set_config('search_path', %s, false)", (main,))
             assert await fetch(connection, "SELECT * FROM rich") == [("wallet:v", 6)]
             assert await fetch(connection, "SELECT * FROM accounts") == [("wallet:v", "CNY", 6)]
-            assert await fetch(connection, "SELECT has_table_privilege('public', 'accounts', 'SELECT')") == [(True,)]
+            assert await fetch(connection, "SELECT has_table_privilege('public', 'accounts', 'SELECT')") == [
+                (True,)
+            ]
         finally:
             await versions.drop_all(connection, main)
 
@@ -114,9 +150,19 @@ async def test_a_view_with_other_columns_is_made_anew_with_its_grants_unless_oth
     connection: AsyncConnection[Any], settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     main = settings.schema_
-    changed = definition_of("ledger").parts["views"].replace("account, asset, posted FROM", "asset, account, posted FROM")
-    other = definition_of("ledger")._replace(number=3, parts={**definition_of("ledger").parts, "views": changed})
-    monkeypatch.setattr(versions, "definition_of", lambda projection: other if projection == "ledger" else definition_of(projection))
+    changed = (
+        definition_of("ledger")
+        .parts["views"]
+        .replace("account, asset, posted FROM", "asset, account, posted FROM")
+    )
+    other = definition_of("ledger")._replace(
+        number=3, parts={**definition_of("ledger").parts, "views": changed}
+    )
+    monkeypatch.setattr(
+        versions,
+        "definition_of",
+        lambda projection: other if projection == "ledger" else definition_of(projection),
+    )
     async with connection.transaction():
         made = await versions.create(connection, main, "ledger", settings.shards)
         await versions.complete(connection, "ledger")
@@ -131,7 +177,10 @@ async def test_a_view_with_other_columns_is_made_anew_with_its_grants_unless_oth
     async with connection.transaction():
         await versions.show(connection, main, made)
     await connection.execute("SELECT set_config('search_path', %s, false)", (main,))
-    columns = "SELECT array_agg(attname::text ORDER BY attnum) FROM pg_attribute WHERE attrelid = 'accounts'::regclass AND attnum > 0"
+    columns = (
+        "SELECT array_agg(attname::text ORDER BY attnum) FROM pg_attribute WHERE attrelid = "
+        "'accounts'::regclass AND attnum > 0"
+    )
     assert await fetch(connection, columns) == [(["asset", "account", "posted"],)]
     assert await fetch(connection, "SELECT has_table_privilege('public', 'accounts', 'SELECT')") == [(True,)]
     # Of the two, workers with the one definition write the one, and workers with the other the other.
@@ -143,17 +192,29 @@ async def test_a_view_with_other_columns_is_made_anew_with_its_grants_unless_oth
         await versions.use_read_model(connection, main, "ledger")
 
 
-async def test_a_schema_made_anew_has_what_the_code_defines(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without events there is nothing to rebuild: `init` itself brings the new definition; with events it leaves them alone."""
+async def test_a_schema_made_anew_has_what_the_code_defines(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without events there is nothing to rebuild: `init` itself brings the new definition; with events it
+    leaves them alone.
+    """
     later = definition_of("audit")._replace(number=7)
-    monkeypatch.setattr(versions, "definition_of", lambda projection: later if projection == "audit" else definition_of(projection))
+    monkeypatch.setattr(
+        versions,
+        "definition_of",
+        lambda projection: later if projection == "audit" else definition_of(projection),
+    )
     async with await AsyncConnection.connect(settings.postgres, autocommit=True) as connection:
         await migrate(connection, settings.schema_, settings.shards)
         try:
             found = await versions.versions(connection, settings.schema_, "audit")
             assert [(one.definition, one.state) for one in found] == [(7, "live")]
-            assert await fetch(connection, "SELECT count(*) FROM cursors WHERE projection = 'audit'") == [(settings.shards,)]
-            await connection.execute(f"UPDATE {found[0].schema}.projection_cursors SET next_offset = 1".encode())
+            assert await fetch(connection, "SELECT count(*) FROM cursors WHERE projection = 'audit'") == [
+                (settings.shards,)
+            ]
+            await connection.execute(
+                f"UPDATE {found[0].schema}.projection_cursors SET next_offset = 1".encode()
+            )
             later = later._replace(number=8)
             await migrate(connection, settings.schema_, settings.shards)
             assert await versions.versions(connection, settings.schema_, "audit") == found
@@ -161,19 +222,26 @@ async def test_a_schema_made_anew_has_what_the_code_defines(settings: Settings, 
             await versions.drop_all(connection, settings.schema_)
 
 
-async def test_init_leaves_a_view_that_others_stand_on_and_says_so(settings: Settings, caplog: pytest.LogCaptureFixture) -> None:
-    """Without events, too: it ends as it does otherwise, and the next one renews the version when they are gone."""
+async def test_init_leaves_a_view_that_others_stand_on_and_says_so(
+    settings: Settings, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without events, too: it ends as it does otherwise, and the next one renews the version when they are
+    gone.
+    """
     main, folder = settings.schema_, files("grabstream.projections.migrations")
     async with await AsyncConnection.connect(settings.postgres, autocommit=True) as connection:
         await connection.execute(f"CREATE SCHEMA {main}; SET search_path TO {main}".encode())
-        await connection.execute(b"CREATE TABLE migrations (name text PRIMARY KEY, at timestamptz DEFAULT now())")
+        await connection.execute(
+            b"CREATE TABLE migrations (name text PRIMARY KEY, at timestamptz DEFAULT now())"
+        )
         await connection.execute((folder / "0001_books.sql").read_text().encode())
         await connection.execute("INSERT INTO migrations (name) VALUES ('0001_books.sql')")
         await connection.execute(b"CREATE VIEW has AS SELECT * FROM accounts")
         try:
             for number in (1, 2):
                 await migrate(connection, main, settings.shards)
-                assert {one.projection: one.definition for one in await versions.versions(connection, main) if one.state == "live"} == {
+                assert {one.projection: one.definition for one in await versions.versions(connection,
+                    main) if one.state == "live"} == {
                     "audit": 1, "balances": 2, "events": 1, "ledger": number,
                 }  # fmt: skip
                 assert ("view has depends on view" in caplog.text) is (number == 1)
@@ -184,41 +252,69 @@ async def test_init_leaves_a_view_that_others_stand_on_and_says_so(settings: Set
 
 
 def test_a_definition_says_what_it_means_to_change() -> None:
-    text = "--- definition 3\n--- changes 2: a.x a.y\n--- changes 3: b.*\n--- part tables\nCREATE TABLE a (x int);\n"
+    text = (
+        "--- definition 3\n--- changes 2: a.x a.y\n--- changes 3: b.*\n--- part tables\nCREATE TABLE a (x "
+        "int);\n"
+    )
     definition = parse("p", text)
     assert (definition.number, definition.tables) == (3, ["a"])
     assert definition.declared_since(1) == {"a.x", "a.y", "b.*"}
     assert definition.declared_since(2) == {"b.*"}
-    for wrong, reason in ((text[18:], "no line"), (text + "--- part tabels\n", "tabels"), (text.replace("3: b", "4: b"), "above 3")):
+    for wrong, reason in (
+        (text[18:], "no line"),
+        (text + "--- part tabels\n", "tabels"),
+        (text.replace("3: b", "4: b"), "above 3"),
+    ):
         with pytest.raises(BadDefinition, match=reason):
             parse("p", wrong)
 
 
-async def test_a_name_that_is_taken_is_no_version_s(connection: AsyncConnection[Any], settings: Settings) -> None:
+async def test_a_name_that_is_taken_is_no_version_s(
+    connection: AsyncConnection[Any], settings: Settings
+) -> None:
     """Somebody's schema, or what an operator set aside in a version that is gone."""
     schema = settings.schema_
-    await connection.execute(f"CREATE SCHEMA {schema}_ledger_4; CREATE SCHEMA {schema}_ledger_9x; CREATE SCHEMA {schema}_ledger".encode())
+    await connection.execute(
+        f"CREATE SCHEMA {schema}_ledger_4; CREATE SCHEMA {schema}_ledger_9x; CREATE SCHEMA {schema}_"
+        "ledger".encode()
+    )
     try:
         async with connection.transaction():
             assert (await versions.create(connection, schema, "ledger", settings.shards)).version == 5
         async with connection.transaction():
             assert (await versions.create(connection, schema, "audit", settings.shards)).version == 2
     finally:
-        await connection.execute(f"DROP SCHEMA {schema}_ledger_4; DROP SCHEMA {schema}_ledger_9x; DROP SCHEMA {schema}_ledger".encode())
+        await connection.execute(
+            f"DROP SCHEMA {schema}_ledger_4; DROP SCHEMA {schema}_ledger_9x; DROP SCHEMA {schema}_"
+            "ledger".encode()
+        )
 
 
 @pytest.mark.parametrize(
     ("name", "expected"),
-    [("g_ledger_4", True), ("g_events_1", True), ("g_ledger", False), ("g_ledger_4b", False), ("h_ledger_4", False), ("g_mine_4", False)],
+    [
+        ("g_ledger_4", True),
+        ("g_events_1", True),
+        ("g_ledger", False),
+        ("g_ledger_4b", False),
+        ("h_ledger_4", False),
+        ("g_mine_4", False),
+    ],
 )
 def test_names_that_others_may_not_take(name: str, expected: bool) -> None:
     assert versions.may_be_version("g", name) is expected
 
 
-async def test_tables_of_an_older_release_ask_for_init(connection: AsyncConnection[Any], settings: Settings) -> None:
-    """A worker of this release that is started before `grabstream init` waits for it, instead of ending with an unknown error."""
+async def test_tables_of_an_older_release_ask_for_init(
+    connection: AsyncConnection[Any], settings: Settings
+) -> None:
+    """A worker of this release that is started before `grabstream init` waits for it, instead of ending with
+    an unknown error.
+    """
     table = f"{settings.schema_}.read_models"
     await connection.execute(f"ALTER TABLE {table} DROP COLUMN keeps_set_aside".encode())
     with pytest.raises(versions.NoReadModel, match="or those of an older release: run `grabstream init`"):
         await versions.use_read_model(connection, settings.schema_, "ledger")
-    await connection.execute(f"ALTER TABLE {table} ADD COLUMN keeps_set_aside boolean NOT NULL DEFAULT false".encode())
+    await connection.execute(
+        f"ALTER TABLE {table} ADD COLUMN keeps_set_aside boolean NOT NULL DEFAULT false".encode()
+    )

@@ -1,4 +1,5 @@
-"""The command line of a release whose balances are of definition 3: titles of offers are shouted. `python -m tests.streams.changed …`.
+"""The command line of a release whose balances are of definition 3: titles of offers are shouted. `python -m
+tests.streams.changed …`.
 
 In the same database as this release, its workers write a version of their own.
 """

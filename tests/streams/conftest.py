@@ -14,7 +14,9 @@ from tests.streams.told import System, drop, schemas, told_system
 
 @pytest.fixture(scope="session")
 def shared(servers: Settings) -> Iterator[System]:
-    """Both shards are carried to one moment, looked at, and then to their ends. Tests read it, and leave it as it is."""
+    """Both shards are carried to one moment, looked at, and then to their ends. Tests read it, and leave it
+    as it is.
+    """
     name = f"test{secrets.token_hex(5)}"
     settings = servers.model_copy(update={"prefix": name, "schema_": name})
     asyncio.run(make_system(settings))
@@ -27,5 +29,10 @@ async def told(shared: System) -> AsyncIterator[System]:
     """The system; the schemas that a test made are taken away."""
     yield shared
     await drop(
-        shared.settings, *(name for name in await schemas(shared.settings, shared.settings.schema_) if name != shared.settings.schema_)
+        shared.settings,
+        *(
+            name
+            for name in await schemas(shared.settings, shared.settings.schema_)
+            if name != shared.settings.schema_
+        ),
     )

@@ -1,4 +1,6 @@
-"""State equality on a running system: what Redis has of every shard is what a fold of its journal gives, key by key."""
+"""State equality on a running system: what Redis has of every shard is what a fold of its journal gives, key
+by key.
+"""
 
 import secrets
 from contextlib import aclosing
@@ -29,12 +31,18 @@ async def journal_lines(settings: Settings, shard: int) -> list[bytes]:
 
 
 async def assert_state_is_the_journal_s(settings: Settings) -> None:
-    """Waits until everything is journaled, then compares every shard; the system must be at rest but for its sweeper."""
+    """Waits until everything is journaled, then compares every shard; the system must be at rest but for its
+    sweeper.
+    """
     redis = open_redis(settings)
     scratch = KeySpace(f"{settings.prefix}-fold-{secrets.token_hex(3)}", settings.shards)
     try:
         for number in range(settings.shards):
-            await until(lambda number=number: _is_equal(settings, redis, scratch, number), 30, f"shard {number} as the journal has it")
+            await until(
+                lambda number=number: _is_equal(settings, redis, scratch, number),
+                30,
+                f"shard {number} as the journal has it",
+            )
     finally:
         names = [key async for key in redis.scan_iter(match=f"{scratch.prefix}:*", count=1_000)]
         if names:
@@ -52,7 +60,9 @@ async def _is_equal(settings: Settings, redis: Any, scratch: KeySpace, number: i
     if await redis.hmget(keys.state, ["seq", "journaled_seq", "life"]) != before:
         return False
     lines = await journal_lines(settings, number)
-    assert len(lines) == int(before[0] or 0), f"shard {number}: the journal has {len(lines)} events, Redis {before[0]!r}"
+    assert len(lines) == int(before[0] or 0), (
+        f"shard {number}: the journal has {len(lines)} events, Redis {before[0]!r}"
+    )
     again = KeySpace(f"{scratch.prefix}-{secrets.token_hex(3)}", settings.shards).shard(number)
     await fold(redis, again, lines, sealer(settings), settings.shards)
     found = differences(live, await contents(redis, again))

@@ -1,4 +1,6 @@
-"""Faust's agents deliver: nothing else reads the journal here, no watchdog begins anew, and no catching up is asked for a second time."""
+"""Faust's agents deliver: nothing else reads the journal here, no watchdog begins anew, and no catching up is
+asked for a second time.
+"""
 
 import asyncio
 
@@ -12,7 +14,9 @@ __all__ = ["journal"]
 async def test_a_fact_arrives_by_the_agents(system: Settings, journal: Journal) -> None:
     """What comes after the partitions were assigned and caught up comes by the agents, or not at all."""
     names = ("ledger", "balances", "audit")
-    projectors = agents.make_projectors(system.kafka, system.prefix, system.shards, system.postgres, system.schema_, names)
+    projectors = agents.make_projectors(
+        system.kafka, system.prefix, system.shards, system.postgres, system.schema_, names
+    )
     app = agents.build_app(system.kafka, system.prefix, system.shards, projectors)
     app.finalize()
     await journal.marker(1, "a")
@@ -24,7 +28,9 @@ async def test_a_fact_arrives_by_the_agents(system: Settings, journal: Journal) 
         for last in (11, 20, 30):
             await journal.block(LINES, {11: 11, 20: 12, 30: 21}[last], last)
             await at_seq(system, last)
-        assert app.assigned_at == assigned_at, "partitions were assigned again, so that this has proved nothing"
+        assert app.assigned_at == assigned_at, (
+            "partitions were assigned again, so that this has proved nothing"
+        )
     finally:
         await agents._stop(app)
         running.cancel()

@@ -1,4 +1,6 @@
-"""A basket stands or falls as a whole, also where its record is shared out between shards, or where one of its grabs is not understood."""
+"""A basket stands or falls as a whole, also where its record is shared out between shards, or where one of
+its grabs is not understood.
+"""
 
 import json
 from types import SimpleNamespace
@@ -12,7 +14,9 @@ from grabstream.streams.understanding import Pace, Understood, understand
 
 
 async def _understood(*commands: Any) -> Understood:
-    record = SimpleNamespace(topic="commands", partition=0, offset=7, key=None, value=json.dumps(commands).encode())
+    record = SimpleNamespace(
+        topic="commands", partition=0, offset=7, key=None, value=json.dumps(commands).encode()
+    )
     return await understand(record, Pace())
 
 
@@ -45,8 +49,13 @@ async def test_a_basket_with_a_bad_grab_is_refused_as_a_whole(second: dict[str, 
 
 
 async def test_an_escaped_name_of_the_basket_is_read() -> None:
-    raw = b'[{"type":"grab","id":"g-1","offer":"a","user":"ann","basket":"B"},{"type":"grab","id":"g-2","offer":"a","b\\u0061sket":"B"}]'
-    understood = await understand(SimpleNamespace(topic="c", partition=0, offset=1, key=None, value=raw), Pace())
+    raw = (
+        b'[{"type":"grab","id":"g-1","offer":"a","user":"ann","basket":"B"},{"type":"grab","id":"g-2",'
+        b'"offer":"a","b\\u0061sket":"B"}]'
+    )
+    understood = await understand(
+        SimpleNamespace(topic="c", partition=0, offset=1, key=None, value=raw), Pace()
+    )
     assert understood.commands == []
 
 
@@ -76,7 +85,9 @@ async def test_baskets_that_are_whole_go_on() -> None:
 
 
 async def test_much_that_is_bad_still_refuses_its_baskets() -> None:
-    understood = await _understood(_grab("g", "sale:a"), *[_grab(f"b-{n}", "sale:a", user=n) for n in range(REJECTED_OF_ARRAY_MAX + 1)])
+    understood = await _understood(
+        _grab("g", "sale:a"), *[_grab(f"b-{n}", "sale:a", user=n) for n in range(REJECTED_OF_ARRAY_MAX + 1)]
+    )
     assert understood.commands == []
     assert len(understood.rejected) == 1
     assert len(understood.refused) == REJECTED_OF_ARRAY_MAX + 2

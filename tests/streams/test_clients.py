@@ -15,7 +15,9 @@ from tests.conftest import until
 
 
 async def _raises_a_cancellation_of_its_own() -> None:
-    """As aiokafka does after a process was stopped for longer than its session: it awaits a task that it has just cancelled."""
+    """As aiokafka does after a process was stopped for longer than its session: it awaits a task that it has
+    just cancelled.
+    """
     inside = asyncio.create_task(asyncio.sleep(60))
     await asyncio.sleep(0)
     inside.cancel()
@@ -31,7 +33,9 @@ async def _hangs() -> None:
 
 
 @pytest.mark.parametrize("client", [_raises_a_cancellation_of_its_own, _fails, _hangs])
-async def test_what_goes_wrong_there_is_no_error_of_ours(client: object, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_goes_wrong_there_is_no_error_of_ours(
+    client: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(clients, "CLOSE_SECONDS_MAX", 0.1)
     began = time.monotonic()
     await clients.close(client())  # type: ignore[operator]
@@ -65,10 +69,19 @@ async def test_a_client_that_is_cancelled_while_it_starts_is_closed() -> None:
     silent.close()
 
 
-async def test_a_server_that_is_away_is_said_once(settings: Settings, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_server_that_is_away_is_said_once(
+    settings: Settings, caplog: pytest.LogCaptureFixture
+) -> None:
     """A relay tries on, in pauses that grow, and its log has one line until something changes."""
     nowhere = settings.model_copy(update={"redis_url": "redis://127.0.0.1:1/0"})
-    relay = ShardRelay(open_redis(nowhere), key_space(nowhere).shard(3), nowhere.shards, "127.0.0.1:1", "journal", sealer(nowhere))
+    relay = ShardRelay(
+        open_redis(nowhere),
+        key_space(nowhere).shard(3),
+        nowhere.shards,
+        "127.0.0.1:1",
+        "journal",
+        sealer(nowhere),
+    )
     relaying = asyncio.create_task(relay.run())
     await until(lambda: relay._pause_seconds == RETRY_SECONDS_MAX, 30, "a longer pause")
     relaying.cancel()
@@ -85,5 +98,7 @@ def test_what_goes_wrong_again_and_again_is_said_when_it_changes(caplog: pytest.
     trouble.over()
     trouble.say("full")
     assert caplog.messages == [
-        "shard 3: away; trying again", "shard 3: full; trying again", "shard 3: goes on", "shard 3: full; trying again"
+        "shard 3: away; trying again", "shard 3: full; trying again", "shard 3: goes on",
+        "shard 3: full; "
+        "trying again"
     ]  # fmt: skip

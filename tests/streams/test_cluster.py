@@ -1,4 +1,6 @@
-"""More than one machine: a Redis Cluster of three masters with replicas, three brokers, and workers that join and leave under traffic."""
+"""More than one machine: a Redis Cluster of three masters with replicas, three brokers, and workers that join
+and leave under traffic.
+"""
 
 import asyncio
 import contextlib
@@ -56,7 +58,13 @@ async def client_of(settings: Settings) -> Any:
 def test_an_address_of_a_cluster() -> None:
     address = cluster_address("rediss-cluster://me:p%40ss@a:1,b.example:2/")
     assert address == ([("a", 1), ("b.example", 2)], "me", "p@ss", True)
-    for wrong in ("redis-cluster://", "redis-cluster://a", "redis-cluster://a:1/3", "redis-cluster://a:x", "redis-cluster://a:1,,b:2"):
+    for wrong in (
+        "redis-cluster://",
+        "redis-cluster://a",
+        "redis-cluster://a:1/3",
+        "redis-cluster://a:x",
+        "redis-cluster://a:1,,b:2",
+    ):
         with pytest.raises(ValueError, match="redis-cluster://host:port,host:port"):
             cluster_address(wrong)
 
@@ -96,26 +104,32 @@ async def test_topics_have_three_copies_and_two_that_must_have_a_record(clustere
         await client.close()
 
 
-async def test_a_server_of_the_cluster_that_may_evict_is_refused(clustered: Settings, cluster: ClusterServices) -> None:
+async def test_a_server_of_the_cluster_that_may_evict_is_refused(
+    clustered: Settings, cluster: ClusterServices
+) -> None:
     async with client_of(clustered) as client:
         await require_core(client)
         with redis.Redis(port=cluster.redis[2].port) as one:
             one.config_set("maxmemory-policy", "allkeys-lru")
             try:
-                with pytest.raises(BadSettings, match=rf"127\.0\.0\.1:{cluster.redis[2].port} is allkeys-lru"):
+                with pytest.raises(
+                    BadSettings, match=rf"127\.0\.0\.1:{cluster.redis[2].port} is allkeys-lru"
+                ):
                     await require_core(client)
             finally:
                 one.config_set("maxmemory-policy", "noeviction")
 
 
 async def test_first_calls_at_once_find_their_servers(clustered: Settings) -> None:
-    """redis-py itself sends what comes while it asks who has which slots to servers by chance, and then closes everybody's connections."""
+    """redis-py itself sends what comes while it asks who has which slots to servers by chance, and then
+    closes everybody's connections.
+    """
     for _ in range(5):
         async with client_of(clustered) as client:
             shards = [key_space(clustered).shard(number % clustered.shards).state for number in range(40)]
-            assert await asyncio.gather(*(client.execute_command("EVAL", "return KEYS[1]", 1, key) for key in shards)) == [
-                key.encode() for key in shards
-            ]
+            assert await asyncio.gather(
+                *(client.execute_command("EVAL", "return KEYS[1]", 1, key) for key in shards)
+            ) == [key.encode() for key in shards]
             with contextlib.ExitStack() as stack:
                 ones = [stack.enter_context(redis.Redis(port=int(node.port))) for node in client.masters()]
                 assert not any(one.info("errorstats").get("errorstat_MOVED") for one in ones)
@@ -143,7 +157,10 @@ async def test_journaled_is_announced_on_a_cluster(clustered: Settings, worker: 
         gate.journaled.look = looked  # type: ignore[method-assign]
         shards = {key_space(clustered).shard_of_offer(offer) for offer in offers}
         async with client_of(clustered) as client:
-            servers = {next(iter(await information(client, "server", key_space(clustered).shard(shard).state))) for shard in shards}
+            servers = {
+                next(iter(await information(client, "server", key_space(clustered).shard(shard).state)))
+                for shard in shards
+            }
         assert len(servers) > 1
         for round_ in range(3):
             answers = await gate.decide([grabs(1, offer, round_)[0] for offer in offers], timeout_ms=10_000)
@@ -154,7 +171,9 @@ async def test_journaled_is_announced_on_a_cluster(clustered: Settings, worker: 
 async def test_workers_join_and_leave_and_a_master_dies_under_traffic(
     clustered: Settings, cluster: ClusterServices, worker: Callable[..., Any]
 ) -> None:
-    """Three workers of all roles; one leaves gently, one is killed, others join; then the master of a shard dies for good."""
+    """Three workers of all roles; one leaves gently, one is killed, others join; then the master of a shard
+    dies for good.
+    """
     workers = [worker(clustered) for _ in range(3)]
     async with traffic(clustered, 3_000) as crowd, client_of(clustered) as client:
         await crowd.begin()
@@ -166,7 +185,9 @@ async def test_workers_join_and_leave_and_a_master_dies_under_traffic(
         workers.append(worker(clustered))
         await crowd.until_answered(0.5)
         # Who comes while a master is away goes again, and leaves it to whoever starts workers.
-        await until(lambda: all("playing" in one.log.read_text() for one in workers), 60, "all workers at work")
+        await until(
+            lambda: all("playing" in one.log.read_text() for one in workers), 60, "all workers at work"
+        )
         [address] = await information(client, "server", key_space(clustered).shard(0).state)
         master = next(server for server in cluster.redis if address.endswith(f":{server.port}"))
         await asyncio.to_thread(master.kill)
@@ -179,16 +200,22 @@ async def test_workers_join_and_leave_and_a_master_dies_under_traffic(
 async def test_a_shard_moves_to_another_master_under_traffic(
     clustered: Settings, cluster: ClusterServices, worker: Callable[..., Any]
 ) -> None:
-    """Its callers wait while its keys are on the way; then the new server is another life, is reconciled, and goes on."""
+    """Its callers wait while its keys are on the way; then the new server is another life, is reconciled, and
+    goes on.
+    """
     worker(clustered, "decide,relay,sweep")
     worker(clustered, "project,publish")
     async with traffic(clustered, 1_500) as crowd, client_of(clustered) as client:
         await crowd.begin()
         await crowd.until_answered(0.2)
-        shard = key_space(clustered).shard(key_space(clustered).shard_of_offer(crowd.rehearsal._chosen[0].offer))
+        shard = key_space(clustered).shard(
+            key_space(clustered).shard_of_offer(crowd.rehearsal._chosen[0].offer)
+        )
         [before] = await information(client, "server", shard.state)
         target = next(node for node in client.masters() if node.name != before)
-        await asyncio.to_thread(_move_slot, cluster, slot_of(shard.state), int(before.rpartition(":")[2]), int(target.port))
+        await asyncio.to_thread(
+            _move_slot, cluster, slot_of(shard.state), int(before.rpartition(":")[2]), int(target.port)
+        )
         await crowd.adds_up()
     async with client_of(clustered) as client:
         assert list(await information(client, "server", shard.state)) == [target.name]
@@ -214,7 +241,9 @@ def _is_replica(port: int) -> bool:
 
 
 async def test_status_names_the_server_of_every_shard(clustered: Settings, cluster: ClusterServices) -> None:
-    environment = child_environment(prefix=clustered.prefix, schema=clustered.schema_, **cluster.environment())
+    environment = child_environment(
+        prefix=clustered.prefix, schema=clustered.schema_, **cluster.environment()
+    )
     asked = await asyncio.to_thread(CliRunner().invoke, cli.grabstream, ["status", "--json"], env=environment)
     assert asked.exit_code == 1, asked.output  # no relay has taken the shards over
     ports = {str(server.port) for server in cluster.redis}

@@ -1,5 +1,6 @@
-"""The decider's promises on real servers: no shard waits for another, no reader is refused, one bad command costs one answer, and the
-order of the topic holds through recoveries."""
+"""The decider's promises on real servers: no shard waits for another, no reader is refused, one bad command
+costs one answer, and the order of the topic holds through recoveries.
+"""
 
 import asyncio
 import json
@@ -38,7 +39,9 @@ def stock_in(keys: KeySpace, shard: int) -> Open:
 
 
 class Stage:
-    """A decider and relays in this process, so that a test can stop a relay, and reach into the decider's Redis."""
+    """A decider and relays in this process, so that a test can stop a relay, and reach into the decider's
+    Redis.
+    """
 
     def __init__(self, settings: Settings, redis: Any) -> None:
         self.settings = settings
@@ -51,7 +54,12 @@ class Stage:
         """Starts relays."""
         for shard in shards:
             one = ShardRelay(
-                self.redis, self.keys.shard(shard), self.settings.shards, self.settings.kafka, self.topics.journal, sealer(self.settings)
+                self.redis,
+                self.keys.shard(shard),
+                self.settings.shards,
+                self.settings.kafka,
+                self.topics.journal,
+                sealer(self.settings),
             )
             self.relays[shard] = asyncio.create_task(one.run())
 
@@ -83,12 +91,16 @@ class Stage:
         """Each list of commands as one record."""
         async with started(AIOKafkaProducer(bootstrap_servers=self.settings.kafka)) as producer:
             values = [b"[" + b",".join(map(encode_command, commands)) + b"]" for commands in records]
-            await asyncio.gather(*[await producer.send(self.topics.commands, value, partition=partition) for value in values])
+            await asyncio.gather(
+                *[await producer.send(self.topics.commands, value, partition=partition) for value in values]
+            )
 
     async def answers(self) -> dict[str, str]:
         """The last outcome of every command id."""
         records = await read_all(self.settings, self.topics.results)
-        return {answer["id"]: answer["outcome"] for answer in (json.loads(record.value) for record in records)}
+        return {
+            answer["id"]: answer["outcome"] for answer in (json.loads(record.value) for record in records)
+        }
 
     async def until_answered(self, count: int, seconds: float = 60) -> dict[str, str]:
         async def enough() -> Any:
@@ -101,7 +113,9 @@ class Stage:
     async def committed(self, partition: int = 0) -> int | None:
         """The offset that the decider's group has committed in a partition of commands."""
         consumer = AIOKafkaConsumer(
-            bootstrap_servers=self.settings.kafka, group_id=f"{self.settings.prefix}.decider", enable_auto_commit=False
+            bootstrap_servers=self.settings.kafka,
+            group_id=f"{self.settings.prefix}.decider",
+            enable_auto_commit=False,
         )
         async with started(consumer):
             source = TopicPartition(self.topics.commands, partition)
@@ -121,7 +135,10 @@ async def stage(system: Settings) -> AsyncIterator[Stage]:
 
 
 def crowd(offer: str, count: int, start: int = 0) -> list[Grab]:
-    return [Grab(id=f"{offer}-g{number}", offer=offer, user=f"u{number}") for number in range(start, start + count)]
+    return [
+        Grab(id=f"{offer}-g{number}", offer=offer, user=f"u{number}")
+        for number in range(start, start + count)
+    ]
 
 
 def arrays(commands: Sequence[AnyCommand], size: int) -> list[Sequence[AnyCommand]]:
@@ -130,8 +147,9 @@ def arrays(commands: Sequence[AnyCommand], size: int) -> list[Sequence[AnyComman
 
 @pytest.mark.timeout(150)
 async def test_a_shard_that_stands_still_holds_up_no_other(stage: Stage) -> None:
-    """Nothing of one shard is journaled; the commands of another in the same partition, and the same arrays, are all answered. What is
-    committed stays before the first command that is not."""
+    """Nothing of one shard is journaled; the commands of another in the same partition, and the same arrays,
+    are all answered. What is committed stays before the first command that is not.
+    """
     still, going = stock_in(stage.keys, 0), stock_in(stage.keys, 1)
     stage.relay(0, 1)
     await stage.open(still, going)
@@ -156,8 +174,12 @@ async def _is(finding: Any, expected: object) -> bool:
 
 
 @pytest.mark.timeout(150)
-async def test_what_a_shard_that_stands_still_keeps_in_memory_is_bounded(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Above the bound the partition that brings its commands is not read; others are, and it is read again when the shard goes on."""
+async def test_what_a_shard_that_stands_still_keeps_in_memory_is_bounded(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Above the bound the partition that brings its commands is not read; others are, and it is read again
+    when the shard goes on.
+    """
     monkeypatch.setattr(backlog, "HELD_COMMANDS_MAX", 300)
     monkeypatch.setattr("grabstream.streams.decider.POLL_RECORDS_MAX", 20)
     monkeypatch.setattr("grabstream.streams.decider.PARTITION_BYTES_MAX", 4_000)
@@ -191,14 +213,18 @@ async def test_a_backlog_of_arrays_is_never_answered_busy(stage: Stage) -> None:
     offer = stock_in(stage.keys, 0)
     stage.relay(0)
     await stage.open(offer)
-    await stage.send(arrays([step for n in range(1_500) for step in course_of(f"u{n}", offer.offer)[:2]], 100))
+    await stage.send(
+        arrays([step for n in range(1_500) for step in course_of(f"u{n}", offer.offer)[:2]], 100)
+    )
     async with stage.decider(queue_commands_max=50, batch_commands_max=64):
         assert Counter((await stage.until_answered(3_000)).values()) == {"held": 1_500, "confirmed": 1_500}
 
 
 @pytest.mark.timeout(150)
 async def test_what_comes_by_the_topic_waits_out_a_fence(stage: Stage) -> None:
-    """`busy` and `fenced` are not remembered, and what was read has nowhere to go back to; other shards go on meanwhile."""
+    """`busy` and `fenced` are not remembered, and what was read has nowhere to go back to; other shards go on
+    meanwhile.
+    """
     offer, other = stock_in(stage.keys, 0), stock_in(stage.keys, 1)
     stage.relay(0, 1)
     await stage.open(offer, other)
@@ -217,15 +243,25 @@ async def test_what_comes_by_the_topic_waits_out_a_fence(stage: Stage) -> None:
 
 
 @pytest.mark.timeout(150)
-async def test_poison_in_the_topic_costs_one_answer_and_is_set_aside(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No process ends, nobody else waits, the bytes are kept with where they stood, and `doctor` names them."""
+async def test_poison_in_the_topic_costs_one_answer_and_is_set_aside(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No process ends, nobody else waits, the bytes are kept with where they stood, and `doctor` names
+    them.
+    """
     one, other = stock_in(stage.keys, 0), stock_in(stage.keys, 1)
     stage.relay(0, 1)
     await stage.open(one, other)
     inject(monkeypatch, "before")
     poison = Grab(id="poison", offer=one.offer, user="eve", attributes={"card": "7"})
     async with stage.decider():
-        await stage.send([crowd(one.offer, 20), [*crowd(one.offer, 2, 20), poison, *crowd(one.offer, 2, 22)], crowd(other.offer, 20)])
+        await stage.send(
+            [
+                crowd(one.offer, 20),
+                [*crowd(one.offer, 2, 20), poison, *crowd(one.offer, 2, 22)],
+                crowd(other.offer, 20),
+            ]
+        )
         answered = await stage.until_answered(45)
         assert answered.pop("poison") == "invalid"
         assert Counter(answered.values()) == {"held": 44}
@@ -241,20 +277,32 @@ async def test_poison_in_the_topic_costs_one_answer_and_is_set_aside(stage: Stag
         b"2",
     )
     assert SET_ASIDE_HEADER in headers
-    found = [finding for _, finding in (await examine(stage.settings)).findings if "set aside" in finding.what]
+    found = [
+        finding for _, finding in (await examine(stage.settings)).findings if "set aside" in finding.what
+    ]
     assert len(found) == 1
     assert stage.topics.rejected in found[0].command
 
 
 @pytest.mark.timeout(150)
-async def test_a_script_that_fails_after_its_first_write_costs_a_rebuild(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_script_that_fails_after_its_first_write_costs_a_rebuild(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The shard is fenced in that call, its relay makes it of its events, and everybody gets an answer."""
     offer = stock_in(stage.keys, 0)
     stage.relay(*range(stage.settings.shards))
     await stage.open(offer)
     inject(monkeypatch, "after")
     async with stage.decider():
-        await stage.send([[*crowd(offer.offer, 30), Grab(id="poison", offer=offer.offer, user="eve"), *crowd(offer.offer, 5, 30)]])
+        await stage.send(
+            [
+                [
+                    *crowd(offer.offer, 30),
+                    Grab(id="poison", offer=offer.offer, user="eve"),
+                    *crowd(offer.offer, 5, 30),
+                ]
+            ]
+        )
         assert Counter((await stage.until_answered(36)).values()) == {"held": 36}
     monkeypatch.undo()
     assert await stage.redis.hget(stage.keys.shard(0).state, "partial") is None
@@ -264,7 +312,9 @@ async def test_a_script_that_fails_after_its_first_write_costs_a_rebuild(stage: 
 @pytest.mark.timeout(150)
 @pytest.mark.parametrize("as_array", [True, False], ids=["one array", "three records"])
 async def test_the_order_of_the_topic_holds_when_redis_loses_its_tail(stage: Stage, as_array: bool) -> None:
-    """Redis is emptied after the grab was decided, before it is journaled and before its confirmation is sent."""
+    """Redis is emptied after the grab was decided, before it is journaled and before its confirmation is
+    sent.
+    """
     offer = stock_in(stage.keys, 0)
     stage.relay(0)
     await stage.open(offer)
@@ -280,5 +330,11 @@ async def test_the_order_of_the_topic_holds_when_redis_loses_its_tail(stage: Sta
         answered = await stage.until_answered(3)
     assert [answered[step.id] for step in steps] == CARRIED_OUT
     journal = await read_all(stage.settings, stage.topics.journal)
-    types = [json.loads(line)["type"] for record in journal if record.value for line in record.value.split(b"\n")]
-    assert [one for one in types if one.startswith(("grab", "payment"))] == ["grab.held", "grab.confirmed", "grab.redeemed"]
+    types = [
+        json.loads(line)["type"] for record in journal if record.value for line in record.value.split(b"\n")
+    ]
+    assert [one for one in types if one.startswith(("grab", "payment"))] == [
+        "grab.held",
+        "grab.confirmed",
+        "grab.redeemed",
+    ]

@@ -1,4 +1,6 @@
-"""Who is told to end, ends within a bound, whatever hangs: here PostgreSQL, which takes what it is sent and answers nothing."""
+"""Who is told to end, ends within a bound, whatever hangs: here PostgreSQL, which takes what it is sent and
+answers nothing.
+"""
 
 import asyncio
 import signal
@@ -25,7 +27,9 @@ from tests.streams.test_projections import rows
 
 
 class Hanging:
-    """A way to PostgreSQL that passes everything on, until `hang` is called: from then on nothing, and no connection is refused."""
+    """A way to PostgreSQL that passes everything on, until `hang` is called: from then on nothing, and no
+    connection is refused.
+    """
 
     def __init__(self, host: str, port: int) -> None:
         self._host, self._port = host, port
@@ -46,7 +50,9 @@ class Hanging:
                 target.write(data)
             target.close()
 
-        ends = await asyncio.gather(carry(reader, to_server), carry(from_server, writer), return_exceptions=True)
+        ends = await asyncio.gather(
+            carry(reader, to_server), carry(from_server, writer), return_exceptions=True
+        )
         assert ends
 
 
@@ -58,13 +64,20 @@ async def hanging(settings: Settings) -> AsyncIterator[tuple[Hanging, Settings]]
     server = await asyncio.start_server(way.serve, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
     try:
-        yield way, settings.model_copy(update={"postgres": settings.postgres.replace(f":{known['port']}/", f":{port}/")})
+        yield (
+            way,
+            settings.model_copy(
+                update={"postgres": settings.postgres.replace(f":{known['port']}/", f":{port}/")}
+            ),
+        )
     finally:
         server.close()
 
 
 async def test_a_worker_whose_postgresql_hangs(system: Settings, worker: Callable[..., Any]) -> None:
-    """All its roles: it goes on deciding, ends within the bound when it is told to, and its leases are free at once."""
+    """All its roles: it goes on deciding, ends within the bound when it is told to, and its leases are free
+    at once.
+    """
     async with hanging(system) as (way, settings):
         one = worker(settings, "decide,relay,sweep,project,publish,verify")
         terms = EnvelopeTerms(issuer="alice", funding="pay", asset="CNY", total=900, parts=9)
@@ -80,7 +93,9 @@ async def test_a_worker_whose_postgresql_hangs(system: Settings, worker: Callabl
         try:
 
             async def free() -> bool:
-                return not [key async for key in redis.scan_iter(match=f"{system.prefix}:*:lease", count=1_000)]
+                return not [
+                    key async for key in redis.scan_iter(match=f"{system.prefix}:*:lease", count=1_000)
+                ]
 
             await until(free, END_SECONDS_MAX, "free leases")
         finally:
@@ -95,7 +110,10 @@ async def test_a_rebuild_whose_postgresql_hangs(system: Settings) -> None:
             [sys.executable, "-m", "grabstream.ops.cli", "rebuild", "ledger", "--jobs", "1"],
             env=child_environment(**of(settings), fail_at="rebuild.finished:1:stop"), stderr=subprocess.PIPE,
         )  # fmt: skip
-        stopped = "SELECT count(*) FROM read_models WHERE (projection, phase, state) = ('ledger', 'following', 'building')"
+        stopped = (
+            "SELECT count(*) FROM read_models WHERE (projection, phase, state) = ('ledger', "
+            "'following', 'building')"
+        )
 
         async def finished() -> bool:
             return await rows(system, stopped) == [(1,)]
@@ -137,7 +155,9 @@ async def test_roles_that_do_not_end_or_fail(monkeypatch: pytest.MonkeyPatch) ->
 
     left_alone = asyncio.Event()
     began = time.monotonic()
-    assert await run_worker({"stubborn": stubborn, "project": again("project", failing)}, stop) == ["stubborn"]
+    assert await run_worker({"stubborn": stubborn, "project": again("project", failing)}, stop) == [
+        "stubborn"
+    ]
     assert begun == 2
     assert time.monotonic() - began < END_SECONDS_MAX
     left_alone.set()

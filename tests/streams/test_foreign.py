@@ -24,7 +24,18 @@ TERMS = {
 
 def produce(settings: Settings, *values: bytes, key: str = "e1") -> None:
     # Separated by a byte that no JSON has, so that each value goes over as it is.
-    command = ["kcat", "-P", "-b", settings.kafka, "-t", Topics(settings.prefix).commands, "-k", key, "-D", "\x1e"]
+    command = [
+        "kcat",
+        "-P",
+        "-b",
+        settings.kafka,
+        "-t",
+        Topics(settings.prefix).commands,
+        "-k",
+        key,
+        "-D",
+        "\x1e",
+    ]
     subprocess.run(command, input=b"\x1e".join(values), check=True, timeout=30)
 
 
@@ -49,7 +60,13 @@ async def test_an_envelope_by_hand(system: Settings, worker: Callable[..., Any])
     produce(
         system,
         encode({"type": "open", "id": "o1", "offer": "e1", "terms": TERMS}),
-        encode(grab("g1", "u1"), grab("g1", "u1"), {"type": "grab", "id": "bad", "offer": "e1", "usr": "x"}, 17, grab("g2", "u2")),
+        encode(
+            grab("g1", "u1"),
+            grab("g1", "u1"),
+            {"type": "grab", "id": "bad", "offer": "e1", "usr": "x"},
+            17,
+            grab("g2", "u2"),
+        ),
         nonsense,
         encode(grab("g3", "u3")),
         encode(grab("g4", "u4")),
@@ -78,7 +95,9 @@ async def test_an_envelope_by_hand(system: Settings, worker: Callable[..., Any])
         "17",
         "\\xff\x00 this is no JSON",
     ]
-    assert all(f"topic={topics.commands},partition=" in raw and "reason=" in raw and "index=" in raw for raw in raws)
+    assert all(
+        f"topic={topics.commands},partition=" in raw and "reason=" in raw and "index=" in raw for raw in raws
+    )
 
     async def events() -> Any:
         found = consume(system, topics.events, "%k|%h|%s\n")
@@ -96,7 +115,8 @@ async def test_an_envelope_by_hand(system: Settings, worker: Callable[..., Any])
     assert [event["offer_seq"] for _, event in parsed] == [1, 2, 3, 4, 5]
     for headers, event in parsed:
         for header in (
-            "content-type=application/json", "ce_specversion=1.0", f"ce_id={event['shard']}-{event['seq']}", f"ce_type={event['type']}",
+            "content-type=application/json", "ce_specversion=1.0", f"ce_id={event['shard']}-{event['seq']}",
+            f"ce_type={event['type']}",
             "ce_source=", "ce_time=20", "ce_subject=e1",
         ):  # fmt: skip
             assert header in headers
@@ -105,7 +125,9 @@ async def test_an_envelope_by_hand(system: Settings, worker: Callable[..., Any])
     async with await open_books(system) as books:
 
         async def booked() -> bool:
-            row = await (await books.execute("SELECT state, grabs, given, title FROM offers WHERE offer = 'e1'")).fetchone()
+            row = await (
+                await books.execute("SELECT state, grabs, given, title FROM offers WHERE offer = 'e1'")
+            ).fetchone()
             return row == ("closed", 3, 1000, TERMS["title"])
 
         await until(booked, 60, "the books")
@@ -117,12 +139,15 @@ async def test_an_envelope_by_hand(system: Settings, worker: Callable[..., Any])
         assert sum(posted.values()) == 1000
 
         async def counted() -> bool:
-            rows = await books.execute("SELECT outcome, sum(refusals)::int FROM demand WHERE offer = 'e1' GROUP BY outcome")
+            rows = await books.execute(
+                "SELECT outcome, sum(refusals)::int FROM demand WHERE offer = 'e1' GROUP BY outcome"
+            )
             return await rows.fetchall() == [("sold_out", 1)]
 
         await until(counted, 30, "the demand")
 
-    # Every record of every topic is what the AsyncAPI document says; but for the two that were rejected, as a whole or in part.
+    # Every record of every topic is what the AsyncAPI document says; but for the two that were rejected, as a
+    # whole or in part.
     found = await check_topics(system)
     assert found["commands"] == {"command": 3, "nothing": 2}
     assert found["events"] == {"offer_opened": 1, "grab_granted": 3, "offer_closed": 1}
@@ -132,7 +157,9 @@ async def test_an_envelope_by_hand(system: Settings, worker: Callable[..., Any])
 
 
 async def test_a_sale_by_hand(system: Settings, worker: Callable[..., Any]) -> None:
-    """Pieces over the topic: a basket, a hold that is paid twice, a payment too many; and no secret stands in a topic."""
+    """Pieces over the topic: a basket, a hold that is paid twice, a payment too many; and no secret stands in
+    a topic.
+    """
     worker(system)
     topics = Topics(system.prefix)
     stock = {
@@ -146,13 +173,27 @@ async def test_a_sale_by_hand(system: Settings, worker: Callable[..., Any]) -> N
 
     produce(
         system,
-        encode(about("open", "o1", "w:a", terms=stock), about("open", "o2", "w:b", terms=stock), about("open", "o3", "w:c", terms=coupon)),
+        encode(
+            about("open", "o1", "w:a", terms=stock),
+            about("open", "o2", "w:b", terms=stock),
+            about("open", "o3", "w:c", terms=coupon),
+        ),
         encode(about("open", "seeded", "x", terms={**TERMS, "seed": "5eed" * 16})),
         encode(about("load", "codes", "w:c", what="codes", chunk=1, chunks=1, items=["SECRET1", "SECRET2"])),
         encode(*(about("grab", f"b1-{offer}", f"w:{offer}", user="ann", basket="b") for offer in "ab")),
-        encode(*(about("grab", f"b2-{offer}", f"w:{offer}", user="ann" if offer == "b" else "bob", basket="b") for offer in "ab")),
+        encode(
+            *(
+                about("grab", f"b2-{offer}", f"w:{offer}", user="ann" if offer == "b" else "bob", basket="b")
+                for offer in "ab"
+            )
+        ),
         encode(about("grab", "g1", "w:c", user="ann")),
-        encode(*(about("confirm", f"c{n}", "w:a", grab="b1-a", payment="p1", paid=5, currency="CNY") for n in (1, 2))),
+        encode(
+            *(
+                about("confirm", f"c{n}", "w:a", grab="b1-a", payment="p1", paid=5, currency="CNY")
+                for n in (1, 2)
+            )
+        ),
         encode(about("confirm", "c3", "w:a", grab="b1-a", payment="p2", paid=5, currency="CNY")),
         key="w",
     )
@@ -163,8 +204,10 @@ async def test_a_sale_by_hand(system: Settings, worker: Callable[..., Any]) -> N
 
     answers = {answer["id"]: answer for answer in await until(results, 60, "the answers")}
     assert {id: answer["outcome"] for id, answer in answers.items()} == {
-        "o1": "opened", "o2": "opened", "o3": "opened", "seeded": "invalid", "codes": "invalid", "b1-a": "held", "b1-b": "held",
-        "b2-a": "limit_reached", "b2-b": "limit_reached", "g1": "granted", "c1": "confirmed", "c2": "confirmed", "c3": "not_held",
+        "o1": "opened", "o2": "opened", "o3": "opened", "seeded": "invalid", "codes": "invalid",
+        "b1-a": "held", "b1-b": "held",
+        "b2-a": "limit_reached", "b2-b": "limit_reached", "g1": "granted", "c1": "confirmed",
+        "c2": "confirmed", "c3": "not_held",
     }  # fmt: skip
     assert (answers["b1-a"]["due"], answers["b1-a"]["currency"]) == (5, "CNY")
     assert answers["b1-a"]["limits"][0]["left"] == 0

@@ -1,5 +1,6 @@
-"""A read model whose tables somebody has dropped: who is asked about it says so and names the way out, which leads out; and nobody else
-waits for it."""
+"""A read model whose tables somebody has dropped: who is asked about it says so and names the way out, which
+leads out; and nobody else waits for it.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -29,7 +30,10 @@ async def dropped(settings: Settings, statement: str) -> None:
         await books.execute(statement.encode())
 
 
-@pytest.mark.parametrize("projection", ["audit", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("ledger", "balances"))])
+@pytest.mark.parametrize(
+    "projection",
+    ["audit", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("ledger", "balances"))],
+)
 async def test_a_dropped_version_is_made_anew(booked: Settings, projection: str) -> None:
     live = await version_in(booked, projection)
     before = await digests(booked, live)
@@ -42,8 +46,12 @@ async def test_a_dropped_version_is_made_anew(booked: Settings, projection: str)
         assert what in found.stdout
         assert f"grabstream rebuild {projection}" in found.stdout
         done = grabstream("init", **of(booked))
-        assert (done.returncode, f"run `grabstream rebuild {projection}`" in done.stderr) == (0, True), done.stderr
-        assert await rows(booked, f"SELECT count(DISTINCT projection) FROM cursors WHERE projection <> '{projection}'") == [(2,)]
+        assert (done.returncode, f"run `grabstream rebuild {projection}`" in done.stderr) == (0, True), (
+            done.stderr
+        )
+        assert await rows(
+            booked, f"SELECT count(DISTINCT projection) FROM cursors WHERE projection <> '{projection}'"
+        ) == [(2,)]
         assert grabstream("status", "--json", **of(booked)).returncode in (0, 1)
         refused = grabstream("rebuild", projection, "--undo", **of(booked))
         assert refused.returncode == 1
@@ -74,7 +82,9 @@ async def _are_at(settings: Settings, seq: int) -> bool:
 
 
 async def test_deciding_goes_on_beside_it(system: Settings, worker: Callable[..., Any]) -> None:
-    """In a worker with all roles: tables dropped, cursors deleted; the other read models go on, and so do these when they are back."""
+    """In a worker with all roles: tables dropped, cursors deleted; the other read models go on, and so do
+    these when they are back.
+    """
     one = worker(system, "decide,relay,sweep,project,publish,verify")
     terms = EnvelopeTerms(issuer="alice", funding="pay", asset="CNY", total=900, parts=9)
 
@@ -97,7 +107,9 @@ async def test_deciding_goes_on_beside_it(system: Settings, worker: Callable[...
         return await rows(system, f"SELECT max(seq) FROM {audit.schema}.projection_cursors") == [(3,)]
 
     await until(audited, 60, "the audit trail")
-    await until(lambda: "are gone: run `grabstream rebuild ledger`" in one.log.read_text(), 60, "the ledger's wait")
+    await until(
+        lambda: "are gone: run `grabstream rebuild ledger`" in one.log.read_text(), 60, "the ledger's wait"
+    )
     await until(lambda: "has no cursor of shard" in one.log.read_text(), 60, "the wait of balances")
     await grab("c")
     assert one.process.poll() is None
@@ -107,6 +119,8 @@ async def test_deciding_goes_on_beside_it(system: Settings, worker: Callable[...
         done = grabstream("rebuild", projection, **of(system))
         assert done.returncode == 0, done.stderr
     await grab("d")
-    wrong = {check.name: check.problems for check in await verify(system, wait_seconds=60) if not check.passed}
+    wrong = {
+        check.name: check.problems for check in await verify(system, wait_seconds=60) if not check.passed
+    }
     assert not wrong, wrong
     assert one.stop() == 0

@@ -1,5 +1,6 @@
-"""A worker that hangs with a read model's transaction open: whoever takes its partitions over does not wait for it. And what hangs
-in a worker costs nobody else their partitions."""
+"""A worker that hangs with a read model's transaction open: whoever takes its partitions over does not wait
+for it. And what hangs in a worker costs nobody else their partitions.
+"""
 
 import asyncio
 import sys
@@ -29,14 +30,20 @@ __all__ = ["journal"]
 
 
 @pytest.mark.parametrize("where", ["between statements", "in a copy"])
-async def test_rows_of_a_hanging_process_are_freed(system: Settings, worker: Callable[..., Any], where: str) -> None:
+async def test_rows_of_a_hanging_process_are_freed(
+    system: Settings, worker: Callable[..., Any], where: str
+) -> None:
     """A connection that is called as a projector's own, holds its rows, and says nothing more."""
-    hanging = await AsyncConnection.connect(system.postgres, application_name=session_name(system.schema_, "ledger"))
+    hanging = await AsyncConnection.connect(
+        system.postgres, application_name=session_name(system.schema_, "ledger")
+    )
     backend = hanging.info.backend_pid
     try:
         await use_read_model(hanging, system.schema_, "ledger")
         if where == "between statements":
-            await hanging.execute("SELECT set_config('idle_in_transaction_session_timeout', %s, false)", (str(HANGS_MS_MAX),))
+            await hanging.execute(
+                "SELECT set_config('idle_in_transaction_session_timeout', %s, false)", (str(HANGS_MS_MAX),)
+            )
         await hanging.commit()
         await hanging.execute("SELECT 1 FROM projection_cursors FOR UPDATE")
         if where == "in a copy":
@@ -47,15 +54,21 @@ async def test_rows_of_a_hanging_process_are_freed(system: Settings, worker: Cal
             opened = await gate.decide([Open(id="o", offer="e", terms=terms)], patience_ms=30_000)
             granted = await gate.decide([Grab(id="g", offer="e", user="u")], patience_ms=10_000)
         assert [answer.outcome for answer in (*opened, *granted)] == ["opened", "granted"]
-        wrong = {check.name: check.problems for check in await verify(system, wait_seconds=60) if not check.passed}
+        wrong = {
+            check.name: check.problems for check in await verify(system, wait_seconds=60) if not check.passed
+        }
         assert not wrong, wrong
         assert await rows(system, f"SELECT count(*) FROM pg_stat_activity WHERE pid = {backend}") == [(0,)]
     finally:
         await hanging.close()
 
 
-async def test_waiting_for_rows_does_not_cost_the_group(system: Settings, journal: Journal, worker: Callable[..., Any]) -> None:
-    """Somebody holds the ledger's rows, for longer than Faust may be silent: the others go on, and so does the ledger afterwards."""
+async def test_waiting_for_rows_does_not_cost_the_group(
+    system: Settings, journal: Journal, worker: Callable[..., Any]
+) -> None:
+    """Somebody holds the ledger's rows, for longer than Faust may be silent: the others go on, and so does
+    the ledger afterwards.
+    """
     lines = [opened("e", 1, total=100_000), *(granted("e", seq) for seq in range(2, 2 * QUEUE_RECORDS_MAX))]
     await journal.marker(1, "a")
     for seq in range(1, len(lines) + 1):
@@ -66,7 +79,11 @@ async def test_waiting_for_rows_does_not_cost_the_group(system: Settings, journa
         one = worker(system, "project")
         await at_seq(system, len(lines), "balances", "audit")
         waits = 1 + int(STALLED_SECONDS * 1000 / HANGS_MS_MAX)  # of five seconds each
-        await until(lambda: one.log.read_text().count("canceling statement due to lock timeout") >= waits, 60, "waiting")
+        await until(
+            lambda: one.log.read_text().count("canceling statement due to lock timeout") >= waits,
+            60,
+            "waiting",
+        )
         await holding.rollback()
     await at_seq(system, len(lines), "ledger")
     assert "Faust again" not in one.log.read_text()
@@ -79,7 +96,8 @@ import asyncio, sys
 from grabstream.streams import agents
 
 async def main(kafka, prefix, postgres):
-    app = agents.build_app(kafka, prefix, 8, agents.make_projectors(kafka, prefix, 8, postgres, prefix, ["ledger"]))
+    projectors = agents.make_projectors(kafka, prefix, 8, postgres, prefix, ["ledger"])
+    app = agents.build_app(kafka, prefix, 8, projectors)
     app.finalize()
     running = asyncio.create_task(agents._run(app))
     print("started", flush=True)
@@ -96,12 +114,16 @@ asyncio.run(main(*sys.argv[1:]))
 async def test_an_app_that_does_not_stop_leaves_the_group(system: Settings) -> None:
     """Its thread would answer for it for ever, and its partitions would have no reader."""
     words = (sys.executable, "-c", HANGS_IN_STOPPING, system.kafka, system.prefix, system.postgres)
-    process = await asyncio.create_subprocess_exec(*words, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, env=child_environment())
+    process = await asyncio.create_subprocess_exec(
+        *words, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, env=child_environment()
+    )
     try:
         async with started(AIOKafkaAdminClient(bootstrap_servers=system.kafka)) as client:
 
             async def members() -> int:
-                [response] = await client.describe_consumer_groups([agents.group_of(system.prefix, ["ledger"])])
+                [response] = await client.describe_consumer_groups(
+                    [agents.group_of(system.prefix, ["ledger"])]
+                )
                 return len(response.groups[0][5])
 
             assert process.stdin is not None

@@ -1,7 +1,8 @@
-"""A shard stops alone: a master of a Redis Cluster hangs, with its replica or without, and no other shard waits.
+"""A shard stops alone: a master of a Redis Cluster hangs, with its replica or without, and no other shard
+waits.
 
-The bounds on times are relative to what was measured in the same run before the hang (tests/drill/gaps.py), since others may load the
-machine as well.
+The bounds on times are relative to what was measured in the same run before the hang (tests/drill/gaps.py),
+since others may load the machine as well.
 """
 
 import asyncio
@@ -47,7 +48,10 @@ def servers_of_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seq
     """Three masters with a replica each, to be stopped."""
     ports = free_ports(4 * MASTERS)
     folder = tmp_path_factory.mktemp("masters")
-    servers = [Redis(folder / f"redis-{n}", ports[n], f"redis-{n}", ports[2 * MASTERS + n]) for n in range(2 * MASTERS)]
+    servers = [
+        Redis(folder / f"redis-{n}", ports[n], f"redis-{n}", ports[2 * MASTERS + n])
+        for n in range(2 * MASTERS)
+    ]
     for server in servers:
         server.start()
     join_redis(servers, MASTERS)
@@ -105,7 +109,10 @@ class Leases:
 
     def __init__(self, servers: Sequence[Redis], keys: KeySpace, shards: Sequence[int]) -> None:
         self.seen: dict[int, set[str | None]] = {shard: set() for shard in shards}
-        self._clients = {shard: redis.Redis(port=pair_of(servers, keys, shard).master.port, socket_timeout=1) for shard in shards}
+        self._clients = {
+            shard: redis.Redis(port=pair_of(servers, keys, shard).master.port, socket_timeout=1)
+            for shard in shards
+        }
         self._keys = keys
 
     async def look(self) -> None:
@@ -118,7 +125,13 @@ class Leases:
             await asyncio.sleep(0.1)
 
 
-async def hung(clustered: Settings, servers: Sequence[Redis], worker: Callable[..., Any], seconds: float, with_replica: bool) -> None:
+async def hung(
+    clustered: Settings,
+    servers: Sequence[Redis],
+    worker: Callable[..., Any],
+    seconds: float,
+    with_replica: bool,
+) -> None:
     """Hangs a master, or a pair, and requires that the other shards notice nothing."""
     keys = key_space(clustered)
     first = worker(clustered, "decide,relay,sweep")
@@ -141,7 +154,9 @@ async def hung(clustered: Settings, servers: Sequence[Redis], worker: Callable[.
             if with_replica:
                 pair.replica.send_signal(signal.SIGSTOP)
             newcomer = worker(clustered, "decide,relay,sweep") if seconds == LONG_HANG_SECONDS else second
-            [examined, shown, _] = await asyncio.gather(examine(clustered), status(clustered), asyncio.sleep(seconds))
+            [examined, shown, _] = await asyncio.gather(
+                examine(clustered), status(clustered), asyncio.sleep(seconds)
+            )
             during = gaps.seconds()
             looking.cancel()
             # Whoever is told to end ends, whatever hangs.
@@ -161,18 +176,27 @@ async def hung(clustered: Settings, servers: Sequence[Redis], worker: Callable[.
     assert second.process.poll() is None
     assert "playing" in newcomer.log.read_text(), "a worker that starts during the hang waits for it"
     if with_replica:
-        assert [finding.what for name, finding in examined.findings if name == "servers of the Redis Cluster answer"] == [
-            f"Redis 127.0.0.1:{pair.master.port} does not answer within 5 s: nothing is known of {of_shards(pair.shards)}"
+        assert [
+            finding.what
+            for name, finding in examined.findings
+            if name == "servers of the Redis Cluster answer"
+        ] == [
+            f"Redis 127.0.0.1:{pair.master.port} does not answer within 5 s: nothing is known of "
+            f"{of_shards(pair.shards)}"
         ]
         assert {shard["shard"] for shard in shown["shards"] if shard["seq"] is None} == pair.shards
 
 
-async def test_a_pair_hangs(clustered: Settings, servers_of_cluster: Sequence[Redis], worker: Callable[..., Any]) -> None:
+async def test_a_pair_hangs(
+    clustered: Settings, servers_of_cluster: Sequence[Redis], worker: Callable[..., Any]
+) -> None:
     await hung(clustered, servers_of_cluster, worker, HANG_SECONDS, with_replica=True)
 
 
 @pytest.mark.nightly
-async def test_a_pair_hangs_for_long(clustered: Settings, servers_of_cluster: Sequence[Redis], worker: Callable[..., Any]) -> None:
+async def test_a_pair_hangs_for_long(
+    clustered: Settings, servers_of_cluster: Sequence[Redis], worker: Callable[..., Any]
+) -> None:
     await hung(clustered, servers_of_cluster, worker, LONG_HANG_SECONDS, with_replica=True)
 
 

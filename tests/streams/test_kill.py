@@ -1,4 +1,6 @@
-"""kill -9 with traffic on, each at a moment of the test's choosing: then everything adds up, and every acknowledged answer is booked."""
+"""kill -9 with traffic on, each at a moment of the test's choosing: then everything adds up, and every
+acknowledged answer is booked.
+"""
 
 import asyncio
 import signal
@@ -53,7 +55,10 @@ async def test_the_worker(system: Settings, worker: Callable[..., Any]) -> None:
         await crowd.adds_up()
 
 
-@pytest.mark.parametrize("step", [pytest.param("relay.took_over", marks=pytest.mark.nightly), "relay.acknowledged:20", "relay.trimmed:20"])
+@pytest.mark.parametrize(
+    "step",
+    [pytest.param("relay.took_over", marks=pytest.mark.nightly), "relay.acknowledged:20", "relay.trimmed:20"],
+)
 async def test_the_relay_at_a_step(system: Settings, worker: Callable[..., Any], step: str) -> None:
     """Between Kafka's acknowledgement and the trim, and beside it."""
     doomed = worker(system, "decide,relay,sweep", fail_at=step)
@@ -71,8 +76,12 @@ async def test_the_relay_at_a_step(system: Settings, worker: Callable[..., Any],
 
 
 # What has its cursor in PostgreSQL goes the same way in all three; `make drill` plays every one.
-@pytest.mark.parametrize("step", ["ledger.committed:2", pytest.param("events.committed:2", marks=pytest.mark.nightly)])
-async def test_a_projection_between_its_commit_and_faust_s(system: Settings, worker: Callable[..., Any], step: str) -> None:
+@pytest.mark.parametrize(
+    "step", ["ledger.committed:2", pytest.param("events.committed:2", marks=pytest.mark.nightly)]
+)
+async def test_a_projection_between_its_commit_and_faust_s(
+    system: Settings, worker: Callable[..., Any], step: str
+) -> None:
     worker(system, "decide,relay,sweep")
     doomed = worker(system, "project,publish", fail_at=step)
     async with traffic(system) as crowd:
@@ -82,8 +91,12 @@ async def test_a_projection_between_its_commit_and_faust_s(system: Settings, wor
         await crowd.adds_up()
 
 
-async def test_a_relay_that_was_stopped_and_continued_does_no_harm(system: Settings, worker: Callable[..., Any]) -> None:
-    """SIGSTOP, replaced, SIGCONT, with traffic on: its late blocks do not count, its late trims are refused."""
+async def test_a_relay_that_was_stopped_and_continued_does_no_harm(
+    system: Settings, worker: Callable[..., Any]
+) -> None:
+    """SIGSTOP, replaced, SIGCONT, with traffic on: its late blocks do not count, its late trims are
+    refused.
+    """
     first = worker(system, "decide,relay,sweep")
     worker(system, "project,publish")
     await relayed_by(system, first)
@@ -109,7 +122,9 @@ async def private(private_services: LocalServices, settings: Settings) -> Any:
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("server", ["postgres", "kafka", "redis"])
-async def test_a_server(private: Settings, private_services: LocalServices, worker: Callable[..., Any], server: str) -> None:
+async def test_a_server(
+    private: Settings, private_services: LocalServices, worker: Callable[..., Any], server: str
+) -> None:
     """PostgreSQL, the broker, and Redis with its AOF intact."""
     deciding, projecting = worker(private, "decide,relay,sweep"), worker(private, "project,publish")
     process = getattr(private_services, server)

@@ -1,4 +1,6 @@
-"""A journal that several releases have written: through real Kafka and PostgreSQL, the rows are those of the events as they are today."""
+"""A journal that several releases have written: through real Kafka and PostgreSQL, the rows are those of the
+events as they are today.
+"""
 
 import asyncio
 import json
@@ -37,23 +39,46 @@ def coupons(name: str, first_seq: int) -> list[bytes]:
     head = {"v": 1, "shard": SHARD, "offer": name, "at": 5}
     terms = {"kind": "coupon", "issuer": "shop", "total": 9}
     lines: list[dict[str, Any]] = [
-        {"type": "offer.opened", **head, "command": "o", "kind": "coupon", "issuer": "shop", "asset": f"coupon:{name}", "total": 9,
+        {"type": "offer.opened", **head, "command": "o", "kind": "coupon", "issuer": "shop",
+        "asset": f"coupon:{name}", "total": 9,
          "opens_at": 1, "closes_at": 9, "terms": terms, "digest": "d"},
     ]  # fmt: skip
     for place in range(1, 6):
-        of_grab = {"grab": f"g{place}", "user": f"u{place % 2}", "quantity": 1, "amount": 1, "asset": f"coupon:{name}", "place": place}
+        of_grab = {
+            "grab": f"g{place}",
+            "user": f"u{place % 2}",
+            "quantity": 1,
+            "amount": 1,
+            "asset": f"coupon:{name}",
+            "place": place,
+        }
         lines.append(
-            {"type": "grab.granted", **head, "command": f"g{place}", **of_grab, "left": 9 - place, "attributes": {"card": f"k:{place}"},
+            {"type": "grab.granted", **head, "command": f"g{place}", **of_grab, "left": 9 - place,
+            "attributes": {"card": f"k:{place}"},
              "digest": "d"}
         )  # fmt: skip
-        lines.append({"type": "grab.redeemed", **head, "command": f"r{place}", **of_grab, "left": 9 - place, "order": "x", "digest": "d"})
-    numbered = [{**line, "seq": first_seq + place, "offer_seq": place + 1} for place, line in enumerate(lines)]
+        lines.append(
+            {
+                "type": "grab.redeemed",
+                **head,
+                "command": f"r{place}",
+                **of_grab,
+                "left": 9 - place,
+                "order": "x",
+                "digest": "d",
+            }
+        )
+    numbered = [
+        {**line, "seq": first_seq + place, "offer_seq": place + 1} for place, line in enumerate(lines)
+    ]
     return [json.dumps(line, separators=(",", ":")).encode() for line in numbered]
 
 
 LINES = [opened("e", 1), *(granted("e", seq) for seq in range(2, 21)), *coupons("c", 21)]
 #: What three releases left behind: at first the old forms, then both, then today's.
-JOURNAL = [as_it_was(line) if seq <= 12 or seq in (15, 21, 22, 23, 26) else line for seq, line in enumerate(LINES, 1)]
+JOURNAL = [
+    as_it_was(line) if seq <= 12 or seq in (15, 21, 22, 23, 26) else line for seq, line in enumerate(LINES, 1)
+]
 
 
 @asynccontextmanager
@@ -62,7 +87,8 @@ async def running(settings: Settings, events: EventDecoder, *names: str) -> Asyn
     decoder = Decoder(events=events)
     where = {"postgres": settings.postgres, "schema": settings.schema_, "kafka": settings.kafka}
     projectors = [
-        Projector(name, APPLY[name], journal=Topics(settings.prefix).journal, decoder=decoder, **where) for name in names or APPLY
+        Projector(name, APPLY[name], journal=Topics(settings.prefix).journal, decoder=decoder, **where)
+        for name in names or APPLY
     ]
     tasks = [asyncio.create_task(projector.run()) for projector in projectors]
     try:
@@ -94,7 +120,9 @@ async def write(journal: Journal, lines: Sequence[bytes]) -> None:
         await journal.block(lines, first, min(first + 6, len(lines)))
 
 
-async def test_a_journal_with_old_versions_gives_the_rows_of_today(system: Settings, another: Settings, journal: Journal) -> None:
+async def test_a_journal_with_old_versions_gives_the_rows_of_today(
+    system: Settings, another: Settings, journal: Journal
+) -> None:
     today = Journal(another, journal._producer)
     await write(journal, JOURNAL)
     await write(today, LINES)
@@ -103,10 +131,15 @@ async def test_a_journal_with_old_versions_gives_the_rows_of_today(system: Setti
         await at_seq(another, len(LINES))
     assert await read_models(system) == await read_models(another)
     assert await rows(system, "SELECT posted FROM accounts WHERE account = 'offer:e'") == [(1000 - 190,)]
-    assert await rows(system, "SELECT amount FROM transfers WHERE credit = 'redeemed:c' ORDER BY seq") == [(1,)] * 5
+    assert (
+        await rows(system, "SELECT amount FROM transfers WHERE credit = 'redeemed:c' ORDER BY seq")
+        == [(1,)] * 5
+    )
     # The text and the chain are those of the journal, byte for byte.
     assert [body.encode() for (body,) in await rows(system, "SELECT body FROM audit ORDER BY seq")] == JOURNAL
-    assert [bytes(hash_) for (hash_,) in await rows(system, "SELECT hash FROM audit ORDER BY seq")] == chain(GENESIS, JOURNAL)
+    assert [bytes(hash_) for (hash_,) in await rows(system, "SELECT hash FROM audit ORDER BY seq")] == chain(
+        GENESIS, JOURNAL
+    )
     assert JOURNAL != LINES
 
 
@@ -114,11 +147,15 @@ class Newer(EventDecoder):
     """A later program, which knows grab.granted v2: the same as v1."""
 
     def decode_list(self, lines: bytes) -> list[AnyEvent]:
-        return super().decode_list(lines.replace(b'"type":"grab.granted","v":2', b'"type":"grab.granted","v":1'))
+        return super().decode_list(
+            lines.replace(b'"type":"grab.granted","v":2', b'"type":"grab.granted","v":1')
+        )
 
 
 async def test_an_event_of_a_newer_program_waits_for_that_program(system: Settings, journal: Journal) -> None:
-    """An older worker stops the shard there and says why; a newer one goes on from there by itself, and nothing is lost."""
+    """An older worker stops the shard there and says why; a newer one goes on from there by itself, and
+    nothing is lost.
+    """
     lines = [*LINES[:9], LINES[9].replace(b'"v":1', b'"v":2'), *LINES[10:20]]
     await journal.marker(1, "a")
     await journal.block(lines, 1, 5)
@@ -134,7 +171,12 @@ async def test_an_event_of_a_newer_program_waits_for_that_program(system: Settin
     assert await rows(system, "SELECT count(*) FROM stopped_shards") == [(0,)]
     assert await rows(system, "SELECT posted FROM accounts WHERE account = 'offer:e'") == [(1000 - 190,)]
     # Who verifies with the older program is told so.
-    [problem] = [problem for check in await verify(system, 0) if check.name == "chain of every shard" for problem in check.problems]
+    [problem] = [
+        problem
+        for check in await verify(system, 0)
+        if check.name == "chain of every shard"
+        for problem in check.problems
+    ]
     assert problem.startswith(f"shard {SHARD}: seq 10: grab.granted v2 was written by a newer grabstream")
 
 
@@ -152,13 +194,23 @@ async def test_a_stop_for_another_reason_stays(system: Settings, journal: Journa
 
 def amended(offer: str, seq: int, changes: str) -> bytes:
     """An offer that was amended, at its third event."""
-    head = f'{{"type":"offer.amended","v":1,"shard":{SHARD},"seq":{seq},"offer_seq":3,"offer":"{offer}","at":{seq},"command":"a{seq}"'
-    return f'{head},"asset":"CNY","source":"issuer:alice","changes":{changes},"added":0,"removed":0,"left":9,"digest":"d"}}'.encode()
+    head = (
+        f'{{"type":"offer.amended","v":1,"shard":{SHARD},"seq":{seq},"offer_seq":3,"offer":"{offer}",'
+        f'"at":{seq},"command":"a{seq}"'
+    )
+    return (
+        f'{head},"asset":"CNY","source":"issuer:alice","changes":{changes},"added":0,"removed":0,"left":9,'
+        f'"digest":"d"}}'
+    ).encode()
 
 
 async def test_fields_that_a_newer_program_added_are_ignored(system: Settings, journal: Journal) -> None:
     lines = [opened("e", 1).replace(b'"parts":10', b'"parts":10,"colour":"red"'), granted("e", 2)]
-    lines.append(amended("e", 3, '{"title":"t","colour":"red","limits":[{"by":"user","per":"day","max":2,"colour":"red"}]}'))
+    lines.append(
+        amended(
+            "e", 3, '{"title":"t","colour":"red","limits":[{"by":"user","per":"day","max":2,"colour":"red"}]}'
+        )
+    )
     await journal.marker(1, "a")
     await journal.block(lines, 1, 3)
     async with running(system, EventDecoder()):
@@ -166,7 +218,9 @@ async def test_fields_that_a_newer_program_added_are_ignored(system: Settings, j
     assert await rows(system, "SELECT title, grabs FROM offers") == [("t", 1)]
 
 
-async def test_an_event_of_which_no_rows_can_be_made_stops_its_shard_alone(system: Settings, journal: Journal) -> None:
+async def test_an_event_of_which_no_rows_can_be_made_stops_its_shard_alone(
+    system: Settings, journal: Journal
+) -> None:
     """The other shards go on, in the same read model and process; `stopped_shards` says why."""
     other = Journal(system, journal._producer, SHARD + 1)
     lines = [opened("e", 1), granted("e", 2), amended("e", 3, '{"limits":7}'), granted("e", 4)]
@@ -174,7 +228,10 @@ async def test_an_event_of_which_no_rows_can_be_made_stops_its_shard_alone(syste
     await journal.block(lines, 1, 2)
     await journal.block(lines, 3, 4)
     await other.marker(1, "a")
-    numbered = [line.replace(f'"shard":{SHARD}'.encode(), f'"shard":{SHARD + 1}'.encode()) for line in (opened("f", 1), granted("f", 2))]
+    numbered = [
+        line.replace(f'"shard":{SHARD}'.encode(), f'"shard":{SHARD + 1}'.encode())
+        for line in (opened("f", 1), granted("f", 2))
+    ]
     await other.block(numbered, 1, 2)
     async with running(system, EventDecoder(), "balances") as [balances_]:
         await balances_.put(CatchUp(SHARD + 1))

@@ -1,4 +1,6 @@
-"""The view `operations`: what operators did stands in it, in whatever words; what the system did by itself does not."""
+"""The view `operations`: what operators did stands in it, in whatever words; what the system did by itself
+does not.
+"""
 
 import json
 from typing import Any
@@ -18,7 +20,16 @@ __all__ = ["journal"]
 
 
 def steered(type: str, seq: int, command: str, **rest: Any) -> bytes:
-    head = {"type": type, "v": 1, "shard": SHARD, "seq": seq, "offer_seq": seq, "offer": "e", "at": seq, "command": command}
+    head = {
+        "type": type,
+        "v": 1,
+        "shard": SHARD,
+        "seq": seq,
+        "offer_seq": seq,
+        "offer": "e",
+        "at": seq,
+        "command": command,
+    }
     return json.dumps(head | {"digest": "d"} | rest, separators=(",", ":")).encode()
 
 
@@ -62,8 +73,12 @@ async def test_nobody_s_words_hide_what_they_did(booked: Settings) -> None:
     assert shown == [seq for seq, (_, somebody) in enumerate(EVENTS, 1) if somebody]
 
 
-async def test_nobody_s_title_makes_a_stop_one_that_a_newer_release_mends(system: Settings, journal: Journal) -> None:
-    """PostgreSQL quotes the row that it refuses, title included: that is no word of ours about why it stopped."""
+async def test_nobody_s_title_makes_a_stop_one_that_a_newer_release_mends(
+    system: Settings, journal: Journal
+) -> None:
+    """PostgreSQL quotes the row that it refuses, title included: that is no word of ours about why it
+    stopped.
+    """
     lines = [opened("e", 1, total=5).replace("你好".encode(), NEWER.encode()), granted("e", 2, amount=99)]
     await journal.marker(1, "a")
     await journal.block(lines, 1, 1)

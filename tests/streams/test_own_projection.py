@@ -1,4 +1,6 @@
-"""A projection of one's own: the document's code, run as it stands there, live, through a kill, rebuilt, and by its own test."""
+"""A projection of one's own: the document's code, run as it stands there, live, through a kill, rebuilt, and
+by its own test.
+"""
 
 import asyncio
 import importlib.util
@@ -36,7 +38,10 @@ class Folder:
     def __init__(self, path: Path, settings: Settings) -> None:
         self.path, self.settings, self.schema = path, settings, f"{settings.schema_}_reports"
         blocks = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
-        self.module, self.test = (block.replace('"reports"', f'"{self.schema}"').replace("reports.", f"{self.schema}.") for block in blocks)
+        self.module, self.test = (
+            block.replace('"reports"', f'"{self.schema}"').replace("reports.", f"{self.schema}.")
+            for block in blocks
+        )
         self.write(self.module)
         (path / "test_grabs_per_minute.py").write_text(self.test)
 
@@ -44,9 +49,18 @@ class Folder:
         (self.path / "grabs_per_minute.py").write_text(text)
 
     def follow(self, *words: str, **settings: str) -> "subprocess.Popen[bytes]":
-        command = [sys.executable, "-m", "grabstream.ops.cli", "follow", "grabs_per_minute:PROJECTION", *words]
+        command = [
+            sys.executable,
+            "-m",
+            "grabstream.ops.cli",
+            "follow",
+            "grabs_per_minute:PROJECTION",
+            *words,
+        ]
         with (self.path / "log").open("ab") as log:
-            return subprocess.Popen(command, env=self.environment(**settings), cwd=self.path, stdout=log, stderr=log)
+            return subprocess.Popen(
+                command, env=self.environment(**settings), cwd=self.path, stdout=log, stderr=log
+            )
 
     def environment(self, **settings: str) -> dict[str, str]:
         root = str(Path(__file__).parents[2])
@@ -99,11 +113,17 @@ async def following(folder: Folder) -> AsyncIterator["subprocess.Popen[bytes]"]:
 
 
 def counted_in(history: Told, last: int) -> Counter[tuple[str, int]]:
-    return Counter((event.offer, event.at // 60_000) for event in history.events[:last] if isinstance(event, GrabGranted | GrabHeld))
+    return Counter(
+        (event.offer, event.at // 60_000)
+        for event in history.events[:last]
+        if isinstance(event, GrabGranted | GrabHeld)
+    )
 
 
 async def test_the_document(folder: Folder) -> None:
-    """Live through a kill -9 and a clean stop, each event once; made anew it is the same; and its own test passes."""
+    """Live through a kill -9 and a clean stop, each event once; made anew it is the same; and its own test
+    passes.
+    """
     history, cut = Told(11, 4, 300), random.Random(5)
     half, end = len(history.lines) // 2, len(history.lines)
     await journal(folder.settings, history, cut, 1, half)
@@ -121,7 +141,13 @@ async def test_the_document(folder: Folder) -> None:
     assert live == counted_in(history, end)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_grabs_per_minute.py"]
     done = await asyncio.to_thread(
-        subprocess.run, command, cwd=folder.path, env=folder.environment(), capture_output=True, text=True, timeout=60
+        subprocess.run,
+        command,
+        cwd=folder.path,
+        env=folder.environment(),
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert await folder.counted() == live
@@ -130,18 +156,21 @@ async def test_the_document(folder: Folder) -> None:
 
 
 async def test_rebuilt_while_it_is_followed_and_read(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another version takes the place at once: readers see the one or the other, and who follows with the old one ends, with the reason."""
+    """Another version takes the place at once: readers see the one or the other, and who follows with the old
+    one ends, with the reason.
+    """
     history, cut = Told(12, 6, 300), random.Random(5)
     half, end = len(history.lines) // 2, len(history.lines)
     await journal(folder.settings, history, cut, 1, half)
     async with following(folder) as old:
         await folder.reached({6: half})
         one = counted_in(history, half)
-        # The new version counts every grab as a hundred; while it is built the journal grows, and the old one follows.
+        # The new version counts every grab as a hundred; while it is built the journal grows, and the old one
+        # follows.
         folder.write(
-            folder.module.replace("list(grabs.values())", "[100 * count for count in grabs.values()]").replace(
-                "apply=apply)", "apply=apply, version=2)"
-            )
+            folder.module.replace(
+                "list(grabs.values())", "[100 * count for count in grabs.values()]"
+            ).replace("apply=apply)", "apply=apply, version=2)")
         )
         projection, system = folder.projection(), system_of(folder.settings)
         monkeypatch.setattr(own, "LEFT_RECORDS_MAX", 0)
@@ -163,7 +192,9 @@ async def test_rebuilt_while_it_is_followed_and_read(folder: Folder, monkeypatch
         async def read() -> None:
             async with await open_books(folder.settings) as books:
                 while True:
-                    found = await books.execute(f"SELECT sum(grabs)::bigint FROM {folder.schema}.grabs_per_minute".encode())
+                    found = await books.execute(
+                        f"SELECT sum(grabs)::bigint FROM {folder.schema}.grabs_per_minute".encode()
+                    )
                     seen.append((await found.fetchone() or (0,))[0])
                     await asyncio.sleep(0.005)
 
@@ -198,7 +229,12 @@ async def test_replaced_while_nothing_happens(folder: Folder) -> None:
         await folder.reached({2: len(history.lines)})
         await rebuild(folder.projection()._replace(version=2), system_of(folder.settings))
         assert await asyncio.to_thread(old.wait, 30) == 1
-    assert (folder.path / "log").read_text().splitlines()[-1].startswith("grabstream: grabs_per_minute.1 is not in schema")
+    assert (
+        (folder.path / "log")
+        .read_text()
+        .splitlines()[-1]
+        .startswith("grabstream: grabs_per_minute.1 is not in schema")
+    )
 
 
 async def test_tables_that_postgresql_refuses(folder: Folder) -> None:

@@ -1,4 +1,6 @@
-"""What somebody else's `apply` may do to the transaction that it writes in: rows without their cursor are in no table afterwards."""
+"""What somebody else's `apply` may do to the transaction that it writes in: rows without their cursor are in
+no table afterwards.
+"""
 
 import asyncio
 import contextlib
@@ -65,8 +67,14 @@ def tricks() -> dict[str, tuple[Trick, str]]:
         "connection.rollback()": (rolls_back, "forbidden within a Transaction"),
         "ROLLBACK": (sql("ROLLBACK"), ended),
         "ROLLBACK and rows": (sql("ROLLBACK", "INSERT INTO seen VALUES (-1)"), "wrote after it"),
-        "ROLLBACK and BEGIN": (sql("ROLLBACK", "BEGIN READ WRITE", "INSERT INTO seen VALUES (-1)"), "began another one"),
-        "ROLLBACK AND CHAIN": (sql("ROLLBACK AND CHAIN", "INSERT INTO seen VALUES (-1)"), "began another one"),
+        "ROLLBACK and BEGIN": (
+            sql("ROLLBACK", "BEGIN READ WRITE", "INSERT INTO seen VALUES (-1)"),
+            "began another one",
+        ),
+        "ROLLBACK AND CHAIN": (
+            sql("ROLLBACK AND CHAIN", "INSERT INTO seen VALUES (-1)"),
+            "began another one",
+        ),
         "autocommit": (autocommits, "began another one"),
         "search_path": (sql("SET search_path = public, {schema}"), "changed search_path"),
         "search_path, local": (sql("SET LOCAL search_path = pg_temp"), "changed search_path"),
@@ -103,10 +111,17 @@ class Scene:
         return Projection("seen", self.schema, "CREATE TABLE seen (seq bigint)", apply, version)
 
     async def seen(self, schema: str | None = None) -> list[int]:
-        return [seq for (seq,) in await rows(self.settings, f"SELECT seq FROM {schema or self.schema}.seen ORDER BY seq")]
+        return [
+            seq
+            for (seq,) in await rows(
+                self.settings, f"SELECT seq FROM {schema or self.schema}.seen ORDER BY seq"
+            )
+        ]
 
     async def cursor(self) -> int:
-        [(seq,)] = await rows(self.settings, f"SELECT seq FROM {self.schema}.projection_cursors WHERE shard = {SHARD}")
+        [(seq,)] = await rows(
+            self.settings, f"SELECT seq FROM {self.schema}.projection_cursors WHERE shard = {SHARD}"
+        )
         return int(seq)
 
 
@@ -116,7 +131,9 @@ async def scene(system: Settings) -> AsyncIterator[Scene]:
     await journal(system, history, random.Random(1))
     one = Scene(system, list(range(1, len(history.lines) + 1)))
     yield one
-    await drop(one.settings, *(name for name in await schemas(system, system.schema_) if name != system.schema_))
+    await drop(
+        one.settings, *(name for name in await schemas(system, system.schema_) if name != system.schema_)
+    )
 
 
 async def test_rows_without_their_cursor(scene: Scene) -> None:
@@ -148,7 +165,9 @@ async def test_another_role(scene: Scene) -> None:
 
 
 async def test_what_an_apply_may_do(scene: Scene) -> None:
-    """Transactions inside, savepoints, and settings that it takes back; an older schema gets its guard when it is followed."""
+    """Transactions inside, savepoints, and settings that it takes back; an older schema gets its guard when
+    it is followed.
+    """
 
     async def inside(connection: Connection, schema: str) -> None:
         with contextlib.suppress(ZeroDivisionError):
@@ -181,11 +200,16 @@ async def test_what_an_apply_may_do(scene: Scene) -> None:
 
 
 async def test_a_rebuild_holds_no_reader_up(scene: Scene) -> None:
-    """One that has read is not waited for; one with an older snapshot is, and sees what it saw; nobody waits for us meanwhile."""
+    """One that has read is not waited for; one with an older snapshot is, and sees what it saw; nobody waits
+    for us meanwhile.
+    """
     await rebuild(scene.projection(), scene.system)
     count = f"SELECT count(*) FROM {scene.schema}.seen".encode()
     all_there = (len(scene.seqs),)
-    async with await open_books(scene.settings) as reader, await AsyncConnection.connect(scene.settings.postgres) as snapshot:
+    async with (
+        await open_books(scene.settings) as reader,
+        await AsyncConnection.connect(scene.settings.postgres) as snapshot,
+    ):
         async with reader.transaction():
             assert await (await reader.execute(count)).fetchone() == all_there
             await rebuild(scene.projection(version=2), scene.system)
@@ -202,7 +226,9 @@ async def test_a_rebuild_holds_no_reader_up(scene: Scene) -> None:
 
 
 async def test_a_rebuild_does_not_wait_without_end(scene: Scene) -> None:
-    """Somebody holds the cursors: readers go on, and it is said within a bound. A second rebuild is refused, and told who the first is."""
+    """Somebody holds the cursors: readers go on, and it is said within a bound. A second rebuild is refused,
+    and told who the first is.
+    """
     await rebuild(scene.projection(), scene.system)
     async with (
         await open_books(scene.settings) as holding,
@@ -212,16 +238,23 @@ async def test_a_rebuild_does_not_wait_without_end(scene: Scene) -> None:
         await holding.execute(f"SELECT 1 FROM {scene.schema}.projection_cursors FOR UPDATE".encode())
         waiting = asyncio.create_task(rebuild(scene.projection(version=2), scene.system, patience_seconds=0))
         table = f"'{scene.schema}.projection_cursors'::regclass"
-        query = f"SELECT count(*) FROM pg_locks WHERE NOT granted AND mode = 'ExclusiveLock' AND relation = {table}"
+        query = (
+            "SELECT count(*) FROM pg_locks WHERE NOT granted AND mode = 'ExclusiveLock' AND relation = "
+            f"{table}"
+        )
 
         async def waits() -> bool:
             return await rows(scene.settings, query) == [(1,)]
 
         await until(waits, 30, "the wait")
         await reader.execute("SET lock_timeout = 200")
-        await reader.execute(f"SELECT count(*) FROM {scene.schema}.projection_cursors, {scene.schema}.seen".encode())
+        await reader.execute(
+            f"SELECT count(*) FROM {scene.schema}.projection_cursors, {scene.schema}.seen".encode()
+        )
         with pytest.raises(NotOurs, match=r"being rebuilt already: .*process \d+ on .*pid \d+ of PostgreSQL"):
             await rebuild(scene.projection(version=3), scene.system)
         with pytest.raises(NotOurs, match=r"not put in its place within 0 s: its tables are in use"):
             await waiting
-    assert await rows(scene.settings, f"SELECT DISTINCT projection FROM {scene.schema}.projection_cursors") == [("seen.1",)]
+    assert await rows(
+        scene.settings, f"SELECT DISTINCT projection FROM {scene.schema}.projection_cursors"
+    ) == [("seen.1",)]

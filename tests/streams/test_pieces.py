@@ -1,6 +1,8 @@
-"""Read models of offers of pieces, from a long random history that the pure rules decided: SQL must say what the rules know.
+"""Read models of offers of pieces, from a long random history that the pure rules decided: SQL must say what
+the rules know.
 
-The history goes over the journal in blocks cut at random places; a second run cuts them elsewhere and must give the same rows.
+The history goes over the journal in blocks cut at random places; a second run cuts them elsewhere and must
+give the same rows.
 """
 
 import random
@@ -93,7 +95,8 @@ async def project(settings: Settings, history: History, cut: random.Random) -> N
 
 
 TABLES = {
-    "offers": "offer", "grabs": "offer, grab", "accounts": "account, asset", "transfers": "shard, seq, leg", "balances": "user_id, asset",
+    "offers": "offer", "grabs": "offer, grab", "accounts": "account, asset", "transfers": "shard, seq, leg",
+    "balances": "user_id, asset",
     "payments": "payment", "audit": "shard, seq", "operations": "shard, seq", "waiting": "offer, position",
 }  # fmt: skip
 
@@ -103,15 +106,20 @@ async def test_sql_says_what_the_rules_know(system: Settings, prefix: str) -> No
     state = history.state
     seen = {line.split(b'"', 4)[3].decode() for line in history.lines}
     assert seen >= {
-        "grab.granted", "grab.held", "grab.queued", "grab.extended", "grab.confirmed", "grab.released", "grab.returned", "grab.redeemed",
-        "grab.unredeemed", "payment.refund_due", "ledger.adjusted", "offer.amended", "offer.paused", "offer.loaded", "offer.closed",
+        "grab.granted", "grab.held", "grab.queued", "grab.extended", "grab.confirmed", "grab.released",
+        "grab.returned", "grab.redeemed",
+        "grab.unredeemed", "payment.refund_due", "ledger.adjusted", "offer.amended", "offer.paused",
+        "offer.loaded", "offer.closed",
     }  # fmt: skip
     await project(system, history, random.Random(1))
     await _check_offers(system, state)
     await _check_grabs(system, state)
     await _check_payments(system, state)
     assert not await rows(system, "SELECT asset FROM accounts GROUP BY asset HAVING sum(posted) <> 0")
-    holds = await rows(system, "SELECT coalesce(sum(held), 0) FROM balances WHERE asset LIKE 'sku:%' OR asset LIKE 'coupon:%'")
+    holds = await rows(
+        system,
+        "SELECT coalesce(sum(held), 0) FROM balances WHERE asset LIKE 'sku:%' OR asset LIKE 'coupon:%'",
+    )
     assert holds == [(sum(offer.held for offer in state.offers.values()),)]
     # A second system, blocks cut elsewhere: the same rows.
     again = system.model_copy(update={"prefix": prefix + "x", "schema_": prefix + "x"})
@@ -126,11 +134,14 @@ async def test_sql_says_what_the_rules_know(system: Settings, prefix: str) -> No
 
 
 async def _check_offers(settings: Settings, state: ShardState) -> None:
-    found = await rows(settings, "SELECT offer, total, units_left, amount_left, held, grabs, waiting, given FROM offers")
+    found = await rows(
+        settings, "SELECT offer, total, units_left, amount_left, held, grabs, waiting, given FROM offers"
+    )
     assert {row[0]: row[1:] for row in found} == {
         offer.name: (
             offer.terms.total, offer.units_left, offer.amount_left, offer.held, offer.places,
-            sum(grab.status == Status.waiting for grab in offer.grabs.values()), sum(grab.taken for grab in offer.grabs.values()),
+            sum(grab.status == Status.waiting for grab in offer.grabs.values()),
+            sum(grab.taken for grab in offer.grabs.values()),
         )
         for offer in state.offers.values()
     }  # fmt: skip
@@ -139,13 +150,20 @@ async def _check_offers(settings: Settings, state: ShardState) -> None:
 
 
 async def _check_grabs(settings: Settings, state: ShardState) -> None:
-    found = await rows(settings, "SELECT offer, grab, user_id, quantity, held, taken, redeemed, place, state FROM grabs")
+    found = await rows(
+        settings, "SELECT offer, grab, user_id, quantity, held, taken, redeemed, place, state FROM grabs"
+    )
     expected = {}
     for offer in state.offers.values():
         for name, grab in offer.grabs.items():
             waits = grab.status == Status.waiting
             units = (grab.held, grab.taken, grab.redeemed, grab.place)
-            expected[offer.name, name] = (grab.user, grab.quantity, *units, _standing(offer, grab) if not waits else "waiting")
+            expected[offer.name, name] = (
+                grab.user,
+                grab.quantity,
+                *units,
+                _standing(offer, grab) if not waits else "waiting",
+            )
     assert {row[:2]: row[2:] for row in found} == expected
 
 
@@ -163,14 +181,22 @@ def _standing(offer: Any, grab: Any) -> str:
 
 async def _check_payments(settings: Settings, state: ShardState) -> None:
     found = await rows(settings, "SELECT payment, offer, grab, outcome FROM payments")
-    assert {row[0]: row[1:3] for row in found} == {name: (payment.offer, payment.grab) for (_, name), payment in state.payments.items()}
-    by_account = dict(await rows(settings, "SELECT account, posted FROM accounts WHERE account LIKE 'refund:%'"))
-    owed = await rows(settings, "SELECT payment, CASE state WHEN 'refund_due' THEN amount ELSE refunded END FROM payments")
+    assert {row[0]: row[1:3] for row in found} == {
+        name: (payment.offer, payment.grab) for (_, name), payment in state.payments.items()
+    }
+    by_account = dict(
+        await rows(settings, "SELECT account, posted FROM accounts WHERE account LIKE 'refund:%'")
+    )
+    owed = await rows(
+        settings, "SELECT payment, CASE state WHEN 'refund_due' THEN amount ELSE refunded END FROM payments"
+    )
     assert {f"refund:{payment}": amount for payment, amount in owed if amount} == by_account
 
 
 async def test_a_payment_id_in_a_later_life_of_its_campaign_stops_nothing(system: Settings) -> None:
-    """Its campaign has long forgotten it: a row for each time, what goes back is taken off the one it was paid by, and all is booked."""
+    """Its campaign has long forgotten it: a row for each time, what goes back is taken off the one it was
+    paid by, and all is booked.
+    """
     history = History(1)
     terms = StockTerms(issuer="shop", total=9, price=5, currency="CNY", hold_ms=60_000, retire_after_ms=1)
     paid = {"payment": "p", "paid": 5, "currency": "CNY"}
@@ -195,19 +221,34 @@ async def test_a_payment_id_in_a_later_life_of_its_campaign_stops_nothing(system
     await project(system, history, random.Random(1))
     found = await rows(system, "SELECT payment, offer, state, outcome, refunded FROM payments ORDER BY seq")
     assert found == [
-        ("p", "m:a", "served", "confirmed", 0), ("p", "m:b", "served", "confirmed", 5), ("p", "m:c", "refund_due", "no_such_offer", 0),
+        ("p", "m:a", "served", "confirmed", 0), ("p", "m:b", "served", "confirmed", 5),
+        ("p", "m:c", "refund_due", "no_such_offer", 0),
     ]  # fmt: skip
     assert not await rows(system, "SELECT * FROM stopped_shards")
 
 
 async def test_limits_view(system: Settings) -> None:
-    """What is left of each limit now: grabs of another day do not count, what went back does not, a campaign counts all its offers."""
+    """What is left of each limit now: grabs of another day do not count, what went back does not, a campaign
+    counts all its offers.
+    """
     [(now,)] = await rows(system, "SELECT (extract(epoch FROM now()) * 1000)::bigint")
     history = History(1)
     history.now = now - 3 * DAY_MS
-    limits = (Limit("user", "offer", 9), Limit("user", "day", 4), Limit("card", "week", 50, "campaign"), Limit("user", "hour", 4))
+    limits = (
+        Limit("user", "offer", 9),
+        Limit("user", "day", 4),
+        Limit("card", "week", 50, "campaign"),
+        Limit("user", "hour", 4),
+    )
     for offer in ("m:a", "m:b"):
-        terms = StockTerms(issuer="shop", total=40, limits=limits, max_per_grab=3, timezone="Asia/Shanghai", hold_ms=DAY_MS * 9)
+        terms = StockTerms(
+            issuer="shop",
+            total=40,
+            limits=limits,
+            max_per_grab=3,
+            timezone="Asia/Shanghai",
+            hold_ms=DAY_MS * 9,
+        )
         history.send(Open, offer, terms=terms)
     history.send(Grab, "m:a", user="u", quantity=3, attributes={"card": "k"})
     history.now = now
@@ -218,29 +259,50 @@ async def test_limits_view(system: Settings) -> None:
     await project(system, history, random.Random(1))
     found = {
         (offer, by, per, value): left
-        for offer, by, per, value, left in await rows(system, "SELECT offer, by, per, value, \"left\" FROM limits WHERE offer = 'm:a'")
+        for offer, by, per, value, left in await rows(
+            system, "SELECT offer, by, per, value, \"left\" FROM limits WHERE offer = 'm:a'"
+        )
     }
     # The rules say what is left to whoever grabs now.
     history.now += 1
-    decided = decide(history.state, Grab(id="now", offer="m:a", user="u", attributes={"card": "k"}), history.now)
+    decided = decide(
+        history.state, Grab(id="now", offer="m:a", user="u", attributes={"card": "k"}), history.now
+    )
     told = {(one.by, one.per): one.left + 1 for one in decided.answer.limits}
     assert {(by, per): left for (_, by, per, _), left in found.items()} == told
 
 
-async def test_the_view_of_limits_counts_units_that_were_taken_anew_in_their_own_window(system: Settings) -> None:
-    """Of one grab some units were paid in time, some late a day later, some later still; and some of these went back."""
+async def test_the_view_of_limits_counts_units_that_were_taken_anew_in_their_own_window(
+    system: Settings,
+) -> None:
+    """Of one grab some units were paid in time, some late a day later, some later still; and some of these
+    went back.
+    """
     [(now,)] = await rows(system, "SELECT (extract(epoch FROM now()) * 1000)::bigint")
     history = History(1)
     history.now = now - 3 * DAY_MS
     limits = (Limit("user", "offer", 90), Limit("user", "day", 90), Limit("user", "week", 90))
-    terms = StockTerms(issuer="shop", total=90, limits=limits, max_per_grab=9, hold_ms=1_000, late="retake", return_restores=True)
+    terms = StockTerms(
+        issuer="shop",
+        total=90,
+        limits=limits,
+        max_per_grab=9,
+        hold_ms=1_000,
+        late="retake",
+        return_restores=True,
+    )
     history.send(Open, "m:a", terms=terms)
     grabs = {}
     for user in ("u", "v"):
         history.send(Grab, "m:a", user=user, quantity=9)
         grabs[user] = f"c{history.commands}"
         history.send(Confirm, "m:a", grab=grabs[user], quantity=2)
-    for later, paid, back in ((DAY_MS, 3, {}), (2 * DAY_MS, 2, {"u": 1, "v": 4}), (0, 1, {"v": 2}), (0, 1, {"u": 1})):
+    for later, paid, back in (
+        (DAY_MS, 3, {}),
+        (2 * DAY_MS, 2, {"u": 1, "v": 4}),
+        (0, 1, {"v": 2}),
+        (0, 1, {"u": 1}),
+    ):
         history.now += later
         history.lines += map(encode_event, sweep(history.state, history.now))
         for user, grab in grabs.items():
@@ -258,8 +320,12 @@ async def test_the_view_of_limits_counts_units_that_were_taken_anew_in_their_own
     assert {(value, per): counted for value, per, counted in await rows(system, query)} == told
 
 
-async def test_the_view_of_limits_counts_since_a_limit_was_added_and_in_the_zone_of_the_campaign(system: Settings) -> None:
-    """Added by an amendment, changed, removed and added again, after a sister retired, in other zones: always what the rules say."""
+async def test_the_view_of_limits_counts_since_a_limit_was_added_and_in_the_zone_of_the_campaign(
+    system: Settings,
+) -> None:
+    """Added by an amendment, changed, removed and added again, after a sister retired, in other zones: always
+    what the rules say.
+    """
     [(now,)] = await rows(system, "SELECT (extract(epoch FROM now()) * 1000)::bigint")
     history = History(1)
     history.now = now - 1_000
@@ -268,7 +334,9 @@ async def test_the_view_of_limits_counts_since_a_limit_was_added_and_in_the_zone
     zones = ("Australia/Lord_Howe", "Asia/Kathmandu", "America/St_Johns")
     limits = ((per_hour, week), (all_time, week), (mine, per_hour))
     for name, zone, wanted in zip("abc", zones, limits, strict=True):
-        terms = StockTerms(issuer="shop", total=400, limits=wanted, max_per_grab=9, timezone=zone, retire_after_ms=1)
+        terms = StockTerms(
+            issuer="shop", total=400, limits=wanted, max_per_grab=9, timezone=zone, retire_after_ms=1
+        )
         history.send(Open, f"m:{name}", terms=terms)
 
     def grab(offer: str) -> None:
@@ -277,8 +345,10 @@ async def test_the_view_of_limits_counts_since_a_limit_was_added_and_in_the_zone
     for offer in ("m:a", "m:b", "m:c"):
         grab(offer)
     changes = [
-        ("m:b", ()), ("m:b", (all_time, mine)), ("m:c", (mine, week)), ("m:c", (Limit("user", "day", 50), week)),
-        ("m:b", (Limit("user", "day", 90, "campaign"), all_time)), ("m:c", (per_hour,)), ("m:c", (mine, per_hour, week)),
+        ("m:b", ()), ("m:b", (all_time, mine)), ("m:c", (mine, week)),
+        ("m:c", (Limit("user", "day", 50), week)),
+        ("m:b", (Limit("user", "day", 90, "campaign"), all_time)), ("m:c", (per_hour,)),
+        ("m:c", (mine, per_hour, week)),
     ]  # fmt: skip
     for offer, changed in changes:
         history.send(Amend, offer, changes=Changes(limits=changed))
@@ -291,7 +361,10 @@ async def test_the_view_of_limits_counts_since_a_limit_was_added_and_in_the_zone
     history.now = now
     grab("m:b")
     await project(system, history, random.Random(3))
-    found = {row[:4]: row[4] for row in await rows(system, "SELECT offer, by, per, scope, \"left\" FROM limits WHERE value = 'u'")}
+    found = {
+        row[:4]: row[4]
+        for row in await rows(system, "SELECT offer, by, per, scope, \"left\" FROM limits WHERE value = 'u'")
+    }
     told = {}
     for offer in ("m:b", "m:c"):
         # The rules say what is left behind a grab; it is decided in a state of its own.
@@ -300,9 +373,12 @@ async def test_the_view_of_limits_counts_since_a_limit_was_added_and_in_the_zone
     assert found == told
 
 
-async def test_the_view_of_limits_begins_a_campaign_anew_where_redis_does_within_one_millisecond(system: Settings) -> None:
-    """A shard's time stands still while its server's clock is set back. Of two campaigns one has gone when its next offer opens, the other
-    has not: by their times nobody can tell."""
+async def test_the_view_of_limits_begins_a_campaign_anew_where_redis_does_within_one_millisecond(
+    system: Settings,
+) -> None:
+    """A shard's time stands still while its server's clock is set back. Of two campaigns one has gone when
+    its next offer opens, the other has not: by their times nobody can tell.
+    """
     [(now,)] = await rows(system, "SELECT (extract(epoch FROM now()) * 1000)::bigint")
     history = History(1)
     history.now = now - 10
@@ -320,7 +396,10 @@ async def test_the_view_of_limits_begins_a_campaign_anew_where_redis_does_within
     for offer in ("gone:a", "there:a"):
         history.send(Grab, offer, user="u", quantity=2)
     await project(system, history, random.Random(3))
-    assert await rows(system, "SELECT count(*) FROM offers WHERE greatest(opened_at, retired_at) = (SELECT max(at) FROM audit)") == [(4,)]
+    assert await rows(
+        system,
+        "SELECT count(*) FROM offers WHERE greatest(opened_at, retired_at) = (SELECT max(at) FROM audit)",
+    ) == [(4,)]
     told = {}
     for offer in ("gone:a", "there:a"):
         answer = decide(deepcopy(history.state), Grab(id="now", offer=offer, user="u"), history.now).answer

@@ -1,4 +1,6 @@
-"""Read models from blocks that are made here: what repeats, what is missing, what contradicts, and what the database refuses."""
+"""Read models from blocks that are made here: what repeats, what is missing, what contradicts, and what the
+database refuses.
+"""
 
 import asyncio
 import json
@@ -27,16 +29,20 @@ SHARD = 3
 
 def opened(offer: str, seq: int, total: int = 1000) -> bytes:
     return (
-        f'{{"type":"offer.opened","v":1,"shard":{SHARD},"seq":{seq},"offer_seq":1,"offer":"{offer}","at":{seq},"command":"o-{offer}",'
-        f'"kind":"envelope","issuer":"alice","funding":"pay","asset":"CNY","total":{total},"opens_at":1,"closes_at":9,'
+        f'{{"type":"offer.opened","v":1,"shard":{SHARD},"seq":{seq},"offer_seq":1,"offer":"{offer}",'
+        f'"at":{seq},"command":"o-{offer}",'
+        f'"kind":"envelope","issuer":"alice","funding":"pay","asset":"CNY","total":{total},"opens_at":1,'
+        '"closes_at":9,'
         f'"terms":{{"kind":"envelope","parts":10,"title":"back\\\\slash \\"quote\\" 你好"}},"digest":"d"}}'
     ).encode()
 
 
 def granted(offer: str, seq: int, amount: int = 10) -> bytes:
     return (
-        f'{{"type":"grab.granted","v":1,"shard":{SHARD},"seq":{seq},"offer_seq":{seq},"offer":"{offer}","at":{seq},"command":"g{seq}",'
-        f'"grab":"g{seq}","user":"u{seq % 7}","quantity":1,"amount":{amount},"asset":"CNY","place":{seq},"left":3,"digest":"d"}}'
+        f'{{"type":"grab.granted","v":1,"shard":{SHARD},"seq":{seq},"offer_seq":{seq},"offer":"{offer}",'
+        f'"at":{seq},"command":"g{seq}",'
+        f'"grab":"g{seq}","user":"u{seq % 7}","quantity":1,"amount":{amount},"asset":"CNY","place":{seq},'
+        f'"left":3,"digest":"d"}}'
     ).encode()
 
 
@@ -54,10 +60,14 @@ class Journal:
     async def marker(self, term: int, owner: str) -> None:
         await self._send(marker_headers(self._shard, term, owner), b"")
 
-    async def block(self, lines: Sequence[bytes], first: int, last: int, term: int = 1, owner: str = "a", **wrong: bytes) -> None:
+    async def block(
+        self, lines: Sequence[bytes], first: int, last: int, term: int = 1, owner: str = "a", **wrong: bytes
+    ) -> None:
         """Events first … last of a history that begins with seq 1."""
         hashes = [GENESIS, *chain(GENESIS, lines)]
-        headers = dict(block_headers(self._shard, term, owner, first, last - first + 1, hashes[first - 1], hashes[last]))
+        headers = dict(
+            block_headers(self._shard, term, owner, first, last - first + 1, hashes[first - 1], hashes[last])
+        )
         headers.update(wrong)
         await self._send(list(headers.items()), b"\n".join(lines[first - 1 : last]))
 
@@ -108,7 +118,9 @@ async def rows(settings: Settings, query: str) -> list[Any]:
 
 
 async def open_tables(settings: Settings) -> AsyncConnection[Any]:
-    """A connection that means the tables behind the views, wherever a version of a read model has them: to damage them."""
+    """A connection that means the tables behind the views, wherever a version of a read model has them: to
+    damage them.
+    """
     connection = await open_books(settings)
     schemas = ", ".join([*(await live_schemas(connection)).values(), settings.schema_])
     await connection.execute(f"SET search_path = {schemas}".encode())
@@ -117,13 +129,19 @@ async def open_tables(settings: Settings) -> AsyncConnection[Any]:
 
 async def live_schemas(connection: AsyncConnection[Any]) -> dict[str, str]:
     """Where the live version of each read model has its tables; the connection means the system's schema."""
-    return dict(await (await connection.execute("SELECT projection, schema FROM read_models WHERE state = 'live'")).fetchall())
+    return dict(
+        await (
+            await connection.execute("SELECT projection, schema FROM read_models WHERE state = 'live'")
+        ).fetchall()
+    )
 
 
 LINES = [opened("e", 1), *(granted("e", seq) for seq in range(2, 31))]
 
 
-async def test_repeated_overlapping_and_stale_blocks_change_nothing(system: Settings, journal: Journal) -> None:
+async def test_repeated_overlapping_and_stale_blocks_change_nothing(
+    system: Settings, journal: Journal
+) -> None:
     await journal.marker(1, "a")
     await journal.block(LINES, 1, 10)
     await journal.block(LINES, 5, 12)
@@ -137,15 +155,21 @@ async def test_repeated_overlapping_and_stale_blocks_change_nothing(system: Sett
                 await projector.put(record)
         await at_seq(system, 30)
     assert [body.encode() for (body,) in await rows(system, "SELECT body FROM audit ORDER BY seq")] == LINES
-    assert [bytes(hash_) for (hash_,) in await rows(system, "SELECT hash FROM audit ORDER BY seq")] == chain(GENESIS, LINES)
+    assert [bytes(hash_) for (hash_,) in await rows(system, "SELECT hash FROM audit ORDER BY seq")] == chain(
+        GENESIS, LINES
+    )
     assert await rows(system, "SELECT posted FROM accounts WHERE account = 'offer:e'") == [(1000 - 290,)]
     assert await rows(system, "SELECT count(*), sum(amount)::int FROM grabs") == [(29, 290)]
     assert await rows(system, "SELECT sum(available)::int FROM balances") == [(290,)]
-    assert await rows(system, "SELECT title, grabs, given, amount_left FROM offers") == [('back\\slash "quote" 你好', 29, 290, 710)]
+    assert await rows(system, "SELECT title, grabs, given, amount_left FROM offers") == [
+        ('back\\slash "quote" 你好', 29, 290, 710)
+    ]
 
 
 async def test_two_processes_write_the_same_shard_once(system: Settings, journal: Journal) -> None:
-    """After a rebalance both may believe the shard is theirs: the cursor lets one of them through, the other looks where it is."""
+    """After a rebalance both may believe the shard is theirs: the cursor lets one of them through, the other
+    looks where it is.
+    """
     await journal.marker(1, "a")
     for first in range(1, 31):
         await journal.block(LINES, first, first)
@@ -190,7 +214,9 @@ async def test_catching_up_needs_no_new_record(system: Settings, journal: Journa
         ({"first_seq": b"9"}, "begins at seq 9"),
     ],
 )
-async def test_a_bad_block_stops_that_shard_and_no_other(system: Settings, journal: Journal, wrong: dict[str, bytes], reason: str) -> None:
+async def test_a_bad_block_stops_that_shard_and_no_other(
+    system: Settings, journal: Journal, wrong: dict[str, bytes], reason: str
+) -> None:
     await journal.marker(1, "a")
     await journal.block(LINES, 1, 5)
     await journal.block(LINES, 6, 9, **wrong)
@@ -207,7 +233,9 @@ async def test_a_bad_block_stops_that_shard_and_no_other(system: Settings, journ
         await ledger.put(other.records[-1])
 
         async def other_went_on() -> bool:
-            return await rows(system, f"SELECT seq FROM cursors WHERE projection = 'ledger' AND shard = {SHARD + 1}") == [(5,)]
+            return await rows(
+                system, f"SELECT seq FROM cursors WHERE projection = 'ledger' AND shard = {SHARD + 1}"
+            ) == [(5,)]
 
         await until(other_went_on, 30, "the other shard")
     [(shard, seq, why)] = await rows(system, "SELECT shard, seq, reason FROM stopped_shards")
@@ -215,7 +243,9 @@ async def test_a_bad_block_stops_that_shard_and_no_other(system: Settings, journ
     assert reason in why
     shown = grabstream("status", "--json", **of(system))
     assert shown.returncode == 1
-    assert [(stop["projection"], stop["shard"]) for stop in json.loads(shown.stdout)["stopped"]] == [("ledger", SHARD)]
+    assert [(stop["projection"], stop["shard"]) for stop in json.loads(shown.stdout)["stopped"]] == [
+        ("ledger", SHARD)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -295,7 +325,9 @@ async def test_two_at_once_write_each_row_once(system: Settings, journal: Journa
 
 
 async def test_published_events_go_on_without_a_gap(system: Settings, journal: Journal) -> None:
-    """Begun again, the publisher finds its cursor in the topic: repeats have the same id and bytes, nothing is left out."""
+    """Begun again, the publisher finds its cursor in the topic: repeats have the same id and bytes, nothing
+    is left out.
+    """
     topic = Topics(system.prefix).events
     await journal.marker(1, "a")
     for first, last in ((1, 7), (8, 9), (10, 24), (25, 30)):
@@ -308,7 +340,9 @@ async def test_published_events_go_on_without_a_gap(system: Settings, journal: J
                     return await reader.end(SHARD) >= last
 
             await until(published, 30, f"event {last}")
-    consumer = AIOKafkaConsumer(bootstrap_servers=system.kafka, auto_offset_reset="earliest", enable_auto_commit=False)
+    consumer = AIOKafkaConsumer(
+        bootstrap_servers=system.kafka, auto_offset_reset="earliest", enable_auto_commit=False
+    )
     consumer.assign([TopicPartition(topic, SHARD)])
     await consumer.start()
     found: dict[str, set[bytes]] = {}
@@ -341,7 +375,9 @@ class _Expiring:
         await self._producer.stop()
 
 
-async def test_a_batch_that_expires_leaves_no_gap_in_the_events(system: Settings, journal: Journal, monkeypatch: Any) -> None:
+async def test_a_batch_that_expires_leaves_no_gap_in_the_events(
+    system: Settings, journal: Journal, monkeypatch: Any
+) -> None:
     """What would follow it in the same group is not sent, or its cursor would say that all of it is there."""
     lines = [opened("e", 1, 10**6), *(granted("e", seq) for seq in range(2, 1_001))]
     await journal.marker(1, "a")
@@ -365,7 +401,9 @@ async def test_a_batch_that_expires_leaves_no_gap_in_the_events(system: Settings
 
         publisher._open = open_expiring  # type: ignore[method-assign]
         await publisher.put(journal.records[-1])
-        await until(lambda: publisher._cursors.get(SHARD) and publisher._cursors[SHARD].seq == 1_000, 30, "all events")
+        await until(
+            lambda: publisher._cursors.get(SHARD) and publisher._cursors[SHARD].seq == 1_000, 30, "all events"
+        )
     highest = 0
     async with open_reader(system.kafka, Topics(system.prefix).events) as reader:
         async for records in reader.read(SHARD, 0, await reader.end(SHARD)):

@@ -1,5 +1,7 @@
-"""Read models rebuilt: the same rows from the journal, from blocks cut elsewhere, and from the audit trail; cut off at any moment;
-refused where rows differ that were not meant to; shown and put back while readers read."""
+"""Read models rebuilt: the same rows from the journal, from blocks cut elsewhere, and from the audit trail;
+cut off at any moment; refused where rows differ that were not meant to; shown and put back while readers
+read.
+"""
 
 import asyncio
 import json
@@ -39,7 +41,9 @@ async def digests(settings: Settings, version: Version) -> dict[str, Any]:
     async with await open_books(settings) as books:
         for table in definition_of(version.projection).tables:
             name = sql.Identifier(version.schema, table)
-            query = sql.SQL("SELECT count(*), md5(string_agg(t::text, '' ORDER BY t::text)) FROM {} AS t").format(name)
+            query = sql.SQL(
+                "SELECT count(*), md5(string_agg(t::text, '' ORDER BY t::text)) FROM {} AS t"
+            ).format(name)
             found[table] = await (await books.execute(query)).fetchone()
     return found
 
@@ -52,7 +56,9 @@ async def version_in(settings: Settings, projection: str, state: str = "live") -
 
 
 async def rebuilt(settings: Settings, projection: str, source: str = "journal", **rest: Any) -> Version:
-    """Rebuilds in this process and switches; returns the new version. Raises AssertionError when a row differs."""
+    """Rebuilds in this process and switches; returns the new version. Raises AssertionError when a row
+    differs.
+    """
     where = where_of(settings)
     async with (
         open_rebuild(where, projection, **rest) as work,
@@ -64,10 +70,14 @@ async def rebuilt(settings: Settings, projection: str, source: str = "journal", 
     return await version_in(settings, projection)
 
 
-async def test_the_same_rows_live_rebuilt_from_audit_and_from_blocks_cut_elsewhere(system: Settings, prefix: str) -> None:
+async def test_the_same_rows_live_rebuilt_from_audit_and_from_blocks_cut_elsewhere(
+    system: Settings, prefix: str
+) -> None:
     history = made(20261122, 3_000)
     await project(system, history, random.Random(3))
-    live = {projection: await digests(system, await version_in(system, projection)) for projection in PROJECTIONS}
+    live = {
+        projection: await digests(system, await version_in(system, projection)) for projection in PROJECTIONS
+    }
     assert all(count for tables in live.values() for count, _ in tables.values())
     for projection in PROJECTIONS:
         for source in ("journal",) if projection == "audit" else ("journal", "audit"):
@@ -90,8 +100,10 @@ async def test_the_same_rows_live_rebuilt_from_audit_and_from_blocks_cut_elsewhe
 
 def granted(shard: int, seq: int) -> bytes:
     return (
-        f'{{"type":"grab.granted","v":1,"shard":{shard},"seq":{seq},"offer_seq":{seq},"offer":"e{shard}","at":{seq},"command":"g{seq}",'
-        f'"grab":"g{seq}","user":"u{seq % 7}","quantity":1,"amount":10,"asset":"CNY","place":{seq},"left":3,"digest":"d"}}'
+        f'{{"type":"grab.granted","v":1,"shard":{shard},"seq":{seq},"offer_seq":{seq},"offer":"e{shard}",'
+        f'"at":{seq},"command":"g{seq}",'
+        f'"grab":"g{seq}","user":"u{seq % 7}","quantity":1,"amount":10,"asset":"CNY","place":{seq},"left":3,'
+        f'"digest":"d"}}'
     ).encode()
 
 
@@ -140,8 +152,15 @@ async def test_differences_refuse_accept_and_undo(booked: Settings) -> None:
     found = {one["table"]: one for one in json.loads(refused.stdout)["difference"]}
     assert found["accounts_1"]["changed"] == {"posted": 1}
     [example] = found["accounts_1"]["examples"]
-    assert example == {"key": {"account": "wallet:u3", "asset": "CNY"}, "changed": {"posted": [wrong, wrong - 7]}}
-    assert (found["transfers_1"]["missing"], found["transfers_1"]["extra"], found["transfers_1"]["rows_changed"]) == (0, 1, 0)
+    assert example == {
+        "key": {"account": "wallet:u3", "asset": "CNY"},
+        "changed": {"posted": [wrong, wrong - 7]},
+    }
+    assert (
+        found["transfers_1"]["missing"],
+        found["transfers_1"]["extra"],
+        found["transfers_1"]["rows_changed"],
+    ) == (0, 1, 0)
     assert found["transfers_1"]["examples"] == [{"key": {"shard": 2, "seq": 9, "leg": 0}, "only": "new"}]
     assert await rows(booked, query) == [(wrong,)]
     shown = grabstream("rebuild", "ledger", **of(booked))
@@ -184,7 +203,9 @@ async def all_versions(settings: Settings, projection: str) -> list[Version]:
 
 
 async def test_what_is_undone_has_the_events_that_came_meanwhile(booked: Settings, journal: Journal) -> None:  # noqa: F811 - the fixture
-    """Of two versions of one definition workers write the live one; going back brings the other up to it first."""
+    """Of two versions of one definition workers write the live one; going back brings the other up to it
+    first.
+    """
     async with running(booked, "ledger") as [ledger]:
         await ledger.put(CatchUp(0))
         new = await rebuilt(booked, "ledger")
@@ -194,15 +215,21 @@ async def test_what_is_undone_has_the_events_that_came_meanwhile(booked: Setting
         query = "SELECT seq FROM cursors WHERE (projection, shard) = ('ledger', 0)"
         await until(lambda: _is(booked, query, [(GRANTS + 6,)]), 30, "the new version's cursor")
         old = await version_in(booked, "ledger", "previous")
-        assert await rows(booked, f"SELECT count(*) FROM {new.schema}.transfers_1 WHERE shard = 0") == [(GRANTS + 6,)]
-        assert await rows(booked, f"SELECT count(*) FROM {old.schema}.transfers_1 WHERE shard = 0") == [(GRANTS + 1,)]
+        assert await rows(booked, f"SELECT count(*) FROM {new.schema}.transfers_1 WHERE shard = 0") == [
+            (GRANTS + 6,)
+        ]
+        assert await rows(booked, f"SELECT count(*) FROM {old.schema}.transfers_1 WHERE shard = 0") == [
+            (GRANTS + 1,)
+        ]
         assert grabstream("rebuild", "ledger", "--undo", **of(booked)).returncode == 0
         assert (await version_in(booked, "ledger")).schema == old.schema
         assert await rows(booked, "SELECT count(*) FROM transfers WHERE shard = 0") == [(GRANTS + 6,)]
         await of_shard.block(lines_of(0, GRANTS + 8), GRANTS + 7, GRANTS + 9)
         await ledger.put(of_shard.records[-1])
         await until(lambda: _is(booked, query, [(GRANTS + 9,)]), 30, "the old version's cursor")
-    assert await rows(booked, f"SELECT count(*) FROM {new.schema}.transfers_1 WHERE shard = 0") == [(GRANTS + 6,)]
+    assert await rows(booked, f"SELECT count(*) FROM {new.schema}.transfers_1 WHERE shard = 0") == [
+        (GRANTS + 6,)
+    ]
 
 
 async def _is(settings: Settings, query: str, expected: list[Any]) -> bool:
@@ -221,7 +248,11 @@ async def test_killed_in_the_middle_it_goes_on(booked: Settings, step: str) -> N
     assert loaded == [(3 if begun.phase == "loading" else booked.shards,)]
     shown = grabstream("status", "--json", **of(booked))
     [building] = [one for one in json.loads(shown.stdout)["versions"] if one["state"] == "building"]
-    assert (building["schema"], building["phase"], building["events"]) == (begun.schema, begun.phase, loaded[0][0] * (GRANTS + 1))
+    assert (building["schema"], building["phase"], building["events"]) == (
+        begun.schema,
+        begun.phase,
+        loaded[0][0] * (GRANTS + 1),
+    )
     assert grabstream("rebuild", "balances", **of(booked)).returncode == 0
     live = await version_in(booked, "balances")
     assert live.version == begun.version
@@ -281,29 +312,39 @@ async def test_one_rebuild_of_a_projection_at_a_time(booked: Settings) -> None:
 
 
 async def test_a_reader_that_holds_the_views_is_waited_for(booked: Settings) -> None:
-    """An open transaction that has read a view keeps seeing what it saw; others are not held up; the switch comes when it ends."""
+    """An open transaction that has read a view keeps seeing what it saw; others are not held up; the switch
+    comes when it ends.
+    """
     async with await open_books(booked) as reader, await AsyncConnection.connect(booked.postgres) as snapshot:
         async with reader.transaction():
             await reader.execute("SELECT count(*) FROM transfers")
             refused = grabstream("rebuild", "ledger", "--patience", "0", **of(booked))
             assert refused.returncode == 1
             assert "the same command tries again" in refused.stderr
-            assert await rows(booked, "SELECT count(*) FROM accounts WHERE account LIKE 'offer:%'") == [(booked.shards,)]
+            assert await rows(booked, "SELECT count(*) FROM accounts WHERE account LIKE 'offer:%'") == [
+                (booked.shards,)
+            ]
         # Another one has read nothing of ours, but its snapshot is older than the rows of the new version.
         await snapshot.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
         await snapshot.execute("SELECT 1")
         refused = grabstream("rebuild", "ledger", "--patience", "0", **of(booked))
         assert refused.returncode == 1
         assert "older snapshot" in refused.stderr
-        [count] = await (await snapshot.execute(f"SELECT count(*) FROM {booked.schema_}.transfers".encode())).fetchone() or [0]
+        [count] = await (
+            await snapshot.execute(f"SELECT count(*) FROM {booked.schema_}.transfers".encode())
+        ).fetchone() or [0]
         assert count == booked.shards * (GRANTS + 1)
     assert grabstream("rebuild", "ledger", **of(booked)).returncode == 0
 
 
 async def test_readers_of_any_role_keep_what_they_saw(booked: Settings, servers: Settings) -> None:
-    """A switch by a role that is no superuser waits for a snapshot of another role, and is done when that one lets go."""
+    """A switch by a role that is no superuser waits for a snapshot of another role, and is done when that one
+    lets go.
+    """
     [(privileged,)] = await rows(
-        booked, "SELECT rolsuper OR EXISTS (SELECT FROM pg_auth_members WHERE member = pg_roles.oid) FROM pg_roles WHERE rolname = user"
+        booked,
+        "SELECT rolsuper OR EXISTS (SELECT FROM pg_auth_members WHERE member = pg_roles.oid) FROM pg_roles "
+        "WHERE rolname = user",
     )
     assert not privileged
     admin = load_settings().postgres
@@ -312,14 +353,18 @@ async def test_readers_of_any_role_keep_what_they_saw(booked: Settings, servers:
         async with await AsyncConnection.connect(postgres) as reader:
             await reader.set_isolation_level(IsolationLevel.REPEATABLE_READ)
             await reader.execute("SELECT 1")
-            refused = await asyncio.to_thread(grabstream, "rebuild", "ledger", "--patience", "0", **of(booked))
+            refused = await asyncio.to_thread(
+                grabstream, "rebuild", "ledger", "--patience", "0", **of(booked)
+            )
             assert refused.returncode == 1
             assert f"pid {reader.info.backend_pid}, {booked.schema_}_reader" in refused.stderr
             count = sql.SQL("SELECT count(*) FROM {}").format(sql.Identifier(booked.schema_, "transfers"))
             assert await (await reader.execute(count)).fetchone() == (booked.shards * (GRANTS + 1),)
             await reader.commit()
             await reader.execute("SELECT 1")
-            waiting = asyncio.create_task(asyncio.to_thread(grabstream, "rebuild", "ledger", "--no-keep", **of(booked)))
+            waiting = asyncio.create_task(
+                asyncio.to_thread(grabstream, "rebuild", "ledger", "--no-keep", **of(booked))
+            )
             await asyncio.sleep(1)  # whether it waits already or not, it may not be done before the reader is
             assert await (await reader.execute(count)).fetchone() == (booked.shards * (GRANTS + 1),)
             await reader.commit()
@@ -333,15 +378,23 @@ async def test_readers_of_any_role_keep_what_they_saw(booked: Settings, servers:
 
 
 async def test_a_snapshot_that_goes_while_it_is_waited_for(booked: Settings) -> None:
-    """In one transaction of the one who waits, as in a switch; and a worker that waits for us is not waited for."""
-    async with await open_books(booked) as us, await AsyncConnection.connect(booked.postgres) as reader, await open_books(booked) as worker:
+    """In one transaction of the one who waits, as in a switch; and a worker that waits for us is not waited
+    for.
+    """
+    async with (
+        await open_books(booked) as us,
+        await AsyncConnection.connect(booked.postgres) as reader,
+        await open_books(booked) as worker,
+    ):
         await reader.set_isolation_level(IsolationLevel.REPEATABLE_READ)
         await reader.execute("SELECT 1")
         async with us.transaction():
             await us.execute("SELECT 1 FROM read_models FOR UPDATE")
             waits = asyncio.create_task(worker.execute("UPDATE read_models SET phase = phase"))
             blocked = "SELECT count(*) FROM pg_locks WHERE pid = %s AND NOT granted"
-            await until(lambda: _is(booked, blocked % worker.info.backend_pid, [(1,)]), 10, "the worker's wait")
+            await until(
+                lambda: _is(booked, blocked % worker.info.backend_pid, [(1,)]), 10, "the worker's wait"
+            )
             with pytest.raises(Busy, match=f"pid {reader.info.backend_pid},"):
                 await older_snapshots_gone(us, booked.schema_, 0.2)
             gone = asyncio.create_task(older_snapshots_gone(us, booked.schema_, 20))
@@ -357,7 +410,9 @@ async def test_a_journal_that_lost_records_is_refused_and_the_audit_trail_has_th
     elsewhere = where_of(booked)._replace(journal=f"{booked.prefix}.events")
     async with (
         open_rebuild(elsewhere, "ledger") as work,
-        open_source("journal", elsewhere.kafka, elsewhere.journal, elsewhere.postgres, elsewhere.schema) as source,
+        open_source(
+            "journal", elsewhere.kafka, elsewhere.journal, elsewhere.postgres, elsewhere.schema
+        ) as source,
     ):
         with pytest.raises(Refused, match=r"shard 0: .*ends"):
             await work.build(source)
@@ -374,7 +429,12 @@ async def test_a_worker_that_was_idle_meanwhile_goes_on_with_the_new_version(
 
     async def connected() -> bool:
         names = ", ".join(f"'{session_name(booked.schema_, name)}'" for name in ("ledger", "balances"))
-        return bool(await rows(booked, f"SELECT 1 FROM pg_stat_activity WHERE application_name IN ({names}) HAVING count(*) = 2"))
+        return bool(
+            await rows(
+                booked,
+                f"SELECT 1 FROM pg_stat_activity WHERE application_name IN ({names}) HAVING count(*) = 2",
+            )
+        )
 
     await until(connected, 30, "the worker")
     for projection in ("ledger", "balances"):
@@ -399,11 +459,17 @@ async def test_processes_load_the_same_rows(booked: Settings, monkeypatch: pytes
     assert await digests(booked, new) == before
     ledger = await version_in(booked, "ledger")
     async with await open_books(booked) as books:
-        await books.execute(f"UPDATE {ledger.schema}.projection_cursors SET next_offset = next_offset + 9 WHERE shard = 2".encode())
+        await books.execute(
+            f"UPDATE {ledger.schema}.projection_cursors SET next_offset = next_offset + 9 WHERE shard = "
+            "2".encode()
+        )
     with pytest.raises(Refused, match="shard 2: it ends at offset 2, the live read model is at 11"):
         await rebuilt(booked, "ledger", jobs=2)
     async with await open_books(booked) as books:
-        await books.execute(f"UPDATE {ledger.schema}.projection_cursors SET next_offset = next_offset - 9 WHERE shard = 2".encode())
+        await books.execute(
+            f"UPDATE {ledger.schema}.projection_cursors SET next_offset = next_offset - 9 WHERE shard = "
+            "2".encode()
+        )
     assert await digests(booked, await rebuilt(booked, "ledger", jobs=2)) == await digests(booked, ledger)
 
 
@@ -430,7 +496,9 @@ async def test_all_read_models_one_after_the_other(booked: Settings) -> None:
 
 
 async def test_a_live_version_of_another_history_is_refused(booked: Settings) -> None:
-    """At the same seq with another hash, nothing is compared or shown, whatever is read; with the right hash all is well."""
+    """At the same seq with another hash, nothing is compared or shown, whatever is read; with the right hash
+    all is well.
+    """
     ledger = await version_in(booked, "ledger")
     table = f"{ledger.schema}.projection_cursors"
     [(head,)] = await rows(booked, f"SELECT head FROM {table} WHERE shard = 1")

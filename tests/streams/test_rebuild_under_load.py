@@ -1,4 +1,6 @@
-"""A changed projection under live traffic: the switch, and no reader ever sees a mixture, nor goes back in time."""
+"""A changed projection under live traffic: the switch, and no reader ever sees a mixture, nor goes back in
+time.
+"""
 
 import asyncio
 import json
@@ -24,9 +26,11 @@ from tests.streams.test_projections import rows
 from tests.streams.test_rebuild import digests, version_in
 from tests.streams.traffic import traffic
 
-#: One transaction's look at offers and grabs: events, grabs that offers count and grabs there are, titles shouted and not.
+#: One transaction's look at offers and grabs: events, grabs that offers count and grabs there are, titles
+#: shouted and not.
 LOOK = (
-    "SELECT (SELECT sum(seq) FROM cursors WHERE projection = 'balances')::bigint, coalesce(sum(grabs), 0)::bigint, "
+    "SELECT (SELECT sum(seq) FROM cursors WHERE projection = 'balances')::bigint, coalesce(sum(grabs), "
+    "0)::bigint, "
     "count(*) FILTER (WHERE title LIKE '%!'), count(*) FILTER (WHERE title NOT LIKE '%!') FROM offers"
 )
 
@@ -48,9 +52,14 @@ class Reader:
             while True:
                 if level == IsolationLevel.REPEATABLE_READ:
                     async with connection.transaction():
-                        look, grabs = await self._look(connection, LOOK), await self._look(connection, "SELECT count(*) FROM grabs")
+                        look, grabs = (
+                            await self._look(connection, LOOK),
+                            await self._look(connection, "SELECT count(*) FROM grabs"),
+                        )
                 else:
-                    look = await self._look(connection, LOOK.replace("FROM offers", ", (SELECT count(*) FROM grabs) FROM offers"))
+                    look = await self._look(
+                        connection, LOOK.replace("FROM offers", ", (SELECT count(*) FROM grabs) FROM offers")
+                    )
                     grabs = look[4:]
                 self._check(newest, look, grabs[0])
                 newest = (look[0], look[1])
@@ -77,32 +86,47 @@ def start(settings: Settings, log: Path, *words: str) -> "subprocess.Popen[bytes
     """The other release's command line."""
     with log.open("ab") as output:
         return subprocess.Popen(
-            [sys.executable, "-m", "tests.streams.changed", *words], env=child_environment(**of(settings)), stdout=output, stderr=output
+            [sys.executable, "-m", "tests.streams.changed", *words],
+            env=child_environment(**of(settings)),
+            stdout=output,
+            stderr=output,
         )
 
 
 @pytest.mark.nightly
-async def test_a_changed_projection_under_load(system: Settings, worker: Callable[..., Any], tmp_path: Path) -> None:
+async def test_a_changed_projection_under_load(
+    system: Settings, worker: Callable[..., Any], tmp_path: Path
+) -> None:
     deciding = worker(system, "decide,relay,sweep")
     worker(system, "project,publish")
     await relayed_by(system, deciding)
     log = tmp_path / "newer.log"
     newer = start(system, log, "-v", "worker", "--roles", "project")
     readers = Reader(system)
-    reading = [asyncio.create_task(readers.run(level)) for level in (IsolationLevel.READ_COMMITTED, IsolationLevel.REPEATABLE_READ)]
+    reading = [
+        asyncio.create_task(readers.run(level))
+        for level in (IsolationLevel.READ_COMMITTED, IsolationLevel.REPEATABLE_READ)
+    ]
     try:
         async with traffic(system, 12_000) as crowd:
-            await until(lambda: "grabstream rebuild balances" in log.read_text(), 60, "the newer worker's wait")
+            await until(
+                lambda: "grabstream rebuild balances" in log.read_text(), 60, "the newer worker's wait"
+            )
             await crowd.begin()
             await crowd.until_answered(0.2)
-            rebuild = await asyncio.to_thread(start(system, tmp_path / "rebuild.json", "rebuild", "balances", "--json").wait, 120)
+            rebuild = await asyncio.to_thread(
+                start(system, tmp_path / "rebuild.json", "rebuild", "balances", "--json").wait, 120
+            )
             said = (tmp_path / "rebuild.json").read_text()
             assert rebuild == 0, said
             found = {one["table"]: one for one in json.loads(said[said.index("{") :])["difference"]}
             assert found["offers_1"]["declared"] == {"title": found["offers_1"]["rows_old"]}
-            assert not [one for one in found.values() if one["missing"] or one["extra"] or one["rows_changed"]]
+            assert not [
+                one for one in found.values() if one["missing"] or one["extra"] or one["rows_changed"]
+            ]
             await crowd.adds_up()
-            # The other version goes on too, by workers of the release before, and is complete at the same events.
+            # The other version goes on too, by workers of the release before, and is complete at the same
+            # events.
             kept = await version_in(system, "balances", "previous")
             live = await version_in(system, "balances")
             seqs = "SELECT shard, seq FROM {}.projection_cursors ORDER BY shard"
@@ -115,7 +139,9 @@ async def test_a_changed_projection_under_load(system: Settings, worker: Callabl
         before, after = await digests(system, kept), await digests(system, live)
         assert {table for table in before if before[table] != after[table]} == {"offers_1"}
         # In a thread: a reader that stood still with its snapshot would keep the switch waiting.
-        assert (await asyncio.to_thread(grabstream, "rebuild", "balances", "--undo", **of(system))).returncode == 0
+        assert (
+            await asyncio.to_thread(grabstream, "rebuild", "balances", "--undo", **of(system))
+        ).returncode == 0
         await until(lambda: readers.forms.count("old") > 1, 30, "a look at what was undone")
     finally:
         for task in reading:

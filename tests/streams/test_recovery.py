@@ -1,6 +1,8 @@
-"""Redis is disposable: emptied, robbed of its last second or put back from an old copy, with traffic on, it is made anew by itself.
+"""Redis is disposable: emptied, robbed of its last second or put back from an old copy, with traffic on, it
+is made anew by itself.
 
-Then everything adds up, every answer that was promised as journaled is booked, and Redis equals a fold of the journal key by key.
+Then everything adds up, every answer that was promised as journaled is booked, and Redis equals a fold of the
+journal key by key.
 """
 
 import asyncio
@@ -54,7 +56,9 @@ def log_of(services: LocalServices) -> Path:
 
 
 def cut_the_tail(services: LocalServices, size: int) -> None:
-    """What a power cut does: the log is so many bytes now, or one less than it was; the last command in it is half there."""
+    """What a power cut does: the log is so many bytes now, or one less than it was; the last command in it is
+    half there.
+    """
     services.redis.kill()
     log = log_of(services)
     with log.open("r+b") as file:
@@ -74,28 +78,40 @@ async def places(settings: Settings, field: str) -> list[int]:
     redis = open_redis(settings)
     keys = key_space(settings)
     try:
-        return [int(await redis.hget(keys.shard(number).state, field) or 0) for number in range(settings.shards)]
+        return [
+            int(await redis.hget(keys.shard(number).state, field) or 0) for number in range(settings.shards)
+        ]
     finally:
         await redis.aclose()
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("fault", ["emptied", "tail cut", pytest.param("tail cut by 1 byte", marks=pytest.mark.nightly), "an old copy"])
+@pytest.mark.parametrize(
+    "fault",
+    ["emptied", "tail cut", pytest.param("tail cut by 1 byte", marks=pytest.mark.nightly), "an old copy"],
+)
 async def test_a_redis_that_lost_something(
     private: Settings, private_services: LocalServices, worker: Callable[..., Any], tmp_path: Path, fault: str
 ) -> None:
     deciding, projecting = worker(private, "decide,relay,sweep"), worker(private, "project,publish")
     async with traffic(private) as crowd:
         await crowd.rehearsal.open()
-        had, copy, size = await places(private, "seq"), tmp_path / "copy", log_of(private_services).stat().st_size
+        had, copy, size = (
+            await places(private, "seq"),
+            tmp_path / "copy",
+            log_of(private_services).stat().st_size,
+        )
         await asyncio.to_thread(shutil.copytree, aof(private_services), copy)
         crowd.let_in()
         await crowd.until_answered(0.5)
 
         async def kafka_has_more() -> bool:
-            return any(new > old for new, old in zip(await places(private, "journaled_seq"), had, strict=True))
+            return any(
+                new > old for new, old in zip(await places(private, "journaled_seq"), had, strict=True)
+            )
 
-        # However slow the relay is today: what is lost now must be in the journal, or nothing would have to be applied.
+        # However slow the relay is today: what is lost now must be in the journal, or nothing would have to
+        # be applied.
         await until(kafka_has_more, 60, "events that are in Kafka and not in the copy")
         if fault == "emptied":
             redis = open_redis(private)
@@ -104,10 +120,14 @@ async def test_a_redis_that_lost_something(
         elif fault == "an old copy":
             await asyncio.to_thread(put_back, private_services, copy)
         else:
-            await asyncio.to_thread(cut_the_tail, private_services, size + 1_000 if fault == "tail cut" else sys.maxsize)
+            await asyncio.to_thread(
+                cut_the_tail, private_services, size + 1_000 if fault == "tail cut" else sys.maxsize
+            )
         await crowd.adds_up()
         await assert_state_is_the_journal_s(private)
-    found = await rows(private, "SELECT shard, kind, redis_seq, journal_seq, snapshot_seq, applied FROM recoveries")
+    found = await rows(
+        private, "SELECT shard, kind, redis_seq, journal_seq, snapshot_seq, applied FROM recoveries"
+    )
     if fault != "tail cut by 1 byte":  # which Kafka may not have had yet
         assert found
     assert await rows(private, "SELECT * FROM lost_decisions") == []
@@ -117,7 +137,9 @@ async def test_a_redis_that_lost_something(
 
 def envelope(offer: str = "e", parts: int = 100) -> Open:
     return Open(
-        id=f"open-{offer}", offer=offer, terms=EnvelopeTerms(issuer="alice", funding="pay", asset="CNY", total=parts * 9, parts=parts)
+        id=f"open-{offer}",
+        offer=offer,
+        terms=EnvelopeTerms(issuer="alice", funding="pay", asset="CNY", total=parts * 9, parts=parts),
     )
 
 
@@ -146,12 +168,16 @@ async def test_another_history_is_replaced_and_what_it_decided_is_told(
         decided = await gate.decide(by("eve", "joe", "kim"), "decided")
         assert {answer.outcome for answer in decided} == {"granted"}
         other = await copied(private_services, tmp_path / "other")
-        # Redis loses what Kafka never had: the shard goes on from there, and the gate tells whose answer is gone.
+        # Redis loses what Kafka never had: the shard goes on from there, and the gate tells whose answer is
+        # gone.
         await asyncio.to_thread(put_back, private_services, before)
         one = worker(private, "decide,relay,sweep")
         assert {answer.outcome for answer in await gate.decide(by("lea", "max"), **asked)} == {"granted"}
         told = "SELECT command, user_id, amount FROM lost_decisions WHERE told_by = 'gate' ORDER BY seq"
-        expected = [(f"e-{user}", user, answer.amount) for user, answer in zip(("eve", "joe", "kim"), decided, strict=True)]
+        expected = [
+            (f"e-{user}", user, answer.amount)
+            for user, answer in zip(("eve", "joe", "kim"), decided, strict=True)
+        ]
         await until(lambda: rows(private, told), 10, "the gate's report")
         assert await rows(private, told) == expected
         # The lost second comes back, as another history: what it decided is listed, and is not so.
@@ -163,9 +189,14 @@ async def test_another_history_is_replaced_and_what_it_decided_is_told(
         told = told.replace("gate", "relay")
         assert await rows(private, told) == expected
         shard = key_space(private).shard_of_offer("e")
-        assert await rows(private, "SELECT shard, kind, redis_seq, journal_seq FROM recoveries") == [(shard, "other", 6, 5)]
+        assert await rows(private, "SELECT shard, kind, redis_seq, journal_seq FROM recoveries") == [
+            (shard, "other", 6, 5)
+        ]
         # Their ids are free again.
-        assert {(answer.outcome, answer.repeated) for answer in await gate.decide(by("eve", "joe", "kim"), **asked)} == {("granted", False)}
+        assert {
+            (answer.outcome, answer.repeated)
+            for answer in await gate.decide(by("eve", "joe", "kim"), **asked)
+        } == {("granted", False)}
     await assert_state_is_the_journal_s(private)
     assert one.stop() == 0
     assert projecting.stop() == 0
@@ -181,12 +212,16 @@ async def emptied(settings: Settings) -> None:
 
 @pytest.fixture
 async def past(system: Settings, worker: Callable[..., Any]) -> Any:
-    """A system with offers that have retired, one in a campaign that is still there, and all of it in the audit trail."""
+    """A system with offers that have retired, one in a campaign that is still there, and all of it in the
+    audit trail.
+    """
     deciding, projecting = worker(system, "decide,relay,sweep"), worker(system, "project")
     async with open_gate(system) as gate:
         asked = {"patience_ms": 20_000, "timeout_ms": 20_000}
         offers = ["m:old", "m:now", "gone", "here"]
-        terms = StockTerms(issuer="shop", total=50, limits=(Limit("user", "offer", 2, "campaign"),), retire_after_ms=1)
+        terms = StockTerms(
+            issuer="shop", total=50, limits=(Limit("user", "offer", 2, "campaign"),), retire_after_ms=1
+        )
         await gate.decide([Open(id=f"o-{offer}", offer=offer, terms=terms) for offer in offers], **asked)
         for offer in offers:
             await gate.decide(by("ann", "bob", "eve", offer=offer), **asked)
@@ -204,19 +239,25 @@ async def not_any(settings: Settings, query: str) -> bool:
 
 
 async def test_the_audit_trail_is_a_snapshot(past: Any) -> None:
-    """An emptied Redis is made of the trail and what the journal has behind it; what has retired stays away."""
+    """An emptied Redis is made of the trail and what the journal has behind it; what has retired stays
+    away.
+    """
     system, _ = past
     async with open_gate(system) as gate:
         asked = {"patience_ms": 20_000, "timeout_ms": 20_000}
         await gate.decide(by("joe", "kim", offer="m:now"), **asked)
         await emptied(system)
-        assert {answer.outcome for answer in await gate.decide(by("max", offer="m:now"), **asked)} == {"granted"}
+        assert {answer.outcome for answer in await gate.decide(by("max", offer="m:now"), **asked)} == {
+            "granted"
+        }
         [again] = await gate.decide(by("ann", offer="m:now"), **asked)
         assert (again.outcome, again.repeated) == ("granted", True)
         # The campaign's limit still counts what was taken of the offer that has retired.
         [limited] = await gate.decide([Grab(id="third", offer="m:now", user="ann")], **asked)
         assert limited.outcome == "limit_reached"
-        [gone] = await gate.decide([Open(id="x", offer="gone", terms=StockTerms(issuer="shop", total=1))], **asked)
+        [gone] = await gate.decide(
+            [Open(id="x", offer="gone", terms=StockTerms(issuer="shop", total=1))], **asked
+        )
         assert gone.outcome == "conflict"
         number = key_space(system).shard_of_offer("m:now")
 
@@ -243,7 +284,10 @@ async def test_without_postgresql_the_journal_is_read(past: Any, worker: Callabl
     away = system.model_copy(update={"postgres": "postgresql://nobody@127.0.0.1:9/none"})
     worker(away, "relay,sweep")
     async with open_gate(system) as gate:
-        assert {one.outcome for one in await gate.decide(by("max", offer="here"), patience_ms=20_000, timeout_ms=20_000)} == {"granted"}
+        assert {
+            one.outcome
+            for one in await gate.decide(by("max", offer="here"), patience_ms=20_000, timeout_ms=20_000)
+        } == {"granted"}
     await assert_state_is_the_journal_s(system)
 
 
@@ -252,13 +296,17 @@ async def test_without_postgresql_the_journal_is_read(past: Any, worker: Callabl
 async def test_what_became_of_payments_is_known_after_a_recovery(
     system: Settings, worker: Callable[..., Any], source: str, living: bool
 ) -> None:
-    """Of an offer that has retired, in a campaign that is still there or not: a served payment is not refunded, others go on."""
+    """Of an offer that has retired, in a campaign that is still there or not: a served payment is not
+    refunded, others go on.
+    """
     deciding, projecting = worker(system, "decide,relay,sweep"), worker(system, "project")
     asked = {"patience_ms": 20_000, "timeout_ms": 20_000}
     terms = StockTerms(issuer="shop", total=9, price=250, currency="CNY", hold_ms=60_000, retire_after_ms=1)
 
     def paid(payment: str, number: str = "") -> Confirm:
-        return Confirm(id=f"c-{payment}{number}", offer="m:a", grab="m:a-ann", payment=payment, paid=250, currency="CNY")
+        return Confirm(
+            id=f"c-{payment}{number}", offer="m:a", grab="m:a-ann", payment=payment, paid=250, currency="CNY"
+        )
 
     async with open_gate(system) as gate:
         offers = ["m:a", "m:living"] if living else ["m:a"]
@@ -277,7 +325,10 @@ async def test_what_became_of_payments_is_known_after_a_recovery(
             await until(lambda query=audited: rows(system, query), 30, "the audit trail")
             if source == "the journal":
                 assert deciding.stop() == 0
-                deciding = worker(system.model_copy(update={"postgres": "postgresql://nobody@127.0.0.1:9/none"}), "decide,relay,sweep")
+                deciding = worker(
+                    system.model_copy(update={"postgres": "postgresql://nobody@127.0.0.1:9/none"}),
+                    "decide,relay,sweep",
+                )
             await emptied(system)
             for payment, first in firsts.items():
                 [again] = await gate.decide([paid(payment, f"-again{round_}")], **asked)
@@ -303,7 +354,9 @@ async def test_a_trail_of_another_history_is_no_snapshot(past: Any, worker: Call
     assert deciding.stop() == 0
     async with await open_books(system) as books:
         await use_read_model(books, system.schema_, "audit")
-        await books.execute("UPDATE projection_cursors SET head = sha256(head), next_offset = next_offset - 1 WHERE seq > 0")
+        await books.execute(
+            "UPDATE projection_cursors SET head = sha256(head), next_offset = next_offset - 1 WHERE seq > 0"
+        )
     await emptied(system)
     worker(system, "relay,sweep")
     async with open_gate(system) as gate:
@@ -324,14 +377,24 @@ async def test_a_rebuild_that_was_killed_is_begun_anew(past: Any, worker: Callab
 
 
 async def test_a_journal_that_lost_events_is_not_believed(past: Any) -> None:
-    """Redis knows that more was acknowledged: rather than forget it, the shard stays fenced and says what to do."""
+    """Redis knows that more was acknowledged: rather than forget it, the shard stays fenced and says what to
+    do.
+    """
     system, deciding = past
     assert deciding.stop() == 0
     redis, shard = open_redis(system), key_space(system).shard(key_space(system).shard_of_offer("here"))
     try:
-        await redis.hset(shard.state, mapping={"journaled_seq": 10_000, "journaled_offset": 10_000, "life": "another"})
+        await redis.hset(
+            shard.state, mapping={"journaled_seq": 10_000, "journaled_offset": 10_000, "life": "another"}
+        )
         relay = ShardRelay(
-            redis, shard, system.shards, system.kafka, Topics(system.prefix).journal, sealer(system), snapshots=snapshots(system)
+            redis,
+            shard,
+            system.shards,
+            system.kafka,
+            Topics(system.prefix).journal,
+            sealer(system),
+            snapshots=snapshots(system),
         )
         relaying = asyncio.create_task(relay.run())
         await until(lambda: relay.state.startswith("fenced"), 20, "the fence")
@@ -347,21 +410,29 @@ async def test_a_journal_that_lost_events_is_not_believed(past: Any) -> None:
 
 
 async def test_a_newer_program_goes_on_and_an_older_one_is_refused(past: Any, tmp_path: Path) -> None:
-    """The next release writes another key layout: it rebuilds the shards from the journal, and this one leaves them alone."""
+    """The next release writes another key layout: it rebuilds the shards from the journal, and this one
+    leaves them alone.
+    """
     system, deciding = past
     newer = next_release(tmp_path)
     assert deciding.stop() == 0
     redis, keys = open_redis(system), key_space(system)
     environment = child_environment(
-        prefix=system.prefix, schema=system.schema_, redis_url=system.redis_url, kafka=system.kafka, postgres=system.postgres,
+        prefix=system.prefix, schema=system.schema_, redis_url=system.redis_url, kafka=system.kafka,
+        postgres=system.postgres,
         shards=str(system.shards), seal_keys=system.seal_keys.get_secret_value(), )  # fmt: skip
     log = (tmp_path / "newer.log").open("wb")
     command = [sys.executable, "-m", "grabstream.ops.cli", "-v", "worker", "--roles", "decide,relay,sweep"]
-    process = subprocess.Popen(command, env=environment | {"PYTHONPATH": str(newer)}, cwd=newer, stdout=log, stderr=log)
+    process = subprocess.Popen(
+        command, env=environment | {"PYTHONPATH": str(newer)}, cwd=newer, stdout=log, stderr=log
+    )
     try:
 
         async def taken_over() -> bool:
-            found = [await redis.hmget(keys.shard(number).state, ["layout", "life"]) for number in range(keys.shards)]
+            found = [
+                await redis.hmget(keys.shard(number).state, ["layout", "life"])
+                for number in range(keys.shards)
+            ]
             return all(layout == str(NEXT_LAYOUT).encode() and life for layout, life in found)
 
         await until(taken_over, 40, "the newer program's takeover")
@@ -369,7 +440,9 @@ async def test_a_newer_program_goes_on_and_an_older_one_is_refused(past: Any, tm
             [refused] = await gate.decide(by("max", offer="here"))
             assert refused.outcome == "fenced"
             assert "upgrade" in (refused.message or "")
-        relay = ShardRelay(redis, keys.shard(0), system.shards, system.kafka, Topics(system.prefix).journal, sealer(system))
+        relay = ShardRelay(
+            redis, keys.shard(0), system.shards, system.kafka, Topics(system.prefix).journal, sealer(system)
+        )
         relaying = asyncio.create_task(relay.run())
         await until(lambda: "upgrade" in relay.state, 20, "the refusal")
         relaying.cancel()
@@ -409,7 +482,9 @@ async def test_an_older_layout_is_journaled_and_then_rebuilt(past: Any, worker: 
             worker(system, "relay,sweep")
             asked = {"patience_ms": 20_000, "timeout_ms": 20_000}
             again = await gate.decide(by("joe", "kim", offer="here"), **asked)
-        assert [(one.outcome, one.seq, one.repeated) for one in again] == [("granted", one.seq, True) for one in decided]
+        assert [(one.outcome, one.seq, one.repeated) for one in again] == [
+            ("granted", one.seq, True) for one in decided
+        ]
         assert await redis.hget(shard.state, "layout") == str(NEXT_LAYOUT - 1).encode()
     finally:
         await redis.aclose()
@@ -427,13 +502,20 @@ async def test_rebuilt_by_hand_beside_a_worker(past: Any) -> None:
     assert sum(one["applied"] for one in json.loads(done.stdout)) > 10
     assert (await asyncio.to_thread(grabstream, "rebuild", "redis", "--shard", "8", **words)).returncode == 2
     async with open_gate(system) as gate:
-        assert {one.outcome for one in await gate.decide(by("max", offer="here"), patience_ms=20_000, timeout_ms=20_000)} == {"granted"}
+        assert {
+            one.outcome
+            for one in await gate.decide(by("max", offer="here"), patience_ms=20_000, timeout_ms=20_000)
+        } == {"granted"}
     await assert_state_is_the_journal_s(system)
 
 
 @pytest.mark.timeout(120)
-async def test_a_script_that_broke_off_while_it_wrote_costs_a_rebuild_and_no_answer(system: Settings, worker: Callable[..., Any]) -> None:
-    """Its events are in the outbox: the relay journals them, rebuilds the shard from them, and the same grabs get their first answers."""
+async def test_a_script_that_broke_off_while_it_wrote_costs_a_rebuild_and_no_answer(
+    system: Settings, worker: Callable[..., Any]
+) -> None:
+    """Its events are in the outbox: the relay journals them, rebuilds the shard from them, and the same grabs
+    get their first answers.
+    """
     one = worker(system, "relay,sweep,project")
     client = open_redis(system)
     broken = Interrupting(client)
@@ -453,13 +535,18 @@ async def test_a_script_that_broke_off_while_it_wrote_costs_a_rebuild_and_no_ans
         await until(is_fenced_or_mended, 20, "the fence")
         broken.fail_at_write = 0
         answers = await asked
-        assert [(answer.outcome, answer.repeated, answer.place) for answer in answers] == [("granted", True, 1), ("granted", True, 2)]
+        assert [(answer.outcome, answer.repeated, answer.place) for answer in answers] == [
+            ("granted", True, 1),
+            ("granted", True, 2),
+        ]
         assert (await gate.decide(by("cid")))[0].place == 3
         await assert_state_is_the_journal_s(system)
     finally:
         await gate.close()
         await client.aclose()
     found = await rows(system, "SELECT kind, problem FROM recoveries")
-    assert [(kind, problem.startswith("Redis is incomplete at seq 3 of 3")) for kind, problem in found] == [("other", True)]
+    assert [(kind, problem.startswith("Redis is incomplete at seq 3 of 3")) for kind, problem in found] == [
+        ("other", True)
+    ]
     assert await rows(system, "SELECT * FROM lost_decisions") == []
     assert one.stop() == 0

@@ -1,4 +1,6 @@
-"""Replay and the time machine, against read models that were built live: the same rows, to any point, from either source."""
+"""Replay and the time machine, against read models that were built live: the same rows, to any point, from
+either source.
+"""
 
 import asyncio
 import json
@@ -53,11 +55,13 @@ async def test_nothing_is_said_to_be_nothing(told: System, words: tuple[str, ...
     assert "0 events" in done.stderr
 
 
-# -- lines ----------------------------------------------------------------------------------------------------------------
+# -- lines ---------------------------------------------------------------------------------------------------
 
 
 async def test_lines_are_those_of_the_journal(told: System) -> None:
-    """From either source, without the server of the other; only to begin in the middle the journal asks PostgreSQL, and does without."""
+    """From either source, without the server of the other; only to begin in the middle the journal asks
+    PostgreSQL, and does without.
+    """
     without = {"journal": {"postgres": "postgresql://127.0.0.1:1/x"}, "audit": {"kafka": "127.0.0.1:1"}}
     for source, away in without.items():
         done = grabstream("replay", "--into", "-", "--source", source, **{**of(told.settings), **away})
@@ -65,7 +69,17 @@ async def test_lines_are_those_of_the_journal(told: System) -> None:
         assert done.stdout.splitlines() == told.lines()
         assert ("PostgreSQL cannot be reached" in done.stderr) == (source == "journal"), done.stderr
         assert source == "journal" or done.stderr == ""
-        done = grabstream("replay", "--into", "-", "--source", source, "--from", "2:300", "--shard=2", **{**of(told.settings), **away})
+        done = grabstream(
+            "replay",
+            "--into",
+            "-",
+            "--source",
+            source,
+            "--from",
+            "2:300",
+            "--shard=2",
+            **{**of(told.settings), **away},
+        )
         assert done.stdout.splitlines() == told.lines(2)[299:]
         assert ("read from its beginning" in done.stderr) == (source == "journal")
         other = {"journal": "audit", "audit": "journal"}[source]
@@ -74,13 +88,17 @@ async def test_lines_are_those_of_the_journal(told: System) -> None:
 
 
 async def test_any_stretch(told: System) -> None:
-    """By seq and by time, both ends included, from both sources; a seq with an offer, a place for one shard and a time for the rest."""
+    """By seq and by time, both ends included, from both sources; a seq with an offer, a place for one shard
+    and a time for the rest.
+    """
     history, other = told.histories[2], told.histories[5]
     first, last = history.break_near(0.3) + 1, history.break_near(0.7)
     whole = list(zip(history.lines, history.events, strict=True))
     span = history.lines[first - 1 : last]
     begin, end = history.events[first - 1].at, history.events[last - 1].at
-    between = [line for line, event in zip(other.lines, other.events, strict=True) if begin <= event.at <= end]
+    between = [
+        line for line, event in zip(other.lines, other.events, strict=True) if begin <= event.at <= end
+    ]
     of_offer = [line for line, event in whole[first - 1 : last] if event.offer == history.envelope]
     assert of_offer
     assert between
@@ -89,12 +107,20 @@ async def test_any_stretch(told: System) -> None:
             ((f"--from=2:{first}", f"--until=2:{last}", "--shard=2"), span),
             ((f"--from={begin}", f"--until={show_time(end)}"), span + between),
             (
-                (f"--from={show_time(begin).removesuffix('Z')}", f"--until={end}", f"--until=5:{10**6}", f"--from=5:{len(other.lines)}"),
+                (
+                    f"--from={show_time(begin).removesuffix('Z')}",
+                    f"--until={end}",
+                    f"--until=5:{10**6}",
+                    f"--from=5:{len(other.lines)}",
+                ),
                 [*span, other.lines[-1]],
             ),
             ((f"--from={first}", f"--until={last}", f"--offer={history.envelope}"), of_offer),
             ((f"--from=2:{len(history.lines) + 1}", "--shard=2"), []),
-            ((f"--from={history.events[-1].at}", "--shard=2"), [line for line, event in whole if event.at == history.events[-1].at]),
+            (
+                (f"--from={history.events[-1].at}", "--shard=2"),
+                [line for line, event in whole if event.at == history.events[-1].at],
+            ),
         )[:: 1 if source == "journal" else 2]:
             done = told.replay("--into", "-", "--source", source, *words)
             assert done.returncode == 0, done.stderr
@@ -103,14 +129,23 @@ async def test_any_stretch(told: System) -> None:
 
 
 async def test_a_user(told: System) -> None:
-    """All that names them, books on their accounts, or is due back for their grabs, also when the grab was long before."""
+    """All that names them, books on their accounts, or is due back for their grabs, also when the grab was
+    long before.
+    """
     for since in (1, told.places[2]):
         expected = []
         for shard, history in told.histories.items():
-            grabs = {(event.offer, event.grab) for event in history.events if getattr(event, "user", None) == "u1"}
+            grabs = {
+                (event.offer, event.grab) for event in history.events if getattr(event, "user", None) == "u1"
+            }
             for line, event in zip(history.lines, history.events, strict=True):
                 books = {account for one in transfers_of(event) for account in (one.debit, one.credit)}
-                mine = getattr(event, "user", "u1" if (event.offer, getattr(event, "grab", "")) in grabs else None) == "u1"
+                mine = (
+                    getattr(
+                        event, "user", "u1" if (event.offer, getattr(event, "grab", "")) in grabs else None
+                    )
+                    == "u1"
+                )
                 if (mine or books & {"wallet:u1", "hold:u1"}) and (shard != 2 or event.seq >= since):
                     expected.append(line.decode())
         done = told.replay("--into", "-", "--user", "u1", "--from", f"2:{since}")
@@ -123,7 +158,9 @@ async def test_a_user(told: System) -> None:
 async def test_a_reader_that_leaves(told: System) -> None:
     """SIGPIPE ends it quietly."""
     command = [sys.executable, "-m", "grabstream.ops.cli", "replay", "--into", "-"]
-    running = subprocess.Popen(command, env=child_environment(**of(told.settings)), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    running = subprocess.Popen(
+        command, env=child_environment(**of(told.settings)), stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
     assert running.stdout is not None
     assert running.stderr is not None
     assert running.stdout.readline().decode() == told.lines()[0] + "\n"
@@ -144,17 +181,36 @@ class Counting(JournalSource):
 
 
 async def test_what_lies_before_is_not_read(system: Settings, journal_of: Journal) -> None:
-    """From near the end only the end is read; whatever is asked, no event from there on is missing, and what comes is the truth."""
-    lines = [opened("e", 1, 100_000), *(granted("e", seq).replace(b'"at":%d' % seq, b'"at":%d' % (seq // 3)) for seq in range(2, 601))]
+    """From near the end only the end is read; whatever is asked, no event from there on is missing, and what
+    comes is the truth.
+    """
+    lines = [
+        opened("e", 1, 100_000),
+        *(granted("e", seq).replace(b'"at":%d' % seq, b'"at":%d' % (seq // 3)) for seq in range(2, 601)),
+    ]
     await journal_of.marker(1, "a")
     for first in range(1, 601, 2):
         await journal_of.block(lines, first, first + 1)
     await live(system, {SHARD: 600})
-    async with await open_books(system) as books, open_reader(system.kafka, Topics(system.prefix).journal) as reader:
-        for point in (*(Point(seq=seq) for seq in (1, 2, 300, 471, 600, 601)), *(Point(at=at) for at in (1, 2, 77, 150, 200, 201))):
+    async with (
+        await open_books(system) as books,
+        open_reader(system.kafka, Topics(system.prefix).journal) as reader,
+    ):
+        for point in (
+            *(Point(seq=seq) for seq in (1, 2, 300, 471, 600, 601)),
+            *(Point(at=at) for at in (1, 2, 77, 150, 200, 201)),
+        ):
             source = Counting(reader, books)
-            found = [fact.line async for chunk in source.chunks(SHARD, await source.start(SHARD, point)) for fact in chunk.facts]
-            wanted = [line for seq, line in enumerate(lines, 1) if (seq if point.seq else max(seq // 3, 1)) >= point.value]
+            found = [
+                fact.line
+                async for chunk in source.chunks(SHARD, await source.start(SHARD, point))
+                for fact in chunk.facts
+            ]
+            wanted = [
+                line
+                for seq, line in enumerate(lines, 1)
+                if (seq if point.seq else max(seq // 3, 1)) >= point.value
+            ]
             assert found[len(found) - len(wanted) :] == wanted, point
             assert found == lines[len(lines) - len(found) :], point
             assert source.read <= 301 * len(wanted) / 600 + 70, point
@@ -171,7 +227,9 @@ class OneByOne(JournalReader):
 
 
 async def test_a_block_found_in_the_middle_that_does_not_count(system: Settings, journal_of: Journal) -> None:
-    """A paused relay wrote it, with another history in it: the search meets it, the audit trail unmasks it, the truth is handed out."""
+    """A paused relay wrote it, with another history in it: the search meets it, the audit trail unmasks it,
+    the truth is handed out.
+    """
     false = [*LINES[:10], *(line.replace(b'"amount":10', b'"amount":11') for line in LINES[10:])]
     await journal_of.marker(1, "a")
     await journal_of.block(LINES, 1, 10)
@@ -180,7 +238,10 @@ async def test_a_block_found_in_the_middle_that_does_not_count(system: Settings,
         await journal_of.block(false, 11, 20)  # of the owner before
     await journal_of.block(LINES, 11, 30, 2, "b")
     await live(system, {SHARD: 30})
-    async with await open_books(system) as books, open_reader(system.kafka, Topics(system.prefix).journal) as reader:
+    async with (
+        await open_books(system) as books,
+        open_reader(system.kafka, Topics(system.prefix).journal) as reader,
+    ):
         source = JournalSource(OneByOne(reader._consumer, reader._topic), books)
         for since in (15, 20, 30):
             start = await source.start(SHARD, Point(seq=since))
@@ -190,7 +251,9 @@ async def test_a_block_found_in_the_middle_that_does_not_count(system: Settings,
 
 
 async def test_a_true_block_of_a_paused_relay_behind_the_end(system: Settings, journal_of: Journal) -> None:
-    """It says what is true, and nothing follows it: what stands before it in the journal, and behind it in seq, is not forgotten."""
+    """It says what is true, and nothing follows it: what stands before it in the journal, and behind it in
+    seq, is not forgotten.
+    """
     await journal_of.marker(1, "a")
     await journal_of.block(LINES, 1, 10)
     await journal_of.marker(2, "b")
@@ -198,11 +261,16 @@ async def test_a_true_block_of_a_paused_relay_behind_the_end(system: Settings, j
     for _ in range(100):
         await journal_of.block(LINES, 11, 12)  # of the owner before
     await live(system, {SHARD: 30})
-    async with await open_books(system) as books, open_reader(system.kafka, Topics(system.prefix).journal) as reader:
+    async with (
+        await open_books(system) as books,
+        open_reader(system.kafka, Topics(system.prefix).journal) as reader,
+    ):
         source = JournalSource(reader, books)
         start = await source.start(SHARD, Point(seq=15))
         assert start.cursor.next_offset > 3  # it begins at one of those
-        assert [fact.line async for chunk in source.chunks(SHARD, start) for fact in chunk.facts] == LINES[10:]
+        assert [fact.line async for chunk in source.chunks(SHARD, start) for fact in chunk.facts] == LINES[
+            10:
+        ]
 
 
 async def test_a_trail_that_was_tampered_with(told: System) -> None:
@@ -220,11 +288,13 @@ async def test_a_trail_that_was_tampered_with(told: System) -> None:
         await rows(told.settings, change.format('"v":7', '"v":1'))
 
 
-# -- a topic --------------------------------------------------------------------------------------------------------------
+# -- a topic -------------------------------------------------------------------------------------------------
 
 
 async def records(settings: Settings, topic: str) -> list[Any]:
-    consumer = AIOKafkaConsumer(bootstrap_servers=settings.kafka, auto_offset_reset="earliest", enable_auto_commit=False)
+    consumer = AIOKafkaConsumer(
+        bootstrap_servers=settings.kafka, auto_offset_reset="earliest", enable_auto_commit=False
+    )
     await consumer.start()
     found = []
     try:
@@ -261,12 +331,20 @@ async def test_a_topic_gets_what_the_events_topic_has(told: System, topic: str) 
 
         await until(published, 30, "all events")
     own = [
-        (one.partition, one.key, one.value, [header for header in one.headers if header[0] != "cursor"], one.timestamp)
+        (
+            one.partition,
+            one.key,
+            one.value,
+            [header for header in one.headers if header[0] != "cursor"],
+            one.timestamp,
+        )
         for one in await records(told.settings, events)
     ]
     done = told.replay("--into", f"topic:{topic}", "--json")
     assert done.returncode == 0, done.stderr
-    assert sum(shard["events"] for shard in json.loads(done.stdout)["shards"] if "events" in shard) == len(told.lines())
+    assert sum(shard["events"] for shard in json.loads(done.stdout)["shards"] if "events" in shard) == len(
+        told.lines()
+    )
     found = await records(told.settings, topic)
     assert [(one.partition, one.key, one.value, list(one.headers), one.timestamp) for one in found] == own
     assert {line.decode() for line in (one.value for one in found)} == set(told.lines())
@@ -275,12 +353,17 @@ async def test_a_topic_gets_what_the_events_topic_has(told: System, topic: str) 
     assert done.returncode == 1
     assert "--append" in done.stderr
     last = len(told.histories[5].lines)
-    assert told.replay("--into", f"topic:{topic}", "--append", "--from", f"5:{last}", "--shard", "5").returncode == 0
+    assert (
+        told.replay("--into", f"topic:{topic}", "--append", "--from", f"5:{last}", "--shard", "5").returncode
+        == 0
+    )
     assert (await records(told.settings, topic))[-1].value == told.histories[5].lines[-1]
 
 
 async def test_two_into_one_topic(told: System, topic: str) -> None:
-    """The second is refused, with or without --append, and says who the first one is; each event is in the topic once."""
+    """The second is refused, with or without --append, and says who the first one is; each event is in the
+    topic once.
+    """
     async with await AsyncConnection.connect(told.settings.postgres) as other:
         await hold(other, f"grabstream-replay-topic-{topic}", f"replay into {topic}")
         for words in ((), ("--append",)):
@@ -288,7 +371,9 @@ async def test_two_into_one_topic(told: System, topic: str) -> None:
             assert done.returncode == 1
             assert f"being written by another replay: process {os.getpid()} on " in done.stderr
             assert f"pid {other.info.backend_pid} of PostgreSQL" in done.stderr
-    both = await asyncio.gather(*(asyncio.to_thread(told.replay, "--into", f"topic:{topic}") for _ in range(2)))
+    both = await asyncio.gather(
+        *(asyncio.to_thread(told.replay, "--into", f"topic:{topic}") for _ in range(2))
+    )
     assert sorted(done.returncode for done in both) == [0, 1], [done.stderr for done in both]
     ids = [dict(record.headers)["ce_id"] for record in await records(told.settings, topic)]
     assert len(ids) == len(set(ids)) == len(told.lines())
@@ -299,12 +384,19 @@ async def test_into_a_topic_without_postgresql(told: System, topic: str) -> None
     words = ("replay", "--into", f"topic:{topic}", "--shard", "2", "--until", "2:5")
     done = grabstream(*words, **{**of(told.settings), "postgres": "postgresql://127.0.0.1:1/x"})
     assert done.returncode == 0, done.stderr
-    assert f"goes on without a lock, since PostgreSQL cannot be reached: see to it that no other one writes topic {topic}" in done.stderr
+    assert (
+        "goes on without a lock, since PostgreSQL cannot be reached: see to it that no other one writes "
+        f"topic {topic}" in done.stderr
+    )
     assert len(await records(told.settings, topic)) == 5
 
 
 async def test_topics_that_are_refused(told: System, topic: str) -> None:
-    for name in Topics(told.settings.prefix).journal, Topics(told.settings.prefix).events, Topics(told.settings.prefix).commands:
+    for name in (
+        Topics(told.settings.prefix).journal,
+        Topics(told.settings.prefix).events,
+        Topics(told.settings.prefix).commands,
+    ):
         done = told.replay("--into", f"topic:{name}", "--append")
         assert (done.returncode, "the system's own" in done.stderr) == (1, True)
     client = AIOKafkaAdminClient(bootstrap_servers=told.settings.kafka)
@@ -333,12 +425,18 @@ async def test_dry_run_writes_nothing(told: System, topic: str) -> None:
     ("words", "reason"),
     [
         (("schema:other", "--from", "2:5"), "from the first event"), (("schema:A-B",), "no name of a schema"),
-        (("topic:a b",), "no name of a topic"), (("nonsense",), "topic:NAME"), (("-", "--until", "12"), "SHARD:12"),
-        (("-", "--until", "12", "--offer", "a", "--offer", "b"), "exactly one --offer"), (("-", "--until", "99:12"), "8 shards"),
-        (("-", "--until", "yesterday"), "2026-11-11T"), (("-", "--from", "2:0"), "seq 1"), (("-", "--append"), "--append"),
-        (("-", "--from", "2:9", "--until", "2:8"), "behind"), (("-", "--from", "2:1", "--from", "2:2"), "two places"),
-        (("-", "--from", "2026-01-01", "--from", "2026-01-02"), "two times"), (("-", "--from", "2:1", "--shard", "3"), "not among"),
-        (("-", "--shard", "8"), "8 shards"), (("-", "--offer", "no such/id"), "--offer"), (("-", "--until", "1960-01-01"), "before 1973"),
+        (("topic:a b",), "no name of a topic"), (("nonsense",), "topic:NAME"),
+        (("-", "--until", "12"), "SHARD:12"),
+        (("-", "--until", "12", "--offer", "a", "--offer", "b"), "exactly one --offer"),
+        (("-", "--until", "99:12"), "8 shards"),
+        (("-", "--until", "yesterday"), "2026-11-11T"), (("-", "--from", "2:0"), "seq 1"),
+        (("-", "--append"), "--append"),
+        (("-", "--from", "2:9", "--until", "2:8"), "behind"),
+        (("-", "--from", "2:1", "--from", "2:2"), "two places"),
+        (("-", "--from", "2026-01-01", "--from", "2026-01-02"), "two times"),
+        (("-", "--from", "2:1", "--shard", "3"), "not among"),
+        (("-", "--shard", "8"), "8 shards"), (("-", "--offer", "no such/id"), "--offer"),
+        (("-", "--until", "1960-01-01"), "before 1973"),
     ],
 )  # fmt: skip
 def test_what_is_asked_wrongly_is_named(words: tuple[str, ...], reason: str) -> None:

@@ -1,4 +1,6 @@
-"""Replays into a schema: the rows of the live read models, whole, up to a point, in part, stopped and begun again; and what is refused."""
+"""Replays into a schema: the rows of the live read models, whole, up to a point, in part, stopped and begun
+again; and what is refused.
+"""
 
 import asyncio
 import json
@@ -11,7 +13,15 @@ from typing import Any
 import pytest
 from psycopg import errors
 
-from grabstream.models.events import OfferAmended, OfferClosed, OfferLoaded, OfferOpened, OfferPaused, OfferResumed, OfferRetired
+from grabstream.models.events import (
+    OfferAmended,
+    OfferClosed,
+    OfferLoaded,
+    OfferOpened,
+    OfferPaused,
+    OfferResumed,
+    OfferRetired,
+)
 from grabstream.ops.moments import show_time
 from grabstream.ops.rehearsal.run import open_books
 from grabstream.ops.rehearsal.stage import take_down
@@ -32,7 +42,9 @@ async def test_read_models_anew_are_those_of_the_live_system(told: System, prefi
         assert done.returncode == 0, done.stderr
         assert await tables(told.settings, told.into(source)) == now
     limits = "SELECT * FROM {}.limits ORDER BY offer, by, per, value"
-    assert await rows(told.settings, limits.format(told.settings.schema_)) == await rows(told.settings, limits.format(told.into("journal")))
+    assert await rows(told.settings, limits.format(told.settings.schema_)) == await rows(
+        told.settings, limits.format(told.into("journal"))
+    )
     again = told.settings.model_copy(update={"prefix": prefix + "x", "schema_": prefix + "x"})
     await make_system(again)
     try:
@@ -63,15 +75,22 @@ async def test_up_to_a_point_it_is_what_the_live_system_was_there(told: System) 
         assert done.returncode == 0, done.stderr
         done = told.replay("--into", f"schema:{told.into('moment')}", f"--until={before}")
         assert (done.returncode, "goes beyond" in done.stderr) == (1, True), done.stderr
-    assert await tables(told.settings, told.into("moment")) == await tables(told.settings, told.settings.schema_)
-    limits = [await rows(told.settings, f"SELECT * FROM {schema}.limits") for schema in (told.settings.schema_, told.into("moment"))]
+    assert await tables(told.settings, told.into("moment")) == await tables(
+        told.settings, told.settings.schema_
+    )
+    limits = [
+        await rows(told.settings, f"SELECT * FROM {schema}.limits")
+        for schema in (told.settings.schema_, told.into("moment"))
+    ]
     assert sorted(map(str, limits[0])) == sorted(map(str, limits[1]))
 
 
 async def test_offers_alone(told: System) -> None:
     """What is under its usual name is what the live system has of these offers."""
     names = (told.histories[2].envelope, told.histories[2].names[0])
-    done = told.replay("--into", f"schema:{told.into('some')}", *(f"--offer={name}" for name in names), "--json")
+    done = told.replay(
+        "--into", f"schema:{told.into('some')}", *(f"--offer={name}" for name in names), "--json"
+    )
     assert done.returncode == 0, done.stderr
     partial = {"accounts", "balances"}
     assert set(json.loads(done.stdout)["partial_views"]) == partial | {"limits"}
@@ -84,8 +103,10 @@ async def test_offers_alone(told: System) -> None:
     # The part on accounts is the sum of these offers' transfers.
     sums = await rows(
         told.settings,
-        "SELECT account, asset, sum(change)::bigint FROM (SELECT debit AS account, asset, -amount AS change, offer FROM transfers "
-        f"UNION ALL SELECT credit, asset, amount, offer FROM transfers) AS legs WHERE offer IN {names} GROUP BY 1, 2 ORDER BY 1, 2",
+        "SELECT account, asset, sum(change)::bigint FROM (SELECT debit AS account, asset, -amount AS change, "
+        "offer FROM transfers "
+        f"UNION ALL SELECT credit, asset, amount, offer FROM transfers) AS legs WHERE offer IN {names} GROUP "
+        "BY 1, 2 ORDER BY 1, 2",
     )
     assert (await tables(told.settings, told.into("some"), ["accounts_partial"]))["accounts_partial"] == sums
 
@@ -98,20 +119,35 @@ async def test_users_alone(told: System) -> None:
     mine = await tables(told.settings, told.into("own"), ["grabs", "balances", "payments"])
     users = "('u1', 'alice')"
     for view in ("grabs", "balances"):
-        assert mine[view] == await rows(told.settings, f"SELECT * FROM {view} WHERE user_id IN {users} ORDER BY {VIEWS[view]}")
+        assert mine[view] == await rows(
+            told.settings, f"SELECT * FROM {view} WHERE user_id IN {users} ORDER BY {VIEWS[view]}"
+        )
         assert mine[view]
-    paid = f"SELECT p.* FROM payments AS p JOIN grabs AS g USING (offer, grab) WHERE g.user_id IN {users} ORDER BY payment"
+    paid = (
+        f"SELECT p.* FROM payments AS p JOIN grabs AS g USING (offer, grab) WHERE g.user_id IN {users} "
+        "ORDER BY payment"
+    )
     assert mine["payments"] == await rows(told.settings, paid)
     booked = "'wallet:u1', 'hold:u1', 'wallet:alice', 'hold:alice'"
     query = "SELECT * FROM {}.transfers WHERE debit IN ({}) OR credit IN ({}) ORDER BY shard, seq, leg"
-    found = [await rows(told.settings, query.format(schema, booked, booked)) for schema in (told.settings.schema_, told.into("own"))]
+    found = [
+        await rows(told.settings, query.format(schema, booked, booked))
+        for schema in (told.settings.schema_, told.into("own"))
+    ]
     assert found[0] == found[1]
     said = "SELECT offer, state, total, closed_at, terms FROM {}.offers ORDER BY offer"
-    found = [await rows(told.settings, said.format(schema)) for schema in (told.settings.schema_, told.into("own"))]
+    found = [
+        await rows(told.settings, said.format(schema)) for schema in (told.settings.schema_, told.into("own"))
+    ]
     assert found[0] == found[1]
-    columns = await rows(told.settings, f"SELECT attname FROM pg_attribute WHERE attrelid = '{told.into('own')}.offers'::regclass")
+    columns = await rows(
+        told.settings,
+        f"SELECT attname FROM pg_attribute WHERE attrelid = '{told.into('own')}.offers'::regclass",
+    )
     assert not {"given", "held", "units_left"} & {name for (name,) in columns}
-    offer_level = OfferOpened | OfferLoaded | OfferAmended | OfferPaused | OfferResumed | OfferClosed | OfferRetired
+    offer_level = (
+        OfferOpened | OfferLoaded | OfferAmended | OfferPaused | OfferResumed | OfferClosed | OfferRetired
+    )
     bodies = {body for (body,) in await rows(told.settings, f"SELECT body FROM {told.into('own')}.audit")}
     missing = [
         event
@@ -129,7 +165,9 @@ async def test_schemas_that_are_refused(told: System) -> None:
         assert (done.returncode, "not for replays" in done.stderr) == (1, True), done.stderr
     for number in (1, 99):
         done = told.replay("--into", f"schema:{own}_ledger_{number}")
-        assert (done.returncode, "named as the system's own read models" in done.stderr) == (1, True), done.stderr
+        assert (done.returncode, "named as the system's own read models" in done.stderr) == (1, True), (
+            done.stderr
+        )
     async with await open_books(told.settings) as books:
         await books.execute(f"CREATE SCHEMA {other}".encode())
     done = told.replay("--into", f"schema:{other}")
@@ -137,11 +175,17 @@ async def test_schemas_that_are_refused(told: System) -> None:
     assert told.replay("--into", f"schema:{told.into('mine')}", "--shard", "2").returncode == 0
     # Two at once would be in each other's way.
     async with await open_books(told.settings) as books:
-        await books.execute("SELECT pg_advisory_lock(hashtext(%s))", (f"grabstream-replay-{told.into('mine')}",))
+        await books.execute(
+            "SELECT pg_advisory_lock(hashtext(%s))", (f"grabstream-replay-{told.into('mine')}",)
+        )
         done = told.replay("--into", f"schema:{told.into('mine')}", "--shard", "2")
         assert (done.returncode, "being written by another" in done.stderr) == (1, True), done.stderr
-    kept = await tables(told.settings, told.into("mine"), ["transfers", "accounts_partial", "balances_partial", "offers"])
-    assert kept["transfers"] == await rows(told.settings, "SELECT * FROM transfers WHERE shard = 2 ORDER BY shard, seq, leg")
+    kept = await tables(
+        told.settings, told.into("mine"), ["transfers", "accounts_partial", "balances_partial", "offers"]
+    )
+    assert kept["transfers"] == await rows(
+        told.settings, "SELECT * FROM transfers WHERE shard = 2 ORDER BY shard, seq, leg"
+    )
     done = told.replay("--into", f"schema:{told.into('mine')}", "--shard", "5")
     assert (done.returncode, "another replay, made with shards [2]" in done.stderr) == (1, True), done.stderr
     # Its tables are those of its release.
@@ -152,20 +196,29 @@ async def test_schemas_that_are_refused(told: System) -> None:
         async with await open_books(told.settings) as books:
             await books.execute(f"UPDATE {told.into('mine')}.replay SET definition = {change}".encode())
         done = told.replay("--into", f"schema:{told.into('mine')}", "--shard", "2")
-        assert (done.returncode, word in done.stderr, "Traceback" in done.stderr) == (1, True, False), done.stderr
+        assert (done.returncode, word in done.stderr, "Traceback" in done.stderr) == (1, True, False), (
+            done.stderr
+        )
 
 
 async def test_no_worker_goes_on_with_a_replay(told: System) -> None:
     schema = told.into("mine")
-    assert told.replay("--into", f"schema:{schema}", "--until", f"2:{told.places[2]}", "--shard", "2").returncode == 0
+    assert (
+        told.replay("--into", f"schema:{schema}", "--until", f"2:{told.places[2]}", "--shard", "2").returncode
+        == 0
+    )
     before = await tables(told.settings, schema, ["audit"])
     own = {**of(told.settings), "schema": schema}
     for verb in ("worker", "init"):
         done = grabstream(verb, **own)
         # The prefix belongs to the system's own schema, which is said first.
-        said = "bounded replay" in done.stderr or f"belongs to GRAB_SCHEMA={told.settings.schema_}," in done.stderr
+        said = (
+            "bounded replay" in done.stderr
+            or f"belongs to GRAB_SCHEMA={told.settings.schema_}," in done.stderr
+        )
         assert (done.returncode, said) == (2, True), done.stderr
-    # A projector that was started all the same (by Faust, say) finds no version to write; nor can another session move a cursor.
+    # A projector that was started all the same (by Faust, say) finds no version to write; nor can another
+    # session move a cursor.
     one = told.settings
     [projector] = make_projectors(one.kafka, one.prefix, one.shards, one.postgres, schema, ["ledger"])
     running = asyncio.create_task(projector.run())
@@ -180,7 +233,9 @@ async def test_no_worker_goes_on_with_a_replay(told: System) -> None:
 
 
 async def test_stopped_and_begun_again(told: System) -> None:
-    """SIGINT and SIGTERM in the middle; the same command goes on, and the rows are those of a run that was never stopped."""
+    """SIGINT and SIGTERM in the middle; the same command goes on, and the rows are those of a run that was
+    never stopped.
+    """
     schema = told.into("stopped")
     assert told.replay("--into", f"schema:{schema}", f"--until={told.at_ms}").returncode == 0
     command = [sys.executable, "-m", "grabstream.ops.cli", "replay", "--into", f"schema:{schema}"]
@@ -188,7 +243,9 @@ async def test_stopped_and_begun_again(told: System) -> None:
         # It gets as far as to write, and no further: the last of the tables is locked.
         async with await open_books(told.settings) as books, books.transaction():
             await books.execute(f"LOCK TABLE {schema}.audit IN ACCESS EXCLUSIVE MODE".encode())
-            running = subprocess.Popen(command, env=child_environment(**of(told.settings)), stderr=subprocess.PIPE)
+            running = subprocess.Popen(
+                command, env=child_environment(**of(told.settings)), stderr=subprocess.PIPE
+            )
 
             async def waits(books: Any = books) -> bool:
                 return await (await books.execute(WAITS_FOR_US)).fetchone() is not None

@@ -1,4 +1,6 @@
-"""The journal restored from the audit trail: the topic is deleted, filled again, and the system goes on as if nothing had been."""
+"""The journal restored from the audit trail: the topic is deleted, filled again, and the system goes on as if
+nothing had been.
+"""
 
 import asyncio
 import json
@@ -48,13 +50,25 @@ async def delete(settings: Settings, *topics: str) -> None:
 
 
 async def grabs(settings: Settings, name: str) -> None:
-    """Opens envelopes all over the shards, takes some parts, and returns when all of it is booked and published."""
+    """Opens envelopes all over the shards, takes some parts, and returns when all of it is booked and
+    published.
+    """
     before = await published(settings)
     async with open_gate(settings) as gate, await open_books(settings) as books:
         terms = EnvelopeTerms(issuer="alice", funding="pay", asset="CNY", total=10_000, parts=20)
-        await gate.decide([Open(id=f"o{n}", offer=f"{name}{n}", terms=terms) for n in range(OFFERS)], patience_ms=90_000, timeout_ms=90_000)
-        taken = [Grab(id=f"g{n}-{user}", offer=f"{name}{n}", user=f"u{user}") for n in range(OFFERS) for user in range(9)]
-        assert {answer.outcome for answer in await gate.decide(taken, patience_ms=90_000, timeout_ms=90_000)} == {"granted"}
+        await gate.decide(
+            [Open(id=f"o{n}", offer=f"{name}{n}", terms=terms) for n in range(OFFERS)],
+            patience_ms=90_000,
+            timeout_ms=90_000,
+        )
+        taken = [
+            Grab(id=f"g{n}-{user}", offer=f"{name}{n}", user=f"u{user}")
+            for n in range(OFFERS)
+            for user in range(9)
+        ]
+        assert {
+            answer.outcome for answer in await gate.decide(taken, patience_ms=90_000, timeout_ms=90_000)
+        } == {"granted"}
         redis = open_redis(settings)
         try:
 
@@ -82,9 +96,14 @@ async def append(settings: Settings, shard: int, value: bytes, headers: list[tup
 
 
 async def empty_journal(settings: Settings) -> None:
-    """A new topic in the place of the deleted one, taken for the journal as an operator does who knows no better; `init` refuses to."""
+    """A new topic in the place of the deleted one, taken for the journal as an operator does who knows no
+    better; `init` refuses to.
+    """
     done = grabstream("init", **of(settings))
-    assert (done.returncode, "for good, `grabstream rebuild journal --from audit --new-journal`" in done.stderr) == (2, True), done.stderr
+    assert (
+        done.returncode,
+        "for good, `grabstream rebuild journal --from audit --new-journal`" in done.stderr,
+    ) == (2, True), done.stderr
     await create_topics(settings.kafka, Topics(settings.prefix), settings.shards)
     done = grabstream("rebuild", "redis", "--dry-run", **of(settings))
     assert (done.returncode, "there is another topic of that name" in done.stderr) == (2, True), done.stderr
@@ -107,7 +126,9 @@ async def test_the_journal_restored(system: Settings, worker: Callable[..., Any]
     await grabs(system, "a")
     assert first.stop() == 0
     events = OFFERS * 10
-    before = {projection: await digests(system, await version_in(system, projection)) for projection in PROJECTIONS}
+    before = {
+        projection: await digests(system, await version_in(system, projection)) for projection in PROJECTIONS
+    }
     sent = await published(system)
     await delete(system, topics.journal, *([topics.events] if lost == "events too" else []))
     done = grabstream(*RESTORE_JOURNAL, "--json", **of(system))
@@ -125,7 +146,8 @@ async def test_the_journal_restored(system: Settings, worker: Callable[..., Any]
     await sound(system)
     [(last,)] = await rows(system, "SELECT sum(seq)::int FROM cursors WHERE projection = 'audit'")
     assert last == 2 * events
-    # Of what was published before, only the last event of a shard came again, once for each time that the journal was restored.
+    # Of what was published before, only the last event of a shard came again, once for each time that the
+    # journal was restored.
     shards = len(await rows(system, "SELECT DISTINCT shard FROM audit WHERE offer LIKE 'a%'"))
     kept = sent if lost == "journal" else 0
     assert await published(system) == kept + 2 * shards + events
@@ -134,15 +156,22 @@ async def test_the_journal_restored(system: Settings, worker: Callable[..., Any]
     assert "stop the workers" in refused.stderr
 
 
-async def test_what_the_audit_trail_has_not_is_not_lost_silently(system: Settings, worker: Callable[..., Any]) -> None:
-    """Whoever knows more than the audit trail is named, with the seqs that would be lost; then they are given up, and all agree again."""
+async def test_what_the_audit_trail_has_not_is_not_lost_silently(
+    system: Settings, worker: Callable[..., Any]
+) -> None:
+    """Whoever knows more than the audit trail is named, with the seqs that would be lost; then they are given
+    up, and all agree again.
+    """
     one = worker(system)
     await grabs(system, "a")
     assert one.stop() == 0
     refused = grabstream(*RESTORE_JOURNAL, **of(system))
     assert refused.returncode == 1
     assert "events stand in the journal, seq 1 to " in refused.stderr
-    assert f"`kafka-topics.sh --bootstrap-server {system.kafka} --delete --topic {system.prefix}.journal`" in refused.stderr
+    assert (
+        f"`kafka-topics.sh --bootstrap-server {system.kafka} --delete --topic {system.prefix}.journal`"
+        in refused.stderr
+    )
     # One more version knows it, which is not shown.
     await rebuilt(system, "ledger")
     topics = Topics(system.prefix)
@@ -184,13 +213,23 @@ async def test_what_the_audit_trail_has_not_is_not_lost_silently(system: Setting
 
 async def forget_last(settings: Settings) -> tuple[int, int, Any]:
     """The audit trail never had the last event of a shard: returns shard, seq and event."""
-    query = "SELECT a.shard, a.seq, body FROM audit a JOIN cursors c USING (shard, seq) WHERE c.projection = 'audit' ORDER BY a.seq DESC"
+    query = (
+        "SELECT a.shard, a.seq, body FROM audit a JOIN cursors c USING (shard, seq) WHERE c.projection = "
+        "'audit' ORDER BY a.seq DESC"
+    )
     [(shard, seq, body), *_] = await rows(settings, query)
     schema = (await version_in(settings, "audit")).schema
     async with await open_books(settings) as books:
-        [head] = await (await books.execute("SELECT hash FROM audit WHERE (shard, seq) = (%s, %s)", (shard, seq - 1))).fetchone() or [b""]
-        await books.execute(f"DELETE FROM {schema}.audit_1 WHERE (shard, seq) = (%s, %s)".encode(), (shard, seq))
-        await books.execute(f"UPDATE {schema}.projection_cursors SET seq = seq - 1, head = %s WHERE shard = %s".encode(), (head, shard))
+        [head] = await (
+            await books.execute("SELECT hash FROM audit WHERE (shard, seq) = (%s, %s)", (shard, seq - 1))
+        ).fetchone() or [b""]
+        await books.execute(
+            f"DELETE FROM {schema}.audit_1 WHERE (shard, seq) = (%s, %s)".encode(), (shard, seq)
+        )
+        await books.execute(
+            f"UPDATE {schema}.projection_cursors SET seq = seq - 1, head = %s WHERE shard = %s".encode(),
+            (head, shard),
+        )
     return shard, seq, json.loads(body)
 
 
@@ -200,8 +239,12 @@ async def all_versions(settings: Settings) -> list[Version]:
         return await versions(books, settings.schema_)
 
 
-async def test_an_attempt_that_was_cut_off_goes_on_with_a_new_term(system: Settings, worker: Callable[..., Any]) -> None:
-    """Some shards are written, one has only its marker: the rest comes under a higher term, also than that of a stranger's marker."""
+async def test_an_attempt_that_was_cut_off_goes_on_with_a_new_term(
+    system: Settings, worker: Callable[..., Any]
+) -> None:
+    """Some shards are written, one has only its marker: the rest comes under a higher term, also than that of
+    a stranger's marker.
+    """
     one = worker(system)
     await grabs(system, "a")
     assert one.stop() == 0
@@ -222,9 +265,12 @@ async def test_an_attempt_that_was_cut_off_goes_on_with_a_new_term(system: Setti
         with pytest.raises(asyncio.CancelledError):
             await cutting
         later = await work.plan()
-        assert {plan.shard: plan.restored.seq for plan in later if plan.restored.seq} == {half[0].shard: half[0].end.seq}
+        assert {plan.shard: plan.restored.seq for plan in later if plan.restored.seq} == {
+            half[0].shard: half[0].end.seq
+        }
         assert await work.run(later) == sum(plan.end.seq for plan in plans) - half[0].end.seq
-        # A stranger's marker has no events: the next attempt goes on above it. Its events are another history.
+        # A stranger's marker has no events: the next attempt goes on above it. Its events are another
+        # history.
         await append(system, 0, b"", marker_headers(0, 10_000, "stranger"))
         assert await work.run(await work.plan()) == 0
         assert await redis.hget(key_space(system).shard(0).state, "term") == b"10001"
@@ -236,7 +282,9 @@ async def test_an_attempt_that_was_cut_off_goes_on_with_a_new_term(system: Setti
     await sound(system)
 
 
-async def test_a_shard_that_is_being_rebuilt_by_another_command_is_refused(system: Settings, worker: Callable[..., Any]) -> None:
+async def test_a_shard_that_is_being_rebuilt_by_another_command_is_refused(
+    system: Settings, worker: Callable[..., Any]
+) -> None:
     """Of two such commands, and beside a worker; once the other is done, or was killed, it is rebuilt."""
     worker(system)
     await grabs(system, "a")
@@ -258,13 +306,17 @@ async def test_a_shard_that_is_being_rebuilt_by_another_command_is_refused(syste
 
 
 async def test_relays_that_took_over_in_vain(system: Settings, worker: Callable[..., Any]) -> None:
-    """A worker and a rebuild have left markers in the empty journal: it can be filled; then an event of another history stands there."""
+    """A worker and a rebuild have left markers in the empty journal: it can be filled; then an event of
+    another history stands there.
+    """
     one = worker(system)
     await grabs(system, "a")
     assert one.stop() == 0
     await delete(system, Topics(system.prefix).journal)
     await empty_journal(system)
-    [(shard, seq)] = await rows(system, "SELECT shard, seq FROM cursors WHERE projection = 'audit' ORDER BY seq DESC LIMIT 1")
+    [(shard, seq)] = await rows(
+        system, "SELECT shard, seq FROM cursors WHERE projection = 'audit' ORDER BY seq DESC LIMIT 1"
+    )
     for arguments in (["--dry-run"], []):
         refused = grabstream("rebuild", "redis", "--shard", str(shard), "--json", *arguments, **of(system))
         assert (refused.returncode, json.loads(refused.stdout)[0]["refused"]) == (1, True)
@@ -287,10 +339,14 @@ async def test_relays_that_took_over_in_vain(system: Settings, worker: Callable[
         await append(system, shard, b"", marker_headers(shard, 500, "in-vain"))
         done = grabstream(*RESTORE_JOURNAL, **of(system))
         assert done.returncode == 0, done.stderr
-        checkpoint = await redis.hmget(key_space(system).shard(shard).state, "journaled_term", "journaled_owner", "journaled_offset")
+        checkpoint = await redis.hmget(
+            key_space(system).shard(shard).state, "journaled_term", "journaled_owner", "journaled_offset"
+        )
     finally:
         await redis.aclose()
-    anchored = await rows(system, f"SELECT DISTINCT term, owner, next_offset FROM cursors WHERE shard = {shard} AND seq = {seq}")
+    anchored = await rows(
+        system, f"SELECT DISTINCT term, owner, next_offset FROM cursors WHERE shard = {shard} AND seq = {seq}"
+    )
     assert anchored == [(501, checkpoint[1].decode(), int(checkpoint[2]))]
     assert checkpoint[0] == b"501"
     worker(system)

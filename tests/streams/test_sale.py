@@ -1,4 +1,6 @@
-"""A sale through the whole system, with kill -9 of the worker in the middle: holds end in time, payments are served or owed, once."""
+"""A sale through the whole system, with kill -9 of the worker in the middle: holds end in time, payments are
+served or owed, once.
+"""
 
 import asyncio
 import random
@@ -19,13 +21,16 @@ from tests.streams.test_projections import rows
 
 PEOPLE, TOTAL, PRICE, HOLD_MS = 600, 200, 990, 2_500
 TERMS = StockTerms(
-    issuer="shop", total=TOTAL, price=PRICE, currency="CNY", hold_ms=HOLD_MS, max_per_grab=2, waiting_list=True, late="retake",
+    issuer="shop", total=TOTAL, price=PRICE, currency="CNY", hold_ms=HOLD_MS, max_per_grab=2,
+    waiting_list=True, late="retake",
     limits=(Limit("user", "offer", 2), Limit("user", "day", 2)), return_restores=True,
 )  # fmt: skip
 
 
 class Crowd:
-    """Buyers, each of whom wants up to two, and then pays, pays late, changes their mind, or forgets about it."""
+    """Buyers, each of whom wants up to two, and then pays, pays late, changes their mind, or forgets about
+    it.
+    """
 
     def __init__(self, gate: Gate) -> None:
         self._gate = gate
@@ -50,7 +55,14 @@ class Crowd:
         if answer.outcome not in ("held", "waiting"):
             return
         if mood < 0.55:
-            paid = Confirm(id=f"c{number}", offer="sale", grab=grab.id, payment=f"pay{number}", paid=PRICE * quantity, currency="CNY")
+            paid = Confirm(
+                id=f"c{number}",
+                offer="sale",
+                grab=grab.id,
+                payment=f"pay{number}",
+                paid=PRICE * quantity,
+                currency="CNY",
+            )
             first, again = await asyncio.gather(self.send(paid), self.send(paid))
             assert (first.outcome, first.seq) == (again.outcome, again.seq)
             if mood < 0.1 and first.outcome == "confirmed":
@@ -59,7 +71,9 @@ class Crowd:
             await self.send(Release(id=f"r{number}", offer="sale", grab=grab.id))
 
 
-async def test_a_sale_is_right_although_the_worker_is_killed(system: Settings, worker: Callable[..., Any]) -> None:
+async def test_a_sale_is_right_although_the_worker_is_killed(
+    system: Settings, worker: Callable[..., Any]
+) -> None:
     first = worker(system, "decide,relay,sweep")
     worker(system, "project,publish")
     await relayed_by(system, first)
@@ -91,10 +105,16 @@ async def test_a_sale_is_right_although_the_worker_is_killed(system: Settings, w
 async def _check_books(settings: Settings, crowd: Crowd) -> None:
     [(left, given, total)] = await rows(settings, "SELECT units_left, given, total FROM offers")
     assert (left + given, total) == (TOTAL, TOTAL)
-    taken = {grab: (taken, state) for grab, taken, state in await rows(settings, "SELECT grab, taken, state FROM grabs")}
+    taken = {
+        grab: (taken, state)
+        for grab, taken, state in await rows(settings, "SELECT grab, taken, state FROM grabs")
+    }
     assert sum(units for units, _ in taken.values()) == given
     assert max(Counter(user for (user,) in await rows(settings, "SELECT user_id FROM grabs")).values()) == 1
-    payments = {payment: (state, amount) for payment, state, amount in await rows(settings, "SELECT payment, state, amount FROM payments")}
+    payments = {
+        payment: (state, amount)
+        for payment, state, amount in await rows(settings, "SELECT payment, state, amount FROM payments")
+    }
     outcomes = Counter(answer.outcome for _, answer in crowd.answers)
     assert outcomes["confirmed"]
     assert outcomes["released"]
@@ -102,7 +122,8 @@ async def _check_books(settings: Settings, crowd: Crowd) -> None:
         if isinstance(command, Confirm):
             served = "served" if answer.outcome == "confirmed" else "refund_due"
             assert payments[command.payment or ""] == (served, command.paid), answer
-    # No hold ended before its deadline, and each within a second of it once another had taken over from the relay that was killed.
+    # No hold ended before its deadline, and each within a second of it once another had taken over from the
+    # relay that was killed.
     late = await rows(
         settings,
         "SELECT max(e.at - (h.body::jsonb->>'deadline_at')::bigint) FROM audit AS e JOIN audit AS h "

@@ -32,14 +32,20 @@ LONG = ("s" * 47 + "a", "s" * 47 + "b")
 @pytest.fixture
 async def other(servers: Settings, system: Settings) -> AsyncIterator[Settings]:
     """Another system of the same database, whose names begin as those of `system` do."""
-    settings = servers.model_copy(update={"prefix": f"{system.prefix}_b", "schema_": f"{system.schema_}_b", "shards": 1})
+    settings = servers.model_copy(
+        update={"prefix": f"{system.prefix}_b", "schema_": f"{system.schema_}_b", "shards": 1}
+    )
     await make_system(settings)
     yield settings
     await take_down(settings)
 
 
-async def test_a_switch_waits_for_all_but_the_sessions_of_other_systems(system: Settings, other: Settings) -> None:
-    """Of a session that only looks like another system's, nothing is known: it is waited for as everybody is."""
+async def test_a_switch_waits_for_all_but_the_sessions_of_other_systems(
+    system: Settings, other: Settings
+) -> None:
+    """Of a session that only looks like another system's, nothing is known: it is waited for as everybody
+    is.
+    """
     mine, theirs = system_name(system.schema_), system_name(other.schema_)
     waited_for = [
         "",
@@ -54,7 +60,10 @@ async def test_a_switch_waits_for_all_but_the_sessions_of_other_systems(system: 
         "grabstream",
     ]
     not_waited_for = [theirs, f"{theirs}: ledger"]
-    for us, names in ((system, (waited_for, not_waited_for)), (other, ([theirs, f"{theirs}: verify"], [mine, f"{mine}: ledger"]))):
+    for us, names in (
+        (system, (waited_for, not_waited_for)),
+        (other, ([theirs, f"{theirs}: verify"], [mine, f"{mine}: ledger"])),
+    ):
         async with await open_books(us) as asking, AsyncExitStack() as stack:
             of_name = {name: await begin(stack, us.postgres, name) for name in (*names[0], *names[1])}
             found = {pid for pid, _ in await with_snapshot(asking, us.schema_)}
@@ -65,7 +74,9 @@ async def test_a_switch_waits_for_all_but_the_sessions_of_other_systems(system: 
 
 async def begin(stack: AsyncExitStack, postgres: str, name: str) -> int:
     """A session of some name that has a snapshot until the stack ends; returns its process."""
-    connection = await stack.enter_async_context(await AsyncConnection.connect(postgres, application_name=name))
+    connection = await stack.enter_async_context(
+        await AsyncConnection.connect(postgres, application_name=name)
+    )
     await connection.set_isolation_level(IsolationLevel.REPEATABLE_READ)
     await connection.execute("SELECT 1")
     return connection.info.backend_pid
@@ -79,15 +90,22 @@ async def test_a_system_that_is_gone_gives_no_name_away(system: Settings, other:
         assert pid in {of for of, _ in await with_snapshot(asking, system.schema_)}
 
 
-async def test_a_switch_does_not_wait_for_the_running_verifier(system: Settings, worker: Callable[..., Any]) -> None:
+async def test_a_switch_does_not_wait_for_the_running_verifier(
+    system: Settings, worker: Callable[..., Any]
+) -> None:
     """It rests for most of the time, and has no transaction open then."""
     worker(system, "decide,relay,sweep,project")
     terms = EnvelopeTerms(issuer="alice", funding="pay", asset="CNY", total=900, parts=9)
     async with open_gate(system) as gate:
-        opened = await gate.decide([Open(id="o", offer="e", terms=terms)], patience_ms=60_000, timeout_ms=60_000)
+        opened = await gate.decide(
+            [Open(id="o", offer="e", terms=terms)], patience_ms=60_000, timeout_ms=60_000
+        )
         assert [answer.outcome for answer in opened] == ["opened"]
     shard = key_space(system).shard_of_offer("e")
-    redis, beside = open_redis(system), KeySpace(f"{system.prefix}{BESIDE_STEADILY}", system.shards).shard(shard)
+    redis, beside = (
+        open_redis(system),
+        KeySpace(f"{system.prefix}{BESIDE_STEADILY}", system.shards).shard(shard),
+    )
 
     async def begun() -> bool:
         return bool(await redis.exists(beside.state))
@@ -121,8 +139,13 @@ async def test_a_session_has_its_systems_name_whatever_the_dsn_says(system: Sett
             async with await connect(named, schema, work) as connection:
                 query = name_of.format(connection.info.backend_pid)
                 assert await rows(system, query) == [(session_name(schema, work),)]
-        async with await connect(named, schema) as connection, await connect(named, schema, "second") as second:
-            await hold(connection, f"test-{system.schema_}", "work that is told in many words, since it is long")
+        async with (
+            await connect(named, schema) as connection,
+            await connect(named, schema, "second") as second,
+        ):
+            await hold(
+                connection, f"test-{system.schema_}", "work that is told in many words, since it is long"
+            )
             [(now,)] = await rows(system, name_of.format(connection.info.backend_pid))
             assert now.startswith(f"{system_name(schema)}: process {os.getpid()}")
             with pytest.raises(Held, match=f"process {os.getpid()}"):
@@ -130,7 +153,11 @@ async def test_a_session_has_its_systems_name_whatever_the_dsn_says(system: Sett
 
 
 def test_names_of_different_systems_and_works_differ() -> None:
-    names = [session_name(schema, work) for schema in ("s", "s_b", *LONG) for work in ("", "ledger", "ledger_b", "w" * 80, "w" * 81)]
+    names = [
+        session_name(schema, work)
+        for schema in ("s", "s_b", *LONG)
+        for work in ("", "ledger", "ledger_b", "w" * 80, "w" * 81)
+    ]
     assert len(set(names)) == len(names)
     assert len({system_name(schema) for schema in ("s", "s_b", *LONG)}) == 4
     assert all(len(name.encode()) <= 63 for name in names)

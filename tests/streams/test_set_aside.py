@@ -1,4 +1,6 @@
-"""Poison: a projection that stopped at a record goes on behind it, or with it once the cause is mended; the books say so for ever."""
+"""Poison: a projection that stopped at a record goes on behind it, or with it once the cause is mended; the
+books say so for ever.
+"""
 
 import asyncio
 import json
@@ -16,7 +18,18 @@ from grabstream.streams.projector import CatchUp
 from grabstream.streams.topics import Topics
 from tests.conftest import until
 from tests.ops.test_cli import grabstream, of
-from tests.streams.test_projections import LINES, SHARD, Journal, at_seq, granted, journal, open_tables, opened, rows, running
+from tests.streams.test_projections import (
+    LINES,
+    SHARD,
+    Journal,
+    at_seq,
+    granted,
+    journal,
+    open_tables,
+    opened,
+    rows,
+    running,
+)
 
 __all__ = ["journal"]
 
@@ -37,8 +50,12 @@ async def stopped_at(settings: Settings, projection: str) -> None:
     await until(there, 30, "the stop")
 
 
-async def test_what_the_ledger_refuses_is_set_aside_and_the_rest_goes_on(system: Settings, journal: Journal) -> None:
-    """Three records in one transaction: the one that overdraws is found, and only its events are missing afterwards."""
+async def test_what_the_ledger_refuses_is_set_aside_and_the_rest_goes_on(
+    system: Settings, journal: Journal
+) -> None:
+    """Three records in one transaction: the one that overdraws is found, and only its events are missing
+    afterwards.
+    """
     lines = [opened("e", 1, total=25), granted("e", 2), granted("e", 3, amount=99), granted("e", 4)]
     await journal.marker(1, "a")
     for seq in range(1, 5):
@@ -64,14 +81,23 @@ async def test_what_the_ledger_refuses_is_set_aside_and_the_rest_goes_on(system:
         assert (await call(system, "set-aside", "ledger", str(SHARD), *WHY, "--yes"))[0] == 1
     assert await rows(system, "SELECT posted FROM accounts WHERE account = 'offer:e'") == [(5,)]
     assert await rows(system, "SELECT seq FROM transfers ORDER BY seq") == [(1,), (2,), (4,)]
-    [(count, offers, readable, reason, operator)] = await rows(system, "SELECT count, offers, readable, reason, operator FROM set_aside")
+    [(count, offers, readable, reason, operator)] = await rows(
+        system, "SELECT count, offers, readable, reason, operator FROM set_aside"
+    )
     assert (count, offers, readable, reason, operator) == (1, ["e"], True, WHY[1], "olga")
-    assert await rows(system, "SELECT convert_from(value, 'UTF8') FROM set_aside_records") == [(lines[2].decode(),)]
+    assert await rows(system, "SELECT convert_from(value, 'UTF8') FROM set_aside_records") == [
+        (lines[2].decode(),)
+    ]
     head = chain(GENESIS, lines)[-1]
-    assert [bytes(found) for (found,) in await rows(system, "SELECT head FROM cursors WHERE projection = 'ledger' AND seq = 4")] == [head]
+    assert [
+        bytes(found)
+        for (found,) in await rows(system, "SELECT head FROM cursors WHERE projection = 'ledger' AND seq = 4")
+    ] == [head]
 
 
-async def test_a_corrupt_record_is_set_aside_and_the_next_block_says_what_it_follows(system: Settings, journal: Journal) -> None:
+async def test_a_corrupt_record_is_set_aside_and_the_next_block_says_what_it_follows(
+    system: Settings, journal: Journal
+) -> None:
     await journal.marker(1, "a")
     await journal.block(LINES, 1, 5)
     await journal.block(LINES, 6, 9, head=b"00" * 32)
@@ -89,7 +115,9 @@ async def test_a_corrupt_record_is_set_aside_and_the_next_block_says_what_it_fol
             code, done = await call(system, "set-aside", name, str(SHARD), *WHY, "--yes")
             assert (code, done["first_seq"], done["event_count"], done["moved"]) == (0, 6, 4, True), done
         await at_seq(system, 20)
-    code, checks = await call(system, "verify", "--quick", "--wait", "0")  # a journal written by hand: Redis knows nothing of it
+    code, checks = await call(
+        system, "verify", "--quick", "--wait", "0"
+    )  # a journal written by hand: Redis knows nothing of it
     assert code == 0, [check for check in checks if check["problems"]]
     published = []
     async with open_reader(system.kafka, Topics(system.prefix).events) as reader:
@@ -206,10 +234,17 @@ async def test_built_anew_the_read_model_has_it_and_lacks_it_again_when_the_old_
         assert (await call(system, "set-aside", "ledger", str(SHARD), *WHY, "--yes"))[0] == 0
         await at_seq(system, 30)
     [listed] = (await call(system, "set-aside", "--list"))[1]
-    assert (listed["projection"], listed["first_seq"], listed["event_count"], listed["offers"]) == ("ledger", 3, 1, ["e"])
+    assert (listed["projection"], listed["first_seq"], listed["event_count"], listed["offers"]) == (
+        "ledger",
+        3,
+        1,
+        ["e"],
+    )
     refused = await asyncio.to_thread(grabstream, "rebuild", "ledger", **of(system))
     assert refused.returncode == 1
-    assert "may be what was set aside, and --accept is right then: 1 event (3)" in refused.stdout.replace("\n", " ")
+    assert "may be what was set aside, and --accept is right then: 1 event (3)" in refused.stdout.replace(
+        "\n", " "
+    )
     for words, posted, lacking in (((), 1000 - 290, 0), (("--undo",), 1000 - 280, 1)):
         done = await asyncio.to_thread(grabstream, "rebuild", "ledger", "--accept", *words, **of(system))
         assert done.returncode == 0, done.stderr
@@ -217,8 +252,12 @@ async def test_built_anew_the_read_model_has_it_and_lacks_it_again_when_the_old_
         assert len((await call(system, "set-aside", "--list"))[1]) == lacking
 
 
-async def test_a_rebuild_goes_past_what_is_set_aside_when_it_is_told_to(system: Settings, journal: Journal) -> None:
-    """Seq 3 overdraws, 5 and 6 are corrupt: without a word the rebuild reads both again, cannot take them, and says how to go past."""
+async def test_a_rebuild_goes_past_what_is_set_aside_when_it_is_told_to(
+    system: Settings, journal: Journal
+) -> None:
+    """Seq 3 overdraws, 5 and 6 are corrupt: without a word the rebuild reads both again, cannot take them,
+    and says how to go past.
+    """
     names = ("ledger", "balances", "audit")
     lines = [opened("e", 1), *(granted("e", seq, amount=9_999 if seq == 3 else 10) for seq in range(2, 12))]
     await journal.marker(1, "a")
@@ -253,7 +292,9 @@ async def test_a_rebuild_goes_past_what_is_set_aside_when_it_is_told_to(system: 
     code, done = await call(system, "rebuild", "ledger", "--from", "audit", "--keep-set-aside")
     assert code == 1
     assert "seq 5 is missing" in done
-    code, checks = await call(system, "verify", "--quick", "--wait", "0")  # Redis knows nothing of this journal
+    code, checks = await call(
+        system, "verify", "--quick", "--wait", "0"
+    )  # Redis knows nothing of this journal
     assert code == 0, [check for check in checks if check["problems"]]
 
 
@@ -290,7 +331,9 @@ async def contents(settings: Settings) -> list[Any]:
     return [sorted(await rows(settings, f"SELECT t::text FROM {table} AS t")) for table in tables]
 
 
-async def test_a_running_worker_goes_on_by_itself(system: Settings, journal: Journal, worker: Callable[..., Any]) -> None:
+async def test_a_running_worker_goes_on_by_itself(
+    system: Settings, journal: Journal, worker: Callable[..., Any]
+) -> None:
     """Nobody has to start it again, and the other shards never stood still."""
     lines = [opened("e", 1, total=25), granted("e", 2, amount=99), granted("e", 3)]
     other = Journal(system, journal._producer, SHARD + 1)

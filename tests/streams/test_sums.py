@@ -1,6 +1,8 @@
-"""Sums beyond 64 bits: amounts are bounded, their sums over all events are not. No read model stops, and numbers stay whole numbers.
+"""Sums beyond 64 bits: amounts are bounded, their sums over all events are not. No read model stops, and
+numbers stay whole numbers.
 
-The events are made here, with amounts that no command may have, so that a few of them make the sums of very many.
+The events are made here, with amounts that no command may have, so that a few of them make the sums of very
+many.
 """
 
 import asyncio
@@ -15,7 +17,17 @@ from grabstream.ops.settings import Settings
 from grabstream.projections import versions
 from grabstream.streams.projector import CatchUp
 from tests.ops.test_cli import grabstream, of
-from tests.streams.test_projections import SHARD, Journal, at_seq, granted, journal, open_tables, opened, rows, running
+from tests.streams.test_projections import (
+    SHARD,
+    Journal,
+    at_seq,
+    granted,
+    journal,
+    open_tables,
+    opened,
+    rows,
+    running,
+)
 from tests.streams.test_verifier import verifying
 
 __all__ = ["journal"]
@@ -29,7 +41,8 @@ NUMERIC = "numeric(38,0)"
 def adjusted(seq: int, amount: int = LARGE, credit: str = "wallet:u1", reason: str = "why") -> bytes:
     transfer = {"asset": "CNY", "debit": "external:bank", "credit": credit, "amount": amount}
     return json.dumps(
-        {"type": "ledger.adjusted", "v": 1, "shard": SHARD, "seq": seq, "offer_seq": seq, "offer": "e", "at": seq, "command": f"a{seq}",
+        {"type": "ledger.adjusted", "v": 1, "shard": SHARD, "seq": seq, "offer_seq": seq, "offer": "e",
+        "at": seq, "command": f"a{seq}",
          "transfers": [transfer], "reason": reason, "approved_by": "boss", "operator": "olga", "digest": "d"},
         separators=(",", ":"),
     ).encode()  # fmt: skip
@@ -37,18 +50,29 @@ def adjusted(seq: int, amount: int = LARGE, credit: str = "wallet:u1", reason: s
 
 def refund_due(seq: int) -> bytes:
     return json.dumps(
-        {"type": "payment.refund_due", "v": 1, "shard": SHARD, "seq": seq, "offer_seq": seq, "offer": "e", "at": seq, "command": f"p{seq}",
-         "grab": "g2", "payment": f"p{seq}", "amount": LARGE, "asset": "CNY", "outcome": "not_held", "digest": "d"},
+        {"type": "payment.refund_due", "v": 1, "shard": SHARD, "seq": seq, "offer_seq": seq, "offer": "e",
+        "at": seq, "command": f"p{seq}",
+         "grab": "g2", "payment": f"p{seq}", "amount": LARGE, "asset": "CNY", "outcome": "not_held",
+         "digest": "d"},
         separators=(",", ":"),
     ).encode()  # fmt: skip
 
 
-LINES = [opened("e", 1), granted("e", 2), *map(adjusted, (3, 4, 5)), granted("e", 6), refund_due(7), refund_due(8)]
+LINES = [
+    opened("e", 1),
+    granted("e", 2),
+    *map(adjusted, (3, 4, 5)),
+    granted("e", 6),
+    refund_due(7),
+    refund_due(8),
+]
 
 
 @pytest.fixture
 async def large(system: Settings, journal: Journal) -> Settings:
-    """A system whose books have sums beyond 64 bits: some come to rows that are there already, some in one batch."""
+    """A system whose books have sums beyond 64 bits: some come to rows that are there already, some in one
+    batch.
+    """
     await journal.marker(1, "a")
     await journal.block(LINES, 1, 3)
     await journal.block(LINES, 4, 4)
@@ -80,13 +104,18 @@ async def test_many_in_one_batch(system: Settings, journal: Journal) -> None:
         for projector in projectors:
             await projector.put(CatchUp(SHARD))
         await at_seq(system, len(LINES))
-    assert await rows(system, "SELECT sum(posted) FROM accounts WHERE account IN ('wallet:u1', 'external:bank')") == [(0,)]
+    assert await rows(
+        system, "SELECT sum(posted) FROM accounts WHERE account IN ('wallet:u1', 'external:bank')"
+    ) == [(0,)]
 
 
 async def test_every_column_of_a_sum_without_a_bound_is_wide(system: Settings) -> None:
-    """Those of the ledger, the balances and the verifier; what is of one event, grab, offer or payment is bounded, and stays bigint."""
+    """Those of the ledger, the balances and the verifier; what is of one event, grab, offer or payment is
+    bounded, and stays bigint.
+    """
     query = (
-        "SELECT DISTINCT c.relname, a.attname FROM pg_class AS c JOIN pg_attribute AS a ON a.attrelid = c.oid "
+        "SELECT DISTINCT c.relname, a.attname FROM pg_class AS c JOIN pg_attribute AS a ON a.attrelid = "
+        "c.oid "
         f"WHERE starts_with(c.relnamespace::regnamespace::text, '{system.schema_}') AND a.attnum > 0 "
         "AND format_type(a.atttypid, a.atttypmod) = '{}' AND c.relkind IN ('r', 'v')"
     )
@@ -108,7 +137,9 @@ async def test_a_rebuild_makes_the_same_sums_and_tells_them_as_whole_numbers(lar
     refused = await asyncio.to_thread(grabstream, "rebuild", "ledger", "--json", **of(large))
     assert refused.returncode == 1, refused.stderr
     [difference] = [one for one in json.loads(refused.stdout)["difference"] if one["rows_changed"]]
-    assert difference["examples"] == [{"key": {"account": "wallet:u1", "asset": "CNY"}, "changed": {"posted": [SUM + 1, SUM]}}]
+    assert difference["examples"] == [
+        {"key": {"account": "wallet:u1", "asset": "CNY"}, "changed": {"posted": [SUM + 1, SUM]}}
+    ]
 
 
 async def test_verify_compares_them_and_names_what_is_wrong(large: Settings) -> None:
@@ -116,7 +147,12 @@ async def test_verify_compares_them_and_names_what_is_wrong(large: Settings) -> 
         done = await asyncio.to_thread(grabstream, "verify", "--quick", "--json", **of(large))
         return {one["name"]: one for one in json.loads(done.stdout)}
 
-    wanted = ("ledger = fold of the journal", "balances = fold of the journal", "no account below 0", "ledger and balances agree")
+    wanted = (
+        "ledger = fold of the journal",
+        "balances = fold of the journal",
+        "no account below 0",
+        "ledger and balances agree",
+    )
     sound = await checks()
     assert all(sound[name]["passed"] and not sound[name]["notes"] for name in wanted), sound
     async with await open_tables(large) as books:
@@ -129,7 +165,9 @@ async def test_verify_compares_them_and_names_what_is_wrong(large: Settings) -> 
 async def test_the_verifier_compares_them_and_names_what_is_wrong(large: Settings) -> None:
     async with verifying(large) as passes:
         assert await passes() == []
-        assert await rows(large, "SELECT posted FROM verified_accounts WHERE account = 'wallet:u1'") == [(SUM,)]
+        assert await rows(large, "SELECT posted FROM verified_accounts WHERE account = 'wallet:u1'") == [
+            (SUM,)
+        ]
         async with await open_tables(large) as books:
             await books.execute("UPDATE accounts_1 SET posted = posted + 1 WHERE account = 'wallet:u1'")
         [found] = await passes()
@@ -146,36 +184,55 @@ async def test_programs_get_whole_numbers(large: Settings) -> None:
     shown = await asyncio.to_thread(grabstream, "show", "e", "--json", **of(large))
     [due] = json.loads(shown.stdout)["payments"]
     assert (due["amount"], type(due["amount"]), type(due["refunded"])) == (2 * LARGE, int, int)
-    assert f"{2 * LARGE:,} CNY to be paid back" in (await asyncio.to_thread(grabstream, "show", "e", **of(large))).stdout
+    assert (
+        f"{2 * LARGE:,} CNY to be paid back"
+        in (await asyncio.to_thread(grabstream, "show", "e", **of(large))).stdout
+    )
 
 
-async def test_a_ledger_that_a_release_before_stopped_goes_on_with_a_rebuild(large: Settings, journal: Journal) -> None:
-    """As it stands after an upgrade: definition 1 stopped in front of the sum, and nobody writes it any more."""
+async def test_a_ledger_that_a_release_before_stopped_goes_on_with_a_rebuild(
+    large: Settings, journal: Journal
+) -> None:
+    """As it stands after an upgrade: definition 1 stopped in front of the sum, and nobody writes it any
+    more.
+    """
     async with await open_books(large) as books:
         live = await versions.in_state(books, large.schema_, "ledger", "live")
         assert live is not None
         table = f"{live.schema}.accounts_1"
         # The columns of definition 1, as far as it had come: behind the first of the large ones.
         await books.execute(f"DROP VIEW {large.schema_}.accounts, {live.schema}.accounts".encode())
-        await books.execute(f"UPDATE {table} SET posted = sign(posted) * {LARGE} WHERE account IN ('wallet:u1', 'external:bank')".encode())
+        await books.execute(
+            f"UPDATE {table} SET posted = sign(posted) * {LARGE} WHERE account IN ('wallet:u1', "
+            "'external:bank')".encode()
+        )
         await books.execute(f"DELETE FROM {live.schema}.transfers_1 WHERE seq > 3".encode())
-        await books.execute(f"DELETE FROM {table} WHERE account IN ('external:p7', 'external:p8', 'refund:p7', 'refund:p8')".encode())
+        await books.execute(
+            f"DELETE FROM {table} WHERE account IN ('external:p7', 'external:p8', 'refund:p7', "
+            "'refund:p8')".encode()
+        )
         await books.execute(f"UPDATE {table} SET posted = 990 WHERE account = 'offer:e'".encode())
         await books.execute(f"DELETE FROM {table} WHERE account = 'wallet:u6'".encode())
         await books.execute(f"ALTER TABLE {table} ALTER COLUMN posted TYPE bigint".encode())
         for schema, source in ((live.schema, "accounts_1"), (large.schema_, f"{live.schema}.accounts")):
             await books.execute(f"SET search_path = {schema}".encode())
-            await books.execute(f"CREATE VIEW accounts AS SELECT account, asset, posted FROM {source}".encode())
+            await books.execute(
+                f"CREATE VIEW accounts AS SELECT account, asset, posted FROM {source}".encode()
+            )
         await books.execute(f"SET search_path = {large.schema_}".encode())
-        await books.execute("UPDATE read_models SET definition = 1 WHERE projection = 'ledger' AND state = 'live'")
+        await books.execute(
+            "UPDATE read_models SET definition = 1 WHERE projection = 'ledger' AND state = 'live'"
+        )
         first = journal.records[1]
         [head] = [bytes.fromhex(value.decode()) for name, value in first.headers if name == "head"]
         await books.execute(
-            f"UPDATE {live.schema}.projection_cursors SET seq = 3, head = %s, next_offset = %s WHERE shard = %s".encode(),
+            f"UPDATE {live.schema}.projection_cursors SET seq = 3, head = %s, next_offset = %s WHERE shard = "
+            "%s".encode(),
             (head, first.offset + 1, SHARD),
         )
         await books.execute(
-            f"INSERT INTO {live.schema}.stopped_shards VALUES ('ledger', {SHARD}, 3, {first.offset + 1}, 'bigint out of range')".encode()
+            f"INSERT INTO {live.schema}.stopped_shards VALUES ('ledger', {SHARD}, 3, {first.offset + 1}, "
+            "'bigint out of range')".encode()
         )
         await books.execute(b"GRANT SELECT ON accounts TO PUBLIC")
     done = await asyncio.to_thread(grabstream, "rebuild", "ledger", "--json", **of(large))

@@ -1,4 +1,6 @@
-"""What the loss of a server can raise, in whatever library's words, is tried again by every role; an error of our own ends the process."""
+"""What the loss of a server can raise, in whatever library's words, is tried again by every role; an error of
+our own ends the process.
+"""
 
 import asyncio
 import http.client
@@ -36,7 +38,9 @@ from tests.conftest import Worker, until
 from tests.drill.switch import Switch
 from tests.lua.conftest import SEALER, grabs
 
-HANDLER_CLOSED = "unable to perform operation on <TCPTransport closed=True reading=False 0x55d0c8>; the handler is closed"
+HANDLER_CLOSED = (
+    "unable to perform operation on <TCPTransport closed=True reading=False 0x55d0c8>; the handler is closed"
+)
 
 TROUBLE: dict[str, Callable[[], BaseException]] = {
     "uvloop's closed handler": lambda: RuntimeError(HANDLER_CLOSED),
@@ -66,7 +70,8 @@ TROUBLE: dict[str, Callable[[], BaseException]] = {
     "half a read": lambda: asyncio.IncompleteReadError(b"", 4),
     "TLS": lambda: ssl.SSLError(1, "record layer failure"),
     "a cancellation of the client's own": lambda: asyncio.CancelledError(),
-    "several at once": lambda: ExceptionGroup("tasks", [ConnectionResetError(), RuntimeError(HANDLER_CLOSED)]),
+    "several at once": lambda: ExceptionGroup("tasks",
+    [ConnectionResetError(), RuntimeError(HANDLER_CLOSED)]),
 }  # fmt: skip
 
 OUR_OWN: dict[str, Callable[[], BaseException]] = {
@@ -77,7 +82,9 @@ OUR_OWN: dict[str, Callable[[], BaseException]] = {
     "a missing attribute": lambda: AttributeError("'NoneType' object has no attribute 'seq'"),
     "SQL that is wrong": lambda: psycopg.errors.UndefinedColumn("column x does not exist"),
     "SQL that is refused": lambda: psycopg.errors.UniqueViolation("duplicate key"),
-    "an argument that Redis' client refuses": lambda: redis.exceptions.DataError("Invalid input of type: 'dict'"),
+    "an argument that Redis' client refuses": lambda: redis.exceptions.DataError(
+        "Invalid input of type: 'dict'"
+    ),
     "one of several": lambda: ExceptionGroup("tasks", [ConnectionResetError(), KeyError(0)]),
     "HTTP": lambda: http.client.InvalidURL("no URL"),
 }
@@ -112,7 +119,9 @@ async def test_our_own_cancellation_is_no_trouble() -> None:
 
 
 async def test_an_accident_inside_a_client_is_trouble_and_one_of_ours_is_not() -> None:
-    """A client that meets a connection which another task closed raises what Python raises; where it was raised tells them apart."""
+    """A client that meets a connection which another task closed raises what Python raises; where it was
+    raised tells them apart.
+    """
     connection = redis.asyncio.Connection(port=1)
     with pytest.raises(Exception) as inside:
         connection._writer = object()  # type: ignore[assignment]
@@ -143,7 +152,7 @@ def test_uvloop_says_it_in_these_words() -> None:
         runner.run(use_after_closing())
 
 
-# -- each role --------------------------------------------------------------------------------------------------------
+# -- each role -----------------------------------------------------------------------------------------------
 
 
 class Failing:
@@ -228,7 +237,9 @@ async def test_sweeper_keeper_and_gate_go_on(words: str) -> None:
 
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("words", TROUBLE)
-async def test_relay_decider_and_verifier_go_on(words: str, settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_relay_decider_and_verifier_go_on(
+    words: str, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whatever meets their servers first."""
     failing = Failing(TROUBLE[words])
 
@@ -286,16 +297,23 @@ async def test_an_error_of_ours_is_raised_by_each_role(words: str) -> None:
             await asyncio.wait_for(work(Failing(OUR_OWN[words])), 5)
 
 
-async def test_a_worker_waits_for_a_server_that_is_being_started(system: Settings, worker: Callable[..., Worker]) -> None:
+async def test_a_worker_waits_for_a_server_that_is_being_started(
+    system: Settings, worker: Callable[..., Worker]
+) -> None:
     """It says so, goes on when the server answers, and ends at once when it is told to while it waits."""
     late, never = free_ports(2)
     redis_port = urlsplit(system.redis_url).port
     assert redis_port is not None
     switch = Switch(redis_port)
-    waiting, ended = (worker(system.model_copy(update={"redis_url": f"redis://127.0.0.1:{port}/0"}), "sweep") for port in (late, never))
+    waiting, ended = (
+        worker(system.model_copy(update={"redis_url": f"redis://127.0.0.1:{port}/0"}), "sweep")
+        for port in (late, never)
+    )
     try:
         for one in (waiting, ended):
-            await until(lambda one=one: "trying again" in one.log.read_text(), 60, "its word that a server is away")
+            await until(
+                lambda one=one: "trying again" in one.log.read_text(), 60, "its word that a server is away"
+            )
         assert ended.stop() == 0
         await switch.start(late)
         await until(lambda: " playing " in waiting.log.read_text(), 60, "its start")

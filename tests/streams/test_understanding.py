@@ -1,5 +1,6 @@
-"""Records of the commands topic that hurt: each costs bounded time, bounded rejections, and keeps its bytes. First without servers,
-then on a topic with a worker, as anybody could send them."""
+"""Records of the commands topic that hurt: each costs bounded time, bounded rejections, and keeps its bytes.
+First without servers, then on a topic with a worker, as anybody could send them.
+"""
 
 import asyncio
 import json
@@ -59,7 +60,10 @@ async def understood(value: bytes, key: bytes | None = None) -> Understood:
 def kept(rejected: Sequence[Rejected], part: bytes | None = None) -> list[bytes]:
     """The original bytes, put together from their pieces."""
     chosen = [one for one in rejected if dict(one.headers).get("part") == part]
-    return [b"".join(one.raw for one in of_one) for _, of_one in groupby(chosen, lambda one: dict(one.headers)["index"])]
+    return [
+        b"".join(one.raw for one in of_one)
+        for _, of_one in groupby(chosen, lambda one: dict(one.headers)["index"])
+    ]
 
 
 HURTING = {
@@ -88,11 +92,22 @@ async def test_a_record_that_cannot_be_taken_costs_one_rejection_and_keeps_its_b
         headers = dict(one.headers)
         assert 0 < len(headers["reason"]) <= REASON_BYTES_MAX
         assert headers["reason"].decode().isprintable()
-        assert (one.key, headers["topic"], headers["partition"], headers["offset"]) == (b"key", b"t.commands", b"3", b"17")
-    assert all(answer.message is not None and len(answer.message.encode()) <= REASON_BYTES_MAX for answer in found.refused)
+        assert (one.key, headers["topic"], headers["partition"], headers["offset"]) == (
+            b"key",
+            b"t.commands",
+            b"3",
+            b"17",
+        )
+    assert all(
+        answer.message is not None and len(answer.message.encode()) <= REASON_BYTES_MAX
+        for answer in found.refused
+    )
 
 
-@pytest.mark.parametrize(("name", "id"), [("a long user", "long-user"), ("a long name of a field", "long-name"), ("control", "control")])
+@pytest.mark.parametrize(
+    ("name", "id"),
+    [("a long user", "long-user"), ("a long name of a field", "long-name"), ("control", "control")],
+)
 async def test_whoever_sent_a_command_above_a_bound_is_answered(name: str, id: str) -> None:
     value = HURTING.get(name) or HURTING["a control character in a name"]
     found = await understood(value)
@@ -159,15 +174,19 @@ async def test_a_long_key_is_kept_in_pieces_too() -> None:
     assert all(key.startswith(one.key or b"-") for one in found.rejected)
 
 
-# -- with a worker ----------------------------------------------------------------------------------------------------
+# -- with a worker -------------------------------------------------------------------------------------------
 
 
 def producing(settings: Settings, **options: Any) -> AIOKafkaProducer:
-    return AIOKafkaProducer(bootstrap_servers=settings.kafka, acks="all", max_request_size=64 * 1024 * 1024, **options)
+    return AIOKafkaProducer(
+        bootstrap_servers=settings.kafka, acks="all", max_request_size=64 * 1024 * 1024, **options
+    )
 
 
 async def read_all(settings: Settings, topic: str) -> list[Any]:
-    consumer = AIOKafkaConsumer(bootstrap_servers=settings.kafka, auto_offset_reset="earliest", enable_auto_commit=False)
+    consumer = AIOKafkaConsumer(
+        bootstrap_servers=settings.kafka, auto_offset_reset="earliest", enable_auto_commit=False
+    )
     async with started(consumer):
         count = 1 if topic == Topics(settings.prefix).rejected else settings.shards
         partitions = [TopicPartition(topic, number) for number in range(count)]
@@ -180,7 +199,9 @@ async def read_all(settings: Settings, topic: str) -> list[Any]:
         return found
 
 
-async def test_records_that_hurt_end_no_decider_and_lose_no_byte(system: Settings, worker: Callable[..., Any]) -> None:
+async def test_records_that_hurt_end_no_decider_and_lose_no_byte(
+    system: Settings, worker: Callable[..., Any]
+) -> None:
     running = worker(system, "decide,relay")
     topics = Topics(system.prefix)
     values = [*HURTING.values(), b"x" * (RECORD_BYTES_MAX - 100)]
@@ -198,7 +219,8 @@ async def test_records_that_hurt_end_no_decider_and_lose_no_byte(system: Setting
     answers = await until(answered, 90, "the answer to the command behind them")
     assert running.process.poll() is None
     assert {answer["id"]: answer["outcome"] for answer in answers} == {
-        "long-user": "invalid", "long-name": "invalid", "control": "invalid", "wide": "invalid", "after": "no_such_offer",
+        "long-user": "invalid", "long-name": "invalid", "control": "invalid", "wide": "invalid",
+        "after": "no_such_offer",
     }  # fmt: skip
     whole: dict[tuple[bytes, bytes, bytes | None], bytes] = {}
     for record in await read_all(system, topics.rejected):
@@ -213,11 +235,14 @@ async def test_records_that_hurt_end_no_decider_and_lose_no_byte(system: Setting
 async def test_a_batch_that_is_too_large_unpacked_is_refused_by_the_broker(system: Settings) -> None:
     """A reader unpacks a batch whole: a record of zeros would take a thousand times its size."""
     topics = Topics(system.prefix)
-    async with started(producing(system, compression_type="gzip", max_batch_size=64 * 1024 * 1024, linger_ms=200)) as producer:
+    async with started(
+        producing(system, compression_type="gzip", max_batch_size=64 * 1024 * 1024, linger_ms=200)
+    ) as producer:
         with pytest.raises(MessageSizeTooLargeError):
             await producer.send_and_wait(topics.commands, bytes(16 * 1024 * 1024), partition=0)
         sent = await asyncio.gather(
-            *[await producer.send(topics.commands, bytes(3 * 1024 * 1024), partition=1) for _ in range(4)], return_exceptions=True
+            *[await producer.send(topics.commands, bytes(3 * 1024 * 1024), partition=1) for _ in range(4)],
+            return_exceptions=True,
         )
         assert any(isinstance(one, MessageSizeTooLargeError) for one in sent)
         await producer.send_and_wait(topics.commands, encode(grab("a")), partition=0)
@@ -229,12 +254,16 @@ async def test_a_topic_of_an_older_release_is_bounded_by_init(settings: Settings
     """What it was configured with stays."""
     topics = Topics(settings.prefix)
     async with started(AIOKafkaAdminClient(bootstrap_servers=settings.kafka)) as client:
-        await client.create_topics([NewTopic(topics.commands, settings.shards, 1, topic_configs={"retention.ms": "123456789"})])
+        await client.create_topics(
+            [NewTopic(topics.commands, settings.shards, 1, topic_configs={"retention.ms": "123456789"})]
+        )
         try:
             await create_topics(settings.kafka, topics, settings.shards)
 
             async def bounded() -> bool:
-                [described] = await client.describe_configs([ConfigResource(ConfigResourceType.TOPIC, topics.commands)])
+                [described] = await client.describe_configs(
+                    [ConfigResource(ConfigResourceType.TOPIC, topics.commands)]
+                )
                 entries = {entry[0]: entry[1] for entry in described.resources[0][4]}
                 return (entries["retention.ms"], entries["compression.type"]) == ("123456789", COMPRESSION)
 
@@ -248,7 +277,9 @@ def topics_of(topics: Topics) -> tuple[str, ...]:
 
 
 def test_a_command_at_the_bound_is_one_and_above_it_is_none() -> None:
-    head = encode({"type": "load", "id": "l", "offer": "o", "what": "codes", "chunk": 1, "chunks": 1, "items": []})[:-3]
+    head = encode(
+        {"type": "load", "id": "l", "offer": "o", "what": "codes", "chunk": 1, "chunks": 1, "items": []}
+    )[:-3]
     codes = [f"{n:03}" + "x" * 120 for n in range(ITEMS_MAX // 2)]
     body = head + encode(codes).replace(b", ", b",") + b"}"
     padded = body + b" " * (COMMAND_BYTES_MAX - len(body))

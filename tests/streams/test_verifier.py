@@ -1,4 +1,6 @@
-"""The verifier: it agrees with every sound history, and names whatever was changed behind the system's back, until it is mended."""
+"""The verifier: it agrees with every sound history, and names whatever was changed behind the system's back,
+until it is mended.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -21,7 +23,18 @@ from grabstream.streams.projector import CatchUp
 from grabstream.streams.verifier import Verifier
 from tests.conftest import until
 from tests.streams.test_pieces import History, made, project
-from tests.streams.test_projections import SHARD, Journal, at_seq, granted, journal, live_schemas, open_tables, opened, rows, running
+from tests.streams.test_projections import (
+    SHARD,
+    Journal,
+    at_seq,
+    granted,
+    journal,
+    live_schemas,
+    open_tables,
+    opened,
+    rows,
+    running,
+)
 from tests.streams.test_set_aside import WHY, call, stopped_at
 
 __all__ = ["journal"]
@@ -63,7 +76,9 @@ async def progress_of(settings: Settings, shard: int = SHARD) -> verified.Progre
 
 @pytest.fixture(scope="module")
 def history() -> History:
-    """A long random history of four offers with holds, late payments, returns, waiting lists, amendments and retirement."""
+    """A long random history of four offers with holds, late payments, returns, waiting lists, amendments and
+    retirement.
+    """
     return made(7, 700)
 
 
@@ -83,31 +98,43 @@ async def test_it_agrees_with_every_sound_history(system: Settings, history: His
 
 DAMAGES = [
     # What is changed, the finding's kind, what it names, and how it is mended.
-    ("UPDATE audit_1 SET body = replace(body, '\"place\":1,', '\"place\":7,') WHERE seq = {grab}", "chain", "seq {grab}", None),
-    ("UPDATE audit_1 SET hash = set_byte(hash, 3, get_byte(hash, 3) # 1) WHERE seq = 300", "chain", "seq 300", "same"),
-    ("UPDATE audit_1 SET offer = 'x' WHERE seq = {grab}", "chain", "seq {grab}", "UPDATE audit_1 SET offer = '{offer}' WHERE seq = {grab}"),
+    ("UPDATE audit_1 SET body = replace(body, '\"place\":1,', '\"place\":7,') WHERE seq = {grab}", "chain",
+    "seq {grab}", None),
+    ("UPDATE audit_1 SET hash = set_byte(hash, 3, get_byte(hash, 3) # 1) WHERE seq = 300", "chain", "seq 300",
+    "same"),
+    ("UPDATE audit_1 SET offer = 'x' WHERE seq = {grab}", "chain", "seq {grab}",
+    "UPDATE audit_1 SET offer = "
+    "'{offer}' WHERE seq = "
+    "{grab}"),
     ("DELETE FROM audit_1 WHERE seq = 200", "chain", "seq 200", None),
     ("UPDATE transfers_1 SET amount = amount + 1 WHERE seq = {grab}", "ledger", "seq {grab}",
      "UPDATE transfers_1 SET amount = amount - 1 WHERE seq = {grab}"),
     ("DELETE FROM transfers_1 WHERE seq = {grab}", "ledger", "seq {grab}", None),
-    ("INSERT INTO transfers_1 VALUES (3, {grab}, 7, '{offer}', 'CNY', 'external:x', 'wallet:thief', 5, 1)", "ledger", "seq {grab}",
+    ("INSERT INTO transfers_1 VALUES (3, {grab}, 7, '{offer}', 'CNY', 'external:x', 'wallet:thief', 5, 1)",
+    "ledger", "seq {grab}",
      "DELETE FROM transfers_1 WHERE credit = 'wallet:thief'"),
-    ("UPDATE accounts_1 SET posted = posted + 1 WHERE account = 'issuer:shop' AND asset = 'CNY'", "accounts", "issuer:shop CNY",
+    ("UPDATE accounts_1 SET posted = posted + 1 WHERE account = 'issuer:shop' AND asset = 'CNY'", "accounts",
+    "issuer:shop CNY",
      "UPDATE accounts_1 SET posted = posted - 1 WHERE account = 'issuer:shop' AND asset = 'CNY'"),
     ("INSERT INTO accounts_1 VALUES ('wallet:thief', 'CNY', 7)", "accounts", "wallet:thief CNY",
      "DELETE FROM accounts_1 WHERE account = 'wallet:thief'"),
-    ("UPDATE balances_1 SET available = available + 1 WHERE (user_id, asset) = ('{user}', '{asset}')", "balances", "wallet:{user} {asset}",
+    ("UPDATE balances_1 SET available = available + 1 WHERE (user_id, asset) = ('{user}', '{asset}')",
+    "balances", "wallet:{user} {asset}",
      "UPDATE balances_1 SET available = available - 1 WHERE (user_id, asset) = ('{user}', '{asset}')"),
     ("UPDATE offers_1 SET held = held + 1, total = total + 1 WHERE offer = '{there}'", "balances", "{there}",
      "UPDATE offers_1 SET held = held - 1, total = total - 1 WHERE offer = '{there}'"),
     ("UPDATE grabs_1 SET amount = amount + 1 WHERE (offer, place) = ('{offer}', 1)", "rows", "{offer}",
      "UPDATE grabs_1 SET amount = amount - 1 WHERE (offer, place) = ('{offer}', 1)"),
     ("DELETE FROM grabs_1 WHERE (offer, place) = ('{offer}', 1)", "rows", "{offer}", None),
-    ("INSERT INTO payments_1 SELECT campaign, 'thief', offer, grab, amount, currency, state, outcome, refunded, shard, seq + 1000000, at "
-     "FROM payments_1 WHERE seq = {payment}", "rows", "{paid}", "DELETE FROM payments_1 WHERE payment = 'thief'"),
+    ("INSERT INTO payments_1 SELECT campaign, 'thief', offer, grab, amount, currency, state, outcome, "
+     "refunded, shard, seq + 1000000, at "
+     "FROM payments_1 WHERE seq = {payment}", "rows", "{paid}",
+     "DELETE FROM payments_1 WHERE payment = "
+     "'thief'"),
     ("UPDATE payments_1 SET refunded = refunded + 1 WHERE seq = {payment}", "rows", "{paid}",
      "UPDATE payments_1 SET refunded = refunded - 1 WHERE seq = {payment}"),
-    ("UPDATE {balances}.projection_cursors SET head = set_byte(head, 0, get_byte(head, 0) # 1) WHERE shard = 3", "heads",
+    ("UPDATE {balances}.projection_cursors SET head = set_byte(head, 0, get_byte(head, 0) # 1) WHERE shard = "
+     "3", "heads",
      "balances", "same"),
 ]  # fmt: skip
 
@@ -115,8 +142,12 @@ DAMAGES = [
 async def test_what_was_changed_is_named_until_it_is_mended(system: Settings, history: History) -> None:
     """Each of them after all was verified once: what is proved may be changed later."""
     await project(system, history, Random(2))
-    [(grab, offer)] = await rows(system, "SELECT seq, offer FROM audit WHERE type = 'grab.held' AND body LIKE '%\"place\":1,%' LIMIT 1")
-    [(user, asset)] = await rows(system, "SELECT user_id, asset FROM balances WHERE available > 0 ORDER BY 1, 2 LIMIT 1")
+    [(grab, offer)] = await rows(
+        system, "SELECT seq, offer FROM audit WHERE type = 'grab.held' AND body LIKE '%\"place\":1,%' LIMIT 1"
+    )
+    [(user, asset)] = await rows(
+        system, "SELECT user_id, asset FROM balances WHERE available > 0 ORDER BY 1, 2 LIMIT 1"
+    )
     [(there,)] = await rows(system, "SELECT offer FROM offers WHERE state <> 'retired' ORDER BY 1 LIMIT 1")
     [(payment, paid)] = await rows(system, "SELECT seq, offer FROM payments ORDER BY seq LIMIT 1")
     async with await open_books(system) as books:
@@ -156,14 +187,20 @@ async def execute_all(settings: Settings, *statements: str) -> None:
 
 
 async def test_the_walk_stops_at_what_is_not_proved(system: Settings, history: History) -> None:
-    """Damaged before it was ever verified: `verified to` stands in front of it, and goes on when it is mended."""
+    """Damaged before it was ever verified: `verified to` stands in front of it, and goes on when it is
+    mended.
+    """
     await project(system, history, Random(3))
-    await execute(system, "UPDATE audit_1 SET hash = set_byte(hash, 3, get_byte(hash, 3) # 1) WHERE seq = 300")
+    await execute(
+        system, "UPDATE audit_1 SET hash = set_byte(hash, 3, get_byte(hash, 3) # 1) WHERE seq = 300"
+    )
     async with verifying(system) as passes:
         [found] = await passes()
         assert (found.kind, found.subject) == ("chain", "seq 300")
         assert (await progress_of(system)).seq == 299
-        await execute(system, "UPDATE audit_1 SET hash = set_byte(hash, 3, get_byte(hash, 3) # 1) WHERE seq = 300")
+        await execute(
+            system, "UPDATE audit_1 SET hash = set_byte(hash, 3, get_byte(hash, 3) # 1) WHERE seq = 300"
+        )
         assert await passes() == []
         assert (await progress_of(system)).seq == len(history.lines)
 
@@ -184,7 +221,9 @@ async def test_what_was_dismissed_stays_so_while_it_is_the_same(system: Settings
 
 
 async def test_what_was_set_aside_is_no_difference(system: Settings, journal: Journal) -> None:
-    """One record is missing from the ledger, another from the audit trail: everything else is verified all the same."""
+    """One record is missing from the ledger, another from the audit trail: everything else is verified all
+    the same.
+    """
     lines = [opened("e", 1, total=100), granted("e", 2), granted("e", 3, amount=999), granted("e", 4)]
     await journal.marker(1, "a")
     for seq in range(1, 5):
@@ -215,9 +254,11 @@ async def test_what_was_set_aside_is_no_difference(system: Settings, journal: Jo
 
 async def _as_if_set_aside(connection: AsyncConnection[Any], lines: list[bytes], seq: int) -> None:
     await connection.execute(
-        "INSERT INTO set_aside_records (projection, read_model, shard, journal_offset, first_seq, count, head, term, owner, headers, "
+        "INSERT INTO set_aside_records (projection, read_model, shard, journal_offset, first_seq, count, "
+        "head, term, owner, headers, "
         "value, value_sha256, offers, readable, missing, refused_because, reason, operator) "
-        "SELECT 'audit', m.schema, shard, 2, seq, 1, hash, 1, 'a', '[]', %s, '', '{e}', true, '[]', 'x', 'y', 'z' "
+        "SELECT 'audit', m.schema, shard, 2, seq, 1, hash, 1, 'a', '[]', %s, '', '{e}', true, '[]', 'x', "
+        "'y', 'z' "
         "FROM audit, read_models AS m WHERE seq = %s AND m.projection = 'audit' AND m.state = 'live'",
         (lines[seq - 1], seq),
     )
@@ -227,7 +268,9 @@ async def _as_if_set_aside(connection: AsyncConnection[Any], lines: list[bytes],
 @pytest.mark.nightly
 @pytest.mark.timeout(500)
 async def test_redis_is_compared_at_the_same_event(system: Settings, worker: Callable[..., Any]) -> None:
-    """In a system at work: the role says how far it is, and names an offer whose numbers somebody changed in Redis."""
+    """In a system at work: the role says how far it is, and names an offer whose numbers somebody changed in
+    Redis.
+    """
     worker(system, "decide,relay,sweep,project,publish,verify", verify_percent="100")
     redis = open_redis(system)
     envelope = EnvelopeTerms(issuer="i", funding="f", asset="CNY", total=1_000, parts=50)
@@ -238,7 +281,9 @@ async def test_redis_is_compared_at_the_same_event(system: Settings, worker: Cal
             assert answer.outcome == "opened"
         keys = key_space(system).shard(key_space(system).shard_of_offer("c:e"))
         for number in range(10):
-            await gate.decide([Grab(id=f"{offer}-{number}", offer=f"c:{offer}", user=f"u{number}") for offer in "es"])
+            await gate.decide(
+                [Grab(id=f"{offer}-{number}", offer=f"c:{offer}", user=f"u{number}") for offer in "es"]
+            )
 
         async def verified_to(seq: int) -> bool:
             async with await open_books(system) as connection:
@@ -252,7 +297,11 @@ async def test_redis_is_compared_at_the_same_event(system: Settings, worker: Cal
             await redis.hincrby(keys.offer(offer), field, 1)
 
             async def found(offer: str = offer) -> list[Any]:
-                return await rows(system, f"SELECT what FROM findings WHERE kind = 'redis' AND subject = '{offer}' AND cleared_at IS NULL")
+                return await rows(
+                    system,
+                    f"SELECT what FROM findings WHERE kind = 'redis' AND subject = '{offer}' AND cleared_at "
+                    "IS NULL",
+                )
 
             [(what,)] = await until(found, 30, "the finding")  # type: ignore[misc]
             assert f"{named} {int(before) + 1}" in what
@@ -264,15 +313,20 @@ async def test_redis_is_compared_at_the_same_event(system: Settings, worker: Cal
             await until(cleared, 30, "the clearing")
         # What is in none of the numbers: who has a grab, a counter, an answer, a part.
         offer, campaign = keys.of_offer("c:s"), keys.of_campaign("c")
-        for key, field in ((offer[OFFER_KEYS.index("grabs")], "s-3"), (campaign[CAMPAIGN_KEYS.index("answers")], "e-3"),
+        for key, field in ((offer[OFFER_KEYS.index("grabs")], "s-3"),
+            (campaign[CAMPAIGN_KEYS.index("answers")], "e-3"),
                            (keys.of_offer("c:e")[OFFER_KEYS.index("users")], "u3")):  # fmt: skip
             record = await redis.hget(key, field)
             await redis.hset(key, field, record[:-1] + bytes([record[-1] ^ 1]))
 
             async def keys_found() -> list[Any]:
-                return await rows(system, "SELECT subject FROM findings WHERE kind = 'keys' AND cleared_at IS NULL")
+                return await rows(
+                    system, "SELECT subject FROM findings WHERE kind = 'keys' AND cleared_at IS NULL"
+                )
 
-            assert await until(keys_found, 60, "the finding") == [(f"{key.removeprefix(keys.tag)[1:]}, {field}",)]
+            assert await until(keys_found, 60, "the finding") == [
+                (f"{key.removeprefix(keys.tag)[1:]}, {field}",)
+            ]
             await redis.hset(key, field, record)
 
             async def keys_cleared() -> bool:
@@ -298,8 +352,11 @@ async def test_one_verifies_and_another_takes_its_place(system: Settings, histor
     tasks = [asyncio.create_task(one.run(stop)) for one, stop in zip(verifiers, stops, strict=True)]
 
     async def at_work() -> list[Any]:
-        return await rows(system, "SELECT pid FROM pg_locks WHERE locktype = 'advisory' AND granted AND objid = "
-                          f"(hashtext('grabstream-verifier-{system.schema_}')::bigint & 4294967295)")  # fmt: skip
+        return await rows(system,
+        "SELECT pid FROM pg_locks WHERE locktype = 'advisory' AND granted AND "
+        "objid = "
+                          f"(hashtext('grabstream-verifier-{system.schema_}')::bigint & "
+                          "4294967295)")  # fmt: skip
 
     [first] = await until(at_work, 20, "a verifier")  # type: ignore[misc]
     assert [first] == await at_work()
@@ -323,25 +380,31 @@ async def test_one_verifies_and_another_takes_its_place(system: Settings, histor
         ("SELECT setval('findings_id_seq', 1, false)", "UniqueViolation", "SELECT"),
         ("DELETE FROM verified WHERE shard = 3", "KeyError", "SELECT"),
         (
-            "UPDATE verified_accounts SET posted = repeat('9', 38)::numeric; UPDATE verified SET seq = DEFAULT, head = DEFAULT",
+            "UPDATE verified_accounts SET posted = repeat('9', 38)::numeric; UPDATE verified SET seq = "
+            "DEFAULT, head = DEFAULT",
             "NumericValueOutOfRange", "DELETE FROM verified_accounts; DELETE FROM verified_offers",
         ),
     ],
 )  # fmt: skip
 async def test_a_wrong_row_in_the_tables_of_checking_ends_nothing(
-    system: Settings, damage: str, word: str, mend: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    system: Settings, damage: str, word: str, mend: str, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture
 ) -> None:  # fmt: skip
     """It is said, and tried again; when the row is right, it goes on and finds what there is to be found."""
     monkeypatch.setattr(verifier_module, "RETRY_SECONDS", 0.1)
     history = made(7, 60)
     await project(system, history, Random(7))
     redis, stop = open_redis(system), asyncio.Event()
-    task = asyncio.create_task(Verifier(redis, key_space(system), system.postgres, system.schema_, 1.0).run(stop))
+    task = asyncio.create_task(
+        Verifier(redis, key_space(system), system.postgres, system.schema_, 1.0).run(stop)
+    )
 
     async def walked() -> bool:
         if task.done():
             task.result()
-        return await rows(system, f"SELECT seq FROM verified WHERE shard = {SHARD}") == [(len(history.lines),)]
+        return await rows(system, f"SELECT seq FROM verified WHERE shard = {SHARD}") == [
+            (len(history.lines),)
+        ]
 
     await until(walked, 60, "the walk")
     async with await open_books(system) as books:
@@ -363,7 +426,9 @@ async def test_a_wrong_row_in_the_tables_of_checking_ends_nothing(
     await redis.aclose()
 
 
-async def test_before_init_it_says_so_once(settings: Settings, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+async def test_before_init_it_says_so_once(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(verifier_module, "RETRY_SECONDS", 0.01)
     redis, stop, tries = open_redis(settings), asyncio.Event(), 0
     verifier = Verifier(redis, key_space(settings), settings.postgres, settings.schema_, 0.5)
@@ -380,5 +445,7 @@ async def test_before_init_it_says_so_once(settings: Settings, monkeypatch: pyte
     async with asyncio.timeout(30):
         await verifier.run(stop)
     await redis.aclose()
-    [said] = [record.getMessage() for record in caplog.records if record.name == "grabstream.streams.verifier"]
+    [said] = [
+        record.getMessage() for record in caplog.records if record.name == "grabstream.streams.verifier"
+    ]
     assert "run `grabstream init`" in said

@@ -1,4 +1,6 @@
-"""Histories to replay: two shards of offers of every sort, decided by the rules, journaled in blocks cut at random places."""
+"""Histories to replay: two shards of offers of every sort, decided by the rules, journaled in blocks cut at
+random places.
+"""
 
 import random
 import subprocess
@@ -25,8 +27,10 @@ from tests.streams.test_projections import Journal, running
 NOW = 1_790_000_000_000
 SHARDS = 8
 VIEWS = {
-    "offers": "offer", "grabs": "offer, grab", "accounts": "account, asset", "transfers": "shard, seq, leg", "balances": "user_id, asset",
-    "payments": "payment, shard", "audit": "shard, seq", "operations": "shard, seq", "waiting": "offer, position",
+    "offers": "offer", "grabs": "offer, grab", "accounts": "account, asset", "transfers": "shard, seq, leg",
+    "balances": "user_id, asset",
+    "payments": "payment, shard", "audit": "shard, seq", "operations": "shard, seq",
+    "waiting": "offer, position",
 }  # fmt: skip
 
 #: Finds another session that waits for a lock of this one.
@@ -35,7 +39,9 @@ WAITS_FOR_US = "SELECT 1 FROM pg_locks WHERE NOT granted AND pg_backend_pid() = 
 
 def name_in(shard: int, start: str) -> str:
     """A campaign of a shard."""
-    return next(name for number in range(1_000) if shard_of(campaign_of(name := f"{start}{number}"), SHARDS) == shard)
+    return next(
+        name for number in range(1_000) if shard_of(campaign_of(name := f"{start}{number}"), SHARDS) == shard
+    )
 
 
 class Told(History):
@@ -49,7 +55,9 @@ class Told(History):
         self.envelope = name_in(shard, "e")
         for place in range(len(names)):
             self.decide(self.opening(place))
-        terms = EnvelopeTerms(issuer="alice", funding="pay", asset="CNY", total=9_999, parts=30, seed=f"{seed:032x}")
+        terms = EnvelopeTerms(
+            issuer="alice", funding="pay", asset="CNY", total=9_999, parts=30, seed=f"{seed:032x}"
+        )
         self.send(Open, self.envelope, terms=terms)
         self.now += 10
         for step in range(steps):
@@ -64,11 +72,17 @@ class Told(History):
     def break_near(self, share: float) -> int:
         """A seq behind which time passes before the next event, some way into the history."""
         start = int(len(self.lines) * share)
-        return next(seq for seq in range(start, len(self.lines)) if self.events[seq - 1].at < self.events[seq].at)
+        return next(
+            seq for seq in range(start, len(self.lines)) if self.events[seq - 1].at < self.events[seq].at
+        )
 
 
-async def journal(settings: Settings, history: Told, cut: random.Random, first: int = 1, last: int | None = None) -> None:
-    """Events first … last over the journal, in blocks of random sizes, some of them twice; the marker comes with the first."""
+async def journal(
+    settings: Settings, history: Told, cut: random.Random, first: int = 1, last: int | None = None
+) -> None:
+    """Events first … last over the journal, in blocks of random sizes, some of them twice; the marker comes
+    with the first.
+    """
     producer = AIOKafkaProducer(bootstrap_servers=settings.kafka, acks="all")
     await producer.start()
     out = Journal(settings, producer, history.shard)
@@ -127,7 +141,9 @@ async def schemas(settings: Settings, start: str) -> list[str]:
 
 
 class System(NamedTuple):
-    """A system with a history in two shards, its read models, and what stood in them when it was at an earlier point."""
+    """A system with a history in two shards, its read models, and what stood in them when it was at an
+    earlier point.
+    """
 
     settings: Settings
     histories: dict[int, Told]
@@ -142,7 +158,11 @@ class System(NamedTuple):
         return f"{self.settings.schema_}_{name}"
 
     def lines(self, *shards: int) -> list[str]:
-        return [line.decode() for shard in shards or sorted(self.histories) for line in self.histories[shard].lines]
+        return [
+            line.decode()
+            for shard in shards or sorted(self.histories)
+            for line in self.histories[shard].lines
+        ]
 
 
 async def told_system(settings: Settings) -> System:
@@ -150,7 +170,9 @@ async def told_system(settings: Settings) -> System:
     cut = random.Random(3)
     # One moment for both: just before something happens in the first.
     at_ms = histories[2].events[histories[2].break_near(0.5) - 1].at
-    places = {shard: sum(event.at <= at_ms for event in history.events) for shard, history in histories.items()}
+    places = {
+        shard: sum(event.at <= at_ms for event in history.events) for shard, history in histories.items()
+    }
     for shard, history in histories.items():
         await journal(settings, history, cut, 1, places[shard])
     await live(settings, places)

@@ -1,4 +1,6 @@
-"""Traffic for fault tests: a crowd at both doors, faults at moments of the test's choosing, and then everything must add up."""
+"""Traffic for fault tests: a crowd at both doors, faults at moments of the test's choosing, and then
+everything must add up.
+"""
 
 import asyncio
 import time
@@ -22,7 +24,9 @@ class Traffic:
 
     def __init__(self, settings: Settings, gate: Gate, people: int, seed: int = 11) -> None:
         self.settings = settings
-        self._chosen = [one for one in envelopes(seed, people, 6, people // 20, 1_000) if one.deadline_ms is None]
+        self._chosen = [
+            one for one in envelopes(seed, people, 6, people // 20, 1_000) if one.deadline_ms is None
+        ]
         grabs = attempts(seed, self._chosen)
         self.rehearsal = Rehearsal(settings, gate, self._chosen, grabs, seed)
         self._crowd: asyncio.Task[float] | None = None
@@ -44,7 +48,9 @@ class Traffic:
     async def until_answered(self, share: float) -> None:
         """Returns when this share of all attempts has its answer."""
         assert self._crowd is not None
-        await until(lambda: self.answered >= share * self.rehearsal.doors.total or self._crowd.done(), 60, "traffic")
+        await until(
+            lambda: self.answered >= share * self.rehearsal.doors.total or self._crowd.done(), 60, "traffic"
+        )
         if self._crowd.done():
             self._crowd.result()
 
@@ -55,7 +61,9 @@ class Traffic:
         return time.monotonic() - began
 
     async def adds_up(self) -> None:
-        """Waits for the crowd and the books, then runs every check there is; raises AssertionError with what is wrong."""
+        """Waits for the crowd and the books, then runs every check there is; raises AssertionError with what
+        is wrong.
+        """
         assert self._crowd is not None
         await asyncio.wait_for(self._crowd, 120)
         redis = open_redis(self.settings)
@@ -65,7 +73,8 @@ class Traffic:
                 async def complete() -> bool:
                     try:
                         found = await look(redis, key_space(self.settings), books)
-                        # A Redis that was emptied a moment ago has decided nothing, and so everything is complete.
+                        # A Redis that was emptied a moment ago has decided nothing, and so everything is
+                        # complete.
                         promised = sum(map(len, self.rehearsal.doors.granted.values()))
                         return found.complete and found.decided >= promised
                     except ConnectionError:
