@@ -1,3 +1,3 @@
 std = "lua51"
 globals = {"redis", "KEYS", "ARGV", "cjson", "cmsgpack", "struct", "bit"}
-max_line_length = 140
+max_line_length = 110

@@ -2,13 +2,16 @@
 -- Terms changed while the offer runs, in order with the grabs, never below what is taken or held.
 --
 -- Command: amend
--- KEYS[1] shard hash · KEYS[2] outbox stream · KEYS[3] refusals hash · KEYS[4] refusal_order list · KEYS[5] demand hash
+-- KEYS[1] shard hash · KEYS[2] outbox stream · KEYS[3] refusals hash · KEYS[4] refusal_order list ·
+--   KEYS[5] demand hash
 -- KEYS[6] due zset · KEYS[7] offers set · KEYS[8] holds zset · KEYS[9] campaigns hash · KEYS[10] retired set
 -- KEYS[11] past zset · KEYS[12] cleaning hash
 -- KEYS[13 …] ten keys for each offer, then five for each campaign, see includes/offers.lua
--- ARGV[1] shard/shards · ARGV[2] caller time ms · ARGV[3] time to use ms or '' · ARGV[4] clock skew ms · ARGV[5] ''
+-- ARGV[1] shard/shards · ARGV[2] caller time ms · ARGV[3] time to use ms or '' · ARGV[4] clock skew ms ·
+--   ARGV[5] ''
 -- ARGV[6] msgpack, see includes/course.lua; a body: {changes, json: the changes as text, operator}
--- Outcomes: 21 fenced (whole call) · 23 conflict · 24 no_such_offer · 20 invalid · 29 over · 33 not_enough_left · 6 amended
+-- Outcomes: 21 fenced (whole call) · 23 conflict · 24 no_such_offer · 20 invalid · 29 over ·
+--   33 not_enough_left · 6 amended
 -- Events: offer.amended · grab.held (waited)
 -- Returns msgpack: {0, history, rows} as grab does, or {code, retry_at, message}.
 --- @include "shard"
@@ -36,12 +39,14 @@ local function unfit(offer, changes, now)
   end
   if changes.opens_at and now >= offer.opens_at then return 'changes.opens_at: it is open already' end
   local closes_at = changes.closes_at or offer.closes_at
-  if (changes.opens_at or changes.closes_at) and closes_at <= math.max(changes.opens_at or offer.opens_at, now) then
+  if (changes.opens_at or changes.closes_at) and closes_at <= math.max(changes.opens_at or offer.opens_at,
+    now) then
     return 'changes.closes_at: must be after opens_at and after now'
   end
   if not offer.pieces then return nil end
   if changes.total and offer.loads.codes then return 'changes.total: an offer with codes keeps its total' end
-  if changes.max_per_grab and changes.max_per_grab > BOUNDS.codes_per_grab and (rules.codes or offer.loads.codes) then
+  if changes.max_per_grab and changes.max_per_grab > BOUNDS.codes_per_grab
+    and (rules.codes or offer.loads.codes) then
     return 'changes.max_per_grab: ' .. BOUNDS.with_codes
   end
   if changes.price and not rules.currency then return 'changes.price: the offer has no currency' end
@@ -62,11 +67,14 @@ return course(function(call, offer, id, digest, body)
   if message then return refused_row(call, CODE.invalid, {message = message}) end
   if offer.closed then return refused_row(call, CODE.over) end
   local added = (changes.total or offer.total) - offer.total
-  if offer.units_left + added < 0 then return refused_row(call, CODE.not_enough_left, {left = offer.units_left}) end
+  if offer.units_left + added < 0 then
+    return refused_row(call, CODE.not_enough_left, {left = offer.units_left})
+  end
   move_units(offer, added)
   change_terms(offer, changes)
   local source = offer.pieces and 'issuer:' .. offer.issuer or 'external:' .. offer.rules.funding
-  add_line(call, event_head(call, offer, 'offer.amended', id) .. ',"changes":' .. body.json .. ',"asset":"' .. offer.asset
+  add_line(call, event_head(call, offer, 'offer.amended', id) .. ',"changes":' .. body.json .. ',"asset":"'
+    .. offer.asset
     .. '","source":"' .. source .. '"' .. (added > 0 and ',"added":' .. int(added) or '')
     .. (added < 0 and ',"removed":' .. int(-added) or '')
     .. ',"left":' .. int(offer.units_left) .. operator_text(body) .. ',"digest":"' .. digest .. '"}')

@@ -1,17 +1,22 @@
 #!lua flags=allow-oom
--- Events of the journal, applied to a shard that is being recovered: it becomes what it would be if they had been decided here.
+-- Events of the journal, applied to a shard that is being recovered: it becomes what it would be if they had
+-- been decided here.
 --
 -- Command: none; the shard's owner calls it while the shard is fenced (DESIGN 4.9).
--- KEYS[1] shard hash · KEYS[2] outbox stream · KEYS[3] refusals hash · KEYS[4] refusal_order list · KEYS[5] demand hash
+-- KEYS[1] shard hash · KEYS[2] outbox stream · KEYS[3] refusals hash · KEYS[4] refusal_order list ·
+--   KEYS[5] demand hash
 -- KEYS[6] due zset · KEYS[7] offers set · KEYS[8] holds zset · KEYS[9] campaigns hash · KEYS[10] retired set
 -- KEYS[11] past zset · KEYS[12] cleaning hash
 -- KEYS[13 …] ten keys for each offer, then five for each campaign, see includes/offers.lua
--- ARGV[1] term · ARGV[2] owner · ARGV[3] life · ARGV[4] seq before the events, or '' when they are only those of some offers
+-- ARGV[1] term · ARGV[2] owner · ARGV[3] life ·
+--   ARGV[4] seq before the events, or '' when they are only those of some offers
 -- ARGV[5] seq behind them all, or '' when the shard is not complete with them · ARGV[6] time there, ms
--- ARGV[7] msgpack: {offers, campaign of each (from 1), campaigns, events, offer of each event (from 1), offers retired before}; an event
---         is a map of its fields. offer.opened has `row` instead of terms, as `open` gets them; offer.amended `changes` as `amend` does;
---         ledger.adjusted `whole` as `adjust` does
--- ARGV[7 + i] parts of the i-th event that opens an offer, 6 bytes each; or '' when there are none, or when `apply_parts` has written them
+-- ARGV[7] msgpack: {offers, campaign of each (from 1), campaigns, events, offer of each event (from 1),
+--         offers retired before}; an event is a map of its fields. offer.opened has `row` instead of terms,
+--         as `open` gets them; offer.amended `changes` as `amend` does; ledger.adjusted `whole` as `adjust`
+--         does
+-- ARGV[7 + i] parts of the i-th event that opens an offer, 6 bytes each; or '' when there are none, or when
+--   `apply_parts` has written them
 -- Outcomes: none, nothing is decided
 -- Events: none, it applies what is journaled
 -- Returns the number of events applied, those that the call has no room for come again;
@@ -30,10 +35,14 @@
 --- @include "queue"
 --- @include "settling"
 
-if not is_owner(KEYS[1], ARGV[1], ARGV[2], ARGV[3]) then return redis.error_reply('LOST the shard has another owner, term or life') end
+if not is_owner(KEYS[1], ARGV[1], ARGV[2], ARGV[3]) then
+  return redis.error_reply('LOST the shard has another owner, term or life')
+end
 local shard = redis.call('HMGET', KEYS[1], 'life', 'seq', 'partial')
 if shard[1] then return redis.error_reply('LOST the shard is not fenced') end
-if ARGV[4] ~= '' and (shard[3] or (shard[2] or '0') ~= ARGV[4]) then return redis.error_reply('LOST the shard has moved on') end
+if ARGV[4] ~= '' and (shard[3] or (shard[2] or '0') ~= ARGV[4]) then
+  return redis.error_reply('LOST the shard has moved on')
+end
 
 local names, campaign_of, campaign_names, events, offer_of, retired = unpack(cmsgpack.unpack(ARGV[7]))
 spend(COST.argument_byte * #ARGV[7])
@@ -61,7 +70,7 @@ local function settled(offer, event, grab, code, more)
   keep_row(offer, event, row)
 end
 
--- -- offers ----------------------------------------------------------------------------------------------------------
+-- -- offers -------------------------------------------------------------------------------------------------
 
 APPLY['offer.loaded'] = function(offer, event)
   spend(COST.item * #event.items + COST.line_byte * bytes_of(event.items))
@@ -90,18 +99,21 @@ APPLY['offer.resumed'] = steered(CODE.resumed)
 
 APPLY['offer.closed'] = function(offer, event)
   end_offer(offer, event.reason, event.at)
-  if event.digest then keep_row(offer, event, {CODE.closed, event.seq, event.at, event.amount, 0, 0, event.left}) end
+  if event.digest then
+    keep_row(offer, event, {CODE.closed, event.seq, event.at, event.amount, 0, 0, event.left})
+  end
 end
 
 APPLY['ledger.adjusted'] = function(offer, event)
   keep_row(offer, event, {CODE.adjusted, event.seq, event.at, 0, 0, 0, offer.units_left})
 end
 
--- -- grabs -----------------------------------------------------------------------------------------------------------
+-- -- grabs --------------------------------------------------------------------------------------------------
 
 -- In a block, since a script has room for 200 local names.
 do
-  -- A ticket is used at the time of its event, since what else the use makes the campaign forget depends on the time.
+  -- A ticket is used at the time of its event, since what else the use makes the campaign forget depends on
+  -- the time.
   local function use_again(offer, event)
     if not event.ticket then return end
     use_ticket(offer, event.ticket, event.ticket_ends_at)
@@ -110,7 +122,8 @@ do
   end
 
   local function take_part(offer, event)
-    offer.places, offer.units_left, offer.amount_left = event.place, event.left, offer.amount_left - event.amount
+    offer.places, offer.units_left, offer.amount_left = event.place, event.left,
+      offer.amount_left - event.amount
     use_again(offer, event)
     keep_part(call, offer, event.command, event.user, event.digest, event.amount)
   end
@@ -149,7 +162,8 @@ do
     settled(offer, event, grab, CODE.granted, coupon_row(offer, grab, codes, said))
   end
 
-  -- Who waited is served: the answer to the command that brought the units back says what was left afterwards.
+  -- Who waited is served: the answer to the command that brought the units back says what was left
+  -- afterwards.
   local function serve_again(offer, event)
     local grab = grab_of(offer, event.grab)
     serve_one(offer, event.grab, grab, event.quantity, event.at)
@@ -176,7 +190,8 @@ do
   APPLY['grab.queued'] = function(offer, event)
     local grab, said = make_grab(offer, event)
     join_queue(offer, event.grab, grab)
-    keep_row(offer, event, {CODE.waiting, event.seq, event.at, 0, event.quantity, grab.place, offer.units_left, 0, 0, said})
+    keep_row(offer, event, {CODE.waiting, event.seq, event.at, 0, event.quantity, grab.place,
+      offer.units_left, 0, 0, said})
   end
 
   APPLY['grab.extended'] = function(offer, event)
@@ -194,7 +209,8 @@ do
     grab.confirmed_seq, grab.confirmed_at = event.seq, event.at
     if event.payment then
       grab.payments[#grab.payments + 1] = {event.payment, quantity}
-      keep_payment(call, offer.campaign, event.payment, offer.name, event.grab, CODE.confirmed, quantity, event.paid, event.currency)
+      keep_payment(call, offer.campaign, event.payment, offer.name, event.grab, CODE.confirmed, quantity,
+        event.paid, event.currency)
     end
     touch_grab(offer, event.grab)
     settled(offer, event, grab, CODE.confirmed, coupon_row(offer, grab, codes, {}))
@@ -243,7 +259,8 @@ do
       more.message = more.message .. '; the payment is to be paid back'
     end
     if code == CODE.not_enough_left then more.left = grab.held > 0 and grab.held or grab.lapsed end
-    keep_payment(call, offer.campaign, event.payment, offer.name, event.grab, code, 0, event.amount, event.asset)
+    keep_payment(call, offer.campaign, event.payment, offer.name, event.grab, code, 0, event.amount,
+      event.asset)
     keep_row(offer, event, {code, event.seq, event.at, 0, 0, 0, 0, 0, 0, more})
   end
 end
@@ -283,7 +300,8 @@ do
     for i = from, to do
       local event, o = events[i], offer_of[i]
       local offer = offers[o]
-      if offer and offer.pieces and MAKES[event.type] and not event.waited and #offer.rules.limits > 0 and not amended[o] then
+      if offer and offer.pieces and MAKES[event.type] and not event.waited and #offer.rules.limits > 0
+        and not amended[o] then
         want_counters(offer, event)
       end
     end
@@ -294,7 +312,7 @@ do
   end
 end
 
--- -- all of them -----------------------------------------------------------------------------------------------------
+-- -- all of them --------------------------------------------------------------------------------------------
 
 local opened = 0
 local function open(o, name, event)
@@ -302,7 +320,9 @@ local function open(o, name, event)
   local campaign, row, parts = campaigns[campaign_of[o]], event.row, ARGV[7 + opened]
   if row.draw == 'ahead' and parts == '' then
     local written = redis.call('STRLEN', KEYS[SHARD_KEYS + OFFER_KEYS * (o - 1) + PARTS])
-    if written ~= 6 * row.units then error('PARTS ' .. written .. ' bytes of the parts of offer ' .. name .. ' were written before') end
+    if written ~= 6 * row.units then
+      error('PARTS ' .. written .. ' bytes of the parts of offer ' .. name .. ' were written before')
+    end
   end
   spend(COST.part_byte * #parts)
   join_zone(campaign, row)
@@ -312,7 +332,8 @@ local function open(o, name, event)
   keep_row(offers[o], event, {CODE.opened, event.seq, event.at, row.total, 0, 0, row.units})
 end
 
--- What was left to the sweeper is left to it again: units that are there for those who wait, when a call had served as many as it may.
+-- What was left to the sweeper is left to it again: units that are there for those who wait, when a call had
+-- served as many as it may.
 local function leave_to_sweeper(offer)
   if offer.closed or not offer.pieces or not offer.rules.waiting_list then return end
   if available(offer) == offer.units_left then
@@ -322,7 +343,8 @@ local function leave_to_sweeper(offer)
   end
 end
 
--- From the first write to the last the shard is incomplete: should this script fail half-way, it is rebuilt from nothing.
+-- From the first write to the last the shard is incomplete: should this script fail half-way, it is rebuilt
+-- from nothing.
 redis.call('HSET', KEYS[1], 'partial', '1')
 write_in_pieces('SADD', KEYS[10], retired)
 local gone, applied = {}, 0
@@ -330,7 +352,8 @@ local gone, applied = {}, 0
 -- Money that came for an offer that had retired before.
 local function refund_late(campaign, past, event)
   past.offer_seq, past.changed = event.offer_seq, true
-  keep_payment(call, campaign, event.payment, past.name, event.grab, CODE[event.outcome], 0, event.amount, event.asset)
+  keep_payment(call, campaign, event.payment, past.name, event.grab, CODE[event.outcome], 0, event.amount,
+    event.asset)
 end
 
 for i, event in ipairs(events) do
@@ -344,7 +367,8 @@ for i, event in ipairs(events) do
   local campaign = campaigns[campaign_of[o]]
   local past = not offer and past_of(campaign, name)
   if (offer and offer.offer_seq or past and past.offer_seq or 0) + 1 ~= event.offer_seq then
-    return redis.error_reply('HOLE before event ' .. event.offer_seq .. ' of offer ' .. name .. ', at seq ' .. event.seq)
+    return redis.error_reply('HOLE before event ' .. event.offer_seq .. ' of offer ' .. name .. ', at seq '
+      .. event.seq)
   end
   if event.type == 'offer.opened' then
     open(o, name, event)
@@ -366,7 +390,9 @@ write_all(call, offers, campaigns)
 for _, retired_one in ipairs(gone) do remove_offer(unpack(retired_one)) end
 if ARGV[5] ~= '' then
   local seq, at = ARGV[5], ARGV[6]
-  if applied < #events then seq, at = string.format('%.0f', events[applied].seq), string.format('%.0f', events[applied].at) end
+  if applied < #events then
+    seq, at = string.format('%.0f', events[applied].seq), string.format('%.0f', events[applied].at)
+  end
   write('HSET', KEYS[1], 'seq', seq, 'time', at)
   write('HDEL', KEYS[1], 'partial')
 end

@@ -1,12 +1,15 @@
 #!lua flags=allow-oom
--- Records of offers that have retired, deleted in bounded steps. They count as forgotten already, so it does not matter when.
+-- Records of offers that have retired, deleted in bounded steps. They count as forgotten already, so it does
+-- not matter when.
 --
 -- Command: none; the sweeper calls it for a campaign that the cleaning hash names, until it does so no more.
--- KEYS[1] shard hash · KEYS[2] outbox stream · KEYS[3] refusals hash · KEYS[4] refusal_order list · KEYS[5] demand hash
+-- KEYS[1] shard hash · KEYS[2] outbox stream · KEYS[3] refusals hash · KEYS[4] refusal_order list ·
+--   KEYS[5] demand hash
 -- KEYS[6] due zset · KEYS[7] offers set · KEYS[8] holds zset · KEYS[9] campaigns hash · KEYS[10] retired set
 -- KEYS[11] past zset · KEYS[12] cleaning hash
 -- KEYS[13] the campaign's answers hash, or its payments hash · KEYS[14] its state hash
--- ARGV[1] shard/shards · ARGV[2] caller time ms · ARGV[3] time to use ms or '' · ARGV[4] clock skew ms · ARGV[5] ''
+-- ARGV[1] shard/shards · ARGV[2] caller time ms · ARGV[3] time to use ms or '' · ARGV[4] clock skew ms ·
+--   ARGV[5] ''
 -- ARGV[6] campaign · ARGV[7] answers or payments · ARGV[8] fields a step
 -- Outcomes: 21 fenced (whole call)
 -- Events: none
@@ -24,14 +27,16 @@ if not cursor then return cmsgpack.pack({0, call.history, {0}}) end
 -- Another server orders its fields otherwise.
 if tonumber(history) ~= call.history then cursor = '0' end
 
--- An answer counts until its offer retires; a payment as long as its offer is there, or something is kept of it.
+-- An answer counts until its offer retires; a payment as long as its offer is there, or something is kept of
+-- it.
 local function is_over(record)
   if of_answers then return has_retired(call, offer_of_answer(record, campaign)) end
   local name = cmsgpack.unpack(record)[1]
   return has_retired(call, name) and redis.call('HEXISTS', KEYS[14], 'retired/' .. name) == 0
 end
 
--- Records are read whole, and there is no telling how long they are: as many at once as those before were short enough for.
+-- Records are read whole, and there is no telling how long they are: as many at once as those before were
+-- short enough for.
 local over, seen, count = {}, 0, 1
 repeat
   local found = redis.call('HSCAN', KEYS[13], cursor, 'COUNT', count)

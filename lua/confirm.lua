@@ -1,16 +1,20 @@
 #!lua flags=allow-oom
--- Holds that were paid: units are the user's for good. A payment that cannot be served is to be paid back, once.
+-- Holds that were paid: units are the user's for good. A payment that cannot be served is to be paid back,
+-- once.
 --
 -- Command: confirm
--- KEYS[1] shard hash · KEYS[2] outbox stream · KEYS[3] refusals hash · KEYS[4] refusal_order list · KEYS[5] demand hash
+-- KEYS[1] shard hash · KEYS[2] outbox stream · KEYS[3] refusals hash · KEYS[4] refusal_order list ·
+--   KEYS[5] demand hash
 -- KEYS[6] due zset · KEYS[7] offers set · KEYS[8] holds zset · KEYS[9] campaigns hash · KEYS[10] retired set
 -- KEYS[11] past zset · KEYS[12] cleaning hash
 -- KEYS[13 …] ten keys for each offer, then five for each campaign, see includes/offers.lua
--- ARGV[1] shard/shards · ARGV[2] caller time ms · ARGV[3] time to use ms or '' · ARGV[4] clock skew ms · ARGV[5] ''
+-- ARGV[1] shard/shards · ARGV[2] caller time ms · ARGV[3] time to use ms or '' · ARGV[4] clock skew ms ·
+--   ARGV[5] ''
 -- ARGV[6] msgpack, see includes/course.lua; a body: {grab, payment, paid, currency, quantity}
--- Outcomes: 21 fenced (whole call) · 23 conflict · 24 no_such_offer · 20 invalid · 25 no_such_grab · 31 limit_reached ·
---           33 not_enough_left · 34 expired · 35 not_held · 2 confirmed
---           A payment for an offer that has retired is answered 24 and is to be paid back, unless it is known.
+-- Outcomes: 21 fenced (whole call) · 23 conflict · 24 no_such_offer · 20 invalid · 25 no_such_grab ·
+--           31 limit_reached · 33 not_enough_left · 34 expired · 35 not_held · 2 confirmed
+--           A payment for an offer that has retired is answered 24 and is to be paid back, unless it is
+--           known.
 -- Events: grab.confirmed · payment.refund_due · grab.released (expired) · grab.held (waited)
 -- Returns msgpack: {0, history, rows} as grab does, or {code, retry_at, message}.
 --- @include "shard"
@@ -27,17 +31,17 @@
 --- @include "settling"
 --- @include "course"
 
-local TOO_LATE = 'the offer retired too long ago, so nothing was booked for this payment: see the view payments, and adjust what is missing'
-local NEVER_OPENED = 'no offer was ever opened under this id, so nothing was booked for this payment: pay it back where it came from'
 
--- What became of a payment: {offer, grab, code, seq, at, quantity, paid, currency or ''}, or nil; as long as its offer is there, and for
--- a time after.
+-- What became of a payment: {offer, grab, code, seq, at, quantity, paid, currency or ''}, or nil; as long as
+-- its offer is there, and for a time after.
 local function payment_of(call, campaign, payment)
   local known = campaign.payments[payment]
   if known then return known end
   local record = redis.call('HGET', campaign.payments_key, payment)
   known = record and cmsgpack.unpack(record) or nil
-  if known and (not has_retired(call, known[1]) or known_past_of(campaign, known[1], call.now)) then return known end
+  if known and (not has_retired(call, known[1]) or known_past_of(campaign, known[1], call.now)) then
+    return known
+  end
 end
 
 local OTHER_MONEY = '; nothing was booked now: other money needs a payment id of its own'
@@ -53,12 +57,15 @@ local function said_of(known)
     .. (known[6] > 0 and ' for ' .. int(known[6]) .. ' units' or '') .. OTHER_MONEY
 end
 
--- The row of a payment that is known already, or nil: for this grab what became of it; for another grab, or amount, a conflict.
+-- The row of a payment that is known already, or nil: for this grab what became of it; for another grab, or
+-- amount, a conflict.
 local function repeated_payment(call, campaign, name, body)
   local known = body.payment and payment_of(call, campaign, body.payment)
   if not known then return nil end
   if known[1] ~= name or known[2] ~= body.grab then return {CODE.conflict, 0, call.now} end
-  if is_another(known, body) then return {CODE.conflict, 0, call.now, 0, 0, 0, 0, 0, 0, {message = said_of(known)}} end
+  if is_another(known, body) then
+    return {CODE.conflict, 0, call.now, 0, 0, 0, 0, 0, 0, {message = said_of(known)}}
+  end
   return again_row(known[3], known[4], known[5], known[6])
 end
 
@@ -67,8 +74,10 @@ local function unserved(call, offer, id, digest, body, campaign, name, more)
   local code = CODE[name]
   local row = refused_row(call, code, more or {})
   if not body.payment or body.paid == 0 then return row end
-  add_line(call, event_head(call, offer, 'payment.refund_due', id) .. ',"grab":"' .. body.grab .. '","payment":"'
-    .. body.payment .. '","amount":' .. int(body.paid) .. ',"asset":"' .. body.currency .. '","outcome":"' .. name
+  add_line(call, event_head(call, offer, 'payment.refund_due', id) .. ',"grab":"' .. body.grab
+    .. '","payment":"'
+    .. body.payment .. '","amount":' .. int(body.paid) .. ',"asset":"' .. body.currency .. '","outcome":"'
+    .. name
     .. '","digest":"' .. digest .. '"}')
   keep_payment(call, campaign, body.payment, offer.name, body.grab, code, 0, body.paid, body.currency)
   row[2] = call.seq
@@ -81,7 +90,9 @@ local function retake(call, offer, grab, quantity)
   if offer.rules.late ~= 'retake' or offer.closed or call.now >= offer.closes_at then return false end
   if quantity > available(offer) then return false end
   local counted = windows_of_now(offer, grab.under, call.now)
-  if #grab.counted >= COUNTED_MAX and not counts_alike(grab.counted[#grab.counted][2], counted) then return false end
+  if #grab.counted >= COUNTED_MAX and not counts_alike(grab.counted[#grab.counted][2], counted) then
+    return false
+  end
   if not is_left(offer, counted, quantity) then return false end
   take_anew(offer, grab, counted, quantity)
   return true
@@ -93,27 +104,37 @@ local function confirm(call, offer, grab, id, digest, body, campaign, quantity)
   local codes = hand_out(offer, grab, quantity)
   local payment = (body.payment and ',"payment":"' .. body.payment .. '"' or '')
     .. (body.paid > 0 and ',"paid":' .. int(body.paid) .. ',"currency":"' .. body.currency .. '"' or '')
-  add_line(call, event_head(call, offer, 'grab.confirmed', id) .. grab_text(offer, body.grab, grab, quantity, quantity)
-    .. ',"held":' .. int(grab.held) .. payment .. ',"issuer":"' .. offer.issuer .. (retaken and '","retaken":true' or '"')
+  add_line(call, event_head(call, offer, 'grab.confirmed', id)
+    .. grab_text(offer, body.grab, grab, quantity, quantity)
+    .. ',"held":' .. int(grab.held) .. payment .. ',"issuer":"' .. offer.issuer
+    .. (retaken and '","retaken":true' or '"')
     .. codes_text(codes) .. ',"digest":"' .. digest .. '"}')
   grab.confirmed_seq, grab.confirmed_at = call.seq, call.now
   if body.payment then
     grab.payments[#grab.payments + 1] = {body.payment, quantity}
-    keep_payment(call, campaign, body.payment, offer.name, body.grab, CODE.confirmed, quantity, body.paid, body.currency)
+    keep_payment(call, campaign, body.payment, offer.name, body.grab, CODE.confirmed, quantity, body.paid,
+      body.currency)
   end
   touch_grab(offer, body.grab)
   local said = coupon_row(offer, grab, codes, {})
-  return {CODE.confirmed, call.seq, call.now, quantity, quantity, grab.place, offer.units_left, 0, 0, said}, true
+  return {CODE.confirmed, call.seq, call.now, quantity, quantity, grab.place, offer.units_left, 0, 0, said},
+    true
 end
 
--- A confirmation where there is no offer: what became of a known payment; money for an offer that has retired is to be paid back.
+-- A confirmation where there is no offer: what became of a known payment; money for an offer that has retired
+-- is to be paid back.
 local function confirm_on_none(call, name, id, digest, body, campaign)
   local known = repeated_payment(call, campaign, name, body)
   if known then return known end
   local past = known_past_of(campaign, name, call.now)
   if past then return (unserved(call, past, id, digest, body, campaign, 'no_such_offer')) end
   if body.paid == 0 then return nil end
-  return refused_row(call, CODE.no_such_offer, {message = has_retired(call, name) and TOO_LATE or NEVER_OPENED})
+  local message = has_retired(call, name)
+    and 'the offer retired too long ago, so nothing was booked for this payment: '
+      .. 'see the view payments, and adjust what is missing'
+    or 'no offer was ever opened under this id, so nothing was booked for this payment: '
+      .. 'pay it back where it came from'
+  return refused_row(call, CODE.no_such_offer, {message = message})
 end
 
 return settle(function(call, offer, grab, id, digest, body, campaign)
@@ -134,7 +155,9 @@ return settle(function(call, offer, grab, id, digest, body, campaign)
   if body.payment and #grab.payments >= PAYMENTS_MAX then
     return unserved(call, offer, id, digest, body, campaign, 'limit_reached', too_many_payments())
   end
-  if quantity > base then return unserved(call, offer, id, digest, body, campaign, 'not_enough_left', {left = base}) end
+  if quantity > base then
+    return unserved(call, offer, id, digest, body, campaign, 'not_enough_left', {left = base})
+  end
   if grab.held == 0 and not retake(call, offer, grab, quantity) then
     return unserved(call, offer, id, digest, body, campaign, 'expired')
   end

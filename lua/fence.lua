@@ -1,12 +1,15 @@
 #!lua flags=allow-oom
--- From here on nothing is decided in this shard, until it is reconciled: life and history are cleared, the reason is kept.
+-- From here on nothing is decided in this shard, until it is reconciled: life and history are cleared, the
+-- reason is kept.
 --
 -- KEYS[1] shard hash
 -- ARGV[1] term · ARGV[2] owner · ARGV[3] life · ARGV[4] reason in words
 -- Returns 1, or the error LOST when another took the shard over.
 --- @include "shard"
 
-if not is_owner(KEYS[1], ARGV[1], ARGV[2], ARGV[3]) then return redis.error_reply('LOST the shard has another owner, term or life') end
+if not is_owner(KEYS[1], ARGV[1], ARGV[2], ARGV[3]) then
+  return redis.error_reply('LOST the shard has another owner, term or life')
+end
 redis.call('HDEL', KEYS[1], 'life', 'history')
 redis.call('HSET', KEYS[1], 'fault', ARGV[4])
 return 1

@@ -1,12 +1,16 @@
 #!lua flags=allow-oom
--- Offers that retired so long ago that their payments are known no more: what was kept of them goes, `clean` deletes the payments.
+-- Offers that retired so long ago that their payments are known no more: what was kept of them goes, `clean`
+-- deletes the payments.
 --
--- Command: none; the sweeper calls it with the offers it found in the past zset. One whose time is not over is left alone.
--- KEYS[1] shard hash · KEYS[2] outbox stream · KEYS[3] refusals hash · KEYS[4] refusal_order list · KEYS[5] demand hash
+-- Command: none; the sweeper calls it with the offers it found in the past zset. One whose time is not over
+--   is left alone.
+-- KEYS[1] shard hash · KEYS[2] outbox stream · KEYS[3] refusals hash · KEYS[4] refusal_order list ·
+--   KEYS[5] demand hash
 -- KEYS[6] due zset · KEYS[7] offers set · KEYS[8] holds zset · KEYS[9] campaigns hash · KEYS[10] retired set
 -- KEYS[11] past zset · KEYS[12] cleaning hash
 -- KEYS[13 …] ten keys for each offer, then five for each campaign, see includes/offers.lua
--- ARGV[1] shard/shards · ARGV[2] caller time ms · ARGV[3] time to use ms or '' · ARGV[4] clock skew ms · ARGV[5] ''
+-- ARGV[1] shard/shards · ARGV[2] caller time ms · ARGV[3] time to use ms or '' · ARGV[4] clock skew ms ·
+--   ARGV[5] ''
 -- ARGV[6] msgpack: {offers, campaign of each (from 1), campaigns}
 -- Outcomes: 21 fenced (whole call)
 -- Events: none
@@ -23,7 +27,8 @@
 local call, refused = begin_call()
 if not call then return cmsgpack.pack(refused) end
 
--- As models/offers.py has it: a day later than it counts, so that no clock that is still believed can need what is gone.
+-- As models/offers.py has it: a day later than it counts, so that no clock that is still believed can need
+-- what is gone.
 local PAYMENTS_KEPT_MS = PAYMENTS_KNOWN_MS + 86400000
 
 local names, campaign_of, campaign_names = unpack(cmsgpack.unpack(ARGV[6]))

@@ -474,7 +474,7 @@ class Gate:
             if (
                 RESERVED_IDS.isdisjoint(ids)
                 and are_ids(names + ids)
-                and 0 < min(quantities, default=1)  # type: ignore[type-var, operator]
+                and min(quantities, default=1) > 0  # type: ignore[type-var, operator]
                 and max(quantities, default=1) < 10**13  # type: ignore[type-var, operator]
             ):
                 return range(len(commands))

@@ -2,23 +2,27 @@
 -- Grabs of one shard, decided in order, with their events, in one call.
 --
 -- Command: grab
--- KEYS[1] shard hash · KEYS[2] outbox stream · KEYS[3] refusals hash · KEYS[4] refusal_order list · KEYS[5] demand hash
+-- KEYS[1] shard hash · KEYS[2] outbox stream · KEYS[3] refusals hash · KEYS[4] refusal_order list ·
+--   KEYS[5] demand hash
 -- KEYS[6] due zset · KEYS[7] offers set · KEYS[8] holds zset · KEYS[9] campaigns hash · KEYS[10] retired set
 -- KEYS[11] past zset · KEYS[12] cleaning hash
 -- KEYS[13 …] ten keys for each offer, then five for each campaign, see includes/offers.lua
--- ARGV[1] shard/shards · ARGV[2] caller time ms · ARGV[3] time to use ms or '' · ARGV[4] clock skew ms · ARGV[5] outbox events max
--- ARGV[6] msgpack: {offers, campaign of each offer (from 1), campaigns, ids, offer of each (from 1), digests or false, users,
---         quantities or false, attributes as JSON text or '' or false, more, plain}; more: false, or for each false or
---         {attributes, basket, wait, ticket_expires_at, ticket_once, ticket_ends_at (where a use counts in the campaign)}; plain: true
---         when all are of one offer, for one unit, with nothing more, and no id or user twice
--- Outcomes: 21 fenced · 22 busy (whole call) · then for each: 20 invalid · 23 conflict · 24 no_such_offer · 26 already_taken ·
---           27 not_open_yet · 28 on_hold · 29 over · 30 not_eligible · 31 limit_reached · 32 sold_out · 33 not_enough_left ·
---           0 granted · 1 held · 15 waiting
+-- ARGV[1] shard/shards · ARGV[2] caller time ms · ARGV[3] time to use ms or '' · ARGV[4] clock skew ms ·
+--   ARGV[5] outbox events max
+-- ARGV[6] msgpack: {offers, campaign of each offer (from 1), campaigns, ids, offer of each (from 1), digests
+--         or false, users, quantities or false, attributes as JSON text or '' or false, more, plain}; more:
+--         false, or for each false or {attributes, basket, wait, ticket_expires_at, ticket_once,
+--         ticket_ends_at (where a use counts in the campaign)}; plain: true when all are of one offer, for
+--         one unit, with nothing more, and no id or user twice
+-- Outcomes: 21 fenced · 22 busy (whole call) · then for each: 20 invalid · 23 conflict · 24 no_such_offer ·
+--           26 already_taken · 27 not_open_yet · 28 on_hold · 29 over · 30 not_eligible · 31 limit_reached ·
+--           32 sold_out · 33 not_enough_left · 0 granted · 1 held · 15 waiting
 -- Events: grab.granted · grab.held · grab.queued · offer.closed (drained)
 -- Grabs that the call has no room for get no row: they go into the next one.
--- Returns msgpack: {0, history, rows, run} with a row {code, seq, at, amount, quantity, place, left, repeated, retry_at, more} for each
---         command that is not in the run before them, {first seq, first place, first left, time, amounts} or absent; or
---         {code, retry_at, message} when the whole call was refused.
+-- Returns msgpack: {0, history, rows, run} with a row {code, seq, at, amount, quantity, place, left,
+--         repeated, retry_at, more} for each command that is not in the run before them, {first seq, first
+--         place, first left, time, amounts} or absent; or {code, retry_at, message} when the whole call was
+--         refused.
 --- @include "shard"
 --- @include "undo"
 --- @include "records"
@@ -48,13 +52,16 @@ end
 local runs = batch[11] and is_plain(call, offers[1])
 local plain_cost = COST.plain_grab + COST.plain_byte * #ARGV[6] / #ids
 
--- How many of the grabs this call has room for, by what is known of them before they are read; a basket is not torn.
+-- How many of the grabs this call has room for, by what is known of them before they are read; a basket is
+-- not torn.
 local function fitting()
   if runs then return math.min(#ids, math.max(1, math.floor(COST.call_max / plain_cost))) end
   spend(COST.argument_byte * #ARGV[6])
   local estimate = 0
   for i = 1, #ids do
-    if i > 1 and is_spent(estimate) and not (basket_at(i) and basket_at(i) == basket_at(i - 1)) then return i - 1 end
+    if i > 1 and is_spent(estimate) and not (basket_at(i) and basket_at(i) == basket_at(i - 1)) then
+      return i - 1
+    end
     local offer = offers[offer_of[i]]
     estimate = estimate + COST.command
     if offer then
@@ -64,8 +71,8 @@ local function fitting()
   return #ids
 end
 
--- What is small is read at once: what each offer has of its users, and the refusals. Answers may be large (they have codes), so each is
--- read when its grab is decided.
+-- What is small is read at once: what each offer has of its users, and the refusals. Answers may be large
+-- (they have codes), so each is read when its grab is decided.
 for i = #ids, fitting() + 1, -1 do ids[i], users[i] = nil, nil end
 for o = 1, #offers do offer_users[o] = {} end
 for i = 1, #ids do
@@ -105,7 +112,8 @@ if redis.call('EXISTS', KEYS[3]) == 1 then
   for i = 1, #ids do
     local record = refusals[fields[i]]
     if record then
-      refusals[fields[i]] = refusal_that_counts(call, campaigns[campaign_of[offer_of[i]]], fields[i], record) or false
+      refusals[fields[i]] = refusal_that_counts(call, campaigns[campaign_of[offer_of[i]]], fields[i], record)
+        or false
     end
   end
 end
@@ -118,11 +126,15 @@ local function unfit(i, offer)
     return quantities[i] ~= 1 and 'quantity: an envelope has one part a user' or nil
   end
   if quantities[i] > offer.rules.max_per_grab then return 'quantity: above max_per_grab' end
-  if quantities[i] > BOUNDS.codes_per_grab and offer.loads.codes then return 'quantity: ' .. BOUNDS.with_codes end
+  if quantities[i] > BOUNDS.codes_per_grab and offer.loads.codes then
+    return 'quantity: ' .. BOUNDS.with_codes
+  end
   if offer.rules.take == 'all' and quantities[i] > offer.total then
     return string.format('quantity: above the total of the offer, %.0f', offer.total)
   end
-  if quantities[i] * (offer.rules.price or 0) > AMOUNT_MAX then return 'quantity: price × quantity is above 10000000000000' end
+  if quantities[i] * (offer.rules.price or 0) > AMOUNT_MAX then
+    return 'quantity: price × quantity is above 10000000000000'
+  end
   for _, limit in ipairs(offer.rules.limits) do
     if limit.by ~= 'user' and not (extra and extra.attributes and extra.attributes[limit.by]) then
       return 'attributes: a limit counts by ' .. limit.by
@@ -143,7 +155,9 @@ for i = 1, #ids do
   end
 end
 for o = 1, #offers do
-  if offers[o] and offers[o].pieces then read_counters(offers[o].counters, offers[o].counters.wanted or {}) end
+  if offers[o] and offers[o].pieces then
+    read_counters(offers[o].counters, offers[o].counters.wanted or {})
+  end
 end
 for _, campaign in ipairs(campaigns) do read_counters(campaign.counters, campaign.counters.wanted or {}) end
 
@@ -210,7 +224,8 @@ end
 local function ticket_text(offer, extra)
   if offer.rules.audience ~= 'ticket' or extra.ticket_once == '' then return '' end
   use_ticket(offer, extra.ticket_once, extra.ticket_ends_at)
-  return ',"ticket":"' .. extra.ticket_once .. (extra.ticket_ends_at and '","ticket_ends_at":' .. int(extra.ticket_ends_at) or '"')
+  return ',"ticket":"' .. extra.ticket_once .. (extra.ticket_ends_at and '","ticket_ends_at":'
+    .. int(extra.ticket_ends_at) or '"')
 end
 
 local function tail_text(i, extra, ticket)
@@ -247,14 +262,16 @@ local function take_pieces(i, offer)
     local asked = quantities[i] ~= quantity and ',"asked":' .. int(quantities[i]) or ''
     if rules.hold_ms then
       begin_hold(offer, grab, quantity, now)
-      add_line(call, event_head(call, offer, 'grab.held', id) .. grab_text(offer, id, grab, quantity, quantity) .. asked
+      add_line(call, event_head(call, offer, 'grab.held', id)
+        .. grab_text(offer, id, grab, quantity, quantity) .. asked
         .. hold_text(offer, grab) .. tail_text(i, extra, ticket) .. ',"digest":"' .. digests[i] .. '"}')
       row[1] = CODE.held
       hold_row(offer, grab, said)
     else
       grab.taken = quantity
       local codes = hand_out(offer, grab, quantity)
-      add_line(call, event_head(call, offer, 'grab.granted', id) .. grab_text(offer, id, grab, quantity, quantity) .. asked
+      add_line(call, event_head(call, offer, 'grab.granted', id)
+        .. grab_text(offer, id, grab, quantity, quantity) .. asked
         .. tail_text(i, extra, ticket) .. codes_text(codes) .. ',"digest":"' .. digests[i] .. '"}')
       coupon_row(offer, grab, codes, said)
     end
@@ -297,14 +314,16 @@ end
 local function answer_to(i)
   local campaign, id = campaigns[campaign_of[offer_of[i]]], ids[i]
   if campaign.answers[id] == nil then
-    campaign.answers[id] = answer_that_counts(call, campaign, redis.call('HGET', campaign.answers_key, id)) or false
+    campaign.answers[id] = answer_that_counts(call, campaign, redis.call('HGET', campaign.answers_key, id))
+      or false
   end
   return campaign.answers[id]
 end
 
 local function known(i)
   local record = answer_to(i)
-  return record, not record and next(refusals) and refusals[refusal_field(campaigns[campaign_of[offer_of[i]]].name, ids[i])]
+  return record, not record and next(refusals)
+    and refusals[refusal_field(campaigns[campaign_of[offer_of[i]]].name, ids[i])]
 end
 
 -- The row of what is kept under the id, see includes/repeats.lua.
@@ -323,7 +342,8 @@ local function repeated(i, record, refusal, otherwise)
     if not part then return false end
     return select(3, unpack_part(part)) == select(2, unpack_answer(record))
   end
-  local row = repeated_row(record, refusal, sent, now, campaigns[campaign_of[o]].name, offer and offer.parts, otherwise)
+  local row = repeated_row(record, refusal, sent, now, campaigns[campaign_of[o]].name, offer and offer.parts,
+    otherwise)
   local kept = row[10] and row[10].first or row
   if kept[1] == CODE.already_taken and taken[o] and taken[o][users[i]] then
     kept[6], kept[4], kept[2] = unpack_part(taken[o][users[i]])
@@ -344,8 +364,9 @@ end
 -- Grabs that stand or fall together: when one is refused, all get its outcome and nothing has happened.
 local decide_basket
 do
-  -- Whether the members of a basket are answered as they were: one of them was taken, or all of them are known as refused. (When only some
-  -- refusals are still known, nothing was taken, and the basket is decided again.)
+  -- Whether the members of a basket are answered as they were: one of them was taken, or all of them are
+  -- known as refused. (When only some refusals are still known, nothing was taken, and the basket is decided
+  -- again.)
   local function is_known_basket(members)
     local all = true
     for _, i in ipairs(members) do
@@ -356,22 +377,28 @@ do
     return all
   end
 
-  -- Why a call cannot carry a basket, which is never torn, or nil; and the same of one that is not known, by what its grabs ask for.
+  -- Why a call cannot carry a basket, which is never torn, or nil; and the same of one that is not known, by
+  -- what its grabs ask for.
   local function too_large_to_answer(members)
     local bytes = 0
     for _, i in ipairs(members) do
       bytes = bytes + redis.call('HSTRLEN', campaigns[campaign_of[offer_of[i]]].answers_key, ids[i])
     end
     if bytes <= BOUNDS.basket_answers_bytes then return nil end
-    return 'basket: the answers known of its grabs have more than ' .. BOUNDS.basket_answers_bytes .. ' bytes; ask for each by itself'
+    return 'basket: the answers known of its grabs have more than ' .. BOUNDS.basket_answers_bytes
+      .. ' bytes; ask for each by itself'
   end
 
   local function unfit_basket(members)
-    if #members > BOUNDS.basket_grabs then return 'basket: at most ' .. BOUNDS.basket_grabs .. ' grabs, this has ' .. #members end
+    if #members > BOUNDS.basket_grabs then
+      return 'basket: at most ' .. BOUNDS.basket_grabs .. ' grabs, this has ' .. #members
+    end
     local codes = 0
     for _, i in ipairs(members) do
       local offer = offers[offer_of[i]]
-      if offer and offer.pieces and offer.loads.codes and not offer.rules.hold_ms then codes = codes + quantities[i] end
+      if offer and offer.pieces and offer.loads.codes and not offer.rules.hold_ms then
+        codes = codes + quantities[i]
+      end
     end
     if codes <= BOUNDS.codes_per_grab then return nil end
     return 'basket: its grabs get at most ' .. BOUNDS.codes_per_grab .. ' codes, together'
@@ -412,7 +439,8 @@ do
         call.seq = seq
         for n = #lines, count_lines + 1, -1 do lines[n] = nil end
         for _, j in ipairs(members) do
-          rows[j] = keep(j, {row[1], 0, now, 0, 0, 0, 0, 0, 0, {message = 'basket: refused with grab ' .. ids[i]}})
+          rows[j] = keep(j, {row[1], 0, now, 0, 0, 0, 0, 0, 0,
+            {message = 'basket: refused with grab ' .. ids[i]}})
         end
         return
       end

@@ -2,14 +2,17 @@
 -- A chunk of a list that an offer needs: coupon codes (sealed), or the ids of who may grab.
 --
 -- Command: load
--- KEYS[1] shard hash · KEYS[2] outbox stream · KEYS[3] refusals hash · KEYS[4] refusal_order list · KEYS[5] demand hash
+-- KEYS[1] shard hash · KEYS[2] outbox stream · KEYS[3] refusals hash · KEYS[4] refusal_order list ·
+--   KEYS[5] demand hash
 -- KEYS[6] due zset · KEYS[7] offers set · KEYS[8] holds zset · KEYS[9] campaigns hash · KEYS[10] retired set
 -- KEYS[11] past zset · KEYS[12] cleaning hash
 -- KEYS[13 …] ten keys for each offer, then five for each campaign, see includes/offers.lua
--- ARGV[1] shard/shards · ARGV[2] caller time ms · ARGV[3] time to use ms or '' · ARGV[4] clock skew ms · ARGV[5] outbox events max
+-- ARGV[1] shard/shards · ARGV[2] caller time ms · ARGV[3] time to use ms or '' · ARGV[4] clock skew ms ·
+--   ARGV[5] outbox events max
 -- ARGV[6] msgpack, see includes/course.lua; a body: {what, chunk, chunks, items,
 --         other_names: names of codes under other seal keys, see includes/codes.lua, operator}
--- Outcomes: 21 fenced · 22 busy (whole call) · 23 conflict · 24 no_such_offer · 20 invalid · 29 over · 13 loaded
+-- Outcomes: 21 fenced · 22 busy (whole call) · 23 conflict · 24 no_such_offer · 20 invalid · 29 over ·
+--   13 loaded
 -- Events: offer.loaded
 -- Returns msgpack: {0, history, rows} as grab does, or {code, retry_at, message}.
 --- @include "shard"
@@ -26,7 +29,8 @@
 --- @include "settling"
 --- @include "course"
 
--- The place in a chunk of a code that the list has already, or nil. `names` are those of the chunk's codes under one key.
+-- The place in a chunk of a code that the list has already, or nil. `names` are those of the chunk's codes
+-- under one key.
 local function place_in_list(offer, names)
   local found = redis.call('SMISMEMBER', KEYS[offer.base + NAMES], unpack(names))
   for place, name in ipairs(names) do
@@ -34,7 +38,8 @@ local function place_in_list(offer, names)
   end
 end
 
--- Why a chunk of sealed codes cannot be added to a list, or nil. `other_names` are their names under other keys than their own, by key.
+-- Why a chunk of sealed codes cannot be added to a list, or nil. `other_names` are their names under other
+-- keys than their own, by key.
 local function has_twice(offer, list, items, other_names)
   if not list then return nil end
   local own, key = {}, nil
@@ -42,10 +47,13 @@ local function has_twice(offer, list, items, other_names)
   for _, one in ipairs(list.keys or {}) do
     local names = one == key and own or other_names and other_names[one]
     if not names then
-      return 'items: codes of this list were sealed with key ' .. one .. ', which is not in GRAB_SEAL_KEYS: put it back behind the new one'
+      return 'items: codes of this list were sealed with key ' .. one
+        .. ', which is not in GRAB_SEAL_KEYS: put it back behind the new one'
     end
     local place = place_in_list(offer, names)
-    if place then return 'items: code ' .. place .. ' of this chunk is in the list already; each is given once' end
+    if place then
+      return 'items: code ' .. place .. ' of this chunk is in the list already; each is given once'
+    end
   end
 end
 
@@ -55,7 +63,9 @@ local function unfit(offer, body, list)
   if body.what == 'codes' and offer.rules.max_per_grab > BOUNDS.codes_per_grab then
     return 'what: max_per_grab must be ' .. BOUNDS.with_codes
   end
-  if body.what == 'audience' and offer.rules.audience ~= 'list' then return 'what: the audience of this offer is no list' end
+  if body.what == 'audience' and offer.rules.audience ~= 'list' then
+    return 'what: the audience of this offer is no list'
+  end
   if list and list.chunks ~= body.chunks then return 'chunks: another number than before' end
 end
 
@@ -79,7 +89,9 @@ local function load(call, offer, id, digest, body)
   if again then return {CODE.conflict, 0, call.now} end
   local awaited = not list and body.what == 'codes' and offer.rules.codes
   local complete = loaded == (list and list.chunks or 0)
-  if offer.closed or (call.now >= offer.opens_at and complete and not awaited) then return refused_row(call, CODE.over) end
+  if offer.closed or (call.now >= offer.opens_at and complete and not awaited) then
+    return refused_row(call, CODE.over)
+  end
   offer.seen_new[member] = true
   local loading = {chunks = body.chunks, loaded = loaded + 1}
   if body.what == 'codes' then
@@ -99,8 +111,10 @@ local function load(call, offer, id, digest, body)
   loading.count = listed
   offer.loads[body.what] = loading
   offer.loads_changed = true
-  add_line(call, event_head(call, offer, 'offer.loaded', id) .. ',"what":"' .. body.what .. '","chunk":' .. body.chunk
-    .. ',"chunks":' .. body.chunks .. ',"count":' .. listed .. ',"items":["' .. table.concat(body.items, '","') .. '"]'
+  add_line(call, event_head(call, offer, 'offer.loaded', id) .. ',"what":"' .. body.what .. '","chunk":'
+    .. body.chunk
+    .. ',"chunks":' .. body.chunks .. ',"count":' .. listed .. ',"items":["'
+    .. table.concat(body.items, '","') .. '"]'
     .. operator_text(body) .. ',"digest":"' .. digest .. '"}')
   return {CODE.loaded, call.seq, call.now, 0, listed, 0, offer.units_left}, true
 end

@@ -1,18 +1,25 @@
 #!lua
--- Offers created and funded. The parts drawn ahead come from the caller, who computed them from the seed; many of them have been staged.
+-- Offers created and funded. The parts drawn ahead come from the caller, who computed them from the seed;
+-- many of them have been staged.
 --
 -- Command: open
--- KEYS[1] shard hash · KEYS[2] outbox stream · KEYS[3] refusals hash · KEYS[4] refusal_order list · KEYS[5] demand hash
+-- KEYS[1] shard hash · KEYS[2] outbox stream · KEYS[3] refusals hash · KEYS[4] refusal_order list ·
+--   KEYS[5] demand hash
 -- KEYS[6] due zset · KEYS[7] offers set · KEYS[8] holds zset · KEYS[9] campaigns hash · KEYS[10] retired set
 -- KEYS[11] past zset · KEYS[12] cleaning hash
--- KEYS[13 …] ten keys for each offer, then five for each campaign, see includes/offers.lua; then the strings of staged parts
--- ARGV[1] shard/shards · ARGV[2] caller time ms · ARGV[3] time to use ms or '' · ARGV[4] clock skew ms · ARGV[5] outbox events max
--- ARGV[6] msgpack: {offers, campaign of each offer (from 1), campaigns, ids, offer of each command (from 1), digests, terms}; terms:
---         kind, issuer, asset, total, units, opens_at, closes_at (0: not said), life_ms, json, offsets_json, zone_json, rules (kept as they
---         are), operator where there is one, and of an envelope funding, law, min, max, draw, seed, seed_sha256, sealed_seed; staged:
---         the number of the string that has its parts (from 1)
--- ARGV[6 + i] parts of the i-th command, 6 bytes each, or '' when there are none; where they are staged, the life they were staged under
--- Outcomes: 21 fenced · 22 busy (whole call) · 23 conflict (also: the id was used before) · 20 invalid · 5 opened
+-- KEYS[13 …] ten keys for each offer, then five for each campaign, see includes/offers.lua; then the strings
+--   of staged parts
+-- ARGV[1] shard/shards · ARGV[2] caller time ms · ARGV[3] time to use ms or '' · ARGV[4] clock skew ms ·
+--   ARGV[5] outbox events max
+-- ARGV[6] msgpack: {offers, campaign of each offer (from 1), campaigns, ids, offer of each command (from 1),
+--         digests, terms}; terms: kind, issuer, asset, total, units, opens_at, closes_at (0: not said),
+--         life_ms, json, offsets_json, zone_json, rules (kept as they are), operator where there is one, and
+--         of an envelope funding, law, min, max, draw, seed, seed_sha256, sealed_seed; staged: the number of
+--         the string that has its parts (from 1)
+-- ARGV[6 + i] parts of the i-th command, 6 bytes each, or '' when there are none; where they are staged, the
+--   life they were staged under
+-- Outcomes: 21 fenced · 22 busy (whole call) · 23 conflict (also: the id was used before) · 20 invalid ·
+--   5 opened
 -- Events: offer.opened
 -- Returns msgpack: {0, history, rows} as grab does, or {code, retry_at, message}.
 --- @include "shard"
@@ -30,12 +37,16 @@ local call, refused = begin_call()
 if not call then return cmsgpack.pack(refused) end
 
 local function opened_line(offer, id, digest, terms, campaign_zone)
-  return event_head(call, offer, 'offer.opened', id) .. ',"kind":"' .. terms.kind .. '","issuer":"' .. terms.issuer
-    .. (terms.funding and '","funding":"' .. terms.funding or '') .. '","asset":"' .. terms.asset .. '","total":' .. int(terms.total)
-    .. ',"opens_at":' .. int(offer.opens_at) .. ',"closes_at":' .. int(offer.closes_at) .. ',"terms":' .. terms.json
+  return event_head(call, offer, 'offer.opened', id) .. ',"kind":"' .. terms.kind .. '","issuer":"'
+    .. terms.issuer
+    .. (terms.funding and '","funding":"' .. terms.funding or '') .. '","asset":"' .. terms.asset
+    .. '","total":' .. int(terms.total)
+    .. ',"opens_at":' .. int(offer.opens_at) .. ',"closes_at":' .. int(offer.closes_at) .. ',"terms":'
+    .. terms.json
     .. (terms.offsets_json ~= '' and ',"offsets":' .. terms.offsets_json or '')
     .. (campaign_zone and ',"campaign_zone":' .. campaign_zone or '')
-    .. (terms.seed and ',"seed_sha256":"' .. terms.seed_sha256 .. '","sealed_seed":"' .. terms.sealed_seed .. '"' or '')
+    .. (terms.seed and ',"seed_sha256":"' .. terms.seed_sha256 .. '","sealed_seed":"' .. terms.sealed_seed
+    .. '"' or '')
     .. (terms.operator and ',"operator":"' .. terms.operator .. '"' or '') .. ',"digest":"' .. digest .. '"}'
 end
 
@@ -58,7 +69,8 @@ for i = 1, #ids do
   local name, campaign = names[o], campaigns[campaign_of[o]]
   local state_key = KEYS[SHARD_KEYS + OFFER_KEYS * (o - 1) + STATE]
   local record_field = campaign.answers_key .. id
-  local record = seen[record_field] or answer_that_counts(call, campaign, redis.call('HGET', campaign.answers_key, id))
+  local record = seen[record_field] or answer_that_counts(call, campaign,
+    redis.call('HGET', campaign.answers_key, id))
   local field = refusal_field(campaign.name, id)
   local refusal = refusal_that_counts(call, campaign, field, redis.call('HGET', KEYS[3], field))
   local row = repeated_row(record, refusal, {digest = digest, offer = name}, call.now, campaign.name)
@@ -69,11 +81,13 @@ for i = 1, #ids do
     local opens_at = terms.opens_at == 0 and call.now or terms.opens_at
     local closes_at = terms.closes_at == 0 and opens_at + terms.life_ms or terms.closes_at
     if closes_at <= opens_at then
-      row = {CODE.invalid, 0, call.now, 0, 0, 0, 0, 0, 0, {message = 'terms.closes_at: must be after opens_at and after now'}}
+      row = {CODE.invalid, 0, call.now, 0, 0, 0, 0, 0, 0,
+        {message = 'terms.closes_at: must be after opens_at and after now'}}
     else
       local staged = terms.staged and staged_key(terms, ARGV[6 + i], staged_from)
       if staged == false then
-        return cmsgpack.pack({CODE.busy, call.now + STAGE_AGAIN_MS, 'the staged parts are gone: they have to be brought again'})
+        return cmsgpack.pack({CODE.busy, call.now + STAGE_AGAIN_MS,
+          'the staged parts are gone: they have to be brought again'})
       end
       local offer = {name = name, offer_seq = 0, opens_at = opens_at, closes_at = closes_at}
       add_line(call, opened_line(offer, id, digest, terms, join_zone(campaign, terms)))

@@ -1,16 +1,19 @@
 #!lua flags=allow-oom
--- The first step of taking a shard over: a higher term, and the attempt's own random owner id (DESIGN 4.6, step 1).
+-- The first step of taking a shard over: a higher term, and the attempt's own random owner id (DESIGN 4.6,
+-- step 1).
 --
 -- KEYS[1] shard hash
 -- ARGV[1] term that must be exceeded · ARGV[2] owner id
--- Returns {term, life of the server, life under which the shard was last reconciled or '', seq, how its state is: complete, partial (a
---         rebuild was broken off) or outdated (an older key layout)}; or the error NEWER when a newer program has written it.
+-- Returns {term, life of the server, life under which the shard was last reconciled or '', seq, how its state
+--         is: complete, partial (a rebuild was broken off) or outdated (an older key layout)}; or the error
+--         NEWER when a newer program has written it.
 --- @include "shard"
 
 local held = redis.call('HMGET', KEYS[1], 'term', 'life', 'layout', 'seq', 'partial')
 local layout = layout_of(held[3], held[4])
 if layout > LAYOUT then
-  return redis.error_reply(string.format('NEWER the shard has key layout %d, this program writes %d: upgrade it', layout, LAYOUT))
+  return redis.error_reply(string.format(
+    'NEWER the shard has key layout %d, this program writes %d: upgrade it', layout, LAYOUT))
 end
 local term = string.format('%.0f', math.max(tonumber(held[1] or 0), tonumber(ARGV[1])) + 1)
 local form = held[5] and 'partial' or (layout < LAYOUT and 'outdated' or 'complete')

@@ -3,15 +3,17 @@
 --
 -- KEYS[1] shard hash · KEYS[2] outbox stream
 -- ARGV[1] term · ARGV[2] owner · ARGV[3] life · ARGV[4] first seq wanted · ARGV[5] entries at most
--- Returns {seq of the shard, entries, '1' when the shard is incomplete, else ''}: stream entries {id, {'e', line, 'e', line, …}} in order,
---         from the one that holds the first seq wanted, no further one after so many lines or bytes; or the error LOST when another
---         took the shard over.
+-- Returns {seq of the shard, entries, '1' when the shard is incomplete, else ''}: stream entries {id, {'e',
+--         line, 'e', line, …}} in order, from the one that holds the first seq wanted, no further one after
+--         so many lines or bytes; or the error LOST when another took the shard over.
 --- @include "shard"
 
 -- Every line is hashed where it becomes a string of Lua; an entry that begins below the bound is read whole.
 local LINES_MAX, BYTES_MAX = 1000, 131072
 
-if not is_owner(KEYS[1], ARGV[1], ARGV[2], ARGV[3]) then return redis.error_reply('LOST the shard has another owner, term or life') end
+if not is_owner(KEYS[1], ARGV[1], ARGV[2], ARGV[3]) then
+  return redis.error_reply('LOST the shard has another owner, term or life')
+end
 local entries, lines, bytes = {}, 0, 0
 local entry = redis.call('XREVRANGE', KEYS[2], ARGV[4] .. '-0', '-', 'COUNT', 1)[1]
   or redis.call('XRANGE', KEYS[2], '-', '+', 'COUNT', 1)[1]

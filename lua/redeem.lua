@@ -2,14 +2,16 @@
 -- Coupons used, once for an order, within valid_until.
 --
 -- Command: redeem
--- KEYS[1] shard hash · KEYS[2] outbox stream · KEYS[3] refusals hash · KEYS[4] refusal_order list · KEYS[5] demand hash
+-- KEYS[1] shard hash · KEYS[2] outbox stream · KEYS[3] refusals hash · KEYS[4] refusal_order list ·
+--   KEYS[5] demand hash
 -- KEYS[6] due zset · KEYS[7] offers set · KEYS[8] holds zset · KEYS[9] campaigns hash · KEYS[10] retired set
 -- KEYS[11] past zset · KEYS[12] cleaning hash
 -- KEYS[13 …] ten keys for each offer, then five for each campaign, see includes/offers.lua
--- ARGV[1] shard/shards · ARGV[2] caller time ms · ARGV[3] time to use ms or '' · ARGV[4] clock skew ms · ARGV[5] ''
+-- ARGV[1] shard/shards · ARGV[2] caller time ms · ARGV[3] time to use ms or '' · ARGV[4] clock skew ms ·
+--   ARGV[5] ''
 -- ARGV[6] msgpack, see includes/course.lua; a body: {grab, order, quantity}
--- Outcomes: 21 fenced (whole call) · 23 conflict · 24 no_such_offer · 25 no_such_grab · 34 expired · 36 not_redeemable ·
---           11 redeemed
+-- Outcomes: 21 fenced (whole call) · 23 conflict · 24 no_such_offer · 25 no_such_grab · 34 expired ·
+--           36 not_redeemable · 11 redeemed
 -- Events: grab.redeemed · grab.released (expired) · grab.held (waited)
 -- Returns msgpack: {0, history, rows} as grab does, or {code, retry_at, message}.
 --- @include "shard"
@@ -32,11 +34,16 @@ return settle(function(call, offer, grab, id, digest, body)
     if order[1] ~= body.quantity then return {CODE.conflict, 0, call.now} end
     return again_row(CODE.redeemed, order[2], order[3], order[1])
   end
-  if offer.rules.valid_until and call.now >= offer.rules.valid_until then return refused_row(call, CODE.expired) end
-  if offer.kind ~= 'coupon' or body.quantity > grab.taken - grab.redeemed then return refused_row(call, CODE.not_redeemable) end
+  if offer.rules.valid_until and call.now >= offer.rules.valid_until then
+    return refused_row(call, CODE.expired)
+  end
+  if offer.kind ~= 'coupon' or body.quantity > grab.taken - grab.redeemed then
+    return refused_row(call, CODE.not_redeemable)
+  end
   grab.redeemed = grab.redeemed + body.quantity
   add_line(call, event_head(call, offer, 'grab.redeemed', id)
-    .. grab_text(offer, body.grab, grab, body.quantity, body.quantity) .. ',"order":"' .. body.order .. '","digest":"' .. digest .. '"}')
+    .. grab_text(offer, body.grab, grab, body.quantity, body.quantity) .. ',"order":"' .. body.order
+    .. '","digest":"' .. digest .. '"}')
   keep_order(call, offer, body.grab, body.order, body.quantity)
   return {CODE.redeemed, call.seq, call.now, body.quantity, body.quantity, grab.place, offer.units_left}, true
 end)

@@ -2,11 +2,13 @@
 -- Offers that take grabs again.
 --
 -- Command: resume
--- KEYS[1] shard hash · KEYS[2] outbox stream · KEYS[3] refusals hash · KEYS[4] refusal_order list · KEYS[5] demand hash
+-- KEYS[1] shard hash · KEYS[2] outbox stream · KEYS[3] refusals hash · KEYS[4] refusal_order list ·
+--   KEYS[5] demand hash
 -- KEYS[6] due zset · KEYS[7] offers set · KEYS[8] holds zset · KEYS[9] campaigns hash · KEYS[10] retired set
 -- KEYS[11] past zset · KEYS[12] cleaning hash
 -- KEYS[13 …] ten keys for each offer, then five for each campaign, see includes/offers.lua
--- ARGV[1] shard/shards · ARGV[2] caller time ms · ARGV[3] time to use ms or '' · ARGV[4] clock skew ms · ARGV[5] ''
+-- ARGV[1] shard/shards · ARGV[2] caller time ms · ARGV[3] time to use ms or '' · ARGV[4] clock skew ms ·
+--   ARGV[5] ''
 -- ARGV[6] msgpack, see includes/course.lua; a body: {operator}
 -- Outcomes: 21 fenced (whole call) · 23 conflict · 24 no_such_offer · 29 over · 9 resumed
 -- Events: offer.resumed
@@ -26,6 +28,7 @@
 
 return steer(function(call, offer, id, digest, body)
   offer.paused = false
-  add_line(call, event_head(call, offer, 'offer.resumed', id) .. operator_text(body) .. ',"digest":"' .. digest .. '"}')
+  add_line(call, event_head(call, offer, 'offer.resumed', id) .. operator_text(body) .. ',"digest":"'
+    .. digest .. '"}')
   return {CODE.resumed, call.seq, call.now, 0, 0, 0, offer.units_left}, true
 end)

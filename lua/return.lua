@@ -2,14 +2,16 @@
 -- Units given back after the fact, and the money that was paid for them.
 --
 -- Command: return
--- KEYS[1] shard hash · KEYS[2] outbox stream · KEYS[3] refusals hash · KEYS[4] refusal_order list · KEYS[5] demand hash
+-- KEYS[1] shard hash · KEYS[2] outbox stream · KEYS[3] refusals hash · KEYS[4] refusal_order list ·
+--   KEYS[5] demand hash
 -- KEYS[6] due zset · KEYS[7] offers set · KEYS[8] holds zset · KEYS[9] campaigns hash · KEYS[10] retired set
 -- KEYS[11] past zset · KEYS[12] cleaning hash
 -- KEYS[13 …] ten keys for each offer, then five for each campaign, see includes/offers.lua
--- ARGV[1] shard/shards · ARGV[2] caller time ms · ARGV[3] time to use ms or '' · ARGV[4] clock skew ms · ARGV[5] ''
+-- ARGV[1] shard/shards · ARGV[2] caller time ms · ARGV[3] time to use ms or '' · ARGV[4] clock skew ms ·
+--   ARGV[5] ''
 -- ARGV[6] msgpack, see includes/course.lua; a body: {grab, quantity, reason: as JSON text}
--- Outcomes: 21 fenced (whole call) · 23 conflict · 24 no_such_offer · 25 no_such_grab · 33 not_enough_left · 35 not_held ·
---           4 returned
+-- Outcomes: 21 fenced (whole call) · 23 conflict · 24 no_such_offer · 25 no_such_grab · 33 not_enough_left ·
+--           35 not_held · 4 returned
 -- Events: grab.returned · grab.released (expired) · grab.held (waited)
 -- Returns msgpack: {0, history, rows} as grab does, or {code, retry_at, message}.
 --- @include "shard"
@@ -29,7 +31,9 @@
 local function refunds_text(grab, quantity)
   local refunds = unpay(grab, quantity)
   if grab.price == 0 then return '' end
-  for i, refund in ipairs(refunds) do refunds[i] = '["' .. refund[1] .. '",' .. int(refund[2] * grab.price) .. ']' end
+  for i, refund in ipairs(refunds) do
+    refunds[i] = '["' .. refund[1] .. '",' .. int(refund[2] * grab.price) .. ']'
+  end
   return table.concat(refunds, ',')
 end
 
@@ -41,7 +45,8 @@ return settle(function(call, offer, grab, id, digest, body)
   if quantity == 0 or quantity > free then return refused_row(call, CODE.not_enough_left, {left = free}) end
   local refunds = refunds_text(grab, quantity)
   hand_back(offer, body.grab, grab, quantity, offer.rules.return_restores)
-  add_line(call, event_head(call, offer, 'grab.returned', id) .. grab_text(offer, body.grab, grab, quantity, quantity)
+  add_line(call, event_head(call, offer, 'grab.returned', id)
+    .. grab_text(offer, body.grab, grab, quantity, quantity)
     .. (body.reason ~= '""' and ',"reason":' .. body.reason or '') .. ',"to":"' .. returns_to(offer) .. '"'
     .. (refunds ~= '' and ',"refunds":[' .. refunds .. '],"currency":"' .. offer.rules.currency .. '"' or '')
     .. ',"issuer":"' .. offer.issuer .. (offer.rules.return_restores and '","restored":true' or '"')

@@ -1,9 +1,11 @@
 #!lua
--- A piece of an envelope's parts, staged for the call of `open` that takes them. Every attempt has a key of its own.
+-- A piece of an envelope's parts, staged for the call of `open` that takes them. Every attempt has a key of
+-- its own.
 --
 -- KEYS[1] staged string
--- ARGV[1] offset bytes · ARGV[2] piece · ARGV[3] life under which the pieces before this were staged, or '' for the first · ARGV[4] time
--- to live ms
+-- ARGV[1] offset bytes · ARGV[2] piece ·
+--   ARGV[3] life under which the pieces before this were staged, or '' for the first ·
+--   ARGV[4] time to live ms
 -- Returns the server's life, or '' when the pieces before are gone, or may be.
 --- @include "shard"
 

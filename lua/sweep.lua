@@ -1,17 +1,22 @@
 #!lua flags=allow-oom
--- What time brings to offers: those who wait are served on, an offer whose time is over closes, one closed long ago leaves Redis.
--- What is remembered of that one counts as forgotten from this call on; `clean` deletes it afterwards.
+-- What time brings to offers: those who wait are served on, an offer whose time is over closes, one closed
+-- long ago leaves Redis. What is remembered of that one counts as forgotten from this call on; `clean`
+-- deletes it afterwards.
 --
--- Command: none; the sweeper calls it with the offers it found due. An offer that is not due any more is left alone.
--- KEYS[1] shard hash · KEYS[2] outbox stream · KEYS[3] refusals hash · KEYS[4] refusal_order list · KEYS[5] demand hash
+-- Command: none; the sweeper calls it with the offers it found due. An offer that is not due any more is left
+--   alone.
+-- KEYS[1] shard hash · KEYS[2] outbox stream · KEYS[3] refusals hash · KEYS[4] refusal_order list ·
+--   KEYS[5] demand hash
 -- KEYS[6] due zset · KEYS[7] offers set · KEYS[8] holds zset · KEYS[9] campaigns hash · KEYS[10] retired set
 -- KEYS[11] past zset · KEYS[12] cleaning hash
 -- KEYS[13 …] ten keys for each offer, then five for each campaign, see includes/offers.lua
--- ARGV[1] shard/shards · ARGV[2] caller time ms · ARGV[3] time to use ms or '' · ARGV[4] clock skew ms · ARGV[5] ''
+-- ARGV[1] shard/shards · ARGV[2] caller time ms · ARGV[3] time to use ms or '' · ARGV[4] clock skew ms ·
+--   ARGV[5] ''
 -- ARGV[6] msgpack: {offers, campaign of each (from 1), campaigns}
 -- Outcomes: 21 fenced (whole call)
 -- Events: offer.closed (deadline) · offer.retired · grab.held (waited) · grab.released (left_queue)
--- Returns msgpack: {0, history, {number of offers seen to}}, or {code, retry_at, message}. Those it has no room for come next time.
+-- Returns msgpack: {0, history, {number of offers seen to}}, or {code, retry_at, message}. Those it has no
+-- room for come next time.
 --- @include "shard"
 --- @include "undo"
 --- @include "records"

@@ -1,5 +1,6 @@
 #!lua flags=no-writes
--- The time of the server that has a key: in a cluster another server's clock is another one, and may not answer.
+-- The time of the server that has a key: in a cluster another server's clock is another one, and may not
+-- answer.
 --
 -- KEYS[1] any key
 -- Returns milliseconds since 1970 UTC.

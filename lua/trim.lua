@@ -2,15 +2,18 @@
 -- What Kafka acknowledged leaves the outbox, is kept as checkpoint, and is announced as journaled.
 --
 -- KEYS[1] shard hash · KEYS[2] outbox stream
--- ARGV[1] term · ARGV[2] owner · ARGV[3] life · ARGV[4] last seq acknowledged · ARGV[5] the chain's hash there, hex
+-- ARGV[1] term · ARGV[2] owner · ARGV[3] life · ARGV[4] last seq acknowledged ·
+--   ARGV[5] the chain's hash there, hex
 -- ARGV[6] journal offset behind it · ARGV[7] channel of announcements
--- Returns {history or '', seq, '1' when more of that is still in the outbox: a call trims a bounded number of entries}, or the error
---         LOST when another took the shard over.
+-- Returns {history or '', seq, '1' when more of that is still in the outbox: a call trims a bounded number of
+--         entries}, or the error LOST when another took the shard over.
 --- @include "shard"
 
 local ENTRIES_MAX = 1000
 
-if not is_owner(KEYS[1], ARGV[1], ARGV[2], ARGV[3]) then return redis.error_reply('LOST the shard has another owner, term or life') end
+if not is_owner(KEYS[1], ARGV[1], ARGV[2], ARGV[3]) then
+  return redis.error_reply('LOST the shard has another owner, term or life')
+end
 local seq, history = tonumber(ARGV[4]), redis.call('HGET', KEYS[1], 'history') or ''
 local more = false
 local open = redis.call('XREVRANGE', KEYS[2], string.format('%.0f-0', seq + 1), '-', 'COUNT', 1)[1]

@@ -1,7 +1,7 @@
--- Calendars as integer arithmetic on an offer's offsets: the same as models/calendar.py, function by function.
--- (A script may have 200 locals, so what only a part of it needs stands in a block.)
--- `offsets` is a list of {from ms, ms the local clock is ahead of UTC}, in order of time; none for UTC.
--- (What only these need is local to the block: a script may have 200 locals.)
+-- Calendars as integer arithmetic on an offer's offsets: the same as models/calendar.py, function by
+-- function. (A script may have 200 locals, so what only a part of it needs stands in a block.) `offsets` is a
+-- list of {from ms, ms the local clock is ahead of UTC}, in order of time; none for UTC. (What only these
+-- need is local to the block: a script may have 200 locals.)
 
 local window_of, window_ends, opens_next
 do

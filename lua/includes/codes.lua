@@ -1,13 +1,14 @@
--- Coupon codes that are loaded in chunks: each code once in an offer, although nobody here can read them.
--- A sealed code is `<key id>:<base64>` and begins, behind the key's id, with its name: the same code of an offer, sealed with the same key,
--- has the same one (lua/sealing.py). Names are kept until the list is complete or the offer closes; nothing can be loaded afterwards.
--- Needs the includes `offers`, `decide`.
+-- Coupon codes that are loaded in chunks: each code once in an offer, although nobody here can read them. A
+-- sealed code is `<key id>:<base64>` and begins, behind the key's id, with its name: the same code of an
+-- offer, sealed with the same key, has the same one (lua/sealing.py). Names are kept until the list is
+-- complete or the offer closes; nothing can be loaded afterwards. Needs the includes `offers`, `decide`.
 
 -- As many characters as NAME_LENGTH of lua/sealing.py.
 local KEY_AND_NAME = '^([^:]+):(' .. string.rep('[%w+/]', 12) .. ')'
 
--- Adds a chunk of sealed codes to a list; `list` is how far it was loaded before (or nil), `loaded` how far it is with this chunk.
--- Releases before 0.2 sealed codes with fresh nonces: theirs have names, too, which tell nothing.
+-- Adds a chunk of sealed codes to a list; `list` is how far it was loaded before (or nil), `loaded` how far
+-- it is with this chunk. Releases before 0.2 sealed codes with fresh nonces: theirs have names, too, which
+-- tell nothing.
 local function add_codes(offer, list, loaded, items)
   for _, code in ipairs(items) do offer.codes_back[#offer.codes_back + 1] = code end
   if loaded.loaded == loaded.chunks then

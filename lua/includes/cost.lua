@@ -1,6 +1,7 @@
--- What a call may cost. A script blocks its server, so a call does a bounded sum of work; what does not fit goes into the next call.
--- A call ends between two commands (holds, offers, events), never within one: what is decided does not depend on where calls end.
--- Costs are µs of Redis' thread on a quiet machine, see docs/performance.md. The first command of a call is always carried out.
+-- What a call may cost. A script blocks its server, so a call does a bounded sum of work; what does not fit
+-- goes into the next call. A call ends between two commands (holds, offers, events), never within one: what
+-- is decided does not depend on where calls end. Costs are µs of Redis' thread on a quiet machine, see
+-- docs/performance.md. The first command of a call is always carried out.
 local COST = {
   call_max = 2500,
   command = 5, -- its arguments, what is kept under its id, its reply
@@ -21,8 +22,10 @@ local COST = {
   -- Each byte counts as well, since every string that Lua makes is hashed whole (1.4 ns a byte):
   argument_byte = 0.005, -- of what the call was sent, read and unpacked
   line_byte = 0.003, -- of an event's text: joined, and appended to the outbox
-  answer_byte = 0.011, -- of an answer kept whole: packed, kept and replied; or read again, unpacked and replied
-  counter_byte = 0.02, -- of a counter's name: joined, looked up, and packed into the record of its grab, twice
+  -- of an answer kept whole: packed, kept and replied; or read again, unpacked and replied
+  answer_byte = 0.011,
+  -- of a counter's name: joined, looked up, and packed into the record of its grab, twice
+  counter_byte = 0.02,
   listed_byte = 0.01, -- of codes: read from their list, joined, and packed into the record of their grab
   span = 0.3, -- of opening hours
   part_byte = 0.0015, -- of the parts of an envelope

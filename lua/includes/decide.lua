@@ -1,33 +1,40 @@
--- What every deciding script begins and ends with: may this call decide at all, at what time, and how events are written.
--- Needs KEYS[1..12] (shard, outbox, refusals, refusal_order, demand, due, offers, holds, campaigns, retired, past, cleaning) and the
--- includes `shard` and `records`.
+-- What every deciding script begins and ends with: may this call decide at all, at what time, and how events
+-- are written. Needs KEYS[1..12] (shard, outbox, refusals, refusal_order, demand, due, offers, holds,
+-- campaigns, retired, past, cleaning) and the includes `shard` and `records`.
 
 -- The outcomes, as models/outcomes.py numbers them. (One table: a script may have 200 locals.)
 local CODE = {
-  granted = 0, held = 1, confirmed = 2, released = 3, returned = 4, opened = 5, amended = 6, closed = 7, paused = 8, resumed = 9,
+  granted = 0, held = 1, confirmed = 2, released = 3, returned = 4, opened = 5, amended = 6, closed = 7,
+  paused = 8, resumed = 9,
   extended = 10, redeemed = 11, unredeemed = 12, loaded = 13, adjusted = 14, waiting = 15,
-  invalid = 20, fenced = 21, busy = 22, conflict = 23, no_such_offer = 24, no_such_grab = 25, already_taken = 26, not_open_yet = 27,
-  on_hold = 28, over = 29, not_eligible = 30, limit_reached = 31, sold_out = 32, not_enough_left = 33, expired = 34, not_held = 35,
+  invalid = 20, fenced = 21, busy = 22, conflict = 23, no_such_offer = 24, no_such_grab = 25,
+  already_taken = 26, not_open_yet = 27,
+  on_hold = 28, over = 29, not_eligible = 30, limit_reached = 31, sold_out = 32, not_enough_left = 33,
+  expired = 34, not_held = 35,
   not_redeemable = 36,
 }
--- Not an outcome: the gate sends the same callers' earlier commands again first. With it comes the history that is now.
+-- Not an outcome: the gate sends the same callers' earlier commands again first. With it comes the history
+-- that is now.
 local ANOTHER_HISTORY = -1
 -- As in models/bounds.py; where one is tested, what is above it is refused before anything has changed.
 local BOUNDS = {
-  event_line_bytes = 262144, codes_per_grab = 100, basket_grabs = 10, entry_lines = 1000, entry_bytes = 131072, refusals = 100000,
+  event_line_bytes = 262144, codes_per_grab = 100, basket_grabs = 10, entry_lines = 1000,
+  entry_bytes = 131072, refusals = 100000,
   basket_answers_bytes = 1048576, large_answer_bytes = 4096, with_codes = 'at most 100 where grabs get codes',
 }
 -- Lua hands over 8000 values at most; what may be longer is written in pieces (an even number, for pairs).
 local WRITE_VALUES_MAX = 4000
 
--- What a call writes is noted first and written last, by `commit`: from the first write on nothing is read and nothing is computed,
--- so that a call either fails before it has changed anything, or not at all.
+-- What a call writes is noted first and written last, by `commit`: from the first write on nothing is read
+-- and nothing is computed, so that a call either fails before it has changed anything, or not at all.
 local writes = {}
 
 local function write(...)
   local words = {...}
   for i = 1, select('#', ...) do
-    if type(words[i]) ~= 'string' and type(words[i]) ~= 'number' then error('word ' .. i .. ' of ' .. words[1] .. ' is missing') end
+    if type(words[i]) ~= 'string' and type(words[i]) ~= 'number' then
+      error('word ' .. i .. ' of ' .. words[1] .. ' is missing')
+    end
   end
   writes[#writes + 1] = words
 end
@@ -38,8 +45,8 @@ local function write_in_pieces(command, key, values)
   end
 end
 
--- A write that failed although another was done, or an outbox that is ahead of the shard's seq: the shard is fenced and incomplete.
--- Its relay journals what the outbox has, and rebuilds it.
+-- A write that failed although another was done, or an outbox that is ahead of the shard's seq: the shard is
+-- fenced and incomplete. Its relay journals what the outbox has, and rebuilds it.
 local function break_off(words)
   local last = redis.call('XREVRANGE', KEYS[2], '+', '-', 'COUNT', 1)[1]
   local seq = last and tonumber(string.match(last[1], '^%d+')) + #last[2] / 2 - 1 or 0
@@ -62,13 +69,17 @@ local function commit()
   if succeeded then return end
   local words = type(problem) == 'table' and problem.err or tostring(problem)
   if done > 0 or string.find(words, 'equal or smaller', 1, true) then break_off(words) end
-  -- Nothing was written, and no command is to blame: it is the shard's keys, or its server, that cannot be written.
+  -- Nothing was written, and no command is to blame: it is the shard's keys, or its server, that cannot be
+  -- written.
   error({err = 'UNWRITTEN ' .. words})
 end
 
--- Reads ARGV[1..5] and the shard. Returns the call's state, or nil and the refusal of the whole call {code, retry_at, message}.
---   ARGV[1] shard/shards, or shard/shards/history when callers of this call have commands behind them that were decided in this history
---   and are not known to be journaled: in another one those may be gone, and nothing of the same callers may be decided before them ·
+-- Reads ARGV[1..5] and the shard. Returns the call's state, or nil and the refusal of the whole call {code,
+-- retry_at, message}.
+--   ARGV[1] shard/shards, or shard/shards/history when callers of this call have commands behind them that
+--     were decided in this history
+--   and are not known to be journaled: in another one those may be gone, and nothing of the same callers may
+--   be decided before them ·
 --   ARGV[2] caller's time ms · ARGV[3] time to use instead ms, or '' · ARGV[4] clock skew allowed ms
 --   ARGV[5] events the outbox may hold, or '' for commands that must work then too
 local function begin_call()
@@ -79,25 +90,31 @@ local function begin_call()
     local skew = clock - tonumber(ARGV[2])
     if math.abs(skew) > tonumber(ARGV[4]) then
       return nil, {CODE.fenced, clock + 1000, string.format(
-        'the clock of Redis is %.0f ms ahead of the caller, at most %s allowed: set the clocks right', skew, ARGV[4])}
+        'the clock of Redis is %.0f ms ahead of the caller, at most %s allowed: set the clocks right', skew,
+          ARGV[4])}
     end
   end
-  local shard = redis.call('HMGET', KEYS[1], 'seq', 'time', 'life', 'history', 'journaled_seq', 'fault', 'shards',
+  local shard = redis.call('HMGET', KEYS[1], 'seq', 'time', 'life', 'history', 'journaled_seq', 'fault',
+    'shards',
     'layout')
   if shard[3] ~= life_of_server() then
-    return nil, {CODE.fenced, clock + 1000, shard[6] or 'the shard has not been reconciled with the journal since this server started'}
+    return nil, {CODE.fenced, clock + 1000, shard[6]
+      or 'the shard has not been reconciled with the journal since this server started'}
   end
   local layout = layout_of(shard[8], shard[1])
   if layout ~= LAYOUT then
-    return nil, {CODE.fenced, clock + 1000, 'the shard has key layout ' .. layout .. ', this program writes ' .. LAYOUT .. ': upgrade it'}
+    return nil, {CODE.fenced, clock + 1000, 'the shard has key layout ' .. layout .. ', this program writes '
+      .. LAYOUT .. ': upgrade it'}
   end
   local number, shards, history = string.match(ARGV[1], '^(%d+)/(%d+)/?(%d*)$')
   if shard[7] ~= shards then
     return nil, {CODE.fenced, clock + 1000,
-      'this system has ' .. shard[7] .. ' shards, the caller believes ' .. shards .. ': set GRAB_SHARDS right'}
+      'this system has ' .. shard[7] .. ' shards, the caller believes ' .. shards
+        .. ': set GRAB_SHARDS right'}
   end
   if history ~= '' and history ~= shard[4] then
-    return nil, {ANOTHER_HISTORY, tonumber(shard[4]), 'the shard was recovered: history ' .. shard[4] .. ' instead of ' .. history}
+    return nil, {ANOTHER_HISTORY, tonumber(shard[4]), 'the shard was recovered: history ' .. shard[4]
+      .. ' instead of ' .. history}
   end
   local seq = tonumber(shard[1] or 0)
   if seq > SEQ_MAX - 10000 then
@@ -116,8 +133,9 @@ end
 -- The greatest amount, quantity, and product of price and quantity.
 local AMOUNT_MAX = 1e13
 
--- A number as it may be joined to an event's text. Lua writes 14 digits: what has more would be rounded, and a fraction is no number of
--- ours. Called before the first write of a script only, so that nothing has changed when it raises.
+-- A number as it may be joined to an event's text. Lua writes 14 digits: what has more would be rounded, and
+-- a fraction is no number of ours. Called before the first write of a script only, so that nothing has
+-- changed when it raises.
 local function int(number)
   if number < 1e14 and number >= 0 and number % 1 == 0 then return number end
   error('not an integer from 0 to 99999999999999: ' .. tostring(number))
@@ -145,15 +163,19 @@ local function add_line(call, text)
   call.lines[#call.lines + 1] = text
 end
 
--- Notes the first write of a call, the only one that can still be refused (an id not above the stream's last).
--- Every line is a value of its own, since joining them in Lua would cost as much as deciding (it hashes every string it makes).
+-- Notes the first write of a call, the only one that can still be refused (an id not above the stream's
+-- last). Every line is a value of its own, since joining them in Lua would cost as much as deciding (it
+-- hashes every string it makes).
 local function append_events(call)
   local count, lines, from = #call.lines, call.lines, 1
   if count == 0 then return end
-  -- The bounds of commands see to it; a line that passed them all would stop its shard, so nothing may be written of this call.
+  -- The bounds of commands see to it; a line that passed them all would stop its shard, so nothing may be
+  -- written of this call.
   local line_bytes, entry_lines, entry_bytes = BOUNDS.event_line_bytes, BOUNDS.entry_lines, BOUNDS.entry_bytes
   for i = 1, count do
-    if #lines[i] > line_bytes then error('LINE an event of ' .. #lines[i] .. ' bytes, at most ' .. line_bytes .. ' are taken') end
+    if #lines[i] > line_bytes then
+      error('LINE an event of ' .. #lines[i] .. ' bytes, at most ' .. line_bytes .. ' are taken')
+    end
   end
   while from <= count do
     local fields, n, i, bytes = {}, 0, from, 0
@@ -161,7 +183,8 @@ local function append_events(call)
       fields[n + 1], fields[n + 2] = 'e', lines[i]
       n, bytes, i = n + 2, bytes + #lines[i], i + 1
     until i > count or i - from == entry_lines or bytes + #lines[i] > entry_bytes
-    writes[#writes + 1] = {'XADD', KEYS[2], string.format('%.0f-0', call.first_seq + from - 1), unpack(fields)}
+    writes[#writes + 1] = {'XADD', KEYS[2], string.format('%.0f-0', call.first_seq + from - 1),
+      unpack(fields)}
     from = i
   end
   write('HSET', KEYS[1], 'seq', string.format('%.0f', call.seq), 'time', string.format('%.0f', call.now))
@@ -177,7 +200,8 @@ local function remember(call, id, record)
   return record
 end
 
--- Offers that do not exist are counted as one, '*': else whoever invents names would fill the hash, and the table behind it.
+-- Offers that do not exist are counted as one, '*': else whoever invents names would fill the hash, and the
+-- table behind it.
 local function count_refusal(call, code, offer)
   local field = code .. ':' .. (code == CODE.no_such_offer and '*' or offer)
   call.demand[field] = (call.demand[field] or 0) + 1
@@ -186,7 +210,8 @@ end
 -- Counts a refusal and remembers it; returns the record. Of an offer that has retired nothing is remembered.
 local function refuse(call, code, id, offer, digest)
   count_refusal(call, code, offer)
-  return not has_retired(call, offer) and remember(call, id, pack_refusal(code, call.now, digest, offer)) or nil
+  return not has_retired(call, offer) and remember(call, id, pack_refusal(code, call.now, digest, offer))
+    or nil
 end
 
 -- Notes what `refuse` gathered; the oldest beyond BOUNDS.refusals are forgotten.

@@ -1,23 +1,28 @@
 -- Parts of an envelope: one at a time, or a run of plain grabs, which is what a crowd is.
 -- Needs the includes `records`, `splitting`, `calendar`, `decide`, `repeats`, `offers`.
 
--- Parts drawn ahead are read once for all grabs of an offer in this call (`most` of them), from the first place that is free.
+-- Parts drawn ahead are read once for all grabs of an offer in this call (`most` of them), from the first
+-- place that is free.
 local function part_at(offer, most)
   if offer.draw == 'at_grab' then
-    return next_part(offer.law, offer.amount_left, offer.units_left, offer.min, offer.max, offer.seed, offer.places + 1)
+    return next_part(offer.law, offer.amount_left, offer.units_left, offer.min, offer.max, offer.seed,
+      offer.places + 1)
   end
   if not offer.parts_read then
     offer.parts_from = offer.places
-    offer.parts_read = redis.call('GETRANGE', KEYS[offer.base + PARTS], offer.places * 6, (offer.places + most) * 6 - 1)
+    offer.parts_read = redis.call('GETRANGE', KEYS[offer.base + PARTS], offer.places * 6,
+      (offer.places + most) * 6 - 1)
   end
   return (struct.unpack('>I6', offer.parts_read, (offer.places - offer.parts_from) * 6 + 1))
 end
 
--- The next part; `tail` is what the event says beside, and `taken` are the parts by user that this call knows of.
+-- The next part; `tail` is what the event says beside, and `taken` are the parts by user that this call knows
+-- of.
 local function grant_part(call, offer, id, user, digest, tail, most, taken)
   local amount = part_at(offer, most)
   local head = event_head(call, offer, 'grab.granted', id)
-  offer.places, offer.units_left, offer.amount_left = offer.places + 1, offer.units_left - 1, offer.amount_left - amount
+  offer.places, offer.units_left, offer.amount_left = offer.places + 1, offer.units_left - 1,
+    offer.amount_left - amount
   add_line(call, head .. ',"grab":"' .. id .. '","user":"' .. user .. '","quantity":1,"amount":' .. amount
     .. ',"asset":"' .. offer.asset .. '","place":' .. offer.places .. ',"left":' .. offer.units_left
     .. tail .. ',"digest":"' .. digest .. '"}')
@@ -29,16 +34,23 @@ end
 
 -- Whether nothing about this offer refuses a grab now, but what somebody has already, and its end.
 local function is_plain(call, offer)
-  if not offer or offer.pieces or offer.closed or offer.paused or offer.rules.audience or next(offer.loads) then return false end
+  if not offer or offer.pieces or offer.closed or offer.paused or offer.rules.audience
+    or next(offer.loads) then
+    return false
+  end
   if call.now < offer.opens_at or call.now >= offer.closes_at then return false end
   return not (offer.rules.hours and opens_next(offer.rules.hours, offer.rules.offsets, call.now))
 end
 
 -- The last two digits of a number, as text.
-local TWO = {[0] = '00', '01', '02', '03', '04', '05', '06', '07', '08', '09', '10', '11', '12', '13', '14', '15', '16', '17', '18', '19',
-  '20', '21', '22', '23', '24', '25', '26', '27', '28', '29', '30', '31', '32', '33', '34', '35', '36', '37', '38', '39', '40', '41', '42',
-  '43', '44', '45', '46', '47', '48', '49', '50', '51', '52', '53', '54', '55', '56', '57', '58', '59', '60', '61', '62', '63', '64', '65',
-  '66', '67', '68', '69', '70', '71', '72', '73', '74', '75', '76', '77', '78', '79', '80', '81', '82', '83', '84', '85', '86', '87', '88',
+local TWO = {[0] = '00', '01', '02', '03', '04', '05', '06', '07', '08', '09', '10', '11', '12', '13', '14',
+  '15', '16', '17', '18', '19',
+  '20', '21', '22', '23', '24', '25', '26', '27', '28', '29', '30', '31', '32', '33', '34', '35', '36', '37',
+  '38', '39', '40', '41', '42',
+  '43', '44', '45', '46', '47', '48', '49', '50', '51', '52', '53', '54', '55', '56', '57', '58', '59', '60',
+  '61', '62', '63', '64', '65',
+  '66', '67', '68', '69', '70', '71', '72', '73', '74', '75', '76', '77', '78', '79', '80', '81', '82', '83',
+  '84', '85', '86', '87', '88',
   '89', '90', '91', '92', '93', '94', '95', '96', '97', '98', '99'}
 
 -- The hundreds of a number, as text; a number below 100 is all in its last digits.
@@ -46,10 +58,10 @@ local function high(number)
   return number < 100 and '' or string.format('%.0f', (number - number % 100) / 100)
 end
 
--- Grants a run of grabs that are plain: of one envelope, and no id or user twice. Stops before the first that is not to be granted;
--- returns its place and, for the reply, {first seq, first place, first left, time, amounts}. Each of them costs `cost`. It is
--- `grant_part` said once for all of them: numbers that count up or down are put together from their hundreds and two digits, since
--- formatting costs more than deciding.
+-- Grants a run of grabs that are plain: of one envelope, and no id or user twice. Stops before the first that
+-- is not to be granted; returns its place and, for the reply, {first seq, first place, first left, time,
+-- amounts}. Each of them costs `cost`. It is `grant_part` said once for all of them: numbers that count up or
+-- down are put together from their hundreds and two digits, since formatting costs more than deciding.
 local function grant_run(call, offer, ids, users, campaign, cost)
   local kept = {}
   if redis.call('HGET', campaign.state_key, 'large') then
@@ -67,9 +79,12 @@ local function grant_run(call, offer, ids, users, campaign, cost)
   end
   local lines, now, pack, unpack_part_at = call.lines, call.now, struct.pack, struct.unpack
   local now_packed, tail, made, made_users = now - EPOCH_MS, offer.tail, campaign.made, offer.users
-  local seq, offer_seq, place, left, amount_left = call.seq, offer.offer_seq, offer.places, offer.units_left, offer.amount_left
+  local seq, offer_seq, place, left, amount_left = call.seq, offer.offer_seq, offer.places, offer.units_left,
+    offer.amount_left
   local from, ahead, parts = place, offer.draw == 'ahead', nil
-  if ahead then parts = redis.call('GETRANGE', KEYS[offer.base + PARTS], place * 6, (place + #ids) * 6 - 1) end
+  if ahead then
+    parts = redis.call('GETRANGE', KEYS[offer.base + PARTS], place * 6, (place + #ids) * 6 - 1)
+  end
   local head = '{"type":"grab.granted","v":1,"shard":' .. call.shard .. ',"seq":'
   local named = ',"offer":"' .. offer.name .. '","at":' .. string.format('%.0f', now) .. ',"command":"'
   local of_asset = ',"asset":"' .. offer.asset .. '","place":'
@@ -88,15 +103,19 @@ local function grant_run(call, offer, ids, users, campaign, cost)
     else
       amount = next_part(offer.law, amount_left, left, offer.min, offer.max, offer.seed, place + 1)
     end
-    seq, offer_seq, place, left, amount_left = seq + 1, offer_seq + 1, place + 1, left - 1, amount_left - amount
+    seq, offer_seq, place, left, amount_left = seq + 1, offer_seq + 1, place + 1, left - 1,
+      amount_left - amount
     local seq_low, offer_seq_low, place_low, left_low = seq % 100, offer_seq % 100, place % 100, left % 100
     if seq_low == 0 or not seq_high then seq_high = high(seq) end
     if offer_seq_low == 0 or not offer_seq_high then offer_seq_high = high(offer_seq) end
     if place_low == 0 or not place_high then place_high = high(place) end
     if left_low == 99 or not left_high then left_high = high(left) end
-    lines[#lines + 1] = head .. seq_high .. (seq < 100 and seq_low or TWO[seq_low]) .. ',"offer_seq":' .. offer_seq_high
-      .. (offer_seq < 100 and offer_seq_low or TWO[offer_seq_low]) .. named .. id .. '","grab":"' .. id .. '","user":"' .. user
-      .. '","quantity":1,"amount":' .. amount .. of_asset .. place_high .. (place < 100 and place_low or TWO[place_low]) .. ',"left":'
+    lines[#lines + 1] = head .. seq_high .. (seq < 100 and seq_low or TWO[seq_low]) .. ',"offer_seq":'
+      .. offer_seq_high
+      .. (offer_seq < 100 and offer_seq_low or TWO[offer_seq_low]) .. named .. id .. '","grab":"' .. id
+      .. '","user":"' .. user
+      .. '","quantity":1,"amount":' .. amount .. of_asset .. place_high
+      .. (place < 100 and place_low or TWO[place_low]) .. ',"left":'
       .. left_high .. (left < 100 and left_low or TWO[left_low]) .. ',"digest":"plain"}'
     local record = pack(ANSWER, 0, seq, now_packed, place, amount, 0)
     made[2 * i - 1], made[2 * i] = id, tail == '' and record or record .. tail

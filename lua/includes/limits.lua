@@ -1,8 +1,8 @@
 -- Limits: what a user, or a value of an attribute, has left in the window of now; counting, and giving back.
--- A counter is one hash field `<by>/<per>/<value>` holding `<window>:<count>`: in another window the count is 0. A campaign's counters
--- have a hash of their own, and their windows are those of the campaign's zone. What a grab was counted under is a list of {counter,
--- window, 1 if of the campaign}.
--- Needs the include `calendar`, and `put` of the include `undo`.
+--   A counter is one hash field `<by>/<per>/<value>` holding `<window>:<count>`: in another window the count
+--   is 0. A campaign's counters have a hash of their own, and their windows are those of the campaign's zone.
+--   What a grab was counted under is a list of {counter, window, 1 if of the campaign}. Needs the include
+--   `calendar`, and `put` of the include `undo`.
 
 local function offsets_for(offer, of_campaign)
   return of_campaign and offer.rules.campaign_offsets or offer.rules.offsets
@@ -68,8 +68,8 @@ local function count(offer, counted, quantity)
   for _, one in ipairs(counted) do set_counter(offer, one, count_in(offer, one) + quantity) end
 end
 
--- Takes units of a grab off the counters they were counted under, the newest first; nothing of a window that is over.
--- `grab.counted` is a list of {units, counters}: a payment that retook some made another of these.
+-- Takes units of a grab off the counters they were counted under, the newest first; nothing of a window that
+-- is over. `grab.counted` is a list of {units, counters}: a payment that retook some made another of these.
 local function give_back(offer, grab, quantity)
   local batches = grab.counted
   while quantity > 0 and #batches > 0 do

@@ -1,7 +1,10 @@
--- An offer's state as a table, what closes it, and the texts of its events; and the table of a call's offers and campaigns.
--- Needs the includes `decide`, `records`, `limits`. KEYS[13 …]: ten keys for each offer, then five for each campaign:
---   offer hash · users hash (an envelope's parts by user, or counters) · parts string · grabs hash · codes list · audience set ·
---   seen set (tickets used, chunks loaded) · queue zset · orders hash · names set (of codes, while they are loaded)
+-- An offer's state as a table, what closes it, and the texts of its events; and the table of a call's offers
+-- and campaigns. Needs the includes `decide`, `records`, `limits`. KEYS[13 …]: ten keys for each offer, then
+-- five for each campaign:
+--   offer hash · users hash (an envelope's parts by user, or counters) · parts string · grabs hash ·
+--   codes list · audience set ·
+--   seen set (tickets used, chunks loaded) · queue zset · orders hash ·
+--   names set (of codes, while they are loaded)
 --   answers hash · payments hash · counters hash · state hash · tickets zset
 
 local SHARD_KEYS, OFFER_KEYS, CAMPAIGN_KEYS = 12, 10, 5
@@ -11,12 +14,15 @@ local STATE, USERS, PARTS, GRABS, CODES, AUDIENCE, SEEN, QUEUE, ORDERS, NAMES = 
 local function campaign_at(name, offers, c)
   local base = SHARD_KEYS + OFFER_KEYS * offers + CAMPAIGN_KEYS * (c - 1)
   local answers, payments, counters, state, tickets = unpack(KEYS, base + 1, base + CAMPAIGN_KEYS)
-  return {name = name, answers_key = answers, payments_key = payments, state_key = state, tickets_key = tickets,
-    counters = counters_at(counters), answers = {}, made = {}, payments = {}, payments_changed = {}, tickets = {}, tickets_used = {},
+  return {name = name, answers_key = answers, payments_key = payments, state_key = state,
+    tickets_key = tickets,
+    counters = counters_at(counters), answers = {}, made = {}, payments = {}, payments_changed = {},
+      tickets = {}, tickets_used = {},
     past = {}}
 end
 
--- Keeps the answer of a command. A campaign that has large ones says so (see grant_run in includes/envelope.lua).
+-- Keeps the answer of a command. A campaign that has large ones says so (see grant_run in
+-- includes/envelope.lua).
 local function keep_answer(campaign, id, record)
   put(campaign.answers, id, record)
   append(campaign.made, id)
@@ -24,13 +30,15 @@ local function keep_answer(campaign, id, record)
   if #record > BOUNDS.large_answer_bytes then put(campaign, 'has_large', true) end
 end
 
--- The time zone that a campaign's limits count in, as JSON text, or false: that of its first offer, until its last one retires.
+-- The time zone that a campaign's limits count in, as JSON text, or false: that of its first offer, until its
+-- last one retires.
 local function zone_of(campaign)
   if campaign.zone == nil then campaign.zone = redis.call('HGET', campaign.state_key, 'zone') end
   return campaign.zone
 end
 
--- Sets the campaign's zone to that of its first offer, or keeps the campaign's offsets in the rules of an offer with another zone.
+-- Sets the campaign's zone to that of its first offer, or keeps the campaign's offsets in the rules of an
+-- offer with another zone.
 -- Returns the zone as JSON text where it is another than the offer's own. The caller writes `campaign.zone`.
 local function join_zone(campaign, terms)
   local zone = zone_of(campaign)
@@ -44,7 +52,8 @@ local function join_zone(campaign, terms)
 end
 
 local function write_past(campaign, past)
-  write('HSET', campaign.state_key, 'retired/' .. past.name, string.format('%.0f:%.0f', past.offer_seq, past.at))
+  write('HSET', campaign.state_key, 'retired/' .. past.name,
+    string.format('%.0f:%.0f', past.offer_seq, past.at))
 end
 
 local NO_LIMITS = {}
@@ -52,8 +61,10 @@ local NO_LIMITS = {}
 -- The state of an offer, or nil when there is none under this id. `o` is its place among the keys.
 local function load_offer(name, o, campaign)
   local base = SHARD_KEYS + OFFER_KEYS * (o - 1)
-  local f = redis.call('HMGET', KEYS[base + STATE], 'state', 'paused', 'opens_at', 'closes_at', 'asset', 'parts', 'amount_left',
-    'units_left', 'places', 'offer_seq', 'law', 'min', 'max', 'draw', 'seed', 'issuer', 'reason', 'kind', 'rules', 'held', 'queued',
+  local f = redis.call('HMGET', KEYS[base + STATE], 'state', 'paused', 'opens_at', 'closes_at', 'asset',
+    'parts', 'amount_left',
+    'units_left', 'places', 'offer_seq', 'law', 'min', 'max', 'draw', 'seed', 'issuer', 'reason', 'kind',
+    'rules', 'held', 'queued',
     'loads', 'total')
   spend(COST.offer)
   if not f[1] then return nil end
@@ -61,12 +72,14 @@ local function load_offer(name, o, campaign)
   local offer = {
     name = name, base = base, campaign = campaign, closed = f[1] == 'closed', paused = f[2] == '1',
     opens_at = tonumber(f[3]), closes_at = tonumber(f[4]), asset = f[5], parts = tonumber(f[6]),
-    amount_left = tonumber(f[7]), units_left = tonumber(f[8]), places = tonumber(f[9]), offer_seq = tonumber(f[10]),
+    amount_left = tonumber(f[7]), units_left = tonumber(f[8]), places = tonumber(f[9]),
+      offer_seq = tonumber(f[10]),
     issuer = f[16], reason = f[17], kind = f[18], rules = cmsgpack.unpack(f[19]), total = tonumber(f[23]),
     users = {}, tail = offer_tail(name),
   }
   if offer.kind == 'envelope' then
-    offer.law, offer.min, offer.max, offer.draw, offer.seed = f[11], tonumber(f[12]), tonumber(f[13]), f[14], f[15]
+    offer.law, offer.min, offer.max, offer.draw, offer.seed = f[11], tonumber(f[12]), tonumber(f[13]), f[14],
+      f[15]
     offer.held = 0
   else
     offer.pieces = true
@@ -76,7 +89,8 @@ local function load_offer(name, o, campaign)
     offer.queue_new, offer.queue_gone, offer.orders, offer.orders_changed = {}, {}, {}, {}
     offer.codes_taken, offer.codes_back = 0, {}
     offer.queue_length = offer.rules.waiting_list and redis.call('ZCARD', KEYS[base + QUEUE]) or 0
-    offer.queue_stored, offer.queue_from, offer.queue_new_read, offer.line, offer.asked = offer.queue_length, 0, 0, {}, {}
+    offer.queue_stored, offer.queue_from, offer.queue_new_read, offer.line, offer.asked = offer.queue_length,
+      0, 0, {}, {}
   end
   offer.rules.limits = offer.rules.limits or NO_LIMITS
   offer.seen_new = {}
@@ -84,8 +98,9 @@ local function load_offer(name, o, campaign)
   return offer
 end
 
--- The offers and campaigns of a call: names, the campaign of each (from 1), and the campaigns' names, as the gate packs them.
--- An offer is loaded when it is asked for (they stand in the order of their first commands), false where there is none.
+-- The offers and campaigns of a call: names, the campaign of each (from 1), and the campaigns' names, as the
+-- gate packs them. An offer is loaded when it is asked for (they stand in the order of their first commands),
+-- false where there is none.
 local function load_offers(names, campaign_of, campaign_names)
   local campaigns = {}
   for c = 1, #campaign_names do campaigns[c] = campaign_at(campaign_names[c], #names, c) end
@@ -101,8 +116,10 @@ local function event_head(call, offer, type, command)
   spend(COST.event)
   put(offer, 'offer_seq', offer.offer_seq + 1)
   put(offer, 'changed', true)
-  return '{"type":"' .. type .. '","v":1,"shard":' .. call.shard .. ',"seq":' .. next_seq(call) .. ',"offer_seq":'
-    .. offer.offer_seq .. ',"offer":"' .. offer.name .. '","at":' .. call.now .. ',"command":"' .. command .. '"'
+  return '{"type":"' .. type .. '","v":1,"shard":' .. call.shard .. ',"seq":' .. next_seq(call)
+    .. ',"offer_seq":'
+    .. offer.offer_seq .. ',"offer":"' .. offer.name .. '","at":' .. call.now .. ',"command":"' .. command
+    .. '"'
 end
 
 -- The account that gets units which come back: after the close, where the close sent the rest.
@@ -127,7 +144,8 @@ local function end_offer(offer, reason, now)
   offer.due = due_when_closed(offer, now)
 end
 
--- Ends an offer: what is left goes back to the issuer, the seed is revealed. `digest` is nil when no command asked for it.
+-- Ends an offer: what is left goes back to the issuer, the seed is revealed. `digest` is nil when no command
+-- asked for it.
 local function close_offer(call, offer, reason, command, digest, operator)
   local amount, left = offer.amount_left, offer.units_left
   end_offer(offer, reason, call.now)
@@ -180,11 +198,13 @@ local function write_offer(call, offer)
   local key = KEYS[base + STATE]
   write_in_pieces('HSET', KEYS[base + USERS], offer.users)
   write('HSET', key, 'state', offer.closed and 'closed' or 'open', 'paused', offer.paused and '1' or '0',
-    'amount_left', string.format('%.0f', offer.amount_left), 'units_left', string.format('%.0f', offer.units_left),
+    'amount_left', string.format('%.0f', offer.amount_left), 'units_left',
+      string.format('%.0f', offer.units_left),
     'places', string.format('%.0f', offer.places), 'offer_seq', string.format('%.0f', offer.offer_seq))
   if offer.pieces then
     write_pieces(offer)
-    write('HSET', key, 'held', string.format('%.0f', offer.held), 'queued', string.format('%.0f', offer.queued))
+    write('HSET', key, 'held', string.format('%.0f', offer.held), 'queued',
+      string.format('%.0f', offer.queued))
   end
   if offer.amended then
     write('HSET', key, 'rules', cmsgpack.pack(offer.rules), 'total', string.format('%.0f', offer.total),
@@ -218,17 +238,22 @@ local function count_offers(campaign, by)
   return campaign.offers
 end
 
--- Notes a new offer, and its parts where they are drawn ahead; what a campaign remembers of it is the caller's.
+-- Notes a new offer, and its parts where they are drawn ahead; what a campaign remembers of it is the
+-- caller's.
 local function create_offer(name, o, campaign, terms, opens_at, closes_at, parts)
   local base = SHARD_KEYS + OFFER_KEYS * (o - 1)
   local key = KEYS[base + STATE]
   write('HSET', key, 'state', 'open', 'paused', '0', 'kind', terms.kind, 'issuer', terms.issuer,
-    'asset', terms.asset, 'total', string.format('%.0f', terms.total), 'parts', string.format('%.0f', terms.units),
-    'amount_left', string.format('%.0f', terms.total), 'units_left', string.format('%.0f', terms.units), 'places', '0',
-    'offer_seq', '1', 'opens_at', string.format('%.0f', opens_at), 'closes_at', string.format('%.0f', closes_at),
+    'asset', terms.asset, 'total', string.format('%.0f', terms.total), 'parts',
+      string.format('%.0f', terms.units),
+    'amount_left', string.format('%.0f', terms.total), 'units_left', string.format('%.0f', terms.units),
+      'places', '0',
+    'offer_seq', '1', 'opens_at', string.format('%.0f', opens_at), 'closes_at',
+      string.format('%.0f', closes_at),
     'rules', cmsgpack.pack(terms.rules))
   if terms.seed then
-    write('HSET', key, 'law', terms.law, 'min', string.format('%.0f', terms.min), 'max', string.format('%.0f', terms.max),
+    write('HSET', key, 'law', terms.law, 'min', string.format('%.0f', terms.min), 'max',
+      string.format('%.0f', terms.max),
       'draw', terms.draw, 'seed', terms.seed)
   else
     write('HSET', key, 'held', '0', 'queued', '0')
@@ -244,7 +269,9 @@ end
 local function change_terms(offer, changes)
   offer.total = changes.total or offer.total
   for name, value in pairs(changes) do
-    if name ~= 'total' and name ~= 'opens_at' and name ~= 'closes_at' and name ~= 'title' then offer.rules[name] = value end
+    if name ~= 'total' and name ~= 'opens_at' and name ~= 'closes_at' and name ~= 'title' then
+      offer.rules[name] = value
+    end
   end
   offer.opens_at = changes.opens_at or offer.opens_at
   if changes.closes_at then offer.closes_at, offer.due = changes.closes_at, changes.closes_at end
@@ -262,11 +289,13 @@ local function keep_part(call, offer, id, user, digest, amount)
   return record, part
 end
 
--- Whether a single-use ticket was used: for its offer, or, where it is good for more of the campaign, there. `ends_at` is nil, or when
--- such a ticket ends: afterwards nobody can bring it any more, and its name is free.
+-- Whether a single-use ticket was used: for its offer, or, where it is good for more of the campaign, there.
+-- `ends_at` is nil, or when such a ticket ends: afterwards nobody can bring it any more, and its name is
+-- free.
 local function is_used(offer, once, ends_at, now)
   if not ends_at then
-    return offer.seen_new['ticket/' .. once] or redis.call('SISMEMBER', KEYS[offer.base + SEEN], 'ticket/' .. once) == 1
+    return offer.seen_new['ticket/' .. once] or redis.call('SISMEMBER', KEYS[offer.base + SEEN], 'ticket/'
+      .. once) == 1
   end
   local ends = offer.campaign.tickets[once] or redis.call('ZSCORE', offer.campaign.tickets_key, once)
   return ends and tonumber(ends) > now
@@ -278,7 +307,8 @@ local function use_ticket(offer, once, ends_at)
   append(offer.campaign.tickets_used, once)
 end
 
--- Notes the tickets of a campaign that were used. Each of them, in turn, makes room by the first two that have ended.
+-- Notes the tickets of a campaign that were used. Each of them, in turn, makes room by the first two that
+-- have ended.
 local function write_tickets(campaign, now)
   local used = campaign.tickets_used
   if #used == 0 then return end
@@ -293,7 +323,9 @@ local function write_tickets(campaign, now)
     again[once] = true
   end
   write_in_pieces('ZREM', campaign.tickets_key, gone)
-  for _, once in ipairs(used) do write('ZADD', campaign.tickets_key, string.format('%.0f', campaign.tickets[once]), once) end
+  for _, once in ipairs(used) do
+    write('ZADD', campaign.tickets_key, string.format('%.0f', campaign.tickets[once]), once)
+  end
   campaign.tickets_used = {}
 end
 

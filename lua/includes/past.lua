@@ -4,7 +4,8 @@
 -- How long a retired offer's payments and its last offer_seq count, as models/offers.py has it.
 local PAYMENTS_KNOWN_MS = 180 * 86400000
 
--- What is kept of an offer that has retired: {name, offer_seq, at}, or nil. Of one that never was there is nothing.
+-- What is kept of an offer that has retired: {name, offer_seq, at}, or nil. Of one that never was there is
+-- nothing.
 local function past_of(campaign, name)
   local past = campaign.past[name]
   if past == nil then
@@ -22,17 +23,18 @@ local function known_past_of(campaign, name, now)
   return past and now < past.at + PAYMENTS_KNOWN_MS and past or nil
 end
 
--- Writes down that records of a campaign are to be deleted, `what` is answers or payments: `<history>:<cursor>:<1: once more>`. A pass
--- that has begun may be past some of them already, so it is followed by another.
+-- Writes down that records of a campaign are to be deleted, `what` is answers or payments:
+-- `<history>:<cursor>:<1: once more>`. A pass that has begun may be past some of them already, so it is
+-- followed by another.
 local function begin_cleaning(campaign, what)
   local field = campaign.name .. '/' .. what
   local history, cursor = string.match(redis.call('HGET', KEYS[12], field) or '', '^(%d+):(%d+):%d$')
   write('HSET', KEYS[12], field, cursor and cursor ~= '0' and history .. ':' .. cursor .. ':1' or '0:0:0')
 end
 
--- Takes an offer out of Redis. From here on what its campaign remembers of it counts as forgotten, and is deleted later (`clean`); its
--- payments and its last offer_seq are known for PAYMENTS_KNOWN_MS. With its last offer go the campaign's answers, counters, zone and used
--- tickets.
+-- Takes an offer out of Redis. From here on what its campaign remembers of it counts as forgotten, and is
+-- deleted later (`clean`); its payments and its last offer_seq are known for PAYMENTS_KNOWN_MS. With its last
+-- offer go the campaign's answers, counters, zone and used tickets.
 local function remove_offer(offer, now)
   write('SADD', KEYS[10], offer.name)
   write('SREM', KEYS[7], offer.name)

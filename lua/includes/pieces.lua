@@ -1,5 +1,5 @@
--- Units of an offer that are taken: holds, the queue of those who wait, codes. The same steps as models/rules, in the same order.
--- Needs the includes `records`, `decide`, `limits`, `offers`, `undo`.
+-- Units of an offer that are taken: holds, the queue of those who wait, codes. The same steps as
+-- models/rules, in the same order. Needs the includes `records`, `decide`, `limits`, `offers`, `undo`.
 
 -- So many grabs at the front of the queue are considered when units are left.
 local CONSIDERED_MAX = 100
@@ -29,7 +29,8 @@ end
 
 -- The fields that every event about a grab has.
 local function grab_text(offer, name, grab, quantity, amount)
-  return ',"grab":"' .. name .. '","user":"' .. grab.user .. '","quantity":' .. int(quantity) .. ',"amount":' .. int(amount)
+  return ',"grab":"' .. name .. '","user":"' .. grab.user .. '","quantity":' .. int(quantity) .. ',"amount":'
+    .. int(amount)
     .. ',"asset":"' .. offer.asset .. '","place":' .. grab.place .. ',"left":' .. int(offer.units_left)
 end
 
@@ -40,7 +41,9 @@ end
 
 local function hold_text(offer, grab)
   local text = ',"deadline_at":' .. int(grab.deadline)
-  if offer.rules.currency then text = text .. ',"due":' .. int(grab.price * grab.held) .. ',"currency":"' .. offer.rules.currency .. '"' end
+  if offer.rules.currency then
+    text = text .. ',"due":' .. int(grab.price * grab.held) .. ',"currency":"' .. offer.rules.currency .. '"'
+  end
   return text
 end
 
@@ -69,7 +72,8 @@ local function hand_out(offer, grab, quantity)
   return codes
 end
 
--- The codes as a field of an event. (They are joined once, with what stands around them: long texts are dear to make.)
+-- The codes as a field of an event. (They are joined once, with what stands around them: long texts are dear
+-- to make.)
 local function codes_text(codes)
   if #codes == 0 then return '' end
   local texts = {unpack(codes)}
@@ -86,12 +90,14 @@ local function coupon_row(offer, grab, codes, more)
   return more
 end
 
--- The name of the i-th grab in the queue, from 1, or nil. `offer.line` holds the front of the queue as far as it has been read.
+-- The name of the i-th grab in the queue, from 1, or nil. `offer.line` holds the front of the queue as far as
+-- it has been read.
 local function waiter_at(offer, i)
   local line = offer.line
   while #line < i do
     if offer.queue_from < offer.queue_stored then
-      local names = redis.call('ZRANGE', KEYS[offer.base + QUEUE], offer.queue_from, offer.queue_from + CONSIDERED_MAX - 1)
+      local names = redis.call('ZRANGE', KEYS[offer.base + QUEUE], offer.queue_from,
+        offer.queue_from + CONSIDERED_MAX - 1)
       offer.queue_from = offer.queue_from + CONSIDERED_MAX
       for _, name in ipairs(names) do
         if not offer.queue_gone[name] then line[#line + 1] = name end
@@ -106,7 +112,8 @@ local function waiter_at(offer, i)
   return line[i]
 end
 
--- What grabs in the queue ask for, as a list; of a record that is not known yet, no more than that is unpacked.
+-- What grabs in the queue ask for, as a list; of a record that is not known yet, no more than that is
+-- unpacked.
 local function asked_by(offer, names)
   local asked, unknown = offer.asked, {}
   for _, name in ipairs(names) do
@@ -122,12 +129,15 @@ local function asked_by(offer, names)
     end
   end
   local found = {}
-  for i, name in ipairs(names) do found[i] = offer.grabs[name] and offer.grabs[name].quantity or asked[name] end
+  for i, name in ipairs(names) do
+    found[i] = offer.grabs[name] and offer.grabs[name].quantity or asked[name]
+  end
   return found
 end
 
--- How many units must be left for a waiting grab to be served: what it asks for, or one with take `up_to`. Infinite when what it
--- would have to pay is above AMOUNT_MAX: the price, or max_per_grab, was amended since it joined the queue.
+-- How many units must be left for a waiting grab to be served: what it asks for, or one with take `up_to`.
+-- Infinite when what it would have to pay is above AMOUNT_MAX: the price, or max_per_grab, was amended since
+-- it joined the queue.
 local function wanted_at_least(offer, asked)
   local wanted = offer.rules.take == 'all' and asked or 1
   return wanted * (offer.rules.price or 0) <= AMOUNT_MAX and wanted or math.huge
@@ -139,7 +149,9 @@ local function available(offer)
   if not offer.least_wanted then
     local least, considered = math.huge, {}
     for i = 1, math.min(offer.queue_length, CONSIDERED_MAX) do considered[i] = waiter_at(offer, i) end
-    for _, asked in ipairs(asked_by(offer, considered)) do least = math.min(least, wanted_at_least(offer, asked)) end
+    for _, asked in ipairs(asked_by(offer, considered)) do
+      least = math.min(least, wanted_at_least(offer, asked))
+    end
     offer.least_wanted = least
   end
   return offer.units_left < offer.least_wanted and offer.units_left or 0

@@ -1,7 +1,8 @@
--- Grabs that wait, and leave the queue: they are served, or give up. The same steps as models/rules, in the same order.
--- Needs the includes `records`, `decide`, `limits`, `offers`, `pieces`.
+-- Grabs that wait, and leave the queue: they are served, or give up. The same steps as models/rules, in the
+-- same order. Needs the includes `records`, `decide`, `limits`, `offers`, `pieces`.
 
--- So many grabs of a queue are seen to for one command, or at one visit of the sweeper: what one of these costs is bounded, too.
+-- So many grabs of a queue are seen to for one command, or at one visit of the sweeper: what one of these
+-- costs is bounded, too.
 local SERVED_AT_ONCE_MAX = 25
 
 local function take_from_queue(offer, name)
@@ -29,7 +30,8 @@ end
 local function leave_queue(call, offer, name, grab, command, digest)
   wait_no_more(offer, name, grab, call.now)
   add_line(call, event_head(call, offer, 'grab.released', command) .. grab_text(offer, name, grab, 0, 0)
-    .. ',"reason":"left_queue","to":"' .. returns_to(offer) .. (digest and '","digest":"' .. digest or '') .. '"}')
+    .. ',"reason":"left_queue","to":"' .. returns_to(offer) .. (digest and '","digest":"' .. digest or '')
+    .. '"}')
   grab.ended_seq, grab.ended_at = call.seq, call.now
 end
 
@@ -51,8 +53,8 @@ local function units_for(offer, grab)
   return math.min(grab.quantity, offer.units_left, payable)
 end
 
--- Units that are left go to the first grab in the queue that they suffice for, of the first CONSIDERED_MAX, as holds; a bounded number
--- at once. Those that they do not suffice for keep their places.
+-- Units that are left go to the first grab in the queue that they suffice for, of the first CONSIDERED_MAX,
+-- as holds; a bounded number at once. Those that they do not suffice for keep their places.
 local function serve(call, offer, command)
   if not offer.pieces or offer.closed or call.now >= offer.closes_at then return end
   -- Known from before, where nobody has left the queue since.
@@ -62,7 +64,8 @@ local function serve(call, offer, command)
     local name = waiter_at(offer, i)
     if not name then break end
     spend(COST.considered)
-    local wanted = wanted_at_least(offer, i == 1 and grab_of(offer, name).quantity or asked_by(offer, {name})[1])
+    local wanted = wanted_at_least(offer, i == 1 and grab_of(offer, name).quantity
+      or asked_by(offer, {name})[1])
     if wanted > offer.units_left then
       i, least = i + 1, math.min(least, wanted)
     elseif served == SERVED_AT_ONCE_MAX then
@@ -73,8 +76,10 @@ local function serve(call, offer, command)
       local grab = grab_of(offer, name)
       local asked, quantity = grab.quantity, units_for(offer, grab)
       serve_one(offer, name, grab, quantity, call.now)
-      add_line(call, event_head(call, offer, 'grab.held', command) .. grab_text(offer, name, grab, quantity, quantity)
-        .. (asked ~= quantity and ',"asked":' .. int(asked) or '') .. hold_text(offer, grab) .. ',"waited":true}')
+      add_line(call, event_head(call, offer, 'grab.held', command)
+        .. grab_text(offer, name, grab, quantity, quantity)
+        .. (asked ~= quantity and ',"asked":' .. int(asked) or '') .. hold_text(offer, grab)
+        .. ',"waited":true}')
     end
   end
   if offer.units_left > 0 then offer.least_wanted = least end

@@ -1,21 +1,25 @@
--- Compact binary records: what is remembered of a command, of a user's part, and of a grab. One place that packs and unpacks.
+-- Compact binary records: what is remembered of a command, of a user's part, and of a grab. One place that
+-- packs and unpacks.
 --- @include "cost"
 
 -- Times are kept as 5 bytes of milliseconds since 2020-01-01 (enough until 2054).
 local EPOCH_MS = 1577836800000
 
--- A digest names its form before a '$', which no id contains; the first form, of 8 characters, has no name. models/digests.py makes and
--- compares them. A grab that asks for nothing more than one unit has this one: its event, and who has the grab, say all of it.
+-- A digest names its form before a '$', which no id contains; the first form, of 8 characters, has no name.
+-- models/digests.py makes and compares them. A grab that asks for nothing more than one unit has this one:
+-- its event, and who has the grab, say all of it.
 local PLAIN = 'plain'
 
--- What a record says of its offer: nothing where the offer has its campaign's name, since no other offer has it.
+-- What a record says of its offer: nothing where the offer has its campaign's name, since no other offer has
+-- it.
 local function offer_tail(name)
   return string.find(name, ':', 1, true) and name or ''
 end
 
--- Answer that made an event: code 1, seq 6, at 5, place 4, amount 6, length of the digest 1; the digest, none where it is PLAIN; then the
--- offer, where it is not the campaign, or, for what does not fit here, MessagePack {offer, row, the whole body where it is compared},
--- whose first byte no name can have. For a command about the offer itself `place` holds the units left behind it.
+-- Answer that made an event: code 1, seq 6, at 5, place 4, amount 6, length of the digest 1; the digest, none
+-- where it is PLAIN; then the offer, where it is not the campaign, or, for what does not fit here,
+-- MessagePack {offer, row, the whole body where it is compared}, whose first byte no name can have. For a
+-- command about the offer itself `place` holds the units left behind it.
 local ANSWER = '>I1I6I5I4I6I1'
 
 local function pack_answer(code, seq, at, place, amount, digest, tail)
@@ -45,7 +49,8 @@ local function unpack_row(tail)
   return kept[1], kept[2], kept[3]
 end
 
--- The offer that an answer is about. (The name stands first in what is kept whole; all of it is unpacked only where it is long.)
+-- The offer that an answer is about. (The name stands first in what is kept whole; all of it is unpacked only
+-- where it is long.)
 local function offer_of_answer(record, campaign)
   local tail = select(7, unpack_answer(record))
   local first, second = string.byte(tail, 1, 2)
@@ -55,8 +60,9 @@ local function offer_of_answer(record, campaign)
   return string.sub(tail, 3, 2 + second - 0xa0)
 end
 
--- Refusal: code 1, at 5, length of the digest 1; the digest. A command whose effect already held made no event and is kept among them: its
--- code + AGAIN, and seq 6, quantity 6 of the event that made it so. Then the offer's tail.
+-- Refusal: code 1, at 5, length of the digest 1; the digest. A command whose effect already held made no
+--   event and is kept among them: its code + AGAIN, and seq 6, quantity 6 of the event that made it so. Then
+--   the offer's tail.
 local pack_refusal, pack_again, unpack_refusal, offer_of_refusal
 do
   local REFUSAL, AGAIN = '>I1I5I1', 128
@@ -66,7 +72,8 @@ do
   end
 
   function pack_again(code, seq, at, quantity, digest, name)
-    return struct.pack(REFUSAL, code + AGAIN, at - EPOCH_MS, #digest) .. digest .. struct.pack('>I6I6', seq, quantity) .. offer_tail(name)
+    return struct.pack(REFUSAL, code + AGAIN, at - EPOCH_MS, #digest) .. digest
+      .. struct.pack('>I6I6', seq, quantity) .. offer_tail(name)
   end
 
   function unpack_refusal(record)
@@ -83,7 +90,8 @@ do
   end
 end
 
--- A user's part of an envelope: place 3, amount 6, seq 5 bytes. 14 bytes fit where 16 would take 24 of Redis' memory.
+-- A user's part of an envelope: place 3, amount 6, seq 5 bytes. 14 bytes fit where 16 would take 24 of Redis'
+-- memory.
 local PART = '>I3I6I5'
 local SEQ_MAX = 2 ^ 40 - 1
 
@@ -93,13 +101,17 @@ local function unpack_part(record)
 end
 
 -- A grab of pieces, in this order; see models/rules/state.py for what each means.
-local GRAB_FIELDS = {'user', 'place', 'quantity', 'held', 'taken', 'redeemed', 'lapsed', 'deadline', 'grace', 'extensions',
-  'price', 'status', 'ended_seq', 'ended_at', 'confirmed_seq', 'confirmed_at', 'under', 'counted', 'payments', 'codes'}
+local GRAB_FIELDS = {'user', 'place', 'quantity', 'held', 'taken', 'redeemed', 'lapsed', 'deadline', 'grace',
+  'extensions',
+  'price', 'status', 'ended_seq', 'ended_at', 'confirmed_seq', 'confirmed_at', 'under', 'counted', 'payments',
+    'codes'}
 local ACTIVE, RELEASED, EXPIRED, WAITING = 0, 1, 2, 3
 
 local function new_grab(user, quantity, under)
-  return {user = user, place = 0, quantity = quantity, held = 0, taken = 0, redeemed = 0, lapsed = 0, deadline = 0, grace = 0,
-    extensions = 0, price = 0, status = ACTIVE, ended_seq = 0, ended_at = 0, confirmed_seq = 0, confirmed_at = 0, under = under,
+  return {user = user, place = 0, quantity = quantity, held = 0, taken = 0, redeemed = 0, lapsed = 0,
+    deadline = 0, grace = 0,
+    extensions = 0, price = 0, status = ACTIVE, ended_seq = 0, ended_at = 0, confirmed_seq = 0,
+    confirmed_at = 0, under = under,
     counted = {{quantity, under}},
     payments = {}, codes = {}}
 end

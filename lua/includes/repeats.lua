@@ -23,13 +23,15 @@ local function again_row(code, seq, at, quantity)
   return {code, seq, at, 0, quantity or 0, 0, 0, 1, 0, {again = true}}
 end
 
--- The row of an earlier answer, or nil when there is none; `otherwise` is the row for another body under the id, a conflict if absent.
--- A row is {code, seq, at, amount, quantity, place, left, repeated, retry_at, more}. Where the gate has to compare, it is `otherwise`
--- with more.kept, the digest to compare with, and more.first, the row if it is the same.
+-- The row of an earlier answer, or nil when there is none; `otherwise` is the row for another body under the
+-- id, a conflict if absent. A row is {code, seq, at, amount, quantity, place, left, repeated, retry_at,
+-- more}. Where the gate has to compare, it is `otherwise` with more.kept, the digest to compare with, and
+-- more.first, the row if it is the same.
 local repeated_row
 do
-  -- The first answer kept under an id as a row; and its body: the digest, the offer's name (of a record), the whole of it where it is kept.
-  -- `record` and `refusal` are what is kept, or false; `parts` those of the offer.
+  -- The first answer kept under an id as a row; and its body: the digest, the offer's name (of a record), the
+  -- whole of it where it is kept. `record` and `refusal` are what is kept, or false; `parts` those of the
+  -- offer.
   local function first_row(record, refusal, campaign, parts)
     if not record then
       local code, at, digest, seq, quantity = unpack_refusal(refusal)
@@ -50,8 +52,9 @@ do
     return string.match(digest, '^[^$]*%$') or ''
   end
 
-  -- Whether the body that is kept is the one that was sent; nil when only the gate can tell, because the kept digest has another form or
-  -- another key. `sent`: digest (in full, also of a plain grab), offer, whole or nil, has (for a plain grab: whether its user has it).
+  -- Whether the body that is kept is the one that was sent; nil when only the gate can tell, because the kept
+  -- digest has another form or another key. `sent`: digest (in full, also of a plain grab), offer, whole or
+  -- nil, has (for a plain grab: whether its user has it).
   local function is_same(digest, name, full, sent)
     if name and (full or sent.whole) then return full == sent.whole and name == sent.offer end
     if digest == PLAIN then return sent.has ~= nil and name == sent.offer and sent.has() end

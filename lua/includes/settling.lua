@@ -1,5 +1,6 @@
--- Units of an offer that come back or are kept: the end of holds, payments, returns, orders. The same steps as models/rules, in the same
--- order. Needs the includes `records`, `decide`, `limits`, `offers`, `pieces`, `queue`, `undo`.
+-- Units of an offer that come back or are kept: the end of holds, payments, returns, orders. The same steps
+-- as models/rules, in the same order. Needs the includes `records`, `decide`, `limits`, `offers`, `pieces`,
+-- `queue`, `undo`.
 
 -- Units come back: to the offer while it is open.
 local function take_back(offer, quantity)
@@ -20,8 +21,10 @@ end
 -- Ends what is held of a grab; returns the event's seq.
 local function give_up(call, offer, name, grab, status, reason, command, digest)
   local quantity = end_hold(offer, name, grab, status)
-  add_line(call, event_head(call, offer, 'grab.released', command) .. grab_text(offer, name, grab, quantity, quantity)
-    .. ',"reason":"' .. reason .. '","to":"' .. returns_to(offer) .. '"' .. (digest and ',"digest":"' .. digest .. '"}' or '}'))
+  add_line(call, event_head(call, offer, 'grab.released', command)
+    .. grab_text(offer, name, grab, quantity, quantity)
+    .. ',"reason":"' .. reason .. '","to":"' .. returns_to(offer) .. '"'
+    .. (digest and ',"digest":"' .. digest .. '"}' or '}'))
   grab.ended_seq, grab.ended_at = call.seq, call.now
   local seq = call.seq
   serve(call, offer, command)
@@ -82,7 +85,8 @@ end
 
 -- What became of a payment, and how much it was.
 local function keep_payment(call, campaign, payment, name, grab, code, quantity, paid, currency)
-  campaign.payments[payment] = {name, grab, code, call.seq, call.now, quantity, paid or 0, (paid or 0) > 0 and currency or ''}
+  campaign.payments[payment] = {name, grab, code, call.seq, call.now, quantity, paid or 0, (paid or 0) > 0
+    and currency or ''}
   campaign.payments_changed[payment] = true
 end
 

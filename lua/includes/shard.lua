@@ -1,18 +1,19 @@
 -- The shard's own state: its clock, its life, and the refusals that concern a whole call.
 -- Needs KEYS[1], the shard hash.
 
--- The form of keys and records that these scripts read and write. A shard of an older one is rebuilt from the journal, one of a newer
--- one is left alone.
--- 1: subkeys of an offer and a campaign after ':'; 2: after '/', which no id contains.
--- Also in lua/keys.py.
+-- The form of keys and records that these scripts read and write. A shard of an older one is rebuilt from the
+-- journal, one of a newer one is left alone. 1: subkeys of an offer and a campaign after ':'; 2: after '/',
+-- which no id contains. Also in lua/keys.py.
 local LAYOUT = 2
 
--- The layout that a shard names. The first layout was not named; a shard that has no seq was never reconciled, and is new.
+-- The layout that a shard names. The first layout was not named; a shard that has no seq was never
+-- reconciled, and is new.
 local function layout_of(named, seq)
   return tonumber(named or (seq and 1 or LAYOUT))
 end
 
--- A server's life is its run id and its replication id: the first changes at a restart, the second at every promotion.
+-- A server's life is its run id and its replication id: the first changes at a restart, the second at every
+-- promotion.
 local function life_of_server()
   local run_id = string.match(redis.call('INFO', 'server'), 'run_id:(%w+)')
   local replication_id = string.match(redis.call('INFO', 'replication'), 'master_replid:(%w+)')

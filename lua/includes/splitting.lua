@@ -1,6 +1,6 @@
--- The law of parts, drawn one at a time: the same arithmetic as models/splitting.py, held to it by golden vectors.
--- All numbers stay below 2^53, so every step is exact in doubles.
--- (What only these need is local to the block: a script may have 200 locals.)
+-- The law of parts, drawn one at a time: the same arithmetic as models/splitting.py, held to it by golden
+-- vectors. All numbers stay below 2^53, so every step is exact in doubles. (What only these need is local to
+-- the block: a script may have 200 locals.)
 
 local next_part
 do

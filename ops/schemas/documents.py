@@ -62,7 +62,7 @@ def schema_of(struct: type, title: str, nulls: bool = True) -> Schema:
 
 
 def _plain(schema: Any, nulls: bool) -> Any:
-    """The same without the indentation of docstrings, and without null where it is not meant."""
+    """The same without the line breaks of docstrings, and without null where it is not meant."""
     if isinstance(schema, list | tuple):
         return [_plain(one, nulls) for one in schema]
     if not isinstance(schema, dict):
@@ -71,8 +71,11 @@ def _plain(schema: Any, nulls: bool) -> Any:
         rest = {key: value for key, value in schema.items() if key not in ("anyOf", "default")}
         return _plain({**schema["anyOf"][0], **rest}, nulls)
     return {
-        key: inspect.cleandoc(value)
-        if key == "description" and isinstance(value, str)
-        else _plain(value, nulls)
+        key: _paragraphs(value) if key == "description" and isinstance(value, str) else _plain(value, nulls)
         for key, value in schema.items()
     }
+
+
+def _paragraphs(docstring: str) -> str:
+    """The text without indentation and without the line breaks inside its paragraphs."""
+    return "\n\n".join(" ".join(one.split()) for one in inspect.cleandoc(docstring).split("\n\n"))
