@@ -11,7 +11,7 @@ import click
 import uvloop
 
 from bench import deciding, masters, pieces, recovering, replaying, streaming
-from grabstream.ops.output import console, table
+from grabstream.ops.console.output import console, table
 
 #: What each row is, what is divided by what, and the ratio it has to reach.
 ROWS = {

@@ -10,11 +10,11 @@ import redis
 from bench import classic
 from bench.deciding import LIMITS, answered_lists
 from bench.stage import envelope, grabs, private_redis, taken_over_gate
-from grabstream.lua.gate import Gate, now_ms
+from grabstream.lua.gate.door import Gate, now_ms
 from grabstream.lua.keys import KeySpace
 from grabstream.models.commands import Confirm, Open
 from grabstream.models.offers import CouponTerms, Limit, StockTerms
-from grabstream.streams.sweeper import Sweeper
+from grabstream.streams.deciding.sweeper import Sweeper
 
 HOLD_MS = 60_000
 

@@ -13,20 +13,20 @@ from psycopg import AsyncConnection
 
 from bench.stage import SEALER, envelope, grabs, private_redis, system, taken_over_gate
 from bench.streaming import until_booked
-from grabstream.lua.gate import GateLimits, run_script
+from grabstream.lua.gate.door import GateLimits, run_script
 from grabstream.lua.keys import KeySpace
 from grabstream.models.bounds import RECORD_BYTES_MAX
 from grabstream.models.commands import Confirm, Grab, Open
 from grabstream.models.journal import GENESIS, Accepted, Cursor, block_headers, chain, marker_headers
 from grabstream.models.offers import Limit, StockTerms
-from grabstream.ops.connections import key_space, open_gate, open_redis
+from grabstream.ops.connections.opening import key_space, open_gate, open_redis
 from grabstream.ops.rehearsal.run import open_books
 from grabstream.ops.settings import Settings
 from grabstream.projections.definitions import PROJECTIONS
 from grabstream.projections.versions import use_read_model
-from grabstream.streams.ownership import OwnedShard
-from grabstream.streams.recovery import Position, Recovery
-from grabstream.streams.relay import ShardRelay
+from grabstream.streams.relaying.ownership import OwnedShard
+from grabstream.streams.relaying.recovery import Position, Recovery
+from grabstream.streams.relaying.relay import ShardRelay
 from grabstream.streams.topics import Topics
 
 BLOCK_EVENTS = 1_000

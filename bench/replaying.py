@@ -12,13 +12,13 @@ from psycopg import AsyncConnection, sql
 
 from grabstream.models.bounds import RECORD_BYTES_MAX
 from grabstream.models.journal import GENESIS, Cursor, block_headers, chain, marker_headers
-from grabstream.ops.commands.rebuild import few_collections, where_of
+from grabstream.ops.commands.rebuild.read_models import few_collections, where_of
 from grabstream.ops.making import make_system
 from grabstream.ops.rehearsal.stage import take_down
 from grabstream.ops.settings import Settings, load_settings
 from grabstream.projections import versions
 from grabstream.projections.definitions import definition_of
-from grabstream.streams.rebuild import open_rebuild, open_source
+from grabstream.streams.rebuilding.rebuild import open_rebuild, open_source
 from grabstream.streams.topics import Topics
 
 BLOCK_EVENTS = 1_000

@@ -17,12 +17,12 @@ import redis
 import redis.asyncio
 from pydantic import SecretStr
 
-from grabstream.lua.gate import Gate, GateLimits, run_script
+from grabstream.lua.gate.door import Gate, GateLimits, run_script
+from grabstream.lua.gate.sealing import Sealer
 from grabstream.lua.keys import KeySpace
-from grabstream.lua.sealing import Sealer
 from grabstream.models.commands import Grab, Open
 from grabstream.models.offers import EnvelopeTerms
-from grabstream.ops.commands.services import new_seal_key
+from grabstream.ops.commands.local.services import new_seal_key
 from grabstream.ops.making import make_system
 from grabstream.ops.rehearsal.stage import take_down
 from grabstream.ops.services import free_ports

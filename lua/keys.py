@@ -137,7 +137,7 @@ class ShardKeys(NamedTuple):
 
     def staged(self, token: str) -> str:
         """String with a time to live: parts that are brought for one attempt to open an envelope
-        (lua/staging.py); `token` is drawn.
+        (lua/gate/staging.py); `token` is drawn.
         """
         return f"{self.tag}:{STAGED}{token}"
 

@@ -1,9 +1,9 @@
 """Assembles the Lua scripts: includes pasted once each, headers checked, so that a wrong script is found at
 start-up.
 
-A script is one file a command; its header says purpose, `KEYS`, `ARGV`, what it returns, and, when it
-decides, `Outcomes` and `Events`. `--- @include "name"` pastes `includes/name.lua`; a cycle or a missing file
-is an error.
+Each script is one file in `commands/`, `sweeping/` or `ownership/`; its header says purpose, `KEYS`, `ARGV`,
+what it returns, and, when it decides, `Outcomes` and `Events`. `--- @include "name"` pastes
+`includes/name.lua`; a cycle or a missing file is an error.
 """
 
 import re
@@ -34,11 +34,22 @@ class Script(NamedTuple):
 
 def assemble(name: str, folder: Path = SCRIPTS) -> str:
     """The text of a script with its includes pasted in; raises BadScript with file and reason."""
-    path = folder / f"{name}.lua"
-    text = path.read_text()
+    text = script_path(name, folder).read_text()
     _check_header(name, text)
     pasted: list[str] = []
     return _include.sub(lambda found: _paste(found.group(1), folder, pasted, (name,)), text)
+
+
+def script_path(name: str, folder: Path = SCRIPTS) -> Path:
+    """The file of a script, in whatever room it is; raises BadScript when there is none, or more than one."""
+    found = [path for path in _scripts(folder) if path.stem == name]
+    if len(found) != 1:
+        raise BadScript(f"{name}: there are {len(found)} scripts of this name")
+    return found[0]
+
+
+def _scripts(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*.lua") if path.parent.name != "includes"]
 
 
 def _paste(include: str, folder: Path, pasted: list[str], inside: tuple[str, ...]) -> str:
@@ -86,4 +97,4 @@ def load(name: str) -> Script:
 
 def script_names(folder: Path = SCRIPTS) -> list[str]:
     """The names of all scripts, for a check at start-up and for lint."""
-    return sorted(path.stem for path in folder.glob("*.lua"))
+    return sorted(path.stem for path in _scripts(folder))

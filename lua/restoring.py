@@ -8,10 +8,10 @@ from typing import Any
 
 import msgspec
 
-from grabstream.lua.batches import Table, envelope_row, limit_rows, parts_packed, terms_row
+from grabstream.lua.gate.batches import Table, envelope_row, limit_rows, parts_packed, terms_row
+from grabstream.lua.gate.sealing import CannotOpen, Sealer
+from grabstream.lua.gate.staging import INLINE_BYTES_MAX, Batch, Staged
 from grabstream.lua.keys import ShardKeys
-from grabstream.lua.sealing import CannotOpen, Sealer
-from grabstream.lua.staging import INLINE_BYTES_MAX, Batch, Staged
 from grabstream.models.digests import adjustment_text
 from grabstream.models.events import AnyEvent, LedgerAdjusted, OfferAmended, OfferOpened
 from grabstream.models.offers import EnvelopeTerms, changes_of, terms_of

@@ -3,6 +3,7 @@
 Exit codes: 0 done · 1 refused, or a check failed · 2 used wrongly · 3 a server cannot be reached.
 """
 
+import difflib
 import importlib
 import keyword
 import logging
@@ -18,73 +19,64 @@ from redis.exceptions import ConnectionError, TimeoutError
 from grabstream.models.upcasting import BrokenChain
 from grabstream.ops.services import ServiceError
 from grabstream.ops.settings import BadSettings
-from grabstream.projections.locks import Held
+from grabstream.projections.database.locks import Held
 from grabstream.projections.versions import NoReadModel
 from grabstream.streams.clients import in_words
 
-VERBS: Final = {
-    "up": ("grabstream.ops.commands.services", "Start the local servers."),
-    "down": ("grabstream.ops.commands.services", "End the local servers, and only those."),
-    "status": (
-        "grabstream.ops.commands.status",
-        "Servers, shards and read models: what runs, how far, what stopped.",
-    ),
-    "config": ("grabstream.ops.commands.config", "The settings in force, secrets masked."),
-    "init": ("grabstream.ops.commands.init", "Create topics and tables."),
-    "schemas": ("grabstream.ops.commands.schemas", "What of the database is this system's: for backups."),
-    "worker": ("grabstream.ops.commands.worker", "Play the roles of a worker."),
-    "open": ("grabstream.ops.commands.offers", "Open the offers of a file."),
-    "pause": ("grabstream.ops.commands.offers", "Refuse grabs of an offer until it is resumed."),
-    "resume": ("grabstream.ops.commands.offers", "Take grabs of an offer again."),
-    "close": ("grabstream.ops.commands.offers", "End an offer; what is left goes back."),
-    "amend": ("grabstream.ops.commands.operating", "Change terms of an offer while it runs."),
-    "load": (
-        "grabstream.ops.commands.operating",
-        "Give an offer its coupon codes, or the list of who may grab.",
-    ),
-    "adjust": (
-        "grabstream.ops.commands.operating",
-        "Book a correcting entry, with its reason and who approved it.",
-    ),
-    "grab": ("grabstream.ops.commands.offers", "Grab, as one user."),
-    "confirm": ("grabstream.ops.commands.settling", "A hold was paid: its units are the user's for good."),
-    "release": ("grabstream.ops.commands.settling", "Give a hold back, or leave the waiting list."),
-    "extend": ("grabstream.ops.commands.settling", "Move a hold's deadline, as often as the offer allows."),
-    "return": (
-        "grabstream.ops.commands.settling",
-        "Give back what was taken for good; money paid for it goes back.",
-    ),
-    "redeem": ("grabstream.ops.commands.settling", "Use units of a grab, once for an order."),
-    "unredeem": ("grabstream.ops.commands.settling", "Take the use for an order back."),
-    "ticket": ("grabstream.ops.commands.operating", "Sign a ticket for one user, for tests."),
-    "show": ("grabstream.ops.commands.show", "An offer: who got what, the luckiest, what is left."),
-    "why": ("grabstream.ops.commands.why", "The whole story of one user and one offer."),
-    "doctor": (
-        "grabstream.ops.commands.doctor",
-        "Say what is stuck, since when, and the command that mends it.",
-    ),
-    "dismiss": ("grabstream.ops.commands.doctor", "Explain a difference that the verifier has found."),
-    "set-aside": (
-        "grabstream.ops.commands.set_aside",
-        "Let a stopped read model go on behind a record it cannot take in.",
-    ),
-    "retry": (
-        "grabstream.ops.commands.set_aside",
-        "Let a stopped read model try again, its cause being mended.",
-    ),
-    "verify": ("grabstream.ops.commands.verify", "Check chain, books, and Redis against the ledger."),
-    "rebuild": (
-        "grabstream.ops.commands.rebuild",
-        "Make read models anew from the events, beside the live ones.",
-    ),
-    "replay": (
-        "grabstream.ops.commands.replay",
-        "Events once more: as lines, on a topic, or as read models of their own.",
-    ),
-    "at": ("grabstream.ops.commands.at", "Offers, holds and balances as they were at a time."),
-    "follow": ("grabstream.ops.commands.follow", "Run a projection of your own."),
-    "rehearse": ("grabstream.ops.commands.rehearse", "Let a crowd grab, watch it, and end with a verdict."),
+#: Verbs by group: the module in `ops/commands/`, and what `--help` says.
+GROUPS: Final = {
+    "Offers": {
+        "open": ("offers.through_a_gate", "Open the offers of a file."),
+        "amend": ("offers.operating", "Change terms of an offer while it runs."),
+        "load": ("offers.operating", "Give an offer its coupon codes, or the list of who may grab."),
+        "pause": ("offers.through_a_gate", "Refuse grabs of an offer until it is resumed."),
+        "resume": ("offers.through_a_gate", "Take grabs of an offer again."),
+        "close": ("offers.through_a_gate", "End an offer; what is left goes back."),
+        "adjust": ("offers.operating", "Book a correcting entry, with its reason and who approved it."),
+    },
+    "Grabs": {
+        "grab": ("offers.through_a_gate", "Grab, as one user."),
+        "confirm": ("offers.settling", "A hold was paid: its units are the user's for good."),
+        "release": ("offers.settling", "Give a hold back, or leave the waiting list."),
+        "extend": ("offers.settling", "Move a hold's deadline, as often as the offer allows."),
+        "return": ("offers.settling", "Give back what was taken for good; money paid for it goes back."),
+        "redeem": ("offers.settling", "Use units of a grab, once for an order."),
+        "unredeem": ("offers.settling", "Take the use for an order back."),
+        "ticket": ("offers.operating", "Sign a ticket for one user, for tests."),
+    },
+    "Read": {
+        "show": ("read.show", "An offer: who got what, the luckiest, what is left."),
+        "why": ("read.why", "The whole story of one user and one offer."),
+        "at": ("read.at", "Offers, holds and balances as they were at a time."),
+        "status": ("read.status", "Servers, shards and read models: what runs, how far, what stopped."),
+    },
+    "Operate": {
+        "init": ("operate.init", "Create topics and tables."),
+        "worker": ("operate.worker", "Play the roles of a worker."),
+        "doctor": ("operate.doctor", "Say what is stuck, since when, and the command that mends it."),
+        "verify": ("operate.verify", "Check chain, books, and Redis against the ledger."),
+        "dismiss": ("operate.doctor", "Explain a difference that the verifier has found."),
+        "set-aside": (
+            "operate.set_aside",
+            "Let a stopped read model continue after a record that it refuses.",
+        ),
+        "retry": ("operate.set_aside", "Let a stopped read model try again, once its cause is removed."),
+        "config": ("operate.config", "The settings in force, secrets masked."),
+        "schemas": ("operate.schemas", "What of the database is this system's: for backups."),
+        "completion": ("operate.completion", "Print the shell's completion script."),
+    },
+    "Rebuild": {
+        "rebuild": ("rebuild.read_models", "Rebuild read models from the events, beside the live ones."),
+        "replay": ("rebuild.replay", "Events again: as lines, on a topic, or as read models of their own."),
+        "follow": ("rebuild.follow", "Run a projection of your own."),
+    },
+    "This machine": {
+        "up": ("local.services", "Start the local servers."),
+        "down": ("local.services", "End the local servers, and only those."),
+        "rehearse": ("local.rehearse", "Let a crowd grab, watch it, and end with a verdict."),
+    },
 }
+VERBS: Final = {name: verb for group in GROUPS.values() for name, verb in group.items()}
 
 
 class _Verbs(click.Group):
@@ -98,7 +90,8 @@ class _Verbs(click.Group):
             return None
         # `return` cannot name a function: those of Python's own words end with _.
         function = f"{cmd_name}_" if keyword.iskeyword(cmd_name) else cmd_name.replace("-", "_")
-        command = getattr(importlib.import_module(VERBS[cmd_name][0]), function)
+        module = importlib.import_module(f"grabstream.ops.commands.{VERBS[cmd_name][0]}")
+        command = getattr(module, function)
         assert isinstance(command, click.Command)
         return command
 
@@ -110,8 +103,17 @@ class _Verbs(click.Group):
             _end(130, "stopped")
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        with formatter.section("Verbs"):
-            formatter.write_dl([(name, words) for name, (_, words) in VERBS.items()])
+        for group, verbs in GROUPS.items():
+            with formatter.section(group):
+                formatter.write_dl([(name.ljust(10), words) for name, (_, words) in verbs.items()])
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        near = difflib.get_close_matches(args[0], VERBS, 1)
+        if args[0] not in VERBS and near:
+            ctx.fail(f"No such command {args[0]!r}. Did you mean {near[0]!r}?")
+        return super().resolve_command(ctx, args)
 
 
 @click.group(cls=_Verbs, context_settings={"help_option_names": ["-h", "--help"]})

@@ -15,9 +15,9 @@ from psycopg import AsyncConnection
 from grabstream.models.journal import Cursor
 from grabstream.ops.settings import BadSettings, Settings
 from grabstream.projections import cursors
+from grabstream.projections.database.migrate import use_schema
+from grabstream.projections.database.system import Identity, is_system, read_identity
 from grabstream.projections.definitions import PROJECTIONS
-from grabstream.projections.migrate import use_schema
-from grabstream.projections.system import Identity, is_system, read_identity
 from grabstream.streams.journal import JournalReader, open_reader
 from grabstream.streams.topic_ids import Topic, find_topic
 from grabstream.streams.topics import Topics

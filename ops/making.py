@@ -12,7 +12,7 @@ import click
 from psycopg import AsyncConnection
 
 from grabstream.lua.trouble import is_trouble
-from grabstream.ops.connections import key_space, open_redis
+from grabstream.ops.connections.opening import key_space, open_redis
 from grabstream.ops.identity import (
     NEW_JOURNAL,
     NotWrittenDown,
@@ -27,12 +27,18 @@ from grabstream.ops.identity import (
     strangers,
 )
 from grabstream.ops.settings import BadSettings, Settings
-from grabstream.projections.locks import waiting_at_most
-from grabstream.projections.migrate import migrate
-from grabstream.projections.sessions import connect
-from grabstream.projections.system import Identity, is_system, others_on, why_not_for_a_system, write_identity
+from grabstream.projections.database.locks import waiting_at_most
+from grabstream.projections.database.migrate import migrate
+from grabstream.projections.database.sessions import connect
+from grabstream.projections.database.system import (
+    Identity,
+    is_system,
+    others_on,
+    why_not_for_a_system,
+    write_identity,
+)
 from grabstream.streams.clients import in_words
-from grabstream.streams.replay_schema import read_definition
+from grabstream.streams.replaying.replay_schema import read_definition
 from grabstream.streams.topic_ids import Topic
 from grabstream.streams.topics import Topics, create_topics
 

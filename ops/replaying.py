@@ -8,14 +8,14 @@ import click
 from psycopg import AsyncConnection, OperationalError
 
 from grabstream.models.identifiers import campaign_of, is_id, shard_of
-from grabstream.ops.connections import checked_books
-from grabstream.ops.moments import BadMoment, parse_points
+from grabstream.ops.connections.opening import checked_books
+from grabstream.ops.formats.moments import BadMoment, parse_points
 from grabstream.ops.settings import Settings
-from grabstream.streams.history import AuditSource, JournalSource, Point
 from grabstream.streams.journal import open_reader
-from grabstream.streams.replay import Stretch
-from grabstream.streams.replay_schema import Definition
-from grabstream.streams.selection import Wanted
+from grabstream.streams.replaying.history import AuditSource, JournalSource, Point
+from grabstream.streams.replaying.replay import Stretch
+from grabstream.streams.replaying.replay_schema import Definition
+from grabstream.streams.replaying.selection import Wanted
 from grabstream.streams.topics import Topics
 
 

@@ -14,8 +14,8 @@ from pydantic import Field, SecretStr, ValidationError, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict  # reads .env, names the variable that is wrong
 from redis.asyncio.connection import parse_url
 
-from grabstream.lua.sealing import Sealer
-from grabstream.lua.tickets import TicketKeys
+from grabstream.lua.gate.sealing import Sealer
+from grabstream.lua.gate.tickets import TicketKeys
 from grabstream.models.bounds import quoted, shortened
 
 # Below the range that systems give to outgoing connections, or a client could be sitting on the port.

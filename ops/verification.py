@@ -20,23 +20,23 @@ import msgspec
 from psycopg import AsyncConnection, IsolationLevel
 from redis.exceptions import RedisError
 
-from grabstream.lua.sealing import CannotOpen
+from grabstream.lua.gate.sealing import CannotOpen
 from grabstream.models.events import AnyEvent, decode_event
 from grabstream.models.journal import GENESIS, Accepted, Corrupt, Cursor, Gap, parse_block
 from grabstream.models.transfers import GUARDED_ACCOUNTS, transfers_of
-from grabstream.ops.connections import key_space, open_redis, sealer, snapshots
-from grabstream.ops.redis_servers import information
+from grabstream.ops.connections.opening import key_space, open_redis, sealer, snapshots
+from grabstream.ops.connections.redis_servers import information
 from grabstream.ops.settings import BadSettings, Settings
-from grabstream.projections import set_aside
-from grabstream.projections.anew import MADE, Anew
+from grabstream.projections.checking.anew import MADE, Anew
 from grabstream.projections.cursors import Fact, load, stopped
-from grabstream.projections.migrate import PROJECTIONS, use_schema
-from grabstream.projections.sessions import connect
-from grabstream.projections.set_aside import SetAside
-from grabstream.streams.beside import BESIDE_STEADILY, NoRoom, NotComparable, Pace, open_beside
+from grabstream.projections.database.migrate import PROJECTIONS, use_schema
+from grabstream.projections.database.sessions import connect
+from grabstream.projections.records import set_aside
+from grabstream.projections.records.set_aside import SetAside
 from grabstream.streams.journal import JournalReader, Record, open_reader
-from grabstream.streams.ownership import NewerProgram, SteppedDown
-from grabstream.streams.recovery import Impossible
+from grabstream.streams.relaying.ownership import NewerProgram, SteppedDown
+from grabstream.streams.relaying.recovery import Impossible
+from grabstream.streams.relaying.shadow import BESIDE_STEADILY, NoRoom, NotComparable, Pace, open_beside
 from grabstream.streams.topics import Topics
 
 log = logging.getLogger(__name__)

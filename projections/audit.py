@@ -7,8 +7,8 @@ from typing import Any
 
 from psycopg import AsyncConnection
 
-from grabstream.projections.arrays import copy_rows
 from grabstream.projections.cursors import Fact
+from grabstream.projections.database.arrays import copy_rows
 
 NAME = "audit"
 

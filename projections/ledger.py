@@ -10,8 +10,8 @@ from psycopg import AsyncConnection
 from psycopg.errors import CheckViolation
 
 from grabstream.models.transfers import GUARDED_ACCOUNTS
-from grabstream.projections.arrays import copy_rows, integer_array, text_array
 from grabstream.projections.cursors import Fact
+from grabstream.projections.database.arrays import copy_rows, integer_array, text_array
 
 NAME = "ledger"
 

@@ -7,7 +7,8 @@ from typing import Any, Final, NamedTuple
 
 from psycopg import AsyncConnection
 
-from grabstream.projections import audit, balances, ledger
+from grabstream.projections import audit, ledger
+from grabstream.projections.balances import users as balances
 from grabstream.projections.cursors import Fact
 
 Apply = Callable[[AsyncConnection[Any], Sequence[Fact]], Awaitable[None]]

@@ -10,12 +10,16 @@ from typing import Any, NamedTuple, get_args
 
 from annotated_types import Ge, Gt, Le
 
-from grabstream.lua import gate, loader, refusals, sizes, staging, tickets
+from grabstream.lua import loader
+from grabstream.lua.gate import door as gate
+from grabstream.lua.gate import refusals, sizes, staging, tickets
 from grabstream.models import bounds, calendar, commands, identifiers, money, offers
 from grabstream.models.rules import grabbing, settling, state
-from grabstream.ops import offer_files
+from grabstream.ops.formats import offer_files
 from grabstream.ops.settings import SECRETS, Settings
-from grabstream.streams import backlog, decider, ownership, relay, topics, understanding
+from grabstream.streams import topics
+from grabstream.streams.deciding import backlog, decider, understanding
+from grabstream.streams.relaying import ownership, relay
 
 DAY_MS = 24 * 3600 * 1000
 
@@ -336,7 +340,8 @@ def of_processes() -> list[Row]:
         ),
         Row(
             "an entry of the outbox, and what is read of it at once",
-            f"{size(in_scripts('read_outbox', r'BYTES_MAX = 1000, ([0-9]+)'))}, and a line or entry",
+            f"{size(in_scripts('ownership/read_outbox', r'BYTES_MAX = 1000, ([0-9]+)'))}, "
+            "and a line or entry",
             "a script blocks its server",
             "the next entry; the rest comes with the next read",
         ),

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import yaml
 
-from grabstream.ops.commands.services import CLUSTER_SERVERS
+from grabstream.ops.commands.local.services import CLUSTER_SERVERS
 from grabstream.ops.services.servers import kafka_version
 from grabstream.ops.settings import cluster_address
 

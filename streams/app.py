@@ -4,9 +4,9 @@ connects at import.
 
 from functools import partial
 
-from grabstream.ops.connections import until_known
+from grabstream.ops.connections.opening import until_known
 from grabstream.ops.settings import load_settings
-from grabstream.streams.agents import build_app, make_projectors
+from grabstream.streams.projecting.agents import build_app, make_projectors
 
 _settings = load_settings()
 

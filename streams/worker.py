@@ -14,18 +14,18 @@ import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
-from grabstream.lua.gate import Gate, GateLimits
+from grabstream.lua.gate.door import Gate, GateLimits
+from grabstream.lua.gate.refusals import RefusalLog, writing
+from grabstream.lua.gate.sealing import Sealer
+from grabstream.lua.gate.tickets import TicketKeys
 from grabstream.lua.keys import KeySpace
-from grabstream.lua.refusals import RefusalLog, writing
-from grabstream.lua.sealing import Sealer
-from grabstream.lua.tickets import TicketKeys
 from grabstream.lua.trouble import is_trouble
 from grabstream.streams.clients import ended
-from grabstream.streams.decider import Decider
-from grabstream.streams.keeper import Keeper
-from grabstream.streams.recovery import Recovered, Snapshots
-from grabstream.streams.relay import ShardRelay, Step
-from grabstream.streams.sweeper import RecordDemand, Sweeper
+from grabstream.streams.deciding.decider import Decider
+from grabstream.streams.deciding.sweeper import RecordDemand, Sweeper
+from grabstream.streams.relaying.leases import Keeper
+from grabstream.streams.relaying.recovery import Recovered, Snapshots
+from grabstream.streams.relaying.relay import ShardRelay, Step
 from grabstream.streams.topics import Topics
 
 log = logging.getLogger(__name__)

@@ -24,8 +24,8 @@ from psycopg import AsyncConnection
 from psycopg.conninfo import conninfo_to_dict
 from pydantic import SecretStr
 
-from grabstream.ops.commands.services import new_seal_key
-from grabstream.ops.connections import open_redis
+from grabstream.ops.commands.local.services import new_seal_key
+from grabstream.ops.connections.opening import open_redis
 from grabstream.ops.making import make_system
 from grabstream.ops.rehearsal.stage import take_down
 from grabstream.ops.services import LocalServices, free_ports, local

@@ -21,7 +21,7 @@ from typing import Any, Final, NamedTuple
 
 import click
 
-from grabstream.ops.output import console, table
+from grabstream.ops.console.output import console, table
 
 PROJECT: Final = Path(__file__).resolve().parent.parent
 FOLDER: Final = PROJECT / ".services" / "nightly"

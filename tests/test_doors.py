@@ -21,7 +21,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from grabstream.lua.tickets import Ticket, TicketKeys
+from grabstream.lua.gate.tickets import Ticket, TicketKeys
 from grabstream.models.answers import Answer, decode_answer, encode_answer
 from grabstream.models.bounds import REASON_BYTES_MAX, REJECTED_OF_ARRAY_MAX, quoted, shortened
 from grabstream.models.commands import (
@@ -46,9 +46,9 @@ from grabstream.models.money import Invalid
 from grabstream.models.offers import Changes, CouponTerms, EnvelopeTerms, Hours, Limit, StockTerms
 from grabstream.models.transfers import Entry
 from grabstream.models.upcasting import UpcastFailed
-from grabstream.ops.offer_files import BadOfferFile, Form, read_offers
+from grabstream.ops.formats.offer_files import BadOfferFile, Form, read_offers
 from grabstream.ops.settings import BadSettings, Settings, load_settings
-from grabstream.streams.understanding import Pace, Rejected, understand
+from grabstream.streams.deciding.understanding import Pace, Rejected, understand
 
 #: A few seconds for each door.
 FUZZED: Final = hypothesis_settings(

@@ -119,7 +119,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_wheel_works_beside_a_stranger_s_models(installed: Path, tmp_path: Path) -> None:
     code = (
         "import models, grabstream.models.commands as ours, grabstream.lua.loader as loader, "
-        "grabstream.projections.migrate\n"
+        "grabstream.projections.database.migrate\n"
         "from importlib.resources import files\n"
         "print(models.OURS, len(loader.load('grab').text) > 10_000, "
         "files('grabstream').joinpath('py.typed').is_file())\n"

@@ -13,14 +13,16 @@ from grabstream.models.journal import Cursor
 from grabstream.ops.diagnosis.findings import RESTORE, Finding, address, of_shards
 from grabstream.ops.diagnosis.topics import LATE_MS, Lag, lags
 from grabstream.ops.settings import Settings
-from grabstream.projections import cursors, set_aside, verified
+from grabstream.projections import cursors
+from grabstream.projections.checking import verified
+from grabstream.projections.checking.verified import Found, Progress
 from grabstream.projections.cursors import Stop
-from grabstream.projections.migrate import PROJECTIONS, missing_migrations
-from grabstream.projections.set_aside import SetAside
-from grabstream.projections.verified import Found, Progress
+from grabstream.projections.database.migrate import PROJECTIONS, missing_migrations
+from grabstream.projections.records import set_aside
+from grabstream.projections.records.set_aside import SetAside
 from grabstream.projections.versions import Version, lost, versions, written_by_us
 from grabstream.streams.journal import JournalReader
-from grabstream.streams.publisher import newest_cursor
+from grabstream.streams.projecting.publisher import newest_cursor
 from grabstream.streams.topics import Topics, delete_command
 
 EVENTS: Final = "events"

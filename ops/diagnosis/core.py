@@ -11,10 +11,10 @@ from grabstream.lua.keys import LAYOUT, SHARD_FIELDS, KeySpace, ShardKeys
 from grabstream.lua.life import life_of
 from grabstream.lua.trouble import is_trouble
 from grabstream.models.bounds import quoted
+from grabstream.ops.connections.redis_servers import ANSWER_SECONDS_MAX, masters, of_each, within
 from grabstream.ops.diagnosis.findings import RESTORE, Finding, address, of_shards
-from grabstream.ops.redis_servers import ANSWER_SECONDS_MAX, masters, of_each, within
 from grabstream.ops.settings import Settings
-from grabstream.streams.takeover import CANNOT_BE_MADE, JOURNAL_LOST
+from grabstream.streams.relaying.takeover import CANNOT_BE_MADE, JOURNAL_LOST
 
 #: An event that has waited so long for the journal is not on its way any more.
 RELAY_LATE_MS: Final = 10_000

@@ -9,8 +9,8 @@ from aiokafka.errors import KafkaError
 from psycopg import OperationalError
 from redis.exceptions import RedisError
 
-from grabstream.lua.gate import now_ms
-from grabstream.ops.connections import key_space, open_redis, what_is_mixed_up
+from grabstream.lua.gate.door import now_ms
+from grabstream.ops.connections.opening import key_space, open_redis, what_is_mixed_up
 from grabstream.ops.diagnosis import books, core, machine, topics
 from grabstream.ops.diagnosis.books import BookFacts, Jump
 from grabstream.ops.diagnosis.core import CoreFacts
@@ -18,8 +18,8 @@ from grabstream.ops.diagnosis.findings import Finding
 from grabstream.ops.diagnosis.topics import Lag, TopicFacts
 from grabstream.ops.identity import NotWrittenDown, OtherJournal, OtherSystem
 from grabstream.ops.settings import Settings
-from grabstream.projections.migrate import use_schema
-from grabstream.projections.sessions import connect
+from grabstream.projections.database.migrate import use_schema
+from grabstream.projections.database.sessions import connect
 from grabstream.streams.clients import started
 
 #: A server that has not answered by then does not answer.

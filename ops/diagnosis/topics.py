@@ -14,8 +14,8 @@ from aiokafka.errors import GroupCoordinatorNotAvailableError, NotCoordinatorFor
 from grabstream.ops.diagnosis.findings import Finding, of_shards, spans
 from grabstream.ops.settings import Settings
 from grabstream.streams.clients import started
+from grabstream.streams.deciding.understanding import SET_ASIDE_HEADER
 from grabstream.streams.topics import COMPRESSION, DAY_MS, Topics, keeps_compressed, retention_ms
-from grabstream.streams.understanding import SET_ASIDE_HEADER
 
 TIMEOUT_MS: Final = 5_000
 COORDINATOR_TRIES: Final = 20

@@ -7,7 +7,7 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
-from grabstream.ops.output import console
+from grabstream.ops.console.output import console
 from grabstream.ops.rehearsal.run import Doors, Progress
 
 RATE_OVER_SECONDS = 2.0

@@ -16,15 +16,15 @@ import msgspec
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
 from psycopg import AsyncConnection
 
-from grabstream.lua.gate import Gate, OutcomeUnknown, now_ms
+from grabstream.lua.gate.door import Gate, OutcomeUnknown, now_ms
 from grabstream.lua.keys import KeySpace
 from grabstream.models.answers import Answer, decode_answer
 from grabstream.models.commands import AnyCommand, Close, Grab, Open, encode_command
 from grabstream.ops.rehearsal.crowd import Envelope, person_of
 from grabstream.ops.rehearsal.stage import CannotGoOn
 from grabstream.ops.settings import Settings
-from grabstream.projections.migrate import PROJECTIONS, use_schema
-from grabstream.projections.sessions import connect
+from grabstream.projections.database.migrate import PROJECTIONS, use_schema
+from grabstream.projections.database.sessions import connect
 from grabstream.streams.clients import started
 from grabstream.streams.topics import Topics
 

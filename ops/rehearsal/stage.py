@@ -14,10 +14,10 @@ from pathlib import Path
 
 from aiokafka.admin import AIOKafkaAdminClient
 
-from grabstream.ops.connections import open_redis
+from grabstream.ops.connections.opening import open_redis
 from grabstream.ops.making import make_system
 from grabstream.ops.settings import Settings, child_environment
-from grabstream.projections.sessions import connect
+from grabstream.projections.database.sessions import connect
 from grabstream.projections.versions import drop_all
 from grabstream.streams.clients import started
 from grabstream.streams.topics import Topics, retention_ms

@@ -19,24 +19,24 @@ from typing import Any, Final
 
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 
-from grabstream.lua.gate import Gate, OutcomeUnknown
-from grabstream.lua.tickets import TicketKeys
+from grabstream.lua.gate.door import Gate, OutcomeUnknown
+from grabstream.lua.gate.tickets import TicketKeys
 from grabstream.models.answers import Answer
 from grabstream.models.commands import ITEMS_MAX, AnyCommand, Confirm, Grab, Load
 from grabstream.models.events import AnyEvent, decode_event
 from grabstream.models.identifiers import NO_OFFER
 from grabstream.models.journal import Cursor, parse_block
 from grabstream.models.outcomes import Outcome
-from grabstream.ops.connections import gate_limits, key_space, open_redis, sealer
-from grabstream.ops.output import console
+from grabstream.ops.connections.opening import gate_limits, key_space, open_redis, sealer
+from grabstream.ops.console.output import console
 from grabstream.ops.rehearsal.clock import Clock, moment, shown
 from grabstream.ops.rehearsal.facts import Facts
 from grabstream.ops.rehearsal.run import Patience, open_books, until_in_books
 from grabstream.ops.rehearsal.stage import Stage, set_up
 from grabstream.ops.settings import Settings
 from grabstream.ops.verification import Check, verify
+from grabstream.streams.deciding.sweeper import Sweeper
 from grabstream.streams.journal import JournalReader, open_reader
-from grabstream.streams.sweeper import Sweeper
 from grabstream.streams.topics import Topics
 
 #: No `decide` and no `sweep`: they would go by the real clock.

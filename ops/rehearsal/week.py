@@ -16,13 +16,13 @@ from zoneinfo import ZoneInfo
 import msgspec
 import yaml
 
-from grabstream.lua.tickets import sign
+from grabstream.lua.gate.tickets import sign
 from grabstream.models.answers import Answer
 from grabstream.models.commands import Amend, AnyCommand, Confirm, Extend, Grab, Open, Release, Return
 from grabstream.models.events import AnyEvent, GrabHeld
 from grabstream.models.offers import Changes, PieceTerms
-from grabstream.ops.offer_files import BadOfferFile, read_offers
-from grabstream.ops.offer_plan import plan_rows
+from grabstream.ops.formats.offer_files import BadOfferFile, read_offers
+from grabstream.ops.formats.offer_plan import plan_rows
 from grabstream.ops.rehearsal.clock import HOUR_MS, MINUTE_MS, TIMEZONE, moment
 from grabstream.ops.rehearsal.story import Story, chunks, refused_by_outcome
 from grabstream.ops.verification import Check

@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from grabstream.ops.output import console
+from grabstream.ops.console.output import console
 from tests.drill.cells import SHORT, Cell, Verdict, cells, play_all
 from tests.drill.stage import servers
 
@@ -46,7 +46,7 @@ def main(
     # What the comparison of state folds up by itself is no news.
     logging.getLogger("grabstream.streams").setLevel(logging.CRITICAL)
     # Nor are answers that were promised as decided only and are lost: gaps are measured with these too.
-    logging.getLogger("grabstream.lua.decided").setLevel(logging.CRITICAL)
+    logging.getLogger("grabstream.lua.gate.decided").setLevel(logging.CRITICAL)
     seed = secrets.randbelow(10**6) if seed is None else seed
     try:
         failed = asyncio.run(_drill(chosen, seed, cluster, as_json))

@@ -15,7 +15,7 @@ from redis.exceptions import RedisError
 from grabstream.models.answers import Answer
 from grabstream.models.commands import AnyCommand, Settle
 from grabstream.models.journal import Cursor, parse_block
-from grabstream.ops.connections import key_space
+from grabstream.ops.connections.opening import key_space
 from grabstream.ops.rehearsal.run import look, open_books
 from grabstream.ops.settings import Settings
 from grabstream.ops.verification import verify

@@ -8,7 +8,7 @@ from typing import Any, Final, NamedTuple
 from redis.exceptions import RedisError
 
 from grabstream.lua.loader import SCRIPTS
-from grabstream.ops.connections import key_space, open_redis
+from grabstream.ops.connections.opening import key_space, open_redis
 from grabstream.ops.settings import Settings
 
 LOOK_EVERY_SECONDS: Final = 0.02

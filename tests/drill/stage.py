@@ -16,12 +16,12 @@ from typing import Any, Final
 import redis
 from pydantic import SecretStr
 
-from grabstream.lua.gate import Gate
+from grabstream.lua.gate.door import Gate
 from grabstream.lua.keys import KeySpace
-from grabstream.ops.commands.services import new_seal_key
-from grabstream.ops.connections import key_space, open_gate, open_redis
+from grabstream.ops.commands.local.services import new_seal_key
+from grabstream.ops.connections.opening import key_space, open_gate, open_redis
+from grabstream.ops.connections.redis_cluster import slot_of
 from grabstream.ops.making import make_system
-from grabstream.ops.redis_cluster import slot_of
 from grabstream.ops.rehearsal.stage import take_down
 from grabstream.ops.services import ClusterServices, LocalServices, ServerSet, free_ports
 from grabstream.ops.services.cluster import ports_from

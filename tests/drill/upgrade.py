@@ -25,7 +25,7 @@ from grabstream.models.answers import Answer, decode_answer, encode_answer
 from grabstream.models.commands import Adjust, Confirm, Grab, Open, encode_command
 from grabstream.models.offers import Limit, StockTerms
 from grabstream.models.transfers import Entry
-from grabstream.ops.commands.services import new_seal_key
+from grabstream.ops.commands.local.services import new_seal_key
 from grabstream.ops.rehearsal.stage import stop_workers, take_down
 from grabstream.ops.services.servers import PROJECT
 from grabstream.ops.settings import Settings, child_environment, load_settings

@@ -14,15 +14,17 @@ from typing import Any, Final, NamedTuple
 import pytest
 import redis.asyncio
 
-from grabstream.lua import gate, loader
-from grabstream.lua.gate import Gate, GateLimits
+from grabstream.lua import loader
+from grabstream.lua.gate import door as gate
+from grabstream.lua.gate.door import Gate, GateLimits
 from grabstream.lua.keys import KeySpace, ShardKeys
 from grabstream.lua.loader import Script
 from grabstream.models.answers import Answer
 from grabstream.models.commands import AnyCommand, Grab, Open
 from grabstream.models.offers import EnvelopeTerms
-from grabstream.streams import ownership, sweeper
-from grabstream.streams.sweeper import Sweeper
+from grabstream.streams.deciding import sweeper
+from grabstream.streams.deciding.sweeper import Sweeper
+from grabstream.streams.relaying import ownership
 from tests.lua.conftest import NOW, SEALER, take_over
 
 #: What a call may cost, µs of Redis' thread (lua/includes/cost.lua); and beside that, its last command.

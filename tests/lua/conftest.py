@@ -13,9 +13,9 @@ import redis
 import redis.asyncio
 from redis.asyncio.cluster import RedisCluster
 
-from grabstream.lua.gate import Gate, GateLimits, run_script
+from grabstream.lua.gate.door import Gate, GateLimits, run_script
+from grabstream.lua.gate.sealing import Sealer
 from grabstream.lua.keys import KeySpace
-from grabstream.lua.sealing import Sealer
 from grabstream.models.commands import Grab, Open
 from grabstream.models.offers import EnvelopeTerms
 from grabstream.ops.services import free_ports

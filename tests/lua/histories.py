@@ -6,7 +6,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from grabstream.lua.tickets import TicketKeys, sign
+from grabstream.lua.gate.tickets import TicketKeys, sign
 from grabstream.models.commands import (
     Adjust,
     Amend,

@@ -9,14 +9,14 @@ from typing import Any
 
 import msgspec
 
-from grabstream.lua.gate import run_script
+from grabstream.lua.gate.door import run_script
+from grabstream.lua.gate.sealing import Sealer
 from grabstream.lua.keys import ShardKeys
 from grabstream.lua.records import offer_of_answer, unpacked
-from grabstream.lua.sealing import Sealer
 from grabstream.models.journal import GENESIS, Accepted, Cursor, chain
 from grabstream.models.offers import PAYMENTS_KNOWN_MS
-from grabstream.streams.ownership import OwnedShard
-from grabstream.streams.recovery import Position, Recovery
+from grabstream.streams.relaying.ownership import OwnedShard
+from grabstream.streams.relaying.recovery import Position, Recovery
 
 #: What is no state of the journal: refusals and their counts, what is not yet journaled, who relays, how far
 #: cleaning is.

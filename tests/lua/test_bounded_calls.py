@@ -19,9 +19,9 @@ from grabstream.models.commands import Amend, AnyCommand, Close, Grab, Load, Ope
 from grabstream.models.offers import Changes, CouponTerms, EnvelopeTerms, Limit, StockTerms
 from grabstream.models.rules.operating import fall_due
 from grabstream.models.rules.settling import lapse
+from grabstream.ops.diagnosis.slow_scripts import script_calls, slow_scripts
 from grabstream.ops.settings import Settings
-from grabstream.ops.slow_scripts import script_calls, slow_scripts
-from grabstream.streams.sweeper import HOLDS_AT_ONCE_MAX, OFFERS_AT_ONCE_MAX, Sweeper
+from grabstream.streams.deciding.sweeper import HOLDS_AT_ONCE_MAX, OFFERS_AT_ONCE_MAX, Sweeper
 from tests.lua.books import check_books
 from tests.lua.calls import CALL_COST_MAX, COMMAND_COST_MAX, SLOWER, Call, Measured, changed, longest, scripts
 from tests.lua.conftest import SEALER, event_lines

@@ -7,7 +7,7 @@ from typing import Any
 
 from grabstream.models.commands import Close, Grab, Load, Open, Release
 from grabstream.models.offers import CouponTerms, Limit, StockTerms
-from grabstream.streams.sweeper import Sweeper
+from grabstream.streams.deciding.sweeper import Sweeper
 from tests.lua.conftest import NOW, event_lines
 
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from grabstream.lua.gate import Gate
+from grabstream.lua.gate.door import Gate
+from grabstream.lua.gate.sealing import NAME_LENGTH, Sealer
 from grabstream.lua.keys import KeySpace
-from grabstream.lua.sealing import NAME_LENGTH, Sealer
 from grabstream.models.answers import Answer
 from grabstream.models.commands import Close, Load, Open
 from tests.lua.conftest import NOW, SEALER, take_over

@@ -14,10 +14,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from grabstream.lua.gate import Gate
+from grabstream.lua.gate.door import Gate
+from grabstream.lua.gate.sealing import Sealer
+from grabstream.lua.gate.tickets import TicketKeys, sign
 from grabstream.lua.keys import KeySpace
-from grabstream.lua.sealing import Sealer
-from grabstream.lua.tickets import TicketKeys, sign
 from grabstream.models.answers import Answer
 from grabstream.models.commands import (
     Adjust,

@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 import redis.asyncio
 
-from grabstream.lua.gate import Gate, GateLimits
+from grabstream.lua.gate.door import Gate, GateLimits
 from grabstream.lua.keys import KeySpace
 from grabstream.lua.life import time_ms_of
 from grabstream.models.commands import Amend, AnyCommand, Close, Grab, Open
 from grabstream.models.offers import Changes, EnvelopeTerms, StockTerms, Terms
-from grabstream.streams.sweeper import SWEEP_EVERY_SECONDS, Sweeper
+from grabstream.streams.deciding.sweeper import SWEEP_EVERY_SECONDS, Sweeper
 from tests.lua.conftest import SEALER, event_lines, take_over
 
 LATE_MS_MAX = 1_000

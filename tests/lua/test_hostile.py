@@ -23,7 +23,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from grabstream.lua.gate import GateLimits
+from grabstream.lua.gate.door import GateLimits
 from grabstream.lua.keys import KeySpace
 from grabstream.models.answers import Answer
 from grabstream.models.commands import AnyCommand
@@ -32,7 +32,7 @@ from grabstream.models.rules import Offer, sweep
 from grabstream.models.rules.operating import fall_due
 from grabstream.models.rules.settling import lapse
 from grabstream.ops.settings import Settings
-from grabstream.streams.sweeper import Sweeper
+from grabstream.streams.deciding.sweeper import Sweeper
 from tests.conftest import NIGHTLY
 from tests.lua.books import check_books
 from tests.lua.conftest import NOW

@@ -16,16 +16,16 @@ import pytest
 import redis
 import redis.asyncio
 
-from grabstream.lua import batches
-from grabstream.lua.gate import Gate, GateLimits, OutcomeUnknown, now_ms, run_script
+from grabstream.lua.gate import batches
+from grabstream.lua.gate.door import Gate, GateLimits, OutcomeUnknown, now_ms, run_script
 from grabstream.lua.keys import KeySpace
-from grabstream.lua.loader import SCRIPTS, assemble, load, script_names
+from grabstream.lua.loader import assemble, load, script_names, script_path
 from grabstream.models.commands import AnyCommand, Close, Grab, Load, Open
 from grabstream.models.journal import Cursor
 from grabstream.models.offers import PAYMENTS_KEPT_MS, CouponTerms, EnvelopeTerms
 from grabstream.models.outcomes import Outcome
 from grabstream.ops.settings import Settings
-from grabstream.streams.ownership import OwnedShard
+from grabstream.streams.relaying.ownership import OwnedShard
 from tests.lua.conftest import NOW, SEALER, event_lines, grabs, opening, take_over
 from tests.lua.histories import TICKETS, ticket_for
 from tests.lua.interrupting import READS_LATER, WRITES, Interrupting
@@ -189,7 +189,7 @@ def test_scripts_that_decide_write_by_commit_alone() -> None:
     """
     for name in script_names():
         text = assemble(name)
-        if '@include "decide"' not in (SCRIPTS / f"{name}.lua").read_text():
+        if '@include "decide"' not in script_path(name).read_text():
             continue
         body = text
         for function in ("commit", "break_off"):

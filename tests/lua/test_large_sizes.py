@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from grabstream.lua.gate import _Ticket
+from grabstream.lua.gate.door import _Ticket
 from grabstream.models.commands import Amend, AnyCommand, Close, Grab, Open
 from grabstream.models.offers import Changes, EnvelopeTerms, StockTerms
 from tests.lua.calls import SLOWER, Measured, longest

@@ -62,7 +62,7 @@ from grabstream.models.offers import (
 from grabstream.models.rules import settling
 from grabstream.models.transfers import Entry
 from grabstream.ops.settings import Settings
-from grabstream.streams.relay import BLOCK_BYTES_MAX, _blocks
+from grabstream.streams.relaying.relay import BLOCK_BYTES_MAX, _blocks
 from tests.lua.conftest import NOW
 from tests.lua.scene import HOUR, Scene, coupon, stock
 

@@ -29,8 +29,8 @@ from grabstream.models.commands import (
     Return,
 )
 from grabstream.models.offers import Changes, CouponTerms, Limit, StockTerms
-from grabstream.streams.ownership import OwnedShard
-from grabstream.streams.recovery import Recovery
+from grabstream.streams.relaying.ownership import OwnedShard
+from grabstream.streams.relaying.recovery import Recovery
 from tests.lua.calls import SLOWER, Measured
 from tests.lua.conftest import NOW, SEALER, event_lines
 from tests.lua.recovered import fold

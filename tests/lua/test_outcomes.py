@@ -12,7 +12,7 @@ from grabstream.models.commands import AnyCommand, Close, Grab, Open, Pause, Res
 from grabstream.models.events import encode_event
 from grabstream.models.offers import EnvelopeTerms
 from grabstream.models.rules import ShardState, decide, sweep
-from grabstream.streams.sweeper import Sweeper
+from grabstream.streams.deciding.sweeper import Sweeper
 from tests.lua.conftest import NOW, event_lines
 
 SEED = "5eed" * 16

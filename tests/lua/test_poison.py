@@ -8,11 +8,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from grabstream.lua.gate import Gate, GateLimits, Order, OutcomeUnknown
-from grabstream.lua.tickets import TicketKeys
+from grabstream.lua.gate.door import Gate, GateLimits, Order, OutcomeUnknown
+from grabstream.lua.gate.tickets import TicketKeys
 from grabstream.models.commands import AnyCommand, Grab, Open
 from grabstream.models.offers import StockTerms
-from grabstream.streams.sweeper import Sweeper
+from grabstream.streams.deciding.sweeper import Sweeper
 from tests.conftest import until
 from tests.lua.conftest import SEALER, event_lines, grabs
 from tests.lua.injected import bound_lines, inject, sell_at_any_price
@@ -164,7 +164,7 @@ async def test_a_command_that_cannot_be_built_costs_one_answer(relay: FakeRelay)
 async def test_a_command_that_cannot_even_be_checked_costs_one_answer(
     relay: FakeRelay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from grabstream.lua import gate as gate_module
+    from grabstream.lua.gate import door as gate_module
 
     check = gate_module.check
 
@@ -184,7 +184,7 @@ async def test_a_command_that_cannot_even_be_checked_costs_one_answer(
 async def test_an_answer_that_cannot_be_read_whole_still_says_what_was_decided(
     relay: FakeRelay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from grabstream.lua import batches
+    from grabstream.lua.gate import batches
 
     answer_of = batches.answer_of
 

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 
 import pytest
 
-from grabstream.lua.refusals import Refusal, RefusalLog, RefusalSample, writing
+from grabstream.lua.gate.refusals import Refusal, RefusalLog, RefusalSample, writing
 from grabstream.models.answers import Answer, LimitState, refusal
 from grabstream.models.commands import Confirm, Grab
 from grabstream.models.outcomes import Outcome
 from grabstream.ops.rehearsal.run import open_books
 from grabstream.ops.settings import Settings
-from grabstream.projections import refusals
+from grabstream.projections.records import refusals
 from tests.conftest import until
 from tests.streams.test_projections import rows
 
@@ -100,7 +100,7 @@ async def test_a_user_is_sampled_or_not() -> None:
 
 
 async def test_closing_does_not_wait_for_a_server_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("grabstream.lua.refusals.CLOSE_SECONDS_MAX", 0.1)
+    monkeypatch.setattr("grabstream.lua.gate.refusals.CLOSE_SECONDS_MAX", 0.1)
 
     async def hang(rows: Sequence[Refusal]) -> None:
         await asyncio.Event().wait()
@@ -112,8 +112,8 @@ async def test_closing_does_not_wait_for_a_server_that_hangs(monkeypatch: pytest
 
 async def test_one_write_that_never_ends_holds_no_others_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """As of a client whose server has vanished: it takes no notice of its cancellation either."""
-    monkeypatch.setattr("grabstream.lua.refusals.WRITE_SECONDS_MAX", 0.1)
-    monkeypatch.setattr("grabstream.lua.refusals.FLUSH_EVERY_SECONDS", 0.01)
+    monkeypatch.setattr("grabstream.lua.gate.refusals.WRITE_SECONDS_MAX", 0.1)
+    monkeypatch.setattr("grabstream.lua.gate.refusals.FLUSH_EVERY_SECONDS", 0.01)
     shelf, hanging, free = Shelf(), 0, asyncio.Event()
 
     async def write(rows: Sequence[Refusal]) -> None:

@@ -21,14 +21,14 @@ import redis
 import redis.asyncio
 from redis.crc import key_slot
 
-from grabstream.lua.gate import Gate, GateLimits, OutcomeUnknown, now_ms
+from grabstream.lua.gate.door import Gate, GateLimits, OutcomeUnknown, now_ms
 from grabstream.lua.keys import KeySpace
 from grabstream.models.answers import Answer
 from grabstream.models.commands import Adjust, Amend, AnyCommand, Close, Grab, Open, Pause
 from grabstream.models.offers import RETIRE_AFTER_MS, Changes, CouponTerms, Draw, EnvelopeTerms
 from grabstream.models.splitting import LAWS, pack_parts
 from grabstream.models.transfers import BookedEntry, Entry, Transfer, transfers_of
-from grabstream.ops.connections import open_gate
+from grabstream.ops.connections.opening import open_gate
 from grabstream.ops.rehearsal.run import open_books
 from grabstream.ops.settings import Settings
 from grabstream.streams.topics import Topics

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from grabstream.lua.gate import Gate, GateLimits
+from grabstream.lua.gate.door import Gate, GateLimits
+from grabstream.lua.gate.tickets import sign
 from grabstream.lua.keys import KeySpace
-from grabstream.lua.tickets import sign
 from grabstream.models.answers import Answer
 from grabstream.models.commands import (
     Close,
@@ -29,7 +29,7 @@ from grabstream.models.commands import (
 )
 from grabstream.models.offers import EnvelopeTerms, Hours, Limit
 from grabstream.models.rules import settling
-from grabstream.streams.sweeper import Sweeper
+from grabstream.streams.deciding.sweeper import Sweeper
 from tests.lua.books import check_books
 from tests.lua.conftest import NOW, SEALER, event_lines, take_over
 from tests.lua.histories import TICKET_SECRET, ticket_for

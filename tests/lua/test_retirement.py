@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from grabstream.lua.gate import Gate
+from grabstream.lua.gate.door import Gate
 from grabstream.lua.keys import KeySpace, ShardKeys
 from grabstream.lua.loader import SCRIPTS
 from grabstream.models.answers import Answer
@@ -33,7 +33,7 @@ from grabstream.models.commands import (
 )  # fmt: skip
 from grabstream.models.offers import PAYMENTS_KEPT_MS, PAYMENTS_KNOWN_MS, Changes, EnvelopeTerms
 from grabstream.models.transfers import Entry
-from grabstream.streams.sweeper import Sweeper
+from grabstream.streams.deciding.sweeper import Sweeper
 from tests.lua.conftest import NOW, SEALER, grabs, opening
 from tests.lua.scene import DAY, MINUTE, Scene, by_user, coupon, stock
 
@@ -438,7 +438,10 @@ async def test_a_payment_id_in_a_later_life_of_its_campaign(scene: Scene) -> Non
 def test_lua_keeps_payments_as_long_as_python_says() -> None:
     of_scripts = {
         name: re.search(rf"local {name} = (.+)", (SCRIPTS / file).read_text())
-        for name, file in (("PAYMENTS_KNOWN_MS", "includes/past.lua"), ("PAYMENTS_KEPT_MS", "forget.lua"))
+        for name, file in (
+            ("PAYMENTS_KNOWN_MS", "includes/past.lua"),
+            ("PAYMENTS_KEPT_MS", "sweeping/forget.lua"),
+        )
     }
     assert {name: found and found[1] for name, found in of_scripts.items()} == {
         "PAYMENTS_KNOWN_MS": "180 * 86400000", "PAYMENTS_KEPT_MS": "PAYMENTS_KNOWN_MS + 86400000",

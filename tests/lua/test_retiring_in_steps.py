@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 
-from grabstream.lua.gate import Gate
+from grabstream.lua.gate.door import Gate
+from grabstream.lua.gate.sealing import Sealer
 from grabstream.lua.keys import KeySpace, ShardKeys
-from grabstream.lua.sealing import Sealer
 from grabstream.models.answers import Answer
 from grabstream.models.commands import decode_command
-from grabstream.ops.commands.services import new_seal_key
-from grabstream.ops.connections import open_redis
+from grabstream.ops.commands.local.services import new_seal_key
+from grabstream.ops.connections.opening import open_redis
 from grabstream.ops.settings import load_settings
-from grabstream.streams.ownership import OwnedShard
-from grabstream.streams.sweeper import Sweeper
+from grabstream.streams.deciding.sweeper import Sweeper
+from grabstream.streams.relaying.ownership import OwnedShard
 
 DAY_MS = 86_400_000
 TERMS = {

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grabstream.lua.gate import Gate
+from grabstream.lua.gate.door import Gate
+from grabstream.lua.gate.sealing import NONCE_BYTES, CannotOpen, Sealer
 from grabstream.lua.keys import KeySpace
-from grabstream.lua.sealing import NONCE_BYTES, CannotOpen, Sealer
 from grabstream.models.commands import Close
 from tests.lua.conftest import event_lines, grabs, opening, take_over
 from tests.lua.recovered import contents, fold

@@ -10,18 +10,18 @@ from typing import Any
 import pytest
 import redis
 
-from grabstream.lua import gate as gates
 from grabstream.lua import restoring
-from grabstream.lua.batches import parts_packed
-from grabstream.lua.gate import Gate, GateLimits, run_script
+from grabstream.lua.gate import door as gates
+from grabstream.lua.gate.batches import parts_packed
+from grabstream.lua.gate.door import Gate, GateLimits, run_script
+from grabstream.lua.gate.staging import INLINE_BYTES_MAX, PIECE_BYTES, STAGED_MS, pieces
 from grabstream.lua.keys import KeySpace
-from grabstream.lua.staging import INLINE_BYTES_MAX, PIECE_BYTES, STAGED_MS, pieces
 from grabstream.models.commands import Close, Grab, Open
 from grabstream.models.events import decode_event
 from grabstream.models.journal import Cursor
 from grabstream.models.offers import EnvelopeTerms
-from grabstream.streams.ownership import OwnedShard, SteppedDown
-from grabstream.streams.recovery import Position, Recovery
+from grabstream.streams.relaying.ownership import OwnedShard, SteppedDown
+from grabstream.streams.relaying.recovery import Position, Recovery
 from tests.lua.calls import Measured
 from tests.lua.conftest import SEALER, event_lines, opening, take_over
 from tests.lua.recovered import accepted, contents, differences, fold
@@ -278,7 +278,7 @@ async def test_a_million_parts_take_no_long_call(own_server: Any, monkeypatch: p
     machine.
     """
     monkeypatch.setattr(
-        "grabstream.lua.batches.parts_packed", lambda terms, seed: (1).to_bytes(6, "big") * terms.parts
+        "grabstream.lua.gate.batches.parts_packed", lambda terms, seed: (1).to_bytes(6, "big") * terms.parts
     )
     monkeypatch.setattr(
         "grabstream.lua.restoring.parts_packed", lambda terms, seed: (1).to_bytes(6, "big") * terms.parts

@@ -13,10 +13,10 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grabstream.lua.tickets import NOT_BEFORE_LEEWAY_SECONDS, REMEMBERED_MAX, Ticket, TicketKeys, sign
+from grabstream.lua.gate.tickets import NOT_BEFORE_LEEWAY_SECONDS, REMEMBERED_MAX, Ticket, TicketKeys, sign
 from grabstream.models.commands import TICKET_LENGTH_MAX
 from grabstream.models.offers import TIME_MS_MAX
-from grabstream.ops.connections import ticket_keys
+from grabstream.ops.connections.opening import ticket_keys
 from grabstream.ops.settings import BadSettings, Settings, load_settings
 
 SECRET, OTHER_SECRET = bytes(range(32)), bytes(range(1, 33))

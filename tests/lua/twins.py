@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from grabstream.lua.gate import Gate, GateLimits
+from grabstream.lua.gate.door import Gate, GateLimits
 from grabstream.lua.keys import KeySpace
 from grabstream.models.answers import Answer
 from grabstream.models.commands import AnyCommand, Grab, Open, Settle
@@ -29,7 +29,7 @@ from grabstream.models.events import (
 from grabstream.models.identifiers import campaign_of
 from grabstream.models.rules import Offer, ShardState, decide, decide_basket, sweep
 from grabstream.models.splitting import pack_parts
-from grabstream.streams.sweeper import Sweeper
+from grabstream.streams.deciding.sweeper import Sweeper
 from tests.contract import check_answered, check_events
 from tests.lua.books import check_books
 from tests.lua.conftest import NOW, SEALER, event_lines, take_over

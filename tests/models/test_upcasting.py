@@ -22,7 +22,7 @@ from grabstream.models.events import (
     encode_event,
 )
 from grabstream.models.upcasting import BrokenChain, NewerEvent, Upcaster, Upcasters, UpcastFailed
-from grabstream.ops.commands.services import new_seal_key
+from grabstream.ops.commands.local.services import new_seal_key
 from tests.models.old_events import UPCASTERS, as_it_was
 from tests.package import copy_of_the_package
 
@@ -124,7 +124,7 @@ def test_a_gap_is_found_at_once(
 @pytest.mark.parametrize(
     "command",
     [
-        ("-c", "import grabstream.streams.projector"),
+        ("-c", "import grabstream.streams.projecting.projector"),
         ("-m", "grabstream.ops.cli", "verify"),
         ("-m", "grabstream.ops.cli", "worker"),
     ],

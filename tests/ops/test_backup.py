@@ -15,7 +15,7 @@ from aiokafka.admin import AIOKafkaAdminClient
 
 from grabstream.models.commands import Grab, Open
 from grabstream.models.offers import EnvelopeTerms
-from grabstream.ops.connections import open_gate, open_redis
+from grabstream.ops.connections.opening import open_gate, open_redis
 from grabstream.ops.rehearsal.stage import take_down
 from grabstream.ops.services.servers import PROJECT
 from grabstream.ops.settings import Settings, child_environment

@@ -14,7 +14,7 @@ from psycopg import AsyncConnection
 
 from grabstream.models.commands import Open, Undecodable, decode_commands
 from grabstream.ops.cli import VERBS
-from grabstream.ops.output import counted
+from grabstream.ops.console.output import counted
 from grabstream.ops.services import free_ports
 from grabstream.ops.services.servers import Redis
 from grabstream.ops.settings import Settings, child_environment
@@ -188,7 +188,7 @@ def test_before_init_one_is_told_to_init(settings: Settings, words: tuple[str, .
 
 def test_ctrl_c_while_the_command_line_is_imported() -> None:
     """As early as can be and in a verb's own module: no traceback, and 130."""
-    for module in ("click", "psycopg", "grabstream.ops.commands.verify"):
+    for module in ("click", "psycopg", "grabstream.ops.commands.operate.verify"):
         program = f"""
 import os, signal, sys
 class Finder:

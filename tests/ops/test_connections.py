@@ -2,7 +2,7 @@
 
 import asyncio
 
-from grabstream.ops.connections import open_redis
+from grabstream.ops.connections.opening import open_redis
 from grabstream.ops.settings import Settings
 
 

@@ -17,12 +17,12 @@ from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
 from pydantic import SecretStr
 
 from grabstream.lua import loader
-from grabstream.lua.gate import now_ms
+from grabstream.lua.gate.door import now_ms
 from grabstream.lua.keys import LAYOUT, SHARD_FIELDS
 from grabstream.models.commands import Grab, Open
 from grabstream.models.journal import Cursor
 from grabstream.models.offers import StockTerms
-from grabstream.ops.connections import key_space, open_gate, open_redis
+from grabstream.ops.connections.opening import key_space, open_gate, open_redis
 from grabstream.ops.diagnosis import books, core, machine, topics
 from grabstream.ops.diagnosis.books import BookFacts, Lost
 from grabstream.ops.diagnosis.core import CoreFacts, ShardFacts
@@ -32,7 +32,7 @@ from grabstream.ops.diagnosis.topics import Partition, TopicFacts
 from grabstream.ops.services import free_ports
 from grabstream.ops.services.servers import Redis
 from grabstream.ops.settings import Settings
-from grabstream.streams.projector import CatchUp
+from grabstream.streams.projecting.projector import CatchUp
 from grabstream.streams.topics import Topics, delete_command
 from tests.conftest import until
 from tests.ops.test_cli import grabstream, of

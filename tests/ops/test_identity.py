@@ -14,16 +14,16 @@ from psycopg import AsyncConnection
 from grabstream.models.commands import Grab, Open
 from grabstream.models.offers import StockTerms
 from grabstream.ops.cli import VERBS, grabstream
-from grabstream.ops.connections import check_system, key_space, open_gate, open_redis
+from grabstream.ops.connections.opening import check_system, key_space, open_gate, open_redis
 from grabstream.ops.diagnosis.examination import examine
 from grabstream.ops.identity import NotWrittenDown, OtherJournal, OtherSystem
 from grabstream.ops.making import make_system, take_new_journal
 from grabstream.ops.rehearsal.run import open_books
 from grabstream.ops.settings import BadSettings, Settings, child_environment
-from grabstream.projections.locks import Held
-from grabstream.projections.migrate import migrate
+from grabstream.projections.database.locks import Held
+from grabstream.projections.database.migrate import migrate
 from grabstream.streams.journal import open_reader
-from grabstream.streams.projector import CatchUp
+from grabstream.streams.projecting.projector import CatchUp
 from grabstream.streams.topic_ids import find_topic
 from grabstream.streams.topics import Topics, create_topics
 from tests.conftest import until
@@ -70,7 +70,8 @@ def call(settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     (tmp_path / "offers.yaml").write_text("- {id: x, offer: x, terms: {kind: stock, issuer: i, total: 1}}\n")
     (tmp_path / "users").write_text("u\n")
     (tmp_path / "counted.py").write_text(
-        "from grabstream.streams.own import Projection\nasync def apply(connection, facts): ...\n"
+        "from grabstream.streams.following.user_projection import Projection\n"
+        "async def apply(connection, facts): ...\n"
         f"PROJECTION = Projection('counted', schema='{settings.schema_}_counted', tables='', apply=apply)\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -177,7 +178,7 @@ async def test_init_says_who_has_locked_what_it_needs(
 ) -> None:
     """And waits no longer than a moment, in which readers wait behind it; afterwards it has nothing to do."""
     monkeypatch.setattr("grabstream.ops.making.LOCK_SECONDS", 0.5)
-    monkeypatch.setattr("grabstream.projections.migrate.FIRST_SECONDS_MAX", 1)
+    monkeypatch.setattr("grabstream.projections.database.migrate.FIRST_SECONDS_MAX", 1)
     async with await AsyncConnection.connect(system.postgres, application_name="somebody's report") as stuck:
         await stuck.execute(lock.format(system.schema_).encode())
         with pytest.raises(

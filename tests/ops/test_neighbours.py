@@ -10,13 +10,13 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from grabstream.ops.connections import key_space, open_redis
+from grabstream.ops.connections.opening import key_space, open_redis
 from grabstream.ops.making import make_system
 from grabstream.ops.rehearsal.run import open_books
 from grabstream.ops.rehearsal.stage import take_down
 from grabstream.ops.services import LocalServices, free_ports
 from grabstream.ops.settings import Settings
-from grabstream.projections.system import schemas_of
+from grabstream.projections.database.system import schemas_of
 from tests.ops.test_backup import carry_out
 from tests.streams.test_projections import rows
 

@@ -19,8 +19,8 @@ from grabstream.models.bounds import REASON_BYTES_MAX
 from grabstream.models.commands import Open
 from grabstream.models.identifiers import is_id
 from grabstream.models.offers import CouponTerms, EnvelopeTerms, Hours, Limit, StockTerms, Terms
-from grabstream.ops.offer_files import BadOfferFile, Form, form_of, read_offers
-from grabstream.ops.offer_plan import PLAN_COLUMNS, plan_rows
+from grabstream.ops.formats.offer_files import BadOfferFile, Form, form_of, read_offers
+from grabstream.ops.formats.offer_plan import PLAN_COLUMNS, plan_rows
 
 FORMS = get_args(Form)
 COUPON = {"kind": "coupon", "issuer": "shop", "total": 5}

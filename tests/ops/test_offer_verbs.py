@@ -20,9 +20,9 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from grabstream.lua.keys import OFFER_KEYS
 from grabstream.models.offers import Changes, Limit
 from grabstream.ops import cli
-from grabstream.ops.commands.services import new_seal_key
-from grabstream.ops.connections import key_space, open_redis
-from grabstream.ops.offer_files import BadOfferFile, read_changes
+from grabstream.ops.commands.local.services import new_seal_key
+from grabstream.ops.connections.opening import key_space, open_redis
+from grabstream.ops.formats.offer_files import BadOfferFile, read_changes
 from grabstream.ops.settings import Settings, child_environment
 from tests.conftest import wait_until
 from tests.ops.test_cli import grabstream, of

@@ -12,12 +12,12 @@ import pytest
 import redis
 from redis.exceptions import ConnectionError, TimeoutError
 
-from grabstream.lua.gate import run_script
-from grabstream.lua.journaled import Journaled
+from grabstream.lua.gate.door import run_script
+from grabstream.lua.gate.journaled import Journaled
 from grabstream.lua.keys import KeySpace
-from grabstream.ops.connections import open_redis
-from grabstream.ops.redis_cluster import ClusterClient, key_of, slot_of
-from grabstream.ops.redis_servers import information
+from grabstream.ops.connections.opening import open_redis
+from grabstream.ops.connections.redis_cluster import ClusterClient, key_of, slot_of
+from grabstream.ops.connections.redis_servers import information
 from grabstream.ops.services import free_ports
 from grabstream.ops.services.cluster import join_redis
 from grabstream.ops.services.servers import Redis

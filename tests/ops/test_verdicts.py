@@ -15,7 +15,7 @@ import pytest_asyncio
 from grabstream.models.answers import Answer
 from grabstream.models.commands import Confirm, Grab
 from grabstream.models.events import AnyEvent
-from grabstream.ops.connections import key_space, open_gate, open_redis
+from grabstream.ops.connections.opening import key_space, open_gate, open_redis
 from grabstream.ops.rehearsal.clock import HOUR_MS
 from grabstream.ops.rehearsal.crowd import attempts, envelopes
 from grabstream.ops.rehearsal.facts import Facts

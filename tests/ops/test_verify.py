@@ -18,10 +18,10 @@ from aiokafka import AIOKafkaProducer
 from aiokafka.admin import AIOKafkaAdminClient
 from pydantic import SecretStr
 
-from grabstream.lua.gate import Gate, now_ms
+from grabstream.lua.gate.door import Gate, now_ms
+from grabstream.lua.gate.tickets import TicketKeys, sign
 from grabstream.lua.keys import CAMPAIGN_KEYS, OFFER_KEYS, KeySpace, ShardKeys
 from grabstream.lua.records import GRAB_FIELDS
-from grabstream.lua.tickets import TicketKeys, sign
 from grabstream.models.commands import (
     Adjust,
     AnyCommand,
@@ -37,16 +37,16 @@ from grabstream.models.commands import (
 from grabstream.models.offers import CouponTerms, EnvelopeTerms, Limit, StockTerms
 from grabstream.models.transfers import Entry
 from grabstream.ops import verification
-from grabstream.ops.connections import gate_limits, key_space, open_gate, open_redis, sealer
+from grabstream.ops.connections.opening import gate_limits, key_space, open_gate, open_redis, sealer
 from grabstream.ops.rehearsal.run import look, open_books
 from grabstream.ops.rehearsal.stage import take_down
 from grabstream.ops.settings import Settings
 from grabstream.ops.verification import Check, verify
-from grabstream.streams import beside
-from grabstream.streams.beside import NOT_TOLD
 from grabstream.streams.clients import started
 from grabstream.streams.journal import open_reader
-from grabstream.streams.projector import CatchUp
+from grabstream.streams.projecting.projector import CatchUp
+from grabstream.streams.relaying import shadow as beside
+from grabstream.streams.relaying.shadow import NOT_TOLD
 from grabstream.streams.topics import Topics, create_topics, retention_ms
 from tests.conftest import Worker, make_system, until
 from tests.streams.test_projections import (

@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
+from grabstream.lua.gate.sealing import Sealer
 from grabstream.lua.keys import KeySpace
-from grabstream.lua.sealing import Sealer
 from grabstream.models.journal import Accepted, Cursor
-from grabstream.ops.commands.services import new_seal_key
-from grabstream.ops.connections import open_redis
+from grabstream.ops.commands.local.services import new_seal_key
+from grabstream.ops.connections.opening import open_redis
 from grabstream.ops.settings import load_settings
 from grabstream.ops.verification import RedisShard, _Marks
-from grabstream.streams.beside import BESIDE_STEADILY, Beside, NoRoom, Pace, open_beside
-from grabstream.streams.recovery import literal
+from grabstream.streams.relaying.recovery import literal
+from grabstream.streams.relaying.shadow import BESIDE_STEADILY, Beside, NoRoom, Pace, open_beside
 
 
 @pytest.fixture

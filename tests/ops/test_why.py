@@ -7,15 +7,15 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from grabstream.lua.gate import Gate, now_ms
+from grabstream.lua.gate.door import Gate, now_ms
 from grabstream.models.answers import Answer
 from grabstream.models.commands import AnyCommand, Close, Confirm, Grab, Open
 from grabstream.models.offers import EnvelopeTerms, Limit, StockTerms
-from grabstream.ops.commands.why import as_json_of, gather
-from grabstream.ops.connections import open_gate
+from grabstream.ops.commands.read.why import as_json_of, gather
+from grabstream.ops.connections.opening import open_gate
 from grabstream.ops.diagnosis.story import tell
 from grabstream.ops.settings import Settings
-from grabstream.streams.projector import CatchUp
+from grabstream.streams.projecting.projector import CatchUp
 from tests.conftest import until
 from tests.ops.test_cli import grabstream, of
 from tests.streams.test_projections import (

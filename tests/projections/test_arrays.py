@@ -5,7 +5,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from grabstream.ops.settings import Settings
-from grabstream.projections.arrays import integer_array, text_array
+from grabstream.projections.database.arrays import integer_array, text_array
 
 texts = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]))
 

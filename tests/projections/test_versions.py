@@ -12,8 +12,8 @@ from psycopg import AsyncConnection
 
 from grabstream.ops.settings import Settings
 from grabstream.projections import versions
+from grabstream.projections.database.migrate import migrate
 from grabstream.projections.definitions import PROJECTIONS, BadDefinition, definition_of, parse
-from grabstream.projections.migrate import migrate
 
 FORM = {
     "columns": "SELECT c.relname, c.relkind, a.attnum - (SELECT count(*) FROM pg_attribute WHERE attrelid = "

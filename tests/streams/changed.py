@@ -9,8 +9,9 @@ from typing import Any
 import msgspec
 
 from grabstream.ops.cli import main
-from grabstream.projections import definitions, offers
-from grabstream.projections.offers import _terms as as_before
+from grabstream.projections import definitions
+from grabstream.projections.balances import offers
+from grabstream.projections.balances.offers import _terms as as_before
 
 
 def install() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from grabstream.lua.keys import KeySpace
 from grabstream.models.journal import Cursor, parse_block
-from grabstream.ops.connections import key_space, open_redis, sealer
+from grabstream.ops.connections.opening import key_space, open_redis, sealer
 from grabstream.ops.settings import Settings
 from grabstream.streams.journal import open_reader
 from grabstream.streams.topics import Topics

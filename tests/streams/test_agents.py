@@ -5,7 +5,7 @@ asked for a second time.
 import asyncio
 
 from grabstream.ops.settings import Settings
-from grabstream.streams import agents
+from grabstream.streams.projecting import agents
 from tests.streams.test_projections import LINES, Journal, at_seq, journal
 
 __all__ = ["journal"]

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from grabstream.ops.commands.at import at as at_verb
-from grabstream.ops.moments import BadMoment, parse_time, show_time
+from grabstream.ops.commands.read.at import at as at_verb
+from grabstream.ops.formats.moments import BadMoment, parse_time, show_time
 from grabstream.ops.rehearsal.run import open_books
 from grabstream.ops.settings import child_environment
-from grabstream.projections.sessions import system_name
-from grabstream.streams import replay_schema
-from grabstream.streams.replay_schema import Definition, open_schema, temporary_schema
-from grabstream.streams.selection import Wanted
+from grabstream.projections.database.sessions import system_name
+from grabstream.streams.replaying import replay_schema
+from grabstream.streams.replaying.replay_schema import Definition, open_schema, temporary_schema
+from grabstream.streams.replaying.selection import Wanted
 from tests.conftest import until
 from tests.ops.test_cli import grabstream, of
 from tests.streams.told import WAITS_FOR_US, System, schemas, tables

@@ -10,7 +10,7 @@ import pytest
 
 from grabstream.models.bounds import REJECTED_OF_ARRAY_MAX
 from grabstream.models.identifiers import shard_of
-from grabstream.streams.understanding import Pace, Understood, understand
+from grabstream.streams.deciding.understanding import Pace, Understood, understand
 
 
 async def _understood(*commands: Any) -> Understood:

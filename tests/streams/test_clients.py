@@ -7,10 +7,10 @@ import time
 import pytest
 from aiokafka import AIOKafkaProducer
 
-from grabstream.ops.connections import key_space, open_redis, sealer
+from grabstream.ops.connections.opening import key_space, open_redis, sealer
 from grabstream.ops.settings import Settings
 from grabstream.streams import clients
-from grabstream.streams.relay import RETRY_SECONDS_MAX, ShardRelay
+from grabstream.streams.relaying.relay import RETRY_SECONDS_MAX, ShardRelay
 from tests.conftest import until
 
 
@@ -86,7 +86,9 @@ async def test_a_server_that_is_away_is_said_once(
     await until(lambda: relay._pause_seconds == RETRY_SECONDS_MAX, 30, "a longer pause")
     relaying.cancel()
     await asyncio.wait({relaying})
-    assert len([record for record in caplog.records if record.name == "grabstream.streams.relay"]) == 1
+    assert (
+        len([record for record in caplog.records if record.name == "grabstream.streams.relaying.relay"]) == 1
+    )
 
 
 def test_what_goes_wrong_again_and_again_is_said_when_it_changes(caplog: pytest.LogCaptureFixture) -> None:

@@ -16,9 +16,9 @@ from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
 from click.testing import CliRunner
 
 from grabstream.ops import cli
-from grabstream.ops.connections import key_space, open_redis, require_core
-from grabstream.ops.redis_cluster import slot_of
-from grabstream.ops.redis_servers import information
+from grabstream.ops.connections.opening import key_space, open_redis, require_core
+from grabstream.ops.connections.redis_cluster import slot_of
+from grabstream.ops.connections.redis_servers import information
 from grabstream.ops.services import ClusterServices, free_ports
 from grabstream.ops.services.cluster import ports_from
 from grabstream.ops.settings import BadSettings, Settings, child_environment, cluster_address, load_settings

@@ -12,18 +12,18 @@ from typing import Any
 import pytest
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
 
-from grabstream.lua.gate import Gate, GateLimits
+from grabstream.lua.gate.door import Gate, GateLimits
 from grabstream.lua.keys import KeySpace
 from grabstream.models.commands import AnyCommand, Grab, Open, encode_command
-from grabstream.ops.connections import key_space, open_gate, open_redis, sealer
+from grabstream.ops.connections.opening import key_space, open_gate, open_redis, sealer
 from grabstream.ops.diagnosis.examination import examine
 from grabstream.ops.settings import Settings
-from grabstream.streams import backlog
 from grabstream.streams.clients import started
-from grabstream.streams.decider import Decider
-from grabstream.streams.relay import ShardRelay
+from grabstream.streams.deciding import backlog
+from grabstream.streams.deciding.decider import Decider
+from grabstream.streams.deciding.understanding import SET_ASIDE_HEADER
+from grabstream.streams.relaying.relay import ShardRelay
 from grabstream.streams.topics import Topics
-from grabstream.streams.understanding import SET_ASIDE_HEADER
 from tests.conftest import until
 from tests.lua.injected import inject
 from tests.lua.test_order import CARRIED_OUT, TERMS, Between, course_of
@@ -181,8 +181,8 @@ async def test_what_a_shard_that_stands_still_keeps_in_memory_is_bounded(
     when the shard goes on.
     """
     monkeypatch.setattr(backlog, "HELD_COMMANDS_MAX", 300)
-    monkeypatch.setattr("grabstream.streams.decider.POLL_RECORDS_MAX", 20)
-    monkeypatch.setattr("grabstream.streams.decider.PARTITION_BYTES_MAX", 4_000)
+    monkeypatch.setattr("grabstream.streams.deciding.decider.POLL_RECORDS_MAX", 20)
+    monkeypatch.setattr("grabstream.streams.deciding.decider.PARTITION_BYTES_MAX", 4_000)
     still, going = stock_in(stage.keys, 0), stock_in(stage.keys, 1)
     stage.relay(0, 1)
     await stage.open(still, going)

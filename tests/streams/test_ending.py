@@ -17,9 +17,9 @@ from psycopg.conninfo import conninfo_to_dict
 
 from grabstream.models.commands import Grab, Open
 from grabstream.models.offers import EnvelopeTerms
-from grabstream.ops.connections import open_gate, open_redis
+from grabstream.ops.connections.opening import open_gate, open_redis
+from grabstream.ops.console.stopping import END_SECONDS_MAX
 from grabstream.ops.settings import Settings, child_environment
-from grabstream.ops.stopping import END_SECONDS_MAX
 from grabstream.streams.worker import again, run_worker
 from tests.conftest import until
 from tests.ops.test_cli import of

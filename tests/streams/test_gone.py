@@ -9,7 +9,7 @@ import pytest
 
 from grabstream.models.commands import Grab, Open
 from grabstream.models.offers import EnvelopeTerms
-from grabstream.ops.connections import open_gate
+from grabstream.ops.connections.opening import open_gate
 from grabstream.ops.rehearsal.run import open_books
 from grabstream.ops.settings import Settings
 from grabstream.ops.verification import verify

@@ -14,15 +14,15 @@ from psycopg import AsyncConnection
 
 from grabstream.models.commands import Grab, Open
 from grabstream.models.offers import EnvelopeTerms
-from grabstream.ops.connections import open_gate
+from grabstream.ops.connections.opening import open_gate
 from grabstream.ops.settings import Settings, child_environment
 from grabstream.ops.verification import verify
-from grabstream.projections.sessions import session_name
+from grabstream.projections.database.sessions import session_name
 from grabstream.projections.versions import use_read_model
-from grabstream.streams import agents
 from grabstream.streams.clients import started
-from grabstream.streams.projector import HANGS_MS_MAX, QUEUE_RECORDS_MAX
-from grabstream.streams.watchdog import STALLED_SECONDS
+from grabstream.streams.projecting import agents
+from grabstream.streams.projecting.projector import HANGS_MS_MAX, QUEUE_RECORDS_MAX
+from grabstream.streams.projecting.watchdog import STALLED_SECONDS
 from tests.conftest import until
 from tests.streams.test_projections import Journal, at_seq, granted, journal, opened, rows
 
@@ -93,7 +93,7 @@ async def test_waiting_for_rows_does_not_cost_the_group(
 #: An app that is a member of its group, and is told to stop, but hangs in that; the process lives on.
 HANGS_IN_STOPPING = """
 import asyncio, sys
-from grabstream.streams import agents
+from grabstream.streams.projecting import agents
 
 async def main(kafka, prefix, postgres):
     projectors = agents.make_projectors(kafka, prefix, 8, postgres, prefix, ["ledger"])

@@ -16,8 +16,8 @@ import redis
 from redis.crc import key_slot
 
 from grabstream.lua.keys import KeySpace
-from grabstream.ops.commands.status import read as status
-from grabstream.ops.connections import key_space, open_gate
+from grabstream.ops.commands.read.status import read as status
+from grabstream.ops.connections.opening import key_space, open_gate
 from grabstream.ops.diagnosis.examination import examine
 from grabstream.ops.diagnosis.findings import of_shards
 from grabstream.ops.rehearsal.stage import take_down

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from grabstream.ops.connections import key_space, open_redis
+from grabstream.ops.connections.opening import key_space, open_redis
 from grabstream.ops.services import LocalServices
 from grabstream.ops.settings import Settings
 from tests.conftest import make_system, until

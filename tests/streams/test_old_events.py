@@ -14,8 +14,9 @@ from grabstream.models.events import AnyEvent, EventDecoder
 from grabstream.models.journal import GENESIS, chain
 from grabstream.ops.settings import Settings
 from grabstream.ops.verification import verify
-from grabstream.projections import audit, balances, ledger
-from grabstream.streams.projector import CatchUp, Decoder, Projector
+from grabstream.projections import audit, ledger
+from grabstream.projections.balances import users as balances
+from grabstream.streams.projecting.projector import CatchUp, Decoder, Projector
 from grabstream.streams.topics import Topics
 from tests.conftest import make_system, take_down, until
 from tests.models.old_events import UPCASTERS, as_it_was

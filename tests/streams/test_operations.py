@@ -11,7 +11,7 @@ from grabstream.models.upcasting import NEWER
 from grabstream.ops.rehearsal.run import open_books
 from grabstream.ops.settings import Settings
 from grabstream.projections import cursors
-from grabstream.streams.projector import CatchUp
+from grabstream.streams.projecting.projector import CatchUp
 from tests.conftest import until
 from tests.streams.test_projections import SHARD, Journal, at_seq, granted, journal, opened, rows, running
 from tests.streams.test_sums import adjusted

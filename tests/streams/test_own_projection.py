@@ -19,11 +19,11 @@ from typing import Any
 import pytest
 
 from grabstream.models.events import GrabGranted, GrabHeld
-from grabstream.ops.connections import system_of
+from grabstream.ops.connections.opening import system_of
 from grabstream.ops.rehearsal.run import open_books
 from grabstream.ops.settings import Settings, child_environment
-from grabstream.streams import own
-from grabstream.streams.own import NotOurs, Projection, rebuild
+from grabstream.streams.following import user_projection as own
+from grabstream.streams.following.user_projection import NotOurs, Projection, rebuild
 from tests.conftest import until
 from tests.ops.test_cli import of
 from tests.streams.test_pieces import rows

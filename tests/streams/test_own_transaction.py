@@ -12,11 +12,11 @@ import psycopg
 import pytest
 from psycopg import AsyncConnection, IsolationLevel
 
-from grabstream.ops.connections import system_of
+from grabstream.ops.connections.opening import system_of
 from grabstream.ops.rehearsal.run import open_books
 from grabstream.ops.settings import Settings, load_settings
-from grabstream.streams import own
-from grabstream.streams.own import NotOurs, Projection, System, follow, rebuild
+from grabstream.streams.following import user_projection as own
+from grabstream.streams.following.user_projection import NotOurs, Projection, System, follow, rebuild
 from tests.conftest import TEST_ROLE, until
 from tests.streams.test_pieces import rows
 from tests.streams.told import Told, drop, journal, schemas

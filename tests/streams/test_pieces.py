@@ -29,7 +29,7 @@ from grabstream.models.rules import ShardState, decide, sweep
 from grabstream.models.rules.state import Status
 from grabstream.ops.rehearsal.stage import take_down
 from grabstream.ops.settings import Settings
-from grabstream.streams.projector import CatchUp
+from grabstream.streams.projecting.projector import CatchUp
 from tests.conftest import make_system
 from tests.lua.shop import Shop
 from tests.streams.test_projections import SHARD, Journal, at_seq, rows, running

@@ -17,9 +17,9 @@ from grabstream.models.journal import GENESIS, block_headers, chain, marker_head
 from grabstream.ops.rehearsal.run import open_books
 from grabstream.ops.settings import Settings
 from grabstream.projections.versions import use_read_model
-from grabstream.streams.agents import make_projectors
 from grabstream.streams.journal import Record, open_reader
-from grabstream.streams.projector import CatchUp, Decoder, Projector
+from grabstream.streams.projecting.agents import make_projectors
+from grabstream.streams.projecting.projector import CatchUp, Decoder, Projector
 from grabstream.streams.topics import Topics
 from tests.conftest import until
 from tests.ops.test_cli import grabstream, of

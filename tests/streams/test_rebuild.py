@@ -15,18 +15,18 @@ from typing import Any
 import pytest
 from psycopg import AsyncConnection, IsolationLevel, sql
 
-from grabstream.ops.commands.rebuild import where_of
+from grabstream.ops.commands.rebuild.read_models import where_of
 from grabstream.ops.rehearsal.run import open_books
 from grabstream.ops.rehearsal.stage import take_down
 from grabstream.ops.settings import Settings, child_environment, load_settings
 from grabstream.projections.cursors import load
+from grabstream.projections.database.sessions import session_name
 from grabstream.projections.definitions import PROJECTIONS, definition_of
-from grabstream.projections.sessions import session_name
 from grabstream.projections.versions import Version, in_state, use_version, versions
-from grabstream.streams.loading import deal
-from grabstream.streams.projector import CatchUp
-from grabstream.streams.rebuild import Progress, Refused, open_rebuild, open_source
-from grabstream.streams.switching import Busy, older_snapshots_gone
+from grabstream.streams.projecting.projector import CatchUp
+from grabstream.streams.rebuilding.loading import deal
+from grabstream.streams.rebuilding.rebuild import Progress, Refused, open_rebuild, open_source
+from grabstream.streams.rebuilding.switching import Busy, older_snapshots_gone
 from tests.conftest import as_role, make_system, until
 from tests.ops.test_cli import grabstream, of
 from tests.streams.test_pieces import made, project
@@ -453,7 +453,7 @@ def test_shards_are_dealt_out_evenly() -> None:
 
 async def test_processes_load_the_same_rows(booked: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
     """Shards dealt out to processes; what one of them cannot read is said, and the others are ended."""
-    monkeypatch.setattr("grabstream.streams.rebuild.PROCESSES_EVENTS_MIN", 1)
+    monkeypatch.setattr("grabstream.streams.rebuilding.rebuild.PROCESSES_EVENTS_MIN", 1)
     before = await digests(booked, await version_in(booked, "balances"))
     new = await rebuilt(booked, "balances", jobs=2)
     assert await digests(booked, new) == before

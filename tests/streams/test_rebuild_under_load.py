@@ -14,10 +14,10 @@ import pytest
 from psycopg import AsyncConnection, IsolationLevel
 
 from grabstream.ops.settings import Settings, child_environment
-from grabstream.projections.migrate import use_schema
-from grabstream.streams import agents
-from grabstream.streams.agents import group_of
+from grabstream.projections.database.migrate import use_schema
 from grabstream.streams.journal import open_reader
+from grabstream.streams.projecting import agents
+from grabstream.streams.projecting.agents import group_of
 from grabstream.streams.topics import Topics
 from tests.conftest import until
 from tests.ops.test_cli import grabstream, of

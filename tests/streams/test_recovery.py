@@ -17,15 +17,22 @@ from typing import Any
 
 import pytest
 
-from grabstream.lua.gate import Gate, run_script
+from grabstream.lua.gate.door import Gate, run_script
 from grabstream.models.commands import Close, Confirm, Grab, Open, Release
 from grabstream.models.offers import EnvelopeTerms, Limit, StockTerms
-from grabstream.ops.connections import gate_limits, key_space, open_gate, open_redis, sealer, snapshots
+from grabstream.ops.connections.opening import (
+    gate_limits,
+    key_space,
+    open_gate,
+    open_redis,
+    sealer,
+    snapshots,
+)
 from grabstream.ops.rehearsal.run import open_books
 from grabstream.ops.services import LocalServices
 from grabstream.ops.settings import Settings, child_environment
 from grabstream.projections.versions import use_read_model
-from grabstream.streams.relay import ShardRelay
+from grabstream.streams.relaying.relay import ShardRelay
 from grabstream.streams.topics import Topics
 from tests.conftest import make_system, until
 from tests.lua.interrupting import Interrupting

@@ -21,16 +21,16 @@ from click.testing import CliRunner
 from psycopg import AsyncConnection
 
 from grabstream.models.transfers import transfers_of
-from grabstream.ops.commands.at import at as at_verb
-from grabstream.ops.commands.replay import replay as replay_verb
-from grabstream.ops.moments import show_time
+from grabstream.ops.commands.read.at import at as at_verb
+from grabstream.ops.commands.rebuild.replay import replay as replay_verb
+from grabstream.ops.formats.moments import show_time
 from grabstream.ops.rehearsal.run import open_books
 from grabstream.ops.replaying import request
 from grabstream.ops.settings import Settings, child_environment, load_settings
-from grabstream.projections.locks import hold
-from grabstream.streams.history import JournalSource, Point
+from grabstream.projections.database.locks import hold
 from grabstream.streams.journal import JournalReader, open_reader
-from grabstream.streams.projector import CatchUp
+from grabstream.streams.projecting.projector import CatchUp
+from grabstream.streams.replaying.history import JournalSource, Point
 from grabstream.streams.topics import Topics
 from tests.conftest import until
 from tests.ops.test_cli import README, grabstream, of

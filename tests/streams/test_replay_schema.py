@@ -22,12 +22,12 @@ from grabstream.models.events import (
     OfferResumed,
     OfferRetired,
 )
-from grabstream.ops.moments import show_time
+from grabstream.ops.formats.moments import show_time
 from grabstream.ops.rehearsal.run import open_books
 from grabstream.ops.rehearsal.stage import take_down
 from grabstream.ops.settings import child_environment
-from grabstream.streams.agents import make_projectors
-from grabstream.streams.projector import CatchUp
+from grabstream.streams.projecting.agents import make_projectors
+from grabstream.streams.projecting.projector import CatchUp
 from tests.conftest import make_system, until
 from tests.ops.test_cli import grabstream, of
 from tests.streams.test_pieces import rows

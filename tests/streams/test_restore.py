@@ -14,8 +14,8 @@ from aiokafka.admin import AIOKafkaAdminClient
 from grabstream.models.commands import Grab, Open
 from grabstream.models.journal import marker_headers
 from grabstream.models.offers import EnvelopeTerms
-from grabstream.ops.commands.rebuild import where_of
-from grabstream.ops.connections import key_space, open_gate, open_redis
+from grabstream.ops.commands.rebuild.read_models import where_of
+from grabstream.ops.connections.opening import key_space, open_gate, open_redis
 from grabstream.ops.making import take_new_journal
 from grabstream.ops.rehearsal.run import look, open_books
 from grabstream.ops.settings import Settings
@@ -23,7 +23,7 @@ from grabstream.ops.verification import verify
 from grabstream.projections.definitions import PROJECTIONS
 from grabstream.projections.versions import Version, versions
 from grabstream.streams.journal import open_reader
-from grabstream.streams.restore import Restore
+from grabstream.streams.rebuilding.restore import Restore
 from grabstream.streams.topics import Topics, create_topics
 from tests.conftest import until
 from tests.ops.test_cli import grabstream, of

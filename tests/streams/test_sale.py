@@ -8,11 +8,11 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from grabstream.lua.gate import Gate, OutcomeUnknown
+from grabstream.lua.gate.door import Gate, OutcomeUnknown
 from grabstream.models.answers import Answer
 from grabstream.models.commands import AnyCommand, Confirm, Grab, Open, Release, Return
 from grabstream.models.offers import Limit, StockTerms
-from grabstream.ops.connections import gate_limits, key_space, open_redis, sealer
+from grabstream.ops.connections.opening import gate_limits, key_space, open_redis, sealer
 from grabstream.ops.settings import Settings
 from grabstream.ops.verification import verify
 from tests.conftest import until

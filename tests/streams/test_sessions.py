@@ -12,16 +12,16 @@ from psycopg import AsyncConnection, IsolationLevel
 from grabstream.lua.keys import KeySpace
 from grabstream.models.commands import Open
 from grabstream.models.offers import EnvelopeTerms
-from grabstream.ops.connections import key_space, open_gate, open_redis
+from grabstream.ops.connections.opening import key_space, open_gate, open_redis
 from grabstream.ops.making import make_system
 from grabstream.ops.rehearsal.run import open_books
 from grabstream.ops.rehearsal.stage import take_down
 from grabstream.ops.settings import Settings
 from grabstream.ops.verification import compares_keys
-from grabstream.projections.locks import Held, hold
-from grabstream.projections.sessions import connect, session_name, system_name
-from grabstream.streams.beside import BESIDE_STEADILY
-from grabstream.streams.switching import Busy, older_snapshots_gone, with_snapshot
+from grabstream.projections.database.locks import Held, hold
+from grabstream.projections.database.sessions import connect, session_name, system_name
+from grabstream.streams.rebuilding.switching import Busy, older_snapshots_gone, with_snapshot
+from grabstream.streams.relaying.shadow import BESIDE_STEADILY
 from tests.conftest import until
 from tests.streams.test_projections import rows
 

@@ -12,9 +12,9 @@ import pytest
 from grabstream.models.journal import GENESIS, Cursor, chain
 from grabstream.ops.rehearsal.run import open_books
 from grabstream.ops.settings import Settings
-from grabstream.projections.snapshots import newest, trail_of
+from grabstream.projections.checking.snapshots import newest, trail_of
 from grabstream.streams.journal import open_reader
-from grabstream.streams.projector import CatchUp
+from grabstream.streams.projecting.projector import CatchUp
 from grabstream.streams.topics import Topics
 from tests.conftest import until
 from tests.ops.test_cli import grabstream, of

@@ -15,7 +15,7 @@ import pytest
 from grabstream.ops.rehearsal.run import open_books
 from grabstream.ops.settings import Settings
 from grabstream.projections import versions
-from grabstream.streams.projector import CatchUp
+from grabstream.streams.projecting.projector import CatchUp
 from tests.ops.test_cli import grabstream, of
 from tests.streams.test_projections import (
     SHARD,

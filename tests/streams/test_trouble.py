@@ -18,22 +18,25 @@ import redis.asyncio
 import redis.exceptions
 import uvloop
 
-from grabstream.lua.decided import DecidedAnswers
-from grabstream.lua.gate import Gate, GateLimits, OutcomeUnknown
-from grabstream.lua.journaled import Journaled
+from grabstream.lua.gate.decided import DecidedAnswers
+from grabstream.lua.gate.door import Gate, GateLimits, OutcomeUnknown
+from grabstream.lua.gate.journaled import Journaled
+from grabstream.lua.gate.refusals import RefusalLog
 from grabstream.lua.keys import KeySpace
-from grabstream.lua.refusals import RefusalLog
 from grabstream.lua.trouble import is_trouble
 from grabstream.models.answers import Answer
 from grabstream.ops.services import free_ports
 from grabstream.ops.settings import Settings
-from grabstream.streams import decider, keeper, relay, sweeper, verifier
-from grabstream.streams.decider import Decider
-from grabstream.streams.keeper import Keeper
-from grabstream.streams.relay import ShardRelay
-from grabstream.streams.sweeper import Sweeper
+from grabstream.streams.deciding import decider, sweeper
+from grabstream.streams.deciding.decider import Decider
+from grabstream.streams.deciding.sweeper import Sweeper
+from grabstream.streams.projecting import verifier
+from grabstream.streams.projecting.verifier import Verifier
+from grabstream.streams.relaying import leases as keeper
+from grabstream.streams.relaying import relay
+from grabstream.streams.relaying.leases import Keeper
+from grabstream.streams.relaying.relay import ShardRelay
 from grabstream.streams.topics import Topics
-from grabstream.streams.verifier import Verifier
 from tests.conftest import Worker, until
 from tests.drill.switch import Switch
 from tests.lua.conftest import SEALER, grabs
@@ -199,9 +202,9 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decider, "RETRY_SECONDS", 0.01)
     monkeypatch.setattr(decider, "RETRY_SECONDS_MAX", 0.02)
     monkeypatch.setattr(verifier, "RETRY_SECONDS", 0.01)
-    monkeypatch.setattr("grabstream.lua.journaled.LOOK_EVERY_SECONDS", 0.01)
-    monkeypatch.setattr("grabstream.lua.decided.RETRY_SECONDS", 0.01)
-    monkeypatch.setattr("grabstream.lua.refusals.FLUSH_EVERY_SECONDS", 0.01)
+    monkeypatch.setattr("grabstream.lua.gate.journaled.LOOK_EVERY_SECONDS", 0.01)
+    monkeypatch.setattr("grabstream.lua.gate.decided.RETRY_SECONDS", 0.01)
+    monkeypatch.setattr("grabstream.lua.gate.refusals.FLUSH_EVERY_SECONDS", 0.01)
     monkeypatch.setattr(keeper, "RENEWALS_PER_LEASE", 100)
 
 

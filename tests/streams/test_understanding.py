@@ -26,8 +26,8 @@ from grabstream.models.bounds import (
 from grabstream.models.commands import ITEMS_MAX, Load, Undecodable, decode_commands
 from grabstream.ops.settings import Settings
 from grabstream.streams.clients import started
+from grabstream.streams.deciding.understanding import Pace, Rejected, Understood, understand
 from grabstream.streams.topics import COMPRESSION, Topics, create_topics
-from grabstream.streams.understanding import Pace, Rejected, Understood, understand
 from tests.conftest import until
 
 

@@ -14,13 +14,13 @@ from psycopg import AsyncConnection, IsolationLevel
 from grabstream.lua.keys import CAMPAIGN_KEYS, OFFER_KEYS
 from grabstream.models.commands import Grab, Open
 from grabstream.models.offers import EnvelopeTerms, StockTerms
-from grabstream.ops.connections import key_space, open_gate, open_redis
+from grabstream.ops.connections.opening import key_space, open_gate, open_redis
 from grabstream.ops.rehearsal.run import open_books
 from grabstream.ops.settings import Settings
-from grabstream.projections import verified
-from grabstream.streams import verifier as verifier_module
-from grabstream.streams.projector import CatchUp
-from grabstream.streams.verifier import Verifier
+from grabstream.projections.checking import verified
+from grabstream.streams.projecting import verifier as verifier_module
+from grabstream.streams.projecting.projector import CatchUp
+from grabstream.streams.projecting.verifier import Verifier
 from tests.conftest import until
 from tests.streams.test_pieces import History, made, project
 from tests.streams.test_projections import (
@@ -446,6 +446,8 @@ async def test_before_init_it_says_so_once(
         await verifier.run(stop)
     await redis.aclose()
     [said] = [
-        record.getMessage() for record in caplog.records if record.name == "grabstream.streams.verifier"
+        record.getMessage()
+        for record in caplog.records
+        if record.name == "grabstream.streams.projecting.verifier"
     ]
     assert "run `grabstream init`" in said

@@ -16,7 +16,7 @@ from grabstream.models.offers import EnvelopeTerms
 from grabstream.models.rules import ShardState
 from grabstream.ops.rehearsal.run import open_books
 from grabstream.ops.settings import Settings
-from grabstream.streams.projector import CatchUp
+from grabstream.streams.projecting.projector import CatchUp
 from tests.conftest import until
 from tests.lua.shop import Shop
 from tests.ops.test_cli import grabstream, of

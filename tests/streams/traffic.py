@@ -9,8 +9,8 @@ from contextlib import asynccontextmanager
 
 from redis.exceptions import ConnectionError
 
-from grabstream.lua.gate import Gate
-from grabstream.ops.connections import gate_limits, key_space, open_redis, sealer
+from grabstream.lua.gate.door import Gate
+from grabstream.ops.connections.opening import gate_limits, key_space, open_redis, sealer
 from grabstream.ops.rehearsal.crowd import attempts, envelopes
 from grabstream.ops.rehearsal.run import Rehearsal, look, open_books
 from grabstream.ops.rehearsal.verdict import verdict

@@ -1,0 +1,1 @@
+"""The gate: commands in, answers out, decided in batches by shard."""

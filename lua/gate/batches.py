@@ -1,0 +1,407 @@
+"""Batches: commands of one shard and type as keys and arguments of their script, and its rows as answers.
+
+Everything goes over as one MessagePack string: packing thousands of arguments one by one would cost more than
+deciding them.
+"""
+
+import secrets
+from collections.abc import Sequence
+from hashlib import sha256
+from typing import Any, NamedTuple
+
+import msgspec
+
+from grabstream.lua.gate.sealing import Sealer
+from grabstream.lua.gate.staging import INLINE_BYTES_MAX, Batch, Staged
+from grabstream.lua.gate.tickets import TicketKeys
+from grabstream.lua.keys import ShardKeys
+from grabstream.models.answers import Answer, LimitState
+from grabstream.models.calendar import Offsets, offsets_of
+from grabstream.models.commands import (
+    Adjust,
+    Amend,
+    AnyCommand,
+    Confirm,
+    Grab,
+    Load,
+    Open,
+    Redeem,
+    Return,
+    Settle,
+    Steer,
+    Unredeem,
+)
+from grabstream.models.digests import PLAIN, CannotCompare, whole_of
+from grabstream.models.events import CampaignZone
+from grabstream.models.identifiers import campaign_of
+from grabstream.models.offers import (
+    ENVELOPE_LIFE_MS,
+    TIME_MS_MAX,
+    CouponTerms,
+    EnvelopeTerms,
+    PieceTerms,
+    Terms,
+    asset_of,
+    published,
+    units_of,
+    week_minutes,
+)
+from grabstream.models.outcomes import OUTCOME_NAMES, Outcome
+from grabstream.models.splitting import check_split, pack_parts, split_ahead
+
+_pack = msgspec.msgpack.Encoder().encode
+_json = msgspec.json.Encoder().encode
+
+GRANTED = int(Outcome.granted)
+
+
+class Secrets(NamedTuple):
+    """What a gate may open and check: sealed seeds and codes, signed tickets."""
+
+    sealer: Sealer
+    tickets: TicketKeys
+
+
+class Run(msgspec.Struct, frozen=True, array_like=True):
+    """Plain grants, one after the other: what the first has, and each one's amount."""
+
+    seq: int
+    place: int
+    left: int
+    at: int
+    amounts: list[int]
+
+
+class Reply(msgspec.Struct, frozen=True, array_like=True):
+    """A script's reply: code 0 with history and rows, behind a run of grants; or the refusal of the call with
+    retry_at and message.
+    """
+
+    code: int
+    history_or_retry_at: int = 0
+    rows_or_message: Any = None
+    run: Run | None = None
+
+    def rows(self) -> list[Any]:
+        """The rows of all commands, those of the run first."""
+        run = self.run
+        if run is None:
+            return self.rows_or_message  # type: ignore[no-any-return]
+        seq, place, left, at = run.seq, run.place, run.left, run.at
+        granted = [
+            (GRANTED, seq + i, at, amount, 1, place + i, left - i) for i, amount in enumerate(run.amounts)
+        ]
+        return granted + self.rows_or_message if self.rows_or_message else granted
+
+
+decode_reply = msgspec.msgpack.Decoder(Reply).decode
+
+
+class Table:
+    """The offers and campaigns of a batch: their keys, and each command's place among them (from 1, as Lua
+    counts).
+    """
+
+    def __init__(self, offers_of_commands: Sequence[str]) -> None:
+        index: dict[str, int] = {}
+        self.offer_of = [index.setdefault(offer, len(index) + 1) for offer in offers_of_commands]
+        self.offers = list(index)
+        campaigns: dict[str, int] = {}
+        self.campaign_of = [
+            campaigns.setdefault(campaign_of(offer), len(campaigns) + 1) for offer in self.offers
+        ]
+        self.campaigns = list(campaigns)
+
+    def keys(self, keys: ShardKeys) -> list[str]:
+        """Keys after the shard's own: of each offer, then of each campaign."""
+        names = [key for offer in self.offers for key in keys.of_offer(offer)]
+        return names + [key for campaign in self.campaigns for key in keys.of_campaign(campaign)]
+
+
+def build(keys: ShardKeys, script: str, commands: Sequence[AnyCommand], gate: Secrets, now_ms: int) -> Batch:
+    """Keys (after the shard's own) and packed arguments for a script that decides commands of its name."""
+    table = Table([command.offer for command in commands])
+    names = table.keys(keys)
+    columns: list[Any] = [
+        table.offers,
+        table.campaign_of,
+        table.campaigns,
+        [c.id for c in commands],
+        table.offer_of,
+    ]
+    if script == "grab":
+        columns += _grab_columns(commands, gate, len(table.offers) == 1)  # type: ignore[arg-type]
+        return Batch(names, [_pack(columns)])
+    columns.append(list(map(gate.sealer.digests.of, commands)))
+    if script == "open":
+        terms, parts, staged = _open_columns(keys, commands, gate.sealer, now_ms)  # type: ignore[arg-type]
+        columns.append(terms)
+        return Batch([*names, *(one.key for one in staged)], [_pack(columns), *parts], staged)
+    columns.append([_body(keys.shard, command, gate.sealer) for command in commands])
+    return Batch(names, [_pack(columns)])
+
+
+# -- grab ----------------------------------------------------------------------------------------------------
+
+
+def _grab_columns(commands: Sequence[Grab], gate: Secrets, of_one_offer: bool) -> list[Any]:
+    """From the digests on."""
+    users = [c.user for c in commands]
+    digests = list(map(gate.sealer.digests.of, commands))
+    count = len(users)
+    if digests.count(PLAIN) == count:
+        # Most of a crowd: the script need not ask of each grab what none of them has.
+        alike = of_one_offer and count == len(set(users)) == len({c.id for c in commands})
+        return [False, users, False, False, False, alike]
+    attributes = [_json(c.attributes).decode() if c.attributes else "" for c in commands]
+    return [
+        digests,
+        users,
+        [c.quantity for c in commands],
+        attributes,
+        [_more(command, gate.tickets) for command in commands],
+        False,
+    ]
+
+
+def _more(command: Grab, tickets: TicketKeys) -> Any:
+    """What few grabs have; a ticket's signature is checked here, whether it is still good is the script's to
+    say.
+    """
+    more: dict[str, object] = {}
+    if command.attributes:
+        more["attributes"] = command.attributes
+    if command.basket is not None:
+        more["basket"] = command.basket
+    if command.wait:
+        more["wait"] = True
+    if command.ticket is not None and (ticket := tickets.read(command.ticket, command.user, command.offer)):
+        more["ticket_expires_at"], more["ticket_once"] = ticket.expires_at_ms, ticket.once_id
+        if ticket.of_campaign:
+            more["ticket_ends_at"] = ticket.expires_at_ms
+    return more or False
+
+
+# -- open ----------------------------------------------------------------------------------------------------
+
+
+def _open_columns(
+    keys: ShardKeys, commands: Sequence[Open], sealer: Sealer, now_ms: int
+) -> tuple[list[Any], list[bytes], list[Staged]]:  # fmt: skip
+    """Terms of each offer, and parts drawn ahead, which takes about 2 µs a part; many of them are to be
+    staged.
+    """
+    rows: list[Any] = []
+    parts: list[bytes] = []
+    staged: list[Staged] = []
+    for c in commands:
+        row = terms_row(c.offer, c.terms, offsets_of(c.terms.timezone, now_ms))
+        if c.operator is not None:
+            row["operator"] = c.operator
+        drawn = b""
+        if isinstance(c.terms, EnvelopeTerms):
+            seed = c.terms.seed or secrets.token_hex(32)
+            row |= envelope_row(c.terms, seed)
+            row |= {
+                "seed_sha256": sha256(bytes.fromhex(seed)).hexdigest(),
+                "sealed_seed": sealer.seal(keys.shard, c.offer, "seed", seed),
+            }
+            drawn = parts_packed(c.terms, seed)
+            if len(drawn) > INLINE_BYTES_MAX:
+                staged.append(Staged(len(rows), keys.staged(secrets.token_hex(16)), drawn))
+                row["staged"], drawn = len(staged), b""
+        rows.append(row)
+        # The parts are arguments of their own: the MessagePack of Redis knows no binary strings.
+        parts.append(drawn)
+    return rows, parts, staged
+
+
+def parts_packed(terms: EnvelopeTerms, seed: str) -> bytes:
+    """The parts drawn ahead, 6 bytes each; nothing when they are drawn at the grab."""
+    if terms.draw == "at_grab":
+        return b""
+    most = check_split(terms.law, terms.total, terms.parts, terms.min, terms.max)
+    return pack_parts(split_ahead(terms.law, terms.total, terms.parts, terms.min, most, seed))
+
+
+def terms_row(offer: str, terms: Terms, offsets: Offsets) -> dict[str, Any]:
+    """What the scripts are told of an offer's terms; `offsets` are those of its time zone."""
+    return {
+        "kind": terms.__struct_config__.tag,
+        "issuer": terms.issuer,
+        "asset": asset_of(offer, terms),
+        "total": terms.total,
+        "units": units_of(terms),
+        "opens_at": terms.opens_at or 0,
+        "closes_at": terms.closes_at or (0 if isinstance(terms, EnvelopeTerms) else TIME_MS_MAX),
+        "life_ms": ENVELOPE_LIFE_MS,
+        # The seed of the command stays out of the event: the journal is read by many before the offer closes.
+        "json": _json(published(terms)).decode(),
+        "offsets_json": _json(offsets).decode() if offsets else "",
+        "zone_json": _json(CampaignZone(terms.timezone, tuple(offsets))).decode(),
+        "rules": _rules(terms, offsets),
+    }
+
+
+def _rules(terms: Terms, offsets: Offsets) -> dict[str, Any]:
+    """What of the terms the scripts keep beside the numbers that change; absent is what does not apply."""
+    rules: dict[str, Any] = {"retire_after_ms": terms.retire_after_ms, "offsets": offsets}
+    if terms.hours:
+        rules["hours"] = week_minutes(terms.hours)
+    if terms.audience != "everyone":
+        rules["audience"] = terms.audience
+    if isinstance(terms, EnvelopeTerms):
+        return rules | {"funding": terms.funding}
+    return rules | _piece_rules(terms)
+
+
+def _piece_rules(terms: PieceTerms) -> dict[str, Any]:
+    found = {name: getattr(terms, name) for name in ("price", "currency", "hold_ms", "valid_until")}
+    return {
+        **{name: value for name, value in found.items() if value is not None},
+        "limits": limit_rows(terms.limits),
+        "max_per_grab": terms.max_per_grab,
+        "take": terms.take,
+        "extensions": terms.extensions,
+        "late": terms.late,
+        "grace_ms": terms.grace_ms,
+        "return_restores": terms.return_restores,
+        "waiting_list": terms.waiting_list,
+        "codes": isinstance(terms, CouponTerms) and terms.codes,
+    }
+
+
+def limit_rows(limits: Sequence[Any]) -> list[dict[str, Any]]:
+    """Limits as the scripts get them."""
+    return [{"by": limit.by, "per": limit.per, "max": limit.max, "scope": limit.scope} for limit in limits]
+
+
+def envelope_row(terms: EnvelopeTerms, seed: str) -> dict[str, Any]:
+    """What the scripts are told of an envelope beside its terms_row."""
+    most = check_split(terms.law, terms.total, terms.parts, terms.min, terms.max)
+    return {
+        "funding": terms.funding,
+        "law": terms.law,
+        "min": terms.min,
+        "max": most,
+        "draw": terms.draw,
+        "seed": seed,
+    }
+
+
+# -- the others ----------------------------------------------------------------------------------------------
+
+
+def _body(shard: int, command: AnyCommand, sealer: Sealer) -> dict[str, Any]:
+    """What a script needs of a command beside id, offer and digest."""
+    body: dict[str, Any] = {}
+    if isinstance(command, Steer) and command.operator is not None:
+        body["operator"] = command.operator
+    if isinstance(command, Settle):
+        body["grab"] = command.grab
+    if isinstance(command, Confirm):
+        optional = {"payment": command.payment, "currency": command.currency, "quantity": command.quantity}
+        body |= {"paid": command.paid} | {
+            name: value for name, value in optional.items() if value is not None
+        }
+    elif isinstance(command, Return):
+        body["reason"] = _json(command.reason).decode()
+        if command.quantity is not None:
+            body["quantity"] = command.quantity
+    elif isinstance(command, Redeem):
+        body |= {"order": command.order, "quantity": command.quantity}
+    elif isinstance(command, Unredeem):
+        body["order"] = command.order
+    elif isinstance(command, Amend):
+        changes = command.changes.fields()
+        if "limits" in changes:
+            changes["limits"] = limit_rows(changes["limits"])
+        body |= {"changes": changes, "json": _json(command.changes).decode()}
+    elif isinstance(command, Load):
+        items: Sequence[str] = command.items
+        if command.what == "codes":
+            items = [sealer.seal_code(shard, command.offer, code) for code in command.items]
+            if others := sealer.other_names(shard, command.offer, command.items):
+                body["other_names"] = others
+        body |= {"what": command.what, "chunk": command.chunk, "chunks": command.chunks, "items": items}
+    elif isinstance(command, Adjust):
+        body["whole"] = whole_of(command)
+    return body
+
+
+# -- answers -------------------------------------------------------------------------------------------------
+
+
+def answer_of(shard: int, command: AnyCommand, row: Sequence[Any], sealer: Sealer) -> Answer:
+    """A script's row {code, seq, at, amount, quantity, place, left, repeated, retry_at, more} as the answer
+    to its command.
+    """
+    code = row[0]
+    width = len(row)
+    if code == GRANTED and width < 10:
+        return Answer(
+            command.id, "granted", 0, command.offer, command.id, row[3], row[4], row[5], row[6],
+            width > 7 and row[7] == 1, None, shard, row[1], row[2],
+        )  # fmt: skip
+    more: dict[str, Any] = row[9] if width > 9 and row[9] else {}
+    if "kept" in more:
+        return answer_of(shard, command, _compared(command, row, more, sealer), sealer)
+    said: dict[str, Any] = {
+        "repeated": width > 7 and row[7] == 1,
+        "retry_at": (row[8] or None) if width > 8 else None,
+    }
+    if isinstance(command, Settle) and more.get("again"):
+        said |= {"grab": command.grab, "quantity": row[4] or None}
+    elif code >= Outcome.invalid:
+        if code == Outcome.already_taken and width > 5 and row[5]:
+            said |= {"amount": row[3], "quantity": row[4], "place": row[5]}
+    elif isinstance(command, Grab | Settle):
+        grab = command.id if isinstance(command, Grab) else command.grab
+        said |= {"grab": grab, "amount": row[3], "quantity": row[4], "place": row[5], "left": row[6]}
+    else:
+        said |= {"amount": row[3] or None, "quantity": row[4] or None, "left": row[6]}
+    said |= _said_more(shard, command, more, sealer)
+    return Answer(
+        command.id,
+        OUTCOME_NAMES[code],
+        code,
+        command.offer,
+        shard=shard,
+        seq=row[1] or None,
+        at=row[2],
+        **said,
+    )
+
+
+def _compared(command: AnyCommand, row: Sequence[Any], more: dict[str, Any], sealer: Sealer) -> Sequence[Any]:
+    """The row of a command whose first answer is remembered with a digest of another form or key than it was
+    sent with.
+    """
+    try:
+        if sealer.digests.is_of(more["kept"], command):
+            return more["first"]  # type: ignore[no-any-return]
+        said = {name: value for name, value in more.items() if name not in ("kept", "first")}
+        return [*row[:9], said]
+    except CannotCompare as error:
+        return [int(Outcome.conflict), 0, row[2], 0, 0, 0, 0, 0, 0, {"message": str(error)}]
+
+
+def _said_more(shard: int, command: AnyCommand, more: dict[str, Any], sealer: Sealer) -> dict[str, Any]:
+    said: dict[str, Any] = {
+        name: more[name] for name in ("left", "message", "deadline_at", "due", "currency") if name in more
+    }
+    if "limit" in more:
+        said["limit"] = _limit_state(more["limit"])
+    if "limits" in more:
+        said["limits"] = tuple(map(_limit_state, more["limits"]))
+    if "number" in more:
+        said["coupon_code"] = str(more["number"])
+    if "codes" in more:
+        codes = tuple(sealer.open(shard, command.offer, "code", sealed) for sealed in more["codes"])
+        said |= {"coupon_code": codes[0], "coupon_codes": codes if len(codes) > 1 else ()}
+    return said
+
+
+def _limit_state(row: list[Any]) -> LimitState:
+    by, per, most, left, resets_at, scope = row
+    return LimitState(by, per, most, left, resets_at or None, scope)

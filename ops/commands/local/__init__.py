@@ -1,0 +1,1 @@
+"""Verbs for one machine: local servers, and the rehearsal."""

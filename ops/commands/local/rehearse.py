@@ -1,0 +1,357 @@
+"""`rehearse`: a crowd grabs at both doors, watched live, with a verdict; or a story of days with a clock of
+its own.
+"""
+
+import asyncio
+import contextlib
+import secrets
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any, Final
+
+import click
+import uvloop
+from click.core import ParameterSource
+from pydantic import SecretStr
+
+from grabstream.lua.gate.door import Gate, now_ms
+from grabstream.ops.commands.local.services import new_seal_key
+from grabstream.ops.commands.operate.verify import print_checks
+from grabstream.ops.connections.opening import gate_limits, key_space, open_redis, sealer
+from grabstream.ops.console.output import WholeNumber, console, json_option, print_json, table
+from grabstream.ops.rehearsal.crowd import Envelope, attempts, envelopes
+from grabstream.ops.rehearsal.display import Display
+from grabstream.ops.rehearsal.promotion import Promotion
+from grabstream.ops.rehearsal.run import LOOK_EVERY_SECONDS, Patience, Rehearsal, closed, look, open_books
+from grabstream.ops.rehearsal.stage import CannotGoOn, Stage, set_up
+from grabstream.ops.rehearsal.story import Story, tell
+from grabstream.ops.rehearsal.verdict import verdict
+from grabstream.ops.rehearsal.week import Week, publish
+from grabstream.ops.settings import Settings, load_settings
+from grabstream.ops.verification import Check, verify
+
+STORIES: Final[dict[str, type[Story]]] = {"week": Week, "promotion": Promotion}
+#: Options that only one kind of rehearsal has.
+OF_ENVELOPES: Final = ("parts", "small", "small_parts", "deadline")
+OF_STORIES: Final = ("people", "result")
+#: What of a story's result is money.
+MONEY: Final = ("revenue", "refunded", "refund_due")
+
+
+@click.command()
+@click.option(
+    "--story",
+    type=click.Choice(["envelopes", *STORIES]),
+    default="envelopes",
+    show_default=True,
+    help="Envelopes now, or a flash sale's week or a coupon promotion's days, with a clock sped up.",
+)
+@click.option(
+    "--people",
+    type=WholeNumber(min=100),
+    default=2_000,
+    show_default=True,
+    help="People of the story week or promotion.",
+)
+@click.option(
+    "--result",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=Path(".services"),
+    show_default=True,
+    help="Folder for what the story week or promotion publishes, as JSON and CSV.",
+)
+@click.option(
+    "--parts",
+    type=WholeNumber(1, 1_000_000),
+    default=100_000,
+    show_default=True,
+    help="Parts of the big envelope.",
+)
+@click.option(
+    "--envelopes",
+    "small",
+    type=WholeNumber(min=0),
+    default=24,
+    show_default=True,
+    help="Small envelopes beside it.",
+)
+@click.option(
+    "--small-parts",
+    type=WholeNumber(1, 1_000_000),
+    default=500,
+    show_default=True,
+    help="Parts of each small envelope.",
+)
+@click.option(
+    "--deadline",
+    type=WholeNumber(1, 3_600),
+    default=20,
+    show_default=True,
+    help="Seconds after which two envelopes close by themselves, counted from when the crowd is let in.",
+)
+@click.option(
+    "--seed", type=WholeNumber(0, 10**9), help="Repeats the same crowd; drawn if absent, and printed."
+)
+@click.option("--keep", is_flag=True, help="Leave topics, tables and keys of the rehearsal in place.")
+@json_option
+@click.pass_context
+def rehearse(
+    context: click.Context,
+    story: str,
+    people: int,
+    result: Path,
+    parts: int,
+    small: int,
+    small_parts: int,
+    deadline: int,
+    seed: int | None,
+    keep: bool,
+    as_json: bool,
+) -> None:
+    """Let a crowd of thousands grab through topic and gate at once, and print a verdict. Exit 1: something
+    does not add up.
+
+    It makes a system of its own (topics, schema and keys under a fresh prefix) on the servers of the
+    settings, with two workers.
+    """
+    _refuse_foreign_options(context, story)
+    seed = secrets.randbelow(10**6) if seed is None else seed
+    name = f"rehearsal{seed}x{secrets.token_hex(2)}"
+    settings = load_settings()
+    keys = settings.seal_keys if settings.seal_keys.get_secret_value() else SecretStr(new_seal_key())
+    settings = settings.model_copy(update={"prefix": name, "schema_": name, "seal_keys": keys})
+    try:
+        if story in STORIES:
+            outcome = uvloop.run(_tell(STORIES[story], settings, seed, people, keep, as_json))
+            outcome["files"] = publish(outcome, result)
+        else:
+            chosen = envelopes(seed, parts, small, small_parts, deadline * 1_000)
+            outcome = uvloop.run(_rehearse(settings, chosen, seed, keep, as_json))
+    except (CannotGoOn, KeyboardInterrupt, asyncio.CancelledError) as error:
+        click.echo(f"grabstream: {str(error) or 'stopped'}", err=True)
+        sys.exit(1)
+    if story in STORIES and not as_json:
+        _print_story(outcome)
+    else:
+        _print(outcome, as_json)
+    sys.exit(0 if all(check.passed for check in outcome["checks"]) else 1)
+
+
+def _refuse_foreign_options(context: click.Context, story: str) -> None:
+    """An option that this rehearsal does not have would be taken for one that it obeys."""
+    for name in OF_ENVELOPES if story in STORIES else OF_STORIES:
+        if context.get_parameter_source(name) == ParameterSource.COMMANDLINE:
+            option = next(one.opts[0] for one in context.command.params if one.name == name)
+            raise click.UsageError(f"{option} means nothing with --story {story}; leave it out")
+
+
+def _stop_on_sigterm() -> None:
+    """SIGTERM unwinds like Ctrl-C: workers end, and what was made is taken away again."""
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+
+
+async def _tell(
+    story: type[Story], settings: Settings, seed: int, people: int, keep: bool, quiet: bool
+) -> dict[str, Any]:
+    _stop_on_sigterm()
+    if not quiet:
+        console.print(f"{people:,} people [dim](seed {seed}, prefix {settings.prefix})[/]", highlight=False)
+    return await tell(story, settings, seed, people, keep, quiet)
+
+
+async def _rehearse(
+    settings: Settings, chosen: list[Envelope], seed: int, keep: bool, quiet: bool
+) -> dict[str, Any]:
+    _stop_on_sigterm()
+    grabs = attempts(seed, chosen)
+    if not quiet:
+        people = sum(one.people for one in chosen)
+        console.print(
+            f"{len(chosen)} envelopes, {sum(one.terms.parts for one in chosen):,} parts, {people:,} people, "
+            f"{len(grabs):,} attempts "
+            f"[dim](seed {seed}, prefix {settings.prefix})[/]",
+            highlight=False,
+        )
+    redis = open_redis(settings)
+    log = Path(".services") / "rehearsal.log"
+    try:
+        async with set_up(settings, log, keep) as stage:
+            gate = Gate(redis, key_space(settings), sealer(settings), gate_limits(settings))
+            gate.start()
+            try:
+                return await _play(
+                    settings,
+                    stage,
+                    gate,
+                    redis,
+                    chosen,
+                    Rehearsal(settings, gate, chosen, grabs, seed),
+                    quiet,
+                )
+            finally:
+                await gate.close()
+    finally:
+        await redis.aclose()
+
+
+async def _play(
+    settings: Settings,
+    stage: Stage,
+    gate: Gate,
+    redis: Any,
+    chosen: list[Envelope],
+    rehearsal: Rehearsal,
+    quiet: bool,
+) -> dict[str, Any]:
+    # For the bars only: every part is an event, and every envelope is opened and closed. Who comes after a
+    # deadline gets no part.
+    display = Display(sum(one.parts_wanted for one in chosen) + 2 * len(chosen))
+    async with await open_books(settings) as connection:
+        with display if not quiet else contextlib.nullcontext():
+            playing = asyncio.create_task(_crowd(rehearsal))
+            watching = asyncio.create_task(
+                _watch(settings, stage, redis, connection, rehearsal, display, playing, quiet)
+            )
+            try:
+                await asyncio.wait({watching, playing}, return_when=asyncio.FIRST_EXCEPTION)
+                seconds = playing.result() if playing.done() else watching.result()
+                finished = await watching
+            finally:
+                for task in (watching, playing):
+                    task.cancel()
+                await asyncio.gather(watching, playing, return_exceptions=True)
+        checks = await verdict(connection, chosen, rehearsal.doors)
+    checks += await verify(settings, share=1)
+    return {
+        "attempts": rehearsal.doors.total,
+        "seconds": seconds,
+        "seconds_to_books": finished,
+        "outcomes": dict(rehearsal.doors.outcomes.most_common()),
+        "latency_ms": {door: _quantiles(values) for door, values in rehearsal.doors.latencies.items()},
+        "rate_max": display.rate_max,
+        "checks": checks,
+    }
+
+
+async def _crowd(rehearsal: Rehearsal) -> float:
+    await rehearsal.until_ready()
+    await rehearsal.open()
+    seconds = await rehearsal.crowd()
+    await rehearsal.close_leftovers()
+    return seconds
+
+
+async def _watch(
+    settings: Settings,
+    stage: Stage,
+    redis: Any,
+    connection: Any,
+    rehearsal: Rehearsal,
+    display: Display,
+    playing: "asyncio.Task[float]",
+    quiet: bool,
+) -> float:
+    """Shows progress until the crowd has gone, every envelope is closed, and all that was decided is in every
+    read model.
+
+    Returns the seconds it took from the first grab; raises CannotGoOn when nothing moves any more.
+    """
+    patience = Patience()
+    while True:
+        # Before anything else is looked at: what it decided in the end is then seen below.
+        gone = playing.done()
+        stage.check()
+        progress = await look(redis, key_space(settings), connection)
+        if not quiet:
+            display.show(rehearsal.doors, progress)
+        closed_now = await closed(connection)
+        if gone and progress.complete and closed_now == rehearsal.envelopes:
+            return time.monotonic() - rehearsal.began
+        doors = rehearsal.doors
+        answered = sum(doors.answered.values())
+        said = (
+            f"{answered} of {doors.total} attempts answered, {progress.decided} events decided, "
+            f"{progress.journaled} journaled, "
+        )
+        said += (
+            f"read models at {progress.read_models}, {closed_now} of {rehearsal.envelopes} envelopes closed"
+        )
+        patience.look(
+            (rehearsal.partitions_ready, progress, answered, closed_now),
+            said,
+            busy=now_ms() < rehearsal.deadline_at_ms,
+        )
+        await asyncio.sleep(LOOK_EVERY_SECONDS)
+
+
+def _quantiles(seconds: list[float]) -> dict[str, float]:
+    ordered = sorted(seconds)
+    if not ordered:
+        return {}
+    return {
+        f"p{percent:g}": round(ordered[min(int(len(ordered) * percent / 100), len(ordered) - 1)] * 1000, 2)
+        for percent in (50, 99, 99.9)
+    }
+
+
+def _print(result: dict[str, Any], as_json: bool) -> None:
+    checks: list[Check] = result["checks"]
+    passed = all(check.passed for check in checks)
+    if as_json:
+        print_json(
+            {
+                **result,
+                "passed": passed,
+                "checks": [{**check._asdict(), "passed": check.passed} for check in checks],
+            }
+        )
+        return
+    console.print()
+    console.print(table("Outcomes", ("outcome", "answers"), result["outcomes"].items()))
+    rows = [(door, *values.values()) for door, values in result["latency_ms"].items() if values]
+    console.print(table("Journaled answers, milliseconds", ("door", "p50", "p99", "p99.9"), rows))
+    console.print(
+        f"{result['attempts']:,} attempts answered in {result['seconds']:.1f} s "
+        f"({result['attempts'] / result['seconds']:,.0f} a second); "
+        f"all in the books after {result['seconds_to_books']:.1f} s, deadlines included.\n",
+        highlight=False,
+    )
+    _print_verdict(checks)
+
+
+def _print_story(result: dict[str, Any]) -> None:
+    console.print()
+    console.print(table("Outcomes", ("outcome", "commands"), result["outcomes"].items()))
+    # All are of one campaign, and its name would push the numbers out of the window.
+    rows = [{**row, "offer": row["offer"].partition(":")[2]} for row in result["result"]]
+    units = [name for name in rows[0] if name not in (*MONEY, "refused")]
+    console.print(table("Result, units", units, [[row[name] for name in units] for row in rows]))
+    if MONEY[0] in rows[0]:
+        console.print(
+            table(
+                "Result, minor units",
+                ("offer", *MONEY),
+                [[row["offer"], *(row[name] for name in MONEY)] for row in rows],
+            )
+        )
+    refusals = sorted({outcome for row in rows for outcome in row["refused"]})
+    refused = [[outcome, *(row["refused"].get(outcome, 0) for row in rows)] for outcome in refusals]
+    console.print(table("Grabs refused", ("outcome", *(row["offer"] for row in rows)), refused))
+    console.print(
+        f"{result['answers']:,} answers from {result['from']} to {result['until']}, in "
+        f"{result['seconds']:.1f} s; "
+        f"the result is in {' and '.join(result['files'])}\n",
+        highlight=False,
+        soft_wrap=True,
+    )
+    _print_verdict(result["checks"])
+
+
+def _print_verdict(checks: list[Check]) -> None:
+    passed = all(check.passed for check in checks)
+    print_checks(checks)
+    console.print("\n[bold green]It all adds up.[/]" if passed else "\n[bold red]It does not add up.[/]")

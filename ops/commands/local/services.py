@@ -1,0 +1,217 @@
+"""`up` and `down`: the local servers, by compose.yaml where a Docker engine answers, else as plain
+processes.
+"""
+
+import os
+import secrets
+import subprocess
+from base64 import urlsafe_b64encode
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import click
+
+from grabstream.ops.console.output import console, json_option, print_json
+from grabstream.ops.services import ClusterPorts, ClusterServices, LocalServices, ServerSet, ServiceError
+from grabstream.ops.services.servers import PROJECT
+from grabstream.ops.settings import child_environment, is_cluster, load_settings
+
+SERVERS = ("redis", "kafka", "postgres")
+CLUSTER_SERVERS = (
+    *(f"redis-{number}" for number in range(1, 7)),
+    *(f"kafka-{number}" for number in range(1, 4)),
+    "postgres",
+)
+#: Where the ports of the cluster's servers begin, behind that of the single Redis.
+OFFSETS = {"redis": 20, "bus": 30, "kafka": 40, "controller": 50, "postgres": 60}
+#: What a shell reads to work with the cluster.
+CLUSTER_ENVIRONMENT = PROJECT / ".services" / "cluster.env"
+
+
+def local_services() -> LocalServices:
+    """The set that `up` starts: under .services of the project, on the ports of the settings."""
+    settings = load_settings()
+    redis, kafka, postgres = (
+        _local_port(url) for url in (settings.redis_url, f"kafka://{settings.kafka}", settings.postgres)
+    )
+    return LocalServices(PROJECT / ".services", redis, kafka, kafka + 1, postgres)
+
+
+def local_cluster() -> ClusterServices:
+    """The set that `up --cluster` starts: under .services/cluster, on ports that follow those of the
+    settings.
+    """
+    settings = load_settings()
+    if is_cluster(settings.redis_url):
+        # The settings point at such a set already: its first port says where it began.
+        first = (
+            _local_port(f"redis://{settings.redis_url.partition('://')[2].split(',')[0]}") - OFFSETS["redis"]
+        )
+    else:
+        first = _local_port(settings.redis_url)
+
+    def ports(of: str, count: int) -> list[int]:
+        return [first + OFFSETS[of] + number for number in range(count)]
+
+    dealt = ClusterPorts(
+        ports("redis", 6),
+        ports("bus", 6),
+        ports("kafka", 3),
+        ports("controller", 3),
+        first + OFFSETS["postgres"],
+    )
+    return ClusterServices(PROJECT / ".services" / "cluster", dealt)
+
+
+def _sets(which: str | None = None) -> list[ServerSet]:
+    """The set that was asked for, or both, as far as the settings can mean one of this machine."""
+    if which == "cluster" or is_cluster(load_settings().redis_url):
+        return [local_cluster()]
+    return [local_services()] if which == "single" else [local_services(), local_cluster()]
+
+
+def _local_port(url: str) -> int:
+    """The port of a server of this machine; raises ServiceError when the settings point at one elsewhere."""
+    server = urlsplit(url.split(",")[0])
+    if server.hostname not in ("127.0.0.1", "localhost") or server.port is None or "," in url:
+        raise ServiceError(
+            f"the settings point at {server.netloc.rpartition('@')[2]}, which `up` cannot start: unset them, "
+            "or start it there"
+        )
+    return server.port
+
+
+def new_seal_key() -> str:
+    """A fresh `id:key` for GRAB_SEAL_KEYS."""
+    return f"k{secrets.token_hex(2)}:{urlsafe_b64encode(secrets.token_bytes(32)).decode().rstrip('=')}"
+
+
+def docker_answers() -> bool:
+    """Whether a Docker engine with compose is there, and GRAB_SERVICES does not ask for plain processes."""
+    if child_environment().get("GRAB_SERVICES") == "processes":
+        return False
+    try:
+        asked = subprocess.run(["docker", "info"], capture_output=True, timeout=3)
+        return (
+            asked.returncode == 0
+            and subprocess.run(["docker", "compose", "version"], capture_output=True).returncode == 0
+        )
+    except (FileNotFoundError, subprocess.TimeoutExpired):
+        return False
+
+
+def _compose(*words: str) -> None:
+    # The key is only interpolated for workers, but compose insists on it for every command.
+    environment = child_environment() | {"GRAB_SEAL_KEYS": child_environment().get("GRAB_SEAL_KEYS", "none")}
+    done = subprocess.run(["docker", "compose", "-f", str(PROJECT / "compose.yaml"), *words], env=environment)
+    if done.returncode != 0:
+        raise ServiceError(
+            f"`docker compose {' '.join(words)}` failed; GRAB_SERVICES=processes uses plain processes instead"
+        )
+
+
+def _compose_running() -> list[str]:
+    asked = subprocess.run(
+        ["docker", "compose", "-f", str(PROJECT / "compose.yaml"), "ps", "--services", "--status", "running"],
+        capture_output=True, text=True, env=child_environment() | {"GRAB_SEAL_KEYS": "none"},
+    )  # fmt: skip
+    return asked.stdout.split()
+
+
+def _write_seal_key() -> bool:
+    """Makes a seal key for local use, unless there is one; returns whether it did."""
+    if load_settings().seal_keys.get_secret_value():
+        return False
+    env_file = Path(".env")
+    before = env_file.read_text() if env_file.exists() else ""
+    env_file.write_text(before + f"GRAB_SEAL_KEYS={new_seal_key()}\n")
+    env_file.chmod(0o600)
+    return True
+
+
+@click.command()
+@click.option(
+    "--temporary",
+    is_flag=True,
+    help="Leave nothing outside of the project when they end, unless it was there before.",
+)
+@click.option(
+    "--cluster",
+    is_flag=True,
+    help="A Redis Cluster of three masters with replicas and three Kafka brokers instead of one each.",
+)
+@json_option
+def up(temporary: bool, cluster: bool, as_json: bool) -> None:
+    """Start Redis, Kafka and PostgreSQL, whichever do not run; a second call does nothing.
+
+    Where a Docker engine answers, compose.yaml starts them; GRAB_SERVICES=processes asks for plain processes
+    all the same. Data are kept under .services (PostgreSQL's under /var/tmp when root starts it). A cluster
+    has ports of its own, and may run beside the single servers.
+    """
+    report = (lambda line: None) if as_json else (lambda line: console.print(f"[dim]{line}[/]"))
+    made_key = _write_seal_key()
+    cluster = cluster or is_cluster(load_settings().redis_url)
+    environment = ""
+    if docker_answers():
+        servers = CLUSTER_SERVERS if cluster else SERVERS
+        _compose("--profile", "cluster", "up", "-d", "--wait", *servers)
+        if cluster:
+            _compose("--profile", "cluster", "run", "--rm", "redis-cluster")
+        running: dict[str, int | None] = dict.fromkeys(servers)
+        by = "docker compose"
+    else:
+        services = local_cluster() if cluster else local_services()
+        services.up(report, temporary)
+        running, by = services.status(), "processes"
+        environment = _write_environment(services) if cluster else ""
+    if as_json:
+        print_json(
+            {"by": by, "servers": running, "seal_key_written": made_key, "environment": environment or None}
+        )
+        return
+    if made_key:
+        console.print("[dim]GRAB_SEAL_KEYS written to .env: it belongs in every backup[/]")
+    console.print(f"Redis, Kafka and PostgreSQL are up ([dim]{by}[/]).")
+    if environment:
+        console.print(f"`. {environment}` points this shell at them.", highlight=False)
+
+
+def _write_environment(services: ServerSet) -> str:
+    """Writes what points a shell at a set of servers, and returns the file's name."""
+    lines = (f"export GRAB_{name.upper()}={value}\n" for name, value in services.environment().items())
+    CLUSTER_ENVIRONMENT.write_text("".join(lines))
+    return os.path.relpath(CLUSTER_ENVIRONMENT)
+
+
+@click.command()
+@click.argument("which", type=click.Choice(["single", "cluster"]), required=False)
+@click.option("--dry-run", is_flag=True, help="Print what would be ended, and end nothing.")
+@click.option("--remove", is_flag=True, help="Delete their data too.")
+@json_option
+def down(which: str | None, dry_run: bool, remove: bool, as_json: bool) -> None:
+    """End the servers that `up` started, one of each, the cluster's, or all of them, and no others; their
+    data stay.
+    """
+    if dry_run:
+        running = [name for one in _sets(which) for name, pid in one.status().items() if pid is not None]
+        running += _compose_running() if docker_answers() else []
+        if as_json:
+            print_json({"running": running})
+        elif running:
+            click.echo(" ".join(running))
+        return
+    if docker_answers():
+        stopped = [name for name in _compose_running() if name in {*SERVERS, *CLUSTER_SERVERS}]
+        _compose(
+            "--profile",
+            "cluster",
+            *(("down", "--volumes") if remove else ("stop", *SERVERS, *CLUSTER_SERVERS)),
+        )
+    else:
+        stopped = [name for one in _sets(which) for name in one.down()]
+        for one in reversed(_sets(which)) if remove else ():
+            one.remove()
+    if as_json:
+        print_json({"stopped": stopped})
+    else:
+        console.print(f"Ended: {', '.join(stopped)}." if stopped else "None of our servers was running.")

@@ -1,0 +1,407 @@
+"""`amend`, `adjust`, `load`, `ticket`: what operators do to a running offer, and tickets for tests."""
+
+import asyncio
+import sys
+from base64 import b64decode
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Final, Literal
+
+import click
+import msgspec
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.serialization import load_pem_private_key
+
+from grabstream.lua.gate.door import Gate, OutcomeUnknown, now_ms
+from grabstream.lua.gate.tickets import sign
+from grabstream.models.answers import Answer, encode_answer
+from grabstream.models.commands import Load, check, in_chunks
+from grabstream.models.digests import Digests
+from grabstream.models.identifiers import is_id
+from grabstream.models.money import Invalid
+from grabstream.models.offers import TIME_MS_MAX
+from grabstream.ops.commands.offers.through_a_gate import (
+    carry_out,
+    complain,
+    complain_of_all,
+    id_option,
+    make_command,
+    offer_argument,
+    operator_option,
+    pairs_of,
+    plain_console,
+    print_answers,
+    progress_bar,
+    read_text,
+    ready_settings,
+)
+from grabstream.ops.connections.opening import open_gate, sealer
+from grabstream.ops.console.output import json_option, print_json
+from grabstream.ops.formats.offer_files import BadOfferFile, read_changes
+from grabstream.ops.formats.written_values import read_duration, read_time
+from grabstream.ops.settings import Settings
+
+What = Literal["codes", "audience"]
+
+#: Chunks in one gate call: few enough that the bar moves and Ctrl-C is heard soon.
+CHUNKS_A_CALL: Final = 16
+#: Refusals of a chunk that are remembered under its id are passed over by this many ids.
+ATTEMPTS_MAX: Final = 100
+PROBLEMS_SHOWN_MAX: Final = 20
+REASON_LENGTH_MAX: Final = 200
+
+_GO_ON: Final = "the same call again goes on where this one ended"
+_WAYS_OUT: Final = {
+    "busy": _GO_ON,
+    "fenced": _GO_ON,
+    "conflict": "another file was loaded before; give the one of the first time",
+    "no_such_offer": "open it first, with opens_at in the future",
+    "over": "the offer is open or closed already; a list has to be loaded before opens_at",
+}
+
+_file = click.Path(exists=True, dir_okay=False, allow_dash=True, path_type=Path)
+
+
+# -- amend and adjust ----------------------------------------------------------------------------------------
+
+
+@click.command()
+@offer_argument
+@click.option(
+    "--set", "assignments", multiple=True, required=True, metavar="FIELD=VALUE",
+    help="A term and its new value, as in a CSV file of offers: closes_at=2026-11-27T10:00:00+08:00, "
+         "hold_ms=15m, "
+    "'limits=user/day/2; card/offer/1'. Repeatable; `limits=` takes all limits away.",
+)  # fmt: skip
+@operator_option
+@id_option
+@json_option
+def amend(
+    offer: str, assignments: Sequence[str], operator: str | None, command_id: str | None, as_json: bool
+) -> None:
+    """Change terms of OFFER while it runs, all of them at once and in order with the grabs."""
+    try:
+        changes = read_changes(pairs_of("--set", assignments))
+    except BadOfferFile as error:
+        complain_of_all(error)
+        sys.exit(2)
+    carry_out(make_command("amend", command_id, offer, changes=changes, operator=operator), as_json)
+
+
+@click.command()
+@offer_argument
+@click.option(
+    "--transfer", "transfers", multiple=True, required=True, metavar='"AMOUNT ASSET DEBIT CREDIT"',
+    help='An amount (minor units or pieces) from one account to another, such as "100 CNY issuer:alice '
+         'wallet:bob". Repeatable.',
+)  # fmt: skip
+@click.option("--reason", required=True, help="Why the books are corrected, one line.")
+@click.option("--approved-by", required=True, help="Who approved it.")
+@operator_option
+@id_option
+@json_option
+def adjust(
+    offer: str,
+    transfers: Sequence[str],
+    reason: str,
+    approved_by: str,
+    operator: str | None,
+    command_id: str | None,
+    as_json: bool,
+) -> None:
+    """Book a correcting entry beside OFFER: all of its transfers, or none."""
+    entries = list(map(_entry, transfers))
+    command = make_command(
+        "adjust",
+        command_id,
+        offer,
+        transfers=entries,
+        reason=reason,
+        approved_by=approved_by,
+        operator=operator,
+    )
+    carry_out(command, as_json)
+
+
+def _entry(written: str) -> dict[str, object]:
+    # Accounts and assets have `:` in them, but never a space.
+    fields = written.split()
+    if len(fields) != 4 or not (fields[0].isascii() and fields[0].isdigit()):
+        wanted = (
+            'must be an amount, an asset, who gives and who receives, such as "100 CNY issuer:alice '
+            'wallet:bob"'
+        )
+        raise click.BadParameter(f"{wanted}; got {written!r}", param_hint="--transfer")
+    amount, asset, debit, credit = fields
+    return {"asset": asset, "debit": debit, "credit": credit, "amount": int(amount)}
+
+
+# -- load ----------------------------------------------------------------------------------------------------
+
+
+@click.command()
+@offer_argument
+@click.option(
+    "--codes",
+    type=_file,
+    metavar="FILE",
+    help="Coupon codes, one a line, as many as the offer has units; `-` is standard input.",
+)
+@click.option("--audience", type=_file, metavar="FILE", help="The ids of who may grab, one a line.")
+@click.option("--dry-run", is_flag=True, help="Check the file and load nothing.")
+@operator_option
+@json_option
+def load(
+    offer: str, codes: Path | None, audience: Path | None, dry_run: bool, operator: str | None, as_json: bool
+) -> None:
+    """Give OFFER, before it opens, the lines of FILE: its coupon codes, or who may grab. Empty lines are
+    skipped.
+
+    The same call goes on where the last one stopped: what is loaded already is answered `repeated` and not
+    loaded again. It has to be the same file then.
+    """
+    if (codes is None) == (audience is None):
+        raise click.UsageError("give one of --codes FILE and --audience FILE")
+    what: What = "codes" if codes else "audience"
+    try:
+        check(Load(id="load", offer=offer, operator=operator, what=what, chunk=1, chunks=1, items=("x",)))
+    except Invalid as error:
+        raise click.UsageError(str(error)) from None
+    try:
+        chunks = _chunks(offer, operator, what, read_text(codes or audience or Path("-")))
+    except BadOfferFile as error:
+        complain_of_all(error)
+        sys.exit(2)
+    summary = {
+        "offer": offer,
+        "what": what,
+        "items": sum(len(chunk.items) for chunk in chunks),
+        "chunks": len(chunks),
+    }
+    if not dry_run:
+        _load(chunks, summary, as_json)
+    elif as_json:
+        print_json(summary)
+    else:
+        plain_console.print(
+            f"would load {summary['items']:,} {what} of {offer} in {summary['chunks']:,} chunks"
+        )
+
+
+def _chunks(offer: str, operator: str | None, what: What, text: str) -> list[Load]:
+    """The commands for a file; raises BadOfferFile with the lines that are wrong."""
+    # Lines end with \n alone: `splitlines` would also cut at what must be told of as a control character.
+    lines = [line.strip(" \t\r") for line in text.removeprefix("\ufeff").split("\n")]
+    items = [line for line in lines if line]
+    if not items:
+        raise BadOfferFile([("file", f"has no {what}; give one a line")])
+    parts = in_chunks(what, items)
+    chunks = [
+        Load(
+            id="load", offer=offer, operator=operator, what=what, chunk=number, chunks=len(parts), items=part
+        )
+        for number, part in enumerate(parts, 1)
+    ]
+    if what == "codes" and (twice := [item for item, times in Counter(items).items() if times > 1]):
+        shown = ", ".join(map(repr, twice[:3]))
+        raise BadOfferFile(
+            [
+                (
+                    "file",
+                    f"{len(twice):,} codes stand there more than once, {shown} among them; each is given "
+                    "once",
+                )
+            ]
+        )
+    try:
+        for chunk in chunks:
+            check(chunk)
+    except Invalid as error:
+        # Only now is it worth the time to look at each line.
+        raise BadOfferFile(_problems(what, lines) or [("file", str(error))]) from None
+    return chunks
+
+
+def _problems(what: What, lines: Sequence[str]) -> list[tuple[str, str]]:
+    problems: list[tuple[str, str]] = []
+    more = 0
+    for number, line in enumerate(lines, 1):
+        try:
+            if line:
+                check(Load(id="load", offer="load", what=what, chunk=1, chunks=1, items=(line,)))
+        except Invalid as error:
+            if len(problems) < PROBLEMS_SHOWN_MAX:
+                problems.append((f"line {number}", str(error).removeprefix("items: ")[:REASON_LENGTH_MAX]))
+            else:
+                more += 1
+    return [*problems, ("file", f"{more:,} more lines are wrong")] if more else problems
+
+
+def _ids(chunk: Load, digests: Digests) -> list[str]:
+    """The ids under which a chunk may be there, the one for a new chunk first.
+
+    An id follows from what the chunk carries: the same file again gets the same answers, another one its own.
+    It is keyed, since codes could be found from it by trying; so chunks that were loaded before a key was
+    rotated have that key's id.
+    """
+    text = "\n".join((chunk.offer, str(chunk.chunks), *chunk.items))
+    return [f"load-{chunk.what}-{chunk.chunk}-{name}" for name in digests.names(text)]
+
+
+def _load(chunks: Sequence[Load], summary: dict[str, object], as_json: bool) -> None:
+    settings = ready_settings()
+    answers: list[Answer] = []
+    trouble, code = "", 0
+    try:
+        with progress_bar(quiet=as_json) as progress:
+            bar = progress.add_task(f"{summary['what']}", total=sum(len(chunk.items) for chunk in chunks))
+
+            def show(answered: Sequence[Answer]) -> None:
+                done = chunks[len(answers) : len(answers) + len(answered)]
+                answers.extend(answered)
+                items = sum(
+                    len(chunk.items) for chunk, answer in zip(done, answered, strict=True) if answer.positive
+                )
+                progress.advance(bar, items)
+
+            asyncio.run(_load_all(settings, chunks, show))
+    except KeyboardInterrupt:
+        trouble, code = "stopped", 1
+    except OutcomeUnknown as error:
+        trouble, code = str(error), 3
+    refused = [answer for answer in answers if not answer.positive]
+    repeated = sum(answer.positive and answer.repeated for answer in answers)
+    loaded = len(answers) - len(refused) - repeated
+    if as_json:
+        said = [msgspec.json.decode(encode_answer(answer)) for answer in refused]
+        print_json({**summary, "loaded": loaded, "repeated": repeated, "refused": said})
+    else:
+        print_answers(refused[:PROBLEMS_SHOWN_MAX], as_json=False)
+        before = f", {repeated:,} were loaded before" if repeated else ""
+        plain_console.print(f"{loaded:,} of {len(chunks):,} chunks loaded{before}")
+    if trouble:
+        complain(f"{trouble}; {_GO_ON}")
+    elif refused:
+        code = 1
+        complain(
+            f"{refused[0].outcome}: "
+            f"{refused[0].message or _WAYS_OUT.get(refused[0].outcome, 'nothing more was sent')}"
+        )
+    sys.exit(code)
+
+
+async def _load_all(
+    settings: Settings, chunks: Sequence[Load], show: Callable[[Sequence[Answer]], None]
+) -> None:
+    """Sends chunks in order until one is refused."""
+    async with open_gate(settings) as gate:
+        for start in range(0, len(chunks), CHUNKS_A_CALL):
+            answers = await _load_piece(gate, settings, chunks[start : start + CHUNKS_A_CALL])
+            show(answers)
+            if not all(answer.positive for answer in answers):
+                return
+
+
+async def _load_piece(gate: Gate, settings: Settings, chunks: Sequence[Load]) -> list[Answer]:
+    digests = sealer(settings).digests
+    ids = {chunk.chunk: _ids(chunk, digests) for chunk in chunks}
+    answers: dict[int, Answer] = {}
+
+    async def under(place: int, waiting: Sequence[Load]) -> None:
+        for attempt in range(1, ATTEMPTS_MAX + 1):
+            # A refusal is remembered under its id, and what it said (no such offer) may be true no more: then
+            # the next id is tried.
+            ending = f"-{attempt}" if attempt > 1 else ""
+            commands = [msgspec.structs.replace(one, id=ids[one.chunk][place] + ending) for one in waiting]
+            answered = await gate.decide(
+                commands, patience_ms=settings.patience_ms, timeout_ms=settings.patience_ms
+            )
+            answers.update((one.chunk, answer) for one, answer in zip(waiting, answered, strict=True))
+            waiting = [
+                one for one in waiting if answers[one.chunk].repeated and not answers[one.chunk].positive
+            ]
+            if not waiting:
+                return
+
+    await under(0, chunks)
+    for place in range(1, max(map(len, ids.values()))):
+        # A chunk that is there under another id is told its first answer under that one only.
+        if there := [one for one in chunks if answers[one.chunk].outcome == "conflict"]:
+            await under(place, there)
+    return [answers[one.chunk] for one in chunks]
+
+
+# -- ticket --------------------------------------------------------------------------------------------------
+
+
+@click.command()
+@offer_argument
+@click.argument("user")
+@click.option("--key-id", required=True, help="The key's id in GRAB_TICKET_KEYS.")
+@click.option(
+    "--key-file",
+    type=_file,
+    required=True,
+    help="The secret for HS256 in base64, or the Ed25519 private key as PEM; `-` is standard input.",
+)
+@click.option(
+    "--expires",
+    default="15m",
+    show_default=True,
+    help="A duration from now, or a time as in a file of offers.",
+)
+@click.option("--once", "once_id", metavar="ID", default="", help="Makes it good for one grab only.")
+@json_option
+def ticket(
+    offer: str, user: str, key_id: str, key_file: Path, expires: str, once_id: str, as_json: bool
+) -> None:
+    """Sign a ticket with which USER may grab OFFER (or any offer of a campaign), as the eligibility service
+    does. For tests.
+    """
+    for field, value in (("offer", offer), ("user", user), ("--key-id", key_id), ("--once", once_id or "x")):
+        if not is_id(value):
+            raise click.UsageError(f"{field}: must match [A-Za-z0-9._:-]{{1,64}}, got {value!r}")
+    expires_at_ms = _expiry(expires)
+    raw = click.get_binary_stream("stdin").read() if str(key_file) == "-" else key_file.read_bytes()
+    try:
+        token = sign(
+            key_id, _signing_key(raw), user=user, offer=offer, expires_at_ms=expires_at_ms, once_id=once_id
+        )
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint="--key-file") from None
+    if as_json:
+        print_json({"ticket": token, "expires_at": expires_at_ms})
+    else:
+        click.echo(token)
+
+
+def _expiry(expires: str) -> int:
+    try:
+        # Digits alone are a time: a duration has its unit, and no date.
+        is_time = expires.isdigit() or "-" in expires
+        expires_at_ms = read_time(expires) if is_time else now_ms() + read_duration(expires)
+    except Invalid as error:
+        raise click.BadParameter(str(error), param_hint="--expires") from None
+    if not 1000 <= expires_at_ms <= TIME_MS_MAX:
+        raise click.BadParameter(
+            f"must be a time between 1970 and 2100, got {expires!r}", param_hint="--expires"
+        )
+    return expires_at_ms
+
+
+def _signing_key(raw: bytes) -> bytes | Ed25519PrivateKey:
+    """A key from its file; raises ValueError that says what is wrong, but not what stands there."""
+    if raw.lstrip().startswith(b"-----BEGIN"):
+        try:
+            key = load_pem_private_key(raw, None)
+        except (TypeError, ValueError):
+            raise ValueError("is no private key in PEM without a password") from None
+        if not isinstance(key, Ed25519PrivateKey):
+            raise ValueError("must be an Ed25519 key; make one with `openssl genpkey -algorithm ed25519`")
+        return key
+    encoded = b"".join(raw.split()).rstrip(b"=").replace(b"-", b"+").replace(b"_", b"/")
+    try:
+        return b64decode(encoded + b"=" * (-len(encoded) % 4), validate=True)
+    except ValueError:
+        raise ValueError("is neither base64 nor PEM") from None

@@ -1,0 +1,104 @@
+"""`confirm`, `release`, `extend`, `return`, `redeem`, `unredeem`: commands about one grab, named by the id of
+the command that made it.
+"""
+
+import click
+
+from grabstream.ops.commands.offers.through_a_gate import carry_out, id_option, make_command, offer_argument
+from grabstream.ops.console.output import json_option
+
+_grab_argument = click.argument("grab")
+
+
+@click.command()
+@offer_argument
+@_grab_argument
+@click.option("--payment", help="The payment's id; the same payment is booked once.")
+@click.option(
+    "--paid", type=int, default=0, show_default=True, help="What was paid, in minor units of the currency."
+)
+@click.option("--currency", help="Of what was paid, such as CNY.")
+@click.option("--quantity", type=int, help="How many of the held units. Default: all.")
+@id_option
+@json_option
+def confirm(
+    offer: str,
+    grab: str,
+    payment: str | None,
+    paid: int,
+    currency: str | None,
+    quantity: int | None,
+    command_id: str | None,
+    as_json: bool,
+) -> None:
+    """What GRAB holds of OFFER was paid: it is the user's for good. A payment that cannot be served is noted
+    as to be paid back.
+    """
+    command = make_command(
+        "confirm",
+        command_id,
+        offer,
+        grab=grab,
+        payment=payment,
+        paid=paid,
+        currency=currency,
+        quantity=quantity,
+    )
+    carry_out(command, as_json)
+
+
+@click.command()
+@offer_argument
+@_grab_argument
+@id_option
+@json_option
+def release(offer: str, grab: str, command_id: str | None, as_json: bool) -> None:
+    """Give back what GRAB holds of OFFER, or leave its waiting list."""
+    carry_out(make_command("release", command_id, offer, grab=grab), as_json)
+
+
+@click.command()
+@offer_argument
+@_grab_argument
+@id_option
+@json_option
+def extend(offer: str, grab: str, command_id: str | None, as_json: bool) -> None:
+    """Move the deadline of what GRAB holds of OFFER by the offer's hold_ms."""
+    carry_out(make_command("extend", command_id, offer, grab=grab), as_json)
+
+
+@click.command("return")
+@offer_argument
+@_grab_argument
+@click.option("--quantity", type=int, help="How many units. Default: all that are not redeemed.")
+@click.option("--reason", default="", help="Why, one line.")
+@id_option
+@json_option
+def return_(
+    offer: str, grab: str, quantity: int | None, reason: str, command_id: str | None, as_json: bool
+) -> None:
+    """Give back what GRAB took of OFFER for good; money that was paid for it goes back."""
+    carry_out(make_command("return", command_id, offer, grab=grab, quantity=quantity, reason=reason), as_json)
+
+
+@click.command()
+@offer_argument
+@_grab_argument
+@click.option("--order", required=True, help="The order's id; units are used once for it.")
+@click.option("--quantity", type=int, default=1, show_default=True, help="How many units.")
+@id_option
+@json_option
+def redeem(offer: str, grab: str, order: str, quantity: int, command_id: str | None, as_json: bool) -> None:
+    """Use units of GRAB of OFFER for an order."""
+    carry_out(make_command("redeem", command_id, offer, grab=grab, order=order, quantity=quantity), as_json)
+
+
+@click.command()
+@offer_argument
+@_grab_argument
+@click.option("--order", required=True, help="The order's id.")
+@id_option
+@json_option
+def unredeem(offer: str, grab: str, order: str, command_id: str | None, as_json: bool) -> None:
+    """Take back the use of units of GRAB of OFFER for an order."""
+    carry_out(make_command("unredeem", command_id, offer, grab=grab, order=order), as_json)

@@ -1,0 +1,367 @@
+"""`open`, `pause`, `resume`, `close`, `grab`: through a gate of this process; and what the other verbs with
+commands share.
+"""
+
+import asyncio
+import getpass
+import secrets
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Final, get_args
+
+import click
+import msgspec
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TextColumn,
+    TimeRemainingColumn,
+)
+from rich.text import Text
+
+from grabstream.lua.gate.door import Gate, OutcomeUnknown, now_ms
+from grabstream.models.answers import Answer, encode_answer
+from grabstream.models.bounds import FILE_BYTES_MAX
+from grabstream.models.commands import AnyCommand, Open, Undecodable, decode_command, encode_command
+from grabstream.models.identifiers import is_id
+from grabstream.models.offers import EnvelopeTerms
+from grabstream.ops.connections.opening import open_gate
+from grabstream.ops.console.output import WIDTH_WITHOUT_TERMINAL, json_option, print_json, table
+from grabstream.ops.formats.offer_files import BadOfferFile, Form, form_of, read_offers
+from grabstream.ops.formats.offer_plan import PLAN_COLUMNS, plan_rows
+from grabstream.ops.settings import Settings, load_settings
+
+#: Offers opened in one gate call; above it a bar shows how far it is, and only refusals are printed one by
+#: one.
+OPENED_AT_ONCE_MAX: Final = 500
+#: How many envelope parts a gate surely draws and writes in a millisecond, beside other work.
+PARTS_A_MILLISECOND: Final = 50
+
+#: For words from outside: ids may look like rich's markup (`[x]`) or emoji (`:fire:`).
+plain_console = Console(
+    markup=False, emoji=False, highlight=False, width=None if sys.stdout.isatty() else WIDTH_WITHOUT_TERMINAL
+)
+_errors = Console(stderr=True, markup=False, emoji=False, highlight=False)
+
+id_option = click.option(
+    "--id", "command_id", help="The command's id; the same id gets the same answer again. Drawn if absent."
+)
+offer_argument = click.argument("offer")
+
+
+def _operating_user() -> str | None:
+    try:
+        name = getpass.getuser()
+    except (OSError, KeyError):  # a container's user may have no name
+        return None
+    return name if is_id(name) else None
+
+
+operator_option = click.option(
+    "--operator",
+    default=_operating_user,
+    help="Who does it, for the list of what operators did. Default: the system's user name.",
+)
+
+
+def new_id() -> str:
+    """An id that no other command has."""
+    return f"cli-{secrets.token_hex(8)}"
+
+
+def make_command(type: str, command_id: str | None, offer: str, **fields: Any) -> AnyCommand:
+    """A command from what was typed, checked; fields that are None are absent. Ends the verb as used wrongly
+    when it is not right.
+    """
+    given = {name: value for name, value in fields.items() if value is not None}
+    try:
+        return decode_command(
+            msgspec.json.encode({"type": type, "id": command_id or new_id(), "offer": offer, **given})
+        )
+    except Undecodable as error:
+        raise click.UsageError(error.reason) from None
+    except (OverflowError, ValueError) as error:  # a number of 30 digits, a text that is not UTF-8
+        raise click.UsageError(f"cannot be written as JSON: {error}") from None
+
+
+def pairs_of(option: str, written: Sequence[str]) -> list[tuple[str, str]]:
+    """NAME=VALUE as pairs; ends the verb as used wrongly when there is no `=`."""
+    pairs = []
+    for one in written:
+        name, equals, value = one.partition("=")
+        if not equals:
+            raise click.BadParameter(f"must be written as NAME=VALUE, got {one!r}", param_hint=option)
+        pairs.append((name, value))
+    return pairs
+
+
+class _Rate(ProgressColumn):
+    """How many a second."""
+
+    def render(self, task: Task) -> Text:
+        return Text(f"{task.finished_speed or task.speed or 0:,.0f}/s")
+
+
+def progress_bar(quiet: bool) -> Progress:
+    """A bar with rate and time left on standard error; nothing is drawn when quiet, or where there is no
+    terminal.
+    """
+    return Progress(
+        TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), _Rate(),
+        TimeRemainingColumn(),
+        console=_errors, disable=quiet or not _errors.is_terminal,
+    )  # fmt: skip
+
+
+def complain(message: str) -> None:
+    """One line on standard error."""
+    click.echo(f"grabstream: {message}", err=True)
+
+
+def complain_of_all(error: BadOfferFile) -> None:
+    """All problems of what was written, a line each, on standard error."""
+    for place, reason in error.problems:
+        complain(f"{place}: {reason}")
+
+
+def ready_settings() -> Settings:
+    """The settings, with which a gate can be opened."""
+    settings = load_settings()
+    settings.require_seal_keys()
+    return settings
+
+
+def carry_out(command: AnyCommand, as_json: bool) -> None:
+    """Decides one command, prints the answer and ends the process: 0 carried out, 1 refused, 3 when nobody
+    knows.
+    """
+    settings = ready_settings()
+
+    async def decide() -> list[Answer]:
+        async with open_gate(settings) as gate:
+            return await gate.decide(
+                [command], patience_ms=settings.patience_ms, timeout_ms=settings.patience_ms
+            )
+
+    try:
+        answers = asyncio.run(decide())
+    except OutcomeUnknown as error:
+        complain(f"{error} (--id {command.id})")
+        sys.exit(3)
+    print_answers(answers, as_json)
+    sys.exit(exit_code(answers))
+
+
+def exit_code(answers: Sequence[Answer]) -> int:
+    """0 when all were carried out, else 1."""
+    return 0 if all(answer.positive for answer in answers) else 1
+
+
+def _shown(name: str, value: Any) -> str:
+    """A field of an answer for people: times as times, limits in words."""
+    if name in ("at", "retry_at", "deadline_at", "resets_at"):
+        return (
+            datetime.fromtimestamp(value / 1000, UTC)
+            .isoformat(timespec="milliseconds")
+            .replace("+00:00", "Z")
+        )
+    if name == "limits":
+        return "; ".join(_shown("limit", limit) for limit in value)
+    if name == "limit":
+        until = f" until {_shown('resets_at', value['resets_at'])}" if "resets_at" in value else ""
+        return f"{value['by']}/{value['per']}: {value['left']} of {value['max']} left{until}"
+    return str(value)
+
+
+def print_answers(answers: Sequence[Answer], as_json: bool) -> None:
+    """A line each, or JSON."""
+    if as_json:
+        print_json([msgspec.json.decode(encode_answer(answer)) for answer in answers])
+        return
+    for answer in answers:
+        said = msgspec.json.decode(encode_answer(answer))
+        rest = "  ".join(
+            f"{name}={_shown(name, value)}" for name, value in said.items() if name not in ("outcome", "code")
+        )
+        words = Text.assemble((answer.outcome, "green" if answer.positive else "red"), "  ", rest)
+        # A line is a line, however narrow the terminal: others read it with grep.
+        plain_console.print(words, soft_wrap=True)
+
+
+@click.command()
+@click.argument("file", type=click.Path(exists=True, dir_okay=False, allow_dash=True, path_type=Path))
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice(get_args(Form)),
+    help="The form of FILE. Default: what its suffix says; YAML without one.",
+)
+@click.option("--dry-run", is_flag=True, help="Check all offers, show the plan and open none.")
+@operator_option
+@json_option
+def open(file: Path, form: Form | None, dry_run: bool, operator: str | None, as_json: bool) -> None:  # noqa: A001 - the verb's name
+    """Open the offers of FILE (YAML, JSON or CSV; `-` is standard input).
+
+    All are checked before the first is opened. Each has the command id open-<offer> where the file gives
+    none, so the same call may be repeated: what is open already is answered as before. Exit 1 when any was
+    refused, 2 when the file is wrong.
+    """
+    try:
+        opens = read_offers(read_text(file), form_of(file, form))
+        if past := [
+            one.offer for one in opens if one.terms.closes_at is not None and one.terms.closes_at <= now_ms()
+        ]:
+            raise BadOfferFile([(name, "terms.closes_at: is over already") for name in past])
+    except BadOfferFile as error:
+        complain_of_all(error)
+        sys.exit(2)
+    opens = [msgspec.structs.replace(one, operator=one.operator or operator) for one in opens]
+    if not dry_run:
+        _open_all(opens, as_json)
+    elif as_json:
+        print_json([msgspec.json.decode(encode_command(command)) for command in opens])
+    else:
+        title = f"Would open {len(opens):,} offer{'s' if len(opens) != 1 else ''}"
+        plain_console.print(table(title, PLAN_COLUMNS, plan_rows(opens)))
+
+
+def read_text(file: Path) -> str:
+    """A file, or standard input for `-`, as UTF-8; raises BadOfferFile when it is not, or is too large to be
+    read at once.
+    """
+    with click.get_binary_stream("stdin") if str(file) == "-" else file.open("rb") as stream:
+        raw = stream.read(FILE_BYTES_MAX + 1)
+    if len(raw) > FILE_BYTES_MAX:
+        raise BadOfferFile([("file", f"has more than {FILE_BYTES_MAX:,} bytes; make several files of it")])
+    try:
+        return raw.decode()
+    except UnicodeDecodeError as error:
+        line = raw.count(b"\n", 0, error.start) + 1
+        raise BadOfferFile([(f"line {line}", "is not UTF-8; save the file so")]) from None
+
+
+def _open_all(opens: Sequence[Open], as_json: bool) -> None:
+    settings = ready_settings()
+    answers: list[Answer] = []
+    trouble = None
+    try:
+        with progress_bar(quiet=as_json or len(opens) <= OPENED_AT_ONCE_MAX) as progress:
+            bar = progress.add_task("offers", total=len(opens))
+            asyncio.run(
+                _open_in_pieces(settings, opens, answers, lambda done: progress.update(bar, completed=done))
+            )
+    except OutcomeUnknown as error:
+        trouble = str(error)
+    except KeyboardInterrupt:
+        trouble = "stopped"
+    many = len(opens) > OPENED_AT_ONCE_MAX
+    print_answers(
+        [answer for answer in answers if not answer.positive] if many and not as_json else answers, as_json
+    )
+    if many and not as_json:
+        counted = Counter(answer.outcome for answer in answers)
+        plain_console.print(", ".join(f"{number:,} {outcome}" for outcome, number in counted.most_common()))
+    if trouble is not None:
+        complain(
+            f"{trouble}: {len(answers):,} of {len(opens):,} offers were answered; the same call again opens "
+            "the rest"
+        )
+        sys.exit(1 if trouble == "stopped" else 3)
+    sys.exit(exit_code(answers))
+
+
+async def _open_in_pieces(
+    settings: Settings, opens: Sequence[Open], answers: list[Answer], show: Callable[[int], object]
+) -> None:
+    async with open_gate(settings) as gate:
+        for start in range(0, len(opens), OPENED_AT_ONCE_MAX):
+            answers += await _open_piece(gate, settings, opens[start : start + OPENED_AT_ONCE_MAX])
+            show(len(answers))
+
+
+async def _open_piece(gate: Gate, settings: Settings, opens: Sequence[Open]) -> list[Answer]:
+    parts = sum(command.terms.parts for command in opens if isinstance(command.terms, EnvelopeTerms))
+    return await gate.decide(
+        opens,
+        patience_ms=settings.patience_ms,
+        timeout_ms=settings.patience_ms + parts // PARTS_A_MILLISECOND,
+    )
+
+
+@click.command()
+@offer_argument
+@operator_option
+@id_option
+@json_option
+def pause(offer: str, operator: str | None, command_id: str | None, as_json: bool) -> None:
+    """Refuse grabs of OFFER with `on_hold` until it is resumed."""
+    carry_out(make_command("pause", command_id, offer, operator=operator), as_json)
+
+
+@click.command()
+@offer_argument
+@operator_option
+@id_option
+@json_option
+def resume(offer: str, operator: str | None, command_id: str | None, as_json: bool) -> None:
+    """Take grabs of OFFER again."""
+    carry_out(make_command("resume", command_id, offer, operator=operator), as_json)
+
+
+@click.command()
+@offer_argument
+@operator_option
+@id_option
+@json_option
+def close(offer: str, operator: str | None, command_id: str | None, as_json: bool) -> None:
+    """End OFFER now; what is left goes back to its issuer, and its seed is revealed."""
+    carry_out(make_command("close", command_id, offer, operator=operator), as_json)
+
+
+@click.command()
+@offer_argument
+@click.argument("user")
+@click.option("--quantity", type=int, default=1, show_default=True, help="How many units.")
+@click.option(
+    "--attribute",
+    "attributes",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="What limits may count by, such as card=c1. Repeatable.",
+)
+@click.option("--ticket", help="What the eligibility service signed; see `grabstream ticket`.")
+@click.option("--wait", is_flag=True, help="Join the waiting list when it is sold out.")
+@id_option
+@json_option
+def grab(
+    offer: str,
+    user: str,
+    quantity: int,
+    attributes: Sequence[str],
+    ticket: str | None,
+    wait: bool,
+    command_id: str | None,
+    as_json: bool,
+) -> None:
+    """Grab of OFFER for USER: a part of an envelope, or units."""
+    named = pairs_of("--attribute", attributes)
+    if len(dict(named)) < len(named):
+        raise click.BadParameter("a name is given twice; keep one", param_hint="--attribute")
+    command = make_command(
+        "grab",
+        command_id,
+        offer,
+        user=user,
+        quantity=quantity,
+        attributes=dict(named),
+        ticket=ticket,
+        wait=wait,
+    )
+    carry_out(command, as_json)

@@ -1,0 +1,131 @@
+"""`doctor` and `dismiss`: what is stuck, since when, and the command that mends it; and a difference that was
+explained.
+"""
+
+import asyncio
+import sys
+import time
+from datetime import UTC, datetime
+from typing import Any, Final
+
+import click
+from rich.text import Text
+
+from grabstream.ops.connections.opening import checked_books
+from grabstream.ops.console.output import WholeNumber, console, json_option, print_json
+from grabstream.ops.diagnosis.examination import Examination, by_severity, examine, since_in_words
+from grabstream.ops.settings import load_settings
+from grabstream.projections.checking import verified
+
+_STYLES: Final = {"stuck": "bold red", "risk": "yellow", "note": "cyan"}
+_SERVERS: Final = {
+    "redis": ("Redis", "GRAB_REDIS_URL"),
+    "kafka": ("Kafka", "GRAB_KAFKA"),
+    "postgres": ("PostgreSQL", "GRAB_POSTGRES"),
+}
+_MEANS: Final = {
+    "redis": "nothing is decided", "kafka": "no answer that waits for the journal comes",
+    "postgres": "the read models stand still; deciding goes on",
+}  # fmt: skip
+
+
+@click.command()
+@click.option(
+    "--watch", type=click.FloatRange(min=1), metavar="SECONDS", help="Look again and again, until Ctrl-C."
+)
+@json_option
+def doctor(watch: float | None, as_json: bool) -> None:
+    """Say in plain words what is stuck, since when, what it means for users, and the command that mends it.
+
+    Every server is asked on its own: one that is away hides nothing of the others. Exit 0: nothing found; 1:
+    something is stuck or at risk; 3: a server does not answer.
+    """
+    settings = load_settings()
+    while True:
+        examination = asyncio.run(examine(settings))
+        if as_json:
+            print_json(_as_json(examination))
+        else:
+            _print(examination)
+        if watch is None:
+            sys.exit(examination.exit_code)
+        time.sleep(watch)
+        if not as_json:
+            console.print("─" * min(console.width, 80))
+
+
+@click.command()
+@click.argument("finding", type=WholeNumber(min=1))
+@click.option("--reason", required=True, help="Why it is no fault, one line.")
+@click.option("--operator", required=True, help="Who says so.")
+@json_option
+def dismiss(finding: int, reason: str, operator: str, as_json: bool) -> None:
+    """Explain FINDING, a difference that `doctor` shows by its number: it is not shown any more while it
+    stays the same.
+
+    A difference that is mended needs no word: it goes away when the verifier comes by again. Exit 1: there is
+    none under this number.
+    """
+    if not asyncio.run(_dismiss(finding, operator, reason)):
+        click.echo(
+            f"grabstream: no open finding {finding}; `grabstream doctor` shows their numbers", err=True
+        )
+        sys.exit(1)
+    if as_json:
+        print_json({"finding": finding, "dismissed_by": operator, "reason": reason})
+    else:
+        console.print(f"Finding {finding} is dismissed.")
+
+
+async def _dismiss(finding: int, operator: str, reason: str) -> bool:
+    settings = load_settings()
+    async with checked_books(settings) as connection:
+        return await verified.dismiss(connection, finding, operator, reason)
+
+
+def _as_json(examination: Examination) -> dict[str, Any]:
+    return {
+        "at": examination.at,
+        "healthy": examination.exit_code == 0,
+        "servers": examination.servers,
+        "findings": [
+            {"check": check, **finding._asdict()} for check, finding in by_severity(examination.findings)
+        ],
+        "passed": examination.passed,
+        "not_checked": examination.not_checked,
+    }
+
+
+def _print(examination: Examination) -> None:
+    for server, problem in examination.servers.items():
+        if problem is not None:
+            name, setting = _SERVERS[server]
+            _say("stuck", f"{name} does not answer", None, examination.at)
+            _detail("means", _MEANS[server])
+            _detail("says", problem)
+            _detail("mend", f"start it (`grabstream up` for local servers), or set {setting} right")
+    for _, finding in by_severity(examination.findings):
+        _say(finding.severity, finding.what, finding.since, examination.at)
+        _detail("means", finding.means)
+        _detail("mend", finding.command)
+    if examination.not_checked:
+        _line(Text(f"Not checked, for want of an answer: {', '.join(examination.not_checked)}.", "dim"))
+    if not examination.exit_code:
+        _line(Text(f"✓ {len(examination.passed)} checks: nothing is stuck.", "green"))
+
+
+def _say(severity: str, what: str, since: int | None, now: int) -> None:
+    words = Text.assemble((f"{severity:<5}", _STYLES[severity]), "  ", (what, "bold"))
+    if since is not None:
+        began = datetime.fromtimestamp(since / 1000, UTC)
+        words.append(f"; since {began:%Y-%m-%d %H:%M:%S}Z, {since_in_words(since, now)} ago")
+    _line(words)
+
+
+def _detail(name: str, words: str) -> None:
+    _line(Text.assemble(" " * 7, (f"{name:<6}", "dim"), words))
+
+
+def _line(words: Text) -> None:
+    # Commands are copied from here: a line stays a line, however narrow the terminal.
+    console.print(words, soft_wrap=True, emoji=False, highlight=False)

@@ -1,0 +1,312 @@
+"""`set-aside` and `retry`: a projection that has stopped at a shard goes on, with or without the record that
+stopped it.
+"""
+
+import asyncio
+import sys
+import time
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any, Final
+
+import click
+from psycopg import AsyncConnection
+
+from grabstream.models.journal import Cursor
+from grabstream.models.transfers import transfers_of
+from grabstream.ops.connections.opening import checked_books
+from grabstream.ops.console.output import WholeNumber, console, json_option, print_json
+from grabstream.ops.settings import Settings, load_settings
+from grabstream.projections import cursors
+from grabstream.projections.cursors import CursorMoved, Stop
+from grabstream.projections.database.migrate import PROJECTIONS
+from grabstream.projections.records import set_aside as books
+from grabstream.projections.versions import use_read_model
+from grabstream.streams.journal import open_reader
+from grabstream.streams.projecting.publisher import newest_cursor
+from grabstream.streams.projecting.stopped_record import CannotSetAside, Poison, find_poison
+from grabstream.streams.topics import Topics
+
+LINES_SHOWN_MAX: Final = 20
+POLL_SECONDS: Final = 0.1
+#: The projection whose cursor is in its own topic.
+EVENTS: Final = "events"
+
+_projection = click.argument("projection", type=click.Choice((*PROJECTIONS, EVENTS)))
+_shard = click.argument("shard", type=WholeNumber(min=0))
+_wait = click.option("--wait", default=15.0, show_default=True, help="Seconds to wait for a worker to go on.")
+
+
+@click.command(name="set-aside")
+@click.argument("projection", type=click.Choice((*PROJECTIONS, EVENTS)), required=False)
+@click.argument("shard", type=WholeNumber(min=0), required=False)
+@click.option("--reason", help="Why the books may do without it, one line; it stays in them.")
+@click.option("--operator", help="Who decides so.")
+@click.option(
+    "--dry-run", is_flag=True, help="Show the record and what the books will lack, and change nothing."
+)
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@click.option("--list", "listing", is_flag=True, help="Show what is set aside.")
+@_wait
+@json_option
+def set_aside(
+    projection: str | None, shard: int | None, reason: str | None, operator: str | None, dry_run: bool,
+    yes: bool, listing: bool,
+    wait: float, as_json: bool,
+) -> None:  # fmt: skip
+    """Let PROJECTION, which has stopped at SHARD, go on behind the journal record that it cannot take in.
+
+    The record is shown first, and then kept in the books with its bytes, the reason and the operator. What
+    was built from the shard lacks its events from then on; `status`, `verify` and `doctor` say so. To take it
+    back, mend the cause and build the read model anew: `grabstream rebuild PROJECTION --accept` reads the
+    record again. Exit 1: nothing to set aside.
+    """
+    settings = load_settings()
+    if listing:
+        _print_list(asyncio.run(_list(settings)), as_json)
+        return
+    if projection is None or shard is None:
+        raise click.UsageError(
+            "name the PROJECTION and the SHARD at which it has stopped: `grabstream status` shows them"
+        )
+    if not dry_run and not (reason and reason.strip() and operator and operator.strip()):
+        raise click.UsageError(
+            "--reason and --operator are needed: they stay in the books. Look first with --dry-run"
+        )
+    try:
+        stop, poison = asyncio.run(_look(settings, projection, shard))
+    except CannotSetAside as error:
+        _refuse(str(error))
+    if as_json:
+        shown = _as_json(stop, poison)
+    else:
+        _print_poison(stop, poison)
+    if dry_run:
+        if as_json:
+            print_json({**shown, "done": False})
+        return
+    if not yes and not (sys.stdin.isatty() and not as_json):
+        raise click.UsageError("--yes is needed where nobody can be asked; look first with --dry-run")
+    if not yes:
+        click.confirm(
+            f"Set this record aside for {projection}? Its events will be missing from it", abort=True
+        )
+    try:
+        asyncio.run(_set_aside(settings, stop, poison, str(reason).strip(), str(operator).strip()))
+    except CursorMoved as error:
+        _refuse(f"{error}; look again")
+    outcome = asyncio.run(_await_going_on(settings, projection, shard, poison.behind, wait))
+    if as_json:
+        print_json({**shown, "done": True, "reason": reason, "operator": operator, **outcome})
+    else:
+        console.print(f"Set aside. {_in_words(projection, shard, outcome)}", highlight=False, markup=False)
+
+
+@click.command()
+@_projection
+@_shard
+@_wait
+@json_option
+def retry(projection: str, shard: int, wait: float, as_json: bool) -> None:
+    """Let PROJECTION, which has stopped at SHARD, try the same record again, because the cause is mended.
+    Exit 1: it stopped again.
+
+    One that stands still because its cursor was moved away from its rows (`doctor` says so) reads the shard's
+    journal from the beginning, up to its rows without a change, and goes on behind them; their hash must be
+    the journal's.
+    """
+    settings = load_settings()
+    try:
+        before = asyncio.run(_let_go_on(settings, projection, shard))
+    except CannotSetAside as error:
+        _refuse(str(error))
+    outcome = asyncio.run(_await_going_on(settings, projection, shard, before, wait))
+    if as_json:
+        print_json({"projection": projection, "shard": shard, **outcome})
+    else:
+        console.print(_in_words(projection, shard, outcome), highlight=False, markup=False)
+    sys.exit(1 if outcome["stopped"] else 0)
+
+
+def _refuse(message: str) -> Any:
+    click.echo(f"grabstream: {message}", err=True)
+    sys.exit(1)
+
+
+# -- reading -------------------------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def _open_to_write(settings: Settings, projection: str) -> AsyncIterator[AsyncConnection[Any]]:
+    """A connection that writes where the projection has its cursors and stops."""
+    async with checked_books(settings) as connection:
+        await use_read_model(connection, settings.schema_, projection)
+        yield connection
+
+
+async def _list(settings: Settings) -> list[books.SetAside]:
+    async with checked_books(settings) as connection:
+        return await books.load(connection)
+
+
+async def _stop_of(connection: AsyncConnection[Any], projection: str, shard: int) -> Stop:
+    for stop in await cursors.stops(connection):
+        if (stop.projection, stop.shard) == (projection, shard):
+            return stop
+    raise CannotSetAside(f"{projection} has not stopped at shard {shard}; `grabstream status` shows what has")
+
+
+async def _cursor_of(
+    settings: Settings, connection: AsyncConnection[Any], projection: str, shard: int
+) -> Cursor:
+    if projection != EVENTS:
+        return (await cursors.load(connection, projection))[shard]
+    async with open_reader(settings.kafka, Topics(settings.prefix).events) as reader:
+        return books.past(await books.load(connection, projection), shard, await newest_cursor(reader, shard))
+
+
+async def _look(settings: Settings, projection: str, shard: int) -> tuple[Stop, Poison]:
+    async with checked_books(settings) as connection:
+        stop = await _stop_of(connection, projection, shard)
+        cursor = await _cursor_of(settings, connection, projection, shard)
+    async with open_reader(settings.kafka, Topics(settings.prefix).journal) as reader:
+        return stop, await find_poison(reader, shard, cursor)
+
+
+# -- changing ------------------------------------------------------------------------------------------------
+
+
+async def _set_aside(settings: Settings, stop: Stop, poison: Poison, reason: str, operator: str) -> None:
+    record = poison.record
+    missing = [(account, asset, amount) for (account, asset), amount in _missing(poison).items()]
+    async with _open_to_write(settings, stop.projection) as connection:
+        await books.set_aside(
+            connection, stop.projection, stop.shard, poison.before, poison.behind, record.headers,
+            record.value, poison.offers,
+            poison.readable, missing, stop.reason, reason, operator, own_cursor=stop.projection != EVENTS,
+        )  # fmt: skip
+
+
+async def _let_go_on(settings: Settings, projection: str, shard: int) -> Cursor:
+    async with _open_to_write(settings, projection) as connection:
+        before = await _cursor_of(settings, connection, projection, shard)
+        if projection != EVENTS and await _is_beside_its_rows(settings, shard, before):
+            await cursors.read_anew(connection, projection, shard, before)
+        else:
+            await _stop_of(connection, projection, shard)
+        await cursors.let_go_on(connection, projection, shard)
+    return before
+
+
+async def _is_beside_its_rows(settings: Settings, shard: int, cursor: Cursor) -> bool:
+    """Whether a cursor was moved to where it has nothing to read, although the journal goes on behind its
+    rows.
+    """
+    async with open_reader(settings.kafka, Topics(settings.prefix).journal) as reader:
+        passed = await reader.seq_before(shard, cursor) if cursor.owner else 0
+    return passed is None or passed > cursor.seq
+
+
+async def _await_going_on(
+    settings: Settings, projection: str, shard: int, before: Cursor, wait_seconds: float
+) -> dict[str, Any]:
+    """How the projection is after a worker had time to go on: `seq`, `moved`, and the reason for which it
+    stopped again.
+    """
+    deadline = time.monotonic() + wait_seconds
+    async with (
+        checked_books(settings) as connection,
+        open_reader(settings.kafka, Topics(settings.prefix).journal) as reader,
+    ):
+        end = await reader.end(shard)
+        while True:
+            again = [
+                stop
+                for stop in await cursors.stops(connection)
+                if (stop.projection, stop.shard) == (projection, shard)
+            ]
+            cursor = await _cursor_of(settings, connection, projection, shard)
+            # Only events move a publisher's cursor: it may never reach the journal's end.
+            moved = cursor.seq > before.seq or cursor.next_offset >= end
+            if again or moved or time.monotonic() > deadline:
+                return {"seq": cursor.seq, "moved": moved, "stopped": again[0].reason if again else None}
+            await asyncio.sleep(POLL_SECONDS)
+
+
+# -- showing -------------------------------------------------------------------------------------------------
+
+
+def _in_words(projection: str, shard: int, outcome: dict[str, Any]) -> str:
+    if outcome["stopped"]:
+        return f"{projection} has stopped again at shard {shard}, seq {outcome['seq']}: {outcome['stopped']}"
+    if outcome["moved"]:
+        return f"{projection} goes on at shard {shard}, seq {outcome['seq']}."
+    return (
+        f"{projection} may go on at shard {shard}, but no worker has taken it further yet: start one with "
+        "`grabstream worker`."
+    )
+
+
+def _missing(poison: Poison) -> dict[tuple[str, str], int]:
+    """What accounts will lack, by account and asset, as far as the events can be read."""
+    missing: Counter[tuple[str, str]] = Counter()
+    for event in poison.events if poison.event_count else ():
+        for asset, debit, credit, amount in transfers_of(event) if event is not None else ():
+            missing[debit, asset] -= amount
+            missing[credit, asset] += amount
+    return dict(missing)
+
+
+def _as_json(stop: Stop, poison: Poison) -> dict[str, Any]:
+    return {
+        "projection": stop.projection, "shard": stop.shard, "stopped_at": stop.stopped_at.isoformat(),
+        "refused_because": stop.reason,
+        "journal_offset": poison.record.offset, "first_seq": poison.before.seq + 1,
+        "event_count": poison.event_count, "readable": poison.readable,
+        "headers": {name: value.decode(errors="replace") for name, value in poison.record.headers},
+        "lines": [line.decode(errors="replace") for line in poison.lines],
+        "offers": poison.offers,
+        "missing": [{"account": account, "asset": asset, "amount": amount} for (account, asset),
+        amount in _missing(poison).items()],
+    }  # fmt: skip
+
+
+def _print_poison(stop: Stop, poison: Poison) -> None:
+    def say(words: str) -> None:
+        console.print(words, highlight=False, markup=False, soft_wrap=True)
+
+    say(
+        f"{stop.projection} stopped at shard {stop.shard} on {stop.stopped_at:%Y-%m-%d %H:%M:%S %Z}: "
+        f"{stop.reason}"
+    )
+    seqs = (
+        f"seq {poison.before.seq + 1} to {poison.behind.seq}"
+        if poison.event_count
+        else "no event of the history"
+    )
+    say(f"The record at journal offset {poison.record.offset}: {seqs}, {len(poison.record.value):,} bytes")
+    for name, value in poison.record.headers:
+        say(f"    {name}: {value.decode(errors='replace')}")
+    for line in poison.lines[:LINES_SHOWN_MAX]:
+        say(f"    {line.decode(errors='replace')}")
+    if len(poison.lines) > LINES_SHOWN_MAX:
+        say(f"    … and {len(poison.lines) - LINES_SHOWN_MAX:,} more lines; --json shows all")
+    if poison.event_count and not poison.readable:
+        say("Not every event can be read: what the books will lack is not known in full.")
+    for (account, asset), amount in _missing(poison).items():
+        say(f"{stop.projection} will lack {amount:+,} {asset} on {account}")
+
+
+def _print_list(rows: list[books.SetAside], as_json: bool) -> None:
+    if as_json:
+        hidden = ("behind", "value")
+        print_json(
+            [{name: value for name, value in row._asdict().items() if name not in hidden} for row in rows]
+        )
+    elif not rows:
+        console.print("Nothing is set aside.")
+    for row in () if as_json else rows:
+        console.print(
+            f"{row.at:%Y-%m-%d %H:%M:%S}  {row.in_words()}", highlight=False, markup=False, soft_wrap=True
+        )

@@ -1,0 +1,55 @@
+"""`verify`: everything that is kept anywhere against the journal."""
+
+import asyncio
+import sys
+
+import click
+from rich.markup import escape
+
+from grabstream.ops.connections.opening import check_system
+from grabstream.ops.console.output import console, counted, json_option, print_json
+from grabstream.ops.settings import Settings, load_settings
+from grabstream.ops.verification import PROBLEMS_SHOWN_MAX, Check, Report
+from grabstream.ops.verification import verify as run_verification
+
+
+def print_checks(checks: list[Check]) -> None:
+    """One line a check, and below it what is wrong."""
+    for check in checks:
+        mark = "[green]✓[/]" if check.passed else "[red]✗[/]"
+        number, _, things = counted(check.checked, check.of_what).partition(" ")
+        console.print(f"{mark} {check.name:<34} [dim]{number:>12} {things}[/]", highlight=False)
+        for problem in check.problems[:PROBLEMS_SHOWN_MAX]:
+            console.print(f"    [red]{problem}[/]", highlight=False)
+        for note in check.notes:
+            console.print(f"    [cyan]{escape(note)}[/]", highlight=False)
+        if len(check.problems) > PROBLEMS_SHOWN_MAX:
+            console.print(f"    [red]… and {len(check.problems) - PROBLEMS_SHOWN_MAX} more[/]")
+
+
+async def _verify(settings: Settings, wait_seconds: float, report: Report, quick: bool) -> list[Check]:
+    await check_system(settings)
+    return await run_verification(settings, wait_seconds, report, quick)
+
+
+@click.command()
+@click.option(
+    "--wait", default=30.0, show_default=True, help="Seconds to wait for read models that are behind."
+)
+@click.option(
+    "--quick",
+    is_flag=True,
+    help="Leave out Redis' keys: each shard is made a second time there to compare them.",
+)
+@json_option
+def verify(wait: float, quick: bool, as_json: bool) -> None:
+    """Check the chain of every shard, and against it everything that is kept elsewhere: the audit trail byte
+    for byte, the rows of all read models, cursors, views, and every key in Redis. Exit 1: a difference.
+    """
+    report = (lambda line: None) if as_json else (lambda line: console.print(f"[dim]{line} …[/]"))
+    checks = asyncio.run(_verify(load_settings(), wait, report, quick))
+    if as_json:
+        print_json([{**check._asdict(), "passed": check.passed} for check in checks])
+    else:
+        print_checks(checks)
+    sys.exit(0 if all(check.passed for check in checks) else 1)

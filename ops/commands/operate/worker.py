@@ -1,0 +1,267 @@
+"""`worker`: plays roles until it is told to stop."""
+
+import asyncio
+import contextlib
+import functools
+import gc
+import logging
+import os
+import signal
+import time
+from collections.abc import Sequence
+from typing import Any, Final
+
+import click
+import psycopg
+import uvloop
+
+import grabstream.models.events  # noqa: F401 - a gap in the upcasters is found here, not when a role reads its first event
+from grabstream.lua.trouble import is_trouble
+from grabstream.ops.connections.opening import (
+    LOOK_AGAIN_SECONDS,
+    check_system,
+    checked_books,
+    key_space,
+    open_redis,
+    refusal_log,
+    report_recovery,
+    require_core,
+    sealer,
+    snapshots,
+    ticket_keys,
+    worker_settings,
+)  # fmt: skip
+from grabstream.ops.console.stopping import END_SECONDS_MAX, end_within
+from grabstream.ops.identity import NotWrittenDown, OtherSystem, claim_prefix
+from grabstream.ops.making import refuse_replay
+from grabstream.ops.settings import Settings, load_settings
+from grabstream.ops.verification import compares_keys
+from grabstream.projections.database.migrate import PROJECTIONS as READ_MODELS
+from grabstream.projections.database.sessions import connect
+from grabstream.projections.database.system import Identity
+from grabstream.projections.records.demand import record
+from grabstream.streams.clients import Trouble, in_words
+from grabstream.streams.projecting.projector import EXIT_UNKNOWN_ERROR
+from grabstream.streams.projecting.verifier import Verifier
+from grabstream.streams.relaying.relay import Step
+from grabstream.streams.worker import ROLES, Role, roles_of, run_worker
+
+log = logging.getLogger(__name__)
+
+#: For so long a worker that begins waits for Kafka and Redis.
+START_SECONDS: Final = 30.0
+RETRY_SECONDS: Final = 0.5
+
+
+@click.command()
+@click.option("--roles", default=",".join(ROLES), show_default=True, help="Which roles this process plays.")
+def worker(roles: str) -> None:
+    """Decide commands, relay outboxes to the journal, close what is due, and build the read models, until
+    SIGTERM or Ctrl-C.
+    """
+    settings = load_settings()
+    settings.require_seal_keys()
+    # Events live for a moment and by the thousand; looking through all of them again and again for cycles is
+    # a tenth of the work.
+    gc.set_threshold(50_000, 20, 50)
+    chosen = [role.strip() for role in roles.split(",") if role.strip()]
+    unknown = sorted(set(chosen) - set(ROLES))
+    if unknown or not chosen:
+        raise click.BadParameter(
+            f"{', '.join(unknown) or 'none given'}: choose from {', '.join(ROLES)}", param_hint="--roles"
+        )
+    uvloop.run(_run(settings, chosen))
+
+
+async def _run(settings: Settings, chosen: Sequence[str]) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def end() -> None:
+        end_within(END_SECONDS_MAX, EXIT_UNKNOWN_ERROR)
+        stop.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, end)
+    known = Known(settings)
+    if not await _reached(settings, known, stop):
+        return
+    if "project" in chosen:
+        await _refuse_replay(settings)
+    redis = open_redis(settings)
+    try:
+        roles = roles_of(
+            worker_settings(settings), chosen, redis, sealer(settings), ticket_keys(settings),
+            functools.partial(_record_demand, settings),
+            refusal_log(settings),
+            {
+                "project": known.before(_faust(settings, READ_MODELS)),
+                "publish": known.before(_faust(settings, ("events",))),
+                "verify": known.before(Verifier(
+                    redis, key_space(settings), settings.postgres, settings.schema_,
+                    settings.verify_percent / 100,
+                    compares_keys(settings, redis),
+                ).run),
+            },
+            step_of(settings), snapshots(settings), functools.partial(report_recovery, settings),
+        )  # fmt: skip
+        log.info("playing %s", ", ".join(chosen))
+        left = await run_worker({**roles, "identity": functools.partial(known.keep, redis)}, stop)
+        if left:
+            # The event loop would wait for them at its end.
+            log.critical("role %s does not end: ending the process", ", ".join(sorted(left)))
+            logging.shutdown()
+            os._exit(EXIT_UNKNOWN_ERROR)
+    finally:
+        end_within(END_SECONDS_MAX, EXIT_UNKNOWN_ERROR)
+        await redis.aclose()
+
+
+class Known:
+    """Whether the settings are known to be those of one system. What a server that was away at the start did
+    not say is asked later.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._trouble = Trouble(log, "which system this is")
+        self._identity: Identity | None = None
+        self._is_known = asyncio.Event()
+
+    async def look(self) -> None:
+        """Looks whether they are; raises BadSettings when they are not."""
+        try:
+            self._identity = await check_system(self._settings)
+        except NotWrittenDown as error:
+            self._trouble.say(str(error))
+            return
+        if self._identity is None:
+            self._trouble.say(
+                f"schema {self._settings.schema_} does not say so: PostgreSQL is away, or `grabstream init` "
+                "was not run"
+            )
+            return
+        self._trouble.over()
+        self._is_known.set()
+
+    def before(self, role: Role) -> Role:
+        """A role that writes the schema begins when it is known to be ours."""
+
+        async def wait(stop: asyncio.Event) -> None:
+            waiting = {asyncio.create_task(self._is_known.wait()), asyncio.create_task(stop.wait())}
+            try:
+                await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for task in waiting:
+                    task.cancel()
+            if not stop.is_set():
+                await role(stop)
+
+        return wait
+
+    async def keep(self, redis: Any, stop: asyncio.Event) -> None:
+        """Claims the prefix anew when Redis has lost that, until `stop`; raises BadSettings when it belongs
+        to another system.
+        """
+        while not stop.is_set():
+            try:
+                if self._identity is None:
+                    await self.look()
+                else:
+                    await claim_prefix(
+                        redis, key_space(self._settings).system, self._settings, self._identity
+                    )
+            except BaseException as error:
+                if not is_trouble(error):
+                    raise
+                log.info("which system this is: %s", in_words(error))
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_AGAIN_SECONDS):
+                    await stop.wait()
+
+
+async def _reached(settings: Settings, known: Known, stop: asyncio.Event) -> bool:
+    """Whether Kafka and Redis have answered, and are what a worker needs; False when it is told to end
+    before.
+
+    A server that is just being started, or a broker that has just been lost, is waited for; after
+    START_SECONDS its error is raised.
+    """
+    trouble, give_up_at = Trouble(log, "starting"), time.monotonic() + START_SECONDS
+    while not stop.is_set():
+        try:
+            await known.look()
+            redis = open_redis(settings)
+            try:
+                await require_core(redis)
+            finally:
+                await redis.aclose()
+        except Exception as error:
+            if not is_trouble(error) or time.monotonic() > give_up_at:
+                raise
+            trouble.say(in_words(error))
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(RETRY_SECONDS):
+                    await stop.wait()
+        else:
+            trouble.over()
+            return True
+    return False
+
+
+async def _refuse_replay(settings: Settings) -> None:
+    try:
+        async with await connect(settings.postgres, settings.schema_) as connection:
+            await refuse_replay(connection, settings)
+    except psycopg.OperationalError as error:
+        # The read models wait for PostgreSQL, the other roles do without; a replay's schema then refuses them
+        # by itself.
+        log.warning("PostgreSQL cannot be reached yet: %s", error)
+
+
+def _faust(settings: Settings, names: Sequence[str]) -> Role:
+    async def run(stop: asyncio.Event) -> None:
+        from grabstream.streams.projecting.agents import (
+            run_projections,
+        )  # Faust takes a second to import, and most roles do without
+
+        await run_projections(
+            kafka=settings.kafka,
+            prefix=settings.prefix,
+            shards=settings.shards,
+            postgres=settings.postgres,
+            schema=settings.schema_,
+            stop=stop,
+            names=names,
+            step=step_of(settings),
+        )
+
+    return run
+
+
+def step_of(settings: Settings) -> Step:
+    """For crash tests: GRAB_FAIL_AT=step or step:n kills the process (with :stop it stops it) when the step
+    comes for the n-th time.
+    """
+    fail_at, _, times = settings.fail_at.removesuffix(":stop").partition(":")
+    number = signal.SIGSTOP if settings.fail_at.endswith(":stop") else signal.SIGKILL
+    left = int(times or 1)
+
+    def step(name: str) -> None:
+        nonlocal left
+        if name == fail_at:
+            left -= 1
+            if left == 0:
+                os.kill(os.getpid(), number)
+
+    return step
+
+
+async def _record_demand(settings: Settings, shard: int, rows: Sequence[tuple[int, int, str, int]]) -> None:
+    try:
+        async with checked_books(settings) as connection:
+            await record(connection, settings.schema_, shard, rows)
+    except (psycopg.Error, OtherSystem) as error:
+        # The counts stay in Redis, and are written when PostgreSQL is back, or its tables are: a restore
+        # drops them first.
+        raise OSError(f"PostgreSQL: {error}") from None

@@ -1,0 +1,1 @@
+"""Verbs that rebuild and replay."""

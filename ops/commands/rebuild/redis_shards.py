@@ -1,0 +1,189 @@
+"""`rebuild redis`: shards made anew from the journal by hand. Workers do the same by themselves whenever
+Redis lost something.
+"""
+
+import asyncio
+import secrets
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any, NamedTuple
+
+import click
+
+from grabstream.lua.gate.door import run_script
+from grabstream.lua.keys import SHARD_FIELDS, ShardKeys
+from grabstream.ops.connections.opening import (
+    check_system,
+    key_space,
+    open_redis,
+    report_recovery,
+    require_core,
+    sealer,
+    snapshots,
+)
+from grabstream.ops.console.output import console, json_option, print_json, table
+from grabstream.ops.console.progress import ProgressLine
+from grabstream.ops.console.stopping import run_until_stopped
+from grabstream.ops.diagnosis.findings import RESTORE
+from grabstream.ops.settings import Settings, load_settings
+from grabstream.streams.journal import open_reader
+from grabstream.streams.relaying.leases import RENEWALS_PER_LEASE
+from grabstream.streams.relaying.ownership import NewerProgram, NotReconciled, SteppedDown
+from grabstream.streams.relaying.relay import ShardRelay
+from grabstream.streams.topics import Topics
+
+ATTEMPTS_MAX = 10
+REASON = "it is being rebuilt by hand"
+#: How whoever rebuilds a shard by hand is called as the holder of its lease.
+BY_HAND = "rebuild-"
+OF_ANOTHER = (
+    "another `grabstream rebuild redis` rebuilds it now; or was killed, and can be begun again in a "
+    "few seconds"
+)
+
+
+@click.command("redis")
+@click.option("--shard", "shards", type=int, multiple=True, help="Only this shard; may be given again.")
+@click.option("--dry-run", is_flag=True, help="Say what each shard has, and do nothing.")
+@json_option
+def redis_command(shards: tuple[int, ...], dry_run: bool, as_json: bool) -> None:
+    """Make shards in Redis anew from the journal, whatever they have now. What they have decided is journaled
+    before.
+
+    A shard decides nothing meanwhile; its worker, if one runs, takes it back afterwards. Exit 1: a shard
+    stays fenced, with the reason.
+    """
+    settings = load_settings()
+    settings.require_seal_keys()
+    unknown = [shard for shard in shards if not 0 <= shard < settings.shards]
+    if unknown:
+        raise click.BadParameter(
+            f"{unknown[0]}: there are shards 0 to {settings.shards - 1}", param_hint="--shard"
+        )
+    chosen = sorted(set(shards)) or list(range(settings.shards))
+    word = "a shard half made is begun anew by its worker, or by this command"
+    sys.exit(run_until_stopped(_run(settings, chosen, dry_run, as_json), word))
+
+
+async def _run(settings: Settings, shards: list[int], dry_run: bool, as_json: bool) -> int:
+    redis = open_redis(settings)
+    results = []
+    try:
+        await check_system(settings, redis)
+        await require_core(redis)
+        for shard in shards:
+            if dry_run:
+                results.append(await _plan(settings, redis, shard))
+            else:
+                results.append(await _rebuild(settings, redis, shard))
+    finally:
+        await redis.aclose()
+    if as_json:
+        print_json(results)
+    else:
+        console.print(table("Redis", ("shard", "done"), [(one["shard"], one["done"]) for one in results]))
+    return 1 if any(one["refused"] for one in results) else 0
+
+
+async def _plan(settings: Settings, redis: Any, shard: int) -> dict[str, Any]:
+    """What the command would do with a shard, or why it would refuse."""
+    found = await redis.hmget(key_space(settings).shard(shard).state, list(SHARD_FIELDS))
+    fields = {name: value and value.decode() for name, value in zip(SHARD_FIELDS, found, strict=True)}
+    journaled = int(fields["journaled_seq"] or 0)
+    async with open_reader(settings.kafka, Topics(settings.prefix).journal) as reader:
+        last_seq = await reader.last_seq(shard)
+    if last_seq < journaled:
+        done = (
+            f"would be refused: the journal ends at seq {last_seq}, {journaled} were acknowledged: {RESTORE}"
+        )
+        return {"shard": shard, "done": done, "refused": True}
+    done = f"would be rebuilt; it is at seq {fields['seq'] or 0}, journaled to {journaled}"
+    return {
+        "shard": shard,
+        "done": done + (f", fenced: {fields['fault']}" if fields["fault"] else ""),
+        "refused": False,
+    }
+
+
+class _Lease(NamedTuple):
+    """The lease of a shard, as one command sees it that rebuilds it."""
+
+    redis: Any
+    keys: ShardKeys
+    name: str
+
+    async def is_of_another(self) -> bool:
+        """Whether another such command is about this shard."""
+        holder = (await self.redis.get(self.keys.lease) or b"").decode()
+        return holder.startswith(BY_HAND) and holder != self.name
+
+
+@asynccontextmanager
+async def _seized(settings: Settings, lease: _Lease) -> AsyncIterator[None]:
+    """Holds a shard's lease, so that the worker that relays it lets it go, and takes it back afterwards."""
+    redis, keys, name = lease.redis, [lease.keys.lease, lease.keys.state], lease.name
+
+    async def hold() -> None:
+        # Of two commands that begin at once one has it; the other finds that out when it is stepped down.
+        while not await lease.is_of_another():
+            await run_script(redis, "lease", keys, [name, settings.lease_ms, "1"])
+            await asyncio.sleep(settings.lease_ms / 1000 / RENEWALS_PER_LEASE)
+
+    holding = asyncio.create_task(hold())
+    try:
+        yield
+    finally:
+        holding.cancel()
+        await asyncio.gather(holding, return_exceptions=True)
+        await run_script(redis, "lease", keys, [name, 0])
+
+
+async def _rebuild(settings: Settings, redis: Any, shard: int) -> dict[str, Any]:
+    lease = _Lease(redis, key_space(settings).shard(shard), f"{BY_HAND}{secrets.token_hex(4)}")
+    if await lease.is_of_another():
+        return _refused(shard, OF_ANOTHER)
+    async with _seized(settings, lease):
+        return await _rebuild_owned(settings, lease, shard)
+
+
+def _refused(shard: int, why: str) -> dict[str, Any]:
+    return {"shard": shard, "done": why, "refused": True}
+
+
+async def _rebuild_owned(settings: Settings, lease: _Lease, shard: int) -> dict[str, Any]:
+    line, began = ProgressLine(), time.monotonic()
+    applied = 0
+
+    def progress(events: int) -> None:
+        nonlocal applied
+        applied = events
+        line(f"shard {shard}", "applying", events, rate=events / (time.monotonic() - began))
+
+    relay = ShardRelay(
+        lease.redis, lease.keys, settings.shards, settings.kafka, Topics(settings.prefix).journal,
+        sealer(settings),
+        settings.block_events_max, snapshots=snapshots(settings),
+        report=lambda done: report_recovery(settings, done), progress=progress,
+    )  # fmt: skip
+    for _ in range(ATTEMPTS_MAX):
+        try:
+            await relay.rebuild(REASON)
+        except SteppedDown:
+            if await lease.is_of_another():
+                return _refused(shard, OF_ANOTHER)
+            # The worker that relayed the shard has not let it go yet.
+            await asyncio.sleep(settings.lease_ms / 1000 / RENEWALS_PER_LEASE)
+            continue
+        except (NotReconciled, NewerProgram) as error:
+            return _refused(shard, str(error))
+        seconds = round(time.monotonic() - began, 2)
+        return {
+            "shard": shard,
+            "done": f"{applied:,} events applied in {seconds} s",
+            "applied": applied,
+            "seconds": seconds,
+            "refused": False,
+        }
+    return _refused(shard, "another owner takes the shard again and again: stop one of the workers")

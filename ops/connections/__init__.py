@@ -1,0 +1,1 @@
+"""All that opens a connection for a process."""

@@ -1,0 +1,1 @@
+"""What people write, read strictly: offer files, times, durations, limits."""

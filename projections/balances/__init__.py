@@ -1,0 +1,1 @@
+"""The balances read model: users, offers, and every grab as it stands."""

@@ -1,0 +1,251 @@
+"""Offers as they stand: what was given, is held, is left, and what became of payments. A part of the balances
+projection.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from psycopg import AsyncConnection
+
+from grabstream.models.calendar import HOUR_MS, Offsets
+from grabstream.models.events import (
+    AnyEvent,
+    GrabConfirmed,
+    GrabGranted,
+    GrabHeld,
+    GrabQueued,
+    GrabReleased,
+    GrabReturned,
+    OfferAmended,
+    OfferClosed,
+    OfferOpened,
+    OfferPaused,
+    OfferResumed,
+    OfferRetired,
+    PaymentRefundDue,
+)
+from grabstream.models.identifiers import campaign_of
+from grabstream.models.offers import changes_of
+from grabstream.projections.database.arrays import update_by
+
+
+class _Change(msgspec.Struct):
+    """What a batch changes of one offer: sums, and the newest of what is replaced (None: as it was)."""
+
+    grabs: int = 0
+    given: int = 0
+    held: int = 0
+    waiting: int = 0
+    refunded: int = 0
+    total: int = 0
+    units_left: int | None = None
+    state: str | None = None
+    closed_at: int | None = None
+    retired_at: int | None = None
+    retired_seq: int | None = None
+    reason: str | None = None
+    seed: str | None = None
+    title: str | None = None
+    opens_at: int | None = None
+    closes_at: int | None = None
+    terms: str | None = None
+
+
+class _Terms(msgspec.Struct):
+    """What of the terms has a column of its own."""
+
+    title: str = ""
+    parts: int = 0
+
+
+_SUMS = ("grabs", "given", "held", "waiting", "refunded", "total")
+# Limits as they were amended, one after the other, behind those that the offer was opened with.
+_LIMITS_SINCE = (
+    "CASE WHEN jsonb_exists(c.terms::jsonb, 'limits_since') THEN jsonb_build_object('limits_since', "
+    "coalesce(t.terms->'limits_since', "
+    "jsonb_build_array(jsonb_build_object('seq', 0, 'limits', coalesce(t.terms->'limits', '[]')))) || "
+    "(c.terms::jsonb->'limits_since')) "
+    "ELSE '{}' END"
+)
+_REPLACED = tuple(name for name in _Change.__struct_fields__ if name not in _SUMS)
+# Pieces are counted in units, so that their number changes with the total; an envelope's total cannot change.
+_MORE = {
+    "units": "t.units + c.total",
+    "terms": f"t.terms || coalesce(c.terms::jsonb, '{{}}') || {_LIMITS_SINCE}",
+}
+_UPDATE = update_by(
+    "offers_1", ("offer",), _SUMS, _REPLACED, ("state", "reason", "seed", "title", "terms"), _MORE
+)
+_OPENED = (
+    "COPY offers_1 (offer, shard, kind, issuer, funding, asset, total, units, title, state, opened_at, "
+    "opens_at, closes_at, units_left, "
+    "seed_sha256, terms, hour_shift_ms, opened_seq) FROM STDIN"
+)
+_PAID = (
+    "INSERT INTO payments_1 (campaign, payment, offer, grab, amount, currency, state, outcome, shard, seq, "
+    "at) "
+    "SELECT * FROM unnest(%s::text[], %s::text[], %s::text[], %s::text[], %s::bigint[], %s::text[], "
+    "%s::text[], %s::text[], %s::integer[], "
+    "%s::bigint[], %s::bigint[])"
+)
+_PAID_BACK = (
+    "UPDATE payments_1 AS p SET refunded = p.refunded + c.amount "
+    "FROM (SELECT campaign, payment, offer, grab, sum(amount) AS amount "
+    "FROM unnest(%s::bigint[], %s::text[], %s::text[], %s::text[], %s::text[]) AS b (amount, campaign, "
+    "payment, offer, grab) "
+    "GROUP BY campaign, payment, offer, grab) AS c WHERE p.campaign = c.campaign AND p.payment = c.payment "
+    # A payment serves a grab once: it is known for longer than the grab.
+    "AND p.offer = c.offer AND p.grab = c.grab AND p.state = 'served'"
+)
+
+_terms = msgspec.json.Decoder(_Terms).decode
+
+
+class OfferRows:
+    """The rows of a batch: offers opened, changes of offers, payments and what was paid back."""
+
+    def __init__(self) -> None:
+        self._opened: list[OfferOpened] = []
+        self._changes: defaultdict[str, _Change] = defaultdict(_Change)
+        self._paid: list[tuple[Any, ...]] = []
+        self._paid_back: list[tuple[int, str, str, str, str]] = []
+
+    def granted(self, event: GrabGranted) -> None:
+        """The event that comes by the thousand."""
+        offer = self._changes[event.offer]
+        offer.grabs += 1
+        offer.given += event.amount
+        offer.units_left = event.left
+
+    def add(self, event: AnyEvent) -> None:
+        """Takes an event in; events of one offer come in their order."""
+        if isinstance(event, GrabGranted):
+            self.granted(event)
+        elif isinstance(event, OfferOpened):
+            self._opened.append(event)
+        elif isinstance(event, PaymentRefundDue):
+            self._pay(event, event.amount, event.asset, "refund_due", event.outcome)
+        else:
+            self._alter(self._changes[event.offer], event)
+
+    def _alter(self, offer: _Change, event: AnyEvent) -> None:
+        if isinstance(event, GrabHeld):
+            offer.grabs += 1
+            offer.held += event.quantity
+            offer.waiting -= 1 if event.waited else 0
+        elif isinstance(event, GrabQueued):
+            offer.waiting += 1
+        elif isinstance(event, GrabConfirmed):
+            offer.held -= 0 if event.retaken else event.quantity
+            offer.given += event.quantity
+            if event.payment is not None and event.paid:
+                self._pay(event, event.paid, event.currency or "", "served", "confirmed")
+        elif isinstance(event, GrabReleased | GrabReturned):
+            self._come_back(offer, event)
+        elif isinstance(event, OfferAmended):
+            _amend(offer, event)
+        else:
+            _steer(offer, event)
+        if isinstance(event, GrabHeld | GrabConfirmed | GrabReleased | GrabReturned | OfferAmended):
+            offer.units_left = event.left
+
+    def _come_back(self, offer: _Change, event: GrabReleased | GrabReturned) -> None:
+        if isinstance(event, GrabReturned):
+            offer.given -= event.quantity
+            campaign = campaign_of(event.offer)
+            self._paid_back += [
+                (amount, campaign, payment, event.offer, event.grab) for payment, amount in event.refunds
+            ]
+        elif event.reason == "left_queue":
+            offer.waiting -= 1
+        else:
+            offer.held -= event.quantity
+        if not event.to.startswith("offer:"):
+            offer.refunded += event.quantity
+
+    def _pay(
+        self, event: GrabConfirmed | PaymentRefundDue, amount: int, currency: str, state: str, outcome: str
+    ) -> None:
+        self._paid.append(
+            (
+                campaign_of(event.offer), event.payment, event.offer, event.grab, amount, currency, state,
+                outcome,
+                event.shard, event.seq, event.at,
+            )
+        )  # fmt: skip
+
+    async def write(self, connection: AsyncConnection[Any]) -> None:
+        """Writes new rows first, then changes, in the caller's transaction."""
+        if self._opened:
+            await _insert(connection, self._opened)
+        if self._changes:
+            names = sorted(self._changes)
+            changes = [self._changes[name] for name in names]
+            columns = ([getattr(change, name) for change in changes] for name in (*_SUMS, *_REPLACED))
+            await connection.execute(_UPDATE, (names, *columns))
+        for statement, rows in ((_PAID, self._paid), (_PAID_BACK, self._paid_back)):
+            if rows:
+                await connection.execute(statement, [list(column) for column in zip(*rows, strict=True)])
+
+
+def _amend(offer: _Change, event: OfferAmended) -> None:
+    offer.total += event.added - event.removed
+    for name, value in changes_of(event.changes).fields().items():
+        if name in ("title", "opens_at", "closes_at"):
+            setattr(offer, name, value)
+    merged, changes = (
+        msgspec.json.decode(offer.terms) if offer.terms else {},
+        msgspec.json.decode(event.changes),
+    )
+    if "limits" in changes:
+        changes["limits_since"] = [
+            *merged.get("limits_since", ()),
+            {"seq": event.seq, "limits": changes["limits"]},
+        ]
+    offer.terms = msgspec.json.encode(merged | changes).decode()
+
+
+def _steer(offer: _Change, event: AnyEvent) -> None:
+    if isinstance(event, OfferClosed):
+        offer.state, offer.closed_at, offer.reason, offer.seed = "closed", event.at, event.reason, event.seed
+        offer.refunded += event.amount
+        offer.units_left = 0
+    elif isinstance(event, OfferRetired):
+        offer.state, offer.retired_at, offer.retired_seq = "retired", event.at, event.seq
+    elif isinstance(event, OfferPaused | OfferResumed):
+        offer.state = "paused" if isinstance(event, OfferPaused) else "open"
+
+
+async def _insert(connection: AsyncConnection[Any], opened: Sequence[OfferOpened]) -> None:
+    async with connection.cursor() as cursor, cursor.copy(_OPENED) as copy:
+        for event in opened:
+            terms = _terms(event.terms)
+            units = terms.parts or event.total
+            # Titles are free text: psycopg escapes what COPY would take for its own.
+            await copy.write_row(
+                (
+                    event.offer, event.shard, event.kind, event.issuer, event.funding, event.asset,
+                    event.total, units, terms.title,
+                    "open", event.at, event.opens_at, event.closes_at, units, event.seed_sha256,
+                    _opened_terms(event),
+                    _hour_shift(event.offsets), event.seq,
+                )
+            )  # fmt: skip
+
+
+def _opened_terms(event: OfferOpened) -> str:
+    """The terms, and the zone of the campaign's limits where it is another one."""
+    if event.campaign_zone is None:
+        return bytes(event.terms).decode()
+    zone = {
+        "timezone": event.campaign_zone.timezone,
+        "hour_shift_ms": _hour_shift(event.campaign_zone.offsets),
+    }
+    return msgspec.json.encode(msgspec.json.decode(event.terms) | {"campaign_zone": zone}).decode()
+
+
+def _hour_shift(offsets: Offsets) -> int:
+    """By how much hours begin before those of UTC."""
+    return offsets[0][1] % HOUR_MS if offsets else 0

@@ -1,0 +1,1 @@
+"""Read models compared: with a second build, with the audit trail, with what was verified."""

@@ -1,0 +1,379 @@
+"""What has been verified, kept in SQL: how far, what every account and offer must be there, and every
+difference that was found.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
+from typing import Any, Final, NamedTuple
+
+from psycopg import AsyncConnection
+
+from grabstream.projections.checking.proof import AuditRow, LedgerRow, OfferState, row_of
+from grabstream.projections.database.arrays import integer_array, text_array
+
+#: A verifier that has not been there for so long is none.
+SILENT_MS_MAX: Final = 300_000
+#: The shard of what concerns all of them: accounts of users.
+ALL_SHARDS: Final = -1
+
+
+class Progress(NamedTuple):
+    """How far a shard is verified, and how far the next round over the same is; the hash of the chain at
+    each.
+    """
+
+    shard: int
+    seq: int
+    head: bytes
+    again_seq: int
+    again_head: bytes
+    rounds: int
+    gaps: Sequence[int]
+    verified_at: datetime | None
+    compared_at: datetime | None
+
+
+class Found(NamedTuple):
+    """A difference that is there, or was when it was last looked at."""
+
+    id: int
+    kind: str
+    shard: int
+    subject: str
+    seq: int | None
+    what: str
+    found_at: datetime
+    seen_at: datetime
+
+    @property
+    def where(self) -> str:
+        """The shard in words; nothing for what concerns all of them."""
+        return "" if self.shard == ALL_SHARDS else f"shard {self.shard}: "
+
+
+class Problem(NamedTuple):
+    """A difference to write down: what it is about, what it is, and the seq, where it has one."""
+
+    subject: str
+    what: str
+    seq: int | None = None
+
+
+class AccountRow(NamedTuple):
+    """An account as the ledger has it, as it must be, and as the users' balances have it (None: not to be
+    compared).
+    """
+
+    account: str
+    asset: str
+    posted: int
+    expected: int
+    balance: int | None
+
+
+# -- progress ------------------------------------------------------------------------------------------------
+
+
+async def progress(connection: AsyncConnection[Any]) -> dict[int, Progress]:
+    """How far every shard is."""
+    found = await connection.execute(
+        "SELECT shard, seq, head, again_seq, again_head, rounds, gaps, verified_at, compared_at FROM "
+        "verified ORDER BY shard"
+    )
+    return {
+        shard: Progress(shard, seq, bytes(head), again, bytes(again_head), *rest)
+        for shard, seq, head, again, again_head, *rest in await found.fetchall()
+    }
+
+
+async def begin(connection: AsyncConnection[Any], shards: int) -> None:
+    """Makes the rows of shards that have none."""
+    await connection.execute(
+        "INSERT INTO verified (shard) SELECT generate_series(0, %s - 1) ON CONFLICT DO NOTHING", (shards,)
+    )
+
+
+async def begin_anew(connection: AsyncConnection[Any]) -> None:
+    """Forgets how far it was: the read models have other events now than those that were verified."""
+    await connection.execute("DELETE FROM verified_accounts")
+    await connection.execute("DELETE FROM verified_offers")
+    await connection.execute(
+        "UPDATE verified SET seq = DEFAULT, head = DEFAULT, again_seq = DEFAULT, again_head = DEFAULT"
+    )
+
+
+async def know_gaps(connection: AsyncConnection[Any], shard: int, ids: Sequence[int]) -> None:
+    """From here on the shard is verified with these records set aside."""
+    await connection.execute("UPDATE verified SET gaps = %s WHERE shard = %s", (list(ids), shard))
+
+
+async def move(connection: AsyncConnection[Any], shard: int, seq: int, head: bytes) -> None:
+    """The shard is verified up to here."""
+    await connection.execute(
+        "UPDATE verified SET seq = %s, head = %s, verified_at = now() WHERE shard = %s", (seq, head, shard)
+    )
+
+
+async def move_again(
+    connection: AsyncConnection[Any], shard: int, seq: int, head: bytes, round_done: bool
+) -> None:
+    """The next round has come so far, or is over."""
+    await connection.execute(
+        "UPDATE verified SET again_seq = %s, again_head = %s, rounds = rounds + %s WHERE shard = %s",
+        (0 if round_done else seq, bytes(32) if round_done else head, int(round_done), shard),
+    )
+
+
+async def was_here(connection: AsyncConnection[Any]) -> None:
+    """A pass over all shards is over."""
+    await connection.execute("UPDATE verified SET compared_at = now()")
+
+
+# -- what is verified ----------------------------------------------------------------------------------------
+
+
+async def audit_rows(
+    connection: AsyncConnection[Any], shard: int, behind_seq: int, to_seq: int, limit: int
+) -> list[AuditRow]:
+    """The first rows of the audit trail in a range of seqs."""
+    found = await connection.execute(
+        "SELECT seq, offer, type, at, body, hash FROM audit WHERE shard = %s AND seq > %s AND seq <= %s "
+        "ORDER BY seq LIMIT %s",
+        (shard, behind_seq, to_seq, limit),
+    )
+    return list(map(row_of, await found.fetchall()))
+
+
+async def ledger_rows(
+    connection: AsyncConnection[Any], shard: int, behind_seq: int, to_seq: int
+) -> list[LedgerRow]:
+    """The transfers in a range of seqs."""
+    found = await connection.execute(
+        "SELECT seq, leg, offer, asset, debit, credit, amount, at FROM transfers WHERE shard = %s AND seq > "
+        "%s AND seq <= %s",
+        (shard, behind_seq, to_seq),
+    )
+    return [LedgerRow(*row) for row in await found.fetchall()]
+
+
+async def add_accounts(connection: AsyncConnection[Any], changes: Mapping[tuple[str, str], int]) -> None:
+    """Adds to what accounts must be."""
+    keys = sorted(changes)
+    await connection.execute(
+        "INSERT INTO verified_accounts AS a (account, asset, posted) SELECT * FROM unnest(%s::text[], "
+        "%s::text[], %s::numeric[]) "
+        "ON CONFLICT (account, asset) DO UPDATE SET posted = a.posted + excluded.posted",
+        (
+            text_array([key[0] for key in keys]),
+            text_array([key[1] for key in keys]),
+            integer_array(changes[key] for key in keys),
+        ),
+    )
+
+
+_OFFER_COLUMNS: Final = "offer, shard, offer_seq, seq, amount_left, units_left, held, grabs, retired"
+
+
+async def offer_states(connection: AsyncConnection[Any], offers: Sequence[str]) -> dict[str, OfferState]:
+    """What offers must be."""
+    found = await connection.execute(
+        # The columns are those above.
+        f"SELECT {_OFFER_COLUMNS} FROM verified_offers WHERE offer = ANY(%s)",  # noqa: S608
+        (list(offers),),
+    )
+    return {row[0]: OfferState(*row) for row in await found.fetchall()}
+
+
+async def save_offers(connection: AsyncConnection[Any], states: Iterable[OfferState]) -> None:
+    """Writes what offers must be."""
+    columns = [list(column) for column in zip(*states, strict=True)]
+    if not columns:
+        return
+    await connection.execute(
+        f"INSERT INTO verified_offers ({_OFFER_COLUMNS}) "  # noqa: S608 - the columns are those above
+        "SELECT * FROM unnest(%s::text[], %s::integer[], %s::bigint[], %s::bigint[], %s::bigint[], "
+        "%s::bigint[], %s::bigint[], "
+        "%s::bigint[], %s::boolean[]) "
+        "ON CONFLICT (offer) DO UPDATE SET offer_seq = excluded.offer_seq, seq = excluded.seq, amount_left = "
+        "excluded.amount_left, "
+        "units_left = excluded.units_left, held = excluded.held, grabs = excluded.grabs, retired = "
+        "excluded.retired",
+        columns,
+    )
+
+
+# -- comparing -----------------------------------------------------------------------------------------------
+
+
+async def accounts_behind(
+    connection: AsyncConnection[Any], account: str, asset: str, limit: int, with_balances: bool
+) -> list[AccountRow]:  # fmt: skip
+    """The next accounts in order: as posted, and as they must be (up to where is verified, and the ledger's
+    own lines behind it).
+
+    Only where the ledger is at most some thousand events ahead of what is verified, and in one snapshot with
+    the cursors.
+    """
+    found = await connection.execute(
+        "WITH keys AS (SELECT account, asset FROM ("
+        "(SELECT account, asset FROM accounts WHERE (account, asset) > (%(account)s, %(asset)s) ORDER BY "
+        "account, asset LIMIT %(limit)s) "
+        "UNION (SELECT account, asset FROM verified_accounts WHERE (account, asset) > (%(account)s, "
+        "%(asset)s) "
+        "ORDER BY account, asset LIMIT %(limit)s)) AS both_sides ORDER BY account, asset LIMIT %(limit)s), "
+        "ahead AS (SELECT t.asset, t.debit, t.credit, t.amount FROM verified AS v, "
+        "LATERAL (SELECT * FROM transfers WHERE transfers.shard = v.shard AND transfers.seq > v.seq) AS t), "
+        "changes AS (SELECT account, asset, sum(change) AS change FROM (SELECT debit AS account, asset, "
+        "-amount AS change FROM ahead "
+        "UNION ALL SELECT credit, asset, amount FROM ahead) AS legs GROUP BY account, asset) "
+        "SELECT keys.account, keys.asset, coalesce(a.posted, 0), coalesce(v.posted, 0) + coalesce(c.change, "
+        "0), "
+        "CASE WHEN NOT %(with_balances)s THEN NULL WHEN keys.account LIKE 'wallet:%%' THEN "
+        "coalesce(b.available, 0) "
+        "WHEN keys.account LIKE 'hold:%%' THEN coalesce(b.held, 0) END "
+        "FROM keys LEFT JOIN accounts AS a USING (account, asset) LEFT JOIN verified_accounts AS v USING "
+        "(account, asset) "
+        "LEFT JOIN changes AS c USING (account, asset) "
+        "LEFT JOIN balances AS b ON %(with_balances)s AND b.asset = keys.asset AND b.user_id = "
+        "substr(keys.account, "
+        "CASE WHEN keys.account LIKE 'wallet:%%' THEN 8 WHEN keys.account LIKE 'hold:%%' THEN 6 ELSE 65 END) "
+        "ORDER BY keys.account, keys.asset",
+        {"account": account, "asset": asset, "limit": limit, "with_balances": with_balances},
+    )
+    return [
+        AccountRow(account, asset, int(posted), int(expected), None if balance is None else int(balance))
+        for account, asset, posted, expected, balance in await found.fetchall()
+    ]
+
+
+async def offers_behind(
+    connection: AsyncConnection[Any], offer: str, limit: int, near: Sequence[int]
+) -> list[tuple[OfferState, tuple[int, int, int, int] | None, bool]]:  # fmt: skip
+    """The next offers in order: as they must be, as the read model has them, and whether more has come since.
+
+    That is looked up for shards that are verified nearly to their end; of others it is taken for granted.
+    """
+    found = await connection.execute(
+        "SELECT v.offer, v.shard, v.offer_seq, v.seq, v.amount_left, v.units_left, v.held, v.grabs, "
+        "v.retired, "
+        "o.amount_left::bigint, o.units_left, o.held, o.grabs, "
+        "CASE WHEN v.shard = ANY(%s) THEN EXISTS (SELECT FROM audit AS a WHERE a.shard = v.shard AND a.seq > "
+        "p.seq AND a.offer = v.offer) "
+        "ELSE true END "
+        "FROM (SELECT * FROM verified_offers WHERE offer > %s ORDER BY offer LIMIT %s) AS v "
+        "JOIN verified AS p USING (shard) LEFT JOIN offers AS o USING (offer) ORDER BY v.offer",
+        (list(near), offer, limit),
+    )
+    return [
+        (OfferState(*row[:9]), None if row[9] is None else row[9:13], row[13])
+        for row in await found.fetchall()
+    ]
+
+
+async def events_of_offers(
+    connection: AsyncConnection[Any], offers: Sequence[str]
+) -> list[tuple[int, int, str, bytes, bytes | None]]:
+    """Of each event of these offers, in the order of their shards: shard, seq, text, hash, and the hash of
+    the event before it.
+    """
+    found = await connection.execute(
+        "SELECT a.shard, a.seq, a.body, a.hash, b.hash FROM audit AS a LEFT JOIN audit AS b ON b.shard = "
+        "a.shard AND b.seq = a.seq - 1 "
+        "WHERE a.offer = ANY(%s) ORDER BY a.shard, a.seq",
+        (list(offers),),
+    )
+    return [
+        (shard, seq, body, bytes(hash_), before and bytes(before))
+        for shard, seq, body, hash_, before in await found.fetchall()
+    ]
+
+
+# -- findings ------------------------------------------------------------------------------------------------
+
+
+async def open_findings(connection: AsyncConnection[Any]) -> list[Found]:
+    """Differences that are there, the oldest first."""
+    found = await connection.execute(
+        "SELECT id, kind, shard, subject, seq, what, found_at, seen_at FROM findings WHERE cleared_at IS "
+        "NULL ORDER BY found_at, id"
+    )
+    return [Found(*row) for row in await found.fetchall()]
+
+
+async def write_down(connection: AsyncConnection[Any], kind: str, shard: int, problem: Problem) -> bool:
+    """Writes a difference down; returns whether it is news. What was dismissed stays so while it is the
+    same.
+    """
+    found = await connection.execute(
+        "WITH before AS (SELECT what, cleared_at, dismissed_by FROM findings "
+        "WHERE (kind, shard, subject) = (%(kind)s, %(shard)s, %(subject)s)) "
+        "INSERT INTO findings AS f (kind, shard, subject, seq, what) VALUES (%(kind)s, %(shard)s, "
+        "%(subject)s, %(seq)s, %(what)s) "
+        "ON CONFLICT (kind, shard, subject) DO UPDATE SET seen_at = now(), seq = excluded.seq, what = "
+        "excluded.what, "
+        "found_at = CASE WHEN f.cleared_at IS NULL OR f.what = excluded.what AND f.dismissed_by IS NOT NULL "
+        "THEN f.found_at ELSE now() END, "
+        "cleared_at = CASE WHEN f.what = excluded.what AND f.dismissed_by IS NOT NULL THEN f.cleared_at END, "
+        "dismissed_by = CASE WHEN f.what = excluded.what THEN f.dismissed_by END, "
+        "dismissed_because = CASE WHEN f.what = excluded.what THEN f.dismissed_because END "
+        "RETURNING NOT EXISTS (SELECT FROM before WHERE what = %(what)s AND (cleared_at IS NULL OR "
+        "dismissed_by IS NOT NULL))",
+        {"kind": kind, "shard": shard, "subject": problem.subject, "seq": problem.seq, "what": problem.what},
+    )
+    [news] = await found.fetchone() or [False]
+    return bool(news)
+
+
+async def clear_range(connection: AsyncConnection[Any], shard: int, behind_seq: int, to_seq: int) -> None:
+    """Rows in this range were walked over, and nothing is wrong with them any more."""
+    await connection.execute(
+        "UPDATE findings SET cleared_at = now() WHERE cleared_at IS NULL AND kind IN ('chain', 'ledger') AND "
+        "shard = %s "
+        "AND seq > %s AND seq <= %s",
+        (shard, behind_seq, to_seq),
+    )
+
+
+async def clear(connection: AsyncConnection[Any], kind: str, shard: int, subjects: Sequence[str]) -> None:
+    """These were compared, and are right now."""
+    await connection.execute(
+        "UPDATE findings SET cleared_at = now() WHERE cleared_at IS NULL AND kind = %s AND shard = %s AND "
+        "subject = ANY(%s)",
+        (kind, shard, list(subjects)),
+    )
+
+
+async def clear_others(connection: AsyncConnection[Any], kind: str, shard: int, wrong: Sequence[str]) -> None:
+    """All of the kind was compared, and only these are wrong."""
+    await connection.execute(
+        "UPDATE findings SET cleared_at = now() WHERE cleared_at IS NULL AND kind = %s AND shard = %s AND "
+        "subject <> ALL(%s)",
+        (kind, shard, list(wrong)),
+    )
+
+
+async def clear_gone(connection: AsyncConnection[Any]) -> None:
+    """What is not there any more cannot be wrong: accounts that nobody has, offers that have left Redis."""
+    await connection.execute(
+        "UPDATE findings AS f SET cleared_at = now() WHERE f.cleared_at IS NULL AND f.kind = 'accounts' "
+        "AND NOT EXISTS (SELECT FROM accounts AS a "
+        "WHERE a.account = split_part(f.subject, ' ', 1) AND a.asset = split_part(f.subject, ' ', 2)) "
+        "AND NOT EXISTS (SELECT FROM verified_accounts AS v "
+        "WHERE v.account = split_part(f.subject, ' ', 1) AND v.asset = split_part(f.subject, ' ', 2))"
+    )
+    await connection.execute(
+        "UPDATE findings AS f SET cleared_at = now() FROM verified_offers AS v "
+        "WHERE f.cleared_at IS NULL AND f.kind = 'redis' AND v.offer = f.subject AND v.retired"
+    )
+
+
+async def dismiss(connection: AsyncConnection[Any], id: int, operator: str, reason: str) -> bool:
+    """An operator has explained a difference: it is not shown any more while it stays the same. Returns
+    whether it was open.
+    """
+    done = await connection.execute(
+        "UPDATE findings SET cleared_at = now(), dismissed_by = %s, dismissed_because = %s WHERE id = %s AND "
+        "cleared_at IS NULL",
+        (operator, reason, id),
+    )
+    return done.rowcount == 1

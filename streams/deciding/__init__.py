@@ -1,0 +1,1 @@
+"""From commands to decisions: the decider of the topic, and the sweeper, which does what time demands."""

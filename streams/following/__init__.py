@@ -1,0 +1,1 @@
+"""Projections of a user's own."""

@@ -1,0 +1,245 @@
+"""The Faust app: one agent for each read model, all on the journal.
+
+An agent hands each record to its projector and lets no exception out, since Faust acknowledges a record whose
+agent failed. Faust's committed offsets are hints: where a read model really is, its own cursor says. So Faust
+decides who reads which partition, and after every assignment the projectors catch up by themselves.
+"""
+
+import asyncio
+import logging
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from typing import Any, Final
+
+import faust
+
+from grabstream.lua.trouble import is_trouble
+from grabstream.projections.definitions import definition_of
+from grabstream.projections.read_models import READ_MODELS
+from grabstream.streams.clients import ended
+from grabstream.streams.journal import Record
+from grabstream.streams.projecting.projector import CatchUp, Projector
+from grabstream.streams.projecting.publisher import Publisher, event_source
+from grabstream.streams.projecting.watchdog import until_stalled
+from grabstream.streams.topics import Topics
+
+log = logging.getLogger(__name__)
+
+PROJECTIONS: Final = ("ledger", "balances", "audit", "events")
+_APPLY: Final = {name: model.apply for name, model in READ_MODELS.items()}
+STOP_SECONDS: Final = 8.0
+STEADY_SECONDS: Final = 30.0
+ENDS_IN_A_ROW_MAX: Final = 60
+PAUSE_SECONDS_MAX: Final = 5.0
+LEFT_BEHIND_PAUSE_SECONDS: Final = 5.0
+#: How many apps of this process have not stopped.
+_left_behind = 0
+
+Step = Callable[[str], None]
+
+
+def make_projectors(
+    kafka: str, prefix: str, shards: int, postgres: str, schema: str, names: Sequence[str] = PROJECTIONS,
+    step: Step = lambda name: None,
+) -> list[Projector]:  # fmt: skip
+    """The projectors of these read models; nothing connects yet."""
+    topics = Topics(prefix)
+    where: dict[str, Any] = {"postgres": postgres, "schema": schema, "journal": topics.journal, "step": step}
+    return [
+        Publisher(kafka=kafka, events=topics.events, shards=shards, source=event_source(prefix), **where)
+        if name == "events"
+        else Projector(name=name, apply=_APPLY[name], kafka=kafka, **where)
+        for name in names
+    ]
+
+
+def group_of(prefix: str, names: Sequence[str]) -> str:
+    """The consumer group for a set of read models: its members share the partitions.
+
+    So workers that write other versions are in another group, or each version would get the events of some
+    partitions only.
+    """
+    numbers = {name: definition_of(name).number for name in names}
+    names = [name if number == 1 else f"{name}:{number}" for name, number in numbers.items()]
+    return f"{prefix}.{'-'.join(names)}"
+
+
+async def _at_once() -> None:
+    """Nothing has to be waited for."""
+
+
+def build_app(
+    kafka: str, prefix: str, shards: int, projectors: Sequence[Projector],
+    ready: Callable[[], Awaitable[None]] = _at_once
+) -> faust.App:  # fmt: skip
+    """The app with an agent for each projector; nothing connects yet, and the projectors run with the app,
+    once it is `ready`.
+    """
+    app = faust.App(
+        group_of(prefix, [projector.name for projector in projectors]),
+        broker=[f"kafka://{server}" for server in kafka.split(",")],
+        store="memory://",
+        value_serializer="raw",
+        key_serializer="raw",
+        web_enabled=False,
+        topic_allow_declare=False,
+        topic_disable_leader=True,
+        topic_partitions=shards,
+        consumer_auto_offset_reset="earliest",
+        broker_session_timeout=10.0,
+        broker_heartbeat_interval=2.0,
+        broker_commit_interval=1.0,
+        # An agent may be waiting for a projector that waits for PostgreSQL: neither a rebalance nor our end
+        # may wait for that, and need not, since what is written where is in our cursors.
+        stream_wait_empty=False,
+        datadir=tempfile.gettempdir(),
+    )
+    journal = app.topic(Topics(prefix).journal, key_serializer="raw", value_serializer="raw")
+    for projector in projectors:
+        app.agent(journal, name=f"{prefix}.{projector.name}")(_agent_of(projector))
+    running: list[asyncio.Task[None]] = []
+    app.projector_tasks = running
+    app.assigned_at = time.monotonic()
+
+    @app.task()  # type: ignore[untyped-decorator]
+    async def run_projectors() -> None:
+        await ready()
+        running.extend(asyncio.create_task(projector.run()) for projector in projectors)
+
+    @app.on_partitions_assigned.connect(weak=False)  # type: ignore[untyped-decorator]
+    async def catch_up(app: faust.App, assigned: Any, **_: Any) -> None:
+        app.assigned_at = time.monotonic()
+        for partition in sorted(assigned):
+            if partition.topic == Topics(prefix).journal:
+                for projector in projectors:
+                    await projector.put(CatchUp(partition.partition))
+
+    @app.on_before_shutdown.connect(weak=False)  # type: ignore[untyped-decorator]
+    async def stop_projectors(app: faust.App, **_: Any) -> None:
+        await ended(running)
+
+    return app
+
+
+def _agent_of(projector: Projector) -> Callable[[Any], Any]:
+    async def carry(stream: Any) -> None:
+        async for event in stream.events():
+            message = event.message
+            headers = message.headers.items() if isinstance(message.headers, dict) else message.headers or ()
+            record = Record(message.partition, message.offset, tuple(headers), message.value or b"")
+            await projector.put(record)
+
+    return carry
+
+
+async def run_projections(
+    kafka: str,
+    prefix: str,
+    shards: int,
+    postgres: str,
+    schema: str,
+    stop: asyncio.Event,
+    names: Sequence[str] = PROJECTIONS,
+    step: Step = lambda name: None,
+) -> None:
+    """Runs the app inside this event loop until `stop` is set, and begins anew with another one when it
+    stalls or ends.
+
+    Raises RuntimeError when it keeps ending.
+    """
+    global _left_behind
+    ends_in_a_row = 0
+    while not stop.is_set():
+        began = time.monotonic()
+        projectors = make_projectors(kafka, prefix, shards, postgres, schema, names, step)
+        watched = [projector for projector in projectors if projector.name in _APPLY]
+        app = build_app(kafka, prefix, shards, projectors)
+        app.finalize()
+        watching = asyncio.create_task(
+            until_stalled(
+                kafka,
+                Topics(prefix).journal,
+                shards,
+                postgres,
+                schema,
+                watched,
+                partial(getattr, app, "assigned_at"),
+            )
+        )
+        stopping = asyncio.create_task(stop.wait())
+        running = asyncio.create_task(_run(app))
+        try:
+            await asyncio.wait({watching, stopping, running}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            why = _why_it_ended(app, watching, running)
+            for task in (watching, stopping, running):
+                task.cancel()
+            if not await _stop(app):
+                _left_behind += 1
+                log.error(
+                    "Faust does not stop and is left behind; the group gives its partitions to the next one "
+                    "after its session"
+                )
+            # Cancelled, but not waited for without end either.
+            await asyncio.wait({watching, stopping, running}, timeout=STOP_SECONDS)
+        if not stop.is_set():
+            ends_in_a_row = ends_in_a_row + 1 if time.monotonic() - began < STEADY_SECONDS else 1
+            if ends_in_a_row > ENDS_IN_A_ROW_MAX and not _is_servers_fault(app, running):
+                raise RuntimeError(f"Faust ended {ends_in_a_row} times in a row: {why}") from app.crash_reason
+            log.error("starting Faust again: %s", why)
+            # What is left behind keeps its thread: there is never more of that than some in an hour.
+            pause_seconds = (
+                min(ends_in_a_row, PAUSE_SECONDS_MAX) + LEFT_BEHIND_PAUSE_SECONDS * _left_behind**2
+            )
+            await asyncio.wait({asyncio.create_task(stop.wait())}, timeout=pause_seconds)
+
+
+def _why_it_ended(app: faust.App, watching: "asyncio.Task[str]", running: "asyncio.Task[None]") -> str:
+    if watching.done() and not watching.cancelled():
+        return watching.result()
+    if running.done() and not running.cancelled() and running.exception() is not None:
+        return f"the app did not start ({running.exception()!r})"
+    return f"the app ended by itself ({app.crash_reason!r})"
+
+
+def _is_servers_fault(app: faust.App, running: "asyncio.Task[None]") -> bool:
+    """Whether it ended because a server is away, however long that lasts."""
+    failed = running.exception() if running.done() and not running.cancelled() else None
+    reason = failed or app.crash_reason
+    return reason is not None and is_trouble(reason)
+
+
+async def _run(app: faust.App) -> None:
+    await app.start()
+    await app.wait_until_stopped()
+
+
+async def _stop(app: faust.App) -> bool:
+    """Stops the app and its projectors; returns whether Faust went along. Its threads may hang on a broker
+    for ever.
+    """
+    for task in app.projector_tasks:
+        task.cancel()
+    # Not wait_for: it waits for what it has cancelled, and Faust may swallow that, and its read models would
+    # stand still in silence.
+    stopping = asyncio.create_task(app.stop())
+    await asyncio.wait({stopping}, timeout=STOP_SECONDS)
+    if not stopping.done():
+        stopping.cancel()
+        _end_heartbeats(app)
+        return False
+    stopping.result()
+    return True
+
+
+def _end_heartbeats(app: faust.App) -> None:
+    """Stops the event loop of the thread in which an app is a member of its group.
+
+    Else the group would keep partitions for it, which nobody reads; so it gives them to the next one after
+    the session's time.
+    """
+    loop = app.consumer._thread.thread_loop
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(loop.stop)

@@ -1,0 +1,499 @@
+"""A projector: carries journal records into one read model, in groups, with cursor and rows in one
+transaction.
+
+What it is handed are hints (Faust may skip or repeat); the cursor in PostgreSQL decides. A record below it is
+dropped, one above it makes the projector read the journal from the cursor by itself. A shard whose journal
+contradicts itself, or whose events the database refuses, stops alone, is written down, and the others go on.
+"""
+
+import asyncio
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Final, NamedTuple
+
+import msgspec
+import psycopg
+from psycopg import AsyncConnection
+
+from grabstream.lua.trouble import is_trouble
+from grabstream.models.events import EVENTS, EventDecoder
+from grabstream.models.journal import Corrupt, Cursor, Gap, Headers, parse_block
+from grabstream.projections import cursors
+from grabstream.projections.cursors import CursorMoved, Fact, facts_of
+from grabstream.projections.database.sessions import connect, session_name
+from grabstream.projections.versions import NoReadModel, use_read_model
+from grabstream.streams.clients import in_words
+from grabstream.streams.journal import JournalReader, Record, open_reader
+
+log = logging.getLogger(__name__)
+
+GROUP_EVENTS_MAX: Final = 4_000
+QUEUE_RECORDS_MAX: Final = 256
+#: Bytes of journal text whose decoded form a process keeps; decoded it is several times as large.
+DECODED_BYTES_MAX: Final = 16 * 1024 * 1024
+#: A transaction costs as much as some hundred rows: what comes within this time goes along with a record that
+#: is smaller than this.
+GATHER_SECONDS: Final = 0.005
+SMALL_BYTES: Final = 16_000
+RETRY_SECONDS: Final = 0.5
+#: How often a projector without a version of its definition looks whether there is one now.
+LOOK_SECONDS: Final = 1.0
+RETRY_SECONDS_MAX: Final = 10.0
+#: … and, after unknown errors, the longest pause.
+FAILED_SECONDS_MAX: Final = 30.0
+#: How often a projector looks whether shards at which it has stopped may go on.
+LOOK_AGAIN_SECONDS: Final = 1.0
+EXIT_UNKNOWN_ERROR: Final = 70
+#: A transaction that nothing is said in for so long is rolled back by PostgreSQL.
+HANGS_MS_MAX: Final = 5_000
+
+Apply = Callable[[AsyncConnection[Any], Sequence[Fact]], Awaitable[None]]
+
+
+class CatchUp(NamedTuple):
+    """Asks to read a shard's journal from the cursor to its end, whether or not a new record comes."""
+
+    shard: int
+
+
+class Group(NamedTuple):
+    """What goes into one transaction: cursor moves and facts, by shard.
+
+    `records` are the same once more, record by record: the cursor behind each, and its facts.
+    """
+
+    moves: dict[int, tuple[Cursor, Cursor]]
+    facts: dict[int, list[Fact]]
+    records: dict[int, list[tuple[Cursor, Sequence[Fact]]]]
+
+
+class Decoded:
+    """A record taken apart: its block at once, a fact for each of its events when the block counts."""
+
+    def __init__(self, record: Record, events: EventDecoder = EVENTS) -> None:
+        """Raises Corrupt when the record contradicts itself."""
+        self.block = parse_block(record.headers, record.value)
+        self._events = events
+        self.size = len(record.value) or 1_000  # a marker is no text, but not nothing
+        self._facts: list[Fact] = []
+        if self.block.shard != record.shard:
+            raise Corrupt(
+                f"offset {record.offset}: a block of shard {self.block.shard} in partition {record.shard}"
+            )
+
+    @property
+    def facts(self) -> list[Fact]:
+        """A fact for each line; raises Corrupt when an event cannot be decoded or is not what its place
+        says.
+        """
+        block = self.block
+        if block.count and not self._facts:
+            try:
+                events = self._events.decode_list(b"[" + b",".join(block.lines) + b"]")
+            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                raise Corrupt(f"an event from seq {block.first_seq} on cannot be decoded: {error}") from None
+            # Rows are written under the numbers in the text, the chain counts by the header: they must be the
+            # same.
+            numbers = list(range(block.first_seq, block.first_seq + block.count))
+            if [event.seq for event in events] != numbers or {event.shard for event in events} != {
+                block.shard
+            }:
+                raise Corrupt(f"the events from seq {block.first_seq} on carry other numbers in their text")
+            self._facts = facts_of(block.lines, block.hashes, events)
+        return self._facts
+
+
+class Decoder:
+    """Takes records apart. All projections of a process see the same records: each is decoded once, the
+    newest are kept.
+    """
+
+    def __init__(self, bytes_max: int = DECODED_BYTES_MAX, events: EventDecoder = EVENTS) -> None:
+        self._bytes_max = bytes_max
+        self._events = events
+        self._bytes = 0
+        self._newest: OrderedDict[tuple[str, int, int, Headers], Decoded] = OrderedDict()
+
+    def decode(self, topic: str, record: Record) -> Decoded:
+        """The record taken apart; raises Corrupt when it contradicts itself."""
+        # The headers hold the hash that the text was proved to lead to, so they stand for it in the key.
+        key = (topic, record.shard, record.offset, tuple(record.headers))
+        found = self._newest.get(key)
+        if found is None:
+            found = self._newest[key] = Decoded(record, self._events)
+            self._bytes += found.size
+            while self._bytes > self._bytes_max:
+                self._bytes -= self._newest.popitem(last=False)[1].size
+        return found
+
+
+_decoder = Decoder()
+
+
+class Projector:
+    """Builds one read model. `put` hands over records; `run` writes them until cancelled, and lets no error
+    acknowledge a record.
+
+    Where cursor and rows live is what `_open`, `_save` and `_disconnect` know: here PostgreSQL, in one
+    transaction.
+    """
+
+    #: Errors that a record is to blame for, whoever raises them: it would raise them again, and its shard
+    #: stops in front of it.
+    refusals: tuple[type[Exception], ...] = (
+        psycopg.IntegrityError, psycopg.DataError,
+        ArithmeticError, AttributeError, LookupError, TypeError, ValueError, msgspec.MsgspecError,
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        name: str,
+        apply: Apply,
+        postgres: str,
+        schema: str,
+        kafka: str,
+        journal: str,
+        step: Callable[[str], None] = lambda step_name: None,
+        decoder: Decoder = _decoder,
+    ) -> None:
+        self.name = name
+        self._apply = apply
+        self._postgres = postgres
+        self._schema = schema
+        self._kafka = kafka
+        self._journal = journal
+        self._step = step
+        self._decoder = decoder
+        self._queue: asyncio.Queue[Record | CatchUp] = asyncio.Queue(QUEUE_RECORDS_MAX)
+        self._cursors: dict[int, Cursor] = {}
+        self._stopped: set[int] = set()
+        self._look_again_at = 0.0
+        self._connection: AsyncConnection[Any] | None = None
+        self._home = ""  # the schema of the version that is written
+        self._at_it_since: float | None = None
+        #: What has to be read from the journal before anything else.
+        self._owed: list[Record | CatchUp] = []
+        self._pause_seconds = RETRY_SECONDS
+        #: Why nothing can be written, in words: no version of the read model has the definition of this code.
+        self.waits_for = ""
+
+    def seconds_at_it(self) -> float:
+        """For how long it has tried to write what it is writing; 0 when it has nothing to write."""
+        return 0.0 if self._at_it_since is None else time.monotonic() - self._at_it_since
+
+    async def put(self, item: Record | CatchUp) -> None:
+        """Hands over a record; waits when many are waiting already."""
+        await self._queue.put(item)
+
+    async def run(self) -> None:
+        """Writes what was handed over until cancelled, whatever goes wrong meanwhile."""
+        try:
+            while True:
+                try:
+                    async with open_reader(self._kafka, self._journal) as reader:
+                        await self._carry_all(reader)
+                except (Exception, asyncio.CancelledError) as error:
+                    if is_trouble(error):
+                        log.warning("projection %s: %s; trying again", self.name, in_words(error))
+                        await self._rest(RETRY_SECONDS)
+                    elif isinstance(error, asyncio.CancelledError):
+                        raise
+                    else:
+                        await self._failed()
+        finally:
+            if self._connection is not None:
+                await self._connection.close()
+
+    async def _carry_all(self, reader: JournalReader) -> None:
+        while True:
+            items = self._owed or await self._first()
+            if items and isinstance(items[0], Record) and len(items[0].value) < SMALL_BYTES:
+                await asyncio.sleep(GATHER_SECONDS)
+            while not self._queue.empty() and len(items) < QUEUE_RECORDS_MAX:
+                items.append(self._queue.get_nowait())
+            # Faust acknowledges what was put, also when it is not written: the cursor tells where to read on.
+            self._owed = _catch_up(items)
+            self._at_it_since = time.monotonic()
+            await self._carry(items, reader)
+            self._owed, self._at_it_since, self._pause_seconds = [], None, RETRY_SECONDS
+
+    async def _failed(self) -> None:
+        """After an error of an unknown kind, which is being handled: rests, longer each time. Other read
+        models go on.
+        """
+        log.critical(
+            "projection %s: unknown error; trying again in %.1f s",
+            self.name,
+            self._pause_seconds,
+            exc_info=True,
+        )
+        await self._disconnect()
+        await self._rest(self._pause_seconds)
+        self._pause_seconds = min(self._pause_seconds * 2, FAILED_SECONDS_MAX)
+
+    async def _rest(self, seconds: float) -> None:
+        """Waits, and drops what comes meanwhile, or Faust could feed nobody: it is owed."""
+        # Who watches shall see that this waits, and leave Faust alone.
+        self._at_it_since = time.monotonic()
+        while (left := self._at_it_since + seconds - time.monotonic()) > 0:
+            await asyncio.sleep(min(LOOK_SECONDS, left))
+            self._drop_queue()
+
+    def _drop_queue(self) -> None:
+        dropped = list(self._owed)
+        while not self._queue.empty():
+            dropped.append(self._queue.get_nowait())
+        self._owed = _catch_up(dropped)
+
+    async def _first(self) -> list[Record | CatchUp]:
+        """The next item of the queue; nothing, now and then, while shards have stopped."""
+        if not self._stopped:
+            return [await self._queue.get()]
+        try:
+            async with asyncio.timeout(LOOK_AGAIN_SECONDS):
+                return [await self._queue.get()]
+        except TimeoutError:
+            return []
+
+    async def _carry(self, items: list[Record | CatchUp], reader: JournalReader) -> None:
+        """Carries the items, however often PostgreSQL or Kafka goes away meanwhile."""
+        pause = RETRY_SECONDS
+        while True:
+            try:
+                await self._connected()
+                # Kept among the items, so that what may go on is not forgotten when this has to be tried
+                # again.
+                items = [*items, *await self._let_go_on()]
+                await self._process(items, reader)
+                return
+            except CursorMoved as moved:
+                # Another process was quicker, or another version is live now.
+                log.info("%s; reading it again", moved)
+                self._cursors.clear()
+                items = _catch_up(items)
+            except NoReadModel as reason:
+                items = await self._wait_for_version(items, reason)
+            except psycopg.errors.UndefinedTable as error:
+                # The version we wrote was dropped. If ours lacks a table, it waits for whoever mends that.
+                items = await self._wait_for_version(items, NoReadModel(str(error)))
+            except psycopg.errors.LockNotAvailable as error:
+                log.warning(
+                    "projection %s: %s; %d that hang were ended", self.name, error, await self._end_hanging()
+                )
+                await self._disconnect()
+            except psycopg.ProgrammingError:
+                # Without the schema of the version, the same names mean the views of what is shown, which
+                # cannot be written.
+                if not await self._version_dropped():
+                    raise
+                items = await self._wait_for_version(
+                    items, NoReadModel("the version that it wrote was dropped")
+                )
+            except BaseException as error:
+                if not is_trouble(error):
+                    raise
+                log.warning("projection %s: %s; trying again", self.name, in_words(error))
+                await self._disconnect()
+                await asyncio.sleep(pause)
+                pause = min(pause * 2, RETRY_SECONDS_MAX)
+
+    async def _wait_for_version(
+        self, items: Sequence[Record | CatchUp], reason: NoReadModel
+    ) -> list[Record | CatchUp]:
+        """Drops what waits, or Faust could feed nobody, and returns what is to be caught up when there is a
+        version.
+        """
+        if str(reason) != self.waits_for:
+            log.warning("projection %s waits: %s", self.name, reason)
+            self.waits_for = str(reason)
+        await self._disconnect()
+        await self._rest(LOOK_SECONDS)
+        return _catch_up([*items, *self._owed])
+
+    async def _connected(self) -> AsyncConnection[Any]:
+        if self._connection is None:
+            self._connection = await connect(self._postgres, self._schema, self.name)
+            # A commit that PostgreSQL forgets in a crash takes its cursor along, and is read from the journal
+            # once more.
+            await self._connection.execute("SET synchronous_commit = off")
+            # A process that hangs in a transaction would hold its rows, and whoever takes its partitions over
+            # would wait for it: PostgreSQL ends it between two statements, and we do in the middle of one,
+            # such as a COPY.
+            for setting in ("idle_in_transaction_session_timeout", "lock_timeout"):
+                await self._connection.execute(
+                    "SELECT set_config(%s, %s, false)", (setting, str(HANGS_MS_MAX))
+                )
+            self._cursors.clear()
+        if not self._cursors:
+            await self._use(self._connection)
+            self.waits_for = ""
+            async with self._connection.transaction():
+                await cursors.retry_newer(self._connection, self.name)
+            self._cursors = await self._open(self._connection)
+            self._stopped = await cursors.stopped(self._connection, self.name)
+        return self._connection
+
+    async def _end_hanging(self) -> int:
+        """Ends other connections that write this read model and have hung in a statement or a transaction;
+        returns how many.
+        """
+        async with await connect(self._postgres, self._schema) as connection:
+            ended = await connection.execute(
+                "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name = %s AND "
+                "datname = current_database() "
+                "AND state <> 'idle' AND wait_event_type = 'Client' AND clock_timestamp() - state_change > "
+                "%s * interval '1 ms'",
+                (session_name(self._schema, self.name), HANGS_MS_MAX // 2),
+            )
+            return ended.rowcount
+
+    async def _use(self, connection: AsyncConnection[Any]) -> None:
+        """Makes unqualified names those of the tables that are written; raises NoReadModel."""
+        self._home = await use_read_model(connection, self._schema, self.name)
+
+    async def _version_dropped(self) -> bool:
+        """Whether the schema of the version that is written is gone."""
+        if self._connection is None or not self._home:
+            return False
+        found = await self._connection.execute(
+            "SELECT to_regnamespace(quote_ident(%s)) IS NULL", (self._home,)
+        )
+        return bool((await found.fetchone() or [False])[0])
+
+    async def _let_go_on(self) -> list[CatchUp]:
+        """Asks to catch up in shards that somebody let go on. They may have been moved past what stopped
+        them.
+        """
+        if not self._stopped or time.monotonic() < self._look_again_at:
+            return []
+        self._look_again_at = time.monotonic() + LOOK_AGAIN_SECONDS
+        may_go_on = self._stopped - await cursors.stopped(await self._connected(), self.name)
+        if may_go_on:
+            log.info("projection %s goes on at shards %s", self.name, sorted(may_go_on))
+            self._cursors.clear()
+            await self._connected()
+        return [CatchUp(shard) for shard in sorted(may_go_on)]
+
+    async def _open(self, connection: AsyncConnection[Any]) -> dict[int, Cursor]:
+        return await cursors.load(connection, self.name)
+
+    async def _disconnect(self) -> None:
+        connection, self._connection = self._connection, None
+        self._cursors.clear()
+        if connection is not None:
+            await connection.close()
+
+    # -- records ---------------------------------------------------------------------------------------------
+
+    async def _process(self, items: Sequence[Record | CatchUp], reader: JournalReader) -> None:
+        group = Group({}, {}, {})
+        for item in items:
+            if item.shard in self._stopped:
+                continue
+            if isinstance(item, CatchUp):
+                group = await self._read_own(group, item.shard, await reader.end(item.shard), reader)
+                continue
+            if item.offset > self._cursor(group, item.shard).next_offset:
+                group = await self._read_own(group, item.shard, item.offset, reader)
+            group = await self._add(group, item)
+        await self._write(group)
+
+    async def _read_own(self, group: Group, shard: int, to_offset: int, reader: JournalReader) -> Group:
+        """Reads what lies between the cursor and an offset from the journal itself."""
+        async for records in reader.read(shard, self._cursor(group, shard).next_offset, to_offset):
+            for record in records:
+                if shard not in self._stopped:
+                    group = await self._add(group, record)
+        return group
+
+    def _cursor(self, group: Group, shard: int) -> Cursor:
+        moved = group.moves.get(shard)
+        if moved is None and shard not in self._cursors:
+            raise NoReadModel(
+                f"{self._home or self._schema} has no cursor of shard {shard}: run `grabstream init`, or "
+                f"rebuild {self.name}"
+            )
+        return moved[1] if moved else self._cursors[shard]
+
+    async def _add(self, group: Group, record: Record) -> Group:
+        """Adds a record to the group; writes the group when it is full."""
+        shard = record.shard
+        if shard in self._stopped:
+            return group
+        cursor = self._cursor(group, shard)
+        if record.offset < cursor.next_offset:
+            return group
+        try:
+            decoded = self._decoder.decode(self._journal, record)
+            behind, accepted = cursor.feed(record.offset, decoded.block)
+            # What is accepted is always the end of the block.
+            news = decoded.facts[-len(accepted) :] if accepted else []
+        except (Corrupt, Gap) as error:
+            await self._write(group)
+            await self._stop(shard, cursor, str(error))
+            return Group({}, {}, {})
+        group.moves[shard] = (group.moves[shard][0] if shard in group.moves else self._cursors[shard], behind)
+        group.facts.setdefault(shard, []).extend(news)
+        group.records.setdefault(shard, []).append((behind, news))
+        if sum(map(len, group.facts.values())) >= GROUP_EVENTS_MAX:
+            await self._write(group)
+            return Group({}, {}, {})
+        return group
+
+    # -- transactions ----------------------------------------------------------------------------------------
+
+    async def _write(self, group: Group) -> None:
+        if not group.moves:
+            return
+        try:
+            await self._commit(group)
+        except self.refusals:
+            await self._write_record_by_record(group)
+
+    async def _write_record_by_record(self, group: Group) -> None:
+        """Finds out which record cannot be written: its shard stops in front of it, and nothing else does."""
+        for shard, records in group.records.items():
+            cursor, _ = group.moves[shard]
+            for behind, facts in records:
+                try:
+                    await self._commit(Group({shard: (cursor, behind)}, {shard: list(facts)}, {}))
+                except psycopg.Error as error:
+                    if not isinstance(error, self.refusals):
+                        raise
+                    await self._stop(shard, cursor, f"PostgreSQL refuses its events: {error}")
+                    break
+                except self.refusals as error:
+                    log.critical("projection %s: shard %d", self.name, shard, exc_info=True)
+                    await self._stop(
+                        shard, cursor, f"no rows can be made of its events: {type(error).__name__}: {error}"
+                    )
+                    break
+                cursor = behind
+
+    async def _commit(self, group: Group) -> None:
+        await self._save(group)
+        self._step(f"{self.name}.committed")
+        for shard, (_, behind) in group.moves.items():
+            self._cursors[shard] = behind
+
+    async def _save(self, group: Group) -> None:
+        connection = await self._connected()
+        facts = [fact for of_shard in group.facts.values() for fact in of_shard]
+        async with connection.transaction():
+            await cursors.advance(connection, self.name, group.moves)
+            if facts:
+                await self._apply(connection, facts)
+
+    async def _stop(self, shard: int, cursor: Cursor, reason: str) -> None:
+        log.critical("projection %s stops at shard %d, seq %d: %s", self.name, shard, cursor.seq, reason)
+        connection = await self._connected()
+        async with connection.transaction():
+            await cursors.stop(connection, self.name, shard, cursor, reason)
+        self._stopped.add(shard)
+
+
+def _catch_up(items: Sequence[Record | CatchUp]) -> list[Record | CatchUp]:
+    """The same work, read from the journal instead."""
+    return [CatchUp(shard) for shard in sorted({item.shard for item in items})]

@@ -1,0 +1,595 @@
+"""The verifier: walks steadily behind the read models, and says how far all of it is proved.
+
+A pass goes over every shard and then over a page of accounts and offers:
+1. the walk: the audit trail's chain row by row, each row against the ledger's lines, folded into what
+   accounts and offers must be ·
+2. where that has caught up, the next round: the same rows once more, since what was proved may have been
+   changed ·
+3. accounts and users' balances against the fold · 4. offers: read model and Redis against the fold, at the
+   same event ·
+5. from time to time grabs and payments: the rows of a few offers that stand still, against what their events
+   make of them. Beside it, at the same pace, the keys of Redis: shard by shard, each is compared with what
+   its journal makes of it. Then it rests, so that it takes the share of time it was given. One verifier a
+   system works, the others wait for its lock.
+"""
+
+import asyncio
+import hashlib
+import logging
+import re
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Final, NamedTuple, TypeVar
+
+import msgspec
+import psycopg
+from psycopg import AsyncConnection, IsolationLevel
+
+from grabstream.lua.keys import KeySpace
+from grabstream.lua.life import life_of
+from grabstream.lua.trouble import is_trouble
+from grabstream.models.events import decode_event
+from grabstream.models.journal import Cursor
+from grabstream.models.transfers import transfers_of
+from grabstream.projections import cursors
+from grabstream.projections.checking import proof, verified
+from grabstream.projections.checking.anew import Anew
+from grabstream.projections.checking.proof import Fact, Gaps, OfferState, Walked, numbers_in_words
+from grabstream.projections.checking.verified import ALL_SHARDS, Problem, Progress
+from grabstream.projections.database.migrate import PROJECTIONS, use_schema
+from grabstream.projections.database.sessions import connect
+from grabstream.projections.records import set_aside
+from grabstream.streams.clients import Trouble, ended, in_words
+
+log = logging.getLogger(__name__)
+
+#: Hashing and decoding them takes some ms, in an event loop that others may live in as well.
+EVENTS_A_STEP: Final = 250
+#: Steps of a shard that is behind, before the others have their turn.
+STEPS_A_PASS: Final = 16
+ROWS_A_PAGE: Final = 500
+#: How far the ledger may be ahead of the walk for accounts to be compared: its lines behind the walk are
+#: summed up each time.
+AHEAD_EVENTS_MAX: Final = 2_000
+OBSERVATIONS_MAX: Final = 10_000
+#: How often rows of grabs and payments are made of events once more, and of how many offers and about how
+#: many events each time.
+ROWS_EVERY_SECONDS: Final = 10.0
+ROWS_OFFERS_MAX: Final = 100
+ROWS_EVENTS_MAX: Final = 5_000
+REST_SECONDS_MIN: Final = 0.25
+RETRY_SECONDS: Final = 2.0
+#: How long Redis may take to say something of a shard.
+ANSWER_SECONDS_MAX: Final = 2.0
+
+T = TypeVar("T")
+
+_ADVISORY_LOCK: Final = "SELECT pg_try_advisory_lock(hashtext(%s))"
+
+
+class Observation(NamedTuple):
+    """An offer as Redis had it behind its event `offer_seq`, in one history of the shard."""
+
+    history: str
+    offer_seq: int
+    numbers: tuple[int, int, int, int]
+
+    def in_words(self) -> str:
+        """The numbers, for a finding."""
+        return numbers_in_words(self.numbers)
+
+
+#: What of a shard (its number) differs in Redis from what its journal makes of it, in words, found at a share
+#: of the time.
+CompareKeys = Callable[[int, float], Awaitable[list[str] | None]]
+
+
+class Verifier:
+    """Verifies until stopped. `share` is the part of the time it may take, above 0 and at most 1; `redis`
+    must not decode replies.
+
+    With `compare_keys` half of that goes to Redis: shard by shard, every key.
+    """
+
+    def __init__(
+        self, redis: Any, keys: KeySpace, postgres: str, schema: str, share: float,
+        compare_keys: CompareKeys | None = None
+    ) -> None:  # fmt: skip
+        self._redis = redis
+        self._keys = keys
+        self._postgres = postgres
+        self._schema = schema
+        self._compare_keys = compare_keys
+        self._share = share if compare_keys is None else share / 2
+        self._troubles = [Trouble(log, f"verifier, shard {shard} in Redis") for shard in range(keys.shards)]
+        self._observed: dict[str, Observation] = {}
+        self._met: list[tuple[OfferState, Observation]] = []
+        self._account = ("", "")
+        self._offer = ""
+        self._rows_offer = ""
+        self._rows_at = 0.0
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Verifies until `stop`; servers that go away are waited for."""
+        trouble = Trouble(log, "verifier")
+        while not stop.is_set():
+            try:
+                await self._run(stop, trouble)
+            except psycopg.errors.UndefinedTable as error:
+                trouble.say(f"tables are missing ({error.diag.message_primary}): run `grabstream init`")
+                await _rest(stop, RETRY_SECONDS)
+            except BaseException as error:
+                # What PostgreSQL refuses, too: a wrong row in the tables of checking stops nothing but
+                # checking, and `doctor` sees that.
+                if not (is_trouble(error) or isinstance(error, psycopg.Error | LookupError)):
+                    raise
+                trouble.say(in_words(error))
+                await _rest(stop, RETRY_SECONDS)
+
+    async def _run(self, stop: asyncio.Event, trouble: Trouble) -> None:
+        async with await connect(self._postgres, self._schema) as connection:
+            await use_schema(connection, self._schema)
+            await connection.execute("SET synchronous_commit = off")
+            while not await self._alone(connection):
+                if await _rest(stop, RETRY_SECONDS):
+                    return
+            await verified.begin(connection, self._keys.shards)
+            await connection.set_isolation_level(IsolationLevel.REPEATABLE_READ)
+            tasks = [asyncio.create_task(self._walk_on(connection, stop, trouble))]
+            if self._compare_keys is not None:
+                tasks.append(asyncio.create_task(self._compare_all_keys(self._compare_keys, stop)))
+            try:
+                await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                left = await ended(tasks)
+            for task in set(tasks) - left:
+                if not task.cancelled() and (error := task.exception()) is not None:
+                    raise error
+
+    async def _walk_on(self, connection: AsyncConnection[Any], stop: asyncio.Event, trouble: Trouble) -> None:
+        while not stop.is_set():
+            began = time.monotonic()
+            more = await self.verify_once(connection)
+            trouble.over()
+            took = time.monotonic() - began
+            await _rest(stop, max(took * (1 / self._share - 1), 0 if more else REST_SECONDS_MIN))
+
+    # -- every key of Redis ----------------------------------------------------------------------------------
+
+    async def _compare_all_keys(self, compare: CompareKeys, stop: asyncio.Event) -> None:
+        """Shard by shard, round and round."""
+        trouble, shard = Trouble(log, "verifier, keys of Redis"), 0
+        while not await _rest(stop, REST_SECONDS_MIN / self._share):
+            try:
+                found = await compare(shard, self._share)
+                if found is not None:
+                    await self._judge_keys(shard, found)
+                trouble.over()
+                shard = (shard + 1) % self._keys.shards
+            except BaseException as error:
+                if not (is_trouble(error) or isinstance(error, psycopg.Error)):
+                    raise
+                trouble.say(in_words(error))
+                # Whose server hangs keeps nobody else from being compared.
+                shard = (shard + 1) % self._keys.shards
+
+    async def _judge_keys(self, shard: int, found: Sequence[str]) -> None:
+        problems = [
+            Problem(_subject(line), line)
+            for line in (line.removeprefix(f"shard {shard}: ") for line in found)
+        ]
+        # The numbers of an offer are compared at each pass, and named there.
+        problems = [problem for problem in problems if not _number_of_offer(problem.subject)]
+        async with await connect(self._postgres, self._schema) as connection:
+            await use_schema(connection, self._schema)
+            for problem in problems:
+                await self._wrong(connection, "keys", shard, problem)
+            await verified.clear_others(connection, "keys", shard, [problem.subject for problem in problems])
+
+    async def _alone(self, connection: AsyncConnection[Any]) -> bool:
+        found = await (
+            await connection.execute(_ADVISORY_LOCK, (f"grabstream-verifier-{self._schema}",))
+        ).fetchone()
+        return bool(found and found[0])
+
+    async def verify_once(self, connection: AsyncConnection[Any]) -> bool:
+        """One pass; returns whether the walk has more to do at once."""
+        aside = await set_aside.load(connection)
+        gaps = {shard: Gaps(aside, shard) for shard in range(self._keys.shards)}
+        async with connection.transaction():
+            await self._know_gaps(connection, gaps)
+        more = False
+        for shard in range(self._keys.shards):
+            for _ in range(STEPS_A_PASS):
+                async with connection.transaction():
+                    behind = await self._walk(connection, shard, gaps[shard])
+                if not behind:
+                    break
+            more |= behind
+        async with connection.transaction():
+            await self._compare_accounts(connection)
+            await verified.clear_gone(connection)
+        await self._judge_met(connection)
+        await self._compare_offers(connection, gaps)
+        if time.monotonic() >= self._rows_at:
+            async with connection.transaction():
+                await self._compare_rows(connection, gaps)
+            self._rows_at = time.monotonic() + ROWS_EVERY_SECONDS
+        await verified.was_here(connection)
+        return more
+
+    async def _know_gaps(self, connection: AsyncConnection[Any], gaps: dict[int, Gaps]) -> None:
+        """Begins anew when read models have events that they lacked, or lack some that were verified: another
+        version is live.
+        """
+        at = await verified.progress(connection)
+        changed = [
+            shard
+            for shard, of_shard in gaps.items()
+            if shard in at and set(of_shard.ids) != set(at[shard].gaps)
+        ]
+        for shard in changed:
+            known, firsts = set(at[shard].gaps), gaps[shard].ids
+            if known - firsts.keys() or any(firsts[new] <= at[shard].seq for new in firsts.keys() - known):
+                log.warning("verifier: a read model has other events than before: all of it is verified anew")
+                await verified.begin_anew(connection)
+                self._observed.clear()
+                break
+        for shard in changed:
+            await verified.know_gaps(connection, shard, sorted(gaps[shard].ids))
+
+    # -- the walk --------------------------------------------------------------------------------------------
+
+    async def _walk(self, connection: AsyncConnection[Any], shard: int, gaps: Gaps) -> bool:
+        at = (await verified.progress(connection))[shard]
+        positions = {
+            name: (await cursors.load(connection, name)).get(shard, Cursor()) for name in PROJECTIONS
+        }
+        end = min(positions[proof.AUDIT].seq, positions[proof.LEDGER].seq)
+        if at.seq >= end:
+            await self._compare_heads(connection, at, positions)
+            await self._walk_again(connection, at, end, gaps)
+            return False
+        walked, full = await self._step(connection, shard, at.seq, at.head, end, gaps)
+        await self._fold(connection, shard, walked.facts)
+        if walked.seq > at.seq:
+            await verified.move(connection, shard, walked.seq, walked.head)
+            await verified.clear_range(connection, shard, at.seq, walked.seq)
+        return full and walked.wrong is None
+
+    async def _walk_again(self, connection: AsyncConnection[Any], at: Progress, end: int, gaps: Gaps) -> None:
+        # A read model that was just put in the place of another may have some of it still to come.
+        if at.again_seq >= end:
+            return
+        walked, _ = await self._step(connection, at.shard, at.again_seq, at.again_head, end, gaps)
+        await verified.clear_range(connection, at.shard, at.again_seq, walked.seq)
+        done = walked.seq >= at.seq
+        if done:
+            what = f"the audit trail up to seq {at.seq} is another one than was verified before"
+            problems = [Problem("round", what, at.seq)] if walked.head != at.head else []
+            await self._judge(connection, "heads", at.shard, ["round"], problems)
+        await verified.move_again(connection, at.shard, walked.seq, walked.head, done)
+
+    async def _step(
+        self, connection: AsyncConnection[Any], shard: int, seq: int, head: bytes, end: int, gaps: Gaps
+    ) -> tuple[Walked, bool]:  # fmt: skip
+        rows = await verified.audit_rows(connection, shard, seq, end, EVENTS_A_STEP)
+        full = len(rows) == EVENTS_A_STEP
+        reach = rows[-1].seq if full else end
+        lines = await verified.ledger_rows(connection, shard, seq, reach)
+        walked = proof.walk(shard, seq, head, rows, lines, gaps, None if full else end)
+        if walked.wrong is not None:
+            wrong = walked.wrong
+            await self._wrong(
+                connection, wrong.kind, shard, Problem(f"seq {wrong.seq}", wrong.what, wrong.seq)
+            )
+        return walked, full
+
+    async def _compare_heads(
+        self, connection: AsyncConnection[Any], at: Progress, positions: dict[str, Cursor]
+    ) -> None:
+        """Where a projection stands at the very seq that is verified, its hash must be the trail's."""
+        for name, cursor in positions.items():
+            if cursor.seq == at.seq:
+                what = (
+                    f"{name}: the hash at seq {at.seq} is not that of the audit trail: it followed "
+                    "another history"
+                )
+                problems = [Problem(name, what, at.seq)] if cursor.head != at.head else []
+                await self._judge(connection, "heads", at.shard, [name], problems)
+
+    async def _fold(self, connection: AsyncConnection[Any], shard: int, facts: Sequence[Fact]) -> None:
+        if not facts:
+            return
+        await verified.add_accounts(connection, proof.account_changes(facts))
+        events = [fact.event for fact in facts if fact.event is not None]
+        states: dict[str, OfferState] = await verified.offer_states(
+            connection, sorted({event.offer for event in events})
+        )
+        for event in events:
+            state = states[event.offer] = proof.behind(states.get(event.offer), event)
+            observed = self._observed.get(event.offer)
+            if observed is not None and observed.offer_seq == state.offer_seq:
+                self._met.append((state, self._observed.pop(event.offer)))
+        await verified.save_offers(connection, states.values())
+
+    # -- comparing -------------------------------------------------------------------------------------------
+
+    async def _compare_accounts(self, connection: AsyncConnection[Any]) -> None:
+        """The next page of accounts, and what users are shown of them, against the fold."""
+        at = await verified.progress(connection)
+        ledger, balances = (
+            await cursors.load(connection, "ledger"),
+            await cursors.load(connection, "balances"),
+        )
+        ahead = [_seq(ledger, shard) - one.seq for shard, one in at.items()]
+        if min(ahead) < 0 or sum(ahead) > AHEAD_EVENTS_MAX:
+            return
+        abreast = all(_seq(balances, shard) == cursor.seq for shard, cursor in ledger.items()) and not any(
+            one.projection in ("balances", "ledger") and one.event_count
+            for one in await set_aside.load(connection)
+        )
+        rows = await verified.accounts_behind(connection, *self._account, ROWS_A_PAGE, abreast)
+        self._account = (rows[-1].account, rows[-1].asset) if len(rows) == ROWS_A_PAGE else ("", "")
+        accounts, shown = [], []
+        for row in rows:
+            subject = f"{row.account} {row.asset}"
+            if row.posted != row.expected:
+                accounts.append(
+                    Problem(
+                        subject,
+                        f"account {subject}: {row.posted} stand there, its events lead to {row.expected}",
+                    )
+                )
+            elif row.balance is not None and row.balance != row.posted:
+                shown.append(
+                    Problem(
+                        subject, f"balances: {subject} is shown as {row.balance}, the ledger has {row.posted}"
+                    )
+                )
+        subjects = [f"{row.account} {row.asset}" for row in rows]
+        await self._judge(connection, "accounts", ALL_SHARDS, subjects, accounts)
+        if abreast:
+            await self._judge(connection, "balances", ALL_SHARDS, subjects, shown)
+
+    async def _compare_offers(self, connection: AsyncConnection[Any], gaps: dict[int, Gaps]) -> None:
+        """The next page of offers against the fold: the read model's row now, Redis' state at its very event,
+        now or later.
+        """
+        async with connection.transaction():
+            at = await verified.progress(connection)
+            audit, balances = (
+                await cursors.load(connection, "audit"),
+                await cursors.load(connection, "balances"),
+            )
+            seqs = {shard: (one.seq, _seq(balances, shard), _seq(audit, shard)) for shard, one in at.items()}
+            near = [shard for shard, (seq, _, audited) in seqs.items() if audited - seq <= AHEAD_EVENTS_MAX]
+            rows = await verified.offers_behind(connection, self._offer, ROWS_A_PAGE, near)
+            self._offer = rows[-1][0].offer if len(rows) == ROWS_A_PAGE else ""
+            known = [
+                row
+                for row in rows
+                if not gaps[row[0].shard].unreadable and row[0].offer not in gaps[row[0].shard].offers
+            ]
+            compared, problems = [], []
+            for state, shown, moved in known:
+                here, shown_to, audited = seqs[state.shard]
+                if moved or not here <= shown_to <= audited:
+                    continue
+                compared.append(state.offer)
+                if shown != state.numbers:
+                    has = "no row" if shown is None else numbers_in_words(shown)
+                    problems.append(
+                        Problem(
+                            state.offer,
+                            f"offers: {state.offer} has {has}; its events lead to {state.in_words()}",
+                        )
+                    )
+            await self._judge(connection, "balances", ALL_SHARDS, compared, problems)
+        by_shard: dict[int, list[OfferState]] = {}
+        for state in (state for state, *_ in known if not state.retired):
+            by_shard.setdefault(state.shard, []).append(state)
+        for shard, states in by_shard.items():
+            await self._observe(connection, shard, states)
+
+    async def _compare_rows(self, connection: AsyncConnection[Any], gaps: dict[int, Gaps]) -> None:
+        """Grabs and payments of the next offers, of which nothing has come since they were verified, against
+        what their events make.
+        """
+        at = await verified.progress(connection)
+        audit, balances = await cursors.load(connection, "audit"), await cursors.load(connection, "balances")
+        near = [
+            shard
+            for shard, one in at.items()
+            if one.seq <= _seq(balances, shard) <= _seq(audit, shard) <= one.seq + AHEAD_EVENTS_MAX
+        ]
+        rows = await verified.offers_behind(connection, self._rows_offer, ROWS_OFFERS_MAX, near)
+        chosen: dict[str, OfferState] = {}
+        events = 0
+        self._rows_offer = ""
+        for state, _, moved in rows:
+            of_shard = gaps[state.shard]
+            if not moved and not of_shard.unreadable and state.offer not in of_shard.offers:
+                chosen[state.offer] = state
+                events += state.offer_seq
+            if events >= ROWS_EVENTS_MAX or (
+                len(rows) == ROWS_OFFERS_MAX and state.offer == rows[-1][0].offer
+            ):
+                self._rows_offer = state.offer
+                break
+        if not chosen:
+            return
+        for offer, differences in (await self._differences(connection, chosen)).items():
+            problems = [Problem(offer, f"balances: {'; '.join(differences)}")] if differences else []
+            await self._judge(connection, "rows", chosen[offer].shard, [offer], problems)
+
+    async def _differences(
+        self, connection: AsyncConnection[Any], chosen: dict[str, OfferState]
+    ) -> dict[str, list[str]]:
+        """What differs by offer, in words, of those whose events stand in the audit trail as they were
+        chained; nothing of it stays.
+        """
+        known: dict[str, int] = dict.fromkeys(chosen, 0)
+        async with connection.transaction(force_rollback=True):
+            anew = Anew(connection, self._schema, ("balances",))
+            await anew.begin()
+            if anew.other_definition("balances") is not None:
+                return {}
+            for number, (_, _, body, hash_, before) in enumerate(
+                await verified.events_of_offers(connection, list(chosen))
+            ):
+                fact = _fact(body.encode(), hash_, before or bytes(32))
+                # What is damaged there, the walk names.
+                if fact is not None and known.get(fact.event.offer) == fact.event.offer_seq - 1:
+                    known[fact.event.offer] = fact.event.offer_seq
+                    await anew.take("balances", fact)
+                if number % EVENTS_A_STEP == 0:
+                    await asyncio.sleep(0)
+            await anew.finish()
+            whole = [offer for offer, state in chosen.items() if known[offer] == state.offer_seq]
+            return {} if anew.refused else {offer: await anew.offer_differences(offer) for offer in whole}
+
+    async def _observe(
+        self, connection: AsyncConnection[Any], shard: int, states: Sequence[OfferState]
+    ) -> None:
+        said = await self._said(shard, self._read(shard, states))
+        if said is None:
+            return
+        history, seq, offers = said
+        for state, values in zip(states, offers, strict=True):
+            if values[0] is None:
+                # Retired or lost: that can be told only when nothing more is on its way.
+                if int(seq or 0) == (await verified.progress(connection))[shard].seq:
+                    problem = Problem(
+                        state.offer, f"{state.offer} is not in Redis, though it has not retired"
+                    )
+                    await self._judge(connection, "redis", shard, [state.offer], [problem])
+                continue
+            offer_seq, left, units, held, places = (int(value or 0) for value in values)
+            observed = Observation(history.decode(), offer_seq, (left, units, held, places))
+            if offer_seq <= state.offer_seq:
+                await self._judge_redis(connection, state, observed)
+            elif len(self._observed) < OBSERVATIONS_MAX or state.offer in self._observed:
+                before = self._observed.get(state.offer)
+                # The older one is kept, or the walk would never meet it; one of another history never comes
+                # true.
+                if (
+                    before is None
+                    or before.history != observed.history
+                    or before.offer_seq <= state.offer_seq
+                ):
+                    self._observed[state.offer] = observed
+
+    async def _read(
+        self, shard: int, states: Sequence[OfferState]
+    ) -> tuple[bytes, bytes | None, list[Any]] | None:
+        """History and seq of a shard, and the numbers of offers there; None while it is to be reconciled."""
+        keys = self._keys.shard(shard)
+        async with self._redis.pipeline(transaction=True) as pipe:
+            pipe.hmget(keys.state, ["life", "history", "seq"])
+            for state in states:
+                pipe.hmget(
+                    keys.offer(state.offer), ["offer_seq", "amount_left", "units_left", "held", "places"]
+                )
+            [[of_life, history, seq], *offers] = await pipe.execute()
+        # Asked behind the reading: in another life what was read may be taken back.
+        if of_life is None or of_life.decode() != await life_of(self._redis, keys.state):
+            return None
+        return history, seq, offers
+
+    async def _said(self, shard: int, asking: Awaitable[T]) -> T | None:
+        """What Redis says of a shard; None while its server does not answer, which keeps no other shard from
+        being verified.
+        """
+        try:
+            async with asyncio.timeout(ANSWER_SECONDS_MAX):
+                said = await asking
+        except BaseException as error:
+            if not is_trouble(error):
+                raise
+            self._troubles[shard].say(in_words(error))
+            return None
+        self._troubles[shard].over()
+        return said
+
+    async def _judge_met(self, connection: AsyncConnection[Any]) -> None:
+        """What Redis had at events that the walk has come to meanwhile, unless the shard goes on in another
+        history since.
+        """
+        met, self._met = self._met, []
+        for state, observed in met:
+            history = await self._said(
+                state.shard, self._redis.hget(self._keys.shard(state.shard).state, "history")
+            )
+            if history is not None and history.decode() == observed.history:
+                await self._judge_redis(connection, state, observed)
+
+    async def _judge_redis(
+        self, connection: AsyncConnection[Any], state: OfferState, observed: Observation
+    ) -> None:
+        problems = []
+        if observed.offer_seq < state.offer_seq:
+            what = (
+                f"{state.offer}: Redis is at its event {observed.offer_seq}, the books at {state.offer_seq}"
+            )
+            problems.append(Problem(state.offer, what, state.seq))
+        elif observed.numbers != state.numbers:
+            what = (
+                f"{state.offer}, behind its event {state.offer_seq}: Redis has {observed.in_words()}; its "
+                f"events lead to {state.in_words()}"
+            )
+            problems.append(Problem(state.offer, what, state.seq))
+        await self._judge(connection, "redis", state.shard, [state.offer], problems)
+
+    # -- findings --------------------------------------------------------------------------------------------
+
+    async def _judge(
+        self, connection: AsyncConnection[Any], kind: str, shard: int, subjects: Sequence[str],
+        problems: Sequence[Problem]
+    ) -> None:  # fmt: skip
+        wrong = {problem.subject for problem in problems}
+        if right := [subject for subject in subjects if subject not in wrong]:
+            await verified.clear(connection, kind, shard, right)
+        for problem in problems:
+            await self._wrong(connection, kind, shard, problem)
+
+    async def _wrong(self, connection: AsyncConnection[Any], kind: str, shard: int, problem: Problem) -> None:
+        if await verified.write_down(connection, kind, shard, problem):
+            where = "" if shard == ALL_SHARDS else f", shard {shard}"
+            log.critical("verification%s: %s", where, problem.what)
+
+
+_subject_of = re.compile(r": | is (?:not )?in Redis")
+_number_of_offer = re.compile(r"offer:[^/]+, (?:offer_seq|amount_left|units_left|held|places)\Z").match
+
+
+def _subject(line: str) -> str:
+    """What a difference is about: the key, and the field where it has one."""
+    return _subject_of.split(line, maxsplit=1)[0]
+
+
+def _fact(line: bytes, hash_: bytes, before: bytes) -> cursors.Fact | None:
+    """An event of the audit trail; None where its text is not the one that was chained, or of a newer
+    program.
+    """
+    if hashlib.sha256(before + line).digest() != hash_:
+        return None
+    try:
+        event = decode_event(line)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+    return cursors.Fact(line, hash_, event, transfers_of(event))
+
+
+def _seq(positions: dict[int, Cursor], shard: int) -> int:
+    return positions.get(shard, Cursor()).seq
+
+
+async def _rest(stop: asyncio.Event, seconds: float) -> bool:
+    """Waits, or until `stop`; returns whether it was stopped."""
+    try:
+        async with asyncio.timeout(seconds):
+            await stop.wait()
+    except TimeoutError:
+        return False
+    return True

@@ -1,0 +1,290 @@
+"""The relay: from a shard's outbox to the journal, exactly once, fenced by the log itself (DESIGN 4.6).
+
+It takes the shard over (`takeover`), then relays: one send in flight, a block counts when its offset directly
+follows the owner's last one. The order of these steps is the protocol; change it only together with
+shared/model/protocol_model.py.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any, Final
+
+from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
+from aiokafka.errors import KafkaError
+
+from grabstream.lua.ending import end
+from grabstream.lua.gate.sealing import Sealer
+from grabstream.lua.keys import ShardKeys
+from grabstream.lua.trouble import is_trouble
+from grabstream.models.bounds import RECORD_BYTES_MAX
+from grabstream.models.journal import Cursor, block_headers, chain
+from grabstream.streams.clients import Trouble, in_words, started
+from grabstream.streams.journal import JournalReader
+from grabstream.streams.relaying.ownership import (
+    NewerProgram,
+    NotReconciled,
+    OwnedShard,
+    Ownership,
+    SteppedDown,
+)
+from grabstream.streams.relaying.recovery import Recovered, Recovery, Snapshots
+from grabstream.streams.relaying.takeover import Takeover
+
+log = logging.getLogger(__name__)
+
+BLOCK_BYTES_MAX: Final = RECORD_BYTES_MAX // 4
+IDLE_WAIT_MS: Final = 500
+RETRY_SECONDS: Final = 0.2
+#: A server that is back is noticed within this time.
+RETRY_SECONDS_MAX: Final = 1.0
+FENCED_RETRY_SECONDS: Final = 10.0
+
+#: Called with the name of every step that a crash test may want to end the process at.
+Step = Callable[[str], None]
+
+
+class ShardRelay:
+    """Relays one shard until cancelled or another owner comes. One task, one producer, one consumer.
+
+    `redis` must not decode replies. `block_events_max` bounds the events of a journal record.
+    """
+
+    def __init__(
+        self,
+        redis: Any,
+        keys: ShardKeys,
+        shards: int,
+        bootstrap: str,
+        journal: str,
+        sealer: Sealer,
+        block_events_max: int = 1000,
+        step: Step = lambda name: None,
+        snapshots: Snapshots | None = None,
+        report: Callable[[Recovered], Any] | None = None,
+        progress: Callable[[int], None] = lambda applied: None,
+    ) -> None:
+        self._shard = OwnedShard(redis, keys)
+        self._shards = shards
+        self._bootstrap = bootstrap
+        self._partition = TopicPartition(journal, keys.shard)
+        self._block_events_max = block_events_max
+        self._step = step
+        self._recovery = Recovery(self._shard, sealer, snapshots, report, progress, step)
+        self._trouble = Trouble(log, f"shard {keys.shard}")
+        self._pause_seconds = RETRY_SECONDS
+        self.state = "waiting"
+
+    async def run(self) -> None:
+        """Takes the shard over and relays it, again after every error, until cancelled."""
+        while True:
+            try:
+                async with self._producer() as producer, self._consumer() as consumer:
+                    await self._tenure(producer, consumer)
+            except SteppedDown as reason:
+                self.state = "stepped down"
+                log.info("shard %d: stepped down: %s", self._shard.keys.shard, reason)
+                await asyncio.sleep(RETRY_SECONDS)
+            except (NotReconciled, NewerProgram) as reason:
+                self.state = f"fenced: {reason}"
+                log.error("shard %d stays fenced: %s", self._shard.keys.shard, reason)
+                await asyncio.sleep(FENCED_RETRY_SECONDS)
+            except BaseException as error:
+                if not is_trouble(error):
+                    raise
+                self.state = f"retrying: {in_words(error)}"
+                self._trouble.say(in_words(error))
+                await asyncio.sleep(self._pause_seconds)
+                self._pause_seconds = min(self._pause_seconds * 2, RETRY_SECONDS_MAX)
+
+    async def rebuild(self, reason: str) -> None:
+        """Takes the shard over and rebuilds its state in Redis from the journal, whatever it is; raises what
+        `run` tries again after.
+        """
+        async with self._producer() as producer, self._consumer() as consumer:
+            takeover = self._takeover(producer, consumer)
+            own, cursor = await takeover.run()
+            await takeover.rebuild(own, cursor, reason)
+
+    def _takeover(self, producer: AIOKafkaProducer, consumer: AIOKafkaConsumer) -> Takeover:
+        async def send(value: bytes, headers: list[tuple[str, bytes]]) -> int:
+            return await self._send(producer, value, headers)
+
+        async def drain(own: Ownership, cursor: Cursor) -> Cursor:
+            return await self._drain(producer, own, cursor)
+
+        reader = JournalReader(consumer, self._partition.topic)
+        return Takeover(self._shard, self._shards, reader, send, drain, self._recovery)
+
+    async def _tenure(self, producer: AIOKafkaProducer, consumer: AIOKafkaConsumer) -> None:
+        self.state = "taking over"
+        own, cursor = await self._takeover(producer, consumer).run()
+        self._step("relay.took_over")
+        log.info("shard %d: owner of term %d from seq %d", self._shard.keys.shard, own.term, cursor.seq)
+        self.state = "relaying"
+        self._trouble.over()
+        self._pause_seconds = RETRY_SECONDS
+        tail = _Tail(consumer, self._partition, own.term, cursor.next_offset)
+        watching = asyncio.create_task(tail.watch())
+        relaying = asyncio.create_task(self._relay(producer, own, cursor, tail))
+        try:
+            done, _ = await asyncio.wait({watching, relaying}, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            await end([watching, relaying])
+
+    # -- relaying --------------------------------------------------------------------------------------------
+
+    async def _relay(self, producer: AIOKafkaProducer, own: Ownership, cursor: Cursor, tail: "_Tail") -> None:
+        read = await self._shard.read_outbox(own, cursor.seq)
+        while True:
+            lines = read.lines
+            if not lines and read.seq > cursor.seq:
+                raise SteppedDown(
+                    f"the outbox has a hole behind seq {cursor.seq}"
+                )  # taking over again names it
+            if not lines and read.incomplete:
+                raise SteppedDown(
+                    "the shard is incomplete"
+                )  # all that it decided is journaled: taking over again rebuilds it
+            if not lines:
+                await self._wait_for_more(cursor.seq)
+                read = await self._shard.read_outbox(own, cursor.seq)
+                continue
+            last = cursor.seq + len(lines)
+            for block in _blocks(lines, self._block_events_max):
+                behind = await self._append(producer, own, cursor, block)
+                if behind.next_offset != cursor.next_offset + 1:
+                    # Something stands between: it counts only if it is not a newer owner's.
+                    await tail.reached(behind.next_offset - 1)
+                self._step("relay.acknowledged")
+                cursor = behind
+                if cursor.seq == last:
+                    # What comes next is read while what was acknowledged is trimmed: one way to Redis less a
+                    # block.
+                    _, read = await asyncio.gather(
+                        self._shard.trim(own, cursor), self._shard.read_outbox(own, cursor.seq)
+                    )
+                else:
+                    await self._shard.trim(own, cursor)
+                self._step("relay.trimmed")
+
+    async def _drain(self, producer: AIOKafkaProducer, own: Ownership, cursor: Cursor) -> Cursor:
+        """Journals what a shard that decides nothing has left in its outbox."""
+        while True:
+            lines = (await self._shard.read_outbox(own, cursor.seq)).lines
+            if not lines:
+                return cursor
+            for block in _blocks(lines, self._block_events_max):
+                behind = await self._append(producer, own, cursor, block)
+                if behind.next_offset != cursor.next_offset + 1:
+                    raise SteppedDown(
+                        f"something stands in the journal before offset {behind.next_offset - 1}"
+                    )
+                cursor = behind
+            await self._shard.trim(own, cursor)
+
+    async def _append(
+        self, producer: AIOKafkaProducer, own: Ownership, cursor: Cursor, lines: list[bytes]
+    ) -> Cursor:
+        """Sends a block; returns the cursor behind it, which holds only if nothing that counts stands
+        between.
+        """
+        head = chain(cursor.head, lines)[-1]
+        headers = block_headers(
+            self._shard.keys.shard, own.term, own.owner, cursor.seq + 1, len(lines), cursor.head, head
+        )
+        offset = await self._send(producer, b"\n".join(lines), headers)
+        return Cursor(cursor.seq + len(lines), head, offset + 1, own.term, own.owner)
+
+    async def _wait_for_more(self, seq: int) -> None:
+        """Returns when the outbox may hold something behind seq; only a hint, the bound script reads."""
+        await self._shard.redis.xread({self._shard.keys.outbox: f"{seq}-0"}, count=1, block=IDLE_WAIT_MS)
+
+    # -- Kafka -----------------------------------------------------------------------------------------------
+
+    async def _send(self, producer: AIOKafkaProducer, value: bytes, headers: list[tuple[str, bytes]]) -> int:
+        """The offset of the acknowledged record; an unknown one is an error, and the journal's tail has to be
+        read again.
+        """
+        metadata = await producer.send_and_wait(
+            self._partition.topic, value, partition=self._partition.partition, headers=headers
+        )
+        if metadata is None or metadata.offset < 0:
+            raise KafkaError("acknowledged without an offset")
+        return int(metadata.offset)
+
+    @asynccontextmanager
+    async def _producer(self) -> AsyncIterator[AIOKafkaProducer]:
+        # Idempotent: a batch that is retried inside the client must not be appended twice. A new one after
+        # every error.
+        producer = AIOKafkaProducer(
+            bootstrap_servers=self._bootstrap,
+            enable_idempotence=True,
+            acks="all",
+            max_request_size=RECORD_BYTES_MAX,
+            request_timeout_ms=10_000,
+        )
+        async with started(producer):
+            await producer.partitions_for(self._partition.topic)
+            yield producer
+
+    @asynccontextmanager
+    async def _consumer(self) -> AsyncIterator[AIOKafkaConsumer]:
+        consumer = AIOKafkaConsumer(
+            bootstrap_servers=self._bootstrap,
+            auto_offset_reset="none",
+            enable_auto_commit=False,
+            max_partition_fetch_bytes=RECORD_BYTES_MAX,
+        )
+        consumer.assign([self._partition])
+        async with started(consumer):
+            yield consumer
+
+
+class _Tail:
+    """The owner's eye on its partition: sees a newer marker, with or without work of its own."""
+
+    def __init__(
+        self, consumer: AIOKafkaConsumer, partition: TopicPartition, term: int, next_offset: int
+    ) -> None:
+        self._consumer = consumer
+        self._partition = partition
+        self._term = term
+        self._next_offset = next_offset
+        self._moved = asyncio.Condition()
+
+    async def watch(self) -> None:
+        """Reads until cancelled; raises SteppedDown at a marker of a newer term."""
+        self._consumer.seek(self._partition, self._next_offset)
+        while True:
+            fetched = await self._consumer.getmany(self._partition, timeout_ms=IDLE_WAIT_MS)
+            records = fetched.get(self._partition, [])
+            for record in records:
+                headers = dict(record.headers)
+                if headers.get("count") == b"0" and int(headers["term"]) > self._term:
+                    raise SteppedDown(f"term {int(headers['term'])} was raised")
+            if records:
+                async with self._moved:
+                    self._next_offset = records[-1].offset + 1
+                    self._moved.notify_all()
+
+    async def reached(self, offset: int) -> None:
+        """Returns when everything up to the offset was read, and no newer owner was there."""
+        async with self._moved:
+            await self._moved.wait_for(lambda: self._next_offset > offset)
+
+
+def _blocks(lines: list[bytes], events_max: int) -> list[list[bytes]]:
+    """The lines in blocks of bounded count and size."""
+    blocks: list[list[bytes]] = []
+    size = 0
+    for line in lines:
+        if not blocks or len(blocks[-1]) == events_max or size + len(line) > BLOCK_BYTES_MAX:
+            blocks.append([])
+            size = 0
+        blocks[-1].append(line)
+        size += len(line) + 1
+    return blocks

@@ -1,0 +1,1 @@
+"""History, read again from any point, into any sink."""

@@ -1,0 +1,91 @@
+"""Replay: a stretch of history, read once from one end to the other, into a sink. It writes nothing that the
+system reads.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import aclosing
+from typing import NamedTuple
+
+from grabstream.models.journal import Cursor
+from grabstream.streams.replaying.history import AuditSource, JournalSource, Point, Start, up_to
+from grabstream.streams.replaying.selection import Selection
+from grabstream.streams.replaying.sinks import Sink
+
+#: Called with (units of the source, events) that were done since the last call.
+Report = Callable[[int, int], None]
+
+
+class Stretch(NamedTuple):
+    """What is read of a shard, both ends included."""
+
+    shard: int
+    first: Point | None = None
+    last: Point | None = None
+
+
+class Planned(NamedTuple):
+    """A stretch, where reading begins for it, and how many units of the source lie from there to the end."""
+
+    stretch: Stretch
+    start: Start
+    units: int
+
+
+class Done(NamedTuple):
+    """How far a shard is: the cursor behind the last event read, and how many events were handed on."""
+
+    shard: int
+    cursor: Cursor
+    events: int
+
+
+async def plan(
+    source: JournalSource | AuditSource,
+    stretches: Sequence[Stretch],
+    whole: bool,
+    positions: Mapping[int, Cursor] = {},
+) -> list[Planned]:
+    """Where to begin in each shard: at its position if it has one, at the beginning if the `whole` is needed,
+    or near its first point.
+    """
+    planned = []
+    for stretch in stretches:
+        position = positions.get(stretch.shard)
+        if position is not None and position != Cursor():
+            start = await source.resume(stretch.shard, position)
+        else:
+            start = await source.start(stretch.shard, None if whole else stretch.first)
+        planned.append(Planned(stretch, start, source.units(start)))
+    return planned
+
+
+async def replay(
+    source: JournalSource | AuditSource,
+    planned: Sequence[Planned],
+    selection: Selection,
+    sink: Sink,
+    report: Report,
+    done: dict[int, Done],
+) -> None:
+    """Carries every shard's events into the sink, one shard after the other; `done` says how far it is, also
+    when it is stopped.
+
+    Raises Corrupt or Gap when the source contradicts itself, and what source and sink raise.
+    """
+    for stretch, start, units in planned:
+        done[stretch.shard] = Done(stretch.shard, start.cursor, 0)
+        left = units
+        # A user's grabs before the first point have to be known behind it, so the selection sees those too.
+        async with aclosing(up_to(source.chunks(stretch.shard, start), stretch.last)) as chunks:
+            async for chunk in chunks:
+                facts = selection.of(chunk.facts)
+                if stretch.first is not None:
+                    facts = [fact for fact in facts if stretch.first.of(fact) >= stretch.first.value]
+                await sink.write(chunk, facts)
+                done[stretch.shard] = Done(
+                    stretch.shard, chunk.behind, done[stretch.shard].events + len(facts)
+                )
+                left -= chunk.read
+                report(chunk.read, len(facts))
+        report(left, 0)
+    await sink.flush()
