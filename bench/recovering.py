@@ -13,7 +13,7 @@ from psycopg import AsyncConnection
 
 from bench.stage import SEALER, envelope, grabs, private_redis, system, taken_over_gate
 from bench.streaming import until_booked
-from grabstream.lua.gate.door import GateLimits, run_script
+from grabstream.lua.gate.calls import GateLimits, run_script
 from grabstream.lua.keys import KeySpace
 from grabstream.models.bounds import RECORD_BYTES_MAX
 from grabstream.models.commands import Confirm, Grab, Open

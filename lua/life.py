@@ -4,7 +4,7 @@
 
 from typing import Any
 
-from grabstream.lua.gate.door import run_script
+from grabstream.lua.gate.calls import run_script
 
 
 async def life_of(redis: Any, key: str) -> str:

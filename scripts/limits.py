@@ -12,7 +12,7 @@ from annotated_types import Ge, Gt, Le
 
 from grabstream.lua import loader
 from grabstream.lua.gate import door as gate
-from grabstream.lua.gate import refusals, sizes, staging, tickets
+from grabstream.lua.gate import queue, refusals, sizes, staging, tickets
 from grabstream.models import bounds, calendar, commands, identifiers, money, offers
 from grabstream.models.rules import grabbing, settling, state
 from grabstream.ops.formats import offer_files
@@ -279,7 +279,7 @@ def of_processes() -> list[Row]:
         ),
         Row(
             "offers that commands of one script call name",
-            f"{gate.OFFERS_IN_CALL_MAX}",
+            f"{queue.OFFERS_IN_CALL_MAX}",
             "as above",
             "the next call",
         ),

@@ -14,7 +14,8 @@ import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
-from grabstream.lua.gate.door import Gate, GateLimits
+from grabstream.lua.gate.calls import GateLimits
+from grabstream.lua.gate.door import Gate
 from grabstream.lua.gate.refusals import RefusalLog, writing
 from grabstream.lua.gate.sealing import Sealer
 from grabstream.lua.gate.tickets import TicketKeys

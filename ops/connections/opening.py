@@ -18,8 +18,9 @@ from redis.asyncio.connection import parse_url
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
+from grabstream.lua.gate.calls import GateLimits, now_ms
 from grabstream.lua.gate.decided import LostDecision
-from grabstream.lua.gate.door import Gate, GateLimits, now_ms
+from grabstream.lua.gate.door import Gate
 from grabstream.lua.gate.refusals import Refusal, RefusalLog, RefusalSample, writing
 from grabstream.lua.gate.sealing import Sealer
 from grabstream.lua.gate.tickets import TicketKeys

@@ -9,7 +9,7 @@ from aiokafka.errors import KafkaError
 from psycopg import OperationalError
 from redis.exceptions import RedisError
 
-from grabstream.lua.gate.door import now_ms
+from grabstream.lua.gate.calls import now_ms
 from grabstream.ops.connections.opening import key_space, open_redis, what_is_mixed_up
 from grabstream.ops.diagnosis import books, core, machine, topics
 from grabstream.ops.diagnosis.books import BookFacts, Jump

@@ -19,7 +19,8 @@ from typing import Any, Final
 
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 
-from grabstream.lua.gate.door import Gate, OutcomeUnknown
+from grabstream.lua.gate.door import Gate
+from grabstream.lua.gate.queue import OutcomeUnknown
 from grabstream.lua.gate.tickets import TicketKeys
 from grabstream.models.answers import Answer
 from grabstream.models.commands import ITEMS_MAX, AnyCommand, Confirm, Grab, Load

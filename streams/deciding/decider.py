@@ -17,7 +17,8 @@ from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, ConsumerRebalanceListen
 from aiokafka.errors import CommitFailedError, IllegalStateError
 
 from grabstream.lua.ending import end
-from grabstream.lua.gate.door import Gate, Order
+from grabstream.lua.gate.door import Gate
+from grabstream.lua.gate.queue import Order
 from grabstream.lua.trouble import is_trouble
 from grabstream.models.answers import Answer, encode_answer
 from grabstream.models.bounds import RECORD_BYTES_MAX

@@ -22,7 +22,7 @@ from psycopg import AsyncConnection, sql
 from psycopg.errors import LockNotAvailable
 from redis.exceptions import ResponseError
 
-from grabstream.lua.gate.door import run_script
+from grabstream.lua.gate.calls import run_script
 from grabstream.lua.keys import KeySpace
 from grabstream.models.bounds import RECORD_BYTES_MAX
 from grabstream.models.events import decode_event

@@ -16,7 +16,7 @@ from contextlib import suppress
 from typing import Any, Final
 
 from grabstream.lua.ending import END_SECONDS_MAX, end
-from grabstream.lua.gate.door import run_script
+from grabstream.lua.gate.calls import run_script
 from grabstream.lua.keys import KeySpace
 from grabstream.lua.trouble import is_trouble
 from grabstream.streams.clients import Trouble, in_words

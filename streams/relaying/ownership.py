@@ -7,7 +7,7 @@ from typing import Any, Final, Literal, NamedTuple, cast
 
 from redis.exceptions import ResponseError
 
-from grabstream.lua.gate.door import run_script
+from grabstream.lua.gate.calls import run_script
 from grabstream.lua.keys import ShardKeys
 from grabstream.models.journal import Cursor
 

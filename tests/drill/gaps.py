@@ -11,7 +11,8 @@ import time
 from collections.abc import Collection
 from typing import Final
 
-from grabstream.lua.gate.door import Gate, OutcomeUnknown, Promise
+from grabstream.lua.gate.door import Gate, Promise
+from grabstream.lua.gate.queue import OutcomeUnknown
 from grabstream.lua.keys import KeySpace
 from grabstream.models.answers import Answer
 from grabstream.models.commands import AnyCommand, Grab, Open

@@ -7,7 +7,8 @@ import random
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Final
 
-from grabstream.lua.gate.door import Gate, OutcomeUnknown
+from grabstream.lua.gate.door import Gate
+from grabstream.lua.gate.queue import OutcomeUnknown
 from grabstream.lua.keys import KeySpace
 from grabstream.models.answers import Answer
 from grabstream.models.commands import (

@@ -18,7 +18,7 @@ _RAISE = (
     "error('injected') end end\n"
 )
 _LINE_BOUND = f"event_line_bytes = {EVENT_LINE_BYTES_MAX},"
-_DUE_BOUND = "> AMOUNT_MAX then return"
+_DUE_BOUND = "* (offer.rules.price or 0) > AMOUNT_MAX then"
 _WRITTEN = "      done = i\n"
 _RAISE_AT = """
       if i == %d and writes[1][1] == 'XADD' then
@@ -60,7 +60,8 @@ def bound_lines(monkeypatch: pytest.MonkeyPatch, bytes_max: int) -> None:
 
 def sell_at_any_price(monkeypatch: pytest.MonkeyPatch) -> None:
     """From here on the scripts of this process do not ask whether price × quantity is too much."""
-    _replace(monkeypatch, lambda text: text.replace(_DUE_BOUND, "> math.huge then return"))
+    assert _DUE_BOUND in loader.load("grab").text
+    _replace(monkeypatch, lambda text: text.replace(_DUE_BOUND, "> math.huge then"))
 
 
 def _replace(monkeypatch: pytest.MonkeyPatch, change: Callable[[str], str]) -> None:

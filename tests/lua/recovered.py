@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from grabstream.lua.gate.door import run_script
+from grabstream.lua.gate.calls import run_script
 from grabstream.lua.gate.sealing import Sealer
 from grabstream.lua.keys import ShardKeys
 from grabstream.lua.records import offer_of_answer, unpacked

@@ -6,7 +6,7 @@ import json
 from datetime import datetime
 from typing import Any
 
-from grabstream.lua.gate.door import GateLimits
+from grabstream.lua.gate.calls import GateLimits
 from grabstream.lua.keys import KeySpace
 from grabstream.models.answers import Answer
 from grabstream.models.commands import Amend, Grab, Open

@@ -13,7 +13,7 @@ from typing import Any, Final
 import msgspec
 import pytest
 
-from grabstream.lua.gate import door as gate
+from grabstream.lua.gate import calls
 from grabstream.lua.gate.sizes import CALL_BYTES_MAX, size_of_all
 from grabstream.lua.loader import Script, assemble, script_names
 from grabstream.models.bounds import CODES_PER_GRAB_MAX
@@ -307,13 +307,13 @@ async def test_arguments_of_a_call_are_bounded_and_hardly_sent_twice(
 ) -> None:
     """Of one list, and of many callers at once."""
     sent: list[int] = []
-    real = gate.run_script
+    real = calls.run_script
 
     async def run(client: Any, name: str, keys: Sequence[str], arguments: Sequence[object]) -> Any:
         sent.append(sum(len(argument) for argument in arguments if isinstance(argument, bytes)))
         return await real(client, name, keys, arguments)
 
-    monkeypatch.setattr(gate, "run_script", run)
+    monkeypatch.setattr(calls, "run_script", run)
     await decided(system, [Open(id="open", offer="o", terms=StockTerms(issuer="i", total=10**6))], "opened")
     grabs = [Grab(id=f"g{n}", offer="o", user=f"u{n}", attributes=ATTRIBUTES) for n in range(512)]
     for commands in (adjusts(512, "o"), grabs):

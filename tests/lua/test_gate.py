@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import redis.asyncio
 
-from grabstream.lua.gate.door import Gate, GateLimits, OutcomeUnknown
+from grabstream.lua.gate.calls import GateLimits
+from grabstream.lua.gate.door import Gate
+from grabstream.lua.gate.queue import OutcomeUnknown
 from grabstream.lua.keys import KeySpace
 from grabstream.models.commands import Close, Grab, Pause, Resume
 from tests.conftest import until

@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 import redis.asyncio
 
-from grabstream.lua.gate.door import Gate, GateLimits
+from grabstream.lua.gate.calls import GateLimits
+from grabstream.lua.gate.door import Gate
 from grabstream.lua.keys import KeySpace
 from grabstream.lua.life import time_ms_of
 from grabstream.models.commands import Amend, AnyCommand, Close, Grab, Open

@@ -17,7 +17,9 @@ import redis
 import redis.asyncio
 
 from grabstream.lua.gate import batches
-from grabstream.lua.gate.door import Gate, GateLimits, OutcomeUnknown, now_ms, run_script
+from grabstream.lua.gate.calls import GateLimits, now_ms, run_script
+from grabstream.lua.gate.door import Gate
+from grabstream.lua.gate.queue import OutcomeUnknown
 from grabstream.lua.keys import KeySpace
 from grabstream.lua.loader import assemble, load, script_names, script_path
 from grabstream.models.commands import AnyCommand, Close, Grab, Load, Open

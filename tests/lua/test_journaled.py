@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
-from grabstream.lua.gate.door import Gate, GateLimits, OutcomeUnknown, run_script
+from grabstream.lua.gate.calls import GateLimits, run_script
+from grabstream.lua.gate.door import Gate
 from grabstream.lua.gate.journaled import HistoryChanged, Journaled
+from grabstream.lua.gate.queue import OutcomeUnknown
 from grabstream.lua.keys import KeySpace
 from grabstream.models.commands import Grab
 from tests.conftest import until

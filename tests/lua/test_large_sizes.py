@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from grabstream.lua.gate.door import _Ticket
+from grabstream.lua.gate.queue import QueueEntry
 from grabstream.models.commands import Amend, AnyCommand, Close, Grab, Open
 from grabstream.models.offers import Changes, EnvelopeTerms, StockTerms
 from tests.lua.calls import SLOWER, Measured, longest
@@ -181,7 +181,7 @@ async def test_two_hundred_thousand_callers_who_go(system: Measured) -> None:
         assert (list(shard.queue), shard.queued, shard.in_flight) == ([], 0, [])
     del answers, again
     gc.collect()
-    left = sum(isinstance(one, _Ticket) for one in gc.get_objects())
+    left = sum(isinstance(one, QueueEntry) for one in gc.get_objects())
     print(
         f"\n{count:,} callers went in {time.monotonic() - began:.1f} s; {len(lines) - 1:,} grabs decided; "
         f"{left} tickets left"

@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 import redis.asyncio
 
-from grabstream.lua.gate.door import GateLimits
+from grabstream.lua.gate.calls import GateLimits
 from grabstream.lua.keys import KeySpace
 from grabstream.models.calendar import DAY_MS
 from grabstream.models.commands import AnyCommand

@@ -11,7 +11,9 @@ import pytest
 import redis.asyncio
 
 from grabstream.lua import loader
-from grabstream.lua.gate.door import Gate, GateLimits, Order, OutcomeUnknown, run_script
+from grabstream.lua.gate.calls import GateLimits, run_script
+from grabstream.lua.gate.door import Gate
+from grabstream.lua.gate.queue import Order, OutcomeUnknown
 from grabstream.lua.keys import KeySpace
 from grabstream.models.commands import AnyCommand, Confirm, Grab, Open, Redeem, Return
 from grabstream.models.events import decode_event

@@ -8,7 +8,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from grabstream.lua.gate.door import Gate, GateLimits, Order, OutcomeUnknown
+from grabstream.lua.gate.calls import GateLimits
+from grabstream.lua.gate.door import Gate
+from grabstream.lua.gate.queue import Order, OutcomeUnknown
 from grabstream.lua.gate.tickets import TicketKeys
 from grabstream.models.commands import AnyCommand, Grab, Open
 from grabstream.models.offers import StockTerms

@@ -21,7 +21,9 @@ import redis
 import redis.asyncio
 from redis.crc import key_slot
 
-from grabstream.lua.gate.door import Gate, GateLimits, OutcomeUnknown, now_ms
+from grabstream.lua.gate.calls import GateLimits, now_ms
+from grabstream.lua.gate.door import Gate
+from grabstream.lua.gate.queue import OutcomeUnknown
 from grabstream.lua.keys import KeySpace
 from grabstream.models.answers import Answer
 from grabstream.models.commands import Adjust, Amend, AnyCommand, Close, Grab, Open, Pause

@@ -9,7 +9,8 @@ import pytest
 import redis
 
 from grabstream.lua import loader, restoring
-from grabstream.lua.gate.door import Gate, GateLimits, now_ms, run_script
+from grabstream.lua.gate.calls import GateLimits, now_ms, run_script
+from grabstream.lua.gate.door import Gate
 from grabstream.lua.keys import KeySpace
 from grabstream.lua.loader import BadScript, assemble
 from grabstream.models.commands import Close, Grab, Open, Pause
@@ -222,7 +223,7 @@ async def test_a_clock_that_jumped_opens_and_closes_nothing(
         await one.decide([opening(opens_at=now_ms() + 3_600_000, closes_at=now_ms() + 7_200_000)], "decided")
     )[0].positive
     # Seen from a caller, a server whose clock jumped an hour ahead is the same as a caller an hour behind.
-    monkeypatch.setattr("grabstream.lua.gate.door.now_ms", lambda: time.time_ns() // 1_000_000 - 3_600_000)
+    monkeypatch.setattr("grabstream.lua.gate.calls.now_ms", lambda: time.time_ns() // 1_000_000 - 3_600_000)
     [answer] = await one.decide(grabs(1), "decided")
     assert answer.outcome == "fenced"
     assert "clock" in (answer.message or "")

@@ -11,9 +11,10 @@ import pytest
 import redis
 
 from grabstream.lua import restoring
-from grabstream.lua.gate import door as gates
+from grabstream.lua.gate import calls
 from grabstream.lua.gate.batches import parts_packed
-from grabstream.lua.gate.door import Gate, GateLimits, run_script
+from grabstream.lua.gate.calls import GateLimits, run_script
+from grabstream.lua.gate.door import Gate
 from grabstream.lua.gate.staging import INLINE_BYTES_MAX, PIECE_BYTES, STAGED_MS, pieces
 from grabstream.lua.keys import KeySpace
 from grabstream.models.commands import Close, Grab, Open
@@ -71,7 +72,7 @@ def before(
                 await act(keys)
             return await real(client, name, keys, arguments)
 
-        monkeypatch.setattr(gates, "run_script", run)
+        monkeypatch.setattr(calls, "run_script", run)
 
     return watch
 

@@ -26,7 +26,7 @@ from hypothesis.stateful import (
 )
 from redis.asyncio.cluster import RedisCluster
 
-from grabstream.lua.gate.door import GateLimits
+from grabstream.lua.gate.calls import GateLimits
 from grabstream.lua.keys import KeySpace
 from grabstream.models.commands import AnyCommand, Grab, Open
 from grabstream.ops.settings import Settings

@@ -17,7 +17,7 @@ from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
 from pydantic import SecretStr
 
 from grabstream.lua import loader
-from grabstream.lua.gate.door import now_ms
+from grabstream.lua.gate.calls import now_ms
 from grabstream.lua.keys import LAYOUT, SHARD_FIELDS
 from grabstream.models.commands import Grab, Open
 from grabstream.models.journal import Cursor

@@ -12,7 +12,7 @@ import pytest
 import redis
 from redis.exceptions import ConnectionError, TimeoutError
 
-from grabstream.lua.gate.door import run_script
+from grabstream.lua.gate.calls import run_script
 from grabstream.lua.gate.journaled import Journaled
 from grabstream.lua.keys import KeySpace
 from grabstream.ops.connections.opening import open_redis

@@ -18,7 +18,8 @@ from aiokafka import AIOKafkaProducer
 from aiokafka.admin import AIOKafkaAdminClient
 from pydantic import SecretStr
 
-from grabstream.lua.gate.door import Gate, now_ms
+from grabstream.lua.gate.calls import now_ms
+from grabstream.lua.gate.door import Gate
 from grabstream.lua.gate.tickets import TicketKeys, sign
 from grabstream.lua.keys import CAMPAIGN_KEYS, OFFER_KEYS, KeySpace, ShardKeys
 from grabstream.lua.records import GRAB_FIELDS

@@ -18,9 +18,11 @@ import redis.asyncio
 import redis.exceptions
 import uvloop
 
+from grabstream.lua.gate.calls import GateLimits
 from grabstream.lua.gate.decided import DecidedAnswers
-from grabstream.lua.gate.door import Gate, GateLimits, OutcomeUnknown
+from grabstream.lua.gate.door import Gate
 from grabstream.lua.gate.journaled import Journaled
+from grabstream.lua.gate.queue import OutcomeUnknown
 from grabstream.lua.gate.refusals import RefusalLog
 from grabstream.lua.keys import KeySpace
 from grabstream.lua.trouble import is_trouble

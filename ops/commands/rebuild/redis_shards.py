@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import click
 
-from grabstream.lua.gate.door import run_script
+from grabstream.lua.gate.calls import run_script
 from grabstream.lua.keys import SHARD_FIELDS, ShardKeys
 from grabstream.ops.connections.opening import (
     check_system,
