@@ -15,7 +15,7 @@ import pytest
 import redis.asyncio
 
 from grabstream.lua import loader
-from grabstream.lua.gate import calls
+from grabstream.lua.gate import calls as gate_calls
 from grabstream.lua.gate.calls import GateLimits
 from grabstream.lua.gate.door import Gate
 from grabstream.lua.keys import KeySpace, ShardKeys
@@ -107,7 +107,7 @@ class Measured:
     def measuring(self, counted: bool = False) -> Iterator[list[Call]]:
         """One call after the other."""
         self.calls = []
-        real, one_at_a_time = calls.run_script, asyncio.Lock()
+        real, one_at_a_time = gate_calls.run_script, asyncio.Lock()
 
         async def run(client: Any, name: str, keys: Sequence[str], arguments: Sequence[object]) -> Any:
             async with one_at_a_time:
@@ -122,7 +122,7 @@ class Measured:
                 return reply
 
         with pytest.MonkeyPatch.context() as patch, scripts(counted=counted):
-            for module in (calls, sweeper, ownership):
+            for module in (gate_calls, sweeper, ownership):
                 patch.setattr(module, "run_script", run)
             yield self.calls
 

@@ -65,7 +65,7 @@ def before(
     """Does something before each call of a script, told its keys."""
 
     def watch(script: str, act: Callable[[Sequence[str]], Awaitable[None]]) -> None:
-        real = gates.run_script
+        real = calls.run_script
 
         async def run(client: Any, name: str, keys: Sequence[str], arguments: Sequence[object]) -> Any:
             if name == script:
