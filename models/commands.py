@@ -21,6 +21,7 @@ from grabstream.models.bounds import (
     quoted,
     shortened,
 )
+from grabstream.models.entries import Entry, check_adjustment
 from grabstream.models.identifiers import ID_LENGTH_MAX, RESERVED_IDS, Id, campaign_of, in_schema, is_id
 from grabstream.models.money import Currency, Invalid, Quantity, Sum, check_amount
 from grabstream.models.offers import (
@@ -33,7 +34,6 @@ from grabstream.models.offers import (
     check_line,
     check_terms,
 )
-from grabstream.models.transfers import Entry, check_adjustment
 
 ATTRIBUTES_MAX: Final = 8
 ITEMS_MAX: Final = 1_000

@@ -13,11 +13,11 @@ from typing import Annotated, Final, Generic, Literal, TypeVar, get_args
 
 import msgspec
 
+from grabstream.models.entries import BookedEntry
 from grabstream.models.identifiers import Count, Id, in_schema
 from grabstream.models.money import Account, Asset, Currency, Quantity, Sum
 from grabstream.models.offers import Seed, Terms
 from grabstream.models.outcomes import OutcomeName
-from grabstream.models.transfers import BookedEntry
 from grabstream.models.upcasters import UPCASTERS
 from grabstream.models.upcasting import Upcaster, Upcasters
 

@@ -5,27 +5,13 @@
 import re
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
-import msgspec
-
-from grabstream.models.bounds import quoted
-from grabstream.models.identifiers import in_schema, is_id
-from grabstream.models.money import Account, Asset, Invalid, Quantity, check_amount
-
-if TYPE_CHECKING:
-    from grabstream.models.events import AnyEvent
+from grabstream.models.events import AnyEvent
 
 #: Accounts that may never be below 0; the rest (`external:`, `issuer:` …) stand for the world outside.
 GUARDED_ACCOUNTS: Final = ("offer:", "hold:", "wallet:", "redeemed:")
-#: What a correcting entry may touch. It takes from the world outside only: an operator cannot know from
-#: another shard what a wallet has at this moment, and a ledger that had to refuse an event would stop. What a
-#: user owes stands in `receivable:<user>`.
-ADJUSTABLE_DEBITS: Final = ("external:", "issuer:", "refund:", "receivable:")
-ADJUSTABLE_CREDITS: Final = (*ADJUSTABLE_DEBITS, "wallet:")
-
 _is_money = re.compile(r"[A-Z]{3}\Z").match
-_is_asset = re.compile(r"(?:[A-Z]{3}|(?:coupon|sku):[A-Za-z0-9._:-]{1,64})\Z").match
 
 
 class Transfer(NamedTuple):
@@ -41,55 +27,12 @@ class Transfer(NamedTuple):
 _transfer = partial(tuple.__new__, Transfer)
 
 
-def _starts_with(kinds: tuple[str, ...]) -> str:
-    return f"^({'|'.join(kinds)})[A-Za-z0-9._:-]{{1,64}}$"
-
-
-class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A transfer as it stands in a command."""
-
-    asset: Asset
-    debit: Annotated[str, in_schema(pattern=_starts_with(ADJUSTABLE_DEBITS))]
-    credit: Annotated[str, in_schema(pattern=_starts_with(ADJUSTABLE_CREDITS))]
-    amount: Quantity
-
-
-class BookedEntry(msgspec.Struct, frozen=True):
-    """The same in an event, whose readers ignore fields that they do not know."""
-
-    asset: Asset
-    debit: Account
-    credit: Account
-    amount: Quantity
-
-
-def check_adjustment(transfer: Entry) -> None:
-    """Raises Invalid, naming the field, when an operator may not book this."""
-    if not _is_asset(transfer.asset):
-        raise Invalid(
-            f"transfers.asset: must be a currency, coupon:<offer> or sku:<name>, got {quoted(transfer.asset)}"
-        )
-    for field, account, allowed in (
-        ("debit", transfer.debit, ADJUSTABLE_DEBITS),
-        ("credit", transfer.credit, ADJUSTABLE_CREDITS),
-    ):
-        kind, _, name = account.partition(":")
-        if f"{kind}:" not in allowed or not is_id(name):
-            raise Invalid(
-                f"transfers.{field}: must be one of {', '.join(f'{start}<id>' for start in allowed)}; got "
-                f"{quoted(account)}"
-            )
-    if transfer.debit == transfer.credit:
-        raise Invalid(f"transfers.credit: must not be the account that gives, {quoted(transfer.debit)}")
-    check_amount("transfers.amount", transfer.amount, least=1)
-
-
 def source_of(asset: str, funding: str | None, issuer: str) -> str:
     """The account an offer is funded from: money from outside, pieces from their issuer."""
     return f"external:{funding}" if _is_money(asset) else f"issuer:{issuer}"
 
 
-def transfers_of(event: "AnyEvent") -> tuple[Transfer, ...]:
+def transfers_of(event: AnyEvent) -> tuple[Transfer, ...]:
     """The transfers an event is, in order of their legs; an event that moves nothing has none."""
     kind = type(event)
     of_type = _of_type.get(kind)

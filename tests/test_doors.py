@@ -40,11 +40,11 @@ from grabstream.models.commands import (
     decode_commands,
     encode_command,
 )
+from grabstream.models.entries import Entry
 from grabstream.models.events import AnyEvent, decode_event, decode_event_list
 from grabstream.models.journal import Corrupt, Cursor, Gap, block_headers, chain, marker_headers, parse_block
 from grabstream.models.money import Invalid
 from grabstream.models.offers import Changes, CouponTerms, EnvelopeTerms, Hours, Limit, StockTerms
-from grabstream.models.transfers import Entry
 from grabstream.models.upcasting import UpcastFailed
 from grabstream.ops.formats.offer_files import BadOfferFile, Form, read_offers
 from grabstream.ops.settings import BadSettings, Settings, load_settings

@@ -12,6 +12,7 @@ from grabstream.models.answers import Answer
 from grabstream.models.bounds import CODES_PER_GRAB_MAX
 from grabstream.models.calendar import offsets_of
 from grabstream.models.commands import Adjust, Amend, AnyCommand, Close, Load, Open, Pause, Resume
+from grabstream.models.entries import BookedEntry
 from grabstream.models.events import (
     AnyEvent,
     CampaignZone,
@@ -53,7 +54,7 @@ from grabstream.models.rules.state import (
     refused,
 )
 from grabstream.models.splitting import check_split, split_ahead
-from grabstream.models.transfers import BookedEntry, source_of
+from grabstream.models.transfers import source_of
 
 RETIRE_AGAIN_MS = 60_000
 CLOSES_TOO_EARLY = "terms.closes_at: must be after opens_at and after now"

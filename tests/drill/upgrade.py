@@ -23,8 +23,8 @@ from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
 
 from grabstream.models.answers import Answer, decode_answer, encode_answer
 from grabstream.models.commands import Adjust, Confirm, Grab, Open, encode_command
+from grabstream.models.entries import Entry
 from grabstream.models.offers import Limit, StockTerms
-from grabstream.models.transfers import Entry
 from grabstream.ops.commands.local.services import new_seal_key
 from grabstream.ops.rehearsal.stage import stop_workers, take_down
 from grabstream.ops.services.servers import PROJECT

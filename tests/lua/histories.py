@@ -24,9 +24,9 @@ from grabstream.models.commands import (
     Return,
     Unredeem,
 )
+from grabstream.models.entries import Entry
 from grabstream.models.identifiers import campaign_of
 from grabstream.models.offers import Changes, CouponTerms, EnvelopeTerms, Hours, Limit, StockTerms
-from grabstream.models.transfers import Entry
 from tests.lua.conftest import NOW
 
 OFFERS = ("c:a", "c:b", "d", "e", "f")

@@ -34,6 +34,7 @@ from grabstream.models.commands import (
     Unredeem,
     check,
 )
+from grabstream.models.entries import Entry
 from grabstream.models.identifiers import campaign_of
 from grabstream.models.money import AMOUNT_MAX, Invalid
 from grabstream.models.offers import (
@@ -49,7 +50,6 @@ from grabstream.models.offers import (
     Terms,
 )
 from grabstream.models.rules import Offer
-from grabstream.models.transfers import Entry
 from tests.lua.histories import TICKET_SECRET
 
 #: Offers of few campaigns, so that they meet: parts of keys, prefixes of each other, nothing but separators,

@@ -26,9 +26,9 @@ from grabstream.models.commands import (
     Return,
     Unredeem,
 )
+from grabstream.models.entries import Entry
 from grabstream.models.offers import Changes, CouponTerms, Limit, StockTerms
 from grabstream.models.rules import Offer
-from grabstream.models.transfers import Entry
 
 LIMITS = (Limit("user", "offer", 30), Limit("user", "day", 9), Limit("card", "week", 25, "campaign"))
 ZONES = ("Europe/Berlin", "Australia/Lord_Howe", "Asia/Kathmandu", "UTC")

@@ -18,8 +18,8 @@ from grabstream.lua.gate.sizes import CALL_BYTES_MAX, size_of_all
 from grabstream.lua.loader import Script, assemble, script_names
 from grabstream.models.bounds import CODES_PER_GRAB_MAX
 from grabstream.models.commands import Adjust, AnyCommand, Close, Grab, Load, Open, in_chunks
+from grabstream.models.entries import Entry
 from grabstream.models.offers import CouponTerms, EnvelopeTerms, Limit, StockTerms, Terms
-from grabstream.models.transfers import Entry
 from grabstream.streams.relaying.ownership import OwnedShard
 from tests.lua.calls import CALL_COST_MAX, COMMAND_COST_MAX, Call, Measured, changed
 from tests.lua.conftest import SEALER, event_lines

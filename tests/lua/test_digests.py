@@ -30,8 +30,8 @@ from grabstream.models.commands import (
     Release,
     encode_command,
 )
+from grabstream.models.entries import Entry
 from grabstream.models.offers import CouponTerms, EnvelopeTerms, StockTerms
-from grabstream.models.transfers import Entry
 from tests.lua.conftest import NOW, event_lines, take_over
 from tests.lua.recovered import fold
 from tests.lua.scene import DAY

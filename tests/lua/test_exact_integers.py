@@ -29,6 +29,7 @@ from grabstream.models.commands import (
     Return,
     check,
 )
+from grabstream.models.entries import Entry
 from grabstream.models.money import AMOUNT_MAX, Invalid
 from grabstream.models.offers import (
     EXTENSIONS_MAX,
@@ -39,7 +40,6 @@ from grabstream.models.offers import (
     Limit,
     StockTerms,
 )
-from grabstream.models.transfers import Entry
 from grabstream.ops.settings import Settings
 from tests.lua.conftest import NOW
 from tests.lua.scene import Scene

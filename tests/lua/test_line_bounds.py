@@ -46,6 +46,7 @@ from grabstream.models.commands import (
     encode_command,
     in_chunks,
 )
+from grabstream.models.entries import Entry
 from grabstream.models.money import AMOUNT_MAX, Invalid
 from grabstream.models.offers import (
     HOURS_MAX,
@@ -60,7 +61,6 @@ from grabstream.models.offers import (
     StockTerms,
 )
 from grabstream.models.rules import settling
-from grabstream.models.transfers import Entry
 from grabstream.ops.settings import Settings
 from grabstream.streams.relaying.relay import BLOCK_BYTES_MAX, _blocks
 from tests.lua.conftest import NOW

@@ -27,9 +27,10 @@ from grabstream.lua.gate.queue import OutcomeUnknown
 from grabstream.lua.keys import KeySpace
 from grabstream.models.answers import Answer
 from grabstream.models.commands import Adjust, Amend, AnyCommand, Close, Grab, Open, Pause
+from grabstream.models.entries import BookedEntry, Entry
 from grabstream.models.offers import RETIRE_AFTER_MS, Changes, CouponTerms, Draw, EnvelopeTerms
 from grabstream.models.splitting import LAWS, pack_parts
-from grabstream.models.transfers import BookedEntry, Entry, Transfer, transfers_of
+from grabstream.models.transfers import Transfer, transfers_of
 from grabstream.ops.connections.opening import open_gate
 from grabstream.ops.rehearsal.run import open_books
 from grabstream.ops.settings import Settings

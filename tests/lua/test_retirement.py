@@ -31,8 +31,8 @@ from grabstream.models.commands import (
     Unredeem,
     decode_command,
 )  # fmt: skip
+from grabstream.models.entries import Entry
 from grabstream.models.offers import PAYMENTS_KEPT_MS, PAYMENTS_KNOWN_MS, Changes, EnvelopeTerms
-from grabstream.models.transfers import Entry
 from grabstream.streams.deciding.sweeper import Sweeper
 from tests.lua.conftest import NOW, SEALER, grabs, opening
 from tests.lua.scene import DAY, MINUTE, Scene, by_user, coupon, stock

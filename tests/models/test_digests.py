@@ -25,9 +25,9 @@ from grabstream.models.commands import (
     encode_command,
 )
 from grabstream.models.digests import CannotCompare, Digests, adjustment_text, is_plain, whole_of
+from grabstream.models.entries import Entry
 from grabstream.models.events import LedgerAdjusted, decode_event
 from grabstream.models.offers import EnvelopeTerms, StockTerms
-from grabstream.models.transfers import Entry
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "digests.json"
 OLD, NEW = bytes(range(32)), bytes(range(1, 33))

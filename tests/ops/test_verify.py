@@ -35,8 +35,8 @@ from grabstream.models.commands import (
     Release,
     Return,
 )
+from grabstream.models.entries import Entry
 from grabstream.models.offers import CouponTerms, EnvelopeTerms, Limit, StockTerms
-from grabstream.models.transfers import Entry
 from grabstream.ops import verification
 from grabstream.ops.connections.opening import gate_limits, key_space, open_gate, open_redis, sealer
 from grabstream.ops.rehearsal.run import look, open_books
