@@ -5,7 +5,7 @@ merely wanted to be rid of it.
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Coroutine, Iterable
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any, Final, TypeVar
 
@@ -29,26 +29,6 @@ async def started(client: Client) -> AsyncIterator[Client]:
         yield client
     finally:
         await close(client.close() if isinstance(client, AIOKafkaAdminClient) else client.stop())
-
-
-async def ended(
-    tasks: Iterable["asyncio.Task[Any]"], seconds: float = CLOSE_SECONDS_MAX
-) -> set["asyncio.Task[Any]"]:
-    """Cancels tasks and waits for their end, for a time; returns those that go on all the same. What they
-    raise is dropped.
-    """
-    told = set(tasks)
-    for task in told:
-        task.cancel()
-    if not told:
-        return told
-    done, going_on = await asyncio.wait(told, timeout=seconds)
-    for task in done:
-        if not task.cancelled():
-            task.exception()
-    for task in going_on:
-        log.warning("%s does not end: it is left behind", task.get_name())
-    return going_on
 
 
 async def close(closing: Coroutine[Any, Any, Any]) -> None:

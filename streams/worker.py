@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
+from grabstream.lua.ending import end
 from grabstream.lua.gate.calls import GateLimits
 from grabstream.lua.gate.door import Gate
 from grabstream.lua.gate.refusals import RefusalLog, writing
@@ -21,7 +22,6 @@ from grabstream.lua.gate.sealing import Sealer
 from grabstream.lua.gate.tickets import TicketKeys
 from grabstream.lua.keys import KeySpace
 from grabstream.lua.trouble import is_trouble
-from grabstream.streams.clients import ended
 from grabstream.streams.deciding.decider import Decider
 from grabstream.streams.deciding.sweeper import RecordDemand, Sweeper
 from grabstream.streams.relaying.leases import Keeper
@@ -161,7 +161,7 @@ async def run_worker(roles: dict[str, Role], stop: asyncio.Event) -> list[str]:
     """Plays the roles until `stop` is set or one ends; then stops the others and raises what went wrong, if
     anything did.
 
-    Returns within a bound from then on (STOP_SECONDS and CLOSE_SECONDS_MAX), with the names of roles that do
+    Returns within a bound from then on (STOP_SECONDS and END_SECONDS_MAX), with the names of roles that do
     not end.
     """
     tasks = {asyncio.create_task(role(stop), name=f"role {name}"): name for name, role in roles.items()}
@@ -172,7 +172,7 @@ async def run_worker(roles: dict[str, Role], stop: asyncio.Event) -> list[str]:
         stop.set()
         await asyncio.wait(tasks, timeout=STOP_SECONDS)
     finally:
-        left = await ended(tasks)
+        left = await end(tasks)
     for task in tasks.keys() - left:
         if not task.cancelled() and (error := task.exception()) is not None:
             raise error

@@ -16,7 +16,7 @@ import msgspec
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, ConsumerRebalanceListener, TopicPartition
 from aiokafka.errors import CommitFailedError, IllegalStateError
 
-from grabstream.lua.ending import end
+from grabstream.lua.ending import end, first_to_end, running
 from grabstream.lua.gate.door import Gate
 from grabstream.lua.gate.queue import Order
 from grabstream.lua.trouble import is_trouble
@@ -145,20 +145,11 @@ class _Session(ConsumerRebalanceListener):  # type: ignore[misc]
             for shard in range(self._decider.shards)
         ]
         self._lanes = {lane.shard: lane for lane in lanes}
-        reading = asyncio.create_task(self._read(stop))
-        tasks = [
-            reading,
-            asyncio.create_task(self._commit_again_and_again()),
-            *(asyncio.create_task(lane.run()) for lane in lanes),
-        ]
-        try:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()
+        work = [self._read(stop), self._commit_again_and_again(), *(lane.run() for lane in lanes)]
+        async with running(*work) as tasks:
+            await first_to_end(tasks)
             await self._drain(list(self._partitions.values()))
             await self._commit()
-        finally:
-            await end(tasks)
 
     # -- reading ---------------------------------------------------------------------------------------------
 

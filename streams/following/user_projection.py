@@ -16,6 +16,7 @@ from typing import Any, Final, NamedTuple, NoReturn
 import psycopg
 from psycopg import AsyncConnection, sql
 
+from grabstream.lua.ending import first_to_end, running
 from grabstream.lua.trouble import is_trouble
 from grabstream.models.journal import Cursor
 from grabstream.projections import cursors
@@ -25,7 +26,7 @@ from grabstream.projections.database.migrate import use_schema
 from grabstream.projections.database.sessions import connect
 from grabstream.projections.definitions import cursor_tables
 from grabstream.projections.versions import may_be_version
-from grabstream.streams.clients import Trouble, ended, in_words
+from grabstream.streams.clients import Trouble, in_words
 from grabstream.streams.following.user_transaction import Misbehaves, guard, only_read, write
 from grabstream.streams.journal import JournalReader, open_reader
 from grabstream.streams.projecting.projector import EXIT_UNKNOWN_ERROR, Apply, CatchUp, Group, Projector
@@ -242,20 +243,10 @@ async def follow(
         journal,
         lambda _: step(committed),
     )
-    tasks = [
-        asyncio.create_task(work)
-        for work in (
-            projector.run(),
-            _tell_all(projector, system, journal),
-            _still_ours(projector, projection, system),
-        )
-    ]
-    try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            task.result()
-    finally:
-        await ended(tasks)
+    async with running(
+        projector.run(), _tell_all(projector, system, journal), _still_ours(projector, projection, system)
+    ) as tasks:
+        await first_to_end(tasks)
 
 
 async def _still_ours(projector: _Own, projection: Projection, system: System) -> None:

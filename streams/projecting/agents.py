@@ -15,10 +15,10 @@ from typing import Any, Final
 
 import faust
 
+from grabstream.lua.ending import end
 from grabstream.lua.trouble import is_trouble
 from grabstream.projections.definitions import definition_of
 from grabstream.projections.read_models import READ_MODELS
-from grabstream.streams.clients import ended
 from grabstream.streams.journal import Record
 from grabstream.streams.projecting.projector import CatchUp, Projector
 from grabstream.streams.projecting.publisher import Publisher, event_source
@@ -118,7 +118,7 @@ def build_app(
 
     @app.on_before_shutdown.connect(weak=False)  # type: ignore[untyped-decorator]
     async def stop_projectors(app: faust.App, **_: Any) -> None:
-        await ended(running)
+        await end(running)
 
     return app
 

@@ -25,6 +25,7 @@ import msgspec
 import psycopg
 from psycopg import AsyncConnection, IsolationLevel
 
+from grabstream.lua.ending import first_to_end, running
 from grabstream.lua.keys import KeySpace
 from grabstream.lua.life import life_of
 from grabstream.lua.trouble import is_trouble
@@ -39,7 +40,7 @@ from grabstream.projections.checking.verified import ALL_SHARDS, Problem, Progre
 from grabstream.projections.database.migrate import PROJECTIONS, use_schema
 from grabstream.projections.database.sessions import connect
 from grabstream.projections.records import set_aside
-from grabstream.streams.clients import Trouble, ended, in_words
+from grabstream.streams.clients import Trouble, in_words
 
 log = logging.getLogger(__name__)
 
@@ -135,16 +136,11 @@ class Verifier:
                     return
             await verified.begin(connection, self._keys.shards)
             await connection.set_isolation_level(IsolationLevel.REPEATABLE_READ)
-            tasks = [asyncio.create_task(self._walk_on(connection, stop, trouble))]
+            work = [self._walk_on(connection, stop, trouble)]
             if self._compare_keys is not None:
-                tasks.append(asyncio.create_task(self._compare_all_keys(self._compare_keys, stop)))
-            try:
-                await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                left = await ended(tasks)
-            for task in set(tasks) - left:
-                if not task.cancelled() and (error := task.exception()) is not None:
-                    raise error
+                work.append(self._compare_all_keys(self._compare_keys, stop))
+            async with running(*work) as tasks:
+                await first_to_end(tasks)
 
     async def _walk_on(self, connection: AsyncConnection[Any], stop: asyncio.Event, trouble: Trouble) -> None:
         while not stop.is_set():

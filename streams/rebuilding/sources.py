@@ -16,6 +16,7 @@ from typing import Any, Final, NamedTuple, Protocol
 import msgspec
 from psycopg import AsyncConnection
 
+from grabstream.lua.ending import end
 from grabstream.models.events import decode_event_list
 from grabstream.models.journal import Corrupt, Cursor, Gap, chain
 from grabstream.projections.cursors import Fact, facts_of
@@ -23,7 +24,6 @@ from grabstream.projections.database.migrate import use_schema
 from grabstream.projections.database.sessions import connect
 from grabstream.projections.records import set_aside
 from grabstream.projections.records.set_aside import SetAside
-from grabstream.streams.clients import ended
 from grabstream.streams.journal import JournalReader, Record, open_reader
 from grabstream.streams.projecting.projector import Decoded
 
@@ -280,4 +280,4 @@ async def ahead(
                 raise item
             yield item
     finally:
-        await ended([filling])
+        await end([filling])

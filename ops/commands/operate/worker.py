@@ -16,6 +16,7 @@ import psycopg
 import uvloop
 
 import grabstream.models.events  # noqa: F401 - a gap in the upcasters is found here, not when a role reads its first event
+from grabstream.lua.ending import first_to_end, running
 from grabstream.lua.trouble import is_trouble
 from grabstream.ops.connections.opening import (
     LOOK_AGAIN_SECONDS,
@@ -148,12 +149,8 @@ class Known:
         """A role that writes the schema begins when it is known to be ours."""
 
         async def wait(stop: asyncio.Event) -> None:
-            waiting = {asyncio.create_task(self._is_known.wait()), asyncio.create_task(stop.wait())}
-            try:
-                await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                for task in waiting:
-                    task.cancel()
+            async with running(self._is_known.wait(), stop.wait()) as waiting:
+                await first_to_end(waiting)
             if not stop.is_set():
                 await role(stop)
 
