@@ -8,7 +8,7 @@ the shortest of its repetitions counts, in ms of Redis' thread, since others use
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from hashlib import sha1
-from typing import Any, Final
+from typing import Any
 
 import msgspec
 import pytest
@@ -17,21 +17,14 @@ from grabstream.lua.gate import calls
 from grabstream.lua.gate.sizes import CALL_BYTES_MAX, size_of_all
 from grabstream.lua.loader import Script, assemble, script_names
 from grabstream.models.bounds import CODES_PER_GRAB_MAX
-from grabstream.models.commands import Adjust, AnyCommand, Close, Grab, Load, Open, in_chunks
-from grabstream.models.entries import Entry
+from grabstream.models.commands import Adjust, AnyCommand, Close, Grab, Load, Open
 from grabstream.models.offers import CouponTerms, EnvelopeTerms, Limit, StockTerms, Terms
 from grabstream.streams.relaying.ownership import OwnedShard
 from tests.lua.calls import CALL_COST_MAX, COMMAND_COST_MAX, Call, Measured, changed
 from tests.lua.conftest import SEALER, event_lines
 from tests.lua.recovered import fold
 from tests.lua.scene import Scene
-
-LONG: Final = "\N{GRINNING FACE}"
-ATTRIBUTES: Final = {name + "n" * 60: "v" * 64 for name in "abcdefgh"}
-ENTRIES: Final = tuple(
-    Entry("sku:" + "a" * 64, "receivable:" + "x" * 64, f"receivable:{n:02}".ljust(64, "y"), 10**12)
-    for n in range(16)
-)
+from tests.support.bounded_bytes import ATTRIBUTES, ENTRIES, codes, loads
 
 
 @pytest.fixture
@@ -42,20 +35,8 @@ async def system(own_server: Any) -> AsyncIterator[Measured]:
     await one.end()
 
 
-def codes(count: int, character: str = LONG) -> list[str]:
-    return [f"{n:06}" + character * 194 for n in range(count)]
-
-
 def coupons(total: int, **more: Any) -> Terms:
     return CouponTerms(issuer="i", total=total, codes=True, max_per_grab=100, **more)
-
-
-def loads(offer: str, what: Any, items: Sequence[str]) -> list[AnyCommand]:
-    chunks = in_chunks(what, items)
-    return [
-        Load(id=f"{offer}-{n}", offer=offer, what=what, chunk=n, chunks=len(chunks), items=some)
-        for n, some in enumerate(chunks, 1)
-    ]
 
 
 def adjusts(count: int, offer: str) -> list[AnyCommand]:

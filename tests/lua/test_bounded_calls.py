@@ -28,7 +28,7 @@ from tests.lua.conftest import SEALER, event_lines
 from tests.lua.hostile import Sweep
 from tests.lua.promises import check_promises
 from tests.lua.recovered import contents, differences, fold
-from tests.lua.test_hostile import HostileTwins, play
+from tests.support.hostile import HostileTwins, play
 
 HOLD_MS = 60_000
 

@@ -32,7 +32,7 @@ from grabstream.models.offers import Changes, CouponTerms, EnvelopeTerms, Hours,
 from tests.lua.calls import Call, Measured, changed
 from tests.lua.conftest import SEALER, event_lines
 from tests.lua.recovered import fold
-from tests.lua.test_bounded_bytes import ATTRIBUTES, ENTRIES, LONG, codes, loads
+from tests.support.bounded_bytes import ATTRIBUTES, ENTRIES, LONG, codes, loads
 
 #: Of the µs that the calls of a script took, on a quiet machine, at least so many must be counted.
 COUNTED_AT_LEAST: Final = 0.5

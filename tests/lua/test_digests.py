@@ -35,7 +35,7 @@ from grabstream.models.offers import CouponTerms, EnvelopeTerms, StockTerms
 from tests.lua.conftest import NOW, event_lines, take_over
 from tests.lua.recovered import fold
 from tests.lua.scene import DAY
-from tests.lua.test_tickets import SECRET, as_text
+from tests.support.tickets import SECRET, as_text
 
 OLD, NEW = bytes(range(32)), bytes(range(1, 33))
 TICKETS = TicketKeys.from_text(f"h:HS256:{as_text(SECRET)}")

@@ -4,143 +4,33 @@ decided again first.
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
 import redis.asyncio
 
-from grabstream.lua import loader
-from grabstream.lua.gate.calls import GateLimits, run_script
+from grabstream.lua.gate.calls import GateLimits
 from grabstream.lua.gate.door import Gate
 from grabstream.lua.gate.queue import Order, OutcomeUnknown
-from grabstream.lua.keys import KeySpace
-from grabstream.models.commands import AnyCommand, Confirm, Grab, Open, Redeem, Return
+from grabstream.models.commands import Confirm, Grab
 from grabstream.models.events import decode_event
-from grabstream.models.offers import CouponTerms
 from tests.conftest import until
 from tests.lua.calls import scripts
-from tests.lua.conftest import SEALER, event_lines, opening
-from tests.lua.recovered import fold
-
-TERMS = CouponTerms(issuer="shop", total=100_000, hold_ms=600_000, price=7, currency="CNY")
-
-
-def stock(offer: str = "s") -> Open:
-    return Open(id=f"open-{offer}", offer=offer, terms=TERMS)
-
-
-def course_of(user: str, offer: str = "s") -> list[AnyCommand]:
-    """What one buyer sends; each step is refused unless the one before it has been carried out."""
-    grab = f"g-{user}"
-    return [
-        Grab(id=grab, offer=offer, user=user),
-        Confirm(id=f"c-{user}", offer=offer, grab=grab, payment=f"p-{user}", paid=7, currency="CNY"),
-        Redeem(id=f"r-{user}", offer=offer, grab=grab, order="1"),
-        Return(id=f"b-{user}", offer=offer, grab=grab, reason="back"),
-    ]
-
-
-#: The last step is refused, since what was redeemed is not returned.
-CARRIED_OUT = ["held", "confirmed", "redeemed"]
-
-
-class FakeRelay:
-    """Journals what shard 0 has decided, and recovers the shard from that journal, without Kafka."""
-
-    def __init__(self, client: Any, keys: KeySpace) -> None:
-        self.client = client
-        self.keys = keys
-        self.shard = keys.shard(0)
-        self.lines: list[bytes] = []
-        self.busy = asyncio.Lock()
-
-    async def journal(self) -> None:
-        """Everything decided is journaled and announced."""
-        async with self.busy:
-            self.lines += await event_lines(self.client, self.keys, 0, len(self.lines))
-            await self._announce()
-
-    async def _announce(self) -> None:
-        found = await self.client.hmget(self.shard.state, ["term", "owner", "life"])
-        if None in found:
-            return  # fenced again meanwhile: the next recovery announces
-        own = [value.decode() for value in found]
-        await run_script(
-            self.client,
-            "trim",
-            [self.shard.state, self.shard.outbox],
-            [*own, len(self.lines), "aa", 1, self.shard.channel],
-        )
-
-    async def lose_tail(self, kept: Callable[[int], int] = lambda decided: 0) -> None:
-        """What was decided and not journaled is gone but for `kept` events of it; the shard goes on in a new
-        history.
-        """
-        async with self.busy:
-            decided = await event_lines(self.client, self.keys, 0, len(self.lines))
-            self.lines += decided[: kept(len(decided))]
-            await self.client.delete(self.shard.outbox)
-            await fold(self.client, self.shard, self.lines, SEALER, self.keys.shards)
-            await self._announce()
-
-    async def run(self) -> None:
-        """Journals until cancelled."""
-        while True:
-            await self.journal()
-            await asyncio.sleep(0.005)
-
-
-class Between:
-    """A client with which something happens after a script was carried out, before its reply is known; the
-    reply may be lost.
-    """
-
-    def __init__(
-        self, client: Any, script: str, then: Callable[[], Awaitable[None]], loses_reply: bool = False
-    ) -> None:
-        self._client = client
-        self._script = loader.load(script)
-        self._then: Callable[[], Awaitable[None]] | None = then
-        self._loses_reply = loses_reply
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._client, name)
-
-    async def execute_command(self, *words: Any) -> Any:
-        reply = await self._client.execute_command(*words)
-        if words[1] in (self._script.sha, self._script.text) and self._then is not None:
-            then, self._then = self._then, None
-            await then()
-            if self._loses_reply:
-                raise redis.TimeoutError("Timeout reading from socket")
-        return reply
-
-
-@pytest.fixture
-async def relay(own: Any) -> FakeRelay:
-    client, keys = own
-    one = FakeRelay(client, keys)
-    gate = Gate(client, keys, SEALER)
-    assert [answer.outcome for answer in await gate.decide([stock(), opening("e")], "decided")] == [
-        "opened",
-        "opened",
-    ]
-    await gate.close()
-    await one.journal()
-    return one
+from tests.lua.conftest import SEALER
+from tests.support.order import (
+    CARRIED_OUT,
+    Between,
+    FakeRelay,
+    course_of,
+    gate_over,
+    relay,  # noqa: F401 - a fixture
+)
 
 
 async def types(relay: FakeRelay) -> list[str]:
     """The types of all events after the openings."""
     await relay.journal()
     return [str(decode_event(line).__struct_config__.tag) for line in relay.lines[2:]]
-
-
-def gate_over(relay: FakeRelay, client: Any = None, timeout_ms: int = 20_000) -> Gate:
-    gate = Gate(client or relay.client, relay.keys, SEALER, GateLimits(timeout_ms=timeout_ms))
-    gate.start()
-    return gate
 
 
 @pytest.mark.parametrize("promise", ["decided", "journaled"])

@@ -18,9 +18,13 @@ from grabstream.streams.deciding.sweeper import Sweeper
 from tests.conftest import until
 from tests.lua.conftest import SEALER, event_lines, grabs
 from tests.lua.injected import bound_lines, inject, sell_at_any_price
-from tests.lua.test_order import CARRIED_OUT, FakeRelay, course_of, gate_over, relay
-
-__all__ = ["relay"]
+from tests.support.order import (
+    CARRIED_OUT,
+    FakeRelay,
+    course_of,
+    gate_over,
+    relay,  # noqa: F401 - a fixture
+)
 
 
 def poison(number: int = 0, offer: str = "e") -> Grab:

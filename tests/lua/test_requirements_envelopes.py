@@ -40,7 +40,7 @@ from tests.lua.books import check_books
 from tests.lua.conftest import NOW, SEALER, event_lines, take_over
 from tests.lua.scene import DAY, HOUR, Scene, coupon
 from tests.models.recompute import recompute
-from tests.streams.test_foreign import consume
+from tests.support.foreign import consume
 
 SEED = "5eed" * 16
 DRAWS: tuple[Draw, ...] = get_args(Draw)

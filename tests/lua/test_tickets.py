@@ -3,7 +3,7 @@
 import hashlib
 import hmac
 import time
-from base64 import b64encode, urlsafe_b64decode, urlsafe_b64encode
+from base64 import urlsafe_b64decode, urlsafe_b64encode
 from typing import Any
 
 import jwt
@@ -18,8 +18,8 @@ from grabstream.models.commands import TICKET_LENGTH_MAX
 from grabstream.models.offers import TIME_MS_MAX
 from grabstream.ops.connections.opening import ticket_keys
 from grabstream.ops.settings import BadSettings, Settings, load_settings
+from tests.support.tickets import OTHER_SECRET, SECRET, as_text
 
-SECRET, OTHER_SECRET = bytes(range(32)), bytes(range(1, 33))
 PRIVATE = Ed25519PrivateKey.from_private_bytes(bytes(range(2, 34)))
 PUBLIC = PRIVATE.public_key()
 PUBLIC_BYTES = PUBLIC.public_bytes_raw()
@@ -29,10 +29,6 @@ EXPIRES_AT = 1_795_236_663  # seconds
 GOOD = Ticket(EXPIRES_AT * 1_000, "")
 GOOD_IN_CAMPAIGN = Ticket(EXPIRES_AT * 1_000, "", of_campaign=True)
 CLAIMS = {"sub": USER, "aud": OFFER, "exp": EXPIRES_AT}
-
-
-def as_text(key: bytes) -> str:
-    return b64encode(key).decode()
 
 
 SETTING = f"h:HS256:{as_text(SECRET)},e:EdDSA:{as_text(PUBLIC_BYTES)}"

@@ -3,9 +3,6 @@ books are right again.
 """
 
 import asyncio
-import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,46 +14,15 @@ from grabstream.models.commands import Grab, Open
 from grabstream.models.offers import EnvelopeTerms
 from grabstream.ops.connections.opening import open_gate, open_redis
 from grabstream.ops.rehearsal.stage import take_down
-from grabstream.ops.services.servers import PROJECT
-from grabstream.ops.settings import Settings, child_environment
-from grabstream.ops.verification import verify
+from grabstream.ops.settings import Settings
 from grabstream.streams.clients import started
 from grabstream.streams.topics import Topics, retention_ms
 from tests.conftest import NIGHTLY, until
-from tests.streams.test_projections import rows
-from tests.streams.test_restore import delete, forget_last
+from tests.support.backup import DECIDING, PROJECTING, all_is_right, carry_out
+from tests.support.projections import rows
+from tests.support.restore import delete, forget_last
 
 RESTORES = 30 if NIGHTLY else 4
-DECIDING, PROJECTING = "decide,relay,sweep", "project,publish"
-
-
-def commands(name: str) -> str:
-    """The block of the document that is marked with a name."""
-    [found] = re.findall(
-        rf"^```sh {name}\n(.*?)^```", (PROJECT / "docs" / "backup.md").read_text(), re.MULTILINE | re.DOTALL
-    )
-    return str(found)
-
-
-def carry_out(name: str, settings: Settings, backup: Path) -> None:
-    environment = child_environment(
-        prefix=settings.prefix, schema=settings.schema_, redis_url=settings.redis_url, kafka=settings.kafka,
-        postgres=settings.postgres,
-        shards=str(settings.shards), seal_keys=settings.seal_keys.get_secret_value(),
-    )  # fmt: skip
-    environment |= {
-        "BACKUP": str(backup / "kept"),
-        "PATH": f"{Path(sys.executable).parent}:{environment['PATH']}",
-    }
-    script = commands("names") + commands(name)
-    done = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", script],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr
 
 
 async def grab(settings: Settings, *users: str, opening: bool = False) -> None:
@@ -72,11 +38,6 @@ async def grab(settings: Settings, *users: str, opening: bool = False) -> None:
             timeout_ms=90_000,
         )
         assert {answer.outcome for answer in answers} == {"granted"}
-
-
-async def all_is_right(settings: Settings) -> None:
-    wrong = {check.name: check.problems for check in await verify(settings) if not check.passed}
-    assert not wrong, wrong
 
 
 @pytest.mark.parametrize("how", ["restore", "anew"])

@@ -6,7 +6,7 @@ import pytest
 
 from grabstream.models.events import decode_event
 from grabstream.ops.diagnosis.counters import Counter, fed
-from tests.streams.test_pieces import made
+from tests.support.pieces import made
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])

@@ -35,13 +35,28 @@ from grabstream.ops.settings import Settings
 from grabstream.streams.projecting.projector import CatchUp
 from grabstream.streams.topics import Topics, delete_command
 from tests.conftest import until
-from tests.ops.test_cli import grabstream, of
-from tests.streams.test_projections import SHARD, Journal, at_seq, granted, journal, opened, rows, running
-from tests.streams.test_restore import OFFERS, delete, empty_journal, grabs
-from tests.streams.test_set_aside import WHY, call, stopped_at
-from tests.streams.test_verifier import execute, history, verifying
-
-__all__ = ["history", "journal"]
+from tests.support.cli import grabstream, of
+from tests.support.projections import (
+    SHARD,
+    Journal,
+    at_seq,
+    granted,
+    journal,  # noqa: F401 - a fixture
+    opened,
+    rows,
+    running,
+)
+from tests.support.restore import OFFERS, delete, empty_journal, grabs
+from tests.support.set_aside import (
+    WHY,
+    call,
+    stopped_at,
+)
+from tests.support.verifier import (
+    execute,
+    history,  # noqa: F401 - a fixture
+    verifying,
+)
 
 
 def found(examination: Examination, check: str) -> list[Finding]:

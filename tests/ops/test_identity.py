@@ -27,11 +27,18 @@ from grabstream.streams.projecting.projector import CatchUp
 from grabstream.streams.topic_ids import find_topic
 from grabstream.streams.topics import Topics, create_topics
 from tests.conftest import until
-from tests.ops.test_cli import of
-from tests.streams.test_projections import SHARD, Journal, at_seq, granted, journal, opened, rows, running
-from tests.streams.test_restore import delete
-
-__all__ = ["journal"]
+from tests.support.cli import of
+from tests.support.projections import (
+    SHARD,
+    Journal,
+    at_seq,
+    granted,
+    journal,  # noqa: F401 - a fixture
+    opened,
+    rows,
+    running,
+)
+from tests.support.restore import delete
 
 #: How every verb that touches a system is called; the file of `open` and the module of `follow` are put in.
 CALLS = {

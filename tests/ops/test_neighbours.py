@@ -3,42 +3,18 @@ others do not notice it.
 """
 
 import asyncio
-import secrets
 import subprocess
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 from grabstream.ops.connections.opening import key_space, open_redis
-from grabstream.ops.making import make_system
 from grabstream.ops.rehearsal.run import open_books
-from grabstream.ops.rehearsal.stage import take_down
 from grabstream.ops.services import LocalServices, free_ports
 from grabstream.ops.settings import Settings
 from grabstream.projections.database.system import schemas_of
-from tests.ops.test_backup import carry_out
-from tests.streams.test_projections import rows
-
-#: What prefixes and schemas begin with, and how they go on: like a pattern of the other, a topic, a version
-#: of a read model, a moment.
-NAMES = (("", ""), ("_b", "_b"), (".journal", "_balances"), ("-b", "__at_"))
-
-
-@asynccontextmanager
-async def systems(servers: Settings, count: int) -> AsyncIterator[list[Settings]]:
-    """So many systems with few shards."""
-    start = f"test{secrets.token_hex(4)}"
-    async with AsyncExitStack() as stack:
-        made = []
-        for prefix, schema in NAMES[:count]:
-            settings = servers.model_copy(
-                update={"prefix": start + prefix, "schema_": start + schema, "shards": 2}
-            )
-            await make_system(settings)
-            stack.push_async_callback(take_down, settings)
-            made.append(settings)
-        yield made
+from tests.support.backup import carry_out
+from tests.support.neighbours import systems
+from tests.support.projections import rows
 
 
 async def sequences(settings: Settings) -> list[Any]:

@@ -25,7 +25,7 @@ from grabstream.ops.connections.opening import key_space, open_redis
 from grabstream.ops.formats.offer_files import BadOfferFile, read_changes
 from grabstream.ops.settings import Settings, child_environment
 from tests.conftest import wait_until
-from tests.ops.test_cli import grabstream, of
+from tests.support.cli import grabstream, of
 
 HEADER = (
     "offer,kind,issuer,total,opens_at,limits,max_per_grab,hold_ms,extensions,price,currency,audience,"

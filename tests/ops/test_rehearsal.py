@@ -17,7 +17,7 @@ from grabstream.ops.rehearsal.stage import CannotGoOn
 from grabstream.ops.rehearsal.verdict import verdict
 from grabstream.ops.settings import Settings
 from tests.conftest import until
-from tests.ops.test_cli import grabstream, of
+from tests.support.cli import grabstream, of
 
 
 def rehearse(settings: Settings, *words: str) -> dict[str, Any]:

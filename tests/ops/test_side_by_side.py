@@ -26,10 +26,10 @@ from grabstream.streams.clients import started
 from grabstream.streams.topic_ids import find_topic
 from grabstream.streams.topics import Topics, retention_ms
 from tests.conftest import until
-from tests.ops.test_backup import DECIDING, all_is_right, carry_out
-from tests.ops.test_cli import grabstream, of
-from tests.ops.test_neighbours import systems
-from tests.streams.test_projections import rows
+from tests.support.backup import DECIDING, all_is_right, carry_out
+from tests.support.cli import grabstream, of
+from tests.support.neighbours import systems
+from tests.support.projections import rows
 
 READING = "project,publish,verify"
 OFFERS = ("e", "f")

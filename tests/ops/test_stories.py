@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from grabstream.ops.settings import Settings
-from tests.ops.test_cli import grabstream, of
+from tests.support.cli import grabstream, of
 
 
 def story(name: str, settings: Settings, folder: Path) -> dict[str, Any]:

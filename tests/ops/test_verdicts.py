@@ -30,7 +30,7 @@ from grabstream.ops.verification import Check
 from grabstream.streams.journal import open_reader
 from grabstream.streams.topics import Topics
 from tests.conftest import until
-from tests.streams.test_projections import open_tables
+from tests.support.projections import open_tables
 
 PEOPLE = 60
 SEED = 7

@@ -50,20 +50,18 @@ from grabstream.streams.relaying import shadow as beside
 from grabstream.streams.relaying.shadow import NOT_TOLD
 from grabstream.streams.topics import Topics, create_topics, retention_ms
 from tests.conftest import Worker, make_system, until
-from tests.streams.test_projections import (
+from tests.support.projections import (
     LINES,
     SHARD,
     Journal,
     at_seq,
     granted,
-    journal,
+    journal,  # noqa: F401 - a fixture
     live_schemas,
     open_tables,
     opened,
     running,
 )
-
-__all__ = ["journal"]
 
 SECRET = bytes(range(32))
 TICKETS = TicketKeys({"t": SECRET})

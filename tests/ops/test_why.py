@@ -18,21 +18,19 @@ from grabstream.ops.diagnosis.story import tell
 from grabstream.ops.settings import Settings
 from grabstream.streams.projecting.projector import CatchUp
 from tests.conftest import until
-from tests.ops.test_cli import grabstream, of
-from tests.streams.test_projections import (
+from tests.support.cli import grabstream, of
+from tests.support.projections import (
     SHARD,
     Journal,
     at_seq,
     granted,
-    journal,
+    journal,  # noqa: F401 - a fixture
     open_tables,
     opened,
     rows,
     running,
 )
-from tests.streams.test_set_aside import stopped_at
-
-__all__ = ["journal"]
+from tests.support.set_aside import stopped_at
 
 HOLD_MS = 1_000
 

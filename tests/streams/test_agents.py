@@ -6,9 +6,12 @@ import asyncio
 
 from grabstream.ops.settings import Settings
 from grabstream.streams.projecting import agents
-from tests.streams.test_projections import LINES, Journal, at_seq, journal
-
-__all__ = ["journal"]
+from tests.support.projections import (
+    LINES,
+    Journal,
+    at_seq,
+    journal,  # noqa: F401 - a fixture
+)
 
 
 async def test_a_fact_arrives_by_the_agents(system: Settings, journal: Journal) -> None:

@@ -20,8 +20,8 @@ from grabstream.streams.replaying import replay_schema
 from grabstream.streams.replaying.replay_schema import Definition, open_schema, temporary_schema
 from grabstream.streams.replaying.selection import Wanted
 from tests.conftest import until
-from tests.ops.test_cli import grabstream, of
 from tests.streams.told import WAITS_FOR_US, System, schemas, tables
+from tests.support.cli import grabstream, of
 
 
 def at(system: System, *words: str) -> "subprocess.CompletedProcess[str]":

@@ -27,10 +27,10 @@ from grabstream.streams.relaying.relay import ShardRelay
 from grabstream.streams.topics import Topics
 from tests.conftest import until
 from tests.lua.injected import inject
-from tests.lua.test_order import CARRIED_OUT, TERMS, Between, course_of
 from tests.streams.state import assert_state_is_the_journal_s
-from tests.streams.test_recovery import emptied
-from tests.streams.test_understanding import read_all
+from tests.support.order import CARRIED_OUT, TERMS, Between, course_of
+from tests.support.recovery import emptied
+from tests.support.understanding import read_all
 
 
 def stock_in(keys: KeySpace, shard: int) -> Open:

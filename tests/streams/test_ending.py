@@ -22,8 +22,8 @@ from grabstream.ops.console.stopping import END_SECONDS_MAX
 from grabstream.ops.settings import Settings, child_environment
 from grabstream.streams.worker import again, run_worker
 from tests.conftest import until
-from tests.ops.test_cli import of
-from tests.streams.test_projections import rows
+from tests.support.cli import of
+from tests.support.projections import rows
 
 
 class Hanging:

@@ -10,6 +10,7 @@ from grabstream.ops.settings import Settings
 from grabstream.streams.topics import Topics
 from tests.conftest import until
 from tests.contract import check_topics
+from tests.support.foreign import consume
 
 TERMS = {
     "kind": "envelope",
@@ -37,12 +38,6 @@ def produce(settings: Settings, *values: bytes, key: str = "e1") -> None:
         "\x1e",
     ]
     subprocess.run(command, input=b"\x1e".join(values), check=True, timeout=30)
-
-
-def consume(settings: Settings, topic: str, form: str = "%s\n") -> list[str]:
-    command = ["kcat", "-C", "-b", settings.kafka, "-t", topic, "-e", "-q", "-f", form]
-    done = subprocess.run(command, check=True, capture_output=True, timeout=30)
-    return done.stdout.decode(errors="backslashreplace").splitlines()
 
 
 def encode(*commands: dict[str, Any]) -> bytes:

@@ -15,14 +15,16 @@ from grabstream.ops.settings import Settings
 from grabstream.ops.verification import verify
 from grabstream.projections.definitions import PROJECTIONS
 from tests.conftest import until
-from tests.ops.test_cli import grabstream, of
-from tests.streams.test_projections import (
+from tests.support.cli import grabstream, of
+from tests.support.projections import (
     journal,  # noqa: F401 - a fixture
     rows,
 )
-from tests.streams.test_rebuild import booked, digests, version_in
-
-__all__ = ["booked"]
+from tests.support.rebuild import (
+    booked,  # noqa: F401 - a fixture
+    digests,
+    version_in,
+)
 
 
 async def dropped(settings: Settings, statement: str) -> None:

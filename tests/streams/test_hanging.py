@@ -24,9 +24,14 @@ from grabstream.streams.projecting import agents
 from grabstream.streams.projecting.projector import HANGS_MS_MAX, QUEUE_RECORDS_MAX
 from grabstream.streams.projecting.watchdog import STALLED_SECONDS
 from tests.conftest import until
-from tests.streams.test_projections import Journal, at_seq, granted, journal, opened, rows
-
-__all__ = ["journal"]
+from tests.support.projections import (
+    Journal,
+    at_seq,
+    granted,
+    journal,  # noqa: F401 - a fixture
+    opened,
+    rows,
+)
 
 
 @pytest.mark.parametrize("where", ["between statements", "in a copy"])

@@ -9,34 +9,13 @@ from typing import Any
 
 import pytest
 
-from grabstream.ops.connections.opening import key_space, open_redis
 from grabstream.ops.services import LocalServices
 from grabstream.ops.settings import Settings
-from tests.conftest import make_system, until
+from tests.conftest import make_system
 from tests.streams.traffic import traffic
+from tests.support.kill import relayed_by
 
 TAKE_OVER_SECONDS_MAX = 5.0
-
-
-async def leases(settings: Settings) -> set[str | None]:
-    """Who relays the shards."""
-    redis = open_redis(settings)
-    try:
-        keys = key_space(settings)
-        held = [await redis.get(keys.shard(number).lease) for number in range(settings.shards)]
-        return {holder and holder.decode() for holder in held}
-    finally:
-        await redis.aclose()
-
-
-async def relayed_by(settings: Settings, worker: Any) -> None:
-    """Returns when a worker has the leases of all shards."""
-
-    async def all_his() -> bool:
-        holders = await leases(settings)
-        return len(holders) == 1 and f"-{worker.process.pid}-" in str(holders)
-
-    await until(all_his, 30, "the leases")
 
 
 async def test_the_worker(system: Settings, worker: Callable[..., Any]) -> None:

@@ -20,9 +20,15 @@ from grabstream.streams.projecting.projector import CatchUp, Decoder, Projector
 from grabstream.streams.topics import Topics
 from tests.conftest import make_system, take_down, until
 from tests.models.old_events import UPCASTERS, as_it_was
-from tests.streams.test_projections import SHARD, Journal, at_seq, granted, journal, opened, rows
-
-__all__ = ["journal"]
+from tests.support.projections import (
+    SHARD,
+    Journal,
+    at_seq,
+    granted,
+    journal,  # noqa: F401 - a fixture
+    opened,
+    rows,
+)
 
 APPLY = {"ledger": ledger.apply, "balances": balances.apply, "audit": audit.apply}
 TABLES = (

@@ -13,10 +13,17 @@ from grabstream.ops.settings import Settings
 from grabstream.projections import cursors
 from grabstream.streams.projecting.projector import CatchUp
 from tests.conftest import until
-from tests.streams.test_projections import SHARD, Journal, at_seq, granted, journal, opened, rows, running
-from tests.streams.test_sums import adjusted
-
-__all__ = ["journal"]
+from tests.support.projections import (
+    SHARD,
+    Journal,
+    at_seq,
+    granted,
+    journal,  # noqa: F401 - a fixture
+    opened,
+    rows,
+    running,
+)
+from tests.support.sums import adjusted
 
 
 def steered(type: str, seq: int, command: str, **rest: Any) -> bytes:

@@ -25,9 +25,9 @@ from grabstream.ops.settings import Settings, child_environment
 from grabstream.streams.following import user_projection as own
 from grabstream.streams.following.user_projection import NotOurs, Projection, rebuild
 from tests.conftest import until
-from tests.ops.test_cli import of
-from tests.streams.test_pieces import rows
 from tests.streams.told import Told, drop, journal, schemas
+from tests.support.cli import of
+from tests.support.projections import rows
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "projection.md"
 

@@ -18,8 +18,8 @@ from grabstream.ops.settings import Settings, load_settings
 from grabstream.streams.following import user_projection as own
 from grabstream.streams.following.user_projection import NotOurs, Projection, System, follow, rebuild
 from tests.conftest import TEST_ROLE, until
-from tests.streams.test_pieces import rows
 from tests.streams.told import Told, drop, journal, schemas
+from tests.support.projections import rows
 
 SHARD = 3
 INSERT = "INSERT INTO seen SELECT unnest(%s::bigint[])"

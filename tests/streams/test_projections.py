@@ -4,139 +4,33 @@ database refuses.
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
 from aiokafka.errors import NotLeaderForPartitionError
-from psycopg import AsyncConnection, errors
+from psycopg import errors
 
-from grabstream.models.journal import GENESIS, block_headers, chain, marker_headers
+from grabstream.models.journal import GENESIS, block_headers, chain
 from grabstream.ops.rehearsal.run import open_books
 from grabstream.ops.settings import Settings
 from grabstream.projections.versions import use_read_model
 from grabstream.streams.journal import Record, open_reader
-from grabstream.streams.projecting.agents import make_projectors
-from grabstream.streams.projecting.projector import CatchUp, Decoder, Projector
+from grabstream.streams.projecting.projector import CatchUp, Decoder
 from grabstream.streams.topics import Topics
 from tests.conftest import until
-from tests.ops.test_cli import grabstream, of
-
-SHARD = 3
-
-
-def opened(offer: str, seq: int, total: int = 1000) -> bytes:
-    return (
-        f'{{"type":"offer.opened","v":1,"shard":{SHARD},"seq":{seq},"offer_seq":1,"offer":"{offer}",'
-        f'"at":{seq},"command":"o-{offer}",'
-        f'"kind":"envelope","issuer":"alice","funding":"pay","asset":"CNY","total":{total},"opens_at":1,'
-        '"closes_at":9,'
-        f'"terms":{{"kind":"envelope","parts":10,"title":"back\\\\slash \\"quote\\" 你好"}},"digest":"d"}}'
-    ).encode()
-
-
-def granted(offer: str, seq: int, amount: int = 10) -> bytes:
-    return (
-        f'{{"type":"grab.granted","v":1,"shard":{SHARD},"seq":{seq},"offer_seq":{seq},"offer":"{offer}",'
-        f'"at":{seq},"command":"g{seq}",'
-        f'"grab":"g{seq}","user":"u{seq % 7}","quantity":1,"amount":{amount},"asset":"CNY","place":{seq},'
-        f'"left":3,"digest":"d"}}'
-    ).encode()
-
-
-class Journal:
-    """Writes blocks to one partition, sound or not."""
-
-    def __init__(self, settings: Settings, producer: AIOKafkaProducer, shard: int = SHARD) -> None:
-        self._topic, self._producer, self._shard = Topics(settings.prefix).journal, producer, shard
-        self.records: list[Record] = []
-
-    async def _send(self, headers: list[tuple[str, bytes]], value: bytes) -> None:
-        sent = await self._producer.send_and_wait(self._topic, value, partition=self._shard, headers=headers)
-        self.records.append(Record(self._shard, sent.offset, tuple(headers), value))
-
-    async def marker(self, term: int, owner: str) -> None:
-        await self._send(marker_headers(self._shard, term, owner), b"")
-
-    async def block(
-        self, lines: Sequence[bytes], first: int, last: int, term: int = 1, owner: str = "a", **wrong: bytes
-    ) -> None:
-        """Events first … last of a history that begins with seq 1."""
-        hashes = [GENESIS, *chain(GENESIS, lines)]
-        headers = dict(
-            block_headers(self._shard, term, owner, first, last - first + 1, hashes[first - 1], hashes[last])
-        )
-        headers.update(wrong)
-        await self._send(list(headers.items()), b"\n".join(lines[first - 1 : last]))
-
-
-@pytest.fixture
-async def journal(system: Settings) -> AsyncIterator[Journal]:
-    producer = AIOKafkaProducer(bootstrap_servers=system.kafka, acks="all")
-    await producer.start()
-    yield Journal(system, producer)
-    await producer.stop()
-
-
-@asynccontextmanager
-async def running(settings: Settings, *names: str) -> AsyncIterator[list[Projector]]:
-    """Projectors that are fed by the test instead of Faust."""
-    projectors = make_projectors(
-        settings.kafka,
-        settings.prefix,
-        settings.shards,
-        settings.postgres,
-        settings.schema_,
-        names or ("ledger", "balances", "audit"),
-    )
-    tasks = [asyncio.create_task(projector.run()) for projector in projectors]
-    try:
-        yield projectors
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def at_seq(settings: Settings, seq: int, *names: str, shard: int = SHARD) -> None:
-    """Returns when the projections are at a seq of a shard."""
-    async with await open_books(settings) as books:
-
-        async def there() -> bool:
-            rows = await books.execute("SELECT projection, seq FROM cursors WHERE shard = %s", (shard,))
-            seqs = dict(await rows.fetchall())
-            return all(seqs[name] == seq for name in names or ("ledger", "balances", "audit"))
-
-        await until(there, 30, f"seq {seq}")
-
-
-async def rows(settings: Settings, query: str) -> list[Any]:
-    async with await open_books(settings) as books:
-        return await (await books.execute(query.encode())).fetchall()
-
-
-async def open_tables(settings: Settings) -> AsyncConnection[Any]:
-    """A connection that means the tables behind the views, wherever a version of a read model has them: to
-    damage them.
-    """
-    connection = await open_books(settings)
-    schemas = ", ".join([*(await live_schemas(connection)).values(), settings.schema_])
-    await connection.execute(f"SET search_path = {schemas}".encode())
-    return connection
-
-
-async def live_schemas(connection: AsyncConnection[Any]) -> dict[str, str]:
-    """Where the live version of each read model has its tables; the connection means the system's schema."""
-    return dict(
-        await (
-            await connection.execute("SELECT projection, schema FROM read_models WHERE state = 'live'")
-        ).fetchall()
-    )
-
-
-LINES = [opened("e", 1), *(granted("e", seq) for seq in range(2, 31))]
+from tests.support.cli import grabstream, of
+from tests.support.projections import (
+    LINES,
+    SHARD,
+    Journal,
+    at_seq,
+    granted,
+    journal,  # noqa: F401 - a fixture
+    opened,
+    rows,
+    running,
+)
 
 
 async def test_repeated_overlapping_and_stale_blocks_change_nothing(

@@ -21,53 +21,31 @@ from grabstream.ops.rehearsal.stage import take_down
 from grabstream.ops.settings import Settings, child_environment, load_settings
 from grabstream.projections.cursors import load
 from grabstream.projections.database.sessions import session_name
-from grabstream.projections.definitions import PROJECTIONS, definition_of
-from grabstream.projections.versions import Version, in_state, use_version, versions
+from grabstream.projections.definitions import PROJECTIONS
+from grabstream.projections.versions import Version, use_version, versions
 from grabstream.streams.projecting.projector import CatchUp
 from grabstream.streams.rebuilding.loading import deal
 from grabstream.streams.rebuilding.rebuild import Progress, Refused, open_rebuild, open_source
 from grabstream.streams.rebuilding.switching import Busy, older_snapshots_gone
 from tests.conftest import as_role, make_system, until
-from tests.ops.test_cli import grabstream, of
-from tests.streams.test_pieces import made, project
-from tests.streams.test_projections import SHARD, Journal, at_seq, journal, opened, rows, running  # noqa: F401 - a fixture
-
-GRANTS = 40
-
-
-async def digests(settings: Settings, version: Version) -> dict[str, Any]:
-    """Number and digest of all rows, by table."""
-    found = {}
-    async with await open_books(settings) as books:
-        for table in definition_of(version.projection).tables:
-            name = sql.Identifier(version.schema, table)
-            query = sql.SQL(
-                "SELECT count(*), md5(string_agg(t::text, '' ORDER BY t::text)) FROM {} AS t"
-            ).format(name)
-            found[table] = await (await books.execute(query)).fetchone()
-    return found
-
-
-async def version_in(settings: Settings, projection: str, state: str = "live") -> Version:
-    async with await open_books(settings) as books:
-        found = await in_state(books, settings.schema_, projection, state)
-    assert found is not None
-    return found
-
-
-async def rebuilt(settings: Settings, projection: str, source: str = "journal", **rest: Any) -> Version:
-    """Rebuilds in this process and switches; returns the new version. Raises AssertionError when a row
-    differs.
-    """
-    where = where_of(settings)
-    async with (
-        open_rebuild(where, projection, **rest) as work,
-        open_source(source, where.kafka, where.journal, where.postgres, where.schema) as events,
-    ):
-        new = await work.build(events)
-        assert not [one for one in await work.difference(events, new) if one.undeclared]
-        await work.switch(events, await work.agree(new), keep=True, patience_seconds=60)
-    return await version_in(settings, projection)
+from tests.support.cli import grabstream, of
+from tests.support.pieces import made, project
+from tests.support.projections import (
+    SHARD,
+    Journal,
+    at_seq,
+    journal,  # noqa: F401 - a fixture
+    rows,
+    running,
+)
+from tests.support.rebuild import (
+    GRANTS,
+    booked,  # noqa: F401 - a fixture
+    digests,
+    lines_of,
+    rebuilt,
+    version_in,
+)
 
 
 async def test_the_same_rows_live_rebuilt_from_audit_and_from_blocks_cut_elsewhere(
@@ -96,43 +74,6 @@ async def test_the_same_rows_live_rebuilt_from_audit_and_from_blocks_cut_elsewhe
             assert await digests(again, await rebuilt(again, projection)) == live[projection], projection
     finally:
         await take_down(again)
-
-
-def granted(shard: int, seq: int) -> bytes:
-    return (
-        f'{{"type":"grab.granted","v":1,"shard":{shard},"seq":{seq},"offer_seq":{seq},"offer":"e{shard}",'
-        f'"at":{seq},"command":"g{seq}",'
-        f'"grab":"g{seq}","user":"u{seq % 7}","quantity":1,"amount":10,"asset":"CNY","place":{seq},"left":3,'
-        f'"digest":"d"}}'
-    ).encode()
-
-
-def lines_of(shard: int, grants: int = GRANTS) -> list[bytes]:
-    first = opened(f"e{shard}", 1).replace(f'"shard":{SHARD}'.encode(), f'"shard":{shard}'.encode())
-    return [first, *(granted(shard, seq) for seq in range(2, grants + 2))]
-
-
-@pytest.fixture
-async def booked(system: Settings, journal: Journal) -> Settings:  # noqa: F811 - the fixture
-    """A system with some events in every shard, booked."""
-    for shard in range(system.shards):
-        of_shard = Journal(system, journal._producer, shard)
-        await of_shard.marker(1, "a")
-        await of_shard.block(lines_of(shard), 1, GRANTS + 1)
-    await caught_up(system, GRANTS + 1)
-    return system
-
-
-async def caught_up(settings: Settings, seq: int) -> None:
-    async with running(settings) as projectors:
-        for shard in range(settings.shards):
-            for projector in projectors:
-                await projector.put(CatchUp(shard))
-
-        async def there() -> bool:
-            return await rows(settings, "SELECT min(seq), max(seq) FROM cursors") == [(seq, seq)]
-
-        await until(there, 30, f"seq {seq}")
 
 
 async def damaged(settings: Settings, statement: str, *values: Any) -> None:
@@ -202,7 +143,7 @@ async def all_versions(settings: Settings, projection: str) -> list[Version]:
         return await versions(books, settings.schema_, projection)
 
 
-async def test_what_is_undone_has_the_events_that_came_meanwhile(booked: Settings, journal: Journal) -> None:  # noqa: F811 - the fixture
+async def test_what_is_undone_has_the_events_that_came_meanwhile(booked: Settings, journal: Journal) -> None:
     """Of two versions of one definition workers write the live one; going back brings the other up to it
     first.
     """
@@ -422,7 +363,7 @@ async def test_a_journal_that_lost_records_is_refused_and_the_audit_trail_has_th
 
 
 async def test_a_worker_that_was_idle_meanwhile_goes_on_with_the_new_version(
-    booked: Settings, journal: Journal, worker: Callable[..., Any]  # noqa: F811 - the fixture
+    booked: Settings, journal: Journal, worker: Callable[..., Any]
 ) -> None:  # fmt: skip
     """The version that it wrote last is gone when the next event comes."""
     at_work = worker(booked, "project")

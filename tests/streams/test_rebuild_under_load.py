@@ -20,11 +20,11 @@ from grabstream.streams.projecting import agents
 from grabstream.streams.projecting.agents import group_of
 from grabstream.streams.topics import Topics
 from tests.conftest import until
-from tests.ops.test_cli import grabstream, of
-from tests.streams.test_kill import relayed_by
-from tests.streams.test_projections import rows
-from tests.streams.test_rebuild import digests, version_in
 from tests.streams.traffic import traffic
+from tests.support.cli import grabstream, of
+from tests.support.kill import relayed_by
+from tests.support.projections import rows
+from tests.support.rebuild import digests, version_in
 
 #: One transaction's look at offers and grabs: events, grabs that offers count and grabs there are, titles
 #: shouted and not.

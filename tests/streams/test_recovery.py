@@ -37,11 +37,12 @@ from grabstream.streams.relaying.relay import ShardRelay
 from grabstream.streams.topics import Topics
 from tests.conftest import make_system, until
 from tests.lua.interrupting import Interrupting
-from tests.ops.test_cli import grabstream, of
 from tests.package import copy_of_the_package
 from tests.streams.state import assert_state_is_the_journal_s
-from tests.streams.test_projections import rows
 from tests.streams.traffic import traffic
+from tests.support.cli import grabstream, of
+from tests.support.projections import rows
+from tests.support.recovery import emptied
 
 NEXT_LAYOUT = 3
 
@@ -208,14 +209,6 @@ async def test_another_history_is_replaced_and_what_it_decided_is_told(
     await assert_state_is_the_journal_s(private)
     assert one.stop() == 0
     assert projecting.stop() == 0
-
-
-async def emptied(settings: Settings) -> None:
-    """All keys of the system are deleted, as FLUSHALL does on a server of its own."""
-    redis = open_redis(settings)
-    names = [key async for key in redis.scan_iter(match=f"{settings.prefix}:*", count=1_000)]
-    await redis.unlink(*names)
-    await redis.aclose()
 
 
 @pytest.fixture

@@ -33,10 +33,9 @@ from grabstream.streams.projecting.projector import CatchUp
 from grabstream.streams.replaying.history import JournalSource, Point
 from grabstream.streams.topics import Topics
 from tests.conftest import until
-from tests.ops.test_cli import README, grabstream, of
-from tests.streams.test_pieces import rows
-from tests.streams.test_projections import LINES, SHARD, Journal, granted, opened, running
 from tests.streams.told import System, live, schemas
+from tests.support.cli import README, grabstream, of
+from tests.support.projections import LINES, SHARD, Journal, granted, opened, rows, running
 
 
 @pytest.fixture

@@ -29,9 +29,9 @@ from grabstream.ops.settings import child_environment
 from grabstream.streams.projecting.agents import make_projectors
 from grabstream.streams.projecting.projector import CatchUp
 from tests.conftest import make_system, until
-from tests.ops.test_cli import grabstream, of
-from tests.streams.test_pieces import rows
 from tests.streams.told import VIEWS, WAITS_FOR_US, System, drop, journal, tables
+from tests.support.cli import grabstream, of
+from tests.support.projections import rows
 
 
 async def test_read_models_anew_are_those_of_the_live_system(told: System, prefix: str) -> None:

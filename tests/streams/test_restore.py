@@ -9,82 +9,26 @@ from typing import Any
 
 import pytest
 from aiokafka import AIOKafkaProducer
-from aiokafka.admin import AIOKafkaAdminClient
 
-from grabstream.models.commands import Grab, Open
+from grabstream.models.commands import Grab
 from grabstream.models.journal import marker_headers
-from grabstream.models.offers import EnvelopeTerms
 from grabstream.ops.commands.rebuild.read_models import where_of
 from grabstream.ops.connections.opening import key_space, open_gate, open_redis
 from grabstream.ops.making import take_new_journal
-from grabstream.ops.rehearsal.run import look, open_books
+from grabstream.ops.rehearsal.run import open_books
 from grabstream.ops.settings import Settings
 from grabstream.ops.verification import verify
 from grabstream.projections.definitions import PROJECTIONS
 from grabstream.projections.versions import Version, versions
-from grabstream.streams.journal import open_reader
 from grabstream.streams.rebuilding.restore import Restore
-from grabstream.streams.topics import Topics, create_topics
+from grabstream.streams.topics import Topics
 from tests.conftest import until
-from tests.ops.test_cli import grabstream, of
-from tests.streams.test_projections import rows
-from tests.streams.test_rebuild import digests, rebuilt, version_in
+from tests.support.cli import grabstream, of
+from tests.support.projections import rows
+from tests.support.rebuild import digests, rebuilt, version_in
+from tests.support.restore import OFFERS, delete, empty_journal, forget_last, grabs, published
 
-OFFERS = 12
 RESTORE_JOURNAL = ("rebuild", "journal", "--from", "audit", "--new-journal")
-
-
-async def delete(settings: Settings, *topics: str) -> None:
-    """Deletes topics, and returns when they are gone."""
-    client = AIOKafkaAdminClient(bootstrap_servers=settings.kafka)
-    await client.start()
-    try:
-        await client.delete_topics(list(topics))
-
-        async def gone() -> bool:
-            return not set(topics) & set(await client.list_topics())
-
-        await until(gone, 30, "the topics' end")
-    finally:
-        await client.close()
-
-
-async def grabs(settings: Settings, name: str) -> None:
-    """Opens envelopes all over the shards, takes some parts, and returns when all of it is booked and
-    published.
-    """
-    before = await published(settings)
-    async with open_gate(settings) as gate, await open_books(settings) as books:
-        terms = EnvelopeTerms(issuer="alice", funding="pay", asset="CNY", total=10_000, parts=20)
-        await gate.decide(
-            [Open(id=f"o{n}", offer=f"{name}{n}", terms=terms) for n in range(OFFERS)],
-            patience_ms=90_000,
-            timeout_ms=90_000,
-        )
-        taken = [
-            Grab(id=f"g{n}-{user}", offer=f"{name}{n}", user=f"u{user}")
-            for n in range(OFFERS)
-            for user in range(9)
-        ]
-        assert {
-            answer.outcome for answer in await gate.decide(taken, patience_ms=90_000, timeout_ms=90_000)
-        } == {"granted"}
-        redis = open_redis(settings)
-        try:
-
-            async def booked() -> Any:
-                progress = await look(redis, key_space(settings), books)
-                return progress.complete and await published(settings) >= before + OFFERS * 10
-
-            await until(booked, 60, "the books")
-        finally:
-            await redis.aclose()
-
-
-async def published(settings: Settings) -> int:
-    """Records on the topic of single events."""
-    async with open_reader(settings.kafka, Topics(settings.prefix).events) as reader:
-        return sum([await reader.end(shard) for shard in range(settings.shards)])
 
 
 async def append(settings: Settings, shard: int, value: bytes, headers: list[tuple[str, bytes]]) -> None:
@@ -93,25 +37,6 @@ async def append(settings: Settings, shard: int, value: bytes, headers: list[tup
     await producer.start()
     await producer.send_and_wait(Topics(settings.prefix).journal, value, partition=shard, headers=headers)
     await producer.stop()
-
-
-async def empty_journal(settings: Settings) -> None:
-    """A new topic in the place of the deleted one, taken for the journal as an operator does who knows no
-    better; `init` refuses to.
-    """
-    done = grabstream("init", **of(settings))
-    assert (
-        done.returncode,
-        "for good, `grabstream rebuild journal --from audit --new-journal`" in done.stderr,
-    ) == (2, True), done.stderr
-    await create_topics(settings.kafka, Topics(settings.prefix), settings.shards)
-    done = grabstream("rebuild", "redis", "--dry-run", **of(settings))
-    assert (done.returncode, "there is another topic of that name" in done.stderr) == (2, True), done.stderr
-    redis = open_redis(settings)
-    try:
-        await take_new_journal(settings, redis)
-    finally:
-        await redis.aclose()
 
 
 async def sound(settings: Settings) -> None:
@@ -209,28 +134,6 @@ async def test_what_the_audit_trail_has_not_is_not_lost_silently(
         assert (answer.outcome, answer.repeated, answer.seq) == ("granted", False, seq)
     await grabs(system, "b")
     await sound(system)
-
-
-async def forget_last(settings: Settings) -> tuple[int, int, Any]:
-    """The audit trail never had the last event of a shard: returns shard, seq and event."""
-    query = (
-        "SELECT a.shard, a.seq, body FROM audit a JOIN cursors c USING (shard, seq) WHERE c.projection = "
-        "'audit' ORDER BY a.seq DESC"
-    )
-    [(shard, seq, body), *_] = await rows(settings, query)
-    schema = (await version_in(settings, "audit")).schema
-    async with await open_books(settings) as books:
-        [head] = await (
-            await books.execute("SELECT hash FROM audit WHERE (shard, seq) = (%s, %s)", (shard, seq - 1))
-        ).fetchone() or [b""]
-        await books.execute(
-            f"DELETE FROM {schema}.audit_1 WHERE (shard, seq) = (%s, %s)".encode(), (shard, seq)
-        )
-        await books.execute(
-            f"UPDATE {schema}.projection_cursors SET seq = seq - 1, head = %s WHERE shard = %s".encode(),
-            (head, shard),
-        )
-    return shard, seq, json.loads(body)
 
 
 async def all_versions(settings: Settings) -> list[Version]:

@@ -17,8 +17,8 @@ from grabstream.ops.connections.opening import gate_limits, key_space, open_redi
 from grabstream.ops.settings import Settings
 from grabstream.ops.verification import verify
 from tests.conftest import until
-from tests.streams.test_kill import relayed_by
-from tests.streams.test_projections import rows
+from tests.support.kill import relayed_by
+from tests.support.projections import rows
 
 PEOPLE, TOTAL, PRICE, HOLD_MS = 600, 200, 990, 2_500
 TERMS = StockTerms(

@@ -3,7 +3,6 @@ books say so for ever.
 """
 
 import asyncio
-import json
 from collections.abc import Callable
 from typing import Any
 
@@ -17,37 +16,24 @@ from grabstream.streams.journal import open_reader
 from grabstream.streams.projecting.projector import CatchUp
 from grabstream.streams.topics import Topics
 from tests.conftest import until
-from tests.ops.test_cli import grabstream, of
-from tests.streams.test_projections import (
+from tests.support.cli import grabstream, of
+from tests.support.projections import (
     LINES,
     SHARD,
     Journal,
     at_seq,
     granted,
-    journal,
+    journal,  # noqa: F401 - a fixture
     open_tables,
     opened,
     rows,
     running,
 )
-
-__all__ = ["journal"]
-
-WHY = ("--reason", "sent twice by hand, see ticket 17", "--operator", "olga")
-
-
-async def call(settings: Settings, *words: str) -> Any:
-    """In a thread, since the projectors run in this process and have to go on meanwhile."""
-    done = await asyncio.to_thread(grabstream, *words, "--json", **of(settings))
-    assert done.returncode in (0, 1), done.stderr
-    return done.returncode, json.loads(done.stdout) if done.stdout else done.stderr
-
-
-async def stopped_at(settings: Settings, projection: str) -> None:
-    async def there() -> bool:
-        return bool(await rows(settings, f"SELECT 1 FROM stopped_shards WHERE projection = '{projection}'"))
-
-    await until(there, 30, "the stop")
+from tests.support.set_aside import (
+    WHY,
+    call,
+    stopped_at,
+)
 
 
 async def test_what_the_ledger_refuses_is_set_aside_and_the_rest_goes_on(

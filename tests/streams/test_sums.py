@@ -16,36 +16,23 @@ from grabstream.ops.rehearsal.run import open_books
 from grabstream.ops.settings import Settings
 from grabstream.projections import versions
 from grabstream.streams.projecting.projector import CatchUp
-from tests.ops.test_cli import grabstream, of
-from tests.streams.test_projections import (
+from tests.support.cli import grabstream, of
+from tests.support.projections import (
     SHARD,
     Journal,
     at_seq,
     granted,
-    journal,
+    journal,  # noqa: F401 - a fixture
     open_tables,
     opened,
     rows,
     running,
 )
-from tests.streams.test_verifier import verifying
+from tests.support.sums import LARGE, adjusted
+from tests.support.verifier import verifying
 
-__all__ = ["journal"]
-
-#: Two of them are more than a bigint holds.
-LARGE = 9 * 10**18
 SUM = 3 * LARGE
 NUMERIC = "numeric(38,0)"
-
-
-def adjusted(seq: int, amount: int = LARGE, credit: str = "wallet:u1", reason: str = "why") -> bytes:
-    transfer = {"asset": "CNY", "debit": "external:bank", "credit": credit, "amount": amount}
-    return json.dumps(
-        {"type": "ledger.adjusted", "v": 1, "shard": SHARD, "seq": seq, "offer_seq": seq, "offer": "e",
-        "at": seq, "command": f"a{seq}",
-         "transfers": [transfer], "reason": reason, "approved_by": "boss", "operator": "olga", "digest": "d"},
-        separators=(",", ":"),
-    ).encode()  # fmt: skip
 
 
 def refund_due(seq: int) -> bytes:

@@ -10,7 +10,7 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 import pytest
-from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
+from aiokafka import AIOKafkaProducer
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
 from aiokafka.errors import MessageSizeTooLargeError
@@ -29,6 +29,7 @@ from grabstream.streams.clients import started
 from grabstream.streams.deciding.understanding import Pace, Rejected, Understood, understand
 from grabstream.streams.topics import COMPRESSION, Topics, create_topics
 from tests.conftest import until
+from tests.support.understanding import read_all
 
 
 class Record(NamedTuple):
@@ -181,22 +182,6 @@ def producing(settings: Settings, **options: Any) -> AIOKafkaProducer:
     return AIOKafkaProducer(
         bootstrap_servers=settings.kafka, acks="all", max_request_size=64 * 1024 * 1024, **options
     )
-
-
-async def read_all(settings: Settings, topic: str) -> list[Any]:
-    consumer = AIOKafkaConsumer(
-        bootstrap_servers=settings.kafka, auto_offset_reset="earliest", enable_auto_commit=False
-    )
-    async with started(consumer):
-        count = 1 if topic == Topics(settings.prefix).rejected else settings.shards
-        partitions = [TopicPartition(topic, number) for number in range(count)]
-        consumer.assign(partitions)
-        ends = await consumer.end_offsets(partitions)
-        found: list[Any] = []
-        while len(found) < sum(ends.values()):
-            for records in (await consumer.getmany(timeout_ms=1_000)).values():
-                found += records
-        return found
 
 
 async def test_records_that_hurt_end_no_decider_and_lose_no_byte(

@@ -3,13 +3,12 @@ until it is mended.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from random import Random
 from typing import Any
 
 import pytest
-from psycopg import AsyncConnection, IsolationLevel
+from psycopg import AsyncConnection
 
 from grabstream.lua.keys import CAMPAIGN_KEYS, OFFER_KEYS
 from grabstream.models.commands import Grab, Open
@@ -22,64 +21,34 @@ from grabstream.streams.projecting import verifier as verifier_module
 from grabstream.streams.projecting.projector import CatchUp
 from grabstream.streams.projecting.verifier import Verifier
 from tests.conftest import until
-from tests.streams.test_pieces import History, made, project
-from tests.streams.test_projections import (
+from tests.support.pieces import History, made, project
+from tests.support.projections import (
     SHARD,
     Journal,
     at_seq,
     granted,
-    journal,
+    journal,  # noqa: F401 - a fixture
     live_schemas,
     open_tables,
     opened,
     rows,
     running,
 )
-from tests.streams.test_set_aside import WHY, call, stopped_at
-
-__all__ = ["journal"]
-
-#: A pass walks so many events at most; a round over a history of the tests takes a few.
-PASSES = 6
-
-
-@asynccontextmanager
-async def verifying(settings: Settings) -> AsyncIterator[Callable[..., Any]]:
-    """A function that lets a verifier make some passes, and returns the open findings."""
-    redis = open_redis(settings)
-    async with await open_books(settings) as connection:
-        await verified.begin(connection, settings.shards)
-        await connection.set_isolation_level(IsolationLevel.REPEATABLE_READ)
-        verifier = Verifier(redis, key_space(settings), settings.postgres, settings.schema_, 1.0)
-
-        async def passes(number: int = PASSES) -> list[verified.Found]:
-            for left in reversed(range(number)):
-                # Rows are made once more at the last pass only, in place of every so many seconds.
-                verifier._rows_at = float("inf") if left else 0.0
-                await verifier.verify_once(connection)
-            return await verified.open_findings(connection)
-
-        yield passes
-    await redis.aclose()
-
-
-async def execute(settings: Settings, statement: str) -> None:
-    async with await open_tables(settings) as connection:
-        done = await connection.execute(statement.encode())
-        assert done.rowcount == 1, statement
+from tests.support.set_aside import (
+    WHY,
+    call,
+    stopped_at,
+)
+from tests.support.verifier import (
+    execute,
+    history,  # noqa: F401 - a fixture
+    verifying,
+)
 
 
 async def progress_of(settings: Settings, shard: int = SHARD) -> verified.Progress:
     async with await open_books(settings) as connection:
         return (await verified.progress(connection))[shard]
-
-
-@pytest.fixture(scope="module")
-def history() -> History:
-    """A long random history of four offers with holds, late payments, returns, waiting lists, amendments and
-    retirement.
-    """
-    return made(7, 700)
 
 
 async def test_it_agrees_with_every_sound_history(system: Settings, history: History) -> None:

@@ -19,9 +19,9 @@ from grabstream.ops.settings import Settings
 from grabstream.streams.projecting.projector import CatchUp
 from tests.conftest import until
 from tests.lua.shop import Shop
-from tests.ops.test_cli import grabstream, of
-from tests.streams.test_pieces import History
-from tests.streams.test_projections import Journal, running
+from tests.support.cli import grabstream, of
+from tests.support.pieces import History
+from tests.support.projections import Journal, running
 
 #: In the past, since a time machine refuses the future.
 NOW = 1_790_000_000_000

@@ -1,0 +1,29 @@
+"""What tests share of `tests/ops/test_neighbours.py`."""
+
+import secrets
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+
+from grabstream.ops.making import make_system
+from grabstream.ops.rehearsal.stage import take_down
+from grabstream.ops.settings import Settings
+
+#: What prefixes and schemas begin with, and how they go on: like a pattern of the other, a topic, a version
+#: of a read model, a moment.
+NAMES = (("", ""), ("_b", "_b"), (".journal", "_balances"), ("-b", "__at_"))
+
+
+@asynccontextmanager
+async def systems(servers: Settings, count: int) -> AsyncIterator[list[Settings]]:
+    """So many systems with few shards."""
+    start = f"test{secrets.token_hex(4)}"
+    async with AsyncExitStack() as stack:
+        made = []
+        for prefix, schema in NAMES[:count]:
+            settings = servers.model_copy(
+                update={"prefix": start + prefix, "schema_": start + schema, "shards": 2}
+            )
+            await make_system(settings)
+            stack.push_async_callback(take_down, settings)
+            made.append(settings)
+        yield made
