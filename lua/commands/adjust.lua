@@ -13,17 +13,8 @@
 -- Outcomes: 21 fenced (whole call) · 23 conflict · 24 no_such_offer · 14 adjusted
 -- Events: ledger.adjusted
 -- Returns msgpack: {0, history, rows} as grab does, or {code, retry_at, message}.
---- @include "shard"
---- @include "undo"
---- @include "records"
---- @include "calendar"
 --- @include "decide"
---- @include "repeats"
---- @include "limits"
 --- @include "offers"
---- @include "pieces"
---- @include "queue"
---- @include "settling"
 --- @include "course"
 
 return course(function(call, offer, id, digest, body)

@@ -14,17 +14,10 @@
 --   33 not_enough_left · 6 amended
 -- Events: offer.amended · grab.held (waited)
 -- Returns msgpack: {0, history, rows} as grab does, or {code, retry_at, message}.
---- @include "shard"
---- @include "undo"
---- @include "records"
---- @include "calendar"
 --- @include "decide"
---- @include "repeats"
---- @include "limits"
 --- @include "offers"
 --- @include "pieces"
 --- @include "queue"
---- @include "settling"
 --- @include "course"
 
 local OF_ENVELOPE = {title = true, opens_at = true, closes_at = true}

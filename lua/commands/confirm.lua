@@ -17,17 +17,12 @@
 --           known.
 -- Events: grab.confirmed · payment.refund_due · grab.released (expired) · grab.held (waited)
 -- Returns msgpack: {0, history, rows} as grab does, or {code, retry_at, message}.
---- @include "shard"
---- @include "undo"
---- @include "records"
---- @include "calendar"
 --- @include "decide"
 --- @include "repeats"
 --- @include "limits"
 --- @include "offers"
 --- @include "past"
 --- @include "pieces"
---- @include "queue"
 --- @include "settling"
 --- @include "course"
 

@@ -14,17 +14,10 @@
 --           34 expired · 35 not_held · 10 extended
 -- Events: grab.extended · grab.released (expired) · grab.held (waited)
 -- Returns msgpack: {0, history, rows} as grab does, or {code, retry_at, message}.
---- @include "shard"
---- @include "undo"
 --- @include "records"
---- @include "calendar"
 --- @include "decide"
---- @include "repeats"
---- @include "limits"
 --- @include "offers"
 --- @include "pieces"
---- @include "queue"
---- @include "settling"
 --- @include "course"
 
 return settle(function(call, offer, grab, id, digest, body)

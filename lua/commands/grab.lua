@@ -23,17 +23,16 @@
 --         repeated, retry_at, more} for each command that is not in the run before them, {first seq, first
 --         place, first left, time, amounts} or absent; or {code, retry_at, message} when the whole call was
 --         refused.
---- @include "shard"
+--- @include "cost"
 --- @include "undo"
 --- @include "records"
---- @include "splitting"
 --- @include "calendar"
 --- @include "decide"
 --- @include "repeats"
 --- @include "limits"
 --- @include "offers"
---- @include "pieces"
 --- @include "envelope"
+--- @include "pieces"
 
 local call, refused = begin_call()
 if not call then return cmsgpack.pack(refused) end

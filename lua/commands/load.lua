@@ -15,18 +15,10 @@
 --   13 loaded
 -- Events: offer.loaded
 -- Returns msgpack: {0, history, rows} as grab does, or {code, retry_at, message}.
---- @include "shard"
---- @include "undo"
---- @include "records"
---- @include "calendar"
+--- @include "cost"
 --- @include "decide"
---- @include "repeats"
---- @include "limits"
 --- @include "offers"
 --- @include "codes"
---- @include "pieces"
---- @include "queue"
---- @include "settling"
 --- @include "course"
 
 -- The place in a chunk of a code that the list has already, or nil. `names` are those of the chunk's codes

@@ -22,13 +22,11 @@
 --   5 opened
 -- Events: offer.opened
 -- Returns msgpack: {0, history, rows} as grab does, or {code, retry_at, message}.
+--- @include "cost"
 --- @include "shard"
---- @include "undo"
 --- @include "records"
---- @include "calendar"
 --- @include "decide"
 --- @include "repeats"
---- @include "limits"
 --- @include "offers"
 
 local STAGE_AGAIN_MS = 200

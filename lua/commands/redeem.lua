@@ -14,16 +14,10 @@
 --           36 not_redeemable · 11 redeemed
 -- Events: grab.redeemed · grab.released (expired) · grab.held (waited)
 -- Returns msgpack: {0, history, rows} as grab does, or {code, retry_at, message}.
---- @include "shard"
---- @include "undo"
---- @include "records"
---- @include "calendar"
 --- @include "decide"
 --- @include "repeats"
---- @include "limits"
 --- @include "offers"
 --- @include "pieces"
---- @include "queue"
 --- @include "settling"
 --- @include "course"
 

@@ -14,16 +14,10 @@
 --   12 unredeemed
 -- Events: grab.unredeemed · grab.released (expired) · grab.held (waited)
 -- Returns msgpack: {0, history, rows} as grab does, or {code, retry_at, message}.
---- @include "shard"
---- @include "undo"
---- @include "records"
---- @include "calendar"
 --- @include "decide"
 --- @include "repeats"
---- @include "limits"
 --- @include "offers"
 --- @include "pieces"
---- @include "queue"
 --- @include "settling"
 --- @include "course"
 

@@ -1,7 +1,7 @@
 -- Coupon codes that are loaded in chunks: each code once in an offer, although nobody here can read them. A
 -- sealed code is `<key id>:<base64>` and begins, behind the key's id, with its name: the same code of an
 -- offer, sealed with the same key, has the same one (lua/gate/sealing.py). Names are kept until the list is
--- complete or the offer closes; nothing can be loaded afterwards. Needs the includes `offers`, `decide`.
+-- complete or the offer closes; nothing can be loaded afterwards.
 
 -- As many characters as NAME_LENGTH of lua/gate/sealing.py.
 local KEY_AND_NAME = '^([^:]+):(' .. string.rep('[%w+/]', 12) .. ')'

@@ -2,6 +2,7 @@
 -- goes into the next call. A call ends between two commands (holds, offers, events), never within one: what
 -- is decided does not depend on where calls end. Costs are µs of Redis' thread on a quiet machine, see
 -- docs/performance.md. The first command of a call is always carried out.
+
 local COST = {
   call_max = 2500,
   command = 5, -- its arguments, what is kept under its id, its reply

@@ -1,8 +1,14 @@
 -- The common course of commands about an offer or a grab: look up the repeat, refuse, act, write.
 -- ARGV[6] msgpack: {offers, campaign of each (from 1), campaigns, ids, offer of each command (from 1),
 --   digests, bodies}. A body that has `whole` is kept as that with its answer, and compared as that. Commands
---   that the call has no room for get no row: they go into the next one. Needs the includes `decide`,
---   `repeats`, `offers`, `pieces`, `queue`, `settling`.
+--   that the call has no room for get no row: they go into the next one.
+--- @include "cost"
+--- @include "records"
+--- @include "decide"
+--- @include "repeats"
+--- @include "offers"
+--- @include "pieces"
+--- @include "settling"
 
 local function refused_row(call, code, more)
   return {code, 0, call.now, 0, 0, 0, 0, 0, 0, more}

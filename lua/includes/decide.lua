@@ -1,6 +1,9 @@
 -- What every deciding script begins and ends with: may this call decide at all, at what time, and how events
 -- are written. Needs KEYS[1..12] (shard, outbox, refusals, refusal_order, demand, due, offers, holds,
--- campaigns, retired, past, cleaning) and the includes `shard` and `records`.
+-- campaigns, retired, past, cleaning).
+--- @include "cost"
+--- @include "shard"
+--- @include "records"
 
 -- The outcomes, as models/outcomes.py numbers them. (One table: a script may have 200 locals.)
 local CODE = {

@@ -1,5 +1,11 @@
 -- Parts of an envelope: one at a time, or a run of plain grabs, which is what a crowd is.
--- Needs the includes `records`, `splitting`, `calendar`, `decide`, `repeats`, `offers`.
+--- @include "cost"
+--- @include "splitting"
+--- @include "records"
+--- @include "calendar"
+--- @include "decide"
+--- @include "repeats"
+--- @include "offers"
 
 -- Parts drawn ahead are read once for all grabs of an offer in this call (`most` of them), from the first
 -- place that is free.

@@ -1,8 +1,11 @@
 -- Limits: what a user, or a value of an attribute, has left in the window of now; counting, and giving back.
 --   A counter is one hash field `<by>/<per>/<value>` holding `<window>:<count>`: in another window the count
 --   is 0. A campaign's counters have a hash of their own, and their windows are those of the campaign's zone.
---   What a grab was counted under is a list of {counter, window, 1 if of the campaign}. Needs the include
---   `calendar`, and `put` of the include `undo`.
+--   What a grab was counted under is a list of {counter, window, 1 if of the campaign}.
+--- @include "cost"
+--- @include "undo"
+--- @include "calendar"
+--- @include "decide"
 
 local function offsets_for(offer, of_campaign)
   return of_campaign and offer.rules.campaign_offsets or offer.rules.offsets

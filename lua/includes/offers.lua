@@ -1,11 +1,16 @@
 -- An offer's state as a table, what closes it, and the texts of its events; and the table of a call's offers
--- and campaigns. Needs the includes `decide`, `records`, `limits`. KEYS[13 …]: ten keys for each offer, then
+-- and campaigns. KEYS[13 …]: ten keys for each offer, then
 -- five for each campaign:
 --   offer hash · users hash (an envelope's parts by user, or counters) · parts string · grabs hash ·
 --   codes list · audience set ·
 --   seen set (tickets used, chunks loaded) · queue zset · orders hash ·
 --   names set (of codes, while they are loaded)
 --   answers hash · payments hash · counters hash · state hash · tickets zset
+--- @include "cost"
+--- @include "undo"
+--- @include "records"
+--- @include "decide"
+--- @include "limits"
 
 local SHARD_KEYS, OFFER_KEYS, CAMPAIGN_KEYS = 12, 10, 5
 local STATE, USERS, PARTS, GRABS, CODES, AUDIENCE, SEEN, QUEUE, ORDERS, NAMES = 1, 2, 3, 4, 5, 6, 7, 8, 9, 10

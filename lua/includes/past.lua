@@ -1,5 +1,6 @@
 -- What outlives an offer: how it leaves Redis, and what is known of it afterwards.
--- Needs the includes `decide`, `offers`.
+--- @include "decide"
+--- @include "offers"
 
 -- How long a retired offer's payments and its last offer_seq count, as models/offers.py has it.
 local PAYMENTS_KNOWN_MS = 180 * 86400000

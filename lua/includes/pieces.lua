@@ -1,5 +1,10 @@
 -- Units of an offer that are taken: holds, the queue of those who wait, codes. The same steps as
--- models/rules, in the same order. Needs the includes `records`, `decide`, `limits`, `offers`, `undo`.
+-- models/rules, in the same order.
+--- @include "cost"
+--- @include "undo"
+--- @include "records"
+--- @include "decide"
+--- @include "offers"
 
 -- So many grabs at the front of the queue are considered when units are left.
 local CONSIDERED_MAX = 100

@@ -1,5 +1,11 @@
 -- Grabs that wait, and leave the queue: they are served, or give up. The same steps as models/rules, in the
--- same order. Needs the includes `records`, `decide`, `limits`, `offers`, `pieces`.
+-- same order.
+--- @include "cost"
+--- @include "records"
+--- @include "decide"
+--- @include "limits"
+--- @include "offers"
+--- @include "pieces"
 
 -- So many grabs of a queue are seen to for one command, or at one visit of the sweeper: what one of these
 -- costs is bounded, too.

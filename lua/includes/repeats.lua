@@ -1,5 +1,8 @@
 -- The same command id gets its first answer again; another body under it is a conflict.
--- Needs KEYS[3] (refusals) and the includes `decide`, `records`.
+-- Needs KEYS[3] (refusals).
+--- @include "cost"
+--- @include "records"
+--- @include "decide"
 
 -- Refusals are kept for the whole shard, so their field names the campaign too; '/' cannot stand in an id.
 local function refusal_field(campaign, id)

@@ -1,6 +1,11 @@
 -- Units of an offer that come back or are kept: the end of holds, payments, returns, orders. The same steps
--- as models/rules, in the same order. Needs the includes `records`, `decide`, `limits`, `offers`, `pieces`,
--- `queue`, `undo`.
+-- as models/rules, in the same order.
+--- @include "records"
+--- @include "decide"
+--- @include "limits"
+--- @include "offers"
+--- @include "pieces"
+--- @include "queue"
 
 -- Units come back: to the offer while it is open.
 local function take_back(offer, quantity)

@@ -21,12 +21,10 @@
 -- Events: none, it applies what is journaled
 -- Returns the number of events applied, those that the call has no room for come again;
 --         or the error LOST when another took the shard over, or HOLE when events are missing before these.
+--- @include "cost"
 --- @include "shard"
---- @include "undo"
 --- @include "records"
---- @include "calendar"
 --- @include "decide"
---- @include "repeats"
 --- @include "limits"
 --- @include "offers"
 --- @include "codes"

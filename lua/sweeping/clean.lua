@@ -14,7 +14,7 @@
 -- Outcomes: 21 fenced (whole call)
 -- Events: none
 -- Returns msgpack: {0, history, {number of records deleted}}, or {code, retry_at, message}.
---- @include "shard"
+--- @include "cost"
 --- @include "records"
 --- @include "decide"
 

@@ -15,15 +15,10 @@
 -- Events: grab.released (expired) · grab.held (waited)
 -- Returns msgpack: {0, history, {number of holds looked at}}, or {code, retry_at, message}. Those it has no
 -- room for come next time.
---- @include "shard"
---- @include "undo"
---- @include "records"
---- @include "calendar"
+--- @include "cost"
 --- @include "decide"
---- @include "limits"
 --- @include "offers"
 --- @include "pieces"
---- @include "queue"
 --- @include "settling"
 
 local call, refused = begin_call()

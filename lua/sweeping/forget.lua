@@ -15,12 +15,7 @@
 -- Outcomes: 21 fenced (whole call)
 -- Events: none
 -- Returns msgpack: {0, history, {number of offers forgotten}}, or {code, retry_at, message}.
---- @include "shard"
---- @include "undo"
---- @include "records"
---- @include "calendar"
 --- @include "decide"
---- @include "limits"
 --- @include "offers"
 --- @include "past"
 

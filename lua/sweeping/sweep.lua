@@ -17,12 +17,8 @@
 -- Events: offer.closed (deadline) · offer.retired · grab.held (waited) · grab.released (left_queue)
 -- Returns msgpack: {0, history, {number of offers seen to}}, or {code, retry_at, message}. Those it has no
 -- room for come next time.
---- @include "shard"
---- @include "undo"
---- @include "records"
---- @include "calendar"
+--- @include "cost"
 --- @include "decide"
---- @include "limits"
 --- @include "offers"
 --- @include "past"
 --- @include "pieces"
