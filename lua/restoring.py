@@ -10,7 +10,7 @@ import msgspec
 
 from grabstream.lua.gate.batches import Table, envelope_row, limit_rows, parts_packed, terms_row
 from grabstream.lua.gate.sealing import CannotOpen, Sealer
-from grabstream.lua.gate.staging import INLINE_BYTES_MAX, Batch, Staged
+from grabstream.lua.gate.staging import INLINE_BYTES_MAX, ScriptCall, Staged
 from grabstream.lua.keys import ShardKeys
 from grabstream.models.digests import adjustment_text
 from grabstream.models.events import AnyEvent, LedgerAdjusted, OfferAmended, OfferOpened
@@ -23,7 +23,7 @@ _json = msgspec.json.Encoder().encode
 def build(
     keys: ShardKeys, events: Sequence[AnyEvent], sealer: Sealer, retired: Sequence[str] = (),
     seeds: Mapping[str, str] = {}
-) -> Batch:  # fmt: skip
+) -> ScriptCall:  # fmt: skip
     """Keys (after the shard's own) and packed arguments. `seeds`, by offer, are those that were revealed when
     their envelopes closed.
 
@@ -52,7 +52,7 @@ def build(
                 else event
             )
     columns = (table.offers, table.campaign_of, table.campaigns, rows, table.offer_of, retired)
-    return Batch(table.keys(keys), [_pack(columns), *parts], staged)
+    return ScriptCall(table.keys(keys), [_pack(columns), *parts], staged)
 
 
 def _opened(

@@ -65,13 +65,13 @@ class Command(
     offer: Id
 
 
-class Steer(Command, frozen=True, kw_only=True):
+class OfferCommand(Command, frozen=True, kw_only=True):
     """What an operator does to an offer; `operator` says who, for the list of what operators did."""
 
     operator: Id | None = None
 
 
-class Open(Steer, frozen=True, kw_only=True):
+class Open(OfferCommand, frozen=True, kw_only=True):
     """Create and fund an offer."""
 
     terms: Terms
@@ -95,25 +95,25 @@ class Grab(Command, frozen=True, kw_only=True):
     wait: bool = False
 
 
-class Pause(Steer, frozen=True, kw_only=True):
+class Pause(OfferCommand, frozen=True, kw_only=True):
     """Refuse grabs with `on_hold` until resumed."""
 
 
-class Resume(Steer, frozen=True, kw_only=True):
+class Resume(OfferCommand, frozen=True, kw_only=True):
     """Take grabs again."""
 
 
-class Close(Steer, frozen=True, kw_only=True):
+class Close(OfferCommand, frozen=True, kw_only=True):
     """End the offer now; what is left goes back to where the terms say."""
 
 
-class Amend(Steer, frozen=True, kw_only=True):
+class Amend(OfferCommand, frozen=True, kw_only=True):
     """Change terms while the offer runs, in order with the grabs."""
 
     changes: Annotated[Changes, in_schema(minProperties=1)]
 
 
-class Load(Steer, frozen=True, kw_only=True):
+class Load(OfferCommand, frozen=True, kw_only=True):
     """One chunk of a list that an offer needs before it opens: coupon codes, or the ids of who may grab.
     `chunk` counts from 1.
     """
@@ -127,7 +127,7 @@ class Load(Steer, frozen=True, kw_only=True):
     ]
 
 
-class Adjust(Steer, frozen=True, kw_only=True):
+class Adjust(OfferCommand, frozen=True, kw_only=True):
     """A correcting entry in the ledger, with its reason and who approved it."""
 
     transfers: Annotated[tuple[Entry, ...], in_schema(minItems=1, maxItems=TRANSFERS_MAX)]
@@ -135,13 +135,13 @@ class Adjust(Steer, frozen=True, kw_only=True):
     approved_by: Id
 
 
-class Settle(Command, frozen=True, kw_only=True):
+class GrabCommand(Command, frozen=True, kw_only=True):
     """A command about one grab: `grab` is the id of the command that made it."""
 
     grab: Id
 
 
-class Confirm(Settle, frozen=True, kw_only=True):
+class Confirm(GrabCommand, frozen=True, kw_only=True):
     """A hold was paid: `paid` minor units of `currency` by `payment`, for `quantity` of its units (absent:
     all that are held).
     """
@@ -152,29 +152,29 @@ class Confirm(Settle, frozen=True, kw_only=True):
     quantity: Quantity | None = None
 
 
-class Release(Settle, frozen=True, kw_only=True):
+class Release(GrabCommand, frozen=True, kw_only=True):
     """Give a hold back, or leave the waiting list."""
 
 
-class Extend(Settle, frozen=True, kw_only=True):
+class Extend(GrabCommand, frozen=True, kw_only=True):
     """Move a hold's deadline by `hold_ms`, as often as the offer allows."""
 
 
-class Return(Settle, frozen=True, kw_only=True):
+class Return(GrabCommand, frozen=True, kw_only=True):
     """Give back what was taken for good, after the fact; money that was paid for it goes back."""
 
     quantity: Quantity | None = None
     reason: Annotated[str, in_schema(maxLength=LINE_LENGTH_MAX, pattern=LINE_PATTERN)] = ""
 
 
-class Redeem(Settle, frozen=True, kw_only=True):
+class Redeem(GrabCommand, frozen=True, kw_only=True):
     """Use units, once for an order."""
 
     order: Id
     quantity: Quantity = 1
 
 
-class Unredeem(Settle, frozen=True, kw_only=True):
+class Unredeem(GrabCommand, frozen=True, kw_only=True):
     """Take the use for an order back."""
 
     order: Id
@@ -269,9 +269,9 @@ def _check_rules(command: AnyCommand) -> None:
     check_of = _CHECKS.get(type(command))
     if check_of is not None:
         check_of(command)
-    elif isinstance(command, Settle):
+    elif isinstance(command, GrabCommand):
         _check_named("grab", command.grab)
-    if isinstance(command, Steer) and command.operator is not None:
+    if isinstance(command, OfferCommand) and command.operator is not None:
         _check_named("operator", command.operator)
 
 

@@ -23,7 +23,7 @@ from typing import Final
 
 import msgspec
 
-from grabstream.models.commands import Adjust, AnyCommand, Grab, Steer, encode_command, secret_of
+from grabstream.models.commands import Adjust, AnyCommand, Grab, OfferCommand, encode_command, secret_of
 
 PLAIN: Final = "plain"
 HASHED: Final = "b2"
@@ -137,7 +137,7 @@ def adjustment_text(transfers: Sequence[object], reason: str, approved_by: str) 
 
 
 def _body(command: AnyCommand) -> bytes:
-    if isinstance(command, Steer) and command.operator is not None:
+    if isinstance(command, OfferCommand) and command.operator is not None:
         command = msgspec.structs.replace(command, operator=None)
     return encode_command(command)
 

@@ -84,7 +84,7 @@ class RedisShard(NamedTuple):
     decides: bool = False
 
 
-Report = Callable[[str], None]
+Say = Callable[[str], None]
 
 
 class Problems:
@@ -108,7 +108,7 @@ class Problems:
 
 
 async def verify(
-    settings: Settings, wait_seconds: float = 30.0, report: Report = lambda line: None, quick: bool = False,
+    settings: Settings, wait_seconds: float = 30.0, report: Say = lambda line: None, quick: bool = False,
     share: float = 0.5
 ) -> list[Check]:  # fmt: skip
     """Runs every check and returns them all; raises the clients' own errors when a server cannot be reached.
@@ -249,7 +249,7 @@ class _Books:
 
     def __init__(
         self, connection: AsyncConnection[Any], reader: JournalReader, settings: Settings,
-        shards: Mapping[int, RedisShard], report: Report
+        shards: Mapping[int, RedisShard], report: Say
     ) -> None:  # fmt: skip
         self._connection = connection
         self._reader = reader
@@ -734,7 +734,7 @@ def _hex(value: object) -> object:
 
 
 async def _redis_check(
-    settings: Settings, redis: Any, reader: JournalReader, books: _Books, wait_seconds: float, report: Report,
+    settings: Settings, redis: Any, reader: JournalReader, books: _Books, wait_seconds: float, report: Say,
     share: float
 ) -> Check:  # fmt: skip
     """Every key of every shard is what a recovery would make of the journal."""

@@ -24,7 +24,7 @@ from grabstream.lua.keys import KeySpace
 from grabstream.lua.trouble import is_trouble
 from grabstream.streams.deciding.decider import Decider
 from grabstream.streams.deciding.sweeper import RecordDemand, Sweeper
-from grabstream.streams.relaying.leases import Keeper
+from grabstream.streams.relaying.leases import LeaseKeeper
 from grabstream.streams.relaying.recovery import Recovered, Snapshots
 from grabstream.streams.relaying.relay import ShardRelay, Step
 from grabstream.streams.topics import Topics
@@ -111,7 +111,7 @@ def roles_of(
                 )
             return tasks
 
-        running["relay"] = Keeper(redis, keys, settings.lease_ms, tasks_of).run
+        running["relay"] = LeaseKeeper(redis, keys, settings.lease_ms, tasks_of).run
 
     running.update(
         (role, again(role, of_books[role]))

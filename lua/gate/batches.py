@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from grabstream.lua.gate.sealing import Sealer
-from grabstream.lua.gate.staging import INLINE_BYTES_MAX, Batch, Staged
+from grabstream.lua.gate.staging import INLINE_BYTES_MAX, ScriptCall, Staged
 from grabstream.lua.gate.tickets import TicketKeys
 from grabstream.lua.keys import ShardKeys
 from grabstream.models.answers import Answer, LimitState
@@ -23,12 +23,12 @@ from grabstream.models.commands import (
     AnyCommand,
     Confirm,
     Grab,
+    GrabCommand,
     Load,
+    OfferCommand,
     Open,
     Redeem,
     Return,
-    Settle,
-    Steer,
     Unredeem,
 )
 from grabstream.models.digests import PLAIN, CannotCompare, whole_of
@@ -118,7 +118,9 @@ class Table:
         return names + [key for campaign in self.campaigns for key in keys.of_campaign(campaign)]
 
 
-def build(keys: ShardKeys, script: str, commands: Sequence[AnyCommand], gate: Secrets, now_ms: int) -> Batch:
+def build(
+    keys: ShardKeys, script: str, commands: Sequence[AnyCommand], gate: Secrets, now_ms: int
+) -> ScriptCall:
     """Keys (after the shard's own) and packed arguments for a script that decides commands of its name."""
     table = Table([command.offer for command in commands])
     names = table.keys(keys)
@@ -131,14 +133,14 @@ def build(keys: ShardKeys, script: str, commands: Sequence[AnyCommand], gate: Se
     ]
     if script == "grab":
         columns += _grab_columns(commands, gate, len(table.offers) == 1)  # type: ignore[arg-type]
-        return Batch(names, [_pack(columns)])
+        return ScriptCall(names, [_pack(columns)])
     columns.append(list(map(gate.sealer.digests.of, commands)))
     if script == "open":
         terms, parts, staged = _open_columns(keys, commands, gate.sealer, now_ms)  # type: ignore[arg-type]
         columns.append(terms)
-        return Batch([*names, *(one.key for one in staged)], [_pack(columns), *parts], staged)
+        return ScriptCall([*names, *(one.key for one in staged)], [_pack(columns), *parts], staged)
     columns.append([_body(keys.shard, command, gate.sealer) for command in commands])
-    return Batch(names, [_pack(columns)])
+    return ScriptCall(names, [_pack(columns)])
 
 
 # -- grab ----------------------------------------------------------------------------------------------------
@@ -295,9 +297,9 @@ def envelope_row(terms: EnvelopeTerms, seed: str) -> dict[str, Any]:
 def _body(shard: int, command: AnyCommand, sealer: Sealer) -> dict[str, Any]:
     """What a script needs of a command beside id, offer and digest."""
     body: dict[str, Any] = {}
-    if isinstance(command, Steer) and command.operator is not None:
+    if isinstance(command, OfferCommand) and command.operator is not None:
         body["operator"] = command.operator
-    if isinstance(command, Settle):
+    if isinstance(command, GrabCommand):
         body["grab"] = command.grab
     if isinstance(command, Confirm):
         optional = {"payment": command.payment, "currency": command.currency, "quantity": command.quantity}
@@ -350,12 +352,12 @@ def answer_of(shard: int, command: AnyCommand, row: Sequence[Any], sealer: Seale
         "repeated": width > 7 and row[7] == 1,
         "retry_at": (row[8] or None) if width > 8 else None,
     }
-    if isinstance(command, Settle) and more.get("again"):
+    if isinstance(command, GrabCommand) and more.get("again"):
         said |= {"grab": command.grab, "quantity": row[4] or None}
     elif code >= Outcome.invalid:
         if code == Outcome.already_taken and width > 5 and row[5]:
             said |= {"amount": row[3], "quantity": row[4], "place": row[5]}
-    elif isinstance(command, Grab | Settle):
+    elif isinstance(command, Grab | GrabCommand):
         grab = command.id if isinstance(command, Grab) else command.grab
         said |= {"grab": grab, "amount": row[3], "quantity": row[4], "place": row[5], "left": row[6]}
     else:

@@ -11,7 +11,7 @@ from redis.exceptions import ClusterError, NoScriptError, OutOfMemoryError, Read
 
 from grabstream.lua import loader
 from grabstream.lua.gate import batches
-from grabstream.lua.gate.staging import Batch, discard, stage
+from grabstream.lua.gate.staging import ScriptCall, discard, stage
 from grabstream.lua.keys import KeySpace, ShardKeys
 from grabstream.models.commands import AnyCommand, Open
 from grabstream.models.offers import EnvelopeTerms
@@ -161,7 +161,7 @@ class Calls:
             raise CallRefused(Outcome(reply.code), str(reply.rows_or_message), reply.history_or_retry_at)
         return reply.rows(), reply.history_or_retry_at
 
-    async def _built(self, keys: ShardKeys, script: str, commands: Sequence[AnyCommand]) -> Batch:
+    async def _built(self, keys: ShardKeys, script: str, commands: Sequence[AnyCommand]) -> ScriptCall:
         try:
             if script == "open" and sum(map(_parts_of, commands)) > 2_000:
                 return await asyncio.to_thread(

@@ -16,7 +16,7 @@ from zlib import crc32
 from grabstream.lua.ending import end
 from grabstream.lua.trouble import is_trouble
 from grabstream.models.answers import Answer
-from grabstream.models.commands import AnyCommand, Grab, Settle
+from grabstream.models.commands import AnyCommand, Grab, GrabCommand
 from grabstream.models.outcomes import Outcome
 
 log = logging.getLogger(__name__)
@@ -89,7 +89,7 @@ class RefusalLog:
 
     def _keep(self, command: AnyCommand, answer: Answer) -> None:
         user = command.user if isinstance(command, Grab) else None
-        grab = command.grab if isinstance(command, Settle) else None
+        grab = command.grab if isinstance(command, GrabCommand) else None
         sample = self._sample
         if sample.one_in != 1 and (
             not sample.one_in or crc32((user or grab or command.id).encode()) % sample.one_in

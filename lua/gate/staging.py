@@ -30,7 +30,7 @@ class Staged(NamedTuple):
     parts: bytes
 
 
-class Batch(NamedTuple):
+class ScriptCall(NamedTuple):
     """Keys after the shard's own, and arguments: one packed text, then a text of parts for each offer to
     open.
     """
@@ -52,7 +52,7 @@ def pieces(parts: bytes) -> Iterator[tuple[int, bytes]]:
         yield offset, parts[offset : offset + PIECE_BYTES]
 
 
-async def stage(run: RunScript, batch: Batch) -> list[bytes]:
+async def stage(run: RunScript, batch: ScriptCall) -> list[bytes]:
     """Stages what a batch has to; returns its arguments, which say under which life, or '' where the pieces
     were lost meanwhile.
     """
@@ -67,7 +67,7 @@ async def stage(run: RunScript, batch: Batch) -> list[bytes]:
     return arguments
 
 
-async def discard(redis: Any, batch: Batch) -> None:
+async def discard(redis: Any, batch: ScriptCall) -> None:
     """Deletes what was staged and not taken; a server that does not answer does so by itself."""
     with suppressed_trouble():
         async with asyncio.timeout(DISCARD_SECONDS_MAX):

@@ -11,7 +11,7 @@ from copy import deepcopy
 import msgspec
 
 from grabstream.models.answers import Answer
-from grabstream.models.commands import AnyCommand, Confirm, Grab, Open, Settle, basket_of
+from grabstream.models.commands import AnyCommand, Confirm, Grab, GrabCommand, Open, basket_of
 from grabstream.models.digests import CannotCompare, whole_of
 from grabstream.models.events import AnyEvent
 from grabstream.models.identifiers import NO_OFFER, campaign_of
@@ -64,7 +64,7 @@ def _carry_out(
 ) -> Decided:
     if offer is None:
         return settle_nowhere(state, command, digest, now)
-    if isinstance(command, Settle):
+    if isinstance(command, GrabCommand):
         return settle(state, command, offer, digest, now)
     if not isinstance(command, Grab):
         return steer(state, command, offer, digest, now)

@@ -17,7 +17,7 @@ from grabstream.models.offers import WITH_CODES, CouponTerms, EnvelopeTerms
 from grabstream.models.outcomes import Outcome
 from grabstream.models.rules import limits
 from grabstream.models.rules.state import (
-    Batch,
+    CountedUnits,
     Decided,
     Drawn,
     Offer,
@@ -273,7 +273,7 @@ def take_pieces(
     quantity = wanted if waits else min(wanted, available(offer))
     limits.count(state, offer, counted, quantity)
     ticket = use_ticket(state, offer, now, drawn)
-    grab = Taken(command.user, 0, quantity, under=counted, counted=[Batch(quantity, tuple(counted))])
+    grab = Taken(command.user, 0, quantity, under=counted, counted=[CountedUnits(quantity, tuple(counted))])
     offer.grabs[command.id] = grab
     if waits:
         return _queue(state, command, offer, grab, digest, now, ticket)

@@ -8,7 +8,7 @@ from grabstream.models.answers import LimitState
 from grabstream.models.calendar import Offsets, window_ends, window_of
 from grabstream.models.commands import Grab
 from grabstream.models.offers import Limit
-from grabstream.models.rules.state import Batch, Counted, Offer, ShardState, Taken
+from grabstream.models.rules.state import Counted, CountedUnits, Offer, ShardState, Taken
 
 
 def value_of(limit: Limit, command: Grab) -> str | None:
@@ -54,7 +54,7 @@ def give_back(state: ShardState, offer: Offer, grab: Taken, quantity: int) -> No
             if window == one.window:
                 _write(state, offer, one, before - back)
         if units > back:
-            grab.counted.append(Batch(units - back, under))
+            grab.counted.append(CountedUnits(units - back, under))
 
 
 def states_of(offer: Offer, counts: Sequence[int], now: int) -> tuple[LimitState, ...]:

@@ -7,7 +7,16 @@ way.
 from typing import Any
 
 from grabstream.models.answers import Answer, LimitState
-from grabstream.models.commands import AnyCommand, Confirm, Extend, Redeem, Release, Return, Settle, Unredeem
+from grabstream.models.commands import (
+    AnyCommand,
+    Confirm,
+    Extend,
+    GrabCommand,
+    Redeem,
+    Release,
+    Return,
+    Unredeem,
+)
 from grabstream.models.events import (
     AnyEvent,
     GrabConfirmed,
@@ -23,7 +32,7 @@ from grabstream.models.outcomes import Outcome
 from grabstream.models.rules import limits
 from grabstream.models.rules.grabbing import about, available, hand_out, leave_queue, numbered, serve
 from grabstream.models.rules.state import (
-    Batch,
+    CountedUnits,
     Decided,
     Offer,
     Order,
@@ -50,7 +59,7 @@ NEVER_OPENED = (
 )
 
 
-def settle(state: ShardState, command: Settle, offer: Offer, digest: str, now: int) -> Decided:
+def settle(state: ShardState, command: GrabCommand, offer: Offer, digest: str, now: int) -> Decided:
     """Carries out a command about a grab, or refuses it."""
     grab = offer.grabs.get(command.grab)
     events = lapse(state, offer, command.grab, now) if grab is not None else []
@@ -108,7 +117,7 @@ def _drop_codes(offer: Offer) -> None:
         offer.codes = []
 
 
-def _said(command: Settle, offer: Offer, grab: Taken, quantity: int) -> dict[str, Any]:
+def _said(command: GrabCommand, offer: Offer, grab: Taken, quantity: int) -> dict[str, Any]:
     return {
         "grab": command.grab,
         "amount": quantity,
@@ -119,7 +128,7 @@ def _said(command: Settle, offer: Offer, grab: Taken, quantity: int) -> dict[str
 
 
 def _again(
-    state: ShardState, command: Settle, outcome: Outcome, seq_at: tuple[int, int], **rest: Any
+    state: ShardState, command: GrabCommand, outcome: Outcome, seq_at: tuple[int, int], **rest: Any
 ) -> Decided:
     """What was asked for is so already: the answer names the event that made it so."""
     seq, at = seq_at
@@ -138,7 +147,7 @@ def _again(
     return Decided(answer, [], False)
 
 
-def _refuse(state: ShardState, command: Settle, outcome: Outcome, now: int, **rest: Any) -> Decided:
+def _refuse(state: ShardState, command: GrabCommand, outcome: Outcome, now: int, **rest: Any) -> Decided:
     return Decided(refused(state, command, outcome, now, **rest), [], False)
 
 
@@ -232,11 +241,11 @@ def _retake(state: ShardState, offer: Offer, grab: Taken, quantity: int, now: in
         return False
     newest = grab.counted[-1] if grab.counted else None
     if newest is not None and newest.under == tuple(counted):
-        grab.counted[-1] = Batch(newest.units + quantity, newest.under)
+        grab.counted[-1] = CountedUnits(newest.units + quantity, newest.under)
     elif len(grab.counted) >= COUNTED_MAX:
         return False
     else:
-        grab.counted.append(Batch(quantity, tuple(counted)))
+        grab.counted.append(CountedUnits(quantity, tuple(counted)))
     offer.units_left -= quantity
     offer.amount_left -= quantity
     limits.count(state, offer, counted, quantity)
@@ -404,7 +413,7 @@ def _return(
 
 
 def _after(
-    state: ShardState, command: Settle, outcome: Outcome, event: AnyEvent, said: dict[str, Any]
+    state: ShardState, command: GrabCommand, outcome: Outcome, event: AnyEvent, said: dict[str, Any]
 ) -> Answer:
     """The answer with the command's own event; what is left is left after those who wait were served."""
     return Answer(

@@ -60,7 +60,7 @@ class Counted(NamedTuple):
     of_campaign: bool
 
 
-class Batch(NamedTuple):
+class CountedUnits(NamedTuple):
     """Units of a grab that were counted together; a payment that retook some made another batch of these."""
 
     units: int
@@ -133,7 +133,7 @@ class Taken:
     ended: tuple[int, int] = (0, 0)
     confirmed: tuple[int, int] = (0, 0)
     under: list[Counted] = field(default_factory=list)
-    counted: list[Batch] = field(default_factory=list)
+    counted: list[CountedUnits] = field(default_factory=list)
     payments: list[tuple[str, int]] = field(default_factory=list)
     codes: list[str] = field(default_factory=list)
 

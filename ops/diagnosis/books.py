@@ -15,7 +15,7 @@ from grabstream.ops.diagnosis.topics import LATE_MS, Lag, lags
 from grabstream.ops.settings import Settings
 from grabstream.projections import cursors
 from grabstream.projections.checking import verified
-from grabstream.projections.checking.verified import Found, Progress
+from grabstream.projections.checking.verified import Found, VerifiedTo
 from grabstream.projections.cursors import Stop
 from grabstream.projections.database.migrate import PROJECTIONS, missing_migrations
 from grabstream.projections.records import set_aside
@@ -54,7 +54,7 @@ class BookFacts(NamedTuple):
     stops: list[Stop]
     aside: list[SetAside]
     found: list[Found]
-    progress: dict[int, Progress]
+    progress: dict[int, VerifiedTo]
     lost: Lost
     without_version: list[str]
     gone: Sequence[Version] = ()

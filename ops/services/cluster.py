@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 
 import redis
 
-from grabstream.ops.services.local import Report, ServerSet
+from grabstream.ops.services.local import Say, ServerSet
 from grabstream.ops.services.process import POLL_SECONDS, ServiceError
 from grabstream.ops.services.servers import Kafka, Postgres, Redis
 
@@ -76,14 +76,14 @@ class ClusterServices(ServerSet):
             "postgres": f"postgresql://grabstream@127.0.0.1:{self.postgres.port}/grabstream",
         }
 
-    def join(self, report: Report) -> None:
+    def join(self, report: Say) -> None:
         """Makes six Redis servers one cluster, once; raises ServiceError when they do not agree within
         JOIN_SECONDS.
         """
         join_redis(self.redis, MASTERS, report)
 
 
-def join_redis(servers: Sequence[Redis], masters: int, report: Report = lambda line: None) -> None:
+def join_redis(servers: Sequence[Redis], masters: int, report: Say = lambda line: None) -> None:
     """Makes running servers one cluster, unless they are: the first are masters, the others follow them in
     turn.
 

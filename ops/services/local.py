@@ -13,7 +13,7 @@ from grabstream.ops.settings import CONTROLLER_PORT, KAFKA_PORT, POSTGRES_PORT, 
 
 PORT_RANGE = (20_000, 31_000)
 
-Report = Callable[[str], None]
+Say = Callable[[str], None]
 
 
 class ServerSet:
@@ -26,7 +26,7 @@ class ServerSet:
         self.all = (*servers, postgres)
         self.postgres = postgres
 
-    def join(self, report: Report) -> None:
+    def join(self, report: Say) -> None:
         """Makes one cluster of servers that have just started, where they are to be one."""
 
     def environment(self) -> dict[str, str]:
@@ -38,7 +38,7 @@ class ServerSet:
         """There while PostgreSQL's data, which may lie outside of our directory, go when the servers end."""
         return self.directory / "temporary"
 
-    def up(self, report: Report = lambda line: None, temporary: bool = False) -> None:
+    def up(self, report: Say = lambda line: None, temporary: bool = False) -> None:
         """Starts what does not run, all at once; raises ServiceError with the way out.
 
         `temporary` servers leave nothing outside of their directory when they end, unless it was there

@@ -23,7 +23,7 @@ PROJECT: Final = OPS.parent
 #: server's own default.
 NODE_TIMEOUT_MS: Final = 2_000
 
-Report = Callable[[str], None]
+Say = Callable[[str], None]
 
 
 class Redis(Process):
@@ -38,7 +38,7 @@ class Redis(Process):
         super().__init__(directory, port, name)
         self.bus_port = bus_port
 
-    def prepare(self, report: Report) -> None:
+    def prepare(self, report: Say) -> None:
         """Installs Debian's redis-server when there is none."""
         if shutil.which("redis-server") is None:
             install(report, "redis-server", ["redis-server"])
@@ -106,7 +106,7 @@ class Kafka(Process):
         """Where the broker's jars are kept, by version."""
         return PROJECT / ".services" / f"kafka-{kafka_version()}"
 
-    def prepare(self, report: Report) -> None:
+    def prepare(self, report: Say) -> None:
         """Fetches the jars and formats the storage, each once."""
         if shutil.which("java") is None:
             install(report, "Java 17", ["openjdk-17-jre-headless"])
@@ -126,7 +126,7 @@ class Kafka(Process):
             if done.returncode != 0:
                 raise ServiceError(f"Kafka's storage could not be formatted: {done.stdout}{done.stderr}")
 
-    def _fetch(self, report: Report) -> None:
+    def _fetch(self, report: Say) -> None:
         if (self.jars / "complete").exists():
             return
         if shutil.which("mvn") is None:
@@ -221,7 +221,7 @@ class Postgres(Process):
         """postgres, where we are root."""
         return "postgres" if os.geteuid() == 0 else None
 
-    def prepare(self, report: Report) -> None:
+    def prepare(self, report: Say) -> None:
         """Installs it, and makes an empty cluster, each once."""
         if self._binary("initdb") is None:
             install(report, "PostgreSQL", ["postgresql", "postgresql-contrib"])

@@ -66,7 +66,7 @@ class Wrong(NamedTuple):
     what: str
 
 
-class Fact(NamedTuple):
+class AuditedEvent(NamedTuple):
     """An event of the trail, with the transfers that the ledger has for it. None: it was set aside and cannot
     be read.
     """
@@ -83,7 +83,7 @@ class Walked(NamedTuple):
 
     seq: int
     head: bytes
-    facts: list[Fact]
+    facts: list[AuditedEvent]
     wrong: Wrong | None
 
 
@@ -124,7 +124,7 @@ def walk(
     lines: defaultdict[int, list[LedgerRow]] = defaultdict(list)
     for line in ledger:
         lines[line.seq].append(line)
-    facts: list[Fact] = []
+    facts: list[AuditedEvent] = []
 
     def past_gap() -> None:
         nonlocal seq, head
@@ -147,7 +147,7 @@ def walk(
         except _Differs as wrong:
             return Walked(seq, head, facts, Wrong(wrong.kind, seq + 1, str(wrong)))
         seq, head = row.seq, head_behind
-        facts.append(Fact(seq, event, transfers))
+        facts.append(AuditedEvent(seq, event, transfers))
     if reach is not None:
         past_gap()
         if seq < reach:
@@ -203,7 +203,7 @@ def _compare_ledger(event: AnyEvent, transfers: Sequence[Transfer], lines: Seque
     )
 
 
-def _facts_of(gap: SetAside, lines: Mapping[int, list[LedgerRow]]) -> list[Fact]:
+def _facts_of(gap: SetAside, lines: Mapping[int, list[LedgerRow]]) -> list[AuditedEvent]:
     """Events that the audit trail lacks: as they stand in the record that was set aside, with what the ledger
     has of them.
     """
@@ -213,7 +213,7 @@ def _facts_of(gap: SetAside, lines: Mapping[int, list[LedgerRow]]) -> list[Fact]
         event = decode_event(text)
         events[event.seq] = event
     return [
-        Fact(
+        AuditedEvent(
             seq,
             events.get(seq),
             [Transfer(one.asset, one.debit, one.credit, one.amount) for one in lines.get(seq, ())],
@@ -288,7 +288,7 @@ def _units_left(state: OfferState, event: AnyEvent) -> int:
     return state.units_left
 
 
-def account_changes(facts: Iterable[Fact]) -> dict[tuple[str, str], int]:
+def account_changes(facts: Iterable[AuditedEvent]) -> dict[tuple[str, str], int]:
     """What the ledger's lines change, by account and asset."""
     changes: defaultdict[tuple[str, str], int] = defaultdict(int)
     for fact in facts:

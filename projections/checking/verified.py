@@ -17,7 +17,7 @@ SILENT_MS_MAX: Final = 300_000
 ALL_SHARDS: Final = -1
 
 
-class Progress(NamedTuple):
+class VerifiedTo(NamedTuple):
     """How far a shard is verified, and how far the next round over the same is; the hash of the chain at
     each.
     """
@@ -74,14 +74,14 @@ class AccountRow(NamedTuple):
 # -- progress ------------------------------------------------------------------------------------------------
 
 
-async def progress(connection: AsyncConnection[Any]) -> dict[int, Progress]:
+async def progress(connection: AsyncConnection[Any]) -> dict[int, VerifiedTo]:
     """How far every shard is."""
     found = await connection.execute(
         "SELECT shard, seq, head, again_seq, again_head, rounds, gaps, verified_at, compared_at FROM "
         "verified ORDER BY shard"
     )
     return {
-        shard: Progress(shard, seq, bytes(head), again, bytes(again_head), *rest)
+        shard: VerifiedTo(shard, seq, bytes(head), again, bytes(again_head), *rest)
         for shard, seq, head, again, again_head, *rest in await found.fetchall()
     }
 

@@ -32,7 +32,7 @@ from grabstream.streams.journal import JournalReader, open_reader
 from grabstream.streams.projecting.projector import EXIT_UNKNOWN_ERROR, Apply, CatchUp, Group, Projector
 from grabstream.streams.rebuilding.switching import Busy, older_snapshots_gone
 from grabstream.streams.replaying.history import JournalSource
-from grabstream.streams.replaying.replay import Done, Report, Stretch, plan, replay
+from grabstream.streams.replaying.replay import Done, ReportReplay, Stretch, plan, replay
 from grabstream.streams.replaying.replay_schema import is_schema
 from grabstream.streams.replaying.selection import Selection, Wanted
 from grabstream.streams.replaying.sinks import RowSink
@@ -301,7 +301,7 @@ async def _tell(projector: Projector, reader: JournalReader, seen: dict[int, int
 async def rebuild(
     projection: Projection,
     system: System,
-    report: Report = lambda records, events: None,
+    report: ReportReplay = lambda records, events: None,
     expect: Callable[[int], None] = lambda records: None,
     patience_seconds: float = PATIENCE_SECONDS,
 ) -> int:
@@ -405,7 +405,7 @@ async def _catch_up(
     building: Projection,
     system: System,
     connection: AsyncConnection[Any],
-    report: Report,
+    report: ReportReplay,
     expect: Callable[[int], None],
 ) -> int:
     """Reads the journal again and again, until next to nothing came in meanwhile; returns the number of

@@ -35,8 +35,8 @@ from grabstream.models.transfers import transfers_of
 from grabstream.projections import cursors
 from grabstream.projections.checking import proof, verified
 from grabstream.projections.checking.anew import Anew
-from grabstream.projections.checking.proof import Fact, Gaps, OfferState, Walked, numbers_in_words
-from grabstream.projections.checking.verified import ALL_SHARDS, Problem, Progress
+from grabstream.projections.checking.proof import AuditedEvent, Gaps, OfferState, Walked, numbers_in_words
+from grabstream.projections.checking.verified import ALL_SHARDS, Problem, VerifiedTo
 from grabstream.projections.database.migrate import PROJECTIONS, use_schema
 from grabstream.projections.database.sessions import connect
 from grabstream.projections.records import set_aside
@@ -253,7 +253,9 @@ class Verifier:
             await verified.clear_range(connection, shard, at.seq, walked.seq)
         return full and walked.wrong is None
 
-    async def _walk_again(self, connection: AsyncConnection[Any], at: Progress, end: int, gaps: Gaps) -> None:
+    async def _walk_again(
+        self, connection: AsyncConnection[Any], at: VerifiedTo, end: int, gaps: Gaps
+    ) -> None:
         # A read model that was just put in the place of another may have some of it still to come.
         if at.again_seq >= end:
             return
@@ -282,7 +284,7 @@ class Verifier:
         return walked, full
 
     async def _compare_heads(
-        self, connection: AsyncConnection[Any], at: Progress, positions: dict[str, Cursor]
+        self, connection: AsyncConnection[Any], at: VerifiedTo, positions: dict[str, Cursor]
     ) -> None:
         """Where a projection stands at the very seq that is verified, its hash must be the trail's."""
         for name, cursor in positions.items():
@@ -294,7 +296,9 @@ class Verifier:
                 problems = [Problem(name, what, at.seq)] if cursor.head != at.head else []
                 await self._judge(connection, "heads", at.shard, [name], problems)
 
-    async def _fold(self, connection: AsyncConnection[Any], shard: int, facts: Sequence[Fact]) -> None:
+    async def _fold(
+        self, connection: AsyncConnection[Any], shard: int, facts: Sequence[AuditedEvent]
+    ) -> None:
         if not facts:
             return
         await verified.add_accounts(connection, proof.account_changes(facts))

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from grabstream.models.journal import Cursor
 from grabstream.streams.clients import in_words
-from grabstream.streams.rebuilding.sources import Refused
+from grabstream.streams.rebuilding.sources import RebuildRefused
 
 POLL_SECONDS: Final = 0.2
 
@@ -84,7 +84,7 @@ async def _done(process: Process) -> None:
     """Waits for its end; raises Refused with what it said if it could not go on."""
     said, _ = await process.communicate()
     if process.returncode:
-        raise Refused(
+        raise RebuildRefused(
             said.decode()
             or f"a loading process ended with code {process.returncode}; the same command goes on"
         )
@@ -96,7 +96,7 @@ def _main() -> None:
     try:
         asyncio.run(carry(*arguments, require_parent(parent)))
     except Exception as error:
-        sys.stdout.write(str(error) if isinstance(error, Refused) else in_words(error))
+        sys.stdout.write(str(error) if isinstance(error, RebuildRefused) else in_words(error))
         sys.exit(1)
 
 

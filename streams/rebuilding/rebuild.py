@@ -32,7 +32,7 @@ from grabstream.projections.records import set_aside
 from grabstream.projections.records.set_aside import SetAside
 from grabstream.projections.versions import Version
 from grabstream.streams.rebuilding.loading import deal, in_processes
-from grabstream.streams.rebuilding.sources import Refused, Source, ahead, chunks_of, open_source
+from grabstream.streams.rebuilding.sources import RebuildRefused, Source, ahead, chunks_of, open_source
 from grabstream.streams.rebuilding.switching import Busy, Switch, cursors_of
 
 log = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ POLL_SECONDS: Final = 0.05
 LOCK_PATIENCE_SECONDS: Final = 2.0
 
 
-class Where(NamedTuple):
+class Servers(NamedTuple):
     """The system whose read models are rebuilt: `kafka` bootstrap servers, `journal` topic, `postgres` DSN,
     main schema, shards.
     """
@@ -60,7 +60,7 @@ class Where(NamedTuple):
     shards: int
 
 
-class Progress(NamedTuple):
+class RebuildProgress(NamedTuple):
     """How far a build is in a step: events done of `total`, and how many a second."""
 
     step: str
@@ -74,7 +74,7 @@ class Progress(NamedTuple):
         return (self.total - self.done) / self.rate if self.rate else None
 
 
-Report = Callable[[Progress], None]
+ReportRebuild = Callable[[RebuildProgress], None]
 #: Called with the name of every step that a crash test may want to end the process at.
 Step = Callable[[str], None]
 
@@ -83,8 +83,8 @@ class Rebuild:
     """The rebuilding of one projection; `open_rebuild` makes it. Only one at a time does it."""
 
     def __init__(
-        self, where: Where, projection: str, control: AsyncConnection[Any], writer: AsyncConnection[Any],
-        report: Report = lambda progress: None, step: Step = lambda name: None, jobs: int = 1,
+        self, where: Servers, projection: str, control: AsyncConnection[Any], writer: AsyncConnection[Any],
+        report: ReportRebuild = lambda progress: None, step: Step = lambda name: None, jobs: int = 1,
     ) -> None:  # fmt: skip
         self._where = where
         self._projection = projection
@@ -103,7 +103,7 @@ class Rebuild:
         """The version that is shown; raises NoReadModel or Refused when there is none."""
         found = await versions.in_state(self._control, self._where.schema, self._projection, "live")
         if found is None:
-            raise Refused(
+            raise RebuildRefused(
                 f"{self._projection} has no live version in schema {self._where.schema}: run `grabstream "
                 "init`"
             )
@@ -130,7 +130,7 @@ class Rebuild:
         found = await versions.in_state(self._control, self._where.schema, self._projection, state)
         if found is None:
             words = "previous version to go back to" if state == "previous" else "version that was begun"
-            raise Refused(f"{self._projection} has no {words}")
+            raise RebuildRefused(f"{self._projection} has no {words}")
         return found
 
     async def set_aside(self) -> list[SetAside]:
@@ -154,12 +154,12 @@ class Rebuild:
                 await self._load(source, self._live_cursors)
                 building = await self._finish(building)
             await self._follow(source, await self._live_cursors())
-        except Refused as error:
+        except RebuildRefused as error:
             lacking = 0 if keeps else len(await self.set_aside())
             if not lacking:
                 raise
             records = "1 record, which is" if lacking == 1 else f"{lacking} records, which are"
-            raise Refused(
+            raise RebuildRefused(
                 f"{error}. The live version was let past {records} read again now: --keep-set-aside goes "
                 "past them"
             ) from None
@@ -248,7 +248,9 @@ class Rebuild:
             self._own = await cursors.load(self._writer, self._projection)
             done = sum(cursor.seq for cursor in self._own.values())
             self._report(
-                Progress("loading", done, max(total, done), (done - first) / (time.monotonic() - began))
+                RebuildProgress(
+                    "loading", done, max(total, done), (done - first) / (time.monotonic() - began)
+                )
             )
 
         try:
@@ -268,13 +270,13 @@ class Rebuild:
         """
         building = await self.begun(source.name, source.aside is not None)
         if building is None:
-            raise Refused(f"nothing of {self._projection} is being built")
+            raise RebuildRefused(f"nothing of {self._projection} is being built")
         await self._use(building)
         await self._carry(source, targets, self._model.load, CHUNK_EVENTS, "loading")
 
     async def _finish(self, building: Version) -> Version:
         done = sum(cursor.seq for cursor in self._own.values())
-        self._report(Progress("sums, constraints and indexes", done, done))
+        self._report(RebuildProgress("sums, constraints and indexes", done, done))
         try:
             async with self._writer.transaction():
                 await self._writer.execute("SET LOCAL maintenance_work_mem = '256MB'")
@@ -283,7 +285,9 @@ class Rebuild:
                 await versions.complete(self._writer, self._projection)
                 building = await versions.set_phase(self._writer, self._where.schema, building, "following")
         except (psycopg.IntegrityError, psycopg.DataError) as error:
-            raise Refused(f"PostgreSQL refuses what {building.schema} was loaded with: {error}") from None
+            raise RebuildRefused(
+                f"PostgreSQL refuses what {building.schema} was loaded with: {error}"
+            ) from None
         self._step("rebuild.finished")
         for table in definition_of(self._projection).tables:
             await self._writer.execute(sql.SQL("ANALYZE {}").format(sql.Identifier(building.schema, table)))
@@ -317,7 +321,7 @@ class Rebuild:
                     )
                     done += len(facts)
                     self._report(
-                        Progress(
+                        RebuildProgress(
                             step, done, max(total, done), (done - first) / max(time.monotonic() - began, 1e-6)
                         )
                     )
@@ -336,7 +340,7 @@ class Rebuild:
                 if facts:
                     await apply(self._writer, facts)
         except (psycopg.IntegrityError, psycopg.DataError) as error:
-            raise Refused(
+            raise RebuildRefused(
                 f"shard {shard}, seq {self._own[shard].seq + 1} to {behind.seq}: PostgreSQL refuses its "
                 f"events: {error}"
             ) from None
@@ -362,7 +366,7 @@ class Rebuild:
                 _require_same(self._projection, held, self._own)
                 # The first statement takes the snapshot that all others read in.
                 await snapshot.execute("SELECT 1")
-            self._report(Progress("comparing"))
+            self._report(RebuildProgress("comparing"))
             return await compare(snapshot, definition_of(self._projection), live, building)
 
     # -- showing ---------------------------------------------------------------------------------------------
@@ -372,7 +376,7 @@ class Rebuild:
         return await versions.set_phase(self._control, self._where.schema, building, "agreed")
 
     async def switch(self, source: Source, building: Version, keep: bool, patience_seconds: float) -> Version:
-        """Shows the new version in one transaction; returns the one that was live. Raises Refused when
+        """Shows the new version in one transaction; returns the one that was live. Raises RebuildRefused when
         readers do not let go.
         """
         live = await self.live()
@@ -398,7 +402,7 @@ class Rebuild:
         live, previous = await self.live(), await self.in_state("previous")
         for one in (live, previous):
             if await self.is_lost(one):
-                raise Refused(
+                raise RebuildRefused(
                     f"the tables in schema {one.schema} are gone: `grabstream rebuild {self._projection}`, "
                     "without --undo"
                 )
@@ -440,7 +444,7 @@ class Rebuild:
         return live._replace(state="previous"), previous._replace(state="live")
 
     def _wait(self, reason: str) -> None:
-        self._report(Progress(f"waiting to switch: {reason}"))
+        self._report(RebuildProgress(f"waiting to switch: {reason}"))
 
     # -- what is no longer needed ----------------------------------------------------------------------------
 
@@ -469,7 +473,7 @@ def _between(aside: Sequence[SetAside], shard: int, before: Cursor, behind: Curs
 def _require_same(projection: str, live: Mapping[int, Cursor], ours: Mapping[int, Cursor]) -> None:
     for shard, cursor in live.items():
         if ours[shard] != cursor:
-            raise Refused(
+            raise RebuildRefused(
                 f"{projection}, shard {shard}: the live version is at {_place(cursor)}, the new one came to "
                 f"{_place(ours[shard])}: "
                 "they are of different histories; `grabstream verify` says which one the journal has"
@@ -481,7 +485,7 @@ def _place(cursor: Cursor) -> str:
 
 
 async def load_part(
-    where: Where, projection: str, source_name: str, keeps_set_aside: bool, targets: Mapping[int, Cursor],
+    where: Servers, projection: str, source_name: str, keeps_set_aside: bool, targets: Mapping[int, Cursor],
     step: Step
 ) -> None:  # fmt: skip
     """Loads some shards in a process of its own, for a rebuild that another process conducts and reports."""
@@ -494,7 +498,7 @@ async def load_part(
 
 
 @asynccontextmanager
-async def _connections(where: Where) -> AsyncIterator[tuple[AsyncConnection[Any], AsyncConnection[Any]]]:
+async def _connections(where: Servers) -> AsyncIterator[tuple[AsyncConnection[Any], AsyncConnection[Any]]]:
     async with (
         await connect(where.postgres, where.schema) as control,
         await connect(where.postgres, where.schema) as writer,
@@ -508,9 +512,9 @@ async def _connections(where: Where) -> AsyncIterator[tuple[AsyncConnection[Any]
 
 @asynccontextmanager
 async def open_rebuild(
-    where: Where,
+    where: Servers,
     projection: str,
-    report: Report = lambda progress: None,
+    report: ReportRebuild = lambda progress: None,
     step: Step = lambda name: None,
     jobs: int = 1,
 ) -> AsyncIterator[Rebuild]:
@@ -522,12 +526,12 @@ async def open_rebuild(
         try:
             yield Rebuild(where, projection, control, writer, report, step, jobs)
         except CursorMoved as moved:
-            raise Refused(f"{moved}: another process wrote it; the same command goes on") from None
+            raise RebuildRefused(f"{moved}: another process wrote it; the same command goes on") from None
 
 
 async def hold_projection(connection: AsyncConnection[Any], schema: str, projection: str, work: str) -> None:
     """Makes sure that nobody else makes, shows or drops versions of a projection until the connection ends;
-    raises Refused.
+    raises RebuildRefused.
     """
     deadline = time.monotonic() + LOCK_PATIENCE_SECONDS
     while True:
@@ -536,8 +540,8 @@ async def hold_projection(connection: AsyncConnection[Any], schema: str, project
             return await hold(connection, f"grabstream-rebuild-{schema}-{projection}", work)
         except Held as held:
             if time.monotonic() > deadline:
-                raise Refused(f"another rebuild of {projection} is running: {held}") from None
+                raise RebuildRefused(f"another rebuild of {projection} is running: {held}") from None
         await asyncio.sleep(POLL_SECONDS)
 
 
-__all__ = ["Busy", "Progress", "Rebuild", "Refused", "Where", "open_rebuild", "open_source"]
+__all__ = ["Busy", "Rebuild", "RebuildProgress", "RebuildRefused", "Servers", "open_rebuild", "open_source"]

@@ -38,8 +38,8 @@ from grabstream.projections.versions import Version
 from grabstream.streams.clients import started
 from grabstream.streams.journal import JournalReader, open_reader
 from grabstream.streams.projecting.publisher import Publisher, newest_cursor
-from grabstream.streams.rebuilding.rebuild import Progress, Report, Where, hold_projection
-from grabstream.streams.rebuilding.sources import Refused, audit_lines
+from grabstream.streams.rebuilding.rebuild import RebuildProgress, ReportRebuild, Servers, hold_projection
+from grabstream.streams.rebuilding.sources import RebuildRefused, audit_lines
 from grabstream.streams.rebuilding.switching import LOCK_SECONDS
 from grabstream.streams.topics import delete_command
 
@@ -99,7 +99,7 @@ class Restore:
     """
 
     def __init__(
-        self, where: Where, redis: Any, keys: KeySpace, events: str, source: str, republish: bool = False,
+        self, where: Servers, redis: Any, keys: KeySpace, events: str, source: str, republish: bool = False,
         accept_loss: bool = False
     ) -> None:  # fmt: skip
         self._where = where
@@ -113,8 +113,8 @@ class Restore:
     # -- looking ---------------------------------------------------------------------------------------------
 
     async def plan(self) -> list[ShardPlan]:
-        """What will be restored; raises Refused, and names what knows more than the audit trail, or is of
-        another history.
+        """What will be restored; raises RebuildRefused, and names what knows more than the audit trail, or is
+        of another history.
         """
         async with (
             await connect(self._where.postgres, self._where.schema) as connection,
@@ -135,7 +135,7 @@ class Restore:
             ]
             gone = await versions.lost(connection, known)
             if any((one.projection, one.state) == ("audit", "live") for one in gone):
-                raise Refused(
+                raise RebuildRefused(
                     f"the tables of the audit trail are gone ({', '.join(one.schema for one in gone)}): "
                     "restore their backup"
                 )
@@ -143,7 +143,9 @@ class Restore:
             for shard in range(self._where.shards):
                 holder = await self._redis.get(self._keys.shard(shard).lease)
                 if holder is not None:
-                    raise Refused(f"shard {shard} is relayed by {holder.decode()}: stop the workers first")
+                    raise RebuildRefused(
+                        f"shard {shard} is relayed by {holder.decode()}: stop the workers first"
+                    )
                 standings = [
                     await _standing(connection, one, shard) for one in known if one.state != "discarded"
                 ]
@@ -173,7 +175,9 @@ class Restore:
                 problems.append(
                     "--accept-loss gives up what the audit trail has not: who had it is made anew without it"
                 )
-            raise Refused("the journal cannot be restored without losing events:\n  " + "\n  ".join(problems))
+            raise RebuildRefused(
+                "the journal cannot be restored without losing events:\n  " + "\n  ".join(problems)
+            )
         return plans
 
     async def _published(self, reader: JournalReader, shard: int, end: Cursor) -> Cursor:
@@ -181,7 +185,9 @@ class Restore:
         was asked for.
         """
         if self._republish and await reader.end(shard):
-            raise Refused(f"--republish: topic {self._events} is not empty, what is in it would come twice")
+            raise RebuildRefused(
+                f"--republish: topic {self._events} is not empty, what is in it would come twice"
+            )
         found = await newest_cursor(reader, shard)
         return found if found.seq or self._republish else end
 
@@ -193,7 +199,7 @@ class Restore:
 
     # -- doing -----------------------------------------------------------------------------------------------
 
-    async def run(self, plans: Sequence[ShardPlan], report: Report = lambda progress: None) -> int:
+    async def run(self, plans: Sequence[ShardPlan], report: ReportRebuild = lambda progress: None) -> int:
         """Restores and anchors; returns the number of events written. Raises Refused when the audit trail's
         chain is broken.
         """
@@ -205,7 +211,7 @@ class Restore:
             try:
                 await hold(connection, f"grabstream-restore-{self._where.schema}", "rebuild journal")
             except Held as held:
-                raise Refused(f"the journal is being restored already: {held}") from None
+                raise RebuildRefused(f"the journal is being restored already: {held}") from None
             for projection in PROJECTIONS:
                 await hold_projection(connection, self._where.schema, projection, "rebuild journal")
             last: dict[int, tuple[Fact, Cursor]] = {}
@@ -262,9 +268,9 @@ class Restore:
                 else:
                     await versions.discard(connection, schema, version)
             except versions.ViewsInUse as error:
-                raise Refused(str(error)) from None
+                raise RebuildRefused(str(error)) from None
             except LockNotAvailable:
-                raise Refused(
+                raise RebuildRefused(
                     f"the views of {version.projection} are in use by open transactions: begin again when "
                     "these end"
                 ) from None
@@ -291,21 +297,23 @@ class Restore:
             await run_script(self._redis, "anchor", [state], arguments)
         except ResponseError as error:
             if str(error).startswith("LOST"):
-                raise Refused(f"shard {plan.shard}: {error}: stop the workers, and begin again") from None
+                raise RebuildRefused(
+                    f"shard {plan.shard}: {error}: stop the workers, and begin again"
+                ) from None
             raise
 
 
 class _Counter:
     """Events written so far, reported with their rate."""
 
-    def __init__(self, total: int, first: int, report: Report) -> None:
+    def __init__(self, total: int, first: int, report: ReportRebuild) -> None:
         self.first = self.done = first
         self._total, self._report, self._began = total, report, time.monotonic()
 
     def add(self, events: int) -> None:
         self.done += events
         rate = (self.done - self.first) / max(time.monotonic() - self._began, 1e-6)
-        self._report(Progress("restoring the journal", self.done, self._total, rate))
+        self._report(RebuildProgress("restoring the journal", self.done, self._total, rate))
 
 
 class _ShardWriter:
@@ -335,7 +343,7 @@ class _ShardWriter:
                     await self._block(lines[first:last], hashes[last - 1])
                     progress.add(last - first)
         if (self._cursor.seq, self._cursor.head) != (end.seq, end.head):
-            raise Refused(
+            raise RebuildRefused(
                 f"audit trail, shard {shard}: its events lead to seq {self._cursor.seq}, its cursor is at "
                 f"seq {end.seq}"
             )
@@ -377,7 +385,7 @@ async def _standing(connection: AsyncConnection[Any], version: Version, shard: i
     ).format(table)
     row = await (await connection.execute(query, (version.projection, shard))).fetchone()
     if row is None:
-        raise Refused(
+        raise RebuildRefused(
             f"{version.schema} has no cursor of shard {shard}: GRAB_SHARDS is not what the system was made "
             "with"
         )
@@ -445,7 +453,7 @@ async def _with_restored(reader: JournalReader, plan: ShardPlan, delete: str) ->
     own is above them. `delete` is the command that deletes the topic.
     """
     if beginning := await reader.beginning(plan.shard):
-        raise Refused(
+        raise RebuildRefused(
             f"shard {plan.shard}: the journal begins at offset {beginning}, what stood before was deleted: "
             f"{delete}"
         )
@@ -457,7 +465,7 @@ async def _with_restored(reader: JournalReader, plan: ShardPlan, delete: str) ->
                     block = parse_block(record.headers, record.value)
                     if block.count and not block.owner.startswith(OWNER):
                         last = block.first_seq + block.count - 1
-                        raise Refused(
+                        raise RebuildRefused(
                             f"shard {plan.shard}: events stand in the journal, seq {block.first_seq} to "
                             f"{last} at offset {record.offset}. "
                             "If they are the truth, nothing has to be restored. If they are what is left of "
@@ -468,11 +476,11 @@ async def _with_restored(reader: JournalReader, plan: ShardPlan, delete: str) ->
                     if accepted and cursor.seq in plan.marks:
                         found[cursor.seq] = cursor
     except (Corrupt, Gap) as error:
-        raise Refused(
+        raise RebuildRefused(
             f"shard {plan.shard}: what was restored before cannot be gone on with ({error}): {delete}"
         ) from None
     if missing := sorted(seq for seq in plan.marks if seq <= cursor.seq and seq not in found):
-        raise Refused(
+        raise RebuildRefused(
             f"shard {plan.shard}: cursors have moved to seq {missing[0]} since the last attempt: {delete}"
         )
     return plan._replace(restored=cursor, found=found)
@@ -503,7 +511,7 @@ async def _anchor_read_models(
                 ),
             )
             if done.rowcount != 1:
-                raise Refused(
+                raise RebuildRefused(
                     f"{version.schema}, shard {plan.shard}: the cursor moves: stop the workers, and begin "
                     "again"
                 )

@@ -33,11 +33,11 @@ AUDIT_LAG_SECONDS: Final = 5.0
 POLL_SECONDS: Final = 0.05
 
 
-class Refused(Exception):
+class RebuildRefused(Exception):
     """What was asked cannot be done, or should not be; the text says why and the way out."""
 
 
-class Unreadable(Refused):
+class Unreadable(RebuildRefused):
     """The source contradicts itself, or has not what was asked of it; the text says where."""
 
 

@@ -17,7 +17,7 @@ from grabstream.projections import versions
 from grabstream.projections.database.sessions import system_name
 from grabstream.projections.database.system import other_systems
 from grabstream.projections.versions import Version
-from grabstream.streams.rebuilding.sources import Refused
+from grabstream.streams.rebuilding.sources import RebuildRefused
 
 LOCK_SECONDS: Final = 2.0
 VIEWS_LOCK_MS: Final = 100
@@ -53,7 +53,7 @@ class Switch(NamedTuple):
         deadline = time.monotonic() + patience_seconds
         while (reason := await self._try()) is not None:
             if time.monotonic() > deadline:
-                raise Refused(
+                raise RebuildRefused(
                     f"not switched within {patience_seconds:.0f} s: {reason}. Nothing is lost: the same "
                     "command tries again"
                 )
@@ -79,7 +79,7 @@ class Switch(NamedTuple):
         except Busy as busy:
             return str(busy)
         except versions.ViewsInUse as error:
-            raise Refused(str(error)) from None
+            raise RebuildRefused(str(error)) from None
         return None
 
     async def _set_lock_timeout(self, milliseconds: int) -> None:

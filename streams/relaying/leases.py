@@ -28,7 +28,7 @@ RENEWALS_PER_LEASE: Final = 4
 GIVE_BACK_SECONDS_MAX: Final = 1.0
 
 
-class Keeper:
+class LeaseKeeper:
     """One a worker. `tasks_of(shard)` gives the coroutines to run while the shard's lease is held; they run
     until cancelled.
     """

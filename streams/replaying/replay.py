@@ -12,7 +12,7 @@ from grabstream.streams.replaying.selection import Selection
 from grabstream.streams.replaying.sinks import Sink
 
 #: Called with (units of the source, events) that were done since the last call.
-Report = Callable[[int, int], None]
+ReportReplay = Callable[[int, int], None]
 
 
 class Stretch(NamedTuple):
@@ -64,7 +64,7 @@ async def replay(
     planned: Sequence[Planned],
     selection: Selection,
     sink: Sink,
-    report: Report,
+    report: ReportReplay,
     done: dict[int, Done],
 ) -> None:
     """Carries every shard's events into the sink, one shard after the other; `done` says how far it is, also

@@ -27,7 +27,7 @@ from grabstream.projections.definitions import PROJECTIONS, definition_of
 from grabstream.projections.versions import create_flat, may_be_version
 from grabstream.streams.replaying.history import Point
 from grabstream.streams.replaying.selection import Wanted
-from grabstream.streams.replaying.sinks import Refused, RowSink
+from grabstream.streams.replaying.sinks import ReplayRefused, RowSink
 
 log = logging.getLogger(__name__)
 
@@ -145,7 +145,7 @@ async def open_schema(
             try:
                 await hold(connection, _lock(schema), f"replay into {schema}")
             except Held as held:
-                raise Refused(f"schema {schema} is being written by another replay: {held}") from None
+                raise ReplayRefused(f"schema {schema} is being written by another replay: {held}") from None
         known = await check_schema(connection, schema, system, definition)
         await connection.execute("SELECT set_config('grabstream.replay', %s, false)", (schema,))
         # What PostgreSQL forgets in a crash it forgets together with the cursors.
@@ -170,14 +170,14 @@ async def check_schema(
     is anything else.
     """
     if schema == system or schema in ("public", "information_schema") or schema.startswith("pg_"):
-        raise Refused(f"schema {schema} is not for replays: name another")
+        raise ReplayRefused(f"schema {schema} is not for replays: name another")
     if may_be_version(system, schema):
-        raise Refused(f"schema {schema} is named as the system's own read models are: name another")
+        raise ReplayRefused(f"schema {schema} is named as the system's own read models are: name another")
     kept = await read_definition(connection, schema)
     if kept is None:
         found = await connection.execute("SELECT 1 FROM pg_namespace WHERE nspname = %s", (schema,))
         if await found.fetchone():
-            raise Refused(
+            raise ReplayRefused(
                 f"schema {schema} is there and holds no replay: name another, or remove it with `DROP SCHEMA "
                 f"{schema} CASCADE`"
             )
@@ -192,7 +192,7 @@ async def check_schema(
             for name, value in definition.fixed().items()
             if known.get(name) != value
         )
-        raise Refused(f"schema {schema} holds another replay, made with {changed}: {remove}")
+        raise ReplayRefused(f"schema {schema} holds another replay, made with {changed}: {remove}")
     for shard in definition.shards:
         old, new = until.get(str(shard)), definition.bounds().get(str(shard))
         if new is not None and (
@@ -200,7 +200,7 @@ async def check_schema(
             or [value is None for value in old] != [value is None for value in new]
             or _less(new, old)
         ):
-            raise Refused(
+            raise ReplayRefused(
                 f"schema {schema} holds a replay that goes beyond this one in shard {shard}: {remove}"
             )
     return True

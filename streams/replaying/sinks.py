@@ -21,7 +21,7 @@ SEND_EVENTS_MAX: Final = 4_000
 Use = Callable[[str], Awaitable[None]]
 
 
-class Refused(Exception):
+class ReplayRefused(Exception):
     """The destination cannot take these events; the text says why, and the way out."""
 
 
@@ -135,19 +135,19 @@ async def check_topic(kafka: str, system: Topics, name: str, shards: int, append
     events as they are.
     """
     if name in retention_ms(system):
-        raise Refused(f"topic {name} is the system's own: name another")
+        raise ReplayRefused(f"topic {name} is the system's own: name another")
     partitions = await partitions_of(kafka, name)
     if not partitions:
         return False
     if len(partitions) != shards:
-        raise Refused(
+        raise ReplayRefused(
             f"topic {name} has {len(partitions)} partitions, but a shard needs one each, {shards}: name "
             "another"
         )
     if not append:
         async with open_reader(kafka, name) as reader:
             if any([await reader.end(shard) > await reader.beginning(shard) for shard in range(shards)]):
-                raise Refused(
+                raise ReplayRefused(
                     f"topic {name} holds records already: name another, delete it, or say --append (readers "
                     "tell repeats by ce_id)"
                 )

@@ -13,7 +13,7 @@ from aiokafka.errors import KafkaError
 from redis.exceptions import RedisError
 
 from grabstream.models.answers import Answer
-from grabstream.models.commands import AnyCommand, Settle
+from grabstream.models.commands import AnyCommand, GrabCommand
 from grabstream.models.journal import Cursor, parse_block
 from grabstream.ops.connections.opening import key_space
 from grabstream.ops.rehearsal.run import look, open_books
@@ -121,7 +121,7 @@ def missing(
             continue
         # What was asked for and is so already is answered by the event that made it so, under another
         # command.
-        same_command = said.event["command"] == command.id or isinstance(command, Settle)
+        same_command = said.event["command"] == command.id or isinstance(command, GrabCommand)
         if said.event["offer"] != command.offer or not same_command:
             problems.append(
                 f"{answer.id}: {answer.outcome} at seq {answer.seq}, but the journal has {said.event} there"

@@ -23,6 +23,7 @@ from grabstream.models.commands import (
     Confirm,
     Extend,
     Grab,
+    GrabCommand,
     Load,
     Open,
     Pause,
@@ -30,7 +31,6 @@ from grabstream.models.commands import (
     Release,
     Resume,
     Return,
-    Settle,
     Unredeem,
     check,
 )
@@ -331,7 +331,7 @@ class Hostile:
             )
         if isinstance(command, Redeem | Unredeem):
             return msgspec.structs.replace(command, order=self.one_of(*NAMES))
-        if isinstance(command, Settle):
+        if isinstance(command, GrabCommand):
             return msgspec.structs.replace(command, grab=self.one_of(*NAMES))
         return command
 

@@ -16,7 +16,7 @@ from grabstream.lua.gate.calls import GateLimits
 from grabstream.lua.gate.door import Gate
 from grabstream.lua.keys import KeySpace
 from grabstream.models.answers import Answer
-from grabstream.models.commands import AnyCommand, Grab, Open, Settle
+from grabstream.models.commands import AnyCommand, Grab, GrabCommand, Open
 from grabstream.models.digests import Digests
 from grabstream.models.events import (
     CampaignZone,
@@ -125,7 +125,7 @@ class Twins:
         if first is answer or not first.positive:
             if not first.positive:
                 del self.first_answers[campaign_of(command.offer), command.id]
-            assert not (answer.positive and answer.repeated and not isinstance(command, Settle))
+            assert not (answer.positive and answer.repeated and not isinstance(command, GrabCommand))
         elif Digests().remembered(command) == Digests().remembered(
             known
         ):  # another operator is no other command

@@ -25,7 +25,7 @@ from grabstream.projections.definitions import PROJECTIONS
 from grabstream.projections.versions import Version, use_version, versions
 from grabstream.streams.projecting.projector import CatchUp
 from grabstream.streams.rebuilding.loading import deal
-from grabstream.streams.rebuilding.rebuild import Progress, Refused, open_rebuild, open_source
+from grabstream.streams.rebuilding.rebuild import RebuildProgress, RebuildRefused, open_rebuild, open_source
 from grabstream.streams.rebuilding.switching import Busy, older_snapshots_gone
 from tests.conftest import as_role, make_system, until
 from tests.support.cli import grabstream, of
@@ -204,9 +204,9 @@ async def test_stopped_in_the_middle_it_goes_on(booked: Settings) -> None:
     """A cancellation between two commits of the load, and Ctrl-C while the live cursors are awaited."""
     before = await digests(booked, await version_in(booked, "ledger"))
     task: asyncio.Task[Any] | None = None
-    seen: list[Progress] = []
+    seen: list[RebuildProgress] = []
 
-    def stop_soon(progress: Progress) -> None:
+    def stop_soon(progress: RebuildProgress) -> None:
         seen.append(progress)
         if progress.done >= 4 * (GRANTS + 1) and task is not None:
             task.cancel()
@@ -355,7 +355,7 @@ async def test_a_journal_that_lost_records_is_refused_and_the_audit_trail_has_th
             "journal", elsewhere.kafka, elsewhere.journal, elsewhere.postgres, elsewhere.schema
         ) as source,
     ):
-        with pytest.raises(Refused, match=r"shard 0: .*ends"):
+        with pytest.raises(RebuildRefused, match=r"shard 0: .*ends"):
             await work.build(source)
     await damaged(booked, "UPDATE accounts_1 SET posted = 1 WHERE account = 'wallet:u3'")
     assert grabstream("rebuild", "ledger", "--from", "audit", "--accept", **of(booked)).returncode == 0
@@ -404,7 +404,7 @@ async def test_processes_load_the_same_rows(booked: Settings, monkeypatch: pytes
             f"UPDATE {ledger.schema}.projection_cursors SET next_offset = next_offset + 9 WHERE shard = "
             "2".encode()
         )
-    with pytest.raises(Refused, match="shard 2: it ends at offset 2, the live read model is at 11"):
+    with pytest.raises(RebuildRefused, match="shard 2: it ends at offset 2, the live read model is at 11"):
         await rebuilt(booked, "ledger", jobs=2)
     async with await open_books(booked) as books:
         await books.execute(
@@ -446,7 +446,7 @@ async def test_a_live_version_of_another_history_is_refused(booked: Settings) ->
     async with await open_books(booked) as books:
         await books.execute(f"UPDATE {table} SET head = %s WHERE shard = 1".encode(), (b"\x01" * 32,))
         for source, reason in (("journal", "different histories"), ("audit", "another history")):
-            with pytest.raises(Refused, match=f"shard 1.*{reason}"):
+            with pytest.raises(RebuildRefused, match=f"shard 1.*{reason}"):
                 await rebuilt(booked, "ledger", source)
         await books.execute(f"UPDATE {table} SET head = %s WHERE shard = 1".encode(), (head,))
     assert (await version_in(booked, "ledger")).schema == ledger.schema

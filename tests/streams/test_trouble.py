@@ -36,7 +36,7 @@ from grabstream.streams.projecting import verifier
 from grabstream.streams.projecting.verifier import Verifier
 from grabstream.streams.relaying import leases as keeper
 from grabstream.streams.relaying import relay
-from grabstream.streams.relaying.leases import Keeper
+from grabstream.streams.relaying.leases import LeaseKeeper
 from grabstream.streams.relaying.relay import ShardRelay
 from grabstream.streams.topics import Topics
 from tests.conftest import Worker, until
@@ -223,7 +223,7 @@ async def test_sweeper_keeper_and_gate_go_on(words: str) -> None:
 
     await goes_on(Sweeper(failing, KEYS.shard(0), 2, 5_000, record).run(), failing)
     failing = Failing(TROUBLE[words])
-    await goes_on(Keeper(failing, KEYS, 1_000, lambda shard: []).run(asyncio.Event()), failing)
+    await goes_on(LeaseKeeper(failing, KEYS, 1_000, lambda shard: []).run(asyncio.Event()), failing)
     failing = Failing(TROUBLE[words])
     journaled = Journaled(failing, KEYS)
     journaled.start()
@@ -295,7 +295,7 @@ async def test_refusals_wait_to_be_written(words: str) -> None:
 async def test_an_error_of_ours_is_raised_by_each_role(words: str) -> None:
     for work in (
         lambda client: Sweeper(client, KEYS.shard(0), 2, 5_000).run(),
-        lambda client: Keeper(client, KEYS, 1_000, lambda shard: []).run(asyncio.Event()),
+        lambda client: LeaseKeeper(client, KEYS, 1_000, lambda shard: []).run(asyncio.Event()),
         lambda client: Gate(client, KEYS, SEALER).decide(grabs(1), "decided"),
     ):
         with pytest.raises((type(OUR_OWN[words]()), ExceptionGroup)):  # the sweeper's two tasks are a group

@@ -46,7 +46,7 @@ from tests.support.verifier import (
 )
 
 
-async def progress_of(settings: Settings, shard: int = SHARD) -> verified.Progress:
+async def progress_of(settings: Settings, shard: int = SHARD) -> verified.VerifiedTo:
     async with await open_books(settings) as connection:
         return (await verified.progress(connection))[shard]
 

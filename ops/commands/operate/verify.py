@@ -9,7 +9,7 @@ from rich.markup import escape
 from grabstream.ops.connections.opening import check_system
 from grabstream.ops.console.output import console, counted, json_option, print_json
 from grabstream.ops.settings import Settings, load_settings
-from grabstream.ops.verification import PROBLEMS_SHOWN_MAX, Check, Report
+from grabstream.ops.verification import PROBLEMS_SHOWN_MAX, Check, Say
 from grabstream.ops.verification import verify as run_verification
 
 
@@ -27,7 +27,7 @@ def print_checks(checks: list[Check]) -> None:
             console.print(f"    [red]… and {len(check.problems) - PROBLEMS_SHOWN_MAX} more[/]")
 
 
-async def _verify(settings: Settings, wait_seconds: float, report: Report, quick: bool) -> list[Check]:
+async def _verify(settings: Settings, wait_seconds: float, report: Say, quick: bool) -> list[Check]:
     await check_system(settings)
     return await run_verification(settings, wait_seconds, report, quick)
 

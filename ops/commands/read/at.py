@@ -27,7 +27,7 @@ from grabstream.streams.replaying.history import AuditSource, JournalSource
 from grabstream.streams.replaying.replay import Done
 from grabstream.streams.replaying.replay_schema import is_schema, open_schema, temporary_schema
 from grabstream.streams.replaying.selection import Selection
-from grabstream.streams.replaying.sinks import Refused
+from grabstream.streams.replaying.sinks import ReplayRefused
 
 _HOLDS = (
     "SELECT offer, grab, user_id, held, deadline_at, due, currency FROM grabs WHERE held > 0 ORDER BY "
@@ -95,7 +95,7 @@ def at(
         found = run_until_stopped(
             _run(settings, asked, at_ms, keep, None if as_json and limit is None else shown)
         )
-    except (NothingThen, Refused, NoTrail, Corrupt, Gap) as error:
+    except (NothingThen, ReplayRefused, NoTrail, Corrupt, Gap) as error:
         click.echo(f"grabstream: {error}", err=True)
         sys.exit(1)
     if as_json:

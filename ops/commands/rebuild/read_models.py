@@ -24,7 +24,14 @@ from grabstream.ops.settings import Settings, load_settings
 from grabstream.projections.checking.difference import TableDifference
 from grabstream.projections.definitions import PROJECTIONS, definition_of
 from grabstream.projections.versions import NoReadModel, Version
-from grabstream.streams.rebuilding.rebuild import Progress, Rebuild, Refused, Where, open_rebuild, open_source
+from grabstream.streams.rebuilding.rebuild import (
+    Rebuild,
+    RebuildProgress,
+    RebuildRefused,
+    Servers,
+    open_rebuild,
+    open_source,
+)
 from grabstream.streams.rebuilding.restore import Restore
 from grabstream.streams.topics import Topics, create_topics
 
@@ -261,12 +268,12 @@ def _run_until_stopped(work: Coroutine[Any, Any, int], word: str) -> NoReturn:
     few_collections()
     try:
         sys.exit(run_until_stopped(work, word))
-    except (Refused, NoReadModel) as error:
+    except (RebuildRefused, NoReadModel) as error:
         click.echo(f"grabstream: {error}", err=True)
         sys.exit(1)
 
 
-def _show(line: ProgressLine, what: str, progress: Progress) -> None:
+def _show(line: ProgressLine, what: str, progress: RebuildProgress) -> None:
     line(what, progress.step, progress.done, progress.total, progress.rate)
 
 
@@ -277,9 +284,9 @@ def few_collections() -> None:
     gc.set_threshold(50_000, 20, 50)
 
 
-def where_of(settings: Settings) -> Where:
+def where_of(settings: Settings) -> Servers:
     """The system of the settings, as a rebuild wants it."""
-    return Where(
+    return Servers(
         settings.kafka, Topics(settings.prefix).journal, settings.postgres, settings.schema_, settings.shards
     )
 
@@ -305,7 +312,7 @@ async def _run(settings: Settings, projections: tuple[str, ...], request: Reques
                 where_of(settings), projection, report, step_of(settings), request.jobs
             ) as work:
                 result = await _one(settings, work, projection, request)
-        except Refused as error:
+        except RebuildRefused as error:
             if not (results and request.as_json):
                 raise
             # What was done before stands, and has to be told.
@@ -328,7 +335,7 @@ async def _one(settings: Settings, work: Rebuild, projection: str, request: Requ
     }  # fmt: skip
     lost = await work.is_lost(live) and not (request.drop_previous or request.discard)
     if lost and (request.undo or request.no_switch):
-        raise Refused(
+        raise RebuildRefused(
             f"the tables in schema {live.schema} are gone: `grabstream rebuild {projection}` makes them "
             "anew, and shows them"
         )
@@ -400,7 +407,7 @@ async def _plan(work: Rebuild, projection: str, live: Version, request: Request)
                 "would drop "
                 f"{(await work.in_state('previous' if request.drop_previous else 'building')).schema}"
             )
-        except Refused as error:
+        except RebuildRefused as error:
             return f"nothing: {error}"
     begun = await work.begun(request.source, request.keep_set_aside)
     number = definition_of(projection).number

@@ -32,7 +32,7 @@ from grabstream.streams.replaying.replay_schema import (
     partial_views,
 )
 from grabstream.streams.replaying.selection import Selection
-from grabstream.streams.replaying.sinks import LineSink, Refused, Sink, TopicSink, check_topic
+from grabstream.streams.replaying.sinks import LineSink, ReplayRefused, Sink, TopicSink, check_topic
 from grabstream.streams.topics import Topics, create_topic_like
 
 EXIT_BROKEN_PIPE = 128 + 13
@@ -138,7 +138,7 @@ def replay(
     done: dict[int, Done] = {}
     try:
         planned = run_until_stopped(_run(settings, asked, into, append, dry_run, done))
-    except (Refused, NoTrail, Corrupt, Gap) as error:
+    except (ReplayRefused, NoTrail, Corrupt, Gap) as error:
         click.echo(f"grabstream: {error}", err=True)
         sys.exit(1)
     except BrokenPipeError:
@@ -224,7 +224,7 @@ async def _alone(settings: Settings, topic: str) -> AsyncIterator[None]:
         try:
             await hold(connection, f"grabstream-replay-topic-{topic}", f"replay into {topic}")
         except Held as held:
-            raise Refused(f"topic {topic} is being written by another replay: {held}") from None
+            raise ReplayRefused(f"topic {topic} is being written by another replay: {held}") from None
         yield
 
 
