@@ -35,7 +35,8 @@ from tests.lua.scene import BERLIN, DAY, HOUR, MINUTE, WEEK, Scene, at, by_user,
 # -- total, per user, per user and day -----------------------------------------------------------------------
 
 
-async def test_c_total_per_user_per_user_and_day_in_one_script(scene: Scene) -> None:
+@pytest.mark.requirement("C1")
+async def test_total_per_user_per_user_and_day_in_one_script(scene: Scene) -> None:
     await scene.open(coupon(6, by_user("day", 2), by_user("offer", 3)))
     table = [
         (0, "ann", "granted", None), (0, "ann", "granted", None), (0, "ann", "limit_reached", "day"),
@@ -55,9 +56,10 @@ async def test_c_total_per_user_per_user_and_day_in_one_script(scene: Scene) -> 
         assert found == [(outcome, limit) for _, _, outcome, limit in rows_of_day]
 
 
+@pytest.mark.requirement("C1")
 @pytest.mark.parametrize(("terms", "by"), [(coupon, "user"), (stock, "card"), (coupon, "device")])
 @pytest.mark.parametrize(("per", "length"), [("offer", None), ("hour", HOUR), ("day", DAY), ("week", WEEK)])
-async def test_c_by_any_attribute_per_offer_hour_day_or_week(
+async def test_by_any_attribute_per_offer_hour_day_or_week(
     scene: Scene, terms: Any, by: str, per: Any, length: int | None
 ) -> None:
     monday = at("2027-01-18T00:00+00:00")
@@ -90,6 +92,7 @@ async def test_c_by_any_attribute_per_offer_hour_day_or_week(
     assert (await grab("x")).outcome == ("granted" if length else "limit_reached")
 
 
+@pytest.mark.requirement("C10")
 async def test_two_users_have_a_total_each(scene: Scene) -> None:
     """The article's script counts what a user has in all under the coupon's id: the first user uses up the
     second one's.
@@ -100,6 +103,7 @@ async def test_two_users_have_a_total_each(scene: Scene) -> None:
         assert (await scene.grab(user)).outcome == "limit_reached"
 
 
+@pytest.mark.requirement("C10")
 @pytest.mark.parametrize("first_day", ["2027-03-26", "2027-10-29"])
 async def test_a_day_ends_at_local_midnight(scene: Scene, first_day: str) -> None:
     """The article's day never ends. Over the days on which the clocks of Berlin change, each day gives as
@@ -351,7 +355,8 @@ async def test_what_is_confirmed_stays_counted(scene: Scene) -> None:
 # -- limits while running ------------------------------------------------------------------------------------
 
 
-async def test_c_limits_are_data_and_may_be_changed_while_running(scene: Scene) -> None:
+@pytest.mark.requirement("C2")
+async def test_limits_are_data_and_may_be_changed_while_running(scene: Scene) -> None:
     await scene.open(coupon(100, by_user("offer", 2)))
     assert await scene.outcomes(*["ann"] * 3, "bob") == ["granted", "granted", "limit_reached", "granted"]
     await scene.amend(limits=(by_user("offer", 4),))
@@ -416,6 +421,7 @@ async def test_a_limit_by_an_attribute_needs_it(scene: Scene) -> None:
 # -- codes 0/1/2/3 -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.requirement("C3")
 @pytest.mark.parametrize(
     ("first", "second", "named"),
     [
@@ -425,7 +431,7 @@ async def test_a_limit_by_an_attribute_needs_it(scene: Scene) -> None:
         (by_user("hour", 3), by_user("offer", 2), "offer"),
     ],
 )
-async def test_c_codes_have_a_fixed_precedence_and_name_the_first_limit(
+async def test_codes_have_a_fixed_precedence_and_name_the_first_limit(
     scene: Scene, first: Limit, second: Limit, named: str
 ) -> None:
     await scene.open(coupon(2, first, second))
@@ -483,7 +489,8 @@ async def test_up_to_takes_what_the_smallest_limit_leaves(scene: Scene) -> None:
 # -- the script and its server -------------------------------------------------------------------------------
 
 
-async def test_c_script_is_loaded_once_by_evalsha_and_falls_back_when_unknown(own: Any) -> None:
+@pytest.mark.requirement("C4")
+async def test_script_is_loaded_once_by_evalsha_and_falls_back_when_unknown(own: Any) -> None:
     client, keys = own
     one = Gate(client, keys, SEALER)
     await one.decide(
@@ -510,7 +517,8 @@ async def test_c_script_is_loaded_once_by_evalsha_and_falls_back_when_unknown(ow
     await one.close()
 
 
-async def test_c_one_slot_a_campaign_on_redis_cluster(scene: Scene) -> None:
+@pytest.mark.requirement("C5")
+async def test_one_slot_a_campaign_on_redis_cluster(scene: Scene) -> None:
     """Not only with a single writing Redis: what is decided together lies together, and the rest
     elsewhere.
     """
@@ -531,7 +539,8 @@ async def test_c_one_slot_a_campaign_on_redis_cluster(scene: Scene) -> None:
     assert len(set.union(*slots.values())) == scene.keys.shards
 
 
-async def test_c_a_refused_write_leaves_nothing_behind(scene: Scene) -> None:
+@pytest.mark.requirement("C6")
+async def test_a_refused_write_leaves_nothing_behind(scene: Scene) -> None:
     """The article's script cannot take its writes back. Here the first write is the one that can be
     refused.
     """
@@ -565,7 +574,8 @@ async def test_c_a_refused_write_leaves_nothing_behind(scene: Scene) -> None:
     assert outcomes == ["held", "held", "confirmed", "not_held", "redeemed", "returned", "amended"]
 
 
-async def test_c_full_memory_is_refused_up_front(own: Any) -> None:
+@pytest.mark.requirement("C6")
+async def test_full_memory_is_refused_up_front(own: Any) -> None:
     client, keys = own
     one = Gate(client, keys, SEALER)
     await one.decide(
@@ -590,7 +600,8 @@ async def test_c_full_memory_is_refused_up_front(own: Any) -> None:
 # -- one class of problem ------------------------------------------------------------------------------------
 
 
-async def test_c_envelope_coupon_and_stock_are_one_model(scene: Scene) -> None:
+@pytest.mark.requirement("C7")
+async def test_envelope_coupon_and_stock_are_one_model(scene: Scene) -> None:
     """One each for two users of three; the same commands, the same outcomes but for the name of the limit."""
     envelope = EnvelopeTerms(issuer="shop", funding="pay", asset="CNY", total=300, parts=2, seed="5eed" * 8)
     second = {}
@@ -613,7 +624,8 @@ async def test_c_envelope_coupon_and_stock_are_one_model(scene: Scene) -> None:
 # -- taken and used ------------------------------------------------------------------------------------------
 
 
-async def test_c_coupons_are_taken_and_used(scene: Scene) -> None:
+@pytest.mark.requirement("C8")
+async def test_coupons_are_taken_and_used(scene: Scene) -> None:
     await scene.open(coupon(5, max_per_grab=3))
     [grab] = [(await scene.grab("ann", 3)).grab]
     table: list[tuple[Any, str, int | None, str, bool]] = [
@@ -781,7 +793,8 @@ async def test_a_code_that_is_given_back_is_given_to_the_next(scene: Scene) -> N
 # -- what is left --------------------------------------------------------------------------------------------
 
 
-async def test_c_today_in_all_and_given_are_kept_apart(scene: Scene) -> None:
+@pytest.mark.requirement("C9")
+async def test_today_in_all_and_given_are_kept_apart(scene: Scene) -> None:
     """Every answer says what each limit leaves and until when, and what the offer has left; day by day."""
     scene.now = begin = at("2027-01-18T12:00+00:00")
     await scene.open(coupon(20, by_user("day", 2), by_user("offer", 5)))

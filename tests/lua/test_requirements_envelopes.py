@@ -102,8 +102,9 @@ async def gates(gate: Callable[..., Gate], client: Any, keys: KeySpace) -> Async
 CALLERS, GRABS_A_CALL = 2_500, 41
 
 
+@pytest.mark.requirement("A1")
 @pytest.mark.parametrize(("parts", "callers"), [(10, 3), (100_000, CALLERS)])
-async def test_a_one_envelope_of_100_thousand_parts_opens_is_drained_and_closes_like_a_small_one(
+async def test_one_envelope_of_100_thousand_parts_opens_is_drained_and_closes_like_a_small_one(
     gate: Callable[..., Gate], client: Any, keys: KeySpace, parts: int, callers: int
 ) -> None:
     """The same assertions for both: thousands of callers ask at once, 41 grabs each, and some come too
@@ -136,7 +137,8 @@ async def test_a_one_envelope_of_100_thousand_parts_opens_is_drained_and_closes_
     await forget(client, keys.prefix)
 
 
-async def test_a_one_big_envelope_is_split_into_small_ones_in_advance(scene: Scene) -> None:
+@pytest.mark.requirement("A2")
+async def test_one_big_envelope_is_split_into_small_ones_in_advance(scene: Scene) -> None:
     """`ahead`: the parts are there at the opening, shuffled; `at_grab`: no list. Both are what anyone
     computes from seed and terms.
     """
@@ -154,7 +156,8 @@ async def test_a_one_big_envelope_is_split_into_small_ones_in_advance(scene: Sce
     assert sorted(drawn["ahead"]) == sorted(drawn["at_grab"])
 
 
-async def test_a_lists_and_map_are_keys_in_the_shards_slot_and_the_taken_list_is_the_outbox(
+@pytest.mark.requirement("A3")
+async def test_lists_and_map_are_keys_in_the_slot_of_the_shard_and_the_outbox_lists_what_is_taken(
     scene: Scene,
 ) -> None:
     keys = scene.keys
@@ -181,7 +184,8 @@ async def test_a_lists_and_map_are_keys_in_the_shards_slot_and_the_taken_list_is
         assert {key_slot(name.encode()) for name in there} == {key_slot(shard.outbox.encode())}
 
 
-async def test_a_check_take_and_record_are_one_lua_script(own: Any) -> None:
+@pytest.mark.requirement("A4")
+async def test_check_take_and_record_are_one_lua_script(own: Any) -> None:
     """Hundreds of grabs, of whom some have a part already and some repeat, are one call of one script; and so
     are their repeats.
     """
@@ -204,9 +208,10 @@ async def test_a_check_take_and_record_are_one_lua_script(own: Any) -> None:
     await one.close()
 
 
+@pytest.mark.requirement("A6")
 @pytest.mark.parametrize("opens_in", [0, HOUR])
 @pytest.mark.parametrize("open_for", [None, 5_000])
-async def test_a_what_is_left_goes_back_to_the_sender_by_itself(
+async def test_what_is_left_goes_back_to_the_sender_by_itself(
     scene: Scene, open_for: int | None, opens_in: int
 ) -> None:
     opens = NOW + opens_in
@@ -228,7 +233,8 @@ async def test_a_what_is_left_goes_back_to_the_sender_by_itself(
     assert transfers_of(closed) == (Transfer("CNY", "offer:o", "wallet:alice", 1_000 - sum(taken)),)
 
 
-async def test_a_few_wrong_data_are_mended_by_hand(scene: Scene) -> None:
+@pytest.mark.requirement("A7")
+async def test_few_wrong_data_are_mended_by_hand(scene: Scene) -> None:
     await scene.open(envelope())
     await scene.grab("ann")
     wrong: dict[str, Any] = {"operator": "olga", "reason": 'paid twice, see "7"', "approved_by": "boss"}
@@ -262,7 +268,8 @@ async def test_a_few_wrong_data_are_mended_by_hand(scene: Scene) -> None:
         assert (answer.outcome, next(iter(fields)) in (answer.message or "")) == ("invalid", True), fields
 
 
-async def test_a_20_threads(servers: Settings, prefix: str) -> None:
+@pytest.mark.requirement("A8", "E12")
+async def test_20_threads(servers: Settings, prefix: str) -> None:
     """As many as the article's, each with an event loop, a connection and a gate of its own. How fast is for
     `make bench` to say.
     """
@@ -316,7 +323,8 @@ async def test_a_20_threads(servers: Settings, prefix: str) -> None:
         await client.aclose()
 
 
-async def test_a_split_over_shards_and_grabbed_in_batches(scene: Scene) -> None:
+@pytest.mark.requirement("A9")
+async def test_split_over_shards_and_grabbed_in_batches(scene: Scene) -> None:
     """Envelopes of twelve campaigns in three slots; one list of grabs for all of them is answered in its
     order.
     """
@@ -360,9 +368,10 @@ def legal(chance: random.Random, law: Any, number: int) -> EnvelopeTerms:
     return envelope(total, parts, min=least, max=most, law=law, seed=f"{number:032x}")
 
 
+@pytest.mark.requirement("B1")
 @pytest.mark.parametrize("draw", DRAWS)
 @pytest.mark.parametrize("law", LAWS)
-async def test_b_random_amounts_keep_minimum_maximum_and_the_exact_sum(
+async def test_random_amounts_keep_minimum_maximum_and_the_exact_sum(
     scene: Scene, law: Any, draw: Draw
 ) -> None:
     chance = random.Random(f"{law} {draw}")
@@ -380,8 +389,9 @@ async def test_b_random_amounts_keep_minimum_maximum_and_the_exact_sum(
             assert (terms.parts - place) * terms.min <= sum(got[place:]) <= (terms.parts - place) * most
 
 
+@pytest.mark.requirement("B2")
 @pytest.mark.parametrize("draw", DRAWS)
-async def test_b_amounts_are_computed_when_sending_or_when_grabbing(
+async def test_amounts_are_computed_when_sending_or_when_grabbing(
     gates: Callable[..., Gate], client: Any, keys: KeySpace, draw: Draw
 ) -> None:
     """No seed is given: the gate draws one, commits to it, keeps it to itself till the close, and then anyone
@@ -407,7 +417,8 @@ async def test_b_amounts_are_computed_when_sending_or_when_grabbing(
     assert len(seeds) == len(LAWS)
 
 
-async def test_b_no_lock_and_over_load_is_refused_with_a_retry_time(
+@pytest.mark.requirement("B4")
+async def test_no_lock_and_over_load_is_refused_with_a_retry_time(
     gates: Callable[..., Gate], client: Any, keys: KeySpace
 ) -> None:
     one = gates()
@@ -431,8 +442,9 @@ async def test_b_no_lock_and_over_load_is_refused_with_a_retry_time(
     assert outcomes(await one.decide(late, "decided")) == {"granted": 6}
 
 
+@pytest.mark.requirement("B5")
 @pytest.mark.parametrize("draw", DRAWS)
-async def test_b_a_failure_takes_no_part_and_a_hold_goes_back_by_an_event(scene: Scene, draw: Draw) -> None:
+async def test_a_failure_takes_no_part_and_a_hold_goes_back_by_an_event(scene: Scene, draw: Draw) -> None:
     await scene.open(envelope(1_000, 3, draw=draw))
     await scene.grab("ann")
     outbox = scene.keys.shard(scene.keys.shard_of_offer("o")).outbox
@@ -466,8 +478,9 @@ async def test_b_a_failure_takes_no_part_and_a_hold_goes_back_by_an_event(scene:
     assert await scene.outcomes("bob") == ["held"]
 
 
+@pytest.mark.requirement("B6")
 @pytest.mark.parametrize("end", ["drained", "command", "deadline", "paused"])
-async def test_b_already_received_is_asked_first_also_when_it_is_over_then_sold_out(
+async def test_already_received_is_asked_first_also_when_it_is_over_then_sold_out(
     scene: Scene, end: str
 ) -> None:
     """Names and numbers are stable; who has no part is told why, who has one is told their part."""
@@ -499,8 +512,9 @@ async def test_b_already_received_is_asked_first_also_when_it_is_over_then_sold_
 # -- D: double mean and idempotent grabs ---------------------------------------------------------------------
 
 
+@pytest.mark.requirement("D1")
 @pytest.mark.parametrize(("total", "parts"), [(20, 10), (1_000, 10), (17, 5)])
-async def test_d_double_mean_in_cents(scene: Scene, total: int, parts: int) -> None:
+async def test_double_mean_in_cents(scene: Scene, total: int, parts: int) -> None:
     """Each part lies between 1 and twice the mean of what remains; nobody gets nothing; and both ends are
     drawn.
     """
@@ -521,7 +535,8 @@ async def test_d_double_mean_in_cents(scene: Scene, total: int, parts: int) -> N
     assert abs(sum(firsts) / 100 - mean) < 0.2 * mean
 
 
-async def test_d_a_unique_id_an_envelope_and_the_count_beside_its_parts(scene: Scene) -> None:
+@pytest.mark.requirement("D2")
+async def test_a_unique_id_an_envelope_and_the_count_beside_its_parts(scene: Scene) -> None:
     opening = Open(id="open", offer="o", terms=envelope(1_000, 5))
     other = envelope(1_001, 5)
     [first] = await scene.decide_both([opening])
@@ -556,9 +571,10 @@ async def test_d_a_unique_id_an_envelope_and_the_count_beside_its_parts(scene: S
     assert (await scene.do(Open, terms=envelope())).outcome == "conflict"
 
 
+@pytest.mark.requirement("D4")
 @pytest.mark.parametrize("draw", DRAWS)
 @pytest.mark.parametrize("end", ["drained", "command", "deadline"])
-async def test_d_the_same_user_again_sees_the_amount_already_taken_or_that_it_is_over(
+async def test_the_same_user_again_sees_the_amount_already_taken_or_that_it_is_over(
     scene: Scene, draw: Draw, end: str
 ) -> None:
     grabs = crowd(4)
@@ -600,8 +616,9 @@ async def test_d_the_same_user_again_sees_the_amount_already_taken_or_that_it_is
     assert await scene.outcomes("late") == ["sold_out" if end == "drained" else "over"]
 
 
+@pytest.mark.requirement("D5")
 @pytest.mark.parametrize("draw", DRAWS)
-async def test_d_a_burst_of_the_same_request_gets_one_part(
+async def test_a_burst_of_the_same_request_gets_one_part(
     gates: Callable[..., Gate], client: Any, keys: KeySpace, draw: Draw
 ) -> None:
     """150 gates, so 150 connections: the same request from all at once; and then a user who clicks so often,
@@ -632,7 +649,8 @@ async def test_d_a_burst_of_the_same_request_gets_one_part(
 PARTS, LEFT = 300, 5
 
 
-async def test_a_written_in_batches_b_balance_and_flow_in_sql_d_records_are_saved(
+@pytest.mark.requirement("A5", "B3", "B7", "D3")
+async def test_grabs_are_saved_in_batches_with_balances_and_records(
     system: Settings, worker: Callable[..., Any]
 ) -> None:
     """Relay → journal → agents → PostgreSQL, and `grab.events`; then the worker is killed, and another one

@@ -60,6 +60,7 @@ async def left_of(scene: Scene) -> int | None:
 # -- quantities ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.requirement("E1")
 @pytest.mark.parametrize("hold_ms", [None, HOUR])
 @pytest.mark.parametrize(
     ("take", "total", "rows"),
@@ -74,7 +75,7 @@ async def left_of(scene: Scene) -> int | None:
         ("up_to", 10, [(11, "invalid", None, None), (10, "ok", 10, 0)]),
     ],
 )  # fmt: skip
-async def test_e_any_quantity_from_one_to_what_remains(
+async def test_any_quantity_from_one_to_what_remains(
     scene: Scene, take: Any, total: int, rows: list[Any], hold_ms: int | None
 ) -> None:
     await scene.open(stock(total, max_per_grab=10, take=take, hold_ms=hold_ms))
@@ -84,8 +85,9 @@ async def test_e_any_quantity_from_one_to_what_remains(
         assert (answer.outcome, answer.quantity, answer.left) == (expected, got, left)
 
 
+@pytest.mark.requirement("E1")
 @pytest.mark.parametrize("take", ["all", "up_to"])
-async def test_e_never_over_sold(scene: Scene, take: Any) -> None:
+async def test_never_over_sold(scene: Scene, take: Any) -> None:
     """A crowd of any quantities in one call; half of what they hold comes back, and a second crowd comes."""
     chance = random.Random(4)
     await scene.open(stock(200, max_per_grab=9, take=take, hold_ms=HOUR))
@@ -110,7 +112,8 @@ async def test_e_never_over_sold(scene: Scene, take: Any) -> None:
 # -- who may -------------------------------------------------------------------------------------------------
 
 
-async def test_e_who_may_buy_everyone_list_or_ticket(scene: Scene) -> None:
+@pytest.mark.requirement("E2", "E7")
+async def test_who_may_buy_everyone_list_or_ticket(scene: Scene) -> None:
     """Loaded and signed seven days before the rush, which then asks no other service."""
     opens_at = NOW + 7 * DAY
     signed = {user: ticket_for(user, "o:ticket", opens_at + HOUR, "") for user in ("ann", "bob")}
@@ -308,7 +311,8 @@ async def test_used_tickets_that_have_ended_make_room(scene: Scene) -> None:
 # -- hold, confirm, release, expire --------------------------------------------------------------------------
 
 
-async def test_e_hold_hands_over_what_is_to_be_paid(scene: Scene) -> None:
+@pytest.mark.requirement("E9")
+async def test_hold_hands_over_what_is_to_be_paid(scene: Scene) -> None:
     await scene.open(stock(10, **PRICED))
     answer = await scene.grab("ann", 3)
     assert (answer.outcome, answer.due, answer.currency, answer.deadline_at) == (
@@ -324,7 +328,8 @@ async def test_e_hold_hands_over_what_is_to_be_paid(scene: Scene) -> None:
     assert (await pay(scene, answer.grab, paid=750)).outcome == "confirmed"
 
 
-async def test_e_hold_confirm_release_expiry_any_number_of_times_in_any_order(scene: Scene) -> None:
+@pytest.mark.requirement("E3")
+async def test_hold_confirm_release_expiry_any_number_of_times_in_any_order(scene: Scene) -> None:
     """Every sequence of four steps: the first one decides, each later one changes nothing and says how it
     is.
     """
@@ -365,9 +370,10 @@ async def test_e_hold_confirm_release_expiry_any_number_of_times_in_any_order(sc
         assert refunds == (1 if "confirm" in steps and steps[0] != "confirm" else 0), steps
 
 
+@pytest.mark.requirement("E3")
 @pytest.mark.parametrize("order", list(permutations(("confirm", "sweep", "release"))))
 @pytest.mark.parametrize("ms", [-1, 0, 1])
-async def test_e_the_millisecond_of_the_deadline(scene: Scene, order: tuple[str, ...], ms: int) -> None:
+async def test_the_millisecond_of_the_deadline(scene: Scene, order: tuple[str, ...], ms: int) -> None:
     """Up to the deadline who comes first wins; from its millisecond on expiry does, whoever finds it. The
     loser is told, once.
     """
@@ -398,7 +404,8 @@ async def test_e_the_millisecond_of_the_deadline(scene: Scene, order: tuple[str,
     )
 
 
-async def test_e_confirm_and_expiry_at_once(client: Any, keys: KeySpace) -> None:
+@pytest.mark.requirement("E3")
+async def test_confirm_and_expiry_at_once(client: Any, keys: KeySpace) -> None:
     """Payments in the last millisecond while the sweeper is already at the deadline: each hold has one end,
     each loser a refund.
     """
@@ -441,8 +448,9 @@ async def test_e_confirm_and_expiry_at_once(client: Any, keys: KeySpace) -> None
         await client.unlink(name)
 
 
+@pytest.mark.requirement("E3")
 @pytest.mark.parametrize("extensions", [0, 1, 3])
-async def test_e_extend(scene: Scene, extensions: int) -> None:
+async def test_extend(scene: Scene, extensions: int) -> None:
     await scene.open(stock(5, **PRICED, extensions=extensions))
     grab = (await scene.grab("ann")).grab
     for number in range(1, extensions + 1):
@@ -462,7 +470,8 @@ async def test_e_extend(scene: Scene, extensions: int) -> None:
     assert (await scene.do(Extend, grab="none")).outcome == "no_such_grab"
 
 
-async def test_e_only_what_is_held_is_extended(scene: Scene) -> None:
+@pytest.mark.requirement("E3")
+async def test_only_what_is_held_is_extended(scene: Scene) -> None:
     await scene.open(stock(5, **PRICED, extensions=9))
     paid, released = (await scene.grab("ann")).grab, (await scene.grab("ann")).grab
     await pay(scene, paid)
@@ -470,7 +479,8 @@ async def test_e_only_what_is_held_is_extended(scene: Scene) -> None:
     assert [(await scene.do(Extend, grab=grab)).outcome for grab in (paid, released)] == ["not_held"] * 2
 
 
-async def test_e_what_is_wrong_in_two_ways_gets_the_smaller_refusal(scene: Scene) -> None:
+@pytest.mark.requirement("E3")
+async def test_what_is_wrong_in_two_ways_gets_the_smaller_refusal(scene: Scene) -> None:
     """Units and extensions are counted only where some are held, or are the user's."""
     await scene.open(stock(200, **PRICED | {"max_per_grab": 200}, extensions=1))
     grab = (await scene.grab("ann", settling.PAYMENTS_MAX + 1)).grab
@@ -486,8 +496,9 @@ async def test_e_what_is_wrong_in_two_ways_gets_the_smaller_refusal(scene: Scene
     assert (await pay(scene, other, "late", 1, quantity=9)).outcome == "invalid"
 
 
+@pytest.mark.requirement("E3")
 @pytest.mark.parametrize("end", ["release", "expire", "confirm"])
-async def test_e_partial_confirm_with_the_rest_held(scene: Scene, end: str) -> None:
+async def test_partial_confirm_with_the_rest_held(scene: Scene, end: str) -> None:
     await scene.open(stock(5, by_user("offer", 5), **PRICED))
     grab = (await scene.grab("ann", 5)).grab
     assert (await pay(scene, grab, "p1", 500, quantity=2)).quantity == 2
@@ -511,6 +522,7 @@ async def test_e_partial_confirm_with_the_rest_held(scene: Scene, end: str) -> N
     assert returned.refunds == (("p1", 500), ("p2", 250), *([("p4", 500)] if end == "confirm" else []))
 
 
+@pytest.mark.requirement("E3")
 @pytest.mark.parametrize(
     ("terms", "after_ms", "meanwhile", "outcome"),
     [
@@ -534,7 +546,7 @@ async def test_e_partial_confirm_with_the_rest_held(scene: Scene, end: str) -> N
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("swept", [False, True])
-async def test_e_a_late_payment(
+async def test_a_late_payment(
     scene: Scene, terms: Any, after_ms: int, meanwhile: str | None, outcome: str, swept: bool
 ) -> None:
     await scene.open(stock(3, by_user("offer", 3), **PRICED, waiting_list=True, **terms))
@@ -629,13 +641,12 @@ SITUATIONS = (
 )  # fmt: skip
 
 
+@pytest.mark.requirement("E3")
 @pytest.mark.parametrize(
     ("situation", "late"),
     [*product(SITUATIONS, ("refuse", "retake")), ("expired", "refuse"), ("expired and swept", "refuse")],
 )
-async def test_e_every_unserved_payment_is_to_be_refunded_once(
-    scene: Scene, situation: str, late: Any
-) -> None:
+async def test_every_unserved_payment_is_to_be_refunded_once(scene: Scene, situation: str, late: Any) -> None:
     """However often it is sent: under one command id, under others, in one call, later. With the right sum at
     last it is a conflict: what was paid back is not served, and more money is another payment.
     """
@@ -699,8 +710,9 @@ async def test_money_for_what_costs_nothing_is_refunded(scene: Scene, terms: Any
 # -- return --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.requirement("E4")
 @pytest.mark.parametrize("restores", [False, True])
-async def test_e_a_return_opens_the_units_again(scene: Scene, restores: bool) -> None:
+async def test_a_return_opens_the_units_again(scene: Scene, restores: bool) -> None:
     """In part and whole; with `return_restores` the user may take as many again."""
     await scene.open(stock(4, by_user("offer", 4), by_user("day", 4), **PRICED, return_restores=restores))
     grab = (await scene.grab("ann", 4)).grab
@@ -726,7 +738,8 @@ async def test_e_a_return_opens_the_units_again(scene: Scene, restores: bool) ->
     ]
 
 
-async def test_e_a_return_is_carried_out_once(scene: Scene) -> None:
+@pytest.mark.requirement("E4")
+async def test_a_return_is_carried_out_once(scene: Scene) -> None:
     await scene.open(stock(4, max_per_grab=4))
     grab = (await scene.grab("ann", 4)).grab or ""
     command = Return(id="r", offer="o", grab=grab, quantity=1)
@@ -765,8 +778,9 @@ async def test_what_was_retaken_on_another_day_gives_back_by_days(scene: Scene, 
 # -- close, amend, waves -------------------------------------------------------------------------------------
 
 
+@pytest.mark.requirement("E3")
 @pytest.mark.parametrize("closed_by", ["command", "deadline"])
-async def test_e_close_with_holds(scene: Scene, closed_by: str) -> None:
+async def test_close_with_holds(scene: Scene, closed_by: str) -> None:
     """Holds stay payable until their time; what is released or returned goes to the issuer, and can be
     grabbed no more.
     """
@@ -796,7 +810,8 @@ async def test_e_close_with_holds(scene: Scene, closed_by: str) -> None:
     assert (await scene.amend(total=20)).outcome == "over"
 
 
-async def test_e_the_total_is_never_below_what_is_taken_or_held(scene: Scene) -> None:
+@pytest.mark.requirement("E5")
+async def test_the_total_is_never_below_what_is_taken_or_held(scene: Scene) -> None:
     await scene.open(stock(10, **PRICED))
     taken, held = (await scene.grab("ann", 2)).grab, (await scene.grab("bob", 3)).grab
     await pay(scene, taken, paid=500)
@@ -814,7 +829,8 @@ async def test_e_the_total_is_never_below_what_is_taken_or_held(scene: Scene) ->
     assert (await scene.amend(total=1)).left == 1
 
 
-async def test_e_waves_of_stock(scene: Scene) -> None:
+@pytest.mark.requirement("E5")
+async def test_waves_of_stock(scene: Scene) -> None:
     """The next wave is an amended total: it opens what was sold out, and is sold as exactly."""
     await scene.open(stock(3))
     for wave in range(1, 5):
@@ -826,7 +842,8 @@ async def test_e_waves_of_stock(scene: Scene) -> None:
     assert {(event.added, event.removed, event.source) for event in amended} == {(3, 0, "issuer:shop")}
 
 
-async def test_e_the_week_is_checked_and_opens_and_closes_at_its_times(scene: Scene) -> None:
+@pytest.mark.requirement("E5")
+async def test_the_week_is_checked_and_opens_and_closes_at_its_times(scene: Scene) -> None:
     """Loaded on Monday; prices and stock corrected until it opens; sold on Friday from 10:00 to 12:00."""
     scene.now = at("2027-01-18T09:00+08:00")
     opens_at, closes_at = at("2027-01-22T10:00+08:00"), at("2027-01-22T12:00+08:00")
@@ -851,6 +868,7 @@ async def test_e_the_week_is_checked_and_opens_and_closes_at_its_times(scene: Sc
     assert await scene.outcomes("eve") == ["over"]
 
 
+@pytest.mark.requirement("E5")
 @pytest.mark.parametrize(
     ("moment", "retry_at"),
     [
@@ -868,7 +886,7 @@ async def test_e_the_week_is_checked_and_opens_and_closes_at_its_times(scene: Sc
         ("2027-10-31T12:00:00.000+01:00", "2027-11-02T23:00+01:00"),
     ],
 )  # fmt: skip
-async def test_e_weekly_hours(scene: Scene, moment: str, retry_at: str | None) -> None:
+async def test_weekly_hours(scene: Scene, moment: str, retry_at: str | None) -> None:
     """Sundays from ten to twelve and Tuesdays from eleven at night, by the clock of Berlin, also when it
     changes.
     """
@@ -901,7 +919,8 @@ async def test_retry_at_is_a_time_at_which_it_is_open(scene: Scene) -> None:
 # -- campaigns -----------------------------------------------------------------------------------------------
 
 
-async def test_e_one_of_these_five_a_user(scene: Scene) -> None:
+@pytest.mark.requirement("E1")
+async def test_one_of_these_five_a_user(scene: Scene) -> None:
     """A limit of the campaign counts over its offers; what is given back in one may be taken in another."""
     one = by_user("offer", 1, scope="campaign")
     five = [f"week:{number}" for number in range(5)]
@@ -947,7 +966,8 @@ def basket(name: str, *wanted: tuple[str, int], user: str = "ann") -> list[Grab]
     ]
 
 
-async def test_e_a_basket_is_all_or_nothing(scene: Scene) -> None:
+@pytest.mark.requirement("E1")
+async def test_a_basket_is_all_or_nothing(scene: Scene) -> None:
     four = by_user("offer", 4, scope="campaign")
     for offer, total in (("w:1", 3), ("w:2", 1), ("w:3", 9)):
         await scene.open(stock(total, four, hold_ms=HOUR, max_per_grab=3), offer)
@@ -989,8 +1009,9 @@ async def test_e_a_basket_is_all_or_nothing(scene: Scene) -> None:
     assert [answer.outcome for answer in await scene.decide_both(again)] == ["held"] * 2
 
 
+@pytest.mark.requirement("E1")
 @pytest.mark.parametrize("forgotten", [0, 1])
-async def test_e_a_refused_basket_of_which_only_a_part_is_still_known_is_decided_again(
+async def test_a_refused_basket_of_which_only_a_part_is_still_known_is_decided_again(
     scene: Scene, forgotten: int
 ) -> None:
     """The hundred thousand refusals that are kept may end in the middle of a basket."""
@@ -1017,7 +1038,8 @@ async def test_e_a_refused_basket_of_which_only_a_part_is_still_known_is_decided
 # -- waiting list --------------------------------------------------------------------------------------------
 
 
-async def test_e_the_waiting_list_is_served_in_order(scene: Scene) -> None:
+@pytest.mark.requirement("E3")
+async def test_the_waiting_list_is_served_in_order(scene: Scene) -> None:
     """By release, by expiry, by a return, by a new wave; who leaves is passed over; newcomers stand
     behind.
     """
@@ -1214,7 +1236,8 @@ async def test_waiting_counts_against_limits_and_leaving_gives_back(scene: Scene
 # -- retire --------------------------------------------------------------------------------------------------
 
 
-async def test_e_the_program_removes_what_the_core_no_longer_needs(scene: Scene) -> None:
+@pytest.mark.requirement("E8")
+async def test_the_program_removes_what_the_core_no_longer_needs(scene: Scene) -> None:
     """Some time after its close and its last hold an offer leaves Redis; its id is never usable again."""
     limit = by_user("offer", 5, scope="campaign")
     terms = stock(

@@ -94,6 +94,7 @@ async def places(settings: Settings, field: str) -> list[int]:
         await redis.aclose()
 
 
+@pytest.mark.requirement("A10")
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "fault",
