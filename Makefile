@@ -6,7 +6,7 @@ STAMP := $(VENV)/complete
 PROCESSES ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup up down demo test test-cluster drill upgrade lint format mutations nightly bench lock clean
+.PHONY: help setup up down demo test test-cluster drill upgrade lint docs format mutations nightly bench lock clean
 
 help: ## List the targets.
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -37,7 +37,7 @@ drill: setup ## Play the kill matrix, then again on a cluster, then test-cluster
 	@$(PYTHON) -m tests.drill $(ARGS)
 	@if [ -z '$(ARGS)' ]; then $(PYTHON) -m tests.drill --cluster && $(MAKE) test-cluster; fi
 
-lint: setup ## Format, style, types, import contracts, Lua, compose.yaml, README, schemas.
+lint: setup ## Format, style, types, import contracts, Lua, compose.yaml, pages and their links, schemas.
 	@scripts/packages.sh luacheck:lua-check
 	@$(VENV)/bin/ruff format --check .
 	@$(VENV)/bin/ruff check .
@@ -45,10 +45,14 @@ lint: setup ## Format, style, types, import contracts, Lua, compose.yaml, README
 	@$(VENV)/bin/lint-imports
 	@$(PYTHON) scripts/lint_lua.py
 	@$(PYTHON) scripts/lint_compose.py
-	@$(PYTHON) scripts/offer_fields.py --check README.md
+	@$(PYTHON) scripts/offer_fields.py --check docs/commands.md
 	@$(PYTHON) scripts/limits.py --check docs/limits.md
+	@$(PYTHON) scripts/lint_pages.py
 	@$(PYTHON) scripts/schemas.py --check
 	@$(PYTHON) scripts/schemas.py --compare
+
+docs: setup ## Build the documentation as a site in site/.
+	@$(VENV)/bin/mkdocs build --strict --quiet && echo "open site/index.html"
 
 format: setup ## Format the code.
 	@$(VENV)/bin/ruff check --fix-only -q . ; $(VENV)/bin/ruff format .

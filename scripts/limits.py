@@ -416,14 +416,12 @@ def _is_number(annotation: Any) -> bool:
 def document() -> str:
     """The page."""
     said = (
-        "# Bounds\n\nEvery bound of the system. `python scripts/limits.py --write docs/limits.md` writes "
-        "this page from the code; "
-        "`make lint` compares.\n"
-        "Fields, lists and whole commands are bounded at the door, records before they are decoded, event "
-        "lines before the first write:\n"
-        "no command that is accepted leads to an event that Kafka or PostgreSQL refuses.\nWhat is above a "
-        "bound is answered, its bytes are "
-        "kept, and nothing else waits for it.\n"
+        "# Bounds\n\n"
+        "Every bound of the system. `python scripts/limits.py --write docs/limits.md` writes this page from the\n"
+        "code; `make lint` compares.\n\n"
+        "Fields, lists and whole commands are checked at the door, records before they are decoded, event lines\n"
+        "before the first write. So no accepted command leads to an event that Kafka or PostgreSQL refuses. A command\n"
+        "above a bound is answered, its bytes are kept, and no other command waits for it.\n"
     )
     head = ("what", "at most", "why", "above it")
     tables = (

@@ -26,6 +26,7 @@ from grabstream.ops.commands.rebuild.replay import replay as replay_verb
 from grabstream.ops.formats.moments import show_time
 from grabstream.ops.rehearsal.run import open_books
 from grabstream.ops.replaying import request
+from grabstream.ops.services.servers import PROJECT
 from grabstream.ops.settings import Settings, child_environment, load_settings
 from grabstream.projections.database.locks import hold
 from grabstream.streams.journal import JournalReader, open_reader
@@ -34,7 +35,7 @@ from grabstream.streams.replaying.history import JournalSource, Point
 from grabstream.streams.topics import Topics
 from tests.conftest import until
 from tests.streams.told import System, live, schemas
-from tests.support.cli import README, grabstream, of
+from tests.support.cli import grabstream, of
 from tests.support.projections import LINES, SHARD, Journal, granted, opened, rows, running
 
 
@@ -444,8 +445,9 @@ def test_what_is_asked_wrongly_is_named(words: tuple[str, ...], reason: str) -> 
     assert reason in " ".join(done.output.split())
 
 
-def test_the_commands_in_the_readme_are_understood() -> None:
-    section = README.read_text().partition("## Replay and the time machine\n")[2].partition("\n## ")[0]
+def test_commands_of_the_page_are_understood() -> None:
+    page = (PROJECT / "docs" / "replay.md").read_text()
+    section = page.partition("## Replay and the time machine\n")[2].partition("\n## ")[0]
     lines = re.findall(r"^grabstream (replay|at) (.*?)(?: +#.*)?$", section, re.MULTILINE)
     assert len(lines) > 4
     settings = load_settings()

@@ -1,0 +1,97 @@
+"""README and docs/flash-sale.md, executed as they stand there: only names of topics and schema are those of the test."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from grabstream.models.commands import Grab, Open
+from grabstream.models.offers import EnvelopeTerms
+from grabstream.ops.connections.opening import open_gate
+from grabstream.ops.services.servers import PROJECT
+from grabstream.ops.settings import Settings, child_environment
+from tests.conftest import until
+from tests.support.cli import of
+from tests.support.projections import rows
+
+README = (PROJECT / "README.md").read_text()
+FLASH_SALE = (PROJECT / "docs" / "flash-sale.md").read_text()
+
+
+def run(command: list[str], settings: Settings, folder: Path) -> str:
+    """What a command of a page prints; it must succeed."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = child_environment(**of(settings), patience_ms="30000") | {"PATH": path}
+    done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+async def test_readme_grab_by_hand(system: Settings, worker: Callable[..., Any], tmp_path: Path) -> None:
+    worker(system)
+    [block] = re.findall(r"^```sh\n(kcat -P .*?)^```", README, re.MULTILINE | re.DOTALL)
+    for there, here in (
+        ("grab.", f"{system.prefix}."), ("127.0.0.1:19092", system.kafka), ("grabstream.transfers", "transfers"),
+        ("postgresql://grabstream@127.0.0.1:15432/grabstream", system.postgres),
+    ):  # fmt: skip
+        assert there in block
+        block = block.replace(there, here)
+    send, results, events, books = re.findall(r"^(?:kcat -P.*?^JSON$|(?:kcat|psql).*?$)", block, re.MULTILINE | re.DOTALL)
+    run(["bash", "-c", send], system, tmp_path)
+
+    def answers() -> list[dict[str, Any]]:
+        return [json.loads(line) for line in run(["bash", "-c", results], system, tmp_path).splitlines()]
+
+    await until(lambda: len(answers()) == 3, 30, "three answers")
+    assert [(answer["id"], answer["outcome"]) for answer in answers()] == [
+        ("open-1", "opened"), ("g-1", "granted"), ("g-2", "granted"),
+    ]  # fmt: skip
+
+    async def booked() -> bool:
+        return await rows(system, "SELECT count(*) FROM transfers") == [(3,)]
+
+    await until(booked, 30, "three transfers")
+    await until(lambda: run(["bash", "-c", events], system, tmp_path).count("\n") == 3, 30, "three events")
+    shown = run(["bash", "-c", f"PGOPTIONS='-c search_path={system.schema_}' {books}"], system, tmp_path)
+    assert "wallet:bob" in shown
+    assert "wallet:carol" in shown
+
+
+async def test_readme_python(system: Settings, worker: Callable[..., Any], tmp_path: Path) -> None:
+    worker(system, "decide,relay,sweep")
+    async with open_gate(system) as gate:
+        terms = EnvelopeTerms(issuer="alice", funding="pay-1", asset="CNY", total=1_000, parts=3)
+        [opened] = await gate.decide([Open(id="open-1", offer="lunch", terms=terms)], patience_ms=30_000)
+        assert opened.outcome == "opened"
+        [code] = re.findall(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+        outcome, amount = run([sys.executable, "-c", code], system, tmp_path).split()
+        [again] = await gate.decide([Grab(id="g-9", offer="lunch", user="erin")])
+    assert (outcome, again.repeated, again.amount) == ("granted", True, int(amount))
+
+
+async def test_flash_sale_page(system: Settings, worker: Callable[..., Any], tmp_path: Path) -> None:
+    worker(system)
+    blocks = re.findall(r"^```sh sale\n(.*?)^```", FLASH_SALE, re.MULTILINE | re.DOTALL)
+    assert len(blocks) == 5
+    printed = [run(["bash", "-ec", block], system, tmp_path) for block in blocks[:-1]]
+    assert re.findall(r"^opened .*offer=(\S+)", printed[0], re.MULTILINE) == ["friday:phone", "friday:case"]
+    assert re.findall(r"^(held|waiting)\b.* grab=(\S+)", printed[1], re.MULTILINE) == [("held", "ann-1"), ("waiting", "bob-1")]
+    assert "due=19800" in printed[1]
+    assert re.findall(r"^(confirmed|released) ", printed[2], re.MULTILINE) == ["confirmed", "released"]
+    assert "not_held " in printed[3]
+    # The last block reads the books, which follow a moment later.
+    take_back, show, why = blocks[-1].splitlines()
+    assert "returned " in run(["bash", "-ec", take_back], system, tmp_path)
+    await until(
+        lambda: {"1 payment of 9,900 CNY to be paid back", "1 payment of 9,900 CNY served, 9,900 paid back"}
+        <= set(run(["bash", "-ec", show], system, tmp_path).splitlines()),
+        30,
+        "a refund due, and a payment that is paid back",
+    )
+    assert "ann-1" in run(["bash", "-ec", why], system, tmp_path)
+    held = await rows(system, "SELECT user_id, held FROM grabs WHERE offer = 'friday:phone' AND held > 0")
+    assert held == [("bob", 1)]
