@@ -23,7 +23,7 @@ ROWS = {
     "6": ("decision → ledger row at 2 thousand/s", "ours/theirs", "<= 5"),
     "7": ("memory a grab kept", "ours/theirs", "<= 1"),
     "8": ("cost beside 10 million grabs, against 1 thousand", "ours/theirs", "<= 1.1"),
-    "limits": ("grab under three limits, against article 002's script", "ours/theirs", ""),
+    "limits": ("grab under three limits, against a hand-written script", "ours/theirs", ""),
     "holds": ("hold and confirm, against envelope grabs", "ours/theirs", ""),
     "masters": ("work of a decision on three Redis masters, against one", "ours/theirs", ""),
     "rebuild": ("events a rebuild of Redis applies, against decisions that made them", "ours/theirs", ""),

@@ -31,7 +31,7 @@ from grabstream.streams.topics import Topics
 
 BLOCK_EVENTS = 1_000
 LISTS = 100
-#: What DESIGN allows between the server's answer and the next decision.
+#: What row `past` allows between the server's answer and the next decision.
 SECONDS_ALLOWED = 10.0
 LINES = """
 local found = {}

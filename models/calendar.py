@@ -1,9 +1,9 @@
 """Calendars as integer arithmetic: the offsets of a time zone, windows of hours, days and weeks, and the
 hours of a week.
 
-The zone's offsets are written into an offer once, when it is opened (DESIGN 4.7); from then on Lua and the
-pure rules need no time-zone database, and agree even when two machines have different ones. All times are
-milliseconds since 1970 UTC.
+The zone's offsets are written into an offer once, when it is opened (docs/design.md, 15); from then on Lua
+and the pure rules need no time-zone database, and agree even when two machines have different ones. All
+times are milliseconds since 1970 UTC.
 """
 
 from bisect import bisect_right

@@ -1,5 +1,5 @@
 """The journal's form and its reading: blocks, markers, the hash chain, and the cursor that accepts or refuses
-(DESIGN 4.4–4.6).
+(docs/protocol.md).
 
 Nothing here reads Kafka: a record is given as offset, headers and value, and `Cursor.feed` says what it adds
 to the history.

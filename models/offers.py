@@ -1,7 +1,7 @@
 """What an offer says of itself: its terms, and the checks that stand at the door.
 
 A kind of offer is one member of the union `Terms`; scripts, tables and agents do not know kinds beyond what
-the terms say. The descriptions of the fields are the text of the table in the README.
+the terms say. The descriptions of the fields are the text of the table in docs/commands.md.
 """
 
 import re

@@ -1,6 +1,4 @@
-"""Transfers: every event as movements of an integer amount of one asset from one account to another (DESIGN
-4.10).
-"""
+"""Transfers: every event as movements of an integer amount of one asset from one account to another."""
 
 import re
 from collections.abc import Callable

@@ -1,6 +1,8 @@
-"""Draws the picture of the demo in the README: runs `grabstream rehearse` in a terminal of its own, and saves the screen as SVG.
+"""Draws the picture of the demo in the README: runs `grabstream rehearse` in a terminal of its own, and saves
+the screen as SVG.
 
-`scripts/demo_picture.py docs/images/demo.svg [options of rehearse]`. Servers must be running. Exit code: that of the demo.
+`scripts/demo_picture.py docs/images/demo.svg [options of rehearse]`. Servers must be running. The exit code
+is that of the demo.
 """
 
 import fcntl
@@ -31,7 +33,7 @@ def run(command: list[str]) -> tuple[str, int]:
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, COLUMNS, 0, 0))
     environment = os.environ | {"TERM": "xterm-256color", "COLUMNS": str(COLUMNS), "LINES": str(ROWS)}
-    running = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment, close_fds=True)
+    running = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment)
     os.close(theirs)
     written = bytearray()
     while True:
@@ -72,7 +74,8 @@ def picture(lines: list[str], title: str) -> str:
     for line in lines:
         console.print(Text.from_ansi(line), no_wrap=True)
     drawn = console.export_svg(title=title, theme=SVG_EXPORT_THEME, unique_id="demo")
-    return re.sub(r"\s*@font-face \{.*?\n    \}", "", drawn, flags=re.DOTALL).replace("Fira Code, monospace", "monospace")
+    drawn = re.sub(r"\s*@font-face \{.*?\n    \}", "", drawn, flags=re.DOTALL)
+    return drawn.replace("Fira Code, monospace", "monospace")
 
 
 def main() -> int:

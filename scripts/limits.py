@@ -417,11 +417,12 @@ def document() -> str:
     """The page."""
     said = (
         "# Bounds\n\n"
-        "Every bound of the system. `python scripts/limits.py --write docs/limits.md` writes this page from the\n"
-        "code; `make lint` compares.\n\n"
-        "Fields, lists and whole commands are checked at the door, records before they are decoded, event lines\n"
-        "before the first write. So no accepted command leads to an event that Kafka or PostgreSQL refuses. A command\n"
-        "above a bound is answered, its bytes are kept, and no other command waits for it.\n"
+        "Every bound of the system. `python scripts/limits.py --write docs/limits.md` writes this page from\n"
+        "the code; `make lint` compares.\n\n"
+        "Fields, lists and whole commands are checked at the door, records before they are decoded, event\n"
+        "lines before the first write. So no accepted command leads to an event that Kafka or PostgreSQL\n"
+        "refuses. A command above a bound is answered, its bytes are kept, and no other command waits for\n"
+        "it.\n"
     )
     head = ("what", "at most", "why", "above it")
     tables = (

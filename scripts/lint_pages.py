@@ -1,4 +1,4 @@
-"""Checks the pages: lines that are too long, links that lead nowhere, and documents that are not in the tree."""
+"""Checks the pages: long lines, broken links, references to documents that are not in the tree."""
 
 import logging
 import re
@@ -26,10 +26,10 @@ _page = re.compile(r"(?<![\w/])docs/([a-z0-9-]+\.md)(#[a-z0-9-]+)?")
 
 def tracked() -> list[Path]:
     """The files of the tree, those that are not added yet, too."""
-    listed = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    return [path for name in listed.stdout.splitlines() if (path := ROOT / name).is_file() and not path.is_symlink()]
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    paths = [ROOT / name for name in listed.splitlines()]
+    return [path for path in paths if path.is_file() and not path.is_symlink()]
 
 
 def prose(page: Path) -> Iterator[tuple[int, str]]:
@@ -44,7 +44,8 @@ def prose(page: Path) -> Iterator[tuple[int, str]]:
 
 def anchors(page: Path) -> set[str]:
     """What links can point at in a page: its headings."""
-    return {slugify(re.sub(r"[`*]", "", line.lstrip("# ")), "-") for _, line in prose(page) if line.startswith("#")}
+    headings = [line.lstrip("# ") for _, line in prose(page) if line.startswith("#")]
+    return {slugify(re.sub(r"[`*]", "", heading), "-") for heading in headings}
 
 
 def wrong_links(page: Path) -> Iterator[str]:
@@ -69,7 +70,7 @@ def wrong_names(file: Path) -> Iterator[str]:
             if not page.is_file() or (anchor and anchor[1:] not in anchors(page)):
                 yield f"{file.relative_to(ROOT)}:{number}: docs/{name}{anchor} is not there"
         if found := ELSEWHERE.search(line):
-            yield f"{file.relative_to(ROOT)}:{number}: {found[0]} is not in the tree: say it in docs/ and name that"
+            yield f"{file.relative_to(ROOT)}:{number}: {found[0]} is not in the tree: name a page of docs/"
 
 
 def site() -> bool:
@@ -79,7 +80,7 @@ def site() -> bool:
         try:
             build(load_config(str(ROOT / "mkdocs.yml"), site_dir=folder))
         except Abort as error:
-            print(error, file=sys.stderr)
+            sys.stderr.write(f"{error}\n")
             return False
     return True
 
@@ -101,7 +102,7 @@ def main() -> int:
         if file.name.endswith(SUFFIXES) and file != Path(__file__).resolve()
         for one in wrong_names(file)
     ]
-    print("\n".join(wrong), file=sys.stderr, end="\n" if wrong else "")
+    sys.stderr.writelines(f"{one}\n" for one in wrong)
     return 0 if site() and not wrong else 1
 
 

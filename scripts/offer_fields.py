@@ -1,5 +1,6 @@
-"""Prints the table of all fields of an offer, from the models; `--check docs/commands.md` compares it, `--write
-docs/commands.md` writes it there.
+"""Prints the table of all fields of an offer, from the models.
+
+`--check docs/commands.md` compares it, `--write docs/commands.md` writes it there.
 """
 
 import argparse

@@ -1,8 +1,9 @@
 """Journaled up to n: who was promised a journaled answer waits here until the journal has its event.
 
-The number is true within one history only (DESIGN 4.8): a waiter names the history its answer was decided
-under, and at another one it is told so, to send its command again. Announcements come by pub/sub; since one
-can be missed, each shard with waiters is also looked at, by itself: no shard waits for another's server.
+The number is true within one history only (docs/protocol.md): a waiter names the history its answer was
+decided under, and at another one it is told so, to send its command again. Announcements come by pub/sub;
+since one can be missed, each shard with waiters is also looked at, by itself: no shard waits for another's
+server.
 """
 
 import asyncio

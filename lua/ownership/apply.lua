@@ -2,7 +2,7 @@
 -- Events of the journal, applied to a shard that is being recovered: it becomes what it would be if they had
 -- been decided here.
 --
--- Command: none; the shard's owner calls it while the shard is fenced (DESIGN 4.9).
+-- Command: none; the shard's owner calls it while the shard is fenced (docs/design.md, Recovery).
 -- KEYS[1] shard hash · KEYS[2] outbox stream · KEYS[3] refusals hash · KEYS[4] refusal_order list ·
 --   KEYS[5] demand hash
 -- KEYS[6] due zset · KEYS[7] offers set · KEYS[8] holds zset · KEYS[9] campaigns hash · KEYS[10] retired set

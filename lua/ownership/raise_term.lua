@@ -1,6 +1,6 @@
 #!lua flags=allow-oom
--- The first step of taking a shard over: a higher term, and the attempt's own random owner id (DESIGN 4.6,
--- step 1).
+-- The first step of taking a shard over: a higher term, and the attempt's own random owner id
+-- (docs/protocol.md, step 1).
 --
 -- KEYS[1] shard hash
 -- ARGV[1] term that must be exceeded · ARGV[2] owner id

@@ -160,7 +160,8 @@ def _not_enough_left(state: ShardState, command: Grab, offer: Offer, now: int, d
     return refused(state, command, Outcome.not_enough_left, now, left=available(offer))
 
 
-# A drained envelope is `sold_out` although it is closed too (CONTRACT), so that test comes before `over`.
+# A drained envelope is `sold_out` although it is closed too (docs/commands.md), so that
+# test comes before `over`.
 REFUSALS: list[Refusal] = [
     _already_taken, _not_open_yet, _on_hold, _drained, _over, _not_eligible, _limit_reached, _sold_out,
     _not_enough_left,

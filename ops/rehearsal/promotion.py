@@ -1,4 +1,4 @@
-"""The promotion of article 002: one coupon offer over five days, with a code for every coupon.
+"""A coupon promotion: one coupon offer over five days, with a code for every coupon.
 
 At most 2 a day and 5 in all for each user; coupons are used for orders, some of these uses are taken back,
 and nothing is used after the last day.

@@ -1,4 +1,4 @@
-"""The story of the weekly flash sale (article 004), a week and a half in less than a minute.
+"""The story of the weekly flash sale, a week and a half in less than a minute.
 
 Monday: eight offers are loaded from a file · Wednesday: the data department corrects prices · Thursday: who
 may buy is loaded · Friday 10:00: the rush, then payments of every kind, refunds in the afternoon, the close

@@ -1,5 +1,5 @@
-"""Recovery: a shard's state in Redis from the journal (DESIGN 4.9), the events that are missing, or all of
-them.
+"""Recovery: a shard's state in Redis from the journal (docs/design.md), the events that are missing, or all
+of them.
 
 All of them need not be read: the audit trail in PostgreSQL is a snapshot. It knows its seq and hash, and of
 offers that have retired nothing is needed, so what is read is the events of campaigns that are still there,

@@ -1,8 +1,8 @@
-"""The relay: from a shard's outbox to the journal, exactly once, fenced by the log itself (DESIGN 4.6).
+"""The relay: from a shard's outbox to the journal, exactly once, fenced by the log itself (docs/protocol.md).
 
 It takes the shard over (`takeover`), then relays: one send in flight, a block counts when its offset directly
 follows the owner's last one. The order of these steps is the protocol; change it only together with
-shared/model/protocol_model.py.
+tests/protocol/model.py.
 """
 
 import asyncio

@@ -1,10 +1,10 @@
-"""Taking a shard over (DESIGN 4.6): 1. raise the term · 2. append a marker · 3. read the partition up to it:
-what counts there is the truth · 4. make Redis equal to it, or ahead of it.
+"""Taking a shard over (docs/protocol.md): 1. raise the term · 2. append a marker · 3. read the partition up
+to it: what counts there is the truth · 4. make Redis equal to it, or ahead of it.
 
 Step 4 has four outcomes. Equal or ahead: go on. Behind: apply what is missing. Another history, or a hole:
 rebuild, and list what Redis had decided beyond it. A journal that has lost what was acknowledged: stay
 fenced, and say how it is put right. The order of these steps is the protocol; change it only together with
-shared/model/protocol_model.py.
+tests/protocol/model.py.
 """
 
 import logging

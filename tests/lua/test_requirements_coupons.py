@@ -1,5 +1,5 @@
-"""What article 002 asks for (REQUIREMENTS, section C): limits, coupons and codes, on real Redis and by the
-pure rules at once.
+"""What a coupon promotion asks for: limits, coupons and codes, on real Redis and by the pure rules at
+once.
 """
 
 from collections import Counter

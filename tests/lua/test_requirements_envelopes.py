@@ -1,5 +1,4 @@
-"""What articles 000, 001 and 003 ask for (REQUIREMENTS, sections A, B and D): envelopes, on real Redis, and
-through the real worker.
+"""What envelopes have to do, on real Redis, and through the real worker.
 
 A row's name is in its test's name. Rows that promise something of Kafka or PostgreSQL are in one test, the
 last: it needs a worker.

@@ -1,7 +1,7 @@
-"""What the splitting of articles 001 and 003 gets wrong, said as checks that fail on their forms and hold for
-ours.
+"""What published ways of splitting an envelope get wrong, said as checks that fail on their forms and hold
+for ours.
 
-The articles' forms stand here as their texts describe them, so that it is seen that the checks can fail.
+The published forms stand here as the articles describe them, so that it is seen that the checks can fail.
 """
 
 import math

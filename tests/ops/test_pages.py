@@ -1,4 +1,4 @@
-"""README and docs/flash-sale.md, executed as they stand there: only names of topics and schema are those of the test."""
+"""README and docs/flash-sale.md, executed as they stand there, with topics and schema of the test."""
 
 import json
 import os
@@ -35,12 +35,14 @@ async def test_readme_grab_by_hand(system: Settings, worker: Callable[..., Any],
     worker(system)
     [block] = re.findall(r"^```sh\n(kcat -P .*?)^```", README, re.MULTILINE | re.DOTALL)
     for there, here in (
-        ("grab.", f"{system.prefix}."), ("127.0.0.1:19092", system.kafka), ("grabstream.transfers", "transfers"),
+        ("grab.", f"{system.prefix}."), ("127.0.0.1:19092", system.kafka),
+        ("grabstream.transfers", "transfers"),
         ("postgresql://grabstream@127.0.0.1:15432/grabstream", system.postgres),
     ):  # fmt: skip
         assert there in block
         block = block.replace(there, here)
-    send, results, events, books = re.findall(r"^(?:kcat -P.*?^JSON$|(?:kcat|psql).*?$)", block, re.MULTILINE | re.DOTALL)
+    one_command = re.compile(r"^(?:kcat -P.*?^JSON$|(?:kcat|psql).*?$)", re.MULTILINE | re.DOTALL)
+    send, results, events, books = one_command.findall(block)
     run(["bash", "-c", send], system, tmp_path)
 
     def answers() -> list[dict[str, Any]]:
@@ -79,7 +81,8 @@ async def test_flash_sale_page(system: Settings, worker: Callable[..., Any], tmp
     assert len(blocks) == 5
     printed = [run(["bash", "-ec", block], system, tmp_path) for block in blocks[:-1]]
     assert re.findall(r"^opened .*offer=(\S+)", printed[0], re.MULTILINE) == ["friday:phone", "friday:case"]
-    assert re.findall(r"^(held|waiting)\b.* grab=(\S+)", printed[1], re.MULTILINE) == [("held", "ann-1"), ("waiting", "bob-1")]
+    grabs = re.findall(r"^(held|waiting)\b.* grab=(\S+)", printed[1], re.MULTILINE)
+    assert grabs == [("held", "ann-1"), ("waiting", "bob-1")]
     assert "due=19800" in printed[1]
     assert re.findall(r"^(confirmed|released) ", printed[2], re.MULTILINE) == ["confirmed", "released"]
     assert "not_held " in printed[3]
@@ -87,8 +90,10 @@ async def test_flash_sale_page(system: Settings, worker: Callable[..., Any], tmp
     take_back, show, why = blocks[-1].splitlines()
     assert "returned " in run(["bash", "-ec", take_back], system, tmp_path)
     await until(
-        lambda: {"1 payment of 9,900 CNY to be paid back", "1 payment of 9,900 CNY served, 9,900 paid back"}
-        <= set(run(["bash", "-ec", show], system, tmp_path).splitlines()),
+        lambda: (
+            {"1 payment of 9,900 CNY to be paid back", "1 payment of 9,900 CNY served, 9,900 paid back"}
+            <= set(run(["bash", "-ec", show], system, tmp_path).splitlines())
+        ),
         30,
         "a refund due, and a payment that is paid back",
     )
