@@ -1,5 +1,4 @@
-"""What a flash sale asks for, as far as deciding can show it: on real Redis and by the pure rules at once.
-"""
+"""What a flash sale asks for, as far as deciding can show it: on real Redis and by the pure rules at once."""
 
 import asyncio
 import random
