@@ -15,7 +15,7 @@ from grabstream.models.events import GrabRedeemed
 from grabstream.models.offers import CouponTerms, Limit
 from grabstream.ops.rehearsal.clock import HOUR_MS, MINUTE_MS, TIMEZONE, moment, shown
 from grabstream.ops.rehearsal.story import Story, chunks, refused_by_outcome
-from grabstream.ops.verification import Check
+from grabstream.ops.verification.checks import Check
 
 DAYS: Final = 5
 PER_DAY: Final = 2

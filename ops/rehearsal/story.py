@@ -35,7 +35,8 @@ from grabstream.ops.rehearsal.facts import Facts
 from grabstream.ops.rehearsal.run import Patience, open_books, until_in_books
 from grabstream.ops.rehearsal.stage import Stage, set_up
 from grabstream.ops.settings import Settings
-from grabstream.ops.verification import Check, verify
+from grabstream.ops.verification.checks import Check
+from grabstream.ops.verification.verifying import verify
 from grabstream.streams.deciding.sweeper import Sweeper
 from grabstream.streams.journal import JournalReader, open_reader
 from grabstream.streams.topics import Topics

@@ -7,7 +7,7 @@ from psycopg import AsyncConnection
 
 from grabstream.ops.rehearsal.crowd import Envelope
 from grabstream.ops.rehearsal.run import Doors
-from grabstream.ops.verification import Check
+from grabstream.ops.verification.checks import Check
 
 
 async def verdict(connection: AsyncConnection[Any], chosen: Sequence[Envelope], doors: Doors) -> list[Check]:

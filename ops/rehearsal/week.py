@@ -25,7 +25,7 @@ from grabstream.ops.formats.offer_files import BadOfferFile, read_offers
 from grabstream.ops.formats.offer_plan import plan_rows
 from grabstream.ops.rehearsal.clock import HOUR_MS, MINUTE_MS, TIMEZONE, moment
 from grabstream.ops.rehearsal.story import Story, chunks, refused_by_outcome
-from grabstream.ops.verification import Check
+from grabstream.ops.verification.checks import Check
 
 FRIDAY: Final = 4
 OPENS_MS: Final = moment(FRIDAY, "10:00")

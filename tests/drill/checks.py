@@ -18,7 +18,7 @@ from grabstream.models.journal import Cursor, parse_block
 from grabstream.ops.connections.opening import key_space
 from grabstream.ops.rehearsal.run import look, open_books
 from grabstream.ops.settings import Settings
-from grabstream.ops.verification import verify
+from grabstream.ops.verification.verifying import verify
 from grabstream.streams.journal import open_reader
 from grabstream.streams.topics import Topics
 from tests.conftest import Worker

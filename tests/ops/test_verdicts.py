@@ -26,7 +26,7 @@ from grabstream.ops.rehearsal.story import Story
 from grabstream.ops.rehearsal.verdict import all_answered, verdict
 from grabstream.ops.rehearsal.week import Week
 from grabstream.ops.settings import Settings
-from grabstream.ops.verification import Check
+from grabstream.ops.verification.checks import Check
 from grabstream.streams.journal import open_reader
 from grabstream.streams.topics import Topics
 from tests.conftest import until

@@ -37,12 +37,13 @@ from grabstream.models.commands import (
 )
 from grabstream.models.entries import Entry
 from grabstream.models.offers import CouponTerms, EnvelopeTerms, Limit, StockTerms
-from grabstream.ops import verification
+from grabstream.ops.verification import redis_keys, verifying
 from grabstream.ops.connections.opening import gate_limits, key_space, open_gate, open_redis, sealer
 from grabstream.ops.rehearsal.run import look, open_books
 from grabstream.ops.rehearsal.stage import take_down
 from grabstream.ops.settings import Settings
-from grabstream.ops.verification import Check, verify
+from grabstream.ops.verification.checks import Check
+from grabstream.ops.verification.verifying import verify
 from grabstream.streams.clients import started
 from grabstream.streams.journal import open_reader
 from grabstream.streams.projecting.projector import CatchUp
@@ -679,7 +680,7 @@ async def test_what_is_wrong_in_the_journal_is_named_and_nothing_else(
                 records = change(records)
             for value, headers in records:
                 await producer.send_and_wait(copy.journal, value, partition=shard, headers=headers)
-    monkeypatch.setattr(verification, "Topics", lambda prefix: copy)
+    monkeypatch.setattr(verifying, "Topics", lambda prefix: copy)
     try:
         checks = await verify(whole, 0)
     finally:
@@ -861,8 +862,8 @@ async def test_two_do_not_compare_the_same_shard_at_once(whole: Settings) -> Non
 async def test_a_shard_is_not_made_where_there_is_no_room(
     whole: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(verification, "ROOM_SHARE", 0.0)
-    monkeypatch.setattr(verification, "ROOM_SHARE_OF_MACHINE", 0.0)
+    monkeypatch.setattr(redis_keys, "ROOM_SHARE", 0.0)
+    monkeypatch.setattr(redis_keys, "ROOM_SHARE_OF_MACHINE", 0.0)
     found = wrong(await verify(whole, 0))
     assert list(found) == [FOLD]
     assert len(found[FOLD]) == whole.shards

@@ -14,7 +14,8 @@ from grabstream.models.journal import Accepted, Cursor
 from grabstream.ops.commands.local.services import new_seal_key
 from grabstream.ops.connections.opening import open_redis
 from grabstream.ops.settings import load_settings
-from grabstream.ops.verification import RedisShard, _Marks
+from grabstream.ops.verification.checks import RedisShard
+from grabstream.ops.verification.places import Marks
 from grabstream.streams.relaying.recovery import literal
 from grabstream.streams.relaying.shadow import BESIDE_STEADILY, Beside, NoRoom, Pace, open_beside
 
@@ -89,7 +90,7 @@ JOURNAL = [
 )
 def test_the_checkpoint_is_where_the_journal_has_it(changed: dict[str, Any], said: str) -> None:
     known = RedisShard(2, 2, HEAD, 2, 1, OWNER, True)._replace(**changed)
-    marks = _Marks(0, {}, known)
+    marks = Marks(0, {}, known)
     for offset, cursor, accepted in JOURNAL:
         marks.behind(offset, cursor, accepted)
     found = marks.checkpoint(JOURNAL[-1][1])

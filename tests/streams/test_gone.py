@@ -12,7 +12,7 @@ from grabstream.models.offers import EnvelopeTerms
 from grabstream.ops.connections.opening import open_gate
 from grabstream.ops.rehearsal.run import open_books
 from grabstream.ops.settings import Settings
-from grabstream.ops.verification import verify
+from grabstream.ops.verification.verifying import verify
 from grabstream.projections.definitions import PROJECTIONS
 from tests.conftest import until
 from tests.support.cli import grabstream, of

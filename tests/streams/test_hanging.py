@@ -16,7 +16,7 @@ from grabstream.models.commands import Grab, Open
 from grabstream.models.offers import EnvelopeTerms
 from grabstream.ops.connections.opening import open_gate
 from grabstream.ops.settings import Settings, child_environment
-from grabstream.ops.verification import verify
+from grabstream.ops.verification.verifying import verify
 from grabstream.projections.database.sessions import session_name
 from grabstream.projections.versions import use_read_model
 from grabstream.streams.clients import started

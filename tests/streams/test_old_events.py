@@ -13,7 +13,7 @@ import pytest
 from grabstream.models.events import AnyEvent, EventDecoder
 from grabstream.models.journal import GENESIS, chain
 from grabstream.ops.settings import Settings
-from grabstream.ops.verification import verify
+from grabstream.ops.verification.verifying import verify
 from grabstream.projections import audit, ledger
 from grabstream.projections.balances import users as balances
 from grabstream.streams.projecting.projector import CatchUp, Decoder, Projector

@@ -17,7 +17,7 @@ from grabstream.ops.connections.opening import key_space, open_gate, open_redis
 from grabstream.ops.making import take_new_journal
 from grabstream.ops.rehearsal.run import open_books
 from grabstream.ops.settings import Settings
-from grabstream.ops.verification import verify
+from grabstream.ops.verification.verifying import verify
 from grabstream.projections.definitions import PROJECTIONS
 from grabstream.projections.versions import Version, versions
 from grabstream.streams.rebuilding.restore import Restore

@@ -15,7 +15,7 @@ from grabstream.models.commands import AnyCommand, Confirm, Grab, Open, Release,
 from grabstream.models.offers import Limit, StockTerms
 from grabstream.ops.connections.opening import gate_limits, key_space, open_redis, sealer
 from grabstream.ops.settings import Settings
-from grabstream.ops.verification import verify
+from grabstream.ops.verification.verifying import verify
 from tests.conftest import until
 from tests.support.kill import relayed_by
 from tests.support.projections import rows

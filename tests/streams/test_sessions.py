@@ -17,7 +17,7 @@ from grabstream.ops.making import make_system
 from grabstream.ops.rehearsal.run import open_books
 from grabstream.ops.rehearsal.stage import take_down
 from grabstream.ops.settings import Settings
-from grabstream.ops.verification import compares_keys
+from grabstream.ops.verification.redis_keys import compares_keys
 from grabstream.projections.database.locks import Held, hold
 from grabstream.projections.database.sessions import connect, session_name, system_name
 from grabstream.streams.rebuilding.switching import Busy, older_snapshots_gone, with_snapshot

@@ -15,7 +15,7 @@ from grabstream.ops.rehearsal.crowd import attempts, envelopes
 from grabstream.ops.rehearsal.run import Rehearsal, look, open_books
 from grabstream.ops.rehearsal.verdict import verdict
 from grabstream.ops.settings import Settings
-from grabstream.ops.verification import verify
+from grabstream.ops.verification.verifying import verify
 from tests.conftest import until
 
 

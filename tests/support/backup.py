@@ -7,7 +7,7 @@ from pathlib import Path
 
 from grabstream.ops.services.servers import PROJECT
 from grabstream.ops.settings import Settings, child_environment
-from grabstream.ops.verification import verify
+from grabstream.ops.verification.verifying import verify
 
 DECIDING, PROJECTING = "decide,relay,sweep", "project,publish"
 

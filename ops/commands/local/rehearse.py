@@ -31,7 +31,8 @@ from grabstream.ops.rehearsal.story import Story, tell
 from grabstream.ops.rehearsal.verdict import verdict
 from grabstream.ops.rehearsal.week import Week, publish
 from grabstream.ops.settings import Settings, load_settings
-from grabstream.ops.verification import Check, verify
+from grabstream.ops.verification.checks import Check
+from grabstream.ops.verification.verifying import verify
 
 STORIES: Final[dict[str, type[Story]]] = {"week": Week, "promotion": Promotion}
 #: Options that only one kind of rehearsal has.

@@ -9,8 +9,8 @@ from rich.markup import escape
 from grabstream.ops.connections.opening import check_system
 from grabstream.ops.console.output import console, counted, json_option, print_json
 from grabstream.ops.settings import Settings, load_settings
-from grabstream.ops.verification import PROBLEMS_SHOWN_MAX, Check, Say
-from grabstream.ops.verification import verify as run_verification
+from grabstream.ops.verification.checks import PROBLEMS_SHOWN_MAX, Check, Say
+from grabstream.ops.verification.verifying import verify as run_verification
 
 
 def print_checks(checks: list[Check]) -> None:

@@ -36,7 +36,7 @@ from grabstream.ops.console.stopping import END_SECONDS_MAX, end_within
 from grabstream.ops.identity import NotWrittenDown, OtherSystem, claim_prefix
 from grabstream.ops.making import refuse_replay
 from grabstream.ops.settings import Settings, load_settings
-from grabstream.ops.verification import compares_keys
+from grabstream.ops.verification.redis_keys import compares_keys
 from grabstream.projections.database.migrate import PROJECTIONS as READ_MODELS
 from grabstream.projections.database.sessions import connect
 from grabstream.projections.database.system import Identity

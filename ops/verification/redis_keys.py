@@ -1,0 +1,160 @@
+"""Redis against the journal: a second shard is made beside each, and the two are compared key by key."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, Final
+
+import msgspec
+from redis.exceptions import RedisError
+
+from grabstream.lua.gate.sealing import CannotOpen
+from grabstream.ops.connections.opening import key_space, sealer, snapshots
+from grabstream.ops.connections.redis_servers import information
+from grabstream.ops.settings import BadSettings, Settings
+from grabstream.ops.verification.books import Books
+from grabstream.ops.verification.checks import POLL_SECONDS, Check, Say
+from grabstream.streams.journal import JournalReader, open_reader
+from grabstream.streams.relaying.ownership import NewerProgram, SteppedDown
+from grabstream.streams.relaying.recovery import Impossible
+from grabstream.streams.relaying.shadow import BESIDE_STEADILY, NoRoom, NotComparable, Pace, open_beside
+from grabstream.streams.topics import Topics
+
+log = logging.getLogger(__name__)
+
+
+#: How full a server of Redis may become for a shard to be made a second time there: of `maxmemory`, and
+#: without one of the machine.
+ROOM_SHARE: Final = 0.9
+ROOM_SHARE_OF_MACHINE: Final = 0.7
+
+
+async def redis_check(
+    settings: Settings, redis: Any, reader: JournalReader, books: Books, wait_seconds: float, report: Say,
+    share: float
+) -> Check:  # fmt: skip
+    """Every key of every shard is what a recovery would make of the journal."""
+    keys, problems, notes = 0, [], []
+    for shard in range(settings.shards):
+        if shard in books.broken:
+            notes.append(f"shard {shard} is not compared: its journal is broken")
+            continue
+        if shard in books.ahead or shard in books.not_journaled:
+            notes.append(
+                f"shard {shard} is not compared: Redis and its journal do not stand at the same event"
+            )
+            continue
+        seq, life = await redis.hmget(key_space(settings).shard(shard).state, ["seq", "life"])
+        if seq is None and life is None:
+            if books.ends[shard]:
+                problems.append(
+                    f"shard {shard}: Redis has nothing of it, its journal ends at seq {books.ends[shard]}"
+                )
+            continue
+        report(f"comparing Redis: shard {shard} of {settings.shards}")
+        try:
+            compared = await _compare_shard(
+                settings, redis, reader, shard, shard in books.trail_is_sound, wait_seconds, share
+            )
+            keys += compared.keys
+            problems += compared.differences
+        except NotComparable as error:
+            problems.append(f"shard {shard}: {error}")
+        except (NoRoom, NewerProgram, SteppedDown) as error:
+            problems.append(f"not compared: {error} (--quick leaves this out)")
+        except (CannotOpen, BadSettings) as error:
+            problems.append(f"shard {shard} is not compared: {error} (--quick leaves this out)")
+        except (Impossible, msgspec.DecodeError) as error:
+            aside = [one for one in books.aside if one.shard == shard and one.event_count]
+            if aside:
+                notes.append(f"shard {shard} is not compared: events of it were set aside ({error})")
+            else:
+                problems.append(f"shard {shard}: what the journal says does not follow from itself: {error}")
+    return Check("Redis = fold of the journal", keys, "keys", problems, notes)
+
+
+async def _compare_shard(
+    settings: Settings, redis: Any, reader: JournalReader, shard: int, trail_is_sound: bool,
+    wait_seconds: float, share: float
+) -> Any:  # fmt: skip
+    settings.require_seal_keys()
+    deadline = time.monotonic() + wait_seconds
+    trail = snapshots(settings, slowly=True) if trail_is_sound else None
+    async with open_beside(
+        redis,
+        key_space(settings),
+        shard,
+        sealer(settings),
+        reader,
+        trail,
+        pace=Pace(share),
+        room=_room_of(redis),
+        wait_seconds=wait_seconds,
+    ) as beside:
+        await beside.make()
+        while True:
+            try:
+                return await beside.compare()
+            except NotComparable:
+                # A shard that is being taken over at this very moment is soon whole again.
+                if time.monotonic() > deadline:
+                    raise
+                await asyncio.sleep(POLL_SECONDS)
+
+
+def compares_keys(settings: Settings, redis: Any) -> Callable[[int, float], Awaitable[list[str] | None]]:
+    """For the verifier: what of a shard in Redis is not what its journal makes of it, at a share of the time;
+    None: not to be told now.
+    """
+
+    async def compare(shard: int, share: float) -> list[str] | None:
+        if await redis.hget(key_space(settings).shard(shard).state, "life") is None:
+            return None
+        try:
+            # Of what has retired nothing is made again; what differs so is looked at once more, and then the
+            # journal alone is believed.
+            for trail in (snapshots(settings, slowly=True), None):
+                async with (
+                    open_reader(settings.kafka, Topics(settings.prefix).journal) as reader,
+                    open_beside(
+                        redis, key_space(settings), shard, sealer(settings), reader, trail, pace=Pace(share),
+                        room=_room_of(redis),
+                        place=BESIDE_STEADILY,
+                    ) as beside,
+                ):  # fmt: skip
+                    await beside.make()
+                    found = (await beside.compare()).differences
+                if not found:
+                    return []
+        except (
+            NotComparable,
+            NoRoom,
+            NewerProgram,
+            SteppedDown,
+            Impossible,
+            CannotOpen,
+            msgspec.DecodeError,
+        ) as error:
+            log.info("shard %d is not compared key by key: %s", shard, error)
+            return None
+        return found
+
+    return compare
+
+
+def _room_of(redis: Any) -> Callable[[str], Any]:
+    async def room(key: str) -> str:
+        """Why the server of a key should not be given more to keep; '' while it may."""
+        try:
+            [(server, memory)] = (await information(redis, "memory", key)).items()
+        except RedisError:
+            return ""
+        most, share = int(memory.get("maxmemory", 0)), ROOM_SHARE
+        if not most:
+            most, share = int(memory.get("total_system_memory", 0)), ROOM_SHARE_OF_MACHINE
+        if most and int(memory["used_memory"]) > share * most:
+            return f"{server or 'Redis'} has {int(memory['used_memory']):,} of {most:,} bytes in use"
+        return ""
+
+    return room
