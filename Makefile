@@ -72,7 +72,7 @@ bench: setup ## Measure against the classic way, as ratios (ARGS="--rows 1,7").
 	@scripts/with-servers.sh $(PYTHON) -m bench $(ARGS)
 
 lock: setup ## Write requirements.lock anew from pyproject.toml.
-	@$(VENV)/bin/pip-compile --quiet --upgrade --generate-hashes --no-emit-index-url --no-emit-find-links --strip-extras --allow-unsafe --extra dev -o requirements.lock pyproject.toml
+	@$(VENV)/bin/pip-compile --quiet --upgrade --generate-hashes --no-emit-index-url --no-emit-find-links --strip-extras --allow-unsafe --extra server --extra dev -o requirements.lock pyproject.toml
 
 clean: ## Remove the virtual environment, and the servers with their data.
 	@if [ -x $(GRABSTREAM) ]; then $(GRABSTREAM) down --remove; fi

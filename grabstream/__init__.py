@@ -1,1 +1,210 @@
-"""grabstream: an event-sourced stream processor for limited things that a crowd grabs at once."""
+"""grabstream: limited things that a crowd grabs at once. This module is the public door for Python.
+
+- Commands, terms, answers, outcomes and events are types; `encode_command`, `decode_answer` and
+  `decode_event` carry them to and from Kafka. `pip install grabstream` is enough for these.
+- `open_gate` decides commands without Kafka in between, `Projection` is a read model of your own,
+  `read_events` reads the history. They need `pip install 'grabstream[server]'`.
+- `load_settings` reads the settings (`GRAB_*` and `.env`) that all of them use.
+
+A name is imported when it is used first, so `import grabstream` costs nothing. Names that are not listed here
+may change with any release.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Final
+
+from grabstream.extras import MissingExtra, server_needed_by
+
+if TYPE_CHECKING:
+    from grabstream.lua.gate.door import Gate
+    from grabstream.lua.gate.queue import OutcomeUnknown
+    from grabstream.models.answers import Answer, LimitState, decode_answer
+    from grabstream.models.commands import (
+        Adjust,
+        Amend,
+        AnyCommand,
+        Close,
+        Confirm,
+        Extend,
+        Grab,
+        Load,
+        Open,
+        Pause,
+        Redeem,
+        Release,
+        Resume,
+        Return,
+        Undecodable,
+        Unredeem,
+        decode_command,
+        encode_command,
+    )
+    from grabstream.models.commands import (
+        check as check_command,
+    )
+    from grabstream.models.entries import Entry
+    from grabstream.models.events import (
+        AnyEvent,
+        AnyGrabEvent,
+        CampaignZone,
+        GrabConfirmed,
+        GrabExtended,
+        GrabGranted,
+        GrabHeld,
+        GrabQueued,
+        GrabRedeemed,
+        GrabReleased,
+        GrabReturned,
+        GrabUnredeemed,
+        LedgerAdjusted,
+        OfferAmended,
+        OfferClosed,
+        OfferLoaded,
+        OfferOpened,
+        OfferPaused,
+        OfferResumed,
+        OfferRetired,
+        PaymentRefundDue,
+        decode_event,
+    )
+    from grabstream.models.identifiers import campaign_of, shard_of
+    from grabstream.models.journal import Corrupt, Gap
+    from grabstream.models.money import Invalid
+    from grabstream.models.offers import Changes, CouponTerms, EnvelopeTerms, Hours, Limit, StockTerms, Terms
+    from grabstream.models.outcomes import Outcome
+    from grabstream.models.transfers import Transfer
+    from grabstream.models.upcasting import NewerEvent
+    from grabstream.ops.connections.opening import open_gate
+    from grabstream.ops.history import read_events
+    from grabstream.ops.replaying import NoTrail
+    from grabstream.ops.settings import BadSettings, Settings, load_settings
+    from grabstream.projections.cursors import Fact
+    from grabstream.streams.following.user_projection import Projection
+    from grabstream.streams.replaying.history import Point
+
+__all__ = [
+    "Adjust",
+    "Amend",
+    "Answer",
+    "AnyCommand",
+    "AnyEvent",
+    "AnyGrabEvent",
+    "BadSettings",
+    "CampaignZone",
+    "Changes",
+    "Close",
+    "Confirm",
+    "Corrupt",
+    "CouponTerms",
+    "Entry",
+    "EnvelopeTerms",
+    "Extend",
+    "Fact",
+    "Gap",
+    "Gate",
+    "Grab",
+    "GrabConfirmed",
+    "GrabExtended",
+    "GrabGranted",
+    "GrabHeld",
+    "GrabQueued",
+    "GrabRedeemed",
+    "GrabReleased",
+    "GrabReturned",
+    "GrabUnredeemed",
+    "Hours",
+    "Invalid",
+    "LedgerAdjusted",
+    "Limit",
+    "LimitState",
+    "Load",
+    "MissingExtra",
+    "NewerEvent",
+    "NoTrail",
+    "OfferAmended",
+    "OfferClosed",
+    "OfferLoaded",
+    "OfferOpened",
+    "OfferPaused",
+    "OfferResumed",
+    "OfferRetired",
+    "Open",
+    "Outcome",
+    "OutcomeUnknown",
+    "Pause",
+    "PaymentRefundDue",
+    "Point",
+    "Projection",
+    "Redeem",
+    "Release",
+    "Resume",
+    "Return",
+    "Settings",
+    "StockTerms",
+    "Terms",
+    "Transfer",
+    "Undecodable",
+    "Unredeem",
+    "campaign_of",
+    "check_command",
+    "decode_answer",
+    "decode_command",
+    "decode_event",
+    "encode_command",
+    "load_settings",
+    "open_gate",
+    "read_events",
+    "shard_of",
+]
+
+#: Where the names are; a test compares it with the imports above, which type checkers read.
+_NAMES: Final[dict[str, tuple[str, ...]]] = {
+    "lua.gate.door": ("Gate",),
+    "lua.gate.queue": ("OutcomeUnknown",),
+    "models.answers": ("Answer", "LimitState", "decode_answer"),
+    "models.commands": (
+        "Adjust", "Amend", "AnyCommand", "Close", "Confirm", "Extend", "Grab", "Load", "Open", "Pause",
+        "Redeem", "Release", "Resume", "Return", "Undecodable", "Unredeem",
+        "check_command", "decode_command", "encode_command",
+    ),
+    "models.entries": ("Entry",),
+    "models.events": (
+        "AnyEvent", "AnyGrabEvent", "CampaignZone", "GrabConfirmed", "GrabExtended", "GrabGranted",
+        "GrabHeld", "GrabQueued", "GrabRedeemed", "GrabReleased", "GrabReturned", "GrabUnredeemed",
+        "LedgerAdjusted", "OfferAmended", "OfferClosed", "OfferLoaded", "OfferOpened", "OfferPaused",
+        "OfferResumed", "OfferRetired", "PaymentRefundDue", "decode_event",
+    ),
+    "models.identifiers": ("campaign_of", "shard_of"),
+    "models.journal": ("Corrupt", "Gap"),
+    "models.money": ("Invalid",),
+    "models.offers": (
+        "Changes", "CouponTerms", "EnvelopeTerms", "Hours", "Limit", "StockTerms", "Terms",
+    ),
+    "models.outcomes": ("Outcome",),
+    "models.transfers": ("Transfer",),
+    "models.upcasting": ("NewerEvent",),
+    "ops.connections.opening": ("open_gate",),
+    "ops.history": ("read_events",),
+    "ops.replaying": ("NoTrail",),
+    "ops.settings": ("BadSettings", "Settings", "load_settings"),
+    "projections.cursors": ("Fact",),
+    "streams.following.user_projection": ("Projection",),
+    "streams.replaying.history": ("Point",),
+}  # fmt: skip
+_MODULES: Final = {name: module for module, names in _NAMES.items() for name in names}
+#: Names that are longer here than in their module.
+_SHORTER: Final = {"check_command": "check"}
+
+
+def __getattr__(name: str) -> Any:
+    module = _MODULES.get(name)
+    if module is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    with server_needed_by(f"grabstream.{name}"):
+        value = getattr(import_module(f"{__name__}.{module}"), _SHORTER.get(name, name))
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

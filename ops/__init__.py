@@ -4,6 +4,9 @@ on.
 
 import os
 import signal
+import sys
+
+from grabstream.extras import MissingExtra, server_needed_by
 
 
 def main() -> None:
@@ -14,7 +17,11 @@ def main() -> None:
     if before is signal.default_int_handler:
         # Not left to KeyboardInterrupt: it would come out of whatever is being imported.
         signal.signal(signal.SIGINT, lambda number, frame: os._exit(128 + number))
-    from grabstream.ops.cli import main as run
+    try:
+        with server_needed_by("the command line"):
+            from grabstream.ops.cli import main as run
+    except MissingExtra as error:
+        sys.exit(f"grabstream: {error}")
 
     signal.signal(signal.SIGINT, before)
     run()

@@ -1,6 +1,6 @@
 """Replays for the command line: what was asked for, checked; and the sources they read, opened."""
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, NamedTuple
 
@@ -80,12 +80,16 @@ class NoTrail(Exception):
     """There is no audit trail to read."""
 
 
+def _warn(text: str) -> None:
+    click.echo(f"grabstream: {text}", err=True)
+
+
 @asynccontextmanager
 async def open_source(
-    settings: Settings, source: str, seeks: bool = False
+    settings: Settings, source: str, seeks: bool = False, warn: Callable[[str], None] = _warn
 ) -> AsyncIterator[JournalSource | AuditSource]:
     """The source by its name. One that `seeks` asks the audit trail whether what it finds in the middle of
-    the journal counts.
+    the journal counts; `warn` is told when PostgreSQL cannot help.
 
     Raises NoTrail when the trail is the source and is not there; without it the journal is read from its
     beginning.
@@ -99,11 +103,7 @@ async def open_source(
             try:
                 books = await stack.enter_async_context(_open_books(settings))
             except (OperationalError, NoTrail) as error:
-                click.echo(
-                    "grabstream: the journal is read from its beginning, since PostgreSQL cannot help: "
-                    f"{error}".strip(),
-                    err=True,
-                )
+                warn(f"the journal is read from its beginning, since PostgreSQL cannot help: {error}".strip())
         yield JournalSource(
             await stack.enter_async_context(open_reader(settings.kafka, Topics(settings.prefix).journal)),
             books,

@@ -8,14 +8,10 @@ from pathlib import Path
 from typing import Annotated, NamedTuple
 from urllib.parse import unquote, urlsplit
 
-from psycopg import ProgrammingError
-from psycopg.conninfo import conninfo_to_dict
 from pydantic import Field, SecretStr, ValidationError, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict  # reads .env, names the variable that is wrong
-from redis.asyncio.connection import parse_url
 
-from grabstream.lua.gate.sealing import Sealer
-from grabstream.lua.gate.tickets import TicketKeys
+from grabstream.extras import installed
 from grabstream.models.bounds import quoted, shortened
 
 # Below the range that systems give to outgoing connections, or a client could be sitting on the port.
@@ -40,7 +36,10 @@ class BadSettings(Exception):
 
 
 class Settings(BaseSettings):
-    """What is in force. The defaults are the servers that `grabstream up` starts."""
+    """What is in force. The defaults are the servers that `grabstream up` starts.
+
+    What only the extra `server` uses is checked where that is installed: a service has settings without it.
+    """
 
     model_config = SettingsConfigDict(env_prefix="GRAB_", env_file=".env", extra="ignore", frozen=True)
 
@@ -93,7 +92,9 @@ class Settings(BaseSettings):
     def _is_redis(cls, value: str | None) -> str | None:
         if value is not None and is_cluster(value):
             cluster_address(value)
-        elif value is not None:
+        elif value is not None and installed("redis"):
+            from redis.asyncio.connection import parse_url
+
             try:
                 parse_url(value)
             except ValueError:  # which may quote a part of the password
@@ -105,6 +106,11 @@ class Settings(BaseSettings):
     @field_validator("postgres")
     @classmethod
     def _is_postgresql(cls, value: str) -> str:
+        if not installed("psycopg"):
+            return value
+        from psycopg import ProgrammingError
+        from psycopg.conninfo import conninfo_to_dict
+
         try:
             conninfo_to_dict(value)
         except ProgrammingError:
@@ -116,14 +122,19 @@ class Settings(BaseSettings):
     @field_validator("seal_keys")
     @classmethod
     def _can_be_read(cls, value: SecretStr) -> SecretStr:
-        if value.get_secret_value():
+        if value.get_secret_value() and installed("cryptography"):
+            from grabstream.lua.gate.sealing import Sealer
+
             Sealer.from_text(value.get_secret_value())
         return value
 
     @field_validator("ticket_keys")
     @classmethod
     def _can_be_verified_with(cls, value: SecretStr) -> SecretStr:
-        TicketKeys.from_text(value.get_secret_value())
+        if value.get_secret_value() and installed("jwt"):
+            from grabstream.lua.gate.tickets import TicketKeys
+
+            TicketKeys.from_text(value.get_secret_value())
         return value
 
     def require_seal_keys(self) -> None:

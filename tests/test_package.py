@@ -3,13 +3,22 @@ that runs.
 """
 
 import ast
+import importlib
+import re
 import subprocess
 import sys
+import tomllib
 import venv
+from collections.abc import Iterator
+from importlib.metadata import distribution, packages_distributions
 from pathlib import Path
+from typing import Final
 
 import pytest
+from packaging.requirements import Requirement
 
+import grabstream
+from grabstream.extras import SERVER_MODULES
 from grabstream.ops.services.servers import PROJECT
 from tests.package import ROOMS
 
@@ -74,45 +83,161 @@ def test_no_module_is_loaded_under_two_names() -> None:
     assert done.stdout.splitlines() == ["[]", "[]"]
 
 
-@pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An environment with the wheel, beside a stranger's package `models`. What the wheel depends on is that
-    of this environment.
-    """
-    folder = tmp_path_factory.mktemp("wheel")
-    tree = folder / "tree"
-    subprocess.run(["git", "clone", "--quiet", "--no-hardlinks", str(PROJECT), str(tree)], check=True)
-    for name in subprocess.run(
-        ["git", "ls-files", "--modified", "--others", "--exclude-standard"],
+PYPROJECT: Final = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]
+
+
+def typed_names() -> Iterator[tuple[str, str, str]]:
+    """(name, module, name in the module) of all that type checkers see in the public door."""
+    tree = ast.parse((PROJECT / "grabstream" / "__init__.py").read_text())
+    for node in tree.body:
+        if isinstance(node, ast.If):
+            for line in node.body:
+                assert isinstance(line, ast.ImportFrom)
+                for alias in line.names:
+                    yield alias.asname or alias.name, str(line.module), alias.name
+
+
+def test_the_door_has_the_names_that_type_checkers_see() -> None:
+    typed = {name: (module, there) for name, module, there in typed_names()}
+    assert sorted([*typed, "MissingExtra"]) == sorted(grabstream.__all__)
+    assert {name: module for name, (module, _) in typed.items()} == {
+        name: f"grabstream.{module}" for name, module in grabstream._MODULES.items()
+    }
+    assert set(grabstream.__all__) <= set(dir(grabstream))
+    for name, (module, there) in typed.items():
+        assert getattr(grabstream, name) is getattr(importlib.import_module(module), there)
+    with pytest.raises(AttributeError, match="no attribute 'Grap'"):
+        _ = grabstream.Grap
+
+
+def modules_after(code: str) -> set[str]:
+    """The modules that a new process has loaded after some code."""
+    done = subprocess.run(
+        [sys.executable, "-c", f"{code}\nimport sys\nprint(*sys.modules)"],
         cwd=PROJECT,
         check=True,
         capture_output=True,
         text=True,
-    ).stdout.splitlines():
+        timeout=60,
+    )
+    return set(done.stdout.split())
+
+
+def test_importing_the_package_loads_nothing_else() -> None:
+    loaded = modules_after("import grabstream")
+    assert {name for name in loaded if name.startswith("grabstream")} == {"grabstream", "grabstream.extras"}
+    standard = {*sys.stdlib_module_names, "grabstream", "__main__"}
+    # What an environment loads by itself (.pth files of an editable install) is there without us, too.
+    new = loaded - modules_after("pass")
+    assert {name for name in new if name.partition(".")[0] not in standard} == set()
+
+
+def test_a_service_s_names_load_nothing_of_the_server_extra() -> None:
+    names = "Grab, Confirm, EnvelopeTerms, encode_command, decode_answer, decode_event, load_settings"
+    loaded = modules_after(f"from grabstream import {names}\nload_settings")
+    assert not SERVER_MODULES & loaded
+    assert "grabstream.models.commands" in loaded
+
+
+def distributions(requirements: list[str]) -> set[str]:
+    """The installed distributions that these requirements and theirs name, in normal form."""
+    known: set[str] = set()
+    waiting = [Requirement(line) for line in requirements]
+    while waiting:
+        requirement = waiting.pop()
+        for extra in requirement.extras or {""}:
+            waiting += [
+                further
+                for line in distribution(requirement.name).requires or []
+                if (further := Requirement(line)).marker is None or further.marker.evaluate({"extra": extra})
+                if normal(further.name) not in known
+            ]
+        known.add(normal(requirement.name))
+    return known
+
+
+def normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def test_the_modules_of_the_server_extra_are_known() -> None:
+    """`grabstream.extras` names the modules, pyproject.toml the distributions."""
+    base = distributions(PYPROJECT["dependencies"])
+    extra = PYPROJECT["optional-dependencies"]["server"]
+    owners = {
+        module: {normal(one) for one in names}
+        for module, names in packages_distributions().items()
+        if module in SERVER_MODULES
+    }
+    assert set(owners) == SERVER_MODULES
+    assert set.union(*owners.values()) == {normal(Requirement(line).name) for line in extra} | {"hiredis"}
+    assert not set.union(*owners.values()) & base
+
+
+PIP: Final = (sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check")
+[SITE_PACKAGES] = [Path(path) for path in sys.path if path.endswith("site-packages")]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel of the tree as it is."""
+    folder = tmp_path_factory.mktemp("wheel")
+    tree = folder / "tree"
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=PROJECT,
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout.splitlines()
+    for name in listed:
         source, target = PROJECT / name, tree / name
         target.parent.mkdir(parents=True, exist_ok=True)
-        target.unlink(missing_ok=True)
         if source.is_symlink():
             target.symlink_to(source.readlink())
         elif source.exists():
             target.write_bytes(source.read_bytes())
-    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
     words = ["wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder), str(tree)]
-    subprocess.run([*pip, *words], check=True, capture_output=True, timeout=120)
-    venv.create(folder / "environment", with_pip=False)
-    python = folder / "environment" / "bin" / "python"
+    subprocess.run([*PIP, *words], check=True, capture_output=True, timeout=120)
     [wheel] = folder.glob("grabstream-*.whl")
+    return wheel
+
+
+def environment(folder: Path, wheel: Path) -> tuple[Path, Path]:
+    """Installs the wheel into an empty environment; its Python and its site-packages."""
+    venv.create(folder, with_pip=False)
+    python = folder / "bin" / "python"
     subprocess.run(
-        [*pip, "--python", str(python), "install", "--no-deps", "--no-index", str(wheel)],
+        [*PIP, "--python", str(python), "install", "--no-deps", "--no-index", str(wheel)],
         check=True,
         capture_output=True,
     )
-    [packages] = (folder / "environment").glob("lib/python*/site-packages")
+    [packages] = folder.glob("lib/python*/site-packages")
+    return python, packages
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An environment with the wheel, beside a stranger's package `models`. What the wheel depends on is that
+    of this environment.
+    """
+    python, packages = environment(tmp_path_factory.mktemp("wheel") / "environment", wheel)
     (packages / "models.py").write_text("OURS = False\n")
     # After the wheel's own folder: an editable install of this tree is found by a hook of its site-packages,
     # which is not run here.
-    [dependencies] = [path for path in sys.path if path.endswith("site-packages")]
-    (packages / "dependencies.pth").write_text(f"{dependencies}\n")
+    (packages / "dependencies.pth").write_text(f"{SITE_PACKAGES}\n")
+    return python
+
+
+@pytest.fixture(scope="module")
+def service(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An environment with the wheel and its base dependencies only, linked from this environment."""
+    python, packages = environment(tmp_path_factory.mktemp("service") / "environment", wheel)
+    for name in distributions(PYPROJECT["dependencies"]):
+        for path in distribution(name).files or ():
+            first = path.parts[0]
+            if first not in ("..", "__pycache__") and not (packages / first).exists():
+                (packages / first).symlink_to(SITE_PACKAGES / first)
     return python
 
 
@@ -143,3 +268,57 @@ def test_the_wheel_has_the_command_line(installed: Path, tmp_path: Path) -> None
         timeout=60,
     )
     assert (done.returncode, "rebuild" in done.stdout) == (0, True)
+
+
+SERVES: Final = """
+import importlib.util, sys
+from grabstream import Answer, Grab, Outcome, decode_answer, decode_event, encode_command, load_settings
+from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
+print(*map(importlib.util.find_spec, ("redis", "faust", "psycopg")))
+print(encode_command(Grab(id="g-1", offer="lunch", user="bob")).decode())
+print(decode_answer(b'{"id": "g-1", "outcome": "granted", "code": 0}').outcome, Outcome.granted.positive)
+settings = load_settings()
+print(settings.kafka, settings.prefix)
+for name in ("open_gate", "Projection", "read_events"):
+    try:
+        getattr(importlib.import_module("grabstream"), name)
+    except ImportError as error:
+        print(type(error).__name__, error)
+"""
+
+
+def test_a_service_needs_the_base_dependencies_only(service: Path, tmp_path: Path) -> None:
+    environ = {"GRAB_KAFKA": "kafka:9092", "GRAB_REDIS_URL": "redis://r/0", "GRAB_POSTGRES": "host=p"}
+    done = subprocess.run(
+        [str(service), "-c", SERVES], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=60
+    )
+    assert done.stderr == ""
+    lines = done.stdout.splitlines()
+    assert lines[:4] == [
+        "None None None",
+        '{"type":"grab","id":"g-1","offer":"lunch","user":"bob"}',
+        "granted True",
+        "kafka:9092 grab",
+    ]
+    for name, line in zip(("open_gate", "Projection", "read_events"), lines[4:], strict=True):
+        assert re.fullmatch(
+            rf"MissingExtra grabstream\.{name} needs the extra `server` \(\w+ is not installed\): "
+            r"pip install 'grabstream\[server\]'",
+            line,
+        )
+
+
+def test_the_command_line_says_which_extra_it_needs(service: Path, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [str(service.parent / "grabstream"), "status"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    assert re.fullmatch(
+        r"grabstream: the command line needs the extra `server` \(\w+ is not installed\): "
+        r"pip install 'grabstream\[server\]'\n",
+        done.stderr,
+    )

@@ -28,7 +28,7 @@ from grabstream.streams.following.user_projection import rebuild as rebuild_proj
 )
 @json_option
 def follow(projection: str, rebuild: bool, as_json: bool) -> None:
-    """Run a projection of your own until Ctrl-C: MODULE:NAME names a streams.own.Projection
+    """Run a projection of your own until Ctrl-C: MODULE:NAME names a grabstream.Projection
     (docs/projection.md).
 
     The module is looked for in the working directory, too. Exit 1: its schema holds something else, or the
@@ -75,5 +75,5 @@ def _load(name: str) -> Projection:
             f"{name}: {error}; write MODULE:NAME, as in grabs_per_minute:PROJECTION"
         ) from None
     if not isinstance(found, Projection):
-        raise click.UsageError(f"{name} is no streams.own.Projection, but a {type(found).__name__}")
+        raise click.UsageError(f"{name} is no grabstream.Projection, but a {type(found).__name__}")
     return found

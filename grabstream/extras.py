@@ -1,0 +1,40 @@
+"""Extras: what an installation has beside the base package, and what to say when something is missing.
+
+`pip install grabstream` brings what a service needs; the extra `server` brings everything else.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from typing import Final
+
+INSTALL_SERVER: Final = "pip install 'grabstream[server]'"
+#: The modules that only the extra `server` installs.
+SERVER_MODULES: Final = frozenset(
+    {"click", "cryptography", "faust", "hiredis", "jwt", "psycopg", "redis", "rich", "uvloop", "yaml"}
+)
+
+
+class MissingExtra(ImportError):
+    """A feature was used without the extra that it needs; the text says how to install it."""
+
+
+def installed(module: str) -> bool:
+    """Whether a module of an extra can be imported."""
+    return find_spec(module) is not None
+
+
+@contextmanager
+def server_needed_by(feature: str) -> Iterator[None]:
+    """Around an import: raises MissingExtra instead of ModuleNotFoundError for a module of the extra
+    `server`.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in SERVER_MODULES:
+            raise
+        raise MissingExtra(
+            f"{feature} needs the extra `server` ({error.name} is not installed): {INSTALL_SERVER}",
+            name=error.name,
+        ) from error
