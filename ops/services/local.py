@@ -72,11 +72,13 @@ class ServerSet:
         """The process id of every server, None for one that does not run."""
         return {server.name: server.pid for server in self.all}
 
-    def remove(self) -> None:
-        """Ends all and deletes their data."""
+    def remove(self) -> list[Path]:
+        """Ends all and deletes their data; returns the directories that were there."""
         self.down()
+        deleted = [path for path in dict.fromkeys((self.directory, self.postgres.data)) if path.exists()]
         self.postgres.remove()
         shutil.rmtree(self.directory, ignore_errors=True)
+        return deleted
 
 
 class LocalServices(ServerSet):

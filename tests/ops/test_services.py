@@ -1,5 +1,6 @@
 """Local servers: taken ports, strangers, and a set that is started, stopped and started again."""
 
+import json
 import os
 import socket
 import subprocess
@@ -9,10 +10,13 @@ from pathlib import Path
 import psycopg
 import pytest
 import redis
+from click.testing import CliRunner
 
+from grabstream.ops.cli import grabstream
+from grabstream.ops.commands.local import services as services_verbs
 from grabstream.ops.services import LocalServices, ServiceError, free_ports
 from grabstream.ops.services.process import _start_time
-from grabstream.ops.services.servers import Redis, kafka_version
+from grabstream.ops.services.servers import PROJECT, Redis, kafka_version
 
 
 def test_a_taken_port_is_named_with_the_way_out(tmp_path: Path) -> None:
@@ -73,6 +77,24 @@ def test_temporary_servers_leave_nothing_outside_of_their_directory(tmp_path: Pa
         assert services.postgres.data.exists() == kept
     services.remove()
     assert not services.postgres.data.exists()
+
+
+def test_down_says_that_it_deleted_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRAB_SERVICES", "processes")
+    monkeypatch.setattr(services_verbs, "PROJECT", tmp_path)
+    data = tmp_path / ".services" / "redis"
+    data.mkdir(parents=True)
+    said = CliRunner().invoke(grabstream, ["down", "--remove"]).output
+    assert "Deleted:" in said
+    assert ".services" in said
+    assert not data.exists()
+    again = CliRunner().invoke(grabstream, ["down", "--remove", "--json"]).output
+    assert json.loads(again) == {"stopped": [], "deleted": []}
+
+
+def test_what_is_built_is_ignored_by_git() -> None:
+    for folder in ("build", "dist"):
+        assert subprocess.run(["git", "check-ignore", "-q", f"{folder}/x"], cwd=PROJECT).returncode == 0
 
 
 def test_kafka_s_version_is_the_one_in_compose() -> None:

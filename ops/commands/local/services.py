@@ -207,11 +207,13 @@ def down(which: str | None, dry_run: bool, remove: bool, as_json: bool) -> None:
             "cluster",
             *(("down", "--volumes") if remove else ("stop", *SERVERS, *CLUSTER_SERVERS)),
         )
+        deleted = ["containers and volumes of compose.yaml"] if remove else []
     else:
         stopped = [name for one in _sets(which) for name in one.down()]
-        for one in reversed(_sets(which)) if remove else ():
-            one.remove()
+        deleted = [str(path) for one in reversed(_sets(which)) if remove for path in one.remove()]
     if as_json:
-        print_json({"stopped": stopped})
-    else:
-        console.print(f"Ended: {', '.join(stopped)}." if stopped else "None of our servers was running.")
+        print_json({"stopped": stopped, "deleted": deleted})
+        return
+    console.print(f"Ended: {', '.join(stopped)}." if stopped else "None of our servers was running.")
+    if remove:
+        console.print(f"Deleted: {', '.join(deleted)}." if deleted else "They had no data.", highlight=False)

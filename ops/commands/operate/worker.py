@@ -7,6 +7,7 @@ import gc
 import logging
 import os
 import signal
+import sys
 import time
 from collections.abc import Sequence
 from typing import Any, Final
@@ -52,13 +53,14 @@ log = logging.getLogger(__name__)
 #: For so long a worker that begins waits for Kafka and Redis.
 START_SECONDS: Final = 30.0
 RETRY_SECONDS: Final = 0.5
+EXIT_INTERRUPTED: Final = 128 + signal.SIGINT
 
 
 @click.command()
 @click.option("--roles", default=",".join(ROLES), show_default=True, help="Which roles this process plays.")
 def worker(roles: str) -> None:
     """Decide commands, relay outboxes to the journal, close what is due, and build the read models, until
-    SIGTERM or Ctrl-C.
+    SIGTERM (exit code 0) or Ctrl-C (130).
     """
     settings = load_settings()
     settings.require_seal_keys()
@@ -71,22 +73,25 @@ def worker(roles: str) -> None:
         raise click.BadParameter(
             f"{', '.join(unknown) or 'none given'}: choose from {', '.join(ROLES)}", param_hint="--roles"
         )
-    uvloop.run(_run(settings, chosen))
+    if signal.SIGINT in uvloop.run(_run(settings, chosen)):
+        sys.exit(EXIT_INTERRUPTED)
 
 
-async def _run(settings: Settings, chosen: Sequence[str]) -> None:
+async def _run(settings: Settings, chosen: Sequence[str]) -> list[int]:
+    """Plays the roles; returns the signals that ended it."""
     stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
+    signals: list[int] = []
 
-    def end() -> None:
+    def end(number: int) -> None:
         end_within(END_SECONDS_MAX, EXIT_UNKNOWN_ERROR)
+        signals.append(number)
         stop.set()
 
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, end)
+        asyncio.get_running_loop().add_signal_handler(number, end, number)
     known = Known(settings)
     if not await _reached(settings, known, stop):
-        return
+        return signals
     if "project" in chosen:
         await _refuse_replay(settings)
     redis = open_redis(settings)
@@ -116,6 +121,7 @@ async def _run(settings: Settings, chosen: Sequence[str]) -> None:
     finally:
         end_within(END_SECONDS_MAX, EXIT_UNKNOWN_ERROR)
         await redis.aclose()
+    return signals
 
 
 class Known:
