@@ -48,11 +48,14 @@ class Selection:
         self._accounts = {f"{kind}:{user}" for user in wanted.users for kind in ("wallet", "hold")}
         self._offer_events = offer_events
         self._grabs = set(grabs)
+        #: Which of the wanted offers have an event in what was read.
+        self.offers_met: set[str] = set()
 
     def of(self, facts: Sequence[Fact]) -> Sequence[Fact]:
         """Those that are wanted, in their order."""
         if self._offers:
             facts = [fact for fact in facts if fact.event.offer in self._offers]
+            self.offers_met.update(fact.event.offer for fact in facts)
         return [fact for fact in facts if self._is_users(fact)] if self._users else facts
 
     def _is_users(self, fact: Fact) -> bool:

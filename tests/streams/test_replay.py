@@ -48,7 +48,7 @@ async def journal_of(system: Settings) -> AsyncIterator[Journal]:
     await producer.stop()
 
 
-@pytest.mark.parametrize("words", [("--offer", "nosuch"), ("--user", "nobody"), ("--from", "2030-01-01")])
+@pytest.mark.parametrize("words", [("--user", "nobody"), ("--from", "2030-01-01")])
 async def test_nothing_is_said_to_be_nothing(told: System, words: tuple[str, ...]) -> None:
     done = told.replay("--into", "-", *words)
     assert (done.returncode, done.stdout) == (0, "")

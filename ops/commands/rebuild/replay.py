@@ -9,13 +9,15 @@ from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
 
 import click
+import psycopg
 from psycopg import OperationalError
 
 from grabstream.models.journal import Corrupt, Gap
-from grabstream.ops.connections.opening import check_system
+from grabstream.ops.connections.opening import check_system, checked_books
 from grabstream.ops.console.output import WholeNumber, counted, json_option, print_json
 from grabstream.ops.console.progress import Reading
 from grabstream.ops.console.stopping import run_until_stopped
+from grabstream.ops.identity import OtherSystem
 from grabstream.ops.replaying import NoTrail, Request, open_source, request
 from grabstream.ops.settings import Settings, load_settings
 from grabstream.projections.database.locks import Held, hold
@@ -37,6 +39,10 @@ from grabstream.streams.topics import Topics, create_topic_like
 
 EXIT_BROKEN_PIPE = 128 + 13
 _is_topic = re.compile(r"(?!\.{1,2}\Z)[A-Za-z0-9._-]{1,249}\Z").match
+
+
+class NoSuchOffer(Exception):
+    """An offer that was asked for has no event."""
 
 
 class Into(NamedTuple):
@@ -122,7 +128,8 @@ def replay(
     Into a schema it builds a complete set of read models; a second call with the same options goes on where
     the first one stopped. With --offer or --user, views that could not be exact are named <view>_partial.
 
-    Exit 1: refused, or the source contradicts itself; 2: used wrongly; 3: a server cannot be reached.
+    Exit 1: refused, an --offer is not there, or the source contradicts itself; 2: used wrongly; 3: a server
+    cannot be reached.
     """
     settings = load_settings()
     if into.kind == "schema" and first:
@@ -138,7 +145,7 @@ def replay(
     done: dict[int, Done] = {}
     try:
         planned = run_until_stopped(_run(settings, asked, into, append, dry_run, done))
-    except (ReplayRefused, NoTrail, Corrupt, Gap) as error:
+    except (ReplayRefused, NoTrail, NoSuchOffer, Corrupt, Gap) as error:
         click.echo(f"grabstream: {error}", err=True)
         sys.exit(1)
     except BrokenPipeError:
@@ -171,7 +178,26 @@ async def _run(
             except BaseException:
                 _say_how_to_go_on(sink)
                 raise
+    await _require_offers(settings, set(asked.wanted.offers) - selection.offers_met, planned)
     return planned
+
+
+async def _require_offers(settings: Settings, not_met: set[str], planned: Sequence[Planned]) -> None:
+    """Raises NoSuchOffer for offers that are nowhere. What was not read is looked up in the books; without
+    PostgreSQL nothing is said of it.
+    """
+    is_whole = not any(one.stretch.first or one.stretch.last or one.start.cursor.seq for one in planned)
+    if not_met and not is_whole:
+        try:
+            async with checked_books(settings) as connection:
+                found = await connection.execute(
+                    "SELECT offer FROM offers WHERE offer = ANY(%s)", (sorted(not_met),)
+                )
+                not_met = not_met - {offer for (offer,) in await found.fetchall()}
+        except (psycopg.Error, OtherSystem):
+            return
+    if not_met:
+        raise NoSuchOffer(", ".join(f"offer {offer} is not there" for offer in sorted(not_met)))
 
 
 async def _check(settings: Settings, asked: Request, into: Into, append: bool) -> None:
