@@ -7,14 +7,27 @@ from decimal import Decimal
 from typing import Any, Final
 
 import click
-from rich.console import Console
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 
 #: Characters. Where no terminal bounds a line it is as long as what it says: tables are not to cut ids in a
 #: pipe.
 WIDTH_WITHOUT_TERMINAL: Final = 500
 
-console = Console(width=None if sys.stdout.isatty() else WIDTH_WITHOUT_TERMINAL)
+
+class Output(Console):
+    """Standard output. What is wider than the terminal is wrapped by the terminal, never cut."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(width=None if sys.stdout.isatty() else WIDTH_WITHOUT_TERMINAL, **options)
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        """Prints, as a Console does."""
+        super().print(*objects, **{"crop": False, **options})
+
+
+console = Output()
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of words.")
 
@@ -42,18 +55,35 @@ def _plain(value: Any) -> Any:
     return int(value) if isinstance(value, Decimal) and value == value.to_integral_value() else str(value)
 
 
+class _Table(Table):
+    """A table that becomes wider than the terminal rather than cut a word: ids are to be copied."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        # A border or a separator beside each column, and a space on either side of a cell.
+        needed = sum((column.min_width or 0) + 3 for column in self.columns) + 1
+        self.width = needed if needed > options.max_width else None
+        return super().__rich_console__(console, options)
+
+
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
     """A table; numbers stand right."""
-    made = Table(title=title, title_justify="left", title_style="bold", header_style="dim")
+    made = _Table(title=title, title_justify="left", title_style="bold", header_style="dim")
     rows = [list(row) for row in rows]
+    written = [list(map(_written, row)) for row in rows]
     for index, column in enumerate(columns):
         numeric = all(isinstance(row[index], int | float | Decimal) for row in rows) and bool(rows)
-        made.add_column(column, justify="right" if numeric else "left")
-    for row in rows:
-        made.add_row(
-            *(
-                f"{cell:,}" if isinstance(cell, int | Decimal) and not isinstance(cell, bool) else str(cell)
-                for cell in row
-            )
+        cells = [column, *(row[index] for row in written)]
+        made.add_column(
+            column,
+            justify="right" if numeric else "left",
+            overflow="fold",
+            min_width=max(cell_len(word) for cell in cells for word in cell.split() or [""]),
+            no_wrap=not any(" " in cell for cell in cells),
         )
+    for row in written:
+        made.add_row(*row)
     return made
+
+
+def _written(cell: object) -> str:
+    return f"{cell:,}" if isinstance(cell, int | Decimal) and not isinstance(cell, bool) else str(cell)

@@ -12,6 +12,11 @@ LINE_EVERY_SECONDS: Final = 2.0
 TERMINAL_EVERY_SECONDS: Final = 0.1
 
 
+def bar() -> BarColumn:
+    """A bar in colours that say how far it is; rich draws one that is not finished in the red of errors."""
+    return BarColumn(complete_style="cyan", finished_style="green", pulse_style="cyan")
+
+
 class ProgressLine:
     """A line that is written over on a terminal, else one every few seconds."""
 
@@ -59,7 +64,7 @@ class Reading:
     def __init__(self, what: str, units: int = 0) -> None:
         columns = (
             TextColumn("{task.description}"),
-            BarColumn(),
+            bar(),
             TextColumn("{task.percentage:>3.0f}%"),
             _Rate(),
             TimeRemainingColumn(),

@@ -137,7 +137,7 @@ def _decode(command: dict[str, Any]) -> Open | str:
     except (TypeError, ValueError, RecursionError) as error:
         return f"terms: cannot be written as JSON ({error}); use plain texts, numbers, lists and objects"
     if isinstance(decoded, Undecodable):
-        return _explain(decoded.reason)
+        return _explain(decoded.reason, command)
     if not isinstance(decoded, Open):
         return f"type: must be open, got {quoted(command['type'])}"
     return decoded
@@ -179,8 +179,10 @@ _KNOWN_CHANGES: Final = tuple(_fields(Changes))
 _KINDS: Final = ", ".join(_FIELDS_OF_KIND)
 
 
-def _explain(reason: str) -> str:
-    """What the decoder says, in the form of our own checks: the field first, then the fix."""
+def _explain(reason: str, given: Any) -> str:
+    """What the decoder says of a given value, in the form of our own checks: the field first, then the
+    fix.
+    """
     located = _is_located(reason)
     if located is None:
         return reason
@@ -201,10 +203,20 @@ def _explain(reason: str) -> str:
     if said.startswith("Expected `str") and said.endswith(("got `int`", "got `float`", "got `bool`")):
         fix = "; put it in quotes"
     elif said.startswith("Expected `int") and said.endswith(("got `str`", "got `float`")):
-        fix = "; give a whole number without quotes"
+        value = _value_at(given, path)
+        # Only digits can have come in quotes: in YAML, a text needs none.
+        quotes = " without quotes" if isinstance(value, str) and _is_integer(value) else ""
+        return f"{path}: must be a whole number{quotes}, got {quoted(value)}"
     elif said.startswith("Expected `bool"):
         fix = "; give true or false"
     return f"{path}: {said[0].lower()}{said[1:]}{fix}"
+
+
+def _value_at(given: Any, path: str) -> Any:
+    """What stands at the decoder's path, such as `terms.limits[1].max`."""
+    for name, index in re.findall(r"([^.\[\]]+)|\[(\d+)\]", path):
+        given = given[int(index)] if index else given[name]
+    return given
 
 
 def _meaning(field: msgspec.structs.FieldInfo) -> str:
@@ -497,7 +509,7 @@ def read_changes(written: Sequence[tuple[str, str]]) -> Changes:
             # One by one, so that all that is wrong is told.
             msgspec.convert({name: changes[name]}, Changes)
         except msgspec.ValidationError as error:
-            reasons.append(_explain(str(error)))
+            reasons.append(_explain(str(error), changes))
         except Invalid as error:
             reasons.append(f"{name}: {error}")
     if not reasons:

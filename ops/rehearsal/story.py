@@ -17,7 +17,7 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any, Final
 
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
+from rich.progress import Progress, SpinnerColumn, TextColumn
 
 from grabstream.lua.gate.door import Gate
 from grabstream.lua.gate.queue import OutcomeUnknown
@@ -30,6 +30,7 @@ from grabstream.models.journal import Cursor, parse_block
 from grabstream.models.outcomes import Outcome
 from grabstream.ops.connections.opening import gate_limits, key_space, open_redis, sealer
 from grabstream.ops.console.output import console
+from grabstream.ops.console.progress import bar
 from grabstream.ops.rehearsal.clock import Clock, moment, shown
 from grabstream.ops.rehearsal.facts import Facts
 from grabstream.ops.rehearsal.run import Patience, open_books, until_in_books
@@ -68,7 +69,7 @@ class Display:
         self._quiet = quiet
         columns = ("{task.fields[clock]}", "[bold]{task.description}[/]")
         self._progress = Progress(
-            SpinnerColumn(), *map(TextColumn, columns), BarColumn(), TextColumn("[dim]{task.fields[news]}"),
+            SpinnerColumn(), *map(TextColumn, columns), bar(), TextColumn("[dim]{task.fields[news]}"),
             console=console, disable=quiet or not console.is_terminal,
         )  # fmt: skip
         self._task = self._progress.add_task("", clock=shown(clock.now_ms), news="", total=1.0)

@@ -1,25 +1,62 @@
 """The command line as a user meets it: help, settings, errors with the way out, exit codes."""
 
+import fcntl
 import json
+import os
+import pty
 import re
+import signal
+import struct
 import subprocess
 import sys
-from collections.abc import Callable
+import termios
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import redis
 from psycopg import AsyncConnection
+from rich.console import Console
+from rich.progress import Task, TaskID
 
 from grabstream.models.commands import Open, Undecodable, decode_commands
 from grabstream.ops.cli import VERBS
 from grabstream.ops.console.output import counted
+from grabstream.ops.console.progress import bar
 from grabstream.ops.services import free_ports
 from grabstream.ops.services.servers import Redis
 from grabstream.ops.settings import Settings, child_environment
 from tests.conftest import until
 from tests.support.cli import README, grabstream, of
+
+
+def in_a_terminal(*words: str, columns: int, stdin: str = "") -> str:
+    """What a verb prints in a terminal of so many columns."""
+    reader, terminal = pty.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
+    with subprocess.Popen(
+        [sys.executable, "-m", "grabstream.ops.cli", *words],
+        env={**child_environment(), "TERM": "dumb"},
+        stdin=subprocess.PIPE,
+        stdout=terminal,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        os.close(terminal)
+        assert process.stdin is not None
+        process.stdin.write(stdin)
+        process.stdin.close()
+        printed = b""
+        # A terminal whose other end is closed is an error, not an end of file.
+        try:
+            while piece := os.read(reader, 65536):
+                printed += piece
+        except OSError:
+            pass
+        os.close(reader)
+        assert process.wait(60) == 0
+    return printed.decode()
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -137,6 +174,57 @@ def test_a_file_of_offers_is_checked_before_the_first_is_opened(settings: Settin
         0,
         [{"type": "open", "id": "open-a", **good, "operator": "olga"}],
     )
+
+
+def coupons(names: Sequence[str]) -> str:
+    """A file of coupon offers."""
+    terms = {"kind": "coupon", "issuer": "shop", "total": 5}
+    return json.dumps([{"offer": name, "terms": terms} for name in names])
+
+
+def test_a_table_in_a_narrow_terminal_shows_whole_ids() -> None:
+    name = "friday:" + "p" * 52
+    assert name in in_a_terminal("open", "-", "--dry-run", columns=80, stdin=coupons([name, "x"]))
+
+
+def test_a_dry_run_of_many_offers_prints_a_summary_and_the_first_ones() -> None:
+    names = [f"offer-{number}" for number in range(1_000)]
+    done = grabstream("open", "-", "--dry-run", stdin=coupons(names))
+    assert done.returncode == 0, done.stderr
+    assert "1,000 offers" in done.stdout
+    assert "1,000 coupon" in done.stdout
+    assert "980 more" in done.stdout
+    assert len(done.stdout.splitlines()) < 40
+    as_json = grabstream("open", "-", "--dry-run", "--json", stdin=coupons(names)).stdout
+    assert [one["offer"] for one in json.loads(as_json)] == names
+
+
+def test_a_bar_that_is_not_finished_is_not_red() -> None:
+    drawn = Console(force_terminal=True, color_system="truecolor", width=40)
+    colors = [
+        segment.style.color.get_truecolor()
+        for segment in drawn.render(bar().render(Task(TaskID(1), "x", 10, 5, lambda: 0.0)))
+        if segment.style and segment.style.color
+    ]
+    assert colors
+    assert not [color for color in colors if color.red > 2 * max(color.green, color.blue)]
+
+
+async def test_replay_of_an_offer_that_is_not_there_is_refused(system: Settings) -> None:
+    for words in ([], ["--until", "2026-01-01T00:00:00Z"], ["--source", "audit"]):
+        done = grabstream("replay", "--into", "-", "--offer", "nosuch", *words, **of(system))
+        assert done.returncode == 1, done.stderr
+        assert "offer nosuch is not there" in done.stderr
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
+async def test_the_exit_code_of_a_worker_says_how_it_was_ended(
+    system: Settings, worker: Callable[..., Any], number: signal.Signals, code: int
+) -> None:
+    running = worker(system, "relay")
+    await until(lambda: "owner of term" in running.log.read_text(), 30, "a relay")
+    running.signal(number)
+    assert running.process.wait(30) == code, running.log.read_text()
 
 
 async def test_another_number_of_shards_is_refused(system: Settings) -> None:

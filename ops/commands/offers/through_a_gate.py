@@ -16,7 +16,6 @@ import click
 import msgspec
 from rich.console import Console
 from rich.progress import (
-    BarColumn,
     MofNCompleteColumn,
     Progress,
     ProgressColumn,
@@ -35,7 +34,8 @@ from grabstream.models.commands import AnyCommand, Open, Undecodable, decode_com
 from grabstream.models.identifiers import is_id
 from grabstream.models.offers import EnvelopeTerms
 from grabstream.ops.connections.opening import open_gate
-from grabstream.ops.console.output import WIDTH_WITHOUT_TERMINAL, json_option, print_json, table
+from grabstream.ops.console.output import Output, counted, json_option, print_json, table
+from grabstream.ops.console.progress import bar
 from grabstream.ops.formats.offer_files import BadOfferFile, Form, form_of, read_offers
 from grabstream.ops.formats.offer_plan import PLAN_COLUMNS, plan_rows
 from grabstream.ops.settings import Settings, load_settings
@@ -43,13 +43,13 @@ from grabstream.ops.settings import Settings, load_settings
 #: Offers opened in one gate call; above it a bar shows how far it is, and only refusals are printed one by
 #: one.
 OPENED_AT_ONCE_MAX: Final = 500
+#: Offers that a dry run shows.
+OFFERS_SHOWN_MAX: Final = 20
 #: How many envelope parts a gate surely draws and writes in a millisecond, beside other work.
 PARTS_A_MILLISECOND: Final = 50
 
 #: For words from outside: ids may look like rich's markup (`[x]`) or emoji (`:fire:`).
-plain_console = Console(
-    markup=False, emoji=False, highlight=False, width=None if sys.stdout.isatty() else WIDTH_WITHOUT_TERMINAL
-)
+plain_console = Output(markup=False, emoji=False, highlight=False)
 _errors = Console(stderr=True, markup=False, emoji=False, highlight=False)
 
 id_option = click.option(
@@ -116,7 +116,7 @@ def progress_bar(quiet: bool) -> Progress:
     terminal.
     """
     return Progress(
-        TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), _Rate(),
+        TextColumn("{task.description}", markup=False), bar(), MofNCompleteColumn(), _Rate(),
         TimeRemainingColumn(),
         console=_errors, disable=quiet or not _errors.is_terminal,
     )  # fmt: skip
@@ -205,7 +205,11 @@ def print_answers(answers: Sequence[Answer], as_json: bool) -> None:
     type=click.Choice(get_args(Form)),
     help="The form of FILE. Default: what its suffix says; YAML without one.",
 )
-@click.option("--dry-run", is_flag=True, help="Check all offers, show the plan and open none.")
+@click.option(
+    "--dry-run",
+    is_flag=True,
+    help="Check all offers, show a summary and the first ones (all with --json), and open none.",
+)
 @operator_option
 @json_option
 def open(file: Path, form: Form | None, dry_run: bool, operator: str | None, as_json: bool) -> None:  # noqa: A001 - the verb's name
@@ -230,8 +234,17 @@ def open(file: Path, form: Form | None, dry_run: bool, operator: str | None, as_
     elif as_json:
         print_json([msgspec.json.decode(encode_command(command)) for command in opens])
     else:
-        title = f"Would open {len(opens):,} offer{'s' if len(opens) != 1 else ''}"
-        plain_console.print(table(title, PLAN_COLUMNS, plan_rows(opens)))
+        _print_plan(opens)
+
+
+def _print_plan(opens: Sequence[Open]) -> None:
+    """A summary and the first offers; drawing a table of all would take minutes for a file of many."""
+    kinds = Counter(str(command.terms.__struct_config__.tag) for command in opens)
+    of_kinds = ", ".join(f"{number:,} {kind}" for kind, number in kinds.most_common())
+    title = f"Would open {counted(len(opens), 'offers')}: {of_kinds}"
+    plain_console.print(table(title, PLAN_COLUMNS, plan_rows(opens[:OFFERS_SHOWN_MAX])))
+    if len(opens) > OFFERS_SHOWN_MAX:
+        plain_console.print(f"… and {len(opens) - OFFERS_SHOWN_MAX:,} more; --json prints all of them")
 
 
 def read_text(file: Path) -> str:
