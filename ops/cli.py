@@ -18,7 +18,7 @@ from redis.exceptions import ConnectionError, TimeoutError
 
 from grabstream.models.upcasting import BrokenChain
 from grabstream.ops.services import ServiceError
-from grabstream.ops.settings import BadSettings
+from grabstream.ops.settings import BadSettings, unknown_names
 from grabstream.projections.database.locks import Held
 from grabstream.projections.versions import NoReadModel
 from grabstream.streams.clients import in_words
@@ -128,6 +128,8 @@ def grabstream(verbose: bool) -> None:
         level=level, stream=sys.stderr, format="%(asctime)s %(levelname)-7s %(name)s: %(message)s"
     )
     logging.getLogger("aiokafka").setLevel(logging.INFO if verbose else logging.CRITICAL)
+    for line in unknown_names():
+        click.echo(f"grabstream: {line}", err=True)
 
 
 def main() -> None:

@@ -4,10 +4,13 @@ never looked up again.
 
 import os
 import re
+from collections.abc import Mapping
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, Final, NamedTuple
 from urllib.parse import unquote, urlsplit
 
+from dotenv import dotenv_values  # comes with pydantic-settings, which reads .env by it
 from pydantic import Field, SecretStr, ValidationError, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict  # reads .env, names the variable that is wrong
 
@@ -20,11 +23,13 @@ KAFKA_PORT = 19092
 CONTROLLER_PORT = 19093
 POSTGRES_PORT = 15432
 
-Count = Annotated[int, Field(ge=1)]
 #: Fields whose values never stand in an error.
 SECRETS = ("seal_keys", "ticket_keys")
 #: Fields whose values may hold a password.
 ADDRESSES = ("redis_url", "cache_url", "postgres")
+
+#: Names that only tests read.
+OF_TESTS: Final = ("GRAB_TEST_SEED", "GRAB_FUZZ_EXAMPLES")
 
 # A password may hold an @ that should have been written %40: up to the last one.
 _in_url = re.compile(r"^([a-z+-]*://)?([^:@/?]*):.*@", re.DOTALL | re.IGNORECASE)
@@ -35,6 +40,11 @@ class BadSettings(Exception):
     """A setting that is missing or wrong; the text names the variable and the way out."""
 
 
+def _setting(meaning: str, unit: str = "", **bounds: Any) -> Any:
+    """What is said of a setting, and its bounds."""
+    return Field(description=meaning, json_schema_extra={"unit": unit}, **bounds)
+
+
 class Settings(BaseSettings):
     """What is in force. The defaults are the servers that `grabstream up` starts.
 
@@ -43,49 +53,115 @@ class Settings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix="GRAB_", env_file=".env", extra="ignore", frozen=True)
 
-    redis_url: str = f"redis://127.0.0.1:{REDIS_PORT}/0"
-    cache_url: str | None = None
-    kafka: str = f"127.0.0.1:{KAFKA_PORT}"
-    #: Copies of every topic that `init` creates; absent: one on each broker, three at most.
-    replication: Count | None = None
-    postgres: str = f"postgresql://grabstream@127.0.0.1:{POSTGRES_PORT}/grabstream"
-    schema_: Annotated[str, Field(validation_alias="GRAB_SCHEMA", pattern="^[a-z_][a-z0-9_]{0,47}$")] = (
-        "grabstream"
+    redis_url: Annotated[str, _setting("Redis that decides; it must never evict.")] = (
+        f"redis://127.0.0.1:{REDIS_PORT}/0"
     )
-    prefix: Annotated[str, Field(pattern="^[a-z0-9][a-z0-9._-]{0,47}$")] = "grab"
-    shards: Annotated[int, Field(ge=1, le=1024)] = 8
-    seal_keys: SecretStr = SecretStr("")
-    #: Who may sign tickets, `id:algorithm:key,…` with HS256 or EdDSA; without any, every ticket is refused.
-    ticket_keys: SecretStr = SecretStr("")
-    #: Events an outbox may hold before grabs are answered `busy`.
-    outbox_events_max: Count = 200_000
-    #: Commands that may wait in one gate for one shard before further ones are answered `busy`.
-    gate_queue_max: Count = 20_000
-    #: Commands decided in one script call.
-    batch_commands_max: Annotated[int, Field(ge=1, le=2_000)] = 512
-    #: Events in one journal record.
-    block_events_max: Annotated[int, Field(ge=1, le=10_000)] = 1_000
-    #: How far the clocks of Redis and a caller may be apart.
-    clock_skew_ms_max: Count = 5_000
-    #: How long a relay's lease of a shard lasts; after a kill another worker takes over when it has run out.
-    lease_ms: Count = 3_000
-    #: How long a caller of the gate waits for an answer.
-    gate_timeout_ms: Count = 2_000
-    #: How long commands of the command line wait out a fenced or busy shard before they are answered so;
-    #: those of the topic always wait.
-    patience_ms: Count = 10_000
-    #: How much of its time the verifier works, in percent; the rest it rests.
-    verify_percent: Annotated[float, Field(gt=0, le=100)] = 5.0
-    #: Whose refusals are kept for `grabstream why`: one user in so many, always the same ones; 0 keeps none.
-    refusals_one_in: Annotated[int, Field(ge=0)] = 1
-    #: Refusals that one gate keeps in a second; further ones are counted in `demand` only.
-    refusals_per_second_max: Count = 2_000
-    #: Refusals that are kept at all, the newest; and for how many days.
-    refusals_kept_max: Annotated[int, Field(ge=0)] = 1_000_000
-    refusals_days: Annotated[int, Field(ge=1, le=3_650)] = 14
-    #: For crash tests: the step at which a worker kills itself, with `:n` at its n-th time; with `:stop` at
-    #: the end it only stops, as by SIGSTOP, until somebody lets it go on.
-    fail_at: Annotated[str, Field(pattern=r"^([a-z_.]+(:[1-9]\d*)?(:stop)?)?$")] = ""
+    cache_url: Annotated[
+        str | None, _setting("Redis for caches, another one than GRAB_REDIS_URL; absent: memory.")
+    ] = None
+    kafka: Annotated[str, _setting("Kafka brokers that are asked first.")] = f"127.0.0.1:{KAFKA_PORT}"
+    replication: Annotated[
+        int | None,
+        _setting(
+            "Copies of every topic that `init` creates; absent: one on each broker, at most 3.",
+            "copies",
+            ge=1,
+        ),
+    ] = None
+    postgres: Annotated[str, _setting("PostgreSQL database of the books.")] = (
+        f"postgresql://grabstream@127.0.0.1:{POSTGRES_PORT}/grabstream"
+    )
+    schema_: Annotated[
+        str,
+        _setting("Schema of the books.", validation_alias="GRAB_SCHEMA", pattern="^[a-z_][a-z0-9_]{0,47}$"),
+    ] = "grabstream"
+    prefix: Annotated[
+        str, _setting("First part of the names of topics and keys.", pattern="^[a-z0-9][a-z0-9._-]{0,47}$")
+    ] = "grab"
+    shards: Annotated[
+        int, _setting("Shards of the system; fixed once the first offer is open.", "shards", ge=1, le=1024)
+    ] = 8
+    seal_keys: Annotated[
+        SecretStr,
+        _setting("Keys that seal seeds and codes, `id:key,…`; the first one seals. Part of every backup."),
+    ] = SecretStr("")
+    ticket_keys: Annotated[
+        SecretStr,
+        _setting(
+            "Keys of who may sign tickets, `id:algorithm:key,…` with HS256 or EdDSA; without any, every "
+            "ticket is refused."
+        ),
+    ] = SecretStr("")
+    outbox_events_max: Annotated[
+        int, _setting("Events that an outbox may hold before grabs are answered `busy`.", "events", ge=1)
+    ] = 200_000
+    gate_queue_max: Annotated[
+        int,
+        _setting(
+            "Commands that may wait in one gate for one shard before further ones are answered `busy`.",
+            "commands",
+            ge=1,
+        ),
+    ] = 20_000
+    batch_commands_max: Annotated[
+        int, _setting("Commands decided in one script call.", "commands", ge=1, le=2_000)
+    ] = 512
+    block_events_max: Annotated[int, _setting("Events in one journal record.", "events", ge=1, le=10_000)] = (
+        1_000
+    )
+    clock_skew_ms_max: Annotated[
+        int, _setting("How far the clocks of Redis and a caller may differ.", "ms", ge=1)
+    ] = 5_000
+    lease_ms: Annotated[
+        int,
+        _setting(
+            "How long a worker's lease of a shard lasts; when a worker dies, another takes over after it.",
+            "ms",
+            ge=1,
+        ),
+    ] = 3_000
+    gate_timeout_ms: Annotated[
+        int, _setting("How long a caller of the gate waits for an answer.", "ms", ge=1)
+    ] = 2_000
+    patience_ms: Annotated[
+        int,
+        _setting(
+            "How long commands of the command line wait for a fenced or busy shard; those of the topic "
+            "always wait.",
+            "ms",
+            ge=1,
+        ),
+    ] = 10_000
+    verify_percent: Annotated[
+        float, _setting("Share of the time that the verifier works.", "%", gt=0, le=100)
+    ] = 5.0
+    refusals_one_in: Annotated[
+        int,
+        _setting(
+            "One user in so many, always the same ones, whose refusals are kept for `grabstream why`; 0: "
+            "nobody.",
+            "users",
+            ge=0,
+        ),
+    ] = 1
+    refusals_per_second_max: Annotated[
+        int,
+        _setting(
+            "Refusals that one gate keeps; further ones are counted in `demand` only.", "per second", ge=1
+        ),
+    ] = 2_000
+    refusals_kept_max: Annotated[
+        int, _setting("Refusals that are kept, the newest ones.", "refusals", ge=0)
+    ] = 1_000_000
+    refusals_days: Annotated[int, _setting("How long refusals are kept.", "days", ge=1, le=3_650)] = 14
+    fail_at: Annotated[
+        str,
+        _setting(
+            "For crash tests: the step at which a worker kills itself; `:n` at its n-th time, `:stop` stops "
+            "it as SIGSTOP does.",
+            pattern=r"^([a-z_.]+(:[1-9]\d*)?(:stop)?)?$",
+        ),
+    ] = ""
 
     @field_validator("redis_url", "cache_url")
     @classmethod
@@ -99,8 +175,16 @@ class Settings(BaseSettings):
                 parse_url(value)
             except ValueError:  # which may quote a part of the password
                 raise ValueError(
-                    "a Redis is redis://[user:password@]host:port/0, its password with %40 for @, %2F for /"
+                    "must be redis://[user:password@]host:port/0 (in a password, write %40 for @ and %2F "
+                    "for /)"
                 ) from None
+        return value
+
+    @field_validator("kafka")
+    @classmethod
+    def _is_kafka(cls, value: str) -> str:
+        if not all(map(_is_broker, value.split(","))):
+            raise ValueError("must be host:port,host:port,… (no scheme, no spaces)")
         return value
 
     @field_validator("postgres")
@@ -112,10 +196,12 @@ class Settings(BaseSettings):
         from psycopg.conninfo import conninfo_to_dict
 
         try:
-            conninfo_to_dict(value)
+            parts = conninfo_to_dict(value)
+            if not parts or not all(map(_is_port, str(parts.get("port") or "1").split(","))):
+                raise ProgrammingError
         except ProgrammingError:
             raise ValueError(
-                "a PostgreSQL is postgresql://[user:password@]host:port/database, or host=… port=… dbname=…"
+                "must be postgresql://[user:password@]host:port/database, or host=… port=… dbname=…"
             ) from None
         return value
 
@@ -147,6 +233,15 @@ class Settings(BaseSettings):
             )
 
 
+def _is_broker(text: str) -> bool:
+    found = re.fullmatch(r"(?:\[[0-9a-fA-F:.%]+\]|[^\s:/@\[\]]+)(?::(.*))?", text)
+    return found is not None and (found[1] is None or _is_port(found[1]))
+
+
+def _is_port(text: str) -> bool:
+    return text.isascii() and text.isdigit() and 0 < int(text[:6]) < 65_536
+
+
 class ClusterAddress(NamedTuple):
     """A Redis Cluster: (host, port) of the servers that are asked first, and how."""
 
@@ -175,7 +270,7 @@ def cluster_address(redis_url: str) -> ClusterAddress:
         nodes = []
     if not nodes or not all(host and port for host, port in nodes) or any(one.path for one in parsed):
         raise ValueError(
-            "a Redis Cluster is redis-cluster://host:port,host:port,… (it has no database numbers)"
+            "must be redis-cluster://host:port,host:port,… for a Redis Cluster (it has no database numbers)"
         )
     return ClusterAddress(
         nodes, unquote(username) or None, unquote(password) or None, scheme == "rediss-cluster"
@@ -198,8 +293,46 @@ def load_settings(env_file: Path | None = None) -> Settings:
             name = field if field.startswith("GRAB_") else f"GRAB_{field.upper()}"
             found = without_password(problem["input"]) if field in ADDRESSES else problem["input"]
             got = "" if field in SECRETS else f" (got {quoted(found)})"
-            lines.append(f"{name}: {shortened(problem['msg'])}{got}")
+            lines.append(f"{name}: {shortened(problem['msg'].removeprefix('Value error, '))}{got}")
         raise BadSettings("; ".join(lines)) from None
+
+
+def variable_of(field: str) -> str:
+    """The environment's name of a field of Settings."""
+    return f"GRAB_{field.upper().rstrip('_')}"
+
+
+def origins() -> dict[str, str]:
+    """Where each variable's value comes from: `environment`, `.env` or `default`."""
+    return dict.fromkeys(map(variable_of, Settings.model_fields), "default") | {
+        name: place for place, names in _given().items() for name in names
+    }
+
+
+def unknown_names() -> list[str]:
+    """A line for each GRAB_ name that is not a setting, with the nearest one.
+
+    Names that container platforms inject for their services, such as GRAB_WORKER_PORT_80_TCP, are left out.
+    """
+    known = [*map(variable_of, Settings.model_fields), "GRAB_SERVICES"]
+    lines = []
+    for place, names in _given().items():
+        for name in sorted(names - {*known, *OF_TESTS}):
+            if "_PORT" in name or "_SERVICE_" in name:
+                continue
+            near = get_close_matches(name, known, 1, 0)[0]
+            where = "in .env" if place == ".env" else "in the environment"
+            lines.append(f"{name} {where} is not a setting and is ignored; the nearest is {near}")
+    return lines
+
+
+def _given() -> dict[str, set[str]]:
+    """The GRAB_ names in .env and in the environment, which wins."""
+    places: dict[str, Mapping[str, Any]] = {".env": dotenv_values(".env"), "environment": os.environ}
+    return {
+        place: {name.upper() for name in names if name.upper().startswith("GRAB_")}
+        for place, names in places.items()
+    }
 
 
 def child_environment(**overrides: str) -> dict[str, str]:

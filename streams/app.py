@@ -2,13 +2,18 @@
 connects at import.
 """
 
+import sys
 from functools import partial
 
 from grabstream.ops.connections.opening import until_known
-from grabstream.ops.settings import load_settings
+from grabstream.ops.settings import BadSettings, load_settings
 from grabstream.streams.projecting.agents import build_app, make_projectors
 
-_settings = load_settings()
+try:
+    _settings = load_settings()
+except BadSettings as error:
+    sys.stderr.write(f"grabstream: {error}\n")
+    sys.exit(2)
 
 app = build_app(
     _settings.kafka,

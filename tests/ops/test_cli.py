@@ -95,7 +95,7 @@ def test_secrets_are_masked() -> None:
     key = grabstream("config", "--new-seal-key").stdout.strip()
     done = grabstream("config", "--json", seal_keys=key)
     assert key not in done.stdout
-    assert json.loads(done.stdout)["GRAB_SEAL_KEYS"].startswith(key.partition(":")[0])
+    assert json.loads(done.stdout)["GRAB_SEAL_KEYS"]["value"].startswith(key.partition(":")[0])
 
 
 def test_a_worker_without_seal_keys_is_refused_with_the_way_out(tmp_path: Path) -> None:

@@ -1,12 +1,18 @@
 """What is wrong with a setting is said by its name, and of what stands there no more than what shows it."""
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 from click.testing import CliRunner
 
 from grabstream.models.bounds import REASON_BYTES_MAX
 from grabstream.ops.cli import grabstream
 from grabstream.ops.diagnosis.findings import address as finding_address
-from grabstream.ops.settings import BadSettings, load_settings
+from grabstream.ops.settings import BadSettings, Settings, child_environment, load_settings
 
 
 @pytest.mark.parametrize("value", ["x" * 100_000, "7" * 5_000, "a\x1b[2Jb" * 10_000])
@@ -69,3 +75,88 @@ def test_a_password_is_never_shown(
         assert is_good or f"GRAB_{variable}: " in said
     if is_good:
         assert finding_address(f"GRAB_{variable}", address) == f'"$GRAB_{variable}"'
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "form"),
+    [
+        ("REDIS_URL", "localhost:46379", "redis://[user:password@]host:port/0"),
+        ("REDIS_URL", "redis://localhost:port", "redis://[user:password@]host:port/0"),
+        ("REDIS_URL", "", "redis://[user:password@]host:port/0"),
+        ("CACHE_URL", "localhost", "redis://[user:password@]host:port/0"),
+        ("KAFKA", "", "host:port,host:port,…"),
+        ("KAFKA", "kafka://a:9092", "host:port,host:port,…"),
+        ("KAFKA", "a:9092,,b:9092", "host:port,host:port,…"),
+        ("KAFKA", "a:port", "host:port,host:port,…"),
+        ("KAFKA", "a:99999", "host:port,host:port,…"),
+        ("POSTGRES", "foo", "postgresql://[user:password@]host:port/database"),
+        ("POSTGRES", "postgresql://a:port/b", "postgresql://[user:password@]host:port/database"),
+        ("POSTGRES", "", "postgresql://[user:password@]host:port/database"),
+    ],
+)
+def test_a_wrong_address_is_one_line_with_the_right_form(
+    monkeypatch: pytest.MonkeyPatch, variable: str, value: str, form: str
+) -> None:
+    monkeypatch.setenv(f"GRAB_{variable}", value)
+    with pytest.raises(BadSettings) as raised:
+        load_settings()
+    assert str(raised.value).startswith(f"GRAB_{variable}: must be {form}")
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "value", ["a", "a:1", "a:1,b.example:65535", "127.0.0.1:9092", "[::1]:9092,[fe80::1]:1"]
+)
+def test_brokers_are_hosts_with_or_without_a_port(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.setenv("GRAB_KAFKA", value)
+    assert load_settings().kafka == value
+
+
+def test_the_faust_app_says_a_wrong_address_in_one_line() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "faust", "-A", "grabstream.streams.app", "worker"],
+        env=child_environment(postgres="foo"),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 2, done.stderr
+    assert "GRAB_POSTGRES: must be" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_an_unknown_name_is_warned_about_with_the_nearest(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / ".env").write_text("GRAB_PREFIXX=a\nOTHER=b\n")
+    for name in ("GRAB_REDIS", "GRAB_SERVICES", "GRAB_PORT", "GRAB_WORKER_PORT_80_TCP_ADDR"):
+        monkeypatch.setenv(name, "x")
+    monkeypatch.setenv("GRAB_REDIS_SERVICE_HOST", "10.0.0.1")
+    said = CliRunner().invoke(grabstream, ["config", "--json"]).stderr.splitlines()
+    assert said == [
+        "grabstream: GRAB_PREFIXX in .env is not a setting and is ignored; the nearest is GRAB_PREFIX",
+        "grabstream: GRAB_REDIS in the environment is not a setting and is ignored; "
+        "the nearest is GRAB_REDIS_URL",
+    ]
+
+
+def test_config_says_meaning_unit_and_origin_of_every_setting(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / ".env").write_text("GRAB_LEASE_MS=4000\nGRAB_SHARDS=4\n")
+    for name in [name for name in os.environ if name.startswith("GRAB_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("GRAB_SHARDS", "2")
+    found = json.loads(CliRunner().invoke(grabstream, ["config", "--json"]).stdout)
+    assert set(found) == {f"GRAB_{name.upper().rstrip('_')}" for name in Settings.model_fields}
+    assert all(one["meaning"].endswith(".") for one in found.values())
+    assert {name: (one["value"], one["unit"], one["origin"]) for name, one in found.items()}.items() >= {
+        "GRAB_LEASE_MS": (4000, "ms", ".env"),
+        "GRAB_SHARDS": (2, "shards", "environment"),
+        "GRAB_VERIFY_PERCENT": (5.0, "%", "default"),
+        "GRAB_REFUSALS_DAYS": (14, "days", "default"),
+    }.items()
+    said = CliRunner().invoke(grabstream, ["config"]).stdout
+    assert all(word in said for word in ("environment", ".env", "default", "ms", "lease"))

@@ -6,7 +6,14 @@ import click
 
 from grabstream.ops.commands.local.services import new_seal_key
 from grabstream.ops.console.output import console, json_option, print_json, table
-from grabstream.ops.settings import ADDRESSES, load_settings, without_password
+from grabstream.ops.settings import (
+    ADDRESSES,
+    Settings,
+    load_settings,
+    origins,
+    variable_of,
+    without_password,
+)
 
 
 @click.command()
@@ -18,20 +25,28 @@ from grabstream.ops.settings import ADDRESSES, load_settings, without_password
 )
 @json_option
 def config(wants_key: bool, as_json: bool) -> None:
-    """Print the settings in force, secrets masked."""
+    """Print the settings in force, with meaning, unit and origin (default, .env, environment); secrets are
+    masked.
+    """
     if wants_key:
         click.echo(new_seal_key())
         return
-    values = {
-        f"GRAB_{name.upper().rstrip('_')}": _shown(name, value)
-        for name, value in load_settings().model_dump().items()
+    settings, from_where = load_settings(), origins()
+    found = {
+        variable_of(name): {
+            "value": _shown(name, getattr(settings, name)),
+            "unit": field.json_schema_extra["unit"] if isinstance(field.json_schema_extra, dict) else "",
+            "origin": from_where[variable_of(name)],
+            "meaning": field.description,
+        }
+        for name, field in Settings.model_fields.items()
     }
     if as_json:
-        print_json(values)
+        print_json(found)
     else:
-        console.print(
-            table("Settings", ("variable", "value"), ((name, str(value)) for name, value in values.items()))
-        )
+        # The value of a number is copied to .env: no separators.
+        rows = ((name, *map(str, one.values())) for name, one in found.items())
+        console.print(table("Settings", ("variable", "value", "unit", "origin", "meaning"), rows))
 
 
 def _shown(name: str, value: Any) -> Any:
