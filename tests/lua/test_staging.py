@@ -45,7 +45,7 @@ def parts_of(command: Open) -> bytes:
 @pytest.fixture(autouse=True)
 def drawn_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drawing takes longer than all that is tested here."""
-    for module in ("batches", "restoring"):
+    for module in ("gate.batches", "restoring"):
         monkeypatch.setattr(f"grabstream.lua.{module}.parts_packed", _drawn)
 
 
