@@ -5,6 +5,7 @@ merely wanted to be rid of it.
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any, Final, TypeVar
@@ -15,6 +16,8 @@ from aiokafka.admin import AIOKafkaAdminClient
 log = logging.getLogger(__name__)
 
 CLOSE_SECONDS_MAX: Final = 5.0
+#: How long it may take until the log says that a server does not answer.
+UNEXPLAINED_SECONDS: Final = 10.0
 
 Client = TypeVar("Client", AIOKafkaConsumer, AIOKafkaProducer, AIOKafkaAdminClient)
 
@@ -53,26 +56,68 @@ def in_words(error: BaseException) -> str:
     return said if kind in said else f"{kind}: {said}"
 
 
+class Outages:
+    """Which servers do not answer, as the log of this process says. Every role meets an outage in each shard:
+    what it explains is not said again by each of them.
+    """
+
+    def __init__(self) -> None:
+        self._away: set[str] = set()
+        self._ended_at = 0.0
+        self.is_watched = False
+
+    def began(self, server: str) -> None:
+        """The log says that a server does not answer."""
+        self._away.add(server)
+
+    def ended(self, server: str) -> None:
+        """The log says that it answers again."""
+        self._away.discard(server)
+        self._ended_at = time.monotonic()
+
+    def may_explain(self, since: float) -> bool:
+        """Whether an outage is the cause, or may turn out to be the cause, of what goes wrong since then."""
+        if not self.is_watched:
+            return False
+        return bool(self._away) or time.monotonic() - max(since, self._ended_at) < UNEXPLAINED_SECONDS
+
+
+#: One a process, as its log is.
+OUTAGES: Final = Outages()
+
+
 class Trouble:
-    """What goes wrong again and again: said in the log once until it changes, and once that it is over."""
+    """What goes wrong again and again: said in the log once until it changes, and once that it is over. What
+    an outage explains is said at level INFO only.
+    """
 
     def __init__(self, log: logging.Logger, where: str) -> None:
         self._log, self._where = log, where
-        self._said = ""
+        self._words = ""
+        self._since = 0.0
+        #: The words that were said as a warning, and those that were said at all.
+        self._warned, self._said = "", ""
 
     @property
     def is_said(self) -> bool:
         """Whether it went wrong the last time."""
-        return bool(self._said)
+        return bool(self._words)
 
     def say(self, words: str) -> None:
         """It went wrong, and is tried again."""
-        if words != self._said:
+        if not self._words:
+            self._since = time.monotonic()
+        self._words = words
+        if OUTAGES.may_explain(self._since):
+            if words != self._said:
+                self._log.info("%s: %s; trying again", self._where, words)
+        elif words != self._warned:
             self._log.warning("%s: %s; trying again", self._where, words)
-            self._said = words
+            self._warned = words
+        self._said = words
 
     def over(self) -> None:
         """It went right."""
-        if self._said:
-            self._log.warning("%s: goes on", self._where)
-            self._said = ""
+        if self._words:
+            self._log.log(logging.WARNING if self._warned else logging.INFO, "%s: continues", self._where)
+        self._words = self._warned = self._said = ""

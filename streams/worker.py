@@ -9,6 +9,7 @@ alive and is not. The others are about the books: they begin again, and deciding
 
 import asyncio
 import contextlib
+import functools
 import logging
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -67,8 +68,14 @@ def roles_of(
     step: Step = lambda name: None,
     snapshots: Snapshots | None = None,
     report_recovery: Callable[[Recovered], Any] | None = None,
+    ready: Callable[[str], None] = lambda role: None,
+    relays: Callable[[Sequence[int]], None] = lambda shards: None,
 ) -> dict[str, Role]:
-    """The roles to play as functions of a stop event; raises ValueError for a role that does not exist."""
+    """The roles to play as functions of a stop event; raises ValueError for a role that does not exist.
+
+    `ready` is called with each of the roles returned once it has started, also when it starts again; before
+    it, `relays` is called with the shards that this worker relays and sweeps then.
+    """
     for role in roles:
         if role not in ROLES:
             raise ValueError(f"role {role!r}: must be one of {', '.join(ROLES)}")
@@ -85,7 +92,10 @@ def roles_of(
             gate.start()
             try:
                 async with writing(refusals):
-                    await Decider(gate, settings.kafka, topics, settings.shards).run(stop)
+                    decider = Decider(
+                        gate, settings.kafka, topics, settings.shards, functools.partial(ready, "decide")
+                    )
+                    await decider.run(stop)
             finally:
                 await gate.close()
 
@@ -111,7 +121,11 @@ def roles_of(
                 )
             return tasks
 
-        running["relay"] = LeaseKeeper(redis, keys, settings.lease_ms, tasks_of).run
+        def asked(shards: Sequence[int]) -> None:
+            relays(shards)
+            ready("relay")
+
+        running["relay"] = LeaseKeeper(redis, keys, settings.lease_ms, tasks_of, asked).run
 
     running.update(
         (role, again(role, of_books[role]))

@@ -5,7 +5,7 @@ import.
 import asyncio
 import functools
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -135,13 +135,18 @@ async def checked_books(settings: Settings, **options: Any) -> AsyncIterator[Asy
         yield connection
 
 
-async def check_system(settings: Settings, redis: Any = None, journal: bool = True) -> Identity | None:
+async def check_system(
+    settings: Settings,
+    redis: Any = None,
+    journal: bool = True,
+    say: Callable[[str, str], object] = log.warning,
+) -> Identity | None:
     """Raises BadSettings when the settings are not those of one system: what schema, journal and prefix say
     of each other.
 
     Every process asks before anything else; without `journal` it does so without Kafka. Of the others one
-    that is away says nothing: whoever needs it meets that by itself. Returns the system, None as long as the
-    schema does not say that it is.
+    that is away is only logged, by `say`: whoever needs it meets that by itself. Returns the system, None as
+    long as the schema does not say that it is.
     """
     topic = await find_journal(settings) if journal else None
     identity = None
@@ -149,7 +154,7 @@ async def check_system(settings: Settings, redis: Any = None, journal: bool = Tr
         async with await connect(settings.postgres, settings.schema_) as connection:
             identity = await require_schema(connection, settings)
     except psycopg.OperationalError as error:
-        log.warning("PostgreSQL cannot be reached yet: %s", str(error).strip())
+        say("PostgreSQL cannot be reached yet: %s", str(error).strip())
     if identity is not None and journal:
         compare_journal(settings, identity, topic)
     elif journal and topic is None:
@@ -161,7 +166,7 @@ async def check_system(settings: Settings, redis: Any = None, journal: bool = Tr
     except BaseException as error:
         if not is_trouble(error):
             raise
-        log.warning("Redis cannot be reached yet: %s", in_words(error))
+        say("Redis cannot be reached yet: %s", in_words(error))
     finally:
         if redis is None:
             await client.aclose()

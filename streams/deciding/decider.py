@@ -9,7 +9,7 @@ Then, for each partition,
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -62,7 +62,14 @@ class Decider:
     answered once it can be decided, never `fenced` or `busy`.
     """
 
-    def __init__(self, gate: Gate, bootstrap: str, topics: Topics, shards: int) -> None:
+    def __init__(
+        self,
+        gate: Gate,
+        bootstrap: str,
+        topics: Topics,
+        shards: int,
+        ready: Callable[[], None] = lambda: None,
+    ) -> None:
         self.gate = gate
         self.shards = shards
         # One for all sessions: what an earlier one has in flight is carried out before what is delivered
@@ -71,6 +78,7 @@ class Decider:
         self.decided = 0
         self._bootstrap = bootstrap
         self._topics = topics
+        self._ready = ready
 
     async def run(self, stop: asyncio.Event) -> None:
         """Decides until `stop`, then answers and commits what it has read, as far as its shards go on; raises
@@ -113,6 +121,7 @@ class Decider:
         async with started(producer):
             await producer.partitions_for(self._topics.results)
             async with started(consumer):
+                self._ready()
                 await session.run(stop)
 
 

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import os
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Final
 
@@ -34,12 +34,21 @@ class LeaseKeeper:
     """
 
     def __init__(
-        self, redis: Any, keys: KeySpace, lease_ms: int, tasks_of: Callable[[int], list[Any]]
+        self,
+        redis: Any,
+        keys: KeySpace,
+        lease_ms: int,
+        tasks_of: Callable[[int], list[Any]],
+        asked: Callable[[Sequence[int]], None] = lambda held: None,
     ) -> None:
         self._redis = redis
         self._keys = keys
         self._lease_ms = lease_ms
         self._tasks_of = tasks_of
+        #: Called once, with the shards held, when every lease has been asked for.
+        self._asked = asked
+        self._answered: set[int] = set()
+        self._is_asked = False
         self._running: dict[int, asyncio.Task[None]] = {}
         self._troubles = [Trouble(log, f"lease of shard {shard}") for shard in range(keys.shards)]
         self.worker = f"{os.uname().nodename}-{os.getpid()}-{secrets.token_hex(4)}"
@@ -72,6 +81,7 @@ class LeaseKeeper:
             while not stop.is_set():
                 next_renewal = asyncio.get_running_loop().time() + self._renew_seconds
                 await self._renew(shard)
+                self._count_asked()
                 task = self._running.get(shard)
                 if task is not None and task.done():
                     task.result()
@@ -95,12 +105,18 @@ class LeaseKeeper:
             self._troubles[shard].say(in_words(error))
             return
         self._troubles[shard].over()
+        self._answered.add(shard)
         if holder.decode() == self.worker:
             if shard not in self._running:
                 self._running[shard] = asyncio.create_task(self._keep(shard))
         elif shard in self._running:
             log.warning("shard %d: the lease went to %s", shard, holder.decode())
             await self._drop(shard)
+
+    def _count_asked(self) -> None:
+        if not self._is_asked and len(self._answered) == self._keys.shards:
+            self._is_asked = True
+            self._asked(self.held)
 
     def _lease_keys(self, shard: int) -> list[str]:
         keys = self._keys.shard(shard)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -17,6 +18,8 @@ from grabstream.ops.commands.local import services as services_verbs
 from grabstream.ops.services import LocalServices, ServiceError, free_ports
 from grabstream.ops.services.process import _start_time
 from grabstream.ops.services.servers import PROJECT, Redis, kafka_version
+from grabstream.ops.settings import child_environment
+from tests.conftest import until
 
 
 def test_a_taken_port_is_named_with_the_way_out(tmp_path: Path) -> None:
@@ -95,6 +98,44 @@ def test_down_says_that_it_deleted_data(tmp_path: Path, monkeypatch: pytest.Monk
 def test_what_is_built_is_ignored_by_git() -> None:
     for folder in ("build", "dist"):
         assert subprocess.run(["git", "check-ignore", "-q", f"{folder}/x"], cwd=PROJECT).returncode == 0
+
+
+async def test_a_worker_s_log_has_a_line_when_it_is_ready_and_when_a_server_goes_and_comes_back(
+    private_services: LocalServices, prefix: str, tmp_path: Path
+) -> None:
+    services = private_services
+    own = services.environment() | {
+        "prefix": prefix, "schema": prefix, "shards": "4", "seal_keys": services_verbs.new_seal_key()
+    }  # fmt: skip
+    command = [sys.executable, "-m", "grabstream.ops.cli"]
+    subprocess.run([*command, "init"], env=child_environment(**own), check=True, timeout=100)
+    log = tmp_path / "worker.log"
+
+    def said(words: str) -> int:
+        return log.read_text().count(words)
+
+    with (
+        log.open("w") as output,
+        subprocess.Popen([*command, "worker"], env=child_environment(**own), stderr=output) as worker,
+    ):
+        try:
+            await until(lambda: said("ready: roles decide, relay, sweep, project"), 60, "the worker")
+            assert said("4 shards, of which this worker relays 0, 1, 2, 3") == 1
+            for number, (name, server) in enumerate(
+                (("Redis", services.redis), ("Kafka", services.kafka), ("PostgreSQL", services.postgres)), 1
+            ):
+                server.kill()
+                await until(lambda: said("does not answer") == number, 60, f"{name} away")  # noqa: B023
+                assert len(re.findall(rf"ERROR .*: {name} \(.*\) does not answer", log.read_text())) == 1
+                server.start()
+                await until(lambda: said("answers again") == number, 60, f"{name} back")  # noqa: B023
+                assert len(re.findall(rf"{name} \(.*\) answers again", log.read_text())) == 1
+        finally:
+            worker.terminate()
+    assert worker.returncode == 0
+    # Each shard's lease, relay and sweeper met the outages, too, and the log does not say so for each.
+    assert not re.findall(r"(WARNING|ERROR) .*(lease of|sweeping) shard", log.read_text())
+    assert said("ready:") == 1
 
 
 def test_kafka_s_version_is_the_one_in_compose() -> None:

@@ -100,7 +100,7 @@ def test_what_goes_wrong_again_and_again_is_said_when_it_changes(caplog: pytest.
     trouble.over()
     trouble.say("full")
     assert caplog.messages == [
-        "shard 3: away; trying again", "shard 3: full; trying again", "shard 3: goes on",
+        "shard 3: away; trying again", "shard 3: full; trying again", "shard 3: continues",
         "shard 3: full; "
         "trying again"
     ]  # fmt: skip

@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import click
@@ -33,6 +33,9 @@ from grabstream.ops.connections.opening import (
     ticket_keys,
     worker_settings,
 )  # fmt: skip
+from grabstream.ops.connections.watching import Readiness, watch_servers
+from grabstream.ops.connections.watching import log as worker_log
+from grabstream.ops.console.output import counted
 from grabstream.ops.console.stopping import END_SECONDS_MAX, end_within
 from grabstream.ops.identity import NotWrittenDown, OtherSystem, claim_prefix
 from grabstream.ops.making import refuse_replay
@@ -46,7 +49,7 @@ from grabstream.streams.clients import Trouble, in_words
 from grabstream.streams.projecting.projector import EXIT_UNKNOWN_ERROR
 from grabstream.streams.projecting.verifier import Verifier
 from grabstream.streams.relaying.relay import Step
-from grabstream.streams.worker import ROLES, Role, roles_of, run_worker
+from grabstream.streams.worker import ROLES, Role, again, roles_of, run_worker
 
 log = logging.getLogger(__name__)
 
@@ -64,6 +67,7 @@ def worker(roles: str) -> None:
     """
     settings = load_settings()
     settings.require_seal_keys()
+    worker_log.setLevel(logging.INFO)
     # Events live for a moment and by the thousand; looking through all of them again and again for cycles is
     # a tenth of the work.
     gc.set_threshold(50_000, 20, 50)
@@ -89,7 +93,10 @@ async def _run(settings: Settings, chosen: Sequence[str]) -> list[int]:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, end, number)
-    known = Known(settings)
+    relayed: list[int] = []
+    parts = {"relay" if role == "sweep" else role for role in chosen}
+    ready = Readiness(parts, lambda: _ready_words(settings, chosen, relayed))
+    known = Known(settings, ready)
     if not await _reached(settings, known, stop):
         return signals
     if "project" in chosen:
@@ -101,18 +108,20 @@ async def _run(settings: Settings, chosen: Sequence[str]) -> list[int]:
             functools.partial(_record_demand, settings),
             refusal_log(settings),
             {
-                "project": known.before(_faust(settings, READ_MODELS)),
-                "publish": known.before(_faust(settings, ("events",))),
-                "verify": known.before(Verifier(
+                "project": known.before("project", _faust(settings, READ_MODELS)),
+                "publish": known.before("publish", _faust(settings, ("events",))),
+                "verify": known.before("verify", Verifier(
                     redis, key_space(settings), settings.postgres, settings.schema_,
                     settings.verify_percent / 100,
                     compares_keys(settings, redis),
                 ).run),
             },
             step_of(settings), snapshots(settings), functools.partial(report_recovery, settings),
+            ready, relayed.extend,
         )  # fmt: skip
-        log.info("playing %s", ", ".join(chosen))
-        left = await run_worker({**roles, "identity": functools.partial(known.keep, redis)}, stop)
+        roles["identity"] = functools.partial(known.keep, redis)
+        roles["servers"] = again("servers", functools.partial(watch_servers, settings, redis))
+        left = await run_worker(roles, stop)
         if left:
             # The event loop would wait for them at its end.
             log.critical("role %s does not end: ending the process", ", ".join(sorted(left)))
@@ -124,13 +133,21 @@ async def _run(settings: Settings, chosen: Sequence[str]) -> list[int]:
     return signals
 
 
+def _ready_words(settings: Settings, chosen: Sequence[str], relayed: Sequence[int]) -> str:
+    words = f"roles {', '.join(chosen)}; {counted(settings.shards, 'shards')}"
+    if {"relay", "sweep"} & set(chosen):
+        words += f", of which this worker relays {', '.join(map(str, relayed)) or 'none yet'}"
+    return f"{words}; prefix {settings.prefix}, schema {settings.schema_}"
+
+
 class Known:
     """Whether the settings are known to be those of one system. What a server that was away at the start did
     not say is asked later.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, ready: Callable[[str], None]) -> None:
         self._settings = settings
+        self._ready = ready
         self._trouble = Trouble(log, "which system this is")
         self._identity: Identity | None = None
         self._is_known = asyncio.Event()
@@ -138,7 +155,7 @@ class Known:
     async def look(self) -> None:
         """Looks whether they are; raises BadSettings when they are not."""
         try:
-            self._identity = await check_system(self._settings)
+            self._identity = await check_system(self._settings, say=log.info)
         except NotWrittenDown as error:
             self._trouble.say(str(error))
             return
@@ -151,13 +168,14 @@ class Known:
         self._trouble.over()
         self._is_known.set()
 
-    def before(self, role: Role) -> Role:
+    def before(self, name: str, role: Role) -> Role:
         """A role that writes the schema begins when it is known to be ours."""
 
         async def wait(stop: asyncio.Event) -> None:
             async with running(self._is_known.wait(), stop.wait()) as waiting:
                 await first_to_end(waiting)
             if not stop.is_set():
+                self._ready(name)
                 await role(stop)
 
         return wait

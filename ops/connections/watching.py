@@ -1,0 +1,118 @@
+"""Watches Redis, Kafka and PostgreSQL for a worker: its log has one line when a server stops answering, and
+one when it answers again.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from typing import Any, Final
+
+from aiokafka.admin import AIOKafkaAdminClient
+
+from grabstream.lua.ending import first_to_end, running
+from grabstream.lua.trouble import is_trouble
+from grabstream.ops.connections.redis_servers import masters
+from grabstream.ops.settings import Settings, without_password
+from grabstream.projections.database.sessions import connect
+from grabstream.streams.clients import OUTAGES, in_words, started
+
+#: What a worker says of itself, at level INFO also where other parts of it are quiet.
+log: Final = logging.getLogger("grabstream.worker")
+
+ASK_EVERY_SECONDS: Final = 1.0
+ANSWER_SECONDS_MAX: Final = 5.0
+
+Ask = Callable[[], Awaitable[Any]]
+
+
+async def watch_servers(settings: Settings, redis: Any, stop: asyncio.Event) -> None:
+    """Asks every server once a second until `stop`, each by itself, and logs changes."""
+
+    @asynccontextmanager
+    async def open_redis_servers() -> AsyncIterator[Ask]:
+        async def ask() -> None:
+            await asyncio.gather(*(client.ping() for _, client in await masters(redis)))
+
+        yield ask
+
+    @asynccontextmanager
+    async def open_kafka() -> AsyncIterator[Ask]:
+        client = AIOKafkaAdminClient(
+            bootstrap_servers=settings.kafka, request_timeout_ms=int(ANSWER_SECONDS_MAX * 1000)
+        )
+        async with started(client):
+            yield client.describe_cluster
+
+    @asynccontextmanager
+    async def open_postgres() -> AsyncIterator[Ask]:
+        async with await connect(settings.postgres, settings.schema_) as connection:
+
+            async def ask() -> None:
+                await connection.execute("SELECT 1")
+
+            yield ask
+
+    servers = (
+        ("Redis", settings.redis_url, open_redis_servers),
+        ("Kafka", settings.kafka, open_kafka),
+        ("PostgreSQL", settings.postgres, open_postgres),
+    )
+    OUTAGES.is_watched = True
+    async with running(
+        *(_watch(f"{name} ({without_password(address)})", opened) for name, address, opened in servers),
+        stop.wait(),
+    ) as tasks:
+        await first_to_end(tasks)
+
+
+async def _watch(server: str, opened: Callable[[], AbstractAsyncContextManager[Ask]]) -> None:
+    away_since: float | None = None
+    ask: Ask | None = None
+    async with AsyncExitStack() as stack:
+        while True:
+            was_open = ask is not None
+            try:
+                async with asyncio.timeout(ANSWER_SECONDS_MAX):
+                    if ask is None:
+                        ask = await stack.enter_async_context(opened())
+                    assert ask is not None
+                    await ask()
+            except BaseException as error:
+                if not is_trouble(error):
+                    raise
+                # A client of several servers may have asked just the one that is away: a new one asks all.
+                ask = None
+                with contextlib.suppress(Exception):
+                    await stack.aclose()
+                if was_open:
+                    continue
+                if away_since is None:
+                    away_since = time.monotonic()
+                    OUTAGES.began(server)
+                    log.error(
+                        "%s does not answer: %s; trying again", server, " ".join(in_words(error).split())
+                    )
+            else:
+                if away_since is not None:
+                    log.warning("%s answers again, after %.0f s", server, time.monotonic() - away_since)
+                    OUTAGES.ended(server)
+                    away_since = None
+            await asyncio.sleep(ASK_EVERY_SECONDS)
+
+
+class Readiness:
+    """Logs one line when every part of a worker has started."""
+
+    def __init__(self, parts: set[str], words: Callable[[], str]) -> None:
+        self._missing = set(parts)
+        self._words = words
+
+    def __call__(self, part: str) -> None:
+        """A part has started; it may say so again."""
+        if part in self._missing:
+            self._missing.remove(part)
+            if not self._missing:
+                log.info("ready: %s", self._words())
