@@ -14,7 +14,7 @@ RUN /venv/bin/pip install --no-cache-dir --no-deps --no-build-isolation '.[serve
 FROM python:3.11-slim-bookworm
 COPY --from=build /venv /venv
 ENV PATH=/venv/bin:$PATH
-RUN useradd --create-home grabstream
+RUN useradd --create-home grabstream && install -d -m 700 -o grabstream /keys
 USER grabstream
 WORKDIR /home/grabstream
 ENTRYPOINT ["grabstream"]

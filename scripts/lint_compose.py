@@ -14,12 +14,12 @@ from grabstream.ops.services.servers import kafka_version
 from grabstream.ops.settings import cluster_address
 
 #: Services that do something once and end.
-ONE_SHOT = ("init", "redis-cluster", "cluster-init")
+ONE_SHOT = ("seal-key", "init", "redis-cluster", "cluster-init")
 
 compose = yaml.safe_load(Path("compose.yaml").read_text())
 services = compose["services"]
 problems = []
-for name in ("redis", "kafka", "postgres", "init", "decide", "project"):
+for name in ("redis", "kafka", "postgres", "seal-key", "init", "decide", "project"):
     if name not in services:
         problems.append(f"service {name} is missing")
 for name, service in services.items():
@@ -34,6 +34,34 @@ for name, service in services.items():
     for port in service.get("ports", []):
         if not str(port).startswith("127.0.0.1:"):
             problems.append(f"{name}: port {port} is open to everyone")
+# A fresh clone has no settings: nothing is required of the environment. The seal key is made once by the
+# service seal-key, in the working directory of whoever reads it, which is a volume.
+if ":?" in Path("compose.yaml").read_text():
+    problems.append("a variable is required (`:?`), which a fresh clone does not have")
+
+
+def follows(name: str, other: str) -> bool:
+    """Whether a service starts after another one, which has done its work."""
+    before = services[name].get("depends_on", {})
+    return any(
+        one["condition"] == "service_completed_successfully" and (service == other or follows(service, other))
+        for service, one in before.items()
+    )
+
+
+for name, service in services.items():
+    if service["image"] != "grabstream:local":
+        continue
+    if f"keys:{service.get('working_dir')}" not in service.get("volumes", []):
+        problems.append(f"{name}: its working directory is not the volume keys")
+    if name != "seal-key" and not follows(name, "seal-key"):
+        problems.append(f"{name} does not start after seal-key")
+    if service["environment"].get("GRAB_SEAL_KEYS", "") is not None:
+        problems.append(f"{name}: GRAB_SEAL_KEYS is not passed on as it is, or left out where it is not set")
+    if f"install -d -m 700 -o grabstream {service.get('working_dir')}" not in Path("Dockerfile").read_text():
+        problems.append(f"{name}: the Dockerfile does not make {service.get('working_dir')} for its user")
+if "keys" not in compose["volumes"]:
+    problems.append("volume keys is missing")
 # The cluster: as many servers as `up --cluster` starts, each with a volume of its own, all in the profile,
 # and named where they are asked.
 for name in (*CLUSTER_SERVERS, "redis-cluster", "cluster-init", "worker-1", "worker-2", "worker-3"):
@@ -79,7 +107,7 @@ if (
         ["docker", "compose", "config", "--quiet"],
         capture_output=True,
         text=True,
-        env={"GRAB_SEAL_KEYS": "k:x", "PATH": "/usr/bin:/bin"},
+        env={"PATH": "/usr/bin:/bin"},
     )
     if done.returncode != 0:
         problems.append(f"docker compose config: {done.stderr.strip()}")

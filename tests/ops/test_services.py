@@ -11,8 +11,10 @@ from pathlib import Path
 import psycopg
 import pytest
 import redis
+import yaml
 from click.testing import CliRunner
 
+from grabstream.lua.gate.sealing import Sealer
 from grabstream.ops.cli import grabstream
 from grabstream.ops.commands.local import services as services_verbs
 from grabstream.ops.services import LocalServices, ServiceError, free_ports
@@ -136,6 +138,25 @@ async def test_a_worker_s_log_has_a_line_when_it_is_ready_and_when_a_server_goes
     # Each shard's lease, relay and sweeper met the outages, too, and the log does not say so for each.
     assert not re.findall(r"(WARNING|ERROR) .*(lease of|sweeping) shard", log.read_text())
     assert said("ready:") == 1
+
+
+def test_the_init_step_of_compose_makes_a_seal_key_once(tmp_path: Path) -> None:
+    step = yaml.safe_load((PROJECT / "compose.yaml").read_text())["services"]["seal-key"]
+    command = [*step["entrypoint"], *(word.replace("$$", "$") for word in step["command"])]
+    # Neither ours nor that of the project is what the step is to find.
+    environment = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    written = []
+    for _ in range(2):
+        subprocess.run(command, cwd=tmp_path, env=environment, check=True, timeout=60)
+        written.append((tmp_path / ".env").read_text())
+    assert written[0] == written[1]
+    Sealer.from_text(written[0].removeprefix("GRAB_SEAL_KEYS=").strip())
+    assert (tmp_path / ".env").stat().st_mode & 0o777 == 0o600
+    given = tmp_path / "given"
+    given.mkdir()
+    environment["GRAB_SEAL_KEYS"] = services_verbs.new_seal_key()
+    subprocess.run(command, cwd=given, env=environment, check=True, timeout=60)
+    assert not (given / ".env").exists()
 
 
 def test_kafka_s_version_is_the_one_in_compose() -> None:

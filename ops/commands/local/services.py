@@ -101,9 +101,7 @@ def docker_answers() -> bool:
 
 
 def _compose(*words: str) -> None:
-    # The key is only interpolated for workers, but compose insists on it for every command.
-    environment = child_environment() | {"GRAB_SEAL_KEYS": child_environment().get("GRAB_SEAL_KEYS", "none")}
-    done = subprocess.run(["docker", "compose", "-f", str(PROJECT / "compose.yaml"), *words], env=environment)
+    done = subprocess.run(["docker", "compose", "-f", str(PROJECT / "compose.yaml"), *words])
     if done.returncode != 0:
         raise ServiceError(
             f"`docker compose {' '.join(words)}` failed; GRAB_SERVICES=processes uses plain processes instead"
@@ -113,7 +111,7 @@ def _compose(*words: str) -> None:
 def _compose_running() -> list[str]:
     asked = subprocess.run(
         ["docker", "compose", "-f", str(PROJECT / "compose.yaml"), "ps", "--services", "--status", "running"],
-        capture_output=True, text=True, env=child_environment() | {"GRAB_SEAL_KEYS": "none"},
+        capture_output=True, text=True,
     )  # fmt: skip
     return asked.stdout.split()
 
