@@ -1,7 +1,7 @@
 """Calendars as integer arithmetic: the offsets of a time zone, windows of hours, days and weeks, and the
 hours of a week.
 
-The zone's offsets are written into an offer once, when it is opened (docs/design.md, 15); from then on Lua
+The zone's offsets are written into an offer once, when it is opened (docs/design.md); from then on Lua
 and the pure rules need no time-zone database, and agree even when two machines have different ones. All
 times are milliseconds since 1970 UTC.
 """
