@@ -21,6 +21,7 @@ ELSEWHERE: Final = re.compile(r"\b(DESIGN|CONTRACT|REQUIREMENTS|PITFALLS)\b|\bar
 SUFFIXES: Final = (".md", ".py", ".lua", ".sql", ".toml", ".yaml", ".yml", ".sh", "Makefile", "Dockerfile")
 
 _link = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
+_path = re.compile(r"`((?:models|lua|streams|projections|ops|tests|scripts|schemas|grabstream)/[\w./-]*)`")
 _page = re.compile(r"(?<![\w/])docs/([a-z0-9-]+\.md)(#[a-z0-9-]+)?")
 
 
@@ -73,6 +74,14 @@ def wrong_names(file: Path) -> Iterator[str]:
             yield f"{file.relative_to(ROOT)}:{number}: {found[0]} is not in the tree: name a page of docs/"
 
 
+def wrong_paths(page: Path) -> Iterator[str]:
+    """Files and folders that a page names and that are not there."""
+    for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), 1):
+        for name in _path.findall(line):
+            if not (ROOT / name).exists():
+                yield f"{page.relative_to(ROOT)}:{number}: {name} is not there"
+
+
 def site() -> bool:
     """Whether the site can be built without a warning; prints the warnings."""
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(message)s")
@@ -96,6 +105,8 @@ def main() -> int:
         if len(line) > LINE_LENGTH_MAX
     ]
     wrong += [one for page in pages if page.parent == ROOT for one in wrong_links(page)]
+    # The change log names what was there at its time.
+    wrong += [one for page in pages if page.name != "CHANGELOG.md" for one in wrong_paths(page)]
     wrong += [
         one
         for file in files
