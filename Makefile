@@ -52,7 +52,7 @@ lint: setup ## Format, style, types, import contracts, Lua, compose.yaml, pages 
 	@$(PYTHON) scripts/schemas.py --compare
 
 docs: setup ## Build the documentation as a site in site/.
-	@$(VENV)/bin/mkdocs build --strict --quiet && echo "open site/index.html"
+	@NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet && echo "open site/index.html"
 
 format: setup ## Format the code.
 	@$(VENV)/bin/ruff check --fix-only -q . ; $(VENV)/bin/ruff format .

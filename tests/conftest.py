@@ -128,7 +128,7 @@ async def as_role(postgres: str, block: str, role: str, schema: str = "") -> str
     it is not there.
     """
     [statements] = re.findall(
-        rf"^```sql {block}\n(.*?)^```",
+        rf"^<!-- {block} -->\n```sql\n(.*?)^```",
         (PROJECT / "docs" / "operating.md").read_text(),
         re.MULTILINE | re.DOTALL,
     )

@@ -12,8 +12,8 @@ import pytest
 from tests.package import copy_of_the_package
 
 ROOT = Path(__file__).parents[2]
-CLASS_TEXT, UPCASTER_TEXT = (re.sub(r"^   ", "", text, flags=re.MULTILINE) for text in re.findall(
-    r"^   ```python\n(.*?)^   ```$", (ROOT / "docs" / "events.md").read_text(), re.DOTALL | re.MULTILINE
+CLASS_TEXT, UPCASTER_TEXT = (re.sub(r"^    ", "", text, flags=re.MULTILINE) for text in re.findall(
+    r"^    ```python\n(.*?)^    ```$", (ROOT / "docs" / "events.md").read_text(), re.DOTALL | re.MULTILINE
 ))  # fmt: skip
 OLD_CLASS = re.compile(r"class GrabRedeemed\(.*?\n    digest: str\n", re.DOTALL)
 

@@ -77,7 +77,7 @@ async def test_readme_python(system: Settings, worker: Callable[..., Any], tmp_p
 
 async def test_flash_sale_page(system: Settings, worker: Callable[..., Any], tmp_path: Path) -> None:
     worker(system)
-    blocks = re.findall(r"^```sh sale\n(.*?)^```", FLASH_SALE, re.MULTILINE | re.DOTALL)
+    blocks = re.findall(r"^<!-- sale -->\n```sh\n(.*?)^```", FLASH_SALE, re.MULTILINE | re.DOTALL)
     assert len(blocks) == 5
     printed = [run(["bash", "-ec", block], system, tmp_path) for block in blocks[:-1]]
     assert re.findall(r"^opened .*offer=(\S+)", printed[0], re.MULTILINE) == ["friday:phone", "friday:case"]

@@ -15,7 +15,9 @@ DECIDING, PROJECTING = "decide,relay,sweep", "project,publish"
 def commands(name: str) -> str:
     """The block of the document that is marked with a name."""
     [found] = re.findall(
-        rf"^```sh {name}\n(.*?)^```", (PROJECT / "docs" / "backup.md").read_text(), re.MULTILINE | re.DOTALL
+        rf"^<!-- {name} -->\n```sh\n(.*?)^```",
+        (PROJECT / "docs" / "backup.md").read_text(),
+        re.MULTILINE | re.DOTALL,
     )
     return str(found)
 
