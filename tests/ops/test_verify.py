@@ -37,11 +37,11 @@ from grabstream.models.commands import (
 )
 from grabstream.models.entries import Entry
 from grabstream.models.offers import CouponTerms, EnvelopeTerms, Limit, StockTerms
-from grabstream.ops.verification import redis_keys, verifying
 from grabstream.ops.connections.opening import gate_limits, key_space, open_gate, open_redis, sealer
 from grabstream.ops.rehearsal.run import look, open_books
 from grabstream.ops.rehearsal.stage import take_down
 from grabstream.ops.settings import Settings
+from grabstream.ops.verification import redis_keys, verifying
 from grabstream.ops.verification.checks import Check
 from grabstream.ops.verification.verifying import verify
 from grabstream.streams.clients import started
