@@ -4,9 +4,11 @@ that runs.
 
 import ast
 import importlib
+import json
 import re
 import subprocess
 import sys
+import textwrap
 import tomllib
 import venv
 from collections.abc import Iterator
@@ -322,3 +324,60 @@ def test_the_command_line_says_which_extra_it_needs(service: Path, tmp_path: Pat
         r"pip install 'grabstream\[server\]'\n",
         done.stderr,
     )
+
+
+def example_files(folder: Path) -> list[str]:
+    """Every Python program of the pages and of examples/, as files; a notebook's cells are one function."""
+    folder.mkdir()
+    for page in ("README.md", "docs/commands.md", "docs/projection.md", "docs/replay.md"):
+        blocks = re.findall(r"^```python\n(.*?)^```", (PROJECT / page).read_text(), re.MULTILINE | re.DOTALL)
+        for number, block in enumerate(blocks):
+            (folder / f"{Path(page).stem.lower()}_{number}.py").write_text(block)
+    for name in ("service.py", "replay_job.py", "points/points.py"):
+        (folder / Path(name).name).write_text((PROJECT / "examples" / name).read_text())
+    for notebook in (PROJECT / "examples").glob("*.ipynb"):
+        found = json.loads(notebook.read_text())
+        code = "\n".join("".join(one["source"]) for one in found["cells"] if one["cell_type"] == "code")
+        (folder / f"{notebook.stem}.py").write_text(
+            f"async def notebook() -> None:\n{textwrap.indent(code, '    ')}\n"
+        )
+    return sorted(path.name for path in folder.iterdir())
+
+
+def strict(python: Path, folder: Path, names: list[str]) -> str:
+    """What a stranger's `mypy --strict` says, without the settings of this tree."""
+    command = [sys.executable, "-m", "mypy", "--strict", "--python-executable", str(python)]
+    done = subprocess.run(
+        [*command, "--config-file", "", "--cache-dir", str(folder / ".cache"), *names],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=230,
+    )
+    return done.stdout + done.stderr
+
+
+def test_every_example_passes_a_stranger_s_type_check(installed: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "stranger"
+    names = example_files(folder)
+    assert {"notebook.py", "points.py", "projection_0.py", "readme_0.py", "service.py"} <= set(names)
+    (folder / "wrong.py").write_text(
+        "from grabstream import Grab, load_settings, open_gate\n"
+        "async def main() -> str:\n"
+        "    async with open_gate(load_settings()) as gate:\n"
+        "        [answer] = await gate.decide([Grab(id='g', offer='o', user=5)])\n"
+        "    return answer.code\n"
+    )
+    said = strict(installed, folder, [*names, "wrong.py"]).splitlines()
+    assert [line.partition(": ")[0] for line in said[:-1]] == ["wrong.py:4", "wrong.py:5"], said
+    assert (
+        said[0].endswith("[arg-type]"),
+        said[1].endswith("[return-value]"),
+    ) == (True, True)
+    assert said[-1] == f"Found 2 errors in 1 file (checked {len(names) + 1} source files)"
+
+
+def test_a_service_passes_the_type_check_with_the_base_dependencies(service: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "stranger"
+    example_files(folder)
+    assert strict(service, folder, ["service.py"]) == "Success: no issues found in 1 source file\n"
