@@ -26,7 +26,7 @@ demo: setup ## Let a crowd grab, watch it live, and print a verdict; leaves noth
 	@scripts/with-servers.sh $(GRABSTREAM) rehearse $(ARGS)
 
 test: setup ## Run all tests on real servers (ARGS="-k name" for some; PROCESSES=0 for one after the other).
-	@scripts/packages.sh kcat redis-cli:redis-tools
+	@scripts/packages.sh kcat redis-cli:redis-tools node:nodejs npm
 	@CI=1 scripts/with-servers.sh $(PYTHON) -m pytest -n $(PROCESSES) --dist loadfile $(ARGS)
 
 test-cluster: setup ## Run the tests that need servers on a Redis Cluster and three Kafka brokers.
@@ -65,7 +65,7 @@ mutations: setup ## Take each guard of the protocol out: does a test notice? (AR
 	@scripts/with-servers.sh $(PYTHON) -m tests.mutations $(ARGS)
 
 nightly: setup ## Play everything that is too long for `make test`; a summary at the end (ARGS="--resume", "--list", "--only mutations").
-	@scripts/packages.sh kcat redis-cli:redis-tools
+	@scripts/packages.sh kcat redis-cli:redis-tools node:nodejs npm
 	@$(PYTHON) -m tests.nightly $(ARGS)
 
 bench: setup ## Measure against the classic way, as ratios (ARGS="--rows 1,7").

@@ -17,7 +17,7 @@ import asyncio
 import uuid
 from contextlib import suppress
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer  # type: ignore[import-untyped]
 
@@ -77,11 +77,8 @@ class Commands:
                 await self._producer.send_and_wait(
                     self._topic, encode_command(command), key=command.offer.encode()
                 )
-                await asyncio.wait(
-                    {waiting, self._reading},
-                    timeout=SECONDS_PER_ATTEMPT,
-                    return_when=asyncio.FIRST_COMPLETED,
-                )
+                either: set[asyncio.Future[Any]] = {waiting, self._reading}
+                await asyncio.wait(either, timeout=SECONDS_PER_ATTEMPT, return_when=asyncio.FIRST_COMPLETED)
                 if waiting.done():
                     return waiting.result()
                 if self._reading.done():
