@@ -17,7 +17,7 @@ from typing import Any, Final, NamedTuple, get_args
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
@@ -25,30 +25,32 @@ from grabstream.lua.gate.tickets import Ticket, TicketKeys
 from grabstream.models.answers import Answer, decode_answer, encode_answer
 from grabstream.models.bounds import REASON_BYTES_MAX, REJECTED_OF_ARRAY_MAX, quoted, shortened
 from grabstream.models.commands import (
-    Adjust,
-    Amend,
     AnyCommand,
-    Confirm,
-    Grab,
-    Load,
-    Open,
-    Redeem,
-    Return,
     Undecodable,
+    basket_of,
     check,
     commands_of,
     decode_commands,
     encode_command,
 )
-from grabstream.models.entries import Entry
 from grabstream.models.events import AnyEvent, decode_event, decode_event_list
 from grabstream.models.journal import Corrupt, Cursor, Gap, block_headers, chain, marker_headers, parse_block
 from grabstream.models.money import Invalid
-from grabstream.models.offers import Changes, CouponTerms, EnvelopeTerms, Hours, Limit, StockTerms
 from grabstream.models.upcasting import UpcastFailed
 from grabstream.ops.formats.offer_files import BadOfferFile, Form, read_offers
 from grabstream.ops.settings import BadSettings, Settings, load_settings
 from grabstream.streams.deciding.understanding import Pace, Rejected, understand
+from tests.support.odd_values import (
+    ENVELOPE,
+    ODD_TEXTS,
+    ODD_VALUES,
+    STOCK,
+    damaged,
+    of_command,
+    of_python,
+    structured,
+    written,
+)
 
 #: A few seconds for each door.
 FUZZED: Final = hypothesis_settings(
@@ -83,159 +85,8 @@ def attempted(run: Callable[[], Any], *documented: type[Exception]) -> Any:
         return error
 
 
-# -- what may stand in a text --------------------------------------------------------------------------------
-
-CODEPOINTS: Final = st.characters()
-ODD_TEXTS: Final = st.one_of(
-    st.text(CODEPOINTS, max_size=80),
-    st.sampled_from(
-        (
-            "",
-            "\0",
-            "\ud800",
-            "\x85",
-            "\u2028",
-            "x" * 5_000,
-            "é" * 300,
-            "🧧" * 300,
-            '"' * 70,
-            "\\" * 70,
-            "null",
-            "1e3",
-            "-0",
-            "*",
-            "x/y",
-        )
-    ),
-)
-ODD_NUMBERS: Final = st.one_of(
-    st.integers(),
-    st.sampled_from((0, -1, 1, 10**13, 10**13 + 1, 2**53, 2**63, 2**64, 10**30, 10**400)),
-    st.floats(),
-    st.booleans(),
-    st.none(),
-)
-ODD_VALUES: Final = st.recursive(
-    st.one_of(ODD_TEXTS, ODD_NUMBERS),
-    lambda inner: st.one_of(st.lists(inner, max_size=5), st.dictionaries(ODD_TEXTS, inner, max_size=5)),
-    max_leaves=12,
-)
-
-
-def structured(value: Any) -> st.SearchStrategy[Any]:
-    """A value of JSON, or the same with something else in one of its places."""
-    if isinstance(value, dict):
-        same = st.fixed_dictionaries({name: structured(one) for name, one in value.items()})
-        fewer = st.sampled_from(sorted(value)).map(
-            lambda gone: {name: one for name, one in value.items() if name != gone}
-        )
-        more = st.tuples(ODD_TEXTS, ODD_VALUES).map(lambda pair: {**value, pair[0]: pair[1]})
-        return st.one_of(same, fewer, more) if value else more
-    if isinstance(value, list):
-        return st.one_of(
-            st.just(value),
-            st.lists(structured(value[0]), max_size=4) if value else st.just(value),
-            ODD_VALUES,
-        )
-    return st.one_of(st.just(value), st.just(value), st.just(value), ODD_TEXTS, ODD_NUMBERS)
-
-
-def written(value: Any) -> bytes:
-    """JSON as Python writes it, NaN and halves of surrogate pairs too."""
-    return json.dumps(value).encode()
-
-
-@st.composite
-def damaged(draw: st.DrawFn, whole: st.SearchStrategy[bytes]) -> bytes:
-    """Bytes of which some are gone, doubled, or others."""
-    raw = draw(whole)
-    for _ in range(draw(st.integers(0, 3))):
-        at, to = sorted((draw(st.integers(0, len(raw))), draw(st.integers(0, len(raw)))))
-        raw = draw(
-            st.sampled_from(
-                (raw[:at] + raw[to:], raw[:to] + raw[at:], raw[:at] + draw(st.binary(max_size=8)) + raw[at:])
-            )
-        )
-    return raw
-
-
 # -- bytes on the topic --------------------------------------------------------------------------------------
 
-ENVELOPE: Final = {
-    "kind": "envelope",
-    "issuer": "a",
-    "funding": "f",
-    "asset": "CNY",
-    "total": 100,
-    "parts": 10,
-    "title": "t",
-    "hours": [{"from": "10:00"}],
-}
-STOCK: Final = {
-    "kind": "stock",
-    "issuer": "a",
-    "total": 9,
-    "price": 5,
-    "currency": "CNY",
-    "hold_ms": 1000,
-    "limits": [{"by": "user", "per": "day", "max": 1}],
-    "hours": [{"weekdays": ["mon", "fri"], "from": "10:00", "until": "24:00"}],
-    "timezone": "Europe/Berlin",
-}
-COMMANDS: Final[list[dict[str, Any]]] = [
-    {"type": "grab", "id": "i", "offer": "o", "user": "u"},
-    {
-        "type": "grab",
-        "id": "i",
-        "offer": "o",
-        "user": "u",
-        "quantity": 2,
-        "attributes": {"card": "1"},
-        "ticket": "t",
-        "basket": "b",
-        "wait": False,
-    },
-    {"type": "open", "id": "i", "offer": "o", "terms": ENVELOPE},
-    {"type": "open", "id": "i", "offer": "o", "terms": STOCK, "operator": "p"},
-    {
-        "type": "amend",
-        "id": "i",
-        "offer": "o",
-        "changes": {"title": "t", "limits": [{"by": "user", "per": "hour", "max": 2}], "total": 7},
-    },
-    {
-        "type": "load",
-        "id": "i",
-        "offer": "o",
-        "what": "audience",
-        "chunk": 1,
-        "chunks": 2,
-        "items": ["a", "b"],
-    },
-    {"type": "load", "id": "i", "offer": "o", "what": "codes", "chunk": 1, "chunks": 2, "items": ["a", "b"]},
-    {
-        "type": "adjust",
-        "id": "i",
-        "offer": "o",
-        "transfers": [{"asset": "CNY", "debit": "issuer:a", "credit": "wallet:b", "amount": 1}],
-        "reason": "r",
-        "approved_by": "p",
-    },
-    {
-        "type": "confirm",
-        "id": "i",
-        "offer": "o",
-        "grab": "g",
-        "payment": "p",
-        "paid": 5,
-        "currency": "CNY",
-        "quantity": 1,
-    },
-    {"type": "return", "id": "i", "offer": "o", "grab": "g", "reason": "r"},
-    {"type": "redeem", "id": "i", "offer": "o", "grab": "g", "order": "x", "quantity": 1},
-    {"type": "close", "id": "i", "offer": "o"},
-]
-of_command = st.sampled_from(COMMANDS).flatmap(structured)
 of_record = st.one_of(
     st.binary(max_size=300),
     ODD_VALUES.map(written),
@@ -268,7 +119,14 @@ def whole_of(rejected: list[Rejected]) -> list[bytes]:
     return [raw for (_, part), raw in found.items() if part is None]
 
 
+TORN_BASKET: Final = (
+    b'[{"type":"grab","id":"i","offer":"o","user":"u","basket":"b"},'
+    b'{"id":"j","offer":"o","user":"u","basket":"b"}]'
+)
+
+
 @FUZZED
+@example(value=TORN_BASKET, key=None)
 @given(value=of_record, key=st.one_of(st.none(), st.binary(max_size=50)))
 def test_whatever_stands_on_the_topic_is_a_command_or_is_kept(value: bytes, key: bytes | None) -> None:
     found = bounded(len(value), lambda: list(commands_of(value)))
@@ -277,9 +135,12 @@ def test_whatever_stands_on_the_topic_is_a_command_or_is_kept(value: bytes, key:
     for one in bad:
         assert 0 < len(one.reason.encode()) <= REASON_BYTES_MAX
     refused = [one for one in found if one not in understood.commands]
+    # A grab whose basket is torn is understood: it is answered, not kept.
+    torn = [one for one in refused if not isinstance(one, Undecodable) and basket_of(one) is not None]
+    assert {one.id for one in torn} <= {answer.id for answer in understood.refused}
     kept = whole_of(understood.rejected)
     assert len(understood.commands) + len(refused) == len(found)
-    assert len(kept) == min(len(refused), REJECTED_OF_ARRAY_MAX)
+    assert len(kept) == min(len(refused) - len(torn), REJECTED_OF_ARRAY_MAX)
     # A secret's command is written anew; everything else is kept as it came.
     assert all(raw in value or raw == encode_command(decode_commands(raw)[0]) for raw in kept)  # type: ignore[arg-type]
     for command in understood.commands:
@@ -299,91 +160,6 @@ def test_what_is_said_of_an_input_is_short_and_one_line(text: str, bytes_max: in
 
 
 # -- objects made in Python ----------------------------------------------------------------------------------
-
-odd: Final[st.SearchStrategy[Any]] = st.one_of(st.sampled_from(("i", "o", "x" * 64)), ODD_TEXTS)
-number: Final[st.SearchStrategy[Any]] = st.one_of(st.integers(0, 10), ODD_NUMBERS)
-limit = st.builds(Limit, odd, odd, number, odd)
-hour = st.builds(
-    Hours, st.lists(st.one_of(st.sampled_from(("mon", "sun")), ODD_TEXTS), max_size=9).map(tuple), odd, odd
-)
-common: Final[dict[str, Any]] = {
-    "issuer": odd,
-    "title": odd,
-    "total": number,
-    "opens_at": number,
-    "closes_at": number,
-    "timezone": st.one_of(st.just("UTC"), odd),
-    "hours": st.lists(hour, max_size=3).map(tuple),
-    "audience": st.one_of(st.just("everyone"), odd),
-    "retire_after_ms": number,
-}
-pieces: Final[dict[str, Any]] = {
-    **common,
-    "limits": st.lists(limit, max_size=3).map(tuple),
-    "max_per_grab": number,
-    "take": st.one_of(st.just("all"), odd),
-    "price": number,
-    "currency": st.one_of(st.none(), st.just("CNY"), odd),
-    "hold_ms": number,
-    "extensions": number,
-    "grace_ms": number,
-}
-terms = st.one_of(
-    st.builds(
-        EnvelopeTerms,
-        **common,
-        funding=odd,
-        asset=st.one_of(st.just("CNY"), odd),
-        parts=number,
-        min=number,
-        max=number,
-        seed=st.none() | odd,
-    ),
-    st.builds(CouponTerms, **pieces, codes=st.booleans()),
-    st.builds(StockTerms, **pieces, asset=st.none() | odd),
-)
-steered: Final[dict[str, Any]] = {"id": odd, "offer": odd, "operator": st.none() | odd}
-settled: Final[dict[str, Any]] = {"id": odd, "offer": odd, "grab": odd}
-of_python: Final[st.SearchStrategy[Any]] = st.one_of(
-    st.builds(Open, **steered, terms=terms),
-    st.builds(
-        Grab,
-        id=odd,
-        offer=odd,
-        user=odd,
-        quantity=number,
-        attributes=st.dictionaries(odd, odd, max_size=10),
-        ticket=st.none() | odd,
-        basket=odd,
-    ),
-    st.builds(
-        Amend,
-        **steered,
-        changes=st.builds(
-            Changes, title=odd, total=number, limits=st.lists(limit, max_size=2).map(tuple), hold_ms=number
-        ),
-    ),
-    st.builds(
-        Load,
-        **steered,
-        what=st.sampled_from(("codes", "audience", "x")),
-        chunk=number,
-        chunks=number,
-        items=st.lists(odd, max_size=4).map(tuple),
-    ),
-    st.builds(
-        Adjust,
-        **steered,
-        transfers=st.lists(st.builds(Entry, odd, odd, odd, number), max_size=3).map(tuple),
-        reason=odd,
-        approved_by=odd,
-    ),
-    st.builds(
-        Confirm, **settled, payment=st.none() | odd, paid=number, currency=st.none() | odd, quantity=number
-    ),
-    st.builds(Return, **settled, quantity=number, reason=odd),
-    st.builds(Redeem, **settled, order=odd, quantity=number),
-)
 
 
 @FUZZED
