@@ -2,6 +2,8 @@
 
 - Commands, terms, answers, outcomes and events are types; `encode_command`, `decode_answer` and
   `decode_event` carry them to and from Kafka. `pip install grabstream` is enough for these.
+- `grabstream.vocabulary` has the same commands, terms, answers and events as pydantic models (validation
+  messages, `model_dump`, JSON Schema, FastAPI); `to_wire()` and `from_wire()` convert.
 - `open_gate` decides commands without Kafka in between, `Projection` is a read model of your own,
   `read_events` reads the history. They need `pip install 'grabstream[server]'`.
 - `load_settings` reads the settings (`GRAB_*` and `.env`) that all of them use.

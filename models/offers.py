@@ -374,7 +374,7 @@ def check_terms(terms: Terms) -> None:
     for field in ("total", "opens_at", "closes_at", "retire_after_ms"):
         _check_number(terms, field)
     check_timezone(terms.timezone)
-    _check_hours(terms.hours)
+    check_hours(terms.hours)
     if terms.audience not in ("everyone", "list", "ticket"):
         raise Invalid(f"terms.audience: must be everyone, list or ticket, got {quoted(terms.audience)}")
     # Without opens_at it opens at once; a closes_at of 0 is over by then, and must not reach a script, to
@@ -508,7 +508,8 @@ def _check_number(terms: Any, field: str) -> None:
         check_amount(f"terms.{field}", value, most=MOST_OF.get(field, AMOUNT_MAX))
 
 
-def _check_hours(hours: tuple[Hours, ...]) -> None:
+def check_hours(hours: tuple[Hours, ...]) -> None:
+    """Raises Invalid when hours of the week are none, or are more than an offer can have."""
     if len(hours) > HOURS_MAX:
         raise Invalid(f"terms.hours: at most {HOURS_MAX}, got {len(hours)}")
     for one in hours:
