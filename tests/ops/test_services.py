@@ -84,6 +84,17 @@ def test_temporary_servers_leave_nothing_outside_of_their_directory(tmp_path: Pa
     assert not services.postgres.data.exists()
 
 
+def test_the_local_servers_are_those_of_the_settings_however_they_are_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for written in ("postgresql://u:p@127.0.0.1:15999/d", "host=127.0.0.1 port=15999 dbname=d"):
+        monkeypatch.setenv("GRAB_POSTGRES", written)
+        assert services_verbs.local_services().postgres.port == 15999
+    monkeypatch.setenv("GRAB_POSTGRES", "host=books.example port=15999")
+    with pytest.raises(ServiceError, match=r"books\.example:15999, which `up` cannot start"):
+        services_verbs.local_services()
+
+
 def test_down_says_that_it_deleted_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GRAB_SERVICES", "processes")
     monkeypatch.setattr(services_verbs, "PROJECT", tmp_path)

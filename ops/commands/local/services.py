@@ -10,6 +10,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import click
+from psycopg.conninfo import conninfo_to_dict
 
 from grabstream.ops.console.output import console, json_option, print_json
 from grabstream.ops.services import ClusterPorts, ClusterServices, LocalServices, ServerSet, ServiceError
@@ -31,8 +32,14 @@ CLUSTER_ENVIRONMENT = PROJECT / ".services" / "cluster.env"
 def local_services() -> LocalServices:
     """The set that `up` starts: under .services of the project, on the ports of the settings."""
     settings = load_settings()
+    books = conninfo_to_dict(settings.postgres)  # a URL, or host=… port=…
     redis, kafka, postgres = (
-        _local_port(url) for url in (settings.redis_url, f"kafka://{settings.kafka}", settings.postgres)
+        _local_port(url)
+        for url in (
+            settings.redis_url,
+            f"kafka://{settings.kafka}",
+            f"postgresql://{books.get('host', '')}:{books.get('port', '')}",
+        )
     )
     return LocalServices(PROJECT / ".services", redis, kafka, kafka + 1, postgres)
 

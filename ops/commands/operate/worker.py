@@ -121,6 +121,7 @@ async def _run(settings: Settings, chosen: Sequence[str]) -> list[int]:
         )  # fmt: skip
         roles["identity"] = functools.partial(known.keep, redis)
         roles["servers"] = again("servers", functools.partial(watch_servers, settings, redis))
+        log.info("playing %s", ", ".join(chosen))
         left = await run_worker(roles, stop)
         if left:
             # The event loop would wait for them at its end.
