@@ -111,7 +111,11 @@ def window_of(per: Period, offsets: Offsets, at_ms: int) -> int:
     if per == "hour":
         return (at_ms + _hour_shift(offsets)) // HOUR_MS
     day = (at_ms + offset_at(offsets, at_ms)) // DAY_MS
-    return day if per == "day" else (day + THURSDAY) // 7
+    if per == "day":
+        return day
+    if per == "week":
+        return (day + THURSDAY) // 7
+    raise ValueError(f"limits: this program has no window for the period {per!r}")
 
 
 def _hour_shift(offsets: Offsets) -> int:

@@ -100,7 +100,7 @@ class _Terms(
 ):
     """What all kinds have."""
 
-    issuer: Annotated[Id, Meta(description="who gives: what nobody takes goes back to them")]
+    issuer: Annotated[Id, Meta(description="who gives the offer; gets back what nobody takes")]
     title: Annotated[
         str,
         Meta(
@@ -109,7 +109,7 @@ class _Terms(
             description="one line of text for people",
         ),
     ] = ""
-    total: Annotated[Amount, Meta(description="what there is: minor units, or pieces")]
+    total: Annotated[Amount, Meta(description="size of the offer, in minor units or pieces")]
     opens_at: Annotated[
         TimeMs | None, Meta(description="grabs before are `not_open_yet`; absent: at once")
     ] = None
@@ -119,9 +119,7 @@ class _Terms(
             description="closes by itself then; absent: 24 h after opening (envelope), never (coupon, stock)"
         ),
     ] = None
-    timezone: Annotated[str, Meta(description="whose hours, days and weeks `limits` and `hours` mean")] = (
-        "UTC"
-    )
+    timezone: Annotated[str, Meta(description="the time zone for `limits` and `hours`")] = "UTC"
     hours: Annotated[
         tuple[Hours, ...],
         Meta(
@@ -149,7 +147,7 @@ class _Terms(
 class EnvelopeTerms(_Terms, tag="envelope", frozen=True, kw_only=True):
     """A sum of money in random parts, one a user."""
 
-    funding: Annotated[Id, Meta(description="the payment that the money came by")]
+    funding: Annotated[Id, Meta(description="id of the payment that funded the offer")]
     asset: Annotated[
         str, Meta(extra_json_schema={"pattern": "^[A-Z]{3}$"}, description="the currency, such as CNY")
     ]
@@ -196,7 +194,7 @@ class _PieceTerms(_Terms, frozen=True, kw_only=True):
     ] = None
     hold_ms: Annotated[
         HoldMs | None,
-        Meta(description="a grab is held so long until it is confirmed; absent: granted at once"),
+        Meta(description="how long a grab is held for `confirm`; absent: granted at once"),
     ] = None
     extensions: Annotated[
         int, Meta(ge=0, le=EXTENSIONS_MAX, description="how often a hold may be extended by `hold_ms`")
@@ -204,7 +202,7 @@ class _PieceTerms(_Terms, frozen=True, kw_only=True):
     late: Annotated[
         Late,
         Meta(
-            description="a payment after the deadline: `refuse` it, serve it within the `grace` time for "
+            description="a payment after the deadline: `refuse` it, accept it within the `grace` time for "
             "which units stay held, "
             "or `retake` units if there are any"
         ),
@@ -215,11 +213,9 @@ class _PieceTerms(_Terms, frozen=True, kw_only=True):
     return_restores: Annotated[bool, Meta(description="whether a return gives the user's limits back")] = (
         False
     )
-    valid_until: Annotated[
-        TimeMs | None, Meta(description="until when units can be redeemed; absent: for ever")
-    ] = None
+    valid_until: Annotated[TimeMs | None, Meta(description="last time to redeem; absent: no end")] = None
     waiting_list: Annotated[
-        bool, Meta(description="whether who finds it sold out may queue for units that come back")
+        bool, Meta(description="whether users may join a waiting list when it is sold out")
     ] = False
 
 
@@ -227,12 +223,12 @@ class CouponTerms(_PieceTerms, tag="coupon", frozen=True, kw_only=True):
     """Coupons: units with limits, used by `redeem`."""
 
     codes: Annotated[
-        bool, Meta(description="whether grabs are `not_open_yet` until as many codes as units are loaded")
+        bool, Meta(description="if true, grabs are `not_open_yet` until there is a code for each unit")
     ] = False
 
 
 class StockTerms(_PieceTerms, tag="stock", frozen=True, kw_only=True):
-    """Stock: units of a thing, any quantity, held until paid where `hold_ms` says so."""
+    """Stock: items in any quantity; with `hold_ms`, held until paid."""
 
     asset: Annotated[
         str | None,

@@ -54,7 +54,7 @@ GROUPS: Final = {
         "init": ("operate.init", "Create topics and tables."),
         "worker": ("operate.worker", "Play the roles of a worker."),
         "doctor": ("operate.doctor", "Say what is stuck, since when, and the command that mends it."),
-        "verify": ("operate.verify", "Check chain, books, and Redis against the ledger."),
+        "verify": ("operate.verify", "Compare books, audit trail and Redis with the journal."),
         "dismiss": ("operate.doctor", "Explain a difference that the verifier has found."),
         "set-aside": (
             "operate.set_aside",

@@ -1,10 +1,11 @@
 """The schemas in the tree: writes them from the models, says when they are stale, compares them with the last
 release.
 
-python scripts/schemas.py                    write schemas/ python scripts/schemas.py --check            exit
-1 unless schemas/ is what the models say python scripts/schemas.py --compare          exit 1 when something
-since the last release breaks other people's programs python scripts/schemas.py --release 0.2.0    keep what
-is there now as the contract of a release
+`python scripts/schemas.py` writes `schemas/`.
+
+- `--check`: exit 1 unless `schemas/` is what the models say.
+- `--compare`: exit 1 when a change since the last release breaks other people's programs.
+- `--release 0.2.0`: keeps what is there now as the contract of a release.
 """
 
 import argparse

@@ -1,5 +1,6 @@
-"""The app for `faust -A streams.app worker`: the read models, with the settings of this system. Nothing
-connects at import.
+"""The app for `faust -A grabstream.streams.app worker`: the read models, with the settings of this system.
+
+Nothing connects at import. `grabstream worker` does not use it.
 """
 
 import sys

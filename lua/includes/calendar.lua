@@ -41,7 +41,9 @@ do
     if per == 'offer' then return 0 end
     if per == 'hour' then return whole(at + hour_shift(offsets), HOUR_MS) end
     local day = whole(at + offset_at(offsets, at), DAY_MS)
-    return per == 'day' and day or whole(day + THURSDAY, 7)
+    if per == 'day' then return day end
+    if per == 'week' then return whole(day + THURSDAY, 7) end
+    error('limits: this program has no window for the period ' .. tostring(per))
   end
 
   -- When the window of a time ends; 0 when it does not.

@@ -195,7 +195,7 @@ def _windows(first: Any, per: str) -> Callable[[int], int]:
         if per == "hour":
             return (at_ms + shift_ms) // HOUR_MS
         day = (at_ms + ahead_ms(at_ms)) // DAY_MS
-        return day if per == "day" else (day + THURSDAY) // 7
+        return {"day": day, "week": (day + THURSDAY) // 7}[per]
 
     shift_ms = ahead_ms(first["at"] - first["at"] % DAY_MS) % HOUR_MS
     return window_of

@@ -338,3 +338,14 @@ async def test_a_core_that_may_evict_is_refused(system: Settings, tmp_path: Path
             assert "noeviction" in done.stderr
     finally:
         server.kill()
+
+
+def test_a_misspelt_verb_gets_a_suggestion() -> None:
+    done = grabstream("statsu")
+    assert (done.returncode, "Did you mean 'status'?" in done.stderr) == (2, True)
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_prints_a_script_of_the_shell(shell: str) -> None:
+    done = grabstream("completion", shell)
+    assert (done.returncode, "_GRABSTREAM_COMPLETE" in done.stdout) == (0, True)

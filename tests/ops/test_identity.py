@@ -64,7 +64,7 @@ MORE_CALLS = (
     ("init", "--new-journal"),
 )  # fmt: skip
 #: Servers of this machine, this process, or a system that is made by the verb itself.
-OF_NO_SYSTEM = {"up", "down", "config", "ticket", "rehearse"}
+OF_NO_SYSTEM = {"up", "down", "config", "ticket", "rehearse", "completion"}
 #: They read nothing but the schema: where none is, they say so.
 OF_BOOKS_ONLY = {"show", "dismiss", "set-aside", "retry", "schemas", "why"}
 #: They say it and go on, since they are there to find out.

@@ -213,7 +213,7 @@ def test_limits_in_a_cell(cell: str, wanted: tuple[Limit, ...]) -> None:
     [
         ("user-day-2", ("terms.limits", "user/day/2")), ("user/day", ("terms.limits", "by/per/max")),
         ("user/day/two", ("terms.limits",)),
-        ("user/month/2", ("terms.limits[0].per", "offer, hour, day, week", "'month'")),
+        ("user/fortnight/2", ("terms.limits[0].per", "offer, hour, day, week", "'fortnight'")),
         ("user/day/0", ("terms.limits[0].max", ">= 1")),
         ("user/day/2/shop", ("terms.limits[0].scope", "offer, campaign")),
         ("user/day/2; user/day/3", ("terms.limits", "keep the smaller")),

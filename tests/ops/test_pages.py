@@ -66,7 +66,7 @@ async def test_readme_grab_by_hand(system: Settings, worker: Callable[..., Any],
 async def test_readme_python(system: Settings, worker: Callable[..., Any], tmp_path: Path) -> None:
     worker(system, "decide,relay,sweep")
     async with open_gate(system) as gate:
-        terms = EnvelopeTerms(issuer="alice", funding="pay-1", asset="CNY", total=1_000, parts=3)
+        terms = EnvelopeTerms(issuer="alice", funding="pay-1", asset="CNY", total=1_000, parts=5)
         [opened] = await gate.decide([Open(id="open-1", offer="lunch", terms=terms)], patience_ms=30_000)
         assert opened.outcome == "opened"
         [code] = re.findall(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
