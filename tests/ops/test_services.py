@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -113,6 +114,11 @@ def test_what_is_built_is_ignored_by_git() -> None:
         assert subprocess.run(["git", "check-ignore", "-q", f"{folder}/x"], cwd=PROJECT).returncode == 0
 
 
+def _with_children(process: int) -> list[int]:
+    found = subprocess.run(["pgrep", "-P", str(process)], capture_output=True, text=True).stdout.split()
+    return [process, *map(int, found)]
+
+
 async def test_a_worker_s_log_has_a_line_when_it_is_ready_and_when_a_server_goes_and_comes_back(
     private_services: LocalServices, prefix: str, tmp_path: Path
 ) -> None:
@@ -143,6 +149,17 @@ async def test_a_worker_s_log_has_a_line_when_it_is_ready_and_when_a_server_goes
                 server.start()
                 await until(lambda: said("answers again") == number, 60, f"{name} back")  # noqa: B023
                 assert len(re.findall(rf"{name} \(.*\) answers again", log.read_text())) == 1
+            # One that hangs is no different: here PostgreSQL with all of its processes.
+            assert services.postgres.pid is not None
+            hung = _with_children(services.postgres.pid)
+            for process in hung:
+                os.kill(process, signal.SIGSTOP)
+            try:
+                await until(lambda: said("does not answer: TimeoutError") == 1, 60, "PostgreSQL hangs")
+            finally:
+                for process in hung:
+                    os.kill(process, signal.SIGCONT)
+            await until(lambda: said("answers again") == 4, 60, "PostgreSQL continues")
         finally:
             worker.terminate()
     assert worker.returncode == 0
