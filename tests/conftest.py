@@ -26,6 +26,7 @@ from pydantic import SecretStr
 
 from grabstream.ops.commands.local.services import new_seal_key
 from grabstream.ops.connections.opening import open_redis
+from grabstream.ops.connections.redis_servers import masters
 from grabstream.ops.making import make_system
 from grabstream.ops.rehearsal.stage import take_down
 from grabstream.ops.services import LocalServices, free_ports, local
@@ -148,7 +149,8 @@ async def as_role(postgres: str, block: str, role: str, schema: str = "") -> str
 async def _answers(settings: Settings) -> None:
     client = open_redis(settings)
     try:
-        await client.ping()
+        for _, server in await masters(client):
+            await server.ping()
     finally:
         await client.aclose()
 

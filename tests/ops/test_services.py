@@ -85,6 +85,14 @@ def test_temporary_servers_leave_nothing_outside_of_their_directory(tmp_path: Pa
     assert not services.postgres.data.exists()
 
 
+@pytest.fixture
+def no_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The addresses of the settings are the defaults, whatever servers the tests run on."""
+    for name in ("GRAB_REDIS_URL", "GRAB_KAFKA", "GRAB_POSTGRES"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.usefixtures("no_addresses")
 def test_the_local_servers_are_those_of_the_settings_however_they_are_written(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -96,6 +104,7 @@ def test_the_local_servers_are_those_of_the_settings_however_they_are_written(
         services_verbs.local_services()
 
 
+@pytest.mark.usefixtures("no_addresses")
 def test_down_says_that_it_deleted_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GRAB_SERVICES", "processes")
     monkeypatch.setattr(services_verbs, "PROJECT", tmp_path)
