@@ -6,7 +6,8 @@ STAMP := $(VENV)/complete
 PROCESSES ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup up down demo test test-cluster drill upgrade lint docs format mutations nightly bench lock clean
+.PHONY: help setup up down demo test test-cluster drill upgrade lint docs format mutations nightly bench
+.PHONY: lock clean
 
 help: ## List the targets.
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -33,7 +34,7 @@ test-cluster: setup ## Run the tests that need servers on a Redis Cluster and th
 	@scripts/packages.sh kcat redis-cli:redis-tools
 	@CI=1 CLUSTER=1 scripts/with-servers.sh $(PYTHON) -m pytest tests/streams tests/ops $(ARGS)
 
-drill: setup ## Play the kill matrix, then again on a cluster, then test-cluster (ARGS="--list", "--seed 7 --cell redis.*", "--cluster" for some).
+drill: setup ## Play the kill matrix, again on a cluster, then test-cluster (ARGS="--list", "--cell redis.*").
 	@$(PYTHON) -m tests.drill $(ARGS)
 	@if [ -z '$(ARGS)' ]; then $(PYTHON) -m tests.drill --cluster && $(MAKE) test-cluster; fi
 
@@ -64,7 +65,7 @@ mutations: setup ## Take each guard of the protocol out: does a test notice? (AR
 	@scripts/packages.sh redis-cli:redis-tools
 	@scripts/with-servers.sh $(PYTHON) -m tests.mutations $(ARGS)
 
-nightly: setup ## Play everything that is too long for `make test`; a summary at the end (ARGS="--resume", "--list", "--only mutations").
+nightly: setup ## Play all that is too long for `make test`, with a summary (ARGS="--resume", "--list").
 	@scripts/packages.sh kcat redis-cli:redis-tools node:nodejs npm
 	@$(PYTHON) -m tests.nightly $(ARGS)
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Runs a command with the local servers up (with CLUSTER=1 those of the cluster); ends them afterwards, unless they were up before.
-# The command's exit code is kept.
+# Runs a command with the local servers up (with CLUSTER=1 those of the cluster); ends them afterwards, unless
+# they were up before. The command's exit code is kept.
 set -uo pipefail
 grabstream=.venv/bin/grabstream
 which=${CLUSTER:+cluster}
