@@ -22,6 +22,8 @@ from typing import Final, NamedTuple
 
 import click
 
+from tests.package import copy_of_the_tree
+
 PROJECT: Final = Path(__file__).resolve().parent.parent
 #: How long tests may take; those that every run plays, less than a test of the suite may.
 SECONDS_MAX: Final = 600
@@ -382,20 +384,11 @@ def unchanged(tests: tuple[str, ...]) -> Verdict:
 @contextmanager
 def copied() -> Iterator[Path]:
     """A copy of everything that belongs to the project, and of the local settings."""
-    names = subprocess.run(
-        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-        cwd=PROJECT,
-        check=True,
-        capture_output=True,
-        text=True,
-    ).stdout.split("\0")
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder)
-        for name in (*filter(None, names), ".env"):
-            # The package's links to its rooms are folders: they are copied as links.
-            if (PROJECT / name).is_file() or (PROJECT / name).is_symlink():
-                (tree / name).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy(PROJECT / name, tree / name, follow_symlinks=False)
+        copy_of_the_tree(tree)
+        if (PROJECT / ".env").is_file():
+            shutil.copy(PROJECT / ".env", tree)
         yield tree
 
 

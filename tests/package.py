@@ -1,6 +1,7 @@
-"""The package `grabstream` as it lies in the tree: a folder with a link to each room."""
+"""Copies of the program: of the package `grabstream` with its rooms, and of the whole tree."""
 
 import shutil
+import subprocess
 from pathlib import Path
 from typing import Final
 
@@ -18,3 +19,19 @@ def copy_of_the_package(folder: Path) -> None:
     ignored = shutil.ignore_patterns("__pycache__")
     for name in (PACKAGE.name, *ROOMS):
         shutil.copytree(PROJECT / name, folder / name, symlinks=True, ignore=ignored)
+
+
+def copy_of_the_tree(folder: Path) -> None:
+    """Copies what belongs to the project, with uncommitted changes, into a folder."""
+    names = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=PROJECT,
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout.split("\0")
+    for name in filter(None, names):
+        # The package's links to its rooms are folders: they are copied as links.
+        if (PROJECT / name).is_file() or (PROJECT / name).is_symlink():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(PROJECT / name, folder / name, follow_symlinks=False)

@@ -22,7 +22,7 @@ from packaging.requirements import Requirement
 import grabstream
 from grabstream.extras import SERVER_MODULES
 from grabstream.ops.services.servers import PROJECT
-from tests.package import ROOMS
+from tests.package import ROOMS, copy_of_the_tree
 
 NAMES_MODULES_TWICE = """
 import importlib, pkgutil, sys
@@ -185,20 +185,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A wheel of the tree as it is."""
     folder = tmp_path_factory.mktemp("wheel")
     tree = folder / "tree"
-    listed = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
-        cwd=PROJECT,
-        check=True,
-        capture_output=True,
-        text=True,
-    ).stdout.splitlines()
-    for name in listed:
-        source, target = PROJECT / name, tree / name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        if source.is_symlink():
-            target.symlink_to(source.readlink())
-        elif source.exists():
-            target.write_bytes(source.read_bytes())
+    copy_of_the_tree(tree)
     words = ["wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder), str(tree)]
     subprocess.run([*PIP, *words], check=True, capture_output=True, timeout=120)
     [wheel] = folder.glob("grabstream-*.whl")

@@ -195,10 +195,8 @@ class QueueEntry:
         for part in (first, second):
             part.patient_until, part.unsure, part.company = self.patient_until, self.unsure, self.company
         self.parts = (first, second)
-        self.answers, self.history = (
-            [],
-            0,
-        )  # of a history that is gone, if any: nobody waits until that is journaled
+        # Those of a history that is gone, if any: nobody waits until that is journaled.
+        self.answers, self.history = [], 0
         self.next = first
         self.done.set_result(None)
         return first, second

@@ -1,11 +1,13 @@
 """Verification: journal, books, audit trail and Redis against each other.
 
-1. wait until journal and read models have come as far as Redis was · 2. one snapshot of PostgreSQL · 3. read
-   the whole journal, chain it, hold every line against the audit trail, and make of it, in temporary tables,
-   what the read models must be at the snapshot's cursors ·
-4. compare them row by row · 5. shard by shard, make of the journal beside Redis' keys what they must be, and
-   compare these. Each check is made against the journal, so that what is wrong in one place is named there,
-   and nowhere else.
+1. Wait until journal and read models have come as far as Redis was.
+2. Take one snapshot of PostgreSQL.
+3. Read the whole journal, chain it, compare every line with the audit trail, and build from it, in temporary
+   tables, what the read models must be at the snapshot's cursors.
+4. Compare them row by row.
+5. Shard by shard, build from the journal, beside Redis' keys, what they must be, and compare these.
+
+Each check is made against the journal, so that what is wrong in one place is named there, and nowhere else.
 """
 
 import asyncio

@@ -2,9 +2,9 @@
 journaled.
 
 For each shard, by itself: 1. decided · 2. journaled · 3. answers and rejected bytes acknowledged by Kafka.
-Then, for each partition,
-4. the offset up to which everything is complete is committed. Ending anywhere in between delivers commands
-   again, and a repeated command gets its first answer again.
+Then, for each partition: 4. the offset up to which everything is complete is committed.
+
+Ending anywhere in between delivers commands again, and a repeated command gets its first answer again.
 """
 
 import asyncio

@@ -142,13 +142,11 @@ class ShardRelay:
         while True:
             lines = read.lines
             if not lines and read.seq > cursor.seq:
-                raise SteppedDown(
-                    f"the outbox has a hole behind seq {cursor.seq}"
-                )  # taking over again names it
+                # Taking over again names it.
+                raise SteppedDown(f"the outbox has a hole behind seq {cursor.seq}")
             if not lines and read.incomplete:
-                raise SteppedDown(
-                    "the shard is incomplete"
-                )  # all that it decided is journaled: taking over again rebuilds it
+                # All that it decided is journaled: taking over again rebuilds it.
+                raise SteppedDown("the shard is incomplete")
             if not lines:
                 await self._wait_for_more(cursor.seq)
                 read = await self._shard.read_outbox(own, cursor.seq)

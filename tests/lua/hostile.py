@@ -511,9 +511,8 @@ class Hostile:
 
     def _grab(self, offers: Mapping[str, Offer]) -> list[AnyCommand]:
         name = self.offer(offers)
-        if (name in offers and offers[name].is_envelope) or self.rarely(
-            20
-        ):  # plain ones, which have a way of their own through the script
+        # Plain ones, which have a way of their own through the script.
+        if (name in offers and offers[name].is_envelope) or self.rarely(20):
             return [
                 Grab(id=self.id(), offer=name, user=self.one_of(*USERS))
                 for _ in range(self.random.randint(1, 8))

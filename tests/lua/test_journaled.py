@@ -44,9 +44,8 @@ async def test_a_journaled_answer_waits_for_its_own_event_only(
     await journal(client, keys, number, 2)
     assert (await first)[0].seq == 2
     assert not second.done()
-    told = asyncio.create_task(
-        one.decide([Grab(id="later", offer="e", user="u1")])
-    )  # carries the second's event
+    # It carries the second's event.
+    told = asyncio.create_task(one.decide([Grab(id="later", offer="e", user="u1")]))
     await until(lambda: len(one.journaled._waiting.get(number, ())) == 3)
     assert not second.done()
     await journal(client, keys, number, 3)

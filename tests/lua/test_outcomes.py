@@ -143,9 +143,8 @@ async def test_lua(gate: Any, client: Any, keys: Any) -> None:
     for case in TABLE:
         now[0] = NOW + case.at
         [answer] = await one.decide([case.command], "decided")
-        if (
-            case.command.offer in ("e", "f") or case.at <= 30_000
-        ):  # shards of their own: times need not be monotonic there
+        # Shards of their own: times need not be monotonic there.
+        if case.command.offer in ("e", "f") or case.at <= 30_000:
             check(case, answer)
         shard = keys.shard_of_offer(case.command.offer)
         decided = decide(states[shard], case.command, now[0], {"sealed_seed": "x"})

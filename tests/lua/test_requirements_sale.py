@@ -980,10 +980,8 @@ async def test_a_basket_is_all_or_nothing(scene: Scene) -> None:
     refused = [
         (basket("b0", ("w:1", 2), ("w:2", 2)), "invalid"),  # more than there ever was
         (basket("b1", ("w:1", 2), ("w:1", 2)), "not_enough_left"),
-        (
-            basket("b2", ("w:1", 2), ("w:3", 3)),
-            "limit_reached",
-        ),  # each alone would do, both are more than four
+        # Each alone would do, both are more than four.
+        (basket("b2", ("w:1", 2), ("w:3", 3)), "limit_reached"),
         (basket("b3", ("w:3", 1), ("w:9", 1)), "no_such_offer"),
         (basket("b4", ("w:3", 1), ("w:1", 4)), "invalid"),
     ]

@@ -126,9 +126,8 @@ class Twins:
             if not first.positive:
                 del self.first_answers[campaign_of(command.offer), command.id]
             assert not (answer.positive and answer.repeated and not isinstance(command, GrabCommand))
-        elif Digests().remembered(command) == Digests().remembered(
-            known
-        ):  # another operator is no other command
+        elif Digests().remembered(command) == Digests().remembered(known):
+            # Another operator does not make it another command.
             assert answer == msgspec.structs.replace(first, repeated=True)
         else:
             assert answer.outcome in ("conflict", "invalid")

@@ -101,9 +101,8 @@ async def test_a_corrupt_record_is_set_aside_and_the_next_block_says_what_it_fol
             code, done = await call(system, "set-aside", name, str(SHARD), *WHY, "--yes")
             assert (code, done["first_seq"], done["event_count"], done["moved"]) == (0, 6, 4, True), done
         await at_seq(system, 20)
-    code, checks = await call(
-        system, "verify", "--quick", "--wait", "0"
-    )  # a journal written by hand: Redis knows nothing of it
+    # A journal written by hand: Redis knows nothing of it.
+    code, checks = await call(system, "verify", "--quick", "--wait", "0")
     assert code == 0, [check for check in checks if check["problems"]]
     published = []
     async with open_reader(system.kafka, Topics(system.prefix).events) as reader:
@@ -278,9 +277,8 @@ async def test_a_rebuild_goes_past_what_is_set_aside_when_it_is_told_to(
     code, done = await call(system, "rebuild", "ledger", "--from", "audit", "--keep-set-aside")
     assert code == 1
     assert "seq 5 is missing" in done
-    code, checks = await call(
-        system, "verify", "--quick", "--wait", "0"
-    )  # Redis knows nothing of this journal
+    # Redis knows nothing of this journal.
+    code, checks = await call(system, "verify", "--quick", "--wait", "0")
     assert code == 0, [check for check in checks if check["problems"]]
 
 

@@ -243,9 +243,8 @@ async def _refuse_replay(settings: Settings) -> None:
 
 def _faust(settings: Settings, names: Sequence[str]) -> Role:
     async def run(stop: asyncio.Event) -> None:
-        from grabstream.streams.projecting.agents import (
-            run_projections,
-        )  # Faust takes a second to import, and most roles do without
+        # Faust takes a second to import, and most roles do without it.
+        from grabstream.streams.projecting.agents import run_projections
 
         await run_projections(
             kafka=settings.kafka,
