@@ -425,13 +425,18 @@ _CHECKS: Final[dict[type, Callable[[Any], None]]] = {
 }
 
 
+def check_size(raw: bytes) -> None:
+    """Raises Invalid when a text is longer than a command may be; asked before it is parsed."""
+    if len(raw) > COMMAND_BYTES_MAX:
+        raise Invalid(f"a command has at most {COMMAND_BYTES_MAX} bytes, this has {len(raw)}")
+
+
 def decode_command(raw: bytes) -> AnyCommand:
     """One command from JSON; raises Undecodable with the reason, and with id and offer when they can be
     read.
     """
     try:
-        if len(raw) > COMMAND_BYTES_MAX:
-            raise Invalid(f"a command has at most {COMMAND_BYTES_MAX} bytes, this has {len(raw)}")
+        check_size(raw)
         command: AnyCommand = _decode(raw)
         _check_rules(command)
         _check_names_once(command, raw)

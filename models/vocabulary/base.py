@@ -122,14 +122,18 @@ class Model(BaseModel, frozen=True, serialize_by_alias=True):
         return reference
 
 
-def invalid(model: Model, reason: str) -> ValidationError:
-    """The error for a broken rule, at the field that the reason names first (`terms.total: …`)."""
-    fields = {info.alias or name: name for name, info in type(model).model_fields.items()}
+def invalid(model: Model | type[Model], reason: str) -> ValidationError:
+    """The error for a broken rule, at the field that the reason names first (`terms.total: …`).
+
+    `model` is the class where there is no object yet; the reason then names no field.
+    """
+    kind = model if isinstance(model, type) else type(model)
+    fields = {info.alias or name: name for name, info in kind.model_fields.items()}
     names = reason.partition(":")[0].split(".")
     while names and names[0] not in fields:
         names.pop(0)
     return ValidationError.from_exception_data(
-        type(model).__name__,
+        kind.__name__,
         [
             InitErrorDetails(
                 type=PydanticCustomError("invalid", "{reason}", {"reason": reason}),

@@ -6,6 +6,7 @@ from pydantic import Field
 
 from grabstream.models import commands as wire
 from grabstream.models import entries
+from grabstream.models.money import Invalid
 from grabstream.models.vocabulary.base import Flag, Model, Text, Whole, Wired, invalid, omitted
 from grabstream.models.vocabulary.offers import Changes, Terms
 
@@ -37,9 +38,15 @@ class Command(Model, extra="forbid", frozen=True):
         """The command of a JSON text; refuses, as `decode_command` does, a text above the bound of a command
         or with a field that is named twice.
         """
+        # What is no Unicode text is refused by the parser, not here.
+        raw = json_data.encode(errors="surrogatepass") if isinstance(json_data, str) else bytes(json_data)
+        try:
+            wire.check_size(raw)
+        except Invalid as error:
+            raise invalid(cls, str(error)) from None
         command = super().model_validate_json(json_data, **options)
         try:
-            wire.decode_command(json_data.encode() if isinstance(json_data, str) else bytes(json_data))
+            wire.decode_command(raw)
         except wire.Undecodable as error:
             raise invalid(command, error.reason) from None
         return command

@@ -221,6 +221,8 @@ def test_json_texts_that_are_damaged(raw: bytes) -> None:
     [
         ('{"type":"grab","id":"i","offer":"o","user":"u","user":"v"}', "'user': is named twice; keep one"),
         ('{"type":"grab","id":"i","offer":"o","user":"u"}' + " " * COMMAND_BYTES_MAX, "at most 131072 bytes"),
+        # Its length is looked at before anything is parsed: this is no JSON either.
+        ("[" * (COMMAND_BYTES_MAX + 1), "at most 131072 bytes"),
         ('{"id":"i","offer":"o","user":"u"}', "missing required field `type`"),
     ],
 )
