@@ -52,12 +52,12 @@ TEST_ROLE = "grabstream_test_system"
 #: Tests that kill servers and processes, bound times, or need servers of their own: one group of a parallel
 #: run, one after the other.
 ONE_BY_ONE = (
-    "tests/drill/", "tests/lua/test_burst.py", "tests/ops/test_backup.py", "tests/ops/test_rehearsal.py",
-    "tests/ops/test_side_by_side.py",
-    "tests/ops/test_stories.py",
+    "tests/drill/", "tests/lua/gate/test_burst.py", "tests/ops/test_backup.py",
+    "tests/ops/test_side_by_side.py", "tests/ops/rehearsal/test_rehearsal.py",
+    "tests/ops/rehearsal/test_stories.py",
     "tests/streams/test_cluster.py", "tests/streams/test_hanging.py", "tests/streams/test_kill.py",
-    "tests/streams/test_rebuild",
-    "tests/streams/test_recovery.py", "tests/streams/test_restore.py", "tests/streams/test_sale.py",
+    "tests/streams/test_sale.py", "tests/streams/rebuilding/test_rebuild",
+    "tests/streams/rebuilding/test_restore.py", "tests/streams/relaying/test_recovery.py",
     "tests/test_nightly.py",
 )  # fmt: skip
 
@@ -65,10 +65,10 @@ ONE_BY_ONE = (
 #: Tests that are long and have nothing in common: each goes where there is room. All others stay with those
 #: of their file.
 ANYWHERE = (
-    "tests/lua/test_state_machine.py",
-    "tests/lua/test_long_histories.py",
+    "tests/lua/histories/test_state_machine.py",
+    "tests/lua/histories/test_long_histories.py",
     "tests/test_mutations.py",
-    "tests/ops/test_offer_verbs.py",
+    "tests/ops/commands/test_offer_verbs.py",
 )
 
 

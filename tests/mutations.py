@@ -57,9 +57,9 @@ def _in(file: str, *tests: str) -> tuple[str, ...]:
     return tuple(f"{file}::{test}" for test in tests)
 
 
-SCRIPTS: Final = "tests/lua/test_scripts.py"
+SCRIPTS: Final = "tests/lua/ownership/test_scripts.py"
 JOURNAL: Final = "tests/models/test_journal.py"
-RECOVERY: Final = "tests/streams/test_recovery.py"
+RECOVERY: Final = "tests/streams/relaying/test_recovery.py"
 _STRANGER: Final = _in(SCRIPTS, "test_the_owner_s_scripts_refuse_a_stranger[server]")
 _APPLIED: Final = _in(SCRIPTS, "test_events_are_applied_to_a_fenced_shard_behind_its_last_one[server]")
 _LAYOUT: Final = _in(RECOVERY, "test_a_newer_program_goes_on_and_an_older_one_is_refused")
@@ -132,7 +132,8 @@ MUTATIONS: Final = (
         " and redis.call('STRLEN', key) == 6 * terms.units",
         "",
         _in(
-            "tests/lua/test_staging.py", "test_parts_that_are_gone_before_the_call_are_brought_again[server]"
+            "tests/lua/gate/test_staging.py",
+            "test_parts_that_are_gone_before_the_call_are_brought_again[server]",
         ),
     ),
     Mutation(
@@ -140,14 +141,17 @@ MUTATIONS: Final = (
         "lua/commands/open.lua",
         "life == life_of_server() and ",
         "",
-        _in("tests/lua/test_staging.py", "test_parts_of_a_life_that_is_over_are_not_taken"),
+        _in(
+            "tests/lua/gate/test_staging.py",
+            "test_parts_of_a_life_that_is_over_are_not_taken",
+        ),
     ),
     Mutation(
         "repeat of a grab",
         "lua/commands/grab.lua",
         "if record or refusal then return repeated(",
         "if false then return repeated(",
-        _in("tests/lua/test_gate.py", "test_a_grant_counts_within_its_own_call[server]"),
+        _in("tests/lua/gate/test_gate.py", "test_a_grant_counts_within_its_own_call[server]"),
         always=True,
     ),
     Mutation(
@@ -155,7 +159,7 @@ MUTATIONS: Final = (
         "lua/includes/repeats.lua",
         "if not record and not refusal then return nil end",
         "if true then return nil end",
-        ("tests/lua/test_outcomes.py",),
+        ("tests/lua/commands/test_outcomes.py",),
     ),
     Mutation(
         "the outbox first",
@@ -170,7 +174,7 @@ MUTATIONS: Final = (
         "lua/includes/decide.lua",
         "if done > 0 or string.find(words, 'equal or smaller', 1, true) then",
         "if false then",
-        _in("tests/lua/test_interrupted.py", "test_an_outbox_ahead_of_its_shard_fences_it"),
+        _in("tests/lua/ownership/test_interrupted.py", "test_an_outbox_ahead_of_its_shard_fences_it"),
         always=True,
     ),
     Mutation(
@@ -179,7 +183,7 @@ MUTATIONS: Final = (
         "if done > 0 or",
         "if",
         _in(
-            "tests/lua/test_interrupted.py",
+            "tests/lua/ownership/test_interrupted.py",
             "test_a_write_that_fails_after_another_fences_the_shard_until_it_is_rebuilt_from_its_events",
         ),
     ),
@@ -213,14 +217,17 @@ MUTATIONS: Final = (
         "projections/cursors.py",
         " AND seq = %s AND next_offset = %s",
         " AND %s >= 0 AND %s >= 0",
-        ("tests/streams/test_projections.py::test_two_processes_write_the_same_shard_once",),
+        ("tests/streams/projecting/test_projections.py::test_two_processes_write_the_same_shard_once",),
     ),
     Mutation(
         "line bound",
         "lua/includes/decide.lua",
         "if #lines[i] > line_bytes then",
         "if false then",
-        _in("tests/lua/test_poison.py", "test_a_line_above_its_bound_is_refused_before_anything_is_written"),
+        _in(
+            "tests/lua/gate/test_undecidable.py",
+            "test_a_line_above_its_bound_is_refused_before_anything_is_written",
+        ),
         always=True,
     ),
     Mutation(
@@ -228,7 +235,7 @@ MUTATIONS: Final = (
         "lua/includes/decide.lua",
         "if history ~= '' and history ~= shard[4] then",
         "if false then",
-        _in("tests/lua/test_order.py", "test_a_confirmation_never_overtakes_its_grab"),
+        _in("tests/lua/gate/test_order.py", "test_a_confirmation_never_overtakes_its_grab"),
         always=True,
     ),
     Mutation(
@@ -236,7 +243,7 @@ MUTATIONS: Final = (
         "lua/includes/decide.lua",
         "retired = redis.call('SISMEMBER', KEYS[10], name) == 1",
         "retired = false",
-        ("tests/lua/test_retirement.py",),
+        ("tests/lua/sweeping/test_retirement.py",),
     ),
     Mutation(
         "money that comes too late is known",
@@ -244,7 +251,10 @@ MUTATIONS: Final = (
         "  keep_payment(call, campaign, body.payment, offer.name, body.grab, code, 0, body.paid, "
         "body.currency)\n",
         "",
-        _in("tests/lua/test_retirement.py", "test_money_that_comes_after_retirement_is_to_be_paid_back_once"),
+        _in(
+            "tests/lua/sweeping/test_retirement.py",
+            "test_money_that_comes_after_retirement_is_to_be_paid_back_once",
+        ),
         always=True,
     ),
     Mutation(
@@ -253,7 +263,7 @@ MUTATIONS: Final = (
         "past and now < past.at + PAYMENTS_KNOWN_MS and past or nil",
         "nil",
         _in(
-            "tests/lua/test_retirement.py",
+            "tests/lua/sweeping/test_retirement.py",
             "test_a_payment_that_was_served_is_never_refunded_after_its_offer_retired",
         ),
     ),
@@ -262,7 +272,10 @@ MUTATIONS: Final = (
         "lua/includes/decide.lua",
         "if number < 1e14 and number >= 0 and number % 1 == 0 then",
         "if true then",
-        _in("tests/lua/test_poison.py", "test_a_number_that_would_be_rounded_reaches_no_event"),
+        _in(
+            "tests/lua/gate/test_undecidable.py",
+            "test_a_number_that_would_be_rounded_reaches_no_event",
+        ),
     ),
     Mutation(
         "keys are injective",
@@ -277,14 +290,14 @@ MUTATIONS: Final = (
         "lua/includes/repeats.lua",
         "if name and (full or sent.whole) then return full == sent.whole and name == sent.offer end",
         "",
-        ("tests/lua/test_digests.py::test_a_collision_of_48_bits_is_no_approval",),
+        ("tests/lua/gate/test_digests.py::test_a_collision_of_48_bits_is_no_approval",),
     ),
     Mutation(
         "the agents deliver",
         "streams/projecting/agents.py",
         "await projector.put(record)",
         "del record",
-        ("tests/streams/test_agents.py::test_a_fact_arrives_by_the_agents",),
+        ("tests/streams/projecting/test_agents.py::test_a_fact_arrives_by_the_agents",),
     ),
     Mutation(
         "history of a journaled answer",
@@ -292,7 +305,7 @@ MUTATIONS: Final = (
         "known_history == history and known_seq >= seq",
         "known_seq >= seq",
         _in(
-            "tests/lua/test_journaled.py",
+            "tests/lua/gate/test_journaled.py",
             "test_a_number_of_another_history_releases_nobody_who_comes_after_it",
         ),
         always=True,

@@ -87,7 +87,7 @@ async def scene(client: Any, keys: KeySpace) -> AsyncIterator[Any]:
     """A scene whose end is compared with the rules: state, events, books, and what a recovery makes of
     them.
     """
-    from tests.lua.scene import Scene  # which needs this file
+    from tests.lua.histories.scene import Scene  # which needs this file
 
     one = Scene()
     await one.begin(client, keys)

@@ -15,7 +15,7 @@ from grabstream.models.commands import Close, Grab, Load
 from grabstream.models.identifiers import campaign_of, is_id
 from grabstream.models.offers import EnvelopeTerms
 from tests.lua.conftest import NOW
-from tests.lua.scene import DAY, HOUR, coupon, stock
+from tests.lua.histories.scene import DAY, HOUR, coupon, stock
 
 SHARD_NAMES = (
     "shard", "outbox", "refusals", "refusal_order", "demand", "due", "offers", "holds", "campaigns",

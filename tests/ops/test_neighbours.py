@@ -12,8 +12,8 @@ from grabstream.ops.rehearsal.run import open_books
 from grabstream.ops.services import LocalServices, free_ports
 from grabstream.ops.settings import Settings
 from grabstream.projections.database.system import schemas_of
+from tests.ops.neighbours import systems
 from tests.support.backup import carry_out
-from tests.support.neighbours import systems
 from tests.support.projections import rows
 
 

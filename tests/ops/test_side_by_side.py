@@ -26,9 +26,9 @@ from grabstream.streams.clients import started
 from grabstream.streams.topic_ids import find_topic
 from grabstream.streams.topics import Topics, retention_ms
 from tests.conftest import until
+from tests.ops.neighbours import systems
 from tests.support.backup import DECIDING, all_is_right, carry_out
 from tests.support.cli import grabstream, of
-from tests.support.neighbours import systems
 from tests.support.projections import rows
 
 READING = "project,publish,verify"

@@ -9,7 +9,7 @@ import pytest
 from grabstream.ops.rehearsal.stage import take_down
 from grabstream.ops.settings import Settings
 from tests.conftest import make_system
-from tests.streams.told import System, drop, schemas, told_system
+from tests.streams.replaying.histories import System, drop, schemas, told_system
 
 
 @pytest.fixture(scope="session")

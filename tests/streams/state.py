@@ -13,7 +13,7 @@ from grabstream.ops.settings import Settings
 from grabstream.streams.journal import open_reader
 from grabstream.streams.topics import Topics
 from tests.conftest import until
-from tests.lua.recovered import contents, differences, fold
+from tests.lua.histories.recovered import contents, differences, fold
 
 
 async def journal_lines(settings: Settings, shard: int) -> list[bytes]:

@@ -1,4 +1,4 @@
-"""What tests share of `tests/ops/test_cli.py`."""
+"""What tests share of `tests/ops/commands/test_cli.py`."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""What tests share of `tests/lua/test_order.py`."""
+"""What tests share of `tests/lua/gate/test_order.py`."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -14,7 +14,7 @@ from grabstream.lua.keys import KeySpace
 from grabstream.models.commands import AnyCommand, Confirm, Grab, Open, Redeem, Return
 from grabstream.models.offers import CouponTerms
 from tests.lua.conftest import SEALER, event_lines, opening
-from tests.lua.recovered import fold
+from tests.lua.histories.recovered import fold
 
 TERMS = CouponTerms(issuer="shop", total=100_000, hold_ms=600_000, price=7, currency="CNY")
 

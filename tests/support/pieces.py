@@ -1,4 +1,4 @@
-"""What tests share of `tests/streams/test_pieces.py`."""
+"""What tests share of `tests/streams/projecting/test_pieces.py`."""
 
 import random
 from typing import Any
@@ -14,7 +14,7 @@ from grabstream.models.events import encode_event
 from grabstream.models.rules import ShardState, decide, sweep
 from grabstream.ops.settings import Settings
 from grabstream.streams.projecting.projector import CatchUp
-from tests.lua.shop import Shop
+from tests.lua.histories.shop import Shop
 from tests.support.projections import SHARD, Journal, at_seq, running
 
 NOW = 1_800_000_000_000

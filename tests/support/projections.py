@@ -1,4 +1,4 @@
-"""What tests share of `tests/streams/test_projections.py`."""
+"""What tests share of `tests/streams/projecting/test_projections.py`."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence

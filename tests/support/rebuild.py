@@ -1,4 +1,4 @@
-"""What tests share of `tests/streams/test_rebuild.py`."""
+"""What tests share of `tests/streams/rebuilding/test_rebuild.py`."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What tests share of `tests/streams/test_recovery.py`."""
+"""What tests share of `tests/streams/relaying/test_recovery.py`."""
 
 from grabstream.ops.connections.opening import (
     open_redis,

@@ -1,4 +1,4 @@
-"""What tests share of `tests/streams/test_restore.py`."""
+"""What tests share of `tests/streams/rebuilding/test_restore.py`."""
 
 import json
 from typing import Any

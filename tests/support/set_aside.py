@@ -1,4 +1,4 @@
-"""What tests share of `tests/streams/test_set_aside.py`."""
+"""What tests share of `tests/streams/projecting/test_set_aside.py`."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""What tests share of `tests/streams/test_verifier.py`."""
+"""What tests share of `tests/streams/projecting/test_verifier.py`."""
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager

@@ -1,0 +1,30 @@
+"""What tests share of `tests/lua/costs/test_bounded_bytes.py`."""
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+from grabstream.models.commands import AnyCommand, Load, in_chunks
+from grabstream.models.entries import Entry
+
+LONG: Final = "\N{GRINNING FACE}"
+
+
+ATTRIBUTES: Final = {name + "n" * 60: "v" * 64 for name in "abcdefgh"}
+
+
+ENTRIES: Final = tuple(
+    Entry("sku:" + "a" * 64, "receivable:" + "x" * 64, f"receivable:{n:02}".ljust(64, "y"), 10**12)
+    for n in range(16)
+)
+
+
+def codes(count: int, character: str = LONG) -> list[str]:
+    return [f"{n:06}" + character * 194 for n in range(count)]
+
+
+def loads(offer: str, what: Any, items: Sequence[str]) -> list[AnyCommand]:
+    chunks = in_chunks(what, items)
+    return [
+        Load(id=f"{offer}-{n}", offer=offer, what=what, chunk=n, chunks=len(chunks), items=some)
+        for n, some in enumerate(chunks, 1)
+    ]

@@ -1,0 +1,311 @@
+"""What a call may cost goes by the bytes it handles, too: of arguments, event lines, answers, records, lists.
+
+Redis' Lua hashes every string that it makes, so a long text costs by its length each time it is made, read or
+joined. The shapes here are legal lists that are long by their bytes and short by their number; of each call
+the shortest of its repetitions counts, in ms of Redis' thread, since others use this machine.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from hashlib import sha1
+from typing import Any
+
+import msgspec
+import pytest
+
+from grabstream.lua.gate import calls
+from grabstream.lua.gate.sizes import CALL_BYTES_MAX, size_of_all
+from grabstream.lua.loader import Script, assemble, script_names
+from grabstream.models.bounds import CODES_PER_GRAB_MAX
+from grabstream.models.commands import Adjust, AnyCommand, Close, Grab, Load, Open
+from grabstream.models.offers import CouponTerms, EnvelopeTerms, Limit, StockTerms, Terms
+from grabstream.streams.relaying.ownership import OwnedShard
+from tests.lua.conftest import SEALER, event_lines
+from tests.lua.costs.bounded_bytes import ATTRIBUTES, ENTRIES, codes, loads
+from tests.lua.costs.calls import CALL_COST_MAX, COMMAND_COST_MAX, Call, Measured, changed
+from tests.lua.histories.recovered import fold
+from tests.lua.histories.scene import Scene
+
+
+@pytest.fixture
+async def system(own_server: Any) -> AsyncIterator[Measured]:
+    one = Measured(own_server[1])
+    await one.begin()
+    yield one
+    await one.end()
+
+
+def coupons(total: int, **more: Any) -> Terms:
+    return CouponTerms(issuer="i", total=total, codes=True, max_per_grab=100, **more)
+
+
+def adjusts(count: int, offer: str) -> list[AnyCommand]:
+    return [
+        Adjust(id=f"a{n}", offer=offer, transfers=ENTRIES, reason="r" * 200, approved_by="b" * 64)
+        for n in range(count)
+    ]
+
+
+async def decided(system: Measured, commands: Sequence[AnyCommand], *outcomes: str) -> None:
+    answers = await system.decide(commands)
+    assert {answer.outcome for answer in answers} <= set(outcomes), {
+        (answer.outcome, answer.message) for answer in answers
+    }
+
+
+async def with_coupons(system: Measured, count: int, **more: Any) -> None:
+    await decided(system, [Open(id="open", offer="o", terms=coupons(count, **more))], "opened")
+    await decided(system, loads("o", "codes", codes(count)), "loaded")
+
+
+async def shortest_of(
+    system: Measured,
+    prepare: Callable[[], Awaitable[object]],
+    act: Callable[[], Awaitable[object]],
+    repetitions: int = 3,
+) -> list[Call]:
+    """Each call with the least time it took in the repetitions."""
+    for name in script_names():
+        await system.redis.script_load(changed(name, counted=True).text)
+    made: list[list[Call]] = []
+    for _ in range(repetitions):
+        await system.redis.flushall()
+        await system.gate.close()
+        await system.begin()
+        await prepare()
+        with system.measuring(counted=True) as calls:
+            await act()
+        made.append(list(calls))
+    return [
+        Call(of[0].script, min(call.cpu_ms for call in of), max(call.cost for call in of))
+        for of in zip(*made, strict=True)
+    ]
+
+
+def check_bounded(calls: Sequence[Call]) -> None:
+    assert calls
+    for call in calls:
+        assert call.cost < CALL_COST_MAX + COMMAND_COST_MAX, call
+    assert max(call.cpu_ms for call in calls) < 10, sorted(calls, key=lambda call: -call.cpu_ms)[:5]
+
+
+# -- lists that are long by their bytes ----------------------------------------------------------------------
+
+
+async def test_grabs_of_the_longest_codes_in_one_list_and_again(system: Measured) -> None:
+    grabs = [Grab(id=f"g{n}", offer="o", user=f"u{n}", quantity=100) for n in range(12)]
+
+    async def act() -> None:
+        await decided(system, grabs, "granted")
+        await decided(system, grabs, "granted")
+
+    check_bounded(await shortest_of(system, lambda: with_coupons(system, 1_200), act))
+
+
+async def test_adjusts_of_the_longest_names_in_one_list(system: Measured) -> None:
+    offer = "q" * 57 + ":" + "r" * 6
+
+    async def prepare() -> None:
+        await decided(
+            system, [Open(id="open", offer=offer, terms=StockTerms(issuer="i", total=10**6))], "opened"
+        )
+
+    calls = await shortest_of(system, prepare, lambda: decided(system, adjusts(512, offer), "adjusted"))
+    check_bounded(calls)
+    assert len(calls) > 10
+
+
+async def test_grabs_of_the_longest_attributes_in_one_list(system: Measured) -> None:
+    async def prepare() -> None:
+        await decided(
+            system, [Open(id="open", offer="o", terms=StockTerms(issuer="i", total=10**6))], "opened"
+        )
+
+    grabs = [Grab(id=f"g{n}", offer="o", user=f"u{n}", attributes=ATTRIBUTES) for n in range(512)]
+    check_bounded(await shortest_of(system, prepare, lambda: decided(system, grabs, "granted")))
+
+
+async def test_an_outbox_of_long_lines_is_read_and_applied_in_bounded_calls(system: Measured) -> None:
+    async def prepare() -> None:
+        await with_coupons(system, 1_000)
+        await decided(
+            system, [Grab(id=f"g{n}", offer="o", user=f"u{n}", quantity=100) for n in range(10)], "granted"
+        )
+        await decided(system, adjusts(256, "o"), "adjusted")
+
+    async def act() -> None:
+        shard = OwnedShard(system.redis, system.keys)
+        own = (await shard.raise_term(0)).ownership
+        seq = 0
+        while lines := (await shard.read_outbox(own, seq)).lines:
+            assert sum(map(len, lines)) < 3 * 131_072
+            seq += len(lines)
+        await fold(
+            system.redis,
+            type(system.space)("fold", 1).shard(0),
+            await event_lines(system.redis, system.space, 0),
+            SEALER,
+            1,
+        )
+
+    calls = await shortest_of(system, prepare, act)
+    assert {"read_outbox", "apply"} <= {call.script for call in calls}
+    check_bounded(calls)
+
+
+async def test_long_answers_of_retired_offers_are_deleted_in_bounded_calls(system: Measured) -> None:
+    async def prepare() -> None:
+        await system.decide([Open(id="stays", offer="c:stays", terms=StockTerms(issuer="i", total=1))])
+        await decided(
+            system, [Open(id="open", offer="c:o", terms=coupons(1_200, retire_after_ms=1))], "opened"
+        )
+        await decided(system, loads("c:o", "codes", codes(1_200)), "loaded")
+        await decided(
+            system, [Grab(id=f"g{n}", offer="c:o", user=f"u{n}", quantity=100) for n in range(12)], "granted"
+        )
+        await system.decide([Close(id="close", offer="c:o")])
+        system.now += 10
+        await system.sweeper.sweep(system.now)
+
+    async def act() -> None:
+        await system.sweeper.clean(system.now)
+        assert await system.redis.hkeys(system.keys.answers("c")) == [b"stays"]
+
+    check_bounded(await shortest_of(system, prepare, act))
+
+
+async def test_a_run_of_plain_grabs_whose_ids_have_long_answers(system: Measured) -> None:
+    """Answers of coupons with codes, in the same campaign: whether there is one is asked, it is not read."""
+    old = [Grab(id=f"g{n}", offer="c:o", user=f"u{n}", quantity=100) for n in range(12)]
+    again = [Grab(id=grab.id, offer="c:e", user=f"v{n}") for n, grab in enumerate(old)]
+    new = [Grab(id=f"n{n}", offer="c:e", user=f"w{n}") for n in range(100)]
+
+    async def prepare() -> None:
+        await decided(system, [Open(id="open", offer="c:o", terms=coupons(1_200))], "opened")
+        await decided(system, loads("c:o", "codes", codes(1_200)), "loaded")
+        await decided(system, old, "granted")
+        envelope = EnvelopeTerms(issuer="a", funding="f", asset="CNY", total=10**6, parts=1_000)
+        await decided(system, [Open(id="open-e", offer="c:e", terms=envelope)], "opened")
+
+    async def act() -> None:
+        answers = await system.decide([*new, *again])
+        assert [answer.outcome for answer in answers] == 100 * ["granted"] + 12 * ["conflict"]
+
+    check_bounded(await shortest_of(system, prepare, act))
+
+
+# -- baskets -------------------------------------------------------------------------------------------------
+
+
+def basket(quantities: Sequence[int], name: str = "b") -> list[Grab]:
+    return [
+        Grab(id=f"{name}{n}", offer="o", user=f"u{n}", quantity=quantity, basket=name, attributes=ATTRIBUTES)
+        for n, quantity in enumerate(quantities)
+    ]
+
+
+async def test_a_basket_at_its_bounds_fits_a_call(system: Measured) -> None:
+    """Ten grabs under eight limits that get 100 of the longest codes; those that ask for more are refused,
+    before anything is read.
+    """
+    limits = tuple(
+        Limit(by, per, 10**6)
+        for by in ("user", next(iter(ATTRIBUTES)))
+        for per in ("offer", "hour", "day", "week")
+    )
+
+    async def act() -> None:
+        await decided(system, basket([10] * 10), "granted")
+        await decided(system, basket([10] * 10), "granted")
+        await decided(system, basket([10] * 9 + [11], "c"), "invalid")
+        await decided(system, basket([100] * 10, "d"), "invalid")
+
+    check_bounded(await shortest_of(system, lambda: with_coupons(system, 300, limits=limits), act))
+
+
+async def test_codes_of_a_basket_are_bounded_where_it_gets_them_at_once(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lua and the rules say the same; a hold gets its codes later, a grab for itself gets as many alone."""
+    for offer, hold_ms in (("c:now", None), ("c:held", 60_000)):
+        await scene.open(
+            CouponTerms(issuer="i", total=400, codes=True, max_per_grab=100, hold_ms=hold_ms), offer
+        )
+        await scene.do(Load, what="codes", chunk=1, chunks=1, items=tuple(f"code{n}" for n in range(400)))
+
+    async def of(name: str, *asked: tuple[str, int]) -> list[tuple[str, str | None]]:
+        grabs = [
+            Grab(id=f"{name}{n}", offer=offer, user="ann", quantity=quantity, basket=name)
+            for n, (offer, quantity) in enumerate(asked)
+        ]
+        return [(answer.outcome, answer.message) for answer in await scene.decide_both(grabs)]
+
+    said = ("invalid", f"basket: its grabs get at most {CODES_PER_GRAB_MAX} codes, together")
+    assert await of("a", ("c:now", 60), ("c:now", 41)) == [said, said]
+    assert await of("a", ("c:now", 60), ("c:now", 40)) == 2 * [("granted", None)]
+    assert await of("b", ("c:held", 100), ("c:held", 100), ("c:now", 100)) == [
+        ("held", None),
+        ("held", None),
+        ("granted", None),
+    ]
+    assert await of("a", ("c:now", 60), ("c:now", 40)) == 2 * [("granted", None)]
+    assert [outcome for outcome, _ in await of("d", ("c:now", 101), ("c:none", 1))] == ["invalid", "invalid"]
+    with monkeypatch.context() as before:
+        before.setattr("grabstream.models.rules.grabbing.CODES_PER_GRAB_MAX", 1_000)
+        before.setattr("grabstream.lua.loader.load", _with_more_codes)
+        assert await of("e", ("c:now", 60), ("c:now", 40), ("c:now", 1)) == 3 * [("granted", None)]
+    assert await of("e", ("c:now", 60), ("c:now", 40), ("c:now", 1)) == 3 * [("granted", None)]
+
+
+def _with_more_codes(name: str) -> Script:
+    """As scripts were before: a basket of theirs is still repeated."""
+    text = assemble(name).replace(f"codes_per_grab = {CODES_PER_GRAB_MAX}", "codes_per_grab = 1000")
+    return Script(name, text, sha1(text.encode(), usedforsecurity=False).hexdigest())
+
+
+async def test_a_basket_whose_answers_are_too_long_to_be_read_at_once(system: Measured) -> None:
+    """Such as are known from grabs for themselves. Each is answered when it is asked for by itself."""
+    await with_coupons(system, 1_200)
+    grabs = [Grab(id=f"g{n}", offer="o", user=f"u{n}", quantity=100, basket=f"b{n}") for n in range(12)]
+    first = [(await system.decide([grab]))[0] for grab in grabs]
+    assert {answer.outcome for answer in first} == {"granted"}
+    together = await system.decide(
+        [Grab(id=grab.id, offer="o", user=grab.user, basket="all") for grab in grabs]
+    )
+    assert {answer.outcome for answer in together} == {"invalid"}
+    assert all("ask for each by itself" in (answer.message or "") for answer in together)
+    again = [(await system.decide([grab]))[0] for grab in grabs]
+    assert [(answer.seq, answer.coupon_codes) for answer in again] == [
+        (answer.seq, answer.coupon_codes) for answer in first
+    ]
+
+
+# -- what is sent --------------------------------------------------------------------------------------------
+
+
+async def test_arguments_of_a_call_are_bounded_and_hardly_sent_twice(
+    system: Measured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of one list, and of many callers at once."""
+    sent: list[int] = []
+    real = calls.run_script
+
+    async def run(client: Any, name: str, keys: Sequence[str], arguments: Sequence[object]) -> Any:
+        sent.append(sum(len(argument) for argument in arguments if isinstance(argument, bytes)))
+        return await real(client, name, keys, arguments)
+
+    monkeypatch.setattr(calls, "run_script", run)
+    await decided(system, [Open(id="open", offer="o", terms=StockTerms(issuer="i", total=10**6))], "opened")
+    grabs = [Grab(id=f"g{n}", offer="o", user=f"u{n}", attributes=ATTRIBUTES) for n in range(512)]
+    for commands in (adjusts(512, "o"), grabs):
+        for at_once in (512, 4):
+            sent.clear()
+            named = [msgspec.structs.replace(one, id=f"{one.id}-{at_once}") for one in commands]
+            await asyncio.gather(
+                *(
+                    system.gate.decide(named[start : start + at_once], "decided")
+                    for start in range(0, 512, at_once)
+                )
+            )
+            assert max(sent) < 1.1 * CALL_BYTES_MAX
+            assert CALL_BYTES_MAX < sum(sent) < 1.5 * size_of_all(commands)

@@ -1,0 +1,284 @@
+"""The longest call of each script for the largest legal input: below 10 ms of Redis' thread on a quiet
+machine.
+
+Others use this machine, so of each call the shortest of its repetitions counts, and a plain grab, measured in
+between, says how slow the machine is. What SLOWLOG has of such calls is longer: it counts also how long
+others kept the thread from running. docs/performance.md has the table.
+"""
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import msgspec
+import pytest
+
+from grabstream.lua.keys import KeySpace
+from grabstream.models.answers import Answer
+from grabstream.models.bounds import BASKET_GRABS_MAX
+from grabstream.models.commands import (
+    Amend,
+    AnyCommand,
+    Close,
+    Confirm,
+    Extend,
+    Grab,
+    Load,
+    Open,
+    Redeem,
+    Release,
+    Return,
+)
+from grabstream.models.offers import Changes, CouponTerms, Limit, StockTerms
+from grabstream.streams.relaying.ownership import OwnedShard
+from grabstream.streams.relaying.recovery import Recovery
+from tests.lua.conftest import NOW, SEALER, event_lines
+from tests.lua.costs.calls import SLOWER, Measured
+from tests.lua.histories.recovered import fold
+
+HOUR = 3_600_000
+Act = Callable[[], Awaitable[None]]
+#: As many as an offer may have.
+LIMITS = tuple(Limit(by, per, 10**6) for by in ("user", "card") for per in ("offer", "hour", "day", "week"))
+ATTRIBUTES = dict.fromkeys(("card", "a1", "a2", "a3", "a4", "a5", "a6", "a7"), "v" * 64)
+
+
+@pytest.fixture
+async def system(own_server: Any) -> AsyncIterator[Measured]:
+    one = Measured(own_server[1])
+    await one.begin()
+    yield one
+    await one.end()
+
+
+async def decided(system: Measured, commands: list[AnyCommand], *outcomes: str) -> list[Answer]:
+    answers = await system.decide(commands)
+    assert {answer.outcome for answer in answers} <= set(outcomes), answers
+    return answers
+
+
+async def check(system: Measured, prepare: Act, act: Act, *scripts: str, repetitions: int = 3) -> None:
+    longest = await system.longest_of(prepare, act, repetitions)
+    said = {name: round(took, 1) for name, took in longest.items()}
+    print(f"\n{said} ms; a plain grab took {system.slowness:.1f} times as long as on a quiet machine")
+    assert set(scripts) <= longest.keys()
+    assert max(longest.values()) < 10 * max(SLOWER, system.slowness), longest
+
+
+async def waiting(system: Measured, offer: str, count: int, quantity: int, **more: Any) -> None:
+    """Grabs that wait, each for so many units."""
+    for start in range(0, count, 1_000):
+        places = range(start, min(start + 1_000, count))
+        grabs: list[AnyCommand] = [
+            Grab(
+                id=f"{offer}-w{n}",
+                offer=offer,
+                user=f"w{n}" + "u" * 40,
+                wait=True,
+                quantity=quantity,
+                attributes=ATTRIBUTES,
+                **more,
+            )
+            for n in places
+        ]
+        await decided(system, grabs, "waiting")
+
+
+async def test_a_basket_over_offers_with_queues(system: Measured) -> None:
+    """Units are left that suffice for none of the first hundred who wait in each; the basket takes them, and
+    a second one fails.
+    """
+    names = [f"c:{n}" for n in range(BASKET_GRABS_MAX)]
+
+    async def prepare() -> None:
+        terms = StockTerms(
+            issuer="i", total=5, hold_ms=HOUR, waiting_list=True, max_per_grab=5, limits=LIMITS
+        )
+        await decided(system, [Open(id=f"open-{name}", offer=name, terms=terms) for name in names], "opened")
+        await decided(
+            system, [Grab(id=f"h-{name}", offer=name, user="holder",
+            attributes=ATTRIBUTES) for name in names], "held"
+        )  # fmt: skip
+        for name in names:
+            await waiting(system, name, 100, 5)
+
+    def basket(which: str, quantity: int) -> list[AnyCommand]:
+        return [
+            Grab(
+                id=f"{which}{n}",
+                offer=name,
+                user=f"b{n}",
+                basket=which,
+                attributes=ATTRIBUTES,
+                quantity=quantity,
+            )
+            for n, name in enumerate(names)
+        ]
+
+    async def act() -> None:
+        await decided(system, basket("first", 1), "held")
+        second = basket("second", 3)
+        second[-1] = msgspec.structs.replace(second[-1], quantity=4)
+        await decided(system, second, "not_enough_left")
+
+    await check(system, prepare, act, "grab")
+
+
+async def test_a_basket_of_codes(system: Measured) -> None:
+    names = [f"c:{n}" for n in range(BASKET_GRABS_MAX)]
+
+    async def prepare() -> None:
+        terms = CouponTerms(issuer="i", total=100, codes=True, max_per_grab=100, limits=LIMITS)
+        await decided(system, [Open(id=f"open-{name}", offer=name, terms=terms) for name in names], "opened")
+        lists: list[AnyCommand] = [
+            Load(
+                id=f"load-{name}",
+                offer=name,
+                what="codes",
+                chunk=1,
+                chunks=1,
+                items=tuple(f"{name}-{i}" + "x" * 60 for i in range(100)),
+            )
+            for name in names
+        ]
+        await decided(system, lists, "loaded")
+
+    async def act() -> None:
+        basket: list[AnyCommand] = [
+            Grab(id=f"b{n}", offer=name, user=f"b{n}", basket="b", attributes=ATTRIBUTES, quantity=10)
+            for n, name in enumerate(names)
+        ]
+        await decided(system, basket, "granted")
+
+    await check(system, prepare, act, "grab")
+
+
+async def test_a_grab_whose_record_is_as_large_as_it_can_be(system: Measured) -> None:
+    """A hundred windows in which late payments took units again, under eight limits each; then all that can
+    be done to it.
+    """
+
+    async def prepare() -> None:
+        system.now = NOW
+        terms = StockTerms(
+            issuer="i",
+            total=10_000,
+            hold_ms=1_000,
+            max_per_grab=1_000,
+            late="retake",
+            extensions=10,
+            limits=LIMITS,
+            return_restores=True,
+        )
+        await decided(system, [Open(id="open", offer="o", terms=terms)], "opened")
+        await decided(
+            system, [Grab(id="g", offer="o", user="u" * 60, quantity=300, attributes=ATTRIBUTES)], "held"
+        )
+        for n in range(99):
+            system.now += 2 * HOUR
+            pay = Confirm(id=f"p{n}", offer="o", grab="g", payment="p" * 60 + f"{n}", paid=0, quantity=1)
+            await decided(system, [pay], "confirmed")
+
+    async def act() -> None:
+        system.now += 2 * HOUR
+        assert await system.redis.hstrlen(system.keys.of_offer("o")[3], "g") > 50_000
+        await decided(
+            system, [Confirm(id="last", offer="o", grab="g", payment="q" * 64, paid=0, quantity=1)],
+            "confirmed"
+        )  # fmt: skip
+        await decided(
+            system,
+            [Redeem(id=f"r{n}", offer="o", grab="g", order=f"o{n}") for n in range(20)],
+            "redeemed",
+            "not_redeemable",
+        )
+        await decided(
+            system,
+            [Return(id=f"back{n}", offer="o", grab="g", quantity=1) for n in range(20)],
+            "returned",
+            "not_redeemable",
+        )
+        await fold(
+            system.redis,
+            KeySpace("again", 1).shard(0),
+            await event_lines(system.redis, system.space, 0),
+            SEALER,
+            1,
+        )
+
+    await check(system, prepare, act, "confirm", "return", "apply")
+
+
+@pytest.mark.parametrize("count", [1_000, pytest.param(25_600, marks=pytest.mark.nightly)])
+async def test_amending_and_returning_to_a_queue(system: Measured, count: int) -> None:
+    """A total that is raised by as many units as wait; then units come back one by one, and in hundreds, to
+    the others.
+    """
+
+    async def prepare() -> None:
+        terms = StockTerms(
+            issuer="i",
+            total=100,
+            hold_ms=1_000_000,
+            max_per_grab=100,
+            waiting_list=True,
+            limits=LIMITS,
+            return_restores=True,
+            extensions=1,
+        )
+        await decided(system, [Open(id="open", offer="o", terms=terms)], "opened")
+        await decided(
+            system,
+            [Grab(id=f"h{n}", offer="o", user=f"h{n}", attributes=ATTRIBUTES, quantity=25) for n in range(4)],
+            "held",
+        )
+        await decided(
+            system,
+            [Confirm(id=f"p{n}", offer="o", grab=f"h{n}", payment=f"p{n}", paid=0) for n in range(4)],
+            "confirmed",
+        )
+        await waiting(system, "o", count, 1)
+
+    async def act() -> None:
+        await decided(
+            system, [Return(id=f"r{n}", offer="o", grab=f"h{n}", quantity=25) for n in range(4)], "returned"
+        )
+        await system.sweeper.sweep(system.now)
+        await decided(system, [Amend(id="a", offer="o", changes=Changes(total=100 + count - 200))], "amended")
+        await system.sweeper.sweep(system.now)
+        await decided(
+            system,
+            [Extend(id=f"e{n}", offer="o", grab=f"o-w{n}") for n in range(100)],
+            "extended",
+            "not_held",
+        )
+        await decided(
+            system, [Release(id=f"l{n}", offer="o", grab=f"o-w{n}") for n in range(256)], "released"
+        )
+        await decided(system, [Close(id="close", offer="o")], "closed")
+        await system.sweeper.sweep(system.now)
+
+    await check(system, prepare, act, "return", "amend", "sweep", "release", "close")
+
+
+async def test_the_keys_of_a_shard_are_wiped(system: Measured) -> None:
+    """Many small ones, large hashes, and parts of envelopes, which Redis frees where it is."""
+    shard = OwnedShard(system.redis, KeySpace("gone", 1).shard(0))
+
+    async def prepare() -> None:
+        pipe = system.redis.pipeline(transaction=False)
+        for n in range(600):
+            pipe.set(shard.keys.parts(f"small{n}"), b"x" * 48_000)
+            pipe.hset(shard.keys.offer(f"o{n}"), mapping={f"f{i}": "v" * 40 for i in range(30)})
+        for n in range(4):
+            pipe.set(shard.keys.parts(f"large{n}"), b"x" * 6_000_000)
+            pipe.hset(shard.keys.of_offer(f"o{n}")[3], mapping={f"g{i}": "v" * 100 for i in range(5_000)})
+        await pipe.execute()
+
+    async def act() -> None:
+        own = (await shard.raise_term(0)).ownership
+        await Recovery(shard, SEALER).wipe(own)
+        assert {name async for name in system.redis.scan_iter(match=f"{shard.keys.tag}:*")} == {
+            shard.keys.state.encode()
+        }
+
+    await check(system, prepare, act, "wipe")

@@ -1,0 +1,300 @@
+"""Repeats across forms and keys of digests, on a real Redis: the first answer stays the first answer, another
+body is a conflict.
+
+A shard is made of events that carry digests of an older form or key, as a recovery makes it; then this
+release's gate asks.
+"""
+
+import json
+from base64 import b64encode
+from collections.abc import Sequence
+from hashlib import blake2b
+from typing import Any
+
+import msgspec
+import pytest
+
+from grabstream.lua.gate.door import Gate
+from grabstream.lua.gate.sealing import Sealer
+from grabstream.lua.gate.tickets import TicketKeys, sign
+from grabstream.lua.keys import KeySpace
+from grabstream.models.answers import Answer
+from grabstream.models.commands import (
+    Adjust,
+    AnyCommand,
+    Confirm,
+    Grab,
+    Load,
+    Open,
+    Pause,
+    Release,
+    encode_command,
+)
+from grabstream.models.entries import Entry
+from grabstream.models.offers import CouponTerms, EnvelopeTerms, StockTerms
+from tests.lua.conftest import NOW, event_lines, take_over
+from tests.lua.gate.tickets import SECRET, as_text
+from tests.lua.histories.recovered import fold
+from tests.lua.histories.scene import DAY
+
+OLD, NEW = bytes(range(32)), bytes(range(1, 33))
+TICKETS = TicketKeys.from_text(f"h:HS256:{as_text(SECRET)}")
+ENVELOPE = EnvelopeTerms(
+    issuer="alice", funding="pay", asset="CNY", total=1_000, parts=10, seed="ab" * 16, closes_at=NOW + DAY
+)
+#: Amounts and reasons of two entries in the books whose digests in the first form are the same; it took a
+#: minute to find them.
+COLLISION = (5, "5161484"), (9_000_000, "7384664")
+
+
+def first_form(command: AnyCommand) -> str:
+    """As releases before 0.2 made it."""
+    if getattr(command, "operator", None) is not None:
+        command = msgspec.structs.replace(command, operator=None)  # type: ignore[call-arg]
+    return b64encode(blake2b(encode_command(command), digest_size=6).digest()).decode()
+
+
+def adjusting(amount: int, reason: str, id: str = "a") -> Adjust:
+    entry = Entry(asset="CNY", debit="issuer:shop", credit="wallet:ann", amount=amount)
+    return Adjust(id=id, offer="o", transfers=(entry,), reason=reason, approved_by="boss")
+
+
+def with_ticket(id: str, offer: str, user: str) -> Grab:
+    return Grab(
+        id=id,
+        offer=offer,
+        user=user,
+        ticket=sign("h", SECRET, user=user, offer=offer, expires_at_ms=NOW + DAY),
+    )
+
+
+HISTORY: list[AnyCommand] = [
+    Open(id="o-e", offer="o", terms=ENVELOPE),
+    Open(id="o-w", offer="o:w", terms=msgspec.structs.replace(ENVELOPE, audience="ticket")),
+    Open(id="o-s", offer="o:s", terms=StockTerms(issuer="shop", total=9, hold_ms=DAY, max_per_grab=2)),
+    Open(id="o-c", offer="o:c", terms=CouponTerms(issuer="shop", total=2, codes=True), operator="olga"),
+    Load(id="l", offer="o:c", what="codes", chunk=1, chunks=1, items=("482913", "482914"), operator="olga"),
+    Grab(id="g1", offer="o", user="ann"),
+    Grab(id="g2", offer="o", user="bob", wait=True),
+    with_ticket("g3", "o:w", "ann"),
+    Grab(id="g4", offer="o:s", user="ann"),
+    Grab(id="g5", offer="o:s", user="bob", quantity=2, attributes={"card": "1"}),
+    Grab(id="g6", offer="o:c", user="ann"),
+    Confirm(id="c4", offer="o:s", grab="g4"),
+    Release(id="r5", offer="o:s", grab="g5"),
+    adjusting(5, "a mistake"),
+    Pause(id="p", offer="o", operator="olga"),
+]
+
+
+def other_body(command: AnyCommand) -> AnyCommand:
+    """Another command under the same id."""
+    if isinstance(command, Grab):
+        return msgspec.structs.replace(command, user="eve")
+    if isinstance(command, Load):
+        return msgspec.structs.replace(command, items=("482913", "482915"))
+    if isinstance(command, Adjust):
+        return msgspec.structs.replace(
+            command, transfers=(msgspec.structs.replace(command.transfers[0], amount=6),)
+        )
+    if isinstance(command, Open):
+        return msgspec.structs.replace(
+            command, terms=msgspec.structs.replace(command.terms, issuer="mallory")
+        )
+    return msgspec.structs.replace(command, offer="o:c" if command.offer != "o:c" else "o:s")
+
+
+def gate_of(client: Any, keys: KeySpace, seal_keys: dict[str, bytes], now: list[int] | None = None) -> Gate:
+    return Gate(client, keys, Sealer(seal_keys), clock=lambda: (now or [NOW])[0], tickets=TICKETS)
+
+
+async def in_first_form(
+    client: Any, keys: KeySpace, lines: Sequence[bytes], commands: Sequence[AnyCommand]
+) -> None:
+    """Makes the only shard of events as a release before 0.2 wrote them."""
+    by_id = {command.id: command for command in commands}
+    old = []
+    for line in lines:
+        fields = json.loads(line)
+        if "digest" in fields:
+            fields["digest"] = first_form(by_id[fields["command"]])
+        old.append(json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode())
+    await fold(client, keys.shard(0), old, Sealer({"old": OLD}), keys.shards)
+
+
+@pytest.fixture
+async def decided(client: Any, prefix: str) -> tuple[list[Answer], list[bytes]]:
+    """The answers of the history, and its events, by a gate with one key."""
+    keys = KeySpace(f"{prefix}-first", 1)
+    await take_over(client, keys)
+    gate = gate_of(client, keys, {"old": OLD})
+    answers = await gate.decide(HISTORY, "decided")
+    await gate.close()
+    assert all(answer.positive for answer in answers), answers
+    return answers, await event_lines(client, keys, 0)
+
+
+async def assert_repeated(gate: Gate, answers: Sequence[Answer]) -> None:
+    """Every command gets its first answer, also with another operator; another body under its id is a
+    conflict.
+    """
+    for command, first in zip(HISTORY, answers, strict=True):
+        again, other = await gate.decide([command, other_body(command)], "decided")
+        assert again == msgspec.structs.replace(first, repeated=True), command
+        assert (other.outcome, other.seq) == ("conflict", None), command
+
+
+async def test_repeats_of_this_release(client: Any, prefix: str, decided: Any) -> None:
+    gate = gate_of(client, KeySpace(f"{prefix}-first", 1), {"old": OLD})
+    await assert_repeated(gate, decided[0])
+    await gate.close()
+
+
+async def test_repeats_after_a_recovery(client: Any, prefix: str, decided: Any) -> None:
+    keys = KeySpace(f"{prefix}-again", 1)
+    await fold(client, keys.shard(0), decided[1], Sealer({"old": OLD}), 1)
+    gate = gate_of(client, keys, {"old": OLD})
+    await assert_repeated(gate, decided[0])
+    await gate.close()
+
+
+async def test_repeats_of_commands_whose_events_have_the_first_form(
+    client: Any, prefix: str, decided: Any
+) -> None:
+    keys = KeySpace(f"{prefix}-old", 1)
+    await in_first_form(client, keys, decided[1], HISTORY)
+    gate = gate_of(client, keys, {"new": NEW, "old": OLD})
+    await assert_repeated(gate, decided[0])
+    await gate.close()
+
+
+async def test_repeats_after_the_seal_key_was_rotated(client: Any, prefix: str, decided: Any) -> None:
+    gate = gate_of(client, KeySpace(f"{prefix}-first", 1), {"new": NEW, "old": OLD})
+    await assert_repeated(gate, decided[0])
+    await gate.close()
+
+
+async def test_a_repeat_whose_key_is_gone_is_told_so(client: Any, prefix: str, decided: Any) -> None:
+    """What carried a secret cannot be compared; everything else gets its first answer, and nothing
+    changes.
+    """
+    keys = KeySpace(f"{prefix}-first", 1)
+    gate = gate_of(client, keys, {"new": NEW})
+    lines = await event_lines(client, keys, 0)
+    secret = {"o-e", "o-w", "l", "g3"}
+    for command, first in zip(HISTORY, decided[0], strict=True):
+        if command.id == "g6":
+            continue  # its answer has a code, which was sealed with the key
+        [again] = await gate.decide([command], "decided")
+        if command.id in secret:
+            assert again.outcome == "conflict"
+            assert "key 'old', which is not in GRAB_SEAL_KEYS" in (again.message or "")
+        else:
+            assert again == msgspec.structs.replace(first, repeated=True)
+    assert await event_lines(client, keys, 0) == lines
+    await gate.close()
+
+
+async def test_refusals_are_repeated_for_the_same_body_only(client: Any, prefix: str) -> None:
+    keys = KeySpace(prefix, 1)
+    await take_over(client, keys)
+    now = [NOW]
+    one = gate_of(client, keys, {"old": OLD}, now)
+    refused: list[AnyCommand] = [
+        Grab(id="g1", offer="n:a", user="ann"),
+        Grab(id="g2", offer="n:a", user="ann", quantity=2),
+        with_ticket("g3", "n:a", "ann"),
+        Load(id="l", offer="n:a", what="codes", chunk=1, chunks=1, items=("482913",)),
+        msgspec.structs.replace(adjusting(5, "a mistake"), offer="n:a"),
+    ]
+    first = await one.decide(refused, "decided")
+    assert {answer.outcome for answer in first} == {"no_such_offer"}
+    now[0] += 1
+    rotated = gate_of(client, keys, {"new": NEW, "old": OLD}, now)
+    for command, before in zip(refused, first, strict=True):
+        other = msgspec.structs.replace(command, offer="n:b")
+        for gate in (one, rotated):
+            same, conflict = await gate.decide([command, other], "decided")
+            assert same == msgspec.structs.replace(before, repeated=True)
+            assert conflict.outcome == "conflict"
+        await one.decide(
+            [
+                Open(
+                    id=f"open-{command.id}",
+                    offer="n:b",
+                    terms=StockTerms(issuer="a", total=9, max_per_grab=2),
+                )
+            ],
+            "decided",
+        )
+    await one.close()
+    await rotated.close()
+
+
+async def test_a_plain_grab_is_the_same_only_for_its_offer_and_its_user(
+    client: Any, prefix: str, decided: Any
+) -> None:
+    """Nothing of its body is kept under its id: who has the grab says it."""
+    keys = KeySpace(f"{prefix}-first", 1)
+    gate = gate_of(client, keys, {"old": OLD})
+    for id, own, user in (("g1", "o", "ann"), ("g4", "o:s", "ann")):
+        for offer in ("o", "o:s", "o:w", "o:none"):
+            for who in ("ann", "bob", "eve"):
+                # One by one, together, and with company: each takes its own way through the script.
+                command = Grab(id=id, offer=offer, user=who)
+                company = [
+                    Grab(id=f"new-{id}-{offer}-{who}-{n}", offer="o:none", user=f"u{n}") for n in range(2)
+                ]
+                answers = [
+                    (await gate.decide([command], "decided"))[0],
+                    (await gate.decide([command, *company], "decided"))[0],
+                ]
+                expected = (
+                    ("held" if id == "g4" else "granted", True)
+                    if (offer, who) == (own, user)
+                    else ("conflict", False)
+                )
+                assert [(one.outcome, one.repeated) for one in answers] == [expected] * 2, command
+    for more in ({"wait": True}, {"attributes": {"a": "1"}}, {"ticket": "x.y.z"}):
+        [answer] = await gate.decide([Grab(id="g1", offer="o", user="ann", **more)], "decided")
+        assert answer.outcome == "conflict", more
+    await gate.close()
+
+
+@pytest.mark.parametrize("recovered", [False, True])
+async def test_a_collision_of_48_bits_is_no_approval(client: Any, prefix: str, recovered: bool) -> None:
+    """The unapproved entry has the digest of the approved one in the first form: the whole body is compared
+    all the same.
+    """
+    approved, unapproved = (adjusting(*entry) for entry in COLLISION)
+    assert first_form(approved) == first_form(unapproved)
+    keys = KeySpace(prefix, 1)
+    await take_over(client, keys)
+    gate = gate_of(client, keys, {"old": OLD})
+    opening = Open(id="open", offer="o", terms=StockTerms(issuer="shop", total=1))
+    _, first = await gate.decide([opening, approved], "decided")
+    assert first.outcome == "adjusted"
+    if recovered:
+        await gate.close()
+        keys = KeySpace(f"{prefix}-old", 1)
+        await in_first_form(
+            client, keys, await event_lines(client, KeySpace(prefix, 1), 0), [opening, approved]
+        )
+        gate = gate_of(client, keys, {"old": OLD})
+    again, other = await gate.decide([approved, unapproved], "decided")
+    assert again == msgspec.structs.replace(first, repeated=True)
+    assert other.outcome == "conflict"
+    await gate.close()
+
+
+async def test_no_event_tells_a_code_that_was_loaded(client: Any, prefix: str, decided: Any) -> None:
+    """Whoever reads the journal may try all codes of six digits against every text that is in it."""
+    [line] = [line for line in decided[1] if b"offer.loaded" in line]
+    load = next(command for command in HISTORY if isinstance(command, Load))
+    assert b"482913" not in line
+    for code in range(482_900, 482_920):
+        guess = msgspec.structs.replace(load, items=(str(code), str(code + 1)), operator=None)
+        for size in (6, 15, 16, 20, 32, 64):
+            hashed = blake2b(encode_command(guess), digest_size=size)
+            assert hashed.hexdigest().encode() not in line
+            assert b64encode(hashed.digest()).rstrip(b"=") not in line

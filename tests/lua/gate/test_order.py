@@ -1,0 +1,259 @@
+"""The order a caller gave holds, also when Redis loses its tail between two calls: what was decided before is
+decided again first.
+"""
+
+import asyncio
+import random
+from typing import Any
+
+import pytest
+import redis.asyncio
+
+from grabstream.lua.gate.calls import GateLimits
+from grabstream.lua.gate.door import Gate
+from grabstream.lua.gate.queue import Order, OutcomeUnknown
+from grabstream.models.commands import Confirm, Grab
+from grabstream.models.events import decode_event
+from tests.conftest import until
+from tests.lua.conftest import SEALER
+from tests.lua.costs.calls import scripts
+from tests.support.order import (
+    CARRIED_OUT,
+    Between,
+    FakeRelay,
+    course_of,
+    gate_over,
+    relay,  # noqa: F401 - a fixture
+)
+
+
+async def types(relay: FakeRelay) -> list[str]:
+    """The types of all events after the openings."""
+    await relay.journal()
+    return [str(decode_event(line).__struct_config__.tag) for line in relay.lines[2:]]
+
+
+@pytest.mark.parametrize("promise", ["decided", "journaled"])
+@pytest.mark.parametrize("loses_reply", [False, True], ids=["replied", "reply lost"])
+async def test_a_confirmation_never_overtakes_its_grab(
+    relay: FakeRelay, promise: Any, loses_reply: bool
+) -> None:
+    """The tail with the grab is lost between the two calls of one list."""
+    gate = gate_over(relay, Between(relay.client, "grab", relay.lose_tail, loses_reply))
+    relaying = asyncio.create_task(until_decided(relay, "c-ann"))
+    answers = await gate.decide(course_of("ann")[:2], promise)
+    assert [answer.outcome for answer in answers] == ["held", "confirmed"]
+    await relaying
+    assert await types(relay) == ["grab.held", "grab.confirmed"]
+    await gate.close()
+
+
+async def until_decided(relay: FakeRelay, command: str) -> None:
+    """Journals nothing until a command is decided, so that what is before it can be lost."""
+    await until(lambda: relay.client.hexists(relay.shard.answers("s"), command))
+    await relay.journal()
+
+
+async def test_what_a_reader_sent_in_several_calls_is_decided_again_in_order(relay: FakeRelay) -> None:
+    """Calls of one order are in flight or queued while the tail is lost; the first is told of it by the
+    journal, not by a script.
+    """
+    gate, reader = gate_over(relay), Order()
+    steps = course_of("ann")[:3]
+    first = asyncio.create_task(gate.decide([steps[0]], reader=reader))
+    await until(lambda: relay.client.hexists(relay.shard.answers("s"), "g-ann"))
+    await relay.lose_tail()
+    others = [asyncio.create_task(gate.decide([step], reader=reader)) for step in steps[1:]]
+    relaying = asyncio.create_task(relay.run())
+    answers = [(await task)[0] for task in (first, *others)]
+    relaying.cancel()
+    assert [answer.outcome for answer in answers] == CARRIED_OUT
+    assert await types(relay) == ["grab.held", "grab.confirmed", "grab.redeemed"]
+    await gate.close()
+
+
+async def test_a_list_that_is_cut_when_it_is_decided_again_is_answered(relay: FakeRelay) -> None:
+    """Its answers in the lost history no longer count, also when the call that decides it again has no room
+    for all of it.
+    """
+    gate = gate_over(relay)
+    grabs = [Grab(id=f"g{n}", offer="s", user=f"u{n}") for n in range(12)]
+    asking = asyncio.create_task(gate.decide(grabs, reader=Order()))
+    await until(lambda: relay.client.hexists(relay.shard.answers("s"), "g11"))
+    with scripts(call_max=1):
+        await relay.lose_tail()
+        await until(lambda: relay.client.hexists(relay.shard.answers("s"), "g11"))
+        relaying = asyncio.create_task(relay.run())
+        async with asyncio.timeout(10):
+            answers = await asking
+    relaying.cancel()
+    assert [answer.outcome for answer in answers] == ["held"] * 12
+    assert [answer.id for answer in answers] == [f"g{n}" for n in range(12)]
+    assert await types(relay) == ["grab.held"] * 12
+    await gate.close()
+
+
+async def test_what_was_in_flight_comes_after_what_is_decided_again(relay: FakeRelay) -> None:
+    """The history changes while the second call is on its way: it was decided in the old one, and its reply
+    comes later.
+    """
+    told = asyncio.Event()
+
+    async def lose() -> None:
+        await relay.lose_tail()
+        told.set()
+        # Until the gate was told by the announcement that the history is another.
+        await until(lambda: _stale(gate))
+
+    async def _stale(gate: Gate) -> bool:
+        return reader.lane(0).stale
+
+    reader = Order()
+    gate = gate_over(relay, Between(relay.client, "confirm", lose))
+    steps = course_of("ann")[:3]
+    first = asyncio.create_task(gate.decide([steps[0]], reader=reader))
+    await until(lambda: relay.client.hexists(relay.shard.answers("s"), "g-ann"))
+    others = [asyncio.create_task(gate.decide([step], reader=reader)) for step in steps[1:]]
+    await told.wait()
+    relaying = asyncio.create_task(relay.run())
+    assert [(await task)[0].outcome for task in (first, *others)] == CARRIED_OUT
+    relaying.cancel()
+    assert await types(relay) == ["grab.held", "grab.confirmed", "grab.redeemed"]
+    await gate.close()
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("seed", range(4))
+async def test_no_order_is_lost_however_often_the_tail_is(relay: FakeRelay, seed: int) -> None:
+    """Lists and a reader's calls, with replies lost and tails cut at random: every step finds the one before
+    it, and none is done twice.
+    """
+    draw = random.Random(seed)
+
+    class Troubled(Between):
+        async def execute_command(self, *words: Any) -> Any:
+            reply = await self._client.execute_command(*words)
+            if draw.random() < 0.15:
+                await relay.lose_tail(lambda decided: draw.randint(0, decided))
+            if draw.random() < 0.1:
+                raise redis.TimeoutError("Timeout reading from socket")
+            return reply
+
+    gate = gate_over(relay, Troubled(relay.client, "grab", relay.lose_tail), timeout_ms=100_000)
+    reader = Order()
+
+    async def by_list(user: str) -> list[str]:
+        return [
+            answer.outcome
+            for answer in await gate.decide(course_of(user), draw.choice(("decided", "journaled")))
+        ]
+
+    async def by_reader(user: str) -> list[str]:
+        calls = [asyncio.create_task(gate.decide([step], reader=reader)) for step in course_of(user)]
+        return [(await call)[0].outcome for call in calls]
+
+    relaying = asyncio.create_task(relay.run())
+    crowd = [
+        asyncio.create_task((by_list if draw.random() < 0.5 else by_reader)(f"u{number}"))
+        for number in range(60)
+    ]
+    for outcomes in await asyncio.gather(*crowd):
+        assert outcomes[:3] == CARRIED_OUT
+    relaying.cancel()
+    # What was only promised as decided may be lost at the end; nothing was refunded, and nothing done out of
+    # order.
+    assert set(await types(relay)) <= {"grab.held", "grab.confirmed", "grab.redeemed", "grab.returned"}
+    await gate.close()
+
+
+async def test_what_follows_a_refused_grab_in_its_list_is_refused_too(relay: FakeRelay) -> None:
+    """A fence that lifts between two calls of a list lets no confirmation through whose grab was answered
+    `fenced`.
+    """
+    life = await relay.client.hget(relay.shard.state, "life")
+    await relay.client.hdel(relay.shard.state, "life")
+
+    async def mend() -> None:
+        await relay.client.hset(relay.shard.state, "life", life)
+
+    gate = gate_over(relay, Between(relay.client, "grab", mend))
+    assert [answer.outcome for answer in await gate.decide(course_of("ann"), "decided")] == ["fenced"] * 4
+    assert [answer.outcome for answer in await gate.decide(course_of("ann")[:3], "decided")] == CARRIED_OUT
+    await gate.close()
+
+
+async def test_what_follows_a_grab_without_room_is_refused_too(relay: FakeRelay) -> None:
+    gate = Gate(relay.client, relay.keys, SEALER, GateLimits(queue_commands_max=3))
+    many = [Grab(id=f"g{number}", offer="s", user="ann") for number in range(4)]
+    confirm = Confirm(id="c", offer="s", grab="g0", payment="p", paid=7, currency="CNY")
+    assert {answer.outcome for answer in await gate.decide([*many, confirm], "decided")} == {"busy"}
+    await gate.close()
+
+
+async def test_a_caller_that_left_takes_its_unsent_commands_along(relay: FakeRelay) -> None:
+    """A list of which the first call was never sent must not be carried out from its second on."""
+    entered, leave = asyncio.Event(), asyncio.Event()
+
+    async def wait() -> None:
+        entered.set()
+        await leave.wait()
+
+    gate = gate_over(relay, Between(relay.client, "grab", wait))
+    sent = asyncio.create_task(gate.decide(course_of("bob")[:1], "decided"))
+    await entered.wait()
+    cancelled = asyncio.create_task(gate.decide(course_of("ann"), "decided"))
+    await asyncio.sleep(0)
+    cancelled.cancel()
+    await asyncio.wait({cancelled})
+    leave.set()
+    assert (await sent)[0].outcome == "held"
+    assert (await gate.decide(course_of("eve")[:1], "decided"))[0].outcome == "held"
+    assert await types(relay) == ["grab.held", "grab.held"]
+    await gate.close()
+
+
+async def test_a_reader_finds_room_whatever_is_queued(relay: FakeRelay) -> None:
+    """A reader bounds by itself what it has in flight; it is never refused because it reads fast."""
+    gate = Gate(relay.client, relay.keys, SEALER, GateLimits(queue_commands_max=10))
+    gate.start()
+    reader = Order()
+    relaying = asyncio.create_task(relay.run())
+    calls = [
+        asyncio.create_task(
+            gate.decide([Grab(id=f"g{n}-{m}", offer="s", user="ann") for m in range(20)], reader=reader)
+        )
+        for n in range(100)
+    ]
+    answered = await asyncio.gather(*calls)
+    relaying.cancel()
+    assert {answer.outcome for answers in answered for answer in answers} == {"held"}
+    await gate.close()
+
+
+async def test_a_reader_waits_out_a_fence_and_nobody_else_has_to(relay: FakeRelay) -> None:
+    """`busy` and `fenced` are not remembered: what came by a topic is not answered so. Who is queued behind
+    it and has no patience is.
+    """
+    life = await relay.client.hget(relay.shard.state, "life")
+    gate, reader = gate_over(relay), Order()
+    await relay.client.hdel(relay.shard.state, "life")
+    waiting = asyncio.create_task(gate.decide(course_of("ann")[:3], "decided", reader=reader))
+    assert (await gate.decide(course_of("bob")[:1], "decided"))[0].outcome == "fenced"
+    await asyncio.wait({waiting}, timeout=0.3)
+    assert not waiting.done()
+    await relay.client.hset(relay.shard.state, "life", life)
+    assert [answer.outcome for answer in await waiting] == CARRIED_OUT
+    await gate.close()
+
+
+async def test_time_runs_out_for_a_list_whose_history_is_lost_again_and_again(relay: FakeRelay) -> None:
+    class Forgetful(Between):
+        async def execute_command(self, *words: Any) -> Any:
+            reply = await self._client.execute_command(*words)
+            await relay.lose_tail()
+            return reply
+
+    gate = gate_over(relay, Forgetful(relay.client, "grab", relay.lose_tail), timeout_ms=500)
+    with pytest.raises(OutcomeUnknown):
+        await gate.decide(course_of("ann"), "decided")
+    await gate.close()

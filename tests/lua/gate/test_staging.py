@@ -1,0 +1,316 @@
+"""Parts of large envelopes are brought to Redis in pieces before the call that opens their offer: never seen
+half, never left over.
+"""
+
+import secrets
+from collections.abc import Awaitable, Callable, Sequence
+from functools import cache
+from typing import Any
+
+import pytest
+import redis
+
+from grabstream.lua import restoring
+from grabstream.lua.gate import calls
+from grabstream.lua.gate.batches import parts_packed
+from grabstream.lua.gate.calls import GateLimits, run_script
+from grabstream.lua.gate.door import Gate
+from grabstream.lua.gate.staging import INLINE_BYTES_MAX, PIECE_BYTES, STAGED_MS, pieces
+from grabstream.lua.keys import KeySpace
+from grabstream.models.commands import Close, Grab, Open
+from grabstream.models.events import decode_event
+from grabstream.models.journal import Cursor
+from grabstream.models.offers import EnvelopeTerms
+from grabstream.streams.relaying.ownership import OwnedShard, SteppedDown
+from grabstream.streams.relaying.recovery import Position, Recovery
+from tests.lua.conftest import SEALER, event_lines, opening, take_over
+from tests.lua.costs.calls import Measured
+from tests.lua.histories.recovered import accepted, contents, differences, fold
+
+#: Two pieces of them.
+PARTS = 24_000
+SEED = "ab" * 16
+MILLION = 1_000_000
+
+
+def large(offer: str = "e", **terms: Any) -> Open:
+    return opening(offer, **{"parts": PARTS, "law": "equal", "seed": SEED} | terms)
+
+
+def parts_of(command: Open) -> bytes:
+    assert isinstance(command.terms, EnvelopeTerms)
+    return _drawn(command.terms, SEED)
+
+
+@pytest.fixture(autouse=True)
+def drawn_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawing takes longer than all that is tested here."""
+    for module in ("gate.batches", "restoring"):
+        monkeypatch.setattr(f"grabstream.lua.{module}.parts_packed", _drawn)
+
+
+@cache
+def _drawn(terms: EnvelopeTerms, seed: str) -> bytes:
+    return parts_packed(terms, seed)
+
+
+async def staged(client: Any, keys: KeySpace) -> list[bytes]:
+    return [name async for name in client.scan_iter(match=f"{keys.prefix}:*") if b":staged:" in name]
+
+
+@pytest.fixture
+def before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> Callable[[str, Callable[[Sequence[str]], Awaitable[None]]], None]:
+    """Does something before each call of a script, told its keys."""
+
+    def watch(script: str, act: Callable[[Sequence[str]], Awaitable[None]]) -> None:
+        real = calls.run_script
+
+        async def run(client: Any, name: str, keys: Sequence[str], arguments: Sequence[object]) -> Any:
+            if name == script:
+                await act(keys)
+            return await real(client, name, keys, arguments)
+
+        monkeypatch.setattr(calls, "run_script", run)
+
+    return watch
+
+
+def test_pieces_are_the_whole_and_the_last_comes_first() -> None:
+    for size in (1, PIECE_BYTES - 1, PIECE_BYTES, PIECE_BYTES + 1, 3 * PIECE_BYTES, INLINE_BYTES_MAX + 6):
+        text = secrets.token_bytes(size)
+        made = list(pieces(text))
+        assert [offset for offset, _ in made] == sorted((offset for offset, _ in made), reverse=True)
+        assert b"".join(piece for _, piece in reversed(made)) == text
+        assert made[0][0] + len(made[0][1]) == size
+        assert max(len(piece) for _, piece in made) <= PIECE_BYTES
+
+
+async def test_an_envelope_of_many_parts_is_opened(gate: Any, client: Any, keys: KeySpace) -> None:
+    """Beside a small one in the same call; its parts are those of its seed, and stay."""
+    one, small = gate(timeout_ms=60_000), opening("e:small", seed=SEED)
+    answers = await one.decide([large("e:large"), small, large("e:other", parts=PARTS + 7)], "decided")
+    assert [answer.outcome for answer in answers] == ["opened"] * 3
+    shard = keys.shard(keys.shard_of_offer("e:large"))
+    for command in (large("e:large"), small, large("e:other", parts=PARTS + 7)):
+        assert await client.get(shard.parts(command.offer)) == parts_of(command)
+        assert await client.pttl(shard.parts(command.offer)) == -1
+    assert await staged(client, keys) == []
+    [granted] = await one.decide([Grab(id="g", offer="e:large", user="u")], "decided")
+    assert granted.amount == int.from_bytes(parts_of(large())[:6], "big")
+
+
+async def test_what_is_not_taken_is_deleted(gate: Any, client: Any, keys: KeySpace) -> None:
+    """A repeat, another command for the same offer, the same id with another body, a shard that decides
+    nothing.
+    """
+    one = gate(timeout_ms=60_000)
+    await one.decide([large()], "decided")
+    [again] = await one.decide([large()], "decided")
+    assert (again.outcome, again.repeated) == ("opened", True)
+    for other in (large(parts=PARTS + 1), Open(id="other", offer="e", terms=large(law="double_mean").terms)):
+        [conflict] = await one.decide([other], "decided")
+        assert conflict.outcome == "conflict"
+    shard = keys.shard(keys.shard_of_offer("e"))
+    assert await client.get(shard.parts("e")) == parts_of(large())
+    await client.hset(shard.state, "life", "another server's")
+    [fenced] = await one.decide([large("e:2")], "decided")
+    assert fenced.outcome == "fenced"
+    assert await staged(client, keys) == []
+
+
+async def test_parts_that_are_gone_before_the_call_are_brought_again(
+    gate: Any, client: Any, keys: KeySpace, before: Any
+) -> None:
+    """All of them, or some, as a server that has lost the last second may have them. Who has no patience is
+    told to come again.
+    """
+    one, lost = gate(timeout_ms=60_000), list[str]()
+
+    async def lose(names: Sequence[str]) -> None:
+        if len(lost) < 2:
+            if lost:
+                await client.set(names[-1], b"x" * 600)
+            else:
+                await client.unlink(names[-1])
+            lost.append(names[-1])
+
+    before("open", lose)
+    [busy] = await one.decide([large()], "decided")
+    assert (busy.outcome, busy.retry_at is not None) == ("busy", True)
+    [answer] = await one.decide([large()], "decided", patience_ms=5_000)
+    assert (answer.outcome, answer.repeated) == ("opened", False)
+    assert len(lost) == len(set(lost)) == 2
+    assert await client.get(keys.shard(keys.shard_of_offer("e")).parts("e")) == parts_of(large())
+    assert await staged(client, keys) == []
+
+
+async def test_parts_of_a_life_that_is_over_are_not_taken(own: Any, before: Any) -> None:
+    """A replica that is promoted may lack pieces in the middle, whatever their length is: it is another
+    life.
+    """
+    client, keys = own
+    one = Gate(client, keys, SEALER, GateLimits(timeout_ms=60_000))
+    promotions: list[bytes] = []
+
+    async def promote(names: Sequence[str]) -> None:
+        if not promotions:
+            promotions.append(await client.replicaof("127.0.0.1", 1))
+            await client.replicaof("no", "one")
+            await take_over(client, keys)
+
+    before("open", promote)
+    [busy] = await one.decide([large()], "decided")
+    assert (busy.outcome, "parts" in (busy.message or "")) == ("busy", True)
+    assert (await one.decide([large()], "decided"))[0].outcome == "opened"
+    await one.close()
+
+
+async def test_a_piece_is_refused_when_those_before_may_be_gone(own: Any) -> None:
+    client, keys = own
+    name = keys.shard(0).staged("token")
+    life = await run_script(client, "stage", [name], [6, b"later.", "", STAGED_MS])
+    assert life
+    assert await run_script(client, "stage", [name], [0, b"first.", life, STAGED_MS]) == life
+    assert await client.get(name) == b"first.later."
+    assert 0 < await client.pttl(name) <= STAGED_MS
+    await client.unlink(name)
+    assert await run_script(client, "stage", [name], [0, b"first.", life, STAGED_MS]) == b""
+    await client.set(name, b"first.later.")
+    assert await run_script(client, "stage", [name], [0, b"first.", b"x" + life, STAGED_MS]) == b""
+    assert await client.get(name) == b"first.later."
+
+
+async def test_what_a_process_leaves_behind_when_it_dies_ends_by_itself(
+    gate: Any, client: Any, keys: KeySpace, before: Any
+) -> None:
+    left: list[int] = []
+
+    async def look(names: Sequence[str]) -> None:
+        left.extend([await client.pttl(name) for name in await staged(client, keys)])
+
+    before("open", look)
+    await gate(timeout_ms=60_000).decide([large()], "decided")
+    assert len(left) == 1
+    assert 0 < left[0] <= STAGED_MS
+
+
+async def test_full_memory_refuses_the_parts_and_does_no_harm(own: Any) -> None:
+    client, keys = own
+    one = Gate(client, keys, SEALER, GateLimits(timeout_ms=60_000))
+    await client.config_set("maxmemory", str((await client.info("memory"))["used_memory"] + 100_000))
+    [busy] = await one.decide([large()], "decided")
+    assert (busy.outcome, "memory" in (busy.message or "")) == ("busy", True)
+    assert (await staged(client, keys), await event_lines(client, keys, 0)) == ([], [])
+    await client.config_set("maxmemory", "0")
+    assert (await one.decide([large()], "decided"))[0].outcome == "opened"
+    await one.close()
+
+
+# -- recovery ------------------------------------------------------------------------------------------------
+
+
+async def test_a_recovery_writes_parts_in_pieces_also_where_memory_is_full(own: Any) -> None:
+    client, keys = own
+    one = Gate(client, keys, SEALER, GateLimits(timeout_ms=60_000))
+    await one.decide([large("a"), large("b", parts=PARTS + 1), opening("c", seed=SEED)], "decided")
+    await one.decide([Grab(id=f"g{n}", offer="a", user=f"u{n}") for n in range(3)], "decided")
+    await one.close()
+    lines, live = await event_lines(client, keys, 0), await contents(client, keys.shard(0))
+    await client.config_set("maxmemory", "1")
+    again = KeySpace("again", 1).shard(0)
+    await fold(client, again, lines, SEALER, 1)
+    made = await contents(client, again)
+    assert not differences(live, made)
+    assert made["offer:a/parts"] == parts_of(large("a"))
+
+
+async def test_a_recovery_that_ends_between_pieces_is_done_again(own: Any) -> None:
+    """And one that does not write them does not apply the event."""
+    client, keys = own
+    one = Gate(client, keys, SEALER, GateLimits(timeout_ms=60_000))
+    await one.decide([opening("c", seed=SEED), large("a")], "decided")
+    await one.close()
+    lines, live = await event_lines(client, keys, 0), await contents(client, keys.shard(0))
+    shard = OwnedShard(client, KeySpace("again", 1).shard(0))
+
+    async def journal(_: Any = None) -> Any:
+        yield Cursor(), accepted(lines)
+
+    class Dies(OwnedShard):
+        async def run(self, name: str, keys: list[str], own: Any, *arguments: object) -> Any:
+            if name == "apply_parts" and arguments[0] == 0:
+                raise SteppedDown("between two pieces")
+            return await super().run(name, keys, own, *arguments)
+
+    dies = Dies(client, shard.keys)
+    own_term = (await dies.raise_term(0)).ownership
+    with pytest.raises(SteppedDown):
+        await Recovery(dies, SEALER).rebuild(own_term, Position("other", 0), journal)
+    events = [decode_event(line) for line in lines]
+    batch = restoring.build(shard.keys, events[1:], SEALER)
+    assert [len(one.parts) for one in batch.staged] == [6 * PARTS]
+    await client.unlink(shard.keys.parts("a"))
+    own_term = (await shard.raise_term(own_term.term)).ownership
+    await run_script(client, "wipe", [shard.keys.state], [*own_term.arguments, "why"])
+    with pytest.raises(redis.ResponseError, match="PARTS 0 bytes"):
+        arguments = [*own_term.arguments, "", "", "", *batch.arguments]
+        await run_script(client, "apply", [*shard.keys.deciding(), *batch.keys], arguments)
+    await Recovery(shard, SEALER).rebuild(own_term, Position("other", 0), journal)
+    assert not differences(live, await contents(client, shard.keys))
+
+
+async def test_the_parts_of_an_owner_that_is_no_more_are_refused(own: Any) -> None:
+    client, keys = own
+    shard = keys.shard(0)
+    fields = [value.decode() for value in await client.hmget(shard.state, ["term", "owner", "life"])]
+    for wrong, why in (([fields[0], "stranger", fields[2]], "another owner"), (fields, "not fenced")):
+        with pytest.raises(redis.ResponseError, match=f"LOST .*{why}"):
+            await run_script(client, "apply_parts", [shard.state, shard.parts("e")], [*wrong, 0, b"x"])
+    assert not await client.exists(shard.parts("e"))
+
+
+# -- time ----------------------------------------------------------------------------------------------------
+
+
+async def test_a_million_parts_take_no_long_call(own_server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Opened, closed and recovered. The shortest of some repetitions counts, since others use this
+    machine.
+    """
+    monkeypatch.setattr(
+        "grabstream.lua.gate.batches.parts_packed", lambda terms, seed: (1).to_bytes(6, "big") * terms.parts
+    )
+    monkeypatch.setattr(
+        "grabstream.lua.restoring.parts_packed", lambda terms, seed: (1).to_bytes(6, "big") * terms.parts
+    )
+    system = Measured(own_server[1])
+    await system.begin()
+    terms = EnvelopeTerms(
+        issuer="a", funding="f", asset="CNY", total=MILLION, parts=MILLION, law="equal", seed=SEED
+    )
+
+    async def prepare() -> None:
+        pass
+
+    async def act() -> None:
+        await system.decide([Open(id=f"open-{n}", offer=f"o{n}", terms=terms) for n in range(2)])
+        await fold(
+            system.redis,
+            KeySpace("again", 1).shard(0),
+            await event_lines(system.redis, system.space, 0),
+            SEALER,
+            1,
+        )
+        answers = await system.decide([Close(id=f"close-{n}", offer=f"o{n}") for n in range(2)])
+        assert {answer.outcome for answer in answers} == {"closed"}
+
+    try:
+        longest = await system.longest_of(prepare, act, 5)
+    finally:
+        await system.end()
+    print(
+        f"\n{ {name: round(took, 1) for name, took in longest.items()} } ms; slower by {system.slowness:.1f}"
+    )
+    assert {"stage", "open", "apply_parts", "apply", "close"} <= longest.keys()
+    assert max(longest.values()) < 10 * max(2, system.slowness), longest

@@ -1,0 +1,716 @@
+"""Histories that hurt: whatever is legal and unlikely, in any order, at any time.
+
+Ids that look like keys, prefixes of each other and words that the system uses itself; numbers at and beside
+every bound; zones whose clocks shift by half an hour, and openings months apart; sweeps torn apart; every
+earlier command once more; offers that retire in the middle; amendments at once with people who wait. What is
+drawn comes from one `random.Random`: a seeded one makes long histories, the one of Hypothesis makes short
+ones that it can shorten further.
+"""
+
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+import msgspec
+
+from grabstream.lua.gate.tickets import sign
+from grabstream.models.calendar import DAY_MS, HOUR_MS, offsets_of
+from grabstream.models.commands import (
+    Adjust,
+    Amend,
+    AnyCommand,
+    Close,
+    Confirm,
+    Extend,
+    Grab,
+    GrabCommand,
+    Load,
+    Open,
+    Pause,
+    Redeem,
+    Release,
+    Resume,
+    Return,
+    Unredeem,
+    check,
+)
+from grabstream.models.entries import Entry
+from grabstream.models.identifiers import campaign_of
+from grabstream.models.money import AMOUNT_MAX, Invalid
+from grabstream.models.offers import (
+    HOLD_MS_MAX,
+    TIME_MS_MAX,
+    WEEKDAYS,
+    Changes,
+    CouponTerms,
+    EnvelopeTerms,
+    Hours,
+    Limit,
+    StockTerms,
+    Terms,
+)
+from grabstream.models.rules import Offer
+from tests.lua.histories.generator import TICKET_SECRET
+
+#: Offers of few campaigns, so that they meet: parts of keys, prefixes of each other, nothing but separators,
+#: 64 characters.
+OFFERS: Final = (
+    *(
+        "x",
+        "x:users",
+        "x:parts",
+        "x:grabs",
+        "x:codes",
+        "x:audience",
+        "x:seen",
+        "x:queue",
+        "x:y",
+        "x:y:users",
+        "x:answers",
+        "x:state",
+    ),
+    *(
+        "y",
+        "y:codes",
+        "y:counters",
+        ":",
+        "::",
+        ":x",
+        "shard",
+        "state",
+        "answers",
+        "offer:x",
+        "campaign:x:answers",
+        "outbox",
+    ),
+    *("a" * 64, "a" * 63 + ":", "a" * 31 + ":" + "a" * 32, "-", ".", "0", "1e3", "0x10", "nan", "null", "X"),
+)
+#: Of everything else that has an id.
+NAMES: Final = (
+    *(
+        "x",
+        "x:y",
+        "y",
+        "state",
+        "users",
+        ":",
+        "::",
+        ".",
+        "-",
+        "1",
+        "01",
+        "0x1",
+        "1e9",
+        "nan",
+        "inf",
+        "null",
+        "true",
+        "p" * 64,
+    ),
+    *(
+        "open",
+        "grab",
+        "command",
+        "system",
+        "none",
+        "user",
+        "offer",
+        "sealed",
+        "ticket:x",
+        "codes:1",
+        "partial",
+        "seq",
+    ),
+)
+USERS: Final = ("u", "u:1", "u1", "user", "x", "alice", ":", "0", "u" * 64, "1e3", "state")
+ZONES: Final = (
+    "UTC", "Australia/Lord_Howe", "Asia/Kathmandu", "America/St_Johns", "Africa/Casablanca",
+    "Pacific/Chatham", "Europe/Berlin",
+    "Pacific/Apia",
+)  # fmt: skip
+#: What an issuer, an operator or an approver may be called.
+PEOPLE: Final = ("alice", "x", "u", ":", "issuer", "p" * 64)
+TITLES: Final = ("", 'a "b" \\ 你好', "\\u0000", "%s%d", "€" * 200, "]]>'--")
+CODES: Final = ('"', "\\", "code 1", "%d", "Ⅲ", "-" * 200, "null", "x")
+MONTH_MS: Final = 30 * DAY_MS
+PASSES: Final = (
+    0,
+    1,
+    1,
+    7,
+    999,
+    1_000,
+    1_001,
+    1_001,
+    6_001,
+    60_000,
+    HOUR_MS // 2,
+    HOUR_MS,
+    DAY_MS // 3,
+    -2_000,
+    -1,
+)
+LONG_PASSES: Final = (
+    DAY_MS,
+    DAY_MS,
+    8 * DAY_MS,
+    8 * DAY_MS,
+    MONTH_MS,
+    3 * MONTH_MS,
+    5 * MONTH_MS,
+    7 * MONTH_MS,
+)
+
+
+class Pass(NamedTuple):
+    """So much time passes, ms; it may be negative."""
+
+    ms: int
+
+
+class Sweep(NamedTuple):
+    """What is due is seen to: all of it, or only as many holds and offers as this, the first or the last of
+    them.
+
+    `broken_off`: the sweeper ends before it sees to the offers, after what it does before that.
+    """
+
+    holds: int | None = None
+    offers: int | None = None
+    last_first: bool = False
+    broken_off: bool = False
+
+
+#: What happens next.
+Step = Sequence[AnyCommand] | Pass | Sweep
+
+
+def _is_let_in(command: AnyCommand) -> bool:
+    try:
+        check(command)
+    except Invalid:
+        return False  # the door's own tests have these
+    return True
+
+
+class Hostile:
+    """Gives the next step of a history; it is told what there is now. `random` is all that it draws from."""
+
+    def __init__(self, draw: random.Random, now: int) -> None:
+        self.random = draw
+        self.now = now
+        self.sent: list[Sequence[AnyCommand]] = []
+        self.fresh = 0
+        self.paid: list[str] = []
+        #: Few campaigns, so that offers meet; and a limit that many of them have.
+        campaigns = draw.sample(sorted({campaign_of(name) for name in OFFERS}), 3)
+        campaigns[0] = self.one_of("x", "x", "y", "", campaigns[0])
+        self.names = [name for name in OFFERS if campaign_of(name) in campaigns]
+        self.common = Limit(
+            "user", self.one_of("hour", "day", "day", "week", "offer"), self.one_of(1, 2, 3), "campaign"
+        )
+
+    # -- drawing ---------------------------------------------------------------------------------------------
+
+    def one_of(self, *possible: Any) -> Any:
+        return self.random.choice(possible)
+
+    def rarely(self, one_in: int = 8) -> bool:
+        return self.random.randrange(one_in) == 0
+
+    def beside(self, *bounds: int, least: int = 0, most: int = AMOUNT_MAX) -> int:
+        """A number at or next to one of these, within what the door lets in."""
+        return min(max(self.random.choice(bounds) + self.random.choice((-1, 0, 0, 0, 1)), least), most)
+
+    def id(self) -> str:
+        """One of few names now and then, else one that nobody has used, of at most 64 characters."""
+        if self.rarely(12):
+            return str(self.one_of(*NAMES, *OFFERS))
+        self.fresh += 1
+        return str(
+            self.one_of(
+                f"n{self.fresh}", f"n{self.fresh}", f"x:{self.fresh}", f"{self.fresh:064d}", f"{self.fresh}"
+            )
+        )
+
+    def offer(self, offers: Mapping[str, Offer]) -> str:
+        """Mostly one that is there, now and then any."""
+        return str(self.one_of(*offers)) if offers and not self.rarely(15) else str(self.one_of(*self.names))
+
+    # -- steps -----------------------------------------------------------------------------------------------
+
+    def next(self, offers: Mapping[str, Offer]) -> Step:
+        """The next step, with offers that are there."""
+        kind = self.random.choices(
+            (
+                "grab",
+                "settle",
+                "again",
+                "open",
+                "operate",
+                "amend",
+                "basket",
+                "load",
+                "storm",
+                "pass",
+                "moment",
+                "sweep",
+            ),
+            (34, 26, 12, 14 if len(offers) < 4 else 5 if len(offers) < 9 else 1, 3, 6, 5, 5, 1, 6, 5, 8),
+        )[0]
+        if kind == "pass":
+            return Pass(self.one_of(*LONG_PASSES) if self.rarely(7) else self.one_of(*PASSES))
+        if kind == "moment":
+            return Pass(self.moment(offers) - self.now)
+        if kind == "sweep":
+            broken_off = self.rarely(3)
+            some = Sweep(
+                self.one_of(0, 1, 2, None), self.one_of(0, 1, 2), self.one_of(False, True), broken_off
+            )
+            return Sweep() if self.rarely(2) else some
+        commands = [command for command in getattr(self, f"_{kind}")(offers) if _is_let_in(command)]
+        if commands and kind != "again":
+            self.sent.append(commands)
+        return commands
+
+    def moment(self, offers: Mapping[str, Offer]) -> int:
+        """A time at which something ends, begins or shifts, or the millisecond beside it; never far back."""
+        moments = [HOUR_MS * (self.now // HOUR_MS + 1), DAY_MS * (self.now // DAY_MS + 1)]
+        for zone in ZONES[1:]:
+            offsets = offsets_of(zone, self.now)
+            moments += [at for at, _ in offsets[1:3]]
+            moments += [DAY_MS * ((self.now + offsets[0][1]) // DAY_MS + 1) - offsets[0][1]]
+        for offer in offers.values():
+            moments += [
+                offer.opens_at,
+                offer.closes_at,
+                offer.due,
+                *(grab.lapses_at for grab in offer.grabs.values() if grab.held),
+            ]
+            if not isinstance(offer.terms, EnvelopeTerms) and offer.terms.valid_until is not None:
+                moments.append(offer.terms.valid_until)
+        ahead = sorted(at for at in moments if self.now <= at < self.now + 400 * DAY_MS)
+        return int(self.random.choice(ahead[:6] or [self.now]) + self.one_of(-1, 0, 0, 1))
+
+    def _again(self, offers: Mapping[str, Offer]) -> list[AnyCommand]:
+        """What was sent before: as it was, in part of its company twice, by another, with another body, or to
+        a sister offer.
+        """
+        if not self.sent:
+            return []
+        back = self.random.choice((1, 2, 3, 5, 8, 20, len(self.sent)))
+        commands = list(self.sent[-min(back, len(self.sent))])
+        if any(isinstance(command, Grab) and command.basket is not None for command in commands):
+            return commands
+        change = self.one_of("none", "none", "none", "twice", "user", "offer", "body")
+        if change == "twice":
+            return commands + commands
+        if change == "user":
+            return [
+                msgspec.structs.replace(one, user=self.one_of(*USERS)) if isinstance(one, Grab) else one
+                for one in commands
+            ]
+        if change == "offer":
+            sisters = [
+                name for name in offers if campaign_of(name) == campaign_of(commands[0].offer)
+            ] or self.names
+            return [msgspec.structs.replace(one, offer=self.one_of(*sisters)) for one in commands]
+        if change == "body":
+            return [self._other(one) for one in commands]
+        return commands
+
+    def _other(self, command: AnyCommand) -> AnyCommand:
+        """The same id with another body."""
+        if isinstance(command, Grab):
+            return (
+                msgspec.structs.replace(command, wait=not command.wait) if command.basket is None else command
+            )
+        if isinstance(command, Return):
+            return msgspec.structs.replace(
+                command, reason=command.reason + "!" if len(command.reason) < 200 else ""
+            )
+        if isinstance(command, Redeem | Unredeem):
+            return msgspec.structs.replace(command, order=self.one_of(*NAMES))
+        if isinstance(command, GrabCommand):
+            return msgspec.structs.replace(command, grab=self.one_of(*NAMES))
+        return command
+
+    # -- offers ----------------------------------------------------------------------------------------------
+
+    def _open(self, offers: Mapping[str, Offer]) -> list[AnyCommand]:
+        names = self.random.sample(self.names, min(self.random.randint(1, 3), len(self.names)))
+        if gone := [name for name in self.names if name not in offers]:
+            names[0] = self.one_of(*gone)
+        if self.rarely(20):
+            names.append(names[0])
+        return [
+            Open(id=self.id(), offer=name, terms=self.terms(name), operator=self.one_of(None, *PEOPLE))
+            for name in names
+        ]
+
+    def terms(self, name: str) -> Terms:
+        return self.envelope() if self.random.random() < 0.3 else self.pieces(name)
+
+    def times(self) -> tuple[int | None, int | None]:
+        """When it opens and closes: mostly now and never."""
+        opens_at = self.one_of(0, self.now + 1, self.now + 500, TIME_MS_MAX - 1) if self.rarely(6) else None
+        closes_at = (
+            self.one_of(self.now + 1, self.now + 9_000, self.now + 40 * HOUR_MS, TIME_MS_MAX)
+            if self.rarely(4)
+            else None
+        )
+        if opens_at is not None and closes_at is not None and closes_at <= opens_at:
+            closes_at = None
+        return opens_at, closes_at
+
+    def envelope(self) -> EnvelopeTerms:
+        parts = self.one_of(1, 1, 2, 3, 7, 20)
+        least = self.one_of(1, 1, 2)
+        law = self.one_of("double_mean", "bounded", "equal")
+        most = (
+            least + self.one_of(0, 1, 40, AMOUNT_MAX // 64) if law == "bounded" and self.rarely(2) else None
+        )
+        total = self.one_of(parts * least, parts * least + 1, parts * 100 + 1, AMOUNT_MAX - 1, AMOUNT_MAX)
+        total = min(max(total, parts * least), parts * (most or AMOUNT_MAX), 2**52 // (2 * parts), AMOUNT_MAX)
+        opens_at, closes_at = self.times()
+        return EnvelopeTerms(
+            issuer=self.one_of(*PEOPLE), funding=self.one_of(*NAMES), asset=self.one_of("CNY", "EUR"),
+            total=total, parts=parts, min=least,
+            max=most, law=law, draw=self.one_of("ahead", "at_grab"),
+            seed=f"{self.random.getrandbits(128):032x}" * self.one_of(1, 4),
+            opens_at=opens_at, closes_at=closes_at, title=self.one_of(*TITLES), timezone=self.one_of(*ZONES),
+            hours=self.hours(),
+            audience=self.one_of("list", "ticket") if self.rarely(4) else "everyone",
+            retire_after_ms=self.one_of(1, 3_000, DAY_MS, TIME_MS_MAX) if self.rarely(3) else 7 * DAY_MS,
+        )  # fmt: skip
+
+    def hours(self) -> tuple[Hours, ...]:
+        if not self.rarely(7):
+            return ()
+        hours = self.one_of(
+            (("00:00", "12:00"), ("12:01", "24:00")),
+            (("00:00", "00:01"), ("23:59", "24:00")),
+            (("02:00", "03:00"),),
+        )
+        return tuple(
+            Hours(("mon", "tue", "sun")[: self.one_of(1, 3)] if self.rarely(3) else WEEKDAYS, *one)
+            for one in hours
+        )
+
+    def limits(self) -> tuple[Limit, ...]:
+        found: dict[tuple[str, str], Limit] = {}
+        if self.rarely(2):
+            return (self.common,)
+        for _ in range(self.one_of(0, 0, 1, 1, 1, 2) if not self.rarely(10) else 8):
+            limit = Limit(
+                self.one_of("user", "user", "user", "card", "x", "state"),
+                self.one_of("offer", "hour", "hour", "day", "day", "week"),
+                self.one_of(1, 3, 6, 6, 9) if not self.rarely(8) else self.beside(AMOUNT_MAX, least=1),
+                self.one_of("offer", "campaign"),
+            )  # fmt: skip
+            found[limit.name, limit.scope] = limit
+        return tuple(found.values())
+
+    def pieces(self, name: str) -> CouponTerms | StockTerms:
+        held = self.random.random() < 0.75
+        late = self.one_of("refuse", "grace", "retake") if held else "refuse"
+        most = self.one_of(1, 2, 3, 3, 3, 5) if not self.rarely(5) else self.one_of(10_000, AMOUNT_MAX)
+        price = (
+            self.one_of(None, 0, 7, 250)
+            if not self.rarely(5)
+            else self.beside(AMOUNT_MAX // most, most=AMOUNT_MAX // most)
+        )
+        total = (
+            self.one_of(1, 2, 3, 5, 5, 8, 12)
+            if not self.rarely(10)
+            else self.one_of(AMOUNT_MAX - 1, AMOUNT_MAX)
+        )
+        opens_at, closes_at = self.times()
+        audience = self.one_of("list", "ticket", "ticket") if self.rarely(4) else "everyone"
+        if audience == "list" and opens_at is None:
+            opens_at, closes_at = self.now + 1, None
+        common: dict[str, Any] = {
+            "issuer": self.one_of(*PEOPLE), "title": self.one_of(*TITLES), "total": total,
+            "limits": self.limits(), "max_per_grab": most,
+            "take": self.one_of("all", "all", "up_to"), "late": late,
+            "extensions": self.one_of(0, 1, 1_000) if held else 0,
+            "hold_ms": self.one_of(1, 1_000, 6_000, 60_000, HOUR_MS, DAY_MS, HOLD_MS_MAX) if held else None,
+            "grace_ms": self.one_of(1, 999, HOLD_MS_MAX) if late == "grace" else 0,
+            "price": price if held else None,
+            "currency": self.one_of("CNY", "EUR") if held and price is not None else None,
+            "return_restores": self.one_of(False, True),
+            "valid_until": self.one_of(self.now + 6_000, self.now + 48 * HOUR_MS) if self.rarely(6) else None,
+            "waiting_list": held and self.random.random() < 0.7, "timezone": self.one_of(*ZONES),
+            "hours": self.hours(),
+            "audience": audience, "opens_at": opens_at, "closes_at": closes_at,
+            "retire_after_ms": self.one_of(1, 1_000, DAY_MS) if self.rarely(3) else 7 * DAY_MS,
+        }  # fmt: skip
+        if self.rarely(3):
+            return StockTerms(**common, asset=self.one_of(None, None, "sku:x", "sku::", f"sku:{name}"))
+        return CouponTerms(**common, codes=total <= 12 and self.rarely(5))
+
+    # -- grabs -----------------------------------------------------------------------------------------------
+
+    def quantity(self, offer: Offer | None) -> int:
+        """Mostly what can be had; else at and above what the offer has, and what anything may have."""
+        if offer is None or offer.is_envelope:
+            return int(self.one_of(2, AMOUNT_MAX)) if self.rarely(20) else 1
+        most, total, left = offer.pieces.max_per_grab, offer.pieces.total, offer.units_left
+        if self.rarely(12):
+            return self.beside(most, total, left, AMOUNT_MAX, least=1)
+        return max(
+            min(
+                most,
+                int(
+                    self.one_of(
+                        1, 1, 2, 3, left, left + 1, total, total + 1 if self.rarely(6) else total, most
+                    )
+                ),
+            ),
+            1,
+        )
+
+    def attributes(self) -> dict[str, str]:
+        found = {
+            "card": self.one_of("c:1", "c:1", "c:2", "c"),
+            "x": self.one_of("x", ":", "1"),
+            "state": "open",
+        }
+        if self.rarely(9):
+            found |= {"user": "somebody", "p" * 64: "p" * 64, ":": ":"}
+        return found
+
+    def ticket(self, user: str, offer: str) -> str | None:
+        """For the offer, its campaign or several offers; often one that is good for one grab."""
+        if self.rarely(9):
+            return None
+        campaign = campaign_of(offer)
+        audience = self.one_of(
+            offer, campaign, campaign, [campaign, *self.names], "elsewhere" if self.rarely(4) else campaign
+        )
+        expires = self.now // 1000 * 1000 + self.one_of(1_000, 100_000, 100_000, 100_000, DAY_MS * 300)
+        return sign(
+            "t",
+            TICKET_SECRET,
+            user=user,
+            offer=audience,
+            expires_at_ms=expires,
+            once_id=self.one_of("", "o", "o", "o2", ":", "x"),
+        )
+
+    def a_grab(self, offers: Mapping[str, Offer], **rest: Any) -> Grab:
+        name, user = rest.pop("offer", None) or self.offer(offers), str(self.one_of(*USERS))
+        offer = offers.get(name)
+        by_ticket = offer is not None and offer.terms.audience == "ticket"
+        return Grab(
+            id=self.id(), offer=name, user=user, quantity=self.quantity(offer),
+            attributes=self.attributes() if not self.rarely(30) else {},
+            ticket=self.ticket(user, name) if by_ticket or self.rarely(25) else None,
+            **({"wait": self.random.random() < 0.6} | rest),
+        )  # fmt: skip
+
+    def _grab(self, offers: Mapping[str, Offer]) -> list[AnyCommand]:
+        name = self.offer(offers)
+        # Plain ones, which have a way of their own through the script.
+        if (name in offers and offers[name].is_envelope) or self.rarely(20):
+            return [
+                Grab(id=self.id(), offer=name, user=self.one_of(*USERS))
+                for _ in range(self.random.randint(1, 8))
+            ]
+        return [
+            self.a_grab(offers, **({"offer": name} if self.rarely(2) else {}))
+            for _ in range(self.random.randint(1, 5))
+        ]
+
+    def _basket(self, offers: Mapping[str, Offer]) -> list[AnyCommand]:
+        """Grabs of one campaign that stand or fall together; often under an id that was used."""
+        campaign = campaign_of(self.offer(offers))
+        names = [name for name in (*offers, *offers, *self.names) if campaign_of(name) == campaign]
+        basket = str(self.one_of(*NAMES))
+        made = [
+            self.a_grab(offers, offer=self.one_of(*names), basket=basket, wait=False)
+            for _ in range(self.random.randint(1, 4))
+        ]
+        return list({grab.id: grab for grab in made}.values())
+
+    # -- settling --------------------------------------------------------------------------------------------
+
+    def known(self, offers: Mapping[str, Offer]) -> tuple[Offer, str] | None:
+        """A grab that is there, the newest most often."""
+        found = [(offer, name) for offer in offers.values() for name in list(offer.grabs)[-6:]]
+        if not self.rarely(3):  # of those that something can be done with
+            found = [
+                (o, name)
+                for o, name in found
+                if o.grabs[name].held or o.grabs[name].taken or o.grabs[name].status == 3
+            ] or found
+        return self.random.choice(found) if found else None
+
+    def _settle(self, offers: Mapping[str, Offer]) -> list[AnyCommand]:
+        return [self.settling(offers) for _ in range(self.random.randint(1, 4))]
+
+    def settling(self, offers: Mapping[str, Offer]) -> AnyCommand:
+        found = self.known(offers)
+        if found is None or self.rarely(20):
+            name, grab, taken = self.offer(offers), str(self.one_of(*NAMES)), None
+        else:
+            name, grab, taken = found[0].name, found[1], found[0].grabs[found[1]]
+        of_held, of_taken = (
+            (Confirm, Confirm, Confirm, Release, Release, Extend),
+            (Return, Return, Redeem, Redeem, Redeem, Unredeem),
+        )
+        usual = of_held if taken is not None and not taken.taken else of_taken
+        kind = self.one_of(*(usual if not self.rarely(5) else of_held + of_taken))
+        about: dict[str, Any] = {"id": self.id(), "offer": name, "grab": grab}
+        units = (taken.held or taken.lapsed or taken.taken) if taken else 1
+        quantity = self.one_of(None, None, None, 1, max(units, 1), units + 1, AMOUNT_MAX)
+        if kind is Confirm:
+            due = (taken.price if taken else 7) * (quantity if quantity is not None else units)
+            paid = due if not self.rarely(6) else self.beside(due, 0, AMOUNT_MAX)
+            payment = self.payment()
+            if paid > AMOUNT_MAX or payment is None:
+                paid = 0
+            currency = (taken and found and getattr(found[0].terms, "currency", None)) or self.one_of(
+                "CNY", "EUR"
+            )
+            return Confirm(
+                **about, payment=payment, paid=paid, currency=currency if paid else None, quantity=quantity
+            )
+        if kind is Return:
+            return Return(**about, quantity=quantity, reason=self.one_of(*TITLES))
+        if kind is Redeem:
+            return Redeem(
+                **about,
+                order=str(self.one_of("o", "o", *NAMES)),
+                quantity=self.one_of(1, 1, 1, 2, max(units, 1), AMOUNT_MAX),
+            )
+        if kind is Unredeem:
+            return Unredeem(**about, order=str(self.one_of("o", "o", *NAMES)))
+        return kind(**about)  # type: ignore[no-any-return]
+
+    def payment(self) -> str | None:
+        """Mostly one of its own; now and then one that paid for something else, or for an offer that is long
+        gone.
+        """
+        if self.rarely(12):
+            return None
+        if self.rarely(6):
+            return str(self.one_of(*NAMES, *self.paid[-20:]))
+        self.fresh += 1
+        self.paid.append(f"p:{self.fresh}")
+        return self.paid[-1]
+
+    def _storm(self, offers: Mapping[str, Offer]) -> list[AnyCommand]:
+        """One grab, redeemed and unredeemed for many orders."""
+        taken = {
+            name: offer for name, offer in offers.items() if any(grab.taken for grab in offer.grabs.values())
+        }
+        found = self.known(taken)
+        if found is None:
+            return []
+        commands: list[AnyCommand] = []
+        for number in range(self.one_of(3, 10, 30)):
+            commands.append(
+                (Redeem, Unredeem)[number % 2](
+                    id=self.id(), offer=found[0].name, grab=found[1], order=f"o{number // 2}"
+                )
+            )
+        return commands
+
+    # -- operators -------------------------------------------------------------------------------------------
+
+    def _operate(self, offers: Mapping[str, Offer]) -> list[AnyCommand]:
+        about: dict[str, Any] = {
+            "id": self.id(),
+            "offer": self.offer(offers),
+            "operator": self.one_of(None, *PEOPLE),
+        }
+        kind = self.one_of(Pause, Resume, Resume, Resume, Close, Adjust, Adjust)
+        if kind is not Adjust:
+            return [kind(**about)]
+        wallet = f"wallet:{self.one_of(*USERS)}"
+        entries = [
+            Entry("CNY", f"issuer:{self.one_of(*PEOPLE)}", wallet, self.beside(1, AMOUNT_MAX, least=1))
+            for _ in range(self.one_of(1, 16))
+        ]
+        return [
+            Adjust(
+                **about,
+                transfers=tuple(entries),
+                reason=self.one_of(*TITLES[1:]),
+                approved_by=self.one_of(*PEOPLE),
+            )
+        ]
+
+    def _amend(self, offers: Mapping[str, Offer]) -> list[AnyCommand]:
+        """At once with grabs that wait, and with what they wait for."""
+        name = self.offer(offers)
+        commands: list[AnyCommand] = [Amend(id=self.id(), offer=name, changes=self.changes(offers.get(name)))]
+        if self.rarely(2):
+            commands = [
+                self.a_grab(offers, offer=name, wait=True) for _ in range(self.random.randint(0, 3))
+            ] + commands
+            commands += [self.settling({name: offers[name]}) for _ in range(2) if name in offers]
+        return commands
+
+    def changes(self, offer: Offer | None) -> Changes:
+        total = offer.terms.total if offer else 5
+        possible: dict[str, Any] = {
+            "title": self.one_of(*TITLES), "total": self.beside(1, total, total + 3, total - 3, AMOUNT_MAX,
+            least=1),
+            "opens_at": self.now + self.one_of(1, 500),
+            "closes_at": self.now + self.one_of(-1, 0, 1, 9_000, HOUR_MS),
+            "limits": self.limits(), "max_per_grab": self.beside(1, 2, 4, AMOUNT_MAX, least=1),
+            "price": self.beside(0, 7, AMOUNT_MAX),
+            "hold_ms": self.one_of(1, 3_000, HOLD_MS_MAX), "extensions": self.one_of(0, 1, 1_000),
+            "late": self.one_of("refuse", "retake", "grace"), "grace_ms": self.one_of(0, 1, HOLD_MS_MAX),
+            "return_restores": self.one_of(False, True), "valid_until": self.now + self.one_of(0, 1, 5_000),
+        }  # fmt: skip
+        if offer is not None and offer.is_envelope and not self.rarely(4):
+            possible = {name: possible[name] for name in ("title", "opens_at", "closes_at")}
+        fields = self.random.sample(sorted(possible), self.random.randint(1, 3 if len(possible) > 3 else 1))
+        if self.rarely(4):
+            fields = [name for name in ("price", "max_per_grab") if name in possible] or fields
+        return Changes(**{name: possible[name] for name in fields})
+
+    def _load(self, offers: Mapping[str, Offer]) -> list[AnyCommand]:
+        """What an offer waits for, whole or in part; a chunk twice, too many, the wrong list."""
+        waiting = [
+            offer
+            for offer in offers.values()
+            if offer.awaits_codes or (offer.terms.audience == "list" and self.now <= offer.opens_at)
+        ]
+        if not waiting and not self.rarely(4):
+            return self._grab(offers)
+        name = self.random.choice(waiting).name if waiting and not self.rarely(8) else self.offer(offers)
+        offer = offers.get(name)
+        what = "codes" if offer is not None and offer.awaits_codes else "audience"
+        if self.rarely(8):
+            what = self.one_of("codes", "audience")
+        total = min(offer.terms.total, 20) if offer else 2
+        if what == "audience":
+            items: Sequence[str] = self.random.sample(USERS, self.random.randint(1, len(USERS)))
+        else:
+            items = [
+                f"{self.one_of(*CODES)[:190]}{number}" for number in range(self.beside(total, total, least=1))
+            ]
+        if self.rarely(3) and len(items) > 1:
+            half = len(items) // 2
+            first, second = items[:half], items[half:]
+            if self.rarely(3):
+                second = [first[0], *second[1:]]
+            return [self._chunk(name, what, 1, 2, first), self._chunk(name, what, 2, 2, second)][
+                : self.one_of(1, 2, 2)
+            ]
+        return [self._chunk(name, what, 1, 1, items)]
+
+    def _chunk(self, offer: str, what: Any, chunk: int, chunks: int, items: Sequence[str]) -> Load:
+        return Load(
+            id=self.id(),
+            offer=offer,
+            what=what,
+            chunk=chunk,
+            chunks=chunks,
+            items=tuple(items),
+            operator=self.one_of(None, *PEOPLE),
+        )

@@ -1,0 +1,272 @@
+"""The pure rules and the real Lua, driven by the same random commands at the same random times, must not
+differ in anything.
+
+After every step: the answers, the events byte for byte, and that a repeat got its first answer. At the end:
+everything Redis has of every offer, and the books, from the event lines alone. A failure prints the line that
+repeats it.
+"""
+
+import asyncio
+import secrets
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+import redis.asyncio
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+from redis.asyncio.cluster import RedisCluster
+
+from grabstream.lua.gate.calls import GateLimits
+from grabstream.lua.keys import KeySpace
+from grabstream.models.commands import AnyCommand, Grab, Open
+from grabstream.ops.settings import Settings
+from tests.conftest import LONGER
+from tests.lua.histories.generator import (
+    IDS,
+    PASSES,
+    PIECES,
+    USERS,
+    baskets,
+    beginnings,
+    envelopes,
+    grabs,
+    offers,
+    opens,
+    operations,
+    piece_grabs,
+    settlings,
+    steering,
+    whole_lists,
+)
+from tests.lua.histories.twins import SHARDS, Twins
+
+
+class Machine(Twins, RuleBasedStateMachine):
+    """Two implementations, one history."""
+
+    connect: Callable[[], Any]
+
+    @initialize(
+        batch_commands_max=st.sampled_from((2, 3, 512)),
+        commands=st.lists(envelopes(), min_size=2, max_size=6), pieces=beginnings,
+        only_pieces=st.sampled_from((True, True, False)), data=st.data(),
+    )  # fmt: skip
+    def begin(
+        self,
+        batch_commands_max: int,
+        commands: list[AnyCommand],
+        pieces: list[Open],
+        only_pieces: bool,
+        data: Any,
+    ) -> None:
+        self.runner = asyncio.Runner()
+        self.sent: list[AnyCommand] = []
+        self.baskets: list[list[Any]] = []
+        self.fresh = 0
+        self.only_pieces = only_pieces
+        limits = GateLimits(batch_commands_max=batch_commands_max)
+        self.runner.run(
+            self.begin_twins(type(self).connect(), KeySpace(f"machine{secrets.token_hex(5)}", SHARDS), limits)
+        )
+        self._all(commands)
+        self._all(pieces)
+        for command in pieces:
+            if command.terms.audience == "list":
+                self._all(data.draw(whole_lists(command.offer, command.terms.total, "audience")))
+            if (
+                command.terms.__struct_config__.tag == "coupon"
+                and command.terms.opens_at
+                and data.draw(st.booleans())
+            ):
+                self._all(data.draw(whole_lists(command.offer, command.terms.total, "codes")))
+        self.now += 1
+
+    def _named(self, commands: list[Any], data: Any) -> list[Any]:
+        """Most of the commands under ids that nobody has used."""
+        self.fresh += len(commands)
+        return [
+            command
+            if data.draw(st.integers(0, 9)) == 0
+            else msgspec.structs.replace(command, id=f"new{self.fresh + number}")
+            for number, command in enumerate(commands)
+        ]
+
+    @precondition(lambda self: not self.only_pieces)
+    @rule(command=opens)
+    def opens_an_offer(self, command: AnyCommand) -> None:
+        self._all([command])
+
+    @precondition(lambda self: not self.only_pieces)
+    @rule(offer=offers, users=st.lists(st.sampled_from(USERS), min_size=4, max_size=12))
+    def a_crowd_comes(self, offer: str, users: list[str]) -> None:
+        """Every one under an id that nobody has used."""
+        first = len(IDS) + len(self.sent)
+        self._all(
+            [Grab(id=f"id{number}", offer=offer, user=user) for number, user in enumerate(users, first)]
+        )
+
+    @precondition(lambda self: not self.only_pieces)
+    @rule(command=envelopes(), again=envelopes())
+    def opens_twice_under_one_id(self, command: Open, again: Open) -> None:
+        self._all([command, msgspec.structs.replace(again, id=command.id), command])
+
+    @precondition(lambda self: not self.only_pieces)
+    @rule(commands=st.lists(grabs, min_size=1, max_size=12))
+    def grabs_many(self, commands: list[AnyCommand]) -> None:
+        self._all(commands)
+
+    @rule(
+        picks=st.lists(
+            st.tuples(st.integers(0, 300), st.sampled_from((*USERS, None, None))), min_size=1, max_size=6
+        ),
+        more=st.lists(grabs, max_size=3),
+    )
+    def sends_again(self, picks: list[tuple[int, str | None]], more: list[AnyCommand]) -> None:
+        """Earlier commands once more, the latest most often; grabs also with another user, and with
+        company.
+        """
+        commands = [(self.sent[-1 - back % len(self.sent)], user) for back, user in picks if self.sent]
+        changed = [
+            msgspec.structs.replace(one, user=user) if user and isinstance(one, Grab) else one
+            for one, user in commands
+        ]
+        self._all([*changed, *more, *changed[:1]])
+
+    @precondition(lambda self: not self.only_pieces)
+    @rule(
+        commands=st.lists(st.one_of(grabs, grabs, grabs, steering), min_size=1, max_size=8),
+        times=st.sampled_from((1, 1, 2)),
+    )
+    def mixes(self, commands: list[AnyCommand], times: int) -> None:
+        self._all([command for command in commands for _ in range(times)])
+
+    @rule(data=st.data(), count=st.integers(1, 8))
+    def grabs_pieces(self, data: Any, count: int) -> None:
+        self._all(self._named([data.draw(piece_grabs(self.now)) for _ in range(count)], data))
+
+    @rule(data=st.data(), count=st.integers(1, 5))
+    def settles(self, data: Any, count: int) -> None:
+        """Commands about grabs that are there, of any age, and now and then about one that is not."""
+        known = [
+            (offer.name, name, grab.price * (grab.held or grab.lapsed))
+            for state in self.states
+            for offer in state.offers.values()
+            for name, grab in offer.grabs.items()
+        ]
+        if not known or data.draw(st.integers(0, 9)) == 0:
+            known = [(data.draw(st.sampled_from((*PIECES, "e"))), "id0", 7)]
+        self._all(
+            self._named(
+                [data.draw(settlings(*data.draw(st.sampled_from(known)))) for _ in range(count)], data
+            )
+        )
+
+    @rule(commands=baskets(), times=st.sampled_from((1, 1, 2)), data=st.data())
+    def grabs_a_basket(self, commands: list[AnyCommand], times: int, data: Any) -> None:
+        commands = self._named(commands, data)
+        for _ in range(times):
+            self._all(commands)
+
+    @rule(back=st.integers(0, 20), other=st.sampled_from((None, None, *USERS)))
+    def sends_a_basket_again(self, back: int, other: str | None) -> None:
+        """The same basket once more, also with another user in one of its grabs."""
+        if self.baskets:
+            commands = self.baskets[-1 - back % len(self.baskets)]
+            self._all(
+                [*commands[:-1], msgspec.structs.replace(commands[-1], user=other or commands[-1].user)]
+            )
+
+    @rule(data=st.data(), count=st.integers(1, 3))
+    def operates(self, data: Any, count: int) -> None:
+        self._all(self._named([data.draw(operations(self.now)) for _ in range(count)], data))
+
+    @rule(ms=st.sampled_from(PASSES))
+    def time_passes(self, ms: int) -> None:
+        self.now += ms
+
+    @rule(number=st.integers(0, 50), late_ms=st.sampled_from((-1, 0, 1)), data=st.data())
+    def at_a_deadline(self, number: int, late_ms: int, data: Any) -> None:
+        """The very millisecond of a hold's end: whoever comes first wins."""
+        holds = [
+            (offer, name, grab)
+            for state in self.states
+            for offer in state.offers.values()
+            for name, grab in offer.grabs.items()
+            if grab.held
+        ]
+        if holds:
+            offer, name, grab = holds[number % len(holds)]
+            self.now = max(self.now, grab.lapses_at + late_ms)
+            self._all(
+                self._named(
+                    [data.draw(settlings(offer.name, name, grab.price * grab.held)) for _ in range(2)], data
+                )
+            )
+
+    @rule()
+    def sweeps(self) -> None:
+        self.runner.run(self.sweep_both())
+
+    def _all(self, commands: list[AnyCommand]) -> None:
+        if commands:
+            self.runner.run(self.decide_both(commands))
+            if isinstance(commands[0], Grab) and commands[0].basket is not None:
+                self.baskets.append(commands)  # it may be sent again as a whole only
+            else:
+                self.sent += commands
+
+    @invariant()
+    def nothing_is_created_or_lost(self) -> None:
+        if hasattr(self, "states"):
+            self.check_conservation()
+
+    def teardown(self) -> None:
+        if hasattr(self, "runner"):
+            self.runner.run(self.end_twins())
+            self.runner.run(self.client.aclose())
+            self.runner.close()
+
+
+def _run(connect: Callable[[], Any], examples: int, derandomize: bool, part: int = 0) -> None:
+    # Hypothesis draws what it repeats every time from the name of the class.
+    machine = type(
+        f"Machine{part}", (Machine,), {"connect": staticmethod(connect), "__qualname__": f"Machine{part}"}
+    )
+    run_state_machine_as_test(  # type: ignore[no-untyped-call]
+        machine,
+        settings=hypothesis_settings(
+            max_examples=examples * LONGER, stateful_step_count=40, derandomize=derandomize, deadline=None
+        ),
+    )
+
+
+# A failure is shrunk before it is printed, which takes minutes.
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("part", [0, 1, *(pytest.param(part, marks=pytest.mark.nightly) for part in (2, 3))])
+def test_same_histories_every_time(servers: Settings, part: int) -> None:
+    """The same random histories on every run, together more than 12 thousand steps; `make nightly` plays ten
+    times as many.
+    """
+    _run(lambda: redis.asyncio.Redis.from_url(servers.redis_url), 80, derandomize=True, part=part)
+
+
+@pytest.mark.timeout(900)
+def test_fresh_histories(servers: Settings) -> None:
+    """Others on every run."""
+    _run(lambda: redis.asyncio.Redis.from_url(servers.redis_url), 100, derandomize=False)
+
+
+@pytest.mark.timeout(900)
+def test_histories_on_a_cluster(cluster_port: int) -> None:
+    """The same scripts, with the shards on different nodes."""
+    _run(lambda: RedisCluster(host="127.0.0.1", port=cluster_port), 15, derandomize=True)

@@ -1,0 +1,396 @@
+"""Two implementations, one history: the pure rules and the real Lua get the same commands at the same times
+and are compared.
+
+After every step the answers and the events, byte for byte; at the end everything Redis has, and the books,
+from the lines alone.
+"""
+
+import random
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from grabstream.lua.gate.calls import GateLimits
+from grabstream.lua.gate.door import Gate
+from grabstream.lua.keys import KeySpace
+from grabstream.models.answers import Answer
+from grabstream.models.commands import AnyCommand, Grab, GrabCommand, Open
+from grabstream.models.digests import Digests
+from grabstream.models.events import (
+    CampaignZone,
+    GrabConfirmed,
+    GrabGranted,
+    OfferLoaded,
+    OfferOpened,
+    decode_event,
+    encode_event,
+)
+from grabstream.models.identifiers import campaign_of
+from grabstream.models.rules import Offer, ShardState, decide, decide_basket, sweep
+from grabstream.models.splitting import pack_parts
+from grabstream.streams.deciding.sweeper import Sweeper
+from tests.contract import check_answered, check_events
+from tests.lua.conftest import NOW, SEALER, event_lines, take_over
+from tests.lua.histories.books import check_books
+from tests.lua.histories.generator import TICKETS
+from tests.lua.histories.recovered import contents, differences, fold
+
+SHARDS = 2
+#: How many events and answers of the end of every history are held against their schemas.
+SCHEMA_CHECKS = 5
+
+
+class Twins:
+    """A gate and the rules, over shards of their own; `now` is the time of both, ms."""
+
+    async def begin_twins(self, client: Any, keys: KeySpace, limits: GateLimits) -> None:
+        self.client = client
+        self.keys = keys
+        self.now = NOW
+        self.folds = 0
+        self.answered: list[tuple[AnyCommand, Answer]] = []
+        self.states = [ShardState(number, SEALER.digests) for number in range(keys.shards)]
+        self.lines: list[list[bytes]] = [[] for _ in range(keys.shards)]
+        self.first_answers: dict[tuple[str, str], tuple[AnyCommand, Answer]] = {}
+        await client.initialize()
+        await take_over(self.client, self.keys)
+        self.gate = Gate(self.client, self.keys, SEALER, limits, clock=lambda: self.now, tickets=TICKETS)
+
+    async def sweep_both(self) -> None:
+        await self.sweep_without_cleaning()
+        for number, state in enumerate(self.states):
+            # What is to be cleaned may lie there for long, or be cleaned in part.
+            await self.sweeper(number).clean(self.now, steps_max=(0, 1, None)[state.seq % 3])
+
+    async def sweep_without_cleaning(self) -> None:
+        for number, state in enumerate(self.states):
+            await self.sweeper(number).sweep(self.now)
+            events = sweep(state, self.now)
+            # The sweeper goes on until nothing is due.
+            while any(offer.due <= self.now for offer in state.offers.values()):
+                events += sweep(state, self.now)
+            await self._compare(number, events)
+
+    def sweeper(self, number: int) -> Sweeper:
+        return Sweeper(self.client, self.keys.shard(number), self.keys.shards, 10**12)
+
+    async def decide_both(self, commands: Sequence[AnyCommand]) -> list[Answer]:
+        answers = await self.gate.decide(commands, "decided")
+        self.answered += zip(commands, answers, strict=True)
+        made: list[list[Any]] = [[] for _ in self.states]
+        by_shard: dict[int, list[tuple[int, AnyCommand]]] = {}
+        for place, command in enumerate(commands):
+            by_shard.setdefault(self.keys.shard_of_offer(command.offer), []).append((place, command))
+        for number, of_shard in by_shard.items():
+            for group in _groups(of_shard):
+                for (place, command), decided in zip(group, self._by_rules(number, group), strict=True):
+                    assert answers[place] == decided.answer, (
+                        f"{command}: Lua {answers[place]}, rules {decided.answer}"
+                    )
+                    made[number] += decided.events
+                    self._check_repeat(command, answers[place])
+        for number, events in enumerate(made):
+            await self._compare(number, events)
+        return answers
+
+    def _by_rules(self, number: int, group: list[tuple[int, AnyCommand]]) -> list[Any]:
+        """What the rules decide of one command, or of the grabs of a basket."""
+        state, commands = self.states[number], [command for _, command in group]
+        if isinstance(commands[0], Grab) and commands[0].basket is not None:
+            return decide_basket(state, commands, self.now, [self._drawn(command) for command in commands])  # type: ignore[arg-type]
+        return [decide(state, commands[0], self.now, self._drawn(commands[0]))]
+
+    def _drawn(self, command: AnyCommand) -> dict[str, Any]:
+        if isinstance(command, Open):
+            return {"sealed_seed": "sealed", "clock_ms": self.now}
+        if (
+            isinstance(command, Grab)
+            and command.ticket
+            and (ticket := TICKETS.read(command.ticket, command.user, command.offer))
+        ):
+            of_campaign = {"ticket_ends_at": ticket.expires_at_ms} if ticket.of_campaign else {}
+            return {"ticket_expires_at": ticket.expires_at_ms, "ticket_once": ticket.once_id, **of_campaign}
+        return {}
+
+    def _check_repeat(self, command: AnyCommand, answer: Answer) -> None:
+        """The promise about repeats, without the rules: a command that was carried out keeps its answer, and
+        its id.
+        """
+        self._forget_retired()
+        known, first = self.first_answers.setdefault(
+            (campaign_of(command.offer), command.id), (command, answer)
+        )
+        if first is answer or not first.positive:
+            if not first.positive:
+                del self.first_answers[campaign_of(command.offer), command.id]
+            assert not (answer.positive and answer.repeated and not isinstance(command, GrabCommand))
+        elif Digests().remembered(command) == Digests().remembered(known):
+            # Another operator does not make it another command.
+            assert answer == msgspec.structs.replace(first, repeated=True)
+        else:
+            assert answer.outcome in ("conflict", "invalid")
+
+    def _forget_retired(self) -> None:
+        """Answers are kept until their offer is retired."""
+        retired = {offer for state in self.states for offer in state.retired}
+        for key in [key for key, (command, _) in self.first_answers.items() if command.offer in retired]:
+            del self.first_answers[key]
+
+    async def _compare(self, number: int, events: list[Any]) -> None:
+        """The events of this step, byte for byte; only the sealed seed is a server's own, and is opened and
+        checked.
+        """
+        new = await event_lines(self.client, self.keys, number, len(self.lines[number]))
+        expected = []
+        for line, event in zip(new, events, strict=True):
+            if isinstance(event, OfferOpened):
+                sealed = decode_event(line).sealed_seed  # type: ignore[union-attr]
+                if sealed is not None:
+                    assert (
+                        SEALER.open(number, event.offer, "seed", sealed)
+                        == self.states[number].offers[event.offer].seed
+                    )
+                event = msgspec.structs.replace(event, sealed_seed=sealed)
+            elif isinstance(event, GrabGranted | GrabConfirmed) and event.codes:
+                event = msgspec.structs.replace(
+                    event, codes=self._sealed(number, event.offer, line, "codes", event.codes)
+                )
+            elif isinstance(event, OfferLoaded) and event.what == "codes":
+                event = msgspec.structs.replace(
+                    event, items=self._sealed(number, event.offer, line, "items", event.items)
+                )
+            expected.append(encode_event(event))
+        assert new == expected
+        self.lines[number] += new
+
+    def _sealed(
+        self, number: int, offer: str, line: bytes, field: str, codes: tuple[str, ...]
+    ) -> tuple[str, ...]:
+        """The codes as sealed in the line, when they are those: in clear they stand in no topic."""
+        sealed = getattr(decode_event(line), field)
+        assert tuple(SEALER.open(number, offer, "code", one) for one in sealed) == codes
+        return sealed  # type: ignore[no-any-return]
+
+    def check_conservation(self) -> None:
+        """left + held + taken = total, whatever happens."""
+        for state in self.states:
+            for offer in state.offers.values():
+                if not offer.is_envelope:
+                    held, taken = (
+                        sum(getattr(grab, what) for grab in offer.grabs.values())
+                        for what in ("held", "taken")
+                    )
+                    assert offer.held == held
+                    assert offer.closed_reason or offer.units_left + held + taken == offer.terms.total
+                    assert (
+                        min(
+                            offer.units_left,
+                            *(min(grab.held, grab.taken - grab.redeemed) for grab in offer.grabs.values()),
+                            0,
+                        )
+                        == 0
+                    )
+                    continue
+                given = sum(part.amount for part in offer.users.values())
+                closed = offer.closed_reason in ("command", "deadline")
+                assert closed or given + offer.amount_left == offer.terms.total
+                assert given <= offer.terms.total
+                assert all(part.amount >= offer.terms.min for part in offer.users.values())  # type: ignore[union-attr]
+
+    async def end_twins(self) -> None:
+        """Compares all that Redis has, and leaves nothing there."""
+        try:
+            for number, state in enumerate(self.states):
+                await self.sweeper(number).clean(self.now)
+                assert await self.client.hgetall(self.keys.shard(number).cleaning) == {}
+                await self._compare_state(number, state)
+                check_books(self.lines[number])
+                check_events(self.lines[number][-SCHEMA_CHECKS:])
+                await self.compare_recovered(number)
+            check_answered(self.answered[-SCHEMA_CHECKS:])
+        finally:
+            names = [name async for name in self.client.scan_iter(match=f"{self.keys.prefix}*", count=1_000)]
+            if names:
+                await self.client.unlink(*names)
+            await self.gate.close()
+
+    async def compare_recovered(self, number: int) -> None:
+        """Of an empty Redis the events make the same state, wherever the recovery is broken off."""
+        cut = random.Random(len(self.lines[number]))
+        self.folds += 1
+        keys = KeySpace(f"{self.keys.prefix}-fold{self.folds}", self.keys.shards).shard(number)
+        await fold(self.client, keys, self.lines[number], SEALER, self.keys.shards, cut)
+        live, made = (
+            await contents(self.client, self.keys.shard(number), self.now),
+            await contents(self.client, keys, self.now),
+        )
+        found = differences(live, made)
+        assert not found, found
+
+    async def _compare_state(self, number: int, state: ShardState) -> None:
+        of_shard = self.keys.shard(number)
+        assert int(await self.client.hget(of_shard.state, "seq") or 0) == state.seq
+        assert [decode_event(line).seq for line in self.lines[number]] == list(range(1, state.seq + 1))
+        assert {name.decode() for name in await self.client.smembers(of_shard.offers)} == set(state.offers)
+        assert {name.decode() for name in await self.client.smembers(of_shard.retired)} == state.retired
+        assert await self._scores(of_shard.due) == {name: offer.due for name, offer in state.offers.items()}
+        assert await self._scores(of_shard.holds) == {
+            f"{offer.name}/{name}": grab.lapses_at
+            for offer in state.offers.values()
+            for name, grab in offer.grabs.items()
+            if grab.held
+        }
+        counted = await self.client.hgetall(of_shard.campaigns)
+        names = [offer.campaign for offer in state.offers.values()]
+        assert {name.decode(): int(number) for name, number in counted.items()} == {
+            name: names.count(name) for name in names
+        }
+        for offer in state.offers.values():
+            await self._compare_offer(of_shard, offer)
+        known = {campaign for campaign, _ in (*state.answers, *state.refusals)}
+        for campaign in known | {campaign_of(name) for name in (*state.offers, *state.retired)}:
+            kept = {field.decode() for field in await self.client.hkeys(of_shard.answers(campaign))}
+            assert kept == {id for kept_in, id in state.answers if kept_in == campaign}
+            _, payments_key, counters_key, state_key, tickets_key = of_shard.of_campaign(campaign)
+            assert await self._scores(tickets_key) == {
+                once: ends for (of, once), ends in state.tickets.items() if of == campaign
+            }
+            zone = await self.client.hget(state_key, "zone")
+            assert (zone and msgspec.json.decode(zone, type=CampaignZone)) == state.zones.get(campaign)
+            payments = {
+                name.decode(): tuple(unpack(record))
+                for name, record in (await self.client.hgetall(payments_key)).items()
+            }
+            assert {
+                name: payment
+                for name, payment in payments.items()
+                if state.knows_payments_of(payment[0], self.now)
+            } == {
+                name: tuple(payment)
+                for (of, name), payment in state.payments.items()
+                if of == campaign and state.knows_payments_of(payment.offer, self.now)
+            }
+            past = {
+                name.decode(): value.decode()
+                for name, value in (await self.client.hgetall(state_key)).items()
+                if name.startswith(b"retired/")
+            }
+            assert {
+                name: value
+                for name, value in past.items()
+                if state.knows_payments_of(name.removeprefix("retired/"), self.now)
+            } == {
+                f"retired/{name}": f"{offer_seq}:{at}"
+                for name, (offer_seq, at) in state.past.items()
+                if campaign_of(name) == campaign and state.knows_payments_of(name, self.now)
+            }
+            assert await self._counters(counters_key) == {
+                name: value for (of, name), value in state.counters.items() if of == campaign
+            }
+        refused = {field.decode() for field in await self.client.hkeys(of_shard.refusals)}
+        assert refused == {f"{campaign}/{id}" for campaign, id in state.refusals}
+        counts = {
+            field.decode(): int(count)
+            for field, count in (await self.client.hgetall(of_shard.demand)).items()
+        }
+        assert counts == {
+            f"{second}:{code}:{offer}": count for (second, code, offer), count in state.demand.items()
+        }
+
+    async def _compare_offer(self, of_shard: Any, offer: Offer) -> None:
+        found = await self.client.hgetall(of_shard.offer(offer.name))
+        fields = {
+            name.decode(): value.decode() for name, value in found.items() if name not in (b"rules", b"loads")
+        }
+        assert fields["state"] == ("closed" if offer.closed_reason else "open")
+        assert fields.get("reason") == offer.closed_reason
+        assert fields["paused"] == ("1" if offer.paused else "0")
+        numbers = {
+            name: int(fields[name])
+            for name in ("amount_left", "units_left", "places", "offer_seq", "opens_at", "closes_at")
+        }
+        assert numbers == {name: getattr(offer, name) for name in numbers}
+        _, users_key, parts_key, grabs_key, codes_key, audience_key, seen_key, queue_key, orders_key, _ = (
+            of_shard.of_offer(offer.name)
+        )
+        assert (await self.client.get(parts_key) or b"") == pack_parts(offer.parts)
+        assert {user.decode() for user in await self.client.smembers(audience_key)} == offer.audience
+        assert {name.decode() for name in await self.client.smembers(seen_key)} == offer.seen
+        if not offer.is_envelope:
+            assert int(fields["total"]) == offer.terms.total
+            assert (int(fields["held"]), int(fields["queued"])) == (offer.held, offer.queued)
+            assert await self._counters(users_key) == offer.counters
+            codes = [
+                SEALER.open(of_shard.shard, offer.name, "code", code.decode())
+                for code in await self.client.lrange(codes_key, 0, -1)
+            ]
+            assert codes == offer.codes
+            assert [name.decode() for name in await self.client.zrange(queue_key, 0, -1)] == offer.queue
+            records = {
+                name.decode(): unpack(record)
+                for name, record in (await self.client.hgetall(grabs_key)).items()
+            }
+            for record in records.values():
+                record[-1] = [SEALER.open(of_shard.shard, offer.name, "code", code) for code in record[-1]]
+            assert records == {name: _record(grab) for name, grab in offer.grabs.items()}
+            orders = {
+                field.decode(): record for field, record in (await self.client.hgetall(orders_key)).items()
+            }
+            assert orders == {f"{grab}/{name}": _order(order) for (grab, name), order in offer.orders.items()}
+            return
+        users = await self.client.hgetall(users_key)
+        assert {
+            user.decode(): tuple(int.from_bytes(number, "big") for number in (place, amount, seq))
+            for user, (place, amount, seq) in (
+                (user, struct.unpack(">3s6s5s", record)) for user, record in users.items()
+            )
+        } == {user: tuple(part) for user, part in offer.users.items()}
+
+    async def _scores(self, key: str) -> dict[str, int]:
+        return {name.decode(): int(at) for name, at in await self.client.zrange(key, 0, -1, withscores=True)}
+
+    async def _counters(self, key: str) -> dict[str, tuple[int, ...]]:
+        return {
+            name.decode(): tuple(map(int, value.split(b":")))
+            for name, value in (await self.client.hgetall(key)).items()
+        }
+
+
+unpack = msgspec.msgpack.Decoder().decode
+
+
+def _groups(commands: list[tuple[int, AnyCommand]]) -> list[list[tuple[int, AnyCommand]]]:
+    """Commands one by one; the grabs of a basket, which stand side by side, together."""
+    groups: list[list[tuple[int, AnyCommand]]] = []
+    for place, command in commands:
+        basket = command.basket if isinstance(command, Grab) else None
+        before = groups[-1][-1][1] if groups else None
+        if basket is not None and isinstance(before, Grab) and before.basket == basket:
+            groups[-1].append((place, command))
+        else:
+            groups.append([(place, command)])
+    return groups
+
+
+def _counters(under: Any) -> list[list[Any]]:
+    return [[counter, window, int(of_campaign)] for counter, window, of_campaign in under]
+
+
+def _record(grab: Any) -> list[Any]:
+    """A grab as Lua keeps it, but for the codes, which are sealed there."""
+    return [
+        grab.user, grab.place, grab.quantity, grab.held, grab.taken, grab.redeemed, grab.lapsed,
+        grab.deadline, grab.grace,
+        grab.extensions, grab.price, int(grab.status), *grab.ended, *grab.confirmed, _counters(grab.under),
+        [[units, _counters(under)] for units, under in grab.counted],
+        [list(payment) for payment in grab.payments], grab.codes,
+    ]  # fmt: skip
+
+
+def _order(order: Any) -> bytes:
+    return b"".join(
+        number.to_bytes(size)
+        for number, size in zip((order[0], order[1], order[2] - 1577836800000), (6, 5, 5), strict=True)
+    )

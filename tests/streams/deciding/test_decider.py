@@ -1,0 +1,341 @@
+"""The decider's promises on real servers: no shard waits for another, no reader is refused, one bad command
+costs one answer, and the order of the topic holds through recoveries.
+"""
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
+
+from grabstream.lua.gate.calls import GateLimits
+from grabstream.lua.gate.door import Gate
+from grabstream.lua.keys import KeySpace
+from grabstream.models.commands import AnyCommand, Grab, Open, encode_command
+from grabstream.ops.connections.opening import key_space, open_gate, open_redis, sealer
+from grabstream.ops.diagnosis.examination import examine
+from grabstream.ops.settings import Settings
+from grabstream.streams.clients import started
+from grabstream.streams.deciding import backlog
+from grabstream.streams.deciding.decider import Decider
+from grabstream.streams.deciding.understanding import SET_ASIDE_HEADER
+from grabstream.streams.relaying.relay import ShardRelay
+from grabstream.streams.topics import Topics
+from tests.conftest import until
+from tests.lua.injected import inject
+from tests.streams.deciding.understanding import read_all
+from tests.streams.state import assert_state_is_the_journal_s
+from tests.support.order import CARRIED_OUT, TERMS, Between, course_of
+from tests.support.recovery import emptied
+
+
+def stock_in(keys: KeySpace, shard: int) -> Open:
+    """An offer of pieces in a shard."""
+    name = next(f"s{number}" for number in range(1_000) if keys.shard_of_offer(f"s{number}") == shard)
+    return Open(id=f"open-{name}", offer=name, terms=TERMS)
+
+
+class Stage:
+    """A decider and relays in this process, so that a test can stop a relay, and reach into the decider's
+    Redis.
+    """
+
+    def __init__(self, settings: Settings, redis: Any) -> None:
+        self.settings = settings
+        self.keys = key_space(settings)
+        self.topics = Topics(settings.prefix)
+        self.redis = redis
+        self.relays: dict[int, asyncio.Task[None]] = {}
+
+    def relay(self, *shards: int) -> None:
+        """Starts relays."""
+        for shard in shards:
+            one = ShardRelay(
+                self.redis,
+                self.keys.shard(shard),
+                self.settings.shards,
+                self.settings.kafka,
+                self.topics.journal,
+                sealer(self.settings),
+            )
+            self.relays[shard] = asyncio.create_task(one.run())
+
+    async def stop_relay(self, *shards: int) -> None:
+        for shard in shards:
+            self.relays[shard].cancel()
+            await asyncio.wait({self.relays.pop(shard)})
+
+    async def open(self, *offers: Open) -> None:
+        async with open_gate(self.settings) as gate:
+            answers = await gate.decide(offers, patience_ms=20_000, timeout_ms=20_000)
+            assert {answer.outcome for answer in answers} == {"opened"}
+
+    @asynccontextmanager
+    async def decider(self, redis: Any = None, **limits: int) -> AsyncIterator[Decider]:
+        """A decider that runs."""
+        gate = Gate(redis or self.redis, self.keys, sealer(self.settings), GateLimits(**limits))
+        gate.start()
+        one, stop = Decider(gate, self.settings.kafka, self.topics, self.settings.shards), asyncio.Event()
+        running = asyncio.create_task(one.run(stop))
+        try:
+            yield one
+        finally:
+            stop.set()
+            await running
+            await gate.close()
+
+    async def send(self, records: Sequence[Sequence[AnyCommand]], partition: int = 0) -> None:
+        """Each list of commands as one record."""
+        async with started(AIOKafkaProducer(bootstrap_servers=self.settings.kafka)) as producer:
+            values = [b"[" + b",".join(map(encode_command, commands)) + b"]" for commands in records]
+            await asyncio.gather(
+                *[await producer.send(self.topics.commands, value, partition=partition) for value in values]
+            )
+
+    async def answers(self) -> dict[str, str]:
+        """The last outcome of every command id."""
+        records = await read_all(self.settings, self.topics.results)
+        return {
+            answer["id"]: answer["outcome"] for answer in (json.loads(record.value) for record in records)
+        }
+
+    async def until_answered(self, count: int, seconds: float = 60) -> dict[str, str]:
+        async def enough() -> Any:
+            answers = await self.answers()
+            return answers if len(answers) >= count else None
+
+        answered: dict[str, str] = await until(enough, seconds, f"{count} answers")  # type: ignore[assignment]
+        return answered
+
+    async def committed(self, partition: int = 0) -> int | None:
+        """The offset that the decider's group has committed in a partition of commands."""
+        consumer = AIOKafkaConsumer(
+            bootstrap_servers=self.settings.kafka,
+            group_id=f"{self.settings.prefix}.decider",
+            enable_auto_commit=False,
+        )
+        async with started(consumer):
+            source = TopicPartition(self.topics.commands, partition)
+            consumer.assign([source])
+            found: int | None = await consumer.committed(source)
+            return found
+
+
+@pytest.fixture
+async def stage(system: Settings) -> AsyncIterator[Stage]:
+    redis = open_redis(system)
+    one = Stage(system, redis)
+    yield one
+    await one.stop_relay(*list(one.relays))
+    await emptied(system)
+    await redis.aclose()
+
+
+def crowd(offer: str, count: int, start: int = 0) -> list[Grab]:
+    return [
+        Grab(id=f"{offer}-g{number}", offer=offer, user=f"u{number}")
+        for number in range(start, start + count)
+    ]
+
+
+def arrays(commands: Sequence[AnyCommand], size: int) -> list[Sequence[AnyCommand]]:
+    return [commands[start : start + size] for start in range(0, len(commands), size)]
+
+
+@pytest.mark.timeout(150)
+async def test_a_shard_that_stands_still_holds_up_no_other(stage: Stage) -> None:
+    """Nothing of one shard is journaled; the commands of another in the same partition, and the same arrays,
+    are all answered. What is committed stays before the first command that is not.
+    """
+    still, going = stock_in(stage.keys, 0), stock_in(stage.keys, 1)
+    stage.relay(0, 1)
+    await stage.open(still, going)
+    await stage.stop_relay(0)
+    mixed: list[Sequence[AnyCommand]] = [crowd(going.offer, 50)]
+    for start in range(0, 100, 10):
+        mixed.append([*crowd(still.offer, 10, start), *crowd(going.offer, 10, 50 + start)])
+    async with stage.decider() as decider:
+        await stage.send(mixed)
+        answered = await stage.until_answered(150)
+        assert Counter(answered.values()) == {"held": 150}
+        assert all(id.startswith(going.offer) for id in answered)
+        await until(lambda: _is(stage.committed(), 1), 20, "the commit of what is complete")
+        stage.relay(0)
+        assert Counter((await stage.until_answered(250)).values()) == {"held": 250}
+        await until(lambda: _is(stage.committed(), len(mixed)), 20, "the commit of all")
+        assert decider.decided == 250
+
+
+async def _is(finding: Any, expected: object) -> bool:
+    return bool(await finding == expected)
+
+
+@pytest.mark.timeout(150)
+async def test_what_a_shard_that_stands_still_keeps_in_memory_is_bounded(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Above the bound the partition that brings its commands is not read; others are, and it is read again
+    when the shard goes on.
+    """
+    monkeypatch.setattr(backlog, "HELD_COMMANDS_MAX", 300)
+    monkeypatch.setattr("grabstream.streams.deciding.decider.POLL_RECORDS_MAX", 20)
+    monkeypatch.setattr("grabstream.streams.deciding.decider.PARTITION_BYTES_MAX", 4_000)
+    still, going = stock_in(stage.keys, 0), stock_in(stage.keys, 1)
+    stage.relay(0, 1)
+    await stage.open(still, going)
+    await stage.stop_relay(0)
+    highest = 0
+    add = backlog.ShardBacklog.add
+
+    def counted(self: backlog.ShardBacklog, held: Any) -> None:
+        nonlocal highest
+        add(self, held)
+        highest = max(highest, self.commands)
+
+    monkeypatch.setattr(backlog.ShardBacklog, "add", counted)
+    await stage.send(arrays(crowd(still.offer, 4_000), 5))
+    await stage.send(arrays(crowd(going.offer, 1_000), 5), partition=1)
+    async with stage.decider():
+        answered = await stage.until_answered(1_000)
+        assert all(id.startswith(going.offer) for id in answered)
+        assert 300 < highest < 600
+        stage.relay(0)
+        assert Counter((await stage.until_answered(5_000)).values()) == {"held": 5_000}
+        await until(lambda: _is(stage.committed(), 800), 20, "the commit of all")
+
+
+@pytest.mark.timeout(150)
+async def test_a_backlog_of_arrays_is_never_answered_busy(stage: Stage) -> None:
+    """A reader waits for room: however much stands in the topic, and however small the gate's queue is."""
+    offer = stock_in(stage.keys, 0)
+    stage.relay(0)
+    await stage.open(offer)
+    await stage.send(
+        arrays([step for n in range(1_500) for step in course_of(f"u{n}", offer.offer)[:2]], 100)
+    )
+    async with stage.decider(queue_commands_max=50, batch_commands_max=64):
+        assert Counter((await stage.until_answered(3_000)).values()) == {"held": 1_500, "confirmed": 1_500}
+
+
+@pytest.mark.timeout(150)
+async def test_what_comes_by_the_topic_waits_out_a_fence(stage: Stage) -> None:
+    """`busy` and `fenced` are not remembered, and what was read has nowhere to go back to; other shards go on
+    meanwhile.
+    """
+    offer, other = stock_in(stage.keys, 0), stock_in(stage.keys, 1)
+    stage.relay(0, 1)
+    await stage.open(offer, other)
+    state = stage.keys.shard(0).state
+    async with stage.decider():
+        await stage.stop_relay(0)
+        life = await stage.redis.hget(state, "life")
+        await stage.redis.hdel(state, "life")
+        await stage.send([course_of("ann", offer.offer)[:3], crowd(offer.offer, 3), crowd(other.offer, 9)])
+        answered = await stage.until_answered(9)
+        assert all(id.startswith(other.offer) for id in answered)
+        await stage.redis.hset(state, "life", life)
+        stage.relay(0)
+        answered = await stage.until_answered(15)
+        assert Counter(answered.values()) == {"held": 13, "confirmed": 1, "redeemed": 1}
+
+
+@pytest.mark.timeout(150)
+async def test_poison_in_the_topic_costs_one_answer_and_is_set_aside(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No process ends, nobody else waits, the bytes are kept with where they stood, and `doctor` names
+    them.
+    """
+    one, other = stock_in(stage.keys, 0), stock_in(stage.keys, 1)
+    stage.relay(0, 1)
+    await stage.open(one, other)
+    inject(monkeypatch, "before")
+    poison = Grab(id="poison", offer=one.offer, user="eve", attributes={"card": "7"})
+    async with stage.decider():
+        await stage.send(
+            [
+                crowd(one.offer, 20),
+                [*crowd(one.offer, 2, 20), poison, *crowd(one.offer, 2, 22)],
+                crowd(other.offer, 20),
+            ]
+        )
+        answered = await stage.until_answered(45)
+        assert answered.pop("poison") == "invalid"
+        assert Counter(answered.values()) == {"held": 44}
+        await until(lambda: _is(stage.committed(), 3), 20, "the commit")
+    [kept] = await read_all(stage.settings, stage.topics.rejected)
+    headers = dict(kept.headers)
+    assert kept.value == encode_command(poison)
+    assert b"injected" in headers["reason"]
+    assert (headers["topic"].decode(), headers["partition"], headers["offset"], headers["index"]) == (
+        stage.topics.commands,
+        b"0",
+        b"1",
+        b"2",
+    )
+    assert SET_ASIDE_HEADER in headers
+    found = [
+        finding for _, finding in (await examine(stage.settings)).findings if "set aside" in finding.what
+    ]
+    assert len(found) == 1
+    assert stage.topics.rejected in found[0].command
+
+
+@pytest.mark.timeout(150)
+async def test_a_script_that_fails_after_its_first_write_costs_a_rebuild(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The shard is fenced in that call, its relay makes it of its events, and everybody gets an answer."""
+    offer = stock_in(stage.keys, 0)
+    stage.relay(*range(stage.settings.shards))
+    await stage.open(offer)
+    inject(monkeypatch, "after")
+    async with stage.decider():
+        await stage.send(
+            [
+                [
+                    *crowd(offer.offer, 30),
+                    Grab(id="poison", offer=offer.offer, user="eve"),
+                    *crowd(offer.offer, 5, 30),
+                ]
+            ]
+        )
+        assert Counter((await stage.until_answered(36)).values()) == {"held": 36}
+    monkeypatch.undo()
+    assert await stage.redis.hget(stage.keys.shard(0).state, "partial") is None
+    await assert_state_is_the_journal_s(stage.settings)
+
+
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize("as_array", [True, False], ids=["one array", "three records"])
+async def test_the_order_of_the_topic_holds_when_redis_loses_its_tail(stage: Stage, as_array: bool) -> None:
+    """Redis is emptied after the grab was decided, before it is journaled and before its confirmation is
+    sent.
+    """
+    offer = stock_in(stage.keys, 0)
+    stage.relay(0)
+    await stage.open(offer)
+    await stage.stop_relay(0)
+
+    async def lose() -> None:
+        await emptied(stage.settings)
+        stage.relay(0)
+
+    steps = course_of("ann", offer.offer)[:3]
+    async with stage.decider(Between(stage.redis, "grab", lose)):
+        await stage.send([steps] if as_array else [[step] for step in steps])
+        answered = await stage.until_answered(3)
+    assert [answered[step.id] for step in steps] == CARRIED_OUT
+    journal = await read_all(stage.settings, stage.topics.journal)
+    types = [
+        json.loads(line)["type"] for record in journal if record.value for line in record.value.split(b"\n")
+    ]
+    assert [one for one in types if one.startswith(("grab", "payment"))] == [
+        "grab.held",
+        "grab.confirmed",
+        "grab.redeemed",
+    ]

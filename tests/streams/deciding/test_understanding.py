@@ -1,0 +1,275 @@
+"""Records of the commands topic that hurt: each costs bounded time, bounded rejections, and keeps its bytes.
+First without servers, then on a topic with a worker, as anybody could send them.
+"""
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Sequence
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import pytest
+from aiokafka import AIOKafkaProducer
+from aiokafka.admin import AIOKafkaAdminClient, NewTopic
+from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
+from aiokafka.errors import MessageSizeTooLargeError
+
+from grabstream.models.bounds import (
+    ARRAY_COMMANDS_MAX,
+    COMMAND_BYTES_MAX,
+    REASON_BYTES_MAX,
+    RECORD_BYTES_MAX,
+    REJECTED_OF_ARRAY_MAX,
+    REJECTED_PIECE_BYTES_MAX,
+)
+from grabstream.models.commands import ITEMS_MAX, Load, Undecodable, decode_commands
+from grabstream.ops.settings import Settings
+from grabstream.streams.clients import started
+from grabstream.streams.deciding.understanding import Pace, Rejected, Understood, understand
+from grabstream.streams.topics import COMPRESSION, Topics, create_topics
+from tests.conftest import until
+from tests.streams.deciding.understanding import read_all
+
+
+class Record(NamedTuple):
+    """A record as the consumer hands it over."""
+
+    value: bytes
+    key: bytes | None = None
+    topic: str = "t.commands"
+    partition: int = 3
+    offset: int = 17
+
+
+def grab(id: str, **rest: Any) -> dict[str, Any]:
+    return {"type": "grab", "id": id, "offer": "o", "user": "u", **rest}
+
+
+def encode(value: Any) -> bytes:
+    return json.dumps(value).encode()
+
+
+def zeros(count: int) -> bytes:
+    return b"[" + b"0," * (count - 1) + b"0]"
+
+
+async def understood(value: bytes, key: bytes | None = None) -> Understood:
+    return await understand(Record(value, key), Pace())
+
+
+def kept(rejected: Sequence[Rejected], part: bytes | None = None) -> list[bytes]:
+    """The original bytes, put together from their pieces."""
+    chosen = [one for one in rejected if dict(one.headers).get("part") == part]
+    return [
+        b"".join(one.raw for one in of_one)
+        for _, of_one in groupby(chosen, lambda one: dict(one.headers)["index"])
+    ]
+
+
+HURTING = {
+    "a long user": encode(grab("long-user", user="u" * 2_200_000)),
+    "a long name of a field": encode(grab("long-name", **{"x" * 100_000: 1})),
+    "a control character in a name": encode(grab("control", attributes={"\0" * 30: "x"})),
+    "garbage": b"\xff\x00\x1b" * (RECORD_BYTES_MAX // 3 - 200),
+    "zeros": zeros(500_000),
+    "few zeros": zeros(ARRAY_COMMANDS_MAX),
+    "too many commands": encode([grab(f"g{n}") for n in range(ARRAY_COMMANDS_MAX + 1)]),
+    "brackets": b"[" * 1_000_000,
+    "braces": b'{"a":' * 200_000,
+    "a text without end": b'["' + b'\\"' * 1_000_000,
+    "a command above the bound": encode(grab("wide", attributes={f"a{n}": "x" * 60 for n in range(2_000)})),
+}
+
+
+@pytest.mark.parametrize("name", HURTING)
+async def test_a_record_that_cannot_be_taken_costs_one_rejection_and_keeps_its_bytes(name: str) -> None:
+    value = HURTING[name]
+    found = await understood(value, b"key")
+    assert found.commands == []
+    assert kept(found.rejected) == [value]
+    assert len(found.rejected) == max(-(-len(value) // REJECTED_PIECE_BYTES_MAX), 1)
+    for one in found.rejected:
+        headers = dict(one.headers)
+        assert 0 < len(headers["reason"]) <= REASON_BYTES_MAX
+        assert headers["reason"].decode().isprintable()
+        assert (one.key, headers["topic"], headers["partition"], headers["offset"]) == (
+            b"key",
+            b"t.commands",
+            b"3",
+            b"17",
+        )
+    assert all(
+        answer.message is not None and len(answer.message.encode()) <= REASON_BYTES_MAX
+        for answer in found.refused
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "id"),
+    [("a long user", "long-user"), ("a long name of a field", "long-name"), ("control", "control")],
+)
+async def test_whoever_sent_a_command_above_a_bound_is_answered(name: str, id: str) -> None:
+    value = HURTING.get(name) or HURTING["a control character in a name"]
+    found = await understood(value)
+    assert [(answer.id, answer.outcome) for answer in found.refused] == [(id, "invalid")]
+
+
+@pytest.mark.parametrize("name", HURTING)
+async def test_other_tasks_have_their_turn_while_a_record_is_decoded(name: str) -> None:
+    gaps = [0.0]
+
+    async def tick() -> None:
+        before = time.thread_time()
+        while True:
+            await asyncio.sleep(0)
+            gaps.append(time.thread_time() - before)
+            before = time.thread_time()
+
+    ticking = asyncio.create_task(tick())
+    await asyncio.sleep(0)
+    pace = Pace()
+    for _ in range(3):
+        await understand(Record(HURTING[name]), pace)
+    await asyncio.sleep(0)
+    ticking.cancel()
+    # Of the processor's time, since the machine may be busy; with room for one that is slow.
+    assert max(gaps) < 0.3
+
+
+async def test_a_long_array_of_good_commands_lets_others_have_their_turn() -> None:
+    value = encode([grab(f"g{n}") for n in range(ARRAY_COMMANDS_MAX)])
+    turns = 0
+
+    async def count() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    counting = asyncio.create_task(count())
+    found = await understood(value)
+    counting.cancel()
+    assert len(found.commands) == ARRAY_COMMANDS_MAX
+    assert turns >= 2
+
+
+async def test_bad_elements_are_kept_one_by_one_as_long_as_they_are_few() -> None:
+    bad = [{"type": "grab", "id": f"b{n}"} for n in range(REJECTED_OF_ARRAY_MAX)]
+    few = await understood(encode([*bad, grab("good")]))
+    assert [one.id for one in few.commands] == ["good"]
+    assert kept(few.rejected) == [encode(one) for one in bad]
+    value = encode([*bad, {"type": "grab", "id": "one-more"}, grab("good")])
+    many = await understood(value)
+    assert [one.id for one in many.commands] == ["good"]
+    assert kept(many.rejected) == [value]
+    assert dict(many.rejected[0].headers)["reason"].startswith(b"101 of 102 commands; the first: ")
+    assert len(many.refused) == REJECTED_OF_ARRAY_MAX + 1
+
+
+async def test_a_long_key_is_kept_in_pieces_too() -> None:
+    key = bytes(range(256)) * 12_000
+    found = await understood(b"nonsense", key)
+    assert kept(found.rejected) == [b"nonsense"]
+    assert kept(found.rejected, b"key") == [key]
+    assert all(key.startswith(one.key or b"-") for one in found.rejected)
+
+
+# -- with a worker -------------------------------------------------------------------------------------------
+
+
+def producing(settings: Settings, **options: Any) -> AIOKafkaProducer:
+    return AIOKafkaProducer(
+        bootstrap_servers=settings.kafka, acks="all", max_request_size=64 * 1024 * 1024, **options
+    )
+
+
+async def test_records_that_hurt_end_no_decider_and_lose_no_byte(
+    system: Settings, worker: Callable[..., Any]
+) -> None:
+    running = worker(system, "decide,relay")
+    topics = Topics(system.prefix)
+    values = [*HURTING.values(), b"x" * (RECORD_BYTES_MAX - 100)]
+    key = b"k" * 3_000_000
+    async with started(producing(system)) as producer:
+        for value in values:
+            await producer.send_and_wait(topics.commands, value, partition=0)
+        await producer.send_and_wait(topics.commands, b"beside a long key", key, partition=0)
+        await producer.send_and_wait(topics.commands, encode(grab("after")), partition=0)
+
+    async def answered() -> Any:
+        answers = [json.loads(record.value) for record in await read_all(system, topics.results)]
+        return answers if any(answer["id"] == "after" for answer in answers) else None
+
+    answers = await until(answered, 90, "the answer to the command behind them")
+    assert running.process.poll() is None
+    assert {answer["id"]: answer["outcome"] for answer in answers} == {
+        "long-user": "invalid", "long-name": "invalid", "control": "invalid", "wide": "invalid",
+        "after": "no_such_offer",
+    }  # fmt: skip
+    whole: dict[tuple[bytes, bytes, bytes | None], bytes] = {}
+    for record in await read_all(system, topics.rejected):
+        headers = dict(record.headers)
+        place = (headers["offset"], headers["index"], headers.get("part"))
+        whole[place] = whole.get(place, b"") + record.value
+    by_offset = {int(offset): value for (offset, _, part), value in whole.items() if part is None}
+    assert [by_offset[offset] for offset in range(len(values) + 1)] == [*values, b"beside a long key"]
+    assert [value for (_, _, part), value in whole.items() if part == b"key"] == [key]
+
+
+async def test_a_batch_that_is_too_large_unpacked_is_refused_by_the_broker(system: Settings) -> None:
+    """A reader unpacks a batch whole: a record of zeros would take a thousand times its size."""
+    topics = Topics(system.prefix)
+    async with started(
+        producing(system, compression_type="gzip", max_batch_size=64 * 1024 * 1024, linger_ms=200)
+    ) as producer:
+        with pytest.raises(MessageSizeTooLargeError):
+            await producer.send_and_wait(topics.commands, bytes(16 * 1024 * 1024), partition=0)
+        sent = await asyncio.gather(
+            *[await producer.send(topics.commands, bytes(3 * 1024 * 1024), partition=1) for _ in range(4)],
+            return_exceptions=True,
+        )
+        assert any(isinstance(one, MessageSizeTooLargeError) for one in sent)
+        await producer.send_and_wait(topics.commands, encode(grab("a")), partition=0)
+    for record in await read_all(system, topics.commands):
+        assert len(record.value) <= RECORD_BYTES_MAX
+
+
+async def test_a_topic_of_an_older_release_is_bounded_by_init(settings: Settings) -> None:
+    """What it was configured with stays."""
+    topics = Topics(settings.prefix)
+    async with started(AIOKafkaAdminClient(bootstrap_servers=settings.kafka)) as client:
+        await client.create_topics(
+            [NewTopic(topics.commands, settings.shards, 1, topic_configs={"retention.ms": "123456789"})]
+        )
+        try:
+            await create_topics(settings.kafka, topics, settings.shards)
+
+            async def bounded() -> bool:
+                [described] = await client.describe_configs(
+                    [ConfigResource(ConfigResourceType.TOPIC, topics.commands)]
+                )
+                entries = {entry[0]: entry[1] for entry in described.resources[0][4]}
+                return (entries["retention.ms"], entries["compression.type"]) == ("123456789", COMPRESSION)
+
+            await until(bounded, 10, "the topic's settings")
+        finally:
+            await client.delete_topics(list(topics_of(topics)))
+
+
+def topics_of(topics: Topics) -> tuple[str, ...]:
+    return (topics.commands, topics.results, topics.journal, topics.events, topics.rejected)
+
+
+def test_a_command_at_the_bound_is_one_and_above_it_is_none() -> None:
+    head = encode(
+        {"type": "load", "id": "l", "offer": "o", "what": "codes", "chunk": 1, "chunks": 1, "items": []}
+    )[:-3]
+    codes = [f"{n:03}" + "x" * 120 for n in range(ITEMS_MAX // 2)]
+    body = head + encode(codes).replace(b", ", b",") + b"}"
+    padded = body + b" " * (COMMAND_BYTES_MAX - len(body))
+    assert [type(one) for one in decode_commands(padded)] == [Load]
+    [bad] = decode_commands(padded + b" ")
+    assert isinstance(bad, Undecodable)
+    assert f"at most {COMMAND_BYTES_MAX} bytes" in bad.reason
+    assert bad.id == "l"

@@ -1,0 +1,25 @@
+"""What tests share of `tests/streams/deciding/test_understanding.py`."""
+
+from typing import Any
+
+from aiokafka import AIOKafkaConsumer, TopicPartition
+
+from grabstream.ops.settings import Settings
+from grabstream.streams.clients import started
+from grabstream.streams.topics import Topics
+
+
+async def read_all(settings: Settings, topic: str) -> list[Any]:
+    consumer = AIOKafkaConsumer(
+        bootstrap_servers=settings.kafka, auto_offset_reset="earliest", enable_auto_commit=False
+    )
+    async with started(consumer):
+        count = 1 if topic == Topics(settings.prefix).rejected else settings.shards
+        partitions = [TopicPartition(topic, number) for number in range(count)]
+        consumer.assign(partitions)
+        ends = await consumer.end_offsets(partitions)
+        found: list[Any] = []
+        while len(found) < sum(ends.values()):
+            for records in (await consumer.getmany(timeout_ms=1_000)).values():
+                found += records
+        return found

@@ -1,0 +1,21 @@
+"""What tests share of `tests/streams/projecting/test_sums.py`."""
+
+import json
+
+from tests.support.projections import (
+    SHARD,
+    journal,  # noqa: F401 - a fixture
+)
+
+#: Two of them are more than a bigint holds.
+LARGE = 9 * 10**18
+
+
+def adjusted(seq: int, amount: int = LARGE, credit: str = "wallet:u1", reason: str = "why") -> bytes:
+    transfer = {"asset": "CNY", "debit": "external:bank", "credit": credit, "amount": amount}
+    return json.dumps(
+        {"type": "ledger.adjusted", "v": 1, "shard": SHARD, "seq": seq, "offer_seq": seq, "offer": "e",
+        "at": seq, "command": f"a{seq}",
+         "transfers": [transfer], "reason": reason, "approved_by": "boss", "operator": "olga", "digest": "d"},
+        separators=(",", ":"),
+    ).encode()  # fmt: skip

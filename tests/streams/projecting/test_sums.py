@@ -1,0 +1,240 @@
+"""Sums beyond 64 bits: amounts are bounded, their sums over all events are not. No read model stops, and
+numbers stay whole numbers.
+
+The events are made here, with amounts that no command may have, so that a few of them make the sums of very
+many.
+"""
+
+import asyncio
+import json
+import time
+from typing import Any
+
+import pytest
+
+from grabstream.ops.rehearsal.run import open_books
+from grabstream.ops.settings import Settings
+from grabstream.projections import versions
+from grabstream.streams.projecting.projector import CatchUp
+from tests.streams.projecting.sums import LARGE, adjusted
+from tests.support.cli import grabstream, of
+from tests.support.projections import (
+    SHARD,
+    Journal,
+    at_seq,
+    granted,
+    journal,  # noqa: F401 - a fixture
+    open_tables,
+    opened,
+    rows,
+    running,
+)
+from tests.support.verifier import verifying
+
+SUM = 3 * LARGE
+NUMERIC = "numeric(38,0)"
+
+
+def refund_due(seq: int) -> bytes:
+    return json.dumps(
+        {"type": "payment.refund_due", "v": 1, "shard": SHARD, "seq": seq, "offer_seq": seq, "offer": "e",
+        "at": seq, "command": f"p{seq}",
+         "grab": "g2", "payment": f"p{seq}", "amount": LARGE, "asset": "CNY", "outcome": "not_held",
+         "digest": "d"},
+        separators=(",", ":"),
+    ).encode()  # fmt: skip
+
+
+LINES = [
+    opened("e", 1),
+    granted("e", 2),
+    *map(adjusted, (3, 4, 5)),
+    granted("e", 6),
+    refund_due(7),
+    refund_due(8),
+]
+
+
+@pytest.fixture
+async def large(system: Settings, journal: Journal) -> Settings:
+    """A system whose books have sums beyond 64 bits: some come to rows that are there already, some in one
+    batch.
+    """
+    await journal.marker(1, "a")
+    await journal.block(LINES, 1, 3)
+    await journal.block(LINES, 4, 4)
+    await journal.block(LINES, 5, len(LINES))
+    async with running(system) as projectors:
+        for projector in projectors:
+            await projector.put(journal.records[1])
+        await at_seq(system, 3)
+        for projector in projectors:
+            await projector.put(CatchUp(SHARD))
+        await at_seq(system, len(LINES))
+    return system
+
+
+async def test_read_models_go_on_beyond_64_bits(large: Settings) -> None:
+    assert await rows(large, "SELECT posted FROM accounts WHERE account = 'wallet:u1'") == [(SUM,)]
+    assert await rows(large, "SELECT posted FROM accounts WHERE account = 'external:bank'") == [(-SUM,)]
+    assert await rows(large, "SELECT available, held FROM balances WHERE user_id = 'u1'") == [(SUM, 0)]
+    # The grab behind it, by somebody else, came into the books.
+    assert await rows(large, "SELECT available, held FROM balances WHERE user_id = 'u6'") == [(10, 0)]
+    assert not await rows(large, "SELECT * FROM stopped_shards")
+
+
+async def test_many_in_one_batch(system: Settings, journal: Journal) -> None:
+    """The sum of a batch alone is beyond 64 bits, up and down."""
+    await journal.marker(1, "a")
+    await journal.block(LINES, 1, len(LINES))
+    async with running(system) as projectors:
+        for projector in projectors:
+            await projector.put(CatchUp(SHARD))
+        await at_seq(system, len(LINES))
+    assert await rows(
+        system, "SELECT sum(posted) FROM accounts WHERE account IN ('wallet:u1', 'external:bank')"
+    ) == [(0,)]
+
+
+async def test_every_column_of_a_sum_without_a_bound_is_wide(system: Settings) -> None:
+    """Those of the ledger, the balances and the verifier; what is of one event, grab, offer or payment is
+    bounded, and stays bigint.
+    """
+    query = (
+        "SELECT DISTINCT c.relname, a.attname FROM pg_class AS c JOIN pg_attribute AS a ON a.attrelid = "
+        "c.oid "
+        f"WHERE starts_with(c.relnamespace::regnamespace::text, '{system.schema_}') AND a.attnum > 0 "
+        "AND format_type(a.atttypid, a.atttypmod) = '{}' AND c.relkind IN ('r', 'v')"
+    )
+    # The version before is there no more: a system without events has the definitions of today.
+    assert set(await rows(system, query.format(NUMERIC))) == {
+        ("accounts_1", "posted"), ("accounts", "posted"), ("verified_accounts", "posted"),
+        ("balances_1", "available"), ("balances_1", "held"), ("balances", "available"), ("balances", "held"),
+    }  # fmt: skip
+    assert not await rows(system, query.format("numeric"))
+
+
+async def test_a_rebuild_makes_the_same_sums_and_tells_them_as_whole_numbers(large: Settings) -> None:
+    for name in ("ledger", "balances"):
+        done = await asyncio.to_thread(grabstream, "rebuild", name, "--json", **of(large))
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert all(not one["rows_changed"] for one in json.loads(done.stdout)["difference"])
+    async with await open_tables(large) as books:
+        await books.execute("UPDATE accounts_1 SET posted = posted + 1 WHERE account = 'wallet:u1'")
+    refused = await asyncio.to_thread(grabstream, "rebuild", "ledger", "--json", **of(large))
+    assert refused.returncode == 1, refused.stderr
+    [difference] = [one for one in json.loads(refused.stdout)["difference"] if one["rows_changed"]]
+    assert difference["examples"] == [
+        {"key": {"account": "wallet:u1", "asset": "CNY"}, "changed": {"posted": [SUM + 1, SUM]}}
+    ]
+
+
+async def test_verify_compares_them_and_names_what_is_wrong(large: Settings) -> None:
+    async def checks() -> dict[str, Any]:
+        done = await asyncio.to_thread(grabstream, "verify", "--quick", "--json", **of(large))
+        return {one["name"]: one for one in json.loads(done.stdout)}
+
+    wanted = (
+        "ledger = fold of the journal",
+        "balances = fold of the journal",
+        "no account below 0",
+        "ledger and balances agree",
+    )
+    sound = await checks()
+    assert all(sound[name]["passed"] and not sound[name]["notes"] for name in wanted), sound
+    async with await open_tables(large) as books:
+        await books.execute("UPDATE balances_1 SET available = available - 1 WHERE user_id = 'u1'")
+    wrong = await checks()
+    said = " ".join(wrong["balances = fold of the journal"]["problems"])
+    assert f"available is {SUM - 1}, the journal makes it {SUM}" in said
+
+
+async def test_the_verifier_compares_them_and_names_what_is_wrong(large: Settings) -> None:
+    async with verifying(large) as passes:
+        assert await passes() == []
+        assert await rows(large, "SELECT posted FROM verified_accounts WHERE account = 'wallet:u1'") == [
+            (SUM,)
+        ]
+        async with await open_tables(large) as books:
+            await books.execute("UPDATE accounts_1 SET posted = posted + 1 WHERE account = 'wallet:u1'")
+        [found] = await passes()
+        assert f"{SUM + 1} stand there, its events lead to {SUM}" in found.what
+
+
+async def test_programs_get_whole_numbers(large: Settings) -> None:
+    """`--json` of whatever shows sums, and tables for people."""
+    words = ("at", str(int(time.time() * 1000)), "--source", "audit")
+    found = json.loads((await asyncio.to_thread(grabstream, *words, "--json", **of(large))).stdout)
+    assert {one["user_id"]: one["available"] for one in found["balances"]} == {"u1": SUM, "u2": 10, "u6": 10}
+    assert all(type(one[name]) is int for one in found["balances"] for name in ("available", "held"))
+    assert f"{SUM:,}" in (await asyncio.to_thread(grabstream, *words, **of(large))).stdout
+    shown = await asyncio.to_thread(grabstream, "show", "e", "--json", **of(large))
+    [due] = json.loads(shown.stdout)["payments"]
+    assert (due["amount"], type(due["amount"]), type(due["refunded"])) == (2 * LARGE, int, int)
+    assert (
+        f"{2 * LARGE:,} CNY to be paid back"
+        in (await asyncio.to_thread(grabstream, "show", "e", **of(large))).stdout
+    )
+
+
+async def test_a_ledger_that_a_release_before_stopped_goes_on_with_a_rebuild(
+    large: Settings, journal: Journal
+) -> None:
+    """As it stands after an upgrade: definition 1 stopped in front of the sum, and nobody writes it any
+    more.
+    """
+    async with await open_books(large) as books:
+        live = await versions.in_state(books, large.schema_, "ledger", "live")
+        assert live is not None
+        table = f"{live.schema}.accounts_1"
+        # The columns of definition 1, as far as it had come: behind the first of the large ones.
+        await books.execute(f"DROP VIEW {large.schema_}.accounts, {live.schema}.accounts".encode())
+        await books.execute(
+            f"UPDATE {table} SET posted = sign(posted) * {LARGE} WHERE account IN ('wallet:u1', "
+            "'external:bank')".encode()
+        )
+        await books.execute(f"DELETE FROM {live.schema}.transfers_1 WHERE seq > 3".encode())
+        await books.execute(
+            f"DELETE FROM {table} WHERE account IN ('external:p7', 'external:p8', 'refund:p7', "
+            "'refund:p8')".encode()
+        )
+        await books.execute(f"UPDATE {table} SET posted = 990 WHERE account = 'offer:e'".encode())
+        await books.execute(f"DELETE FROM {table} WHERE account = 'wallet:u6'".encode())
+        await books.execute(f"ALTER TABLE {table} ALTER COLUMN posted TYPE bigint".encode())
+        for schema, source in ((live.schema, "accounts_1"), (large.schema_, f"{live.schema}.accounts")):
+            await books.execute(f"SET search_path = {schema}".encode())
+            await books.execute(
+                f"CREATE VIEW accounts AS SELECT account, asset, posted FROM {source}".encode()
+            )
+        await books.execute(f"SET search_path = {large.schema_}".encode())
+        await books.execute(
+            "UPDATE read_models SET definition = 1 WHERE projection = 'ledger' AND state = 'live'"
+        )
+        first = journal.records[1]
+        [head] = [bytes.fromhex(value.decode()) for name, value in first.headers if name == "head"]
+        await books.execute(
+            f"UPDATE {live.schema}.projection_cursors SET seq = 3, head = %s, next_offset = %s WHERE shard = "
+            "%s".encode(),
+            (head, first.offset + 1, SHARD),
+        )
+        await books.execute(
+            f"INSERT INTO {live.schema}.stopped_shards VALUES ('ledger', {SHARD}, 3, {first.offset + 1}, "
+            "'bigint out of range')".encode()
+        )
+        await books.execute(b"GRANT SELECT ON accounts TO PUBLIC")
+    done = await asyncio.to_thread(grabstream, "rebuild", "ledger", "--json", **of(large))
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads(done.stdout)
+    assert (result["before"]["definition"], result["new"]["definition"]) == (1, 2)
+    assert not any(one["rows_changed"] or one["missing"] or one["extra"] for one in result["difference"])
+    await at_seq(large, len(LINES), "ledger")
+    assert await rows(large, "SELECT posted FROM accounts WHERE account = 'wallet:u1'") == [(SUM,)]
+    assert await rows(large, "SELECT pg_typeof(posted)::text FROM accounts LIMIT 1") == [("numeric",)]
+    assert await rows(large, "SELECT has_table_privilege('public', 'accounts', 'SELECT')") == [(True,)]
+    assert not await rows(large, "SELECT * FROM stopped_shards")
+    async with running(large, "ledger") as [ledger]:
+        lines = [*LINES, adjusted(9)]
+        await journal.block(lines, 9, 9)
+        await ledger.put(journal.records[-1])
+        await at_seq(large, 9, "ledger")
+    assert await rows(large, "SELECT posted FROM accounts WHERE account = 'wallet:u1'") == [(SUM + LARGE,)]

@@ -1,0 +1,37 @@
+"""The command line of a release whose balances are of definition 3: titles of offers are shouted. `python -m
+tests.streams.rebuilding.changed …`.
+
+In the same database as this release, its workers write a version of their own.
+"""
+
+from typing import Any
+
+import msgspec
+
+from grabstream.ops.cli import main
+from grabstream.projections import definitions
+from grabstream.projections.balances import offers
+from grabstream.projections.balances.offers import _terms as as_before
+
+
+def install() -> None:
+    """Makes this process one of that release."""
+    parse = definitions.parse
+
+    def parse_changed(projection: str, text: str) -> definitions.Definition:
+        if projection == "balances":
+            text = text.replace("--- definition 2", "--- definition 3\n--- changes 3: offers_1.title")
+        return parse(projection, text)
+
+    def shouted(raw: Any) -> Any:
+        terms = as_before(raw)
+        return msgspec.structs.replace(terms, title=terms.title.upper() + "!")
+
+    definitions.parse = parse_changed
+    definitions.definition_of.cache_clear()
+    offers._terms = shouted
+
+
+if __name__ == "__main__":
+    install()
+    main()

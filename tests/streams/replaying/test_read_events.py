@@ -1,0 +1,108 @@
+"""`read_events`: the history for programs, from either source, between any two points."""
+
+from contextlib import aclosing
+from datetime import UTC, datetime, timedelta
+from typing import Any, Literal
+
+import pytest
+
+from grabstream import AnyEvent, NoTrail, Point, Settings, read_events
+from tests.streams.replaying.histories import System
+
+SOURCES: tuple[Literal["journal", "audit"], ...] = ("journal", "audit")
+#: Where nobody listens.
+AWAY = {"journal": {"postgres": "postgresql://127.0.0.1:1/x"}, "audit": {"kafka": "127.0.0.1:1"}}
+
+
+async def read(settings: Settings, **words: Any) -> list[AnyEvent]:
+    return [event async for event in read_events(settings, **words)]
+
+
+def time_of(at_ms: int) -> datetime:
+    return datetime(1970, 1, 1, tzinfo=UTC) + timedelta(milliseconds=at_ms)
+
+
+@pytest.mark.parametrize("source", SOURCES)
+async def test_all_events_come_in_the_order_of_their_shards(told: System, source: str) -> None:
+    """Without the server of the other source."""
+    settings = told.settings.model_copy(update=AWAY[source])
+    expected = [event for shard in sorted(told.histories) for event in told.histories[shard].events]
+    assert await read(settings, source=source) == expected
+    assert await read(settings, source=source, shard=5) == told.histories[5].events
+    assert await read(settings, source=source, shard=0) == []
+
+
+@pytest.mark.parametrize("source", SOURCES)
+async def test_both_bounds_belong_to_what_is_read(told: System, source: str) -> None:
+    events = told.histories[2].events
+    begin, end = len(events) // 3, 2 * len(events) // 3
+    first, last = events[begin], events[end]
+    by_seq = {"first": Point(seq=first.seq), "until": Point(seq=last.seq)}
+    assert await read(told.settings, source=source, shard=2, **by_seq) == events[begin : end + 1]
+    in_time = [
+        event
+        for shard in sorted(told.histories)
+        for event in told.histories[shard].events
+        if first.at <= event.at <= last.at
+    ]
+    by_time: dict[str, Any] = {"first": time_of(first.at), "until": time_of(last.at)}
+    assert await read(told.settings, source=source, **by_time) == in_time
+    by_ms = {"first": Point(at=first.at), "until": Point(at=last.at)}
+    assert await read(told.settings, source=source, **by_ms) == in_time
+    # Between two milliseconds: after the first one for `first`, before the second one for `until`.
+    later = timedelta(microseconds=1)
+    inside = {"first": by_time["first"] + later, "until": by_time["until"] - later}
+    assert await read(told.settings, source=source, **inside) == [
+        event for event in in_time if first.at < event.at < last.at
+    ]
+
+
+@pytest.mark.parametrize("source", SOURCES)
+async def test_an_offer_is_read_alone(told: System, source: str) -> None:
+    history = told.histories[2]
+    of_offer = [event for event in history.events if event.offer == history.envelope]
+    assert await read(told.settings, source=source, offer=history.envelope) == of_offer
+    middle = Point(seq=of_offer[len(of_offer) // 2].seq)
+    assert await read(told.settings, source=source, offer=history.envelope, first=middle) == [
+        event for event in of_offer if event.seq >= (middle.seq or 0)
+    ]
+    assert await read(told.settings, source=source, offer="nosuch") == []
+
+
+async def test_a_journal_is_read_from_its_beginning_without_postgresql(
+    told: System, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = told.settings.model_copy(update=AWAY["journal"])
+    events = told.histories[2].events
+    middle = events[len(events) // 2]
+    assert await read(settings, shard=2, first=Point(seq=middle.seq)) == events[len(events) // 2 :]
+    assert "the journal is read from its beginning" in caplog.text
+
+
+async def test_reading_may_end_early(told: System) -> None:
+    async with aclosing(read_events(told.settings, shard=2)) as events:
+        assert await anext(events) == told.histories[2].events[0]
+
+
+async def test_a_system_without_tables_has_no_audit_trail(settings: Settings) -> None:
+    with pytest.raises(NoTrail, match="has no audit trail"):
+        await read(settings, source="audit")
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        ({"first": Point(seq=1)}, "a seq counts within one shard"),
+        ({"shard": 8}, "there are 8 shards"),
+        ({"offer": "a/b"}, "an id is"),
+        ({"offer": "lunch", "shard": 0}, "an `offer` alone is enough"),
+        ({"until": datetime(2026, 11, 11)}, "until: a time needs a zone"),
+        ({"first": Point()}, "first: a Point has either a seq or a time"),
+        ({"first": Point(1, 2)}, "first: a Point has either a seq or a time"),
+    ],
+)
+async def test_bounds_that_mean_nothing_are_refused(
+    settings: Settings, words: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(ValueError, match=reason):
+        await read(settings, **words)

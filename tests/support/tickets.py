@@ -1,9 +1,0 @@
-"""What tests share of `tests/lua/test_tickets.py`."""
-
-from base64 import b64encode
-
-SECRET, OTHER_SECRET = bytes(range(32)), bytes(range(1, 33))
-
-
-def as_text(key: bytes) -> str:
-    return b64encode(key).decode()
