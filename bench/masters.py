@@ -49,8 +49,8 @@ async def masters(count: int) -> AsyncIterator[tuple[Gate, list[int]]]:
         keys = KeySpace(_even_prefix(count), SHARDS)
         for number in range(keys.shards):
             state = keys.shard(number).state
-            term, life, *_ = await run_script(client, "raise_term", [state], [0, "bench"])
-            await run_script(client, "reconcile", [state], [term, "bench", life, "0", keys.shards])
+            term, server_epoch, *_ = await run_script(client, "raise_term", [state], [0, "bench"])
+            await run_script(client, "reconcile", [state], [term, "bench", server_epoch, "0", keys.shards])
         gate = Gate(client, keys, SEALER, LIMITS)
         try:
             yield gate, ports

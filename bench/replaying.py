@@ -62,12 +62,12 @@ async def _journal(settings: Settings, connection: AsyncConnection[Any], count: 
             )
             for first in range(0, len(lines), BLOCK_EVENTS):
                 block = lines[first : first + BLOCK_EVENTS]
-                behind = chain(head, block)[-1]
-                headers = block_headers(shard, 1, "bench", first + 1, len(block), head, behind)
+                after = chain(head, block)[-1]
+                headers = block_headers(shard, 1, "bench", first + 1, len(block), head, after)
                 sent = await producer.send_and_wait(
                     topic, b"\n".join(block), partition=shard, headers=headers
                 )
-                head = behind
+                head = after
             end = Cursor(len(lines), head, sent.offset + 1, 1, "bench")
             await connection.execute(
                 "UPDATE projection_cursors SET (seq, head, next_offset, term, owner) = (%s, %s, %s, %s, %s) "

@@ -57,8 +57,8 @@ async def taken_over_gate(
     keys = KeySpace(prefix, 8)
     for number in range(keys.shards):
         state = keys.shard(number).state
-        term, life, *_ = await run_script(client, "raise_term", [state], [0, "bench"])
-        await run_script(client, "reconcile", [state], [term, "bench", life, "0", keys.shards])
+        term, server_epoch, *_ = await run_script(client, "raise_term", [state], [0, "bench"])
+        await run_script(client, "reconcile", [state], [term, "bench", server_epoch, "0", keys.shards])
     return Gate(client, keys, SEALER, limits, clock), client
 
 

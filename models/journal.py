@@ -126,30 +126,30 @@ class Cursor(NamedTuple):
         """
         if offset < self.next_offset:
             return self, ()
-        behind = self._replace(next_offset=offset + 1)
+        after = self._replace(next_offset=offset + 1)
         if block.count == 0:
             if block.term > self.term:
-                behind = behind._replace(term=block.term, owner=block.owner)
-            return behind, ()
+                after = after._replace(term=block.term, owner=block.owner)
+            return after, ()
         if block.term > self.term:
             raise Corrupt(
                 f"offset {offset}: a block of term {block.term}, for which no marker stands before it"
             )
         if block.term < self.term or block.owner != self.owner:
-            return behind, ()
-        return self._accept(offset, block, behind)
+            return after, ()
+        return self._accept(offset, block, after)
 
-    def _accept(self, offset: int, block: Block, behind: "Cursor") -> "tuple[Cursor, Sequence[Accepted]]":
+    def _accept(self, offset: int, block: Block, after: "Cursor") -> "tuple[Cursor, Sequence[Accepted]]":
         known = self.seq - block.first_seq + 1
         if known < 0:
             raise Gap(f"offset {offset}: begins at seq {block.first_seq}, the last one known is {self.seq}")
         if known > block.count:
-            return behind, ()
+            return after, ()
         before = block.prev if known == 0 else block.hashes[known - 1]
         if before != self.head:
             raise Corrupt(f"offset {offset}: another history at seq {self.seq}")
         if known == block.count:
-            return behind, ()
+            return after, ()
         seqs = range(self.seq + 1, block.first_seq + block.count)
         news = list(map(_accepted, zip(seqs, block.lines[known:], block.hashes[known:], strict=True)))
-        return behind._replace(seq=news[-1].seq, head=news[-1].hash), news
+        return after._replace(seq=news[-1].seq, head=news[-1].hash), news

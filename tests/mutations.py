@@ -81,12 +81,12 @@ MUTATIONS: Final = (
         _STRANGER,
     ),
     Mutation(
-        "life of an owner's script", "lua/includes/shard.lua", " and life_of_server() == life", "", _STRANGER
+        "life of an owner's script", "lua/includes/shard.lua", " and server_epoch() == life", "", _STRANGER
     ),
     Mutation(
         "life of a deciding script",
         "lua/includes/decide.lua",
-        "shard[3] ~= life_of_server()",
+        "shard[3] ~= server_epoch()",
         "not shard[3]",
         _in(SCRIPTS, "test_nothing_is_decided_in_another_life[server]"),
         always=True,
@@ -139,7 +139,7 @@ MUTATIONS: Final = (
     Mutation(
         "staged parts of this life",
         "lua/commands/open.lua",
-        "life == life_of_server() and ",
+        "life == server_epoch() and ",
         "",
         _in(
             "tests/lua/gate/test_staging.py",

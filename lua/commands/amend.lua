@@ -9,7 +9,7 @@
 -- KEYS[13 …] ten keys for each offer, then five for each campaign, see includes/offers.lua
 -- ARGV[1] shard/shards · ARGV[2] caller time ms · ARGV[3] time to use ms or '' · ARGV[4] clock skew ms ·
 --   ARGV[5] ''
--- ARGV[6] msgpack, see includes/course.lua; a body: {changes, json: the changes as text, operator}
+-- ARGV[6] msgpack, see includes/command.lua; a body: {changes, json: the changes as text, operator}
 -- Outcomes: 21 fenced (whole call) · 23 conflict · 24 no_such_offer · 20 invalid · 29 over ·
 --   33 not_enough_left · 6 amended
 -- Events: offer.amended · grab.held (waited)
@@ -18,7 +18,7 @@
 --- @include "offers"
 --- @include "pieces"
 --- @include "queue"
---- @include "course"
+--- @include "command"
 
 local OF_ENVELOPE = {title = true, opens_at = true, closes_at = true}
 
@@ -54,7 +54,7 @@ local function unfit(offer, changes, now)
   end
 end
 
-return course(function(call, offer, id, digest, body)
+return carry_out(function(call, offer, id, digest, body)
   local changes = body.changes
   local message = unfit(offer, changes, call.now)
   if message then return refused_row(call, CODE.invalid, {message = message}) end

@@ -10,7 +10,7 @@
 -- KEYS[13 …] ten keys for each offer, then five for each campaign, see includes/offers.lua
 -- ARGV[1] shard/shards · ARGV[2] caller time ms · ARGV[3] time to use ms or '' · ARGV[4] clock skew ms ·
 --   ARGV[5] ''
--- ARGV[6] msgpack, see includes/course.lua; a body: {grab, payment, paid, currency, quantity}
+-- ARGV[6] msgpack, see includes/command.lua; a body: {grab, payment, paid, currency, quantity}
 -- Outcomes: 21 fenced (whole call) · 23 conflict · 24 no_such_offer · 20 invalid · 25 no_such_grab ·
 --           31 limit_reached · 33 not_enough_left · 34 expired · 35 not_held · 2 confirmed
 --           A payment for an offer that has retired is answered 24 and is to be paid back, unless it is
@@ -24,7 +24,7 @@
 --- @include "past"
 --- @include "pieces"
 --- @include "settling"
---- @include "course"
+--- @include "command"
 
 
 -- What became of a payment: {offer, grab, code, seq, at, quantity, paid, currency or ''}, or nil; as long as
@@ -132,7 +132,7 @@ local function confirm_on_none(call, name, id, digest, body, campaign)
   return refused_row(call, CODE.no_such_offer, {message = message})
 end
 
-return settle(function(call, offer, grab, id, digest, body, campaign)
+return carry_out_for_grab(function(call, offer, grab, id, digest, body, campaign)
   local known = repeated_payment(call, campaign, offer.name, body)
   if known then return known end
   if not grab then return unserved(call, offer, id, digest, body, campaign, 'no_such_grab') end

@@ -9,7 +9,7 @@
 -- KEYS[13 …] ten keys for each offer, then five for each campaign, see includes/offers.lua
 -- ARGV[1] shard/shards · ARGV[2] caller time ms · ARGV[3] time to use ms or '' · ARGV[4] clock skew ms ·
 --   ARGV[5] outbox events max
--- ARGV[6] msgpack, see includes/course.lua; a body: {what, chunk, chunks, items,
+-- ARGV[6] msgpack, see includes/command.lua; a body: {what, chunk, chunks, items,
 --         other_names: names of codes under other seal keys, see includes/codes.lua, operator}
 -- Outcomes: 21 fenced · 22 busy (whole call) · 23 conflict · 24 no_such_offer · 20 invalid · 29 over ·
 --   13 loaded
@@ -19,7 +19,7 @@
 --- @include "decide"
 --- @include "offers"
 --- @include "codes"
---- @include "course"
+--- @include "command"
 
 -- The place in a chunk of a code that the list has already, or nil. `names` are those of the chunk's codes
 -- under one key.
@@ -111,4 +111,4 @@ local function load(call, offer, id, digest, body)
   return {CODE.loaded, call.seq, call.now, 0, listed, 0, offer.units_left}, true
 end
 
-return course(load)
+return carry_out(load)

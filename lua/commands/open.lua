@@ -17,7 +17,7 @@
 --         of an envelope funding, law, min, max, draw, seed, seed_sha256, sealed_seed; staged: the number of
 --         the string that has its parts (from 1)
 -- ARGV[6 + i] parts of the i-th command, 6 bytes each, or '' when there are none; where they are staged, the
---   life they were staged under
+--   epoch they were staged under
 -- Outcomes: 21 fenced · 22 busy (whole call) · 23 conflict (also: the id was used before) · 20 invalid ·
 --   5 opened
 -- Events: offer.opened
@@ -49,9 +49,9 @@ local function opened_line(offer, id, digest, terms, campaign_zone)
 end
 
 -- The key of staged parts; false when they are not all there: another server, or too late.
-local function staged_key(terms, life, first)
+local function staged_key(terms, epoch, first)
   local key = KEYS[first + terms.staged]
-  return life == life_of_server() and redis.call('STRLEN', key) == 6 * terms.units and key
+  return epoch == server_epoch() and redis.call('STRLEN', key) == 6 * terms.units and key
 end
 
 local batch = cmsgpack.unpack(ARGV[6])

@@ -9,7 +9,7 @@
 -- KEYS[13 …] ten keys for each offer, then five for each campaign, see includes/offers.lua
 -- ARGV[1] shard/shards · ARGV[2] caller time ms · ARGV[3] time to use ms or '' · ARGV[4] clock skew ms ·
 --   ARGV[5] ''
--- ARGV[6] msgpack, see includes/course.lua; a body: {grab, order, quantity}
+-- ARGV[6] msgpack, see includes/command.lua; a body: {grab, order, quantity}
 -- Outcomes: 21 fenced (whole call) · 23 conflict · 24 no_such_offer · 25 no_such_grab · 34 expired ·
 --           36 not_redeemable · 11 redeemed
 -- Events: grab.redeemed · grab.released (expired) · grab.held (waited)
@@ -19,9 +19,9 @@
 --- @include "offers"
 --- @include "pieces"
 --- @include "settling"
---- @include "course"
+--- @include "command"
 
-return settle(function(call, offer, grab, id, digest, body)
+return carry_out_for_grab(function(call, offer, grab, id, digest, body)
   if not grab then return refused_row(call, CODE.no_such_grab) end
   local order = order_of(offer, body.grab, body.order)
   if order and order[1] > 0 then

@@ -9,7 +9,7 @@
 -- KEYS[13 …] ten keys for each offer, then five for each campaign, see includes/offers.lua
 -- ARGV[1] shard/shards · ARGV[2] caller time ms · ARGV[3] time to use ms or '' · ARGV[4] clock skew ms ·
 --   ARGV[5] ''
--- ARGV[6] msgpack, see includes/course.lua; a body: {grab, quantity, reason: as JSON text}
+-- ARGV[6] msgpack, see includes/command.lua; a body: {grab, quantity, reason: as JSON text}
 -- Outcomes: 21 fenced (whole call) · 23 conflict · 24 no_such_offer · 25 no_such_grab · 33 not_enough_left ·
 --           35 not_held · 4 returned
 -- Events: grab.returned · grab.released (expired) · grab.held (waited)
@@ -19,7 +19,7 @@
 --- @include "pieces"
 --- @include "queue"
 --- @include "settling"
---- @include "course"
+--- @include "command"
 
 -- What goes back for the units, to the payments they were paid by, the first first; as JSON text, or ''.
 local function refunds_text(grab, quantity)
@@ -31,7 +31,7 @@ local function refunds_text(grab, quantity)
   return table.concat(refunds, ',')
 end
 
-return settle(function(call, offer, grab, id, digest, body)
+return carry_out_for_grab(function(call, offer, grab, id, digest, body)
   if not grab then return refused_row(call, CODE.no_such_grab) end
   local free = grab.taken - grab.redeemed
   local quantity = body.quantity or free

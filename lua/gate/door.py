@@ -76,7 +76,7 @@ BREAKS_MAX: Final = 3
 
 
 #: Told of a command that no script can decide: its place in the call, and why.
-ReportPoison = Callable[[int, str], None]
+ReportUndecidable = Callable[[int, str], None]
 
 
 class Gate:
@@ -135,7 +135,7 @@ class Gate:
         patience_ms: int = 0,
         timeout_ms: int | None = None,
         reader: Order | None = None,
-        report_poison: ReportPoison = lambda place, reason: None,
+        report_undecidable: ReportUndecidable = lambda place, reason: None,
     ) -> list[Answer]:
         """Answers in the order of the commands; commands of one campaign are carried out in that order, also
         through a recovery.
@@ -147,8 +147,9 @@ class Gate:
 
         A `reader` of a topic bounds by itself what it has in flight, and what it read has nowhere to go back
         to: its calls are carried out in the order they were made, find room whatever is queued, and wait as
-        long as their shard decides nothing; they are never answered `fenced` or `busy`. `report_poison` is
-        told of commands that no script can decide; they are answered `invalid`.
+        long as their shard decides nothing; they are never answered `fenced` or `busy`. `report_undecidable`
+        is called with the index and the error of each command that no script can decide; the answer to it is
+        `invalid`.
         """
         answers: list[Answer | None] = [None] * len(commands)
         sound = self._at_the_door(commands, answers)
@@ -184,7 +185,7 @@ class Gate:
                     continue
                 if entry.fault is not None:
                     for place in places:
-                        report_poison(place, entry.fault)
+                        report_undecidable(place, entry.fault)
                 if promise == "decided":
                     self._decided.keep(shard, entry.history, entry.commands, entry.answers)
                 else:

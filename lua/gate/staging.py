@@ -58,12 +58,12 @@ async def stage(run: RunScript, batch: ScriptCall) -> list[bytes]:
     """
     arguments = list(batch.arguments)
     for staged in batch.staged:
-        life = b""
+        server_epoch = b""
         for number, (offset, piece) in enumerate(pieces(staged.parts)):
-            life = await run("stage", [staged.key], [offset, piece, life, STAGED_MS])
-            if number and not life:
+            server_epoch = await run("stage", [staged.key], [offset, piece, server_epoch, STAGED_MS])
+            if number and not server_epoch:
                 break
-        arguments[1 + staged.place] = life
+        arguments[1 + staged.place] = server_epoch
     return arguments
 
 

@@ -100,7 +100,7 @@ local function begin_call()
   local shard = redis.call('HMGET', KEYS[1], 'seq', 'time', 'life', 'history', 'journaled_seq', 'fault',
     'shards',
     'layout')
-  if shard[3] ~= life_of_server() then
+  if shard[3] ~= server_epoch() then
     return nil, {CODE.fenced, clock + 1000, shard[6]
       or 'the shard has not been reconciled with the journal since this server started'}
   end

@@ -1,4 +1,4 @@
--- The shard's own state: its clock, its life, and the refusals that concern a whole call.
+-- The shard's own state: its clock, its epoch, and the refusals that concern a whole call.
 -- Needs KEYS[1], the shard hash.
 
 -- The form of keys and records that these scripts read and write. A shard of an older one is rebuilt from the
@@ -12,9 +12,9 @@ local function layout_of(named, seq)
   return tonumber(named or (seq and 1 or LAYOUT))
 end
 
--- A server's life is its run id and its replication id: the first changes at a restart, the second at every
+-- A server's epoch is its run id and its replication id: the first changes at a restart, the second at every
 -- promotion.
-local function life_of_server()
+local function server_epoch()
   local run_id = string.match(redis.call('INFO', 'server'), 'run_id:(%w+)')
   local replication_id = string.match(redis.call('INFO', 'replication'), 'master_replid:(%w+)')
   return run_id .. replication_id
@@ -26,8 +26,8 @@ local function time_of_server()
   return tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
 end
 
--- The owner's scripts do nothing unless term, owner and life are still those of its takeover.
-local function is_owner(shard_key, term, owner, life)
+-- The owner's scripts do nothing unless term, owner and epoch are still those of its takeover.
+local function is_owner(shard_key, term, owner, epoch)
   local held = redis.call('HMGET', shard_key, 'term', 'owner')
-  return held[1] == term and held[2] == owner and life_of_server() == life
+  return held[1] == term and held[2] == owner and server_epoch() == epoch
 end

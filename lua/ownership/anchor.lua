@@ -3,7 +3,7 @@
 -- trimmed or announced.
 --
 -- KEYS[1] shard hash
--- ARGV[1] term · ARGV[2] owner · ARGV[3] life · ARGV[4] last seq acknowledged ·
+-- ARGV[1] term · ARGV[2] owner · ARGV[3] server epoch · ARGV[4] last seq acknowledged ·
 --   ARGV[5] the chain's hash there, hex
 -- ARGV[6] journal offset behind it now · ARGV[7] term · ARGV[8] owner of the record before that offset
 -- ARGV[9] last seq acknowledged before: ARGV[4], or a later one that the restored journal has not

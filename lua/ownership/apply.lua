@@ -8,7 +8,7 @@
 -- KEYS[6] due zset · KEYS[7] offers set · KEYS[8] holds zset · KEYS[9] campaigns hash · KEYS[10] retired set
 -- KEYS[11] past zset · KEYS[12] cleaning hash
 -- KEYS[13 …] ten keys for each offer, then five for each campaign, see includes/offers.lua
--- ARGV[1] term · ARGV[2] owner · ARGV[3] life ·
+-- ARGV[1] term · ARGV[2] owner · ARGV[3] server epoch ·
 --   ARGV[4] seq before the events, or '' when they are only those of some offers
 -- ARGV[5] seq behind them all, or '' when the shard is not complete with them · ARGV[6] time there, ms
 -- ARGV[7] msgpack: {offers, campaign of each (from 1), campaigns, events, offer of each event (from 1),

@@ -3,7 +3,7 @@
 -- is applied. The parts follow from that event, so a piece may be written twice.
 --
 -- KEYS[1] shard hash · KEYS[2] parts string
--- ARGV[1] term · ARGV[2] owner · ARGV[3] life · ARGV[4] offset bytes · ARGV[5] piece
+-- ARGV[1] term · ARGV[2] owner · ARGV[3] server epoch · ARGV[4] offset bytes · ARGV[5] piece
 -- Returns 1, or the error LOST when another took the shard over.
 --- @include "shard"
 

@@ -3,7 +3,7 @@
 -- all of their events.
 --
 -- KEYS[1] shard hash · KEYS[2] past zset · then two for each campaign: payments hash, state hash
--- ARGV[1] term · ARGV[2] owner · ARGV[3] life
+-- ARGV[1] term · ARGV[2] owner · ARGV[3] server epoch
 -- ARGV[4] msgpack: {offers as {campaign (from 1), offer, last offer_seq, time it retired ms}, payments as
 --         {campaign (from 1), payment, offer, grab, code, seq, at, quantity, paid, currency or ''}, in the
 --         order of their events}

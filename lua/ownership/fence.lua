@@ -1,9 +1,9 @@
 #!lua flags=allow-oom
--- From here on nothing is decided in this shard, until it is reconciled: life and history are cleared, the
+-- From here on nothing is decided in this shard, until it is reconciled: epoch and history are cleared, the
 -- reason is kept.
 --
 -- KEYS[1] shard hash
--- ARGV[1] term · ARGV[2] owner · ARGV[3] life · ARGV[4] reason in words
+-- ARGV[1] term · ARGV[2] owner · ARGV[3] server epoch · ARGV[4] reason in words
 -- Returns 1, or the error LOST when another took the shard over.
 --- @include "shard"
 

@@ -4,9 +4,9 @@
 --
 -- KEYS[1] shard hash
 -- ARGV[1] term that must be exceeded · ARGV[2] owner id
--- Returns {term, life of the server, life under which the shard was last reconciled or '', seq, how its state
---         is: complete, partial (a rebuild was broken off) or outdated (an older key layout)}; or the error
---         NEWER when a newer program has written it.
+-- Returns {term, epoch of the server, epoch under which the shard was last reconciled or '', seq, form of its
+--         state: complete, partial (a rebuild was interrupted) or outdated (an older key layout)}; or the
+--         error NEWER when a newer program has written it.
 --- @include "shard"
 
 local held = redis.call('HMGET', KEYS[1], 'term', 'life', 'layout', 'seq', 'partial')
@@ -17,6 +17,6 @@ if layout > LAYOUT then
 end
 local term = string.format('%.0f', math.max(tonumber(held[1] or 0), tonumber(ARGV[1])) + 1)
 local form = held[5] and 'partial' or (layout < LAYOUT and 'outdated' or 'complete')
-local life = life_of_server()
+local epoch = server_epoch()
 redis.call('HSET', KEYS[1], 'term', term, 'owner', ARGV[2])
-return {term, life, held[2] or '', held[4] or '0', form}
+return {term, epoch, held[2] or '', held[4] or '0', form}

@@ -2,7 +2,7 @@
 -- The outbox from an event on, for the shard's owner only.
 --
 -- KEYS[1] shard hash · KEYS[2] outbox stream
--- ARGV[1] term · ARGV[2] owner · ARGV[3] life · ARGV[4] first seq wanted · ARGV[5] entries at most
+-- ARGV[1] term · ARGV[2] owner · ARGV[3] server epoch · ARGV[4] first seq wanted · ARGV[5] entries at most
 -- Returns {seq of the shard, entries, '1' when the shard is incomplete, else ''}: stream entries {id, {'e',
 --         line, 'e', line, …}} in order, from the one that holds the first seq wanted, no further one after
 --         so many lines or bytes; or the error LOST when another took the shard over.

@@ -3,7 +3,7 @@
 -- history.
 --
 -- KEYS[1] shard hash
--- ARGV[1] term · ARGV[2] owner · ARGV[3] life · ARGV[4] seq of the shard that was compared ·
+-- ARGV[1] term · ARGV[2] owner · ARGV[3] server epoch · ARGV[4] seq of the shard that was compared ·
 --   ARGV[5] number of shards
 -- Returns 1, or the error LOST when another took the shard over or the shard has moved.
 --- @include "shard"

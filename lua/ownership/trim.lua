@@ -2,7 +2,7 @@
 -- What Kafka acknowledged leaves the outbox, is kept as checkpoint, and is announced as journaled.
 --
 -- KEYS[1] shard hash · KEYS[2] outbox stream
--- ARGV[1] term · ARGV[2] owner · ARGV[3] life · ARGV[4] last seq acknowledged ·
+-- ARGV[1] term · ARGV[2] owner · ARGV[3] server epoch · ARGV[4] last seq acknowledged ·
 --   ARGV[5] the chain's hash there, hex
 -- ARGV[6] journal offset behind it · ARGV[7] channel of announcements
 -- Returns {history or '', seq, '1' when more of that is still in the outbox: a call trims a bounded number of

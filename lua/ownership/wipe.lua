@@ -3,7 +3,7 @@
 -- and owner stay.
 --
 -- KEYS[1] shard hash · KEYS[2 …] keys to delete
--- ARGV[1] term · ARGV[2] owner · ARGV[3] life · ARGV[4] reason in words
+-- ARGV[1] term · ARGV[2] owner · ARGV[3] server epoch · ARGV[4] reason in words
 -- Returns 1, or the error LOST when another took the shard over.
 --- @include "shard"
 

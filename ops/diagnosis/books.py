@@ -40,7 +40,7 @@ class Lost(NamedTuple):
     first_at: int | None
 
 
-class BookFacts(NamedTuple):
+class BookReadings(NamedTuple):
     """The tables; `missing` migrations, and `gone` versions, leave the rest empty.
 
     `clock_ahead_ms`: the server's clock against this machine's.
@@ -62,7 +62,7 @@ class BookFacts(NamedTuple):
     moved_at: Mapping[tuple[str, int], int] = {}
 
 
-async def read_books(connection: AsyncConnection[Any], schema: str, clock: Any) -> BookFacts:
+async def read_books(connection: AsyncConnection[Any], schema: str, clock: Any) -> BookReadings:
     """Reads everything once; raises psycopg's errors when the server cannot be reached."""
     before = clock()
     [now, fsync, may_read] = await _one(
@@ -74,7 +74,7 @@ async def read_books(connection: AsyncConnection[Any], schema: str, clock: Any) 
     [directory] = await _one(connection, "SELECT current_setting('data_directory')") if may_read else [None]
     lacking = await missing_migrations(connection, schema)
     if lacking:
-        return BookFacts(ahead, directory, fsync, lacking, {}, [], [], [], {}, Lost(0, 0, None), [])
+        return BookReadings(ahead, directory, fsync, lacking, {}, [], [], [], {}, Lost(0, 0, None), [])
     live = [
         one
         for one in await versions(connection, schema)
@@ -82,8 +82,8 @@ async def read_books(connection: AsyncConnection[Any], schema: str, clock: Any) 
     ]
     if gone := await lost(connection, live):
         # Views over all read models went with one of them; what they say is asked for when it is back.
-        return BookFacts(ahead, directory, fsync, [], {}, [], [], [], {}, Lost(0, 0, None), [], gone)
-    return BookFacts(
+        return BookReadings(ahead, directory, fsync, [], {}, [], [], [], {}, Lost(0, 0, None), [], gone)
+    return BookReadings(
         ahead, directory, fsync, [],
         {name: await cursors.load(connection, name) for name in PROJECTIONS},
         await cursors.stops(connection), await set_aside.load(connection),
@@ -122,7 +122,9 @@ async def _one(connection: AsyncConnection[Any], query: str, *values: Any) -> An
     return await (await connection.execute(query.encode(), values)).fetchone()
 
 
-async def read_lags(settings: Settings, books: BookFacts, consumer: AIOKafkaConsumer) -> dict[str, list[Lag]]:
+async def read_lags(
+    settings: Settings, books: BookReadings, consumer: AIOKafkaConsumer
+) -> dict[str, list[Lag]]:
     """How far each read model is behind the events of the journal; that of the events topic by the cursor in
     the topic itself.
     """
@@ -188,7 +190,7 @@ class Jump(NamedTuple):
     end: int
 
 
-async def read_jumps(settings: Settings, books: BookFacts, consumer: AIOKafkaConsumer) -> list[Jump]:
+async def read_jumps(settings: Settings, books: BookReadings, consumer: AIOKafkaConsumer) -> list[Jump]:
     """Read models whose cursor is not where their rows are: by its offset each has nothing to read, however
     much there is.
     """
@@ -218,14 +220,16 @@ async def read_last_seqs(settings: Settings, consumer: AIOKafkaConsumer) -> dict
 # -- checks --------------------------------------------------------------------------------------------------
 
 
-def tables_missing(facts: BookFacts, settings: Settings) -> list[Finding]:
+def tables_missing(readings: BookReadings, settings: Settings) -> list[Finding]:
     """Migrations that were not applied, or shards without cursors."""
-    if facts.missing:
+    if readings.missing:
         means = "read models cannot be built, and questions about them are not answered"
         return [
-            Finding("stuck", f"migrations are missing: {', '.join(facts.missing)}", means, "grabstream init")
+            Finding(
+                "stuck", f"migrations are missing: {', '.join(readings.missing)}", means, "grabstream init"
+            )
         ]
-    if facts.gone:
+    if readings.gone:
         return [
             Finding(
                 "stuck", f"the tables of {one.projection}, in schema {one.schema}, are gone",
@@ -233,9 +237,9 @@ def tables_missing(facts: BookFacts, settings: Settings) -> list[Finding]:
                 f"read {one.projection}",
                 f"grabstream rebuild {one.projection}",
             )
-            for one in facts.gone
+            for one in readings.gone
         ]  # fmt: skip
-    short = sorted(name for name, of in facts.positions.items() if len(of) < settings.shards)
+    short = sorted(name for name, of in readings.positions.items() if len(of) < settings.shards)
     if not short:
         return []
     what = f"{', '.join(short)}: cursors for fewer shards than GRAB_SHARDS={settings.shards}"
@@ -247,13 +251,13 @@ def tables_missing(facts: BookFacts, settings: Settings) -> list[Finding]:
 
 
 def journal_lost(
-    last_seqs: dict[int, int], acknowledged: dict[int, int], facts: BookFacts, settings: Settings
+    last_seqs: dict[int, int], acknowledged: dict[int, int], readings: BookReadings, settings: Settings
 ) -> list[Finding]:  # fmt: skip
     """Events that somebody knows and Kafka has not any more. By shard: what the journal ends at, and what
     Redis knows to be in it.
     """
     known = dict(acknowledged)
-    for of_model in facts.positions.values():
+    for of_model in readings.positions.values():
         for shard, cursor in of_model.items():
             known[shard] = max(known.get(shard, 0), cursor.seq)
     lost = {
@@ -268,7 +272,7 @@ def journal_lost(
     )
     if any(last_seqs.values()):
         # What is left goes too, so the audit trail must have it before.
-        audit = facts.positions.get("audit", {})
+        audit = readings.positions.get("audit", {})
         unread = [shard for shard, seq in last_seqs.items() if shard not in audit or audit[shard].seq < seq]
         if unread:
             means += (
@@ -283,7 +287,7 @@ def journal_lost(
     return [Finding("stuck", what, means, command)]
 
 
-def of_another_release(facts: BookFacts, settings: Settings) -> list[Finding]:
+def of_another_release(readings: BookReadings, settings: Settings) -> list[Finding]:
     """Read models that workers of this release cannot write: their tables are of another definition."""
     return [
         Finding(
@@ -293,11 +297,11 @@ def of_another_release(facts: BookFacts, settings: Settings) -> list[Finding]:
             "still",
             f"grabstream rebuild {name}",
         )
-        for name in facts.without_version
+        for name in readings.without_version
     ]  # fmt: skip
 
 
-def stopped(facts: BookFacts, settings: Settings) -> list[Finding]:
+def stopped(readings: BookReadings, settings: Settings) -> list[Finding]:
     """Read models that have stopped at a shard: a poison block."""
     return [
         Finding(
@@ -312,13 +316,15 @@ def stopped(facts: BookFacts, settings: Settings) -> list[Finding]:
             f"grabstream retry {stop.projection} {stop.shard}",
             _ms(stop.stopped_at),
         )
-        for stop in facts.stops
+        for stop in readings.stops
     ]  # fmt: skip
 
 
-def lagging(behind: dict[str, list[Lag]], facts: BookFacts, settings: Settings, now_ms: int) -> list[Finding]:
+def lagging(
+    behind: dict[str, list[Lag]], readings: BookReadings, settings: Settings, now_ms: int
+) -> list[Finding]:
     """Read models that have not read events which stand in the journal for a while."""
-    at_rest = {(stop.projection, stop.shard) for stop in facts.stops}
+    at_rest = {(stop.projection, stop.shard) for stop in readings.stops}
     found = []
     for name, of_model in behind.items():
         late = [
@@ -341,7 +347,7 @@ def lagging(behind: dict[str, list[Lag]], facts: BookFacts, settings: Settings, 
     return found
 
 
-def jumped(jumps: Sequence[Jump], facts: BookFacts, settings: Settings) -> list[Finding]:
+def jumped(jumps: Sequence[Jump], readings: BookReadings, settings: Settings) -> list[Finding]:
     """Read models that stand still while their journal goes on, and do not look behind it: their cursors were
     moved.
     """
@@ -356,25 +362,25 @@ def jumped(jumps: Sequence[Jump], facts: BookFacts, settings: Settings) -> list[
             f"moved to {why}"
         )
         means = "what reads it sees the past, and what comes there next does not come into it"
-        since = facts.moved_at.get((jump.projection, jump.shard))
+        since = readings.moved_at.get((jump.projection, jump.shard))
         found.append(Finding("stuck", what, means, f"grabstream retry {jump.projection} {jump.shard}", since))
     return found
 
 
-def put_aside(facts: BookFacts, settings: Settings) -> list[Finding]:
+def put_aside(readings: BookReadings, settings: Settings) -> list[Finding]:
     """What operators set aside: known, and so for ever."""
     return [
         Finding(
             "note", one.in_words(), f"{one.projection} is short by these events",
             f"grabstream rebuild {one.projection}   # when the cause is mended", _ms(one.at),
         )
-        for one in facts.aside
+        for one in readings.aside
     ]  # fmt: skip
 
 
-def lost_decisions(facts: BookFacts, settings: Settings) -> list[Finding]:
+def lost_decisions(readings: BookReadings, settings: Settings) -> list[Finding]:
     """Answers that a recovery of Redis took back: nothing is stuck, but somebody was promised something."""
-    lost = facts.lost
+    lost = readings.lost
     if not lost.decisions:
         return []
     what = (
@@ -390,7 +396,7 @@ def lost_decisions(facts: BookFacts, settings: Settings) -> list[Finding]:
     return [Finding("note", what, means, mend, lost.first_at)]
 
 
-def differs(facts: BookFacts, settings: Settings) -> list[Finding]:
+def differs(readings: BookReadings, settings: Settings) -> list[Finding]:
     """What the verifier has found."""
     return [
         Finding(
@@ -401,7 +407,7 @@ def differs(facts: BookFacts, settings: Settings) -> list[Finding]:
             f"grabstream verify   # says more; when it is explained: grabstream dismiss {found.id}",
             _ms(found.found_at),
         )
-        for found in facts.found
+        for found in readings.found
     ]  # fmt: skip
 
 
@@ -417,20 +423,20 @@ _DIFFERENCES = {
 }
 
 
-def not_verified(facts: BookFacts, settings: Settings, now_ms: int) -> list[Finding]:
+def not_verified(readings: BookReadings, settings: Settings, now_ms: int) -> list[Finding]:
     """Nobody verifies: the verifier has not been there for long."""
-    if not facts.positions or not any(cursor.seq for cursor in facts.positions["audit"].values()):
+    if not readings.positions or not any(cursor.seq for cursor in readings.positions["audit"].values()):
         return []
-    last = max((_ms(one.compared_at) for one in facts.progress.values() if one.compared_at), default=None)
+    last = max((_ms(one.compared_at) for one in readings.progress.values() if one.compared_at), default=None)
     if last is not None and now_ms - last < verified.SILENT_MS_MAX:
         return []
     means = "a difference between journal, books and Redis would not be noticed"
     return [Finding("risk", "nobody verifies the books", means, "grabstream worker --roles verify", last)]
 
 
-def may_forget(facts: BookFacts, settings: Settings) -> list[Finding]:
+def may_forget(readings: BookReadings, settings: Settings) -> list[Finding]:
     """A PostgreSQL that does not wait for its disk."""
-    if facts.fsync:
+    if readings.fsync:
         return []
     means = "a crash of its machine may leave books that contradict themselves; they would have to be rebuilt"
     mend = (

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
 from grabstream.lua.keys import LAYOUT, SHARD_FIELDS, KeySpace, ShardKeys
-from grabstream.lua.life import life_of
+from grabstream.lua.server import server_epoch_of
 from grabstream.lua.trouble import is_trouble
 from grabstream.models.bounds import quoted
 from grabstream.ops.connections.redis_servers import ANSWER_SECONDS_MAX, masters, of_each, within
@@ -29,13 +29,13 @@ _number = re.compile(r"\d+")
 _event_at = re.compile(rb'"at":(\d+)').search
 
 
-class ShardFacts(NamedTuple):
+class ShardReadings(NamedTuple):
     """A shard as Redis has it, and the life of the server it is on; times in ms since 1970 UTC, None where
     there is nothing of the kind.
     """
 
     number: int
-    server_life: str
+    server_epoch: str
     fields: dict[str, str | None]
     relay: str | None
     oldest_unjournaled_at: int | None
@@ -48,7 +48,7 @@ class ShardFacts(NamedTuple):
         return int(self.fields["seq"] or 0) - int(self.fields["journaled_seq"] or 0)
 
 
-class ServerFacts(NamedTuple):
+class ServerReadings(NamedTuple):
     """A server that decides; `name` in words. `clock_ahead_ms`: its clock against this machine's."""
 
     name: str
@@ -58,7 +58,7 @@ class ServerFacts(NamedTuple):
     clock_ahead_ms: int
 
     @property
-    def life(self) -> str:
+    def server_epoch(self) -> str:
         """The server's life."""
         return str(self.info["run_id"]) + str(self.info["master_replid"])
 
@@ -68,13 +68,13 @@ class ServerFacts(NamedTuple):
         return self.time_ms - int(self.info["uptime_in_seconds"]) * 1000
 
 
-class CoreFacts(NamedTuple):
+class CoreReadings(NamedTuple):
     """The servers (several in a cluster), and the shards on them, as far as they answer; `silent` are
     addresses of servers that do not, `unknown` the shards of which nobody says anything.
     """
 
-    servers: list[ServerFacts]
-    shards: list[ShardFacts]
+    servers: list[ServerReadings]
+    shards: list[ShardReadings]
     silent: Sequence[str] = ()
     unknown: Sequence[int] = ()
 
@@ -88,12 +88,12 @@ class CoreFacts(NamedTuple):
         """The clock that is furthest from this machine's, against it."""
         return max((server.clock_ahead_ms for server in self.servers), key=abs)
 
-    def started_at(self, life: str) -> int:
+    def started_at(self, server_epoch: str) -> int:
         """When the server of a life started, ms since 1970 UTC; 0 when it is not there."""
-        return next((server.started_at for server in self.servers if server.life == life), 0)
+        return next((server.started_at for server in self.servers if server.server_epoch == server_epoch), 0)
 
 
-async def read_core(redis: Any, keys: KeySpace, clock: Any) -> CoreFacts:
+async def read_core(redis: Any, keys: KeySpace, clock: Any) -> CoreReadings:
     """Reads everything once; `clock` gives this machine's time in ms. Raises the client's own errors when no
     server answers.
     """
@@ -105,19 +105,21 @@ async def read_core(redis: Any, keys: KeySpace, clock: Any) -> CoreFacts:
         asyncio.gather(*reading, return_exceptions=True),
         of_each(redis, states, lambda number: _read_shard(redis, keys.shard(number))),
     )
-    answered = [server for server in servers if isinstance(server, ServerFacts)]
+    answered = [server for server in servers if isinstance(server, ServerReadings)]
     for problem in servers:
         if isinstance(problem, BaseException) and not (answered and is_trouble(problem)):
             raise problem
     silent = [
-        name for (name, _), server in zip(found, servers, strict=True) if not isinstance(server, ServerFacts)
+        name
+        for (name, _), server in zip(found, servers, strict=True)
+        if not isinstance(server, ServerReadings)
     ]
-    return CoreFacts(
+    return CoreReadings(
         answered, list(shards.values()), silent, [number for number in states if number not in shards]
     )
 
 
-async def _read_server(redis: Any, address: str, clock: Any) -> ServerFacts:
+async def _read_server(redis: Any, address: str, clock: Any) -> ServerReadings:
     info: dict[str, Any] = await redis.info()
     before = clock()
     seconds, microseconds = await redis.time()
@@ -127,10 +129,10 @@ async def _read_server(redis: Any, address: str, clock: Any) -> ServerFacts:
     for name in ("appendonly", "maxmemory-policy", "dir", "save"):
         found = await redis.config_get(name)
         config.update({_text(key): _text(value) for key, value in found.items()})
-    return ServerFacts(f"Redis {address}".strip(), info, config, time_ms, ahead)
+    return ServerReadings(f"Redis {address}".strip(), info, config, time_ms, ahead)
 
 
-async def _read_shard(redis: Any, keys: ShardKeys) -> ShardFacts:
+async def _read_shard(redis: Any, keys: ShardKeys) -> ShardReadings:
     async with redis.pipeline(transaction=False) as pipe:
         pipe.hmget(keys.state, list(SHARD_FIELDS))
         pipe.get(keys.lease)
@@ -147,8 +149,10 @@ async def _read_shard(redis: Any, keys: ShardKeys) -> ShardFacts:
         found = _event_at(next(iter(entry[0][1].values()))) if entry else None
         oldest = int(found.group(1)) if found else None
     first_due, first_hold = (int(found[0][1]) if found else None for found in (due, holds))
-    life = await life_of(redis, keys.state)
-    return ShardFacts(keys.shard, life, fields, relay and _text(relay), oldest, first_due, first_hold)
+    server_epoch = await server_epoch_of(redis, keys.state)
+    return ShardReadings(
+        keys.shard, server_epoch, fields, relay and _text(relay), oldest, first_due, first_hold
+    )
 
 
 def _text(value: Any) -> str:
@@ -158,7 +162,7 @@ def _text(value: Any) -> str:
 # -- checks --------------------------------------------------------------------------------------------------
 
 
-def may_evict(facts: CoreFacts, settings: Settings) -> list[Finding]:
+def may_evict(readings: CoreReadings, settings: Settings) -> list[Finding]:
     """A core that forgets by itself."""
     return [
         Finding(
@@ -167,12 +171,12 @@ def may_evict(facts: CoreFacts, settings: Settings) -> list[Finding]:
             "what was decided can vanish without a word; workers and gates refuse to start on it",
             f"{_cli(server, settings)} CONFIG SET maxmemory-policy noeviction",
         )
-        for server in facts.servers
+        for server in readings.servers
         if server.config["maxmemory-policy"] != "noeviction"
     ]  # fmt: skip
 
 
-def _cli(server: ServerFacts, settings: Settings) -> str:
+def _cli(server: ServerReadings, settings: Settings) -> str:
     """How a command is given to a server by hand."""
     host, _, port = server.name.removeprefix("Redis").strip().rpartition(":")
     return (
@@ -182,10 +186,10 @@ def _cli(server: ServerFacts, settings: Settings) -> str:
     )
 
 
-def may_lose(facts: CoreFacts, settings: Settings) -> list[Finding]:
+def may_lose(readings: CoreReadings, settings: Settings) -> list[Finding]:
     """A core that keeps nothing on its disk, or cannot."""
     found = []
-    for server in facts.servers:
+    for server in readings.servers:
         if server.config["appendonly"] != "yes":
             found.append(
                 Finding(
@@ -208,10 +212,10 @@ def may_lose(facts: CoreFacts, settings: Settings) -> list[Finding]:
     return found
 
 
-def memory_is_short(facts: CoreFacts, settings: Settings) -> list[Finding]:
+def memory_is_short(readings: CoreReadings, settings: Settings) -> list[Finding]:
     """Little of maxmemory is left."""
     found = []
-    for server in facts.servers:
+    for server in readings.servers:
         used, most = int(server.info["used_memory"]), int(server.info["maxmemory"])
         if most and used >= MEMORY_FULL_SHARE * most:
             found.append(
@@ -228,31 +232,31 @@ def memory_is_short(facts: CoreFacts, settings: Settings) -> list[Finding]:
     return found
 
 
-def silent(facts: CoreFacts, settings: Settings) -> list[Finding]:
+def silent(readings: CoreReadings, settings: Settings) -> list[Finding]:
     """Servers of the cluster that do not answer, and the shards that stand still with them."""
-    if not facts.silent and not facts.unknown:
+    if not readings.silent and not readings.unknown:
         return []
-    shards = f": nothing is known of {of_shards(facts.unknown)}" if facts.unknown else ""
-    who = ", ".join(f"Redis {name}" for name in facts.silent) or "Redis"
+    shards = f": nothing is known of {of_shards(readings.unknown)}" if readings.unknown else ""
+    who = ", ".join(f"Redis {name}" for name in readings.silent) or "Redis"
     return [
         Finding(
             "stuck", f"{who} does not answer within {ANSWER_SECONDS_MAX:.0f} s{shards}",
             "its shards decide nothing until it answers, or until a replica has taken its place; all other "
             "shards go on",
             "; ".join(f"redis-cli -h {name.rpartition(':')[0]} -p {name.rpartition(':')[2]} PING" for name
-            in facts.silent)
+            in readings.silent)
             or "grabstream status",
         )
     ]  # fmt: skip
 
 
-def fenced(facts: CoreFacts, settings: Settings) -> list[Finding]:
+def fenced(readings: CoreReadings, settings: Settings) -> list[Finding]:
     """Shards that decide nothing; what differs only in its numbers is told once, in the words of its first
     shard.
     """
     alike: dict[tuple[str, str], list[tuple[int, str, int | None]]] = {}
-    for shard in facts.shards:
-        reason = _why_fenced(facts, shard) or _wrong_layout(shard, settings)
+    for shard in readings.shards:
+        reason = _why_fenced(readings, shard) or _wrong_layout(shard, settings)
         if reason is not None:
             words, command, since = reason
             alike.setdefault((_number.sub("#", words), command), []).append((shard.number, words, since))
@@ -269,20 +273,20 @@ def fenced(facts: CoreFacts, settings: Settings) -> list[Finding]:
     return found
 
 
-def _why_fenced(facts: CoreFacts, shard: ShardFacts) -> tuple[str, str, int | None] | None:
+def _why_fenced(readings: CoreReadings, shard: ShardReadings) -> tuple[str, str, int | None] | None:
     """Why a shard is fenced, in words, the way out, and since when (ms since 1970 UTC); None when it is
     not.
     """
-    life, fault = shard.fields["life"], shard.fields["fault"]
+    server_epoch, fault = shard.fields["life"], shard.fields["fault"]
     # What was never taken over and has no relay is told below, as such.
-    if life == shard.server_life or (life is None and shard.relay is None):
+    if server_epoch == shard.server_epoch or (server_epoch is None and shard.relay is None):
         return None
-    restarted = life is not None
+    restarted = server_epoch is not None
     since = None
     if restarted or (shard.fields["seq"] and not shard.fields["partial"]):
         # It was not fenced when it decided its last event, nor before this life of the server began. What is
         # being rebuilt has the time of events long past.
-        since = max(facts.started_at(shard.server_life), int(shard.fields["time"] or 0)) or None
+        since = max(readings.started_at(shard.server_epoch), int(shard.fields["time"] or 0)) or None
     if (
         restarted
         and shard.relay is not None
@@ -291,8 +295,8 @@ def _why_fenced(facts: CoreFacts, shard: ShardFacts) -> tuple[str, str, int | No
     ):
         # The relay that owns the shard has reconciled it under this term, and nobody has taken it over since.
         fault = (
-            f"its life is {quoted(life)}, the server's is another: Redis started anew a moment ago, or "
-            "somebody changed the field by hand"
+            f"its server epoch is {quoted(server_epoch)}, the server has another: Redis was restarted a "
+            "moment ago, or somebody changed the field by hand"
         )
         return (
             fault,
@@ -315,7 +319,7 @@ def _why_fenced(facts: CoreFacts, shard: ShardFacts) -> tuple[str, str, int | No
     return fault or "its relay has not taken it over yet", command, since
 
 
-def _wrong_layout(shard: ShardFacts, settings: Settings) -> tuple[str, str, int | None] | None:
+def _wrong_layout(shard: ShardReadings, settings: Settings) -> tuple[str, str, int | None] | None:
     """The same for a shard whose keys name another layout than the scripts write."""
     layout = shard.fields["layout"] or ("1" if shard.fields["seq"] else str(LAYOUT))
     if shard.fields["life"] is None or layout == str(LAYOUT):
@@ -339,13 +343,13 @@ def _wrong_layout(shard: ShardFacts, settings: Settings) -> tuple[str, str, int 
     )
 
 
-def not_relayed(facts: CoreFacts, settings: Settings) -> list[Finding]:
+def not_relayed(readings: CoreReadings, settings: Settings) -> list[Finding]:
     """Shards without a relay, and shards whose relay does not get on."""
     found = []
-    without = [shard for shard in facts.shards if shard.relay is None]
+    without = [shard for shard in readings.shards if shard.relay is None]
     if without:
         waiting = sum(shard.waiting for shard in without)
-        decides = all(shard.fields["life"] == shard.server_life for shard in without)
+        decides = all(shard.fields["life"] == shard.server_epoch for shard in without)
         found.append(
             Finding(
                 "stuck",
@@ -359,9 +363,9 @@ def not_relayed(facts: CoreFacts, settings: Settings) -> list[Finding]:
             )
         )  # fmt: skip
     late = [
-        shard for shard in facts.shards
+        shard for shard in readings.shards
         if shard.relay and shard.oldest_unjournaled_at
-        and facts.time_ms - shard.oldest_unjournaled_at > RELAY_LATE_MS
+        and readings.time_ms - shard.oldest_unjournaled_at > RELAY_LATE_MS
     ]  # fmt: skip
     if late:
         holders = ", ".join(sorted({str(shard.relay) for shard in late}))
@@ -378,10 +382,10 @@ def not_relayed(facts: CoreFacts, settings: Settings) -> list[Finding]:
     return found
 
 
-def outbox_is_full(facts: CoreFacts, settings: Settings) -> list[Finding]:
+def outbox_is_full(readings: CoreReadings, settings: Settings) -> list[Finding]:
     """Shards that are near the bound at which grabs are answered busy, or beyond it."""
     most = settings.outbox_events_max
-    full = [shard for shard in facts.shards if shard.waiting >= FULL_SHARE * most]
+    full = [shard for shard in readings.shards if shard.waiting >= FULL_SHARE * most]
     if not full:
         return []
     beyond = any(shard.waiting >= most for shard in full)
@@ -398,7 +402,7 @@ def outbox_is_full(facts: CoreFacts, settings: Settings) -> list[Finding]:
     ]  # fmt: skip
 
 
-def not_swept(facts: CoreFacts, settings: Settings) -> list[Finding]:
+def not_swept(readings: CoreReadings, settings: Settings) -> list[Finding]:
     """Holds and offers whose time is long over."""
     found = []
     for words, means, name, late_ms in (
@@ -416,9 +420,9 @@ def not_swept(facts: CoreFacts, settings: Settings) -> list[Finding]:
         ),
     ):
         late = [
-            (shard, facts.time_ms - at)
-            for shard in facts.shards
-            if (at := getattr(shard, name)) and facts.time_ms - at > late_ms
+            (shard, readings.time_ms - at)
+            for shard in readings.shards
+            if (at := getattr(shard, name)) and readings.time_ms - at > late_ms
         ]
         for shards, why, command in (
             (
@@ -447,9 +451,9 @@ def not_swept(facts: CoreFacts, settings: Settings) -> list[Finding]:
     return found
 
 
-def other_shards(facts: CoreFacts, settings: Settings) -> list[Finding]:
+def other_shards(readings: CoreReadings, settings: Settings) -> list[Finding]:
     """A system that was made with another number of shards."""
-    numbers = {shard.fields["shards"] for shard in facts.shards} - {None, str(settings.shards)}
+    numbers = {shard.fields["shards"] for shard in readings.shards} - {None, str(settings.shards)}
     if not numbers:
         return []
     [number, *_] = sorted(map(str, numbers))

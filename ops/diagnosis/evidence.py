@@ -9,8 +9,8 @@ from psycopg import AsyncConnection
 from psycopg.rows import dict_row
 
 from grabstream.lua.keys import KeySpace
-from grabstream.lua.life import life_of
 from grabstream.lua.records import read_grab, read_part
+from grabstream.lua.server import server_epoch_of
 from grabstream.models.events import AnyEvent, decode_event
 from grabstream.models.identifiers import campaign_of
 
@@ -159,8 +159,10 @@ async def read_redis(redis: Any, keys: KeySpace, user: str, offer: str, grabs: l
     """
     of_shard = keys.shard(keys.shard_of_offer(offer))
     state_key, users_key, _, grabs_key, *_ = of_shard.of_offer(offer)
-    life = await redis.hget(of_shard.state, "life")
-    decides = life is not None and life.decode() == await life_of(redis, of_shard.state)
+    server_epoch = await redis.hget(of_shard.state, "life")
+    decides = server_epoch is not None and server_epoch.decode() == await server_epoch_of(
+        redis, of_shard.state
+    )
     values = await redis.hmget(state_key, ["state", "paused", "kind", "amount_left", "units_left", "held"])
     if values[0] is None:
         return {"decides": decides, "there": False}

@@ -12,10 +12,10 @@ from redis.exceptions import RedisError
 from grabstream.lua.gate.calls import now_ms
 from grabstream.ops.connections.opening import key_space, open_redis, what_is_mixed_up
 from grabstream.ops.diagnosis import books, core, machine, topics
-from grabstream.ops.diagnosis.books import BookFacts, Jump
-from grabstream.ops.diagnosis.core import CoreFacts
+from grabstream.ops.diagnosis.books import BookReadings, Jump
+from grabstream.ops.diagnosis.core import CoreReadings
 from grabstream.ops.diagnosis.findings import Finding
-from grabstream.ops.diagnosis.topics import Lag, TopicFacts
+from grabstream.ops.diagnosis.topics import Lag, TopicReadings
 from grabstream.ops.identity import NotWrittenDown, OtherJournal, OtherSystem
 from grabstream.ops.settings import Settings
 from grabstream.projections.database.migrate import use_schema
@@ -29,14 +29,14 @@ _AWAY: Final = (RedisError, KafkaError, OperationalError, OSError, TimeoutError)
 Clock = Callable[[], int]
 
 
-class Facts(NamedTuple):
+class Readings(NamedTuple):
     """What was read; None of a server that does not answer."""
 
     settings: Settings
     now_ms: int
-    core: CoreFacts | None
-    topics: TopicFacts | None
-    books: BookFacts | None
+    core: CoreReadings | None
+    topics: TopicReadings | None
+    books: BookReadings | None
     behind: dict[str, list[Lag]] | None
     #: the last seq in the journal, by shard; empty when there is no such topic
     last_seqs: dict[int, int] | None
@@ -50,7 +50,7 @@ class Check(NamedTuple):
 
     name: str
     needs: tuple[str, ...]
-    look: Callable[[Facts], list[Finding]]
+    look: Callable[[Readings], list[Finding]]
 
 
 class Examination(NamedTuple):
@@ -72,74 +72,85 @@ class Examination(NamedTuple):
         return int(any(finding.severity != "note" for _, finding in self.findings))
 
 
-def _core(check: Callable[[CoreFacts, Settings], list[Finding]]) -> Callable[[Facts], list[Finding]]:
-    return lambda facts: check(facts.core, facts.settings) if facts.core else []
+def _core(check: Callable[[CoreReadings, Settings], list[Finding]]) -> Callable[[Readings], list[Finding]]:
+    return lambda readings: check(readings.core, readings.settings) if readings.core else []
 
 
-def _topics(check: Callable[[TopicFacts, Settings], list[Finding]]) -> Callable[[Facts], list[Finding]]:
-    return lambda facts: check(facts.topics, facts.settings) if facts.topics else []
+def _topics(check: Callable[[TopicReadings, Settings], list[Finding]]) -> Callable[[Readings], list[Finding]]:
+    return lambda readings: check(readings.topics, readings.settings) if readings.topics else []
 
 
-def _books(check: Callable[[BookFacts, Settings], list[Finding]]) -> Callable[[Facts], list[Finding]]:
-    return lambda facts: check(facts.books, facts.settings) if facts.books else []
+def _books(check: Callable[[BookReadings, Settings], list[Finding]]) -> Callable[[Readings], list[Finding]]:
+    return lambda readings: check(readings.books, readings.settings) if readings.books else []
 
 
-def _commands_wait(facts: Facts) -> list[Finding]:
-    return topics.commands_wait(facts.topics, facts.settings, facts.now_ms) if facts.topics else []
-
-
-def _commands_set_aside(facts: Facts) -> list[Finding]:
-    return topics.commands_set_aside(facts.topics, facts.settings, facts.now_ms) if facts.topics else []
-
-
-def _journal_lost(facts: Facts) -> list[Finding]:
-    if facts.last_seqs is None or facts.books is None:
-        return []
-    shards = facts.core.shards if facts.core else ()
-    acknowledged = {shard.number: int(shard.fields["journaled_seq"] or 0) for shard in shards}
-    return books.journal_lost(facts.last_seqs, acknowledged, facts.books, facts.settings)
-
-
-def _lagging(facts: Facts) -> list[Finding]:
+def _commands_wait(readings: Readings) -> list[Finding]:
     return (
-        books.lagging(facts.behind, facts.books, facts.settings, facts.now_ms)
-        if facts.behind and facts.books
+        topics.commands_wait(readings.topics, readings.settings, readings.now_ms) if readings.topics else []
+    )
+
+
+def _commands_set_aside(readings: Readings) -> list[Finding]:
+    return (
+        topics.commands_set_aside(readings.topics, readings.settings, readings.now_ms)
+        if readings.topics
         else []
     )
 
 
-def _jumped(facts: Facts) -> list[Finding]:
-    # Of a journal that lost events the restore knows every cursor.
-    if not facts.jumps or not facts.books or _journal_lost(facts) or isinstance(facts.mixed_up, OtherJournal):
+def _journal_lost(readings: Readings) -> list[Finding]:
+    if readings.last_seqs is None or readings.books is None:
         return []
-    return books.jumped(facts.jumps, facts.books, facts.settings)
+    shards = readings.core.shards if readings.core else ()
+    acknowledged = {shard.number: int(shard.fields["journaled_seq"] or 0) for shard in shards}
+    return books.journal_lost(readings.last_seqs, acknowledged, readings.books, readings.settings)
 
 
-def _mixed_up(facts: Facts) -> list[Finding]:
-    error = facts.mixed_up
-    if error is None or (isinstance(error, NotWrittenDown) and facts.books and facts.books.missing):
+def _lagging(readings: Readings) -> list[Finding]:
+    return (
+        books.lagging(readings.behind, readings.books, readings.settings, readings.now_ms)
+        if readings.behind and readings.books
+        else []
+    )
+
+
+def _jumped(readings: Readings) -> list[Finding]:
+    # Of a journal that lost events the restore knows every cursor.
+    if (
+        not readings.jumps
+        or not readings.books
+        or _journal_lost(readings)
+        or isinstance(readings.mixed_up, OtherJournal)
+    ):
+        return []
+    return books.jumped(readings.jumps, readings.books, readings.settings)
+
+
+def _mixed_up(readings: Readings) -> list[Finding]:
+    error = readings.mixed_up
+    if error is None or (isinstance(error, NotWrittenDown) and readings.books and readings.books.missing):
         return []
     means = "every process refuses these settings, or what is done by them would be done to another system"
     return [Finding("stuck", error.what, means, error.mend)]
 
 
-def _not_verified(facts: Facts) -> list[Finding]:
-    return books.not_verified(facts.books, facts.settings, facts.now_ms) if facts.books else []
+def _not_verified(readings: Readings) -> list[Finding]:
+    return books.not_verified(readings.books, readings.settings, readings.now_ms) if readings.books else []
 
 
-def _clocks_apart(facts: Facts) -> list[Finding]:
-    clocks = {"Redis": facts.core, "PostgreSQL": facts.books}
+def _clocks_apart(readings: Readings) -> list[Finding]:
+    clocks = {"Redis": readings.core, "PostgreSQL": readings.books}
     return machine.clocks_apart(
-        facts.settings, {name: of.clock_ahead_ms for name, of in clocks.items() if of}
+        readings.settings, {name: of.clock_ahead_ms for name, of in clocks.items() if of}
     )
 
 
-def _disks(facts: Facts) -> list[Finding]:
+def _disks(readings: Readings) -> list[Finding]:
     directories = {
-        "PostgreSQL": facts.books.data_directory if facts.books else None,
-        **{server.name: server.config["dir"] for server in (facts.core.servers if facts.core else ())},
+        "PostgreSQL": readings.books.data_directory if readings.books else None,
+        **{server.name: server.config["dir"] for server in (readings.core.servers if readings.core else ())},
     }
-    return machine.disks(facts.settings, directories)
+    return machine.disks(readings.settings, directories)
 
 
 _AFTER_THE_JOURNAL: Final = ("grabstream init", "grabstream worker", "grabstream rebuild")
@@ -147,7 +158,7 @@ SYSTEM_CHECK: Final = "the settings are those of one system"
 JOURNAL_CHECK: Final = "the journal has what is known of it"
 #: What stops everything stands first.
 CHECKS: Final = (
-    Check("seal keys are set", (), lambda facts: machine.seal_keys_missing(facts.settings)),
+    Check("seal keys are set", (), lambda readings: machine.seal_keys_missing(readings.settings)),
     Check(SYSTEM_CHECK, (), _mixed_up),
     Check("topics are there", ("kafka",), _topics(topics.missing)),
     Check(JOURNAL_CHECK, ("kafka", "postgres"), _journal_lost),
@@ -192,7 +203,7 @@ async def examine(settings: Settings, clock: Clock = now_ms) -> Examination:
     mixed_up, *answers = await asyncio.gather(
         what_is_mixed_up(settings), *(_ask(name, function(settings, clock)) for name, function in read)
     )
-    of_core, of_topics, of_books = (facts for facts, _ in answers)
+    of_core, of_topics, of_books = (readings for readings, _ in answers)
     servers = {name: problem for (name, _), (_, problem) in zip(read, answers, strict=True)}
     # After the others: what somebody knows of the journal was in it before.
     behind: dict[str, list[Lag]] | None = None
@@ -203,20 +214,22 @@ async def examine(settings: Settings, clock: Clock = now_ms) -> Examination:
         behind, jumps, last_seqs = found or (None, None, None)
         servers["kafka"] = servers["kafka"] or problem
     return _make_checks(
-        Facts(settings, clock(), of_core, of_topics, of_books, behind, last_seqs, jumps, mixed_up), servers
+        Readings(settings, clock(), of_core, of_topics, of_books, behind, last_seqs, jumps, mixed_up), servers
     )
 
 
-def _make_checks(facts: Facts, servers: dict[str, str | None]) -> Examination:
+def _make_checks(readings: Readings, servers: dict[str, str | None]) -> Examination:
     findings: list[tuple[str, Finding]] = []
     passed, not_checked = [], []
     # What the others say is said of two systems, and what they advise would be done to the wrong one.
-    is_other = facts.mixed_up is not None and not isinstance(facts.mixed_up, OtherJournal | NotWrittenDown)
+    is_other = readings.mixed_up is not None and not isinstance(
+        readings.mixed_up, OtherJournal | NotWrittenDown
+    )
     for check in CHECKS:
         if any(servers[server] for server in check.needs) or (is_other and check.name != SYSTEM_CHECK):
             not_checked.append(check.name)
             continue
-        found = check.look(facts)
+        found = check.look(readings)
         findings += [(check.name, one) for one in found]
         if not found:
             passed.append(check.name)
@@ -233,7 +246,7 @@ def _make_checks(facts: Facts, servers: dict[str, str | None]) -> Examination:
             )
             for name, one in findings
         ]
-    return Examination(facts.now_ms, servers, findings, passed, not_checked)
+    return Examination(readings.now_ms, servers, findings, passed, not_checked)
 
 
 async def _ask(server: str, asking: Awaitable[Any]) -> tuple[Any, str | None]:
@@ -248,7 +261,7 @@ async def _ask(server: str, asking: Awaitable[Any]) -> tuple[Any, str | None]:
         )
 
 
-async def _read_core(settings: Settings, clock: Clock) -> CoreFacts:
+async def _read_core(settings: Settings, clock: Clock) -> CoreReadings:
     redis = open_redis(settings)
     try:
         return await core.read_core(redis, key_space(settings), clock)
@@ -256,19 +269,19 @@ async def _read_core(settings: Settings, clock: Clock) -> CoreFacts:
         await redis.aclose()
 
 
-async def _read_topics(settings: Settings, clock: Clock) -> TopicFacts:
+async def _read_topics(settings: Settings, clock: Clock) -> TopicReadings:
     async with started(_consumer(settings)) as consumer:
         return await topics.read_topics(settings, consumer)
 
 
-async def _read_books(settings: Settings, clock: Clock) -> BookFacts:
+async def _read_books(settings: Settings, clock: Clock) -> BookReadings:
     async with await connect(settings.postgres, settings.schema_) as connection:
         await use_schema(connection, settings.schema_)
         return await books.read_books(connection, settings.schema_, clock)
 
 
 async def _read_journal(
-    settings: Settings, of_books: BookFacts
+    settings: Settings, of_books: BookReadings
 ) -> tuple[dict[str, list[Lag]], list[Jump], dict[int, int]]:
     """Who is behind the journal, whose cursor is not where its rows are, and the last seq of every shard in
     it.

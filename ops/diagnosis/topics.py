@@ -58,7 +58,7 @@ class SetAside(NamedTuple):
     at: int
 
 
-class TopicFacts(NamedTuple):
+class TopicReadings(NamedTuple):
     """Partitions of every topic (none: the topic is missing), the journal's settings, the readers of the
     commands, and the newest commands that no script could decide.
     """
@@ -72,7 +72,7 @@ class TopicFacts(NamedTuple):
     set_aside: Sequence[SetAside] = ()
 
 
-async def read_topics(settings: Settings, consumer: AIOKafkaConsumer) -> TopicFacts:
+async def read_topics(settings: Settings, consumer: AIOKafkaConsumer) -> TopicReadings:
     """Reads everything once; raises the client's own errors."""
     topics = Topics(settings.prefix)
     names = list(retention_ms(topics))
@@ -97,7 +97,7 @@ async def read_topics(settings: Settings, consumer: AIOKafkaConsumer) -> TopicFa
     }
     behind = await lags(consumer, at)
     aside = await _set_aside(consumer, topics.rejected) if partitions.get(topics.rejected) else []
-    return TopicFacts(partitions, config, compression, deciders, behind, aside)
+    return TopicReadings(partitions, config, compression, deciders, behind, aside)
 
 
 async def _set_aside(consumer: AIOKafkaConsumer, rejected: str) -> list[SetAside]:
@@ -205,16 +205,16 @@ async def _written_at(consumer: AIOKafkaConsumer, partition: TopicPartition, off
 # -- checks --------------------------------------------------------------------------------------------------
 
 
-def missing(facts: TopicFacts, settings: Settings) -> list[Finding]:
+def missing(readings: TopicReadings, settings: Settings) -> list[Finding]:
     """Topics that are not there, or have another number of partitions."""
     topics = Topics(settings.prefix)
     found = []
-    absent = [name for name in retention_ms(topics) if not facts.partitions.get(name)]
+    absent = [name for name in retention_ms(topics) if not readings.partitions.get(name)]
     if absent:
         means = "nothing that goes by them goes on: commands, answers, the journal itself"
         found.append(Finding("stuck", f"topics are missing: {', '.join(absent)}", means, "grabstream init"))
     wrong = {
-        name: len(partitions) for name, partitions in facts.partitions.items()
+        name: len(partitions) for name, partitions in readings.partitions.items()
         if partitions and name != topics.rejected and len(partitions) != settings.shards
     }  # fmt: skip
     if wrong:
@@ -232,10 +232,10 @@ def missing(facts: TopicFacts, settings: Settings) -> list[Finding]:
     return found
 
 
-def not_led(facts: TopicFacts, settings: Settings) -> list[Finding]:
+def not_led(readings: TopicReadings, settings: Settings) -> list[Finding]:
     """Partitions without a leader, or with copies that are behind."""
     found = []
-    for name, partitions in facts.partitions.items():
+    for name, partitions in readings.partitions.items():
         leaderless = [one.number for one in partitions if one.leader < 0]
         behind = [
             one.number for one in partitions if one.leader >= 0 and len(one.in_sync) < len(one.replicas)
@@ -266,9 +266,9 @@ def not_led(facts: TopicFacts, settings: Settings) -> list[Finding]:
     return found
 
 
-def journal_forgets(facts: TopicFacts, settings: Settings) -> list[Finding]:
+def journal_forgets(readings: TopicReadings, settings: Settings) -> list[Finding]:
     """A journal that is not kept for ever."""
-    config, journal = facts.journal_config, Topics(settings.prefix).journal
+    config, journal = readings.journal_config, Topics(settings.prefix).journal
     kept = {"retention.ms": "-1", "retention.bytes": "-1", "cleanup.policy": "delete"}
     wrong = {name: config[name] for name, value in kept.items() if name in config and config[name] != value}
     if not wrong:
@@ -285,15 +285,15 @@ def journal_forgets(facts: TopicFacts, settings: Settings) -> list[Finding]:
     ]  # fmt: skip
 
 
-def keeps_batches_compressed(facts: TopicFacts, settings: Settings) -> list[Finding]:
+def keeps_batches_compressed(readings: TopicReadings, settings: Settings) -> list[Finding]:
     """Commands in batches that are as large as somebody likes when a reader unpacks them."""
-    if facts.commands_compression is None:
+    if readings.commands_compression is None:
         return []
     commands = Topics(settings.prefix).commands
     return [
         Finding(
             "risk", f"{commands} keeps compressed batches: its compression.type is "
-                    f"{facts.commands_compression}",
+                    f"{readings.commands_compression}",
             "max.message.bytes bounds a batch as it is sent, and a decider unpacks it whole: it may need "
             "more memory than there is",
             f"grabstream init   # or: kafka-configs.sh --bootstrap-server {settings.kafka} --alter --topic "
@@ -303,12 +303,12 @@ def keeps_batches_compressed(facts: TopicFacts, settings: Settings) -> list[Find
     ]  # fmt: skip
 
 
-def commands_wait(facts: TopicFacts, settings: Settings, now_ms: int) -> list[Finding]:
+def commands_wait(readings: TopicReadings, settings: Settings, now_ms: int) -> list[Finding]:
     """Commands that nobody reads, or not fast enough."""
-    waiting = sum(lag.end - lag.next_offset for lag in facts.commands_lag)
-    oldest = min((lag.since for lag in facts.commands_lag if lag.since), default=None)
+    waiting = sum(lag.end - lag.next_offset for lag in readings.commands_lag)
+    oldest = min((lag.since for lag in readings.commands_lag if lag.since), default=None)
     commands = Topics(settings.prefix).commands
-    if not facts.deciders and facts.partitions.get(commands):
+    if not readings.deciders and readings.partitions.get(commands):
         what = f"nobody reads {commands}: {waiting:,} records wait" if waiting else f"nobody reads {commands}"
         means = "commands that come by the topic are not decided, their senders get no answer"
         return [
@@ -316,8 +316,8 @@ def commands_wait(facts: TopicFacts, settings: Settings, now_ms: int) -> list[Fi
         ]
     if oldest is None or now_ms - oldest < LATE_MS:
         return []
-    shards = of_shards(lag.partition for lag in facts.commands_lag).replace("shard", "partition")
-    what = f"{commands}, {shards}: {waiting:,} records wait, though {facts.deciders} deciders read"
+    shards = of_shards(lag.partition for lag in readings.commands_lag).replace("shard", "partition")
+    what = f"{commands}, {shards}: {waiting:,} records wait, though {readings.deciders} deciders read"
     means = "senders wait for their answers"
     return [
         Finding(
@@ -330,9 +330,9 @@ def commands_wait(facts: TopicFacts, settings: Settings, now_ms: int) -> list[Fi
     ]
 
 
-def commands_set_aside(facts: TopicFacts, settings: Settings, now_ms: int) -> list[Finding]:
+def commands_set_aside(readings: TopicReadings, settings: Settings, now_ms: int) -> list[Finding]:
     """Commands that no script could decide: an error of the program, or of what Redis holds for them."""
-    aside = [one for one in facts.set_aside if now_ms - one.at < SET_ASIDE_NAMED_MS]
+    aside = [one for one in readings.set_aside if now_ms - one.at < SET_ASIDE_NAMED_MS]
     if not aside:
         return []
     last, rejected = aside[-1], Topics(settings.prefix).rejected

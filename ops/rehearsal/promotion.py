@@ -162,7 +162,7 @@ class Promotion(Story):
         await self.catch_up()
         unused = [
             name
-            for name, grab in self.facts.grabs.items()
+            for name, grab in self.tally.grabs.items()
             if not grab.redeemed and not grab.orders and grab.taken
         ]
         unused = self.random.sample(unused, min(40, len(unused)))
@@ -181,9 +181,9 @@ class Promotion(Story):
         codes = Counter(code for _, code in self.in_hand)
         twice = [f"{code}: in {count} hands" for code, count in codes.items() if count > 1]
         strange = [f"{code}: nobody loaded it" for code in codes.keys() - set(self.codes)]
-        uses = [event for event in self.facts.events.values() if isinstance(event, GrabRedeemed)]
+        uses = [event for event in self.tally.events.values() if isinstance(event, GrabRedeemed)]
         late = [f"{event.grab}: used at {shown(event.at)}" for event in uses if event.at >= VALID_UNTIL_MS]
-        offer = self.facts.offers[self.offer]
+        offer = self.tally.offers[self.offer]
         missing = (
             []
             if codes.total() == offer.taken
@@ -203,13 +203,13 @@ class Promotion(Story):
 
     def result(self) -> list[dict[str, Any]]:
         """What became of the coupons."""
-        offer = self.facts.offers[self.offer]
+        offer = self.tally.offers[self.offer]
         return [
             {
                 "offer": self.offer,
                 "total": offer.total,
                 "taken": offer.taken,
-                "people": len({grab.user for grab in self.facts.grabs.values()}),
+                "people": len({grab.user for grab in self.tally.grabs.values()}),
                 "redeemed": offer.sums["redeemed"],
                 "unredeemed": offer.sums["unredeemed"],
                 "back": offer.given_back,

@@ -315,7 +315,7 @@ async def look(redis: Any, keys: KeySpace, connection: AsyncConnection[Any]) -> 
         sum(decided),
         sum(journaled),
         {name: sum(cursors.get((name, shard), 0) for shard in shards) for name in PROJECTIONS},
-        all(life for *_, life in states)
+        all(server_epoch for *_, server_epoch in states)
         and decided == journaled
         and all(cursors.get((name, shard), 0) == decided[shard] for name in PROJECTIONS for shard in shards),
     )

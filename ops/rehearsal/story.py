@@ -32,9 +32,9 @@ from grabstream.ops.connections.opening import gate_limits, key_space, open_redi
 from grabstream.ops.console.output import console
 from grabstream.ops.console.progress import bar
 from grabstream.ops.rehearsal.clock import Clock, moment, shown
-from grabstream.ops.rehearsal.facts import Facts
 from grabstream.ops.rehearsal.run import Patience, open_books, until_in_books
 from grabstream.ops.rehearsal.stage import Stage, set_up
+from grabstream.ops.rehearsal.tally import Tally
 from grabstream.ops.settings import Settings
 from grabstream.ops.verification.checks import Check
 from grabstream.ops.verification.verifying import verify
@@ -121,7 +121,7 @@ class Story:
         quiet: bool,
     ) -> None:
         self.clock = Clock(self.begins_ms)
-        self.facts = Facts(self.clock)
+        self.tally = Tally(self.clock)
         self.display = Display(self.clock, quiet)
         self.random = random.Random(seed)
         self.people = people
@@ -182,7 +182,7 @@ class Story:
 
     def told(self, holds: bool, problem: str) -> None:
         """Something that must be so at this point of the story."""
-        self.facts.check("the story goes as it is told", holds, problem)
+        self.tally.check("the story goes as it is told", holds, problem)
 
     def plan(self, at_ms: float, command: AnyCommand) -> None:
         """Puts a command on the agenda."""
@@ -233,11 +233,11 @@ class Story:
                 answer.quantity,
                 answer.seq,
             )
-            self.facts.check(
+            self.tally.check(
                 "everybody was answered, always the same", same, f"{command.id}: {before} and then {answer}"
             )
             return
-        self.facts.check("everybody was answered, always the same", True, "")
+        self.tally.check("everybody was answered, always the same", True, "")
         self.first[command.id] = (command, answer)
         expected = self._expected.get(command.id)
         if expected is not None:
@@ -292,7 +292,7 @@ class Story:
                         )
                         for one in accepted:
                             event = decode_event(one.line)
-                            self.facts.take(event)
+                            self.tally.take(event)
                             self.happened(event)
 
     async def take_stock(self) -> None:
@@ -327,9 +327,9 @@ class Story:
         """The verdict, but for what `verify` says of every system."""
         self._compare_payments()
         self._compare_promises()
-        for name, grab in self.facts.grabs.items():
-            held = self.facts.accounts[f"hold:{grab.user}", self.facts.offers[grab.offer].asset]
-            self.facts.check(
+        for name, grab in self.tally.grabs.items():
+            held = self.tally.accounts[f"hold:{grab.user}", self.tally.offers[grab.offer].asset]
+            self.tally.check(
                 "all holds have ended",
                 grab.held == 0 and held == 0,
                 f"{name}: {grab.held} held, {held} on the account",
@@ -337,8 +337,8 @@ class Story:
         return [*self._found(), self._money(), await self._demand(), *self.own_checks(), *self._stock_checks]
 
     def _found(self) -> list[Check]:
-        facts = self.facts
-        return [Check(name, count, "times", facts.problems[name]) for name, count in facts.checked.items()]
+        tally = self.tally
+        return [Check(name, count, "times", tally.problems[name]) for name, count in tally.checked.items()]
 
     def _compare_payments(self) -> None:
         name = "each payment confirmed or refunded, once"
@@ -348,21 +348,21 @@ class Story:
             if isinstance(command, Confirm) and command.payment
         }
         for payment, command in sent.items():
-            found = self.facts.payments[payment]
-            self.facts.check(
+            found = self.tally.payments[payment]
+            self.tally.check(
                 name,
                 len(found) == 1 and found[0][1] == command.paid,
                 f"{payment}, {command.paid} paid: {found}",
             )
-        for payment in self.facts.payments.keys() - sent.keys():
-            self.facts.check(name, False, f"{payment}: nobody made this payment")
+        for payment in self.tally.payments.keys() - sent.keys():
+            self.tally.check(name, False, f"{payment}: nobody made this payment")
 
     def _compare_promises(self) -> None:
         """Every answer that names an event says what the event says."""
         for command, answer in self.first.values():
             if answer.seq is None or answer.shard is None:
                 continue
-            event = self.facts.events.get((answer.shard, answer.seq))
+            event = self.tally.events.get((answer.shard, answer.seq))
             tag = event and event.__struct_config__.tag
             wanted = _EVENT_OF.get(answer.outcome, "payment.refund_due")
             units = (
@@ -371,7 +371,7 @@ class Story:
                 else answer.quantity
             )
             same = event is not None and (tag, event.offer, units) == (wanted, command.offer, answer.quantity)
-            self.facts.check(
+            self.tally.check(
                 "every promise is in the journal",
                 same,
                 f"{command.id}: told {answer}, the journal has {event}",
@@ -381,29 +381,29 @@ class Story:
         """What came for confirmed grabs is what issuers have and what went back; what came too much waits to
         be refunded.
         """
-        facts, problems = self.facts, []
+        tally, problems = self.tally, []
         paid = {
             payment: sum(amount for how, amount in found if how == "grab.confirmed")
-            for payment, found in facts.payments.items()
+            for payment, found in tally.payments.items()
         }
         due = {
             payment: sum(amount for how, amount in found if how != "grab.confirmed")
-            for payment, found in facts.payments.items()
+            for payment, found in tally.payments.items()
         }
-        currencies = {offer.terms.currency for offer in facts.offers.values() if offer.terms.currency}
-        issuers = {f"issuer:{offer.terms.issuer}" for offer in facts.offers.values()}
-        have = sum(facts.accounts[issuer, currency] for issuer in issuers for currency in currencies)
-        back = sum(facts.refunds.values())
+        currencies = {offer.terms.currency for offer in tally.offers.values() if offer.terms.currency}
+        issuers = {f"issuer:{offer.terms.issuer}" for offer in tally.offers.values()}
+        have = sum(tally.accounts[issuer, currency] for issuer in issuers for currency in currencies)
+        back = sum(tally.refunds.values())
         if sum(paid.values()) - back != have:
             problems.append(
                 f"{sum(paid.values())} confirmed − {back} given back ≠ {have} that the issuers have"
             )
-        for payment in facts.payments:
+        for payment in tally.payments:
             for currency in currencies:
-                waits = facts.accounts[f"refund:{payment}", currency]
-                if waits != due[payment] + facts.refunds[payment] or facts.refunds[payment] > paid[payment]:
+                waits = tally.accounts[f"refund:{payment}", currency]
+                if waits != due[payment] + tally.refunds[payment] or tally.refunds[payment] > paid[payment]:
                     problems.append(
-                        f"{payment}: {paid[payment]} confirmed, {due[payment]} due, {facts.refunds[payment]} "
+                        f"{payment}: {paid[payment]} confirmed, {due[payment]} due, {tally.refunds[payment]} "
                         f"back, {waits} waits"
                     )
         return Check("money confirmed = issuer's + refunds", sum(paid.values()), "minor units", problems)

@@ -322,7 +322,7 @@ class Week(Story):
         if terms.late == "retake":
             served.add("confirmed")
         said = f"{command.id}: {now - deadline} ms late, {terms.late}: {answer.outcome}"
-        self.facts.check("late payments as the offer says", answer.outcome in served, said)
+        self.tally.check("late payments as the offer says", answer.outcome in served, said)
 
     def _pays_too_little(self, grab: Grab, quantity: int, due: int, deadline: int) -> None:
         at = self._soon(deadline, most=9)
@@ -420,7 +420,7 @@ class Week(Story):
 
     def own_checks(self) -> list[Check]:
         """All has ended, and all that the story is about has happened."""
-        offers = self.facts.offers
+        offers = self.tally.offers
         here = [name for name, offer in offers.items() if offer.retired_at is None]
         seen = {answer.outcome for _, answer in self.first.values()}
         wanted = {
@@ -429,7 +429,7 @@ class Week(Story):
             "sold_out", "over", "no_such_offer", "invalid", "expired", "not_held",
         }  # fmt: skip
         again = [
-            event for event in self.facts.events.values() if isinstance(event, GrabHeld) and event.waited
+            event for event in self.tally.events.values() if isinstance(event, GrabHeld) and event.waited
         ]
         missing = [f"nobody was answered {outcome}" for outcome in sorted(wanted - seen)] + (
             [] if again else ["nobody was served who waited"]
@@ -462,7 +462,7 @@ class Week(Story):
                 "back": offer.given_back,
                 "refused": refused_by_outcome(self, name),
             }
-            for name, offer in self.facts.offers.items()
+            for name, offer in self.tally.offers.items()
         ]
 
 

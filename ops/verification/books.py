@@ -102,7 +102,7 @@ class Books:
             try:
                 async with aclosing(self._records(shard)) as records:
                     async for offset, cursor, accepted in records:
-                        marks.behind(offset, cursor, accepted)
+                        marks.after(offset, cursor, accepted)
                         for one, event in zip(accepted, _decoded(accepted), strict=True):
                             await self._event(shard, one, event, audit)
                             folded = one
@@ -164,7 +164,7 @@ class Books:
         """Each record's offset, the cursor behind it, and what it adds; what operators have set aside is
         passed over.
         """
-        past = {one.journal_offset: one.behind for one in self.aside if one.shard == shard}
+        past = {one.journal_offset: one.after for one in self.aside if one.shard == shard}
         cursor = Cursor()
         async with aclosing(
             self._reader.read(shard, await self._reader.beginning(shard), await self._reader.end(shard))

@@ -21,7 +21,7 @@ class Marks:
         self._head = b"" if redis.journaled_seq else redis.journaled_head
         self._at_checkpoint: Cursor | None = None
 
-    def behind(self, offset: int, cursor: Cursor, accepted: Sequence[Accepted]) -> None:
+    def after(self, offset: int, cursor: Cursor, accepted: Sequence[Accepted]) -> None:
         """The next record: its offset, the cursor behind it, and its events."""
         for name, one in self._cursors.items():
             if one.next_offset == offset + 1:

@@ -45,8 +45,8 @@ async def redis_check(
                 f"shard {shard} is not compared: Redis and its journal do not stand at the same event"
             )
             continue
-        seq, life = await redis.hmget(key_space(settings).shard(shard).state, ["seq", "life"])
-        if seq is None and life is None:
+        seq, server_epoch = await redis.hmget(key_space(settings).shard(shard).state, ["seq", "life"])
+        if seq is None and server_epoch is None:
             if books.ends[shard]:
                 problems.append(
                     f"shard {shard}: Redis has nothing of it, its journal ends at seq {books.ends[shard]}"

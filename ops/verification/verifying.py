@@ -75,7 +75,7 @@ async def redis_shards(redis: Any, settings: Settings) -> dict[int, RedisShard]:
     """How far every shard is."""
     shards = {}
     for number in range(settings.shards):
-        seq, journaled, head, offset, term, owner, life = await redis.hmget(
+        seq, journaled, head, offset, term, owner, server_epoch = await redis.hmget(
             key_space(settings).shard(number).state,
             [
                 "seq",
@@ -90,7 +90,7 @@ async def redis_shards(redis: Any, settings: Settings) -> dict[int, RedisShard]:
         shards[number] = RedisShard(
             int(seq or 0), int(journaled or 0), bytes.fromhex((head or b"").decode()), int(offset or 0),
             int(term or 0),
-            (owner or b"").decode(errors="replace"), life is not None,
+            (owner or b"").decode(errors="replace"), server_epoch is not None,
         )  # fmt: skip
     return shards
 

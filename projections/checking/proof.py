@@ -130,7 +130,7 @@ def walk(
         nonlocal seq, head
         while gap := gaps.audit.get(seq + 1):
             facts.extend(_facts_of(gap, lines))
-            seq, head = gap.last_seq, gap.behind.head
+            seq, head = gap.last_seq, gap.after.head
 
     for row in rows:
         past_gap()
@@ -262,7 +262,7 @@ class _Terms(msgspec.Struct):
 _terms = msgspec.json.Decoder(_Terms).decode
 
 
-def behind(state: OfferState | None, event: AnyEvent) -> OfferState:
+def after(state: OfferState | None, event: AnyEvent) -> OfferState:
     """The state of an offer behind its next event."""
     state = state or OfferState(event.offer, event.shard, 0, 0, 0, 0, 0, 0, False)
     left, held = state.amount_left, state.held

@@ -34,7 +34,7 @@ class SetAside(NamedTuple):
     journal_offset: int
     first_seq: int
     event_count: int
-    behind: Cursor
+    after: Cursor
     value: bytes
     offers: Sequence[str]
     readable: bool
@@ -99,12 +99,12 @@ def _of_row(
     owner: str, value: bytes,
     *rest: Any,
 ) -> SetAside:  # fmt: skip
-    behind = Cursor(first_seq + count - 1, bytes(head), offset + 1, term, owner)
-    return SetAside(id, projection, shard, offset, first_seq, count, behind, bytes(value), *rest)
+    after = Cursor(first_seq + count - 1, bytes(head), offset + 1, term, owner)
+    return SetAside(id, projection, shard, offset, first_seq, count, after, bytes(value), *rest)
 
 
 async def set_aside(
-    connection: AsyncConnection[Any], projection: str, shard: int, before: Cursor, behind: Cursor,
+    connection: AsyncConnection[Any], projection: str, shard: int, before: Cursor, after: Cursor,
     headers: Headers, value: bytes,
     offers: Sequence[str], readable: bool, missing: Sequence[tuple[str, str, int]], refused_because: str,
     reason: str, operator: str,
@@ -119,15 +119,15 @@ async def set_aside(
     """
     async with connection.transaction():
         if own_cursor:
-            await cursors.advance(connection, projection, {shard: (before, behind)})
+            await cursors.advance(connection, projection, {shard: (before, after)})
         await connection.execute(
             "INSERT INTO set_aside_records (projection, read_model, shard, journal_offset, first_seq, count, "
             "head, term, owner, headers, "
             "value, value_sha256, offers, readable, missing, refused_because, reason, operator) "
             "VALUES (%s, current_schema(), %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s)",
             (
-                projection, shard, behind.next_offset - 1, before.seq + 1, behind.seq - before.seq,
-                behind.head, behind.term, behind.owner,
+                projection, shard, after.next_offset - 1, before.seq + 1, after.seq - before.seq,
+                after.head, after.term, after.owner,
                 json.dumps([[name, bytes(text).hex()] for name, text in headers]), value,
                 sha256(value).digest(),
                 list(offers), readable, json.dumps(missing), refused_because, reason, operator,
@@ -162,5 +162,5 @@ def past(records: Sequence[SetAside], shard: int, cursor: Cursor) -> Cursor:
             and record.first_seq == cursor.seq + 1
             and record.journal_offset >= cursor.next_offset
         ):
-            cursor = record.behind
+            cursor = record.after
     return cursor

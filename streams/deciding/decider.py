@@ -130,7 +130,7 @@ class _Done(NamedTuple):
 
     held: HeldCommand
     answer: Answer | None
-    poison: str | None = None
+    undecidable: str | None = None
 
 
 class _Session(ConsumerRebalanceListener):  # type: ignore[misc]
@@ -348,8 +348,10 @@ class _Lane:
             decided = [one for unit in _units(held) for one in await self._ask_alone(unit)]
         answers = by_partition((one.held, one.answer) for one in decided if one.answer is not None)
         aside = [
-            rejected for one in decided if one.poison
-            for rejected in set_aside(one.held.record.place, one.held.index, one.held.command, one.poison)
+            rejected for one in decided if one.undecidable
+            for rejected in set_aside(
+                one.held.record.place, one.held.index, one.held.command, one.undecidable
+            )
         ]  # fmt: skip
         await self._answers.send(answers, aside)
         for one in held:
@@ -359,13 +361,13 @@ class _Lane:
         self._progress.set()
 
     async def _ask(self, held: Sequence[HeldCommand]) -> list[_Done]:
-        poison: dict[int, str] = {}
+        undecidable: dict[int, str] = {}
         commands = [one.command for one in held]
         answers = await self._decider.gate.decide(
-            commands, reader=self._decider.order, report_poison=poison.__setitem__
+            commands, reader=self._decider.order, report_undecidable=undecidable.__setitem__
         )
         return [
-            _Done(one, answer, poison.get(place))
+            _Done(one, answer, undecidable.get(place))
             for place, (one, answer) in enumerate(zip(held, answers, strict=True))
         ]
 

@@ -14,7 +14,7 @@ from redis.exceptions import ResponseError
 from grabstream.lua.gate.batches import Table, decode_reply
 from grabstream.lua.gate.calls import is_raised_by_script, now_ms, run_script
 from grabstream.lua.keys import ShardKeys
-from grabstream.lua.life import time_ms_of
+from grabstream.lua.server import time_ms_of
 from grabstream.lua.trouble import is_trouble
 from grabstream.models.offers import PAYMENTS_KEPT_MS
 from grabstream.streams.clients import Trouble, in_words

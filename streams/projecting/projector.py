@@ -427,16 +427,16 @@ class Projector:
             return group
         try:
             decoded = self._decoder.decode(self._journal, record)
-            behind, accepted = cursor.feed(record.offset, decoded.block)
+            after, accepted = cursor.feed(record.offset, decoded.block)
             # What is accepted is always the end of the block.
             news = decoded.facts[-len(accepted) :] if accepted else []
         except (Corrupt, Gap) as error:
             await self._write(group)
             await self._stop(shard, cursor, str(error))
             return Group({}, {}, {})
-        group.moves[shard] = (group.moves[shard][0] if shard in group.moves else self._cursors[shard], behind)
+        group.moves[shard] = (group.moves[shard][0] if shard in group.moves else self._cursors[shard], after)
         group.facts.setdefault(shard, []).extend(news)
-        group.records.setdefault(shard, []).append((behind, news))
+        group.records.setdefault(shard, []).append((after, news))
         if sum(map(len, group.facts.values())) >= GROUP_EVENTS_MAX:
             await self._write(group)
             return Group({}, {}, {})
@@ -456,9 +456,9 @@ class Projector:
         """Finds out which record cannot be written: its shard stops in front of it, and nothing else does."""
         for shard, records in group.records.items():
             cursor, _ = group.moves[shard]
-            for behind, facts in records:
+            for after, facts in records:
                 try:
-                    await self._commit(Group({shard: (cursor, behind)}, {shard: list(facts)}, {}))
+                    await self._commit(Group({shard: (cursor, after)}, {shard: list(facts)}, {}))
                 except psycopg.Error as error:
                     if not isinstance(error, self.refusals):
                         raise
@@ -470,13 +470,13 @@ class Projector:
                         shard, cursor, f"no rows can be made of its events: {type(error).__name__}: {error}"
                     )
                     break
-                cursor = behind
+                cursor = after
 
     async def _commit(self, group: Group) -> None:
         await self._save(group)
         self._step(f"{self.name}.committed")
-        for shard, (_, behind) in group.moves.items():
-            self._cursors[shard] = behind
+        for shard, (_, after) in group.moves.items():
+            self._cursors[shard] = after
 
     async def _save(self, group: Group) -> None:
         connection = await self._connected()

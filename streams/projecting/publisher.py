@@ -60,8 +60,8 @@ class Publisher(Projector):
         await self._start_producer()
         try:
             assert self._producer is not None
-            for shard, (fact, behind) in last.items():
-                for batch in event_batches(self._producer, [fact], self._source, behind):
+            for shard, (fact, after) in last.items():
+                for batch in event_batches(self._producer, [fact], self._source, after):
                     await (await self._producer.send_batch(batch, self._events, partition=shard))
         finally:
             await self._stop_producer()
@@ -113,7 +113,7 @@ def make_producer(kafka: str) -> AIOKafkaProducer:
 
 
 def event_batches(
-    producer: AIOKafkaProducer, facts: Sequence[Fact], source: bytes, behind: Cursor | None = None
+    producer: AIOKafkaProducer, facts: Sequence[Fact], source: bytes, after: Cursor | None = None
 ) -> list[Any]:
     """The events in as few batches as the size of a request allows, with a cursor (if there is one) on the
     last of them.
@@ -121,8 +121,8 @@ def event_batches(
     batches = [producer.create_batch()]
     for fact in facts:
         headers = event_headers(fact, source)
-        if behind is not None and fact is facts[-1]:
-            headers.append((CURSOR_HEADER, encode_cursor(behind)))
+        if after is not None and fact is facts[-1]:
+            headers.append((CURSOR_HEADER, encode_cursor(after)))
         record = {
             "key": fact.event.offer.encode(),
             "value": fact.line,

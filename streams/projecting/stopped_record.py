@@ -1,5 +1,5 @@
-"""Poison: the journal record at which a projection has stopped, what stands in it, and where the history goes
-on behind it.
+"""The journal record at which a projection has stopped: what stands in it, and where the history
+continues after it.
 """
 
 from collections.abc import AsyncGenerator
@@ -17,7 +17,7 @@ class CannotSetAside(Exception):
     """There is no record that a projection could be let past; the text says why, and what to do."""
 
 
-class Poison(NamedTuple):
+class StoppedRecord(NamedTuple):
     """A record that a projection did not take in: the cursors before and behind it, its lines as they stand,
     and what of them reads.
 
@@ -27,14 +27,14 @@ class Poison(NamedTuple):
 
     record: Record
     before: Cursor
-    behind: Cursor
+    after: Cursor
     lines: tuple[bytes, ...]
     events: tuple[AnyEvent | None, ...]
 
     @property
     def event_count(self) -> int:
         """How many events the projection will lack."""
-        return self.behind.seq - self.before.seq
+        return self.after.seq - self.before.seq
 
     @property
     def offers(self) -> list[str]:
@@ -45,16 +45,16 @@ class Poison(NamedTuple):
     def readable(self) -> bool:
         """Whether every event that will be lacking can be read, and is one of this record."""
         seqs = [event.seq for event in self.events if event is not None]
-        return seqs == list(range(self.before.seq + 1, self.behind.seq + 1))
+        return seqs == list(range(self.before.seq + 1, self.after.seq + 1))
 
 
-async def find_poison(reader: JournalReader, shard: int, cursor: Cursor) -> Poison:
+async def find_stopped_record(reader: JournalReader, shard: int, cursor: Cursor) -> StoppedRecord:
     """The first record behind a cursor that adds events or cannot be taken; raises CannotSetAside."""
     end, before = await reader.end(shard), cursor
     async with aclosing(_records(reader, shard, cursor.next_offset, end)) as records:
         async for record in records:
             try:
-                behind, accepted = cursor.feed(record.offset, parse_block(record.headers, record.value))
+                after, accepted = cursor.feed(record.offset, parse_block(record.headers, record.value))
             except Gap as gap:
                 raise CannotSetAside(
                     f"events are missing from the journal before this record ({gap}): nothing can be set "
@@ -62,11 +62,11 @@ async def find_poison(reader: JournalReader, shard: int, cursor: Cursor) -> Pois
                     "Restore the journal from the audit trail, then let the projection try again"
                 ) from None
             except Corrupt as corrupt:
-                behind = await _behind_corrupt(reader, cursor, record, end, str(corrupt))
-                return _poison(record, before, behind, tuple(record.value.split(b"\n")))
+                after = await _behind_corrupt(reader, cursor, record, end, str(corrupt))
+                return _stopped_record(record, before, after, tuple(record.value.split(b"\n")))
             if accepted:
-                return _poison(record, before, behind, tuple(one.line for one in accepted))
-            cursor = behind
+                return _stopped_record(record, before, after, tuple(one.line for one in accepted))
+            cursor = after
     raise CannotSetAside("the journal has no event behind the projection's cursor: let it try again")
 
 
@@ -105,15 +105,15 @@ async def _behind_corrupt(
 
 
 def _follows(cursor: Cursor, record: Record, block: Block) -> Cursor:
-    behind = cursor._replace(next_offset=record.offset + 1)
+    after = cursor._replace(next_offset=record.offset + 1)
     if block.first_seq <= cursor.seq + 1:
         # Nothing is missing between what is known and what follows: the record is none of the history.
-        return behind
-    return behind._replace(seq=block.first_seq - 1, head=block.prev)
+        return after
+    return after._replace(seq=block.first_seq - 1, head=block.prev)
 
 
-def _poison(record: Record, before: Cursor, behind: Cursor, lines: tuple[bytes, ...]) -> Poison:
-    return Poison(record, before, behind, lines, tuple(map(_event_of, lines)))
+def _stopped_record(record: Record, before: Cursor, after: Cursor, lines: tuple[bytes, ...]) -> StoppedRecord:
+    return StoppedRecord(record, before, after, lines, tuple(map(_event_of, lines)))
 
 
 def _event_of(line: bytes) -> AnyEvent | None:

@@ -27,7 +27,7 @@ from psycopg import AsyncConnection, IsolationLevel
 
 from grabstream.lua.ending import first_to_end, running
 from grabstream.lua.keys import KeySpace
-from grabstream.lua.life import life_of
+from grabstream.lua.server import server_epoch_of
 from grabstream.lua.trouble import is_trouble
 from grabstream.models.events import decode_event
 from grabstream.models.journal import Cursor
@@ -198,10 +198,10 @@ class Verifier:
         for shard in range(self._keys.shards):
             for _ in range(STEPS_A_PASS):
                 async with connection.transaction():
-                    behind = await self._walk(connection, shard, gaps[shard])
-                if not behind:
+                    after = await self._walk(connection, shard, gaps[shard])
+                if not after:
                     break
-            more |= behind
+            more |= after
         async with connection.transaction():
             await self._compare_accounts(connection)
             await verified.clear_gone(connection)
@@ -307,7 +307,7 @@ class Verifier:
             connection, sorted({event.offer for event in events})
         )
         for event in events:
-            state = states[event.offer] = proof.behind(states.get(event.offer), event)
+            state = states[event.offer] = proof.after(states.get(event.offer), event)
             observed = self._observed.get(event.offer)
             if observed is not None and observed.offer_seq == state.offer_seq:
                 self._met.append((state, self._observed.pop(event.offer)))
@@ -493,7 +493,7 @@ class Verifier:
                 )
             [[of_life, history, seq], *offers] = await pipe.execute()
         # Asked behind the reading: in another life what was read may be taken back.
-        if of_life is None or of_life.decode() != await life_of(self._redis, keys.state):
+        if of_life is None or of_life.decode() != await server_epoch_of(self._redis, keys.state):
             return None
         return history, seq, offers
 

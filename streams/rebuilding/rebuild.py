@@ -315,9 +315,9 @@ class Rebuild:
                 continue
             chunks = chunks_of(source.pieces(shard, self._own[shard], target, aside), chunk_events)
             async with aclosing(ahead(chunks, CHUNKS_AHEAD)) as read:
-                async for behind, facts in read:
+                async for after, facts in read:
                     await self._write(
-                        shard, behind, facts, apply, frozen, _between(aside, shard, self._own[shard], behind)
+                        shard, after, facts, apply, frozen, _between(aside, shard, self._own[shard], after)
                     )
                     done += len(facts)
                     self._report(
@@ -327,13 +327,13 @@ class Rebuild:
                     )
 
     async def _write(
-        self, shard: int, behind: Cursor, facts: list[Fact], apply: Apply, frozen: bool,
+        self, shard: int, after: Cursor, facts: list[Fact], apply: Apply, frozen: bool,
         aside: Sequence[SetAside]
     ) -> None:  # fmt: skip
         try:
             async with self._writer.transaction():
                 await cursors.advance(
-                    self._writer, self._projection, {shard: (self._own[shard], behind)}, frozen
+                    self._writer, self._projection, {shard: (self._own[shard], after)}, frozen
                 )
                 if aside:
                     await set_aside.carry_over(self._writer, aside)
@@ -341,10 +341,10 @@ class Rebuild:
                     await apply(self._writer, facts)
         except (psycopg.IntegrityError, psycopg.DataError) as error:
             raise RebuildRefused(
-                f"shard {shard}, seq {self._own[shard].seq + 1} to {behind.seq}: PostgreSQL refuses its "
+                f"shard {shard}, seq {self._own[shard].seq + 1} to {after.seq}: PostgreSQL refuses its "
                 f"events: {error}"
             ) from None
-        self._own[shard] = behind
+        self._own[shard] = after
         self._step("rebuild.committed")
 
     # -- aligning and comparing ------------------------------------------------------------------------------
@@ -426,14 +426,14 @@ class Rebuild:
         async def reach(held: Mapping[int, Cursor]) -> None:
             await follow(held)
             self._own = await cursors.load(self._writer, self._projection)
-            behind = [
+            after = [
                 f"shard {shard}: seq {self._own[shard].seq} of {held[shard].seq}"
                 for shard in held
                 if self._own[shard].seq < held[shard].seq
             ]
-            if behind and not accept:
+            if after and not accept:
                 raise Busy(
-                    f"{previous.schema} is behind the live version ({'; '.join(behind[:3])}), and readers "
+                    f"{previous.schema} is behind the live version ({'; '.join(after[:3])}), and readers "
                     "would go back in time: "
                     f"run workers of the release that has definition {previous.definition}, or --accept"
                 )
@@ -456,16 +456,16 @@ class Rebuild:
         return found
 
 
-def _between(aside: Sequence[SetAside], shard: int, before: Cursor, behind: Cursor) -> list[SetAside]:
+def _between(aside: Sequence[SetAside], shard: int, before: Cursor, after: Cursor) -> list[SetAside]:
     """What was set aside that lies between two cursors of a shard, and is gone past with them."""
     return [
         one
         for one in aside
         if one.shard == shard
         and (
-            before.seq < one.first_seq <= behind.seq
+            before.seq < one.first_seq <= after.seq
             if one.event_count
-            else before.next_offset <= one.journal_offset < behind.next_offset
+            else before.next_offset <= one.journal_offset < after.next_offset
         )
     ]
 

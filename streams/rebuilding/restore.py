@@ -223,11 +223,13 @@ class Restore:
             )
             async with started(producer):
                 for plan in plans:
-                    owner, term, life = await self._raise_term(plan)
+                    owner, term, server_epoch = await self._raise_term(plan)
                     writer = _ShardWriter(producer, self._where.journal, plan, term, owner)
                     await writer.write(connection, progress)
                     await _anchor_read_models(connection, self._where.schema, plan, writer.anchors)
-                    await self._anchor_redis(plan, (term, owner, life), writer.anchors[plan.checkpoint.seq])
+                    await self._anchor_redis(
+                        plan, (term, owner, server_epoch), writer.anchors[plan.checkpoint.seq]
+                    )
                     if plan.published.seq:
                         last[plan.shard] = (
                             await _fact(connection, plan.shard, plan.published.seq),
@@ -247,10 +249,10 @@ class Restore:
         """
         owner = OWNER + secrets.token_hex(8)
         floor = max(cursor.term for _, cursor in [*plan.places, ("", plan.restored)])
-        term, life, *_ = await run_script(
+        term, server_epoch, *_ = await run_script(
             self._redis, "raise_term", [self._keys.shard(plan.shard).state], [floor, owner]
         )
-        return owner, int(term), life.decode()
+        return owner, int(term), server_epoch.decode()
 
     async def _make_anew(self, connection: AsyncConnection[Any], plans: Sequence[ShardPlan]) -> None:
         """Drops the versions that have events which are given up; what is shown begins anew, empty."""

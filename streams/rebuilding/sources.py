@@ -45,7 +45,7 @@ class Piece(NamedTuple):
     """Events of a shard that follow each other, and the cursor behind them."""
 
     shard: int
-    behind: Cursor
+    after: Cursor
     facts: Sequence[Fact]
 
 
@@ -116,12 +116,12 @@ def _taken(cursor: Cursor, record: Record, aside: Sequence[SetAside]) -> tuple[C
     """
     try:
         decoded = Decoded(record)
-        behind, accepted = cursor.feed(record.offset, decoded.block)
-        return behind, decoded.facts[-len(accepted) :] if accepted else []
+        after, accepted = cursor.feed(record.offset, decoded.block)
+        return after, decoded.facts[-len(accepted) :] if accepted else []
     except (Corrupt, Gap):
         for one in aside:
             if (one.journal_offset, one.first_seq) == (record.offset, cursor.seq + 1):
-                return one.behind, []
+                return one.after, []
         raise
 
 
@@ -154,9 +154,9 @@ class AuditSource:
         deadline = time.monotonic() + AUDIT_LAG_SECONDS
         while True:
             async with aclosing(audit_lines(self._connection, shard, cursor, target.seq)) as lists:
-                async for behind, lines, hashes in lists:
-                    facts = _without(_facts(shard, behind.seq - len(lines) + 1, lines, hashes), aside)
-                    cursor = behind
+                async for after, lines, hashes in lists:
+                    facts = _without(_facts(shard, after.seq - len(lines) + 1, lines, hashes), aside)
+                    cursor = after
                     # Only the last cursor has an offset, the target's: one in between only says how far this
                     # build is.
                     if cursor.seq < target.seq:
@@ -245,16 +245,16 @@ async def chunks_of(
 ) -> AsyncGenerator[tuple[Cursor, list[Fact]], None]:
     """The pieces gathered to chunks of about so many events."""
     facts: list[Fact] = []
-    behind: Cursor | None = None
+    after: Cursor | None = None
     async with aclosing(pieces):
         async for piece in pieces:
-            behind = piece.behind
+            after = piece.after
             facts.extend(piece.facts)
             if len(facts) >= events:
-                yield behind, facts
-                facts, behind = [], None
-    if behind is not None:
-        yield behind, facts
+                yield after, facts
+                facts, after = [], None
+    if after is not None:
+        yield after, facts
 
 
 async def ahead(

@@ -1,1 +1,1 @@
-"""Owning a shard: leases, the relay from its outbox to the journal, take-over and recovery."""
+"""Owning a shard: leases, the relay from its outbox to the journal, takeover and recovery."""

@@ -35,12 +35,12 @@ class Ownership(NamedTuple):
 
     term: int
     owner: str
-    life: str
+    server_epoch: str
 
     @property
     def arguments(self) -> tuple[str, str, str]:
         """The first arguments of the owner's scripts."""
-        return (str(self.term), self.owner, self.life)
+        return (str(self.term), self.owner, self.server_epoch)
 
 
 class Raised(NamedTuple):
@@ -85,9 +85,11 @@ class OwnedShard:
             if str(error).startswith("NEWER"):
                 raise NewerProgram(str(error).removeprefix("NEWER ")) from None
             raise
-        term, life, reconciled_life, seq, form = (value.decode() for value in reply)
+        term, server_epoch, reconciled_epoch, seq, form = (value.decode() for value in reply)
         known = cast(Literal["complete", "partial", "outdated"], form)
-        return Raised(Ownership(int(term), owner, life), reconciled_life == life, int(seq), known)
+        return Raised(
+            Ownership(int(term), owner, server_epoch), reconciled_epoch == server_epoch, int(seq), known
+        )
 
     async def run(self, name: str, keys: list[str], own: Ownership, *arguments: object) -> Any:
         """A script of the owner; raises SteppedDown when another has the shard."""

@@ -308,8 +308,8 @@ class Recovery:
             done = 0
             while done < len(part):
                 rest = part[done:]
-                behind: tuple[int | str, int | str] = ("", "") if seq is None else (seq, seq + len(rest))
-                applied = await self._apply(own, rest, *behind, rest[-1].at)
+                after: tuple[int | str, int | str] = ("", "") if seq is None else (seq, seq + len(rest))
+                applied = await self._apply(own, rest, *after, rest[-1].at)
                 done += applied
                 seq = None if seq is None else seq + applied
                 self._applied += applied
@@ -317,7 +317,7 @@ class Recovery:
                 self._step("recovery.applied")
 
     async def _apply(
-        self, own: Ownership, events: Sequence[AnyEvent], seq: int | str, behind: int | str, at: int | str,
+        self, own: Ownership, events: Sequence[AnyEvent], seq: int | str, after: int | str, at: int | str,
         retired: Sequence[str] = ()
     ) -> int:  # fmt: skip
         """Applies events in one call; returns how many of them it had room for."""
@@ -335,7 +335,7 @@ class Recovery:
                     await self._shard.run("apply_parts", [keys.state, staged.key], own, offset, piece)
             return int(
                 await self._shard.run(
-                    "apply", [*keys.deciding(), *batch.keys], own, seq, behind, at, *batch.arguments
+                    "apply", [*keys.deciding(), *batch.keys], own, seq, after, at, *batch.arguments
                 )
             )
         except ResponseError as error:

@@ -153,12 +153,12 @@ class ShardRelay:
                 continue
             last = cursor.seq + len(lines)
             for block in _blocks(lines, self._block_events_max):
-                behind = await self._append(producer, own, cursor, block)
-                if behind.next_offset != cursor.next_offset + 1:
+                after = await self._append(producer, own, cursor, block)
+                if after.next_offset != cursor.next_offset + 1:
                     # Something stands between: it counts only if it is not a newer owner's.
-                    await tail.reached(behind.next_offset - 1)
+                    await tail.reached(after.next_offset - 1)
                 self._step("relay.acknowledged")
-                cursor = behind
+                cursor = after
                 if cursor.seq == last:
                     # What comes next is read while what was acknowledged is trimmed: one way to Redis less a
                     # block.
@@ -176,12 +176,12 @@ class ShardRelay:
             if not lines:
                 return cursor
             for block in _blocks(lines, self._block_events_max):
-                behind = await self._append(producer, own, cursor, block)
-                if behind.next_offset != cursor.next_offset + 1:
+                after = await self._append(producer, own, cursor, block)
+                if after.next_offset != cursor.next_offset + 1:
                     raise SteppedDown(
-                        f"something stands in the journal before offset {behind.next_offset - 1}"
+                        f"something stands in the journal before offset {after.next_offset - 1}"
                     )
-                cursor = behind
+                cursor = after
             await self._shard.trim(own, cursor)
 
     async def _append(

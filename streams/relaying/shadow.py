@@ -15,8 +15,8 @@ from typing import Any, Final, NamedTuple
 
 from grabstream.lua.gate.sealing import Sealer
 from grabstream.lua.keys import STAGED, KeySpace, ShardKeys
-from grabstream.lua.life import time_ms_of
 from grabstream.lua.records import in_fields, offer_of_answer, offer_of_payment, unpacked
+from grabstream.lua.server import time_ms_of
 from grabstream.models.journal import Accepted, Cursor, parse_block
 from grabstream.models.offers import PAYMENTS_KNOWN_MS
 from grabstream.streams.journal import JournalReader
@@ -324,8 +324,8 @@ class Beside:
             for part in parts:
                 _ask(pipe, self._live, part)
             answers: list[Value] = await pipe.execute()
-        [seq, partial, life, fault], *values = answers
-        if partial is not None or life is None:
+        [seq, partial, server_epoch, fault], *values = answers
+        if partial is not None or server_epoch is None:
             raise NotComparable(
                 f"its relay has yet to reconcile it with the journal{f' ({fault.decode()})' if fault else ''}"
             )

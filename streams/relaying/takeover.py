@@ -166,8 +166,8 @@ class Takeover:
     async def _read_on(self, truth: Truth, marker: int, raised: Raised, keep_from: int = 0) -> Truth:
         cursor, hashes = truth.cursor, truth.hashes
         async with aclosing(self._accepted(cursor, marker)) as reading:
-            async for behind, accepted in reading:
-                cursor = behind
+            async for after, accepted in reading:
+                cursor = after
                 # Of a server that decides nothing, what is beyond its seq is never compared.
                 hashes.update(
                     (one.seq, one.hash)

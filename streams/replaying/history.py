@@ -67,7 +67,7 @@ class Chunk(NamedTuple):
 
     shard: int
     before: Cursor
-    behind: Cursor
+    after: Cursor
     facts: Sequence[Fact]
     read: int
 
@@ -109,12 +109,12 @@ async def up_to(chunks: AsyncGenerator[Chunk, None], last: Point | None) -> Asyn
                 yield chunk
                 continue
             # The offset stays in front of the record: whoever goes on from here needs the rest of it.
-            behind = (
+            after = (
                 chunk.before._replace(seq=facts[end - 1].event.seq, head=facts[end - 1].hash)
                 if end
                 else chunk.before
             )
-            yield chunk._replace(facts=facts[:end], behind=behind)
+            yield chunk._replace(facts=facts[:end], after=after)
             return
 
 
@@ -182,7 +182,7 @@ class JournalSource:
             try:
                 async with aclosing(self._vouched(shard, cursor, start.proved)) as vouched:
                     async for chunk in vouched:
-                        cursor, told = chunk.behind, chunk.behind.seq
+                        cursor, told = chunk.after, chunk.after.seq
                         yield chunk
                 cursor = start.proved
             except (Corrupt, Gap):
@@ -200,11 +200,11 @@ class JournalSource:
         assert self._books is not None
         async with aclosing(self._lists(shard, cursor, proved.next_offset)) as lists:
             async for chunks in lists:
-                behind = chunks[-1].behind
-                if await trail.hash_at(self._books, shard, behind.seq) != behind.head:
-                    raise Corrupt(f"the audit trail has another history at seq {behind.seq}")
+                after = chunks[-1].after
+                if await trail.hash_at(self._books, shard, after.seq) != after.head:
+                    raise Corrupt(f"the audit trail has another history at seq {after.seq}")
                 for chunk in chunks:
-                    cursor = chunk.behind
+                    cursor = chunk.after
                     yield chunk
         if cursor.seq != proved.seq:
             raise Gap(f"the events behind seq {cursor.seq} were not found")
@@ -216,7 +216,7 @@ class JournalSource:
                 chunks = []
                 for record in records:
                     chunk = _chunk(cursor, record)
-                    cursor = chunk.behind
+                    cursor = chunk.after
                     chunks.append(chunk)
                 yield chunks
 
@@ -236,10 +236,10 @@ async def _soon(lists: AsyncGenerator[list[Record], None], shard: int) -> list[R
 
 def _chunk(cursor: Cursor, record: Record) -> Chunk:
     decoded = Decoded(record)
-    behind, accepted = cursor.feed(record.offset, decoded.block)
+    after, accepted = cursor.feed(record.offset, decoded.block)
     # What is accepted is always the end of the block.
     facts = decoded.facts[-len(accepted) :] if accepted else ()
-    return Chunk(record.shard, cursor, behind, facts, 1)
+    return Chunk(record.shard, cursor, after, facts, 1)
 
 
 class AuditSource:
@@ -284,9 +284,9 @@ class AuditSource:
         while cursor.seq < start.end:
             rows = await trail.lines(self._books, shard, cursor.seq, min(TRAIL_LINES, start.end - cursor.seq))
             facts = _facts(shard, cursor, rows)
-            behind = cursor._replace(seq=facts[-1].event.seq, head=facts[-1].hash)
-            yield Chunk(shard, cursor, behind, facts, len(facts))
-            cursor = behind
+            after = cursor._replace(seq=facts[-1].event.seq, head=facts[-1].hash)
+            yield Chunk(shard, cursor, after, facts, len(facts))
+            cursor = after
 
 
 def _facts(shard: int, cursor: Cursor, rows: Sequence[tuple[int, bytes, bytes]]) -> list[Fact]:

@@ -83,7 +83,7 @@ async def replay(
                     facts = [fact for fact in facts if stretch.first.of(fact) >= stretch.first.value]
                 await sink.write(chunk, facts)
                 done[stretch.shard] = Done(
-                    stretch.shard, chunk.behind, done[stretch.shard].events + len(facts)
+                    stretch.shard, chunk.after, done[stretch.shard].events + len(facts)
                 )
                 left -= chunk.read
                 report(chunk.read, len(facts))

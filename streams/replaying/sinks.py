@@ -68,7 +68,7 @@ class TopicSink:
         if chunk.shard != self._shard:
             await self.flush()
             self._shard, self._seq = chunk.shard, 0
-        self._seq = chunk.behind.seq
+        self._seq = chunk.after.seq
         self._waiting.extend(facts)
         if len(self._waiting) >= SEND_EVENTS_MAX:
             await self.flush()
@@ -107,7 +107,7 @@ class RowSink:
     async def write(self, chunk: Chunk, facts: Sequence[Fact]) -> None:
         """Takes events; commits when many have come together."""
         before = self._moves[chunk.shard][0] if chunk.shard in self._moves else chunk.before
-        self._moves[chunk.shard] = (before, chunk.behind)
+        self._moves[chunk.shard] = (before, chunk.after)
         self._facts.extend(facts)
         if len(self._facts) >= GROUP_EVENTS_MAX:
             await self.flush()
@@ -119,7 +119,7 @@ class RowSink:
         if not moves:
             return
         await self._save(moves, facts)
-        self.positions.update({shard: behind for shard, (_, behind) in moves.items()})
+        self.positions.update({shard: after for shard, (_, after) in moves.items()})
 
     async def _save(self, moves: Mapping[int, tuple[Cursor, Cursor]], facts: Sequence[Fact]) -> None:
         async with self._connection.transaction():

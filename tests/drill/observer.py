@@ -17,8 +17,8 @@ LOOK: Final = (
     "#!lua flags=no-writes\n"
     + (SCRIPTS / "includes" / "shard.lua").read_text()
     + "local held = redis.call('HMGET', KEYS[1], 'life', 'term')\n"
-    + "local life = life_of_server()\n"
-    + "return {held[1] == life and 0 or 1, life, held[2] or '0', string.format('%.0f', time_of_server())}\n"
+    + "local epoch = server_epoch()\n"
+    + "return {held[1] == epoch and 0 or 1, epoch, held[2] or '0', string.format('%.0f', time_of_server())}\n"
 )
 
 
@@ -69,9 +69,9 @@ class Observer:
         self, shard: int, before: tuple[str, int, int] | None, reply: list[Any]
     ) -> tuple[str, int, int] | None:
         """Lengthens the span by what was seen now; the new beginning, or None when it is not fenced."""
-        fenced, life, term, time_ms = reply[0], reply[1].decode(), int(reply[2]), int(reply[3])
+        fenced, server_epoch, term, time_ms = reply[0], reply[1].decode(), int(reply[2]), int(reply[3])
         if not fenced:
             return None
-        if before is not None and before[:2] == (life, term):
+        if before is not None and before[:2] == (server_epoch, term):
             self.spans.append(Fenced(shard, term, before[2], time_ms))
-        return (life, term, time_ms)
+        return (server_epoch, term, time_ms)

@@ -43,8 +43,8 @@ async def take_over(client: Any, keys: KeySpace) -> None:
     """What a relay does to a new shard, as far as deciding is concerned."""
     for number in range(keys.shards):
         state = keys.shard(number).state
-        term, life, *_ = await run_script(client, "raise_term", [state], [0, "test"])
-        await run_script(client, "reconcile", [state], [term, "test", life, "0", keys.shards])
+        term, server_epoch, *_ = await run_script(client, "raise_term", [state], [0, "test"])
+        await run_script(client, "reconcile", [state], [term, "test", server_epoch, "0", keys.shards])
 
 
 @pytest.fixture

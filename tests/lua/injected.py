@@ -1,5 +1,5 @@
-"""Errors in scripts, for tests: a command whose id has `poison` in it raises before the first write of its
-call, or after it.
+"""Errors in scripts, for tests: a command whose id contains `undecidable` raises before the first write of
+its call, or after it.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from grabstream.models.bounds import EVENT_LINE_BYTES_MAX
 
 _BEFORE = "local function append_events(call)\n"
 _RAISE = (
-    "  for _, line in ipairs(call.lines) do if string.find(line, 'poison', 1, true) then "
+    "  for _, line in ipairs(call.lines) do if string.find(line, 'undecidable', 1, true) then "
     "error('injected') end end\n"
 )
 _LINE_BOUND = f"event_line_bytes = {EVENT_LINE_BYTES_MAX},"
@@ -23,7 +23,7 @@ _WRITTEN = "      done = i\n"
 _RAISE_AT = """
       if i == %d and writes[1][1] == 'XADD' then
         for _, word in ipairs(writes[1]) do
-            if string.find(word, 'poison', 1, true) then error('injected') end
+            if string.find(word, 'undecidable', 1, true) then error('injected') end
         end
       end
 """

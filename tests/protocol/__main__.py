@@ -1,4 +1,4 @@
-"""`python -m tests.protocol`: plays random histories of the take-over protocol (docs/protocol.md)."""
+"""`python -m tests.protocol`: plays random histories of the takeover protocol (docs/protocol.md)."""
 
 import argparse
 import sys

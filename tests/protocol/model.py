@@ -1,4 +1,4 @@
-"""A model of one shard's take-over protocol, checked by random histories (docs/protocol.md).
+"""A model of one shard's takeover protocol, checked by random histories (docs/protocol.md).
 
 Actors are generators: between two `yield`s an actor is atomic, and at each `yield` any other actor may run.
 Each rule of the protocol is a flag in `RULES`. With all of them, no invariant may break in any history;
@@ -20,7 +20,7 @@ RULES: Final = {
     "OWNER": "the owner is a fresh random id at every takeover (the name of the process)",
     "CMP": "every takeover compares Redis with the journal by hash, and rebuilds after a difference "
     "(applies what is missing, and only when the run id differs)",
-    "LIFE": "a script reads run id and replication id of its server (the run id that the connection saw)",
+    "EPOCH": "a script reads run id and replication id of its server (the run id that the connection saw)",
     "BIND": "reading the outbox, trimming, applying and finishing are bound to term, owner and server epoch "
     "(trimming checks term and run id, the outbox is read freely)",
     "HIST": "a waiter trusts `journaled` only in the history that decided (compares the seq only)",
@@ -122,7 +122,7 @@ class Server:
         self.run, self.replication = world.new_id("run"), world.new_id("repl")
 
     def epoch(self) -> Any:
-        return (self.run, self.replication) if "LIFE" in self.world.rules else self.run
+        return (self.run, self.replication) if "EPOCH" in self.world.rules else self.run
 
     def call(self) -> Data:
         """The data for one script; raises ServerError."""
@@ -264,7 +264,7 @@ def sent(world: World, send: Send) -> Generator[None, None, int | None]:
 def guarded(world: World, server: Server, run: str) -> Data:
     """The data for a deciding script, which refuses in another server epoch."""
     data = server.call()
-    if data.epoch != (server.epoch() if "LIFE" in world.rules else run):
+    if data.epoch != (server.epoch() if "EPOCH" in world.rules else run):
         raise Fenced
     return data
 
@@ -489,7 +489,7 @@ def carry(
                 return True
             if data.term != term:
                 raise SteppedDown
-            if ("LIFE" in world.rules or not world.faults) and data.epoch != own_server.epoch():
+            if ("EPOCH" in world.rules or not world.faults) and data.epoch != own_server.epoch():
                 raise SteppedDown  # somebody must recover
             continue
         if [event.seq for event in events] != list(range(seq + 1, seq + 1 + len(events))):

@@ -1,4 +1,4 @@
-"""The take-over protocol keeps its promises in random histories, and needs each of its rules."""
+"""The takeover protocol keeps its promises in random histories, and needs each of its rules."""
 
 import os
 
@@ -11,7 +11,7 @@ HISTORIES = 1_000 if os.environ.get("HYPOTHESIS_PROFILE") == "nightly" else 40
 NEEDED = {
     "OWNER": ("own", 553, {"I1", "I2"}),
     "CMP": ("split", 25, {"I3", "I4"}),
-    "LIFE": ("aba", 7, {"I2"}),
+    "EPOCH": ("aba", 7, {"I2"}),
     "BIND": ("all", 5, {"I3"}),
     "HIST": ("own", 2, {"I2"}),
     "CURSOR": ("all", 1, {"I1"}),

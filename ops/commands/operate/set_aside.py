@@ -25,7 +25,7 @@ from grabstream.projections.records import set_aside as books
 from grabstream.projections.versions import use_read_model
 from grabstream.streams.journal import open_reader
 from grabstream.streams.projecting.publisher import newest_cursor
-from grabstream.streams.projecting.stopped_record import CannotSetAside, Poison, find_poison
+from grabstream.streams.projecting.stopped_record import CannotSetAside, StoppedRecord, find_stopped_record
 from grabstream.streams.topics import Topics
 
 LINES_SHOWN_MAX: Final = 20
@@ -75,13 +75,13 @@ def set_aside(
             "--reason and --operator are needed: they stay in the books. Look first with --dry-run"
         )
     try:
-        stop, poison = asyncio.run(_look(settings, projection, shard))
+        stop, stopped = asyncio.run(_look(settings, projection, shard))
     except CannotSetAside as error:
         _refuse(str(error))
     if as_json:
-        shown = _as_json(stop, poison)
+        shown = _as_json(stop, stopped)
     else:
-        _print_poison(stop, poison)
+        _print_stopped_record(stop, stopped)
     if dry_run:
         if as_json:
             print_json({**shown, "done": False})
@@ -93,10 +93,10 @@ def set_aside(
             f"Set this record aside for {projection}? Its events will be missing from it", abort=True
         )
     try:
-        asyncio.run(_set_aside(settings, stop, poison, str(reason).strip(), str(operator).strip()))
+        asyncio.run(_set_aside(settings, stop, stopped, str(reason).strip(), str(operator).strip()))
     except CursorMoved as error:
         _refuse(f"{error}; look again")
-    outcome = asyncio.run(_await_going_on(settings, projection, shard, poison.behind, wait))
+    outcome = asyncio.run(_await_going_on(settings, projection, shard, stopped.after, wait))
     if as_json:
         print_json({**shown, "done": True, "reason": reason, "operator": operator, **outcome})
     else:
@@ -166,25 +166,27 @@ async def _cursor_of(
         return books.past(await books.load(connection, projection), shard, await newest_cursor(reader, shard))
 
 
-async def _look(settings: Settings, projection: str, shard: int) -> tuple[Stop, Poison]:
+async def _look(settings: Settings, projection: str, shard: int) -> tuple[Stop, StoppedRecord]:
     async with checked_books(settings) as connection:
         stop = await _stop_of(connection, projection, shard)
         cursor = await _cursor_of(settings, connection, projection, shard)
     async with open_reader(settings.kafka, Topics(settings.prefix).journal) as reader:
-        return stop, await find_poison(reader, shard, cursor)
+        return stop, await find_stopped_record(reader, shard, cursor)
 
 
 # -- changing ------------------------------------------------------------------------------------------------
 
 
-async def _set_aside(settings: Settings, stop: Stop, poison: Poison, reason: str, operator: str) -> None:
-    record = poison.record
-    missing = [(account, asset, amount) for (account, asset), amount in _missing(poison).items()]
+async def _set_aside(
+    settings: Settings, stop: Stop, stopped: StoppedRecord, reason: str, operator: str
+) -> None:
+    record = stopped.record
+    missing = [(account, asset, amount) for (account, asset), amount in _missing(stopped).items()]
     async with _open_to_write(settings, stop.projection) as connection:
         await books.set_aside(
-            connection, stop.projection, stop.shard, poison.before, poison.behind, record.headers,
-            record.value, poison.offers,
-            poison.readable, missing, stop.reason, reason, operator, own_cursor=stop.projection != EVENTS,
+            connection, stop.projection, stop.shard, stopped.before, stopped.after, record.headers,
+            record.value, stopped.offers,
+            stopped.readable, missing, stop.reason, reason, operator, own_cursor=stop.projection != EVENTS,
         )  # fmt: skip
 
 
@@ -248,31 +250,31 @@ def _in_words(projection: str, shard: int, outcome: dict[str, Any]) -> str:
     )
 
 
-def _missing(poison: Poison) -> dict[tuple[str, str], int]:
+def _missing(stopped: StoppedRecord) -> dict[tuple[str, str], int]:
     """What accounts will lack, by account and asset, as far as the events can be read."""
     missing: Counter[tuple[str, str]] = Counter()
-    for event in poison.events if poison.event_count else ():
+    for event in stopped.events if stopped.event_count else ():
         for asset, debit, credit, amount in transfers_of(event) if event is not None else ():
             missing[debit, asset] -= amount
             missing[credit, asset] += amount
     return dict(missing)
 
 
-def _as_json(stop: Stop, poison: Poison) -> dict[str, Any]:
+def _as_json(stop: Stop, stopped: StoppedRecord) -> dict[str, Any]:
     return {
         "projection": stop.projection, "shard": stop.shard, "stopped_at": stop.stopped_at.isoformat(),
         "refused_because": stop.reason,
-        "journal_offset": poison.record.offset, "first_seq": poison.before.seq + 1,
-        "event_count": poison.event_count, "readable": poison.readable,
-        "headers": {name: value.decode(errors="replace") for name, value in poison.record.headers},
-        "lines": [line.decode(errors="replace") for line in poison.lines],
-        "offers": poison.offers,
+        "journal_offset": stopped.record.offset, "first_seq": stopped.before.seq + 1,
+        "event_count": stopped.event_count, "readable": stopped.readable,
+        "headers": {name: value.decode(errors="replace") for name, value in stopped.record.headers},
+        "lines": [line.decode(errors="replace") for line in stopped.lines],
+        "offers": stopped.offers,
         "missing": [{"account": account, "asset": asset, "amount": amount} for (account, asset),
-        amount in _missing(poison).items()],
+        amount in _missing(stopped).items()],
     }  # fmt: skip
 
 
-def _print_poison(stop: Stop, poison: Poison) -> None:
+def _print_stopped_record(stop: Stop, stopped: StoppedRecord) -> None:
     def say(words: str) -> None:
         console.print(words, highlight=False, markup=False, soft_wrap=True)
 
@@ -281,26 +283,26 @@ def _print_poison(stop: Stop, poison: Poison) -> None:
         f"{stop.reason}"
     )
     seqs = (
-        f"seq {poison.before.seq + 1} to {poison.behind.seq}"
-        if poison.event_count
+        f"seq {stopped.before.seq + 1} to {stopped.after.seq}"
+        if stopped.event_count
         else "no event of the history"
     )
-    say(f"The record at journal offset {poison.record.offset}: {seqs}, {len(poison.record.value):,} bytes")
-    for name, value in poison.record.headers:
+    say(f"The record at journal offset {stopped.record.offset}: {seqs}, {len(stopped.record.value):,} bytes")
+    for name, value in stopped.record.headers:
         say(f"    {name}: {value.decode(errors='replace')}")
-    for line in poison.lines[:LINES_SHOWN_MAX]:
+    for line in stopped.lines[:LINES_SHOWN_MAX]:
         say(f"    {line.decode(errors='replace')}")
-    if len(poison.lines) > LINES_SHOWN_MAX:
-        say(f"    … and {len(poison.lines) - LINES_SHOWN_MAX:,} more lines; --json shows all")
-    if poison.event_count and not poison.readable:
+    if len(stopped.lines) > LINES_SHOWN_MAX:
+        say(f"    … and {len(stopped.lines) - LINES_SHOWN_MAX:,} more lines; --json shows all")
+    if stopped.event_count and not stopped.readable:
         say("Not every event can be read: what the books will lack is not known in full.")
-    for (account, asset), amount in _missing(poison).items():
+    for (account, asset), amount in _missing(stopped).items():
         say(f"{stop.projection} will lack {amount:+,} {asset} on {account}")
 
 
 def _print_list(rows: list[books.SetAside], as_json: bool) -> None:
     if as_json:
-        hidden = ("behind", "value")
+        hidden = ("after", "value")
         print_json(
             [{name: value for name, value in row._asdict().items() if name not in hidden} for row in rows]
         )

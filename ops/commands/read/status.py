@@ -99,8 +99,8 @@ async def _shard(redis: Any, keys: ShardKeys) -> dict[str, Any]:
     fields = dict(zip(SHARD_FIELDS, values, strict=True))
     holder = await redis.get(keys.lease)
     seq, journaled = int(fields["seq"] or 0), int(fields["journaled_seq"] or 0)
-    [(server, life)] = (await _lives(redis, keys.state)).items()
-    fault = fields["fault"] or _why_fenced(fields["life"], life)
+    [(server, server_epoch)] = (await _lives(redis, keys.state)).items()
+    fault = fields["fault"] or _why_fenced(fields["life"], server_epoch)
     if fault is None and holder is None:
         fault = "no relay: start a worker"
     return {
@@ -132,12 +132,12 @@ async def _lives(redis: Any, key: str) -> dict[str, str]:
     }
 
 
-def _why_fenced(reconciled: str | None, life: str) -> str | None:
+def _why_fenced(reconciled: str | None, server_epoch: str) -> str | None:
     if reconciled is None:
         return "no relay has taken this shard over yet: start a worker"
     return (
         None
-        if reconciled == life
+        if reconciled == server_epoch
         else "Redis has started anew, and no relay has reconciled the shard since: start a worker"
     )
 

@@ -126,7 +126,7 @@ async def test_a_server_that_does_not_answer(own: Any, own_server: Any) -> None:
 async def test_patience_waits_out_a_fence(own: Any) -> None:
     client, keys = own
     state = keys.shard(0).state
-    life = await client.hget(state, "life")
+    server_epoch = await client.hget(state, "life")
     one = Gate(client, keys, SEALER)
     await one.decide([opening("p")], "decided")
     await client.hdel(state, "life")
@@ -134,7 +134,7 @@ async def test_patience_waits_out_a_fence(own: Any) -> None:
         one.decide([*grabs(3, "p"), Close(id="c", offer="p")], "decided", patience_ms=20_000)
     )
     assert (await one.decide(grabs(1, "p", 5), "decided"))[0].outcome == "fenced"
-    await client.hset(state, "life", life)
+    await client.hset(state, "life", server_epoch)
     assert [answer.outcome for answer in await waiting] == ["granted"] * 3 + ["closed"]
     await one.close()
 
@@ -194,14 +194,14 @@ async def test_sent_without_a_reply_and_then_a_full_outbox_is_unknown(own: Any) 
 async def test_sent_without_a_reply_waits_out_a_short_fence(own: Any) -> None:
     client, keys = own
     state = keys.shard(0).state
-    life = await client.hget(state, "life")
+    server_epoch = await client.hget(state, "life")
     await Gate(client, keys, SEALER).decide([opening("e")], "decided")
     one = Gate(
         LosesReplies(client, 1, lambda: fence(client, keys)), keys, SEALER, GateLimits(timeout_ms=20_000)
     )
     waiting = asyncio.create_task(one.decide(grabs(2), "decided"))
     await until(lambda: client.hexists(keys.shard(0).answers("e"), "e-g1"))
-    await client.hset(state, "life", life)
+    await client.hset(state, "life", server_epoch)
     assert [(answer.outcome, answer.repeated) for answer in await waiting] == [("granted", True)] * 2
     await one.close()
 

@@ -21,11 +21,11 @@ from tests.lua.conftest import SEALER, grabs, opening
 async def journal(client: Any, keys: KeySpace, number: int, seq: int) -> None:
     """What a relay does once Kafka has everything up to `seq`."""
     shard = keys.shard(number)
-    term, owner, life = [
+    term, owner, server_epoch = [
         value.decode() for value in await client.hmget(shard.state, ["term", "owner", "life"])
     ]
     await run_script(
-        client, "trim", [shard.state, shard.outbox], [term, owner, life, seq, "aa", 1, shard.channel]
+        client, "trim", [shard.state, shard.outbox], [term, owner, server_epoch, seq, "aa", 1, shard.channel]
     )
 
 
@@ -84,16 +84,19 @@ async def test_a_journaled_answer_waits_for_its_own_history(own: Any) -> None:
     await until(lambda: client.hexists(shard.answers("j"), "j-g0"))
     assert not waiting.done()
     # A recovery: another history, at the same state.
-    term, life, *_ = await run_script(client, "raise_term", [shard.state], [0, "second"])
+    term, server_epoch, *_ = await run_script(client, "raise_term", [shard.state], [0, "second"])
     seq = await client.hget(shard.state, "seq")
-    await run_script(client, "reconcile", [shard.state], [term, "second", life, seq, 1])
+    await run_script(client, "reconcile", [shard.state], [term, "second", server_epoch, seq, 1])
     await run_script(
-        client, "trim", [shard.state, shard.outbox], [term, "second", life, 1, "aa", 1, shard.channel]
+        client, "trim", [shard.state, shard.outbox], [term, "second", server_epoch, 1, "aa", 1, shard.channel]
     )
     await asyncio.wait({waiting}, timeout=0.5)
     assert not waiting.done()
     await run_script(
-        client, "trim", [shard.state, shard.outbox], [term, "second", life, seq, "aa", 2, shard.channel]
+        client,
+        "trim",
+        [shard.state, shard.outbox],
+        [term, "second", server_epoch, seq, "aa", 2, shard.channel],
     )
     [answer] = await waiting
     assert (answer.outcome, answer.repeated) == ("granted", True)

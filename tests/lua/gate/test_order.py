@@ -170,11 +170,11 @@ async def test_what_follows_a_refused_grab_in_its_list_is_refused_too(relay: Fak
     """A fence that lifts between two calls of a list lets no confirmation through whose grab was answered
     `fenced`.
     """
-    life = await relay.client.hget(relay.shard.state, "life")
+    server_epoch = await relay.client.hget(relay.shard.state, "life")
     await relay.client.hdel(relay.shard.state, "life")
 
     async def mend() -> None:
-        await relay.client.hset(relay.shard.state, "life", life)
+        await relay.client.hset(relay.shard.state, "life", server_epoch)
 
     gate = gate_over(relay, Between(relay.client, "grab", mend))
     assert [answer.outcome for answer in await gate.decide(course_of("ann"), "decided")] == ["fenced"] * 4
@@ -234,14 +234,14 @@ async def test_a_reader_waits_out_a_fence_and_nobody_else_has_to(relay: FakeRela
     """`busy` and `fenced` are not remembered: what came by a topic is not answered so. Who is queued behind
     it and has no patience is.
     """
-    life = await relay.client.hget(relay.shard.state, "life")
+    server_epoch = await relay.client.hget(relay.shard.state, "life")
     gate, reader = gate_over(relay), Order()
     await relay.client.hdel(relay.shard.state, "life")
     waiting = asyncio.create_task(gate.decide(course_of("ann")[:3], "decided", reader=reader))
     assert (await gate.decide(course_of("bob")[:1], "decided"))[0].outcome == "fenced"
     await asyncio.wait({waiting}, timeout=0.3)
     assert not waiting.done()
-    await relay.client.hset(relay.shard.state, "life", life)
+    await relay.client.hset(relay.shard.state, "life", server_epoch)
     assert [answer.outcome for answer in await waiting] == CARRIED_OUT
     await gate.close()
 

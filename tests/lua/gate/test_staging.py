@@ -170,15 +170,15 @@ async def test_parts_of_a_life_that_is_over_are_not_taken(own: Any, before: Any)
 async def test_a_piece_is_refused_when_those_before_may_be_gone(own: Any) -> None:
     client, keys = own
     name = keys.shard(0).staged("token")
-    life = await run_script(client, "stage", [name], [6, b"later.", "", STAGED_MS])
-    assert life
-    assert await run_script(client, "stage", [name], [0, b"first.", life, STAGED_MS]) == life
+    server_epoch = await run_script(client, "stage", [name], [6, b"later.", "", STAGED_MS])
+    assert server_epoch
+    assert await run_script(client, "stage", [name], [0, b"first.", server_epoch, STAGED_MS]) == server_epoch
     assert await client.get(name) == b"first.later."
     assert 0 < await client.pttl(name) <= STAGED_MS
     await client.unlink(name)
-    assert await run_script(client, "stage", [name], [0, b"first.", life, STAGED_MS]) == b""
+    assert await run_script(client, "stage", [name], [0, b"first.", server_epoch, STAGED_MS]) == b""
     await client.set(name, b"first.later.")
-    assert await run_script(client, "stage", [name], [0, b"first.", b"x" + life, STAGED_MS]) == b""
+    assert await run_script(client, "stage", [name], [0, b"first.", b"x" + server_epoch, STAGED_MS]) == b""
     assert await client.get(name) == b"first.later."
 
 

@@ -27,8 +27,8 @@ from tests.support.order import (
 )
 
 
-def poison(number: int = 0, offer: str = "e") -> Grab:
-    return Grab(id=f"poison-{number}", offer=offer, user=f"poisoner{number}")
+def undecidable(number: int = 0, offer: str = "e") -> Grab:
+    return Grab(id=f"undecidable-{number}", offer=offer, user=f"undecided{number}")
 
 
 async def test_one_command_that_raises_costs_one_answer(
@@ -40,13 +40,13 @@ async def test_one_command_that_raises_costs_one_answer(
     lists: list[list[AnyCommand]] = [
         [Grab(id=f"g{n}-{m}", offer="s", user=f"u{n}") for m in range(9)] for n in range(20)
     ]
-    lists[7].insert(4, poison(7, "s"))
-    lists[13].insert(0, poison(13, "s"))
+    lists[7].insert(4, undecidable(7, "s"))
+    lists[13].insert(0, undecidable(13, "s"))
     answered = await asyncio.gather(*(gate.decide(one, "decided") for one in lists))
     for commands, answers in zip(lists, answered, strict=True):
         assert [answer.id for answer in answers] == [command.id for command in commands]
         assert [answer.outcome for answer in answers] == [
-            "invalid" if "poison" in c.id else "held" for c in commands
+            "invalid" if "undecidable" in c.id else "held" for c in commands
         ]
         assert all("injected" in (answer.message or "") for answer in answers if answer.outcome == "invalid")
     places = [answer.place for answers in answered for answer in answers if answer.outcome == "held"]
@@ -97,10 +97,10 @@ async def test_a_reader_is_told_where_the_poison_stands(
     inject(monkeypatch, "before")
     gate = gate_over(relay)
     told: list[tuple[int, str]] = []
-    commands = [*grabs(3), poison(1), *grabs(2, start=3), poison(2), *course_of("ann")[:3]]
+    commands = [*grabs(3), undecidable(1), *grabs(2, start=3), undecidable(2), *course_of("ann")[:3]]
     relaying = asyncio.create_task(relay.run())
     answers = await gate.decide(
-        commands, reader=Order(), report_poison=lambda place, reason: told.append((place, reason))
+        commands, reader=Order(), report_undecidable=lambda place, reason: told.append((place, reason))
     )
     relaying.cancel()
     assert [answer.outcome for answer in answers] == ["granted"] * 3 + ["invalid"] + ["granted"] * 2 + [
@@ -116,7 +116,7 @@ async def test_a_hold_that_raises_keeps_no_other_from_ending(
 ) -> None:
     gate = gate_over(relay)
     held = await gate.decide(
-        [Grab(id=f"g{n}", offer="s", user=f"u{n}") for n in range(20)] + [poison(1, "s")], "decided"
+        [Grab(id=f"g{n}", offer="s", user=f"u{n}") for n in range(20)] + [undecidable(1, "s")], "decided"
     )
     assert {answer.outcome for answer in held} == {"held"}
     over_at = max(answer.deadline_at or 0 for answer in held)
@@ -124,8 +124,8 @@ async def test_a_hold_that_raises_keeps_no_other_from_ending(
     shard = relay.keys.shard(relay.keys.shard_of_offer("s"))
     sweeper = Sweeper(relay.client, shard, relay.keys.shards, 10**12)
     assert await sweeper.sweep(over_at) == 21
-    assert await relay.client.zrange(shard.holds, 0, -1) == [b"s/poison-1"]
-    assert "fails for s/poison-1" in caplog.text
+    assert await relay.client.zrange(shard.holds, 0, -1) == [b"s/undecidable-1"]
+    assert "fails for s/undecidable-1" in caplog.text
     assert await sweeper.sweep(over_at) == 0  # it is left out, and not met again and again
     monkeypatch.undo()
     assert await Sweeper(relay.client, shard, relay.keys.shards, 10**12).sweep(over_at) == 1
@@ -144,7 +144,7 @@ async def test_a_basket_that_raises_is_refused_whole(
 
     commands = [
         *basket("b1", "a1", "a2"),
-        *basket("b2", "a3", "poison", "a4"),
+        *basket("b2", "a3", "undecidable", "a4"),
         *basket("b3", "a5", "a6", "a7"),
     ]
     outcomes = [answer.outcome for answer in await gate.decide(commands, "decided")]
@@ -217,7 +217,7 @@ async def test_an_error_after_the_first_write_fences_the_shard_at_once(
     """
     inject(monkeypatch, where)
     gate = gate_over(relay)
-    asking = asyncio.create_task(gate.decide([*grabs(2), poison(), *grabs(2, start=2)], "decided"))
+    asking = asyncio.create_task(gate.decide([*grabs(2), undecidable(), *grabs(2, start=2)], "decided"))
     await until(lambda: relay.client.hget(relay.shard.state, "partial"))
     assert await relay.client.hget(relay.shard.state, "life") is None
     assert b"injected" in await relay.client.hget(relay.shard.state, "fault")
@@ -243,7 +243,7 @@ async def test_a_command_that_breaks_its_shard_each_time_is_given_up(
     inject(monkeypatch, "after")
     gate = Gate(relay.client, relay.keys, SEALER, GateLimits(timeout_ms=30_000))
     gate.start()
-    asking = asyncio.create_task(gate.decide([poison()], "decided"))
+    asking = asyncio.create_task(gate.decide([undecidable()], "decided"))
     others = asyncio.create_task(gate.decide(grabs(3), "decided"))
     while not (asking.done() and others.done()):
         if await relay.client.hget(relay.shard.state, "partial"):

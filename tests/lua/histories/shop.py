@@ -107,7 +107,7 @@ class Shop:
             }
             return [self.command(Grab, name, user=f"u{draw.randrange(8)}", **rest)]
         if kind == "steer":
-            return self.steer(place, name)
+            return self.carry_out_for_offer(place, name)
         offer = offers.get(name)
         grab = draw.choice((list(offer.grabs) if offer else [])[-30:] or ["none"])
         taken = offer.grabs.get(grab) if offer else None
@@ -135,7 +135,7 @@ class Shop:
             ]
         return [self.command(Release if kind == "release" else Extend, name, grab=grab)]
 
-    def steer(self, place: int, name: str) -> list[AnyCommand]:
+    def carry_out_for_offer(self, place: int, name: str) -> list[AnyCommand]:
         """What an operator does."""
         make, rest = self.random.choice(
             [

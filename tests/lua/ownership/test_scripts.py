@@ -197,11 +197,11 @@ async def test_a_full_outbox_is_busy_until_it_is_trimmed(gate: Any, client: Any,
     assert busy.retry_at is not None
     # What ends an offer must work all the same.
     shard = keys.shard(keys.shard_of_offer("e"))
-    term, owner, life = [
+    term, owner, server_epoch = [
         value.decode() for value in await client.hmget(shard.state, ["term", "owner", "life"])
     ]
     await run_script(
-        client, "trim", [shard.state, shard.outbox], [term, owner, life, 3, "aa", 1, shard.channel]
+        client, "trim", [shard.state, shard.outbox], [term, owner, server_epoch, 3, "aa", 1, shard.channel]
     )
     # Trimmed in mid-entry: the entry that holds the first unacknowledged event stays whole.
     assert len(await event_lines(client, keys, shard.shard)) == 4
@@ -282,11 +282,14 @@ async def test_full_memory_refuses_and_goes_on_when_there_is_room(own: Any) -> N
         == len(await event_lines(client, keys, 0)) - 1
     )
     # The owner's scripts go on, or the outbox could never shrink.
-    term, owner, life = [
+    term, owner, server_epoch = [
         value.decode() for value in await client.hmget(shard.state, ["term", "owner", "life"])
     ]
     await run_script(
-        client, "trim", [shard.state, shard.outbox], [term, owner, life, granted, "aa", 1, shard.channel]
+        client,
+        "trim",
+        [shard.state, shard.outbox],
+        [term, owner, server_epoch, granted, "aa", 1, shard.channel],
     )
     assert (await one.decide(grabs(200, "m", start), "decided"))[0].outcome == "granted"
     await client.config_set("maxmemory", "1")

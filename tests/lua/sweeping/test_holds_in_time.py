@@ -19,7 +19,7 @@ import redis.asyncio
 from grabstream.lua.gate.calls import GateLimits
 from grabstream.lua.gate.door import Gate
 from grabstream.lua.keys import KeySpace
-from grabstream.lua.life import time_ms_of
+from grabstream.lua.server import time_ms_of
 from grabstream.models.commands import Amend, AnyCommand, Close, Grab, Open
 from grabstream.models.offers import Changes, EnvelopeTerms, StockTerms, Terms
 from grabstream.streams.deciding.sweeper import SWEEP_EVERY_SECONDS, Sweeper

@@ -24,11 +24,11 @@ from grabstream.models.journal import Cursor
 from grabstream.models.offers import StockTerms
 from grabstream.ops.connections.opening import key_space, open_gate, open_redis
 from grabstream.ops.diagnosis import books, core, machine, topics
-from grabstream.ops.diagnosis.books import BookFacts, Lost
-from grabstream.ops.diagnosis.core import CoreFacts, ShardFacts
+from grabstream.ops.diagnosis.books import BookReadings, Lost
+from grabstream.ops.diagnosis.core import CoreReadings, ShardReadings
 from grabstream.ops.diagnosis.examination import CHECKS, JOURNAL_CHECK, SYSTEM_CHECK, Examination, examine
 from grabstream.ops.diagnosis.findings import RESTORE, Finding, address, spans
-from grabstream.ops.diagnosis.topics import Partition, TopicFacts
+from grabstream.ops.diagnosis.topics import Partition, TopicReadings
 from grabstream.ops.services import free_ports
 from grabstream.ops.services.servers import Redis
 from grabstream.ops.settings import Settings
@@ -194,12 +194,12 @@ async def test_a_poison_block_and_what_was_set_aside(system: Settings, journal: 
     async with running(system, "ledger") as [ledger]:
         await ledger.put(CatchUp(SHARD))
         await stopped_at(system, "ledger")
-        poison = only(await examine(system), "read models go on")
-        assert f"ledger has stopped at shard {SHARD}, behind seq 1" in poison.what
-        assert "never_below_zero" in poison.what
-        assert f"grabstream set-aside ledger {SHARD} --dry-run" in poison.command
-        assert f"grabstream retry ledger {SHARD}" in poison.command
-        assert poison.since is not None
+        undecidable = only(await examine(system), "read models go on")
+        assert f"ledger has stopped at shard {SHARD}, behind seq 1" in undecidable.what
+        assert "never_below_zero" in undecidable.what
+        assert f"grabstream set-aside ledger {SHARD} --dry-run" in undecidable.command
+        assert f"grabstream retry ledger {SHARD}" in undecidable.command
+        assert undecidable.since is not None
         assert (await call(system, "set-aside", "ledger", str(SHARD), *WHY, "--yes"))[0] == 0
     examination = await examine(system)
     assert not found(examination, "read models go on")
@@ -369,16 +369,16 @@ async def test_a_cursor_that_is_not_where_its_rows_are(system: Settings, journal
 def test_a_journal_that_lost_its_end(settings: Settings) -> None:
     """What is left is deleted for the restore, so the audit trail has to have it before."""
     positions = {"ledger": {0: Cursor(9), 1: Cursor(3)}, "audit": {0: Cursor(8), 1: Cursor(3)}}
-    facts = BookFacts(0, None, True, [], positions, [], [], [], {}, Lost(0, 0, None), [])
-    assert not books.journal_lost({0: 9, 1: 4}, {0: 9, 1: 4}, facts, settings)
-    [lost] = books.journal_lost({0: 5, 1: 4}, {0: 10, 1: 4}, facts, settings)
+    readings = BookReadings(0, None, True, [], positions, [], [], [], {}, Lost(0, 0, None), [])
+    assert not books.journal_lost({0: 9, 1: 4}, {0: 9, 1: 4}, readings, settings)
+    [lost] = books.journal_lost({0: 5, 1: 4}, {0: 10, 1: 4}, readings, settings)
     assert lost.what.startswith("shard 0: 5 events that the books or Redis know are gone from Kafka")
     assert lost.command == f"{delete_command(settings.kafka, Topics(settings.prefix).journal)} && {RESTORE}"
     assert "let the audit trail read what is left of shard 1 before" in lost.means
 
 
-def shard_facts(number: int, relay: str | None = "w-1", **fields: str) -> ShardFacts:
-    return ShardFacts(
+def shard_readings(number: int, relay: str | None = "w-1", **fields: str) -> ShardReadings:
+    return ShardReadings(
         number,
         "life",
         dict.fromkeys(SHARD_FIELDS) | {"layout": str(LAYOUT)} | fields,
@@ -394,16 +394,17 @@ def test_why_shards_are_fenced(settings: Settings) -> None:
     ends = "the journal ends at seq {0}, {1} were acknowledged: it has lost events; put it back"
     wiped = {"seq": "5", "partial": "1", "time": "1000", "fault": "Redis has nothing of the shard"}
     shards = [
-        shard_facts(0, fault=ends.format(0, 7), seq="7", time="3000"),
-        shard_facts(1, fault=ends.format(0, 9), seq="9", time="2000"),
-        shard_facts(2, **wiped),
-        shard_facts(3, fault="the shard cannot be made of the journal: no key k1 to open it with"),
-        shard_facts(4, relay=None, life="before", seq="1", time="4000"),
-        shard_facts(5, life="before", seq="1", time="4000"),
-        shard_facts(6, life="life", seq="1"),
+        shard_readings(0, fault=ends.format(0, 7), seq="7", time="3000"),
+        shard_readings(1, fault=ends.format(0, 9), seq="9", time="2000"),
+        shard_readings(2, **wiped),
+        shard_readings(3, fault="the shard cannot be made of the journal: no key k1 to open it with"),
+        shard_readings(4, relay=None, life="before", seq="1", time="4000"),
+        shard_readings(5, life="before", seq="1", time="4000"),
+        shard_readings(6, life="life", seq="1"),
     ]
     told = {
-        finding.what.partition(": ")[0]: finding for finding in core.fenced(CoreFacts([], shards), settings)
+        finding.what.partition(": ")[0]: finding
+        for finding in core.fenced(CoreReadings([], shards), settings)
     }
     assert set(told) == {"shards 0 to 1", "shard 2", "shard 3", "shard 4", "shard 5"}
     lost = told["shards 0 to 1"]
@@ -444,7 +445,7 @@ async def test_what_somebody_wrote_into_a_live_shard_by_hand(
             return await outcome() == "granted"
 
         for field, value, words in (
-            ("life", "another", "its life is 'another'"),
+            ("life", "another", "its server epoch is 'another'"),
             ("layout", "1", "its keys have layout '1'"),
         ):
             await redis.hset(shard.state, field, value)
@@ -521,7 +522,7 @@ async def test_what_is_wrong_with_a_redis(
         assert only(fewer, SYSTEM_CHECK).command.startswith("set GRAB_SHARDS=8")
         assert len(fewer.findings) == 1
         [other] = core.other_shards(
-            CoreFacts([], [shard_facts(0, shards="8")]), own.model_copy(update={"shards": 4})
+            CoreReadings([], [shard_readings(0, shards="8")]), own.model_copy(update={"shards": 4})
         )
         assert other.command == "export GRAB_SHARDS=8"
         client = sync_redis.Redis(port=server.port)
@@ -607,7 +608,7 @@ def test_partitions_without_leader_or_copies(settings: Settings) -> None:
             Partition(2, 1, [1, 2, 3], [1]),
         ]
     }
-    leaderless, behind = topics.not_led(TopicFacts(partitions, {}, None, 1, []), settings)
+    leaderless, behind = topics.not_led(TopicReadings(partitions, {}, None, 1, []), settings)
     assert "no leader for partition 1" in leaderless.what
     assert "partition 2 has copies that are behind" in behind.what
     assert "start broker 2 to 3" in behind.command

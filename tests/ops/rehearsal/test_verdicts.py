@@ -18,11 +18,11 @@ from grabstream.models.events import AnyEvent
 from grabstream.ops.connections.opening import key_space, open_gate, open_redis
 from grabstream.ops.rehearsal.clock import HOUR_MS
 from grabstream.ops.rehearsal.crowd import attempts, envelopes
-from grabstream.ops.rehearsal.facts import Facts
 from grabstream.ops.rehearsal.promotion import VALID_UNTIL_MS, Promotion
 from grabstream.ops.rehearsal.run import Doors, Rehearsal, look, open_books
 from grabstream.ops.rehearsal.stage import set_up
 from grabstream.ops.rehearsal.story import Story
+from grabstream.ops.rehearsal.tally import Tally
 from grabstream.ops.rehearsal.verdict import all_answered, verdict
 from grabstream.ops.rehearsal.week import Week
 from grabstream.ops.settings import Settings
@@ -80,18 +80,18 @@ async def promotion(servers: Settings, tmp_path_factory: pytest.TempPathFactory)
 
 
 def again(story: Story, events: list[AnyEvent] | None = None) -> Story:
-    """The story as it was told, its facts folded anew from these events: its answers and lists may be
+    """The story as it was told, its tally folded anew from these events: its answers and lists may be
     changed, the first one's stay.
     """
     one = copy.copy(story)
-    facts = Facts(story.clock)
+    tally = Tally(story.clock)
     # What was looked at while it was told is no matter of the events.
-    facts.checked.update({name: story.facts.checked[name] for name in ASKED})
+    tally.checked.update({name: story.tally.checked[name] for name in ASKED})
     for name in ASKED:
-        facts.problems[name] = list(story.facts.problems[name])
-    one.facts = facts
-    for event in story.facts.events.values() if events is None else events:
-        facts.take(event)
+        tally.problems[name] = list(story.tally.problems[name])
+    one.tally = tally
+    for event in story.tally.events.values() if events is None else events:
+        tally.take(event)
     one.first, one.answers = dict(story.first), list(story.answers)
     if isinstance(story, Promotion):
         one.in_hand = list(story.in_hand)  # type: ignore[attr-defined]
@@ -234,7 +234,7 @@ async def test_the_week_adds_up(week: Story) -> None:
 
 @pytest.mark.parametrize("damage", WEEK, ids=lambda one: f"{one.name}: {one.says}")
 async def test_what_is_wrong_with_the_week_is_named(week: Story, damage: Damage) -> None:
-    events = list(week.facts.events.values())
+    events = list(week.tally.events.values())
     named(await again(week, damage.change(events)).checks(), damage.name, damage.says)
 
 
@@ -255,7 +255,7 @@ async def test_the_promotion_adds_up(promotion: Story) -> None:
 
 @pytest.mark.parametrize("damage", PROMOTION, ids=lambda one: f"{one.name}: {one.says}")
 async def test_what_is_wrong_with_the_promotion_is_named(promotion: Story, damage: Damage) -> None:
-    events = list(promotion.facts.events.values())
+    events = list(promotion.tally.events.values())
     named(await again(promotion, damage.change(events)).checks(), damage.name, damage.says)
 
 

@@ -92,6 +92,6 @@ def test_the_checkpoint_is_where_the_journal_has_it(changed: dict[str, Any], sai
     known = RedisShard(2, 2, HEAD, 2, 1, OWNER, True)._replace(**changed)
     marks = Marks(0, {}, known)
     for offset, cursor, accepted in JOURNAL:
-        marks.behind(offset, cursor, accepted)
+        marks.after(offset, cursor, accepted)
     found = marks.checkpoint(JOURNAL[-1][1])
     assert said in found if said else found == ""

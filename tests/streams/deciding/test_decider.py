@@ -232,12 +232,12 @@ async def test_what_comes_by_the_topic_waits_out_a_fence(stage: Stage) -> None:
     state = stage.keys.shard(0).state
     async with stage.decider():
         await stage.stop_relay(0)
-        life = await stage.redis.hget(state, "life")
+        server_epoch = await stage.redis.hget(state, "life")
         await stage.redis.hdel(state, "life")
         await stage.send([course_of("ann", offer.offer)[:3], crowd(offer.offer, 3), crowd(other.offer, 9)])
         answered = await stage.until_answered(9)
         assert all(id.startswith(other.offer) for id in answered)
-        await stage.redis.hset(state, "life", life)
+        await stage.redis.hset(state, "life", server_epoch)
         stage.relay(0)
         answered = await stage.until_answered(15)
         assert Counter(answered.values()) == {"held": 13, "confirmed": 1, "redeemed": 1}
@@ -254,22 +254,22 @@ async def test_poison_in_the_topic_costs_one_answer_and_is_set_aside(
     stage.relay(0, 1)
     await stage.open(one, other)
     inject(monkeypatch, "before")
-    poison = Grab(id="poison", offer=one.offer, user="eve", attributes={"card": "7"})
+    undecidable = Grab(id="undecidable", offer=one.offer, user="eve", attributes={"card": "7"})
     async with stage.decider():
         await stage.send(
             [
                 crowd(one.offer, 20),
-                [*crowd(one.offer, 2, 20), poison, *crowd(one.offer, 2, 22)],
+                [*crowd(one.offer, 2, 20), undecidable, *crowd(one.offer, 2, 22)],
                 crowd(other.offer, 20),
             ]
         )
         answered = await stage.until_answered(45)
-        assert answered.pop("poison") == "invalid"
+        assert answered.pop("undecidable") == "invalid"
         assert Counter(answered.values()) == {"held": 44}
         await until(lambda: _is(stage.committed(), 3), 20, "the commit")
     [kept] = await read_all(stage.settings, stage.topics.rejected)
     headers = dict(kept.headers)
-    assert kept.value == encode_command(poison)
+    assert kept.value == encode_command(undecidable)
     assert b"injected" in headers["reason"]
     assert (headers["topic"].decode(), headers["partition"], headers["offset"], headers["index"]) == (
         stage.topics.commands,
@@ -299,7 +299,7 @@ async def test_a_script_that_fails_after_its_first_write_costs_a_rebuild(
             [
                 [
                     *crowd(offer.offer, 30),
-                    Grab(id="poison", offer=offer.offer, user="eve"),
+                    Grab(id="undecidable", offer=offer.offer, user="eve"),
                     *crowd(offer.offer, 5, 30),
                 ]
             ]

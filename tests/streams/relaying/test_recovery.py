@@ -435,7 +435,7 @@ async def test_a_newer_program_goes_on_and_an_older_one_is_refused(past: Any, tm
                 await redis.hmget(keys.shard(number).state, ["layout", "life"])
                 for number in range(keys.shards)
             ]
-            return all(layout == str(NEXT_LAYOUT).encode() and life for layout, life in found)
+            return all(layout == str(NEXT_LAYOUT).encode() and server_epoch for layout, server_epoch in found)
 
         await until(taken_over, 40, "the newer program's takeover")
         async with open_gate(system) as gate:

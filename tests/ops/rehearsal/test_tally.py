@@ -1,4 +1,4 @@
-"""The facts of a rehearsal count limits by themselves: in the campaign's zone, and each unit in the window it
+"""The tally of a rehearsal count limits by themselves: in the campaign's zone, and each unit in the window it
 was counted in.
 """
 
@@ -9,19 +9,19 @@ from grabstream.models.commands import AnyCommand, Confirm, Grab, Open, Return
 from grabstream.models.offers import Limit, StockTerms
 from grabstream.models.rules import ShardState, decide, sweep
 from grabstream.ops.rehearsal.clock import Clock
-from grabstream.ops.rehearsal.facts import Facts
+from grabstream.ops.rehearsal.tally import Tally
 
 #: Midnight, UTC.
 DAY = 1_800_057_600_000
 
 
 class History:
-    """Commands decided by the rules, their events folded into facts."""
+    """Commands decided by the rules, their events folded into tally."""
 
     def __init__(self) -> None:
         self.now = DAY
         self.clock = Clock(DAY)
-        self.facts = Facts(self.clock)
+        self.tally = Tally(self.clock)
         self.state = ShardState(0)
         self.commands = 0
 
@@ -32,14 +32,14 @@ class History:
         answer, events, _ = decide(self.state, command, self.now)
         assert answer.positive, answer
         for event in events:
-            self.facts.take(event)
+            self.tally.take(event)
         return command.id
 
     def forward(self, by_ms: int) -> None:
         self.now += by_ms
         self.clock.forward(self.now)
         for event in sweep(self.state, self.now):
-            self.facts.take(event)
+            self.tally.take(event)
 
 
 def test_limits_of_a_campaign_count_in_the_zone_of_its_first_offer() -> None:
@@ -52,8 +52,8 @@ def test_limits_of_a_campaign_count_in_the_zone_of_its_first_offer() -> None:
         history.send(Grab, "m:second", user="ann")
         history.send(Grab, "m:second", user="ann")
         history.forward(16 * HOUR_MS)
-    assert history.facts.checked["nobody above a limit"] == 4
-    assert not history.facts.problems
+    assert history.tally.checked["nobody above a limit"] == 4
+    assert not history.tally.problems
 
 
 def test_units_that_were_taken_anew_leave_the_window_they_were_counted_in() -> None:
@@ -67,9 +67,9 @@ def test_units_that_were_taken_anew_leave_the_window_they_were_counted_in() -> N
     for day in (1, 2):
         history.forward(DAY_MS)
         history.send(Confirm, "o", grab=grab, quantity=1)
-        assert sorted(history.facts.used.values()) == [1] * day + [2]
+        assert sorted(history.tally.used.values()) == [1] * day + [2]
     history.send(Return, "o", grab=grab, quantity=3)
-    assert sorted(history.facts.used.values()) == [0, 0, 1]
+    assert sorted(history.tally.used.values()) == [0, 0, 1]
     history.send(Return, "o", grab=grab, quantity=1)
-    assert set(history.facts.used.values()) == {0}
-    assert not history.facts.problems
+    assert set(history.tally.used.values()) == {0}
+    assert not history.tally.problems

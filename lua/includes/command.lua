@@ -1,4 +1,4 @@
--- The common course of commands about an offer or a grab: look up the repeat, refuse, act, write.
+-- How to carry out commands about an offer or a grab: look up the repeat, refuse, act, write.
 -- ARGV[6] msgpack: {offers, campaign of each (from 1), campaigns, ids, offer of each command (from 1),
 --   digests, bodies}. A body that has `whole` is kept as that with its answer, and compared as that. Commands
 --   that the call has no room for get no row: they go into the next one.
@@ -29,7 +29,7 @@ end
 -- `act(call, offer, id, digest, body, campaign)` changes the offer and adds its events. It returns the row of
 -- the answer, and true when the command has an event of its own. `act_on_none(call, name, id, digest, body,
 -- campaign)` does so where there is no offer.
-local function course(act, act_on_none)
+local function carry_out(act, act_on_none)
   local call, refused = begin_call()
   if not call then return cmsgpack.pack(refused) end
   local batch = cmsgpack.unpack(ARGV[6])
@@ -69,18 +69,18 @@ local function course(act, act_on_none)
   return finish(call, offers, campaigns, rows)
 end
 
--- The course of a command about a grab: `body.grab` names it. A hold whose time is over is ended first.
-local function settle(act, act_on_none)
-  return course(function(call, offer, id, digest, body, campaign)
+-- How to carry out a command about a grab: `body.grab` names it. A hold whose time is over is ended first.
+local function carry_out_for_grab(act, act_on_none)
+  return carry_out(function(call, offer, id, digest, body, campaign)
     local grab = grab_of(offer, body.grab)
     if grab then lapse(call, offer, body.grab, grab) end
     return act(call, offer, grab, id, digest, body, campaign)
   end, act_on_none)
 end
 
--- The course of a command about the offer itself: a closed one is steered no more.
-local function steer(act)
-  return course(function(call, offer, id, digest, body)
+-- How to carry out a command about the offer itself: a closed one is steered no more.
+local function carry_out_for_offer(act)
+  return carry_out(function(call, offer, id, digest, body)
     if offer.closed then return refused_row(call, CODE.over) end
     return act(call, offer, id, digest, body)
   end)

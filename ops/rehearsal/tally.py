@@ -19,7 +19,7 @@ from grabstream.ops.rehearsal.clock import Clock, shown
 
 
 @dataclass
-class GrabFacts:
+class GrabTally:
     """A grab by its events. `counted` are units and the counters of limits they stand under, `orders` what it
     was used for.
     """
@@ -36,7 +36,7 @@ class GrabFacts:
 
 
 @dataclass
-class OfferFacts:
+class OfferTally:
     """An offer by its events, in units; money in minor units of its currency. `given_back` units went to the
     issuer.
     """
@@ -54,14 +54,14 @@ class OfferFacts:
     sums: Counter[str] = field(default_factory=Counter)
 
 
-class Facts:
+class Tally:
     """All events folded up, with what is wrong among them by the name of the check."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self.events: dict[tuple[int, int], AnyEvent] = {}
-        self.offers: dict[str, OfferFacts] = {}
-        self.grabs: dict[str, GrabFacts] = {}
+        self.offers: dict[str, OfferTally] = {}
+        self.grabs: dict[str, GrabTally] = {}
         self.accounts: Counter[tuple[str, str]] = Counter()
         #: payment → what became of it, as (event, amount), in order
         self.payments: defaultdict[str, list[tuple[str, int]]] = defaultdict(list)
@@ -138,15 +138,15 @@ class Facts:
         terms = terms_of(event.terms)
         assert not isinstance(terms, EnvelopeTerms)
         self._zones.setdefault(campaign_of(event.offer), terms.timezone)
-        self.offers[event.offer] = OfferFacts(terms, event.asset, event.total, event.total)
+        self.offers[event.offer] = OfferTally(terms, event.asset, event.total, event.total)
 
-    def _amended(self, event: Any, offer: OfferFacts) -> None:
+    def _amended(self, event: Any, offer: OfferTally) -> None:
         changes = msgspec.json.decode(event.changes, type=Changes)
         offer.terms = msgspec.structs.replace(offer.terms, **changes.fields())
         offer.total += event.added - event.removed
         offer.left += event.added - event.removed
 
-    def _closed(self, event: Any, offer: OfferFacts) -> None:
+    def _closed(self, event: Any, offer: OfferTally) -> None:
         self.check(
             "never over-sold",
             event.left == offer.left,
@@ -155,7 +155,7 @@ class Facts:
         self._in_time("closed and retired in time", event, offer.terms.closes_at or event.at)
         offer.given_back, offer.left, offer.closed_at = offer.given_back + offer.left, 0, event.at
 
-    def _retired(self, event: Any, offer: OfferFacts) -> None:
+    def _retired(self, event: Any, offer: OfferTally) -> None:
         self._in_time(
             "closed and retired in time", event, (offer.closed_at or 0) + offer.terms.retire_after_ms
         )
@@ -165,7 +165,7 @@ class Facts:
         said = f"{event.offer}, seq {event.seq}: at {shown(event.at)}, due was {shown(due)}"
         self.check(name, self._clock.in_time(due, event.at), said)
 
-    def _back(self, offer: OfferFacts, quantity: int) -> None:
+    def _back(self, offer: OfferTally, quantity: int) -> None:
         if offer.closed_at is None:
             offer.left += quantity
         else:
@@ -173,7 +173,7 @@ class Facts:
 
     # -- grabs
 
-    def _granted(self, event: Any, offer: OfferFacts) -> None:
+    def _granted(self, event: Any, offer: OfferTally) -> None:
         grab = self._grab(event, offer)
         offer.left, offer.taken, grab.taken = (
             offer.left - event.quantity,
@@ -182,7 +182,7 @@ class Facts:
         )
         offer.sums["sold"] += event.quantity
 
-    def _held(self, event: Any, offer: OfferFacts) -> None:
+    def _held(self, event: Any, offer: OfferTally) -> None:
         if event.waited:
             grab = self.grabs[event.grab]
             self._count_no_more(grab, grab.waiting - event.quantity)
@@ -198,14 +198,14 @@ class Facts:
             f"{event.grab}: {due} due for {event.quantity} at {price}",
         )
 
-    def _queued(self, event: Any, offer: OfferFacts) -> None:
+    def _queued(self, event: Any, offer: OfferTally) -> None:
         self._grab(event, offer).waiting = event.quantity
         offer.sums["waited"] += 1
 
-    def _extended(self, event: Any, offer: OfferFacts) -> None:
+    def _extended(self, event: Any, offer: OfferTally) -> None:
         self.grabs[event.grab].deadline = event.deadline_at
 
-    def _confirmed(self, event: Any, offer: OfferFacts) -> None:
+    def _confirmed(self, event: Any, offer: OfferTally) -> None:
         grab = self.grabs[event.grab]
         if event.retaken:
             offer.left -= event.quantity
@@ -218,7 +218,7 @@ class Facts:
         if event.payment:
             self.payments[event.payment].append(("grab.confirmed", event.paid))
 
-    def _released(self, event: Any, offer: OfferFacts) -> None:
+    def _released(self, event: Any, offer: OfferTally) -> None:
         grab = self.grabs[event.grab]
         if event.reason == "left_queue":
             self._count_no_more(grab, grab.waiting)
@@ -231,7 +231,7 @@ class Facts:
         if event.reason == "expired":
             self._in_time("expiry at its deadline", event, grab.deadline + offer.terms.grace_ms)
 
-    def _returned(self, event: Any, offer: OfferFacts) -> None:
+    def _returned(self, event: Any, offer: OfferTally) -> None:
         grab = self.grabs[event.grab]
         offer.taken, grab.taken = offer.taken - event.quantity, grab.taken - event.quantity
         if event.restored:
@@ -242,7 +242,7 @@ class Facts:
             self.refunds[payment] += amount
             offer.sums["refunded"] += amount
 
-    def _redeemed(self, event: Any, offer: OfferFacts) -> None:
+    def _redeemed(self, event: Any, offer: OfferTally) -> None:
         grab = self.grabs[event.grab]
         self.check(
             "an order uses a coupon once",
@@ -258,7 +258,7 @@ class Facts:
         )
         offer.sums["redeemed"] += event.quantity
 
-    def _unredeemed(self, event: Any, offer: OfferFacts) -> None:
+    def _unredeemed(self, event: Any, offer: OfferTally) -> None:
         grab = self.grabs[event.grab]
         self.check(
             "an order uses a coupon once",
@@ -268,14 +268,14 @@ class Facts:
         grab.redeemed -= grab.orders.pop(event.order, 0)
         offer.sums["unredeemed"] += event.quantity
 
-    def _refund_due(self, event: Any, offer: OfferFacts) -> None:
+    def _refund_due(self, event: Any, offer: OfferTally) -> None:
         self.payments[event.payment].append(("payment.refund_due", event.amount))
         offer.sums["refund due"] += event.amount
 
     # -- limits: counted here by the calendar of the standard library, not by ours
 
-    def _grab(self, event: Any, offer: OfferFacts) -> GrabFacts:
-        grab = self.grabs[event.grab] = GrabFacts(event.offer, event.user)
+    def _grab(self, event: Any, offer: OfferTally) -> GrabTally:
+        grab = self.grabs[event.grab] = GrabTally(event.offer, event.user)
         self._count(grab, event.quantity, self._counters(event.offer, grab.user, offer.terms, event.at))
         return grab
 
@@ -289,7 +289,7 @@ class Facts:
             for limit in terms.limits
         ]
 
-    def _count(self, grab: GrabFacts, units: int, counters: list[tuple[str, ...]]) -> None:
+    def _count(self, grab: GrabTally, units: int, counters: list[tuple[str, ...]]) -> None:
         grab.counted.append((units, counters))
         for counter in counters:
             self.used[counter] += units
@@ -299,7 +299,7 @@ class Facts:
                 f"{' '.join(counter)}: {self.used[counter]}",
             )
 
-    def _count_no_more(self, grab: GrabFacts, units: int) -> None:
+    def _count_no_more(self, grab: GrabTally, units: int) -> None:
         """The units that were counted last leave first."""
         while units > 0 and grab.counted:
             counted, counters = grab.counted.pop()

@@ -7,7 +7,7 @@ from typing import Any
 from grabstream.lua.gate.calls import run_script
 
 
-async def life_of(redis: Any, key: str) -> str:
+async def server_epoch_of(redis: Any, key: str) -> str:
     """Run id and replication id of the server that has a key; raises the client's own errors."""
     return str((await run_script(redis, "life", [key], [])).decode())
 

@@ -1,0 +1,9 @@
+#!lua flags=no-writes
+-- The epoch of the server that has a key, see includes/shard.lua.
+--
+-- KEYS[1] any key
+-- Returns the epoch.
+--- @include "shard"
+
+local _ = KEYS[1]
+return server_epoch()
