@@ -9,7 +9,7 @@ from grabstream.lua.gate.calls import run_script
 
 async def server_epoch_of(redis: Any, key: str) -> str:
     """Run id and replication id of the server that has a key; raises the client's own errors."""
-    return str((await run_script(redis, "life", [key], [])).decode())
+    return str((await run_script(redis, "server_epoch", [key], [])).decode())
 
 
 async def time_ms_of(redis: Any, key: str) -> int:

@@ -81,14 +81,18 @@ MUTATIONS: Final = (
         _STRANGER,
     ),
     Mutation(
-        "life of an owner's script", "lua/includes/shard.lua", " and server_epoch() == life", "", _STRANGER
+        "server epoch of an owner's script",
+        "lua/includes/shard.lua",
+        " and server_epoch() == epoch",
+        "",
+        _STRANGER,
     ),
     Mutation(
-        "life of a deciding script",
+        "server epoch of a deciding script",
         "lua/includes/decide.lua",
         "shard[3] ~= server_epoch()",
         "not shard[3]",
-        _in(SCRIPTS, "test_nothing_is_decided_in_another_life[server]"),
+        _in(SCRIPTS, "test_nothing_is_decided_in_another_server_epoch[server]"),
         always=True,
     ),
     Mutation("key layout", "lua/includes/decide.lua", "layout ~= LAYOUT", "false", _LAYOUT),
@@ -137,13 +141,13 @@ MUTATIONS: Final = (
         ),
     ),
     Mutation(
-        "staged parts of this life",
+        "staged parts of this server epoch",
         "lua/commands/open.lua",
-        "life == server_epoch() and ",
+        "epoch == server_epoch() and ",
         "",
         _in(
             "tests/lua/gate/test_staging.py",
-            "test_parts_of_a_life_that_is_over_are_not_taken",
+            "test_parts_of_an_earlier_server_epoch_are_not_taken",
         ),
     ),
     Mutation(
@@ -209,7 +213,7 @@ MUTATIONS: Final = (
         "markers of an earlier term",
         "models/journal.py",
         "if block.term > self.term:\n                behind",
-        "if True:\n                behind",
+        "if True:\n                after",
         (JOURNAL,),
     ),
     Mutation(

@@ -146,7 +146,7 @@ async def test_parts_that_are_gone_before_the_call_are_brought_again(
     assert await staged(client, keys) == []
 
 
-async def test_parts_of_a_life_that_is_over_are_not_taken(own: Any, before: Any) -> None:
+async def test_parts_of_an_earlier_server_epoch_are_not_taken(own: Any, before: Any) -> None:
     """A replica that is promoted may lack pieces in the middle, whatever their length is: it is another
     life.
     """

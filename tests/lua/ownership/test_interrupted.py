@@ -41,7 +41,7 @@ GENERATION_STEPS = 120
 ALWAYS, ONE_IN = 25, 20
 TEAR_ONE_IN = 40
 #: Which scripts write nothing.
-READERS = ("life", "read_outbox", "time")
+READERS = ("read_outbox", "server_epoch", "time")
 
 _redis_call = re.compile(r"redis\.call\('(\w+)'|redis\.call\((\w+)")
 

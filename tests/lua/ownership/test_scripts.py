@@ -83,7 +83,7 @@ async def test_nothing_is_decided_before_a_take_over(client: Any, keys: KeySpace
     await one.close()
 
 
-async def test_nothing_is_decided_in_another_life(gate: Any, client: Any, keys: KeySpace) -> None:
+async def test_nothing_is_decided_in_another_server_epoch(gate: Any, client: Any, keys: KeySpace) -> None:
     one = gate()
     shard = keys.shard(keys.shard_of_offer("e"))
     await one.decide([opening(), *grabs(2)], "decided")

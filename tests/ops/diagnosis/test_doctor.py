@@ -474,7 +474,7 @@ async def test_what_somebody_wrote_into_a_live_shard_by_hand(
 
 
 def test_the_layout_is_what_the_scripts_write() -> None:
-    assert f"\nlocal LAYOUT = {LAYOUT}\n" in loader.load("life").text
+    assert f"\nlocal LAYOUT = {LAYOUT}\n" in loader.load("server_epoch").text
 
 
 async def test_a_topic_of_commands_that_keeps_compressed_batches(system: Settings) -> None:
