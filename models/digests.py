@@ -96,7 +96,7 @@ class Digests:
             raise CannotCompare(
                 f"the first command under this id was remembered with key {key_id!r}, which is not in "
                 "GRAB_SEAL_KEYS any more: "
-                "put the key back behind the new one, or send another id"
+                "add the key again after the new key, or send another id"
             )
         return compare_digest(value, _text(_body(command), BYTES, self._keys[key_id]))
 

@@ -27,24 +27,28 @@ local function unfit(offer, changes, now)
   local rules = offer.rules
   if not offer.pieces then
     for name in pairs(changes) do
-      if not OF_ENVELOPE[name] then return 'changes: an envelope keeps its money, parts and law' end
+      if not OF_ENVELOPE[name] then
+        return 'changes: the money, parts and law of an envelope cannot change'
+      end
     end
   end
-  if changes.opens_at and now >= offer.opens_at then return 'changes.opens_at: it is open already' end
+  if changes.opens_at and now >= offer.opens_at then return 'changes.opens_at: the offer is already open' end
   local closes_at = changes.closes_at or offer.closes_at
   if (changes.opens_at or changes.closes_at) and closes_at <= math.max(changes.opens_at or offer.opens_at,
     now) then
     return 'changes.closes_at: must be after opens_at and after now'
   end
   if not offer.pieces then return nil end
-  if changes.total and offer.loads.codes then return 'changes.total: an offer with codes keeps its total' end
+  if changes.total and offer.loads.codes then
+    return 'changes.total: the total of an offer with codes cannot change'
+  end
   if changes.max_per_grab and changes.max_per_grab > BOUNDS.codes_per_grab
     and (rules.codes or offer.loads.codes) then
     return 'changes.max_per_grab: ' .. BOUNDS.with_codes
   end
   if changes.price and not rules.currency then return 'changes.price: the offer has no currency' end
   if not rules.hold_ms and (changes.hold_ms or changes.extensions or changes.late or changes.grace_ms) then
-    return 'changes.hold_ms: an offer that grants at once keeps doing so'
+    return 'changes.hold_ms: an offer that grants at once cannot get holds'
   end
   if ((changes.late or rules.late) == 'grace') ~= ((changes.grace_ms or rules.grace_ms) > 0) then
     return 'changes.grace_ms: goes together with late: grace'

@@ -39,17 +39,19 @@ local function payment_of(call, campaign, payment)
   end
 end
 
-local OTHER_MONEY = '; nothing was booked now: other money needs a payment id of its own'
+local ANOTHER_PAYMENT = '; nothing was booked: a different payment needs a different id'
 
--- Whether a payment that is known is said to be another one now; `quantity` 0 is one that was not served.
+-- Whether a command names a recorded payment with another amount, currency or quantity. A recorded `quantity`
+-- of 0 is a payment that was not served.
 local function is_another(known, body)
   if body.paid ~= known[7] or (body.paid > 0 and body.currency ~= known[8]) then return true end
   return body.quantity ~= nil and known[6] > 0 and body.quantity ~= known[6]
 end
 
-local function said_of(known)
-  return 'payment: it is known with ' .. (known[7] > 0 and int(known[7]) .. ' ' .. known[8] or 'nothing paid')
-    .. (known[6] > 0 and ' for ' .. int(known[6]) .. ' units' or '') .. OTHER_MONEY
+local function another_payment_text(known)
+  return 'payment: this id is recorded with '
+    .. (known[7] > 0 and int(known[7]) .. ' ' .. known[8] or 'nothing paid')
+    .. (known[6] > 0 and ' for ' .. int(known[6]) .. ' units' or '') .. ANOTHER_PAYMENT
 end
 
 -- The row of a payment that is known already, or nil: for this grab what became of it; for another grab, or
@@ -59,7 +61,7 @@ local function repeated_payment(call, campaign, name, body)
   if not known then return nil end
   if known[1] ~= name or known[2] ~= body.grab then return {CODE.conflict, 0, call.now} end
   if is_another(known, body) then
-    return {CODE.conflict, 0, call.now, 0, 0, 0, 0, 0, 0, {message = said_of(known)}}
+    return {CODE.conflict, 0, call.now, 0, 0, 0, 0, 0, 0, {message = another_payment_text(known)}}
   end
   return again_row(known[3], known[4], known[5], known[6])
 end

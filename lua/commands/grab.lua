@@ -384,8 +384,8 @@ do
       bytes = bytes + redis.call('HSTRLEN', campaigns[campaign_of[offer_of[i]]].answers_key, ids[i])
     end
     if bytes <= BOUNDS.basket_answers_bytes then return nil end
-    return 'basket: the answers known of its grabs have more than ' .. BOUNDS.basket_answers_bytes
-      .. ' bytes; ask for each by itself'
+    return 'basket: the recorded answers of its grabs have more than ' .. BOUNDS.basket_answers_bytes
+      .. ' bytes; send each grab by itself'
   end
 
   local function unfit_basket(members)
@@ -400,7 +400,7 @@ do
       end
     end
     if codes <= BOUNDS.codes_per_grab then return nil end
-    return 'basket: its grabs get at most ' .. BOUNDS.codes_per_grab .. ' codes, together'
+    return 'basket: its grabs get at most ' .. BOUNDS.codes_per_grab .. ' codes together'
   end
 
   local function refuse_all(members, rows, message)

@@ -40,7 +40,7 @@ local function has_twice(offer, list, items, other_names)
     local names = one == key and own or other_names and other_names[one]
     if not names then
       return 'items: codes of this list were sealed with key ' .. one
-        .. ', which is not in GRAB_SEAL_KEYS: put it back behind the new one'
+        .. ', which is not in GRAB_SEAL_KEYS: add it again after the new key'
     end
     local place = place_in_list(offer, names)
     if place then
@@ -56,9 +56,9 @@ local function unfit(offer, body, list)
     return 'what: max_per_grab must be ' .. BOUNDS.with_codes
   end
   if body.what == 'audience' and offer.rules.audience ~= 'list' then
-    return 'what: the audience of this offer is no list'
+    return 'what: the audience of this offer is not a list'
   end
-  if list and list.chunks ~= body.chunks then return 'chunks: another number than before' end
+  if list and list.chunks ~= body.chunks then return 'chunks: differs from the chunks loaded before' end
 end
 
 local function is_seen(offer, member)

@@ -69,7 +69,7 @@ def unfit_basket(offers: Mapping[str, Offer], commands: Sequence[Grab]) -> str |
         if (offer := offers.get(command.offer)) and _gives_codes(offer)
     )
     return (
-        f"basket: its grabs get at most {CODES_PER_GRAB_MAX} codes, together"
+        f"basket: its grabs get at most {CODES_PER_GRAB_MAX} codes together"
         if codes > CODES_PER_GRAB_MAX
         else None
     )

@@ -223,9 +223,9 @@ def unfit(offer: Offer, changes: Changes, now: int) -> str | None:
     """Why these changes can never be right for this offer at this time, or None."""
     fields = changes.fields()
     if offer.is_envelope and not fields.keys() <= ENVELOPE_CHANGES:
-        return "changes: an envelope keeps its money, parts and law"
+        return "changes: the money, parts and law of an envelope cannot change"
     if changes.opens_at is not UNSET and now >= offer.opens_at:
-        return "changes.opens_at: it is open already"
+        return "changes.opens_at: the offer is already open"
     opens_at, closes_at = fields.get("opens_at", offer.opens_at), fields.get("closes_at", offer.closes_at)
     if closes_at <= max(opens_at, now) and fields.keys() & {"opens_at", "closes_at"}:
         return "changes.closes_at: must be after opens_at and after now"
@@ -233,14 +233,14 @@ def unfit(offer: Offer, changes: Changes, now: int) -> str | None:
         return None
     terms = offer.pieces
     if changes.total is not UNSET and "codes" in offer.chunks:
-        return "changes.total: an offer with codes keeps its total"
+        return "changes.total: the total of an offer with codes cannot change"
     gets_codes = "codes" in offer.chunks or getattr(terms, "codes", False)
     if gets_codes and fields.get("max_per_grab", 0) > CODES_PER_GRAB_MAX:
         return f"changes.max_per_grab: {WITH_CODES}"
     if changes.price is not UNSET and terms.currency is None:
         return "changes.price: the offer has no currency"
     if terms.hold_ms is None and fields.keys() & {"hold_ms", "extensions", "late", "grace_ms"}:
-        return "changes.hold_ms: an offer that grants at once keeps doing so"
+        return "changes.hold_ms: an offer that grants at once cannot get holds"
     if (fields.get("late", terms.late) == "grace") != (fields.get("grace_ms", terms.grace_ms) > 0):
         return "changes.grace_ms: goes together with late: grace"
     if (fields.get("price", terms.price) or 0) * fields.get("max_per_grab", terms.max_per_grab) > AMOUNT_MAX:
@@ -287,9 +287,9 @@ def _unloadable(offer: Offer, command: Load) -> str | None:
     if command.what == "codes" and offer.pieces.max_per_grab > CODES_PER_GRAB_MAX:
         return f"what: max_per_grab must be {WITH_CODES}"
     if command.what == "audience" and offer.terms.audience != "list":
-        return "what: the audience of this offer is no list"
+        return "what: the audience of this offer is not a list"
     if known is not None and known != command.chunks:
-        return "chunks: another number than before"
+        return "chunks: differs from the chunks loaded before"
     if command.what == "codes":
         count = offer.codes_listed + len(command.items)
         last = offer.loaded.get("codes", 0) + 1 == command.chunks

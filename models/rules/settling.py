@@ -222,8 +222,8 @@ def _said_of(known: Payment) -> str:
     money = f"{known.paid} {known.currency}" if known.paid else "nothing paid"
     units = f" for {known.quantity} units" if known.quantity else ""
     return (
-        f"payment: it is known with {money}{units}; nothing was booked now: other money needs a payment "
-        "id of its own"
+        f"payment: this id is recorded with {money}{units}; nothing was booked: a different payment needs a "
+        "different id"
     )
 
 

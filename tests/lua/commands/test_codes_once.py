@@ -150,8 +150,8 @@ async def test_without_a_key_that_sealed_the_list_no_chunk_is_taken(gates: Gates
     """
     assert await gates.chunk(OLD, 1, "a", "b") == ("loaded", None)
     said = (
-        "items: codes of this list were sealed with key old, which is not in GRAB_SEAL_KEYS: put it back "
-        "behind the new one"
+        "items: codes of this list were sealed with key old, which is not in GRAB_SEAL_KEYS: add it again "
+        "after the new key"
     )
     assert await gates.chunk(NEW, 2, "a", "c") == ("invalid", said)
     assert await gates.chunk(NEW | OLD, 2, "c", "d") == ("loaded", None)

@@ -10,7 +10,7 @@ from grabstream.models.answers import Answer
 from grabstream.models.commands import Close, Confirm
 from tests.lua.histories.scene import DAY, HOUR, Scene, stock
 
-KNOWN = "payment: it is known with {}; nothing was booked now: other money needs a payment id of its own"
+KNOWN = "payment: this id is recorded with {}; nothing was booked: a different payment needs a different id"
 
 
 async def begin(scene: Scene, **rest: Any) -> str:

@@ -240,7 +240,7 @@ async def test_codes_of_a_basket_are_bounded_where_it_gets_them_at_once(
         ]
         return [(answer.outcome, answer.message) for answer in await scene.decide_both(grabs)]
 
-    said = ("invalid", f"basket: its grabs get at most {CODES_PER_GRAB_MAX} codes, together")
+    said = ("invalid", f"basket: its grabs get at most {CODES_PER_GRAB_MAX} codes together")
     assert await of("a", ("c:now", 60), ("c:now", 41)) == [said, said]
     assert await of("a", ("c:now", 60), ("c:now", 40)) == 2 * [("granted", None)]
     assert await of("b", ("c:held", 100), ("c:held", 100), ("c:now", 100)) == [
@@ -273,7 +273,7 @@ async def test_a_basket_whose_answers_are_too_long_to_be_read_at_once(system: Me
         [Grab(id=grab.id, offer="o", user=grab.user, basket="all") for grab in grabs]
     )
     assert {answer.outcome for answer in together} == {"invalid"}
-    assert all("ask for each by itself" in (answer.message or "") for answer in together)
+    assert all("send each grab by itself" in (answer.message or "") for answer in together)
     again = [(await system.decide([grab]))[0] for grab in grabs]
     assert [(answer.seq, answer.coupon_codes) for answer in again] == [
         (answer.seq, answer.coupon_codes) for answer in first
