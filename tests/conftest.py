@@ -1,5 +1,5 @@
-"""What tests share: the servers of the settings, and for each test a prefix, topics, a schema and keys of its
-own.
+"""Fixtures of all tests: the servers in the settings; for each test its own prefix, topics, schema and keys;
+worker processes; and polling with a bound. Also which tests run together in a parallel run.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ from grabstream.ops.services.servers import PROJECT
 from grabstream.ops.settings import Settings, child_environment, load_settings
 
 NIGHTLY = os.environ.get("HYPOTHESIS_PROFILE") == "nightly"
-#: `make nightly` tries so many times as many random cases.
+#: `make nightly` multiplies the number of random cases by this.
 LONGER = 10 if NIGHTLY else 1
 hypothesis_settings.register_profile(
     "tests",
@@ -45,12 +45,12 @@ hypothesis_settings.register_profile(
 )
 hypothesis_settings.load_profile("tests")
 
-#: Tests run as the role that docs/operating.md describes, not as a superuser. It is left on the server:
-#: several runs may share one.
+#: Tests run as the role that docs/operating.md describes, not as a superuser. The role is never dropped,
+#: since several runs may share a server.
 TEST_ROLE = "grabstream_test_system"
 
-#: Tests that kill servers and processes, bound times, or need servers of their own: one group of a parallel
-#: run, one after the other.
+#: Tests that kill servers or processes, check time bounds, or start their own servers. In a parallel run,
+#: one process runs all of them, one after the other.
 ONE_BY_ONE = (
     "tests/drill/", "tests/lua/gate/test_burst.py", "tests/ops/test_backup.py",
     "tests/ops/test_side_by_side.py", "tests/ops/rehearsal/test_rehearsal.py",
@@ -62,8 +62,8 @@ ONE_BY_ONE = (
 )  # fmt: skip
 
 
-#: Tests that are long and have nothing in common: each goes where there is room. All others stay with those
-#: of their file.
+#: Files of long tests that share nothing: in a parallel run, each test goes to any free process. The tests of
+#: every other file stay in one process.
 ANYWHERE = (
     "tests/lua/histories/test_state_machine.py",
     "tests/lua/histories/test_long_histories.py",
@@ -73,15 +73,15 @@ ANYWHERE = (
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests marked `nightly` are played by `make nightly` only."""
+    """Deselects tests marked `nightly`, unless `make nightly` runs."""
     if not NIGHTLY:
         config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("nightly")])
         items[:] = [item for item in items if not item.get_closest_marker("nightly")]
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Each process of a parallel run has ports of its own: a server that a test has killed must find its port
-    free again.
+    """Gives each process of a parallel run its own range of ports, so that a server that a test has killed
+    finds its port free when it starts again.
     """
     number, count = (
         int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]),
@@ -94,8 +94,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Which tests of a parallel run stay together in one process. (xdist 3.8 does not group by marks with
-    pytest 9.)
+    """Groups the tests that one process of a parallel run must run. (With pytest 9, xdist 3.8 does not group
+    by marks.)
     """
     from xdist.scheduler import LoadScopeScheduling
 
@@ -110,7 +110,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @pytest.fixture(scope="session")
 def servers() -> Settings:
-    """The settings of servers that answer: without them tests are skipped on a laptop, and fail in CI."""
+    """The settings of servers that answer. If they do not, tests are skipped, or fail if `CI` is set."""
     settings = load_settings()
     settings = settings.model_copy(update={"seal_keys": SecretStr(new_seal_key())})
     try:
@@ -125,8 +125,8 @@ def servers() -> Settings:
 
 
 async def as_role(postgres: str, block: str, role: str, schema: str = "") -> str:
-    """The DSN for a role with the rights that a block of docs/operating.md gives it, and no others; made if
-    it is not there.
+    """Creates a role, if it does not exist, with exactly the rights that a block of docs/operating.md grants;
+    returns the DSN of the role.
     """
     [statements] = re.findall(
         rf"^<!-- {block} -->\n```sql\n(.*?)^```",
@@ -157,19 +157,19 @@ async def _answers(settings: Settings) -> None:
 
 @pytest.fixture
 def prefix() -> str:
-    """A name that no other test has: prefix of topics and keys, and schema."""
+    """A name that no other test uses: the prefix of topics and keys, and the schema."""
     return f"test{secrets.token_hex(5)}"
 
 
 @pytest.fixture
 def settings(servers: Settings, prefix: str) -> Settings:
-    """The settings of a system of this test's own."""
+    """The settings of a system that belongs to this test; nothing of it exists yet."""
     return servers.model_copy(update={"prefix": prefix, "schema_": prefix})
 
 
 @pytest.fixture
 async def system(settings: Settings) -> AsyncIterator[Settings]:
-    """The settings of a system whose topics and tables are there; taken away afterwards."""
+    """The settings of a system with topics and tables; they are removed after the test."""
     await make_system(settings)
     yield settings
     await take_down(settings)
@@ -177,7 +177,7 @@ async def system(settings: Settings) -> AsyncIterator[Settings]:
 
 @pytest.fixture
 async def redis_client(settings: Settings) -> AsyncIterator["redis.asyncio.Redis"]:
-    """A client; the keys of this test are deleted afterwards."""
+    """A Redis client; the keys of this test's prefix are deleted after the test."""
     client = open_redis(settings)
     yield client
     keys = [key async for key in client.scan_iter(match=f"{settings.prefix}:*", count=1_000)]
@@ -226,7 +226,7 @@ class Worker:
 
 @pytest.fixture
 def worker(tmp_path: Path) -> Iterator[Callable[..., Worker]]:
-    """Starts workers; whatever still runs at the end is stopped."""
+    """Returns a function that starts workers; those still running after the test are killed."""
     started: list[Worker] = []
 
     def start(
@@ -236,15 +236,17 @@ def worker(tmp_path: Path) -> Iterator[Callable[..., Worker]]:
         return started[-1]
 
     yield start
-    for one in started:
-        if one.process.poll() is None:
-            one.signal(signal.SIGCONT)
-            one.kill()
+    for process in started:
+        if process.process.poll() is None:
+            process.signal(signal.SIGCONT)
+            process.kill()
 
 
 @pytest.fixture(scope="module")
 def private_services(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalServices]:
-    """Servers of a module's own, to be killed: on free ports, under a directory of its own."""
+    """Servers that belong to one test module, which may kill them: on free ports, in a temporary
+    directory.
+    """
     ports = free_ports(4)
     services = LocalServices(tmp_path_factory.mktemp("services"), *ports, kafka_heap_mb=512)
     services.up()
@@ -253,14 +255,16 @@ def private_services(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Local
 
 
 async def until(condition: Callable[[], object], seconds: float = 30.0, what: str = "it") -> object:
-    """Asks again and again until the condition (sync or async) gives something true, and returns that."""
+    """Polls a condition (sync or async) until its value is true, and returns that value. Raises
+    AssertionError after `seconds`.
+    """
     deadline = asyncio.get_running_loop().time() + seconds
     while True:
-        found = condition()
-        if asyncio.iscoroutine(found):
-            found = await found
-        if found:
-            return found
+        value = condition()
+        if asyncio.iscoroutine(value):
+            value = await value
+        if value:
+            return value
         if asyncio.get_running_loop().time() > deadline:
             raise AssertionError(f"{what} did not happen within {seconds} s")
         await asyncio.sleep(0.05)

@@ -1,4 +1,6 @@
-"""The schemas of the tree, read by somebody else's validator: whether what is sent and answered fits them."""
+"""Validates commands, answers, events and records against the JSON Schemas in `schemas/`, with the
+`jsonschema` library.
+"""
 
 import gzip
 import json
@@ -31,126 +33,128 @@ _registry = Registry(
 
 @cache
 def schema_named(name: str) -> Draft202012Validator:
-    """The validator of `commands/grab`, `answers/answer`, `events/grab.granted.v1` …"""
+    """The validator of a schema file: `commands/grab`, `answers/answer`, `events/grab.granted.v1`."""
     return Draft202012Validator(json.loads((SCHEMAS / f"{name}.json").read_text()))
 
 
 def problems(name: str, value: Any) -> list[str]:
-    """What does not fit, with its place."""
+    """The violations of a schema, each with its JSON path."""
     return [f"{error.json_path}: {error.message}" for error in schema_named(name).iter_errors(value)]
 
 
 def check_events(lines: Iterable[bytes]) -> Counter[str]:
-    """Every line fits the schema of its type and version; how many there were of each type."""
-    found: Counter[str] = Counter()
+    """Asserts that every line is valid for its type and version; returns the number of events by type."""
+    types: Counter[str] = Counter()
     for line in lines:
         event = json.loads(line)
-        found[event["type"]] += 1
+        types[event["type"]] += 1
         assert not problems(f"events/{event['type']}.v{event['v']}", event), line
-    return found
+    return types
 
 
 def check_answered(answered: Iterable[tuple[AnyCommand, Answer]]) -> tuple[Counter[str], Counter[str]]:
-    """Every answer fits, and every command that a script has decided; how many there were of each type and
-    outcome.
+    """Asserts that every answer is valid, and every command whose answer is not `invalid`; returns the number
+    of commands of each type and of answers with each outcome.
     """
     commands: Counter[str] = Counter()
     outcomes: Counter[str] = Counter()
     for command, answer in answered:
         outcomes[answer.outcome] += 1
         assert not problems("answers/answer", json.loads(encode_answer(answer))), answer
-        # A script too says `invalid`, of what is right by itself but not in this place.
-        said = json.loads(encode_command(command))
-        commands[said["type"]] += 1
-        assert answer.outcome == "invalid" or not problems(f"commands/{said['type']}", said), command
+        # A script answers `invalid` also to a valid command that does not suit the state.
+        sent = json.loads(encode_command(command))
+        commands[sent["type"]] += 1
+        assert answer.outcome == "invalid" or not problems(f"commands/{sent['type']}", sent), command
     return commands, outcomes
 
 
 def asyncapi_problems(document: Any) -> list[str]:
-    """What AsyncAPI itself says about a document."""
+    """The violations of AsyncAPI's own JSON Schema in a document."""
     schema = json.loads(gzip.decompress(ASYNCAPI_SCHEMA.read_bytes()))
     return [f"{error.json_path}: {error.message}" for error in Draft7Validator(schema).iter_errors(document)]
 
 
 @cache
 def _part(message: str, part: str) -> Draft202012Validator:
-    """The validator of a message's payload or headers; references to files are those of the tree."""
+    """The validator of a message's payload or headers; references lead to the files in `schemas/`."""
     return Draft202012Validator(
         _based(ASYNCAPI["components"]["messages"][message][part]["schema"]), registry=_registry
     )
 
 
 def _based(schema: Any) -> Any:
+    """A schema whose references to files begin with `BASE`."""
     if isinstance(schema, dict):
         return {
             key: f"{BASE}{value.removeprefix('./')}" if key == "$ref" else _based(value)
             for key, value in schema.items()
         }
-    return [_based(one) for one in schema] if isinstance(schema, list) else schema
+    return [_based(item) for item in schema] if isinstance(schema, list) else schema
 
 
 def _misfits(message: str, key: bytes | None, value: bytes, headers: dict[str, str]) -> list[str]:
-    """Why a record is not this message; nothing when it is."""
-    said = ASYNCAPI["components"]["messages"][message]
-    is_json = "contentType" not in said
+    """The reasons why a record is not this message; empty if it is."""
+    definition = ASYNCAPI["components"]["messages"][message]
+    is_json = "contentType" not in definition
     try:
         payload = json.loads(value) if is_json else value.decode(errors="replace")
     except ValueError as error:
         return [f"no JSON: {error}"]
-    found = [error.message for error in _part(message, "payload").iter_errors(payload)]
-    if "headers" in said:
-        found += [error.message for error in _part(message, "headers").iter_errors(headers)]
-    wanted = said["bindings"]["kafka"].get("key")
-    if wanted:
-        found += [error.message for error in Draft202012Validator(wanted).iter_errors((key or b"").decode())]
-    return found
+    reasons = [error.message for error in _part(message, "payload").iter_errors(payload)]
+    if "headers" in definition:
+        reasons += [error.message for error in _part(message, "headers").iter_errors(headers)]
+    key_schema = definition["bindings"]["kafka"].get("key")
+    if key_schema:
+        key_errors = Draft202012Validator(key_schema).iter_errors((key or b"").decode())
+        reasons += [error.message for error in key_errors]
+    return reasons
 
 
 async def check_topics(settings: Settings) -> dict[str, Counter[str]]:
-    """Every record of every topic is one of the messages that the document has for it; how many of each there
-    were.
+    """Asserts that every record of every topic is exactly one of the messages that asyncapi.yaml names for
+    that topic; returns the number of records of each message, by channel.
 
-    What stands in `rejected` was no command, so as many records of `commands` may fit nothing.
+    Records of `commands` may be none of the messages: those records are copied to `rejected`.
     """
-    found: dict[str, Counter[str]] = {}
+    counts: dict[str, Counter[str]] = {}
     consumer = AIOKafkaConsumer(
         bootstrap_servers=settings.kafka, auto_offset_reset="earliest", enable_auto_commit=False
     )
     await consumer.start()
     try:
-        for channel, said in ASYNCAPI["channels"].items():
-            topic = said["address"].replace("{prefix}", settings.prefix)
-            partitions = [
-                TopicPartition(topic, number) for number in range(said["bindings"]["kafka"]["partitions"])
-            ]
+        for channel, definition in ASYNCAPI["channels"].items():
+            topic = definition["address"].replace("{prefix}", settings.prefix)
+            partition_count = definition["bindings"]["kafka"]["partitions"]
+            partitions = [TopicPartition(topic, number) for number in range(partition_count)]
             records = await _records(consumer, partitions)
             assert consumer.partitions_for_topic(topic) == {partition.partition for partition in partitions}
-            found[channel] = Counter()
+            counts[channel] = Counter()
             for record in records:
                 headers = {name: value.decode() for name, value in record.headers}
                 misfits = {
                     message: _misfits(message, record.key, record.value, headers)
-                    for message in said["messages"]
+                    for message in definition["messages"]
                 }
                 fitting = [message for message, reasons in misfits.items() if not reasons]
                 assert len(fitting) == 1 or channel == "commands", (record, misfits)
-                found[channel][fitting[0] if fitting else "nothing"] += 1
+                counts[channel][fitting[0] if fitting else "nothing"] += 1
                 if fitting == ["block"]:
                     check_events(record.value.split(b"\n"))
     finally:
         await consumer.stop()
-    return found
+    return counts
 
 
 async def _records(consumer: Any, partitions: list[TopicPartition]) -> list[Any]:
+    """All records of the partitions."""
     consumer.assign(partitions)
     ends = await consumer.end_offsets(partitions)
-    left = {partition for partition, end in ends.items() if end}
-    found: list[Any] = []
+    unread = {partition for partition, end in ends.items() if end}
+    all_records: list[Any] = []
     await consumer.seek_to_beginning(*partitions)
-    while left:
+    while unread:
         for partition, records in (await consumer.getmany(timeout_ms=200)).items():
-            found += records
+            all_records += records
             if records[-1].offset + 1 >= ends[partition]:
-                left.discard(partition)
-    return found
+                unread.discard(partition)
+    return all_records

@@ -1,10 +1,10 @@
-"""Is every guard of the protocol held by a test? Takes each out, in a copy of the tree, and runs the tests
-that must turn red.
+"""Checks that a test notices when a guard of the protocol is missing: removes each guard, in a copy of the
+tree, and runs the tests that must fail.
 
-`python -m tests.mutations` (`make mutations`), on servers that are up. Exit 1: a mutant survived, or there
-was no verdict, since the guard is no longer where it was looked for, its tests are gone, or they fail without
-the mutation too. `tests/test_mutations.py` plays those that are marked `always` on every run, and holds that
-every row can still be played.
+`python -m tests.mutations` (`make mutations`) needs running servers. Exit 1: a mutant survived, or there was
+no verdict, because the guard is not in its file, its tests do not exist, or they fail without the mutation
+too. `tests/test_mutations.py` plays the mutations marked `always` in every run, and checks that every row can
+be played.
 """
 
 import os
@@ -22,17 +22,18 @@ from typing import Final, NamedTuple
 
 import click
 
-from tests.package import copy_of_the_tree
+from tests.copies import copy_tree
 
 PROJECT: Final = Path(__file__).resolve().parent.parent
-#: How long tests may take; those that every run plays, less than a test of the suite may.
+#: How long the tests of a mutation may take; for those played in every run, less than the suite's limit for a
+#: single test.
 SECONDS_MAX: Final = 600
 ALWAYS_SECONDS_MAX: Final = 200
 
 
 class Mutation(NamedTuple):
-    """A guard: its name, the file, what stands there once and what is put instead, and the ids of the tests
-    that must notice.
+    """A guard: its name, its file, the text that occurs once there and its replacement, and the ids of the
+    tests that must fail.
     """
 
     guard: str
@@ -40,20 +41,20 @@ class Mutation(NamedTuple):
     before: str
     after: str
     tests: tuple[str, ...]
-    #: Whether the tests of every run play it: its verdict comes within a few seconds.
+    #: Whether every run of the tests plays it: only mutations whose verdict takes a few seconds.
     always: bool = False
 
 
 class Verdict(NamedTuple):
-    """What became of a mutation: `killed` is as it should be."""
+    """The outcome of a mutation (`killed` is the expected one), and what pytest printed last."""
 
     outcome: str
     seconds: float
-    said: str = ""
+    output: str = ""
 
 
 def _in(file: str, *tests: str) -> tuple[str, ...]:
-    """Test ids: the names of tests of a file."""
+    """The ids of tests in a file."""
     return tuple(f"{file}::{test}" for test in tests)
 
 
@@ -212,7 +213,7 @@ MUTATIONS: Final = (
     Mutation(
         "markers of an earlier term",
         "models/journal.py",
-        "if block.term > self.term:\n                behind",
+        "if block.term > self.term:\n                after",
         "if True:\n                after",
         (JOURNAL,),
     ),
@@ -349,21 +350,21 @@ MUTATIONS: Final = (
 @click.argument("words", nargs=-1)
 @click.option("--list", "only_list", is_flag=True, help="Print the guards and play none.")
 def main(words: tuple[str, ...], only_list: bool) -> None:
-    """Play all mutations, or those whose guard holds every word."""
-    chosen = [one for one in MUTATIONS if all(word in one.guard for word in words)]
+    """Play all mutations, or those whose guard's name contains every word."""
+    chosen = [mutation for mutation in MUTATIONS if all(word in mutation.guard for word in words)]
     if not chosen:
-        raise click.BadParameter("no guard's name holds this: --list prints them", param_hint="WORDS")
+        raise click.BadParameter("no guard's name contains this: --list prints them", param_hint="WORDS")
     if only_list:
-        for one in chosen:
-            click.echo(f"{one.guard}  ({one.file})")
+        for mutation in chosen:
+            click.echo(f"{mutation.guard}  ({mutation.file})")
         return
     killed = 0
-    sound: dict[tuple[str, ...], Verdict] = {}
+    without_mutation: dict[tuple[str, ...], Verdict] = {}
     for number, mutation in enumerate(chosen, 1):
-        # A test that fails anyway would kill every mutant.
-        if mutation.tests not in sound:
-            sound[mutation.tests] = unchanged(mutation.tests)
-        before = sound[mutation.tests]
+        # A test that fails without a mutation too would kill every mutant.
+        if mutation.tests not in without_mutation:
+            without_mutation[mutation.tests] = run_unchanged(mutation.tests)
+        before = without_mutation[mutation.tests]
         verdict = (
             play(mutation)
             if before.outcome == "passed"
@@ -375,52 +376,52 @@ def main(words: tuple[str, ...], only_list: bool) -> None:
             f"({verdict.seconds:.0f} s)"
         )
         if verdict.outcome != "killed":
-            click.echo(verdict.said, err=True)
-    click.echo(f"{killed} of {len(chosen)} guards are held by a test")
+            click.echo(verdict.output, err=True)
+    click.echo(f"{killed} of {len(chosen)} guards are checked by a test")
     sys.exit(0 if killed == len(chosen) else 1)
 
 
 def play(mutation: Mutation) -> Verdict:
-    """Takes a guard out of a copy of the tree and runs its tests there."""
+    """Removes a guard in a copy of the tree and runs its tests there."""
     text = (PROJECT / mutation.file).read_text()
     if text.count(mutation.before) != 1:
-        return Verdict(f"no verdict: stands {text.count(mutation.before)} times in the file", 0.0)
-    with copied() as tree:
+        return Verdict(f"no verdict: the guard occurs {text.count(mutation.before)} times in the file", 0.0)
+    with copied_tree() as tree:
         (tree / mutation.file).write_text(text.replace(mutation.before, mutation.after))
         verdict = run_tests(tree, mutation.tests, ALWAYS_SECONDS_MAX if mutation.always else SECONDS_MAX)
     by_outcome = {"failed": "killed", "passed": "SURVIVED"}
     return verdict._replace(outcome=by_outcome.get(verdict.outcome, f"no verdict: {verdict.outcome}"))
 
 
-def unchanged(tests: tuple[str, ...]) -> Verdict:
-    """Runs tests in a copy of the tree as it is."""
-    with copied() as tree:
+def run_unchanged(tests: tuple[str, ...]) -> Verdict:
+    """Runs tests in an unchanged copy of the tree."""
+    with copied_tree() as tree:
         return run_tests(tree, tests, SECONDS_MAX)
 
 
 @contextmanager
-def copied() -> Iterator[Path]:
-    """A copy of everything that belongs to the project, and of the local settings."""
+def copied_tree() -> Iterator[Path]:
+    """A temporary copy of the project and of the local settings (`.env`)."""
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder)
-        copy_of_the_tree(tree)
+        copy_tree(tree)
         if (PROJECT / ".env").is_file():
             shutil.copy(PROJECT / ".env", tree)
         yield tree
 
 
 def run_tests(tree: Path, tests: tuple[str, ...], seconds_max: int) -> Verdict:
-    """Runs tests in a tree: `passed`, `failed` (an assertion of theirs, not their set-up), or why there is no
-    verdict.
+    """Runs tests in a tree; returns `passed`, `failed` (in a test itself, not only in its set-up), or why
+    there is no verdict.
     """
-    # What xdist and coverage tell their children would change how these tests run.
+    # Variables that xdist and coverage set for child processes would change how these tests run.
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "COV_"))
     }
     environment |= {"PYTHONPATH": str(tree), "CI": "1"}
     command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=line", "-p", "no:cacheprovider", *tests]
     began = time.monotonic()
-    # In a session of its own, so that what the tests have started ends with them when they take too long.
+    # A new session, so that processes started by the tests are killed with them when they take too long.
     process = subprocess.Popen(
         command,
         cwd=tree,
@@ -431,22 +432,22 @@ def run_tests(tree: Path, tests: tuple[str, ...], seconds_max: int) -> Verdict:
         start_new_session=True,
     )
     try:
-        said, _ = process.communicate(timeout=seconds_max)
+        output, _ = process.communicate(timeout=seconds_max)
     except BaseException as error:
         os.killpg(process.pid, signal.SIGKILL)
-        said, _ = process.communicate()
+        output, _ = process.communicate()
         if not isinstance(error, subprocess.TimeoutExpired):
             raise
-        return Verdict("they take too long", time.monotonic() - began, said[-2_000:])
+        return Verdict("the tests take too long", time.monotonic() - began, output[-2_000:])
     seconds = time.monotonic() - began
     if process.returncode == 0:
-        return Verdict("passed", seconds, said[-2_000:])
-    # A test that has failed may leave behind what its end finds wrong too; one that could not be set up says
-    # nothing.
-    failed, errors = (set(re.findall(rf"^{word} (tests/\S+)", said, re.M)) for word in ("FAILED", "ERROR"))
+        return Verdict("passed", seconds, output[-2_000:])
+    # A failed test may also make its teardown fail. An error in a test that did not fail is an error of its
+    # set-up, which is no verdict.
+    failed, errors = (set(re.findall(rf"^{word} (tests/\S+)", output, re.M)) for word in ("FAILED", "ERROR"))
     if process.returncode == 1 and failed and errors <= failed:
-        return Verdict("failed", seconds, said[-2_000:])
-    return Verdict(f"pytest ended with {process.returncode}", seconds, said[-2_000:])
+        return Verdict("failed", seconds, output[-2_000:])
+    return Verdict(f"pytest ended with {process.returncode}", seconds, output[-2_000:])
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""`python -m tests.nightly` (`make nightly`): everything that is too long for every run, one step after the
-other, with a summary.
+"""`python -m tests.nightly` (`make nightly`): everything that is too long for `make test`, one step after
+another, with a summary.
 
-What each step says goes to the terminal and to `.services/nightly/STEP.log`; what came out is kept in
-`.services/nightly/state.json` for this commit with what is changed in the tree, so that `--resume` plays only
-what has not passed. Exit 1: a step failed, or ended without a verdict.
+The output of each step goes to the terminal and to `.services/nightly/STEP.log`. The results are stored in
+`.services/nightly/state.json` with the commit and a hash of uncommitted changes, so that `--resume` plays
+only the steps that have not passed for this tree. Exit 1: a step failed, or ended without a verdict.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from grabstream.ops.console.output import console, table
 
 PROJECT: Final = Path(__file__).resolve().parent.parent
 FOLDER: Final = PROJECT / ".services" / "nightly"
-#: How long a step that is stopped may clean up.
+#: How long a stopped step may take to clean up.
 STOP_SECONDS: Final = 60.0
 WITH_SERVERS: Final = "scripts/with-servers.sh"
 PYTEST: Final = (WITH_SERVERS, sys.executable, "-m", "pytest")
@@ -33,21 +33,19 @@ REHEARSE: Final = (WITH_SERVERS, sys.executable, "-m", "grabstream.ops.cli", "re
 
 
 class Step(NamedTuple):
-    """A command that ends with 0 when all is well and with 1 when something is not; anything else is no
-    verdict.
-    """
+    """A command whose exit code is 0 if it passed and 1 if it failed; any other code is no verdict."""
 
     name: str
     what: str
     command: tuple[str, ...]
     environment: dict[str, str] = {}
     minutes_max: float = 60
-    #: Beside it run twice as many busy processes as there are cores.
+    #: Whether busy processes, twice as many as cores, run beside it.
     under_load: bool = False
 
 
 class Result(NamedTuple):
-    """What came out of a step."""
+    """The outcome of a step, and how long it took."""
 
     name: str
     outcome: str
@@ -55,7 +53,7 @@ class Result(NamedTuple):
 
 
 def steps() -> list[Step]:
-    """All steps, in their order: what is quick and says much comes first."""
+    """All steps in their order: quick steps that find the most come first."""
     tests = {"CI": "1", "HYPOTHESIS_PROFILE": "nightly"}
     return [
         Step("demo", "the rehearsal of the envelopes", REHEARSE, minutes_max=10),
@@ -66,7 +64,7 @@ def steps() -> list[Step]:
         (*REHEARSE, "--story", "promotion", "--people", "5000"), minutes_max=30),
         Step("upgrade", "from the last release, under traffic",
              (WITH_SERVERS, sys.executable, "-m", "tests.drill.upgrade", last_release()), minutes_max=15),
-        Step("mutations", "every guard is taken out", (WITH_SERVERS, sys.executable, "-m", "tests.mutations"),
+        Step("mutations", "every guard is removed", (WITH_SERVERS, sys.executable, "-m", "tests.mutations"),
         minutes_max=120),
         Step("long-histories", "the random histories, ten times as many",
              (*PYTEST, "tests/lua/histories/test_state_machine.py", "tests/models", "--timeout", "3600"),
@@ -88,14 +86,14 @@ def _git(*words: str) -> str:
 
 
 def last_release() -> str:
-    """The commit of the last release: the last tag, else the commit that kept its schemas."""
+    """The last release: its tag, or else the commit that added its schemas."""
     with contextlib.suppress(subprocess.CalledProcessError):
         return _git("describe", "--tags", "--abbrev=0", "HEAD^")
     return _git("log", "--diff-filter=A", "--format=%H", "-1", "--", "schemas/released")
 
 
 def tree() -> str:
-    """A name for the tree as it is: the commit, and what is changed in it."""
+    """A name for the current tree: the commit, and a hash of uncommitted changes if there are any."""
     changed = _git("status", "--porcelain") and _git("diff", "HEAD") + _git(
         "ls-files", "--others", "--exclude-standard"
     )
@@ -105,20 +103,20 @@ def tree() -> str:
 
 
 class State:
-    """What is known of each step, for one tree; kept in a file."""
+    """The results of the steps for one tree, stored in a file."""
 
     def __init__(self, path: Path, of_tree: str) -> None:
         self._path = path
         self._tree = of_tree
-        found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+        stored: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
         self.results = (
-            {name: Result(*result) for name, result in found.get("results", {}).items()}
-            if found.get("tree") == of_tree
+            {name: Result(*result) for name, result in stored.get("results", {}).items()}
+            if stored.get("tree") == of_tree
             else {}
         )
 
     def keep(self, result: Result) -> None:
-        """Writes a result down."""
+        """Stores a result."""
         self.results[result.name] = result
         self._path.parent.mkdir(parents=True, exist_ok=True)
         new = self._path.with_suffix(".new")
@@ -128,7 +126,7 @@ class State:
 
 @contextlib.contextmanager
 def load() -> Iterator[None]:
-    """Busy processes, twice as many as cores, while the context lasts; they end also when this process is
+    """Runs busy processes, twice as many as cores, within the context. They also end when this process is
     killed.
     """
     busy = "import os\nparent = os.getppid()\nwhile os.getppid() == parent:\n    sum(range(100_000))"
@@ -145,7 +143,7 @@ def load() -> Iterator[None]:
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
-    """Asks a step to end, and ends all that it has started when it does not."""
+    """Terminates a step; if it does not end in `STOP_SECONDS`, kills it and all processes it started."""
     process.terminate()
     try:
         process.wait(STOP_SECONDS)
@@ -157,29 +155,31 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
 
 
 def run(step: Step, folder: Path) -> Result:
-    """Plays a step. On Ctrl-C it is told to end, and has time to clean up; then KeyboardInterrupt goes on."""
+    """Plays a step. On Ctrl-C, terminates the step, gives it time to clean up, and raises KeyboardInterrupt
+    again.
+    """
     began = time.monotonic()
     folder.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as around:
         if step.under_load:
             around.enter_context(load())
         log = around.enter_context((folder / f"{step.name}.log").open("wb"))
-        # In a session of its own, or Ctrl-C would meet everything below it at once, and again what it hands
-        # on by itself.
+        # A new session: otherwise the terminal would send Ctrl-C to every process of the step at once, and
+        # the step would pass it on a second time.
         process = subprocess.Popen(
             step.command, cwd=PROJECT, env=os.environ | step.environment, stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )  # fmt: skip
         assert process.stdout is not None
-        late = threading.Event()
+        timed_out = threading.Event()
 
-        def end_late() -> None:
-            late.set()
+        def time_out() -> None:
+            timed_out.set()
             _end(process)
 
-        clock = threading.Timer(step.minutes_max * 60, end_late)
-        clock.start()
+        timer = threading.Timer(step.minutes_max * 60, time_out)
+        timer.start()
         try:
             for line in process.stdout:
                 log.write(line)
@@ -188,14 +188,14 @@ def run(step: Step, folder: Path) -> Result:
                 sys.stdout.buffer.flush()
             code = process.wait()
         except BaseException:
-            # What it still says has to be read, or it could not end.
+            # Its output must still be read: with a full pipe it could not end.
             reading = threading.Thread(target=process.stdout.read, daemon=True)
             reading.start()
             _end(process)
             raise
         finally:
-            clock.cancel()
-    if late.is_set():
+            timer.cancel()
+    if timed_out.is_set():
         outcome = f"no verdict: it took longer than {step.minutes_max:g} min"
     else:
         outcome = {0: "passed", 1: "failed"}.get(code, f"no verdict: it ended with {code}")
@@ -210,7 +210,7 @@ def play(chosen: Sequence[Step], state: State, folder: Path, resume: bool) -> in
             before = state.results.get(step.name)
             if resume and before is not None and before.outcome == "passed":
                 continue
-            # Until it has ended it has no verdict, also when this process is killed.
+            # A step has no verdict until it ends, also if this process is killed.
             state.keep(Result(step.name, "no verdict: stopped", 0.0))
             console.rule(f"{number} of {len(chosen)}: {step.name} – {step.what}", style="dim")
             state.keep(run(step, folder))
@@ -220,22 +220,22 @@ def play(chosen: Sequence[Step], state: State, folder: Path, resume: bool) -> in
     console.print()
     console.print(table("Nightly", ("what", "result", "minutes"), results))
     if stopped:
-        console.print("stopped; --resume plays what has not passed", highlight=False)
+        console.print("stopped; --resume plays the steps that have not passed", highlight=False)
         return 130
     return 0 if all(result.outcome == "passed" for result in results) else 1
 
 
 @click.command()
 @click.option("--only", multiple=True, help="A step by its name; may be repeated.")
-@click.option("--resume", is_flag=True, help="Skip what has passed already for this tree.")
+@click.option("--resume", is_flag=True, help="Skip the steps that have passed for this tree.")
 @click.option(
     "--list",
     "only_list",
     is_flag=True,
-    help="Print the steps, with what is known of them for this tree, and play none.",
+    help="Print the steps with their results for this tree, and play none.",
 )
 def main(only: tuple[str, ...], resume: bool, only_list: bool) -> None:
-    """Play everything that is too long for every run. Exit 1: a step failed or has no verdict; 130:
+    """Play everything that is too long for `make test`. Exit 1: a step failed or has no verdict; 130:
     stopped.
     """
     everything = steps()

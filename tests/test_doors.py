@@ -46,10 +46,10 @@ from tests.support.odd_values import (
     ODD_VALUES,
     STOCK,
     damaged,
+    encoded,
     of_command,
     of_python,
     structured,
-    written,
 )
 
 #: A few seconds for each door.
@@ -89,11 +89,11 @@ def attempted(run: Callable[[], Any], *documented: type[Exception]) -> Any:
 
 of_record = st.one_of(
     st.binary(max_size=300),
-    ODD_VALUES.map(written),
+    ODD_VALUES.map(encoded),
     damaged(
         st.one_of(
-            of_command.map(written),
-            st.lists(of_command, max_size=5).map(written),
+            of_command.map(encoded),
+            st.lists(of_command, max_size=5).map(encoded),
             st.just(b"["),
             st.just(b'{"id":"x"'),
         )
@@ -294,7 +294,7 @@ EVENT: Final = (
 of_line = st.one_of(
     st.binary(max_size=200),
     damaged(st.just(EVENT)),
-    structured(json.loads(EVENT)).map(written),
+    structured(json.loads(EVENT)).map(encoded),
     st.just(EVENT[:-1] + b',"x":' + b"[" * 5_000),
     st.just(b"[" * 5_000),
     st.just(b'{"type":' + b"9" * 5_000),
@@ -369,15 +369,15 @@ of_token = st.one_of(
         token,
         st.one_of(
             st.just(b'{"alg":"HS256","kid":"k"}'),
-            structured({"alg": "HS256", "kid": "k"}).map(written),
+            structured({"alg": "HS256", "kid": "k"}).map(encoded),
             st.binary(max_size=50),
             st.just(b"[" * 3_000),
         ),
         st.one_of(
-            structured(CLAIMS).map(written),
+            structured(CLAIMS).map(encoded),
             st.binary(max_size=50),
             st.just(b"[" * 3_000),
-            ODD_VALUES.map(written),
+            ODD_VALUES.map(encoded),
         ),
     ),
 )
@@ -394,7 +394,7 @@ def test_a_ticket_is_right_or_is_none(text: str) -> None:
 @given(
     raw=st.one_of(
         st.binary(max_size=100),
-        structured({"id": "i", "outcome": "sold_out", "code": 32, "limits": [{"by": "user"}]}).map(written),
+        structured({"id": "i", "outcome": "sold_out", "code": 32, "limits": [{"by": "user"}]}).map(encoded),
     )
 )
 def test_an_answer_is_read_back_or_is_none(raw: bytes) -> None:

@@ -34,7 +34,7 @@ from grabstream.ops.rehearsal.stage import take_down
 from grabstream.ops.services.servers import PROJECT
 from grabstream.ops.settings import child_environment
 from tests.conftest import Worker, wait_until
-from tests.support.cli import of
+from tests.support.command_line import env_of
 
 EXAMPLES: Final = PROJECT / "examples"
 OPENS: Final[list[AnyCommand]] = [
@@ -70,7 +70,7 @@ class Stage:
     @property
     def environment(self) -> dict[str, str]:
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-        return child_environment(**of(self.settings)) | {"PATH": path}
+        return child_environment(**env_of(self.settings)) | {"PATH": path}
 
     def run(self, *words: str, folder: Path = EXAMPLES) -> str:
         done = subprocess.run(

@@ -1,5 +1,5 @@
-"""`make nightly`: what a step ends with is its result, what has passed is not played again, and it stops in
-order.
+"""`make nightly`: the exit code of a step is its result, a step that has passed is not played again, and
+Ctrl-C lets the running step clean up.
 """
 
 import contextlib
@@ -26,6 +26,7 @@ FINDS_NOTHING = step("finds nothing", "raise SystemExit(5)")
 
 
 def played(chosen: list[Step], folder: Path, resume: bool = False) -> tuple[int, dict[str, str]]:
+    """Plays steps; returns the exit code, and the outcome of each step."""
     state = State(folder / "state.json", "this tree")
     code = play(chosen, state, folder, resume)
     return code, {name: result.outcome for name, result in state.results.items()}
@@ -47,42 +48,43 @@ def test_the_summary_names_every_step(tmp_path: Path, capsys: pytest.CaptureFixt
     assert (tmp_path / "passes.log").read_text() == "fine\n"
 
 
-def test_resumed_it_plays_what_has_not_passed_for_this_tree(tmp_path: Path) -> None:
+def test_resume_plays_only_steps_that_have_not_passed_for_this_tree(tmp_path: Path) -> None:
     counted = tmp_path / "counted"
     once = step("once", f"open({str(counted)!r}, 'a').write('x')")
     assert played([once, FAILS], tmp_path)[0] == 1
     assert played([once, PASSES], tmp_path, resume=True)[0] == 0
     assert counted.read_text() == "x"
     assert played([once], tmp_path)[0] == 0
-    assert counted.read_text() == "xx", "without --resume everything is played"
+    assert counted.read_text() == "xx", "without --resume all steps are played"
     assert State(tmp_path / "state.json", "another tree").results == {}, (
-        "what passed for another tree says nothing of this one"
+        "results of another tree do not count for this one"
     )
 
 
-def test_a_step_that_takes_too_long_is_ended(tmp_path: Path) -> None:
+def test_a_step_that_takes_too_long_is_terminated(tmp_path: Path) -> None:
     slow = step("slow", "import time\nwhile True: time.sleep(1)", minutes_max=0.01)
     assert run(slow, tmp_path).outcome == "no verdict: it took longer than 0.01 min"
 
 
-def busy_children(of: int) -> int:
-    """How many children of a process compute for nothing."""
-    found = 0
+def busy_children(parent_pid: int) -> int:
+    """The number of a process's children that are busy processes of `load`."""
+    count = 0
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             parent = (process / "stat").read_text().rpartition(")")[2].split()[1]
-            found += int(parent) == of and b"getppid() == parent" in (process / "cmdline").read_bytes()
-    return found
+            is_busy = b"getppid() == parent" in (process / "cmdline").read_bytes()
+            count += int(parent) == parent_pid and is_busy
+    return count
 
 
-def test_beside_a_step_under_load_cores_are_busy_and_free_again_afterwards(tmp_path: Path) -> None:
+def test_busy_processes_run_beside_a_step_under_load_and_end_with_it(tmp_path: Path) -> None:
     count = f"from tests.test_nightly import busy_children; print(busy_children({os.getpid()}))"
     assert run(step("loaded", count, under_load=True), tmp_path).outcome == "passed"
     assert int((tmp_path / "loaded.log").read_text()) == 2 * (os.cpu_count() or 1)
     assert busy_children(os.getpid()) == 0
 
 
-def test_on_ctrl_c_the_step_cleans_up_and_the_rest_is_left_for_later(tmp_path: Path) -> None:
+def test_ctrl_c_lets_the_step_clean_up_and_leaves_the_others_unplayed(tmp_path: Path) -> None:
     ready, cleaned = tmp_path / "ready", tmp_path / "cleaned"
     waits = f"""
 import pathlib, signal, sys, time
@@ -103,28 +105,28 @@ sys.exit(play(chosen, State(Path({str(tmp_path)!r}) / "state.json", "t"), Path({
     process = subprocess.Popen(
         [sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, start_new_session=True
     )
-    wait_until(ready.exists, 30, "the step's begin")
+    wait_until(ready.exists, 30, "the begin of the step")
     os.killpg(process.pid, signal.SIGINT)
-    said, _ = process.communicate(timeout=30)
+    output, _ = process.communicate(timeout=30)
     assert process.returncode == 130
-    assert "--resume" in said
-    assert cleaned.exists(), "the step was told to end, and had the time to"
+    assert "--resume" in output
+    assert cleaned.exists(), "the step was terminated, and had the time to clean up"
     assert json.loads((tmp_path / "state.json").read_text())["results"] == {
         "waits": ["waits", "no verdict: stopped", 0.0]
     }
 
 
-def test_every_step_s_command_can_be_started() -> None:
-    """Every file and module that a step names is there, and no two steps share a name."""
-    named = [word for one in steps() for word in one.command if "/" in word]
+def test_commands_of_all_steps_can_be_started() -> None:
+    """Every file and module that a step names exists, and no two steps have the same name."""
+    named = [word for step in steps() for word in step.command if "/" in word]
     assert [word for word in named if not (nightly.PROJECT / word).exists()] == []
     modules = [
         word
-        for one in steps()
-        for before, word in zip(one.command, one.command[1:], strict=False)
+        for step in steps()
+        for before, word in zip(step.command, step.command[1:], strict=False)
         if before == "-m"
     ]
     assert {"tests.drill", "tests.drill.upgrade", "tests.mutations", "grabstream.ops.cli", "pytest"} <= set(
         modules
     )
-    assert len({one.name for one in steps()}) == len(steps())
+    assert len({step.name for step in steps()}) == len(steps())

@@ -22,7 +22,7 @@ from packaging.requirements import Requirement
 import grabstream
 from grabstream.extras import SERVER_MODULES
 from grabstream.ops.services.servers import PROJECT
-from tests.package import ROOMS, copy_of_the_tree
+from tests.copies import ROOMS, copy_tree
 
 NAMES_MODULES_TWICE = """
 import importlib, pkgutil, sys
@@ -185,7 +185,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A wheel of the tree as it is."""
     folder = tmp_path_factory.mktemp("wheel")
     tree = folder / "tree"
-    copy_of_the_tree(tree)
+    copy_tree(tree)
     words = ["wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder), str(tree)]
     subprocess.run([*PIP, *words], check=True, capture_output=True, timeout=120)
     [wheel] = folder.glob("grabstream-*.whl")

@@ -1,4 +1,4 @@
-"""Every requirement has a test, or says what it waits for; and every mark names a requirement."""
+"""Every requirement has a test or states what it waits for, and every mark names a requirement."""
 
 import pytest
 
@@ -6,14 +6,14 @@ from tests import requirements
 
 
 def test_every_requirement_has_a_test() -> None:
-    found = {requirement for requirement, _ in requirements.marked()}
+    tested = {requirement for requirement, _ in requirements.marked()}
     rows = requirements.rows()
     assert len(rows) == 44
-    assert found <= set(rows)
-    assert {name for name in rows.keys() - found if requirements.WAITS not in rows[name]} == set()
+    assert tested <= set(rows)
+    assert {name for name in rows.keys() - tested if requirements.WAITS not in rows[name]} == set()
 
 
-def test_a_row_without_a_test_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_requirement_without_a_test_fails_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(requirements, "rows", lambda: {"A1": "asked | here", "A2": "asked | waits for more"})
     monkeypatch.setattr(requirements, "marked", lambda: iter([("A2", "a test")]))
     with pytest.raises(AssertionError):

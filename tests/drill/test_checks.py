@@ -14,7 +14,7 @@ from grabstream.ops.settings import Settings
 from tests.conftest import until
 from tests.drill.checks import at_rest, journal_of, level, missing, problems_of, repeated
 from tests.drill.observer import Fenced
-from tests.support.projections import open_tables
+from tests.support.projecting import open_tables
 
 
 @pytest.fixture

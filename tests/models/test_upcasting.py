@@ -23,8 +23,8 @@ from grabstream.models.events import (
 )
 from grabstream.models.upcasting import BrokenChain, NewerEvent, Upcaster, Upcasters, UpcastFailed
 from grabstream.ops.commands.local.services import new_seal_key
+from tests.copies import copy_package
 from tests.models.old_events import UPCASTERS, as_it_was
-from tests.package import copy_of_the_package
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests" / "golden" / "events"
@@ -133,7 +133,7 @@ def test_a_program_with_a_gap_does_not_start(tmp_path: Path, command: tuple[str,
     """A type was raised, and nobody wrote the upcaster: no process that reads events gets so far as to
     connect.
     """
-    copy_of_the_package(tmp_path)
+    copy_package(tmp_path)
     events = tmp_path / "models" / "events.py"
     raised = events.read_text().replace(
         "class GrabHeld(_GrabEvent[V1]", "class GrabHeld(_GrabEvent[Literal[3]]"

@@ -21,7 +21,7 @@ from grabstream.models.commands import Undecodable, check, decode_command, encod
 from grabstream.models.events import CURRENT_VERSIONS, decode_event, encode_event
 from grabstream.models.money import Invalid
 from grabstream.models.vocabulary import Answer, AnyCommand, AnyEvent, Grab, Hours, Limit, Open, from_wire
-from tests.support.odd_values import COMMANDS, ODD_NUMBERS, ODD_TEXTS, damaged, of_command, of_python, written
+from tests.support.odd_values import COMMANDS, ODD_NUMBERS, ODD_TEXTS, damaged, encoded, of_command, of_python
 from tests.support.odd_values import structured as wrong_in_places
 
 ANY_COMMAND: Final[TypeAdapter[Any]] = TypeAdapter(AnyCommand)
@@ -204,7 +204,7 @@ def from_json(raw: bytes) -> Any:
         return error
 
 
-@given(raw=damaged(of_command.map(written)))
+@given(raw=damaged(of_command.map(encoded)))
 def test_json_texts_that_are_damaged(raw: bytes) -> None:
     try:
         wire: Any = decode_command(raw)
@@ -262,7 +262,7 @@ def test_a_default_that_is_given_is_left_out() -> None:
     plain = {"type": "open", "id": "i", "offer": "o", "terms": {**terms, "hours": [{}]}}
     model = Open.model_validate({**plain, "terms": given})
     assert model.model_dump(mode="json") == plain
-    assert encode_command(model.to_wire()) == written(plain).replace(b" ", b"")
+    assert encode_command(model.to_wire()) == encoded(plain).replace(b" ", b"")
 
 
 def test_a_message_is_that_of_the_check_and_stands_at_its_field() -> None:
@@ -295,7 +295,7 @@ def test_parts_of_commands_are_checked_when_they_are_made(model: Any, said: Any,
 def test_python_s_name_of_a_keyword_is_taken_in_python_only() -> None:
     assert Hours(from_="10:00").to_wire() == offers.Hours(from_="10:00")
     assert Hours(from_="10:00").model_dump_json() == '{"from":"10:00"}'
-    text = written(changed(OPEN_STOCK, ("terms", "hours", 0), {"from_": "10:00"}))
+    text = encoded(changed(OPEN_STOCK, ("terms", "hours", 0), {"from_": "10:00"}))
     assert isinstance(from_json(text), ValidationError)
 
 
@@ -324,7 +324,7 @@ def decoded(decode: Any, raw: bytes) -> Any:
 
 def compare_texts(decode: Any, encode: Any, adapter: TypeAdapter[Any], document: Any) -> None:
     """As `compare`, for what is read from a topic."""
-    raw = written(document)
+    raw = encoded(document)
     wire, model = decoded(decode, raw), decoded(adapter.validate_json, raw)
     assert isinstance(wire, Exception) == isinstance(model, Exception), f"{document}: {wire!r}, {model!r}"
     assert isinstance(model_of(adapter, document), Exception) == isinstance(model, Exception)

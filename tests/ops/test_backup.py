@@ -18,9 +18,9 @@ from grabstream.ops.settings import Settings
 from grabstream.streams.clients import started
 from grabstream.streams.topics import Topics, retention_ms
 from tests.conftest import NIGHTLY, until
-from tests.support.backup import DECIDING, PROJECTING, all_is_right, carry_out
-from tests.support.projections import rows
-from tests.support.restore import delete, forget_last
+from tests.support.backup_recipes import DECIDING, PROJECTING, assert_verified, run_recipe
+from tests.support.losses import delete_topics, forget_last_audit_row
+from tests.support.projecting import rows
 
 RESTORES = 30 if NIGHTLY else 4
 
@@ -50,21 +50,21 @@ async def test_postgresql_is_lost(
     worker(system, DECIDING)
     projecting = worker(system, PROJECTING)
     await grab(system, *(f"a{number}" for number in range(50)), opening=True)
-    await all_is_right(system)
+    await assert_verified(system)
     if how == "restore":
-        await asyncio.to_thread(carry_out, "backup", system, tmp_path)
+        await asyncio.to_thread(run_recipe, "backup", system, tmp_path)
     await grab(system, *(f"b{number}" for number in range(50)))
-    await all_is_right(system)
+    await assert_verified(system)
     books = await rows(system, "SELECT * FROM accounts ORDER BY account, asset")
     assert projecting.stop() == 0
-    await asyncio.to_thread(carry_out, how, system, tmp_path)
+    await asyncio.to_thread(run_recipe, how, system, tmp_path)
     before = await rows(system, "SELECT coalesce(max(seq), 0) FROM cursors WHERE projection = 'ledger'")
     assert before == [(51 if how == "restore" else 0,)]
     worker(system, PROJECTING)
-    await all_is_right(system)
+    await assert_verified(system)
     assert await rows(system, "SELECT * FROM accounts ORDER BY account, asset") == books
     await grab(system, "after")
-    await all_is_right(system)
+    await assert_verified(system)
 
 
 @pytest.mark.nightly
@@ -76,9 +76,9 @@ async def test_restored_while_people_are_refused(
     """
     deciding, projecting = worker(system, DECIDING), worker(system, PROJECTING)
     await grab(system, *(f"a{number}" for number in range(50)), opening=True)
-    await all_is_right(system)
+    await assert_verified(system)
     assert projecting.stop() == 0
-    await asyncio.to_thread(carry_out, "backup", system, tmp_path)
+    await asyncio.to_thread(run_recipe, "backup", system, tmp_path)
     refused = 0
 
     async def crowd() -> None:
@@ -100,7 +100,7 @@ async def test_restored_while_people_are_refused(
         for _ in range(RESTORES):
             before = refused
             await until(lambda before=before: refused > before or refusing.done(), 30, "refusals")
-            await asyncio.to_thread(carry_out, "restore", system, tmp_path)
+            await asyncio.to_thread(run_recipe, "restore", system, tmp_path)
             for table in ("demand", "refusals_1"):
                 await until(
                     lambda table=table: refusing.done() or _has_rows(system, table), 30, f"rows of {table}"
@@ -111,7 +111,7 @@ async def test_restored_while_people_are_refused(
         await asyncio.gather(refusing, return_exceptions=True)
     assert deciding.process.poll() is None
     worker(system, PROJECTING)
-    await all_is_right(system)
+    await assert_verified(system)
 
 
 async def _has_rows(settings: Settings, table: str) -> bool:
@@ -132,7 +132,7 @@ async def test_redis_is_lost(system: Settings, worker: Callable[..., Any]) -> No
     finally:
         await redis.aclose()
     await grab(system, "after")
-    await all_is_right(system)
+    await assert_verified(system)
 
 
 async def test_everything_is_lost(system: Settings, worker: Callable[..., Any], tmp_path: Path) -> None:
@@ -141,18 +141,18 @@ async def test_everything_is_lost(system: Settings, worker: Callable[..., Any], 
     """
     workers = [worker(system, DECIDING), worker(system, PROJECTING)]
     await grab(system, *(f"a{number}" for number in range(50)), opening=True)
-    await all_is_right(system)
-    await asyncio.to_thread(carry_out, "backup", system, tmp_path)
+    await assert_verified(system)
+    await asyncio.to_thread(run_recipe, "backup", system, tmp_path)
     books = await rows(system, "SELECT * FROM accounts ORDER BY account, asset")
     assert [one.stop() for one in workers] == [0, 0]
     await take_down(system)
     await until(lambda: gone(system), 30, "the topics' end")
-    await asyncio.to_thread(carry_out, "everything", system, tmp_path)
+    await asyncio.to_thread(run_recipe, "everything", system, tmp_path)
     worker(system, PROJECTING)
     assert await rows(system, "SELECT * FROM accounts ORDER BY account, asset") == books
     worker(system, DECIDING)
     await grab(system, "after")
-    await all_is_right(system)
+    await assert_verified(system)
     assert await rows(system, "SELECT count(*) FROM grabs") == [(51,)]
 
 
@@ -167,16 +167,16 @@ async def test_kafka_is_lost(system: Settings, worker: Callable[..., Any], tmp_p
     """The journal comes back from the audit trail; a ledger that knew more than that begins anew."""
     workers = [worker(system, DECIDING), worker(system, PROJECTING)]
     await grab(system, *(f"a{number}" for number in range(50)), opening=True)
-    await all_is_right(system)
+    await assert_verified(system)
     assert [one.stop() for one in workers] == [0, 0]
     topics = Topics(system.prefix)
-    await delete(system, topics.journal, topics.events)
+    await delete_topics(system, topics.journal, topics.events)
     if how == "journal-with-loss":
-        await forget_last(system)
-    await asyncio.to_thread(carry_out, how, system, tmp_path)
+        await forget_last_audit_row(system)
+    await asyncio.to_thread(run_recipe, how, system, tmp_path)
     worker(system, DECIDING)
     worker(system, PROJECTING)
     await grab(system, "after")
-    await all_is_right(system)
+    await assert_verified(system)
     grabbed = await rows(system, "SELECT count(*) FROM grabs")
     assert grabbed == [(51 if how == "journal" else 50,)]

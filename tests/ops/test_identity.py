@@ -27,18 +27,18 @@ from grabstream.streams.projecting.projector import CatchUp
 from grabstream.streams.topic_ids import find_topic
 from grabstream.streams.topics import Topics, create_topics
 from tests.conftest import until
-from tests.support.cli import of
-from tests.support.projections import (
+from tests.support.command_line import env_of
+from tests.support.losses import delete_topics
+from tests.support.projecting import (
     SHARD,
-    Journal,
-    at_seq,
+    JournalWriter,
     granted,
     journal,  # noqa: F401 - a fixture
     opened,
     rows,
     running,
+    until_at_seq,
 )
-from tests.support.restore import delete
 
 #: How every verb that touches a system is called; the file of `open` and the module of `follow` are put in.
 CALLS = {
@@ -88,7 +88,9 @@ def call(settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
             "FILE": tmp_path / ("users" if verb == "load" else "offers.yaml"),
             "MODULE:PROJECTION": "counted:PROJECTION",
         }
-        environment = child_environment(**of(of_settings), shards=str(of_settings.shards), patience_ms="100")
+        environment = child_environment(
+            **env_of(of_settings), shards=str(of_settings.shards), patience_ms="100"
+        )
         return CliRunner().invoke(
             grabstream, [verb, *(str(named.get(word, word)) for word in words)], env=environment
         )
@@ -200,7 +202,7 @@ async def test_another_journal_of_the_same_name(system: Settings) -> None:
     lost for good.
     """
     name = Topics(system.prefix).journal
-    await delete(system, name)
+    await delete_topics(system, name)
     for there in ("there is none", "there is another topic of that name"):
         with pytest.raises(OtherJournal, match=there) as refused:
             await check_system(system)
@@ -256,7 +258,7 @@ async def forget_the_system(settings: Settings) -> None:
 
 
 async def test_an_older_schema_is_taken_over_when_its_cursors_are_in_the_journal(
-    system: Settings, journal: Journal
+    system: Settings, journal: JournalWriter
 ) -> None:
     lines = [opened("e", 1), *(granted("e", seq) for seq in range(2, 40))]
     await journal.marker(1, "an-owner")
@@ -264,7 +266,7 @@ async def test_an_older_schema_is_taken_over_when_its_cursors_are_in_the_journal
     async with running(system) as projectors:
         for projector in projectors:
             await projector.put(CatchUp(SHARD))
-        await at_seq(system, 20)
+        await until_at_seq(system, 20)
     await forget_the_system(system)
     with pytest.raises(NotWrittenDown, match="grabstream init"):
         await check_system(system)
@@ -275,14 +277,14 @@ async def test_an_older_schema_is_taken_over_when_its_cursors_are_in_the_journal
     assert await find_topic(system.kafka, Topics(another.prefix).journal) is None
     await create_topics(system.kafka, Topics(another.prefix), system.shards)
     try:
-        stranger = Journal(another, journal._producer)
+        stranger = JournalWriter(another, journal._producer)
         await stranger.marker(1, "a-stranger")
         await stranger.block(lines, 1, 20, owner="a-stranger")
         with pytest.raises(OtherJournal, match=r"shard 3: seq 20 at offset 2 is not in it"):
             await make_system(another)
         assert await claim(another) is None
     finally:
-        await delete(
+        await delete_topics(
             system,
             *(
                 getattr(Topics(another.prefix), name)

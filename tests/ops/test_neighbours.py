@@ -15,8 +15,8 @@ from grabstream.ops.services import LocalServices, free_ports
 from grabstream.ops.settings import Settings, is_cluster
 from grabstream.projections.database.system import schemas_of
 from tests.ops.neighbours import systems
-from tests.support.backup import carry_out
-from tests.support.projections import rows
+from tests.support.backup_recipes import run_recipe
+from tests.support.projecting import rows
 
 
 async def sequences(settings: Settings) -> list[Any]:
@@ -32,7 +32,7 @@ async def test_a_backup_has_one_system_and_its_restore_touches_no_other(
         for settings in (first, *others):
             async with await open_books(settings) as books:
                 await books.execute(finding.format("a").encode())
-        await asyncio.to_thread(carry_out, "backup", first, tmp_path)
+        await asyncio.to_thread(run_recipe, "backup", first, tmp_path)
         listed = subprocess.run(
             ["pg_restore", "--list", tmp_path / "kept" / "books.dump"],
             check=True,
@@ -52,7 +52,7 @@ async def test_a_backup_has_one_system_and_its_restore_touches_no_other(
             for one in others
         ]
         for how in ("restore", "anew"):
-            await asyncio.to_thread(carry_out, how, first, tmp_path)
+            await asyncio.to_thread(run_recipe, how, first, tmp_path)
             assert [
                 (await sequences(one), await rows(one, "TABLE findings"), await rows(one, "TABLE system"))
                 for one in others

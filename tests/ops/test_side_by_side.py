@@ -27,9 +27,9 @@ from grabstream.streams.topic_ids import find_topic
 from grabstream.streams.topics import Topics, retention_ms
 from tests.conftest import until
 from tests.ops.neighbours import systems
-from tests.support.backup import DECIDING, all_is_right, carry_out
-from tests.support.cli import grabstream, of
-from tests.support.projections import rows
+from tests.support.backup_recipes import DECIDING, assert_verified, run_recipe
+from tests.support.command_line import env_of, grabstream
+from tests.support.projecting import rows
 
 READING = "project,publish,verify"
 OFFERS = ("e", "f")
@@ -72,7 +72,7 @@ class Crowd:
 
     async def has_what_it_was_given(self) -> None:
         """The whole system is verified, and its balances are what its own gate answered, nobody else's."""
-        await all_is_right(self.settings)
+        await assert_verified(self.settings)
         assert (
             dict(await rows(self.settings, "SELECT user_id, available FROM balances WHERE user_id LIKE 'u%'"))
             == self.given
@@ -141,7 +141,7 @@ async def rebuilt(crowd: Crowd) -> None:
     """Rebuilds all read models of a system, and waits for nobody for long."""
     words = ("rebuild", "all", "--no-keep", "--patience", "30")
     done = await asyncio.to_thread(
-        grabstream, *words, **of(crowd.settings), shards=str(crowd.settings.shards)
+        grabstream, *words, **env_of(crowd.settings), shards=str(crowd.settings.shards)
     )
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -204,11 +204,11 @@ async def test_none_notices_another(servers: Settings, worker: Callable[..., Any
         assert [one.stop() for one in workers[still]] == [0, 0]
         before = await everything_of(still.settings)
         async with going_on(lively):
-            backup = asyncio.to_thread(carry_out, "backup", restored.settings, tmp_path)
+            backup = asyncio.to_thread(run_recipe, "backup", restored.settings, tmp_path)
             async with reading_for_long(restored.settings):
                 await asyncio.gather(backup, rebuilt(kept), rebuilt(gone))
             assert workers[restored].pop().stop() == 0
-            await asyncio.to_thread(carry_out, "restore", restored.settings, tmp_path)
+            await asyncio.to_thread(run_recipe, "restore", restored.settings, tmp_path)
             workers[restored].append(worker(restored.settings, READING))
         for crowd in lively:
             await crowd.has_what_it_was_given()

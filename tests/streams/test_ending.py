@@ -22,8 +22,8 @@ from grabstream.ops.console.stopping import END_SECONDS_MAX
 from grabstream.ops.settings import Settings, child_environment
 from grabstream.streams.worker import again, run_worker
 from tests.conftest import until
-from tests.support.cli import of
-from tests.support.projections import rows
+from tests.support.command_line import env_of
+from tests.support.projecting import rows
 
 
 class Hanging:
@@ -108,8 +108,9 @@ async def test_a_rebuild_whose_postgresql_hangs(system: Settings) -> None:
     async with hanging(system) as (way, settings):
         process = subprocess.Popen(
             [sys.executable, "-m", "grabstream.ops.cli", "rebuild", "ledger", "--jobs", "1"],
-            env=child_environment(**of(settings), fail_at="rebuild.finished:1:stop"), stderr=subprocess.PIPE,
-        )  # fmt: skip
+            env=child_environment(**env_of(settings), fail_at="rebuild.finished:1:stop"),
+            stderr=subprocess.PIPE,
+        )
         stopped = (
             "SELECT count(*) FROM read_models WHERE (projection, phase, state) = ('ledger', "
             "'following', 'building')"

@@ -10,7 +10,7 @@ from grabstream.ops.settings import Settings
 from grabstream.streams.topics import Topics
 from tests.conftest import until
 from tests.contract import check_topics
-from tests.support.foreign import consume
+from tests.support.kcat import consume
 
 TERMS = {
     "kind": "envelope",

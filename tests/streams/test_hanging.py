@@ -24,13 +24,13 @@ from grabstream.streams.projecting import agents
 from grabstream.streams.projecting.projector import HANGS_MS_MAX, QUEUE_RECORDS_MAX
 from grabstream.streams.projecting.watchdog import STALLED_SECONDS
 from tests.conftest import until
-from tests.support.projections import (
-    Journal,
-    at_seq,
+from tests.support.projecting import (
+    JournalWriter,
     granted,
     journal,  # noqa: F401 - a fixture
     opened,
     rows,
+    until_at_seq,
 )
 
 
@@ -69,7 +69,7 @@ async def test_rows_of_a_hanging_process_are_freed(
 
 
 async def test_waiting_for_rows_does_not_cost_the_group(
-    system: Settings, journal: Journal, worker: Callable[..., Any]
+    system: Settings, journal: JournalWriter, worker: Callable[..., Any]
 ) -> None:
     """Somebody holds the ledger's rows, for longer than Faust may be silent: the others go on, and so does
     the ledger afterwards.
@@ -82,7 +82,7 @@ async def test_waiting_for_rows_does_not_cost_the_group(
         await use_read_model(holding, system.schema_, "ledger")
         await holding.execute("SELECT 1 FROM projection_cursors FOR UPDATE")
         one = worker(system, "project")
-        await at_seq(system, len(lines), "balances", "audit")
+        await until_at_seq(system, len(lines), "balances", "audit")
         waits = 1 + int(STALLED_SECONDS * 1000 / HANGS_MS_MAX)  # of five seconds each
         await until(
             lambda: one.log.read_text().count("canceling statement due to lock timeout") >= waits,
@@ -90,7 +90,7 @@ async def test_waiting_for_rows_does_not_cost_the_group(
             "waiting",
         )
         await holding.rollback()
-    await at_seq(system, len(lines), "ledger")
+    await until_at_seq(system, len(lines), "ledger")
     assert "Faust again" not in one.log.read_text()
     assert one.stop() == 0
 

@@ -13,7 +13,7 @@ from grabstream.ops.services import LocalServices
 from grabstream.ops.settings import Settings
 from tests.conftest import make_system
 from tests.streams.traffic import traffic
-from tests.support.kill import relayed_by
+from tests.support.leases import until_relayed_by
 
 TAKE_OVER_SECONDS_MAX = 5.0
 
@@ -21,14 +21,14 @@ TAKE_OVER_SECONDS_MAX = 5.0
 async def test_the_worker(system: Settings, worker: Callable[..., Any]) -> None:
     first = worker(system, "decide,relay,sweep")
     worker(system, "project,publish")
-    await relayed_by(system, first)
+    await until_relayed_by(system, first)
     second = worker(system, "decide,relay,sweep")
     async with traffic(system) as crowd:
         await crowd.begin()
         await crowd.until_answered(0.3)
         first.kill()
         began = asyncio.get_running_loop().time()
-        await relayed_by(system, second)
+        await until_relayed_by(system, second)
         await crowd.seconds_to_next_answer()
         assert asyncio.get_running_loop().time() - began < TAKE_OVER_SECONDS_MAX
         await crowd.adds_up()
@@ -78,13 +78,13 @@ async def test_a_relay_that_was_stopped_and_continued_does_no_harm(
     """
     first = worker(system, "decide,relay,sweep")
     worker(system, "project,publish")
-    await relayed_by(system, first)
+    await until_relayed_by(system, first)
     second = worker(system, "relay,sweep,decide")
     async with traffic(system) as crowd:
         await crowd.begin()
         await crowd.until_answered(0.2)
         first.signal(signal.SIGSTOP)
-        await relayed_by(system, second)
+        await until_relayed_by(system, second)
         await crowd.until_answered(0.6)
         first.signal(signal.SIGCONT)
         await crowd.adds_up()

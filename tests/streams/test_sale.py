@@ -17,8 +17,8 @@ from grabstream.ops.connections.opening import gate_limits, key_space, open_redi
 from grabstream.ops.settings import Settings
 from grabstream.ops.verification.verifying import verify
 from tests.conftest import until
-from tests.support.kill import relayed_by
-from tests.support.projections import rows
+from tests.support.leases import until_relayed_by
+from tests.support.projecting import rows
 
 PEOPLE, TOTAL, PRICE, HOLD_MS = 600, 200, 990, 2_500
 TERMS = StockTerms(
@@ -77,7 +77,7 @@ async def test_a_sale_is_right_although_the_worker_is_killed(
 ) -> None:
     first = worker(system, "decide,relay,sweep")
     worker(system, "project,publish")
-    await relayed_by(system, first)
+    await until_relayed_by(system, first)
     client = open_redis(system)
     gate = Gate(client, key_space(system), sealer(system), gate_limits(system))
     gate.start()

@@ -1,5 +1,5 @@
-"""What may come from outside: odd texts and numbers, documents that are wrong in one place, damaged bytes,
-and commands that a program made of anything.
+"""Hypothesis strategies for input from outside: odd texts and numbers, documents with one wrong value,
+damaged bytes, and commands made from arbitrary Python values.
 """
 
 import json
@@ -49,11 +49,11 @@ ODD_VALUES: Final = st.recursive(
 
 
 def structured(value: Any) -> st.SearchStrategy[Any]:
-    """A value of JSON, or the same with something else in one of its places."""
+    """A JSON value, or a copy of it in which some parts are replaced, removed or added."""
     if isinstance(value, dict):
-        same = st.fixed_dictionaries({name: structured(one) for name, one in value.items()})
+        same = st.fixed_dictionaries({name: structured(member) for name, member in value.items()})
         fewer = st.sampled_from(sorted(value)).map(
-            lambda gone: {name: one for name, one in value.items() if name != gone}
+            lambda removed: {name: member for name, member in value.items() if name != removed}
         )
         more = st.tuples(ODD_TEXTS, ODD_VALUES).map(lambda pair: {**value, pair[0]: pair[1]})
         return st.one_of(same, fewer, more) if value else more
@@ -66,14 +66,14 @@ def structured(value: Any) -> st.SearchStrategy[Any]:
     return st.one_of(st.just(value), st.just(value), st.just(value), ODD_TEXTS, ODD_NUMBERS)
 
 
-def written(value: Any) -> bytes:
-    """JSON as Python writes it, NaN and halves of surrogate pairs too."""
+def encoded(value: Any) -> bytes:
+    """JSON as Python writes it, with NaN and single halves of surrogate pairs."""
     return json.dumps(value).encode()
 
 
 @st.composite
 def damaged(draw: st.DrawFn, whole: st.SearchStrategy[bytes]) -> bytes:
-    """Bytes of which some are gone, doubled, or others."""
+    """Bytes of which some are removed, repeated or replaced."""
     raw = draw(whole)
     for _ in range(draw(st.integers(0, 3))):
         at, to = sorted((draw(st.integers(0, len(raw))), draw(st.integers(0, len(raw)))))
@@ -208,10 +208,10 @@ terms = st.one_of(
     st.builds(CouponTerms, **pieces, codes=st.booleans()),
     st.builds(StockTerms, **pieces, asset=st.none() | odd),
 )
-steered: Final[dict[str, Any]] = {"id": odd, "offer": odd, "operator": st.none() | odd}
-settled: Final[dict[str, Any]] = {"id": odd, "offer": odd, "grab": odd}
+of_offer: Final[dict[str, Any]] = {"id": odd, "offer": odd, "operator": st.none() | odd}
+of_grab: Final[dict[str, Any]] = {"id": odd, "offer": odd, "grab": odd}
 of_python: Final[st.SearchStrategy[Any]] = st.one_of(
-    st.builds(Open, **steered, terms=terms),
+    st.builds(Open, **of_offer, terms=terms),
     st.builds(
         Grab,
         id=odd,
@@ -224,14 +224,14 @@ of_python: Final[st.SearchStrategy[Any]] = st.one_of(
     ),
     st.builds(
         Amend,
-        **steered,
+        **of_offer,
         changes=st.builds(
             Changes, title=odd, total=number, limits=st.lists(limit, max_size=2).map(tuple), hold_ms=number
         ),
     ),
     st.builds(
         Load,
-        **steered,
+        **of_offer,
         what=st.sampled_from(("codes", "audience", "x")),
         chunk=number,
         chunks=number,
@@ -239,14 +239,14 @@ of_python: Final[st.SearchStrategy[Any]] = st.one_of(
     ),
     st.builds(
         Adjust,
-        **steered,
+        **of_offer,
         transfers=st.lists(st.builds(Entry, odd, odd, odd, number), max_size=3).map(tuple),
         reason=odd,
         approved_by=odd,
     ),
     st.builds(
-        Confirm, **settled, payment=st.none() | odd, paid=number, currency=st.none() | odd, quantity=number
+        Confirm, **of_grab, payment=st.none() | odd, paid=number, currency=st.none() | odd, quantity=number
     ),
-    st.builds(Return, **settled, quantity=number, reason=odd),
-    st.builds(Redeem, **settled, order=odd, quantity=number),
+    st.builds(Return, **of_grab, quantity=number, reason=odd),
+    st.builds(Redeem, **of_grab, order=odd, quantity=number),
 )

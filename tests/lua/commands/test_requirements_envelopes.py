@@ -39,7 +39,7 @@ from tests.lua.conftest import NOW, SEALER, event_lines, take_over
 from tests.lua.histories.books import check_books
 from tests.lua.histories.scene import DAY, HOUR, Scene, coupon
 from tests.models.recompute import recompute
-from tests.support.foreign import consume
+from tests.support.kcat import consume
 
 SEED = "5eed" * 16
 DRAWS: tuple[Draw, ...] = get_args(Draw)

@@ -17,13 +17,13 @@ from grabstream.models.events import decode_event
 from tests.conftest import until
 from tests.lua.conftest import SEALER
 from tests.lua.costs.calls import scripts
-from tests.support.order import (
+from tests.support.fake_relay import (
     CARRIED_OUT,
-    Between,
     FakeRelay,
-    course_of,
+    InterruptedClient,
     gate_over,
     relay,  # noqa: F401 - a fixture
+    steps_of,
 )
 
 
@@ -39,9 +39,9 @@ async def test_a_confirmation_never_overtakes_its_grab(
     relay: FakeRelay, promise: Any, loses_reply: bool
 ) -> None:
     """The tail with the grab is lost between the two calls of one list."""
-    gate = gate_over(relay, Between(relay.client, "grab", relay.lose_tail, loses_reply))
+    gate = gate_over(relay, InterruptedClient(relay.client, "grab", relay.lose_tail, loses_reply))
     relaying = asyncio.create_task(until_decided(relay, "c-ann"))
-    answers = await gate.decide(course_of("ann")[:2], promise)
+    answers = await gate.decide(steps_of("ann")[:2], promise)
     assert [answer.outcome for answer in answers] == ["held", "confirmed"]
     await relaying
     assert await types(relay) == ["grab.held", "grab.confirmed"]
@@ -59,7 +59,7 @@ async def test_what_a_reader_sent_in_several_calls_is_decided_again_in_order(rel
     journal, not by a script.
     """
     gate, reader = gate_over(relay), Order()
-    steps = course_of("ann")[:3]
+    steps = steps_of("ann")[:3]
     first = asyncio.create_task(gate.decide([steps[0]], reader=reader))
     await until(lambda: relay.client.hexists(relay.shard.answers("s"), "g-ann"))
     await relay.lose_tail()
@@ -109,8 +109,8 @@ async def test_what_was_in_flight_comes_after_what_is_decided_again(relay: FakeR
         return reader.lane(0).stale
 
     reader = Order()
-    gate = gate_over(relay, Between(relay.client, "confirm", lose))
-    steps = course_of("ann")[:3]
+    gate = gate_over(relay, InterruptedClient(relay.client, "confirm", lose))
+    steps = steps_of("ann")[:3]
     first = asyncio.create_task(gate.decide([steps[0]], reader=reader))
     await until(lambda: relay.client.hexists(relay.shard.answers("s"), "g-ann"))
     others = [asyncio.create_task(gate.decide([step], reader=reader)) for step in steps[1:]]
@@ -130,7 +130,7 @@ async def test_no_order_is_lost_however_often_the_tail_is(relay: FakeRelay, seed
     """
     draw = random.Random(seed)
 
-    class Troubled(Between):
+    class Troubled(InterruptedClient):
         async def execute_command(self, *words: Any) -> Any:
             reply = await self._client.execute_command(*words)
             if draw.random() < 0.15:
@@ -145,11 +145,11 @@ async def test_no_order_is_lost_however_often_the_tail_is(relay: FakeRelay, seed
     async def by_list(user: str) -> list[str]:
         return [
             answer.outcome
-            for answer in await gate.decide(course_of(user), draw.choice(("decided", "journaled")))
+            for answer in await gate.decide(steps_of(user), draw.choice(("decided", "journaled")))
         ]
 
     async def by_reader(user: str) -> list[str]:
-        calls = [asyncio.create_task(gate.decide([step], reader=reader)) for step in course_of(user)]
+        calls = [asyncio.create_task(gate.decide([step], reader=reader)) for step in steps_of(user)]
         return [(await call)[0].outcome for call in calls]
 
     relaying = asyncio.create_task(relay.run())
@@ -176,9 +176,9 @@ async def test_what_follows_a_refused_grab_in_its_list_is_refused_too(relay: Fak
     async def mend() -> None:
         await relay.client.hset(relay.shard.state, "life", server_epoch)
 
-    gate = gate_over(relay, Between(relay.client, "grab", mend))
-    assert [answer.outcome for answer in await gate.decide(course_of("ann"), "decided")] == ["fenced"] * 4
-    assert [answer.outcome for answer in await gate.decide(course_of("ann")[:3], "decided")] == CARRIED_OUT
+    gate = gate_over(relay, InterruptedClient(relay.client, "grab", mend))
+    assert [answer.outcome for answer in await gate.decide(steps_of("ann"), "decided")] == ["fenced"] * 4
+    assert [answer.outcome for answer in await gate.decide(steps_of("ann")[:3], "decided")] == CARRIED_OUT
     await gate.close()
 
 
@@ -198,16 +198,16 @@ async def test_a_caller_that_left_takes_its_unsent_commands_along(relay: FakeRel
         entered.set()
         await leave.wait()
 
-    gate = gate_over(relay, Between(relay.client, "grab", wait))
-    sent = asyncio.create_task(gate.decide(course_of("bob")[:1], "decided"))
+    gate = gate_over(relay, InterruptedClient(relay.client, "grab", wait))
+    sent = asyncio.create_task(gate.decide(steps_of("bob")[:1], "decided"))
     await entered.wait()
-    cancelled = asyncio.create_task(gate.decide(course_of("ann"), "decided"))
+    cancelled = asyncio.create_task(gate.decide(steps_of("ann"), "decided"))
     await asyncio.sleep(0)
     cancelled.cancel()
     await asyncio.wait({cancelled})
     leave.set()
     assert (await sent)[0].outcome == "held"
-    assert (await gate.decide(course_of("eve")[:1], "decided"))[0].outcome == "held"
+    assert (await gate.decide(steps_of("eve")[:1], "decided"))[0].outcome == "held"
     assert await types(relay) == ["grab.held", "grab.held"]
     await gate.close()
 
@@ -237,8 +237,8 @@ async def test_a_reader_waits_out_a_fence_and_nobody_else_has_to(relay: FakeRela
     server_epoch = await relay.client.hget(relay.shard.state, "life")
     gate, reader = gate_over(relay), Order()
     await relay.client.hdel(relay.shard.state, "life")
-    waiting = asyncio.create_task(gate.decide(course_of("ann")[:3], "decided", reader=reader))
-    assert (await gate.decide(course_of("bob")[:1], "decided"))[0].outcome == "fenced"
+    waiting = asyncio.create_task(gate.decide(steps_of("ann")[:3], "decided", reader=reader))
+    assert (await gate.decide(steps_of("bob")[:1], "decided"))[0].outcome == "fenced"
     await asyncio.wait({waiting}, timeout=0.3)
     assert not waiting.done()
     await relay.client.hset(relay.shard.state, "life", server_epoch)
@@ -247,7 +247,7 @@ async def test_a_reader_waits_out_a_fence_and_nobody_else_has_to(relay: FakeRela
 
 
 async def test_time_runs_out_for_a_list_whose_history_is_lost_again_and_again(relay: FakeRelay) -> None:
-    class Forgetful(Between):
+    class Forgetful(InterruptedClient):
         async def execute_command(self, *words: Any) -> Any:
             reply = await self._client.execute_command(*words)
             await relay.lose_tail()
@@ -255,5 +255,5 @@ async def test_time_runs_out_for_a_list_whose_history_is_lost_again_and_again(re
 
     gate = gate_over(relay, Forgetful(relay.client, "grab", relay.lose_tail), timeout_ms=500)
     with pytest.raises(OutcomeUnknown):
-        await gate.decide(course_of("ann"), "decided")
+        await gate.decide(steps_of("ann"), "decided")
     await gate.close()

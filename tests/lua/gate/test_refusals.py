@@ -16,7 +16,7 @@ from grabstream.ops.rehearsal.run import open_books
 from grabstream.ops.settings import Settings
 from grabstream.projections.records import refusals
 from tests.conftest import until
-from tests.support.projections import rows
+from tests.support.projecting import rows
 
 
 class Shelf:

@@ -18,12 +18,12 @@ from grabstream.streams.deciding.sweeper import Sweeper
 from tests.conftest import until
 from tests.lua.conftest import SEALER, event_lines, grabs
 from tests.lua.injected import bound_lines, inject, sell_at_any_price
-from tests.support.order import (
+from tests.support.fake_relay import (
     CARRIED_OUT,
     FakeRelay,
-    course_of,
     gate_over,
     relay,  # noqa: F401 - a fixture
+    steps_of,
 )
 
 
@@ -97,7 +97,7 @@ async def test_a_reader_is_told_where_the_poison_stands(
     inject(monkeypatch, "before")
     gate = gate_over(relay)
     told: list[tuple[int, str]] = []
-    commands = [*grabs(3), undecidable(1), *grabs(2, start=3), undecidable(2), *course_of("ann")[:3]]
+    commands = [*grabs(3), undecidable(1), *grabs(2, start=3), undecidable(2), *steps_of("ann")[:3]]
     relaying = asyncio.create_task(relay.run())
     answers = await gate.decide(
         commands, reader=Order(), report_undecidable=lambda place, reason: told.append((place, reason))

@@ -28,7 +28,7 @@ from grabstream.ops.services import free_ports
 from grabstream.ops.services.servers import Redis
 from grabstream.ops.settings import Settings, child_environment
 from tests.conftest import until
-from tests.support.cli import README, grabstream, of
+from tests.support.command_line import README, env_of, grabstream
 
 
 def in_a_terminal(*words: str, columns: int, stdin: str = "") -> str:
@@ -83,7 +83,7 @@ def test_a_wrong_setting_is_named(settings: dict[str, str], word: str) -> None:
 
 
 def test_a_number_that_is_none(settings: Settings) -> None:
-    done = grabstream("dismiss", "x", "--reason", "r", "--operator", "o", **of(settings))
+    done = grabstream("dismiss", "x", "--reason", "r", "--operator", "o", **env_of(settings))
     assert (done.returncode, "'x' is not a valid whole number" in done.stderr) == (2, True), done.stderr
 
 
@@ -124,14 +124,14 @@ def test_a_role_that_does_not_exist() -> None:
 def test_a_server_that_is_away_is_exit_code_3(
     settings: Settings, verb: str, setting: str, value: str
 ) -> None:
-    done = grabstream(verb, *(["offer"] if verb == "show" else []), **{**of(settings), setting: value})
+    done = grabstream(verb, *(["offer"] if verb == "show" else []), **{**env_of(settings), setting: value})
     assert done.returncode == 3, done.stderr
     assert "Traceback" not in done.stderr
 
 
 async def test_status_says_what_it_does_not_know(system: Settings) -> None:
     """Without PostgreSQL nothing is 0, but unknown; a read model that has more than Redis is ahead of it."""
-    own = {**of(system), "postgres": "postgresql://127.0.0.1:1/x"}
+    own = {**env_of(system), "postgres": "postgresql://127.0.0.1:1/x"}
     done = grabstream("status", "--json", **own)
     assert done.returncode == 3
     found = json.loads(done.stdout)
@@ -146,14 +146,14 @@ async def test_status_says_what_it_does_not_know(system: Settings) -> None:
         await connection.execute(
             f"UPDATE {system.schema_}_ledger_2.projection_cursors SET seq = 10011 WHERE shard = 3".encode()
         )
-    said = grabstream("status", **of(system)).stdout
+    said = grabstream("status", **env_of(system)).stdout
     assert "10,011 ahead" in said
     assert "ahead of Redis: it has lost events" in said
     assert "-10,011" not in said
 
 
 def test_kafka_that_is_away_is_named_once(settings: Settings) -> None:
-    said = grabstream("init", **{**of(settings), "kafka": "127.0.0.1:1"}).stderr
+    said = grabstream("init", **{**env_of(settings), "kafka": "127.0.0.1:1"}).stderr
     assert said.count("KafkaConnectionError") == 1, said
 
 
@@ -163,12 +163,12 @@ def test_a_file_of_offers_is_checked_before_the_first_is_opened(settings: Settin
         "terms": {"kind": "envelope", "issuer": "i", "funding": "f", "asset": "CNY", "total": 10, "parts": 2},
     }
     bad = {**good, "offer": "b", "terms": {**good["terms"], "parts": 11}}  # type: ignore[dict-item]
-    done = grabstream("open", "-", stdin=json.dumps([good, bad]), **of(settings))
+    done = grabstream("open", "-", stdin=json.dumps([good, bad]), **env_of(settings))
     assert done.returncode == 2
     assert "entry 2" in done.stderr
     assert "total" in done.stderr
     done = grabstream(
-        "open", "-", "--dry-run", "--json", "--operator", "olga", stdin=json.dumps([good]), **of(settings)
+        "open", "-", "--dry-run", "--json", "--operator", "olga", stdin=json.dumps([good]), **env_of(settings)
     )
     assert (done.returncode, json.loads(done.stdout)) == (
         0,
@@ -212,7 +212,7 @@ def test_a_bar_that_is_not_finished_is_not_red() -> None:
 
 async def test_replay_of_an_offer_that_is_not_there_is_refused(system: Settings) -> None:
     for words in ([], ["--until", "2026-01-01T00:00:00Z"], ["--source", "audit"]):
-        done = grabstream("replay", "--into", "-", "--offer", "nosuch", *words, **of(system))
+        done = grabstream("replay", "--into", "-", "--offer", "nosuch", *words, **env_of(system))
         assert done.returncode == 1, done.stderr
         assert "offer nosuch is not there" in done.stderr
 
@@ -229,7 +229,7 @@ async def test_the_exit_code_of_a_worker_says_how_it_was_ended(
 
 async def test_another_number_of_shards_is_refused(system: Settings) -> None:
     for verb, shards in (("init", "4"), ("worker", "4"), ("verify", "4"), ("verify", "16")):
-        done = grabstream(verb, **of(system), shards=shards)
+        done = grabstream(verb, **env_of(system), shards=shards)
         assert done.returncode == 2, done.stderr
         assert "GRAB_SHARDS=8" in done.stderr
 
@@ -245,7 +245,7 @@ async def test_another_number_of_shards_is_refused(system: Settings) -> None:
     ],
 )  # fmt: skip
 def test_before_init_one_is_told_to_init(settings: Settings, words: tuple[str, ...]) -> None:
-    done = grabstream(*words, **of(settings))
+    done = grabstream(*words, **env_of(settings))
     assert done.returncode == (1 if words == ("doctor",) else 2), done.stderr
     assert "grabstream init" in done.stdout + done.stderr
     assert "Traceback" not in done.stderr
@@ -280,7 +280,7 @@ main()
 
 async def test_an_offer_from_open_to_verify(system: Settings, worker: Callable[..., Any]) -> None:
     worker(system)
-    own = of(system)
+    own = env_of(system)
     terms = {"kind": "envelope", "issuer": "i", "funding": "f", "asset": "CNY", "total": 100, "parts": 3}
     done = grabstream("open", "-", "--json", stdin=json.dumps({"offer": "x", "terms": terms}), **own)
     assert (done.returncode, json.loads(done.stdout)[0]["outcome"]) == (0, "opened"), done.stderr
@@ -331,7 +331,7 @@ async def test_a_core_that_may_evict_is_refused(system: Settings, tmp_path: Path
     server.start()
     try:
         redis.Redis(port=server.port).config_set("maxmemory-policy", "allkeys-lru")
-        own = {**of(system), "redis_url": f"redis://127.0.0.1:{server.port}/0"}
+        own = {**env_of(system), "redis_url": f"redis://127.0.0.1:{server.port}/0"}
         for words in (("worker",), ("grab", "x", "u")):
             done = grabstream(*words, **own)
             assert done.returncode == 2, done.stderr

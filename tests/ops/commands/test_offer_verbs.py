@@ -25,7 +25,7 @@ from grabstream.ops.connections.opening import key_space, open_redis
 from grabstream.ops.formats.offer_files import BadOfferFile, read_changes
 from grabstream.ops.settings import Settings, child_environment
 from tests.conftest import wait_until
-from tests.support.cli import grabstream, of
+from tests.support.command_line import env_of, grabstream
 
 HEADER = (
     "offer,kind,issuer,total,opens_at,limits,max_per_grab,hold_ms,extensions,price,currency,audience,"
@@ -40,7 +40,7 @@ class Operator:
     """Types verbs into one system."""
 
     def __init__(self, settings: Settings, **more: str) -> None:
-        self.environment = {**of(settings), **more}
+        self.environment = {**env_of(settings), **more}
 
     def type(self, *words: str, code: int = 0, stdin: str = "") -> "subprocess.CompletedProcess[str]":
         done = grabstream(*words, folder=None, stdin=stdin, **self.environment)

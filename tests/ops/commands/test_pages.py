@@ -15,8 +15,8 @@ from grabstream.ops.connections.opening import open_gate
 from grabstream.ops.services.servers import PROJECT
 from grabstream.ops.settings import Settings, child_environment
 from tests.conftest import until
-from tests.support.cli import of
-from tests.support.projections import rows
+from tests.support.command_line import env_of
+from tests.support.projecting import rows
 
 README = (PROJECT / "README.md").read_text()
 FLASH_SALE = (PROJECT / "docs" / "flash-sale.md").read_text()
@@ -25,7 +25,7 @@ FLASH_SALE = (PROJECT / "docs" / "flash-sale.md").read_text()
 def run(command: list[str], settings: Settings, folder: Path) -> str:
     """What a command of a page prints; it must succeed."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    environment = child_environment(**of(settings), patience_ms="30000") | {"PATH": path}
+    environment = child_environment(**env_of(settings), patience_ms="30000") | {"PATH": path}
     done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

@@ -6,12 +6,12 @@ import pytest
 
 from grabstream.models.events import decode_event
 from grabstream.ops.diagnosis.counters import Counter, fed
-from tests.support.pieces import made
+from tests.support.random_history import random_history
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_counters_are_those_of_the_rules(seed: int) -> None:
-    history = made(seed, 1_500)
+    history = random_history(seed, 1_500)
     counters = fed([decode_event(line) for line in history.lines])
     checked = 0
     for name, offer in history.state.offers.items():

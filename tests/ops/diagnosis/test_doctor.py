@@ -35,24 +35,24 @@ from grabstream.ops.settings import Settings
 from grabstream.streams.projecting.projector import CatchUp
 from grabstream.streams.topics import Topics, delete_command
 from tests.conftest import until
-from tests.support.cli import grabstream, of
-from tests.support.projections import (
+from tests.support.command_line import env_of, grabstream
+from tests.support.losses import OFFERS, delete_topics, empty_journal, take_parts
+from tests.support.projecting import (
     SHARD,
-    Journal,
-    at_seq,
+    JournalWriter,
     granted,
     journal,  # noqa: F401 - a fixture
     opened,
     rows,
     running,
+    until_at_seq,
 )
-from tests.support.restore import OFFERS, delete, empty_journal, grabs
-from tests.support.set_aside import (
+from tests.support.stopped_shards import (
     WHY,
-    call,
-    stopped_at,
+    call_json,
+    until_stopped,
 )
-from tests.support.verifier import (
+from tests.support.verifier_passes import (
     execute,
     history,  # noqa: F401 - a fixture
     verifying,
@@ -85,7 +85,7 @@ async def test_a_system_at_work_has_nothing_to_tell(system: Settings, worker: Ca
 
     await until(healthy, 40, "health")
     assert len(last[0].passed) == len(CHECKS)
-    shown = grabstream("doctor", **of(system))
+    shown = grabstream("doctor", **env_of(system))
     assert (shown.returncode, shown.stdout) == (0, f"✓ {len(CHECKS)} checks: nothing is stuck.\n")
 
 
@@ -113,7 +113,7 @@ async def test_one_server_away_hides_nothing_of_the_others(
     assert examination.exit_code == 3
     assert found(examination, still)
     assert examination.not_checked
-    shown = grabstream("doctor", **{**of(system), setting: value})
+    shown = grabstream("doctor", **{**env_of(system), setting: value})
     assert shown.returncode == 3, shown.stderr
     assert "does not answer" in shown.stdout
     assert f"set GRAB_{setting.upper()} right" in shown.stdout
@@ -186,21 +186,21 @@ async def test_what_waits_when_the_worker_is_gone(
     }
 
 
-async def test_a_poison_block_and_what_was_set_aside(system: Settings, journal: Journal) -> None:
+async def test_a_poison_block_and_what_was_set_aside(system: Settings, journal: JournalWriter) -> None:
     lines = [opened("e", 1, total=25), granted("e", 2, amount=99), granted("e", 3)]
     await journal.marker(1, "a")
     for seq in range(1, 4):
         await journal.block(lines, seq, seq)
     async with running(system, "ledger") as [ledger]:
         await ledger.put(CatchUp(SHARD))
-        await stopped_at(system, "ledger")
+        await until_stopped(system, "ledger")
         undecidable = only(await examine(system), "read models go on")
         assert f"ledger has stopped at shard {SHARD}, behind seq 1" in undecidable.what
         assert "never_below_zero" in undecidable.what
         assert f"grabstream set-aside ledger {SHARD} --dry-run" in undecidable.command
         assert f"grabstream retry ledger {SHARD}" in undecidable.command
         assert undecidable.since is not None
-        assert (await call(system, "set-aside", "ledger", str(SHARD), *WHY, "--yes"))[0] == 0
+        assert (await call_json(system, "set-aside", "ledger", str(SHARD), *WHY, "--yes"))[0] == 0
     examination = await examine(system)
     assert not found(examination, "read models go on")
     note = only(examination, "nothing is set aside")
@@ -218,7 +218,7 @@ async def test_a_read_model_of_another_release(system: Settings) -> None:
     assert finding.command == "grabstream rebuild ledger"
 
 
-async def test_a_difference_that_the_verifier_found(system: Settings, journal: Journal) -> None:
+async def test_a_difference_that_the_verifier_found(system: Settings, journal: JournalWriter) -> None:
     lines = [opened("e", 1), granted("e", 2)]
     await journal.marker(1, "a")
     await journal.block(lines, 1, 2)
@@ -238,7 +238,7 @@ async def test_a_difference_that_the_verifier_found(system: Settings, journal: J
     assert "wallet:u2 CNY: 11 stand there, its events lead to 10" in finding.what
     assert f"grabstream dismiss {difference.id}" in finding.command
     assert not found(examination, "somebody verifies")
-    status = json.loads(grabstream("status", "--json", **of(system)).stdout)
+    status = json.loads(grabstream("status", "--json", **env_of(system)).stdout)
     assert [one["id"] for one in status["findings"]] == [difference.id]
     assert {one["shard"]: one["seq"] for one in status["verified"]}[SHARD] == 2
 
@@ -277,7 +277,7 @@ async def test_a_decision_that_was_lost(system: Settings, worker: Callable[..., 
 
         [finding] = await until(told, 40, "the recovery")  # type: ignore[misc]
     assert (finding.severity, "1 decisions of 1 users" in finding.what) == ("note", True)
-    assert "was decided and is lost" in grabstream("why", "u", "x", **of(system)).stdout
+    assert "was decided and is lost" in grabstream("why", "u", "x", **env_of(system)).stdout
     await redis.aclose()
 
 
@@ -289,9 +289,9 @@ async def test_a_lost_journal(
     """
     monkeypatch.setattr(books, "LATE_MS", 0)
     everything = worker(system)
-    await grabs(system, "a")
+    await take_parts(system, "a")
     assert everything.stop() == 0
-    await delete(system, Topics(system.prefix).journal)
+    await delete_topics(system, Topics(system.prefix).journal)
     gone = await examine(system)
     assert only(gone, "topics are there").command == RESTORE
     events = OFFERS * 10
@@ -319,7 +319,7 @@ async def test_a_lost_journal(
     assert not found(markers, "read models keep up")
 
 
-async def test_a_cursor_that_is_not_where_its_rows_are(system: Settings, journal: Journal) -> None:
+async def test_a_cursor_that_is_not_where_its_rows_are(system: Settings, journal: JournalWriter) -> None:
     """Whoever moved it: by its offset it has nothing to read, so it would stand still in silence. It is put
     back by hash.
     """
@@ -329,7 +329,7 @@ async def test_a_cursor_that_is_not_where_its_rows_are(system: Settings, journal
     async with running(system) as projectors:
         for projector in projectors:
             await projector.put(CatchUp(SHARD))
-        await at_seq(system, 20)
+        await until_at_seq(system, 20)
     check = "cursors are where their rows are"
     assert not found(await examine(system), check)
     await journal.block(lines, 21, 40, owner="an-owner")
@@ -355,14 +355,14 @@ async def test_a_cursor_that_is_not_where_its_rows_are(system: Settings, journal
         name: f"grabstream retry {name} 3" for name in said
     }
     for name in said:
-        done = grabstream("retry", name, "3", "--wait", "0", **of(system))
+        done = grabstream("retry", name, "3", "--wait", "0", **env_of(system))
         assert done.returncode == 0, (name, done.stdout, done.stderr)
     async with running(system) as projectors:
         for projector in projectors:
             await projector.put(CatchUp(SHARD))
-        await at_seq(system, 40)
+        await until_at_seq(system, 40)
     assert not found(await examine(system), check)
-    done = grabstream("retry", "ledger", "3", "--wait", "0", **of(system))
+    done = grabstream("retry", "ledger", "3", "--wait", "0", **env_of(system))
     assert (done.returncode, "ledger has not stopped at shard 3" in done.stderr) == (1, True), done.stderr
 
 
@@ -493,7 +493,7 @@ async def test_a_topic_of_commands_that_keeps_compressed_batches(system: Setting
 
     [finding] = await until(told, 20, "the finding")  # type: ignore[misc]
     assert finding.what == f"{topic} keeps compressed batches: its compression.type is gzip"
-    assert grabstream("init", **of(system)).returncode == 0
+    assert grabstream("init", **env_of(system)).returncode == 0
 
     async def mended() -> bool:
         return not await told()
@@ -644,7 +644,7 @@ def test_words() -> None:
 
 
 async def test_for_programs(system: Settings) -> None:
-    done = grabstream("doctor", "--json", **of(system))
+    done = grabstream("doctor", "--json", **env_of(system))
     said = json.loads(done.stdout)
     assert (done.returncode, said["healthy"]) == (1, False)
     assert {"check", "severity", "what", "means", "command", "since"} == set(said["findings"][0])

@@ -18,19 +18,19 @@ from grabstream.ops.diagnosis.story import tell
 from grabstream.ops.settings import Settings
 from grabstream.streams.projecting.projector import CatchUp
 from tests.conftest import until
-from tests.support.cli import grabstream, of
-from tests.support.projections import (
+from tests.support.command_line import env_of, grabstream
+from tests.support.projecting import (
     SHARD,
-    Journal,
-    at_seq,
+    JournalWriter,
     granted,
     journal,  # noqa: F401 - a fixture
     open_tables,
     opened,
     rows,
     running,
+    until_at_seq,
 )
-from tests.support.set_aside import stopped_at
+from tests.support.stopped_shards import until_stopped
 
 HOLD_MS = 1_000
 
@@ -145,12 +145,12 @@ async def test_a_sale(system: Settings, worker: Callable[..., Any]) -> None:
     [of_dan] = [moment for moment in (await why(system, "dan", "s"))["story"] if moment["refused"]]
     assert (of_dan["late_ms"], of_dan["late_behind"]) == (over.at - closed.at, "the close")
 
-    told = grabstream("why", "ann", "s", **of(system)).stdout
+    told = grabstream("why", "ann", "s", **env_of(system)).stdout
     assert f"grab refused: not_open_yet, {opens_at - early.at:,} ms before the opening" in told
     assert f"{(held.at - opens_at) / 1000:+.3f} s  held 1 sku:s" in told
     assert "limit user/offer (ann): 0 before, 1 after, of 1" in told
     assert "paid 5 CNY by pay-a" in told
-    told = grabstream("why", "bob", "s", **of(system)).stdout
+    told = grabstream("why", "bob", "s", **env_of(system)).stdout
     assert f"{due['late_ms']:,} ms after the deadline" in told
     assert "it is to be paid back" in told
     assert "released 1 sku:s, expired" in told
@@ -180,18 +180,18 @@ async def test_an_envelope(system: Settings, worker: Callable[..., Any]) -> None
     assert of_eve["now"]["redis"]["part"] == {"place": 1, "amount": eve.amount, "seq": eve.seq}
     [of_gus] = [moment for moment in (await why(system, "gus", "e"))["story"] if moment["refused"]]
     assert (of_gus["what"], of_gus["late_ms"]) == ("sold_out", gus.at - last.at)
-    told = grabstream("why", "eve", "e", **of(system)).stdout
+    told = grabstream("why", "eve", "e", **env_of(system)).stdout
     assert "place 1, 1 part left after it" in told
     assert "offer:e → wallet:eve" in told
 
 
-async def test_what_the_ledger_lacks(system: Settings, journal: Journal) -> None:
+async def test_what_the_ledger_lacks(system: Settings, journal: JournalWriter) -> None:
     """A grant that is not booked: not yet, since the ledger has stopped in front of it, and since it was set
     aside.
     """
 
     async def said() -> str:
-        done = await asyncio.to_thread(grabstream, "why", "u3", "e", **of(system))
+        done = await asyncio.to_thread(grabstream, "why", "u3", "e", **env_of(system))
         assert done.returncode == 0, done.stderr
         [line] = [line.strip() for line in done.stdout.splitlines() if "is not booked" in line]
         assert "In the ledger" in done.stdout
@@ -206,11 +206,11 @@ async def test_what_the_ledger_lacks(system: Settings, journal: Journal) -> None
     async with running(system, "audit", "balances") as others:
         for projector in others:
             await projector.put(CatchUp(SHARD))
-        await at_seq(system, 4, "audit", "balances")
+        await until_at_seq(system, 4, "audit", "balances")
     assert (await said()).endswith("seq 3, grab.granted, is not booked: the ledger has not come that far yet")
     async with running(system, "ledger") as [ledger]:
         await ledger.put(CatchUp(SHARD))
-        await stopped_at(system, "ledger")
+        await until_stopped(system, "ledger")
         assert "is not booked: the ledger has stopped at shard" in await said()
         done = await asyncio.to_thread(
             grabstream,
@@ -222,10 +222,10 @@ async def test_what_the_ledger_lacks(system: Settings, journal: Journal) -> None
             "--operator",
             "olga",
             "--yes",
-            **of(system),
+            **env_of(system),
         )
         assert done.returncode == 0, done.stderr
-        await at_seq(system, 4, "ledger")
+        await until_at_seq(system, 4, "ledger")
     line = await said()
     assert "is not booked: set aside by olga on " in line
     assert line.endswith(": ticket 17")
@@ -235,7 +235,7 @@ async def test_what_the_ledger_lacks(system: Settings, journal: Journal) -> None
 
 
 async def test_what_is_not_known(system: Settings) -> None:
-    done = grabstream("why", "ann", "nothing", "--json", **of(system))
+    done = grabstream("why", "ann", "nothing", "--json", **env_of(system))
     assert done.returncode == 1
     assert "no offer 'nothing'" in done.stderr
-    assert grabstream("why", "a b", "x", **of(system)).returncode == 2
+    assert grabstream("why", "a b", "x", **env_of(system)).returncode == 2

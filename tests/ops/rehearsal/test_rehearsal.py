@@ -17,11 +17,11 @@ from grabstream.ops.rehearsal.stage import CannotGoOn
 from grabstream.ops.rehearsal.verdict import verdict
 from grabstream.ops.settings import Settings
 from tests.conftest import until
-from tests.support.cli import grabstream, of
+from tests.support.command_line import env_of, grabstream
 
 
 def rehearse(settings: Settings, *words: str) -> dict[str, Any]:
-    done = grabstream("rehearse", "--seed", "7", "--json", *words, **of(settings))
+    done = grabstream("rehearse", "--seed", "7", "--json", *words, **env_of(settings))
     assert done.stdout, done.stderr
     told: dict[str, Any] = json.loads(done.stdout)
     assert [check for check in told["checks"] if not check["passed"]] == []

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from grabstream.ops.settings import Settings
-from tests.support.cli import grabstream, of
+from tests.support.command_line import env_of, grabstream
 
 
 def story(name: str, settings: Settings, folder: Path) -> dict[str, Any]:
@@ -25,7 +25,7 @@ def story(name: str, settings: Settings, folder: Path) -> dict[str, Any]:
         "--result",
         str(folder),
         "--json",
-        **of(settings),
+        **env_of(settings),
     )
     assert done.stdout, done.stderr
     told: dict[str, Any] = json.loads(done.stdout)

@@ -30,7 +30,7 @@ from grabstream.ops.verification.checks import Check
 from grabstream.streams.journal import open_reader
 from grabstream.streams.topics import Topics
 from tests.conftest import until
-from tests.support.projections import open_tables
+from tests.support.projecting import open_tables
 
 PEOPLE = 60
 SEED = 7

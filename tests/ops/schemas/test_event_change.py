@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.package import copy_of_the_package
+from tests.copies import copy_package
 
 ROOT = Path(__file__).parents[3]
 CLASS_TEXT, UPCASTER_TEXT = (re.sub(r"^    ", "", text, flags=re.MULTILINE) for text in re.findall(
@@ -23,7 +23,7 @@ class Tree:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        copy_of_the_package(folder)
+        copy_package(folder)
         for name in ("scripts", "schemas", "tests/golden"):
             shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
         shutil.copy(ROOT / "pyproject.toml", folder)

@@ -51,17 +51,17 @@ from grabstream.streams.relaying import shadow as beside
 from grabstream.streams.relaying.shadow import NOT_TOLD
 from grabstream.streams.topics import Topics, create_topics, retention_ms
 from tests.conftest import Worker, make_system, until
-from tests.support.projections import (
+from tests.support.projecting import (
     LINES,
     SHARD,
-    Journal,
-    at_seq,
+    JournalWriter,
     granted,
     journal,  # noqa: F401 - a fixture
     live_schemas,
     open_tables,
     opened,
     running,
+    until_at_seq,
 )
 
 SECRET = bytes(range(32))
@@ -795,7 +795,7 @@ async def test_a_read_model_that_has_stopped_is_named(whole: Settings) -> None:
 
 
 async def test_a_read_model_that_is_behind_is_named(
-    system: Settings, journal: Journal, redis_client: Any
+    system: Settings, journal: JournalWriter, redis_client: Any
 ) -> None:
     """A journal made by hand: Redis says that it is further than the read models are."""
     await journal.marker(1, "a")
@@ -803,13 +803,13 @@ async def test_a_read_model_that_is_behind_is_named(
     async with running(system, "ledger", "audit") as projectors:
         for projector in projectors:
             await projector.put(CatchUp(SHARD))
-        await at_seq(system, 20, "ledger", "audit")
+        await until_at_seq(system, 20, "ledger", "audit")
     await redis_client.hset(key_space(system).shard(SHARD).state, "seq", 20)
     found = wrong(await verify(system, 0))
     assert found["read models have caught up"] == [f"balances is at seq 0 of shard {SHARD}, Redis at 20"]
 
 
-async def test_an_account_below_0_is_named(system: Settings, journal: Journal) -> None:
+async def test_an_account_below_0_is_named(system: Settings, journal: JournalWriter) -> None:
     """The journal gives away what the offer never had, and the ledger was robbed of its constraint."""
     lines = [opened("e", 1, total=100), granted("e", 2, amount=101)]
     async with await open_tables(system) as connection:
@@ -820,7 +820,7 @@ async def test_an_account_below_0_is_named(system: Settings, journal: Journal) -
         for seq in (1, 2):
             for projector in projectors:
                 await projector.put(CatchUp(SHARD))
-            await at_seq(system, seq, "ledger", "audit")
+            await until_at_seq(system, seq, "ledger", "audit")
             if seq == 1:
                 await journal.block(lines, 2, 2)
     found = wrong(await verify(system, 0))
@@ -829,7 +829,7 @@ async def test_an_account_below_0_is_named(system: Settings, journal: Journal) -
 
 
 async def test_a_ledger_and_balances_that_come_to_different_sums_are_named(
-    system: Settings, journal: Journal
+    system: Settings, journal: JournalWriter
 ) -> None:
     """An event that both take in, and take differently: what comes back goes to another offer."""
     back = granted("e", 3).replace(b"grab.granted", b"grab.returned").replace(b'"place":3,"left":3,', b"")
@@ -843,7 +843,7 @@ async def test_a_ledger_and_balances_that_come_to_different_sums_are_named(
     async with running(system) as projectors:
         for projector in projectors:
             await projector.put(CatchUp(SHARD))
-        await at_seq(system, 3)
+        await until_at_seq(system, 3)
     found = wrong(await verify(system, 0))
     lines_of = found.pop("ledger and balances agree")
     assert any(line.startswith("offer:e CNY: ") for line in lines_of), lines_of

@@ -27,10 +27,10 @@ from grabstream.streams.relaying.relay import ShardRelay
 from grabstream.streams.topics import Topics
 from tests.conftest import until
 from tests.lua.injected import inject
-from tests.streams.deciding.understanding import read_all
+from tests.streams.deciding.topic_records import read_all
 from tests.streams.state import assert_state_is_the_journal_s
-from tests.support.order import CARRIED_OUT, TERMS, Between, course_of
-from tests.support.recovery import emptied
+from tests.support.fake_relay import CARRIED_OUT, TERMS, InterruptedClient, steps_of
+from tests.support.redis_keys import delete_keys
 
 
 def stock_in(keys: KeySpace, shard: int) -> Open:
@@ -131,7 +131,7 @@ async def stage(system: Settings) -> AsyncIterator[Stage]:
     one = Stage(system, redis)
     yield one
     await one.stop_relay(*list(one.relays))
-    await emptied(system)
+    await delete_keys(system)
     await redis.aclose()
 
 
@@ -214,9 +214,7 @@ async def test_a_backlog_of_arrays_is_never_answered_busy(stage: Stage) -> None:
     offer = stock_in(stage.keys, 0)
     stage.relay(0)
     await stage.open(offer)
-    await stage.send(
-        arrays([step for n in range(1_500) for step in course_of(f"u{n}", offer.offer)[:2]], 100)
-    )
+    await stage.send(arrays([step for n in range(1_500) for step in steps_of(f"u{n}", offer.offer)[:2]], 100))
     async with stage.decider(queue_commands_max=50, batch_commands_max=64):
         assert Counter((await stage.until_answered(3_000)).values()) == {"held": 1_500, "confirmed": 1_500}
 
@@ -234,7 +232,7 @@ async def test_what_comes_by_the_topic_waits_out_a_fence(stage: Stage) -> None:
         await stage.stop_relay(0)
         server_epoch = await stage.redis.hget(state, "life")
         await stage.redis.hdel(state, "life")
-        await stage.send([course_of("ann", offer.offer)[:3], crowd(offer.offer, 3), crowd(other.offer, 9)])
+        await stage.send([steps_of("ann", offer.offer)[:3], crowd(offer.offer, 3), crowd(other.offer, 9)])
         answered = await stage.until_answered(9)
         assert all(id.startswith(other.offer) for id in answered)
         await stage.redis.hset(state, "life", server_epoch)
@@ -322,11 +320,11 @@ async def test_the_order_of_the_topic_holds_when_redis_loses_its_tail(stage: Sta
     await stage.stop_relay(0)
 
     async def lose() -> None:
-        await emptied(stage.settings)
+        await delete_keys(stage.settings)
         stage.relay(0)
 
-    steps = course_of("ann", offer.offer)[:3]
-    async with stage.decider(Between(stage.redis, "grab", lose)):
+    steps = steps_of("ann", offer.offer)[:3]
+    async with stage.decider(InterruptedClient(stage.redis, "grab", lose)):
         await stage.send([steps] if as_array else [[step] for step in steps])
         answered = await stage.until_answered(3)
     assert [answered[step.id] for step in steps] == CARRIED_OUT

@@ -29,7 +29,7 @@ from grabstream.streams.clients import started
 from grabstream.streams.deciding.understanding import Pace, Rejected, Understood, understand
 from grabstream.streams.topics import COMPRESSION, Topics, create_topics
 from tests.conftest import until
-from tests.streams.deciding.understanding import read_all
+from tests.streams.deciding.topic_records import read_all
 
 
 class Record(NamedTuple):

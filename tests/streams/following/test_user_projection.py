@@ -26,8 +26,8 @@ from grabstream.streams.following import user_projection as own
 from grabstream.streams.following.user_projection import NotOurs, Projection, rebuild
 from tests.conftest import until
 from tests.streams.replaying.histories import Told, drop, journal, schemas
-from tests.support.cli import of
-from tests.support.projections import rows
+from tests.support.command_line import env_of
+from tests.support.projecting import rows
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "projection.md"
 
@@ -65,7 +65,7 @@ class Folder:
     def environment(self, **settings: str) -> dict[str, str]:
         root = str(Path(__file__).parents[3])
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-        return child_environment(**of(self.settings), **settings) | {"PATH": path, "PYTHONPATH": root}
+        return child_environment(**env_of(self.settings), **settings) | {"PATH": path, "PYTHONPATH": root}
 
     def projection(self) -> Projection:
         spec = importlib.util.spec_from_file_location("grabs_per_minute", self.path / "grabs_per_minute.py")

@@ -19,7 +19,7 @@ from grabstream.streams.following import user_projection as own
 from grabstream.streams.following.user_projection import NotOurs, Projection, System, follow, rebuild
 from tests.conftest import TEST_ROLE, until
 from tests.streams.replaying.histories import Told, drop, journal, schemas
-from tests.support.projections import rows
+from tests.support.projecting import rows
 
 SHARD = 3
 INSERT = "INSERT INTO seen SELECT unnest(%s::bigint[])"

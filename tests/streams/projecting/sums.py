@@ -2,7 +2,7 @@
 
 import json
 
-from tests.support.projections import (
+from tests.support.projecting import (
     SHARD,
     journal,  # noqa: F401 - a fixture
 )

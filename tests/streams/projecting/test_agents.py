@@ -6,15 +6,15 @@ import asyncio
 
 from grabstream.ops.settings import Settings
 from grabstream.streams.projecting import agents
-from tests.support.projections import (
+from tests.support.projecting import (
     LINES,
-    Journal,
-    at_seq,
+    JournalWriter,
     journal,  # noqa: F401 - a fixture
+    until_at_seq,
 )
 
 
-async def test_a_fact_arrives_by_the_agents(system: Settings, journal: Journal) -> None:
+async def test_a_fact_arrives_by_the_agents(system: Settings, journal: JournalWriter) -> None:
     """What comes after the partitions were assigned and caught up comes by the agents, or not at all."""
     names = ("ledger", "balances", "audit")
     projectors = agents.make_projectors(
@@ -26,11 +26,11 @@ async def test_a_fact_arrives_by_the_agents(system: Settings, journal: Journal) 
     await journal.block(LINES, 1, 10)
     running = asyncio.create_task(agents._run(app))
     try:
-        await at_seq(system, 10)
+        await until_at_seq(system, 10)
         assigned_at = app.assigned_at
         for last in (11, 20, 30):
             await journal.block(LINES, {11: 11, 20: 12, 30: 21}[last], last)
-            await at_seq(system, last)
+            await until_at_seq(system, last)
         assert app.assigned_at == assigned_at, (
             "partitions were assigned again, so that this has proved nothing"
         )

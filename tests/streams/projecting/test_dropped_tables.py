@@ -15,12 +15,12 @@ from grabstream.ops.settings import Settings
 from grabstream.ops.verification.verifying import verify
 from grabstream.projections.definitions import PROJECTIONS
 from tests.conftest import until
-from tests.support.cli import grabstream, of
-from tests.support.projections import (
+from tests.support.command_line import env_of, grabstream
+from tests.support.projecting import (
     journal,  # noqa: F401 - a fixture
     rows,
 )
-from tests.support.rebuild import (
+from tests.support.rebuilding import (
     booked,  # noqa: F401 - a fixture
     digests,
     version_in,
@@ -44,36 +44,36 @@ async def test_a_dropped_version_is_made_anew(booked: Settings, projection: str)
         lost = await version_in(booked, projection)
         await dropped(booked, statement.format(lost.schema))
         what = f"in schema {lost.schema}, are gone"
-        found = grabstream("doctor", "--json", **of(booked))
+        found = grabstream("doctor", "--json", **env_of(booked))
         assert what in found.stdout
         assert f"grabstream rebuild {projection}" in found.stdout
-        done = grabstream("init", **of(booked))
+        done = grabstream("init", **env_of(booked))
         assert (done.returncode, f"run `grabstream rebuild {projection}`" in done.stderr) == (0, True), (
             done.stderr
         )
         assert await rows(
             booked, f"SELECT count(DISTINCT projection) FROM cursors WHERE projection <> '{projection}'"
         ) == [(2,)]
-        assert grabstream("status", "--json", **of(booked)).returncode in (0, 1)
-        refused = grabstream("rebuild", projection, "--undo", **of(booked))
+        assert grabstream("status", "--json", **env_of(booked)).returncode in (0, 1)
+        refused = grabstream("rebuild", projection, "--undo", **env_of(booked))
         assert refused.returncode == 1
-        done = grabstream("rebuild", projection, **of(booked))
+        done = grabstream("rebuild", projection, **env_of(booked))
         assert done.returncode == 0, done.stderr
         made = await version_in(booked, projection)
         assert made.schema != lost.schema
         assert await digests(booked, made) == before
-        assert what not in grabstream("doctor", "--json", **of(booked)).stdout
-        done = grabstream("rebuild", projection, "--no-keep", **of(booked))
+        assert what not in grabstream("doctor", "--json", **env_of(booked)).stdout
+        done = grabstream("rebuild", projection, "--no-keep", **env_of(booked))
         assert done.returncode == 0, done.stderr
 
 
 async def test_the_ledger_from_the_audit_trail_and_a_build_that_is_gone(booked: Settings) -> None:
     live = await version_in(booked, "ledger")
     before = await digests(booked, live)
-    assert grabstream("rebuild", "ledger", "--no-switch", **of(booked)).returncode == 0
+    assert grabstream("rebuild", "ledger", "--no-switch", **env_of(booked)).returncode == 0
     building = await version_in(booked, "ledger", "building")
     await dropped(booked, f"DROP SCHEMA {building.schema} CASCADE; DROP SCHEMA {live.schema} CASCADE")
-    done = grabstream("rebuild", "ledger", "--from", "audit", **of(booked))
+    done = grabstream("rebuild", "ledger", "--from", "audit", **env_of(booked))
     assert done.returncode == 0, done.stderr
     assert await digests(booked, await version_in(booked, "ledger")) == before
 
@@ -118,7 +118,7 @@ async def test_deciding_goes_on_beside_it(system: Settings, worker: Callable[...
     for projection in ("ledger", "balances"):
         if projection == "balances":
             await dropped(system, f"DROP SCHEMA {balances.schema} CASCADE")
-        done = grabstream("rebuild", projection, **of(system))
+        done = grabstream("rebuild", projection, **env_of(system))
         assert done.returncode == 0, done.stderr
     await grab("d")
     wrong = {

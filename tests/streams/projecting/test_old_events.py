@@ -20,14 +20,14 @@ from grabstream.streams.projecting.projector import CatchUp, Decoder, Projector
 from grabstream.streams.topics import Topics
 from tests.conftest import make_system, take_down, until
 from tests.models.old_events import UPCASTERS, as_it_was
-from tests.support.projections import (
+from tests.support.projecting import (
     SHARD,
-    Journal,
-    at_seq,
+    JournalWriter,
     granted,
     journal,  # noqa: F401 - a fixture
     opened,
     rows,
+    until_at_seq,
 )
 
 APPLY = {"ledger": ledger.apply, "balances": balances.apply, "audit": audit.apply}
@@ -121,21 +121,21 @@ async def read_models(settings: Settings) -> list[list[Any]]:
     return [await rows(settings, query) for query in TABLES]
 
 
-async def write(journal: Journal, lines: Sequence[bytes]) -> None:
+async def write(journal: JournalWriter, lines: Sequence[bytes]) -> None:
     await journal.marker(1, "a")
     for first in range(1, len(lines) + 1, 7):
         await journal.block(lines, first, min(first + 6, len(lines)))
 
 
 async def test_a_journal_with_old_versions_gives_the_rows_of_today(
-    system: Settings, another: Settings, journal: Journal
+    system: Settings, another: Settings, journal: JournalWriter
 ) -> None:
-    today = Journal(another, journal._producer)
+    today = JournalWriter(another, journal._producer)
     await write(journal, JOURNAL)
     await write(today, LINES)
     async with running(system, EventDecoder(UPCASTERS)), running(another, EventDecoder()):
-        await at_seq(system, len(LINES))
-        await at_seq(another, len(LINES))
+        await until_at_seq(system, len(LINES))
+        await until_at_seq(another, len(LINES))
     assert await read_models(system) == await read_models(another)
     assert await rows(system, "SELECT posted FROM accounts WHERE account = 'offer:e'") == [(1000 - 190,)]
     assert (
@@ -159,7 +159,9 @@ class Newer(EventDecoder):
         )
 
 
-async def test_an_event_of_a_newer_program_waits_for_that_program(system: Settings, journal: Journal) -> None:
+async def test_an_event_of_a_newer_program_waits_for_that_program(
+    system: Settings, journal: JournalWriter
+) -> None:
     """An older worker stops the shard there and says why; a newer one goes on from there by itself, and
     nothing is lost.
     """
@@ -174,7 +176,7 @@ async def test_an_event_of_a_newer_program_waits_for_that_program(system: Settin
         assert seq == 5
         assert "seq 10: grab.granted v2 was written by a newer grabstream, this one knows up to v1" in reason
     async with running(system, Newer(), "ledger"):
-        await at_seq(system, 20, "ledger")
+        await until_at_seq(system, 20, "ledger")
     assert await rows(system, "SELECT count(*) FROM stopped_shards") == [(0,)]
     assert await rows(system, "SELECT posted FROM accounts WHERE account = 'offer:e'") == [(1000 - 190,)]
     # Who verifies with the older program is told so.
@@ -187,7 +189,7 @@ async def test_an_event_of_a_newer_program_waits_for_that_program(system: Settin
     assert problem.startswith(f"shard {SHARD}: seq 10: grab.granted v2 was written by a newer grabstream")
 
 
-async def test_a_stop_for_another_reason_stays(system: Settings, journal: Journal) -> None:
+async def test_a_stop_for_another_reason_stays(system: Settings, journal: JournalWriter) -> None:
     lines = [*LINES[:5], LINES[5].replace(b"grab.granted", b"grab.extended")]
     await journal.marker(1, "a")
     await journal.block(lines, 1, 6)
@@ -211,7 +213,9 @@ def amended(offer: str, seq: int, changes: str) -> bytes:
     ).encode()
 
 
-async def test_fields_that_a_newer_program_added_are_ignored(system: Settings, journal: Journal) -> None:
+async def test_fields_that_a_newer_program_added_are_ignored(
+    system: Settings, journal: JournalWriter
+) -> None:
     lines = [opened("e", 1).replace(b'"parts":10', b'"parts":10,"colour":"red"'), granted("e", 2)]
     lines.append(
         amended(
@@ -221,15 +225,15 @@ async def test_fields_that_a_newer_program_added_are_ignored(system: Settings, j
     await journal.marker(1, "a")
     await journal.block(lines, 1, 3)
     async with running(system, EventDecoder()):
-        await at_seq(system, 3)
+        await until_at_seq(system, 3)
     assert await rows(system, "SELECT title, grabs FROM offers") == [("t", 1)]
 
 
 async def test_an_event_of_which_no_rows_can_be_made_stops_its_shard_alone(
-    system: Settings, journal: Journal
+    system: Settings, journal: JournalWriter
 ) -> None:
     """The other shards go on, in the same read model and process; `stopped_shards` says why."""
-    other = Journal(system, journal._producer, SHARD + 1)
+    other = JournalWriter(system, journal._producer, SHARD + 1)
     lines = [opened("e", 1), granted("e", 2), amended("e", 3, '{"limits":7}'), granted("e", 4)]
     await journal.marker(1, "a")
     await journal.block(lines, 1, 2)
@@ -243,7 +247,7 @@ async def test_an_event_of_which_no_rows_can_be_made_stops_its_shard_alone(
     async with running(system, EventDecoder(), "balances") as [balances_]:
         await balances_.put(CatchUp(SHARD + 1))
         await until(lambda: balances_._stopped == {SHARD}, 30, "the stop")
-        await at_seq(system, 2, "balances", shard=SHARD + 1)
+        await until_at_seq(system, 2, "balances", shard=SHARD + 1)
     [(shard, seq, reason)] = await rows(system, "SELECT shard, seq, reason FROM stopped_shards")
     assert (shard, seq) == (SHARD, 2)
     assert "no rows can be made of its events: ValueError" in reason

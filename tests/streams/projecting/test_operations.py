@@ -14,15 +14,15 @@ from grabstream.projections import cursors
 from grabstream.streams.projecting.projector import CatchUp
 from tests.conftest import until
 from tests.streams.projecting.sums import adjusted
-from tests.support.projections import (
+from tests.support.projecting import (
     SHARD,
-    Journal,
-    at_seq,
+    JournalWriter,
     granted,
     journal,  # noqa: F401 - a fixture
     opened,
     rows,
     running,
+    until_at_seq,
 )
 
 
@@ -65,13 +65,13 @@ EVENTS = [
 
 
 @pytest.fixture
-async def booked(system: Settings, journal: Journal) -> Settings:
+async def booked(system: Settings, journal: JournalWriter) -> Settings:
     lines = [line for line, _ in EVENTS]
     await journal.marker(1, "a")
     await journal.block(lines, 1, len(lines))
     async with running(system, "audit") as [audit]:
         await audit.put(CatchUp(SHARD))
-        await at_seq(system, len(lines), "audit")
+        await until_at_seq(system, len(lines), "audit")
     return system
 
 
@@ -81,7 +81,7 @@ async def test_nobody_s_words_hide_what_they_did(booked: Settings) -> None:
 
 
 async def test_nobody_s_title_makes_a_stop_one_that_a_newer_release_mends(
-    system: Settings, journal: Journal
+    system: Settings, journal: JournalWriter
 ) -> None:
     """PostgreSQL quotes the row that it refuses, title included: that is no word of ours about why it
     stopped.

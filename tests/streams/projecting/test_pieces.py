@@ -26,8 +26,8 @@ from grabstream.models.rules.state import Status
 from grabstream.ops.rehearsal.stage import take_down
 from grabstream.ops.settings import Settings
 from tests.conftest import make_system
-from tests.support.pieces import History, made, project
-from tests.support.projections import rows
+from tests.support.projecting import rows
+from tests.support.random_history import History, project, random_history
 
 TABLES = {
     "offers": "offer", "grabs": "offer, grab", "accounts": "account, asset", "transfers": "shard, seq, leg",
@@ -37,7 +37,7 @@ TABLES = {
 
 
 async def test_sql_says_what_the_rules_know(system: Settings, prefix: str) -> None:
-    history = made(20261121, 4_000)
+    history = random_history(20261121, 4_000)
     state = history.state
     seen = {line.split(b'"', 4)[3].decode() for line in history.lines}
     assert seen >= {

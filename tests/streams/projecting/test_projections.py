@@ -19,22 +19,22 @@ from grabstream.streams.journal import Record, open_reader
 from grabstream.streams.projecting.projector import CatchUp, Decoder
 from grabstream.streams.topics import Topics
 from tests.conftest import until
-from tests.support.cli import grabstream, of
-from tests.support.projections import (
+from tests.support.command_line import env_of, grabstream
+from tests.support.projecting import (
     LINES,
     SHARD,
-    Journal,
-    at_seq,
+    JournalWriter,
     granted,
     journal,  # noqa: F401 - a fixture
     opened,
     rows,
     running,
+    until_at_seq,
 )
 
 
 async def test_repeated_overlapping_and_stale_blocks_change_nothing(
-    system: Settings, journal: Journal
+    system: Settings, journal: JournalWriter
 ) -> None:
     await journal.marker(1, "a")
     await journal.block(LINES, 1, 10)
@@ -47,7 +47,7 @@ async def test_repeated_overlapping_and_stale_blocks_change_nothing(
         for record in [*journal.records, *journal.records]:
             for projector in projectors:
                 await projector.put(record)
-        await at_seq(system, 30)
+        await until_at_seq(system, 30)
     assert [body.encode() for (body,) in await rows(system, "SELECT body FROM audit ORDER BY seq")] == LINES
     assert [bytes(hash_) for (hash_,) in await rows(system, "SELECT hash FROM audit ORDER BY seq")] == chain(
         GENESIS, LINES
@@ -60,7 +60,7 @@ async def test_repeated_overlapping_and_stale_blocks_change_nothing(
     ]
 
 
-async def test_two_processes_write_the_same_shard_once(system: Settings, journal: Journal) -> None:
+async def test_two_processes_write_the_same_shard_once(system: Settings, journal: JournalWriter) -> None:
     """After a rebalance both may believe the shard is theirs: the cursor lets one of them through, the other
     looks where it is.
     """
@@ -70,17 +70,17 @@ async def test_two_processes_write_the_same_shard_once(system: Settings, journal
     async with running(system) as mine, running(system) as theirs:
         for record in journal.records:
             await asyncio.gather(*(projector.put(record) for projector in (*mine, *theirs)))
-        await at_seq(system, 30)
+        await until_at_seq(system, 30)
         await asyncio.gather(*(projector.put(CatchUp(SHARD)) for projector in (*mine, *theirs)))
         await journal.block([*LINES, granted("e", 31)], 31, 31)
         await asyncio.gather(*(projector.put(journal.records[-1]) for projector in (*theirs, *mine)))
-        await at_seq(system, 31)
+        await until_at_seq(system, 31)
     assert await rows(system, "SELECT * FROM stopped_shards") == []
     assert await rows(system, "SELECT posted FROM accounts WHERE account = 'offer:e'") == [(1000 - 300,)]
     assert await rows(system, "SELECT count(*) FROM audit") == [(31,)]
 
 
-async def test_what_faust_left_out_is_read_from_the_journal(system: Settings, journal: Journal) -> None:
+async def test_what_faust_left_out_is_read_from_the_journal(system: Settings, journal: JournalWriter) -> None:
     await journal.marker(1, "a")
     for first in range(1, 30, 3):
         await journal.block(LINES, first, first + 2)
@@ -88,16 +88,16 @@ async def test_what_faust_left_out_is_read_from_the_journal(system: Settings, jo
         for projector in projectors:
             await projector.put(journal.records[2])
             await projector.put(journal.records[-1])
-        await at_seq(system, 30)
+        await until_at_seq(system, 30)
 
 
-async def test_catching_up_needs_no_new_record(system: Settings, journal: Journal) -> None:
+async def test_catching_up_needs_no_new_record(system: Settings, journal: JournalWriter) -> None:
     await journal.marker(1, "a")
     await journal.block(LINES, 1, 30)
     async with running(system) as projectors:
         for projector in projectors:
             await projector.put(CatchUp(SHARD))
-        await at_seq(system, 30)
+        await until_at_seq(system, 30)
 
 
 @pytest.mark.parametrize(
@@ -109,18 +109,18 @@ async def test_catching_up_needs_no_new_record(system: Settings, journal: Journa
     ],
 )
 async def test_a_bad_block_stops_that_shard_and_no_other(
-    system: Settings, journal: Journal, wrong: dict[str, bytes], reason: str
+    system: Settings, journal: JournalWriter, wrong: dict[str, bytes], reason: str
 ) -> None:
     await journal.marker(1, "a")
     await journal.block(LINES, 1, 5)
     await journal.block(LINES, 6, 9, **wrong)
-    other = Journal(system, journal._producer, SHARD + 1)
+    other = JournalWriter(system, journal._producer, SHARD + 1)
     await other.marker(1, "x")
     async with running(system, "ledger") as [ledger]:
         for record in [*journal.records, *other.records]:
             await ledger.put(record)
         await until(lambda: ledger._stopped == {SHARD}, 30, "the stop")
-        await at_seq(system, 5, "ledger")
+        await until_at_seq(system, 5, "ledger")
         await journal.block(LINES, 6, 9)
         await ledger.put(journal.records[-1])
         await other.block([line.replace(b'"shard":3', b'"shard":4') for line in LINES], 1, 5, 1, "x")
@@ -135,7 +135,7 @@ async def test_a_bad_block_stops_that_shard_and_no_other(
     [(shard, seq, why)] = await rows(system, "SELECT shard, seq, reason FROM stopped_shards")
     assert (shard, seq) == (SHARD, 5)
     assert reason in why
-    shown = grabstream("status", "--json", **of(system))
+    shown = grabstream("status", "--json", **env_of(system))
     assert shown.returncode == 1
     assert [(stop["projection"], stop["shard"]) for stop in json.loads(shown.stdout)["stopped"]] == [
         ("ledger", SHARD)
@@ -153,7 +153,7 @@ async def test_a_bad_block_stops_that_shard_and_no_other(
     ],
 )
 async def test_an_event_that_is_not_what_its_place_says_stops_the_shard(
-    system: Settings, journal: Journal, line: bytes, reason: str
+    system: Settings, journal: JournalWriter, line: bytes, reason: str
 ) -> None:
     """Rows go by the numbers in the text, the chain by those in the headers."""
     await journal.marker(1, "a")
@@ -179,7 +179,7 @@ def test_decoded_blocks_are_shared_and_forgotten() -> None:
     assert list(decoder._newest) == [("another", SHARD, 1, headers)]
 
 
-async def test_postgresql_refuses_an_overdraft(system: Settings, journal: Journal) -> None:
+async def test_postgresql_refuses_an_overdraft(system: Settings, journal: JournalWriter) -> None:
     """More given than put in: the ledger refuses, stops, and keeps what was right."""
     lines = [opened("e", 1, total=25), granted("e", 2), granted("e", 3), granted("e", 4)]
     await journal.marker(1, "a")
@@ -187,7 +187,7 @@ async def test_postgresql_refuses_an_overdraft(system: Settings, journal: Journa
     await journal.block(lines, 4, 4)
     async with running(system, "ledger") as [ledger]:
         await ledger.put(journal.records[1])
-        await at_seq(system, 3, "ledger")
+        await until_at_seq(system, 3, "ledger")
         await ledger.put(journal.records[2])
         await until(lambda: ledger._stopped == {SHARD}, 30, "the stop")
     assert await rows(system, "SELECT posted FROM accounts WHERE account = 'offer:e'") == [(5,)]
@@ -204,7 +204,7 @@ async def test_guarded_accounts_cannot_be_written_below_zero(system: Settings) -
         await books.execute("INSERT INTO accounts_1 VALUES ('external:x', 'CNY', -1)")
 
 
-async def test_two_at_once_write_each_row_once(system: Settings, journal: Journal) -> None:
+async def test_two_at_once_write_each_row_once(system: Settings, journal: JournalWriter) -> None:
     """A zombie after a rebalance: the cursor's WHERE lets one of them write."""
     await journal.marker(1, "a")
     for first in range(1, 30, 2):
@@ -213,12 +213,12 @@ async def test_two_at_once_write_each_row_once(system: Settings, journal: Journa
         for record in journal.records:
             for projector in [*some, *others]:
                 await projector.put(record)
-        await at_seq(system, 30)
+        await until_at_seq(system, 30)
     assert await rows(system, "SELECT count(*) FROM transfers") == [(30,)]
     assert await rows(system, "SELECT count(*) FROM stopped_shards") == [(0,)]
 
 
-async def test_published_events_go_on_without_a_gap(system: Settings, journal: Journal) -> None:
+async def test_published_events_go_on_without_a_gap(system: Settings, journal: JournalWriter) -> None:
     """Begun again, the publisher finds its cursor in the topic: repeats have the same id and bytes, nothing
     is left out.
     """
@@ -270,7 +270,7 @@ class _Expiring:
 
 
 async def test_a_batch_that_expires_leaves_no_gap_in_the_events(
-    system: Settings, journal: Journal, monkeypatch: Any
+    system: Settings, journal: JournalWriter, monkeypatch: Any
 ) -> None:
     """What would follow it in the same group is not sent, or its cursor would say that all of it is there."""
     lines = [opened("e", 1, 10**6), *(granted("e", seq) for seq in range(2, 1_001))]

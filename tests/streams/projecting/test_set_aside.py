@@ -16,28 +16,28 @@ from grabstream.streams.journal import open_reader
 from grabstream.streams.projecting.projector import CatchUp
 from grabstream.streams.topics import Topics
 from tests.conftest import until
-from tests.support.cli import grabstream, of
-from tests.support.projections import (
+from tests.support.command_line import env_of, grabstream
+from tests.support.projecting import (
     LINES,
     SHARD,
-    Journal,
-    at_seq,
+    JournalWriter,
     granted,
     journal,  # noqa: F401 - a fixture
     open_tables,
     opened,
     rows,
     running,
+    until_at_seq,
 )
-from tests.support.set_aside import (
+from tests.support.stopped_shards import (
     WHY,
-    call,
-    stopped_at,
+    call_json,
+    until_stopped,
 )
 
 
 async def test_what_the_ledger_refuses_is_set_aside_and_the_rest_goes_on(
-    system: Settings, journal: Journal
+    system: Settings, journal: JournalWriter
 ) -> None:
     """Three records in one transaction: the one that overdraws is found, and only its events are missing
     afterwards.
@@ -50,21 +50,21 @@ async def test_what_the_ledger_refuses_is_set_aside_and_the_rest_goes_on(
         for record in journal.records:
             await ledger.put(record)
             await audit.put(record)
-        await stopped_at(system, "ledger")
-        await at_seq(system, 2, "ledger")
-        await at_seq(system, 4, "audit")
+        await until_stopped(system, "ledger")
+        await until_at_seq(system, 2, "ledger")
+        await until_at_seq(system, 4, "audit")
 
-        code, shown = await call(system, "set-aside", "ledger", str(SHARD), "--dry-run")
+        code, shown = await call_json(system, "set-aside", "ledger", str(SHARD), "--dry-run")
         assert (code, shown["done"], shown["first_seq"], shown["event_count"]) == (0, False, 3, 1)
         assert shown["lines"] == [lines[2].decode()]
         assert {"account": "offer:e", "asset": "CNY", "amount": -99} in shown["missing"]
         assert await rows(system, "SELECT count(*) FROM set_aside") == [(0,)]
         assert await rows(system, "SELECT count(*) FROM stopped_shards") == [(1,)]
 
-        code, done = await call(system, "set-aside", "ledger", str(SHARD), *WHY, "--yes")
+        code, done = await call_json(system, "set-aside", "ledger", str(SHARD), *WHY, "--yes")
         assert (code, done["done"], done["moved"], done["stopped"]) == (0, True, True, None)
-        await at_seq(system, 4, "ledger")
-        assert (await call(system, "set-aside", "ledger", str(SHARD), *WHY, "--yes"))[0] == 1
+        await until_at_seq(system, 4, "ledger")
+        assert (await call_json(system, "set-aside", "ledger", str(SHARD), *WHY, "--yes"))[0] == 1
     assert await rows(system, "SELECT posted FROM accounts WHERE account = 'offer:e'") == [(5,)]
     assert await rows(system, "SELECT seq FROM transfers ORDER BY seq") == [(1,), (2,), (4,)]
     [(count, offers, readable, reason, operator)] = await rows(
@@ -82,7 +82,7 @@ async def test_what_the_ledger_refuses_is_set_aside_and_the_rest_goes_on(
 
 
 async def test_a_corrupt_record_is_set_aside_and_the_next_block_says_what_it_follows(
-    system: Settings, journal: Journal
+    system: Settings, journal: JournalWriter
 ) -> None:
     await journal.marker(1, "a")
     await journal.block(LINES, 1, 5)
@@ -92,17 +92,17 @@ async def test_a_corrupt_record_is_set_aside_and_the_next_block_says_what_it_fol
         for projector in projectors:
             await projector.put(CatchUp(SHARD))
         for name in names:
-            await stopped_at(system, name)
-        code, said = await call(system, "set-aside", "ledger", str(SHARD), *WHY, "--yes")
+            await until_stopped(system, name)
+        code, said = await call_json(system, "set-aside", "ledger", str(SHARD), *WHY, "--yes")
         assert code == 1
         assert "no block of the shard's owner stands behind it yet" in said
         await journal.block(LINES, 10, 20)
         for name in names:
-            code, done = await call(system, "set-aside", name, str(SHARD), *WHY, "--yes")
+            code, done = await call_json(system, "set-aside", name, str(SHARD), *WHY, "--yes")
             assert (code, done["first_seq"], done["event_count"], done["moved"]) == (0, 6, 4, True), done
-        await at_seq(system, 20)
+        await until_at_seq(system, 20)
     # A journal written by hand: Redis knows nothing of it.
-    code, checks = await call(system, "verify", "--quick", "--wait", "0")
+    code, checks = await call_json(system, "verify", "--quick", "--wait", "0")
     assert code == 0, [check for check in checks if check["problems"]]
     published = []
     async with open_reader(system.kafka, Topics(system.prefix).events) as reader:
@@ -122,84 +122,86 @@ async def test_a_corrupt_record_is_set_aside_and_the_next_block_says_what_it_fol
     assert await rows(system, "SELECT count(*) FROM stopped_shards") == [(0,)]
 
 
-async def test_a_stray_corrupt_record_takes_no_event_along(system: Settings, journal: Journal) -> None:
+async def test_a_stray_corrupt_record_takes_no_event_along(system: Settings, journal: JournalWriter) -> None:
     await journal.marker(1, "a")
     await journal.block(LINES, 1, 5)
     await journal.block(LINES, 1, 5, head=b"00" * 32)
     await journal.block(LINES, 6, 30)
     async with running(system, "ledger") as [ledger]:
         await ledger.put(CatchUp(SHARD))
-        await stopped_at(system, "ledger")
-        code, done = await call(system, "set-aside", "ledger", str(SHARD), *WHY, "--yes")
+        await until_stopped(system, "ledger")
+        code, done = await call_json(system, "set-aside", "ledger", str(SHARD), *WHY, "--yes")
         assert (code, done["event_count"], done["offers"]) == (0, 0, [])
-        await at_seq(system, 30, "ledger")
+        await until_at_seq(system, 30, "ledger")
     assert await rows(system, "SELECT posted FROM accounts WHERE account = 'offer:e'") == [(1000 - 290,)]
 
 
-async def test_missing_events_cannot_be_set_aside(system: Settings, journal: Journal) -> None:
+async def test_missing_events_cannot_be_set_aside(system: Settings, journal: JournalWriter) -> None:
     await journal.marker(1, "a")
     await journal.block(LINES, 1, 5)
     await journal.block(LINES, 9, 12)
     async with running(system, "ledger") as [ledger]:
         await ledger.put(CatchUp(SHARD))
-        await stopped_at(system, "ledger")
-    code, said = await call(system, "set-aside", "ledger", str(SHARD), *WHY, "--yes")
+        await until_stopped(system, "ledger")
+    code, said = await call_json(system, "set-aside", "ledger", str(SHARD), *WHY, "--yes")
     assert code == 1
     assert "events are missing from the journal" in said
 
 
-async def test_with_its_cause_mended_it_is_tried_again(system: Settings, journal: Journal) -> None:
+async def test_with_its_cause_mended_it_is_tried_again(system: Settings, journal: JournalWriter) -> None:
     """Somebody took a unit out of the books by hand; put back, the very same record is right."""
     await journal.marker(1, "a")
     await journal.block(LINES, 1, 2)
     async with running(system, "ledger") as [ledger]:
         await ledger.put(CatchUp(SHARD))
-        await at_seq(system, 2, "ledger")
+        await until_at_seq(system, 2, "ledger")
         async with await open_tables(system) as connection:
             await connection.execute("UPDATE accounts_1 SET posted = 5 WHERE account = 'offer:e'")
             await journal.block(LINES, 3, 30)
             await ledger.put(journal.records[-1])
-            await stopped_at(system, "ledger")
-            code, said = await call(system, "retry", "ledger", str(SHARD))
+            await until_stopped(system, "ledger")
+            code, said = await call_json(system, "retry", "ledger", str(SHARD))
             assert code == 1
             assert "never_below_zero" in said["stopped"]
             await connection.execute("UPDATE accounts_1 SET posted = 990 WHERE account = 'offer:e'")
-        code, said = await call(system, "retry", "ledger", str(SHARD))
+        code, said = await call_json(system, "retry", "ledger", str(SHARD))
         assert (code, said["moved"], said["seq"]) == (0, True, 30)
-        assert (await call(system, "retry", "ledger", str(SHARD)))[0] == 1
+        assert (await call_json(system, "retry", "ledger", str(SHARD)))[0] == 1
     assert await rows(system, "SELECT posted FROM accounts WHERE account = 'offer:e'") == [(1000 - 290,)]
 
 
-async def test_nothing_is_set_aside_without_a_reason_and_a_yes(system: Settings, journal: Journal) -> None:
+async def test_nothing_is_set_aside_without_a_reason_and_a_yes(
+    system: Settings, journal: JournalWriter
+) -> None:
     await journal.marker(1, "a")
     await journal.block(LINES, 1, 5, head=b"00" * 32)
     await journal.block(LINES, 6, 30)
     async with running(system, "ledger") as [ledger]:
         await ledger.put(CatchUp(SHARD))
-        await stopped_at(system, "ledger")
+        await until_stopped(system, "ledger")
     for words, missing in ((("--yes",), "--reason and --operator"), (WHY, "--yes is needed")):
-        done = grabstream("set-aside", "ledger", str(SHARD), *words, **of(system))
+        done = grabstream("set-aside", "ledger", str(SHARD), *words, **env_of(system))
         assert done.returncode == 2
         assert missing in done.stderr
     assert await rows(system, "SELECT count(*) FROM set_aside") == [(0,)]
 
 
-async def test_a_trail_that_lacks_events_is_no_snapshot(system: Settings, journal: Journal) -> None:
+async def test_a_trail_that_lacks_events_is_no_snapshot(system: Settings, journal: JournalWriter) -> None:
     await journal.marker(1, "a")
     await journal.block(LINES, 1, 5, head=b"00" * 32)
     await journal.block(LINES, 6, 30)
     async with running(system, "audit") as [audit]:
         await audit.put(CatchUp(SHARD))
-        await stopped_at(system, "audit")
-        assert (await call(system, "set-aside", "audit", str(SHARD), *WHY, "--yes"))[0] == 0
-        await at_seq(system, 30, "audit")
+        await until_stopped(system, "audit")
+        assert (await call_json(system, "set-aside", "audit", str(SHARD), *WHY, "--yes"))[0] == 0
+        await until_at_seq(system, 30, "audit")
     async with await open_books(system) as connection:
         assert await newest(connection, SHARD) == Cursor()
         assert await trail_of(connection, SHARD) is None
 
 
 async def test_built_anew_the_read_model_has_it_and_lacks_it_again_when_the_old_one_comes_back(
-    system: Settings, journal: Journal
+    system: Settings, journal: JournalWriter
 ) -> None:  # fmt: skip
     """Set aside because of somebody's hand in the books; the rebuild reads the very record again."""
     await journal.marker(1, "a")
@@ -207,38 +209,38 @@ async def test_built_anew_the_read_model_has_it_and_lacks_it_again_when_the_old_
     async with running(system) as projectors:
         for projector in projectors:
             await projector.put(CatchUp(SHARD))
-        await at_seq(system, 2)
+        await until_at_seq(system, 2)
         async with await open_tables(system) as connection:
             await connection.execute("UPDATE accounts_1 SET posted = 5 WHERE account = 'offer:e'")
             await journal.block(LINES, 3, 3)
             await journal.block(LINES, 4, 30)
             for projector in projectors:
                 await projector.put(CatchUp(SHARD))
-            await stopped_at(system, "ledger")
+            await until_stopped(system, "ledger")
             await connection.execute("UPDATE accounts_1 SET posted = 990 WHERE account = 'offer:e'")
-        assert (await call(system, "set-aside", "ledger", str(SHARD), *WHY, "--yes"))[0] == 0
-        await at_seq(system, 30)
-    [listed] = (await call(system, "set-aside", "--list"))[1]
+        assert (await call_json(system, "set-aside", "ledger", str(SHARD), *WHY, "--yes"))[0] == 0
+        await until_at_seq(system, 30)
+    [listed] = (await call_json(system, "set-aside", "--list"))[1]
     assert (listed["projection"], listed["first_seq"], listed["event_count"], listed["offers"]) == (
         "ledger",
         3,
         1,
         ["e"],
     )
-    refused = await asyncio.to_thread(grabstream, "rebuild", "ledger", **of(system))
+    refused = await asyncio.to_thread(grabstream, "rebuild", "ledger", **env_of(system))
     assert refused.returncode == 1
     assert "may be what was set aside, and --accept is right then: 1 event (3)" in refused.stdout.replace(
         "\n", " "
     )
     for words, posted, lacking in (((), 1000 - 290, 0), (("--undo",), 1000 - 280, 1)):
-        done = await asyncio.to_thread(grabstream, "rebuild", "ledger", "--accept", *words, **of(system))
+        done = await asyncio.to_thread(grabstream, "rebuild", "ledger", "--accept", *words, **env_of(system))
         assert done.returncode == 0, done.stderr
         assert await rows(system, "SELECT posted FROM accounts WHERE account = 'offer:e'") == [(posted,)]
-        assert len((await call(system, "set-aside", "--list"))[1]) == lacking
+        assert len((await call_json(system, "set-aside", "--list"))[1]) == lacking
 
 
 async def test_a_rebuild_goes_past_what_is_set_aside_when_it_is_told_to(
-    system: Settings, journal: Journal
+    system: Settings, journal: JournalWriter
 ) -> None:
     """Seq 3 overdraws, 5 and 6 are corrupt: without a word the rebuild reads both again, cannot take them,
     and says how to go past.
@@ -255,34 +257,36 @@ async def test_a_rebuild_goes_past_what_is_set_aside_when_it_is_told_to(
             await projector.put(CatchUp(SHARD))
         for name, times in zip(names, (2, 2, 1), strict=True):
             for _ in range(times):
-                await stopped_at(system, name)
-                code, done = await call(system, "set-aside", name, str(SHARD), *WHY, "--yes")
+                await until_stopped(system, name)
+                code, done = await call_json(system, "set-aside", name, str(SHARD), *WHY, "--yes")
                 assert (code, done["moved"]) == (0, True), done
-        await at_seq(system, 9)
-        listed = sorted(of_list(await call(system, "set-aside", "--list")))
+        await until_at_seq(system, 9)
+        listed = sorted(of_list(await call_json(system, "set-aside", "--list")))
         assert [first for first, _, _ in listed] == [3, 3, 5, 5, 5]
         shown = await contents(system)
         for name in names:
-            code, said = await call(system, "rebuild", name)
+            code, said = await call_json(system, "rebuild", name)
             assert code == 1
             assert "--keep-set-aside" in said, (name, said)
-            code, done = await call(system, "rebuild", name, "--keep-set-aside")
+            code, done = await call_json(system, "rebuild", name, "--keep-set-aside")
             assert (code, done["refused"]) == (0, False), done
         assert await contents(system) == shown
-        assert sorted(of_list(await call(system, "set-aside", "--list"))) == listed
+        assert sorted(of_list(await call_json(system, "set-aside", "--list"))) == listed
         await journal.block(lines, 10, 10)
         for projector in projectors:
             await projector.put(CatchUp(SHARD))
-        await at_seq(system, 10)
-    code, done = await call(system, "rebuild", "ledger", "--from", "audit", "--keep-set-aside")
+        await until_at_seq(system, 10)
+    code, done = await call_json(system, "rebuild", "ledger", "--from", "audit", "--keep-set-aside")
     assert code == 1
     assert "seq 5 is missing" in done
     # Redis knows nothing of this journal.
-    code, checks = await call(system, "verify", "--quick", "--wait", "0")
+    code, checks = await call_json(system, "verify", "--quick", "--wait", "0")
     assert code == 0, [check for check in checks if check["problems"]]
 
 
-async def test_from_the_audit_trail_too_and_a_number_is_used_once(system: Settings, journal: Journal) -> None:
+async def test_from_the_audit_trail_too_and_a_number_is_used_once(
+    system: Settings, journal: JournalWriter
+) -> None:
     """A version that is gone keeps its name in the books: a new one under it would seem to lack the same."""
     lines = [opened("e", 1), *(granted("e", seq, amount=9_999 if seq == 3 else 10) for seq in range(2, 6))]
     await journal.marker(1, "a")
@@ -291,17 +295,19 @@ async def test_from_the_audit_trail_too_and_a_number_is_used_once(system: Settin
     async with running(system, "ledger", "audit") as projectors:
         for projector in projectors:
             await projector.put(CatchUp(SHARD))
-        await stopped_at(system, "ledger")
-        assert (await call(system, "set-aside", "ledger", str(SHARD), *WHY, "--yes"))[0] == 0
+        await until_stopped(system, "ledger")
+        assert (await call_json(system, "set-aside", "ledger", str(SHARD), *WHY, "--yes"))[0] == 0
         for name in ("ledger", "audit"):
-            await at_seq(system, 5, name)
+            await until_at_seq(system, 5, name)
     before = await rows(system, "SELECT * FROM transfers ORDER BY seq")
     for words in (("--no-switch",), ("--discard",), ()):
-        code, done = await call(system, "rebuild", "ledger", "--from", "audit", "--keep-set-aside", *words)
+        code, done = await call_json(
+            system, "rebuild", "ledger", "--from", "audit", "--keep-set-aside", *words
+        )
         assert code == 0, done
     assert done["new"]["version"] == 4
     assert await rows(system, "SELECT * FROM transfers ORDER BY seq") == before
-    assert of_list(await call(system, "set-aside", "--list")) == [(3, 1, "ledger")]
+    assert of_list(await call_json(system, "set-aside", "--list")) == [(3, 1, "ledger")]
 
 
 def of_list(listed: tuple[int, list[dict[str, Any]]]) -> list[tuple[int, int, str]]:
@@ -316,17 +322,17 @@ async def contents(settings: Settings) -> list[Any]:
 
 
 async def test_a_running_worker_goes_on_by_itself(
-    system: Settings, journal: Journal, worker: Callable[..., Any]
+    system: Settings, journal: JournalWriter, worker: Callable[..., Any]
 ) -> None:
     """Nobody has to start it again, and the other shards never stood still."""
     lines = [opened("e", 1, total=25), granted("e", 2, amount=99), granted("e", 3)]
-    other = Journal(system, journal._producer, SHARD + 1)
+    other = JournalWriter(system, journal._producer, SHARD + 1)
     for to in (journal, other):
         await to.marker(1, "a")
     await journal.block(lines, 1, 1)
     await journal.block(lines, 2, 2)
     worker(system, "project")
-    await stopped_at(system, "ledger")
+    await until_stopped(system, "ledger")
     await journal.block(lines, 3, 3)
     await other.block([opened("f", 1).replace(b'"shard":3', b'"shard":4')], 1, 1)
 
@@ -335,13 +341,13 @@ async def test_a_running_worker_goes_on_by_itself(
 
     await until(other_went_on, 30, "the other shard")
     for name in ("ledger", "balances"):
-        code, done = await call(system, "set-aside", name, str(SHARD), *WHY, "--yes")
+        code, done = await call_json(system, "set-aside", name, str(SHARD), *WHY, "--yes")
         assert (code, done["moved"], done["stopped"]) == (0, True, None)
-    await at_seq(system, 3)
+    await until_at_seq(system, 3)
 
 
 @pytest.mark.parametrize("words", [("ledger",), ("ledger", "3", "--dry-run")])
 async def test_before_init_it_says_what_to_do(settings: Settings, words: tuple[str, ...]) -> None:
-    done = grabstream("set-aside", *words, **of(settings))
+    done = grabstream("set-aside", *words, **env_of(settings))
     assert done.returncode == 2, done.stderr
     assert "Traceback" not in done.stderr

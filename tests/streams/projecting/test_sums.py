@@ -17,19 +17,19 @@ from grabstream.ops.settings import Settings
 from grabstream.projections import versions
 from grabstream.streams.projecting.projector import CatchUp
 from tests.streams.projecting.sums import LARGE, adjusted
-from tests.support.cli import grabstream, of
-from tests.support.projections import (
+from tests.support.command_line import env_of, grabstream
+from tests.support.projecting import (
     SHARD,
-    Journal,
-    at_seq,
+    JournalWriter,
     granted,
     journal,  # noqa: F401 - a fixture
     open_tables,
     opened,
     rows,
     running,
+    until_at_seq,
 )
-from tests.support.verifier import verifying
+from tests.support.verifier_passes import verifying
 
 SUM = 3 * LARGE
 NUMERIC = "numeric(38,0)"
@@ -56,7 +56,7 @@ LINES = [
 
 
 @pytest.fixture
-async def large(system: Settings, journal: Journal) -> Settings:
+async def large(system: Settings, journal: JournalWriter) -> Settings:
     """A system whose books have sums beyond 64 bits: some come to rows that are there already, some in one
     batch.
     """
@@ -67,10 +67,10 @@ async def large(system: Settings, journal: Journal) -> Settings:
     async with running(system) as projectors:
         for projector in projectors:
             await projector.put(journal.records[1])
-        await at_seq(system, 3)
+        await until_at_seq(system, 3)
         for projector in projectors:
             await projector.put(CatchUp(SHARD))
-        await at_seq(system, len(LINES))
+        await until_at_seq(system, len(LINES))
     return system
 
 
@@ -83,14 +83,14 @@ async def test_read_models_go_on_beyond_64_bits(large: Settings) -> None:
     assert not await rows(large, "SELECT * FROM stopped_shards")
 
 
-async def test_many_in_one_batch(system: Settings, journal: Journal) -> None:
+async def test_many_in_one_batch(system: Settings, journal: JournalWriter) -> None:
     """The sum of a batch alone is beyond 64 bits, up and down."""
     await journal.marker(1, "a")
     await journal.block(LINES, 1, len(LINES))
     async with running(system) as projectors:
         for projector in projectors:
             await projector.put(CatchUp(SHARD))
-        await at_seq(system, len(LINES))
+        await until_at_seq(system, len(LINES))
     assert await rows(
         system, "SELECT sum(posted) FROM accounts WHERE account IN ('wallet:u1', 'external:bank')"
     ) == [(0,)]
@@ -116,12 +116,12 @@ async def test_every_column_of_a_sum_without_a_bound_is_wide(system: Settings) -
 
 async def test_a_rebuild_makes_the_same_sums_and_tells_them_as_whole_numbers(large: Settings) -> None:
     for name in ("ledger", "balances"):
-        done = await asyncio.to_thread(grabstream, "rebuild", name, "--json", **of(large))
+        done = await asyncio.to_thread(grabstream, "rebuild", name, "--json", **env_of(large))
         assert done.returncode == 0, done.stdout + done.stderr
         assert all(not one["rows_changed"] for one in json.loads(done.stdout)["difference"])
     async with await open_tables(large) as books:
         await books.execute("UPDATE accounts_1 SET posted = posted + 1 WHERE account = 'wallet:u1'")
-    refused = await asyncio.to_thread(grabstream, "rebuild", "ledger", "--json", **of(large))
+    refused = await asyncio.to_thread(grabstream, "rebuild", "ledger", "--json", **env_of(large))
     assert refused.returncode == 1, refused.stderr
     [difference] = [one for one in json.loads(refused.stdout)["difference"] if one["rows_changed"]]
     assert difference["examples"] == [
@@ -131,7 +131,7 @@ async def test_a_rebuild_makes_the_same_sums_and_tells_them_as_whole_numbers(lar
 
 async def test_verify_compares_them_and_names_what_is_wrong(large: Settings) -> None:
     async def checks() -> dict[str, Any]:
-        done = await asyncio.to_thread(grabstream, "verify", "--quick", "--json", **of(large))
+        done = await asyncio.to_thread(grabstream, "verify", "--quick", "--json", **env_of(large))
         return {one["name"]: one for one in json.loads(done.stdout)}
 
     wanted = (
@@ -164,21 +164,21 @@ async def test_the_verifier_compares_them_and_names_what_is_wrong(large: Setting
 async def test_programs_get_whole_numbers(large: Settings) -> None:
     """`--json` of whatever shows sums, and tables for people."""
     words = ("at", str(int(time.time() * 1000)), "--source", "audit")
-    found = json.loads((await asyncio.to_thread(grabstream, *words, "--json", **of(large))).stdout)
+    found = json.loads((await asyncio.to_thread(grabstream, *words, "--json", **env_of(large))).stdout)
     assert {one["user_id"]: one["available"] for one in found["balances"]} == {"u1": SUM, "u2": 10, "u6": 10}
     assert all(type(one[name]) is int for one in found["balances"] for name in ("available", "held"))
-    assert f"{SUM:,}" in (await asyncio.to_thread(grabstream, *words, **of(large))).stdout
-    shown = await asyncio.to_thread(grabstream, "show", "e", "--json", **of(large))
+    assert f"{SUM:,}" in (await asyncio.to_thread(grabstream, *words, **env_of(large))).stdout
+    shown = await asyncio.to_thread(grabstream, "show", "e", "--json", **env_of(large))
     [due] = json.loads(shown.stdout)["payments"]
     assert (due["amount"], type(due["amount"]), type(due["refunded"])) == (2 * LARGE, int, int)
     assert (
         f"{2 * LARGE:,} CNY to be paid back"
-        in (await asyncio.to_thread(grabstream, "show", "e", **of(large))).stdout
+        in (await asyncio.to_thread(grabstream, "show", "e", **env_of(large))).stdout
     )
 
 
 async def test_a_ledger_that_a_release_before_stopped_goes_on_with_a_rebuild(
-    large: Settings, journal: Journal
+    large: Settings, journal: JournalWriter
 ) -> None:
     """As it stands after an upgrade: definition 1 stopped in front of the sum, and nobody writes it any
     more.
@@ -222,12 +222,12 @@ async def test_a_ledger_that_a_release_before_stopped_goes_on_with_a_rebuild(
             "'bigint out of range')".encode()
         )
         await books.execute(b"GRANT SELECT ON accounts TO PUBLIC")
-    done = await asyncio.to_thread(grabstream, "rebuild", "ledger", "--json", **of(large))
+    done = await asyncio.to_thread(grabstream, "rebuild", "ledger", "--json", **env_of(large))
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads(done.stdout)
     assert (result["before"]["definition"], result["new"]["definition"]) == (1, 2)
     assert not any(one["rows_changed"] or one["missing"] or one["extra"] for one in result["difference"])
-    await at_seq(large, len(LINES), "ledger")
+    await until_at_seq(large, len(LINES), "ledger")
     assert await rows(large, "SELECT posted FROM accounts WHERE account = 'wallet:u1'") == [(SUM,)]
     assert await rows(large, "SELECT pg_typeof(posted)::text FROM accounts LIMIT 1") == [("numeric",)]
     assert await rows(large, "SELECT has_table_privilege('public', 'accounts', 'SELECT')") == [(True,)]
@@ -236,5 +236,5 @@ async def test_a_ledger_that_a_release_before_stopped_goes_on_with_a_rebuild(
         lines = [*LINES, adjusted(9)]
         await journal.block(lines, 9, 9)
         await ledger.put(journal.records[-1])
-        await at_seq(large, 9, "ledger")
+        await until_at_seq(large, 9, "ledger")
     assert await rows(large, "SELECT posted FROM accounts WHERE account = 'wallet:u1'") == [(SUM + LARGE,)]

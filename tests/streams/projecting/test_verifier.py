@@ -21,11 +21,9 @@ from grabstream.streams.projecting import verifier as verifier_module
 from grabstream.streams.projecting.projector import CatchUp
 from grabstream.streams.projecting.verifier import Verifier
 from tests.conftest import until
-from tests.support.pieces import History, made, project
-from tests.support.projections import (
+from tests.support.projecting import (
     SHARD,
-    Journal,
-    at_seq,
+    JournalWriter,
     granted,
     journal,  # noqa: F401 - a fixture
     live_schemas,
@@ -33,13 +31,15 @@ from tests.support.projections import (
     opened,
     rows,
     running,
+    until_at_seq,
 )
-from tests.support.set_aside import (
+from tests.support.random_history import History, project, random_history
+from tests.support.stopped_shards import (
     WHY,
-    call,
-    stopped_at,
+    call_json,
+    until_stopped,
 )
-from tests.support.verifier import (
+from tests.support.verifier_passes import (
     execute,
     history,  # noqa: F401 - a fixture
     verifying,
@@ -180,16 +180,16 @@ async def test_what_was_dismissed_stays_so_while_it_is_the_same(system: Settings
     await execute(system, change)
     async with verifying(system) as passes:
         [found] = await passes()
-        code, _ = await call(system, "dismiss", str(found.id), *WHY)
+        code, _ = await call_json(system, "dismiss", str(found.id), *WHY)
         assert code == 0
         assert await passes() == []
-        assert (await call(system, "dismiss", str(found.id), *WHY))[0] == 1
+        assert (await call_json(system, "dismiss", str(found.id), *WHY))[0] == 1
         await execute(system, change)
         [again] = await passes()
         assert again.what != found.what
 
 
-async def test_what_was_set_aside_is_no_difference(system: Settings, journal: Journal) -> None:
+async def test_what_was_set_aside_is_no_difference(system: Settings, journal: JournalWriter) -> None:
     """One record is missing from the ledger, another from the audit trail: everything else is verified all
     the same.
     """
@@ -201,16 +201,16 @@ async def test_what_was_set_aside_is_no_difference(system: Settings, journal: Jo
         for projector in projectors:
             await projector.put(CatchUp(SHARD))
         for name in ("ledger", "balances"):
-            await stopped_at(system, name)
-            assert (await call(system, "set-aside", name, str(SHARD), *WHY, "--yes"))[0] == 0
-        await at_seq(system, 4)
+            await until_stopped(system, name)
+            assert (await call_json(system, "set-aside", name, str(SHARD), *WHY, "--yes"))[0] == 0
+        await until_at_seq(system, 4)
     # And the audit trail lacks one that the ledger has.
     async with await open_tables(system) as connection:
         await _as_if_set_aside(connection, lines, 2)
     async with verifying(system) as passes:
         assert await passes() == []
     assert (await progress_of(system)).seq == 4
-    code, checks = await call(system, "verify", "--wait", "0")
+    code, checks = await call_json(system, "verify", "--wait", "0")
     wrong = {check["name"]: check["problems"] for check in checks if check["problems"]}
     # This journal was made by hand: Redis never heard of the offer.
     said = f"shard {SHARD}: Redis has nothing of it, its journal ends at seq 4"
@@ -361,7 +361,7 @@ async def test_a_wrong_row_in_the_tables_of_checking_ends_nothing(
 ) -> None:  # fmt: skip
     """It is said, and tried again; when the row is right, it goes on and finds what there is to be found."""
     monkeypatch.setattr(verifier_module, "RETRY_SECONDS", 0.1)
-    history = made(7, 60)
+    history = random_history(7, 60)
     await project(system, history, Random(7))
     redis, stop = open_redis(system), asyncio.Event()
     task = asyncio.create_task(

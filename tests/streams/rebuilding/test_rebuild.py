@@ -28,17 +28,17 @@ from grabstream.streams.rebuilding.loading import deal
 from grabstream.streams.rebuilding.rebuild import RebuildProgress, RebuildRefused, open_rebuild, open_source
 from grabstream.streams.rebuilding.switching import Busy, older_snapshots_gone
 from tests.conftest import as_role, make_system, until
-from tests.support.cli import grabstream, of
-from tests.support.pieces import made, project
-from tests.support.projections import (
+from tests.support.command_line import env_of, grabstream
+from tests.support.projecting import (
     SHARD,
-    Journal,
-    at_seq,
+    JournalWriter,
     journal,  # noqa: F401 - a fixture
     rows,
     running,
+    until_at_seq,
 )
-from tests.support.rebuild import (
+from tests.support.random_history import project, random_history
+from tests.support.rebuilding import (
     GRANTS,
     booked,  # noqa: F401 - a fixture
     digests,
@@ -51,7 +51,7 @@ from tests.support.rebuild import (
 async def test_the_same_rows_live_rebuilt_from_audit_and_from_blocks_cut_elsewhere(
     system: Settings, prefix: str
 ) -> None:
-    history = made(20261122, 3_000)
+    history = random_history(20261122, 3_000)
     await project(system, history, random.Random(3))
     live = {
         projection: await digests(system, await version_in(system, projection)) for projection in PROJECTIONS
@@ -88,7 +88,7 @@ async def test_differences_refuse_accept_and_undo(booked: Settings) -> None:
     await damaged(booked, "DELETE FROM transfers_1 WHERE (shard, seq) = (2, 9)")
     query = "SELECT posted FROM accounts WHERE account = 'wallet:u3'"
     [(wrong,)] = await rows(booked, query)
-    refused = grabstream("rebuild", "ledger", "--json", **of(booked))
+    refused = grabstream("rebuild", "ledger", "--json", **env_of(booked))
     assert refused.returncode == 1, refused.stderr
     found = {one["table"]: one for one in json.loads(refused.stdout)["difference"]}
     assert found["accounts_1"]["changed"] == {"posted": 1}
@@ -104,37 +104,37 @@ async def test_differences_refuse_accept_and_undo(booked: Settings) -> None:
     ) == (0, 1, 0)
     assert found["transfers_1"]["examples"] == [{"key": {"shard": 2, "seq": 9, "leg": 0}, "only": "new"}]
     assert await rows(booked, query) == [(wrong,)]
-    shown = grabstream("rebuild", "ledger", **of(booked))
+    shown = grabstream("rebuild", "ledger", **env_of(booked))
     assert shown.returncode == 1
     assert "--accept" in shown.stdout
     assert f"posted: {wrong} → {wrong - 7}" in shown.stdout.replace("\n", " ")
-    plan = grabstream("rebuild", "ledger", "--dry-run", **of(booked))
+    plan = grabstream("rebuild", "ledger", "--dry-run", **env_of(booked))
     assert f"go on with {booked.schema_}_ledger_3 (following)" in plan.stdout.replace("\n", " ")
-    accepted = grabstream("rebuild", "ledger", "--accept", **of(booked))
+    accepted = grabstream("rebuild", "ledger", "--accept", **env_of(booked))
     assert accepted.returncode == 0, accepted.stderr
     assert await rows(booked, query) == [(wrong - 7,)]
-    everything = grabstream("rebuild", "all", "--undo", **of(booked))
+    everything = grabstream("rebuild", "all", "--undo", **env_of(booked))
     assert (everything.returncode, "balances has no previous version" in everything.stderr) == (1, True)
-    planned = grabstream("rebuild", "ledger", "--undo", "--dry-run", **of(booked))
+    planned = grabstream("rebuild", "ledger", "--undo", "--dry-run", **env_of(booked))
     assert f"would show {booked.schema_}_ledger_2 (definition 2) again" in planned.stdout.replace("\n", " ")
     assert await rows(booked, query) == [(wrong - 7,)]
-    undone = grabstream("rebuild", "ledger", "--undo", "--json", **of(booked))
+    undone = grabstream("rebuild", "ledger", "--undo", "--json", **env_of(booked))
     assert undone.returncode == 0
     new = json.loads(undone.stdout)["new"]
     assert (new["version"], new["state"]) == (2, "live")
     assert await rows(booked, query) == [(wrong,)]
-    assert grabstream("rebuild", "ledger", "--undo", **of(booked)).returncode == 0
+    assert grabstream("rebuild", "ledger", "--undo", **env_of(booked)).returncode == 0
     assert await rows(booked, query) == [(wrong - 7,)]
-    planned = grabstream("rebuild", "ledger", "--drop-previous", "--dry-run", **of(booked))
+    planned = grabstream("rebuild", "ledger", "--drop-previous", "--dry-run", **env_of(booked))
     assert f"would drop {booked.schema_}_ledger_2" in planned.stdout
-    dropped = grabstream("rebuild", "ledger", "--drop-previous", **of(booked))
+    dropped = grabstream("rebuild", "ledger", "--drop-previous", **env_of(booked))
     assert f"dropped {booked.schema_}_ledger_2" in dropped.stdout
     for words in (("--undo",), ("--undo", "--dry-run")):
-        assert grabstream("rebuild", "ledger", *words, **of(booked)).returncode == 1
+        assert grabstream("rebuild", "ledger", *words, **env_of(booked)).returncode == 1
     assert [one.state for one in await all_versions(booked, "ledger")] == ["live"]
     # What is kept is kept until the next switch, whether that one keeps something or not.
     for words in ((), ("--no-keep",)):
-        assert grabstream("rebuild", "ledger", *words, **of(booked)).returncode == 0
+        assert grabstream("rebuild", "ledger", *words, **env_of(booked)).returncode == 0
     assert [one.state for one in await all_versions(booked, "ledger")] == ["live"]
 
 
@@ -143,14 +143,16 @@ async def all_versions(settings: Settings, projection: str) -> list[Version]:
         return await versions(books, settings.schema_, projection)
 
 
-async def test_what_is_undone_has_the_events_that_came_meanwhile(booked: Settings, journal: Journal) -> None:
+async def test_what_is_undone_has_the_events_that_came_meanwhile(
+    booked: Settings, journal: JournalWriter
+) -> None:
     """Of two versions of one definition workers write the live one; going back brings the other up to it
     first.
     """
     async with running(booked, "ledger") as [ledger]:
         await ledger.put(CatchUp(0))
         new = await rebuilt(booked, "ledger")
-        of_shard = Journal(booked, journal._producer, 0)
+        of_shard = JournalWriter(booked, journal._producer, 0)
         await of_shard.block(lines_of(0, GRANTS + 5), GRANTS + 2, GRANTS + 6)
         await ledger.put(of_shard.records[-1])
         query = "SELECT seq FROM cursors WHERE (projection, shard) = ('ledger', 0)"
@@ -162,7 +164,7 @@ async def test_what_is_undone_has_the_events_that_came_meanwhile(booked: Setting
         assert await rows(booked, f"SELECT count(*) FROM {old.schema}.transfers_1 WHERE shard = 0") == [
             (GRANTS + 1,)
         ]
-        assert grabstream("rebuild", "ledger", "--undo", **of(booked)).returncode == 0
+        assert grabstream("rebuild", "ledger", "--undo", **env_of(booked)).returncode == 0
         assert (await version_in(booked, "ledger")).schema == old.schema
         assert await rows(booked, "SELECT count(*) FROM transfers WHERE shard = 0") == [(GRANTS + 6,)]
         await of_shard.block(lines_of(0, GRANTS + 8), GRANTS + 7, GRANTS + 9)
@@ -181,20 +183,20 @@ async def _is(settings: Settings, query: str, expected: list[Any]) -> bool:
 async def test_killed_in_the_middle_it_goes_on(booked: Settings, step: str) -> None:
     """kill -9 between two commits of a load, and after the sums: the same command ends with the same rows."""
     before = await digests(booked, await version_in(booked, "balances"))
-    killed = grabstream("rebuild", "balances", **of(booked), fail_at=step)
+    killed = grabstream("rebuild", "balances", **env_of(booked), fail_at=step)
     assert killed.returncode == -signal.SIGKILL
     begun = await version_in(booked, "balances", "building")
     assert begun.phase == ("loading" if step.startswith("rebuild.committed") else "following")
     loaded = await rows(booked, f"SELECT count(*) FROM {begun.schema}.projection_cursors WHERE seq > 0")
     assert loaded == [(3 if begun.phase == "loading" else booked.shards,)]
-    shown = grabstream("status", "--json", **of(booked))
+    shown = grabstream("status", "--json", **env_of(booked))
     [building] = [one for one in json.loads(shown.stdout)["versions"] if one["state"] == "building"]
     assert (building["schema"], building["phase"], building["events"]) == (
         begun.schema,
         begun.phase,
         loaded[0][0] * (GRANTS + 1),
     )
-    assert grabstream("rebuild", "balances", **of(booked)).returncode == 0
+    assert grabstream("rebuild", "balances", **env_of(booked)).returncode == 0
     live = await version_in(booked, "balances")
     assert live.version == begun.version
     assert await digests(booked, live) == before
@@ -223,7 +225,7 @@ async def test_stopped_in_the_middle_it_goes_on(booked: Settings) -> None:
         await books.execute(f"SELECT 1 FROM {live.schema}.projection_cursors FOR UPDATE".encode())
         process = subprocess.Popen(
             [sys.executable, "-m", "grabstream.ops.cli", "rebuild", "ledger"],
-            env=child_environment(**of(booked)),
+            env=child_environment(**env_of(booked)),
             stderr=subprocess.PIPE,
             text=True,
         )
@@ -240,16 +242,16 @@ async def test_stopped_in_the_middle_it_goes_on(booked: Settings) -> None:
         assert process.returncode == 130, errors
         assert "goes on from there" in errors
     assert (await version_in(booked, "ledger", "building")).phase == "following"
-    assert grabstream("rebuild", "ledger", **of(booked)).returncode == 0
+    assert grabstream("rebuild", "ledger", **env_of(booked)).returncode == 0
     assert await digests(booked, await version_in(booked, "ledger")) == before
 
 
 async def test_one_rebuild_of_a_projection_at_a_time(booked: Settings) -> None:
     async with open_rebuild(where_of(booked), "ledger"):
-        done = grabstream("rebuild", "ledger", **of(booked))
+        done = grabstream("rebuild", "ledger", **env_of(booked))
         assert done.returncode == 1
         assert "another rebuild of ledger is running" in done.stderr
-        assert grabstream("rebuild", "audit", **of(booked)).returncode == 0
+        assert grabstream("rebuild", "audit", **env_of(booked)).returncode == 0
 
 
 async def test_a_reader_that_holds_the_views_is_waited_for(booked: Settings) -> None:
@@ -259,7 +261,7 @@ async def test_a_reader_that_holds_the_views_is_waited_for(booked: Settings) -> 
     async with await open_books(booked) as reader, await AsyncConnection.connect(booked.postgres) as snapshot:
         async with reader.transaction():
             await reader.execute("SELECT count(*) FROM transfers")
-            refused = grabstream("rebuild", "ledger", "--patience", "0", **of(booked))
+            refused = grabstream("rebuild", "ledger", "--patience", "0", **env_of(booked))
             assert refused.returncode == 1
             assert "the same command tries again" in refused.stderr
             assert await rows(booked, "SELECT count(*) FROM accounts WHERE account LIKE 'offer:%'") == [
@@ -268,14 +270,14 @@ async def test_a_reader_that_holds_the_views_is_waited_for(booked: Settings) -> 
         # Another one has read nothing of ours, but its snapshot is older than the rows of the new version.
         await snapshot.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
         await snapshot.execute("SELECT 1")
-        refused = grabstream("rebuild", "ledger", "--patience", "0", **of(booked))
+        refused = grabstream("rebuild", "ledger", "--patience", "0", **env_of(booked))
         assert refused.returncode == 1
         assert "older snapshot" in refused.stderr
         [count] = await (
             await snapshot.execute(f"SELECT count(*) FROM {booked.schema_}.transfers".encode())
         ).fetchone() or [0]
         assert count == booked.shards * (GRANTS + 1)
-    assert grabstream("rebuild", "ledger", **of(booked)).returncode == 0
+    assert grabstream("rebuild", "ledger", **env_of(booked)).returncode == 0
 
 
 async def test_readers_of_any_role_keep_what_they_saw(booked: Settings, servers: Settings) -> None:
@@ -295,7 +297,7 @@ async def test_readers_of_any_role_keep_what_they_saw(booked: Settings, servers:
             await reader.set_isolation_level(IsolationLevel.REPEATABLE_READ)
             await reader.execute("SELECT 1")
             refused = await asyncio.to_thread(
-                grabstream, "rebuild", "ledger", "--patience", "0", **of(booked)
+                grabstream, "rebuild", "ledger", "--patience", "0", **env_of(booked)
             )
             assert refused.returncode == 1
             assert f"pid {reader.info.backend_pid}, {booked.schema_}_reader" in refused.stderr
@@ -304,7 +306,7 @@ async def test_readers_of_any_role_keep_what_they_saw(booked: Settings, servers:
             await reader.commit()
             await reader.execute("SELECT 1")
             waiting = asyncio.create_task(
-                asyncio.to_thread(grabstream, "rebuild", "ledger", "--no-keep", **of(booked))
+                asyncio.to_thread(grabstream, "rebuild", "ledger", "--no-keep", **env_of(booked))
             )
             await asyncio.sleep(1)  # whether it waits already or not, it may not be done before the reader is
             assert await (await reader.execute(count)).fetchone() == (booked.shards * (GRANTS + 1),)
@@ -358,12 +360,12 @@ async def test_a_journal_that_lost_records_is_refused_and_the_audit_trail_has_th
         with pytest.raises(RebuildRefused, match=r"shard 0: .*ends"):
             await work.build(source)
     await damaged(booked, "UPDATE accounts_1 SET posted = 1 WHERE account = 'wallet:u3'")
-    assert grabstream("rebuild", "ledger", "--from", "audit", "--accept", **of(booked)).returncode == 0
+    assert grabstream("rebuild", "ledger", "--from", "audit", "--accept", **env_of(booked)).returncode == 0
     assert not await rows(booked, "SELECT asset FROM accounts GROUP BY asset HAVING sum(posted) <> 0")
 
 
 async def test_a_worker_that_was_idle_meanwhile_goes_on_with_the_new_version(
-    booked: Settings, journal: Journal, worker: Callable[..., Any]
+    booked: Settings, journal: JournalWriter, worker: Callable[..., Any]
 ) -> None:  # fmt: skip
     """The version that it wrote last is gone when the next event comes."""
     at_work = worker(booked, "project")
@@ -379,10 +381,10 @@ async def test_a_worker_that_was_idle_meanwhile_goes_on_with_the_new_version(
 
     await until(connected, 30, "the worker")
     for projection in ("ledger", "balances"):
-        done = await asyncio.to_thread(grabstream, "rebuild", projection, "--no-keep", **of(booked))
+        done = await asyncio.to_thread(grabstream, "rebuild", projection, "--no-keep", **env_of(booked))
         assert done.returncode == 0, done.stderr
     await journal.block(lines_of(SHARD, GRANTS + 1), GRANTS + 2, GRANTS + 2)
-    await at_seq(booked, GRANTS + 2)
+    await until_at_seq(booked, GRANTS + 2)
     assert at_work.process.poll() is None
     assert at_work.stop() == 0
 
@@ -417,20 +419,20 @@ async def test_processes_load_the_same_rows(booked: Settings, monkeypatch: pytes
 async def test_all_read_models_one_after_the_other(booked: Settings) -> None:
     """And a definition that is not the live one's is said beforehand."""
     expected = {name: (await version_in(booked, name)).version + 1 for name in PROJECTIONS}
-    done = grabstream("rebuild", "all", "--json", "--no-keep", **of(booked))
+    done = grabstream("rebuild", "all", "--json", "--no-keep", **env_of(booked))
     assert done.returncode == 0, done.stderr
     assert {one["projection"]: one["new"]["version"] for one in json.loads(done.stdout)} == expected
     for projection in PROJECTIONS:
         assert [one.version for one in await all_versions(booked, projection)] == [expected[projection]]
     plan = subprocess.run(
         [sys.executable, "-m", "tests.streams.rebuilding.changed", "rebuild", "balances", "--dry-run"],
-        env=child_environment(**of(booked)), capture_output=True, text=True, timeout=60,
+        env=child_environment(**env_of(booked)), capture_output=True, text=True, timeout=60,
     )  # fmt: skip
     assert "of definition 3 from the journal" in plan.stdout.replace("\n", " ")
     assert "offers_1.title may differ" in plan.stdout.replace("\n", " ")
     shown = subprocess.run(
         [sys.executable, "-m", "tests.streams.rebuilding.changed", "status", "--json"],
-        env=child_environment(**of(booked)), capture_output=True, text=True, timeout=60,
+        env=child_environment(**env_of(booked)), capture_output=True, text=True, timeout=60,
     )  # fmt: skip
     assert shown.returncode == 1
     assert json.loads(shown.stdout)["waiting"] == {"balances": 3}

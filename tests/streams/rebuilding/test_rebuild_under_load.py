@@ -21,10 +21,10 @@ from grabstream.streams.projecting.agents import group_of
 from grabstream.streams.topics import Topics
 from tests.conftest import until
 from tests.streams.traffic import traffic
-from tests.support.cli import grabstream, of
-from tests.support.kill import relayed_by
-from tests.support.projections import rows
-from tests.support.rebuild import digests, version_in
+from tests.support.command_line import env_of, grabstream
+from tests.support.leases import until_relayed_by
+from tests.support.projecting import rows
+from tests.support.rebuilding import digests, version_in
 
 #: One transaction's look at offers and grabs: events, grabs that offers count and grabs there are, titles
 #: shouted and not.
@@ -87,7 +87,7 @@ def start(settings: Settings, log: Path, *words: str) -> "subprocess.Popen[bytes
     with log.open("ab") as output:
         return subprocess.Popen(
             [sys.executable, "-m", "tests.streams.rebuilding.changed", *words],
-            env=child_environment(**of(settings)),
+            env=child_environment(**env_of(settings)),
             stdout=output,
             stderr=output,
         )
@@ -99,7 +99,7 @@ async def test_a_changed_projection_under_load(
 ) -> None:
     deciding = worker(system, "decide,relay,sweep")
     worker(system, "project,publish")
-    await relayed_by(system, deciding)
+    await until_relayed_by(system, deciding)
     log = tmp_path / "newer.log"
     newer = start(system, log, "-v", "worker", "--roles", "project")
     readers = Reader(system)
@@ -140,7 +140,7 @@ async def test_a_changed_projection_under_load(
         assert {table for table in before if before[table] != after[table]} == {"offers_1"}
         # In a thread: a reader that stood still with its snapshot would keep the switch waiting.
         assert (
-            await asyncio.to_thread(grabstream, "rebuild", "balances", "--undo", **of(system))
+            await asyncio.to_thread(grabstream, "rebuild", "balances", "--undo", **env_of(system))
         ).returncode == 0
         await until(lambda: readers.forms.count("old") > 1, 30, "a look at what was undone")
     finally:

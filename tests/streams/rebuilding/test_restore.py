@@ -23,10 +23,17 @@ from grabstream.projections.versions import Version, versions
 from grabstream.streams.rebuilding.restore import Restore
 from grabstream.streams.topics import Topics
 from tests.conftest import until
-from tests.support.cli import grabstream, of
-from tests.support.projections import rows
-from tests.support.rebuild import digests, rebuilt, version_in
-from tests.support.restore import OFFERS, delete, empty_journal, forget_last, grabs, published
+from tests.support.command_line import env_of, grabstream
+from tests.support.losses import (
+    OFFERS,
+    delete_topics,
+    empty_journal,
+    forget_last_audit_row,
+    published,
+    take_parts,
+)
+from tests.support.projecting import rows
+from tests.support.rebuilding import digests, rebuilt, version_in
 
 RESTORE_JOURNAL = ("rebuild", "journal", "--from", "audit", "--new-journal")
 
@@ -48,26 +55,26 @@ async def sound(settings: Settings) -> None:
 async def test_the_journal_restored(system: Settings, worker: Callable[..., Any], lost: str) -> None:
     topics = Topics(system.prefix)
     first = worker(system)
-    await grabs(system, "a")
+    await take_parts(system, "a")
     assert first.stop() == 0
     events = OFFERS * 10
     before = {
         projection: await digests(system, await version_in(system, projection)) for projection in PROJECTIONS
     }
     sent = await published(system)
-    await delete(system, topics.journal, *([topics.events] if lost == "events too" else []))
-    done = grabstream(*RESTORE_JOURNAL, "--json", **of(system))
+    await delete_topics(system, topics.journal, *([topics.events] if lost == "events too" else []))
+    done = grabstream(*RESTORE_JOURNAL, "--json", **env_of(system))
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout)
     assert (said["events"], said["written"]) == (events, events)
     assert "journal: restoring the journal" in done.stderr
     # Cut off and begun again, it writes nothing twice.
-    again = grabstream(*RESTORE_JOURNAL, "--json", **of(system))
+    again = grabstream(*RESTORE_JOURNAL, "--json", **env_of(system))
     assert (again.returncode, json.loads(again.stdout)["written"]) == (0, 0)
     for projection in PROJECTIONS:
         assert await digests(system, await rebuilt(system, projection)) == before[projection]
     worker(system)
-    await grabs(system, "b")
+    await take_parts(system, "b")
     await sound(system)
     [(last,)] = await rows(system, "SELECT sum(seq)::int FROM cursors WHERE projection = 'audit'")
     assert last == 2 * events
@@ -76,7 +83,7 @@ async def test_the_journal_restored(system: Settings, worker: Callable[..., Any]
     shards = len(await rows(system, "SELECT DISTINCT shard FROM audit WHERE offer LIKE 'a%'"))
     kept = sent if lost == "journal" else 0
     assert await published(system) == kept + 2 * shards + events
-    refused = grabstream(*RESTORE_JOURNAL, **of(system))
+    refused = grabstream(*RESTORE_JOURNAL, **env_of(system))
     assert refused.returncode == 1
     assert "stop the workers" in refused.stderr
 
@@ -88,9 +95,9 @@ async def test_what_the_audit_trail_has_not_is_not_lost_silently(
     up, and all agree again.
     """
     one = worker(system)
-    await grabs(system, "a")
+    await take_parts(system, "a")
     assert one.stop() == 0
-    refused = grabstream(*RESTORE_JOURNAL, **of(system))
+    refused = grabstream(*RESTORE_JOURNAL, **env_of(system))
     assert refused.returncode == 1
     assert "events stand in the journal, seq 1 to " in refused.stderr
     assert (
@@ -100,23 +107,23 @@ async def test_what_the_audit_trail_has_not_is_not_lost_silently(
     # One more version knows it, which is not shown.
     await rebuilt(system, "ledger")
     topics = Topics(system.prefix)
-    await delete(system, topics.journal)
-    shard, seq, lost = await forget_last(system)
-    refused = grabstream(*RESTORE_JOURNAL, "--dry-run", **of(system))
+    await delete_topics(system, topics.journal)
+    shard, seq, lost = await forget_last_audit_row(system)
+    refused = grabstream(*RESTORE_JOURNAL, "--dry-run", **env_of(system))
     assert refused.returncode == 1
     for who in ("ledger", "balances", "Redis' checkpoint", "events topic"):
         assert f"shard {shard}: {who}" in refused.stderr.replace("what is published on the ", "")
     assert f"the text of seq {seq} to {seq} stands on {topics.events} only" in refused.stderr
     assert "--accept-loss" in refused.stderr
     accepted = (*RESTORE_JOURNAL, "--accept-loss", "--json")
-    refused = grabstream(*accepted, **of(system))
+    refused = grabstream(*accepted, **env_of(system))
     assert (refused.returncode, refused.stderr.count(f"shard {shard}: ")) == (1, 1)
     assert "delete that topic too, and add --republish" in refused.stderr
-    await delete(system, topics.events)
-    refused = grabstream(*RESTORE_JOURNAL, **of(system))
+    await delete_topics(system, topics.events)
+    refused = grabstream(*RESTORE_JOURNAL, **env_of(system))
     assert f"the text of seq {seq} to {seq} is nowhere else" in refused.stderr
     before = {one.schema for one in await all_versions(system)}
-    done = grabstream(*accepted, "--republish", **of(system))
+    done = grabstream(*accepted, "--republish", **env_of(system))
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout)
     assert {one["shard"]: one["given_up"] for one in said["shards"] if one["given_up"]} == {shard: 1}
@@ -124,7 +131,7 @@ async def test_what_the_audit_trail_has_not_is_not_lost_silently(
     assert sorted(before - {one.schema for one in now}) == said["made_anew"]
     assert {one.state for one in now} == {"live"}
     # Done again it has nothing to give up.
-    again = grabstream(*RESTORE_JOURNAL, "--json", **of(system))
+    again = grabstream(*RESTORE_JOURNAL, "--json", **env_of(system))
     assert (again.returncode, json.loads(again.stdout)["made_anew"]) == (0, []), again.stderr
     worker(system)
     async with open_gate(system) as gate:
@@ -132,7 +139,7 @@ async def test_what_the_audit_trail_has_not_is_not_lost_silently(
         command = Grab(id=lost["command"], offer=lost["offer"], user=lost["user"])
         [answer] = await gate.decide([command], patience_ms=90_000, timeout_ms=90_000)
         assert (answer.outcome, answer.repeated, answer.seq) == ("granted", False, seq)
-    await grabs(system, "b")
+    await take_parts(system, "b")
     await sound(system)
 
 
@@ -149,13 +156,13 @@ async def test_an_attempt_that_was_cut_off_goes_on_with_a_new_term(
     a stranger's marker.
     """
     one = worker(system)
-    await grabs(system, "a")
+    await take_parts(system, "a")
     assert one.stop() == 0
     topics = Topics(system.prefix)
-    await delete(system, topics.journal)
+    await delete_topics(system, topics.journal)
     redis = open_redis(system)
     try:
-        assert grabstream(*RESTORE_JOURNAL, "--dry-run", **of(system)).returncode == 0  # makes the topic
+        assert grabstream(*RESTORE_JOURNAL, "--dry-run", **env_of(system)).returncode == 0  # makes the topic
         work = Restore(where_of(system), redis, key_space(system), topics.events, "test")
         plans = await work.plan()
         half = [plan for plan in plans if plan.end.seq][:2]
@@ -181,7 +188,7 @@ async def test_an_attempt_that_was_cut_off_goes_on_with_a_new_term(
     finally:
         await redis.aclose()
     worker(system)
-    await grabs(system, "b")
+    await take_parts(system, "b")
     await sound(system)
 
 
@@ -190,18 +197,18 @@ async def test_a_shard_that_is_being_rebuilt_by_another_command_is_refused(
 ) -> None:
     """Of two such commands, and beside a worker; once the other is done, or was killed, it is rebuilt."""
     worker(system)
-    await grabs(system, "a")
+    await take_parts(system, "a")
     keys, redis = key_space(system).shard(0), open_redis(system)
     try:
         await redis.set(keys.lease, "rebuild-another", px=600_000)
-        refused = grabstream("rebuild", "redis", "--json", **of(system))
+        refused = grabstream("rebuild", "redis", "--json", **env_of(system))
         assert refused.returncode == 1, refused.stderr
         told = {one["shard"]: one for one in json.loads(refused.stdout)}
         assert [shard for shard, one in told.items() if one["refused"]] == [0]
         assert "another `grabstream rebuild redis`" in told[0]["done"]
         assert await redis.get(keys.lease) == b"rebuild-another"
         await redis.delete(keys.lease)
-        done = grabstream("rebuild", "redis", "--shard", "0", **of(system))
+        done = grabstream("rebuild", "redis", "--shard", "0", **env_of(system))
         assert done.returncode == 0, done.stdout
         assert not (await redis.get(keys.lease) or b"").startswith(b"rebuild-")
     finally:
@@ -213,15 +220,17 @@ async def test_relays_that_took_over_in_vain(system: Settings, worker: Callable[
     another history stands there.
     """
     one = worker(system)
-    await grabs(system, "a")
+    await take_parts(system, "a")
     assert one.stop() == 0
-    await delete(system, Topics(system.prefix).journal)
+    await delete_topics(system, Topics(system.prefix).journal)
     await empty_journal(system)
     [(shard, seq)] = await rows(
         system, "SELECT shard, seq FROM cursors WHERE projection = 'audit' ORDER BY seq DESC LIMIT 1"
     )
     for arguments in (["--dry-run"], []):
-        refused = grabstream("rebuild", "redis", "--shard", str(shard), "--json", *arguments, **of(system))
+        refused = grabstream(
+            "rebuild", "redis", "--shard", str(shard), "--json", *arguments, **env_of(system)
+        )
         assert (refused.returncode, json.loads(refused.stdout)[0]["refused"]) == (1, True)
         assert "the journal ends at seq 0, " in refused.stdout
     redis = open_redis(system)
@@ -240,7 +249,7 @@ async def test_relays_that_took_over_in_vain(system: Settings, worker: Callable[
         assert relaying.stop() == 0
         # Above every term that anybody but the topic knows.
         await append(system, shard, b"", marker_headers(shard, 500, "in-vain"))
-        done = grabstream(*RESTORE_JOURNAL, **of(system))
+        done = grabstream(*RESTORE_JOURNAL, **env_of(system))
         assert done.returncode == 0, done.stderr
         checkpoint = await redis.hmget(
             key_space(system).shard(shard).state, "journaled_term", "journaled_owner", "journaled_offset"
@@ -253,5 +262,5 @@ async def test_relays_that_took_over_in_vain(system: Settings, worker: Callable[
     assert anchored == [(501, checkpoint[1].decode(), int(checkpoint[2]))]
     assert checkpoint[0] == b"501"
     worker(system)
-    await grabs(system, "b")
+    await take_parts(system, "b")
     await sound(system)

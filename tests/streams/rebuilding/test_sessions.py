@@ -23,7 +23,7 @@ from grabstream.projections.database.sessions import connect, session_name, syst
 from grabstream.streams.rebuilding.switching import Busy, older_snapshots_gone, with_snapshot
 from grabstream.streams.relaying.shadow import BESIDE_STEADILY
 from tests.conftest import until
-from tests.support.projections import rows
+from tests.support.projecting import rows
 
 #: As long as a schema may be; they differ in the last letter.
 LONG = ("s" * 47 + "a", "s" * 47 + "b")

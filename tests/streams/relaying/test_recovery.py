@@ -36,13 +36,13 @@ from grabstream.projections.versions import use_read_model
 from grabstream.streams.relaying.relay import ShardRelay
 from grabstream.streams.topics import Topics
 from tests.conftest import make_system, until
+from tests.copies import copy_package
 from tests.lua.interrupting import Interrupting
-from tests.package import copy_of_the_package
 from tests.streams.state import assert_state_is_the_journal_s
 from tests.streams.traffic import traffic
-from tests.support.cli import grabstream, of
-from tests.support.projections import rows
-from tests.support.recovery import emptied
+from tests.support.command_line import env_of, grabstream
+from tests.support.projecting import rows
+from tests.support.redis_keys import delete_keys
 
 NEXT_LAYOUT = 3
 
@@ -248,7 +248,7 @@ async def test_the_audit_trail_is_a_snapshot(past: Any) -> None:
     async with open_gate(system) as gate:
         asked = {"patience_ms": 20_000, "timeout_ms": 20_000}
         await gate.decide(by("joe", "kim", offer="m:now"), **asked)
-        await emptied(system)
+        await delete_keys(system)
         assert {answer.outcome for answer in await gate.decide(by("max", offer="m:now"), **asked)} == {
             "granted"
         }
@@ -282,7 +282,7 @@ NAMES = ("m:old", "m:now", "gone", "here")
 async def test_without_postgresql_the_journal_is_read(past: Any, worker: Callable[..., Any]) -> None:
     system, deciding = past
     assert deciding.stop() == 0
-    await emptied(system)
+    await delete_keys(system)
     away = system.model_copy(update={"postgres": "postgresql://nobody@127.0.0.1:9/none"})
     worker(away, "relay,sweep")
     async with open_gate(system) as gate:
@@ -331,7 +331,7 @@ async def test_what_became_of_payments_is_known_after_a_recovery(
                     system.model_copy(update={"postgres": "postgresql://nobody@127.0.0.1:9/none"}),
                     "decide,relay,sweep",
                 )
-            await emptied(system)
+            await delete_keys(system)
             for payment, first in firsts.items():
                 [again] = await gate.decide([paid(payment, f"-again{round_}")], **asked)
                 assert (again.outcome, again.repeated, again.seq) == (first.outcome, True, first.seq)
@@ -359,7 +359,7 @@ async def test_a_trail_of_another_history_is_no_snapshot(past: Any, worker: Call
         await books.execute(
             "UPDATE projection_cursors SET head = sha256(head), next_offset = next_offset - 1 WHERE seq > 0"
         )
-    await emptied(system)
+    await delete_keys(system)
     worker(system, "relay,sweep")
     async with open_gate(system) as gate:
         asked = {"patience_ms": 20_000, "timeout_ms": 20_000}
@@ -371,7 +371,7 @@ async def test_a_rebuild_that_was_killed_is_begun_anew(past: Any, worker: Callab
     system, deciding = past
     for step in ("recovery.wiped", "recovery.applied:2"):
         assert deciding.stop() == 0
-        await emptied(system)
+        await delete_keys(system)
         doomed = worker(system, "relay,sweep", fail_at=step)
         assert await asyncio.to_thread(doomed.process.wait, 30) == -signal.SIGKILL
         deciding = worker(system, "relay,sweep")
@@ -456,13 +456,13 @@ async def test_a_newer_program_goes_on_and_an_older_one_is_refused(past: Any, tm
         assert process.wait(20) == 0
         log.close()
         await redis.aclose()
-    await emptied(system)
+    await delete_keys(system)
 
 
 def next_release(folder: Path) -> Path:
     """A copy of this program that writes the next key layout."""
     there = folder / "next"
-    copy_of_the_package(there)
+    copy_package(there)
     include = there / "lua/includes/shard.lua"
     text = include.read_text()
     written = f"local LAYOUT = {NEXT_LAYOUT - 1}\n"
@@ -495,7 +495,7 @@ async def test_an_older_layout_is_journaled_and_then_rebuilt(past: Any, worker: 
 
 async def test_rebuilt_by_hand_beside_a_worker(past: Any) -> None:
     system, _ = past
-    words = of(system)
+    words = env_of(system)
     planned = await asyncio.to_thread(grabstream, "rebuild", "redis", "--dry-run", "--json", **words)
     assert planned.returncode == 0, planned.stderr
     assert [one["shard"] for one in json.loads(planned.stdout)] == list(range(system.shards))

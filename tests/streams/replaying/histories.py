@@ -19,9 +19,9 @@ from grabstream.ops.settings import Settings
 from grabstream.streams.projecting.projector import CatchUp
 from tests.conftest import until
 from tests.lua.histories.shop import Shop
-from tests.support.cli import grabstream, of
-from tests.support.pieces import History
-from tests.support.projections import Journal, running
+from tests.support.command_line import env_of, grabstream
+from tests.support.projecting import JournalWriter, running
+from tests.support.random_history import History
 
 #: In the past, since a time machine refuses the future.
 NOW = 1_790_000_000_000
@@ -85,7 +85,7 @@ async def journal(
     """
     producer = AIOKafkaProducer(bootstrap_servers=settings.kafka, acks="all")
     await producer.start()
-    out = Journal(settings, producer, history.shard)
+    out = JournalWriter(settings, producer, history.shard)
     if first == 1:
         await out.marker(1, "a")
     last = last or len(history.lines)
@@ -152,7 +152,7 @@ class System(NamedTuple):
     at_ms: int
 
     def replay(self, *words: str) -> "subprocess.CompletedProcess[str]":
-        return grabstream("replay", *words, **of(self.settings))
+        return grabstream("replay", *words, **env_of(self.settings))
 
     def into(self, name: str) -> str:
         return f"{self.settings.schema_}_{name}"

@@ -21,11 +21,11 @@ from grabstream.streams.replaying.replay_schema import Definition, open_schema, 
 from grabstream.streams.replaying.selection import Wanted
 from tests.conftest import until
 from tests.streams.replaying.histories import WAITS_FOR_US, System, schemas, tables
-from tests.support.cli import grabstream, of
+from tests.support.command_line import env_of, grabstream
 
 
 def at(system: System, *words: str) -> "subprocess.CompletedProcess[str]":
-    return grabstream("at", *words, **of(system.settings))
+    return grabstream("at", *words, **env_of(system.settings))
 
 
 async def test_it_shows_what_was_recorded_then(told: System) -> None:
@@ -108,7 +108,7 @@ async def test_ctrl_c_leaves_nothing(told: System) -> None:
             await books.execute("LOCK TABLE audit IN ACCESS EXCLUSIVE MODE")
             running = subprocess.Popen(
                 command,
-                env=child_environment(**of(settings)),
+                env=child_environment(**env_of(settings)),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
             )

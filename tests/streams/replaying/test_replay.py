@@ -35,16 +35,16 @@ from grabstream.streams.replaying.history import JournalSource, Point
 from grabstream.streams.topics import Topics
 from tests.conftest import until
 from tests.streams.replaying.histories import System, live, schemas
-from tests.support.cli import grabstream, of
-from tests.support.projections import LINES, SHARD, Journal, granted, opened, rows, running
+from tests.support.command_line import env_of, grabstream
+from tests.support.projecting import LINES, SHARD, JournalWriter, granted, opened, rows, running
 
 
 @pytest.fixture
-async def journal_of(system: Settings) -> AsyncIterator[Journal]:
+async def journal_of(system: Settings) -> AsyncIterator[JournalWriter]:
     """The journal of a system of a test's own."""
     producer = AIOKafkaProducer(bootstrap_servers=system.kafka, acks="all")
     await producer.start()
-    yield Journal(system, producer)
+    yield JournalWriter(system, producer)
     await producer.stop()
 
 
@@ -64,7 +64,7 @@ async def test_lines_are_those_of_the_journal(told: System) -> None:
     """
     without = {"journal": {"postgres": "postgresql://127.0.0.1:1/x"}, "audit": {"kafka": "127.0.0.1:1"}}
     for source, away in without.items():
-        done = grabstream("replay", "--into", "-", "--source", source, **{**of(told.settings), **away})
+        done = grabstream("replay", "--into", "-", "--source", source, **{**env_of(told.settings), **away})
         assert done.returncode == 0, done.stderr
         assert done.stdout.splitlines() == told.lines()
         assert ("PostgreSQL cannot be reached" in done.stderr) == (source == "journal"), done.stderr
@@ -78,12 +78,12 @@ async def test_lines_are_those_of_the_journal(told: System) -> None:
             "--from",
             "2:300",
             "--shard=2",
-            **{**of(told.settings), **away},
+            **{**env_of(told.settings), **away},
         )
         assert done.stdout.splitlines() == told.lines(2)[299:]
         assert ("read from its beginning" in done.stderr) == (source == "journal")
         other = {"journal": "audit", "audit": "journal"}[source]
-        done = grabstream("replay", "--into", "-", "--source", other, **{**of(told.settings), **away})
+        done = grabstream("replay", "--into", "-", "--source", other, **{**env_of(told.settings), **away})
         assert (done.returncode, "Traceback" in done.stderr) == (3, False), done.stderr
 
 
@@ -159,7 +159,10 @@ async def test_a_reader_that_leaves(told: System) -> None:
     """SIGPIPE ends it quietly."""
     command = [sys.executable, "-m", "grabstream.ops.cli", "replay", "--into", "-"]
     running = subprocess.Popen(
-        command, env=child_environment(**of(told.settings)), stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        command,
+        env=child_environment(**env_of(told.settings)),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
     )
     assert running.stdout is not None
     assert running.stderr is not None
@@ -180,7 +183,7 @@ class Counting(JournalSource):
             yield chunk
 
 
-async def test_what_lies_before_is_not_read(system: Settings, journal_of: Journal) -> None:
+async def test_what_lies_before_is_not_read(system: Settings, journal_of: JournalWriter) -> None:
     """From near the end only the end is read; whatever is asked, no event from there on is missing, and what
     comes is the truth.
     """
@@ -226,7 +229,9 @@ class OneByOne(JournalReader):
                     yield [record]
 
 
-async def test_a_block_found_in_the_middle_that_does_not_count(system: Settings, journal_of: Journal) -> None:
+async def test_a_block_found_in_the_middle_that_does_not_count(
+    system: Settings, journal_of: JournalWriter
+) -> None:
     """A paused relay wrote it, with another history in it: the search meets it, the audit trail unmasks it,
     the truth is handed out.
     """
@@ -250,7 +255,9 @@ async def test_a_block_found_in_the_middle_that_does_not_count(system: Settings,
             assert found == LINES[10:]
 
 
-async def test_a_true_block_of_a_paused_relay_behind_the_end(system: Settings, journal_of: Journal) -> None:
+async def test_a_true_block_of_a_paused_relay_behind_the_end(
+    system: Settings, journal_of: JournalWriter
+) -> None:
     """It says what is true, and nothing follows it: what stands before it in the journal, and behind it in
     seq, is not forgotten.
     """
@@ -382,7 +389,7 @@ async def test_two_into_one_topic(told: System, topic: str) -> None:
 async def test_into_a_topic_without_postgresql(told: System, topic: str) -> None:
     """Nobody can keep another replay out then: it says so, and goes on."""
     words = ("replay", "--into", f"topic:{topic}", "--shard", "2", "--until", "2:5")
-    done = grabstream(*words, **{**of(told.settings), "postgres": "postgresql://127.0.0.1:1/x"})
+    done = grabstream(*words, **{**env_of(told.settings), "postgres": "postgresql://127.0.0.1:1/x"})
     assert done.returncode == 0, done.stderr
     assert (
         "goes on without a lock, since PostgreSQL cannot be reached: see to it that no other one writes "

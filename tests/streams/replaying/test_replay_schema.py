@@ -30,8 +30,8 @@ from grabstream.streams.projecting.agents import make_projectors
 from grabstream.streams.projecting.projector import CatchUp
 from tests.conftest import make_system, until
 from tests.streams.replaying.histories import VIEWS, WAITS_FOR_US, System, drop, journal, tables
-from tests.support.cli import grabstream, of
-from tests.support.projections import rows
+from tests.support.command_line import env_of, grabstream
+from tests.support.projecting import rows
 
 
 async def test_read_models_anew_are_those_of_the_live_system(told: System, prefix: str) -> None:
@@ -50,7 +50,7 @@ async def test_read_models_anew_are_those_of_the_live_system(told: System, prefi
     try:
         for history in told.histories.values():
             await journal(again, history, random.Random(99))
-        done = grabstream("replay", "--into", f"schema:{prefix}x_all", **of(again))
+        done = grabstream("replay", "--into", f"schema:{prefix}x_all", **env_of(again))
         assert done.returncode == 0, done.stderr
         assert await tables(again, f"{prefix}x_all") == now
         await drop(again, f"{prefix}x_all")
@@ -208,7 +208,7 @@ async def test_no_worker_goes_on_with_a_replay(told: System) -> None:
         == 0
     )
     before = await tables(told.settings, schema, ["audit"])
-    own = {**of(told.settings), "schema": schema}
+    own = {**env_of(told.settings), "schema": schema}
     for verb in ("worker", "init"):
         done = grabstream(verb, **own)
         # The prefix belongs to the system's own schema, which is said first.
@@ -244,7 +244,7 @@ async def test_stopped_and_begun_again(told: System) -> None:
         async with await open_books(told.settings) as books, books.transaction():
             await books.execute(f"LOCK TABLE {schema}.audit IN ACCESS EXCLUSIVE MODE".encode())
             running = subprocess.Popen(
-                command, env=child_environment(**of(told.settings)), stderr=subprocess.PIPE
+                command, env=child_environment(**env_of(told.settings)), stderr=subprocess.PIPE
             )
 
             async def waits(books: Any = books) -> bool:

@@ -1,4 +1,4 @@
-"""What tests share of `tests/streams/deciding/test_understanding.py`."""
+"""Reads topics from their beginning to their end."""
 
 from typing import Any
 
@@ -10,6 +10,7 @@ from grabstream.streams.topics import Topics
 
 
 async def read_all(settings: Settings, topic: str) -> list[Any]:
+    """All records of a topic; the order between partitions is arbitrary."""
     consumer = AIOKafkaConsumer(
         bootstrap_servers=settings.kafka, auto_offset_reset="earliest", enable_auto_commit=False
     )
@@ -18,8 +19,8 @@ async def read_all(settings: Settings, topic: str) -> list[Any]:
         partitions = [TopicPartition(topic, number) for number in range(count)]
         consumer.assign(partitions)
         ends = await consumer.end_offsets(partitions)
-        found: list[Any] = []
-        while len(found) < sum(ends.values()):
+        all_records: list[Any] = []
+        while len(all_records) < sum(ends.values()):
             for records in (await consumer.getmany(timeout_ms=1_000)).values():
-                found += records
-        return found
+                all_records += records
+        return all_records

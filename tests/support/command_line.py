@@ -1,4 +1,4 @@
-"""What tests share of `tests/ops/commands/test_cli.py`."""
+"""Runs the command line in a process of its own, with the settings of a test's system."""
 
 import subprocess
 import sys
@@ -12,6 +12,7 @@ README = Path(__file__).parent.parent.parent / "README.md"
 def grabstream(
     *words: str, folder: Path | None = None, stdin: str = "", **settings: str
 ) -> "subprocess.CompletedProcess[str]":
+    """Runs `grabstream` with arguments and settings; returns its exit code and what it printed."""
     return subprocess.run(
         [sys.executable, "-m", "grabstream.ops.cli", *words],
         env=child_environment(**settings),
@@ -23,7 +24,8 @@ def grabstream(
     )
 
 
-def of(settings: Settings) -> dict[str, str]:
+def env_of(settings: Settings) -> dict[str, str]:
+    """The settings of a system as arguments of `grabstream()` and `child_environment()`."""
     return {
         "prefix": settings.prefix, "schema": settings.schema_, "redis_url": settings.redis_url,
         "kafka": settings.kafka,

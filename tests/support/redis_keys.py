@@ -1,4 +1,4 @@
-"""What tests share of `tests/streams/relaying/test_recovery.py`."""
+"""Deletes the keys of a test's system from Redis."""
 
 from grabstream.ops.connections.opening import (
     open_redis,
@@ -6,8 +6,8 @@ from grabstream.ops.connections.opening import (
 from grabstream.ops.settings import Settings
 
 
-async def emptied(settings: Settings) -> None:
-    """All keys of the system are deleted, as FLUSHALL does on a server of its own."""
+async def delete_keys(settings: Settings) -> None:
+    """Deletes all keys of a system, as FLUSHALL does on a server that has only this system."""
     redis = open_redis(settings)
     names = [key async for key in redis.scan_iter(match=f"{settings.prefix}:*", count=1_000)]
     await redis.unlink(*names)

@@ -1,4 +1,4 @@
-"""What tests share of `tests/streams/projecting/test_verifier.py`."""
+"""A verifier whose passes the test starts one by one, and damage to the rows that it checks."""
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -12,20 +12,20 @@ from grabstream.ops.rehearsal.run import open_books
 from grabstream.ops.settings import Settings
 from grabstream.projections.checking import verified
 from grabstream.streams.projecting.verifier import Verifier
-from tests.support.pieces import History, made
-from tests.support.projections import (
+from tests.support.projecting import (
     journal,  # noqa: F401 - a fixture
     open_tables,
 )
-from tests.support.set_aside import call  # noqa: F401 - a fixture
+from tests.support.random_history import History, random_history
+from tests.support.stopped_shards import call_json  # noqa: F401 - a fixture
 
-#: A pass walks so many events at most; a round over a history of the tests takes a few.
+#: A pass reads a bounded number of events; so many passes are a full round over a test's history.
 PASSES = 6
 
 
 @asynccontextmanager
 async def verifying(settings: Settings) -> AsyncIterator[Callable[..., Any]]:
-    """A function that lets a verifier make some passes, and returns the open findings."""
+    """Yields a function that makes some passes and returns the open findings."""
     redis = open_redis(settings)
     async with await open_books(settings) as connection:
         await verified.begin(connection, settings.shards)
@@ -33,9 +33,9 @@ async def verifying(settings: Settings) -> AsyncIterator[Callable[..., Any]]:
         verifier = Verifier(redis, key_space(settings), settings.postgres, settings.schema_, 1.0)
 
         async def passes(number: int = PASSES) -> list[verified.Found]:
-            for left in reversed(range(number)):
-                # Rows are made once more at the last pass only, in place of every so many seconds.
-                verifier._rows_at = float("inf") if left else 0.0
+            for passes_left in reversed(range(number)):
+                # Rows are recomputed in the last pass only, and not every few seconds.
+                verifier._rows_at = float("inf") if passes_left else 0.0
                 await verifier.verify_once(connection)
             return await verified.open_findings(connection)
 
@@ -44,6 +44,7 @@ async def verifying(settings: Settings) -> AsyncIterator[Callable[..., Any]]:
 
 
 async def execute(settings: Settings, statement: str) -> None:
+    """Changes exactly one row of the live tables."""
     async with await open_tables(settings) as connection:
         done = await connection.execute(statement.encode())
         assert done.rowcount == 1, statement
@@ -54,4 +55,4 @@ def history() -> History:
     """A long random history of four offers with holds, late payments, returns, waiting lists, amendments and
     retirement.
     """
-    return made(7, 700)
+    return random_history(7, 700)

@@ -1,4 +1,6 @@
-"""What tests share of `tests/streams/projecting/test_projections.py`."""
+"""What tests of projections need: events as lines, a writer of journal blocks that may be wrong, projectors
+fed by the test, and queries on the books.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -40,8 +42,8 @@ def granted(offer: str, seq: int, amount: int = 10) -> bytes:
     ).encode()
 
 
-class Journal:
-    """Writes blocks to one partition, sound or not."""
+class JournalWriter:
+    """Writes markers and blocks to one partition of the journal; blocks may be wrong."""
 
     def __init__(self, settings: Settings, producer: AIOKafkaProducer, shard: int = SHARD) -> None:
         self._topic, self._producer, self._shard = Topics(settings.prefix).journal, producer, shard
@@ -57,7 +59,7 @@ class Journal:
     async def block(
         self, lines: Sequence[bytes], first: int, last: int, term: int = 1, owner: str = "a", **wrong: bytes
     ) -> None:
-        """Events first … last of a history that begins with seq 1."""
+        """Writes events `first` to `last` of lines that begin with seq 1; `wrong` replaces headers."""
         hashes = [GENESIS, *chain(GENESIS, lines)]
         headers = dict(
             block_headers(self._shard, term, owner, first, last - first + 1, hashes[first - 1], hashes[last])
@@ -67,16 +69,16 @@ class Journal:
 
 
 @pytest.fixture
-async def journal(system: Settings) -> AsyncIterator[Journal]:
+async def journal(system: Settings) -> AsyncIterator[JournalWriter]:
     producer = AIOKafkaProducer(bootstrap_servers=system.kafka, acks="all")
     await producer.start()
-    yield Journal(system, producer)
+    yield JournalWriter(system, producer)
     await producer.stop()
 
 
 @asynccontextmanager
 async def running(settings: Settings, *names: str) -> AsyncIterator[list[Projector]]:
-    """Projectors that are fed by the test instead of Faust."""
+    """Runs projectors that the test feeds in place of Faust."""
     projectors = make_projectors(
         settings.kafka,
         settings.prefix,
@@ -94,26 +96,27 @@ async def running(settings: Settings, *names: str) -> AsyncIterator[list[Project
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def at_seq(settings: Settings, seq: int, *names: str, shard: int = SHARD) -> None:
-    """Returns when the projections are at a seq of a shard."""
+async def until_at_seq(settings: Settings, seq: int, *names: str, shard: int = SHARD) -> None:
+    """Returns when the cursors of the projections in a shard are at a seq."""
     async with await open_books(settings) as books:
 
-        async def there() -> bool:
+        async def all_at_seq() -> bool:
             rows = await books.execute("SELECT projection, seq FROM cursors WHERE shard = %s", (shard,))
             seqs = dict(await rows.fetchall())
             return all(seqs[name] == seq for name in names or ("ledger", "balances", "audit"))
 
-        await until(there, 30, f"seq {seq}")
+        await until(all_at_seq, 30, f"seq {seq}")
 
 
 async def rows(settings: Settings, query: str) -> list[Any]:
+    """All rows that a query on the books returns."""
     async with await open_books(settings) as books:
         return await (await books.execute(query.encode())).fetchall()
 
 
 async def open_tables(settings: Settings) -> AsyncConnection[Any]:
-    """A connection that means the tables behind the views, wherever a version of a read model has them: to
-    damage them.
+    """A connection whose search path has the tables of the live versions before the views, so that a test can
+    damage rows.
     """
     connection = await open_books(settings)
     schemas = ", ".join([*(await live_schemas(connection)).values(), settings.schema_])
@@ -122,7 +125,9 @@ async def open_tables(settings: Settings) -> AsyncConnection[Any]:
 
 
 async def live_schemas(connection: AsyncConnection[Any]) -> dict[str, str]:
-    """Where the live version of each read model has its tables; the connection means the system's schema."""
+    """The schema of each read model's live version, by projection; the connection's search path must be the
+    system's schema.
+    """
     return dict(
         await (
             await connection.execute("SELECT projection, schema FROM read_models WHERE state = 'live'")

@@ -1,4 +1,4 @@
-"""Copies of the program: of the package `grabstream` with its rooms, and of the whole tree."""
+"""Copies the program into a folder: the package `grabstream` with its rooms, or the whole tree."""
 
 import shutil
 import subprocess
@@ -12,17 +12,17 @@ PACKAGE: Final = PROJECT / "grabstream"
 ROOMS: Final = tuple(sorted(path.name for path in PACKAGE.iterdir() if path.is_symlink()))
 
 
-def copy_of_the_package(folder: Path) -> None:
-    """Copies the package and its rooms into a folder, made when it is missing; PYTHONPATH=<folder> runs the
-    copy.
+def copy_package(folder: Path) -> None:
+    """Copies the package and its rooms into a folder, which is created if needed. PYTHONPATH=<folder> runs
+    the copy.
     """
     ignored = shutil.ignore_patterns("__pycache__")
     for name in (PACKAGE.name, *ROOMS):
         shutil.copytree(PROJECT / name, folder / name, symlinks=True, ignore=ignored)
 
 
-def copy_of_the_tree(folder: Path) -> None:
-    """Copies what belongs to the project, with uncommitted changes, into a folder."""
+def copy_tree(folder: Path) -> None:
+    """Copies all files that git tracks or would add, with uncommitted changes, into a folder."""
     names = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         cwd=PROJECT,
@@ -31,7 +31,7 @@ def copy_of_the_tree(folder: Path) -> None:
         text=True,
     ).stdout.split("\0")
     for name in filter(None, names):
-        # The package's links to its rooms are folders: they are copied as links.
+        # The package has symbolic links to its rooms. They are copied as links.
         if (PROJECT / name).is_file() or (PROJECT / name).is_symlink():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(PROJECT / name, folder / name, follow_symlinks=False)

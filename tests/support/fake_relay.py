@@ -1,4 +1,6 @@
-"""What tests share of `tests/lua/gate/test_order.py`."""
+"""A relay without Kafka, a client that is interrupted after a script call, and the commands of one buyer in
+their order.
+"""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -23,8 +25,8 @@ def stock(offer: str = "s") -> Open:
     return Open(id=f"open-{offer}", offer=offer, terms=TERMS)
 
 
-def course_of(user: str, offer: str = "s") -> list[AnyCommand]:
-    """What one buyer sends; each step is refused unless the one before it has been carried out."""
+def steps_of(user: str, offer: str = "s") -> list[AnyCommand]:
+    """The commands of one buyer in their order; each is refused unless the one before it succeeded."""
     grab = f"g-{user}"
     return [
         Grab(id=grab, offer=offer, user=user),
@@ -34,12 +36,12 @@ def course_of(user: str, offer: str = "s") -> list[AnyCommand]:
     ]
 
 
-#: The last step is refused, since what was redeemed is not returned.
+#: Outcomes of the first three steps. The fourth is refused: redeemed units cannot be returned.
 CARRIED_OUT = ["held", "confirmed", "redeemed"]
 
 
 class FakeRelay:
-    """Journals what shard 0 has decided, and recovers the shard from that journal, without Kafka."""
+    """Journals the events of shard 0 in a list, and recovers the shard from that list."""
 
     def __init__(self, client: Any, keys: KeySpace) -> None:
         self.client = client
@@ -49,26 +51,25 @@ class FakeRelay:
         self.busy = asyncio.Lock()
 
     async def journal(self) -> None:
-        """Everything decided is journaled and announced."""
+        """Journals and announces all events decided so far."""
         async with self.busy:
             self.lines += await event_lines(self.client, self.keys, 0, len(self.lines))
             await self._announce()
 
     async def _announce(self) -> None:
-        found = await self.client.hmget(self.shard.state, ["term", "owner", "life"])
-        if None in found:
-            return  # fenced again meanwhile: the next recovery announces
-        own = [value.decode() for value in found]
+        ownership = await self.client.hmget(self.shard.state, ["term", "owner", "life"])
+        if None in ownership:
+            return  # fenced again in the meantime: the next recovery announces
         await run_script(
             self.client,
             "trim",
             [self.shard.state, self.shard.outbox],
-            [*own, len(self.lines), "aa", 1, self.shard.channel],
+            [*[value.decode() for value in ownership], len(self.lines), "aa", 1, self.shard.channel],
         )
 
     async def lose_tail(self, kept: Callable[[int], int] = lambda decided: 0) -> None:
-        """What was decided and not journaled is gone but for `kept` events of it; the shard goes on in a new
-        history.
+        """Loses the events that are not journaled yet, except for the first `kept(number of them)`; the shard
+        continues in a new history.
         """
         async with self.busy:
             decided = await event_lines(self.client, self.keys, 0, len(self.lines))
@@ -84,9 +85,9 @@ class FakeRelay:
             await asyncio.sleep(0.005)
 
 
-class Between:
-    """A client with which something happens after a script was carried out, before its reply is known; the
-    reply may be lost.
+class InterruptedClient:
+    """A client that calls a function once, after the first call of a script and before its reply is returned;
+    the reply may be lost.
     """
 
     def __init__(
@@ -112,19 +113,21 @@ class Between:
 
 @pytest.fixture
 async def relay(own: Any) -> FakeRelay:
+    """A fake relay of a shard with a coupon offer and an envelope, both journaled."""
     client, keys = own
-    one = FakeRelay(client, keys)
+    fake = FakeRelay(client, keys)
     gate = Gate(client, keys, SEALER)
     assert [answer.outcome for answer in await gate.decide([stock(), opening("e")], "decided")] == [
         "opened",
         "opened",
     ]
     await gate.close()
-    await one.journal()
-    return one
+    await fake.journal()
+    return fake
 
 
 def gate_over(relay: FakeRelay, client: Any = None, timeout_ms: int = 20_000) -> Gate:
+    """A started gate on the relay's shard, through another client if one is given."""
     gate = Gate(client or relay.client, relay.keys, SEALER, GateLimits(timeout_ms=timeout_ms))
     gate.start()
     return gate

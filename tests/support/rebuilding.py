@@ -1,4 +1,6 @@
-"""What tests share of `tests/streams/rebuilding/test_rebuild.py`."""
+"""Versions of read models: a system with the same events in every shard, rebuilds within the test's process,
+and digests of all rows.
+"""
 
 from typing import Any
 
@@ -13,9 +15,9 @@ from grabstream.projections.versions import Version, in_state
 from grabstream.streams.projecting.projector import CatchUp
 from grabstream.streams.rebuilding.rebuild import open_rebuild, open_source
 from tests.conftest import until
-from tests.support.projections import (
+from tests.support.projecting import (
     SHARD,
-    Journal,
+    JournalWriter,
     journal,  # noqa: F401 - a fixture
     opened,
     rows,
@@ -26,28 +28,29 @@ GRANTS = 40
 
 
 async def digests(settings: Settings, version: Version) -> dict[str, Any]:
-    """Number and digest of all rows, by table."""
-    found = {}
+    """The number and an MD5 digest of the rows of each table of a version."""
+    by_table = {}
     async with await open_books(settings) as books:
         for table in definition_of(version.projection).tables:
             name = sql.Identifier(version.schema, table)
             query = sql.SQL(
                 "SELECT count(*), md5(string_agg(t::text, '' ORDER BY t::text)) FROM {} AS t"
             ).format(name)
-            found[table] = await (await books.execute(query)).fetchone()
-    return found
+            by_table[table] = await (await books.execute(query)).fetchone()
+    return by_table
 
 
 async def version_in(settings: Settings, projection: str, state: str = "live") -> Version:
+    """The version of a read model that is in a state."""
     async with await open_books(settings) as books:
-        found = await in_state(books, settings.schema_, projection, state)
-    assert found is not None
-    return found
+        version = await in_state(books, settings.schema_, projection, state)
+    assert version is not None
+    return version
 
 
 async def rebuilt(settings: Settings, projection: str, source: str = "journal", **rest: Any) -> Version:
-    """Rebuilds in this process and switches; returns the new version. Raises AssertionError when a row
-    differs.
+    """Rebuilds a read model in this process and switches to the new version, which it returns. Raises
+    AssertionError when a row differs that its definition does not declare.
     """
     where = where_of(settings)
     async with (
@@ -55,7 +58,7 @@ async def rebuilt(settings: Settings, projection: str, source: str = "journal", 
         open_source(source, where.kafka, where.journal, where.postgres, where.schema) as events,
     ):
         new = await work.build(events)
-        assert not [one for one in await work.difference(events, new) if one.undeclared]
+        assert not [table for table in await work.difference(events, new) if table.undeclared]
         await work.switch(events, await work.agree(new), keep=True, patience_seconds=60)
     return await version_in(settings, projection)
 
@@ -70,28 +73,30 @@ def granted(shard: int, seq: int) -> bytes:
 
 
 def lines_of(shard: int, grants: int = GRANTS) -> list[bytes]:
+    """The events of a shard: an envelope, and grants of its parts."""
     first = opened(f"e{shard}", 1).replace(f'"shard":{SHARD}'.encode(), f'"shard":{shard}'.encode())
     return [first, *(granted(shard, seq) for seq in range(2, grants + 2))]
 
 
 @pytest.fixture
-async def booked(system: Settings, journal: Journal) -> Settings:
-    """A system with some events in every shard, booked."""
+async def booked(system: Settings, journal: JournalWriter) -> Settings:
+    """A system with events in every shard, all of them applied to the read models."""
     for shard in range(system.shards):
-        of_shard = Journal(system, journal._producer, shard)
+        of_shard = JournalWriter(system, journal._producer, shard)
         await of_shard.marker(1, "a")
         await of_shard.block(lines_of(shard), 1, GRANTS + 1)
-    await caught_up(system, GRANTS + 1)
+    await until_caught_up(system, GRANTS + 1)
     return system
 
 
-async def caught_up(settings: Settings, seq: int) -> None:
+async def until_caught_up(settings: Settings, seq: int) -> None:
+    """Runs projectors until all cursors are at a seq."""
     async with running(settings) as projectors:
         for shard in range(settings.shards):
             for projector in projectors:
                 await projector.put(CatchUp(shard))
 
-        async def there() -> bool:
+        async def all_at_seq() -> bool:
             return await rows(settings, "SELECT min(seq), max(seq) FROM cursors") == [(seq, seq)]
 
-        await until(there, 30, f"seq {seq}")
+        await until(all_at_seq, 30, f"seq {seq}")

@@ -1,4 +1,4 @@
-"""What tests share of `tests/ops/test_backup.py`."""
+"""Runs the commands of docs/backup.md on a system of a test, and verifies a system."""
 
 import re
 import subprocess
@@ -12,17 +12,18 @@ from grabstream.ops.verification.verifying import verify
 DECIDING, PROJECTING = "decide,relay,sweep", "project,publish"
 
 
-def commands(name: str) -> str:
-    """The block of the document that is marked with a name."""
-    [found] = re.findall(
+def recipe(name: str) -> str:
+    """The shell commands of the block that has this name in docs/backup.md."""
+    [block] = re.findall(
         rf"^<!-- {name} -->\n```sh\n(.*?)^```",
         (PROJECT / "docs" / "backup.md").read_text(),
         re.MULTILINE | re.DOTALL,
     )
-    return str(found)
+    return str(block)
 
 
-def carry_out(name: str, settings: Settings, backup: Path) -> None:
+def run_recipe(name: str, settings: Settings, backup: Path) -> None:
+    """Runs a block of docs/backup.md on a system; the copy is in `backup / "kept"`."""
     environment = child_environment(
         prefix=settings.prefix, schema=settings.schema_, redis_url=settings.redis_url, kafka=settings.kafka,
         postgres=settings.postgres,
@@ -32,7 +33,7 @@ def carry_out(name: str, settings: Settings, backup: Path) -> None:
         "BACKUP": str(backup / "kept"),
         "PATH": f"{Path(sys.executable).parent}:{environment['PATH']}",
     }
-    script = commands("names") + commands(name)
+    script = recipe("names") + recipe(name)
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", script],
         env=environment,
@@ -43,6 +44,7 @@ def carry_out(name: str, settings: Settings, backup: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-async def all_is_right(settings: Settings) -> None:
+async def assert_verified(settings: Settings) -> None:
+    """Raises AssertionError with the problems that `verify` finds."""
     wrong = {check.name: check.problems for check in await verify(settings) if not check.passed}
     assert not wrong, wrong

@@ -1,4 +1,6 @@
-"""What tests share of `tests/streams/rebuilding/test_restore.py`."""
+"""Losses of a system, and traffic before them: deleted topics, a new empty journal, an audit trail without
+its last event.
+"""
 
 import json
 from typing import Any
@@ -14,14 +16,14 @@ from grabstream.ops.settings import Settings
 from grabstream.streams.journal import open_reader
 from grabstream.streams.topics import Topics, create_topics
 from tests.conftest import until
-from tests.support.cli import grabstream, of
-from tests.support.projections import rows
-from tests.support.rebuild import version_in
+from tests.support.command_line import env_of, grabstream
+from tests.support.projecting import rows
+from tests.support.rebuilding import version_in
 
 OFFERS = 12
 
 
-async def delete(settings: Settings, *topics: str) -> None:
+async def delete_topics(settings: Settings, *topics: str) -> None:
     """Deletes topics, and returns when they are gone."""
     client = AIOKafkaAdminClient(bootstrap_servers=settings.kafka)
     await client.start()
@@ -31,14 +33,14 @@ async def delete(settings: Settings, *topics: str) -> None:
         async def gone() -> bool:
             return not set(topics) & set(await client.list_topics())
 
-        await until(gone, 30, "the topics' end")
+        await until(gone, 30, "the end of the topics")
     finally:
         await client.close()
 
 
-async def grabs(settings: Settings, name: str) -> None:
-    """Opens envelopes all over the shards, takes some parts, and returns when all of it is booked and
-    published.
+async def take_parts(settings: Settings, name: str) -> None:
+    """Opens envelopes in all shards, grabs parts of each, and returns when all events are in the read models
+    and on the topic of single events.
     """
     before = await published(settings)
     async with open_gate(settings) as gate, await open_books(settings) as books:
@@ -48,13 +50,13 @@ async def grabs(settings: Settings, name: str) -> None:
             patience_ms=90_000,
             timeout_ms=90_000,
         )
-        taken = [
+        grabs = [
             Grab(id=f"g{n}-{user}", offer=f"{name}{n}", user=f"u{user}")
             for n in range(OFFERS)
             for user in range(9)
         ]
         assert {
-            answer.outcome for answer in await gate.decide(taken, patience_ms=90_000, timeout_ms=90_000)
+            answer.outcome for answer in await gate.decide(grabs, patience_ms=90_000, timeout_ms=90_000)
         } == {"granted"}
         redis = open_redis(settings)
         try:
@@ -69,22 +71,22 @@ async def grabs(settings: Settings, name: str) -> None:
 
 
 async def published(settings: Settings) -> int:
-    """Records on the topic of single events."""
+    """The number of records on the topic of single events."""
     async with open_reader(settings.kafka, Topics(settings.prefix).events) as reader:
         return sum([await reader.end(shard) for shard in range(settings.shards)])
 
 
 async def empty_journal(settings: Settings) -> None:
-    """A new topic in the place of the deleted one, taken for the journal as an operator does who knows no
-    better; `init` refuses to.
+    """Makes an empty journal in place of the deleted one. `init` refuses it; this takes it all the same, as a
+    careless operator could.
     """
-    done = grabstream("init", **of(settings))
+    done = grabstream("init", **env_of(settings))
     assert (
         done.returncode,
         "for good, `grabstream rebuild journal --from audit --new-journal`" in done.stderr,
     ) == (2, True), done.stderr
     await create_topics(settings.kafka, Topics(settings.prefix), settings.shards)
-    done = grabstream("rebuild", "redis", "--dry-run", **of(settings))
+    done = grabstream("rebuild", "redis", "--dry-run", **env_of(settings))
     assert (done.returncode, "there is another topic of that name" in done.stderr) == (2, True), done.stderr
     redis = open_redis(settings)
     try:
@@ -93,8 +95,10 @@ async def empty_journal(settings: Settings) -> None:
         await redis.aclose()
 
 
-async def forget_last(settings: Settings) -> tuple[int, int, Any]:
-    """The audit trail never had the last event of a shard: returns shard, seq and event."""
+async def forget_last_audit_row(settings: Settings) -> tuple[int, int, Any]:
+    """Removes the last event of a shard from the audit trail, with its cursor; returns the event's shard, seq
+    and body.
+    """
     query = (
         "SELECT a.shard, a.seq, body FROM audit a JOIN cursors c USING (shard, seq) WHERE c.projection = "
         "'audit' ORDER BY a.seq DESC"

@@ -1,4 +1,6 @@
-"""What tests share of `tests/streams/projecting/test_pieces.py`."""
+"""Random histories of one shard, decided by the pure rules, and their way through a journal into the read
+models.
+"""
 
 import random
 from typing import Any
@@ -15,13 +17,13 @@ from grabstream.models.rules import ShardState, decide, sweep
 from grabstream.ops.settings import Settings
 from grabstream.streams.projecting.projector import CatchUp
 from tests.lua.histories.shop import Shop
-from tests.support.projections import SHARD, Journal, at_seq, running
+from tests.support.projecting import SHARD, JournalWriter, running, until_at_seq
 
 NOW = 1_800_000_000_000
 
 
 class History(Shop):
-    """A shop's history in one shard, decided by the rules alone."""
+    """The events of a random shop in one shard, decided by the pure rules without Redis."""
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed, NOW)
@@ -36,18 +38,20 @@ class History(Shop):
             self.lines += map(encode_event, decide(self.state, command, self.now).events)
 
     def step(self) -> None:
-        found = self.next(self.state.offers)
-        if isinstance(found, int):
-            self.now += found
+        """Lets time pass and sweeps, or decides the next commands."""
+        action = self.next(self.state.offers)
+        if isinstance(action, int):
+            self.now += action
             self.lines += map(encode_event, sweep(self.state, self.now))
         else:
-            self.decide(found)
+            self.decide(action)
 
 
-def made(seed: int, steps: int) -> History:
+def random_history(seed: int, steps: int) -> History:
+    """The history of a seed: opens all offers, plays random steps, resumes `s`, and closes `t`."""
     history = History(seed)
-    for place in range(len(history.names)):
-        history.decide(history.opening(place))
+    for index in range(len(history.names)):
+        history.decide(history.opening(index))
     history.now += 10
     for _ in range(steps):
         history.step()
@@ -59,10 +63,12 @@ def made(seed: int, steps: int) -> History:
 
 
 async def project(settings: Settings, history: History, cut: random.Random) -> None:
-    """The history over the journal, in blocks of random sizes, some of them twice."""
+    """Journals a history in blocks of random sizes, some of them twice, and returns when all read models have
+    applied it.
+    """
     producer = AIOKafkaProducer(bootstrap_servers=settings.kafka, acks="all")
     await producer.start()
-    journal = Journal(settings, producer)
+    journal = JournalWriter(settings, producer)
     await journal.marker(1, "a")
     first = 1
     while first <= len(history.lines):
@@ -74,4 +80,4 @@ async def project(settings: Settings, history: History, cut: random.Random) -> N
     async with running(settings) as projectors:
         for projector in projectors:
             await projector.put(CatchUp(SHARD))
-        await at_seq(settings, len(history.lines))
+        await until_at_seq(settings, len(history.lines))
