@@ -76,9 +76,9 @@ if TYPE_CHECKING:
     from grabstream.models.outcomes import Outcome
     from grabstream.models.transfers import Transfer
     from grabstream.models.upcasting import NewerEvent
+    from grabstream.ops.connections.event_sources import NoTrail
     from grabstream.ops.connections.opening import open_gate
     from grabstream.ops.history import read_events
-    from grabstream.ops.replaying import NoTrail
     from grabstream.ops.settings import BadSettings, Settings, load_settings
     from grabstream.projections.cursors import Fact
     from grabstream.streams.following.user_projection import Projection
@@ -185,9 +185,9 @@ _NAMES: Final[dict[str, tuple[str, ...]]] = {
     "models.outcomes": ("Outcome",),
     "models.transfers": ("Transfer",),
     "models.upcasting": ("NewerEvent",),
+    "ops.connections.event_sources": ("NoTrail",),
     "ops.connections.opening": ("open_gate",),
     "ops.history": ("read_events",),
-    "ops.replaying": ("NoTrail",),
     "ops.settings": ("BadSettings", "Settings", "load_settings"),
     "projections.cursors": ("Fact",),
     "streams.following.user_projection": ("Projection",),

@@ -8,8 +8,8 @@ from typing import Final, Literal
 
 from grabstream.models.events import AnyEvent
 from grabstream.models.identifiers import campaign_of, is_id, shard_of
+from grabstream.ops.connections.event_sources import open_source
 from grabstream.ops.connections.opening import check_system
-from grabstream.ops.replaying import open_source
 from grabstream.ops.settings import Settings
 from grabstream.streams.replaying.history import Point, up_to
 from grabstream.streams.replaying.replay import Stretch, plan

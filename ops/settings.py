@@ -1,5 +1,5 @@
-"""Settings: the only file that reads the environment (prefix `GRAB_`, and `.env`). Values are passed on,
-never looked up again.
+"""Settings: the only file that reads the environment (prefix `GRAB_`) and `.env`. Other code gets the values
+as arguments.
 """
 
 import os
@@ -12,18 +12,24 @@ from urllib.parse import unquote, urlsplit
 
 from dotenv import dotenv_values  # comes with pydantic-settings, which reads .env by it
 from pydantic import Field, SecretStr, ValidationError, field_validator
-from pydantic_settings import BaseSettings, SettingsConfigDict  # reads .env, names the variable that is wrong
+from pydantic.fields import FieldInfo
+from pydantic_settings import (  # reads .env, names the variable that is wrong
+    BaseSettings,
+    EnvSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+)
 
 from grabstream.extras import installed
 from grabstream.models.bounds import quoted, shortened
 
-# Below the range that systems give to outgoing connections, or a client could be sitting on the port.
+# Below the range of ephemeral ports: otherwise an outgoing connection could occupy a server's port.
 REDIS_PORT = 16379
 KAFKA_PORT = 19092
 CONTROLLER_PORT = 19093
 POSTGRES_PORT = 15432
 
-#: Fields whose values never stand in an error.
+#: Fields whose values are never shown. An empty value counts as not set.
 SECRETS = ("seal_keys", "ticket_keys")
 #: Fields whose values may hold a password.
 ADDRESSES = ("redis_url", "cache_url", "postgres")
@@ -31,35 +37,49 @@ ADDRESSES = ("redis_url", "cache_url", "postgres")
 #: Names that only tests read.
 OF_TESTS: Final = ("GRAB_TEST_SEED", "GRAB_FUZZ_EXAMPLES")
 
-# A password may hold an @ that should have been written %40: up to the last one.
-_in_url = re.compile(r"^([a-z+-]*://)?([^:@/?]*):.*@", re.DOTALL | re.IGNORECASE)
+# Masks what follows the user and a colon, up to the last @: a password may hold an @ that should have been
+# written %40. A user without a password is shown. The scheme is matched possessively, so that its colon is
+# never taken for the one before a password.
+_in_url = re.compile(r"^((?:[a-z0-9+.-]*://)?+)([^:]*):.*@", re.DOTALL | re.IGNORECASE)
 _in_parameters = re.compile(r"(password\s*=\s*)('(?:[^'\\]|\\.)*'?|[^\s&]*)", re.IGNORECASE)
 
 
 class BadSettings(Exception):
-    """A setting that is missing or wrong; the text names the variable and the way out."""
+    """A setting is missing or wrong. The text names the variable and the way out."""
 
 
 def _setting(meaning: str, unit: str = "", **bounds: Any) -> Any:
-    """What is said of a setting, and its bounds."""
+    """A field of Settings with its meaning, unit and bounds."""
     return Field(description=meaning, json_schema_extra={"unit": unit}, **bounds)
 
 
-class Settings(BaseSettings):
-    """What is in force. The defaults are the servers that `grabstream up` starts.
+class _Environment(EnvSettingsSource):
+    """The environment. An empty key counts as not set: compose passes an empty variable on to its containers,
+    where it must not override the key in `.env`.
+    """
 
-    What only the extra `server` uses is checked where that is installed: a service has settings without it.
+    def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
+        """The value, its name in the environment, and whether it is JSON; the value None means not set."""
+        value, key, is_json = super().get_field_value(field, field_name)
+        return (value or None) if field_name in SECRETS else value, key, is_json
+
+
+class Settings(BaseSettings):
+    """The settings in force. The defaults name the servers that `grabstream up` starts.
+
+    A value that only the extra `server` uses is checked only where that extra is installed: a service can
+    read its settings without it.
     """
 
     model_config = SettingsConfigDict(env_prefix="GRAB_", env_file=".env", extra="ignore", frozen=True)
 
-    redis_url: Annotated[str, _setting("Redis that decides; it must never evict.")] = (
+    redis_url: Annotated[str, _setting("Redis that decides; it must never evict keys.")] = (
         f"redis://127.0.0.1:{REDIS_PORT}/0"
     )
     cache_url: Annotated[
-        str | None, _setting("Redis for caches, another one than GRAB_REDIS_URL; absent: memory.")
+        str | None, _setting("Redis for caches, another server than GRAB_REDIS_URL; absent: memory.")
     ] = None
-    kafka: Annotated[str, _setting("Kafka brokers that are asked first.")] = f"127.0.0.1:{KAFKA_PORT}"
+    kafka: Annotated[str, _setting("Kafka brokers to connect to first.")] = f"127.0.0.1:{KAFKA_PORT}"
     replication: Annotated[
         int | None,
         _setting(
@@ -88,8 +108,8 @@ class Settings(BaseSettings):
     ticket_keys: Annotated[
         SecretStr,
         _setting(
-            "Keys of who may sign tickets, `id:algorithm:key,…` with HS256 or EdDSA; without any, every "
-            "ticket is refused."
+            "Keys that tickets are verified with, `id:algorithm:key,…` with HS256 or EdDSA; without any, "
+            "every ticket is refused."
         ),
     ] = SecretStr("")
     outbox_events_max: Annotated[
@@ -98,7 +118,7 @@ class Settings(BaseSettings):
     gate_queue_max: Annotated[
         int,
         _setting(
-            "Commands that may wait in one gate for one shard before further ones are answered `busy`.",
+            "Commands that may wait in one gate for one shard before further commands are answered `busy`.",
             "commands",
             ge=1,
         ),
@@ -115,7 +135,7 @@ class Settings(BaseSettings):
     lease_ms: Annotated[
         int,
         _setting(
-            "How long a worker's lease of a shard lasts; when a worker dies, another takes over after it.",
+            "How long a worker's lease of a shard lasts; when a worker dies, another takes over after that.",
             "ms",
             ge=1,
         ),
@@ -126,8 +146,8 @@ class Settings(BaseSettings):
     patience_ms: Annotated[
         int,
         _setting(
-            "How long commands of the command line wait for a fenced or busy shard; those of the topic "
-            "always wait.",
+            "How long a command of the command line waits for a fenced or busy shard; commands of the topic "
+            "wait without limit.",
             "ms",
             ge=1,
         ),
@@ -138,8 +158,8 @@ class Settings(BaseSettings):
     refusals_one_in: Annotated[
         int,
         _setting(
-            "One user in so many, always the same ones, whose refusals are kept for `grabstream why`; 0: "
-            "nobody.",
+            "Refusals are kept for `grabstream why` for one user in so many, always the same users; 0: for "
+            "none.",
             "users",
             ge=0,
         ),
@@ -147,21 +167,33 @@ class Settings(BaseSettings):
     refusals_per_second_max: Annotated[
         int,
         _setting(
-            "Refusals that one gate keeps; further ones are counted in `demand` only.", "per second", ge=1
+            "Refusals that one gate keeps; further refusals are only counted in `demand`.", "per second", ge=1
         ),
     ] = 2_000
     refusals_kept_max: Annotated[
-        int, _setting("Refusals that are kept, the newest ones.", "refusals", ge=0)
+        int, _setting("Refusals that are kept; the oldest are deleted first.", "refusals", ge=0)
     ] = 1_000_000
     refusals_days: Annotated[int, _setting("How long refusals are kept.", "days", ge=1, le=3_650)] = 14
     fail_at: Annotated[
         str,
         _setting(
-            "For crash tests: the step at which a worker kills itself; `:n` at its n-th time, `:stop` stops "
-            "it as SIGSTOP does.",
+            "For crash tests: the step at which a worker kills itself; with `:n`, when it reaches the step "
+            "for the n-th time; with `:stop`, it stops itself with SIGSTOP instead.",
             pattern=r"^([a-z_.]+(:[1-9]\d*)?(:stop)?)?$",
         ),
     ] = ""
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """The sources, the strongest first: arguments, the environment, `.env`."""
+        return init_settings, _Environment(settings_cls), dotenv_settings, file_secret_settings
 
     @field_validator("redis_url", "cache_url")
     @classmethod
@@ -173,7 +205,7 @@ class Settings(BaseSettings):
 
             try:
                 parse_url(value)
-            except ValueError:  # which may quote a part of the password
+            except ValueError:  # its text may quote a part of the password
                 raise ValueError(
                     "must be redis://[user:password@]host:port/0 (in a password, write %40 for @ and %2F "
                     "for /)"
@@ -227,15 +259,15 @@ class Settings(BaseSettings):
         """Raises BadSettings with the way out when there are no seal keys."""
         if not self.seal_keys.get_secret_value():
             raise BadSettings(
-                "GRAB_SEAL_KEYS is not set: seeds could not be sealed. `grabstream up` writes one to .env "
-                "for local use; "
-                "elsewhere make one with `grabstream config --new-seal-key` and keep it in every backup"
+                "GRAB_SEAL_KEYS is not set, so seeds and codes cannot be encrypted. `grabstream up` writes a "
+                "key to .env for local use; elsewhere make one with `grabstream config --new-seal-key` and "
+                "keep it in every backup"
             )
 
 
 def _is_broker(text: str) -> bool:
-    found = re.fullmatch(r"(?:\[[0-9a-fA-F:.%]+\]|[^\s:/@\[\]]+)(?::(.*))?", text)
-    return found is not None and (found[1] is None or _is_port(found[1]))
+    matched = re.fullmatch(r"(?:\[[0-9a-fA-F:.%]+\]|[^\s:/@\[\]]+)(?::(.*))?", text)
+    return matched is not None and (matched[1] is None or _is_port(matched[1]))
 
 
 def _is_port(text: str) -> bool:
@@ -243,7 +275,7 @@ def _is_port(text: str) -> bool:
 
 
 class ClusterAddress(NamedTuple):
-    """A Redis Cluster: (host, port) of the servers that are asked first, and how."""
+    """A Redis Cluster: (host, port) of the servers to connect to first, the login, and whether to use TLS."""
 
     nodes: list[tuple[str, int]]
     username: str | None
@@ -257,20 +289,20 @@ def is_cluster(redis_url: str) -> bool:
 
 
 def cluster_address(redis_url: str) -> ClusterAddress:
-    """The parts of `redis-cluster://[user:password@]host:port[,host:port…]`; raises ValueError that says how
-    one looks.
+    """The parts of `redis-cluster://[user:password@]host:port[,host:port…]`; raises ValueError that shows the
+    form.
     """
     scheme, _, rest = redis_url.partition("://")
     login, _, servers = rest.rpartition("@")
     username, _, password = login.partition(":")
     try:
         parsed = [urlsplit(f"//{server}") for server in servers.rstrip("/").split(",")]
-        nodes = [(str(one.hostname), int(one.port or 0)) for one in parsed]
+        nodes = [(str(node.hostname), int(node.port or 0)) for node in parsed]
     except ValueError:
         nodes = []
-    if not nodes or not all(host and port for host, port in nodes) or any(one.path for one in parsed):
+    if not nodes or not all(host and port for host, port in nodes) or any(node.path for node in parsed):
         raise ValueError(
-            "must be redis-cluster://host:port,host:port,… for a Redis Cluster (it has no database numbers)"
+            "must be redis-cluster://host:port,host:port,… for a Redis Cluster (without a database number)"
         )
     return ClusterAddress(
         nodes, unquote(username) or None, unquote(password) or None, scheme == "rediss-cluster"
@@ -278,12 +310,12 @@ def cluster_address(redis_url: str) -> ClusterAddress:
 
 
 def without_password(address: str) -> str:
-    """A server's address as people may see it: a URL, or a list of `name=value`."""
+    """A server's address, a URL or a list of `name=value`, with its password masked."""
     return _in_parameters.sub(r"\1…", _in_url.sub(r"\1\2:…@", address))
 
 
 def load_settings(env_file: Path | None = None) -> Settings:
-    """The settings in force; raises BadSettings that names each wrong variable and what is wrong with it."""
+    """The settings in force; raises BadSettings that names each wrong variable, the problem and the value."""
     try:
         return Settings(_env_file=env_file) if env_file else Settings()  # type: ignore[call-arg]
     except ValidationError as error:
@@ -291,50 +323,55 @@ def load_settings(env_file: Path | None = None) -> Settings:
         for problem in error.errors():
             field = str(problem["loc"][0])
             name = field if field.startswith("GRAB_") else f"GRAB_{field.upper()}"
-            found = without_password(problem["input"]) if field in ADDRESSES else problem["input"]
-            got = "" if field in SECRETS else f" (got {quoted(found)})"
+            value = without_password(problem["input"]) if field in ADDRESSES else problem["input"]
+            got = "" if field in SECRETS else f" (got {quoted(value)})"
             lines.append(f"{name}: {shortened(problem['msg'].removeprefix('Value error, '))}{got}")
         raise BadSettings("; ".join(lines)) from None
 
 
 def variable_of(field: str) -> str:
-    """The environment's name of a field of Settings."""
+    """The environment variable of a field of Settings."""
     return f"GRAB_{field.upper().rstrip('_')}"
 
 
 def origins() -> dict[str, str]:
-    """Where each variable's value comes from: `environment`, `.env` or `default`."""
+    """The origin of each variable's value: `environment`, `.env` or `default`."""
     return dict.fromkeys(map(variable_of, Settings.model_fields), "default") | {
-        name: place for place, names in _given().items() for name in names
+        name: origin for origin, names in _names_given().items() for name in names
     }
 
 
 def unknown_names() -> list[str]:
-    """A line for each GRAB_ name that is not a setting, with the nearest one.
+    """A line for each GRAB_ variable that is not a setting, with the setting of the most similar name.
 
-    Names that container platforms inject for their services, such as GRAB_WORKER_PORT_80_TCP, are left out.
+    Variables that container platforms set for their services, such as GRAB_WORKER_PORT_80_TCP, are left out.
     """
     known = [*map(variable_of, Settings.model_fields), "GRAB_SERVICES"]
     lines = []
-    for place, names in _given().items():
+    for origin, names in _names_given().items():
         for name in sorted(names - {*known, *OF_TESTS}):
             if "_PORT" in name or "_SERVICE_" in name:
                 continue
             near = get_close_matches(name, known, 1, 0)[0]
-            where = "in .env" if place == ".env" else "in the environment"
+            where = "in .env" if origin == ".env" else "in the environment"
             lines.append(f"{name} {where} is not a setting and is ignored; the nearest is {near}")
     return lines
 
 
-def _given() -> dict[str, set[str]]:
-    """The GRAB_ names in .env and in the environment, which wins."""
-    places: dict[str, Mapping[str, Any]] = {".env": dotenv_values(".env"), "environment": os.environ}
+def _names_given() -> dict[str, set[str]]:
+    """The GRAB_ variables of each origin. The environment comes last, because it wins over .env."""
+    keys = set(map(variable_of, SECRETS))
+    variables: dict[str, Mapping[str, Any]] = {".env": dotenv_values(".env"), "environment": os.environ}
     return {
-        place: {name.upper() for name in names if name.upper().startswith("GRAB_")}
-        for place, names in places.items()
+        origin: {
+            name.upper()
+            for name, value in values.items()
+            if name.upper().startswith("GRAB_") and (value or name.upper() not in keys)
+        }
+        for origin, values in variables.items()
     }
 
 
 def child_environment(**overrides: str) -> dict[str, str]:
-    """The environment for a process that we start, with some GRAB_ variables replaced."""
+    """This process's environment with some GRAB_ variables replaced, for a child process."""
     return {**os.environ, **{f"GRAB_{name.upper()}": value for name, value in overrides.items()}}

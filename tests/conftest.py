@@ -27,7 +27,7 @@ from pydantic import SecretStr
 from grabstream.ops.commands.local.services import new_seal_key
 from grabstream.ops.connections.opening import open_redis
 from grabstream.ops.connections.redis_servers import masters
-from grabstream.ops.making import make_system
+from grabstream.ops.initialization import make_system
 from grabstream.ops.rehearsal.stage import take_down
 from grabstream.ops.services import LocalServices, free_ports, local
 from grabstream.ops.services.servers import PROJECT

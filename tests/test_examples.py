@@ -29,7 +29,7 @@ from grabstream import (
     decode_event,
     open_gate,
 )
-from grabstream.ops.making import make_system
+from grabstream.ops.initialization import make_system
 from grabstream.ops.rehearsal.stage import take_down
 from grabstream.ops.services.servers import PROJECT
 from grabstream.ops.settings import child_environment

@@ -238,7 +238,7 @@ def test_the_wheel_works_beside_a_stranger_s_models(installed: Path, tmp_path: P
         "print(models.OURS, len(loader.load('grab').text) > 10_000, "
         "files('grabstream').joinpath('py.typed').is_file())\n"
         "print(files('grabstream.projections.definitions').joinpath('cursors.sql').is_file(), "
-        "files('grabstream.ops.kafka').joinpath('pom.xml').is_file(), "
+        "files('grabstream.ops.services').joinpath('kafka.pom.xml').is_file(), "
         "len(list(files('grabstream.projections.migrations').iterdir())) > 9)\n"
         "print('site-packages' in ours.__file__ and 'environment' in ours.__file__)\n"
     )

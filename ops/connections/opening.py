@@ -29,9 +29,15 @@ from grabstream.lua.trouble import is_trouble
 from grabstream.models.calendar import DAY_MS
 from grabstream.models.events import decode_event
 from grabstream.models.journal import Cursor
+from grabstream.ops.connections.identity import (
+    OtherSystem,
+    compare_journal,
+    find_journal,
+    require_prefix,
+    require_schema,
+)
 from grabstream.ops.connections.redis_cluster import ClusterClient
 from grabstream.ops.connections.redis_servers import information
-from grabstream.ops.identity import OtherSystem, compare_journal, find_journal, require_prefix, require_schema
 from grabstream.ops.settings import BadSettings, Settings, cluster_address, is_cluster
 from grabstream.projections.checking.snapshots import events_of, newest, payments_of, trail_of
 from grabstream.projections.database.migrate import use_schema

@@ -10,13 +10,13 @@ from psycopg import OperationalError
 from redis.exceptions import RedisError
 
 from grabstream.lua.gate.calls import now_ms
+from grabstream.ops.connections.identity import NotWrittenDown, OtherJournal, OtherSystem
 from grabstream.ops.connections.opening import key_space, open_redis, what_is_mixed_up
 from grabstream.ops.diagnosis import books, core, machine, topics
 from grabstream.ops.diagnosis.books import BookReadings, Jump
 from grabstream.ops.diagnosis.core import CoreReadings
 from grabstream.ops.diagnosis.findings import Finding
 from grabstream.ops.diagnosis.topics import Lag, TopicReadings
-from grabstream.ops.identity import NotWrittenDown, OtherJournal, OtherSystem
 from grabstream.ops.settings import Settings
 from grabstream.projections.database.migrate import use_schema
 from grabstream.projections.database.sessions import connect

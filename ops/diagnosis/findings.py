@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import Final, Literal, NamedTuple
 
-from grabstream.ops.identity import NEW_JOURNAL
+from grabstream.ops.connections.identity import NEW_JOURNAL
 from grabstream.ops.settings import without_password
 
 #: `stuck`: something does not go on, or is wrong already · `risk`: it will be, or may be · `note`: known and

@@ -15,7 +15,7 @@ from pathlib import Path
 from aiokafka.admin import AIOKafkaAdminClient
 
 from grabstream.ops.connections.opening import open_redis
-from grabstream.ops.making import make_system
+from grabstream.ops.initialization import make_system
 from grabstream.ops.settings import Settings, child_environment
 from grabstream.projections.database.sessions import connect
 from grabstream.projections.versions import drop_all

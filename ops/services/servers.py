@@ -137,7 +137,7 @@ class Kafka(Process):
             "-q",
             "-B",
             "-f",
-            str(OPS / "kafka" / "pom.xml"),
+            str(OPS / "services" / "kafka.pom.xml"),
             f"-Dkafka.version={kafka_version()}",
         ]
         fetch += ["dependency:copy-dependencies", f"-DoutputDirectory={self.jars}"]

@@ -21,7 +21,7 @@ from grabstream.lua.keys import KeySpace
 from grabstream.ops.commands.local.services import new_seal_key
 from grabstream.ops.connections.opening import key_space, open_gate, open_redis
 from grabstream.ops.connections.redis_cluster import slot_of
-from grabstream.ops.making import make_system
+from grabstream.ops.initialization import make_system
 from grabstream.ops.rehearsal.stage import take_down
 from grabstream.ops.services import ClusterServices, LocalServices, ServerSet, free_ports
 from grabstream.ops.services.cluster import ports_from

@@ -4,7 +4,7 @@ import secrets
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
-from grabstream.ops.making import make_system
+from grabstream.ops.initialization import make_system
 from grabstream.ops.rehearsal.stage import take_down
 from grabstream.ops.settings import Settings
 

@@ -1,4 +1,4 @@
-"""What is wrong with a setting is said by its name, and of what stands there no more than what shows it."""
+"""Settings: where values come from, and errors that name the variable and show no secret."""
 
 import json
 import os
@@ -11,12 +11,13 @@ from click.testing import CliRunner
 
 from grabstream.models.bounds import REASON_BYTES_MAX
 from grabstream.ops.cli import grabstream
+from grabstream.ops.commands.local.services import new_seal_key
 from grabstream.ops.diagnosis.findings import address as finding_address
-from grabstream.ops.settings import BadSettings, Settings, child_environment, load_settings
+from grabstream.ops.settings import BadSettings, Settings, child_environment, load_settings, without_password
 
 
 @pytest.mark.parametrize("value", ["x" * 100_000, "7" * 5_000, "a\x1b[2Jb" * 10_000])
-def test_a_long_value_is_quoted_by_its_beginning(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+def test_error_quotes_the_beginning_of_a_long_value(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     monkeypatch.setenv("GRAB_SHARDS", value)
     with pytest.raises(BadSettings) as raised:
         load_settings()
@@ -27,13 +28,13 @@ def test_a_long_value_is_quoted_by_its_beginning(monkeypatch: pytest.MonkeyPatch
     assert said.isprintable()
 
 
-def test_a_short_one_is_quoted_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_quotes_a_short_value_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GRAB_SHARDS", "many")
     with pytest.raises(BadSettings, match="GRAB_SHARDS: .*'many'"):
         load_settings()
 
 
-def test_a_key_is_never_quoted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_never_quotes_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GRAB_SEAL_KEYS", "c2VjcmV0IHNlY3JldCBzZWNyZXQgc2VjcmV0IDEyMzQ:k1")
     with pytest.raises(BadSettings) as raised:
         load_settings()
@@ -52,18 +53,58 @@ WITH_PASSWORDS = [
     ("CACHE_URL", "redis://app:hunter2@127.0.0.1:2/0", True),
     ("POSTGRES", "postgresql://app:hunter2@127.0.0.1:1/x", True),
     ("POSTGRES", "postgresql://127.0.0.1/x?user=app&password=hunter2", True),
-    ("POSTGRES", "host=127.0.0.1 password=hunter2 user=x", True), ("POSTGRES",
-    "host=127.0.0.1 password = "
-    "'hunter2 \\' x' user=x",
-                                                                               True),
-    ("POSTGRES", "host=127.0.0.1 sslpassword=hunter2", True), ("POSTGRES",
-    "host=127.0.0.1 password=hunter2 "
-    "colour=red", False),
-]  # fmt: skip
+    ("POSTGRES", "host=127.0.0.1 password=hunter2 user=x", True),
+    ("POSTGRES", "host=127.0.0.1 password = 'hunter2 \\' x' user=x", True),
+    ("POSTGRES", "host=127.0.0.1 sslpassword=hunter2", True),
+    ("POSTGRES", "host=127.0.0.1 password=hunter2 colour=red", False),
+    ("POSTGRES", "postgresql://app@server:hunter2@127.0.0.1:1/x", False),
+    ("POSTGRES", "postgresql://app/x:hunter2@127.0.0.1:1/x", True),
+]
+
+
+@pytest.mark.parametrize(
+    ("address", "shown"),
+    [
+        ("postgresql://user@host", "postgresql://user@host"),
+        ("postgresql://user@host:5432/db", "postgresql://user@host:5432/db"),
+        ("redis://user@[::1]:6379/0", "redis://user@[::1]:6379/0"),
+        ("redis-cluster://user@a:1,b:2", "redis-cluster://user@a:1,b:2"),
+        ("host=a user=b dbname=c", "host=a user=b dbname=c"),
+        ("postgresql://user:hunter2@host", "postgresql://user:…@host"),
+        ("redis://:hunter2@host:1/0", "redis://:…@host:1/0"),
+        ("postgresql://user@server:hunter2@host", "postgresql://user@server:…@host"),
+        ("user:hunter2@host", "user:…@host"),
+        ("host=a password=hunter2 user=b", "host=a password=… user=b"),
+    ],
+)
+def test_without_password_masks_only_the_password(address: str, shown: str) -> None:
+    assert without_password(address) == shown
+
+
+def test_empty_seal_keys_in_the_environment_do_not_override_the_key_in_env_file(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    key = new_seal_key()
+    (tmp_path / ".env").write_text(f"GRAB_SEAL_KEYS={key}\n")
+    monkeypatch.setenv("GRAB_SEAL_KEYS", "")
+    assert load_settings().seal_keys.get_secret_value() == key
+    shown = json.loads(CliRunner().invoke(grabstream, ["config", "--json"]).stdout)
+    assert shown["GRAB_SEAL_KEYS"]["origin"] == ".env"
+
+
+def test_seal_keys_in_the_environment_win_over_env_file(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / ".env").write_text(f"GRAB_SEAL_KEYS={new_seal_key()}\n")
+    key = new_seal_key()
+    monkeypatch.setenv("GRAB_SEAL_KEYS", key)
+    assert load_settings().seal_keys.get_secret_value() == key
 
 
 @pytest.mark.parametrize(("variable", "address", "is_good"), WITH_PASSWORDS)
-def test_a_password_is_never_shown(
+def test_password_is_never_shown(
     monkeypatch: pytest.MonkeyPatch, variable: str, address: str, is_good: bool
 ) -> None:
     monkeypatch.setenv(f"GRAB_{variable}", address)
@@ -94,7 +135,7 @@ def test_a_password_is_never_shown(
         ("POSTGRES", "", "postgresql://[user:password@]host:port/database"),
     ],
 )
-def test_a_wrong_address_is_one_line_with_the_right_form(
+def test_error_for_a_wrong_address_is_one_line_with_the_right_form(
     monkeypatch: pytest.MonkeyPatch, variable: str, value: str, form: str
 ) -> None:
     monkeypatch.setenv(f"GRAB_{variable}", value)
@@ -107,12 +148,12 @@ def test_a_wrong_address_is_one_line_with_the_right_form(
 @pytest.mark.parametrize(
     "value", ["a", "a:1", "a:1,b.example:65535", "127.0.0.1:9092", "[::1]:9092,[fe80::1]:1"]
 )
-def test_brokers_are_hosts_with_or_without_a_port(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+def test_brokers_may_have_a_port_or_none(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     monkeypatch.setenv("GRAB_KAFKA", value)
     assert load_settings().kafka == value
 
 
-def test_the_faust_app_says_a_wrong_address_in_one_line() -> None:
+def test_faust_app_reports_a_wrong_address_in_one_line() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "faust", "-A", "grabstream.streams.app", "worker"],
         env=child_environment(postgres="foo"),
@@ -125,7 +166,7 @@ def test_the_faust_app_says_a_wrong_address_in_one_line() -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_an_unknown_name_is_warned_about_with_the_nearest(
+def test_unknown_variable_causes_a_warning_with_the_most_similar_setting(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -141,7 +182,7 @@ def test_an_unknown_name_is_warned_about_with_the_nearest(
     ]
 
 
-def test_config_says_meaning_unit_and_origin_of_every_setting(
+def test_config_shows_meaning_unit_and_origin_of_every_setting(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)

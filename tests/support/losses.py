@@ -10,7 +10,7 @@ from aiokafka.admin import AIOKafkaAdminClient
 from grabstream.models.commands import Grab, Open
 from grabstream.models.offers import EnvelopeTerms
 from grabstream.ops.connections.opening import key_space, open_gate, open_redis
-from grabstream.ops.making import take_new_journal
+from grabstream.ops.initialization import take_new_journal
 from grabstream.ops.rehearsal.run import look, open_books
 from grabstream.ops.settings import Settings
 from grabstream.streams.journal import open_reader

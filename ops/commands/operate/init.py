@@ -5,7 +5,7 @@ import asyncio
 import click
 
 from grabstream.ops.console.output import WholeNumber, console, json_option, print_json
-from grabstream.ops.making import make_system
+from grabstream.ops.initialization import make_system
 from grabstream.ops.settings import load_settings
 
 

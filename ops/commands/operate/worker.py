@@ -19,6 +19,7 @@ import uvloop
 import grabstream.models.events  # noqa: F401 - a gap in the upcasters is found here, not when a role reads its first event
 from grabstream.lua.ending import first_to_end, running
 from grabstream.lua.trouble import is_trouble
+from grabstream.ops.connections.identity import NotWrittenDown, OtherSystem, claim_prefix
 from grabstream.ops.connections.opening import (
     LOOK_AGAIN_SECONDS,
     check_system,
@@ -37,8 +38,7 @@ from grabstream.ops.connections.watching import Readiness, watch_servers
 from grabstream.ops.connections.watching import log as worker_log
 from grabstream.ops.console.output import counted
 from grabstream.ops.console.stopping import END_SECONDS_MAX, end_within
-from grabstream.ops.identity import NotWrittenDown, OtherSystem, claim_prefix
-from grabstream.ops.making import refuse_replay
+from grabstream.ops.initialization import refuse_replay
 from grabstream.ops.settings import Settings, load_settings
 from grabstream.ops.verification.redis_keys import compares_keys
 from grabstream.projections.database.migrate import PROJECTIONS as READ_MODELS

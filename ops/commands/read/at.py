@@ -13,12 +13,13 @@ from psycopg.rows import dict_row
 
 from grabstream.models.journal import Corrupt, Gap
 from grabstream.ops.commands.read.show import print_offer, read_offer
+from grabstream.ops.connections.event_sources import NoTrail, open_source
 from grabstream.ops.connections.opening import check_system
 from grabstream.ops.console.output import WholeNumber, console, json_option, print_json, table
 from grabstream.ops.console.progress import Reading
 from grabstream.ops.console.stopping import run_until_stopped
 from grabstream.ops.formats.moments import BadMoment, parse_time, show_time
-from grabstream.ops.replaying import NoTrail, Request, open_source, request
+from grabstream.ops.formats.replay_request import Request, request
 from grabstream.ops.settings import Settings, load_settings
 from grabstream.projections.database.migrate import use_schema
 from grabstream.projections.database.sessions import connect

@@ -19,7 +19,7 @@ from grabstream.ops.connections.opening import check_system, key_space, open_red
 from grabstream.ops.console.output import WholeNumber, console, json_option, print_json, table
 from grabstream.ops.console.progress import ProgressLine
 from grabstream.ops.console.stopping import run_until_stopped
-from grabstream.ops.making import require_all_but_the_journal, take_new_journal
+from grabstream.ops.initialization import require_all_but_the_journal, take_new_journal
 from grabstream.ops.settings import Settings, load_settings
 from grabstream.projections.checking.difference import TableDifference
 from grabstream.projections.definitions import PROJECTIONS, definition_of

@@ -13,12 +13,13 @@ import psycopg
 from psycopg import OperationalError
 
 from grabstream.models.journal import Corrupt, Gap
+from grabstream.ops.connections.event_sources import NoTrail, open_source
+from grabstream.ops.connections.identity import OtherSystem
 from grabstream.ops.connections.opening import check_system, checked_books
 from grabstream.ops.console.output import WholeNumber, counted, json_option, print_json
 from grabstream.ops.console.progress import Reading
 from grabstream.ops.console.stopping import run_until_stopped
-from grabstream.ops.identity import OtherSystem
-from grabstream.ops.replaying import NoTrail, Request, open_source, request
+from grabstream.ops.formats.replay_request import Request, request
 from grabstream.ops.settings import Settings, load_settings
 from grabstream.projections.database.locks import Held, hold
 from grabstream.projections.database.sessions import connect

@@ -13,7 +13,7 @@ from grabstream.lua.keys import KeySpace
 from grabstream.models.commands import Open
 from grabstream.models.offers import EnvelopeTerms
 from grabstream.ops.connections.opening import key_space, open_gate, open_redis
-from grabstream.ops.making import make_system
+from grabstream.ops.initialization import make_system
 from grabstream.ops.rehearsal.run import open_books
 from grabstream.ops.rehearsal.stage import take_down
 from grabstream.ops.settings import Settings

@@ -24,8 +24,8 @@ from grabstream.models.transfers import transfers_of
 from grabstream.ops.commands.read.at import at as at_verb
 from grabstream.ops.commands.rebuild.replay import replay as replay_verb
 from grabstream.ops.formats.moments import show_time
+from grabstream.ops.formats.replay_request import request
 from grabstream.ops.rehearsal.run import open_books
-from grabstream.ops.replaying import request
 from grabstream.ops.services.servers import PROJECT
 from grabstream.ops.settings import Settings, child_environment, load_settings
 from grabstream.projections.database.locks import hold

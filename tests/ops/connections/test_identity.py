@@ -14,10 +14,10 @@ from psycopg import AsyncConnection
 from grabstream.models.commands import Grab, Open
 from grabstream.models.offers import StockTerms
 from grabstream.ops.cli import VERBS, grabstream
+from grabstream.ops.connections.identity import NotWrittenDown, OtherJournal, OtherSystem
 from grabstream.ops.connections.opening import check_system, key_space, open_gate, open_redis
 from grabstream.ops.diagnosis.examination import examine
-from grabstream.ops.identity import NotWrittenDown, OtherJournal, OtherSystem
-from grabstream.ops.making import make_system, take_new_journal
+from grabstream.ops.initialization import make_system, take_new_journal
 from grabstream.ops.rehearsal.run import open_books
 from grabstream.ops.settings import BadSettings, Settings, child_environment
 from grabstream.projections.database.locks import Held
@@ -186,7 +186,7 @@ async def test_init_says_who_has_locked_what_it_needs(
     system: Settings, monkeypatch: pytest.MonkeyPatch, lock: str
 ) -> None:
     """And waits no longer than a moment, in which readers wait behind it; afterwards it has nothing to do."""
-    monkeypatch.setattr("grabstream.ops.making.LOCK_SECONDS", 0.5)
+    monkeypatch.setattr("grabstream.ops.initialization.LOCK_SECONDS", 0.5)
     monkeypatch.setattr("grabstream.projections.database.migrate.FIRST_SECONDS_MAX", 1)
     async with await AsyncConnection.connect(system.postgres, application_name="somebody's report") as stuck:
         await stuck.execute(lock.format(system.schema_).encode())

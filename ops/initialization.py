@@ -12,8 +12,7 @@ import click
 from psycopg import AsyncConnection
 
 from grabstream.lua.trouble import is_trouble
-from grabstream.ops.connections.opening import key_space, open_redis
-from grabstream.ops.identity import (
+from grabstream.ops.connections.identity import (
     NEW_JOURNAL,
     NotWrittenDown,
     OtherJournal,
@@ -26,6 +25,7 @@ from grabstream.ops.identity import (
     require_schema,
     strangers,
 )
+from grabstream.ops.connections.opening import key_space, open_redis
 from grabstream.ops.settings import BadSettings, Settings
 from grabstream.projections.database.locks import waiting_at_most
 from grabstream.projections.database.migrate import migrate

@@ -1,0 +1,60 @@
+"""Opens what past events are read from: the journal or the audit trail."""
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import click
+from psycopg import AsyncConnection, OperationalError
+
+from grabstream.ops.connections.opening import checked_books
+from grabstream.ops.settings import Settings
+from grabstream.streams.journal import open_reader
+from grabstream.streams.replaying.history import AuditSource, JournalSource
+from grabstream.streams.topics import Topics
+
+
+class NoTrail(Exception):
+    """The schema has no audit trail to read."""
+
+
+def _warn(text: str) -> None:
+    click.echo(f"grabstream: {text}", err=True)
+
+
+@asynccontextmanager
+async def open_source(
+    settings: Settings, source: str, seeks: bool = False, warn: Callable[[str], None] = _warn
+) -> AsyncIterator[JournalSource | AuditSource]:
+    """The source of this name, `journal` or `audit`.
+
+    A journal that is read from its middle (`seeks`) asks the audit trail whether the blocks there count;
+    without PostgreSQL, or without a trail, it calls `warn` and is read from its beginning. Raises NoTrail
+    when the source is the trail and the schema has none.
+    """
+    async with AsyncExitStack() as stack:
+        books = None
+        if source == "audit":
+            yield AuditSource(await stack.enter_async_context(_open_books(settings)))
+            return
+        if seeks:
+            try:
+                books = await stack.enter_async_context(_open_books(settings))
+            except (OperationalError, NoTrail) as error:
+                reason = str(error).strip()
+                warn(f"reading the journal from its beginning, because PostgreSQL cannot be asked: {reason}")
+        yield JournalSource(
+            await stack.enter_async_context(open_reader(settings.kafka, Topics(settings.prefix).journal)),
+            books,
+        )
+
+
+@asynccontextmanager
+async def _open_books(settings: Settings) -> AsyncIterator[AsyncConnection[Any]]:
+    async with checked_books(settings) as connection:
+        tables = await connection.execute(
+            "SELECT to_regclass('audit') IS NOT NULL AND to_regclass('projection_cursors') IS NOT NULL"
+        )
+        if not (await tables.fetchone() or (False,))[0]:
+            raise NoTrail(f"schema {settings.schema_} has no audit trail (GRAB_SCHEMA)")
+        yield connection
