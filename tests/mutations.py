@@ -61,8 +61,10 @@ def _in(file: str, *tests: str) -> tuple[str, ...]:
 SCRIPTS: Final = "tests/lua/ownership/test_scripts.py"
 JOURNAL: Final = "tests/models/test_journal.py"
 RECOVERY: Final = "tests/streams/relaying/test_recovery.py"
-_STRANGER: Final = _in(SCRIPTS, "test_the_owner_s_scripts_refuse_a_stranger[server]")
-_APPLIED: Final = _in(SCRIPTS, "test_events_are_applied_to_a_fenced_shard_behind_its_last_one[server]")
+_STRANGER: Final = _in(SCRIPTS, "test_owner_scripts_refuse_another_term_owner_or_server_epoch[server]")
+_APPLIED: Final = _in(
+    SCRIPTS, "test_events_are_applied_only_to_a_fenced_shard_directly_after_its_last_event[server]"
+)
 _LAYOUT: Final = _in(RECOVERY, "test_a_newer_program_goes_on_and_an_older_one_is_refused")
 _ANOTHER: Final = _in(RECOVERY, "test_another_history_is_replaced_and_what_it_decided_is_told")
 
@@ -93,7 +95,7 @@ MUTATIONS: Final = (
         "lua/includes/decide.lua",
         "shard[3] ~= server_epoch()",
         "not shard[3]",
-        _in(SCRIPTS, "test_nothing_is_decided_in_another_server_epoch[server]"),
+        _in(SCRIPTS, "test_a_shard_decides_nothing_in_another_server_epoch[server]"),
         always=True,
     ),
     Mutation("key layout", "lua/includes/decide.lua", "layout ~= LAYOUT", "false", _LAYOUT),
@@ -120,7 +122,7 @@ MUTATIONS: Final = (
         "lua/ownership/apply.lua",
         "+ 1 ~= event.offer_seq then",
         "+ 1 == 0 then",
-        _in(SCRIPTS, "test_events_with_a_hole_between_them_are_refused[server]"),
+        _in(SCRIPTS, "test_events_with_a_gap_are_refused[server]"),
     ),
     Mutation("a shard that moved", "lua/ownership/reconcile.lua", "~= ARGV[4] then", "== '' then", _APPLIED),
     Mutation(
@@ -138,7 +140,7 @@ MUTATIONS: Final = (
         "",
         _in(
             "tests/lua/gate/test_staging.py",
-            "test_parts_that_are_gone_before_the_call_are_brought_again[server]",
+            "test_parts_lost_before_the_call_are_staged_again[server]",
         ),
     ),
     Mutation(
@@ -148,7 +150,7 @@ MUTATIONS: Final = (
         "",
         _in(
             "tests/lua/gate/test_staging.py",
-            "test_parts_of_an_earlier_server_epoch_are_not_taken",
+            "test_parts_of_an_earlier_server_epoch_are_not_used",
         ),
     ),
     Mutation(
@@ -156,7 +158,7 @@ MUTATIONS: Final = (
         "lua/commands/grab.lua",
         "if record or refusal then return repeated(",
         "if false then return repeated(",
-        _in("tests/lua/gate/test_gate.py", "test_a_grant_counts_within_its_own_call[server]"),
+        _in("tests/lua/gate/test_gate.py", "test_a_grant_is_repeated_within_one_call[server]"),
         always=True,
     ),
     Mutation(
@@ -171,7 +173,7 @@ MUTATIONS: Final = (
         "lua/includes/offers.lua",
         "  append_events(call)\n  write_all(call, offers, campaigns)\n",
         "  write_all(call, offers, campaigns)\n  append_events(call)\n",
-        _in(SCRIPTS, "test_a_refused_write_leaves_nothing_behind[server-ahead]"),
+        _in(SCRIPTS, "test_a_refused_write_of_the_outbox_changes_nothing[server-ahead]"),
         always=True,
     ),
     Mutation(
@@ -179,7 +181,10 @@ MUTATIONS: Final = (
         "lua/includes/decide.lua",
         "if done > 0 or string.find(words, 'equal or smaller', 1, true) then",
         "if false then",
-        _in("tests/lua/ownership/test_interrupted.py", "test_an_outbox_ahead_of_its_shard_fences_it"),
+        _in(
+            "tests/lua/ownership/test_interrupted.py",
+            "test_a_shard_whose_outbox_is_ahead_of_its_state_is_fenced",
+        ),
         always=True,
     ),
     Mutation(
@@ -189,7 +194,7 @@ MUTATIONS: Final = (
         "if",
         _in(
             "tests/lua/ownership/test_interrupted.py",
-            "test_a_write_that_fails_after_another_fences_the_shard_until_it_is_rebuilt_from_its_events",
+            "test_a_failed_write_after_another_write_fences_the_shard_until_a_rebuild",
         ),
     ),
     Mutation(
@@ -231,7 +236,7 @@ MUTATIONS: Final = (
         "if false then",
         _in(
             "tests/lua/gate/test_undecidable.py",
-            "test_a_line_above_its_bound_is_refused_before_anything_is_written",
+            "test_a_line_above_its_bound_is_refused_before_any_write",
         ),
         always=True,
     ),
@@ -258,7 +263,7 @@ MUTATIONS: Final = (
         "",
         _in(
             "tests/lua/sweeping/test_retirement.py",
-            "test_money_that_comes_after_retirement_is_to_be_paid_back_once",
+            "test_a_payment_after_retirement_is_due_for_refund_once",
         ),
         always=True,
     ),
@@ -269,7 +274,7 @@ MUTATIONS: Final = (
         "nil",
         _in(
             "tests/lua/sweeping/test_retirement.py",
-            "test_a_payment_that_was_served_is_never_refunded_after_its_offer_retired",
+            "test_a_served_payment_is_never_refunded_after_its_offer_retired",
         ),
     ),
     Mutation(
@@ -279,7 +284,7 @@ MUTATIONS: Final = (
         "if true then",
         _in(
             "tests/lua/gate/test_undecidable.py",
-            "test_a_number_that_would_be_rounded_reaches_no_event",
+            "test_a_number_that_would_be_rounded_is_refused_before_its_event",
         ),
     ),
     Mutation(
@@ -287,7 +292,7 @@ MUTATIONS: Final = (
         "lua/keys.py",
         'f"{key}/{name}" for name in OFFER_KEYS',
         'f"{key}:{name}" for name in OFFER_KEYS',
-        _in("tests/lua/test_keys.py", "test_every_key_of_a_shard_is_a_name_of_its_own"),
+        _in("tests/lua/test_keys.py", "test_key_names_of_a_shard_are_distinct"),
         always=True,
     ),
     Mutation(
@@ -295,7 +300,7 @@ MUTATIONS: Final = (
         "lua/includes/repeats.lua",
         "if name and (full or sent.whole) then return full == sent.whole and name == sent.offer end",
         "",
-        ("tests/lua/gate/test_digests.py::test_a_collision_of_48_bits_is_no_approval",),
+        ("tests/lua/gate/test_digests.py::test_a_collision_of_48_bit_digests_is_a_conflict",),
     ),
     Mutation(
         "the agents deliver",
@@ -311,7 +316,7 @@ MUTATIONS: Final = (
         "known_seq >= seq",
         _in(
             "tests/lua/gate/test_journaled.py",
-            "test_a_number_of_another_history_releases_nobody_who_comes_after_it",
+            "test_a_seq_journaled_in_one_history_ends_no_wait_of_another",
         ),
         always=True,
     ),

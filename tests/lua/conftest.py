@@ -1,4 +1,6 @@
-"""A gate over shards that were taken over without Kafka: what is tested here is deciding, not relaying."""
+"""Fixtures of the tests of scripts and gate: Redis servers, and gates over shards taken over without
+Kafka.
+"""
 
 import os
 import shutil
@@ -40,7 +42,7 @@ def grabs(count: int, offer: str = "e", start: int = 0) -> list[Grab]:
 
 
 async def take_over(client: Any, keys: KeySpace) -> None:
-    """What a relay does to a new shard, as far as deciding is concerned."""
+    """Takes over every shard as a relay does, without Kafka, so that the shards decide."""
     for number in range(keys.shards):
         state = keys.shard(number).state
         term, server_epoch, *_ = await run_script(client, "raise_term", [state], [0, "test"])
@@ -49,55 +51,57 @@ async def take_over(client: Any, keys: KeySpace) -> None:
 
 @pytest.fixture
 def keys(prefix: str) -> KeySpace:
-    """Three shards, so that offers share some."""
+    """Names of keys of three shards: few enough that offers share shards."""
     return KeySpace(prefix, 3)
 
 
 @pytest.fixture(params=["server", "cluster"])
 async def client(request: pytest.FixtureRequest, servers: Settings) -> AsyncIterator[Any]:
-    """A client of one Redis, and of a Redis Cluster of three."""
+    """A client of a single Redis, then of a Redis Cluster of three nodes."""
     if request.param == "server":
-        one = redis.asyncio.Redis.from_url(servers.redis_url)
+        client = redis.asyncio.Redis.from_url(servers.redis_url)
     else:
         port = request.getfixturevalue("cluster_port")
-        one = RedisCluster(host="127.0.0.1", port=port)
-        await one.initialize()
-    yield one
-    await one.aclose()
+        client = RedisCluster(host="127.0.0.1", port=port)
+        await client.initialize()
+    yield client
+    await client.aclose()
 
 
 @pytest.fixture
-async def gate(client: Any, keys: KeySpace) -> AsyncIterator[Callable[..., Gate]]:
-    """Makes gates over shards that have been taken over; `now` (a list with one time) replaces the clock."""
+async def make_gate(client: Any, keys: KeySpace) -> AsyncIterator[Callable[..., Gate]]:
+    """Returns a function that makes gates over the taken-over shards; `now` (a list with one time in ms)
+    replaces the clock.
+    """
     await take_over(client, keys)
-    made = []
+    gates = []
 
     def make(now: list[int] | None = None, **limits: int) -> Gate:
-        one = Gate(client, keys, SEALER, GateLimits(**limits), clock=(lambda: now[0]) if now else None)
-        made.append(one)
-        return one
+        gate = Gate(client, keys, SEALER, GateLimits(**limits), clock=(lambda: now[0]) if now else None)
+        gates.append(gate)
+        return gate
 
     yield make
-    for one in made:
-        await one.close()
+    for gate in gates:
+        await gate.close()
 
 
 @pytest.fixture
 async def scene(client: Any, keys: KeySpace) -> AsyncIterator[Any]:
-    """A scene whose end is compared with the rules: state, events, books, and what a recovery makes of
-    them.
+    """A scene. When the test ends, its state, events and books are compared with the rules and with a
+    recovery from the events.
     """
-    from tests.lua.histories.scene import Scene  # which needs this file
+    from tests.lua.histories.scene import Scene  # imports this module
 
-    one = Scene()
-    await one.begin(client, keys)
-    yield one
-    await one.end_twins()
+    scene = Scene()
+    await scene.begin(client, keys)
+    yield scene
+    await scene.end_twins()
 
 
 @pytest.fixture
-def own_server(tmp_path: Path) -> Iterator[tuple["subprocess.Popen[bytes]", int]]:
-    """A small Redis of this test's own, to be filled and to be stopped."""
+def private_server(tmp_path: Path) -> Iterator[tuple["subprocess.Popen[bytes]", int]]:
+    """The process and port of a small Redis for this test only, which may be filled or stopped."""
     [port] = free_ports(1)
     server = subprocess.Popen(
         [
@@ -123,7 +127,7 @@ def own_server(tmp_path: Path) -> Iterator[tuple["subprocess.Popen[bytes]", int]
         except redis.ConnectionError:
             return False
 
-    wait_until(answers, what="a Redis of one's own")
+    wait_until(answers, what="the private Redis")
     yield server, port
     os.kill(server.pid, signal.SIGCONT)
     server.kill()
@@ -131,8 +135,9 @@ def own_server(tmp_path: Path) -> Iterator[tuple["subprocess.Popen[bytes]", int]
 
 
 @pytest.fixture
-async def own(own_server: Any) -> AsyncIterator[tuple[Any, KeySpace]]:
-    client = redis.asyncio.Redis(port=own_server[1])
+async def private_redis(private_server: Any) -> AsyncIterator[tuple[Any, KeySpace]]:
+    """A client of the private Redis, and its single taken-over shard."""
+    client = redis.asyncio.Redis(port=private_server[1])
     keys = KeySpace("own", 1)
     await take_over(client, keys)
     yield client, keys
@@ -141,21 +146,21 @@ async def own(own_server: Any) -> AsyncIterator[tuple[Any, KeySpace]]:
 
 @pytest.fixture(scope="session")
 def cluster_port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
-    """The port of one of three plain processes that are a Redis Cluster."""
+    """The port of one node of a Redis Cluster of three processes."""
     if shutil.which("redis-cli") is None:
-        pytest.skip("redis-cli is not there")
+        pytest.skip("redis-cli is not installed")
     *ports, bus_1, bus_2, bus_3 = free_ports(6)
     folder = tmp_path_factory.mktemp("cluster")
     buses = (bus_1, bus_2, bus_3)
     nodes = [_node(folder / str(port), port, bus) for port, bus in zip(ports, buses, strict=True)]
     try:
         addresses = [f"127.0.0.1:{port}" for port in ports]
-        wait_until(lambda: all(_answers(port) for port in ports), what="a cluster node's answer")
-        made = ["redis-cli", "--cluster", "create", *addresses, "--cluster-yes"]
-        subprocess.run(made, check=True, capture_output=True, timeout=60)
+        wait_until(lambda: all(_answers(port) for port in ports), what="answers of all cluster nodes")
+        create = ["redis-cli", "--cluster", "create", *addresses, "--cluster-yes"]
+        subprocess.run(create, check=True, capture_output=True, timeout=60)
         wait_until(
             lambda: all(b"cluster_state:ok" in _ask(port, "CLUSTER", "INFO") for port in ports),
-            what="the cluster",
+            what="cluster_state:ok on every node",
         )
         yield ports[0]
     finally:
@@ -187,13 +192,15 @@ def _answers(port: int) -> bool:
     return _ask(port, "PING").startswith(b"PONG")
 
 
-async def event_lines(client: Any, keys: KeySpace, shard: int, behind_seq: int = 0) -> list[bytes]:
-    """All event lines in a shard's outbox that follow a seq, in order; by a script, since redis-py makes a
-    dict of fields of one name.
+async def event_lines(client: Any, keys: KeySpace, shard: int, after_seq: int = 0) -> list[bytes]:
+    """All event lines in a shard's outbox after a seq, in order.
+
+    Read by a script: redis-py returns an entry's fields as a dict, which keeps only one of several fields of
+    the same name.
     """
     outbox = keys.shard(shard).outbox
     script = (
         "local r={} for _,e in ipairs(redis.call('XRANGE',KEYS[1],ARGV[1],'+')) do for i=2,#e[2],2 do "
         "r[#r+1]=e[2][i] end end return r"
     )
-    return list(await client.eval(script, 1, outbox, f"{behind_seq + 1}-0"))
+    return list(await client.eval(script, 1, outbox, f"{after_seq + 1}-0"))

@@ -1,5 +1,5 @@
-"""Errors in scripts, for tests: a command whose id contains `undecidable` raises before the first write of
-its call, or after it.
+"""Changed scripts for tests: scripts that raise for a command whose id contains `undecidable`, and scripts
+with other bounds.
 """
 
 from collections.abc import Callable
@@ -32,8 +32,8 @@ Where = Literal["before", "between", "after"]
 
 
 def inject(monkeypatch: pytest.MonkeyPatch, where: Where) -> None:
-    """From here on the scripts of this process raise: before the first write, between the outbox and the
-    shard's seq, or after both.
+    """Makes the scripts of this process raise for commands whose id contains `undecidable`: before the call's
+    first write, between the write of the outbox and that of the shard's seq, or after both.
     """
     at = {"between": 1, "after": 2}.get(where)
 
@@ -49,7 +49,7 @@ def inject(monkeypatch: pytest.MonkeyPatch, where: Where) -> None:
 
 
 def bound_lines(monkeypatch: pytest.MonkeyPatch, bytes_max: int) -> None:
-    """From here on the scripts of this process take an event's line for too long when it is above this."""
+    """Makes the scripts of this process refuse event lines longer than `bytes_max`."""
 
     def bounded(text: str) -> str:
         assert _LINE_BOUND in text
@@ -59,7 +59,7 @@ def bound_lines(monkeypatch: pytest.MonkeyPatch, bytes_max: int) -> None:
 
 
 def sell_at_any_price(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From here on the scripts of this process do not ask whether price × quantity is too much."""
+    """Makes the scripts of this process accept any price × quantity."""
     assert _DUE_BOUND in loader.load("grab").text
     _replace(monkeypatch, lambda text: text.replace(_DUE_BOUND, "> math.huge then"))
 

@@ -1,8 +1,8 @@
-"""Scripts whose calls of Redis fail where a test wants it: every assembled script with `redis.call` wrapped.
+"""A Redis client that runs every script with `redis.call` wrapped, so that a chosen call of Redis fails.
 
-A script that was interrupted before it had written anything is run again with the failure one call later,
-until it has gone past its first write; so every script of a history is interrupted at every call up to, and
-at, its first write. From then on a call that reads is an error of its own.
+By default each script call is first interrupted at its first call of Redis, then at its second, and so on up
+to and including its first write. After each interruption the shard must be unchanged. Then the script runs
+without interruption. In a wrapped script, a read after a write is an error.
 """
 
 import asyncio
@@ -17,17 +17,17 @@ from redis.exceptions import NoScriptError, ResponseError
 
 from grabstream.lua.loader import Script, load, script_names
 
-#: What the scripts write by. Whoever uses another command adds it here.
+#: The Redis commands by which scripts write. A new one must be added here.
 WRITES: Final = (
     "XADD", "XTRIM", "HSET", "HDEL", "HINCRBY", "RPUSH", "LPOP", "LTRIM", "ZADD", "ZREM", "SADD", "SREM",
     "SET", "DEL", "UNLINK", "PUBLISH",
     "PERSIST", "PEXPIRE", "RENAME", "SETRANGE",
 )  # fmt: skip
-#: Scripts that read after they have written: what they write is nothing before they have come to their end.
+#: Scripts that may read after a write: what they write has no effect until the script ends.
 READS_LATER: Final = ("apply",)
 
-# Redis has its first line for itself; everything else stands on the line after it, so that line numbers stay
-# near.
+# The first line of a script (shebang) must stay first. The wrapper follows it directly, so that line numbers
+# in errors shift by a constant only.
 _WRAPPER: Final = """
 local redis = (function(real)
   local IS_WRITE, may_read = {%s}, %s
@@ -39,7 +39,7 @@ local redis = (function(real)
     calls = calls + 1
     if is_write then writes = writes + 1 end
     if of_writes and is_write and writes == fail_at then
-      may_read = true -- what is done about it may look around
+      may_read = true -- the script's error handling may read
       error('interrupted at write ' .. writes .. ', ' .. name)
     end
     if not of_writes and calls == fail_at and writes <= (is_write and 1 or 0) then
@@ -55,8 +55,8 @@ _INTERRUPTED: Final = re.compile(r"interrupted before the first write: (read|wri
 
 @cache
 def interrupting(name: str) -> Script:
-    """The script `name`, with its calls wrapped; the plan is one more argument: `<number>/<calls or writes>`,
-    0 for never.
+    """The script `name` with its calls wrapped. Its last argument is the plan, `<number>/<calls or writes>`:
+    which call, or which write, fails; 0 for none.
     """
     first, rest = load(name).text.split("\n", 1)
     names = ", ".join(f"{write} = true" for write in WRITES)
@@ -70,10 +70,10 @@ def _name_of(sha: str) -> str:
 
 
 class Interrupting:
-    """A client of Redis whose scripts are interrupted; everything else is the client's.
+    """A Redis client whose script calls are interrupted; everything else is passed to the wrapped client.
 
-    `chosen` says of a script's name whether this call of it is; `interruptions` counts them by script and by
-    what was interrupted.
+    `chosen` is asked before each script call, with the script's name, whether to interrupt that call.
+    `interruptions` counts interruptions by script, "read" or "write", and Redis command.
     """
 
     def __init__(self, client: Any, chosen: Callable[[str], bool] = lambda name: True) -> None:
@@ -81,7 +81,8 @@ class Interrupting:
         self._chosen = chosen
         self._one_at_a_time = asyncio.Lock()
         self.interruptions: Counter[tuple[str, str, str]] = Counter()
-        #: What the next scripts are to fail at, instead: a write of this number; 0 for never.
+        #: If set, script calls are not interrupted as above, but fail at the write of this number; 0: at
+        #: none.
         self.fail_at_write: int | None = None
 
     def __getattr__(self, name: str) -> Any:
@@ -115,14 +116,14 @@ class Interrupting:
             try:
                 await self._run(script, rest, f"{call}/calls")
             except ResponseError as error:
-                found = _INTERRUPTED.search(str(error))
-                if found is None:
+                interrupted = _INTERRUPTED.search(str(error))
+                if interrupted is None:
                     raise
-                self.interruptions[script.name, found[1], found[2]] += 1
-                if found[1] == "write":
+                self.interruptions[script.name, interrupted[1], interrupted[2]] += 1
+                if interrupted[1] == "write":
                     return
             else:
-                return  # it writes nothing
+                return  # the script writes nothing
 
     async def _run(self, script: Script, rest: Sequence[Any], plan: str) -> Any:
         try:
@@ -131,8 +132,8 @@ class Interrupting:
             return await self._client.execute_command("EVAL", script.text, *rest, plan)
 
     async def _contents(self, key: str) -> dict[bytes, Any]:
-        """All keys of a key's shard, byte for byte; of hashes and sets without their order, which a read may
-        change.
+        """The values of all keys in the shard of `key`, byte for byte; hashes and sets without their order,
+        which a read may change.
         """
         names = [
             name async for name in self._client.scan_iter(match=f"{key[: key.index('}')]}*", count=1_000)

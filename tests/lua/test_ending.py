@@ -1,4 +1,4 @@
-"""Tasks are ended within a time, whatever they do with their cancellation."""
+"""`end` returns within its time limit, whatever tasks do with their cancellation."""
 
 import asyncio
 import contextlib
@@ -8,7 +8,7 @@ import pytest
 from grabstream.lua.ending import end
 
 
-async def test_who_swallows_a_cancellation_is_cancelled_again() -> None:
+async def test_a_task_that_swallows_a_cancellation_is_cancelled_again() -> None:
     swallowed = 0
 
     async def stubborn() -> None:
@@ -26,7 +26,7 @@ async def test_who_swallows_a_cancellation_is_cancelled_again() -> None:
     assert swallowed == 2
 
 
-async def test_who_never_ends_is_left_behind(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_task_that_never_ends_is_logged_and_left_running(caplog: pytest.LogCaptureFixture) -> None:
     release = asyncio.Event()
 
     async def cleans_up_for_ever() -> None:

@@ -1,8 +1,8 @@
-"""Names of keys: every one belongs to one thing only, whatever the ids are.
+"""Key names: no two things share a key, whatever their ids are.
 
-First over all legal ids, on the names alone; then on a real Redis, with offers whose ids look like parts of
-others. Every scene ends with a comparison of its state with the rules and with what a recovery makes of its
-events.
+The first tests draw legal ids and compare names only. The others use a real Redis and offers whose ids look
+like subkeys of other offers; each scene ends with a comparison of its state with the rules and with a
+recovery from its events.
 """
 
 from typing import Any
@@ -25,7 +25,8 @@ SHARD_NAMES = (
 WORDS = (*OFFER_KEYS, *CAMPAIGN_KEYS, *SHARD_NAMES, "offer", "campaign", "x", "y", "", ".", "-", "_")
 ALPHABET = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789._:-"
 
-#: Ids that look like names of keys, prefixes of each other, the longest ones, and any others.
+#: Ids that look like key names, ids that are prefixes of each other, ids of the greatest length, and random
+#: ids.
 ids = st.one_of(
     st.lists(st.sampled_from(WORDS), min_size=1, max_size=5).map(":".join).filter(is_id),
     st.text(ALPHABET, min_size=1, max_size=64),
@@ -35,35 +36,31 @@ ids = st.one_of(
 
 
 def names_of(keys: ShardKeys, offers: list[str]) -> list[str]:
-    """Every name of a shard that has these offers, those of the shard itself included."""
-    own = [
+    """All key names of a shard with these offers, including the keys of the shard itself."""
+    of_shard = [
         *keys.deciding(),
         keys.lease,
         keys.channel,
         *(keys.staged(token) for token in ("0", "00", "0" * 32)),
     ]
-    of_offers = [name for offer in set(offers) for name in keys.of_offer(offer)]
-    return (
-        own
-        + of_offers
-        + [
-            name
-            for campaign in {campaign_of(offer) for offer in offers}
-            for name in keys.of_campaign(campaign)
-        ]
-    )
+    of_its_offers = [name for offer in set(offers) for name in keys.of_offer(offer)]
+    campaigns = {campaign_of(offer) for offer in offers}
+    of_its_campaigns = [name for campaign in campaigns for name in keys.of_campaign(campaign)]
+    return of_shard + of_its_offers + of_its_campaigns
 
 
 @given(st.lists(ids, min_size=1, max_size=12), st.integers(0, 64))
-def test_every_key_of_a_shard_is_a_name_of_its_own(offers: list[str], shard: int) -> None:
+def test_key_names_of_a_shard_are_distinct(offers: list[str], shard: int) -> None:
     related = [f"{offer}:{word}"[:64] for offer in offers[:3] for word in WORDS]
     names = names_of(ShardKeys("p", shard), offers + related)
     assert len(set(names)) == len(names)
 
 
 @given(ids, ids, st.sampled_from(OFFER_KEYS), st.sampled_from(CAMPAIGN_KEYS))
-def test_a_key_says_what_it_names(offer: str, campaign: str, part: str, of_campaign: str) -> None:
-    """Read back, a name gives the id and the part it was made from: so no two of them share one."""
+def test_offer_and_part_can_be_read_from_a_key_name(
+    offer: str, campaign: str, part: str, of_campaign: str
+) -> None:
+    """The id and the part can be read from the name, so two different pairs cannot have the same name."""
     keys, campaign = ShardKeys("p", 3), campaign_of(campaign)
     name = keys.of_offer(offer)[OFFER_KEYS.index(part)].removeprefix(f"{keys.tag}:offer:")
     assert (name.partition("/")[0], name.partition("/")[2] or "state") == (offer, part)
@@ -75,33 +72,39 @@ def test_a_key_says_what_it_names(offer: str, campaign: str, part: str, of_campa
     st.lists(ids, min_size=2, max_size=8, unique=True),
     st.sampled_from(("UTC", "Etc/GMT+5", "America/Argentina/Ushuaia", "Europe/Berlin")),
 )
-def test_names_made_of_two_ids_tell_them_apart(some: list[str], zone: str) -> None:
+def test_names_that_join_two_ids_are_distinct(drawn_ids: list[str], zone: str) -> None:
     """Fields and members that join ids: holds `offer/grab`, refusals `campaign/id`, orders `grab/order`,
-    counters `by/per/value` with a zone before them in a campaign, demand `second:code:offer`, accounts and
-    assets `kind:id`, what tickets and chunks were seen.
+    counters `by/per/value` (in a campaign `zone/by/per/value`), demand `second:code:offer`, accounts and
+    assets `kind:id`, used tickets and loaded chunks `kind/id`.
     """
-    pairs = [(one, other) for one in some for other in some]
-    assert len({f"{one}/{other}" for one, other in pairs}) == len(pairs)
+    pairs = [(first, second_id) for first in drawn_ids for second_id in drawn_ids]
+    assert len({f"{first}/{second_id}" for first, second_id in pairs}) == len(pairs)
     counters = [(by, per, value) for by, value in pairs for per in ("offer", "hour", "day", "week")]
     names = [f"{by}/{per}/{value}" for by, per, value in counters]
     assert len({*names, *(f"{zone}/{name}" for name in names)}) == 2 * len(counters)
     assert [tuple(f"{zone}/{name}".rsplit("/", 3)[1:]) for name in names] == counters
-    demand = [(second, code, offer) for second in (1, 12) for code in (2, 20, 120) for offer in (*some, "*")]
+    demand = [
+        (second, code, offer) for second in (1, 12) for code in (2, 20, 120) for offer in (*drawn_ids, "*")
+    ]
     assert len({f"{second}:{code}:{offer}" for second, code, offer in demand}) == len(demand)
     accounts = [
         (kind, id)
         for kind in ("hold", "wallet", "offer", "issuer", "external", "refund", "redeemed", "receivable")
-        for id in some
+        for id in drawn_ids
     ]
     assert [tuple(f"{kind}:{id}".split(":", 1)) for kind, id in accounts] == accounts
-    seen = [(what, id) for what in ("codes", "audience", "ticket") for id in (*some, "1")]
-    assert len({f"{what}/{id}" for what, id in set(seen)}) == len(set(seen))
+    seen = [(kind, id) for kind in ("codes", "audience", "ticket") for id in (*drawn_ids, "1")]
+    assert len({f"{kind}/{id}" for kind, id in set(seen)}) == len(set(seen))
 
 
 @given(st.from_regex(r"[a-z0-9][a-z0-9._-]{0,47}", fullmatch=True), st.integers(0, 20), st.integers(0, 20))
-def test_shards_and_systems_share_no_name(prefix: str, one: int, other: int) -> None:
-    longer = f"{prefix}-s{one}"
-    names = [KeySpace(system, 64).shard(number).tag for system in {prefix, longer} for number in {one, other}]
+def test_key_tags_of_shards_and_systems_are_distinct(prefix: str, shard: int, other_shard: int) -> None:
+    longer = f"{prefix}-s{shard}"
+    names = [
+        KeySpace(system, 64).shard(number).tag
+        for system in {prefix, longer}
+        for number in {shard, other_shard}
+    ]
     assert len(set(names)) == len(names)
     assert not any(name.startswith(f"{before}:") for name in names for before in names if name != before)
 
@@ -119,8 +122,8 @@ def envelope(parts: int = 10) -> EnvelopeTerms:
 
 
 async def test_offers_whose_ids_look_like_subkeys_do_not_share_keys(scene: Any) -> None:
-    """Every part of `x` beside an offer of that name; all are used, two of them retire, and the others are
-    whole.
+    """For every part of the keys of `x` there is an offer `x:<part>`. All are used, two of them retire, and
+    the other offers stay whole.
     """
     others = [f"x:{part}" for part in OFFER_KEYS]
     await scene.open(envelope(10), "x")
@@ -135,17 +138,17 @@ async def test_offers_whose_ids_look_like_subkeys_do_not_share_keys(scene: Any) 
     assert (await scene.do(Grab, offer="x", user="state")).outcome == "already_taken"
 
 
-async def test_closing_an_offer_leaves_the_parts_of_another_whole(scene: Any) -> None:
+async def test_closing_an_offer_keeps_the_parts_of_another_offer(scene: Any) -> None:
     await scene.open(envelope(10), "x:parts")
     await scene.open(envelope(10), "x")
     assert (await scene.do(Grab, offer="x", user="u")).outcome == "granted"
     assert (await scene.do(Close, offer="x")).outcome == "closed"
-    got = [await scene.do(Grab, offer="x:parts", user=f"u{number}") for number in range(10)]
-    assert {one.outcome for one in got} == {"granted"}
-    assert sum(one.amount or 0 for one in got) == 1_000
+    answers = [await scene.do(Grab, offer="x:parts", user=f"u{number}") for number in range(10)]
+    assert {answer.outcome for answer in answers} == {"granted"}
+    assert sum(answer.amount or 0 for answer in answers) == 1_000
 
 
-async def test_codes_are_loaded_beside_an_offer_that_is_named_like_them(scene: Any) -> None:
+async def test_codes_do_not_share_keys_with_an_offer_named_like_them(scene: Any) -> None:
     await scene.open(stock(), "y:codes")
     await scene.open(coupon(2, codes=True), "y")
     loaded = await scene.do(Load, offer="y", what="codes", chunk=1, chunks=1, items=("A-1", "A-2"))
@@ -154,7 +157,7 @@ async def test_codes_are_loaded_beside_an_offer_that_is_named_like_them(scene: A
     assert (await scene.do(Grab, offer="y:codes", user="state")).outcome == "granted"
 
 
-async def test_campaign_and_offer_of_reserved_names_do_not_share_keys(scene: Any) -> None:
+async def test_offers_with_reserved_names_do_not_share_keys(scene: Any) -> None:
     for name in ("shard", "outbox", "answers", "campaign:answers", "offer:state", ":", ":x", "::"):
         await scene.open(stock(), name)
         assert (await scene.do(Grab, offer=name, user="offer")).outcome == "granted"

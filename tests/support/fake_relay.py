@@ -112,9 +112,9 @@ class InterruptedClient:
 
 
 @pytest.fixture
-async def relay(own: Any) -> FakeRelay:
+async def relay(private_redis: Any) -> FakeRelay:
     """A fake relay of a shard with a coupon offer and an envelope, both journaled."""
-    client, keys = own
+    client, keys = private_redis
     fake = FakeRelay(client, keys)
     gate = Gate(client, keys, SEALER)
     assert [answer.outcome for answer in await gate.decide([stock(), opening("e")], "decided")] == [

@@ -12,9 +12,9 @@ from tests.lua.conftest import NOW, event_lines
 
 
 async def test_lists_in_chunks_as_large_as_they_may_be(
-    gate: Callable[..., Any], client: Any, keys: Any
+    make_gate: Callable[..., Any], client: Any, keys: Any
 ) -> None:
-    one = gate([NOW])
+    gate = make_gate([NOW])
     for what in ("codes", "audience"):
         terms = CouponTerms(
             issuer="i", total=12_000, opens_at=NOW + 1, audience="list" if what == "audience" else "everyone"
@@ -30,11 +30,11 @@ async def test_lists_in_chunks_as_large_as_they_may_be(
             )  # type: ignore[arg-type]
             for n in range(1, 13)
         ]
-        answers = await one.decide(
+        answers = await gate.decide(
             [Open(id=f"o-{what}", offer=what, terms=terms), *loads], "decided", timeout_ms=20_000
         )
         assert [answer.outcome for answer in answers] == ["opened"] + 12 * ["loaded"]
-        again = await one.decide(loads, "decided", timeout_ms=20_000)
+        again = await gate.decide(loads, "decided", timeout_ms=20_000)
         assert all(answer.repeated for answer in again)
         shard = keys.shard(keys.shard_of_offer(what))
         *_, codes, audience, _, _, _, _ = shard.of_offer(what)
@@ -44,34 +44,34 @@ async def test_lists_in_chunks_as_large_as_they_may_be(
 
 
 async def test_a_call_full_of_grabs_under_eight_limits(
-    gate: Callable[..., Any], client: Any, keys: Any
+    make_gate: Callable[..., Any], client: Any, keys: Any
 ) -> None:
     limits = tuple(Limit(by, per, 2) for by in ("user", "card") for per in ("offer", "hour", "day", "week"))
-    one = gate([NOW])
-    await one.decide(
+    gate = make_gate([NOW])
+    await gate.decide(
         [Open(id="o", offer="s", terms=StockTerms(issuer="i", total=1_000, limits=limits))], "decided"
     )
     grabs = [Grab(id=f"g{n}", offer="s", user=f"u{n}", attributes={"card": f"c{n}"}) for n in range(512)]
-    answers = await one.decide(grabs, "decided", timeout_ms=20_000)
+    answers = await gate.decide(grabs, "decided", timeout_ms=20_000)
     assert {answer.outcome for answer in answers} == {"granted"}
     assert {tuple(limit.left for limit in answer.limits) for answer in answers} == {(1,) * 8}
 
 
 async def test_all_give_back_at_once_to_a_line_as_long(
-    gate: Callable[..., Any], client: Any, keys: Any
+    make_gate: Callable[..., Any], client: Any, keys: Any
 ) -> None:
     """One call of 512 releases, each of which serves who waits; what a close leaves in line goes home in
     steps.
     """
-    one = gate([NOW])
+    gate = make_gate([NOW])
     terms = StockTerms(
         issuer="i", total=512, hold_ms=10**6, waiting_list=True, limits=(Limit("user", "offer", 1),)
     )
-    await one.decide([Open(id="o", offer="s", terms=terms)], "decided")
+    await gate.decide([Open(id="o", offer="s", terms=terms)], "decided")
     crowd = [Grab(id=f"g{n}", offer="s", user=f"u{n}", wait=True) for n in range(1_280)]
-    outcomes = [answer.outcome for answer in await one.decide(crowd, "decided", timeout_ms=20_000)]
+    outcomes = [answer.outcome for answer in await gate.decide(crowd, "decided", timeout_ms=20_000)]
     assert outcomes == ["held"] * 512 + ["waiting"] * 768
-    released = await one.decide(
+    released = await gate.decide(
         [Release(id=f"r{n}", offer="s", grab=f"g{n}") for n in range(512)], "decided", timeout_ms=20_000
     )
     assert {answer.outcome for answer in released} == {"released"}
@@ -81,7 +81,7 @@ async def test_all_give_back_at_once_to_a_line_as_long(
         [b"512", b"0"],
         256,
     )
-    await one.decide([Close(id="c", offer="s")], "decided")
+    await gate.decide([Close(id="c", offer="s")], "decided")
     await Sweeper(client, shard, keys.shards, 10**9).sweep(NOW)
     assert await client.zcard(queue) == 0
     lines = await event_lines(client, keys, shard.shard)

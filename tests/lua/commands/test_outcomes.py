@@ -136,13 +136,13 @@ def test_pure_rules() -> None:
         check(case, decide(state, case.command, NOW + case.at, {"sealed_seed": "x"}).answer)
 
 
-async def test_lua(gate: Any, client: Any, keys: Any) -> None:
+async def test_lua(make_gate: Any, client: Any, keys: Any) -> None:
     now = [NOW]
-    one = gate(now)
+    gate = make_gate(now)
     states = {number: ShardState(number) for number in range(keys.shards)}
     for case in TABLE:
         now[0] = NOW + case.at
-        [answer] = await one.decide([case.command], "decided")
+        [answer] = await gate.decide([case.command], "decided")
         # Shards of their own: times need not be monotonic there.
         if case.command.offer in ("e", "f") or case.at <= 30_000:
             check(case, answer)
@@ -152,12 +152,12 @@ async def test_lua(gate: Any, client: Any, keys: Any) -> None:
 
 
 @pytest.mark.parametrize("draw", ["ahead", "at_grab"])
-async def test_deadline(gate: Any, client: Any, keys: Any, draw: str) -> None:
+async def test_deadline(make_gate: Any, client: Any, keys: Any, draw: str) -> None:
     """What is left at the deadline is refunded by the sweeper, once; a winner is still told their part."""
     now = [NOW]
-    one = gate(now)
+    gate = make_gate(now)
     opening = Open(id="o", offer="e", terms=terms(opens_at=None, closes_at=NOW + 100, draw=draw))
-    [_, granted] = await one.decide([opening, grab("g", "u")], "decided")
+    [_, granted] = await gate.decide([opening, grab("g", "u")], "decided")
     shard = keys.shard_of_offer("e")
     state = ShardState(shard)
     decide(state, opening, NOW, {"sealed_seed": "x"})
@@ -170,6 +170,6 @@ async def test_deadline(gate: Any, client: Any, keys: Any, draw: str) -> None:
     assert (await event_lines(client, keys, shard))[-1] == encode_event(event)
     assert event.amount == 1000 - (granted.amount or 0)
     now[0] = NOW + 200
-    [told, late] = await one.decide([grab("again", "u"), grab("late", "v")], "decided")
+    [told, late] = await gate.decide([grab("again", "u"), grab("late", "v")], "decided")
     assert (told.outcome, told.amount, told.place) == ("already_taken", granted.amount, 1)
     assert late.outcome == "over"

@@ -502,10 +502,10 @@ async def test_up_to_takes_what_the_smallest_limit_leaves(scene: Scene) -> None:
 
 
 @pytest.mark.requirement("C4")
-async def test_script_is_loaded_once_by_evalsha_and_falls_back_when_unknown(own: Any) -> None:
-    client, keys = own
-    one = Gate(client, keys, SEALER)
-    await one.decide(
+async def test_script_is_loaded_once_by_evalsha_and_falls_back_when_unknown(private_redis: Any) -> None:
+    client, keys = private_redis
+    gate = Gate(client, keys, SEALER)
+    await gate.decide(
         [Open(id="open", offer="o", terms=coupon(10_000, by_user("offer", 1), by_user("day", 1)))], "decided"
     )
 
@@ -516,7 +516,7 @@ async def test_script_is_loaded_once_by_evalsha_and_falls_back_when_unknown(own:
             grabs = [
                 Grab(id=f"g{number}-{place}", offer="o", user=f"u{number}-{place}") for place in range(80)
             ]
-            assert {answer.outcome for answer in await one.decide(grabs, "decided")} == {"granted"}
+            assert {answer.outcome for answer in await gate.decide(grabs, "decided")} == {"granted"}
         stats = await client.info("commandstats")
         return {name: stats.get(f"cmdstat_{name}", {"calls": 0})["calls"] for name in ("evalsha", "eval")}
 
@@ -526,7 +526,7 @@ async def test_script_is_loaded_once_by_evalsha_and_falls_back_when_unknown(own:
     assert await calls(5, 5) == {"evalsha": 5, "eval": 0}
     await client.script_flush()
     assert await calls(10, 5) == {"evalsha": 5, "eval": 1}
-    await one.close()
+    await gate.close()
 
 
 @pytest.mark.requirement("C5")
@@ -552,7 +552,7 @@ async def test_one_slot_a_campaign_on_redis_cluster(scene: Scene) -> None:
 
 
 @pytest.mark.requirement("C6")
-async def test_a_refused_write_leaves_nothing_behind(scene: Scene) -> None:
+async def test_a_refused_write_of_the_outbox_changes_nothing(scene: Scene) -> None:
     """The article's script cannot take its writes back. Here the first write is the one that can be
     refused.
     """
@@ -587,10 +587,10 @@ async def test_a_refused_write_leaves_nothing_behind(scene: Scene) -> None:
 
 
 @pytest.mark.requirement("C6")
-async def test_full_memory_is_refused_up_front(own: Any) -> None:
-    client, keys = own
-    one = Gate(client, keys, SEALER)
-    await one.decide(
+async def test_full_memory_is_refused_up_front(private_redis: Any) -> None:
+    client, keys = private_redis
+    gate = Gate(client, keys, SEALER)
+    await gate.decide(
         [Open(id="open", offer="o", terms=coupon(100, by_user("offer", 1), by_user("day", 1)))], "decided"
     )
 
@@ -600,13 +600,13 @@ async def test_full_memory_is_refused_up_front(own: Any) -> None:
     before = await everything()
     grabs = [Grab(id=f"g{number}", offer="o", user=f"u{number}") for number in range(50)]
     await client.config_set("maxmemory", "1")
-    assert {answer.outcome for answer in await one.decide(grabs, "decided")} == {"busy"}
+    assert {answer.outcome for answer in await gate.decide(grabs, "decided")} == {"busy"}
     await client.config_set("maxmemory", "0")
     assert await everything() == before
-    assert [(answer.outcome, answer.left) for answer in await one.decide(grabs, "decided")] == [
+    assert [(answer.outcome, answer.left) for answer in await gate.decide(grabs, "decided")] == [
         ("granted", 99 - n) for n in range(50)
     ]
-    await one.close()
+    await gate.close()
 
 
 # -- one class of problem ------------------------------------------------------------------------------------

@@ -104,19 +104,19 @@ CALLERS, GRABS_A_CALL = 2_500, 41
 @pytest.mark.requirement("A1")
 @pytest.mark.parametrize(("parts", "callers"), [(10, 3), (100_000, CALLERS)])
 async def test_one_envelope_of_100_thousand_parts_opens_is_drained_and_closes_like_a_small_one(
-    gate: Callable[..., Gate], client: Any, keys: KeySpace, parts: int, callers: int
+    make_gate: Callable[..., Gate], client: Any, keys: KeySpace, parts: int, callers: int
 ) -> None:
     """The same assertions for both: thousands of callers ask at once, 41 grabs each, and some come too
     late.
     """
-    one = gate(timeout_ms=60_000, queue_commands_max=200_000)
+    gate = make_gate(timeout_ms=60_000, queue_commands_max=200_000)
     total = parts * 100 + 7
-    [opened] = await one.decide([Open(id="open", offer="o", terms=envelope(total, parts))], "decided")
+    [opened] = await gate.decide([Open(id="open", offer="o", terms=envelope(total, parts))], "decided")
     assert (opened.outcome, opened.amount, opened.left) == ("opened", total, parts)
     calls = [crowd(GRABS_A_CALL, start=number * GRABS_A_CALL) for number in range(callers)]
     answers = [
         answer
-        for found in await asyncio.gather(*(one.decide(call, "decided") for call in calls))
+        for found in await asyncio.gather(*(gate.decide(call, "decided") for call in calls))
         for answer in found
     ]
     assert outcomes(answers) == {"granted": parts, "sold_out": callers * GRABS_A_CALL - parts}
@@ -184,19 +184,19 @@ async def test_lists_and_map_are_keys_in_the_slot_of_the_shard_and_the_outbox_li
 
 
 @pytest.mark.requirement("A4")
-async def test_check_take_and_record_are_one_lua_script(own: Any) -> None:
+async def test_check_take_and_record_are_one_lua_script(private_redis: Any) -> None:
     """Hundreds of grabs, of whom some have a part already and some repeat, are one call of one script; and so
     are their repeats.
     """
-    client, keys = own
-    one = Gate(client, keys, SEALER)
-    await one.decide([Open(id="open", offer="o", terms=envelope(50_000, 180)), *crowd(20)], "decided")
+    client, keys = private_redis
+    gate = Gate(client, keys, SEALER)
+    await gate.decide([Open(id="open", offer="o", terms=envelope(50_000, 180)), *crowd(20)], "decided")
     again = [Grab(id=f"again{number}", offer="o", user=f"u{number}") for number in range(20)]
     grabs = [*crowd(140), *again, *crowd(60, start=140)]
     expected = {"granted": 180, "already_taken": 20, "sold_out": 20}
     for repeated in (20, 220):
         await client.config_resetstat()
-        answers = await one.decide(grabs, "decided")
+        answers = await gate.decide(grabs, "decided")
         stats = await client.info("commandstats")
         assert (stats["cmdstat_evalsha"]["calls"], "cmdstat_eval" in stats) == (1, False)
         assert outcomes(answers) == expected
@@ -204,7 +204,7 @@ async def test_check_take_and_record_are_one_lua_script(own: Any) -> None:
     lines = await event_lines(client, keys, 0)
     assert outcomes(answers)["granted"] == sum(b'"grab.granted"' in line for line in lines)
     check_books(lines)
-    await one.close()
+    await gate.close()
 
 
 @pytest.mark.requirement("A6")
@@ -278,15 +278,15 @@ async def test_20_threads(servers: Settings, prefix: str) -> None:
     def thread(number: int) -> list[Answer]:
         async def grab() -> list[Answer]:
             mine = redis.asyncio.Redis.from_url(servers.redis_url)
-            one = Gate(mine, keys, SEALER, GateLimits(timeout_ms=30_000))
+            gate = Gate(mine, keys, SEALER, GateLimits(timeout_ms=30_000))
             try:
                 return [
                     answer
                     for start in range(0, 200, 8)
-                    for answer in await one.decide(of_all[number][start : start + 8], "decided")
+                    for answer in await gate.decide(of_all[number][start : start + 8], "decided")
                 ]
             finally:
-                await one.close()
+                await gate.close()
                 await mine.aclose()
 
         return asyncio.run(grab())
@@ -298,8 +298,8 @@ async def test_20_threads(servers: Settings, prefix: str) -> None:
     ]
     try:
         await take_over(client, keys)
-        one = Gate(client, keys, SEALER)
-        await one.decide([Open(id="open", offer="o", terms=envelope(100_000, 1_500))], "decided")
+        gate = Gate(client, keys, SEALER)
+        await gate.decide([Open(id="open", offer="o", terms=envelope(100_000, 1_500))], "decided")
         with ThreadPoolExecutor(20) as pool:
             running = [
                 asyncio.get_running_loop().run_in_executor(pool, thread, number) for number in range(20)
@@ -316,7 +316,7 @@ async def test_20_threads(servers: Settings, prefix: str) -> None:
         assert {
             (user_of[answer.id], answer.amount) for answer in answers if answer.outcome != "sold_out"
         } == has
-        await one.close()
+        await gate.close()
     finally:
         await forget(client, prefix)
         await client.aclose()

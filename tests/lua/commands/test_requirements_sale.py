@@ -422,11 +422,11 @@ async def test_confirm_and_expiry_at_once(client: Any, keys: KeySpace) -> None:
     holds, deadline = 150, NOW + MINUTE
     await take_over(client, keys)
     now = [NOW]
-    one = Gate(
+    gate = Gate(
         client, keys, SEALER, GateLimits(batch_commands_max=1, timeout_ms=30_000), clock=lambda: now[0]
     )
     grabs = [Grab(id=f"g{number}", offer="o", user="ann") for number in range(holds)]
-    await one.decide([Open(id="open", offer="o", terms=stock(holds, **PRICED)), *grabs], "decided")
+    await gate.decide([Open(id="open", offer="o", terms=stock(holds, **PRICED)), *grabs], "decided")
     now[0] = deadline - 1
     shard = keys.shard_of_offer("o")
     sweeper = Sweeper(client, keys.shard(shard), keys.shards, 10**12)
@@ -434,9 +434,9 @@ async def test_confirm_and_expiry_at_once(client: Any, keys: KeySpace) -> None:
         Confirm(id=f"c{number}", offer="o", grab=f"g{number}", payment=f"p{number}", paid=250, currency="CNY")
         for number in range(holds)
     ]
-    answers, _ = await asyncio.gather(one.decide(payments, "decided"), sweeper.sweep(deadline))
+    answers, _ = await asyncio.gather(gate.decide(payments, "decided"), sweeper.sweep(deadline))
     await sweeper.sweep(deadline)
-    await one.close()
+    await gate.close()
     lines = await event_lines(client, keys, shard)
     check_books(lines)
     outcomes = Counter(answer.outcome for answer in answers)

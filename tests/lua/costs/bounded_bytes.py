@@ -1,4 +1,4 @@
-"""What tests share of `tests/lua/costs/test_bounded_bytes.py`."""
+"""Texts, entries and commands that are as long as the bounds allow, for the tests of costs."""
 
 from collections.abc import Sequence
 from typing import Any, Final
@@ -6,9 +6,8 @@ from typing import Any, Final
 from grabstream.models.commands import AnyCommand, Load, in_chunks
 from grabstream.models.entries import Entry
 
+#: A character of four bytes in UTF-8: it makes the longest texts for a bound in characters.
 LONG: Final = "\N{GRINNING FACE}"
-
-
 ATTRIBUTES: Final = {name + "n" * 60: "v" * 64 for name in "abcdefgh"}
 
 
@@ -25,6 +24,6 @@ def codes(count: int, character: str = LONG) -> list[str]:
 def loads(offer: str, what: Any, items: Sequence[str]) -> list[AnyCommand]:
     chunks = in_chunks(what, items)
     return [
-        Load(id=f"{offer}-{n}", offer=offer, what=what, chunk=n, chunks=len(chunks), items=some)
-        for n, some in enumerate(chunks, 1)
+        Load(id=f"{offer}-{n}", offer=offer, what=what, chunk=n, chunks=len(chunks), items=chunk_items)
+        for n, chunk_items in enumerate(chunks, 1)
     ]

@@ -1,5 +1,5 @@
-"""What calls cost: a Redis of one's own, every script's calls with the time of Redis' thread, and the units
-of cost they count.
+"""Measures script calls on a private Redis: the processor time of the Redis thread, and the cost that each
+script counts.
 """
 
 import asyncio
@@ -28,13 +28,14 @@ from grabstream.streams.deciding.sweeper import Sweeper
 from grabstream.streams.relaying import ownership
 from tests.lua.conftest import NOW, SEALER, take_over
 
-#: What a call may cost, µs of Redis' thread (lua/includes/cost.lua); and beside that, its last command.
+#: The greatest cost of a call, in µs of the Redis thread (lua/includes/cost.lua), and of the command that may
+#: exceed it at the end of the call.
 CALL_COST_MAX: Final = int(re.findall(r"call_max = (\d+)", loader.load("grab").text)[0])
 COMMAND_COST_MAX: Final = 3_000
-#: µs of Redis' thread that a plain grab takes on a quiet machine, in a call of PLAIN_GRABS.
+#: µs of the Redis thread per plain grab on a quiet machine, in a call of PLAIN_GRABS grabs.
 PLAIN_GRAB_US: Final = 3.8
 PLAIN_GRABS: Final = 500
-#: How much slower this machine may be than a quiet one, when times are looked at.
+#: Times are checked with this factor: how much slower than a quiet machine this machine may be.
 SLOWER: Final = 4
 
 _CALL_MAX: Final = re.compile(r"\bcall_max = \d+")
@@ -42,8 +43,8 @@ _SPEND: Final = "cost = cost + units"
 
 
 class Call(NamedTuple):
-    """A script's call: how long Redis' thread was busy, ms of its processor, and the units of cost that the
-    script counted.
+    """A call of a script: the processor time of the Redis thread in ms, and the cost that the script
+    counted.
     """
 
     script: str
@@ -53,7 +54,7 @@ class Call(NamedTuple):
 
 @cache
 def changed(name: str, call_max: int | None = None, counted: bool = False) -> Script:
-    """A script with another bound, or one that tells what it costs."""
+    """The script with another bound of cost, or, if `counted`, one that stores its cost in the key `cost`."""
     text = loader.assemble(name)
     if call_max is not None:
         text = _CALL_MAX.sub(f"call_max = {call_max}", text)
@@ -64,15 +65,15 @@ def changed(name: str, call_max: int | None = None, counted: bool = False) -> Sc
 
 @contextmanager
 def scripts(call_max: int | None = None, counted: bool = False) -> Iterator[None]:
-    """Scripts with another bound (1: one command a call), or such as tell what they cost."""
+    """Within it, scripts have another bound of cost (1: one command per call), or store their cost."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loader, "load", lambda name: changed(name, call_max, counted))
         yield
 
 
-class Measured:
-    """A shard alone on its server, a gate and a sweeper; while `measuring`, `calls` are what scripts were
-    called.
+class MeasuredShard:
+    """A shard alone on its server, with a gate and a sweeper. `calls` has the script calls made during the
+    last `measuring`.
     """
 
     def __init__(self, port: int) -> None:
@@ -80,8 +81,7 @@ class Measured:
         self.space = KeySpace("own", 1)
         self.now = NOW
         self.calls: list[Call] = []
-        #: How many times as long as on a quiet machine a plain grab took, at best, while `longest_of`
-        #: measured.
+        #: The time of a plain grab during `longest_of`, at best, as a multiple of that on a quiet machine.
         self.slowness = 1.0
 
     async def begin(self) -> None:
@@ -99,13 +99,13 @@ class Measured:
         return await self.gate.decide(commands, "decided")
 
     async def cpu_ms(self) -> float:
-        """How long Redis' thread was busy so far."""
+        """Processor time of the Redis thread since the server started, in ms."""
         info = await self.redis.info("cpu")
         return 1_000 * float(info["used_cpu_sys_main_thread"] + info["used_cpu_user_main_thread"])
 
     @contextmanager
     def measuring(self, counted: bool = False) -> Iterator[list[Call]]:
-        """One call after the other."""
+        """Measures script calls, one at a time; with `counted`, also their cost."""
         self.calls = []
         real, one_at_a_time = gate_calls.run_script, asyncio.Lock()
 
@@ -127,9 +127,7 @@ class Measured:
             yield self.calls
 
     async def calls_of(self, act: Callable[[], Awaitable[object]]) -> list[tuple[str, float]]:
-        """The script of each call made meanwhile, in order, and how long Redis' thread was busy with it,
-        ms.
-        """
+        """The script and the time (ms of the Redis thread) of each call that `act` makes, in order."""
         with self.measuring() as calls:
             await act()
         return [(call.script, call.cpu_ms) for call in calls]
@@ -140,37 +138,37 @@ class Measured:
         act: Callable[[], Awaitable[object]],
         repetitions: int = 3,
     ) -> dict[str, float]:
-        """The longest call of each script, ms of Redis' thread, in what is done after a preparation, both
-        repeated on an empty server.
+        """The longest call of each script that `act` makes after `prepare`, in ms of the Redis thread.
 
-        Of each call the shortest of its repetitions counts: who shares the machine makes them longer.
+        Both are repeated on an empty server. Of each call the shortest repetition counts, since other
+        processes on the machine make calls longer.
         """
         for name in loader.script_names():
             await self.redis.script_load(loader.load(name).text)
-        made: list[list[tuple[str, float]]] = []
-        plain: list[float] = []
+        repeated: list[list[tuple[str, float]]] = []
+        plain_grabs_ms: list[float] = []
         for _ in range(repetitions):
-            await self._begin_anew()
-            plain += await self._plain_calls()
-            await self._begin_anew()
+            await self._restart()
+            plain_grabs_ms += await self._plain_calls()
+            await self._restart()
             await prepare()
-            made.append(await self.calls_of(act))
-        self.slowness = max(1.0, min(plain) * 1_000 / PLAIN_GRABS / PLAIN_GRAB_US)
-        assert len({tuple(name for name, _ in calls) for calls in made}) == 1, (
+            repeated.append(await self.calls_of(act))
+        self.slowness = max(1.0, min(plain_grabs_ms) * 1_000 / PLAIN_GRABS / PLAIN_GRAB_US)
+        assert len({tuple(name for name, _ in calls) for calls in repeated}) == 1, (
             "each repetition makes the same calls"
         )
-        found: dict[str, float] = {}
-        for calls in zip(*made, strict=True):
+        longest: dict[str, float] = {}
+        for calls in zip(*repeated, strict=True):
             script = calls[0][0]
-            found[script] = max(found.get(script, 0.0), min(took for _, took in calls))
-        return found
+            longest[script] = max(longest.get(script, 0.0), min(took for _, took in calls))
+        return longest
 
-    async def _begin_anew(self) -> None:
+    async def _restart(self) -> None:
         await self.gate.close()
         await self.begin()
 
     async def _plain_calls(self) -> list[float]:
-        """The ms of calls of plain grabs."""
+        """The times of calls of PLAIN_GRABS plain grabs, in ms."""
         terms = EnvelopeTerms(issuer="a", funding="f", asset="CNY", total=10**9, parts=5 * PLAIN_GRABS)
         await self.decide([Open(id="o", offer="o", terms=terms)])
 
@@ -188,11 +186,11 @@ class Measured:
 
 
 def longest(calls: Sequence[Call]) -> dict[str, Call]:
-    """The longest call of each script, and the dearest."""
+    """The greatest time and the greatest cost among the calls of each script."""
     by_script: dict[str, list[Call]] = defaultdict(list)
     for call in calls:
         by_script[call.script].append(call)
     return {
-        name: Call(name, max(one.cpu_ms for one in of), max(one.cost for one in of))
+        name: Call(name, max(call.cpu_ms for call in of), max(call.cost for call in of))
         for name, of in sorted(by_script.items())
     }

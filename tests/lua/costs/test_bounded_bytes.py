@@ -1,8 +1,8 @@
-"""What a call may cost goes by the bytes it handles, too: of arguments, event lines, answers, records, lists.
+"""The cost of a call includes the bytes it handles: of arguments, event lines, answers, records and lists.
 
-Redis' Lua hashes every string that it makes, so a long text costs by its length each time it is made, read or
-joined. The shapes here are legal lists that are long by their bytes and short by their number; of each call
-the shortest of its repetitions counts, in ms of Redis' thread, since others use this machine.
+The Lua of Redis hashes every string it makes. So a long text costs in proportion to its length each time it
+is made, read or joined. These tests send legal lists of few commands with many bytes. Of each call the
+shortest repetition counts, in ms of the Redis thread, since other processes use this machine.
 """
 
 import asyncio
@@ -22,17 +22,17 @@ from grabstream.models.offers import CouponTerms, EnvelopeTerms, Limit, StockTer
 from grabstream.streams.relaying.ownership import OwnedShard
 from tests.lua.conftest import SEALER, event_lines
 from tests.lua.costs.bounded_bytes import ATTRIBUTES, ENTRIES, codes, loads
-from tests.lua.costs.calls import CALL_COST_MAX, COMMAND_COST_MAX, Call, Measured, changed
+from tests.lua.costs.calls import CALL_COST_MAX, COMMAND_COST_MAX, Call, MeasuredShard, changed
 from tests.lua.histories.recovered import fold
 from tests.lua.histories.scene import Scene
 
 
 @pytest.fixture
-async def system(own_server: Any) -> AsyncIterator[Measured]:
-    one = Measured(own_server[1])
-    await one.begin()
-    yield one
-    await one.end()
+async def system(private_server: Any) -> AsyncIterator[MeasuredShard]:
+    system = MeasuredShard(private_server[1])
+    await system.begin()
+    yield system
+    await system.end()
 
 
 def coupons(total: int, **more: Any) -> Terms:
@@ -46,28 +46,30 @@ def adjusts(count: int, offer: str) -> list[AnyCommand]:
     ]
 
 
-async def decided(system: Measured, commands: Sequence[AnyCommand], *outcomes: str) -> None:
+async def decided(system: MeasuredShard, commands: Sequence[AnyCommand], *outcomes: str) -> None:
     answers = await system.decide(commands)
     assert {answer.outcome for answer in answers} <= set(outcomes), {
         (answer.outcome, answer.message) for answer in answers
     }
 
 
-async def with_coupons(system: Measured, count: int, **more: Any) -> None:
+async def with_coupons(system: MeasuredShard, count: int, **more: Any) -> None:
     await decided(system, [Open(id="open", offer="o", terms=coupons(count, **more))], "opened")
     await decided(system, loads("o", "codes", codes(count)), "loaded")
 
 
 async def shortest_of(
-    system: Measured,
+    system: MeasuredShard,
     prepare: Callable[[], Awaitable[object]],
     act: Callable[[], Awaitable[object]],
     repetitions: int = 3,
 ) -> list[Call]:
-    """Each call with the least time it took in the repetitions."""
+    """Each call that `act` makes after `prepare`, with its shortest time and greatest cost of the
+    repetitions.
+    """
     for name in script_names():
         await system.redis.script_load(changed(name, counted=True).text)
-    made: list[list[Call]] = []
+    repeated: list[list[Call]] = []
     for _ in range(repetitions):
         await system.redis.flushall()
         await system.gate.close()
@@ -75,10 +77,12 @@ async def shortest_of(
         await prepare()
         with system.measuring(counted=True) as calls:
             await act()
-        made.append(list(calls))
+        repeated.append(list(calls))
     return [
-        Call(of[0].script, min(call.cpu_ms for call in of), max(call.cost for call in of))
-        for of in zip(*made, strict=True)
+        Call(
+            same_call[0].script, min(call.cpu_ms for call in same_call), max(call.cost for call in same_call)
+        )
+        for same_call in zip(*repeated, strict=True)
     ]
 
 
@@ -89,10 +93,12 @@ def check_bounded(calls: Sequence[Call]) -> None:
     assert max(call.cpu_ms for call in calls) < 10, sorted(calls, key=lambda call: -call.cpu_ms)[:5]
 
 
-# -- lists that are long by their bytes ----------------------------------------------------------------------
+# -- lists of many bytes -------------------------------------------------------------------------------------
 
 
-async def test_grabs_of_the_longest_codes_in_one_list_and_again(system: Measured) -> None:
+async def test_calls_for_grabs_of_the_longest_codes_and_their_repeats_are_bounded(
+    system: MeasuredShard,
+) -> None:
     grabs = [Grab(id=f"g{n}", offer="o", user=f"u{n}", quantity=100) for n in range(12)]
 
     async def act() -> None:
@@ -102,7 +108,7 @@ async def test_grabs_of_the_longest_codes_in_one_list_and_again(system: Measured
     check_bounded(await shortest_of(system, lambda: with_coupons(system, 1_200), act))
 
 
-async def test_adjusts_of_the_longest_names_in_one_list(system: Measured) -> None:
+async def test_calls_for_adjusts_with_the_longest_names_are_bounded(system: MeasuredShard) -> None:
     offer = "q" * 57 + ":" + "r" * 6
 
     async def prepare() -> None:
@@ -115,7 +121,7 @@ async def test_adjusts_of_the_longest_names_in_one_list(system: Measured) -> Non
     assert len(calls) > 10
 
 
-async def test_grabs_of_the_longest_attributes_in_one_list(system: Measured) -> None:
+async def test_calls_for_grabs_with_the_longest_attributes_are_bounded(system: MeasuredShard) -> None:
     async def prepare() -> None:
         await decided(
             system, [Open(id="open", offer="o", terms=StockTerms(issuer="i", total=10**6))], "opened"
@@ -125,7 +131,7 @@ async def test_grabs_of_the_longest_attributes_in_one_list(system: Measured) -> 
     check_bounded(await shortest_of(system, prepare, lambda: decided(system, grabs, "granted")))
 
 
-async def test_an_outbox_of_long_lines_is_read_and_applied_in_bounded_calls(system: Measured) -> None:
+async def test_an_outbox_of_long_lines_is_read_and_applied_in_bounded_calls(system: MeasuredShard) -> None:
     async def prepare() -> None:
         await with_coupons(system, 1_000)
         await decided(
@@ -135,9 +141,9 @@ async def test_an_outbox_of_long_lines_is_read_and_applied_in_bounded_calls(syst
 
     async def act() -> None:
         shard = OwnedShard(system.redis, system.keys)
-        own = (await shard.raise_term(0)).ownership
+        ownership = (await shard.raise_term(0)).ownership
         seq = 0
-        while lines := (await shard.read_outbox(own, seq)).lines:
+        while lines := (await shard.read_outbox(ownership, seq)).lines:
             assert sum(map(len, lines)) < 3 * 131_072
             seq += len(lines)
         await fold(
@@ -153,7 +159,7 @@ async def test_an_outbox_of_long_lines_is_read_and_applied_in_bounded_calls(syst
     check_bounded(calls)
 
 
-async def test_long_answers_of_retired_offers_are_deleted_in_bounded_calls(system: Measured) -> None:
+async def test_long_answers_of_retired_offers_are_deleted_in_bounded_calls(system: MeasuredShard) -> None:
     async def prepare() -> None:
         await system.decide([Open(id="stays", offer="c:stays", terms=StockTerms(issuer="i", total=1))])
         await decided(
@@ -174,16 +180,18 @@ async def test_long_answers_of_retired_offers_are_deleted_in_bounded_calls(syste
     check_bounded(await shortest_of(system, prepare, act))
 
 
-async def test_a_run_of_plain_grabs_whose_ids_have_long_answers(system: Measured) -> None:
-    """Answers of coupons with codes, in the same campaign: whether there is one is asked, it is not read."""
-    old = [Grab(id=f"g{n}", offer="c:o", user=f"u{n}", quantity=100) for n in range(12)]
-    again = [Grab(id=grab.id, offer="c:e", user=f"v{n}") for n, grab in enumerate(old)]
+async def test_calls_for_plain_grabs_whose_ids_have_long_answers_are_bounded(system: MeasuredShard) -> None:
+    """The ids have stored answers with codes, in the same campaign. The script asks whether they exist,
+    without reading them.
+    """
+    with_codes = [Grab(id=f"g{n}", offer="c:o", user=f"u{n}", quantity=100) for n in range(12)]
+    again = [Grab(id=grab.id, offer="c:e", user=f"v{n}") for n, grab in enumerate(with_codes)]
     new = [Grab(id=f"n{n}", offer="c:e", user=f"w{n}") for n in range(100)]
 
     async def prepare() -> None:
         await decided(system, [Open(id="open", offer="c:o", terms=coupons(1_200))], "opened")
         await decided(system, loads("c:o", "codes", codes(1_200)), "loaded")
-        await decided(system, old, "granted")
+        await decided(system, with_codes, "granted")
         envelope = EnvelopeTerms(issuer="a", funding="f", asset="CNY", total=10**6, parts=1_000)
         await decided(system, [Open(id="open-e", offer="c:e", terms=envelope)], "opened")
 
@@ -204,9 +212,9 @@ def basket(quantities: Sequence[int], name: str = "b") -> list[Grab]:
     ]
 
 
-async def test_a_basket_at_its_bounds_fits_a_call(system: Measured) -> None:
-    """Ten grabs under eight limits that get 100 of the longest codes; those that ask for more are refused,
-    before anything is read.
+async def test_calls_for_a_basket_at_its_bounds_are_bounded(system: MeasuredShard) -> None:
+    """Ten grabs under eight limits get 100 of the longest codes. Baskets that ask for more are refused before
+    anything is read.
     """
     limits = tuple(
         Limit(by, per, 10**6)
@@ -223,48 +231,53 @@ async def test_a_basket_at_its_bounds_fits_a_call(system: Measured) -> None:
     check_bounded(await shortest_of(system, lambda: with_coupons(system, 300, limits=limits), act))
 
 
-async def test_codes_of_a_basket_are_bounded_where_it_gets_them_at_once(
+async def test_codes_that_a_basket_gets_at_once_are_bounded(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Lua and the rules say the same; a hold gets its codes later, a grab for itself gets as many alone."""
+    """Lua and the rules agree. Holds do not count, since they get their codes later. Earlier larger baskets
+    are repeated.
+    """
     for offer, hold_ms in (("c:now", None), ("c:held", 60_000)):
         await scene.open(
             CouponTerms(issuer="i", total=400, codes=True, max_per_grab=100, hold_ms=hold_ms), offer
         )
         await scene.do(Load, what="codes", chunk=1, chunks=1, items=tuple(f"code{n}" for n in range(400)))
 
-    async def of(name: str, *asked: tuple[str, int]) -> list[tuple[str, str | None]]:
+    async def decide_basket(name: str, *asked: tuple[str, int]) -> list[tuple[str, str | None]]:
         grabs = [
             Grab(id=f"{name}{n}", offer=offer, user="ann", quantity=quantity, basket=name)
             for n, (offer, quantity) in enumerate(asked)
         ]
         return [(answer.outcome, answer.message) for answer in await scene.decide_both(grabs)]
 
-    said = ("invalid", f"basket: its grabs get at most {CODES_PER_GRAB_MAX} codes together")
-    assert await of("a", ("c:now", 60), ("c:now", 41)) == [said, said]
-    assert await of("a", ("c:now", 60), ("c:now", 40)) == 2 * [("granted", None)]
-    assert await of("b", ("c:held", 100), ("c:held", 100), ("c:now", 100)) == [
+    refused = ("invalid", f"basket: its grabs get at most {CODES_PER_GRAB_MAX} codes together")
+    assert await decide_basket("a", ("c:now", 60), ("c:now", 41)) == [refused, refused]
+    assert await decide_basket("a", ("c:now", 60), ("c:now", 40)) == 2 * [("granted", None)]
+    assert await decide_basket("b", ("c:held", 100), ("c:held", 100), ("c:now", 100)) == [
         ("held", None),
         ("held", None),
         ("granted", None),
     ]
-    assert await of("a", ("c:now", 60), ("c:now", 40)) == 2 * [("granted", None)]
-    assert [outcome for outcome, _ in await of("d", ("c:now", 101), ("c:none", 1))] == ["invalid", "invalid"]
-    with monkeypatch.context() as before:
-        before.setattr("grabstream.models.rules.grabbing.CODES_PER_GRAB_MAX", 1_000)
-        before.setattr("grabstream.lua.loader.load", _with_more_codes)
-        assert await of("e", ("c:now", 60), ("c:now", 40), ("c:now", 1)) == 3 * [("granted", None)]
-    assert await of("e", ("c:now", 60), ("c:now", 40), ("c:now", 1)) == 3 * [("granted", None)]
+    assert await decide_basket("a", ("c:now", 60), ("c:now", 40)) == 2 * [("granted", None)]
+    assert [outcome for outcome, _ in await decide_basket("d", ("c:now", 101), ("c:none", 1))] == [
+        "invalid",
+        "invalid",
+    ]
+    with monkeypatch.context() as patch:
+        patch.setattr("grabstream.models.rules.grabbing.CODES_PER_GRAB_MAX", 1_000)
+        patch.setattr("grabstream.lua.loader.load", _with_more_codes)
+        assert await decide_basket("e", ("c:now", 60), ("c:now", 40), ("c:now", 1)) == 3 * [("granted", None)]
+    assert await decide_basket("e", ("c:now", 60), ("c:now", 40), ("c:now", 1)) == 3 * [("granted", None)]
 
 
 def _with_more_codes(name: str) -> Script:
-    """As scripts were before: a basket of theirs is still repeated."""
+    """The script of an earlier release, without this bound: the answers to its baskets are still repeated."""
     text = assemble(name).replace(f"codes_per_grab = {CODES_PER_GRAB_MAX}", "codes_per_grab = 1000")
     return Script(name, text, sha1(text.encode(), usedforsecurity=False).hexdigest())
 
 
-async def test_a_basket_whose_answers_are_too_long_to_be_read_at_once(system: Measured) -> None:
-    """Such as are known from grabs for themselves. Each is answered when it is asked for by itself."""
+async def test_a_basket_whose_earlier_answers_are_too_long_together_is_invalid(system: MeasuredShard) -> None:
+    """The grabs were granted one by one before. Each still gets its answer if it is sent alone."""
     await with_coupons(system, 1_200)
     grabs = [Grab(id=f"g{n}", offer="o", user=f"u{n}", quantity=100, basket=f"b{n}") for n in range(12)]
     first = [(await system.decide([grab]))[0] for grab in grabs]
@@ -280,13 +293,13 @@ async def test_a_basket_whose_answers_are_too_long_to_be_read_at_once(system: Me
     ]
 
 
-# -- what is sent --------------------------------------------------------------------------------------------
+# -- arguments -----------------------------------------------------------------------------------------------
 
 
-async def test_arguments_of_a_call_are_bounded_and_hardly_sent_twice(
-    system: Measured, monkeypatch: pytest.MonkeyPatch
+async def test_arguments_of_a_call_are_bounded_and_rarely_sent_twice(
+    system: MeasuredShard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of one list, and of many callers at once."""
+    """For one list, and for many callers at once."""
     sent: list[int] = []
     real = calls.run_script
 
@@ -300,7 +313,7 @@ async def test_arguments_of_a_call_are_bounded_and_hardly_sent_twice(
     for commands in (adjusts(512, "o"), grabs):
         for at_once in (512, 4):
             sent.clear()
-            named = [msgspec.structs.replace(one, id=f"{one.id}-{at_once}") for one in commands]
+            named = [msgspec.structs.replace(command, id=f"{command.id}-{at_once}") for command in commands]
             await asyncio.gather(
                 *(
                     system.gate.decide(named[start : start + at_once], "decided")

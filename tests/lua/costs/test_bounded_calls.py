@@ -1,8 +1,8 @@
-"""No call of a script does more than a bounded sum of work; what does not fit goes into the next one, and
-nothing else differs.
+"""The work of each script call is bounded. Work that does not fit goes into the next call, which changes
+nothing else.
 
-Cost is counted by the scripts themselves (lua/includes/cost.lua) and held strictly; time is looked at
-loosely, since others use this machine. docs/performance.md has the times of a quiet one.
+The scripts count their cost themselves (lua/includes/cost.lua), and the tests check it strictly. They check
+time loosely, since other processes use this machine. docs/performance.md has the times of a quiet machine.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ from tests.lua.costs.calls import (
     COMMAND_COST_MAX,
     SLOWER,
     Call,
-    Measured,
+    MeasuredShard,
     changed,
     longest,
     scripts,
@@ -43,17 +43,19 @@ HOLD_MS = 60_000
 
 
 @pytest.fixture
-async def measured(own_server: Any) -> AsyncIterator[Measured]:
-    one = Measured(own_server[1])
-    await one.begin()
-    yield one
-    await one.end()
+async def measured(private_server: Any) -> AsyncIterator[MeasuredShard]:
+    measured = MeasuredShard(private_server[1])
+    await measured.begin()
+    yield measured
+    await measured.end()
 
 
 async def with_queue(
-    system: Measured, offer: str, waiting: int, units: int = 1, holds: int = 1, **terms: Any
+    system: MeasuredShard, offer: str, waiting: int, units: int = 1, holds: int = 1, **terms: Any
 ) -> None:
-    """An offer whose units are all held, and as many who wait for one of them."""
+    """Opens an offer all of whose units are held, with `waiting` grabs on its waiting list, for one unit
+    each.
+    """
     opening = StockTerms(
         issuer="i", total=units * holds, hold_ms=HOLD_MS, waiting_list=True, max_per_grab=units, **terms
     )
@@ -69,11 +71,13 @@ async def with_queue(
     assert {answer.outcome for answer in await system.decide(commands)} <= {"opened", "held", "waiting"}
 
 
-# -- nothing else differs ------------------------------------------------------------------------------------
+# -- where calls end changes nothing -------------------------------------------------------------------------
 
 
-class OneByOne(HostileTwins):
-    """Calls with room for one thing: the sweeper takes what is due one by one, the first first."""
+class OneItemPerCallTwins(HostileTwins):
+    """Twins for calls with room for one item: each sweep ends all due holds, then all due offers, one by one
+    in order.
+    """
 
     async def sweep_some(self, how: Sweep) -> None:
         for number, state in enumerate(self.states):
@@ -88,36 +92,34 @@ class OneByOne(HostileTwins):
             for _, _, offer, name in sorted(holds, key=lambda hold: hold[:2]):
                 events += lapse(state, offer, name, now)
             while due := [offer for offer in state.offers.values() if self.now >= offer.due]:
-                events += fall_due(state, min(due, key=lambda one: (one.due, one.name)), now)
+                events += fall_due(state, min(due, key=lambda offer: (offer.due, offer.name)), now)
             await self._compare(number, events)
 
 
 @pytest.mark.parametrize("seed", range(2))
-async def test_histories_with_one_command_a_call(servers: Settings, seed: int) -> None:
-    """Answers, events, state, and what a recovery makes of them, as the rules have it: where calls end
-    changes nothing.
-    """
+async def test_histories_with_one_command_per_call_match_the_rules(servers: Settings, seed: int) -> None:
+    """Answers, events, state and recoveries are those of the rules, wherever calls end."""
     client = redis.asyncio.Redis.from_url(servers.redis_url)
     try:
         with scripts(call_max=1):
-            await play(client, random.Random(seed), 70, OneByOne())
+            await play(client, random.Random(seed), 70, OneItemPerCallTwins())
     finally:
         await client.aclose()
 
 
-async def test_a_list_is_decided_in_its_order_in_however_many_calls(
-    servers: Settings, measured: Measured
+async def test_a_list_is_decided_in_order_in_any_number_of_calls(
+    servers: Settings, measured: MeasuredShard
 ) -> None:
-    """Of several callers at once, each with releases and grabs in turn; every command has its answer, each
-    caller's in its order.
+    """Several callers send releases and then grabs at once. Every command gets its answer, and each caller's
+    commands are decided in their order.
     """
     await with_queue(measured, "o", 0, holds=400)
     lists = []
     for caller in range(4):
-        places = range(caller * 100, caller * 100 + 100)
+        numbers = range(caller * 100, caller * 100 + 100)
         lists.append(
-            [Release(id=f"r{n}", offer="o", grab=f"o-h{n}") for n in places]
-            + [Grab(id=f"g{n}", offer="o", user=f"v{n}") for n in places]
+            [Release(id=f"r{n}", offer="o", grab=f"o-h{n}") for n in numbers]
+            + [Grab(id=f"g{n}", offer="o", user=f"v{n}") for n in numbers]
         )
     with scripts(call_max=200):
         answers = await asyncio.gather(*(measured.decide(commands) for commands in lists))
@@ -130,7 +132,7 @@ async def test_a_list_is_decided_in_its_order_in_however_many_calls(
     assert len(lines) == 1 + 400 + 800
 
 
-async def test_baskets_are_not_torn(measured: Measured) -> None:
+async def test_a_basket_is_never_split_between_calls(measured: MeasuredShard) -> None:
     terms = StockTerms(issuer="i", total=100)
     await measured.decide([Open(id=f"open-{n}", offer=f"c:{n}", terms=terms) for n in range(80)])
     baskets: list[AnyCommand] = []
@@ -147,7 +149,7 @@ async def test_baskets_are_not_torn(measured: Measured) -> None:
     assert len(grants) >= 20
 
 
-# -- a bounded sum of work -----------------------------------------------------------------------------------
+# -- the work of a call is bounded ---------------------------------------------------------------------------
 
 
 def check_bounded(calls: list[Call]) -> None:
@@ -157,8 +159,8 @@ def check_bounded(calls: list[Call]) -> None:
         assert call.cpu_ms < 10 * SLOWER, call
 
 
-async def check_whole(system: Measured) -> None:
-    """The books, the promises, and a recovery, which is bounded as well."""
+async def check_whole(system: MeasuredShard) -> None:
+    """Checks the books, the promises, and a recovery, whose calls are bounded too."""
     lines = await event_lines(system.redis, system.space, 0)
     check_books(lines)
     check_promises(lines)
@@ -166,15 +168,15 @@ async def check_whole(system: Measured) -> None:
     with system.measuring(counted=True) as calls:
         await fold(system.redis, keys, lines, SEALER, 1)
     check_bounded(calls)
-    live, made = (
+    live, recovered = (
         await contents(system.redis, system.keys, system.now),
         await contents(system.redis, keys, system.now),
     )
-    assert not differences(live, made)
+    assert not differences(live, recovered)
 
 
-async def test_many_holds_that_end_together_with_many_who_wait(measured: Measured) -> None:
-    """256 holds of 6 units, 1,536 who wait."""
+async def test_calls_are_bounded_when_many_holds_end_before_a_long_queue(measured: MeasuredShard) -> None:
+    """256 holds of 6 units each, 1,536 waiting grabs."""
     await with_queue(measured, "o", 1_536, units=6, holds=256)
     measured.now += HOLD_MS + 1
     with measured.measuring(counted=True) as calls:
@@ -184,7 +186,7 @@ async def test_many_holds_that_end_together_with_many_who_wait(measured: Measure
     await check_whole(measured)
 
 
-async def test_many_releases_in_one_list_with_many_who_wait(measured: Measured) -> None:
+async def test_calls_are_bounded_for_many_releases_before_a_long_queue(measured: MeasuredShard) -> None:
     limits = tuple(Limit(by, per, 100) for by in ("user", "card") for per in ("offer", "hour", "day", "week"))
     await with_queue(measured, "o", 1_280, units=5, holds=256, limits=limits)
     with measured.measuring(counted=True) as calls:
@@ -194,7 +196,7 @@ async def test_many_releases_in_one_list_with_many_who_wait(measured: Measured) 
     assert await measured.redis.zcard(measured.keys.holds) == 1_280
 
 
-async def test_many_closed_offers_with_queues(measured: Measured) -> None:
+async def test_calls_are_bounded_when_many_offers_with_queues_close(measured: MeasuredShard) -> None:
     for n in range(OFFERS_AT_ONCE_MAX):
         await with_queue(measured, f"o{n}", 30)
     with measured.measuring(counted=True) as calls:
@@ -206,8 +208,10 @@ async def test_many_closed_offers_with_queues(measured: Measured) -> None:
     await check_whole(measured)
 
 
-async def test_many_offers_grabs_and_lists_in_one_call(measured: Measured) -> None:
-    """Offers by the hundred, eight limits, codes by the hundred, long lists, parts by the ten thousand."""
+async def test_calls_are_bounded_for_many_offers_grabs_and_loads(measured: MeasuredShard) -> None:
+    """Hundreds of offers with eight limits each, long lists of codes, grabs of 100 codes, envelopes of 20,000
+    parts.
+    """
     limits = tuple(Limit(by, per, 100) for by in ("user", "card") for per in ("offer", "hour", "day", "week"))
     opens = [
         Open(id=f"open-{n}", offer=f"o{n}", terms=StockTerms(issuer="i", total=100, limits=limits))
@@ -250,7 +254,7 @@ async def test_many_offers_grabs_and_lists_in_one_call(measured: Measured) -> No
     await check_whole(measured)
 
 
-async def test_newcomers_pass_nobody_while_a_queue_is_served_in_steps(measured: Measured) -> None:
+async def test_a_new_grab_does_not_overtake_a_queue_that_is_served_in_steps(measured: MeasuredShard) -> None:
     await with_queue(measured, "o", 200)
     [amended] = await measured.decide([Amend(id="a", offer="o", changes=Changes(total=150))])
     assert amended.outcome == "amended"
@@ -262,9 +266,9 @@ async def test_newcomers_pass_nobody_while_a_queue_is_served_in_steps(measured: 
     assert {name.decode() for name in held} == {"o/o-h0", *(f"o/o-w{n}" for n in range(149))}
 
 
-async def test_the_longest_call_of_hostile_histories(measured: Measured) -> None:
-    """Cost and time of Redis' thread of every call; and by SLOWLOG, which counts also how long others kept
-    the thread from running.
+async def test_calls_of_hostile_histories_are_bounded(measured: MeasuredShard) -> None:
+    """Checks cost and time of every call, and the times in SLOWLOG, which include the time during which other
+    processes kept the Redis thread from running.
     """
     await measured.redis.config_set("slowlog-log-slower-than", 0)
     await measured.redis.config_set("slowlog-max-len", 1_000_000)
@@ -281,12 +285,12 @@ async def test_the_longest_call_of_hostile_histories(measured: Measured) -> None
     assert max(slowest.values()) < 10 * SLOWER * SLOWER, slowest
 
 
-# -- nobody waits for another --------------------------------------------------------------------------------
+# -- no work waits for other work ----------------------------------------------------------------------------
 
 
-async def test_a_hold_ends_in_time_beside_retirement_and_cleaning(measured: Measured) -> None:
-    """200 empty offers of a campaign retire beside one with many grabs, whose answers are of the same
-    campaign.
+async def test_a_hold_ends_before_offers_retire_and_answers_are_cleaned(measured: MeasuredShard) -> None:
+    """200 empty offers retire. Their campaign has another offer with many grabs, whose answers are in the
+    same hash.
     """
     await measured.decide(
         [
@@ -310,7 +314,7 @@ async def test_a_hold_ends_in_time_beside_retirement_and_cleaning(measured: Meas
     with measured.measuring(counted=True) as calls:
         await measured.sweeper.sweep(measured.now)
         assert next(call.script for call in calls) == "expire"
-        # One look at each: nothing is done for the answers of the live offer, however many there are.
+        # One step per offer: the answers of the live offer add no calls, however many they are.
         assert len([call for call in calls if call.script == "sweep"]) <= 200 // OFFERS_AT_ONCE_MAX + 4
         assert await measured.redis.scard(measured.keys.retired) == 200
         await measured.sweeper.clean(measured.now)
@@ -318,8 +322,8 @@ async def test_a_hold_ends_in_time_beside_retirement_and_cleaning(measured: Meas
     assert await measured.redis.hlen(measured.keys.answers("c")) == 20_001
 
 
-async def test_what_falls_due_now_does_not_stand_behind_all_that_retires(measured: Measured) -> None:
-    """A queue is served on in the second call, whatever else is due."""
+async def test_a_due_queue_is_served_before_all_due_offers_retire(measured: MeasuredShard) -> None:
+    """The second call serves the queue, whatever else is due."""
     many = 10 * OFFERS_AT_ONCE_MAX
     await measured.decide(
         [
@@ -337,8 +341,8 @@ async def test_what_falls_due_now_does_not_stand_behind_all_that_retires(measure
     assert await measured.redis.zcard(measured.keys.holds) == 40
 
 
-async def test_counted_refusals_are_all_flushed(measured: Measured) -> None:
-    """36,000 fields, of which new ones come all the time."""
+async def test_every_count_of_refusals_is_flushed(measured: MeasuredShard) -> None:
+    """36,000 fields, and new fields are added all the time."""
     fields = {f"1000:32:offer-{n}": 1 for n in range(36_000)}
     await measured.redis.hset(measured.keys.demand, mapping=fields)
     written: list[tuple[int, int, str, int]] = []
@@ -354,30 +358,32 @@ async def test_counted_refusals_are_all_flushed(measured: Measured) -> None:
     assert all(b":now-" in name for name in await measured.redis.hkeys(measured.keys.demand))
 
 
-async def test_more_holds_than_a_call_sees_end_in_one_sweep(measured: Measured) -> None:
+async def test_one_sweep_ends_more_holds_than_one_call_reads(measured: MeasuredShard) -> None:
     await with_queue(measured, "o", 0, holds=3 * HOLDS_AT_ONCE_MAX + 5)
     measured.now += HOLD_MS + 1
     assert await measured.sweeper.sweep(measured.now) == 3 * HOLDS_AT_ONCE_MAX + 5
     assert await measured.redis.zcard(measured.keys.holds) == 0
 
 
-async def test_operators_see_the_longest_calls(measured: Measured) -> None:
-    """Of this system's scripts, by SLOWLOG; not those of another on the same server."""
+async def test_slow_scripts_lists_the_longest_calls_of_its_system(measured: MeasuredShard) -> None:
+    """The longest calls in SLOWLOG, of this system's scripts only, not of another system on the same
+    server.
+    """
     await measured.redis.config_set("slowlog-log-slower-than", 0)
     await measured.decide(
         [Open(id=f"open-{n}", offer=f"o{n}", terms=StockTerms(issuer="i", total=1)) for n in range(2)]
     )
     await measured.decide([Open(id="again", offer="o9", terms=StockTerms(issuer="i", total=1))])
-    [known] = [one for one in await slow_scripts(measured.redis, "own") if one.script == "open"]
+    [known] = [call for call in await slow_scripts(measured.redis, "own") if call.script == "open"]
     assert known.calls >= 1
     assert known.longest_ms > 0
     assert await slow_scripts(measured.redis, "ow") == []
 
 
-async def test_operators_see_how_long_the_longest_call_was_since_the_server_started(
-    measured: Measured,
+async def test_script_calls_shows_the_longest_call_since_the_server_started(
+    measured: MeasuredShard,
 ) -> None:
-    """Also of calls that no SLOWLOG has."""
+    """Includes calls that SLOWLOG does not have."""
     await measured.redis.config_set("slowlog-log-slower-than", -1)
     await measured.redis.config_resetstat()
     assert await script_calls(measured.redis) == []

@@ -1,9 +1,9 @@
-"""What a script counts of its cost is a fair part of what it costs, for every command at its bounds: no flat
-constant stands for long texts.
+"""The cost that a script counts is a fair part of the time it takes, for every command at its bounds. A flat
+constant for long texts would fail this.
 
-Time is that of Redis' thread, the shortest of several repetitions, and taken as a multiple of what a
-reference takes: so it hardly depends on how fast the machine is, or who else uses it. What any call takes
-whatever it holds is taken off before.
+Times are those of the Redis thread, the shortest of several repetitions, divided by the slowness of a
+reference script. So they depend little on the speed and the load of the machine. A constant time per call is
+subtracted first.
 """
 
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -31,18 +31,18 @@ from grabstream.models.commands import (
 from grabstream.models.offers import Changes, CouponTerms, EnvelopeTerms, Hours, Limit, StockTerms
 from tests.lua.conftest import SEALER, event_lines
 from tests.lua.costs.bounded_bytes import ATTRIBUTES, ENTRIES, LONG, codes, loads
-from tests.lua.costs.calls import Call, Measured, changed
+from tests.lua.costs.calls import Call, MeasuredShard, changed
 from tests.lua.histories.recovered import fold
 
-#: Of the µs that the calls of a script took, on a quiet machine, at least so many must be counted.
+#: The least counted cost as a share of the µs that the calls take on a quiet machine.
 COUNTED_AT_LEAST: Final = 0.5
-#: What a call takes whatever it holds, µs.
+#: Constant time of a call, µs.
 EVERY_CALL_US: Final = 300
-#: A reference: strings of 100,000 characters are made, which is what long texts cost; and what it takes on a
-#: quiet machine, µs.
+#: A reference script, which makes strings of 100,000 characters as calls with long texts do; and its time on
+#: a quiet machine, µs.
 REFERENCE: Final = "local text = ARGV[1] for i = 1, 20 do local made = text .. i end"
 REFERENCE_US: Final = 2_870
-#: What its plain grabs take there, with names of the greatest length.
+#: Time on a quiet machine of the history's plain grabs, whose names have the greatest length, µs.
 PLAIN_GRABS_US: Final = 5_100 + 3 * EVERY_CALL_US
 
 HOUR: Final = 3_600_000
@@ -68,7 +68,7 @@ def orders(offer: str, count: int, make: Callable[[str, str], AnyCommand]) -> li
 
 
 def history() -> dict[str, list[AnyCommand]]:
-    """Every command at its bounds, by what it is called; in the order they are sent."""
+    """Commands at their bounds by name of the step, in the order in which they are sent."""
     coupon = CouponTerms(
         issuer="i",
         total=800,
@@ -108,10 +108,10 @@ def history() -> dict[str, list[AnyCommand]]:
             for n in range(count)
         ]
 
-    def settled(offer: str, kind: Any, tag: str, places: Sequence[int], **more: Any) -> list[AnyCommand]:
+    def settled(offer: str, kind: Any, tag: str, numbers: Sequence[int], **more: Any) -> list[AnyCommand]:
         return [
             kind(id=named(f"{offer}-{tag}", n), offer=offer, grab=named(f"{offer}-g", n), **more)
-            for n in places
+            for n in numbers
         ]
 
     def operated(kind: Any, tag: str, count: int, **more: Any) -> list[AnyCommand]:
@@ -157,15 +157,15 @@ def history() -> dict[str, list[AnyCommand]]:
 
 
 @pytest.fixture
-async def system(own_server: Any) -> AsyncIterator[Measured]:
-    one = Measured(own_server[1])
-    await one.begin()
-    yield one
-    await one.end()
+async def system(private_server: Any) -> AsyncIterator[MeasuredShard]:
+    system = MeasuredShard(private_server[1])
+    await system.begin()
+    yield system
+    await system.end()
 
 
-async def slowness(system: Measured) -> float:
-    """How many times as long as on a quiet machine a reference takes now."""
+async def slowness(system: MeasuredShard) -> float:
+    """The time of the reference now, at best, as a multiple of its time on a quiet machine; at least 1."""
     took = []
     for _ in range(10):
         before = await system.cpu_ms()
@@ -174,25 +174,26 @@ async def slowness(system: Measured) -> float:
     return max(1.0, min(took) / REFERENCE_US)
 
 
-async def play(system: Measured, counted: bool) -> dict[str, list[Call]]:
+async def play(system: MeasuredShard, counted: bool) -> dict[str, list[Call]]:
+    """Plays `history` on an empty server, then a recovery; returns the measured calls of each step."""
     await system.redis.flushall()
     await system.gate.close()
     await system.begin()
-    made: dict[str, list[Call]] = {}
+    calls_of_steps: dict[str, list[Call]] = {}
     for name, commands in history().items():
         with system.measuring(counted) as calls:
             answers = await system.decide(commands)
         refused = {(answer.outcome, answer.message) for answer in answers if not answer.positive}
         assert not refused, (name, refused)
-        made[name] = list(calls)
+        calls_of_steps[name] = list(calls)
     with system.measuring(counted) as calls:
         keys = type(system.space)("fold", 1).shard(0)
         await fold(system.redis, keys, await event_lines(system.redis, system.space, 0), SEALER, 1)
-    made["apply"] = [call for call in calls if call.script == "apply"]
-    return made
+    calls_of_steps["apply"] = [call for call in calls if call.script == "apply"]
+    return calls_of_steps
 
 
-async def test_what_is_counted_is_a_fair_part_of_what_it_takes(system: Measured) -> None:
+async def test_counted_cost_is_a_fair_share_of_the_time_of_each_step(system: MeasuredShard) -> None:
     for name in script_names():
         await system.redis.script_load(load(name).text)
         await system.redis.script_load(changed(name, counted=True).text)
@@ -200,11 +201,11 @@ async def test_what_is_counted_is_a_fair_part_of_what_it_takes(system: Measured)
     counted = await play(system, counted=True)
     took_us = {
         name: sum(
-            1_000 * min(repetition[name][place].cpu_ms for repetition in timed) for place in range(len(calls))
+            1_000 * min(repetition[name][index].cpu_ms for repetition in timed) for index in range(len(calls))
         )
         for name, calls in counted.items()
     }
-    # Of two references the one that others slow down more.
+    # The greater of two measures of slowness.
     slower = max(await slowness(system), took_us["grab plain"] / PLAIN_GRABS_US)
     shares = {
         name: sum(call.cost for call in calls) / max(took_us[name] / slower - EVERY_CALL_US * len(calls), 1)

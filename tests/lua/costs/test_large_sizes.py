@@ -1,8 +1,8 @@
-"""Sizes that no run of every day can have, each with what it took: `make nightly` plays them.
+"""Sizes too large for the daily tests; `make nightly` runs them, and each prints its times.
 
-A million holds that end in a second, twenty thousand offers that close at once, the retirement of an offer
-with a million grabs, a queue of a hundred thousand, two hundred thousand callers who go before they have
-their answer.
+A million holds that end within a second, twenty thousand offers that close at once, the retirement of an
+offer with a million grabs, a queue of a hundred thousand grabs, two hundred thousand callers that leave
+before they have their answers.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from grabstream.lua.gate.queue import QueueEntry
 from grabstream.models.commands import Amend, AnyCommand, Close, Grab, Open
 from grabstream.models.offers import Changes, EnvelopeTerms, StockTerms
 from tests.lua.conftest import event_lines
-from tests.lua.costs.calls import SLOWER, Measured, longest
+from tests.lua.costs.calls import SLOWER, MeasuredShard, longest
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(3_600)]
 
@@ -27,33 +27,33 @@ LIST = 2_000
 
 
 @pytest.fixture
-async def system(own_server: Any) -> AsyncIterator[Measured]:
-    one = Measured(own_server[1])
-    await one.begin()
-    yield one
-    await one.end()
+async def system(private_server: Any) -> AsyncIterator[MeasuredShard]:
+    system = MeasuredShard(private_server[1])
+    await system.begin()
+    yield system
+    await system.end()
 
 
-async def grab_all(system: Measured, offer: str, count: int, wait: bool = False) -> None:
-    """As many grabs by as many users; the outbox is emptied meanwhile, as a relay does."""
+async def grab_all(system: MeasuredShard, offer: str, count: int, wait: bool = False) -> None:
+    """Sends `count` grabs of as many users, and empties the outbox after each list, as a relay does."""
     for start in range(0, count, LIST):
-        places = range(start, min(start + LIST, count))
+        numbers = range(start, min(start + LIST, count))
         answers = await system.decide(
-            [Grab(id=f"g{n}", offer=offer, user=f"u{n}", wait=wait) for n in places]
+            [Grab(id=f"g{n}", offer=offer, user=f"u{n}", wait=wait) for n in numbers]
         )
         assert {answer.outcome for answer in answers} <= {"held", "granted", "waiting"}
         await system.redis.xtrim(system.keys.outbox, maxlen=0, approximate=False)
 
 
-def report(what: str, system: Measured, began: float) -> None:
-    """What it took, on this machine; no call may be long."""
-    print(f"\n{what}: {time.monotonic() - began:.1f} s, {len(system.calls):,} calls")
+def report(name: str, system: MeasuredShard, began: float) -> None:
+    """Prints times and number of calls since `began`; checks that no call is long."""
+    print(f"\n{name}: {time.monotonic() - began:.1f} s, {len(system.calls):,} calls")
     for call in longest(system.calls).values():
         print(f"  {call.script}: longest {call.cpu_ms:.1f} ms of Redis' thread")
         assert call.cpu_ms < 10 * SLOWER, call
 
 
-async def test_a_million_holds_that_end_in_a_second(system: Measured) -> None:
+async def test_a_million_holds_end_together_in_short_calls(system: MeasuredShard) -> None:
     count = 1_000_000
     await system.decide([Open(id="o", offer="o", terms=StockTerms(issuer="i", total=count, hold_ms=HOLD_MS))])
     for start in range(0, count, 100_000):
@@ -72,7 +72,7 @@ async def test_a_million_holds_that_end_in_a_second(system: Measured) -> None:
     assert await system.redis.hmget(system.keys.offer("o"), ["held", "units_left"]) == [b"0", b"%d" % count]
 
 
-async def test_twenty_thousand_offers_that_close_at_once(system: Measured) -> None:
+async def test_twenty_thousand_offers_close_at_once_in_short_calls(system: MeasuredShard) -> None:
     count = 20_000
     terms = StockTerms(
         issuer="i", total=5, hold_ms=3_600_000, waiting_list=True, closes_at=system.now + 1_000
@@ -98,7 +98,7 @@ async def test_twenty_thousand_offers_that_close_at_once(system: Measured) -> No
     assert sum(b'"offer.closed"' in line for line in lines) == count
 
 
-async def test_the_retirement_of_an_offer_with_a_million_grabs(system: Measured) -> None:
+async def test_an_offer_with_a_million_grabs_retires_in_short_calls(system: MeasuredShard) -> None:
     count = 1_000_000
     terms = EnvelopeTerms(
         issuer="a", funding="f", asset="CNY", total=10**9, parts=count, draw="at_grab", retire_after_ms=1
@@ -125,7 +125,7 @@ async def test_the_retirement_of_an_offer_with_a_million_grabs(system: Measured)
     assert await system.redis.hkeys(system.keys.answers("c")) == [b"other"]
 
 
-async def test_a_queue_of_a_hundred_thousand(system: Measured) -> None:
+async def test_a_queue_of_a_hundred_thousand_is_served_in_short_calls(system: MeasuredShard) -> None:
     count = 100_000
     terms = StockTerms(issuer="i", total=1, hold_ms=HOLD_MS * 1_000, waiting_list=True)
     await system.decide([Open(id="o", offer="o", terms=terms), Grab(id="first", offer="o", user="first")])
@@ -138,19 +138,23 @@ async def test_a_queue_of_a_hundred_thousand(system: Measured) -> None:
         assert await system.redis.zcard(system.keys.holds) == count // 2 + 1
         await system.decide([Close(id="c", offer="o")])
         await system.sweeper.sweep(system.now)
-    report("of a queue of a hundred thousand one half is served, the other sent home", system, began)
+    report(
+        "a queue of a hundred thousand: one half is served, the other half removed by the close",
+        system,
+        began,
+    )
     assert await system.redis.zcard(system.keys.of_offer("o")[7]) == 0
 
 
-async def test_two_hundred_thousand_callers_who_go(system: Measured) -> None:
-    """Callers that do not wait for their answers cost no other one its answer, and leave nothing behind in
-    the gate.
+async def test_two_hundred_thousand_callers_that_leave_cost_no_other_answer(system: MeasuredShard) -> None:
+    """Callers that do not wait for their answers cost no other caller its answer, and no entry of theirs
+    stays in the gate.
     """
-    count, kept = 200_000, 2_000
+    count, staying = 200_000, 2_000
     await system.decide([Open(id="o", offer="o", terms=StockTerms(issuer="i", total=10**9))])
     began = time.monotonic()
 
-    async def go(numbers: range) -> None:
+    async def leave(numbers: range) -> None:
         for start in numbers[::1_000]:
             callers = [
                 asyncio.create_task(system.decide([Grab(id=f"g{n}", offer="o", user=f"u{n}")]))
@@ -164,26 +168,26 @@ async def test_two_hundred_thousand_callers_who_go(system: Measured) -> None:
             await asyncio.gather(*callers, return_exceptions=True)
 
     async def stay() -> list[Any]:
-        commands: list[AnyCommand] = [Grab(id=f"k{n}", offer="o", user=f"k{n}") for n in range(kept)]
+        commands: list[AnyCommand] = [Grab(id=f"k{n}", offer="o", user=f"k{n}") for n in range(staying)]
         return [answer for command in commands for answer in await system.decide([command])]
 
-    _, answers = await asyncio.gather(go(range(count)), stay())
-    assert [answer.outcome for answer in answers] == ["granted"] * kept
-    again = await system.decide([Grab(id=f"k{n}", offer="o", user=f"k{n}") for n in range(kept)])
-    assert all(answer.repeated for answer in again)
+    _, answers = await asyncio.gather(leave(range(count)), stay())
+    assert [answer.outcome for answer in answers] == ["granted"] * staying
+    repeats = await system.decide([Grab(id=f"k{n}", offer="o", user=f"k{n}") for n in range(staying)])
+    assert all(answer.repeated for answer in repeats)
     lines = await event_lines(system.redis, system.space, 0)
-    assert len({line for line in lines if b'"command":"k' in line}) == kept
+    assert len({line for line in lines if b'"command":"k' in line}) == staying
     for shard in system.gate._shards:
         with suppress(TimeoutError):
             async with asyncio.timeout(10):
                 while shard.in_flight or shard.queued:
                     await asyncio.sleep(0.01)
         assert (list(shard.queue), shard.queued, shard.in_flight) == ([], 0, [])
-    del answers, again
+    del answers, repeats
     gc.collect()
-    left = sum(isinstance(one, QueueEntry) for one in gc.get_objects())
+    entries_left = sum(isinstance(object_, QueueEntry) for object_ in gc.get_objects())
     print(
-        f"\n{count:,} callers went in {time.monotonic() - began:.1f} s; {len(lines) - 1:,} grabs decided; "
-        f"{left} tickets left"
+        f"\n{count:,} callers left in {time.monotonic() - began:.1f} s; {len(lines) - 1:,} grabs decided; "
+        f"{entries_left} queue entries left"
     )
-    assert left < 10
+    assert entries_left < 10

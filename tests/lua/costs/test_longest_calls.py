@@ -1,9 +1,9 @@
-"""The longest call of each script for the largest legal input: below 10 ms of Redis' thread on a quiet
-machine.
+"""The longest call of each script for the largest legal input takes less than 10 ms of the Redis thread on a
+quiet machine.
 
-Others use this machine, so of each call the shortest of its repetitions counts, and a plain grab, measured in
-between, says how slow the machine is. What SLOWLOG has of such calls is longer: it counts also how long
-others kept the thread from running. docs/performance.md has the table.
+Other processes use this machine. So of each call the shortest repetition counts, and the time of a plain
+grab, measured between the repetitions, shows how slow the machine is. SLOWLOG shows longer times: it includes
+the time during which other processes kept the thread from running. docs/performance.md has the table.
 """
 
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -32,42 +32,42 @@ from grabstream.models.offers import Changes, CouponTerms, Limit, StockTerms
 from grabstream.streams.relaying.ownership import OwnedShard
 from grabstream.streams.relaying.recovery import Recovery
 from tests.lua.conftest import NOW, SEALER, event_lines
-from tests.lua.costs.calls import SLOWER, Measured
+from tests.lua.costs.calls import SLOWER, MeasuredShard
 from tests.lua.histories.recovered import fold
 
 HOUR = 3_600_000
 Act = Callable[[], Awaitable[None]]
-#: As many as an offer may have.
+#: As many limits as an offer may have.
 LIMITS = tuple(Limit(by, per, 10**6) for by in ("user", "card") for per in ("offer", "hour", "day", "week"))
 ATTRIBUTES = dict.fromkeys(("card", "a1", "a2", "a3", "a4", "a5", "a6", "a7"), "v" * 64)
 
 
 @pytest.fixture
-async def system(own_server: Any) -> AsyncIterator[Measured]:
-    one = Measured(own_server[1])
-    await one.begin()
-    yield one
-    await one.end()
+async def system(private_server: Any) -> AsyncIterator[MeasuredShard]:
+    system = MeasuredShard(private_server[1])
+    await system.begin()
+    yield system
+    await system.end()
 
 
-async def decided(system: Measured, commands: list[AnyCommand], *outcomes: str) -> list[Answer]:
+async def decided(system: MeasuredShard, commands: list[AnyCommand], *outcomes: str) -> list[Answer]:
     answers = await system.decide(commands)
     assert {answer.outcome for answer in answers} <= set(outcomes), answers
     return answers
 
 
-async def check(system: Measured, prepare: Act, act: Act, *scripts: str, repetitions: int = 3) -> None:
+async def check(system: MeasuredShard, prepare: Act, act: Act, *scripts: str, repetitions: int = 3) -> None:
     longest = await system.longest_of(prepare, act, repetitions)
-    said = {name: round(took, 1) for name, took in longest.items()}
-    print(f"\n{said} ms; a plain grab took {system.slowness:.1f} times as long as on a quiet machine")
+    rounded = {name: round(took, 1) for name, took in longest.items()}
+    print(f"\n{rounded} ms; a plain grab took {system.slowness:.1f} times as long as on a quiet machine")
     assert set(scripts) <= longest.keys()
     assert max(longest.values()) < 10 * max(SLOWER, system.slowness), longest
 
 
-async def waiting(system: Measured, offer: str, count: int, quantity: int, **more: Any) -> None:
-    """Grabs that wait, each for so many units."""
+async def waiting(system: MeasuredShard, offer: str, count: int, quantity: int, **more: Any) -> None:
+    """Adds `count` grabs to the waiting list, each for `quantity` units."""
     for start in range(0, count, 1_000):
-        places = range(start, min(start + 1_000, count))
+        numbers = range(start, min(start + 1_000, count))
         grabs: list[AnyCommand] = [
             Grab(
                 id=f"{offer}-w{n}",
@@ -78,14 +78,14 @@ async def waiting(system: Measured, offer: str, count: int, quantity: int, **mor
                 attributes=ATTRIBUTES,
                 **more,
             )
-            for n in places
+            for n in numbers
         ]
         await decided(system, grabs, "waiting")
 
 
-async def test_a_basket_over_offers_with_queues(system: Measured) -> None:
-    """Units are left that suffice for none of the first hundred who wait in each; the basket takes them, and
-    a second one fails.
+async def test_calls_of_a_basket_over_offers_with_queues_are_short(system: MeasuredShard) -> None:
+    """The units left in each offer suffice for none of its first hundred waiting grabs. One basket takes
+    them, a second basket is refused.
     """
     names = [f"c:{n}" for n in range(BASKET_GRABS_MAX)]
 
@@ -123,7 +123,7 @@ async def test_a_basket_over_offers_with_queues(system: Measured) -> None:
     await check(system, prepare, act, "grab")
 
 
-async def test_a_basket_of_codes(system: Measured) -> None:
+async def test_calls_of_a_basket_of_codes_are_short(system: MeasuredShard) -> None:
     names = [f"c:{n}" for n in range(BASKET_GRABS_MAX)]
 
     async def prepare() -> None:
@@ -152,9 +152,9 @@ async def test_a_basket_of_codes(system: Measured) -> None:
     await check(system, prepare, act, "grab")
 
 
-async def test_a_grab_whose_record_is_as_large_as_it_can_be(system: Measured) -> None:
-    """A hundred windows in which late payments took units again, under eight limits each; then all that can
-    be done to it.
+async def test_calls_for_a_grab_with_the_largest_record_are_short(system: MeasuredShard) -> None:
+    """Late payments took units again in a hundred windows, under eight limits each. Then every command about
+    the grab is sent.
     """
 
     async def prepare() -> None:
@@ -209,9 +209,9 @@ async def test_a_grab_whose_record_is_as_large_as_it_can_be(system: Measured) ->
 
 
 @pytest.mark.parametrize("count", [1_000, pytest.param(25_600, marks=pytest.mark.nightly)])
-async def test_amending_and_returning_to_a_queue(system: Measured, count: int) -> None:
-    """A total that is raised by as many units as wait; then units come back one by one, and in hundreds, to
-    the others.
+async def test_calls_that_give_units_to_a_long_queue_are_short(system: MeasuredShard, count: int) -> None:
+    """The total is raised by as many units as are waited for; then units return, one by one and by the
+    hundred, and go to the other waiting grabs.
     """
 
     async def prepare() -> None:
@@ -260,8 +260,8 @@ async def test_amending_and_returning_to_a_queue(system: Measured, count: int) -
     await check(system, prepare, act, "return", "amend", "sweep", "release", "close")
 
 
-async def test_the_keys_of_a_shard_are_wiped(system: Measured) -> None:
-    """Many small ones, large hashes, and parts of envelopes, which Redis frees where it is."""
+async def test_calls_that_wipe_a_shard_are_short(system: MeasuredShard) -> None:
+    """Many small keys, large hashes, and parts of envelopes, which Redis frees in its main thread."""
     shard = OwnedShard(system.redis, KeySpace("gone", 1).shard(0))
 
     async def prepare() -> None:
@@ -275,8 +275,8 @@ async def test_the_keys_of_a_shard_are_wiped(system: Measured) -> None:
         await pipe.execute()
 
     async def act() -> None:
-        own = (await shard.raise_term(0)).ownership
-        await Recovery(shard, SEALER).wipe(own)
+        ownership = (await shard.raise_term(0)).ownership
+        await Recovery(shard, SEALER).wipe(ownership)
         assert {name async for name in system.redis.scan_iter(match=f"{shard.keys.tag}:*")} == {
             shard.keys.state.encode()
         }

@@ -1,8 +1,8 @@
-"""Repeats across forms and keys of digests, on a real Redis: the first answer stays the first answer, another
-body is a conflict.
+"""Repeats across forms and keys of digests, on a real Redis: a repeat gets its first answer, another body
+under the same id is a conflict.
 
-A shard is made of events that carry digests of an older form or key, as a recovery makes it; then this
-release's gate asks.
+Each shard is recovered from events that carry digests of an older form or key; then a gate of this release
+sends the commands again.
 """
 
 import json
@@ -42,13 +42,13 @@ TICKETS = TicketKeys.from_text(f"h:HS256:{as_text(SECRET)}")
 ENVELOPE = EnvelopeTerms(
     issuer="alice", funding="pay", asset="CNY", total=1_000, parts=10, seed="ab" * 16, closes_at=NOW + DAY
 )
-#: Amounts and reasons of two entries in the books whose digests in the first form are the same; it took a
-#: minute to find them.
+#: Amounts and reasons of two ledger entries whose digests in the first form are equal. Such a pair can be
+#: found within a minute.
 COLLISION = (5, "5161484"), (9_000_000, "7384664")
 
 
 def first_form(command: AnyCommand) -> str:
-    """As releases before 0.2 made it."""
+    """The digest of a command as releases before 0.2 made it."""
     if getattr(command, "operator", None) is not None:
         command = msgspec.structs.replace(command, operator=None)  # type: ignore[call-arg]
     return b64encode(blake2b(encode_command(command), digest_size=6).digest()).decode()
@@ -111,20 +111,20 @@ def gate_of(client: Any, keys: KeySpace, seal_keys: dict[str, bytes], now: list[
 async def in_first_form(
     client: Any, keys: KeySpace, lines: Sequence[bytes], commands: Sequence[AnyCommand]
 ) -> None:
-    """Makes the only shard of events as a release before 0.2 wrote them."""
+    """Recovers the only shard from these events, changed to what a release before 0.2 wrote."""
     by_id = {command.id: command for command in commands}
-    old = []
+    old_lines = []
     for line in lines:
         fields = json.loads(line)
         if "digest" in fields:
             fields["digest"] = first_form(by_id[fields["command"]])
-        old.append(json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode())
-    await fold(client, keys.shard(0), old, Sealer({"old": OLD}), keys.shards)
+        old_lines.append(json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode())
+    await fold(client, keys.shard(0), old_lines, Sealer({"old": OLD}), keys.shards)
 
 
 @pytest.fixture
 async def decided(client: Any, prefix: str) -> tuple[list[Answer], list[bytes]]:
-    """The answers of the history, and its events, by a gate with one key."""
+    """The answers to `HISTORY` and its event lines, from a gate with the one seal key `old`."""
     keys = KeySpace(f"{prefix}-first", 1)
     await take_over(client, keys)
     gate = gate_of(client, keys, {"old": OLD})
@@ -135,22 +135,22 @@ async def decided(client: Any, prefix: str) -> tuple[list[Answer], list[bytes]]:
 
 
 async def assert_repeated(gate: Gate, answers: Sequence[Answer]) -> None:
-    """Every command gets its first answer, also with another operator; another body under its id is a
-    conflict.
-    """
+    """Checks that every command gets its first answer, and another body under its id a conflict."""
     for command, first in zip(HISTORY, answers, strict=True):
-        again, other = await gate.decide([command, other_body(command)], "decided")
-        assert again == msgspec.structs.replace(first, repeated=True), command
-        assert (other.outcome, other.seq) == ("conflict", None), command
+        repeat, conflict = await gate.decide([command, other_body(command)], "decided")
+        assert repeat == msgspec.structs.replace(first, repeated=True), command
+        assert (conflict.outcome, conflict.seq) == ("conflict", None), command
 
 
-async def test_repeats_of_this_release(client: Any, prefix: str, decided: Any) -> None:
+async def test_repeats_with_digests_of_this_release_get_the_first_answer(
+    client: Any, prefix: str, decided: Any
+) -> None:
     gate = gate_of(client, KeySpace(f"{prefix}-first", 1), {"old": OLD})
     await assert_repeated(gate, decided[0])
     await gate.close()
 
 
-async def test_repeats_after_a_recovery(client: Any, prefix: str, decided: Any) -> None:
+async def test_repeats_after_a_recovery_get_the_first_answer(client: Any, prefix: str, decided: Any) -> None:
     keys = KeySpace(f"{prefix}-again", 1)
     await fold(client, keys.shard(0), decided[1], Sealer({"old": OLD}), 1)
     gate = gate_of(client, keys, {"old": OLD})
@@ -158,7 +158,7 @@ async def test_repeats_after_a_recovery(client: Any, prefix: str, decided: Any) 
     await gate.close()
 
 
-async def test_repeats_of_commands_whose_events_have_the_first_form(
+async def test_repeats_with_digests_of_the_first_form_get_the_first_answer(
     client: Any, prefix: str, decided: Any
 ) -> None:
     keys = KeySpace(f"{prefix}-old", 1)
@@ -168,15 +168,19 @@ async def test_repeats_of_commands_whose_events_have_the_first_form(
     await gate.close()
 
 
-async def test_repeats_after_the_seal_key_was_rotated(client: Any, prefix: str, decided: Any) -> None:
+async def test_repeats_after_a_rotation_of_the_seal_key_get_the_first_answer(
+    client: Any, prefix: str, decided: Any
+) -> None:
     gate = gate_of(client, KeySpace(f"{prefix}-first", 1), {"new": NEW, "old": OLD})
     await assert_repeated(gate, decided[0])
     await gate.close()
 
 
-async def test_a_repeat_whose_key_is_gone_is_told_so(client: Any, prefix: str, decided: Any) -> None:
-    """What carried a secret cannot be compared; everything else gets its first answer, and nothing
-    changes.
+async def test_a_repeat_whose_seal_key_is_missing_is_a_conflict_that_names_the_key(
+    client: Any, prefix: str, decided: Any
+) -> None:
+    """Commands with a secret cannot be compared, and get a conflict that names the key. All others get their
+    first answer. Nothing changes.
     """
     keys = KeySpace(f"{prefix}-first", 1)
     gate = gate_of(client, keys, {"new": NEW})
@@ -184,7 +188,7 @@ async def test_a_repeat_whose_key_is_gone_is_told_so(client: Any, prefix: str, d
     secret = {"o-e", "o-w", "l", "g3"}
     for command, first in zip(HISTORY, decided[0], strict=True):
         if command.id == "g6":
-            continue  # its answer has a code, which was sealed with the key
+            continue  # its answer has a code, sealed with the missing key
         [again] = await gate.decide([command], "decided")
         if command.id in secret:
             assert again.outcome == "conflict"
@@ -195,7 +199,7 @@ async def test_a_repeat_whose_key_is_gone_is_told_so(client: Any, prefix: str, d
     await gate.close()
 
 
-async def test_refusals_are_repeated_for_the_same_body_only(client: Any, prefix: str) -> None:
+async def test_a_refusal_is_repeated_for_the_same_body_only(client: Any, prefix: str) -> None:
     keys = KeySpace(prefix, 1)
     await take_over(client, keys)
     now = [NOW]
@@ -231,19 +235,19 @@ async def test_refusals_are_repeated_for_the_same_body_only(client: Any, prefix:
     await rotated.close()
 
 
-async def test_a_plain_grab_is_the_same_only_for_its_offer_and_its_user(
+async def test_a_plain_grab_is_repeated_for_its_offer_and_user_only(
     client: Any, prefix: str, decided: Any
 ) -> None:
-    """Nothing of its body is kept under its id: who has the grab says it."""
+    """No digest is kept for a plain grab: its offer and user are compared with those of the stored grab."""
     keys = KeySpace(f"{prefix}-first", 1)
     gate = gate_of(client, keys, {"old": OLD})
-    for id, own, user in (("g1", "o", "ann"), ("g4", "o:s", "ann")):
+    for id, its_offer, its_user in (("g1", "o", "ann"), ("g4", "o:s", "ann")):
         for offer in ("o", "o:s", "o:w", "o:none"):
-            for who in ("ann", "bob", "eve"):
-                # One by one, together, and with company: each takes its own way through the script.
-                command = Grab(id=id, offer=offer, user=who)
+            for user in ("ann", "bob", "eve"):
+                # Alone, and with other grabs in the call: these take different paths through the script.
+                command = Grab(id=id, offer=offer, user=user)
                 company = [
-                    Grab(id=f"new-{id}-{offer}-{who}-{n}", offer="o:none", user=f"u{n}") for n in range(2)
+                    Grab(id=f"new-{id}-{offer}-{user}-{n}", offer="o:none", user=f"u{n}") for n in range(2)
                 ]
                 answers = [
                     (await gate.decide([command], "decided"))[0],
@@ -251,10 +255,10 @@ async def test_a_plain_grab_is_the_same_only_for_its_offer_and_its_user(
                 ]
                 expected = (
                     ("held" if id == "g4" else "granted", True)
-                    if (offer, who) == (own, user)
+                    if (offer, user) == (its_offer, its_user)
                     else ("conflict", False)
                 )
-                assert [(one.outcome, one.repeated) for one in answers] == [expected] * 2, command
+                assert [(answer.outcome, answer.repeated) for answer in answers] == [expected] * 2, command
     for more in ({"wait": True}, {"attributes": {"a": "1"}}, {"ticket": "x.y.z"}):
         [answer] = await gate.decide([Grab(id="g1", offer="o", user="ann", **more)], "decided")
         assert answer.outcome == "conflict", more
@@ -262,9 +266,9 @@ async def test_a_plain_grab_is_the_same_only_for_its_offer_and_its_user(
 
 
 @pytest.mark.parametrize("recovered", [False, True])
-async def test_a_collision_of_48_bits_is_no_approval(client: Any, prefix: str, recovered: bool) -> None:
-    """The unapproved entry has the digest of the approved one in the first form: the whole body is compared
-    all the same.
+async def test_a_collision_of_48_bit_digests_is_a_conflict(client: Any, prefix: str, recovered: bool) -> None:
+    """The unapproved entry has the same digest in the first form as the approved entry; the whole bodies are
+    compared.
     """
     approved, unapproved = (adjusting(*entry) for entry in COLLISION)
     assert first_form(approved) == first_form(unapproved)
@@ -287,8 +291,8 @@ async def test_a_collision_of_48_bits_is_no_approval(client: Any, prefix: str, r
     await gate.close()
 
 
-async def test_no_event_tells_a_code_that_was_loaded(client: Any, prefix: str, decided: Any) -> None:
-    """Whoever reads the journal may try all codes of six digits against every text that is in it."""
+async def test_no_event_reveals_a_loaded_code(client: Any, prefix: str, decided: Any) -> None:
+    """A reader of the journal may compare the hashes of all six-digit codes with every text in it."""
     [line] = [line for line in decided[1] if b"offer.loaded" in line]
     load = next(command for command in HISTORY if isinstance(command, Load))
     assert b"482913" not in line

@@ -1,5 +1,5 @@
-"""A journaled answer waits until Kafka has its event: its own, in its own history, and no longer than it has
-time.
+"""Answers with the promise `journaled`: each waits until Kafka has its event in its history, up to a time
+limit.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from tests.lua.conftest import SEALER, grabs, opening
 
 
 async def journal(client: Any, keys: KeySpace, number: int, seq: int) -> None:
-    """What a relay does once Kafka has everything up to `seq`."""
+    """Announces, as a relay does, that Kafka has all events up to `seq`."""
     shard = keys.shard(number)
     term, owner, server_epoch = [
         value.decode() for value in await client.hmget(shard.state, ["term", "owner", "life"])
@@ -30,60 +30,62 @@ async def journal(client: Any, keys: KeySpace, number: int, seq: int) -> None:
 
 
 async def test_a_journaled_answer_waits_for_its_own_event_only(
-    gate: Any, client: Any, keys: KeySpace
+    make_gate: Any, client: Any, keys: KeySpace
 ) -> None:
-    one = gate(timeout_ms=20_000)
-    one.start()
+    gate = make_gate(timeout_ms=20_000)
+    gate.start()
     number = keys.shard_of_offer("e")
-    await one.decide([opening(), *grabs(3)], "decided")
-    first, second = (asyncio.create_task(one.decide([grab])) for grab in grabs(2))
-    refused = await one.decide([Grab(id="no", offer="none", user="u")])
-    assert refused[0].outcome == "no_such_offer"  # no event, nothing to wait for
-    # With those two waits the gate itself, for what it answered as decided only.
-    await until(lambda: len(one.journaled._waiting.get(number, ())) == 3)
+    await gate.decide([opening(), *grabs(3)], "decided")
+    first, second = (asyncio.create_task(gate.decide([grab])) for grab in grabs(2))
+    refused = await gate.decide([Grab(id="no", offer="none", user="u")])
+    assert refused[0].outcome == "no_such_offer"  # no event to wait for
+    # The third wait is the gate's: it follows the events that it answered as decided.
+    await until(lambda: len(gate.journaled._waiting.get(number, ())) == 3)
     await journal(client, keys, number, 2)
     assert (await first)[0].seq == 2
     assert not second.done()
-    # It carries the second's event.
-    told = asyncio.create_task(one.decide([Grab(id="later", offer="e", user="u1")]))
-    await until(lambda: len(one.journaled._waiting.get(number, ())) == 3)
+    # This answer depends on the event of the second grab.
+    already_taken = asyncio.create_task(gate.decide([Grab(id="later", offer="e", user="u1")]))
+    await until(lambda: len(gate.journaled._waiting.get(number, ())) == 3)
     assert not second.done()
     await journal(client, keys, number, 3)
     assert (await second)[0].seq == 3
-    assert (await told)[0].outcome == "already_taken"
-    # What is journaled already does not wait.
-    assert (await one.decide(grabs(2)))[1].repeated
-    await one.close()
+    assert (await already_taken)[0].outcome == "already_taken"
+    # An answer whose event is journaled already does not wait.
+    assert (await gate.decide(grabs(2)))[1].repeated
+    await gate.close()
 
 
-async def test_of_several_events_the_last_must_be_journaled(gate: Any, client: Any, keys: KeySpace) -> None:
-    one = gate(timeout_ms=20_000)
-    one.start()
+async def test_a_list_waits_until_its_last_event_is_journaled(
+    make_gate: Any, client: Any, keys: KeySpace
+) -> None:
+    gate = make_gate(timeout_ms=20_000)
+    gate.start()
     number = keys.shard_of_offer("e")
-    waiting = asyncio.create_task(one.decide([opening(), *grabs(3)]))
+    deciding = asyncio.create_task(gate.decide([opening(), *grabs(3)]))
     await until(lambda: client.hexists(keys.shard(number).answers("e"), "e-g2"))
     await journal(client, keys, number, 3)
-    await one.journaled.look(number)
+    await gate.journaled.look(number)
     await asyncio.sleep(0)
-    assert not waiting.done()
+    assert not deciding.done()
     await journal(client, keys, number, 4)
-    assert [answer.seq for answer in await waiting] == [1, 2, 3, 4]
-    await one.close()
+    assert [answer.seq for answer in await deciding] == [1, 2, 3, 4]
+    await gate.close()
 
 
-async def test_a_journaled_answer_waits_for_its_own_history(own: Any) -> None:
-    """An announcement of another history releases nobody: the command is asked again, and its new answer is
-    waited for.
+async def test_a_journaled_answer_waits_for_its_own_history(private_redis: Any) -> None:
+    """An announcement of another history ends no wait: the gate sends the command again, and waits for the
+    event of the new answer.
     """
-    client, keys = own
+    client, keys = private_redis
     shard = keys.shard(0)
-    one = Gate(client, keys, SEALER, GateLimits(timeout_ms=20_000))
-    one.start()
-    await one.decide([opening("j")], "decided")
-    waiting = asyncio.create_task(one.decide(grabs(1, "j")))
+    gate = Gate(client, keys, SEALER, GateLimits(timeout_ms=20_000))
+    gate.start()
+    await gate.decide([opening("j")], "decided")
+    waiting = asyncio.create_task(gate.decide(grabs(1, "j")))
     await until(lambda: client.hexists(shard.answers("j"), "j-g0"))
     assert not waiting.done()
-    # A recovery: another history, at the same state.
+    # A recovery starts another history with the same state.
     term, server_epoch, *_ = await run_script(client, "raise_term", [shard.state], [0, "second"])
     seq = await client.hget(shard.state, "seq")
     await run_script(client, "reconcile", [shard.state], [term, "second", server_epoch, seq, 1])
@@ -100,14 +102,12 @@ async def test_a_journaled_answer_waits_for_its_own_history(own: Any) -> None:
     )
     [answer] = await waiting
     assert (answer.outcome, answer.repeated) == ("granted", True)
-    await one.close()
+    await gate.close()
 
 
-async def test_a_number_of_another_history_releases_nobody_who_comes_after_it(own: Any) -> None:
-    """What is known already was journaled in the history that is there now: an answer of the one before is
-    not in it.
-    """
-    client, keys = own
+async def test_a_seq_journaled_in_one_history_ends_no_wait_of_another(private_redis: Any) -> None:
+    """The known seq was journaled in the present history; an answer of the previous history is not in it."""
+    client, keys = private_redis
     gate = Gate(client, keys, SEALER)
     await gate.decide([opening("j")], "decided")
     await journal(client, keys, 0, 1)
@@ -121,34 +121,34 @@ async def test_a_number_of_another_history_releases_nobody_who_comes_after_it(ow
             with pytest.raises(HistoryChanged):
                 await journaled.wait(0, history - 1, 1)
     finally:
-        # Also when the test fails: a listener that is cancelled only once, at the end of the loop, may go on
-        # for ever.
+        # Closed even if the test fails: a listener that is cancelled only once, at the end of the loop, may
+        # run for ever.
         await journaled.close()
         await gate.close()
 
 
-async def test_not_journaled_in_time_is_unknown(own: Any) -> None:
-    client, keys = own
-    one = Gate(client, keys, SEALER, GateLimits(timeout_ms=300))
-    one.start()
+async def test_an_event_not_journaled_within_the_time_limit_is_unknown(private_redis: Any) -> None:
+    client, keys = private_redis
+    gate = Gate(client, keys, SEALER, GateLimits(timeout_ms=300))
+    gate.start()
     with pytest.raises(OutcomeUnknown, match="not in the journal in time"):
-        await one.decide([opening(secrets.token_hex(4))])
-    await one.close()
+        await gate.decide([opening(secrets.token_hex(4))])
+    await gate.close()
 
 
-async def test_decided_in_a_lost_history_and_then_fenced_is_unknown(own: Any) -> None:
-    """It was decided once: whether that survived, nobody knows yet, and `fenced` would say that it did
-    not.
+async def test_a_command_of_a_lost_history_is_unknown_if_then_fenced(private_redis: Any) -> None:
+    """The command was decided once, and it is not known yet whether that survived; `fenced` would say that it
+    did not.
     """
-    client, keys = own
+    client, keys = private_redis
     shard = keys.shard(0)
-    one = Gate(client, keys, SEALER, GateLimits(timeout_ms=600))
-    one.start()
-    await one.decide([opening("j")], "decided")
-    waiting = asyncio.create_task(one.decide(grabs(1, "j")))
+    gate = Gate(client, keys, SEALER, GateLimits(timeout_ms=600))
+    gate.start()
+    await gate.decide([opening("j")], "decided")
+    waiting = asyncio.create_task(gate.decide(grabs(1, "j")))
     await until(lambda: client.hexists(shard.answers("j"), "j-g0"))
     await client.hset(shard.state, "history", 99)
     await client.hdel(shard.state, "life")
     with pytest.raises(OutcomeUnknown, match="under their ids"):
         await waiting
-    await one.close()
+    await gate.close()

@@ -1,5 +1,5 @@
-"""The order a caller gave holds, also when Redis loses its tail between two calls: what was decided before is
-decided again first.
+"""Commands of one caller are carried out in the order given, even if Redis loses its latest decisions (its
+tail) between two calls: the lost commands are decided again first.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ async def types(relay: FakeRelay) -> list[str]:
 
 
 @pytest.mark.parametrize("promise", ["decided", "journaled"])
-@pytest.mark.parametrize("loses_reply", [False, True], ids=["replied", "reply lost"])
+@pytest.mark.parametrize("loses_reply", [False, True], ids=["replied", "reply-lost"])
 async def test_a_confirmation_never_overtakes_its_grab(
     relay: FakeRelay, promise: Any, loses_reply: bool
 ) -> None:
@@ -49,14 +49,14 @@ async def test_a_confirmation_never_overtakes_its_grab(
 
 
 async def until_decided(relay: FakeRelay, command: str) -> None:
-    """Journals nothing until a command is decided, so that what is before it can be lost."""
+    """Journals nothing until a command is decided, so that all earlier decisions can be lost."""
     await until(lambda: relay.client.hexists(relay.shard.answers("s"), command))
     await relay.journal()
 
 
-async def test_what_a_reader_sent_in_several_calls_is_decided_again_in_order(relay: FakeRelay) -> None:
-    """Calls of one order are in flight or queued while the tail is lost; the first is told of it by the
-    journal, not by a script.
+async def test_a_reader_s_calls_are_decided_again_in_order(relay: FakeRelay) -> None:
+    """Calls of one order are in flight or queued when the tail is lost. The first call learns of it from the
+    announcement of journaled events, not from a script.
     """
     gate, reader = gate_over(relay), Order()
     steps = steps_of("ann")[:3]
@@ -73,19 +73,19 @@ async def test_what_a_reader_sent_in_several_calls_is_decided_again_in_order(rel
 
 
 async def test_a_list_that_is_cut_when_it_is_decided_again_is_answered(relay: FakeRelay) -> None:
-    """Its answers in the lost history no longer count, also when the call that decides it again has no room
+    """Answers of the lost history no longer count, even if the call that decides the list again has no room
     for all of it.
     """
     gate = gate_over(relay)
     grabs = [Grab(id=f"g{n}", offer="s", user=f"u{n}") for n in range(12)]
-    asking = asyncio.create_task(gate.decide(grabs, reader=Order()))
+    deciding = asyncio.create_task(gate.decide(grabs, reader=Order()))
     await until(lambda: relay.client.hexists(relay.shard.answers("s"), "g11"))
     with scripts(call_max=1):
         await relay.lose_tail()
         await until(lambda: relay.client.hexists(relay.shard.answers("s"), "g11"))
         relaying = asyncio.create_task(relay.run())
         async with asyncio.timeout(10):
-            answers = await asking
+            answers = await deciding
     relaying.cancel()
     assert [answer.outcome for answer in answers] == ["held"] * 12
     assert [answer.id for answer in answers] == [f"g{n}" for n in range(12)]
@@ -93,16 +93,16 @@ async def test_a_list_that_is_cut_when_it_is_decided_again_is_answered(relay: Fa
     await gate.close()
 
 
-async def test_what_was_in_flight_comes_after_what_is_decided_again(relay: FakeRelay) -> None:
-    """The history changes while the second call is on its way: it was decided in the old one, and its reply
-    comes later.
+async def test_a_call_in_flight_is_decided_after_the_calls_decided_again(relay: FakeRelay) -> None:
+    """The history changes while the second call is in flight: it was decided in the old history, and its
+    reply arrives after the change.
     """
-    told = asyncio.Event()
+    lane_is_stale = asyncio.Event()
 
     async def lose() -> None:
         await relay.lose_tail()
-        told.set()
-        # Until the gate was told by the announcement that the history is another.
+        lane_is_stale.set()
+        # Waits until the gate has received the announcement of the new history.
         await until(lambda: _stale(gate))
 
     async def _stale(gate: Gate) -> bool:
@@ -114,7 +114,7 @@ async def test_what_was_in_flight_comes_after_what_is_decided_again(relay: FakeR
     first = asyncio.create_task(gate.decide([steps[0]], reader=reader))
     await until(lambda: relay.client.hexists(relay.shard.answers("s"), "g-ann"))
     others = [asyncio.create_task(gate.decide([step], reader=reader)) for step in steps[1:]]
-    await told.wait()
+    await lane_is_stale.wait()
     relaying = asyncio.create_task(relay.run())
     assert [(await task)[0].outcome for task in (first, *others)] == CARRIED_OUT
     relaying.cancel()
@@ -124,9 +124,9 @@ async def test_what_was_in_flight_comes_after_what_is_decided_again(relay: FakeR
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("seed", range(4))
-async def test_no_order_is_lost_however_often_the_tail_is(relay: FakeRelay, seed: int) -> None:
-    """Lists and a reader's calls, with replies lost and tails cut at random: every step finds the one before
-    it, and none is done twice.
+async def test_order_holds_however_often_the_tail_is_lost(relay: FakeRelay, seed: int) -> None:
+    """Lists and a reader's calls, with replies lost and tails cut at random: every step finds the effect of
+    the previous step, and no step has its effect twice.
     """
     draw = random.Random(seed)
 
@@ -160,29 +160,29 @@ async def test_no_order_is_lost_however_often_the_tail_is(relay: FakeRelay, seed
     for outcomes in await asyncio.gather(*crowd):
         assert outcomes[:3] == CARRIED_OUT
     relaying.cancel()
-    # What was only promised as decided may be lost at the end; nothing was refunded, and nothing done out of
-    # order.
+    # Commands answered as decided may be lost at the end. Other event types, such as refunds, would show
+    # steps carried out in another order.
     assert set(await types(relay)) <= {"grab.held", "grab.confirmed", "grab.redeemed", "grab.returned"}
     await gate.close()
 
 
-async def test_what_follows_a_refused_grab_in_its_list_is_refused_too(relay: FakeRelay) -> None:
-    """A fence that lifts between two calls of a list lets no confirmation through whose grab was answered
-    `fenced`.
+async def test_commands_after_a_fenced_grab_in_its_list_are_fenced(relay: FakeRelay) -> None:
+    """The shard decides again between two calls of a list; a confirmation whose grab was answered `fenced`
+    gets `fenced` too.
     """
     server_epoch = await relay.client.hget(relay.shard.state, "life")
     await relay.client.hdel(relay.shard.state, "life")
 
-    async def mend() -> None:
+    async def lift_fence() -> None:
         await relay.client.hset(relay.shard.state, "life", server_epoch)
 
-    gate = gate_over(relay, InterruptedClient(relay.client, "grab", mend))
+    gate = gate_over(relay, InterruptedClient(relay.client, "grab", lift_fence))
     assert [answer.outcome for answer in await gate.decide(steps_of("ann"), "decided")] == ["fenced"] * 4
     assert [answer.outcome for answer in await gate.decide(steps_of("ann")[:3], "decided")] == CARRIED_OUT
     await gate.close()
 
 
-async def test_what_follows_a_grab_without_room_is_refused_too(relay: FakeRelay) -> None:
+async def test_commands_after_a_grab_that_found_no_room_are_busy(relay: FakeRelay) -> None:
     gate = Gate(relay.client, relay.keys, SEALER, GateLimits(queue_commands_max=3))
     many = [Grab(id=f"g{number}", offer="s", user="ann") for number in range(4)]
     confirm = Confirm(id="c", offer="s", grab="g0", payment="p", paid=7, currency="CNY")
@@ -190,8 +190,8 @@ async def test_what_follows_a_grab_without_room_is_refused_too(relay: FakeRelay)
     await gate.close()
 
 
-async def test_a_caller_that_left_takes_its_unsent_commands_along(relay: FakeRelay) -> None:
-    """A list of which the first call was never sent must not be carried out from its second on."""
+async def test_unsent_commands_of_a_cancelled_caller_are_dropped(relay: FakeRelay) -> None:
+    """A list whose first call was never sent must not be carried out from its second call on."""
     entered, leave = asyncio.Event(), asyncio.Event()
 
     async def wait() -> None:
@@ -212,8 +212,8 @@ async def test_a_caller_that_left_takes_its_unsent_commands_along(relay: FakeRel
     await gate.close()
 
 
-async def test_a_reader_finds_room_whatever_is_queued(relay: FakeRelay) -> None:
-    """A reader bounds by itself what it has in flight; it is never refused because it reads fast."""
+async def test_a_reader_is_never_refused_for_a_full_queue(relay: FakeRelay) -> None:
+    """A reader bounds its commands in flight itself, so a full queue never refuses them."""
     gate = Gate(relay.client, relay.keys, SEALER, GateLimits(queue_commands_max=10))
     gate.start()
     reader = Order()
@@ -230,9 +230,9 @@ async def test_a_reader_finds_room_whatever_is_queued(relay: FakeRelay) -> None:
     await gate.close()
 
 
-async def test_a_reader_waits_out_a_fence_and_nobody_else_has_to(relay: FakeRelay) -> None:
-    """`busy` and `fenced` are not remembered: what came by a topic is not answered so. Who is queued behind
-    it and has no patience is.
+async def test_only_a_reader_waits_while_its_shard_is_fenced(relay: FakeRelay) -> None:
+    """`busy` and `fenced` are not stored as answers, so a reader's commands wait instead. Another caller
+    without patience, queued after the reader, gets `fenced`.
     """
     server_epoch = await relay.client.hget(relay.shard.state, "life")
     gate, reader = gate_over(relay), Order()

@@ -1,4 +1,4 @@
-"""Races on real connections: one part left and two hundred who want it; one request, two hundred times at
+"""Races over real connections: two hundred users grab one part; one request is sent two hundred times at
 once.
 """
 
@@ -20,8 +20,8 @@ CALLERS = 200
 async def crowd(
     settings: Settings, prefix: str, parts: int, grabs: list[Grab]
 ) -> tuple[list[Any], list[bytes]]:
-    """The answers of as many gates as grabs, each with a connection of its own, all at once; and the events
-    they made.
+    """Sends each grab at once, by its own gate over its own connection; returns the answers and the event
+    lines.
     """
     keys = KeySpace(prefix, 1)
     clients = [redis.asyncio.Redis.from_url(settings.redis_url) for _ in grabs]
@@ -31,10 +31,10 @@ async def crowd(
         terms = EnvelopeTerms(issuer="a", funding="f", asset="CNY", total=parts * 10, parts=parts)
         await gates[0].decide([Open(id="open", offer="e", terms=terms)], "decided")
         await asyncio.gather(*(client.ping() for client in clients))
-        found = await asyncio.gather(
+        answers = await asyncio.gather(
             *(gate.decide([grab], "decided") for gate, grab in zip(gates, grabs, strict=True))
         )
-        return [answer for [answer] in found], await event_lines(clients[0], keys, 0)
+        return [answer for [answer] in answers], await event_lines(clients[0], keys, 0)
     finally:
         names = [key async for key in clients[0].scan_iter(match=f"{prefix}:*", count=1_000)]
         await clients[0].unlink(*names)
@@ -43,7 +43,7 @@ async def crowd(
             await client.aclose()
 
 
-async def test_one_part_left_has_one_winner(servers: Settings, prefix: str) -> None:
+async def test_one_part_left_is_granted_to_one_user(servers: Settings, prefix: str) -> None:
     answers, lines = await crowd(
         servers, prefix, 1, [Grab(id=f"g{n}", offer="e", user=f"u{n}") for n in range(CALLERS)]
     )
@@ -52,7 +52,7 @@ async def test_one_part_left_has_one_winner(servers: Settings, prefix: str) -> N
     assert sum(b"grab.granted" in line for line in lines) == 1
 
 
-async def test_the_same_request_at_once_gets_one_part(servers: Settings, prefix: str) -> None:
+async def test_one_request_sent_many_times_at_once_gets_one_part(servers: Settings, prefix: str) -> None:
     answers, lines = await crowd(servers, prefix, 50, [Grab(id="same", offer="e", user="u")] * CALLERS)
     assert {(answer.outcome, answer.amount, answer.seq) for answer in answers} == {
         ("granted", answers[0].amount, answers[0].seq)
@@ -61,7 +61,7 @@ async def test_the_same_request_at_once_gets_one_part(servers: Settings, prefix:
     assert sum(b"grab.granted" in line for line in lines) == 1
 
 
-async def test_the_same_user_at_once_gets_one_part(servers: Settings, prefix: str) -> None:
+async def test_many_requests_of_one_user_at_once_get_one_part(servers: Settings, prefix: str) -> None:
     answers, _ = await crowd(
         servers, prefix, 50, [Grab(id=f"g{n}", offer="e", user="u") for n in range(CALLERS)]
     )

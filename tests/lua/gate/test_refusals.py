@@ -1,5 +1,5 @@
-"""Refusals that are kept: bounded, sampled by user, off the deciding path, and never in the way when they
-cannot be written.
+"""The refusal log: bounded, sampled by user, written outside the deciding path. A failed write delays no
+decision.
 """
 
 import asyncio
@@ -19,8 +19,8 @@ from tests.conftest import until
 from tests.support.projecting import rows
 
 
-class Shelf:
-    """Where refusals are written, or cannot be for a while."""
+class RefusalTable:
+    """Keeps the written refusals; the first `failures` writes fail."""
 
     def __init__(self, failures: int = 0) -> None:
         self.rows: list[Refusal] = []
@@ -41,9 +41,9 @@ def sold_out(command: Grab) -> Answer:
     return refusal(command.id, Outcome.sold_out, command.offer)
 
 
-async def test_only_what_was_refused_for_the_first_time_is_kept() -> None:
-    shelf = Shelf()
-    kept = RefusalLog(shelf.write)
+async def test_the_log_keeps_first_refusals_only() -> None:
+    table = RefusalTable()
+    log = RefusalLog(table.write)
     limit = LimitState("user", "day", 2, 1, 99)
     answers = [
         Answer("g1", "granted", 0, "o"),
@@ -57,43 +57,43 @@ async def test_only_what_was_refused_for_the_first_time_is_kept() -> None:
         grab(3),
         Confirm(id="c", offer="o", grab="g1", payment="p", paid=1, currency="CNY"),
     ]
-    kept.take(commands, answers)
-    await kept.flush()
-    assert shelf.rows == [
+    log.take(commands, answers)
+    await log.flush()
+    assert table.rows == [
         Refusal(5, "grab", "g2", "o", "u2", None, 2, 31, 99, "user/day", 1, None, None),
         Refusal(7, "confirm", "c", "o", None, "g1", None, 34, None, None, None, None, None),
     ]
 
 
 async def test_a_burst_is_bounded_and_counted() -> None:
-    kept = RefusalLog(Shelf().write, RefusalSample(per_second_max=10))
+    log = RefusalLog(RefusalTable().write, RefusalSample(per_second_max=10))
     commands = [grab(number) for number in range(1_000)]
-    kept.take(commands, list(map(sold_out, commands)))
-    # A second may begin in between.
-    assert 980 <= kept.dropped <= 990
+    log.take(commands, list(map(sold_out, commands)))
+    # A new second may begin while the log takes them.
+    assert 980 <= log.dropped <= 990
 
 
-async def test_what_waits_is_bounded_while_it_cannot_be_written() -> None:
-    shelf = Shelf(failures=1)
-    kept = RefusalLog(shelf.write, RefusalSample(per_second_max=1_000, waiting_max=7))
+async def test_refusals_waiting_to_be_written_are_bounded() -> None:
+    table = RefusalTable(failures=1)
+    log = RefusalLog(table.write, RefusalSample(per_second_max=1_000, waiting_max=7))
     commands = [grab(number) for number in range(20)]
-    kept.take(commands, list(map(sold_out, commands)))
+    log.take(commands, list(map(sold_out, commands)))
     with pytest.raises(OSError):
-        await kept.flush()
-    assert (kept.dropped, shelf.rows) == (13, [])
-    await kept.close()
-    assert [row.command for row in shelf.rows] == [f"g{number}" for number in range(7)]
+        await log.flush()
+    assert (log.dropped, table.rows) == (13, [])
+    await log.close()
+    assert [row.command for row in table.rows] == [f"g{number}" for number in range(7)]
 
 
-async def test_a_user_is_sampled_or_not() -> None:
-    shelf = Shelf()
-    kept = RefusalLog(shelf.write, RefusalSample(one_in=4, per_second_max=100_000))
+async def test_all_or_none_of_a_user_s_refusals_are_sampled() -> None:
+    table = RefusalTable()
+    log = RefusalLog(table.write, RefusalSample(one_in=4, per_second_max=100_000))
     for start in (0, 1_000):
         commands = [grab(start + number, f"u{number}") for number in range(1_000)]
-        kept.take(commands, list(map(sold_out, commands)))
-    await kept.flush()
+        log.take(commands, list(map(sold_out, commands)))
+    await log.flush()
     by_user: dict[str, int] = {}
-    for row in shelf.rows:
+    for row in table.rows:
         by_user[str(row.user)] = by_user.get(str(row.user), 0) + 1
     assert set(by_user.values()) == {2}
     assert 150 < len(by_user) < 350
@@ -105,44 +105,44 @@ async def test_closing_does_not_wait_for_a_server_that_hangs(monkeypatch: pytest
     async def hang(rows: Sequence[Refusal]) -> None:
         await asyncio.Event().wait()
 
-    kept = RefusalLog(hang)
-    async with asyncio.timeout(5), writing(kept):
-        kept.take([grab(1)], [sold_out(grab(1))])
+    log = RefusalLog(hang)
+    async with asyncio.timeout(5), writing(log):
+        log.take([grab(1)], [sold_out(grab(1))])
 
 
-async def test_one_write_that_never_ends_holds_no_others_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As of a client whose server has vanished: it takes no notice of its cancellation either."""
+async def test_a_write_that_never_ends_does_not_stop_later_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with a client whose server has vanished: the write ignores its cancellation too."""
     monkeypatch.setattr("grabstream.lua.gate.refusals.WRITE_SECONDS_MAX", 0.1)
     monkeypatch.setattr("grabstream.lua.gate.refusals.FLUSH_EVERY_SECONDS", 0.01)
-    shelf, hanging, free = Shelf(), 0, asyncio.Event()
+    table, writes, release = RefusalTable(), 0, asyncio.Event()
 
     async def write(rows: Sequence[Refusal]) -> None:
-        nonlocal hanging
-        hanging += 1
-        while hanging == 1 and not free.is_set():
+        nonlocal writes
+        writes += 1
+        while writes == 1 and not release.is_set():
             with contextlib.suppress(asyncio.CancelledError):
-                await free.wait()
-        await shelf.write(rows)
+                await release.wait()
+        await table.write(rows)
 
-    kept = RefusalLog(write)
-    async with writing(kept):
-        kept.take([grab(1)], [sold_out(grab(1))])
-        await until(lambda: shelf.rows, 20, "the second write")
-        free.set()
-    assert {row.command for row in shelf.rows} == {"g1"}
+    log = RefusalLog(write)
+    async with writing(log):
+        log.take([grab(1)], [sold_out(grab(1))])
+        await until(lambda: table.rows, 20, "the second write")
+        release.set()
+    assert {row.command for row in table.rows} == {"g1"}
 
 
 async def test_the_table_is_bounded_by_rows_and_by_age(system: Settings) -> None:
-    made = [
+    refused = [
         Refusal(at, "grab", f"g{at}", "o", "u", None, 1, 32, None, None, None, None, "tab\there")
         for at in range(1, 101)
     ]
     async with await open_books(system) as connection:
-        await refusals.record(connection, system.schema_, made[:60], 1_000, 0)
+        await refusals.record(connection, system.schema_, refused[:60], 1_000, 0)
         assert await rows(system, "SELECT count(*), min(message), min(outcome) FROM refusals") == [
             (60, "tab\there", "sold_out")
         ]
-        await refusals.record(connection, system.schema_, made[60:], 30, 0)
+        await refusals.record(connection, system.schema_, refused[60:], 30, 0)
         assert await rows(system, "SELECT count(*), min(at) FROM refusals") == [(30, 71)]
-        await refusals.record(connection, system.schema_, made[:1], 1_000, 91)
+        await refusals.record(connection, system.schema_, refused[:1], 1_000, 91)
         assert await rows(system, "SELECT count(*), min(at) FROM refusals") == [(10, 91)]

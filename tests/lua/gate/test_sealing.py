@@ -1,4 +1,6 @@
-"""Sealing: what was sealed opens only with its key, unchanged, and where it was meant to be."""
+"""Sealing: a sealed text opens only with its key, unchanged, and for the shard, offer and purpose it was
+sealed for.
+"""
 
 from base64 import b64decode, b64encode, urlsafe_b64encode
 from typing import Any
@@ -22,28 +24,28 @@ def as_text(key: bytes) -> str:
     return urlsafe_b64encode(key).decode()
 
 
-def changed(sealed: str, place: int, bit: int) -> str:
-    """The sealed text with one bit of nonce, ciphertext or tag turned over."""
+def changed(sealed: str, index: int, bit: int) -> str:
+    """The sealed text with one bit of its nonce, ciphertext or tag inverted."""
     key_id, _, body = sealed.partition(":")
     raw = bytearray(b64decode(body))
-    raw[place % len(raw)] ^= 1 << bit
+    raw[index % len(raw)] ^= 1 << bit
     return f"{key_id}:{b64encode(raw).decode()}"
 
 
 @given(
     shard=st.integers(0, 1_000), offer=st.from_regex(r"[A-Za-z0-9._:-]{1,64}", fullmatch=True), text=st.text()
 )
-def test_what_was_sealed_opens_again(shard: int, offer: str, text: str) -> None:
+def test_a_sealed_text_opens(shard: int, offer: str, text: str) -> None:
     sealer = Sealer({"k": OLD})
     assert sealer.open(shard, offer, "seed", sealer.seal(shard, offer, "seed", text)) == text
 
 
-def test_the_text_does_not_show_and_never_looks_the_same() -> None:
+def test_a_sealed_text_hides_the_text_and_is_different_each_time() -> None:
     sealer = Sealer({"k": OLD})
     sealed = {sealer.seal(0, "e", "seed", SEED) for _ in range(1_000)}
-    nonces = {b64decode(one.partition(":")[2])[:NONCE_BYTES] for one in sealed}
+    nonces = {b64decode(text.partition(":")[2])[:NONCE_BYTES] for text in sealed}
     assert len(sealed) == len(nonces) == 1_000
-    assert not any(SEED.encode() in b64decode(one.partition(":")[2]) for one in sealed)
+    assert not any(SEED.encode() in b64decode(text.partition(":")[2]) for text in sealed)
 
 
 def test_sealed_texts_need_no_escaping_in_json() -> None:
@@ -54,21 +56,21 @@ def test_sealed_texts_need_no_escaping_in_json() -> None:
 @pytest.mark.parametrize(
     ("shard", "offer", "purpose"), [(1, "e", "seed"), (0, "f", "seed"), (0, "e", "code"), (0, "e|seed", "")]
 )
-def test_it_cannot_be_moved_elsewhere(shard: int, offer: str, purpose: str) -> None:
+def test_a_sealed_text_does_not_open_elsewhere(shard: int, offer: str, purpose: str) -> None:
     sealer = Sealer({"k": OLD})
     with pytest.raises(CannotOpen, match="sealed with another key, changed, or moved here"):
         sealer.open(shard, offer, purpose, sealer.seal(0, "e", "seed", SEED))
 
 
-@given(place=st.integers(0, 200), bit=st.integers(0, 7))
-def test_a_changed_bit_is_seen(place: int, bit: int) -> None:
+@given(index=st.integers(0, 200), bit=st.integers(0, 7))
+def test_a_sealed_text_with_a_changed_bit_does_not_open(index: int, bit: int) -> None:
     sealer = Sealer({"k": OLD})
     with pytest.raises(CannotOpen):
-        sealer.open(0, "e", "seed", changed(sealer.seal(0, "e", "seed", SEED), place, bit))
+        sealer.open(0, "e", "seed", changed(sealer.seal(0, "e", "seed", SEED), index, bit))
 
 
-def test_the_first_key_seals_and_any_opens() -> None:
-    """How keys are changed: the new one is put before the old."""
+def test_the_first_key_seals_and_any_key_opens() -> None:
+    """A key is rotated by writing the new key before the old key in the setting."""
     old = Sealer.from_text(f"old:{as_text(OLD)}")
     both = Sealer.from_text(f"new:{as_text(NEW)}, old:{as_text(OLD)}")
     assert both.open(0, "e", "seed", old.seal(0, "e", "seed", SEED)) == SEED
@@ -85,7 +87,7 @@ def test_another_key_under_the_same_id_does_not_open() -> None:
 @pytest.mark.parametrize(
     "sealed", ["", "k", "k:", "k:AAAA", "k:====", "k:not base64", "k:é", "k:" + "A" * 16]
 )
-def test_what_is_no_sealed_text_cannot_be_opened(sealed: str) -> None:
+def test_a_malformed_sealed_text_does_not_open(sealed: str) -> None:
     with pytest.raises(CannotOpen):
         Sealer({"k": OLD}).open(0, "e", "seed", sealed)
 
@@ -109,7 +111,7 @@ def test_what_is_no_sealed_text_cannot_be_opened(sealed: str) -> None:
         (f"a:{as_text(NEW)}," + 100_000 * "x" + ":k", "key 2: the id before ':'"),
     ],
 )
-def test_keys_that_cannot_be_read_are_refused_by_name(text: str, reason: str) -> None:
+def test_unreadable_keys_are_refused_with_the_name_of_the_setting(text: str, reason: str) -> None:
     with pytest.raises(ValueError, match=reason) as found:
         Sealer.from_text(text)
     assert "GRAB_SEAL_KEYS" in str(found.value)
@@ -117,30 +119,32 @@ def test_keys_that_cannot_be_read_are_refused_by_name(text: str, reason: str) ->
     assert len(str(found.value)) < 200
 
 
-def test_padding_may_be_left_out() -> None:
+def test_a_key_may_be_written_without_padding() -> None:
     sealed = Sealer({"k": OLD}).seal(0, "e", "seed", SEED)
     assert Sealer.from_text("k:" + as_text(OLD).rstrip("=")).open(0, "e", "seed", sealed) == SEED
 
 
-# -- keys that are taken away --------------------------------------------------------------------------------
+# -- keys that were removed ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("draw", ["ahead", "at_grab"])
 @pytest.mark.parametrize("end", ["drained", "closed", "open"])
-async def test_a_shard_is_rebuilt_without_the_key_of_envelopes_that_have_closed(
+async def test_a_shard_is_rebuilt_without_the_seal_key_of_closed_envelopes(
     client: Any, keys: KeySpace, draw: str, end: str
 ) -> None:
-    """Their seeds are in the journal in clear; of an open one the key is needed, and its name is said."""
+    """The journal has the seeds of closed envelopes in clear. For an open envelope the rebuild stops, and
+    names the key.
+    """
     await take_over(client, keys)
     both = Sealer({"old": OLD, "new": NEW})
-    one = Gate(client, keys, both)
+    gate = Gate(client, keys, both)
     number = keys.shard_of_offer("e")
-    await one.decide([opening("e", 5, draw=draw), *grabs(5 if end == "drained" else 3)], "decided")
+    await gate.decide([opening("e", 5, draw=draw), *grabs(5 if end == "drained" else 3)], "decided")
     if end == "closed":
-        await one.decide([Close(id="c", offer="e")], "decided")
-    await one.close()
+        await gate.decide([Close(id="c", offer="e")], "decided")
+    await gate.close()
     lines = await event_lines(client, keys, number)
-    made = []
+    rebuilt = []
     for name, sealer in (("both", both), ("new", Sealer({"new": NEW}))):
         space = KeySpace(f"{keys.prefix}-{name}", keys.shards)
         shard = space.shard(number)
@@ -151,8 +155,8 @@ async def test_a_shard_is_rebuilt_without_the_key_of_envelopes_that_have_closed(
                 assert await client.hget(shard.state, "seq") == b"0"
             else:
                 await fold(client, shard, lines, sealer, keys.shards)
-                made.append(await contents(client, shard))
+                rebuilt.append(await contents(client, shard))
         finally:
             async for key in client.scan_iter(match=f"{space.prefix}:*"):
                 await client.delete(key)
-    assert made[0] == made[-1]
+    assert rebuilt[0] == rebuilt[-1]

@@ -1,5 +1,5 @@
-"""Parts of large envelopes are brought to Redis in pieces before the call that opens their offer: never seen
-half, never left over.
+"""Staged parts: the parts of a large envelope are written to Redis in pieces before the call that opens the
+offer. No offer has half of its parts, and no staged parts remain.
 """
 
 import secrets
@@ -24,10 +24,10 @@ from grabstream.models.offers import EnvelopeTerms
 from grabstream.streams.relaying.ownership import OwnedShard, SteppedDown
 from grabstream.streams.relaying.recovery import Position, Recovery
 from tests.lua.conftest import SEALER, event_lines, opening, take_over
-from tests.lua.costs.calls import Measured
+from tests.lua.costs.calls import MeasuredShard
 from tests.lua.histories.recovered import accepted, contents, differences, fold
 
-#: Two pieces of them.
+#: Enough parts for two pieces.
 PARTS = 24_000
 SEED = "ab" * 16
 MILLION = 1_000_000
@@ -44,7 +44,7 @@ def parts_of(command: Open) -> bytes:
 
 @pytest.fixture(autouse=True)
 def drawn_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drawing takes longer than all that is tested here."""
+    """Draws the parts of each envelope once only: drawing takes longer than these tests."""
     for module in ("gate.batches", "restoring"):
         monkeypatch.setattr(f"grabstream.lua.{module}.parts_packed", _drawn)
 
@@ -62,7 +62,9 @@ async def staged(client: Any, keys: KeySpace) -> list[bytes]:
 def before(
     monkeypatch: pytest.MonkeyPatch,
 ) -> Callable[[str, Callable[[Sequence[str]], Awaitable[None]]], None]:
-    """Does something before each call of a script, told its keys."""
+    """Returns a function that makes an action run before each call of a script, with the keys of that
+    call.
+    """
 
     def watch(script: str, act: Callable[[Sequence[str]], Awaitable[None]]) -> None:
         real = calls.run_script
@@ -77,19 +79,19 @@ def before(
     return watch
 
 
-def test_pieces_are_the_whole_and_the_last_comes_first() -> None:
+def test_pieces_join_to_the_whole_and_are_sent_last_first() -> None:
     for size in (1, PIECE_BYTES - 1, PIECE_BYTES, PIECE_BYTES + 1, 3 * PIECE_BYTES, INLINE_BYTES_MAX + 6):
         text = secrets.token_bytes(size)
-        made = list(pieces(text))
-        assert [offset for offset, _ in made] == sorted((offset for offset, _ in made), reverse=True)
-        assert b"".join(piece for _, piece in reversed(made)) == text
-        assert made[0][0] + len(made[0][1]) == size
-        assert max(len(piece) for _, piece in made) <= PIECE_BYTES
+        split = list(pieces(text))
+        assert [offset for offset, _ in split] == sorted((offset for offset, _ in split), reverse=True)
+        assert b"".join(piece for _, piece in reversed(split)) == text
+        assert split[0][0] + len(split[0][1]) == size
+        assert max(len(piece) for _, piece in split) <= PIECE_BYTES
 
 
-async def test_an_envelope_of_many_parts_is_opened(gate: Any, client: Any, keys: KeySpace) -> None:
-    """Beside a small one in the same call; its parts are those of its seed, and stay."""
-    one, small = gate(timeout_ms=60_000), opening("e:small", seed=SEED)
+async def test_an_envelope_of_many_parts_is_opened(make_gate: Any, client: Any, keys: KeySpace) -> None:
+    """A small envelope is in the same call. The parts are those of the seed, and have no expiry."""
+    one, small = make_gate(timeout_ms=60_000), opening("e:small", seed=SEED)
     answers = await one.decide([large("e:large"), small, large("e:other", parts=PARTS + 7)], "decided")
     assert [answer.outcome for answer in answers] == ["opened"] * 3
     shard = keys.shard(keys.shard_of_offer("e:large"))
@@ -101,32 +103,34 @@ async def test_an_envelope_of_many_parts_is_opened(gate: Any, client: Any, keys:
     assert granted.amount == int.from_bytes(parts_of(large())[:6], "big")
 
 
-async def test_what_is_not_taken_is_deleted(gate: Any, client: Any, keys: KeySpace) -> None:
-    """A repeat, another command for the same offer, the same id with another body, a shard that decides
-    nothing.
+async def test_staged_parts_that_are_not_used_are_deleted(
+    make_gate: Any, client: Any, keys: KeySpace
+) -> None:
+    """After a repeat, the same id with another body, another command for the same offer, and a fenced
+    shard.
     """
-    one = gate(timeout_ms=60_000)
-    await one.decide([large()], "decided")
-    [again] = await one.decide([large()], "decided")
+    gate = make_gate(timeout_ms=60_000)
+    await gate.decide([large()], "decided")
+    [again] = await gate.decide([large()], "decided")
     assert (again.outcome, again.repeated) == ("opened", True)
     for other in (large(parts=PARTS + 1), Open(id="other", offer="e", terms=large(law="double_mean").terms)):
-        [conflict] = await one.decide([other], "decided")
+        [conflict] = await gate.decide([other], "decided")
         assert conflict.outcome == "conflict"
     shard = keys.shard(keys.shard_of_offer("e"))
     assert await client.get(shard.parts("e")) == parts_of(large())
     await client.hset(shard.state, "life", "another server's")
-    [fenced] = await one.decide([large("e:2")], "decided")
+    [fenced] = await gate.decide([large("e:2")], "decided")
     assert fenced.outcome == "fenced"
     assert await staged(client, keys) == []
 
 
-async def test_parts_that_are_gone_before_the_call_are_brought_again(
-    gate: Any, client: Any, keys: KeySpace, before: Any
+async def test_parts_lost_before_the_call_are_staged_again(
+    make_gate: Any, client: Any, keys: KeySpace, before: Any
 ) -> None:
-    """All of them, or some, as a server that has lost the last second may have them. Who has no patience is
-    told to come again.
+    """All parts are gone, or some, as after a server that lost its last second. A caller without patience
+    gets `busy`.
     """
-    one, lost = gate(timeout_ms=60_000), list[str]()
+    one, lost = make_gate(timeout_ms=60_000), list[str]()
 
     async def lose(names: Sequence[str]) -> None:
         if len(lost) < 2:
@@ -146,12 +150,12 @@ async def test_parts_that_are_gone_before_the_call_are_brought_again(
     assert await staged(client, keys) == []
 
 
-async def test_parts_of_an_earlier_server_epoch_are_not_taken(own: Any, before: Any) -> None:
-    """A replica that is promoted may lack pieces in the middle, whatever their length is: it is another
-    life.
+async def test_parts_of_an_earlier_server_epoch_are_not_used(private_redis: Any, before: Any) -> None:
+    """A promoted replica may lack pieces in the middle, whatever the length of the value: its server epoch is
+    another.
     """
-    client, keys = own
-    one = Gate(client, keys, SEALER, GateLimits(timeout_ms=60_000))
+    client, keys = private_redis
+    gate = Gate(client, keys, SEALER, GateLimits(timeout_ms=60_000))
     promotions: list[bytes] = []
 
     async def promote(names: Sequence[str]) -> None:
@@ -161,14 +165,14 @@ async def test_parts_of_an_earlier_server_epoch_are_not_taken(own: Any, before: 
             await take_over(client, keys)
 
     before("open", promote)
-    [busy] = await one.decide([large()], "decided")
+    [busy] = await gate.decide([large()], "decided")
     assert (busy.outcome, "parts" in (busy.message or "")) == ("busy", True)
-    assert (await one.decide([large()], "decided"))[0].outcome == "opened"
-    await one.close()
+    assert (await gate.decide([large()], "decided"))[0].outcome == "opened"
+    await gate.close()
 
 
-async def test_a_piece_is_refused_when_those_before_may_be_gone(own: Any) -> None:
-    client, keys = own
+async def test_a_piece_is_refused_when_earlier_pieces_may_be_lost(private_redis: Any) -> None:
+    client, keys = private_redis
     name = keys.shard(0).staged("token")
     server_epoch = await run_script(client, "stage", [name], [6, b"later.", "", STAGED_MS])
     assert server_epoch
@@ -182,56 +186,56 @@ async def test_a_piece_is_refused_when_those_before_may_be_gone(own: Any) -> Non
     assert await client.get(name) == b"first.later."
 
 
-async def test_what_a_process_leaves_behind_when_it_dies_ends_by_itself(
-    gate: Any, client: Any, keys: KeySpace, before: Any
+async def test_staged_parts_expire_if_their_process_dies(
+    make_gate: Any, client: Any, keys: KeySpace, before: Any
 ) -> None:
-    left: list[int] = []
+    expiries_ms: list[int] = []
 
-    async def look(names: Sequence[str]) -> None:
-        left.extend([await client.pttl(name) for name in await staged(client, keys)])
+    async def read_expiries(names: Sequence[str]) -> None:
+        expiries_ms.extend([await client.pttl(name) for name in await staged(client, keys)])
 
-    before("open", look)
-    await gate(timeout_ms=60_000).decide([large()], "decided")
-    assert len(left) == 1
-    assert 0 < left[0] <= STAGED_MS
+    before("open", read_expiries)
+    await make_gate(timeout_ms=60_000).decide([large()], "decided")
+    assert len(expiries_ms) == 1
+    assert 0 < expiries_ms[0] <= STAGED_MS
 
 
-async def test_full_memory_refuses_the_parts_and_does_no_harm(own: Any) -> None:
-    client, keys = own
-    one = Gate(client, keys, SEALER, GateLimits(timeout_ms=60_000))
+async def test_staging_into_full_memory_is_busy_and_leaves_nothing(private_redis: Any) -> None:
+    client, keys = private_redis
+    gate = Gate(client, keys, SEALER, GateLimits(timeout_ms=60_000))
     await client.config_set("maxmemory", str((await client.info("memory"))["used_memory"] + 100_000))
-    [busy] = await one.decide([large()], "decided")
+    [busy] = await gate.decide([large()], "decided")
     assert (busy.outcome, "memory" in (busy.message or "")) == ("busy", True)
     assert (await staged(client, keys), await event_lines(client, keys, 0)) == ([], [])
     await client.config_set("maxmemory", "0")
-    assert (await one.decide([large()], "decided"))[0].outcome == "opened"
-    await one.close()
+    assert (await gate.decide([large()], "decided"))[0].outcome == "opened"
+    await gate.close()
 
 
 # -- recovery ------------------------------------------------------------------------------------------------
 
 
-async def test_a_recovery_writes_parts_in_pieces_also_where_memory_is_full(own: Any) -> None:
-    client, keys = own
-    one = Gate(client, keys, SEALER, GateLimits(timeout_ms=60_000))
-    await one.decide([large("a"), large("b", parts=PARTS + 1), opening("c", seed=SEED)], "decided")
-    await one.decide([Grab(id=f"g{n}", offer="a", user=f"u{n}") for n in range(3)], "decided")
-    await one.close()
+async def test_a_recovery_writes_parts_in_pieces_even_if_memory_is_full(private_redis: Any) -> None:
+    client, keys = private_redis
+    gate = Gate(client, keys, SEALER, GateLimits(timeout_ms=60_000))
+    await gate.decide([large("a"), large("b", parts=PARTS + 1), opening("c", seed=SEED)], "decided")
+    await gate.decide([Grab(id=f"g{n}", offer="a", user=f"u{n}") for n in range(3)], "decided")
+    await gate.close()
     lines, live = await event_lines(client, keys, 0), await contents(client, keys.shard(0))
     await client.config_set("maxmemory", "1")
-    again = KeySpace("again", 1).shard(0)
-    await fold(client, again, lines, SEALER, 1)
-    made = await contents(client, again)
-    assert not differences(live, made)
-    assert made["offer:a/parts"] == parts_of(large("a"))
+    shard = KeySpace("again", 1).shard(0)
+    await fold(client, shard, lines, SEALER, 1)
+    recovered = await contents(client, shard)
+    assert not differences(live, recovered)
+    assert recovered["offer:a/parts"] == parts_of(large("a"))
 
 
-async def test_a_recovery_that_ends_between_pieces_is_done_again(own: Any) -> None:
-    """And one that does not write them does not apply the event."""
-    client, keys = own
-    one = Gate(client, keys, SEALER, GateLimits(timeout_ms=60_000))
-    await one.decide([opening("c", seed=SEED), large("a")], "decided")
-    await one.close()
+async def test_a_recovery_that_stops_between_pieces_is_repeated(private_redis: Any) -> None:
+    """An event whose parts are not written is not applied."""
+    client, keys = private_redis
+    gate = Gate(client, keys, SEALER, GateLimits(timeout_ms=60_000))
+    await gate.decide([opening("c", seed=SEED), large("a")], "decided")
+    await gate.close()
     lines, live = await event_lines(client, keys, 0), await contents(client, keys.shard(0))
     shard = OwnedShard(client, KeySpace("again", 1).shard(0))
 
@@ -239,30 +243,30 @@ async def test_a_recovery_that_ends_between_pieces_is_done_again(own: Any) -> No
         yield Cursor(), accepted(lines)
 
     class Dies(OwnedShard):
-        async def run(self, name: str, keys: list[str], own: Any, *arguments: object) -> Any:
+        async def run(self, name: str, keys: list[str], ownership: Any, *arguments: object) -> Any:
             if name == "apply_parts" and arguments[0] == 0:
                 raise SteppedDown("between two pieces")
-            return await super().run(name, keys, own, *arguments)
+            return await super().run(name, keys, ownership, *arguments)
 
     dies = Dies(client, shard.keys)
-    own_term = (await dies.raise_term(0)).ownership
+    ownership = (await dies.raise_term(0)).ownership
     with pytest.raises(SteppedDown):
-        await Recovery(dies, SEALER).rebuild(own_term, Position("other", 0), journal)
+        await Recovery(dies, SEALER).rebuild(ownership, Position("other", 0), journal)
     events = [decode_event(line) for line in lines]
-    batch = restoring.build(shard.keys, events[1:], SEALER)
-    assert [len(one.parts) for one in batch.staged] == [6 * PARTS]
+    arguments_of_apply = restoring.build(shard.keys, events[1:], SEALER)
+    assert [len(staged_parts.parts) for staged_parts in arguments_of_apply.staged] == [6 * PARTS]
     await client.unlink(shard.keys.parts("a"))
-    own_term = (await shard.raise_term(own_term.term)).ownership
-    await run_script(client, "wipe", [shard.keys.state], [*own_term.arguments, "why"])
+    ownership = (await shard.raise_term(ownership.term)).ownership
+    await run_script(client, "wipe", [shard.keys.state], [*ownership.arguments, "why"])
     with pytest.raises(redis.ResponseError, match="PARTS 0 bytes"):
-        arguments = [*own_term.arguments, "", "", "", *batch.arguments]
-        await run_script(client, "apply", [*shard.keys.deciding(), *batch.keys], arguments)
-    await Recovery(shard, SEALER).rebuild(own_term, Position("other", 0), journal)
+        arguments = [*ownership.arguments, "", "", "", *arguments_of_apply.arguments]
+        await run_script(client, "apply", [*shard.keys.deciding(), *arguments_of_apply.keys], arguments)
+    await Recovery(shard, SEALER).rebuild(ownership, Position("other", 0), journal)
     assert not differences(live, await contents(client, shard.keys))
 
 
-async def test_the_parts_of_an_owner_that_is_no_more_are_refused(own: Any) -> None:
-    client, keys = own
+async def test_parts_from_a_former_owner_are_refused(private_redis: Any) -> None:
+    client, keys = private_redis
     shard = keys.shard(0)
     fields = [value.decode() for value in await client.hmget(shard.state, ["term", "owner", "life"])]
     for wrong, why in (([fields[0], "stranger", fields[2]], "another owner"), (fields, "not fenced")):
@@ -274,9 +278,11 @@ async def test_the_parts_of_an_owner_that_is_no_more_are_refused(own: Any) -> No
 # -- time ----------------------------------------------------------------------------------------------------
 
 
-async def test_a_million_parts_take_no_long_call(own_server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Opened, closed and recovered. The shortest of some repetitions counts, since others use this
-    machine.
+async def test_a_million_parts_take_no_long_call(
+    private_server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Opens, recovers and closes such an envelope. The shortest of several repetitions counts, since other
+    processes use this machine.
     """
     monkeypatch.setattr(
         "grabstream.lua.gate.batches.parts_packed", lambda terms, seed: (1).to_bytes(6, "big") * terms.parts
@@ -284,7 +290,7 @@ async def test_a_million_parts_take_no_long_call(own_server: Any, monkeypatch: p
     monkeypatch.setattr(
         "grabstream.lua.restoring.parts_packed", lambda terms, seed: (1).to_bytes(6, "big") * terms.parts
     )
-    system = Measured(own_server[1])
+    system = MeasuredShard(private_server[1])
     await system.begin()
     terms = EnvelopeTerms(
         issuer="a", funding="f", asset="CNY", total=MILLION, parts=MILLION, law="equal", seed=SEED

@@ -1,4 +1,4 @@
-"""Tickets: good only from who may sign them, for their user, and for their offer or its campaign."""
+"""Tickets: valid only if signed with a known key, and only for their user and their offer or its campaign."""
 
 import hashlib
 import hmac
@@ -36,12 +36,12 @@ KEYS = TicketKeys.from_text(SETTING)
 
 
 def token_of(claims: Any = CLAIMS, key: Any = SECRET, algorithm: str | None = "HS256", **header: Any) -> str:
-    """A token made with the library alone, so that it can be wrong in every way."""
+    """A token made with the JWT library alone, which, unlike `sign`, makes invalid tickets too."""
     return jwt.encode(claims, key, algorithm, {"kid": "h", **header})
 
 
 def but(*without: str, **claims: Any) -> dict[str, Any]:
-    """The claims of a good ticket, some left out and some changed."""
+    """The claims of a valid ticket, without the names in `without` and with `claims` changed."""
     return {name: value for name, value in {**CLAIMS, **claims}.items() if name not in without}
 
 
@@ -49,17 +49,17 @@ def segment(text: bytes) -> str:
     return urlsafe_b64encode(text).decode().rstrip("=")
 
 
-def with_segment(token: str, place: int, text: bytes) -> str:
-    """The token with one of header, claims and signature replaced, the others as they were."""
+def with_segment(token: str, index: int, text: bytes) -> str:
+    """The token with segment `index` (0 header, 1 claims, 2 signature) replaced by `text`."""
     segments = token.split(".")
-    segments[place] = segment(text)
+    segments[index] = segment(text)
     return ".".join(segments)
 
 
 @pytest.mark.parametrize(("key_id", "key"), [("h", SECRET), ("e", PRIVATE)])
 @pytest.mark.parametrize("audience", [OFFER, CAMPAIGN, [OFFER], ["other", CAMPAIGN], [CAMPAIGN, OFFER]])
 @pytest.mark.parametrize("once_id", ["", "t-1", "x" * 64])
-def test_a_good_ticket(
+def test_a_valid_ticket_is_read(
     key_id: str, key: bytes | Ed25519PrivateKey, audience: str | list[str], once_id: str
 ) -> None:
     token = sign(key_id, key, user=USER, offer=audience, expires_at_ms=EXPIRES_AT * 1_000, once_id=once_id)
@@ -70,17 +70,17 @@ def test_a_good_ticket(
 
 
 @given(expires_at_ms=st.integers(1_000, TIME_MS_MAX))
-def test_milliseconds_come_through(expires_at_ms: int) -> None:
+def test_expiry_keeps_its_milliseconds(expires_at_ms: int) -> None:
     token = sign("h", SECRET, user=USER, offer=OFFER, expires_at_ms=expires_at_ms)
     assert KEYS.read(token, USER, OFFER) == Ticket(expires_at_ms, "")
 
 
-def test_an_offer_without_campaign_is_its_own() -> None:
+def test_an_offer_without_a_campaign_is_its_own_campaign() -> None:
     token = sign("h", SECRET, user=USER, offer="lunch", expires_at_ms=EXPIRES_AT * 1_000)
     assert KEYS.read(token, USER, "lunch") == GOOD_IN_CAMPAIGN
 
 
-def test_expiry_is_left_to_the_shard() -> None:
+def test_an_expired_ticket_is_read_since_the_shard_checks_expiry() -> None:
     assert KEYS.read(token_of(but(exp=1)), USER, OFFER) == Ticket(1_000, "")
 
 
@@ -97,7 +97,7 @@ def test_expiry_is_left_to_the_shard() -> None:
         (CAMPAIGN, USER),
     ],
 )
-def test_for_another_user_or_offer_also_after_it_was_good(user: str, offer: str) -> None:
+def test_a_ticket_for_another_user_or_offer_is_refused(user: str, offer: str) -> None:
     token = token_of()
     assert KEYS.read(token, USER, OFFER) == GOOD
     assert KEYS.read(token, user, offer) is None
@@ -118,7 +118,7 @@ def test_for_another_user_or_offer_also_after_it_was_good(user: str, offer: str)
         but(nbf="soon"), but(nbf=None), but(nbf=time.time() + 3_600),
     ],
 )  # fmt: skip
-def test_claims_that_are_wrong(claims: dict[str, Any]) -> None:
+def test_wrong_claims_are_refused(claims: dict[str, Any]) -> None:
     assert KEYS.read(token_of(claims), USER, OFFER) is None
 
 
@@ -129,11 +129,11 @@ def test_claims_that_are_wrong(claims: dict[str, Any]) -> None:
         but(nbf=time.time() + NOT_BEFORE_LEEWAY_SECONDS - 1),
     ],
 )  # fmt: skip
-def test_claims_that_do_not_matter(claims: dict[str, Any]) -> None:
+def test_other_valid_claims_are_accepted(claims: dict[str, Any]) -> None:
     assert KEYS.read(token_of(claims), USER, OFFER) == GOOD
 
 
-def test_what_is_not_good_yet_becomes_good() -> None:
+def test_a_ticket_becomes_valid_at_its_not_before_time() -> None:
     good_from = int(time.time()) + 2
     token = token_of(but(nbf=good_from + NOT_BEFORE_LEEWAY_SECONDS))
     assert KEYS.read(token, USER, OFFER) is None
@@ -144,26 +144,26 @@ def test_what_is_not_good_yet_becomes_good() -> None:
 @pytest.mark.parametrize(
     ("why", "token"),
     [
-        ("a key that nobody has", token_of(kid="x")),
-        ("the other key's id", token_of(kid="e")),
-        ("the other key's id, EdDSA", token_of(key=PRIVATE, algorithm="EdDSA", kid="h")),
+        ("an unknown key id", token_of(kid="x")),
+        ("the id of the EdDSA key", token_of(kid="e")),
+        ("EdDSA with the id of the HS256 key", token_of(key=PRIVATE, algorithm="EdDSA", kid="h")),
         ("no key id", jwt.encode(CLAIMS, SECRET, "HS256")),
-        ("a secret of another", token_of(key=OTHER_SECRET)),
-        ("a private key of another", token_of(key=Ed25519PrivateKey.generate(), algorithm="EdDSA", kid="e")),
+        ("an unknown secret", token_of(key=OTHER_SECRET)),
+        ("an unknown private key", token_of(key=Ed25519PrivateKey.generate(), algorithm="EdDSA", kid="e")),
         ("no algorithm", token_of(key=None, algorithm=None)),
-        ("no algorithm, EdDSA's key id", token_of(key=None, algorithm=None, kid="e")),
-        ("another algorithm of the same secret", token_of(key=SECRET * 2, algorithm="HS512")),
+        ("no algorithm, with the id of the EdDSA key", token_of(key=None, algorithm=None, kid="e")),
+        ("HS512 with a secret for HS256", token_of(key=SECRET * 2, algorithm="HS512")),
         ("the public key as secret", token_of(key=PUBLIC_BYTES, kid="e")),
         ("the public key's base64 as secret", token_of(key=as_text(PUBLIC_BYTES), kid="e")),
-        ("an extension that nobody knows", token_of(crit=["exp"], exp=1)),
+        ("an unknown critical extension", token_of(crit=["exp"], exp=1)),
     ],
 )
-def test_signed_by_somebody_else(why: str, token: str) -> None:
+def test_a_token_signed_with_a_wrong_key_is_refused(why: str, token: str) -> None:
     assert KEYS.read(token, USER, OFFER) is None, why
 
 
-def test_the_public_key_file_as_secret() -> None:
-    """The library refuses to sign so, which does not hinder others: signed by hand."""
+def test_a_token_signed_with_the_public_key_as_secret_is_refused() -> None:
+    """The library refuses to sign with such a secret, but others can: this token is signed by hand."""
     signed = ".".join(token_of(kid="e").split(".")[:2])
     for secret in (PUBLIC_PEM, PUBLIC_BYTES):
         signature = hmac.new(secret, signed.encode(), hashlib.sha256).digest()
@@ -171,7 +171,7 @@ def test_the_public_key_file_as_secret() -> None:
 
 
 @pytest.mark.parametrize("token", [token_of(), token_of(key=PRIVATE, algorithm="EdDSA", kid="e")])
-def test_a_token_that_was_changed(token: str) -> None:
+def test_a_changed_token_is_refused(token: str) -> None:
     assert KEYS.read(token, USER, OFFER) == GOOD
     header, claims, signature = (urlsafe_b64decode(part + "==") for part in token.split("."))
     for changed in (
@@ -206,17 +206,17 @@ def test_a_token_that_was_changed(token: str) -> None:
         with_segment(token_of(), 0, b"\xff"),
     ],
 )  # fmt: skip
-def test_what_is_no_token(token: str) -> None:
+def test_a_malformed_token_is_refused(token: str) -> None:
     assert KEYS.read(token, USER, OFFER) is None
 
 
 @pytest.mark.parametrize("claims", [b"", b"[]", b"7", b'"text"', b"{", b"\xff", b"[" * 2_000])
-def test_signed_but_no_claims(claims: bytes) -> None:
+def test_a_signed_token_without_a_claims_object_is_refused(claims: bytes) -> None:
     assert KEYS.read(jwt.PyJWS().encode(claims, SECRET, "HS256", {"kid": "h"}), USER, OFFER) is None
 
 
 @given(st.text())
-def test_any_text_is_no_ticket(text: str) -> None:
+def test_random_text_is_refused(text: str) -> None:
     assert KEYS.read(text, USER, OFFER) is None
 
 
@@ -225,7 +225,7 @@ def test_without_keys_every_ticket_is_refused(setting: str) -> None:
     assert TicketKeys.from_text(setting).read(token_of(), USER, OFFER) is None
 
 
-def test_memory_is_bounded_and_forged_tickets_push_nothing_out() -> None:
+def test_remembered_tickets_are_bounded_and_forged_ones_are_not_remembered() -> None:
     keys = TicketKeys({"h": SECRET})
     good, forged = token_of(), token_of(key=OTHER_SECRET)
 
@@ -238,8 +238,8 @@ def test_memory_is_bounded_and_forged_tickets_push_nothing_out() -> None:
         assert keys.read(good, "carol", OFFER) is None
     assert remembered() == 1
     campaign = token_of(but(aud=CAMPAIGN))
-    for place in range(REMEMBERED_MAX + 10):
-        assert keys.read(campaign, USER, f"{CAMPAIGN}:{place}") == GOOD_IN_CAMPAIGN
+    for number in range(REMEMBERED_MAX + 10):
+        assert keys.read(campaign, USER, f"{CAMPAIGN}:{number}") == GOOD_IN_CAMPAIGN
     assert remembered() == REMEMBERED_MAX
 
 
@@ -247,7 +247,7 @@ def test_memory_is_bounded_and_forged_tickets_push_nothing_out() -> None:
     "encoded",
     [as_text(b"\xfb\xff" * 16), segment(b"\xfb\xff" * 16), urlsafe_b64encode(b"\xfb\xff" * 16).decode()],
 )
-def test_both_alphabets_with_and_without_padding(encoded: str) -> None:
+def test_keys_are_read_in_both_base64_alphabets_with_and_without_padding(encoded: str) -> None:
     keys = TicketKeys.from_text(f" h:HS256:{encoded} , ")
     assert keys.read(token_of(key=b"\xfb\xff" * 16), USER, OFFER) == GOOD
 
@@ -280,19 +280,19 @@ def test_both_alphabets_with_and_without_padding(encoded: str) -> None:
         ),
     ],
 )
-def test_keys_that_cannot_be_read_are_refused_by_name(setting: str, reason: str) -> None:
+def test_unreadable_keys_are_refused_with_the_name_of_the_setting(setting: str, reason: str) -> None:
     with pytest.raises(ValueError, match=reason) as found:
         TicketKeys.from_text(setting)
     assert "GRAB_TICKET_KEYS" in str(found.value)
     assert as_text(SECRET)[:20] not in str(found.value)
 
 
-def test_a_short_secret_does_not_sign() -> None:
+def test_signing_with_a_short_secret_is_refused() -> None:
     with pytest.raises(ValueError, match="at least 32 bytes, it has 31"):
         sign("h", SECRET[:31], user=USER, offer=OFFER, expires_at_ms=1_000)
 
 
-def test_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ticket_keys_are_read_from_the_setting_and_never_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GRAB_TICKET_KEYS", raising=False)
     assert ticket_keys(Settings(_env_file=None)).read(token_of(), USER, OFFER) is None  # type: ignore[call-arg]
     monkeypatch.setenv("GRAB_TICKET_KEYS", SETTING)

@@ -1,5 +1,5 @@
-"""A command that raises costs one answer: its own. What the others of its call, of its list and of its shard
-get is not touched.
+"""Undecidable commands: a command that raises gets `invalid`, and changes no answer of the other commands in
+its call, list and shard.
 """
 
 import asyncio
@@ -31,10 +31,12 @@ def undecidable(number: int = 0, offer: str = "e") -> Grab:
     return Grab(id=f"undecidable-{number}", offer=offer, user=f"undecided{number}")
 
 
-async def test_one_command_that_raises_costs_one_answer(
+async def test_a_command_that_raises_is_refused_alone(
     relay: FakeRelay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Callers' lists share calls; the one that raises is found among them, and only it is refused."""
+    """Lists of several callers share calls. The gate finds the command that raises and refuses only that
+    one.
+    """
     inject(monkeypatch, "before")
     gate = gate_over(relay)
     lists: list[list[AnyCommand]] = [
@@ -42,11 +44,11 @@ async def test_one_command_that_raises_costs_one_answer(
     ]
     lists[7].insert(4, undecidable(7, "s"))
     lists[13].insert(0, undecidable(13, "s"))
-    answered = await asyncio.gather(*(gate.decide(one, "decided") for one in lists))
+    answered = await asyncio.gather(*(gate.decide(commands, "decided") for commands in lists))
     for commands, answers in zip(lists, answered, strict=True):
         assert [answer.id for answer in answers] == [command.id for command in commands]
         assert [answer.outcome for answer in answers] == [
-            "invalid" if "undecidable" in c.id else "held" for c in commands
+            "invalid" if "undecidable" in command.id else "held" for command in commands
         ]
         assert all("injected" in (answer.message or "") for answer in answers if answer.outcome == "invalid")
     places = [answer.place for answers in answered for answer in answers if answer.outcome == "held"]
@@ -54,12 +56,10 @@ async def test_one_command_that_raises_costs_one_answer(
     await gate.close()
 
 
-async def test_a_line_above_its_bound_is_refused_before_anything_is_written(
+async def test_a_line_above_its_bound_is_refused_before_any_write(
     relay: FakeRelay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The bounds of commands see to it that there is none; were there one, it would stop its shard for
-    ever.
-    """
+    """The bounds of commands rule out such a line; an event with one would stop its shard for ever."""
     gate = gate_over(relay)
     bound_lines(monkeypatch, 300)
     commands = [*grabs(2), Grab(id="x" * 64, offer="s", user="y" * 64), *grabs(2, start=2)]
@@ -70,10 +70,10 @@ async def test_a_line_above_its_bound_is_refused_before_anything_is_written(
     await gate.close()
 
 
-async def test_a_number_that_would_be_rounded_reaches_no_event(
+async def test_a_number_that_would_be_rounded_is_refused_before_its_event(
     relay: FakeRelay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Behind the door that refuses such a product there is another one, where events are written."""
+    """The grab script refuses such a product. If it does not, the code that writes events refuses it."""
     gate = gate_over(relay)
     terms = StockTerms(issuer="i", total=200, max_per_grab=200, price=1, hold_ms=1_000, currency="CNY")
     assert [
@@ -91,27 +91,27 @@ async def test_a_number_that_would_be_rounded_reaches_no_event(
     await gate.close()
 
 
-async def test_a_reader_is_told_where_the_poison_stands(
+async def test_undecidable_commands_are_reported_with_their_index(
     relay: FakeRelay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inject(monkeypatch, "before")
     gate = gate_over(relay)
-    told: list[tuple[int, str]] = []
+    reported: list[tuple[int, str]] = []
     commands = [*grabs(3), undecidable(1), *grabs(2, start=3), undecidable(2), *steps_of("ann")[:3]]
     relaying = asyncio.create_task(relay.run())
     answers = await gate.decide(
-        commands, reader=Order(), report_undecidable=lambda place, reason: told.append((place, reason))
+        commands, reader=Order(), report_undecidable=lambda index, reason: reported.append((index, reason))
     )
     relaying.cancel()
     assert [answer.outcome for answer in answers] == ["granted"] * 3 + ["invalid"] + ["granted"] * 2 + [
         "invalid"
     ] + CARRIED_OUT
-    assert [place for place, _ in told] == [3, 6]
-    assert all("injected" in reason for _, reason in told)
+    assert [index for index, _ in reported] == [3, 6]
+    assert all("injected" in reason for _, reason in reported)
     await gate.close()
 
 
-async def test_a_hold_that_raises_keeps_no_other_from_ending(
+async def test_a_sweep_ends_the_other_holds_when_one_raises(
     relay: FakeRelay, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     gate = gate_over(relay)
@@ -126,21 +126,21 @@ async def test_a_hold_that_raises_keeps_no_other_from_ending(
     assert await sweeper.sweep(over_at) == 21
     assert await relay.client.zrange(shard.holds, 0, -1) == [b"s/undecidable-1"]
     assert "fails for s/undecidable-1" in caplog.text
-    assert await sweeper.sweep(over_at) == 0  # it is left out, and not met again and again
+    assert await sweeper.sweep(over_at) == 0  # later sweeps leave it out
     monkeypatch.undo()
     assert await Sweeper(relay.client, shard, relay.keys.shards, 10**12).sweep(over_at) == 1
     assert not await relay.client.exists(shard.holds)
     await gate.close()
 
 
-async def test_a_basket_that_raises_is_refused_whole(
+async def test_a_basket_with_an_undecidable_grab_is_refused_whole(
     relay: FakeRelay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inject(monkeypatch, "before")
     gate = gate_over(relay)
 
     def basket(name: str, *ids: str) -> list[AnyCommand]:
-        return [Grab(id=one, offer="s", user="ann", basket=name) for one in ids]
+        return [Grab(id=id, offer="s", user="ann", basket=name) for id in ids]
 
     commands = [
         *basket("b1", "a1", "a2"),
@@ -152,8 +152,8 @@ async def test_a_basket_that_raises_is_refused_whole(
     await gate.close()
 
 
-async def test_a_command_that_cannot_be_built_costs_one_answer(relay: FakeRelay) -> None:
-    """An error in Python, where commands are made into arguments, is like one in Lua."""
+async def test_a_command_whose_arguments_cannot_be_built_is_refused_alone(relay: FakeRelay) -> None:
+    """An error in Python, while a command becomes arguments of a script, is handled like one in Lua."""
 
     class Broken(TicketKeys):
         def read(self, ticket: str, user: str, offer: str) -> Any:
@@ -167,19 +167,19 @@ async def test_a_command_that_cannot_be_built_costs_one_answer(relay: FakeRelay)
     await gate.close()
 
 
-async def test_a_command_that_cannot_even_be_checked_costs_one_answer(
+async def test_a_command_whose_check_raises_is_refused_alone(
     relay: FakeRelay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from grabstream.lua.gate import door as gate_module
+    from grabstream.lua.gate import door
 
-    check = gate_module.check
+    check = door.check
 
     def raising(command: AnyCommand) -> None:
         if command.id == "unchecked":
             raise RecursionError
         check(command)
 
-    monkeypatch.setattr(gate_module, "check", raising)
+    monkeypatch.setattr(door, "check", raising)
     gate = gate_over(relay)
     unchecked = Grab(id="unchecked", offer="e", user="eve", attributes={"card": "7"})
     answers = await gate.decide([*grabs(2), unchecked, *grabs(2, start=2)], "decided")
@@ -187,7 +187,7 @@ async def test_a_command_that_cannot_even_be_checked_costs_one_answer(
     await gate.close()
 
 
-async def test_an_answer_that_cannot_be_read_whole_still_says_what_was_decided(
+async def test_an_answer_that_cannot_be_read_whole_keeps_its_outcome(
     relay: FakeRelay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from grabstream.lua.gate import batches
@@ -212,12 +212,12 @@ async def test_an_answer_that_cannot_be_read_whole_still_says_what_was_decided(
 async def test_an_error_after_the_first_write_fences_the_shard_at_once(
     relay: FakeRelay, monkeypatch: pytest.MonkeyPatch, where: Any
 ) -> None:
-    """What is half written is never decided on: the shard is fenced in that call, its seq is that of its
-    outbox, and the answer is known once the shard was made equal to its events.
+    """Nothing is decided on a half-written shard: the same call fences it and sets its seq to that of its
+    outbox. The commands are answered after a recovery has rebuilt the shard from its events.
     """
     inject(monkeypatch, where)
     gate = gate_over(relay)
-    asking = asyncio.create_task(gate.decide([*grabs(2), undecidable(), *grabs(2, start=2)], "decided"))
+    deciding = asyncio.create_task(gate.decide([*grabs(2), undecidable(), *grabs(2, start=2)], "decided"))
     await until(lambda: relay.client.hget(relay.shard.state, "partial"))
     assert await relay.client.hget(relay.shard.state, "life") is None
     assert b"injected" in await relay.client.hget(relay.shard.state, "fault")
@@ -225,39 +225,39 @@ async def test_an_error_after_the_first_write_fences_the_shard_at_once(
     assert int(await relay.client.hget(relay.shard.state, "seq")) == 2 + len(
         await event_lines(relay.client, relay.keys, 0, 2)
     )
-    while not asking.done():
+    while not deciding.done():
         if await relay.client.hget(relay.shard.state, "partial"):
             await relay.lose_tail(lambda decided: decided)  # journaled, and rebuilt from the journal
-        await asyncio.wait({asking}, timeout=0.05)
-    answers = await asking
+        await asyncio.wait({deciding}, timeout=0.05)
+    answers = await deciding
     assert [answer.outcome for answer in answers] == ["granted"] * 5
     assert [answer.place for answer in answers] == [1, 2, 3, 4, 5]
     assert len({answer.seq for answer in answers}) == 5
     await gate.close()
 
 
-async def test_a_command_that_breaks_its_shard_each_time_is_given_up(
+async def test_a_command_that_breaks_its_shard_each_time_ends_as_unknown(
     relay: FakeRelay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing of it ever reaches the outbox, so it would break the shard for ever; the others are decided."""
+    """It never reaches the outbox, so it would break the shard for ever. The other commands are decided."""
     inject(monkeypatch, "after")
     gate = Gate(relay.client, relay.keys, SEALER, GateLimits(timeout_ms=30_000))
     gate.start()
-    asking = asyncio.create_task(gate.decide([undecidable()], "decided"))
+    deciding = asyncio.create_task(gate.decide([undecidable()], "decided"))
     others = asyncio.create_task(gate.decide(grabs(3), "decided"))
-    while not (asking.done() and others.done()):
+    while not (deciding.done() and others.done()):
         if await relay.client.hget(relay.shard.state, "partial"):
-            await relay.lose_tail()  # all of it
-        await asyncio.wait({asking, others}, timeout=0.05)
+            await relay.lose_tail()  # the whole tail is lost
+        await asyncio.wait({deciding, others}, timeout=0.05)
     with pytest.raises(OutcomeUnknown, match="breaks its shard"):
-        await asking
+        await deciding
     assert [answer.outcome for answer in await others] == ["granted"] * 3
     await gate.close()
 
 
-async def test_a_refusal_of_redis_is_no_poison(relay: FakeRelay) -> None:
-    """A right that is missing concerns everybody: it is `busy`, and goes away; no command is taken for a bad
-    one.
+async def test_a_missing_permission_is_busy_and_not_undecidable(relay: FakeRelay) -> None:
+    """A missing permission affects every command, so the answer is `busy`, and no command counts as
+    undecidable.
     """
     client = relay.client
     await client.execute_command("ACL", "SETUSER", "default", "-evalsha", "-eval")

@@ -1,4 +1,4 @@
-"""What tests share of `tests/lua/gate/test_tickets.py`."""
+"""Secrets that tests sign tickets with, and their text form in settings."""
 
 from base64 import b64encode
 

@@ -1,9 +1,10 @@
-"""A script that fails before its first write has changed nothing, and from its first write on nothing in it
-can fail.
+"""A script that fails before its first write has changed nothing; after its first write a script does nothing
+that can fail.
 
-The first is tried at every call of every script of a long history; the second by what scripts may do then:
-write what they noted before. Should a write fail all the same, the shard is fenced, and what its outbox has
-is the truth that it is rebuilt from.
+The first is tested by interrupting every script of a long history at each of its calls of Redis up to the
+first write. The second is tested on the text of the scripts: after the first write they only write what they
+noted before. If a write fails nevertheless, the shard is fenced and rebuilt from its journaled events and its
+outbox.
 """
 
 import random
@@ -37,16 +38,17 @@ from tests.lua.interrupting import READS_LATER, WRITES, Interrupting
 
 STEPS = 1_200
 GENERATION_STEPS = 120
-#: Of a script's calls the first so many are interrupted, then one in so many.
+#: The first ALWAYS calls of each script are interrupted, then one call in ONE_IN.
 ALWAYS, ONE_IN = 25, 20
 TEAR_ONE_IN = 40
-#: Which scripts write nothing.
+#: Scripts that write nothing.
 READERS = ("read_outbox", "server_epoch", "time")
 
 _redis_call = re.compile(r"redis\.call\('(\w+)'|redis\.call\((\w+)")
 
 
 def _sometimes(seed: int) -> Any:
+    """Returns a function that chooses, by script name, which script calls to interrupt."""
     draw, seen = random.Random(seed), Counter[str]()
 
     def chosen(name: str) -> bool:
@@ -60,8 +62,8 @@ def _sometimes(seed: int) -> Any:
 
 
 async def test_a_script_interrupted_before_its_first_write_has_changed_nothing(servers: Settings) -> None:
-    """At every call up to the first write, in a history of all that is rare; then it is carried out as if
-    nothing had been.
+    """Interrupts at every call of Redis up to the first write, in a history with many rare cases. Afterwards
+    the script is carried out as if it had not been interrupted.
     """
     twins, shop = Twins(), Shop(5, NOW, total=8)
     server = redis.asyncio.Redis.from_url(servers.redis_url)
@@ -69,23 +71,25 @@ async def test_a_script_interrupted_before_its_first_write_has_changed_nothing(s
     client = Interrupting(server, _sometimes(5))
     await twins.begin_twins(client, keys, GateLimits(batch_commands_max=3, timeout_ms=30_000))
     try:
-        for place in range(len(shop.names)):
-            await twins.decide_both(shop.opening(place))
+        for index in range(len(shop.names)):
+            await twins.decide_both(shop.opening(index))
         await twins.decide_both(_envelopes_and_lists())
         twins.now = shop.now = twins.now + 10
         await twins.decide_both(_crowds(twins.now))
         for step in range(STEPS):
-            found = shop.next({name: offer for state in twins.states for name, offer in state.offers.items()})
-            if isinstance(found, int):
-                twins.now = shop.now = twins.now + found
+            commands_or_ms = shop.next(
+                {name: offer for state in twins.states for name, offer in state.offers.items()}
+            )
+            if isinstance(commands_or_ms, int):
+                twins.now = shop.now = twins.now + commands_or_ms
                 if shop.random.random() < 0.7:
                     await twins.sweep_both()
             else:
-                await twins.decide_both(found)
+                await twins.decide_both(commands_or_ms)
             if step % GENERATION_STEPS == GENERATION_STEPS - 1:
                 await twins.decide_both(shop.replace(shop.random.randrange(len(shop.names))))
                 twins.now = shop.now = twins.now + 10
-        # So long after that what became of payments is forgotten too.
+        # After this time the payments of retired offers are forgotten too.
         twins.now += PAYMENTS_KEPT_MS
         await twins.sweep_both()
     finally:
@@ -103,7 +107,7 @@ async def test_a_script_interrupted_before_its_first_write_has_changed_nothing(s
 
 
 def _envelopes_and_lists() -> list[AnyCommand]:
-    """What the shop does not have: envelopes of both kinds, an audience, tickets, baskets of two offers."""
+    """Offers that the shop does not have: envelopes of both ways to draw, an audience list, tickets."""
     listed = CouponTerms(issuer="shop", total=9, audience="list", opens_at=NOW + 5, max_per_grab=2)
     by_ticket = CouponTerms(issuer="shop", total=9, audience="ticket", waiting_list=True, hold_ms=1_000)
     drawn = EnvelopeTerms(
@@ -119,6 +123,7 @@ def _envelopes_and_lists() -> list[AnyCommand]:
 
 
 def _crowds(now: int) -> list[AnyCommand]:
+    """Grabs of these offers, a basket of two offers, and a basket of which not all can be granted."""
     basket = [
         Grab(id=f"b{number}", offer=offer, user="u3", basket="b", attributes={"card": "c"})
         for number, offer in enumerate(("m:a", "m:b"))
@@ -145,7 +150,7 @@ def _crowds(now: int) -> list[AnyCommand]:
     ]
 
 
-async def test_the_owner_s_scripts_interrupted_before_their_first_write_have_changed_nothing(
+async def test_owner_scripts_interrupted_before_their_first_write_have_changed_nothing(
     servers: Settings,
 ) -> None:
     server = redis.asyncio.Redis.from_url(servers.redis_url)
@@ -157,18 +162,23 @@ async def test_the_owner_s_scripts_interrupted_before_their_first_write_have_cha
     try:
         await gate.decide([opening(), *grabs(3)], "decided")
         shard = OwnedShard(client, of_shard)
-        own = (await shard.raise_term(0)).ownership
-        await shard.trim(own, Cursor(2, bytes(32), 1, own.term, own.owner))
-        await run_script(client, "anchor", [of_shard.state], [*own.arguments, 2, "aa", 5, 1, "x", 2])
-        await shard.fence(own, "why")
-        assert (await shard.read_outbox(own, 2)).lines
+        ownership = (await shard.raise_term(0)).ownership
+        await shard.trim(ownership, Cursor(2, bytes(32), 1, ownership.term, ownership.owner))
+        await run_script(client, "anchor", [of_shard.state], [*ownership.arguments, 2, "aa", 5, 1, "x", 2])
+        await shard.fence(ownership, "why")
+        assert (await shard.read_outbox(ownership, 2)).lines
         for worker, ms, seize in (("me", 1_000, ""), ("other", 1_000, "1"), ("other", 0, "")):
             await run_script(client, "lease", [of_shard.lease, of_shard.state], [worker, ms, seize])
-        await run_script(client, "wipe", [of_shard.state, *of_shard.of_offer("e")], [*own.arguments, "why"])
+        await run_script(
+            client, "wipe", [of_shard.state, *of_shard.of_offer("e")], [*ownership.arguments, "why"]
+        )
         _, payments, _, state, _ = of_shard.of_campaign("m")
         past = msgspec.msgpack.encode([[(1, "m:a", 9, NOW)], [(1, "p", "m:a", "g", 2, 5, NOW, 1)]])
         await run_script(
-            client, "apply_past", [of_shard.state, of_shard.past, payments, state], [*own.arguments, past]
+            client,
+            "apply_past",
+            [of_shard.state, of_shard.past, payments, state],
+            [*ownership.arguments, past],
         )
         assert (
             await server.hlen(payments) == await server.hlen(state) == await server.zcard(of_shard.past) == 1
@@ -182,12 +192,12 @@ async def test_the_owner_s_scripts_interrupted_before_their_first_write_have_cha
     assert writers >= {"raise_term", "reconcile", "trim", "anchor", "fence", "lease", "wipe", "apply_past"}
 
 
-# -- after it ------------------------------------------------------------------------------------------------
+# -- after the first write -----------------------------------------------------------------------------------
 
 
-def test_scripts_that_decide_write_by_commit_alone() -> None:
-    """What a call writes is noted, and done at its very end: after its first write nothing is read, packed or
-    computed.
+def test_deciding_scripts_write_only_in_commit() -> None:
+    """Scripts note their writes, and carry them out at the very end. After the first write they read, pack
+    and compute nothing.
     """
     for name in script_names():
         text = assemble(name)
@@ -196,12 +206,12 @@ def test_scripts_that_decide_write_by_commit_alone() -> None:
         body = text
         for function in ("commit", "break_off"):
             body = body.replace(_function(text, function), "")
-        written = {found[0] for found in _redis_call.findall(body)} & set(WRITES)
-        # `apply` says first that the shard is incomplete.
-        assert written == {"apply": {"HSET"}}.get(name, set()), (
-            f"{name}: use write(…), which commit() carries out"
+        writes = {call[0] for call in _redis_call.findall(body)} & set(WRITES)
+        # `apply` first marks the shard as incomplete.
+        assert writes == {"apply": {"HSET"}}.get(name, set()), (
+            f"{name}: use write(…); commit() carries it out"
         )
-        assert "" not in {found[0] for found in _redis_call.findall(body)}, (
+        assert "" not in {call[0] for call in _redis_call.findall(body)}, (
             f"{name}: redis.call with a computed name"
         )
         if name not in READS_LATER:
@@ -215,28 +225,28 @@ def _function(text: str, name: str) -> str:
     return text[start : text.index("\nend\n", start) + 5] if start >= 0 else ""
 
 
-def test_every_command_that_a_script_uses_is_known_to_read_or_to_write() -> None:
+def test_every_redis_command_in_a_script_is_listed_as_a_read_or_a_write() -> None:
     reads = {
         "GET", "HGET", "HMGET", "HEXISTS", "HSCAN", "EXISTS", "GETRANGE", "INFO", "LLEN", "LRANGE",
         "SISMEMBER", "SMISMEMBER", "STRLEN",
         "TIME", "HSTRLEN",
         "XRANGE", "XREVRANGE", "ZCARD", "ZRANGE", "ZRANGEBYSCORE", "ZSCORE",
     }  # fmt: skip
-    used = {found[0] for name in script_names() for found in _redis_call.findall(load(name).text)} - {""}
+    used = {call[0] for name in script_names() for call in _redis_call.findall(load(name).text)} - {""}
     noted = {
-        word
+        command
         for name in script_names()
-        for word in re.findall(r"write(?:_in_pieces)?\('(\w+)'", load(name).text)
+        for command in re.findall(r"write(?:_in_pieces)?\('(\w+)'", load(name).text)
     }
     assert used - reads - set(WRITES) == set()
     assert noted - set(WRITES) == set()
 
 
-async def test_a_write_that_fails_after_another_fences_the_shard_until_it_is_rebuilt_from_its_events(
+async def test_a_failed_write_after_another_write_fences_the_shard_until_a_rebuild(
     servers: Settings,
 ) -> None:
-    """No legal data can bring it about. Then as ever: nobody is answered from half a state, and no event is
-    lost.
+    """No legal data can cause this. If it happens, no answer is given from a half-written state, and no event
+    is lost.
     """
     twins, shop = Twins(), Shop(8, NOW, total=8)
     client = redis.asyncio.Redis.from_url(servers.redis_url)
@@ -244,27 +254,29 @@ async def test_a_write_that_fails_after_another_fences_the_shard_until_it_is_reb
     await twins.begin_twins(client, keys, GateLimits())
     torn: Counter[str] = Counter()
     try:
-        for place in range(len(shop.names)):
-            await twins.decide_both(shop.opening(place, codes=False))
+        for index in range(len(shop.names)):
+            await twins.decide_both(shop.opening(index, codes=False))
         twins.now = shop.now = twins.now + 10
         for _ in range(STEPS // 3):
-            found = shop.next({name: offer for state in twins.states for name, offer in state.offers.items()})
-            if isinstance(found, int):
-                twins.now = shop.now = twins.now + found
+            commands_or_ms = shop.next(
+                {name: offer for state in twins.states for name, offer in state.offers.items()}
+            )
+            if isinstance(commands_or_ms, int):
+                twins.now = shop.now = twins.now + commands_or_ms
                 await twins.sweep_both()
-            elif torn[type(found[0]).__name__] < 3 and shop.random.randrange(TEAR_ONE_IN // 8) == 0:
-                kind = type(found[0]).__name__
+            elif torn[type(commands_or_ms[0]).__name__] < 3 and shop.random.randrange(TEAR_ONE_IN // 8) == 0:
+                kind = type(commands_or_ms[0]).__name__
                 before = sum(map(len, twins.lines))
-                copies = await _torn(twins, found)
-                await twins.decide_both(found)
-                number = keys.shard_of_offer(found[0].offer)
+                copies = await _torn(twins, commands_or_ms)
+                await twins.decide_both(commands_or_ms)
+                number = keys.shard_of_offer(commands_or_ms[0].offer)
                 torn[kind] += sum(map(len, twins.lines)) > before
                 for lines in copies:
                     assert lines == twins.lines[number]
                 if copies:
                     await twins.compare_recovered(number)
             else:
-                await twins.decide_both(found)
+                await twins.decide_both(commands_or_ms)
     finally:
         await twins.end_twins()
         await client.aclose()
@@ -272,11 +284,11 @@ async def test_a_write_that_fails_after_another_fences_the_shard_until_it_is_reb
 
 
 async def _torn(twins: Twins, commands: list[AnyCommand]) -> list[list[bytes]]:
-    """The commands, on copies of the shard, with each write but the first one failing; returns the event
-    lines of each copy.
+    """Sends the commands on copies of the shard: on each copy another write fails, from the second on.
+    Returns the event lines of the copies that have new events.
     """
     number = twins.keys.shard_of_offer(commands[0].offer)
-    made: list[list[bytes]] = []
+    lines_of_copies: list[list[bytes]] = []
     write = 1
     while True:
         write += 1
@@ -288,14 +300,14 @@ async def _torn(twins: Twins, commands: list[AnyCommand]) -> list[list[bytes]]:
         try:
             before = len(await event_lines(twins.client, keys, number))
             if not await _breaks(client, keys, commands, twins.now):
-                return made  # it has fewer writes
+                return lines_of_copies  # the script has fewer writes
             lines = await event_lines(twins.client, keys, number)
             fields = await twins.client.hmget(shard.state, ["partial", "life", "fault", "seq"])
             assert (fields[0], fields[1]) == (b"1", None)
             assert fields[2].startswith(b"a script broke off while it wrote")
             assert int(fields[3]) == len(lines)
             if len(lines) > before:
-                made.append(lines)
+                lines_of_copies.append(lines)
             client.fail_at_write = 0
             assert (await _call(client, keys, commands, twins.now)).code == Outcome.fenced
         finally:
@@ -304,6 +316,7 @@ async def _torn(twins: Twins, commands: list[AnyCommand]) -> list[list[bytes]]:
 
 
 async def _breaks(client: Any, keys: KeySpace, commands: list[AnyCommand], now: int) -> bool:
+    """Whether the script breaks off during the call."""
     try:
         await _call(client, keys, commands, now)
     except redis.ResponseError as error:
@@ -314,7 +327,7 @@ async def _breaks(client: Any, keys: KeySpace, commands: list[AnyCommand], now: 
 
 
 async def _call(client: Any, keys: KeySpace, commands: list[AnyCommand], now: int) -> Any:
-    """One call of their script, as the gate makes it."""
+    """Makes one call of the commands' script, as the gate makes it; returns the decoded reply."""
     script, shard = type(commands[0]).__name__.lower(), keys.shard(keys.shard_of_offer(commands[0].offer))
     batch = batches.build(shard, script, commands, batches.Secrets(SEALER, TICKETS), now)
     arguments = (f"{shard.shard}/{keys.shards}", now_ms(), now, 10**12, "", *batch.arguments)
@@ -322,14 +335,15 @@ async def _call(client: Any, keys: KeySpace, commands: list[AnyCommand], now: in
 
 
 async def _copy(client: Any, source: KeySpace, target: KeySpace) -> None:
+    """Copies all keys of one system to the names of another."""
     for number in range(source.shards):
         tag = source.shard(number).tag
         async for name in client.scan_iter(match=f"{tag}:*", count=1_000):
             await client.copy(name, target.shard(number).tag + name.decode().removeprefix(tag))
 
 
-async def test_an_outbox_ahead_of_its_shard_fences_it(servers: Settings) -> None:
-    """An event's number was used before, so XADD refuses it: the shard's own account of itself is wrong."""
+async def test_a_shard_whose_outbox_is_ahead_of_its_state_is_fenced(servers: Settings) -> None:
+    """XADD refuses an event whose seq was used before: the seq stored in the shard's state is wrong."""
     client = redis.asyncio.Redis.from_url(servers.redis_url)
     keys = KeySpace(f"ahead{random.getrandbits(40):x}", 1)
     await take_over(client, keys)

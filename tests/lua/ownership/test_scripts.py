@@ -1,4 +1,4 @@
-"""The scripts around the rules: loader, fences, bounds, memory and clock."""
+"""Scripts apart from the rules they decide by: loading, fencing, bounds, memory, clock, and atomic calls."""
 
 import time
 from pathlib import Path
@@ -31,7 +31,7 @@ def write(folder: Path, name: str, text: str) -> None:
     path.write_text(text)
 
 
-def test_an_include_is_pasted_once(tmp_path: Path) -> None:
+def test_an_include_named_twice_is_inserted_once(tmp_path: Path) -> None:
     write(tmp_path, "a", HEADER + '--- @include "x"\n--- @include "y"\n')
     write(tmp_path / "includes", "x", '--- @include "y"\nX\n')
     write(tmp_path / "includes", "y", "Y\n")
@@ -50,7 +50,7 @@ def test_an_include_is_pasted_once(tmp_path: Path) -> None:
         (HEADER + '--- @include "decide"\n', "does not say Outcomes:"),
     ],
 )
-def test_a_wrong_script_is_refused(tmp_path: Path, text: str, reason: str) -> None:
+def test_a_malformed_script_is_refused_with_the_reason(tmp_path: Path, text: str, reason: str) -> None:
     write(tmp_path, "a", text)
     write(tmp_path / "includes", "round", '--- @include "round"\n')
     with pytest.raises(BadScript, match=reason):
@@ -63,42 +63,44 @@ def test_all_scripts_load() -> None:
     }
 
 
-# -- deciding or not -----------------------------------------------------------------------------------------
+# -- when a shard decides ------------------------------------------------------------------------------------
 
 
-async def test_scripts_are_sent_again_when_the_server_forgot_them(gate: Any, client: Any) -> None:
-    one = gate()
-    await one.decide([opening()], "decided")
+async def test_scripts_are_sent_again_after_a_script_flush(make_gate: Any, client: Any) -> None:
+    gate = make_gate()
+    await gate.decide([opening()], "decided")
     await client.script_flush()
-    [answer] = await one.decide(grabs(1), "decided")
+    [answer] = await gate.decide(grabs(1), "decided")
     assert answer.outcome == "granted"
 
 
-async def test_nothing_is_decided_before_a_take_over(client: Any, keys: KeySpace) -> None:
-    one = Gate(client, keys, SEALER)
-    [answer] = await one.decide([opening()], "decided")
+async def test_a_shard_decides_nothing_before_its_takeover(client: Any, keys: KeySpace) -> None:
+    gate = Gate(client, keys, SEALER)
+    [answer] = await gate.decide([opening()], "decided")
     assert (answer.outcome, answer.seq) == ("fenced", None)
     assert answer.retry_at is not None
     assert "not been reconciled" in (answer.message or "")
-    await one.close()
+    await gate.close()
 
 
-async def test_nothing_is_decided_in_another_server_epoch(gate: Any, client: Any, keys: KeySpace) -> None:
-    one = gate()
+async def test_a_shard_decides_nothing_in_another_server_epoch(
+    make_gate: Any, client: Any, keys: KeySpace
+) -> None:
+    gate = make_gate()
     shard = keys.shard(keys.shard_of_offer("e"))
-    await one.decide([opening(), *grabs(2)], "decided")
+    await gate.decide([opening(), *grabs(2)], "decided")
     before = await event_lines(client, keys, shard.shard)
     await client.hset(shard.state, "life", "another server's")
-    answers = await one.decide([*grabs(1, start=2), Close(id="c", offer="e")], "decided")
+    answers = await gate.decide([*grabs(1, start=2), Close(id="c", offer="e")], "decided")
     assert [answer.outcome for answer in answers] == ["fenced", "fenced"]
     assert await event_lines(client, keys, shard.shard) == before
 
 
-async def test_who_believes_another_number_of_shards_is_fenced(
-    gate: Any, client: Any, keys: KeySpace
+async def test_a_gate_with_another_number_of_shards_is_fenced(
+    make_gate: Any, client: Any, keys: KeySpace
 ) -> None:
-    """Or an offer could be open in two shards at once."""
-    gate()
+    """Otherwise an offer could be open in two shards at once."""
+    make_gate()
     other = Gate(client, KeySpace(keys.prefix, keys.shards - 1), SEALER)
     [answer] = await other.decide([opening()], "decided")
     assert answer.outcome == "fenced"
@@ -106,8 +108,10 @@ async def test_who_believes_another_number_of_shards_is_fenced(
     await other.close()
 
 
-async def test_the_owner_s_scripts_refuse_a_stranger(gate: Any, client: Any, keys: KeySpace) -> None:
-    gate()
+async def test_owner_scripts_refuse_another_term_owner_or_server_epoch(
+    make_gate: Any, client: Any, keys: KeySpace
+) -> None:
+    make_gate()
     shard = keys.shard(0)
     fields = [value.decode() for value in await client.hmget(shard.state, ["term", "owner", "life"])]
     for wrong in (
@@ -131,71 +135,76 @@ async def test_the_owner_s_scripts_refuse_a_stranger(gate: Any, client: Any, key
 NO_EVENTS = msgspec.msgpack.encode([[], [], [], [], [], []])
 
 
-async def test_events_are_applied_to_a_fenced_shard_behind_its_last_one(
-    gate: Any, client: Any, keys: KeySpace
+async def test_events_are_applied_only_to_a_fenced_shard_directly_after_its_last_event(
+    make_gate: Any, client: Any, keys: KeySpace
 ) -> None:
-    gate()
+    make_gate()
     shard = keys.shard(0)
-    own = [value.decode() for value in await client.hmget(shard.state, ["term", "owner", "life"])]
+    ownership = [value.decode() for value in await client.hmget(shard.state, ["term", "owner", "life"])]
     with pytest.raises(redis.ResponseError, match="LOST the shard is not fenced"):
-        await run_script(client, "apply", shard.deciding(), [*own, "0", "0", "0", NO_EVENTS])
-    await run_script(client, "fence", [shard.state], [*own, "why"])
+        await run_script(client, "apply", shard.deciding(), [*ownership, "0", "0", "0", NO_EVENTS])
+    await run_script(client, "fence", [shard.state], [*ownership, "why"])
     with pytest.raises(redis.ResponseError, match="LOST the shard has moved on"):
-        await run_script(client, "apply", shard.deciding(), [*own, "7", "7", "0", NO_EVENTS])
-    # While a rebuild is unfinished nothing is applied behind it, and nothing is decided.
-    await run_script(client, "wipe", [shard.state], [*own, "why"])
+        await run_script(client, "apply", shard.deciding(), [*ownership, "7", "7", "0", NO_EVENTS])
+    # While a rebuild is unfinished, the shard decides nothing, and only the rebuild applies events.
+    await run_script(client, "wipe", [shard.state], [*ownership, "why"])
     with pytest.raises(redis.ResponseError, match="LOST the shard has moved on"):
-        await run_script(client, "apply", shard.deciding(), [*own, "0", "0", "0", NO_EVENTS])
+        await run_script(client, "apply", shard.deciding(), [*ownership, "0", "0", "0", NO_EVENTS])
     with pytest.raises(redis.ResponseError, match="LOST the shard is incomplete"):
-        await run_script(client, "reconcile", [shard.state], [*own, "0", 3])
-    await run_script(client, "apply", shard.deciding(), [*own, "", "0", "0", NO_EVENTS])
+        await run_script(client, "reconcile", [shard.state], [*ownership, "0", 3])
+    await run_script(client, "apply", shard.deciding(), [*ownership, "", "0", "0", NO_EVENTS])
     with pytest.raises(redis.ResponseError, match="LOST the shard has moved on"):
-        await run_script(client, "reconcile", [shard.state], [*own, "1", 3])
-    assert await run_script(client, "reconcile", [shard.state], [*own, "0", 3]) == 1
+        await run_script(client, "reconcile", [shard.state], [*ownership, "1", 3])
+    assert await run_script(client, "reconcile", [shard.state], [*ownership, "0", 3]) == 1
 
 
-async def test_events_with_a_hole_between_them_are_refused(gate: Any, client: Any, keys: KeySpace) -> None:
-    one = gate()
-    await one.decide([opening(), *grabs(3)], "decided")
+async def test_events_with_a_gap_are_refused(make_gate: Any, client: Any, keys: KeySpace) -> None:
+    gate = make_gate()
+    await gate.decide([opening(), *grabs(3)], "decided")
     shard = keys.shard(keys.shard_of_offer("e"))
     events = [decode_event(line) for line in await event_lines(client, keys, shard.shard)]
-    own = [value.decode() for value in await client.hmget(shard.state, ["term", "owner", "life"])]
-    await run_script(client, "wipe", [shard.state, *shard.of_offer("e")], [*own, "why"])
-    batch = restoring.build(shard, [events[0], events[2]], SEALER)
+    ownership = [value.decode() for value in await client.hmget(shard.state, ["term", "owner", "life"])]
+    await run_script(client, "wipe", [shard.state, *shard.of_offer("e")], [*ownership, "why"])
+    arguments_of_apply = restoring.build(shard, [events[0], events[2]], SEALER)
     with pytest.raises(redis.ResponseError, match="HOLE before event 3 of offer e"):
         await run_script(
-            client, "apply", [*shard.deciding(), *batch.keys], [*own, "", "", "", *batch.arguments]
+            client,
+            "apply",
+            [*shard.deciding(), *arguments_of_apply.keys],
+            [*ownership, "", "", "", *arguments_of_apply.arguments],
         )
     assert await client.hget(shard.state, "partial") == b"1"
 
 
-async def test_a_shard_of_the_first_release_names_no_layout(gate: Any, client: Any, keys: KeySpace) -> None:
-    """It is the first one: neither deciding nor a takeover, nor a lease, may stumble over that. A shard that
-    has nothing yet is new.
+async def test_a_shard_without_a_layout_is_outdated_and_an_empty_shard_is_new(
+    make_gate: Any, client: Any, keys: KeySpace
+) -> None:
+    """A state without a layout has the first layout: deciding, takeover and lease report it without an error.
+    A shard without state is new, and has the present layout.
     """
-    one = gate()
-    await one.decide([opening()], "decided")
+    gate = make_gate()
+    await gate.decide([opening()], "decided")
     shard = keys.shard(keys.shard_of_offer("e"))
     await client.hdel(shard.state, "layout")
-    assert (await one.decide(grabs(1), "decided"))[0].outcome == "fenced"
+    assert (await gate.decide(grabs(1), "decided"))[0].outcome == "fenced"
     assert (await run_script(client, "raise_term", [shard.state], [0, "x"]))[4] == b"outdated"
     assert await run_script(client, "lease", [shard.lease, shard.state], ["me", 1_000]) == b"me"
     for layout, form in (("1", "outdated"), ("2", "complete")):
         await client.hset(shard.state, "layout", layout)
-        [answer] = await one.decide(grabs(1, start=int(layout) + 1), "decided")
+        [answer] = await gate.decide(grabs(1, start=int(layout) + 1), "decided")
         assert answer.outcome == ("granted" if form == "complete" else "fenced")
         assert (await run_script(client, "raise_term", [shard.state], [0, "x"]))[4] == form.encode()
     await client.delete(shard.state)
     assert (await run_script(client, "raise_term", [shard.state], [0, "x"]))[4] == b"complete"
 
 
-async def test_a_full_outbox_is_busy_until_it_is_trimmed(gate: Any, client: Any, keys: KeySpace) -> None:
-    one = gate(outbox_events_max=5)
-    assert all(answer.positive for answer in await one.decide([opening(), *grabs(4)], "decided"))
-    [busy] = await one.decide(grabs(1, start=4), "decided")
+async def test_a_full_outbox_is_busy_until_it_is_trimmed(make_gate: Any, client: Any, keys: KeySpace) -> None:
+    gate = make_gate(outbox_events_max=5)
+    assert all(answer.positive for answer in await gate.decide([opening(), *grabs(4)], "decided"))
+    [busy] = await gate.decide(grabs(1, start=4), "decided")
     assert (busy.outcome, busy.seq) == ("busy", None)
     assert busy.retry_at is not None
-    # What ends an offer must work all the same.
+    # After trimming, grabs and the close of the offer work again.
     shard = keys.shard(keys.shard_of_offer("e"))
     term, owner, server_epoch = [
         value.decode() for value in await client.hmget(shard.state, ["term", "owner", "life"])
@@ -203,85 +212,86 @@ async def test_a_full_outbox_is_busy_until_it_is_trimmed(gate: Any, client: Any,
     await run_script(
         client, "trim", [shard.state, shard.outbox], [term, owner, server_epoch, 3, "aa", 1, shard.channel]
     )
-    # Trimmed in mid-entry: the entry that holds the first unacknowledged event stays whole.
+    # Trimmed within an entry: the entry with the first unacknowledged event stays whole.
     assert len(await event_lines(client, keys, shard.shard)) == 4
     assert [
         answer.outcome
-        for answer in await one.decide([*grabs(1, start=4), Close(id="c", offer="e")], "decided")
+        for answer in await gate.decide([*grabs(1, start=4), Close(id="c", offer="e")], "decided")
     ] == [
         "granted",
         "closed",
     ]
 
 
-async def test_a_clock_that_jumped_opens_and_closes_nothing(
+async def test_a_call_with_too_large_a_clock_difference_is_fenced(
     client: Any, keys: KeySpace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await take_over(client, keys)
-    one = Gate(client, keys, SEALER, GateLimits(clock_skew_ms_max=1_000))
+    gate = Gate(client, keys, SEALER, GateLimits(clock_skew_ms_max=1_000))
     assert (
-        await one.decide([opening(opens_at=now_ms() + 3_600_000, closes_at=now_ms() + 7_200_000)], "decided")
+        await gate.decide([opening(opens_at=now_ms() + 3_600_000, closes_at=now_ms() + 7_200_000)], "decided")
     )[0].positive
-    # Seen from a caller, a server whose clock jumped an hour ahead is the same as a caller an hour behind.
+    # A server clock one hour ahead looks to the caller like a caller's clock one hour late; the test changes
+    # that.
     monkeypatch.setattr("grabstream.lua.gate.calls.now_ms", lambda: time.time_ns() // 1_000_000 - 3_600_000)
-    [answer] = await one.decide(grabs(1), "decided")
+    [answer] = await gate.decide(grabs(1), "decided")
     assert answer.outcome == "fenced"
     assert "clock" in (answer.message or "")
-    await one.close()
+    await gate.close()
 
 
-async def test_time_never_goes_back_in_a_shard(gate: Any, client: Any, keys: KeySpace) -> None:
-    one = gate()
+async def test_time_of_a_shard_never_decreases(make_gate: Any, client: Any, keys: KeySpace) -> None:
+    gate = make_gate()
     shard = keys.shard(keys.shard_of_offer("e"))
-    await one.decide([opening()], "decided")
+    await gate.decide([opening()], "decided")
     ahead = now_ms() + 2_000
     await client.hset(shard.state, "time", ahead)
-    [answer] = await one.decide(grabs(1), "decided")
+    [answer] = await gate.decide(grabs(1), "decided")
     assert answer.at == ahead
 
 
-async def test_refusals_are_remembered_a_bounded_number_of_times(
-    gate: Any, client: Any, keys: KeySpace
+async def test_stored_refusals_are_bounded_and_the_oldest_are_dropped(
+    make_gate: Any, client: Any, keys: KeySpace
 ) -> None:
-    one = gate()
+    gate = make_gate()
     shard = keys.shard(keys.shard_of_offer("none"))
     for start in range(0, 100_000, 10_000):
         fields = {f"none/old{number}": b"x" * 14 for number in range(start, start + 10_000)}
         await client.hset(shard.refusals, mapping=fields)
         await client.rpush(shard.refusal_order, *fields)
-    answers = await one.decide(grabs(3, "none"), "decided")
+    answers = await gate.decide(grabs(3, "none"), "decided")
     assert {answer.outcome for answer in answers} == {"no_such_offer"}
     assert await client.hlen(shard.refusals) == await client.llen(shard.refusal_order) == 100_000
     assert not await client.hexists(shard.refusals, "none/old2")
-    assert (await one.decide(grabs(3, "none"), "decided"))[0].repeated
+    assert (await gate.decide(grabs(3, "none"), "decided"))[0].repeated
 
 
 # -- memory --------------------------------------------------------------------------------------------------
 
 
-async def test_full_memory_refuses_and_goes_on_when_there_is_room(own: Any) -> None:
-    client, keys = own
+async def test_full_memory_is_busy_until_there_is_room(private_redis: Any) -> None:
+    client, keys = private_redis
     shard = keys.shard(0)
-    one = Gate(client, keys, SEALER)
-    assert (await one.decide([opening("m", 50_000)], "decided"))[0].positive
+    gate = Gate(client, keys, SEALER)
+    assert (await gate.decide([opening("m", 50_000)], "decided"))[0].positive
     await client.config_set("maxmemory", str((await client.info("memory"))["used_memory"] + 3_000_000))
     granted, outcome, start = 0, "granted", 0
     while outcome == "granted":
-        answers = await one.decide(grabs(200, "m", start), "decided")
+        answers = await gate.decide(grabs(200, "m", start), "decided")
         granted += sum(answer.outcome == "granted" for answer in answers)
         outcome, start = answers[-1].outcome, start + 200
     assert outcome == "busy"
     assert "memory" in (answers[-1].message or "")
-    # Full beyond doubt: at the very edge, buffers that are given back decide who is let in.
+    # Clearly full: near the limit, freed buffers decide which calls are refused.
     await client.config_set("maxmemory", str((await client.info("memory"))["used_memory"] - 300_000))
-    assert (await one.decide([opening("n")], "decided"))[0].outcome == "busy"
-    # Nothing half-done stays: every grant has its event, every event its state.
+    assert (await gate.decide([opening("n")], "decided"))[0].outcome == "busy"
+    # No call is half done: every grant has its event, and every event its state.
     assert (
         int(await client.hget(shard.offer("m"), "places"))
         == granted
         == len(await event_lines(client, keys, 0)) - 1
     )
-    # The owner's scripts go on, or the outbox could never shrink.
+    # The owner's scripts still run; otherwise the outbox could never shrink.
     term, owner, server_epoch = [
         value.decode() for value in await client.hmget(shard.state, ["term", "owner", "life"])
     ]
@@ -291,44 +301,44 @@ async def test_full_memory_refuses_and_goes_on_when_there_is_room(own: Any) -> N
         [shard.state, shard.outbox],
         [term, owner, server_epoch, granted, "aa", 1, shard.channel],
     )
-    assert (await one.decide(grabs(200, "m", start), "decided"))[0].outcome == "granted"
+    assert (await gate.decide(grabs(200, "m", start), "decided"))[0].outcome == "granted"
     await client.config_set("maxmemory", "1")
-    assert (await one.decide([Close(id="c", offer="m")], "decided"))[0].outcome == "closed"
-    await one.close()
+    assert (await gate.decide([Close(id="c", offer="m")], "decided"))[0].outcome == "closed"
+    await gate.close()
 
 
 # -- all or nothing ------------------------------------------------------------------------------------------
 
 
 async def everything(client: Any, keys: KeySpace) -> dict[bytes, bytes]:
-    """All keys of this test as Redis would dump them."""
+    """The values of all keys of this test, as DUMP returns them."""
     return {
         key: await client.dump(key) async for key in client.scan_iter(match=f"{keys.prefix}:*", count=1_000)
     }
 
 
 @pytest.mark.parametrize("draw", ["ahead", "at_grab"])
-async def test_a_refused_write_leaves_nothing_behind(
-    gate: Any, client: Any, keys: KeySpace, draw: str
+async def test_a_refused_write_of_the_outbox_changes_nothing(
+    make_gate: Any, client: Any, keys: KeySpace, draw: str
 ) -> None:
-    """The outbox is written first, so where it cannot be written nothing else has happened by then."""
-    one = gate()
+    """The outbox is written first. If that write is refused, nothing else has been written."""
+    gate = make_gate()
     shard = keys.shard(keys.shard_of_offer("e"))
-    await one.decide([opening(draw=draw), *grabs(2)], "decided")
+    await gate.decide([opening(draw=draw), *grabs(2)], "decided")
     aside = f"{shard.outbox}:aside"
     await client.rename(shard.outbox, aside)
-    await client.set(shard.outbox, "what no event can be added to")
+    await client.set(shard.outbox, "not a stream")
     before = await everything(client, keys)
     drained = grabs(9, start=2)
     same_shard = next(f"x{n}" for n in range(100) if keys.shard_of_offer(f"x{n}") == shard.shard)
     for commands in (
         grabs(1, start=2),
-        [*drained, *grabs(1, "e", 90)],  # the last part, with the close it brings, and a refusal
+        [*drained, *grabs(1, "e", 90)],  # the last part, the close that follows from it, and a refusal
         [Pause(id="p", offer="e")],
         [Close(id="c", offer="e")],
         [opening(same_shard)],
     ):
-        answers = await one.decide(commands, "decided")
+        answers = await gate.decide(commands, "decided")
         assert {answer.outcome for answer in answers} == {"busy"}
         assert "WRONGTYPE" in (answers[0].message or "")
         assert await everything(client, keys) == before
@@ -336,43 +346,43 @@ async def test_a_refused_write_leaves_nothing_behind(
     with pytest.raises(redis.ResponseError, match="WRONGTYPE"):
         await sweeper.close_due(now_ms() + 10**9)
     assert await everything(client, keys) == before
-    # It was only the write that stood in the way: without it all of this happens.
+    # With a writable outbox the same commands are decided.
     await client.rename(aside, shard.outbox)
-    assert [answer.outcome for answer in await one.decide(drained, "decided")] == ["granted"] * 8 + [
+    assert [answer.outcome for answer in await gate.decide(drained, "decided")] == ["granted"] * 8 + [
         "sold_out"
     ]
 
 
-async def test_a_refused_call_leaves_nothing_behind(gate: Any, client: Any, keys: KeySpace) -> None:
-    one = gate(outbox_events_max=3)
-    await one.decide([opening(), *grabs(2)], "decided")
+async def test_a_refused_call_changes_nothing(make_gate: Any, client: Any, keys: KeySpace) -> None:
+    gate = make_gate(outbox_events_max=3)
+    await gate.decide([opening(), *grabs(2)], "decided")
     before = await everything(client, keys)
-    answers = await one.decide([*grabs(4, start=1), opening("e:2")], "decided")
+    answers = await gate.decide([*grabs(4, start=1), opening("e:2")], "decided")
     assert {answer.outcome for answer in answers} == {"busy"}
     assert await everything(client, keys) == before
 
 
 @pytest.mark.parametrize("draw", ["ahead", "at_grab"])
-async def test_the_greatest_numbers_and_the_longest_names(
-    gate: Any, client: Any, keys: KeySpace, draw: str
+async def test_the_greatest_amounts_and_the_longest_names_are_exact(
+    make_gate: Any, client: Any, keys: KeySpace, draw: str
 ) -> None:
-    """Doubles and their printing hold to the last unit, in answers, in events, and in the records of
-    repeats.
+    """The greatest amounts are exact in answers, in events and in repeated answers: Lua computes and prints
+    them as doubles.
     """
-    one = gate()
+    gate = make_gate()
     name, user = "o" * 64, "u" * 63
     terms = EnvelopeTerms(
         issuer="i" * 64, funding="f" * 64, asset="CNY", total=10**13, parts=3, law="bounded", min=10**12,
         max=9 * 10**12 - 1,
         draw=draw, seed="5eed" * 32, opens_at=0, closes_at=4_102_444_800_000,
     )  # fmt: skip
-    taken = [
+    three_grabs = [
         Grab(id=f"{n}" * 64, offer=name, user=f"{user}{n}", attributes={"a" * 64: "v" * 64}) for n in range(3)
     ]
-    answers = await one.decide([Open(id="q" * 64, offer=name, terms=terms), *taken], "decided")
+    answers = await gate.decide([Open(id="q" * 64, offer=name, terms=terms), *three_grabs], "decided")
     assert answers[0].amount == 10**13
     assert sum(answer.amount for answer in answers[1:]) == 10**13
-    repeats = await one.decide(taken, "decided")
+    repeats = await gate.decide(three_grabs, "decided")
     assert [(answer.amount, answer.seq, answer.at) for answer in repeats] == [
         (answer.amount, answer.seq, answer.at) for answer in answers[1:]
     ]
@@ -381,24 +391,33 @@ async def test_the_greatest_numbers_and_the_longest_names(
     assert (events[0].total, events[0].closes_at) == (10**13, 4_102_444_800_000)  # type: ignore[union-attr]
 
 
-async def test_a_shard_counts_on_with_twelve_digits(gate: Any, client: Any, keys: KeySpace) -> None:
-    """Numbers in event texts are never printed as 1e+12, and a shard ends before its records can number no
-    more events.
+async def test_seqs_of_twelve_digits_are_exact_up_to_the_last_one(
+    make_gate: Any, client: Any, keys: KeySpace
+) -> None:
+    """Event texts never have numbers such as 1e+12, and a shard is fenced before its seqs exceed the field in
+    which records store them.
     """
-    one = gate()
+    gate = make_gate()
     shard = keys.shard(keys.shard_of_offer("e"))
     last = 2**40 - 1 - 10_000
     await client.hset(shard.state, mapping={"seq": last - 3, "journaled_seq": last - 3})
-    answers = await one.decide([opening(), *grabs(2)], "decided")
+    answers = await gate.decide([opening(), *grabs(2)], "decided")
     assert [answer.seq for answer in answers] == [last - 2, last - 1, last]
     assert [decode_event(line).seq for line in await event_lines(client, keys, shard.shard)] == [
         last - 2,
         last - 1,
         last,
     ]
-    [repeated, told] = await one.decide([grabs(2)[1], Grab(id="again", offer="e", user="u1")], "decided")
-    assert (repeated.seq, repeated.repeated, told.seq, told.outcome) == (last, True, last, "already_taken")
+    [repeated, already_taken] = await gate.decide(
+        [grabs(2)[1], Grab(id="again", offer="e", user="u1")], "decided"
+    )
+    assert (repeated.seq, repeated.repeated, already_taken.seq, already_taken.outcome) == (
+        last,
+        True,
+        last,
+        "already_taken",
+    )
     await client.hset(shard.state, "seq", last + 1)
-    [fenced] = await one.decide(grabs(1, start=5), "decided")
+    [fenced] = await gate.decide(grabs(1, start=5), "decided")
     assert fenced.outcome == "fenced"
     assert "number" in (fenced.message or "")

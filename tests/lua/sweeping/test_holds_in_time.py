@@ -1,9 +1,9 @@
-"""A hold ends within a second of its deadline by Redis' own clock, in real time, whatever else its shard is
-at.
+"""A hold ends within a second of its deadline by the clock of Redis, in real time, whatever else its shard
+does.
 
-At the same shard, meanwhile: grabs are decided all the time, offers close with full queues, hundreds retire,
-and what they left is deleted. A process that gets no processor for a while ends nothing; how late this
-process' own loop was at worst is taken off.
+Meanwhile the same shard decides grabs, offers with full queues close, hundreds of offers retire, and their
+answers are deleted. A process without a processor ends no holds, so the worst delay of this process's event
+loop is subtracted.
 """
 
 import asyncio
@@ -30,10 +30,8 @@ HOLD_MS = 2_000
 TICK_SECONDS = 0.02
 
 
-class Loop:
-    """How late this process' event loop was at worst: what it does not do, no bound of the sweeper can
-    help.
-    """
+class LoopDelay:
+    """Measures the worst delay of this process's event loop, which no bound of the sweeper can prevent."""
 
     def __init__(self) -> None:
         self.late_ms = 0.0
@@ -46,8 +44,8 @@ class Loop:
 
 
 @pytest.fixture
-async def shard(own_server: Any) -> AsyncIterator[tuple[Any, KeySpace, Gate]]:
-    client, keys = redis.asyncio.Redis(port=own_server[1]), KeySpace("own", 1)
+async def shard(private_server: Any) -> AsyncIterator[tuple[Any, KeySpace, Gate]]:
+    client, keys = redis.asyncio.Redis(port=private_server[1]), KeySpace("own", 1)
     await take_over(client, keys)
     gate = Gate(
         client,
@@ -66,8 +64,8 @@ async def decided(gate: Gate, commands: list[AnyCommand]) -> None:
         assert all(answer.positive for answer in answers), answers
 
 
-async def grab_on(gate: Gate) -> None:
-    """Grabs without end, a list after the other."""
+async def grab_until_cancelled(gate: Gate) -> None:
+    """Sends one list of grabs after the other until cancelled."""
     number = 0
     while True:
         await decided(
@@ -78,7 +76,7 @@ async def grab_on(gate: Gate) -> None:
 
 
 async def fill_queues(gate: Gate, names: list[str], waiting: int) -> None:
-    """So many wait for each."""
+    """Holds the unit of each offer, and adds `waiting` grabs to its waiting list."""
     for name in names:
         grabs: list[AnyCommand] = [Grab(id=f"{name}-h", offer=name, user="h")]
         grabs += [Grab(id=f"{name}-w{n}", offer=name, user=f"w{n}", wait=True) for n in range(waiting)]
@@ -108,14 +106,14 @@ async def test_holds_end_within_a_second_of_their_deadline(
         gate, [Open(id=f"open-{name}", offer=name, terms=terms) for name, terms in of_offer.items()]
     )
     await fill_queues(gate, closing_names, waiting)
-    # All that closes and all that retires is due when the sweeper begins; the holds end one after the other
-    # while it is at it.
+    # All closes and retirements are due when the sweeper starts. The holds end one after the other while it
+    # works on them.
     now = await time_ms_of(client, keys.shard(0).state)
     changes = Changes(closes_at=now + 500)
     await decided(gate, [Amend(id=f"a-{name}", offer=name, changes=changes) for name in closing_names])
     await decided(gate, [Close(id=f"close-{name}", offer=name) for name in gone_names])
-    loop, sweeper = Loop(), Sweeper(client, keys.shard(0), 1, 10**9)
-    tasks = [asyncio.create_task(one) for one in (loop.watch(), grab_on(gate), sweeper.run())]
+    loop, sweeper = LoopDelay(), Sweeper(client, keys.shard(0), 1, 10**9)
+    tasks = [asyncio.create_task(work) for work in (loop.watch(), grab_until_cancelled(gate), sweeper.run())]
     for number in range(seconds * 4):
         await decided(gate, [Grab(id=f"h{number}-{n}", offer="h", user=f"u{n}") for n in range(held)])
         await asyncio.sleep(0.25)

@@ -1,5 +1,5 @@
-"""Offers that retire while their campaign lives: from the retiring call on nothing is answered from what they
-left, money that still comes is booked once, and what they left is deleted in small steps.
+"""Offers that retire while their campaign has other offers: from the retiring call on their stored answers do
+not count, late payments are booked once, and their data is deleted in small steps.
 """
 
 import re
@@ -64,7 +64,7 @@ def of_offer(scene: Scene, offer: str) -> ShardKeys:
 
 
 async def retire(scene: Scene, *offers: str) -> None:
-    """Closes offers and retires them; what they left is not cleaned."""
+    """Closes offers and retires them, without cleaning."""
     for offer in offers:
         await scene.do(Close, offer=offer)
     scene.now += 3 * DAY
@@ -80,7 +80,7 @@ async def pay(scene: Scene, grab: str | None, payment: str, paid: int = 250, **r
     return await scene.do(Confirm, grab=grab, payment=payment, paid=paid, currency="CNY", **rest)
 
 
-# -- what is remembered --------------------------------------------------------------------------------------
+# -- stored answers ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("offer", ["m", "m:a"])
@@ -88,11 +88,11 @@ async def pay(scene: Scene, grab: str | None, payment: str, paid: int = 250, **r
     "terms", [envelope(), envelope(draw="at_grab"), coupon(9, retire_after_ms=DAY), stock(9, **PRICED)]
 )
 @pytest.mark.parametrize("cleaned", [False, True])
-async def test_a_repeat_after_its_offer_retired_is_no_such_offer_and_harms_nobody(
+async def test_a_repeat_after_its_offer_retired_is_no_such_offer(
     scene: Scene, offer: str, terms: Any, cleaned: bool
 ) -> None:
-    """Alone and in one call with a grab of a living offer of the campaign; whatever the offer's name, cleaned
-    or not.
+    """The repeat is sent alone and in one call with a grab of a living offer of the campaign. The offer may
+    have the campaign's name or a longer one, and may be cleaned or not.
     """
     await scene.open(stock(9), "m:living")
     await scene.open(terms, offer)
@@ -112,29 +112,31 @@ async def test_a_repeat_after_its_offer_retired_is_no_such_offer_and_harms_nobod
         await clean(scene, offer)
     [alone] = await scene.decide_both([grab])
     assert (alone.outcome, alone.repeated) == ("no_such_offer", False)
-    there, gone = await scene.decide_both([Grab(id="other", offer="m:living", user="bob"), grab])
-    assert (there.outcome, gone.outcome) == ("granted", "no_such_offer")
+    other, repeat = await scene.decide_both([Grab(id="other", offer="m:living", user="bob"), grab])
+    assert (other.outcome, repeat.outcome) == ("granted", "no_such_offer")
 
 
 @pytest.mark.parametrize("cleaned", [False, True])
-@pytest.mark.parametrize("gone", ["m:a", "m:b"])
+@pytest.mark.parametrize("retired", ["m:a", "m:b"])
 async def test_a_basket_is_repeated_after_one_of_its_offers_retired(
-    scene: Scene, gone: str, cleaned: bool
+    scene: Scene, retired: str, cleaned: bool
 ) -> None:
     for offer in ("m:a", "m:b"):
         await scene.open(stock(9, retire_after_ms=DAY), offer)
     basket = [Grab(id=f"g-{offer}", offer=offer, user="ann", basket="both") for offer in ("m:a", "m:b")]
     assert [answer.outcome for answer in await scene.decide_both(basket)] == ["granted", "granted"]
-    await retire(scene, gone)
+    await retire(scene, retired)
     if cleaned:
-        await clean(scene, gone)
+        await clean(scene, retired)
     answers = {answer.offer: (answer.outcome, answer.repeated) for answer in await scene.decide_both(basket)}
-    assert answers == {"m:a": ("granted", True), "m:b": ("granted", True)} | {gone: ("no_such_offer", False)}
+    assert answers == {"m:a": ("granted", True), "m:b": ("granted", True)} | {
+        retired: ("no_such_offer", False)
+    }
 
 
 @pytest.mark.parametrize("cleaned", [False, True])
-async def test_every_repeat_of_every_command_after_retirement(scene: Scene, cleaned: bool) -> None:
-    """Those that were carried out, those that were refused, and those whose effect already held."""
+async def test_every_command_repeated_after_retirement_is_no_such_offer(scene: Scene, cleaned: bool) -> None:
+    """Commands that were carried out, commands that were refused, and commands whose effect already held."""
     await scene.open(coupon(9), "m:living")
     terms = coupon(6, by_user("offer", 5), opens_at=NOW + 1, retire_after_ms=DAY, codes=True)
     commands: list[Any] = [
@@ -168,25 +170,25 @@ async def test_every_repeat_of_every_command_after_retirement(scene: Scene, clea
     assert reopened.outcome == "conflict"
 
 
-async def test_a_return_that_is_repeated_while_its_offer_retires_refunds_once(scene: Scene) -> None:
+async def test_a_return_repeated_while_its_offer_retires_is_refunded_once(scene: Scene) -> None:
     await scene.open(stock(9), "m:living")
     await scene.open(stock(9, **PRICED), "m:a")
     grab = (await scene.grab("ann")).grab
     await pay(scene, grab, "p1")
-    back = Return(id="back", offer="m:a", grab=grab or "")
-    await scene.decide_both([back])
+    return_ = Return(id="back", offer="m:a", grab=grab or "")
+    await scene.decide_both([return_])
     await scene.do(Close)
     for steps in range(4):
         scene.now += DAY // 2
         if steps == 2:
             await scene.sweep_both()
-        answers = await scene.decide_both([back, back])
+        answers = await scene.decide_both([return_, return_])
         assert {answer.outcome for answer in answers} <= {"returned", "no_such_offer"}
         await clean(scene, "m:a", 1)
     assert len(await scene.events("grab.returned")) == 1
 
 
-async def test_ids_of_a_retired_offer_are_used_again_and_cleaning_leaves_what_is_new(scene: Scene) -> None:
+async def test_cleaning_keeps_new_answers_under_ids_of_a_retired_offer(scene: Scene) -> None:
     await scene.open(coupon(9), "m:living")
     await scene.open(coupon(3, retire_after_ms=DAY), "m")
     old = [Grab(id=f"g{n}", offer="m", user=f"u{n}") for n in range(6)]
@@ -196,52 +198,54 @@ async def test_ids_of_a_retired_offer_are_used_again_and_cleaning_leaves_what_is
     firsts = await scene.decide_both(new)
     assert {answer.outcome for answer in firsts} == {"granted"}
     await clean(scene, "m")
-    again = await scene.decide_both(new)
-    assert again == [msgspec.structs.replace(first, repeated=True) for first in firsts]
-    kept = await scene.client.hkeys(of_offer(scene, "m").answers("m"))
-    assert {name.decode() for name in kept} >= {grab.id for grab in new}
+    repeats = await scene.decide_both(new)
+    assert repeats == [msgspec.structs.replace(first, repeated=True) for first in firsts]
+    answered_ids = await scene.client.hkeys(of_offer(scene, "m").answers("m"))
+    assert {name.decode() for name in answered_ids} >= {grab.id for grab in new}
 
 
-async def test_one_pass_cleans_for_all_offers_that_retired_and_goes_on_after_it_was_broken_off(
-    client: Any, gate: Any, keys: KeySpace
+async def test_one_pass_cleans_all_retired_offers_and_continues_after_an_interruption(
+    client: Any, make_gate: Any, keys: KeySpace
 ) -> None:
     now = [NOW]
-    one: Gate = gate(now)
-    await one.decide(
+    gate: Gate = make_gate(now)
+    await gate.decide(
         [opening("m:living", 9_000), *(opening(f"m:{n}", 1_000, retire_after_ms=DAY) for n in range(3))],
         "decided",
     )
-    await one.decide(grabs(2_500, "m:living"), "decided", timeout_ms=20_000)
+    await gate.decide(grabs(2_500, "m:living"), "decided", timeout_ms=20_000)
     for n in range(3):
-        await one.decide(grabs(700, f"m:{n}"), "decided", timeout_ms=20_000)
+        await gate.decide(grabs(700, f"m:{n}"), "decided", timeout_ms=20_000)
     shard = keys.shard(keys.shard_of_offer("m:0"))
     sweeper = Sweeper(client, shard, keys.shards, 10**12)
-    await one.decide([Close(id=f"close{n}", offer=f"m:{n}") for n in range(2)], "decided")
+    await gate.decide([Close(id=f"close{n}", offer=f"m:{n}") for n in range(2)], "decided")
     now[0] += DAY
     await sweeper.sweep(now[0])
     assert await sweeper.clean(now[0], steps_max=2) == 2
-    # One more retires while a pass is under way, and the sweeper that made it is gone.
-    await one.decide([Close(id="close2", offer="m:2")], "decided")
+    # Another offer retires during a pass, and another sweeper continues it.
+    await gate.decide([Close(id="close2", offer="m:2")], "decided")
     now[0] += DAY
     sweeper = Sweeper(client, shard, keys.shards, 10**12)
     await sweeper.sweep(now[0])
     steps = await sweeper.clean(now[0])
     assert await client.hgetall(shard.cleaning) == {}
-    kept = {name.decode() for name in await client.hkeys(shard.answers("m"))}
-    assert kept == {"open-m:living", *(grab.id for grab in grabs(2_500, "m:living"))}
+    answered_ids = {name.decode() for name in await client.hkeys(shard.answers("m"))}
+    assert answered_ids == {"open-m:living", *(grab.id for grab in grabs(2_500, "m:living"))}
     assert steps <= 2 * (2_500 + 3 * 702) / 500 + 2
 
 
-async def test_a_cursor_of_another_history_begins_anew(client: Any, gate: Any, keys: KeySpace) -> None:
-    """Another server orders its fields otherwise."""
+async def test_cleaning_with_a_cursor_of_another_history_starts_over(
+    client: Any, make_gate: Any, keys: KeySpace
+) -> None:
+    """Another server returns the fields of a hash in another order."""
     now = [NOW]
-    one: Gate = gate(now)
-    await one.decide(
+    gate: Gate = make_gate(now)
+    await gate.decide(
         [opening("m:living"), opening("m:a", 1_500, retire_after_ms=0), *grabs(900, "m:a")],
         "decided",
         timeout_ms=20_000,
     )
-    await one.decide([Close(id="close", offer="m:a")], "decided")
+    await gate.decide([Close(id="close", offer="m:a")], "decided")
     shard = keys.shard(keys.shard_of_offer("m:a"))
     sweeper = Sweeper(client, shard, keys.shards, 10**12)
     await sweeper.sweep(now[0] + 1)
@@ -250,11 +254,13 @@ async def test_a_cursor_of_another_history_begins_anew(client: Any, gate: Any, k
     assert await client.hkeys(shard.answers("m")) == [b"open-m:living"]
 
 
-async def test_holds_end_in_time_while_many_offers_retire_beside_one_with_many_grabs(own: Any) -> None:
-    """200 empty offers retire beside 100,000 grabs: expiry, closing and lines do not wait, and cleaning looks
-    at all of it once.
+async def test_sweeps_stay_short_while_many_offers_of_a_large_campaign_retire(
+    private_redis: Any,
+) -> None:
+    """200 empty offers retire in a campaign with 100,000 other grabs. Expiry and closing are not delayed, and
+    one pass of cleaning reads each answer once.
     """
-    client, keys = own
+    client, keys = private_redis
     now = [int(time.time() * 1000)]
     gate = Gate(client, keys, SEALER, clock=lambda: now[0])
     count = 100_000
@@ -291,7 +297,7 @@ async def test_holds_end_in_time_while_many_offers_retire_beside_one_with_many_g
 
 @pytest.mark.parametrize("living", [False, True])
 @pytest.mark.parametrize("cleaned", [False, True])
-async def test_a_payment_that_was_served_is_never_refunded_after_its_offer_retired(
+async def test_a_served_payment_is_never_refunded_after_its_offer_retired(
     scene: Scene, living: bool, cleaned: bool
 ) -> None:
     if living:
@@ -319,7 +325,7 @@ async def test_a_payment_that_was_served_is_never_refunded_after_its_offer_retir
 
 
 @pytest.mark.parametrize("living", [False, True])
-async def test_money_that_comes_after_retirement_is_to_be_paid_back_once(scene: Scene, living: bool) -> None:
+async def test_a_payment_after_retirement_is_due_for_refund_once(scene: Scene, living: bool) -> None:
     if living:
         await scene.open(stock(9), "m:living")
     await scene.open(stock(9, **PRICED), "m:a")
@@ -328,36 +334,36 @@ async def test_money_that_comes_after_retirement_is_to_be_paid_back_once(scene: 
     await retire(scene, "m:a")
     [retired] = await scene.events("offer.retired")
     command = Confirm(id="late", offer="m:a", grab=grab, payment="p1", paid=250, currency="CNY")
-    [first, twice] = await scene.decide_both([command, command])
+    [first, repeat] = await scene.decide_both([command, command])
     assert (first.outcome, first.repeated, first.message) == (
         "no_such_offer",
         False,
         "the payment is to be paid back",
     )
-    assert (twice.outcome, twice.repeated, twice.seq) == ("no_such_offer", True, first.seq)
+    assert (repeat.outcome, repeat.repeated, repeat.seq) == ("no_such_offer", True, first.seq)
     second = await pay(scene, grab, "p2", 7)
     for number in range(scene.keys.shards):
         await scene.compare_recovered(number)
     await clean(scene, "m:a")
-    [again] = await scene.decide_both([msgspec.structs.replace(command, id="callback")])
-    assert (again.outcome, again.repeated, again.seq) == ("no_such_offer", True, first.seq)
+    [callback] = await scene.decide_both([msgspec.structs.replace(command, id="callback")])
+    assert (callback.outcome, callback.repeated, callback.seq) == ("no_such_offer", True, first.seq)
     due = await scene.events("payment.refund_due")
-    assert [(one.payment, one.amount, one.outcome, one.seq) for one in due] == [
+    assert [(event.payment, event.amount, event.outcome, event.seq) for event in due] == [
         ("p1", 250, "no_such_offer", first.seq), ("p2", 7, "no_such_offer", second.seq),
     ]  # fmt: skip
-    assert [one.offer_seq for one in due] == [retired.offer_seq + 1, retired.offer_seq + 2]
+    assert [event.offer_seq for event in due] == [retired.offer_seq + 1, retired.offer_seq + 2]
     other = await pay(scene, "another", "p1")
     assert other.outcome == "conflict"
 
 
-async def test_money_for_an_envelope_that_has_retired_is_to_be_paid_back(scene: Scene) -> None:
+async def test_a_payment_for_a_retired_envelope_is_due_for_refund(scene: Scene) -> None:
     await scene.open(envelope(), "e")
     await retire(scene, "e")
     assert (await pay(scene, "nobody-s", "p1", offer="e")).message == "the payment is to be paid back"
     assert len(await scene.events("payment.refund_due", outcome="no_such_offer")) == 1
 
 
-async def test_money_for_an_offer_that_never_was_makes_no_event_and_is_not_answered_by_the_outcome_alone(
+async def test_a_payment_for_an_unknown_offer_makes_no_event_and_the_answer_says_so(
     scene: Scene,
 ) -> None:
     command = Confirm(id="c", offer="never", grab="g", payment="p", paid=250, currency="CNY")
@@ -371,8 +377,8 @@ async def test_money_for_an_offer_that_never_was_makes_no_event_and_is_not_answe
 
 @pytest.mark.parametrize("cleaned", [False, True])
 async def test_payments_are_known_for_180_days_to_the_millisecond(scene: Scene, cleaned: bool) -> None:
-    """After that nobody here can tell a served payment's callback from new money: nothing is booked, and the
-    answer says so.
+    """After that a repeated callback of a served payment cannot be distinguished from a new payment: nothing
+    is booked, and the answer says so.
     """
     await scene.open(stock(9, **PRICED), "m:a")
     grab = (await scene.grab("ann")).grab or ""
@@ -397,8 +403,10 @@ async def test_payments_are_known_for_180_days_to_the_millisecond(scene: Scene, 
     assert len(await scene.events("payment.refund_due")) == 1
 
 
-async def test_cleaning_does_not_forget_payments_before_their_time(scene: Scene) -> None:
-    """A campaign's older offer is forgotten; what is known of its younger one, and of a living one, stays."""
+async def test_cleaning_keeps_the_payments_of_younger_offers(scene: Scene) -> None:
+    """The payments of the campaign's older offer are forgotten; those of the younger and the living offer
+    stay.
+    """
     grab = {}
     for offer in ("m:a", "m:b", "m:living"):
         await scene.open(stock(9, **PRICED), offer)
@@ -417,8 +425,8 @@ async def test_cleaning_does_not_forget_payments_before_their_time(scene: Scene)
         assert (answer.outcome, answer.repeated) == ("confirmed", True)
 
 
-async def test_a_payment_id_in_a_later_life_of_its_campaign(scene: Scene) -> None:
-    """Known, it is a conflict; when it has long been forgotten, it is another payment."""
+async def test_a_payment_id_is_a_conflict_until_it_is_forgotten(scene: Scene) -> None:
+    """While the id is known it is a conflict; after it is forgotten it names another payment."""
     await scene.open(stock(9, **PRICED), "m:a")
     first = (await scene.grab("ann")).grab
     await pay(scene, first, "p1")
@@ -435,7 +443,7 @@ async def test_a_payment_id_in_a_later_life_of_its_campaign(scene: Scene) -> Non
     assert (await pay(scene, second, "p1", offer="m:b")).repeated
 
 
-def test_lua_keeps_payments_as_long_as_python_says() -> None:
+def test_lua_and_python_keep_payments_for_the_same_time() -> None:
     of_scripts = {
         name: re.search(rf"local {name} = (.+)", (SCRIPTS / file).read_text())
         for name, file in (
@@ -443,7 +451,7 @@ def test_lua_keeps_payments_as_long_as_python_says() -> None:
             ("PAYMENTS_KEPT_MS", "sweeping/forget.lua"),
         )
     }
-    assert {name: found and found[1] for name, found in of_scripts.items()} == {
+    assert {name: definition and definition[1] for name, definition in of_scripts.items()} == {
         "PAYMENTS_KNOWN_MS": "180 * 86400000", "PAYMENTS_KEPT_MS": "PAYMENTS_KNOWN_MS + 86400000",
     }  # fmt: skip
     assert (PAYMENTS_KNOWN_MS, PAYMENTS_KEPT_MS - PAYMENTS_KNOWN_MS) == (180 * DAY, DAY)
@@ -452,8 +460,8 @@ def test_lua_keeps_payments_as_long_as_python_says() -> None:
 # -- bounded grabs -------------------------------------------------------------------------------------------
 
 
-async def test_a_redemption_costs_the_same_whatever_was_redeemed_before(own: Any) -> None:
-    client, keys = own
+async def test_the_record_of_a_grab_does_not_grow_with_redemptions(private_redis: Any) -> None:
+    client, keys = private_redis
     gate = Gate(client, keys, SEALER, clock=lambda: NOW)
     await gate.decide(
         [
@@ -486,7 +494,7 @@ async def test_a_redemption_costs_the_same_whatever_was_redeemed_before(own: Any
     await gate.close()
 
 
-async def test_a_grab_has_a_hundred_payments_at_once_and_one_more_is_to_be_paid_back(scene: Scene) -> None:
+async def test_a_hundred_and_first_payment_of_a_grab_is_due_for_refund(scene: Scene) -> None:
     await scene.open(stock(500, **PRICED), "m:a")
     grab = (await scene.grab("ann", 200)).grab
     for number in range(100):
@@ -500,7 +508,7 @@ async def test_a_grab_has_a_hundred_payments_at_once_and_one_more_is_to_be_paid_
     assert max(map(len, await scene.all_lines())) < 16_384
 
 
-async def test_units_that_are_retaken_in_one_window_are_counted_together(scene: Scene) -> None:
+async def test_units_retaken_in_one_window_are_counted_together(scene: Scene) -> None:
     terms = PRICED | {"late": "retake"}
     await scene.open(stock(500, by_user("day", 400), **terms), "m:a")
     grab = (await scene.grab("ann", 150)).grab
@@ -515,11 +523,11 @@ async def test_units_that_are_retaken_in_one_window_are_counted_together(scene: 
 # -- reserved ids --------------------------------------------------------------------------------------------
 
 
-async def test_nobody_sends_a_command_under_an_id_that_the_system_writes_itself(gate: Any) -> None:
-    one: Gate = gate([NOW])
-    await one.decide([opening("o")], "decided")
-    [alone] = await one.decide([Grab(id="sweep", offer="o", user="ann")], "decided")
-    together = await one.decide(
+async def test_a_command_with_a_reserved_id_is_invalid(make_gate: Any) -> None:
+    gate: Gate = make_gate([NOW])
+    await gate.decide([opening("o")], "decided")
+    [alone] = await gate.decide([Grab(id="sweep", offer="o", user="ann")], "decided")
+    together = await gate.decide(
         [Grab(id="g", offer="o", user="sweep"), Grab(id="sweep", offer="o", user="ann")], "decided"
     )
     for answer in (alone, together[1]):
@@ -528,6 +536,6 @@ async def test_nobody_sends_a_command_under_an_id_that_the_system_writes_itself(
     assert together[0].outcome == "granted"
 
 
-def test_a_reserved_id_is_refused_at_the_door_of_the_topic() -> None:
+def test_a_reserved_id_cannot_be_decoded() -> None:
     with pytest.raises(Undecodable, match="id: sweep is reserved"):
         decode_command(b'{"type":"grab","id":"sweep","offer":"o","user":"ann"}')

@@ -1,5 +1,5 @@
-"""What is remembered of an offer is forgotten only when it retires: whatever happens between the steps of
-that, nothing is decided a second time.
+"""Answers of an offer are forgotten only when it retires: whatever happens between the steps of retirement,
+no command is decided a second time.
 """
 
 import json
@@ -36,8 +36,8 @@ ENTRY = {
 }
 
 
-class System:
-    """One shard that decides, at a time of its own."""
+class OneShard:
+    """One shard that decides, with a gate and a sweeper that read the clock `now` (ms)."""
 
     def __init__(self, redis: Any) -> None:
         self.redis = redis
@@ -52,7 +52,7 @@ class System:
         raised = await shard.raise_term(0)
         await shard.run("reconcile", [self.keys.state], raised.ownership, 0, 1)
 
-    async def ask(self, type: str, id: str, offer: str, **fields: Any) -> Answer:
+    async def decide(self, type: str, id: str, offer: str, **fields: Any) -> Answer:
         command = decode_command(json.dumps({"type": type, "id": id, "offer": offer} | fields).encode())
         [answer] = await self.gate.decide([command], promise="decided")
         return answer
@@ -66,12 +66,12 @@ class System:
 
 
 @pytest.fixture
-async def system() -> AsyncIterator[System]:
+async def system() -> AsyncIterator[OneShard]:
     redis = open_redis(load_settings())
-    system = System(redis)
+    system = OneShard(redis)
     await system.begin()
-    await system.ask("open", "open-a", "sale:a", terms=TERMS)
-    await system.ask("open", "open-b", "sale:b", terms=TERMS)
+    await system.decide("open", "open-a", "sale:a", terms=TERMS)
+    await system.decide("open", "open-b", "sale:b", terms=TERMS)
     yield system
     await system.gate.close()
     names = [key async for key in redis.scan_iter(match=f"{system.keys.prefix}:*", count=1_000)]
@@ -80,61 +80,63 @@ async def system() -> AsyncIterator[System]:
     await redis.aclose()
 
 
-async def test_an_offer_that_turned_out_not_to_be_due_is_not_forgotten(system: System) -> None:
-    await system.ask("grab", "g-1", "sale:a", user="ann", quantity=1)
-    await system.ask("confirm", "c-1", "sale:a", grab="g-1")
-    await system.ask("grab", "g-2", "sale:a", user="bob")
-    await system.ask("confirm", "c-2", "sale:a", grab="g-2")
-    await system.ask("grab", "g-3", "sale:a", user="cid", wait=True)
-    first = await system.ask("adjust", "adjust-1", "sale:a", **ENTRY)
-    await system.ask("close", "close-a", "sale:a")
+async def test_an_offer_that_is_no_longer_due_keeps_its_answers(system: OneShard) -> None:
+    await system.decide("grab", "g-1", "sale:a", user="ann", quantity=1)
+    await system.decide("confirm", "c-1", "sale:a", grab="g-1")
+    await system.decide("grab", "g-2", "sale:a", user="bob")
+    await system.decide("confirm", "c-2", "sale:a", grab="g-2")
+    await system.decide("grab", "g-3", "sale:a", user="cid", wait=True)
+    first = await system.decide("adjust", "adjust-1", "sale:a", **ENTRY)
+    await system.decide("close", "close-a", "sale:a")
     due = system.sweeper._due
 
-    async def due_and_then(
+    async def due_then_release(
         key: str, at_ms: int | None, most: int, after_ms: int = 0, last_first: bool = False
     ) -> list[str]:
-        found = await due(key, at_ms, most, after_ms, last_first)
-        if key == system.keys.due and "sale:a" in found:
-            await system.ask("release", "r-1", "sale:a", grab="g-3")
-        return found
+        names = await due(key, at_ms, most, after_ms, last_first)
+        if key == system.keys.due and "sale:a" in names:
+            await system.decide("release", "r-1", "sale:a", grab="g-3")
+        return names
 
-    system.sweeper._due = due_and_then  # type: ignore[method-assign]
+    system.sweeper._due = due_then_release  # type: ignore[method-assign]
     await system.sweep()
-    again = await system.ask("adjust", "adjust-1", "sale:a", **ENTRY)
-    assert (again.outcome, again.seq, again.repeated) == ("adjusted", first.seq, True)
+    repeat = await system.decide("adjust", "adjust-1", "sale:a", **ENTRY)
+    assert (repeat.outcome, repeat.seq, repeat.repeated) == ("adjusted", first.seq, True)
     assert await system.events("ledger.adjusted") == 1
 
 
-async def test_nothing_is_decided_about_an_offer_that_has_retired_and_is_not_cleaned_yet(
-    system: System,
+async def test_a_retired_offer_decides_nothing_before_it_is_cleaned(
+    system: OneShard,
 ) -> None:
-    await system.ask("grab", "g-1", "sale:a", user="ann", quantity=1)
-    await system.ask("confirm", "c-1", "sale:a", grab="g-1")
-    await system.ask("adjust", "adjust-1", "sale:a", **ENTRY)
-    await system.ask("close", "close-a", "sale:a")
+    await system.decide("grab", "g-1", "sale:a", user="ann", quantity=1)
+    await system.decide("confirm", "c-1", "sale:a", grab="g-1")
+    await system.decide("adjust", "adjust-1", "sale:a", **ENTRY)
+    await system.decide("close", "close-a", "sale:a")
     system.now += 2_000
     await system.sweeper.close_due(system.now)
-    # Its worker dies here, before anything was cleaned.
+    # The worker dies here, before it has cleaned anything.
     commands: list[tuple[str, str, dict[str, Any]]] = [
         ("adjust", "adjust-1", ENTRY), ("adjust", "adjust-2", ENTRY), ("grab", "g-9", {"user": "eve"}),
         ("return", "r-1", {"grab": "g-1"}),
         ("close", "close-a", {}), ("amend", "a-1", {"changes": {"total": 9}}),
     ]  # fmt: skip
-    assert {(await system.ask(type, id, "sale:a", **fields)).outcome for type, id, fields in commands} == {
+    assert {(await system.decide(type, id, "sale:a", **fields)).outcome for type, id, fields in commands} == {
         "no_such_offer"
     }
-    assert (await system.ask("open", "open-c", "sale:a", terms=TERMS)).outcome == "conflict"
+    assert (await system.decide("open", "open-c", "sale:a", terms=TERMS)).outcome == "conflict"
     assert await system.events("ledger.adjusted") == 1
     await system.sweeper.clean(system.now)
     assert set(await system.redis.hkeys(system.keys.answers("sale"))) == {b"open-b"}
 
 
-async def test_an_offer_opened_before_a_sister_is_cleaned_keeps_its_own_answers(system: System) -> None:
+async def test_an_offer_opened_before_others_of_its_campaign_are_cleaned_keeps_its_answers(
+    system: OneShard,
+) -> None:
     for offer in ("a", "b"):
-        await system.ask("close", f"close-{offer}", f"sale:{offer}")
+        await system.decide("close", f"close-{offer}", f"sale:{offer}")
     system.now += 2_000
     await system.sweeper.close_due(system.now)
-    await system.ask("open", "open-c", "sale:c", terms=TERMS)
+    await system.decide("open", "open-c", "sale:c", terms=TERMS)
     await system.sweeper.clean(system.now)
     assert await system.redis.smembers(system.keys.retired) == {b"sale:a", b"sale:b"}
     assert set(await system.redis.hkeys(system.keys.answers("sale"))) == {b"open-c"}
