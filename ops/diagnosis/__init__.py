@@ -1,6 +1,6 @@
-"""Diagnosis: what is stuck, since when, what that means, and the command that mends it; and the story of one
-user and one offer.
+"""Diagnosis: `doctor` finds what is stuck, since when, what it means, and the command that mends it; `why`
+tells the history of one user in one offer.
 
-Each server is read once; checks are functions of these readings. A server that is away never hides what the
-others say.
+Each server is read once. Checks are functions of these readings. A server that does not answer does not hide
+findings about the others.
 """

@@ -1,5 +1,5 @@
-"""What PostgreSQL says: are the tables there, which read models have stopped or are behind, what was set
-aside, what was found.
+"""Checks of PostgreSQL: whether the tables exist, which read models have stopped or lag, which records were
+set aside, and what the verifier found.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,6 +10,7 @@ from aiokafka import AIOKafkaConsumer, TopicPartition
 from psycopg import AsyncConnection
 
 from grabstream.models.journal import Cursor
+from grabstream.ops.console.output import counted
 from grabstream.ops.diagnosis.findings import RESTORE, Finding, address, of_shards
 from grabstream.ops.diagnosis.topics import LATE_MS, Lag, lags
 from grabstream.ops.settings import Settings
@@ -26,13 +27,13 @@ from grabstream.streams.projecting.publisher import newest_cursor
 from grabstream.streams.topics import Topics, delete_command
 
 EVENTS: Final = "events"
-#: Lost decisions are told of for so long.
+#: Lost decisions are reported for this long.
 LOST_DAYS: Final = 7
 
 
-class Lost(NamedTuple):
-    """Decisions of the last days that recoveries of Redis took back: how many, of how many users, and since
-    when (ms).
+class LostDecisions(NamedTuple):
+    """How many decisions recoveries of Redis took back in the last LOST_DAYS, of how many users, and when the
+    first was recorded (ms since 1970 UTC).
     """
 
     decisions: int
@@ -41,9 +42,11 @@ class Lost(NamedTuple):
 
 
 class BookReadings(NamedTuple):
-    """The tables; `missing` migrations, and `gone` versions, leave the rest empty.
+    """What the tables say. Where migrations are `missing` or the tables of live versions are `gone`, the
+    other fields are empty.
 
-    `clock_ahead_ms`: the server's clock against this machine's.
+    `clock_ahead_ms` is the server's clock minus this machine's. `without_version` are projections that this
+    release cannot write.
     """
 
     clock_ahead_ms: int
@@ -53,17 +56,17 @@ class BookReadings(NamedTuple):
     positions: dict[str, dict[int, Cursor]]
     stops: list[Stop]
     aside: list[SetAside]
-    found: list[Found]
-    progress: dict[int, VerifiedTo]
-    lost: Lost
+    findings: list[Found]
+    verified_to: dict[int, VerifiedTo]
+    lost: LostDecisions
     without_version: list[str]
     gone: Sequence[Version] = ()
-    #: when each cursor was moved last, ms, by projection and shard
+    #: (projection, shard) → when its cursor was last moved, ms since 1970 UTC
     moved_at: Mapping[tuple[str, int], int] = {}
 
 
 async def read_books(connection: AsyncConnection[Any], schema: str, clock: Any) -> BookReadings:
-    """Reads everything once; raises psycopg's errors when the server cannot be reached."""
+    """Reads the tables once; raises psycopg's errors when the server cannot be reached."""
     before = clock()
     [now, fsync, may_read] = await _one(
         connection,
@@ -74,44 +77,49 @@ async def read_books(connection: AsyncConnection[Any], schema: str, clock: Any) 
     [directory] = await _one(connection, "SELECT current_setting('data_directory')") if may_read else [None]
     lacking = await missing_migrations(connection, schema)
     if lacking:
-        return BookReadings(ahead, directory, fsync, lacking, {}, [], [], [], {}, Lost(0, 0, None), [])
+        return BookReadings(
+            ahead, directory, fsync, lacking, {}, [], [], [], {}, LostDecisions(0, 0, None), []
+        )
     live = [
-        one
-        for one in await versions(connection, schema)
-        if one.state == "live" and one.projection in PROJECTIONS
+        version
+        for version in await versions(connection, schema)
+        if version.state == "live" and version.projection in PROJECTIONS
     ]
     if gone := await lost(connection, live):
-        # Views over all read models went with one of them; what they say is asked for when it is back.
-        return BookReadings(ahead, directory, fsync, [], {}, [], [], [], {}, Lost(0, 0, None), [], gone)
+        # The views over all read models were dropped with the tables of one, so they cannot be read.
+        return BookReadings(
+            ahead, directory, fsync, [], {}, [], [], [], {}, LostDecisions(0, 0, None), [], gone
+        )
     return BookReadings(
         ahead, directory, fsync, [],
         {name: await cursors.load(connection, name) for name in PROJECTIONS},
         await cursors.stops(connection), await set_aside.load(connection),
         await verified.open_findings(connection),
-        await verified.progress(connection), Lost(*await _one(connection, _LOST, LOST_DAYS)),
+        await verified.progress(connection),
+        LostDecisions(*await _one(connection, _LOST_DECISIONS, LOST_DAYS)),
         await _without_version(connection, schema), moved_at=await _moved_at(connection),
     )  # fmt: skip
 
 
 async def _moved_at(connection: AsyncConnection[Any]) -> dict[tuple[str, int], int]:
-    found = await connection.execute(
+    rows = await connection.execute(
         "SELECT projection, shard, (extract(epoch FROM moved_at) * 1000)::bigint FROM projection_cursors"
     )
-    return {(projection, shard): at for projection, shard, at in await found.fetchall()}
+    return {(projection, shard): at for projection, shard, at in await rows.fetchall()}
 
 
 async def _without_version(connection: AsyncConnection[Any], schema: str) -> list[str]:
-    """Projections of which no version is the one that this code writes."""
-    known = await versions(connection, schema)
+    """Projections without a version that this code writes."""
+    all_versions = await versions(connection, schema)
     return [
         name
         for name in PROJECTIONS
-        if written_by_us([one for one in known if one.projection == name], name) is None
+        if written_by_us([version for version in all_versions if version.projection == name], name) is None
     ]
 
 
-# The relay and a gate may tell of the same one.
-_LOST: Final = (
+# DISTINCT: the relay and a gate may both report the same decision.
+_LOST_DECISIONS: Final = (
     "SELECT count(DISTINCT (shard, seq, command)), count(DISTINCT user_id), (extract(epoch FROM min(at)) * "
     "1000)::bigint "
     "FROM lost_decisions WHERE at > now() - make_interval(days => %s)"
@@ -125,8 +133,8 @@ async def _one(connection: AsyncConnection[Any], query: str, *values: Any) -> An
 async def read_lags(
     settings: Settings, books: BookReadings, consumer: AIOKafkaConsumer
 ) -> dict[str, list[Lag]]:
-    """How far each read model is behind the events of the journal; that of the events topic by the cursor in
-    the topic itself.
+    """The lags of each read model and of the events topic behind the events of the journal. The cursor of the
+    events topic is read from the topic itself.
     """
     topics = Topics(settings.prefix)
     positions = {
@@ -141,32 +149,32 @@ async def read_lags(
             for shard in range(settings.shards)
         }
         positions[EVENTS] = {shard: cursor.next_offset for shard, cursor in newest.items()}
-    found = {}
-    # Read models stand at few places, mostly at the end: each is looked at once.
-    known: dict[tuple[TopicPartition, int], int] = {}
+    lags_of = {}
+    # Several read models often have the same cursor, mostly at the end: each offset is searched from once.
+    searched: dict[tuple[TopicPartition, int], int] = {}
     for name, of_model in positions.items():
         at = {
             TopicPartition(topics.journal, shard): offset
             for shard, offset in of_model.items()
             if shard < settings.shards
         }
-        found[name] = await lags(consumer, await _behind_markers(consumer, at, known))
-    return found
+        lags_of[name] = await lags(consumer, await _past_markers(consumer, at, searched))
+    return lags_of
 
 
-async def _behind_markers(
-    consumer: AIOKafkaConsumer, at: dict[TopicPartition, int], known: dict[tuple[TopicPartition, int], int]
+async def _past_markers(
+    consumer: AIOKafkaConsumer, at: dict[TopicPartition, int], searched: dict[tuple[TopicPartition, int], int]
 ) -> dict[TopicPartition, int]:
-    """The offsets of the first records with events from these offsets on: nobody misses anything for a
-    marker.
+    """The offsets of the first records with events at or after these offsets. A marker has no events, so a
+    read model that has not read it does not lag.
 
-    `known` has what was found before, and gets what is found.
+    `searched` caches results between calls.
     """
     if not at:
         return {}
     beginnings, ends = await consumer.beginning_offsets(list(at)), await consumer.end_offsets(list(at))
     for partition, offset in at.items():
-        if (partition, offset) in known:
+        if (partition, offset) in searched:
             continue
         reader, first = JournalReader(consumer, partition.topic), max(offset, beginnings[partition])
         async for records in reader.read(partition.partition, first, ends[partition]):
@@ -174,13 +182,13 @@ async def _behind_markers(
             first = with_events[0] if with_events else records[-1].offset + 1
             if with_events:
                 break
-        known[partition, offset] = first
-    return {partition: known[partition, offset] for partition, offset in at.items()}
+        searched[partition, offset] = first
+    return {partition: searched[partition, offset] for partition, offset in at.items()}
 
 
 class Jump(NamedTuple):
-    """A cursor that is not where its rows are: `passed` is the last seq that stands before it, None when it
-    is not in this journal.
+    """A cursor that is not where its rows are. `passed` is the last seq in the journal before the cursor's
+    offset, None when the offset is not of this journal; `end` is the journal's end offset.
     """
 
     projection: str
@@ -191,28 +199,28 @@ class Jump(NamedTuple):
 
 
 async def read_jumps(settings: Settings, books: BookReadings, consumer: AIOKafkaConsumer) -> list[Jump]:
-    """Read models whose cursor is not where their rows are: by its offset each has nothing to read, however
-    much there is.
+    """Cursors that are not where their rows are. Such a read model skips the events between its rows and the
+    cursor's offset without an error.
     """
     reader = JournalReader(consumer, Topics(settings.prefix).journal)
-    at_rest = {(stop.projection, stop.shard) for stop in books.stops}
-    known: dict[tuple[int, int, str], int | None] = {}
-    found = []
+    stopped_at = {(stop.projection, stop.shard) for stop in books.stops}
+    searched: dict[tuple[int, int, str], int | None] = {}
+    jumps = []
     for name, of_model in books.positions.items():
         for shard, cursor in of_model.items():
-            if not cursor.owner or shard >= settings.shards or (name, shard) in at_rest:
+            if not cursor.owner or shard >= settings.shards or (name, shard) in stopped_at:
                 continue
-            place = (shard, cursor.next_offset, cursor.owner)
-            if place not in known:
-                known[place] = await reader.seq_before(shard, cursor)
-            passed = known[place]
+            position = (shard, cursor.next_offset, cursor.owner)
+            if position not in searched:
+                searched[position] = await reader.seq_before(shard, cursor)
+            passed = searched[position]
             if passed is None or passed > cursor.seq:
-                found.append(Jump(name, shard, cursor, passed, await reader.end(shard)))
-    return found
+                jumps.append(Jump(name, shard, cursor, passed, await reader.end(shard)))
+    return jumps
 
 
 async def read_last_seqs(settings: Settings, consumer: AIOKafkaConsumer) -> dict[int, int]:
-    """The seq of the last event that the journal has, by shard."""
+    """The seq of the last event in the journal, by shard."""
     reader = JournalReader(consumer, Topics(settings.prefix).journal)
     return {shard: await reader.last_seq(shard) for shard in range(settings.shards)}
 
@@ -221,9 +229,9 @@ async def read_last_seqs(settings: Settings, consumer: AIOKafkaConsumer) -> dict
 
 
 def tables_missing(readings: BookReadings, settings: Settings) -> list[Finding]:
-    """Migrations that were not applied, or shards without cursors."""
+    """Migrations that were not applied, tables that are missing, and shards without cursors."""
     if readings.missing:
-        means = "read models cannot be built, and questions about them are not answered"
+        means = "read models can be neither written nor read"
         return [
             Finding(
                 "stuck", f"migrations are missing: {', '.join(readings.missing)}", means, "grabstream init"
@@ -232,69 +240,65 @@ def tables_missing(readings: BookReadings, settings: Settings) -> list[Finding]:
     if readings.gone:
         return [
             Finding(
-                "stuck", f"the tables of {one.projection}, in schema {one.schema}, are gone",
-                "nobody can "
-                f"read {one.projection}",
-                f"grabstream rebuild {one.projection}",
+                "stuck", f"the tables of {version.projection}, in schema {version.schema}, are gone",
+                f"{version.projection} can be neither written nor read",
+                f"grabstream rebuild {version.projection}",
             )
-            for one in readings.gone
+            for version in readings.gone
         ]  # fmt: skip
-    short = sorted(name for name, of in readings.positions.items() if len(of) < settings.shards)
-    if not short:
+    incomplete = sorted(name for name, of in readings.positions.items() if len(of) < settings.shards)
+    if not incomplete:
         return []
-    what = f"{', '.join(short)}: cursors for fewer shards than GRAB_SHARDS={settings.shards}"
-    return [
-        Finding(
-            "stuck", what, "what is decided in the other shards never comes into the books", "grabstream init"
-        )
-    ]
+    what = f"{', '.join(incomplete)}: cursors for fewer shards than GRAB_SHARDS={settings.shards}"
+    means = "events of the shards without a cursor are not applied"
+    return [Finding("stuck", what, means, "grabstream init")]
 
 
 def journal_lost(
     last_seqs: dict[int, int], acknowledged: dict[int, int], readings: BookReadings, settings: Settings
 ) -> list[Finding]:  # fmt: skip
-    """Events that somebody knows and Kafka has not any more. By shard: what the journal ends at, and what
-    Redis knows to be in it.
+    """Events that the read models or Redis have and Kafka no longer has. `last_seqs` is the last seq of the
+    journal by shard, `acknowledged` the last seq that Redis counts as journaled.
     """
-    known = dict(acknowledged)
+    recorded = dict(acknowledged)
     for of_model in readings.positions.values():
         for shard, cursor in of_model.items():
-            known[shard] = max(known.get(shard, 0), cursor.seq)
+            recorded[shard] = max(recorded.get(shard, 0), cursor.seq)
     lost = {
-        shard: seq - last_seqs.get(shard, 0) for shard, seq in known.items() if seq > last_seqs.get(shard, 0)
+        shard: seq - last_seqs.get(shard, 0)
+        for shard, seq in recorded.items()
+        if seq > last_seqs.get(shard, 0)
     }
     if not lost:
         return []
     journal, command = Topics(settings.prefix).journal, RESTORE
     means = (
-        "nothing comes into the books from there; Redis decides nothing there once it is asked what the "
-        "journal has"
+        "read models get no new events of these shards; a shard decides nothing after its relay has compared "
+        "it with the journal"
     )
     if any(last_seqs.values()):
-        # What is left goes too, so the audit trail must have it before.
+        # The restore deletes the rest of the journal too, so the audit trail must have read it.
         audit = readings.positions.get("audit", {})
         unread = [shard for shard, seq in last_seqs.items() if shard not in audit or audit[shard].seq < seq]
         if unread:
             means += (
-                f"; let the audit trail read what is left of {of_shards(unread)} before (`grabstream "
-                "worker --roles project`)"
+                f"; before the restore, let the audit trail read the rest of {of_shards(unread)} "
+                "(`grabstream worker --roles project`)"
             )
         command = f"{delete_command(settings.kafka, journal)} && {RESTORE}"
     what = (
-        f"{of_shards(lost)}: {sum(lost.values()):,} events that the books or Redis know are gone from "
-        f"Kafka: {journal} ends before them"
+        f"{of_shards(lost)}: Kafka has lost {counted(sum(lost.values()), 'events')} that the read models or "
+        f"Redis have: {journal} ends before them"
     )
     return [Finding("stuck", what, means, command)]
 
 
 def of_another_release(readings: BookReadings, settings: Settings) -> list[Finding]:
-    """Read models that workers of this release cannot write: their tables are of another definition."""
+    """Read models that workers of this release cannot write: their tables have another definition."""
     return [
         Finding(
             "stuck", f"{name}: no version has the definition of this release",
-            "workers of this release do "
-            "not write it: it stands "
-            "still",
+            "workers of this release do not write it, so it gets no new events",
             f"grabstream rebuild {name}",
         )
         for name in readings.without_version
@@ -302,18 +306,17 @@ def of_another_release(readings: BookReadings, settings: Settings) -> list[Findi
 
 
 def stopped(readings: BookReadings, settings: Settings) -> list[Finding]:
-    """Read models that have stopped at a shard: a poison block."""
+    """Read models that have stopped at a record of a shard that they cannot apply."""
     return [
         Finding(
-            "stuck", f"{stop.projection} has stopped at shard {stop.shard}, behind seq {stop.seq} (journal "
+            "stuck", f"{stop.projection} has stopped at shard {stop.shard}, after seq {stop.seq} (journal "
                      f"offset {stop.journal_offset}): "
             f"{stop.reason.splitlines()[0]}",
-            f"{stop.projection} shows that shard as it was; the other shards go on",
-            "start workers of the newer release that wrote it: they go on by themselves"
+            f"{stop.projection} gets no new events of that shard; the other shards continue",
+            "start workers of the newer release that wrote the record: they continue by themselves"
             if stop.newer
-            else f"grabstream set-aside {stop.projection} {stop.shard} --dry-run   # shows the record; or, "
-                 "when its cause is mended: "
-            f"grabstream retry {stop.projection} {stop.shard}",
+            else f"grabstream set-aside {stop.projection} {stop.shard} --dry-run   # shows the record; once "
+                 f"its cause is mended: grabstream retry {stop.projection} {stop.shard}",
             _ms(stop.stopped_at),
         )
         for stop in readings.stops
@@ -321,129 +324,134 @@ def stopped(readings: BookReadings, settings: Settings) -> list[Finding]:
 
 
 def lagging(
-    behind: dict[str, list[Lag]], readings: BookReadings, settings: Settings, now_ms: int
+    lags_of: dict[str, list[Lag]], readings: BookReadings, settings: Settings, now_ms: int
 ) -> list[Finding]:
-    """Read models that have not read events which stand in the journal for a while."""
-    at_rest = {(stop.projection, stop.shard) for stop in readings.stops}
-    found = []
-    for name, of_model in behind.items():
+    """Read models, and the events topic, that have not applied events for LATE_MS. Those that have stopped
+    are findings of `stopped`.
+    """
+    stopped_at = {(stop.projection, stop.shard) for stop in readings.stops}
+    findings = []
+    for name, of_model in lags_of.items():
         late = [
             lag
             for lag in of_model
-            if lag.since and now_ms - lag.since > LATE_MS and (name, lag.partition) not in at_rest
+            if lag.since and now_ms - lag.since > LATE_MS and (name, lag.partition) not in stopped_at
         ]
         if late:
             records = sum(lag.end - lag.next_offset for lag in late)
             role = "publish" if name == EVENTS else "project"
-            found.append(
+            findings.append(
                 Finding(
                     "stuck",
-                    f"{name} is behind the journal: {of_shards(lag.partition for lag in late)}, "
-                    f"{records:,} blocks",
-                    "what reads it sees the past; nothing is lost", f"grabstream worker --roles {role}",
+                    f"{name} lags behind the journal: {of_shards(lag.partition for lag in late)}, "
+                    f"{counted(records, 'blocks')}",
+                    "its readers see old data; nothing is lost", f"grabstream worker --roles {role}",
                     min(lag.since or 0 for lag in late),
                 )
             )  # fmt: skip
-    return found
+    return findings
 
 
 def jumped(jumps: Sequence[Jump], readings: BookReadings, settings: Settings) -> list[Finding]:
-    """Read models that stand still while their journal goes on, and do not look behind it: their cursors were
-    moved.
-    """
-    found = []
+    """Read models that apply nothing because their cursors were moved away from their rows."""
+    findings = []
     for jump in jumps:
         cursor = jump.cursor
-        why = f"offset {cursor.next_offset}, behind seq {jump.passed}"
+        position = f"offset {cursor.next_offset}, after seq {jump.passed}"
         if jump.passed is None:
-            why = f"offset {cursor.next_offset} of another journal; this one ends at {jump.end}"
+            position = f"offset {cursor.next_offset}, which this journal does not have: it ends at {jump.end}"
         what = (
-            f"{jump.projection} stands still in shard {jump.shard} at seq {cursor.seq}: its cursor was "
-            f"moved to {why}"
+            f"{jump.projection} has the events of shard {jump.shard} up to seq {cursor.seq}, but its cursor "
+            f"was moved to {position}"
         )
-        means = "what reads it sees the past, and what comes there next does not come into it"
+        means = "its readers see old data, and it applies no new events of that shard"
         since = readings.moved_at.get((jump.projection, jump.shard))
-        found.append(Finding("stuck", what, means, f"grabstream retry {jump.projection} {jump.shard}", since))
-    return found
+        command = f"grabstream retry {jump.projection} {jump.shard}"
+        findings.append(Finding("stuck", what, means, command, since))
+    return findings
 
 
 def put_aside(readings: BookReadings, settings: Settings) -> list[Finding]:
-    """What operators set aside: known, and so for ever."""
+    """Records that operators set aside."""
     return [
         Finding(
-            "note", one.in_words(), f"{one.projection} is short by these events",
-            f"grabstream rebuild {one.projection}   # when the cause is mended", _ms(one.at),
+            "note", record.in_words(), f"{record.projection} lacks these events",
+            f"grabstream rebuild {record.projection}   # once the cause is mended", _ms(record.at),
         )
-        for one in readings.aside
+        for record in readings.aside
     ]  # fmt: skip
 
 
 def lost_decisions(readings: BookReadings, settings: Settings) -> list[Finding]:
-    """Answers that a recovery of Redis took back: nothing is stuck, but somebody was promised something."""
+    """Decisions that a recovery of Redis took back. Nothing is stuck, but users were promised something."""
     lost = readings.lost
     if not lost.decisions:
         return []
     what = (
-        f"{lost.decisions:,} decisions of {lost.users:,} users were lost with Redis in the last "
-        f"{LOST_DAYS} days"
+        f"{counted(lost.decisions, 'decisions')} of {counted(lost.users, 'users')} lost with Redis in the "
+        f"last {LOST_DAYS} days"
     )
     means = (
-        "answers given as `decided` did not hold; those given as `journaled` did. What gates gave that "
-        "have died is unknown"
+        "these answers were given as `decided` and do not hold; answers given as `journaled` hold. Answers "
+        "of gates that have died may be missing from this count"
     )
     table = f"{settings.schema_}.lost_decisions"
-    mend = f"psql {address('GRAB_POSTGRES', settings.postgres)} -c 'TABLE {table}'   # who, and what"
-    return [Finding("note", what, means, mend, lost.first_at)]
+    command = (
+        f"psql {address('GRAB_POSTGRES', settings.postgres)} -c 'TABLE {table}'   # shows users and commands"
+    )
+    return [Finding("note", what, means, command, lost.first_at)]
 
 
 def differs(readings: BookReadings, settings: Settings) -> list[Finding]:
-    """What the verifier has found."""
+    """Differences that the verifier has found."""
     return [
         Finding(
-            "stuck", f"verification: {found.where}{found.what}", _DIFFERENCES.get(found.kind,
-            "the books "
-            "contradict "
-            "each other"),
-            f"grabstream verify   # says more; when it is explained: grabstream dismiss {found.id}",
+            "stuck", f"verification: {found.where}{found.what}",
+            _DIFFERENCES.get(found.kind, "the read models contradict each other"),
+            f"grabstream verify   # shows more; once it is explained: grabstream dismiss {found.id}",
             _ms(found.found_at),
         )
-        for found in readings.found
+        for found in readings.findings
     ]  # fmt: skip
 
 
 _DIFFERENCES = {
-    "heads": "read models followed another history than the audit trail: build them anew with `grabstream "
-    "rebuild all`",
-    "chain": "the audit trail is not what was decided: restore the row from the journal",
-    "ledger": "the ledger is not what was decided: build it anew with `grabstream rebuild ledger`",
-    "accounts": "an account shows a sum that its events do not: build the ledger anew with `grabstream "
-    "rebuild ledger`",
-    "balances": "users or offers are shown sums that their events do not: `grabstream rebuild balances`",
-    "redis": "Redis decides with numbers that the events do not lead to: `grabstream rebuild redis`",
+    "heads": "read models followed another history than the audit trail: `grabstream rebuild all` mends it",
+    "chain": "the audit trail differs from what was decided: restore the row from the journal",
+    "ledger": "the ledger differs from what was decided: `grabstream rebuild ledger` mends it",
+    "accounts": "an account shows a sum that does not follow from its events: `grabstream rebuild ledger` "
+    "mends it",
+    "balances": "users or offers are shown sums that do not follow from their events: `grabstream rebuild "
+    "balances` mends it",
+    "redis": "Redis decides with numbers that do not follow from the events: `grabstream rebuild redis` "
+    "mends it",
 }
 
 
 def not_verified(readings: BookReadings, settings: Settings, now_ms: int) -> list[Finding]:
-    """Nobody verifies: the verifier has not been there for long."""
+    """No verifier has compared anything for SILENT_MS_MAX."""
     if not readings.positions or not any(cursor.seq for cursor in readings.positions["audit"].values()):
         return []
-    last = max((_ms(one.compared_at) for one in readings.progress.values() if one.compared_at), default=None)
+    last = max(
+        (_ms(shard.compared_at) for shard in readings.verified_to.values() if shard.compared_at),
+        default=None,
+    )
     if last is not None and now_ms - last < verified.SILENT_MS_MAX:
         return []
-    means = "a difference between journal, books and Redis would not be noticed"
-    return [Finding("risk", "nobody verifies the books", means, "grabstream worker --roles verify", last)]
+    means = "a difference between the journal, the read models and Redis would not be noticed"
+    return [Finding("risk", "no worker verifies", means, "grabstream worker --roles verify", last)]
 
 
 def may_forget(readings: BookReadings, settings: Settings) -> list[Finding]:
     """A PostgreSQL that does not wait for its disk."""
     if readings.fsync:
         return []
-    means = "a crash of its machine may leave books that contradict themselves; they would have to be rebuilt"
-    mend = (
+    means = "a crash of its machine may corrupt the read models, which must then be rebuilt"
+    command = (
         f"psql {address('GRAB_POSTGRES', settings.postgres)} -c 'ALTER SYSTEM SET fsync = on' -c 'SELECT "
         "pg_reload_conf()'"
     )
-    return [Finding("risk", "PostgreSQL runs with fsync off", means, mend)]
+    return [Finding("risk", "PostgreSQL runs with fsync off", means, command)]
 
 
 def _ms(at: datetime) -> int:

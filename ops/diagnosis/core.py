@@ -1,5 +1,5 @@
-"""What Redis says: may it forget, are its shards deciding, relayed, swept, and is there room in their
-outboxes.
+"""Checks of Redis: whether it may lose data, whether every shard decides, is relayed and is swept, and
+whether outboxes have room.
 """
 
 import asyncio
@@ -12,14 +12,15 @@ from grabstream.lua.server import server_epoch_of
 from grabstream.lua.trouble import is_trouble
 from grabstream.models.bounds import quoted
 from grabstream.ops.connections.redis_servers import ANSWER_SECONDS_MAX, masters, of_each, within
+from grabstream.ops.console.output import counted
 from grabstream.ops.diagnosis.findings import RESTORE, Finding, address, of_shards
 from grabstream.ops.settings import Settings
 from grabstream.streams.relaying.takeover import CANNOT_BE_MADE, JOURNAL_LOST
 
-#: An event that has waited so long for the journal is not on its way any more.
+#: A relay is late when an event has waited this long for the journal.
 RELAY_LATE_MS: Final = 10_000
-#: The sweeper comes by four times a second, and never leaves holds for anything else; offers may have to wait
-#: for others.
+#: The sweeper runs four times a second and ends holds first; offers that are due may have to wait for other
+#: offers.
 HOLD_LATE_MS: Final = 1_000
 SWEEP_LATE_MS: Final = 10_000
 FULL_SHARE: Final = 0.8
@@ -30,8 +31,8 @@ _event_at = re.compile(rb'"at":(\d+)').search
 
 
 class ShardReadings(NamedTuple):
-    """A shard as Redis has it, and the life of the server it is on; times in ms since 1970 UTC, None where
-    there is nothing of the kind.
+    """A shard as Redis has it, and the epoch of the server it is on. `relay` is the worker that holds the
+    lease. Times are ms since 1970 UTC; None where the shard has no such event, hold or offer.
     """
 
     number: int
@@ -44,12 +45,12 @@ class ShardReadings(NamedTuple):
 
     @property
     def waiting(self) -> int:
-        """Events decided and not yet in the journal."""
+        """How many events are decided and not yet in the journal."""
         return int(self.fields["seq"] or 0) - int(self.fields["journaled_seq"] or 0)
 
 
 class ServerReadings(NamedTuple):
-    """A server that decides; `name` in words. `clock_ahead_ms`: its clock against this machine's."""
+    """A Redis server. `name` is how messages name it; `clock_ahead_ms` is its clock minus this machine's."""
 
     name: str
     info: dict[str, Any]
@@ -59,7 +60,7 @@ class ServerReadings(NamedTuple):
 
     @property
     def server_epoch(self) -> str:
-        """The server's life."""
+        """The server's epoch: run id and replication id."""
         return str(self.info["run_id"]) + str(self.info["master_replid"])
 
     @property
@@ -69,8 +70,8 @@ class ServerReadings(NamedTuple):
 
 
 class CoreReadings(NamedTuple):
-    """The servers (several in a cluster), and the shards on them, as far as they answer; `silent` are
-    addresses of servers that do not, `unknown` the shards of which nobody says anything.
+    """The servers that answered (several in a cluster) and their shards. `silent` are the addresses of
+    servers that did not answer, `unknown` the shards on them.
     """
 
     servers: list[ServerReadings]
@@ -80,29 +81,31 @@ class CoreReadings(NamedTuple):
 
     @property
     def time_ms(self) -> int:
-        """The time there, ms since 1970 UTC."""
+        """The latest time of the servers, ms since 1970 UTC."""
         return max(server.time_ms for server in self.servers)
 
     @property
     def clock_ahead_ms(self) -> int:
-        """The clock that is furthest from this machine's, against it."""
+        """How far ahead of this machine's clock the server's clock is that differs most; negative when it is
+        behind.
+        """
         return max((server.clock_ahead_ms for server in self.servers), key=abs)
 
     def started_at(self, server_epoch: str) -> int:
-        """When the server of a life started, ms since 1970 UTC; 0 when it is not there."""
+        """When the server with this epoch started, ms since 1970 UTC; 0 when no server has it."""
         return next((server.started_at for server in self.servers if server.server_epoch == server_epoch), 0)
 
 
 async def read_core(redis: Any, keys: KeySpace, clock: Any) -> CoreReadings:
-    """Reads everything once; `clock` gives this machine's time in ms. Raises the client's own errors when no
-    server answers.
+    """Reads servers and shards once. `clock` returns this machine's time in ms. Raises the client's errors
+    when no server answers.
     """
-    found = await masters(redis)
-    reading = [within(_read_server(server, name, clock)) for name, server in found]
+    clients = await masters(redis)
+    reads = [within(_read_server(client, name, clock)) for name, client in clients]
     states = {number: keys.shard(number).state for number in range(keys.shards)}
-    # A server that hangs keeps back what is its own, and no more.
+    # A server that hangs must not hide the others.
     servers, shards = await asyncio.gather(
-        asyncio.gather(*reading, return_exceptions=True),
+        asyncio.gather(*reads, return_exceptions=True),
         of_each(redis, states, lambda number: _read_shard(redis, keys.shard(number))),
     )
     answered = [server for server in servers if isinstance(server, ServerReadings)]
@@ -111,7 +114,7 @@ async def read_core(redis: Any, keys: KeySpace, clock: Any) -> CoreReadings:
             raise problem
     silent = [
         name
-        for (name, _), server in zip(found, servers, strict=True)
+        for (name, _), server in zip(clients, servers, strict=True)
         if not isinstance(server, ServerReadings)
     ]
     return CoreReadings(
@@ -127,8 +130,8 @@ async def _read_server(redis: Any, address: str, clock: Any) -> ServerReadings:
     ahead = time_ms - (before + clock()) // 2
     config: dict[str, str] = {}
     for name in ("appendonly", "maxmemory-policy", "dir", "save"):
-        found = await redis.config_get(name)
-        config.update({_text(key): _text(value) for key, value in found.items()})
+        values = await redis.config_get(name)
+        config.update({_text(key): _text(value) for key, value in values.items()})
     return ServerReadings(f"Redis {address}".strip(), info, config, time_ms, ahead)
 
 
@@ -140,18 +143,24 @@ async def _read_shard(redis: Any, keys: ShardKeys) -> ShardReadings:
         pipe.zrange(keys.holds, 0, 0, withscores=True)
         values, relay, due, holds = await pipe.execute()
     fields = {name: value and _text(value) for name, value in zip(SHARD_FIELDS, values, strict=True)}
-    oldest = None
+    oldest_unjournaled_at = None
     journaled = int(fields["journaled_seq"] or 0)
     if int(fields["seq"] or 0) > journaled:
         entry = await redis.xrange(keys.outbox, min=f"{journaled + 1}-0", count=1) or await redis.xrange(
             keys.outbox, count=1
         )
-        found = _event_at(next(iter(entry[0][1].values()))) if entry else None
-        oldest = int(found.group(1)) if found else None
-    first_due, first_hold = (int(found[0][1]) if found else None for found in (due, holds))
+        at = _event_at(next(iter(entry[0][1].values()))) if entry else None
+        oldest_unjournaled_at = int(at.group(1)) if at else None
+    first_due, first_hold = (int(first[0][1]) if first else None for first in (due, holds))
     server_epoch = await server_epoch_of(redis, keys.state)
     return ShardReadings(
-        keys.shard, server_epoch, fields, relay and _text(relay), oldest, first_due, first_hold
+        keys.shard,
+        server_epoch,
+        fields,
+        relay and _text(relay),
+        oldest_unjournaled_at,
+        first_due,
+        first_hold,
     )
 
 
@@ -163,12 +172,12 @@ def _text(value: Any) -> str:
 
 
 def may_evict(readings: CoreReadings, settings: Settings) -> list[Finding]:
-    """A core that forgets by itself."""
+    """Servers that may evict keys."""
     return [
         Finding(
             "stuck", f"{server.name} may evict keys: its maxmemory-policy is "
                      f"{server.config['maxmemory-policy']}",
-            "what was decided can vanish without a word; workers and gates refuse to start on it",
+            "Redis may delete what it has decided, without an error; workers and gates refuse to start",
             f"{_cli(server, settings)} CONFIG SET maxmemory-policy noeviction",
         )
         for server in readings.servers
@@ -177,7 +186,7 @@ def may_evict(readings: CoreReadings, settings: Settings) -> list[Finding]:
 
 
 def _cli(server: ServerReadings, settings: Settings) -> str:
-    """How a command is given to a server by hand."""
+    """The `redis-cli` call that reaches this server."""
     host, _, port = server.name.removeprefix("Redis").strip().rpartition(":")
     return (
         f"redis-cli -h {host} -p {port}"
@@ -187,62 +196,60 @@ def _cli(server: ServerReadings, settings: Settings) -> str:
 
 
 def may_lose(readings: CoreReadings, settings: Settings) -> list[Finding]:
-    """A core that keeps nothing on its disk, or cannot."""
-    found = []
+    """Servers that write nothing to their disk, or cannot."""
+    findings = []
     for server in readings.servers:
         if server.config["appendonly"] != "yes":
-            found.append(
+            findings.append(
                 Finding(
                     "risk", f"{server.name} writes no append-only file: appendonly is off",
-                    "a restart loses every answer that was not journaled, and recovery has all the rest to "
-                    "rebuild",
+                    "a restart of Redis loses every decision that is not in the journal yet, and each shard "
+                    "decides again only after a rebuild from the journal",
                     f"{_cli(server, settings)} CONFIG SET appendonly yes",
                 )
             )  # fmt: skip
         elif server.info.get("aof_last_write_status") != "ok":
-            found.append(
+            findings.append(
                 Finding(
                     "stuck",
                     f"{server.name} cannot write its append-only file (aof_last_write_status is not "
                     "ok)",
-                    "it refuses to decide until it can: grabs are answered busy",
-                    f"df -h {server.config['dir']}   # make room, or mend the disk",
+                    "it decides nothing until it can: grabs are answered busy",
+                    f"df -h {server.config['dir']}   # free space, or repair the disk",
                 )
             )  # fmt: skip
-    return found
+    return findings
 
 
 def memory_is_short(readings: CoreReadings, settings: Settings) -> list[Finding]:
-    """Little of maxmemory is left."""
-    found = []
+    """Servers that use nearly all of their maxmemory."""
+    findings = []
     for server in readings.servers:
-        used, most = int(server.info["used_memory"]), int(server.info["maxmemory"])
-        if most and used >= MEMORY_FULL_SHARE * most:
-            found.append(
+        used, used_max = int(server.info["used_memory"]), int(server.info["maxmemory"])
+        if used_max and used >= MEMORY_FULL_SHARE * used_max:
+            findings.append(
                 Finding(
-                    "stuck" if used >= most else "risk",
-                    f"{server.name} uses {used / 2**20:,.0f} of "
-                    f"{most / 2**20:,.0f} MiB",
-                    "when it is full, grabs and new offers are answered busy; what ends holds and offers "
-                    "goes on",
-                    f"{_cli(server, settings)} CONFIG SET maxmemory {2 * most}   # or close and retire "
+                    "stuck" if used >= used_max else "risk",
+                    f"{server.name} uses {used / 2**20:,.0f} MiB of its maxmemory, "
+                    f"{used_max / 2**20:,.0f} MiB",
+                    "when it is full, grabs and new offers are answered busy; holds and offers still end",
+                    f"{_cli(server, settings)} CONFIG SET maxmemory {2 * used_max}   # or close and retire "
                     "offers",
                 )
             )  # fmt: skip
-    return found
+    return findings
 
 
 def silent(readings: CoreReadings, settings: Settings) -> list[Finding]:
-    """Servers of the cluster that do not answer, and the shards that stand still with them."""
+    """Servers of the cluster that do not answer, and the shards on them."""
     if not readings.silent and not readings.unknown:
         return []
-    shards = f": nothing is known of {of_shards(readings.unknown)}" if readings.unknown else ""
-    who = ", ".join(f"Redis {name}" for name in readings.silent) or "Redis"
+    shards = f": the state of {of_shards(readings.unknown)} is unknown" if readings.unknown else ""
+    servers = ", ".join(f"Redis {name}" for name in readings.silent) or "Redis"
     return [
         Finding(
-            "stuck", f"{who} does not answer within {ANSWER_SECONDS_MAX:.0f} s{shards}",
-            "its shards decide nothing until it answers, or until a replica has taken its place; all other "
-            "shards go on",
+            "stuck", f"{servers} does not answer within {ANSWER_SECONDS_MAX:.0f} s{shards}",
+            "its shards decide nothing until it answers or a replica is promoted; all other shards continue",
             "; ".join(f"redis-cli -h {name.rpartition(':')[0]} -p {name.rpartition(':')[2]} PING" for name
             in readings.silent)
             or "grabstream status",
@@ -251,41 +258,41 @@ def silent(readings: CoreReadings, settings: Settings) -> list[Finding]:
 
 
 def fenced(readings: CoreReadings, settings: Settings) -> list[Finding]:
-    """Shards that decide nothing; what differs only in its numbers is told once, in the words of its first
-    shard.
+    """Shards that decide nothing. Shards whose reasons differ only in numbers share one finding, with the
+    reason of the first.
     """
     alike: dict[tuple[str, str], list[tuple[int, str, int | None]]] = {}
     for shard in readings.shards:
-        reason = _why_fenced(readings, shard) or _wrong_layout(shard, settings)
-        if reason is not None:
-            words, command, since = reason
-            alike.setdefault((_number.sub("#", words), command), []).append((shard.number, words, since))
-    found = []
+        fenced_because = _why_fenced(readings, shard) or _wrong_layout(shard, settings)
+        if fenced_because is not None:
+            reason, command, since = fenced_because
+            alike.setdefault((_number.sub("#", reason), command), []).append((shard.number, reason, since))
+    findings = []
     for (_, command), shards in alike.items():
-        first, words, _ = shards[0]
-        if any(other != words for _, other, _ in shards):
-            words = f"in shard {first}, {words} (the others say the same with other numbers)"
-        what = f"{of_shards(number for number, _, _ in shards)}: fenced: {words}"
+        first, reason, _ = shards[0]
+        if any(other != reason for _, other, _ in shards):
+            reason = f"in shard {first}, {reason} (the others differ only in the numbers)"
+        what = f"{of_shards(number for number, _, _ in shards)}: fenced: {reason}"
         since = min((since for *_, since in shards if since), default=None)
-        found.append(
+        findings.append(
             Finding("stuck", what, "nothing is decided there: grabs are answered fenced", command, since)
         )
-    return found
+    return findings
 
 
 def _why_fenced(readings: CoreReadings, shard: ShardReadings) -> tuple[str, str, int | None] | None:
-    """Why a shard is fenced, in words, the way out, and since when (ms since 1970 UTC); None when it is
-    not.
+    """Why a shard is fenced, the command that mends it, and since when (ms since 1970 UTC); None when it is
+    not fenced.
     """
     server_epoch, fault = shard.fields["life"], shard.fields["fault"]
-    # What was never taken over and has no relay is told below, as such.
+    # A shard that was never taken over and has no relay is a finding of not_relayed.
     if server_epoch == shard.server_epoch or (server_epoch is None and shard.relay is None):
         return None
     restarted = server_epoch is not None
     since = None
     if restarted or (shard.fields["seq"] and not shard.fields["partial"]):
-        # It was not fenced when it decided its last event, nor before this life of the server began. What is
-        # being rebuilt has the time of events long past.
+        # The shard was not fenced when it decided its last event, nor before this server started. A shard
+        # that is being rebuilt is left out: its time is that of old events.
         since = max(readings.started_at(shard.server_epoch), int(shard.fields["time"] or 0)) or None
     if (
         restarted
@@ -293,18 +300,19 @@ def _why_fenced(readings: CoreReadings, shard: ShardReadings) -> tuple[str, str,
         and not fault
         and shard.fields["term"] == shard.fields["history"] is not None
     ):
-        # The relay that owns the shard has reconciled it under this term, and nobody has taken it over since.
+        # The relay that owns the shard has reconciled it under this term, and no other has taken it over
+        # since.
         fault = (
-            f"its server epoch is {quoted(server_epoch)}, the server has another: Redis was restarted a "
-            "moment ago, or somebody changed the field by hand"
+            f"its server epoch is {quoted(server_epoch)}, but its server has another one: Redis was "
+            "restarted a moment ago, or the field was changed by hand"
         )
         return (
             fault,
-            f"restart the worker {shard.relay}: whoever takes the shard over compares it with the journal",
+            f"restart the worker {shard.relay}: the next takeover compares the shard with the journal",
             since,
         )
     if restarted and (shard.relay is None or not fault):
-        fault = "Redis has started anew or was promoted, and no relay has reconciled the shard since"
+        fault = "Redis was restarted, or a replica promoted, and no relay has reconciled the shard since"
     if shard.relay is None:
         command = "grabstream worker --roles relay,sweep"
     elif fault and JOURNAL_LOST in fault:
@@ -313,50 +321,49 @@ def _why_fenced(readings: CoreReadings, shard: ShardReadings) -> tuple[str, str,
         command = "grabstream rebuild redis"
     else:
         command = (
-            "nothing: its relay is at work, the shard mends itself   # if it does not: that worker's "
-            "log says what stands in the way"
+            "nothing: its relay is recovering the shard   # if it stays fenced, that worker's log says why"
         )
     return fault or "its relay has not taken it over yet", command, since
 
 
 def _wrong_layout(shard: ShardReadings, settings: Settings) -> tuple[str, str, int | None] | None:
-    """The same for a shard whose keys name another layout than the scripts write."""
+    """The same as _why_fenced, for a shard whose keys have another layout than the scripts write."""
     layout = shard.fields["layout"] or ("1" if shard.fields["seq"] else str(LAYOUT))
     if shard.fields["life"] is None or layout == str(LAYOUT):
         return None
-    words = f"it says that its keys have layout {quoted(layout)}, this program writes {LAYOUT}"
+    reason = f"its keys have layout {quoted(layout)}, but this program writes layout {LAYOUT}"
     if layout.isascii() and layout.isdigit() and int(layout) < LAYOUT:
         return (
-            words,
-            f"restart the worker {shard.relay or 'that relays it'}: whoever takes the shard over rebuilds it "
+            reason,
+            f"restart the worker {shard.relay or 'that relays it'}: the next takeover rebuilds the shard "
             "from the journal",
             None,
         )
-    # Scripts of this program leave it alone, the owner's too.
+    # Scripts of this program, the owner's too, do not touch the shard.
     state = ShardKeys(settings.prefix, shard.number).state
-    back = f"redis-cli -u {address('GRAB_REDIS_URL', settings.redis_url)} HSET {state} layout {LAYOUT}"
+    reset = f"redis-cli -u {address('GRAB_REDIS_URL', settings.redis_url)} HSET {state} layout {LAYOUT}"
     return (
-        words,
-        f"{back}   # if no newer program was ever started here, the number was set by hand; else upgrade "
-        "this one",
+        reason,
+        f"{reset}   # only if no newer release ever ran here, so that the number was set by hand; otherwise "
+        "upgrade this program",
         None,
     )
 
 
 def not_relayed(readings: CoreReadings, settings: Settings) -> list[Finding]:
-    """Shards without a relay, and shards whose relay does not get on."""
-    found = []
+    """Shards without a relay, and shards whose relay does not copy events to the journal."""
+    findings = []
     without = [shard for shard in readings.shards if shard.relay is None]
     if without:
         waiting = sum(shard.waiting for shard in without)
         decides = all(shard.fields["life"] == shard.server_epoch for shard in without)
-        found.append(
+        findings.append(
             Finding(
                 "stuck",
-                f"{of_shards(shard.number for shard in without)}: no relay; {waiting:,} events wait "
-                "for the journal",
-                ("" if decides else "nothing is decided where none has come yet, ")
-                + "answers that wait for the journal do not come, holds and offers do not end",
+                f"{of_shards(shard.number for shard in without)}: no relay; "
+                f"{counted(waiting, 'events')} not in the journal",
+                ("" if decides else "a shard that no relay has taken over decides nothing; ")
+                + "callers that wait for the journal get no answer; holds and offers do not end",
                 "grabstream worker --roles relay,sweep",
                 min((shard.oldest_unjournaled_at for shard in without if shard.oldest_unjournaled_at),
                 default=None),
@@ -369,90 +376,88 @@ def not_relayed(readings: CoreReadings, settings: Settings) -> list[Finding]:
     ]  # fmt: skip
     if late:
         holders = ", ".join(sorted({str(shard.relay) for shard in late}))
-        found.append(
+        findings.append(
             Finding(
-                "stuck", f"{of_shards(shard.number for shard in late)}: the relay ({holders}) does not bring "
-                f"{sum(shard.waiting for shard in late):,} events to the journal",
-                "answers that wait for the journal do not come",
-                "restart that worker; its log says what stands in the way (is Kafka there? see the other "
-                "findings)",
+                "stuck", f"{of_shards(shard.number for shard in late)}: the relay ({holders}) has not copied "
+                f"{counted(sum(shard.waiting for shard in late), 'events')} to the journal",
+                "callers that wait for the journal get no answer",
+                "read that worker's log and the findings about Kafka; if neither explains it, restart that "
+                "worker",
                 min(shard.oldest_unjournaled_at or 0 for shard in late),
             )
         )  # fmt: skip
-    return found
+    return findings
 
 
 def outbox_is_full(readings: CoreReadings, settings: Settings) -> list[Finding]:
-    """Shards that are near the bound at which grabs are answered busy, or beyond it."""
-    most = settings.outbox_events_max
-    full = [shard for shard in readings.shards if shard.waiting >= FULL_SHARE * most]
-    if not full:
+    """Shards whose outbox is full, so that grabs are answered busy, or nearly full."""
+    events_max = settings.outbox_events_max
+    fullest = [shard for shard in readings.shards if shard.waiting >= FULL_SHARE * events_max]
+    if not fullest:
         return []
-    beyond = any(shard.waiting >= most for shard in full)
+    is_full = any(shard.waiting >= events_max for shard in fullest)
     return [
         Finding(
-            "stuck" if beyond else "risk",
-            f"{of_shards(shard.number for shard in full)}: the outbox holds "
-            f"{max(shard.waiting for shard in full):,} of {most:,} events",
-            "grabs are answered busy until the relay has caught up" if beyond
+            "stuck" if is_full else "risk",
+            f"{of_shards(shard.number for shard in fullest)}: the outbox holds "
+            f"{max(shard.waiting for shard in fullest):,} of {events_max:,} events",
+            "grabs are answered busy until the relay has caught up" if is_full
             else "grabs will be answered busy when it is full",
-            "grabstream worker --roles relay,sweep   # with more cores, or a greater GRAB_OUTBOX_EVENTS_MAX",
-            min((shard.oldest_unjournaled_at for shard in full if shard.oldest_unjournaled_at), default=None),
+            "grabstream worker --roles relay,sweep   # on a machine with free cores; or raise "
+            "GRAB_OUTBOX_EVENTS_MAX",
+            min((shard.oldest_unjournaled_at for shard in fullest if shard.oldest_unjournaled_at),
+            default=None),
         )
     ]  # fmt: skip
 
 
 def not_swept(readings: CoreReadings, settings: Settings) -> list[Finding]:
-    """Holds and offers whose time is long over."""
-    found = []
-    for words, means, name, late_ms in (
+    """Holds and offers that should have ended long ago."""
+    findings = []
+    for overdue, means, field, late_ms in (
         (
-            "holds that are over have not ended",
-            "units nobody pays for are not given back",
+            "holds have passed their deadline and have not ended",
+            "units that were not paid for do not return to their offers",
             "oldest_hold_at",
             HOLD_LATE_MS,
         ),
         (
-            "offers that are due were not closed, served on or retired",
-            "what nobody took does not go back",
+            "offers are due and were not closed, retired or served from their queue",
+            "units and money that no user took do not return to the issuer",
             "oldest_due_at",
             SWEEP_LATE_MS,
         ),
     ):
         late = [
-            (shard, readings.time_ms - at)
+            shard
             for shard in readings.shards
-            if (at := getattr(shard, name)) and readings.time_ms - at > late_ms
+            if (at := getattr(shard, field)) and readings.time_ms - at > late_ms
         ]
         for shards, why, command in (
             (
-                [one for one in late if one[0].relay is None],
-                "no sweeper comes by",
+                [shard for shard in late if shard.relay is None],
+                "no worker sweeps",
                 "grabstream worker --roles relay,sweep",
             ),
             (
-                [one for one in late if one[0].relay is not None],
-                "the sweeper beside its relay has more to do than it can, or its log names what it cannot "
-                "handle (or nobody was given the "
-                "role `sweep`)",
-                "grabstream status   # which worker has the shard: read its log; give it a core, or the "
-                "shard's Redis",
+                [shard for shard in late if shard.relay is not None],
+                "the sweeper cannot keep up, or meets an error, or the worker has no role `sweep`",
+                "grabstream status   # names the shard's worker: read its log; if it only lags, give it or "
+                "the shard's Redis another core",
             ),
         ):
             if shards:
-                how_late = ", ".join(f"{late_ms / 1000:,.1f} s" for _, late_ms in shards)
+                oldest_at = min(getattr(shard, field) for shard in shards)
                 what = (
-                    f"{of_shards(shard.number for shard, _ in shards)}: {words}, the oldest is {how_late} "
-                    f"late: {why}"
+                    f"{of_shards(shard.number for shard in shards)}: {overdue}, the oldest "
+                    f"{(readings.time_ms - oldest_at) / 1000:,.1f} s ago: {why}"
                 )
-                found.append(
-                    Finding("stuck", what, means, command, min(getattr(shard, name) for shard, _ in shards))
-                )
-    return found
+                findings.append(Finding("stuck", what, means, command, oldest_at))
+    return findings
 
 
 def other_shards(readings: CoreReadings, settings: Settings) -> list[Finding]:
-    """A system that was made with another number of shards."""
+    """A system that was created with another number of shards."""
     numbers = {shard.fields["shards"] for shard in readings.shards} - {None, str(settings.shards)}
     if not numbers:
         return []
@@ -460,6 +465,6 @@ def other_shards(readings: CoreReadings, settings: Settings) -> list[Finding]:
     return [
         Finding(
             "stuck", f"GRAB_SHARDS is {settings.shards}, but this system has {number} shards",
-            "every command from here is refused as fenced", f"export GRAB_SHARDS={number}",
+            "every command sent with this setting is answered fenced", f"export GRAB_SHARDS={number}",
         )
     ]  # fmt: skip

@@ -1,4 +1,6 @@
-"""Counters of limits, replayed from events: what each one had before and after, as the scripts counted it."""
+"""Counters of limits, computed from events as the scripts counted them: the value of each counter before and
+after an event.
+"""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -23,7 +25,9 @@ from grabstream.models.offers import Limit
 
 
 class Counter(NamedTuple):
-    """Which counter: of an offer, or of a campaign; of one limit, for one user or value."""
+    """Identifies a counter: its owner (an offer or a campaign), its limit, and the user or value it
+    counts.
+    """
 
     owner: str
     limit: str
@@ -31,7 +35,7 @@ class Counter(NamedTuple):
 
 
 class Counted(NamedTuple):
-    """A counter at a moment: how much of its limit is used in the window then."""
+    """A counter at a time: how much of its limit is used in the window of that time."""
 
     by: str
     per: str
@@ -42,20 +46,22 @@ class Counted(NamedTuple):
 
 
 class _Rules(NamedTuple):
-    """`campaign_offsets` are those of the campaign's first offer."""
+    """The limits of an offer; `campaign_offsets` are the time zone offsets of the campaign's first offer."""
 
     offsets: Offsets
     campaign_offsets: Offsets
     limits: tuple[Limit, ...]
 
     def window(self, limit: str, per: str, at_ms: int) -> int:
-        """The window of a time for a limit, which is named by its scope too."""
+        """The number of the window that a time is in. `limit` starts with its scope."""
         offsets = self.campaign_offsets if limit.startswith("campaign:") else self.offsets
         return window_of(per, offsets, at_ms)  # type: ignore[arg-type]
 
 
 class _Campaign(msgspec.Struct):
-    """A campaign as long as it has an offer: the zone of its first one, and those that have not retired."""
+    """A campaign while it has offers: the time zone offsets of its first offer, and its offers that are not
+    retired.
+    """
 
     offsets: Offsets
     offers: set[str] = msgspec.field(default_factory=set)
@@ -72,45 +78,41 @@ class _Changes(msgspec.Struct):
 _terms = msgspec.json.Decoder(_Terms).decode
 _changes = msgspec.json.Decoder(_Changes).decode
 
-#: Units of a grab that were counted together, and under what: counters with their windows.
-_Batch = tuple[int, tuple[tuple[Counter, str, int], ...]]
+#: The counters that units are counted under: (counter, period of its limit, window).
+_Under = tuple[tuple[Counter, str, int], ...]
 
 
 class Counters:
-    """All counters that the events fed so far have touched. Events come in the order of the shard."""
+    """All counters that the events fed so far have changed. Events are fed in the order of the shard."""
 
     def __init__(self) -> None:
         self._rules: dict[str, _Rules] = {}
         self._campaigns: dict[str, _Campaign] = {}
         self._values: dict[Counter, tuple[int, int]] = {}
-        self._batches: dict[tuple[str, str], list[_Batch]] = {}
-        self._first: dict[tuple[str, str], tuple[tuple[Counter, str, int], ...]] = {}
+        #: (offer, grab) → its counted units, oldest first
+        self._counted_units: dict[tuple[str, str], list[tuple[int, _Under]]] = {}
+        #: (offer, grab) → the counters that the grab was first counted under
+        self._first: dict[tuple[str, str], _Under] = {}
 
     def used(self, counter: Counter, window: int) -> int:
-        """How much a counter has in a window."""
-        counted_in, number = self._values.get(counter, (0, 0))
-        return number if counted_in == window else 0
+        """How many units a counter has in a window."""
+        counted_in, units = self._values.get(counter, (0, 0))
+        return units if counted_in == window else 0
 
     def at(self, offer: str, user: str, attributes: dict[str, str], at_ms: int) -> list[Counted]:
-        """The counters that a grab of this user would be counted under at a time, one a limit of the
-        offer.
-        """
+        """The counters that a grab of this user is counted under at a time, one per limit of the offer."""
         rules = self._rules.get(offer)
         if rules is None:
             return []
-        found = []
-        for limit, (counter, _, window) in zip(
-            rules.limits, self._under(offer, user, attributes, at_ms), strict=True
-        ):
-            found.append(
-                Counted(
-                    limit.by, limit.per, limit.scope, counter.value, limit.max, self.used(counter, window)
-                )
+        return [
+            Counted(limit.by, limit.per, limit.scope, counter.value, limit.max, self.used(counter, window))
+            for limit, (counter, _, window) in zip(
+                rules.limits, self._under(offer, user, attributes, at_ms), strict=True
             )
-        return found
+        ]
 
     def feed(self, event: AnyEvent) -> None:
-        """Takes an event in."""
+        """Applies the next event."""
         if isinstance(event, OfferOpened):
             zone = event.offsets if event.campaign_zone is None else event.campaign_zone.offsets
             campaign = self._campaigns.setdefault(campaign_of(event.offer), _Campaign(zone))
@@ -128,55 +130,58 @@ class Counters:
             under = self._under(event.offer, event.user, event.attributes, event.at)
             self._count(event.offer, event.grab, event.quantity, under)
         elif isinstance(event, GrabHeld):
-            self._give_back(event.offer, event.grab, (event.asked or event.quantity) - event.quantity)
+            self._uncount(event.offer, event.grab, (event.asked or event.quantity) - event.quantity)
         elif isinstance(event, GrabReleased) and event.reason == "left_queue":
-            # Its quantity is that of units that move: none. All that was waited for is not counted any more.
-            self._give_back(
+            # The event's quantity is 0, since no units move. All units that the grab waited for are
+            # uncounted.
+            self._uncount(
                 event.offer,
                 event.grab,
-                sum(units for units, _ in self._batches.get((event.offer, event.grab), ())),
+                sum(units for units, _ in self._counted_units.get((event.offer, event.grab), ())),
             )
         elif isinstance(event, GrabReleased) or (isinstance(event, GrabReturned) and event.restored):
-            self._give_back(event.offer, event.grab, event.quantity)
+            self._uncount(event.offer, event.grab, event.quantity)
         elif isinstance(event, GrabConfirmed) and event.retaken:
             self._retake(event)
 
-    def _under(
-        self, offer: str, user: str, attributes: dict[str, str], at_ms: int
-    ) -> tuple[tuple[Counter, str, int], ...]:
+    def _under(self, offer: str, user: str, attributes: dict[str, str], at_ms: int) -> _Under:
         rules = self._rules.get(offer)
         if rules is None:
             return ()
-        found = []
+        under = []
         for limit in rules.limits:
             owner = campaign_of(offer) if limit.scope == "campaign" else offer
             value = user if limit.by == "user" else attributes.get(limit.by, "")
-            kind = f"{limit.scope}:{limit.by}/{limit.per}"
-            found.append((Counter(owner, kind, value), limit.per, rules.window(kind, limit.per, at_ms)))
-        return tuple(found)
+            name = f"{limit.scope}:{limit.by}/{limit.per}"
+            under.append((Counter(owner, name, value), limit.per, rules.window(name, limit.per, at_ms)))
+        return tuple(under)
 
-    def _count(self, offer: str, grab: str, units: int, under: tuple[tuple[Counter, str, int], ...]) -> None:
+    def _count(self, offer: str, grab: str, units: int, under: _Under) -> None:
         for counter, _, window in under:
             self._values[counter] = (window, self.used(counter, window) + units)
-        self._batches.setdefault((offer, grab), []).append((units, under))
+        self._counted_units.setdefault((offer, grab), []).append((units, under))
         self._first.setdefault((offer, grab), under)
 
-    def _give_back(self, offer: str, grab: str, units: int) -> None:
-        """Off the counters they were counted under, the newest first; nothing of a window that is over."""
-        batches = self._batches.get((offer, grab), [])
-        while units > 0 and batches:
-            counted, under = batches.pop()
-            back = min(counted, units)
-            units -= back
+    def _uncount(self, offer: str, grab: str, units: int) -> None:
+        """Subtracts units from the counters they were counted under, the newest first. Counters that are in a
+        later window stay as they are.
+        """
+        counted_units = self._counted_units.get((offer, grab), [])
+        while units > 0 and counted_units:
+            counted, under = counted_units.pop()
+            uncounted = min(counted, units)
+            units -= uncounted
             for counter, _, window in under:
                 in_window, number = self._values.get(counter, (0, 0))
                 if in_window == window:
-                    self._values[counter] = (window, number - back)
-            if counted > back:
-                batches.append((counted - back, under))
+                    self._values[counter] = (window, number - uncounted)
+            if counted > uncounted:
+                counted_units.append((counted - uncounted, under))
 
     def _retire(self, offer: str) -> None:
-        """With its last offer a campaign ends, and what was counted in it."""
+        """Removes the offer from its campaign. A campaign ends with its last offer, and its counters with
+        it.
+        """
         name = campaign_of(offer)
         campaign = self._campaigns.get(name)
         if campaign is None:
@@ -184,14 +189,13 @@ class Counters:
         campaign.offers.discard(offer)
         if not campaign.offers:
             del self._campaigns[name]
-            for counter in [
-                one for one in self._values if one.owner == name and one.limit.startswith("campaign:")
-            ]:
-                del self._values[counter]
+            for counter in list(self._values):
+                if counter.owner == name and counter.limit.startswith("campaign:"):
+                    del self._values[counter]
 
     def _retake(self, event: GrabConfirmed) -> None:
-        """Units that had lapsed are counted anew, in the windows of now, under what the grab was counted
-        under first.
+        """Counts units of an expired hold again: in the windows of the event's time, under the counters that
+        the grab was first counted under.
         """
         first = self._first.get((event.offer, event.grab), ())
         rules = self._rules[event.offer]
@@ -200,7 +204,7 @@ class Counters:
 
 
 def fed(events: Sequence[AnyEvent]) -> Counters:
-    """Counters behind these events."""
+    """The counters after these events."""
     counters = Counters()
     for event in events:
         counters.feed(event)

@@ -1,5 +1,5 @@
-"""What there is about one user and one offer: rows of the read models, events of the audit trail, kept
-refusals, and Redis' own word.
+"""Everything recorded about one user and one offer: rows of the read models, events of the audit trail, kept
+refusals, and the state in Redis.
 """
 
 import re
@@ -14,15 +14,17 @@ from grabstream.lua.server import server_epoch_of
 from grabstream.models.events import AnyEvent, decode_event
 from grabstream.models.identifiers import campaign_of
 
-#: Refusals that are told at most, the newest.
+#: How many refusals of the user are read at most, the newest ones.
 REFUSALS_MAX: Final = 1_000
 
-_left_none = '"left":0[,}]'
+#: Matches the body of an event that took the last unit.
+_took_the_last = '"left":0[,}]'
 
 
 class Evidence(NamedTuple):
-    """All of it. `events` are those of the user, of the offer itself, and of others that share a counter with
-    the user, in order.
+    """What PostgreSQL has. `events` are those of the user, of the offer itself, and of other users that share
+    a counter with the user, by seq. `sold_out_at`: time of a refusal → time of the grab that took the last
+    unit before it, ms since 1970 UTC.
     """
 
     user: str
@@ -40,8 +42,8 @@ class Evidence(NamedTuple):
 
 
 async def read_books(connection: AsyncConnection[Any], user: str, offer: str) -> Evidence | None:
-    """What PostgreSQL has; None when the read models know no such offer. The connection's search path is the
-    system's schema.
+    """What PostgreSQL has; None when the read models have no such offer. The connection's search path must be
+    the system's schema.
     """
     offers = await _rows(connection, "SELECT * FROM offers WHERE offer = %s", offer)
     if not offers:
@@ -53,7 +55,7 @@ async def read_books(connection: AsyncConnection[Any], user: str, offer: str) ->
     )
     names = [grab["grab"] for grab in grabs]
     events = await _events(connection, shard, of_offer, user, grabs)
-    own = [
+    events_of_user = [
         event
         for event in events
         if event.offer == offer
@@ -68,7 +70,7 @@ async def read_books(connection: AsyncConnection[Any], user: str, offer: str) ->
     )  # fmt: skip
     [counted] = await _rows(
         connection,
-        "SELECT (SELECT coalesce(sum(refusals), 0)::bigint FROM demand WHERE offer = %s) AS told, "
+        "SELECT (SELECT coalesce(sum(refusals), 0)::bigint FROM demand WHERE offer = %s) AS refused, "
         "(SELECT count(*) FROM refusals WHERE offer = %s) AS kept", offer, offer,
     )  # fmt: skip
     transfers = (
@@ -76,13 +78,13 @@ async def read_books(connection: AsyncConnection[Any], user: str, offer: str) ->
         "ANY(%s) ORDER BY seq, leg"
     )
     return Evidence(
-        user, of_offer, grabs, events, refusals, counted["told"], counted["kept"],
-        await _rows(connection, transfers, shard, [event.seq for event in own]),
+        user, of_offer, grabs, events, refusals, counted["refused"], counted["kept"],
+        await _rows(connection, transfers, shard, [event.seq for event in events_of_user]),
         await _rows(connection, "SELECT * FROM payments WHERE offer = %s AND grab = ANY(%s) ORDER BY seq",
         offer, names),
         await _rows(connection, "SELECT * FROM waiting WHERE offer = %s AND user_id = %s", offer, user),
-        {one["at"]: at for one in refusals if (at := await _sold_out_at(connection, shard, offer,
-        one)) is not None},
+        {refusal["at"]: at for refusal in refusals if (at := await _sold_out_at(connection, shard, offer,
+        refusal)) is not None},
         await _rows(
             connection,
             "SELECT seq, told_by, command, outcome, amount, (extract(epoch FROM at) * 1000)::bigint AS "
@@ -101,8 +103,8 @@ async def _events(
     connection: AsyncConnection[Any], shard: int, offer: dict[str, Any], user: str,
     grabs: list[dict[str, Any]]
 ) -> list[AnyEvent]:  # fmt: skip
-    """Events of the user and of the offer; where limits are shared, also those that count under the user's
-    counters.
+    """Events of the user and of the offer; where counters are shared, also the events of other users that
+    count under the user's counters.
     """
     limits = offer["terms"].get("limits", ())
     marks = {f'"user":"{user}"'} | {f'"grab":"{grab["grab"]}"' for grab in grabs}
@@ -113,17 +115,17 @@ async def _events(
             }
     offers = [offer["offer"]]
     if any(limit.get("scope") == "campaign" for limit in limits):
-        # They count the grabs of all offers of the campaign.
+        # Such a limit counts the grabs of all offers of the campaign.
         of_campaign = "SELECT offer FROM offers WHERE shard = %s AND split_part(offer, ':', 1) = %s"
         offers = [
             row["offer"] for row in await _rows(connection, of_campaign, shard, campaign_of(offer["offer"]))
         ]
-    found = await _find(connection, shard, offers, marks)
-    # What became of somebody else's grab that counts under the same card is told by the grab alone.
-    shared = {f'"grab":"{event.grab}"' for event in found if getattr(event, "attributes", None)} - marks  # type: ignore[union-attr]
+    events = await _find(connection, shard, offers, marks)
+    # Later events of another user's grab that shares a counter name only the grab, not the attribute.
+    shared = {f'"grab":"{event.grab}"' for event in events if getattr(event, "attributes", None)} - marks  # type: ignore[union-attr]
     if shared:
-        found = await _find(connection, shard, offers, marks | shared)
-    return found
+        events = await _find(connection, shard, offers, marks | shared)
+    return events
 
 
 async def _find(
@@ -141,20 +143,20 @@ async def _find(
 async def _sold_out_at(
     connection: AsyncConnection[Any], shard: int, offer: str, refusal: dict[str, Any]
 ) -> int | None:
-    """When the last unit went, before a refusal that says so."""
+    """When the last unit was taken before a refusal with outcome `sold_out`, ms since 1970 UTC; else None."""
     if refusal["outcome"] != "sold_out":
         return None
     rows = await _rows(
         connection,
         "SELECT at FROM audit WHERE shard = %s AND offer = %s AND at <= %s AND type IN ('grab.granted', "
         "'grab.held') AND body ~ %s "
-        "ORDER BY seq DESC LIMIT 1", shard, offer, refusal["at"], _left_none,
+        "ORDER BY seq DESC LIMIT 1", shard, offer, refusal["at"], _took_the_last,
     )  # fmt: skip
     return int(rows[0]["at"]) if rows else None
 
 
 async def read_redis(redis: Any, keys: KeySpace, user: str, offer: str, grabs: list[str]) -> dict[str, Any]:
-    """What Redis would say now: whether it decides, what is left of the offer, and what the user has of
+    """The state in Redis: whether the shard decides, what is left of the offer, and what the user has of
     it.
     """
     of_shard = keys.shard(keys.shard_of_offer(offer))
@@ -167,14 +169,14 @@ async def read_redis(redis: Any, keys: KeySpace, user: str, offer: str, grabs: l
     if values[0] is None:
         return {"decides": decides, "there": False}
     state, paused, kind, *numbers = (value.decode() if value is not None else "0" for value in values)
-    found: dict[str, Any] = {"decides": decides, "there": True, "state": "paused" if paused == "1" else state}
-    found |= dict(zip(("amount_left", "units_left", "held"), map(int, numbers), strict=True))
+    now: dict[str, Any] = {"decides": decides, "there": True, "state": "paused" if paused == "1" else state}
+    now |= dict(zip(("amount_left", "units_left", "held"), map(int, numbers), strict=True))
     if kind == "envelope":
         part = await redis.hget(users_key, user)
-        found["part"] = read_part(part) if part else None
+        now["part"] = read_part(part) if part else None
     elif grabs:
         records = await redis.hmget(grabs_key, grabs)
-        found["grabs"] = {
+        now["grabs"] = {
             grab: read_grab(record) for grab, record in zip(grabs, records, strict=True) if record
         }
-    return found
+    return now

@@ -1,4 +1,4 @@
-"""The examination: every server asked once, every check made that its answers allow."""
+"""The examination: reads every server once and runs every check whose servers answered."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
@@ -22,40 +22,42 @@ from grabstream.projections.database.migrate import use_schema
 from grabstream.projections.database.sessions import connect
 from grabstream.streams.clients import started
 
-#: A server that has not answered by then does not answer.
+#: How long the examination waits for a server.
 SERVER_SECONDS_MAX: Final = 15.0
-_AWAY: Final = (RedisError, KafkaError, OperationalError, OSError, TimeoutError)
+_NO_ANSWER: Final = (RedisError, KafkaError, OperationalError, OSError, TimeoutError)
 
 Clock = Callable[[], int]
 
 
 class Readings(NamedTuple):
-    """What was read; None of a server that does not answer."""
+    """What was read from the servers; None for a server that does not answer."""
 
     settings: Settings
     now_ms: int
     core: CoreReadings | None
     topics: TopicReadings | None
     books: BookReadings | None
-    behind: dict[str, list[Lag]] | None
-    #: the last seq in the journal, by shard; empty when there is no such topic
+    #: where each read model and the events topic lag
+    lags: dict[str, list[Lag]] | None
+    #: the last seq in the journal, by shard; empty when the topic does not exist
     last_seqs: dict[int, int] | None
     jumps: list[Jump] | None = None
-    #: what the settings mix up, if anything
+    #: the error when the settings name parts of different systems
     mixed_up: OtherSystem | None = None
 
 
 class Check(NamedTuple):
-    """One check: what it is called, which servers' answers it needs, and the function that looks."""
+    """A check: its name, the servers whose answers it needs, and its function."""
 
     name: str
     needs: tuple[str, ...]
-    look: Callable[[Readings], list[Finding]]
+    run: Callable[[Readings], list[Finding]]
 
 
 class Examination(NamedTuple):
-    """Servers with what is wrong with them (None: they answer), findings by the check that made them, and
-    what could not be checked.
+    """The result: servers with the error of each (None: it answered), findings as (name of the check,
+    finding), and the names of the checks that found nothing and of those that could not run. `at` is ms since
+    1970 UTC.
     """
 
     at: int
@@ -66,7 +68,7 @@ class Examination(NamedTuple):
 
     @property
     def exit_code(self) -> int:
-        """3: a server does not answer; 1: something is stuck or at risk; 0: nothing is."""
+        """3: a server does not answer; 1: something is stuck or at risk; 0: neither."""
         if any(self.servers.values()):
             return 3
         return int(any(finding.severity != "note" for _, finding in self.findings))
@@ -108,14 +110,14 @@ def _journal_lost(readings: Readings) -> list[Finding]:
 
 def _lagging(readings: Readings) -> list[Finding]:
     return (
-        books.lagging(readings.behind, readings.books, readings.settings, readings.now_ms)
-        if readings.behind and readings.books
+        books.lagging(readings.lags, readings.books, readings.settings, readings.now_ms)
+        if readings.lags and readings.books
         else []
     )
 
 
 def _jumped(readings: Readings) -> list[Finding]:
-    # Of a journal that lost events the restore knows every cursor.
+    # When the journal has lost events, the restore sets every cursor.
     if (
         not readings.jumps
         or not readings.books
@@ -130,7 +132,7 @@ def _mixed_up(readings: Readings) -> list[Finding]:
     error = readings.mixed_up
     if error is None or (isinstance(error, NotWrittenDown) and readings.books and readings.books.missing):
         return []
-    means = "every process refuses these settings, or what is done by them would be done to another system"
+    means = "every process refuses these settings, because it would change another system with them"
     return [Finding("stuck", error.what, means, error.mend)]
 
 
@@ -156,7 +158,7 @@ def _disks(readings: Readings) -> list[Finding]:
 _AFTER_THE_JOURNAL: Final = ("grabstream init", "grabstream worker", "grabstream rebuild")
 SYSTEM_CHECK: Final = "the settings are those of one system"
 JOURNAL_CHECK: Final = "the journal has what is known of it"
-#: What stops everything stands first.
+#: Checks of what stops everything come first.
 CHECKS: Final = (
     Check("seal keys are set", (), lambda readings: machine.seal_keys_missing(readings.settings)),
     Check(SYSTEM_CHECK, (), _mixed_up),
@@ -192,8 +194,8 @@ CHECKS: Final = (
 
 
 async def examine(settings: Settings, clock: Clock = now_ms) -> Examination:
-    """Asks all servers at once and makes every check; `clock` gives this machine's time in ms. Raises nothing
-    for a server that is away.
+    """Reads all servers at once and runs every check. `clock` returns this machine's time in ms. A server
+    that does not answer is part of the result, not an error.
     """
     read: tuple[tuple[str, Callable[[Settings, Clock], Awaitable[Any]]], ...] = (
         ("redis", _read_core),
@@ -201,27 +203,28 @@ async def examine(settings: Settings, clock: Clock = now_ms) -> Examination:
         ("postgres", _read_books),
     )
     mixed_up, *answers = await asyncio.gather(
-        what_is_mixed_up(settings), *(_ask(name, function(settings, clock)) for name, function in read)
+        what_is_mixed_up(settings), *(_ask(function(settings, clock)) for _, function in read)
     )
     of_core, of_topics, of_books = (readings for readings, _ in answers)
     servers = {name: problem for (name, _), (_, problem) in zip(read, answers, strict=True)}
-    # After the others: what somebody knows of the journal was in it before.
-    behind: dict[str, list[Lag]] | None = None
+    # The journal is read last, so that it has every event that the other servers refer to.
+    lags: dict[str, list[Lag]] | None = None
     last_seqs: dict[int, int] | None = {} if of_topics else None
     jumps: list[Jump] | None = None
     if of_topics and of_books and of_topics.partitions.get(f"{settings.prefix}.journal"):
-        found, problem = await _ask("kafka", _read_journal(settings, of_books))
-        behind, jumps, last_seqs = found or (None, None, None)
+        of_journal, problem = await _ask(_read_journal(settings, of_books))
+        lags, jumps, last_seqs = of_journal or (None, None, None)
         servers["kafka"] = servers["kafka"] or problem
-    return _make_checks(
-        Readings(settings, clock(), of_core, of_topics, of_books, behind, last_seqs, jumps, mixed_up), servers
+    return _run_checks(
+        Readings(settings, clock(), of_core, of_topics, of_books, lags, last_seqs, jumps, mixed_up), servers
     )
 
 
-def _make_checks(readings: Readings, servers: dict[str, str | None]) -> Examination:
+def _run_checks(readings: Readings, servers: dict[str, str | None]) -> Examination:
     findings: list[tuple[str, Finding]] = []
     passed, not_checked = [], []
-    # What the others say is said of two systems, and what they advise would be done to the wrong one.
+    # With settings of two systems the other checks compare one with the other, and their commands would
+    # change the wrong one.
     is_other = readings.mixed_up is not None and not isinstance(
         readings.mixed_up, OtherJournal | NotWrittenDown
     )
@@ -229,32 +232,32 @@ def _make_checks(readings: Readings, servers: dict[str, str | None]) -> Examinat
         if any(servers[server] for server in check.needs) or (is_other and check.name != SYSTEM_CHECK):
             not_checked.append(check.name)
             continue
-        found = check.look(readings)
-        findings += [(check.name, one) for one in found]
-        if not found:
+        of_check = check.run(readings)
+        findings += [(check.name, finding) for finding in of_check]
+        if not of_check:
             passed.append(check.name)
     restore = next((finding.command for name, finding in findings if name == JOURNAL_CHECK), None)
     if restore:
-        # A worker, a rebuild or empty topics do not help while the journal lacks events: its own way out goes
-        # before theirs.
+        # A worker, a rebuild or empty topics do not help while the journal lacks events: the restore comes
+        # first.
         findings = [
             (
                 name,
-                one._replace(command=restore)
-                if one.severity != "note" and one.command.startswith(_AFTER_THE_JOURNAL)
-                else one,
+                finding._replace(command=restore)
+                if finding.severity != "note" and finding.command.startswith(_AFTER_THE_JOURNAL)
+                else finding,
             )
-            for name, one in findings
+            for name, finding in findings
         ]
     return Examination(readings.now_ms, servers, findings, passed, not_checked)
 
 
-async def _ask(server: str, asking: Awaitable[Any]) -> tuple[Any, str | None]:
-    """What a server said, or why there is nothing."""
+async def _ask(reading: Awaitable[Any]) -> tuple[Any, str | None]:
+    """The result and None, or None and why the server did not answer."""
     try:
         async with asyncio.timeout(SERVER_SECONDS_MAX):
-            return await asking, None
-    except _AWAY as error:
+            return await reading, None
+    except _NO_ANSWER as error:
         return (
             None,
             f"{type(error).__name__}: {str(error).strip() or f'no answer within {SERVER_SECONDS_MAX:.0f} s'}",
@@ -283,8 +286,8 @@ async def _read_books(settings: Settings, clock: Clock) -> BookReadings:
 async def _read_journal(
     settings: Settings, of_books: BookReadings
 ) -> tuple[dict[str, list[Lag]], list[Jump], dict[int, int]]:
-    """Who is behind the journal, whose cursor is not where its rows are, and the last seq of every shard in
-    it.
+    """The lags of the read models, the cursors that are not where their rows are, and the last seq of every
+    shard in the journal.
     """
     async with started(_consumer(settings)) as consumer:
         jumps = await books.read_jumps(settings, of_books, consumer)
@@ -304,7 +307,7 @@ def _consumer(settings: Settings) -> AIOKafkaConsumer:
 
 
 def since_in_words(since: int, now: int) -> str:
-    """How long ago, for people."""
+    """How long ago, as text: the largest unit of which there are at least two, else seconds."""
     seconds = max(now - since, 0) // 1000
     for length, unit in ((86_400, "d"), (3_600, "h"), (60, "min")):
         if seconds >= 2 * length:
@@ -313,6 +316,6 @@ def since_in_words(since: int, now: int) -> str:
 
 
 def by_severity(findings: Sequence[tuple[str, Finding]]) -> list[tuple[str, Finding]]:
-    """What is stuck first, notes last."""
+    """The findings in the order `stuck`, `risk`, `note`."""
     order = ("stuck", "risk", "note")
     return sorted(findings, key=lambda pair: order.index(pair[1].severity))

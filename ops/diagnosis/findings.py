@@ -1,4 +1,4 @@
-"""Findings: one thing that is wrong, in words for whoever has to mend it."""
+"""Findings: what is wrong, in words for the operator who has to mend it."""
 
 from collections.abc import Iterable
 from typing import Final, Literal, NamedTuple
@@ -6,17 +6,17 @@ from typing import Final, Literal, NamedTuple
 from grabstream.ops.connections.identity import NEW_JOURNAL
 from grabstream.ops.settings import without_password
 
-#: `stuck`: something does not go on, or is wrong already · `risk`: it will be, or may be · `note`: known and
-#: decided by somebody.
+#: `stuck`: something has stopped or is wrong now · `risk`: it may stop or be wrong later · `note`: an
+#: operator or a recovery caused it, and nothing is stuck.
 Severity = Literal["stuck", "risk", "note"]
 
-#: The way out when Kafka has lost events of the journal.
-RESTORE: Final = f"{NEW_JOURNAL}   # stop all workers before, start them afterwards"
+#: The command that mends a journal of which Kafka has lost events.
+RESTORE: Final = f"{NEW_JOURNAL}   # first stop all workers; start them again afterwards"
 
 
 class Finding(NamedTuple):
-    """What is wrong, since when (ms since 1970 UTC; None: nobody knows), what it means for users, and the
-    command that mends it.
+    """What is wrong, what it means for users, the command that mends it, and since when it is so (ms since
+    1970 UTC; None when unknown).
     """
 
     severity: Severity
@@ -27,7 +27,7 @@ class Finding(NamedTuple):
 
 
 def spans(numbers: Iterable[int]) -> str:
-    """Numbers in words: `0 to 3, 5`."""
+    """Numbers as ranges: `0 to 3, 5`."""
     runs: list[list[int]] = []
     for number in sorted(numbers):
         if runs and number == runs[-1][-1] + 1:
@@ -39,10 +39,10 @@ def spans(numbers: Iterable[int]) -> str:
 
 def of_shards(numbers: Iterable[int]) -> str:
     """`shard 3`, or `shards 0 to 3, 5`."""
-    found = sorted(numbers)
-    return f"shard{'s' if len(found) > 1 else ''} {spans(found)}"
+    ordered = sorted(numbers)
+    return f"shard{'s' if len(ordered) > 1 else ''} {spans(ordered)}"
 
 
 def address(setting: str, url: str) -> str:
-    """A server's address for a command to copy; the variable's name where the address holds a password."""
+    """A server's address in a command to copy: the name of its variable when the address holds a password."""
     return url if without_password(url) == url else f'"${setting}"'

@@ -1,4 +1,4 @@
-"""What this machine says: its settings, its clock against the servers', and its disks."""
+"""Checks of this machine: its settings, its clock against the servers' clocks, and its disks."""
 
 import shutil
 from collections.abc import Mapping
@@ -9,23 +9,23 @@ from urllib.parse import urlsplit
 from grabstream.ops.diagnosis.findings import Finding
 from grabstream.ops.settings import Settings
 
-#: Below this share of a disk, or these bytes, servers are about to stop.
+#: A disk with less free space than this share, or these bytes, is nearly full.
 FREE_SHARE_MIN: Final = 0.05
 FREE_BYTES_MIN: Final = 1024**3
-#: Clocks may be apart by this share of GRAB_CLOCK_SKEW_MS_MAX before it is worth a word.
+#: Clocks that differ by more than this share of GRAB_CLOCK_SKEW_MS_MAX are reported.
 SKEW_SHARE: Final = 0.5
 
 
 def seal_keys_missing(settings: Settings) -> list[Finding]:
-    """No key to seal seeds and codes with, and to open what the journal has."""
+    """No key to encrypt seeds and codes, or to decrypt those in the journal."""
     if settings.seal_keys.get_secret_value():
         return []
     return [
         Finding(
             "stuck", "GRAB_SEAL_KEYS is not set",
-            "workers and gates refuse to start; without the keys of before, recovery cannot open seeds and "
-            "codes in the journal",
-            "restore GRAB_SEAL_KEYS from the backup; only a new system makes one: grabstream config "
+            "workers and gates refuse to start; without the keys used so far, a recovery cannot decrypt "
+            "seeds and codes in the journal",
+            "restore GRAB_SEAL_KEYS from the backup; only for a new system, make a key: grabstream config "
             "--new-seal-key",
         )
     ]  # fmt: skip
@@ -33,33 +33,36 @@ def seal_keys_missing(settings: Settings) -> list[Finding]:
 
 def clocks_apart(settings: Settings, ahead_ms: Mapping[str, int]) -> list[Finding]:
     """Servers whose clocks differ from this machine's."""
-    found = []
-    most = settings.clock_skew_ms_max
+    findings = []
+    skew_max = settings.clock_skew_ms_max
     for server, ahead in ahead_ms.items():
-        if abs(ahead) <= SKEW_SHARE * most:
+        if abs(ahead) <= SKEW_SHARE * skew_max:
             continue
         direction = "ahead of" if ahead > 0 else "behind"
-        refused = server == "Redis" and abs(ahead) > most
+        is_fenced = server == "Redis" and abs(ahead) > skew_max
         means = (
-            "every command from here is answered fenced"
-            if refused
-            else "opening times, deadlines and this report may be off by that"
+            "every command sent from this machine is answered fenced"
+            if is_fenced
+            else "opening times, deadlines and the times of this report may be wrong by as much"
         )
-        what = f"the clock of {server} is {abs(ahead):,} ms {direction} this machine's; {most:,} are allowed"
-        found.append(
+        what = (
+            f"the clock of {server} is {abs(ahead):,} ms {direction} this machine's; at most {skew_max:,} ms "
+            "are allowed"
+        )
+        findings.append(
             Finding(
-                "stuck" if refused else "risk",
+                "stuck" if is_fenced else "risk",
                 what,
                 means,
-                "chronyc tracking   # on both machines; set the clocks right",
+                "chronyc tracking   # on both machines; then correct the clock that is wrong",
             )
         )
-    return found
+    return findings
 
 
 def disks(settings: Settings, directories: Mapping[str, str | None]) -> list[Finding]:
-    """Disks that are nearly full, of the servers that run on this machine."""
-    found = []
+    """Nearly full disks of the servers that run on this machine."""
+    findings = []
     for server, directory in directories.items():
         if directory is None or not _is_here(settings, server) or not Path(directory).exists():
             continue
@@ -68,12 +71,11 @@ def disks(settings: Settings, directories: Mapping[str, str | None]) -> list[Fin
             continue
         what = (
             f"the disk of {server} ({directory}) has {usage.free / 2**30:,.1f} of "
-            f"{usage.total / 2**30:,.1f} GiB left"
+            f"{usage.total / 2**30:,.1f} GiB free"
         )
-        found.append(
-            Finding("risk", what, "a server that cannot write stops", f"df -h {directory}   # make room")
-        )
-    return found
+        means = f"when it is full, {server} cannot write and stops"
+        findings.append(Finding("risk", what, means, f"df -h {directory}   # free space there"))
+    return findings
 
 
 def _is_here(settings: Settings, server: str) -> bool:

@@ -1,9 +1,9 @@
-"""The longest calls of our scripts, as the servers themselves have them: their SLOWLOG each script's, above
-its threshold, their latency histogram the longest of all since they started. Both count nothing but the time
-from a call's begin to its end in Redis' thread.
+"""The longest script calls, as the Redis servers record them: SLOWLOG has the calls of each script above its
+threshold, the latency histogram has the longest call of all scripts. Both measure only the time that a call
+took in Redis' thread.
 
-A gate could only say how long it waited, with what others did meanwhile; and a script that told how long it
-took would cost each call.
+A gate can only measure how long it waited, which includes the calls of others. A script that measured itself
+would make every call slower.
 """
 
 from typing import Any, Final, NamedTuple
@@ -12,14 +12,14 @@ from grabstream.lua.loader import load, script_names
 from grabstream.lua.trouble import suppressed_trouble
 from grabstream.ops.connections.redis_servers import masters, within
 
-#: Entries of a server's SLOWLOG that are looked through; it keeps 128 unless told otherwise, those above
-#: `slowlog-log-slower-than` (10 ms).
+#: How many entries of a server's SLOWLOG are read. By default it keeps 128 entries of calls above
+#: `slowlog-log-slower-than`, 10 ms.
 ENTRIES_MAX: Final = 1_024
 
 
 class SlowScript(NamedTuple):
-    """Of a script on a server: how often it is in SLOWLOG, its longest call (ms), and when that was (seconds
-    since 1970 UTC).
+    """A script in a server's SLOWLOG: how many calls it has there, the longest one (ms), and when that was
+    (seconds since 1970 UTC).
     """
 
     server: str
@@ -30,8 +30,8 @@ class SlowScript(NamedTuple):
 
 
 class ScriptCalls(NamedTuple):
-    """Of all scripts on a server, also those of other systems, since it started or its statistics were reset:
-    how many calls there were, and how long the longest was at most, ms (Redis counts in powers of two).
+    """All script calls on a server, also those of other systems, since it started or its statistics were
+    reset: how many, and an upper bound of the longest (ms; Redis counts in powers of two).
     """
 
     server: str
@@ -40,25 +40,25 @@ class ScriptCalls(NamedTuple):
 
 
 async def script_calls(redis: Any) -> list[ScriptCalls]:
-    """How long calls were on each server; nothing of one that does not answer, or not this user."""
-    found = []
+    """The script calls of each server. Leaves out servers that do not answer or do not let this user ask."""
+    calls = []
     for server, client in await masters(redis):
-        said: dict[bytes, Any] = {}
+        histograms: dict[bytes, Any] = {}
         with suppressed_trouble():
-            said = await within(client.execute_command("LATENCY", "HISTOGRAM", "evalsha"))
-        if counted := said.get(b"evalsha"):
-            found.append(ScriptCalls(server, counted[b"calls"], max(counted[b"histogram_usec"]) / 1_000))
-    return found
+            histograms = await within(client.execute_command("LATENCY", "HISTOGRAM", "evalsha"))
+        if evalsha := histograms.get(b"evalsha"):
+            calls.append(ScriptCalls(server, evalsha[b"calls"], max(evalsha[b"histogram_usec"]) / 1_000))
+    return calls
 
 
 async def slow_scripts(redis: Any, prefix: str) -> list[SlowScript]:
-    """What SLOWLOG has of the scripts of a system, the longest first; nothing of one that does not answer, or
-    not this user.
+    """The scripts of this system that are in SLOWLOG, the longest first. Leaves out servers that do not
+    answer or do not let this user ask.
     """
     names = {load(name).sha.encode(): name for name in script_names()}
-    # The first key of every script stands next to the SHA-1.
-    ours = f" {prefix}:{{{prefix}-s".encode()
-    found: dict[tuple[str, str], SlowScript] = {}
+    # In an entry the first key of a script follows soon after the script's SHA-1.
+    first_key = f" {prefix}:{{{prefix}-s".encode()
+    scripts: dict[tuple[str, str], SlowScript] = {}
     for server, client in await masters(redis):
         entries: list[dict[str, Any]] = []
         with suppressed_trouble():
@@ -66,12 +66,14 @@ async def slow_scripts(redis: Any, prefix: str) -> list[SlowScript]:
         for entry in entries:
             words = bytes(entry["command"])
             name = names.get(words.split(b" ", 2)[1]) if words.startswith(b"EVALSHA ") else None
-            if name is None or ours not in words[:400]:
+            if name is None or first_key not in words[:400]:
                 continue
-            known = found.get((server, name), SlowScript(server, name, 0, 0.0, 0))
-            took = int(entry["duration"]) / 1_000
+            so_far = scripts.get((server, name), SlowScript(server, name, 0, 0.0, 0))
+            took_ms = int(entry["duration"]) / 1_000
             longest = (
-                (took, int(entry["start_time"])) if took > known.longest_ms else (known.longest_ms, known.at)
+                (took_ms, int(entry["start_time"]))
+                if took_ms > so_far.longest_ms
+                else (so_far.longest_ms, so_far.at)
             )
-            found[server, name] = SlowScript(server, name, known.calls + 1, *longest)
-    return sorted(found.values(), key=lambda one: -one.longest_ms)
+            scripts[server, name] = SlowScript(server, name, so_far.calls + 1, *longest)
+    return sorted(scripts.values(), key=lambda script: -script.longest_ms)

@@ -1,5 +1,5 @@
-"""The story of one user and one offer: attempts and what became of them, in order, with how late each was and
-what limits had left.
+"""The history of one user in one offer: attempts, answers and later events in order, with how late each was
+and what it changed in the counters of limits.
 """
 
 from typing import Any, NamedTuple
@@ -25,9 +25,9 @@ from grabstream.ops.diagnosis.evidence import Evidence
 
 
 class Moment(NamedTuple):
-    """Something that happened: `what` is an outcome or an event's type. `late_ms`: behind the moment that
-    decided against it (the last unit, the close, the deadline), negative when it came too early. `limits` are
-    (counter before, counter after).
+    """An event or a refusal: `what` is the event's type or the outcome. `late_ms` is how long after the time
+    that decided against it (the last unit, the close, the deadline) it arrived, negative when it arrived
+    before; `late_behind` names that time. `limits` are (counter before, counter after).
     """
 
     at: int
@@ -43,11 +43,11 @@ class Moment(NamedTuple):
 
 
 def tell(evidence: Evidence) -> list[Moment]:
-    """The moments of the story, in order; an attempt that made an event and was refused is one."""
-    return _Teller(evidence).tell()
+    """The moments in order. A command that was refused and made an event is one moment, that of the event."""
+    return _Story(evidence).tell()
 
 
-class _Teller:
+class _Story:
     def __init__(self, evidence: Evidence) -> None:
         self._evidence = evidence
         self._offer: str = evidence.offer["offer"]
@@ -63,22 +63,22 @@ class _Teller:
         evidence = self._evidence
         self._attributes = next((grab["attributes"] for grab in evidence.grabs if grab["attributes"]), {})
         with_events = {event.command for event in evidence.events}
-        refusals = [one for one in evidence.refusals if one["command"] not in with_events]
-        # At the same ms the event comes first: what it left is what the refusal met.
+        refusals = [refusal for refusal in evidence.refusals if refusal["command"] not in with_events]
+        # Within one ms events come first: the refusal was decided on the state after them.
         for _, _, event, refusal in sorted(
             [(event.at, event.seq, event, None) for event in evidence.events]
-            + [(one["at"], 1 << 62, None, one) for one in refusals],
-            key=lambda found: found[:2],
+            + [(refusal["at"], 1 << 62, None, refusal) for refusal in refusals],
+            key=lambda entry: entry[:2],
         ):  # fmt: skip
             if event is not None:
-                self._take(event)
+                self._add_event(event)
             elif refusal is not None:
-                self._refused(refusal)
+                self._add_refusal(refusal)
         return self._moments
 
-    def _take(self, event: AnyEvent) -> None:
-        is_own = event.offer == self._offer and self._is_about_user(event)
-        before = self._counted(event.at) if is_own else []
+    def _add_event(self, event: AnyEvent) -> None:
+        is_of_user = event.offer == self._offer and self._is_about_user(event)
+        before = self._counted(event.at) if is_of_user else []
         self._counters.feed(event)
         if event.offer != self._offer:
             return
@@ -86,7 +86,7 @@ class _Teller:
             self._paused_at = event.at
         elif isinstance(event, OfferClosed):
             self._closed_at = event.at
-        if is_own:
+        if is_of_user:
             late = self._lateness_of(event)
             if isinstance(event, GrabHeld | GrabExtended):
                 self._deadlines[event.grab] = event.deadline_at
@@ -118,7 +118,9 @@ class _Teller:
         return self._counters.at(self._offer, self._evidence.user, self._attributes, at)
 
     def _lateness_of(self, event: AnyEvent) -> tuple[int, str] | None:
-        """How late an event's cause came: a payment that could not be served, by its hold's deadline."""
+        """How long after its hold's deadline a payment arrived that could not be served; None for other
+        events.
+        """
         if (
             isinstance(event, PaymentRefundDue)
             and event.outcome == "expired"
@@ -127,11 +129,15 @@ class _Teller:
             return event.at - self._deadlines[event.grab], "the deadline"
         return None
 
-    def _refused(self, refusal: dict[str, Any]) -> None:
+    def _add_refusal(self, refusal: dict[str, Any]) -> None:
         kept = ("quantity", "retry_at", "limit_name", "limit_left", "units_left", "message", "type")
         details = {name: refusal[name] for name in kept if refusal[name] is not None}
-        # Only a grab is counted; what limits had then is worth telling of it.
-        pairs = [(one, one) for one in self._counted(refusal["at"])] if refusal["type"] == "grab" else []
+        # Only grabs are counted, so only their refusals show the counters.
+        pairs = (
+            [(counted, counted) for counted in self._counted(refusal["at"])]
+            if refusal["type"] == "grab"
+            else []
+        )
         late = self._lateness_of_refusal(refusal)
         self._add(
             refusal["at"], refusal["outcome"], True, refusal["command"], refusal["grab"], details, late, pairs
@@ -143,7 +149,7 @@ class _Teller:
             return at - (refusal["retry_at"] or self._opens_at), "the opening"
         since = {
             "over": (self._closed_at or self._evidence.offer["closes_at"], "the close"),
-            "sold_out": (self._evidence.sold_out_at.get(at), "the last unit went"),
+            "sold_out": (self._evidence.sold_out_at.get(at), "the last unit was taken"),
             "on_hold": (self._paused_at, "the pause"),
             "expired": (self._deadlines.get(refusal["grab"] or ""), "the deadline"),
         }.get(outcome)
@@ -154,9 +160,11 @@ class _Teller:
         late: tuple[int, str] | None,
         limits: list[tuple[Counted, Counted]],
     ) -> None:  # fmt: skip
-        late_ms, behind = late or (None, None)
+        late_ms, after_what = late or (None, None)
         self._moments.append(
-            Moment(at, at - self._opens_at, what, refused, command, grab, details, late_ms, behind, limits)
+            Moment(
+                at, at - self._opens_at, what, refused, command, grab, details, late_ms, after_what, limits
+            )
         )
 
 
@@ -164,7 +172,7 @@ def _type_of(event: AnyEvent) -> str:
     return str(event.__struct_config__.tag)
 
 
-#: What every event has, or what is nobody's business here.
+#: Fields that every event has or that a moment has itself, and fields that are secret or too long.
 _HIDDEN = frozenset(
     {
         "v",
@@ -185,7 +193,7 @@ _HIDDEN = frozenset(
 
 
 def _details(event: AnyEvent) -> dict[str, Any]:
-    # By its text: an event may hold JSON as it was asked.
+    # Decoded from the event's text, since a field may hold raw JSON.
     fields: dict[str, Any] = msgspec.json.decode(encode_event(event))
     if isinstance(event, OfferOpened):
         return {"seq": event.seq, "total": event.total, "campaign": campaign_of(event.offer)}

@@ -1,5 +1,5 @@
-"""What Kafka says: are the topics there and led, is the journal kept for ever, and does anybody read the
-commands.
+"""Checks of Kafka: whether the topics exist and have leaders, whether the journal is kept for ever, and
+whether deciders read the commands.
 """
 
 import asyncio
@@ -11,6 +11,7 @@ from aiokafka.admin import AIOKafkaAdminClient
 from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
 from aiokafka.errors import GroupCoordinatorNotAvailableError, NotCoordinatorForGroupError
 
+from grabstream.ops.console.output import counted
 from grabstream.ops.diagnosis.findings import Finding, of_shards, spans
 from grabstream.ops.settings import Settings
 from grabstream.streams.clients import started
@@ -20,18 +21,19 @@ from grabstream.streams.topics import COMPRESSION, DAY_MS, Topics, keeps_compres
 TIMEOUT_MS: Final = 5_000
 COORDINATOR_TRIES: Final = 20
 COORDINATOR_PAUSE_SECONDS: Final = 0.1
-#: What waits longer than this is not just on its way.
+#: A reader is late when a record has waited this long.
 LATE_MS: Final = 10_000
 UNKNOWN_TOPIC: Final = 3
-#: Of the topic `rejected`, so many of the newest records are looked at; a command that was set aside is named
-#: for so long.
-REJECTED_LOOK_BACK: Final = 1_000
-SET_ASIDE_NAMED_MS: Final = 7 * DAY_MS
+#: How many of the newest records of the topic `rejected` are searched for undecidable commands.
+REJECTED_SEARCHED_MAX: Final = 1_000
+#: How long an undecidable command is reported.
+UNDECIDABLE_REPORTED_MS: Final = 7 * DAY_MS
+#: States of a consumer group that has members.
 ALIVE: Final = ("Stable", "PreparingRebalance", "CompletingRebalance")
 
 
 class Partition(NamedTuple):
-    """A partition: its leader (-1: none), who has copies, and who of them is in sync."""
+    """A partition: the broker that leads it (-1: none), the brokers with replicas, and those in sync."""
 
     number: int
     leader: int
@@ -40,8 +42,8 @@ class Partition(NamedTuple):
 
 
 class Lag(NamedTuple):
-    """A reader that is behind in a partition: its next offset, the partition's end, and when the record there
-    was written, ms.
+    """A reader that lags in a partition: its next offset, the partition's end, and when the record at its
+    next offset was written (ms since 1970 UTC; None when it could not be read).
     """
 
     partition: int
@@ -51,7 +53,9 @@ class Lag(NamedTuple):
 
 
 class SetAside(NamedTuple):
-    """A command that was set aside: where it is in `rejected`, why, and when, ms."""
+    """A command that was set aside because no script can decide it: its offset in `rejected`, why, and when
+    (ms since 1970 UTC).
+    """
 
     offset: int
     reason: str
@@ -59,13 +63,13 @@ class SetAside(NamedTuple):
 
 
 class TopicReadings(NamedTuple):
-    """Partitions of every topic (none: the topic is missing), the journal's settings, the readers of the
-    commands, and the newest commands that no script could decide.
+    """Partitions of every topic (an empty list: the topic is missing), the journal's settings, how many
+    deciders read the commands and where they lag, and the newest undecidable commands.
     """
 
     partitions: dict[str, list[Partition]]
     journal_config: dict[str, str]
-    #: what the topic of commands does with compressed batches (`compression.type`); None: what it should
+    #: `compression.type` of the topic of commands when it keeps batches compressed, else None
     commands_compression: str | None
     deciders: int
     commands_lag: list[Lag]
@@ -73,7 +77,7 @@ class TopicReadings(NamedTuple):
 
 
 async def read_topics(settings: Settings, consumer: AIOKafkaConsumer) -> TopicReadings:
-    """Reads everything once; raises the client's own errors."""
+    """Reads the topics once; raises the client's errors."""
     topics = Topics(settings.prefix)
     names = list(retention_ms(topics))
     async with started(
@@ -81,10 +85,10 @@ async def read_topics(settings: Settings, consumer: AIOKafkaConsumer) -> TopicRe
     ) as client:
         described = await client.describe_topics(names)
         partitions = {
-            one["topic"]: sorted(
-                Partition(p["partition"], p["leader"], p["replicas"], p["isr"]) for p in one["partitions"]
+            topic["topic"]: sorted(
+                Partition(p["partition"], p["leader"], p["replicas"], p["isr"]) for p in topic["partitions"]
             )
-            for one in described
+            for topic in described
         }
         config = await _config_of(client, topics.journal) if partitions.get(topics.journal) else {}
         compression = (
@@ -95,24 +99,22 @@ async def read_topics(settings: Settings, consumer: AIOKafkaConsumer) -> TopicRe
         TopicPartition(topics.commands, p.number): committed.get((topics.commands, p.number), 0)
         for p in partitions[topics.commands]
     }
-    behind = await lags(consumer, at)
+    commands_lag = await lags(consumer, at)
     aside = await _set_aside(consumer, topics.rejected) if partitions.get(topics.rejected) else []
-    return TopicReadings(partitions, config, compression, deciders, behind, aside)
+    return TopicReadings(partitions, config, compression, deciders, commands_lag, aside)
 
 
 async def _set_aside(consumer: AIOKafkaConsumer, rejected: str) -> list[SetAside]:
-    """Commands among the newest records of `rejected` that were understood, and that no script could
-    decide.
-    """
+    """The undecidable commands among the newest records of `rejected`."""
     partition = TopicPartition(rejected, 0)
     end = (await consumer.end_offsets([partition]))[partition]
     begin = (await consumer.beginning_offsets([partition]))[partition]
-    first = max(begin, end - REJECTED_LOOK_BACK)
+    first = max(begin, end - REJECTED_SEARCHED_MAX)
     if first >= end:
         return []
     consumer.assign([partition])
     consumer.seek(partition, first)
-    found: list[SetAside] = []
+    commands: list[SetAside] = []
     while first < end:
         records = (await consumer.getmany(partition, timeout_ms=TIMEOUT_MS // 5)).get(partition, [])
         if not records:
@@ -120,7 +122,7 @@ async def _set_aside(consumer: AIOKafkaConsumer, rejected: str) -> list[SetAside
         for record in records:
             headers = dict(record.headers)
             if SET_ASIDE_HEADER in headers:
-                found.append(
+                commands.append(
                     SetAside(
                         record.offset,
                         headers.get("reason", b"").decode(errors="replace"),
@@ -128,7 +130,7 @@ async def _set_aside(consumer: AIOKafkaConsumer, rejected: str) -> list[SetAside
                     )
                 )
         first = records[-1].offset + 1
-    return found
+    return commands
 
 
 async def _config_of(client: AIOKafkaAdminClient, topic: str) -> dict[str, str]:
@@ -138,6 +140,7 @@ async def _config_of(client: AIOKafkaAdminClient, topic: str) -> dict[str, str]:
 
 
 async def _compression_of(client: AIOKafkaAdminClient, topic: str) -> str | None:
+    """The topic's `compression.type` when it keeps batches compressed, else None."""
     if await keeps_compressed(client, topic) is None:
         return None
     [response] = await client.describe_configs(
@@ -162,33 +165,33 @@ async def _group(client: AIOKafkaAdminClient, group: str) -> tuple[int, dict[tup
             offsets = await client.list_consumer_group_offsets(group)
             break
         except (GroupCoordinatorNotAvailableError, NotCoordinatorForGroupError):
-            # A cluster that never had a group makes the place for them at the first question.
+            # A cluster creates its topic for groups when it is first asked about one.
             if not left:
                 raise
             await asyncio.sleep(COORDINATOR_PAUSE_SECONDS)
     members = sum(len(described[5]) for described in response.groups if described[2] in ALIVE)
     return members, {
-        (partition.topic, partition.partition): found.offset
-        for partition, found in offsets.items()
-        if found.offset >= 0
+        (partition.topic, partition.partition): committed.offset
+        for partition, committed in offsets.items()
+        if committed.offset >= 0
     }
 
 
 async def lags(consumer: AIOKafkaConsumer, at: dict[TopicPartition, int]) -> list[Lag]:
-    """Where a reader at these offsets is behind, with the time of the first record that it has not read."""
+    """The partitions in which a reader at these offsets lags, with the time of its first unread record."""
     if not at:
         return []
     ends = await consumer.end_offsets(list(at))
     beginnings = await consumer.beginning_offsets(list(at))
-    behind = {}
+    lagging = {}
     for partition, offset in at.items():
-        # What retention has removed is read by nobody any more.
+        # Records that retention has removed cannot be read any more.
         offset = max(offset, beginnings[partition])
         if offset < ends[partition]:
-            behind[partition] = offset
+            lagging[partition] = offset
     return [
         Lag(p.partition, offset, ends[p], await _written_at(consumer, p, offset))
-        for p, offset in behind.items()
+        for p, offset in lagging.items()
     ]
 
 
@@ -206,13 +209,14 @@ async def _written_at(consumer: AIOKafkaConsumer, partition: TopicPartition, off
 
 
 def missing(readings: TopicReadings, settings: Settings) -> list[Finding]:
-    """Topics that are not there, or have another number of partitions."""
+    """Topics that do not exist, or have another number of partitions."""
     topics = Topics(settings.prefix)
-    found = []
+    findings = []
     absent = [name for name in retention_ms(topics) if not readings.partitions.get(name)]
     if absent:
-        means = "nothing that goes by them goes on: commands, answers, the journal itself"
-        found.append(Finding("stuck", f"topics are missing: {', '.join(absent)}", means, "grabstream init"))
+        means = "commands, answers or events of these topics can be neither written nor read"
+        what = f"topics are missing: {', '.join(absent)}"
+        findings.append(Finding("stuck", what, means, "grabstream init"))
     wrong = {
         name: len(partitions) for name, partitions in readings.partitions.items()
         if partitions and name != topics.rejected and len(partitions) != settings.shards
@@ -220,50 +224,52 @@ def missing(readings: TopicReadings, settings: Settings) -> list[Finding]:
     if wrong:
         counts = ", ".join(f"{name} has {count}" for name, count in wrong.items())
         number = wrong.get(topics.journal)
-        mend = (
+        command = (
             f"export GRAB_SHARDS={number}"
             if number
-            else f"make those topics anew with {settings.shards} partitions"
+            else f"delete those topics and create them again with {settings.shards} partitions"
         )
-        means = "partition = shard: workers refuse to start, or write where nobody reads"
-        found.append(
-            Finding("stuck", f"GRAB_SHARDS is {settings.shards}, but {counts} partitions", means, mend)
+        means = "a partition is a shard: workers refuse to start, or write where no worker reads"
+        findings.append(
+            Finding("stuck", f"GRAB_SHARDS is {settings.shards}, but {counts} partitions", means, command)
         )
-    return found
+    return findings
 
 
 def not_led(readings: TopicReadings, settings: Settings) -> list[Finding]:
-    """Partitions without a leader, or with copies that are behind."""
-    found = []
+    """Partitions without a leader, or with replicas that are not in sync."""
+    findings = []
     for name, partitions in readings.partitions.items():
-        leaderless = [one.number for one in partitions if one.leader < 0]
-        behind = [
-            one.number for one in partitions if one.leader >= 0 and len(one.in_sync) < len(one.replicas)
+        leaderless = [partition.number for partition in partitions if partition.leader < 0]
+        degraded = [
+            partition
+            for partition in partitions
+            if partition.leader >= 0 and len(partition.in_sync) < len(partition.replicas)
         ]
         if leaderless:
-            means = "nothing can be written or read there: the shards of these partitions wait"
-            mend = (
+            means = "these partitions can be neither written nor read: their shards wait"
+            command = (
                 "start the brokers that are down: kafka-topics.sh --describe --unavailable-partitions "
                 "names them"
             )
-            found.append(
-                Finding("stuck", f"{name}: no leader for partition {spans(leaderless)}", means, mend)
+            findings.append(
+                Finding("stuck", f"{name}: no leader for partition {spans(leaderless)}", means, command)
             )
-        if behind:
+        if degraded:
             brokers = sorted(
                 {
-                    b
-                    for one in partitions
-                    if one.number in behind
-                    for b in set(one.replicas) - set(one.in_sync)
+                    broker
+                    for partition in degraded
+                    for broker in set(partition.replicas) - set(partition.in_sync)
                 }
             )
-            means = "one broker more may be lost before writing stops, or none"
-            mend = f"start broker {spans(brokers)}, or see why it is behind"
-            found.append(
-                Finding("risk", f"{name}: partition {spans(behind)} has copies that are behind", means, mend)
+            numbers = spans(partition.number for partition in degraded)
+            means = "writes may stop when one more broker fails"
+            command = f"start broker {spans(brokers)}; if it runs, its log says why its replicas lag"
+            findings.append(
+                Finding("risk", f"{name}: partition {numbers} has replicas out of sync", means, command)
             )
-    return found
+    return findings
 
 
 def journal_forgets(readings: TopicReadings, settings: Settings) -> list[Finding]:
@@ -278,7 +284,7 @@ def journal_forgets(readings: TopicReadings, settings: Settings) -> list[Finding
         Finding(
             "risk", f"{journal} is not kept for ever: "
                     f"{', '.join(f'{name} is {value}' for name, value in wrong.items())}",
-            "the truth that everything is rebuilt from is being deleted",
+            "Kafka deletes old events, and nothing can be rebuilt without them",
             f"kafka-configs.sh --bootstrap-server {settings.kafka} --alter --topic {journal} --add-config "
             f"{changes}",
         )
@@ -286,7 +292,7 @@ def journal_forgets(readings: TopicReadings, settings: Settings) -> list[Finding
 
 
 def keeps_batches_compressed(readings: TopicReadings, settings: Settings) -> list[Finding]:
-    """Commands in batches that are as large as somebody likes when a reader unpacks them."""
+    """A topic of commands that keeps batches compressed, so that their unpacked size has no bound."""
     if readings.commands_compression is None:
         return []
     commands = Topics(settings.prefix).commands
@@ -294,8 +300,8 @@ def keeps_batches_compressed(readings: TopicReadings, settings: Settings) -> lis
         Finding(
             "risk", f"{commands} keeps compressed batches: its compression.type is "
                     f"{readings.commands_compression}",
-            "max.message.bytes bounds a batch as it is sent, and a decider unpacks it whole: it may need "
-            "more memory than there is",
+            "max.message.bytes bounds only the compressed size of a batch; a decider unpacks the whole batch "
+            "and may run out of memory",
             f"grabstream init   # or: kafka-configs.sh --bootstrap-server {settings.kafka} --alter --topic "
             f"{commands} "
             f"--add-config compression.type={COMPRESSION}",
@@ -304,45 +310,49 @@ def keeps_batches_compressed(readings: TopicReadings, settings: Settings) -> lis
 
 
 def commands_wait(readings: TopicReadings, settings: Settings, now_ms: int) -> list[Finding]:
-    """Commands that nobody reads, or not fast enough."""
+    """Commands that no decider reads, or that deciders read too slowly."""
     waiting = sum(lag.end - lag.next_offset for lag in readings.commands_lag)
     oldest = min((lag.since for lag in readings.commands_lag if lag.since), default=None)
     commands = Topics(settings.prefix).commands
     if not readings.deciders and readings.partitions.get(commands):
-        what = f"nobody reads {commands}: {waiting:,} records wait" if waiting else f"nobody reads {commands}"
-        means = "commands that come by the topic are not decided, their senders get no answer"
+        what = f"no decider reads {commands}" + (
+            f": {counted(waiting, 'records')} waiting" if waiting else ""
+        )
+        means = "commands of this topic are not decided, and their senders get no answer"
         return [
             Finding("stuck" if waiting else "risk", what, means, "grabstream worker --roles decide", oldest)
         ]
     if oldest is None or now_ms - oldest < LATE_MS:
         return []
-    shards = of_shards(lag.partition for lag in readings.commands_lag).replace("shard", "partition")
-    what = f"{commands}, {shards}: {waiting:,} records wait, though {readings.deciders} deciders read"
+    partitions = of_shards(lag.partition for lag in readings.commands_lag).replace("shard", "partition")
+    what = (
+        f"{commands}, {partitions}: {counted(waiting, 'records')} waiting, with "
+        f"{counted(readings.deciders, 'deciders')} reading"
+    )
     means = "senders wait for their answers"
     return [
         Finding(
             "stuck",
             what,
             means,
-            "grabstream worker --roles decide   # one more; see also what is fenced or full",
+            "grabstream worker --roles decide   # adds a decider; first mend fenced shards and full outboxes",
             oldest,
         )
     ]
 
 
 def commands_set_aside(readings: TopicReadings, settings: Settings, now_ms: int) -> list[Finding]:
-    """Commands that no script could decide: an error of the program, or of what Redis holds for them."""
-    aside = [one for one in readings.set_aside if now_ms - one.at < SET_ASIDE_NAMED_MS]
+    """Undecidable commands: caused by an error of the program, or of data in Redis."""
+    aside = [command for command in readings.set_aside if now_ms - command.at < UNDECIDABLE_REPORTED_MS]
     if not aside:
         return []
     last, rejected = aside[-1], Topics(settings.prefix).rejected
-    others = f", and {len(aside) - 1} before it" if len(aside) > 1 else ""
+    others = f" (and {len(aside) - 1:,} before it)" if len(aside) > 1 else ""
     return [
         Finding(
-            "risk", f"a command was set aside, since no script can decide it{others}: {last.reason}",
-            "its sender was answered `invalid`, or nothing where nobody knows whether it is decided; report "
-            "the reason, and send the "
-            "command again under its id after an upgrade",
+            "risk", f"a command was set aside because no script can decide it{others}: {last.reason}",
+            "its sender was answered `invalid`, or got no answer where it may have been decided; report the "
+            "reason, and send the command again with the same id after an upgrade",
             f"kafka-console-consumer.sh --bootstrap-server {settings.kafka} --topic {rejected} --partition 0 "
             f"--offset {last.offset} "
             "--max-messages 1 --property print.headers=true",

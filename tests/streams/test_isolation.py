@@ -181,8 +181,8 @@ async def hung(
             for name, finding in examined.findings
             if name == "servers of the Redis Cluster answer"
         ] == [
-            f"Redis 127.0.0.1:{pair.master.port} does not answer within 5 s: nothing is known of "
-            f"{of_shards(pair.shards)}"
+            f"Redis 127.0.0.1:{pair.master.port} does not answer within 5 s: the state of "
+            f"{of_shards(pair.shards)} is unknown"
         ]
         assert {shard["shard"] for shard in shown["shards"] if shard["seq"] is None} == pair.shards
 

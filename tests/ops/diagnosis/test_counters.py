@@ -1,4 +1,4 @@
-"""Counters replayed from events alone are those of the rules, over long random histories with returns,
+"""Counters computed from events alone equal those of the rules, over long random histories with returns,
 retakes and amendments.
 """
 
@@ -10,7 +10,7 @@ from tests.support.random_history import random_history
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
-def test_counters_are_those_of_the_rules(seed: int) -> None:
+def test_counters_from_events_equal_those_of_the_rules(seed: int) -> None:
     history = random_history(seed, 1_500)
     counters = fed([decode_event(line) for line in history.lines])
     checked = 0

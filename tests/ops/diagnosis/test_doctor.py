@@ -1,5 +1,5 @@
-"""`doctor`: every condition is made to happen, and is told in words with its way out; a system at work has
-nothing to tell.
+"""`doctor`: each condition is caused, and is reported with the command that mends it; a healthy system has no
+findings.
 """
 
 import json
@@ -24,7 +24,7 @@ from grabstream.models.journal import Cursor
 from grabstream.models.offers import StockTerms
 from grabstream.ops.connections.opening import key_space, open_gate, open_redis
 from grabstream.ops.diagnosis import books, core, machine, topics
-from grabstream.ops.diagnosis.books import BookReadings, Lost
+from grabstream.ops.diagnosis.books import BookReadings, LostDecisions
 from grabstream.ops.diagnosis.core import CoreReadings, ShardReadings
 from grabstream.ops.diagnosis.examination import CHECKS, JOURNAL_CHECK, SYSTEM_CHECK, Examination, examine
 from grabstream.ops.diagnosis.findings import RESTORE, Finding, address, spans
@@ -59,19 +59,19 @@ from tests.support.verifier_passes import (
 )
 
 
-def found(examination: Examination, check: str) -> list[Finding]:
+def findings_of(examination: Examination, check: str) -> list[Finding]:
     return [finding for name, finding in examination.findings if name == check]
 
 
 def only(examination: Examination, check: str) -> Finding:
-    [finding] = found(examination, check)
+    [finding] = findings_of(examination, check)
     return finding
 
 
-# -- a system at work ----------------------------------------------------------------------------------------
+# -- a healthy system ----------------------------------------------------------------------------------------
 
 
-async def test_a_system_at_work_has_nothing_to_tell(system: Settings, worker: Callable[..., Any]) -> None:
+async def test_a_healthy_system_has_no_findings(system: Settings, worker: Callable[..., Any]) -> None:
     before = await examine(system)
     assert before.exit_code == 1
     assert "no relay" in only(before, "shards are relayed").what
@@ -89,7 +89,7 @@ async def test_a_system_at_work_has_nothing_to_tell(system: Settings, worker: Ca
     assert (shown.returncode, shown.stdout) == (0, f"✓ {len(CHECKS)} checks: nothing is stuck.\n")
 
 
-async def test_before_init(settings: Settings) -> None:
+async def test_before_init_topics_and_tables_are_missing(settings: Settings) -> None:
     examination = await examine(settings.model_copy(update={"seal_keys": SecretStr("")}))
     assert only(examination, "topics are there").command == "grabstream init"
     assert "0001_books.sql" in only(examination, "tables are there").what
@@ -98,20 +98,20 @@ async def test_before_init(settings: Settings) -> None:
 
 
 @pytest.mark.parametrize(
-    ("server", "setting", "value", "still"),
+    ("server", "setting", "value", "still_found"),
     [
         ("redis", "redis_url", "redis://127.0.0.1:1/0", "commands are read"),
         ("kafka", "kafka", "127.0.0.1:1", "shards are relayed"),
         ("postgres", "postgres", "postgresql://127.0.0.1:1/x", "shards are relayed"),
     ],
 )
-async def test_one_server_away_hides_nothing_of_the_others(
-    system: Settings, server: str, setting: str, value: str, still: str
+async def test_a_server_without_answer_does_not_hide_findings_about_the_others(
+    system: Settings, server: str, setting: str, value: str, still_found: str
 ) -> None:
     examination = await examine(system.model_copy(update={setting: value}))
     assert [name for name, problem in examination.servers.items() if problem] == [server]
     assert examination.exit_code == 3
-    assert found(examination, still)
+    assert findings_of(examination, still_found)
     assert examination.not_checked
     shown = grabstream("doctor", **{**env_of(system), setting: value})
     assert shown.returncode == 3, shown.stderr
@@ -122,11 +122,11 @@ async def test_one_server_away_hides_nothing_of_the_others(
 # -- what stops ----------------------------------------------------------------------------------------------
 
 
-async def test_what_waits_when_the_worker_is_gone(
+async def test_doctor_names_what_waits_after_the_worker_has_stopped(
     system: Settings, worker: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Relay, sweeper, decider, read models and verifier end; an outbox of three fills, a hold and an offer
-    run out, a command waits.
+    """Relay, sweeper, decider, projectors and verifier stop; an outbox with room for three events fills, a
+    hold passes its deadline, a command waits.
     """
     for module, name in (
         (core, "HOLD_LATE_MS"),
@@ -154,39 +154,41 @@ async def test_what_waits_when_the_worker_is_gone(
     small = system.model_copy(update={"outbox_events_max": 3})
 
     async def holds_are_late() -> bool:
-        return bool(found(await examine(small), "holds and offers end in time"))
+        return bool(findings_of(await examine(small), "holds and offers end in time"))
 
     await until(holds_are_late, 20, "the holds' end")
     examination = await examine(small)
     relay = only(examination, "shards are relayed")
-    assert "3 events wait for the journal" in relay.what
+    assert "3 events not in the journal" in relay.what
     assert relay.since is not None
     assert began <= relay.since <= now_ms()
     full = only(examination, "outboxes have room")
     assert f"shard {shard}: the outbox holds 3 of 3 events" in full.what
     assert full.severity == "stuck"
     holds = only(examination, "holds and offers end in time")
-    assert "holds that are over have not ended" in holds.what
+    assert "holds have passed their deadline and have not ended" in holds.what
     assert holds.since is not None
     commands = only(examination, "commands are read")
-    assert (commands.severity, "1 records wait" in commands.what) == ("stuck", True)
+    assert (commands.severity, "1 record waiting" in commands.what) == ("stuck", True)
     assert commands.since is not None
     assert began <= commands.since <= now_ms()
-    behind = found(examination, "read models keep up")
-    assert {finding.what.split(" is behind")[0] for finding in behind} == {
+    lagging = findings_of(examination, "read models keep up")
+    assert {finding.what.split(" lags behind")[0] for finding in lagging} == {
         "ledger",
         "balances",
         "audit",
         "events",
     }
-    assert all(finding.since is not None and finding.since >= began for finding in behind)
-    assert {finding.command for finding in behind} == {
+    assert all(finding.since is not None and finding.since >= began for finding in lagging)
+    assert {finding.command for finding in lagging} == {
         "grabstream worker --roles project",
         "grabstream worker --roles publish",
     }
 
 
-async def test_a_poison_block_and_what_was_set_aside(system: Settings, journal: JournalWriter) -> None:
+async def test_a_stopped_read_model_and_a_record_set_aside_are_reported(
+    system: Settings, journal: JournalWriter
+) -> None:
     lines = [opened("e", 1, total=25), granted("e", 2, amount=99), granted("e", 3)]
     await journal.marker(1, "a")
     for seq in range(1, 4):
@@ -194,15 +196,15 @@ async def test_a_poison_block_and_what_was_set_aside(system: Settings, journal: 
     async with running(system, "ledger") as [ledger]:
         await ledger.put(CatchUp(SHARD))
         await until_stopped(system, "ledger")
-        undecidable = only(await examine(system), "read models go on")
-        assert f"ledger has stopped at shard {SHARD}, behind seq 1" in undecidable.what
-        assert "never_below_zero" in undecidable.what
-        assert f"grabstream set-aside ledger {SHARD} --dry-run" in undecidable.command
-        assert f"grabstream retry ledger {SHARD}" in undecidable.command
-        assert undecidable.since is not None
+        stopped = only(await examine(system), "read models go on")
+        assert f"ledger has stopped at shard {SHARD}, after seq 1" in stopped.what
+        assert "never_below_zero" in stopped.what
+        assert f"grabstream set-aside ledger {SHARD} --dry-run" in stopped.command
+        assert f"grabstream retry ledger {SHARD}" in stopped.command
+        assert stopped.since is not None
         assert (await call_json(system, "set-aside", "ledger", str(SHARD), *WHY, "--yes"))[0] == 0
     examination = await examine(system)
-    assert not found(examination, "read models go on")
+    assert not findings_of(examination, "read models go on")
     note = only(examination, "nothing is set aside")
     assert (
         note.severity,
@@ -211,14 +213,14 @@ async def test_a_poison_block_and_what_was_set_aside(system: Settings, journal: 
     ) == ("note", True, True)
 
 
-async def test_a_read_model_of_another_release(system: Settings) -> None:
+async def test_a_read_model_of_another_release_needs_a_rebuild(system: Settings) -> None:
     await execute(system, "UPDATE read_models SET definition = 999 WHERE projection = 'ledger'")
     finding = only(await examine(system), "read models are of this release")
     assert finding.what.startswith("ledger: ")
     assert finding.command == "grabstream rebuild ledger"
 
 
-async def test_a_difference_that_the_verifier_found(system: Settings, journal: JournalWriter) -> None:
+async def test_a_finding_of_the_verifier_is_reported(system: Settings, journal: JournalWriter) -> None:
     lines = [opened("e", 1), granted("e", 2)]
     await journal.marker(1, "a")
     await journal.block(lines, 1, 2)
@@ -226,10 +228,10 @@ async def test_a_difference_that_the_verifier_found(system: Settings, journal: J
         for projector in projectors:
             await projector.put(CatchUp(SHARD))
 
-        async def nobody_verifies() -> list[Finding]:
-            return found(await examine(system), "somebody verifies")
+        async def no_worker_verifies() -> list[Finding]:
+            return findings_of(await examine(system), "somebody verifies")
 
-        await until(nobody_verifies, 20, "the finding that nobody verifies")
+        await until(no_worker_verifies, 20, "the finding that no worker verifies")
     await execute(system, "UPDATE accounts_1 SET posted = posted + 1 WHERE account = 'wallet:u2'")
     async with verifying(system) as passes:
         [difference] = await passes()
@@ -237,16 +239,16 @@ async def test_a_difference_that_the_verifier_found(system: Settings, journal: J
     finding = only(examination, "the books agree")
     assert "wallet:u2 CNY: 11 stand there, its events lead to 10" in finding.what
     assert f"grabstream dismiss {difference.id}" in finding.command
-    assert not found(examination, "somebody verifies")
+    assert not findings_of(examination, "somebody verifies")
     status = json.loads(grabstream("status", "--json", **env_of(system)).stdout)
-    assert [one["id"] for one in status["findings"]] == [difference.id]
-    assert {one["shard"]: one["seq"] for one in status["verified"]}[SHARD] == 2
+    assert [finding["id"] for finding in status["findings"]] == [difference.id]
+    assert {shard["shard"]: shard["seq"] for shard in status["verified"]}[SHARD] == 2
 
 
-async def test_a_decision_that_was_lost(system: Settings, worker: Callable[..., Any]) -> None:
-    """Decided, not journaled, and then the server has forgotten it: the recovery tells of it, and so do
-    doctor and why.
-    """
+async def test_a_lost_decision_is_reported_by_doctor_and_why(
+    system: Settings, worker: Callable[..., Any]
+) -> None:
+    """The server loses a decision before it is journaled. The recovery records the loss."""
     working = worker(system, "relay,sweep")
     redis = open_redis(system)
     async with open_gate(system) as gate:
@@ -266,26 +268,26 @@ async def test_a_decision_that_was_lost(system: Settings, worker: Callable[..., 
         shard = key_space(system).shard(key_space(system).shard_of_offer("x"))
         [granted] = await gate.decide([Grab(id="g", offer="x", user="u")], "decided")
         assert granted.outcome == "granted"
-        # Another life, and another event under the same number than the journal will have.
+        # Another server epoch, and under the same seq another event than the journal will have.
         await redis.hset(shard.state, "life", "another")
         [entry, *_] = (await redis.xrevrange(shard.outbox, count=1))[0]
         await redis.xdel(shard.outbox, entry)
         worker(system, "relay,sweep")
 
-        async def told() -> list[Finding]:
-            return found(await examine(system), "no decision was lost")
+        async def lost() -> list[Finding]:
+            return findings_of(await examine(system), "no decision was lost")
 
-        [finding] = await until(told, 40, "the recovery")  # type: ignore[misc]
-    assert (finding.severity, "1 decisions of 1 users" in finding.what) == ("note", True)
+        [finding] = await until(lost, 40, "the recovery")  # type: ignore[misc]
+    assert (finding.severity, "1 decision of 1 user lost" in finding.what) == ("note", True)
     assert "was decided and is lost" in grabstream("why", "u", "x", **env_of(system)).stdout
     await redis.aclose()
 
 
-async def test_a_lost_journal(
+async def test_a_lost_journal_leads_every_finding_to_the_restore(
     system: Settings, worker: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Gone, empty, or full of markers of relays that came in vain: the way out is the restore, whoever asks,
-    and it is told once.
+    """The journal is deleted, empty, or has only markers of relays that could not take over: every finding
+    names the restore, and shards fenced for this reason share one finding.
     """
     monkeypatch.setattr(books, "LATE_MS", 0)
     everything = worker(system)
@@ -296,7 +298,7 @@ async def test_a_lost_journal(
     assert only(gone, "topics are there").command == RESTORE
     events = OFFERS * 10
     lost = only(gone, JOURNAL_CHECK)
-    assert f"{events} events that the books or Redis know are gone from Kafka" in lost.what
+    assert f"Kafka has lost {events} events that the read models or Redis have" in lost.what
     assert lost.command == RESTORE
     assert only(gone, "shards are relayed").command == RESTORE
     assert only(gone, SYSTEM_CHECK).command.startswith("set GRAB_KAFKA to the brokers that have it")
@@ -304,24 +306,26 @@ async def test_a_lost_journal(
     empty = await examine(system)
     assert f"{events} events" in only(empty, JOURNAL_CHECK).what
     assert only(empty, "shards are relayed").command == RESTORE
-    assert not found(empty, "read models keep up")
+    assert not findings_of(empty, "read models keep up")
     worker(system, "relay,sweep")
 
-    async def refused() -> list[Finding]:
-        told = found(await examine(system), "shards decide")
-        return told if told and "it has lost events" in told[0].what and len(told) == 1 else []
+    async def fenced_once() -> list[Finding]:
+        findings = findings_of(await examine(system), "shards decide")
+        return findings if len(findings) == 1 and "it has lost events" in findings[0].what else []
 
-    [fenced] = await until(refused, 40, "the fault, once for all shards")  # type: ignore[misc]
+    [fenced] = await until(fenced_once, 40, "one finding for all fenced shards")  # type: ignore[misc]
     assert fenced.command == RESTORE
     markers = await examine(system)
     assert f"{events} events" in only(markers, JOURNAL_CHECK).what
-    # Nobody is behind markers.
-    assert not found(markers, "read models keep up")
+    # A read model that has not read markers does not lag.
+    assert not findings_of(markers, "read models keep up")
 
 
-async def test_a_cursor_that_is_not_where_its_rows_are(system: Settings, journal: JournalWriter) -> None:
-    """Whoever moved it: by its offset it has nothing to read, so it would stand still in silence. It is put
-    back by hash.
+async def test_a_cursor_that_is_not_where_its_rows_are_is_reported_and_retried(
+    system: Settings, journal: JournalWriter
+) -> None:
+    """A cursor was moved past unread events, or past the journal's end: its read model would apply nothing
+    and report no error. `retry` finds the right offset by the hash.
     """
     lines = [opened("e", 1), *(granted("e", seq) for seq in range(2, 41))]
     await journal.marker(1, "an-owner")
@@ -331,9 +335,9 @@ async def test_a_cursor_that_is_not_where_its_rows_are(system: Settings, journal
             await projector.put(CatchUp(SHARD))
         await until_at_seq(system, 20)
     check = "cursors are where their rows are"
-    assert not found(await examine(system), check)
+    assert not findings_of(await examine(system), check)
     await journal.block(lines, 21, 40, owner="an-owner")
-    assert not found(await examine(system), check), "who is behind is not beside its rows"
+    assert not findings_of(await examine(system), check), "a cursor that lags is where its rows are"
     moved = (
         "UPDATE {}_{}_{}.projection_cursors SET next_offset = {}, moved_at = to_timestamp(1000) WHERE "
         "shard = 3"
@@ -341,40 +345,43 @@ async def test_a_cursor_that_is_not_where_its_rows_are(system: Settings, journal
     versions_of = dict(await rows(system, "SELECT projection, version FROM read_models WHERE state = 'live'"))
     for name, offset in (("ledger", 3), ("balances", 900)):
         await execute(system, moved.format(system.schema_, name, versions_of[name], offset))
-    said = {finding.what.partition(" ")[0]: finding for finding in found(await examine(system), check)}
-    assert set(said) == {"ledger", "balances"}
-    assert (
-        said["ledger"].what
-        == "ledger stands still in shard 3 at seq 20: its cursor was moved to offset 3, behind seq 40"
-    )
-    assert (
-        "its cursor was moved to offset 900 of another journal; this one ends at 3" in said["balances"].what
-    )
-    assert {one.since for one in said.values()} == {1_000_000}
-    assert {name: one.command for name, one in said.items()} == {
-        name: f"grabstream retry {name} 3" for name in said
+    moved_cursors = {
+        finding.what.partition(" ")[0]: finding for finding in findings_of(await examine(system), check)
     }
-    for name in said:
+    assert set(moved_cursors) == {"ledger", "balances"}
+    assert (
+        moved_cursors["ledger"].what == "ledger has the events of shard 3 up to seq 20, but its cursor was "
+        "moved to offset 3, after seq 40"
+    )
+    assert (
+        "its cursor was moved to offset 900, which this journal does not have: it ends at 3"
+        in moved_cursors["balances"].what
+    )
+    assert {finding.since for finding in moved_cursors.values()} == {1_000_000}
+    assert {name: finding.command for name, finding in moved_cursors.items()} == {
+        name: f"grabstream retry {name} 3" for name in moved_cursors
+    }
+    for name in moved_cursors:
         done = grabstream("retry", name, "3", "--wait", "0", **env_of(system))
         assert done.returncode == 0, (name, done.stdout, done.stderr)
     async with running(system) as projectors:
         for projector in projectors:
             await projector.put(CatchUp(SHARD))
         await until_at_seq(system, 40)
-    assert not found(await examine(system), check)
+    assert not findings_of(await examine(system), check)
     done = grabstream("retry", "ledger", "3", "--wait", "0", **env_of(system))
     assert (done.returncode, "ledger has not stopped at shard 3" in done.stderr) == (1, True), done.stderr
 
 
-def test_a_journal_that_lost_its_end(settings: Settings) -> None:
-    """What is left is deleted for the restore, so the audit trail has to have it before."""
+def test_a_journal_that_lost_its_end_is_deleted_before_the_restore(settings: Settings) -> None:
+    """The restore deletes the rest of the journal, so the audit trail must have read it."""
     positions = {"ledger": {0: Cursor(9), 1: Cursor(3)}, "audit": {0: Cursor(8), 1: Cursor(3)}}
-    readings = BookReadings(0, None, True, [], positions, [], [], [], {}, Lost(0, 0, None), [])
+    readings = BookReadings(0, None, True, [], positions, [], [], [], {}, LostDecisions(0, 0, None), [])
     assert not books.journal_lost({0: 9, 1: 4}, {0: 9, 1: 4}, readings, settings)
     [lost] = books.journal_lost({0: 5, 1: 4}, {0: 10, 1: 4}, readings, settings)
-    assert lost.what.startswith("shard 0: 5 events that the books or Redis know are gone from Kafka")
+    assert lost.what.startswith("shard 0: Kafka has lost 5 events that the read models or Redis have")
     assert lost.command == f"{delete_command(settings.kafka, Topics(settings.prefix).journal)} && {RESTORE}"
-    assert "let the audit trail read what is left of shard 1 before" in lost.means
+    assert "before the restore, let the audit trail read the rest of shard 1" in lost.means
 
 
 def shard_readings(number: int, relay: str | None = "w-1", **fields: str) -> ShardReadings:
@@ -389,8 +396,10 @@ def shard_readings(number: int, relay: str | None = "w-1", **fields: str) -> Sha
     )
 
 
-def test_why_shards_are_fenced(settings: Settings) -> None:
-    """What a relay is mending by itself, what it cannot, and the same words with other numbers once."""
+def test_fenced_shards_name_their_reason_and_command(settings: Settings) -> None:
+    """Shards that a relay recovers by itself, shards that it cannot recover, and one finding for shards whose
+    reasons differ only in numbers.
+    """
     ends = "the journal ends at seq {0}, {1} were acknowledged: it has lost events; put it back"
     wiped = {"seq": "5", "partial": "1", "time": "1000", "fault": "Redis has nothing of the shard"}
     shards = [
@@ -402,28 +411,28 @@ def test_why_shards_are_fenced(settings: Settings) -> None:
         shard_readings(5, life="before", seq="1", time="4000"),
         shard_readings(6, life="life", seq="1"),
     ]
-    told = {
+    fenced = {
         finding.what.partition(": ")[0]: finding
         for finding in core.fenced(CoreReadings([], shards), settings)
     }
-    assert set(told) == {"shards 0 to 1", "shard 2", "shard 3", "shard 4", "shard 5"}
-    lost = told["shards 0 to 1"]
+    assert set(fenced) == {"shards 0 to 1", "shard 2", "shard 3", "shard 4", "shard 5"}
+    lost = fenced["shards 0 to 1"]
     assert (lost.command, lost.since, "in shard 0, the journal ends at seq 0, 7 were" in lost.what) == (
         RESTORE,
         2000,
         True,
     )
-    assert told["shard 2"].command.startswith("nothing: its relay is at work")
-    assert told["shard 2"].since is None
-    assert told["shard 3"].command == "grabstream rebuild redis"
-    assert told["shard 4"].command == "grabstream worker --roles relay,sweep"
-    assert told["shard 5"].command.startswith("nothing: its relay is at work")
+    assert fenced["shard 2"].command.startswith("nothing: its relay is recovering the shard")
+    assert fenced["shard 2"].since is None
+    assert fenced["shard 3"].command == "grabstream rebuild redis"
+    assert fenced["shard 4"].command == "grabstream worker --roles relay,sweep"
+    assert fenced["shard 5"].command.startswith("nothing: its relay is recovering the shard")
 
 
-async def test_what_somebody_wrote_into_a_live_shard_by_hand(
+async def test_a_shard_changed_by_hand_names_the_field_and_the_command_mends_it(
     system: Settings, worker: Callable[..., Any]
 ) -> None:
-    """Its layout, or its life, while the relay is at work: each is named, and what mends it mends it."""
+    """The shard's layout or server epoch is changed while its relay runs."""
     relay = worker(system, "relay,sweep")
     redis = open_redis(system)
     shard = key_space(system).shard(key_space(system).shard_of_offer("x"))
@@ -462,24 +471,24 @@ async def test_what_somebody_wrote_into_a_live_shard_by_hand(
         newer = only(await examine(system), "shards decide")
         assert (
             newer.what
-            == f"shard {shard.shard}: fenced: it says that its keys have layout '{LAYOUT + 7}', this program "
-            f"writes {LAYOUT}"
+            == f"shard {shard.shard}: fenced: its keys have layout '{LAYOUT + 7}', but this program writes "
+            f"layout {LAYOUT}"
         )
         assert f"HSET {shard.state} layout {LAYOUT}" in newer.command
         await redis.hset(shard.state, "layout", LAYOUT)
-        # Its relay gives a shard of a newer program up, and comes back.
+        # The relay had stepped down from a shard of a newer program; it takes the shard over again.
         await until(decides, 60, "the relay")
-        assert not found(await examine(system), "shards decide")
+        assert not findings_of(await examine(system), "shards decide")
     await redis.aclose()
 
 
-def test_the_layout_is_what_the_scripts_write() -> None:
+def test_the_layout_is_the_number_that_the_scripts_write() -> None:
     assert f"\nlocal LAYOUT = {LAYOUT}\n" in loader.load("server_epoch").text
 
 
-async def test_a_topic_of_commands_that_keeps_compressed_batches(system: Settings) -> None:
-    """As somebody made it by hand, or a release before made it; `init` mends it."""
-    assert not found(await examine(system), "commands are bounded")
+async def test_a_topic_of_commands_that_keeps_compressed_batches_is_mended_by_init(system: Settings) -> None:
+    """The topic is as an operator or an earlier release may have created it."""
+    assert not findings_of(await examine(system), "commands are bounded")
     topic = Topics(system.prefix).commands
     client = AIOKafkaAdminClient(bootstrap_servers=system.kafka)
     await client.start()
@@ -488,15 +497,15 @@ async def test_a_topic_of_commands_that_keeps_compressed_batches(system: Setting
     )
     await client.close()
 
-    async def told() -> list[Finding]:
-        return found(await examine(system), "commands are bounded")
+    async def compressed() -> list[Finding]:
+        return findings_of(await examine(system), "commands are bounded")
 
-    [finding] = await until(told, 20, "the finding")  # type: ignore[misc]
+    [finding] = await until(compressed, 20, "the finding")  # type: ignore[misc]
     assert finding.what == f"{topic} keeps compressed batches: its compression.type is gzip"
     assert grabstream("init", **env_of(system)).returncode == 0
 
     async def mended() -> bool:
-        return not await told()
+        return not await compressed()
 
     await until(mended, 20, "the setting")
 
@@ -504,42 +513,44 @@ async def test_a_topic_of_commands_that_keeps_compressed_batches(system: Setting
 # -- servers -------------------------------------------------------------------------------------------------
 
 
-async def test_what_is_wrong_with_a_redis(
+async def test_each_fault_of_a_redis_server_is_reported(
     system: Settings, tmp_path: Path, worker: Callable[..., Any]
 ) -> None:
-    """May evict, keeps nothing, is full, has another number of shards, and starts anew without a relay."""
+    """It may evict, writes nothing to disk, is full, has another number of shards, and restarts without a
+    relay.
+    """
     server = Redis(tmp_path, free_ports(1)[0])
     server.start()
     try:
-        own = system.model_copy(update={"redis_url": f"redis://127.0.0.1:{server.port}/0"})
-        working = worker(own, "relay")
+        of_server = system.model_copy(update={"redis_url": f"redis://127.0.0.1:{server.port}/0"})
+        working = worker(of_server, "relay")
 
         async def relayed() -> bool:
-            return not found(await examine(own), "shards are relayed")
+            return not findings_of(await examine(of_server), "shards are relayed")
 
         await until(relayed, 30, "a relay")
-        fewer = await examine(own.model_copy(update={"shards": 4}))
+        fewer = await examine(of_server.model_copy(update={"shards": 4}))
         assert only(fewer, SYSTEM_CHECK).command.startswith("set GRAB_SHARDS=8")
         assert len(fewer.findings) == 1
         [other] = core.other_shards(
-            CoreReadings([], [shard_readings(0, shards="8")]), own.model_copy(update={"shards": 4})
+            CoreReadings([], [shard_readings(0, shards="8")]), of_server.model_copy(update={"shards": 4})
         )
         assert other.command == "export GRAB_SHARDS=8"
         client = sync_redis.Redis(port=server.port)
         client.config_set("maxmemory-policy", "allkeys-lru")
         client.config_set("appendonly", "no")
-        examination = await examine(own)
+        examination = await examine(of_server)
         assert "allkeys-lru" in only(examination, "Redis never evicts").what
         assert only(examination, "Redis never evicts").command.endswith(
             "CONFIG SET maxmemory-policy noeviction"
         )
         assert "appendonly is off" in only(examination, "Redis keeps what it has").what
-        # Only now, or it would evict indeed.
+        # Only now: before, it would have evicted keys.
         client.config_set("maxmemory-policy", "noeviction")
         client.config_set("maxmemory", 1_000_000)
-        examination = await examine(own)
+        examination = await examine(of_server)
         assert "MiB" in only(examination, "Redis has memory").what
-        assert not found(examination, "Redis never evicts")
+        assert not findings_of(examination, "Redis never evicts")
         client.config_set("maxmemory", 0)
         client.config_set("appendonly", "yes")
         client.close()
@@ -549,12 +560,11 @@ async def test_what_is_wrong_with_a_redis(
         server.start()
 
         async def fenced() -> list[Finding]:
-            # As long as the killed worker's lease goes on, it may still be the one that made the life differ.
-            findings = found(await examine(own), "shards decide")
+            # Until the killed worker's lease expires, the reason may be that of a shard with a relay.
             return [
                 finding
-                for finding in findings
-                if "shards 0 to 7: fenced: Redis has started anew" in finding.what
+                for finding in findings_of(await examine(of_server), "shards decide")
+                if "shards 0 to 7: fenced: Redis was restarted, or a replica promoted" in finding.what
             ]
 
         [finding] = await until(fenced, 20, "the fence")  # type: ignore[misc]
@@ -564,18 +574,16 @@ async def test_what_is_wrong_with_a_redis(
         server.kill()
 
 
-async def test_clocks_apart(system: Settings) -> None:
-    """This machine's clock is set a minute ahead, as the doctor sees it: then those of both servers are
-    behind.
-    """
+async def test_servers_clocks_behind_this_machines_are_reported(system: Settings) -> None:
+    """The doctor's clock is a minute ahead, so the clocks of both servers are behind it."""
     examination = await examine(system, lambda: now_ms() + 60_000)
-    whats = [finding.what for finding in found(examination, "clocks agree")]
+    whats = [finding.what for finding in findings_of(examination, "clocks agree")]
     assert [what.split(" is ")[0] for what in whats] == ["the clock of Redis", "the clock of PostgreSQL"]
     assert all("behind this machine's" in what for what in whats)
-    assert not found(await examine(system), "clocks agree")
+    assert not findings_of(await examine(system), "clocks agree")
 
 
-async def test_a_journal_that_is_not_kept_for_ever(system: Settings) -> None:
+async def test_a_journal_that_is_not_kept_for_ever_is_reported(system: Settings) -> None:
     topic = Topics(system.prefix).journal
     client = AIOKafkaAdminClient(bootstrap_servers=system.kafka)
     await client.start()
@@ -584,23 +592,23 @@ async def test_a_journal_that_is_not_kept_for_ever(system: Settings) -> None:
     )
     await client.close()
 
-    async def told() -> list[Finding]:
-        return found(await examine(system), "the journal is kept for ever")
+    async def not_kept() -> list[Finding]:
+        return findings_of(await examine(system), "the journal is kept for ever")
 
-    [finding] = await until(told, 20, "the finding")  # type: ignore[misc]
+    [finding] = await until(not_kept, 20, "the finding")  # type: ignore[misc]
     assert "retention.ms is 86400000" in finding.what
     assert "--add-config retention.ms=-1" in finding.command
 
 
-async def test_a_disk_that_is_nearly_full(system: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No disk has more than all of itself free."""
+async def test_a_nearly_full_disk_is_reported(system: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bound is above 100 % free, so every disk counts as nearly full."""
     monkeypatch.setattr(machine, "FREE_SHARE_MIN", 1.01)
-    whats = [finding.what for finding in found(await examine(system), "disks have room")]
+    whats = [finding.what for finding in findings_of(await examine(system), "disks have room")]
     assert any("the disk of Redis" in what for what in whats)
 
 
-def test_partitions_without_leader_or_copies(settings: Settings) -> None:
-    """One broker cannot show it: as a cluster describes it."""
+def test_partitions_without_leader_or_with_replicas_out_of_sync_are_reported(settings: Settings) -> None:
+    """The partitions are given as a cluster describes them, since the tests have one broker."""
     partitions = {
         "grab.journal": [
             Partition(0, 1, [1, 2, 3], [1, 2, 3]),
@@ -608,16 +616,16 @@ def test_partitions_without_leader_or_copies(settings: Settings) -> None:
             Partition(2, 1, [1, 2, 3], [1]),
         ]
     }
-    leaderless, behind = topics.not_led(TopicReadings(partitions, {}, None, 1, []), settings)
+    leaderless, degraded = topics.not_led(TopicReadings(partitions, {}, None, 1, []), settings)
     assert "no leader for partition 1" in leaderless.what
-    assert "partition 2 has copies that are behind" in behind.what
-    assert "start broker 2 to 3" in behind.command
+    assert "partition 2 has replicas out of sync" in degraded.what
+    assert "start broker 2 to 3" in degraded.command
 
 
-async def test_a_relay_that_does_not_get_on(
+async def test_a_relay_that_copies_nothing_is_reported_with_its_worker(
     system: Settings, monkeypatch: pytest.MonkeyPatch, worker: Callable[..., Any]
 ) -> None:
-    """A lease is held, but what was decided stays where it is: its worker was stopped without ending."""
+    """The worker is suspended: it holds the lease, but does not copy events to the journal."""
     monkeypatch.setattr(core, "RELAY_LATE_MS", 300)
     working = worker(system, "relay,sweep", lease_ms="60000")
     async with open_gate(system) as gate:
@@ -626,26 +634,26 @@ async def test_a_relay_that_does_not_get_on(
         working.signal(signal.SIGSTOP)
         await gate.decide([Grab(id="g", offer="x", user="u")], "decided")
 
-    async def told() -> list[Finding]:
-        return found(await examine(system), "shards are relayed")
+    async def not_relayed() -> list[Finding]:
+        return findings_of(await examine(system), "shards are relayed")
 
-    [finding] = await until(told, 20, "the finding")  # type: ignore[misc]
-    assert "does not bring 1 events to the journal" in finding.what
+    [finding] = await until(not_relayed, 20, "the finding")  # type: ignore[misc]
+    assert "has not copied 1 event to the journal" in finding.what
     assert f"-{working.process.pid}-" in finding.what
 
 
 # -- words ---------------------------------------------------------------------------------------------------
 
 
-def test_words() -> None:
+def test_ranges_and_addresses_in_messages() -> None:
     assert spans([5, 0, 1, 2]) == "0 to 2, 5"
     assert address("GRAB_REDIS_URL", "redis://h:1/0") == "redis://h:1/0"
     assert address("GRAB_REDIS_URL", "redis://:secret@h:1/0") == '"$GRAB_REDIS_URL"'
 
 
-async def test_for_programs(system: Settings) -> None:
+async def test_doctor_prints_json(system: Settings) -> None:
     done = grabstream("doctor", "--json", **env_of(system))
-    said = json.loads(done.stdout)
-    assert (done.returncode, said["healthy"]) == (1, False)
-    assert {"check", "severity", "what", "means", "command", "since"} == set(said["findings"][0])
-    assert said["servers"] == {"redis": None, "kafka": None, "postgres": None}
+    report = json.loads(done.stdout)
+    assert (done.returncode, report["healthy"]) == (1, False)
+    assert {"check", "severity", "what", "means", "command", "since"} == set(report["findings"][0])
+    assert report["servers"] == {"redis": None, "kafka": None, "postgres": None}

@@ -1,6 +1,4 @@
-"""`why`: the story of a user and an offer, made to happen on a system at work, told in words and for
-programs.
-"""
+"""`why`: the history of a user in an offer, played on a running system and shown as text and as JSON."""
 
 import asyncio
 import json
@@ -38,7 +36,7 @@ HOLD_MS = 1_000
 async def why(settings: Settings, user: str, offer: str) -> Any:
     evidence, unbooked, redis = await gather(settings, user, offer)
     assert evidence is not None
-    # As it is printed.
+    # As --json prints it.
     return json.loads(json.dumps(as_json_of(evidence, tell(evidence), unbooked, redis), default=str))
 
 
@@ -48,16 +46,16 @@ async def decide(gate: Gate, command: AnyCommand) -> Answer:
 
 
 async def kept(settings: Settings, refusals: int, events: int) -> None:
-    """Returns when so many refusals are kept, and so many events audited and in the ledger."""
+    """Returns when so many refusals are kept, and so many events are in the audit trail and the ledger."""
 
-    async def there() -> bool:
+    async def complete() -> bool:
         booked = "(SELECT sum(seq)::int FROM cursors WHERE projection = 'ledger')"
-        [found] = await rows(
+        [counts] = await rows(
             settings, f"SELECT (SELECT count(*) FROM refusals), (SELECT count(*) FROM audit), {booked}"
         )
-        return bool(found[0] >= refusals and found[1] >= events and found[2] >= events)
+        return bool(counts[0] >= refusals and counts[1] >= events and counts[2] >= events)
 
-    await until(there, 30, "the books")
+    await until(complete, 30, "the read models")
 
 
 def moments(story: Any) -> list[tuple[str, bool]]:
@@ -68,11 +66,13 @@ def moments(story: Any) -> list[tuple[str, bool]]:
     ]
 
 
-async def test_a_sale(system: Settings, worker: Callable[..., Any]) -> None:
+async def test_why_shows_attempts_lateness_limits_and_payments_of_a_sale(
+    system: Settings, worker: Callable[..., Any]
+) -> None:
     """Too early, held, above the limit, sold out, expired, paid too late, paid in time, and over."""
     worker(system)
     async with open_gate(system) as gate:
-        # A worker takes its time to start; from here on seconds count.
+        # The first answer shows that the worker has started: from here on, times of a second matter.
         assert (await decide(gate, Close(id="ready", offer="s"))).outcome == "no_such_offer"
         opens_at = now_ms() + 1_500
         terms = StockTerms(
@@ -141,24 +141,26 @@ async def test_a_sale(system: Settings, worker: Callable[..., Any]) -> None:
     assert released["limits"][0]["used"] == {"before": 1, "after": 0}
 
     [of_cid] = [moment for moment in (await why(system, "cid", "s"))["story"] if moment["refused"]]
-    assert (of_cid["late_ms"], of_cid["late_behind"]) == (cid.at - bob.at, "the last unit went")
+    assert (of_cid["late_ms"], of_cid["late_behind"]) == (cid.at - bob.at, "the last unit was taken")
     [of_dan] = [moment for moment in (await why(system, "dan", "s"))["story"] if moment["refused"]]
     assert (of_dan["late_ms"], of_dan["late_behind"]) == (over.at - closed.at, "the close")
 
-    told = grabstream("why", "ann", "s", **env_of(system)).stdout
-    assert f"grab refused: not_open_yet, {opens_at - early.at:,} ms before the opening" in told
-    assert f"{(held.at - opens_at) / 1000:+.3f} s  held 1 sku:s" in told
-    assert "limit user/offer (ann): 0 before, 1 after, of 1" in told
-    assert "paid 5 CNY by pay-a" in told
-    told = grabstream("why", "bob", "s", **env_of(system)).stdout
-    assert f"{due['late_ms']:,} ms after the deadline" in told
-    assert "it is to be paid back" in told
-    assert "released 1 sku:s, expired" in told
-    assert "; bob-1 has 0 held and 0 taken" in told
+    shown = grabstream("why", "ann", "s", **env_of(system)).stdout
+    assert f"grab refused: not_open_yet, {opens_at - early.at:,} ms before the opening" in shown
+    assert f"{(held.at - opens_at) / 1000:+.3f} s  held 1 sku:s" in shown
+    assert "limit user/offer (ann): 0 before, 1 after, of 1" in shown
+    assert "paid 5 CNY by pay-a" in shown
+    shown = grabstream("why", "bob", "s", **env_of(system)).stdout
+    assert f"{due['late_ms']:,} ms after the deadline" in shown
+    assert "it is to be paid back" in shown
+    assert "released 1 sku:s, expired" in shown
+    assert "; bob-1 has 0 held and 0 taken" in shown
 
 
-async def test_an_envelope(system: Settings, worker: Callable[..., Any]) -> None:
-    """The part, its place, what was left; and who came when the last part had gone."""
+async def test_why_shows_part_place_and_rest_of_an_envelope(
+    system: Settings, worker: Callable[..., Any]
+) -> None:
+    """A user with a part, and a user who arrived after the last part was taken."""
     worker(system)
     async with open_gate(system) as gate:
         terms = EnvelopeTerms(issuer="alice", funding="f", asset="CNY", total=100, parts=2)
@@ -180,17 +182,17 @@ async def test_an_envelope(system: Settings, worker: Callable[..., Any]) -> None
     assert of_eve["now"]["redis"]["part"] == {"place": 1, "amount": eve.amount, "seq": eve.seq}
     [of_gus] = [moment for moment in (await why(system, "gus", "e"))["story"] if moment["refused"]]
     assert (of_gus["what"], of_gus["late_ms"]) == ("sold_out", gus.at - last.at)
-    told = grabstream("why", "eve", "e", **env_of(system)).stdout
-    assert "place 1, 1 part left after it" in told
-    assert "offer:e → wallet:eve" in told
+    shown = grabstream("why", "eve", "e", **env_of(system)).stdout
+    assert "place 1, 1 part left after it" in shown
+    assert "offer:e → wallet:eve" in shown
 
 
-async def test_what_the_ledger_lacks(system: Settings, journal: JournalWriter) -> None:
-    """A grant that is not booked: not yet, since the ledger has stopped in front of it, and since it was set
+async def test_why_says_why_the_ledger_lacks_an_event(system: Settings, journal: JournalWriter) -> None:
+    """A grant is not booked: first the ledger lags, then it has stopped at the grant, then the grant is set
     aside.
     """
 
-    async def said() -> str:
+    async def reason() -> str:
         done = await asyncio.to_thread(grabstream, "why", "u3", "e", **env_of(system))
         assert done.returncode == 0, done.stderr
         [line] = [line.strip() for line in done.stdout.splitlines() if "is not booked" in line]
@@ -207,11 +209,13 @@ async def test_what_the_ledger_lacks(system: Settings, journal: JournalWriter) -
         for projector in others:
             await projector.put(CatchUp(SHARD))
         await until_at_seq(system, 4, "audit", "balances")
-    assert (await said()).endswith("seq 3, grab.granted, is not booked: the ledger has not come that far yet")
+    assert (await reason()).endswith(
+        "seq 3, grab.granted, is not booked: the ledger has not come that far yet"
+    )
     async with running(system, "ledger") as [ledger]:
         await ledger.put(CatchUp(SHARD))
         await until_stopped(system, "ledger")
-        assert "is not booked: the ledger has stopped at shard" in await said()
+        assert "is not booked: the ledger has stopped at shard" in await reason()
         done = await asyncio.to_thread(
             grabstream,
             "set-aside",
@@ -226,7 +230,7 @@ async def test_what_the_ledger_lacks(system: Settings, journal: JournalWriter) -
         )
         assert done.returncode == 0, done.stderr
         await until_at_seq(system, 4, "ledger")
-    line = await said()
+    line = await reason()
     assert "is not booked: set aside by olga on " in line
     assert line.endswith(": ticket 17")
     [missing] = (await why(system, "u3", "e"))["not_in_ledger"]
@@ -234,7 +238,7 @@ async def test_what_the_ledger_lacks(system: Settings, journal: JournalWriter) -
     assert (await why(system, "u2", "e"))["not_in_ledger"] == []
 
 
-async def test_what_is_not_known(system: Settings) -> None:
+async def test_why_refuses_an_unknown_offer_and_a_bad_id(system: Settings) -> None:
     done = grabstream("why", "ann", "nothing", "--json", **env_of(system))
     assert done.returncode == 1
     assert "no offer 'nothing'" in done.stderr
