@@ -1,1 +1,1 @@
-"""The pure heart: commands, events, outcomes, money and rules. No I/O, no clock, no randomness."""
+"""The pure core: commands, events, outcomes, money and rules. No I/O, no clock, no randomness."""

@@ -1,4 +1,4 @@
-"""Answers: what a command's sender is told. What does not apply is absent."""
+"""Answers: the result of a command, as its sender gets it. A field that does not apply is absent."""
 
 from typing import Annotated, get_args
 
@@ -12,8 +12,8 @@ from grabstream.models.outcomes import NOT_DECIDED, OUTCOME_NAMES, Outcome, Outc
 
 
 class LimitState(msgspec.Struct, omit_defaults=True, frozen=True):
-    """What a limit leaves to a user: `left` of `max` until `resets_at` (ms since 1970 UTC; absent: it never
-    does).
+    """What a limit leaves to a user: `left` of `max` units until `resets_at` (milliseconds since 1970 UTC;
+    absent: the limit never resets).
     """
 
     by: Id
@@ -27,11 +27,11 @@ class LimitState(msgspec.Struct, omit_defaults=True, frozen=True):
 class Answer(msgspec.Struct, omit_defaults=True, frozen=True):
     """The answer to one command.
 
-    `code` is the outcome's number. `amount` counts the offer's asset (minor units or pieces), `place` is the
-    how-manieth grab of the offer this is, `left` what was left after it (units: parts or pieces). `seq` is
-    the event's number in its shard. `due` minor units of `currency` are to be paid until `deadline_at`.
-    `limit` is the one that refused, `limits` what all of them leave. `retry_at`, `deadline_at` and `at` are
-    milliseconds since 1970 UTC.
+    `code` is the number of `outcome`. `amount` counts the offer's asset (minor units or pieces), `place` is
+    the ordinal of the grab within the offer, from 1, `left` the units left after it (parts or pieces). `seq`
+    is the event's number in `shard`. `due` minor units of `currency` are to be paid until `deadline_at`.
+    `limit` is the limit that refused the command, `limits` what all limits leave. `retry_at`, `deadline_at`
+    and `at` are milliseconds since 1970 UTC.
     """
 
     id: Id
@@ -64,7 +64,7 @@ class Answer(msgspec.Struct, omit_defaults=True, frozen=True):
 
     @property
     def decided(self) -> bool:
-        """Whether a script decided it; `fenced` and `busy` say: not yet, send it again."""
+        """Whether the command was decided; after `fenced` or `busy` it may be sent again."""
         return self.code not in NOT_DECIDED
 
 
@@ -75,11 +75,11 @@ def refusal(
     message: str | None = None,
     retry_at: int | None = None,
 ) -> Answer:
-    """A refusal made without a script (the door, the queue, the fence); its message is bounded, whatever it
-    quotes.
+    """A refusal made without a script (by a check of the input, a full queue, or a fence). A long message is
+    cut.
     """
-    said = None if message is None else shortened(message)
-    return Answer(id, OUTCOME_NAMES[outcome], int(outcome), offer, retry_at=retry_at, message=said)
+    bounded = None if message is None else shortened(message)
+    return Answer(id, OUTCOME_NAMES[outcome], int(outcome), offer, retry_at=retry_at, message=bounded)
 
 
 encode_answer = msgspec.json.Encoder().encode

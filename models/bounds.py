@@ -1,8 +1,8 @@
-"""Bounds of everything that comes in and is written, and the texts that quote what came in. `docs/limits.md`
-is made from these.
+"""Bounds of all input and output, and functions that quote input in messages. `docs/limits.md` is generated
+from these numbers.
 
-Numbers that belong to one field stand beside it (`models/offers.py`, `models/commands.py`); here are those of
-whole commands, records and event lines.
+Bounds of a single field are defined beside the field (`models/offers.py`, `models/commands.py`). This module
+has the bounds of whole commands, records and event lines.
 """
 
 import re
@@ -10,50 +10,49 @@ from typing import Final
 
 #: A record of any topic, with its key and headers.
 RECORD_BYTES_MAX: Final = 4 * 1024 * 1024
-#: A command as JSON, whichever way it comes.
+#: A command as JSON, from any source.
 COMMAND_BYTES_MAX: Final = 128 * 1024
-#: An event as it stands in the journal. What is written below this bound fits a block; readers accept longer
-#: lines.
+#: The line of an event in the journal. A line below this bound fits a block. Readers accept longer lines.
 EVENT_LINE_BYTES_MAX: Final = 256 * 1024
-#: Codes that one grab may get: they stand in its event, sealed. The greatest `max_per_grab` of an offer with
+#: Codes that one grab may get; its event contains them, sealed. The greatest `max_per_grab` of an offer with
 #: codes.
 CODES_PER_GRAB_MAX: Final = 100
-#: Grabs of a basket, which one call decides: offers with long queues cost it most.
+#: Grabs of a basket. One call decides them all; offers with long queues cost it most.
 BASKET_GRABS_MAX: Final = 10
-#: Grabs of a basket that are looked at at all: so many could be in one before, and a repeat of those gets its
-#: first answer.
+#: Grabs of a basket that a repeat may have. Earlier releases allowed so many; a repeat of such a basket must
+#: get its first answer.
 BASKET_GRABS_KNOWN_MAX: Final = 64
-#: Spans of a week in which an offer takes grabs, after those that touch are joined.
+#: Spans of a week in which an offer takes grabs, after adjacent spans are joined.
 HOURS_SPANS_MAX: Final = 64
 #: Commands in one array.
 ARRAY_COMMANDS_MAX: Final = 10_000
-#: Commas in an array of commands, also those within texts: counted before anything is decoded, since every
-#: value costs memory.
+#: Commas in an array of commands, including those within texts. They are counted before the array is decoded,
+#: because every decoded value costs memory.
 ARRAY_COMMAS_MAX: Final = 200_000
-#: A text that says why something was refused, in bytes of UTF-8.
+#: The reason of a refusal, in bytes of UTF-8.
 REASON_BYTES_MAX: Final = 1024
-#: What such a text quotes of an input, in characters.
+#: The part of an input that a message quotes, in characters.
 QUOTED_CHARACTERS_MAX: Final = 40
-#: Elements of one array that are kept one by one when they are not understood; of more, the whole array is
+#: Undecodable elements of one array that are kept as single records. With more of them, the whole array is
 #: kept instead.
 REJECTED_OF_ARRAY_MAX: Final = 100
-#: A piece of what is kept in `rejected`: with its headers it fits a topic that nobody has configured
+#: A piece of a record in the topic `rejected`. With its headers, it fits the default limit of Kafka
 #: (1,048,588 bytes).
 REJECTED_PIECE_BYTES_MAX: Final = 1_000_000
-#: A record's key in `rejected`; a longer one is kept in pieces, too.
+#: The key of a record in the topic `rejected`. A longer key is kept in pieces, too.
 REJECTED_KEY_BYTES_MAX: Final = 16 * 1024
 
 #: A file of offers, codes or users.
 FILE_BYTES_MAX: Final = 64 * 1024 * 1024
-#: Values that a file of offers may hold, those that an alias repeats counted again.
+#: Values in a file of offers. Values that an alias repeats count each time.
 FILE_VALUES_MAX: Final = 2_000_000
 
 _unprintable = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
 def quoted(value: object) -> str:
-    """How a message quotes an input: as Python writes it, the first characters of a text only. What is no
-    scalar is named by its type.
+    """An input as a message quotes it: `repr` of a scalar, with only the first characters of a text; the type
+    of any other value.
     """
     if isinstance(value, str | bytes):
         return (
@@ -67,12 +66,12 @@ def quoted(value: object) -> str:
 
 
 def shortened(text: str, bytes_max: int = REASON_BYTES_MAX) -> str:
-    """A message that every topic, table and terminal can keep: at most so many bytes of UTF-8, control
-    characters as escapes.
+    """The text cut to `bytes_max` bytes of UTF-8, with control characters escaped, so that every topic, table
+    and terminal can take it.
     """
     if 4 * len(text) <= bytes_max and text.isprintable():
         return text
-    head = _unprintable.sub(lambda found: f"\\u{ord(found.group()):04x}", text[:bytes_max])
+    head = _unprintable.sub(lambda match: f"\\u{ord(match.group()):04x}", text[:bytes_max])
     raw = head.encode()
     if len(raw) <= bytes_max and len(text) <= bytes_max:
         return head

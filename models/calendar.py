@@ -1,8 +1,8 @@
 """Calendars as integer arithmetic: the offsets of a time zone, windows of hours, days and weeks, and the
 hours of a week.
 
-The zone's offsets are written into an offer once, when it is opened (docs/design.md); from then on Lua
-and the pure rules need no time-zone database, and agree even when two machines have different ones. All
+The offsets of the zone are written into an offer once, when it is opened (docs/design.md). From then on, Lua
+and the pure rules need no time-zone database, and agree even when two machines have different databases. All
 times are milliseconds since 1970 UTC.
 """
 
@@ -24,19 +24,19 @@ TIMEZONE_LENGTH_MAX: Final = 64
 MINUTE_MS: Final = 60_000
 #: 1970-01-01 was a Thursday; weeks begin on Monday.
 THURSDAY: Final = 3
-#: How many times in a row hours may be looked for that the clock does not jump over; it jumps once in a week
-#: at most.
+#: How many starts of opening hours `opens_next` tries, because the clock may jump over a start. It jumps at
+#: most once a week.
 JUMPS_MAX: Final = 4
-#: How far ahead of its opening an offer knows its zone.
+#: How long after its opening day an offer has the offsets of its zone.
 HORIZON_MS: Final = 10 * 366 * DAY_MS
 
-#: (from this time on, the local clock is this much ahead of UTC), in order of time; the first also holds
-#: before it.
+#: Pairs (time, offset), sorted by time: from `time` on, the local clock is `offset` ms ahead of UTC. The
+#: first offset also applies before its time.
 Offsets = Sequence[tuple[int, int]]
 
 
 def check_timezone(name: str) -> None:
-    """Raises Invalid when there is no such zone."""
+    """Raises Invalid when the time-zone database has no such zone."""
     try:
         if len(name) > TIMEZONE_LENGTH_MAX:
             raise ValueError("too long to be a name")
@@ -48,30 +48,30 @@ def check_timezone(name: str) -> None:
 
 
 def offsets_of(timezone: str, at_ms: int) -> tuple[tuple[int, int], ...]:
-    """The zone's offsets from the day (UTC) of a time on, for HORIZON_MS; every change to the millisecond.
-    `()` for UTC.
+    """The offsets of the zone for HORIZON_MS from the start of the UTC day of `at_ms`; each change of the
+    offset is exact to the millisecond. `()` for UTC.
     """
     return () if timezone == "UTC" else _offsets_from(timezone, at_ms - at_ms % DAY_MS)
 
 
-# It takes some milliseconds: offers opened on one day share it.
+# The search takes some milliseconds; offers opened on the same day share its result.
 @lru_cache(maxsize=256)
 def _offsets_from(timezone: str, from_ms: int) -> tuple[tuple[int, int], ...]:
     zone = ZoneInfo(timezone)
-    found = [(from_ms, _offset(zone, from_ms))]
+    offsets = [(from_ms, _offset(zone, from_ms))]
     at = from_ms
     while at < from_ms + HORIZON_MS:
         after = at + DAY_MS
-        if _offset(zone, after) != found[-1][1]:
+        if _offset(zone, after) != offsets[-1][1]:
             low, high = at, after
             while high - low > 1:
                 middle = (low + high) // 2
-                low, high = (middle, high) if _offset(zone, middle) == found[-1][1] else (low, middle)
-            found.append((high, _offset(zone, high)))
+                low, high = (middle, high) if _offset(zone, middle) == offsets[-1][1] else (low, middle)
+            offsets.append((high, _offset(zone, high)))
             at = high
         else:
             at = after
-    return tuple(found)
+    return tuple(offsets)
 
 
 def _offset(zone: ZoneInfo, at_ms: int) -> int:
@@ -80,17 +80,22 @@ def _offset(zone: ZoneInfo, at_ms: int) -> int:
 
 
 def offset_at(offsets: Offsets, at_ms: int) -> int:
-    """How far the local clock is ahead of UTC at a time, ms."""
+    """How many ms the local clock is ahead of UTC at `at_ms`."""
     if not offsets:
         return 0
-    return offsets[max(bisect_right(offsets, at_ms, key=lambda one: one[0]) - 1, 0)][1]
+    return offsets[_index_at(offsets, at_ms)][1]
+
+
+def _index_at(offsets: Offsets, at_ms: int) -> int:
+    """The index of the offset that applies at `at_ms`."""
+    return max(bisect_right(offsets, at_ms, key=lambda change: change[0]) - 1, 0)
 
 
 def utc_of(offsets: Offsets, local_ms: int, after_ms: int) -> int:
-    """The first time after `after_ms` at which the local clock shows `local_ms` or, where it jumps over it,
-    more.
+    """The first time after `after_ms` at which the local clock shows `local_ms`, or a later local time if the
+    clock jumps over `local_ms`.
     """
-    index = max(bisect_right(offsets, after_ms, key=lambda one: one[0]) - 1, 0)
+    index = _index_at(offsets, after_ms)
     for begins, offset in offsets[index:]:
         at = max(local_ms - offset, begins)
         following = offsets[index + 1][0] if index + 1 < len(offsets) else None
@@ -101,10 +106,10 @@ def utc_of(offsets: Offsets, local_ms: int, after_ms: int) -> int:
 
 
 def window_of(per: Period, offsets: Offsets, at_ms: int) -> int:
-    """The number of the offer's hour, day or week at a time; 0 when the whole offer is one window.
+    """The window of `at_ms`: the number of its hour, day or week; 0 when the whole offer is one window.
 
-    Days and weeks are those of the local clock. Hours are 60 minutes long always, also when the clock is set
-    back, and begin with the full hours of the clock that the offer was opened under.
+    Days and weeks are those of the local clock. An hour always has 60 minutes, also when the clock is set
+    back; hours begin at the full hours of the local clock at the time of opening.
     """
     if per == "offer":
         return 0
@@ -123,7 +128,7 @@ def _hour_shift(offsets: Offsets) -> int:
 
 
 def window_ends(per: Period, offsets: Offsets, at_ms: int) -> int | None:
-    """When the window of a time ends; None when it does not."""
+    """When the window of `at_ms` ends; None when it never ends."""
     if per == "offer":
         return None
     window = window_of(per, offsets, at_ms)
@@ -134,7 +139,7 @@ def window_ends(per: Period, offsets: Offsets, at_ms: int) -> int | None:
 
 
 def opens_next(hours: Sequence[tuple[int, int]], offsets: Offsets, at_ms: int) -> int | None:
-    """None when a time lies within the hours of the week, else when they begin next.
+    """None when `at_ms` lies within the opening hours, else the time at which they begin next.
 
     `hours` are pairs of minutes of the local week (Monday 00:00 is 0): from the first up to, not including,
     the second.
@@ -149,6 +154,6 @@ def opens_next(hours: Sequence[tuple[int, int]], offsets: Offsets, at_ms: int) -
         if any(begins <= minute < ends for begins, ends in hours):
             break
         ahead = min((begins - minute - 1) % WEEK_MINUTES + 1 for begins, _ in hours)
-        # The clock may jump over them: then those after.
+        # When the clock jumps over these hours, the loop tries the next ones.
         at_ms = opens = utc_of(offsets, week_begins + (minute + ahead) * MINUTE_MS, at_ms)
     return opens

@@ -1,6 +1,6 @@
-"""Commands: what somebody wants done. Imperative names, an id chosen by the sender, no history.
+"""Commands: what a sender wants done. Names are imperative; the sender chooses the id.
 
-`decode_commands` is the door for bytes, `check` the door for objects made in Python; both say which field is
+`decode_commands` decodes and checks bytes, `check` checks objects made in Python. Both name the field that is
 wrong.
 """
 
@@ -38,15 +38,15 @@ from grabstream.models.offers import (
 ATTRIBUTES_MAX: Final = 8
 ITEMS_MAX: Final = 1_000
 CHUNKS_MAX: Final = 100_000
-#: The items of a `load`, as they stand in its event: there is room for the rest of the line, and in a
-#: command.
+#: The items of a `load` as its event contains them. The rest of the event line, and the command, still fit
+#: their bounds.
 ITEMS_BYTES_MAX: Final = 200_000
 CODE_LENGTH_MAX: Final = 200
 TICKET_LENGTH_MAX: Final = 4_096
 TRANSFERS_MAX: Final = 16
-#: What a `load` has beside its items, at most.
+#: The bytes of a `load` beside its items, at most.
 COMMAND_REST_BYTES: Final = 1_024
-#: Quotes of a grab that has only what every grab has: four names and four texts.
+#: Quotes of a grab without optional fields: four names and four texts.
 PLAIN_GRAB_QUOTES: Final = 16
 
 
@@ -66,22 +66,23 @@ class Command(
 
 
 class OfferCommand(Command, frozen=True, kw_only=True):
-    """What an operator does to an offer; `operator` says who, for the list of what operators did."""
+    """A command of an operator about an offer; `operator` says who sent it."""
 
     operator: Id | None = None
 
 
 class Open(OfferCommand, frozen=True, kw_only=True):
-    """Create and fund an offer."""
+    """Creates and funds an offer."""
 
     terms: Terms
 
 
 class Grab(Command, frozen=True, kw_only=True):
-    """One user's attempt; `attributes` are names and values that limits may count by.
+    """One user's attempt to get `quantity` units.
 
-    `ticket` is what the eligibility service signed; `basket` is shared by the grabs of one array that stand
-    or fall together; `wait` joins the waiting list when it is sold out.
+    `attributes` are names and values that limits may count by, `ticket` is a signed token of the eligibility
+    service. The grabs of one array that share a `basket` are all granted or all refused. With `wait`, the
+    user joins the waiting list when the offer is sold out.
     """
 
     user: Id
@@ -96,26 +97,26 @@ class Grab(Command, frozen=True, kw_only=True):
 
 
 class Pause(OfferCommand, frozen=True, kw_only=True):
-    """Refuse grabs with `on_hold` until resumed."""
+    """Refuses grabs with `on_hold` until the offer is resumed."""
 
 
 class Resume(OfferCommand, frozen=True, kw_only=True):
-    """Take grabs again."""
+    """Takes grabs again."""
 
 
 class Close(OfferCommand, frozen=True, kw_only=True):
-    """End the offer now; what is left goes back to where the terms say."""
+    """Ends the offer now; the rest goes back to the issuer."""
 
 
 class Amend(OfferCommand, frozen=True, kw_only=True):
-    """Change terms while the offer runs, in order with the grabs."""
+    """Changes terms while the offer runs, in order with the grabs."""
 
     changes: Annotated[Changes, in_schema(minProperties=1)]
 
 
 class Load(OfferCommand, frozen=True, kw_only=True):
-    """One chunk of a list that an offer needs before it opens: coupon codes, or the ids of who may grab.
-    `chunk` counts from 1.
+    """Loads one chunk of a list that an offer needs before it opens: coupon codes, or the ids of users who
+    may grab. `chunk` counts from 1 to `chunks`.
     """
 
     what: Literal["codes", "audience"]
@@ -128,7 +129,7 @@ class Load(OfferCommand, frozen=True, kw_only=True):
 
 
 class Adjust(OfferCommand, frozen=True, kw_only=True):
-    """A correcting entry in the ledger, with its reason and who approved it."""
+    """Corrects the ledger with `transfers`, with a reason and who approved it."""
 
     transfers: Annotated[tuple[Entry, ...], in_schema(minItems=1, maxItems=TRANSFERS_MAX)]
     reason: Annotated[str, in_schema(minLength=1, maxLength=LINE_LENGTH_MAX, pattern=LINE_PATTERN)]
@@ -142,8 +143,8 @@ class GrabCommand(Command, frozen=True, kw_only=True):
 
 
 class Confirm(GrabCommand, frozen=True, kw_only=True):
-    """A hold was paid: `paid` minor units of `currency` by `payment`, for `quantity` of its units (absent:
-    all that are held).
+    """Reports that a hold was paid: `paid` minor units of `currency` by `payment`, for `quantity` of its
+    units (absent: all that are held).
     """
 
     payment: Id | None = None
@@ -153,29 +154,31 @@ class Confirm(GrabCommand, frozen=True, kw_only=True):
 
 
 class Release(GrabCommand, frozen=True, kw_only=True):
-    """Give a hold back, or leave the waiting list."""
+    """Gives a hold back, or leaves the waiting list."""
 
 
 class Extend(GrabCommand, frozen=True, kw_only=True):
-    """Move a hold's deadline by `hold_ms`, as often as the offer allows."""
+    """Moves the deadline of a hold by the offer's `hold_ms`, as often as the offer allows."""
 
 
 class Return(GrabCommand, frozen=True, kw_only=True):
-    """Give back what was taken for good, after the fact; money that was paid for it goes back."""
+    """Gives back `quantity` units (absent: all) that were granted or confirmed; money paid for them goes
+    back.
+    """
 
     quantity: Quantity | None = None
     reason: Annotated[str, in_schema(maxLength=LINE_LENGTH_MAX, pattern=LINE_PATTERN)] = ""
 
 
 class Redeem(GrabCommand, frozen=True, kw_only=True):
-    """Use units, once for an order."""
+    """Uses `quantity` units of a coupon, once for each order."""
 
     order: Id
     quantity: Quantity = 1
 
 
 class Unredeem(GrabCommand, frozen=True, kw_only=True):
-    """Take the use for an order back."""
+    """Takes the use for an order back."""
 
     order: Id
 
@@ -204,14 +207,14 @@ _decode_raw_list = msgspec.json.Decoder(list[msgspec.Raw]).decode
 
 
 class _Addressed(msgspec.Struct):
-    """As much of a broken command as is needed to answer it."""
+    """The fields of an undecodable command that an answer needs."""
 
     id: str
     offer: str | None = None
 
 
 class _Basketed(msgspec.Struct):
-    """As much of a broken command as is needed to know what falls with it."""
+    """The field of an undecodable command that names its basket, whose other grabs are refused too."""
 
     basket: Any = None
 
@@ -221,10 +224,10 @@ _decode_basketed = msgspec.json.Decoder(_Basketed).decode
 
 
 class Undecodable(Exception):
-    """One command that could not be understood: `raw` are its bytes, `id` and `offer` are set when they are
+    """A command that could not be decoded: `raw` are its bytes; `id` and `offer` are set if they are
     readable.
 
-    The reason is bounded (`models/bounds.py`), whatever it quotes.
+    A long reason is cut (`models/bounds.py`).
     """
 
     def __init__(self, reason: str, raw: bytes, id: str | None = None, offer: str | None = None) -> None:
@@ -236,13 +239,12 @@ class Undecodable(Exception):
 
 
 def check(command: AnyCommand) -> None:
-    """Raises Invalid, naming the field and the fix, when the command must not reach a script; also when a
-    program has made one with values of other types than its fields have, which no reader of its event would
-    understand.
+    """Raises Invalid, naming the field and what is allowed, when the command must not reach a script. This
+    includes a command made in Python with a value of a wrong type: no reader could decode its event.
     """
     try:
         _check_rules(command)
-        # A grab is the many: its fields are looked at one by one.
+        # Grabs are the most frequent commands: their fields are checked one by one, which is faster.
         if not isinstance(command, Grab):
             _check_types(command)
     except (AttributeError, TypeError) as error:
@@ -263,7 +265,9 @@ def _check_rules(command: AnyCommand) -> None:
     if not is_id(command.id):
         raise Invalid(f"id: must match [A-Za-z0-9._:-]{{1,64}}, got {quoted(command.id)}")
     if command.id in RESERVED_IDS:
-        raise Invalid(f"id: {command.id} is reserved for what the system does itself; choose another one")
+        raise Invalid(
+            f"id: {command.id} is reserved for events that the system makes itself; choose another id"
+        )
     if not is_id(command.offer):
         raise Invalid(f"offer: must match [A-Za-z0-9._:-]{{1,64}}, got {quoted(command.offer)}")
     check_of = _CHECKS.get(type(command))
@@ -298,7 +302,9 @@ def _check_grab(command: Grab) -> None:
     if not isinstance(command.wait, bool):
         raise Invalid(f"wait: must be true or false, got {quoted(command.wait)}")
     if command.basket is not None and command.wait:
-        raise Invalid("wait: a basket stands or falls at once, it cannot wait; leave one of the two out")
+        raise Invalid(
+            "wait: a basket is granted or refused at once, it cannot wait; leave out wait or basket"
+        )
 
 
 def _check_amend(command: Amend) -> None:
@@ -315,7 +321,7 @@ def _check_load(command: Load) -> None:
             _check_named("items", item)
         return
     if len(set(command.items)) < len(command.items):
-        raise Invalid("items: a code stands there twice; each is given once")
+        raise Invalid("items: a code occurs twice; each code is handed out once")
     if command.what != "codes":
         raise Invalid(f"what: must be codes or audience, got {quoted(command.what)}")
     for item in command.items:
@@ -334,14 +340,14 @@ def _check_load(command: Load) -> None:
 
 
 def bytes_of_code(code: str) -> int:
-    """What a code takes of an event at most: sealed (nonce, tag, base64) with the longest id of a key, in
+    """The bytes of a code in an event, at most: sealed (nonce, tag, base64), with the longest key id, in
     quotes.
     """
     return 4 * -(-(len(code.encode(errors="surrogatepass")) + 28) // 3) + ID_LENGTH_MAX + len(':"",')
 
 
 def in_chunks(what: str, items: Sequence[str]) -> list[tuple[str, ...]]:
-    """A list cut into chunks that `load` takes."""
+    """The list cut into chunks that fit the bounds of a `load`."""
     chunks: list[list[str]] = []
     in_event = in_command = 0
     for item in items:
@@ -365,7 +371,7 @@ def _check_adjust(command: Adjust) -> None:
     for transfer in command.transfers:
         check_adjustment(transfer)
     if not command.reason:
-        raise Invalid("reason: must say why the books are corrected")
+        raise Invalid("reason: must say why the ledger is corrected")
     check_line("reason", command.reason)
     _check_named("approved_by", command.approved_by)
 
@@ -426,14 +432,14 @@ _CHECKS: Final[dict[type, Callable[[Any], None]]] = {
 
 
 def check_size(raw: bytes) -> None:
-    """Raises Invalid when a text is longer than a command may be; asked before it is parsed."""
+    """Raises Invalid when a text is longer than a command may be. Called before the text is parsed."""
     if len(raw) > COMMAND_BYTES_MAX:
         raise Invalid(f"a command has at most {COMMAND_BYTES_MAX} bytes, this has {len(raw)}")
 
 
 def decode_command(raw: bytes) -> AnyCommand:
-    """One command from JSON; raises Undecodable with the reason, and with id and offer when they can be
-    read.
+    """Decodes and checks one command; raises Undecodable with the reason, and with id and offer if they are
+    readable.
     """
     try:
         check_size(raw)
@@ -448,10 +454,11 @@ def decode_command(raw: bytes) -> AnyCommand:
 
 
 def _check_names_once(command: AnyCommand, raw: bytes) -> None:
-    """Raises Invalid when an object of the JSON names a field twice, of which the decoder takes the last.
+    """Raises Invalid when an object of the JSON names a field twice. The decoder would silently use the last
+    value.
 
-    Without escapes, a text with as many quotes as the canonical one has no more names: most commands need no
-    second look.
+    A text without escapes that has as many quotes as the canonical text has no additional names. So most
+    commands are not parsed a second time.
     """
     quotes = raw.count(b'"')
     if quotes == PLAIN_GRAB_QUOTES and type(command) is Grab:
@@ -480,12 +487,12 @@ def _undecodable(reason: str, raw: bytes) -> Undecodable:
 
 
 def commands_of(value: bytes) -> Iterator[AnyCommand | Undecodable]:
-    """The commands of one record, an object or an array of objects, in order; a bad one does not stop the
-    others.
+    """The commands of one record (an object or an array of objects), in order. An undecodable command does
+    not affect the others.
 
-    A record that cannot be taken whole (no JSON, or above a bound) is one Undecodable with all its bytes.
-    What it holds is bounded before it is decoded; each command is decoded when it is asked for, so that a
-    reader of a long array can do something in between.
+    A record that is not JSON or is above a bound is one Undecodable with all its bytes. Bounds are checked
+    before decoding. Each command is decoded when the iterator reaches it, so a reader of a long array can
+    pause in between.
     """
     if value[:1] != b"[" and not value.lstrip().startswith(b"["):
         yield _decode_or_reason(value)
@@ -502,8 +509,8 @@ def commands_of(value: bytes) -> Iterator[AnyCommand | Undecodable]:
 
 
 def _split(value: bytes) -> list[msgspec.Raw]:
-    """The elements of an array, undecoded; raises Invalid when it is above a bound. Commas bound what
-    splitting costs.
+    """The undecoded elements of an array; raises Invalid when the array is above a bound. The bound of commas
+    limits the cost of splitting.
     """
     if len(value) > RECORD_BYTES_MAX:
         raise Invalid(f"an array has at most {RECORD_BYTES_MAX} bytes, this has {len(value)}")
@@ -522,7 +529,7 @@ def _split(value: bytes) -> list[msgspec.Raw]:
 
 
 def decode_commands(value: bytes) -> list[AnyCommand | Undecodable]:
-    """All of `commands_of`."""
+    """The commands of one record as a list (see `commands_of`)."""
     return list(commands_of(value))
 
 
@@ -534,12 +541,12 @@ def _decode_or_reason(raw: bytes) -> AnyCommand | Undecodable:
 
 
 def basket_of(command: AnyCommand) -> str | None:
-    """The basket a command stands or falls with; None for what is no grab, or a grab by itself."""
+    """The basket of a grab; None for other commands and for a grab without a basket."""
     return command.basket if isinstance(command, Grab) else None
 
 
 def _basket_named(command: AnyCommand | Undecodable) -> str | None:
-    """The basket that a command names, also one that could not be understood."""
+    """The basket that a command names, even if the command is undecodable."""
     if not isinstance(command, Undecodable):
         basket: object = basket_of(command)
         return basket if isinstance(basket, str) else None
@@ -555,40 +562,42 @@ def _basket_named(command: AnyCommand | Undecodable) -> str | None:
 def torn_baskets(
     commands: Sequence[AnyCommand | Undecodable], refused: Container[int] = ()
 ) -> dict[int, str]:
-    """Why grabs of these cannot be decided as one with their basket, by their places: all of a basket, or
-    none. `refused` are places of commands that are refused already.
+    """The grabs whose basket cannot be decided as one: index in `commands` → reason. It contains all grabs of
+    a basket or none. `refused` are the indexes of commands that are already refused.
     """
     members: dict[str, list[int]] = {}
-    for place, command in enumerate(commands):
+    for index, command in enumerate(commands):
         if (basket := _basket_named(command)) is not None:
-            members.setdefault(basket, []).append(place)
+            members.setdefault(basket, []).append(index)
     return {
-        place: reason
-        for basket, places in members.items()
-        if (reason := _why_torn(basket, places, commands, refused)) is not None
-        for place in places
+        index: reason
+        for basket, indexes in members.items()
+        if (reason := _why_torn(basket, indexes, commands, refused)) is not None
+        for index in indexes
     }
 
 
 def _why_torn(
-    basket: str, places: Sequence[int], commands: Sequence[AnyCommand | Undecodable], refused: Container[int]
+    basket: str, indexes: Sequence[int], commands: Sequence[AnyCommand | Undecodable], refused: Container[int]
 ) -> str | None:
-    grabs = [found for place in places if not isinstance(found := commands[place], Undecodable)]
-    if len(grabs) < len(places) or any(place in refused for place in places):
+    grabs = [grab for index in indexes if not isinstance(grab := commands[index], Undecodable)]
+    if len(grabs) < len(indexes) or any(index in refused for index in indexes):
         return f"basket: another grab of {shortened(basket, ID_LENGTH_MAX)} is invalid"
-    if len(places) > BASKET_GRABS_KNOWN_MAX:
-        return f"basket: at most {BASKET_GRABS_MAX} grabs, {basket} has {len(places)}"
-    if places[-1] - places[0] != len(places) - 1:
-        return f"basket: the grabs of {basket} must stand side by side"
+    if len(indexes) > BASKET_GRABS_KNOWN_MAX:
+        return f"basket: at most {BASKET_GRABS_MAX} grabs, {basket} has {len(indexes)}"
+    if indexes[-1] - indexes[0] != len(indexes) - 1:
+        return f"basket: the grabs of {basket} must follow each other without other commands in between"
     if len({campaign_of(grab.offer) for grab in grabs}) > 1:
         return f"basket: the offers of {basket} must be of one campaign (the part of their ids before ':')"
     if len({grab.id for grab in grabs}) < len(grabs):
-        return f"basket: an id stands twice in {basket}"
+        return f"basket: an id occurs twice in {basket}"
     return None
 
 
 def secret_of(command: AnyCommand) -> str | None:
-    """The field of a command that must not stand in a topic in clear, if it has one: only a gate takes it."""
+    """The secret field of a command, or None. A command with a secret must not be sent through a topic; only
+    a gate accepts it.
+    """
     if (
         isinstance(command, Open)
         and isinstance(command.terms, EnvelopeTerms)
@@ -599,5 +608,5 @@ def secret_of(command: AnyCommand) -> str | None:
 
 
 def encode_command(command: AnyCommand) -> bytes:
-    """The command as canonical JSON: defaults left out, so that equal commands have equal bytes."""
+    """The command as canonical JSON: without defaults, so that equal commands have equal bytes."""
     return _encode(command)

@@ -1,18 +1,18 @@
-"""Digests: what tells two bodies under one command id apart, and says how it was made.
+"""Digests: hashes that tell whether two commands with the same id have the same body.
 
-A digest names its form before a `$`, which no id contains, so that it can be compared with a command in the
-form it has, whichever release or seal key made it:
+A digest names its form before a `$`, which no id contains. So a command can be compared with a digest of any
+form, from any release and any seal key:
 
-- 8 characters without a form: 48 bits of BLAKE2b; releases before 0.2 made them. They are still compared,
-  never made.
+- 8 characters without a form: 48 bits of BLAKE2b, from releases before 0.2. They are compared, but no longer
+  made.
 - `b2$…`: 128 bits of BLAKE2b over the canonical JSON of the command, 22 characters of base64.
-- `k:<key id>$…`: the same, keyed with a key that is derived from that seal key: of commands that carry a
-  secret (codes, a seed, a ticket), since whoever reads the journal could try all codes of six digits against
-  a plain hash.
-- `plain`: a grab of one unit that asks for nothing more is not hashed at all: its event says all of it.
-  Remembered with a refusal, which has no event, it is written in full, `plain$<offer>/<user>`.
+- `k:<key id>$…`: the same hash, keyed with a key derived from that seal key. Used for commands that carry a
+  secret (codes, a seed, a ticket): a reader of the journal could try all six-digit codes against a hash
+  without a key.
+- `plain`: a grab of one unit without further fields is not hashed, because its event contains all of it. A
+  refusal has no event, so there the digest contains the grab: `plain$<offer>/<user>`.
 
-Who sends a command does not change what it asks for, so `operator` is left out of every form.
+The sender of a command does not change what it asks for, so no form covers `operator`.
 """
 
 from base64 import b64encode
@@ -40,16 +40,16 @@ _NAMES: Final = b"grab load ids"
 
 
 class CannotCompare(Exception):
-    """A digest was made with a key that is not there any more, or in a form that this program does not
-    know.
+    """A digest was made with a seal key that is no longer configured, or has a form that this program does
+    not know.
     """
 
 
 class Digests:
-    """Makes and compares digests. `keys` are the seal keys by id, 32 bytes each: the first one makes, each
-    one compares.
+    """Makes and compares digests. `keys` are the seal keys by id, 32 bytes each: the first key makes digests,
+    all of them compare.
 
-    Without keys nothing is keyed: for rules that run beside no server.
+    Without keys, no digest is keyed. Rules that run without a server use it so.
     """
 
     def __init__(self, keys: Mapping[str, bytes] | None = None) -> None:
@@ -58,7 +58,7 @@ class Digests:
         self._first = next(iter(self._keys), None)
 
     def of(self, command: AnyCommand) -> str:
-        """The digest of a command, as its event carries it."""
+        """The digest of a command, as its event contains it."""
         if type(command) is Grab:
             if is_plain(command):
                 return PLAIN
@@ -71,13 +71,13 @@ class Digests:
         return f"{KEYED}{key_id}${_text(body, BYTES, self._keys[key_id])}"
 
     def remembered(self, command: AnyCommand) -> str:
-        """The digest of a command where no event says the rest: a plain grab in full."""
+        """The digest of a command to remember without an event: that of a plain grab contains the grab."""
         digest = self.of(command)
         return plain_body(command) if digest == PLAIN and isinstance(command, Grab) else digest
 
     def is_of(self, kept: str, command: AnyCommand) -> bool:
-        """Whether a remembered digest is that of this command, in whichever form it is; raises
-        CannotCompare.
+        """Whether `kept` (a digest of any form) is the digest of this command; raises CannotCompare when its
+        key or form is unknown.
         """
         form, dollar, value = kept.rpartition("$")
         if not dollar:
@@ -89,26 +89,25 @@ class Digests:
         key_id = form.removeprefix(KEYED)
         if not form.startswith(KEYED):
             raise CannotCompare(
-                f"the first command under this id was remembered in form {form!r}, which a newer release "
+                f"the digest of the first command with this id has form {form!r}, which a newer release "
                 "writes: upgrade"
             )
         if key_id not in self._keys:
             raise CannotCompare(
-                f"the first command under this id was remembered with key {key_id!r}, which is not in "
-                "GRAB_SEAL_KEYS any more: "
-                "add the key again after the new key, or send another id"
+                f"the digest of the first command with this id was made with key {key_id!r}, which is not in "
+                "GRAB_SEAL_KEYS any more: add the key again after the new key, or send another id"
             )
         return compare_digest(value, _text(_body(command), BYTES, self._keys[key_id]))
 
     def names(self, text: str) -> list[str]:
-        """Keyed names of a text, 30 hex digits, one a key, the first key's first: an id may follow from a
-        secret, but not tell it.
+        """Keyed hashes of a text, 30 hex digits each, one for each seal key in order. An id made from a
+        secret this way does not reveal it.
         """
         return [blake2b(text.encode(), digest_size=15, key=key).hexdigest() for key in self._names]
 
 
 def is_plain(command: Grab) -> bool:
-    """Whether a grab is one unit for one user of one offer, and nothing more."""
+    """Whether a grab asks for one unit for one user of one offer, without further fields."""
     return command.quantity == 1 and not (
         command.attributes or command.ticket is not None or command.basket is not None or command.wait
     )
@@ -120,7 +119,9 @@ def plain_body(command: Grab) -> str:
 
 
 def whole_of(command: AnyCommand) -> str | None:
-    """What of a command is compared as a whole, beside its digest: entries in the books are."""
+    """The text of a command that is compared in full beside its digest: the entries of an `adjust`; None for
+    other commands.
+    """
     return (
         adjustment_text(command.transfers, command.reason, command.approved_by)
         if isinstance(command, Adjust)
@@ -129,10 +130,10 @@ def whole_of(command: AnyCommand) -> str | None:
 
 
 def adjustment_text(transfers: Sequence[object], reason: str, approved_by: str) -> str:
-    """A correcting entry as its event writes it: fields of a JSON object, with a comma before the first."""
+    """A correcting entry as its event contains it: fields of a JSON object, with a comma before the first."""
     return (
-        f',"transfers":{_json(transfers).decode()},"reason":{_json(reason).decode()},"approved_'
-        f'by":"{approved_by}"'
+        f',"transfers":{_json(transfers).decode()},"reason":{_json(reason).decode()}'
+        f',"approved_by":"{approved_by}"'
     )
 
 
@@ -147,5 +148,5 @@ def _text(body: bytes, size: int, key: bytes = b"") -> str:
 
 
 def derived(key: bytes, purpose: bytes) -> bytes:
-    """A key for one purpose, which tells nothing about keys for others."""
+    """A key for one purpose. It reveals nothing about the keys for other purposes."""
     return blake2b(b"", digest_size=32, key=key, person=purpose).digest()

@@ -1,4 +1,4 @@
-"""Correcting entries of operators: transfers as they stand in commands and events, and which are allowed."""
+"""Correcting entries of operators: transfers in commands and events, and the check of which are allowed."""
 
 import re
 from typing import Annotated, Final
@@ -9,9 +9,9 @@ from grabstream.models.bounds import quoted
 from grabstream.models.identifiers import in_schema, is_id
 from grabstream.models.money import Account, Asset, Invalid, Quantity, check_amount
 
-#: What a correcting entry may touch. It takes from the world outside only: an operator cannot know from
-#: another shard what a wallet has at this moment, and a ledger that had to refuse an event would stop. What a
-#: user owes stands in `receivable:<user>`.
+#: The accounts that a correcting entry may debit and credit. It debits only accounts that stand for the
+#: outside world: an operator cannot know the current balance of a wallet, and a ledger that had to refuse an
+#: event would stop. What a user owes is booked in `receivable:<user>`.
 ADJUSTABLE_DEBITS: Final = ("external:", "issuer:", "refund:", "receivable:")
 ADJUSTABLE_CREDITS: Final = (*ADJUSTABLE_DEBITS, "wallet:")
 
@@ -23,7 +23,9 @@ def _starts_with(kinds: tuple[str, ...]) -> str:
 
 
 class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A transfer as it stands in a command."""
+    """A transfer in a command `adjust`: `amount` (minor units or pieces) of `asset` from the account `debit`
+    to the account `credit`.
+    """
 
     asset: Asset
     debit: Annotated[str, in_schema(pattern=_starts_with(ADJUSTABLE_DEBITS))]
@@ -32,7 +34,9 @@ class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class BookedEntry(msgspec.Struct, frozen=True):
-    """The same in an event, whose readers ignore fields that they do not know."""
+    """A transfer in an event `ledger.adjusted`: `amount` (minor units or pieces) of `asset` from `debit` to
+    `credit`. Readers ignore unknown fields.
+    """
 
     asset: Asset
     debit: Account
@@ -41,7 +45,7 @@ class BookedEntry(msgspec.Struct, frozen=True):
 
 
 def check_adjustment(transfer: Entry) -> None:
-    """Raises Invalid, naming the field, when an operator may not book this."""
+    """Raises Invalid, naming the field, when an operator may not book this transfer."""
     if not _is_asset(transfer.asset):
         raise Invalid(
             f"transfers.asset: must be a currency, coupon:<offer> or sku:<name>, got {quoted(transfer.asset)}"
@@ -57,5 +61,5 @@ def check_adjustment(transfer: Entry) -> None:
                 f"{quoted(account)}"
             )
     if transfer.debit == transfer.credit:
-        raise Invalid(f"transfers.credit: must not be the account that gives, {quoted(transfer.debit)}")
+        raise Invalid(f"transfers.credit: must differ from the debited account, {quoted(transfer.debit)}")
     check_amount("transfers.amount", transfer.amount, least=1)

@@ -1,11 +1,11 @@
-"""Events: facts, in the past tense, as they stand in the journal.
+"""Events: facts, in the past tense, as the journal contains them.
 
-The Lua script that decides writes an event's text; Python only reads it. `encode_event` makes the same text
-from the pure rules, so that the two can be compared byte for byte. Unknown fields are ignored, so that old
-readers survive new writers.
+The Lua script that decides writes the text of an event; Python only reads it. `encode_event` makes the same
+text from an event of the pure rules, so that tests can compare both byte for byte. Unknown fields are
+ignored, so that readers survive newer writers.
 
-The current version of a type stands in its class line (`V1`). Events of older versions are raised while they
-are decoded (`models/upcasting.py`); events of a newer one are refused.
+The class line of a type names its current version (`V1`). Events of older versions are raised to it while
+they are decoded (`models/upcasting.py`); events of newer versions are refused.
 """
 
 from collections.abc import Callable, Iterable
@@ -29,11 +29,11 @@ KINDS: Final = [str(terms.__struct_config__.tag) for terms in get_args(Terms)]
 
 
 class Event(msgspec.Struct, Generic[V], tag_field="type", frozen=True, kw_only=True, omit_defaults=True):
-    """What every event has.
+    """What every event has. Unknown fields are ignored, so that readers survive newer writers.
 
-    `v` version of the type · `shard`, `seq` its place in the shard, without gaps · `offer_seq` its place in
-    the offer, without gaps · `at` milliseconds since 1970 UTC by the shard's clock · `command` the id of the
-    command that caused it, or `sweep`.
+    `v` is the version of the type, `seq` the event's number in `shard`, `offer_seq` its number in `offer`;
+    both count without gaps from 1. `at` is in milliseconds since 1970 UTC by the shard's clock. `command` is
+    the id of the command that caused it, or `sweep`.
     """
 
     v: V
@@ -46,8 +46,8 @@ class Event(msgspec.Struct, Generic[V], tag_field="type", frozen=True, kw_only=T
 
 
 class CampaignZone(msgspec.Struct, frozen=True):
-    """A time zone as it is written down when an offer opens: its name, and its offsets (from a time on, ms
-    ahead of UTC).
+    """The time zone of a campaign: its name, and its offsets (from a time in milliseconds since 1970 UTC on,
+    milliseconds ahead of UTC).
     """
 
     timezone: str
@@ -55,12 +55,12 @@ class CampaignZone(msgspec.Struct, frozen=True):
 
 
 class OfferOpened(Event[V1], tag="offer.opened", frozen=True, kw_only=True):
-    """An offer was created and funded with `total` (minor units or pieces). `terms` is what was asked, as
-    JSON.
+    """An offer was created and funded with `total` (minor units or pieces). `terms` is what was asked.
 
-    `offsets` are those of its time zone (from a time on, ms ahead of UTC), `campaign_zone` is there when the
-    campaign's first offer has other ones: limits of the campaign count in the zone of its first offer.
-    `seed_sha256` commits to the seed, `sealed_seed` is for recovery only (authenticated encryption).
+    `opens_at` and `closes_at` are milliseconds since 1970 UTC, `offsets` are those of the offer's time zone
+    (from a time on, milliseconds ahead of UTC). `campaign_zone` is present when the campaign's first offer
+    has another zone, in which limits of the campaign count. `seed_sha256` commits to the seed; `sealed_seed`
+    is encrypted and serves recovery.
     """
 
     kind: Annotated[str, in_schema(enum=KINDS)]
@@ -80,8 +80,8 @@ class OfferOpened(Event[V1], tag="offer.opened", frozen=True, kw_only=True):
 
 
 class OfferLoaded(Event[V1], tag="offer.loaded", frozen=True, kw_only=True):
-    """A chunk of a list was loaded: `items` are sealed codes, or ids of users; `count` how many of the list
-    are there now.
+    """A chunk of a list was loaded: `items` are sealed codes or ids of users, `count` items of the list are
+    loaded now.
     """
 
     what: Literal["codes", "audience"]
@@ -94,8 +94,8 @@ class OfferLoaded(Event[V1], tag="offer.loaded", frozen=True, kw_only=True):
 
 
 class OfferAmended(Event[V1], tag="offer.amended", frozen=True, kw_only=True):
-    """Terms changed; `changes` as they were asked. `added` or `removed` pieces came from, or went to, the
-    account `source`.
+    """Terms changed; `changes` is what was asked. `added` pieces came from the account `source`, `removed`
+    pieces went to it, `left` pieces are left.
     """
 
     changes: JsonObject
@@ -109,7 +109,7 @@ class OfferAmended(Event[V1], tag="offer.amended", frozen=True, kw_only=True):
 
 
 class OfferPaused(Event[V1], tag="offer.paused", frozen=True, kw_only=True):
-    """Grabs are refused with `on_hold` from here on."""
+    """From here on, grabs are refused with `on_hold`."""
 
     operator: Id | None = None
     digest: str
@@ -123,11 +123,8 @@ class OfferResumed(Event[V1], tag="offer.resumed", frozen=True, kw_only=True):
 
 
 class OfferClosed(Event[V1], tag="offer.closed", frozen=True, kw_only=True):
-    """The offer ended; `amount` (minor units or pieces) is what nobody took, `left` the parts or pieces it
-    was in.
-
-    `reason` says why; `refund_to` is the account that gets what is left; `seed` reveals what `seed_sha256`
-    promised.
+    """The offer ended for `reason`; the rest, `amount` (minor units or pieces) in `left` parts or pieces,
+    goes to the account `refund_to`. `seed` reveals the seed that `seed_sha256` committed to.
     """
 
     reason: Literal["command", "deadline", "drained"]
@@ -141,15 +138,15 @@ class OfferClosed(Event[V1], tag="offer.closed", frozen=True, kw_only=True):
 
 
 class OfferRetired(Event[V1], tag="offer.retired", frozen=True, kw_only=True):
-    """The offer left Redis; from here on questions about it are answered from SQL."""
+    """The offer left Redis; from here on, SQL answers questions about it."""
 
 
 class _GrabEvent(Event[V], Generic[V], frozen=True, kw_only=True):
     """What every event about a grab has.
 
-    `grab` is the id of the command that made the grab, `quantity` the units this event moves, `amount` the
-    same in the offer's asset (an envelope's part is one unit of many minor units), `place` the how-manieth
-    grab of the offer it is, `left` what is left after.
+    `grab` is the id of the command that made the grab, `quantity` the units that this event moves, `amount`
+    the same in the offer's asset (minor units or pieces), `place` the ordinal of the grab within the offer,
+    from 1, `left` the units left after it.
     """
 
     grab: Id
@@ -162,10 +159,10 @@ class _GrabEvent(Event[V], Generic[V], frozen=True, kw_only=True):
 
 
 class GrabGranted(_GrabEvent[V1], tag="grab.granted", frozen=True, kw_only=True):
-    """A user got `amount` for good. `asked` is there when it was more than `quantity`; `codes` are sealed.
+    """A user got `amount` for good. `asked` is present when it was more than `quantity`; `codes` are sealed.
 
-    `ticket` is the id of a single-use ticket that was used, `ticket_ends_at` there when it was one of the
-    campaign: until when it is good.
+    `ticket` is the id of a single-use ticket that was used; `ticket_ends_at` (milliseconds since 1970 UTC) is
+    present when the ticket was good for the whole campaign.
     """
 
     asked: Quantity | None = None
@@ -178,9 +175,9 @@ class GrabGranted(_GrabEvent[V1], tag="grab.granted", frozen=True, kw_only=True)
 
 
 class GrabHeld(_GrabEvent[V1], tag="grab.held", frozen=True, kw_only=True):
-    """Units are held for a user until `deadline_at`, to be paid with `due` minor units of `currency`.
-
-    `waited` when they come from the waiting list: `command` is then what brought the units back.
+    """Units are held for a user until `deadline_at` (milliseconds since 1970 UTC), to be paid with `due`
+    minor units of `currency`. With `waited`, the grab was on the waiting list, and `command` returned the
+    units to the offer.
     """
 
     asked: Quantity | None = None
@@ -205,17 +202,16 @@ class GrabQueued(_GrabEvent[V1], tag="grab.queued", frozen=True, kw_only=True):
 
 
 class GrabExtended(_GrabEvent[V1], tag="grab.extended", frozen=True, kw_only=True):
-    """A hold's deadline moved to `deadline_at`."""
+    """The deadline of a hold moved to `deadline_at` (milliseconds since 1970 UTC)."""
 
     deadline_at: Count
     digest: str
 
 
 class GrabConfirmed(_GrabEvent[V1], tag="grab.confirmed", frozen=True, kw_only=True):
-    """Held units are the user's for good; `held` stay held. `paid` minor units of `currency` went to `issuer`
-    by `payment`.
-
-    `retaken` when the hold was over and the units were taken anew. `codes` are sealed.
+    """Held units are the user's for good; `held` units stay held. `paid` minor units of `currency` went to
+    `issuer` by `payment`. With `retaken`, the hold was over and the units were taken again. `codes` are
+    sealed.
     """
 
     held: Sum
@@ -229,8 +225,8 @@ class GrabConfirmed(_GrabEvent[V1], tag="grab.confirmed", frozen=True, kw_only=T
 
 
 class GrabReleased(_GrabEvent[V1], tag="grab.released", frozen=True, kw_only=True):
-    """Held units went back to the account `to`; `reason` left_queue: a place on the waiting list was given
-    up.
+    """Held units went back to the account `to`. With the reason `left_queue`, a place on the waiting list was
+    given up.
     """
 
     reason: Literal["command", "expired", "left_queue"]
@@ -239,10 +235,8 @@ class GrabReleased(_GrabEvent[V1], tag="grab.released", frozen=True, kw_only=Tru
 
 
 class GrabReturned(_GrabEvent[V1], tag="grab.returned", frozen=True, kw_only=True):
-    """Units came back after the fact, to the account `to`; `refunds` are (payment, minor units of `currency`)
-    that go back for them.
-
-    `restored` says whether the user's limits were given back.
+    """Granted or confirmed units went back to the account `to`; `refunds` are pairs of a payment and the
+    minor units of `currency` that go back for it. `restored` says whether the user's limits were given back.
     """
 
     reason: str = ""
@@ -269,8 +263,8 @@ class GrabUnredeemed(_GrabEvent[V1], tag="grab.unredeemed", frozen=True, kw_only
 
 
 class PaymentRefundDue(Event[V1], tag="payment.refund_due", frozen=True, kw_only=True):
-    """`amount` minor units of `asset` came by `payment` and could not be served; `outcome` says why. Once per
-    payment.
+    """`amount` minor units of `asset` came by `payment` and could not be served; `outcome` says why. Once for
+    each payment.
     """
 
     grab: Id
@@ -282,7 +276,7 @@ class PaymentRefundDue(Event[V1], tag="payment.refund_due", frozen=True, kw_only
 
 
 class LedgerAdjusted(Event[V1], tag="ledger.adjusted", frozen=True, kw_only=True):
-    """A correcting entry by an operator."""
+    """An operator corrected the ledger."""
 
     transfers: tuple[BookedEntry, ...]
     reason: str
@@ -309,7 +303,7 @@ AnyGrabEvent = (
     | GrabUnredeemed
 )
 
-#: The version of every type that is written today.
+#: The current version of every type.
 CURRENT_VERSIONS: Final[dict[str, int]] = {
     str(event.__struct_config__.tag): get_args(
         next(field.type for field in msgspec.structs.fields(event) if field.name == "v")
@@ -323,20 +317,20 @@ _decode_raw_list: Final = msgspec.json.Decoder(list[msgspec.Raw]).decode
 
 
 class EventDecoder:
-    """Decodes events of every version it has upcasters for, always into the current form.
+    """Decodes events of the current version and of every version it has upcasters for, into the current form.
 
-    Making one raises BrokenChain when the upcasters have a gap. Decoding raises msgspec.DecodeError for what
-    is no event, NewerEvent (a DecodeError too) for what a newer grabstream wrote, UpcastFailed for what an
-    upcaster cannot raise.
+    The constructor raises BrokenChain when the upcasters have a gap. Decoding raises msgspec.DecodeError for
+    a text that is not an event; two subclasses of it are NewerEvent, for an event of a newer grabstream, and
+    UpcastFailed, for an event that its upcaster cannot raise.
     """
 
     def __init__(self, upcasters: Iterable[Upcaster] = UPCASTERS) -> None:
         self._upcasters = Upcasters(upcasters, CURRENT_VERSIONS)
 
     def decode(self, line: bytes) -> AnyEvent:
-        """One event."""
-        # The types hold their version as a literal, so an event of another one fails here, in C: current
-        # events cost nothing more.
+        """Decodes one event."""
+        # The version of each type is a literal, so another version fails here, in C. Events of the current
+        # version have no additional cost.
         try:
             try:
                 return _decode_current(line)
@@ -349,8 +343,8 @@ class EventDecoder:
             raise msgspec.DecodeError("nested too deep to be an event") from None
 
     def decode_list(self, lines: bytes) -> list[AnyEvent]:
-        """Decodes `[line,line,…]` in one call, for whole blocks; line by line only when one of them is not of
-        today.
+        """Decodes `[line,line,…]` in one call, for whole blocks; line by line only if an event does not have
+        the current version.
         """
         try:
             try:
@@ -361,7 +355,7 @@ class EventDecoder:
             raise msgspec.DecodeError("nested too deep to be events") from None
 
 
-#: Made when the program starts, so that a gap in the upcasters is found by every process that reads events.
+#: Made at import, so that no process that reads events starts with a gap in the upcasters.
 EVENTS: Final = EventDecoder()
 decode_event = EVENTS.decode
 decode_event_list = EVENTS.decode_list

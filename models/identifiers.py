@@ -1,7 +1,6 @@
-"""Ids, campaigns, shards and accounts: the names by which everything else is found.
+"""Ids, campaigns and shards.
 
-An id is safe everywhere by construction (JSON, Lua, COPY, Redis keys, hash tags), so nobody downstream
-escapes it.
+An id needs no escaping in JSON, Lua, COPY, Redis keys or hash tags, because its characters are restricted.
 """
 
 import re
@@ -13,24 +12,25 @@ from msgspec import Meta
 
 ID_PATTERN: Final = "^[A-Za-z0-9._:-]{1,64}$"
 ID_LENGTH_MAX: Final = 64
-#: Stands for every offer that does not exist, where refusals are counted by offer: no id can be it, and
-#: nobody can invent names for it.
+#: The name under which refusals of all offers that do not exist are counted. No id can equal it, and invented
+#: offer names cannot fill the counters.
 NO_OFFER: Final = "*"
 
 
 def in_schema(**words: Any) -> Meta:
-    """A constraint that the JSON Schemas say; what checks it is code of our own, or the script that writes
-    the value.
+    """A constraint that only the JSON Schemas state. msgspec does not check it: a function in `models/` does,
+    or the script that writes the value.
     """
     return Meta(extra_json_schema=words)
 
 
-#: Ids of commands that the system writes itself: what time brings (`sweep`). Nobody else may use them.
+#: Command ids of events that the system makes by itself when a time is reached (`sweep`). Senders must not
+#: use them.
 RESERVED_IDS: Final = frozenset({"sweep"})
 
-# The check itself is `is_id`, which a whole batch can share.
+# `is_id` and `are_ids` check it.
 Id = Annotated[str, in_schema(pattern=ID_PATTERN)]
-#: Numbers and places, and times in milliseconds since 1970 UTC.
+#: Numbers, ordinals, and times in milliseconds since 1970 UTC.
 Count = Annotated[int, in_schema(minimum=0)]
 
 _id_match = re.compile(ID_PATTERN[:-1] + r"\Z").match
@@ -43,7 +43,7 @@ def is_id(text: str) -> bool:
 
 
 def are_ids(texts: Iterable[str]) -> bool:
-    """Whether every text is an id; one pass in C over all of them, for batches."""
+    """Whether every text is an id. Checks all of them in one pass in C."""
     texts = list(texts)
     if not texts:
         return True
@@ -55,7 +55,7 @@ def are_ids(texts: Iterable[str]) -> bool:
 
 
 def campaign_of(offer: str) -> str:
-    """The campaign of an offer: its id up to the first `:`; without one, the offer is its own campaign."""
+    """The campaign of an offer: its id up to the first `:`, or the whole id if it has none."""
     return offer.partition(":")[0]
 
 

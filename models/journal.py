@@ -1,8 +1,8 @@
-"""The journal's form and its reading: blocks, markers, the hash chain, and the cursor that accepts or refuses
-(docs/protocol.md).
+"""The format of the journal and the rules of reading it: blocks, markers, the hash chain, and the cursor that
+accepts or ignores records (docs/protocol.md).
 
-Nothing here reads Kafka: a record is given as offset, headers and value, and `Cursor.feed` says what it adds
-to the history.
+This module does not read Kafka. The caller passes a record as offset, headers and value, and `Cursor.feed`
+returns the events that the record adds to the history.
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,12 +16,12 @@ Headers = Sequence[tuple[str, bytes]]
 
 
 class Corrupt(Exception):
-    """The journal contradicts itself: the shard must stop, and nothing behind this record may be used."""
+    """The journal contradicts itself: the shard must stop, and no record from this one on may be used."""
 
 
 class Gap(Exception):
-    """Events are missing between the cursor and a block that counts: read from the cursor's own offset
-    first.
+    """Events are missing between the cursor and a block that counts. The caller must read from the offset of
+    the cursor first.
     """
 
 
@@ -34,7 +34,7 @@ class Block(NamedTuple):
     term: int
     owner: str
     first_seq: int
-    count: int  # type: ignore[assignment]  # the header's name; nobody counts in a block as in a tuple
+    count: int  # type: ignore[assignment]  # the name of the header; hides tuple.count
     prev: bytes
     head: bytes
     lines: tuple[bytes, ...]
@@ -42,19 +42,19 @@ class Block(NamedTuple):
 
 
 class Accepted(NamedTuple):
-    """An event that counts: its seq, its text as it stands in the journal, and the chain's hash behind it."""
+    """An event that counts: its seq, its line in the journal, and the hash of the chain after it."""
 
     seq: int
     line: bytes
     hash: bytes
 
 
-#: Makes an Accepted of a tuple, in a third of the time that its constructor takes.
+#: Makes an Accepted from a tuple, in a third of the time of its constructor.
 _accepted = partial(tuple.__new__, Accepted)
 
 
 def chain(head: bytes, lines: Iterable[bytes]) -> list[bytes]:
-    """The hash behind every line: hash(n) = sha256(hash(n-1) ‖ line), raw digests of 32 bytes."""
+    """The hash after each line: hash(n) = sha256(hash(n-1) ‖ line), raw digests of 32 bytes."""
     hashes = []
     for line in lines:
         head = sha256(head + line).digest()
@@ -83,7 +83,7 @@ def block_headers(
 
 
 def parse_block(headers: Headers, value: bytes | None) -> Block:
-    """A record as a block, its lines chained from its own `prev`; raises Corrupt when the record contradicts
+    """Parses a record and chains its lines from its header `prev`; raises Corrupt when the record contradicts
     itself.
     """
     named = dict(headers)
@@ -108,8 +108,8 @@ def parse_block(headers: Headers, value: bytes | None) -> Block:
 
 
 class Cursor(NamedTuple):
-    """How far a reader is in a shard: last `seq` and the hash there, the next offset, and the term and owner
-    in force.
+    """The position of a reader in a shard: the last `seq` and the hash after it, the next offset, and the
+    current term and owner.
     """
 
     seq: int = 0
@@ -119,10 +119,11 @@ class Cursor(NamedTuple):
     owner: str = ""
 
     def feed(self, offset: int, block: Block) -> "tuple[Cursor, Sequence[Accepted]]":
-        """The cursor behind a record and the events the record adds; a record below the cursor adds nothing.
+        """Returns the cursor after a record, and the events that the record adds. A record below the cursor
+        adds nothing.
 
-        Raises Gap when events are missing before the block, Corrupt when it counts but contradicts what is
-        known.
+        Raises Gap when events are missing before a block that counts, Corrupt when such a block contradicts
+        the cursor.
         """
         if offset < self.next_offset:
             return self, ()
@@ -133,7 +134,7 @@ class Cursor(NamedTuple):
             return after, ()
         if block.term > self.term:
             raise Corrupt(
-                f"offset {offset}: a block of term {block.term}, for which no marker stands before it"
+                f"offset {offset}: a block of term {block.term}, but no marker of this term before it"
             )
         if block.term < self.term or block.owner != self.owner:
             return after, ()
@@ -142,11 +143,11 @@ class Cursor(NamedTuple):
     def _accept(self, offset: int, block: Block, after: "Cursor") -> "tuple[Cursor, Sequence[Accepted]]":
         known = self.seq - block.first_seq + 1
         if known < 0:
-            raise Gap(f"offset {offset}: begins at seq {block.first_seq}, the last one known is {self.seq}")
+            raise Gap(f"offset {offset}: begins at seq {block.first_seq}, the last known seq is {self.seq}")
         if known > block.count:
             return after, ()
-        before = block.prev if known == 0 else block.hashes[known - 1]
-        if before != self.head:
+        hash_at_cursor = block.prev if known == 0 else block.hashes[known - 1]
+        if hash_at_cursor != self.head:
             raise Corrupt(f"offset {offset}: another history at seq {self.seq}")
         if known == block.count:
             return after, ()

@@ -1,7 +1,7 @@
-"""What an offer says of itself: its terms, and the checks that stand at the door.
+"""The terms of offers, and their checks.
 
-A kind of offer is one member of the union `Terms`; scripts, tables and agents do not know kinds beyond what
-the terms say. The descriptions of the fields are the text of the table in docs/commands.md.
+Each kind of offer is one member of the union `Terms`. Scripts and tables treat kinds by their terms, with few
+exceptions (docs/extending.md). The descriptions of the fields become the table in docs/commands.md.
 """
 
 import re
@@ -18,9 +18,9 @@ from grabstream.models.splitting import LAWS, Law, check_split
 
 ENVELOPE_LIFE_MS: Final = 24 * 3600 * 1000
 RETIRE_AFTER_MS: Final = 7 * 24 * 3600 * 1000
-#: How long after an offer has retired its payments are known, and other money that comes for it is booked, to
-#: be paid back. What is kept for that is deleted a day later, when no clock that is still believed can ask
-#: for it.
+#: How long after an offer retired its payments are known, and other payments for it are booked as refunds
+#: due. Their records are deleted a day later, so that a clock that is wrong by less than a day still finds
+#: them.
 PAYMENTS_KNOWN_MS: Final = 180 * 24 * 3600 * 1000
 PAYMENTS_KEPT_MS: Final = PAYMENTS_KNOWN_MS + 24 * 3600 * 1000
 TIME_MS_MAX: Final = 4_102_444_800_000
@@ -30,21 +30,21 @@ LINE_PATTERN: Final = r"^[^\u0000-\u001f\u007f-\u009f]*$"
 LIMITS_MAX: Final = 8
 HOURS_MAX: Final = 64
 EXTENSIONS_MAX: Final = 1_000
-#: Numbers that are no amounts, and how large they may be.
+#: The maximum of number fields that are not amounts.
 MOST_OF: Final = {
     **dict.fromkeys(("opens_at", "closes_at", "valid_until", "retire_after_ms"), TIME_MS_MAX),
     **dict.fromkeys(("hold_ms", "grace_ms"), HOLD_MS_MAX),
     "extensions": EXTENSIONS_MAX,
 }
-#: What an offer whose grabs get codes is told of `max_per_grab` and quantities.
+#: The message for `max_per_grab` and quantities of an offer whose grabs get codes.
 WITH_CODES: Final = f"at most {CODES_PER_GRAB_MAX} where grabs get codes"
 WEEKDAYS: Final = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
 
 _is_currency = re.compile(r"[A-Z]{3}\Z").match
 _is_stock_asset = re.compile(r"sku:[A-Za-z0-9._:-]{1,64}\Z").match
 _is_time_of_day = re.compile(r"([01]\d|2[0-4]):([0-5]\d)\Z").match
-# PostgreSQL takes no NUL, UTF-8 no half of a surrogate pair, and a title is one line.
-_is_no_text = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]").search
+# PostgreSQL refuses NUL, UTF-8 has no single surrogates, and a title is one line.
+_find_forbidden = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]").search
 _is_seed = re.compile(r"(?:[0-9a-f]{2}){16,64}\Z").match
 
 Draw = Literal["ahead", "at_grab"]
@@ -61,10 +61,10 @@ TimeOfDay = Annotated[str, in_schema(pattern="^(([01][0-9]|2[0-3]):[0-5][0-9]|24
 
 
 class Limit(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """At most `max` units by one user (or by one value of an attribute) in each hour, day or week, or in the
-    whole offer.
+    """At most `max` units by one user (or by one value of the attribute `by`) in each hour, day or week, or
+    in the whole offer.
 
-    `scope` campaign counts the grabs of all offers of the campaign that have the same limit.
+    With `scope` campaign, grabs of all offers of the campaign count that have the same limit.
     """
 
     by: Id
@@ -74,15 +74,15 @@ class Limit(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fiel
 
     @property
     def name(self) -> str:
-        """What tells limits of an offer apart, and what its counters are called."""
+        """The name of its counters; with the scope, it is unique within an offer."""
         return f"{self.by}/{self.per}"
 
 
 class Hours(
     msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True, rename={"from_": "from"}
 ):
-    """Hours of the week in which an offer takes grabs, by the local clock: from `from` up to, not including,
-    `until`.
+    """Hours of the week in which an offer takes grabs, by the offer's local clock: from `from` up to, not
+    including, `until`; both as `HH:MM`, at most 24:00.
     """
 
     weekdays: Annotated[tuple[Weekday, ...], in_schema(minItems=1)] = WEEKDAYS
@@ -98,7 +98,7 @@ class _Terms(
     omit_defaults=True,
     forbid_unknown_fields=True,
 ):
-    """What all kinds have."""
+    """What all kinds of offers have."""
 
     issuer: Annotated[Id, Meta(description="who gives the offer; gets back what nobody takes")]
     title: Annotated[
@@ -124,28 +124,28 @@ class _Terms(
         tuple[Hours, ...],
         Meta(
             extra_json_schema={"maxItems": HOURS_MAX},
-            description="`{weekdays, from, until}`: outside of these hours grabs are `not_open_yet`; none: "
+            description="`{weekdays, from, until}`: outside of these hours grabs are `not_open_yet`; absent: "
             "always open",
         ),
     ] = ()
     audience: Annotated[
         Audience,
         Meta(
-            description="who may grab: `everyone`, a `list` loaded before, or whoever brings a signed "
+            description="who may grab: `everyone`, the users of a loaded `list`, or users with a signed "
             "`ticket`"
         ),
     ] = "everyone"
     retire_after_ms: Annotated[
         TimeMs,
         Meta(
-            description="how long after its close an offer stays in Redis (and until `valid_until`); then "
-            "its id is gone for ever"
+            description="how long an offer stays in Redis after its close (at least until `valid_until`); "
+            "its id is never used again"
         ),
     ] = RETIRE_AFTER_MS
 
 
 class EnvelopeTerms(_Terms, tag="envelope", frozen=True, kw_only=True):
-    """A sum of money in random parts, one a user."""
+    """A sum of money in random parts, one for each user."""
 
     funding: Annotated[Id, Meta(description="id of the payment that funded the offer")]
     asset: Annotated[
@@ -160,12 +160,13 @@ class EnvelopeTerms(_Terms, tag="envelope", frozen=True, kw_only=True):
         ),
     ] = "double_mean"
     min: Annotated[Amount, Meta(description="the smallest part")] = 1
-    max: Annotated[Amount | None, Meta(description="the greatest part, with `bounded`")] = None
+    max: Annotated[Amount | None, Meta(description="the greatest part; only with law `bounded`")] = None
     draw: Annotated[Draw, Meta(description="`ahead` (parts drawn and shuffled at opening) or `at_grab`")] = (
         "ahead"
     )
     seed: Annotated[
-        Seed | None, Meta(description="16 to 64 bytes in hex that all parts follow from; drawn when absent")
+        Seed | None,
+        Meta(description="16 to 64 bytes in hex from which all parts follow; absent: drawn at random"),
     ] = None
 
 
@@ -202,9 +203,8 @@ class _PieceTerms(_Terms, frozen=True, kw_only=True):
     late: Annotated[
         Late,
         Meta(
-            description="a payment after the deadline: `refuse` it, accept it within the `grace` time for "
-            "which units stay held, "
-            "or `retake` units if there are any"
+            description="a payment after the deadline: `refuse` it, accept it within the `grace` time "
+            "(units stay held), or `retake` units if some are left"
         ),
     ] = "refuse"
     grace_ms: Annotated[
@@ -244,8 +244,8 @@ Terms = EnvelopeTerms | CouponTerms | StockTerms
 
 
 class Changes(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """What `amend` may change; what is absent stays. An envelope's money and parts are promised and stay as
-    they are.
+    """What `amend` changes; an absent field stays as it is. An envelope's money and parts are promised and
+    cannot be changed.
     """
 
     title: Annotated[str, in_schema(maxLength=LINE_LENGTH_MAX, pattern=LINE_PATTERN)] | UnsetType = UNSET
@@ -263,26 +263,25 @@ class Changes(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
     valid_until: TimeMs | UnsetType = UNSET
 
     def fields(self) -> dict[str, Any]:
-        """What is to be changed, by name."""
+        """What changes, by name."""
         return {name: value for name, value in msgspec.structs.asdict(self).items() if value is not UNSET}
 
 
 def terms_of(text: bytes) -> Terms:
-    """The terms that an `offer.opened` carries. Fields that this program does not know are ignored, and
-    bounds are not looked at: they may have been others when the offer was opened. Raises ValueError when
-    these are no terms.
+    """The terms in an `offer.opened`. Ignores unknown fields and does not check bounds, because they may have
+    been different when the offer was opened. Raises ValueError when the text is not terms.
     """
-    found = _object_of(text)
-    struct = _OF_KIND.get(found.get("kind", ""))
+    document = _object_of(text)
+    struct = _OF_KIND.get(document.get("kind", ""))
     if struct is None:
-        raise ValueError(f"an offer of kind {quoted(found.get('kind'))} is not known to this program")
-    terms: Terms = _read_as(struct, found)
+        raise ValueError(f"an offer of kind {quoted(document.get('kind'))} is not known to this program")
+    terms: Terms = _read_as(struct, document)
     return terms
 
 
 def changes_of(text: bytes) -> Changes:
-    """The changes that an `offer.amended` carries, read as `terms_of` reads; raises ValueError when these are
-    no changes.
+    """The changes in an `offer.amended`, read like `terms_of`; raises ValueError when the text is not
+    changes.
     """
     changes: Changes = _read_as(Changes, _object_of(text))
     return changes
@@ -292,54 +291,54 @@ def _object_of(text: bytes) -> dict[str, Any]:
     try:
         return msgspec.json.decode(text, type=dict[str, Any])
     except msgspec.DecodeError as error:
-        raise ValueError(f"no JSON object: {error}") from None
+        raise ValueError(f"not a JSON object: {error}") from None
 
 
-def _read_as(struct: type[msgspec.Struct], found: dict[str, Any]) -> Any:
-    """The struct with what it knows of these fields; msgspec looks at no value when a struct is made in
-    Python.
+def _read_as(struct: type[msgspec.Struct], document: dict[str, Any]) -> Any:
+    """A struct with those fields of the document that it has. msgspec does not check values when Python makes
+    a struct.
     """
     names = zip(struct.__struct_fields__, struct.__struct_encode_fields__, strict=True)
-    fields = {name: found[encoded] for name, encoded in names if encoded in found}
+    fields = {name: document[encoded] for name, encoded in names if encoded in document}
     try:
         for name, kind in (("limits", Limit), ("hours", Hours)):
             if name in fields:
-                fields[name] = tuple(_read_as(kind, one) for one in fields[name])
+                fields[name] = tuple(_read_as(kind, member) for member in fields[name])
         if "weekdays" in fields:
             fields["weekdays"] = tuple(fields["weekdays"])
         return struct(**fields)
     except TypeError as error:
-        raise ValueError(f"not what {struct.__name__} has: {error}") from None
+        raise ValueError(f"fields do not fit {struct.__name__}: {error}") from None
 
 
 _OF_KIND: Final = {str(struct.__struct_config__.tag): struct for struct in get_args(Terms)}
 
 
-#: What of an envelope may be amended.
+#: The fields of an envelope that may be amended.
 ENVELOPE_CHANGES: Final = frozenset({"title", "opens_at", "closes_at"})
 
 
 def asset_of(offer: str, terms: Terms) -> str:
-    """What an offer counts: the terms' asset, or one made from the offer's id."""
+    """The asset that an offer counts: that of its terms, or one made from the offer's id."""
     if isinstance(terms, CouponTerms):
         return f"coupon:{offer}"
     return terms.asset or f"sku:{offer}"
 
 
 def units_of(terms: Terms) -> int:
-    """How many units an offer begins with: parts or pieces."""
+    """The units of an offer at opening: parts or pieces."""
     return terms.parts if isinstance(terms, EnvelopeTerms) else terms.total
 
 
 def week_minutes(hours: tuple[Hours, ...]) -> list[tuple[int, int]]:
-    """Hours of the week as pairs of minutes since Monday 00:00, in order, those that touch joined (see
-    calendar.opens_next).
+    """Hours of the week as sorted pairs of minutes since Monday 00:00, adjacent spans joined (for
+    `calendar.opens_next`).
     """
     spans: list[tuple[int, int]] = []
     for begins, ends in sorted(
-        (WEEKDAYS.index(day) * 1440 + _minutes(one.from_), WEEKDAYS.index(day) * 1440 + _minutes(one.until))
-        for one in hours
-        for day in one.weekdays
+        (WEEKDAYS.index(day) * 1440 + _minutes(span.from_), WEEKDAYS.index(day) * 1440 + _minutes(span.until))
+        for span in hours
+        for day in span.weekdays
     ):
         if spans and begins <= spans[-1][1]:
             spans[-1] = (spans[-1][0], max(spans[-1][1], ends))
@@ -354,7 +353,9 @@ def _minutes(time_of_day: str) -> int:
 
 
 def published(terms: Terms) -> Terms:
-    """The terms as the journal has them: without the seed, since many read it before the offer closes."""
+    """The terms as the journal contains them: without the seed, which must stay secret until the offer
+    closes.
+    """
     return msgspec.structs.replace(terms, seed=None) if isinstance(terms, EnvelopeTerms) else terms
 
 
@@ -362,7 +363,7 @@ def published(terms: Terms) -> Terms:
 
 
 def check_terms(terms: Terms) -> None:
-    """Raises Invalid, naming the field and the fix, when an offer with these terms could not keep its
+    """Raises Invalid, naming the field and what is allowed, when an offer with these terms could not keep its
     promises.
     """
     _check_id("issuer", terms.issuer)
@@ -373,8 +374,8 @@ def check_terms(terms: Terms) -> None:
     check_hours(terms.hours)
     if terms.audience not in ("everyone", "list", "ticket"):
         raise Invalid(f"terms.audience: must be everyone, list or ticket, got {quoted(terms.audience)}")
-    # Without opens_at it opens at once; a closes_at of 0 is over by then, and must not reach a script, to
-    # which 0 is what was not said.
+    # Without opens_at, the offer opens at once, so a closes_at of 0 is over. It must not reach a script,
+    # where 0 means absent.
     if terms.closes_at is not None and terms.closes_at <= (terms.opens_at or 0):
         raise Invalid(
             f"terms.closes_at: must be after opens_at ({terms.opens_at or 'at once'}), got {terms.closes_at}"
@@ -399,7 +400,7 @@ def _check_envelope(terms: EnvelopeTerms) -> None:
         raise Invalid(f"terms.draw: must be ahead or at_grab, got {quoted(terms.draw)}")
     if terms.seed is not None and not _is_seed(terms.seed):
         raise Invalid(
-            "terms.seed: must be 16 to 64 bytes in lower-case hexadecimal; leave it out to have one drawn"
+            "terms.seed: must be 16 to 64 bytes in lower-case hexadecimal; leave it out for a random seed"
         )
     try:
         check_split(terms.law, terms.total, terms.parts, terms.min, terms.max)
@@ -445,7 +446,7 @@ def _check_pieces(terms: PieceTerms) -> None:
 
 
 def check_limits(limits: tuple[Limit, ...]) -> None:
-    """Raises Invalid when limits cannot be told apart or count nothing."""
+    """Raises Invalid when a limit is wrong, or two limits have the same counters."""
     if len(limits) > LIMITS_MAX:
         raise Invalid(f"terms.limits: at most {LIMITS_MAX}, got {len(limits)}")
     for limit in limits:
@@ -460,14 +461,12 @@ def check_limits(limits: tuple[Limit, ...]) -> None:
     for name in names:
         if names.count(name) > 1:
             raise Invalid(
-                f"terms.limits: two of them count by {name[0].replace('/', ' per ')}; keep the smaller"
+                f"terms.limits: two limits count by {name[0].replace('/', ' per ')}; keep the smaller"
             )
 
 
 def check_changes(changes: Changes) -> None:
-    """Raises Invalid when a change is wrong whatever the offer is; what depends on the offer is the script's
-    to say.
-    """
+    """Raises Invalid when a change is wrong for every offer. Scripts check what depends on the offer."""
     fields = changes.fields()
     if not fields:
         raise Invalid("changes: nothing is to be changed")
@@ -483,13 +482,13 @@ def check_changes(changes: Changes) -> None:
 
 
 def check_line(field: str, text: str) -> None:
-    """Raises Invalid unless the text is one line that every server can keep."""
+    """Raises Invalid unless the text is one line that Redis, Kafka and PostgreSQL can store."""
     if len(text) > LINE_LENGTH_MAX:
         raise Invalid(f"{field}: at most {LINE_LENGTH_MAX} characters, got {len(text)}")
-    if found := _is_no_text(text):
+    if forbidden := _find_forbidden(text):
         raise Invalid(
-            f"{field}: must be one line of text, without control characters; got {quoted(found.group())} at "
-            f"{found.start()}"
+            f"{field}: must be one line of text, without control characters; got {quoted(forbidden.group())} "
+            f"at {forbidden.start()}"
         )
 
 
@@ -505,24 +504,23 @@ def _check_number(terms: Any, field: str) -> None:
 
 
 def check_hours(hours: tuple[Hours, ...]) -> None:
-    """Raises Invalid when hours of the week are none, or are more than an offer can have."""
+    """Raises Invalid when opening hours are wrong, or more than an offer may have."""
     if len(hours) > HOURS_MAX:
         raise Invalid(f"terms.hours: at most {HOURS_MAX}, got {len(hours)}")
-    for one in hours:
-        for field, text in (("from", one.from_), ("until", one.until)):
+    for span in hours:
+        for field, text in (("from", span.from_), ("until", span.until)):
             if not _is_time_of_day(text) or _minutes(text) > 1440:
                 raise Invalid(
                     f"terms.hours.{field}: must be a time of day such as 10:00, at most 24:00; got "
                     f"{quoted(text)}"
                 )
-        if _minutes(one.from_) >= _minutes(one.until):
+        if _minutes(span.from_) >= _minutes(span.until):
             raise Invalid(
-                f"terms.hours: from must be before until, got {one.from_} – {one.until}; give two entries "
+                f"terms.hours: from must be before until, got {span.from_} – {span.until}; give two entries "
                 "for a night"
             )
-        if not 0 < len(one.weekdays) <= len(WEEKDAYS) or len(set(one.weekdays) & set(WEEKDAYS)) < len(
-            one.weekdays
-        ):
+        days = span.weekdays
+        if not 0 < len(days) <= len(WEEKDAYS) or len(set(days) & set(WEEKDAYS)) < len(days):
             raise Invalid(f"terms.hours.weekdays: must be some of {', '.join(WEEKDAYS)}, each once")
     if len(spans := week_minutes(hours)) > HOURS_SPANS_MAX:
         raise Invalid(f"terms.hours: at most {HOURS_SPANS_MAX} spans in a week, these make {len(spans)}")

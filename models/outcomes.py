@@ -1,8 +1,8 @@
-"""Outcomes: what can be said to a command, numbered in order of precedence.
+"""Outcomes: the possible results of a command, numbered in order of precedence.
 
-The number is the same in Lua, Python, HTTP, topics and metrics. A command wrong in two ways gets the smaller
-refusal. The extensions of a hold, the units of a grab and what is due for them are checked only where there
-are any: where there are none, `expired` or `not_held` says so.
+The number is the same in Lua, Python, HTTP, topics and metrics. A command that is wrong in two ways gets the
+refusal with the smaller number. The extensions of a hold, the units of a grab and the amount due are checked
+only if the grab holds units; else the outcome is `expired` or `not_held`.
 """
 
 from enum import IntEnum
@@ -12,7 +12,9 @@ from grabstream.models.identifiers import in_schema
 
 
 class Outcome(IntEnum):
-    """Below 20: it was done, and an event says so. From 20: it was refused, and nothing changed."""
+    """Below 20: the command was carried out, and an event records it. From 20: it was refused, and changed
+    nothing.
+    """
 
     granted = 0
     held = 1
@@ -57,5 +59,5 @@ class Outcome(IntEnum):
 OUTCOME_NAMES: Final[dict[int, str]] = {int(outcome): outcome.name for outcome in Outcome}
 OutcomeName = Annotated[str, in_schema(enum=list(OUTCOME_NAMES.values()))]
 
-#: Refusals of the whole call: nothing was decided, the same command may be sent again at `retry_at`.
+#: Refusals of a whole call: nothing was decided. The same command may be sent again at `retry_at`.
 NOT_DECIDED: Final = frozenset({Outcome.fenced, Outcome.busy})

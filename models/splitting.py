@@ -1,18 +1,17 @@
-"""Splitting a sum into random parts: integer, exact, and fair by place.
+"""Splitting a sum into random parts: integer arithmetic, exact, and with the same mean for every place.
 
-With R left over n parts, q = floor(R/n) and r = R mod n, a part is uniform on q-w … q+w, plus 1 with
-probability r/n: its mean is exactly R/n, so every place in the queue has the same mean. The law only chooses
-w:
+With R left for n parts, q = floor(R/n) and r = R mod n, a part is uniform on q-w … q+w, plus 1 with
+probability r/n. Its mean is exactly R/n, so every place has the same mean. The law only chooses w:
 
 - `bounded`     the widest w that min, max and the later parts allow
 - `double_mean` q - min, which is `bounded` without a maximum: min … twice the mean
-- `equal`       0: the remainder is dealt out one by one at random
+- `equal`       0: the remainder is spread at random, at most 1 to each part
 
 Draw k is the first 13 hex digits of SHA-1(seed hex ‖ ":" ‖ k ‖ ":" ‖ attempt), brought into a range by
-rejection. Place k uses draw k over the range (2w+1)·n: quotient by n is the uniform part, remainder by n
-below r is the extra 1. `ahead` then shuffles (Fisher-Yates, from the last place down) with draws n+1 …, so
-the spread is the same for every place too. `lua/includes/splitting.lua` is the same arithmetic; golden
-vectors hold the two together.
+rejection. Place k uses draw k over the range (2w+1)·n: the quotient by n is the uniform part; if the
+remainder by n is below r, the part gets the extra 1. `ahead` then shuffles (Fisher-Yates, from the last place
+down) with draws n+1 …, so the spread is the same for every place too. `lua/includes/splitting.lua` has the
+same arithmetic; golden vectors check that both agree.
 """
 
 from hashlib import sha1
@@ -41,8 +40,8 @@ def draw(seed: str, k: int, range_size: int) -> int:
 
 
 def half_width(law: Law, left: int, parts: int, least: int, most: int) -> int:
-    """w: how far a part may be from the mean of what is left (minor units), so that all later parts stay
-    legal.
+    """w: how far a part may be from the mean of what is left (in minor units) without making a later part
+    break `least` or `most`.
     """
     if law == "equal":
         return 0
@@ -55,7 +54,9 @@ def half_width(law: Law, left: int, parts: int, least: int, most: int) -> int:
 
 
 def next_part(law: Law, left: int, parts: int, least: int, most: int, seed: str, k: int) -> int:
-    """The part at place k, when `left` minor units remain for `parts` parts; the last takes the rest."""
+    """The part at place k, in minor units, when `left` remain for `parts` parts. The last part takes the
+    rest.
+    """
     if parts == 1:
         return left
     mean, rest = divmod(left, parts)
@@ -65,7 +66,7 @@ def next_part(law: Law, left: int, parts: int, least: int, most: int, seed: str,
 
 
 def split_ahead(law: Law, total: int, parts: int, least: int, most: int, seed: str) -> list[int]:
-    """All parts of a legal envelope in the order of places, shuffled (see the module's words)."""
+    """All parts of a legal envelope in the order of places, shuffled (see the module's docstring)."""
     amounts = []
     left = total
     for place in range(1, parts + 1):
@@ -81,20 +82,20 @@ def split_ahead(law: Law, total: int, parts: int, least: int, most: int, seed: s
 
 
 def pack_parts(amounts: list[int]) -> bytes:
-    """Parts as one string, 6 bytes each, big-endian: read by place, without a list of a hundred thousand
-    entries.
+    """Parts as one string, 6 bytes each, big-endian. A script reads one part by its place, without a list of
+    all of them.
     """
     return b"".join(pack(">Q", amount)[2:] for amount in amounts)
 
 
 def check_split(law: Law, total: int, parts: int, least: int, most: int | None) -> int:
-    """The maximum in force of a legal split (all in minor units); raises Invalid with the field and the way
-    out.
+    """Checks a split (all amounts in minor units) and returns the maximum that applies; raises Invalid with
+    the field and what is allowed.
     """
     if not 1 <= parts <= PARTS_MAX:
         raise Invalid(f"parts: must be from 1 to {PARTS_MAX}, got {quoted(parts)}")
     if least < 1:
-        raise Invalid(f"min: must be at least 1, so that nobody gets nothing, got {quoted(least)}")
+        raise Invalid(f"min: must be at least 1, so that every part has an amount, got {quoted(least)}")
     if not 1 <= total <= AMOUNT_MAX:
         raise Invalid(f"total: must be from 1 to {AMOUNT_MAX}, got {quoted(total)}")
     if total < parts * least:

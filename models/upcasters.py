@@ -1,7 +1,7 @@
-"""The upcasters of this program: what became of the events of earlier releases. Every type is at its first
-version today.
+"""The upcasters of this program, which raise events of earlier versions. Today, every type has its first
+version.
 
-One function and one line for each version that a type has left behind, never edited again (docs/events.md):
+Each earlier version of a type has one function and one line, which are never edited (docs/events.md):
 
     def grab_redeemed_1(event: Document) -> Document:
         event["receipt"] = event.pop("order")

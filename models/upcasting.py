@@ -1,9 +1,10 @@
-"""Upcasting: events of older versions become current ones while they are read, one version at a time.
+"""Upcasting: events of older versions are raised to the current version while they are read, one version at a
+time.
 
-An event's text never changes: it is hashed, published and audited as it was written. Only its decoded form is
-raised, by pure functions from JSON object to JSON object, so that everything behind the decoder knows one
-form of each type, the current one. The versions of a type count from 1. What this program knows is in
-`models/upcasters.py`; docs/events.md says how to add to it.
+The text of an event never changes: it is hashed, published and audited as it was written. Only its decoded
+form is raised, by pure functions from JSON object to JSON object. So all code after the decoder handles only
+the current form of each type. The versions of a type count from 1. `models/upcasters.py` has the upcasters of
+this program; docs/events.md explains how to add one.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -14,21 +15,21 @@ import msgspec
 from grabstream.models.bounds import quoted
 
 FIRST_VERSION: Final = 1
-#: In the words of every NewerEvent, so that a stop for this reason can be told from others.
+#: Part of the message of every NewerEvent. Other code recognizes a stop for this reason by it.
 NEWER: Final = "a newer grabstream"
 
 Document = dict[str, Any]
 
 
 class BrokenChain(Exception):
-    """The upcasters do not lead from every version of every type to the current one. Found when the program
-    starts.
+    """The upcasters do not lead from every version of every type to the current version. Raised when the
+    program starts.
     """
 
 
 class NewerEvent(msgspec.ValidationError):
-    """An event that a newer grabstream wrote: reading it as one of ours would misread it, so its shard stops
-    there.
+    """An event that a newer grabstream wrote. Decoding it as a known version could misread it, so the shard
+    stops there.
     """
 
 
@@ -39,9 +40,9 @@ class UpcastFailed(msgspec.ValidationError):
 class Upcaster(NamedTuple):
     """Raises events of `type` from `from_version` to the version after it.
 
-    `raise_version` is given the decoded event and returns it in the next version's form; `v` is set
-    afterwards. It may change its argument. It must not touch `shard`, `seq`, `offer_seq` and `offer`: they
-    are the event's place in the journal.
+    `raise_version` gets the decoded event and returns it in the form of the next version; the caller sets
+    `v`. It may change its argument. It must not change `shard`, `seq`, `offer_seq` and `offer`, which are the
+    position of the event in the journal.
     """
 
     type: str
@@ -50,7 +51,7 @@ class Upcaster(NamedTuple):
 
 
 class _Versioned(msgspec.Struct):
-    """As much of an event as says which form it has."""
+    """The fields of an event that tell its type, version and seq."""
 
     type: str
     v: int
@@ -61,11 +62,11 @@ _decode_versioned = msgspec.json.Decoder(_Versioned).decode
 
 
 class Upcasters:
-    """The chains of upcasters of a program; making them checks that they have no gap."""
+    """The upcasters of a program, one chain for each type. The constructor checks that no chain has a gap."""
 
     def __init__(self, steps: Iterable[Upcaster], current: Mapping[str, int]) -> None:
-        """`current` is the version of every type that this program writes; raises BrokenChain with everything
-        that is wrong.
+        """`current` is the version of every type that this program writes. Raises BrokenChain with all
+        problems.
         """
         self._current = dict(current)
         self._steps: dict[tuple[str, int], Upcaster] = {}
@@ -102,42 +103,42 @@ class Upcasters:
         return problems
 
     def raised(self, line: bytes) -> bytes | None:
-        """The event in its current form, as JSON; None when it is of the current version already, or no event
-        at all.
+        """The event in its current form, as JSON; None when it already has the current version, or is not an
+        event.
 
         Raises NewerEvent for a type or version that this program does not know, UpcastFailed when an upcaster
         cannot raise it.
         """
         try:
-            found = _decode_versioned(line)
+            event = _decode_versioned(line)
         except msgspec.DecodeError:
             return None
-        current = self._current.get(found.type)
-        where = f"seq {found.seq}: " if found.seq is not None else ""
+        current = self._current.get(event.type)
+        where = f"seq {event.seq}: " if event.seq is not None else ""
         if current is None:
             raise NewerEvent(
-                f"{where}type {quoted(found.type)} is not known here: either {NEWER} wrote it, or it is no "
-                "event"
+                f"{where}type {quoted(event.type)} is not known here: either {NEWER} wrote it, or it is "
+                "not an event"
             )
-        if found.v > current:
+        if event.v > current:
             raise NewerEvent(
-                f"{where}{found.type} v{found.v} was written by {NEWER}, this one knows up to v{current}: "
-                "start that one here; it goes on from this event, nothing is lost"
+                f"{where}{event.type} v{event.v} was written by {NEWER}, this release knows up to "
+                f"v{current}: start the newer release here; it continues from this event, nothing is lost"
             )
-        return None if found.v == current else self._raise(line, found, current, where)
+        return None if event.v == current else self._raise(line, event, current, where)
 
-    def _raise(self, line: bytes, found: _Versioned, current: int, where: str) -> bytes:
+    def _raise(self, line: bytes, event: _Versioned, current: int, where: str) -> bytes:
         document = msgspec.json.decode(line)
-        for version in range(found.v, current):
-            step = self._steps.get((found.type, version))
+        for version in range(event.v, current):
+            step = self._steps.get((event.type, version))
             if step is None:
-                raise UpcastFailed(f"{where}{found.type} v{version}: there has never been such a version")
+                raise UpcastFailed(f"{where}{event.type} v{version}: there has never been such a version")
             try:
                 document = step.raise_version(document)
                 document["v"] = version + 1
-            # Whatever a step says against this one event: its shard stops, and the others go on.
+            # Any error of a step concerns this event only: its shard stops, other shards continue.
             except Exception as error:
                 raise UpcastFailed(
-                    f"{where}{found.type} v{version}: the upcaster to v{version + 1} failed: {error!r}"
+                    f"{where}{event.type} v{version}: the upcaster to v{version + 1} failed: {error!r}"
                 ) from error
         return msgspec.json.encode(document)

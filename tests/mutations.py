@@ -200,7 +200,7 @@ MUTATIONS: Final = (
     Mutation(
         "the chain",
         "models/journal.py",
-        "if before != self.head:",
+        "if hash_at_cursor != self.head:",
         "if False:",
         _in(JOURNAL, "test_another_history"),
     ),

@@ -1,8 +1,8 @@
-"""The rules, pure: what the Lua scripts must decide, said once more without any server, so that the two can
-be compared.
+"""The rules: the decisions of the Lua scripts as pure functions, so that tests can compare both.
 
-`decide` takes a shard's state, one command and a time, and gives the answer and the events; `decide_basket`
-takes grabs that stand or fall together; `sweep` does what time brings. The state is changed in place.
+`decide` takes the state of a shard, one command and a time, and returns the answer and the events.
+`decide_basket` decides the grabs of a basket, which are all granted or all refused. `sweep` does what is due
+at a time. All of them change the state in place.
 """
 
 from collections.abc import Sequence
@@ -18,8 +18,8 @@ from grabstream.models.identifiers import NO_OFFER, campaign_of
 from grabstream.models.outcomes import Outcome
 from grabstream.models.rules import grabbing
 from grabstream.models.rules.grabbing import draw_part, take_pieces, with_part
-from grabstream.models.rules.operating import close_offer, fall_due, open_offer, steer
-from grabstream.models.rules.settling import lapse, settle, settle_nowhere
+from grabstream.models.rules.operating import close_offer, decide_offer_command, fall_due, open_offer
+from grabstream.models.rules.settling import decide_grab_command, decide_without_offer, lapse
 from grabstream.models.rules.state import (
     REFUSALS_MAX,
     Decided,
@@ -33,14 +33,14 @@ from grabstream.models.rules.state import (
 
 __all__ = ["Decided", "Drawn", "Offer", "ShardState", "decide", "decide_basket", "sweep"]
 
-#: Refusals that are not remembered: the command can be right later under the same id, or has an answer
-#: already.
-_NOT_KEPT = frozenset({Outcome.invalid, Outcome.conflict})
+#: Refusals that are not remembered: the command may be corrected under the same id, or its id already has an
+#: answer.
+_NOT_REMEMBERED = frozenset({Outcome.invalid, Outcome.conflict})
 
 
 def decide(state: ShardState, command: AnyCommand, clock_ms: int, drawn: Drawn | None = None) -> Decided:
-    """Decides one command at a time in ms (the shard's clock never goes back); `drawn` is what a server adds
-    to it.
+    """Decides one command at `clock_ms` (ms since 1970 UTC); the clock of a shard never goes back. `drawn` is
+    what a gate adds to the command.
     """
     if isinstance(command, Grab) and basket_of(command):
         [decided] = decide_basket(state, [command], clock_ms, [drawn or {}])
@@ -56,21 +56,21 @@ def decide(state: ShardState, command: AnyCommand, clock_ms: int, drawn: Drawn |
     digest = state.digests.of(command)
     if isinstance(command, Open):
         return open_offer(state, command, digest, now, drawn or {})
-    return _keep(state, command, now, _carry_out(state, command, offer, digest, now, drawn or {}))
+    return _remember(state, command, now, _carry_out(state, command, offer, digest, now, drawn or {}))
 
 
 def _carry_out(
     state: ShardState, command: AnyCommand, offer: Offer | None, digest: str, now: int, drawn: Drawn
 ) -> Decided:
     if offer is None:
-        return settle_nowhere(state, command, digest, now)
+        return decide_without_offer(state, command, digest, now)
     if isinstance(command, GrabCommand):
-        return settle(state, command, offer, digest, now)
+        return decide_grab_command(state, command, offer, digest, now)
     if not isinstance(command, Grab):
-        return steer(state, command, offer, digest, now)
+        return decide_offer_command(state, command, offer, digest, now)
     for refusal_of in grabbing.REFUSALS:
-        if no := refusal_of(state, command, offer, now, drawn):
-            return Decided(no, [], False)
+        if refusal := refusal_of(state, command, offer, now, drawn):
+            return Decided(refusal, [], False)
     if not offer.is_envelope:
         return take_pieces(state, command, offer, digest, now, drawn)
     answer, events = draw_part(state, command, offer, digest, now, drawn)
@@ -79,23 +79,25 @@ def _carry_out(
     return Decided(answer, events)
 
 
-def _keep(state: ShardState, command: AnyCommand, now: int, decided: Decided) -> Decided:
-    """Remembers an answer under its command's id: for good when an event says it, else among the latest
-    refusals.
+def _remember(state: ShardState, command: AnyCommand, now: int, decided: Decided) -> Decided:
+    """Remembers an answer under the id of its command: until the offer retires if an event records it, else
+    among the latest refusals.
     """
     key, answer = (campaign_of(command.offer), command.id), decided.answer
     if command.offer not in state.offers:
-        # What names an event is told by that; money that nobody was there for is told so each time.
-        if answer.seq is None and answer.code not in _NOT_KEPT:
+        # An answer with a seq is found again by its event. A payment without an offer gets its message each
+        # time.
+        if answer.seq is None and answer.code not in _NOT_REMEMBERED:
             _count(state, command, answer, now)
             if command.offer not in state.retired and not (isinstance(command, Confirm) and answer.message):
                 _remember_refusal(
                     state, key, Remembered(as_remembered(answer), state.digests.remembered(command))
                 )
-    elif decided.own:
+    elif decided.made_event:
         state.answers[key] = Remembered(answer, state.digests.remembered(command), whole_of(command))
-    elif answer.repeated or answer.code not in _NOT_KEPT:
-        # What is so already is no refusal, but made no event either: it is kept as long as one.
+    elif answer.repeated or answer.code not in _NOT_REMEMBERED:
+        # A command whose effect already holds is not a refusal, but made no event: it is remembered like a
+        # refusal.
         if not answer.repeated:
             _count(state, command, answer, now)
         kept = answer if answer.repeated else as_remembered(answer)
@@ -117,14 +119,14 @@ def _remember_refusal(state: ShardState, key: tuple[str, str], kept: Remembered)
 def decide_basket(
     state: ShardState, commands: Sequence[Grab], clock_ms: int, drawn: Sequence[Drawn]
 ) -> list[Decided]:
-    """Decides grabs of one campaign that stand or fall together; when one is refused, all get its outcome."""
+    """Decides the grabs of a basket. When one grab is refused, all get its outcome."""
     now = max(clock_ms, state.time)
     known = [_known(state, command) for command in commands]
-    # When only some refusals are still known, nothing was taken, and the basket is decided again.
+    # When only some of its refusals are still remembered, the basket was not granted, and is decided again.
     if all(known) or any(_answered(state, command) for command in commands):
         return [
-            _of_known_basket(state, command, found, now)
-            for command, found in zip(commands, known, strict=True)
+            _of_known_basket(state, command, remembered, now)
+            for command, remembered in zip(commands, known, strict=True)
         ]
     if (message := grabbing.unfit_basket(state.offers, commands)) is not None:
         return [
@@ -133,19 +135,19 @@ def decide_basket(
         ]
     saved = deepcopy(state)
     decided = []
-    for command, more in zip(commands, drawn, strict=True):
+    for command, drawn_for in zip(commands, drawn, strict=True):
         offer = state.offers.get(command.offer)
         digest = state.digests.of(command)
         if _answered(state, command):
-            one = Decided(refused(state, command, Outcome.conflict, now), [], False)
+            decision = Decided(refused(state, command, Outcome.conflict, now), [], False)
         elif offer is not None and (message := grabbing.unfit(offer, command)):
-            one = Decided(refused(state, command, Outcome.invalid, now, message=message), [], False)
+            decision = Decided(refused(state, command, Outcome.invalid, now, message=message), [], False)
         else:
-            one = _carry_out(state, command, offer, digest, now, more)
-        if not one.answer.positive:
+            decision = _carry_out(state, command, offer, digest, now, drawn_for)
+        if not decision.answer.positive:
             vars(state).update(vars(saved))
-            return [_fallen(state, fallen, one.answer, command.id, now) for fallen in commands]
-        decided.append(_keep(state, command, now, one))
+            return [_refused_with(state, grab, decision.answer, command.id, now) for grab in commands]
+        decided.append(_remember(state, command, now, decision))
     return decided
 
 
@@ -159,8 +161,8 @@ def _of_known_basket(state: ShardState, command: Grab, known: Remembered | None,
 def _of_known(
     state: ShardState, command: AnyCommand, known: Remembered, now: int, unfit: str | None = None
 ) -> Decided:
-    """The first answer of a command id, if this is the same body; `unfit` is why the offer could never take
-    this one.
+    """The answer to a command whose id is known: its first answer if the body is the same, else a conflict,
+    or `invalid` if the offer could never take this body (`unfit` says why).
     """
     try:
         if _is_same(state, command, known):
@@ -178,24 +180,24 @@ def _is_same(state: ShardState, command: AnyCommand, known: Remembered) -> bool:
     return state.digests.is_of(known.digest, command)
 
 
-def _fallen(state: ShardState, command: Grab, because: Answer, grab: str, now: int) -> Decided:
-    answer = refused(state, command, Outcome(because.code), now, message=f"basket: refused with grab {grab}")
-    return _keep(state, command, now, Decided(answer, [], False))
+def _refused_with(state: ShardState, command: Grab, refusal: Answer, grab: str, now: int) -> Decided:
+    answer = refused(state, command, Outcome(refusal.code), now, message=f"basket: refused with grab {grab}")
+    return _remember(state, command, now, Decided(answer, [], False))
 
 
 def _known(state: ShardState, command: AnyCommand) -> Remembered | None:
-    return _answered(state, command) or _counts(
+    return _answered(state, command) or _of_present_offer(
         state, state.refusals.get((campaign_of(command.offer), command.id))
     )
 
 
 def _answered(state: ShardState, command: AnyCommand) -> Remembered | None:
-    """The answer that made an event under the command's id."""
-    return _counts(state, state.answers.get((campaign_of(command.offer), command.id)))
+    """The remembered answer under the command's id that made an event."""
+    return _of_present_offer(state, state.answers.get((campaign_of(command.offer), command.id)))
 
 
-def _counts(state: ShardState, known: Remembered | None) -> Remembered | None:
-    """What names an offer that has retired counts as forgotten."""
+def _of_present_offer(state: ShardState, known: Remembered | None) -> Remembered | None:
+    """`known`, or None if its offer has retired: such answers count as forgotten."""
     return None if known is None or known.answer.offer in state.retired else known
 
 
@@ -208,8 +210,8 @@ def _repeated(state: ShardState, command: AnyCommand, known: Remembered) -> Answ
 
 
 def sweep(state: ShardState, clock_ms: int) -> list[AnyEvent]:
-    """What time brings by itself: holds that are over end, the longest due first; then offers are served on,
-    close, or retire.
+    """Does what is due at `clock_ms`: ends holds, the longest due first; then serves queues, closes and
+    retires offers.
     """
     now = max(clock_ms, state.time)
     events: list[AnyEvent] = []
@@ -222,6 +224,6 @@ def sweep(state: ShardState, clock_ms: int) -> list[AnyEvent]:
     for _, _, offer, name in sorted(holds, key=lambda hold: hold[:2]):
         events += lapse(state, offer, name, now)
     due = [offer for offer in state.offers.values() if clock_ms >= offer.due]
-    for offer in sorted(due, key=lambda one: (one.due, one.name)):
+    for offer in sorted(due, key=lambda offer: (offer.due, offer.name)):
         events += fall_due(state, offer, now)
     return events

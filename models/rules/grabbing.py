@@ -1,6 +1,4 @@
-"""Grabs: who may, how much, and what is granted, held or put on the waiting list. Refusals stand in order of
-precedence.
-"""
+"""Grabs: the refusals in order of precedence, and how units are granted, held or put on the waiting list."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -22,9 +20,9 @@ from grabstream.models.rules.state import (
     Drawn,
     Offer,
     Part,
+    PieceGrab,
     ShardState,
     Status,
-    Taken,
     answered,
     due_when_closed,
     head_of,
@@ -32,17 +30,18 @@ from grabstream.models.rules.state import (
 )
 from grabstream.models.splitting import next_part
 
+#: How many queued grabs one command or one sweep of an offer serves, or removes after the close.
 SERVED_AT_ONCE_MAX = 25
-#: So many grabs at the front of the queue are considered when units are left.
+#: How many grabs at the front of the queue are considered when units are left.
 CONSIDERED_MAX = 100
-#: So many used tickets of a campaign that have ended are forgotten when another one is used.
+#: How many used tickets of a campaign that have ended are forgotten when another ticket is used.
 TICKETS_FORGOTTEN = 2
 
 Refusal = Callable[[ShardState, Grab, Offer, int, Drawn], Answer | None]
 
 
 def unfit(offer: Offer, command: Grab) -> str | None:
-    """Why a grab can never be right for this offer, or None."""
+    """Why this offer can never grant this grab, or None."""
     if isinstance(offer.terms, EnvelopeTerms):
         if command.basket is not None:
             return "basket: an envelope cannot be in a basket"
@@ -60,7 +59,7 @@ def unfit(offer: Offer, command: Grab) -> str | None:
 
 
 def unfit_basket(offers: Mapping[str, Offer], commands: Sequence[Grab]) -> str | None:
-    """Why grabs can never be decided as one, or None."""
+    """Why these grabs can never be decided as one basket, or None."""
     if len(commands) > BASKET_GRABS_MAX:
         return f"basket: at most {BASKET_GRABS_MAX} grabs, this has {len(commands)}"
     codes = sum(
@@ -123,8 +122,8 @@ def _not_eligible(state: ShardState, command: Grab, offer: Offer, now: int, draw
 
 
 def _is_used(state: ShardState, offer: Offer, now: int, drawn: Drawn) -> bool:
-    """Whether a single-use ticket was used: for its offer, or, where it is good for more of the campaign,
-    there, until that one ends.
+    """Whether a single-use ticket was used: for its offer, or in its campaign if it is good for the whole
+    campaign. The campaign remembers it until it ends.
     """
     once = drawn["ticket_once"]
     if "ticket_ends_at" not in drawn:
@@ -136,10 +135,10 @@ def _limit_reached(state: ShardState, command: Grab, offer: Offer, now: int, dra
     if offer.is_envelope:
         return None
     wanted = command.quantity if offer.pieces.take == "all" else 1
-    counted = limits.counted_under(offer, command, now)
-    for one in limits.states_of(offer, limits.counts_of(state, offer, counted), now):
-        if one.left < wanted:
-            return refused(state, command, Outcome.limit_reached, now, limit=one, retry_at=one.resets_at)
+    counters = limits.counters_of(offer, command, now)
+    for limit in limits.states_of(offer, limits.counts_of(state, offer, counters), now):
+        if limit.left < wanted:
+            return refused(state, command, Outcome.limit_reached, now, limit=limit, retry_at=limit.resets_at)
     return None
 
 
@@ -160,8 +159,8 @@ def _not_enough_left(state: ShardState, command: Grab, offer: Offer, now: int, d
     return refused(state, command, Outcome.not_enough_left, now, left=available(offer))
 
 
-# A drained envelope is `sold_out` although it is closed too (docs/commands.md), so that
-# test comes before `over`.
+# A drained envelope is also closed, but its outcome is `sold_out` (docs/commands.md). So `_drained` is before
+# `_over`.
 REFUSALS: list[Refusal] = [
     _already_taken, _not_open_yet, _on_hold, _drained, _over, _not_eligible, _limit_reached, _sold_out,
     _not_enough_left,
@@ -169,16 +168,16 @@ REFUSALS: list[Refusal] = [
 
 
 def available(offer: Offer) -> int:
-    """Units that a newcomer can take: those that suffice for none of the first CONSIDERED_MAX grabs in the
-    queue.
+    """The units that a new grab can take: those left, or 0 while they suffice for one of the first
+    CONSIDERED_MAX grabs in the queue.
     """
     waiting = (offer.grabs[name] for name in offer.queue[:CONSIDERED_MAX])
     return 0 if any(_units_for(offer, grab) for grab in waiting) else offer.units_left
 
 
-def _units_for(offer: Offer, grab: Taken) -> int:
-    """What a waiting grab gets of the units that are left; 0 when they do not suffice, or cost more than one
-    sum may be.
+def _units_for(offer: Offer, grab: PieceGrab) -> int:
+    """The units that a waiting grab gets of those left; 0 if they do not suffice, or would cost more than
+    AMOUNT_MAX.
     """
     price = offer.pieces.price or 0
     payable = AMOUNT_MAX // price if price else AMOUNT_MAX
@@ -188,7 +187,7 @@ def _units_for(offer: Offer, grab: Taken) -> int:
 
 
 def may_wait(offer: Offer, command: Grab) -> bool:
-    """Whether the grab joins the waiting list when it cannot be served."""
+    """Whether the grab joins the waiting list if it cannot be served."""
     return command.wait and offer.pieces.waiting_list
 
 
@@ -203,7 +202,7 @@ def with_part(answer: Answer, part: Part) -> Answer:
 def draw_part(
     state: ShardState, command: Grab, offer: Offer, digest: str, now: int, drawn: Drawn
 ) -> tuple[Answer, list[AnyEvent]]:  # fmt: skip
-    """The next part of an envelope."""
+    """Grants the next part of an envelope."""
     terms, place = offer.terms, offer.places + 1
     assert isinstance(terms, EnvelopeTerms)
     assert offer.seed
@@ -240,8 +239,8 @@ def draw_part(
 
 
 def use_ticket(state: ShardState, offer: Offer, now: int, drawn: Drawn) -> dict[str, Any]:
-    """Uses a single-use ticket; returns what the event says of it. One of the campaign makes room by
-    TICKETS_FORGOTTEN that have ended.
+    """Marks a single-use ticket as used; returns the fields of the event about it. For a ticket of a
+    campaign, it also forgets up to TICKETS_FORGOTTEN tickets of the campaign that have ended.
     """
     if offer.terms.audience != "ticket" or not drawn["ticket_once"]:
         return {}
@@ -263,18 +262,22 @@ def use_ticket(state: ShardState, offer: Offer, now: int, drawn: Drawn) -> dict[
 def take_pieces(
     state: ShardState, command: Grab, offer: Offer, digest: str, now: int, drawn: Drawn
 ) -> Decided:
-    """Units granted, held, or waited for."""
+    """Grants or holds units, or puts the grab on the waiting list."""
     terms = offer.pieces
-    counted = limits.counted_under(offer, command, now)
+    counters = limits.counters_of(offer, command, now)
     wanted = command.quantity
     if terms.take == "up_to":
-        lefts = [one.left for one in limits.states_of(offer, limits.counts_of(state, offer, counted), now)]
+        lefts = [
+            limit.left for limit in limits.states_of(offer, limits.counts_of(state, offer, counters), now)
+        ]
         wanted = min([wanted, *lefts])
     waits = available(offer) < (1 if terms.take == "up_to" else wanted)
     quantity = wanted if waits else min(wanted, available(offer))
-    limits.count(state, offer, counted, quantity)
+    limits.count(state, offer, counters, quantity)
     ticket = use_ticket(state, offer, now, drawn)
-    grab = Taken(command.user, 0, quantity, under=counted, counted=[CountedUnits(quantity, tuple(counted))])
+    grab = PieceGrab(
+        command.user, 0, quantity, under=counters, counted=[CountedUnits(quantity, tuple(counters))]
+    )
     offer.grabs[command.id] = grab
     if waits:
         return _queue(state, command, offer, grab, digest, now, ticket)
@@ -287,8 +290,8 @@ def take_pieces(
         "left": offer.units_left, "asked": command.quantity if command.quantity != quantity else None,
         "attributes": command.attributes, **ticket, "basket": command.basket, "digest": digest,
     }  # fmt: skip
-    states = limits.states_of(offer, limits.counts_of(state, offer, counted), now)
-    said = {
+    states = limits.states_of(offer, limits.counts_of(state, offer, counters), now)
+    details = {
         "grab": command.id,
         "amount": quantity,
         "quantity": quantity,
@@ -300,15 +303,21 @@ def take_pieces(
         grab.taken = quantity
         codes = hand_out(offer, grab, quantity)
         event: AnyEvent = GrabGranted(**head_of(state, offer, command.id, now), **common, codes=codes)
-        said |= numbered(offer, grab, codes)
-        return Decided(answered(state, command, Outcome.granted, now, **said), [event])
+        details |= coupon_fields(offer, grab, codes)
+        return Decided(answered(state, command, Outcome.granted, now, **details), [event])
     begin_hold(offer, grab, quantity, now)
     event = GrabHeld(**head_of(state, offer, command.id, now), **common, **hold_of(offer, grab))
-    return Decided(answered(state, command, Outcome.held, now, **said, **hold_of(offer, grab)), [event])
+    return Decided(answered(state, command, Outcome.held, now, **details, **hold_of(offer, grab)), [event])
 
 
 def _queue(
-    state: ShardState, command: Grab, offer: Offer, grab: Taken, digest: str, now: int, ticket: dict[str, Any]
+    state: ShardState,
+    command: Grab,
+    offer: Offer,
+    grab: PieceGrab,
+    digest: str,
+    now: int,
+    ticket: dict[str, Any],
 ) -> Decided:
     offer.queued += 1
     grab.place, grab.status = offer.queued, Status.waiting
@@ -319,12 +328,12 @@ def _queue(
         asset=offer.asset, place=grab.place, left=offer.units_left, attributes=command.attributes, **ticket,
         digest=digest,
     )  # fmt: skip
-    lefts = limits.states_of(offer, limits.counts_of(state, offer, grab.under), now)
+    states = limits.states_of(offer, limits.counts_of(state, offer, grab.under), now)
     return Decided(
         answered(
             state, command, Outcome.waiting, now, grab=command.id, amount=0, quantity=grab.quantity,
             place=grab.place,
-            left=offer.units_left, limits=lefts,
+            left=offer.units_left, limits=states,
         ), [event],
     )  # fmt: skip
 
@@ -334,22 +343,22 @@ def _move_out(offer: Offer, quantity: int) -> None:
     offer.amount_left -= quantity
 
 
-def begin_hold(offer: Offer, grab: Taken, quantity: int, now: int) -> None:
-    """Units wait for their payment from now on."""
+def begin_hold(offer: Offer, grab: PieceGrab, quantity: int, now: int) -> None:
+    """Holds the units for the grab until its new deadline."""
     grab.held, grab.deadline, grab.grace = quantity, now + (offer.pieces.hold_ms or 0), offer.pieces.grace_ms
     offer.held += quantity
 
 
-def hold_of(offer: Offer, grab: Taken) -> dict[str, Any]:
-    """Until when, and what is to be paid; in events and answers."""
-    said: dict[str, Any] = {"deadline_at": grab.deadline}
+def hold_of(offer: Offer, grab: PieceGrab) -> dict[str, Any]:
+    """The fields of a hold in events and answers: its deadline, and the amount due."""
+    fields: dict[str, Any] = {"deadline_at": grab.deadline}
     if offer.pieces.currency is not None:
-        said |= {"due": grab.price * grab.held, "currency": offer.pieces.currency}
-    return said
+        fields |= {"due": grab.price * grab.held, "currency": offer.pieces.currency}
+    return fields
 
 
-def hand_out(offer: Offer, grab: Taken, quantity: int) -> tuple[str, ...]:
-    """The next codes, where the offer has codes."""
+def hand_out(offer: Offer, grab: PieceGrab, quantity: int) -> tuple[str, ...]:
+    """Takes the next codes of the offer for the grab, and returns them; empty if the offer has no codes."""
     if "codes" not in offer.chunks:
         return ()
     codes, offer.codes = offer.codes[:quantity], offer.codes[quantity:]
@@ -357,8 +366,8 @@ def hand_out(offer: Offer, grab: Taken, quantity: int) -> tuple[str, ...]:
     return tuple(codes)
 
 
-def numbered(offer: Offer, grab: Taken, codes: tuple[str, ...]) -> dict[str, Any]:
-    """What an answer says of coupons: the codes, or the number of the grab."""
+def coupon_fields(offer: Offer, grab: PieceGrab, codes: tuple[str, ...]) -> dict[str, Any]:
+    """The fields of an answer about coupons: the codes, or the place of the grab instead of a code."""
     if offer.terms.__struct_config__.tag != "coupon":
         return {}
     return (
@@ -369,24 +378,25 @@ def numbered(offer: Offer, grab: Taken, codes: tuple[str, ...]) -> dict[str, Any
 
 
 def serve(state: ShardState, offer: Offer, command: str, now: int) -> list[AnyEvent]:
-    """Units that are left go to the first grab in the queue that they suffice for, as holds; a bounded number
-    at once.
+    """Holds the units left for queued grabs, in order, for at most SERVED_AT_ONCE_MAX grabs; if more can be
+    served, the offer becomes due now.
 
-    The first CONSIDERED_MAX are considered. Those that the units do not suffice for keep their places.
+    The first CONSIDERED_MAX grabs are considered. A grab for which the units do not suffice stays in the
+    queue.
     """
-    terms, events, place = offer.terms, list[AnyEvent](), 0
+    terms, events, index = offer.terms, list[AnyEvent](), 0
     if isinstance(terms, EnvelopeTerms) or offer.closed_reason or now >= offer.closes_at:
         return events
-    while offer.units_left and place < min(len(offer.queue), CONSIDERED_MAX):
-        grab = offer.grabs[offer.queue[place]]
+    while offer.units_left and index < min(len(offer.queue), CONSIDERED_MAX):
+        grab = offer.grabs[offer.queue[index]]
         quantity = _units_for(offer, grab)
         if not quantity:
-            place += 1
+            index += 1
             continue
         if len(events) == SERVED_AT_ONCE_MAX:
             offer.due = now
             break
-        name = offer.queue.pop(place)
+        name = offer.queue.pop(index)
         limits.give_back(state, offer, grab, grab.quantity - quantity)
         asked = grab.quantity
         offer.places += 1
@@ -416,8 +426,8 @@ def serve(state: ShardState, offer: Offer, command: str, now: int) -> list[AnyEv
     return events
 
 
-def about(offer: Offer, name: str, grab: Taken, quantity: int) -> dict[str, Any]:
-    """The fields that every event about a grab has."""
+def about(offer: Offer, name: str, grab: PieceGrab, quantity: int) -> dict[str, Any]:
+    """The fields that every event about a grab has beside those of `head_of`."""
     return {
         "grab": name, "user": grab.user, "quantity": quantity, "amount": quantity, "asset": offer.asset,
         "place": grab.place,
@@ -428,7 +438,7 @@ def about(offer: Offer, name: str, grab: Taken, quantity: int) -> dict[str, Any]
 def leave_queue(
     state: ShardState, offer: Offer, name: str, command: str, digest: str | None, now: int
 ) -> GrabReleased:
-    """Somebody waits no more; the limits are given back."""
+    """Removes a grab from the queue and gives its limits back."""
     grab = offer.grabs[name]
     offer.queue.remove(name)
     limits.give_back(state, offer, grab, grab.quantity)

@@ -1,5 +1,5 @@
-"""Limits: how many units a user, or a value of an attribute, has left in the window of now; counting, and
-giving back.
+"""Limits: how many units a user, or a value of an attribute, has left in the current window; counting units,
+and giving them back.
 """
 
 from collections.abc import Sequence
@@ -8,87 +8,91 @@ from grabstream.models.answers import LimitState
 from grabstream.models.calendar import Offsets, window_ends, window_of
 from grabstream.models.commands import Grab
 from grabstream.models.offers import Limit
-from grabstream.models.rules.state import Counted, CountedUnits, Offer, ShardState, Taken
+from grabstream.models.rules.state import CountedUnits, LimitCounter, Offer, PieceGrab, ShardState
 
 
 def value_of(limit: Limit, command: Grab) -> str | None:
-    """What a limit counts by: the user, or an attribute of the grab."""
+    """The value by which a limit counts a grab: the user, or an attribute; None if the grab has no such
+    attribute.
+    """
     return command.user if limit.by == "user" else command.attributes.get(limit.by)
 
 
-def counted_under(offer: Offer, command: Grab, now: int) -> list[Counted]:
+def counters_of(offer: Offer, command: Grab, now: int) -> list[LimitCounter]:
     """The counters of a grab, one for each limit of the offer, in order."""
-    found = []
+    counters = []
     for limit in offer.pieces.limits:
         of_campaign = limit.scope == "campaign"
         window = window_of(limit.per, _offsets(offer, of_campaign), now)
-        found.append(Counted(f"{limit.name}/{value_of(limit, command)}", window, of_campaign))
-    return found
+        counters.append(LimitCounter(f"{limit.name}/{value_of(limit, command)}", window, of_campaign))
+    return counters
 
 
-def counts_of(state: ShardState, offer: Offer, counted: Sequence[Counted]) -> list[int]:
-    """How much each counter has in its window: 0 when it last counted in another one."""
-    found = []
-    for one in counted:
-        window, count = _read(state, offer, one)
-        found.append(count if window == one.window else 0)
-    return found
+def counts_of(state: ShardState, offer: Offer, counters: Sequence[LimitCounter]) -> list[int]:
+    """The count of each counter in its window; 0 if it last counted in another window."""
+    counts = []
+    for counter in counters:
+        window, count = _read(state, offer, counter)
+        counts.append(count if window == counter.window else 0)
+    return counts
 
 
-def count(state: ShardState, offer: Offer, counted: Sequence[Counted], quantity: int) -> None:
+def count(state: ShardState, offer: Offer, counters: Sequence[LimitCounter], quantity: int) -> None:
     """Adds units to each counter, in its window."""
-    for one, before in zip(counted, counts_of(state, offer, counted), strict=True):
-        _write(state, offer, one, before + quantity)
+    for counter, before in zip(counters, counts_of(state, offer, counters), strict=True):
+        _write(state, offer, counter, before + quantity)
 
 
-def give_back(state: ShardState, offer: Offer, grab: Taken, quantity: int) -> None:
-    """Takes units off the counters they were counted under, the newest first; nothing of a window that is
-    over.
+def give_back(state: ShardState, offer: Offer, grab: PieceGrab, quantity: int) -> None:
+    """Subtracts units from the counters under which they were counted, the newest units first. Counters whose
+    window is over do not change.
     """
     while quantity and grab.counted:
         units, under = grab.counted.pop()
-        back = min(units, quantity)
-        quantity -= back
-        for one in under:
-            window, before = _read(state, offer, one)
-            if window == one.window:
-                _write(state, offer, one, before - back)
-        if units > back:
-            grab.counted.append(CountedUnits(units - back, under))
+        returned = min(units, quantity)
+        quantity -= returned
+        for counter in under:
+            window, before = _read(state, offer, counter)
+            if window == counter.window:
+                _write(state, offer, counter, before - returned)
+        if units > returned:
+            grab.counted.append(CountedUnits(units - returned, under))
 
 
 def states_of(offer: Offer, counts: Sequence[int], now: int) -> tuple[LimitState, ...]:
-    """What each limit leaves, and until when."""
+    """What each limit leaves, and when it resets."""
     return tuple(
         LimitState(
             limit.by,
             limit.per,
             limit.max,
-            max(limit.max - counted, 0),
+            max(limit.max - count, 0),
             window_ends(limit.per, _offsets(offer, limit.scope == "campaign"), now),
             limit.scope,
         )
-        for limit, counted in zip(offer.pieces.limits, counts, strict=True)
+        for limit, count in zip(offer.pieces.limits, counts, strict=True)
     )
 
 
-def counted_anew(offer: Offer, grab: Taken, now: int) -> list[Counted]:
-    """The counters a grab was first counted under, in their windows of now."""
+def counters_now(offer: Offer, grab: PieceGrab, now: int) -> list[LimitCounter]:
+    """The counters under which a grab was first counted, with their current windows."""
     return [
-        one._replace(window=window_of(one.counter.split("/")[1], _offsets(offer, one.of_campaign), now))  # type: ignore[arg-type]
-        for one in grab.under
+        counter._replace(
+            window=window_of(counter.name.split("/")[1], _offsets(offer, counter.of_campaign), now)  # type: ignore[arg-type]
+        )
+        for counter in grab.under
     ]
 
 
-def lefts_under(state: ShardState, offer: Offer, counted: Sequence[Counted]) -> list[int]:
-    """What the offer's limits, as they are now, leave under these counters."""
+def lefts_under(state: ShardState, offer: Offer, counters: Sequence[LimitCounter]) -> list[int]:
+    """What the offer's current limits leave under these counters."""
     most = {(limit.name, limit.scope == "campaign"): limit.max for limit in offer.pieces.limits}
-    found = []
-    for one, number in zip(counted, counts_of(state, offer, counted), strict=True):
-        limit = most.get((one.counter.rsplit("/", 1)[0], one.of_campaign))
+    lefts = []
+    for counter, count in zip(counters, counts_of(state, offer, counters), strict=True):
+        limit = most.get((counter.name.rsplit("/", 1)[0], counter.of_campaign))
         if limit is not None:
-            found.append(limit - number)
-    return found
+            lefts.append(limit - count)
+    return lefts
 
 
 def _offsets(offer: Offer, of_campaign: bool) -> Offsets:
@@ -96,14 +100,14 @@ def _offsets(offer: Offer, of_campaign: bool) -> Offsets:
     return offer.campaign_offsets if of_campaign else offer.offsets
 
 
-def _read(state: ShardState, offer: Offer, one: Counted) -> tuple[int, int]:
-    if one.of_campaign:
-        return state.counters.get((offer.campaign, one.counter), (0, 0))
-    return offer.counters.get(one.counter, (0, 0))
+def _read(state: ShardState, offer: Offer, counter: LimitCounter) -> tuple[int, int]:
+    if counter.of_campaign:
+        return state.counters.get((offer.campaign, counter.name), (0, 0))
+    return offer.counters.get(counter.name, (0, 0))
 
 
-def _write(state: ShardState, offer: Offer, one: Counted, value: int) -> None:
-    if one.of_campaign:
-        state.counters[offer.campaign, one.counter] = (one.window, value)
+def _write(state: ShardState, offer: Offer, counter: LimitCounter, value: int) -> None:
+    if counter.of_campaign:
+        state.counters[offer.campaign, counter.name] = (counter.window, value)
     else:
-        offer.counters[one.counter] = (one.window, value)
+        offer.counters[counter.name] = (counter.window, value)

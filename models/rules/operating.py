@@ -1,5 +1,5 @@
-"""What operators do to an offer: open, load, amend, pause, resume, close, adjust; and what time does: close
-and retire.
+"""The commands of operators about an offer (open, load, amend, pause, resume, close, adjust), and what is due
+by time: its close and its retirement.
 """
 
 from hashlib import sha256
@@ -45,8 +45,8 @@ from grabstream.models.rules.state import (
     Decided,
     Drawn,
     Offer,
-    Past,
     Remembered,
+    RetiredOffer,
     ShardState,
     answered,
     due_when_closed,
@@ -61,7 +61,7 @@ CLOSES_TOO_EARLY = "terms.closes_at: must be after opens_at and after now"
 
 
 def open_offer(state: ShardState, command: Open, digest: str, now: int, drawn: Drawn) -> Decided:
-    """Creates and funds an offer. An id is used once for ever."""
+    """Creates and funds an offer. An id can be used only once."""
     terms = command.terms
     if command.offer in state.offers or command.offer in state.retired:
         return Decided(refused(state, command, Outcome.conflict, now), [])
@@ -72,8 +72,8 @@ def open_offer(state: ShardState, command: Open, digest: str, now: int, drawn: D
     if closes_at <= opens_at:
         return Decided(refused(state, command, Outcome.invalid, now, message=CLOSES_TOO_EARLY), [])
     offsets = offsets_of(terms.timezone, drawn.get("clock_ms", now))
-    own_zone = CampaignZone(terms.timezone, offsets)
-    zone = state.zones.setdefault(campaign_of(command.offer), own_zone)
+    offer_zone = CampaignZone(terms.timezone, offsets)
+    zone = state.zones.setdefault(campaign_of(command.offer), offer_zone)
     offer = Offer(
         command.offer, terms, opens_at, closes_at, terms.total, units_of(terms), closes_at, offsets=offsets,
         campaign_offsets=zone.offsets,
@@ -93,7 +93,7 @@ def open_offer(state: ShardState, command: Open, digest: str, now: int, drawn: D
         closes_at=closes_at,
         terms=msgspec.Raw(msgspec.json.encode(published(terms))),
         offsets=offsets,
-        campaign_zone=zone if zone != own_zone else None,
+        campaign_zone=zone if zone != offer_zone else None,
         seed_sha256=sha256(bytes.fromhex(seed)).hexdigest() if seed else None,
         sealed_seed=drawn.get("sealed_seed") if seed else None,
         operator=command.operator,
@@ -115,34 +115,34 @@ def _draw(offer: Offer, terms: Terms, drawn: Drawn) -> str | None:
 
 
 def closed(state: ShardState, command: AnyCommand, offer: Offer, now: int) -> Answer | None:
-    """An offer that is closed is steered no more."""
+    """The refusal of a command about a closed offer; None if the offer is open."""
     return refused(state, command, Outcome.over, now) if offer.closed_reason else None
 
 
-def steer(state: ShardState, command: Any, offer: Offer, digest: str, now: int) -> Decided:
-    """Carries out a command about the offer itself, or refuses it."""
-    return _STEER[type(command)](state, command, offer, digest, now)  # type: ignore[no-any-return]
+def decide_offer_command(state: ShardState, command: Any, offer: Offer, digest: str, now: int) -> Decided:
+    """Carries out a command of an operator about an offer, or refuses it."""
+    return _DECIDE[type(command)](state, command, offer, digest, now)  # type: ignore[no-any-return]
 
 
 def _pause(state: ShardState, command: Pause, offer: Offer, digest: str, now: int) -> Decided:
-    if no := closed(state, command, offer, now):
-        return Decided(no, [], False)
+    if refusal := closed(state, command, offer, now):
+        return Decided(refusal, [], False)
     offer.paused = True
     event = OfferPaused(**head_of(state, offer, command.id, now), operator=command.operator, digest=digest)
     return Decided(answered(state, command, Outcome.paused, now, left=offer.units_left), [event])
 
 
 def _resume(state: ShardState, command: Resume, offer: Offer, digest: str, now: int) -> Decided:
-    if no := closed(state, command, offer, now):
-        return Decided(no, [], False)
+    if refusal := closed(state, command, offer, now):
+        return Decided(refusal, [], False)
     offer.paused = False
     event = OfferResumed(**head_of(state, offer, command.id, now), operator=command.operator, digest=digest)
     return Decided(answered(state, command, Outcome.resumed, now, left=offer.units_left), [event])
 
 
 def _close(state: ShardState, command: Close, offer: Offer, digest: str, now: int) -> Decided:
-    if no := closed(state, command, offer, now):
-        return Decided(no, [], False)
+    if refusal := closed(state, command, offer, now):
+        return Decided(refusal, [], False)
     amount, left = offer.amount_left, offer.units_left
     event = close_offer(state, offer, "command", command.id, digest, now, command.operator)
     return Decided(answered(state, command, Outcome.closed, now, amount=amount or None, left=left), [event])
@@ -157,8 +157,8 @@ def close_offer(
     now: int,
     operator: str | None = None,
 ) -> OfferClosed:
-    """Ends an offer: what is left goes back to its issuer, the seed is revealed; holds stay payable. The
-    sweeper sends home who waits.
+    """Closes an offer: the rest goes back to its issuer and the seed is revealed. Holds can still be paid.
+    The sweeper removes queued grabs later.
     """
     head = head_of(state, offer, command, now)
     amount, left = offer.amount_left, offer.units_left
@@ -181,8 +181,8 @@ def _amend(state: ShardState, command: Amend, offer: Offer, digest: str, now: in
     changes = command.changes
     if message := unfit(offer, changes, now):
         return Decided(refused(state, command, Outcome.invalid, now, message=message), [], False)
-    if no := closed(state, command, offer, now):
-        return Decided(no, [], False)
+    if refusal := closed(state, command, offer, now):
+        return Decided(refusal, [], False)
     total = offer.terms.total if changes.total is UNSET else changes.total
     added = total - offer.terms.total
     if offer.units_left + added < 0:
@@ -220,7 +220,7 @@ def _amend(state: ShardState, command: Amend, offer: Offer, digest: str, now: in
 
 
 def unfit(offer: Offer, changes: Changes, now: int) -> str | None:
-    """Why these changes can never be right for this offer at this time, or None."""
+    """Why this offer can never take these changes at this time, or None."""
     fields = changes.fields()
     if offer.is_envelope and not fields.keys() <= ENVELOPE_CHANGES:
         return "changes: the money, parts and law of an envelope cannot change"
@@ -297,11 +297,11 @@ def _unloadable(offer: Offer, command: Load) -> str | None:
             return None
         if count > offer.terms.total or (last and count != offer.terms.total):
             return "items: there must be as many codes as units"
-        # Nothing is taken out of a list before it is complete.
+        # Until the list is complete, no code is handed out, so `offer.codes` is the whole list.
         known_codes = set(offer.codes)
-        for place, code in enumerate(command.items, 1):
+        for number, code in enumerate(command.items, 1):
             if code in known_codes:
-                return f"items: code {place} of this chunk is in the list already; each is given once"
+                return f"items: code {number} of this chunk is in the list already; each is given once"
     return None
 
 
@@ -319,7 +319,7 @@ def _adjust(state: ShardState, command: Adjust, offer: Offer, digest: str, now: 
 
 
 def fall_due(state: ShardState, offer: Offer, now: int) -> list[AnyEvent]:
-    """What an offer's time brings: those who wait are served on, it closes, or it leaves Redis."""
+    """Does what is due for an offer: serves or removes queued grabs, closes it, or retires it."""
     if not offer.closed_reason:
         if now >= offer.closes_at:
             return [close_offer(state, offer, "deadline", "sweep", None, now)]
@@ -339,12 +339,12 @@ def fall_due(state: ShardState, offer: Offer, now: int) -> list[AnyEvent]:
 
 
 def _retire(state: ShardState, offer: Offer, now: int) -> None:
-    """Takes an offer out, and what is remembered of it but its payments; limits across a campaign go with the
-    campaign's last offer.
+    """Removes an offer and the answers that name it, but not its payments. The last offer of a campaign takes
+    the campaign's counters, tickets and zone with it.
     """
     del state.offers[offer.name]
     state.retired.add(offer.name)
-    state.past[offer.name] = Past(offer.offer_seq, now)
+    state.past[offer.name] = RetiredOffer(offer.offer_seq, now)
     for key in [
         key
         for key, kept in state.answers.items()
@@ -359,7 +359,7 @@ def _retire(state: ShardState, offer: Offer, now: int) -> None:
         del state.zones[offer.campaign]
 
 
-_STEER: dict[type, Any] = {
+_DECIDE: dict[type, Any] = {
     Pause: _pause,
     Resume: _resume,
     Close: _close,

@@ -1,7 +1,8 @@
-"""What happens to grabs of pieces afterwards: confirm, release, expiry, extend, return, redeem, unredeem.
+"""The commands about one grab of pieces (confirm, release, extend, return, redeem, unredeem), and the end of
+holds.
 
-A hold whose time is over is ended by whoever meets it first, the sweeper or a command, and always in the same
-way.
+A hold whose time is over is ended by the sweeper or by the next command about the grab, whichever is first,
+in the same way.
 """
 
 from typing import Any
@@ -30,22 +31,29 @@ from grabstream.models.events import (
 from grabstream.models.identifiers import campaign_of
 from grabstream.models.outcomes import Outcome
 from grabstream.models.rules import limits
-from grabstream.models.rules.grabbing import about, available, hand_out, leave_queue, numbered, serve
+from grabstream.models.rules.grabbing import (
+    about,
+    available,
+    coupon_fields,
+    hand_out,
+    leave_queue,
+    serve,
+)
 from grabstream.models.rules.state import (
     CountedUnits,
     Decided,
     Offer,
     Order,
     Payment,
+    PieceGrab,
     ShardState,
     Status,
-    Taken,
     answered,
     head_of,
     refused,
 )
 
-#: A grab's payments that were not returned, and the windows its units may be counted in.
+#: The payments of a grab that were not returned, and the entries of its counted units, at most.
 PAYMENTS_MAX = 100
 COUNTED_MAX = 100
 TOO_MANY_PAYMENTS = f"payment: a grab has at most {PAYMENTS_MAX} payments that were not returned"
@@ -59,16 +67,18 @@ NEVER_OPENED = (
 )
 
 
-def settle(state: ShardState, command: GrabCommand, offer: Offer, digest: str, now: int) -> Decided:
+def decide_grab_command(
+    state: ShardState, command: GrabCommand, offer: Offer, digest: str, now: int
+) -> Decided:
     """Carries out a command about a grab, or refuses it."""
     grab = offer.grabs.get(command.grab)
     events = lapse(state, offer, command.grab, now) if grab is not None else []
-    decided = _SETTLE[type(command)](state, command, offer, grab, digest, now)
+    decided = _DECIDE[type(command)](state, command, offer, grab, digest, now)
     return Decided(decided.answer, [*events, *decided.events], bool(decided.events))
 
 
 def lapse(state: ShardState, offer: Offer, name: str, now: int) -> list[AnyEvent]:
-    """Ends a hold whose time is over; the units go back, or to who waits for them."""
+    """Ends a hold whose time is over. Its units go back to the offer, and from there to queued grabs."""
     grab = offer.grabs[name]
     if not grab.held or now < grab.lapses_at:
         return []
@@ -104,7 +114,7 @@ def _give_up(
 
 
 def _take_back(offer: Offer, quantity: int) -> str:
-    """Units come back: to the offer while it is open. Returns the account that gets them."""
+    """Returns units to the offer while it is open. Returns the account that gets them."""
     if not offer.closed_reason:
         offer.units_left += quantity
         offer.amount_left += quantity
@@ -112,12 +122,12 @@ def _take_back(offer: Offer, quantity: int) -> str:
 
 
 def _drop_codes(offer: Offer) -> None:
-    """Codes of a closed offer are there for those who may still pay."""
+    """Drops the codes of a closed offer once it has no holds that can still be paid."""
     if offer.closed_reason and not offer.held:
         offer.codes = []
 
 
-def _said(command: GrabCommand, offer: Offer, grab: Taken, quantity: int) -> dict[str, Any]:
+def _details(command: GrabCommand, offer: Offer, grab: PieceGrab, quantity: int) -> dict[str, Any]:
     return {
         "grab": command.grab,
         "amount": quantity,
@@ -130,7 +140,7 @@ def _said(command: GrabCommand, offer: Offer, grab: Taken, quantity: int) -> dic
 def _again(
     state: ShardState, command: GrabCommand, outcome: Outcome, seq_at: tuple[int, int], **rest: Any
 ) -> Decided:
-    """What was asked for is so already: the answer names the event that made it so."""
+    """The answer to a command whose effect already holds: it names the event that had this effect."""
     seq, at = seq_at
     answer = Answer(
         command.id,
@@ -151,19 +161,19 @@ def _refuse(state: ShardState, command: GrabCommand, outcome: Outcome, now: int,
     return Decided(refused(state, command, outcome, now, **rest), [], False)
 
 
-def settle_nowhere(state: ShardState, command: AnyCommand, digest: str, now: int) -> Decided:
-    """A command where there is no offer, or not any more. What became of a payment is known for a time after
-    its offer has retired; other money that comes then is to be paid back.
+def decide_without_offer(state: ShardState, command: AnyCommand, digest: str, now: int) -> Decided:
+    """Decides a command whose offer does not exist or has retired. Payments of a retired offer are known for
+    a time; another payment in this time is to be paid back.
     """
     if isinstance(command, Confirm):
         if known := _repeated_payment(state, command, now):
             return known
-        past = state.past.get(command.offer)
-        if past is not None and state.knows_payments_of(command.offer, now):
+        retired = state.past.get(command.offer)
+        if retired is not None and state.knows_payments_of(command.offer, now):
             return _unserved(state, command, None, Outcome.no_such_offer, digest, now)
         if command.paid:
             return _refuse(
-                state, command, Outcome.no_such_offer, now, message=TOO_LATE if past else NEVER_OPENED
+                state, command, Outcome.no_such_offer, now, message=TOO_LATE if retired else NEVER_OPENED
             )
     return Decided(refused(state, command, Outcome.no_such_offer, now), [], False)
 
@@ -172,7 +182,7 @@ def settle_nowhere(state: ShardState, command: AnyCommand, digest: str, now: int
 
 
 def _confirm(
-    state: ShardState, command: Confirm, offer: Offer, grab: Taken | None, digest: str, now: int
+    state: ShardState, command: Confirm, offer: Offer, grab: PieceGrab | None, digest: str, now: int
 ) -> Decided:
     if known := _repeated_payment(state, command, now):
         return known
@@ -200,8 +210,8 @@ def _confirm(
 
 
 def _repeated_payment(state: ShardState, command: Confirm, now: int) -> Decided | None:
-    """The answer to a payment that is known already: for this grab what became of it; for another grab, or
-    amount, a conflict.
+    """The answer to a payment that is already known, or None: its first result for the same grab and money,
+    else a conflict.
     """
     known = state.payments.get((campaign_of(command.offer), command.payment)) if command.payment else None
     if known is None or not state.knows_payments_of(known.offer, now):
@@ -210,7 +220,7 @@ def _repeated_payment(state: ShardState, command: Confirm, now: int) -> Decided 
         return _refuse(state, command, Outcome.conflict, now)
     other_quantity = command.quantity is not None and known.quantity and command.quantity != known.quantity
     if _money_of(command) != (known.paid, known.currency) or other_quantity:
-        return _refuse(state, command, Outcome.conflict, now, message=_said_of(known))
+        return _refuse(state, command, Outcome.conflict, now, message=_conflict_message(known))
     return _again(state, command, Outcome(known.code), (known.seq, known.at), quantity=known.quantity or None)
 
 
@@ -218,7 +228,7 @@ def _money_of(command: Confirm) -> tuple[int, str]:
     return command.paid, (command.currency or "") if command.paid else ""
 
 
-def _said_of(known: Payment) -> str:
+def _conflict_message(known: Payment) -> str:
     money = f"{known.paid} {known.currency}" if known.paid else "nothing paid"
     units = f" for {known.quantity} units" if known.quantity else ""
     return (
@@ -227,8 +237,8 @@ def _said_of(known: Payment) -> str:
     )
 
 
-def _retake(state: ShardState, offer: Offer, grab: Taken, quantity: int, now: int) -> bool:
-    """Whether a payment that came too late gets its units all the same; they are taken then."""
+def _retake(state: ShardState, offer: Offer, grab: PieceGrab, quantity: int, now: int) -> bool:
+    """Takes units again for a payment after the deadline, if the offer allows it. Returns whether it did."""
     if (
         offer.pieces.late != "retake"
         or offer.closed_reason
@@ -236,24 +246,24 @@ def _retake(state: ShardState, offer: Offer, grab: Taken, quantity: int, now: in
         or quantity > available(offer)
     ):
         return False
-    counted = limits.counted_anew(offer, grab, now)
-    if any(left < quantity for left in limits.lefts_under(state, offer, counted)):
+    counters = limits.counters_now(offer, grab, now)
+    if any(left < quantity for left in limits.lefts_under(state, offer, counters)):
         return False
     newest = grab.counted[-1] if grab.counted else None
-    if newest is not None and newest.under == tuple(counted):
+    if newest is not None and newest.under == tuple(counters):
         grab.counted[-1] = CountedUnits(newest.units + quantity, newest.under)
     elif len(grab.counted) >= COUNTED_MAX:
         return False
     else:
-        grab.counted.append(CountedUnits(quantity, tuple(counted)))
+        grab.counted.append(CountedUnits(quantity, tuple(counters)))
     offer.units_left -= quantity
     offer.amount_left -= quantity
-    limits.count(state, offer, counted, quantity)
+    limits.count(state, offer, counters, quantity)
     return True
 
 
 def _confirmed(
-    state: ShardState, command: Confirm, offer: Offer, grab: Taken, quantity: int, digest: str, now: int
+    state: ShardState, command: Confirm, offer: Offer, grab: PieceGrab, quantity: int, digest: str, now: int
 ) -> Decided:
     retaken = not grab.held
     if retaken:
@@ -278,8 +288,8 @@ def _confirmed(
             offer.name, command.grab, int(Outcome.confirmed), event.seq, now, quantity, *_money_of(command)
         )
         state.payments[offer.campaign, command.payment] = payment
-    said = _said(command, offer, grab, quantity) | numbered(offer, grab, codes)
-    return Decided(answered(state, command, Outcome.confirmed, now, **said), [event])
+    details = _details(command, offer, grab, quantity) | coupon_fields(offer, grab, codes)
+    return Decided(answered(state, command, Outcome.confirmed, now, **details), [event])
 
 
 def _unserved(
@@ -291,11 +301,13 @@ def _unserved(
     now: int,
     **rest: Any,
 ) -> Decided:
-    """A payment that cannot be served is refused, and is to be paid back, once."""
+    """Refuses a payment that cannot be served. If money was paid, an event records once that it is to be paid
+    back.
+    """
     if command.payment is None or not command.paid:
         return _refuse(state, command, outcome, now, **rest)
     assert command.currency is not None
-    head = head_of(state, offer, command.id, now) if offer else _head_of_past(state, command, now)
+    head = head_of(state, offer, command.id, now) if offer else _head_of_retired(state, command, now)
     event = PaymentRefundDue(
         **head,
         grab=command.grab,
@@ -311,14 +323,14 @@ def _unserved(
     return Decided(refused(state, command, outcome, now, seq=event.seq, message=message, **rest), [event])
 
 
-def _head_of_past(state: ShardState, command: Confirm, now: int) -> dict[str, Any]:
-    """The fields every event has, of an offer that has retired: its numbers go on from the last one."""
-    past = state.past[command.offer]
+def _head_of_retired(state: ShardState, command: Confirm, now: int) -> dict[str, Any]:
+    """The fields that every event has, for a retired offer: its `offer_seq` continues after the last one."""
+    retired = state.past[command.offer]
     state.seq += 1
     state.time = now
-    state.past[command.offer] = past._replace(offer_seq=past.offer_seq + 1)
+    state.past[command.offer] = retired._replace(offer_seq=retired.offer_seq + 1)
     return {
-        "v": 1, "shard": state.shard, "seq": state.seq, "offer_seq": past.offer_seq + 1,
+        "v": 1, "shard": state.shard, "seq": state.seq, "offer_seq": retired.offer_seq + 1,
         "offer": command.offer, "at": now,
         "command": command.id,
     }  # fmt: skip
@@ -328,7 +340,7 @@ def _head_of_past(state: ShardState, command: Confirm, now: int) -> dict[str, An
 
 
 def _release(
-    state: ShardState, command: Release, offer: Offer, grab: Taken | None, digest: str, now: int
+    state: ShardState, command: Release, offer: Offer, grab: PieceGrab | None, digest: str, now: int
 ) -> Decided:
     if grab is None:
         return _refuse(state, command, Outcome.no_such_grab, now)
@@ -336,7 +348,7 @@ def _release(
         event = leave_queue(state, offer, command.grab, command.id, digest, now)
         events = [event, *serve(state, offer, command.id, now)]
         return Decided(
-            _after(state, command, Outcome.released, event, _said(command, offer, grab, 0)), events
+            _answer_with(state, command, Outcome.released, event, _details(command, offer, grab, 0)), events
         )
     if grab.held:
         quantity = grab.held
@@ -356,7 +368,7 @@ def _release(
 
 
 def _extend(
-    state: ShardState, command: Extend, offer: Offer, grab: Taken | None, digest: str, now: int
+    state: ShardState, command: Extend, offer: Offer, grab: PieceGrab | None, digest: str, now: int
 ) -> Decided:
     if grab is None:
         return _refuse(state, command, Outcome.no_such_grab, now)
@@ -376,12 +388,12 @@ def _extend(
         deadline_at=grab.deadline,
         digest=digest,
     )
-    said = _said(command, offer, grab, grab.held) | {"deadline_at": grab.deadline}
-    return Decided(answered(state, command, Outcome.extended, now, **said), [event])
+    details = _details(command, offer, grab, grab.held) | {"deadline_at": grab.deadline}
+    return Decided(answered(state, command, Outcome.extended, now, **details), [event])
 
 
 def _return(
-    state: ShardState, command: Return, offer: Offer, grab: Taken | None, digest: str, now: int
+    state: ShardState, command: Return, offer: Offer, grab: PieceGrab | None, digest: str, now: int
 ) -> Decided:
     if grab is None:
         return _refuse(state, command, Outcome.no_such_grab, now)
@@ -408,14 +420,17 @@ def _return(
     )  # fmt: skip
     events = [event, *serve(state, offer, command.id, now)]
     return Decided(
-        _after(state, command, Outcome.returned, event, _said(command, offer, grab, quantity)), events
+        _answer_with(state, command, Outcome.returned, event, _details(command, offer, grab, quantity)),
+        events,
     )
 
 
-def _after(
-    state: ShardState, command: GrabCommand, outcome: Outcome, event: AnyEvent, said: dict[str, Any]
+def _answer_with(
+    state: ShardState, command: GrabCommand, outcome: Outcome, event: AnyEvent, details: dict[str, Any]
 ) -> Answer:
-    """The answer with the command's own event; what is left is left after those who wait were served."""
+    """The answer that names the command's event, although queued grabs were served after it. `details` must
+    be taken after that, so that `left` is right.
+    """
     return Answer(
         command.id,
         outcome.name,
@@ -424,20 +439,20 @@ def _after(
         shard=state.shard,
         seq=event.seq,
         at=event.at,
-        **said,
+        **details,
     )
 
 
-def _refunds(grab: Taken, quantity: int) -> tuple[tuple[str, int], ...]:
-    """What goes back for the units, to the payments they were paid by, the first first."""
+def _refunds(grab: PieceGrab, quantity: int) -> tuple[tuple[str, int], ...]:
+    """The money that goes back for the units: pairs (payment, minor units), the oldest payment first."""
     refunds: list[tuple[str, int]] = []
     while quantity and grab.payments:
         payment, units = grab.payments[0]
-        back = min(units, quantity)
-        quantity -= back
-        grab.payments[:1] = [(payment, units - back)] if units > back else []
+        returned = min(units, quantity)
+        quantity -= returned
+        grab.payments[:1] = [(payment, units - returned)] if units > returned else []
         if grab.price:
-            refunds.append((payment, back * grab.price))
+            refunds.append((payment, returned * grab.price))
     return tuple(refunds)
 
 
@@ -445,7 +460,7 @@ def _refunds(grab: Taken, quantity: int) -> tuple[tuple[str, int], ...]:
 
 
 def _redeem(
-    state: ShardState, command: Redeem, offer: Offer, grab: Taken | None, digest: str, now: int
+    state: ShardState, command: Redeem, offer: Offer, grab: PieceGrab | None, digest: str, now: int
 ) -> Decided:
     if grab is None:
         return _refuse(state, command, Outcome.no_such_grab, now)
@@ -467,13 +482,13 @@ def _redeem(
     )  # fmt: skip
     offer.orders[command.grab, command.order] = Order(command.quantity, event.seq, now)
     return Decided(
-        answered(state, command, Outcome.redeemed, now, **_said(command, offer, grab, command.quantity)),
+        answered(state, command, Outcome.redeemed, now, **_details(command, offer, grab, command.quantity)),
         [event],
     )
 
 
 def _unredeem(
-    state: ShardState, command: Unredeem, offer: Offer, grab: Taken | None, digest: str, now: int
+    state: ShardState, command: Unredeem, offer: Offer, grab: PieceGrab | None, digest: str, now: int
 ) -> Decided:
     if grab is None:
         return _refuse(state, command, Outcome.no_such_grab, now)
@@ -492,11 +507,11 @@ def _unredeem(
     )
     offer.orders[command.grab, command.order] = Order(0, event.seq, now)
     return Decided(
-        answered(state, command, Outcome.unredeemed, now, **_said(command, offer, grab, quantity)), [event]
+        answered(state, command, Outcome.unredeemed, now, **_details(command, offer, grab, quantity)), [event]
     )
 
 
-_SETTLE: dict[type, Any] = {
+_DECIDE: dict[type, Any] = {
     Confirm: _confirm,
     Release: _release,
     Extend: _extend,

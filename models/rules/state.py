@@ -1,5 +1,5 @@
-"""What a shard consists of, as the rules see it: its offers, their grabs, what is counted, and what is
-remembered of commands.
+"""The state of a shard for the rules: its offers, their grabs, the counters of limits, and the remembered
+answers.
 """
 
 from collections import Counter, OrderedDict
@@ -27,14 +27,14 @@ from grabstream.models.outcomes import Outcome
 
 REFUSALS_MAX = 100_000
 
-#: What a server adds to a command: for `open` seed, sealed_seed and clock_ms (the gate's); for a grab
-#: ticket_expires_at, ticket_once, and ticket_ends_at where a single use counts in the campaign.
+#: What a gate adds to a command. For `open`: seed, sealed_seed and clock_ms (the clock of the gate). For a
+#: grab: ticket_expires_at, ticket_once, and ticket_ends_at if a single use counts in the whole campaign.
 Drawn = Mapping[str, Any]
 
 
 class Remembered(NamedTuple):
-    """What is kept under a command's id: its first answer, its body's digest, and the body itself where that
-    is compared.
+    """What is remembered under the id of a command: its first answer, the digest of its body, and for
+    `adjust` the text of its entries.
     """
 
     answer: Answer
@@ -50,28 +50,27 @@ class Part(NamedTuple):
     seq: int
 
 
-class Counted(NamedTuple):
-    """What one grab was counted under: a counter, the window it was in, and whether the counter is the
-    campaign's.
+class LimitCounter(NamedTuple):
+    """A counter under which a grab was counted: its name, the window at that time, and whether it belongs to
+    the campaign.
     """
 
-    counter: str
+    name: str
     window: int
     of_campaign: bool
 
 
 class CountedUnits(NamedTuple):
-    """Units of a grab that were counted together; a payment that retook some made another batch of these."""
+    """Units of a grab that were counted together. A payment that takes units again may add another entry."""
 
     units: int
-    under: tuple[Counted, ...]
+    under: tuple[LimitCounter, ...]
 
 
 class Payment(NamedTuple):
-    """What became of a payment: the outcome's code for this grab, the event that says so, and how much it
-    was.
+    """The result of a payment: the outcome's code for its grab, the event that records it, and the money.
 
-    `quantity` is 0 where it was not served.
+    `quantity` is 0 if the payment was not served.
     """
 
     offer: str
@@ -85,22 +84,22 @@ class Payment(NamedTuple):
 
 
 class Order(NamedTuple):
-    """Units of a grab used for an order (0: taken back), and the event that says so."""
+    """Units of a grab used for an order (0: the use was taken back), and the event that records it."""
 
     quantity: int
     seq: int
     at: int
 
 
-class Past(NamedTuple):
-    """What is kept of an offer that has retired: its last `offer_seq`, and when it retired (ms)."""
+class RetiredOffer(NamedTuple):
+    """What is kept of a retired offer: its last `offer_seq`, and when it retired (ms since 1970 UTC)."""
 
     offer_seq: int
     at: int
 
 
 class Status(IntEnum):
-    """How a grab of pieces stands."""
+    """The status of a grab of pieces."""
 
     active = 0
     released = 1
@@ -109,13 +108,13 @@ class Status(IntEnum):
 
 
 @dataclass
-class Taken:
-    """One grab of pieces: `held` units wait to be confirmed, `taken` are the user's for good, `redeemed` of
-    these are used.
+class PieceGrab:
+    """One grab of pieces: `held` units wait to be confirmed, `taken` units are the user's for good, and
+    `redeemed` of these are used.
 
-    `under` are the counters it was first counted under, `counted` what stands under which now. `grace`
-    is the time behind the deadline in which a payment is still served; `lapsed` units expired;
-    `ended` and `confirmed` are (seq, at) of the last event of their kind.
+    `under` are the counters under which it was first counted, `counted` the units that are counted now, and
+    under which counters. `grace` is the time (ms) after the deadline in which a payment is still served;
+    `lapsed` units expired. `ended` and `confirmed` are (seq, at) of the last event of their kind.
     """
 
     user: str
@@ -132,20 +131,20 @@ class Taken:
     status: Status = Status.active
     ended: tuple[int, int] = (0, 0)
     confirmed: tuple[int, int] = (0, 0)
-    under: list[Counted] = field(default_factory=list)
+    under: list[LimitCounter] = field(default_factory=list)
     counted: list[CountedUnits] = field(default_factory=list)
     payments: list[tuple[str, int]] = field(default_factory=list)
     codes: list[str] = field(default_factory=list)
 
     @property
     def lapses_at(self) -> int:
-        """When a hold is over: its deadline, and the time of grace behind it."""
+        """When a hold is over: its deadline plus the grace time."""
         return self.deadline + self.grace
 
 
 @dataclass
 class Offer:
-    """One offer. `parts` are those drawn ahead, by place; empty when they are drawn at the grab."""
+    """One offer. `parts` are the parts drawn ahead, by place; empty if parts are drawn at the grab."""
 
     name: str
     terms: Terms
@@ -165,14 +164,14 @@ class Offer:
     offer_seq: int = 1
     users: dict[str, Part] = field(default_factory=dict)
     counters: dict[str, tuple[int, int]] = field(default_factory=dict)
-    grabs: dict[str, Taken] = field(default_factory=dict)
+    grabs: dict[str, PieceGrab] = field(default_factory=dict)
     queue: list[str] = field(default_factory=list)
     queued: int = 0
     held: int = 0
     #: Units used by (grab, order).
     orders: dict[tuple[str, str], Order] = field(default_factory=dict)
     codes: list[str] = field(default_factory=list)
-    #: How many codes were loaded, whatever became of them.
+    #: How many codes were loaded, including those already handed out.
     codes_listed: int = 0
     audience: set[str] = field(default_factory=set)
     seen: set[str] = field(default_factory=set)
@@ -181,12 +180,12 @@ class Offer:
 
     @property
     def campaign(self) -> str:
-        """The offers that are decided together with this one share its name."""
+        """The campaign of the offer. Offers of one campaign are decided in the same shard."""
         return campaign_of(self.name)
 
     @property
     def asset(self) -> str:
-        """What is counted."""
+        """The asset that the offer counts."""
         return asset_of(self.name, self.terms)
 
     @property
@@ -197,22 +196,22 @@ class Offer:
 
     @property
     def is_envelope(self) -> bool:
-        """Whether it is money in parts."""
+        """Whether the offer is an envelope."""
         return isinstance(self.terms, EnvelopeTerms)
 
     @property
     def hours(self) -> list[tuple[int, int]]:
-        """The minutes of the week in which it takes grabs."""
+        """The opening hours as pairs of minutes of the week."""
         return week_minutes(self.terms.hours)
 
     @property
     def awaits_codes(self) -> bool:
-        """Whether it hands out codes and has none yet."""
+        """Whether the offer must hand out codes and no chunk of them is loaded yet."""
         return isinstance(self.terms, CouponTerms) and self.terms.codes and "codes" not in self.chunks
 
     @property
     def returns_to(self) -> str:
-        """The account that gets units which come back: the offer's own, after its close where the close sent
+        """The account that gets returned units: that of the offer, or after the close the account that got
         the rest.
         """
         if not self.closed_reason:
@@ -222,7 +221,7 @@ class Offer:
 
 @dataclass
 class ShardState:
-    """One shard: its clock, its offers, what it remembers of commands, and how often it refused what."""
+    """One shard: its clock, its offers, the remembered answers, and the counts of refusals."""
 
     shard: int
     digests: Digests = field(default_factory=Digests)
@@ -230,37 +229,35 @@ class ShardState:
     time: int = 0
     offers: dict[str, Offer] = field(default_factory=dict)
     retired: set[str] = field(default_factory=set)
-    past: dict[str, Past] = field(default_factory=dict)
+    past: dict[str, RetiredOffer] = field(default_factory=dict)
     answers: dict[tuple[str, str], Remembered] = field(default_factory=dict)
     refusals: OrderedDict[tuple[str, str], Remembered] = field(default_factory=OrderedDict)
     demand: Counter[tuple[int, int, str]] = field(default_factory=Counter)
     payments: dict[tuple[str, str], Payment] = field(default_factory=dict)
     counters: dict[tuple[str, str], tuple[int, int]] = field(default_factory=dict)
-    #: Single-use tickets of campaigns that were used, and when they end; the time zones that limits of
-    #: campaigns count in.
+    #: `tickets`: (campaign, single-use ticket that was used) → when the ticket ends. `zones`: campaign → the
+    #: time zone in which its limits count.
     tickets: dict[tuple[str, str], int] = field(default_factory=dict)
     zones: dict[str, CampaignZone] = field(default_factory=dict)
 
     def knows_payments_of(self, offer: str, now: int) -> bool:
-        """Whether what became of an offer's payments counts: while the offer is there, and for a time after
-        it has retired.
-        """
+        """Whether the payments of an offer are known: until it retires, and PAYMENTS_KNOWN_MS after that."""
         past = self.past.get(offer)
         return past is None or now < past.at + PAYMENTS_KNOWN_MS
 
 
 class Decided(NamedTuple):
-    """The answer to a command, and the events it made. `own` says whether one of these is the command's
-    own.
+    """The answer to a command, and the events of the decision. `made_event` is False if the command itself
+    made none of them (a hold that lapsed makes events, too).
     """
 
     answer: Answer
     events: list[AnyEvent]
-    own: bool = True
+    made_event: bool = True
 
 
 def head_of(state: ShardState, offer: Offer, command: str, now: int) -> dict[str, Any]:
-    """The fields every event has; takes the next number of the shard and of the offer."""
+    """The fields that every event has. Takes the next number of the shard and of the offer."""
     state.seq += 1
     state.time = now
     offer.offer_seq += 1
@@ -277,7 +274,7 @@ def refused(state: ShardState, command: Command, outcome: Outcome, now: int, **r
 
 
 def answered(state: ShardState, command: Command, outcome: Outcome, now: int, **rest: Any) -> Answer:
-    """The answer to what was just carried out: it carries the newest event."""
+    """The answer to a command that was just carried out, with the seq of the newest event."""
     return Answer(
         command.id,
         outcome.name,
@@ -291,15 +288,15 @@ def answered(state: ShardState, command: Command, outcome: Outcome, now: int, **
 
 
 def as_remembered(answer: Answer) -> Answer:
-    """Of a refusal without an event only outcome and time are kept; a part or an opening time is looked up
-    again.
+    """What is remembered of a refusal without an event: outcome and time. A repeat looks up a part or an
+    opening time again.
     """
     return Answer(answer.id, answer.outcome, answer.code, answer.offer, shard=answer.shard, at=answer.at)
 
 
 def due_when_closed(offer: Offer, now: int) -> int:
-    """When a closed offer is seen to: at once to send home who waits, else to retire it, not before its units
-    can no longer be redeemed.
+    """When the sweeper must handle a closed offer: now if users are still queued, else when it retires, which
+    is not before `valid_until`.
     """
     if offer.queue:
         return now

@@ -2,12 +2,12 @@
 `model_dump`, JSON Schema, or FastAPI.
 
     command = Grab(id="g-1", offer="lunch", user="bob")
-    gate_takes = command.to_wire()          # the msgspec struct of models/commands.py
+    for_the_gate = command.to_wire()        # the msgspec struct of models/commands.py
     answer = Answer.from_wire(answer_of_the_gate)
 
-A model accepts what its wire form accepts, refuses what it refuses with the words of the same checks, and has
-the same JSON: fields with their default are left out, also those that were given. `decode_commands` remains
-the door for bytes of unknown origin, and the wire form is what the hot path uses: it is many times faster
+A model accepts and refuses the same values as its wire form, with the messages of the same checks, and has
+the same JSON: fields with their default value are left out, even if they were given. Use `decode_commands`
+for bytes of unknown origin. Frequent code uses the wire form, which is many times faster
 (docs/performance.md).
 """
 

@@ -1,9 +1,10 @@
-"""What all models of the vocabulary share: how they validate, what they leave out of JSON, and how they
-become the wire form and come back.
+"""What all models of the vocabulary share: validation, JSON without defaults, and the conversion to the wire
+form and back.
 
-A model names its wire form, a msgspec struct, as the parameter of `Wired`. Types are checked by pydantic,
-rules by the functions that check the wire form (`rules`), constraints of the JSON Schema (bounds, patterns,
-descriptions of fields) are read from the struct. `tests/models/test_vocabulary.py` holds the two together.
+A model names its wire form, a msgspec struct, as the parameter of `Wired`. pydantic checks types; the
+functions that check the wire form check `rules`; constraints of the JSON Schema (bounds, patterns,
+descriptions of fields) are read from the struct. `tests/models/test_vocabulary.py` compares models and
+structs.
 """
 
 from collections.abc import Callable
@@ -33,12 +34,12 @@ Text = Annotated[str, Strict()]
 Whole = Annotated[int, Strict()]
 Flag = Annotated[bool, Strict()]
 
-#: What a struct's schema says of a value beside its type.
+#: The words of a struct's schema, beside the type, that a model's schema copies.
 _CONSTRAINTS: Final = frozenset(
     {"minimum", "maximum", "minLength", "maxLength", "pattern", "minItems", "maxItems", "minProperties"}
     | {"maxProperties", "description"}
 )
-#: Fields that say what an object is; JSON always has them.
+#: Fields that tell which type or kind an object has; JSON always has them.
 _TAGS: Final = ("type", "kind")
 
 
@@ -48,7 +49,7 @@ def omitted(default: Any, **options: Any) -> Any:
 
 
 class _NotNull:
-    """Null is refused although None stands for an absent field."""
+    """Refuses null, although None means an absent field in Python."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         (present,) = (member for member in get_args(source) if member is not type(None))
@@ -60,11 +61,11 @@ Absent = Annotated[T | None, _NotNull()]
 
 
 class _Verbatim:
-    """The wire form holds the value as JSON text."""
+    """Marks a field whose value is JSON text in the wire form."""
 
 
 _VERBATIM: Final = _Verbatim()
-#: A JSON object that events carry as it was asked.
+#: A JSON object from a command that its event contains unchanged.
 JsonObject = Annotated[dict[str, Any], _VERBATIM]
 
 
@@ -80,7 +81,7 @@ class Wired(Generic[W]):
                 (cls.struct,) = get_args(base)
 
     def to_wire(self) -> W:
-        """The wire form: what gates, encoders and projections take."""
+        """The wire form, which gates, encoders and projections take."""
         return cast(W, _to_wire(self))
 
     @classmethod
@@ -93,7 +94,7 @@ class Wired(Generic[W]):
 class Model(BaseModel, frozen=True, serialize_by_alias=True):
     """A value of the vocabulary: immutable, compared by its fields, validated when it is made."""
 
-    #: Check the wire form; raise Invalid.
+    #: Functions that check the wire form and raise Invalid.
     rules: ClassVar[tuple[Callable[[Any], None], ...]] = ()
 
     @model_validator(mode="after")
@@ -111,21 +112,21 @@ class Model(BaseModel, frozen=True, serialize_by_alias=True):
         struct = getattr(cls, "struct", None)
         if struct is not None:
             schema = handler.resolve_ref_schema(reference)
-            for name, said in _schema_of(struct)["properties"].items():
+            for name, of_struct in _schema_of(struct)["properties"].items():
                 field = schema["properties"][name]
                 field.pop("title", None)
-                if "default" not in said:
+                if "default" not in of_struct:
                     field.pop("default", None)
                 if name in _TAGS and name not in schema.get("required", ()):
                     schema["required"] = [name, *schema.get("required", ())]
-                _constrain(field, said)
+                _constrain(field, of_struct)
         return reference
 
 
 def invalid(model: Model | type[Model], reason: str) -> ValidationError:
     """The error for a broken rule, at the field that the reason names first (`terms.total: …`).
 
-    `model` is the class where there is no object yet; the reason then names no field.
+    `model` may be the class if no object exists yet; the reason then names no field.
     """
     kind = model if isinstance(model, type) else type(model)
     fields = {info.alias or name: name for name, info in kind.model_fields.items()}
@@ -147,13 +148,13 @@ def invalid(model: Model | type[Model], reason: str) -> ValidationError:
 def _to_wire(value: Any) -> Any:
     if isinstance(value, Model):
         struct, fields = _conversion_of(type(value))
-        said = {}
+        arguments = {}
         for name, default, verbatim in fields:
             field = getattr(value, name)
-            # What is a default here is the default there: it is left out of the JSON of both.
+            # Model and struct have the same defaults, which the JSON of both leaves out.
             if field != default:
-                said[name] = msgspec.Raw(msgspec.json.encode(field)) if verbatim else _to_wire(field)
-        return struct(**said)
+                arguments[name] = msgspec.Raw(msgspec.json.encode(field)) if verbatim else _to_wire(field)
+        return struct(**arguments)
     if isinstance(value, tuple):
         return tuple(_to_wire(member) for member in value)
     return value
@@ -161,8 +162,8 @@ def _to_wire(value: Any) -> Any:
 
 @cache
 def _conversion_of(model: Any) -> tuple[Any, tuple[tuple[str, Any, bool], ...]]:
-    """The wire form of a model, and its fields: name, default, whether it is JSON text there. A tag is no
-    field of a struct.
+    """The wire form of a model, and its fields: name, default, and whether the wire form has it as JSON text.
+    A tag is not a field of a struct.
     """
     fields = ((name, model.model_fields[name]) for name in model.struct.__struct_fields__)
     return model.struct, tuple((name, info.default, _VERBATIM in info.metadata) for name, info in fields)
@@ -175,14 +176,14 @@ def _schema_of(struct: type[Any]) -> Schema:
     return schema
 
 
-def _constrain(schema: Schema, said: Schema) -> None:
-    """Adds to the schema of a value what the schema of its wire form says of it beside its type."""
-    schema.update({word: said[word] for word in _CONSTRAINTS & said.keys()})
-    if "enum" in said and not {"const", "enum"} & schema.keys():
-        schema["enum"] = said["enum"]
+def _constrain(schema: Schema, of_wire: Schema) -> None:
+    """Copies the constraints from the schema of a value's wire form to the schema of the value."""
+    schema.update({word: of_wire[word] for word in _CONSTRAINTS & of_wire.keys()})
+    if "enum" in of_wire and not {"const", "enum"} & schema.keys():
+        schema["enum"] = of_wire["enum"]
     for word in ("items", "additionalProperties", "propertyNames"):
-        if isinstance(said.get(word), dict):
-            _constrain(schema.setdefault(word, {}), said[word])
+        if isinstance(of_wire.get(word), dict):
+            _constrain(schema.setdefault(word, {}), of_wire[word])
     for word in ("anyOf", "prefixItems"):
-        for member, said_of_member in zip(schema.get(word, ()), said.get(word, ()), strict=False):
-            _constrain(member, said_of_member)
+        for member, member_of_wire in zip(schema.get(word, ()), of_wire.get(word, ()), strict=False):
+            _constrain(member, member_of_wire)

@@ -38,7 +38,7 @@ class Command(Model, extra="forbid", frozen=True):
         """The command of a JSON text; refuses, as `decode_command` does, a text above the bound of a command
         or with a field that is named twice.
         """
-        # What is no Unicode text is refused by the parser, not here.
+        # The parser refuses text that is not valid Unicode.
         raw = json_data.encode(errors="surrogatepass") if isinstance(json_data, str) else bytes(json_data)
         try:
             wire.check_size(raw)
@@ -95,7 +95,7 @@ class Resume(OfferCommand, Wired[wire.Resume], frozen=True):
 
 
 class Close(OfferCommand, Wired[wire.Close], frozen=True):
-    """Ends the offer now; the rest goes back to the account it came from."""
+    """Ends the offer now; the rest goes back to the issuer."""
 
     type: Literal["close"] = "close"
 

@@ -1,4 +1,4 @@
-"""Events: facts, in the past tense, as they stand in the journal and on `grab.events`.
+"""Events: facts, in the past tense, as the journal and `grab.events` contain them.
 
 A model reads events of the current version. `from_wire(decode_event(line))` also reads older ones. The hash
 chain is over the text of an event, so hash the line that was read, not the JSON of a model.

@@ -74,7 +74,7 @@ def test_below_the_cursor_nothing_happens() -> None:
 
 
 def test_a_gap() -> None:
-    with pytest.raises(Gap, match="seq 7, the last one known is 5"):
+    with pytest.raises(Gap, match="seq 7, the last known seq is 5"):
         read([marker(1, "a"), block(1, 5), block(7, 8)])
 
 

@@ -58,7 +58,7 @@ def test_old_events_are_unreadable_without_their_upcasters() -> None:
     [
         (
             line_of("grab.granted", v=2),
-            r"seq 41: grab\.granted v2 was written by a newer grabstream, this one knows up to v1",
+            r"seq 41: grab\.granted v2 was written by a newer grabstream, this release knows up to v1",
         ),
         (line_of("offer.closed", v=99), r"offer\.closed v99 was written by a newer grabstream"),
         (line_of("grab.granted", type="grab.imagined"), r"seq 41: type 'grab\.imagined' is not known here"),

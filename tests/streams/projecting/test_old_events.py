@@ -174,7 +174,9 @@ async def test_an_event_of_a_newer_program_waits_for_that_program(
             await until(lambda ledger_=ledger_: ledger_._stopped == {SHARD}, 30, "the stop")
         [(seq, reason)] = await rows(system, "SELECT seq, reason FROM stopped_shards")
         assert seq == 5
-        assert "seq 10: grab.granted v2 was written by a newer grabstream, this one knows up to v1" in reason
+        assert (
+            "seq 10: grab.granted v2 was written by a newer grabstream, this release knows up to v1" in reason
+        )
     async with running(system, Newer(), "ledger"):
         await until_at_seq(system, 20, "ledger")
     assert await rows(system, "SELECT count(*) FROM stopped_shards") == [(0,)]
