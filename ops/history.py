@@ -1,4 +1,4 @@
-"""The history for programs: events of the journal or of the audit trail, read again in order."""
+"""Past events for programs, in order, from the journal or the audit trail."""
 
 import logging
 from collections.abc import AsyncGenerator
@@ -29,31 +29,31 @@ async def read_events(
     until: Point | datetime | None = None,
     source: Literal["journal", "audit"] = "journal",
 ) -> AsyncGenerator[AnyEvent, None]:
-    """The events of all shards, of one `shard`, or of one `offer`, from `first` to `until`, both included.
+    """The events of all shards, of one `shard`, or of one `offer`, from `first` to `until` inclusive.
 
-    Events come in the order of their shard, one shard after the other, and each exactly once. Events of older
-    versions are raised to the current form. Reading ends at the last event that was there when it began; it
-    changes nothing in the system.
+    Yields each event exactly once: one shard after the other, within a shard in order. Events of older
+    versions are raised to the current version. Ends at the last event that existed when reading began.
+    Changes nothing in the system.
 
-    `first` and `until` are times with a zone, or a `Point`: `Point(at=…)` is a time in milliseconds since
-    1970 UTC, `Point(seq=…)` an event, which needs a `shard` or an `offer`. A time means the events' own
-    times.
+    `first` and `until` are times with a zone, or a `Point`. `Point(at=…)` is a time in milliseconds since
+    1970 UTC; it is compared with the times of the events. `Point(seq=…)` is an event, and needs a `shard` or
+    an `offer`.
 
-    `source` is Kafka's journal, or the audit trail in PostgreSQL, which is read without Kafka and is some
-    milliseconds older. A journal that is not read from its beginning is compared with the audit trail;
-    without PostgreSQL it is read from its beginning, and what is before `first` is skipped.
+    `source` is the journal in Kafka, or the audit trail in PostgreSQL. The audit trail needs no Kafka, and
+    lags by some milliseconds. If the journal is not read from its beginning, it is compared with the audit
+    trail; without PostgreSQL it is read from its beginning, and events before `first` are skipped.
 
-    Who leaves early closes the generator, and with it the connections:
-    `async with aclosing(read_events(settings)) as events: …`.
+    A caller that stops early must close the generator, which closes the connections: `async with
+    aclosing(read_events(settings)) as events: …`.
 
-    Raises ValueError for bounds that mean nothing, BadSettings when the servers are those of another system,
-    NoTrail when there is no audit trail to read, Corrupt or Gap when the source contradicts itself, and what
-    the clients of Kafka and PostgreSQL raise.
+    Raises ValueError for bounds that do not fit together, BadSettings when the servers belong to another
+    system, NoTrail when the schema has no audit trail, Corrupt or Gap when the source contradicts itself, and
+    the errors of the Kafka and PostgreSQL clients.
     """
     start, end = _point("first", first), _point("until", until)
     shards = _shards(settings, shard, offer)
     if len(shards) > 1 and any(point is not None and point.seq is not None for point in (start, end)):
-        raise ValueError("a seq counts within one shard: name a `shard` or an `offer`, or use times")
+        raise ValueError("a seq counts within one shard: give a `shard` or an `offer`, or use times")
     await check_system(settings, journal=source == "journal")
     stretches = [Stretch(number, start, end) for number in shards]
     async with open_source(settings, source, seeks=start is not None, warn=log.warning) as opened:
@@ -69,26 +69,26 @@ async def read_events(
 
 def _shards(settings: Settings, shard: int | None, offer: str | None) -> list[int]:
     if shard is not None and not 0 <= shard < settings.shards:
-        raise ValueError(f"shard {shard}: there are {settings.shards} shards, 0 to {settings.shards - 1}")
+        raise ValueError(f"shard {shard}: the system has {settings.shards} shards, numbered from 0")
     if offer is None:
         return list(range(settings.shards)) if shard is None else [shard]
     if not is_id(offer):
-        raise ValueError(f"offer {offer!r}: an id is 1 to 64 of A-Z a-z 0-9 . _ : -")
+        raise ValueError(f"offer {offer!r}: an id has 1 to 64 of the characters A-Z a-z 0-9 . _ : -")
     of_offer = shard_of(campaign_of(offer), settings.shards)
     if shard not in (None, of_offer):
-        raise ValueError(f"offer {offer} is in shard {of_offer}, not in {shard}: an `offer` alone is enough")
+        raise ValueError(f"offer {offer} is in shard {of_offer}, not {shard}: leave out `shard`")
     return [of_offer]
 
 
 def _point(name: str, bound: Point | datetime | None) -> Point | None:
-    """A bound as a point. The events' times are whole milliseconds: a `first` between two means the later."""
+    """A bound as a point. Times of events are whole milliseconds: a `first` is rounded up, an `until` down."""
     if bound is None:
         return None
     if isinstance(bound, datetime):
         if bound.utcoffset() is None:
-            raise ValueError(f"{name}: a time needs a zone, as in datetime.now(UTC)")
+            raise ValueError(f"{name}: a time needs a zone, such as datetime.now(UTC)")
         elapsed = bound - _EPOCH
         return Point(at=-(-elapsed // _MS) if name == "first" else elapsed // _MS)
     if (bound.seq is None) == (bound.at is None):
-        raise ValueError(f"{name}: a Point has either a seq or a time")
+        raise ValueError(f"{name}: give a Point either a seq or a time, not both or none")
     return bound

@@ -1,5 +1,5 @@
-"""Making a system: topics, tables, and what they belong to. Nothing is created before everything that can be
-refused was looked at.
+"""Makes a system: its topics, its tables, and the record of what belongs together. All checks come before
+anything is created.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ from psycopg import AsyncConnection
 from grabstream.lua.trouble import is_trouble
 from grabstream.ops.connections.identity import (
     NEW_JOURNAL,
-    NotWrittenDown,
+    IdentityNotRecorded,
     OtherJournal,
     OtherSystem,
     claim_prefix,
@@ -23,7 +23,7 @@ from grabstream.ops.connections.identity import (
     replace_claim,
     require_prefix,
     require_schema,
-    strangers,
+    unknown_cursors,
 )
 from grabstream.ops.connections.opening import key_space, open_redis
 from grabstream.ops.settings import BadSettings, Settings
@@ -44,30 +44,30 @@ from grabstream.streams.topics import Topics, create_topics
 
 log = logging.getLogger(__name__)
 
-#: For so long a session is waited for that has locked what is needed: readers who come meanwhile wait, too.
+#: How long to wait for a session that holds a lock: other readers have to wait behind this one meanwhile.
 LOCK_SECONDS: Final = 5.0
-#: A topic that was made just now is known to every broker after this long.
+#: After this long every broker knows a topic that was just created.
 TOPIC_SECONDS_MAX: Final = 15.0
 _POLL_SECONDS: Final = 0.1
 
 
 class Made(NamedTuple):
-    """What was missing, and is there now: topics, and migrations."""
+    """The topics that were created and the migrations that were applied."""
 
     topics: list[str]
     migrations: list[str]
 
 
 async def make_system(settings: Settings, replication: int | None = None, new_journal: bool = False) -> Made:
-    """Makes what is missing of a system and writes down what belongs together; a second call does nothing.
+    """Makes what is missing of a system and records what belongs together; a second call does nothing.
 
-    `new_journal` takes the topic that is there for the journal, a copy of the one that the schema belonged
-    to. Raises BadSettings, and Held when another session has locked what is needed, for too long.
+    `new_journal` accepts the existing topic as the journal: a copy of the journal that the schema belonged
+    to. Raises BadSettings, and Held when another session holds a lock for longer than LOCK_SECONDS.
     """
     async with _books(settings) as connection:
         topic = await find_journal(settings)
-        known = await _look(connection, settings, topic, new_journal)
-        await _look_into_redis(settings, topic, new_journal)
+        known = await _check_schema(connection, settings, topic, new_journal)
+        await _check_redis(settings, topic, new_journal)
         created = await create_topics(settings.kafka, Topics(settings.prefix), settings.shards, replication)
         topic = topic or await _new_journal(settings)
         applied = await migrate(connection, settings.schema_, settings.shards)
@@ -79,7 +79,7 @@ async def make_system(settings: Settings, replication: int | None = None, new_jo
 
 
 async def take_new_journal(settings: Settings, redis: Any) -> None:
-    """Writes down that the journal's topic that is there now is the one that schema and prefix belong to."""
+    """Records the existing topic as the journal that schema and prefix belong to."""
     identity = Identity(settings.prefix, (await _new_journal(settings)).id, settings.shards)
     async with await connect(settings.postgres, settings.schema_) as connection:
         await write_identity(connection, settings.schema_, identity)
@@ -87,14 +87,15 @@ async def take_new_journal(settings: Settings, redis: Any) -> None:
 
 
 async def require_all_but_the_journal(settings: Settings, redis: Any) -> None:
-    """Raises BadSettings when schema, prefix and number of shards are not those of one system, whatever its
-    journal is; and Held.
+    """Raises BadSettings when schema, prefix and number of shards do not belong to one system. The journal is
+    not compared.
 
-    Tables of an older release, such as those of a backup, are brought up to date.
+    Tables of an older release, such as those of a backup, are migrated. Raises Held when another session
+    holds a lock for longer than LOCK_SECONDS.
     """
     await find_journal(settings)
     async with _books(settings) as connection:
-        with contextlib.suppress(NotWrittenDown):
+        with contextlib.suppress(IdentityNotRecorded):
             await require_schema(connection, settings)
         await require_prefix(redis, key_space(settings).system, settings)
         if await is_system(connection, settings.schema_):
@@ -103,7 +104,7 @@ async def require_all_but_the_journal(settings: Settings, redis: Any) -> None:
 
 @contextlib.asynccontextmanager
 async def _books(settings: Settings) -> AsyncIterator[AsyncConnection[Any]]:
-    """A connection that waits a while for what others have locked, and then says who they are."""
+    """A connection that waits at most LOCK_SECONDS for a lock, and then raises Held, which names the holder."""
     async with (
         await connect(settings.postgres, settings.schema_, "init") as connection,
         await connect(settings.postgres, settings.schema_, "init") as watching,
@@ -112,18 +113,20 @@ async def _books(settings: Settings) -> AsyncIterator[AsyncConnection[Any]]:
         yield connection
 
 
-async def _look(
+async def _check_schema(
     connection: AsyncConnection[Any], settings: Settings, topic: Topic | None, new_journal: bool
 ) -> Identity | None:
-    """What the schema says that it belongs to; raises BadSettings when it cannot be this system's."""
+    """The identity that the schema records, if any; raises BadSettings when the schema cannot be this
+    system's.
+    """
     await refuse_replay(connection, settings)
     if why := await why_not_for_a_system(connection, settings.schema_):
         raise BadSettings(
-            f"GRAB_SCHEMA: schema {settings.schema_} cannot hold a system: {why}. Set another one"
+            f"GRAB_SCHEMA: schema {settings.schema_} cannot hold a system: {why}. Set another schema"
         )
     try:
         identity = await require_schema(connection, settings)
-    except NotWrittenDown:
+    except IdentityNotRecorded:
         identity = None
     if identity is not None and not new_journal:
         compare_journal(settings, identity, topic)
@@ -131,9 +134,9 @@ async def _look(
         await _require_its_journal(connection, settings, topic)
     if topic is not None and (others := await others_on(connection, settings.schema_, topic.id)):
         raise OtherSystem(
-            f"GRAB_PREFIX={settings.prefix} and its journal belong to schema {others[0]}, and are asked for "
-            f"with {settings.schema_}",
-            f"set GRAB_SCHEMA={others[0]}, or for another system another GRAB_PREFIX",
+            f"GRAB_PREFIX={settings.prefix} and its journal belong to schema {others[0]}, but GRAB_SCHEMA is "
+            f"{settings.schema_}",
+            f"set GRAB_SCHEMA={others[0]}, or, for another system, another GRAB_PREFIX",
         )
     return identity
 
@@ -141,18 +144,18 @@ async def _look(
 async def _require_its_journal(
     connection: AsyncConnection[Any], settings: Settings, topic: Topic | None
 ) -> None:
-    """Raises OtherJournal unless every cursor of the schema is in the journal that is there."""
-    if unknown := await strangers(connection, settings, topic is not None):
+    """Raises OtherJournal unless the existing journal contains every cursor of the schema."""
+    if unknown := await unknown_cursors(connection, settings, topic is not None):
         name = Topics(settings.prefix).journal
         raise OtherJournal(
             f"schema {settings.schema_} has read another journal than {name} at GRAB_KAFKA={settings.kafka}: "
             f"{unknown[0]} is not in it",
-            "set GRAB_PREFIX and GRAB_KAFKA to those of the system in that schema; or, when its journal is "
-            f"lost for good, `{NEW_JOURNAL}`",
+            "set GRAB_PREFIX and GRAB_KAFKA to those of the system in that schema. If its journal is lost "
+            f"for good, run `{NEW_JOURNAL}`",
         )
 
 
-async def _look_into_redis(settings: Settings, topic: Topic | None, new_journal: bool) -> None:
+async def _check_redis(settings: Settings, topic: Topic | None, new_journal: bool) -> None:
     expected = (
         None
         if new_journal
@@ -164,7 +167,9 @@ async def _look_into_redis(settings: Settings, topic: Topic | None, new_journal:
     except BaseException as error:
         if not is_trouble(error):
             raise
-        log.warning("Redis cannot be reached: the first worker claims the prefix there (%s)", in_words(error))
+        log.warning(
+            "Redis cannot be reached, so the first worker will claim the prefix there: %s", in_words(error)
+        )
     finally:
         await redis.aclose()
 
@@ -174,7 +179,7 @@ async def _claim(settings: Settings, identity: Identity, new_journal: bool) -> N
     try:
         await write(redis, key_space(settings).system, settings, identity)
     except BaseException as error:
-        # A claim of another journal has to be replaced; one that is missing is made by the first worker.
+        # With --new-journal the claim must be replaced here; a missing claim is written by the first worker.
         if new_journal or not is_trouble(error):
             raise
     finally:
@@ -182,7 +187,7 @@ async def _claim(settings: Settings, identity: Identity, new_journal: bool) -> N
 
 
 async def _new_journal(settings: Settings) -> Topic:
-    """The journal's topic, which was made just now: not every broker knows it at once."""
+    """The journal's topic, which was just created. Polls, because not every broker knows it at once."""
     async with asyncio.timeout(TOPIC_SECONDS_MAX):
         while True:
             if topic := await find_journal(settings):
@@ -191,10 +196,10 @@ async def _new_journal(settings: Settings) -> Topic:
 
 
 async def refuse_replay(connection: AsyncConnection[Any], settings: Settings) -> None:
-    """Raises UsageError when the schema holds a bounded replay: going on with it would make it neither that
-    nor the system's.
+    """Raises UsageError when the schema holds a bounded replay: more events would make it neither that replay
+    nor the system's schema.
     """
     if await read_definition(connection, settings.schema_) is not None:
         raise click.UsageError(
-            f"GRAB_SCHEMA: schema {settings.schema_} holds a bounded replay: set it to the system's own"
+            f"GRAB_SCHEMA: schema {settings.schema_} holds a bounded replay: set it to the system's schema"
         )

@@ -6,7 +6,7 @@ Nothing connects at import. `grabstream worker` does not use it.
 import sys
 from functools import partial
 
-from grabstream.ops.connections.opening import until_known
+from grabstream.ops.connections.opening import wait_until_known
 from grabstream.ops.settings import BadSettings, load_settings
 from grabstream.streams.projecting.agents import build_app, make_projectors
 
@@ -23,5 +23,5 @@ app = build_app(
     make_projectors(
         _settings.kafka, _settings.prefix, _settings.shards, _settings.postgres, _settings.schema_
     ),
-    partial(until_known, _settings),
+    partial(wait_until_known, _settings),
 )

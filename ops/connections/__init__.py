@@ -1,1 +1,1 @@
-"""All that opens a connection for a process."""
+"""Connections of a process to Redis, Kafka and PostgreSQL, and whether the servers belong to one system."""

@@ -1,6 +1,4 @@
-"""Connections: the only file that opens those of a process to Redis and PostgreSQL. Nothing connects at
-import.
-"""
+"""Opens the connections of a process to Redis and PostgreSQL; no other file does. Nothing connects at import."""
 
 import asyncio
 import functools
@@ -54,12 +52,12 @@ from grabstream.streams.worker import WorkerSettings
 log = logging.getLogger(__name__)
 
 SOCKET_TIMEOUT_SECONDS = 5.0
-LOOK_AGAIN_SECONDS = 2.0
+CHECK_AGAIN_SECONDS = 2.0
 
 
 class _Cancellable:
-    """A connection that passes a cancellation on. redis-py sends by `asyncio.wait_for`, which until Python
-    3.12 may swallow one, and a worker that was told to stop would go on for ever.
+    """A connection that does not lose a cancellation. redis-py sends with `asyncio.wait_for`, which may
+    swallow a cancellation before Python 3.12: a worker that was asked to stop would then never end.
     """
 
     async def send_packed_command(self, command: Any, check_health: bool = True) -> None:
@@ -67,7 +65,7 @@ class _Cancellable:
         before = task.cancelling() if task else 0
         await super().send_packed_command(command, check_health)  # type: ignore[misc]
         if task and task.cancelling() > before:
-            # The answer is on its way, and nobody will read it.
+            # The reply will still arrive, but no caller will read it.
             await self.disconnect(nowait=True)  # type: ignore[attr-defined]
             raise asyncio.CancelledError
 
@@ -81,10 +79,10 @@ class EncryptedConnection(_Cancellable, redis.asyncio.SSLConnection):  # type: i
 
 
 def open_redis(settings: Settings) -> Any:
-    """A client of the core Redis; it repeats nothing by itself, since what an argument says of the server may
-    be old by then.
+    """A client of the core Redis. It never repeats a command by itself, because an argument may describe a
+    state of the server that is outdated by then.
 
-    `redis-cluster://host:port,host:port` is a Redis Cluster, of which the hosts named are those asked first.
+    `redis-cluster://host:port,host:port` is a Redis Cluster; the client connects to these hosts first.
     """
     options: dict[str, Any] = {
         "socket_timeout": SOCKET_TIMEOUT_SECONDS,
@@ -113,25 +111,23 @@ def _cancellable(client: Any) -> Any:
 
 
 async def require_core(client: Any) -> None:
-    """Raises BadSettings when a server may forget by itself: what was decided would be gone without a
-    word.
-    """
+    """Raises BadSettings when a server may evict keys: decisions would be lost without an error."""
     for server, memory in (await information(client, "memory")).items():
         policy = memory["maxmemory_policy"]
         if policy != "noeviction":
             raise BadSettings(
-                f"GRAB_REDIS_URL: the maxmemory-policy of {server or 'the server'} is {policy}, but the core "
-                "must never evict: "
-                "`CONFIG SET maxmemory-policy noeviction`, or give the core a server of its own"
+                f"GRAB_REDIS_URL: the maxmemory-policy of {server or 'the server'} is {policy}, but a Redis "
+                "that decides must never evict keys: run `CONFIG SET maxmemory-policy noeviction` there, or "
+                "use a separate server"
             )
 
 
 @asynccontextmanager
 async def checked_books(settings: Settings, **options: Any) -> AsyncIterator[AsyncConnection[Any]]:
-    """A connection whose unqualified names are those of the system's schema; raises OtherSystem when that
+    """A connection whose unqualified names are in the system's schema; raises OtherSystem when the schema
     belongs to another system.
 
-    `options` are psycopg's; it commits by itself if they do not say otherwise.
+    `options` are those of psycopg; by default the connection commits each statement.
     """
     row_factory = options.pop("row_factory", tuple_row)
     async with await connect(settings.postgres, settings.schema_, **options) as connection:
@@ -147,12 +143,11 @@ async def check_system(
     journal: bool = True,
     say: Callable[[str, str], object] = log.warning,
 ) -> Identity | None:
-    """Raises BadSettings when the settings are not those of one system: what schema, journal and prefix say
-    of each other.
+    """Compares schema, journal and prefix; raises BadSettings when they do not belong to one system.
 
-    Every process asks before anything else; without `journal` it does so without Kafka. Of the others one
-    that is away is only logged, by `say`: whoever needs it meets that by itself. Returns the system, None as
-    long as the schema does not say that it is.
+    Every process does this before anything else. Without `journal`, Kafka is not asked. A Redis or PostgreSQL
+    that cannot be reached is only logged, with `say`: code that needs the server raises its own error.
+    Returns the system, or None while the schema does not name one.
     """
     topic = await find_journal(settings) if journal else None
     identity = None
@@ -164,7 +159,9 @@ async def check_system(
     if identity is not None and journal:
         compare_journal(settings, identity, topic)
     elif journal and topic is None:
-        raise BadSettings(f"topic {Topics(settings.prefix).journal} is not there: `grabstream init` makes it")
+        raise BadSettings(
+            f"topic {Topics(settings.prefix).journal} does not exist: run `grabstream init` to create it"
+        )
     client = redis or open_redis(settings)
     try:
         expected = topic and Identity(settings.prefix, topic.id, settings.shards)
@@ -179,9 +176,10 @@ async def check_system(
     return identity
 
 
-async def what_is_mixed_up(settings: Settings, seconds: float = 8.0) -> OtherSystem | None:
-    """What the settings mix up, as far as servers say so within so many seconds; for verbs that tell instead
-    of refusing.
+async def mixed_systems(settings: Settings, seconds: float = 8.0) -> OtherSystem | None:
+    """The error when the settings mix two systems, or None when no server reports that within `seconds`.
+
+    For verbs that show the problem instead of ending with it.
     """
     for journal in (True, False):
         try:
@@ -190,18 +188,18 @@ async def what_is_mixed_up(settings: Settings, seconds: float = 8.0) -> OtherSys
         except OtherSystem as error:
             return error
         except (KafkaError, OSError, BadSettings):
-            continue  # Kafka is away, or there is no topic yet: the others are asked all the same
+            continue  # Kafka is away, or has no such topic yet: ask the other servers without it
         else:
             break
     return None
 
 
-async def until_known(settings: Settings) -> None:
-    """Returns when the settings are known to be those of one system; raises BadSettings when they are not."""
+async def wait_until_known(settings: Settings) -> None:
+    """Waits until the schema names the system of the settings; raises BadSettings when it names another one."""
     while True:
         if await check_system(settings) is not None:
             return
-        await asyncio.sleep(LOOK_AGAIN_SECONDS)
+        await asyncio.sleep(CHECK_AGAIN_SECONDS)
 
 
 def key_space(settings: Settings) -> KeySpace:
@@ -210,7 +208,7 @@ def key_space(settings: Settings) -> KeySpace:
 
 
 def redis_database(settings: Settings) -> int:
-    """The number of Redis' database; a cluster has one only."""
+    """The number of the Redis database; a cluster has only database 0."""
     return 0 if is_cluster(settings.redis_url) else int(parse_url(settings.redis_url).get("db") or 0)
 
 
@@ -226,19 +224,17 @@ def gate_limits(settings: Settings) -> GateLimits:
 
 
 def sealer(settings: Settings) -> Sealer:
-    """What seals seeds; raises ValueError that names GRAB_SEAL_KEYS when they cannot be read."""
+    """Encrypts seeds and codes; raises ValueError that names GRAB_SEAL_KEYS when the keys cannot be read."""
     return Sealer.from_text(settings.seal_keys.get_secret_value())
 
 
 def ticket_keys(settings: Settings) -> TicketKeys:
-    """What tickets are checked with; raises ValueError that names GRAB_TICKET_KEYS when they cannot be
-    read.
-    """
+    """The keys that verify tickets; raises ValueError that names GRAB_TICKET_KEYS when they cannot be read."""
     return TicketKeys.from_text(settings.ticket_keys.get_secret_value())
 
 
 def worker_settings(settings: Settings) -> WorkerSettings:
-    """What a worker is told."""
+    """The part of the settings that a worker uses."""
     return WorkerSettings(
         kafka=settings.kafka,
         prefix=settings.prefix,
@@ -251,7 +247,7 @@ def worker_settings(settings: Settings) -> WorkerSettings:
 
 
 def refusal_log(settings: Settings) -> RefusalLog | None:
-    """Keeps a sample of refusals in PostgreSQL; None where none are to be kept."""
+    """The log that keeps a sample of refusals in PostgreSQL; None when the settings keep no refusals."""
     if not settings.refusals_one_in or not settings.refusals_kept_max:
         return None
 
@@ -269,12 +265,11 @@ def refusal_log(settings: Settings) -> RefusalLog | None:
 
 
 def snapshots(settings: Settings, slowly: bool = False) -> Snapshots:
-    """The audit trail as snapshots for recovery; where PostgreSQL is away they raise OSError, and the journal
-    is read instead.
+    """The audit trail as snapshots for recovery. They raise OSError when PostgreSQL is away; a recovery then
+    reads the journal instead.
 
-    `slowly` is for who rests while they read: no transaction stays open, which rebuilds and VACUUM would have
-    to wait for. A trail that is replaced meanwhile by another one is not noticed then: so it is not for
-    recovery.
+    `slowly` is for readers that pause between reads: it keeps no transaction open, which would delay rebuilds
+    and VACUUM. It does not notice when the trail is replaced in between, so a recovery must not use it.
     """
 
     @asynccontextmanager
@@ -312,7 +307,7 @@ def snapshots(settings: Settings, slowly: bool = False) -> Snapshots:
 
 
 async def report_recovery(settings: Settings, recovered: Recovered) -> None:
-    """Writes down what a recovery did; raises OSError where PostgreSQL is away."""
+    """Records what a recovery did; raises OSError when PostgreSQL is away."""
     lost = []
     for line, event in zip(recovered.lost, map(decode_event, recovered.lost), strict=True):
         user, amount = getattr(event, "user", None), getattr(event, "amount", None)
@@ -333,7 +328,7 @@ async def report_recovery(settings: Settings, recovered: Recovered) -> None:
 
 
 async def report_lost(settings: Settings, lost: Sequence[LostDecision]) -> None:
-    """Writes down answers that a recovery took back; raises OSError where PostgreSQL is away."""
+    """Records answers that a recovery has undone; raises OSError when PostgreSQL is away."""
     rows = [
         (
             shard,
@@ -356,25 +351,25 @@ async def report_lost(settings: Settings, lost: Sequence[LostDecision]) -> None:
 
 
 def system_of(settings: Settings) -> System:
-    """What a projection of one's own is told."""
+    """The part of the settings that a user projection gets."""
     return System(settings.kafka, settings.postgres, settings.prefix, settings.shards, settings.schema_)
 
 
 @asynccontextmanager
 async def open_gate(settings: Settings) -> AsyncIterator[Gate]:
-    """A started gate with a Redis client of its own."""
+    """A started gate. It has its own Redis client, which is closed with it."""
     client = open_redis(settings)
-    kept = refusal_log(settings)
+    refusals_kept = refusal_log(settings)
     gate = Gate(
         client, key_space(settings), sealer(settings), gate_limits(settings), tickets=ticket_keys(settings),
-        refusals=kept,
+        refusals=refusals_kept,
         report_lost=functools.partial(report_lost, settings),
     )  # fmt: skip
     try:
         await require_core(client)
         await check_system(settings, client, journal=False)
         gate.start()
-        async with writing(kept):
+        async with writing(refusals_kept):
             yield gate
     finally:
         await gate.close()

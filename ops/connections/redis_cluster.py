@@ -1,14 +1,13 @@
-"""The client of a Redis Cluster: a plain client for each server, so that what concerns one server waits for
-no other.
+"""The client of a Redis Cluster: a plain client for each server, so that a slow server delays no other.
 
-redis-py's own cluster client does not isolate servers: every command waits at one lock while servers are
-asked, one after another, who has which slots; a server of its choice is asked for the keys of some commands;
-an error of one server may close the connections of all; and `ASKING` may go by another connection than the
-command that it is for.
+redis-py's own cluster client does not isolate servers. It asks one server after another for the slots, and
+every command waits at one lock meanwhile. For some commands it asks an arbitrary server which keys they use.
+An error of one server may close the connections of all. `ASKING` may be sent on another connection than its
+command.
 
-Here a command goes straight to the server that has its key. Who has which slots is asked of all servers at
-once, in the background, whenever a server does not answer or redirects; the first whole answer counts. Only
-the first command of a client waits for that.
+Here a command is sent directly to the server that has its key. Whenever a server does not answer or
+redirects, the client asks all servers at once, in the background, which server has which slots, and uses the
+first complete answer. Only the first command of a client waits for that.
 """
 
 import asyncio
@@ -34,28 +33,27 @@ from grabstream.lua.ending import end
 from grabstream.lua.trouble import is_trouble
 
 SLOTS: Final = 16_384
-#: How long a server may take to say who has which slots …
+#: How long a server may take to answer which server has which slots.
 LEARN_SECONDS_MAX: Final = 2.0
-#: … and how long it is at least until all are asked again.
+#: The shortest time between two such questions to all servers.
 LEARN_EVERY_SECONDS: Final = 0.2
-#: A command is redirected so often, then its caller has to try again.
+#: After so many redirections a command fails; its caller has to try again.
 REDIRECTIONS_MAX: Final = 8
-#: A slot whose keys are on the way: the pause before the command is sent again.
+#: The pause before a command is sent again whose keys are being moved.
 TRY_AGAIN_SECONDS: Final = 0.05
-#: A subscription that hears nothing for so long asks its server whether it is there, and waits as long for
-#: that.
+#: A subscription that receives nothing for this long pings its server, and waits as long for the answer.
 SILENT_SECONDS_MAX: Final = 1.0
 RETRY_SECONDS: Final = 0.2
 
-#: What redis-py calls on the streams of a connection, which are None when it is closed.
+#: Methods that redis-py calls on the streams of a connection, which are None once it is closed.
 _STREAM_METHODS: Final = frozenset(
     {"writelines", "write", "drain", "read", "readline", "readexactly", "close", "wait_closed"}
 )
-#: Commands without a key: they are for one server, which has to be named.
+#: Commands without a key. The caller has to send them to a server of its choice.
 _KEYLESS: Final = frozenset(
     {"CONFIG GET", "CONFIG SET", "DBSIZE", "FLUSHALL", "FLUSHDB", "INFO", "PING", "SCAN", "TIME"}
 )
-#: The part of a pattern that all matching keys have as hash tag.
+#: The part of a pattern that is the hash tag of all matching keys.
 _tag = re.compile(r"\{[^{}*?\[\]\\]+\}").search
 
 T = TypeVar("T")
@@ -71,12 +69,12 @@ class Server(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Its address."""
+        """The address, `host:port`."""
         return f"{self.host}:{self.port}"
 
 
 class _Slots(NamedTuple):
-    """Who has which slots: the name of a server by slot (None: nobody), masters and replicas."""
+    """Which server has which slots: the name of the server by slot (None: no server), masters and replicas."""
 
     owners: list[str | None]
     masters: list[str]
@@ -84,13 +82,13 @@ class _Slots(NamedTuple):
 
     @property
     def covered(self) -> int:
-        """How many slots a server has."""
+        """How many slots have a server."""
         return SLOTS - self.owners.count(None)
 
 
 class _Redirected(ConnectionError):  # type: ignore[misc]
-    """A server has not (all of) the keys of a command; nothing was carried out. To whom nobody follows it:
-    try again.
+    """A server does not have all keys of a command, and did not run it. A caller that does not follow the
+    redirection sees a ConnectionError, and tries again.
     """
 
     def __init__(self, error: AskError | TryAgainError) -> None:
@@ -99,9 +97,10 @@ class _Redirected(ConnectionError):  # type: ignore[misc]
 
 
 class ClusterClient(AsyncCoreCommands):  # type: ignore[misc]
-    """A client of a Redis Cluster that says `ConnectionError` whenever a server cannot be found.
+    """A client of a Redis Cluster. It raises `ConnectionError` whenever a server cannot be found.
 
-    `addresses` (host, port) are asked first who has which slots; `open_server` makes the client of a server.
+    It asks the servers at `addresses` (host, port) first for the slots. `open_server` makes the client of one
+    server.
     """
 
     def __init__(self, addresses: Sequence[tuple[str, int]], open_server: OpenServer) -> None:
@@ -113,7 +112,7 @@ class ClusterClient(AsyncCoreCommands):  # type: ignore[misc]
         self._learned_at = -LEARN_EVERY_SECONDS
         self._closing: set[asyncio.Future[None]] = set()
         self._closed = False
-        #: Another number whenever a slot has another server.
+        #: Raised whenever a slot has another server.
         self.version = 0
 
     async def aclose(self) -> None:
@@ -128,11 +127,11 @@ class ClusterClient(AsyncCoreCommands):  # type: ignore[misc]
     # -- commands --------------------------------------------------------------------------------------------
 
     async def execute_command(self, *args: Any, **options: Any) -> Any:
-        """Runs a command on the server that has its keys; a redirection is followed, since nothing was
-        carried out where it came from.
+        """Runs a command on the server that has its keys. Redirections are followed, because a server that
+        redirects a command has not run it.
         """
         slot = slot_of(key_of(args))
-        await self.know()
+        await self.load_slots()
         asked: Server | None = None
         for _ in range(REDIRECTIONS_MAX):
             server = asked or self.server_of(slot)
@@ -153,27 +152,27 @@ class ClusterClient(AsyncCoreCommands):  # type: ignore[misc]
         raise ConnectionError("the slot is being moved")
 
     def pipeline(self, transaction: bool = True, shard_hint: Any = None) -> "ClusterCommands":
-        """Commands to be sent together."""
+        """Collects commands that are sent together."""
         return ClusterCommands(self, transaction)
 
     def pubsub(self, **options: Any) -> "ClusterSubscription":
-        """A subscription; each channel is heard at the server that has its slot."""
+        """A subscription. It listens to each channel at the server that has the channel's slot."""
         return ClusterSubscription(self)
 
     async def scan_iter(
         self, match: str | None = None, count: int | None = None, **options: Any
     ) -> AsyncIterator[bytes]:
-        """The keys that match a pattern: of one server where the pattern has a hash tag, else of all
+        """The keys that match a pattern: of one server when the pattern has a hash tag, otherwise of all
         masters.
         """
-        await self.know()
+        await self.load_slots()
         tag = _tag(match or "")
         for server in [self.server_of(slot_of(tag[0]))] if tag else self.masters():
             async for key in server.client.scan_iter(match, count, **options):
                 yield key
 
     async def unlink(self, *names: Any) -> int:
-        """Deletes keys of any slots."""
+        """Deletes keys, which may have different slots; returns how many existed."""
         by_slot: dict[int, list[Any]] = {}
         for name in names:
             by_slot.setdefault(slot_of(name), []).append(name)
@@ -181,47 +180,49 @@ class ClusterClient(AsyncCoreCommands):  # type: ignore[misc]
 
     # -- servers ---------------------------------------------------------------------------------------------
 
-    async def know(self) -> None:
-        """Returns when it is known who has which slots; raises ConnectionError when no server says so."""
+    async def load_slots(self) -> None:
+        """Asks which server has which slots, unless that is known; raises ConnectionError when no server
+        answers.
+        """
         if self._slots is None:
             await asyncio.shield(self._learn())
 
     def server_of(self, slot: int) -> Server:
-        """The server that has a slot; raises ConnectionError when none has."""
+        """The server that has a slot; raises ConnectionError when no server has it."""
         name = self._slots.owners[slot] if self._slots else None
         if name is None:
-            self.look_again()
+            self.refresh_slots()
             raise ConnectionError(f"no server has slot {slot}")
         return self._servers[name]
 
     def masters(self) -> list[Server]:
-        """The servers that decide."""
+        """The masters."""
         return [self._servers[name] for name in self._slots.masters] if self._slots else []
 
     def servers(self) -> list[Server]:
-        """The servers that decide, and their replicas."""
+        """The masters and their replicas."""
         return (
             [self._servers[name] for name in (*self._slots.masters, *self._slots.replicas)]
             if self._slots
             else []
         )
 
-    def look_again(self) -> None:
-        """Asks in the background who has which slots."""
+    def refresh_slots(self) -> None:
+        """Asks in the background which server has which slots."""
         if self._slots is not None and not self._closed:
             self._learn()
 
     async def guarded(self, asking: Awaitable[T]) -> T:
-        """Awaits what one server is asked; after an error that may say that it is another one now, all are
-        asked who has which slots.
+        """Awaits the answer of one server. After an error that may mean that another server has the slot now,
+        it asks all servers again which server has which slots.
         """
         try:
             return await asking
         except (AskError, TryAgainError) as error:
-            self.look_again()
+            self.refresh_slots()
             raise _Redirected(error) from error
         except BaseException as error:
-            # A command that was given up may have waited for a server that hangs.
+            # A cancelled command may have waited for a server that hangs.
             if isinstance(
                 error,
                 asyncio.CancelledError
@@ -231,7 +232,7 @@ class ClusterClient(AsyncCoreCommands):  # type: ignore[misc]
                 | ClusterDownError
                 | AttributeError,
             ):
-                self.look_again()
+                self.refresh_slots()
             if _is_of_closed_stream(error):
                 raise ConnectionError("the connection was closed while it was used") from error
             raise
@@ -243,38 +244,38 @@ class ClusterClient(AsyncCoreCommands):  # type: ignore[misc]
         return self._servers[name]
 
     def _moved(self, error: MovedError, server: Server) -> None:
-        """Believes a server that says who has a slot."""
+        """Takes over which server has a slot, as a redirection names it."""
         owner = self._server(error.host or server.host, error.port).name
         if self._slots is not None and self._slots.owners[error.slot_id] != owner:
             self._slots.owners[error.slot_id] = owner
             self.version += 1
-        self.look_again()
+        self.refresh_slots()
 
-    # -- who has which slots ---------------------------------------------------------------------------------
+    # -- which server has which slots ------------------------------------------------------------------------
 
     def _learn(self) -> asyncio.Task[None]:
         if self._learning is None or self._learning.done():
             self._learning = asyncio.create_task(self._ask_all())
-            self._learning.add_done_callback(_taken_note_of)
+            self._learning.add_done_callback(_ignore_failure)
         return self._learning
 
     async def _ask_all(self) -> None:
-        """Asks all servers at once; the first whole answer counts, or the one that covers most when none is
-        whole.
+        """Asks all servers at once and uses the first answer that covers all slots, or else the one that
+        covers most of them.
         """
         await asyncio.sleep(max(0.0, self._learned_at + LEARN_EVERY_SECONDS - time.monotonic()))
         asked = {asyncio.create_task(self._ask(server)) for server in self._servers.values()}
         best: _Slots | None = None
-        reason: object = "it has none"
+        reason: object = "it has no servers"
         try:
             while asked and (best is None or best.covered < SLOTS):
                 done, asked = await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
-                    found = task.result()
-                    if isinstance(found, BaseException):
-                        reason = found
-                    elif best is None or found.covered > best.covered:
-                        best = found
+                    answer = task.result()
+                    if isinstance(answer, BaseException):
+                        reason = answer
+                    elif best is None or answer.covered > best.covered:
+                        best = answer
         finally:
             self._learned_at = time.monotonic()
             for task in asked:
@@ -295,7 +296,7 @@ class ClusterClient(AsyncCoreCommands):  # type: ignore[misc]
         masters: dict[str, None] = {}
         replicas: dict[str, None] = {}
         for first, last, *nodes in reply:
-            # A server that does not know its own address leaves it out.
+            # A server that does not know its own address leaves the host empty.
             names = [
                 self._server((node[0] or b"").decode() or server.host, int(node[1])).name for node in nodes
             ]
@@ -315,19 +316,19 @@ class ClusterClient(AsyncCoreCommands):  # type: ignore[misc]
             for name in (before.masters if before else ())
             if name in known and name not in slots.masters
         ]
-        # Who waits for a master that hangs and was replaced need not wait any longer.
+        # Ends the commands that wait for a master that hangs and has been replaced.
         for closing in [server.client.aclose() for server in gone] + [
             server.client.connection_pool.disconnect() for server in demoted
         ]:
             task = asyncio.ensure_future(closing)
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)
-            task.add_done_callback(_taken_note_of)
+            task.add_done_callback(_ignore_failure)
 
 
 class ClusterCommands(AsyncCoreCommands):  # type: ignore[misc]
-    """Commands sent together, to each server those that are for it. They are not repeated: a redirection is a
-    ConnectionError.
+    """Commands that are sent together, each to the server that has its key. They are not repeated: a
+    redirection raises ConnectionError.
     """
 
     def __init__(self, client: ClusterClient, transaction: bool) -> None:
@@ -342,46 +343,48 @@ class ClusterCommands(AsyncCoreCommands):  # type: ignore[misc]
         self._commands = []
 
     def execute_command(self, *args: Any, **options: Any) -> "ClusterCommands":
-        """Notes a command."""
+        """Adds a command; `execute` sends it."""
         self._commands.append((args, options))
         return self
 
     async def execute(self) -> list[Any]:
-        """Sends them and returns the replies in order; raises what a single command raises."""
+        """Sends the commands and returns their replies in order; raises the errors of a single command."""
         commands, self._commands = self._commands, []
-        await self._client.know()
-        places: dict[Server, list[int]] = {}
-        for place, (args, _) in enumerate(commands):
-            places.setdefault(self._client.server_of(slot_of(key_of(args))), []).append(place)
+        await self._client.load_slots()
+        indexes_by_server: dict[Server, list[int]] = {}
+        for index, (args, _) in enumerate(commands):
+            server = self._client.server_of(slot_of(key_of(args)))
+            indexes_by_server.setdefault(server, []).append(index)
         replies: list[Any] = [None] * len(commands)
 
-        async def send(server: Server, of_server: Sequence[int]) -> None:
+        async def send(server: Server, indexes: Sequence[int]) -> None:
             async with server.client.pipeline(transaction=self._transaction) as pipe:
-                for place in of_server:
-                    args, options = commands[place]
+                for index in indexes:
+                    args, options = commands[index]
                     pipe.execute_command(*args, **options)
-                for place, reply in zip(of_server, await pipe.execute(), strict=True):
-                    replies[place] = reply
+                for index, reply in zip(indexes, await pipe.execute(), strict=True):
+                    replies[index] = reply
 
-        sent = await asyncio.gather(
-            *(self._client.guarded(send(*one)) for one in places.items()), return_exceptions=True
+        results = await asyncio.gather(
+            *(self._client.guarded(send(server, indexes)) for server, indexes in indexes_by_server.items()),
+            return_exceptions=True,
         )
-        for result in sent:
+        for result in results:
             if isinstance(result, BaseException):
                 raise result
         return replies
 
 
 class ClusterSubscription:
-    """A subscription to channels; each is heard at the server that has its slot. A server that hangs or is
-    away keeps back its own.
+    """A subscription to channels. It listens to each channel at the server that has the channel's slot; a
+    server that hangs or is away delays only its own channels.
     """
 
     def __init__(self, client: ClusterClient) -> None:
         self._client = client
         self._channels: tuple[str, ...] = ()
         self._messages: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
-        self._hearing: dict[Server, asyncio.Task[None]] = {}
+        self._listeners: dict[Server, asyncio.Task[None]] = {}
         self._version = -1
 
     async def __aenter__(self) -> "ClusterSubscription":
@@ -392,94 +395,92 @@ class ClusterSubscription:
 
     async def aclose(self) -> None:
         """Ends the subscription."""
-        await end(self._hearing.values(), SILENT_SECONDS_MAX)
-        self._hearing = {}
+        await end(self._listeners.values(), SILENT_SECONDS_MAX)
+        self._listeners = {}
 
     async def subscribe(self, *channels: str) -> None:
-        """From `listen` on these are heard."""
+        """Sets the channels that `listen` listens to."""
         self._channels = channels
 
     async def listen(self) -> AsyncIterator[dict[str, Any]]:
-        """What is announced, until cancelled."""
+        """The messages of the channels, until cancelled."""
         while True:
             if self._version != self._client.version:
-                await self._hear_all()
+                await self._listen_everywhere()
             try:
                 async with asyncio.timeout(SILENT_SECONDS_MAX):
                     message = await self._messages.get()
             except TimeoutError:
-                for task in self._hearing.values():
+                for task in self._listeners.values():
                     if task.done():
                         task.result()
                 continue
             yield message
 
-    async def _hear_all(self) -> None:
-        """Subscribes where the channels' slots are now."""
-        await self._client.know()
+    async def _listen_everywhere(self) -> None:
+        """Subscribes at the servers that have the channels' slots now, and ends the former subscriptions."""
+        await self._client.load_slots()
         self._version = self._client.version
-        places: dict[Server, list[str]] = {}
+        channels_by_server: dict[Server, list[str]] = {}
         for channel in self._channels:
-            with suppress(ConnectionError):  # a slot that nobody has now: another version will tell
-                places.setdefault(self._client.server_of(slot_of(channel)), []).append(channel)
-        before, self._hearing = (
-            self._hearing,
-            {
-                server: asyncio.create_task(self._hear(server, channels))
-                for server, channels in places.items()
-            },
-        )
-        for task in before.values():
+            with suppress(ConnectionError):  # no server has the slot now: a later version will name one
+                channels_by_server.setdefault(self._client.server_of(slot_of(channel)), []).append(channel)
+        former = self._listeners
+        self._listeners = {
+            server: asyncio.create_task(self._listen_at(server, channels))
+            for server, channels in channels_by_server.items()
+        }
+        for task in former.values():
             task.cancel()
 
-    async def _hear(self, server: Server, channels: Sequence[str]) -> None:
+    async def _listen_at(self, server: Server, channels: Sequence[str]) -> None:
         while True:
             try:
                 async with server.client.pubsub() as pubsub:
                     await pubsub.subscribe(*channels)
-                    is_asked = False
+                    was_pinged = False
                     while True:
                         message = await pubsub.get_message(timeout=SILENT_SECONDS_MAX)
                         if message is not None:
-                            is_asked = False
+                            was_pinged = False
                             self._messages.put_nowait(message)
-                        elif is_asked:
-                            raise ConnectionError(f"{server.name} is silent")
+                        elif was_pinged:
+                            raise ConnectionError(f"{server.name} does not answer a ping")
                         else:
-                            is_asked = True
+                            was_pinged = True
                             await pubsub.ping()
             except BaseException as error:
                 if not is_trouble(error):
                     raise
-                self._client.look_again()
+                self._client.refresh_slots()
                 await asyncio.sleep(RETRY_SECONDS)
 
 
 def slot_of(key: str | bytes) -> int:
-    """The slot of a key, or of a channel."""
+    """The slot of a key or channel."""
     return int(key_slot(key if isinstance(key, bytes) else key.encode()))
 
 
 def key_of(args: Sequence[Any]) -> str | bytes:
-    """A key of a command, as this system gives them; all its keys have one slot. Raises ValueError for a
-    command without one.
+    """A key of a command; all keys of a command of this system have the same slot. Raises ValueError for a
+    command without a key.
     """
     command = str(args[0]).upper()
     if command in ("EVAL", "EVALSHA", "FCALL"):
-        place = 3 if int(args[2]) else None
+        index = 3 if int(args[2]) else None
     elif command == "XREAD":
-        place = next((place + 1 for place, word in enumerate(args) if word in ("STREAMS", b"STREAMS")), None)
+        index = next((index + 1 for index, word in enumerate(args) if word in ("STREAMS", b"STREAMS")), None)
     else:
-        place = None if command in _KEYLESS or len(args) < 2 else 1
-    if place is None:
-        raise ValueError(f"{command} has no key: ask a server of the cluster by its own client")
-    key: str | bytes = args[place]
+        index = None if command in _KEYLESS or len(args) < 2 else 1
+    if index is None:
+        raise ValueError(f"{command} has no key: send it with the client of one server of the cluster")
+    key: str | bytes = args[index]
     return key
 
 
 async def _asking(server: Server, args: Sequence[Any], options: dict[str, Any]) -> Any:
-    """A command at the server that a slot is on the way to: in one write with the word that allows it
-    there.
+    """Runs a command at the server that a slot is being moved to. ASKING, which allows it there, is sent in
+    the same write.
     """
     async with server.client.pipeline(transaction=False) as pipe:
         pipe.execute_command("ASKING")
@@ -490,8 +491,8 @@ async def _asking(server: Server, args: Sequence[Any], options: dict[str, Any]) 
     return reply
 
 
-def _taken_note_of(task: asyncio.Future[None]) -> None:
-    """Nobody waits for what was asked in the background: its failure is no news."""
+def _ignore_failure(task: asyncio.Future[None]) -> None:
+    """Retrieves the error of a background task that no caller awaits, so that asyncio does not log it."""
     if not task.cancelled():
         task.exception()
 

@@ -1,5 +1,5 @@
-"""What servers of Redis say of themselves and of the shards on them: the one there is, or those of a Redis
-Cluster, each for itself.
+"""Asks Redis servers about themselves and about the shards on them: the single server, or each server of a
+Redis Cluster separately.
 """
 
 import asyncio
@@ -11,29 +11,29 @@ from redis.exceptions import ConnectionError
 from grabstream.lua.trouble import is_trouble
 from grabstream.ops.connections.redis_cluster import ClusterClient, slot_of
 
-#: How long a server is given to say something where the others are not to wait for it.
+#: How long to wait for one server, so that it does not delay what the others answer.
 ANSWER_SECONDS_MAX: Final = 5.0
 
 T = TypeVar("T")
 
 
 async def within(asking: Awaitable[T], seconds: float = ANSWER_SECONDS_MAX) -> T:
-    """What a server says, if it says so in time; raises TimeoutError."""
+    """A server's answer; raises TimeoutError when it takes longer than `seconds`."""
     async with asyncio.timeout(seconds):
         return await asking
 
 
 async def of_each(client: Any, keys: Mapping[int, str], ask: Callable[[int], Awaitable[T]]) -> dict[int, T]:
-    """What is said of each number by the server that has its key: of all servers at once, of each server one
-    after the other.
+    """Asks for each number the server that has its key, and returns the answers by number. The servers are
+    asked concurrently, each server one number after the other.
 
-    Of a server that does not answer in time nothing more is asked, and its numbers are left out. Raises its
-    error when none answers.
+    A server that does not answer in ANSWER_SECONDS_MAX is not asked again; its numbers are left out. Raises
+    the first error when no server answers.
     """
-    places: dict[str, list[int]] = {}
+    numbers_by_server: dict[str, list[int]] = {}
     if isinstance(client, ClusterClient):
-        await client.know()
-    said: dict[int, T] = {}
+        await client.load_slots()
+    answers: dict[int, T] = {}
     problems: list[BaseException] = []
     for number, key in keys.items():
         try:
@@ -41,41 +41,40 @@ async def of_each(client: Any, keys: Mapping[int, str], ask: Callable[[int], Awa
         except ConnectionError as error:
             problems.append(error)
         else:
-            places.setdefault(server, []).append(number)
+            numbers_by_server.setdefault(server, []).append(number)
 
     async def ask_server(numbers: Sequence[int]) -> None:
         try:
             for number in numbers:
-                said[number] = await within(ask(number))
+                answers[number] = await within(ask(number))
         except BaseException as error:
             if not is_trouble(error):
                 raise
             problems.append(error)
 
-    await asyncio.gather(*map(ask_server, places.values()))
-    if problems and not said:
+    await asyncio.gather(*map(ask_server, numbers_by_server.values()))
+    if problems and not answers:
         raise problems[0]
-    return {number: said[number] for number in keys if number in said}
+    return {number: answers[number] for number in keys if number in answers}
 
 
 async def masters(client: Any) -> list[tuple[str, Any]]:
-    """The servers that decide: of each its address ('' for one without a cluster), and its client."""
+    """The address ('' without a cluster) and the client of each server that decides."""
     if not isinstance(client, ClusterClient):
         return [("", client)]
-    await client.know()
+    await client.load_slots()
     return [(server.name, server.client) for server in client.masters()]
 
 
 async def information(client: Any, section: str, key: str | None = None) -> dict[str, dict[str, Any]]:
-    """INFO of each server by its address, or of the one that has a key; raises ConnectionError when none
-    answers.
+    """INFO of each server by its address ('' without a cluster), or only of the server that has `key`.
 
-    Of all servers of a cluster those are left out that do not answer: a replica that is away is no reason not
-    to start.
+    Servers of a cluster that do not answer are left out, because a process may start while a replica is away.
+    Raises ConnectionError when no server answers.
     """
     if not isinstance(client, ClusterClient):
         return {"": await client.info(section)}
-    await client.know()
+    await client.load_slots()
     if key is not None:
         await client.execute_command("EXISTS", key)  # follows a redirection, which INFO would not
         server = client.server_of(slot_of(key))
@@ -84,13 +83,13 @@ async def information(client: Any, section: str, key: str | None = None) -> dict
     replies = await asyncio.gather(
         *(within(server.client.info(section)) for server in servers), return_exceptions=True
     )
-    found = {
+    answers = {
         server.name: reply
         for server, reply in zip(servers, replies, strict=True)
         if not isinstance(reply, BaseException)
     }
-    if not found:
+    if not answers:
         raise ConnectionError(
-            f"no server of the Redis Cluster answers: {replies[0] if replies else 'it has none'}"
+            f"no server of the Redis Cluster answers: {replies[0] if replies else 'it has no servers'}"
         )
-    return found
+    return answers

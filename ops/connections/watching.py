@@ -1,5 +1,5 @@
-"""Watches Redis, Kafka and PostgreSQL for a worker: its log has one line when a server stops answering, and
-one when it answers again.
+"""Watches Redis, Kafka and PostgreSQL for a worker: logs one line when a server stops answering, and one line
+when it answers again.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from grabstream.ops.settings import Settings, without_password
 from grabstream.projections.database.sessions import connect
 from grabstream.streams.clients import OUTAGES, in_words, started
 
-#: What a worker says of itself, at level INFO also where other parts of it are quiet.
+#: The worker's log of its own state, at level INFO even when other loggers are set higher.
 log: Final = logging.getLogger("grabstream.worker")
 
 ASK_EVERY_SECONDS: Final = 1.0
@@ -29,7 +29,7 @@ Ask = Callable[[], Awaitable[Any]]
 
 
 async def watch_servers(settings: Settings, redis: Any, stop: asyncio.Event) -> None:
-    """Asks every server once a second until `stop`, each by itself, and logs changes."""
+    """Pings every server once a second until `stop`, independently of the others, and logs changes."""
 
     @asynccontextmanager
     async def open_redis_servers() -> AsyncIterator[Ask]:
@@ -83,7 +83,8 @@ async def _watch(server: str, opened: Callable[[], AbstractAsyncContextManager[A
             except BaseException as error:
                 if not is_trouble(error):
                     raise
-                # A client of several servers may have asked just the one that is away: a new one asks all.
+                # A client of several servers may have pinged only the one that is away: a new client tries
+                # all.
                 ask = None
                 with contextlib.suppress(Exception):
                     await stack.aclose()
@@ -111,7 +112,7 @@ class Readiness:
         self._words = words
 
     def __call__(self, part: str) -> None:
-        """A part has started; it may say so again."""
+        """Notes that a part has started. A part may report this more than once."""
         if part in self._missing:
             self._missing.remove(part)
             if not self._missing:

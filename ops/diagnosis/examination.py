@@ -10,8 +10,8 @@ from psycopg import OperationalError
 from redis.exceptions import RedisError
 
 from grabstream.lua.gate.calls import now_ms
-from grabstream.ops.connections.identity import NotWrittenDown, OtherJournal, OtherSystem
-from grabstream.ops.connections.opening import key_space, open_redis, what_is_mixed_up
+from grabstream.ops.connections.identity import IdentityNotRecorded, OtherJournal, OtherSystem
+from grabstream.ops.connections.opening import key_space, mixed_systems, open_redis
 from grabstream.ops.diagnosis import books, core, machine, topics
 from grabstream.ops.diagnosis.books import BookReadings, Jump
 from grabstream.ops.diagnosis.core import CoreReadings
@@ -130,7 +130,9 @@ def _jumped(readings: Readings) -> list[Finding]:
 
 def _mixed_up(readings: Readings) -> list[Finding]:
     error = readings.mixed_up
-    if error is None or (isinstance(error, NotWrittenDown) and readings.books and readings.books.missing):
+    if error is None or (
+        isinstance(error, IdentityNotRecorded) and readings.books and readings.books.missing
+    ):
         return []
     means = "every process refuses these settings, because it would change another system with them"
     return [Finding("stuck", error.what, means, error.mend)]
@@ -203,7 +205,7 @@ async def examine(settings: Settings, clock: Clock = now_ms) -> Examination:
         ("postgres", _read_books),
     )
     mixed_up, *answers = await asyncio.gather(
-        what_is_mixed_up(settings), *(_ask(function(settings, clock)) for _, function in read)
+        mixed_systems(settings), *(_ask(function(settings, clock)) for _, function in read)
     )
     of_core, of_topics, of_books = (readings for readings, _ in answers)
     servers = {name: problem for (name, _), (_, problem) in zip(read, answers, strict=True)}
@@ -226,7 +228,7 @@ def _run_checks(readings: Readings, servers: dict[str, str | None]) -> Examinati
     # With settings of two systems the other checks compare one with the other, and their commands would
     # change the wrong one.
     is_other = readings.mixed_up is not None and not isinstance(
-        readings.mixed_up, OtherJournal | NotWrittenDown
+        readings.mixed_up, OtherJournal | IdentityNotRecorded
     )
     for check in CHECKS:
         if any(servers[server] for server in check.needs) or (is_other and check.name != SYSTEM_CHECK):

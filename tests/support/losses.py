@@ -87,7 +87,7 @@ async def empty_journal(settings: Settings) -> None:
     ) == (2, True), done.stderr
     await create_topics(settings.kafka, Topics(settings.prefix), settings.shards)
     done = grabstream("rebuild", "redis", "--dry-run", **env_of(settings))
-    assert (done.returncode, "there is another topic of that name" in done.stderr) == (2, True), done.stderr
+    assert (done.returncode, "the topic of that name has the id" in done.stderr) == (2, True), done.stderr
     redis = open_redis(settings)
     try:
         await take_new_journal(settings, redis)

@@ -19,9 +19,9 @@ import uvloop
 import grabstream.models.events  # noqa: F401 - a gap in the upcasters is found here, not when a role reads its first event
 from grabstream.lua.ending import first_to_end, running
 from grabstream.lua.trouble import is_trouble
-from grabstream.ops.connections.identity import NotWrittenDown, OtherSystem, claim_prefix
+from grabstream.ops.connections.identity import IdentityNotRecorded, OtherSystem, claim_prefix
 from grabstream.ops.connections.opening import (
-    LOOK_AGAIN_SECONDS,
+    CHECK_AGAIN_SECONDS,
     check_system,
     checked_books,
     key_space,
@@ -157,7 +157,7 @@ class Known:
         """Looks whether they are; raises BadSettings when they are not."""
         try:
             self._identity = await check_system(self._settings, say=log.info)
-        except NotWrittenDown as error:
+        except IdentityNotRecorded as error:
             self._trouble.say(str(error))
             return
         if self._identity is None:
@@ -198,7 +198,7 @@ class Known:
                     raise
                 log.info("which system this is: %s", in_words(error))
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(LOOK_AGAIN_SECONDS):
+                async with asyncio.timeout(CHECK_AGAIN_SECONDS):
                     await stop.wait()
 
 

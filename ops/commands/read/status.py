@@ -14,7 +14,7 @@ from redis.exceptions import RedisError
 from rich.markup import escape
 
 from grabstream.lua.keys import SHARD_FIELDS, ShardKeys
-from grabstream.ops.connections.opening import key_space, open_redis, what_is_mixed_up
+from grabstream.ops.connections.opening import key_space, mixed_systems, open_redis
 from grabstream.ops.connections.redis_servers import ANSWER_SECONDS_MAX, information, of_each
 from grabstream.ops.console.output import console, json_option, print_json, table
 from grabstream.ops.diagnosis.slow_scripts import script_calls, slow_scripts
@@ -62,7 +62,7 @@ _OF_BOOKS: Final = ("read_models", "stopped", "versions", "waiting", "verified",
 
 async def read(settings: Settings) -> dict[str, Any]:
     """What is shown, and printed as JSON."""
-    mixed_up = await what_is_mixed_up(settings)
+    mixed_up = await mixed_systems(settings)
     found: dict[str, Any] = {
         "servers": {}, "shards": [], "read_models": [], "stopped": [], "versions": [], "waiting": {},
         "verified": [], "findings": [],

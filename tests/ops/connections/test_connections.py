@@ -1,4 +1,4 @@
-"""The connections of a process, on real servers."""
+"""A process's connections to real servers."""
 
 import asyncio
 
@@ -6,8 +6,8 @@ from grabstream.ops.connections.opening import open_redis
 from grabstream.ops.settings import Settings
 
 
-async def test_a_cancellation_is_never_swallowed(servers: Settings) -> None:
-    """redis-py did so in a fifth of these: a worker that was told to stop just then went on for ever."""
+async def test_client_never_swallows_a_cancellation(servers: Settings) -> None:
+    """redis-py swallowed a fifth of these: a worker that was asked to stop at that moment never ended."""
     swallowed = 0
     for ticks in range(60):
         client = open_redis(servers)

@@ -1,5 +1,5 @@
-"""Systems side by side: settings that mix two of them up are refused by every process, and nothing of the
-other one is touched.
+"""Systems side by side: every process refuses settings that mix two systems, and changes nothing of the other
+system.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ from psycopg import AsyncConnection
 from grabstream.models.commands import Grab, Open
 from grabstream.models.offers import StockTerms
 from grabstream.ops.cli import VERBS, grabstream
-from grabstream.ops.connections.identity import NotWrittenDown, OtherJournal, OtherSystem
+from grabstream.ops.connections.identity import IdentityNotRecorded, OtherJournal, OtherSystem
 from grabstream.ops.connections.opening import check_system, key_space, open_gate, open_redis
 from grabstream.ops.diagnosis.examination import examine
 from grabstream.ops.initialization import make_system, take_new_journal
@@ -40,7 +40,7 @@ from tests.support.projecting import (
     until_at_seq,
 )
 
-#: How every verb that touches a system is called; the file of `open` and the module of `follow` are put in.
+#: The arguments of every verb that touches a system. FILE and MODULE:PROJECTION are replaced.
 CALLS = {
     "status": (), "worker": (), "open": ("FILE",), "pause": ("x",), "resume": ("x",), "close": ("x",),
     "amend": ("x", "--set", "total=9"),
@@ -56,24 +56,24 @@ CALLS = {
     "follow": ("MODULE:PROJECTION",), "init": (),
     "schemas": (),
 }  # fmt: skip
-#: Those that begin a rebuild of something else.
+#: More calls, of verbs that are in CALLS with other arguments.
 MORE_CALLS = (
     ("rebuild", "redis"), ("rebuild", "journal", "--from", "audit"),
     ("rebuild", "journal", "--from", "audit", "--new-journal"),
     ("rebuild", "all", "--discard"), ("replay", "--source", "audit", "--into", "-"),
     ("init", "--new-journal"),
 )  # fmt: skip
-#: Servers of this machine, this process, or a system that is made by the verb itself.
+#: Verbs about the servers of this machine, about this process, or about a system that they make themselves.
 OF_NO_SYSTEM = {"up", "down", "config", "ticket", "rehearse", "completion"}
-#: They read nothing but the schema: where none is, they say so.
+#: Verbs that read the schema only. They report a missing schema.
 OF_BOOKS_ONLY = {"show", "dismiss", "set-aside", "retry", "schemas", "why"}
-#: They say it and go on, since they are there to find out.
+#: Verbs that report the mixed settings and continue, because their purpose is to find such faults.
 DIAGNOSIS = {"status", "doctor"}
 
 
 @pytest.fixture
 def call(settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """Runs a verb with some settings, in this process."""
+    """Runs a verb with the given settings in this process."""
     (tmp_path / "offers.yaml").write_text("- {id: x, offer: x, terms: {kind: stock, issuer: i, total: 1}}\n")
     (tmp_path / "users").write_text("u\n")
     (tmp_path / "counted.py").write_text(
@@ -98,28 +98,28 @@ def call(settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     return run
 
 
-def test_every_verb_is_called_here() -> None:
+def test_calls_cover_every_verb() -> None:
     assert set(CALLS) | OF_NO_SYSTEM == set(VERBS)
 
 
 async def everything_of(settings: Settings) -> list[Any]:
-    """Every row that says where the system is, and its schemas: nothing of them may change."""
-    found = [
+    """The rows and journal ends that a refused verb must not change."""
+    tables = [
         await rows(settings, "TABLE projection_cursors"),
         await rows(settings, "TABLE system"),
         await rows(settings, "TABLE demand"),
     ]
-    found += [
+    tables += [
         await rows(settings, query)
         for query in ("TABLE migrations", "TABLE read_models", "TABLE refusals", "TABLE recoveries")
     ]
     async with open_reader(settings.kafka, Topics(settings.prefix).journal) as reader:
-        return [*map(sorted, found), [await reader.end(shard) for shard in range(settings.shards)]]
+        return [*map(sorted, tables), [await reader.end(shard) for shard in range(settings.shards)]]
 
 
 @pytest.fixture(params=["prefix", "schema", "shards"])
 async def mixed_up(request: pytest.FixtureRequest, system: Settings) -> Any:
-    """A system at work, and settings that mix it up with another one, of which there may be nothing yet."""
+    """Settings that mix a running system with another one, of which nothing may exist yet."""
     wrong = {"prefix": f"{system.prefix}_b", "schema": f"{system.schema_}_b", "shards": system.shards // 2}[
         request.param
     ]
@@ -135,13 +135,13 @@ async def mixed_up(request: pytest.FixtureRequest, system: Settings) -> Any:
         )
 
 
-def test_settings_that_mix_two_systems_up_are_refused_by_every_verb(
+def test_every_verb_refuses_settings_that_mix_two_systems(
     mixed_up: Settings, system: Settings, call: Callable[..., Any]
 ) -> None:  # fmt: skip
-    """Nothing is created, moved or written anywhere; both sides are named, and the way out."""
+    """A refused verb creates, moves and writes nothing. Its error names both systems and the way out."""
     before, accepted = asyncio.run(everything_of(system)), []
-    asked, there = ({one.prefix, one.schema_, str(one.shards)} for one in (mixed_up, system))
-    wrong, right = asked - there, there - asked
+    given, existing = ({of.prefix, of.schema_, str(of.shards)} for of in (mixed_up, system))
+    wrong, right = given - existing, existing - given
     for verb, *words in (*((verb, *words) for verb, words in CALLS.items()), *MORE_CALLS):
         done = call(mixed_up, verb, *words)
         if verb in DIAGNOSIS:
@@ -152,8 +152,8 @@ def test_settings_that_mix_two_systems_up_are_refused_by_every_verb(
             continue
         if (
             not refused
-            or not all(one in said for one in (*wrong, *right))
-            or not ("et GRAB_" in said or "et them so" in said)
+            or not all(value in said for value in (*wrong, *right))
+            or not ("et GRAB_" in said or "et them to the same values" in said)
         ):
             accepted.append((verb, words, done.output, repr(done.exception)))
     assert accepted == []
@@ -164,7 +164,7 @@ def test_settings_that_mix_two_systems_up_are_refused_by_every_verb(
 
 
 async def claim(settings: Settings) -> Any:
-    """What stands in Redis of whom the prefix is."""
+    """The identity that Redis records for the prefix."""
     redis = open_redis(settings)
     try:
         return await redis.get(key_space(settings).system)
@@ -173,7 +173,7 @@ async def claim(settings: Settings) -> Any:
 
 
 async def forget(settings: Settings) -> None:
-    """Redis has lost whose the prefix is."""
+    """Deletes the identity that Redis records for the prefix."""
     redis = open_redis(settings)
     assert await redis.delete(key_space(settings).system) == 1
     await redis.aclose()
@@ -182,10 +182,12 @@ async def forget(settings: Settings) -> None:
 @pytest.mark.parametrize(
     "lock", ["LOCK TABLE {0}.migrations", "SELECT pg_advisory_xact_lock(hashtext('grabstream-{0}'))"]
 )
-async def test_init_says_who_has_locked_what_it_needs(
+async def test_init_names_the_session_that_holds_a_lock(
     system: Settings, monkeypatch: pytest.MonkeyPatch, lock: str
 ) -> None:
-    """And waits no longer than a moment, in which readers wait behind it; afterwards it has nothing to do."""
+    """It waits only briefly, because readers queue behind it meanwhile. Once the lock is free, it has nothing
+    to do.
+    """
     monkeypatch.setattr("grabstream.ops.initialization.LOCK_SECONDS", 0.5)
     monkeypatch.setattr("grabstream.projections.database.migrate.FIRST_SECONDS_MAX", 1)
     async with await AsyncConnection.connect(system.postgres, application_name="somebody's report") as stuck:
@@ -197,20 +199,20 @@ async def test_init_says_who_has_locked_what_it_needs(
     assert await make_system(system) == ([], [])
 
 
-async def test_another_journal_of_the_same_name(system: Settings) -> None:
-    """As on other brokers, or made anew by somebody: it is refused until somebody says that the old one is
-    lost for good.
+async def test_another_journal_of_the_same_name_is_refused_until_it_is_declared_new(system: Settings) -> None:
+    """The topic may be on other brokers, or may have been created again. It is refused until an operator
+    declares that the old one is lost for good.
     """
     name = Topics(system.prefix).journal
     await delete_topics(system, name)
-    for there in ("there is none", "there is another topic of that name"):
-        with pytest.raises(OtherJournal, match=there) as refused:
+    for reason in ("no such topic exists", "the topic of that name has the id"):
+        with pytest.raises(OtherJournal, match=reason) as refused:
             await check_system(system)
         assert "set GRAB_KAFKA to the brokers that have it" in refused.value.mend
         assert "rebuild journal --from audit --new-journal" in refused.value.mend
-        with pytest.raises(OtherJournal, match=there):
+        with pytest.raises(OtherJournal, match=reason):
             await make_system(system)
-        if there == "there is none":
+        if reason == "no such topic exists":
             assert await find_topic(system.kafka, name) is None
             await create_topics(system.kafka, Topics(system.prefix), system.shards)
             await until(lambda: find_topic(system.kafka, name), 15, "the topic")
@@ -225,10 +227,10 @@ async def test_another_journal_of_the_same_name(system: Settings) -> None:
     assert await make_system(system) == ([], [])
 
 
-async def test_redis_is_disposable(system: Settings, worker: Callable[..., Any]) -> None:
-    """Whose the prefix is comes back by itself, after Redis was emptied under a worker; another schema cannot
-    take it.
-    """
+async def test_worker_claims_the_prefix_again_after_redis_was_emptied(
+    system: Settings, worker: Callable[..., Any]
+) -> None:
+    """Another schema cannot take the prefix."""
     before = await claim(system)
     worker(system, "relay,sweep")
 
@@ -250,14 +252,14 @@ async def test_redis_is_disposable(system: Settings, worker: Callable[..., Any])
 
 
 async def forget_the_system(settings: Settings) -> None:
-    """The schema as an older release has it: it does not say what it belongs to, and neither does Redis."""
+    """Makes the schema that of an older release: neither it nor Redis records an identity."""
     await forget(settings)
     async with await open_books(settings) as books:
         await books.execute("DROP TABLE system")
         await books.execute("DELETE FROM migrations WHERE name = '0009_system.sql'")
 
 
-async def test_an_older_schema_is_taken_over_when_its_cursors_are_in_the_journal(
+async def test_init_accepts_an_older_schema_only_if_its_cursors_are_in_the_journal(
     system: Settings, journal: JournalWriter
 ) -> None:
     lines = [opened("e", 1), *(granted("e", seq) for seq in range(2, 40))]
@@ -268,9 +270,9 @@ async def test_an_older_schema_is_taken_over_when_its_cursors_are_in_the_journal
             await projector.put(CatchUp(SHARD))
         await until_at_seq(system, 20)
     await forget_the_system(system)
-    with pytest.raises(NotWrittenDown, match="grabstream init"):
+    with pytest.raises(IdentityNotRecorded, match="grabstream init"):
         await check_system(system)
-    # Neither the journal of another system, nor one that has been made anew, nor none.
+    # It accepts neither a missing journal, nor that of another system, nor one that was created again.
     another = system.model_copy(update={"prefix": f"{system.prefix}.b"})
     with pytest.raises(OtherJournal, match=r"shard 3: seq 20 at offset 2 is not in it"):
         await make_system(another)
@@ -291,7 +293,7 @@ async def test_an_older_schema_is_taken_over_when_its_cursors_are_in_the_journal
                 for name in ("journal", "events", "commands", "results", "rejected")
             ),
         )
-    # What other owners wrote behind its own record does not matter.
+    # Blocks that other owners wrote after the cursor's record do not matter.
     for _ in range(3):
         await journal.block(lines, 1, 20, owner="late")
     assert (await make_system(system)).migrations == ["0009_system.sql"]
@@ -299,19 +301,21 @@ async def test_an_older_schema_is_taken_over_when_its_cursors_are_in_the_journal
     assert await claim(system) is not None
 
 
-async def test_an_older_worker_waits_for_init(system: Settings, worker: Callable[..., Any]) -> None:
-    """Deciding goes on, as in an upgrade; the read models begin when `init` has been."""
+async def test_worker_decides_but_writes_no_books_until_init_has_recorded_the_identity(
+    system: Settings, worker: Callable[..., Any]
+) -> None:
+    """As in an upgrade: it decides at once, and the read models start after `init`."""
     await forget_the_system(system)
     running_worker = worker(system)
     async with await open_books(system) as books:
         await migrate(books, system.schema_, system.shards)
-    with pytest.raises(NotWrittenDown):
+    with pytest.raises(IdentityNotRecorded):
         await check_system(system)
 
-    async def told() -> bool:
+    async def asks_for_init() -> bool:
         return "Run `grabstream init`" in running_worker.log.read_text()
 
-    await until(told, 30, "the word")
+    await until(asks_for_init, 30, "a log line that names `grabstream init`")
     await make_system(system)
     async with open_gate(system) as gate:
         terms = StockTerms(issuer="i", total=9)
@@ -334,15 +338,16 @@ async def test_an_older_worker_waits_for_init(system: Settings, worker: Callable
     [
         ("public", "other programs use it"), ("pg_catalog", "other programs use it"),
         ("pg_mine", "other programs use it"),
-        ("information_schema", "other programs use it"), ("{}_ledger_2",
-        "a system in schema {} gives such "
-        "names"),
+        ("information_schema", "other programs use it"),
+        ("{}_ledger_2", "a system in schema {} gives such names"),
         ("{}_events_10", "gives such names"), ("{}__at_0123abcd", "a system in schema {} gives such names"),
         ("{}_reports", r"it holds something else \(mine\)"),
     ],
 )  # fmt: skip
-async def test_schemas_that_are_not_for_a_system(settings: Settings, name: str, why: str) -> None:
-    """Nothing is created, no topic either."""
+async def test_init_refuses_a_schema_that_is_not_for_a_system(
+    settings: Settings, name: str, why: str
+) -> None:
+    """It creates nothing, not even a topic."""
     name = name.format(settings.schema_)
     async with await AsyncConnection.connect(settings.postgres, autocommit=True) as connection:
         if name.endswith("reports"):

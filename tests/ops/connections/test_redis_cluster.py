@@ -1,5 +1,5 @@
-"""The client of a Redis Cluster, on three masters: what concerns one server waits for no other, and keys on
-the way are found.
+"""The client of a Redis Cluster of three masters: a server that hangs delays no other, and keys that are
+being moved are found.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ BOTH = "return {redis.call('GET', KEYS[1]), redis.call('GET', KEYS[2])}"
 
 @pytest.fixture(scope="module")
 def masters(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sequence[Redis]]:
-    """Three masters of this module's own."""
+    """Three masters that only this module uses."""
     ports, folder = free_ports(6), tmp_path_factory.mktemp("masters")
     servers = [Redis(folder / f"redis-{n}", ports[n], f"redis-{n}", ports[n + 3]) for n in range(3)]
     for server in servers:
@@ -49,9 +49,9 @@ def settings(masters: Sequence[Redis]) -> Settings:
 
 @pytest.fixture
 async def client(settings: Settings) -> AsyncIterator[ClusterClient]:
-    one = open_redis(settings)
-    yield one
-    await one.aclose()
+    cluster = open_redis(settings)
+    yield cluster
+    await cluster.aclose()
 
 
 @contextlib.contextmanager
@@ -65,19 +65,19 @@ def hanging(server: Redis) -> Iterator[None]:
 
 async def shards_by_master(client: ClusterClient) -> dict[int, list[int]]:
     """The shards on each master, by its port."""
-    await client.know()
-    found: dict[int, list[int]] = {}
+    await client.load_slots()
+    by_port: dict[int, list[int]] = {}
     for shard in range(KEYS.shards):
-        found.setdefault(client.server_of(slot_of(KEYS.shard(shard).state)).port, []).append(shard)
-    assert len(found) == 3
-    return found
+        by_port.setdefault(client.server_of(slot_of(KEYS.shard(shard).state)).port, []).append(shard)
+    assert len(by_port) == 3
+    return by_port
 
 
-async def test_nobody_waits_for_a_server_that_hangs(
+async def test_commands_do_not_wait_for_another_server_that_hangs(
     settings: Settings, client: ClusterClient, masters: Sequence[Redis]
 ) -> None:
-    """Not a client that has yet to learn who has which slots, and not one that has to learn it anew after the
-    time-out.
+    """Neither in a client that does not know the slots yet, nor in one that asks for them again after a
+    timeout.
     """
     shards = await shards_by_master(client)
     hung, *others = masters
@@ -98,10 +98,10 @@ async def test_nobody_waits_for_a_server_that_hangs(
     async def ask_them_while_one_hangs(one: Any) -> None:
         waiting = asyncio.create_task(one.hget(KEYS.shard(shards[hung.port][0]).state, "seq"))
         await ask_the_others(one)
-        assert not waiting.done(), "the hang was none"
+        assert not waiting.done(), "the server did not hang"
         with pytest.raises((TimeoutError, ConnectionError)):
             await waiting
-        # All servers are being asked who has which slots now, and one of them does not answer.
+        # The client now asks all servers for the slots, and one of them does not answer.
         again = asyncio.create_task(one.hget(KEYS.shard(shards[hung.port][0]).state, "seq"))
         await ask_the_others(one)
         assert not again.done()
@@ -117,8 +117,10 @@ async def test_nobody_waits_for_a_server_that_hangs(
     assert await client.hget(KEYS.shard(shards[hung.port][0]).state, "seq") is None
 
 
-async def test_announcements_of_others_are_heard(client: ClusterClient, masters: Sequence[Redis]) -> None:
-    """Also when the gate would look by itself only after the end of the test."""
+async def test_subscription_receives_messages_of_other_servers_while_one_hangs(
+    client: ClusterClient, masters: Sequence[Redis]
+) -> None:
+    """The gate does not poll here, so only the messages can end its wait."""
     shards = await shards_by_master(client)
     hung, *others = masters
     journaled = Journaled(client, KEYS)
@@ -139,36 +141,40 @@ async def test_announcements_of_others_are_heard(client: ClusterClient, masters:
                         await asyncio.sleep(0)
                         one.publish(keys.channel, f"{history} 5")
                         await asyncio.wait_for(waiting, 10)
-        # Who was silent is heard again.
+        # Messages of the server that hung arrive again.
         keys = KEYS.shard(shards[hung.port][0])
         with redis.Redis(port=hung.port) as one:
             waiting = asyncio.create_task(journaled.wait(keys.shard, 1, 5))
-            await until(lambda: one.publish(keys.channel, "1 5") and waiting.done(), 10, "the one that hung")
+            await until(
+                lambda: one.publish(keys.channel, "1 5") and waiting.done(), 10, "the server that hung"
+            )
     finally:
         await journaled.close()
 
 
-async def test_keys_on_the_way_are_found(client: ClusterClient, masters: Sequence[Redis]) -> None:
-    """Scripts with two keys while their slot moves: together here, apart (nothing is carried out), together
-    there, and moved.
+async def test_commands_follow_keys_that_are_being_moved(
+    client: ClusterClient, masters: Sequence[Redis]
+) -> None:
+    """Scripts with two keys while their slot moves: both keys at the source, apart (no script runs), both at
+    the target, and moved.
     """
     first, second = (f"way:{{isolated-way}}:{name}" for name in "ab")
     slot = slot_of(first)
-    await client.know()
+    await client.load_slots()
     source = next(server for server in masters if server.port == client.server_of(slot).port)
     target = next(server for server in masters if server is not source)
 
     async def both() -> Any:
-        found = await asyncio.gather(
+        replies = await asyncio.gather(
             *(client.execute_command("EVAL", BOTH, 2, first, second) for _ in range(40))
         )
-        assert all(one == found[0] for one in found)
-        return found[0]
+        assert all(reply == replies[0] for reply in replies)
+        return replies[0]
 
     await client.set(first, "1")
     await client.set(second, "2")
     with redis.Redis(port=source.port) as here, redis.Redis(port=target.port) as there:
-        ids = [one.execute_command("CLUSTER", "MYID").decode() for one in (here, there)]
+        ids = [server.execute_command("CLUSTER", "MYID").decode() for server in (here, there)]
         there.execute_command("CLUSTER", "SETSLOT", slot, "IMPORTING", ids[0])
         here.execute_command("CLUSTER", "SETSLOT", slot, "MIGRATING", ids[1])
         assert await both() == [b"1", b"2"]
@@ -185,7 +191,7 @@ async def test_keys_on_the_way_are_found(client: ClusterClient, masters: Sequenc
         here.execute_command("MIGRATE", "127.0.0.1", target.port, second, 0, 5_000)
         before = there.info("errorstats").get("errorstat_MOVED")
         assert await both() == [b"1", b"2"]
-        # ASKING and its command by different connections would be a redirection back.
+        # If ASKING and its command used different connections, the target would redirect.
         assert there.info("errorstats").get("errorstat_MOVED") == before
         for one in (there, here):
             one.execute_command("CLUSTER", "SETSLOT", slot, "NODE", ids[1])
@@ -198,7 +204,7 @@ async def test_keys_on_the_way_are_found(client: ClusterClient, masters: Sequenc
     assert await client.unlink(first, second, "another") == 2
 
 
-def test_the_key_of_a_command() -> None:
+def test_key_of_returns_a_key_of_the_command() -> None:
     assert key_of(("GET", "k")) == "k"
     assert key_of(("EVALSHA", "sha", 2, "a", "b", "argument")) == "a"
     assert key_of(("XREAD", b"COUNT", 1, b"STREAMS", "outbox", "0-0")) == "outbox"
@@ -207,7 +213,7 @@ def test_the_key_of_a_command() -> None:
             key_of(keyless)
 
 
-async def test_a_cluster_that_is_not_there(settings: Settings) -> None:
+async def test_commands_fail_when_no_server_of_the_cluster_answers(settings: Settings) -> None:
     client = open_redis(
         settings.model_copy(update={"redis_url": f"redis-cluster://127.0.0.1:{free_ports(1)[0]}"})
     )

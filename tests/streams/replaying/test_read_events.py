@@ -76,7 +76,7 @@ async def test_a_journal_is_read_from_its_beginning_without_postgresql(
     events = told.histories[2].events
     middle = events[len(events) // 2]
     assert await read(settings, shard=2, first=Point(seq=middle.seq)) == events[len(events) // 2 :]
-    assert "the journal is read from its beginning" in caplog.text
+    assert "reading the journal from its beginning" in caplog.text
 
 
 async def test_reading_may_end_early(told: System) -> None:
@@ -93,12 +93,12 @@ async def test_a_system_without_tables_has_no_audit_trail(settings: Settings) ->
     ("words", "reason"),
     [
         ({"first": Point(seq=1)}, "a seq counts within one shard"),
-        ({"shard": 8}, "there are 8 shards"),
-        ({"offer": "a/b"}, "an id is"),
-        ({"offer": "lunch", "shard": 0}, "an `offer` alone is enough"),
+        ({"shard": 8}, "the system has 8 shards"),
+        ({"offer": "a/b"}, "an id has"),
+        ({"offer": "lunch", "shard": 0}, "leave out `shard`"),
         ({"until": datetime(2026, 11, 11)}, "until: a time needs a zone"),
-        ({"first": Point()}, "first: a Point has either a seq or a time"),
-        ({"first": Point(1, 2)}, "first: a Point has either a seq or a time"),
+        ({"first": Point()}, "first: give a Point either a seq or a time"),
+        ({"first": Point(1, 2)}, "first: give a Point either a seq or a time"),
     ],
 )
 async def test_bounds_that_mean_nothing_are_refused(
