@@ -81,7 +81,7 @@ def _shards(settings: Settings, shard: int | None, offer: str | None) -> list[in
 
 
 def _point(name: str, bound: Point | datetime | None) -> Point | None:
-    """A bound as a point. Times of events are whole milliseconds: a `first` is rounded up, an `until` down."""
+    """A bound as a point. Events have whole milliseconds: a `first` is rounded up, an `until` down."""
     if bound is None:
         return None
     if isinstance(bound, datetime):

@@ -104,7 +104,7 @@ async def require_all_but_the_journal(settings: Settings, redis: Any) -> None:
 
 @contextlib.asynccontextmanager
 async def _books(settings: Settings) -> AsyncIterator[AsyncConnection[Any]]:
-    """A connection that waits at most LOCK_SECONDS for a lock, and then raises Held, which names the holder."""
+    """A connection that waits at most LOCK_SECONDS for a lock, then raises Held, which names the holder."""
     async with (
         await connect(settings.postgres, settings.schema_, "init") as connection,
         await connect(settings.postgres, settings.schema_, "init") as watching,

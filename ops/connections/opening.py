@@ -1,4 +1,6 @@
-"""Opens the connections of a process to Redis and PostgreSQL; no other file does. Nothing connects at import."""
+"""Opens the connections of a process to Redis and PostgreSQL; no other file does. Nothing connects at
+import.
+"""
 
 import asyncio
 import functools
@@ -195,7 +197,9 @@ async def mixed_systems(settings: Settings, seconds: float = 8.0) -> OtherSystem
 
 
 async def wait_until_known(settings: Settings) -> None:
-    """Waits until the schema names the system of the settings; raises BadSettings when it names another one."""
+    """Waits until the schema names the system of the settings; raises BadSettings when it names another
+    one.
+    """
     while True:
         if await check_system(settings) is not None:
             return
@@ -229,7 +233,9 @@ def sealer(settings: Settings) -> Sealer:
 
 
 def ticket_keys(settings: Settings) -> TicketKeys:
-    """The keys that verify tickets; raises ValueError that names GRAB_TICKET_KEYS when they cannot be read."""
+    """The keys that verify tickets; raises ValueError that names GRAB_TICKET_KEYS when they cannot be
+    read.
+    """
     return TicketKeys.from_text(settings.ticket_keys.get_secret_value())
 
 

@@ -74,7 +74,7 @@ class Server(NamedTuple):
 
 
 class _Slots(NamedTuple):
-    """Which server has which slots: the name of the server by slot (None: no server), masters and replicas."""
+    """Which server has which slots: the name of the server by slot (None: none), masters and replicas."""
 
     owners: list[str | None]
     masters: list[str]

@@ -1,1 +1,1 @@
-"""What people write, read strictly: offer files, times, durations, limits."""
+"""Strict reading of what people write: offer files, times, durations, limits, replay options."""

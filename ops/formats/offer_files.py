@@ -1,8 +1,8 @@
-"""Files of offers, in YAML, JSON or CSV: read as a whole and checked as a whole before anything is opened.
+"""Files of offers in YAML, JSON or CSV. The whole file is read and checked before any offer is opened.
 
-What people write (`15m`, `2026-11-27T10:00:00+08:00`, `user/day/2`) is brought into the form of a command
-here; whether the command is right, `decode_commands` of `models.commands` says. Nothing is guessed: what
-could mean two things is refused with its place and a fix.
+This module converts what people write (`15m`, `2026-11-27T10:00:00+08:00`, `user/day/2`) to the form of a
+command; `decode_commands` of `models.commands` then checks the command. Nothing is guessed: a value that
+could mean two things is refused, with its place and a fix.
 """
 
 import csv
@@ -35,15 +35,15 @@ _is_located = re.compile(r"(.*) - at `\$\.(.*)`", re.DOTALL).fullmatch
 _is_missing = re.compile(r"Object missing required field `(.*)`").fullmatch
 
 
-#: Problems of a file, and unknown names of one object, that are told.
+#: The most problems of a file, and unknown names of one object, that are reported.
 PROBLEMS_MAX: Final = 10_000
 UNKNOWN_NAMES_MAX: Final = 20
-#: Characters and values of one term; the longest, `hours`, has some three thousand.
+#: Characters and values that one term may have; the longest, `hours`, has some three thousand.
 TERM_SIZE_MAX: Final = 10_000
 
 
 class BadOfferFile(Exception):
-    """A file that opens nothing: `problems` are all that is wrong with it, as (place, reason)."""
+    """The file is wrong, and none of its offers is opened. `problems` has all problems as (place, reason)."""
 
     def __init__(self, problems: Sequence[tuple[str, str]]) -> None:
         super().__init__("\n".join(f"{place}: {reason}" for place, reason in problems))
@@ -51,10 +51,10 @@ class BadOfferFile(Exception):
 
 
 class _Entry(NamedTuple):
-    """One entry of a file on its way: `command` is what it says, `reasons` what is wrong with it so far.
+    """One entry of a file: the `command` that it describes, and the `reasons` why it is wrong, so far.
 
-    `whole` is false when a header or defaults are wrong: what such an entry seems to lack may only be
-    misspelt there.
+    `whole` is false when the header or the defaults are wrong: a field that the entry seems to lack may only
+    be misspelt there.
     """
 
     place: str
@@ -64,8 +64,8 @@ class _Entry(NamedTuple):
 
 
 def form_of(file: str | PurePath, chosen: Form | None = None) -> Form:
-    """The form of a file: the chosen one, or what its suffix says; without a suffix, as standard input (`-`),
-    YAML.
+    """The form of a file: the chosen form, or that of its suffix, or YAML without a suffix, as for standard
+    input (`-`).
     """
     if chosen is not None:
         return chosen
@@ -77,7 +77,7 @@ def form_of(file: str | PurePath, chosen: Form | None = None) -> Form:
             [
                 (
                     "file",
-                    f"{suffix} says nothing of its form; name it {', '.join(FORM_OF_SUFFIX)}, or use "
+                    f"the suffix {suffix} is unknown; use one of {', '.join(FORM_OF_SUFFIX)}, or give "
                     "--format",
                 )
             ]
@@ -86,7 +86,7 @@ def form_of(file: str | PurePath, chosen: Form | None = None) -> Form:
 
 
 def read_offers(text: str, form: Form) -> list[Open]:
-    """The commands of a file in its order; raises BadOfferFile with all that is wrong, when anything is."""
+    """The commands of a file, in its order; raises BadOfferFile with all problems."""
     text = text.removeprefix("\ufeff")
     opens: list[Open] = []
     problems: list[tuple[str, str]] = []
@@ -101,14 +101,13 @@ def read_offers(text: str, form: Form) -> list[Open]:
                 reasons.append(decoded)
         problems += [(entry.place, shortened(reason)) for reason in reasons]
         if len(problems) > PROBLEMS_MAX:
-            problems.append(("file", "more is wrong than stands here; mend this first"))
+            problems.append(("file", "there are more problems; correct these first"))
             break
     if not problems and not opens:
         problems.append(
             (
                 "file",
-                "has no offers; give a list of {offer, terms}, {defaults, offers}, or lines of CSV below a "
-                "header",
+                "has no offers; give a list of {offer, terms}, {defaults, offers}, or a CSV header and lines",
             )
         )
     if problems:
@@ -118,20 +117,20 @@ def read_offers(text: str, form: Form) -> list[Open]:
 
 def _given_before(entry: _Entry, places: dict[tuple[str, str], str]) -> list[str]:
     for field, fix in (
-        ("offer", "an offer is opened once; leave one out"),
-        ("id", "give each an id of its own"),
+        ("offer", "an offer is opened only once; leave one out"),
+        ("id", "give each command a different id"),
     ):
         value = entry.command.get(field)
         if isinstance(value, str):
             first = places.setdefault((field, value), entry.place)
             if first != entry.place:
-                # One is enough: the id follows from the offer where none is given.
-                return [f"{field}: {value} is already that of {first}; {fix}"]
+                # Reports one of the two fields only: an id that is not given follows from the offer.
+                return [f"{field}: {value} is already used in {first}; {fix}"]
     return []
 
 
 def _decode(command: dict[str, Any]) -> Open | str:
-    """The command, or why there is none."""
+    """The command, or the reason why it cannot be decoded."""
     try:
         [decoded] = decode_commands(msgspec.json.encode(command))
     except (TypeError, ValueError, RecursionError) as error:
@@ -143,15 +142,15 @@ def _decode(command: dict[str, Any]) -> Open | str:
     return decoded
 
 
-# -- what the models know of fields --------------------------------------------------------------------------
+# -- the fields of the models --------------------------------------------------------------------------------
 
 
 def _plain_types(annotation: Any) -> set[Any]:
-    """The types that a field's annotation allows, without what is said about them."""
+    """The types that a field's annotation allows, without their metadata."""
     if get_origin(annotation) is Annotated:
         return _plain_types(get_args(annotation)[0])
     if get_origin(annotation) in (Union, UnionType):
-        return set().union(*(_plain_types(one) for one in get_args(annotation)))
+        return set().union(*map(_plain_types, get_args(annotation)))
     if get_origin(annotation) is tuple:
         return _plain_types(get_args(annotation)[0])
     return {annotation}
@@ -166,10 +165,10 @@ _TERMS: Final = {name: field for fields in _FIELDS_OF_KIND.values() for name, fi
 _TYPES: Final = {name: _plain_types(field.type) for name, field in _TERMS.items()}
 _PARTS: Final = {"limits": _fields(Limit), "hours": _fields(Hours)}
 _CHOICES: Final = {
-    name: get_args(one)
+    name: get_args(type_)
     for name, field in [item for fields in (_TERMS, *_PARTS.values()) for item in fields.items()]
-    for one in _plain_types(field.type)
-    if get_origin(one) is Literal
+    for type_ in _plain_types(field.type)
+    if get_origin(type_) is Literal
 }
 _KNOWN_TERMS: Final = ("kind", *_TERMS)
 _KNOWN_OF_ENTRY: Final = ("offer", "terms", "id", "type")
@@ -180,52 +179,46 @@ _KINDS: Final = ", ".join(_FIELDS_OF_KIND)
 
 
 def _explain(reason: str, given: Any) -> str:
-    """What the decoder says of a given value, in the form of our own checks: the field first, then the
-    fix.
-    """
+    """The decoder's reason, in the form of the other reasons: the field first, then the fix."""
     located = _is_located(reason)
     if located is None:
         return reason
-    said, path = located.groups()
+    problem, path = located.groups()
     name = re.sub(r"\[[^][]*\]\Z", "", path).rpartition(".")[2]
-    if missing := _is_missing(said):
+    if missing := _is_missing(problem):
         field = _TERMS.get(missing[1]) if path == "terms" else None
-        return (
-            f"{path}.{missing[1]}: is "
-            f"missing{f'; it says {_meaning(field)}' if field and _meaning(field) else ''}"
-        )
-    if said.startswith("Invalid enum value ") and name in _CHOICES:
-        return (
-            f"{path}: must be one of {', '.join(_CHOICES[name])}; got "
-            f"{said.removeprefix('Invalid enum value ')}"
-        )
+        meaning = f"; it says {_meaning(field)}" if field and _meaning(field) else ""
+        return f"{path}.{missing[1]}: is missing{meaning}"
+    if problem.startswith("Invalid enum value ") and name in _CHOICES:
+        value = problem.removeprefix("Invalid enum value ")
+        return f"{path}: must be one of {', '.join(_CHOICES[name])}; got {value}"
     fix = ""
-    if said.startswith("Expected `str") and said.endswith(("got `int`", "got `float`", "got `bool`")):
+    if problem.startswith("Expected `str") and problem.endswith(("got `int`", "got `float`", "got `bool`")):
         fix = "; put it in quotes"
-    elif said.startswith("Expected `int") and said.endswith(("got `str`", "got `float`")):
+    elif problem.startswith("Expected `int") and problem.endswith(("got `str`", "got `float`")):
         value = _value_at(given, path)
-        # Only digits can have come in quotes: in YAML, a text needs none.
+        # A text of digits was written with quotes: YAML reads digits without quotes as a number.
         quotes = " without quotes" if isinstance(value, str) and _is_integer(value) else ""
         return f"{path}: must be a whole number{quotes}, got {quoted(value)}"
-    elif said.startswith("Expected `bool"):
+    elif problem.startswith("Expected `bool"):
         fix = "; give true or false"
-    return f"{path}: {said[0].lower()}{said[1:]}{fix}"
+    return f"{path}: {problem[0].lower()}{problem[1:]}{fix}"
 
 
 def _value_at(given: Any, path: str) -> Any:
-    """What stands at the decoder's path, such as `terms.limits[1].max`."""
+    """The value at a path of the decoder, such as `terms.limits[1].max`."""
     for name, index in re.findall(r"([^.\[\]]+)|\[(\d+)\]", path):
         given = given[int(index)] if index else given[name]
     return given
 
 
 def _meaning(field: msgspec.structs.FieldInfo) -> str:
-    said = [
-        one.description
-        for one in get_args(field.type)[1:]
-        if isinstance(one, msgspec.Meta) and one.description
+    descriptions = [
+        metadata.description
+        for metadata in get_args(field.type)[1:]
+        if isinstance(metadata, msgspec.Meta) and metadata.description
     ]
-    return said[-1] if said else ""
+    return descriptions[-1] if descriptions else ""
 
 
 @lru_cache(maxsize=1024)
@@ -234,7 +227,7 @@ def _nearest(name: str, known: tuple[str, ...]) -> str:
 
 
 def _unknown(where: str, given: Mapping[Any, Any], known: tuple[str, ...]) -> list[str]:
-    """A reason for each name that is not known, or was given twice; `where` is empty or ends with a point."""
+    """A reason for each name that is unknown or given twice. `where` is empty or ends with a dot."""
     return [
         f"{where}{str(given[TWICE])[:ID_LENGTH_MAX]}: is given twice; keep one"
         if name == TWICE
@@ -244,7 +237,7 @@ def _unknown(where: str, given: Mapping[Any, Any], known: tuple[str, ...]) -> li
     ]
 
 
-#: How a field's text becomes what the command has there.
+#: What converts the text of a field to its value in the command.
 _WRITTEN: Final[Mapping[str, Callable[[str], Any]]] = {
     "opens_at": read_time,
     "closes_at": read_time,
@@ -258,7 +251,7 @@ _WRITTEN: Final[Mapping[str, Callable[[str], Any]]] = {
 
 
 def _terms_of(where: str, written: Any) -> tuple[dict[str, Any], list[str]]:
-    """Terms as a command has them, and what is wrong with what was written."""
+    """The terms of a command, and the reasons why what was written is wrong."""
     if not isinstance(written, dict):
         return {}, [
             f"{where}: must be an object of terms such as kind, issuer and total, got {_shown(written)}"
@@ -269,7 +262,7 @@ def _terms_of(where: str, written: Any) -> tuple[dict[str, Any], list[str]]:
         if name not in _KNOWN_TERMS:
             continue
         if _is_large(value):
-            reasons.append(f"{where}.{name}: is longer than any term may be")
+            reasons.append(f"{where}.{name}: is longer than any term may be ({TERM_SIZE_MAX:,} characters)")
             continue
         terms[name] = value
         if isinstance(value, str) and name in _WRITTEN:
@@ -285,17 +278,17 @@ def _terms_of(where: str, written: Any) -> tuple[dict[str, Any], list[str]]:
 
 
 def _is_large(value: Any) -> bool:
-    """Whether a term is longer than any may be; else a default could be written into every entry of a file at
-    great cost.
+    """Whether a term has more than TERM_SIZE_MAX characters and values. Without this bound, a huge default
+    would be copied into every entry of a file.
     """
     size, waiting = 0, [value]
     while waiting and size <= TERM_SIZE_MAX:
-        one = waiting.pop()
-        size += len(one) if isinstance(one, str) else 1
-        if isinstance(one, list):
-            waiting += one[: TERM_SIZE_MAX + 1]
-        elif isinstance(one, dict):
-            waiting += islice(one.values(), TERM_SIZE_MAX + 1)
+        part = waiting.pop()
+        size += len(part) if isinstance(part, str) else 1
+        if isinstance(part, list):
+            waiting += part[: TERM_SIZE_MAX + 1]
+        elif isinstance(part, dict):
+            waiting += islice(part.values(), TERM_SIZE_MAX + 1)
     return size > TERM_SIZE_MAX
 
 
@@ -304,7 +297,7 @@ def _shown(value: Any) -> str:
 
 
 def _entry(place: str, written: Any, defaults: dict[str, Any], whole: bool) -> _Entry:
-    """An entry with its defaults, and all that is wrong with it before its values are looked at."""
+    """An entry with the defaults filled in, and the problems that show before its values are checked."""
     if not isinstance(written, dict):
         return _Entry(place, {}, [f"must be an object {{offer, terms}}, got {_shown(written)}"])
     reasons = _unknown("", written, _KNOWN_OF_ENTRY)
@@ -319,7 +312,7 @@ def _entry(place: str, written: Any, defaults: dict[str, Any], whole: bool) -> _
         reasons += _wrong_kind(terms, whole and ("terms" in written or bool(defaults)))
     offer = written.get("offer")
     given = {name: written[name] for name in _KNOWN_OF_ENTRY if name in written}
-    if "id" not in given and isinstance(offer, str):  # then a wrong id would be told of, that nobody wrote
+    if "id" not in given and isinstance(offer, str):  # else an error would name an id that the file lacks
         if not is_id(offer):
             reasons.append(f"offer: must match {ID_PATTERN.strip('^$')}, got {quoted(offer)}")
         elif len(f"open-{offer}") > ID_LENGTH_MAX:
@@ -331,7 +324,7 @@ def _entry(place: str, written: Any, defaults: dict[str, Any], whole: bool) -> _
 
 
 def _wrong_kind(terms: Mapping[str, Any], whole: bool) -> list[str]:
-    """What does not fit the kind; without one, only that it is missing, where that can be said."""
+    """The terms that do not fit the kind; or that the kind is missing, if the entry is `whole`."""
     if "kind" not in terms:
         return [f"terms.kind: is missing; give one of {_KINDS}"] if whole else []
     kind = terms["kind"]
@@ -341,7 +334,7 @@ def _wrong_kind(terms: Mapping[str, Any], whole: bool) -> list[str]:
         )
         return [f"terms.kind: must be one of {_KINDS}, got {quoted(kind)}{nearest}"]
     return [
-        f"terms.{name}: is no field of kind {kind}, only of {' and '.join(_kinds_with(name))}; leave it out"
+        f"terms.{name}: kind {kind} has no such field, only {' and '.join(_kinds_with(name))}; leave it out"
         for name in terms
         if name != "kind" and name not in _FIELDS_OF_KIND[kind]
     ]
@@ -355,7 +348,7 @@ def _kinds_with(name: str) -> list[str]:
 
 
 def _entries(text: str, form: Form) -> Iterator[_Entry]:
-    """The entries of YAML or JSON: of a list, of `{defaults, offers}`, or one alone."""
+    """The entries of YAML or JSON: of a list, of `{defaults, offers}`, or a single entry."""
     try:
         value = read_strictly(text, form == "json")
     except Unreadable as error:
@@ -383,7 +376,10 @@ def _entries(text: str, form: Form) -> Iterator[_Entry]:
         yield _Entry(
             "file",
             {},
-            [f"must be a list of {{offer, terms}}, or {{defaults, offers}} with one; got {_shown(value)}"],
+            [
+                "must be a list of {offer, terms}, or {defaults, offers} with such a list; got "
+                f"{_shown(value)}"
+            ],
         )
         return
     for number, written in enumerate(value, 1):
@@ -394,14 +390,14 @@ def _entries(text: str, form: Form) -> Iterator[_Entry]:
 
 
 def _rows(text: str) -> Iterator[_Entry]:
-    """The entries of CSV: a line each, below a line of column names. Empty lines and empty cells say
-    nothing.
+    """The entries of CSV: one in each line after the header, which names the columns. Empty lines and empty
+    cells are ignored.
     """
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)
     columns: list[str] | None = None
     whole = True
     while True:
-        place = f"line {reader.line_num + 1}"  # where it begins: a quoted cell may go over several
+        place = f"line {reader.line_num + 1}"  # the entry's first line: a quoted cell may have several
         try:
             cells = [cell.strip() for cell in next(reader)]
         except StopIteration:
@@ -411,8 +407,8 @@ def _rows(text: str) -> Iterator[_Entry]:
                 place,
                 {},
                 [
-                    f"is no CSV: {error}; a text with a comma or a quote stands in double quotes, its quotes "
-                    "doubled"
+                    f"is not CSV: {error}; put a text with a comma or a quote in double quotes, and double "
+                    "the quotes in it"
                 ],
             )
             return
@@ -426,7 +422,7 @@ def _rows(text: str) -> Iterator[_Entry]:
             separated = (
                 ""
                 if len(columns) > 1 or not re.search("[;\t]", columns[0])
-                else "; cells are separated by commas"
+                else "; separate cells with commas"
             )
             near = (
                 [*_unknown("", dict.fromkeys(filter(None, columns)), _KNOWN_COLUMNS)] if not separated else []
@@ -437,7 +433,7 @@ def _rows(text: str) -> Iterator[_Entry]:
             return
         reasons = _unknown("", dict.fromkeys(filter(None, columns)), _KNOWN_COLUMNS)
         if twice := first_twice([name for name in columns if name]):
-            reasons.append(f"{twice}: two columns have this name; keep one")
+            reasons.append(f"{twice}: two columns have this name; keep one of them")
         if reasons:
             whole = False
             yield _Entry(place, {}, reasons)
@@ -446,7 +442,7 @@ def _rows(text: str) -> Iterator[_Entry]:
 def _row(place: str, columns: list[str], cells: list[str], whole: bool) -> _Entry:
     if len(cells) != len(columns):
         fix = (
-            "a text with a comma stands in double quotes"
+            "put a text with a comma in double quotes"
             if len(cells) > len(columns)
             else "end it with a comma for each empty cell"
         )
@@ -464,13 +460,13 @@ def _row(place: str, columns: list[str], cells: list[str], whole: bool) -> _Entr
             except Invalid as error:
                 reasons.append(f"terms.{column}: {error}")
         elif not column:
-            reasons.append(f"{quoted(cell)} stands in a column without a name; name it or empty it")
+            reasons.append(f"{quoted(cell)} is in a column without a name; name the column or empty it")
     entry = _entry(place, written, {}, whole)
     return entry._replace(reasons=[*reasons, *entry.reasons])
 
 
 def _cell(column: str, cell: str) -> Any:
-    """A cell as YAML or JSON would have it, by the type of its field."""
+    """The value that YAML or JSON would have for a cell, by the type of its field."""
     types = _TYPES.get(column, {str})
     if column in _WRITTEN or str in types:
         return cell
@@ -479,9 +475,9 @@ def _cell(column: str, cell: str) -> Any:
             raise Invalid(f"must be true or false, got {quoted(cell)}")
         return cell.lower() == "true"
     if int in types:
-        # `1.2E+12` is what a spreadsheet leaves of a number: digits are lost.
+        # Spreadsheets write long numbers as `1.2E+12`, and lose digits.
         if not _is_integer(cell):
-            raise Invalid(f"must be a whole number in digits alone, got {quoted(cell)}")
+            raise Invalid(f"must be a whole number, written with digits only, got {quoted(cell)}")
         return int(cell)
     return cell
 
@@ -490,10 +486,9 @@ def _cell(column: str, cell: str) -> Any:
 
 
 def read_changes(written: Sequence[tuple[str, str]]) -> Changes:
-    """What `amend` changes, from fields and texts as a CSV file would have them; raises BadOfferFile with all
-    that is wrong.
+    """The changes of `amend`, from fields and texts as in a CSV file; raises BadOfferFile with all problems.
 
-    An empty text takes all limits, or the title, away.
+    An empty text removes all limits, or the title.
     """
     changes: dict[str, Any] = {}
     reasons: list[str] = []
@@ -506,17 +501,17 @@ def read_changes(written: Sequence[tuple[str, str]]) -> Changes:
         try:
             cell = _cell(name, text)
             changes[name] = _WRITTEN[name](cell) if name in _WRITTEN else cell
-            # One by one, so that all that is wrong is told.
+            # Each field separately, so that all problems are reported.
             msgspec.convert({name: changes[name]}, Changes)
         except msgspec.ValidationError as error:
             reasons.append(_explain(str(error), changes))
         except Invalid as error:
             reasons.append(f"{name}: {error}")
     if not reasons:
-        made = msgspec.convert(changes, Changes)
+        converted = msgspec.convert(changes, Changes)
         try:
-            check_changes(made)
-            return made
+            check_changes(converted)
+            return converted
         except Invalid as error:
             reasons.append(re.sub(r"\A(?:changes|terms)\.", "", str(error)))
     raise BadOfferFile([("changes", reason) for reason in reasons])
@@ -524,5 +519,5 @@ def read_changes(written: Sequence[tuple[str, str]]) -> Changes:
 
 def _unchangeable(name: str) -> str:
     if name in _KNOWN_TERMS:
-        return f"{name}: stays as it was opened; what may be amended is {', '.join(_KNOWN_CHANGES)}"
+        return f"{name}: cannot be amended; only {', '.join(_KNOWN_CHANGES)} can"
     return f"{name}: there is no such field; the nearest is {_nearest(name, _KNOWN_CHANGES)}"

@@ -1,4 +1,4 @@
-"""The plan of opening offers: what would be opened, for people."""
+"""The plan of `open --dry-run`: what would be opened, for people."""
 
 from collections.abc import Sequence
 from typing import Final
@@ -20,9 +20,7 @@ PLAN_COLUMNS: Final = ("offer", "kind", "total", "opens", "closes", "limits", "h
 
 
 def plan_rows(opens: Sequence[Open]) -> list[tuple[str, ...]]:
-    """What opening them would do, a row an offer with PLAN_COLUMNS, for people; times are those of the
-    offer's zone.
-    """
+    """A row with PLAN_COLUMNS for each offer. Times are in the offer's zone."""
     return [_plan_row(command.offer, command.terms) for command in opens]
 
 
@@ -30,7 +28,7 @@ def _plan_row(offer: str, terms: Terms) -> tuple[str, ...]:
     envelope = isinstance(terms, EnvelopeTerms)
     opens = shown_time(terms.opens_at, terms.timezone) if terms.opens_at else "at once"
     if terms.hours:
-        opens += "; " + "; ".join(_shown_hours(one) for one in terms.hours)
+        opens += "; " + "; ".join(_shown_hours(hours) for hours in terms.hours)
     if terms.closes_at:
         closes = shown_time(terms.closes_at, terms.timezone)
     elif envelope:
@@ -59,8 +57,7 @@ def _plan_row(offer: str, terms: Terms) -> tuple[str, ...]:
 
 
 def _shown_total(offer: str, terms: Terms) -> str:
-    # The amount of a currency is in minor units: `1,000 CNY` alone would be read as a hundred times the
-    # money.
+    # Amounts of a currency are in minor units: a reader would take `1,000 CNY` for a hundred times the money.
     if isinstance(terms, EnvelopeTerms):
         return (
             f"{terms.total:,} minor units of {terms.asset} in {terms.parts:,} "

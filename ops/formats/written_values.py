@@ -1,5 +1,5 @@
-"""What people write for times, durations, limits and opening hours, as the numbers and rows that commands
-have. Nothing is guessed.
+"""Converts what people write for times, durations, limits and opening hours to the values of commands.
+Nothing is guessed.
 """
 
 import re
@@ -24,7 +24,7 @@ _is_hours = re.compile(r"(?:([a-z]+(?:\s*,\s*[a-z]+)*)\s+)?([0-9:]+)\s*[-–]\s*
 
 
 def read_time(text: str) -> int:
-    """Milliseconds since 1970 UTC, from RFC 3339 with its zone or as they are; raises Invalid with the
+    """Milliseconds since 1970 UTC, from RFC 3339 with a zone or from milliseconds; raises Invalid with the
     fix.
     """
     if _is_milliseconds(text):
@@ -34,18 +34,16 @@ def read_time(text: str) -> int:
     if form is None:
         raise Invalid(f"must be {wanted}; got {quoted(text)}")
     if form[3] is None:
-        raise Invalid(
-            f"{text} is another time in every zone; give the zone: {text}+08:00, or {text}Z for UTC"
-        )
+        raise Invalid(f"{text} has no zone; add one: {text}+08:00, or {text}Z for UTC")
     try:
         moment = datetime.fromisoformat(text.upper().replace(" ", "T", 1).replace(" ", ""))
     except ValueError as error:
-        raise Invalid(f"{text} is no time ({error}); give {wanted}") from None
+        raise Invalid(f"{text} is not a time ({error}); give {wanted}") from None
     return (moment - _EPOCH) // timedelta(milliseconds=1)
 
 
 def read_duration(text: str) -> int:
-    """Milliseconds, from `15m` and the like or as they are; raises Invalid with the fix."""
+    """Milliseconds, from a text such as `15m` or from milliseconds; raises Invalid with the fix."""
     if _is_milliseconds(text):
         return int(text)
     form = _is_duration(text)
@@ -61,8 +59,8 @@ def read_limits(text: str) -> list[dict[str, Any]]:
         form = _is_limit(written)
         if form is None:
             raise Invalid(
-                "must be by/per/max with a semicolon between, such as user/day/2; device/offer/1/campaign; "
-                f"got {quoted(written)}"
+                "must be by/per/max, with a semicolon between two limits, such as user/day/2; "
+                f"device/offer/1/campaign; got {quoted(written)}"
             )
         limits.append(
             {"by": form[1], "per": form[2], "max": int(form[3])} | ({"scope": form[4]} if form[4] else {})
@@ -77,8 +75,8 @@ def read_hours(text: str) -> list[dict[str, Any]]:
         form = _is_hours(written)
         if form is None:
             raise Invalid(
-                "must be days and hours with a semicolon between, such as fri 10:00-12:00; sat,sun "
-                f"09:00-18:00; got {quoted(written)}"
+                "must be days and hours, with a semicolon between two entries, such as fri 10:00-12:00; "
+                f"sat,sun 09:00-18:00; got {quoted(written)}"
             )
         days = {"weekdays": [day.strip() for day in form[1].split(",")]} if form[1] else {}
         hours.append({**days, "from": form[2], "until": form[3]})
@@ -86,13 +84,13 @@ def read_hours(text: str) -> list[dict[str, Any]]:
 
 
 def shown_time(at_ms: int, timezone: str) -> str:
-    """A time in ms since 1970 UTC for people of a zone."""
+    """A time, given in ms since 1970 UTC, as people in a zone read it."""
     moment = (_EPOCH + timedelta(milliseconds=at_ms)).astimezone(ZoneInfo(timezone))
     exact = "milliseconds" if at_ms % 1000 else "seconds" if at_ms % 60_000 else "minutes"
     return moment.isoformat(" ", exact)
 
 
 def shown_duration(duration_ms: int) -> str:
-    """A duration in ms as it would be written."""
+    """A duration in ms as people write it, such as `15m`."""
     unit = next(unit for unit in ("d", "h", "m", "s", "ms") if duration_ms % _UNITS_MS[unit] == 0)
     return f"{duration_ms // _UNITS_MS[unit]:,}{unit}"

@@ -1,4 +1,4 @@
-"""Files of offers: what people may write, what is refused and where, and that the three forms say the
+"""Files of offers: what people may write, what is refused and where, and that the three forms mean the
 same.
 """
 
@@ -47,7 +47,7 @@ def problems_of(text: str, form: Form) -> list[tuple[str, str]]:
 
 
 def refused(text: str, form: Form, *expected: tuple[str, ...]) -> None:
-    """The file has just these problems: of each its place, and words that the reason has."""
+    """The file has exactly these problems: for each its place, and words of its reason."""
     problems = problems_of(text, form)
     assert [place for place, _ in problems] == [place for place, *_ in expected], problems
     for (_, reason), (_, *words) in zip(problems, expected, strict=True):
@@ -67,11 +67,11 @@ def refused(text: str, form: Form, *expected: tuple[str, ...]) -> None:
         ("a.txt", "csv", "csv"),
     ],
 )  # fmt: skip
-def test_the_form_comes_from_the_suffix(file: str, chosen: Form | None, form: Form) -> None:
+def test_form_follows_from_the_suffix(file: str, chosen: Form | None, form: Form) -> None:
     assert form_of(file, chosen) == form
 
 
-def test_a_suffix_that_says_nothing() -> None:
+def test_unknown_suffix_is_refused() -> None:
     with pytest.raises(BadOfferFile, match=r"\.xlsx.*--format"):
         form_of("offers.xlsx")
 
@@ -95,7 +95,7 @@ def test_a_suffix_that_says_nothing() -> None:
         (f"\n{HEADER},\n,,,,\na,coupon,shop,5,\n\n", "csv", "open-a"),
     ],
 )  # fmt: skip
-def test_ways_to_write_the_same(text: str, form: Form, id: str) -> None:
+def test_different_spellings_are_the_same_command(text: str, form: Form, id: str) -> None:
     for beginning in ("", "\ufeff"):
         assert read_offers(beginning + text, form) == [
             Open(id=id, offer="a", terms=CouponTerms(issuer="shop", total=5))
@@ -113,12 +113,12 @@ def test_ways_to_write_the_same(text: str, form: Form, id: str) -> None:
         ("2026-11-26T21:00:00-05:00", FRIDAY), (str(FRIDAY), FRIDAY),
     ],
 )  # fmt: skip
-def test_times(field: str, text: str, wanted: int) -> None:
+def test_time_is_read_in_several_forms(field: str, text: str, wanted: int) -> None:
     terms: dict[str, Any] = {"issuer": "shop", "total": 5, field: wanted}
     expected = [Open(id="open-a", offer="a", terms=CouponTerms(**terms))]
     assert read_offers(one(**{field: text}), "json") == expected
     assert read_offers(f"{HEADER},{field}\na,coupon,shop,5,{text}", "csv") == expected
-    # Unquoted, which is a timestamp to the usual loader.
+    # Without quotes, which the usual loader reads as a timestamp.
     assert (
         read_offers(f"- offer: a\n  terms: {{kind: coupon, issuer: shop, total: 5, {field}: {text}}}", "yaml")
         == expected
@@ -127,7 +127,7 @@ def test_times(field: str, text: str, wanted: int) -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("text", ["2026-11-27T10:00:00", "2026-11-27 10:00"])
-def test_a_time_without_a_zone_is_refused_with_advice(form: Form, text: str) -> None:
+def test_time_without_a_zone_is_refused_with_the_fix(form: Form, text: str) -> None:
     files = {
         "json": one(opens_at=text),
         "yaml": f"- offer: a\n  terms: {{kind: coupon, issuer: shop, total: 5, opens_at: {text}}}",
@@ -136,7 +136,7 @@ def test_a_time_without_a_zone_is_refused_with_advice(form: Form, text: str) -> 
     refused(
         files[form],
         form,
-        ("line 2" if form == "csv" else "entry 1", "terms.opens_at", "give the zone", f"{text}+08:00"),
+        ("line 2" if form == "csv" else "entry 1", "terms.opens_at", "has no zone; add one", f"{text}+08:00"),
     )
 
 
@@ -153,7 +153,7 @@ def test_a_time_without_a_zone_is_refused_with_advice(form: Form, text: str) -> 
         "٣",
     ],
 )
-def test_what_is_no_time(text: str) -> None:
+def test_wrong_time_is_refused(text: str) -> None:
     refused(one(closes_at=text), "json", ("entry 1", "terms.closes_at", "2026-11-27T10:00:00+08:00"))
 
 
@@ -168,17 +168,17 @@ def test_what_is_no_time(text: str) -> None:
         ("900000", 900_000),
     ],
 )
-def test_durations(text: str, wanted: int) -> None:
+def test_duration_is_read_in_several_units(text: str, wanted: int) -> None:
     terms = read_one(hold_ms=text, retire_after_ms=text, late="grace", grace_ms=text)
     assert (terms.hold_ms, terms.retire_after_ms, terms.grace_ms) == (wanted, wanted, wanted)
 
 
 @pytest.mark.parametrize("text", ["15 min", "-1s", "1.5h", "h", "1h30m", ""])
-def test_what_is_no_duration(text: str) -> None:
+def test_wrong_duration_is_refused(text: str) -> None:
     refused(one(hold_ms=text), "json", ("entry 1", "terms.hold_ms", "15m", repr(text)))
 
 
-def test_every_field_in_milliseconds_may_be_written_for_people() -> None:
+def test_every_field_in_milliseconds_accepts_times_and_durations() -> None:
     for struct in get_args(Terms):
         written = {
             field.name: "2026-11-27T10:00:00Z" if field.name.endswith(("_at", "_until")) else "1h"
@@ -202,7 +202,7 @@ def test_every_field_in_milliseconds_may_be_written_for_people() -> None:
         ("user/day/2/offer", (Limit(by="user", per="day", max=2),)),
     ],
 )
-def test_limits_in_a_cell(cell: str, wanted: tuple[Limit, ...]) -> None:
+def test_limits_are_read_from_a_cell(cell: str, wanted: tuple[Limit, ...]) -> None:
     [command] = read_offers(f"{HEADER},limits\na,coupon,shop,5,{cell}", "csv")
     assert isinstance(command.terms, CouponTerms)
     assert command.terms.limits == wanted
@@ -219,7 +219,7 @@ def test_limits_in_a_cell(cell: str, wanted: tuple[Limit, ...]) -> None:
         ("user/day/2; user/day/3", ("terms.limits", "keep the smaller")),
     ],
 )  # fmt: skip
-def test_wrong_limits_in_a_cell(cell: str, words: tuple[str, ...]) -> None:
+def test_wrong_limits_in_a_cell_are_refused(cell: str, words: tuple[str, ...]) -> None:
     refused(f"{HEADER},limits\na,coupon,shop,5,{cell}", "csv", ("line 2", *words))
 
 
@@ -237,7 +237,7 @@ def test_wrong_limits_in_a_cell(cell: str, words: tuple[str, ...]) -> None:
         ("22:00-24:00", (Hours(from_="22:00"),)),
     ],
 )
-def test_hours_in_a_cell(cell: str, wanted: tuple[Hours, ...]) -> None:
+def test_hours_are_read_from_a_cell(cell: str, wanted: tuple[Hours, ...]) -> None:
     [command] = read_offers(f'{HEADER},hours\na,coupon,shop,5,"{cell}"', "csv")
     assert command.terms.hours == wanted
 
@@ -251,12 +251,12 @@ def test_hours_in_a_cell(cell: str, wanted: tuple[Hours, ...]) -> None:
         ("fri 9:00-10:00", ("terms.hours.from", "10:00")),
     ],
 )  # fmt: skip
-def test_wrong_hours_in_a_cell(cell: str, words: tuple[str, ...]) -> None:
+def test_wrong_hours_in_a_cell_are_refused(cell: str, words: tuple[str, ...]) -> None:
     refused(f"{HEADER},hours\na,coupon,shop,5,{cell}", "csv", ("line 2", *words))
 
 
 def test_hours_in_yaml_need_no_quotes() -> None:
-    """`10:00` is 600 to the usual loader."""
+    """The usual loader reads `10:00` as 600."""
     text = (
         "- offer: a\n  terms: {kind: coupon, issuer: no, total: 1_000, hours: [{weekdays: [fri], from: "
         "10:00, until: 12:00}]}"
@@ -267,13 +267,13 @@ def test_hours_in_yaml_need_no_quotes() -> None:
 
 
 @pytest.mark.parametrize(("cell", "wanted"), [("true", True), ("FALSE", False)])
-def test_booleans_in_a_cell(cell: str, wanted: bool) -> None:
+def test_booleans_are_read_from_a_cell(cell: str, wanted: bool) -> None:
     [command] = read_offers(f"{HEADER},return_restores\na,coupon,shop,5,{cell}", "csv")
     assert isinstance(command.terms, CouponTerms)
     assert command.terms.return_restores is wanted
 
 
-def test_a_text_stays_one_whatever_it_looks_like() -> None:
+def test_text_field_keeps_a_text_that_looks_like_a_number() -> None:
     rows = f"offer,kind,issuer,title,total\n007,coupon,1e5,true,5\n{FRIDAY},coupon,null,2026-11-27,5"
     assert [(one.offer, one.terms.issuer, one.terms.title) for one in read_offers(rows, "csv")] == [
         ("007", "1e5", "true"), (str(FRIDAY), "null", "2026-11-27"),
@@ -285,7 +285,7 @@ def test_a_cell_may_have_commas_quotes_and_umlauts() -> None:
     assert command.terms.title == 'Schöne "Schuhe", rot'
 
 
-def test_null_takes_a_default_away() -> None:
+def test_null_removes_a_default() -> None:
     text = (
         "defaults: {kind: coupon, issuer: shop, total: 5, hold_ms: 15m}\noffers: [{offer: a}, {offer: b, "
         "terms: {hold_ms: null}}]"
@@ -293,7 +293,7 @@ def test_null_takes_a_default_away() -> None:
     assert [getattr(command.terms, "hold_ms", 0) for command in read_offers(text, "yaml")] == [900_000, None]
 
 
-def test_anchors_and_merges() -> None:
+def test_anchors_and_merges_are_read() -> None:
     text = (
         "- {offer: a, terms: &first {kind: coupon, issuer: shop, total: 5, title: t}}\n- {offer: b, terms: "
         "{total: 7, <<: *first}}\n"
@@ -306,7 +306,7 @@ def test_anchors_and_merges() -> None:
     ]
 
 
-def test_json_is_yaml_also_with_tabs_and_emoji() -> None:
+def test_json_with_tabs_and_emoji_is_read_as_yaml() -> None:
     text = json.dumps([{"offer": "a", "terms": COUPON | {"title": "🧧"}}], indent="\t")
     assert "\\ud83e" in text
     assert read_offers(text, "yaml") == read_offers(text, "json")
@@ -323,16 +323,17 @@ def test_json_is_yaml_also_with_tabs_and_emoji() -> None:
         ("", "yaml", [("file", "no offers")]), ("[]", "json", [("file", "no offers")]),
         ("", "csv", [("file", "no offers")]),
         (HEADER, "csv", [("file", "no offers")]), ("offers:", "yaml", [("file", "no offers")]),
-        ("", "json", [("line 1", "no JSON")]), ("[{]", "json", [("line 1", "no JSON", "column 3")]),
+        ("", "json", [("line 1", "not JSON")]), ("[{]", "json", [("line 1", "not JSON", "column 3")]),
         ("[NaN]", "json", [("file", "NaN")]),
-        ("[" * 100_000, "json", [("file", "no JSON")]), ("[" * 5_000, "yaml", [("file", "no YAML")]),
+        ("[" * 100_000, "json", [("file", "not JSON")]), ("[" * 5_000, "yaml", [("file", "not YAML")]),
         ("hello", "yaml", [("file", "must be a list", "'hello'")]),
-        ("a: [\n  b", "yaml", [("line 3", "no YAML", "begins in line 1")]),
+        ("a: [\n  b", "yaml", [("line 3", "not YAML", "begins in line 1")]),
         ("- a\n---\n- b", "yaml", [("line 2", "second document")]),
         ("- !!python/object:os.system x", "yaml", [("line 1", "tag")]),
         ("- *x", "yaml", [("line 1", "*x")]), ("- &x [*x]", "yaml", [("line 1", "*x")]),
-        ("a: \x07", "yaml", [("file", "no YAML")]),
-        ("- {[a]: 1}", "yaml", [("line 1", "no name of a field")]), ("- {<<: 1}", "yaml", [("line 1", "<<")]),
+        ("a: \x07", "yaml", [("file", "not YAML")]),
+        ("- {[a]: 1}", "yaml", [("line 1", "cannot be the name of a field")]),
+        ("- {<<: 1}", "yaml", [("line 1", "<<")]),
         ("defaults: {}\noffres: []", "yaml", [("file", "offres", "the nearest is offers")]),
         ("offers: {offer: a}", "yaml", [("file", "must be a list")]),
         ("defaults: [1]\noffers: []", "yaml", [("file", "defaults: must be an object")]),
@@ -345,7 +346,7 @@ def test_json_is_yaml_also_with_tabs_and_emoji() -> None:
         (one(kind="coupn"), "json", [("entry 1", "terms.kind", "'coupn'", "the nearest is coupon")]),
         (one(kind=1), "json", [("entry 1", "terms.kind: must be one of", "1")]),
         (one(totl=1), "json", [("entry 1", "terms.totl", "the nearest is total")]),
-        (one(parts=3), "json", [("entry 1", "terms.parts", "kind coupon", "only of envelope")]),
+        (one(parts=3), "json", [("entry 1", "terms.parts", "kind coupon has no such field", "envelope")]),
         (one(asset="sku:x"), "json", [("entry 1", "terms.asset", "envelope and stock")]),
         (one(limits=[{"by": "user", "each": "day", "max": 1}]), "json",
         [("entry 1", "terms.limits[0].each", "nearest")]),
@@ -408,7 +409,7 @@ def test_json_is_yaml_also_with_tabs_and_emoji() -> None:
         (f"{HEADER},total\na,coupon,shop,5,6", "csv", [("line 1", "total", "two columns")]),
         (f"{HEADER},\na,coupon,shop,5,x", "csv", [("line 2", "'x'", "without a name")]),
         (f"{HEADER}\n\na,coupon,shop,1.2E+12\nb,coupon,shop,\"5", "csv",
-        [("line 3", "terms.total", "digits"), ("line 4", "no CSV")]),
+        [("line 3", "terms.total", "digits"), ("line 4", "not CSV")]),
         (f"{HEADER},title\na,coupon,shop,5,\"two\nlines\"\nb,coupon,,5,", "csv",
         [("line 2", "terms.title"), ("line 4", "terms.issuer")]),
         (f"{HEADER},waiting_list\na,coupon,shop,5,yes", "csv",
@@ -417,11 +418,13 @@ def test_json_is_yaml_also_with_tabs_and_emoji() -> None:
         [("line 2", "terms.parts"), ("line 3", "terms.kind: is missing")]),
     ],
 )  # fmt: skip
-def test_what_is_refused(text: str, form: Form, expected: list[tuple[str, ...]]) -> None:
+def test_wrong_file_is_refused_with_place_and_fix(
+    text: str, form: Form, expected: list[tuple[str, ...]]
+) -> None:
     refused(text, form, *expected)
 
 
-def test_all_problems_are_told_at_once() -> None:
+def test_all_problems_are_reported_at_once() -> None:
     entries = [
         {"offer": "a", "terms": COUPON | {"total": "x"}}, {"offer": "b", "terms": COUPON},
         {"offer": "b", "terms": COUPON | {"opens_at": "now", "hold": 5}},
@@ -441,7 +444,7 @@ def test_all_problems_are_told_at_once() -> None:
     )
 
 
-def test_wrong_defaults_are_told_once_and_entries_still_looked_at() -> None:
+def test_wrong_defaults_are_reported_once_and_entries_are_still_checked() -> None:
     file = {
         "defaults": {"kind": "coupon", "isuer": "shop", "hold_ms": "soon"},
         "offers": [{"offer": "a"}, {"offer": "a"}, {"ofer": "c"}],
@@ -457,7 +460,7 @@ def test_wrong_defaults_are_told_once_and_entries_still_looked_at() -> None:
     )
 
 
-# -- the three forms say the same ----------------------------------------------------------------------------
+# -- the three forms mean the same ---------------------------------------------------------------------------
 
 ids = st.text("abcXYZ019._:-", min_size=1, max_size=20) | st.sampled_from(
     ["no", "null", "true", "1e5", "007", "12", "0x1F", "1_000", "12:30", "-"]
@@ -519,7 +522,7 @@ opens_of_all_kinds = st.lists(
 
 
 def cell_of(name: str, value: Any) -> Any:
-    """A value of a term as a spreadsheet has it."""
+    """The cell of a term in a spreadsheet."""
     if name == "limits":
         return "; ".join("/".join(str(part) for part in limit.values()) for limit in value)
     if name == "hours":
@@ -531,7 +534,7 @@ def cell_of(name: str, value: Any) -> Any:
 
 
 def written_as(form: Form, opens: list[Open]) -> str:
-    """A file of a form with these offers."""
+    """A file of this form with these offers."""
     entries = [
         {name: value for name, value in msgspec.to_builtins(command).items() if name != "type"}
         for command in opens
@@ -551,7 +554,7 @@ def written_as(form: Form, opens: list[Open]) -> str:
 
 
 @given(opens=opens_of_all_kinds)
-def test_yaml_json_and_csv_of_the_same_offers_are_equal_commands(opens: list[Open]) -> None:
+def test_yaml_json_and_csv_of_the_same_offers_give_equal_commands(opens: list[Open]) -> None:
     assert all(is_id(command.id) for command in opens)
     for form in FORMS:
         assert read_offers(written_as(form, opens), form) == opens
@@ -636,16 +639,16 @@ def test_five_times_as_many_offers_take_about_five_times_as_long(form: Form) -> 
         ),
     ],
 )  # fmt: skip
-def test_the_plan(terms: Terms, row: tuple[str, ...]) -> None:
+def test_plan_shows_terms_for_people(terms: Terms, row: tuple[str, ...]) -> None:
     assert plan_rows([Open(id="i", offer="x", terms=terms)]) == [("x", *row)]
     assert len(PLAN_COLUMNS) == len(row) + 1
 
 
-# -- files that would take more than they give ---------------------------------------------------------------
+# -- small files that would need much memory or time --------------------------------------------------------
 
 
 def nested_aliases(levels: int) -> str:
-    """Some 800 bytes that stand for 9 to the power of the levels."""
+    """Some 800 bytes that expand to 9 ** levels values."""
     lists = "".join(f"  a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9) if n else 'x'}]\n" for n in range(levels))
     return f"defaults:\n{lists}offers:\n- offer: a\n  terms: {{title: *a{levels - 1}}}\n"
 
@@ -664,9 +667,9 @@ LARGE = {
     "there is no such "
     "field"),
     "a name as long as a file": (json.dumps([{"n" * 10**7: 1}]), "json", "there is no such field"),
-    "many bad entries": (json.dumps([1] * 500_000), "json", "more is wrong than stands here"),
-    "brackets": ("[" * 100_000, "yaml", "is no YAML"),
-    "a long cell": ("offer,kind\n" + "x" * 10**7 + ",coupon\n", "csv", "is no CSV"),
+    "many bad entries": (json.dumps([1] * 500_000), "json", "there are more problems"),
+    "brackets": ("[" * 100_000, "yaml", "is not YAML"),
+    "a long cell": ("offer,kind\n" + "x" * 10**7 + ",coupon\n", "csv", "is not CSV"),
 }  # fmt: skip
 
 

@@ -129,7 +129,7 @@ async def test_ctrl_c_leaves_nothing(told: System) -> None:
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        (("2999-01-01",), "after 2099"), (("2099-01-01",), "in the future"), (("noon",), "is no time"),
+        (("2999-01-01",), "after 2099"), (("2099-01-01",), "in the future"), (("noon",), "is not a time"),
         (("5",), "before 1973"),
         (("2026-01-01", "--keep", "A B"), "no name of a schema"), (("2026-01-01", "--user", "a/b"), "--user"),
     ],
