@@ -227,7 +227,9 @@ MUTATIONS: Final = (
         "projections/cursors.py",
         " AND seq = %s AND next_offset = %s",
         " AND %s >= 0 AND %s >= 0",
-        ("tests/streams/projecting/test_projections.py::test_two_processes_write_the_same_shard_once",),
+        (
+            "tests/streams/projecting/test_projections.py::test_two_projectors_of_a_shard_write_each_event_once",
+        ),
     ),
     Mutation(
         "line bound",
@@ -307,7 +309,7 @@ MUTATIONS: Final = (
         "streams/projecting/agents.py",
         "await projector.put(record)",
         "del record",
-        ("tests/streams/projecting/test_agents.py::test_a_fact_arrives_by_the_agents",),
+        ("tests/streams/projecting/test_agents.py::test_the_agents_deliver_records",),
     ),
     Mutation(
         "history of a journaled answer",

@@ -1,5 +1,5 @@
-"""A basket stands or falls as a whole, also where its record is shared out between shards, or where one of
-its grabs is not understood.
+"""A basket in a record is refused as a whole if one of its grabs cannot be decoded, or if its grabs are in
+several shards.
 """
 
 import json
@@ -36,19 +36,19 @@ def _grab(id: str, offer: str, user: Any = "ann", basket: Any = "B", **more: Any
         _grab("g-1", "sale:b"),
         _grab("g-2", "other:b"),
     ],
-    ids=["user", "quantity", "wait", "unknown field", "no id", "no grab", "same id", "another campaign"],
+    ids=["user", "quantity", "wait", "unknown field", "no id", "not a grab", "same id", "another campaign"],
 )
 async def test_a_basket_with_a_bad_grab_is_refused_as_a_whole(second: dict[str, Any]) -> None:
     understood = await _understood(_grab("g-1", "sale:a"), second, _grab("g-3", "sale:c", basket=None))
-    assert [one.id for one in understood.commands] == ["g-3"]
+    assert [command.id for command in understood.commands] == ["g-3"]
     assert understood.places == [2]
     refused = [answer for answer in understood.refused if answer.id == "g-1"]
     assert refused
-    assert {one.outcome for one in refused} == {"invalid"}
-    assert any((one.message or "").startswith("basket: ") for one in refused)
+    assert {answer.outcome for answer in refused} == {"invalid"}
+    assert any((answer.message or "").startswith("basket: ") for answer in refused)
 
 
-async def test_an_escaped_name_of_the_basket_is_read() -> None:
+async def test_an_escaped_field_name_basket_is_recognised() -> None:
     raw = (
         b'[{"type":"grab","id":"g-1","offer":"a","user":"ann","basket":"B"},{"type":"grab","id":"g-2",'
         b'"offer":"a","b\\u0061sket":"B"}]'
@@ -59,7 +59,7 @@ async def test_an_escaped_name_of_the_basket_is_read() -> None:
     assert understood.commands == []
 
 
-async def test_shards_do_not_get_parts_of_a_basket() -> None:
+async def test_a_basket_across_shards_is_refused() -> None:
     offers = [next(name for name in map(str, range(99)) if shard_of(name, 2) == shard) for shard in (0, 1)]
     understood = await _understood(*[_grab(f"g-{offer}", offer) for offer in offers])
     assert understood.commands == []
@@ -67,13 +67,13 @@ async def test_shards_do_not_get_parts_of_a_basket() -> None:
     assert understood.rejected == []
 
 
-async def test_grabs_of_a_basket_stand_side_by_side_in_their_record() -> None:
+async def test_a_basket_interrupted_by_another_command_is_refused() -> None:
     other = {"type": "close", "id": "c", "offer": "elsewhere"}
     understood = await _understood(_grab("g-1", "sale:a"), other, _grab("g-2", "sale:b"))
-    assert [one.id for one in understood.commands] == ["c"]
+    assert [command.id for command in understood.commands] == ["c"]
 
 
-async def test_baskets_that_are_whole_go_on() -> None:
+async def test_baskets_without_a_bad_grab_are_decided() -> None:
     grabs = [
         _grab("g-1", "sale:a"),
         _grab("g-2", "sale:b"),
@@ -81,10 +81,10 @@ async def test_baskets_that_are_whole_go_on() -> None:
         _grab("g-4", "sale:b", user="", basket="D"),
     ]
     understood = await _understood(*grabs)
-    assert [one.id for one in understood.commands] == ["g-1", "g-2", "g-3"]
+    assert [command.id for command in understood.commands] == ["g-1", "g-2", "g-3"]
 
 
-async def test_much_that_is_bad_still_refuses_its_baskets() -> None:
+async def test_a_basket_is_refused_also_when_many_commands_of_its_record_are_bad() -> None:
     understood = await _understood(
         _grab("g", "sale:a"), *[_grab(f"b-{n}", "sale:a", user=n) for n in range(REJECTED_OF_ARRAY_MAX + 1)]
     )

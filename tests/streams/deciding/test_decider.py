@@ -1,5 +1,5 @@
-"""The decider's promises on real servers: no shard waits for another, no reader is refused, one bad command
-costs one answer, and the order of the topic holds through recoveries.
+"""The decider on real servers: shards do not delay each other, no command of the topic is answered `busy`,
+one bad command affects only its own answer, and the order of the topic holds through recoveries.
 """
 
 import asyncio
@@ -34,14 +34,14 @@ from tests.support.redis_keys import delete_keys
 
 
 def stock_in(keys: KeySpace, shard: int) -> Open:
-    """An offer of pieces in a shard."""
+    """A coupon offer in a shard."""
     name = next(f"s{number}" for number in range(1_000) if keys.shard_of_offer(f"s{number}") == shard)
     return Open(id=f"open-{name}", offer=name, terms=TERMS)
 
 
 class Stage:
-    """A decider and relays in this process, so that a test can stop a relay, and reach into the decider's
-    Redis.
+    """A decider and relays in the test's process, so that a test can stop a relay and change the decider's
+    keys in Redis.
     """
 
     def __init__(self, settings: Settings, redis: Any) -> None:
@@ -54,7 +54,7 @@ class Stage:
     def relay(self, *shards: int) -> None:
         """Starts relays."""
         for shard in shards:
-            one = ShardRelay(
+            relay = ShardRelay(
                 self.redis,
                 self.keys.shard(shard),
                 self.settings.shards,
@@ -62,7 +62,7 @@ class Stage:
                 self.topics.journal,
                 sealer(self.settings),
             )
-            self.relays[shard] = asyncio.create_task(one.run())
+            self.relays[shard] = asyncio.create_task(relay.run())
 
     async def stop_relay(self, *shards: int) -> None:
         for shard in shards:
@@ -76,20 +76,20 @@ class Stage:
 
     @asynccontextmanager
     async def decider(self, redis: Any = None, **limits: int) -> AsyncIterator[Decider]:
-        """A decider that runs."""
+        """Runs a decider within the context."""
         gate = Gate(redis or self.redis, self.keys, sealer(self.settings), GateLimits(**limits))
         gate.start()
-        one, stop = Decider(gate, self.settings.kafka, self.topics, self.settings.shards), asyncio.Event()
-        running = asyncio.create_task(one.run(stop))
+        decider, stop = Decider(gate, self.settings.kafka, self.topics, self.settings.shards), asyncio.Event()
+        running = asyncio.create_task(decider.run(stop))
         try:
-            yield one
+            yield decider
         finally:
             stop.set()
             await running
             await gate.close()
 
     async def send(self, records: Sequence[Sequence[AnyCommand]], partition: int = 0) -> None:
-        """Each list of commands as one record."""
+        """Sends each list of commands as one record."""
         async with started(AIOKafkaProducer(bootstrap_servers=self.settings.kafka)) as producer:
             values = [b"[" + b",".join(map(encode_command, commands)) + b"]" for commands in records]
             await asyncio.gather(
@@ -112,7 +112,7 @@ class Stage:
         return answered
 
     async def committed(self, partition: int = 0) -> int | None:
-        """The offset that the decider's group has committed in a partition of commands."""
+        """The offset that the decider's group has committed in a partition of the commands topic."""
         consumer = AIOKafkaConsumer(
             bootstrap_servers=self.settings.kafka,
             group_id=f"{self.settings.prefix}.decider",
@@ -121,16 +121,16 @@ class Stage:
         async with started(consumer):
             source = TopicPartition(self.topics.commands, partition)
             consumer.assign([source])
-            found: int | None = await consumer.committed(source)
-            return found
+            offset: int | None = await consumer.committed(source)
+            return offset
 
 
 @pytest.fixture
 async def stage(system: Settings) -> AsyncIterator[Stage]:
     redis = open_redis(system)
-    one = Stage(system, redis)
-    yield one
-    await one.stop_relay(*list(one.relays))
+    stage = Stage(system, redis)
+    yield stage
+    await stage.stop_relay(*list(stage.relays))
     await delete_keys(system)
     await redis.aclose()
 
@@ -147,23 +147,23 @@ def arrays(commands: Sequence[AnyCommand], size: int) -> list[Sequence[AnyComman
 
 
 @pytest.mark.timeout(150)
-async def test_a_shard_that_stands_still_holds_up_no_other(stage: Stage) -> None:
-    """Nothing of one shard is journaled; the commands of another in the same partition, and the same arrays,
-    are all answered. What is committed stays before the first command that is not.
+async def test_a_shard_without_a_relay_delays_no_other_shard(stage: Stage) -> None:
+    """One shard has no relay. All commands of another shard in the same partition, and in the same arrays,
+    are answered. The committed offset stays before the first command that is not answered.
     """
-    still, going = stock_in(stage.keys, 0), stock_in(stage.keys, 1)
+    stopped, running = stock_in(stage.keys, 0), stock_in(stage.keys, 1)
     stage.relay(0, 1)
-    await stage.open(still, going)
+    await stage.open(stopped, running)
     await stage.stop_relay(0)
-    mixed: list[Sequence[AnyCommand]] = [crowd(going.offer, 50)]
+    mixed: list[Sequence[AnyCommand]] = [crowd(running.offer, 50)]
     for start in range(0, 100, 10):
-        mixed.append([*crowd(still.offer, 10, start), *crowd(going.offer, 10, 50 + start)])
+        mixed.append([*crowd(stopped.offer, 10, start), *crowd(running.offer, 10, 50 + start)])
     async with stage.decider() as decider:
         await stage.send(mixed)
         answered = await stage.until_answered(150)
         assert Counter(answered.values()) == {"held": 150}
-        assert all(id.startswith(going.offer) for id in answered)
-        await until(lambda: _is(stage.committed(), 1), 20, "the commit of what is complete")
+        assert all(id.startswith(running.offer) for id in answered)
+        await until(lambda: _is(stage.committed(), 1), 20, "the commit of the answered record")
         stage.relay(0)
         assert Counter((await stage.until_answered(250)).values()) == {"held": 250}
         await until(lambda: _is(stage.committed(), len(mixed)), 20, "the commit of all")
@@ -175,18 +175,18 @@ async def _is(finding: Any, expected: object) -> bool:
 
 
 @pytest.mark.timeout(150)
-async def test_what_a_shard_that_stands_still_keeps_in_memory_is_bounded(
+async def test_commands_of_a_shard_without_a_relay_are_bounded_in_memory(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Above the bound the partition that brings its commands is not read; others are, and it is read again
-    when the shard goes on.
+    """Above the bound, the partition with the commands of that shard is not read until the shard continues;
+    other partitions are.
     """
     monkeypatch.setattr(backlog, "HELD_COMMANDS_MAX", 300)
     monkeypatch.setattr("grabstream.streams.deciding.decider.POLL_RECORDS_MAX", 20)
     monkeypatch.setattr("grabstream.streams.deciding.decider.PARTITION_BYTES_MAX", 4_000)
-    still, going = stock_in(stage.keys, 0), stock_in(stage.keys, 1)
+    stopped, running = stock_in(stage.keys, 0), stock_in(stage.keys, 1)
     stage.relay(0, 1)
-    await stage.open(still, going)
+    await stage.open(stopped, running)
     await stage.stop_relay(0)
     highest = 0
     add = backlog.ShardBacklog.add
@@ -197,11 +197,11 @@ async def test_what_a_shard_that_stands_still_keeps_in_memory_is_bounded(
         highest = max(highest, self.commands)
 
     monkeypatch.setattr(backlog.ShardBacklog, "add", counted)
-    await stage.send(arrays(crowd(still.offer, 4_000), 5))
-    await stage.send(arrays(crowd(going.offer, 1_000), 5), partition=1)
+    await stage.send(arrays(crowd(stopped.offer, 4_000), 5))
+    await stage.send(arrays(crowd(running.offer, 1_000), 5), partition=1)
     async with stage.decider():
         answered = await stage.until_answered(1_000)
-        assert all(id.startswith(going.offer) for id in answered)
+        assert all(id.startswith(running.offer) for id in answered)
         assert 300 < highest < 600
         stage.relay(0)
         assert Counter((await stage.until_answered(5_000)).values()) == {"held": 5_000}
@@ -209,8 +209,8 @@ async def test_what_a_shard_that_stands_still_keeps_in_memory_is_bounded(
 
 
 @pytest.mark.timeout(150)
-async def test_a_backlog_of_arrays_is_never_answered_busy(stage: Stage) -> None:
-    """A reader waits for room: however much stands in the topic, and however small the gate's queue is."""
+async def test_commands_of_a_topic_are_never_answered_busy(stage: Stage) -> None:
+    """The decider waits for room in the gate's queue, however many commands are in the topic."""
     offer = stock_in(stage.keys, 0)
     stage.relay(0)
     await stage.open(offer)
@@ -220,9 +220,9 @@ async def test_a_backlog_of_arrays_is_never_answered_busy(stage: Stage) -> None:
 
 
 @pytest.mark.timeout(150)
-async def test_what_comes_by_the_topic_waits_out_a_fence(stage: Stage) -> None:
-    """`busy` and `fenced` are not remembered, and what was read has nowhere to go back to; other shards go on
-    meanwhile.
+async def test_commands_of_a_topic_wait_while_their_shard_is_fenced(stage: Stage) -> None:
+    """A `busy` or `fenced` answer is not stored, and a command that was read cannot be returned to the topic,
+    so the decider waits. Other shards continue.
     """
     offer, other = stock_in(stage.keys, 0), stock_in(stage.keys, 1)
     stage.relay(0, 1)
@@ -242,22 +242,22 @@ async def test_what_comes_by_the_topic_waits_out_a_fence(stage: Stage) -> None:
 
 
 @pytest.mark.timeout(150)
-async def test_poison_in_the_topic_costs_one_answer_and_is_set_aside(
+async def test_an_undecidable_command_of_a_topic_is_answered_invalid_and_set_aside(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No process ends, nobody else waits, the bytes are kept with where they stood, and `doctor` names
-    them.
+    """No process ends, no other command waits, the bytes are stored with topic, partition, offset and index,
+    and `doctor` names them.
     """
-    one, other = stock_in(stage.keys, 0), stock_in(stage.keys, 1)
+    offer, other = stock_in(stage.keys, 0), stock_in(stage.keys, 1)
     stage.relay(0, 1)
-    await stage.open(one, other)
+    await stage.open(offer, other)
     inject(monkeypatch, "before")
-    undecidable = Grab(id="undecidable", offer=one.offer, user="eve", attributes={"card": "7"})
+    undecidable = Grab(id="undecidable", offer=offer.offer, user="eve", attributes={"card": "7"})
     async with stage.decider():
         await stage.send(
             [
-                crowd(one.offer, 20),
-                [*crowd(one.offer, 2, 20), undecidable, *crowd(one.offer, 2, 22)],
+                crowd(offer.offer, 20),
+                [*crowd(offer.offer, 2, 20), undecidable, *crowd(offer.offer, 2, 22)],
                 crowd(other.offer, 20),
             ]
         )
@@ -265,9 +265,9 @@ async def test_poison_in_the_topic_costs_one_answer_and_is_set_aside(
         assert answered.pop("undecidable") == "invalid"
         assert Counter(answered.values()) == {"held": 44}
         await until(lambda: _is(stage.committed(), 3), 20, "the commit")
-    [kept] = await read_all(stage.settings, stage.topics.rejected)
-    headers = dict(kept.headers)
-    assert kept.value == encode_command(undecidable)
+    [rejected] = await read_all(stage.settings, stage.topics.rejected)
+    headers = dict(rejected.headers)
+    assert rejected.value == encode_command(undecidable)
     assert b"injected" in headers["reason"]
     assert (headers["topic"].decode(), headers["partition"], headers["offset"], headers["index"]) == (
         stage.topics.commands,
@@ -276,18 +276,20 @@ async def test_poison_in_the_topic_costs_one_answer_and_is_set_aside(
         b"2",
     )
     assert SET_ASIDE_HEADER in headers
-    found = [
+    findings = [
         finding for _, finding in (await examine(stage.settings)).findings if "set aside" in finding.what
     ]
-    assert len(found) == 1
-    assert stage.topics.rejected in found[0].command
+    assert len(findings) == 1
+    assert stage.topics.rejected in findings[0].command
 
 
 @pytest.mark.timeout(150)
-async def test_a_script_that_fails_after_its_first_write_costs_a_rebuild(
+async def test_a_shard_is_rebuilt_when_a_script_fails_after_its_first_write(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The shard is fenced in that call, its relay makes it of its events, and everybody gets an answer."""
+    """The script fences the shard in that call, the relay rebuilds it from its events, and every command gets
+    an answer.
+    """
     offer = stock_in(stage.keys, 0)
     stage.relay(*range(stage.settings.shards))
     await stage.open(offer)
@@ -311,7 +313,7 @@ async def test_a_script_that_fails_after_its_first_write_costs_a_rebuild(
 @pytest.mark.timeout(150)
 @pytest.mark.parametrize("as_array", [True, False], ids=["one array", "three records"])
 async def test_the_order_of_the_topic_holds_when_redis_loses_its_tail(stage: Stage, as_array: bool) -> None:
-    """Redis is emptied after the grab was decided, before it is journaled and before its confirmation is
+    """The test deletes all keys after the grab was decided, before the grab is journaled and its confirmation
     sent.
     """
     offer = stock_in(stage.keys, 0)
@@ -332,7 +334,7 @@ async def test_the_order_of_the_topic_holds_when_redis_loses_its_tail(stage: Sta
     types = [
         json.loads(line)["type"] for record in journal if record.value for line in record.value.split(b"\n")
     ]
-    assert [one for one in types if one.startswith(("grab", "payment"))] == [
+    assert [name for name in types if name.startswith(("grab", "payment"))] == [
         "grab.held",
         "grab.confirmed",
         "grab.redeemed",

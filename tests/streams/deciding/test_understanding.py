@@ -1,5 +1,5 @@
-"""Records of the commands topic that hurt: each costs bounded time, bounded rejections, and keeps its bytes.
-First without servers, then on a topic with a worker, as anybody could send them.
+"""Records of the commands topic that are not valid or very large: decoding takes bounded time, makes a
+bounded number of rejections, and keeps all bytes. First without servers, then through a topic and a worker.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ from tests.streams.deciding.topic_records import read_all
 
 
 class Record(NamedTuple):
-    """A record as the consumer hands it over."""
+    """A record as the Kafka consumer returns it."""
 
     value: bytes
     key: bytes | None = None
@@ -58,16 +58,16 @@ async def understood(value: bytes, key: bytes | None = None) -> Understood:
     return await understand(Record(value, key), Pace())
 
 
-def kept(rejected: Sequence[Rejected], part: bytes | None = None) -> list[bytes]:
-    """The original bytes, put together from their pieces."""
-    chosen = [one for one in rejected if dict(one.headers).get("part") == part]
+def rejoined(rejected: Sequence[Rejected], part: bytes | None = None) -> list[bytes]:
+    """The original bytes of rejected commands or keys, rejoined from their pieces."""
+    pieces = [piece for piece in rejected if dict(piece.headers).get("part") == part]
     return [
-        b"".join(one.raw for one in of_one)
-        for _, of_one in groupby(chosen, lambda one: dict(one.headers)["index"])
+        b"".join(piece.raw for piece in of_index)
+        for _, of_index in groupby(pieces, lambda piece: dict(piece.headers)["index"])
     ]
 
 
-HURTING = {
+BAD_RECORDS = {
     "a long user": encode(grab("long-user", user="u" * 2_200_000)),
     "a long name of a field": encode(grab("long-name", **{"x" * 100_000: 1})),
     "a control character in a name": encode(grab("control", attributes={"\0" * 30: "x"})),
@@ -82,18 +82,18 @@ HURTING = {
 }
 
 
-@pytest.mark.parametrize("name", HURTING)
-async def test_a_record_that_cannot_be_taken_costs_one_rejection_and_keeps_its_bytes(name: str) -> None:
-    value = HURTING[name]
-    found = await understood(value, b"key")
-    assert found.commands == []
-    assert kept(found.rejected) == [value]
-    assert len(found.rejected) == max(-(-len(value) // REJECTED_PIECE_BYTES_MAX), 1)
-    for one in found.rejected:
-        headers = dict(one.headers)
+@pytest.mark.parametrize("name", BAD_RECORDS)
+async def test_an_undecodable_record_is_rejected_once_with_all_its_bytes(name: str) -> None:
+    value = BAD_RECORDS[name]
+    result = await understood(value, b"key")
+    assert result.commands == []
+    assert rejoined(result.rejected) == [value]
+    assert len(result.rejected) == max(-(-len(value) // REJECTED_PIECE_BYTES_MAX), 1)
+    for piece in result.rejected:
+        headers = dict(piece.headers)
         assert 0 < len(headers["reason"]) <= REASON_BYTES_MAX
         assert headers["reason"].decode().isprintable()
-        assert (one.key, headers["topic"], headers["partition"], headers["offset"]) == (
+        assert (piece.key, headers["topic"], headers["partition"], headers["offset"]) == (
             b"key",
             b"t.commands",
             b"3",
@@ -101,7 +101,7 @@ async def test_a_record_that_cannot_be_taken_costs_one_rejection_and_keeps_its_b
         )
     assert all(
         answer.message is not None and len(answer.message.encode()) <= REASON_BYTES_MAX
-        for answer in found.refused
+        for answer in result.refused
     )
 
 
@@ -109,14 +109,14 @@ async def test_a_record_that_cannot_be_taken_costs_one_rejection_and_keeps_its_b
     ("name", "id"),
     [("a long user", "long-user"), ("a long name of a field", "long-name"), ("control", "control")],
 )
-async def test_whoever_sent_a_command_above_a_bound_is_answered(name: str, id: str) -> None:
-    value = HURTING.get(name) or HURTING["a control character in a name"]
-    found = await understood(value)
-    assert [(answer.id, answer.outcome) for answer in found.refused] == [(id, "invalid")]
+async def test_a_command_above_a_bound_is_answered_invalid(name: str, id: str) -> None:
+    value = BAD_RECORDS.get(name) or BAD_RECORDS["a control character in a name"]
+    result = await understood(value)
+    assert [(answer.id, answer.outcome) for answer in result.refused] == [(id, "invalid")]
 
 
-@pytest.mark.parametrize("name", HURTING)
-async def test_other_tasks_have_their_turn_while_a_record_is_decoded(name: str) -> None:
+@pytest.mark.parametrize("name", BAD_RECORDS)
+async def test_decoding_a_bad_record_does_not_block_other_tasks(name: str) -> None:
     gaps = [0.0]
 
     async def tick() -> None:
@@ -130,14 +130,14 @@ async def test_other_tasks_have_their_turn_while_a_record_is_decoded(name: str) 
     await asyncio.sleep(0)
     pace = Pace()
     for _ in range(3):
-        await understand(Record(HURTING[name]), pace)
+        await understand(Record(BAD_RECORDS[name]), pace)
     await asyncio.sleep(0)
     ticking.cancel()
-    # Of the processor's time, since the machine may be busy; with room for one that is slow.
+    # CPU time, since the machine may be busy. The bound leaves room for a slow processor.
     assert max(gaps) < 0.3
 
 
-async def test_a_long_array_of_good_commands_lets_others_have_their_turn() -> None:
+async def test_decoding_a_long_array_does_not_block_other_tasks() -> None:
     value = encode([grab(f"g{n}") for n in range(ARRAY_COMMANDS_MAX)])
     turns = 0
 
@@ -148,31 +148,31 @@ async def test_a_long_array_of_good_commands_lets_others_have_their_turn() -> No
             await asyncio.sleep(0)
 
     counting = asyncio.create_task(count())
-    found = await understood(value)
+    result = await understood(value)
     counting.cancel()
-    assert len(found.commands) == ARRAY_COMMANDS_MAX
+    assert len(result.commands) == ARRAY_COMMANDS_MAX
     assert turns >= 2
 
 
-async def test_bad_elements_are_kept_one_by_one_as_long_as_they_are_few() -> None:
+async def test_few_bad_commands_are_rejected_singly_and_many_as_a_whole_array() -> None:
     bad = [{"type": "grab", "id": f"b{n}"} for n in range(REJECTED_OF_ARRAY_MAX)]
     few = await understood(encode([*bad, grab("good")]))
-    assert [one.id for one in few.commands] == ["good"]
-    assert kept(few.rejected) == [encode(one) for one in bad]
+    assert [command.id for command in few.commands] == ["good"]
+    assert rejoined(few.rejected) == [encode(command) for command in bad]
     value = encode([*bad, {"type": "grab", "id": "one-more"}, grab("good")])
     many = await understood(value)
-    assert [one.id for one in many.commands] == ["good"]
-    assert kept(many.rejected) == [value]
+    assert [command.id for command in many.commands] == ["good"]
+    assert rejoined(many.rejected) == [value]
     assert dict(many.rejected[0].headers)["reason"].startswith(b"101 of 102 commands; the first: ")
     assert len(many.refused) == REJECTED_OF_ARRAY_MAX + 1
 
 
-async def test_a_long_key_is_kept_in_pieces_too() -> None:
+async def test_a_long_key_is_rejected_in_pieces() -> None:
     key = bytes(range(256)) * 12_000
-    found = await understood(b"nonsense", key)
-    assert kept(found.rejected) == [b"nonsense"]
-    assert kept(found.rejected, b"key") == [key]
-    assert all(key.startswith(one.key or b"-") for one in found.rejected)
+    result = await understood(b"nonsense", key)
+    assert rejoined(result.rejected) == [b"nonsense"]
+    assert rejoined(result.rejected, b"key") == [key]
+    assert all(key.startswith(piece.key or b"-") for piece in result.rejected)
 
 
 # -- with a worker -------------------------------------------------------------------------------------------
@@ -184,12 +184,12 @@ def producing(settings: Settings, **options: Any) -> AIOKafkaProducer:
     )
 
 
-async def test_records_that_hurt_end_no_decider_and_lose_no_byte(
+async def test_a_decider_survives_bad_records_and_keeps_every_byte(
     system: Settings, worker: Callable[..., Any]
 ) -> None:
     running = worker(system, "decide,relay")
     topics = Topics(system.prefix)
-    values = [*HURTING.values(), b"x" * (RECORD_BYTES_MAX - 100)]
+    values = [*BAD_RECORDS.values(), b"x" * (RECORD_BYTES_MAX - 100)]
     key = b"k" * 3_000_000
     async with started(producing(system)) as producer:
         for value in values:
@@ -201,7 +201,7 @@ async def test_records_that_hurt_end_no_decider_and_lose_no_byte(
         answers = [json.loads(record.value) for record in await read_all(system, topics.results)]
         return answers if any(answer["id"] == "after" for answer in answers) else None
 
-    answers = await until(answered, 90, "the answer to the command behind them")
+    answers = await until(answered, 90, "the answer to the command after them")
     assert running.process.poll() is None
     assert {answer["id"]: answer["outcome"] for answer in answers} == {
         "long-user": "invalid", "long-name": "invalid", "control": "invalid", "wide": "invalid",
@@ -210,15 +210,15 @@ async def test_records_that_hurt_end_no_decider_and_lose_no_byte(
     whole: dict[tuple[bytes, bytes, bytes | None], bytes] = {}
     for record in await read_all(system, topics.rejected):
         headers = dict(record.headers)
-        place = (headers["offset"], headers["index"], headers.get("part"))
-        whole[place] = whole.get(place, b"") + record.value
+        source = (headers["offset"], headers["index"], headers.get("part"))
+        whole[source] = whole.get(source, b"") + record.value
     by_offset = {int(offset): value for (offset, _, part), value in whole.items() if part is None}
     assert [by_offset[offset] for offset in range(len(values) + 1)] == [*values, b"beside a long key"]
     assert [value for (_, _, part), value in whole.items() if part == b"key"] == [key]
 
 
-async def test_a_batch_that_is_too_large_unpacked_is_refused_by_the_broker(system: Settings) -> None:
-    """A reader unpacks a batch whole: a record of zeros would take a thousand times its size."""
+async def test_the_broker_refuses_a_batch_that_is_too_large_uncompressed(system: Settings) -> None:
+    """A consumer decompresses a whole batch: a record of zeros would need a thousand times its size."""
     topics = Topics(system.prefix)
     async with started(
         producing(system, compression_type="gzip", max_batch_size=64 * 1024 * 1024, linger_ms=200)
@@ -229,14 +229,14 @@ async def test_a_batch_that_is_too_large_unpacked_is_refused_by_the_broker(syste
             *[await producer.send(topics.commands, bytes(3 * 1024 * 1024), partition=1) for _ in range(4)],
             return_exceptions=True,
         )
-        assert any(isinstance(one, MessageSizeTooLargeError) for one in sent)
+        assert any(isinstance(result, MessageSizeTooLargeError) for result in sent)
         await producer.send_and_wait(topics.commands, encode(grab("a")), partition=0)
     for record in await read_all(system, topics.commands):
         assert len(record.value) <= RECORD_BYTES_MAX
 
 
-async def test_a_topic_of_an_older_release_is_bounded_by_init(settings: Settings) -> None:
-    """What it was configured with stays."""
+async def test_init_bounds_a_topic_of_an_older_release(settings: Settings) -> None:
+    """Its other settings stay as they were."""
     topics = Topics(settings.prefix)
     async with started(AIOKafkaAdminClient(bootstrap_servers=settings.kafka)) as client:
         await client.create_topics(
@@ -261,7 +261,7 @@ def topics_of(topics: Topics) -> tuple[str, ...]:
     return (topics.commands, topics.results, topics.journal, topics.events, topics.rejected)
 
 
-def test_a_command_at_the_bound_is_one_and_above_it_is_none() -> None:
+def test_a_command_is_decoded_up_to_its_bound_in_bytes() -> None:
     head = encode(
         {"type": "load", "id": "l", "offer": "o", "what": "codes", "chunk": 1, "chunks": 1, "items": []}
     )[:-3]

@@ -1,5 +1,5 @@
-"""A projection of one's own: the document's code, run as it stands there, live, through a kill, rebuilt, and
-by its own test.
+"""A user projection: runs the code of docs/projection.md unchanged, live, through a kill, in a rebuild, and
+with the test on that page.
 """
 
 import asyncio
@@ -33,7 +33,9 @@ DOCUMENT = Path(__file__).parents[3] / "docs" / "projection.md"
 
 
 class Folder:
-    """The document's two files, with a schema of the test's own, and the verb on them."""
+    """A folder with the two files of docs/projection.md, with a schema of this test, and `grabstream follow`
+    in it.
+    """
 
     def __init__(self, path: Path, settings: Settings) -> None:
         self.path, self.settings, self.schema = path, settings, f"{settings.schema_}_reports"
@@ -73,16 +75,16 @@ class Folder:
         assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
-        found = module.PROJECTION
-        assert isinstance(found, Projection)
-        return found
+        projection = module.PROJECTION
+        assert isinstance(projection, Projection)
+        return projection
 
     async def counted(self) -> dict[tuple[str, int], int]:
-        found = await rows(self.settings, f"SELECT offer, minute, grabs FROM {self.schema}.grabs_per_minute")
-        return {(offer, minute): grabs for offer, minute, grabs in found}
+        counts = await rows(self.settings, f"SELECT offer, minute, grabs FROM {self.schema}.grabs_per_minute")
+        return {(offer, minute): grabs for offer, minute, grabs in counts}
 
     async def seqs(self) -> dict[int, int]:
-        """How far each shard is; nothing before the schema is there."""
+        """The seq of each shard's cursor; empty before the schema exists."""
         if self.schema not in await schemas(self.settings, self.schema):
             return {}
         return dict(await rows(self.settings, f"SELECT shard, seq FROM {self.schema}.projection_cursors"))
@@ -97,8 +99,7 @@ class Folder:
 
 @pytest.fixture
 async def folder(system: Settings, tmp_path: Path) -> AsyncIterator[Folder]:
-    one = Folder(tmp_path, system)
-    yield one
+    yield Folder(tmp_path, system)
     await drop(system, *(name for name in await schemas(system, system.schema_) if name != system.schema_))
 
 
@@ -120,10 +121,8 @@ def counted_in(history: Told, last: int) -> Counter[tuple[str, int]]:
     )
 
 
-async def test_the_document(folder: Folder) -> None:
-    """Live through a kill -9 and a clean stop, each event once; made anew it is the same; and its own test
-    passes.
-    """
+async def test_the_code_of_the_page_counts_every_event_once(folder: Folder) -> None:
+    """Live, through a kill -9 and a clean stop; and the test on the page passes."""
     history, cut = Told(11, 4, 300), random.Random(5)
     half, end = len(history.lines) // 2, len(history.lines)
     await journal(folder.settings, history, cut, 1, half)
@@ -155,18 +154,20 @@ async def test_the_document(folder: Folder) -> None:
     assert await schemas(folder.settings, folder.schema) == [folder.schema]
 
 
-async def test_rebuilt_while_it_is_followed_and_read(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another version takes the place at once: readers see the one or the other, and who follows with the old
-    one ends, with the reason.
+async def test_a_rebuild_replaces_a_version_that_is_followed_and_read(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The new version replaces the old one in one transaction: readers see either. The follower of the old
+    version ends and logs the reason.
     """
     history, cut = Told(12, 6, 300), random.Random(5)
     half, end = len(history.lines) // 2, len(history.lines)
     await journal(folder.settings, history, cut, 1, half)
     async with following(folder) as old:
         await folder.reached({6: half})
-        one = counted_in(history, half)
-        # The new version counts every grab as a hundred; while it is built the journal grows, and the old one
-        # follows.
+        before = counted_in(history, half)
+        # The new version counts every grab as a hundred. While it is built, the journal grows, and the old
+        # version follows it.
         folder.write(
             folder.module.replace(
                 "list(grabs.values())", "[100 * count for count in grabs.values()]"
@@ -192,10 +193,10 @@ async def test_rebuilt_while_it_is_followed_and_read(folder: Folder, monkeypatch
         async def read() -> None:
             async with await open_books(folder.settings) as books:
                 while True:
-                    found = await books.execute(
+                    cursor = await books.execute(
                         f"SELECT sum(grabs)::bigint FROM {folder.schema}.grabs_per_minute".encode()
                     )
-                    seen.append((await found.fetchone() or (0,))[0])
+                    seen.append((await cursor.fetchone() or (0,))[0])
                     await asyncio.sleep(0.005)
 
         reading = asyncio.create_task(read())
@@ -207,8 +208,8 @@ async def test_rebuilt_while_it_is_followed_and_read(folder: Folder, monkeypatch
         assert set(seen) <= {sum(counted_in(history, seq).values()) for seq in range(half, end + 1)} | {
             100 * sum(counted_in(history, end).values())
         }
-        assert seen[0] >= sum(one.values())
-        # The next event ends the old follower; the new one carries it.
+        assert seen[0] >= sum(before.values())
+        # The next event ends the old follower; the new follower applies it.
         more = Told(13, 1, 20)
         await journal(folder.settings, more, cut)
         assert await asyncio.to_thread(old.wait, 30) == 1
@@ -221,8 +222,7 @@ async def test_rebuilt_while_it_is_followed_and_read(folder: Folder, monkeypatch
     assert await folder.counted() == {key: 100 * count for key, count in expected.items()}
 
 
-async def test_replaced_while_nothing_happens(folder: Folder) -> None:
-    """Who follows with the old version ends although no event comes."""
+async def test_a_follower_of_a_replaced_version_ends_without_new_events(folder: Folder) -> None:
     history = Told(14, 2, 30)
     await journal(folder.settings, history, random.Random(5))
     async with following(folder) as old:
@@ -237,7 +237,7 @@ async def test_replaced_while_nothing_happens(folder: Folder) -> None:
     )
 
 
-async def test_tables_that_postgresql_refuses(folder: Folder) -> None:
+async def test_tables_that_postgresql_refuses_are_reported(folder: Folder) -> None:
     folder.write(folder.module.replace("CREATE TABLE", "CREATE TABEL"))
     for words in ((), ("--rebuild",)):
         done = folder.follow(*words)
@@ -248,7 +248,7 @@ async def test_tables_that_postgresql_refuses(folder: Folder) -> None:
     assert folder.schema not in await schemas(folder.settings, folder.schema)
 
 
-async def test_a_schema_that_is_not_its_own(folder: Folder) -> None:
+async def test_a_schema_without_the_projection_is_refused(folder: Folder) -> None:
     async with await open_books(folder.settings) as books:
         await books.execute(f"CREATE SCHEMA {folder.schema}".encode())
     for words in ((), ("--rebuild",)):

@@ -1,5 +1,5 @@
-"""What somebody else's `apply` may do to the transaction that it writes in: rows without their cursor are in
-no table afterwards.
+"""What the `apply` of a user projection may do to the transaction in which it writes: no rows are committed
+without their cursor.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ Trick = Callable[[Connection, str], Awaitable[None]]
 
 
 def tricks() -> dict[str, tuple[Trick, str]]:
-    """What an `apply` does behind its first row, and what is said of it."""
+    """By name: what an `apply` does after it has written its rows, and the text of the error."""
 
     def sql(*statements: str) -> Trick:
         async def trick(connection: Connection, schema: str) -> None:
@@ -93,7 +93,7 @@ TRICKS = tricks()
 
 
 class Scene:
-    """A system with some events in one shard, and a projection that does something behind its first row."""
+    """A system with events in one shard, and a projection that plays a trick after it has written rows."""
 
     def __init__(self, settings: Settings, seqs: list[int]) -> None:
         self.settings, self.seqs, self.schema = settings, seqs, f"{settings.schema_}_own"
@@ -129,15 +129,14 @@ class Scene:
 async def scene(system: Settings) -> AsyncIterator[Scene]:
     history = Told(21, SHARD, 20)
     await journal(system, history, random.Random(1))
-    one = Scene(system, list(range(1, len(history.lines) + 1)))
-    yield one
-    await drop(
-        one.settings, *(name for name in await schemas(system, system.schema_) if name != system.schema_)
-    )
+    yield Scene(system, list(range(1, len(history.lines) + 1)))
+    await drop(system, *(name for name in await schemas(system, system.schema_) if name != system.schema_))
 
 
-async def test_rows_without_their_cursor(scene: Scene) -> None:
-    """It ends with what was done, and nothing is written; without the trick all of it is written once."""
+async def test_no_trick_of_an_apply_writes_rows_without_their_cursor(scene: Scene) -> None:
+    """`follow` and `rebuild` end with an error that names the trick, and write nothing; without the trick
+    each event is written once.
+    """
     for name, (trick, said) in TRICKS.items():
         with pytest.raises(NotOurs) as ended:
             async with asyncio.timeout(30):
@@ -153,7 +152,7 @@ async def test_rows_without_their_cursor(scene: Scene) -> None:
     assert await scene.seen() == scene.seqs
 
 
-async def test_another_role(scene: Scene) -> None:
+async def test_an_apply_that_changes_the_role_is_refused(scene: Scene) -> None:
     scene.settings = scene.settings.model_copy(update={"postgres": load_settings().postgres})
 
     async def trick(connection: Connection, schema: str) -> None:
@@ -164,9 +163,9 @@ async def test_another_role(scene: Scene) -> None:
     assert (await scene.seen(), await scene.cursor()) == ([], 0)
 
 
-async def test_what_an_apply_may_do(scene: Scene) -> None:
-    """Transactions inside, savepoints, and settings that it takes back; an older schema gets its guard when
-    it is followed.
+async def test_an_apply_may_use_savepoints_and_restore_its_settings(scene: Scene) -> None:
+    """Nested transactions, savepoints, and settings that it restores are allowed. A schema of an older
+    release, without the guard, gets it when it is followed.
     """
 
     async def inside(connection: Connection, schema: str) -> None:
@@ -189,19 +188,19 @@ async def test_what_an_apply_may_do(scene: Scene) -> None:
     following = asyncio.create_task(follow(projection, scene.system))
     try:
 
-        async def there() -> bool:
+        async def all_applied() -> bool:
             return await scene.cursor() == scene.seqs[-1]
 
-        await until(there, 30, "its cursor")
+        await until(all_applied, 30, "its cursor")
     finally:
         following.cancel()
         await asyncio.gather(following, return_exceptions=True)
     assert await scene.seen() == scene.seqs
 
 
-async def test_a_rebuild_holds_no_reader_up(scene: Scene) -> None:
-    """One that has read is not waited for; one with an older snapshot is, and sees what it saw; nobody waits
-    for us meanwhile.
+async def test_a_rebuild_delays_no_reader_and_waits_for_older_snapshots(scene: Scene) -> None:
+    """It does not wait for a transaction that has read; it waits for one with an older snapshot, which sees
+    the same rows until it ends. No session waits for the rebuild.
     """
     await rebuild(scene.projection(), scene.system)
     count = f"SELECT count(*) FROM {scene.schema}.seen".encode()
@@ -225,9 +224,9 @@ async def test_a_rebuild_holds_no_reader_up(scene: Scene) -> None:
     assert await schemas(scene.settings, f"{scene.schema}_") == []
 
 
-async def test_a_rebuild_does_not_wait_without_end(scene: Scene) -> None:
-    """Somebody holds the cursors: readers go on, and it is said within a bound. A second rebuild is refused,
-    and told who the first is.
+async def test_a_rebuild_waits_for_locks_at_most_its_patience(scene: Scene) -> None:
+    """Another session locks the cursors: readers continue, and the rebuild ends with an error when its
+    patience is over. A second rebuild is refused, with the process and pid of the first in the message.
     """
     await rebuild(scene.projection(), scene.system)
     async with (

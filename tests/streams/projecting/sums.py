@@ -1,4 +1,4 @@
-"""What tests share of `tests/streams/projecting/test_sums.py`."""
+"""Adjustments of the ledger with amounts near the bound of a bigint."""
 
 import json
 
@@ -7,7 +7,7 @@ from tests.support.projecting import (
     journal,  # noqa: F401 - a fixture
 )
 
-#: Two of them are more than a bigint holds.
+#: Twice this amount is more than a bigint can store.
 LARGE = 9 * 10**18
 
 

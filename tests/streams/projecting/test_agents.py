@@ -1,5 +1,5 @@
-"""Faust's agents deliver: nothing else reads the journal here, no watchdog begins anew, and no catching up is
-asked for a second time.
+"""Faust's agents deliver records: in this test nothing else reads the journal, no watchdog restarts Faust,
+and no projector is told to catch up a second time.
 """
 
 import asyncio
@@ -14,8 +14,8 @@ from tests.support.projecting import (
 )
 
 
-async def test_a_fact_arrives_by_the_agents(system: Settings, journal: JournalWriter) -> None:
-    """What comes after the partitions were assigned and caught up comes by the agents, or not at all."""
+async def test_the_agents_deliver_records(system: Settings, journal: JournalWriter) -> None:
+    """After the partitions were assigned and caught up, only the agents can deliver new records."""
     names = ("ledger", "balances", "audit")
     projectors = agents.make_projectors(
         system.kafka, system.prefix, system.shards, system.postgres, system.schema_, names
@@ -31,9 +31,7 @@ async def test_a_fact_arrives_by_the_agents(system: Settings, journal: JournalWr
         for last in (11, 20, 30):
             await journal.block(LINES, {11: 11, 20: 12, 30: 21}[last], last)
             await until_at_seq(system, last)
-        assert app.assigned_at == assigned_at, (
-            "partitions were assigned again, so that this has proved nothing"
-        )
+        assert app.assigned_at == assigned_at, "partitions were assigned again, so this test proves nothing"
     finally:
         await agents._stop(app)
         running.cancel()

@@ -1,5 +1,5 @@
-"""A read model whose tables somebody has dropped: who is asked about it says so and names the way out, which
-leads out; and nobody else waits for it.
+"""A read model whose tables were dropped by hand: every command reports it and names the rebuild, the rebuild
+works, and the other read models continue.
 """
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ from tests.support.rebuilding import (
 )
 
 
-async def dropped(settings: Settings, statement: str) -> None:
+async def execute(settings: Settings, statement: str) -> None:
     async with await open_books(settings) as books:
         await books.execute(statement.encode())
 
@@ -36,17 +36,17 @@ async def dropped(settings: Settings, statement: str) -> None:
     "projection",
     ["audit", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("ledger", "balances"))],
 )
-async def test_a_dropped_version_is_made_anew(booked: Settings, projection: str) -> None:
+async def test_a_dropped_version_is_reported_and_rebuilt(booked: Settings, projection: str) -> None:
     live = await version_in(booked, projection)
     before = await digests(booked, live)
     what = f"the tables of {projection}, in schema {live.schema}, are gone"
     for statement in (f"DROP SCHEMA {live.schema} CASCADE", f"DROP TABLE {{}}.{next(iter(before))} CASCADE"):
         lost = await version_in(booked, projection)
-        await dropped(booked, statement.format(lost.schema))
+        await execute(booked, statement.format(lost.schema))
         what = f"in schema {lost.schema}, are gone"
-        found = grabstream("doctor", "--json", **env_of(booked))
-        assert what in found.stdout
-        assert f"grabstream rebuild {projection}" in found.stdout
+        diagnosis = grabstream("doctor", "--json", **env_of(booked))
+        assert what in diagnosis.stdout
+        assert f"grabstream rebuild {projection}" in diagnosis.stdout
         done = grabstream("init", **env_of(booked))
         assert (done.returncode, f"run `grabstream rebuild {projection}`" in done.stderr) == (0, True), (
             done.stderr
@@ -59,35 +59,37 @@ async def test_a_dropped_version_is_made_anew(booked: Settings, projection: str)
         assert refused.returncode == 1
         done = grabstream("rebuild", projection, **env_of(booked))
         assert done.returncode == 0, done.stderr
-        made = await version_in(booked, projection)
-        assert made.schema != lost.schema
-        assert await digests(booked, made) == before
+        new = await version_in(booked, projection)
+        assert new.schema != lost.schema
+        assert await digests(booked, new) == before
         assert what not in grabstream("doctor", "--json", **env_of(booked)).stdout
         done = grabstream("rebuild", projection, "--no-keep", **env_of(booked))
         assert done.returncode == 0, done.stderr
 
 
-async def test_the_ledger_from_the_audit_trail_and_a_build_that_is_gone(booked: Settings) -> None:
+async def test_a_rebuild_succeeds_after_live_and_building_schemas_were_dropped(booked: Settings) -> None:
     live = await version_in(booked, "ledger")
     before = await digests(booked, live)
     assert grabstream("rebuild", "ledger", "--no-switch", **env_of(booked)).returncode == 0
     building = await version_in(booked, "ledger", "building")
-    await dropped(booked, f"DROP SCHEMA {building.schema} CASCADE; DROP SCHEMA {live.schema} CASCADE")
+    await execute(booked, f"DROP SCHEMA {building.schema} CASCADE; DROP SCHEMA {live.schema} CASCADE")
     done = grabstream("rebuild", "ledger", "--from", "audit", **env_of(booked))
     assert done.returncode == 0, done.stderr
     assert await digests(booked, await version_in(booked, "ledger")) == before
 
 
 async def _are_at(settings: Settings, seq: int) -> bool:
-    found = await rows(settings, "SELECT projection, max(seq) FROM cursors GROUP BY 1 ORDER BY 1")
-    return found == [(name, seq) for name in sorted(PROJECTIONS)]
+    seqs = await rows(settings, "SELECT projection, max(seq) FROM cursors GROUP BY 1 ORDER BY 1")
+    return seqs == [(name, seq) for name in sorted(PROJECTIONS)]
 
 
-async def test_deciding_goes_on_beside_it(system: Settings, worker: Callable[..., Any]) -> None:
-    """In a worker with all roles: tables dropped, cursors deleted; the other read models go on, and so do
-    these when they are back.
+async def test_a_worker_continues_while_tables_and_cursors_are_missing(
+    system: Settings, worker: Callable[..., Any]
+) -> None:
+    """The tables of one read model are dropped, the cursors of another deleted. A worker with all roles
+    continues to decide and to apply the others, and continues these two after a rebuild.
     """
-    one = worker(system, "decide,relay,sweep,project,publish,verify")
+    running = worker(system, "decide,relay,sweep,project,publish,verify")
     terms = EnvelopeTerms(issuer="alice", funding="pay", asset="CNY", total=900, parts=9)
 
     async def grab(user: str) -> None:
@@ -100,8 +102,8 @@ async def test_deciding_goes_on_beside_it(system: Settings, worker: Callable[...
     await grab("a")
     await until(lambda: _are_at(system, 2), 60, "the books")
     ledger, balances = await version_in(system, "ledger"), await version_in(system, "balances")
-    await dropped(system, f"DELETE FROM {balances.schema}.projection_cursors")
-    await dropped(system, f"DROP SCHEMA {ledger.schema} CASCADE")
+    await execute(system, f"DELETE FROM {balances.schema}.projection_cursors")
+    await execute(system, f"DROP SCHEMA {ledger.schema} CASCADE")
     await grab("b")
     audit = await version_in(system, "audit")
 
@@ -110,14 +112,16 @@ async def test_deciding_goes_on_beside_it(system: Settings, worker: Callable[...
 
     await until(audited, 60, "the audit trail")
     await until(
-        lambda: "are gone: run `grabstream rebuild ledger`" in one.log.read_text(), 60, "the ledger's wait"
+        lambda: "are gone: run `grabstream rebuild ledger`" in running.log.read_text(),
+        60,
+        "the wait of the ledger",
     )
-    await until(lambda: "has no cursor of shard" in one.log.read_text(), 60, "the wait of balances")
+    await until(lambda: "has no cursor of shard" in running.log.read_text(), 60, "the wait of balances")
     await grab("c")
-    assert one.process.poll() is None
+    assert running.process.poll() is None
     for projection in ("ledger", "balances"):
         if projection == "balances":
-            await dropped(system, f"DROP SCHEMA {balances.schema} CASCADE")
+            await execute(system, f"DROP SCHEMA {balances.schema} CASCADE")
         done = grabstream("rebuild", projection, **env_of(system))
         assert done.returncode == 0, done.stderr
     await grab("d")
@@ -125,4 +129,4 @@ async def test_deciding_goes_on_beside_it(system: Settings, worker: Callable[...
         check.name: check.problems for check in await verify(system, wait_seconds=60) if not check.passed
     }
     assert not wrong, wrong
-    assert one.stop() == 0
+    assert running.stop() == 0

@@ -1,5 +1,5 @@
-"""A journal that several releases have written: through real Kafka and PostgreSQL, the rows are those of the
-events as they are today.
+"""A journal that several releases have written: the rows are those of the events in their current versions.
+With Kafka and PostgreSQL.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ TABLES = (
 
 
 def coupons(name: str, first_seq: int) -> list[bytes]:
-    """A coupon offer, its grabs by users with cards, and a use of each."""
+    """A coupon offer, grabs by users with cards, and a redemption of each."""
     head = {"v": 1, "shard": SHARD, "offer": name, "at": 5}
     terms = {"kind": "coupon", "issuer": "shop", "total": 9}
     lines: list[dict[str, Any]] = [
@@ -82,7 +82,7 @@ def coupons(name: str, first_seq: int) -> list[bytes]:
 
 
 LINES = [opened("e", 1), *(granted("e", seq) for seq in range(2, 21)), *coupons("c", 21)]
-#: What three releases left behind: at first the old forms, then both, then today's.
+#: A journal of three releases: first old versions, then old and current ones, then only current ones.
 JOURNAL = [
     as_it_was(line) if seq <= 12 or seq in (15, 21, 22, 23, 26) else line for seq, line in enumerate(LINES, 1)
 ]
@@ -90,7 +90,7 @@ JOURNAL = [
 
 @asynccontextmanager
 async def running(settings: Settings, events: EventDecoder, *names: str) -> AsyncIterator[list[Projector]]:
-    """Projectors with a decoder of the test's own."""
+    """Runs projectors with the decoder of a test."""
     decoder = Decoder(events=events)
     where = {"postgres": settings.postgres, "schema": settings.schema_, "kafka": settings.kafka}
     projectors = [
@@ -127,7 +127,7 @@ async def write(journal: JournalWriter, lines: Sequence[bytes]) -> None:
         await journal.block(lines, first, min(first + 6, len(lines)))
 
 
-async def test_a_journal_with_old_versions_gives_the_rows_of_today(
+async def test_old_event_versions_produce_the_same_rows(
     system: Settings, another: Settings, journal: JournalWriter
 ) -> None:
     today = JournalWriter(another, journal._producer)
@@ -151,7 +151,7 @@ async def test_a_journal_with_old_versions_gives_the_rows_of_today(
 
 
 class Newer(EventDecoder):
-    """A later program, which knows grab.granted v2: the same as v1."""
+    """The decoder of a later program that knows grab.granted v2, here the same as v1."""
 
     def decode_list(self, lines: bytes) -> list[AnyEvent]:
         return super().decode_list(
@@ -159,17 +159,17 @@ class Newer(EventDecoder):
         )
 
 
-async def test_an_event_of_a_newer_program_waits_for_that_program(
+async def test_a_newer_event_version_stops_the_shard_until_a_newer_program_runs(
     system: Settings, journal: JournalWriter
 ) -> None:
-    """An older worker stops the shard there and says why; a newer one goes on from there by itself, and
-    nothing is lost.
+    """An older program stops the shard before the event and states the reason; a newer program continues from
+    there without a command, and no event is lost.
     """
     lines = [*LINES[:9], LINES[9].replace(b'"v":1', b'"v":2'), *LINES[10:20]]
     await journal.marker(1, "a")
     await journal.block(lines, 1, 5)
     await journal.block(lines, 6, 20)
-    for _ in range(2):  # begun again, it stops there again
+    for _ in range(2):  # started again, it stops at the same event
         async with running(system, EventDecoder(), "ledger") as [ledger_]:
             await until(lambda ledger_=ledger_: ledger_._stopped == {SHARD}, 30, "the stop")
         [(seq, reason)] = await rows(system, "SELECT seq, reason FROM stopped_shards")
@@ -181,7 +181,7 @@ async def test_an_event_of_a_newer_program_waits_for_that_program(
         await until_at_seq(system, 20, "ledger")
     assert await rows(system, "SELECT count(*) FROM stopped_shards") == [(0,)]
     assert await rows(system, "SELECT posted FROM accounts WHERE account = 'offer:e'") == [(1000 - 190,)]
-    # Who verifies with the older program is told so.
+    # `verify` of the older program reports it too.
     [problem] = [
         problem
         for check in await verify(system, 0)
@@ -191,7 +191,9 @@ async def test_an_event_of_a_newer_program_waits_for_that_program(
     assert problem.startswith(f"shard {SHARD}: seq 10: grab.granted v2 was written by a newer grabstream")
 
 
-async def test_a_stop_for_another_reason_stays(system: Settings, journal: JournalWriter) -> None:
+async def test_a_stop_for_another_reason_remains_after_a_restart(
+    system: Settings, journal: JournalWriter
+) -> None:
     lines = [*LINES[:5], LINES[5].replace(b"grab.granted", b"grab.extended")]
     await journal.marker(1, "a")
     await journal.block(lines, 1, 6)
@@ -199,12 +201,12 @@ async def test_a_stop_for_another_reason_stays(system: Settings, journal: Journa
         await until(lambda: ledger_._stopped == {SHARD}, 30, "the stop")
     before = await rows(system, "SELECT * FROM stopped_shards")
     async with running(system, EventDecoder(UPCASTERS), "ledger") as [ledger_]:
-        await until(lambda: ledger_._stopped == {SHARD}, 30, "the stop, as it was")
+        await until(lambda: ledger_._stopped == {SHARD}, 30, "the same stop")
     assert await rows(system, "SELECT * FROM stopped_shards") == before
 
 
 def amended(offer: str, seq: int, changes: str) -> bytes:
-    """An offer that was amended, at its third event."""
+    """The third event of an offer: an amendment."""
     head = (
         f'{{"type":"offer.amended","v":1,"shard":{SHARD},"seq":{seq},"offer_seq":3,"offer":"{offer}",'
         f'"at":{seq},"command":"a{seq}"'
@@ -215,9 +217,7 @@ def amended(offer: str, seq: int, changes: str) -> bytes:
     ).encode()
 
 
-async def test_fields_that_a_newer_program_added_are_ignored(
-    system: Settings, journal: JournalWriter
-) -> None:
+async def test_unknown_fields_of_events_are_ignored(system: Settings, journal: JournalWriter) -> None:
     lines = [opened("e", 1).replace(b'"parts":10', b'"parts":10,"colour":"red"'), granted("e", 2)]
     lines.append(
         amended(
@@ -231,10 +231,10 @@ async def test_fields_that_a_newer_program_added_are_ignored(
     assert await rows(system, "SELECT title, grabs FROM offers") == [("t", 1)]
 
 
-async def test_an_event_of_which_no_rows_can_be_made_stops_its_shard_alone(
+async def test_an_event_that_cannot_become_rows_stops_only_its_shard(
     system: Settings, journal: JournalWriter
 ) -> None:
-    """The other shards go on, in the same read model and process; `stopped_shards` says why."""
+    """The other shards of the same read model and process continue; `stopped_shards` has the reason."""
     other = JournalWriter(system, journal._producer, SHARD + 1)
     lines = [opened("e", 1), granted("e", 2), amended("e", 3, '{"limits":7}'), granted("e", 4)]
     await journal.marker(1, "a")

@@ -1,5 +1,5 @@
-"""The view `operations`: what operators did stands in it, in whatever words; what the system did by itself
-does not.
+"""The view `operations`: it shows every action of an operator, whatever its reason text, and no action of the
+system itself.
 """
 
 import json
@@ -26,7 +26,8 @@ from tests.support.projecting import (
 )
 
 
-def steered(type: str, seq: int, command: str, **rest: Any) -> bytes:
+def offer_event(type: str, seq: int, command: str, **rest: Any) -> bytes:
+    """An event about the offer `e`."""
     head = {
         "type": type,
         "v": 1,
@@ -42,25 +43,25 @@ def steered(type: str, seq: int, command: str, **rest: Any) -> bytes:
 
 def closed(seq: int, command: str, reason: str) -> bytes:
     rest = {"reason": reason, "asset": "CNY", "amount": 0, "left": 0, "refund_to": "wallet:alice"}
-    return steered("offer.closed", seq, command, **rest)
+    return offer_event("offer.closed", seq, command, **rest)
 
 
-#: Each with whether it is somebody's doing.
+#: Each event, and whether an operator caused it.
 EVENTS = [
     (opened("e", 1), True),
     (granted("e", 2), False),
     (adjusted(3, 5, reason="a mistake"), True),
-    # Words of whoever sent it, which the system uses too.
+    # Reasons of an operator that the system uses as well.
     (adjusted(4, 5, reason="drained"), True),
     (adjusted(5, 5, reason="deadline"), True),
-    # An id that is reserved today, in a journal of before.
+    # A command id that is reserved now, in a journal of an older release.
     (adjusted(6, 5).replace(b'"command":"a6"', b'"command":"sweep"'), True),
-    (steered("offer.paused", 7, "sweep", operator="olga"), True),
+    (offer_event("offer.paused", 7, "sweep", operator="olga"), True),
     (closed(8, "close-1", "command"), True),
     (closed(9, "sweep", "command"), True),
     (closed(10, "g9", "drained"), False),
     (closed(11, "sweep", "deadline"), False),
-    (steered("offer.retired", 12, "sweep"), False),
+    (offer_event("offer.retired", 12, "sweep"), False),
 ]
 
 
@@ -75,16 +76,16 @@ async def booked(system: Settings, journal: JournalWriter) -> Settings:
     return system
 
 
-async def test_nobody_s_words_hide_what_they_did(booked: Settings) -> None:
+async def test_operations_shows_every_action_of_an_operator_whatever_its_reason(booked: Settings) -> None:
     shown = [seq for (seq,) in await rows(booked, "SELECT seq FROM operations ORDER BY seq")]
-    assert shown == [seq for seq, (_, somebody) in enumerate(EVENTS, 1) if somebody]
+    assert shown == [seq for seq, (_, by_operator) in enumerate(EVENTS, 1) if by_operator]
 
 
-async def test_nobody_s_title_makes_a_stop_one_that_a_newer_release_mends(
+async def test_a_title_cannot_make_a_stop_look_like_one_of_a_newer_release(
     system: Settings, journal: JournalWriter
 ) -> None:
-    """PostgreSQL quotes the row that it refuses, title included: that is no word of ours about why it
-    stopped.
+    """PostgreSQL quotes the refused row in its error, with the title. The title must not be taken for this
+    program's reason of the stop.
     """
     lines = [opened("e", 1, total=5).replace("你好".encode(), NEWER.encode()), granted("e", 2, amount=99)]
     await journal.marker(1, "a")
@@ -98,6 +99,6 @@ async def test_nobody_s_title_makes_a_stop_one_that_a_newer_release_mends(
         async with await open_books(system) as books:
             seen += await cursors.stops(books)
     assert NEWER in seen[0].reason
-    # The second process did not take back what the first one wrote down.
+    # The second process did not remove the stop that the first one stored.
     assert [stop.newer for stop in seen] == [False, False]
     assert seen[0].stopped_at == seen[1].stopped_at

@@ -1,8 +1,7 @@
-"""Read models of offers of pieces, from a long random history that the pure rules decided: SQL must say what
-the rules know.
+"""Read models of coupon and stock offers, from a long random history that the pure rules decided: the rows in
+SQL must agree with the state of the rules.
 
-The history goes over the journal in blocks cut at random places; a second run cuts them elsewhere and must
-give the same rows.
+The history is journaled in blocks of random sizes; a second run with other sizes must produce the same rows.
 """
 
 import random
@@ -36,7 +35,7 @@ TABLES = {
 }  # fmt: skip
 
 
-async def test_sql_says_what_the_rules_know(system: Settings, prefix: str) -> None:
+async def test_read_models_agree_with_the_rules(system: Settings, prefix: str) -> None:
     history = random_history(20261121, 4_000)
     state = history.state
     seen = {line.split(b'"', 4)[3].decode() for line in history.lines}
@@ -56,7 +55,7 @@ async def test_sql_says_what_the_rules_know(system: Settings, prefix: str) -> No
         "SELECT coalesce(sum(held), 0) FROM balances WHERE asset LIKE 'sku:%' OR asset LIKE 'coupon:%'",
     )
     assert holds == [(sum(offer.held for offer in state.offers.values()),)]
-    # A second system, blocks cut elsewhere: the same rows.
+    # A second system with blocks of other sizes: the same rows.
     again = system.model_copy(update={"prefix": prefix + "x", "schema_": prefix + "x"})
     await make_system(again)
     try:
@@ -69,10 +68,10 @@ async def test_sql_says_what_the_rules_know(system: Settings, prefix: str) -> No
 
 
 async def _check_offers(settings: Settings, state: ShardState) -> None:
-    found = await rows(
+    offers = await rows(
         settings, "SELECT offer, total, units_left, amount_left, held, grabs, waiting, given FROM offers"
     )
-    assert {row[0]: row[1:] for row in found} == {
+    assert {row[0]: row[1:] for row in offers} == {
         offer.name: (
             offer.terms.total, offer.units_left, offer.amount_left, offer.held, offer.places,
             sum(grab.status == Status.waiting for grab in offer.grabs.values()),
@@ -85,7 +84,7 @@ async def _check_offers(settings: Settings, state: ShardState) -> None:
 
 
 async def _check_grabs(settings: Settings, state: ShardState) -> None:
-    found = await rows(
+    grabs = await rows(
         settings, "SELECT offer, grab, user_id, quantity, held, taken, redeemed, place, state FROM grabs"
     )
     expected = {}
@@ -97,12 +96,13 @@ async def _check_grabs(settings: Settings, state: ShardState) -> None:
                 grab.user,
                 grab.quantity,
                 *units,
-                _standing(offer, grab) if not waits else "waiting",
+                _state_of(offer, grab) if not waits else "waiting",
             )
-    assert {row[:2]: row[2:] for row in found} == expected
+    assert {row[:2]: row[2:] for row in grabs} == expected
 
 
-def _standing(offer: Any, grab: Any) -> str:
+def _state_of(offer: Any, grab: Any) -> str:
+    """The column `state` of a grab that does not wait."""
     if grab.held:
         return "held"
     if grab.taken:
@@ -115,8 +115,8 @@ def _standing(offer: Any, grab: Any) -> str:
 
 
 async def _check_payments(settings: Settings, state: ShardState) -> None:
-    found = await rows(settings, "SELECT payment, offer, grab, outcome FROM payments")
-    assert {row[0]: row[1:3] for row in found} == {
+    payments = await rows(settings, "SELECT payment, offer, grab, outcome FROM payments")
+    assert {row[0]: row[1:3] for row in payments} == {
         name: (payment.offer, payment.grab) for (_, name), payment in state.payments.items()
     }
     by_account = dict(
@@ -128,9 +128,11 @@ async def _check_payments(settings: Settings, state: ShardState) -> None:
     assert {f"refund:{payment}": amount for payment, amount in owed if amount} == by_account
 
 
-async def test_a_payment_id_in_a_later_life_of_its_campaign_stops_nothing(system: Settings) -> None:
-    """Its campaign has long forgotten it: a row for each time, what goes back is taken off the one it was
-    paid by, and all is booked.
+async def test_a_payment_id_used_again_after_its_campaign_was_forgotten_is_a_new_row(
+    system: Settings,
+) -> None:
+    """The read model has a row for each use of the id, a refund reduces the row of its own payment, and all
+    events are applied.
     """
     history = History(1)
     terms = StockTerms(issuer="shop", total=9, price=5, currency="CNY", hold_ms=60_000, retire_after_ms=1)
@@ -154,17 +156,19 @@ async def test_a_payment_id_in_a_later_life_of_its_campaign_stops_nothing(system
     history.now -= 10 * DAY_MS
     history.send(Confirm, "m:c", grab=grab, **paid)
     await project(system, history, random.Random(1))
-    found = await rows(system, "SELECT payment, offer, state, outcome, refunded FROM payments ORDER BY seq")
-    assert found == [
+    payments = await rows(
+        system, "SELECT payment, offer, state, outcome, refunded FROM payments ORDER BY seq"
+    )
+    assert payments == [
         ("p", "m:a", "served", "confirmed", 0), ("p", "m:b", "served", "confirmed", 5),
         ("p", "m:c", "refund_due", "no_such_offer", 0),
     ]  # fmt: skip
     assert not await rows(system, "SELECT * FROM stopped_shards")
 
 
-async def test_limits_view(system: Settings) -> None:
-    """What is left of each limit now: grabs of another day do not count, what went back does not, a campaign
-    counts all its offers.
+async def test_view_limits_agrees_with_the_rules(system: Settings) -> None:
+    """The units left of each limit now: grabs of another day and released units do not count; a limit per
+    campaign counts all its offers.
     """
     [(now,)] = await rows(system, "SELECT (extract(epoch FROM now()) * 1000)::bigint")
     history = History(1)
@@ -192,26 +196,26 @@ async def test_limits_view(system: Settings) -> None:
     history.send(Grab, "m:b", user="v", quantity=1, attributes={"card": "k"})
     history.send(Release, "m:b", grab=f"c{history.commands}")
     await project(system, history, random.Random(1))
-    found = {
+    in_view = {
         (offer, by, per, value): left
         for offer, by, per, value, left in await rows(
             system, "SELECT offer, by, per, value, \"left\" FROM limits WHERE offer = 'm:a'"
         )
     }
-    # The rules say what is left to whoever grabs now.
+    # The rules state the units left after a grab, which is decided now.
     history.now += 1
     decided = decide(
         history.state, Grab(id="now", offer="m:a", user="u", attributes={"card": "k"}), history.now
     )
-    told = {(one.by, one.per): one.left + 1 for one in decided.answer.limits}
-    assert {(by, per): left for (_, by, per, _), left in found.items()} == told
+    by_rules = {(limit.by, limit.per): limit.left + 1 for limit in decided.answer.limits}
+    assert {(by, per): left for (_, by, per, _), left in in_view.items()} == by_rules
 
 
-async def test_the_view_of_limits_counts_units_that_were_taken_anew_in_their_own_window(
+async def test_view_limits_counts_retaken_units_in_the_window_of_their_payment(
     system: Settings,
 ) -> None:
-    """Of one grab some units were paid in time, some late a day later, some later still; and some of these
-    went back.
+    """Some units of a grab are paid within the hold, some a day after it, some later still; and some of these
+    are returned.
     """
     [(now,)] = await rows(system, "SELECT (extract(epoch FROM now()) * 1000)::bigint")
     history = History(1)
@@ -232,7 +236,7 @@ async def test_the_view_of_limits_counts_units_that_were_taken_anew_in_their_own
         history.send(Grab, "m:a", user=user, quantity=9)
         grabs[user] = f"c{history.commands}"
         history.send(Confirm, "m:a", grab=grabs[user], quantity=2)
-    for later, paid, back in (
+    for later, paid, returned in (
         (DAY_MS, 3, {}),
         (2 * DAY_MS, 2, {"u": 1, "v": 4}),
         (0, 1, {"v": 2}),
@@ -242,35 +246,36 @@ async def test_the_view_of_limits_counts_units_that_were_taken_anew_in_their_own
         history.lines += map(encode_event, sweep(history.state, history.now))
         for user, grab in grabs.items():
             history.send(Confirm, "m:a", grab=grab, quantity=paid)
-            if user in back:
-                history.send(Return, "m:a", grab=grab, quantity=back[user])
+            if user in returned:
+                history.send(Return, "m:a", grab=grab, quantity=returned[user])
     await project(system, history, random.Random(5))
-    told: dict[tuple[str, str], int] = {}
+    by_rules: dict[tuple[str, str], int] = {}
     offer = history.state.offers["m:a"]
     for name, (window, count) in offer.counters.items():
         _, per, user = name.split("/")
-        told[user, per] = count if window == window_of(per, offer.offsets, now) else 0  # type: ignore[arg-type]
-    assert told["u", "day"] < told["u", "week"] <= told["u", "offer"]
+        is_current = window == window_of(per, offer.offsets, now)  # type: ignore[arg-type]
+        by_rules[user, per] = count if is_current else 0
+    assert by_rules["u", "day"] < by_rules["u", "week"] <= by_rules["u", "offer"]
     query = "SELECT value, per, counted FROM limits WHERE offer = 'm:a'"
-    assert {(value, per): counted for value, per, counted in await rows(system, query)} == told
+    assert {(value, per): counted for value, per, counted in await rows(system, query)} == by_rules
 
 
-async def test_the_view_of_limits_counts_since_a_limit_was_added_and_in_the_zone_of_the_campaign(
+async def test_view_limits_follows_amendments_and_the_zone_of_the_campaign(
     system: Settings,
 ) -> None:
-    """Added by an amendment, changed, removed and added again, after a sister retired, in other zones: always
-    what the rules say.
+    """Limits are added by an amendment, changed, removed and added again, also after another offer of the
+    campaign has retired, with offers in several zones. The view always agrees with the rules.
     """
     [(now,)] = await rows(system, "SELECT (extract(epoch FROM now()) * 1000)::bigint")
     history = History(1)
     history.now = now - 1_000
     per_hour, week = Limit("user", "hour", 90, "campaign"), Limit("user", "week", 90, "campaign")
-    mine, all_time = Limit("user", "day", 90), Limit("user", "offer", 90)
+    day, all_time = Limit("user", "day", 90), Limit("user", "offer", 90)
     zones = ("Australia/Lord_Howe", "Asia/Kathmandu", "America/St_Johns")
-    limits = ((per_hour, week), (all_time, week), (mine, per_hour))
-    for name, zone, wanted in zip("abc", zones, limits, strict=True):
+    limits = ((per_hour, week), (all_time, week), (day, per_hour))
+    for name, zone, of_offer in zip("abc", zones, limits, strict=True):
         terms = StockTerms(
-            issuer="shop", total=400, limits=wanted, max_per_grab=9, timezone=zone, retire_after_ms=1
+            issuer="shop", total=400, limits=of_offer, max_per_grab=9, timezone=zone, retire_after_ms=1
         )
         history.send(Open, f"m:{name}", terms=terms)
 
@@ -280,15 +285,15 @@ async def test_the_view_of_limits_counts_since_a_limit_was_added_and_in_the_zone
     for offer in ("m:a", "m:b", "m:c"):
         grab(offer)
     changes = [
-        ("m:b", ()), ("m:b", (all_time, mine)), ("m:c", (mine, week)),
+        ("m:b", ()), ("m:b", (all_time, day)), ("m:c", (day, week)),
         ("m:c", (Limit("user", "day", 50), week)),
         ("m:b", (Limit("user", "day", 90, "campaign"), all_time)), ("m:c", (per_hour,)),
-        ("m:c", (mine, per_hour, week)),
+        ("m:c", (day, per_hour, week)),
     ]  # fmt: skip
     for offer, changed in changes:
         history.send(Amend, offer, changes=Changes(limits=changed))
-        for one in ("m:a", "m:b", "m:c"):
-            grab(one)
+        for each in ("m:a", "m:b", "m:c"):
+            grab(each)
     history.send(Close, "m:a")
     history.now = now - 500
     history.lines += map(encode_event, sweep(history.state, history.now))
@@ -296,23 +301,23 @@ async def test_the_view_of_limits_counts_since_a_limit_was_added_and_in_the_zone
     history.now = now
     grab("m:b")
     await project(system, history, random.Random(3))
-    found = {
+    in_view = {
         row[:4]: row[4]
         for row in await rows(system, "SELECT offer, by, per, scope, \"left\" FROM limits WHERE value = 'u'")
     }
-    told = {}
+    by_rules = {}
     for offer in ("m:b", "m:c"):
-        # The rules say what is left behind a grab; it is decided in a state of its own.
+        # The rules state the units left after a grab. It is decided in a copy of the state.
         answer = decide(deepcopy(history.state), Grab(id="now", offer=offer, user="u"), history.now).answer
-        told |= {(offer, one.by, one.per, one.scope): one.left + 1 for one in answer.limits}
-    assert found == told
+        by_rules |= {(offer, limit.by, limit.per, limit.scope): limit.left + 1 for limit in answer.limits}
+    assert in_view == by_rules
 
 
-async def test_the_view_of_limits_begins_a_campaign_anew_where_redis_does_within_one_millisecond(
+async def test_view_limits_restarts_a_campaign_like_redis_within_one_millisecond(
     system: Settings,
 ) -> None:
-    """A shard's time stands still while its server's clock is set back. Of two campaigns one has gone when
-    its next offer opens, the other has not: by their times nobody can tell.
+    """A shard's time does not advance while its server's clock is set back. One of two campaigns is removed
+    before its next offer opens, the other is not, and all events have the same time.
     """
     [(now,)] = await rows(system, "SELECT (extract(epoch FROM now()) * 1000)::bigint")
     history = History(1)
@@ -335,9 +340,10 @@ async def test_the_view_of_limits_begins_a_campaign_anew_where_redis_does_within
         system,
         "SELECT count(*) FROM offers WHERE greatest(opened_at, retired_at) = (SELECT max(at) FROM audit)",
     ) == [(4,)]
-    told = {}
+    by_rules = {}
     for offer in ("gone:a", "there:a"):
         answer = decide(deepcopy(history.state), Grab(id="now", offer=offer, user="u"), history.now).answer
-        told |= {(offer, one.per): one.left + 1 for one in answer.limits}
-    assert (told["gone:a", "week"], told["there:a", "week"]) == (7, 2)
-    assert {row[:2]: row[2] for row in await rows(system, 'SELECT offer, per, "left" FROM limits')} == told
+        by_rules |= {(offer, limit.per): limit.left + 1 for limit in answer.limits}
+    assert (by_rules["gone:a", "week"], by_rules["there:a", "week"]) == (7, 2)
+    in_view = {row[:2]: row[2] for row in await rows(system, 'SELECT offer, per, "left" FROM limits')}
+    assert in_view == by_rules

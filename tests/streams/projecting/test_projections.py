@@ -1,5 +1,5 @@
-"""Read models from blocks that are made here: what repeats, what is missing, what contradicts, and what the
-database refuses.
+"""Read models from blocks that the test writes: repeated blocks, missing ones, contradictions, and rows that
+PostgreSQL refuses.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ from tests.support.projecting import (
 )
 
 
-async def test_repeated_overlapping_and_stale_blocks_change_nothing(
+async def test_repeated_overlapping_and_stale_blocks_are_ignored(
     system: Settings, journal: JournalWriter
 ) -> None:
     await journal.marker(1, "a")
@@ -41,7 +41,7 @@ async def test_repeated_overlapping_and_stale_blocks_change_nothing(
     await journal.block(LINES, 5, 12)
     await journal.block(LINES, 1, 10)
     await journal.marker(2, "b")
-    await journal.block(LINES, 13, 20)  # of the owner before: does not count
+    await journal.block(LINES, 13, 20)  # of the previous owner: does not count
     await journal.block(LINES, 13, 30, 2, "b")
     async with running(system) as projectors:
         for record in [*journal.records, *journal.records]:
@@ -60,9 +60,11 @@ async def test_repeated_overlapping_and_stale_blocks_change_nothing(
     ]
 
 
-async def test_two_processes_write_the_same_shard_once(system: Settings, journal: JournalWriter) -> None:
-    """After a rebalance both may believe the shard is theirs: the cursor lets one of them through, the other
-    looks where it is.
+async def test_two_projectors_of_a_shard_write_each_event_once(
+    system: Settings, journal: JournalWriter
+) -> None:
+    """After a rebalance, two processes may both apply a shard: the update of the cursor succeeds in one of
+    them, and the other reads the cursor again.
     """
     await journal.marker(1, "a")
     for first in range(1, 31):
@@ -80,7 +82,9 @@ async def test_two_processes_write_the_same_shard_once(system: Settings, journal
     assert await rows(system, "SELECT count(*) FROM audit") == [(31,)]
 
 
-async def test_what_faust_left_out_is_read_from_the_journal(system: Settings, journal: JournalWriter) -> None:
+async def test_records_that_faust_skipped_are_read_from_the_journal(
+    system: Settings, journal: JournalWriter
+) -> None:
     await journal.marker(1, "a")
     for first in range(1, 30, 3):
         await journal.block(LINES, first, first + 2)
@@ -91,7 +95,7 @@ async def test_what_faust_left_out_is_read_from_the_journal(system: Settings, jo
         await until_at_seq(system, 30)
 
 
-async def test_catching_up_needs_no_new_record(system: Settings, journal: JournalWriter) -> None:
+async def test_catching_up_reads_without_a_new_record(system: Settings, journal: JournalWriter) -> None:
     await journal.marker(1, "a")
     await journal.block(LINES, 1, 30)
     async with running(system) as projectors:
@@ -108,7 +112,7 @@ async def test_catching_up_needs_no_new_record(system: Settings, journal: Journa
         ({"first_seq": b"9"}, "begins at seq 9"),
     ],
 )
-async def test_a_bad_block_stops_that_shard_and_no_other(
+async def test_a_bad_block_stops_only_its_shard(
     system: Settings, journal: JournalWriter, wrong: dict[str, bytes], reason: str
 ) -> None:
     await journal.marker(1, "a")
@@ -126,12 +130,12 @@ async def test_a_bad_block_stops_that_shard_and_no_other(
         await other.block([line.replace(b'"shard":3', b'"shard":4') for line in LINES], 1, 5, 1, "x")
         await ledger.put(other.records[-1])
 
-        async def other_went_on() -> bool:
+        async def other_continued() -> bool:
             return await rows(
                 system, f"SELECT seq FROM cursors WHERE projection = 'ledger' AND shard = {SHARD + 1}"
             ) == [(5,)]
 
-        await until(other_went_on, 30, "the other shard")
+        await until(other_continued, 30, "the other shard")
     [(shard, seq, why)] = await rows(system, "SELECT shard, seq, reason FROM stopped_shards")
     assert (shard, seq) == (SHARD, 5)
     assert reason in why
@@ -152,10 +156,10 @@ async def test_a_bad_block_stops_that_shard_and_no_other(
         (b"\xff", "cannot be decoded"),
     ],
 )
-async def test_an_event_that_is_not_what_its_place_says_stops_the_shard(
+async def test_an_event_whose_text_contradicts_the_headers_stops_the_shard(
     system: Settings, journal: JournalWriter, line: bytes, reason: str
 ) -> None:
-    """Rows go by the numbers in the text, the chain by those in the headers."""
+    """Rows use the numbers in the text, the chain those in the headers: they must agree."""
     await journal.marker(1, "a")
     await journal.block([*LINES[:5], line], 1, 5)
     await journal.block([*LINES[:5], line], 6, 6)
@@ -170,7 +174,7 @@ async def test_an_event_that_is_not_what_its_place_says_stops_the_shard(
     assert await rows(system, "SELECT count(*) FROM audit") == [(5,)]
 
 
-def test_decoded_blocks_are_shared_and_forgotten() -> None:
+def test_decoded_blocks_are_shared_within_a_bound_of_bytes() -> None:
     headers = tuple(block_headers(SHARD, 1, "a", 1, 2, GENESIS, chain(GENESIS, LINES[:2])[-1]))
     record = Record(SHARD, 1, headers, b"\n".join(LINES[:2]))
     decoder = Decoder(bytes_max=len(record.value))
@@ -179,8 +183,10 @@ def test_decoded_blocks_are_shared_and_forgotten() -> None:
     assert list(decoder._newest) == [("another", SHARD, 1, headers)]
 
 
-async def test_postgresql_refuses_an_overdraft(system: Settings, journal: JournalWriter) -> None:
-    """More given than put in: the ledger refuses, stops, and keeps what was right."""
+async def test_an_overdraft_stops_the_ledger(system: Settings, journal: JournalWriter) -> None:
+    """An offer gives more than its total: PostgreSQL refuses the rows, the ledger stops, and keeps earlier
+    rows.
+    """
     lines = [opened("e", 1, total=25), granted("e", 2), granted("e", 3), granted("e", 4)]
     await journal.marker(1, "a")
     await journal.block(lines, 1, 3)
@@ -204,8 +210,10 @@ async def test_guarded_accounts_cannot_be_written_below_zero(system: Settings) -
         await books.execute("INSERT INTO accounts_1 VALUES ('external:x', 'CNY', -1)")
 
 
-async def test_two_at_once_write_each_row_once(system: Settings, journal: JournalWriter) -> None:
-    """A zombie after a rebalance: the cursor's WHERE lets one of them write."""
+async def test_a_stale_projector_writes_no_row_twice(system: Settings, journal: JournalWriter) -> None:
+    """A projector that still runs after a rebalance: the WHERE clause of the cursor's UPDATE lets one of the
+    two write.
+    """
     await journal.marker(1, "a")
     for first in range(1, 30, 2):
         await journal.block(LINES, first, first + 1)
@@ -218,9 +226,9 @@ async def test_two_at_once_write_each_row_once(system: Settings, journal: Journa
     assert await rows(system, "SELECT count(*) FROM stopped_shards") == [(0,)]
 
 
-async def test_published_events_go_on_without_a_gap(system: Settings, journal: JournalWriter) -> None:
-    """Begun again, the publisher finds its cursor in the topic: repeats have the same id and bytes, nothing
-    is left out.
+async def test_a_restarted_publisher_leaves_no_gap(system: Settings, journal: JournalWriter) -> None:
+    """The publisher reads its cursor from the topic when it starts: repeats have the same id and bytes, and
+    no event is missing.
     """
     topic = Topics(system.prefix).events
     await journal.marker(1, "a")
@@ -239,17 +247,17 @@ async def test_published_events_go_on_without_a_gap(system: Settings, journal: J
     )
     consumer.assign([TopicPartition(topic, SHARD)])
     await consumer.start()
-    found: dict[str, set[bytes]] = {}
-    while len(found) < 30:
+    by_id: dict[str, set[bytes]] = {}
+    while len(by_id) < 30:
         for records in (await consumer.getmany(timeout_ms=500)).values():
             for record in records:
-                found.setdefault(dict(record.headers)["ce_id"].decode(), set()).add(record.value)
+                by_id.setdefault(dict(record.headers)["ce_id"].decode(), set()).add(record.value)
     await consumer.stop()
-    assert found == {f"{SHARD}-{seq}": {line} for seq, line in enumerate(LINES, 1)}
+    assert by_id == {f"{SHARD}-{seq}": {line} for seq, line in enumerate(LINES, 1)}
 
 
 class _Expiring:
-    """A producer whose batches fail from some moment on, as they do when a partition has no leader."""
+    """A producer whose batch after the first `sound` ones fails, as when a partition has no leader."""
 
     def __init__(self, producer: AIOKafkaProducer, sound: int) -> None:
         self._producer, self._sound = producer, sound
@@ -269,10 +277,12 @@ class _Expiring:
         await self._producer.stop()
 
 
-async def test_a_batch_that_expires_leaves_no_gap_in_the_events(
+async def test_a_publisher_batch_that_expires_leaves_no_gap(
     system: Settings, journal: JournalWriter, monkeypatch: Any
 ) -> None:
-    """What would follow it in the same group is not sent, or its cursor would say that all of it is there."""
+    """The rest of its group is not sent: the cursor in a later record would claim that the batch was
+    published.
+    """
     lines = [opened("e", 1, 10**6), *(granted("e", seq) for seq in range(2, 1_001))]
     await journal.marker(1, "a")
     await journal.block(lines, 1, 1_000)
@@ -288,10 +298,10 @@ async def test_a_batch_that_expires_leaves_no_gap_in_the_events(
         opening = publisher._open
 
         async def open_expiring(connection: Any) -> Any:
-            found = await opening(connection)
+            partitions = await opening(connection)
             for count in sound:
                 publisher._producer = _Expiring(publisher._producer, count)  # type: ignore[attr-defined]
-            return found
+            return partitions
 
         publisher._open = open_expiring  # type: ignore[method-assign]
         await publisher.put(journal.records[-1])

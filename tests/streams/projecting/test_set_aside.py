@@ -1,5 +1,5 @@
-"""Poison: a projection that stopped at a record goes on behind it, or with it once the cause is mended; the
-books say so for ever.
+"""A projection that stopped at a record: it continues after the record was set aside, or with it once the
+cause is mended; the record set aside stays in the books.
 """
 
 import asyncio
@@ -36,11 +36,11 @@ from tests.support.stopped_shards import (
 )
 
 
-async def test_what_the_ledger_refuses_is_set_aside_and_the_rest_goes_on(
+async def test_a_refused_record_is_set_aside_and_later_events_are_applied(
     system: Settings, journal: JournalWriter
 ) -> None:
-    """Three records in one transaction: the one that overdraws is found, and only its events are missing
-    afterwards.
+    """Three records in one transaction: the projector stops exactly before the record that overdraws, and
+    only its events are missing afterwards.
     """
     lines = [opened("e", 1, total=25), granted("e", 2), granted("e", 3, amount=99), granted("e", 4)]
     await journal.marker(1, "a")
@@ -76,12 +76,14 @@ async def test_what_the_ledger_refuses_is_set_aside_and_the_rest_goes_on(
     ]
     head = chain(GENESIS, lines)[-1]
     assert [
-        bytes(found)
-        for (found,) in await rows(system, "SELECT head FROM cursors WHERE projection = 'ledger' AND seq = 4")
+        bytes(stored)
+        for (stored,) in await rows(
+            system, "SELECT head FROM cursors WHERE projection = 'ledger' AND seq = 4"
+        )
     ] == [head]
 
 
-async def test_a_corrupt_record_is_set_aside_and_the_next_block_says_what_it_follows(
+async def test_a_corrupt_record_is_set_aside_once_a_later_block_exists(
     system: Settings, journal: JournalWriter
 ) -> None:
     await journal.marker(1, "a")
@@ -101,7 +103,7 @@ async def test_a_corrupt_record_is_set_aside_and_the_next_block_says_what_it_fol
             code, done = await call_json(system, "set-aside", name, str(SHARD), *WHY, "--yes")
             assert (code, done["first_seq"], done["event_count"], done["moved"]) == (0, 6, 4, True), done
         await until_at_seq(system, 20)
-    # A journal written by hand: Redis knows nothing of it.
+    # The test wrote this journal: Redis has no state of it.
     code, checks = await call_json(system, "verify", "--quick", "--wait", "0")
     assert code == 0, [check for check in checks if check["problems"]]
     published = []
@@ -109,7 +111,7 @@ async def test_a_corrupt_record_is_set_aside_and_the_next_block_says_what_it_fol
         async for records in reader.read(SHARD, 0, await reader.end(SHARD)):
             published += [record.value for record in records]
     assert published == [*LINES[:5], *LINES[9:20]]
-    # Begun anew, the publisher knows the way past it too, although its topic does not tell.
+    # A restarted publisher continues after the record too, although its topic has no cursor of it.
     async with running(system, "events") as [events]:
         await journal.block(LINES, 21, 30)
         await events.put(CatchUp(SHARD))
@@ -122,7 +124,9 @@ async def test_a_corrupt_record_is_set_aside_and_the_next_block_says_what_it_fol
     assert await rows(system, "SELECT count(*) FROM stopped_shards") == [(0,)]
 
 
-async def test_a_stray_corrupt_record_takes_no_event_along(system: Settings, journal: JournalWriter) -> None:
+async def test_setting_aside_a_corrupt_repeat_loses_no_event(
+    system: Settings, journal: JournalWriter
+) -> None:
     await journal.marker(1, "a")
     await journal.block(LINES, 1, 5)
     await journal.block(LINES, 1, 5, head=b"00" * 32)
@@ -148,8 +152,10 @@ async def test_missing_events_cannot_be_set_aside(system: Settings, journal: Jou
     assert "events are missing from the journal" in said
 
 
-async def test_with_its_cause_mended_it_is_tried_again(system: Settings, journal: JournalWriter) -> None:
-    """Somebody took a unit out of the books by hand; put back, the very same record is right."""
+async def test_retry_applies_the_record_once_its_cause_is_mended(
+    system: Settings, journal: JournalWriter
+) -> None:
+    """A row was changed by hand; when it is restored, the same record can be applied."""
     await journal.marker(1, "a")
     await journal.block(LINES, 1, 2)
     async with running(system, "ledger") as [ledger]:
@@ -170,7 +176,7 @@ async def test_with_its_cause_mended_it_is_tried_again(system: Settings, journal
     assert await rows(system, "SELECT posted FROM accounts WHERE account = 'offer:e'") == [(1000 - 290,)]
 
 
-async def test_nothing_is_set_aside_without_a_reason_and_a_yes(
+async def test_set_aside_needs_a_reason_an_operator_and_a_confirmation(
     system: Settings, journal: JournalWriter
 ) -> None:
     await journal.marker(1, "a")
@@ -186,7 +192,9 @@ async def test_nothing_is_set_aside_without_a_reason_and_a_yes(
     assert await rows(system, "SELECT count(*) FROM set_aside") == [(0,)]
 
 
-async def test_a_trail_that_lacks_events_is_no_snapshot(system: Settings, journal: JournalWriter) -> None:
+async def test_an_audit_trail_that_lacks_events_is_not_a_snapshot(
+    system: Settings, journal: JournalWriter
+) -> None:
     await journal.marker(1, "a")
     await journal.block(LINES, 1, 5, head=b"00" * 32)
     await journal.block(LINES, 6, 30)
@@ -200,10 +208,10 @@ async def test_a_trail_that_lacks_events_is_no_snapshot(system: Settings, journa
         assert await trail_of(connection, SHARD) is None
 
 
-async def test_built_anew_the_read_model_has_it_and_lacks_it_again_when_the_old_one_comes_back(
+async def test_a_rebuild_applies_the_record_set_aside_and_undo_removes_it(
     system: Settings, journal: JournalWriter
 ) -> None:  # fmt: skip
-    """Set aside because of somebody's hand in the books; the rebuild reads the very record again."""
+    """The record was set aside because a row was changed by hand; the rebuild reads the same record again."""
     await journal.marker(1, "a")
     await journal.block(LINES, 1, 2)
     async with running(system) as projectors:
@@ -239,11 +247,9 @@ async def test_built_anew_the_read_model_has_it_and_lacks_it_again_when_the_old_
         assert len((await call_json(system, "set-aside", "--list"))[1]) == lacking
 
 
-async def test_a_rebuild_goes_past_what_is_set_aside_when_it_is_told_to(
-    system: Settings, journal: JournalWriter
-) -> None:
-    """Seq 3 overdraws, 5 and 6 are corrupt: without a word the rebuild reads both again, cannot take them,
-    and says how to go past.
+async def test_a_rebuild_skips_records_set_aside_on_request(system: Settings, journal: JournalWriter) -> None:
+    """Seq 3 overdraws, 5 and 6 are corrupt. Without the option, the rebuild reads both records again, stops,
+    and names the option.
     """
     names = ("ledger", "balances", "audit")
     lines = [opened("e", 1), *(granted("e", seq, amount=9_999 if seq == 3 else 10) for seq in range(2, 12))]
@@ -279,15 +285,17 @@ async def test_a_rebuild_goes_past_what_is_set_aside_when_it_is_told_to(
     code, done = await call_json(system, "rebuild", "ledger", "--from", "audit", "--keep-set-aside")
     assert code == 1
     assert "seq 5 is missing" in done
-    # Redis knows nothing of this journal.
+    # Redis has no state of this journal.
     code, checks = await call_json(system, "verify", "--quick", "--wait", "0")
     assert code == 0, [check for check in checks if check["problems"]]
 
 
-async def test_from_the_audit_trail_too_and_a_number_is_used_once(
+async def test_a_rebuild_from_the_audit_trail_keeps_set_aside_records_under_a_new_version_number(
     system: Settings, journal: JournalWriter
 ) -> None:
-    """A version that is gone keeps its name in the books: a new one under it would seem to lack the same."""
+    """The books name records set aside by version. A discarded version's number is not used again, or the new
+    version would seem to lack the same records.
+    """
     lines = [opened("e", 1), *(granted("e", seq, amount=9_999 if seq == 3 else 10) for seq in range(2, 6))]
     await journal.marker(1, "a")
     for seq in range(1, 6):
@@ -311,24 +319,24 @@ async def test_from_the_audit_trail_too_and_a_number_is_used_once(
 
 
 def of_list(listed: tuple[int, list[dict[str, Any]]]) -> list[tuple[int, int, str]]:
-    """What stands in the answer of `set-aside --list`, without what differs between versions."""
-    return [(one["first_seq"], one["event_count"], one["projection"]) for one in listed[1]]
+    """The output of `set-aside --list`, without the fields that differ between versions."""
+    return [(row["first_seq"], row["event_count"], row["projection"]) for row in listed[1]]
 
 
 async def contents(settings: Settings) -> list[Any]:
-    """What the views show."""
+    """The rows of the views."""
     tables = ("transfers", "accounts", "balances", "grabs", "offers", "audit")
     return [sorted(await rows(settings, f"SELECT t::text FROM {table} AS t")) for table in tables]
 
 
-async def test_a_running_worker_goes_on_by_itself(
+async def test_a_running_worker_continues_after_a_record_is_set_aside(
     system: Settings, journal: JournalWriter, worker: Callable[..., Any]
 ) -> None:
-    """Nobody has to start it again, and the other shards never stood still."""
+    """The worker needs no restart, and its other shards never stop."""
     lines = [opened("e", 1, total=25), granted("e", 2, amount=99), granted("e", 3)]
     other = JournalWriter(system, journal._producer, SHARD + 1)
-    for to in (journal, other):
-        await to.marker(1, "a")
+    for writer in (journal, other):
+        await writer.marker(1, "a")
     await journal.block(lines, 1, 1)
     await journal.block(lines, 2, 2)
     worker(system, "project")
@@ -336,10 +344,10 @@ async def test_a_running_worker_goes_on_by_itself(
     await journal.block(lines, 3, 3)
     await other.block([opened("f", 1).replace(b'"shard":3', b'"shard":4')], 1, 1)
 
-    async def other_went_on() -> bool:
+    async def other_continued() -> bool:
         return bool(await rows(system, "SELECT 1 FROM offers WHERE offer = 'f'"))
 
-    await until(other_went_on, 30, "the other shard")
+    await until(other_continued, 30, "the other shard")
     for name in ("ledger", "balances"):
         code, done = await call_json(system, "set-aside", name, str(SHARD), *WHY, "--yes")
         assert (code, done["moved"], done["stopped"]) == (0, True, None)
@@ -347,7 +355,9 @@ async def test_a_running_worker_goes_on_by_itself(
 
 
 @pytest.mark.parametrize("words", [("ledger",), ("ledger", "3", "--dry-run")])
-async def test_before_init_it_says_what_to_do(settings: Settings, words: tuple[str, ...]) -> None:
+async def test_set_aside_before_init_fails_without_a_traceback(
+    settings: Settings, words: tuple[str, ...]
+) -> None:
     done = grabstream("set-aside", *words, **env_of(settings))
     assert done.returncode == 2, done.stderr
     assert "Traceback" not in done.stderr

@@ -1,8 +1,7 @@
-"""Sums beyond 64 bits: amounts are bounded, their sums over all events are not. No read model stops, and
-numbers stay whole numbers.
+"""Sums beyond 64 bits: amounts are bounded, their sums over all events are not. No read model stops, and sums
+are printed as integers.
 
-The events are made here, with amounts that no command may have, so that a few of them make the sums of very
-many.
+The test writes events with amounts that no command may have, so that a few events reach such sums.
 """
 
 import asyncio
@@ -57,8 +56,8 @@ LINES = [
 
 @pytest.fixture
 async def large(system: Settings, journal: JournalWriter) -> Settings:
-    """A system whose books have sums beyond 64 bits: some come to rows that are there already, some in one
-    batch.
+    """A system whose books have sums beyond 64 bits: some events change existing rows, some are applied in
+    one batch.
     """
     await journal.marker(1, "a")
     await journal.block(LINES, 1, 3)
@@ -74,17 +73,17 @@ async def large(system: Settings, journal: JournalWriter) -> Settings:
     return system
 
 
-async def test_read_models_go_on_beyond_64_bits(large: Settings) -> None:
+async def test_read_models_hold_sums_beyond_64_bits(large: Settings) -> None:
     assert await rows(large, "SELECT posted FROM accounts WHERE account = 'wallet:u1'") == [(SUM,)]
     assert await rows(large, "SELECT posted FROM accounts WHERE account = 'external:bank'") == [(-SUM,)]
     assert await rows(large, "SELECT available, held FROM balances WHERE user_id = 'u1'") == [(SUM, 0)]
-    # The grab behind it, by somebody else, came into the books.
+    # The grab of another user after it was applied too.
     assert await rows(large, "SELECT available, held FROM balances WHERE user_id = 'u6'") == [(10, 0)]
     assert not await rows(large, "SELECT * FROM stopped_shards")
 
 
-async def test_many_in_one_batch(system: Settings, journal: JournalWriter) -> None:
-    """The sum of a batch alone is beyond 64 bits, up and down."""
+async def test_one_batch_may_sum_beyond_64_bits(system: Settings, journal: JournalWriter) -> None:
+    """The sum of one batch is beyond 64 bits, positive and negative."""
     await journal.marker(1, "a")
     await journal.block(LINES, 1, len(LINES))
     async with running(system) as projectors:
@@ -96,9 +95,9 @@ async def test_many_in_one_batch(system: Settings, journal: JournalWriter) -> No
     ) == [(0,)]
 
 
-async def test_every_column_of_a_sum_without_a_bound_is_wide(system: Settings) -> None:
-    """Those of the ledger, the balances and the verifier; what is of one event, grab, offer or payment is
-    bounded, and stays bigint.
+async def test_columns_of_unbounded_sums_are_numeric(system: Settings) -> None:
+    """The columns of the ledger, the balances and the verifier. Amounts of one event, grab, offer or payment
+    are bounded, and stay bigint.
     """
     query = (
         "SELECT DISTINCT c.relname, a.attname FROM pg_class AS c JOIN pg_attribute AS a ON a.attrelid = "
@@ -106,7 +105,7 @@ async def test_every_column_of_a_sum_without_a_bound_is_wide(system: Settings) -
         f"WHERE starts_with(c.relnamespace::regnamespace::text, '{system.schema_}') AND a.attnum > 0 "
         "AND format_type(a.atttypid, a.atttypmod) = '{}' AND c.relkind IN ('r', 'v')"
     )
-    # The version before is there no more: a system without events has the definitions of today.
+    # There is no previous version: a system without events has only the current definitions.
     assert set(await rows(system, query.format(NUMERIC))) == {
         ("accounts_1", "posted"), ("accounts", "posted"), ("verified_accounts", "posted"),
         ("balances_1", "available"), ("balances_1", "held"), ("balances", "available"), ("balances", "held"),
@@ -114,42 +113,42 @@ async def test_every_column_of_a_sum_without_a_bound_is_wide(system: Settings) -
     assert not await rows(system, query.format("numeric"))
 
 
-async def test_a_rebuild_makes_the_same_sums_and_tells_them_as_whole_numbers(large: Settings) -> None:
+async def test_a_rebuild_computes_the_same_sums_and_reports_them_as_integers(large: Settings) -> None:
     for name in ("ledger", "balances"):
         done = await asyncio.to_thread(grabstream, "rebuild", name, "--json", **env_of(large))
         assert done.returncode == 0, done.stdout + done.stderr
-        assert all(not one["rows_changed"] for one in json.loads(done.stdout)["difference"])
+        assert all(not table["rows_changed"] for table in json.loads(done.stdout)["difference"])
     async with await open_tables(large) as books:
         await books.execute("UPDATE accounts_1 SET posted = posted + 1 WHERE account = 'wallet:u1'")
     refused = await asyncio.to_thread(grabstream, "rebuild", "ledger", "--json", **env_of(large))
     assert refused.returncode == 1, refused.stderr
-    [difference] = [one for one in json.loads(refused.stdout)["difference"] if one["rows_changed"]]
+    [difference] = [table for table in json.loads(refused.stdout)["difference"] if table["rows_changed"]]
     assert difference["examples"] == [
         {"key": {"account": "wallet:u1", "asset": "CNY"}, "changed": {"posted": [SUM + 1, SUM]}}
     ]
 
 
-async def test_verify_compares_them_and_names_what_is_wrong(large: Settings) -> None:
+async def test_verify_compares_large_sums(large: Settings) -> None:
     async def checks() -> dict[str, Any]:
         done = await asyncio.to_thread(grabstream, "verify", "--quick", "--json", **env_of(large))
-        return {one["name"]: one for one in json.loads(done.stdout)}
+        return {check["name"]: check for check in json.loads(done.stdout)}
 
-    wanted = (
+    names = (
         "ledger = fold of the journal",
         "balances = fold of the journal",
         "no account below 0",
         "ledger and balances agree",
     )
     sound = await checks()
-    assert all(sound[name]["passed"] and not sound[name]["notes"] for name in wanted), sound
+    assert all(sound[name]["passed"] and not sound[name]["notes"] for name in names), sound
     async with await open_tables(large) as books:
         await books.execute("UPDATE balances_1 SET available = available - 1 WHERE user_id = 'u1'")
     wrong = await checks()
-    said = " ".join(wrong["balances = fold of the journal"]["problems"])
-    assert f"available is {SUM - 1}, the journal makes it {SUM}" in said
+    problems = " ".join(wrong["balances = fold of the journal"]["problems"])
+    assert f"available is {SUM - 1}, the journal makes it {SUM}" in problems
 
 
-async def test_the_verifier_compares_them_and_names_what_is_wrong(large: Settings) -> None:
+async def test_the_verifier_compares_large_sums(large: Settings) -> None:
     async with verifying(large) as passes:
         assert await passes() == []
         assert await rows(large, "SELECT posted FROM verified_accounts WHERE account = 'wallet:u1'") == [
@@ -157,16 +156,17 @@ async def test_the_verifier_compares_them_and_names_what_is_wrong(large: Setting
         ]
         async with await open_tables(large) as books:
             await books.execute("UPDATE accounts_1 SET posted = posted + 1 WHERE account = 'wallet:u1'")
-        [found] = await passes()
-        assert f"{SUM + 1} stand there, its events lead to {SUM}" in found.what
+        [finding] = await passes()
+        assert f"{SUM + 1} stand there, its events lead to {SUM}" in finding.what
 
 
-async def test_programs_get_whole_numbers(large: Settings) -> None:
-    """`--json` of whatever shows sums, and tables for people."""
+async def test_json_output_has_integers(large: Settings) -> None:
+    """Commands that show sums: `--json` has integers, and the tables show all digits."""
     words = ("at", str(int(time.time() * 1000)), "--source", "audit")
-    found = json.loads((await asyncio.to_thread(grabstream, *words, "--json", **env_of(large))).stdout)
-    assert {one["user_id"]: one["available"] for one in found["balances"]} == {"u1": SUM, "u2": 10, "u6": 10}
-    assert all(type(one[name]) is int for one in found["balances"] for name in ("available", "held"))
+    shown_at = json.loads((await asyncio.to_thread(grabstream, *words, "--json", **env_of(large))).stdout)
+    balances = shown_at["balances"]
+    assert {row["user_id"]: row["available"] for row in balances} == {"u1": SUM, "u2": 10, "u6": 10}
+    assert all(type(row[name]) is int for row in balances for name in ("available", "held"))
     assert f"{SUM:,}" in (await asyncio.to_thread(grabstream, *words, **env_of(large))).stdout
     shown = await asyncio.to_thread(grabstream, "show", "e", "--json", **env_of(large))
     [due] = json.loads(shown.stdout)["payments"]
@@ -177,17 +177,17 @@ async def test_programs_get_whole_numbers(large: Settings) -> None:
     )
 
 
-async def test_a_ledger_that_a_release_before_stopped_goes_on_with_a_rebuild(
+async def test_a_rebuild_resumes_a_ledger_that_definition_1_stopped(
     large: Settings, journal: JournalWriter
 ) -> None:
-    """As it stands after an upgrade: definition 1 stopped in front of the sum, and nobody writes it any
-    more.
+    """The state after an upgrade: the version of definition 1 stopped before the sum, and no worker writes it
+    any more.
     """
     async with await open_books(large) as books:
         live = await versions.in_state(books, large.schema_, "ledger", "live")
         assert live is not None
         table = f"{live.schema}.accounts_1"
-        # The columns of definition 1, as far as it had come: behind the first of the large ones.
+        # The columns and rows of definition 1 where it stopped: after the first large amount.
         await books.execute(f"DROP VIEW {large.schema_}.accounts, {live.schema}.accounts".encode())
         await books.execute(
             f"UPDATE {table} SET posted = sign(posted) * {LARGE} WHERE account IN ('wallet:u1', "
@@ -226,7 +226,9 @@ async def test_a_ledger_that_a_release_before_stopped_goes_on_with_a_rebuild(
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads(done.stdout)
     assert (result["before"]["definition"], result["new"]["definition"]) == (1, 2)
-    assert not any(one["rows_changed"] or one["missing"] or one["extra"] for one in result["difference"])
+    assert not any(
+        table["rows_changed"] or table["missing"] or table["extra"] for table in result["difference"]
+    )
     await until_at_seq(large, len(LINES), "ledger")
     assert await rows(large, "SELECT posted FROM accounts WHERE account = 'wallet:u1'") == [(SUM,)]
     assert await rows(large, "SELECT pg_typeof(posted)::text FROM accounts LIMIT 1") == [("numeric",)]

@@ -1,5 +1,5 @@
-"""The verifier: it agrees with every sound history, and names whatever was changed behind the system's back,
-until it is mended.
+"""The verifier: it has no findings in a sound history, and reports every row that was changed by hand until
+it is mended.
 """
 
 import asyncio
@@ -51,7 +51,7 @@ async def progress_of(settings: Settings, shard: int = SHARD) -> verified.Verifi
         return (await verified.progress(connection))[shard]
 
 
-async def test_it_agrees_with_every_sound_history(system: Settings, history: History) -> None:
+async def test_the_verifier_agrees_with_a_sound_history(system: Settings, history: History) -> None:
     await project(system, history, Random(1))
     async with verifying(system) as passes:
         assert await passes() == []
@@ -66,7 +66,8 @@ async def test_it_agrees_with_every_sound_history(system: Settings, history: His
 
 
 DAMAGES = [
-    # What is changed, the finding's kind, what it names, and how it is mended.
+    # The damage, the finding's kind and subject, and the statement that mends it: "same" repeats the damage,
+    # None restores a copy of the table.
     ("UPDATE audit_1 SET body = replace(body, '\"place\":1,', '\"place\":7,') WHERE seq = {grab}", "chain",
     "seq {grab}", None),
     ("UPDATE audit_1 SET hash = set_byte(hash, 3, get_byte(hash, 3) # 1) WHERE seq = 300", "chain", "seq 300",
@@ -108,8 +109,8 @@ DAMAGES = [
 ]  # fmt: skip
 
 
-async def test_what_was_changed_is_named_until_it_is_mended(system: Settings, history: History) -> None:
-    """Each of them after all was verified once: what is proved may be changed later."""
+async def test_every_damage_is_a_finding_until_it_is_mended(system: Settings, history: History) -> None:
+    """The damage is done after all events were verified once: verified rows may be changed later."""
     await project(system, history, Random(2))
     [(grab, offer)] = await rows(
         system, "SELECT seq, offer FROM audit WHERE type = 'grab.held' AND body LIKE '%\"place\":1,%' LIMIT 1"
@@ -138,8 +139,10 @@ async def test_what_was_changed_is_named_until_it_is_mended(system: Settings, hi
             table = next(word for word in statement.split() if "_" in word)
             await execute_all(system, f"CREATE TABLE sound AS TABLE {table}")
             await execute(system, statement)
-            found = await passes()
-            assert [(one.kind, one.subject) for one in found] == [(kind, subject.format(**named))], damage
+            findings = await passes()
+            assert [(finding.kind, finding.subject) for finding in findings] == [
+                (kind, subject.format(**named))
+            ], damage
             if mending is None:
                 await execute_all(system, f"DELETE FROM {table}", f"INSERT INTO {table} SELECT * FROM sound")
             else:
@@ -155,17 +158,17 @@ async def execute_all(settings: Settings, *statements: str) -> None:
             await connection.execute(statement.encode())
 
 
-async def test_the_walk_stops_at_what_is_not_proved(system: Settings, history: History) -> None:
-    """Damaged before it was ever verified: `verified to` stands in front of it, and goes on when it is
-    mended.
+async def test_verification_stops_before_a_damaged_event(system: Settings, history: History) -> None:
+    """An event is damaged before its first verification: `verified to` stays before it, and advances when it
+    is mended.
     """
     await project(system, history, Random(3))
     await execute(
         system, "UPDATE audit_1 SET hash = set_byte(hash, 3, get_byte(hash, 3) # 1) WHERE seq = 300"
     )
     async with verifying(system) as passes:
-        [found] = await passes()
-        assert (found.kind, found.subject) == ("chain", "seq 300")
+        [finding] = await passes()
+        assert (finding.kind, finding.subject) == ("chain", "seq 300")
         assert (await progress_of(system)).seq == 299
         await execute(
             system, "UPDATE audit_1 SET hash = set_byte(hash, 3, get_byte(hash, 3) # 1) WHERE seq = 300"
@@ -174,25 +177,23 @@ async def test_the_walk_stops_at_what_is_not_proved(system: Settings, history: H
         assert (await progress_of(system)).seq == len(history.lines)
 
 
-async def test_what_was_dismissed_stays_so_while_it_is_the_same(system: Settings, history: History) -> None:
+async def test_a_dismissed_finding_returns_when_it_changes(system: Settings, history: History) -> None:
     await project(system, history, Random(4))
     change = "UPDATE accounts_1 SET posted = posted + 1 WHERE account = 'issuer:shop' AND asset = 'CNY'"
     await execute(system, change)
     async with verifying(system) as passes:
-        [found] = await passes()
-        code, _ = await call_json(system, "dismiss", str(found.id), *WHY)
+        [finding] = await passes()
+        code, _ = await call_json(system, "dismiss", str(finding.id), *WHY)
         assert code == 0
         assert await passes() == []
-        assert (await call_json(system, "dismiss", str(found.id), *WHY))[0] == 1
+        assert (await call_json(system, "dismiss", str(finding.id), *WHY))[0] == 1
         await execute(system, change)
         [again] = await passes()
-        assert again.what != found.what
+        assert again.what != finding.what
 
 
-async def test_what_was_set_aside_is_no_difference(system: Settings, journal: JournalWriter) -> None:
-    """One record is missing from the ledger, another from the audit trail: everything else is verified all
-    the same.
-    """
+async def test_records_set_aside_are_not_findings(system: Settings, journal: JournalWriter) -> None:
+    """One record is missing from the ledger, another from the audit trail: all other events are verified."""
     lines = [opened("e", 1, total=100), granted("e", 2), granted("e", 3, amount=999), granted("e", 4)]
     await journal.marker(1, "a")
     for seq in range(1, 5):
@@ -204,7 +205,7 @@ async def test_what_was_set_aside_is_no_difference(system: Settings, journal: Jo
             await until_stopped(system, name)
             assert (await call_json(system, "set-aside", name, str(SHARD), *WHY, "--yes"))[0] == 0
         await until_at_seq(system, 4)
-    # And the audit trail lacks one that the ledger has.
+    # The audit trail lacks another record, which the ledger has.
     async with await open_tables(system) as connection:
         await _as_if_set_aside(connection, lines, 2)
     async with verifying(system) as passes:
@@ -212,9 +213,9 @@ async def test_what_was_set_aside_is_no_difference(system: Settings, journal: Jo
     assert (await progress_of(system)).seq == 4
     code, checks = await call_json(system, "verify", "--wait", "0")
     wrong = {check["name"]: check["problems"] for check in checks if check["problems"]}
-    # This journal was made by hand: Redis never heard of the offer.
-    said = f"shard {SHARD}: Redis has nothing of it, its journal ends at seq 4"
-    assert (code, wrong) == (1, {"Redis = fold of the journal": [said]})
+    # The test wrote this journal: Redis has no state of the offer.
+    problem = f"shard {SHARD}: Redis has nothing of it, its journal ends at seq 4"
+    assert (code, wrong) == (1, {"Redis = fold of the journal": [problem]})
     [notes] = [check["notes"] for check in checks if check["name"] == "set aside by operators"]
     assert len(notes) == 3
     assert "1 event (3) set aside in ledger, shard 3 by olga" in "\n".join(notes)
@@ -236,9 +237,11 @@ async def _as_if_set_aside(connection: AsyncConnection[Any], lines: list[bytes],
 
 @pytest.mark.nightly
 @pytest.mark.timeout(500)
-async def test_redis_is_compared_at_the_same_event(system: Settings, worker: Callable[..., Any]) -> None:
-    """In a system at work: the role says how far it is, and names an offer whose numbers somebody changed in
-    Redis.
+async def test_the_verifier_compares_redis_at_the_same_event(
+    system: Settings, worker: Callable[..., Any]
+) -> None:
+    """On a running system: the role stores how far it has verified, and reports an offer whose numbers were
+    changed in Redis by hand.
     """
     worker(system, "decide,relay,sweep,project,publish,verify", verify_percent="100")
     redis = open_redis(system)
@@ -280,7 +283,7 @@ async def test_redis_is_compared_at_the_same_event(system: Settings, worker: Cal
                 return not await found()
 
             await until(cleared, 30, "the clearing")
-        # What is in none of the numbers: who has a grab, a counter, an answer, a part.
+        # Fields that the numbers do not cover: a grab, an answer, a part.
         offer, campaign = keys.of_offer("c:s"), keys.of_campaign("c")
         for key, field in ((offer[OFFER_KEYS.index("grabs")], "s-3"),
             (campaign[CAMPAIGN_KEYS.index("answers")], "e-3"),
@@ -302,7 +305,7 @@ async def test_redis_is_compared_at_the_same_event(system: Settings, worker: Cal
                 return not await keys_found()
 
             await until(keys_cleared, 60, "the clearing")
-        # A busy offer is compared at the event it was read at, once the walk gets there.
+        # An offer that changes is compared at the event at which it was read, once verification reaches it.
         await gate.decide([Grab(id=f"b-{number}", offer="c:e", user=f"b{number}") for number in range(20)])
         await until(lambda: verified_to(42), 30, "verification")
         await redis.delete(keys.offer("c:s"))
@@ -314,21 +317,21 @@ async def test_redis_is_compared_at_the_same_event(system: Settings, worker: Cal
     await redis.aclose()
 
 
-async def test_one_verifies_and_another_takes_its_place(system: Settings, history: History) -> None:
+async def test_a_second_verifier_takes_over_when_the_first_stops(system: Settings, history: History) -> None:
     redis = open_redis(system)
     stops = [asyncio.Event(), asyncio.Event()]
     verifiers = [Verifier(redis, key_space(system), system.postgres, system.schema_, 1.0) for _ in stops]
-    tasks = [asyncio.create_task(one.run(stop)) for one, stop in zip(verifiers, stops, strict=True)]
+    tasks = [asyncio.create_task(verifier.run(stop)) for verifier, stop in zip(verifiers, stops, strict=True)]
 
-    async def at_work() -> list[Any]:
+    async def lock_holders() -> list[Any]:
         return await rows(system,
         "SELECT pid FROM pg_locks WHERE locktype = 'advisory' AND granted AND "
         "objid = "
                           f"(hashtext('grabstream-verifier-{system.schema_}')::bigint & "
                           "4294967295)")  # fmt: skip
 
-    [first] = await until(at_work, 20, "a verifier")  # type: ignore[misc]
-    assert [first] == await at_work()
+    [first] = await until(lock_holders, 20, "a verifier")  # type: ignore[misc]
+    assert [first] == await lock_holders()
     stops[0].set()
     await tasks[0]
     await project(system, history, Random(5))
@@ -345,7 +348,7 @@ async def test_one_verifies_and_another_takes_its_place(system: Settings, histor
 @pytest.mark.parametrize(
     ("damage", "word", "mend"),
     [
-        # As after a restore that set a sequence back: the next number is there already.
+        # As after a restore that set a sequence back: the next number exists already.
         ("SELECT setval('findings_id_seq', 1, false)", "UniqueViolation", "SELECT"),
         ("DELETE FROM verified WHERE shard = 3", "KeyError", "SELECT"),
         (
@@ -355,11 +358,13 @@ async def test_one_verifies_and_another_takes_its_place(system: Settings, histor
         ),
     ],
 )  # fmt: skip
-async def test_a_wrong_row_in_the_tables_of_checking_ends_nothing(
+async def test_the_verifier_retries_after_an_error_in_its_tables(
     system: Settings, damage: str, word: str, mend: str, monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture
 ) -> None:  # fmt: skip
-    """It is said, and tried again; when the row is right, it goes on and finds what there is to be found."""
+    """The error is logged and the step retried; when the row is mended, the verifier continues and reports
+    differences.
+    """
     monkeypatch.setattr(verifier_module, "RETRY_SECONDS", 0.1)
     history = random_history(7, 60)
     await project(system, history, Random(7))
@@ -383,19 +388,19 @@ async def test_a_wrong_row_in_the_tables_of_checking_ends_nothing(
             await books.execute("UPDATE verified_offers SET held = held + 1")
         await until(lambda: task.done() or word in caplog.text, 60, word)
         await books.execute(mend.encode())
-    await until(walked, 60, "the walk, once more")
+    await until(walked, 60, "the walk after the mending")
     if "setval" in damage:
 
         async def found() -> list[Any]:
             return await rows(system, "SELECT FROM findings WHERE kind = 'balances'")
 
-        await until(found, 60, "the difference, after all")
+        await until(found, 60, "the difference")
     stop.set()
     await task
     await redis.aclose()
 
 
-async def test_before_init_it_says_so_once(
+async def test_the_verifier_logs_a_missing_init_once(
     settings: Settings, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(verifier_module, "RETRY_SECONDS", 0.01)
@@ -414,9 +419,9 @@ async def test_before_init_it_says_so_once(
     async with asyncio.timeout(30):
         await verifier.run(stop)
     await redis.aclose()
-    [said] = [
+    [message] = [
         record.getMessage()
         for record in caplog.records
         if record.name == "grabstream.streams.projecting.verifier"
     ]
-    assert "run `grabstream init`" in said
+    assert "run `grabstream init`" in message
