@@ -65,8 +65,8 @@ _STRANGER: Final = _in(SCRIPTS, "test_owner_scripts_refuse_another_term_owner_or
 _APPLIED: Final = _in(
     SCRIPTS, "test_events_are_applied_only_to_a_fenced_shard_directly_after_its_last_event[server]"
 )
-_LAYOUT: Final = _in(RECOVERY, "test_a_newer_program_goes_on_and_an_older_one_is_refused")
-_ANOTHER: Final = _in(RECOVERY, "test_another_history_is_replaced_and_what_it_decided_is_told")
+_LAYOUT: Final = _in(RECOVERY, "test_a_shard_of_a_newer_key_layout_is_left_to_the_newer_program")
+_ANOTHER: Final = _in(RECOVERY, "test_another_history_is_replaced_and_its_lost_decisions_are_reported")
 
 MUTATIONS: Final = (
     Mutation(
@@ -341,14 +341,14 @@ MUTATIONS: Final = (
         "streams/relaying/takeover.py",
         "        if seq < tail:\n",
         "        if False:\n",
-        _in(RECOVERY, "test_a_redis_that_lost_something[emptied]"),
+        _in(RECOVERY, "test_redis_recovers_after_a_loss_under_traffic[emptied]"),
     ),
     Mutation(
         "a journal that lost events",
         "streams/relaying/takeover.py",
         "        if truth.cursor.seq < base.seq:\n",
         "        if False:\n",
-        _in(RECOVERY, "test_a_journal_that_lost_events_is_not_believed"),
+        _in(RECOVERY, "test_a_shard_stays_fenced_when_the_journal_lost_events"),
     ),
 )
 

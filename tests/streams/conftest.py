@@ -1,4 +1,4 @@
-"""A system with a history, which many tests read."""
+"""A system with a recorded history, which many tests read."""
 
 import asyncio
 import secrets
@@ -9,24 +9,22 @@ import pytest
 from grabstream.ops.rehearsal.stage import take_down
 from grabstream.ops.settings import Settings
 from tests.conftest import make_system
-from tests.streams.replaying.histories import System, drop, schemas, told_system
+from tests.streams.replaying.histories import RecordedSystem, drop, recorded_system, schemas
 
 
 @pytest.fixture(scope="session")
-def shared(servers: Settings) -> Iterator[System]:
-    """Both shards are carried to one moment, looked at, and then to their ends. Tests read it, and leave it
-    as it is.
-    """
+def shared(servers: Settings) -> Iterator[RecordedSystem]:
+    """A recorded system for the whole run: tests read it and change nothing of it."""
     name = f"test{secrets.token_hex(5)}"
     settings = servers.model_copy(update={"prefix": name, "schema_": name})
     asyncio.run(make_system(settings))
-    yield asyncio.run(told_system(settings))
+    yield asyncio.run(recorded_system(settings))
     asyncio.run(take_down(settings))
 
 
 @pytest.fixture
-async def told(shared: System) -> AsyncIterator[System]:
-    """The system; the schemas that a test made are taken away."""
+async def recorded(shared: RecordedSystem) -> AsyncIterator[RecordedSystem]:
+    """The recorded system; schemas that a test made are dropped after the test."""
     yield shared
     await drop(
         shared.settings,

@@ -1,5 +1,5 @@
-"""State equality on a running system: what Redis has of every shard is what a fold of its journal gives, key
-by key.
+"""Compares the state of a running system with its journal: every key of every shard in Redis must equal a
+fold of the shard's events.
 """
 
 import secrets
@@ -17,7 +17,7 @@ from tests.lua.histories.recovered import contents, differences, fold
 
 
 async def journal_lines(settings: Settings, shard: int) -> list[bytes]:
-    """The events of a shard that count, as the journal has them now."""
+    """The valid events of a shard that are in the journal now."""
     cursor, lines = Cursor(), list[bytes]()
     async with (
         open_reader(settings.kafka, Topics(settings.prefix).journal) as reader,
@@ -26,13 +26,13 @@ async def journal_lines(settings: Settings, shard: int) -> list[bytes]:
         async for records in reading:
             for record in records:
                 cursor, accepted = cursor.feed(record.offset, parse_block(record.headers, record.value))
-                lines += [one.line for one in accepted]
+                lines += [event.line for event in accepted]
     return lines
 
 
 async def assert_state_is_the_journal_s(settings: Settings) -> None:
-    """Waits until everything is journaled, then compares every shard; the system must be at rest but for its
-    sweeper.
+    """Waits until all events are journaled, then compares every shard. Only the sweeper may still change the
+    state.
     """
     redis = open_redis(settings)
     scratch = KeySpace(f"{settings.prefix}-fold-{secrets.token_hex(3)}", settings.shards)
@@ -51,7 +51,9 @@ async def assert_state_is_the_journal_s(settings: Settings) -> None:
 
 
 async def _is_equal(settings: Settings, redis: Any, scratch: KeySpace, number: int) -> bool:
-    """Raises AssertionError with the differences; False while the shard moves or is not journaled."""
+    """Raises AssertionError with the differences. Returns False while the shard changes or has events that
+    are not journaled.
+    """
     keys = key_space(settings).shard(number)
     before = await redis.hmget(keys.state, ["seq", "journaled_seq", "life"])
     if before[2] is None or (before[0] or b"0") != (before[1] or b"0"):
@@ -65,9 +67,9 @@ async def _is_equal(settings: Settings, redis: Any, scratch: KeySpace, number: i
     )
     again = KeySpace(f"{scratch.prefix}-{secrets.token_hex(3)}", settings.shards).shard(number)
     await fold(redis, again, lines, sealer(settings), settings.shards)
-    found = differences(live, await contents(redis, again))
+    differing = differences(live, await contents(redis, again))
     names = [key async for key in redis.scan_iter(match=f"{again.tag}:*", count=1_000)]
     if names:
         await redis.unlink(*names)
-    assert not found, f"shard {number}: Redis / its journal: {found[:20]}"
+    assert not differing, f"shard {number}: Redis / its journal: {differing[:20]}"
     return True

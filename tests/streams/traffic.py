@@ -1,5 +1,5 @@
-"""Traffic for fault tests: a crowd at both doors, faults at moments of the test's choosing, and then
-everything must add up.
+"""Traffic for fault tests: a crowd that sends grabs through a gate and through Kafka, while the test causes
+faults; afterwards all checks must pass.
 """
 
 import asyncio
@@ -20,33 +20,35 @@ from tests.conftest import until
 
 
 class Traffic:
-    """A crowd of about `people`, and how far it is."""
+    """A crowd of about `people` users, and its progress."""
 
     def __init__(self, settings: Settings, gate: Gate, people: int, seed: int = 11) -> None:
         self.settings = settings
-        self._chosen = [
-            one for one in envelopes(seed, people, 6, people // 20, 1_000) if one.deadline_ms is None
+        self._envelopes = [
+            envelope
+            for envelope in envelopes(seed, people, 6, people // 20, 1_000)
+            if envelope.deadline_ms is None
         ]
-        grabs = attempts(seed, self._chosen)
-        self.rehearsal = Rehearsal(settings, gate, self._chosen, grabs, seed)
+        grabs = attempts(seed, self._envelopes)
+        self.rehearsal = Rehearsal(settings, gate, self._envelopes, grabs, seed)
         self._crowd: asyncio.Task[float] | None = None
 
     @property
     def answered(self) -> int:
-        """Answers so far, at both doors."""
+        """The number of answers so far, through the gate and through Kafka."""
         return sum(self.rehearsal.doors.answered.values())
 
     async def begin(self) -> None:
-        """Opens the envelopes and lets the crowd in."""
+        """Opens the envelopes and starts the crowd."""
         await self.rehearsal.open()
         self.let_in()
 
     def let_in(self) -> None:
-        """Lets the crowd in, to envelopes that are open."""
+        """Starts the crowd; the envelopes must be open."""
         self._crowd = asyncio.create_task(self.rehearsal.crowd())
 
     async def until_answered(self, share: float) -> None:
-        """Returns when this share of all attempts has its answer."""
+        """Returns when this share of all attempts is answered."""
         assert self._crowd is not None
         await until(
             lambda: self.answered >= share * self.rehearsal.doors.total or self._crowd.done(), 60, "traffic"
@@ -55,14 +57,14 @@ class Traffic:
             self._crowd.result()
 
     async def seconds_to_next_answer(self) -> float:
-        """How long it takes from now until somebody gets an answer."""
+        """The time from now to the next answer, in seconds."""
         before, began = self.answered, time.monotonic()
         await until(lambda: self.answered > before, 30, "an answer")
         return time.monotonic() - began
 
     async def adds_up(self) -> None:
-        """Waits for the crowd and the books, then runs every check there is; raises AssertionError with what
-        is wrong.
+        """Waits for the crowd and the read models, then runs all checks of the verdict and of `verify`.
+        Raises AssertionError with the problems.
         """
         assert self._crowd is not None
         await asyncio.wait_for(self._crowd, 120)
@@ -72,16 +74,15 @@ class Traffic:
 
                 async def complete() -> bool:
                     try:
-                        found = await look(redis, key_space(self.settings), books)
-                        # A Redis that was emptied a moment ago has decided nothing, and so everything is
-                        # complete.
+                        progress = await look(redis, key_space(self.settings), books)
+                        # A Redis that has just been emptied has decided nothing, so all of it is complete.
                         promised = sum(map(len, self.rehearsal.doors.granted.values()))
-                        return found.complete and found.decided >= promised
+                        return progress.complete and progress.decided >= promised
                     except ConnectionError:
-                        return False  # a master has just died, and its replica is not there yet
+                        return False  # a master has just ended, and its replica has not replaced it yet
 
-                await until(complete, 150, "the books' arrival")
-                checks = await verdict(books, self._chosen, self.rehearsal.doors)
+                await until(complete, 150, "all events in the read models")
+                checks = await verdict(books, self._envelopes, self.rehearsal.doors)
             checks += await verify(self.settings)
         finally:
             await redis.aclose()
@@ -91,7 +92,7 @@ class Traffic:
 
 @asynccontextmanager
 async def traffic(settings: Settings, people: int = 8_000) -> AsyncIterator[Traffic]:
-    """Traffic with a gate of its own."""
+    """Yields traffic with its own gate; the traffic has not started."""
     client = open_redis(settings)
     gate = Gate(client, key_space(settings), sealer(settings), gate_limits(settings))
     gate.start()

@@ -25,7 +25,7 @@ from grabstream.ops.settings import Settings, child_environment
 from grabstream.streams.following import user_projection as own
 from grabstream.streams.following.user_projection import NotOurs, Projection, rebuild
 from tests.conftest import until
-from tests.streams.replaying.histories import Told, drop, journal, schemas
+from tests.streams.replaying.histories import MixedHistory, drop, journal, schemas
 from tests.support.command_line import env_of
 from tests.support.projecting import rows
 
@@ -89,12 +89,12 @@ class Folder:
             return {}
         return dict(await rows(self.settings, f"SELECT shard, seq FROM {self.schema}.projection_cursors"))
 
-    async def reached(self, places: dict[int, int]) -> None:
-        async def there() -> bool:
+    async def reached(self, expected: dict[int, int]) -> None:
+        async def all_reached() -> bool:
             seqs = await self.seqs()
-            return all(seqs.get(shard) == seq for shard, seq in places.items())
+            return all(seqs.get(shard) == seq for shard, seq in expected.items())
 
-        await until(there, 30, f"{places}: {(self.path / 'log').read_text()[-2000:]}")
+        await until(all_reached, 30, f"{expected}: {(self.path / 'log').read_text()[-2000:]}")
 
 
 @pytest.fixture
@@ -113,7 +113,7 @@ async def following(folder: Folder) -> AsyncIterator["subprocess.Popen[bytes]"]:
         await asyncio.to_thread(running.wait)
 
 
-def counted_in(history: Told, last: int) -> Counter[tuple[str, int]]:
+def counted_in(history: MixedHistory, last: int) -> Counter[tuple[str, int]]:
     return Counter(
         (event.offer, event.at // 60_000)
         for event in history.events[:last]
@@ -123,7 +123,7 @@ def counted_in(history: Told, last: int) -> Counter[tuple[str, int]]:
 
 async def test_the_code_of_the_page_counts_every_event_once(folder: Folder) -> None:
     """Live, through a kill -9 and a clean stop; and the test on the page passes."""
-    history, cut = Told(11, 4, 300), random.Random(5)
+    history, cut = MixedHistory(11, 4, 300), random.Random(5)
     half, end = len(history.lines) // 2, len(history.lines)
     await journal(folder.settings, history, cut, 1, half)
     killed = folder.follow(fail_at="grabs_per_minute.committed")
@@ -160,7 +160,7 @@ async def test_a_rebuild_replaces_a_version_that_is_followed_and_read(
     """The new version replaces the old one in one transaction: readers see either. The follower of the old
     version ends and logs the reason.
     """
-    history, cut = Told(12, 6, 300), random.Random(5)
+    history, cut = MixedHistory(12, 6, 300), random.Random(5)
     half, end = len(history.lines) // 2, len(history.lines)
     await journal(folder.settings, history, cut, 1, half)
     async with following(folder) as old:
@@ -210,7 +210,7 @@ async def test_a_rebuild_replaces_a_version_that_is_followed_and_read(
         }
         assert seen[0] >= sum(before.values())
         # The next event ends the old follower; the new follower applies it.
-        more = Told(13, 1, 20)
+        more = MixedHistory(13, 1, 20)
         await journal(folder.settings, more, cut)
         assert await asyncio.to_thread(old.wait, 30) == 1
         log = (folder.path / "log").read_text()
@@ -223,7 +223,7 @@ async def test_a_rebuild_replaces_a_version_that_is_followed_and_read(
 
 
 async def test_a_follower_of_a_replaced_version_ends_without_new_events(folder: Folder) -> None:
-    history = Told(14, 2, 30)
+    history = MixedHistory(14, 2, 30)
     await journal(folder.settings, history, random.Random(5))
     async with following(folder) as old:
         await folder.reached({2: len(history.lines)})

@@ -18,7 +18,7 @@ from grabstream.ops.settings import Settings, load_settings
 from grabstream.streams.following import user_projection as own
 from grabstream.streams.following.user_projection import NotOurs, Projection, System, follow, rebuild
 from tests.conftest import TEST_ROLE, until
-from tests.streams.replaying.histories import Told, drop, journal, schemas
+from tests.streams.replaying.histories import MixedHistory, drop, journal, schemas
 from tests.support.projecting import rows
 
 SHARD = 3
@@ -127,7 +127,7 @@ class Scene:
 
 @pytest.fixture
 async def scene(system: Settings) -> AsyncIterator[Scene]:
-    history = Told(21, SHARD, 20)
+    history = MixedHistory(21, SHARD, 20)
     await journal(system, history, random.Random(1))
     yield Scene(system, list(range(1, len(history.lines) + 1)))
     await drop(system, *(name for name in await schemas(system, system.schema_) if name != system.schema_))

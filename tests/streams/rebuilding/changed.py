@@ -1,7 +1,7 @@
-"""The command line of a release whose balances are of definition 3: titles of offers are shouted. `python -m
-tests.streams.rebuilding.changed …`.
+"""The command line of another release, in which the balances have definition 3: titles of offers are in upper
+case with an exclamation mark. `python -m tests.streams.rebuilding.changed …`.
 
-In the same database as this release, its workers write a version of their own.
+In the same database as this release, its workers write another version of the read model.
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ from grabstream.projections.balances.offers import _terms as as_before
 
 
 def install() -> None:
-    """Makes this process one of that release."""
+    """Makes this process one of the other release."""
     parse = definitions.parse
 
     def parse_changed(projection: str, text: str) -> definitions.Definition:

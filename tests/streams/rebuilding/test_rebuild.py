@@ -1,6 +1,5 @@
-"""Read models rebuilt: the same rows from the journal, from blocks cut elsewhere, and from the audit trail;
-cut off at any moment; refused where rows differ that were not meant to; shown and put back while readers
-read.
+"""Rebuilds of read models: the same rows from the journal, from blocks of other sizes, and from the audit
+trail; after an interruption; refused when undeclared rows differ; switched and undone while readers read.
 """
 
 import asyncio
@@ -48,9 +47,7 @@ from tests.support.rebuilding import (
 )
 
 
-async def test_the_same_rows_live_rebuilt_from_audit_and_from_blocks_cut_elsewhere(
-    system: Settings, prefix: str
-) -> None:
+async def test_rebuilds_from_either_source_make_the_live_rows(system: Settings, prefix: str) -> None:
     history = random_history(20261122, 3_000)
     await project(system, history, random.Random(3))
     live = {
@@ -64,8 +61,8 @@ async def test_the_same_rows_live_rebuilt_from_audit_and_from_blocks_cut_elsewhe
             assert await digests(system, new) == live[projection], (projection, source)
     async with await open_books(system) as books:
         assert len(await load(books, "ledger")) == system.shards
-        assert {one.version for one in await versions(books, system.schema_, "ledger")} == {3, 4}
-    # The rebuilt versions are what workers write from here on, all of them in their complete form.
+        assert {version.version for version in await versions(books, system.schema_, "ledger")} == {3, 4}
+    # A second system with blocks of other sizes: the same rows.
     again = system.model_copy(update={"prefix": prefix + "x", "schema_": prefix + "x"})
     await make_system(again)
     try:
@@ -76,33 +73,30 @@ async def test_the_same_rows_live_rebuilt_from_audit_and_from_blocks_cut_elsewhe
         await take_down(again)
 
 
-async def damaged(settings: Settings, statement: str, *values: Any) -> None:
-    """Changes rows of the live ledger, as no program of ours does."""
+async def damage_ledger(settings: Settings, statement: str, *values: Any) -> None:
+    """Changes rows of the live ledger by hand."""
     async with await open_books(settings) as books:
         await use_version(books, settings.schema_, await version_in(settings, "ledger"))
         assert (await books.execute(statement.encode(), values)).rowcount > 0
 
 
-async def test_differences_refuse_accept_and_undo(booked: Settings) -> None:
-    await damaged(booked, "UPDATE accounts_1 SET posted = posted + 7 WHERE account = 'wallet:u3'")
-    await damaged(booked, "DELETE FROM transfers_1 WHERE (shard, seq) = (2, 9)")
+async def test_a_rebuild_with_differences_is_refused_accepted_and_undone(booked: Settings) -> None:
+    await damage_ledger(booked, "UPDATE accounts_1 SET posted = posted + 7 WHERE account = 'wallet:u3'")
+    await damage_ledger(booked, "DELETE FROM transfers_1 WHERE (shard, seq) = (2, 9)")
     query = "SELECT posted FROM accounts WHERE account = 'wallet:u3'"
     [(wrong,)] = await rows(booked, query)
     refused = grabstream("rebuild", "ledger", "--json", **env_of(booked))
     assert refused.returncode == 1, refused.stderr
-    found = {one["table"]: one for one in json.loads(refused.stdout)["difference"]}
-    assert found["accounts_1"]["changed"] == {"posted": 1}
-    [example] = found["accounts_1"]["examples"]
+    difference = {table["table"]: table for table in json.loads(refused.stdout)["difference"]}
+    assert difference["accounts_1"]["changed"] == {"posted": 1}
+    [example] = difference["accounts_1"]["examples"]
     assert example == {
         "key": {"account": "wallet:u3", "asset": "CNY"},
         "changed": {"posted": [wrong, wrong - 7]},
     }
-    assert (
-        found["transfers_1"]["missing"],
-        found["transfers_1"]["extra"],
-        found["transfers_1"]["rows_changed"],
-    ) == (0, 1, 0)
-    assert found["transfers_1"]["examples"] == [{"key": {"shard": 2, "seq": 9, "leg": 0}, "only": "new"}]
+    transfers = difference["transfers_1"]
+    assert (transfers["missing"], transfers["extra"], transfers["rows_changed"]) == (0, 1, 0)
+    assert transfers["examples"] == [{"key": {"shard": 2, "seq": 9, "leg": 0}, "only": "new"}]
     assert await rows(booked, query) == [(wrong,)]
     shown = grabstream("rebuild", "ledger", **env_of(booked))
     assert shown.returncode == 1
@@ -131,11 +125,11 @@ async def test_differences_refuse_accept_and_undo(booked: Settings) -> None:
     assert f"dropped {booked.schema_}_ledger_2" in dropped.stdout
     for words in (("--undo",), ("--undo", "--dry-run")):
         assert grabstream("rebuild", "ledger", *words, **env_of(booked)).returncode == 1
-    assert [one.state for one in await all_versions(booked, "ledger")] == ["live"]
-    # What is kept is kept until the next switch, whether that one keeps something or not.
+    assert [version.state for version in await all_versions(booked, "ledger")] == ["live"]
+    # The previous version is kept until the next switch, whether that switch keeps a version or not.
     for words in ((), ("--no-keep",)):
         assert grabstream("rebuild", "ledger", *words, **env_of(booked)).returncode == 0
-    assert [one.state for one in await all_versions(booked, "ledger")] == ["live"]
+    assert [version.state for version in await all_versions(booked, "ledger")] == ["live"]
 
 
 async def all_versions(settings: Settings, projection: str) -> list[Version]:
@@ -143,11 +137,11 @@ async def all_versions(settings: Settings, projection: str) -> list[Version]:
         return await versions(books, settings.schema_, projection)
 
 
-async def test_what_is_undone_has_the_events_that_came_meanwhile(
+async def test_undo_applies_newer_events_to_the_previous_version_first(
     booked: Settings, journal: JournalWriter
 ) -> None:
-    """Of two versions of one definition workers write the live one; going back brings the other up to it
-    first.
+    """Workers write only the live version of a definition. `--undo` first applies the newer events to the
+    previous version.
     """
     async with running(booked, "ledger") as [ledger]:
         await ledger.put(CatchUp(0))
@@ -180,8 +174,8 @@ async def _is(settings: Settings, query: str, expected: list[Any]) -> bool:
 
 
 @pytest.mark.parametrize("step", ["rebuild.committed:3", "rebuild.finished"])
-async def test_killed_in_the_middle_it_goes_on(booked: Settings, step: str) -> None:
-    """kill -9 between two commits of a load, and after the sums: the same command ends with the same rows."""
+async def test_a_killed_rebuild_continues(booked: Settings, step: str) -> None:
+    """kill -9 between two commits of the load, and after it: the same command ends with the same rows."""
     before = await digests(booked, await version_in(booked, "balances"))
     killed = grabstream("rebuild", "balances", **env_of(booked), fail_at=step)
     assert killed.returncode == -signal.SIGKILL
@@ -190,7 +184,8 @@ async def test_killed_in_the_middle_it_goes_on(booked: Settings, step: str) -> N
     loaded = await rows(booked, f"SELECT count(*) FROM {begun.schema}.projection_cursors WHERE seq > 0")
     assert loaded == [(3 if begun.phase == "loading" else booked.shards,)]
     shown = grabstream("status", "--json", **env_of(booked))
-    [building] = [one for one in json.loads(shown.stdout)["versions"] if one["state"] == "building"]
+    versions_shown = json.loads(shown.stdout)["versions"]
+    [building] = [version for version in versions_shown if version["state"] == "building"]
     assert (building["schema"], building["phase"], building["events"]) == (
         begun.schema,
         begun.phase,
@@ -202,8 +197,8 @@ async def test_killed_in_the_middle_it_goes_on(booked: Settings, step: str) -> N
     assert await digests(booked, live) == before
 
 
-async def test_stopped_in_the_middle_it_goes_on(booked: Settings) -> None:
-    """A cancellation between two commits of the load, and Ctrl-C while the live cursors are awaited."""
+async def test_an_interrupted_rebuild_continues(booked: Settings) -> None:
+    """A cancellation between two commits of the load, and Ctrl-C while it waits for the live cursors."""
     before = await digests(booked, await version_in(booked, "ledger"))
     task: asyncio.Task[Any] | None = None
     seen: list[RebuildProgress] = []
@@ -233,10 +228,10 @@ async def test_stopped_in_the_middle_it_goes_on(booked: Settings) -> None:
 
         async def waiting() -> bool:
             async with await open_books(booked) as others:
-                found = await others.execute(waits, (f'%{live.schema}"."projection_cursors" %FOR UPDATE%',))
-                return (await found.fetchone() or [0])[0] == 1
+                locking = f'%{live.schema}"."projection_cursors" %FOR UPDATE%'
+                return (await (await others.execute(waits, (locking,))).fetchone() or [0])[0] == 1
 
-        await until(waiting, 30, "the rebuild's wait for the cursors")
+        await until(waiting, 30, "the wait of the rebuild for the cursors")
         process.send_signal(signal.SIGINT)
         _, errors = await asyncio.to_thread(process.communicate, timeout=30)
         assert process.returncode == 130, errors
@@ -246,7 +241,7 @@ async def test_stopped_in_the_middle_it_goes_on(booked: Settings) -> None:
     assert await digests(booked, await version_in(booked, "ledger")) == before
 
 
-async def test_one_rebuild_of_a_projection_at_a_time(booked: Settings) -> None:
+async def test_a_second_rebuild_of_a_projection_is_refused(booked: Settings) -> None:
     async with open_rebuild(where_of(booked), "ledger"):
         done = grabstream("rebuild", "ledger", **env_of(booked))
         assert done.returncode == 1
@@ -254,9 +249,9 @@ async def test_one_rebuild_of_a_projection_at_a_time(booked: Settings) -> None:
         assert grabstream("rebuild", "audit", **env_of(booked)).returncode == 0
 
 
-async def test_a_reader_that_holds_the_views_is_waited_for(booked: Settings) -> None:
-    """An open transaction that has read a view keeps seeing what it saw; others are not held up; the switch
-    comes when it ends.
+async def test_a_switch_waits_for_open_transactions_of_readers(booked: Settings) -> None:
+    """An open transaction that has read a view sees the same version until it ends; the switch waits for it,
+    and other readers do not wait.
     """
     async with await open_books(booked) as reader, await AsyncConnection.connect(booked.postgres) as snapshot:
         async with reader.transaction():
@@ -267,7 +262,7 @@ async def test_a_reader_that_holds_the_views_is_waited_for(booked: Settings) -> 
             assert await rows(booked, "SELECT count(*) FROM accounts WHERE account LIKE 'offer:%'") == [
                 (booked.shards,)
             ]
-        # Another one has read nothing of ours, but its snapshot is older than the rows of the new version.
+        # This session has read no view, but its snapshot is older than the rows of the new version.
         await snapshot.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
         await snapshot.execute("SELECT 1")
         refused = grabstream("rebuild", "ledger", "--patience", "0", **env_of(booked))
@@ -280,9 +275,9 @@ async def test_a_reader_that_holds_the_views_is_waited_for(booked: Settings) -> 
     assert grabstream("rebuild", "ledger", **env_of(booked)).returncode == 0
 
 
-async def test_readers_of_any_role_keep_what_they_saw(booked: Settings, servers: Settings) -> None:
-    """A switch by a role that is no superuser waits for a snapshot of another role, and is done when that one
-    lets go.
+async def test_a_switch_waits_for_snapshots_of_other_roles(booked: Settings, servers: Settings) -> None:
+    """A switch by a role that is not a superuser waits for a snapshot of another role, and continues when the
+    snapshot ends.
     """
     [(privileged,)] = await rows(
         booked,
@@ -308,7 +303,8 @@ async def test_readers_of_any_role_keep_what_they_saw(booked: Settings, servers:
             waiting = asyncio.create_task(
                 asyncio.to_thread(grabstream, "rebuild", "ledger", "--no-keep", **env_of(booked))
             )
-            await asyncio.sleep(1)  # whether it waits already or not, it may not be done before the reader is
+            # Whether the switch waits yet or not: it must not be done before the reader commits.
+            await asyncio.sleep(1)
             assert await (await reader.execute(count)).fetchone() == (booked.shards * (GRANTS + 1),)
             await reader.commit()
             assert (await waiting).returncode == 0
@@ -320,9 +316,9 @@ async def test_readers_of_any_role_keep_what_they_saw(booked: Settings, servers:
             await connection.execute(sql.SQL("DROP ROLE {}").format(role))
 
 
-async def test_a_snapshot_that_goes_while_it_is_waited_for(booked: Settings) -> None:
-    """In one transaction of the one who waits, as in a switch; and a worker that waits for us is not waited
-    for.
+async def test_a_wait_for_an_older_snapshot_ends_with_the_snapshot(booked: Settings) -> None:
+    """The waiting session has an open transaction, as in a switch. It does not wait for a worker that waits
+    for its locks.
     """
     async with (
         await open_books(booked) as us,
@@ -336,7 +332,7 @@ async def test_a_snapshot_that_goes_while_it_is_waited_for(booked: Settings) -> 
             waits = asyncio.create_task(worker.execute("UPDATE read_models SET phase = phase"))
             blocked = "SELECT count(*) FROM pg_locks WHERE pid = %s AND NOT granted"
             await until(
-                lambda: _is(booked, blocked % worker.info.backend_pid, [(1,)]), 10, "the worker's wait"
+                lambda: _is(booked, blocked % worker.info.backend_pid, [(1,)]), 10, "the wait of the worker"
             )
             with pytest.raises(Busy, match=f"pid {reader.info.backend_pid},"):
                 await older_snapshots_gone(us, booked.schema_, 0.2)
@@ -348,8 +344,10 @@ async def test_a_snapshot_that_goes_while_it_is_waited_for(booked: Settings) -> 
         await waits
 
 
-async def test_a_journal_that_lost_records_is_refused_and_the_audit_trail_has_them(booked: Settings) -> None:
-    """What the journal cannot give any more is said, and the live version is left alone."""
+async def test_a_rebuild_refuses_a_journal_that_lost_records_and_reads_the_audit_trail(
+    booked: Settings,
+) -> None:
+    """The message names the shard and where its journal ends, and the live version is unchanged."""
     elsewhere = where_of(booked)._replace(journal=f"{booked.prefix}.events")
     async with (
         open_rebuild(elsewhere, "ledger") as work,
@@ -359,16 +357,16 @@ async def test_a_journal_that_lost_records_is_refused_and_the_audit_trail_has_th
     ):
         with pytest.raises(RebuildRefused, match=r"shard 0: .*ends"):
             await work.build(source)
-    await damaged(booked, "UPDATE accounts_1 SET posted = 1 WHERE account = 'wallet:u3'")
+    await damage_ledger(booked, "UPDATE accounts_1 SET posted = 1 WHERE account = 'wallet:u3'")
     assert grabstream("rebuild", "ledger", "--from", "audit", "--accept", **env_of(booked)).returncode == 0
     assert not await rows(booked, "SELECT asset FROM accounts GROUP BY asset HAVING sum(posted) <> 0")
 
 
-async def test_a_worker_that_was_idle_meanwhile_goes_on_with_the_new_version(
+async def test_an_idle_worker_writes_the_new_version_after_a_switch(
     booked: Settings, journal: JournalWriter, worker: Callable[..., Any]
 ) -> None:  # fmt: skip
-    """The version that it wrote last is gone when the next event comes."""
-    at_work = worker(booked, "project")
+    """The version that the worker wrote last does not exist any more when the next event arrives."""
+    idle = worker(booked, "project")
 
     async def connected() -> bool:
         names = ", ".join(f"'{session_name(booked.schema_, name)}'" for name in ("ledger", "balances"))
@@ -385,17 +383,21 @@ async def test_a_worker_that_was_idle_meanwhile_goes_on_with_the_new_version(
         assert done.returncode == 0, done.stderr
     await journal.block(lines_of(SHARD, GRANTS + 1), GRANTS + 2, GRANTS + 2)
     await until_at_seq(booked, GRANTS + 2)
-    assert at_work.process.poll() is None
-    assert at_work.stop() == 0
+    assert idle.process.poll() is None
+    assert idle.stop() == 0
 
 
-def test_shards_are_dealt_out_evenly() -> None:
+def test_deal_gives_processes_about_equal_numbers_of_events() -> None:
     assert deal({0: 5, 1: 9, 2: 4, 3: 1}, 2) == [[1, 3], [0, 2]]
     assert deal({0: 5}, 4) == [[0]]
 
 
-async def test_processes_load_the_same_rows(booked: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shards dealt out to processes; what one of them cannot read is said, and the others are ended."""
+async def test_a_rebuild_with_several_processes_makes_the_same_rows(
+    booked: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each process loads some of the shards. If one of them cannot read its shard, the rebuild ends with its
+    reason, and the other processes end.
+    """
     monkeypatch.setattr("grabstream.streams.rebuilding.rebuild.PROCESSES_EVENTS_MIN", 1)
     before = await digests(booked, await version_in(booked, "balances"))
     new = await rebuilt(booked, "balances", jobs=2)
@@ -416,14 +418,16 @@ async def test_processes_load_the_same_rows(booked: Settings, monkeypatch: pytes
     assert await digests(booked, await rebuilt(booked, "ledger", jobs=2)) == await digests(booked, ledger)
 
 
-async def test_all_read_models_one_after_the_other(booked: Settings) -> None:
-    """And a definition that is not the live one's is said beforehand."""
+async def test_rebuild_all_rebuilds_every_read_model(booked: Settings) -> None:
+    """`--dry-run` and `status` also name a definition that differs from the live one."""
     expected = {name: (await version_in(booked, name)).version + 1 for name in PROJECTIONS}
     done = grabstream("rebuild", "all", "--json", "--no-keep", **env_of(booked))
     assert done.returncode == 0, done.stderr
-    assert {one["projection"]: one["new"]["version"] for one in json.loads(done.stdout)} == expected
+    reported = {rebuild["projection"]: rebuild["new"]["version"] for rebuild in json.loads(done.stdout)}
+    assert reported == expected
     for projection in PROJECTIONS:
-        assert [one.version for one in await all_versions(booked, projection)] == [expected[projection]]
+        existing = [version.version for version in await all_versions(booked, projection)]
+        assert existing == [expected[projection]]
     plan = subprocess.run(
         [sys.executable, "-m", "tests.streams.rebuilding.changed", "rebuild", "balances", "--dry-run"],
         env=child_environment(**env_of(booked)), capture_output=True, text=True, timeout=60,
@@ -438,9 +442,9 @@ async def test_all_read_models_one_after_the_other(booked: Settings) -> None:
     assert json.loads(shown.stdout)["waiting"] == {"balances": 3}
 
 
-async def test_a_live_version_of_another_history_is_refused(booked: Settings) -> None:
-    """At the same seq with another hash, nothing is compared or shown, whatever is read; with the right hash
-    all is well.
+async def test_a_rebuild_refuses_a_live_version_of_another_history(booked: Settings) -> None:
+    """The live cursor has another hash at the same seq: from either source, the rebuild compares and switches
+    nothing. With the right hash it succeeds.
     """
     ledger = await version_in(booked, "ledger")
     table = f"{ledger.schema}.projection_cursors"

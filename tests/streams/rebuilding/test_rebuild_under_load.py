@@ -1,5 +1,5 @@
-"""A changed projection under live traffic: the switch, and no reader ever sees a mixture, nor goes back in
-time.
+"""A rebuild with a changed definition under traffic: no reader ever sees rows of two versions, or a state
+older than one it has seen before.
 """
 
 import asyncio
@@ -26,8 +26,7 @@ from tests.support.leases import until_relayed_by
 from tests.support.projecting import rows
 from tests.support.rebuilding import digests, version_in
 
-#: One transaction's look at offers and grabs: events, grabs that offers count and grabs there are, titles
-#: shouted and not.
+#: Read in one transaction: applied events, grabs counted by offers, titles of the new and of the old version.
 LOOK = (
     "SELECT (SELECT sum(seq) FROM cursors WHERE projection = 'balances')::bigint, coalesce(sum(grabs), "
     "0)::bigint, "
@@ -36,7 +35,7 @@ LOOK = (
 
 
 class Reader:
-    """Reads all the time, in transactions of both kinds, and keeps what is wrong."""
+    """Reads without pause, at two isolation levels, and collects contradictions."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -70,20 +69,20 @@ class Reader:
 
     def _check(self, newest: tuple[int, int], look: Any, grabs: int) -> None:
         self.looks += 1
-        events, counted, shouted, spoken = look[:4]
+        events, counted, new_titles, old_titles = look[:4]
         if (events, counted) < newest or counted < newest[1]:
             self.wrong.append(f"back in time: {look} after {newest}")
         if counted != grabs:
             self.wrong.append(f"offers count {counted} grabs, there are {grabs}")
-        if shouted and spoken:
-            self.wrong.append(f"{shouted} titles of the new version and {spoken} of the old one")
-        form = "new" if shouted else "old"
+        if new_titles and old_titles:
+            self.wrong.append(f"{new_titles} titles of the new version and {old_titles} of the old one")
+        form = "new" if new_titles else "old"
         if not self.forms or self.forms[-1] != form:
             self.forms.append(form)
 
 
 def start(settings: Settings, log: Path, *words: str) -> "subprocess.Popen[bytes]":
-    """The other release's command line."""
+    """Starts the command line of the other release."""
     with log.open("ab") as output:
         return subprocess.Popen(
             [sys.executable, "-m", "tests.streams.rebuilding.changed", *words],
@@ -94,7 +93,7 @@ def start(settings: Settings, log: Path, *words: str) -> "subprocess.Popen[bytes
 
 
 @pytest.mark.nightly
-async def test_a_changed_projection_under_load(
+async def test_a_switch_under_load_shows_no_mixture_of_versions(
     system: Settings, worker: Callable[..., Any], tmp_path: Path
 ) -> None:
     deciding = worker(system, "decide,relay,sweep")
@@ -110,63 +109,63 @@ async def test_a_changed_projection_under_load(
     try:
         async with traffic(system, 12_000) as crowd:
             await until(
-                lambda: "grabstream rebuild balances" in log.read_text(), 60, "the newer worker's wait"
+                lambda: "grabstream rebuild balances" in log.read_text(), 60, "the wait of the newer worker"
             )
             await crowd.begin()
             await crowd.until_answered(0.2)
             rebuild = await asyncio.to_thread(
                 start(system, tmp_path / "rebuild.json", "rebuild", "balances", "--json").wait, 120
             )
-            said = (tmp_path / "rebuild.json").read_text()
-            assert rebuild == 0, said
-            found = {one["table"]: one for one in json.loads(said[said.index("{") :])["difference"]}
-            assert found["offers_1"]["declared"] == {"title": found["offers_1"]["rows_old"]}
+            output = (tmp_path / "rebuild.json").read_text()
+            assert rebuild == 0, output
+            tables = json.loads(output[output.index("{") :])["difference"]
+            difference = {table["table"]: table for table in tables}
+            assert difference["offers_1"]["declared"] == {"title": difference["offers_1"]["rows_old"]}
             assert not [
-                one for one in found.values() if one["missing"] or one["extra"] or one["rows_changed"]
+                table
+                for table in difference.values()
+                if table["missing"] or table["extra"] or table["rows_changed"]
             ]
             await crowd.adds_up()
-            # The other version goes on too, by workers of the release before, and is complete at the same
-            # events.
+            # The workers of the previous release still write the previous version, up to the same events.
             kept = await version_in(system, "balances", "previous")
             live = await version_in(system, "balances")
             seqs = "SELECT shard, seq FROM {}.projection_cursors ORDER BY shard"
-            until_same = await rows(system, seqs.format(live.schema))
+            live_seqs = await rows(system, seqs.format(live.schema))
 
             async def same() -> bool:
-                return await rows(system, seqs.format(kept.schema)) == until_same
+                return await rows(system, seqs.format(kept.schema)) == live_seqs
 
-            await until(same, 30, "the previous version's cursors")
+            await until(same, 30, "the cursors of the previous version")
         before, after = await digests(system, kept), await digests(system, live)
         assert {table for table in before if before[table] != after[table]} == {"offers_1"}
-        # In a thread: a reader that stood still with its snapshot would keep the switch waiting.
+        # In a thread: the readers must continue, or the switch would wait for their snapshots.
         assert (
             await asyncio.to_thread(grabstream, "rebuild", "balances", "--undo", **env_of(system))
         ).returncode == 0
-        await until(lambda: readers.forms.count("old") > 1, 30, "a look at what was undone")
+        await until(lambda: readers.forms.count("old") > 1, 30, "a read of the previous version")
     finally:
         for task in reading:
             task.cancel()
         ended = await asyncio.gather(*reading, return_exceptions=True)
         newer.terminate()
         await asyncio.to_thread(newer.wait, 30)
-    assert all(isinstance(one, asyncio.CancelledError) for one in ended), ended
+    assert all(isinstance(result, asyncio.CancelledError) for result in ended), ended
     assert not readers.wrong, readers.wrong[:5]
     assert readers.forms[:2] == ["old", "new"]
     assert readers.looks > 50
-    # Nothing was published a second time by all this.
+    # No event was published a second time.
     [(events,)] = await rows(system, "SELECT sum(seq)::int FROM cursors WHERE projection = 'audit'")
     assert await published(system) == events
 
 
 async def published(settings: Settings) -> int:
-    """How many events are in the topic of single events, repeats counted."""
-
+    """The number of records on the topic of single events, with repeats."""
     async with open_reader(settings.kafka, Topics(settings.prefix).events) as reader:
         return sum([await reader.end(shard) for shard in range(settings.shards)])
 
 
-def test_workers_of_another_definition_are_in_a_group_of_their_own(monkeypatch: Any) -> None:
-
+def test_workers_of_another_definition_have_another_consumer_group(monkeypatch: Any) -> None:
     assert group_of("grab", ["ledger", "audit", "events"]) == "grab.ledger:2-audit-events"
     changed = agents.definition_of("balances")._replace(number=9)
     monkeypatch.setattr(agents, "definition_of", lambda name: changed)

@@ -1,5 +1,5 @@
-"""The journal restored from the audit trail: the topic is deleted, filled again, and the system goes on as if
-nothing had been.
+"""The journal restored from the audit trail: the topic is deleted and filled again, and the system continues
+without a loss.
 """
 
 import asyncio
@@ -46,13 +46,15 @@ async def append(settings: Settings, shard: int, value: bytes, headers: list[tup
     await producer.stop()
 
 
-async def sound(settings: Settings) -> None:
+async def assert_verified(settings: Settings) -> None:
     checks = await verify(settings)
     assert not {check.name: check.problems for check in checks if not check.passed}
 
 
 @pytest.mark.parametrize("lost", ["journal", "events too"])
-async def test_the_journal_restored(system: Settings, worker: Callable[..., Any], lost: str) -> None:
+async def test_restoring_the_journal_returns_all_events_and_traffic_continues(
+    system: Settings, worker: Callable[..., Any], lost: str
+) -> None:
     topics = Topics(system.prefix)
     first = worker(system)
     await take_parts(system, "a")
@@ -65,21 +67,20 @@ async def test_the_journal_restored(system: Settings, worker: Callable[..., Any]
     await delete_topics(system, topics.journal, *([topics.events] if lost == "events too" else []))
     done = grabstream(*RESTORE_JOURNAL, "--json", **env_of(system))
     assert done.returncode == 0, done.stderr
-    said = json.loads(done.stdout)
-    assert (said["events"], said["written"]) == (events, events)
+    result = json.loads(done.stdout)
+    assert (result["events"], result["written"]) == (events, events)
     assert "journal: restoring the journal" in done.stderr
-    # Cut off and begun again, it writes nothing twice.
+    # A second run writes nothing.
     again = grabstream(*RESTORE_JOURNAL, "--json", **env_of(system))
     assert (again.returncode, json.loads(again.stdout)["written"]) == (0, 0)
     for projection in PROJECTIONS:
         assert await digests(system, await rebuilt(system, projection)) == before[projection]
     worker(system)
     await take_parts(system, "b")
-    await sound(system)
+    await assert_verified(system)
     [(last,)] = await rows(system, "SELECT sum(seq)::int FROM cursors WHERE projection = 'audit'")
     assert last == 2 * events
-    # Of what was published before, only the last event of a shard came again, once for each time that the
-    # journal was restored.
+    # Only the last event of each shard was published again, once per restore.
     shards = len(await rows(system, "SELECT DISTINCT shard FROM audit WHERE offer LIKE 'a%'"))
     kept = sent if lost == "journal" else 0
     assert await published(system) == kept + 2 * shards + events
@@ -88,15 +89,15 @@ async def test_the_journal_restored(system: Settings, worker: Callable[..., Any]
     assert "stop the workers" in refused.stderr
 
 
-async def test_what_the_audit_trail_has_not_is_not_lost_silently(
+async def test_a_restore_names_events_that_the_audit_trail_lacks(
     system: Settings, worker: Callable[..., Any]
 ) -> None:
-    """Whoever knows more than the audit trail is named, with the seqs that would be lost; then they are given
-    up, and all agree again.
+    """The message names every place that has more events than the audit trail, with their seqs. With
+    --accept-loss they are removed everywhere, and all places agree again.
     """
-    one = worker(system)
+    first = worker(system)
     await take_parts(system, "a")
-    assert one.stop() == 0
+    assert first.stop() == 0
     refused = grabstream(*RESTORE_JOURNAL, **env_of(system))
     assert refused.returncode == 1
     assert "events stand in the journal, seq 1 to " in refused.stderr
@@ -104,15 +105,15 @@ async def test_what_the_audit_trail_has_not_is_not_lost_silently(
         f"`kafka-topics.sh --bootstrap-server {system.kafka} --delete --topic {system.prefix}.journal`"
         in refused.stderr
     )
-    # One more version knows it, which is not shown.
+    # A second version of the ledger has the event too.
     await rebuilt(system, "ledger")
     topics = Topics(system.prefix)
     await delete_topics(system, topics.journal)
     shard, seq, lost = await forget_last_audit_row(system)
     refused = grabstream(*RESTORE_JOURNAL, "--dry-run", **env_of(system))
     assert refused.returncode == 1
-    for who in ("ledger", "balances", "Redis' checkpoint", "events topic"):
-        assert f"shard {shard}: {who}" in refused.stderr.replace("what is published on the ", "")
+    for has_event in ("ledger", "balances", "Redis' checkpoint", "events topic"):
+        assert f"shard {shard}: {has_event}" in refused.stderr.replace("what is published on the ", "")
     assert f"the text of seq {seq} to {seq} stands on {topics.events} only" in refused.stderr
     assert "--accept-loss" in refused.stderr
     accepted = (*RESTORE_JOURNAL, "--accept-loss", "--json")
@@ -122,25 +123,26 @@ async def test_what_the_audit_trail_has_not_is_not_lost_silently(
     await delete_topics(system, topics.events)
     refused = grabstream(*RESTORE_JOURNAL, **env_of(system))
     assert f"the text of seq {seq} to {seq} is nowhere else" in refused.stderr
-    before = {one.schema for one in await all_versions(system)}
+    before = {version.schema for version in await all_versions(system)}
     done = grabstream(*accepted, "--republish", **env_of(system))
     assert done.returncode == 0, done.stderr
-    said = json.loads(done.stdout)
-    assert {one["shard"]: one["given_up"] for one in said["shards"] if one["given_up"]} == {shard: 1}
+    result = json.loads(done.stdout)
+    given_up = {row["shard"]: row["given_up"] for row in result["shards"] if row["given_up"]}
+    assert given_up == {shard: 1}
     now = await all_versions(system)
-    assert sorted(before - {one.schema for one in now}) == said["made_anew"]
-    assert {one.state for one in now} == {"live"}
-    # Done again it has nothing to give up.
+    assert sorted(before - {version.schema for version in now}) == result["made_anew"]
+    assert {version.state for version in now} == {"live"}
+    # A second run has nothing to remove.
     again = grabstream(*RESTORE_JOURNAL, "--json", **env_of(system))
     assert (again.returncode, json.loads(again.stdout)["made_anew"]) == (0, []), again.stderr
     worker(system)
     async with open_gate(system) as gate:
-        # What was given up was never decided: the same command is decided now.
+        # The removed event counts as never decided: the same command is decided again.
         command = Grab(id=lost["command"], offer=lost["offer"], user=lost["user"])
         [answer] = await gate.decide([command], patience_ms=90_000, timeout_ms=90_000)
         assert (answer.outcome, answer.repeated, answer.seq) == ("granted", False, seq)
     await take_parts(system, "b")
-    await sound(system)
+    await assert_verified(system)
 
 
 async def all_versions(settings: Settings) -> list[Version]:
@@ -149,15 +151,15 @@ async def all_versions(settings: Settings) -> list[Version]:
         return await versions(books, settings.schema_)
 
 
-async def test_an_attempt_that_was_cut_off_goes_on_with_a_new_term(
+async def test_an_interrupted_restore_continues_with_a_higher_term(
     system: Settings, worker: Callable[..., Any]
 ) -> None:
-    """Some shards are written, one has only its marker: the rest comes under a higher term, also than that of
-    a stranger's marker.
+    """One shard is written, another has only its marker. The next run writes them under a higher term, also
+    higher than that of a marker of an unknown relay.
     """
-    one = worker(system)
+    first = worker(system)
     await take_parts(system, "a")
-    assert one.stop() == 0
+    assert first.stop() == 0
     topics = Topics(system.prefix)
     await delete_topics(system, topics.journal)
     redis = open_redis(system)
@@ -179,8 +181,7 @@ async def test_an_attempt_that_was_cut_off_goes_on_with_a_new_term(
             half[0].shard: half[0].end.seq
         }
         assert await work.run(later) == sum(plan.end.seq for plan in plans) - half[0].end.seq
-        # A stranger's marker has no events: the next attempt goes on above it. Its events are another
-        # history.
+        # A marker of an unknown relay has no events: the next run takes a higher term.
         await append(system, 0, b"", marker_headers(0, 10_000, "stranger"))
         assert await work.run(await work.plan()) == 0
         assert await redis.hget(key_space(system).shard(0).state, "term") == b"10001"
@@ -189,13 +190,13 @@ async def test_an_attempt_that_was_cut_off_goes_on_with_a_new_term(
         await redis.aclose()
     worker(system)
     await take_parts(system, "b")
-    await sound(system)
+    await assert_verified(system)
 
 
-async def test_a_shard_that_is_being_rebuilt_by_another_command_is_refused(
+async def test_rebuild_redis_refuses_a_shard_that_another_command_rebuilds(
     system: Settings, worker: Callable[..., Any]
 ) -> None:
-    """Of two such commands, and beside a worker; once the other is done, or was killed, it is rebuilt."""
+    """Beside a worker; when the lease of the other command has ended, the shard is rebuilt."""
     worker(system)
     await take_parts(system, "a")
     keys, redis = key_space(system).shard(0), open_redis(system)
@@ -203,9 +204,9 @@ async def test_a_shard_that_is_being_rebuilt_by_another_command_is_refused(
         await redis.set(keys.lease, "rebuild-another", px=600_000)
         refused = grabstream("rebuild", "redis", "--json", **env_of(system))
         assert refused.returncode == 1, refused.stderr
-        told = {one["shard"]: one for one in json.loads(refused.stdout)}
-        assert [shard for shard, one in told.items() if one["refused"]] == [0]
-        assert "another `grabstream rebuild redis`" in told[0]["done"]
+        by_shard = {row["shard"]: row for row in json.loads(refused.stdout)}
+        assert [shard for shard, row in by_shard.items() if row["refused"]] == [0]
+        assert "another `grabstream rebuild redis`" in by_shard[0]["done"]
         assert await redis.get(keys.lease) == b"rebuild-another"
         await redis.delete(keys.lease)
         done = grabstream("rebuild", "redis", "--shard", "0", **env_of(system))
@@ -215,13 +216,15 @@ async def test_a_shard_that_is_being_rebuilt_by_another_command_is_refused(
         await redis.aclose()
 
 
-async def test_relays_that_took_over_in_vain(system: Settings, worker: Callable[..., Any]) -> None:
-    """A worker and a rebuild have left markers in the empty journal: it can be filled; then an event of
-    another history stands there.
+async def test_a_restore_fills_a_journal_with_markers_of_other_relays(
+    system: Settings, worker: Callable[..., Any]
+) -> None:
+    """A rebuild and a relay, which could not recover, have left markers in the empty journal: it can still be
+    filled.
     """
-    one = worker(system)
+    first = worker(system)
     await take_parts(system, "a")
-    assert one.stop() == 0
+    assert first.stop() == 0
     await delete_topics(system, Topics(system.prefix).journal)
     await empty_journal(system)
     [(shard, seq)] = await rows(
@@ -247,7 +250,7 @@ async def test_relays_that_took_over_in_vain(system: Settings, worker: Callable[
 
         await until(taken_in_vain, 30, "the relay's term")
         assert relaying.stop() == 0
-        # Above every term that anybody but the topic knows.
+        # Higher than every term outside the topic.
         await append(system, shard, b"", marker_headers(shard, 500, "in-vain"))
         done = grabstream(*RESTORE_JOURNAL, **env_of(system))
         assert done.returncode == 0, done.stderr
@@ -263,4 +266,4 @@ async def test_relays_that_took_over_in_vain(system: Settings, worker: Callable[
     assert checkpoint[0] == b"501"
     worker(system)
     await take_parts(system, "b")
-    await sound(system)
+    await assert_verified(system)

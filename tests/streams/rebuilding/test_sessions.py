@@ -1,4 +1,4 @@
-"""What sessions of PostgreSQL are called, and that a switch waits for all but those of other systems."""
+"""Names of PostgreSQL sessions, and that a switch waits for all sessions except those of other systems."""
 
 import asyncio
 import os
@@ -25,13 +25,13 @@ from grabstream.streams.relaying.shadow import BESIDE_STEADILY
 from tests.conftest import until
 from tests.support.projecting import rows
 
-#: As long as a schema may be; they differ in the last letter.
+#: Schema names of the maximal length that differ in the last letter.
 LONG = ("s" * 47 + "a", "s" * 47 + "b")
 
 
 @pytest.fixture
 async def other(servers: Settings, system: Settings) -> AsyncIterator[Settings]:
-    """Another system of the same database, whose names begin as those of `system` do."""
+    """Another system in the same database, whose names begin with those of `system`."""
     settings = servers.model_copy(
         update={"prefix": f"{system.prefix}_b", "schema_": f"{system.schema_}_b", "shards": 1}
     )
@@ -40,12 +40,10 @@ async def other(servers: Settings, system: Settings) -> AsyncIterator[Settings]:
     await take_down(settings)
 
 
-async def test_a_switch_waits_for_all_but_the_sessions_of_other_systems(
+async def test_a_switch_waits_for_every_session_except_those_of_other_systems(
     system: Settings, other: Settings
 ) -> None:
-    """Of a session that only looks like another system's, nothing is known: it is waited for as everybody
-    is.
-    """
+    """The switch also waits for sessions whose names only resemble those of another system."""
     mine, theirs = system_name(system.schema_), system_name(other.schema_)
     waited_for = [
         "",
@@ -65,15 +63,15 @@ async def test_a_switch_waits_for_all_but_the_sessions_of_other_systems(
         (other, ([theirs, f"{theirs}: verify"], [mine, f"{mine}: ledger"])),
     ):
         async with await open_books(us) as asking, AsyncExitStack() as stack:
-            of_name = {name: await begin(stack, us.postgres, name) for name in (*names[0], *names[1])}
-            found = {pid for pid, _ in await with_snapshot(asking, us.schema_)}
-            assert [name for name, pid in of_name.items() if pid in found] == names[0]
+            pids = {name: await begin(stack, us.postgres, name) for name in (*names[0], *names[1])}
+            awaited = {pid for pid, _ in await with_snapshot(asking, us.schema_)}
+            assert [name for name, pid in pids.items() if pid in awaited] == names[0]
             with pytest.raises(Busy, match="older snapshot"):
                 await older_snapshots_gone(asking, us.schema_, 0)
 
 
 async def begin(stack: AsyncExitStack, postgres: str, name: str) -> int:
-    """A session of some name that has a snapshot until the stack ends; returns its process."""
+    """Opens a session with this name, which has a snapshot until the stack ends; returns its pid."""
     connection = await stack.enter_async_context(
         await AsyncConnection.connect(postgres, application_name=name)
     )
@@ -82,18 +80,20 @@ async def begin(stack: AsyncExitStack, postgres: str, name: str) -> int:
     return connection.info.backend_pid
 
 
-async def test_a_system_that_is_gone_gives_no_name_away(system: Settings, other: Settings) -> None:
+async def test_a_switch_waits_for_sessions_named_after_a_removed_system(
+    system: Settings, other: Settings
+) -> None:
     async with await open_books(system) as asking, AsyncExitStack() as stack:
         pid = await begin(stack, system.postgres, system_name(other.schema_))
-        assert pid not in {of for of, _ in await with_snapshot(asking, system.schema_)}
+        assert pid not in {awaited for awaited, _ in await with_snapshot(asking, system.schema_)}
         await take_down(other)
-        assert pid in {of for of, _ in await with_snapshot(asking, system.schema_)}
+        assert pid in {awaited for awaited, _ in await with_snapshot(asking, system.schema_)}
 
 
-async def test_a_switch_does_not_wait_for_the_running_verifier(
+async def test_a_switch_does_not_wait_for_the_verifier_of_keys(
     system: Settings, worker: Callable[..., Any]
 ) -> None:
-    """It rests for most of the time, and has no transaction open then."""
+    """The comparison of keys pauses most of the time, and has no open transaction then."""
     worker(system, "decide,relay,sweep,project")
     terms = EnvelopeTerms(issuer="alice", funding="pay", asset="CNY", total=900, parts=9)
     async with open_gate(system) as gate:
@@ -112,10 +112,10 @@ async def test_a_switch_does_not_wait_for_the_running_verifier(
 
     async with await open_books(system) as asking:
         await until(lambda: _booked(system), 60, "the opening in the books")
-        # Of so small a share that it rests for minutes after its first step.
+        # With this small share of CPU time, it pauses for minutes after its first step.
         comparing = asyncio.create_task(compares_keys(system, redis)(shard, 0.001))
         try:
-            await until(begun, 60, "the shard beside")
+            await until(begun, 60, "the copy of the shard")
             for _ in range(3):
                 await asyncio.sleep(0.3)
                 await older_snapshots_gone(asking, system.schema_, 1)
@@ -130,8 +130,10 @@ async def _booked(settings: Settings) -> bool:
     return await rows(settings, "SELECT count(*) FROM audit") == [(1,)]
 
 
-async def test_a_session_has_its_systems_name_whatever_the_dsn_says(system: Settings) -> None:
-    """Whole, as it is compared, for schemas and works of every length; and a lock leaves the system in it."""
+async def test_a_session_is_named_after_its_system_whatever_the_dsn_says(system: Settings) -> None:
+    """The name fits completely, for schemas and purposes of every length, and still contains the system while
+    a lock is held.
+    """
     named = f"{system.postgres}?application_name=mine"
     name_of = "SELECT application_name FROM pg_stat_activity WHERE pid = {}"
     for schema in (system.schema_, *LONG):

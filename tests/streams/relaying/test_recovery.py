@@ -1,8 +1,8 @@
-"""Redis is disposable: emptied, robbed of its last second or put back from an old copy, with traffic on, it
-is made anew by itself.
+"""Recovery of Redis: it is emptied, loses its last second, or is replaced by an old copy, under traffic, and
+the relays make it equal to the journal again.
 
-Then everything adds up, every answer that was promised as journaled is booked, and Redis equals a fold of the
-journal key by key.
+After that all checks pass, every `journaled` answer is in the read models, and each key in Redis equals that
+of a fold of the journal.
 """
 
 import asyncio
@@ -49,10 +49,10 @@ NEXT_LAYOUT = 3
 
 @pytest.fixture
 async def private(private_services: LocalServices, settings: Settings) -> Any:
-    """A system on servers that may be robbed."""
-    own = settings.model_copy(update=private_services.environment())
-    await make_system(own)
-    return own
+    """A system on servers whose data the test may change."""
+    on_private_servers = settings.model_copy(update=private_services.environment())
+    await make_system(on_private_servers)
+    return on_private_servers
 
 
 def aof(services: LocalServices) -> Path:
@@ -60,13 +60,13 @@ def aof(services: LocalServices) -> Path:
 
 
 def log_of(services: LocalServices) -> Path:
-    """The file that Redis appends to."""
+    """The file to which Redis appends."""
     return sorted(aof(services).glob("*.incr.aof"))[-1]
 
 
 def cut_the_tail(services: LocalServices, size: int) -> None:
-    """What a power cut does: the log is so many bytes now, or one less than it was; the last command in it is
-    half there.
+    """Truncates the log as a power cut does: to `size` bytes, or by one byte if it is shorter. Its last
+    command may be incomplete.
     """
     services.redis.kill()
     log = log_of(services)
@@ -76,14 +76,15 @@ def cut_the_tail(services: LocalServices, size: int) -> None:
 
 
 def put_back(services: LocalServices, copy: Path) -> None:
+    """Restarts Redis from a copy of its log."""
     services.redis.kill()
     shutil.rmtree(aof(services))
     shutil.copytree(copy, aof(services))
     services.redis.start()
 
 
-async def places(settings: Settings, field: str) -> list[int]:
-    """A number of every shard's state."""
+async def state_numbers(settings: Settings, field: str) -> list[int]:
+    """A number in the state of every shard; 0 where it is missing."""
     redis = open_redis(settings)
     keys = key_space(settings)
     try:
@@ -100,14 +101,14 @@ async def places(settings: Settings, field: str) -> list[int]:
     "fault",
     ["emptied", "tail cut", pytest.param("tail cut by 1 byte", marks=pytest.mark.nightly), "an old copy"],
 )
-async def test_a_redis_that_lost_something(
+async def test_redis_recovers_after_a_loss_under_traffic(
     private: Settings, private_services: LocalServices, worker: Callable[..., Any], tmp_path: Path, fault: str
 ) -> None:
     deciding, projecting = worker(private, "decide,relay,sweep"), worker(private, "project,publish")
     async with traffic(private) as crowd:
         await crowd.rehearsal.open()
         had, copy, size = (
-            await places(private, "seq"),
+            await state_numbers(private, "seq"),
             tmp_path / "copy",
             log_of(private_services).stat().st_size,
         )
@@ -117,11 +118,11 @@ async def test_a_redis_that_lost_something(
 
         async def kafka_has_more() -> bool:
             return any(
-                new > old for new, old in zip(await places(private, "journaled_seq"), had, strict=True)
+                new > old for new, old in zip(await state_numbers(private, "journaled_seq"), had, strict=True)
             )
 
-        # However slow the relay is today: what is lost now must be in the journal, or nothing would have to
-        # be applied.
+        # Wait for the relay: some of the lost events must be in the journal, or the recovery would have
+        # nothing to apply.
         await until(kafka_has_more, 60, "events that are in Kafka and not in the copy")
         if fault == "emptied":
             redis = open_redis(private)
@@ -135,11 +136,11 @@ async def test_a_redis_that_lost_something(
             )
         await crowd.adds_up()
         await assert_state_is_the_journal_s(private)
-    found = await rows(
+    recoveries = await rows(
         private, "SELECT shard, kind, redis_seq, journal_seq, snapshot_seq, applied FROM recoveries"
     )
-    if fault != "tail cut by 1 byte":  # which Kafka may not have had yet
-        assert found
+    if fault != "tail cut by 1 byte":  # the lost command may not have been in Kafka yet
+        assert recoveries
     assert await rows(private, "SELECT * FROM lost_decisions") == []
     assert deciding.stop() == 0
     assert projecting.stop() == 0
@@ -158,64 +159,65 @@ def by(*users: str, offer: str = "e") -> list[Grab]:
 
 
 async def copied(services: LocalServices, to: Path) -> Path:
-    """A copy of the log as it is now; what was answered is in it."""
+    """Copies the log as it is now, with all answered commands in it."""
     await asyncio.to_thread(shutil.copytree, aof(services), to)
     return to
 
 
 @pytest.mark.timeout(200)
-async def test_another_history_is_replaced_and_what_it_decided_is_told(
+async def test_another_history_is_replaced_and_its_lost_decisions_are_reported(
     private: Settings, private_services: LocalServices, worker: Callable[..., Any], tmp_path: Path
 ) -> None:
-    one = worker(private, "decide,relay,sweep")
+    deciding = worker(private, "decide,relay,sweep")
     projecting = worker(private, "project")
     async with open_gate(private) as gate:
         asked = {"patience_ms": 20_000}
         assert (await gate.decide([envelope()], **asked))[0].outcome == "opened"
         assert {answer.outcome for answer in await gate.decide(by("ann", "bob"), **asked)} == {"granted"}
-        assert one.stop() == 0
+        assert deciding.stop() == 0
         before = await copied(private_services, tmp_path / "before")
         decided = await gate.decide(by("eve", "joe", "kim"), "decided")
         assert {answer.outcome for answer in decided} == {"granted"}
         other = await copied(private_services, tmp_path / "other")
-        # Redis loses what Kafka never had: the shard goes on from there, and the gate tells whose answer is
-        # gone.
+        # Redis loses events that Kafka never had: the shard continues without them, and the gate reports the
+        # answers that were lost.
         await asyncio.to_thread(put_back, private_services, before)
-        one = worker(private, "decide,relay,sweep")
+        deciding = worker(private, "decide,relay,sweep")
         assert {answer.outcome for answer in await gate.decide(by("lea", "max"), **asked)} == {"granted"}
-        told = "SELECT command, user_id, amount FROM lost_decisions WHERE told_by = 'gate' ORDER BY seq"
+        lost = "SELECT command, user_id, amount FROM lost_decisions WHERE told_by = 'gate' ORDER BY seq"
         expected = [
             (f"e-{user}", user, answer.amount)
             for user, answer in zip(("eve", "joe", "kim"), decided, strict=True)
         ]
-        await until(lambda: rows(private, told), 10, "the gate's report")
-        assert await rows(private, told) == expected
-        # The lost second comes back, as another history: what it decided is listed, and is not so.
-        assert one.stop() == 0
+        await until(lambda: rows(private, lost), 10, "the report of the gate")
+        assert await rows(private, lost) == expected
+        # The copy with the lost events is put back. They are another history now: the relay lists them as
+        # lost decisions, and they do not count.
+        assert deciding.stop() == 0
         await asyncio.to_thread(put_back, private_services, other)
-        one = worker(private, "decide,relay,sweep")
+        deciding = worker(private, "decide,relay,sweep")
         [again] = await gate.decide(by("lea"), **asked)
         assert (again.outcome, again.repeated) == ("granted", True)
-        told = told.replace("gate", "relay")
-        assert await rows(private, told) == expected
+        lost = lost.replace("gate", "relay")
+        assert await rows(private, lost) == expected
         shard = key_space(private).shard_of_offer("e")
         assert await rows(private, "SELECT shard, kind, redis_seq, journal_seq FROM recoveries") == [
             (shard, "other", 6, 5)
         ]
-        # Their ids are free again.
+        # Their command ids can be used again.
         assert {
             (answer.outcome, answer.repeated)
             for answer in await gate.decide(by("eve", "joe", "kim"), **asked)
         } == {("granted", False)}
     await assert_state_is_the_journal_s(private)
-    assert one.stop() == 0
+    assert deciding.stop() == 0
     assert projecting.stop() == 0
 
 
 @pytest.fixture
-async def past(system: Settings, worker: Callable[..., Any]) -> Any:
-    """A system with offers that have retired, one in a campaign that is still there, and all of it in the
-    audit trail.
+async def with_retired_offers(system: Settings, worker: Callable[..., Any]) -> Any:
+    """A system with retired offers, one of them in a campaign that still exists, with all events in the audit
+    trail; and its deciding worker.
     """
     deciding, projecting = worker(system, "decide,relay,sweep"), worker(system, "project")
     async with open_gate(system) as gate:
@@ -231,20 +233,20 @@ async def past(system: Settings, worker: Callable[..., Any]) -> Any:
     retired = "SELECT count(*) FROM offers WHERE retired_at IS NOT NULL HAVING count(*) = 2"
     await until(lambda: rows(system, retired), 30, "retirement in SQL")
     audited = "SELECT 1 FROM cursors GROUP BY shard HAVING min(seq) <> max(seq)"
-    await until(lambda: not_any(system, audited), 30, "the audit trail")
+    await until(lambda: no_rows(system, audited), 30, "the audit trail")
     assert projecting.stop() == 0
     return system, deciding
 
 
-async def not_any(settings: Settings, query: str) -> bool:
+async def no_rows(settings: Settings, query: str) -> bool:
     return not await rows(settings, query)
 
 
-async def test_the_audit_trail_is_a_snapshot(past: Any) -> None:
-    """An emptied Redis is made of the trail and what the journal has behind it; what has retired stays
-    away.
+async def test_a_recovery_starts_from_the_audit_trail(with_retired_offers: Any) -> None:
+    """An emptied Redis is rebuilt from the audit trail and the later events of the journal; retired offers
+    are not restored.
     """
-    system, _ = past
+    system, _ = with_retired_offers
     async with open_gate(system) as gate:
         asked = {"patience_ms": 20_000, "timeout_ms": 20_000}
         await gate.decide(by("joe", "kim", offer="m:now"), **asked)
@@ -254,7 +256,7 @@ async def test_the_audit_trail_is_a_snapshot(past: Any) -> None:
         }
         [again] = await gate.decide(by("ann", offer="m:now"), **asked)
         assert (again.outcome, again.repeated) == ("granted", True)
-        # The campaign's limit still counts what was taken of the offer that has retired.
+        # The limit of the campaign still counts grabs of the retired offer.
         [limited] = await gate.decide([Grab(id="third", offer="m:now", user="ann")], **asked)
         assert limited.outcome == "limit_reached"
         [gone] = await gate.decide(
@@ -264,8 +266,8 @@ async def test_the_audit_trail_is_a_snapshot(past: Any) -> None:
         number = key_space(system).shard_of_offer("m:now")
 
         async def all_recovered() -> bool:
-            found = {shard for (shard,) in await rows(system, "SELECT shard FROM recoveries")}
-            return found == {key_space(system).shard_of_offer(one) for one in NAMES}
+            recovered = {shard for (shard,) in await rows(system, "SELECT shard FROM recoveries")}
+            return recovered == {key_space(system).shard_of_offer(offer) for offer in NAMES}
 
         await until(all_recovered, 20, "recovery")
     [[snapshot_seq, journal_seq, applied]] = await rows(
@@ -279,27 +281,29 @@ async def test_the_audit_trail_is_a_snapshot(past: Any) -> None:
 NAMES = ("m:old", "m:now", "gone", "here")
 
 
-async def test_without_postgresql_the_journal_is_read(past: Any, worker: Callable[..., Any]) -> None:
-    system, deciding = past
+async def test_a_recovery_without_postgresql_reads_the_journal(
+    with_retired_offers: Any, worker: Callable[..., Any]
+) -> None:
+    system, deciding = with_retired_offers
     assert deciding.stop() == 0
     await delete_keys(system)
     away = system.model_copy(update={"postgres": "postgresql://nobody@127.0.0.1:9/none"})
     worker(away, "relay,sweep")
     async with open_gate(system) as gate:
         assert {
-            one.outcome
-            for one in await gate.decide(by("max", offer="here"), patience_ms=20_000, timeout_ms=20_000)
+            answer.outcome
+            for answer in await gate.decide(by("max", offer="here"), patience_ms=20_000, timeout_ms=20_000)
         } == {"granted"}
     await assert_state_is_the_journal_s(system)
 
 
 @pytest.mark.parametrize("source", ["the audit trail", "the journal"])
 @pytest.mark.parametrize("living", [False, True])
-async def test_what_became_of_payments_is_known_after_a_recovery(
+async def test_payments_have_their_first_outcome_after_a_recovery(
     system: Settings, worker: Callable[..., Any], source: str, living: bool
 ) -> None:
-    """Of an offer that has retired, in a campaign that is still there or not: a served payment is not
-    refunded, others go on.
+    """Payments of a retired offer, in a campaign that still exists or not: a repeat of a payment gets its
+    first outcome, a served payment is not refunded, and new payments are decided.
     """
     deciding, projecting = worker(system, "decide,relay,sweep"), worker(system, "project")
     asked = {"patience_ms": 20_000, "timeout_ms": 20_000}
@@ -350,9 +354,11 @@ async def test_what_became_of_payments_is_known_after_a_recovery(
     assert projecting.stop() == 0
 
 
-async def test_a_trail_of_another_history_is_no_snapshot(past: Any, worker: Callable[..., Any]) -> None:
-    """Its hash is not in the journal's chain: all of the journal is read instead."""
-    system, deciding = past
+async def test_a_recovery_ignores_an_audit_trail_of_another_history(
+    with_retired_offers: Any, worker: Callable[..., Any]
+) -> None:
+    """The hash of its cursor is not in the chain of the journal: the whole journal is read instead."""
+    system, deciding = with_retired_offers
     assert deciding.stop() == 0
     async with await open_books(system) as books:
         await use_read_model(books, system.schema_, "audit")
@@ -363,12 +369,13 @@ async def test_a_trail_of_another_history_is_no_snapshot(past: Any, worker: Call
     worker(system, "relay,sweep")
     async with open_gate(system) as gate:
         asked = {"patience_ms": 20_000, "timeout_ms": 20_000}
-        assert {one.outcome for one in await gate.decide(by("max", offer="here"), **asked)} == {"granted"}
+        answers = await gate.decide(by("max", offer="here"), **asked)
+        assert {answer.outcome for answer in answers} == {"granted"}
     await assert_state_is_the_journal_s(system)
 
 
-async def test_a_rebuild_that_was_killed_is_begun_anew(past: Any, worker: Callable[..., Any]) -> None:
-    system, deciding = past
+async def test_a_killed_recovery_starts_again(with_retired_offers: Any, worker: Callable[..., Any]) -> None:
+    system, deciding = with_retired_offers
     for step in ("recovery.wiped", "recovery.applied:2"):
         assert deciding.stop() == 0
         await delete_keys(system)
@@ -378,11 +385,11 @@ async def test_a_rebuild_that_was_killed_is_begun_anew(past: Any, worker: Callab
         await assert_state_is_the_journal_s(system)
 
 
-async def test_a_journal_that_lost_events_is_not_believed(past: Any) -> None:
-    """Redis knows that more was acknowledged: rather than forget it, the shard stays fenced and says what to
-    do.
+async def test_a_shard_stays_fenced_when_the_journal_lost_events(with_retired_offers: Any) -> None:
+    """Redis has a checkpoint after the end of the journal. The shard stays fenced, so that these events are
+    not lost, and its state names the command to run.
     """
-    system, deciding = past
+    system, deciding = with_retired_offers
     assert deciding.stop() == 0
     redis, shard = open_redis(system), key_space(system).shard(key_space(system).shard_of_offer("here"))
     try:
@@ -406,16 +413,19 @@ async def test_a_journal_that_lost_events_is_not_believed(past: Any) -> None:
         relaying.cancel()
         await asyncio.wait({relaying})
         async with open_gate(system) as gate:
-            assert [one.outcome for one in await gate.decide(by("max", offer="here"))] == ["fenced"]
+            [answer] = await gate.decide(by("max", offer="here"))
+            assert answer.outcome == "fenced"
     finally:
         await redis.aclose()
 
 
-async def test_a_newer_program_goes_on_and_an_older_one_is_refused(past: Any, tmp_path: Path) -> None:
-    """The next release writes another key layout: it rebuilds the shards from the journal, and this one
-    leaves them alone.
+async def test_a_shard_of_a_newer_key_layout_is_left_to_the_newer_program(
+    with_retired_offers: Any, tmp_path: Path
+) -> None:
+    """The next release has another key layout and rebuilds the shards in it; this release does not change
+    them afterwards.
     """
-    system, deciding = past
+    system, deciding = with_retired_offers
     newer = next_release(tmp_path)
     assert deciding.stop() == 0
     redis, keys = open_redis(system), key_space(system)
@@ -431,13 +441,15 @@ async def test_a_newer_program_goes_on_and_an_older_one_is_refused(past: Any, tm
     try:
 
         async def taken_over() -> bool:
-            found = [
+            states = [
                 await redis.hmget(keys.shard(number).state, ["layout", "life"])
                 for number in range(keys.shards)
             ]
-            return all(layout == str(NEXT_LAYOUT).encode() and server_epoch for layout, server_epoch in found)
+            return all(
+                layout == str(NEXT_LAYOUT).encode() and server_epoch for layout, server_epoch in states
+            )
 
-        await until(taken_over, 40, "the newer program's takeover")
+        await until(taken_over, 40, "the takeover of the newer program")
         async with open_gate(system) as gate:
             [refused] = await gate.decide(by("max", offer="here"))
             assert refused.outcome == "fenced"
@@ -460,32 +472,34 @@ async def test_a_newer_program_goes_on_and_an_older_one_is_refused(past: Any, tm
 
 
 def next_release(folder: Path) -> Path:
-    """A copy of this program that writes the next key layout."""
-    there = folder / "next"
-    copy_package(there)
-    include = there / "lua/includes/shard.lua"
+    """Makes a copy of this program with the next key layout; returns its folder."""
+    copy = folder / "next"
+    copy_package(copy)
+    include = copy / "lua/includes/shard.lua"
     text = include.read_text()
-    written = f"local LAYOUT = {NEXT_LAYOUT - 1}\n"
-    assert written in text
-    include.write_text(text.replace(written, f"local LAYOUT = {NEXT_LAYOUT}\n"))
-    return there
+    this_layout = f"local LAYOUT = {NEXT_LAYOUT - 1}\n"
+    assert this_layout in text
+    include.write_text(text.replace(this_layout, f"local LAYOUT = {NEXT_LAYOUT}\n"))
+    return copy
 
 
-async def test_an_older_layout_is_journaled_and_then_rebuilt(past: Any, worker: Callable[..., Any]) -> None:
-    """What the release before had decided, and not yet journaled, is not lost by the upgrade."""
-    system, deciding = past
+async def test_a_shard_of_an_older_key_layout_is_journaled_and_rebuilt(
+    with_retired_offers: Any, worker: Callable[..., Any]
+) -> None:
+    """An upgrade loses no event that the previous release decided and has not journaled."""
+    system, deciding = with_retired_offers
     assert deciding.stop() == 0
     redis, shard = open_redis(system), key_space(system).shard(key_space(system).shard_of_offer("here"))
     try:
         async with open_gate(system) as gate:
             decided = await gate.decide(by("joe", "kim", offer="here"), "decided")
-            assert {one.outcome for one in decided} == {"granted"}
+            assert {answer.outcome for answer in decided} == {"granted"}
             await redis.hset(shard.state, "layout", 0)
             worker(system, "relay,sweep")
             asked = {"patience_ms": 20_000, "timeout_ms": 20_000}
             again = await gate.decide(by("joe", "kim", offer="here"), **asked)
-        assert [(one.outcome, one.seq, one.repeated) for one in again] == [
-            ("granted", one.seq, True) for one in decided
+        assert [(answer.outcome, answer.seq, answer.repeated) for answer in again] == [
+            ("granted", answer.seq, True) for answer in decided
         ]
         assert await redis.hget(shard.state, "layout") == str(NEXT_LAYOUT - 1).encode()
     finally:
@@ -493,32 +507,32 @@ async def test_an_older_layout_is_journaled_and_then_rebuilt(past: Any, worker: 
     await assert_state_is_the_journal_s(system)
 
 
-async def test_rebuilt_by_hand_beside_a_worker(past: Any) -> None:
-    system, _ = past
+async def test_rebuild_redis_beside_a_worker(with_retired_offers: Any) -> None:
+    system, _ = with_retired_offers
     words = env_of(system)
     planned = await asyncio.to_thread(grabstream, "rebuild", "redis", "--dry-run", "--json", **words)
     assert planned.returncode == 0, planned.stderr
-    assert [one["shard"] for one in json.loads(planned.stdout)] == list(range(system.shards))
+    assert [row["shard"] for row in json.loads(planned.stdout)] == list(range(system.shards))
     done = await asyncio.to_thread(grabstream, "rebuild", "redis", "--json", **words)
     assert done.returncode == 0, done.stderr
-    assert sum(one["applied"] for one in json.loads(done.stdout)) > 10
+    assert sum(row["applied"] for row in json.loads(done.stdout)) > 10
     assert (await asyncio.to_thread(grabstream, "rebuild", "redis", "--shard", "8", **words)).returncode == 2
     async with open_gate(system) as gate:
         assert {
-            one.outcome
-            for one in await gate.decide(by("max", offer="here"), patience_ms=20_000, timeout_ms=20_000)
+            answer.outcome
+            for answer in await gate.decide(by("max", offer="here"), patience_ms=20_000, timeout_ms=20_000)
         } == {"granted"}
     await assert_state_is_the_journal_s(system)
 
 
 @pytest.mark.timeout(120)
-async def test_a_script_that_broke_off_while_it_wrote_costs_a_rebuild_and_no_answer(
+async def test_a_script_that_fails_while_it_writes_causes_a_rebuild_and_loses_no_answer(
     system: Settings, worker: Callable[..., Any]
 ) -> None:
-    """Its events are in the outbox: the relay journals them, rebuilds the shard from them, and the same grabs
-    get their first answers.
+    """The events of the script are in the outbox: the relay journals them and rebuilds the shard from them,
+    and the same grabs get their first answers.
     """
-    one = worker(system, "relay,sweep,project")
+    relaying = worker(system, "relay,sweep,project")
     client = open_redis(system)
     broken = Interrupting(client)
     gate = Gate(broken, key_space(system), sealer(system), gate_limits(system))
@@ -546,9 +560,8 @@ async def test_a_script_that_broke_off_while_it_wrote_costs_a_rebuild_and_no_ans
     finally:
         await gate.close()
         await client.aclose()
-    found = await rows(system, "SELECT kind, problem FROM recoveries")
-    assert [(kind, problem.startswith("Redis is incomplete at seq 3 of 3")) for kind, problem in found] == [
-        ("other", True)
-    ]
+    [(kind, problem)] = await rows(system, "SELECT kind, problem FROM recoveries")
+    assert kind == "other"
+    assert problem.startswith("Redis is incomplete at seq 3 of 3")
     assert await rows(system, "SELECT * FROM lost_decisions") == []
-    assert one.stop() == 0
+    assert relaying.stop() == 0

@@ -1,5 +1,5 @@
-"""Histories to replay: two shards of offers of every sort, decided by the rules, journaled in blocks cut at
-random places.
+"""Histories to replay: two shards with offers of every kind, decided by the rules, and journaled in blocks of
+random sizes.
 """
 
 import random
@@ -23,7 +23,7 @@ from tests.support.command_line import env_of, grabstream
 from tests.support.projecting import JournalWriter, running
 from tests.support.random_history import History
 
-#: In the past, since a time machine refuses the future.
+#: In the past, since `at` refuses times in the future.
 NOW = 1_790_000_000_000
 SHARDS = 8
 VIEWS = {
@@ -33,19 +33,19 @@ VIEWS = {
     "waiting": "offer, position",
 }  # fmt: skip
 
-#: Finds another session that waits for a lock of this one.
+#: Returns a row if another session waits for a lock of this one.
 WAITS_FOR_US = "SELECT 1 FROM pg_locks WHERE NOT granted AND pg_backend_pid() = ANY(pg_blocking_pids(pid))"
 
 
 def name_in(shard: int, start: str) -> str:
-    """A campaign of a shard."""
+    """The name of a campaign in a shard."""
     return next(
         name for number in range(1_000) if shard_of(campaign_of(name := f"{start}{number}"), SHARDS) == shard
     )
 
 
-class Told(History):
-    """A shop's history in one shard, with an envelope beside its pieces."""
+class MixedHistory(History):
+    """A random history of one shard with coupon and stock offers and an envelope."""
 
     def __init__(self, seed: int, shard: int, steps: int) -> None:
         campaign = name_in(shard, "m")
@@ -53,8 +53,8 @@ class Told(History):
         Shop.__init__(self, seed, NOW + 500 * shard, names)
         self.state, self.lines, self.shard = ShardState(shard), [], shard
         self.envelope = name_in(shard, "e")
-        for place in range(len(names)):
-            self.decide(self.opening(place))
+        for index in range(len(names)):
+            self.decide(self.opening(index))
         terms = EnvelopeTerms(
             issuer="alice", funding="pay", asset="CNY", total=9_999, parts=30, seed=f"{seed:032x}"
         )
@@ -70,7 +70,7 @@ class Told(History):
         self.events = [decode_event(line) for line in self.lines]
 
     def break_near(self, share: float) -> int:
-        """A seq behind which time passes before the next event, some way into the history."""
+        """The first seq from a share of the history on whose next event has a later time."""
         start = int(len(self.lines) * share)
         return next(
             seq for seq in range(start, len(self.lines)) if self.events[seq - 1].at < self.events[seq].at
@@ -78,49 +78,49 @@ class Told(History):
 
 
 async def journal(
-    settings: Settings, history: Told, cut: random.Random, first: int = 1, last: int | None = None
+    settings: Settings, history: MixedHistory, cut: random.Random, first: int = 1, last: int | None = None
 ) -> None:
-    """Events first … last over the journal, in blocks of random sizes, some of them twice; the marker comes
-    with the first.
+    """Journals events `first` to `last` in blocks of random sizes, some of them twice; before seq 1, a
+    marker.
     """
     producer = AIOKafkaProducer(bootstrap_servers=settings.kafka, acks="all")
     await producer.start()
-    out = JournalWriter(settings, producer, history.shard)
+    writer = JournalWriter(settings, producer, history.shard)
     if first == 1:
-        await out.marker(1, "a")
+        await writer.marker(1, "a")
     last = last or len(history.lines)
     while first <= last:
         end = min(first + cut.choice((0, 1, 5, 20, 60)), last)
         for _ in range(cut.choice((1, 1, 1, 2))):
-            await out.block(history.lines, first, end)
+            await writer.block(history.lines, first, end)
         first = end + 1
     await producer.stop()
 
 
-async def live(settings: Settings, places: dict[int, int]) -> None:
-    """The read models of a live system, carried up to a seq in each shard."""
+async def until_read_models_at(settings: Settings, seqs: dict[int, int]) -> None:
+    """Runs projectors until all read models are at a seq in each shard."""
     async with running(settings) as projectors, await open_books(settings) as books:
         for projector in projectors:
-            for shard in places:
+            for shard in seqs:
                 await projector.put(CatchUp(shard))
 
-        async def there() -> bool:
-            found = await (await books.execute("SELECT shard, seq FROM cursors")).fetchall()
-            return all(seq == places[shard] for shard, seq in found if shard in places)
+        async def all_at_seqs() -> bool:
+            cursors = await (await books.execute("SELECT shard, seq FROM cursors")).fetchall()
+            return all(seq == seqs[shard] for shard, seq in cursors if shard in seqs)
 
-        await until(there, 30, f"{places}")
+        await until(all_at_seqs, 30, f"{seqs}")
 
 
 async def tables(settings: Settings, schema: str, names: Any = tuple(VIEWS)) -> dict[str, list[Any]]:
-    """All rows of the views of a schema, and how far its cursors are."""
+    """All rows of the views of a schema, and of its cursors."""
     async with await open_books(settings) as books:
-        found = {}
+        by_view = {}
         for view in names:
             query = f"SELECT * FROM {schema}.{view} ORDER BY {VIEWS[view.removesuffix('_partial')]}"
-            found[view] = await (await books.execute(query.encode())).fetchall()
+            by_view[view] = await (await books.execute(query.encode())).fetchall()
         query = f"SELECT projection, shard, seq, head FROM {schema}.cursors ORDER BY 1, 2"
-        found["cursors"] = await (await books.execute(query.encode())).fetchall()
-    return found
+        by_view["cursors"] = await (await books.execute(query.encode())).fetchall()
+    return by_view
 
 
 async def drop(settings: Settings, *schemas: str) -> None:
@@ -130,24 +130,25 @@ async def drop(settings: Settings, *schemas: str) -> None:
 
 
 async def schemas(settings: Settings, start: str) -> list[str]:
-    """Schemas whose names begin so, but for those of the system's own versions."""
+    """The schemas whose names begin with `start`, without those of the system's read models."""
     async with await open_books(settings) as books:
-        found = await books.execute(
+        cursor = await books.execute(
             "SELECT nspname FROM pg_namespace "
             "WHERE starts_with(nspname, %s) AND nspname NOT IN (SELECT schema FROM read_models) ORDER BY 1",
             (start,),
         )
-        return [name for (name,) in await found.fetchall()]
+        return [name for (name,) in await cursor.fetchall()]
 
 
-class System(NamedTuple):
-    """A system with a history in two shards, its read models, and what stood in them when it was at an
-    earlier point.
+class RecordedSystem(NamedTuple):
+    """A system with a history in two shards and its read models, and the rows that they had at an earlier
+    time.
     """
 
     settings: Settings
-    histories: dict[int, Told]
-    places: dict[int, int]
+    histories: dict[int, MixedHistory]
+    #: The earlier time, the seq of each shard at that time, and the rows of the views then.
+    seqs: dict[int, int]
     then: dict[str, list[Any]]
     at_ms: int
 
@@ -165,19 +166,18 @@ class System(NamedTuple):
         ]
 
 
-async def told_system(settings: Settings) -> System:
-    histories = {2: Told(7, 2, 400), 5: Told(8, 5, 400)}
+async def recorded_system(settings: Settings) -> RecordedSystem:
+    """Journals and applies two histories up to one time, reads the views, and then applies the rest."""
+    histories = {2: MixedHistory(7, 2, 400), 5: MixedHistory(8, 5, 400)}
     cut = random.Random(3)
-    # One moment for both: just before something happens in the first.
+    # One time for both shards: just before an event of the first.
     at_ms = histories[2].events[histories[2].break_near(0.5) - 1].at
-    places = {
-        shard: sum(event.at <= at_ms for event in history.events) for shard, history in histories.items()
-    }
+    seqs = {shard: sum(event.at <= at_ms for event in history.events) for shard, history in histories.items()}
     for shard, history in histories.items():
-        await journal(settings, history, cut, 1, places[shard])
-    await live(settings, places)
+        await journal(settings, history, cut, 1, seqs[shard])
+    await until_read_models_at(settings, seqs)
     then = await tables(settings, settings.schema_)
     for shard, history in histories.items():
-        await journal(settings, history, cut, places[shard] + 1)
-    await live(settings, {shard: len(history.lines) for shard, history in histories.items()})
-    return System(settings, histories, places, then, at_ms)
+        await journal(settings, history, cut, seqs[shard] + 1)
+    await until_read_models_at(settings, {shard: len(history.lines) for shard, history in histories.items()})
+    return RecordedSystem(settings, histories, seqs, then, at_ms)

@@ -1,4 +1,4 @@
-"""The time machine: what a live system showed at a moment, shown again."""
+"""`grabstream at`: it shows what the read models showed at an earlier time."""
 
 import asyncio
 import json
@@ -20,89 +20,102 @@ from grabstream.streams.replaying import replay_schema
 from grabstream.streams.replaying.replay_schema import Definition, open_schema, temporary_schema
 from grabstream.streams.replaying.selection import Wanted
 from tests.conftest import until
-from tests.streams.replaying.histories import WAITS_FOR_US, System, schemas, tables
+from tests.streams.replaying.histories import WAITS_FOR_US, RecordedSystem, schemas, tables
 from tests.support.command_line import env_of, grabstream
 
 
-def at(system: System, *words: str) -> "subprocess.CompletedProcess[str]":
+def at(system: RecordedSystem, *words: str) -> "subprocess.CompletedProcess[str]":
     return grabstream("at", *words, **env_of(system.settings))
 
 
-async def test_it_shows_what_was_recorded_then(told: System) -> None:
+async def test_at_shows_what_the_read_models_showed_then(recorded: RecordedSystem) -> None:
     for source in ("journal", "audit"):
-        done = at(told, show_time(told.at_ms), "--json", "--source", source)
+        done = at(recorded, show_time(recorded.at_ms), "--json", "--source", source)
         assert done.returncode == 0, done.stderr
-        found = json.loads(done.stdout)
-        assert {one["shard"]: one["seq"] for one in found["shards"] if one["seq"]} == told.places
-        assert [tuple(one.values()) for one in sorted(found["offers"], key=lambda one: one["offer"])] == [
-            tuple(row) for row in told.then["offers"]
-        ]
-        assert sorted((one["offer"], one["grab"], one["held"]) for one in found["holds"]) == [
-            (row[0], row[1], row[11]) for row in told.then["grabs"] if row[11] > 0
+        shown = json.loads(done.stdout)
+        assert {shard["shard"]: shard["seq"] for shard in shown["shards"] if shard["seq"]} == recorded.seqs
+        offers = sorted(shown["offers"], key=lambda offer: offer["offer"])
+        assert [tuple(offer.values()) for offer in offers] == [tuple(row) for row in recorded.then["offers"]]
+        assert sorted((hold["offer"], hold["grab"], hold["held"]) for hold in shown["holds"]) == [
+            (row[0], row[1], row[11]) for row in recorded.then["grabs"] if row[11] > 0
         ]
         balances = sorted(
-            (one["user_id"], one["asset"], one["available"], one["held"]) for one in found["balances"]
+            (balance["user_id"], balance["asset"], balance["available"], balance["held"])
+            for balance in shown["balances"]
         )
-        assert balances == [row for row in told.then["balances"] if row[2] or row[3]]
-    # A millisecond before, the last event had not happened.
-    last = told.histories[2].events[told.places[2] - 1]
-    found = json.loads(at(told, str(last.at - 1), "--json").stdout)
-    assert {one["shard"]: one["seq"] for one in found["shards"]}[2] == sum(
-        event.at < last.at for event in told.histories[2].events
+        assert balances == [row for row in recorded.then["balances"] if row[2] or row[3]]
+    # A millisecond earlier, the last event had not happened.
+    last = recorded.histories[2].events[recorded.seqs[2] - 1]
+    shown = json.loads(at(recorded, str(last.at - 1), "--json").stdout)
+    assert {shard["shard"]: shard["seq"] for shard in shown["shards"]}[2] == sum(
+        event.at < last.at for event in recorded.histories[2].events
     )
-    assert await schemas(told.settings, f"{told.settings.schema_}_") == []
+    assert await schemas(recorded.settings, f"{recorded.settings.schema_}_") == []
 
 
-async def test_one_offer_and_one_user(told: System) -> None:
-    envelope = told.histories[2].envelope
-    done = at(told, show_time(told.at_ms), "--offer", envelope, "--json")
-    [found] = json.loads(done.stdout)["details"]
-    [expected] = [row for row in told.then["offers"] if row[0] == envelope]
-    assert tuple(found["offer"].values()) == expected
-    grabs = [row for row in told.then["grabs"] if row[0] == envelope]
-    assert sorted((one["grab"], one["amount"]) for one in found["grabs"]) == sorted(
+async def test_at_shows_one_offer_or_one_user(recorded: RecordedSystem) -> None:
+    envelope = recorded.histories[2].envelope
+    done = at(recorded, show_time(recorded.at_ms), "--offer", envelope, "--json")
+    [details] = json.loads(done.stdout)["details"]
+    [expected] = [row for row in recorded.then["offers"] if row[0] == envelope]
+    assert tuple(details["offer"].values()) == expected
+    grabs = [row for row in recorded.then["grabs"] if row[0] == envelope]
+    assert sorted((grab["grab"], grab["amount"]) for grab in details["grabs"]) == sorted(
         (row[1], row[5]) for row in grabs
     )
-    assert found["luckiest"]["amount"] == max(row[5] for row in grabs)
-    found = json.loads(at(told, str(told.at_ms), "--user", "u1", "--json").stdout)
-    assert sorted((one["offer"], one["grab"], one["state"]) for one in found["grabs"]) == [
-        (row[0], row[1], row[3]) for row in told.then["grabs"] if row[2] == "u1"
+    assert details["luckiest"]["amount"] == max(row[5] for row in grabs)
+    user = json.loads(at(recorded, str(recorded.at_ms), "--user", "u1", "--json").stdout)
+    assert sorted((grab["offer"], grab["grab"], grab["state"]) for grab in user["grabs"]) == [
+        (row[0], row[1], row[3]) for row in recorded.then["grabs"] if row[2] == "u1"
     ]
-    assert sorted((one["asset"], one["available"], one["held"]) for one in found["balances"]) == [
-        row[1:] for row in told.then["balances"] if row[0] == "u1" and (row[2] or row[3])
+    balances = user["balances"]
+    assert sorted((balance["asset"], balance["available"], balance["held"]) for balance in balances) == [
+        row[1:] for row in recorded.then["balances"] if row[0] == "u1" and (row[2] or row[3])
     ]
-    words = at(told, show_time(told.at_ms), "--offer", envelope, "--offer", told.histories[2].names[0]).stdout
+    words = at(
+        recorded, show_time(recorded.at_ms), "--offer", envelope, "--offer", recorded.histories[2].names[0]
+    ).stdout
     assert "The luckiest" in words
     assert "9,999" in words
-    assert "u1" in at(told, show_time(told.at_ms), "--user", "u1").stdout
-    assert "Balances (at most 3)" in at(told, show_time(told.at_ms), "--limit", "3").stdout
+    assert "u1" in at(recorded, show_time(recorded.at_ms), "--user", "u1").stdout
+    assert "Balances (at most 3)" in at(recorded, show_time(recorded.at_ms), "--limit", "3").stdout
 
 
-async def test_kept(told: System) -> None:
-    schema = told.into("kept")
-    assert at(told, show_time(told.at_ms), "--keep", schema).returncode == 0
-    assert await tables(told.settings, schema) == told.then
-    # Asked again it is only looked at.
-    assert json.loads(at(told, str(told.at_ms), "--keep", schema, "--json").stdout)["balances"]
-    assert await tables(told.settings, schema) == told.then
+async def test_at_keeps_its_schema_on_request(recorded: RecordedSystem) -> None:
+    schema = recorded.into("kept")
+    assert at(recorded, show_time(recorded.at_ms), "--keep", schema).returncode == 0
+    assert await tables(recorded.settings, schema) == recorded.then
+    # The second call only reads the schema.
+    assert json.loads(at(recorded, str(recorded.at_ms), "--keep", schema, "--json").stdout)["balances"]
+    assert await tables(recorded.settings, schema) == recorded.then
 
 
-async def test_times_before_everything(told: System) -> None:
-    done = at(told, "2020-01-01")
+async def test_a_time_before_the_first_event_and_an_unknown_offer_are_refused(
+    recorded: RecordedSystem,
+) -> None:
+    done = at(recorded, "2020-01-01")
     assert (
         done.returncode,
-        f"first event is of {show_time(told.histories[2].events[0].at)}" in done.stderr,
+        f"first event is of {show_time(recorded.histories[2].events[0].at)}" in done.stderr,
     ) == (1, True), done.stderr
-    done = at(told, show_time(told.at_ms), "--offer", "never-heard-of")
+    done = at(recorded, show_time(recorded.at_ms), "--offer", "never-heard-of")
     assert (done.returncode, "no offer 'never-heard-of'" in done.stderr) == (1, True), done.stderr
 
 
-async def test_ctrl_c_leaves_nothing(told: System) -> None:
-    """Stopped with its schema made and its reading begun, it takes the schema away. What a kill -9 left goes
-    at the next call.
+async def test_at_drops_its_schema_when_interrupted(recorded: RecordedSystem) -> None:
+    """Interrupted after it has made its schema and begun to read, it drops the schema. The next call drops a
+    schema that a kill -9 left.
     """
-    settings, left = told.settings, f"{told.settings.schema_}__at_"
-    command = [sys.executable, "-m", "grabstream.ops.cli", "at", show_time(told.at_ms), "--source", "audit"]
+    settings, start = recorded.settings, f"{recorded.settings.schema_}__at_"
+    command = [
+        sys.executable,
+        "-m",
+        "grabstream.ops.cli",
+        "at",
+        show_time(recorded.at_ms),
+        "--source",
+        "audit",
+    ]
     for number, remaining in ((signal.SIGINT, 0), (signal.SIGTERM, 0), (signal.SIGKILL, 1)):
         async with await open_books(settings) as books, books.transaction():
             await books.execute("LOCK TABLE audit IN ACCESS EXCLUSIVE MODE")
@@ -116,14 +129,14 @@ async def test_ctrl_c_leaves_nothing(told: System) -> None:
             async def waits(books: Any = books) -> bool:
                 return await (await books.execute(WAITS_FOR_US)).fetchone() is not None
 
-            await until(waits, 30, "its reading")
-            assert len(await schemas(settings, left)) == 1
+            await until(waits, 30, "the wait of its first read")
+            assert len(await schemas(settings, start)) == 1
             running.send_signal(number)
             await until(lambda running=running: running.poll() is not None, 20, "the end")
         assert running.returncode == (128 + number if number != signal.SIGKILL else -number)
-        assert len(await schemas(settings, left)) == remaining
-    assert at(told, show_time(told.at_ms)).returncode == 0
-    assert await schemas(settings, left) == []
+        assert len(await schemas(settings, start)) == remaining
+    assert at(recorded, show_time(recorded.at_ms)).returncode == 0
+    assert await schemas(settings, start) == []
 
 
 @pytest.mark.parametrize(
@@ -134,13 +147,13 @@ async def test_ctrl_c_leaves_nothing(told: System) -> None:
         (("2026-01-01", "--keep", "A B"), "no name of a schema"), (("2026-01-01", "--user", "a/b"), "--user"),
     ],
 )  # fmt: skip
-def test_what_is_asked_wrongly_is_named(words: tuple[str, ...], reason: str) -> None:
+def test_wrong_arguments_are_refused(words: tuple[str, ...], reason: str) -> None:
     done = CliRunner().invoke(at_verb, list(words))
     assert done.exit_code == 2, done.output
     assert reason in " ".join(done.output.split())
 
 
-def test_times_as_people_write_them() -> None:
+def test_times_are_parsed_in_several_forms() -> None:
     moment = 1_794_391_203_250
     for text in (
         "2026-11-11 10:00:03.250",
@@ -155,39 +168,41 @@ def test_times_as_people_write_them() -> None:
         parse_time("11/11/2026")
 
 
-async def test_two_at_once_and_names_like_its_own(told: System) -> None:
-    """Nobody drops what another one looks into, nor what was to be kept; nobody goes on with what another one
-    looks into.
+async def test_at_leaves_schemas_in_use_and_kept_schemas_alone(recorded: RecordedSystem) -> None:
+    """A call drops neither the schema of another running call nor a schema that was kept. A schema in use
+    cannot be kept by another call.
     """
-    settings = told.settings
+    settings = recorded.settings
     start = f"{settings.schema_}__at_"
     kept, definition = f"{start}0123abcd", Definition(settings.prefix, "journal", (2,), Wanted(), {})
-    assert at(told, show_time(told.at_ms), "--keep", kept).returncode == 0
-    async with temporary_schema(settings.postgres, settings.schema_) as looked_into:
+    assert at(recorded, show_time(recorded.at_ms), "--keep", kept).returncode == 0
+    async with temporary_schema(settings.postgres, settings.schema_) as in_use:
         async with open_schema(
-            settings.postgres, looked_into, settings.schema_, settings.shards, definition, temporary=True
+            settings.postgres, in_use, settings.schema_, settings.shards, definition, temporary=True
         ):
             pass
-        together = [asyncio.to_thread(at, told, show_time(told.at_ms), "--json") for _ in range(4)]
+        together = [asyncio.to_thread(at, recorded, show_time(recorded.at_ms), "--json") for _ in range(4)]
         for done in await asyncio.gather(*together):
             assert done.returncode == 0, done.stderr
             assert json.loads(done.stdout)["balances"]
-        assert await schemas(settings, start) == sorted((kept, looked_into))
-        done = at(told, show_time(told.at_ms), "--keep", looked_into)
-        told_who = (
-            f"schema {looked_into} is being written by another replay: "
+        assert await schemas(settings, start) == sorted((kept, in_use))
+        done = at(recorded, show_time(recorded.at_ms), "--keep", in_use)
+        message = (
+            f"schema {in_use} is being written by another replay: "
             f"{system_name(settings.schema_)}: process {os.getpid()} on "
         )
-        assert (done.returncode, told_who in done.stderr) == (1, True), done.stderr
+        assert (done.returncode, message in done.stderr) == (1, True), done.stderr
     assert await schemas(settings, start) == [kept]
-    assert await tables(settings, kept) == told.then
+    assert await tables(settings, kept) == recorded.then
 
 
-async def test_a_schema_that_is_looked_at_is_left_to_the_next(
-    told: System, monkeypatch: pytest.MonkeyPatch
+async def test_a_schema_that_is_being_dumped_is_not_dropped(
+    recorded: RecordedSystem, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A dump of it holds up neither this `at` nor the next one; and who keeps what was left has it."""
-    settings, start = told.settings, f"{told.settings.schema_}__at_"
+    """A dump of the schema delays neither this call of `at` nor the next one; a later call may keep the
+    schema that was left.
+    """
+    settings, start = recorded.settings, f"{recorded.settings.schema_}__at_"
     monkeypatch.setattr(replay_schema, "DROP_LOCK_MS", 100)
     definition = Definition(settings.prefix, "journal", tuple(range(settings.shards)), Wanted(), {})
     async with await open_books(settings) as dump, dump.transaction():

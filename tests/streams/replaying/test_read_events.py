@@ -1,4 +1,4 @@
-"""`read_events`: the history for programs, from either source, between any two points."""
+"""`read_events`: programs read the events between any two points, from the journal or the audit trail."""
 
 from contextlib import aclosing
 from datetime import UTC, datetime, timedelta
@@ -7,10 +7,10 @@ from typing import Any, Literal
 import pytest
 
 from grabstream import AnyEvent, NoTrail, Point, Settings, read_events
-from tests.streams.replaying.histories import System
+from tests.streams.replaying.histories import RecordedSystem
 
 SOURCES: tuple[Literal["journal", "audit"], ...] = ("journal", "audit")
-#: Where nobody listens.
+#: Addresses where no server listens, by the source that does not need that server.
 AWAY = {"journal": {"postgres": "postgresql://127.0.0.1:1/x"}, "audit": {"kafka": "127.0.0.1:1"}}
 
 
@@ -23,68 +23,70 @@ def time_of(at_ms: int) -> datetime:
 
 
 @pytest.mark.parametrize("source", SOURCES)
-async def test_all_events_come_in_the_order_of_their_shards(told: System, source: str) -> None:
+async def test_read_events_returns_all_events_in_order_of_shards(
+    recorded: RecordedSystem, source: str
+) -> None:
     """Without the server of the other source."""
-    settings = told.settings.model_copy(update=AWAY[source])
-    expected = [event for shard in sorted(told.histories) for event in told.histories[shard].events]
+    settings = recorded.settings.model_copy(update=AWAY[source])
+    expected = [event for shard in sorted(recorded.histories) for event in recorded.histories[shard].events]
     assert await read(settings, source=source) == expected
-    assert await read(settings, source=source, shard=5) == told.histories[5].events
+    assert await read(settings, source=source, shard=5) == recorded.histories[5].events
     assert await read(settings, source=source, shard=0) == []
 
 
 @pytest.mark.parametrize("source", SOURCES)
-async def test_both_bounds_belong_to_what_is_read(told: System, source: str) -> None:
-    events = told.histories[2].events
+async def test_read_events_includes_both_bounds(recorded: RecordedSystem, source: str) -> None:
+    events = recorded.histories[2].events
     begin, end = len(events) // 3, 2 * len(events) // 3
     first, last = events[begin], events[end]
     by_seq = {"first": Point(seq=first.seq), "until": Point(seq=last.seq)}
-    assert await read(told.settings, source=source, shard=2, **by_seq) == events[begin : end + 1]
+    assert await read(recorded.settings, source=source, shard=2, **by_seq) == events[begin : end + 1]
     in_time = [
         event
-        for shard in sorted(told.histories)
-        for event in told.histories[shard].events
+        for shard in sorted(recorded.histories)
+        for event in recorded.histories[shard].events
         if first.at <= event.at <= last.at
     ]
     by_time: dict[str, Any] = {"first": time_of(first.at), "until": time_of(last.at)}
-    assert await read(told.settings, source=source, **by_time) == in_time
+    assert await read(recorded.settings, source=source, **by_time) == in_time
     by_ms = {"first": Point(at=first.at), "until": Point(at=last.at)}
-    assert await read(told.settings, source=source, **by_ms) == in_time
-    # Between two milliseconds: after the first one for `first`, before the second one for `until`.
+    assert await read(recorded.settings, source=source, **by_ms) == in_time
+    # Times between two milliseconds: `first` begins after the earlier one, `until` ends before the later one.
     later = timedelta(microseconds=1)
     inside = {"first": by_time["first"] + later, "until": by_time["until"] - later}
-    assert await read(told.settings, source=source, **inside) == [
+    assert await read(recorded.settings, source=source, **inside) == [
         event for event in in_time if first.at < event.at < last.at
     ]
 
 
 @pytest.mark.parametrize("source", SOURCES)
-async def test_an_offer_is_read_alone(told: System, source: str) -> None:
-    history = told.histories[2]
+async def test_read_events_reads_one_offer(recorded: RecordedSystem, source: str) -> None:
+    history = recorded.histories[2]
     of_offer = [event for event in history.events if event.offer == history.envelope]
-    assert await read(told.settings, source=source, offer=history.envelope) == of_offer
+    assert await read(recorded.settings, source=source, offer=history.envelope) == of_offer
     middle = Point(seq=of_offer[len(of_offer) // 2].seq)
-    assert await read(told.settings, source=source, offer=history.envelope, first=middle) == [
+    assert await read(recorded.settings, source=source, offer=history.envelope, first=middle) == [
         event for event in of_offer if event.seq >= (middle.seq or 0)
     ]
-    assert await read(told.settings, source=source, offer="nosuch") == []
+    assert await read(recorded.settings, source=source, offer="nosuch") == []
 
 
-async def test_a_journal_is_read_from_its_beginning_without_postgresql(
-    told: System, caplog: pytest.LogCaptureFixture
+async def test_read_events_reads_the_journal_from_its_beginning_without_postgresql(
+    recorded: RecordedSystem, caplog: pytest.LogCaptureFixture
 ) -> None:
-    settings = told.settings.model_copy(update=AWAY["journal"])
-    events = told.histories[2].events
+    settings = recorded.settings.model_copy(update=AWAY["journal"])
+    events = recorded.histories[2].events
     middle = events[len(events) // 2]
     assert await read(settings, shard=2, first=Point(seq=middle.seq)) == events[len(events) // 2 :]
     assert "reading the journal from its beginning" in caplog.text
 
 
-async def test_reading_may_end_early(told: System) -> None:
-    async with aclosing(read_events(told.settings, shard=2)) as events:
-        assert await anext(events) == told.histories[2].events[0]
+async def test_read_events_may_be_closed_early(recorded: RecordedSystem) -> None:
+    async with aclosing(read_events(recorded.settings, shard=2)) as events:
+        assert await anext(events) == recorded.histories[2].events[0]
 
 
-async def test_a_system_without_tables_has_no_audit_trail(settings: Settings) -> None:
+async def test_read_events_of_a_system_without_tables_raises_no_trail(settings: Settings) -> None:
     with pytest.raises(NoTrail, match="has no audit trail"):
         await read(settings, source="audit")
 
@@ -101,7 +103,7 @@ async def test_a_system_without_tables_has_no_audit_trail(settings: Settings) ->
         ({"first": Point(1, 2)}, "first: give a Point either a seq or a time"),
     ],
 )
-async def test_bounds_that_mean_nothing_are_refused(
+async def test_read_events_refuses_bounds_without_meaning(
     settings: Settings, words: dict[str, Any], reason: str
 ) -> None:
     with pytest.raises(ValueError, match=reason):

@@ -1,5 +1,5 @@
-"""Replay and the time machine, against read models that were built live: the same rows, to any point, from
-either source.
+"""`grabstream replay` to standard output and into topics: the events of the recorded system, between any two
+points, from the journal or the audit trail.
 """
 
 import asyncio
@@ -34,14 +34,14 @@ from grabstream.streams.projecting.projector import CatchUp
 from grabstream.streams.replaying.history import JournalSource, Point
 from grabstream.streams.topics import Topics
 from tests.conftest import until
-from tests.streams.replaying.histories import System, live, schemas
+from tests.streams.replaying.histories import RecordedSystem, schemas, until_read_models_at
 from tests.support.command_line import env_of, grabstream
 from tests.support.projecting import LINES, SHARD, JournalWriter, granted, opened, rows, running
 
 
 @pytest.fixture
 async def journal_of(system: Settings) -> AsyncIterator[JournalWriter]:
-    """The journal of a system of a test's own."""
+    """Writes the journal of this test's system."""
     producer = AIOKafkaProducer(bootstrap_servers=system.kafka, acks="all")
     await producer.start()
     yield JournalWriter(system, producer)
@@ -49,8 +49,10 @@ async def journal_of(system: Settings) -> AsyncIterator[JournalWriter]:
 
 
 @pytest.mark.parametrize("words", [("--user", "nobody"), ("--from", "2030-01-01")])
-async def test_nothing_is_said_to_be_nothing(told: System, words: tuple[str, ...]) -> None:
-    done = told.replay("--into", "-", *words)
+async def test_a_replay_without_events_reports_0_events(
+    recorded: RecordedSystem, words: tuple[str, ...]
+) -> None:
+    done = recorded.replay("--into", "-", *words)
     assert (done.returncode, done.stdout) == (0, "")
     assert "0 events" in done.stderr
 
@@ -58,15 +60,17 @@ async def test_nothing_is_said_to_be_nothing(told: System, words: tuple[str, ...
 # -- lines ---------------------------------------------------------------------------------------------------
 
 
-async def test_lines_are_those_of_the_journal(told: System) -> None:
-    """From either source, without the server of the other; only to begin in the middle the journal asks
-    PostgreSQL, and does without.
+async def test_a_replay_prints_the_lines_of_the_journal(recorded: RecordedSystem) -> None:
+    """From either source, without the server of the other. The journal uses PostgreSQL only to begin in the
+    middle, and without it reads from the beginning.
     """
     without = {"journal": {"postgres": "postgresql://127.0.0.1:1/x"}, "audit": {"kafka": "127.0.0.1:1"}}
     for source, away in without.items():
-        done = grabstream("replay", "--into", "-", "--source", source, **{**env_of(told.settings), **away})
+        done = grabstream(
+            "replay", "--into", "-", "--source", source, **{**env_of(recorded.settings), **away}
+        )
         assert done.returncode == 0, done.stderr
-        assert done.stdout.splitlines() == told.lines()
+        assert done.stdout.splitlines() == recorded.lines()
         assert ("PostgreSQL cannot be reached" in done.stderr) == (source == "journal"), done.stderr
         assert source == "journal" or done.stderr == ""
         done = grabstream(
@@ -78,20 +82,20 @@ async def test_lines_are_those_of_the_journal(told: System) -> None:
             "--from",
             "2:300",
             "--shard=2",
-            **{**env_of(told.settings), **away},
+            **{**env_of(recorded.settings), **away},
         )
-        assert done.stdout.splitlines() == told.lines(2)[299:]
+        assert done.stdout.splitlines() == recorded.lines(2)[299:]
         assert ("read from its beginning" in done.stderr) == (source == "journal")
         other = {"journal": "audit", "audit": "journal"}[source]
-        done = grabstream("replay", "--into", "-", "--source", other, **{**env_of(told.settings), **away})
+        done = grabstream("replay", "--into", "-", "--source", other, **{**env_of(recorded.settings), **away})
         assert (done.returncode, "Traceback" in done.stderr) == (3, False), done.stderr
 
 
-async def test_any_stretch(told: System) -> None:
-    """By seq and by time, both ends included, from both sources; a seq with an offer, a place for one shard
-    and a time for the rest.
+async def test_a_replay_prints_a_range_by_seq_or_by_time(recorded: RecordedSystem) -> None:
+    """By seq and by time, both ends included, from both sources; also a seq with an offer, and a seq of one
+    shard with a time for the others.
     """
-    history, other = told.histories[2], told.histories[5]
+    history, other = recorded.histories[2], recorded.histories[5]
     first, last = history.break_near(0.3) + 1, history.break_near(0.7)
     whole = list(zip(history.lines, history.events, strict=True))
     span = history.lines[first - 1 : last]
@@ -122,58 +126,62 @@ async def test_any_stretch(told: System) -> None:
                 [line for line, event in whole if event.at == history.events[-1].at],
             ),
         )[:: 1 if source == "journal" else 2]:
-            done = told.replay("--into", "-", "--source", source, *words)
+            done = recorded.replay("--into", "-", "--source", source, *words)
             assert done.returncode == 0, done.stderr
             assert [line.encode() for line in done.stdout.splitlines()] == expected, (source, words)
-    assert "shard 5 ends at seq" in told.replay("--into", "-", "--until", f"5:{10**6}").stderr
+    assert "shard 5 ends at seq" in recorded.replay("--into", "-", "--until", f"5:{10**6}").stderr
 
 
-async def test_a_user(told: System) -> None:
-    """All that names them, books on their accounts, or is due back for their grabs, also when the grab was
-    long before.
+async def test_a_replay_of_a_user_prints_all_events_about_them(recorded: RecordedSystem) -> None:
+    """Events that name the user, change the user's accounts, or are refunds due for the user's grabs, also if
+    the grab is before the range.
     """
-    for since in (1, told.places[2]):
+    for since in (1, recorded.seqs[2]):
         expected = []
-        for shard, history in told.histories.items():
+        for shard, history in recorded.histories.items():
             grabs = {
                 (event.offer, event.grab) for event in history.events if getattr(event, "user", None) == "u1"
             }
             for line, event in zip(history.lines, history.events, strict=True):
-                books = {account for one in transfers_of(event) for account in (one.debit, one.credit)}
-                mine = (
+                accounts = {
+                    account
+                    for transfer in transfers_of(event)
+                    for account in (transfer.debit, transfer.credit)
+                }
+                of_user = (
                     getattr(
                         event, "user", "u1" if (event.offer, getattr(event, "grab", "")) in grabs else None
                     )
                     == "u1"
                 )
-                if (mine or books & {"wallet:u1", "hold:u1"}) and (shard != 2 or event.seq >= since):
+                if (of_user or accounts & {"wallet:u1", "hold:u1"}) and (shard != 2 or event.seq >= since):
                     expected.append(line.decode())
-        done = told.replay("--into", "-", "--user", "u1", "--from", f"2:{since}")
+        done = recorded.replay("--into", "-", "--user", "u1", "--from", f"2:{since}")
         assert done.returncode == 0, done.stderr
         assert done.stdout.splitlines() == expected
     assert any('"payment.refund_due"' in line for line in expected)
     assert any('"ledger.adjusted"' in line for line in expected)
 
 
-async def test_a_reader_that_leaves(told: System) -> None:
-    """SIGPIPE ends it quietly."""
+async def test_a_replay_ends_quietly_when_its_reader_closes_the_pipe(recorded: RecordedSystem) -> None:
+    """SIGPIPE ends it without output."""
     command = [sys.executable, "-m", "grabstream.ops.cli", "replay", "--into", "-"]
     running = subprocess.Popen(
         command,
-        env=child_environment(**env_of(told.settings)),
+        env=child_environment(**env_of(recorded.settings)),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )
     assert running.stdout is not None
     assert running.stderr is not None
-    assert running.stdout.readline().decode() == told.lines()[0] + "\n"
+    assert running.stdout.readline().decode() == recorded.lines()[0] + "\n"
     running.stdout.close()
     assert running.stderr.read() == b""
     assert running.wait(20) == 128 + signal.SIGPIPE
 
 
 class Counting(JournalSource):
-    """Counts the records that chunks were made of."""
+    """Counts the records that were read for chunks."""
 
     read = 0
 
@@ -183,9 +191,11 @@ class Counting(JournalSource):
             yield chunk
 
 
-async def test_what_lies_before_is_not_read(system: Settings, journal_of: JournalWriter) -> None:
-    """From near the end only the end is read; whatever is asked, no event from there on is missing, and what
-    comes is the truth.
+async def test_a_replay_from_near_the_end_reads_only_the_end(
+    system: Settings, journal_of: JournalWriter
+) -> None:
+    """The number of records read is bounded by the number of events wanted. From every point, no event is
+    missing, and all events are those of the journal.
     """
     lines = [
         opened("e", 1, 100_000),
@@ -194,7 +204,7 @@ async def test_what_lies_before_is_not_read(system: Settings, journal_of: Journa
     await journal_of.marker(1, "a")
     for first in range(1, 601, 2):
         await journal_of.block(lines, first, first + 1)
-    await live(system, {SHARD: 600})
+    await until_read_models_at(system, {SHARD: 600})
     async with (
         await open_books(system) as books,
         open_reader(system.kafka, Topics(system.prefix).journal) as reader,
@@ -204,7 +214,7 @@ async def test_what_lies_before_is_not_read(system: Settings, journal_of: Journa
             *(Point(at=at) for at in (1, 2, 77, 150, 200, 201)),
         ):
             source = Counting(reader, books)
-            found = [
+            read = [
                 fact.line
                 async for chunk in source.chunks(SHARD, await source.start(SHARD, point))
                 for fact in chunk.facts
@@ -214,13 +224,13 @@ async def test_what_lies_before_is_not_read(system: Settings, journal_of: Journa
                 for seq, line in enumerate(lines, 1)
                 if (seq if point.seq else max(seq // 3, 1)) >= point.value
             ]
-            assert found[len(found) - len(wanted) :] == wanted, point
-            assert found == lines[len(lines) - len(found) :], point
+            assert read[len(read) - len(wanted) :] == wanted, point
+            assert read == lines[len(lines) - len(read) :], point
             assert source.read <= 301 * len(wanted) / 600 + 70, point
 
 
 class OneByOne(JournalReader):
-    """Records in lists of one, so that nothing behind a record warns of it."""
+    """Returns each record in a separate list, so that no later record of a list reveals a stale one."""
 
     async def read(self, *arguments: Any) -> Any:
         async with aclosing(super().read(*arguments)) as lists:
@@ -229,20 +239,20 @@ class OneByOne(JournalReader):
                     yield [record]
 
 
-async def test_a_block_found_in_the_middle_that_does_not_count(
+async def test_a_stale_block_at_the_start_of_a_replay_is_ignored(
     system: Settings, journal_of: JournalWriter
 ) -> None:
-    """A paused relay wrote it, with another history in it: the search meets it, the audit trail unmasks it,
-    the truth is handed out.
+    """A paused relay wrote blocks of another history. The search for the start finds one of them, the audit
+    trail shows that it is not valid, and the events of the valid history are returned.
     """
-    false = [*LINES[:10], *(line.replace(b'"amount":10', b'"amount":11') for line in LINES[10:])]
+    stale_lines = [*LINES[:10], *(line.replace(b'"amount":10', b'"amount":11') for line in LINES[10:])]
     await journal_of.marker(1, "a")
     await journal_of.block(LINES, 1, 10)
     await journal_of.marker(2, "b")
     for _ in range(100):
-        await journal_of.block(false, 11, 20)  # of the owner before
+        await journal_of.block(stale_lines, 11, 20)  # of the previous owner
     await journal_of.block(LINES, 11, 30, 2, "b")
-    await live(system, {SHARD: 30})
+    await until_read_models_at(system, {SHARD: 30})
     async with (
         await open_books(system) as books,
         open_reader(system.kafka, Topics(system.prefix).journal) as reader,
@@ -250,70 +260,71 @@ async def test_a_block_found_in_the_middle_that_does_not_count(
         source = JournalSource(OneByOne(reader._consumer, reader._topic), books)
         for since in (15, 20, 30):
             start = await source.start(SHARD, Point(seq=since))
-            assert start.cursor.seq == 10  # it begins at one of those
-            found = [fact.line async for chunk in source.chunks(SHARD, start) for fact in chunk.facts]
-            assert found == LINES[10:]
+            assert start.cursor.seq == 10  # the start is at one of the stale blocks
+            read = [fact.line async for chunk in source.chunks(SHARD, start) for fact in chunk.facts]
+            assert read == LINES[10:]
 
 
-async def test_a_true_block_of_a_paused_relay_behind_the_end(
+async def test_a_stale_block_with_true_events_after_the_end_hides_no_event(
     system: Settings, journal_of: JournalWriter
 ) -> None:
-    """It says what is true, and nothing follows it: what stands before it in the journal, and behind it in
-    seq, is not forgotten.
+    """The stale blocks repeat valid events, and no block follows them. Blocks before them in the journal with
+    higher seqs are still read.
     """
     await journal_of.marker(1, "a")
     await journal_of.block(LINES, 1, 10)
     await journal_of.marker(2, "b")
     await journal_of.block(LINES, 11, 30, 2, "b")
     for _ in range(100):
-        await journal_of.block(LINES, 11, 12)  # of the owner before
-    await live(system, {SHARD: 30})
+        await journal_of.block(LINES, 11, 12)  # of the previous owner
+    await until_read_models_at(system, {SHARD: 30})
     async with (
         await open_books(system) as books,
         open_reader(system.kafka, Topics(system.prefix).journal) as reader,
     ):
         source = JournalSource(reader, books)
         start = await source.start(SHARD, Point(seq=15))
-        assert start.cursor.next_offset > 3  # it begins at one of those
+        assert start.cursor.next_offset > 3  # the start is at one of the stale blocks
         assert [fact.line async for chunk in source.chunks(SHARD, start) for fact in chunk.facts] == LINES[
             10:
         ]
 
 
-async def test_a_trail_that_was_tampered_with(told: System) -> None:
-    """What lies before it is handed out, then it ends, and says where."""
+async def test_a_replay_ends_before_a_changed_event_of_the_audit_trail(recorded: RecordedSystem) -> None:
+    """It prints the events before the changed one, and then ends with an error that names shard and seq."""
     change = "UPDATE audit SET body = replace(body, '{}', '{}') WHERE shard = 5 AND seq = 200 RETURNING seq"
-    assert await rows(told.settings, change.format('"v":1', '"v":7'))
+    assert await rows(recorded.settings, change.format('"v":1', '"v":7'))
     try:
-        done = told.replay("--into", "-", "--source", "audit")
+        done = recorded.replay("--into", "-", "--source", "audit")
         assert done.returncode == 1
         assert "shard 5" in done.stderr
         assert "seq 200" in done.stderr
-        found = done.stdout.splitlines()
-        assert found == told.lines()[: len(told.lines(2)) + 199]
+        printed = done.stdout.splitlines()
+        assert printed == recorded.lines()[: len(recorded.lines(2)) + 199]
     finally:
-        await rows(told.settings, change.format('"v":7', '"v":1'))
+        await rows(recorded.settings, change.format('"v":7', '"v":1'))
 
 
 # -- a topic -------------------------------------------------------------------------------------------------
 
 
 async def records(settings: Settings, topic: str) -> list[Any]:
+    """All records of a topic, by partition and offset."""
     consumer = AIOKafkaConsumer(
         bootstrap_servers=settings.kafka, auto_offset_reset="earliest", enable_auto_commit=False
     )
     await consumer.start()
-    found = []
+    all_records = []
     try:
         partitions = [TopicPartition(topic, number) for number in range(settings.shards)]
         for partition, end in (await consumer.end_offsets(partitions)).items():
             consumer.assign([partition])
             consumer.seek(partition, 0)
             while end > await consumer.position(partition):
-                found += (await consumer.getmany(partition, timeout_ms=500)).get(partition, [])
+                all_records += (await consumer.getmany(partition, timeout_ms=500)).get(partition, [])
     finally:
         await consumer.stop()
-    return sorted(found, key=lambda record: (record.partition, record.offset))
+    return sorted(all_records, key=lambda record: (record.partition, record.offset))
 
 
 @pytest.fixture
@@ -326,103 +337,112 @@ async def topic(servers: Settings, prefix: str) -> AsyncIterator[str]:
     await client.close()
 
 
-async def test_a_topic_gets_what_the_events_topic_has(told: System, topic: str) -> None:
-    """Keys, bytes, headers, times: as the publisher makes them."""
-    events = Topics(told.settings.prefix).events
-    async with running(told.settings, "events") as [publisher]:
-        for shard in told.histories:
+async def test_a_replay_into_a_topic_writes_the_records_of_the_publisher(
+    recorded: RecordedSystem, topic: str
+) -> None:
+    """Keys, values, headers and times are those of the publisher."""
+    events = Topics(recorded.settings.prefix).events
+    async with running(recorded.settings, "events") as [publisher]:
+        for shard in recorded.histories:
             await publisher.put(CatchUp(shard))
 
         async def published() -> bool:
-            return len(await records(told.settings, events)) >= len(told.lines())
+            return len(await records(recorded.settings, events)) >= len(recorded.lines())
 
         await until(published, 30, "all events")
-    own = [
+    of_publisher = [
         (
-            one.partition,
-            one.key,
-            one.value,
-            [header for header in one.headers if header[0] != "cursor"],
-            one.timestamp,
+            record.partition,
+            record.key,
+            record.value,
+            [header for header in record.headers if header[0] != "cursor"],
+            record.timestamp,
         )
-        for one in await records(told.settings, events)
+        for record in await records(recorded.settings, events)
     ]
-    done = told.replay("--into", f"topic:{topic}", "--json")
+    done = recorded.replay("--into", f"topic:{topic}", "--json")
     assert done.returncode == 0, done.stderr
     assert sum(shard["events"] for shard in json.loads(done.stdout)["shards"] if "events" in shard) == len(
-        told.lines()
+        recorded.lines()
     )
-    found = await records(told.settings, topic)
-    assert [(one.partition, one.key, one.value, list(one.headers), one.timestamp) for one in found] == own
-    assert {line.decode() for line in (one.value for one in found)} == set(told.lines())
-    # A second time it would all be there twice: that has to be meant.
-    done = told.replay("--into", f"topic:{topic}")
+    replayed = await records(recorded.settings, topic)
+    assert [
+        (record.partition, record.key, record.value, list(record.headers), record.timestamp)
+        for record in replayed
+    ] == of_publisher
+    assert {record.value.decode() for record in replayed} == set(recorded.lines())
+    # A second replay would write every event twice: it needs --append.
+    done = recorded.replay("--into", f"topic:{topic}")
     assert done.returncode == 1
     assert "--append" in done.stderr
-    last = len(told.histories[5].lines)
+    last = len(recorded.histories[5].lines)
     assert (
-        told.replay("--into", f"topic:{topic}", "--append", "--from", f"5:{last}", "--shard", "5").returncode
+        recorded.replay(
+            "--into", f"topic:{topic}", "--append", "--from", f"5:{last}", "--shard", "5"
+        ).returncode
         == 0
     )
-    assert (await records(told.settings, topic))[-1].value == told.histories[5].lines[-1]
+    assert (await records(recorded.settings, topic))[-1].value == recorded.histories[5].lines[-1]
 
 
-async def test_two_into_one_topic(told: System, topic: str) -> None:
-    """The second is refused, with or without --append, and says who the first one is; each event is in the
+async def test_a_second_replay_into_a_topic_is_refused(recorded: RecordedSystem, topic: str) -> None:
+    """With or without --append; the message names the process and pid of the first. Each event is in the
     topic once.
     """
-    async with await AsyncConnection.connect(told.settings.postgres) as other:
+    async with await AsyncConnection.connect(recorded.settings.postgres) as other:
         await hold(other, f"grabstream-replay-topic-{topic}", f"replay into {topic}")
         for words in ((), ("--append",)):
-            done = told.replay("--into", f"topic:{topic}", *words)
+            done = recorded.replay("--into", f"topic:{topic}", *words)
             assert done.returncode == 1
             assert f"being written by another replay: process {os.getpid()} on " in done.stderr
             assert f"pid {other.info.backend_pid} of PostgreSQL" in done.stderr
     both = await asyncio.gather(
-        *(asyncio.to_thread(told.replay, "--into", f"topic:{topic}") for _ in range(2))
+        *(asyncio.to_thread(recorded.replay, "--into", f"topic:{topic}") for _ in range(2))
     )
     assert sorted(done.returncode for done in both) == [0, 1], [done.stderr for done in both]
-    ids = [dict(record.headers)["ce_id"] for record in await records(told.settings, topic)]
-    assert len(ids) == len(set(ids)) == len(told.lines())
+    ids = [dict(record.headers)["ce_id"] for record in await records(recorded.settings, topic)]
+    assert len(ids) == len(set(ids)) == len(recorded.lines())
 
 
-async def test_into_a_topic_without_postgresql(told: System, topic: str) -> None:
-    """Nobody can keep another replay out then: it says so, and goes on."""
+async def test_a_replay_into_a_topic_without_postgresql_warns_that_it_has_no_lock(
+    recorded: RecordedSystem, topic: str
+) -> None:
+    """Without PostgreSQL no lock can exclude another replay: it warns and continues."""
     words = ("replay", "--into", f"topic:{topic}", "--shard", "2", "--until", "2:5")
-    done = grabstream(*words, **{**env_of(told.settings), "postgres": "postgresql://127.0.0.1:1/x"})
+    done = grabstream(*words, **{**env_of(recorded.settings), "postgres": "postgresql://127.0.0.1:1/x"})
     assert done.returncode == 0, done.stderr
     assert (
         "goes on without a lock, since PostgreSQL cannot be reached: see to it that no other one writes "
         f"topic {topic}" in done.stderr
     )
-    assert len(await records(told.settings, topic)) == 5
+    assert len(await records(recorded.settings, topic)) == 5
 
 
-async def test_topics_that_are_refused(told: System, topic: str) -> None:
+async def test_a_replay_refuses_topics_that_are_not_its_own(recorded: RecordedSystem, topic: str) -> None:
     for name in (
-        Topics(told.settings.prefix).journal,
-        Topics(told.settings.prefix).events,
-        Topics(told.settings.prefix).commands,
+        Topics(recorded.settings.prefix).journal,
+        Topics(recorded.settings.prefix).events,
+        Topics(recorded.settings.prefix).commands,
     ):
-        done = told.replay("--into", f"topic:{name}", "--append")
+        done = recorded.replay("--into", f"topic:{name}", "--append")
         assert (done.returncode, "the system's own" in done.stderr) == (1, True)
-    client = AIOKafkaAdminClient(bootstrap_servers=told.settings.kafka)
+    client = AIOKafkaAdminClient(bootstrap_servers=recorded.settings.kafka)
     await client.start()
     await client.create_topics([NewTopic(topic, num_partitions=2, replication_factor=1)])
     await client.close()
     for words in ((), ("--dry-run",)):
-        done = told.replay("--into", f"topic:{topic}", *words)
+        done = recorded.replay("--into", f"topic:{topic}", *words)
         assert (done.returncode, "2 partitions" in done.stderr) == (1, True), done.stderr
 
 
-async def test_dry_run_writes_nothing(told: System, topic: str) -> None:
-    for into in (f"schema:{told.into('dry')}", f"topic:{topic}", "-"):
-        done = told.replay("--into", into, "--dry-run", "--json")
+async def test_a_dry_run_of_a_replay_writes_nothing(recorded: RecordedSystem, topic: str) -> None:
+    for into in (f"schema:{recorded.into('dry')}", f"topic:{topic}", "-"):
+        done = recorded.replay("--into", into, "--dry-run", "--json")
         assert done.returncode == 0, done.stderr
         shards = json.loads(done.stdout)["shards"]
-        assert [shard["shard"] for shard in shards if shard["to_read"]] == sorted(told.histories)
-    assert await schemas(told.settings, told.into("dry")) == []
-    client = AIOKafkaAdminClient(bootstrap_servers=told.settings.kafka)
+        assert [shard["shard"] for shard in shards if shard["to_read"]] == sorted(recorded.histories)
+    assert await schemas(recorded.settings, recorded.into("dry")) == []
+    client = AIOKafkaAdminClient(bootstrap_servers=recorded.settings.kafka)
     await client.start()
     assert topic not in await client.list_topics()
     await client.close()
@@ -446,13 +466,13 @@ async def test_dry_run_writes_nothing(told: System, topic: str) -> None:
         (("-", "--until", "1960-01-01"), "before 1973"),
     ],
 )  # fmt: skip
-def test_what_is_asked_wrongly_is_named(words: tuple[str, ...], reason: str) -> None:
+def test_wrong_arguments_are_refused(words: tuple[str, ...], reason: str) -> None:
     done = CliRunner().invoke(replay_verb, ["--into", *words], env={"GRAB_SHARDS": "8"})
     assert done.exit_code == 2, done.output
     assert reason in " ".join(done.output.split())
 
 
-def test_commands_of_the_page_are_understood() -> None:
+def test_commands_on_the_page_have_valid_options() -> None:
     page = (PROJECT / "docs" / "replay.md").read_text()
     section = page.partition("## Replay and the time machine\n")[2].partition("\n## ")[0]
     lines = re.findall(r"^grabstream (replay|at) (.*?)(?: +#.*)?$", section, re.MULTILINE)
