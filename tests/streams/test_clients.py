@@ -1,4 +1,6 @@
-"""Closing a client that misbehaves harms nobody."""
+"""Clients of Kafka and Redis: errors while they close or start do not reach their users, and trouble is
+logged once.
+"""
 
 import asyncio
 import logging
@@ -14,9 +16,9 @@ from grabstream.streams.relaying.relay import RETRY_SECONDS_MAX, ShardRelay
 from tests.conftest import until
 
 
-async def _raises_a_cancellation_of_its_own() -> None:
-    """As aiokafka does after a process was stopped for longer than its session: it awaits a task that it has
-    just cancelled.
+async def _raises_its_own_cancellation() -> None:
+    """Raises CancelledError as aiokafka does after a process was stopped for longer than its session: it
+    awaits a task that it has just cancelled.
     """
     inside = asyncio.create_task(asyncio.sleep(60))
     await asyncio.sleep(0)
@@ -32,17 +34,15 @@ async def _hangs() -> None:
     await asyncio.sleep(60)
 
 
-@pytest.mark.parametrize("client", [_raises_a_cancellation_of_its_own, _fails, _hangs])
-async def test_what_goes_wrong_there_is_no_error_of_ours(
-    client: object, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("client", [_raises_its_own_cancellation, _fails, _hangs])
+async def test_close_ignores_errors_of_the_client(client: object, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clients, "CLOSE_SECONDS_MAX", 0.1)
     began = time.monotonic()
     await clients.close(client())  # type: ignore[operator]
     assert time.monotonic() - began < 5
 
 
-async def test_our_own_cancellation_is_raised() -> None:
+async def test_close_raises_the_cancellation_of_its_caller() -> None:
     waiting = asyncio.create_task(clients.close(_hangs()))
     await asyncio.sleep(0)
     waiting.cancel()
@@ -51,17 +51,17 @@ async def test_our_own_cancellation_is_raised() -> None:
 
 
 async def test_a_client_that_is_cancelled_while_it_starts_is_closed() -> None:
-    """Else its connections stay for as long as the process: a relay may lose its shard at any moment."""
-    met = asyncio.Event()
-    silent = await asyncio.start_server(lambda reader, writer: met.set(), "127.0.0.1", 0)
+    """Otherwise its connections would stay open: a relay may lose its shard at any moment."""
+    connected = asyncio.Event()
+    silent = await asyncio.start_server(lambda reader, writer: connected.set(), "127.0.0.1", 0)
     producer = AIOKafkaProducer(bootstrap_servers=f"127.0.0.1:{silent.sockets[0].getsockname()[1]}")
 
     async def use() -> None:
         async with clients.started(producer):
-            pytest.fail("nobody answered")
+            pytest.fail("the silent server has answered")
 
     using = asyncio.create_task(use())
-    await met.wait()
+    await connected.wait()
     using.cancel()
     await asyncio.wait({using})
     assert using.cancelled()
@@ -69,10 +69,8 @@ async def test_a_client_that_is_cancelled_while_it_starts_is_closed() -> None:
     silent.close()
 
 
-async def test_a_server_that_is_away_is_said_once(
-    settings: Settings, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A relay tries on, in pauses that grow, and its log has one line until something changes."""
+async def test_a_missing_server_is_logged_once(settings: Settings, caplog: pytest.LogCaptureFixture) -> None:
+    """A relay tries again, with growing pauses, and its log has one line until something changes."""
     nowhere = settings.model_copy(update={"redis_url": "redis://127.0.0.1:1/0"})
     relay = ShardRelay(
         open_redis(nowhere),
@@ -91,7 +89,7 @@ async def test_a_server_that_is_away_is_said_once(
     )
 
 
-def test_what_goes_wrong_again_and_again_is_said_when_it_changes(caplog: pytest.LogCaptureFixture) -> None:
+def test_trouble_is_logged_only_when_it_changes(caplog: pytest.LogCaptureFixture) -> None:
     trouble = clients.Trouble(logging.getLogger("test"), "shard 3")
     trouble.over()
     for words in ("away", "away", "full", "full"):

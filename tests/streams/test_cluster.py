@@ -1,5 +1,5 @@
-"""More than one machine: a Redis Cluster of three masters with replicas, three brokers, and workers that join
-and leave under traffic.
+"""A cluster: a Redis Cluster of three masters with replicas, three brokers, and workers that start and end
+under traffic.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ from tests.streams.traffic import traffic
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ClusterServices]:
-    """Ten servers of this module's own, to be killed."""
+    """Ten servers that belong to this module, which may kill them."""
     services = ClusterServices(tmp_path_factory.mktemp("cluster"), ports_from(free_ports(19)))
     services.up()
     yield services
@@ -41,9 +41,9 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ClusterService
 @pytest.fixture
 async def clustered(cluster: ClusterServices, settings: Settings) -> Settings:
     """A system on the cluster."""
-    own = settings.model_copy(update=cluster.environment())
-    await make_system(own)
-    return own
+    on_cluster = settings.model_copy(update=cluster.environment())
+    await make_system(on_cluster)
+    return on_cluster
 
 
 @contextlib.asynccontextmanager
@@ -55,7 +55,7 @@ async def client_of(settings: Settings) -> Any:
         await client.aclose()
 
 
-def test_an_address_of_a_cluster() -> None:
+def test_cluster_addresses_are_parsed() -> None:
     address = cluster_address("rediss-cluster://me:p%40ss@a:1,b.example:2/")
     assert address == ([("a", 1), ("b.example", 2)], "me", "p@ss", True)
     for wrong in (
@@ -69,14 +69,14 @@ def test_an_address_of_a_cluster() -> None:
             cluster_address(wrong)
 
 
-def test_a_wrong_address_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_cluster_address_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GRAB_REDIS_URL", "redis-cluster://localhost")
     with pytest.raises(BadSettings, match=r"GRAB_REDIS_URL: .*redis-cluster://host:port"):
         load_settings()
 
 
-def test_servers_come_back_as_one_cluster(cluster: ClusterServices) -> None:
-    """A second start changes nothing; one that was killed takes its place again."""
+def test_up_restarts_ended_servers_of_the_cluster(cluster: ClusterServices) -> None:
+    """A second `up` changes nothing; a killed server rejoins the cluster."""
     before = cluster.status()
     cluster.up()
     assert cluster.status() == before
@@ -90,7 +90,7 @@ def test_servers_come_back_as_one_cluster(cluster: ClusterServices) -> None:
         assert client.info("replication")["role"] == "slave"
 
 
-async def test_topics_have_three_copies_and_two_that_must_have_a_record(clustered: Settings) -> None:
+async def test_topics_have_three_replicas_and_need_two_in_sync(clustered: Settings) -> None:
     client = AIOKafkaAdminClient(bootstrap_servers=clustered.kafka)
     await client.start()
     try:
@@ -104,25 +104,25 @@ async def test_topics_have_three_copies_and_two_that_must_have_a_record(clustere
         await client.close()
 
 
-async def test_a_server_of_the_cluster_that_may_evict_is_refused(
+async def test_a_server_of_the_cluster_with_an_eviction_policy_is_refused(
     clustered: Settings, cluster: ClusterServices
 ) -> None:
     async with client_of(clustered) as client:
         await require_core(client)
-        with redis.Redis(port=cluster.redis[2].port) as one:
-            one.config_set("maxmemory-policy", "allkeys-lru")
+        with redis.Redis(port=cluster.redis[2].port) as server:
+            server.config_set("maxmemory-policy", "allkeys-lru")
             try:
                 with pytest.raises(
                     BadSettings, match=rf"127\.0\.0\.1:{cluster.redis[2].port} is allkeys-lru"
                 ):
                     await require_core(client)
             finally:
-                one.config_set("maxmemory-policy", "noeviction")
+                server.config_set("maxmemory-policy", "noeviction")
 
 
-async def test_first_calls_at_once_find_their_servers(clustered: Settings) -> None:
-    """redis-py itself sends what comes while it asks who has which slots to servers by chance, and then
-    closes everybody's connections.
+async def test_concurrent_first_calls_reach_the_right_servers(clustered: Settings) -> None:
+    """redis-py sends commands to random servers while it reads the map of slots, and then closes the
+    connections of all callers. The client of this program prevents both.
     """
     for _ in range(5):
         async with client_of(clustered) as client:
@@ -131,12 +131,14 @@ async def test_first_calls_at_once_find_their_servers(clustered: Settings) -> No
                 *(client.execute_command("EVAL", "return KEYS[1]", 1, key) for key in shards)
             ) == [key.encode() for key in shards]
             with contextlib.ExitStack() as stack:
-                ones = [stack.enter_context(redis.Redis(port=int(node.port))) for node in client.masters()]
-                assert not any(one.info("errorstats").get("errorstat_MOVED") for one in ones)
+                servers = [stack.enter_context(redis.Redis(port=int(node.port))) for node in client.masters()]
+                assert not any(server.info("errorstats").get("errorstat_MOVED") for server in servers)
 
 
-async def test_journaled_is_announced_on_a_cluster(clustered: Settings, worker: Callable[..., Any]) -> None:
-    """Announcements reach the gate from every master: nobody waits until the gate looks by itself."""
+async def test_announcements_reach_the_gate_from_every_master(
+    clustered: Settings, worker: Callable[..., Any]
+) -> None:
+    """Answers are released by announcements, without the gate's polling."""
     worker(clustered, "relay,sweep")
     async with traffic(clustered, 100) as crowd:
         gate = crowd.rehearsal._gate
@@ -168,11 +170,11 @@ async def test_journaled_is_announced_on_a_cluster(clustered: Settings, worker: 
         assert heard >= shards
 
 
-async def test_workers_join_and_leave_and_a_master_dies_under_traffic(
+async def test_traffic_survives_changes_of_workers_and_the_end_of_a_master(
     clustered: Settings, cluster: ClusterServices, worker: Callable[..., Any]
 ) -> None:
-    """Three workers of all roles; one leaves gently, one is killed, others join; then the master of a shard
-    dies for good.
+    """Three workers with all roles: one is stopped, one is killed, others start; then the master of a shard
+    is killed and not restarted.
     """
     workers = [worker(clustered) for _ in range(3)]
     async with traffic(clustered, 3_000) as crowd, client_of(clustered) as client:
@@ -184,24 +186,24 @@ async def test_workers_join_and_leave_and_a_master_dies_under_traffic(
         workers[1].kill()
         workers.append(worker(clustered))
         await crowd.until_answered(0.5)
-        # Who comes while a master is away goes again, and leaves it to whoever starts workers.
+        # A worker that starts while a master is missing would end again, so wait until all have started.
         await until(
-            lambda: all("playing" in one.log.read_text() for one in workers), 60, "all workers at work"
+            lambda: all("playing" in started.log.read_text() for started in workers), 60, "all workers"
         )
         [address] = await information(client, "server", key_space(clustered).shard(0).state)
         master = next(server for server in cluster.redis if address.endswith(f":{server.port}"))
         await asyncio.to_thread(master.kill)
         await crowd.adds_up()
-    assert [one.process.poll() for one in workers[2:]] == [None] * 3
+    assert [running.process.poll() for running in workers[2:]] == [None] * 3
     await asyncio.to_thread(master.start)
-    await until(partial(_is_replica, master.port), 30, "the old master's return as a replica")
+    await until(partial(_is_replica, master.port), 30, "the return of the old master as a replica")
 
 
-async def test_a_shard_moves_to_another_master_under_traffic(
+async def test_traffic_survives_the_move_of_a_shard_to_another_master(
     clustered: Settings, cluster: ClusterServices, worker: Callable[..., Any]
 ) -> None:
-    """Its callers wait while its keys are on the way; then the new server is another life, is reconciled, and
-    goes on.
+    """Callers of the shard wait while its keys are being moved. The new server has another server epoch, so
+    the relay compares the shard with the journal before it continues.
     """
     worker(clustered, "decide,relay,sweep")
     worker(clustered, "project,publish")
@@ -223,30 +225,32 @@ async def test_a_shard_moves_to_another_master_under_traffic(
 
 
 def _move_slot(cluster: ClusterServices, slot: int, source_port: int, target_port: int) -> None:
-    """What `redis-cli --cluster reshard` does for one slot."""
+    """Moves one slot, as `redis-cli --cluster reshard` does."""
     with redis.Redis(port=source_port) as source, redis.Redis(port=target_port) as target:
-        source_id, target_id = (one.execute_command("CLUSTER", "MYID").decode() for one in (source, target))
+        source_id, target_id = (
+            server.execute_command("CLUSTER", "MYID").decode() for server in (source, target)
+        )
         target.execute_command("CLUSTER", "SETSLOT", slot, "IMPORTING", source_id)
         source.execute_command("CLUSTER", "SETSLOT", slot, "MIGRATING", target_id)
         while keys := source.execute_command("CLUSTER", "GETKEYSINSLOT", slot, 10):
             source.execute_command("MIGRATE", "127.0.0.1", target_port, "", 0, 5_000, "KEYS", *keys)
-        for one in (target, source):
-            one.execute_command("CLUSTER", "SETSLOT", slot, "NODE", target_id)
+        for server in (target, source):
+            server.execute_command("CLUSTER", "SETSLOT", slot, "NODE", target_id)
 
 
 def _is_replica(port: int) -> bool:
     with redis.Redis(port=port) as client:
-        found = client.info("replication")
-        return bool(found["role"] == "slave" and found["master_link_status"] == "up")
+        replication = client.info("replication")
+        return bool(replication["role"] == "slave" and replication["master_link_status"] == "up")
 
 
 async def test_status_names_the_server_of_every_shard(clustered: Settings, cluster: ClusterServices) -> None:
     environment = child_environment(
         prefix=clustered.prefix, schema=clustered.schema_, **cluster.environment()
     )
-    asked = await asyncio.to_thread(CliRunner().invoke, cli.grabstream, ["status", "--json"], env=environment)
-    assert asked.exit_code == 1, asked.output  # no relay has taken the shards over
+    done = await asyncio.to_thread(CliRunner().invoke, cli.grabstream, ["status", "--json"], env=environment)
+    assert done.exit_code == 1, done.output  # no relay has taken over the shards
     ports = {str(server.port) for server in cluster.redis}
-    found = json.loads(asked.output)
-    assert {shard["server"].rpartition(":")[2] for shard in found["shards"]} <= ports
-    assert found["servers"] == {"redis": None, "kafka": None, "postgres": None}
+    status = json.loads(done.output)
+    assert {shard["server"].rpartition(":")[2] for shard in status["shards"]} <= ports
+    assert status["servers"] == {"redis": None, "kafka": None, "postgres": None}

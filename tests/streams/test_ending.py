@@ -1,5 +1,5 @@
-"""Who is told to end, ends within a bound, whatever hangs: here PostgreSQL, which takes what it is sent and
-answers nothing.
+"""A process that is told to end ends within a bound, even if a server hangs: here PostgreSQL, which accepts
+connections and data, and answers nothing.
 """
 
 import asyncio
@@ -26,10 +26,8 @@ from tests.support.command_line import env_of
 from tests.support.projecting import rows
 
 
-class Hanging:
-    """A way to PostgreSQL that passes everything on, until `hang` is called: from then on nothing, and no
-    connection is refused.
-    """
+class HangingProxy:
+    """A TCP proxy before PostgreSQL. After `hang` it forwards nothing, but still accepts connections."""
 
     def __init__(self, host: str, port: int) -> None:
         self._host, self._port = host, port
@@ -57,15 +55,15 @@ class Hanging:
 
 
 @asynccontextmanager
-async def hanging(settings: Settings) -> AsyncIterator[tuple[Hanging, Settings]]:
-    """The settings by such a way."""
+async def hanging(settings: Settings) -> AsyncIterator[tuple[HangingProxy, Settings]]:
+    """Yields a proxy, and the settings with its address."""
     known = conninfo_to_dict(settings.postgres)
-    way = Hanging(str(known["host"]), int(str(known["port"])))
-    server = await asyncio.start_server(way.serve, "127.0.0.1", 0)
+    proxy = HangingProxy(str(known["host"]), int(str(known["port"])))
+    server = await asyncio.start_server(proxy.serve, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
     try:
         yield (
-            way,
+            proxy,
             settings.model_copy(
                 update={"postgres": settings.postgres.replace(f":{known['port']}/", f":{port}/")}
             ),
@@ -74,21 +72,21 @@ async def hanging(settings: Settings) -> AsyncIterator[tuple[Hanging, Settings]]
         server.close()
 
 
-async def test_a_worker_whose_postgresql_hangs(system: Settings, worker: Callable[..., Any]) -> None:
-    """All its roles: it goes on deciding, ends within the bound when it is told to, and its leases are free
-    at once.
-    """
-    async with hanging(system) as (way, settings):
-        one = worker(settings, "decide,relay,sweep,project,publish,verify")
+async def test_a_worker_ends_within_its_bound_while_postgresql_hangs(
+    system: Settings, worker: Callable[..., Any]
+) -> None:
+    """A worker with all roles continues to decide, ends within the bound, and releases its leases at once."""
+    async with hanging(system) as (proxy, settings):
+        running = worker(settings, "decide,relay,sweep,project,publish,verify")
         terms = EnvelopeTerms(issuer="alice", funding="pay", asset="CNY", total=900, parts=9)
         async with open_gate(system) as gate:
             await gate.decide([Open(id="o", offer="e", terms=terms)], patience_ms=30_000)
             await until(lambda: _booked(system, 1), 60, "the books")
-            way.hang()
+            proxy.hang()
             [answer] = await gate.decide([Grab(id="g", offer="e", user="u")], patience_ms=30_000)
             assert answer.outcome == "granted"
         began = time.monotonic()
-        one.process.terminate()
+        running.process.terminate()
         redis = open_redis(system)
         try:
 
@@ -97,15 +95,15 @@ async def test_a_worker_whose_postgresql_hangs(system: Settings, worker: Callabl
                     key async for key in redis.scan_iter(match=f"{system.prefix}:*:lease", count=1_000)
                 ]
 
-            await until(free, END_SECONDS_MAX, "free leases")
+            await until(free, END_SECONDS_MAX, "the release of the leases")
         finally:
             await redis.aclose()
-        await asyncio.to_thread(one.process.wait, END_SECONDS_MAX + 5)
+        await asyncio.to_thread(running.process.wait, END_SECONDS_MAX + 5)
         assert time.monotonic() - began < END_SECONDS_MAX + 2
 
 
-async def test_a_rebuild_whose_postgresql_hangs(system: Settings) -> None:
-    async with hanging(system) as (way, settings):
+async def test_a_rebuild_ends_within_its_bound_while_postgresql_hangs(system: Settings) -> None:
+    async with hanging(system) as (proxy, settings):
         process = subprocess.Popen(
             [sys.executable, "-m", "grabstream.ops.cli", "rebuild", "ledger", "--jobs", "1"],
             env=child_environment(**env_of(settings), fail_at="rebuild.finished:1:stop"),
@@ -119,11 +117,11 @@ async def test_a_rebuild_whose_postgresql_hangs(system: Settings) -> None:
         async def finished() -> bool:
             return await rows(system, stopped) == [(1,)]
 
-        await until(finished, 60, "its sums")
+        await until(finished, 60, "the end of the load")
         await until(lambda: ") T " in Path(f"/proc/{process.pid}/stat").read_text(), 60, "its stop")
-        way.hang()
+        proxy.hang()
         process.terminate()
-        process.send_signal(signal.SIGCONT)  # the statement that comes next hangs
+        process.send_signal(signal.SIGCONT)  # the next statement hangs
         try:
             assert await asyncio.to_thread(process.wait, END_SECONDS_MAX + 10) == 143
         finally:
@@ -134,8 +132,12 @@ async def _booked(settings: Settings, seq: int) -> bool:
     return await rows(settings, "SELECT DISTINCT max(seq) FROM cursors GROUP BY projection") == [(seq,)]
 
 
-async def test_roles_that_do_not_end_or_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A role that takes no notice is named within the bound; one of the books that fails begins again."""
+async def test_run_worker_names_roles_that_do_not_end_and_restarts_failed_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A role that ignores the stop is named within the bound; a role wrapped in `again` is restarted after an
+    error.
+    """
     monkeypatch.setattr("grabstream.streams.worker.STOP_SECONDS", 0.5)
     stop, begun = asyncio.Event(), 0
 

@@ -1,4 +1,4 @@
-"""Foreign producers and consumers: everything by kcat and SQL, as somebody would who has none of our code."""
+"""Producers and consumers that use none of this project's code: kcat and SQL only."""
 
 import json
 import subprocess
@@ -24,7 +24,7 @@ TERMS = {
 
 
 def produce(settings: Settings, *values: bytes, key: str = "e1") -> None:
-    # Separated by a byte that no JSON has, so that each value goes over as it is.
+    # The separator is a byte that no JSON contains, so that each value is sent unchanged.
     command = [
         "kcat",
         "-P",
@@ -48,7 +48,9 @@ def grab(id: str, user: str, **rest: Any) -> dict[str, Any]:
     return {"type": "grab", "id": id, "offer": "e1", "user": user, **rest}
 
 
-async def test_an_envelope_by_hand(system: Settings, worker: Callable[..., Any]) -> None:
+async def test_kcat_and_sql_see_an_envelope_from_opening_to_close(
+    system: Settings, worker: Callable[..., Any]
+) -> None:
     worker(system)
     topics = Topics(system.prefix)
     nonsense = b"\xff\x00 this is no JSON"
@@ -68,8 +70,8 @@ async def test_an_envelope_by_hand(system: Settings, worker: Callable[..., Any])
     )
 
     async def results() -> Any:
-        found = [json.loads(line) for line in consume(system, topics.results)]
-        return found if len(found) >= 7 else None
+        received = [json.loads(line) for line in consume(system, topics.results)]
+        return received if len(received) >= 7 else None
 
     answers = await until(results, 60, "seven answers")
     by_id = {answer["id"]: answer for answer in answers}
@@ -81,10 +83,10 @@ async def test_an_envelope_by_hand(system: Settings, worker: Callable[..., Any])
     assert sum(by_id[id]["amount"] for id in ("g1", "g2", "g3")) == 1000
 
     async def rejected() -> Any:
-        found = consume(system, topics.rejected, "%s|%h\n")
-        return found if len(found) >= 3 else None
+        received = consume(system, topics.rejected, "%s|%h\n")
+        return received if len(received) >= 3 else None
 
-    raws = await until(rejected, 30, "what was rejected")
+    raws = await until(rejected, 30, "three rejected records")
     assert [raw.split("|")[0] for raw in raws] == [
         '{"type": "grab", "id": "bad", "offer": "e1", "usr": "x"}',
         "17",
@@ -95,8 +97,8 @@ async def test_an_envelope_by_hand(system: Settings, worker: Callable[..., Any])
     )
 
     async def events() -> Any:
-        found = consume(system, topics.events, "%k|%h|%s\n")
-        return found if len(found) >= 5 else None
+        received = consume(system, topics.events, "%k|%h|%s\n")
+        return received if len(received) >= 5 else None
 
     lines = await until(events, 60, "five events")
     parsed = [(line.split("|", 2)[1], json.loads(line.split("|", 2)[2])) for line in lines]
@@ -141,19 +143,19 @@ async def test_an_envelope_by_hand(system: Settings, worker: Callable[..., Any])
 
         await until(counted, 30, "the demand")
 
-    # Every record of every topic is what the AsyncAPI document says; but for the two that were rejected, as a
-    # whole or in part.
-    found = await check_topics(system)
-    assert found["commands"] == {"command": 3, "nothing": 2}
-    assert found["events"] == {"offer_opened": 1, "grab_granted": 3, "offer_closed": 1}
-    assert found["rejected"] == {"rejected": 3}
-    assert set(found["journal"]) == {"marker", "block"}
-    assert found["results"].keys() == {"answer"}
+    # Every record of every topic is a message of the AsyncAPI document, except the two commands records that
+    # were rejected completely or in part.
+    counts = await check_topics(system)
+    assert counts["commands"] == {"command": 3, "nothing": 2}
+    assert counts["events"] == {"offer_opened": 1, "grab_granted": 3, "offer_closed": 1}
+    assert counts["rejected"] == {"rejected": 3}
+    assert set(counts["journal"]) == {"marker", "block"}
+    assert counts["results"].keys() == {"answer"}
 
 
-async def test_a_sale_by_hand(system: Settings, worker: Callable[..., Any]) -> None:
-    """Pieces over the topic: a basket, a hold that is paid twice, a payment too many; and no secret stands in
-    a topic.
+async def test_kcat_sees_a_sale_without_secrets(system: Settings, worker: Callable[..., Any]) -> None:
+    """Coupons and stock through the commands topic: a basket, a hold that is paid twice, a second payment of
+    the same hold; and no topic contains a secret.
     """
     worker(system)
     topics = Topics(system.prefix)
@@ -194,8 +196,8 @@ async def test_a_sale_by_hand(system: Settings, worker: Callable[..., Any]) -> N
     )
 
     async def results() -> Any:
-        found = [json.loads(line) for line in consume(system, topics.results)]
-        return found if len(found) >= 13 else None
+        received = [json.loads(line) for line in consume(system, topics.results)]
+        return received if len(received) >= 13 else None
 
     answers = {answer["id"]: answer for answer in await until(results, 60, "the answers")}
     assert {id: answer["outcome"] for id, answer in answers.items()} == {
@@ -211,13 +213,13 @@ async def test_a_sale_by_hand(system: Settings, worker: Callable[..., Any]) -> N
     assert "gate" in answers["codes"]["message"]
 
     async def events() -> Any:
-        found = [json.loads(line) for line in consume(system, topics.events)]
-        return found if any(event["type"] == "payment.refund_due" for event in found) else None
+        received = [json.loads(line) for line in consume(system, topics.events)]
+        return received if any(event["type"] == "payment.refund_due" for event in received) else None
 
-    found = await until(events, 60, "the refund that is due")
-    assert [event["payment"] for event in found if event["type"] == "payment.refund_due"] == ["p2"]
-    assert [event["payment"] for event in found if event["type"] == "grab.confirmed"] == ["p1"]
-    assert not any("SECRET" in json.dumps(event) for event in found)
-    records = await check_topics(system)
-    assert records["commands"] == {"command": 4, "commands": 4}
-    assert records["events"].keys() > {"grab_held", "grab_confirmed", "payment_refund_due"}
+    published = await until(events, 60, "the refund that is due")
+    assert [event["payment"] for event in published if event["type"] == "payment.refund_due"] == ["p2"]
+    assert [event["payment"] for event in published if event["type"] == "grab.confirmed"] == ["p1"]
+    assert not any("SECRET" in json.dumps(event) for event in published)
+    counts = await check_topics(system)
+    assert counts["commands"] == {"command": 4, "commands": 4}
+    assert counts["events"].keys() > {"grab_held", "grab_confirmed", "payment_refund_due"}

@@ -1,5 +1,5 @@
-"""A worker that hangs with a read model's transaction open: whoever takes its partitions over does not wait
-for it. And what hangs in a worker costs nobody else their partitions.
+"""Hanging processes: a worker that takes over the partitions of a hanging one does not wait for its open
+transaction, and a role that hangs in a worker does not take the partitions of others.
 """
 
 import asyncio
@@ -35,10 +35,12 @@ from tests.support.projecting import (
 
 
 @pytest.mark.parametrize("where", ["between statements", "in a copy"])
-async def test_rows_of_a_hanging_process_are_freed(
+async def test_rows_locked_by_a_hanging_process_are_freed(
     system: Settings, worker: Callable[..., Any], where: str
 ) -> None:
-    """A connection that is called as a projector's own, holds its rows, and says nothing more."""
+    """A connection with the name of a projector's session locks the rows of its cursors and sends nothing
+    more.
+    """
     hanging = await AsyncConnection.connect(
         system.postgres, application_name=session_name(system.schema_, "ledger")
     )
@@ -68,11 +70,11 @@ async def test_rows_of_a_hanging_process_are_freed(
         await hanging.close()
 
 
-async def test_waiting_for_rows_does_not_cost_the_group(
+async def test_waiting_for_locked_rows_does_not_restart_faust(
     system: Settings, journal: JournalWriter, worker: Callable[..., Any]
 ) -> None:
-    """Somebody holds the ledger's rows, for longer than Faust may be silent: the others go on, and so does
-    the ledger afterwards.
+    """Another session locks the ledger's cursors for longer than the watchdog allows Faust to deliver
+    nothing: the other read models continue, and the ledger continues afterwards.
     """
     lines = [opened("e", 1, total=100_000), *(granted("e", seq) for seq in range(2, 2 * QUEUE_RECORDS_MAX))]
     await journal.marker(1, "a")
@@ -81,21 +83,21 @@ async def test_waiting_for_rows_does_not_cost_the_group(
     async with await AsyncConnection.connect(system.postgres) as holding:
         await use_read_model(holding, system.schema_, "ledger")
         await holding.execute("SELECT 1 FROM projection_cursors FOR UPDATE")
-        one = worker(system, "project")
+        projecting = worker(system, "project")
         await until_at_seq(system, len(lines), "balances", "audit")
-        waits = 1 + int(STALLED_SECONDS * 1000 / HANGS_MS_MAX)  # of five seconds each
+        waits = 1 + int(STALLED_SECONDS * 1000 / HANGS_MS_MAX)  # each wait takes HANGS_MS_MAX
         await until(
-            lambda: one.log.read_text().count("canceling statement due to lock timeout") >= waits,
+            lambda: projecting.log.read_text().count("canceling statement due to lock timeout") >= waits,
             60,
             "waiting",
         )
         await holding.rollback()
     await until_at_seq(system, len(lines), "ledger")
-    assert "Faust again" not in one.log.read_text()
-    assert one.stop() == 0
+    assert "Faust again" not in projecting.log.read_text()
+    assert projecting.stop() == 0
 
 
-#: An app that is a member of its group, and is told to stop, but hangs in that; the process lives on.
+#: An app that is a member of its consumer group and hangs when it is stopped; its process continues.
 HANGS_IN_STOPPING = """
 import asyncio, sys
 from grabstream.streams.projecting import agents
@@ -116,8 +118,8 @@ asyncio.run(main(*sys.argv[1:]))
 """
 
 
-async def test_an_app_that_does_not_stop_leaves_the_group(system: Settings) -> None:
-    """Its thread would answer for it for ever, and its partitions would have no reader."""
+async def test_an_app_that_does_not_stop_leaves_its_consumer_group(system: Settings) -> None:
+    """Otherwise its thread would send heartbeats for ever, and its partitions would have no reader."""
     words = (sys.executable, "-c", HANGS_IN_STOPPING, system.kafka, system.prefix, system.postgres)
     process = await asyncio.create_subprocess_exec(
         *words, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, env=child_environment()
@@ -136,10 +138,10 @@ async def test_an_app_that_does_not_stop_leaves_the_group(system: Settings) -> N
             await until(members, 30, "the group")
             process.stdin.write(b"\n")
 
-            async def nobody() -> bool:
+            async def is_empty() -> bool:
                 return await members() == 0
 
-            await until(nobody, 30, "an empty group")
+            await until(is_empty, 30, "an empty group")
         assert (await process.stdout.read(100)).split() == [b"started", b"given", b"up"]
         assert process.returncode is None
     finally:

@@ -1,8 +1,8 @@
-"""A shard stops alone: a master of a Redis Cluster hangs, with its replica or without, and no other shard
-waits.
+"""Shards do not delay each other: a master of a Redis Cluster hangs, with or without its replica, and no
+shard of another master waits.
 
-The bounds on times are relative to what was measured in the same run before the hang (tests/drill/gaps.py),
-since others may load the machine as well.
+Time bounds are relative to a measurement in the same run before the hang (tests/drill/gaps.py), since other
+processes may load the machine.
 """
 
 import asyncio
@@ -45,7 +45,7 @@ class Pair(NamedTuple):
 
 @pytest.fixture(scope="module")
 def servers_of_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sequence[Redis]]:
-    """Three masters with a replica each, to be stopped."""
+    """Three masters with a replica each, which tests may stop."""
     ports = free_ports(4 * MASTERS)
     folder = tmp_path_factory.mktemp("masters")
     servers = [
@@ -64,19 +64,19 @@ def servers_of_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seq
 
 @pytest.fixture
 async def clustered(servers_of_cluster: Sequence[Redis], settings: Settings) -> AsyncIterator[Settings]:
-    """A system on the cluster; Kafka and PostgreSQL are those of all tests."""
+    """A system on the cluster; Kafka and PostgreSQL are shared with other tests."""
     addresses = ",".join(f"127.0.0.1:{server.port}" for server in servers_of_cluster)
-    own = settings.model_copy(update={"redis_url": f"redis-cluster://{addresses}"})
-    await make_system(own)
-    yield own
+    on_cluster = settings.model_copy(update={"redis_url": f"redis-cluster://{addresses}"})
+    await make_system(on_cluster)
+    yield on_cluster
     for server in servers_of_cluster:
         server.send_signal(signal.SIGCONT)
-    await until(lambda: whole(servers_of_cluster), 30, "the cluster whole again")
-    await take_down(own)
+    await until(lambda: is_whole(servers_of_cluster), 30, "the recovery of the cluster")
+    await take_down(on_cluster)
 
 
-def whole(servers: Sequence[Redis]) -> bool:
-    """Whether every server sees all the others."""
+def is_whole(servers: Sequence[Redis]) -> bool:
+    """Whether every server sees all other servers as healthy."""
     try:
         for server in servers:
             with redis.Redis(port=server.port, socket_timeout=2) as client:
@@ -95,17 +95,20 @@ def pair_of(servers: Sequence[Redis], keys: KeySpace, shard: int) -> Pair:
             if replication["role"] != "master" or "slave0" not in replication:
                 continue
             slots = client.execute_command("CLUSTER SLOTS")
-            mine = [range(one[0], one[1] + 1) for one in slots if one[2][1] == master.port]
+            of_master = [range(row[0], row[1] + 1) for row in slots if row[2][1] == master.port]
             slot_of = {number: key_slot(keys.shard(number).state.encode()) for number in range(keys.shards)}
-        shards = frozenset(number for number, slot in slot_of.items() if any(slot in some for some in mine))
+        shards = frozenset(
+            number for number, slot in slot_of.items() if any(slot in slots for slots in of_master)
+        )
         if shard in shards:
-            replica = next(one for one in servers if one.port == int(replication["slave0"]["port"]))
+            replica_port = int(replication["slave0"]["port"])
+            replica = next(server for server in servers if server.port == replica_port)
             return Pair(master, replica, shards)
     raise AssertionError(f"no master has shard {shard}")
 
 
 class Leases:
-    """Who had the leases of shards, looked at all the time."""
+    """Polls the leases of shards and collects their holders."""
 
     def __init__(self, servers: Sequence[Redis], keys: KeySpace, shards: Sequence[int]) -> None:
         self.seen: dict[int, set[str | None]] = {shard: set() for shard in shards}
@@ -115,8 +118,8 @@ class Leases:
         }
         self._keys = keys
 
-    async def look(self) -> None:
-        """Looks until cancelled."""
+    async def poll(self) -> None:
+        """Polls until cancelled."""
         while True:
             for shard, client in self._clients.items():
                 with contextlib.suppress(redis.TimeoutError):
@@ -132,7 +135,9 @@ async def hung(
     seconds: float,
     with_replica: bool,
 ) -> None:
-    """Hangs a master, or a pair, and requires that the other shards notice nothing."""
+    """Hangs a master, or a master and its replica, and asserts that the shards of other masters are not
+    delayed.
+    """
     keys = key_space(clustered)
     first = worker(clustered, "decide,relay,sweep")
     async with open_gate(clustered) as gate:
@@ -144,7 +149,7 @@ async def hung(
         healthy = [shard for shard in range(keys.shards) if shard not in pair.shards]
         assert healthy
         leases = Leases(servers, keys, healthy)
-        looking = asyncio.create_task(leases.look())
+        polling = asyncio.create_task(leases.poll())
         try:
             gaps.forget()
             await asyncio.sleep(BASELINE_SECONDS)
@@ -158,18 +163,18 @@ async def hung(
                 examine(clustered), status(clustered), asyncio.sleep(seconds)
             )
             during = gaps.seconds()
-            looking.cancel()
-            # Whoever is told to end ends, whatever hangs.
+            polling.cancel()
+            # A worker that is told to end ends, although a server hangs.
             assert await asyncio.to_thread(first.stop) == 0
             for server in pair[:2]:
                 server.send_signal(signal.SIGCONT)
             await gaps.all_answer(60)
         finally:
-            looking.cancel()
+            polling.cancel()
             await gaps.stop()
     print({"baseline": baseline, "hang": during, "hung": sorted(pair.shards), "leases": leases.seen})
     if with_replica:
-        assert all(during[shard] > seconds - 1 for shard in pair.shards), "the hang was none"
+        assert all(during[shard] > seconds - 1 for shard in pair.shards), "nothing hung"
     bounds = {shard: bound_seconds(max(baseline.values())) for shard in healthy}
     assert {shard: during[shard] for shard in healthy if during[shard] > bounds[shard]} == {}, baseline
     assert {shard: holders for shard, holders in leases.seen.items() if len(holders) != 1} == {}
@@ -187,21 +192,21 @@ async def hung(
         assert {shard["shard"] for shard in shown["shards"] if shard["seq"] is None} == pair.shards
 
 
-async def test_a_pair_hangs(
+async def test_other_shards_continue_while_a_master_and_its_replica_hang(
     clustered: Settings, servers_of_cluster: Sequence[Redis], worker: Callable[..., Any]
 ) -> None:
     await hung(clustered, servers_of_cluster, worker, HANG_SECONDS, with_replica=True)
 
 
 @pytest.mark.nightly
-async def test_a_pair_hangs_for_long(
+async def test_other_shards_continue_while_a_master_and_its_replica_hang_for_long(
     clustered: Settings, servers_of_cluster: Sequence[Redis], worker: Callable[..., Any]
 ) -> None:
     await hung(clustered, servers_of_cluster, worker, LONG_HANG_SECONDS, with_replica=True)
 
 
 @pytest.mark.nightly
-async def test_a_master_hangs_and_its_replica_takes_over(
+async def test_other_shards_continue_while_a_hanging_master_is_replaced(
     clustered: Settings, servers_of_cluster: Sequence[Redis], worker: Callable[..., Any]
 ) -> None:  # fmt: skip
     await hung(clustered, servers_of_cluster, worker, LONG_HANG_SECONDS, with_replica=False)

@@ -1,5 +1,5 @@
-"""kill -9 with traffic on, each at a moment of the test's choosing: then everything adds up, and every
-acknowledged answer is booked.
+"""kill -9 of workers and servers under traffic, at chosen steps: afterwards all checks pass, and every answer
+that was given is in the read models.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from tests.support.leases import until_relayed_by
 TAKE_OVER_SECONDS_MAX = 5.0
 
 
-async def test_the_worker(system: Settings, worker: Callable[..., Any]) -> None:
+async def test_another_worker_takes_over_after_kill_9(system: Settings, worker: Callable[..., Any]) -> None:
     first = worker(system, "decide,relay,sweep")
     worker(system, "project,publish")
     await until_relayed_by(system, first)
@@ -38,8 +38,10 @@ async def test_the_worker(system: Settings, worker: Callable[..., Any]) -> None:
     "step",
     [pytest.param("relay.took_over", marks=pytest.mark.nightly), "relay.acknowledged:20", "relay.trimmed:20"],
 )
-async def test_the_relay_at_a_step(system: Settings, worker: Callable[..., Any], step: str) -> None:
-    """Between Kafka's acknowledgement and the trim, and beside it."""
+async def test_no_event_is_lost_when_a_relay_is_killed_at_a_step(
+    system: Settings, worker: Callable[..., Any], step: str
+) -> None:
+    """Between Kafka's acknowledgement and the trim of the outbox, and after each of them."""
     doomed = worker(system, "decide,relay,sweep", fail_at=step)
     worker(system, "project,publish")
     async with traffic(system) as crowd:
@@ -54,11 +56,11 @@ async def test_the_relay_at_a_step(system: Settings, worker: Callable[..., Any],
         await crowd.adds_up()
 
 
-# What has its cursor in PostgreSQL goes the same way in all three; `make drill` plays every one.
+# The three read models with a cursor in PostgreSQL share this code; `make drill` plays every one of them.
 @pytest.mark.parametrize(
     "step", ["ledger.committed:2", pytest.param("events.committed:2", marks=pytest.mark.nightly)]
 )
-async def test_a_projection_between_its_commit_and_faust_s(
+async def test_no_event_is_lost_when_a_projection_is_killed_after_its_commit(
     system: Settings, worker: Callable[..., Any], step: str
 ) -> None:
     worker(system, "decide,relay,sweep")
@@ -70,11 +72,11 @@ async def test_a_projection_between_its_commit_and_faust_s(
         await crowd.adds_up()
 
 
-async def test_a_relay_that_was_stopped_and_continued_does_no_harm(
+async def test_a_relay_that_continues_after_its_replacement_changes_nothing(
     system: Settings, worker: Callable[..., Any]
 ) -> None:
-    """SIGSTOP, replaced, SIGCONT, with traffic on: its late blocks do not count, its late trims are
-    refused.
+    """A relay gets SIGSTOP, is replaced, and gets SIGCONT, under traffic: its late blocks do not count, and
+    its late trims are refused.
     """
     first = worker(system, "decide,relay,sweep")
     worker(system, "project,publish")
@@ -94,17 +96,17 @@ async def test_a_relay_that_was_stopped_and_continued_does_no_harm(
 @pytest.fixture
 async def private(private_services: LocalServices, settings: Settings) -> Any:
     """A system on servers that may be killed."""
-    own = settings.model_copy(update=private_services.environment())
-    await make_system(own)
-    return own
+    on_private_servers = settings.model_copy(update=private_services.environment())
+    await make_system(on_private_servers)
+    return on_private_servers
 
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("server", ["postgres", "kafka", "redis"])
-async def test_a_server(
+async def test_no_event_is_lost_when_a_server_is_killed(
     private: Settings, private_services: LocalServices, worker: Callable[..., Any], server: str
 ) -> None:
-    """PostgreSQL, the broker, and Redis with its AOF intact."""
+    """PostgreSQL, the Kafka broker, and Redis with an intact append-only file."""
     deciding, projecting = worker(private, "decide,relay,sweep"), worker(private, "project,publish")
     process = getattr(private_services, server)
     async with traffic(private) as crowd:

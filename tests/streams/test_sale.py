@@ -1,5 +1,5 @@
-"""A sale through the whole system, with kill -9 of the worker in the middle: holds end in time, payments are
-served or owed, once.
+"""A sale through the whole system, with kill -9 of a worker in the middle: holds end at their deadline, and
+each payment is served or refunded exactly once.
 """
 
 import asyncio
@@ -29,9 +29,7 @@ TERMS = StockTerms(
 
 
 class Crowd:
-    """Buyers, each of whom wants up to two, and then pays, pays late, changes their mind, or forgets about
-    it.
-    """
+    """Buyers: each grabs one or two pieces, and then pays, returns, releases, or does nothing."""
 
     def __init__(self, gate: Gate) -> None:
         self._gate = gate
@@ -39,7 +37,7 @@ class Crowd:
         self.answers: list[tuple[AnyCommand, Answer]] = []
 
     async def send(self, command: AnyCommand) -> Answer:
-        """The answer, however often it takes: the same command under its id."""
+        """Sends a command, again under the same id if needed, until it is decided; returns the answer."""
         while True:
             try:
                 [answer] = await self._gate.decide([command], patience_ms=20_000, timeout_ms=20_000)
@@ -72,7 +70,7 @@ class Crowd:
             await self.send(Release(id=f"r{number}", offer="sale", grab=grab.id))
 
 
-async def test_a_sale_is_right_although_the_worker_is_killed(
+async def test_a_sale_is_correct_when_its_worker_is_killed(
     system: Settings, worker: Callable[..., Any]
 ) -> None:
     first = worker(system, "decide,relay,sweep")
@@ -123,8 +121,8 @@ async def _check_books(settings: Settings, crowd: Crowd) -> None:
         if isinstance(command, Confirm):
             served = "served" if answer.outcome == "confirmed" else "refund_due"
             assert payments[command.payment or ""] == (served, command.paid), answer
-    # No hold ended before its deadline, and each within a second of it once another had taken over from the
-    # relay that was killed.
+    # No hold ended before its deadline; each ended within a second after it, or after the takeover from the
+    # killed worker.
     late = await rows(
         settings,
         "SELECT max(e.at - (h.body::jsonb->>'deadline_at')::bigint) FROM audit AS e JOIN audit AS h "

@@ -1,5 +1,5 @@
-"""What the loss of a server can raise, in whatever library's words, is tried again by every role; an error of
-our own ends the process.
+"""Every role tries again after any exception that the loss of a server can raise, from any library; a program
+error ends the process.
 """
 
 import asyncio
@@ -53,7 +53,7 @@ TROUBLE: dict[str, Callable[[], BaseException]] = {
     "Redis is away": lambda: redis.exceptions.ConnectionError("Connection closed by server."),
     "Redis is slow": lambda: redis.exceptions.TimeoutError("Timeout reading from socket"),
     "Redis loads": lambda: redis.exceptions.BusyLoadingError("LOADING"),
-    "a master that is none": lambda: redis.exceptions.ReadOnlyError("READONLY"),
+    "a master that became a replica": lambda: redis.exceptions.ReadOnlyError("READONLY"),
     "a cluster that is down": lambda: redis.exceptions.ClusterDownError("CLUSTERDOWN The cluster is down"),
     "a cluster without a server": lambda: redis.exceptions.RedisClusterException("cannot be connected"),
     "a slot without a server": lambda: redis.exceptions.SlotNotCoveredError("slot 1"),
@@ -65,7 +65,7 @@ TROUBLE: dict[str, Callable[[], BaseException]] = {
     "a fenced producer": lambda: aiokafka.errors.OutOfOrderSequenceNumber(),
     "PostgreSQL is away": lambda: psycopg.OperationalError("server closed the connection unexpectedly"),
     "a closed connection": lambda: psycopg.InterfaceError("the connection is closed"),
-    "PostgreSQL gave us up": lambda: psycopg.errors.IdleInTransactionSessionTimeout("terminated"),
+    "PostgreSQL ended an idle session": lambda: psycopg.errors.IdleInTransactionSessionTimeout("terminated"),
     "PostgreSQL stops": lambda: psycopg.errors.AdminShutdown("terminating connection"),
     "reset": lambda: ConnectionResetError(104, "Connection reset by peer"),
     "a broken pipe": lambda: BrokenPipeError(32, "Broken pipe"),
@@ -74,16 +74,16 @@ TROUBLE: dict[str, Callable[[], BaseException]] = {
     "a time-out": lambda: TimeoutError(),
     "half a read": lambda: asyncio.IncompleteReadError(b"", 4),
     "TLS": lambda: ssl.SSLError(1, "record layer failure"),
-    "a cancellation of the client's own": lambda: asyncio.CancelledError(),
+    "a cancellation inside the client": lambda: asyncio.CancelledError(),
     "several at once": lambda: ExceptionGroup("tasks",
     [ConnectionResetError(), RuntimeError(HANDLER_CLOSED)]),
 }  # fmt: skip
 
-OUR_OWN: dict[str, Callable[[], BaseException]] = {
+PROGRAM_ERRORS: dict[str, Callable[[], BaseException]] = {
     "a wrong type": lambda: TypeError("unsupported operand"),
     "a wrong value": lambda: ValueError("invalid literal"),
     "a missing key": lambda: KeyError(0),
-    "a RuntimeError of ours": lambda: RuntimeError("the tasks of shard 3 ended"),
+    "a RuntimeError of this program": lambda: RuntimeError("the tasks of shard 3 ended"),
     "a missing attribute": lambda: AttributeError("'NoneType' object has no attribute 'seq'"),
     "SQL that is wrong": lambda: psycopg.errors.UndefinedColumn("column x does not exist"),
     "SQL that is refused": lambda: psycopg.errors.UniqueViolation("duplicate key"),
@@ -96,23 +96,23 @@ OUR_OWN: dict[str, Callable[[], BaseException]] = {
 
 
 @pytest.mark.parametrize("words", TROUBLE)
-async def test_what_a_server_s_loss_raises_is_trouble(words: str) -> None:
+async def test_errors_of_a_lost_server_are_trouble(words: str) -> None:
     assert is_trouble(TROUBLE[words]())
 
 
-@pytest.mark.parametrize("words", OUR_OWN)
-async def test_an_error_of_ours_is_none(words: str) -> None:
-    assert not is_trouble(OUR_OWN[words]())
+@pytest.mark.parametrize("words", PROGRAM_ERRORS)
+async def test_program_errors_are_not_trouble(words: str) -> None:
+    assert not is_trouble(PROGRAM_ERRORS[words]())
 
 
-async def test_our_own_cancellation_is_no_trouble() -> None:
-    said: list[bool] = []
+async def test_a_cancellation_of_the_task_is_not_trouble() -> None:
+    verdicts: list[bool] = []
 
     async def wait() -> None:
         try:
             await asyncio.sleep(60)
         except asyncio.CancelledError as error:
-            said.append(is_trouble(error))
+            verdicts.append(is_trouble(error))
             raise
 
     task = asyncio.create_task(wait())
@@ -120,25 +120,25 @@ async def test_our_own_cancellation_is_no_trouble() -> None:
     task.cancel()
     await asyncio.wait({task})
     assert task.cancelled()
-    assert said == [False]
+    assert verdicts == [False]
 
 
-async def test_an_accident_inside_a_client_is_trouble_and_one_of_ours_is_not() -> None:
-    """A client that meets a connection which another task closed raises what Python raises; where it was
-    raised tells them apart.
+async def test_an_error_raised_inside_a_client_is_trouble() -> None:
+    """A client whose connection was closed by another task may raise any Python exception. The module that
+    raised it distinguishes it from a program error.
     """
     connection = redis.asyncio.Connection(port=1)
     with pytest.raises(Exception) as inside:
         connection._writer = object()  # type: ignore[assignment]
         await connection.send_packed_command([b"PING"], check_health=False)
     assert is_trouble(inside.value)
-    with pytest.raises(AttributeError) as ours:
+    with pytest.raises(AttributeError) as in_program:
         connection._writer.drain  # type: ignore[union-attr]  # noqa: B018
-    assert not is_trouble(ours.value)
+    assert not is_trouble(in_program.value)
 
 
-def test_uvloop_says_it_in_these_words() -> None:
-    """Its word for a connection that is gone, as it really comes."""
+def test_uvloop_raises_its_error_of_a_closed_handler() -> None:
+    """The real exception of uvloop for a closed connection."""
 
     async def use_after_closing() -> None:
         server = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
@@ -161,11 +161,10 @@ def test_uvloop_says_it_in_these_words() -> None:
 
 
 class Failing:
-    """A client of Redis of which everything raises the same, until it is well."""
+    """A Redis client whose commands all raise the same exception."""
 
-    def __init__(self, make: Callable[[], BaseException], well: Any = None) -> None:
+    def __init__(self, make: Callable[[], BaseException]) -> None:
         self._make = make
-        self.well = well
         self.raised = 0
 
     def _raise(self) -> None:
@@ -185,8 +184,8 @@ class Failing:
         return command
 
 
-async def goes_on(work: Awaitable[Any], failing: Failing) -> None:
-    """It is still there after it has met its client's words several times."""
+async def assert_continues(work: Awaitable[Any], failing: Failing) -> None:
+    """Asserts that a task still runs after its client has raised three times; then cancels it."""
     task = asyncio.ensure_future(work)
     await until(lambda: failing.raised >= 3 or task.done(), 20, "a third try")
     assert not task.done(), task.exception() if not task.cancelled() else "cancelled"
@@ -197,7 +196,7 @@ async def goes_on(work: Awaitable[Any], failing: Failing) -> None:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No long pauses."""
+    """Shortens all pauses."""
     monkeypatch.setattr(sweeper, "SWEEP_EVERY_SECONDS", 0.01)
     monkeypatch.setattr(relay, "RETRY_SECONDS", 0.01)
     monkeypatch.setattr(relay, "RETRY_SECONDS_MAX", 0.02)
@@ -215,23 +214,23 @@ KEYS = KeySpace("trouble", 2)
 
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("words", TROUBLE)
-async def test_sweeper_keeper_and_gate_go_on(words: str) -> None:
+async def test_sweeper_leases_and_gate_continue_after_trouble(words: str) -> None:
     failing = Failing(TROUBLE[words])
 
     async def record(shard: int, rows: Any) -> None:
         pytest.fail("there is nothing to record")
 
-    await goes_on(Sweeper(failing, KEYS.shard(0), 2, 5_000, record).run(), failing)
+    await assert_continues(Sweeper(failing, KEYS.shard(0), 2, 5_000, record).run(), failing)
     failing = Failing(TROUBLE[words])
-    await goes_on(LeaseKeeper(failing, KEYS, 1_000, lambda shard: []).run(asyncio.Event()), failing)
+    await assert_continues(LeaseKeeper(failing, KEYS, 1_000, lambda shard: []).run(asyncio.Event()), failing)
     failing = Failing(TROUBLE[words])
     journaled = Journaled(failing, KEYS)
     journaled.start()
-    await goes_on(journaled.wait(0, 1, 1), failing)
+    await assert_continues(journaled.wait(0, 1, 1), failing)
     failing = Failing(TROUBLE[words])
     decided = DecidedAnswers(failing, KEYS, journaled)
     [command] = grabs(1)
-    await goes_on(decided._kept_of(0, command), failing)
+    await assert_continues(decided._kept_of(0, command), failing)
     await journaled.close()
     failing = Failing(TROUBLE[words])
     gate = Gate(failing, KEYS, SEALER, GateLimits(timeout_ms=150))
@@ -242,10 +241,10 @@ async def test_sweeper_keeper_and_gate_go_on(words: str) -> None:
 
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("words", TROUBLE)
-async def test_relay_decider_and_verifier_go_on(
+async def test_relay_decider_and_verifier_continue_after_trouble(
     words: str, settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever meets their servers first."""
+    """With clients that fail at their first contact with a server."""
     failing = Failing(TROUBLE[words])
 
     class NoClient:
@@ -264,22 +263,22 @@ async def test_relay_decider_and_verifier_go_on(
     for module in (relay, decider):
         monkeypatch.setattr(module, "AIOKafkaProducer", NoClient)
         monkeypatch.setattr(module, "AIOKafkaConsumer", NoClient)
-    await goes_on(ShardRelay(None, KEYS.shard(0), 2, "-", "journal", SEALER).run(), failing)
+    await assert_continues(ShardRelay(None, KEYS.shard(0), 2, "-", "journal", SEALER).run(), failing)
     failing.raised = 0
     gate = Gate(failing, KEYS, SEALER)
-    await goes_on(Decider(gate, "-", Topics("trouble"), 2).run(asyncio.Event()), failing)
+    await assert_continues(Decider(gate, "-", Topics("trouble"), 2).run(asyncio.Event()), failing)
     failing.raised = 0
 
     async def connect(*words: Any, **rest: Any) -> Any:
         failing._raise()
 
     monkeypatch.setattr(verifier.AsyncConnection, "connect", connect)
-    await goes_on(Verifier(failing, KEYS, "-", "trouble", 0.5).run(asyncio.Event()), failing)
+    await assert_continues(Verifier(failing, KEYS, "-", "trouble", 0.5).run(asyncio.Event()), failing)
 
 
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("words", TROUBLE)
-async def test_refusals_wait_to_be_written(words: str) -> None:
+async def test_refusals_are_kept_until_they_can_be_written(words: str) -> None:
     failing = Failing(TROUBLE[words])
 
     async def write(rows: Any) -> None:
@@ -287,27 +286,31 @@ async def test_refusals_wait_to_be_written(words: str) -> None:
 
     refusals = RefusalLog(write)
     refusals.take(grabs(1), [Answer("e-g0", "sold_out", 32, "e")])
-    await goes_on(refusals.run(), failing)
+    await assert_continues(refusals.run(), failing)
 
 
 @pytest.mark.usefixtures("quick")
-@pytest.mark.parametrize("words", ["a wrong type", "a RuntimeError of ours", "a missing attribute"])
-async def test_an_error_of_ours_is_raised_by_each_role(words: str) -> None:
+@pytest.mark.parametrize("words", ["a wrong type", "a RuntimeError of this program", "a missing attribute"])
+async def test_a_program_error_is_raised_by_each_role(words: str) -> None:
     for work in (
         lambda client: Sweeper(client, KEYS.shard(0), 2, 5_000).run(),
         lambda client: LeaseKeeper(client, KEYS, 1_000, lambda shard: []).run(asyncio.Event()),
         lambda client: Gate(client, KEYS, SEALER).decide(grabs(1), "decided"),
     ):
-        with pytest.raises((type(OUR_OWN[words]()), ExceptionGroup)):  # the sweeper's two tasks are a group
-            await asyncio.wait_for(work(Failing(OUR_OWN[words])), 5)
+        with pytest.raises(
+            (type(PROGRAM_ERRORS[words]()), ExceptionGroup)
+        ):  # the sweeper's two tasks are a group
+            await asyncio.wait_for(work(Failing(PROGRAM_ERRORS[words])), 5)
 
 
 async def test_a_worker_waits_for_a_server_that_is_being_started(
     system: Settings, worker: Callable[..., Worker]
 ) -> None:
-    """It says so, goes on when the server answers, and ends at once when it is told to while it waits."""
+    """It logs that the server is missing, continues when the server answers, and ends at once when it is
+    stopped while it waits.
+    """
     if is_cluster(system.redis_url):
-        pytest.skip("one server stands behind the switch; a cluster names its servers by other ports")
+        pytest.skip("the switch forwards to one server; a cluster names its servers by other ports")
     late, never = free_ports(2)
     redis_port = urlsplit(system.redis_url).port
     assert redis_port is not None
@@ -317,13 +320,13 @@ async def test_a_worker_waits_for_a_server_that_is_being_started(
         for port in (late, never)
     )
     try:
-        for one in (waiting, ended):
+        for process in (waiting, ended):
             await until(
-                lambda one=one: "trying again" in one.log.read_text(), 60, "its word that a server is away"
+                lambda process=process: "trying again" in process.log.read_text(), 60, "the log of its wait"
             )
         assert ended.stop() == 0
         await switch.start(late)
-        await until(lambda: " playing " in waiting.log.read_text(), 60, "its start")
+        await until(lambda: " playing " in waiting.log.read_text(), 60, "the start of its roles")
         assert waiting.process.poll() is None
     finally:
         waiting.kill()
