@@ -18,7 +18,8 @@ from grabstream.ops.rehearsal.stage import take_down
 from grabstream.ops.settings import Settings, load_settings
 from grabstream.projections import versions
 from grabstream.projections.definitions import definition_of
-from grabstream.streams.rebuilding.rebuild import open_rebuild, open_source
+from grabstream.streams.rebuilding.reading import open_rebuild_source
+from grabstream.streams.rebuilding.rebuild import open_rebuild
 from grabstream.streams.topics import Topics
 
 BLOCK_EVENTS = 1_000
@@ -104,7 +105,7 @@ async def _build(settings: Settings) -> float:
     where = where_of(settings)
     async with (
         open_rebuild(where, "ledger", jobs=os.cpu_count() or 1) as work,
-        open_source("journal", where.kafka, where.journal, where.postgres, where.schema) as source,
+        open_rebuild_source("journal", where) as source,
     ):
         await work.drop("building")
         began = time.perf_counter()

@@ -82,7 +82,7 @@ if TYPE_CHECKING:
     from grabstream.ops.settings import BadSettings, Settings, load_settings
     from grabstream.projections.cursors import Fact
     from grabstream.streams.following.user_projection import Projection
-    from grabstream.streams.replaying.history import Point
+    from grabstream.streams.history.chunks import Point
 
 __all__ = [
     "Adjust",
@@ -191,7 +191,7 @@ _NAMES: Final[dict[str, tuple[str, ...]]] = {
     "ops.settings": ("BadSettings", "Settings", "load_settings"),
     "projections.cursors": ("Fact",),
     "streams.following.user_projection": ("Projection",),
-    "streams.replaying.history": ("Point",),
+    "streams.history.chunks": ("Point",),
 }  # fmt: skip
 _MODULES: Final = {name: module for module, names in _NAMES.items() for name in names}
 #: Names that are longer here than in their module.

@@ -8,10 +8,10 @@ from typing import Final, Literal
 
 from grabstream.models.events import AnyEvent
 from grabstream.models.identifiers import campaign_of, is_id, shard_of
-from grabstream.ops.connections.event_sources import open_source
+from grabstream.ops.connections.event_sources import open_history
 from grabstream.ops.connections.opening import check_system
 from grabstream.ops.settings import Settings
-from grabstream.streams.replaying.history import Point, up_to
+from grabstream.streams.history.chunks import Point, up_to
 from grabstream.streams.replaying.replay import Stretch, plan
 
 log = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ async def read_events(
         raise ValueError("a seq counts within one shard: give a `shard` or an `offer`, or use times")
     await check_system(settings, journal=source == "journal")
     stretches = [Stretch(number, start, end) for number in shards]
-    async with open_source(settings, source, seeks=start is not None, warn=log.warning) as opened:
+    async with open_history(settings, source, seeks=start is not None, warn=log.warning) as opened:
         for planned in await plan(opened, stretches, whole=start is None):
             async with aclosing(up_to(opened.chunks(planned.stretch.shard, planned.start), end)) as chunks:
                 async for chunk in chunks:

@@ -9,8 +9,7 @@ from psycopg import AsyncConnection, OperationalError
 
 from grabstream.ops.connections.opening import checked_books
 from grabstream.ops.settings import Settings
-from grabstream.streams.journal import open_reader
-from grabstream.streams.replaying.history import AuditSource, JournalSource
+from grabstream.streams.history.sources import Source, open_source
 from grabstream.streams.topics import Topics
 
 
@@ -23,9 +22,9 @@ def _warn(text: str) -> None:
 
 
 @asynccontextmanager
-async def open_source(
-    settings: Settings, source: str, seeks: bool = False, warn: Callable[[str], None] = _warn
-) -> AsyncIterator[JournalSource | AuditSource]:
+async def open_history(
+    settings: Settings, name: str, seeks: bool = False, warn: Callable[[str], None] = _warn
+) -> AsyncIterator[Source]:
     """The source of this name, `journal` or `audit`.
 
     A journal that is read from its middle (`seeks`) asks the audit trail whether the blocks there count;
@@ -34,19 +33,16 @@ async def open_source(
     """
     async with AsyncExitStack() as stack:
         books = None
-        if source == "audit":
-            yield AuditSource(await stack.enter_async_context(_open_books(settings)))
-            return
-        if seeks:
+        if name == "audit" or seeks:
             try:
                 books = await stack.enter_async_context(_open_books(settings))
             except (OperationalError, NoTrail) as error:
+                if name == "audit":
+                    raise
                 reason = str(error).strip()
                 warn(f"reading the journal from its beginning, because PostgreSQL cannot be asked: {reason}")
-        yield JournalSource(
-            await stack.enter_async_context(open_reader(settings.kafka, Topics(settings.prefix).journal)),
-            books,
-        )
+        journal = Topics(settings.prefix).journal
+        yield await stack.enter_async_context(open_source(name, settings.kafka, journal, books))
 
 
 @asynccontextmanager

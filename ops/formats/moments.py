@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 
 from grabstream.models.identifiers import campaign_of, shard_of
 from grabstream.models.offers import TIME_MS_MAX
-from grabstream.streams.replaying.history import Point
+from grabstream.streams.history.chunks import Point
 
 #: A number from here on is a time in ms (from 1973); a smaller number is a seq.
 TIME_MS_MIN = 100_000_000_000

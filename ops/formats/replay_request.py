@@ -8,7 +8,7 @@ import click
 from grabstream.models.identifiers import campaign_of, is_id, shard_of
 from grabstream.ops.formats.moments import BadMoment, parse_points
 from grabstream.ops.settings import Settings
-from grabstream.streams.replaying.history import Point
+from grabstream.streams.history.chunks import Point
 from grabstream.streams.replaying.replay import Stretch
 from grabstream.streams.replaying.replay_schema import Definition
 from grabstream.streams.replaying.selection import Wanted

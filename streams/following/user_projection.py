@@ -28,10 +28,10 @@ from grabstream.projections.definitions import cursor_tables
 from grabstream.projections.versions import may_be_version
 from grabstream.streams.clients import Trouble, in_words
 from grabstream.streams.following.user_transaction import Misbehaves, guard, only_read, write
+from grabstream.streams.history.sources import JournalSource
 from grabstream.streams.journal import JournalReader, open_reader
 from grabstream.streams.projecting.projector import EXIT_UNKNOWN_ERROR, Apply, CatchUp, Group, Projector
 from grabstream.streams.rebuilding.switching import Busy, older_snapshots_gone
-from grabstream.streams.replaying.history import JournalSource
 from grabstream.streams.replaying.replay import Done, ReportReplay, Stretch, plan, replay
 from grabstream.streams.replaying.replay_schema import is_schema
 from grabstream.streams.replaying.selection import Selection, Wanted

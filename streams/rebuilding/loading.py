@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from grabstream.models.journal import Cursor
 from grabstream.streams.clients import in_words
-from grabstream.streams.rebuilding.sources import RebuildRefused
+from grabstream.streams.rebuilding.reading import RebuildRefused
 
 POLL_SECONDS: Final = 0.2
 

@@ -22,7 +22,7 @@ from psycopg import AsyncConnection, IsolationLevel, sql
 from grabstream.models.journal import Cursor
 from grabstream.projections import cursors, versions
 from grabstream.projections.checking.difference import TableDifference, compare
-from grabstream.projections.cursors import CursorMoved, Fact
+from grabstream.projections.cursors import CursorMoved
 from grabstream.projections.database.locks import Held, hold
 from grabstream.projections.database.migrate import use_schema
 from grabstream.projections.database.sessions import connect
@@ -31,8 +31,9 @@ from grabstream.projections.read_models import READ_MODELS, Apply
 from grabstream.projections.records import set_aside
 from grabstream.projections.records.set_aside import SetAside
 from grabstream.projections.versions import Version
+from grabstream.streams.history.chunks import Chunk, gathered, read_ahead
 from grabstream.streams.rebuilding.loading import deal, in_processes
-from grabstream.streams.rebuilding.sources import RebuildRefused, Source, ahead, chunks_of, open_source
+from grabstream.streams.rebuilding.reading import RebuildRefused, RebuildSource, Servers, open_rebuild_source
 from grabstream.streams.rebuilding.switching import Busy, Switch, cursors_of
 
 log = logging.getLogger(__name__)
@@ -46,18 +47,6 @@ PROCESSES_EVENTS_MIN: Final = 100_000
 NEAR_EVENTS: Final = 20_000
 POLL_SECONDS: Final = 0.05
 LOCK_PATIENCE_SECONDS: Final = 2.0
-
-
-class Servers(NamedTuple):
-    """The system whose read models are rebuilt: `kafka` bootstrap servers, `journal` topic, `postgres` DSN,
-    main schema, shards.
-    """
-
-    kafka: str
-    journal: str
-    postgres: str
-    schema: str
-    shards: int
 
 
 class RebuildProgress(NamedTuple):
@@ -141,12 +130,12 @@ class Rebuild:
         """How many events the live version has, all shards together."""
         return sum(cursor.seq for cursor in (await self._cursors_of(await self.live())).values())
 
-    async def build(self, source: Source) -> Version:
+    async def build(self, source: RebuildSource) -> Version:
         """Makes a new version, or goes on with one, until it is complete and near the live one; returns
         it.
         """
         await versions.sweep(self._control, self._where.schema, self._projection)
-        keeps = source.aside is not None
+        keeps = source.skips_set_aside
         building = await self.begun(source.name, keeps) or await self._begin(source.name, keeps)
         await self._use(building)
         try:
@@ -165,11 +154,11 @@ class Rebuild:
             ) from None
         return building
 
-    async def restore(self, source: Source, patience_seconds: float) -> Version:
+    async def restore(self, source: RebuildSource, patience_seconds: float) -> Version:
         """Makes a new version up to the source's end and shows it, where the live one's tables are gone."""
         await versions.sweep(self._control, self._where.schema, self._projection)
-        building = await self.begun(source.name, source.aside is not None) or await self._begin(
-            source.name, source.aside is not None
+        building = await self.begun(source.name, source.skips_set_aside) or await self._begin(
+            source.name, source.skips_set_aside
         )
         await self._use(building)
 
@@ -223,7 +212,9 @@ class Rebuild:
         await versions.use_version(self._writer, self._where.schema, version)
         self._own = await cursors.load(self._writer, self._projection)
 
-    async def _load(self, source: Source, targets_now: Callable[[], Awaitable[dict[int, Cursor]]]) -> None:
+    async def _load(
+        self, source: RebuildSource, targets_now: Callable[[], Awaitable[dict[int, Cursor]]]
+    ) -> None:
         while True:
             targets = await targets_now()
             work = {
@@ -239,7 +230,7 @@ class Rebuild:
                 return
 
     async def _load_in_processes(
-        self, source: Source, targets: Mapping[int, Cursor], hands: list[list[int]]
+        self, source: RebuildSource, targets: Mapping[int, Cursor], hands: list[list[int]]
     ) -> None:
         began, total = time.monotonic(), sum(target.seq for target in targets.values())
         first = sum(cursor.seq for cursor in self._own.values())
@@ -256,7 +247,7 @@ class Rebuild:
         try:
             await in_processes(
                 load_part,
-                (self._where, self._projection, source.name, source.aside is not None),
+                (self._where, self._projection, source.name, source.skips_set_aside),
                 targets,
                 hands,
                 look,
@@ -264,11 +255,11 @@ class Rebuild:
         finally:
             self._own = await cursors.load(self._writer, self._projection)
 
-    async def load_shards(self, source: Source, targets: Mapping[int, Cursor]) -> None:
+    async def load_shards(self, source: RebuildSource, targets: Mapping[int, Cursor]) -> None:
         """Loads some shards only, into the version that is being built: what one of several processes
         does.
         """
-        building = await self.begun(source.name, source.aside is not None)
+        building = await self.begun(source.name, source.skips_set_aside)
         if building is None:
             raise RebuildRefused(f"nothing of {self._projection} is being built")
         await self._use(building)
@@ -293,12 +284,14 @@ class Rebuild:
             await self._writer.execute(sql.SQL("ANALYZE {}").format(sql.Identifier(building.schema, table)))
         return building
 
-    async def _follow(self, source: Source, targets: Mapping[int, Cursor], frozen: bool = False) -> None:
+    async def _follow(
+        self, source: RebuildSource, targets: Mapping[int, Cursor], frozen: bool = False
+    ) -> None:
         await self._carry(source, targets, self._model.apply, FOLLOW_EVENTS, "following", frozen)
 
     async def _carry(
         self,
-        source: Source,
+        source: RebuildSource,
         targets: Mapping[int, Cursor],
         apply: Apply,
         chunk_events: int,
@@ -309,36 +302,33 @@ class Rebuild:
         began, done = time.monotonic(), sum(cursor.seq for cursor in self._own.values())
         total = max(sum(target.seq for target in targets.values()), done)
         first = done
-        aside = await source.aside() if source.aside else []
+        skipped = await source.set_aside()
         for shard, target in targets.items():
             if self._own[shard].next_offset >= target.next_offset and self._own[shard].seq >= target.seq:
                 continue
-            chunks = chunks_of(source.pieces(shard, self._own[shard], target, aside), chunk_events)
-            async with aclosing(ahead(chunks, CHUNKS_AHEAD)) as read:
-                async for after, facts in read:
-                    await self._write(
-                        shard, after, facts, apply, frozen, _between(aside, shard, self._own[shard], after)
-                    )
-                    done += len(facts)
+            chunks = gathered(source.chunks(shard, self._own[shard], target, skipped), chunk_events)
+            async with aclosing(read_ahead(chunks, CHUNKS_AHEAD)) as read:
+                async for chunk in read:
+                    passed = _between(skipped, shard, self._own[shard], chunk.after)
+                    await self._write(chunk, apply, frozen, passed)
+                    done += len(chunk.facts)
                     self._report(
                         RebuildProgress(
                             step, done, max(total, done), (done - first) / max(time.monotonic() - began, 1e-6)
                         )
                     )
 
-    async def _write(
-        self, shard: int, after: Cursor, facts: list[Fact], apply: Apply, frozen: bool,
-        aside: Sequence[SetAside]
-    ) -> None:  # fmt: skip
+    async def _write(self, chunk: Chunk, apply: Apply, frozen: bool, skipped: Sequence[SetAside]) -> None:
+        shard, after = chunk.shard, chunk.after
         try:
             async with self._writer.transaction():
                 await cursors.advance(
                     self._writer, self._projection, {shard: (self._own[shard], after)}, frozen
                 )
-                if aside:
-                    await set_aside.carry_over(self._writer, aside)
-                if facts:
-                    await apply(self._writer, facts)
+                if skipped:
+                    await set_aside.carry_over(self._writer, skipped)
+                if chunk.facts:
+                    await apply(self._writer, chunk.facts)
         except (psycopg.IntegrityError, psycopg.DataError) as error:
             raise RebuildRefused(
                 f"shard {shard}, seq {self._own[shard].seq + 1} to {after.seq}: PostgreSQL refuses its "
@@ -352,7 +342,7 @@ class Rebuild:
     async def _cursors_of(self, version: Version, lock: bool = False) -> dict[int, Cursor]:
         return await cursors_of(self._control, version, lock)
 
-    async def difference(self, source: Source, building: Version) -> list[TableDifference]:
+    async def difference(self, source: RebuildSource, building: Version) -> list[TableDifference]:
         """Compares both versions at the same cursors: the live one stands still for as long as it takes to
         get there, not to compare.
         """
@@ -375,7 +365,9 @@ class Rebuild:
         """Writes down that the differences are accepted: a switch that is cut off need not compare again."""
         return await versions.set_phase(self._control, self._where.schema, building, "agreed")
 
-    async def switch(self, source: Source, building: Version, keep: bool, patience_seconds: float) -> Version:
+    async def switch(
+        self, source: RebuildSource, building: Version, keep: bool, patience_seconds: float
+    ) -> Version:
         """Shows the new version in one transaction; returns the one that was live. Raises RebuildRefused when
         readers do not let go.
         """
@@ -395,7 +387,9 @@ class Rebuild:
         )
         return live
 
-    async def undo(self, source: Source, accept: bool, patience_seconds: float) -> tuple[Version, Version]:
+    async def undo(
+        self, source: RebuildSource, accept: bool, patience_seconds: float
+    ) -> tuple[Version, Version]:
         """Shows the previous version again; returns what was live, and what is. Raises Refused when it would
         lead readers back in time.
         """
@@ -456,16 +450,16 @@ class Rebuild:
         return found
 
 
-def _between(aside: Sequence[SetAside], shard: int, before: Cursor, after: Cursor) -> list[SetAside]:
-    """What was set aside that lies between two cursors of a shard, and is gone past with them."""
+def _between(records: Sequence[SetAside], shard: int, before: Cursor, after: Cursor) -> list[SetAside]:
+    """The set-aside records between two cursors of a shard."""
     return [
-        one
-        for one in aside
-        if one.shard == shard
+        record
+        for record in records
+        if record.shard == shard
         and (
-            before.seq < one.first_seq <= after.seq
-            if one.event_count
-            else before.next_offset <= one.journal_offset < after.next_offset
+            before.seq < record.first_seq <= after.seq
+            if record.event_count
+            else before.next_offset <= record.journal_offset < after.next_offset
         )
     ]
 
@@ -492,7 +486,7 @@ async def load_part(
     past = projection if keeps_set_aside else None
     async with (
         _connections(where) as (control, writer),
-        open_source(source_name, where.kafka, where.journal, where.postgres, where.schema, past) as source,
+        open_rebuild_source(source_name, where, past) as source,
     ):
         await Rebuild(where, projection, control, writer, step=step).load_shards(source, targets)
 
@@ -544,4 +538,4 @@ async def hold_projection(connection: AsyncConnection[Any], schema: str, project
         await asyncio.sleep(POLL_SECONDS)
 
 
-__all__ = ["Busy", "Rebuild", "RebuildProgress", "RebuildRefused", "Servers", "open_rebuild", "open_source"]
+__all__ = ["Busy", "Rebuild", "RebuildProgress", "RebuildRefused", "Servers", "open_rebuild"]

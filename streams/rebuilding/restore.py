@@ -36,10 +36,11 @@ from grabstream.projections.database.sessions import connect
 from grabstream.projections.definitions import PROJECTIONS
 from grabstream.projections.versions import Version
 from grabstream.streams.clients import started
+from grabstream.streams.history.sources import AuditSource
 from grabstream.streams.journal import JournalReader, open_reader
 from grabstream.streams.projecting.publisher import Publisher, newest_cursor
-from grabstream.streams.rebuilding.rebuild import RebuildProgress, ReportRebuild, Servers, hold_projection
-from grabstream.streams.rebuilding.sources import RebuildRefused, audit_lines
+from grabstream.streams.rebuilding.reading import RebuildRefused, Servers, Unreadable
+from grabstream.streams.rebuilding.rebuild import RebuildProgress, ReportRebuild, hold_projection
 from grabstream.streams.rebuilding.switching import LOCK_SECONDS
 from grabstream.streams.topics import delete_command
 
@@ -339,11 +340,14 @@ class _ShardWriter:
         shard, end = self._plan.shard, self._plan.end
         offset = await self._send(b"", marker_headers(shard, self._term, self._owner))
         self._cursor = self._cursor._replace(next_offset=offset + 1, term=self._term, owner=self._owner)
-        async with aclosing(audit_lines(connection, shard, self._cursor, end.seq)) as lists:
-            async for _, lines, hashes in lists:
-                for first, last in self._cuts(lines):
-                    await self._block(lines[first:last], hashes[last - 1])
-                    progress.add(last - first)
+        try:
+            async with aclosing(AuditSource(connection).lines(shard, self._cursor, end.seq)) as lists:
+                async for _, lines, hashes in lists:
+                    for first, last in self._cuts(lines):
+                        await self._block(lines[first:last], hashes[last - 1])
+                        progress.add(last - first)
+        except (Corrupt, Gap) as error:
+            raise Unreadable(str(error)) from None
         if (self._cursor.seq, self._cursor.head) != (end.seq, end.head):
             raise RebuildRefused(
                 f"audit trail, shard {shard}: its events lead to seq {self._cursor.seq}, its cursor is at "

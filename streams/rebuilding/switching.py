@@ -17,7 +17,7 @@ from grabstream.projections import versions
 from grabstream.projections.database.sessions import system_name
 from grabstream.projections.database.system import other_systems
 from grabstream.projections.versions import Version
-from grabstream.streams.rebuilding.sources import RebuildRefused
+from grabstream.streams.rebuilding.reading import RebuildRefused
 
 LOCK_SECONDS: Final = 2.0
 VIEWS_LOCK_MS: Final = 100

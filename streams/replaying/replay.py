@@ -7,7 +7,8 @@ from contextlib import aclosing
 from typing import NamedTuple
 
 from grabstream.models.journal import Cursor
-from grabstream.streams.replaying.history import AuditSource, JournalSource, Point, Start, up_to
+from grabstream.streams.history.chunks import Point, up_to
+from grabstream.streams.history.sources import Source, Start
 from grabstream.streams.replaying.selection import Selection
 from grabstream.streams.replaying.sinks import Sink
 
@@ -40,7 +41,7 @@ class Done(NamedTuple):
 
 
 async def plan(
-    source: JournalSource | AuditSource,
+    source: Source,
     stretches: Sequence[Stretch],
     whole: bool,
     positions: Mapping[int, Cursor] = {},
@@ -60,7 +61,7 @@ async def plan(
 
 
 async def replay(
-    source: JournalSource | AuditSource,
+    source: Source,
     planned: Sequence[Planned],
     selection: Selection,
     sink: Sink,

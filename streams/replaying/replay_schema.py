@@ -25,7 +25,7 @@ from grabstream.projections.database.migrate import use_schema
 from grabstream.projections.database.sessions import connect
 from grabstream.projections.definitions import PROJECTIONS, definition_of
 from grabstream.projections.versions import create_flat, may_be_version
-from grabstream.streams.replaying.history import Point
+from grabstream.streams.history.chunks import Point
 from grabstream.streams.replaying.selection import Wanted
 from grabstream.streams.replaying.sinks import ReplayRefused, RowSink
 

@@ -9,10 +9,10 @@ from psycopg import AsyncConnection
 from grabstream.models.journal import Cursor
 from grabstream.projections import cursors
 from grabstream.projections.cursors import Fact
+from grabstream.streams.history.chunks import Chunk
 from grabstream.streams.journal import open_reader
 from grabstream.streams.projecting.projector import GROUP_EVENTS_MAX, Apply
 from grabstream.streams.projecting.publisher import event_batches
-from grabstream.streams.replaying.history import Chunk
 from grabstream.streams.topics import Topics, partitions_of, retention_ms
 
 #: Events that go to a topic before their acknowledgements are waited for.

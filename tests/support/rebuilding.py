@@ -13,7 +13,8 @@ from grabstream.ops.settings import Settings
 from grabstream.projections.definitions import definition_of
 from grabstream.projections.versions import Version, in_state
 from grabstream.streams.projecting.projector import CatchUp
-from grabstream.streams.rebuilding.rebuild import open_rebuild, open_source
+from grabstream.streams.rebuilding.reading import open_rebuild_source
+from grabstream.streams.rebuilding.rebuild import open_rebuild
 from tests.conftest import until
 from tests.support.projecting import (
     SHARD,
@@ -55,7 +56,7 @@ async def rebuilt(settings: Settings, projection: str, source: str = "journal", 
     where = where_of(settings)
     async with (
         open_rebuild(where, projection, **rest) as work,
-        open_source(source, where.kafka, where.journal, where.postgres, where.schema) as events,
+        open_rebuild_source(source, where) as events,
     ):
         new = await work.build(events)
         assert not [table for table in await work.difference(events, new) if table.undeclared]

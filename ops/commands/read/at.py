@@ -13,7 +13,7 @@ from psycopg.rows import dict_row
 
 from grabstream.models.journal import Corrupt, Gap
 from grabstream.ops.commands.read.show import print_offer, read_offer
-from grabstream.ops.connections.event_sources import NoTrail, open_source
+from grabstream.ops.connections.event_sources import NoTrail, open_history
 from grabstream.ops.connections.opening import check_system
 from grabstream.ops.console.output import WholeNumber, console, json_option, print_json, table
 from grabstream.ops.console.progress import Reading
@@ -23,8 +23,8 @@ from grabstream.ops.formats.replay_request import Request, request
 from grabstream.ops.settings import Settings, load_settings
 from grabstream.projections.database.migrate import use_schema
 from grabstream.projections.database.sessions import connect
+from grabstream.streams.history.sources import Source
 from grabstream.streams.replaying import replay as replaying
-from grabstream.streams.replaying.history import AuditSource, JournalSource
 from grabstream.streams.replaying.replay import Done
 from grabstream.streams.replaying.replay_schema import is_schema, open_schema, temporary_schema
 from grabstream.streams.replaying.selection import Selection
@@ -116,7 +116,7 @@ async def _run(
     done: dict[int, Done] = {}
     definition = asked.definition(settings)
     async with (
-        open_source(settings, asked.source) as source,
+        open_history(settings, asked.source) as source,
         temporary_schema(settings.postgres, settings.schema_)
         if keep is None
         else nullcontext(keep) as schema,
@@ -139,7 +139,7 @@ async def _run(
         }
 
 
-async def _since_when(source: JournalSource | AuditSource, asked: Request, at_ms: int) -> str:
+async def _since_when(source: Source, asked: Request, at_ms: int) -> str:
     """Words for a time before everything."""
     first = [at for one in asked.stretches if (at := await _first_at(source, one.shard)) is not None]
     where = "" if len(asked.stretches) > 1 else f" in shard {asked.stretches[0].shard}"
@@ -148,7 +148,7 @@ async def _since_when(source: JournalSource | AuditSource, asked: Request, at_ms
     return f"nothing had happened{where} at {show_time(at_ms)}: the first event is of {show_time(min(first))}"
 
 
-async def _first_at(source: JournalSource | AuditSource, shard: int) -> int | None:
+async def _first_at(source: Source, shard: int) -> int | None:
     async with aclosing(source.chunks(shard, await source.start(shard, None))) as chunks:
         async for chunk in chunks:
             if chunk.facts:

@@ -24,13 +24,13 @@ from grabstream.ops.settings import Settings, load_settings
 from grabstream.projections.checking.difference import TableDifference
 from grabstream.projections.definitions import PROJECTIONS, definition_of
 from grabstream.projections.versions import NoReadModel, Version
+from grabstream.streams.rebuilding.reading import open_rebuild_source
 from grabstream.streams.rebuilding.rebuild import (
     Rebuild,
     RebuildProgress,
     RebuildRefused,
     Servers,
     open_rebuild,
-    open_source,
 )
 from grabstream.streams.rebuilding.restore import Restore
 from grabstream.streams.topics import Topics, create_topics
@@ -354,9 +354,7 @@ async def _one(settings: Settings, work: Rebuild, projection: str, request: Requ
     where = where_of(settings)
     began = time.monotonic()
     past = projection if request.keep_set_aside else None
-    async with open_source(
-        request.source, where.kafka, where.journal, where.postgres, where.schema, past
-    ) as source:
+    async with open_rebuild_source(request.source, where, past) as source:
         if request.undo:
             was, now = await work.undo(source, request.accept, request.patience)
             return result | {

@@ -13,7 +13,7 @@ import psycopg
 from psycopg import OperationalError
 
 from grabstream.models.journal import Corrupt, Gap
-from grabstream.ops.connections.event_sources import NoTrail, open_source
+from grabstream.ops.connections.event_sources import NoTrail, open_history
 from grabstream.ops.connections.identity import OtherSystem
 from grabstream.ops.connections.opening import check_system, checked_books
 from grabstream.ops.console.output import WholeNumber, counted, json_option, print_json
@@ -161,7 +161,7 @@ async def _run(
 ) -> list[Planned]:
     await check_system(settings, journal=asked.source == "journal")
     seeks = any(one.first for one in asked.stretches) and not asked.wanted.users
-    async with open_source(settings, asked.source, seeks) as source:
+    async with open_history(settings, asked.source, seeks) as source:
         if dry_run:
             await _check(settings, asked, into, append)
             return await replaying.plan(source, asked.stretches, not seeks)

@@ -24,7 +24,8 @@ from grabstream.projections.definitions import PROJECTIONS
 from grabstream.projections.versions import Version, use_version, versions
 from grabstream.streams.projecting.projector import CatchUp
 from grabstream.streams.rebuilding.loading import deal
-from grabstream.streams.rebuilding.rebuild import RebuildProgress, RebuildRefused, open_rebuild, open_source
+from grabstream.streams.rebuilding.reading import open_rebuild_source
+from grabstream.streams.rebuilding.rebuild import RebuildProgress, RebuildRefused, open_rebuild
 from grabstream.streams.rebuilding.switching import Busy, older_snapshots_gone
 from tests.conftest import as_role, make_system, until
 from tests.support.command_line import env_of, grabstream
@@ -351,9 +352,7 @@ async def test_a_rebuild_refuses_a_journal_that_lost_records_and_reads_the_audit
     elsewhere = where_of(booked)._replace(journal=f"{booked.prefix}.events")
     async with (
         open_rebuild(elsewhere, "ledger") as work,
-        open_source(
-            "journal", elsewhere.kafka, elsewhere.journal, elsewhere.postgres, elsewhere.schema
-        ) as source,
+        open_rebuild_source("journal", elsewhere) as source,
     ):
         with pytest.raises(RebuildRefused, match=r"shard 0: .*ends"):
             await work.build(source)

@@ -29,9 +29,10 @@ from grabstream.ops.rehearsal.run import open_books
 from grabstream.ops.services.servers import PROJECT
 from grabstream.ops.settings import Settings, child_environment, load_settings
 from grabstream.projections.database.locks import hold
+from grabstream.streams.history.chunks import Point
+from grabstream.streams.history.sources import JournalSource
 from grabstream.streams.journal import JournalReader, open_reader
 from grabstream.streams.projecting.projector import CatchUp
-from grabstream.streams.replaying.history import JournalSource, Point
 from grabstream.streams.topics import Topics
 from tests.conftest import until
 from tests.streams.replaying.histories import RecordedSystem, schemas, until_read_models_at

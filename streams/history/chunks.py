@@ -1,0 +1,112 @@
+"""The form in which history is read: chunks of consecutive events, and the points at which a stretch begins
+and ends.
+"""
+
+import asyncio
+from bisect import bisect_right
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import NamedTuple
+
+from grabstream.lua.ending import end
+from grabstream.models.events import AnyEvent
+from grabstream.models.journal import Cursor
+from grabstream.projections.cursors import Fact
+
+
+class Point(NamedTuple):
+    """The first or last event of a stretch of history, by its seq, or by a time in ms since 1970 UTC.
+
+    Exactly one of the two is set. The events at the point belong to the stretch.
+    """
+
+    seq: int | None = None
+    at: int | None = None
+
+    @property
+    def value(self) -> int:
+        """The seq, or the time."""
+        value = self.at if self.seq is None else self.seq
+        assert value is not None
+        return value
+
+    def of(self, fact: Fact) -> int:
+        """The number of a fact that is compared with `value`."""
+        return self.of_event(fact.event)
+
+    def of_event(self, event: AnyEvent) -> int:
+        """The number of an event that is compared with `value`."""
+        return event.at if self.seq is None else event.seq
+
+
+class Chunk(NamedTuple):
+    """Consecutive events of a shard, with the cursors before and after them.
+
+    `read` is the number of units of the source that the chunk was made from. Events that operators had set
+    aside may be missing.
+    """
+
+    shard: int
+    before: Cursor
+    after: Cursor
+    facts: Sequence[Fact]
+    read: int
+
+
+async def up_to(chunks: AsyncGenerator[Chunk, None], last: Point | None) -> AsyncGenerator[Chunk, None]:
+    """The chunks up to a point, included. The cursor after the last chunk is exactly at that point."""
+    async with aclosing(chunks):
+        async for chunk in chunks:
+            facts = chunk.facts
+            count = bisect_right(facts, last.value, key=last.of) if last else len(facts)
+            if count == len(facts):
+                yield chunk
+                continue
+            # The offset stays at the record: a later read that resumes here needs the rest of it.
+            after = (
+                chunk.before._replace(seq=facts[count - 1].event.seq, head=facts[count - 1].hash)
+                if count
+                else chunk.before
+            )
+            yield chunk._replace(facts=facts[:count], after=after)
+            return
+
+
+async def gathered(chunks: AsyncGenerator[Chunk, None], events: int) -> AsyncGenerator[Chunk, None]:
+    """The chunks of a shard, joined to chunks of at least `events` events each; the last may be smaller."""
+    facts: list[Fact] = []
+    joined: Chunk | None = None
+    async with aclosing(chunks):
+        async for chunk in chunks:
+            facts.extend(chunk.facts)
+            before, read = (joined.before, joined.read) if joined else (chunk.before, 0)
+            joined = Chunk(chunk.shard, before, chunk.after, facts, read + chunk.read)
+            if len(facts) >= events:
+                yield joined
+                facts, joined = [], None
+    if joined is not None:
+        yield joined
+
+
+async def read_ahead(chunks: AsyncGenerator[Chunk, None], depth: int) -> AsyncGenerator[Chunk, None]:
+    """The same chunks; up to `depth` chunks are read and decoded while the caller writes an earlier one."""
+    queue: asyncio.Queue[Chunk | Exception | None] = asyncio.Queue(depth)
+
+    async def fill() -> None:
+        try:
+            async with aclosing(chunks):
+                async for chunk in chunks:
+                    await queue.put(chunk)
+        except Exception as error:
+            await queue.put(error)
+        else:
+            await queue.put(None)
+
+    filling = asyncio.create_task(fill())
+    try:
+        while (item := await queue.get()) is not None:
+            if isinstance(item, Exception):
+                raise item
+            yield item
+    finally:
+        await end([filling])

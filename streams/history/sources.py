@@ -1,0 +1,405 @@
+"""The two sources of history: the journal in Kafka and the audit trail in PostgreSQL.
+
+Both return the events of a shard that count, in order, with the chain verified, between any two points or
+cursors. Rebuilds, replays and `read_events` read through them.
+
+Read from its beginning, the journal proves itself by its chain. A reader that starts in the middle cannot
+tell whether a block there counts: a relay that was paused may have written it. So what is read from the
+middle is compared with the audit trail's hashes before it is handed on. If the two differ, or there is no
+trail, the journal is read from its beginning.
+
+A time is searched by the events' own times, which never go back within a shard. Kafka's timestamps are those
+of the append, and are not used.
+"""
+
+import asyncio
+from bisect import bisect_right
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from contextlib import aclosing, asynccontextmanager
+from typing import Any, Final, NamedTuple, Protocol
+
+import msgspec
+from aiokafka.errors import KafkaTimeoutError
+from psycopg import AsyncConnection
+
+from grabstream.models.events import decode_event, decode_event_list
+from grabstream.models.journal import Block, Corrupt, Cursor, Gap, chain, parse_block
+from grabstream.models.transfers import transfers_of
+from grabstream.projections import cursors
+from grabstream.projections.checking import trail
+from grabstream.projections.cursors import Fact, facts_of
+from grabstream.projections.records.set_aside import SetAside
+from grabstream.streams.history.chunks import Chunk, Point
+from grabstream.streams.journal import JournalReader, Record, open_reader
+from grabstream.streams.projecting.projector import Decoded
+
+#: The search for a point ends within so many records: reading them is as quick as one more step.
+NEAR_RECORDS: Final = 32
+AUDIT_ROWS: Final = 2_000
+#: How long the broker may return nothing while there are more records.
+PATIENCE_SECONDS: Final = 60.0
+
+
+class Start(NamedTuple):
+    """Where reading begins and ends; `end` is an offset of the journal, or a seq of the audit trail.
+
+    From `proved` on the journal proves itself; before it, the audit trail has to vouch. None: it proves
+    itself from `cursor` on.
+    """
+
+    cursor: Cursor
+    end: int
+    proved: Cursor | None = None
+
+
+class Source(Protocol):
+    """Where events are read from."""
+
+    #: `journal` or `audit`.
+    name: str
+    #: What `Chunk.read` and `units` count.
+    unit: str
+
+    async def end(self, shard: int) -> int:
+        """The present end of a shard, as in `Start.end`."""
+
+    async def start(self, shard: int, first: Point | None) -> Start:
+        """A place to begin at, from which on no event of the stretch is missed; None: the beginning."""
+
+    async def resume(self, shard: int, cursor: Cursor) -> Start:
+        """From a cursor that is known to be true to the present end."""
+
+    def between(self, cursor: Cursor, target: Cursor) -> Start:
+        """From a cursor that is known to be true to another one."""
+
+    def units(self, start: Start) -> int:
+        """The number of units between start and end."""
+
+    def chunks(
+        self, shard: int, start: Start, set_aside: Sequence[SetAside] = ()
+    ) -> AsyncGenerator[Chunk, None]:
+        """The events between start and end, without those of `set_aside`. Raises Corrupt or Gap after it has
+        yielded the events before the error.
+        """
+
+
+@asynccontextmanager
+async def open_source(
+    name: str,
+    kafka: str,
+    journal: str,
+    books: AsyncConnection[Any] | None,
+    patience_seconds: float | None = PATIENCE_SECONDS,
+) -> AsyncIterator[Source]:
+    """The source of a name, `journal` or `audit`. `books` is a connection whose unqualified names are the
+    system's views: the audit trail is read by it, and the journal is compared with it (None: not compared).
+    """
+    if name == "audit":
+        assert books is not None
+        yield AuditSource(books)
+    else:
+        async with open_reader(kafka, journal) as reader:
+            yield JournalSource(reader, books, patience_seconds)
+
+
+# -- the journal ---------------------------------------------------------------------------------------------
+
+
+class JournalSource:
+    """The journal. Without `books` every read starts at the beginning or at a cursor.
+
+    When the broker returns no records for `patience_seconds` although there are more, reading raises
+    KafkaTimeoutError; None waits without bound.
+    """
+
+    name = "journal"
+    unit = "records"
+
+    def __init__(
+        self,
+        reader: JournalReader,
+        books: AsyncConnection[Any] | None,
+        patience_seconds: float | None = PATIENCE_SECONDS,
+    ) -> None:
+        self._reader = reader
+        self._books = books
+        self._patience_seconds = patience_seconds
+
+    async def end(self, shard: int) -> int:
+        """The offset after the last record."""
+        return await self._reader.end(shard)
+
+    async def resume(self, shard: int, cursor: Cursor) -> Start:
+        """See Source."""
+        return Start(cursor, await self.end(shard))
+
+    def between(self, cursor: Cursor, target: Cursor) -> Start:
+        """See Source; the target is reached at its offset."""
+        return Start(cursor, target.next_offset)
+
+    def units(self, start: Start) -> int:
+        """The number of records."""
+        return max(start.end - start.cursor.next_offset, 0)
+
+    async def start(self, shard: int, first: Point | None) -> Start:
+        """The beginning, or a block near `first` for which the audit trail can vouch."""
+        end = await self.end(shard)
+        if first is None or self._books is None:
+            return Start(Cursor(), end)
+        proved = (await cursors.load(self._books, "audit")).get(shard)
+        if proved is None or proved.seq == 0 or proved.next_offset > end:
+            return Start(Cursor(), end)
+        newest = await trail.lines(self._books, shard, proved.seq - 1, 1)
+        if not newest or newest[0][2] != proved.head:
+            return Start(Cursor(), end)
+        if first.of_event(decode_event(newest[0][1])) < first.value:
+            return Start(proved, end)
+        nearest = await self._block_before(shard, first, proved.next_offset)
+        if nearest is None:
+            return Start(Cursor(), end)
+        offset, block = nearest
+        if await trail.hash_at(self._books, shard, block.first_seq - 1) != block.prev:
+            return Start(Cursor(), end)
+        return Start(Cursor(block.first_seq - 1, block.prev, offset, block.term, block.owner), end, proved)
+
+    async def _block_before(self, shard: int, first: Point, end: int) -> tuple[int, Block] | None:
+        """The offset and block of a record near a point whose first event lies before it; a binary search."""
+        low, high, nearest = 0, end, None
+        while high - low > NEAR_RECORDS:
+            middle = (low + high) // 2
+            probe = await self._next_block(shard, middle, high)
+            if probe is None or first.of_event(decode_event(probe[1].lines[0])) >= first.value:
+                high = middle
+            else:
+                nearest, low = probe, probe[0] + 1
+        return nearest
+
+    async def _next_block(self, shard: int, from_offset: int, to_offset: int) -> tuple[int, Block] | None:
+        async with aclosing(self._reader.read(shard, from_offset, to_offset)) as lists:
+            async for records in lists:
+                for record in records:
+                    block = parse_block(record.headers, record.value)
+                    if block.count:
+                        return record.offset, block
+        return None
+
+    async def chunks(
+        self, shard: int, start: Start, set_aside: Sequence[SetAside] = ()
+    ) -> AsyncGenerator[Chunk, None]:
+        """See Source. Each record is a chunk."""
+        set_aside = [record for record in set_aside if record.shard == shard]
+        cursor, handed_on_seq = start.cursor, start.cursor.seq
+        if start.proved is not None:
+            try:
+                async with aclosing(self._vouched(shard, cursor, start.proved, set_aside)) as vouched:
+                    async for chunk in vouched:
+                        handed_on_seq = chunk.after.seq
+                        yield chunk
+                cursor = start.proved
+            except (Corrupt, Gap):
+                cursor = Cursor()
+        async with aclosing(self._lists(shard, cursor.next_offset, start.end)) as lists:
+            async for records in lists:
+                for chunk in _follow(cursor, records, set_aside):
+                    cursor = chunk.after
+                    repeated = bisect_right(chunk.facts, handed_on_seq, key=_seq)
+                    yield chunk._replace(facts=chunk.facts[repeated:]) if repeated else chunk
+
+    async def _vouched(
+        self, shard: int, cursor: Cursor, proved: Cursor, set_aside: Sequence[SetAside]
+    ) -> AsyncGenerator[Chunk, None]:
+        """The chunks between a cursor and a proved one. Raises Corrupt or Gap before it yields anything that
+        the audit trail does not have.
+        """
+        assert self._books is not None
+        async with aclosing(self._lists(shard, cursor.next_offset, proved.next_offset)) as lists:
+            async for records in lists:
+                chunks = list(_follow(cursor, records, set_aside))
+                after = chunks[-1].after
+                if await trail.hash_at(self._books, shard, after.seq) != after.head:
+                    raise Corrupt(f"the audit trail has another history at seq {after.seq}")
+                for chunk in chunks:
+                    cursor = chunk.after
+                    yield chunk
+        if cursor.seq != proved.seq:
+            raise Gap(f"the events after seq {cursor.seq} are missing")
+
+    async def _lists(self, shard: int, offset: int, end: int) -> AsyncGenerator[list[Record], None]:
+        """The records between two offsets, in lists as they arrive."""
+        async with aclosing(self._reader.read(shard, offset, end)) as lists:
+            while True:
+                try:
+                    # The reader itself would wait for ever.
+                    async with asyncio.timeout(self._patience_seconds):
+                        records = await anext(lists, None)
+                except TimeoutError:
+                    raise KafkaTimeoutError(
+                        f"no records of shard {shard} within {self._patience_seconds:.0f} s, though there "
+                        "are more"
+                    ) from None
+                if records is None:
+                    return
+                yield records
+
+
+def _follow(cursor: Cursor, records: Sequence[Record], set_aside: Sequence[SetAside]) -> Iterator[Chunk]:
+    """A chunk for each record that follows a cursor; raises Corrupt or Gap."""
+    for record in records:
+        try:
+            decoded = Decoded(record)
+            after, accepted = cursor.feed(record.offset, decoded.block)
+            # What is accepted is always the end of the block.
+            facts = decoded.facts[-len(accepted) :] if accepted else []
+        except (Corrupt, Gap):
+            skipped = _after_set_aside(cursor, record, set_aside)
+            if skipped is None:
+                raise
+            after, facts = skipped, []
+        yield Chunk(record.shard, cursor, after, without(facts, set_aside), 1)
+        cursor = after
+
+
+def _after_set_aside(cursor: Cursor, record: Record, set_aside: Sequence[SetAside]) -> Cursor | None:
+    """The cursor after a record that was set aside; None if it was not."""
+    for skipped in set_aside:
+        if (skipped.journal_offset, skipped.first_seq) == (record.offset, cursor.seq + 1):
+            return skipped.after
+    return None
+
+
+def without(facts: list[Fact], set_aside: Sequence[SetAside]) -> list[Fact]:
+    """The facts whose events were not set aside."""
+    for skipped in set_aside:
+        facts = [fact for fact in facts if not skipped.first_seq <= fact.event.seq <= skipped.last_seq]
+    return facts
+
+
+def _seq(fact: Fact) -> int:
+    return fact.event.seq
+
+
+# -- the audit trail -----------------------------------------------------------------------------------------
+
+
+class Lines(NamedTuple):
+    """Consecutive lines of the audit trail with their hashes, and the cursor after them."""
+
+    after: Cursor
+    lines: list[bytes]
+    hashes: list[bytes]
+
+
+class AuditSource:
+    """The audit trail in PostgreSQL: the same lines, readable without Kafka. `books` reads the views of the
+    system.
+
+    Its cursors have no offsets of their own, so reading cannot resume from them in the journal.
+    """
+
+    name = "audit"
+    unit = "events"
+
+    def __init__(self, books: AsyncConnection[Any]) -> None:
+        self._books = books
+
+    async def end(self, shard: int) -> int:
+        """The last seq."""
+        return (await trail.ends(self._books, shard))[1]
+
+    async def resume(self, shard: int, cursor: Cursor) -> Start:
+        """See Source."""
+        return Start(cursor, await self.end(shard))
+
+    def between(self, cursor: Cursor, target: Cursor) -> Start:
+        """See Source; the target is reached at its seq."""
+        return Start(cursor, target.seq)
+
+    def units(self, start: Start) -> int:
+        """The number of events."""
+        return max(start.end - start.cursor.seq, 0)
+
+    async def start(self, shard: int, first: Point | None) -> Start:
+        """The event before `first`; raises Gap when the trail does not have it."""
+        end = await self.end(shard)
+        seq = 0
+        if first is not None:
+            seq = (
+                first.seq - 1
+                if first.seq is not None
+                else await trail.last_seq_before(self._books, shard, first.value)
+            )
+            seq = max(min(seq, end), 0)
+        head = await trail.hash_at(self._books, shard, seq)
+        if head is None:
+            raise Gap(f"audit trail, shard {shard}: seq {seq} is missing")
+        return Start(Cursor(seq, head), end)
+
+    async def chunks(
+        self, shard: int, start: Start, set_aside: Sequence[SetAside] = ()
+    ) -> AsyncGenerator[Chunk, None]:
+        """See Source. A chunk has up to 2,000 events."""
+        set_aside = [record for record in set_aside if record.shard == shard]
+        cursor = start.cursor
+        async with aclosing(self.lines(shard, cursor, start.end)) as lists:
+            async for after, lines, hashes in lists:
+                facts, error = _decode(shard, cursor.seq + 1, lines, hashes)
+                if error is not None:
+                    if facts:
+                        before_error = cursor._replace(seq=facts[-1].event.seq, head=facts[-1].hash)
+                        yield Chunk(shard, cursor, before_error, without(facts, set_aside), len(facts))
+                    raise error
+                yield Chunk(shard, cursor, after, without(facts, set_aside), len(lines))
+                cursor = after
+
+    async def lines(self, shard: int, cursor: Cursor, end: int) -> AsyncGenerator[Lines, None]:
+        """The lines from a cursor to seq `end`, chained but not decoded. Raises Gap or Corrupt after it has
+        yielded the lines before the error.
+        """
+        while cursor.seq < end:
+            rows = await trail.lines(self._books, shard, cursor.seq, min(AUDIT_ROWS, end - cursor.seq))
+            lines = [line for _, line, _ in rows]
+            hashes = chain(cursor.head, lines)
+            expected = enumerate(hashes, cursor.seq + 1)
+            good = 0
+            for (seq, _, hash_), follows in zip(rows, expected, strict=True):
+                if (seq, hash_) != follows:
+                    break
+                good += 1
+            if good:
+                cursor = cursor._replace(seq=cursor.seq + good, head=hashes[good - 1])
+                yield Lines(cursor, lines[:good], hashes[:good])
+            if good == len(rows) > 0:
+                continue
+            if good == len(rows) or rows[good][0] != cursor.seq + 1:
+                raise Gap(f"audit trail, shard {shard}: seq {cursor.seq + 1} is missing")
+            raise Corrupt(
+                f"audit trail, shard {shard}: the hash of seq {cursor.seq + 1} is not that of its text"
+            )
+
+
+def _decode(
+    shard: int, first_seq: int, lines: Sequence[bytes], hashes: Sequence[bytes]
+) -> tuple[list[Fact], Corrupt | None]:
+    """Lines as facts, up to the first that cannot be decoded, and the error there."""
+    numbers = [(shard, seq) for seq in range(first_seq, first_seq + len(lines))]
+    try:
+        events = decode_event_list(b"[" + b",".join(lines) + b"]")
+        if [(event.shard, event.seq) for event in events] == numbers:
+            return facts_of(lines, hashes, events), None
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        pass  # found below, line by line
+    facts: list[Fact] = []
+    for (_, seq), line, hash_ in zip(numbers, lines, hashes, strict=True):
+        try:
+            event = decode_event(line)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            return facts, Corrupt(
+                f"audit trail, shard {shard}: the event of seq {seq} cannot be decoded: {error}"
+            )
+        if (event.shard, event.seq) != (shard, seq):
+            return facts, Corrupt(
+                f"audit trail, shard {shard}: the text of seq {seq} carries other numbers: shard "
+                f"{event.shard}, seq {event.seq}"
+            )
+        facts.append(Fact(line, hash_, event, transfers_of(event)))
+    return facts, None

@@ -1,0 +1,154 @@
+"""What a rebuild reads: the events between two known cursors of a shard, from the journal or, when that is
+gone, from the audit trail. A rebuild skips what operators had set aside for the live version, or reads it
+again.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from functools import partial
+from typing import Final, NamedTuple
+
+from grabstream.models.journal import Corrupt, Cursor, Gap
+from grabstream.projections.database.migrate import use_schema
+from grabstream.projections.database.sessions import connect
+from grabstream.projections.records import set_aside
+from grabstream.projections.records.set_aside import SetAside
+from grabstream.streams.history.chunks import Chunk
+from grabstream.streams.history.sources import Source, open_source
+
+#: How long the audit trail may lag behind the live version of the read model that is rebuilt from it.
+AUDIT_LAG_SECONDS: Final = 5.0
+POLL_SECONDS: Final = 0.05
+
+
+class RebuildRefused(Exception):
+    """A rebuild cannot or should not be done; the text states why, and the way out."""
+
+
+class Unreadable(RebuildRefused):
+    """The source contradicts itself, or lacks events that the rebuild needs; the text states where."""
+
+
+class Servers(NamedTuple):
+    """The system whose read models are rebuilt: `kafka` bootstrap servers, `journal` topic, `postgres` DSN,
+    main schema, number of shards.
+    """
+
+    kafka: str
+    journal: str
+    postgres: str
+    schema: str
+    shards: int
+
+
+class RebuildSource:
+    """A source, and a function that loads what was set aside for the live version, if that is skipped."""
+
+    def __init__(
+        self, source: Source, load_set_aside: Callable[[], Awaitable[list[SetAside]]] | None
+    ) -> None:
+        self._source = source
+        self._load_set_aside = load_set_aside
+
+    @property
+    def name(self) -> str:
+        """`journal` or `audit`."""
+        return self._source.name
+
+    @property
+    def skips_set_aside(self) -> bool:
+        """Whether records that were set aside are skipped."""
+        return self._load_set_aside is not None
+
+    async def set_aside(self) -> list[SetAside]:
+        """The records to skip, of all shards."""
+        return await self._load_set_aside() if self._load_set_aside else []
+
+    async def end(self, shard: int) -> Cursor | None:
+        """The source's present end as a target; None for the audit trail, which has no offsets."""
+        return Cursor(next_offset=await self._source.end(shard)) if self.name == "journal" else None
+
+    def chunks(
+        self, shard: int, cursor: Cursor, target: Cursor, skipped: Sequence[SetAside] = ()
+    ) -> AsyncGenerator[Chunk, None]:
+        """The events between two cursors, in order, without those of `skipped`.
+
+        Raises Unreadable when they do not lead from one to the other.
+        """
+        read = self._of_journal if self.name == "journal" else self._of_audit_trail
+        return read(shard, cursor, target, skipped)
+
+    async def _of_journal(
+        self, shard: int, cursor: Cursor, target: Cursor, skipped: Sequence[SetAside]
+    ) -> AsyncGenerator[Chunk, None]:
+        end = await self._source.end(shard)
+        if target.next_offset > end:
+            raise Unreadable(
+                f"journal, shard {shard}: it ends at offset {end}, the live read model is at "
+                f"{target.next_offset}: records were lost, or "
+                "it is another journal; read the audit trail instead (--from audit)"
+            )
+        try:
+            start = self._source.between(cursor, target)
+            async with aclosing(self._source.chunks(shard, start, skipped)) as chunks:
+                async for chunk in chunks:
+                    cursor = chunk.after
+                    yield chunk
+        except (Corrupt, Gap) as error:
+            raise Unreadable(
+                f"journal, shard {shard}, after seq {cursor.seq}, offset {cursor.next_offset}: {error}"
+            ) from None
+
+    async def _of_audit_trail(
+        self, shard: int, cursor: Cursor, target: Cursor, skipped: Sequence[SetAside]
+    ) -> AsyncGenerator[Chunk, None]:
+        """The trail has no offsets: where it reaches the target's seq and hash, the target's are taken over.
+        The offset of a cursor before that only says how far this build is.
+        """
+        deadline = time.monotonic() + AUDIT_LAG_SECONDS
+        while True:
+            start = self._source.between(cursor, target)
+            start = start._replace(end=min(start.end, await self._source.end(shard)))
+            try:
+                async with aclosing(self._source.chunks(shard, start, skipped)) as chunks:
+                    async for chunk in chunks:
+                        cursor = chunk.after
+                        if cursor.seq < target.seq:
+                            yield chunk
+                        elif cursor.head == target.head:
+                            yield chunk._replace(after=target)
+            except (Corrupt, Gap) as error:
+                raise Unreadable(str(error)) from None
+            # While events arrive, the audit trail may lag behind the target for a moment.
+            if cursor.seq >= target.seq or time.monotonic() > deadline:
+                break
+            await asyncio.sleep(POLL_SECONDS)
+        if (cursor.seq, cursor.head) != (target.seq, target.head):
+            raise Unreadable(
+                f"audit trail, shard {shard}: its seq {cursor.seq} does not lead to seq {target.seq} of the "
+                "live read model" + ("" if cursor.seq < target.seq else ": another history")
+            )
+        yield Chunk(shard, target, target, [], 0)
+
+
+@asynccontextmanager
+async def open_rebuild_source(
+    name: str, where: Servers, skip_set_aside_of: str | None = None
+) -> AsyncIterator[RebuildSource]:
+    """The source `journal` or `audit`, with connections that are closed at the end.
+
+    `skip_set_aside_of` names the projection whose set-aside records are skipped.
+    """
+    async with AsyncExitStack() as stack:
+        books = None
+        if name == "audit" or skip_set_aside_of:
+            books = await stack.enter_async_context(await connect(where.postgres, where.schema))
+            await use_schema(books, where.schema)
+        # Both ends are known cursors, so the journal proves itself. A rebuild waits for Kafka without bound.
+        source = await stack.enter_async_context(
+            open_source(name, where.kafka, where.journal, books, patience_seconds=None)
+        )
+        load = partial(set_aside.load, books, skip_set_aside_of) if books and skip_set_aside_of else None
+        yield RebuildSource(source, load)
