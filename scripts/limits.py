@@ -25,7 +25,7 @@ DAY_MS = 24 * 3600 * 1000
 
 
 class Row(NamedTuple):
-    """A bound: of what, how much, why, and what one gets above it."""
+    """A bound: what it limits, the value, the reason, and what happens above it."""
 
     what: str
     value: str
@@ -34,7 +34,7 @@ class Row(NamedTuple):
 
 
 def size(count: int) -> str:
-    """Bytes as people write them, with the exact number where it is not round."""
+    """A number of bytes as text, in MiB or KiB if it is a multiple of one."""
     for unit, name in ((1024 * 1024, "MiB"), (1024, "KiB")):
         if count >= unit and count % unit == 0:
             return f"{count // unit} {name}"
@@ -42,56 +42,61 @@ def size(count: int) -> str:
 
 
 def days(ms: int) -> str:
-    """A duration in days."""
+    """A duration in ms as text, in days."""
     return f"{ms // DAY_MS:,} days"
 
 
 INVALID = "`invalid`, names the bound"
-REJECTED = "one record in `rejected` with all its bytes; `invalid` where an id can be read"
+REJECTED = "kept in `rejected` with all bytes; answered `invalid` if its id can be read"
 
 
 def of_records() -> list[Row]:
-    """What stands in topics."""
+    """Bounds of records and topics."""
     kept = topics.retention_ms(topics.Topics("…"))
     return [
         Row(
             "a record of any topic",
             size(bounds.RECORD_BYTES_MAX),
-            "what every client and broker is configured for",
+            "clients and brokers are configured for this size",
             "the broker refuses it",
         ),
         Row(
-            "a compressed batch on `commands`, unpacked",
+            "a compressed batch on `commands`, after decompression",
             size(bounds.RECORD_BYTES_MAX),
-            "a reader unpacks it whole",
+            "a reader decompresses it as a whole",
             "the broker refuses it",
         ),
-        Row("a command as JSON", size(bounds.COMMAND_BYTES_MAX), "what it makes fits a line", REJECTED),
+        Row("a command as JSON", size(bounds.COMMAND_BYTES_MAX), "its event fits an event line", REJECTED),
         Row(
-            "commands in an array", f"{bounds.ARRAY_COMMANDS_MAX:,}", "one record is decided as one", REJECTED
+            "commands in an array",
+            f"{bounds.ARRAY_COMMANDS_MAX:,}",
+            "a record is decided as a whole",
+            REJECTED,
         ),
         Row(
             "commas in an array",
             f"{bounds.ARRAY_COMMAS_MAX:,}",
-            "counted before it is decoded: each value costs memory",
+            "each decoded value costs memory; commas are counted before decoding",
             REJECTED,
         ),
         Row(
-            "elements of an array kept one by one",
+            "undecodable elements of an array that are kept as single records",
             f"{bounds.REJECTED_OF_ARRAY_MAX:,}",
-            "a short array of nonsense would make a long topic",
-            "of more, the array is kept once; each readable id is answered",
+            "a short array could otherwise make many records",
+            "the array is kept once instead; each readable id is answered",
         ),
-        Row("nesting of a record", "Python's recursion limit (1,000)", "the stack", REJECTED),
-        Row("a name in an object", "once", "two readers would see two commands", "`invalid`"),
+        Row("nesting of a record", "Python's recursion limit (1,000)", "the stack of the process", REJECTED),
         Row(
-            "a reason, a message",
+            "occurrences of a name in a JSON object", "1", "two readers could read two commands", "`invalid`"
+        ),
+        Row(
+            "the reason or message of a refusal",
             size(bounds.REASON_BYTES_MAX),
-            "it may quote what was sent",
+            "it may quote input",
             "cut, with `…`",
         ),
         Row(
-            "what a message quotes",
+            "a quotation of input in a message",
             f"{bounds.QUOTED_CHARACTERS_MAX} characters",
             "as above",
             "cut, with the length",
@@ -99,82 +104,96 @@ def of_records() -> list[Row]:
         Row(
             "a piece in `rejected`",
             size(bounds.REJECTED_PIECE_BYTES_MAX),
-            "fits a topic that nobody configured",
-            "headers `piece`, `pieces`",
+            "fits the default limit of Kafka",
+            "split; the headers `piece` and `pieces` number the pieces",
         ),
         Row(
-            "a key in `rejected`",
+            "the key of a record in `rejected`",
             size(bounds.REJECTED_KEY_BYTES_MAX),
             "as above",
-            "cut; the key is kept with `part` = `key`",
+            "cut; the whole key is kept in records with the header `part` = `key`",
         ),
         Row(
-            "a poll of commands",
+            "commands that a decider reads at once",
             f"{decider.POLL_RECORDS_MAX:,} records, {size(decider.POLL_BYTES_MAX)}",
             "memory of a decider",
-            "the rest comes with the next",
+            "the rest is read next time",
         ),
         Row(
-            "… of one partition", size(decider.PARTITION_BYTES_MAX), "as above", "a larger record comes alone"
+            "… of one partition",
+            size(decider.PARTITION_BYTES_MAX),
+            "as above",
+            "a larger record is read alone",
         ),
         Row(
-            "commands of one shard that wait in a decider",
-            f"{backlog.HELD_COMMANDS_MAX:,}, {size(backlog.HELD_BYTES_MAX)}, and a poll",
-            "memory of a decider while a shard stands still",
-            "partitions that bring more of them are not read until half of it is gone; others are",
+            "commands of one shard that are queued in a decider",
+            f"{backlog.HELD_COMMANDS_MAX:,} or {size(backlog.HELD_BYTES_MAX)}, plus one read",
+            "memory of a decider while a shard decides nothing",
+            "partitions with more of them are not read until the queue is half empty; other "
+            "partitions are read",
         ),
         Row(
-            "records of a partition after the first that is not complete",
-            f"{backlog.OPEN_RECORDS_MAX:,}, and a poll",
-            "what another decider would have to repeat",
-            "the partition is not read until half of it is gone",
+            "records of a partition after the first incomplete record",
+            f"{backlog.OPEN_RECORDS_MAX:,}, plus one read",
+            "another decider may have to repeat them",
+            "the partition is not read until half of them are complete",
         ),
         Row(
             "calls of one shard that a decider has in flight",
-            f"{decider.CALLS_IN_FLIGHT_MAX}, of {decider.CALL_COMMANDS_MAX} commands",
-            "room for other callers of a gate",
-            "the rest waits, it is never `busy`",
+            f"{decider.CALLS_IN_FLIGHT_MAX}, each of {decider.CALL_COMMANDS_MAX} commands",
+            "leaves room for other callers of the gate",
+            "the rest waits; it is not refused as `busy`",
         ),
         Row(
-            "decoding without a break",
-            f"{understanding.SLICE_SECONDS * 1000:.0f} ms, and the splitting of one array",
-            "others of the process wait",
-            "it goes on after them",
+            "time of decoding without a pause",
+            f"{understanding.SLICE_SECONDS * 1000:.0f} ms, plus the splitting of one array",
+            "other tasks of the process wait",
+            "decoding continues after a pause",
         ),
         Row(
             "an event line",
             size(bounds.EVENT_LINE_BYTES_MAX),
             "well below a record",
-            "`invalid`, before anything is written; older, longer lines are read",
+            "`invalid`, before the first write; longer lines of older releases are still read",
         ),
         Row(
             "a journal block",
             size(relay.BLOCK_BYTES_MAX),
-            "below a record, with a line more",
-            "the next block",
+            "with one more line, it still fits a record",
+            "the event goes into the next block",
         ),
         *(
-            Row(f"how long `{name.removeprefix('….')}` is kept", "for ever" if ms < 0 else days(ms), "", "")
+            Row(
+                f"retention of the topic `{name.removeprefix('….')}`",
+                "for ever" if ms < 0 else days(ms),
+                "",
+                "",
+            )
             for name, ms in kept.items()
         ),
     ]
 
 
 def of_commands() -> list[Row]:
-    """What stands in commands."""
+    """Bounds of commands and terms."""
     amounts = f"0 … {money.AMOUNT_MAX:,}"
     return [
         Row(
             "an id",
-            f"1 … {identifiers.ID_LENGTH_MAX} of `A-Za-z0-9._:-`",
-            "needs no escaping anywhere",
+            f"1 … {identifiers.ID_LENGTH_MAX} characters of `A-Za-z0-9._:-`",
+            "needs no escaping in JSON, Lua, SQL or keys",
             INVALID,
         ),
-        Row("an amount, a quantity, price × quantity", amounts, "exact in Lua and in every text", INVALID),
+        Row(
+            "an amount, a quantity, price × quantity",
+            amounts,
+            "exact as a number in Lua, and in its text",
+            INVALID,
+        ),
         Row(
             "`quantity` of a grab with `take: all`",
             "the offer's `total`",
-            "it could never be served",
+            "more could never be granted",
             INVALID,
         ),
         Row("a time", f"until {offers.TIME_MS_MAX:,} ms (2100)", "as above", INVALID),
@@ -183,215 +202,221 @@ def of_commands() -> list[Row]:
         Row("`title`, `reason`", f"{offers.LINE_LENGTH_MAX} characters, one line", "", INVALID),
         Row("`timezone`", f"{calendar.TIMEZONE_LENGTH_MAX} characters", "", INVALID),
         Row(
-            "how long an offer knows its zone",
+            "the time for which an offer stores the offsets of its zone",
             days(calendar.HORIZON_MS),
-            "its offsets stand in its first event",
-            "the last offset holds on",
+            "its first event contains them",
+            "the last offset continues to apply",
         ),
-        Row("`limits`", f"{offers.LIMITS_MAX}", "each is counted at each grab", INVALID),
+        Row("`limits`", f"{offers.LIMITS_MAX}", "each grab counts under each limit", INVALID),
         Row(
             "`hours`",
             f"{offers.HOURS_MAX} entries, {bounds.HOURS_SPANS_MAX} spans in a week",
-            "looked at at each grab",
+            "each grab checks them",
             INVALID,
         ),
-        Row("`parts`", f"{money.PARTS_MAX:,}", "6 bytes each in Redis", INVALID),
+        Row("`parts`", f"{money.PARTS_MAX:,}", "6 bytes for each part in Redis", INVALID),
         Row("`seed`", "16 … 64 bytes", "", INVALID),
-        Row("`attributes`", f"{commands.ATTRIBUTES_MAX}, ids", "they stand in the event", INVALID),
+        Row(
+            "`attributes`",
+            f"{commands.ATTRIBUTES_MAX}; names and values are ids",
+            "the event contains them",
+            INVALID,
+        ),
         Row("`ticket`", f"{commands.TICKET_LENGTH_MAX:,} characters", "", INVALID),
-        Row("grabs in a basket", f"{bounds.BASKET_GRABS_MAX}", "decided in one call", INVALID),
+        Row("grabs in a basket", f"{bounds.BASKET_GRABS_MAX}", "one call decides them", INVALID),
         Row(
             "`max_per_grab` where grabs get codes",
             f"{bounds.CODES_PER_GRAB_MAX}",
-            "the codes stand in the event",
-            "`invalid`: `open`, `amend` or `load`",
+            "the event contains the codes",
+            "`open`, `amend` or `load` is `invalid`",
         ),
         Row(
-            "codes that a basket gets at once",
-            f"{bounds.CODES_PER_GRAB_MAX}, together",
-            "decided in one call",
+            "codes that the grabs of a basket get, together",
+            f"{bounds.CODES_PER_GRAB_MAX}",
+            "one call decides them",
             INVALID,
         ),
         Row(
-            "answers known of the grabs that a basket names",
-            f"{size(basket_answers_bytes())}, together",
-            "read in one call",
-            f"{INVALID}; each is answered when it is asked for by itself",
+            "remembered answers of the grabs of a repeated basket, together",
+            f"{size(basket_answers_bytes())}",
+            "one call reads them",
+            f"{INVALID}; each grab, repeated alone, gets its answer",
         ),
         Row("a code", f"1 … {commands.CODE_LENGTH_MAX} characters, one line", "", INVALID),
         Row(
-            "a code in a list",
-            "once",
-            "each is given once; the offer keeps 12 characters a code until its list is complete or it "
-            "closes",
-            "`invalid`, names the place in the chunk; `grabstream load` looks through the whole file before "
-            "the first chunk",
+            "occurrences of a code in a list",
+            "1",
+            "each code is handed out once; the offer keeps 12 characters of each code until its list is "
+            "complete or it closes",
+            "`invalid`, names the number in the chunk; `grabstream load` checks the whole file before the "
+            "first chunk",
         ),
         Row(
             "items of a `load`",
-            f"{commands.ITEMS_MAX:,}, {size(commands.ITEMS_BYTES_MAX)} as they stand in the event",
-            "they stand in one event, codes sealed",
-            f"{INVALID}; `grabstream load` cuts a file so",
+            f"{commands.ITEMS_MAX:,}, {size(commands.ITEMS_BYTES_MAX)} in the event",
+            "one event contains them, codes sealed",
+            f"{INVALID}; `grabstream load` cuts a file into such chunks",
         ),
         Row("chunks of a list", f"{commands.CHUNKS_MAX:,}", "", INVALID),
-        Row("`transfers` of an `adjust`", f"{commands.TRANSFERS_MAX}", "they stand in one event", INVALID),
+        Row("`transfers` of an `adjust`", f"{commands.TRANSFERS_MAX}", "one event contains them", INVALID),
     ]
 
 
 def in_scripts(name: str, pattern: str) -> int:
-    """A number that stands in a script."""
-    found = re.search(pattern, (loader.SCRIPTS / f"{name}.lua").read_text())
-    assert found is not None
-    return int(found.group(1))
+    """A number in the text of a script, by a pattern."""
+    match = re.search(pattern, (loader.SCRIPTS / f"{name}.lua").read_text())
+    assert match is not None
+    return int(match.group(1))
 
 
 def call_cost_max() -> int:
-    """What a script allows itself in a call."""
+    """The cost (µs) at which a script ends a call."""
     return in_scripts("includes/cost", r"call_max = (\d+)")
 
 
 def basket_answers_bytes() -> int:
-    """What answers known of a basket's grabs may have."""
+    """The bytes of remembered answers that a script reads for a basket, at most."""
     return in_scripts("includes/decide", r"basket_answers_bytes = (\d+)")
 
 
 def of_processes() -> list[Row]:
-    """What gates, scripts and workers do at once."""
+    """Bounds of gates, scripts, workers and files."""
     at_once = ", ".join(f"`{name}` {count}" for name, count in gate.AT_ONCE_MAX.items())
     return [
         Row(
             "commands of one script call",
             f"`GRAB_BATCH_COMMANDS_MAX`; {at_once}",
             "a script blocks its server",
-            "the next call",
+            "the rest goes into the next call",
         ),
         Row(
-            "parts that go with the call that opens their offer",
+            "parts that are sent in the call that opens their offer",
             f"{staging.INLINE_BYTES_MAX // 6:,}",
             "as above",
-            f"brought before, {size(staging.PIECE_BYTES)} a call",
+            f"all are sent before, in calls of {size(staging.PIECE_BYTES)}",
         ),
         Row(
             "arguments of one script call",
             size(sizes.CALL_BYTES_MAX),
             "as above",
-            "the next call; a command or basket that has more goes alone",
+            "the rest goes into the next call; a command or basket with more is sent alone",
         ),
         Row(
-            "offers that commands of one script call name",
+            "offers that the commands of one script call name",
             f"{queue.OFFERS_IN_CALL_MAX}",
             "as above",
-            "the next call",
+            "the rest goes into the next call",
         ),
         Row(
-            "work of one script call, by its own count of µs of Redis' thread",
-            f"{call_cost_max():,}, and one command",
+            "cost of one script call, in µs of the Redis thread as the script counts it",
+            f"{call_cost_max():,}, plus one command",
             "as above",
-            "the next call, in order; holds and offers that are due: the next sweep",
+            "the rest is decided by the next call, in order; holds and offers that are due: "
+            "by the next sweep",
         ),
         Row(
-            "grabs of a queue served, or sent home, for one command",
+            "queued grabs that are served or removed for one command",
             f"{grabbing.SERVED_AT_ONCE_MAX}",
             "as above",
-            "the sweeper goes on",
+            "the sweeper handles the rest",
         ),
         Row(
-            "grabs at the front of a queue that units which are left are offered to",
+            "grabs at the front of a queue that are considered for the units left",
             f"{grabbing.CONSIDERED_MAX}",
             "as above",
-            "a grab behind them waits until one of these has left; newcomers take what suffices for none of "
-            "them",
+            "a later grab waits until one of these leaves the queue; new grabs may take units that suffice "
+            "for none of these",
         ),
         Row(
             "payments of one grab whose units were not returned",
             f"{settling.PAYMENTS_MAX}",
-            "a grab is read and written whole, and its return names them all",
-            "`limit_reached`, and the payment is to be paid back",
+            "a grab is read and written as a whole, and the event of its return names them all",
+            "`limit_reached`; the payment is to be paid back",
         ),
         Row(
             "windows in which late payments of one grab took units again",
             f"{settling.COUNTED_MAX}",
-            "a grab is read and written whole",
-            "`expired`, and the payment is to be paid back",
+            "a grab is read and written as a whole",
+            "`expired`; the payment is to be paid back",
         ),
         Row(
-            "how long a payment is known after its offer has retired",
+            "time for which a payment is known after its offer retired",
             days(offers.PAYMENTS_KNOWN_MS),
-            "Redis keeps nothing for ever",
-            "`no_such_offer` with a message that names the way; the view `payments` has it for ever",
+            "Redis stores nothing for ever",
+            "`no_such_offer` with a message that says what to do; the view `payments` has it for ever",
         ),
         Row(
-            "used tickets of a campaign that have ended and are forgotten",
-            f"{grabbing.TICKETS_FORGOTTEN} a new one",
-            "as above",
-            "",
+            "used tickets of a campaign that have ended and are deleted, for each new ticket",
+            f"{grabbing.TICKETS_FORGOTTEN}",
+            "a script blocks its server",
+            "the next tickets delete the rest",
         ),
         Row(
-            "refusals a shard remembers",
+            "refusals that a shard remembers",
             f"{state.REFUSALS_MAX:,}",
             "memory of Redis",
-            "the oldest are decided anew",
+            "the oldest are forgotten; a repeat is decided again",
         ),
         Row(
-            "names of offers that do not exist",
-            "counted as one, `*`, in `demand`",
-            "else anybody could fill it with invented names",
+            "names for offers that do not exist, in `demand`",
+            "1: `*`",
+            "invented names could otherwise fill it",
             "",
         ),
         Row(
-            "an entry of the outbox, and what is read of it at once",
+            "an entry of the outbox, and a read of the outbox",
             f"{size(in_scripts('ownership/read_outbox', r'BYTES_MAX = 1000, ([0-9]+)'))}, "
-            "and a line or entry",
+            "plus a line or entry",
             "a script blocks its server",
-            "the next entry; the rest comes with the next read",
+            "the rest goes into the next entry, or the next read",
         ),
         Row(
-            "outbox entries a relay reads at once",
+            "outbox entries that a relay reads at once",
             f"{ownership.READ_ENTRIES_MAX}",
             "memory of a worker",
-            "the rest comes with the next",
+            "the rest is read next time",
         ),
         Row(
-            "refusals that wait to be written",
+            "refusals of a gate that are not written to SQL yet",
             f"{refusals.RefusalSample().waiting_max:,}",
             "memory of a gate",
-            "counted in `demand` only",
+            "the rest is only counted in `demand`",
         ),
         Row(
-            "tickets remembered as verified",
+            "tickets that a gate remembers as verified",
             f"{tickets.REMEMBERED_MAX:,}",
-            "about 1 kB each",
-            "verified again",
+            "about 1 kB for each",
+            "a forgotten ticket is verified again",
         ),
         Row(
-            "an offer in Redis after its close",
-            f"{days(offers.RETIRE_AFTER_MS)}, if its terms say nothing else",
-            "Redis keeps nothing for ever",
-            "answered from SQL",
+            "time for which a closed offer stays in Redis",
+            f"{days(offers.RETIRE_AFTER_MS)}, or `retire_after_ms` of its terms",
+            "Redis stores nothing for ever",
+            "SQL answers questions about it",
         ),
         Row(
             "a file of offers, codes or users",
             size(bounds.FILE_BYTES_MAX),
             "it is checked as a whole",
-            "refused, nothing is opened",
+            "refused; no offer is opened",
         ),
         Row(
             "values in a file of offers",
-            f"{bounds.FILE_VALUES_MAX:,}, those that aliases repeat counted again",
+            f"{bounds.FILE_VALUES_MAX:,}, with each repetition by an alias",
             "as above",
             "as above",
         ),
         Row(
-            "problems of a file that are told",
+            "problems of a file that one check reports",
             f"{offer_files.PROBLEMS_MAX:,}",
             "",
-            "the rest after those are mended",
+            "the next check reports the rest",
         ),
     ]
 
 
 def of_settings() -> list[Row]:
-    """Numbers that an operator chooses, and within what."""
+    """Numeric settings, with their ranges and defaults."""
     rows = []
     for name, field in Settings.model_fields.items():
         if name in SECRETS or isinstance(field.default, bool) or not _is_number(field.annotation):
@@ -403,7 +428,14 @@ def of_settings() -> list[Row]:
             if isinstance(one, kind)
         ]
         default = "–" if field.default is None else f"{field.default:,}"
-        rows.append(Row(f"`GRAB_{name.upper()}`", ", ".join(within), default, "no start, names the setting"))
+        rows.append(
+            Row(
+                f"`GRAB_{name.upper()}`",
+                ", ".join(within),
+                default,
+                "the process does not start, and names the setting",
+            )
+        )
     return rows
 
 
@@ -415,35 +447,34 @@ def _is_number(annotation: Any) -> bool:
 
 def document() -> str:
     """The page."""
-    said = (
+    page = (
         "# Bounds\n\n"
-        "Every bound of the system. `python scripts/limits.py --write docs/limits.md` writes this page from\n"
-        "the code; `make lint` compares.\n\n"
-        "Fields, lists and whole commands are checked at the door, records before they are decoded, event\n"
-        "lines before the first write. So no accepted command leads to an event that Kafka or PostgreSQL\n"
-        "refuses. A command above a bound is answered, its bytes are kept, and no other command waits for\n"
-        "it.\n"
+        "This page lists every bound of the system. `python scripts/limits.py --write docs/limits.md`\n"
+        "generates it from the code; `make lint` compares.\n\n"
+        "Records are checked before they are decoded, commands before they reach a script, and event lines\n"
+        "before the first write. So no accepted command makes an event that Kafka or PostgreSQL refuses. A\n"
+        "command above a bound is answered, its bytes are kept, and other commands do not wait for it.\n"
     )
-    head = ("what", "at most", "why", "above it")
+    head = ("what", "at most", "reason", "above it")
     tables = (
         ("Records and topics", head, of_records()),
         ("Commands and terms", head, of_commands()),
         ("Processes and files", head, of_processes()),
-        ("Settings", ("setting", "must be", "default", "else"), of_settings()),
+        ("Settings", ("setting", "range", "default", "outside the range"), of_settings()),
     )
     for title, names, rows in tables:
         lines = [names, ("---",) * len(names), *rows]
-        said += f"\n## {title}\n\n" + "".join(
+        page += f"\n## {title}\n\n" + "".join(
             f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |\n" for line in lines
         )
-    return said
+    return page
 
 
 def main() -> int:
-    """Prints, checks or writes; the exit code."""
+    """Prints, checks or writes the page; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     action = parser.add_mutually_exclusive_group()
-    action.add_argument("--check", metavar="FILE", type=Path, help="exit 1 unless FILE is what the code says")
+    action.add_argument("--check", metavar="FILE", type=Path, help="exit 1 unless FILE agrees with the code")
     action.add_argument("--write", metavar="FILE", type=Path, help="write FILE")
     asked = parser.parse_args()
     text = document()
@@ -453,8 +484,8 @@ def main() -> int:
         sys.stdout.write(text)
     elif not asked.check.is_file() or asked.check.read_text(encoding="utf-8") != text:
         sys.stderr.write(
-            f"limits: {asked.check} is not what the code says; `python scripts/limits.py --write "
-            f"{asked.check}` mends it\n"
+            f"limits: {asked.check} differs from the code; run `python scripts/limits.py "
+            f"--write {asked.check}`\n"
         )
         return 1
     return 0
