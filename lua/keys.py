@@ -1,41 +1,39 @@
 """Redis key names: the only file that makes them.
 
-All keys of a shard carry prefix and shard as hash tag, so that one call can touch them on Redis Cluster too.
-A name is an injective function of what it names: an id may contain ':' but never '/', so '/' separates an id
-from the part that follows it, and names of the shard itself contain neither. (`offer:x:users` is the offer
-`x:users`, `offer:x/users` the users of `x`.)
+All keys of a shard have prefix and shard as their hash tag, so that one call can use all of them on Redis
+Cluster too. Different things never have the same key: an id may contain ':' but never '/', so '/' separates
+an id from the part that follows it, and names of the shard itself contain neither. (`offer:x:users` is the
+offer `x:users`, `offer:x/users` the users of `x`.)
 """
 
 from typing import Final, NamedTuple
 
 from grabstream.models.identifiers import campaign_of, shard_of
 
-#: The form of keys and records that the scripts write (lua/includes/shard.lua says what each is).
+#: The layout of keys and records that the scripts write (lua/includes/shard.lua describes each layout).
 LAYOUT: Final = 2
 #: Fields of the shard hash that Python reads; Lua writes them.
 SHARD_FIELDS: Final = (
     "seq",  # of the last event decided here
-    "time",  # of the last event, ms: the shard's clock never goes below it
+    "time",  # of the last event, ms: the shard's clock never runs below it
     "term",
     "owner",
-    "life",  # run_id and master_replid under which the shard was last reconciled; another life is fenced
-    "history",  # the term of that reconciliation; an answer names the history it was decided under
-    "journaled_seq",  # checkpoint: the last event Kafka acknowledged …
+    "life",  # server epoch in which the shard was last reconciled; in another epoch the shard is fenced
+    "history",  # the term of that reconciliation; an answer names the history it was decided in
+    "journaled_seq",  # checkpoint: the last event that Kafka acknowledged …
     "journaled_head",  # … the chain's hash there, hex …
-    "journaled_offset",  # … and the journal offset behind it
-    "shards",  # how many there are: a caller who believes another number is fenced
-    "layout",  # the form of keys and records; another program than ours may write another one
-    "partial",  # there while the shard is incomplete, because it is being rebuilt
-    "fault",  # why the shard is fenced, in words, when its relay could not reconcile it
+    "journaled_offset",  # … and the journal offset after it
+    "shards",  # the number of shards: a caller that assumes another number is fenced
+    "layout",  # the layout of keys and records; another release may write another layout
+    "partial",  # present while the shard is incomplete, because it is being rebuilt
+    "fault",  # the reason, in words, why the relay could not reconcile the shard
 )
 
-#: An offer's keys: its state (hash) · users (hash: an envelope's parts by user, or counters of limits) ·
-#: parts (string: drawn ahead)
-#: · grabs (hash grab → record, of pieces) · codes (list, sealed) · audience (set of users) · seen (set:
-#:   tickets used, chunks loaded)
-#: · queue (sorted set: grabs that wait, by number) · orders (hash `<grab>/<order>` → units used for it, and
-#:   the event that says so)
-#: · names (set: what the codes begin with, while their list is loaded).
+#: An offer's keys: state (hash) · users (hash: an envelope's parts by user, or counters of limits) · parts
+#: (string: parts drawn ahead) · grabs (hash grab → record, of pieces) · codes (list, sealed) · audience (set
+#: of users) · seen (set: used tickets, loaded chunks) · queue (sorted set: queued grabs, by number) · orders
+#: (hash `<grab>/<order>` → used units and the last event of the order) · names (set: names of sealed codes,
+#: while their list is loaded).
 OFFER_KEYS: Final = (
     "state",
     "users",
@@ -49,19 +47,19 @@ OFFER_KEYS: Final = (
     "names",
 )
 #: A campaign's keys: answers (hash command id → record) · payments (hash payment → record) · counters (hash,
-#: limits across it) · state (hash; `zone`: the time zone its limits count in, as JSON; `retired/<offer>` →
-#: `<last offer_seq>:<time ms>` of each offer that has retired and whose payments are still known) · tickets
-#: (sorted set: single-use tickets of the campaign, by the time (ms) they end).
+#: limits of the whole campaign) · state (hash; `zone`: the time zone its limits count in, as JSON;
+#: `retired/<offer>` → `<last offer_seq>:<time ms>` of each retired offer whose payments still count) ·
+#: tickets (sorted set: used single-use tickets of the campaign, by the time (ms) at which they end).
 CAMPAIGN_KEYS: Final = ("answers", "payments", "counters", "state", "tickets")
 
-#: How names of keys begin, behind their tag, that belong to no state: parts that are brought before an
-#: envelope is opened.
+#: The beginning, after the hash tag, of keys that do not belong to the state of a shard: parts that are
+#: staged before an envelope is opened.
 STAGED: Final = "staged:"
 
 
 class ShardKeys(NamedTuple):
-    """The keys of one shard under one prefix. `database` is the number of Redis' database: channels are the
-    whole server's.
+    """The keys of one shard under one prefix. `database` is the number of the Redis database; channels need
+    it, since they are common to all databases of a server.
     """
 
     prefix: str
@@ -70,7 +68,7 @@ class ShardKeys(NamedTuple):
 
     @property
     def tag(self) -> str:
-        """Prefix and shard as hash tag: what puts all keys of a shard into one slot."""
+        """Prefix and shard as hash tag, which puts all keys of a shard into one slot."""
         return f"{self.prefix}:{{{self.prefix}-s{self.shard}}}"
 
     @property
@@ -80,29 +78,29 @@ class ShardKeys(NamedTuple):
 
     @property
     def outbox(self) -> str:
-        """Stream: events not yet acknowledged by Kafka; entry id = first seq, a field `e` for every line."""
+        """Stream: events that Kafka has not acknowledged; the entry id has the first seq, each field `e` has
+        one line.
+        """
         return f"{self.tag}:outbox"
 
     @property
     def refusals(self) -> str:
-        """Hash command id → record: refused commands that are remembered."""
+        """Hash command id → record: refusals that are remembered."""
         return f"{self.tag}:refusals"
 
     @property
     def refusal_order(self) -> str:
-        """List of the ids in `refusals`, the oldest first."""
+        """List of the ids in `refusals`, oldest first."""
         return f"{self.tag}:refusal_order"
 
     @property
     def demand(self) -> str:
-        """Hash `<second>:<code>:<offer>` → count: refusals not yet written to SQL."""
+        """Hash `<second>:<code>:<offer>` → count: refusals that are not in SQL yet."""
         return f"{self.tag}:demand"
 
     @property
     def due(self) -> str:
-        """Sorted set offer → time (ms) at which the sweeper has to see to it: to close it, to serve on, or to
-        retire it.
-        """
+        """Sorted set offer → time (ms) at which the sweeper must close it, serve its queue, or retire it."""
         return f"{self.tag}:due"
 
     @property
@@ -112,7 +110,7 @@ class ShardKeys(NamedTuple):
 
     @property
     def holds(self) -> str:
-        """Sorted set `<offer>/<grab>` → time (ms) at which the hold is over."""
+        """Sorted set `<offer>/<grab>` → time (ms) at which the hold expires."""
         return f"{self.tag}:holds"
 
     @property
@@ -122,22 +120,24 @@ class ShardKeys(NamedTuple):
 
     @property
     def retired(self) -> str:
-        """Set of offers that have left: an id is used once for ever."""
+        """Set of the retired offers: an offer id is used only once."""
         return f"{self.tag}:retired"
 
     @property
     def past(self) -> str:
-        """Sorted set offer → time (ms) at which it retired, as long as its payments are known."""
+        """Sorted set offer → time (ms) at which it retired, while its payments count."""
         return f"{self.tag}:past"
 
     @property
     def cleaning(self) -> str:
-        """Hash campaign → how far the records of its retired offers are deleted, while some are left."""
+        """Hash `<campaign>/<answers or payments>` → progress of the deletion of records of its retired
+        offers, while records are left.
+        """
         return f"{self.tag}:cleaning"
 
     def staged(self, token: str) -> str:
-        """String with a time to live: parts that are brought for one attempt to open an envelope
-        (lua/gate/staging.py); `token` is drawn.
+        """String with a time to live: parts that are staged for one attempt to open an envelope
+        (lua/gate/staging.py); `token` is random.
         """
         return f"{self.tag}:{STAGED}{token}"
 
@@ -148,11 +148,11 @@ class ShardKeys(NamedTuple):
 
     @property
     def channel(self) -> str:
-        """Pub/sub channel: `<history> <seq>` whenever more is journaled."""
+        """Pub/sub channel: `<history> <seq>` whenever more events are journaled."""
         return f"{self.tag}:journaled" + (f"@{self.database}" if self.database else "")
 
     def deciding(self) -> list[str]:
-        """The keys every deciding script gets first, in order."""
+        """The first keys of every deciding script, in order."""
         return [
             self.state, self.outbox, self.refusals, self.refusal_order, self.demand, self.due, self.offers,
             self.holds, self.campaigns, self.retired, self.past, self.cleaning,
@@ -163,25 +163,25 @@ class ShardKeys(NamedTuple):
         return f"{self.tag}:offer:{offer}"
 
     def parts(self, offer: str) -> str:
-        """String: an envelope's parts drawn ahead, 6 bytes each."""
+        """String: the parts of an envelope that were drawn ahead, 6 bytes each."""
         return self.of_offer(offer)[OFFER_KEYS.index("parts")]
 
     def of_offer(self, offer: str) -> list[str]:
-        """The keys of one offer as the scripts get them, see OFFER_KEYS."""
+        """The keys of one offer, in the order of OFFER_KEYS."""
         key = self.offer(offer)
         return [key, *(f"{key}/{name}" for name in OFFER_KEYS[1:])]
 
     def of_campaign(self, campaign: str) -> list[str]:
-        """The keys of one campaign as the scripts get them, see CAMPAIGN_KEYS."""
+        """The keys of one campaign, in the order of CAMPAIGN_KEYS."""
         return [f"{self.tag}:campaign:{campaign}/{name}" for name in CAMPAIGN_KEYS]
 
     def answers(self, campaign: str) -> str:
-        """Hash command id → record: answers that made an event, one hash a campaign."""
+        """Hash command id → record: the answers of a campaign that have an event."""
         return self.of_campaign(campaign)[0]
 
 
 class KeySpace(NamedTuple):
-    """All shards of one system: where an offer's keys are."""
+    """The shards of one system, and the shard of an offer."""
 
     prefix: str
     shards: int
@@ -189,8 +189,8 @@ class KeySpace(NamedTuple):
 
     @property
     def system(self) -> str:
-        """String: which schema, journal and number of shards the prefix belongs to, as JSON. Whoever finds it
-        gone writes it again.
+        """String: the schema, journal and number of shards that the prefix belongs to, as JSON. A process
+        that does not find it writes it again.
         """
         return f"{self.prefix}:system"
 

@@ -1,9 +1,9 @@
-"""Assembles the Lua scripts: includes pasted once each, headers checked, so that a wrong script is found at
-start-up.
+"""Assembles the Lua scripts: inserts each include once and checks headers, so that a wrong script is detected
+at start-up.
 
-Each script is one file in `commands/`, `sweeping/` or `ownership/`; its header says purpose, `KEYS`, `ARGV`,
-what it returns, and, when it decides, `Outcomes` and `Events`. `--- @include "name"` pastes
-`includes/name.lua`; a cycle or a missing file is an error.
+Each script is one file in `commands/`, `sweeping/` or `ownership/`. Its header states purpose, `KEYS`, `ARGV`
+and what it returns; a deciding script also states `Command`, `Outcomes` and `Events`. `--- @include "name"`
+inserts `includes/name.lua`; a cycle or a missing file is an error.
 """
 
 import re
@@ -21,11 +21,11 @@ _argument_use = re.compile(r"ARGV\[(\d+)\]")
 
 
 class BadScript(Exception):
-    """A script whose header, includes or arguments are not what they have to be."""
+    """The header, an include or an argument of a script is wrong."""
 
 
 class Script(NamedTuple):
-    """An assembled script: what EVAL gets, and the SHA-1 that EVALSHA names it by."""
+    """An assembled script: its text for EVAL, and its SHA-1 for EVALSHA."""
 
     name: str
     text: str
@@ -33,19 +33,19 @@ class Script(NamedTuple):
 
 
 def assemble(name: str, folder: Path = SCRIPTS) -> str:
-    """The text of a script with its includes pasted in; raises BadScript with file and reason."""
+    """Returns the text of a script with its includes; raises BadScript with file and reason."""
     text = script_path(name, folder).read_text()
     _check_header(name, text)
     pasted: list[str] = []
-    return _include.sub(lambda found: _paste(found.group(1), folder, pasted, (name,)), text)
+    return _include.sub(lambda match: _paste(match.group(1), folder, pasted, (name,)), text)
 
 
 def script_path(name: str, folder: Path = SCRIPTS) -> Path:
-    """The file of a script, in whatever room it is; raises BadScript when there is none, or more than one."""
-    found = [path for path in _scripts(folder) if path.stem == name]
-    if len(found) != 1:
-        raise BadScript(f"{name}: there are {len(found)} scripts of this name")
-    return found[0]
+    """Returns the file of a script, in whichever folder it is; raises BadScript unless exactly one exists."""
+    paths = [path for path in _scripts(folder) if path.stem == name]
+    if len(paths) != 1:
+        raise BadScript(f"{name}: there are {len(paths)} scripts of this name")
+    return paths[0]
 
 
 def _scripts(folder: Path) -> list[Path]:
@@ -54,7 +54,7 @@ def _scripts(folder: Path) -> list[Path]:
 
 def _paste(include: str, folder: Path, pasted: list[str], inside: tuple[str, ...]) -> str:
     if include in inside:
-        raise BadScript(f"{' -> '.join(inside)} -> {include}: includes go round in a circle")
+        raise BadScript(f"{' -> '.join(inside)} -> {include}: includes form a cycle")
     if include in pasted:
         return ""
     pasted.append(include)
@@ -62,7 +62,7 @@ def _paste(include: str, folder: Path, pasted: list[str], inside: tuple[str, ...
     if not path.is_file():
         raise BadScript(f'{inside[-1]}: @include "{include}": there is no {path.name} in includes')
     return _include.sub(
-        lambda found: _paste(found.group(1), folder, pasted, (*inside, include)), path.read_text()
+        lambda match: _paste(match.group(1), folder, pasted, (*inside, include)), path.read_text()
     )
 
 
@@ -90,11 +90,11 @@ def _check_header(name: str, text: str) -> None:
 
 @cache
 def load(name: str) -> Script:
-    """A script of this package, assembled and checked once."""
+    """Returns a script of this package, assembled and checked once."""
     text = assemble(name)
     return Script(name, text, sha1(text.encode(), usedforsecurity=False).hexdigest())
 
 
 def script_names(folder: Path = SCRIPTS) -> list[str]:
-    """The names of all scripts, for a check at start-up and for lint."""
+    """Returns the names of all scripts, sorted."""
     return sorted(path.stem for path in _scripts(folder))

@@ -1,12 +1,12 @@
-"""Records that the scripts keep in Redis, read by Python: the other side of includes/records.lua."""
+"""Reads the records that the scripts store in Redis; includes/records.lua writes them."""
 
 from typing import Any, Final
 
 import msgspec
 
-#: Where the times in records begin: 2020-01-01 UTC.
+#: Times in records count from 2020-01-01 UTC.
 EPOCH_MS: Final = 1_577_836_800_000
-#: Place 3, amount 6, seq 5 bytes.
+#: Bytes of the place, the amount and the seq.
 _PART_BYTES: Final = (3, 6, 5)
 GRAB_FIELDS: Final = (
     "user", "place", "quantity", "held", "taken", "redeemed", "lapsed", "deadline", "grace", "extensions",
@@ -15,20 +15,20 @@ GRAB_FIELDS: Final = (
 )  # fmt: skip
 GRAB_STATES: Final = ("active", "released", "expired", "waiting")
 
-#: An answer's fixed part, whose last byte is the length of the digest after it; then a name, or a row that is
-#: kept whole (MessagePack).
+#: The fixed part of an answer. Its last byte is the length of the digest that follows; then comes a name, or
+#: a whole row (MessagePack).
 ANSWER_BYTES: Final = 23
 
 _unpack = msgspec.msgpack.Decoder().decode
 
 
 def read_answer(record: bytes) -> tuple[int, int]:
-    """Seq and time (ms since 1970 UTC) of the event that an answer is about."""
+    """Returns seq and time (ms since 1970 UTC) of the event that an answer is about."""
     return int.from_bytes(record[1:7], "big"), int.from_bytes(record[7:12], "big") + EPOCH_MS
 
 
 def read_part(record: bytes) -> dict[str, int]:
-    """A user's part of an envelope: `place`, `amount`, `seq`."""
+    """Returns a user's part of an envelope: `place`, `amount`, `seq`."""
     values, at = [], 0
     for width in _PART_BYTES:
         values.append(int.from_bytes(record[at : at + width], "big"))
@@ -37,14 +37,14 @@ def read_part(record: bytes) -> dict[str, int]:
 
 
 def read_grab(record: bytes) -> dict[str, Any]:
-    """A grab of pieces; `status` in words. Codes are sealed there, and left out here."""
+    """Returns the fields of a grab of pieces, `status` in words, without the codes, which are sealed."""
     grab = dict(zip(GRAB_FIELDS, _unpack(record), strict=True))
     del grab["codes"]
     return grab | {"status": GRAB_STATES[grab["status"]]}
 
 
 def unpacked(record: bytes) -> Any:
-    """A record in a form in which two that say the same are equal: Lua packs the fields of a table in any
+    """Returns a record in a form in which equal records compare equal: Lua packs the fields of a table in any
     order.
     """
     whole = _packed(record)
@@ -58,18 +58,18 @@ def unpacked(record: bytes) -> Any:
 
 
 def _packed(record: bytes) -> Any:
-    """What stands there in MessagePack, when it is a list or a map."""
+    """Decodes a list or a map of MessagePack; returns None for anything else."""
     if not record or record[0] < 128:
         return None
     try:
-        found = _unpack(record)
+        value = _unpack(record)
     except msgspec.DecodeError:
         return None
-    return found if isinstance(found, list | dict) else None
+    return value if isinstance(value, list | dict) else None
 
 
 def offer_of_answer(record: bytes, campaign: str) -> str:
-    """The offer that an answer of a campaign is about."""
+    """Returns the offer that an answer of a campaign is about."""
     known = unpacked(record)
     return (
         str(known[1][0])
@@ -79,12 +79,14 @@ def offer_of_answer(record: bytes, campaign: str) -> str:
 
 
 def offer_of_payment(record: bytes) -> str:
-    """The offer that a payment was for."""
+    """Returns the offer that a payment was for."""
     return str(_unpack(record)[0])
 
 
 def in_fields(one: bytes, other: bytes) -> list[tuple[str, Any, Any]]:
-    """Where two records of a grab differ, by their fields; nothing when they are not such records."""
+    """Returns the fields in which two records of a grab differ, with both values; [] if they are not such
+    records.
+    """
     a, b = unpacked(one), unpacked(other)
     if not (isinstance(a, list) and isinstance(b, list) and len(a) == len(b) == len(GRAB_FIELDS)):
         return []

@@ -1,5 +1,5 @@
-"""Events of the journal as keys and arguments of the script `apply`, which makes of them the state that
-deciding them made.
+"""Builds keys and arguments of the script `apply` from events of the journal; `apply` makes the state that
+deciding the events had made.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,11 +24,11 @@ def build(
     keys: ShardKeys, events: Sequence[AnyEvent], sealer: Sealer, retired: Sequence[str] = (),
     seeds: Mapping[str, str] = {}
 ) -> ScriptCall:  # fmt: skip
-    """Keys (after the shard's own) and packed arguments. `seeds`, by offer, are those that were revealed when
-    their envelopes closed.
+    """Returns keys (after the keys of the shard) and packed arguments. `seeds` has, by offer, the seeds that
+    were revealed when envelopes closed.
 
     Raises CannotOpen when a seed was sealed with a key that is missing, and `seeds` lacks it; ValueError when
-    terms or changes cannot be understood. What is `staged` is to be written to its key before, by the script
+    terms or changes cannot be decoded. The caller writes what is `staged` to its keys before, by the script
     `apply_parts`.
     """
     table = Table([event.offer for event in events])

@@ -1,4 +1,4 @@
-"""What the server that has a key says of itself: its life, which changes when it starts anew or is promoted
+"""Reads from the server that has a key: its epoch, which changes when it restarts or is promoted
 (includes/shard.lua), and its time.
 """
 
@@ -8,10 +8,10 @@ from grabstream.lua.gate.calls import run_script
 
 
 async def server_epoch_of(redis: Any, key: str) -> str:
-    """Run id and replication id of the server that has a key; raises the client's own errors."""
+    """Returns run id and replication id of the server that has a key; raises the client's errors."""
     return str((await run_script(redis, "server_epoch", [key], [])).decode())
 
 
 async def time_ms_of(redis: Any, key: str) -> int:
-    """The time of the server that has a key, ms since 1970 UTC; raises the client's own errors."""
+    """Returns the time of the server that has a key, ms since 1970 UTC; raises the client's errors."""
     return int(await run_script(redis, "time", [key], []))

@@ -1,9 +1,10 @@
-"""Trouble: what the loss of a server can raise, in the words of whatever library meets it first. It is tried
-again; everything else is an error of our own, and ends the process.
+"""Trouble: the errors that the loss of a server can cause, from any library. The caller retries after
+trouble; any other error is a bug of this program, and ends the process.
 
-The only place that says so. A library says most of it by its own exceptions; some comes as what Python itself
-raises, because a client uses a connection that is gone: uvloop's RuntimeError about a closed handler, an
-AttributeError of a stream that is None, a cancellation that nobody asked for.
+This is the only file that decides which errors are trouble. Libraries raise most of them as exceptions of
+their own. Others are exceptions of Python, because a client uses a connection that is closed: uvloop's
+RuntimeError about a closed handler, an AttributeError of a stream that is None, a cancellation that no task
+requested.
 """
 
 import asyncio
@@ -16,13 +17,13 @@ from typing import Final
 _LIBRARIES: Final = frozenset(
     {"redis", "hiredis", "aiokafka", "kafka", "psycopg", "psycopg_pool", "mode", "faust"}
 )
-#: Where such a library stands when a transport fails under it.
+#: The modules below such a library, in which a transport fails.
 _BELOW: Final = frozenset({"asyncio", "uvloop", "ssl", "selectors", "socket", "async_timeout"})
-#: What a client raises by itself when a connection vanishes while it is used; from our own code it would be a
-#: mistake of ours.
+#: What a client raises when a connection is closed while the client uses it; from code of this program it
+#: would be a bug.
 _BY_ACCIDENT: Final = (RuntimeError, AttributeError, AssertionError, LookupError, asyncio.InvalidStateError)
-#: uvloop's and asyncio's words for a connection that is gone; their errors come out of C code, so no
-#: traceback tells where from.
+#: Messages of uvloop and asyncio about a closed connection; their errors are raised in C code, so a traceback
+#: does not show where.
 _GONE: Final = (
     "handler is closed",
     "the transport is closed",
@@ -30,20 +31,20 @@ _GONE: Final = (
     "unable to perform operation on",
     "socket is closed",
 )
-#: Exceptions of PostgreSQL's client that a server's loss never raises: what was asked for is wrong, or the
+#: Exceptions of the PostgreSQL client that the loss of a server never raises: the statement is wrong, or the
 #: database refuses it.
 _REFUSED_BY_SQL: Final = frozenset({"ProgrammingError", "IntegrityError", "DataError", "NotSupportedError"})
 
 
 def is_trouble(error: BaseException) -> bool:
-    """Whether a server, or the way to it, is at fault, so that it is right to try again. To be asked where
-    the error was caught.
+    """Whether an error was caused by a server or the connection to it, so that a retry may succeed. Call it
+    where the error was caught.
     """
     if isinstance(error, BaseExceptionGroup):
         return all(map(is_trouble, error.exceptions))
     if isinstance(error, asyncio.CancelledError):
-        return not _are_we_cancelled()
-    if isinstance(error, OSError | EOFError):  # a TimeoutError and every error of ssl are an OSError
+        return not _is_task_cancelled()
+    if isinstance(error, OSError | EOFError):  # TimeoutError and all errors of ssl are subclasses of OSError
         return True
     if isinstance(error, Exception) and _is_of_library(error):
         return not any(kind.__name__ in _REFUSED_BY_SQL for kind in type(error).__mro__)
@@ -54,7 +55,7 @@ def is_trouble(error: BaseException) -> bool:
 
 @contextmanager
 def suppressed_trouble() -> Iterator[None]:
-    """What is done inside is left undone where a server is away: whoever does it comes by again."""
+    """Ignores trouble inside the block: the work is left undone, and the caller does it again later."""
     try:
         yield
     except BaseException as error:
@@ -67,7 +68,7 @@ def _is_of_library(error: BaseException) -> bool:
 
 
 def _came_from_library(traceback: TracebackType | None) -> bool:
-    """Whether it was raised in a library that talks to servers, or in what stands below one."""
+    """Whether an error was raised in a library that talks to servers, or in a module below one."""
     inside = False
     while traceback is not None:
         root = _root(traceback.tb_frame.f_globals.get("__name__", ""))
@@ -80,9 +81,9 @@ def _root(module: str) -> str:
     return module.partition(".")[0]
 
 
-def _are_we_cancelled() -> bool:
-    """Whether somebody wants the running task to end; a client may raise the cancellation of a task of its
-    own as if it were that.
+def _is_task_cancelled() -> bool:
+    """Whether the running task was cancelled. A client may raise the cancellation of one of its own tasks,
+    which looks the same.
     """
     task = asyncio.current_task()
     return task is None or task.cancelling() > 0

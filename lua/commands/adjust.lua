@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- Correcting entries in the ledger, with reason and approval.
+-- Adds correcting entries to the ledger, with a reason and an approval.
 --
 -- Command: adjust
 -- KEYS[1] shard hash · KEYS[2] outbox stream · KEYS[3] refusals hash · KEYS[4] refusal_order list ·

@@ -1,5 +1,6 @@
 #!lua flags=allow-oom
--- Terms changed while the offer runs, in order with the grabs, never below what is taken or held.
+-- Changes the terms of an open offer, in order with its grabs. The total never falls below the units that are
+-- taken or held.
 --
 -- Command: amend
 -- KEYS[1] shard hash · KEYS[2] outbox stream · KEYS[3] refusals hash · KEYS[4] refusal_order list ·
@@ -9,7 +10,7 @@
 -- KEYS[13 …] ten keys for each offer, then five for each campaign, see includes/offers.lua
 -- ARGV[1] shard/shards · ARGV[2] caller time ms · ARGV[3] time to use ms or '' · ARGV[4] clock skew ms ·
 --   ARGV[5] ''
--- ARGV[6] msgpack, see includes/command.lua; a body: {changes, json: the changes as text, operator}
+-- ARGV[6] msgpack, see includes/command.lua; a body: {changes, json: the changes as JSON text, operator}
 -- Outcomes: 21 fenced (whole call) · 23 conflict · 24 no_such_offer · 20 invalid · 29 over ·
 --   33 not_enough_left · 6 amended
 -- Events: offer.amended · grab.held (waited)
@@ -22,7 +23,7 @@
 
 local OF_ENVELOPE = {title = true, opens_at = true, closes_at = true}
 
--- Why these changes can never be right for this offer at this time, or nil.
+-- The reason why these changes are invalid for this offer at this time, or nil.
 local function unfit(offer, changes, now)
   local rules = offer.rules
   if not offer.pieces then

@@ -1,5 +1,6 @@
 #!lua flags=allow-oom
--- Offers ended by command: what is left goes back, the seed is revealed; holds stay payable.
+-- Closes an offer by command: what is left returns to the issuer, and the seed is revealed. Users may still
+-- pay for their holds.
 --
 -- Command: close
 -- KEYS[1] shard hash · KEYS[2] outbox stream · KEYS[3] refusals hash · KEYS[4] refusal_order list ·

@@ -1,6 +1,6 @@
 #!lua flags=allow-oom
--- Holds that were paid: units are the user's for good. A payment that cannot be served is to be paid back,
--- once.
+-- Confirms a hold that was paid: its units are the user's for good. A payment that cannot be served is to be
+-- paid back, once.
 --
 -- Command: confirm
 -- KEYS[1] shard hash · KEYS[2] outbox stream · KEYS[3] refusals hash · KEYS[4] refusal_order list ·
@@ -13,8 +13,7 @@
 -- ARGV[6] msgpack, see includes/command.lua; a body: {grab, payment, paid, currency, quantity}
 -- Outcomes: 21 fenced (whole call) · 23 conflict · 24 no_such_offer · 20 invalid · 25 no_such_grab ·
 --           31 limit_reached · 33 not_enough_left · 34 expired · 35 not_held · 2 confirmed
---           A payment for an offer that has retired is answered 24 and is to be paid back, unless it is
---           known.
+--           A payment for a retired offer gets 24 and is to be paid back, unless the payment is recorded.
 -- Events: grab.confirmed · payment.refund_due · grab.released (expired) · grab.held (waited)
 -- Returns msgpack: {0, history, rows} as grab does, or {code, retry_at, message}.
 --- @include "decide"
@@ -26,9 +25,8 @@
 --- @include "settling"
 --- @include "command"
 
-
--- What became of a payment: {offer, grab, code, seq, at, quantity, paid, currency or ''}, or nil; as long as
--- its offer is there, and for a time after.
+-- The record of a payment: {offer, grab, code, seq, at, quantity, paid, currency or ''}, or nil. It counts
+-- while its offer exists, and for a time after.
 local function payment_of(call, campaign, payment)
   local known = campaign.payments[payment]
   if known then return known end
@@ -54,8 +52,8 @@ local function another_payment_text(known)
     .. (known[6] > 0 and ' for ' .. int(known[6]) .. ' units' or '') .. ANOTHER_PAYMENT
 end
 
--- The row of a payment that is known already, or nil: for this grab what became of it; for another grab, or
--- amount, a conflict.
+-- The row for a payment that is recorded, or nil. For the same grab and amount it has the recorded outcome;
+-- for another grab or amount, a conflict.
 local function repeated_payment(call, campaign, name, body)
   local known = body.payment and payment_of(call, campaign, body.payment)
   if not known then return nil end
@@ -66,10 +64,10 @@ local function repeated_payment(call, campaign, name, body)
   return again_row(known[3], known[4], known[5], known[6])
 end
 
--- A payment that cannot be served is refused, and is to be paid back, once.
-local function unserved(call, offer, id, digest, body, campaign, name, more)
+-- Refuses a payment that cannot be served; if money was paid, an event says that it is to be paid back, once.
+local function refuse_payment(call, offer, id, digest, body, campaign, name, details)
   local code = CODE[name]
-  local row = refused_row(call, code, more or {})
+  local row = refused_row(call, code, details or {})
   if not body.payment or body.paid == 0 then return row end
   add_line(call, event_head(call, offer, 'payment.refund_due', id) .. ',"grab":"' .. body.grab
     .. '","payment":"'
@@ -82,16 +80,16 @@ local function unserved(call, offer, id, digest, body, campaign, name, more)
   return row, true
 end
 
--- Whether a payment that came too late gets its units all the same; they are taken then.
+-- Takes the expired units of a grab again for a late payment; returns whether it could.
 local function retake(call, offer, grab, quantity)
   if offer.rules.late ~= 'retake' or offer.closed or call.now >= offer.closes_at then return false end
   if quantity > available(offer) then return false end
-  local counted = windows_of_now(offer, grab.under, call.now)
-  if #grab.counted >= COUNTED_MAX and not counts_alike(grab.counted[#grab.counted][2], counted) then
+  local counted = in_current_windows(offer, grab.under, call.now)
+  if #grab.counted >= COUNTED_MAX and not are_same_counters(grab.counted[#grab.counted][2], counted) then
     return false
   end
   if not is_left(offer, counted, quantity) then return false end
-  take_anew(offer, grab, counted, quantity)
+  retake_units(offer, grab, counted, quantity)
   return true
 end
 
@@ -113,18 +111,18 @@ local function confirm(call, offer, grab, id, digest, body, campaign, quantity)
       body.currency)
   end
   touch_grab(offer, body.grab)
-  local said = coupon_row(offer, grab, codes, {})
-  return {CODE.confirmed, call.seq, call.now, quantity, quantity, grab.place, offer.units_left, 0, 0, said},
-    true
+  local details = coupon_row(offer, grab, codes, {})
+  return {CODE.confirmed, call.seq, call.now, quantity, quantity, grab.place, offer.units_left, 0, 0,
+    details}, true
 end
 
--- A confirmation where there is no offer: what became of a known payment; money for an offer that has retired
+-- Confirms where there is no offer: a recorded payment gets its recorded outcome; money for a retired offer
 -- is to be paid back.
-local function confirm_on_none(call, name, id, digest, body, campaign)
+local function confirm_without_offer(call, name, id, digest, body, campaign)
   local known = repeated_payment(call, campaign, name, body)
   if known then return known end
   local past = known_past_of(campaign, name, call.now)
-  if past then return (unserved(call, past, id, digest, body, campaign, 'no_such_offer')) end
+  if past then return (refuse_payment(call, past, id, digest, body, campaign, 'no_such_offer')) end
   if body.paid == 0 then return nil end
   local message = has_retired(call, name)
     and 'the offer retired too long ago, so nothing was booked for this payment: '
@@ -137,26 +135,27 @@ end
 return carry_out_for_grab(function(call, offer, grab, id, digest, body, campaign)
   local known = repeated_payment(call, campaign, offer.name, body)
   if known then return known end
-  if not grab then return unserved(call, offer, id, digest, body, campaign, 'no_such_grab') end
+  if not grab then return refuse_payment(call, offer, id, digest, body, campaign, 'no_such_grab') end
   local base = grab.held > 0 and grab.held or grab.lapsed
   if base == 0 then
     if not body.payment and grab.taken > 0 and grab.confirmed_seq > 0 then
       return again_row(CODE.confirmed, grab.confirmed_seq, grab.confirmed_at)
     end
-    return unserved(call, offer, id, digest, body, campaign, 'not_held')
+    return refuse_payment(call, offer, id, digest, body, campaign, 'not_held')
   end
   local quantity = body.quantity or base
   if body.paid ~= grab.price * quantity or (body.paid > 0 and body.currency ~= offer.rules.currency) then
-    return unserved(call, offer, id, digest, body, campaign, 'invalid', {message = 'paid: not what is due'})
+    return refuse_payment(call, offer, id, digest, body, campaign, 'invalid',
+      {message = 'paid: not what is due'})
   end
   if body.payment and #grab.payments >= PAYMENTS_MAX then
-    return unserved(call, offer, id, digest, body, campaign, 'limit_reached', too_many_payments())
+    return refuse_payment(call, offer, id, digest, body, campaign, 'limit_reached', too_many_payments())
   end
   if quantity > base then
-    return unserved(call, offer, id, digest, body, campaign, 'not_enough_left', {left = base})
+    return refuse_payment(call, offer, id, digest, body, campaign, 'not_enough_left', {left = base})
   end
   if grab.held == 0 and not retake(call, offer, grab, quantity) then
-    return unserved(call, offer, id, digest, body, campaign, 'expired')
+    return refuse_payment(call, offer, id, digest, body, campaign, 'expired')
   end
   return confirm(call, offer, grab, id, digest, body, campaign, quantity)
-end, confirm_on_none)
+end, confirm_without_offer)

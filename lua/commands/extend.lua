@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- Holds whose deadline moves by hold_ms, as often as the offer allows.
+-- Extends the deadline of a hold by hold_ms, as often as the offer allows.
 --
 -- Command: extend
 -- KEYS[1] shard hash · KEYS[2] outbox stream · KEYS[3] refusals hash · KEYS[4] refusal_order list ·

@@ -1,5 +1,5 @@
 #!lua
--- Grabs of one shard, decided in order, with their events, in one call.
+-- Decides grabs of one shard, in order, in one call.
 --
 -- Command: grab
 -- KEYS[1] shard hash · KEYS[2] outbox stream · KEYS[3] refusals hash · KEYS[4] refusal_order list ·
@@ -10,19 +10,19 @@
 -- ARGV[1] shard/shards · ARGV[2] caller time ms · ARGV[3] time to use ms or '' · ARGV[4] clock skew ms ·
 --   ARGV[5] outbox events max
 -- ARGV[6] msgpack: {offers, campaign of each offer (from 1), campaigns, ids, offer of each (from 1), digests
---         or false, users, quantities or false, attributes as JSON text or '' or false, more, plain}; more:
---         false, or for each false or {attributes, basket, wait, ticket_expires_at, ticket_once,
---         ticket_ends_at (where a use counts in the campaign)}; plain: true when all are of one offer, for
---         one unit, with nothing more, and no id or user twice
+--         or false, users, quantities or false, attributes as JSON text or '' or false, extras, plain};
+--         extras: false, or for each grab false or {attributes, basket, wait, ticket_expires_at, ticket_once,
+--         ticket_ends_at (if a use counts in the whole campaign)}; plain: true if all grabs are of one offer
+--         and for one unit, without extras, and no id or user occurs twice
 -- Outcomes: 21 fenced · 22 busy (whole call) · then for each: 20 invalid · 23 conflict · 24 no_such_offer ·
 --           26 already_taken · 27 not_open_yet · 28 on_hold · 29 over · 30 not_eligible · 31 limit_reached ·
 --           32 sold_out · 33 not_enough_left · 0 granted · 1 held · 15 waiting
 -- Events: grab.granted · grab.held · grab.queued · offer.closed (drained)
--- Grabs that the call has no room for get no row: they go into the next one.
--- Returns msgpack: {0, history, rows, run} with a row {code, seq, at, amount, quantity, place, left,
---         repeated, retry_at, more} for each command that is not in the run before them, {first seq, first
---         place, first left, time, amounts} or absent; or {code, retry_at, message} when the whole call was
---         refused.
+-- Returns msgpack: {0, history, rows, run}; or {code, retry_at, message} when the whole call was refused.
+--         run: {first seq, first place, first left, time, amounts} of the plain grabs granted first, or
+--         absent. rows: for each further grab {code, seq, at, amount, quantity, place, left, repeated,
+--         retry_at, details}. Grabs that do not fit into the call get no row; the caller sends them with its
+--         next call.
 --- @include "cost"
 --- @include "undo"
 --- @include "records"
@@ -37,24 +37,24 @@
 local call, refused = begin_call()
 if not call then return cmsgpack.pack(refused) end
 
-local batch = cmsgpack.unpack(ARGV[6])
-local names, campaign_of, ids, offer_of, digests = batch[1], batch[2], batch[4], batch[5], batch[6]
-local users, quantities, attributes, more = batch[7], batch[8], batch[9], batch[10]
-local offers, campaigns = load_offers(names, campaign_of, batch[3])
+local arguments = cmsgpack.unpack(ARGV[6])
+local names, campaign_of, ids, offer_of = arguments[1], arguments[2], arguments[4], arguments[5]
+local digests, users, quantities = arguments[6], arguments[7], arguments[8]
+local attributes, extras = arguments[9], arguments[10]
+local offers, campaigns = load_offers(names, campaign_of, arguments[3])
 local offer_users = {}
 
 local function basket_at(i)
-  local extra = more and more[i]
+  local extra = extras and extras[i]
   return extra and extra.basket and campaign_of[offer_of[i]] .. '/' .. extra.basket
 end
 
-local runs = batch[11] and is_plain(call, offers[1])
+local has_run = arguments[11] and is_plain(call, offers[1])
 local plain_cost = COST.plain_grab + COST.plain_byte * #ARGV[6] / #ids
 
--- How many of the grabs this call has room for, by what is known of them before they are read; a basket is
--- not torn.
+-- The number of grabs that this call has room for, estimated before they are read. A basket is never divided.
 local function fitting()
-  if runs then return math.min(#ids, math.max(1, math.floor(COST.call_max / plain_cost))) end
+  if has_run then return math.min(#ids, math.max(1, math.floor(COST.call_max / plain_cost))) end
   spend(COST.argument_byte * #ARGV[6])
   local estimate = 0
   for i = 1, #ids do
@@ -70,8 +70,8 @@ local function fitting()
   return #ids
 end
 
--- What is small is read at once: what each offer has of its users, and the refusals. Answers may be large
--- (they have codes), so each is read when its grab is decided.
+-- Small records are read at once: what each offer has of its users, and the refusals. Answers may be large,
+-- since they have codes, so each is read when its grab is decided.
 for i = #ids, fitting() + 1, -1 do ids[i], users[i] = nil, nil end
 for o = 1, #offers do offer_users[o] = {} end
 for i = 1, #ids do
@@ -79,15 +79,15 @@ for i = 1, #ids do
   asked[#asked + 1] = users[i]
 end
 local function lookup(key, fields)
-  local found = {}
-  if #fields == 0 then return found end
+  local by_field = {}
+  if #fields == 0 then return by_field end
   local values = redis.call('HMGET', key, unpack(fields))
-  for i = 1, #fields do found[fields[i]] = values[i] end
-  return found
+  for i = 1, #fields do by_field[fields[i]] = values[i] end
+  return by_field
 end
 local taken, eligible, counted, refusals = {}, {}, {}, {}
 local first, run = 1, nil
-if runs then
+if has_run then
   first, run = grant_run(call, offers[1], ids, users, campaigns[1], plain_cost)
   if first > #ids then return finish(call, offers, campaigns, {}, run) end
 end
@@ -99,9 +99,9 @@ for o = 1, #offers do
   local offer = offers[o]
   if offer and not offer.pieces then taken[o] = lookup(KEYS[offer.base + USERS], offer_users[o]) end
   if offer and offer.rules.audience == 'list' and #offer_users[o] > 0 then
-    local found = redis.call('SMISMEMBER', KEYS[offer.base + AUDIENCE], unpack(offer_users[o]))
+    local is_member = redis.call('SMISMEMBER', KEYS[offer.base + AUDIENCE], unpack(offer_users[o]))
     eligible[o] = {}
-    for n, user in ipairs(offer_users[o]) do eligible[o][user] = found[n] == 1 end
+    for n, user in ipairs(offer_users[o]) do eligible[o][user] = is_member[n] == 1 end
   end
 end
 if redis.call('EXISTS', KEYS[3]) == 1 then
@@ -117,9 +117,9 @@ if redis.call('EXISTS', KEYS[3]) == 1 then
   end
 end
 
--- Why a grab can never be right for this offer, or nil.
+-- The reason why a grab is invalid for this offer, or nil.
 local function unfit(i, offer)
-  local extra = more and more[i]
+  local extra = extras and extras[i]
   if not offer.pieces then
     if extra and extra.basket then return 'basket: an envelope cannot be in a basket' end
     return quantities[i] ~= 1 and 'quantity: an envelope has one part a user' or nil
@@ -145,11 +145,11 @@ end
 for i = 1, #ids do
   local offer = offers[offer_of[i]]
   if offer and offer.pieces and #offer.rules.limits > 0 and not unfit(i, offer) then
-    counted[i] = counted_under(offer, users[i], more and more[i] and more[i].attributes, call.now)
-    for _, one in ipairs(counted[i]) do
-      local counters = one[3] == 1 and offer.campaign.counters or offer.counters
+    counted[i] = counted_under(offer, users[i], extras and extras[i] and extras[i].attributes, call.now)
+    for _, counter in ipairs(counted[i]) do
+      local counters = counter[3] == 1 and offer.campaign.counters or offer.counters
       counters.wanted = counters.wanted or {}
-      counters.wanted[#counters.wanted + 1] = one[1]
+      counters.wanted[#counters.wanted + 1] = counter[1]
     end
   end
 end
@@ -162,18 +162,18 @@ for _, campaign in ipairs(campaigns) do read_counters(campaign.counters, campaig
 
 local lines, now = call.lines, call.now
 
--- The refusal of a grab as a row, in order of precedence; nil when it can be carried out.
+-- The refusal of a grab as a row, in order of precedence; nil if the grab can be carried out.
 local refusal_of
 do
   local function may_wait(i, offer)
-    return offer.rules.waiting_list and more and more[i] and more[i].wait
+    return offer.rules.waiting_list and extras and extras[i] and extras[i].wait
   end
 
   local function is_eligible(i, o, offer)
     local audience = offer.rules.audience
     if audience == 'list' then return eligible[o][users[i]] end
     if audience ~= 'ticket' then return true end
-    local extra = more and more[i]
+    local extra = extras and extras[i]
     if not extra or not extra.ticket_expires_at or now >= extra.ticket_expires_at then return false end
     return extra.ticket_once == '' or not is_used(offer, extra.ticket_once, extra.ticket_ends_at, now)
   end
@@ -219,7 +219,7 @@ do
   end
 end
 
--- Uses a single-use ticket; returns the text that says so in the event.
+-- Uses a single-use ticket; returns its text for the event.
 local function ticket_text(offer, extra)
   if offer.rules.audience ~= 'ticket' or extra.ticket_once == '' then return '' end
   use_ticket(offer, extra.ticket_once, extra.ticket_ends_at)
@@ -232,9 +232,9 @@ local function tail_text(i, extra, ticket)
     .. (extra and extra.basket and ',"basket":"' .. extra.basket .. '"' or '')
 end
 
--- Units granted, held, or waited for.
+-- Grants or holds units, or adds the grab to the queue; returns the row.
 local function take_pieces(i, offer)
-  local rules, extra, id = offer.rules, more and more[i], ids[i]
+  local rules, extra, id = offer.rules, extras and extras[i], ids[i]
   local under, wanted = counted[i] or {}, quantities[i]
   if rules.take == 'up_to' then
     for n = 1, #under do wanted = math.min(wanted, rules.limits[n].max - count_in(offer, under[n])) end
@@ -247,8 +247,8 @@ local function take_pieces(i, offer)
   local grab = new_grab(users[i], quantity, under)
   put(offer.grabs, id, grab)
   local row = {CODE.granted, 0, now, quantity, quantity, 0, 0, 0, 0, {}}
-  local said = row[10]
-  if #under > 0 then said.limits = limit_states(offer, under, now) end
+  local details = row[10]
+  if #under > 0 then details.limits = limit_states(offer, under, now) end
   if waits then
     join_queue(offer, id, grab)
     add_line(call, event_head(call, offer, 'grab.queued', id) .. grab_text(offer, id, grab, quantity, 0)
@@ -265,14 +265,14 @@ local function take_pieces(i, offer)
         .. grab_text(offer, id, grab, quantity, quantity) .. asked
         .. hold_text(offer, grab) .. tail_text(i, extra, ticket) .. ',"digest":"' .. digests[i] .. '"}')
       row[1] = CODE.held
-      hold_row(offer, grab, said)
+      hold_row(offer, grab, details)
     else
       grab.taken = quantity
       local codes = hand_out(offer, grab, quantity)
       add_line(call, event_head(call, offer, 'grab.granted', id)
         .. grab_text(offer, id, grab, quantity, quantity) .. asked
         .. tail_text(i, extra, ticket) .. codes_text(codes) .. ',"digest":"' .. digests[i] .. '"}')
-      coupon_row(offer, grab, codes, said)
+      coupon_row(offer, grab, codes, details)
     end
   end
   touch_grab(offer, id)
@@ -282,24 +282,24 @@ local function take_pieces(i, offer)
   return row
 end
 
--- A grab that nothing is remembered of.
+-- Decides a grab of which nothing is remembered; returns its row.
 local function decide_new(i)
   local o = offer_of[i]
   local offer = offers[o]
   local row = refusal_of(i, o, offer)
   if row then return row end
   if offer.pieces then return take_pieces(i, offer) end
-  local tail = tail_text(i, nil, ticket_text(offer, more and more[i]))
+  local tail = tail_text(i, nil, ticket_text(offer, extras and extras[i]))
   return grant_part(call, offer, ids[i], users[i], digests[i], tail, #offer_users[o], taken[o])
 end
 
--- The digest of a grab where nothing else says what it asks for.
+-- The digest of a grab, in full also for a plain grab, for records that do not hold its offer and user.
 local function digest_in_full(i)
   if digests[i] ~= PLAIN then return digests[i] end
   return PLAIN .. '$' .. names[offer_of[i]] .. '/' .. users[i]
 end
 
--- Remembers a refusal for its command.
+-- Counts and remembers a refusal; returns its row.
 local function keep(i, row)
   if row[1] >= CODE.invalid and row[1] ~= CODE.invalid and row[1] ~= CODE.conflict then
     local o = offer_of[i]
@@ -309,7 +309,7 @@ local function keep(i, row)
   return row
 end
 
--- The answer that is kept under the id of a grab, or false.
+-- The answer that is stored under the id of a grab, or false.
 local function answer_to(i)
   local campaign, id = campaigns[campaign_of[offer_of[i]]], ids[i]
   if campaign.answers[id] == nil then
@@ -319,18 +319,19 @@ local function answer_to(i)
   return campaign.answers[id]
 end
 
+-- The answer, or else the refusal, that is stored under the id of a grab.
 local function known(i)
   local record = answer_to(i)
   return record, not record and next(refusals)
     and refusals[refusal_field(campaigns[campaign_of[offer_of[i]]].name, ids[i])]
 end
 
--- The row of what is kept under the id, see includes/repeats.lua.
+-- The row of what is stored under the id, see includes/repeats.lua.
 local function repeated(i, record, refusal, otherwise)
   local o = offer_of[i]
   local offer = offers[o]
   local sent = {digest = digest_in_full(i), offer = names[o]}
-  -- Whether the grab of this id is this user's; asked of a plain one, whose record has no digest.
+  -- Whether the grab of this id is this user's; used for a plain grab, whose record has no digest.
   function sent.has()
     if not offer or digests[i] ~= PLAIN then return false end
     if offer.pieces then
@@ -343,10 +344,10 @@ local function repeated(i, record, refusal, otherwise)
   end
   local row = repeated_row(record, refusal, sent, now, campaigns[campaign_of[o]].name, offer and offer.parts,
     otherwise)
-  local kept = row[10] and row[10].first or row
-  if kept[1] == CODE.already_taken and taken[o] and taken[o][users[i]] then
-    kept[6], kept[4], kept[2] = unpack_part(taken[o][users[i]])
-    kept[5] = 1
+  local first_row = row[10] and row[10].first or row
+  if first_row[1] == CODE.already_taken and taken[o] and taken[o][users[i]] then
+    first_row[6], first_row[4], first_row[2] = unpack_part(taken[o][users[i]])
+    first_row[5] = 1
   end
   return row
 end
@@ -360,12 +361,13 @@ local function decide_one(i)
   return invalid or keep(i, decide_new(i))
 end
 
--- Grabs that stand or fall together: when one is refused, all get its outcome and nothing has happened.
+-- Decides the grabs of a basket: all are granted or held, or all are refused with the outcome of the first
+-- refusal.
 local decide_basket
 do
-  -- Whether the members of a basket are answered as they were: one of them was taken, or all of them are
-  -- known as refused. (When only some refusals are still known, nothing was taken, and the basket is decided
-  -- again.)
+  -- Whether a basket gets recorded answers: one of its grabs was granted or held, or all of its grabs have
+  -- recorded refusals. (If only some refusals are still recorded, nothing was taken, and the basket is
+  -- decided again.)
   local function is_known_basket(members)
     local all = true
     for _, i in ipairs(members) do
@@ -376,8 +378,7 @@ do
     return all
   end
 
-  -- Why a call cannot carry a basket, which is never torn, or nil; and the same of one that is not known, by
-  -- what its grabs ask for.
+  -- The reason why one call cannot answer a recorded basket, or nil. A basket is never divided.
   local function too_large_to_answer(members)
     local bytes = 0
     for _, i in ipairs(members) do
@@ -388,6 +389,7 @@ do
       .. ' bytes; send each grab by itself'
   end
 
+  -- The reason why a new basket is invalid, or nil.
   local function unfit_basket(members)
     if #members > BOUNDS.basket_grabs then
       return 'basket: at most ' .. BOUNDS.basket_grabs .. ' grabs, this has ' .. #members
@@ -451,7 +453,7 @@ end
 
 local rows = {}
 for i = first, #ids do
-  local basket = more and more[i] and more[i].basket
+  local basket = extras and extras[i] and extras[i].basket
   if not rows[i] then
     if i > 1 and is_spent() then break end
     spend(COST.command)
@@ -461,7 +463,8 @@ for i = first, #ids do
   elseif not rows[i] then
     local members = {}
     for j = i, #ids do
-      if more[j] and more[j].basket == basket and campaign_of[offer_of[j]] == campaign_of[offer_of[i]] then
+      if extras[j] and extras[j].basket == basket
+        and campaign_of[offer_of[j]] == campaign_of[offer_of[i]] then
         members[#members + 1] = j
       end
     end
@@ -469,7 +472,7 @@ for i = first, #ids do
   end
 end
 
--- The rows of a run are in `run`.
+-- The rows of the run are in `run`; a basket may have rows after the first missing one.
 local rest = {}
 for i = first, #ids do
   if not rows[i] then break end

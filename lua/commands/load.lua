@@ -1,5 +1,5 @@
 #!lua
--- A chunk of a list that an offer needs: coupon codes (sealed), or the ids of who may grab.
+-- Loads a chunk of a list that an offer needs: coupon codes (sealed), or the ids of the users who may grab.
 --
 -- Command: load
 -- KEYS[1] shard hash · KEYS[2] outbox stream · KEYS[3] refusals hash · KEYS[4] refusal_order list ·
@@ -21,35 +21,35 @@
 --- @include "codes"
 --- @include "command"
 
--- The place in a chunk of a code that the list has already, or nil. `names` are those of the chunk's codes
--- under one key.
-local function place_in_list(offer, names)
-  local found = redis.call('SMISMEMBER', KEYS[offer.base + NAMES], unpack(names))
-  for place, name in ipairs(names) do
-    if found[place] == 1 or offer.names_seen and offer.names_seen[name] then return place end
+-- The index in a chunk of a code that is already in the list, or nil. `names` are the names of the chunk's
+-- codes under one key.
+local function index_of_known(offer, names)
+  local is_known = redis.call('SMISMEMBER', KEYS[offer.base + NAMES], unpack(names))
+  for index, name in ipairs(names) do
+    if is_known[index] == 1 or offer.names_seen and offer.names_seen[name] then return index end
   end
 end
 
--- Why a chunk of sealed codes cannot be added to a list, or nil. `other_names` are their names under other
--- keys than their own, by key.
-local function has_twice(offer, list, items, other_names)
+-- The reason why a chunk of sealed codes cannot be added to a list, or nil. `other_names` has the names of
+-- the codes under the other keys, by key.
+local function unfit_codes(offer, list, items, other_names)
   if not list then return nil end
-  local own, key = {}, nil
-  for i, code in ipairs(items) do key, own[i] = string.match(code, KEY_AND_NAME) end
-  for _, one in ipairs(list.keys or {}) do
-    local names = one == key and own or other_names and other_names[one]
+  local sealed_names, key = {}, nil
+  for i, code in ipairs(items) do key, sealed_names[i] = string.match(code, KEY_AND_NAME) end
+  for _, list_key in ipairs(list.keys or {}) do
+    local names = list_key == key and sealed_names or other_names and other_names[list_key]
     if not names then
-      return 'items: codes of this list were sealed with key ' .. one
+      return 'items: codes of this list were sealed with key ' .. list_key
         .. ', which is not in GRAB_SEAL_KEYS: add it again after the new key'
     end
-    local place = place_in_list(offer, names)
-    if place then
-      return 'items: code ' .. place .. ' of this chunk is in the list already; each is given once'
+    local index = index_of_known(offer, names)
+    if index then
+      return 'items: code ' .. index .. ' of this chunk is in the list already; each is given once'
     end
   end
 end
 
--- Why a chunk can never be right for this offer, or nil.
+-- The reason why a chunk is invalid for this offer, or nil.
 local function unfit(offer, body, list)
   if body.what == 'codes' and offer.kind ~= 'coupon' then return 'what: only coupons have codes' end
   if body.what == 'codes' and offer.rules.max_per_grab > BOUNDS.codes_per_grab then
@@ -68,17 +68,17 @@ end
 local function load(call, offer, id, digest, body)
   spend((body.what == 'codes' and 3 or 1) * COST.item * #body.items)
   local list, member = offer.loads[body.what], body.what .. '/' .. body.chunk
-  local message, again = unfit(offer, body, list), is_seen(offer, member)
+  local message, is_loaded = unfit(offer, body, list), is_seen(offer, member)
   local loaded, listed = list and list.loaded or 0, list and list.count or 0
-  if not message and not again and body.what == 'codes' then
+  if not message and not is_loaded and body.what == 'codes' then
     local codes = listed + #body.items
     if codes > offer.total or (loaded + 1 == body.chunks and codes ~= offer.total) then
       message = 'items: there must be as many codes as units'
     end
-    message = message or has_twice(offer, list, body.items, body.other_names)
+    message = message or unfit_codes(offer, list, body.items, body.other_names)
   end
   if message then return refused_row(call, CODE.invalid, {message = message}) end
-  if again then return {CODE.conflict, 0, call.now} end
+  if is_loaded then return {CODE.conflict, 0, call.now} end
   local awaited = not list and body.what == 'codes' and offer.rules.codes
   local complete = loaded == (list and list.chunks or 0)
   if offer.closed or (call.now >= offer.opens_at and complete and not awaited) then
@@ -90,11 +90,11 @@ local function load(call, offer, id, digest, body)
     add_codes(offer, list, loading, body.items)
     listed = listed + #body.items
   else
-    -- Who is in the list twice counts once.
+    -- A user who is in the list twice counts once.
     offer.audience_new = offer.audience_new or {}
-    local found = redis.call('SMISMEMBER', KEYS[offer.base + AUDIENCE], unpack(body.items))
+    local is_member = redis.call('SMISMEMBER', KEYS[offer.base + AUDIENCE], unpack(body.items))
     for n, user in ipairs(body.items) do
-      if found[n] == 0 and not offer.audience_new[user] then
+      if is_member[n] == 0 and not offer.audience_new[user] then
         offer.audience_new[user] = true
         listed = listed + 1
       end

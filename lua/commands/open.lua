@@ -1,6 +1,6 @@
 #!lua
--- Offers created and funded. The parts drawn ahead come from the caller, who computed them from the seed;
--- many of them have been staged.
+-- Opens offers, with their funding. The caller computes parts that are drawn ahead from the seed, and stages
+-- them before the call if there are many.
 --
 -- Command: open
 -- KEYS[1] shard hash · KEYS[2] outbox stream · KEYS[3] refusals hash · KEYS[4] refusal_order list ·
@@ -12,12 +12,12 @@
 -- ARGV[1] shard/shards · ARGV[2] caller time ms · ARGV[3] time to use ms or '' · ARGV[4] clock skew ms ·
 --   ARGV[5] outbox events max
 -- ARGV[6] msgpack: {offers, campaign of each offer (from 1), campaigns, ids, offer of each command (from 1),
---         digests, terms}; terms: kind, issuer, asset, total, units, opens_at, closes_at (0: not said),
---         life_ms, json, offsets_json, zone_json, rules (kept as they are), operator where there is one, and
---         of an envelope funding, law, min, max, draw, seed, seed_sha256, sealed_seed; staged: the number of
---         the string that has its parts (from 1)
--- ARGV[6 + i] parts of the i-th command, 6 bytes each, or '' when there are none; where they are staged, the
---   epoch they were staged under
+--         digests, terms}; terms: kind, issuer, asset, total, units, opens_at, closes_at (0: not given),
+--         life_ms, json, offsets_json, zone_json, rules (stored as they are), operator if given; for an
+--         envelope also funding, law, min, max, draw, seed, seed_sha256, sealed_seed, and, if its parts are
+--         staged, staged: the number of the string that has them (from 1)
+-- ARGV[6 + i] parts of the i-th command, 6 bytes each, or '' when there are none; if they are staged, the
+--   server epoch in which they were staged
 -- Outcomes: 21 fenced · 22 busy (whole call) · 23 conflict (also: the id was used before) · 20 invalid ·
 --   5 opened
 -- Events: offer.opened
@@ -48,14 +48,14 @@ local function opened_line(offer, id, digest, terms, campaign_zone)
     .. (terms.operator and ',"operator":"' .. terms.operator .. '"' or '') .. ',"digest":"' .. digest .. '"}'
 end
 
--- The key of staged parts; false when they are not all there: another server, or too late.
+-- The key of staged parts; false if they are incomplete: the server epoch has changed, or they were deleted.
 local function staged_key(terms, epoch, first)
   local key = KEYS[first + terms.staged]
   return epoch == server_epoch() and redis.call('STRLEN', key) == 6 * terms.units and key
 end
 
-local batch = cmsgpack.unpack(ARGV[6])
-local names, campaign_of, campaign_names, ids, offer_of, digests, all_terms = unpack(batch)
+local arguments = cmsgpack.unpack(ARGV[6])
+local names, campaign_of, campaign_names, ids, offer_of, digests, all_terms = unpack(arguments)
 spend(COST.argument_byte * #ARGV[6])
 local made, seen, rows, campaigns = {}, {}, {}, {}
 local staged_from = SHARD_KEYS + OFFER_KEYS * #names + CAMPAIGN_KEYS * #campaign_names
@@ -85,7 +85,7 @@ for i = 1, #ids do
       local staged = terms.staged and staged_key(terms, ARGV[6 + i], staged_from)
       if staged == false then
         return cmsgpack.pack({CODE.busy, call.now + STAGE_AGAIN_MS,
-          'the staged parts are gone: they have to be brought again'})
+          'the staged parts are gone: send the command again'})
       end
       local offer = {name = name, offer_seq = 0, opens_at = opens_at, closes_at = closes_at}
       add_line(call, opened_line(offer, id, digest, terms, join_zone(campaign, terms)))

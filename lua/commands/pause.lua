@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- Offers that refuse grabs until they are resumed.
+-- Pauses an offer: it refuses grabs until it is resumed.
 --
 -- Command: pause
 -- KEYS[1] shard hash · KEYS[2] outbox stream · KEYS[3] refusals hash · KEYS[4] refusal_order list ·

@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- Coupons used, once for an order, within valid_until.
+-- Redeems units of a coupon grab for an order, once per order, before valid_until.
 --
 -- Command: redeem
 -- KEYS[1] shard hash · KEYS[2] outbox stream · KEYS[3] refusals hash · KEYS[4] refusal_order list ·

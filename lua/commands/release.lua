@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- Holds given back, and places on the waiting list given up.
+-- Releases a hold, or removes a grab from the queue.
 --
 -- Command: release
 -- KEYS[1] shard hash · KEYS[2] outbox stream · KEYS[3] refusals hash · KEYS[4] refusal_order list ·

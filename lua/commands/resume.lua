@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- Offers that take grabs again.
+-- Resumes a paused offer: it takes grabs again.
 --
 -- Command: resume
 -- KEYS[1] shard hash · KEYS[2] outbox stream · KEYS[3] refusals hash · KEYS[4] refusal_order list ·

@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- Units given back after the fact, and the money that was paid for them.
+-- Returns units that were the user's, and the money that was paid for them.
 --
 -- Command: return
 -- KEYS[1] shard hash · KEYS[2] outbox stream · KEYS[3] refusals hash · KEYS[4] refusal_order list ·
@@ -21,9 +21,9 @@
 --- @include "settling"
 --- @include "command"
 
--- What goes back for the units, to the payments they were paid by, the first first; as JSON text, or ''.
+-- The refunds for returned units, as JSON text or '': to the payments that paid for them, the oldest first.
 local function refunds_text(grab, quantity)
-  local refunds = unpay(grab, quantity)
+  local refunds = refund_units(grab, quantity)
   if grab.price == 0 then return '' end
   for i, refund in ipairs(refunds) do
     refunds[i] = '["' .. refund[1] .. '",' .. int(refund[2] * grab.price) .. ']'
@@ -33,12 +33,14 @@ end
 
 return carry_out_for_grab(function(call, offer, grab, id, digest, body)
   if not grab then return refused_row(call, CODE.no_such_grab) end
-  local free = grab.taken - grab.redeemed
-  local quantity = body.quantity or free
+  local returnable = grab.taken - grab.redeemed
+  local quantity = body.quantity or returnable
   if grab.taken == 0 then return refused_row(call, CODE.not_held) end
-  if quantity == 0 or quantity > free then return refused_row(call, CODE.not_enough_left, {left = free}) end
+  if quantity == 0 or quantity > returnable then
+    return refused_row(call, CODE.not_enough_left, {left = returnable})
+  end
   local refunds = refunds_text(grab, quantity)
-  hand_back(offer, body.grab, grab, quantity, offer.rules.return_restores)
+  return_units(offer, body.grab, grab, quantity, offer.rules.return_restores)
   add_line(call, event_head(call, offer, 'grab.returned', id)
     .. grab_text(offer, body.grab, grab, quantity, quantity)
     .. (body.reason ~= '""' and ',"reason":' .. body.reason or '') .. ',"to":"' .. returns_to(offer) .. '"'

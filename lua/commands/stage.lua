@@ -1,12 +1,12 @@
 #!lua
--- A piece of an envelope's parts, staged for the call of `open` that takes them. Every attempt has a key of
--- its own.
+-- Stages a piece of an envelope's parts for the call of `open` that takes them. Every attempt has another
+-- key.
 --
 -- KEYS[1] staged string
 -- ARGV[1] offset bytes · ARGV[2] piece ·
---   ARGV[3] server epoch under which the pieces before this were staged, or '' for the first ·
+--   ARGV[3] server epoch in which the earlier pieces were staged, or '' for the first piece ·
 --   ARGV[4] time to live ms
--- Returns the server's epoch, or '' when the pieces before are gone, or may be.
+-- Returns the server epoch, or '' when the earlier pieces are lost, or may be.
 --- @include "shard"
 
 local epoch = server_epoch()

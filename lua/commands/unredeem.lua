@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- The use for an order taken back.
+-- Takes back the use of units for an order.
 --
 -- Command: unredeem
 -- KEYS[1] shard hash · KEYS[2] outbox stream · KEYS[3] refusals hash · KEYS[4] refusal_order list ·

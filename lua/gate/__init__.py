@@ -1,1 +1,1 @@
-"""The gate: commands in, answers out, decided in batches by shard."""
+"""The gate: takes commands, has the scripts decide them shard by shard, and returns the answers."""

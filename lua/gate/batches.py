@@ -1,7 +1,8 @@
-"""Batches: commands of one shard and type as keys and arguments of their script, and its rows as answers.
+"""Turns commands of one shard and type into keys and arguments of their script, and the script's rows into
+answers.
 
-Everything goes over as one MessagePack string: packing thousands of arguments one by one would cost more than
-deciding them.
+All arguments are sent as one MessagePack string: packing thousands of single arguments would cost more than
+deciding the commands.
 """
 
 import secrets
@@ -56,14 +57,16 @@ GRANTED = int(Outcome.granted)
 
 
 class Secrets(NamedTuple):
-    """What a gate may open and check: sealed seeds and codes, signed tickets."""
+    """The keys with which a gate opens sealed seeds and codes, and checks signed tickets."""
 
     sealer: Sealer
     tickets: TicketKeys
 
 
 class Run(msgspec.Struct, frozen=True, array_like=True):
-    """Plain grants, one after the other: what the first has, and each one's amount."""
+    """A run of consecutive plain grants: seq, place and time of the first, units left after it, and the
+    amount of each.
+    """
 
     seq: int
     place: int
@@ -73,8 +76,8 @@ class Run(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Reply(msgspec.Struct, frozen=True, array_like=True):
-    """A script's reply: code 0 with history and rows, behind a run of grants; or the refusal of the call with
-    retry_at and message.
+    """A script's reply: code 0 with history and rows, and a run of grants that comes before the rows; or the
+    refusal of the call with retry_at and message.
     """
 
     code: int
@@ -83,7 +86,7 @@ class Reply(msgspec.Struct, frozen=True, array_like=True):
     run: Run | None = None
 
     def rows(self) -> list[Any]:
-        """The rows of all commands, those of the run first."""
+        """Returns the rows of all commands, those of the run first."""
         run = self.run
         if run is None:
             return self.rows_or_message  # type: ignore[no-any-return]
@@ -98,8 +101,8 @@ decode_reply = msgspec.msgpack.Decoder(Reply).decode
 
 
 class Table:
-    """The offers and campaigns of a batch: their keys, and each command's place among them (from 1, as Lua
-    counts).
+    """The offers and campaigns of a call: their keys, and the index of each command's offer (from 1, as in
+    Lua).
     """
 
     def __init__(self, offers_of_commands: Sequence[str]) -> None:
@@ -113,7 +116,7 @@ class Table:
         self.campaigns = list(campaigns)
 
     def keys(self, keys: ShardKeys) -> list[str]:
-        """Keys after the shard's own: of each offer, then of each campaign."""
+        """Returns the keys after those of the shard: of each offer, then of each campaign."""
         names = [key for offer in self.offers for key in keys.of_offer(offer)]
         return names + [key for campaign in self.campaigns for key in keys.of_campaign(campaign)]
 
@@ -121,7 +124,9 @@ class Table:
 def build(
     keys: ShardKeys, script: str, commands: Sequence[AnyCommand], gate: Secrets, now_ms: int
 ) -> ScriptCall:
-    """Keys (after the shard's own) and packed arguments for a script that decides commands of its name."""
+    """Returns keys (after those of the shard) and packed arguments for a script that decides commands of its
+    name.
+    """
     table = Table([command.offer for command in commands])
     names = table.keys(keys)
     columns: list[Any] = [
@@ -138,7 +143,7 @@ def build(
     if script == "open":
         terms, parts, staged = _open_columns(keys, commands, gate.sealer, now_ms)  # type: ignore[arg-type]
         columns.append(terms)
-        return ScriptCall([*names, *(one.key for one in staged)], [_pack(columns), *parts], staged)
+        return ScriptCall([*names, *(entry.key for entry in staged)], [_pack(columns), *parts], staged)
     columns.append([_body(keys.shard, command, gate.sealer) for command in commands])
     return ScriptCall(names, [_pack(columns)])
 
@@ -147,41 +152,41 @@ def build(
 
 
 def _grab_columns(commands: Sequence[Grab], gate: Secrets, of_one_offer: bool) -> list[Any]:
-    """From the digests on."""
+    """Returns the arguments of `grab` from the digests on."""
     users = [c.user for c in commands]
     digests = list(map(gate.sealer.digests.of, commands))
     count = len(users)
     if digests.count(PLAIN) == count:
-        # Most of a crowd: the script need not ask of each grab what none of them has.
-        alike = of_one_offer and count == len(set(users)) == len({c.id for c in commands})
-        return [False, users, False, False, False, alike]
+        # The usual case in a crowd: the script then tests no grab for fields that none of them has.
+        are_plain = of_one_offer and count == len(set(users)) == len({c.id for c in commands})
+        return [False, users, False, False, False, are_plain]
     attributes = [_json(c.attributes).decode() if c.attributes else "" for c in commands]
     return [
         digests,
         users,
         [c.quantity for c in commands],
         attributes,
-        [_more(command, gate.tickets) for command in commands],
+        [_extra_of(command, gate.tickets) for command in commands],
         False,
     ]
 
 
-def _more(command: Grab, tickets: TicketKeys) -> Any:
-    """What few grabs have; a ticket's signature is checked here, whether it is still good is the script's to
-    say.
+def _extra_of(command: Grab, tickets: TicketKeys) -> Any:
+    """Returns the fields that few grabs have, or False. This checks the signature of a ticket; the script
+    decides whether the ticket has expired or was used.
     """
-    more: dict[str, object] = {}
+    extra: dict[str, object] = {}
     if command.attributes:
-        more["attributes"] = command.attributes
+        extra["attributes"] = command.attributes
     if command.basket is not None:
-        more["basket"] = command.basket
+        extra["basket"] = command.basket
     if command.wait:
-        more["wait"] = True
+        extra["wait"] = True
     if command.ticket is not None and (ticket := tickets.read(command.ticket, command.user, command.offer)):
-        more["ticket_expires_at"], more["ticket_once"] = ticket.expires_at_ms, ticket.once_id
+        extra["ticket_expires_at"], extra["ticket_once"] = ticket.expires_at_ms, ticket.once_id
         if ticket.of_campaign:
-            more["ticket_ends_at"] = ticket.expires_at_ms
-    return more or False
+            extra["ticket_ends_at"] = ticket.expires_at_ms
+    return extra or False
 
 
 # -- open ----------------------------------------------------------------------------------------------------
@@ -190,8 +195,8 @@ def _more(command: Grab, tickets: TicketKeys) -> Any:
 def _open_columns(
     keys: ShardKeys, commands: Sequence[Open], sealer: Sealer, now_ms: int
 ) -> tuple[list[Any], list[bytes], list[Staged]]:  # fmt: skip
-    """Terms of each offer, and parts drawn ahead, which takes about 2 µs a part; many of them are to be
-    staged.
+    """Returns the terms of each offer, its parts drawn ahead (drawing takes about 2 µs per part), and the
+    parts that are to be staged.
     """
     rows: list[Any] = []
     parts: list[bytes] = []
@@ -213,13 +218,13 @@ def _open_columns(
                 staged.append(Staged(len(rows), keys.staged(secrets.token_hex(16)), drawn))
                 row["staged"], drawn = len(staged), b""
         rows.append(row)
-        # The parts are arguments of their own: the MessagePack of Redis knows no binary strings.
+        # The parts are separate arguments: the MessagePack library of Redis has no binary strings.
         parts.append(drawn)
     return rows, parts, staged
 
 
 def parts_packed(terms: EnvelopeTerms, seed: str) -> bytes:
-    """The parts drawn ahead, 6 bytes each; nothing when they are drawn at the grab."""
+    """Returns the parts drawn ahead, 6 bytes each; b"" when parts are drawn at the grab."""
     if terms.draw == "at_grab":
         return b""
     most = check_split(terms.law, terms.total, terms.parts, terms.min, terms.max)
@@ -227,7 +232,7 @@ def parts_packed(terms: EnvelopeTerms, seed: str) -> bytes:
 
 
 def terms_row(offer: str, terms: Terms, offsets: Offsets) -> dict[str, Any]:
-    """What the scripts are told of an offer's terms; `offsets` are those of its time zone."""
+    """Returns an offer's terms as the scripts take them; `offsets` are those of its time zone."""
     return {
         "kind": terms.__struct_config__.tag,
         "issuer": terms.issuer,
@@ -237,7 +242,7 @@ def terms_row(offer: str, terms: Terms, offsets: Offsets) -> dict[str, Any]:
         "opens_at": terms.opens_at or 0,
         "closes_at": terms.closes_at or (0 if isinstance(terms, EnvelopeTerms) else TIME_MS_MAX),
         "life_ms": ENVELOPE_LIFE_MS,
-        # The seed of the command stays out of the event: the journal is read by many before the offer closes.
+        # The event does not have the seed: the journal has many readers before the offer closes.
         "json": _json(published(terms)).decode(),
         "offsets_json": _json(offsets).decode() if offsets else "",
         "zone_json": _json(CampaignZone(terms.timezone, tuple(offsets))).decode(),
@@ -246,7 +251,9 @@ def terms_row(offer: str, terms: Terms, offsets: Offsets) -> dict[str, Any]:
 
 
 def _rules(terms: Terms, offsets: Offsets) -> dict[str, Any]:
-    """What of the terms the scripts keep beside the numbers that change; absent is what does not apply."""
+    """Returns the terms that the scripts store in one field, apart from the numbers that change; terms that
+    do not apply are absent.
+    """
     rules: dict[str, Any] = {"retire_after_ms": terms.retire_after_ms, "offsets": offsets}
     if terms.hours:
         rules["hours"] = week_minutes(terms.hours)
@@ -258,9 +265,9 @@ def _rules(terms: Terms, offsets: Offsets) -> dict[str, Any]:
 
 
 def _piece_rules(terms: PieceTerms) -> dict[str, Any]:
-    found = {name: getattr(terms, name) for name in ("price", "currency", "hold_ms", "valid_until")}
+    optional = {name: getattr(terms, name) for name in ("price", "currency", "hold_ms", "valid_until")}
     return {
-        **{name: value for name, value in found.items() if value is not None},
+        **{name: value for name, value in optional.items() if value is not None},
         "limits": limit_rows(terms.limits),
         "max_per_grab": terms.max_per_grab,
         "take": terms.take,
@@ -274,12 +281,12 @@ def _piece_rules(terms: PieceTerms) -> dict[str, Any]:
 
 
 def limit_rows(limits: Sequence[Any]) -> list[dict[str, Any]]:
-    """Limits as the scripts get them."""
+    """Returns limits as the scripts take them."""
     return [{"by": limit.by, "per": limit.per, "max": limit.max, "scope": limit.scope} for limit in limits]
 
 
 def envelope_row(terms: EnvelopeTerms, seed: str) -> dict[str, Any]:
-    """What the scripts are told of an envelope beside its terms_row."""
+    """Returns the terms of an envelope that terms_row lacks, as the scripts take them."""
     most = check_split(terms.law, terms.total, terms.parts, terms.min, terms.max)
     return {
         "funding": terms.funding,
@@ -291,11 +298,11 @@ def envelope_row(terms: EnvelopeTerms, seed: str) -> dict[str, Any]:
     }
 
 
-# -- the others ----------------------------------------------------------------------------------------------
+# -- other commands ------------------------------------------------------------------------------------------
 
 
 def _body(shard: int, command: AnyCommand, sealer: Sealer) -> dict[str, Any]:
-    """What a script needs of a command beside id, offer and digest."""
+    """Returns the fields of a command that its script needs, apart from id, offer and digest."""
     body: dict[str, Any] = {}
     if isinstance(command, OfferCommand) and command.operator is not None:
         body["operator"] = command.operator
@@ -335,8 +342,8 @@ def _body(shard: int, command: AnyCommand, sealer: Sealer) -> dict[str, Any]:
 
 
 def answer_of(shard: int, command: AnyCommand, row: Sequence[Any], sealer: Sealer) -> Answer:
-    """A script's row {code, seq, at, amount, quantity, place, left, repeated, retry_at, more} as the answer
-    to its command.
+    """Returns the answer to a command from its row {code, seq, at, amount, quantity, place, left, repeated,
+    retry_at, details}.
     """
     code = row[0]
     width = len(row)
@@ -345,24 +352,24 @@ def answer_of(shard: int, command: AnyCommand, row: Sequence[Any], sealer: Seale
             command.id, "granted", 0, command.offer, command.id, row[3], row[4], row[5], row[6],
             width > 7 and row[7] == 1, None, shard, row[1], row[2],
         )  # fmt: skip
-    more: dict[str, Any] = row[9] if width > 9 and row[9] else {}
-    if "kept" in more:
-        return answer_of(shard, command, _compared(command, row, more, sealer), sealer)
-    said: dict[str, Any] = {
+    details: dict[str, Any] = row[9] if width > 9 and row[9] else {}
+    if "kept" in details:
+        return answer_of(shard, command, _compared(command, row, details, sealer), sealer)
+    fields: dict[str, Any] = {
         "repeated": width > 7 and row[7] == 1,
         "retry_at": (row[8] or None) if width > 8 else None,
     }
-    if isinstance(command, GrabCommand) and more.get("again"):
-        said |= {"grab": command.grab, "quantity": row[4] or None}
+    if isinstance(command, GrabCommand) and details.get("again"):
+        fields |= {"grab": command.grab, "quantity": row[4] or None}
     elif code >= Outcome.invalid:
         if code == Outcome.already_taken and width > 5 and row[5]:
-            said |= {"amount": row[3], "quantity": row[4], "place": row[5]}
+            fields |= {"amount": row[3], "quantity": row[4], "place": row[5]}
     elif isinstance(command, Grab | GrabCommand):
         grab = command.id if isinstance(command, Grab) else command.grab
-        said |= {"grab": grab, "amount": row[3], "quantity": row[4], "place": row[5], "left": row[6]}
+        fields |= {"grab": grab, "amount": row[3], "quantity": row[4], "place": row[5], "left": row[6]}
     else:
-        said |= {"amount": row[3] or None, "quantity": row[4] or None, "left": row[6]}
-    said |= _said_more(shard, command, more, sealer)
+        fields |= {"amount": row[3] or None, "quantity": row[4] or None, "left": row[6]}
+    fields |= _fields_of_details(shard, command, details, sealer)
     return Answer(
         command.id,
         OUTCOME_NAMES[code],
@@ -371,37 +378,43 @@ def answer_of(shard: int, command: AnyCommand, row: Sequence[Any], sealer: Seale
         shard=shard,
         seq=row[1] or None,
         at=row[2],
-        **said,
+        **fields,
     )
 
 
-def _compared(command: AnyCommand, row: Sequence[Any], more: dict[str, Any], sealer: Sealer) -> Sequence[Any]:
-    """The row of a command whose first answer is remembered with a digest of another form or key than it was
-    sent with.
+def _compared(
+    command: AnyCommand, row: Sequence[Any], details: dict[str, Any], sealer: Sealer
+) -> Sequence[Any]:
+    """Returns the row of a command whose stored digest has another form or key than the digest sent: compares
+    the stored digest with the command here.
     """
     try:
-        if sealer.digests.is_of(more["kept"], command):
-            return more["first"]  # type: ignore[no-any-return]
-        said = {name: value for name, value in more.items() if name not in ("kept", "first")}
-        return [*row[:9], said]
+        if sealer.digests.is_of(details["kept"], command):
+            return details["first"]  # type: ignore[no-any-return]
+        others = {name: value for name, value in details.items() if name not in ("kept", "first")}
+        return [*row[:9], others]
     except CannotCompare as error:
         return [int(Outcome.conflict), 0, row[2], 0, 0, 0, 0, 0, 0, {"message": str(error)}]
 
 
-def _said_more(shard: int, command: AnyCommand, more: dict[str, Any], sealer: Sealer) -> dict[str, Any]:
-    said: dict[str, Any] = {
-        name: more[name] for name in ("left", "message", "deadline_at", "due", "currency") if name in more
+def _fields_of_details(
+    shard: int, command: AnyCommand, details: dict[str, Any], sealer: Sealer
+) -> dict[str, Any]:
+    fields: dict[str, Any] = {
+        name: details[name]
+        for name in ("left", "message", "deadline_at", "due", "currency")
+        if name in details
     }
-    if "limit" in more:
-        said["limit"] = _limit_state(more["limit"])
-    if "limits" in more:
-        said["limits"] = tuple(map(_limit_state, more["limits"]))
-    if "number" in more:
-        said["coupon_code"] = str(more["number"])
-    if "codes" in more:
-        codes = tuple(sealer.open(shard, command.offer, "code", sealed) for sealed in more["codes"])
-        said |= {"coupon_code": codes[0], "coupon_codes": codes if len(codes) > 1 else ()}
-    return said
+    if "limit" in details:
+        fields["limit"] = _limit_state(details["limit"])
+    if "limits" in details:
+        fields["limits"] = tuple(map(_limit_state, details["limits"]))
+    if "number" in details:
+        fields["coupon_code"] = str(details["number"])
+    if "codes" in details:
+        codes = tuple(sealer.open(shard, command.offer, "code", sealed) for sealed in details["codes"])
+        fields |= {"coupon_code": codes[0], "coupon_codes": codes if len(codes) > 1 else ()}
+    return fields
 
 
 def _limit_state(row: list[Any]) -> LimitState:

@@ -1,4 +1,6 @@
-"""Calls of the deciding scripts: commands of one type as one call, its reply or why there is none."""
+"""Calls the deciding scripts: sends commands of one type as one call; returns its reply, or raises the reason
+why there is none.
+"""
 
 import asyncio
 import re
@@ -18,7 +20,7 @@ from grabstream.models.offers import EnvelopeTerms
 from grabstream.models.outcomes import Outcome
 
 BUSY_RETRY_MS: Final = 200
-#: Scripts that must work when the outbox is full: what they do gives room, or ends what fills it.
+#: Scripts that must run when the outbox is full: they make room, or end what fills it.
 _ALWAYS_ADMITTED: Final = frozenset(
     {
         "pause",
@@ -34,23 +36,23 @@ _ALWAYS_ADMITTED: Final = frozenset(
         "unredeem",
     }
 )
-#: What a script replies in place of an outcome when the shard has another history than the call names
-#: (includes/decide.lua).
+#: The code of a reply when the shard has another history than the call names (includes/decide.lua).
 _ANOTHER_HISTORY: Final = -1
-#: With these words a script says that a write failed after another: its shard is fenced until it was rebuilt
-#: (includes/decide.lua).
-_BROKE: Final = "BROKEN OFF "
-#: With these words Redis refuses a script before it begins: too few replicas, a disk that cannot be written,
-#: another script that runs for seconds; and a script, when not even its first write could be done.
+#: The beginning of a script's error when a write failed after another had succeeded: the shard is fenced
+#: until it is rebuilt (includes/decide.lua).
+_BROKEN_OFF: Final = "BROKEN OFF "
+#: The beginnings of errors after which nothing was written: Redis refuses a script before it begins, because
+#: of too few replicas, a disk that cannot be written, or another script that has run for seconds; or the
+#: first write of a script fails (UNWRITTEN).
 _NOT_WRITTEN: Final = ("NOREPLICAS", "MISCONF", "BUSY ", "UNWRITTEN ")
-#: Where an error was raised: at the end of whatever a script says that fails. What has no such end was said
-#: by the server itself.
+#: The position in the script, at the end of an error that a script raises. An error without it comes from the
+#: server itself.
 _in_script = re.compile(r"\bon @user_(script|function)\b|\buser_(script|function):\d+:").search
 
 
 class GateLimits(NamedTuple):
-    """Bounds of a gate: commands a call, commands queued a shard, events an outbox, milliseconds of time-out
-    and clock skew.
+    """Bounds of a gate: commands per call, commands queued per shard, events in an outbox; time-out and clock
+    skew in ms.
     """
 
     batch_commands_max: int = 512
@@ -61,16 +63,16 @@ class GateLimits(NamedTuple):
 
 
 def now_ms() -> int:
-    """Milliseconds since 1970 by this machine's clock."""
+    """Returns milliseconds since 1970 UTC by this machine's clock."""
     return time.time_ns() // 1_000_000
 
 
 def is_raised_by_script(error: ResponseError) -> bool:
-    """Whether a script itself raised before its first write: what it was called for is at fault, not the
+    """Whether a script raised an error before its first write: then its commands caused the error, not the
     server.
     """
-    said = str(error)
-    return _in_script(said) is not None and not said.startswith((*_NOT_WRITTEN, _BROKE))
+    text = str(error)
+    return _in_script(text) is not None and not text.startswith((*_NOT_WRITTEN, _BROKEN_OFF))
 
 
 class CallRefused(Exception):
@@ -84,7 +86,7 @@ class CallRefused(Exception):
 
 
 class AnotherHistory(Exception):
-    """The shard was recovered since the callers' last commands were decided: nothing was decided now."""
+    """The shard was recovered after the callers' last commands were decided: nothing was decided now."""
 
     def __init__(self, history: int) -> None:
         super().__init__(history)
@@ -92,7 +94,7 @@ class AnotherHistory(Exception):
 
 
 class Undecidable(Exception):
-    """A command raises where it is built or decided: nothing was decided."""
+    """A command causes an error when its arguments are built or when it is decided: nothing was decided."""
 
 
 class BrokenOff(Exception):
@@ -100,7 +102,7 @@ class BrokenOff(Exception):
 
 
 class Calls:
-    """Calls scripts of one system. `clock` gives a time in ms that replaces the server's."""
+    """Calls the scripts of one system. `clock` returns a time in ms that replaces the server's."""
 
     def __init__(
         self,
@@ -117,43 +119,44 @@ class Calls:
         self._clock = clock
 
     def now(self) -> int:
-        """Milliseconds since 1970, of the clock if there is one."""
+        """Returns milliseconds since 1970 UTC, by `clock` if there is one."""
         return self._clock() if self._clock else now_ms()
 
     async def call(
         self, keys: ShardKeys, script: str, commands: Sequence[AnyCommand], history: int
     ) -> tuple[list[list[int]], int]:
-        """Rows and history.
+        """Returns the rows of the commands and the history of the shard.
 
-        Raises CallRefused, AnotherHistory, Undecidable, BrokenOff, and what a client raises that cannot
-        reach its server.
+        Raises CallRefused, AnotherHistory, Undecidable, BrokenOff, and errors of a client that cannot reach
+        its server.
         """
-        batch = await self._built(keys, script, commands)
+        call = await self._built(keys, script, commands)
         try:
-            packed = await stage(partial(run_script, self._redis), batch) if batch.staged else batch.arguments
+            packed = await stage(partial(run_script, self._redis), call) if call.staged else call.arguments
             raw = await run_script(
-                self._redis, script, [*keys.deciding(), *batch.keys],
-                (*self._about_call(keys, script, history), *packed)
+                self._redis, script, [*keys.deciding(), *call.keys],
+                (*self._first_arguments(keys, script, history), *packed)
             )  # fmt: skip
         except OutOfMemoryError:
             raise CallRefused(Outcome.busy, "Redis memory is full", self.now() + BUSY_RETRY_MS) from None
         except ReadOnlyError:
-            raise  # a master that is one no more: the client looks for the new one, and it is sent again
+            # The server is no longer the master: the client finds the new master, and the call is sent again.
+            raise
         except ResponseError as error:
-            said = str(error)
-            if said.startswith(_BROKE):
-                raise BrokenOff(said.removeprefix(_BROKE)) from None
+            text = str(error)
+            if text.startswith(_BROKEN_OFF):
+                raise BrokenOff(text.removeprefix(_BROKEN_OFF)) from None
             if is_raised_by_script(error):
-                # It failed before its first write, so nothing has changed.
-                raise Undecidable(said) from None
+                # The script failed before its first write, so nothing has changed.
+                raise Undecidable(text) from None
             if isinstance(error, ClusterError):
                 raise
             raise CallRefused(
-                Outcome.busy, f"Redis refuses: {type(error).__name__} {said}", self.now() + BUSY_RETRY_MS
+                Outcome.busy, f"Redis refuses: {type(error).__name__} {text}", self.now() + BUSY_RETRY_MS
             ) from None
         finally:
-            if batch.staged:
-                await discard(self._redis, batch)
+            if call.staged:
+                await discard(self._redis, call)
         reply = batches.decode_reply(raw)
         if reply.code == _ANOTHER_HISTORY:
             raise AnotherHistory(reply.history_or_retry_at)
@@ -171,14 +174,14 @@ class Calls:
         except Exception as error:
             raise Undecidable(f"{type(error).__name__}: {error}") from error
 
-    def _about_call(self, keys: ShardKeys, script: str, history: int) -> tuple[object, ...]:
-        """The first arguments of every deciding script."""
-        place = (
+    def _first_arguments(self, keys: ShardKeys, script: str, history: int) -> tuple[object, ...]:
+        """Returns the first arguments of every deciding script."""
+        shard = (
             f"{keys.shard}/{self._keys.shards}/{history}" if history else f"{keys.shard}/{self._keys.shards}"
         )
         outbox_max: int | str = "" if script in _ALWAYS_ADMITTED else self._limits.outbox_events_max
         return (
-            place,
+            shard,
             now_ms(),
             self._clock() if self._clock else "",
             self._limits.clock_skew_ms_max,
@@ -193,8 +196,8 @@ def _parts_of(command: AnyCommand) -> int:
 
 
 async def run_script(redis: Any, name: str, keys: Sequence[str], arguments: Sequence[object]) -> Any:
-    """Runs a script by its SHA-1; a server that does not know it (new, restarted, failed over) is given its
-    text.
+    """Runs a script by its SHA-1; sends its text to a server that does not have it (new, restarted, failed
+    over).
     """
     script = loader.load(name)
     try:

@@ -1,8 +1,9 @@
-"""Decided answers, kept by the gate that gave them until they are journaled.
+"""Keeps answers with the promise `decided` until their events are journaled, and reports those that were
+lost.
 
-The promise `decided` holds unless Redis is lost before Kafka has the event. When a shard was recovered
-meanwhile, its state says which of them the journal has; the others are reported, with user and amount, so
-that somebody can tell the users.
+The promise `decided` holds unless Redis is lost before Kafka has the event. When a shard was recovered in
+between, its state shows which of the answers are in the journal. The others are reported, with user and
+amount, so that an operator can tell the users.
 """
 
 import asyncio
@@ -26,7 +27,7 @@ RETRY_SECONDS = 0.2
 
 
 class LostDecision(NamedTuple):
-    """A command that was answered as decided, and of which the journal knows nothing, or something else."""
+    """A command that was answered as decided, but is not in the journal, or is there with another event."""
 
     shard: int
     command: AnyCommand
@@ -44,7 +45,7 @@ class _Kept(NamedTuple):
 
 
 class DecidedAnswers:
-    """What a gate promised as decided only. `report` is told what was lost; it is logged in any case."""
+    """The answers that a gate gave as decided. `report` receives the lost ones, which are also logged."""
 
     def __init__(
         self, redis: Any, keys: KeySpace, journaled: Journaled, report: ReportLost | None = None
@@ -58,8 +59,8 @@ class DecidedAnswers:
 
     @property
     def kept(self) -> int:
-        """Answers that are not known to be journaled yet."""
-        return sum(len(one.answers) for of_shard in self._kept.values() for one in of_shard)
+        """The number of answers that are not known to be journaled yet."""
+        return sum(len(kept.answers) for of_shard in self._kept.values() for kept in of_shard)
 
     def keep(
         self, shard: int, history: int, commands: Sequence[AnyCommand], answers: Sequence[Answer]
@@ -73,11 +74,10 @@ class DecidedAnswers:
             self._tasks[shard] = asyncio.create_task(self._follow(shard))
 
     async def close(self) -> None:
-        """Stops following; what is not journaled yet is said."""
+        """Stops; logs the number of answers that are not known to be journaled."""
         if self.kept:
             log.warning(
-                "%d answers were given as decided and are not known to be journaled: what becomes of them is "
-                "unknown",
+                "%d answers were given as decided, and it is unknown whether they are journaled",
                 self.kept,
             )
         await end(self._tasks.values())
@@ -95,33 +95,33 @@ class DecidedAnswers:
                     kept.popleft()
 
     async def _check(self, shard: int, kept: _Kept) -> None:
-        """After a recovery: whose answer is still there under its id is in the journal; the others are
+        """After a recovery: an answer that is still stored under its id is in the journal; the others are
         lost.
         """
         lost = []
         for command, answer in zip(kept.commands, kept.answers, strict=True):
-            # A repeated answer is about an earlier event, which its own first answer stands for.
+            # A repeated answer is about an earlier event; the first answer with that event is checked.
             if (
                 answer.positive
                 and not answer.repeated
                 and await self._kept_of(shard, command) != (answer.seq, answer.at)
             ):
                 lost.append(LostDecision(shard, command, answer))
-        for one in lost:
+        for decision in lost:
             log.error(
-                "lost: command %s of offer %s (user %s) was answered %s with %s, decided only, and a "
-                "recovery took it back",
-                one.command.id, one.command.offer, getattr(one.command, "user", "-"), one.answer.outcome,
-                one.answer.amount,
+                "lost: command %s of offer %s (user %s) was answered %s with amount %s as decided, and a "
+                "recovery lost the decision",
+                decision.command.id, decision.command.offer, getattr(decision.command, "user", "-"),
+                decision.answer.outcome, decision.answer.amount,
             )  # fmt: skip
         if lost and self._report is not None:
             try:
                 await self._report(lost)
             except OSError as error:
-                log.warning("%d lost decisions are not written down: %s", len(lost), error)
+                log.warning("%d lost decisions could not be reported: %s", len(lost), error)
 
     async def _kept_of(self, shard: int, command: AnyCommand) -> tuple[int, int] | None:
-        """Seq and time (ms) of the event that the shard keeps under a command's id."""
+        """Returns seq and time (ms) of the event that the shard stores under a command's id, or None."""
         while True:
             with suppressed_trouble():
                 record = await self._redis.hget(

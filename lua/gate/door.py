@@ -1,20 +1,20 @@
-"""The gate: commands in, answers out. It gathers what arrives together for a shard and decides it in one
-script call.
+"""The gate: takes commands and returns answers. It collects the commands that arrive for a shard at the same
+time, and decides them in one script call.
 
-A lone caller does not wait for company: the next batch is whatever arrived while the last one was in flight.
-When a good half of a batch waits already, it goes out after the one in flight, unless they hold commands of
-the same caller, whose order counts.
+A single caller does not wait for other callers: a call takes the commands that arrived while the last call
+was in flight. When half of the commands that a call may take are queued, a second call is sent beside the one
+in flight, unless both have commands of one caller, whose order counts.
 
-The order of a caller holds through retries and recoveries. What was decided and is not known to be journaled
-stays in the caller's `Lane`, and every later call of the lane names the history it was decided under: in
-another one the script decides nothing, and the lane's commands are sent again, in their order, before those
-that were refused.
+The order of a caller's commands holds through retries and recoveries. Decided commands that are not known to
+be journaled stay in the caller's `Lane`, and every later call of the lane names the history in which they
+were decided. In another history the script decides nothing; then the lane's commands are sent again, in their
+order, before those that were refused.
 
-A call does a bounded sum of work (lua/includes/cost.lua): commands that it had no room for get no row, and go
-into the next call, in their order, before everything else.
+A call does a bounded amount of work (lua/includes/cost.lua). Commands that did not fit get no row, and are
+sent with the next call, in their order, before all others.
 
-A call that raises an error costs one command its answer, not all: it is cut in halves until the one that
-raises is found.
+If a call causes an error, one command loses its answer, not all: the call is split in halves until the
+command that causes the error is alone.
 """
 
 import asyncio
@@ -67,26 +67,26 @@ Promise = Literal["journaled", "decided"]
 IN_FLIGHT_MAX: Final = 2
 RETRY_SECONDS: Final = 0.05
 WATCH_EVERY_SECONDS: Final = 0.1
-#: Commands of these scripts in one call, fewer than of others: each carries much.
+#: Commands per call of these scripts, fewer than of others, since each command is large.
 AT_ONCE_MAX: Final = {"open": 16, "load": 8}
 SHARDS_KNOWN_MAX: Final = 100_000
 
-#: A command that broke the shard so many times, alone in its call, is given up.
+#: A command, alone in its call, whose script failed so many times after its first write is not sent again.
 BREAKS_MAX: Final = 3
 
 
-#: Told of a command that no script can decide: its place in the call, and why.
+#: Called for a command that no script can decide, with its index in the caller's list and the error.
 ReportUndecidable = Callable[[int, str], None]
 
 
 class Gate:
-    """Decides commands through the Lua scripts. One a process and event loop; `start` before use, `close`
-    after.
+    """Decides commands through the Lua scripts. Make one per process and event loop; call `start` before use
+    and `close` after.
 
-    `redis` is a client of redis.asyncio (one server or cluster) that does not decode replies. `clock` gives a
-    time in ms that replaces the server's, for tests and simulation; without it the scripts use the server's
-    own. `tickets` checks signed tickets. `report_lost` is told of answers given as decided that a recovery
-    took back. `refusals` keeps a sample of what was refused.
+    `redis` is a client of redis.asyncio (one server or cluster) that does not decode replies. `clock` returns
+    a time in ms that replaces the server's, for tests and simulation; without it the scripts use the server's
+    clock. `tickets` checks signed tickets. `report_lost` receives answers that were given as decided and that
+    a recovery lost. `refusals` keeps a sample of the refusals.
     """
 
     def __init__(
@@ -114,11 +114,11 @@ class Gate:
         self._decided = DecidedAnswers(redis, keys, self.journaled, report_lost)
 
     def start(self) -> None:
-        """Begins to follow what is journaled."""
+        """Starts to follow which events are journaled."""
         self.journaled.start()
 
     async def close(self) -> None:
-        """Ends what is in flight and answers nobody any more."""
+        """Ends all calls in flight. Callers that still wait get no answers."""
         await self._decided.close()
         await self.journaled.close()
         for shard in self._shards:
@@ -135,78 +135,78 @@ class Gate:
         patience_ms: int = 0,
         timeout_ms: int | None = None,
         reader: Order | None = None,
-        report_undecidable: ReportUndecidable = lambda place, reason: None,
+        report_undecidable: ReportUndecidable = lambda index, reason: None,
     ) -> list[Answer]:
-        """Answers in the order of the commands; commands of one campaign are carried out in that order, also
-        through a recovery.
+        """Returns answers in the order of the commands. Commands of one campaign are carried out in that
+        order, also through a recovery.
 
-        `journaled` waits until Kafka has the events of the answers. `patience_ms` is how long commands that
-        meet a fenced or busy shard wait before they are answered so; those that follow them in the same shard
-        are answered the same. Raises OutcomeUnknown when `timeout_ms` (the gate's own when absent) ran out
-        after they were sent.
+        With `journaled`, returns when Kafka has the events of the answers. `patience_ms` is how long commands
+        wait for a fenced or busy shard before they get that answer; later commands of this list in the same
+        shard then get the same answer. Raises OutcomeUnknown when `timeout_ms` (by default that of the gate)
+        ran out after commands were sent.
 
-        A `reader` of a topic bounds by itself what it has in flight, and what it read has nowhere to go back
-        to: its calls are carried out in the order they were made, find room whatever is queued, and wait as
-        long as their shard decides nothing; they are never answered `fenced` or `busy`. `report_undecidable`
-        is called with the index and the error of each command that no script can decide; the answer to it is
-        `invalid`.
+        `reader` is for a program that reads commands from a topic. Such a program bounds the commands that it
+        has in flight, and cannot return a command to the topic. So its calls are carried out in the order in
+        which they were made, are queued even if the queue is full, and wait as long as their shard decides
+        nothing; they never get `fenced` or `busy`. `report_undecidable` is called with the index and the
+        error of each command that no script can decide; the answer to it is `invalid`.
         """
         answers: list[Answer | None] = [None] * len(commands)
-        sound = self._at_the_door(commands, answers)
-        runs = list(self._runs(sound, commands))
+        valid = self._check(commands, answers)
+        runs = list(self._runs(valid, commands))
         timeout_seconds = ((timeout_ms or self._limits.timeout_ms) + patience_ms) / 1000
         deadline = math.inf if reader else time.monotonic() + timeout_seconds
         order = reader or Order()
         waits: deque[tuple[int, Sequence[int], QueueEntry]] = deque()
         last_of: dict[int, QueueEntry] = {}
-        for shard, script, places in runs:
+        for shard, script, indexes in runs:
             patience = math.inf if reader else patience_ms / 1000
             entry = QueueEntry(
-                order.lane(shard), script, [commands[place] for place in places], deadline, patience
+                order.lane(shard), script, [commands[index] for index in indexes], deadline, patience
             )
             before = last_of.get(shard)
             if reader is None:
                 last_of[shard] = entry
                 if before is not None:
                     before.next = entry
-            self._submit(shard, entry, bounded=reader is None, behind=before)
-            waits.append((shard, places, entry))
+            self._submit(shard, entry, bounded=reader is None, before=before)
+            waits.append((shard, indexes, entry))
         entries = [entry for *_, entry in waits]
         try:
             if promise == "decided":
                 await all_decided(entries)
             while waits:
-                shard, places, entry = waits.popleft()
-                await self._decided_for(shard, entry, promise)
+                shard, indexes, entry = waits.popleft()
+                await self._answers_ready(shard, entry, promise)
                 if entry.parts:
                     first, second = entry.parts
                     middle = len(first.commands)
-                    waits.extendleft([(shard, places[middle:], second), (shard, places[:middle], first)])
+                    waits.extendleft([(shard, indexes[middle:], second), (shard, indexes[:middle], first)])
                     continue
                 if entry.fault is not None:
-                    for place in places:
-                        report_undecidable(place, entry.fault)
+                    for index in indexes:
+                        report_undecidable(index, entry.fault)
                 if promise == "decided":
                     self._decided.keep(shard, entry.history, entry.commands, entry.answers)
                 else:
                     entry.give()
                 if self._refusals is not None:
                     self._refusals.take(entry.commands, entry.answers)
-                if len(places) == len(commands):
+                if len(indexes) == len(commands):
                     return entry.answers
-                for place, answer in zip(places, entry.answers, strict=True):
-                    answers[place] = answer
+                for index, answer in zip(indexes, entry.answers, strict=True):
+                    answers[index] = answer
             return answers  # type: ignore[return-value]
         finally:
             for entry in entries:
                 entry.give()
 
     async def grab(self, command: Grab, promise: Promise = "journaled", patience_ms: int = 0) -> Answer:
-        """One grab; see `decide`."""
+        """Decides one grab; see `decide`."""
         return (await self.decide([command], promise, patience_ms))[0]
 
-    def _at_the_door(self, commands: Sequence[AnyCommand], answers: list[Answer | None]) -> Sequence[int]:
-        """Places of the commands that may go on; the others are answered `invalid`."""
+    def _check(self, commands: Sequence[AnyCommand], answers: list[Answer | None]) -> Sequence[int]:
+        """Returns the indexes of the valid commands; answers the others `invalid`."""
         if len(commands) == 1:
             return self._check_each(commands, answers)
         names: list[str] = []
@@ -230,48 +230,50 @@ class Gate:
         return self._check_each(commands, answers)
 
     def _check_each(self, commands: Sequence[AnyCommand], answers: list[Answer | None]) -> Sequence[int]:
-        sound = []
-        for place, command in enumerate(commands):
+        valid = []
+        for index, command in enumerate(commands):
             try:
                 check(command)
-                sound.append(place)
+                valid.append(index)
             except Exception as error:
-                # Whatever it raises: no other command of the list is to suffer from it.
+                # Any error: no other command of the list may be affected.
                 if not isinstance(error, Invalid | TypeError):
                     log.exception("a command of type %s cannot be checked", type(command).__name__)
-                answers[place] = refusal(
+                answers[index] = refusal(
                     command.id, Outcome.invalid, command.offer, str(error) or type(error).__name__
                 )
         if any(map(basket_of, commands)):
             _check_baskets(commands, answers)
-            return [place for place in sound if answers[place] is None]
-        return sound
+            return [index for index in valid if answers[index] is None]
+        return valid
 
     def _runs(
-        self, places: Sequence[int], commands: Sequence[AnyCommand]
+        self, indexes: Sequence[int], commands: Sequence[AnyCommand]
     ) -> Iterable[tuple[int, str, Sequence[int]]]:
-        """(shard, script, places): the commands of each shard in order, cut where the type changes."""
-        if len(places) == 1:
-            command = commands[places[0]]
-            return [(self._shard(command.offer), type(command).__name__.lower(), places)]
-        return self._cut(places, commands)
+        """Returns (shard, script, indexes): the commands of each shard in order, split where the type changes
+        and where a call would be too large.
+        """
+        if len(indexes) == 1:
+            command = commands[indexes[0]]
+            return [(self._shard(command.offer), type(command).__name__.lower(), indexes)]
+        return self._split(indexes, commands)
 
-    def _cut(
-        self, places: Iterable[int], commands: Sequence[AnyCommand]
+    def _split(
+        self, indexes: Iterable[int], commands: Sequence[AnyCommand]
     ) -> Iterable[tuple[int, str, Sequence[int]]]:
         by_shard: dict[int, list[int]] = {}
-        for place in places:
-            by_shard.setdefault(self._shard(commands[place].offer), []).append(place)
+        for index in indexes:
+            by_shard.setdefault(self._shard(commands[index].offer), []).append(index)
         for shard, in_shard in by_shard.items():
-            for kind, run in groupby(in_shard, lambda place: type(commands[place])):
-                run_places = list(run)
+            for kind, run in groupby(in_shard, lambda index: type(commands[index])):
+                of_run = list(run)
                 size = AT_ONCE_MAX.get(kind.__name__.lower(), self._limits.batch_commands_max)
                 start = 0
-                while start < len(run_places):
-                    end = few_offers(run_places, commands, start, min(start + size, len(run_places)))
-                    end = start + fitting([commands[place] for place in run_places[start:end]])
-                    end = whole_baskets(run_places, commands, end)
-                    yield shard, kind.__name__.lower(), run_places[start:end]
+                while start < len(of_run):
+                    end = few_offers(of_run, commands, start, min(start + size, len(of_run)))
+                    end = start + fitting([commands[index] for index in of_run[start:end]])
+                    end = whole_baskets(of_run, commands, end)
+                    yield shard, kind.__name__.lower(), of_run[start:end]
                     start = end
 
     def _shard(self, offer: str) -> int:
@@ -282,21 +284,19 @@ class Gate:
             shard = self._shard_of[offer] = self._keys.shard_of_offer(offer)
         return shard
 
-    def _submit(self, number: int, entry: QueueEntry, bounded: bool, behind: QueueEntry | None) -> None:
-        """Queues an entry; a caller finds no room when too much is queued, or when its entry before found
-        none.
-        """
+    def _submit(self, number: int, entry: QueueEntry, bounded: bool, before: QueueEntry | None) -> None:
+        """Queues an entry; refuses it if the queue is full, or if the entry before it was refused."""
         shard = self._shards[number]
         is_full = bounded and shard.queued + len(entry.commands) > self._limits.queue_commands_max
-        if is_full or (behind is not None and behind.done.done()):
+        if is_full or (before is not None and before.done.done()):
             entry.refuse(Outcome.busy, "the gate's queue is full", self._calls.now() + BUSY_RETRY_MS)
             return
         shard.queue.append(entry)
         shard.queued += len(entry.commands)
         self._wake(shard)
 
-    async def _decided_for(self, number: int, entry: QueueEntry, promise: Promise) -> None:
-        """Returns when the answers of an entry may be given, or when it was cut into parts; raises
+    async def _answers_ready(self, number: int, entry: QueueEntry, promise: Promise) -> None:
+        """Returns when the answers of an entry may be given, or when it was split into parts; raises
         OutcomeUnknown.
         """
         while True:
@@ -308,208 +308,211 @@ class Gate:
                 return
             try:
                 left = entry.deadline - time.monotonic()
-                # Not wait_for: until Python 3.12 it may swallow a cancellation, and with it Ctrl-C.
+                # Not wait_for: before Python 3.12 it may swallow a cancellation, and with it Ctrl-C.
                 async with asyncio.timeout(None if left == math.inf else max(left, 0.001)):
                     await self.journaled.wait(number, entry.history, last)
                 return
             except HistoryChanged:
-                # What was decided may be gone with its history: all of the lane is asked again, and only the
-                # new answers count.
+                # The decisions may be lost with their history: all entries of the lane are decided again, and
+                # only the new answers count.
                 self._ask_again(self._shards[number], entry)
             except TimeoutError:
                 raise OutcomeUnknown(
-                    f"decided, but not in the journal in time (shard {number}, seq {last}; is a relay "
-                    "running?): "
-                    "send the commands again under their ids"
+                    f"decided, but not journaled within the time-out (shard {number}, seq {last}; is a relay "
+                    "running?): send the commands again under their ids"
                 ) from None
 
     def _ask_again(self, shard: ShardQueue, entry: QueueEntry) -> None:
         lane = entry.lane
         if entry not in lane.decided:
-            return  # another caller of the lane was told first
-        if lane.flying:
-            lane.stale = True  # what is in flight comes behind these, whatever becomes of it
+            return  # an earlier entry of the lane has already caused this
+        if lane.in_flight:
+            lane.stale = True  # entries in flight are sent again after these, whatever their outcome
         else:
-            self._put_back(shard, lane.take_back())
+            self._requeue(shard, lane.take_decided())
             self._wake(shard)
 
     # -- sender ----------------------------------------------------------------------------------------------
 
     def _wake(self, shard: ShardQueue) -> None:
-        """Sends after everyone who can run now has run: callers who were just answered ask again, and go
-        along.
+        """Sends after all tasks that are ready have run: callers that just got answers can add commands to
+        the call.
         """
         if not shard.waking:
             shard.waking = True
             asyncio.get_running_loop().call_soon(self._pump, shard)
 
     def _pump(self, shard: ShardQueue) -> None:
-        """Sends as much as may be in flight; a shard that refused whole calls is tried again only after a
-        pause.
-        """
+        """Sends as many calls as may be in flight; after a refused call, the shard pauses before a retry."""
         shard.waking = False
-        while shard.queue and not shard.held and self._may_send(shard):
-            batch, history = self._next_batch(shard)
-            if not batch:
+        while shard.queue and not shard.is_paused and self._may_send(shard):
+            entries, history = self._next_call(shard)
+            if not entries:
                 return
-            shard.in_flight.append(batch)
+            shard.in_flight.append(entries)
             if not shard.watch:
                 shard.watch = asyncio.get_running_loop().call_later(WATCH_EVERY_SECONDS, self._watch, shard)
-            task = asyncio.create_task(self._send(shard, batch, history))
+            task = asyncio.create_task(self._send(shard, entries, history))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
     def _may_send(self, shard: ShardQueue) -> bool:
-        # Small batches side by side would only cost more calls, each as dear as a batch.
-        flying = len(shard.in_flight)
-        return flying == 0 or (flying < IN_FLIGHT_MAX and 2 * shard.queued >= self._limits.batch_commands_max)
+        # Small calls side by side would cost more in total: each call has a fixed cost.
+        in_flight = len(shard.in_flight)
+        return in_flight == 0 or (
+            in_flight < IN_FLIGHT_MAX and 2 * shard.queued >= self._limits.batch_commands_max
+        )
 
-    def _next_batch(self, shard: ShardQueue) -> tuple[list[QueueEntry], int]:
-        """The entries at the head of the queue that one call can carry, and the history it must be decided in
-        (0: any).
+    def _next_call(self, shard: ShardQueue) -> tuple[list[QueueEntry], int]:
+        """Takes the entries for one call from the head of the queue; returns them and the history in which
+        the call must be decided (0: any).
 
-        They have one type, no lane of theirs is in flight, and what was decided of their lanes was decided in
-        one history.
+        The entries have one type, none of their lanes is in flight, and the decided entries of their lanes
+        were decided in one history.
         """
-        batch: list[QueueEntry] = []
+        entries: list[QueueEntry] = []
         offers: set[str] = set()
         count = history = size_bytes = 0
         queue = shard.queue
         while queue:
             entry = queue[0]
             lane = entry.lane
-            if entry.done.done():  # refused with one before it, or its caller has gone
+            if entry.done.done():  # refused with an entry before it, or its caller no longer waits
                 shard.queued -= len(queue.popleft().commands)
                 continue
-            if batch:
+            if entries:
                 size = AT_ONCE_MAX.get(entry.script, self._limits.batch_commands_max)
-                if entry.script != batch[0].script or count + len(entry.commands) > size:
+                if entry.script != entries[0].script or count + len(entry.commands) > size:
                     break
                 if size_bytes + entry.bytes > CALL_BYTES_MAX:
                     break
-                if len(batch) >= entry.company or len(batch) >= batch[0].company:
+                if len(entries) >= entry.entries_max or len(entries) >= entries[0].entries_max:
                     break
-                if entry.has_baskets and any(other.has_baskets for other in batch):
+                if entry.has_baskets and any(other.has_baskets for other in entries):
                     break
                 if len(offers) >= OFFERS_IN_CALL_MAX and not entry.offers <= offers:
                     break
             offers |= entry.offers
-            if lane.flying or (lane.decided and history and lane.history != history):
+            if lane.in_flight or (lane.decided and history and lane.history != history):
                 break
             if lane.decided:
                 history = lane.history
-            batch.append(queue.popleft())
+            entries.append(queue.popleft())
             count += len(entry.commands)
             size_bytes += entry.bytes
         shard.queued -= count
-        for entry in batch:
-            entry.lane.flying = True
-        return batch, history
+        for entry in entries:
+            entry.lane.in_flight = True
+        return entries, history
 
-    async def _send(self, shard: ShardQueue, batch: list[QueueEntry], history: int) -> None:
-        """One call, and what becomes of its entries: those that are to be sent again go to the head of the
-        queue, in order.
+    async def _send(self, shard: ShardQueue, entries: list[QueueEntry], history: int) -> None:
+        """Sends one call and handles its result; entries to be sent again go to the head of the queue, in
+        order.
         """
-        commands = batch[0].commands if len(batch) == 1 else [c for entry in batch for c in entry.commands]
+        commands = (
+            entries[0].commands if len(entries) == 1 else [c for entry in entries for c in entry.commands]
+        )
         again: list[QueueEntry] = []
         pause = True
         try:
-            rows, history = await self._calls.call(shard.keys, batch[0].script, commands, history)
-            again, pause = self._answer(shard, batch, rows, history), False
+            rows, history = await self._calls.call(shard.keys, entries[0].script, commands, history)
+            again, pause = self._answer(shard, entries, rows, history), False
             if shard.refuses:
                 log.warning("shard %d decides again", shard.keys.shard)
                 shard.refuses = ""
         except CallRefused as error:
-            again = self._refused(shard, batch, error)
+            again = self._on_refused(shard, entries, error)
         except AnotherHistory as error:
-            for entry in batch:
+            for entry in entries:
                 entry.lane.stale |= entry.lane.history != error.history
-            again, pause = batch, False
+            again, pause = entries, False
         except Undecidable as error:
-            again, pause = self._apart(batch, error), False
+            again, pause = self._on_undecidable(entries, error), False
         except BrokenOff as error:
-            again = self._broken(batch, error)
+            again = self._on_broken_off(entries, error)
         except BaseException as error:
             if is_trouble(error):
-                again = self._unreachable(shard, batch, error)
+                again = self._on_trouble(shard, entries, error)
             else:
-                for entry in batch:
+                for entry in entries:
                     entry.fail(error if isinstance(error, Exception) else asyncio.CancelledError())
                 if not isinstance(error, Exception):
                     raise
         finally:
-            shard.in_flight = [other for other in shard.in_flight if other is not batch]
+            shard.in_flight = [other for other in shard.in_flight if other is not entries]
             again = [entry for entry in again if not entry.done.done()]
-            for lane in dict.fromkeys(entry.lane for entry in batch):
-                lane.flying = False
+            for lane in dict.fromkeys(entry.lane for entry in entries):
+                lane.in_flight = False
                 if lane.stale:
-                    again = lane.take_back() + again
-            self._put_back(shard, again)
+                    again = lane.take_decided() + again
+            self._requeue(shard, again)
             if again and pause:
-                self._hold(shard)
+                self._pause(shard)
             self._wake(shard)
 
     def _answer(
-        self, shard: ShardQueue, batch: list[QueueEntry], rows: list[Any], history: int
+        self, shard: ShardQueue, entries: list[QueueEntry], rows: list[Any], history: int
     ) -> list[QueueEntry]:
-        """Answers what was decided; returns what the call had no room for, in its order."""
+        """Answers the decided commands; returns entries of the commands that did not fit, in order."""
         number, sealer = shard.keys.shard, self._sealer
-        place = 0
+        index = 0
         rest: list[QueueEntry] = []
-        for entry in batch:
-            decided = min(len(rows) - place, len(entry.commands))
+        for entry in entries:
+            decided = min(len(rows) - index, len(entry.commands))
             if decided == 0 or (decided < len(entry.commands) and entry.done.done()):
-                place += decided
+                index += decided
                 rest.append(entry)
                 continue
             if decided < len(entry.commands):
-                entry, behind = entry.cut(decided)
-                rest.append(behind)
+                entry, undecided = entry.split(decided)
+                rest.append(undecided)
             answers = []
             for command in entry.commands:
                 try:
-                    answers.append(batches.answer_of(number, command, rows[place], sealer))
+                    answers.append(batches.answer_of(number, command, rows[index], sealer))
                 except Exception as error:
-                    # It is decided, and stays so; what can be said of it is said.
+                    # The command is decided all the same; the answer has what can be read.
                     log.exception(
-                        "shard %d: no whole answer can be made of the row of command %s: %r",
+                        "shard %d: the row of command %s cannot be read completely: %r",
                         number,
                         command.id,
-                        rows[place],
+                        rows[index],
                     )
-                    answers.append(_what_is_known(number, command, rows[place], error))
-                place += 1
+                    answers.append(_partial_answer(number, command, rows[index], error))
+                index += 1
             entry.answer(answers, history)
         return rest
 
-    def _refused(self, shard: ShardQueue, batch: list[QueueEntry], error: "CallRefused") -> list[QueueEntry]:
-        """The whole call was refused: who has patience is sent again. A fence concerns whoever is queued as
-        well.
+    def _on_refused(
+        self, shard: ShardQueue, entries: list[QueueEntry], error: "CallRefused"
+    ) -> list[QueueEntry]:
+        """The whole call was refused: entries with patience are sent again, the others refused. If the shard
+        is fenced, this applies to all queued entries.
         """
         now = time.monotonic()
-        if error.message != shard.refuses and any(entry.patience_seconds == math.inf for entry in batch):
-            # Nobody is told so by an answer.
+        if error.message != shard.refuses and any(entry.patience_seconds == math.inf for entry in entries):
+            # These callers get no answer that says so.
             log.warning("shard %d decides nothing, commands wait: %s", shard.keys.shard, error.message)
             shard.refuses = error.message
-        for entry in (*batch, *(shard.queue if error.outcome == Outcome.fenced else ())):
+        for entry in (*entries, *(shard.queue if error.outcome == Outcome.fenced else ())):
             if not entry.done.done() and not entry.is_patient(now):
                 entry.refuse(error.outcome, error.message, error.retry_at)
-        return batch
+        return entries
 
-    def _apart(self, batch: list[QueueEntry], error: "Undecidable") -> list[QueueEntry]:
-        """Nothing was decided because one command raises: halves are sent, until it is alone; it is answered
-        `invalid`.
+    def _on_undecidable(self, entries: list[QueueEntry], error: "Undecidable") -> list[QueueEntry]:
+        """Nothing was decided because a command causes an error: halves are sent until that command is alone;
+        it is answered `invalid`.
         """
-        if len(batch) > 1:
-            for entry in batch:
-                entry.company = len(batch) // 2
-            return batch
-        [entry] = batch
+        if len(entries) > 1:
+            for entry in entries:
+                entry.entries_max = len(entries) // 2
+            return entries
+        [entry] = entries
         if entry.done.done():
             return []
         if parts := entry.halves():
             return list(parts)
-        said = f"no answer can be given to this command, it was set aside: {error}"
+        reason = f"this command cannot be decided, it was set aside: {error}"
         log.error(
             "command %s of offer %s cannot be decided: %s",
             entry.commands[0].id,
@@ -517,92 +520,94 @@ class Gate:
             error,
         )
         if entry.unsure:
-            entry.fail(OutcomeUnknown(said))
+            entry.fail(OutcomeUnknown(reason))
         else:
             entry.fault = str(error)
-            entry.answer([refusal(c.id, Outcome.invalid, c.offer, said) for c in entry.commands])
+            entry.answer([refusal(c.id, Outcome.invalid, c.offer, reason) for c in entry.commands])
         return []
 
-    def _broken(self, batch: list[QueueEntry], error: "BrokenOff") -> list[QueueEntry]:
-        """A script failed after its first write, and the shard is rebuilt from the journal: then they are
-        asked again, fewer at once.
+    def _on_broken_off(self, entries: list[QueueEntry], error: "BrokenOff") -> list[QueueEntry]:
+        """A script failed after its first write, and its shard will be rebuilt from the journal: then the
+        entries are sent again, fewer per call.
         """
         log.critical("a script failed after its first write: %s", error)
         again: list[QueueEntry] = []
-        for entry in batch:
+        for entry in entries:
             entry.unsure = True
-            entry.company = max(1, len(batch) // 2)
-        if len(batch) > 1:
-            return batch
-        [entry] = batch
+            entry.entries_max = max(1, len(entries) // 2)
+        if len(entries) > 1:
+            return entries
+        [entry] = entries
         entry.breaks += 1
         if not entry.done.done() and (parts := entry.halves()):
             again = list(parts)
         elif entry.breaks < BREAKS_MAX:
-            again = batch
+            again = entries
         else:
-            entry.fault = f"decided or not, nobody knows: {error}"
-            entry.fail(OutcomeUnknown(f"it breaks its shard each time: {error}"))
+            entry.fault = f"it is unknown whether this command is decided: {error}"
+            entry.fail(OutcomeUnknown(f"each call with this command fails after its first write: {error}"))
         return again
 
-    def _unreachable(
-        self, shard: ShardQueue, batch: list[QueueEntry], error: BaseException
+    def _on_trouble(
+        self, shard: ShardQueue, entries: list[QueueEntry], error: BaseException
     ) -> list[QueueEntry]:
-        """Sent, perhaps decided: only the same command can find out, so it is sent again until its time is
-        over.
+        """The call was sent and may be decided. Only the same commands can tell, so they are sent again until
+        their time-out.
         """
         now = time.monotonic()
-        for entry in batch:
+        for entry in entries:
             entry.unsure = True
             if entry.deadline <= now:
                 entry.refuse(Outcome.busy, f"Redis does not answer: {error}", 0)
-        self._give_up_late(shard, now)
-        return batch
+        self._refuse_late(shard, now)
+        return entries
 
     def _watch(self, shard: ShardQueue) -> None:
-        """Keeps the time-outs of callers while something is in flight, whatever time-out the client of Redis
-        has.
+        """Enforces the time-outs of callers while a call is in flight, independently of the Redis client's
+        time-outs.
         """
         now = time.monotonic()
-        for batch in shard.in_flight:
-            for entry in batch:
+        for entries in shard.in_flight:
+            for entry in entries:
                 if entry.deadline <= now:
                     entry.unsure = True
-                    entry.refuse(Outcome.busy, "Redis did not answer in time", 0)
-        self._give_up_late(shard, now)
+                    entry.refuse(Outcome.busy, "Redis did not answer within the time-out", 0)
+        self._refuse_late(shard, now)
         shard.watch = None
         if shard.in_flight or shard.queue:
             shard.watch = asyncio.get_running_loop().call_later(WATCH_EVERY_SECONDS, self._watch, shard)
 
-    def _give_up_late(self, shard: ShardQueue, now: float) -> None:
-        """Those in the queue whose time is over: what was never sent is `busy`, the rest unknown."""
+    def _refuse_late(self, shard: ShardQueue, now: float) -> None:
+        """Ends queued entries whose time is over: commands never sent are `busy`, others unknown."""
         late = [entry for entry in shard.queue if entry.deadline <= now]
         if not late:
             return
         shard.queue = deque(entry for entry in shard.queue if entry.deadline > now)
         shard.queued -= sum(len(entry.commands) for entry in late)
         for entry in late:
-            entry.refuse(Outcome.busy, "Redis did not take it in time", self._calls.now() + BUSY_RETRY_MS)
+            entry.refuse(
+                Outcome.busy,
+                "Redis did not take the command within the time-out",
+                self._calls.now() + BUSY_RETRY_MS,
+            )
 
-    def _put_back(self, shard: ShardQueue, entries: list[QueueEntry]) -> None:
-        """To the head of the queue, in order."""
+    def _requeue(self, shard: ShardQueue, entries: list[QueueEntry]) -> None:
+        """Puts entries at the head of the queue, in order."""
         shard.queue.extendleft(reversed(entries))
         shard.queued += sum(len(entry.commands) for entry in entries)
 
-    def _hold(self, shard: ShardQueue) -> None:
-        if not shard.held:
-            shard.held = True
-            asyncio.get_running_loop().call_later(RETRY_SECONDS, self._release, shard)
+    def _pause(self, shard: ShardQueue) -> None:
+        if not shard.is_paused:
+            shard.is_paused = True
+            asyncio.get_running_loop().call_later(RETRY_SECONDS, self._end_pause, shard)
 
-    def _release(self, shard: ShardQueue) -> None:
-        shard.held = False
+    def _end_pause(self, shard: ShardQueue) -> None:
+        shard.is_paused = False
         self._pump(shard)
 
 
-def _what_is_known(shard: int, command: AnyCommand, row: Sequence[Any], error: Exception) -> Answer:
-    """The answer to a command that is decided, with no more than outcome and event: the rest of its row
-    cannot be read.
-    """
+def _partial_answer(shard: int, command: AnyCommand, row: Sequence[Any], error: Exception) -> Answer:
+    """Returns the answer to a decided command whose row cannot be read completely: only outcome and event."""
     message = f"decided, but the rest of the answer cannot be read: {type(error).__name__}: {error}"
     return Answer(
         command.id,
@@ -617,10 +622,8 @@ def _what_is_known(shard: int, command: AnyCommand, row: Sequence[Any], error: E
 
 
 def _check_baskets(commands: Sequence[AnyCommand], answers: list[Answer | None]) -> None:
-    """Answers `invalid` to the grabs of a basket that cannot be decided as one: all of them, or it would be
-    torn apart.
-    """
-    refused = {place for place, answer in enumerate(answers) if answer is not None}
-    for place, reason in torn_baskets(commands, refused).items():
-        command = commands[place]
-        answers[place] = answers[place] or refusal(command.id, Outcome.invalid, command.offer, reason)
+    """Answers `invalid` to all grabs of a basket that cannot be decided together."""
+    refused = {index for index, answer in enumerate(answers) if answer is not None}
+    for index, reason in torn_baskets(commands, refused).items():
+        command = commands[index]
+        answers[index] = answers[index] or refusal(command.id, Outcome.invalid, command.offer, reason)

@@ -1,9 +1,9 @@
-"""Journaled up to n: who was promised a journaled answer waits here until the journal has its event.
+"""Waits until events are journaled: a caller with the promise `journaled` gets its answers then.
 
-The number is true within one history only (docs/protocol.md): a waiter names the history its answer was
-decided under, and at another one it is told so, to send its command again. Announcements come by pub/sub;
-since one can be missed, each shard with waiters is also looked at, by itself: no shard waits for another's
-server.
+"Journaled up to n" is true within one history only (docs/protocol.md). A waiter names the history in which
+its answer was decided; if the shard gets another history, the waiter gets HistoryChanged and sends its
+command again. Announcements arrive by pub/sub. Since one can be missed, each shard with waiters is also
+polled, in a separate task, so that no shard waits for the server of another.
 """
 
 import asyncio
@@ -15,17 +15,17 @@ from grabstream.lua.ending import end
 from grabstream.lua.keys import KeySpace
 from grabstream.lua.trouble import is_trouble, suppressed_trouble
 
-LOOK_EVERY_SECONDS = 0.1
-#: How long a look may take: a shard whose server hangs is looked at again, by a new connection.
-LOOK_SECONDS_MAX = 1.0
+POLL_EVERY_SECONDS = 0.1
+#: The time-out of one poll: a shard whose server hangs is polled again, on a new connection.
+POLL_SECONDS_MAX = 1.0
 
 
 class HistoryChanged(Exception):
-    """The shard was recovered meanwhile: what was decided before may be gone; ask again under the same id."""
+    """The shard was recovered: earlier decisions may be lost; send the command again under the same id."""
 
 
 class Journaled:
-    """Follows (history, seq) of every shard and releases waiters; one a gate."""
+    """Follows (history, seq) of every shard and releases waiters; each gate has one."""
 
     def __init__(self, redis: Any, keys: KeySpace) -> None:
         self._redis = redis
@@ -34,38 +34,37 @@ class Journaled:
         self._waiting: dict[int, list[tuple[int, int, int, asyncio.Future[None]]]] = {}
         self._order = itertools.count()
         self._listening: asyncio.Task[None] | None = None
-        self._looking: dict[int, asyncio.Task[None]] = {}
+        self._polling: dict[int, asyncio.Task[None]] = {}
 
     @property
     def is_following(self) -> bool:
-        """Whether it was started."""
+        """Whether `start` was called."""
         return self._listening is not None
 
     def start(self) -> None:
-        """Begins to listen."""
+        """Starts to listen to announcements."""
         self._listening = asyncio.create_task(self._listen())
 
     async def close(self) -> None:
         """Stops; waiters are cancelled."""
         if self._listening is not None:
-            # One cancellation may be swallowed, where the client is just connecting: then the task would
-            # listen for ever.
-            await end([self._listening, *self._looking.values()], again_seconds=LOOK_EVERY_SECONDS)
+            # A cancellation may be swallowed while the client connects; then the task would never end.
+            await end([self._listening, *self._polling.values()], again_seconds=POLL_EVERY_SECONDS)
         for heap in self._waiting.values():
             for *_, future in heap:
                 future.cancel()
 
     async def wait(self, shard: int, history: int, seq: int) -> None:
-        """Returns when the shard's journal has `seq` in this history; raises HistoryChanged when another one
-        came.
+        """Returns when the shard's journal has `seq` in this history; raises HistoryChanged when the shard
+        has another history.
         """
         known_history, known_seq = self._known.get(shard, (-1, 0))
         if known_history == history and known_seq >= seq:
             return
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         heapq.heappush(self._waiting.setdefault(shard, []), (seq, next(self._order), history, future))
-        if shard not in self._looking and self.is_following:
-            self._looking[shard] = asyncio.create_task(self._look_again_and_again(shard))
+        if shard not in self._polling and self.is_following:
+            self._polling[shard] = asyncio.create_task(self._poll(shard))
         await future
 
     def _announce(self, shard: int, history: int, seq: int) -> None:
@@ -100,21 +99,21 @@ class Journaled:
             except BaseException as error:
                 if not is_trouble(error):
                     raise
-                await asyncio.sleep(LOOK_EVERY_SECONDS)
+                await asyncio.sleep(POLL_EVERY_SECONDS)
 
-    async def _look_again_and_again(self, shard: int) -> None:
-        """Looks at a shard as long as somebody waits for it."""
+    async def _poll(self, shard: int) -> None:
+        """Polls a shard while it has waiters."""
         try:
             while self._waiting.get(shard):
-                await asyncio.sleep(LOOK_EVERY_SECONDS)
+                await asyncio.sleep(POLL_EVERY_SECONDS)
                 with suppressed_trouble():
-                    async with asyncio.timeout(LOOK_SECONDS_MAX):
-                        await self.look(shard)
+                    async with asyncio.timeout(POLL_SECONDS_MAX):
+                        await self.refresh(shard)
         finally:
-            del self._looking[shard]
+            del self._polling[shard]
 
-    async def look(self, shard: int) -> None:
-        """Reads (history, seq) of a shard from its hash and releases whom it concerns."""
+    async def refresh(self, shard: int) -> None:
+        """Reads (history, seq) of a shard from its hash and releases the waiters that this concerns."""
         fields = await self._redis.hmget(self._keys.shard(shard).state, ["history", "journaled_seq"])
         if fields[0] is not None:
             self._announce(shard, int(fields[0]), int(fields[1] or 0))

@@ -1,4 +1,6 @@
-"""What waits at the gate: the commands of each caller and shard, in the order they have to be carried out."""
+"""The queue of the gate: the commands of each caller and shard, in the order in which they must be carried
+out.
+"""
 
 import asyncio
 from collections import deque
@@ -12,26 +14,26 @@ from grabstream.models.answers import Answer, refusal
 from grabstream.models.commands import AnyCommand, basket_of
 from grabstream.models.outcomes import Outcome
 
-#: Entries in one call: no bound but that of its commands, as long as none of them raises.
-IN_COMPANY_MAX: Final = 1_000_000
-#: Offers that the commands of one call name: each is read and written back.
+#: Entries in one call, until one of them causes an error: in effect no bound apart from that on commands.
+ENTRIES_IN_CALL_MAX: Final = 1_000_000
+#: Offers that the commands of one call name: each is read and written.
 OFFERS_IN_CALL_MAX: Final = 64
 
 
 class OutcomeUnknown(Exception):
-    """Time ran out after the commands were sent: they may or may not be decided. Send them again under the
+    """The time ran out after the commands were sent: they may be decided or not. Send them again under the
     same ids.
     """
 
 
 class Order:
-    """Calls that share one are carried out in the order they were made, in every shard."""
+    """Calls with the same Order are carried out in the order in which they were made, in every shard."""
 
     def __init__(self) -> None:
         self._lanes: dict[int, Lane] = {}
 
     def lane(self, shard: int) -> "Lane":
-        """The commands of this order in a shard."""
+        """Returns the commands of this order in a shard."""
         lane = self._lanes.get(shard)
         if lane is None:
             lane = self._lanes[shard] = Lane()
@@ -39,22 +41,22 @@ class Order:
 
 
 class Lane:
-    """The commands of one order in one shard: one call at a time carries them.
+    """The commands of one order in one shard. Only one script call at a time carries commands of a lane.
 
-    `decided` are those whose answers are not given yet, in their order, all decided in `history`; `stale`
-    once that has gone.
+    `decided` are the entries whose answers are not given yet, in their order, all decided in `history`.
+    `stale` is set when that history is lost.
     """
 
-    __slots__ = ("decided", "flying", "history", "stale")
+    __slots__ = ("decided", "history", "in_flight", "stale")
 
     def __init__(self) -> None:
         self.decided: deque[QueueEntry] = deque()
         self.history = 0
-        self.flying = False
+        self.in_flight = False
         self.stale = False
 
-    def take_back(self) -> "list[QueueEntry]":
-        """What has to be decided again, in its order."""
+    def take_decided(self) -> "list[QueueEntry]":
+        """Removes and returns the entries that must be decided again, in their order."""
         entries = list(self.decided)
         self.decided.clear()
         self.stale = False
@@ -64,19 +66,19 @@ class Lane:
 
 
 class QueueEntry:
-    """Consecutive commands of one caller, shard and type. `done` has a result once they are decided or
-    refused; then `answers` and `history` say how. Later ones of the same call and shard hang on `next`: what
-    was not decided must not be overtaken by them.
+    """Consecutive commands of one caller, shard and type. `done` gets a result when they are decided or
+    refused; then `answers` and `history` have the outcome. `next` is the following entry of the same caller's
+    call and shard: it must not overtake commands that were not decided.
 
-    `unsure` once they may be decided although nobody knows (no reply came, or a history was lost): then they
-    are not refused any more. `given` once the caller has its answer, or has gone. `company` is how many
-    entries may share a call with it: fewer after an error. `parts` are the entries that it was cut into: to
-    find the command that raises, or because a call had no room for all of it. `fault` says of a single one
-    what it raised.
+    `unsure` is set when the commands may be decided but this is unknown (no reply arrived, or a history was
+    lost): then they cannot be refused any more. `given` is set when the caller has its answers, or no longer
+    waits. `entries_max` is how many entries may share a script call with this one: fewer after an error.
+    `parts` are the entries that this one was split into: to find the command that causes an error, or because
+    a call had no room for all commands. `fault` is the error of a single command.
     """
 
     __slots__ = (
-        "answers", "breaks", "bytes", "commands", "company", "deadline", "done", "fault", "given",
+        "answers", "breaks", "bytes", "commands", "deadline", "done", "entries_max", "fault", "given",
         "has_baskets", "history", "lane", "next",
         "parts", "patience_seconds", "patient_until", "script", "unsure",
     )  # fmt: skip
@@ -98,25 +100,25 @@ class QueueEntry:
         self.patient_until: float | None = None
         self.unsure = False
         self.given = False
-        self.company = IN_COMPANY_MAX
+        self.entries_max = ENTRIES_IN_CALL_MAX
         self.breaks = 0
         self.fault: str | None = None
         self.next: QueueEntry | None = None
         self.parts: tuple[QueueEntry, ...] = ()
         self.answers: list[Answer] = []
         self.history = 0
-        # Two callers may have given their baskets the same name, so their entries never share a call.
+        # Two callers may use the same basket name, so entries with baskets never share a call.
         self.has_baskets = script == "grab" and any(map(basket_of, commands))
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     @property
     def last_seq(self) -> int:
-        """The seq that must be journaled before the answers are given; 0 when none."""
+        """The seq that must be journaled before the answers are given; 0 when there is none."""
         return max((answer.seq for answer in self.answers if answer.seq is not None), default=0)
 
     def is_patient(self, now: float) -> bool:
-        """Whether it goes on waiting; patience begins with the first refusal, not while the server is
-        away.
+        """Whether the entry may wait longer. Patience begins with the first refusal, not while the server is
+        unreachable.
         """
         if self.unsure:
             return now < self.deadline
@@ -125,7 +127,7 @@ class QueueEntry:
         return now < self.patient_until
 
     def answer(self, answers: list[Answer], history: int = 0) -> None:
-        """They are decided, in a history, or refused, in none."""
+        """Sets the answers: the commands were decided in a history, or refused (history 0)."""
         if not self.done.done():
             self.answers, self.history = answers, history
             if history and not self.given:
@@ -134,40 +136,40 @@ class QueueEntry:
             self.done.set_result(None)
 
     def ask_again(self) -> None:
-        """Its answers were decided in a history that is gone."""
+        """Prepares the entry to be sent again: its answers were decided in a history that is lost."""
         self.unsure = True
         if self.done.done():
             self.done = asyncio.get_running_loop().create_future()
 
     def refuse(self, outcome: Outcome, message: str, retry_at: int) -> None:
-        """Refuses it and all that follow it in its call: a confirmation must not overtake the grab it is
-        for.
+        """Refuses the entry and all entries after it in its caller's call: a confirmation must not overtake
+        the grab that it confirms.
         """
         entry: QueueEntry | None = self
         while entry is not None:
             if entry.unsure:
-                said = (
-                    f"decided or not, nobody knows yet ({message}): send the commands again under their ids"
-                )
-                entry.fail(OutcomeUnknown(said))
+                reason = f"the commands may be decided or not ({message}): send them again under their ids"
+                entry.fail(OutcomeUnknown(reason))
             else:
                 entry.answer([refusal(c.id, outcome, c.offer, message, retry_at) for c in entry.commands])
             entry = entry.next
 
     def fail(self, error: BaseException) -> None:
-        """The caller gets an error instead of answers."""
+        """Makes the caller get an error in place of answers."""
         if not self.done.done():
             self.done.set_exception(error)
-            # A caller of several shards hears of the first failure only; the others need no line in the log.
+            # A caller of several shards gets only the first error; asyncio need not log the others.
             self.done.exception()
 
     @property
     def offers(self) -> set[str]:
-        """The offers that its commands name."""
+        """The offers that the commands name."""
         return {command.offer for command in self.commands}
 
     def halves(self) -> "tuple[QueueEntry, ...]":
-        """Two halves of it, each alone in its call; nothing when it is one command, or one basket."""
+        """Splits the entry into halves, each of which gets its own call; returns () for a single command or
+        basket.
+        """
         end = whole_baskets(range(len(self.commands)), self.commands, len(self.commands) // 2)
         if end == len(self.commands):
             end = next(
@@ -180,29 +182,30 @@ class QueueEntry:
             )
         if not 0 < end < len(self.commands):
             return ()
-        halves = self.cut(end)
+        halves = self.split(end)
         for half in halves:
-            half.company = 1
+            half.entries_max = 1
         return halves
 
-    def cut(self, end: int) -> "tuple[QueueEntry, QueueEntry]":
-        """Its commands before a place, and those from there on."""
+    def split(self, end: int) -> "tuple[QueueEntry, QueueEntry]":
+        """Splits the entry into its commands before an index, and the others."""
         first, second = (
             QueueEntry(self.lane, self.script, part, self.deadline, self.patience_seconds)
             for part in (self.commands[:end], self.commands[end:])
         )
         first.next, second.next = second, self.next
         for part in (first, second):
-            part.patient_until, part.unsure, part.company = self.patient_until, self.unsure, self.company
+            part.patient_until, part.unsure = self.patient_until, self.unsure
+            part.entries_max = self.entries_max
         self.parts = (first, second)
-        # Those of a history that is gone, if any: nobody waits until that is journaled.
+        # Drops answers of a lost history, so that no caller waits until they are journaled.
         self.answers, self.history = [], 0
         self.next = first
         self.done.set_result(None)
         return first, second
 
     def give(self) -> None:
-        """The caller has its answer, or has gone; what was not sent yet never is."""
+        """The caller has its answers, or no longer waits; commands that were not sent are dropped."""
         self.given = True
         with suppress(ValueError):
             self.lane.decided.remove(self)
@@ -212,21 +215,23 @@ class QueueEntry:
 
 
 class ShardQueue:
-    """The queue of one shard and what is in flight for it."""
+    """The queue of one shard, and its calls in flight. `is_paused` while a retry waits; `refuses` is the last
+    logged reason why the shard refuses whole calls.
+    """
 
     def __init__(self, keys: ShardKeys) -> None:
         self.keys = keys
         self.queue: deque[QueueEntry] = deque()
         self.queued = 0
         self.in_flight: list[list[QueueEntry]] = []
-        self.held = False
+        self.is_paused = False
         self.refuses = ""
         self.waking = False
         self.watch: asyncio.TimerHandle | None = None
 
 
 async def all_decided(entries: Sequence[QueueEntry]) -> None:
-    """Returns when all are decided at the same time: a recovery may take back what was decided first."""
+    """Returns when all entries are decided at the same time: a recovery may undo earlier decisions."""
     while waiting := [part for entry in entries for part in _leaves(entry) if not part.done.done()]:
         await waiting[0].done
 
@@ -235,23 +240,23 @@ def _leaves(entry: QueueEntry) -> list[QueueEntry]:
     return [leaf for part in entry.parts for leaf in _leaves(part)] if entry.parts else [entry]
 
 
-def few_offers(places: Sequence[int], commands: Sequence[AnyCommand], start: int, end: int) -> int:
-    """The end of a cut that names no more than OFFERS_IN_CALL_MAX offers."""
+def few_offers(indexes: Sequence[int], commands: Sequence[AnyCommand], start: int, end: int) -> int:
+    """Returns the greatest end, up to `end`, at which the commands name at most OFFERS_IN_CALL_MAX offers."""
     if end - start <= OFFERS_IN_CALL_MAX:
         return end
     offers: set[str] = set()
     for index in range(start, end):
-        offers.add(commands[places[index]].offer)
+        offers.add(commands[indexes[index]].offer)
         if len(offers) > OFFERS_IN_CALL_MAX:
             return index
     return end
 
 
-def whole_baskets(places: Sequence[int], commands: Sequence[AnyCommand], end: int) -> int:
-    """The end of a cut, moved behind the basket it would go through."""
-    while end < len(places):
-        basket = basket_of(commands[places[end]])
-        if basket is None or basket != basket_of(commands[places[end - 1]]):
+def whole_baskets(indexes: Sequence[int], commands: Sequence[AnyCommand], end: int) -> int:
+    """Returns the end, moved after the basket that it would divide."""
+    while end < len(indexes):
+        basket = basket_of(commands[indexes[end]])
+        if basket is None or basket != basket_of(commands[indexes[end - 1]]):
             break
         end += 1
     return end

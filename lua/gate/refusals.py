@@ -1,8 +1,8 @@
-"""Refusals that are kept, so that somebody can later be told why: a bounded sample, written off the deciding
-path.
+"""Keeps a bounded sample of refusals, so that support can later see why a user was refused.
 
-Refusals are no events. The gate hands over what it answered, without waiting; what is too much is counted and
-dropped, and what is kept goes in batches to where the caller says.
+Refusals are not events, and deciding does not wait for them. The gate passes its answers here without
+waiting. Refusals above the bounds are counted and dropped; the others are written, many at once, by the
+function that the caller gives.
 """
 
 import asyncio
@@ -24,14 +24,13 @@ log = logging.getLogger(__name__)
 FLUSH_EVERY_SECONDS: Final = 1.0
 CLOSE_SECONDS_MAX: Final = 2.0
 BATCH_MAX: Final = 5_000
-#: A batch takes a tenth of a second; one that takes so long is tried again, since its server may never answer
-#: any more.
+#: A write usually takes 0.1 s. A write that takes this long is retried, since its server may never answer.
 WRITE_SECONDS_MAX: Final = 30.0
 
 
 class Refusal(NamedTuple):
-    """A refused command: when (ms since 1970 UTC), what it asked for, and what it was told. `limit_left` is
-    of `limit_name`.
+    """A refused command: when (ms since 1970 UTC), what it asked for, and its answer. `limit_left` belongs to
+    `limit_name`.
     """
 
     at: int
@@ -53,8 +52,8 @@ Write = Callable[[Sequence[Refusal]], Coroutine[Any, Any, None]]
 
 
 class RefusalSample(NamedTuple):
-    """What is kept: one user in `one_in` (0: nobody), at most so many refusals a second, and so many that
-    wait to be written.
+    """Which refusals are kept: those of one user in `one_in` (0: of no user), at most `per_second_max` per
+    second, and at most `waiting_max` that are not written yet.
     """
 
     one_in: int = 1
@@ -63,12 +62,12 @@ class RefusalSample(NamedTuple):
 
 
 class RefusalLog:
-    """Keeps a sample of refusals until they are written. `take` is quick and never waits; `run` writes until
-    cancelled, then `close`.
+    """Keeps a sample of refusals until they are written. `take` returns at once; `run` writes until it is
+    cancelled; call `close` after it.
 
-    A user is sampled or not, so that the story of one who is has no holes. `write` raises OSError when it
-    cannot write now; what it has not written within WRITE_SECONDS_MAX is written again, and so may be there
-    twice.
+    All refusals of a sampled user are kept, so that the user's history is complete. `write` raises OSError
+    when it cannot write now; what it has not written within WRITE_SECONDS_MAX is written again, and may then
+    exist twice.
     """
 
     def __init__(self, write: Write, sample: RefusalSample | None = None) -> None:
@@ -80,8 +79,8 @@ class RefusalLog:
         self.dropped = 0
 
     def take(self, commands: Sequence[AnyCommand], answers: Sequence[Answer]) -> None:
-        """Keeps what of these was refused, as far as there is room; a repeated answer was kept the first
-        time.
+        """Keeps the refusals among these answers, as far as there is room. A repeated answer was kept the
+        first time.
         """
         for command, answer in zip(commands, answers, strict=True):
             if answer.code >= Outcome.invalid and not answer.repeated:
@@ -113,15 +112,15 @@ class RefusalLog:
         )  # fmt: skip
 
     async def run(self) -> None:
-        """Writes what waits, again and again, until cancelled; what cannot be written now is kept, as far as
-        there is room.
+        """Writes kept refusals until cancelled; those that cannot be written now are kept, as far as there is
+        room.
         """
-        told = 0
+        logged = 0
         while True:
             await asyncio.sleep(FLUSH_EVERY_SECONDS)
-            if self.dropped > told:
-                log.info("%d refusals were too many to be kept; `demand` counts them", self.dropped - told)
-                told = self.dropped
+            if self.dropped > logged:
+                log.info("%d refusals were too many to be kept; `demand` counts them", self.dropped - logged)
+                logged = self.dropped
             try:
                 await self.flush()
             except BaseException as error:
@@ -130,18 +129,18 @@ class RefusalLog:
                 log.warning("refusals wait to be written: %s", error)
 
     async def flush(self) -> None:
-        """Writes what waits; raises OSError when it cannot be written now."""
+        """Writes kept refusals; raises OSError when they cannot be written now."""
         while self._waiting:
-            batch = self._waiting[:BATCH_MAX]
-            await self._write_within(batch)
-            # By count: more may have come meanwhile, behind these.
-            del self._waiting[: len(batch)]
+            refusals = self._waiting[:BATCH_MAX]
+            await self._write_within(refusals)
+            # Deletes by count, since more refusals may have been added after these.
+            del self._waiting[: len(refusals)]
 
-    async def _write_within(self, batch: Sequence[Refusal]) -> None:
-        """Writes a batch; raises TimeoutError when that takes too long, whatever the client does about its
+    async def _write_within(self, refusals: Sequence[Refusal]) -> None:
+        """Writes refusals; raises TimeoutError when that takes too long, even if the client swallows its
         cancellation.
         """
-        writing = asyncio.create_task(self._write(batch))
+        writing = asyncio.create_task(self._write(refusals))
         try:
             await asyncio.wait({writing}, timeout=WRITE_SECONDS_MAX)
             if not writing.done():
@@ -152,7 +151,7 @@ class RefusalLog:
             writing.cancel()
 
     async def close(self) -> None:
-        """Writes what waits, if that is quick: a refusal is not worth waiting for."""
+        """Writes kept refusals within CLOSE_SECONDS_MAX; the process does not wait longer for them."""
         try:
             async with asyncio.timeout(CLOSE_SECONDS_MAX):
                 await self.flush()
@@ -162,7 +161,7 @@ class RefusalLog:
 
 @asynccontextmanager
 async def writing(refusals: RefusalLog | None) -> AsyncIterator[None]:
-    """Writes what is kept while it lasts, and what is left at the end."""
+    """Writes kept refusals while the block runs, and the rest at its end."""
     if refusals is None:
         yield
         return

@@ -1,10 +1,11 @@
-"""Sealing: what recovery needs from the journal and its readers must not see (seeds, coupon codes).
+"""Sealing: encrypts what a recovery needs from the journal but readers of the journal must not see (seeds,
+coupon codes).
 
-AES-256-GCM, bound to shard, offer and purpose, so that a sealed text cannot be moved elsewhere. A seed gets a
-fresh nonce. The nonce of a coupon code follows from key, offer and code: the same code of an offer then looks
-the same, which is how Redis sees that it is in the offer's list already (lua/includes/codes.lua). Nonces of
-two codes are as unlikely to be alike as two fresh ones, and whoever has no key cannot tell from a nonce which
-code it belongs to.
+AES-256-GCM, bound to shard, offer and purpose, so that a sealed text is invalid anywhere else. A seed gets a
+random nonce. The nonce of a coupon code is derived from key, offer and code: equal codes of an offer have
+equal sealed texts, so a script can detect that a code is already in the offer's list
+(lua/includes/codes.lua). Two codes have the same nonce as rarely as two random nonces are equal, and without
+the key a nonce does not reveal its code.
 """
 
 import os
@@ -21,18 +22,18 @@ from grabstream.models.identifiers import is_id
 
 NONCE_BYTES = 12
 TAG_BYTES = 16
-#: Characters of base64 at the beginning of a sealed code that name it: 9 bytes of its nonce. Among ten
-#: million codes of an offer two have the same name once in 10^8 lists.
+#: The name of a sealed code is so many characters of base64 at its beginning: 9 bytes of its nonce. Among ten
+#: million codes of an offer, two have the same name in one of 10^8 lists.
 NAME_LENGTH = 12
 _NONCES = b"grab code nonces"
 
 
 class CannotOpen(Exception):
-    """A sealed text whose key is missing, or that was changed or moved."""
+    """The key of a sealed text is missing, or the text was changed or moved."""
 
 
 class Sealer:
-    """Seals with the first key and opens with any; keys are `id:key`, 32 bytes in base64url."""
+    """Seals with the first key and opens with any key; keys are `id:key`, 32 bytes in base64url."""
 
     def __init__(self, keys: Mapping[str, bytes]) -> None:
         if not keys:
@@ -40,26 +41,28 @@ class Sealer:
         self._keys = {key_id: AESGCM(key) for key_id, key in keys.items()}
         self._nonces = {key_id: derived(key, _NONCES) for key_id, key in keys.items()}
         self._first = next(iter(keys))
-        #: Digests of commands, keyed with keys that are derived from these.
+        #: Digests of commands, with keys that are derived from these.
         self.digests = Digests(keys)
 
     @classmethod
     def from_text(cls, text: str) -> "Sealer":
-        """From `id:key,id:key`; raises ValueError that names the setting when it cannot be read."""
+        """Reads keys from `id:key,id:key`; raises ValueError that names the setting when a key cannot be
+        read.
+        """
         keys: dict[str, bytes] = {}
-        for place, part in enumerate(filter(None, map(str.strip, text.split(","))), 1):
-            # Keys are named by their place: in a mistyped setting a key may stand where its id belongs, and
+        for number, part in enumerate(filter(None, map(str.strip, text.split(","))), 1):
+            # Errors name a key by its number: in a mistyped setting the key may be where its id belongs, and
             # errors are logged.
-            named = f"GRAB_SEAL_KEYS: key {place}"
+            named = f"GRAB_SEAL_KEYS: key {number}"
             key_id, colon, key = part.partition(":")
             if not colon:
-                raise ValueError(f"{named} stands there without an id; write it as id:key")
-            # The id stands in events, unescaped; and two keys under one would leave what the first sealed
-            # closed for ever.
+                raise ValueError(f"{named} has no id; write it as id:key")
+            # The id is part of events, unescaped. If two keys had one id, texts that the first key sealed
+            # could never be opened.
             if not is_id(key_id):
                 raise ValueError(f"{named}: the id before ':' must match [A-Za-z0-9._-]{{1,64}}")
             if key_id in keys:
-                raise ValueError(f"{named} has the id of another; give the new key an id of its own")
+                raise ValueError(f"{named} has the id of another key; give the new key a different id")
             try:
                 keys[key_id] = urlsafe_b64decode(key + "=" * (-len(key) % 4))
             except ValueError:
@@ -69,18 +72,18 @@ class Sealer:
         return cls(keys)
 
     def seal(self, shard: int, offer: str, purpose: str, text: str) -> str:
-        """The text, sealed: `<key id>:<base64 of nonce and ciphertext>`."""
+        """Returns the sealed text: `<key id>:<base64 of nonce and ciphertext>`."""
         return self._sealed(os.urandom(NONCE_BYTES), text, _bound_to(shard, offer, purpose))
 
     def seal_code(self, shard: int, offer: str, code: str) -> str:
-        """A coupon code, sealed: the same text whenever it is sealed for this offer with the same key; its
-        beginning is its name.
+        """Returns a sealed coupon code. It is always the same text for this offer, code and key, and begins
+        with its name.
         """
         bound_to = _bound_to(shard, offer, "code")
         return self._sealed(_nonce(self._nonces[self._first], bound_to, code), code, bound_to)
 
     def other_names(self, shard: int, offer: str, codes: Sequence[str]) -> dict[str, list[str]]:
-        """The names that these codes have when they are sealed with each key but the first, by its id."""
+        """Returns the names that these codes get under each key but the first, by key id."""
         bound_to = _bound_to(shard, offer, "code")
         return {
             key_id: [b64encode(_nonce(key, bound_to, code)).decode()[:NAME_LENGTH] for code in codes]
@@ -93,16 +96,14 @@ class Sealer:
         return f"{self._first}:{b64encode(nonce + sealed).decode()}"
 
     def open(self, shard: int, offer: str, purpose: str, sealed: str) -> str:
-        """What was sealed for this shard, offer and purpose; raises CannotOpen."""
+        """Returns the text that was sealed for this shard, offer and purpose; raises CannotOpen."""
         key_id, _, body = sealed.partition(":")
         if key_id not in self._keys:
             raise CannotOpen(f"no key {quoted(key_id)} in GRAB_SEAL_KEYS")
         try:
             raw = b64decode(body, validate=True)
         except ValueError:
-            raise CannotOpen(
-                f"{purpose} of offer {offer}: not a sealed text, its base64 cannot be read"
-            ) from None
+            raise CannotOpen(f"{purpose} of offer {offer}: not a sealed text, it is not base64") from None
         if len(raw) < NONCE_BYTES + TAG_BYTES:
             raise CannotOpen(f"{purpose} of offer {offer}: not a sealed text, it has only {len(raw)} bytes")
         try:
@@ -117,7 +118,7 @@ class Sealer:
 
 
 def _nonce(key: bytes, bound_to: bytes, text: str) -> bytes:
-    # What it is bound to holds two `|` and no more, so no two pairs of it and a text are joined to the same
+    # `bound_to` has exactly two `|`, so two different pairs of it and a text are never joined to the same
     # bytes.
     return blake2b(bound_to + b"|" + text.encode(), digest_size=NONCE_BYTES, key=key).digest()
 

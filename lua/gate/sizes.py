@@ -1,7 +1,7 @@
-"""How many bytes commands take as arguments of a script: a call bounds them, since Redis reads and unpacks
-all of them, also of those that the call has no room for and that come again with the next one.
+"""Estimates how many bytes commands take as arguments of a script. A call bounds them, since Redis reads and
+unpacks all arguments, even those of commands that do not fit into the call and are sent again.
 
-It is an estimate from what may be long in a command; where ids are all there is, a constant.
+The estimate counts the fields that may be long; a command that has only ids and numbers has a constant size.
 """
 
 from collections.abc import Sequence
@@ -21,17 +21,17 @@ from grabstream.models.commands import (
 )
 from grabstream.models.offers import EnvelopeTerms
 
-#: Arguments of one call, in bytes. A command, or a basket, that has more goes alone.
+#: Bytes of arguments of one call. A command or a basket with more gets its own call.
 CALL_BYTES_MAX: Final = 128 * 1024
-#: A command that has ids and numbers only.
+#: The size of a command that has only ids and numbers.
 PLAIN_BYTES: Final = 64
 _PART_BYTES: Final = 6
 
 
 def size_of(command: AnyCommand) -> int:
-    """About how many bytes a command takes of a call's arguments."""
+    """Returns an estimate of the bytes that a command takes of a call's arguments."""
     if isinstance(command, Grab):
-        # As text for the event, and one by one.
+        # They are sent twice: as text for the event, and as a map.
         return PLAIN_BYTES + 2 * sum(len(name) + len(value) + 6 for name, value in command.attributes.items())
     if isinstance(command, Load):
         of_item = bytes_of_code if command.what == "codes" else len
@@ -44,25 +44,25 @@ def size_of(command: AnyCommand) -> int:
         parts = command.terms.parts * _PART_BYTES
         return 2 * len(encode_command(command)) + (parts if parts <= INLINE_BYTES_MAX else 0)
     if isinstance(command, Open | Amend | Adjust | Return):
-        # What is changed goes as text for the event, and by itself.
+        # Terms and changes are sent twice: as text for the event, and as a map.
         return (2 if isinstance(command, Open | Amend) else 1) * len(encode_command(command))
     return PLAIN_BYTES
 
 
 def size_of_all(commands: Sequence[AnyCommand]) -> int:
-    """The same of commands of one type."""
+    """Returns the sum for commands of one type."""
     if type(commands[0]) is Grab and not any(command.attributes for command in commands):  # type: ignore[union-attr]
         return PLAIN_BYTES * len(commands)
     return sum(map(size_of, commands))
 
 
 def fitting(commands: Sequence[AnyCommand]) -> int:
-    """How many of the first of these, of one type, go into one call; at least one."""
+    """Returns how many of the first of these commands, of one type, fit into one call; at least 1."""
     if size_of_all(commands) <= CALL_BYTES_MAX:
         return len(commands)
     size = 0
-    for place, command in enumerate(commands):
+    for index, command in enumerate(commands):
         size += size_of(command)
         if size > CALL_BYTES_MAX:
-            return max(place, 1)
+            return max(index, 1)
     return len(commands)

@@ -1,7 +1,7 @@
-"""Tickets: what the eligibility service signs for one user and one offer (or its campaign), as a JWT.
+"""Tickets: JWTs that an eligibility service signs for one user and one offer (or its campaign).
 
-The gate checks who signed it, for whom and for what; until when it is good, and whether it was used before,
-is decided in Lua.
+The gate checks the signature, the user and the offer of a ticket. The scripts decide whether the ticket has
+expired or was used before.
 """
 
 from base64 import b64decode
@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Final, NamedTuple
 
-import jwt  # the usual library for these tokens; its signatures are those of cryptography
+import jwt  # the usual library for these tokens; it signs and verifies with `cryptography`
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 from grabstream.models.identifiers import campaign_of, is_id
@@ -17,17 +17,18 @@ from grabstream.models.offers import TIME_MS_MAX
 
 SECRET_BYTES_MIN: Final = 32
 PUBLIC_KEY_BYTES: Final = 32
-#: How far ahead of ours the clock of who signs may be, when a ticket says from when on it is good (`nbf`).
+#: How far the signer's clock may be ahead of this machine's, for tickets with a time from which they are
+#: valid (`nbf`).
 NOT_BEFORE_LEEWAY_SECONDS: Final = 5
-#: Verified tickets that are remembered, about 1 kB each.
+#: The number of verified tickets that are cached, about 1 kB each.
 REMEMBERED_MAX: Final = 16_384
 
 
 class Ticket(NamedTuple):
-    """A ticket that is right for its user and offer: good until `expires_at_ms` (ms since 1970 UTC), once
-    when `once_id` is not ''.
+    """A ticket that is valid for its user and offer until `expires_at_ms` (ms since 1970 UTC), and for one
+    use if `once_id` is not ''.
 
-    `of_campaign`: it is good for more than this offer, so that a single use counts in the whole campaign.
+    `of_campaign`: it is valid for more than this offer, so a single use counts in the whole campaign.
     """
 
     expires_at_ms: int
@@ -36,52 +37,52 @@ class Ticket(NamedTuple):
 
 
 class TicketKeys:
-    """Who may sign tickets, by key id. The key decides on the algorithm: a secret is HS256's, an Ed25519
-    public key EdDSA's.
+    """The keys that may sign tickets, by key id. The key determines the algorithm: HS256 for a secret, EdDSA
+    for an Ed25519 public key.
     """
 
     def __init__(self, keys: Mapping[str, bytes | Ed25519PublicKey]) -> None:
-        """Without keys every ticket is refused."""
+        """Makes the keys; without keys every ticket is refused."""
         self._keys = dict(keys)
-        # EdDSA costs 100 µs, and the same ticket comes with every retry. What is refused raises and so is not
-        # remembered: forged tickets cannot push good ones out, and one that is not good yet is looked at
+        # EdDSA costs 100 µs, and every retry has the same ticket. A refused ticket raises and so is not
+        # cached: forged tickets cannot evict valid ones, and a ticket that is not valid yet is verified
         # again.
         self._verified: Callable[[str, str, str], Ticket] = lru_cache(REMEMBERED_MAX)(self._verify)
 
     @classmethod
     def from_text(cls, text: str) -> "TicketKeys":
-        """From `id:algorithm:key,id:algorithm:key`, '' for none; raises ValueError that names the setting
-        when it cannot be read.
+        """Reads keys from `id:algorithm:key,id:algorithm:key`, '' for none; raises ValueError that names the
+        setting when a key cannot be read.
 
         HS256 has a secret of at least 32 bytes, EdDSA an Ed25519 public key of 32 bytes; both in base64 or
         base64url.
         """
         keys: dict[str, bytes | Ed25519PublicKey] = {}
-        for place, part in enumerate(filter(None, map(str.strip, text.split(","))), start=1):
-            # Keys are named by their place: in a mistyped setting the secret may stand anywhere, and errors
-            # are logged.
-            key = f"GRAB_TICKET_KEYS: key {place}"
+        for number, part in enumerate(filter(None, map(str.strip, text.split(","))), start=1):
+            # Errors name a key by its number: in a mistyped setting the secret may be in any field, and
+            # errors are logged.
+            key = f"GRAB_TICKET_KEYS: key {number}"
             fields = part.split(":")
             if len(fields) != 3:
                 raise ValueError(f"{key} has {len(fields)} fields; write it as id:algorithm:key")
             key_id, algorithm, encoded = fields
             if not is_id(key_id):
                 raise ValueError(f"{key}: the id before the first ':' must match [A-Za-z0-9._-]{{1,64}}")
-            # The later of two under one id would silently refuse what the other signed.
+            # If two keys had one id, tickets signed by the first would be refused without an error.
             if key_id in keys:
-                raise ValueError(f"{key} has the id of another; give the new key an id of its own")
+                raise ValueError(f"{key} has the id of another key; give the new key a different id")
             keys[key_id] = _read_key(key, algorithm, encoded)
         return cls(keys)
 
     def read(self, token: str, user: str, offer: str) -> Ticket | None:
-        """The ticket in a token (a compact JWT); None when it is not signed by one of the keys, or not for
-        this user and offer.
+        """Returns the ticket in a token (a compact JWT); None when none of the keys signed it, or when it is
+        not for this user and offer.
 
-        `sub` must be the user, `aud` the offer or its campaign (or a list with one of them), `exp` is
-        required (seconds since 1970, until 2100), `jti`, when there, an id under which it is used once: for
-        the offer, when `aud` names only that, else in the campaign. Expiry is NOT checked: the shard's clock
-        decides that, in Lua, so that a command that is asked again gets its first answer. `nbf` has no place
-        there and is checked here, by the clock of this process.
+        `sub` must be the user, `aud` the offer or its campaign (or a list with one of them), and `exp` is
+        required (seconds since 1970, until 2100). `jti`, if present, is an id that can be used once: for the
+        offer if `aud` names only the offer, else in the campaign. Expiry is NOT checked here: the script
+        decides it by the shard's clock, so that a repeated command gets its first answer. `nbf` is checked
+        here, by the clock of this process, since the scripts do not have it.
         """
         if not token.isascii():
             return None
@@ -98,16 +99,17 @@ class TicketKeys:
         claims = jwt.decode(
             token,
             key,
-            # Never what the token says: a public key would else be good as everybody's HS256 secret.
+            # Never the algorithm of the token: else anyone could sign with HS256, with a public key as
+            # secret.
             algorithms=[_algorithm_of(key)],
-            # `iat` is no promise about when a ticket is good.
+            # `iat` does not limit when a ticket is valid.
             options={"require": ["sub", "aud", "exp"], "verify_exp": False, "verify_iat": False},
             subject=user,
             audience={offer, campaign_of(offer)},
             leeway=NOT_BEFORE_LEEWAY_SECONDS,
         )
         expires_at = claims["exp"]
-        # The bound also finds milliseconds, and numbers that are none (NaN).
+        # The bound also refuses milliseconds and NaN.
         if (
             isinstance(expires_at, bool)
             or not isinstance(expires_at, int | float)
@@ -131,12 +133,12 @@ def sign(
     expires_at_ms: int,
     once_id: str = "",
 ) -> str:
-    """A token for a user, good for an offer, a campaign or several of them until `expires_at_ms` (ms since
-    1970 UTC).
+    """Returns a token for a user, valid for an offer, a campaign or several of them until `expires_at_ms` (ms
+    since 1970 UTC).
 
-    With an HS256 secret of at least 32 bytes, ValueError if it is shorter, or an Ed25519 private key (EdDSA).
-    With `once_id` it is good for one grab: of the offer, or, where it is for a campaign or for several
-    offers, in each campaign. For tests, rehearsals and the command line: the gate itself never signs.
+    Signs with an HS256 secret of at least 32 bytes (ValueError if it is shorter) or an Ed25519 private key
+    (EdDSA). With `once_id` the token is valid for one grab: of the offer or, if it is for a campaign or
+    several offers, in each campaign. For tests, rehearsals and the command line; the gate never signs.
     """
     if isinstance(key, bytes) and len(key) < SECRET_BYTES_MIN:
         raise ValueError(f"a ticket's secret must have at least {SECRET_BYTES_MIN} bytes, it has {len(key)}")
@@ -144,7 +146,7 @@ def sign(
     claims = {
         "sub": user,
         "aud": offer if isinstance(offer, str) else list(offer),
-        # Whole seconds as an integer: not every library takes the fraction that the standard allows.
+        # Whole seconds as an integer: not every library accepts the fraction that the standard allows.
         "exp": expires_at_ms / 1000 if rest else seconds,
     }
     return jwt.encode(
@@ -157,10 +159,10 @@ def _algorithm_of(key: bytes | Ed25519PublicKey | Ed25519PrivateKey) -> str:
 
 
 def _read_key(name: str, algorithm: str, encoded: str) -> bytes | Ed25519PublicKey:
-    """A key from its algorithm and base64; `name` begins the text of the ValueError."""
+    """Reads a key from its algorithm and base64; `name` begins the text of the ValueError."""
     if algorithm not in ("HS256", "EdDSA"):
         raise ValueError(f"{name}: the algorithm between the ':' must be HS256 or EdDSA")
-    # `openssl rand -base64` and a JWK write different alphabets, with and without padding.
+    # `openssl rand -base64` and a JWK use different alphabets, with and without padding.
     encoded = encoded.rstrip("=").replace("-", "+").replace("_", "/")
     try:
         raw = b64decode(encoded + "=" * (-len(encoded) % 4), validate=True)
@@ -180,8 +182,6 @@ def _read_key(name: str, algorithm: str, encoded: str) -> bytes | Ed25519PublicK
     try:
         jwt.get_algorithm_by_name("HS256").prepare_key(raw)
     except jwt.InvalidKeyError:
-        # The library would refuse every ticket with it, and rightly: what is public must not be a secret.
-        raise ValueError(
-            f"{name}: a PEM, SSH or JWK file stands there as HS256 secret; give random bytes"
-        ) from None
+        # The library would refuse every ticket with such a key, since a public file must not be a secret.
+        raise ValueError(f"{name}: the HS256 secret is a PEM, SSH or JWK file; give random bytes") from None
     return raw

@@ -1,7 +1,7 @@
--- Calendars as integer arithmetic on an offer's offsets: the same as models/calendar.py, function by
--- function. (A script may have 200 locals, so what only a part of it needs stands in a block.) `offsets` is a
--- list of {from ms, ms the local clock is ahead of UTC}, in order of time; none for UTC. (What only these
--- need is local to the block: a script may have 200 locals.)
+-- Calendar arithmetic on an offer's time zone offsets, in integers: the same as models/calendar.py, function
+-- by function. `offsets` is a list of {from ms, ms that the local clock is ahead of UTC}, in order of time;
+-- it is empty for UTC.
+-- What only these functions need is local to the block, because a script may have at most 200 locals.
 
 local window_of, window_ends, opens_next
 do
@@ -22,7 +22,8 @@ do
     return #offsets == 0 and 0 or offsets[offset_index(offsets, at)][2]
   end
 
-  -- The first time after `after` at which the local clock shows `local_ms` or, where it jumps over it, more.
+  -- Returns the first time after `after` at which the local clock shows `local_ms`. Where the local clock
+  -- skips `local_ms`, returns the first time at which it shows a later time.
   local function utc_of(offsets, local_ms, after)
     if #offsets > 0 then
       for i = offset_index(offsets, after), #offsets do
@@ -37,6 +38,7 @@ do
     return #offsets == 0 and 0 or offsets[1][2] % HOUR_MS
   end
 
+  -- The number of the window that a time is in.
   function window_of(per, offsets, at)
     if per == 'offer' then return 0 end
     if per == 'hour' then return whole(at + hour_shift(offsets), HOUR_MS) end
@@ -46,7 +48,7 @@ do
     error('limits: this program has no window for the period ' .. tostring(per))
   end
 
-  -- When the window of a time ends; 0 when it does not.
+  -- The time (ms) at which the window of a time ends; 0 when it never ends.
   function window_ends(per, offsets, at)
     if per == 'offer' then return 0 end
     local window = window_of(per, offsets, at)
@@ -55,7 +57,8 @@ do
     return utc_of(offsets, day * DAY_MS, at)
   end
 
-  -- nil within the hours of the week (pairs of minutes since Monday 00:00), else when they begin next.
+  -- Returns nil when a time is within the opening hours of the week (pairs of minutes since Monday 00:00),
+  -- else the time (ms) at which the next opening hours begin.
   function opens_next(hours, offsets, at)
     if #hours == 0 then return nil end
     local opens
@@ -69,7 +72,7 @@ do
         if begins <= minute and minute < hours[i][2] then return opens end
         ahead = math.min(ahead, (begins - minute - 1) % WEEK_MINUTES + 1)
       end
-      -- The clock may jump over them: then those after.
+      -- The local clock may skip these hours; then the next ones count.
       opens = utc_of(offsets, week_begins + (minute + ahead) * MINUTE_MS, at)
       at = opens
     end

@@ -1,14 +1,14 @@
--- Coupon codes that are loaded in chunks: each code once in an offer, although nobody here can read them. A
--- sealed code is `<key id>:<base64>` and begins, behind the key's id, with its name: the same code of an
--- offer, sealed with the same key, has the same one (lua/gate/sealing.py). Names are kept until the list is
--- complete or the offer closes; nothing can be loaded afterwards.
+-- Coupon codes that are loaded in chunks. An offer takes each code once, although the scripts cannot read
+-- codes. A sealed code is `<key id>:<base64>`. The base64 begins with the name of the code: within an offer,
+-- the same code sealed with the same key has the same name (lua/gate/sealing.py). Names are kept until the
+-- list is complete or the offer closes, because nothing can be loaded after that.
 
--- As many characters as NAME_LENGTH of lua/gate/sealing.py.
+-- The number of characters is NAME_LENGTH of lua/gate/sealing.py.
 local KEY_AND_NAME = '^([^:]+):(' .. string.rep('[%w+/]', 12) .. ')'
 
--- Adds a chunk of sealed codes to a list; `list` is how far it was loaded before (or nil), `loaded` how far
--- it is with this chunk. Releases before 0.2 sealed codes with fresh nonces: theirs have names, too, which
--- tell nothing.
+-- Adds a chunk of sealed codes to a list. `list` is the loading state before this chunk (or nil), `loaded`
+-- the loading state with it. Releases before 0.2 sealed codes with random nonces: those codes have names too,
+-- but the names do not identify them.
 local function add_codes(offer, list, loaded, items)
   for _, code in ipairs(items) do offer.codes_back[#offer.codes_back + 1] = code end
   if loaded.loaded == loaded.chunks then
@@ -24,7 +24,7 @@ local function add_codes(offer, list, loaded, items)
       offer.names_seen[name] = true
       local keys = loaded.keys
       local is_known = false
-      for _, one in ipairs(keys) do is_known = is_known or one == key end
+      for _, known_key in ipairs(keys) do is_known = is_known or known_key == key end
       if not is_known then keys[#keys + 1] = key end
     end
   end

@@ -1,51 +1,51 @@
--- What a call may cost. A script blocks its server, so a call does a bounded sum of work; what does not fit
--- goes into the next call. A call ends between two commands (holds, offers, events), never within one: what
--- is decided does not depend on where calls end. Costs are µs of Redis' thread on a quiet machine, see
+-- What a call may cost. A script blocks its server, so a call does a bounded amount of work, and the rest
+-- goes into the next call. A call ends between two commands (or holds, offers, events), never within one;
+-- decisions do not depend on where calls end. Costs are in µs of the Redis thread on a quiet machine, see
 -- docs/performance.md. The first command of a call is always carried out.
 
 local COST = {
   call_max = 2500,
-  command = 5, -- its arguments, what is kept under its id, its reply
-  plain_grab = 4, -- of a run of plain grabs: all of it, and each byte of the arguments of such a run:
+  command = 5, -- reading its arguments and the record under its id, and its reply
+  plain_grab = 4, -- a grab in a run of plain grabs, with everything; and each byte of the run's arguments:
   plain_byte = 0.01,
-  offer = 40, -- read and written back, with its rules
-  event = 6, -- its text, and a line of the outbox
-  grab_read = 3, -- of pieces; and each byte of its record, read and written back:
+  offer = 40, -- reading and writing an offer, with its rules
+  event = 6, -- an event's text, and its line in the outbox
+  grab_read = 3, -- reading a grab of pieces; and each byte of its record, read and written:
   record_byte = 0.01,
-  grab = 6, -- written back, with its deadline
-  waiter = 8, -- who leaves a queue
-  asked = 1, -- what a grab in a queue asks for, read; and each byte of its record:
+  grab = 6, -- writing a grab, with its deadline
+  waiter = 8, -- removing a grab from the queue
+  asked = 1, -- reading the quantity that a queued grab asks for; and each byte of its record:
   asked_byte = 0.0025,
-  considered = 0.3, -- … looked at
-  counter = 3, -- of a limit
-  scanned = 2, -- a record of a campaign looked at, whether its offer is there
-  item = 1, -- of a list: a code, a user
-  -- Each byte counts as well, since every string that Lua makes is hashed whole (1.4 ns a byte):
-  argument_byte = 0.005, -- of what the call was sent, read and unpacked
-  line_byte = 0.003, -- of an event's text: joined, and appended to the outbox
-  -- of an answer kept whole: packed, kept and replied; or read again, unpacked and replied
+  considered = 0.3, -- testing whether a queued grab can be served
+  counter = 3, -- a counter of a limit
+  scanned = 2, -- reading a record of a campaign and testing whether its offer exists
+  item = 1, -- an item of a list: a code, a user
+  -- Bytes count too, since Lua hashes every string that it makes (1.4 ns a byte):
+  argument_byte = 0.005, -- arguments of the call: read and unpacked
+  line_byte = 0.003, -- an event's text: joined, and appended to the outbox
+  -- an answer kept whole: packed, kept and replied; or read again, unpacked and replied
   answer_byte = 0.011,
-  -- of a counter's name: joined, looked up, and packed into the record of its grab, twice
+  -- a counter's name: joined, looked up, and packed into the record of its grab, twice
   counter_byte = 0.02,
-  listed_byte = 0.01, -- of codes: read from their list, joined, and packed into the record of their grab
-  span = 0.3, -- of opening hours
-  part_byte = 0.0015, -- of the parts of an envelope
+  listed_byte = 0.01, -- codes: read from their list, joined, and packed into the record of their grab
+  span = 0.3, -- a span of opening hours
+  part_byte = 0.0015, -- the parts of an envelope
 }
 
 local spend, is_spent, bytes_of
 do
   local cost = 0
 
-  function spend(units)
-    cost = cost + units
+  function spend(microseconds)
+    cost = cost + microseconds
   end
 
-  -- Whether the call has no room for anything more, or for what is known to cost so much more.
-  function is_spent(more)
-    return cost + (more or 0) >= COST.call_max
+  -- Whether the call may do no further work. `estimate` is the cost, if known, of work that is planned.
+  function is_spent(estimate)
+    return cost + (estimate or 0) >= COST.call_max
   end
 
-  -- The bytes of a list of texts.
+  -- The number of bytes in a list of texts.
   function bytes_of(texts)
     local bytes = 0
     for i = 1, #texts do bytes = bytes + #texts[i] end

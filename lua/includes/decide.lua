@@ -1,11 +1,12 @@
--- What every deciding script begins and ends with: may this call decide at all, at what time, and how events
--- are written. Needs KEYS[1..12] (shard, outbox, refusals, refusal_order, demand, due, offers, holds,
--- campaigns, retired, past, cleaning).
+-- How every deciding script begins and ends: whether this call may decide, at what time, and how events are
+-- written. Needs KEYS[1..12] (shard, outbox, refusals, refusal_order, demand, due, offers, holds, campaigns,
+-- retired, past, cleaning).
 --- @include "cost"
 --- @include "shard"
 --- @include "records"
 
--- The outcomes, as models/outcomes.py numbers them. (One table: a script may have 200 locals.)
+-- The outcomes, numbered as in models/outcomes.py. They are in one table because a script may have at most
+-- 200 locals.
 local CODE = {
   granted = 0, held = 1, confirmed = 2, released = 3, returned = 4, opened = 5, amended = 6, closed = 7,
   paused = 8, resumed = 9,
@@ -16,20 +17,22 @@ local CODE = {
   expired = 34, not_held = 35,
   not_redeemable = 36,
 }
--- Not an outcome: the gate sends the same callers' earlier commands again first. With it comes the history
--- that is now.
+-- Not an outcome: the shard has another history than the call names, and the gate must first send the earlier
+-- commands of the same callers again. The reply has the shard's present history.
 local ANOTHER_HISTORY = -1
--- As in models/bounds.py; where one is tested, what is above it is refused before anything has changed.
+-- The bounds of models/bounds.py. A script tests a bound, and refuses what exceeds it, before it changes
+-- anything.
 local BOUNDS = {
   event_line_bytes = 262144, codes_per_grab = 100, basket_grabs = 10, entry_lines = 1000,
   entry_bytes = 131072, refusals = 100000,
   basket_answers_bytes = 1048576, large_answer_bytes = 4096, with_codes = 'at most 100 where grabs get codes',
 }
--- Lua hands over 8000 values at most; what may be longer is written in pieces (an even number, for pairs).
+-- Lua passes at most 8000 values to a function; longer lists are written in pieces of an even number, since
+-- values may be pairs.
 local WRITE_VALUES_MAX = 4000
 
--- What a call writes is noted first and written last, by `commit`: from the first write on nothing is read
--- and nothing is computed, so that a call either fails before it has changed anything, or not at all.
+-- A call first notes its writes; `commit` carries them out at the end. After the first write a script reads
+-- and computes nothing more. So a call either fails before it changes anything, or succeeds.
 local writes = {}
 
 local function write(...)
@@ -48,8 +51,8 @@ local function write_in_pieces(command, key, values)
   end
 end
 
--- A write that failed although another was done, or an outbox that is ahead of the shard's seq: the shard is
--- fenced and incomplete. Its relay journals what the outbox has, and rebuilds it.
+-- Fences the shard and marks it incomplete: a write failed after another had succeeded, or the outbox is
+-- ahead of the shard's seq. The shard's relay journals the events in the outbox, then rebuilds the shard.
 local function break_off(words)
   local last = redis.call('XREVRANGE', KEYS[2], '+', '-', 'COUNT', 1)[1]
   local seq = last and tonumber(string.match(last[1], '^%d+')) + #last[2] / 2 - 1 or 0
@@ -59,7 +62,7 @@ local function break_off(words)
   error({err = 'BROKEN OFF ' .. words})
 end
 
--- Writes what was noted; no legal data can make one of these fail.
+-- Carries out the noted writes. No valid data makes one of them fail.
 local function commit()
   local done = 0
   local succeeded, problem = pcall(function()
@@ -72,19 +75,19 @@ local function commit()
   if succeeded then return end
   local words = type(problem) == 'table' and problem.err or tostring(problem)
   if done > 0 or string.find(words, 'equal or smaller', 1, true) then break_off(words) end
-  -- Nothing was written, and no command is to blame: it is the shard's keys, or its server, that cannot be
-  -- written.
+  -- Nothing was written, and no command caused it: the shard's keys, or its server, cannot be written.
   error({err = 'UNWRITTEN ' .. words})
 end
 
 -- Reads ARGV[1..5] and the shard. Returns the call's state, or nil and the refusal of the whole call {code,
 -- retry_at, message}.
---   ARGV[1] shard/shards, or shard/shards/history when callers of this call have commands behind them that
---     were decided in this history
---   and are not known to be journaled: in another one those may be gone, and nothing of the same callers may
---   be decided before them ·
---   ARGV[2] caller's time ms · ARGV[3] time to use instead ms, or '' · ARGV[4] clock skew allowed ms
---   ARGV[5] events the outbox may hold, or '' for commands that must work then too
+--   ARGV[1] shard/shards, or shard/shards/history. The history is given when callers of this call have
+--     earlier commands that were decided in it and are not known to be journaled. In another history those
+--     decisions may be lost, and no later command of the same callers may be decided before them.
+--   ARGV[2] the caller's time, ms
+--   ARGV[3] a time to use in place of the server's, ms, or ''
+--   ARGV[4] allowed clock skew, ms
+--   ARGV[5] the number of events at which the outbox is full, or '' for commands that a full outbox must take
 local function begin_call()
   local clock = time_of_server()
   if ARGV[3] ~= '' then
@@ -112,8 +115,8 @@ local function begin_call()
   local number, shards, history = string.match(ARGV[1], '^(%d+)/(%d+)/?(%d*)$')
   if shard[7] ~= shards then
     return nil, {CODE.fenced, clock + 1000,
-      'this system has ' .. shard[7] .. ' shards, the caller believes ' .. shards
-        .. ': set GRAB_SHARDS right'}
+      'this system has ' .. shard[7] .. ' shards, the caller assumes ' .. shards
+        .. ': correct GRAB_SHARDS'}
   end
   if history ~= '' and history ~= shard[4] then
     return nil, {ANOTHER_HISTORY, tonumber(shard[4]), 'the shard was recovered: history ' .. shard[4]
@@ -121,10 +124,11 @@ local function begin_call()
   end
   local seq = tonumber(shard[1] or 0)
   if seq > SEQ_MAX - 10000 then
-    return nil, {CODE.fenced, clock + 1000, 'the shard has had all the events that its records can number'}
+    return nil, {CODE.fenced, clock + 1000,
+      'the shard has reached the greatest event number that its records can hold'}
   end
   if ARGV[5] ~= '' and seq - tonumber(shard[5] or 0) >= tonumber(ARGV[5]) then
-    return nil, {CODE.busy, clock + 1000, 'the outbox is full: the relay is behind'}
+    return nil, {CODE.busy, clock + 1000, 'the outbox is full: the relay lags'}
   end
   return {
     shard = number, seq = seq, first_seq = seq + 1, history = tonumber(shard[4]),
@@ -133,18 +137,19 @@ local function begin_call()
   }
 end
 
--- The greatest amount, quantity, and product of price and quantity.
+-- The greatest amount, and the greatest product of price and quantity.
 local AMOUNT_MAX = 1e13
 
--- A number as it may be joined to an event's text. Lua writes 14 digits: what has more would be rounded, and
--- a fraction is no number of ours. Called before the first write of a script only, so that nothing has
--- changed when it raises.
+-- Returns a number that may be joined to an event's text; raises for any other. Lua writes 14 digits: a
+-- longer number would be rounded, and no number in an event has a fraction. Called only before the first
+-- write of a script, so nothing has changed when it raises.
 local function int(number)
   if number < 1e14 and number >= 0 and number % 1 == 0 then return number end
   error('not an integer from 0 to 99999999999999: ' .. tostring(number))
 end
 
--- Whether an offer has retired: what names it counts as forgotten, whatever of it is still to be deleted.
+-- Whether an offer has retired. Records that name a retired offer count as forgotten, even if they are not
+-- deleted yet.
 local function has_retired(call, name)
   local retired = call.retired[name]
   if retired == nil then
@@ -154,30 +159,30 @@ local function has_retired(call, name)
   return retired
 end
 
--- The seq of the next event; its line is put at the same place of `call.lines`.
+-- Takes the next seq. The caller then adds the event's line to `call.lines`.
 local function next_seq(call)
   call.seq = call.seq + 1
   return call.seq
 end
 
--- Adds the text of an event; what it costs goes by its bytes.
+-- Adds the text of an event; its cost is by its bytes.
 local function add_line(call, text)
   spend(COST.line_byte * #text)
   call.lines[#call.lines + 1] = text
 end
 
--- Notes the first write of a call, the only one that can still be refused (an id not above the stream's
--- last). Every line is a value of its own, since joining them in Lua would cost as much as deciding (it
--- hashes every string it makes).
+-- Notes the first write of a call, the only one that can still be refused (when its id is not above the last
+-- id of the stream). Every line is a separate value: joining lines in Lua would cost as much as deciding,
+-- since Lua hashes every string that it makes.
 local function append_events(call)
   local count, lines, from = #call.lines, call.lines, 1
   if count == 0 then return end
-  -- The bounds of commands see to it; a line that passed them all would stop its shard, so nothing may be
-  -- written of this call.
+  -- The bounds of commands keep lines short enough. A longer line would stop its shard, so this raises before
+  -- anything is written.
   local line_bytes, entry_lines, entry_bytes = BOUNDS.event_line_bytes, BOUNDS.entry_lines, BOUNDS.entry_bytes
   for i = 1, count do
     if #lines[i] > line_bytes then
-      error('LINE an event of ' .. #lines[i] .. ' bytes, at most ' .. line_bytes .. ' are taken')
+      error('LINE an event has ' .. #lines[i] .. ' bytes, more than the ' .. line_bytes .. ' allowed')
     end
   end
   while from <= count do
@@ -193,31 +198,32 @@ local function append_events(call)
   write('HSET', KEYS[1], 'seq', string.format('%.0f', call.seq), 'time', string.format('%.0f', call.now))
 end
 
--- Remembers a record among the refusals, under its command's field.
+-- Adds a record to the refusals, under the field of its command.
 local function remember(call, id, record)
   local fields = call.refused_fields
   fields[#fields + 1] = id
   fields[#fields + 1] = record
-  -- In place of a record that has outlived its offer it keeps that one's place in the order.
+  -- If the field holds a record of a retired offer, it is in the order already, and the new record keeps that
+  -- position.
   if not call.outlived[id] then call.refused_ids[#call.refused_ids + 1] = id end
   return record
 end
 
--- Offers that do not exist are counted as one, '*': else whoever invents names would fill the hash, and the
--- table behind it.
+-- Counts a refusal. Offers that do not exist are counted together under '*': otherwise a client that invents
+-- names would fill the hash, and the table in SQL that it is copied to.
 local function count_refusal(call, code, offer)
   local field = code .. ':' .. (code == CODE.no_such_offer and '*' or offer)
   call.demand[field] = (call.demand[field] or 0) + 1
 end
 
--- Counts a refusal and remembers it; returns the record. Of an offer that has retired nothing is remembered.
+-- Counts a refusal and remembers it; returns the record. A refusal about a retired offer is not remembered.
 local function refuse(call, code, id, offer, digest)
   count_refusal(call, code, offer)
   return not has_retired(call, offer) and remember(call, id, pack_refusal(code, call.now, digest, offer))
     or nil
 end
 
--- Notes what `refuse` gathered; the oldest beyond BOUNDS.refusals are forgotten.
+-- Notes the writes for all calls of `refuse`. The oldest refusals beyond BOUNDS.refusals are deleted.
 local function write_refusals(call)
   local second = string.format('%.0f:', math.floor(call.now / 1000))
   for field, number in pairs(call.demand) do write('HINCRBY', KEYS[5], second .. field, number) end

@@ -1,4 +1,5 @@
--- Parts of an envelope: one at a time, or a run of plain grabs, which is what a crowd is.
+-- Grants parts of an envelope: one part, or a run of plain grabs, which is what most callers of a crowded
+-- envelope send.
 --- @include "cost"
 --- @include "splitting"
 --- @include "records"
@@ -7,8 +8,8 @@
 --- @include "repeats"
 --- @include "offers"
 
--- Parts drawn ahead are read once for all grabs of an offer in this call (`most` of them), from the first
--- place that is free.
+-- The amount of the next part. Parts drawn ahead are read once for all grabs of an offer in this call (at
+-- most `most` of them), from the first place that is free.
 local function part_at(offer, most)
   if offer.draw == 'at_grab' then
     return next_part(offer.law, offer.amount_left, offer.units_left, offer.min, offer.max, offer.seed,
@@ -22,8 +23,8 @@ local function part_at(offer, most)
   return (struct.unpack('>I6', offer.parts_read, (offer.places - offer.parts_from) * 6 + 1))
 end
 
--- The next part; `tail` is what the event says beside, and `taken` are the parts by user that this call knows
--- of.
+-- Grants the next part; returns its row. `tail` is further text of the event. `taken` has the parts of users
+-- that this call has read or granted, by user.
 local function grant_part(call, offer, id, user, digest, tail, most, taken)
   local amount = part_at(offer, most)
   local head = event_head(call, offer, 'grab.granted', id)
@@ -38,7 +39,8 @@ local function grant_part(call, offer, id, user, digest, tail, most, taken)
   return row
 end
 
--- Whether nothing about this offer refuses a grab now, but what somebody has already, and its end.
+-- Whether a grab of this offer can only be refused because its user already has a part, its id is known, or
+-- no part is left.
 local function is_plain(call, offer)
   if not offer or offer.pieces or offer.closed or offer.paused or offer.rules.audience
     or next(offer.loads) then
@@ -48,7 +50,7 @@ local function is_plain(call, offer)
   return not (offer.rules.hours and opens_next(offer.rules.hours, offer.rules.offsets, call.now))
 end
 
--- The last two digits of a number, as text.
+-- The last two digits of a number as text.
 local TWO = {[0] = '00', '01', '02', '03', '04', '05', '06', '07', '08', '09', '10', '11', '12', '13', '14',
   '15', '16', '17', '18', '19',
   '20', '21', '22', '23', '24', '25', '26', '27', '28', '29', '30', '31', '32', '33', '34', '35', '36', '37',
@@ -59,19 +61,20 @@ local TWO = {[0] = '00', '01', '02', '03', '04', '05', '06', '07', '08', '09', '
   '84', '85', '86', '87', '88',
   '89', '90', '91', '92', '93', '94', '95', '96', '97', '98', '99'}
 
--- The hundreds of a number, as text; a number below 100 is all in its last digits.
+-- A number without its last two digits, as text; '' for a number below 100.
 local function high(number)
   return number < 100 and '' or string.format('%.0f', (number - number % 100) / 100)
 end
 
--- Grants a run of grabs that are plain: of one envelope, and no id or user twice. Stops before the first that
--- is not to be granted; returns its place and, for the reply, {first seq, first place, first left, time,
--- amounts}. Each of them costs `cost`. It is `grant_part` said once for all of them: numbers that count up or
--- down are put together from their hundreds and two digits, since formatting costs more than deciding.
+-- Grants a run of plain grabs: of one envelope, with no id or user twice. Stops before the first grab that it
+-- cannot grant. Returns the index of that grab and, for the reply, {first seq, first place, first left, time,
+-- amounts}. Each grant costs `cost`.
+-- It does what `grant_part` does, for all grabs at once. It joins the text of each counting number from its
+-- hundreds and its last two digits, since formatting a number costs more than deciding a grab.
 local function grant_run(call, offer, ids, users, campaign, cost)
   local kept = {}
   if redis.call('HGET', campaign.state_key, 'large') then
-    -- Whatever is kept under these ids is not read here.
+    -- The campaign has large answers, so this only tests whether there is one under each id.
     for i = 1, #ids do kept[i] = redis.call('HSTRLEN', campaign.answers_key, ids[i]) > 0 end
   else
     kept = redis.call('HMGET', campaign.answers_key, unpack(ids))

@@ -1,7 +1,9 @@
--- Limits: what a user, or a value of an attribute, has left in the window of now; counting, and giving back.
---   A counter is one hash field `<by>/<per>/<value>` holding `<window>:<count>`: in another window the count
---   is 0. A campaign's counters have a hash of their own, and their windows are those of the campaign's zone.
---   What a grab was counted under is a list of {counter, window, 1 if of the campaign}.
+-- Limits: how many units a user, or a value of an attribute, has left in the current window; counting units
+-- and returning them.
+--   A counter is one hash field `<by>/<per>/<value>` that holds `<window>:<count>`. In any other window its
+--   count is 0. Counters of a campaign are in a hash of the campaign, and their windows follow the campaign's
+--   time zone. A grab records the counters it was counted in as a list of {name, window, 1 if of the
+--   campaign}; in this file `counter` is such an entry.
 --- @include "cost"
 --- @include "undo"
 --- @include "calendar"
@@ -11,6 +13,7 @@ local function offsets_for(offer, of_campaign)
   return of_campaign and offer.rules.campaign_offsets or offer.rules.offsets
 end
 
+-- The counters that a grab counts in.
 local function counted_under(offer, user, attributes, now)
   local counted = {}
   for i, limit in ipairs(offer.rules.limits) do
@@ -24,7 +27,7 @@ local function counted_under(offer, user, attributes, now)
   return counted
 end
 
--- A hash of counters as a table that reads what it is asked for; `changed` are the fields to write back.
+-- The counters of a hash: `values` holds those that were read, `changed` names those to write back.
 local function counters_at(key)
   return {key = key, values = {}, changed = {}}
 end
@@ -35,60 +38,62 @@ local function parse_counter(text)
   return {tonumber(window), tonumber(count)}
 end
 
--- Reads many fields at once that are not known yet.
+-- Reads many counters at once.
 local function read_counters(counters, fields)
   for from = 1, #fields, WRITE_VALUES_MAX do
     local last = math.min(from + WRITE_VALUES_MAX - 1, #fields)
-    local found = redis.call('HMGET', counters.key, unpack(fields, from, last))
-    for i = from, last do counters.values[fields[i]] = parse_counter(found[i - from + 1]) end
+    local texts = redis.call('HMGET', counters.key, unpack(fields, from, last))
+    for i = from, last do counters.values[fields[i]] = parse_counter(texts[i - from + 1]) end
   end
 end
 
-local function counter_of(offer, one)
-  local counters = one[3] == 1 and offer.campaign.counters or offer.counters
-  local value = counters.values[one[1]]
+-- The {window, count} that is stored for a counter, and the hash of counters it belongs to.
+local function read_counter(offer, counter)
+  local counters = counter[3] == 1 and offer.campaign.counters or offer.counters
+  local value = counters.values[counter[1]]
   if not value then
-    value = parse_counter(redis.call('HGET', counters.key, one[1]))
-    counters.values[one[1]] = value
+    value = parse_counter(redis.call('HGET', counters.key, counter[1]))
+    counters.values[counter[1]] = value
   end
   return value, counters
 end
 
--- How much a counter has in the window a grab counts in.
-local function count_in(offer, one)
-  local value = counter_of(offer, one)
-  return value[1] == one[2] and value[2] or 0
+-- The count of a counter in the entry's window.
+local function count_in(offer, counter)
+  local value = read_counter(offer, counter)
+  return value[1] == counter[2] and value[2] or 0
 end
 
-local function set_counter(offer, one, count)
+local function set_counter(offer, counter, count)
   spend(COST.counter)
-  local _, counters = counter_of(offer, one)
-  put(counters.values, one[1], {one[2], count})
-  put(counters.changed, one[1], true)
+  local _, counters = read_counter(offer, counter)
+  put(counters.values, counter[1], {counter[2], count})
+  put(counters.changed, counter[1], true)
 end
 
 local function count(offer, counted, quantity)
-  for _, one in ipairs(counted) do set_counter(offer, one, count_in(offer, one) + quantity) end
+  for _, counter in ipairs(counted) do set_counter(offer, counter, count_in(offer, counter) + quantity) end
 end
 
--- Takes units of a grab off the counters they were counted under, the newest first; nothing of a window that
--- is over. `grab.counted` is a list of {units, counters}: a payment that retook some made another of these.
+-- Subtracts units of a grab from the counters they were counted in, the newest first; counters whose window
+-- is over stay unchanged. `grab.counted` is a list of {units, counters}; a late payment that takes units
+-- again may add an entry.
 local function give_back(offer, grab, quantity)
-  local batches = grab.counted
-  while quantity > 0 and #batches > 0 do
-    local batch = batches[#batches]
-    local back = math.min(batch[1], quantity)
-    quantity = quantity - back
-    for _, one in ipairs(batch[2]) do
-      local value = counter_of(offer, one)
-      if value[1] == one[2] then set_counter(offer, one, value[2] - back) end
+  local counted_units = grab.counted
+  while quantity > 0 and #counted_units > 0 do
+    local newest = counted_units[#counted_units]
+    local returned = math.min(newest[1], quantity)
+    quantity = quantity - returned
+    for _, counter in ipairs(newest[2]) do
+      local value = read_counter(offer, counter)
+      if value[1] == counter[2] then set_counter(offer, counter, value[2] - returned) end
     end
-    batch[1] = batch[1] - back
-    if batch[1] == 0 then table.remove(batches) end
+    newest[1] = newest[1] - returned
+    if newest[1] == 0 then table.remove(counted_units) end
   end
 end
 
--- {by, per, max, left, resets_at or 0, scope} of the i-th limit.
+-- The state of the i-th limit: {by, per, max, left, resets_at or 0, scope}.
 local function limit_state(offer, counted, i, now)
   local limit = offer.rules.limits[i]
   return {limit.by, limit.per, limit.max, math.max(limit.max - count_in(offer, counted[i]), 0),
@@ -101,27 +106,28 @@ local function limit_states(offer, counted, now)
   return states
 end
 
-local function named_by(one)
-  return string.match(one[1], '^([^/]+)/([^/]+)/')
+-- What a counter counts by, and its period.
+local function by_and_per(counter)
+  return string.match(counter[1], '^([^/]+)/([^/]+)/')
 end
 
--- The counters of a grab in their windows of now.
-local function windows_of_now(offer, counted, now)
-  local found = {}
-  for i, one in ipairs(counted) do
-    local _, per = named_by(one)
-    found[i] = {one[1], window_of(per, offsets_for(offer, one[3] == 1), now), one[3]}
+-- The counters of a grab, with the windows that are current now.
+local function in_current_windows(offer, counted, now)
+  local current = {}
+  for i, counter in ipairs(counted) do
+    local _, per = by_and_per(counter)
+    current[i] = {counter[1], window_of(per, offsets_for(offer, counter[3] == 1), now), counter[3]}
   end
-  return found
+  return current
 end
 
--- Whether the limits, as they are now, leave so much under these counters.
+-- Whether the present limits leave a quantity in all of these counters.
 local function is_left(offer, counted, quantity)
-  for _, one in ipairs(counted) do
-    local by, per = named_by(one)
+  for _, counter in ipairs(counted) do
+    local by, per = by_and_per(counter)
     for _, limit in ipairs(offer.rules.limits) do
-      local same = limit.by == by and limit.per == per and (limit.scope == 'campaign') == (one[3] == 1)
-      if same and limit.max - count_in(offer, one) < quantity then return false end
+      local same = limit.by == by and limit.per == per and (limit.scope == 'campaign') == (counter[3] == 1)
+      if same and limit.max - count_in(offer, counter) < quantity then return false end
     end
   end
   return true

@@ -1,11 +1,9 @@
--- An offer's state as a table, what closes it, and the texts of its events; and the table of a call's offers
--- and campaigns. KEYS[13 …]: ten keys for each offer, then
--- five for each campaign:
---   offer hash · users hash (an envelope's parts by user, or counters) · parts string · grabs hash ·
---   codes list · audience set ·
---   seen set (tickets used, chunks loaded) · queue zset · orders hash ·
---   names set (of codes, while they are loaded)
---   answers hash · payments hash · counters hash · state hash · tickets zset
+-- The offers and campaigns of a call: reads them, closes and creates offers, makes the texts of events, and
+-- notes what to write back. KEYS[13 …]: ten keys for each offer, then five for each campaign:
+--   offer: state hash · users hash (an envelope's parts by user, or counters) · parts string · grabs hash ·
+--     codes list · audience set · seen set (tickets used, chunks loaded) · queue zset · orders hash ·
+--     names set (of codes, while they are loaded)
+--   campaign: answers hash · payments hash · counters hash · state hash · tickets zset
 --- @include "cost"
 --- @include "undo"
 --- @include "records"
@@ -15,7 +13,7 @@
 local SHARD_KEYS, OFFER_KEYS, CAMPAIGN_KEYS = 12, 10, 5
 local STATE, USERS, PARTS, GRABS, CODES, AUDIENCE, SEEN, QUEUE, ORDERS, NAMES = 1, 2, 3, 4, 5, 6, 7, 8, 9, 10
 
--- A campaign of the call: where its answers, payments and counters are, and what the call has made of them.
+-- A campaign of the call: its keys, its counters, and what the call has read and changed of it.
 local function campaign_at(name, offers, c)
   local base = SHARD_KEYS + OFFER_KEYS * offers + CAMPAIGN_KEYS * (c - 1)
   local answers, payments, counters, state, tickets = unpack(KEYS, base + 1, base + CAMPAIGN_KEYS)
@@ -26,7 +24,7 @@ local function campaign_at(name, offers, c)
     past = {}}
 end
 
--- Keeps the answer of a command. A campaign that has large ones says so (see grant_run in
+-- Stores the answer to a command. A campaign with a large answer is marked (see grant_run in
 -- includes/envelope.lua).
 local function keep_answer(campaign, id, record)
   put(campaign.answers, id, record)
@@ -35,16 +33,16 @@ local function keep_answer(campaign, id, record)
   if #record > BOUNDS.large_answer_bytes then put(campaign, 'has_large', true) end
 end
 
--- The time zone that a campaign's limits count in, as JSON text, or false: that of its first offer, until its
--- last one retires.
+-- The time zone in which a campaign's limits count, as JSON text, or false. The campaign's first offer sets
+-- it; it holds until the campaign's last offer retires.
 local function zone_of(campaign)
   if campaign.zone == nil then campaign.zone = redis.call('HGET', campaign.state_key, 'zone') end
   return campaign.zone
 end
 
--- Sets the campaign's zone to that of its first offer, or keeps the campaign's offsets in the rules of an
--- offer with another zone.
--- Returns the zone as JSON text where it is another than the offer's own. The caller writes `campaign.zone`.
+-- Sets the campaign's zone from its first offer. If the offer has another zone, stores the campaign's offsets
+-- in the offer's rules and returns the campaign's zone as JSON text; else returns nil. The caller writes
+-- `campaign.zone`.
 local function join_zone(campaign, terms)
   local zone = zone_of(campaign)
   if not zone then
@@ -63,7 +61,8 @@ end
 
 local NO_LIMITS = {}
 
--- The state of an offer, or nil when there is none under this id. `o` is its place among the keys.
+-- Reads the state of an offer; returns nil if none exists under this id. `o` is the index of the offer among
+-- the keys.
 local function load_offer(name, o, campaign)
   local base = SHARD_KEYS + OFFER_KEYS * (o - 1)
   local f = redis.call('HMGET', KEYS[base + STATE], 'state', 'paused', 'opens_at', 'closes_at', 'asset',
@@ -103,9 +102,9 @@ local function load_offer(name, o, campaign)
   return offer
 end
 
--- The offers and campaigns of a call: names, the campaign of each (from 1), and the campaigns' names, as the
--- gate packs them. An offer is loaded when it is asked for (they stand in the order of their first commands),
--- false where there is none.
+-- Returns the offers and the campaigns of a call, from the names of the offers, the campaign of each (from
+-- 1), and the names of the campaigns, as the gate packs them. An offer is read when it is first used; it is
+-- false where none exists. Offers are in the order of their first commands.
 local function load_offers(names, campaign_of, campaign_names)
   local campaigns = {}
   for c = 1, #campaign_names do campaigns[c] = campaign_at(campaign_names[c], #names, c) end
@@ -116,7 +115,8 @@ local function load_offers(names, campaign_of, campaign_names)
   end}), campaigns
 end
 
--- The beginning of every event's text, up to the fields of its type. Takes the next seq of shard and offer.
+-- The beginning of every event's text, up to the fields of its type. Takes the next seq of the shard and of
+-- the offer.
 local function event_head(call, offer, type, command)
   spend(COST.event)
   put(offer, 'offer_seq', offer.offer_seq + 1)
@@ -127,18 +127,20 @@ local function event_head(call, offer, type, command)
     .. '"'
 end
 
--- The account that gets units which come back: after the close, where the close sent the rest.
+-- The account that gets returned units: the offer while it is open; after the close, the account to which the
+-- close sent the rest.
 local function returns_to(offer)
   if not offer.closed then return 'offer:' .. offer.name end
   return (offer.pieces and 'issuer:' or 'wallet:') .. offer.issuer
 end
 
--- When a closed offer leaves Redis: not before its units can no longer be redeemed.
+-- The time (ms) at which a closed offer retires: not before its units can no longer be redeemed.
 local function retires_at(offer, now)
   return math.max(now + offer.rules.retire_after_ms, offer.rules.valid_until or 0)
 end
 
--- When the sweeper sees to a closed offer: at once to send home who waits, else to retire it.
+-- The time (ms) at which the sweeper next handles a closed offer: now while users are queued, since it
+-- removes them; else when the offer retires.
 local function due_when_closed(offer, now)
   return (offer.queue_length or 0) > 0 and now or retires_at(offer, now)
 end
@@ -149,8 +151,8 @@ local function end_offer(offer, reason, now)
   offer.due = due_when_closed(offer, now)
 end
 
--- Ends an offer: what is left goes back to the issuer, the seed is revealed. `digest` is nil when no command
--- asked for it.
+-- Closes an offer: what is left returns to the issuer, and the seed is revealed. `digest` is nil if no
+-- command closes it.
 local function close_offer(call, offer, reason, command, digest, operator)
   local amount, left = offer.amount_left, offer.units_left
   end_offer(offer, reason, call.now)
@@ -197,7 +199,7 @@ local function write_pieces(offer)
   end
 end
 
--- Notes what is written back of an offer, and the records that were made for it.
+-- Notes the writes of an offer and of the records that were made for it.
 local function write_offer(call, offer)
   local base = offer.base
   local key = KEYS[base + STATE]
@@ -229,22 +231,22 @@ local function write_offer(call, offer)
   if offer.due then write('ZADD', KEYS[6], string.format('%.0f', offer.due), offer.name) end
   if offer.closed then
     write('HSET', key, 'reason', offer.reason)
-    -- Who holds units when it closes may still pay, and gets the codes then.
+    -- A user with a hold may still pay after the close, and then gets codes.
     write('UNLINK', KEYS[base + PARTS])
     if offer.held == 0 then write('UNLINK', KEYS[base + CODES]) end
   end
   if offer.closed or offer.names_gone then write('UNLINK', KEYS[base + NAMES]) end
 end
 
--- Changes how many offers a campaign has; returns the new number.
+-- Changes the number of offers of a campaign; returns the new number.
 local function count_offers(campaign, by)
   campaign.offers = (campaign.offers or tonumber(redis.call('HGET', KEYS[9], campaign.name) or 0)) + by
   write('HSET', KEYS[9], campaign.name, campaign.offers)
   return campaign.offers
 end
 
--- Notes a new offer, and its parts where they are drawn ahead; what a campaign remembers of it is the
--- caller's.
+-- Notes the writes of a new offer, and of its parts if they are drawn ahead. The caller notes the answer of
+-- the command.
 local function create_offer(name, o, campaign, terms, opens_at, closes_at, parts)
   local base = SHARD_KEYS + OFFER_KEYS * (o - 1)
   local key = KEYS[base + STATE]
@@ -270,7 +272,7 @@ local function create_offer(name, o, campaign, terms, opens_at, closes_at, parts
   if campaign.zone_is_new then write('HSET', campaign.state_key, 'zone', campaign.zone) end
 end
 
--- What an amendment makes of the terms; the units have moved already.
+-- Applies an amendment to the terms; the caller has moved the units.
 local function change_terms(offer, changes)
   offer.total = changes.total or offer.total
   for name, value in pairs(changes) do
@@ -283,7 +285,7 @@ local function change_terms(offer, changes)
   offer.amended, offer.least_wanted = true, nil
 end
 
--- What is kept of a part: under the command's id, and under the user.
+-- Stores a granted part under the command's id and under its user; returns both records.
 local function keep_part(call, offer, id, user, digest, amount)
   local record = pack_answer(0, call.seq, call.now, offer.places, amount, digest, offer.tail)
   local part = struct.pack(PART, offer.places, amount, call.seq)
@@ -294,9 +296,9 @@ local function keep_part(call, offer, id, user, digest, amount)
   return record, part
 end
 
--- Whether a single-use ticket was used: for its offer, or, where it is good for more of the campaign, there.
--- `ends_at` is nil, or when such a ticket ends: afterwards nobody can bring it any more, and its name is
--- free.
+-- Whether a single-use ticket was used: for its offer or, if it is good for more offers of the campaign, in
+-- the campaign. `ends_at` is the time at which a campaign's ticket ends, else nil. After that time the ticket
+-- is refused as expired, so its id is forgotten.
 local function is_used(offer, once, ends_at, now)
   if not ends_at then
     return offer.seen_new['ticket/' .. once] or redis.call('SISMEMBER', KEYS[offer.base + SEEN], 'ticket/'
@@ -312,8 +314,7 @@ local function use_ticket(offer, once, ends_at)
   append(offer.campaign.tickets_used, once)
 end
 
--- Notes the tickets of a campaign that were used. Each of them, in turn, makes room by the first two that
--- have ended.
+-- Notes the used tickets of a campaign. Each new id also removes the first two ids whose tickets have ended.
 local function write_tickets(campaign, now)
   local used = campaign.tickets_used
   if #used == 0 then return end
@@ -334,7 +335,7 @@ local function write_tickets(campaign, now)
   campaign.tickets_used = {}
 end
 
--- Notes what a call has changed of its offers and campaigns; the events are noted already.
+-- Notes what a call has changed in its offers and campaigns; its events are already noted.
 local function write_all(call, offers, campaigns)
   for o = 1, #offers do
     if offers[o] and offers[o].changed then write_offer(call, offers[o]) end
@@ -354,7 +355,7 @@ local function write_all(call, offers, campaigns)
   write_refusals(call)
 end
 
--- Ends a call that decided: packs the reply, and writes all, the outbox first.
+-- Ends a call that has decided: packs the reply, then writes everything, the outbox first.
 local function finish(call, offers, campaigns, rows, run)
   local reply = cmsgpack.pack(run and {0, call.history, rows, run} or {0, call.history, rows})
   append_events(call)

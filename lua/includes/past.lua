@@ -1,12 +1,12 @@
--- What outlives an offer: how it leaves Redis, and what is known of it afterwards.
+-- What remains of an offer: how it leaves Redis, and which of its records still count afterwards.
 --- @include "decide"
 --- @include "offers"
 
--- How long a retired offer's payments and its last offer_seq count, as models/offers.py has it.
+-- For how long (ms) a retired offer's payments and its last offer_seq count; the same as in models/offers.py.
 local PAYMENTS_KNOWN_MS = 180 * 86400000
 
--- What is kept of an offer that has retired: {name, offer_seq, at}, or nil. Of one that never was there is
--- nothing.
+-- The record of a retired offer: {name, offer_seq, at}, or nil. There is none for an offer that never
+-- existed.
 local function past_of(campaign, name)
   local past = campaign.past[name]
   if past == nil then
@@ -18,24 +18,24 @@ local function past_of(campaign, name)
   return past or nil
 end
 
--- The same, as long as it counts: what an offer remembers of payments is known until then.
+-- The same while it counts, else nil: payments of a retired offer are known for PAYMENTS_KNOWN_MS.
 local function known_past_of(campaign, name, now)
   local past = past_of(campaign, name)
   return past and now < past.at + PAYMENTS_KNOWN_MS and past or nil
 end
 
--- Writes down that records of a campaign are to be deleted, `what` is answers or payments:
--- `<history>:<cursor>:<1: once more>`. A pass that has begun may be past some of them already, so it is
--- followed by another.
+-- Notes that records of a campaign are to be deleted; `what` is answers or payments. The field holds
+-- `<history>:<cursor>:<1 if another pass must follow>`. A pass that has begun may have passed some of the
+-- records, so it is followed by another one.
 local function begin_cleaning(campaign, what)
   local field = campaign.name .. '/' .. what
   local history, cursor = string.match(redis.call('HGET', KEYS[12], field) or '', '^(%d+):(%d+):%d$')
   write('HSET', KEYS[12], field, cursor and cursor ~= '0' and history .. ':' .. cursor .. ':1' or '0:0:0')
 end
 
--- Takes an offer out of Redis. From here on what its campaign remembers of it counts as forgotten, and is
--- deleted later (`clean`); its payments and its last offer_seq are known for PAYMENTS_KNOWN_MS. With its last
--- offer go the campaign's answers, counters, zone and used tickets.
+-- Removes an offer from Redis. From now on, what its campaign remembers of it counts as forgotten, and
+-- `clean` deletes it later. Its payments and its last offer_seq count for PAYMENTS_KNOWN_MS. With the
+-- campaign's last offer, the campaign's answers, counters, zone and used tickets are removed too.
 local function remove_offer(offer, now)
   write('SADD', KEYS[10], offer.name)
   write('SREM', KEYS[7], offer.name)

@@ -1,15 +1,15 @@
--- Units of an offer that are taken: holds, the queue of those who wait, codes. The same steps as
--- models/rules, in the same order.
+-- Units of an offer that are taken: holds, the queue, codes. The same steps as in models/rules, in the same
+-- order.
 --- @include "cost"
 --- @include "undo"
 --- @include "records"
 --- @include "decide"
 --- @include "offers"
 
--- So many grabs at the front of the queue are considered when units are left.
+-- The number of grabs, from the front of the queue, that are considered when units are left.
 local CONSIDERED_MAX = 100
 
--- A grab of an offer by its name, or nil; read once a call.
+-- A grab of an offer by its name, or nil; read once per call.
 local function grab_of(offer, name)
   local grab = offer.grabs and offer.grabs[name]
   if grab == nil and offer.pieces then
@@ -20,7 +20,7 @@ local function grab_of(offer, name)
   return grab or nil
 end
 
--- The grab is written back, and its deadline with it.
+-- Marks a grab, and its deadline, to be written back.
 local function touch_grab(offer, name)
   if not offer.grabs_changed[name] then spend(COST.grab) end
   put(offer.grabs_changed, name, true)
@@ -52,20 +52,22 @@ local function hold_text(offer, grab)
   return text
 end
 
--- Adds to an answer what is said of a hold.
-local function hold_row(offer, grab, more)
-  more.deadline_at = grab.deadline
-  if offer.rules.currency then more.due, more.currency = grab.price * grab.held, offer.rules.currency end
-  return more
+-- Adds the details of a hold to those of an answer; returns them.
+local function hold_row(offer, grab, details)
+  details.deadline_at = grab.deadline
+  if offer.rules.currency then
+    details.due, details.currency = grab.price * grab.held, offer.rules.currency
+  end
+  return details
 end
 
--- The next codes, sealed, where the offer has codes.
+-- Takes the next codes (sealed) for a grab; returns {} if the offer has no codes.
 local function hand_out(offer, grab, quantity)
   if not offer.loads.codes then return {} end
   spend(COST.item * quantity)
   local key, from = KEYS[offer.base + CODES], offer.codes_taken
   local codes = redis.call('LRANGE', key, from, from + quantity - 1)
-  -- What came back in this very call stands behind what was there.
+  -- Codes that were returned during this call follow the codes in the list.
   local i = math.max(from + #codes - redis.call('LLEN', key), 0)
   while #codes < quantity do
     i = i + 1
@@ -77,8 +79,8 @@ local function hand_out(offer, grab, quantity)
   return codes
 end
 
--- The codes as a field of an event. (They are joined once, with what stands around them: long texts are dear
--- to make.)
+-- The codes as a field of an event. The texts around them are joined in the same step, since it is expensive
+-- to make long texts.
 local function codes_text(codes)
   if #codes == 0 then return '' end
   local texts = {unpack(codes)}
@@ -87,16 +89,16 @@ local function codes_text(codes)
   return table.concat(texts, '","')
 end
 
--- Adds to an answer what is said of coupons: the codes, or the number of the grab.
-local function coupon_row(offer, grab, codes, more)
+-- Adds the details of coupons to those of an answer, the codes or the number of the grab; returns them.
+local function coupon_row(offer, grab, codes, details)
   if offer.kind == 'coupon' then
-    if #codes > 0 then more.codes = codes else more.number = grab.place end
+    if #codes > 0 then details.codes = codes else details.number = grab.place end
   end
-  return more
+  return details
 end
 
--- The name of the i-th grab in the queue, from 1, or nil. `offer.line` holds the front of the queue as far as
--- it has been read.
+-- The name of the i-th grab in the queue, from 1, or nil. `offer.line` is the part of the queue, from its
+-- front, that has been read.
 local function waiter_at(offer, i)
   local line = offer.line
   while #line < i do
@@ -117,8 +119,8 @@ local function waiter_at(offer, i)
   return line[i]
 end
 
--- What grabs in the queue ask for, as a list; of a record that is not known yet, no more than that is
--- unpacked.
+-- The quantities that queued grabs ask for, as a list. Of a record that was not read before, only the
+-- quantity is unpacked.
 local function asked_by(offer, names)
   local asked, unknown = offer.asked, {}
   for _, name in ipairs(names) do
@@ -127,28 +129,30 @@ local function asked_by(offer, names)
   if #unknown > 0 then
     spend(COST.asked * #unknown)
     local records = redis.call('HMGET', KEYS[offer.base + GRABS], unpack(unknown))
-    -- The fourth value of a record, behind the three bytes that say how many there are.
+    -- Unpacks three values, of which the third is the quantity; the record's first three bytes are their
+    -- number.
     for i, name in ipairs(unknown) do
       spend(COST.asked_byte * #records[i])
       asked[name] = select(4, cmsgpack.unpack_limit(records[i], 3, 3))
     end
   end
-  local found = {}
+  local quantities = {}
   for i, name in ipairs(names) do
-    found[i] = offer.grabs[name] and offer.grabs[name].quantity or asked[name]
+    quantities[i] = offer.grabs[name] and offer.grabs[name].quantity or asked[name]
   end
-  return found
+  return quantities
 end
 
--- How many units must be left for a waiting grab to be served: what it asks for, or one with take `up_to`.
--- Infinite when what it would have to pay is above AMOUNT_MAX: the price, or max_per_grab, was amended since
--- it joined the queue.
+-- The number of units that must be left to serve a queued grab: all that it asks for, or 1 if the offer's
+-- take is `up_to`. Infinite if the grab's price would be above AMOUNT_MAX, because the price or max_per_grab
+-- was amended after the grab joined the queue.
 local function wanted_at_least(offer, asked)
   local wanted = offer.rules.take == 'all' and asked or 1
   return wanted * (offer.rules.price or 0) <= AMOUNT_MAX and wanted or math.huge
 end
 
--- Units that a newcomer can take: those that suffice for none of the first CONSIDERED_MAX grabs in the queue.
+-- The units that a new grab can take: those that suffice for none of the first CONSIDERED_MAX grabs in the
+-- queue.
 local function available(offer)
   if offer.units_left == 0 or offer.queue_length == 0 then return offer.units_left end
   if not offer.least_wanted then
@@ -162,7 +166,7 @@ local function available(offer)
   return offer.units_left < offer.least_wanted and offer.units_left or 0
 end
 
--- A new grab stands at the end of the queue.
+-- Adds a new grab to the end of the queue.
 local function join_queue(offer, name, grab)
   put(offer, 'queued', offer.queued + 1)
   grab.place, grab.status = offer.queued, WAITING

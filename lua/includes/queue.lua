@@ -1,5 +1,5 @@
--- Grabs that wait, and leave the queue: they are served, or give up. The same steps as models/rules, in the
--- same order.
+-- How grabs leave the queue: they are served, or they give up. The same steps as in models/rules, in the same
+-- order.
 --- @include "cost"
 --- @include "records"
 --- @include "decide"
@@ -7,8 +7,8 @@
 --- @include "offers"
 --- @include "pieces"
 
--- So many grabs of a queue are seen to for one command, or at one visit of the sweeper: what one of these
--- costs is bounded, too.
+-- The number of queued grabs that one command, or one step of the sweeper, handles at most: the cost of a
+-- single command must be bounded too.
 local SERVED_AT_ONCE_MAX = 25
 
 local function take_from_queue(offer, name)
@@ -24,7 +24,8 @@ local function take_from_queue(offer, name)
   end
 end
 
-local function wait_no_more(offer, name, grab, now)
+-- Removes a grab from the queue; the limits get its units back.
+local function end_wait(offer, name, grab, now)
   take_from_queue(offer, name)
   give_back(offer, grab, grab.quantity)
   grab.status = RELEASED
@@ -32,17 +33,17 @@ local function wait_no_more(offer, name, grab, now)
   touch_grab(offer, name)
 end
 
--- Somebody waits no more; the limits are given back.
+-- Removes a grab from the queue, with its event.
 local function leave_queue(call, offer, name, grab, command, digest)
-  wait_no_more(offer, name, grab, call.now)
+  end_wait(offer, name, grab, call.now)
   add_line(call, event_head(call, offer, 'grab.released', command) .. grab_text(offer, name, grab, 0, 0)
     .. ',"reason":"left_queue","to":"' .. returns_to(offer) .. (digest and '","digest":"' .. digest or '')
     .. '"}')
   grab.ended_seq, grab.ended_at = call.seq, call.now
 end
 
--- Who waited gets units, as a hold.
-local function serve_one(offer, name, grab, quantity, now)
+-- Gives units to a queued grab, as a hold.
+local function serve_grab(offer, name, grab, quantity, now)
   take_from_queue(offer, name)
   give_back(offer, grab, grab.quantity - quantity)
   offer.places = offer.places + 1
@@ -52,18 +53,19 @@ local function serve_one(offer, name, grab, quantity, now)
   touch_grab(offer, name)
 end
 
--- How many units a grab that can be served gets.
+-- The number of units that a queued grab gets when it is served.
 local function units_for(offer, grab)
   local price = offer.rules.price or 0
   local payable = price > 0 and math.floor(AMOUNT_MAX / price) or grab.quantity
   return math.min(grab.quantity, offer.units_left, payable)
 end
 
--- Units that are left go to the first grab in the queue that they suffice for, of the first CONSIDERED_MAX,
--- as holds; a bounded number at once. Those that they do not suffice for keep their places.
+-- Serves the queue: units that are left go, as holds, to the first grab for which they suffice, of the first
+-- CONSIDERED_MAX grabs, at most SERVED_AT_ONCE_MAX grabs per call. Grabs for which they do not suffice keep
+-- their positions.
 local function serve(call, offer, command)
   if not offer.pieces or offer.closed or call.now >= offer.closes_at then return end
-  -- Known from before, where nobody has left the queue since.
+  -- This is known from an earlier test, unless a grab has left the queue since.
   if offer.units_left < (offer.least_wanted or 0) then return end
   local served, i, least = 0, 1, math.huge
   while offer.units_left > 0 and i <= CONSIDERED_MAX do
@@ -81,7 +83,7 @@ local function serve(call, offer, command)
       served = served + 1
       local grab = grab_of(offer, name)
       local asked, quantity = grab.quantity, units_for(offer, grab)
-      serve_one(offer, name, grab, quantity, call.now)
+      serve_grab(offer, name, grab, quantity, call.now)
       add_line(call, event_head(call, offer, 'grab.held', command)
         .. grab_text(offer, name, grab, quantity, quantity)
         .. (asked ~= quantity and ',"asked":' .. int(asked) or '') .. hold_text(offer, grab)

@@ -1,25 +1,25 @@
--- Compact binary records: what is remembered of a command, of a user's part, and of a grab. One place that
--- packs and unpacks.
+-- Compact binary records of answers, refusals, parts, grabs and orders: the only file of the scripts that
+-- packs and unpacks them.
 --- @include "cost"
 
--- Times are kept as 5 bytes of milliseconds since 2020-01-01 (enough until 2054).
+-- Times are stored as 5 bytes of milliseconds since 2020-01-01 (enough until 2054).
 local EPOCH_MS = 1577836800000
 
--- A digest names its form before a '$', which no id contains; the first form, of 8 characters, has no name.
--- models/digests.py makes and compares them. A grab that asks for nothing more than one unit has this one:
--- its event, and who has the grab, say all of it.
+-- A digest begins with the name of its form and a '$', which no id contains; the first form, of 8 characters,
+-- has no name. models/digests.py makes and compares digests. A grab that asks for one unit and nothing else
+-- has this digest: its event, and the record of its user, hold its whole body.
 local PLAIN = 'plain'
 
--- What a record says of its offer: nothing where the offer has its campaign's name, since no other offer has
--- it.
+-- The part of a record that names its offer: '' if the offer has its campaign's name, since no other offer
+-- has that name.
 local function offer_tail(name)
   return string.find(name, ':', 1, true) and name or ''
 end
 
--- Answer that made an event: code 1, seq 6, at 5, place 4, amount 6, length of the digest 1; the digest, none
--- where it is PLAIN; then the offer, where it is not the campaign, or, for what does not fit here,
--- MessagePack {offer, row, the whole body where it is compared}, whose first byte no name can have. For a
--- command about the offer itself `place` holds the units left behind it.
+-- Answer with an event: code 1, seq 6, at 5, place 4, amount 6, length of the digest 1 byte; the digest,
+-- empty for PLAIN; then the offer's name (see offer_tail). An answer that does not fit has in place of the
+-- name MessagePack {offer, row, the whole body if repeats are compared with it}, whose first byte no name can
+-- have. For a command about the offer itself, `place` holds the units left after it.
 local ANSWER = '>I1I6I5I4I6I1'
 
 local function pack_answer(code, seq, at, place, amount, digest, tail)
@@ -27,21 +27,22 @@ local function pack_answer(code, seq, at, place, amount, digest, tail)
   return struct.pack(ANSWER, code, seq, at - EPOCH_MS, place, amount, #digest) .. digest .. tail
 end
 
--- The answer whose row is kept whole.
+-- Packs an answer whose whole row is kept.
 local function pack_row(name, row, digest, full)
   local record = pack_answer(row[1], row[2], row[3], 0, 0, digest, cmsgpack.pack({name, row, full}))
   spend(COST.answer_byte * #record)
   return record
 end
 
--- Code, seq, time, place, amount, digest and tail.
+-- Returns code, seq, time, place, amount, digest and tail.
 local function unpack_answer(record)
   local code, seq, at, place, amount, length = struct.unpack(ANSWER, record)
   local digest = length == 0 and PLAIN or string.sub(record, 24, 23 + length)
   return code, seq, at + EPOCH_MS, place, amount, digest, string.sub(record, 24 + length)
 end
 
--- The offer's name, the row and the whole body of an answer that is kept whole, or nil; of its tail.
+-- From the tail of an answer whose whole row is kept, returns the offer's name, the row and the whole body;
+-- nil for another answer.
 local function unpack_row(tail)
   local first = string.byte(tail, 1)
   if not first or first < 128 then return nil end
@@ -49,8 +50,8 @@ local function unpack_row(tail)
   return kept[1], kept[2], kept[3]
 end
 
--- The offer that an answer is about. (The name stands first in what is kept whole; all of it is unpacked only
--- where it is long.)
+-- The offer that an answer is about. In an answer whose whole row is kept the name comes first; the rest is
+-- unpacked only if the name is long.
 local function offer_of_answer(record, campaign)
   local tail = select(7, unpack_answer(record))
   local first, second = string.byte(tail, 1, 2)
@@ -60,9 +61,9 @@ local function offer_of_answer(record, campaign)
   return string.sub(tail, 3, 2 + second - 0xa0)
 end
 
--- Refusal: code 1, at 5, length of the digest 1; the digest. A command whose effect already held made no
---   event and is kept among them: its code + AGAIN, and seq 6, quantity 6 of the event that made it so. Then
---   the offer's tail.
+-- Refusal: code 1, at 5, length of the digest 1 byte; the digest; then the offer's name (see offer_tail). The
+-- answer to a command whose effect already held has no event and is stored among the refusals: it has its
+-- code + AGAIN, and before the name seq 6 and quantity 6 bytes of the event that had the effect.
 local pack_refusal, pack_again, unpack_refusal, offer_of_refusal
 do
   local REFUSAL, AGAIN = '>I1I5I1', 128
@@ -90,8 +91,8 @@ do
   end
 end
 
--- A user's part of an envelope: place 3, amount 6, seq 5 bytes. 14 bytes fit where 16 would take 24 of Redis'
--- memory.
+-- A user's part of an envelope: place 3, amount 6, seq 5 bytes. 14 bytes take less of Redis' memory than 16,
+-- which would take 24.
 local PART = '>I3I6I5'
 local SEQ_MAX = 2 ^ 40 - 1
 
@@ -100,7 +101,7 @@ local function unpack_part(record)
   return place, amount, seq
 end
 
--- A grab of pieces, in this order; see models/rules/state.py for what each means.
+-- The fields of a grab of pieces, in this order; models/rules/state.py describes each.
 local GRAB_FIELDS = {'user', 'place', 'quantity', 'held', 'taken', 'redeemed', 'lapsed', 'deadline', 'grace',
   'extensions',
   'price', 'status', 'ended_seq', 'ended_at', 'confirmed_seq', 'confirmed_at', 'under', 'counted', 'payments',
@@ -122,7 +123,8 @@ local function pack_grab(grab)
   return cmsgpack.pack(values)
 end
 
--- What an order used of a grab: units 6 (0: taken back), seq 5 and at 5 bytes of the event that says so.
+-- The units of a grab that an order used: units 6 (0: taken back), seq 5 and at 5 bytes of the last event of
+-- the order.
 local ORDER = '>I6I5I5'
 
 local function pack_order(quantity, seq, at)

@@ -1,40 +1,41 @@
--- The same command id gets its first answer again; another body under it is a conflict.
+-- A repeated command id gets its first answer again; if its body differs, it gets a conflict.
 -- Needs KEYS[3] (refusals).
 --- @include "cost"
 --- @include "records"
 --- @include "decide"
 
--- Refusals are kept for the whole shard, so their field names the campaign too; '/' cannot stand in an id.
+-- Refusals are stored for the whole shard, so their field names the campaign too; no id contains '/'.
 local function refusal_field(campaign, id)
   return campaign .. '/' .. id
 end
 
--- What is kept under an id, as long as the offer it names has not retired; else nil.
+-- The answer that is stored under an id, unless the offer it names has retired; then nil.
 local function answer_that_counts(call, campaign, record)
   if record then spend(COST.answer_byte * #record) end
   return record and not has_retired(call, offer_of_answer(record, campaign.name)) and record or nil
 end
 
+-- The same for a refusal. `call.outlived` remembers the field of a refusal whose offer has retired.
 local function refusal_that_counts(call, campaign, field, record)
   if not record then return nil end
   if not has_retired(call, offer_of_refusal(record, campaign.name)) then return record end
   call.outlived[field] = true
 end
 
--- The row of what is so already: it names the event that made it so.
+-- The row for a command whose effect already holds; seq and time are those of the event that had the effect.
 local function again_row(code, seq, at, quantity)
   return {code, seq, at, 0, quantity or 0, 0, 0, 1, 0, {again = true}}
 end
 
--- The row of an earlier answer, or nil when there is none; `otherwise` is the row for another body under the
--- id, a conflict if absent. A row is {code, seq, at, amount, quantity, place, left, repeated, retry_at,
--- more}. Where the gate has to compare, it is `otherwise` with more.kept, the digest to compare with, and
--- more.first, the row if it is the same.
+-- The row of an earlier answer; nil when there is none. `otherwise` is the row for another body under the
+-- same id; if it is absent, a conflict. A row is {code, seq, at, amount, quantity, place, left, repeated,
+-- retry_at, details}. If only the gate can compare the bodies, the result is `otherwise` with details.kept,
+-- the stored digest, and details.first, the row for an equal body.
 local repeated_row
 do
-  -- The first answer kept under an id as a row; and its body: the digest, the offer's name (of a record), the
-  -- whole of it where it is kept. `record` and `refusal` are what is kept, or false; `parts` those of the
-  -- offer.
+  -- Returns the first answer under an id as a row, and what is stored of its body: the digest and, from an
+  -- answer, the offer's name and the whole body if it is stored. `record` and `refusal` are what is stored,
+  -- or false; `parts` is the number of parts of the offer.
   local function first_row(record, refusal, campaign, parts)
     if not record then
       local code, at, digest, seq, quantity = unpack_refusal(refusal)
@@ -55,9 +56,9 @@ do
     return string.match(digest, '^[^$]*%$') or ''
   end
 
-  -- Whether the body that is kept is the one that was sent; nil when only the gate can tell, because the kept
-  -- digest has another form or another key. `sent`: digest (in full, also of a plain grab), offer, whole or
-  -- nil, has (for a plain grab: whether its user has it).
+  -- Whether the stored body equals the sent one; nil when only the gate can tell, because the stored digest
+  -- has another form or another key. `sent` has digest (in full, also of a plain grab), offer, whole or nil,
+  -- and, for a plain grab, has(): whether its user has this grab.
   local function is_same(digest, name, full, sent)
     if name and (full or sent.whole) then return full == sent.whole and name == sent.offer end
     if digest == PLAIN then return sent.has ~= nil and name == sent.offer and sent.has() end

@@ -1,5 +1,5 @@
--- Units of an offer that come back or are kept: the end of holds, payments, returns, orders. The same steps
--- as models/rules, in the same order.
+-- Units that are returned to an offer, or that a user keeps: the end of holds, payments, returns, orders. The
+-- same steps as in models/rules, in the same order.
 --- @include "records"
 --- @include "decide"
 --- @include "limits"
@@ -7,23 +7,23 @@
 --- @include "pieces"
 --- @include "queue"
 
--- Units come back: to the offer while it is open.
-local function take_back(offer, quantity)
+-- Returns units to the offer; after its close they are gone.
+local function return_to_offer(offer, quantity)
   if not offer.closed then move_units(offer, quantity) end
 end
 
--- A grab holds nothing more.
+-- Ends the hold of a grab; returns the number of units that it held.
 local function end_hold(offer, name, grab, status)
   local quantity = grab.held
   grab.held, grab.status = 0, status
   offer.held = offer.held - quantity
   give_back(offer, grab, quantity)
-  take_back(offer, quantity)
+  return_to_offer(offer, quantity)
   touch_grab(offer, name)
   return quantity
 end
 
--- Ends what is held of a grab; returns the event's seq.
+-- Ends the hold of a grab with an event, then serves the queue; returns the event's seq.
 local function give_up(call, offer, name, grab, status, reason, command, digest)
   local quantity = end_hold(offer, name, grab, status)
   add_line(call, event_head(call, offer, 'grab.released', command)
@@ -36,14 +36,14 @@ local function give_up(call, offer, name, grab, status, reason, command, digest)
   return seq
 end
 
--- Ends a hold whose time is over; whoever meets it first does so, and always in this way.
+-- Ends a hold if it has expired. Every script that reads a grab does this first, in the same way.
 local function lapse(call, offer, name, grab)
   if grab.held == 0 or call.now < grab.deadline + grab.grace then return end
   grab.lapsed = grab.held
   give_up(call, offer, name, grab, EXPIRED, 'expired', 'sweep')
 end
 
--- Held units, or units that had lapsed and were taken anew, are the user's for good.
+-- Makes units the user's for good: units that are held, or expired units that a late payment has taken again.
 local function keep_units(offer, grab, quantity)
   if grab.held == 0 then
     grab.lapsed = grab.lapsed - quantity
@@ -54,24 +54,24 @@ local function keep_units(offer, grab, quantity)
   grab.taken = grab.taken + quantity
 end
 
--- How many windows the units of one grab may be counted in.
+-- The number of entries that `grab.counted` may have.
 local COUNTED_MAX = 100
 
--- Whether two lists of counters are the same ones in the same windows.
-local function counts_alike(some, others)
+-- Whether two lists have the same counters in the same windows.
+local function are_same_counters(some, others)
   if #some ~= #others then return false end
-  for i, one in ipairs(some) do
+  for i, counter in ipairs(some) do
     local other = others[i]
-    if one[1] ~= other[1] or one[2] ~= other[2] or one[3] ~= other[3] then return false end
+    if counter[1] ~= other[1] or counter[2] ~= other[2] or counter[3] ~= other[3] then return false end
   end
   return true
 end
 
--- Units that had lapsed leave the offer once more, and count in the windows of now.
-local function take_anew(offer, grab, counted, quantity)
+-- Takes expired units from the offer again; they count in the current windows.
+local function retake_units(offer, grab, counted, quantity)
   move_units(offer, -quantity)
   local newest = grab.counted[#grab.counted]
-  if newest and counts_alike(newest[2], counted) then
+  if newest and are_same_counters(newest[2], counted) then
     newest[1] = newest[1] + quantity
   else
     grab.counted[#grab.counted + 1] = {quantity, counted}
@@ -79,37 +79,39 @@ local function take_anew(offer, grab, counted, quantity)
   count(offer, counted, quantity)
 end
 
--- A grab's payments that were not returned: a return may name all of them in its event.
+-- The number of payments a grab may have that were not returned, since the event of a return may name all of
+-- them.
 local PAYMENTS_MAX = 100
 
--- What is said of one payment more.
+-- The details of the answer to a payment above PAYMENTS_MAX.
 local function too_many_payments()
   return {limit = {'payment', 'offer', PAYMENTS_MAX, 0, 0, 'offer'},
     message = 'payment: a grab has at most ' .. PAYMENTS_MAX .. ' payments that were not returned'}
 end
 
--- What became of a payment, and how much it was.
+-- Records the outcome and the amount of a payment.
 local function keep_payment(call, campaign, payment, name, grab, code, quantity, paid, currency)
   campaign.payments[payment] = {name, grab, code, call.seq, call.now, quantity, paid or 0, (paid or 0) > 0
     and currency or ''}
   campaign.payments_changed[payment] = true
 end
 
--- Takes units off the payments they were paid by, the first first; returns a list of {payment, units}.
-local function unpay(grab, quantity)
+-- Subtracts returned units from the payments that paid for them, the oldest first; returns a list of
+-- {payment, units}.
+local function refund_units(grab, quantity)
   local refunds, paid = {}, grab.payments
   while quantity > 0 and #paid > 0 do
-    local back = math.min(paid[1][2], quantity)
-    quantity = quantity - back
-    refunds[#refunds + 1] = {paid[1][1], back}
-    paid[1][2] = paid[1][2] - back
+    local refunded = math.min(paid[1][2], quantity)
+    quantity = quantity - refunded
+    refunds[#refunds + 1] = {paid[1][1], refunded}
+    paid[1][2] = paid[1][2] - refunded
     if paid[1][2] == 0 then table.remove(paid, 1) end
   end
   return refunds
 end
 
--- Units that were the user's come back, with their codes, and to the limits where they are restored.
-local function hand_back(offer, name, grab, quantity, restored)
+-- Returns a user's units with their codes; `restored`: also to the limits.
+local function return_units(offer, name, grab, quantity, restored)
   grab.taken = grab.taken - quantity
   if #grab.codes > 0 then
     for i = #grab.codes - quantity + 1, #grab.codes do
@@ -118,11 +120,11 @@ local function hand_back(offer, name, grab, quantity, restored)
     for _ = 1, quantity do table.remove(grab.codes) end
   end
   if restored then give_back(offer, grab, quantity) end
-  take_back(offer, quantity)
+  return_to_offer(offer, quantity)
   touch_grab(offer, name)
 end
 
--- What an order used of a grab: {quantity, seq, at}, or nil.
+-- The use of a grab for an order: {quantity, seq, at}, or nil.
 local function order_of(offer, name, order)
   local field = name .. '/' .. order
   local known = offer.orders[field]
@@ -133,7 +135,7 @@ local function order_of(offer, name, order)
   return known
 end
 
--- Units of a grab were used for an order, or (quantity 0) are no more.
+-- Records that an order used units of a grab, or (quantity 0) that the use was taken back.
 local function keep_order(call, offer, name, order, quantity)
   local field = name .. '/' .. order
   offer.orders[field] = {quantity, call.seq, call.now}

@@ -1,12 +1,13 @@
--- The law of parts, drawn one at a time: the same arithmetic as models/splitting.py, held to it by golden
--- vectors. All numbers stay below 2^53, so every step is exact in doubles. (What only these need is local to
--- the block: a script may have 200 locals.)
+-- The laws by which an envelope's total is split into parts, one part at a time: the same arithmetic as
+-- models/splitting.py; golden vectors test both. All numbers stay below 2^53, so every step is exact in
+-- doubles. What only these functions need is local to the block, because a script may have at most 200
+-- locals.
 
 local next_part
 do
   local DRAW_RANGE = 4503599627370496 -- 16^13
 
-  -- Draw k of a seed, uniform on 0 … range_size-1: 13 hex digits of SHA-1(seed:k:attempt), by rejection.
+  -- Draw k of a seed, uniform on 0 … range_size-1: 13 hex digits of SHA-1(seed:k:attempt), with rejection.
   local function draw(seed, k, range_size)
     local limit = DRAW_RANGE - DRAW_RANGE % range_size
     local attempt = 0
@@ -18,7 +19,7 @@ do
     end
   end
 
-  -- How far a part may be from the mean of what is left, so that all later parts stay legal.
+  -- How far a part may differ from the mean of what is left, so that all later parts stay legal.
   local function half_width(law, left, parts, least, most)
     if law == 'equal' then return 0 end
     local rest = left % parts
@@ -29,7 +30,7 @@ do
     return math.min(mean - lowest, highest - mean - (rest > 0 and 1 or 0))
   end
 
-  -- The part at place k, when `left` minor units remain for `parts` parts; the last takes the rest.
+  -- The part at place k, when `left` minor units remain for `parts` parts; the last part takes the rest.
   function next_part(law, left, parts, least, most, seed, k)
     if parts == 1 then return left end
     local rest = left % parts

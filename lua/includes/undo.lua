@@ -1,8 +1,8 @@
--- What a script has decided but not yet written can be taken back: grabs of a basket stand or fall together.
+-- Undoes what a script has decided but not written: the grabs of a basket are all granted or all refused.
 
 local undo_log
 
--- Sets a field of a table; while a basket is decided, so that `undo` can set it back.
+-- Sets a field of a table. While a basket is decided, the old value is logged, so that `undo` can restore it.
 local function put(table, key, value)
   if undo_log then undo_log[#undo_log + 1] = {table, key, table[key]} end
   table[key] = value

@@ -1,6 +1,6 @@
 #!lua flags=allow-oom
--- Events of the journal, applied to a shard that is being recovered: it becomes what it would be if they had
--- been decided here.
+-- Applies events of the journal to a shard that is being recovered, so that the shard gets the state that
+-- deciding them had made.
 --
 -- Command: none; the shard's owner calls it while the shard is fenced (docs/design.md, Recovery).
 -- KEYS[1] shard hash · KEYS[2] outbox stream · KEYS[3] refusals hash · KEYS[4] refusal_order list ·
@@ -9,18 +9,19 @@
 -- KEYS[11] past zset · KEYS[12] cleaning hash
 -- KEYS[13 …] ten keys for each offer, then five for each campaign, see includes/offers.lua
 -- ARGV[1] term · ARGV[2] owner · ARGV[3] server epoch ·
---   ARGV[4] seq before the events, or '' when they are only those of some offers
--- ARGV[5] seq behind them all, or '' when the shard is not complete with them · ARGV[6] time there, ms
+--   ARGV[4] seq before the events, or '' when they are the events of only some offers
+-- ARGV[5] seq of the last event, or '' when the shard is still incomplete after it ·
+--   ARGV[6] time of that event, ms
 -- ARGV[7] msgpack: {offers, campaign of each (from 1), campaigns, events, offer of each event (from 1),
---         offers retired before}; an event is a map of its fields. offer.opened has `row` instead of terms,
---         as `open` gets them; offer.amended `changes` as `amend` does; ledger.adjusted `whole` as `adjust`
---         does
--- ARGV[7 + i] parts of the i-th event that opens an offer, 6 bytes each; or '' when there are none, or when
+--         offers retired before}; an event is a map of its fields. offer.opened has `row` in place of terms,
+--         in the form of `open`; offer.amended has `changes` in the form of `amend`; ledger.adjusted has
+--         `whole` in the form of `adjust`
+-- ARGV[7 + i] parts of the i-th event that opens an offer, 6 bytes each; '' when there are none, or when
 --   `apply_parts` has written them
--- Outcomes: none, nothing is decided
--- Events: none, it applies what is journaled
--- Returns the number of events applied, those that the call has no room for come again;
---         or the error LOST when another took the shard over, or HOLE when events are missing before these.
+-- Outcomes: none, it decides nothing
+-- Events: none, it applies journaled events
+-- Returns the number of applied events; the caller sends the others again. Or the error LOST when the shard
+--         has another owner, or HOLE when events of an offer are missing before these.
 --- @include "cost"
 --- @include "shard"
 --- @include "records"
@@ -34,12 +35,12 @@
 --- @include "settling"
 
 if not is_owner(KEYS[1], ARGV[1], ARGV[2], ARGV[3]) then
-  return redis.error_reply('LOST the shard has another owner, term or life')
+  return redis.error_reply('LOST the shard has another owner, term or server epoch')
 end
 local shard = redis.call('HMGET', KEYS[1], 'life', 'seq', 'partial')
 if shard[1] then return redis.error_reply('LOST the shard is not fenced') end
 if ARGV[4] ~= '' and (shard[3] or (shard[2] or '0') ~= ARGV[4]) then
-  return redis.error_reply('LOST the shard has moved on')
+  return redis.error_reply('LOST the shard has changed')
 end
 
 local names, campaign_of, campaign_names, events, offer_of, retired = unpack(cmsgpack.unpack(ARGV[7]))
@@ -48,23 +49,23 @@ local offers, campaigns = load_offers(names, campaign_of, campaign_names)
 local call = {seq = 0, now = 0, lines = {}, refused_ids = {}, refused_fields = {}, demand = {}}
 local APPLY = {}
 
--- The answer that the command of an event got, kept under its id.
+-- Stores the row of an event's command as the answer under its id.
 local function keep_row(offer, event, row)
   keep_answer(offer.campaign, event.command, pack_row(offer.name, row, event.digest, event.whole))
 end
 
-local function steered(code)
+local function apply_pause(code)
   return function(offer, event)
     offer.paused = code == CODE.paused
     keep_row(offer, event, {code, event.seq, event.at, 0, 0, 0, offer.units_left})
   end
 end
 
--- What a command about a grab is told.
-local function settled(offer, event, grab, code, more)
+-- Stores the answer to a command about a grab.
+local function keep_grab_row(offer, event, grab, code, details)
   local quantity = event.quantity
   local row = {code, event.seq, event.at, quantity, quantity, grab.place, offer.units_left}
-  if more then row[8], row[9], row[10] = 0, 0, more end
+  if details then row[8], row[9], row[10] = 0, 0, details end
   keep_row(offer, event, row)
 end
 
@@ -92,8 +93,8 @@ APPLY['offer.amended'] = function(offer, event)
   keep_row(offer, event, {CODE.amended, event.seq, event.at, 0, 0, 0, offer.units_left})
 end
 
-APPLY['offer.paused'] = steered(CODE.paused)
-APPLY['offer.resumed'] = steered(CODE.resumed)
+APPLY['offer.paused'] = apply_pause(CODE.paused)
+APPLY['offer.resumed'] = apply_pause(CODE.resumed)
 
 APPLY['offer.closed'] = function(offer, event)
   end_offer(offer, event.reason, event.at)
@@ -108,11 +109,10 @@ end
 
 -- -- grabs --------------------------------------------------------------------------------------------------
 
--- In a block, since a script has room for 200 local names.
+-- In a block, because a script may have at most 200 locals.
 do
-  -- A ticket is used at the time of its event, since what else the use makes the campaign forget depends on
-  -- the time.
-  local function use_again(offer, event)
+  -- Uses a ticket at the time of its event, since that time decides which other tickets the campaign forgets.
+  local function reuse_ticket(offer, event)
     if not event.ticket then return end
     use_ticket(offer, event.ticket, event.ticket_ends_at)
     write_tickets(offer.campaign, event.at)
@@ -122,25 +122,25 @@ do
   local function take_part(offer, event)
     offer.places, offer.units_left, offer.amount_left = event.place, event.left,
       offer.amount_left - event.amount
-    use_again(offer, event)
+    reuse_ticket(offer, event)
     keep_part(call, offer, event.command, event.user, event.digest, event.amount)
   end
 
-  -- The codes of a grab leave the list in the order they stand in it.
+  -- Takes the codes of a grab from the front of the list, in which they are in this order.
   local function take_codes(offer, grab, codes)
     spend(COST.item * #codes + COST.listed_byte * bytes_of(codes))
     offer.codes_taken = offer.codes_taken + #codes
     for _, code in ipairs(codes) do grab.codes[#grab.codes + 1] = code end
   end
 
-  -- A grab as it was made; returns it and what its answer says of the limits.
+  -- Makes a grab as it was decided; returns it and the details of its answer about limits.
   local function make_grab(offer, event)
     local under = event.under or counted_under(offer, event.user, event.attributes, event.at)
     count(offer, under, event.quantity)
     local grab = new_grab(event.user, event.quantity, under)
     grab.place = event.place
     offer.grabs[event.grab] = grab
-    use_again(offer, event)
+    reuse_ticket(offer, event)
     touch_grab(offer, event.grab)
     return grab, #under > 0 and {limits = limit_states(offer, under, event.at)} or {}
   end
@@ -152,19 +152,19 @@ do
 
   APPLY['grab.granted'] = function(offer, event)
     if not offer.pieces then return take_part(offer, event) end
-    local grab, said = make_grab(offer, event)
+    local grab, details = make_grab(offer, event)
     take_units(offer, grab, event)
     grab.taken = event.quantity
     local codes = event.codes or {}
     take_codes(offer, grab, codes)
-    settled(offer, event, grab, CODE.granted, coupon_row(offer, grab, codes, said))
+    keep_grab_row(offer, event, grab, CODE.granted, coupon_row(offer, grab, codes, details))
   end
 
-  -- Who waited is served: the answer to the command that brought the units back says what was left
-  -- afterwards.
-  local function serve_again(offer, event)
+  -- A queued grab was served. The answer to the command that had returned the units states the units left
+  -- after the serving, so it is corrected here.
+  local function apply_served(offer, event)
     local grab = grab_of(offer, event.grab)
-    serve_one(offer, event.grab, grab, event.quantity, event.at)
+    serve_grab(offer, event.grab, grab, event.quantity, event.at)
     offer.served_at = event.at
     local campaign = offer.campaign
     local record = campaign.answers[event.command] or redis.call('HGET', campaign.answers_key, event.command)
@@ -178,30 +178,32 @@ do
   end
 
   APPLY['grab.held'] = function(offer, event)
-    if event.waited then return serve_again(offer, event) end
-    local grab, said = make_grab(offer, event)
+    if event.waited then return apply_served(offer, event) end
+    local grab, details = make_grab(offer, event)
     take_units(offer, grab, event)
     begin_hold(offer, grab, event.quantity, event.at)
-    settled(offer, event, grab, CODE.held, hold_row(offer, grab, said))
+    keep_grab_row(offer, event, grab, CODE.held, hold_row(offer, grab, details))
   end
 
   APPLY['grab.queued'] = function(offer, event)
-    local grab, said = make_grab(offer, event)
+    local grab, details = make_grab(offer, event)
     join_queue(offer, event.grab, grab)
     keep_row(offer, event, {CODE.waiting, event.seq, event.at, 0, event.quantity, grab.place,
-      offer.units_left, 0, 0, said})
+      offer.units_left, 0, 0, details})
   end
 
   APPLY['grab.extended'] = function(offer, event)
     local grab = grab_of(offer, event.grab)
     grab.extensions, grab.deadline = grab.extensions + 1, event.deadline_at
     touch_grab(offer, event.grab)
-    settled(offer, event, grab, CODE.extended, {deadline_at = grab.deadline})
+    keep_grab_row(offer, event, grab, CODE.extended, {deadline_at = grab.deadline})
   end
 
   APPLY['grab.confirmed'] = function(offer, event)
     local grab, quantity, codes = grab_of(offer, event.grab), event.quantity, event.codes or {}
-    if event.retaken then take_anew(offer, grab, windows_of_now(offer, grab.under, event.at), quantity) end
+    if event.retaken then
+      retake_units(offer, grab, in_current_windows(offer, grab.under, event.at), quantity)
+    end
     keep_units(offer, grab, quantity)
     take_codes(offer, grab, codes)
     grab.confirmed_seq, grab.confirmed_at = event.seq, event.at
@@ -211,71 +213,71 @@ do
         event.paid, event.currency)
     end
     touch_grab(offer, event.grab)
-    settled(offer, event, grab, CODE.confirmed, coupon_row(offer, grab, codes, {}))
+    keep_grab_row(offer, event, grab, CODE.confirmed, coupon_row(offer, grab, codes, {}))
   end
 
   APPLY['grab.released'] = function(offer, event)
     local grab = grab_of(offer, event.grab)
     if event.reason == 'left_queue' then
-      wait_no_more(offer, event.grab, grab, event.at)
+      end_wait(offer, event.grab, grab, event.at)
     else
       local expired = event.reason == 'expired'
       if expired then grab.lapsed = grab.held end
       end_hold(offer, event.grab, grab, expired and EXPIRED or RELEASED)
     end
     grab.ended_seq, grab.ended_at = event.seq, event.at
-    if event.digest then settled(offer, event, grab, CODE.released) end
+    if event.digest then keep_grab_row(offer, event, grab, CODE.released) end
   end
 
   APPLY['grab.returned'] = function(offer, event)
     local grab = grab_of(offer, event.grab)
-    unpay(grab, event.quantity)
-    hand_back(offer, event.grab, grab, event.quantity, event.restored)
-    settled(offer, event, grab, CODE.returned)
+    refund_units(grab, event.quantity)
+    return_units(offer, event.grab, grab, event.quantity, event.restored)
+    keep_grab_row(offer, event, grab, CODE.returned)
   end
 
   APPLY['grab.redeemed'] = function(offer, event)
     local grab = grab_of(offer, event.grab)
     grab.redeemed = grab.redeemed + event.quantity
     keep_order(call, offer, event.grab, event.order, event.quantity)
-    settled(offer, event, grab, CODE.redeemed)
+    keep_grab_row(offer, event, grab, CODE.redeemed)
   end
 
   APPLY['grab.unredeemed'] = function(offer, event)
     local grab = grab_of(offer, event.grab)
     grab.redeemed = grab.redeemed - event.quantity
     keep_order(call, offer, event.grab, event.order, 0)
-    settled(offer, event, grab, CODE.unredeemed)
+    keep_grab_row(offer, event, grab, CODE.unredeemed)
   end
 
   APPLY['payment.refund_due'] = function(offer, event)
-    local code, more = CODE[event.outcome], {message = 'the payment is to be paid back'}
+    local code, details = CODE[event.outcome], {message = 'the payment is to be paid back'}
     local grab = grab_of(offer, event.grab)
-    if code == CODE.invalid then more.message = 'paid: not what is due; ' .. more.message end
+    if code == CODE.invalid then details.message = 'paid: not what is due; ' .. details.message end
     if code == CODE.limit_reached then
-      more = too_many_payments()
-      more.message = more.message .. '; the payment is to be paid back'
+      details = too_many_payments()
+      details.message = details.message .. '; the payment is to be paid back'
     end
-    if code == CODE.not_enough_left then more.left = grab.held > 0 and grab.held or grab.lapsed end
+    if code == CODE.not_enough_left then details.left = grab.held > 0 and grab.held or grab.lapsed end
     keep_payment(call, offer.campaign, event.payment, offer.name, event.grab, code, 0, event.amount,
       event.asset)
-    keep_row(offer, event, {code, event.seq, event.at, 0, 0, 0, 0, 0, 0, more})
+    keep_row(offer, event, {code, event.seq, event.at, 0, 0, 0, 0, 0, 0, details})
   end
 end
 
 local read_ahead
 do
+  -- The number of events whose counters are read at once. An offer that these events amend is left out, since
+  -- its limits may change between them.
   local AT_ONCE = 32
-
-  -- The counters that events need, read at once for so many. (An amended offer may count otherwise.)
   local MAKES = {['grab.granted'] = true, ['grab.held'] = true, ['grab.queued'] = true}
 
   local function want_counters(offer, event)
     event.under = counted_under(offer, event.user, event.attributes, event.at)
-    for _, one in ipairs(event.under) do
-      local counters = one[3] == 1 and offer.campaign.counters or offer.counters
+    for _, counter in ipairs(event.under) do
+      local counters = counter[3] == 1 and offer.campaign.counters or offer.counters
       counters.wanted = counters.wanted or {}
-      counters.wanted[#counters.wanted + 1] = one[1]
+      counters.wanted[#counters.wanted + 1] = counter[1]
     end
   end
 
@@ -288,7 +290,7 @@ do
     counters.wanted = nil
   end
 
-  -- Reads for an event and those behind it, where that has not been done with one before.
+  -- Reads the counters for an event and the events after it, unless an earlier event has done so.
   function read_ahead(from)
     if from % AT_ONCE ~= 1 then return end
     local to, amended = math.min(from + AT_ONCE - 1, #events), {}
@@ -310,7 +312,7 @@ do
   end
 end
 
--- -- all of them --------------------------------------------------------------------------------------------
+-- -- all events ---------------------------------------------------------------------------------------------
 
 local opened = 0
 local function open(o, name, event)
@@ -330,8 +332,8 @@ local function open(o, name, event)
   keep_row(offers[o], event, {CODE.opened, event.seq, event.at, row.total, 0, 0, row.units})
 end
 
--- What was left to the sweeper is left to it again: units that are there for those who wait, when a call had
--- served as many as it may.
+-- Leaves to the sweeper what the deciding call left to it: units for queued grabs, when a call had served as
+-- many grabs as it may.
 local function leave_to_sweeper(offer)
   if offer.closed or not offer.pieces or not offer.rules.waiting_list then return end
   if available(offer) == offer.units_left then
@@ -341,13 +343,13 @@ local function leave_to_sweeper(offer)
   end
 end
 
--- From the first write to the last the shard is incomplete: should this script fail half-way, it is rebuilt
--- from nothing.
+-- The shard is incomplete from the first write to the last: if this script fails in between, the shard is
+-- rebuilt from the beginning.
 redis.call('HSET', KEYS[1], 'partial', '1')
 write_in_pieces('SADD', KEYS[10], retired)
 local gone, applied = {}, 0
 
--- Money that came for an offer that had retired before.
+-- Records a payment for an offer that had already retired.
 local function refund_late(campaign, past, event)
   past.offer_seq, past.changed = event.offer_seq, true
   keep_payment(call, campaign, event.payment, past.name, event.grab, CODE[event.outcome], 0, event.amount,
@@ -385,7 +387,7 @@ for _, offer in ipairs(offers) do
   if offer and offer.changed then leave_to_sweeper(offer) end
 end
 write_all(call, offers, campaigns)
-for _, retired_one in ipairs(gone) do remove_offer(unpack(retired_one)) end
+for _, offer_and_time in ipairs(gone) do remove_offer(unpack(offer_and_time)) end
 if ARGV[5] ~= '' then
   local seq, at = ARGV[5], ARGV[6]
   if applied < #events then

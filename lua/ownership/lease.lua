@@ -1,12 +1,12 @@
 #!lua flags=allow-oom
--- One relay a shard: takes the lease when it is free or already this worker's, for a time; with time 0 gives
--- it back. An operator's command seizes it, whoever holds it; the worker that held it lets the shard go at
--- its next renewal.
+-- Takes the lease of a shard for a time, so that one relay copies its outbox. A worker gets the lease if it
+-- is free or already its own; time 0 gives it back. A command of an operator seizes the lease from any
+-- holder; the former holder releases the shard at its next renewal.
 --
 -- KEYS[1] lease string · KEYS[2] shard hash
 -- ARGV[1] worker · ARGV[2] milliseconds · ARGV[3] '1' to seize it
--- Returns the holder: the worker itself when it has the lease now, '' when it gave it back, 'a newer program'
---         when the shard is written by one, and this one cannot relay it.
+-- Returns the holder: the worker itself when it has the lease, '' when it gave the lease back; or 'a newer
+--         program' when a newer program writes the shard, and this one cannot relay it.
 --- @include "shard"
 
 local holder = redis.call('GET', KEYS[1])

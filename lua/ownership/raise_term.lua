@@ -1,12 +1,12 @@
 #!lua flags=allow-oom
--- The first step of taking a shard over: a higher term, and the attempt's own random owner id
+-- The first step of a takeover: sets a higher term, and the random owner id of this attempt
 -- (docs/protocol.md, step 1).
 --
 -- KEYS[1] shard hash
 -- ARGV[1] term that must be exceeded · ARGV[2] owner id
--- Returns {term, epoch of the server, epoch under which the shard was last reconciled or '', seq, form of its
+-- Returns {term, server epoch, server epoch in which the shard was last reconciled or '', seq, form of its
 --         state: complete, partial (a rebuild was interrupted) or outdated (an older key layout)}; or the
---         error NEWER when a newer program has written it.
+--         error NEWER when a newer program has written the shard.
 --- @include "shard"
 
 local held = redis.call('HMGET', KEYS[1], 'term', 'life', 'layout', 'seq', 'partial')

@@ -1,18 +1,18 @@
 #!lua flags=no-writes
--- The outbox from an event on, for the shard's owner only.
+-- Reads the outbox from a given event on, for the shard's owner only.
 --
 -- KEYS[1] shard hash · KEYS[2] outbox stream
 -- ARGV[1] term · ARGV[2] owner · ARGV[3] server epoch · ARGV[4] first seq wanted · ARGV[5] entries at most
 -- Returns {seq of the shard, entries, '1' when the shard is incomplete, else ''}: stream entries {id, {'e',
---         line, 'e', line, …}} in order, from the one that holds the first seq wanted, no further one after
---         so many lines or bytes; or the error LOST when another took the shard over.
+--         line, 'e', line, …}} in order, from the entry that holds the first seq wanted; entries end when
+--         LINES_MAX or BYTES_MAX is reached. Or the error LOST when the shard has another owner.
 --- @include "shard"
 
--- Every line is hashed where it becomes a string of Lua; an entry that begins below the bound is read whole.
+-- Lua hashes every line that it reads. An entry that begins below a bound is read whole.
 local LINES_MAX, BYTES_MAX = 1000, 131072
 
 if not is_owner(KEYS[1], ARGV[1], ARGV[2], ARGV[3]) then
-  return redis.error_reply('LOST the shard has another owner, term or life')
+  return redis.error_reply('LOST the shard has another owner, term or server epoch')
 end
 local entries, lines, bytes = {}, 0, 0
 local entry = redis.call('XREVRANGE', KEYS[2], ARGV[4] .. '-0', '-', 'COUNT', 1)[1]

@@ -1,18 +1,18 @@
 #!lua flags=allow-oom
--- The last step of recovery: the shard equals the journal or is ahead of it, so it may decide again, in a new
--- history.
+-- The last step of a recovery: the shard equals the journal or is ahead of it, so it may decide again, in a
+-- new history.
 --
 -- KEYS[1] shard hash
 -- ARGV[1] term · ARGV[2] owner · ARGV[3] server epoch · ARGV[4] seq of the shard that was compared ·
 --   ARGV[5] number of shards
--- Returns 1, or the error LOST when another took the shard over or the shard has moved.
+-- Returns 1, or the error LOST when the shard has another owner, another seq or is incomplete.
 --- @include "shard"
 
 if not is_owner(KEYS[1], ARGV[1], ARGV[2], ARGV[3]) then
-  return redis.error_reply('LOST the shard has another owner, term or life')
+  return redis.error_reply('LOST the shard has another owner, term or server epoch')
 end
 if (redis.call('HGET', KEYS[1], 'seq') or '0') ~= ARGV[4] then
-  return redis.error_reply('LOST the shard has moved on')
+  return redis.error_reply('LOST the shard has changed')
 end
 if redis.call('HEXISTS', KEYS[1], 'partial') == 1 then
   return redis.error_reply('LOST the shard is incomplete')

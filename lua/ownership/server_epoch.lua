@@ -1,8 +1,8 @@
 #!lua flags=no-writes
--- The epoch of the server that has a key, see includes/shard.lua.
+-- Reads the epoch of the server that has a key, see includes/shard.lua.
 --
 -- KEYS[1] any key
--- Returns the epoch.
+-- Returns the server epoch.
 --- @include "shard"
 
 local _ = KEYS[1]

@@ -1,5 +1,5 @@
 #!lua flags=no-writes
--- The time of the server that has a key: in a cluster another server's clock is another one, and may not
+-- Reads the clock of the server that has a key: in a cluster, another server has another clock, and may not
 -- answer.
 --
 -- KEYS[1] any key

@@ -1,28 +1,30 @@
 #!lua flags=allow-oom
--- What Kafka acknowledged leaves the outbox, is kept as checkpoint, and is announced as journaled.
+-- Removes from the outbox the events that Kafka acknowledged, stores the checkpoint, and announces the events
+-- as journaled.
 --
 -- KEYS[1] shard hash · KEYS[2] outbox stream
 -- ARGV[1] term · ARGV[2] owner · ARGV[3] server epoch · ARGV[4] last seq acknowledged ·
 --   ARGV[5] the chain's hash there, hex
--- ARGV[6] journal offset behind it · ARGV[7] channel of announcements
--- Returns {history or '', seq, '1' when more of that is still in the outbox: a call trims a bounded number of
---         entries}, or the error LOST when another took the shard over.
+-- ARGV[6] journal offset after it · ARGV[7] channel of announcements
+-- Returns {history or '', seq, '1' when acknowledged entries are left, since a call trims a bounded number of
+--         entries, else ''}; or the error LOST when the shard has another owner.
 --- @include "shard"
 
 local ENTRIES_MAX = 1000
 
 if not is_owner(KEYS[1], ARGV[1], ARGV[2], ARGV[3]) then
-  return redis.error_reply('LOST the shard has another owner, term or life')
+  return redis.error_reply('LOST the shard has another owner, term or server epoch')
 end
 local seq, history = tonumber(ARGV[4]), redis.call('HGET', KEYS[1], 'history') or ''
 local more = false
 local open = redis.call('XREVRANGE', KEYS[2], string.format('%.0f-0', seq + 1), '-', 'COUNT', 1)[1]
 if open then
-  -- An entry goes only when its last event is acknowledged: this one may still hold the first that is not.
+  -- An entry is removed only when its last event is acknowledged: this entry may also hold the first event
+  -- that is not acknowledged.
   local first = tonumber(string.match(open[1], '^(%d+)'))
   local holds = first + #open[2] / 2 - 1 > seq
   local least = holds and open[1] or string.format('%.0f-0', seq + 1)
-  -- Whole nodes of the stream first, a bounded number; what is then left of one node is little.
+  -- Removes whole nodes of the stream first, a bounded number; what is then left in one node is little.
   more = redis.call('XTRIM', KEYS[2], 'MINID', '~', least, 'LIMIT', ENTRIES_MAX) > 0
     and redis.call('XTRIM', KEYS[2], 'MINID', '~', least, 'LIMIT', ENTRIES_MAX) > 0
   if not more then redis.call('XTRIM', KEYS[2], 'MINID', least) end

@@ -1,14 +1,14 @@
 #!lua flags=allow-oom
--- Keys of a shard that is to be rebuilt are deleted, a bounded number a call; of the shard itself only term
--- and owner stay.
+-- Deletes keys of a shard that is to be rebuilt, a bounded number per call. Of the shard hash, only term and
+-- owner remain.
 --
 -- KEYS[1] shard hash · KEYS[2 …] keys to delete
 -- ARGV[1] term · ARGV[2] owner · ARGV[3] server epoch · ARGV[4] reason in words
--- Returns 1, or the error LOST when another took the shard over.
+-- Returns 1, or the error LOST when the shard has another owner.
 --- @include "shard"
 
 if not is_owner(KEYS[1], ARGV[1], ARGV[2], ARGV[3]) then
-  return redis.error_reply('LOST the shard has another owner, term or life')
+  return redis.error_reply('LOST the shard has another owner, term or server epoch')
 end
 redis.call('DEL', KEYS[1])
 redis.call('HSET', KEYS[1], 'term', ARGV[1], 'owner', ARGV[2], 'partial', '1', 'fault', ARGV[4])

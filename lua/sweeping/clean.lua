@@ -1,8 +1,8 @@
 #!lua flags=allow-oom
--- Records of offers that have retired, deleted in bounded steps. They count as forgotten already, so it does
--- not matter when.
+-- Deletes records of retired offers, in bounded steps. They already count as forgotten, so the time of the
+-- deletion does not matter.
 --
--- Command: none; the sweeper calls it for a campaign that the cleaning hash names, until it does so no more.
+-- Command: none; the sweeper calls it for a campaign as long as the cleaning hash names it.
 -- KEYS[1] shard hash · KEYS[2] outbox stream · KEYS[3] refusals hash · KEYS[4] refusal_order list ·
 --   KEYS[5] demand hash
 -- KEYS[6] due zset · KEYS[7] offers set · KEYS[8] holds zset · KEYS[9] campaigns hash · KEYS[10] retired set
@@ -10,7 +10,7 @@
 -- KEYS[13] the campaign's answers hash, or its payments hash · KEYS[14] its state hash
 -- ARGV[1] shard/shards · ARGV[2] caller time ms · ARGV[3] time to use ms or '' · ARGV[4] clock skew ms ·
 --   ARGV[5] ''
--- ARGV[6] campaign · ARGV[7] answers or payments · ARGV[8] fields a step
+-- ARGV[6] campaign · ARGV[7] answers or payments · ARGV[8] fields per step
 -- Outcomes: 21 fenced (whole call)
 -- Events: none
 -- Returns msgpack: {0, history, {number of records deleted}}, or {code, retry_at, message}.
@@ -24,30 +24,30 @@ if not call then return cmsgpack.pack(refused) end
 local campaign, field, of_answers = ARGV[6], ARGV[6] .. '/' .. ARGV[7], ARGV[7] == 'answers'
 local history, cursor, again = string.match(redis.call('HGET', KEYS[12], field) or '', '^(%d+):(%d+):(%d)$')
 if not cursor then return cmsgpack.pack({0, call.history, {0}}) end
--- Another server orders its fields otherwise.
+-- Another server has another order of fields, so the pass begins again.
 if tonumber(history) ~= call.history then cursor = '0' end
 
--- An answer counts until its offer retires; a payment as long as its offer is there, or something is kept of
--- it.
+-- An answer counts until its offer retires; a payment counts while its offer exists or a record of the
+-- retired offer is kept.
 local function is_over(record)
   if of_answers then return has_retired(call, offer_of_answer(record, campaign)) end
   local name = cmsgpack.unpack(record)[1]
   return has_retired(call, name) and redis.call('HEXISTS', KEYS[14], 'retired/' .. name) == 0
 end
 
--- Records are read whole, and there is no telling how long they are: as many at once as those before were
--- short enough for.
+-- Records are read whole, and their length is not known before. So the number read at once doubles while the
+-- records are short.
 local over, seen, count = {}, 0, 1
 repeat
-  local found = redis.call('HSCAN', KEYS[13], cursor, 'COUNT', count)
-  cursor, count = found[1], 2 * count
-  for i = 1, #found[2], 2 do
-    local record = found[2][i + 1]
+  local scanned = redis.call('HSCAN', KEYS[13], cursor, 'COUNT', count)
+  cursor, count = scanned[1], 2 * count
+  for i = 1, #scanned[2], 2 do
+    local record = scanned[2][i + 1]
     spend(COST.scanned + COST.line_byte * #record)
     if #record > BOUNDS.large_answer_bytes then count = 1 end
-    if is_over(record) then over[#over + 1] = found[2][i] end
+    if is_over(record) then over[#over + 1] = scanned[2][i] end
   end
-  seen = seen + #found[2] / 2
+  seen = seen + #scanned[2] / 2
 until cursor == '0' or seen >= tonumber(ARGV[8]) or is_spent()
 write_in_pieces('HDEL', KEYS[13], over)
 if cursor ~= '0' then

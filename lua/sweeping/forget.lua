@@ -1,9 +1,9 @@
 #!lua flags=allow-oom
--- Offers that retired so long ago that their payments are known no more: what was kept of them goes, `clean`
--- deletes the payments.
+-- Deletes the records of offers that retired so long ago that their payments no longer count; `clean` deletes
+-- the payments.
 --
--- Command: none; the sweeper calls it with the offers it found in the past zset. One whose time is not over
---   is left alone.
+-- Command: none; the sweeper calls it with offers of the past zset. An offer that is not due is left
+--   unchanged.
 -- KEYS[1] shard hash · KEYS[2] outbox stream · KEYS[3] refusals hash · KEYS[4] refusal_order list ·
 --   KEYS[5] demand hash
 -- KEYS[6] due zset · KEYS[7] offers set · KEYS[8] holds zset · KEYS[9] campaigns hash · KEYS[10] retired set
@@ -22,8 +22,8 @@
 local call, refused = begin_call()
 if not call then return cmsgpack.pack(refused) end
 
--- As models/offers.py has it: a day later than it counts, so that no clock that is still believed can need
--- what is gone.
+-- As in models/offers.py: a day longer than payments count, so that no clock within the allowed skew can need
+-- a deleted record.
 local PAYMENTS_KEPT_MS = PAYMENTS_KNOWN_MS + 86400000
 
 local names, campaign_of, campaign_names = unpack(cmsgpack.unpack(ARGV[6]))

@@ -1,1 +1,1 @@
-"""From commands to decisions: the decider of the topic, and the sweeper, which does what time demands."""
+"""The decider, which decides the commands of the topic, and the sweeper, which does what is due at a time."""

@@ -1,10 +1,10 @@
-"""The decider's backlog: what was read of the commands topic and is not answered yet, by partition for
-committing, by shard for deciding.
+"""The decider's backlog: commands that were read from the topic and are not answered yet, by partition for
+committing and by shard for deciding.
 
-A command may stand in any partition, so the two do not match. Each shard takes its own commands in the order
-they were read, and no shard waits for another: one that stands still keeps its commands here, up to a bound;
-then the partitions that bring more of them are not read until it goes on. Offsets are committed up to the
-first record of which anything is open.
+A command may be in any partition, so partitions and shards do not match. Each shard takes its commands in the
+order in which they were read, and no shard waits for another. The commands of a shard that decides nothing
+stay here, up to a bound; then the partitions that have more of them are not read until the shard decides
+again. Offsets are committed up to the first record with an open part.
 """
 
 from collections import deque
@@ -14,33 +14,35 @@ from typing import Any, Final
 from aiokafka import TopicPartition
 
 from grabstream.models.commands import AnyCommand, basket_of
-from grabstream.streams.deciding.understanding import Place
+from grabstream.streams.deciding.understanding import RecordPosition
 
-#: Commands, and bytes of their records, of one shard that wait here before partitions which bring more of
-#: them are not read any more. One poll and one fetch a partition may come on top.
+#: Commands of one shard, and bytes of their records, that wait here before partitions with more of them are
+#: no longer read. One poll, and one fetch per partition, may be added.
 HELD_COMMANDS_MAX: Final = 20_000
 HELD_BYTES_MAX: Final = 16 * 1024 * 1024
-#: Records of a partition after its first open one: what another process would have to decide again.
+#: Records of a partition from its first open record on: another process would have to decide them again.
 OPEN_RECORDS_MAX: Final = 50_000
-#: Read again once less than this share of a bound is in use.
+#: A paused partition is read again when less than this share of the bound is in use.
 READ_AGAIN_SHARE: Final = 0.5
 
 
 class OpenRecord:
-    """A record of which `open` parts are not answered and acknowledged yet: its commands, and what was
-    refused of it at once.
+    """A record with `open` parts whose answers Kafka has not acknowledged yet: its commands, and the parts
+    that were refused at once.
     """
 
-    __slots__ = ("open", "partition", "place")
+    __slots__ = ("open", "partition", "position")
 
-    def __init__(self, partition: "OpenPartition", place: Place) -> None:
+    def __init__(self, partition: "OpenPartition", position: RecordPosition) -> None:
         self.partition = partition
-        self.place = place
+        self.position = position
         self.open = 0
 
 
 class HeldCommand:
-    """A command that waits for its answer: where it stood, and its share of the bytes of its record."""
+    """A command that waits for its answer: its record and its index in it, and its share of the record's
+    bytes.
+    """
 
     __slots__ = ("command", "index", "record", "size")
 
@@ -53,8 +55,8 @@ class HeldCommand:
 
 
 class OpenPartition:
-    """What of a partition is open, in order. `gone` once it was taken away; `full_for` are shards for which
-    no more is to be read.
+    """The open records of a partition, in order. `gone` is set when the partition was revoked; `full_for` are
+    the shards for which no more records may be read.
     """
 
     def __init__(self, source: TopicPartition) -> None:
@@ -66,37 +68,39 @@ class OpenPartition:
         self._committed: int | None = None
         self._is_long = False
 
-    def add(self, place: Place) -> OpenRecord:
-        """A record that was read."""
-        opened = OpenRecord(self, place)
-        self._records.append(opened)
-        return opened
+    def add(self, position: RecordPosition) -> OpenRecord:
+        """Adds a record that was read; returns it."""
+        record = OpenRecord(self, position)
+        self._records.append(record)
+        return record
 
     def complete(self) -> int | None:
-        """The offset up to which everything is complete, when it has moved since it was committed."""
+        """Returns the offset up to which everything is complete; None if it has not moved since it was
+        committed.
+        """
         while self._records and self._records[0].open == 0:
-            self._next_offset = self._records.popleft().place.offset + 1
+            self._next_offset = self._records.popleft().position.offset + 1
         return self._next_offset if self._next_offset != self._committed else None
 
     def committed(self, offset: int) -> None:
-        """The offset is committed."""
+        """Records that the offset is committed."""
         self._committed = offset
 
     @property
     def records(self) -> int:
-        """Records after the first one that is open, with it."""
+        """The number of records from the first open record on."""
         return len(self._records)
 
     @property
     def is_full(self) -> bool:
-        """Whether no more is to be read now."""
+        """Whether no more records of the partition may be read now."""
         bound = OPEN_RECORDS_MAX * (READ_AGAIN_SHARE if self._is_long else 1)
         self._is_long = len(self._records) > bound
         return self._is_long or bool(self.full_for)
 
 
 class ShardBacklog:
-    """The commands of one shard in the order they were read, by record: a basket is the grabs of one
+    """The commands of one shard in the order in which they were read, by record: a basket is the grabs of one
     record.
     """
 
@@ -108,18 +112,19 @@ class ShardBacklog:
         self._stopped: set[OpenPartition] = set()
 
     def add(self, held: list[HeldCommand]) -> None:
-        """What a record brings for this shard."""
+        """Adds the commands of a record for this shard."""
         self._waiting.append(held)
         self.commands += len(held)
-        self.bytes += sum(one.size for one in held)
+        self.bytes += sum(command.size for command in held)
         if self.commands > HELD_COMMANDS_MAX or self.bytes > HELD_BYTES_MAX:
             partition = held[0].record.partition
             partition.full_for.add(self.shard)
             self._stopped.add(partition)
 
     def take(self, most: int) -> list[HeldCommand]:
-        """The next commands for one call: of several records, but a record with baskets goes alone. Those of
-        partitions that were taken away are left out: who has them now decides them.
+        """Removes and returns the next commands for one call, from several records; a record with baskets
+        gets its own call. Commands of revoked partitions are dropped: the process that has the partition
+        decides them.
         """
         taken: list[HeldCommand] = []
         while self._waiting and len(taken) < most:
@@ -128,7 +133,7 @@ class ShardBacklog:
                 self._waiting.popleft()
                 self.done(held)
                 continue
-            has_basket = any(basket_of(one.command) for one in held)
+            has_basket = any(basket_of(entry.command) for entry in held)
             if taken and (has_basket or len(taken) + len(held) > most):
                 break
             if len(held) > most and not has_basket:
@@ -140,9 +145,9 @@ class ShardBacklog:
         return taken
 
     def done(self, held: Sequence[HeldCommand]) -> None:
-        """These are answered, or left to somebody else."""
+        """Removes commands that are answered, or that another process decides."""
         self.commands -= len(held)
-        self.bytes -= sum(one.size for one in held)
+        self.bytes -= sum(command.size for command in held)
         has_room = (
             self.commands < HELD_COMMANDS_MAX * READ_AGAIN_SHARE
             and self.bytes < HELD_BYTES_MAX * READ_AGAIN_SHARE
@@ -154,13 +159,13 @@ class ShardBacklog:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing waits to be sent."""
+        """Whether no command waits to be sent to the gate."""
         return not self._waiting
 
 
 def by_partition(held: Iterable[tuple[HeldCommand, Any]]) -> dict[int, list[Any]]:
-    """What belongs to commands, by the number of the partition each came from."""
-    found: dict[int, list[Any]] = {}
-    for one, what in held:
-        found.setdefault(one.record.partition.source.partition, []).append(what)
-    return found
+    """Groups values that belong to commands by the number of the partition that each command came from."""
+    by_number: dict[int, list[Any]] = {}
+    for command, value in held:
+        by_number.setdefault(command.record.partition.source.partition, []).append(value)
+    return by_number

@@ -1,10 +1,11 @@
-"""The decider: commands from the topic, decided in batches, answered on the results topic when they are
-journaled.
+"""The decider: reads commands from the topic, has the gate decide them, and writes answers to the results
+topic when they are journaled.
 
-For each shard, by itself: 1. decided · 2. journaled · 3. answers and rejected bytes acknowledged by Kafka.
-Then, for each partition: 4. the offset up to which everything is complete is committed.
+For each shard separately: 1. commands are decided · 2. their events are journaled · 3. Kafka acknowledges
+answers and rejected bytes. Then, for each partition: 4. the offset up to which everything is complete is
+committed.
 
-Ending anywhere in between delivers commands again, and a repeated command gets its first answer again.
+After a crash between two steps, Kafka delivers commands again, and a repeated command gets its first answer.
 """
 
 import asyncio
@@ -32,34 +33,41 @@ from grabstream.streams.deciding.backlog import (
     ShardBacklog,
     by_partition,
 )
-from grabstream.streams.deciding.understanding import Pace, Place, Rejected, Understood, set_aside, understand
+from grabstream.streams.deciding.understanding import (
+    Pace,
+    RecordPosition,
+    Rejected,
+    Understood,
+    set_aside,
+    understand,
+)
 from grabstream.streams.topics import Topics
 
 log = logging.getLogger(__name__)
 
 POLL_RECORDS_MAX: Final = 2_000
 POLL_WAIT_MS: Final = 200
-#: What one poll may bring, of all partitions and of one. A broker sends a larger record all the same, alone.
+#: Bytes that one poll may return, of all partitions and of one. A broker sends a larger record alone.
 POLL_BYTES_MAX: Final = 8 * 1024 * 1024
 PARTITION_BYTES_MAX: Final = 1024 * 1024
-#: Of one shard: commands in one call of the gate, and calls that are decided or wait for the journal.
+#: Of one shard: commands in one call of the gate, and calls that are being decided or journaled.
 CALL_COMMANDS_MAX: Final = 512
 CALLS_IN_FLIGHT_MAX: Final = 8
 COMMIT_EVERY_SECONDS: Final = 0.1
-#: How long partitions that are taken away, or a decider that is to end, wait for what is still being decided
-#: …
+#: How long a revoked partition, or a decider that stops, waits for commands that are still being decided …
 DRAIN_SECONDS_MAX: Final = 5.0
-#: … as long as something of it goes on within this time: a shard that stands still is not waited for.
+#: … if any of them is decided within this time: shards that decide nothing are not waited for.
 STANDS_STILL_SECONDS: Final = 1.0
 RETRY_SECONDS: Final = 0.2
 RETRY_SECONDS_MAX: Final = 5.0
 
 
 class Decider:
-    """Reads the commands topic in a consumer group until stopped; any number of them share the partitions.
+    """Reads the commands topic in a consumer group until stopped; any number of deciders share the
+    partitions.
 
-    A server that is away is waited for, and so is a shard that decides nothing: what stands in the topic is
-    answered once it can be decided, never `fenced` or `busy`.
+    Waits for a server that is unreachable, and for a shard that decides nothing: commands in the topic are
+    answered when they are decided, never with `fenced` or `busy`.
     """
 
     def __init__(
@@ -72,8 +80,8 @@ class Decider:
     ) -> None:
         self.gate = gate
         self.shards = shards
-        # One for all sessions: what an earlier one has in flight is carried out before what is delivered
-        # again.
+        # One order for all sessions: commands in flight from an earlier session are carried out before
+        # commands that are delivered again.
         self.order = Order()
         self.decided = 0
         self._bootstrap = bootstrap
@@ -81,8 +89,8 @@ class Decider:
         self._ready = ready
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Decides until `stop`, then answers and commits what it has read, as far as its shards go on; raises
-        errors of our own.
+        """Decides until `stop`, then answers and commits the commands it has read, except those of shards
+        that decide nothing. Raises errors that are not trouble.
         """
         trouble = Trouble(log, "deciding commands of the topic")
         pause = RETRY_SECONDS
@@ -92,7 +100,7 @@ class Decider:
             except BaseException as error:
                 if not is_trouble(error):
                     raise
-                # What was read and not committed is delivered again.
+                # Commands that were read and not committed are delivered again.
                 pause = RETRY_SECONDS if not trouble.is_said else min(2 * pause, RETRY_SECONDS_MAX)
                 trouble.say(in_words(error))
                 await asyncio.wait({stopping := asyncio.create_task(stop.wait())}, timeout=pause)
@@ -125,8 +133,8 @@ class Decider:
                 await session.run(stop)
 
 
-class _Done(NamedTuple):
-    """A command's answer (None: nothing is known of it), and why it was set aside, if it was."""
+class _Decided(NamedTuple):
+    """A command's answer (None: unknown), and the reason why it was set aside, if it was."""
 
     held: HeldCommand
     answer: Answer | None
@@ -134,7 +142,7 @@ class _Done(NamedTuple):
 
 
 class _Session(ConsumerRebalanceListener):  # type: ignore[misc]
-    """One consumer's life: reads, lets every shard decide by itself, and commits after what is complete."""
+    """The work of one consumer: reads, has each shard decide separately, and commits complete offsets."""
 
     def __init__(
         self, decider: Decider, consumer: AIOKafkaConsumer, answers: "_Answers", trouble: Trouble
@@ -144,17 +152,17 @@ class _Session(ConsumerRebalanceListener):  # type: ignore[misc]
         self._answers = answers
         self._trouble = trouble
         self._partitions: dict[TopicPartition, OpenPartition] = {}
-        self._lanes: dict[int, _Lane] = {}
+        self._shards: dict[int, _ShardDecider] = {}
         self._progress = asyncio.Event()
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Until `stop`; raises what reading, deciding or answering raises."""
-        lanes = [
-            _Lane(shard, self._decider, self._answers, self._progress)
+        """Runs until `stop`; raises the errors of reading, deciding and answering."""
+        shards = [
+            _ShardDecider(shard, self._decider, self._answers, self._progress)
             for shard in range(self._decider.shards)
         ]
-        self._lanes = {lane.shard: lane for lane in lanes}
-        work = [self._read(stop), self._commit_again_and_again(), *(lane.run() for lane in lanes)]
+        self._shards = {decider.shard: decider for decider in shards}
+        work = [self._read(stop), self._keep_committing(), *(decider.run() for decider in shards)]
         async with running(*work) as tasks:
             await first_to_end(tasks)
             await self._drain(list(self._partitions.values()))
@@ -166,17 +174,17 @@ class _Session(ConsumerRebalanceListener):  # type: ignore[misc]
         pace = Pace()
         while not stop.is_set():
             self._pause()
-            # Asked also while nothing may be read, or the group would take us for dead.
+            # Polls even while all partitions are paused, or the group would remove this consumer.
             fetched = await self._consumer.getmany(timeout_ms=POLL_WAIT_MS, max_records=POLL_RECORDS_MAX)
             self._trouble.over()
-            # Found at once: a partition that comes back after it was taken away begins anew, with records
-            # that are delivered again.
+            # Looks up the partitions before any wait: a partition that is revoked and assigned again gets a
+            # new object, and its records are delivered again.
             await self._take(
                 [(self._partitions.get(source), records) for source, records in fetched.items()], pace
             )
 
     def _pause(self) -> None:
-        """What is full is not read, until there is room again."""
+        """Pauses full partitions, and resumes those that have room again."""
         assigned = self._consumer.assignment()
         paused = self._consumer.paused()
         full = {
@@ -186,45 +194,46 @@ class _Session(ConsumerRebalanceListener):  # type: ignore[misc]
         }
         if full - paused:
             self._consumer.pause(*full - paused)
-        if again := (paused & assigned) - full:
-            self._consumer.resume(*again)
+        if with_room := (paused & assigned) - full:
+            self._consumer.resume(*with_room)
 
     async def _take(self, fetched: Sequence[tuple[OpenPartition | None, Sequence[Any]]], pace: Pace) -> None:
-        """Gives every shard its commands, and answers what is refused at once."""
+        """Gives every shard its commands, and answers elements that are refused at once."""
         refused: dict[int, list[Answer]] = {}
         rejected: list[Rejected] = []
-        taken: list[OpenRecord] = []
+        opened: list[OpenRecord] = []
         for partition, records in fetched:
             for record in records:
                 if partition is None or partition.gone:
                     break
-                opened = partition.add(Place.of(record))
-                opened.open += 1  # until all of it is on its way
-                taken.append(opened)
+                open_record = partition.add(RecordPosition.of(record))
+                open_record.open += 1  # until its refusals are sent
+                opened.append(open_record)
                 understood = await understand(record, pace)
                 if understood.refused:
                     refused.setdefault(partition.source.partition, []).extend(understood.refused)
                 rejected.extend(understood.rejected)
-                self._share_out(opened, understood, len(record.value or b""))
+                self._distribute(open_record, understood, len(record.value or b""))
         if refused or rejected:
             await self._answers.send(refused, rejected)
-        for opened in taken:
-            opened.open -= 1
-        if taken:
+        for open_record in opened:
+            open_record.open -= 1
+        if opened:
             self._progress.set()
 
-    def _share_out(self, opened: OpenRecord, understood: Understood, size: int) -> None:
+    def _distribute(self, record: OpenRecord, understood: Understood, size: int) -> None:
+        """Gives the commands of a record to their shards; `size` is the bytes of the record."""
         of_shards: dict[int, list[HeldCommand]] = {}
-        of_one = size // max(1, len(understood.commands))
-        for command, index in zip(understood.commands, understood.places, strict=True):
+        command_size = size // max(1, len(understood.commands))
+        for command, index in zip(understood.commands, understood.indexes, strict=True):
             shard = shard_of(campaign_of(command.offer), self._decider.shards)
-            of_shards.setdefault(shard, []).append(HeldCommand(command, opened, index, of_one))
+            of_shards.setdefault(shard, []).append(HeldCommand(command, record, index, command_size))
         for shard, held in of_shards.items():
-            self._lanes[shard].add(held)
+            self._shards[shard].add(held)
 
     # -- committing ------------------------------------------------------------------------------------------
 
-    async def _commit_again_and_again(self) -> None:
+    async def _keep_committing(self) -> None:
         while True:
             await self._progress.wait()
             self._progress.clear()
@@ -242,7 +251,7 @@ class _Session(ConsumerRebalanceListener):  # type: ignore[misc]
         try:
             await self._consumer.commit({partition.source: offset for partition, offset in complete})
         except (CommitFailedError, IllegalStateError) as error:
-            # The partitions went to another decider: it gets these commands again and gives the same answers.
+            # Another decider has the partitions: it gets these commands again, and they get the same answers.
             log.info("offsets not committed, the group has changed: %s", error)
             return
         for partition, offset in complete:
@@ -251,40 +260,40 @@ class _Session(ConsumerRebalanceListener):  # type: ignore[misc]
     # -- the group -------------------------------------------------------------------------------------------
 
     async def on_partitions_revoked(self, revoked: Any) -> None:
-        """Before partitions go to another decider, what was read from them is answered and committed, as far
-        as shards go on.
+        """Before partitions go to another decider, answers and commits the commands that were read from them,
+        except those of shards that decide nothing.
         """
-        taken = [self._partitions[source] for source in revoked if source in self._partitions]
+        partitions = [self._partitions[source] for source in revoked if source in self._partitions]
         try:
-            await self._drain(taken)
+            await self._drain(partitions)
             await self._commit()
         except Exception as error:
             if not is_trouble(error):
                 raise
-            log.info("before partitions were taken away: %s", in_words(error))
-        for partition in taken:
+            log.info("before partitions were revoked: %s", in_words(error))
+        for partition in partitions:
             partition.gone = True
             del self._partitions[partition.source]
 
     async def on_partitions_assigned(self, assigned: Any) -> None:
-        """Begins anew with these, from what was committed."""
+        """Begins to read these partitions, from their committed offsets."""
         self._partitions |= {source: OpenPartition(source) for source in assigned}
         log.info("deciding commands of %d partitions", len(assigned))
 
     async def _drain(self, partitions: Sequence[OpenPartition]) -> None:
-        """Returns when everything read from partitions is complete, or what is left stands still."""
+        """Returns when all records read from partitions are complete, or the rest makes no progress."""
         until = asyncio.get_running_loop().time() + DRAIN_SECONDS_MAX
-        left, since = -1, 0.0
+        left, unchanged_since = -1, 0.0
         while True:
             for partition in partitions:
                 partition.complete()
             now = asyncio.get_running_loop().time()
-            was, left = left, sum(lane.backlog.commands for lane in self._lanes.values())
-            if left != was:
-                since = now
+            before, left = left, sum(decider.backlog.commands for decider in self._shards.values())
+            if left != before:
+                unchanged_since = now
             if not any(partition.records for partition in partitions):
                 return
-            if now > until or now - since > STANDS_STILL_SECONDS:
+            if now > until or now - unchanged_since > STANDS_STILL_SECONDS:
                 log.warning(
                     "%d commands that were read are still being decided: they will be delivered again", left
                 )
@@ -292,9 +301,9 @@ class _Session(ConsumerRebalanceListener):  # type: ignore[misc]
             await asyncio.sleep(0.02)
 
 
-class _Lane:
-    """What decides the commands of one shard: one call after the other goes to the gate, and several wait
-    there for the journal.
+class _ShardDecider:
+    """Decides the commands of one shard: sends calls to the gate in order, several of which may wait for the
+    journal.
     """
 
     def __init__(self, shard: int, decider: Decider, answers: "_Answers", progress: asyncio.Event) -> None:
@@ -303,31 +312,31 @@ class _Lane:
         self._decider = decider
         self._answers = answers
         self._progress = progress
-        self._more = asyncio.Event()
+        self._added = asyncio.Event()
 
     def add(self, held: list[HeldCommand]) -> None:
-        """What a record brings for the shard."""
+        """Adds the commands of a record for the shard."""
         self.backlog.add(held)
-        self._more.set()
+        self._added.set()
 
     async def run(self) -> None:
-        """Decides until cancelled; raises what answering raises."""
+        """Decides until cancelled; raises the errors of answering."""
         calls: set[asyncio.Task[None]] = set()
         try:
             while True:
                 held = self.backlog.take(CALL_COMMANDS_MAX) if len(calls) < CALLS_IN_FLIGHT_MAX else []
                 if held:
-                    # The task is made here, so that calls reach the gate in the order they were read.
+                    # The task is started here, so that calls reach the gate in the order of their records.
                     calls.add(asyncio.create_task(self._decide(held)))
                     await asyncio.sleep(0)
                     continue
-                more = asyncio.create_task(self._more.wait())
-                room = len(calls) < CALLS_IN_FLIGHT_MAX
+                added = asyncio.create_task(self._added.wait())
+                has_room = len(calls) < CALLS_IN_FLIGHT_MAX
                 done, _ = await asyncio.wait(
-                    {*calls, more} if room else calls, return_when=asyncio.FIRST_COMPLETED
+                    {*calls, added} if has_room else calls, return_when=asyncio.FIRST_COMPLETED
                 )
-                more.cancel()
-                self._more.clear()
+                added.cancel()
+                self._added.clear()
                 for task in done & calls:
                     task.result()
                 calls -= done
@@ -336,80 +345,85 @@ class _Lane:
 
     async def _decide(self, held: list[HeldCommand]) -> None:
         try:
-            decided = await self._ask(held)
+            decided = await self._call_gate(held)
         except Exception as error:
             if is_trouble(error):
                 raise
             log.exception(
-                "shard %d: a call for %d commands failed, they are asked for one by one",
+                "shard %d: a call with %d commands failed, they are sent again one by one",
                 self.shard,
                 len(held),
             )
-            decided = [one for unit in _units(held) for one in await self._ask_alone(unit)]
-        answers = by_partition((one.held, one.answer) for one in decided if one.answer is not None)
+            decided = [result for unit in _units(held) for result in await self._call_gate_alone(unit)]
+        answers = by_partition(
+            (result.held, result.answer) for result in decided if result.answer is not None
+        )
         aside = [
-            rejected for one in decided if one.undecidable
+            rejected for result in decided if result.undecidable
             for rejected in set_aside(
-                one.held.record.place, one.held.index, one.held.command, one.undecidable
+                result.held.record.position, result.held.index, result.held.command, result.undecidable
             )
         ]  # fmt: skip
         await self._answers.send(answers, aside)
-        for one in held:
-            one.record.open -= 1
+        for command in held:
+            command.record.open -= 1
         self.backlog.done(held)
         self._decider.decided += len(held)
         self._progress.set()
 
-    async def _ask(self, held: Sequence[HeldCommand]) -> list[_Done]:
+    async def _call_gate(self, held: Sequence[HeldCommand]) -> list[_Decided]:
         undecidable: dict[int, str] = {}
-        commands = [one.command for one in held]
+        commands = [entry.command for entry in held]
         answers = await self._decider.gate.decide(
             commands, reader=self._decider.order, report_undecidable=undecidable.__setitem__
         )
         return [
-            _Done(one, answer, undecidable.get(place))
-            for place, (one, answer) in enumerate(zip(held, answers, strict=True))
+            _Decided(entry, answer, undecidable.get(index))
+            for index, (entry, answer) in enumerate(zip(held, answers, strict=True))
         ]
 
-    async def _ask_alone(self, unit: Sequence[HeldCommand]) -> list[_Done]:
-        """Commands that no answer may be given to, since nobody knows whether they are decided, are set
-        aside, and the others go on.
+    async def _call_gate_alone(self, unit: Sequence[HeldCommand]) -> list[_Decided]:
+        """Decides one command or basket. After an error it is unknown whether its commands are decided: then
+        they get no answer and are set aside, so that the other commands continue.
         """
         try:
-            return await self._ask(unit)
+            return await self._call_gate(unit)
         except Exception as error:
             if is_trouble(error):
                 raise
-            return [_Done(one, None, f"decided or not, nobody knows: {in_words(error)}") for one in unit]
+            reason = f"it is unknown whether this command is decided: {in_words(error)}"
+            return [_Decided(entry, None, reason) for entry in unit]
 
 
 def _units(held: Sequence[HeldCommand]) -> list[list[HeldCommand]]:
-    """Commands one by one, those of a basket together."""
+    """Returns the commands one by one, those of a basket together."""
     units: list[list[HeldCommand]] = []
-    for one in held:
-        basket = basket_of(one.command)
+    for entry in held:
+        basket = basket_of(entry.command)
         if units and basket is not None and basket_of(units[-1][0].command) == basket:
-            units[-1].append(one)
+            units[-1].append(entry)
         else:
-            units.append([one])
+            units.append([entry])
     return units
 
 
 class _Answers:
-    """What goes to the topics of answers and of rejected bytes."""
+    """Writes to the topics of answers and of rejected bytes."""
 
     def __init__(self, producer: AIOKafkaProducer, topics: Topics) -> None:
         self._producer = producer
         self._topics = topics
 
     async def send(self, answers: dict[int, list[Answer]], rejected: Sequence[Rejected]) -> None:
-        """Sends answers, each to the partition its command came from, and rejected bytes; returns when Kafka
-        has them.
+        """Sends answers, each to the partition of its command, and rejected bytes; returns when Kafka has
+        acknowledged them.
         """
         sent = [
-            await self._producer.send(self._topics.rejected, one.raw, one.key, partition=0,
-            headers=one.headers) for one in rejected
-        ]  # fmt: skip
+            await self._producer.send(
+                self._topics.rejected, record.raw, record.key, partition=0, headers=record.headers
+            )
+            for record in rejected
+        ]
         for partition, of_partition in answers.items():
             sent += await self._send_answers(partition, of_partition)
         await asyncio.gather(*sent)
@@ -429,8 +443,8 @@ class _Answers:
 
 
 def _without_codes(answer: Answer) -> Answer:
-    """A code that was handed out stands in no topic in clear: its taker asks a gate, with the same command. A
-    number is `place`.
+    """Removes coupon codes from an answer, since topics must not hold them unencrypted: the user's client
+    gets them from a gate, with the same command. A coupon number is also in `place`.
     """
     if answer.coupon_code is None:
         return answer

@@ -1,5 +1,5 @@
-"""The sweeper: ends holds whose time is over, closes and retires offers, deletes what retired offers left,
-and carries counted refusals to SQL. One a shard, beside its relay.
+"""The sweeper: ends expired holds, closes and retires offers, deletes the records of retired offers, and
+copies the counts of refusals to SQL. Each shard has one, beside its relay.
 """
 
 import asyncio
@@ -24,25 +24,23 @@ log = logging.getLogger(__name__)
 SWEEP_EVERY_SECONDS: Final = 0.25
 OFFERS_AT_ONCE_MAX: Final = 64
 HOLDS_AT_ONCE_MAX: Final = 256
-#: Records that a step of cleaning looks at, about a millisecond, and the pause after it in which everybody
-#: else is served.
+#: Records that a step of cleaning reads, in about 1 ms, and the pause after it for other calls.
 CLEAN_FIELDS_A_STEP: Final = 500
 CLEAN_PAUSE_SECONDS: Final = 0.01
 DEMAND_FIELDS_MAX: Final = 2_000
-#: How long a hold or offer that makes its script fail is left out, so that the others of its shard go on.
+#: How long a hold or offer that causes an error of its script is left out, so that the others of its shard
+#: are still handled.
 LEFT_OUT_SECONDS: Final = 60.0
 
-#: Writes (second, outcome code, offer, refusals) of a shard to SQL; the numbers are absolute, so writing them
-#: twice is harmless.
+#: Writes (second, outcome code, offer, refusals) of a shard to SQL. The numbers are absolute, so it may write
+#: them twice.
 RecordDemand = Callable[[int, Sequence[tuple[int, int, str, int]]], Awaitable[None]]
 
 _pack = msgspec.msgpack.Encoder().encode
 
 
 class Sweeper:
-    """Does what time brings in one shard. `record_demand` is None where no SQL is at hand: counts then stay
-    in Redis.
-    """
+    """Does what is due at a time in one shard. Without `record_demand`, counts of refusals stay in Redis."""
 
     def __init__(
         self,
@@ -59,21 +57,21 @@ class Sweeper:
         self._record_demand = record_demand
         self._demand_cursor = 0
         self._last_first = False
-        #: (sorted set, member) that made a script fail, until when it is left out.
+        #: (sorted set, member) that caused an error of a script → time until which it is left out.
         self._left_out: dict[tuple[str, str], float] = {}
 
     async def run(self) -> None:
-        """Sweeps until cancelled; errors of a server are logged and tried again. Holds wait neither for SQL
-        nor for cleaning.
+        """Sweeps until cancelled; errors of a server are logged, and the work is retried. Holds wait neither
+        for SQL nor for cleaning.
         """
         async with asyncio.TaskGroup() as tasks:
-            # Side by side, a call of each in turn: neither waits until the other has nothing left to do.
-            tasks.create_task(self._again_and_again(self.expire_all))
-            tasks.create_task(self._again_and_again(self.see_to_offers))
-            tasks.create_task(self._again_and_again(self.clean))
-            tasks.create_task(self._again_and_again(self.flush_demand))
+            # Concurrently: no task waits until another has finished its work.
+            tasks.create_task(self._repeat(self.expire_all))
+            tasks.create_task(self._repeat(self.handle_offers))
+            tasks.create_task(self._repeat(self.clean))
+            tasks.create_task(self._repeat(self.flush_demand))
 
-    async def _again_and_again(self, task: Callable[[], Awaitable[object]]) -> None:
+    async def _repeat(self, task: Callable[[], Awaitable[object]]) -> None:
         trouble = Trouble(log, f"sweeping shard {self._keys.shard}")
         while True:
             try:
@@ -86,46 +84,47 @@ class Sweeper:
             await asyncio.sleep(SWEEP_EVERY_SECONDS)
 
     async def sweep(self, at_ms: int | None = None) -> int:
-        """Everything that is due by Redis' own clock (or at the time given, for simulation); returns how many
-        holds and offers.
+        """Handles everything that is due by Redis' clock (or at the given time, for simulation); returns the
+        number of holds and offers.
         """
-        return await self.expire_all(at_ms) + await self.see_to_offers(at_ms)
+        return await self.expire_all(at_ms) + await self.handle_offers(at_ms)
 
     async def expire_all(self, at_ms: int | None = None) -> int:
-        """Ends all holds that are over; returns how many it found."""
-        done = 0
-        while found := await self.expire_holds(at_ms):
-            done += found
-        return done
+        """Ends all expired holds; returns the number of holds handled."""
+        total = 0
+        while handled := await self.expire_holds(at_ms):
+            total += handled
+        return total
 
-    async def see_to_offers(self, at_ms: int | None = None) -> int:
-        """Sees to all offers that are due; returns how many it found, one that is served on in steps as often
-        as that.
+    async def handle_offers(self, at_ms: int | None = None) -> int:
+        """Handles all offers that are due; returns their number. An offer whose queue is served in several
+        steps counts once per step.
         """
-        done = 0
-        while found := await self.close_due(at_ms):
-            done += found
-        return done
+        total = 0
+        while handled := await self.close_due(at_ms):
+            total += handled
+        return total
 
     async def expire_holds(self, at_ms: int | None = None) -> int:
-        """Ends holds that are over, a bounded number; returns how many it found."""
+        """Ends expired holds, a bounded number; returns the number of holds handled."""
         return await self._for_each(
             "expire", self._keys.holds, await self._due(self._keys.holds, at_ms, HOLDS_AT_ONCE_MAX), at_ms
         )
 
     async def close_due(self, at_ms: int | None = None) -> int:
-        """Closes, serves on or retires offers that are due, a bounded number; returns how many it saw to.
+        """Closes offers that are due, serves their queues or retires them, a bounded number; returns the
+        number handled.
 
-        Of more than a call can see to, those that fell due last come first in every other call: an offer
-        whose units wait for the next in its queue, or that closes now, does not stand behind thousands that
-        retire.
+        If more offers are due than a call can handle, every other call begins with those that became due
+        last: an offer whose units wait for its queue, or that must close now, does not wait until thousands
+        have retired.
         """
         due = await self._due(self._keys.due, at_ms, OFFERS_AT_ONCE_MAX, last_first=self._last_first)
         self._last_first = not self._last_first and len(due) == OFFERS_AT_ONCE_MAX
         return await self._for_each("sweep", self._keys.due, due, at_ms)
 
     async def clean(self, at_ms: int | None = None, steps_max: int | None = None) -> int:
-        """Deletes what counts as forgotten, in bounded steps, until nothing is left of it; returns the number
+        """Deletes records that count as forgotten, in bounded steps, until none is left; returns the number
         of steps.
         """
         steps = 0
@@ -137,18 +136,20 @@ class Sweeper:
         return steps
 
     async def forget_payments(self, at_ms: int | None = None) -> int:
-        """Forgets offers that retired so long ago that their payments are known no more, a bounded number;
-        returns how many.
+        """Deletes the records of offers that retired so long ago that their payments no longer count, a
+        bounded number; returns the number of offers.
         """
         offers = await self._due(self._keys.past, at_ms, OFFERS_AT_ONCE_MAX, PAYMENTS_KEPT_MS)
         return await self._for_each("forget", self._keys.past, offers, at_ms)
 
     async def _clean_step(self, at_ms: int | None) -> bool:
-        """One step in one campaign; False when there is nothing to clean, or the shard is fenced."""
-        mark = await self._redis.hrandfield(self._keys.cleaning)
-        if mark is None:
+        """Cleans one step in one campaign; returns False when there is nothing to clean, or the shard is
+        fenced.
+        """
+        field = await self._redis.hrandfield(self._keys.cleaning)
+        if field is None:
             return False
-        campaign, what = mark.decode().split("/")
+        campaign, what = field.decode().split("/")
         answers, payments, _, state, _ = self._keys.of_campaign(campaign)
         keys = [answers if what == "answers" else payments, state]
         return bool((await self._reply("clean", keys, at_ms, campaign, what, CLEAN_FIELDS_A_STEP)).code == 0)
@@ -156,23 +157,23 @@ class Sweeper:
     async def _due(
         self, key: str, at_ms: int | None, most: int, after_ms: int = 0, last_first: bool = False
     ) -> list[str]:
-        """Members of a sorted set whose time, or so long after it, has come; a bounded number."""
+        """Returns members of a sorted set whose time, plus `after_ms`, has passed; at most `most`."""
         now = (at_ms if at_ms is not None else await self._redis_time_ms()) - after_ms
-        self._left_out = {one: until for one, until in self._left_out.items() if until > time.monotonic()}
+        self._left_out = {entry: until for entry, until in self._left_out.items() if until > time.monotonic()}
         bounds = {"start": 0, "num": most + len(self._left_out)}
         if last_first:
-            found = await self._redis.zrevrangebyscore(key, now, "-inf", **bounds)
+            raw = await self._redis.zrevrangebyscore(key, now, "-inf", **bounds)
         else:
-            found = await self._redis.zrangebyscore(key, "-inf", now, **bounds)
-        members = [member.decode() for member in found]
+            raw = await self._redis.zrangebyscore(key, "-inf", now, **bounds)
+        members = [member.decode() for member in raw]
         return [member for member in members if (key, member) not in self._left_out][:most]
 
     async def _for_each(self, script: str, key: str, members: list[str], at_ms: int | None) -> int:
-        """Runs a script for members of a sorted set (offers, or `<offer>/<grab>`) in one call; returns how
-        many it saw to.
+        """Runs a script for members of a sorted set (offers, or `<offer>/<grab>`) in one call; returns the
+        number handled.
 
-        Where it raises, halves of them are tried, until the one that it cannot handle is alone; that one is
-        left out for a while.
+        If the script raises an error, halves of the members are tried, until the member that causes it is
+        alone; that member is left out for LEFT_OUT_SECONDS.
         """
         if not members:
             return 0
@@ -193,14 +194,14 @@ class Sweeper:
             return first + await self._for_each(script, key, members[middle:], at_ms)
         self._left_out[key, members[0]] = time.monotonic() + LEFT_OUT_SECONDS
         log.error(
-            "shard %d: the script %s fails for %s; the others are seen to, it is tried again in %d s: %s",
+            "shard %d: the script %s fails for %s; the others are handled, it is tried again in %d s: %s",
             self._keys.shard, script, members[0], LEFT_OUT_SECONDS, reason,
         )  # fmt: skip
         return 1
 
     async def _run(self, script: str, keys: list[str], at_ms: int | None, packed: bytes) -> int:
         reply = await self._reply(script, keys, at_ms, packed)
-        # Fenced: tried again when the shard decides again.
+        # A fenced shard handles nothing; the next sweep tries again.
         return int(reply.rows_or_message[0]) if reply.code == 0 else 0
 
     async def _reply(self, script: str, keys: list[str], at_ms: int | None, *rest: object) -> Any:
@@ -216,12 +217,12 @@ class Sweeper:
         return decode_reply(await run_script(self._redis, script, [*self._keys.deciding(), *keys], arguments))
 
     async def flush_demand(self) -> None:
-        """Writes the counts of seconds that are over to SQL, then forgets them in Redis, in this order."""
+        """Writes the counts of past seconds to SQL, then deletes them in Redis, in this order."""
         if self._record_demand is None:
             return
-        # A second is over when no clock that is still believed can fall back into it.
+        # A second is past when no clock within the allowed skew can still count in it.
         second = (await self._redis_time_ms() - self._clock_skew_ms_max) // 1000
-        # From where the last call ended, so that every field is met, however many come meanwhile.
+        # Continues where the last call ended, so that every field is read, however many are added.
         self._demand_cursor, fields = await self._redis.hscan(
             self._keys.demand, self._demand_cursor, count=DEMAND_FIELDS_MAX
         )

@@ -1,8 +1,8 @@
-"""Understanding: records of the commands topic as commands, and what is kept of those that are none.
+"""Decodes records of the commands topic into commands, and keeps the bytes that are not a command.
 
-Whatever a record holds, it costs bounded time, memory and records of `rejected`, and its bytes are kept: one
-by one where elements of an array are bad, as a whole where the record is, in numbered pieces where they are
-too many for one record.
+Any record costs bounded time, memory and records of `rejected`. Invalid bytes are kept: of each invalid
+element of an array, of the whole record if the record is invalid, and in numbered pieces if they are too many
+for one record.
 """
 
 import asyncio
@@ -27,25 +27,25 @@ from grabstream.models.commands import (
 )
 from grabstream.models.outcomes import Outcome
 
-#: Decoding goes on so long before other tasks of the process have their turn.
+#: How long decoding may run before other tasks of the process run.
 SLICE_SECONDS: Final = 0.01
 
-#: On records of `rejected` that are commands which were understood, and which no script could decide.
+#: The header of records of `rejected` that hold a valid command which no script could decide.
 SET_ASIDE_HEADER: Final = "set-aside"
 
 RecordHeaders = list[tuple[str, bytes]]
 
 
 class Rejected(NamedTuple):
-    """A record of the topic `rejected`: bytes that could not be understood, with where they stood."""
+    """A record of the topic `rejected`: bytes that could not be decoded, and their position."""
 
     key: bytes | None
     raw: bytes
     headers: RecordHeaders
 
 
-class Place(NamedTuple):
-    """Where a record stands, and its key."""
+class RecordPosition(NamedTuple):
+    """The position of a record, and its key."""
 
     topic: str
     partition: int
@@ -53,107 +53,106 @@ class Place(NamedTuple):
     key: bytes | None
 
     @classmethod
-    def of(cls, record: Any) -> "Place":
-        """The place of a record as the client gives it."""
+    def of(cls, record: Any) -> "RecordPosition":
+        """Returns the position of a record of the client."""
         return cls(record.topic, record.partition, record.offset, record.key)
 
 
 class Understood(NamedTuple):
-    """What a record says: its commands and the place of each in it, the answers to those that are refused
-    already, and what is kept of what was not understood.
+    """A decoded record: its commands and the index of each in the record, the answers to elements that are
+    refused here, and the records that keep what was not decoded.
     """
 
     commands: list[AnyCommand]
-    places: list[int]
+    indexes: list[int]
     refused: list[Answer]
     rejected: list[Rejected]
 
 
 class Pace:
-    """Lets other tasks have their turn while much is decoded: whoever decodes says `step` between two
-    commands.
-    """
+    """Lets other tasks run during long decoding: the caller awaits `step` between two commands."""
 
     def __init__(self) -> None:
         self._until = time.monotonic() + SLICE_SECONDS
 
     async def step(self) -> None:
-        """Returns at once, or after the other tasks had their turn."""
+        """Returns at once, or, when SLICE_SECONDS are over, after other tasks have run."""
         if time.monotonic() >= self._until:
             await asyncio.sleep(0)
             self._until = time.monotonic() + SLICE_SECONDS
 
 
 async def understand(record: Any, pace: Pace) -> Understood:
-    """A record as commands; what cannot be understood keeps its bytes, and is answered when its id can be
-    read.
+    """Decodes a record into commands. Elements that are not commands keep their bytes, and are answered if
+    their id can be read.
     """
     value = record.value or b""
-    found: list[AnyCommand | Undecodable] = []
+    elements: list[AnyCommand | Undecodable] = []
     for decoded in map(_without_secret, commands_of(value)):
-        found.append(decoded)
+        elements.append(decoded)
         await pace.step()
-    bad = [(index, one) for index, one in enumerate(found) if isinstance(one, Undecodable)]
+    bad = [(index, element) for index, element in enumerate(elements) if isinstance(element, Undecodable)]
     refused = [
-        refusal(one.id, Outcome.invalid, one.offer, one.reason) for _, one in bad if one.id is not None
+        refusal(element.id, Outcome.invalid, element.offer, element.reason)
+        for _, element in bad
+        if element.id is not None
     ]
-    # Here, where all of the record is: the shards get their parts of it, without what was not understood.
-    torn = torn_baskets(found)
+    # Baskets are checked here, where the whole record is: each shard gets only its commands of the record,
+    # without the elements that were not decoded.
+    torn = torn_baskets(elements)
     commands: list[AnyCommand] = []
-    places: list[int] = []
-    for index, one in enumerate(found):
-        if isinstance(one, Undecodable):
+    indexes: list[int] = []
+    for index, element in enumerate(elements):
+        if isinstance(element, Undecodable):
             continue
         if index in torn:
-            refused.append(refusal(one.id, Outcome.invalid, one.offer, torn[index]))
+            refused.append(refusal(element.id, Outcome.invalid, element.offer, torn[index]))
         else:
-            commands.append(one)
-            places.append(index)
+            commands.append(element)
+            indexes.append(index)
     if len(bad) > REJECTED_OF_ARRAY_MAX:
         first, undecodable = bad[0]
-        bad = [
-            (
-                first,
-                Undecodable(f"{len(bad)} of {len(found)} commands; the first: {undecodable.reason}", value),
-            )
-        ]
-    kept = [one for place, undecodable in bad for one in _kept(Place.of(record), place, undecodable)]
-    return Understood(commands, places, refused, kept)
+        reason = f"{len(bad)} of {len(elements)} commands; the first: {undecodable.reason}"
+        bad = [(first, Undecodable(reason, value))]
+    position = RecordPosition.of(record)
+    rejected = [kept for index, undecodable in bad for kept in _rejected(position, index, undecodable)]
+    return Understood(commands, indexes, refused, rejected)
 
 
-def set_aside(record: Place, index: int, command: AnyCommand, reason: str) -> list[Rejected]:
-    """What is kept of a command that was understood, and that no script can decide; `doctor` knows it by its
-    header.
+def set_aside(position: RecordPosition, index: int, command: AnyCommand, reason: str) -> list[Rejected]:
+    """Returns the records that keep a valid command which no script can decide; `doctor` recognises them by
+    their header.
     """
     bad = Undecodable(reason, encode_command(command))
     return [
-        one._replace(headers=[*one.headers, (SET_ASIDE_HEADER, b"1")]) for one in _kept(record, index, bad)
+        rejected._replace(headers=[*rejected.headers, (SET_ASIDE_HEADER, b"1")])
+        for rejected in _rejected(position, index, bad)
     ]
 
 
 def _without_secret(command: AnyCommand | Undecodable) -> AnyCommand | Undecodable:
-    """A command whose secret must not stand in a topic is refused here; the gate takes it."""
+    """Refuses a command with a secret, which must not be in a topic; such a command is sent to a gate."""
     if isinstance(command, Undecodable) or (field := secret_of(command)) is None:
         return command
-    reason = f"{field}: is taken by the gate only, since the topic would keep it in clear"
+    reason = f"{field}: only a gate accepts it, since the topic would store it unencrypted"
     return Undecodable(reason, encode_command(command), command.id, command.offer)
 
 
-def _kept(record: Place, index: int, bad: Undecodable) -> Iterator[Rejected]:
-    """The records of `rejected` that keep what is bad; more than one when it, or the record's key, is too
-    long for one.
+def _rejected(position: RecordPosition, index: int, bad: Undecodable) -> Iterator[Rejected]:
+    """Yields the records of `rejected` that keep an element; more than one when its bytes, or the record's
+    key, are too many for one record.
     """
     where = (
-        ("topic", record.topic),
-        ("partition", record.partition),
-        ("offset", record.offset),
+        ("topic", position.topic),
+        ("partition", position.partition),
+        ("offset", position.offset),
         ("index", index),
     )
     headers = [
         ("reason", shortened(bad.reason).encode()),
         *((name, str(value).encode()) for name, value in where),
     ]
-    key = record.key
+    key = position.key
     if key is not None and len(key) > REJECTED_KEY_BYTES_MAX:
         yield from _pieces(key[:REJECTED_KEY_BYTES_MAX], key, [*headers, ("part", b"key")])
         key = key[:REJECTED_KEY_BYTES_MAX]

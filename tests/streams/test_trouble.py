@@ -203,7 +203,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decider, "RETRY_SECONDS", 0.01)
     monkeypatch.setattr(decider, "RETRY_SECONDS_MAX", 0.02)
     monkeypatch.setattr(verifier, "RETRY_SECONDS", 0.01)
-    monkeypatch.setattr("grabstream.lua.gate.journaled.LOOK_EVERY_SECONDS", 0.01)
+    monkeypatch.setattr("grabstream.lua.gate.journaled.POLL_EVERY_SECONDS", 0.01)
     monkeypatch.setattr("grabstream.lua.gate.decided.RETRY_SECONDS", 0.01)
     monkeypatch.setattr("grabstream.lua.gate.refusals.FLUSH_EVERY_SECONDS", 0.01)
     monkeypatch.setattr(keeper, "RENEWALS_PER_LEASE", 100)

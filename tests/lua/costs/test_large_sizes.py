@@ -91,7 +91,7 @@ async def test_twenty_thousand_offers_close_at_once_in_short_calls(system: Measu
     system.now += 1_000
     began = time.monotonic()
     with system.measuring() as calls:
-        await asyncio.gather(system.sweeper.see_to_offers(system.now), system.sweeper.expire_all(system.now))
+        await asyncio.gather(system.sweeper.handle_offers(system.now), system.sweeper.expire_all(system.now))
     report("twenty thousand offers close", system, began)
     assert [call.script for call in calls].index("expire") < 3
     lines = await event_lines(system.redis, system.space, 0)

@@ -131,7 +131,7 @@ async def test_an_event_not_journaled_within_the_time_limit_is_unknown(private_r
     client, keys = private_redis
     gate = Gate(client, keys, SEALER, GateLimits(timeout_ms=300))
     gate.start()
-    with pytest.raises(OutcomeUnknown, match="not in the journal in time"):
+    with pytest.raises(OutcomeUnknown, match="not journaled within the time-out"):
         await gate.decide([opening(secrets.token_hex(4))])
     await gate.close()
 

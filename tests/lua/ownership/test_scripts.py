@@ -144,16 +144,16 @@ async def test_events_are_applied_only_to_a_fenced_shard_directly_after_its_last
     with pytest.raises(redis.ResponseError, match="LOST the shard is not fenced"):
         await run_script(client, "apply", shard.deciding(), [*ownership, "0", "0", "0", NO_EVENTS])
     await run_script(client, "fence", [shard.state], [*ownership, "why"])
-    with pytest.raises(redis.ResponseError, match="LOST the shard has moved on"):
+    with pytest.raises(redis.ResponseError, match="LOST the shard has changed"):
         await run_script(client, "apply", shard.deciding(), [*ownership, "7", "7", "0", NO_EVENTS])
     # While a rebuild is unfinished, the shard decides nothing, and only the rebuild applies events.
     await run_script(client, "wipe", [shard.state], [*ownership, "why"])
-    with pytest.raises(redis.ResponseError, match="LOST the shard has moved on"):
+    with pytest.raises(redis.ResponseError, match="LOST the shard has changed"):
         await run_script(client, "apply", shard.deciding(), [*ownership, "0", "0", "0", NO_EVENTS])
     with pytest.raises(redis.ResponseError, match="LOST the shard is incomplete"):
         await run_script(client, "reconcile", [shard.state], [*ownership, "0", 3])
     await run_script(client, "apply", shard.deciding(), [*ownership, "", "0", "0", NO_EVENTS])
-    with pytest.raises(redis.ResponseError, match="LOST the shard has moved on"):
+    with pytest.raises(redis.ResponseError, match="LOST the shard has changed"):
         await run_script(client, "reconcile", [shard.state], [*ownership, "1", 3])
     assert await run_script(client, "reconcile", [shard.state], [*ownership, "0", 3]) == 1
 

@@ -41,7 +41,7 @@ def _grab(id: str, offer: str, user: Any = "ann", basket: Any = "B", **more: Any
 async def test_a_basket_with_a_bad_grab_is_refused_as_a_whole(second: dict[str, Any]) -> None:
     understood = await _understood(_grab("g-1", "sale:a"), second, _grab("g-3", "sale:c", basket=None))
     assert [command.id for command in understood.commands] == ["g-3"]
-    assert understood.places == [2]
+    assert understood.indexes == [2]
     refused = [answer for answer in understood.refused if answer.id == "g-1"]
     assert refused
     assert {answer.outcome for answer in refused} == {"invalid"}
