@@ -148,7 +148,9 @@ class QueueEntry:
         entry: QueueEntry | None = self
         while entry is not None:
             if entry.unsure:
-                reason = f"the commands may be decided or not ({message}): send them again under their ids"
+                reason = (
+                    f"the commands may be decided or not ({message}): send the commands again under their ids"
+                )
                 entry.fail(OutcomeUnknown(reason))
             else:
                 entry.answer([refusal(c.id, outcome, c.offer, message, retry_at) for c in entry.commands])

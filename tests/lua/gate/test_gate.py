@@ -261,7 +261,7 @@ async def test_too_few_replicas_is_busy(private_redis: Any, command: Any) -> Non
     assert "NOREPLICAS" in (answer.message or "")
     assert answer.retry_at is not None
     waiting = asyncio.create_task(gate.decide([command], "decided", patience_ms=20_000))
-    await until(lambda: gate._shards[0].held)
+    await until(lambda: gate._shards[0].is_paused)
     await client.config_set("min-replicas-to-write", 0)
     [answer] = await waiting
     assert answer.positive

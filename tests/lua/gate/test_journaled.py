@@ -65,7 +65,7 @@ async def test_a_list_waits_until_its_last_event_is_journaled(
     deciding = asyncio.create_task(gate.decide([opening(), *grabs(3)]))
     await until(lambda: client.hexists(keys.shard(number).answers("e"), "e-g2"))
     await journal(client, keys, number, 3)
-    await gate.journaled.look(number)
+    await gate.journaled.refresh(number)
     await asyncio.sleep(0)
     assert not deciding.done()
     await journal(client, keys, number, 4)
@@ -115,7 +115,7 @@ async def test_a_seq_journaled_in_one_history_ends_no_wait_of_another(private_re
     journaled = Journaled(client, keys)
     journaled.start()
     try:
-        await journaled.look(0)
+        await journaled.refresh(0)
         async with asyncio.timeout(10):
             await journaled.wait(0, history, 1)
             with pytest.raises(HistoryChanged):

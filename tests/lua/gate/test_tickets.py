@@ -300,7 +300,7 @@ def test_ticket_keys_are_read_from_the_setting_and_never_shown(monkeypatch: pyte
     assert ticket_keys(settings).read(token_of(), USER, OFFER) == GOOD
     assert as_text(SECRET) not in f"{settings!r} {settings.model_dump()} {settings.model_dump_json()}"
     monkeypatch.setenv("GRAB_TICKET_KEYS", f"{SETTING},h:HS256:{as_text(OTHER_SECRET)}")
-    with pytest.raises(BadSettings, match="GRAB_TICKET_KEYS: .*give the new key an id of its own") as found:
+    with pytest.raises(BadSettings, match="GRAB_TICKET_KEYS: .*give the new key a different id") as found:
         load_settings()
     assert as_text(SECRET) not in str(found.value)
 
