@@ -1,5 +1,5 @@
-"""Calls as large as they may be: Lua hands over 8000 values at most, and what one command sets free others
-take in the same call.
+"""The largest calls: Lua passes at most 8000 values to a function, and units that one command frees are
+granted to waiting grabs in the same call.
 """
 
 from collections.abc import Callable
@@ -11,19 +11,19 @@ from grabstream.streams.deciding.sweeper import Sweeper
 from tests.lua.conftest import NOW, event_lines
 
 
-async def test_lists_in_chunks_as_large_as_they_may_be(
+async def test_lists_are_loaded_in_the_largest_chunks(
     make_gate: Callable[..., Any], client: Any, keys: Any
 ) -> None:
     gate = make_gate([NOW])
-    for what in ("codes", "audience"):
+    for kind in ("codes", "audience"):
         terms = CouponTerms(
-            issuer="i", total=12_000, opens_at=NOW + 1, audience="list" if what == "audience" else "everyone"
+            issuer="i", total=12_000, opens_at=NOW + 1, audience="list" if kind == "audience" else "everyone"
         )
         loads: list[Any] = [
             Load(
-                id=f"{what}-{n}",
-                offer=what,
-                what=what,
+                id=f"{kind}-{n}",
+                offer=kind,
+                what=kind,
                 chunk=n,
                 chunks=12,
                 items=tuple(f"u{n}x{i}" for i in range(1_000)),
@@ -31,19 +31,19 @@ async def test_lists_in_chunks_as_large_as_they_may_be(
             for n in range(1, 13)
         ]
         answers = await gate.decide(
-            [Open(id=f"o-{what}", offer=what, terms=terms), *loads], "decided", timeout_ms=20_000
+            [Open(id=f"o-{kind}", offer=kind, terms=terms), *loads], "decided", timeout_ms=20_000
         )
         assert [answer.outcome for answer in answers] == ["opened"] + 12 * ["loaded"]
-        again = await gate.decide(loads, "decided", timeout_ms=20_000)
-        assert all(answer.repeated for answer in again)
-        shard = keys.shard(keys.shard_of_offer(what))
-        *_, codes, audience, _, _, _, _ = shard.of_offer(what)
+        repeats = await gate.decide(loads, "decided", timeout_ms=20_000)
+        assert all(answer.repeated for answer in repeats)
+        shard = keys.shard(keys.shard_of_offer(kind))
+        *_, codes, audience, _, _, _, _ = shard.of_offer(kind)
         assert (await client.llen(codes), await client.scard(audience)) == (
-            (12_000, 0) if what == "codes" else (0, 12_000)
+            (12_000, 0) if kind == "codes" else (0, 12_000)
         )
 
 
-async def test_a_call_full_of_grabs_under_eight_limits(
+async def test_a_full_call_of_grabs_under_eight_limits_is_granted(
     make_gate: Callable[..., Any], client: Any, keys: Any
 ) -> None:
     limits = tuple(Limit(by, per, 2) for by in ("user", "card") for per in ("offer", "hour", "day", "week"))
@@ -57,11 +57,11 @@ async def test_a_call_full_of_grabs_under_eight_limits(
     assert {tuple(limit.left for limit in answer.limits) for answer in answers} == {(1,) * 8}
 
 
-async def test_all_give_back_at_once_to_a_line_as_long(
+async def test_a_list_of_releases_serves_as_many_waiting_grabs(
     make_gate: Callable[..., Any], client: Any, keys: Any
 ) -> None:
-    """One call of 512 releases, each of which serves who waits; what a close leaves in line goes home in
-    steps.
+    """One list of 512 releases, each of which serves a waiting grab. The grabs that still wait at the close
+    are released in steps.
     """
     gate = make_gate([NOW])
     terms = StockTerms(

@@ -1,5 +1,5 @@
-"""A coupon code is handed out once: also where one list is loaded in many chunks, by gates with other seal
-keys, over a recovery.
+"""Each coupon code is given once, even if its list is loaded in many chunks, by gates with different seal
+keys, or with a recovery in between.
 """
 
 from typing import Any
@@ -21,13 +21,13 @@ async def load(scene: Scene, chunk: int, *codes: str, of: int = 3) -> Answer:
     return await scene.do(Load, what="codes", chunk=chunk, chunks=of, items=codes)
 
 
-async def names_kept(scene: Scene) -> int:
-    """Names of codes that Redis has of the scene's offer."""
+async def count_of_code_names(scene: Scene) -> int:
+    """The number of names of codes that Redis stores for the scene's offer."""
     of_shard = scene.keys.shard(scene.keys.shard_of_offer(scene.offer))
     return int(await scene.client.scard(of_shard.of_offer(scene.offer)[-1]))
 
 
-async def test_a_code_of_an_earlier_chunk_is_refused(scene: Scene) -> None:
+async def test_a_chunk_with_a_code_of_an_earlier_chunk_is_refused(scene: Scene) -> None:
     await scene.open(coupon(6, opens_at=NOW + 1))
     assert (await load(scene, 1, "a", "b")).outcome == "loaded"
     again = await load(scene, 2, "c", "b")
@@ -35,9 +35,9 @@ async def test_a_code_of_an_earlier_chunk_is_refused(scene: Scene) -> None:
         "invalid",
         "items: code 2 of this chunk is in the list already; each is given once",
     )
-    # Nothing of a refused chunk is kept: the same codes come in a chunk that is right.
+    # Nothing of a refused chunk is stored: its codes may be in a later valid chunk.
     assert (await load(scene, 2, "c", "d")).outcome == "loaded"
-    assert await names_kept(scene) == 4
+    assert await count_of_code_names(scene) == 4
     assert (await load(scene, 3, "a", "e")).outcome == "invalid"
     assert (await load(scene, 3, "e", "f")).outcome == "loaded"
     scene.now = NOW + 1
@@ -45,12 +45,12 @@ async def test_a_code_of_an_earlier_chunk_is_refused(scene: Scene) -> None:
     assert [answer.coupon_code for answer in answers] == ["a", "b", "c", "d", "e", "f"]
 
 
-async def test_codes_of_one_call_are_compared_too(scene: Scene) -> None:
+async def test_codes_of_chunks_in_one_call_are_compared(scene: Scene) -> None:
     await scene.open(coupon(6, opens_at=NOW + 1))
     chunks = [("a", "b"), ("b", "c"), ("c", "d")]
     commands = [
-        Load(id=f"l{place}", offer="o", what="codes", chunk=place, chunks=3, items=items)
-        for place, items in enumerate(chunks, 1)
+        Load(id=f"l{chunk}", offer="o", what="codes", chunk=chunk, chunks=3, items=items)
+        for chunk, items in enumerate(chunks, 1)
     ]
     assert [answer.outcome for answer in await scene.decide_both(commands)] == ["loaded", "invalid", "loaded"]
 
@@ -65,16 +65,16 @@ async def test_a_repeated_chunk_gets_its_first_answer(scene: Scene) -> None:
     assert (again.outcome, again.repeated, again.quantity) == ("loaded", True, first.quantity)
 
 
-async def test_names_are_kept_for_as_long_as_codes_can_be_loaded(scene: Scene) -> None:
+async def test_names_of_codes_are_stored_while_codes_can_be_loaded(scene: Scene) -> None:
     await scene.open(coupon(4, opens_at=NOW + 1))
     await load(scene, 1, "a", "b", of=2)
-    assert await names_kept(scene) == 2
+    assert await count_of_code_names(scene) == 2
     await load(scene, 2, "c", "d", of=2)
-    assert await names_kept(scene) == 0
+    assert await count_of_code_names(scene) == 0
     await scene.open(coupon(4, opens_at=NOW + 1), "closed-early")
     await load(scene, 1, "a", "b", of=2)
     await scene.do(Close)
-    assert await names_kept(scene) == 0
+    assert await count_of_code_names(scene) == 0
     assert (await load(scene, 2, "a", "c", of=2)).outcome == "over"
 
 
@@ -84,12 +84,14 @@ async def test_another_offer_may_have_the_same_code(scene: Scene) -> None:
         assert (await load(scene, 1, "a", "b", of=2)).outcome == "loaded"
 
 
-async def test_what_a_recovery_makes_refuses_the_same_codes(scene: Scene) -> None:
-    """The twins compare every key with that of a recovery at the end; here a list is half loaded then."""
+async def test_a_recovered_shard_refuses_the_same_codes(scene: Scene) -> None:
+    """Twins compare every key with a recovery at the end of a test; here a list is half loaded at that
+    time.
+    """
     await scene.open(coupon(6, opens_at=NOW + 1))
     await load(scene, 1, "a", "b")
     await load(scene, 2, "c", "d")
-    assert await names_kept(scene) == 4
+    assert await count_of_code_names(scene) == 4
     for number in range(scene.keys.shards):
         await scene.compare_recovered(number)
 
@@ -98,7 +100,7 @@ async def test_what_a_recovery_makes_refuses_the_same_codes(scene: Scene) -> Non
 
 
 class Gates:
-    """Gates with other seal keys over one offer; what the rules would say is not asked, since they know no
+    """Gates with different seal keys over one offer, without a comparison with the rules, which have no
     keys.
     """
 
@@ -106,7 +108,7 @@ class Gates:
         self.client, self.keys = client, keys
 
     async def chunk(self, seal_keys: dict[str, bytes], chunk: int, *codes: str) -> tuple[str, str | None]:
-        """Outcome and message of one chunk of three, by a gate with these keys."""
+        """Loads one of three chunks by a gate with these keys; returns outcome and message."""
         gate = Gate(self.client, self.keys, Sealer(seal_keys), clock=lambda: NOW)
         command = Load(
             id=f"{chunk}-{'-'.join(codes)}", offer="o", what="codes", chunk=chunk, chunks=3, items=codes
@@ -144,28 +146,27 @@ async def test_codes_are_compared_across_a_new_seal_key(
     assert await gates.chunk(NEW | OLD, 3, "e", "f") == ("loaded", None)
 
 
-async def test_without_a_key_that_sealed_the_list_no_chunk_is_taken(gates: Gates) -> None:
-    """Whether its codes are in the list already cannot be said then; nor can the codes before be handed
-    out.
-    """
+async def test_a_chunk_is_refused_without_the_key_that_sealed_the_list(gates: Gates) -> None:
+    """Such a gate can neither compare the codes with the list nor give out the earlier codes."""
     assert await gates.chunk(OLD, 1, "a", "b") == ("loaded", None)
-    said = (
+    message = (
         "items: codes of this list were sealed with key old, which is not in GRAB_SEAL_KEYS: add it again "
         "after the new key"
     )
-    assert await gates.chunk(NEW, 2, "a", "c") == ("invalid", said)
+    assert await gates.chunk(NEW, 2, "a", "c") == ("invalid", message)
     assert await gates.chunk(NEW | OLD, 2, "c", "d") == ("loaded", None)
 
 
-def test_a_sealed_code_shows_the_same_name_and_nothing_else() -> None:
+def test_a_sealed_code_reveals_only_its_name() -> None:
     sealer = Sealer(OLD | NEW)
     first, again = (sealer.seal_code(0, "o", "482913") for _ in range(2))
     assert first == again
     assert sealer.open(0, "o", "code", first) == "482913"
     others = {
-        sealer.seal_code(*place) for place in ((1, "o", "482913"), (0, "p", "482913"), (0, "o", "482914"))
+        sealer.seal_code(*code_of_offer)
+        for code_of_offer in ((1, "o", "482913"), (0, "p", "482913"), (0, "o", "482914"))
     }
-    assert len({one[4 : 4 + NAME_LENGTH] for one in (*others, first)}) == 4
-    # By another key it is the name that a text sealed with that key shows.
+    assert len({sealed[4 : 4 + NAME_LENGTH] for sealed in (*others, first)}) == 4
+    # `other_names` returns the names that the other keys give the code.
     [[name]] = sealer.other_names(0, "o", ["482913"]).values()
     assert Sealer(NEW).seal_code(0, "o", "482913").startswith(f"new:{name}")

@@ -1,8 +1,6 @@
-"""No number in an event's text is written but as an exact integer: commands at the bounds of all numbers
-together, on real Lua.
+"""Every number in an event's text is an exact integer: commands at the bounds of all numbers, on real Lua.
 
-The rules decide the same with integers of any size and must give the same bytes, so every number is the one
-they computed.
+The rules decide the same commands with integers of any size, and must write the same bytes.
 """
 
 import asyncio
@@ -44,7 +42,7 @@ from grabstream.ops.settings import Settings
 from tests.lua.conftest import NOW
 from tests.lua.histories.scene import Scene
 
-#: Bounds, their neighbours, and numbers whose products lie next to a bound.
+#: Bounds, their neighbours, and numbers whose products are next to a bound.
 NUMBERS = (1, 2, 15, 3_162_277, 3_162_278, 10**9, 10**12, AMOUNT_MAX // 2 + 1, AMOUNT_MAX - 1, AMOUNT_MAX)
 amounts = st.sampled_from(NUMBERS) | st.integers(1, AMOUNT_MAX)
 holds = st.sampled_from((1, 60_000, HOLD_MS_MAX - 1, HOLD_MS_MAX))
@@ -57,7 +55,7 @@ limits = st.lists(
         scope=st.sampled_from(("offer", "campaign")),
     ),
     max_size=2,
-    unique_by=lambda one: (one.name, one.scope),
+    unique_by=lambda limit: (limit.name, limit.scope),
 ).map(tuple)
 
 
@@ -104,8 +102,8 @@ steps = st.lists(
 )
 
 
-def of_steps(number: int, step: tuple[Any, ...], scene: Scene) -> AnyCommand | None:
-    """The command of a step, or nothing where time passes."""
+def command_of(number: int, step: tuple[Any, ...], scene: Scene) -> AnyCommand | None:
+    """The command of a step, or None after letting time pass."""
     about = {"id": f"c{number}", "offer": "o:1"}
     offer = next((state.offers["o:1"] for state in scene.states if "o:1" in state.offers), None)
     match step:
@@ -122,9 +120,9 @@ def of_steps(number: int, step: tuple[Any, ...], scene: Scene) -> AnyCommand | N
             )
         case ("pass", ms):
             scene.now += ms
-        case (kind, place, quantity):
+        case (kind, index, quantity):
             name, grab = (
-                (list(offer.grabs.items()) or [("none", None)])[place % max(len(offer.grabs), 1)]
+                (list(offer.grabs.items()) or [("none", None)])[index % max(len(offer.grabs), 1)]
                 if offer
                 else ("none", None)
             )
@@ -140,8 +138,8 @@ def of_steps(number: int, step: tuple[Any, ...], scene: Scene) -> AnyCommand | N
     return None
 
 
-def is_taken(command: AnyCommand) -> bool:
-    """Whether the door lets it in."""
+def is_valid(command: AnyCommand) -> bool:
+    """Whether `check` accepts the command."""
     try:
         check(command)
     except Invalid:
@@ -170,7 +168,7 @@ LARGER_THAN_DUE: list[tuple[Any, ...]] = [
 @hypothesis_settings(max_examples=60, deadline=None)
 @given(opened=terms(), commands=steps)
 @example(opened=WAITER, commands=LARGER_THAN_DUE)
-def test_every_number_of_every_event_is_the_rules_integer(
+def test_every_number_in_an_event_is_the_exact_integer_of_the_rules(
     servers: Settings, opened: StockTerms, commands: list[tuple[Any, ...]]
 ) -> None:
     asyncio.run(_play(servers, opened, commands))
@@ -188,13 +186,13 @@ async def _play(servers: Settings, opened: StockTerms, commands: list[tuple[Any,
         await scene.decide_both(
             [Open(id="e", offer="o:e", terms=envelope), Grab(id="g", offer="o:e", user="a")]
         )
-        if is_taken(opening):
+        if is_valid(opening):
             await scene.decide_both([opening])
         for number, step in enumerate(commands):
-            command = of_steps(number, step, scene)
+            command = command_of(number, step, scene)
             if command is None:
                 await scene.sweep_both()
-            elif is_taken(command):
+            elif is_valid(command):
                 await scene.decide_both([command])
         await scene.decide_both([Close(id=f"close-{name}", offer=f"o:{name}") for name in ("1", "e")])
         for line in await scene.all_lines():

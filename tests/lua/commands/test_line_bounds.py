@@ -1,7 +1,8 @@
-"""No accepted command leads to an event line above its bound: all commands at all their bounds together, on
-real Lua, and by the rules.
+"""No accepted command makes an event line above its bound: commands at all their bounds together, on real Lua
+and by the rules.
 
-What is above a bound is `invalid`, names it, and has changed nothing; the commands beside it are carried out.
+A command above a bound is `invalid`, its message names the bound, and it changes nothing. The other commands
+of its list are carried out.
 """
 
 import asyncio
@@ -66,14 +67,14 @@ from grabstream.streams.relaying.relay import BLOCK_BYTES_MAX, _blocks
 from tests.lua.conftest import NOW
 from tests.lua.histories.scene import HOUR, Scene, coupon, stock
 
-#: Partial payments of one grab: they stand in the event of its return.
+#: Number of partial payments of one grab: the event of its return has them all.
 PAYMENTS = 100
-#: Zones of many changes of the clock: their offsets stand in the event of an opening.
+#: Zones whose offset changes often: the event of an opening has all these offsets.
 ZONES = ("UTC", "Africa/Casablanca", "Europe/Berlin", "Australia/Lord_Howe", "Asia/Gaza")
 
 
 class Sizes(NamedTuple):
-    """How near to its bound each thing is."""
+    """Sizes of everything that has a bound."""
 
     ids: int
     text: str
@@ -96,6 +97,7 @@ LARGEST = Sizes(
 
 
 def near(most: int, least: int = 1) -> st.SearchStrategy[int]:
+    """Numbers from `least` to `most`, often at the bounds."""
     return st.one_of(st.sampled_from((least, most - 1, most)), st.integers(least, most))
 
 
@@ -109,9 +111,7 @@ sizes = st.builds(
 
 
 def at_bounds(size: Sizes) -> list[list[AnyCommand]]:
-    """A history of every command that can be large, each as large as the sizes say; several lists are sent
-    one after the other.
-    """
+    """Lists, to be sent in this order, of all commands that can be large, with these sizes."""
     numbers = iter(range(10**6))
 
     def id() -> str:
@@ -228,13 +228,16 @@ def at_bounds(size: Sizes) -> list[list[AnyCommand]]:
     ]  # fmt: skip
 
 
-async def play(connect: Any, histories: Sequence[Sequence[AnyCommand]]) -> tuple[Counter[str], list[bytes]]:
+async def play(connect: Any, lists: Sequence[Sequence[AnyCommand]]) -> tuple[Counter[str], list[bytes]]:
+    """Decides the lists by Lua and by the rules; returns counts of `<command> <outcome>`, and the event
+    lines.
+    """
     scene = Scene()
     await scene.begin(connect, KeySpace(f"lines{secrets.token_hex(5)}", 2))
     # A Monday, 00:30 by UTC: within the hours.
     outcomes: Counter[str] = Counter()
     try:
-        for commands in histories:
+        for commands in lists:
             for command in commands:
                 assert len(encode_command(command)) <= COMMAND_BYTES_MAX
             answers = await scene.decide_both(commands)
@@ -268,7 +271,7 @@ def test_no_accepted_command_makes_a_line_above_its_bound(servers: Settings, siz
         check_lines(lines)
         if size == LARGEST:
             assert max(map(len, lines)) > EVENT_LINE_BYTES_MAX // 3
-            # The property is not empty: all of it was carried out.
+            # The commands of the largest sizes were carried out, so the test checks their lines.
             assert outcomes["confirm confirmed"] == PAYMENTS
             assert {name for name in outcomes if name.split()[1] not in POSITIVE} <= {"grab not_open_yet"}
 
@@ -278,9 +281,9 @@ def test_no_accepted_command_makes_a_line_above_its_bound(servers: Settings, siz
 POSITIVE = ("opened", "loaded", "granted", "held", "confirmed", "returned", "adjusted", "amended")
 
 
-async def test_codes_of_a_grab_are_bounded_wherever_they_come_from(scene: Scene) -> None:
-    """An offer may get codes although its terms do not ask for them, and its `max_per_grab` may be amended
-    before it has some.
+async def test_codes_of_a_grab_are_bounded_by_open_amend_and_load(scene: Scene) -> None:
+    """Codes can be loaded for an offer whose terms do not ask for codes, and `max_per_grab` can be amended
+    before that.
     """
     above = CODES_PER_GRAB_MAX + 1
     with pytest.raises(Invalid, match=r"max_per_grab: at most 100"):
@@ -311,7 +314,7 @@ async def test_codes_of_a_grab_are_bounded_wherever_they_come_from(scene: Scene)
 
 
 @pytest.mark.parametrize("text", ["x", '"', "🧧"])
-def test_a_list_is_cut_into_chunks_that_load_takes(text: str) -> None:
+def test_in_chunks_makes_chunks_that_load_accepts(text: str) -> None:
     for length, count in ((8, 2_500), (200, 3_000), (120, 2_500)):
         codes = [f"{n:05}" + text * (length - 5) for n in range(count)]
         chunks = in_chunks("codes", codes)
@@ -346,7 +349,7 @@ def test_a_list_is_cut_into_chunks_that_load_takes(text: str) -> None:
         )
 
 
-def test_hours_are_few_however_they_are_written() -> None:
+def test_spans_of_hours_are_bounded_however_they_are_written() -> None:
     day = ("mon",) * 900_000
     with pytest.raises(Invalid, match="each once"):
         check(Open(id="i", offer="o", terms=stock(1, hours=(Hours(weekdays=day),))))  # type: ignore[arg-type]
@@ -362,10 +365,10 @@ def test_hours_are_few_however_they_are_written() -> None:
     check(Open(id="i", offer="o", terms=stock(1, hours=touching)))
 
 
-async def test_a_basket_has_a_bound_and_one_that_was_larger_keeps_its_answer(
+async def test_a_basket_is_bounded_and_an_earlier_larger_basket_keeps_its_answer(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Earlier releases took larger ones: a repeat of these gets its first answer, whatever the bound is
+    """Earlier releases accepted larger baskets. Their repeats get the first answer, whatever the bound is
     now.
     """
 
@@ -386,14 +389,14 @@ async def test_a_basket_has_a_bound_and_one_that_was_larger_keeps_its_answer(
         "invalid",
         True,
     )
-    with monkeypatch.context() as before:
-        before.setattr("grabstream.models.rules.grabbing.BASKET_GRABS_MAX", BASKET_GRABS_KNOWN_MAX)
-        before.setattr("grabstream.lua.loader.load", lambda name: _with_larger_baskets(name))
+    with monkeypatch.context() as patch:
+        patch.setattr("grabstream.models.rules.grabbing.BASKET_GRABS_MAX", BASKET_GRABS_KNOWN_MAX)
+        patch.setattr("grabstream.lua.loader.load", lambda name: _with_larger_baskets(name))
         assert {
             answer.outcome for answer in await scene.decide_both(basket("y", BASKET_GRABS_KNOWN_MAX))
         } == {"granted"}
-    again = await scene.decide_both(basket("y", BASKET_GRABS_KNOWN_MAX))
-    assert {(answer.outcome, answer.repeated) for answer in again} == {("granted", True)}
+    repeats = await scene.decide_both(basket("y", BASKET_GRABS_KNOWN_MAX))
+    assert {(answer.outcome, answer.repeated) for answer in repeats} == {("granted", True)}
 
 
 def _with_larger_baskets(name: str) -> Script:
@@ -403,8 +406,8 @@ def _with_larger_baskets(name: str) -> Script:
     return Script(name, text, sha1(text.encode(), usedforsecurity=False).hexdigest())
 
 
-async def test_invented_offers_are_counted_as_one(scene: Scene) -> None:
-    """Else whoever invents names would fill a hash of Redis and a table of PostgreSQL."""
+async def test_refusals_of_unknown_offers_are_counted_as_one_offer(scene: Scene) -> None:
+    """Otherwise a sender of invented ids could fill a hash in Redis and a table in PostgreSQL."""
     for number in range(300):
         assert (await scene.do(Grab, offer=f"invented{number}", user="ann")).outcome == "no_such_offer"
     fields = [
@@ -418,12 +421,12 @@ async def test_invented_offers_are_counted_as_one(scene: Scene) -> None:
 
 def test_the_scripts_have_the_bounds_of_the_models() -> None:
     text = load("grab").text
-    said = dict(re.findall(r"(\w+) = (\d+)", re.search(r"local BOUNDS = \{(.*?)\n\}", text, re.DOTALL)[1]))  # type: ignore[index]
-    assert (int(said["event_line_bytes"]), int(said["codes_per_grab"])) == (
+    in_lua = dict(re.findall(r"(\w+) = (\d+)", re.search(r"local BOUNDS = \{(.*?)\n\}", text, re.DOTALL)[1]))  # type: ignore[index]
+    assert (int(in_lua["event_line_bytes"]), int(in_lua["codes_per_grab"])) == (
         EVENT_LINE_BYTES_MAX,
         CODES_PER_GRAB_MAX,
     )
-    assert int(said["basket_grabs"]) == BASKET_GRABS_MAX
+    assert int(in_lua["basket_grabs"]) == BASKET_GRABS_MAX
     assert f"at most {bounds.CODES_PER_GRAB_MAX} where" in text
     text = load("confirm").text
     assert f"local PAYMENTS_MAX = {settling.PAYMENTS_MAX}\n" in text

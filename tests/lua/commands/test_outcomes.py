@@ -1,5 +1,5 @@
-"""One table: what is asked in which situation, and what must be answered, in order of precedence; by the pure
-rules and by Lua.
+"""A table of commands, situations and expected answers, in order of precedence, for the pure rules and for
+Lua.
 """
 
 from typing import Any, NamedTuple
@@ -37,17 +37,17 @@ def grab(id: str, user: str, offer: str = "e", **rest: Any) -> Grab:
 
 
 class Case(NamedTuple):
-    """At a time (ms after NOW) a command, and what its answer must say."""
+    """A command sent `at` ms after NOW, the outcome, and fields that its answer must have."""
 
     at: int
     command: AnyCommand
     outcome: str
-    said: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
 
 
 OPEN = Open(id="open", offer="e", terms=terms())
 TABLE = [
-    # nothing is there yet
+    # before the offer is opened
     Case(0, grab("g0", "u0"), "no_such_offer"),
     Case(0, grab("g0", "u0"), "no_such_offer", {"repeated": True}),
     Case(0, grab("g0", "u1"), "conflict"),
@@ -60,13 +60,13 @@ TABLE = [
     Case(1, Open(id="open-2", offer="e", terms=terms()), "conflict"),
     Case(1, Open(id="open-3", offer="late", terms=terms(opens_at=None, closes_at=NOW)), "invalid"),
     Case(1, grab("open", "u1"), "conflict"),
-    # before it opens
+    # before its opening time
     Case(2, grab("g1", "u1"), "not_open_yet", {"retry_at": OPENS}),
     Case(2, grab("q", "u1", quantity=2), "invalid"),
     Case(2, Pause(id="p1", offer="e"), "paused", {"seq": 2}),
     Case(3, grab("g2", "u1"), "not_open_yet", {"retry_at": OPENS}),
     Case(1_000, grab("g1", "u1"), "not_open_yet", {"repeated": True}),
-    # paused, after it opened
+    # paused, after its opening time
     Case(1_000, grab("g3", "u1"), "on_hold"),
     Case(1_001, Resume(id="r1", offer="e"), "resumed", {"seq": 3}),
     Case(1_001, Resume(id="r1", offer="e"), "resumed", {"seq": 3, "repeated": True}),
@@ -88,7 +88,7 @@ TABLE = [
     Case(1_005, Resume(id="r2", offer="e"), "resumed"),
     Case(1_006, grab("g8", "u2", attributes={"card": "7"}), "granted", {"place": 2, "left": 1}),
     Case(1_007, grab("g9", "u3"), "granted", {"place": 3, "left": 0}),
-    # drained: closed in the same call
+    # drained, and closed in the same call
     Case(1_008, grab("g10", "u4"), "sold_out"),
     Case(1_008, grab("g11", "u3"), "already_taken", {"place": 3}),
     Case(1_008, Pause(id="p3", offer="e"), "over"),
@@ -108,42 +108,42 @@ TABLE = [
     Case(20_003, grab("f2", "u2", "f"), "over"),
     Case(20_003, grab("f3", "u1", "f"), "already_taken", {"place": 1}),
     Case(20_003, grab("f1", "u1", "f"), "granted", {"repeated": True}),
-    # closed by its time: the scripts see it at once, the sweeper makes the event
+    # past its closing time: the scripts answer `over` at once, the sweeper writes the event
     Case(30_000, Open(id="open-g", offer="h", terms=terms(opens_at=None, closes_at=NOW + 30_500)), "opened"),
     Case(30_499, grab("h1", "u1", "h"), "granted"),
     Case(30_500, grab("h2", "u2", "h"), "over"),
     Case(30_500, grab("h3", "u1", "h"), "already_taken"),
-    # a clock that went back: the shard's does not
+    # a clock that went back: the time of the shard does not
     Case(29_000, grab("h4", "u3", "h"), "on_hold", {}),
 ]
 TABLE[-1] = Case(29_000, Pause(id="p-h", offer="h"), "paused", {"at": NOW + 30_499})
 
 
 def check(case: Case, answer: Answer) -> None:
-    said = msgspec.structs.asdict(answer)
-    assert said["outcome"] == case.outcome, case
-    for name, value in case.said.items():
-        assert said[name] == value, (case, name)
+    answered = msgspec.structs.asdict(answer)
+    assert answered["outcome"] == case.outcome, case
+    for name, value in case.fields.items():
+        assert answered[name] == value, (case, name)
     for name in ("repeated",):
-        if name not in case.said:
-            assert not said[name], case
+        if name not in case.fields:
+            assert not answered[name], case
 
 
-def test_pure_rules() -> None:
-    # One shard is enough here: the rules know no others.
+def test_the_pure_rules_give_the_answers_of_the_table() -> None:
+    # One shard is enough for the rules.
     state = ShardState(0)
     for case in TABLE:
         check(case, decide(state, case.command, NOW + case.at, {"sealed_seed": "x"}).answer)
 
 
-async def test_lua(make_gate: Any, client: Any, keys: Any) -> None:
+async def test_lua_gives_the_answers_of_the_table(make_gate: Any, client: Any, keys: Any) -> None:
     now = [NOW]
     gate = make_gate(now)
     states = {number: ShardState(number) for number in range(keys.shards)}
     for case in TABLE:
         now[0] = NOW + case.at
         [answer] = await gate.decide([case.command], "decided")
-        # Shards of their own: times need not be monotonic there.
+        # In the table all offers share one shard and its time; here `h` may be in another shard.
         if case.command.offer in ("e", "f") or case.at <= 30_000:
             check(case, answer)
         shard = keys.shard_of_offer(case.command.offer)
@@ -152,8 +152,10 @@ async def test_lua(make_gate: Any, client: Any, keys: Any) -> None:
 
 
 @pytest.mark.parametrize("draw", ["ahead", "at_grab"])
-async def test_deadline(make_gate: Any, client: Any, keys: Any, draw: str) -> None:
-    """What is left at the deadline is refunded by the sweeper, once; a winner is still told their part."""
+async def test_an_envelope_is_closed_once_at_its_deadline(
+    make_gate: Any, client: Any, keys: Any, draw: str
+) -> None:
+    """The sweeper refunds what is left at the deadline, once. A winner still gets the amount of the part."""
     now = [NOW]
     gate = make_gate(now)
     opening = Open(id="o", offer="e", terms=terms(opens_at=None, closes_at=NOW + 100, draw=draw))
@@ -170,6 +172,6 @@ async def test_deadline(make_gate: Any, client: Any, keys: Any, draw: str) -> No
     assert (await event_lines(client, keys, shard))[-1] == encode_event(event)
     assert event.amount == 1000 - (granted.amount or 0)
     now[0] = NOW + 200
-    [told, late] = await gate.decide([grab("again", "u"), grab("late", "v")], "decided")
-    assert (told.outcome, told.amount, told.place) == ("already_taken", granted.amount, 1)
+    [winner, late] = await gate.decide([grab("again", "u"), grab("late", "v")], "decided")
+    assert (winner.outcome, winner.amount, winner.place) == ("already_taken", granted.amount, 1)
     assert late.outcome == "over"

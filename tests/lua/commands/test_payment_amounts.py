@@ -1,4 +1,4 @@
-"""A payment's id stands for one payment: what comes under it again with another amount is told so, and books
+"""A payment id names one payment: the same id with another amount is a conflict that says so, and books
 nothing.
 """
 
@@ -14,7 +14,9 @@ KNOWN = "payment: this id is recorded with {}; nothing was booked: a different p
 
 
 async def begin(scene: Scene, **rest: Any) -> str:
-    """An offer of units for 7 CNY, and a grab of three; returns the grab."""
+    """Opens an offer of units for 7 (minor units of CNY) each, and holds three; returns the id of the
+    grab.
+    """
     await scene.open(stock(10, max_per_grab=3, hold_ms=HOUR, **{"price": 7, "currency": "CNY"} | rest))
     grab = await scene.grab("ann", 3)
     assert grab.outcome == "held"
@@ -60,14 +62,13 @@ async def test_a_served_payment_with_another_amount_is_a_conflict(
                 None,
                 KNOWN.format("14 CNY for 2 units"),
             )
-    # The payment itself, repeated as it was, keeps its answer; nothing was paid back, and the third unit is
-    # still held.
+    # The unchanged payment gets its first answer. No refund is due, and the third unit is still held.
     assert (await pay(scene, grab, 14, quantity=2)).outcome == "confirmed"
     assert await scene.events("payment.refund_due") == []
     assert [state.offers["o"].held for state in scene.states if "o" in state.offers] == [1]
 
 
-async def test_a_payment_that_is_to_be_paid_back_is_so_once_and_for_its_amount(scene: Scene) -> None:
+async def test_a_refund_is_due_once_and_for_the_amount_of_its_payment(scene: Scene) -> None:
     grab = await begin(scene)
     assert (await pay(scene, grab, 20)).outcome == "invalid"  # 21 are due
     assert (await pay(scene, grab, 20)).repeated
@@ -75,11 +76,11 @@ async def test_a_payment_that_is_to_be_paid_back_is_so_once_and_for_its_amount(s
     assert (again.outcome, again.message) == ("conflict", KNOWN.format("20 CNY"))
     [event] = await scene.events("payment.refund_due")
     assert event.amount == 20
-    # The difference is another payment.
+    # Another payment id may pay the whole sum.
     assert (await scene.do(Confirm, grab=grab, payment="q", paid=21, currency="CNY")).outcome == "confirmed"
 
 
-async def test_what_costs_nothing_is_compared_by_its_units(scene: Scene) -> None:
+async def test_free_confirmations_are_compared_by_their_units(scene: Scene) -> None:
     grab = await begin(scene, price=0)
     assert (await pay(scene, grab, 0, quantity=2)).outcome == "confirmed"
     assert (await pay(scene, grab, 0)).repeated
@@ -88,7 +89,7 @@ async def test_what_costs_nothing_is_compared_by_its_units(scene: Scene) -> None
     assert (await pay(scene, grab, 7, quantity=2)).outcome == "conflict"
 
 
-async def test_it_is_so_after_the_offer_has_retired(scene: Scene) -> None:
+async def test_a_payment_id_with_another_amount_is_a_conflict_after_retirement(scene: Scene) -> None:
     grab = await begin(scene, retire_after_ms=1)
     first = await pay(scene, grab, 21)
     await scene.do(Close)
@@ -98,7 +99,7 @@ async def test_it_is_so_after_the_offer_has_retired(scene: Scene) -> None:
     again = await pay(scene, grab, 22)
     assert (again.outcome, again.message) == ("conflict", KNOWN.format("21 CNY for 3 units"))
     assert (await pay(scene, grab, 21)).seq == first.seq
-    # Late money is booked once, and for its amount, too.
+    # A payment after retirement is also booked once, with its amount.
     late = await scene.do(Confirm, grab=grab, payment="late", paid=5, currency="CNY")
     assert late.outcome == "no_such_offer"
     assert late.seq is not None

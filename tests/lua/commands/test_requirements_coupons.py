@@ -1,5 +1,5 @@
-"""What a coupon promotion asks for: limits, coupons and codes, on real Redis and by the pure rules at
-once.
+"""The requirements of coupon promotions (C of docs/requirements.md): limits, coupons and codes, by Lua and by
+the pure rules.
 """
 
 from collections import Counter
@@ -40,7 +40,7 @@ from tests.lua.histories.scene import (
     at,
     by_user,
     coupon,
-    lefts,
+    left_by_limit,
     stock,
 )
 
@@ -48,7 +48,7 @@ from tests.lua.histories.scene import (
 
 
 @pytest.mark.requirement("C1")
-async def test_total_per_user_per_user_and_day_in_one_script(scene: Scene) -> None:
+async def test_limits_per_user_and_per_day_and_the_total_hold_together(scene: Scene) -> None:
     await scene.open(coupon(6, by_user("day", 2), by_user("offer", 3)))
     table = [
         (0, "ann", "granted", None), (0, "ann", "granted", None), (0, "ann", "limit_reached", "day"),
@@ -64,14 +64,14 @@ async def test_total_per_user_per_user_and_day_in_one_script(scene: Scene) -> No
         answers = await scene.decide_both(
             [Grab(id=scene.id(), offer="o", user=user) for _, user, _, _ in rows_of_day]
         )
-        found = [(answer.outcome, answer.limit and answer.limit.per) for answer in answers]
-        assert found == [(outcome, limit) for _, _, outcome, limit in rows_of_day]
+        outcomes = [(answer.outcome, answer.limit and answer.limit.per) for answer in answers]
+        assert outcomes == [(outcome, limit) for _, _, outcome, limit in rows_of_day]
 
 
 @pytest.mark.requirement("C1")
 @pytest.mark.parametrize(("terms", "by"), [(coupon, "user"), (stock, "card"), (coupon, "device")])
 @pytest.mark.parametrize(("per", "length"), [("offer", None), ("hour", HOUR), ("day", DAY), ("week", WEEK)])
-async def test_by_any_attribute_per_offer_hour_day_or_week(
+async def test_limits_count_by_any_attribute_per_offer_hour_day_or_week(
     scene: Scene, terms: Any, by: str, per: Any, length: int | None
 ) -> None:
     monday = at("2027-01-18T00:00+00:00")
@@ -79,16 +79,19 @@ async def test_by_any_attribute_per_offer_hour_day_or_week(
     await scene.open(terms(100, Limit(by, per, 3), max_per_grab=3))
     resets_at = None if length is None else monday + length
 
-    async def grab(one: str, quantity: int = 1) -> Answer:
-        """By one value of what is limited; everything else differs each time."""
+    async def grab(value: str, quantity: int = 1) -> Answer:
+        """A grab with this value of the limited attribute; all other values are new."""
         others = {name: scene.id() for name in ("card", "device")}
         return await scene.grab(
-            one if by == "user" else scene.id(),
+            value if by == "user" else scene.id(),
             quantity,
-            attributes=others if by == "user" else others | {by: one},
+            attributes=others if by == "user" else others | {by: value},
         )
 
-    assert [lefts(await grab("x", 2)), lefts(await grab("x"))] == [{f"{by}/{per}": 1}, {f"{by}/{per}": 0}]
+    assert [left_by_limit(await grab("x", 2)), left_by_limit(await grab("x"))] == [
+        {f"{by}/{per}": 1},
+        {f"{by}/{per}": 0},
+    ]
     refused = await grab("x")
     assert refused.limit is not None
     assert (refused.outcome, refused.limit.left, refused.limit.resets_at, refused.retry_at) == (
@@ -97,7 +100,7 @@ async def test_by_any_attribute_per_offer_hour_day_or_week(
         resets_at,
         resets_at,
     )
-    assert lefts(await grab("y")) == {f"{by}/{per}": 2}
+    assert left_by_limit(await grab("y")) == {f"{by}/{per}": 2}
     scene.now = monday + (length or 400 * DAY) - 1
     assert (await grab("x")).outcome == "limit_reached"
     scene.now += 1
@@ -105,21 +108,21 @@ async def test_by_any_attribute_per_offer_hour_day_or_week(
 
 
 @pytest.mark.requirement("C10")
-async def test_two_users_have_a_total_each(scene: Scene) -> None:
-    """The article's script counts what a user has in all under the coupon's id: the first user uses up the
-    second one's.
+async def test_each_user_has_a_separate_total(scene: Scene) -> None:
+    """The script in the article counts the total of a user under the coupon's id, so one user uses up the
+    total of another.
     """
     await scene.open(coupon(100, by_user("offer", 3), by_user("day", 3)))
     for user in ("ann", "bob", "o", "shop"):
-        assert [lefts(await scene.grab(user))["user/offer"] for _ in range(3)] == [2, 1, 0]
+        assert [left_by_limit(await scene.grab(user))["user/offer"] for _ in range(3)] == [2, 1, 0]
         assert (await scene.grab(user)).outcome == "limit_reached"
 
 
 @pytest.mark.requirement("C10")
 @pytest.mark.parametrize("first_day", ["2027-03-26", "2027-10-29"])
 async def test_a_day_ends_at_local_midnight(scene: Scene, first_day: str) -> None:
-    """The article's day never ends. Over the days on which the clocks of Berlin change, each day gives as
-    much, and no more.
+    """In the article a day never ends. Here each day allows the same number, also the days on which the
+    clocks in Berlin change.
     """
     zone = ZoneInfo(BERLIN)
     day = datetime.fromisoformat(first_day).replace(tzinfo=zone)
@@ -129,7 +132,7 @@ async def test_a_day_ends_at_local_midnight(scene: Scene, first_day: str) -> Non
         midnight = round((day + timedelta(days=1)).timestamp() * 1000)
         scene.now = round(day.timestamp() * 1000)
         first = await scene.grab("ann")
-        assert (lefts(first), first.limits[0].resets_at) == ({"user/day": 1}, midnight)
+        assert (left_by_limit(first), first.limits[0].resets_at) == ({"user/day": 1}, midnight)
         scene.now = midnight - 1
         assert await scene.outcomes("ann", "ann", "bob") == ["granted", "limit_reached", "granted"]
         day += timedelta(days=1)
@@ -148,8 +151,8 @@ async def test_a_day_ends_at_local_midnight(scene: Scene, first_day: str) -> Non
         (BERLIN, "week", "2027-10-25T00:00+02:00", "2027-11-01T00:00+01:00"),
         (BERLIN, "hour", "2027-03-28T01:00+01:00", "2027-03-28T03:00+02:00"),
         (BERLIN, "hour", "2027-03-28T03:00+02:00", "2027-03-28T04:00+02:00"),
+        # the hour from two to three occurs twice, as two hours
         (BERLIN, "hour", "2027-10-31T02:00+02:00", "2027-10-31T02:00+01:00"),
-        # two o'clock comes twice, as two hours
         (BERLIN, "hour", "2027-10-31T02:00+01:00", "2027-10-31T03:00+01:00"),
         ("Asia/Kolkata", "hour", "2027-01-18T10:00+05:30", "2027-01-18T11:00+05:30"),
         ("Asia/Kolkata", "day", "2027-01-18T00:00+05:30", "2027-01-19T00:00+05:30"),
@@ -157,16 +160,19 @@ async def test_a_day_ends_at_local_midnight(scene: Scene, first_day: str) -> Non
         ("America/New_York", "day", "2027-03-14T00:00-05:00", "2027-03-15T00:00-04:00"),
         ("Africa/Cairo", "day", "2027-04-29T00:00+02:00", "2027-04-30T01:00+03:00"),  # there is no midnight
         ("Africa/Cairo", "day", "2027-04-30T01:00+03:00", "2027-05-01T00:00+03:00"),
+        # the hour before midnight occurs twice
         ("Africa/Cairo", "day", "2027-10-28T00:00+03:00", "2027-10-29T00:00+02:00"),
-        # eleven at night comes twice
-        ("America/Havana", "day", "2027-11-07T00:00-04:00", "2027-11-08T00:00-05:00"),  # midnight comes twice
+        # the hour after midnight occurs twice
+        ("America/Havana", "day", "2027-11-07T00:00-04:00", "2027-11-08T00:00-05:00"),
         ("America/Havana", "week", "2027-03-08T00:00-05:00", "2027-03-15T00:00-04:00"),
     ],
 )  # fmt: skip
-async def test_a_window_begins_and_ends_by_the_offers_clock(
+async def test_a_window_starts_and_ends_by_the_clock_of_the_offer_s_zone(
     scene: Scene, zone: str, per: Any, begins: str, ends: str
 ) -> None:
-    """The last millisecond before, the first, the last, and the first after."""
+    """Grabs in the last ms before the window, in its first ms, in its last ms, and in the first ms after
+    it.
+    """
     scene.now = at(begins) - 10 * DAY
     await scene.open(coupon(100, by_user(per, 1), timezone=zone))
     for moment, outcome in (
@@ -189,8 +195,8 @@ LORD_HOWE, KATHMANDU, ST_JOHNS = "Australia/Lord_Howe", "Asia/Kathmandu", "Ameri
 
 
 def window_of_zone(zone: str, per: str, opened_at: int, moment: int) -> Any:
-    """The window of a time by the calendar of the standard library; hours begin with those of the clock at
-    the opening.
+    """The window of a time by the calendar of the standard library; hours start at the minute at which they
+    started at the opening.
     """
     local = datetime.fromtimestamp(moment / 1000, ZoneInfo(zone))
     if per != "hour":
@@ -203,7 +209,7 @@ def window_of_zone(zone: str, per: str, opened_at: int, moment: int) -> Any:
 @pytest.mark.parametrize(
     ("zones", "first_opens", "second_opens"),
     [
-        # The clock is set by half an hour between the openings, or while both are open.
+        # The clock changes by half an hour between the openings, or while both offers are open.
         ((LORD_HOWE, LORD_HOWE), "2027-01-10T00:00+11:00", "2027-04-10T00:00+10:30"),
         ((LORD_HOWE, LORD_HOWE), "2027-03-30T12:00+11:00", "2027-04-03T23:30+11:00"),
         ((KATHMANDU, ST_JOHNS), "2027-03-13T23:00+05:45", "2027-03-13T23:30-03:30"),
@@ -216,8 +222,8 @@ def window_of_zone(zone: str, per: str, opened_at: int, moment: int) -> Any:
 async def test_limits_of_a_campaign_count_in_the_zone_of_its_first_offer(
     scene: Scene, zones: tuple[str, str], first_opens: str, second_opens: str, per: Any
 ) -> None:  # fmt: skip
-    """Two offers in turn, every twenty minutes for two days: one unit in each window of the first offer's
-    clock.
+    """Grabs of two offers in turn, every twenty minutes for two days, get one unit in each window of the
+    first offer's zone.
     """
     limit = by_user(per, 1, scope="campaign")
     for name, zone, opens in (("w:1", zones[0], first_opens), ("w:2", zones[1], second_opens)):
@@ -237,8 +243,12 @@ async def test_limits_of_a_campaign_count_in_the_zone_of_its_first_offer(
         scene.now += 20 * MINUTE
 
 
-async def test_two_gates_with_different_time_zone_data(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second knows of no summer time: limits of the campaign do not mind, those of its own offer do."""
+async def test_gates_with_different_time_zone_data_agree_on_campaign_limits(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second gate has no summer time. That changes the limits of the offer it opens, but not those of the
+    campaign.
+    """
     scene.now = at("2027-01-18T12:00+01:00")
     both = by_user("day", 1), by_user("day", 1, scope="campaign")
     await scene.open(coupon(10, *both, timezone=BERLIN), "w:1")
@@ -248,7 +258,7 @@ async def test_two_gates_with_different_time_zone_data(scene: Scene, monkeypatch
     opened = await scene.events("offer.opened")
     assert [event.campaign_zone is not None for event in opened] == [False, True]
     assert (opened[1].campaign_zone.timezone, opened[1].campaign_zone.offsets) == (BERLIN, opened[0].offsets)
-    # In summer the day begins at 22:00 UTC; the second gate thinks that it is at 23:00.
+    # In summer the day starts at 22:00 UTC, but at 23:00 in the data of the second gate.
     scene.now = at("2027-07-19T23:30+02:00")
     assert (await scene.grab("ann", offer="w:1")).outcome == "granted"
     scene.now = at("2027-07-20T00:30+02:00")
@@ -265,8 +275,8 @@ async def test_two_gates_with_different_time_zone_data(scene: Scene, monkeypatch
     )
 
 
-async def test_a_campaign_that_begins_anew_has_the_zone_of_its_new_first_offer(scene: Scene) -> None:
-    """The zone outlives the offer that it came from, and goes with the last one, as do the counters."""
+async def test_a_campaign_whose_offers_retired_gets_the_zone_of_its_next_first_offer(scene: Scene) -> None:
+    """Zone and counters of a campaign are kept until all its offers have retired, not only the first one."""
     limit, zone, rest = by_user("day", 1, scope="campaign"), "Asia/Shanghai", {"retire_after_ms": 1}
     scene.now = at("2027-01-18T12:00+08:00")
     await scene.open(
@@ -297,7 +307,7 @@ async def test_a_campaign_that_begins_anew_has_the_zone_of_its_new_first_offer(s
     assert zones == [None, "Asia/Shanghai", "Asia/Shanghai", None]
 
 
-# -- giving back ---------------------------------------------------------------------------------------------
+# -- released units ------------------------------------------------------------------------------------------
 
 FIVE_EACH = (
     by_user("hour", 5),
@@ -318,33 +328,33 @@ FIVE_EACH = (
         (7 * DAY, ("user/hour", "user/day", "card/day", "user/week")),
     ],
 )
-async def test_what_ends_gives_back_where_it_was_counted(
+async def test_ended_holds_are_subtracted_in_the_windows_in_which_they_were_counted(
     scene: Scene, ended_by: str, after: int, over: tuple[str, ...]
 ) -> None:
-    """Two units held on Monday at 10:30, one more later: then the first two are given back, in windows that
-    still run only.
+    """Two units are held on Monday at 10:30, one more later. When the first two are released, only the
+    counters of windows that have not ended are reduced.
     """
     scene.now = monday = at("2027-01-18T10:30+00:00")
     hold_ms = after + 10 if ended_by != "release" else 30 * DAY
     await scene.open(stock(100, *FIVE_EACH, hold_ms=hold_ms, max_per_grab=2))
     card = {"attributes": {"card": "c"}}
     first = await scene.grab("ann", 2, **card)
-    assert set(lefts(first).values()) == {3}
+    assert set(left_by_limit(first).values()) == {3}
     scene.now = monday + after
     second = await scene.grab("ann", **card)
-    assert lefts(second) == {name: 4 if name in over else 2 for name in lefts(first)}
+    assert left_by_limit(second) == {name: 4 if name in over else 2 for name in left_by_limit(first)}
     if ended_by == "release":
         assert (await scene.do(Release, grab=first.grab)).outcome == "released"
     else:
         scene.now = monday + hold_ms
-        late = scene.do(Confirm, grab=first.grab) if ended_by == "confirm too late" else scene.sweep_both()
-        await late
+        end = scene.do(Confirm, grab=first.grab) if ended_by == "confirm too late" else scene.sweep_both()
+        await end
     third = await scene.grab("ann", **card)
-    assert set(lefts(third).values()) == {3}  # of the second and the third, in every window
+    assert set(left_by_limit(third).values()) == {3}  # the second and the third grab count in every window
     assert third.left == 98
 
 
-async def test_a_hold_that_ended_gives_back_once(scene: Scene) -> None:
+async def test_an_ended_hold_is_subtracted_once(scene: Scene) -> None:
     await scene.open(stock(100, by_user("offer", 5), by_user("day", 5), hold_ms=MINUTE, max_per_grab=5))
     first = await scene.grab("ann", 3)
     for _ in range(3):
@@ -352,34 +362,34 @@ async def test_a_hold_that_ended_gives_back_once(scene: Scene) -> None:
         await scene.sweep_both()
     scene.now += MINUTE
     await scene.sweep_both()
-    assert lefts(await scene.grab("ann", 1)) == {"user/offer": 4, "user/day": 4}
+    assert left_by_limit(await scene.grab("ann", 1)) == {"user/offer": 4, "user/day": 4}
 
 
-async def test_what_is_confirmed_stays_counted(scene: Scene) -> None:
+async def test_confirmed_units_stay_counted(scene: Scene) -> None:
     await scene.open(stock(100, by_user("offer", 5), hold_ms=MINUTE, max_per_grab=5))
     first = await scene.grab("ann", 3)
     await scene.do(Confirm, grab=first.grab, quantity=1)
     scene.now += MINUTE
     await scene.sweep_both()
-    assert lefts(await scene.grab("ann", 1)) == {"user/offer": 3}
+    assert left_by_limit(await scene.grab("ann", 1)) == {"user/offer": 3}
 
 
-# -- limits while running ------------------------------------------------------------------------------------
+# -- changed limits ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.requirement("C2")
-async def test_limits_are_data_and_may_be_changed_while_running(scene: Scene) -> None:
+async def test_limits_can_be_changed_while_the_offer_is_open(scene: Scene) -> None:
     await scene.open(coupon(100, by_user("offer", 2)))
     assert await scene.outcomes(*["ann"] * 3, "bob") == ["granted", "granted", "limit_reached", "granted"]
     await scene.amend(limits=(by_user("offer", 4),))
     assert await scene.outcomes(*["ann"] * 3) == ["granted", "granted", "limit_reached"]
-    # Below what is taken: what is taken stays, nothing more is given, and what is left is 0 and not less.
+    # A limit below the units taken: they stay, no more are granted, and `left` is 0.
     await scene.amend(limits=(by_user("offer", 1),))
     refused = await scene.grab("ann")
     assert refused.limit is not None
     assert (refused.outcome, refused.limit.max, refused.limit.left) == ("limit_reached", 1, 0)
     assert await scene.outcomes("bob", "eve", "eve") == ["limit_reached", "granted", "limit_reached"]
-    # Another limit beside it, and none at all.
+    # A second limit, then no limit.
     await scene.amend(limits=(by_user("offer", 10), by_user("day", 1)))
     named = await scene.grab("ann"), await scene.grab("ann")
     assert [(answer.outcome, answer.limit and answer.limit.per) for answer in named] == [
@@ -388,13 +398,13 @@ async def test_limits_are_data_and_may_be_changed_while_running(scene: Scene) ->
     ]
     await scene.amend(limits=())
     assert await scene.outcomes(*["ann"] * 5) == ["granted"] * 5
-    # A limit that comes back counts on from its five: what was taken while there was none was not counted.
+    # A limit that is set again continues from its count of five: grabs without the limit were not counted.
     await scene.amend(limits=(by_user("offer", 6),))
     assert await scene.outcomes(*["ann"] * 2) == ["granted", "limit_reached"]
 
 
 async def test_changed_limits_are_ordered_with_the_grabs(scene: Scene) -> None:
-    """In one call: grabs before the change by the old limit, grabs behind it by the new one."""
+    """In one call, grabs before the amendment are under the old limit, grabs after it under the new limit."""
     await scene.open(coupon(100, by_user("offer", 1)))
 
     def grabs(count: int) -> list[Grab]:
@@ -408,8 +418,10 @@ async def test_changed_limits_are_ordered_with_the_grabs(scene: Scene) -> None:
     assert outcomes == ["granted", "limit_reached", "amended", "granted", "amended", "limit_reached"]
 
 
-async def test_a_release_gives_back_what_an_amended_limit_counts(scene: Scene) -> None:
-    """The hold was counted under a limit that was changed, and under one that is gone and comes back."""
+async def test_a_release_is_subtracted_from_amended_limits(scene: Scene) -> None:
+    """The hold was counted under a limit that was changed, and under a limit that was removed and set
+    again.
+    """
     await scene.open(stock(100, by_user("offer", 3), by_user("week", 3), hold_ms=HOUR, max_per_grab=3))
     held = await scene.grab("ann", 3)
     await scene.amend(limits=(by_user("offer", 1),))
@@ -417,10 +429,10 @@ async def test_a_release_gives_back_what_an_amended_limit_counts(scene: Scene) -
     await scene.do(Release, grab=held.grab)
     assert await scene.outcomes("ann", "ann") == ["held", "limit_reached"]
     await scene.amend(limits=(by_user("offer", 3), by_user("week", 3)))
-    assert lefts(await scene.grab("ann")) == {"user/offer": 1, "user/week": 2}
+    assert left_by_limit(await scene.grab("ann")) == {"user/offer": 1, "user/week": 2}
 
 
-async def test_a_limit_by_an_attribute_needs_it(scene: Scene) -> None:
+async def test_a_grab_without_a_limited_attribute_is_invalid(scene: Scene) -> None:
     await scene.open(coupon(100))
     assert await scene.outcomes("ann") == ["granted"]
     await scene.amend(limits=(Limit("card", "offer", 1),))
@@ -430,7 +442,7 @@ async def test_a_limit_by_an_attribute_needs_it(scene: Scene) -> None:
     assert (await scene.grab("ann", attributes={"card": "c"})).outcome == "granted"
 
 
-# -- codes 0/1/2/3 -------------------------------------------------------------------------------------------
+# -- outcomes of limits --------------------------------------------------------------------------------------
 
 
 @pytest.mark.requirement("C3")
@@ -443,12 +455,12 @@ async def test_a_limit_by_an_attribute_needs_it(scene: Scene) -> None:
         (by_user("hour", 3), by_user("offer", 2), "offer"),
     ],
 )
-async def test_codes_have_a_fixed_precedence_and_name_the_first_limit(
+async def test_a_limit_takes_precedence_over_sold_out_and_the_first_limit_is_named(
     scene: Scene, first: Limit, second: Limit, named: str
 ) -> None:
     await scene.open(coupon(2, first, second))
     answers = [await scene.grab("ann") for _ in range(3)] + [await scene.grab("bob")]
-    # ann is refused by her limit, although it is sold out too; bob by that.
+    # The offer is sold out; ann's limit takes precedence.
     assert [(answer.outcome, answer.code) for answer in answers] == [
         ("granted", 0),
         ("granted", 0),
@@ -461,20 +473,26 @@ async def test_codes_have_a_fixed_precedence_and_name_the_first_limit(
     assert await scene.outcomes("ann", "bob") == ["over", "over"]
 
 
-async def test_the_refusing_limit_says_what_is_left_and_until_when(scene: Scene) -> None:
+async def test_a_refusal_by_a_limit_says_what_is_left_and_when_it_resets(scene: Scene) -> None:
     scene.now = at("2027-01-18T10:30+00:00")
     await scene.open(coupon(100, by_user("hour", 9), by_user("day", 5), by_user("offer", 6), max_per_grab=4))
     assert (await scene.grab("ann", 3)).outcome == "granted"
     refused = await scene.grab("ann", 3)
     assert refused.limit is not None
-    told = refused.limit.by, refused.limit.per, refused.limit.max, refused.limit.left, refused.limit.resets_at
-    assert (refused.outcome, told, refused.retry_at) == (
+    limit = (
+        refused.limit.by,
+        refused.limit.per,
+        refused.limit.max,
+        refused.limit.left,
+        refused.limit.resets_at,
+    )
+    assert (refused.outcome, limit, refused.retry_at) == (
         "limit_reached",
         ("user", "day", 5, 2, at("2027-01-19T00:00+00:00")),
         at("2027-01-19T00:00+00:00"),
     )
     assert (await scene.grab("ann", 2)).outcome == "granted"
-    # The next day nothing but the whole offer's limit stands in the way, and it never resets.
+    # The next day only the limit of the whole offer refuses, and it never resets.
     scene.now += DAY
     refused = await scene.grab("ann", 2)
     assert refused.limit is not None
@@ -486,7 +504,7 @@ async def test_the_refusing_limit_says_what_is_left_and_until_when(scene: Scene)
     )
 
 
-async def test_up_to_takes_what_the_smallest_limit_leaves(scene: Scene) -> None:
+async def test_take_up_to_grants_what_the_smallest_limit_leaves(scene: Scene) -> None:
     await scene.open(coupon(100, by_user("day", 4), by_user("offer", 6), max_per_grab=10, take="up_to"))
     answers = [await scene.grab("ann", 3), await scene.grab("ann", 10), await scene.grab("ann", 1)]
     assert [(answer.outcome, answer.quantity) for answer in answers] == [
@@ -502,7 +520,7 @@ async def test_up_to_takes_what_the_smallest_limit_leaves(scene: Scene) -> None:
 
 
 @pytest.mark.requirement("C4")
-async def test_script_is_loaded_once_by_evalsha_and_falls_back_when_unknown(private_redis: Any) -> None:
+async def test_the_script_s_text_is_sent_only_if_the_server_does_not_have_it(private_redis: Any) -> None:
     client, keys = private_redis
     gate = Gate(client, keys, SEALER)
     await gate.decide(
@@ -510,18 +528,20 @@ async def test_script_is_loaded_once_by_evalsha_and_falls_back_when_unknown(priv
     )
 
     async def calls(first: int, count: int) -> dict[str, int]:
-        """How often each command ran while so many lists of grabs were decided, one after another."""
+        """Decides `count` lists of grabs one after the other; returns the number of calls of each Redis
+        command.
+        """
         await client.config_resetstat()
         for number in range(first, first + count):
             grabs = [
-                Grab(id=f"g{number}-{place}", offer="o", user=f"u{number}-{place}") for place in range(80)
+                Grab(id=f"g{number}-{index}", offer="o", user=f"u{number}-{index}") for index in range(80)
             ]
             assert {answer.outcome for answer in await gate.decide(grabs, "decided")} == {"granted"}
         stats = await client.info("commandstats")
         return {name: stats.get(f"cmdstat_{name}", {"calls": 0})["calls"] for name in ("evalsha", "eval")}
 
-    # Eighty grabs with two limits each are one call; the text goes over only when the server does not know
-    # it.
+    # Eighty grabs with two limits each are one call. The script's text is sent only if the server does not
+    # have it.
     assert await calls(0, 5) == {"evalsha": 5, "eval": 1}
     assert await calls(5, 5) == {"evalsha": 5, "eval": 0}
     await client.script_flush()
@@ -530,10 +550,8 @@ async def test_script_is_loaded_once_by_evalsha_and_falls_back_when_unknown(priv
 
 
 @pytest.mark.requirement("C5")
-async def test_one_slot_a_campaign_on_redis_cluster(scene: Scene) -> None:
-    """Not only with a single writing Redis: what is decided together lies together, and the rest
-    elsewhere.
-    """
+async def test_keys_of_a_campaign_are_in_one_slot(scene: Scene) -> None:
+    """The keys of a campaign are in one slot; different campaigns are in different slots."""
     limits = by_user("offer", 1, scope="campaign"), by_user("day", 1)
     campaigns = [f"week{number}" for number in range(12)]
     for campaign in campaigns:
@@ -547,22 +565,20 @@ async def test_one_slot_a_campaign_on_redis_cluster(scene: Scene) -> None:
         campaign: {key_slot(name.encode()) for name in names if f":{campaign}:" in name}
         for campaign in campaigns
     }
-    assert {len(slots_of_one) for slots_of_one in slots.values()} == {1}
+    assert {len(slots_of_campaign) for slots_of_campaign in slots.values()} == {1}
     assert len(set.union(*slots.values())) == scene.keys.shards
 
 
 @pytest.mark.requirement("C6")
 async def test_a_refused_write_of_the_outbox_changes_nothing(scene: Scene) -> None:
-    """The article's script cannot take its writes back. Here the first write is the one that can be
-    refused.
-    """
+    """The script in the article cannot undo its writes. Here only the first write can be refused."""
     await scene.open(coupon(10, by_user("offer", 3), by_user("day", 3), hold_ms=HOUR, max_per_grab=3))
     held, taken = await scene.grab("ann", 2), await scene.grab("bob", 2)
     await scene.do(Confirm, grab=taken.grab, payment="p1")
     outbox = scene.keys.shard(scene.keys.shard_of_offer("o")).outbox
     aside = f"{outbox}:aside"
     await scene.client.rename(outbox, aside)
-    await scene.client.set(outbox, "what no event can be added to")
+    await scene.client.set(outbox, "not a stream")
 
     async def everything() -> dict[str, bytes]:
         return {name: await scene.client.dump(name) for name in await scene.names()}
@@ -581,13 +597,13 @@ async def test_a_refused_write_of_the_outbox_changes_nothing(scene: Scene) -> No
         assert (answer.outcome, "WRONGTYPE" in (answer.message or "")) == ("busy", True), answer
         assert await everything() == before, command
     await scene.client.rename(aside, outbox)
-    # It was only the write that stood in the way.
+    # With a writable outbox the same commands are decided.
     outcomes = [answer.outcome for answer in await scene.decide_both(commands)]
     assert outcomes == ["held", "held", "confirmed", "not_held", "redeemed", "returned", "amended"]
 
 
 @pytest.mark.requirement("C6")
-async def test_full_memory_is_refused_up_front(private_redis: Any) -> None:
+async def test_full_memory_is_busy_before_any_write(private_redis: Any) -> None:
     client, keys = private_redis
     gate = Gate(client, keys, SEALER)
     await gate.decide(
@@ -609,12 +625,14 @@ async def test_full_memory_is_refused_up_front(private_redis: Any) -> None:
     await gate.close()
 
 
-# -- one class of problem ------------------------------------------------------------------------------------
+# -- one model -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.requirement("C7")
-async def test_envelope_coupon_and_stock_are_one_model(scene: Scene) -> None:
-    """One each for two users of three; the same commands, the same outcomes but for the name of the limit."""
+async def test_envelope_coupon_and_stock_give_the_same_outcomes(scene: Scene) -> None:
+    """Two units, at most one per user: the same commands get the same outcomes, except for the refusal at the
+    limit.
+    """
     envelope = EnvelopeTerms(issuer="shop", funding="pay", asset="CNY", total=300, parts=2, seed="5eed" * 8)
     second = {}
     for offer, terms in (
@@ -637,7 +655,7 @@ async def test_envelope_coupon_and_stock_are_one_model(scene: Scene) -> None:
 
 
 @pytest.mark.requirement("C8")
-async def test_coupons_are_taken_and_used(scene: Scene) -> None:
+async def test_coupons_are_redeemed_and_unredeemed_by_order(scene: Scene) -> None:
     await scene.open(coupon(5, max_per_grab=3))
     [grab] = [(await scene.grab("ann", 3)).grab]
     table: list[tuple[Any, str, int | None, str, bool]] = [
@@ -666,7 +684,7 @@ async def test_coupons_are_taken_and_used(scene: Scene) -> None:
     assert used == {"x": 2, "y": 0, "z": 1}
 
 
-async def test_what_is_used_is_not_given_back(scene: Scene) -> None:
+async def test_redeemed_units_are_not_returned(scene: Scene) -> None:
     await scene.open(coupon(5, max_per_grab=3))
     grab = (await scene.grab("ann", 3)).grab
     await scene.do(Redeem, grab=grab, order="x", quantity=2)
@@ -683,7 +701,7 @@ async def test_what_is_used_is_not_given_back(scene: Scene) -> None:
     ] * 2
 
 
-async def test_only_coupons_that_are_confirmed_can_be_used(scene: Scene) -> None:
+async def test_only_confirmed_coupons_are_redeemable(scene: Scene) -> None:
     await scene.open(coupon(5, hold_ms=HOUR))
     grab = (await scene.grab("ann")).grab
     assert (await scene.do(Redeem, grab=grab, order="x")).outcome == "not_redeemable"
@@ -695,7 +713,7 @@ async def test_only_coupons_that_are_confirmed_can_be_used(scene: Scene) -> None
     ).outcome == "not_redeemable"
 
 
-async def test_valid_until(scene: Scene) -> None:
+async def test_coupons_are_redeemable_until_valid_until(scene: Scene) -> None:
     until = NOW + DAY
     await scene.open(coupon(5, valid_until=until, max_per_grab=5))
     grab = (await scene.grab("ann", 5)).grab
@@ -707,7 +725,7 @@ async def test_valid_until(scene: Scene) -> None:
     scene.now = until - 1
     assert await redeem("x") == ("redeemed", False)
     scene.now = until
-    # What was used in time stays used, also when it is asked again; and it can be taken back.
+    # A redemption before the end stays, is repeated with its answer, and can be undone.
     assert [await redeem("y"), await redeem("x")] == [("expired", False), ("redeemed", True)]
     assert (await scene.do(Unredeem, grab=grab, order="x")).outcome == "unredeemed"
     assert await redeem("x") == ("expired", False)
@@ -715,7 +733,7 @@ async def test_valid_until(scene: Scene) -> None:
     assert await redeem("x") == ("redeemed", False)
     scene.now = until + 1
     assert await redeem("y") == ("expired", False)
-    # A close does not end what was taken.
+    # Granted coupons can be used after the close.
     await scene.amend(valid_until=until + DAY)
     await scene.do(Close)
     assert await redeem("y") == ("redeemed", False)
@@ -725,6 +743,7 @@ CODES = [f"CODE-{number:03}-é" for number in range(400)]
 
 
 async def load_codes(scene: Scene, chunks: int = 4) -> None:
+    """Loads all CODES in chunks."""
     size = len(CODES) // chunks
     for chunk in range(1, chunks + 1):
         items = tuple(CODES[(chunk - 1) * size : chunk * size])
@@ -747,20 +766,20 @@ async def test_codes_are_given_once_each_and_never_in_clear(scene: Scene, hold_m
             [Confirm(id=f"c{number}", offer="o", grab=f"g{number}") for number in range(400)]
         )
     assert sorted(answer.coupon_code or "" for answer in answers) == CODES
-    # Asked again, each gets the same code; and another user under the same id none.
+    # A repeat gets the same code; another user under the same id gets none.
     if not hold_ms:
         assert [answer.coupon_code for answer in await scene.decide_both(grabs[:400])] == [
             answer.coupon_code for answer in answers
         ]
         stolen = await scene.decide_both([Grab(id="g0", offer="o", user="thief")])
         assert (stolen[0].outcome, stolen[0].coupon_code) == ("conflict", None)
-    kept = b"\n".join([*await scene.all_lines(), *[text async for text in texts_in(scene)]])
-    assert b"g399" in kept
-    assert [code for code in CODES if code.encode() in kept or code[:8].encode() in kept] == []
+    stored = b"\n".join([*await scene.all_lines(), *[text async for text in texts_in(scene)]])
+    assert b"g399" in stored
+    assert [code for code in CODES if code.encode() in stored or code[:8].encode() in stored] == []
 
 
 async def texts_in(scene: Scene) -> AsyncIterator[bytes]:
-    """Everything that stands in Redis but the outbox."""
+    """All texts in Redis except those in the outbox: in hashes, lists, sets and strings."""
     for name in await scene.names():
         kind = await scene.client.type(name)
         if kind == b"hash":
@@ -776,7 +795,7 @@ async def texts_in(scene: Scene) -> AsyncIterator[bytes]:
             yield await scene.client.get(name)
 
 
-async def test_codes_come_before_the_offer_opens_and_all_of_them(scene: Scene) -> None:
+async def test_an_offer_opens_only_after_all_its_codes_are_loaded(scene: Scene) -> None:
     await scene.open(coupon(4, opens_at=NOW + 10))
     a, b, c = ("a1", "a2"), ("b1", "b2"), ("c1", "c2", "c3")
     table = [(1, a, "loaded"), (1, b, "conflict"), (2, c, "invalid")]
@@ -790,7 +809,7 @@ async def test_codes_come_before_the_offer_opens_and_all_of_them(scene: Scene) -
     assert (await scene.do(Load, what="codes", chunk=3, chunks=3, items=a)).outcome == "invalid"
 
 
-async def test_a_code_that_is_given_back_is_given_to_the_next(scene: Scene) -> None:
+async def test_the_code_of_a_returned_coupon_is_given_to_the_next_user(scene: Scene) -> None:
     await scene.open(coupon(3, opens_at=NOW + 1, max_per_grab=3))
     await scene.do(Load, what="codes", chunk=1, chunks=1, items=("k1", "k2", "k3"))
     scene.now = NOW + 1
@@ -802,12 +821,12 @@ async def test_a_code_that_is_given_back_is_given_to_the_next(scene: Scene) -> N
     assert await scene.outcomes("eve") == ["sold_out"]
 
 
-# -- what is left --------------------------------------------------------------------------------------------
+# -- units left ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.requirement("C9")
-async def test_today_in_all_and_given_are_kept_apart(scene: Scene) -> None:
-    """Every answer says what each limit leaves and until when, and what the offer has left; day by day."""
+async def test_answers_count_today_in_all_and_the_offer_separately(scene: Scene) -> None:
+    """Every answer has what each limit leaves, when it resets, and the units left of the offer."""
     scene.now = begin = at("2027-01-18T12:00+00:00")
     await scene.open(coupon(20, by_user("day", 2), by_user("offer", 5)))
     table = [
@@ -826,18 +845,18 @@ async def test_today_in_all_and_given_are_kept_apart(scene: Scene) -> None:
         assert (answer.left, answer.place) == (left, 20 - left)
 
 
-async def test_a_repeat_says_what_it_said(scene: Scene) -> None:
-    """Also what was left, although less is left now."""
+async def test_a_repeat_has_the_counts_of_its_first_answer(scene: Scene) -> None:
+    """Including the units left at that time."""
     await scene.open(coupon(20, by_user("day", 5)))
     command = Grab(id="same", offer="o", user="ann")
     [first] = await scene.decide_both([command])
     await scene.grab("ann")
     scene.now += 3 * DAY
     assert await scene.decide_both([command]) == [msgspec.structs.replace(first, repeated=True)]
-    assert lefts(await scene.grab("ann")) == {"user/day": 4}
+    assert left_by_limit(await scene.grab("ann")) == {"user/day": 4}
 
 
-async def test_who_holds_units_when_the_offer_closes_still_gets_codes(scene: Scene) -> None:
+async def test_holds_get_their_codes_after_the_close(scene: Scene) -> None:
     await scene.open(coupon(3, opens_at=NOW + 1, hold_ms=HOUR))
     await scene.do(Load, what="codes", chunk=1, chunks=1, items=("k1", "k2", "k3"))
     scene.now = NOW + 1

@@ -1,7 +1,8 @@
-"""What envelopes have to do, on real Redis, and through the real worker.
+"""The requirements of envelopes (A, B and D of docs/requirements.md), on real Redis and through the real
+worker.
 
-A row's name is in its test's name. Rows that promise something of Kafka or PostgreSQL are in one test, the
-last: it needs a worker.
+A mark on each test names its requirements. Requirements about Kafka or PostgreSQL are in the last test, which
+needs a worker.
 """
 
 import asyncio
@@ -74,39 +75,42 @@ def amounts(answers: Iterable[Answer]) -> list[int]:
     return [answer.amount or 0 for answer in answers if answer.outcome == "granted"]
 
 
-async def by_offer(client: Any, keys: KeySpace, offer: str) -> list[dict[str, Any]]:
-    """The events of an offer, as a stranger reads them."""
+async def events_of(client: Any, keys: KeySpace, offer: str) -> list[dict[str, Any]]:
+    """The events of an offer as plain JSON."""
     events = map(json.loads, await event_lines(client, keys, keys.shard_of_offer(offer)))
     return [event for event in events if event["offer"] == offer]
 
 
-async def forget(client: Any, prefix: str) -> None:
+async def delete_all(client: Any, prefix: str) -> None:
+    """Deletes all keys of a prefix."""
     for name in [name async for name in client.scan_iter(match=f"{prefix}:*", count=1_000)]:
         await client.unlink(name)
 
 
 @pytest.fixture
-async def gates(gate: Callable[..., Gate], client: Any, keys: KeySpace) -> AsyncIterator[Callable[..., Gate]]:
-    """Makes gates; the books are right afterwards."""
-    yield gate
+async def make_checked_gate(
+    make_gate: Callable[..., Gate], client: Any, keys: KeySpace
+) -> AsyncIterator[Callable[..., Gate]]:
+    """Makes gates; checks the books when the test has ended, and deletes all keys."""
+    yield make_gate
     try:
         for number in range(keys.shards):
             check_books(await event_lines(client, keys, number))
     finally:
-        await forget(client, keys.prefix)
+        await delete_all(client, keys.prefix)
 
 
-# -- A: by list, map and Lua ---------------------------------------------------------------------------------
+# -- A: parts, users and Lua ---------------------------------------------------------------------------------
 
 CALLERS, GRABS_A_CALL = 2_500, 41
 
 
 @pytest.mark.requirement("A1")
 @pytest.mark.parametrize(("parts", "callers"), [(10, 3), (100_000, CALLERS)])
-async def test_one_envelope_of_100_thousand_parts_opens_is_drained_and_closes_like_a_small_one(
+async def test_an_envelope_of_100_thousand_parts_is_opened_drained_and_closed_like_a_small_one(
     make_gate: Callable[..., Gate], client: Any, keys: KeySpace, parts: int, callers: int
 ) -> None:
-    """The same assertions for both: thousands of callers ask at once, 41 grabs each, and some come too
+    """Both get the same assertions: thousands of callers send 41 grabs each at once, some of them too
     late.
     """
     gate = make_gate(timeout_ms=60_000, queue_commands_max=200_000)
@@ -116,30 +120,30 @@ async def test_one_envelope_of_100_thousand_parts_opens_is_drained_and_closes_li
     calls = [crowd(GRABS_A_CALL, start=number * GRABS_A_CALL) for number in range(callers)]
     answers = [
         answer
-        for found in await asyncio.gather(*(gate.decide(call, "decided") for call in calls))
-        for answer in found
+        for of_call in await asyncio.gather(*(gate.decide(call, "decided") for call in calls))
+        for answer in of_call
     ]
     assert outcomes(answers) == {"granted": parts, "sold_out": callers * GRABS_A_CALL - parts}
     assert sum(amounts(answers)) == total
     assert sorted(answer.place or 0 for answer in answers if answer.outcome == "granted") == list(
         range(1, parts + 1)
     )
-    events = await by_offer(client, keys, "o")
+    events = await events_of(client, keys, "o")
     assert [event["type"] for event in events] == ["offer.opened", *["grab.granted"] * parts, "offer.closed"]
     assert [event["offer_seq"] for event in events] == list(range(1, parts + 3))
     assert (events[-1]["reason"], events[-1]["amount"], events[-1]["left"]) == ("drained", 0, 0)
     by_user = {event["user"]: event["amount"] for event in events[1:-1]}
     assert (len(by_user), list(by_user.values())) == (parts, recompute(events[0], events[-1]))
-    # The list is gone with the close, the map of who has one stays.
+    # The close deletes the list of parts; the hash of users who have one stays.
     _, users, listed, *_ = keys.shard(keys.shard_of_offer("o")).of_offer("o")
     assert (await client.exists(listed), await client.hlen(users)) == (0, parts)
-    await forget(client, keys.prefix)
+    await delete_all(client, keys.prefix)
 
 
 @pytest.mark.requirement("A2")
-async def test_one_big_envelope_is_split_into_small_ones_in_advance(scene: Scene) -> None:
-    """`ahead`: the parts are there at the opening, shuffled; `at_grab`: no list. Both are what anyone
-    computes from seed and terms.
+async def test_an_envelope_is_split_into_parts_in_advance(scene: Scene) -> None:
+    """With `ahead` the shuffled parts are in Redis at the opening; with `at_grab` there is no list. Both give
+    the parts that anyone can compute from seed and terms.
     """
     drawn = {}
     for draw in DRAWS:
@@ -156,7 +160,7 @@ async def test_one_big_envelope_is_split_into_small_ones_in_advance(scene: Scene
 
 
 @pytest.mark.requirement("A3")
-async def test_lists_and_map_are_keys_in_the_slot_of_the_shard_and_the_outbox_lists_what_is_taken(
+async def test_keys_of_an_offer_are_in_the_slot_of_its_shard_and_the_outbox_has_every_grant(
     scene: Scene,
 ) -> None:
     keys = scene.keys
@@ -178,15 +182,15 @@ async def test_lists_and_map_are_keys_in_the_slot_of_the_shard_and_the_outbox_li
     }
     for offer in "ec":
         shard = keys.shard(keys.shard_of_offer(offer))
-        there = [name for name in await scene.names() if name.startswith(shard.tag + ":")]
-        assert {shard.outbox, shard.offer(offer)} <= set(there)
-        assert {key_slot(name.encode()) for name in there} == {key_slot(shard.outbox.encode())}
+        names = [name for name in await scene.names() if name.startswith(shard.tag + ":")]
+        assert {shard.outbox, shard.offer(offer)} <= set(names)
+        assert {key_slot(name.encode()) for name in names} == {key_slot(shard.outbox.encode())}
 
 
 @pytest.mark.requirement("A4")
-async def test_check_take_and_record_are_one_lua_script(private_redis: Any) -> None:
-    """Hundreds of grabs, of whom some have a part already and some repeat, are one call of one script; and so
-    are their repeats.
+async def test_one_script_call_checks_takes_and_records_many_grabs(private_redis: Any) -> None:
+    """One call of one script decides hundreds of grabs, some by users with a part, some repeated; their
+    repeats are one call too.
     """
     client, keys = private_redis
     gate = Gate(client, keys, SEALER)
@@ -210,7 +214,7 @@ async def test_check_take_and_record_are_one_lua_script(private_redis: Any) -> N
 @pytest.mark.requirement("A6")
 @pytest.mark.parametrize("opens_in", [0, HOUR])
 @pytest.mark.parametrize("open_for", [None, 5_000])
-async def test_what_is_left_goes_back_to_the_sender_by_itself(
+async def test_the_sweeper_refunds_what_is_left_to_the_issuer(
     scene: Scene, open_for: int | None, opens_in: int
 ) -> None:
     opens = NOW + opens_in
@@ -224,7 +228,7 @@ async def test_what_is_left_goes_back_to_the_sender_by_itself(
     assert await scene.events("offer.closed") == []
     taken.append((await scene.grab("eve")).amount or 0)
     scene.now = end
-    assert (await scene.grab("joe")).outcome == "over"  # not only when the sweeper comes
+    assert (await scene.grab("joe")).outcome == "over"  # also before the sweep
     await scene.sweep_both()
     await scene.sweep_both()
     [closed] = await scene.events("offer.closed")
@@ -233,16 +237,16 @@ async def test_what_is_left_goes_back_to_the_sender_by_itself(
 
 
 @pytest.mark.requirement("A7")
-async def test_few_wrong_data_are_mended_by_hand(scene: Scene) -> None:
+async def test_an_operator_can_adjust_the_ledger(scene: Scene) -> None:
     await scene.open(envelope())
     await scene.grab("ann")
-    wrong: dict[str, Any] = {"operator": "olga", "reason": 'paid twice, see "7"', "approved_by": "boss"}
+    about: dict[str, Any] = {"operator": "olga", "reason": 'paid twice, see "7"', "approved_by": "boss"}
     entries = (
         Entry("CNY", "external:bank", "wallet:ann", 5),
         Entry("CNY", "receivable:bob", "external:bank", 3),
     )
-    for _ in range(2):  # also when it is over
-        assert (await scene.do(Adjust, transfers=entries, **wrong)).outcome == "adjusted"
+    for _ in range(2):  # also after the close
+        assert (await scene.do(Adjust, transfers=entries, **about)).outcome == "adjusted"
         await scene.do(Close)
     first, _ = await scene.events("ledger.adjusted")
     booked = tuple(BookedEntry(*msgspec.structs.astuple(entry)) for entry in entries)
@@ -262,37 +266,37 @@ async def test_few_wrong_data_are_mended_by_hand(scene: Scene) -> None:
         {"approved_by": ""},
     ]  # fmt: skip
     for fields in refused:
-        command = Adjust(**{"id": scene.id(), "offer": "o", "transfers": entries, **wrong, **fields})
+        command = Adjust(**{"id": scene.id(), "offer": "o", "transfers": entries, **about, **fields})
         [answer] = await scene.gate.decide([command], "decided")
         assert (answer.outcome, next(iter(fields)) in (answer.message or "")) == ("invalid", True), fields
 
 
 @pytest.mark.requirement("A8", "E12")
-async def test_20_threads(servers: Settings, prefix: str) -> None:
-    """As many as the article's, each with an event loop, a connection and a gate of its own. How fast is for
-    `make bench` to say.
+async def test_20_threads_grab_every_part_exactly_once(servers: Settings, prefix: str) -> None:
+    """As many threads as in the article, each with its own event loop, connection and gate. `make bench`
+    measures the speed.
     """
     keys = KeySpace(prefix, 3)
     client = redis.asyncio.Redis.from_url(servers.redis_url)
 
     def thread(number: int) -> list[Answer]:
         async def grab() -> list[Answer]:
-            mine = redis.asyncio.Redis.from_url(servers.redis_url)
-            gate = Gate(mine, keys, SEALER, GateLimits(timeout_ms=30_000))
+            client_of_thread = redis.asyncio.Redis.from_url(servers.redis_url)
+            gate = Gate(client_of_thread, keys, SEALER, GateLimits(timeout_ms=30_000))
             try:
                 return [
                     answer
                     for start in range(0, 200, 8)
-                    for answer in await gate.decide(of_all[number][start : start + 8], "decided")
+                    for answer in await gate.decide(grabs_of_threads[number][start : start + 8], "decided")
                 ]
             finally:
                 await gate.close()
-                await mine.aclose()
+                await client_of_thread.aclose()
 
         return asyncio.run(grab())
 
-    # Every user tries at two threads, under two ids.
-    of_all = [
+    # Every user sends grabs in two threads, under two ids.
+    grabs_of_threads = [
         [Grab(id=f"t{number}-{n}", offer="o", user=f"u{number // 2}-{n}") for n in range(200)]
         for number in range(20)
     ]
@@ -304,27 +308,27 @@ async def test_20_threads(servers: Settings, prefix: str) -> None:
             running = [
                 asyncio.get_running_loop().run_in_executor(pool, thread, number) for number in range(20)
             ]
-            answers = [answer for found in await asyncio.gather(*running) for answer in found]
-        said = outcomes(answers)
-        assert (said["granted"], sum(amounts(answers)), len(answers)) == (1_500, 100_000, 4_000)
-        # Who is late is told their part, or that it is gone; nobody is told to wait.
-        assert said.keys() <= {"granted", "already_taken", "sold_out"}
-        granted = [event for event in await by_offer(client, keys, "o") if event["type"] == "grab.granted"]
-        has = {(event["user"], event["amount"]) for event in granted}
-        assert len({user for user, _ in has}) == len(granted) == 1_500
-        user_of = {grab.id: grab.user for grabs in of_all for grab in grabs}
+            answers = [answer for of_thread in await asyncio.gather(*running) for answer in of_thread]
+        counts = outcomes(answers)
+        assert (counts["granted"], sum(amounts(answers)), len(answers)) == (1_500, 100_000, 4_000)
+        # Every answer is final: none is `busy` or another outcome to be tried again.
+        assert counts.keys() <= {"granted", "already_taken", "sold_out"}
+        granted = [event for event in await events_of(client, keys, "o") if event["type"] == "grab.granted"]
+        granted_amounts = {(event["user"], event["amount"]) for event in granted}
+        assert len({user for user, _ in granted_amounts}) == len(granted) == 1_500
+        user_of = {grab.id: grab.user for grabs in grabs_of_threads for grab in grabs}
         assert {
             (user_of[answer.id], answer.amount) for answer in answers if answer.outcome != "sold_out"
-        } == has
+        } == granted_amounts
         await gate.close()
     finally:
-        await forget(client, prefix)
+        await delete_all(client, prefix)
         await client.aclose()
 
 
 @pytest.mark.requirement("A9")
-async def test_split_over_shards_and_grabbed_in_batches(scene: Scene) -> None:
-    """Envelopes of twelve campaigns in three slots; one list of grabs for all of them is answered in its
+async def test_envelopes_in_many_shards_are_grabbed_by_one_list(scene: Scene) -> None:
+    """Envelopes of twelve campaigns are in three slots. One list of grabs for all of them is answered in its
     order.
     """
     offers = [f"week{number}:{name}" for number in range(12) for name in "ab"]
@@ -355,7 +359,9 @@ async def test_split_over_shards_and_grabbed_in_batches(scene: Scene) -> None:
 
 
 def legal(chance: random.Random, law: Any, number: int) -> EnvelopeTerms:
-    """Random legal terms, one time in three as narrow as they can be at one end or the other."""
+    """Random valid terms; one time in three the total is the least or the greatest that parts and bounds
+    allow.
+    """
     parts, least = chance.randint(1, 30), chance.randint(1, 10 ** chance.randint(0, 8))
     most = (
         chance.randint(least, least * chance.randint(1, 20))
@@ -378,35 +384,35 @@ async def test_random_amounts_keep_minimum_maximum_and_the_exact_sum(
         terms = msgspec.structs.replace(legal(chance, law, number), draw=draw)
         await scene.open(terms, f"o{number}")
         *answers, late = await scene.decide_both(crowd(terms.parts + 1, f"o{number}"))
-        got, most = amounts(answers), terms.max or terms.total
-        assert (len(got), sum(got), late.outcome) == (terms.parts, terms.total, "sold_out")
-        assert terms.min <= min(got)
-        assert max(got) <= most
-        assert law != "equal" or max(got) - min(got) <= 1
-        for place in range(terms.parts):
-            # Whoever comes later can still get a legal part.
-            assert (terms.parts - place) * terms.min <= sum(got[place:]) <= (terms.parts - place) * most
+        drawn, most = amounts(answers), terms.max or terms.total
+        assert (len(drawn), sum(drawn), late.outcome) == (terms.parts, terms.total, "sold_out")
+        assert terms.min <= min(drawn)
+        assert max(drawn) <= most
+        assert law != "equal" or max(drawn) - min(drawn) <= 1
+        for index in range(terms.parts):
+            # Later users can still get parts within the bounds.
+            assert (terms.parts - index) * terms.min <= sum(drawn[index:]) <= (terms.parts - index) * most
 
 
 @pytest.mark.requirement("B2")
 @pytest.mark.parametrize("draw", DRAWS)
 async def test_amounts_are_computed_when_sending_or_when_grabbing(
-    gates: Callable[..., Gate], client: Any, keys: KeySpace, draw: Draw
+    make_checked_gate: Callable[..., Gate], client: Any, keys: KeySpace, draw: Draw
 ) -> None:
-    """No seed is given: the gate draws one, commits to it, keeps it to itself till the close, and then anyone
-    can compute every part.
+    """Without a seed in the terms the gate draws a seed and publishes its hash. The seed is secret until the
+    close; after that anyone can compute every part.
     """
-    one, seeds = gates(), set()
+    gate, seeds = make_checked_gate(), set()
     for law in LAWS:
         terms = envelope(5_000, 20, law=law, draw=draw, seed=None)
-        [opened, *answers] = await one.decide(
+        [opened, *answers] = await gate.decide(
             [Open(id=f"open-{law}", offer=law, terms=terms), *crowd(8, law)], "decided"
         )
-        before = await by_offer(client, keys, law)
+        before = await events_of(client, keys, law)
         _, _, listed, *_ = keys.shard(keys.shard_of_offer(law)).of_offer(law)
         assert await client.strlen(listed) == (20 * 6 if draw == "ahead" else 0)
-        await one.decide([Close(id=f"close-{law}", offer=law)], "decided")
-        event, *_, closed = await by_offer(client, keys, law)
+        await gate.decide([Close(id=f"close-{law}", offer=law)], "decided")
+        event, *_, closed = await events_of(client, keys, law)
         assert event["seed_sha256"] == sha256(bytes.fromhex(closed["seed"])).hexdigest()
         assert closed["seed"] not in json.dumps(before)
         computed = recompute(event, closed)
@@ -417,55 +423,59 @@ async def test_amounts_are_computed_when_sending_or_when_grabbing(
 
 
 @pytest.mark.requirement("B4")
-async def test_no_lock_and_over_load_is_refused_with_a_retry_time(
-    gates: Callable[..., Gate], client: Any, keys: KeySpace
+async def test_no_keys_are_locks_and_overload_is_busy_with_a_retry_time(
+    make_checked_gate: Callable[..., Gate], client: Any, keys: KeySpace
 ) -> None:
-    one = gates()
-    await one.decide([Open(id="open", offer="o", terms=envelope(10_000, 100))], "decided")
-    # A hundred openers at once, each by a gate and a connection of its own: nobody is busy, nobody waits for
-    # another's time-out.
-    found = await asyncio.gather(*(gates().decide([grab], "decided") for grab in crowd(50)))
-    assert outcomes(answer for [answer] in found) == {"granted": 50}
+    gate = make_checked_gate()
+    await gate.decide([Open(id="open", offer="o", terms=envelope(10_000, 100))], "decided")
+    # Fifty gates at once, each with its own connection: no grab is busy, and no key has an expiry as a lock
+    # would.
+    answered = await asyncio.gather(*(make_checked_gate().decide([grab], "decided") for grab in crowd(50)))
+    assert outcomes(answer for [answer] in answered) == {"granted": 50}
     names = [name async for name in client.scan_iter(match=f"{keys.prefix}:*", count=1_000)]
     assert {await client.ttl(name) for name in names} == {-1}
-    # Too much at once, for the queue of a gate or for the outbox: not decided, and told when to come again.
-    before = await by_offer(client, keys, "o")
+    # Too many commands for the queue of a gate or for the outbox are not decided, and get a time to retry.
+    before = await events_of(client, keys, "o")
     for limits in ({"queue_commands_max": 5}, {"outbox_events_max": 50}):
-        asked, late = now_ms(), crowd(6, start=50)
-        answers = await gates(**limits).decide(late, "decided")
+        sent_at, late = now_ms(), crowd(6, start=50)
+        answers = await make_checked_gate(**limits).decide(late, "decided")
         assert {
             (answer.outcome, answer.code, answer.decided, bool(answer.message)) for answer in answers
         } == {("busy", 22, False, True)}
-        assert all(asked < (answer.retry_at or 0) < asked + 60_000 for answer in answers)
-        assert await by_offer(client, keys, "o") == before
-    assert outcomes(await one.decide(late, "decided")) == {"granted": 6}
+        assert all(sent_at < (answer.retry_at or 0) < sent_at + 60_000 for answer in answers)
+        assert await events_of(client, keys, "o") == before
+    assert outcomes(await gate.decide(late, "decided")) == {"granted": 6}
 
 
 @pytest.mark.requirement("B5")
 @pytest.mark.parametrize("draw", DRAWS)
-async def test_a_failure_takes_no_part_and_a_hold_goes_back_by_an_event(scene: Scene, draw: Draw) -> None:
+async def test_a_refused_write_takes_no_part_and_an_expired_hold_is_released(
+    scene: Scene, draw: Draw
+) -> None:
     await scene.open(envelope(1_000, 3, draw=draw))
     await scene.grab("ann")
     outbox = scene.keys.shard(scene.keys.shard_of_offer("o")).outbox
-    # The first write is the one that can be refused.
+    # The first write, of the outbox, is the only write that Redis can refuse.
     aside = f"{outbox}:aside"
     await scene.client.rename(outbox, aside)
-    await scene.client.set(outbox, "what no event can be added to")
+    await scene.client.set(outbox, "not a stream")
 
     async def everything() -> dict[str, bytes]:
         return {name: await scene.client.dump(name) for name in await scene.names()}
 
     before = await everything()
-    drain: list[AnyCommand] = crowd(3)  # with the close that the last part brings, and one who comes too late
+    drain: list[AnyCommand] = crowd(3)  # the last part with its close, and a grab that is too late
     refused = await scene.gate.decide(drain, "decided")
-    assert [(one.outcome, "WRONGTYPE" in (one.message or "")) for one in refused] == [("busy", True)] * 3
+    assert [(answer.outcome, "WRONGTYPE" in (answer.message or "")) for answer in refused] == [
+        ("busy", True)
+    ] * 3
     assert await everything() == before
     await scene.client.rename(aside, outbox)
     answers = await scene.decide_both(drain)
     assert [(answer.outcome, answer.place, answer.repeated) for answer in answers] == [
         ("granted", 2, False), ("granted", 3, False), ("sold_out", None, False),
     ]  # fmt: skip
-    # What is held comes back when its time is over, by an event.
+    # A hold ends at its deadline, by an event.
     await scene.open(coupon(1, hold_ms=HOUR), "c")
     held = await scene.grab("ann")
     assert await scene.outcomes("bob") == ["sold_out"]
@@ -479,10 +489,10 @@ async def test_a_failure_takes_no_part_and_a_hold_goes_back_by_an_event(scene: S
 
 @pytest.mark.requirement("B6")
 @pytest.mark.parametrize("end", ["drained", "command", "deadline", "paused"])
-async def test_already_received_is_asked_first_also_when_it_is_over_then_sold_out(
-    scene: Scene, end: str
-) -> None:
-    """Names and numbers are stable; who has no part is told why, who has one is told their part."""
+async def test_already_taken_takes_precedence_over_sold_out_and_over(scene: Scene, end: str) -> None:
+    """Outcome names and numbers are stable. A user with a part gets its amount, a user without a part the
+    reason.
+    """
     await scene.open(envelope(1_000, 2, opens_at=NOW + 9))
     early = await scene.grab("ann")
     assert (early.outcome, early.code, early.retry_at) == ("not_open_yet", 27, NOW + 9)
@@ -513,21 +523,21 @@ async def test_already_received_is_asked_first_also_when_it_is_over_then_sold_ou
 
 @pytest.mark.requirement("D1")
 @pytest.mark.parametrize(("total", "parts"), [(20, 10), (1_000, 10), (17, 5)])
-async def test_double_mean_in_cents(scene: Scene, total: int, parts: int) -> None:
-    """Each part lies between 1 and twice the mean of what remains; nobody gets nothing; and both ends are
-    drawn.
-    """
+async def test_parts_of_double_mean_are_from_1_to_twice_the_mean_of_the_rest(
+    scene: Scene, total: int, parts: int
+) -> None:
+    """Each part is from 1 to twice the mean of what remains, and parts near both ends are drawn."""
     firsts = []
     for number in range(100):
         await scene.open(
             envelope(total, parts, law="double_mean", draw="at_grab", seed=f"{number:032x}"), f"o{number}"
         )
-        got, left = amounts(await scene.decide_both(crowd(parts, f"o{number}"))), total
-        for place, amount in enumerate(got):
-            assert 1 <= amount <= 2 * left / (parts - place)
+        drawn, left = amounts(await scene.decide_both(crowd(parts, f"o{number}"))), total
+        for index, amount in enumerate(drawn):
+            assert 1 <= amount <= 2 * left / (parts - index)
             left -= amount
         assert left == 0
-        firsts.append(got[0])
+        firsts.append(drawn[0])
     mean = total / parts
     assert min(firsts) <= 1 + 0.05 * mean
     assert max(firsts) >= 2 * mean - 1 - 0.05 * mean
@@ -535,7 +545,7 @@ async def test_double_mean_in_cents(scene: Scene, total: int, parts: int) -> Non
 
 
 @pytest.mark.requirement("D2")
-async def test_a_unique_id_an_envelope_and_the_count_beside_its_parts(scene: Scene) -> None:
+async def test_ids_of_envelopes_and_grabs_are_unique_and_answers_count_the_parts_left(scene: Scene) -> None:
     opening = Open(id="open", offer="o", terms=envelope(1_000, 5))
     other = envelope(1_001, 5)
     [first] = await scene.decide_both([opening])
@@ -548,21 +558,21 @@ async def test_a_unique_id_an_envelope_and_the_count_beside_its_parts(scene: Sce
         Grab(id="open", offer="o", user="ann"),
     ]
     assert outcomes(await scene.decide_both(conflicting)) == {"conflict": 4}
-    [mine] = await scene.decide_both([Grab(id="g", offer="o", user="ann")])
+    [granted] = await scene.decide_both([Grab(id="g", offer="o", user="ann")])
     bodies: list[dict[str, Any]] = [{"user": "bob"}, {"user": "ann", "attributes": {"card": "7"}}]
     for body in bodies:
         [answer] = await scene.decide_both([Grab(id="g", offer="o", **body)])
         assert (answer.outcome, answer.code, answer.amount) == ("conflict", 23, None)
     assert await scene.decide_both([Grab(id="g", offer="o", user="ann")]) == [
-        msgspec.structs.replace(mine, repeated=True)
+        msgspec.structs.replace(granted, repeated=True)
     ]
     _, _, listed, *_ = scene.keys.shard(scene.keys.shard_of_offer("o")).of_offer("o")
     for left in (3, 2, 1):
         answer = await scene.grab(f"u{left}")
         assert (answer.left, (await scene.do(Amend, changes=Changes(title=f"{left}"))).left) == (left, left)
         assert await scene.client.strlen(listed) == 5 * 6
-    assert sorted(event.amount for event in await scene.events("grab.granted", place=1)) == [mine.amount]
-    # Also when it has long been retired.
+    assert sorted(event.amount for event in await scene.events("grab.granted", place=1)) == [granted.amount]
+    # The id of a retired envelope is not free.
     await scene.do(Close)
     scene.now += RETIRE_AFTER_MS
     await scene.sweep_both()
@@ -573,17 +583,15 @@ async def test_a_unique_id_an_envelope_and_the_count_beside_its_parts(scene: Sce
 @pytest.mark.requirement("D4")
 @pytest.mark.parametrize("draw", DRAWS)
 @pytest.mark.parametrize("end", ["drained", "command", "deadline"])
-async def test_the_same_user_again_sees_the_amount_already_taken_or_that_it_is_over(
+async def test_a_user_with_a_part_gets_its_amount_again_even_after_the_close(
     scene: Scene, draw: Draw, end: str
 ) -> None:
     grabs = crowd(4)
     await scene.open(envelope(1_000, 4, draw=draw))
-    has = await scene.decide_both(grabs[:3])
+    granted = await scene.decide_both(grabs[:3])
 
-    async def again() -> None:
-        """Under the same ids the same answers; under new ids the same parts; also from a gate that has just
-        been made.
-        """
+    async def check_repeats() -> None:
+        """Checks that the same ids get the same answers, and new ids the same parts, also from a new gate."""
         new, old = (
             Gate(scene.client, scene.keys, SEALER, GateLimits(timeout_ms=30_000), clock=lambda: scene.now),
             scene.gate,
@@ -591,18 +599,18 @@ async def test_the_same_user_again_sees_the_amount_already_taken_or_that_it_is_o
         for gate in (old, new):
             scene.gate = gate
             assert await scene.decide_both(grabs[:3]) == [
-                msgspec.structs.replace(answer, repeated=True) for answer in has
+                msgspec.structs.replace(answer, repeated=True) for answer in granted
             ]
             answers = await scene.decide_both(
                 [Grab(id=scene.id(), offer="o", user=grab.user) for grab in grabs[:3]]
             )
             assert [(answer.outcome, answer.amount, answer.place, answer.seq) for answer in answers] == [
-                ("already_taken", answer.amount, answer.place, answer.seq) for answer in has
+                ("already_taken", answer.amount, answer.place, answer.seq) for answer in granted
             ]
         scene.gate = old
         await new.close()
 
-    await again()
+    await check_repeats()
     if end == "drained":
         await scene.decide_both(grabs[3:])
     elif end == "command":
@@ -611,30 +619,30 @@ async def test_the_same_user_again_sees_the_amount_already_taken_or_that_it_is_o
         scene.now += DAY
         await scene.sweep_both()
     assert len(await scene.events("offer.closed", reason=end)) == 1
-    await again()
+    await check_repeats()
     assert await scene.outcomes("late") == ["sold_out" if end == "drained" else "over"]
 
 
 @pytest.mark.requirement("D5")
 @pytest.mark.parametrize("draw", DRAWS)
 async def test_a_burst_of_the_same_request_gets_one_part(
-    gates: Callable[..., Gate], client: Any, keys: KeySpace, draw: Draw
+    make_checked_gate: Callable[..., Gate], client: Any, keys: KeySpace, draw: Draw
 ) -> None:
-    """150 gates, so 150 connections: the same request from all at once; and then a user who clicks so often,
-    under an id each.
+    """150 gates with 150 connections send the same request at once; then each sends a request of one user
+    under another id.
     """
-    first, *others = [gates(timeout_ms=30_000) for _ in range(150)]
+    first, *others = [make_checked_gate(timeout_ms=30_000) for _ in range(150)]
     await first.decide([Open(id="open", offer="o", terms=envelope(10_000, 100, draw=draw))], "decided")
     for user, ids, refusal in (
         ("ann", ["same"] * 150, "granted"),
         ("bob", [f"b{n}" for n in range(150)], "already_taken"),
     ):
         grabs = [Grab(id=id, offer="o", user=user) for id in ids]
-        found = await asyncio.gather(
-            *(one.decide([grab], "decided") for one, grab in zip([first, *others], grabs, strict=True))
+        answered = await asyncio.gather(
+            *(gate.decide([grab], "decided") for gate, grab in zip([first, *others], grabs, strict=True))
         )
-        answers = [answer for [answer] in found]
-        granted = [event for event in await by_offer(client, keys, "o") if event.get("user") == user]
+        answers = [answer for [answer] in answered]
+        granted = [event for event in await events_of(client, keys, "o") if event.get("user") == user]
         assert [event["type"] for event in granted] == ["grab.granted"]
         assert {(answer.amount, answer.place, answer.seq) for answer in answers} == {
             (event["amount"], event["place"], event["seq"]) for event in granted
@@ -643,17 +651,17 @@ async def test_a_burst_of_the_same_request_gets_one_part(
         assert (len(new), outcomes(answers)[refusal]) == (1, 150 if refusal == "granted" else 149)
 
 
-# -- A, B and D: what becomes of it in Kafka and PostgreSQL --------------------------------------------------
+# -- A, B and D: journal, read models and published events ---------------------------------------------------
 
 PARTS, LEFT = 300, 5
 
 
 @pytest.mark.requirement("A5", "B3", "B7", "D3")
-async def test_grabs_are_saved_in_batches_with_balances_and_records(
+async def test_grabs_reach_the_journal_the_books_and_the_published_events_once(
     system: Settings, worker: Callable[..., Any]
 ) -> None:
-    """Relay → journal → agents → PostgreSQL, and `grab.events`; then the worker is killed, and another one
-    fires nothing again.
+    """Relay → journal → agents → PostgreSQL, and `grab.events`. Then the worker is killed, and another worker
+    repeats nothing.
     """
     topics, total = Topics(system.prefix), 123_456
     first = worker(system)
@@ -662,36 +670,36 @@ async def test_grabs_are_saved_in_batches_with_balances_and_records(
         Open(id="open", offer="o", terms=envelope(total, PARTS + LEFT, seed=None)),
         Open(id="open-2", offer="back", terms=envelope(700, 7, seed=None, closes_at=end)),
     ]
-    async with open_gate(system) as one, await open_books(system) as books:
-        assert outcomes(await one.decide(opening, patience_ms=60_000)) == {"opened": 2}
+    async with open_gate(system) as gate, await open_books(system) as books:
+        assert outcomes(await gate.decide(opening, patience_ms=60_000)) == {"opened": 2}
         grabs = crowd(PARTS)
-        # A: nobody is answered before Kafka has it. What is asked again afterwards was decided once.
+        # A: no answer before Kafka has the event. The command was decided once, and its repeat says so.
         first.signal(signal.SIGSTOP)
         with pytest.raises(OutcomeUnknown, match="not in the journal"):
-            await one.decide(grabs[:1], timeout_ms=300)
+            await gate.decide(grabs[:1], timeout_ms=300)
         first.signal(signal.SIGCONT)
-        answers = await one.decide(grabs, patience_ms=20_000, timeout_ms=20_000)
+        answers = await gate.decide(grabs, patience_ms=20_000, timeout_ms=20_000)
         assert [answer.repeated for answer in answers] == [True] + [False] * (PARTS - 1)
         assert outcomes(answers) == {"granted": PARTS}
 
-        # What was answered is in the journal at that very moment, and by hundreds in a record.
+        # All answered grants are in the journal now, hundreds of them in one record.
         records = [
             lines.splitlines()
             for lines in "\n".join(consume(system, topics.journal, "%s\n\nRECORD\n")).split("RECORD")
         ]
         blocks = [[json.loads(line) for line in lines if line] for lines in records]
-        told = {(answer.grab, answer.amount, answer.seq) for answer in answers}
+        granted = {(answer.grab, answer.amount, answer.seq) for answer in answers}
         assert {
-            (e["grab"], e["amount"], e["seq"])
+            (event["grab"], event["amount"], event["seq"])
             for block in blocks
-            for e in block
-            if e["type"] == "grab.granted"
-        } == told
+            for event in block
+            if event["type"] == "grab.granted"
+        } == granted
         assert max(map(len, blocks)) > PARTS / 2
 
-        await one.decide([Close(id="close", offer="o")], patience_ms=20_000)
+        await gate.decide([Close(id="close", offer="o")], patience_ms=20_000)
         entry = Entry("CNY", "external:bank", "wallet:u7", 11)
-        wrong = Adjust(
+        adjust = Adjust(
             id="mend",
             offer="o",
             transfers=(entry,),
@@ -699,8 +707,8 @@ async def test_grabs_are_saved_in_batches_with_balances_and_records(
             approved_by="boss",
             operator="olga",
         )
-        soon = Amend(id="soon", offer="back", changes=Changes(closes_at=now_ms() + 1_500))
-        assert [answer.outcome for answer in await one.decide([wrong, soon], patience_ms=20_000)] == [
+        amend = Amend(id="soon", offer="back", changes=Changes(closes_at=now_ms() + 1_500))
+        assert [answer.outcome for answer in await gate.decide([adjust, amend], patience_ms=20_000)] == [
             "adjusted",
             "amended",
         ]
@@ -718,19 +726,19 @@ async def test_grabs_are_saved_in_batches_with_balances_and_records(
 
         await until(booked, 60, "the books")
 
-        # B, D: who sent, who got what, every flow, every balance; what nobody took is the sender's again.
+        # B, D: issuers, grabs, transfers and balances; the issuers have what was not taken.
         by_user = {grab.user: answer.amount or 0 for grab, answer in zip(grabs, answers, strict=True)}
         given = sum(by_user.values())
-        found = await rows(
+        offers = await rows(
             "SELECT offer, issuer, total, grabs, given, refunded, reason FROM offers ORDER BY offer"
         )
-        assert found == [
+        assert offers == [
             ("back", "alice", 700, 0, 0, 700, "deadline"),
             ("o", "alice", total, PARTS, given, total - given, "command"),
         ]
         assert {
             (grab, amount, seq) for grab, amount, seq in await rows("SELECT grab, amount, seq FROM grabs")
-        } == told
+        } == granted
         assert dict(
             await rows(
                 "SELECT credit, amount FROM transfers WHERE debit = 'offer:o' AND credit <> 'wallet:alice'"
@@ -748,7 +756,7 @@ async def test_grabs_are_saved_in_batches_with_balances_and_records(
             "a cent short",
             "boss",
         ]
-        # A: by few transactions.
+        # A: few transactions wrote the events.
         [[written, transactions]] = await rows(
             f"SELECT count(*), count(DISTINCT xmin::text) FROM {system.schema_}_audit_1.audit_1"
         )
@@ -763,12 +771,12 @@ async def test_grabs_are_saved_in_batches_with_balances_and_records(
 
         events = await until(lambda: published(PARTS + 6), 60, "the published events")
 
-        # D: also across restarts: the same answers, and nothing happens twice.
+        # D: after a restart too, repeats get the same answers, and nothing is published twice.
         first.kill()
         worker(system)
-        repeats = await one.decide(grabs, patience_ms=60_000, timeout_ms=60_000)
+        repeats = await gate.decide(grabs, patience_ms=60_000, timeout_ms=60_000)
         assert repeats == [msgspec.structs.replace(answer, repeated=True) for answer in answers]
-        last = await one.decide(
+        last = await gate.decide(
             [Open(id="open-3", offer="more", terms=CouponTerms(issuer="shop", total=1))], patience_ms=60_000
         )
         assert outcomes(last) == {"opened": 1}

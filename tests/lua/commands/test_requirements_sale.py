@@ -1,4 +1,4 @@
-"""What a flash sale asks for, as far as deciding can show it: on real Redis and by the pure rules at once."""
+"""The requirements of flash sales (E of docs/requirements.md) on deciding, by Lua and by the pure rules."""
 
 import asyncio
 import random
@@ -42,7 +42,7 @@ from tests.lua.histories.scene import (
     at,
     by_user,
     coupon,
-    lefts,
+    left_by_limit,
     stock,
 )
 
@@ -63,7 +63,7 @@ async def pay(
 
 
 async def left_of(scene: Scene) -> int | None:
-    """What can still be grabbed of an offer that is not closed, as an operator is told it."""
+    """The units left of the open offer, from the answer to an amendment."""
     return (await scene.amend(title="x")).left
 
 
@@ -85,7 +85,7 @@ async def left_of(scene: Scene) -> int | None:
         ("up_to", 10, [(11, "invalid", None, None), (10, "ok", 10, 0)]),
     ],
 )  # fmt: skip
-async def test_any_quantity_from_one_to_what_remains(
+async def test_a_grab_gets_a_quantity_from_one_to_what_is_left(
     scene: Scene, take: Any, total: int, rows: list[Any], hold_ms: int | None
 ) -> None:
     await scene.open(stock(total, max_per_grab=10, take=take, hold_ms=hold_ms))
@@ -97,8 +97,8 @@ async def test_any_quantity_from_one_to_what_remains(
 
 @pytest.mark.requirement("E1")
 @pytest.mark.parametrize("take", ["all", "up_to"])
-async def test_never_over_sold(scene: Scene, take: Any) -> None:
-    """A crowd of any quantities in one call; half of what they hold comes back, and a second crowd comes."""
+async def test_random_quantities_never_oversell_an_offer(scene: Scene, take: Any) -> None:
+    """Grabs of random quantities in one list; half of the holds are released, and a second list is sent."""
     chance = random.Random(4)
     await scene.open(stock(200, max_per_grab=9, take=take, hold_ms=HOUR))
 
@@ -110,21 +110,21 @@ async def test_never_over_sold(scene: Scene, take: Any) -> None:
 
     answers = await scene.decide_both(crowd(1))
     held = {answer.grab: answer.quantity or 0 for answer in answers if answer.outcome == "held"}
-    assert sum(held.values()) == 200  # small quantities fill the last units in both ways of taking
-    given_back = list(held)[::2]
-    await scene.decide_both([Release(id=f"r{name}", offer="o", grab=name or "") for name in given_back])
-    again = await scene.decide_both(crowd(2))
-    kept = sum(held[name] for name in held if name not in given_back)
-    assert kept + sum(answer.quantity or 0 for answer in again if answer.outcome == "held") == 200
-    assert {answer.outcome for answer in again} <= {"held", "sold_out", "not_enough_left"}
+    assert sum(held.values()) == 200  # small quantities take the last units with both values of `take`
+    released = list(held)[::2]
+    await scene.decide_both([Release(id=f"r{name}", offer="o", grab=name or "") for name in released])
+    second = await scene.decide_both(crowd(2))
+    still_held = sum(held[name] for name in held if name not in released)
+    assert still_held + sum(answer.quantity or 0 for answer in second if answer.outcome == "held") == 200
+    assert {answer.outcome for answer in second} <= {"held", "sold_out", "not_enough_left"}
 
 
-# -- who may -------------------------------------------------------------------------------------------------
+# -- audiences and tickets -----------------------------------------------------------------------------------
 
 
 @pytest.mark.requirement("E2", "E7")
-async def test_who_may_buy_everyone_list_or_ticket(scene: Scene) -> None:
-    """Loaded and signed seven days before the rush, which then asks no other service."""
+async def test_everyone_a_list_or_holders_of_tickets_may_grab(scene: Scene) -> None:
+    """Lists are loaded and tickets signed seven days before the opening; grabs then need no other service."""
     opens_at = NOW + 7 * DAY
     signed = {user: ticket_for(user, "o:ticket", opens_at + HOUR, "") for user in ("ann", "bob")}
     for audience in ("everyone", "list", "ticket"):
@@ -134,7 +134,7 @@ async def test_who_may_buy_everyone_list_or_ticket(scene: Scene) -> None:
     scene.now = opens_at
     assert (
         await scene.grab("ann", offer="o:list")
-    ).outcome == "not_open_yet"  # half a list would turn away who may
+    ).outcome == "not_open_yet"  # half a list would refuse eligible users
     assert (await scene.do(Load, chunk=2, items=("bob", "ann"), **load)).outcome == "loaded"
     assert (await scene.do(Load, chunk=1, items=("eve",), **load)).outcome == "conflict"
     for audience, user, outcome in [
@@ -150,10 +150,12 @@ async def test_who_may_buy_everyone_list_or_ticket(scene: Scene) -> None:
         )
 
 
-async def test_the_name_of_a_campaigns_ticket_is_free_when_that_has_ended_however_grabs_share_a_call(
+async def test_the_id_of_an_expired_campaign_ticket_can_be_used_by_a_later_ticket(
     scene: Scene,
 ) -> None:
-    """What has ended is forgotten bit by bit; whether it is forgotten yet makes no difference to anybody."""
+    """Expired ticket ids are deleted in small steps; the answers do not depend on whether they are deleted
+    yet.
+    """
     for name in ("o:1", "o:2"):
         await scene.open(stock(10, audience="ticket", max_per_grab=3), name)
 
@@ -177,11 +179,11 @@ async def test_the_name_of_a_campaigns_ticket_is_free_when_that_has_ended_howeve
     ] * 3
 
 
-async def test_a_ticket_is_its_users_for_its_offer_until_its_time(scene: Scene) -> None:
+async def test_a_ticket_is_valid_for_its_user_and_offer_until_it_expires(scene: Scene) -> None:
     good_until = NOW + HOUR
     await scene.open(stock(10, audience="ticket"), "o:1")
     tickets = {
-        "of another": ticket_for("bob", "o:1", good_until, ""),
+        "of another user": ticket_for("bob", "o:1", good_until, ""),
         "for another offer": ticket_for("ann", "o:2", good_until, ""),
         "for another campaign": ticket_for("ann", "p", good_until, ""),
         "changed": ticket_for("ann", "o:1", good_until, "")[:-4] + "AAAA",
@@ -189,16 +191,16 @@ async def test_a_ticket_is_its_users_for_its_offer_until_its_time(scene: Scene) 
     }
     for why, ticket in tickets.items():
         assert (await scene.grab("ann", ticket=ticket)).outcome == "not_eligible", why
-    mine = [ticket_for("ann", name, good_until, "") for name in ("o:1", "o")]
+    valid = [ticket_for("ann", name, good_until, "") for name in ("o:1", "o")]
     scene.now = good_until - 1
-    assert [(await scene.grab("ann", ticket=ticket)).outcome for ticket in mine] == ["granted"] * 2
+    assert [(await scene.grab("ann", ticket=ticket)).outcome for ticket in valid] == ["granted"] * 2
     scene.now = good_until
-    assert [(await scene.grab("ann", ticket=ticket)).outcome for ticket in mine] == ["not_eligible"] * 2
+    assert [(await scene.grab("ann", ticket=ticket)).outcome for ticket in valid] == ["not_eligible"] * 2
 
 
-async def test_a_single_use_ticket(scene: Scene) -> None:
-    """It is used by what is given, not by what is refused; and what it gave and was given back does not make
-    it good again.
+async def test_a_single_use_ticket_is_used_by_its_first_grant(scene: Scene) -> None:
+    """A granted or held grab uses the ticket, a refused grab does not. A release does not make it valid
+    again.
     """
     await scene.open(stock(10, by_user("offer", 2), audience="ticket", hold_ms=HOUR, max_per_grab=3))
     once, other = (ticket_for("ann", "o", NOW + DAY, name) for name in ("t1", "t2"))
@@ -220,15 +222,15 @@ async def test_a_single_use_ticket(scene: Scene) -> None:
     await scene.do(Release, grab="g")
     assert (await scene.grab("ann", ticket=once)).outcome == "not_eligible"
     assert (await scene.grab("ann", ticket=other)).outcome == "held"
-    # A ticket of another campaign may have the same name.
+    # A ticket of another campaign may have the same id.
     await scene.open(stock(10, audience="ticket"), "p")
     assert (
         await scene.grab("ann", offer="p", ticket=ticket_for("ann", "p", NOW + DAY, "t1"))
     ).outcome == "granted"
 
 
-async def test_a_single_use_ticket_of_a_campaign_is_used_once_in_all_of_it(scene: Scene) -> None:
-    """In offers of every kind, by a place in the queue too, and also after the offer that it was used for has
+async def test_a_single_use_ticket_of_a_campaign_is_used_once_in_all_its_offers(scene: Scene) -> None:
+    """In offers of every kind, also by a waiting grab, and also after the offer in which it was used has
     retired.
     """
     five = [f"w:{number}" for number in range(5)]
@@ -261,7 +263,7 @@ async def test_a_single_use_ticket_of_a_campaign_is_used_once_in_all_of_it(scene
         )
     ticket = ticket_for("ann", "w", NOW + DAY, "t5")
     assert await outcomes("w:envelope", five[4], ticket=ticket) == ["granted", "not_eligible"]
-    # The same name as a ticket of one offer is another ticket.
+    # A ticket for one offer is another ticket than the campaign's ticket with the same id.
     assert await outcomes(five[4], ticket=ticket_for("ann", five[4], NOW + DAY, "t5")) == ["held"]
     for offer in (five[0], "w:envelope"):
         await scene.do(Close, offer=offer)
@@ -278,7 +280,7 @@ async def test_a_single_use_ticket_of_a_campaign_is_used_once_in_all_of_it(scene
     assert [name for name in await scene.names() if "/tickets" in name] == []
 
 
-async def test_a_ticket_that_was_refused_or_fell_with_its_basket_is_not_used(scene: Scene) -> None:
+async def test_a_ticket_of_a_refused_basket_is_not_used(scene: Scene) -> None:
     for offer, total in (("w:1", 5), ("w:2", 1)):
         await scene.open(stock(total, audience="ticket", max_per_grab=3), offer)
     first, second = (ticket_for("ann", "w", NOW + DAY, name) for name in ("t1", "t2"))
@@ -299,8 +301,8 @@ async def test_a_ticket_that_was_refused_or_fell_with_its_basket_is_not_used(sce
     ] * 2
 
 
-async def test_used_tickets_that_have_ended_make_room(scene: Scene) -> None:
-    """What has ended is refused by its time, so nothing need be known of its use."""
+async def test_expired_used_tickets_are_deleted(scene: Scene) -> None:
+    """An expired ticket is refused by its time, so its use need not be stored."""
     await scene.open(stock(99, audience="ticket"), "w:1")
     for number in range(6):
         assert (
@@ -308,11 +310,11 @@ async def test_used_tickets_that_have_ended_make_room(scene: Scene) -> None:
         ).outcome == "granted"
     scene.now += MINUTE
     tickets = scene.keys.shard(scene.keys.shard_of_offer("w")).of_campaign("w")[-1]
-    for number, left in ((6, 5), (7, 4), (8, 3), (9, 4)):
+    for number, stored in ((6, 5), (7, 4), (8, 3), (9, 4)):
         assert (
             await scene.grab("ann", ticket=ticket_for("ann", "w", NOW + DAY, f"t{number}"))
         ).outcome == "granted"
-        assert await scene.client.zcard(tickets) == left
+        assert await scene.client.zcard(tickets) == stored
     assert (
         await scene.grab("ann", ticket=ticket_for("ann", "w", NOW + MINUTE, "t0"))
     ).outcome == "not_eligible"
@@ -322,7 +324,7 @@ async def test_used_tickets_that_have_ended_make_room(scene: Scene) -> None:
 
 
 @pytest.mark.requirement("E9")
-async def test_hold_hands_over_what_is_to_be_paid(scene: Scene) -> None:
+async def test_a_hold_says_what_is_due_until_when(scene: Scene) -> None:
     await scene.open(stock(10, **PRICED))
     answer = await scene.grab("ann", 3)
     assert (answer.outcome, answer.due, answer.currency, answer.deadline_at) == (
@@ -331,7 +333,7 @@ async def test_hold_hands_over_what_is_to_be_paid(scene: Scene) -> None:
         "CNY",
         NOW + MINUTE,
     )
-    # A hold keeps the price it was made at.
+    # A hold keeps the price at which it was made.
     await scene.amend(price=100)
     assert (await scene.grab("bob", 2)).due == 200
     assert (await pay(scene, answer.grab, paid=300)).outcome == "invalid"
@@ -339,15 +341,15 @@ async def test_hold_hands_over_what_is_to_be_paid(scene: Scene) -> None:
 
 
 @pytest.mark.requirement("E3")
-async def test_hold_confirm_release_expiry_any_number_of_times_in_any_order(scene: Scene) -> None:
-    """Every sequence of four steps: the first one decides, each later one changes nothing and says how it
-    is.
+async def test_a_hold_ends_once_in_any_order_of_confirm_release_and_expiry(scene: Scene) -> None:
+    """In every sequence of four steps the first step decides; later steps change nothing and answer with the
+    state.
     """
     total = 10_000
     await scene.open(stock(total, **PRICED))
     left = total
-    first_said = {"confirm": "confirmed", "release": "released", "expire": None}
-    later_said = {
+    first_outcomes = {"confirm": "confirmed", "release": "released", "expire": None}
+    later_outcomes = {
         ("confirm", "confirm"): "confirmed", ("confirm", "release"): "not_held",
         ("release", "confirm"): "not_held",
         ("release", "release"): "released", ("expire", "confirm"): "expired",
@@ -355,7 +357,7 @@ async def test_hold_confirm_release_expiry_any_number_of_times_in_any_order(scen
     }  # fmt: skip
     for number, steps in enumerate(product(("confirm", "release", "expire"), repeat=4)):
         grab = (await scene.grab("ann", 2)).grab
-        for place, step in enumerate(steps):
+        for index, step in enumerate(steps):
             if step == "expire":
                 scene.now += MINUTE
                 await scene.sweep_both()
@@ -363,14 +365,14 @@ async def test_hold_confirm_release_expiry_any_number_of_times_in_any_order(scen
             answer = await (
                 pay(scene, grab, f"pay{number}", 500) if step == "confirm" else scene.do(Release, grab=grab)
             )
-            assert answer.outcome == (later_said[steps[0], step] if place else first_said[step]), (
+            assert answer.outcome == (later_outcomes[steps[0], step] if index else first_outcomes[step]), (
                 steps,
-                place,
+                index,
             )
-            so_already = answer.outcome in ("confirmed", "released") and place > 0
-            assert answer.repeated == (so_already or (step == "confirm" and step in steps[:place])), (
+            already_holds = answer.outcome in ("confirmed", "released") and index > 0
+            assert answer.repeated == (already_holds or (step == "confirm" and step in steps[:index])), (
                 steps,
-                place,
+                index,
             )
         left -= 2 if steps[0] == "confirm" else 0
         assert (await left_of(scene)) == left, steps
@@ -383,19 +385,21 @@ async def test_hold_confirm_release_expiry_any_number_of_times_in_any_order(scen
 @pytest.mark.requirement("E3")
 @pytest.mark.parametrize("order", list(permutations(("confirm", "sweep", "release"))))
 @pytest.mark.parametrize("ms", [-1, 0, 1])
-async def test_the_millisecond_of_the_deadline(scene: Scene, order: tuple[str, ...], ms: int) -> None:
-    """Up to the deadline who comes first wins; from its millisecond on expiry does, whoever finds it. The
-    loser is told, once.
+async def test_a_hold_has_expired_from_the_millisecond_of_its_deadline(
+    scene: Scene, order: tuple[str, ...], ms: int
+) -> None:
+    """Before the deadline the first command decides; from the millisecond of the deadline on the hold has
+    expired, swept or not. A refused payment is due for refund once.
     """
     await scene.open(stock(5, **PRICED))
     grab = (await scene.grab("ann", 2)).grab
     scene.now = NOW + MINUTE + ms
-    said = {}
+    outcomes = {}
     for step in order:
         if step == "sweep":
             await scene.sweep_both()
         else:
-            said[step] = (
+            outcomes[step] = (
                 await (pay(scene, grab, "pay", 500) if step == "confirm" else scene.do(Release, grab=grab))
             ).outcome
     if ms >= 0:
@@ -404,7 +408,7 @@ async def test_the_millisecond_of_the_deadline(scene: Scene, order: tuple[str, .
         expected = {"confirm": "confirmed", "release": "not_held"}
     else:
         expected = {"confirm": "not_held", "release": "released"}
-    assert said == expected
+    assert outcomes == expected
     confirmed = expected["confirm"] == "confirmed"
     assert await left_of(scene) == (3 if confirmed else 5)
     assert len(await scene.events("payment.refund_due")) == (0 if confirmed else 1)
@@ -415,9 +419,9 @@ async def test_the_millisecond_of_the_deadline(scene: Scene, order: tuple[str, .
 
 
 @pytest.mark.requirement("E3")
-async def test_confirm_and_expiry_at_once(client: Any, keys: KeySpace) -> None:
-    """Payments in the last millisecond while the sweeper is already at the deadline: each hold has one end,
-    each loser a refund.
+async def test_confirm_and_expiry_at_once_end_each_hold_once(client: Any, keys: KeySpace) -> None:
+    """Payments in the last millisecond while the sweeper has the time of the deadline: each hold ends once,
+    and each refused payment is due for refund.
     """
     holds, deadline = 150, NOW + MINUTE
     await take_over(client, keys)
@@ -460,7 +464,9 @@ async def test_confirm_and_expiry_at_once(client: Any, keys: KeySpace) -> None:
 
 @pytest.mark.requirement("E3")
 @pytest.mark.parametrize("extensions", [0, 1, 3])
-async def test_extend(scene: Scene, extensions: int) -> None:
+async def test_extend_moves_the_deadline_up_to_the_allowed_number_of_times(
+    scene: Scene, extensions: int
+) -> None:
     await scene.open(stock(5, **PRICED, extensions=extensions))
     grab = (await scene.grab("ann")).grab
     for number in range(1, extensions + 1):
@@ -481,7 +487,7 @@ async def test_extend(scene: Scene, extensions: int) -> None:
 
 
 @pytest.mark.requirement("E3")
-async def test_only_what_is_held_is_extended(scene: Scene) -> None:
+async def test_only_a_hold_is_extended(scene: Scene) -> None:
     await scene.open(stock(5, **PRICED, extensions=9))
     paid, released = (await scene.grab("ann")).grab, (await scene.grab("ann")).grab
     await pay(scene, paid)
@@ -490,8 +496,8 @@ async def test_only_what_is_held_is_extended(scene: Scene) -> None:
 
 
 @pytest.mark.requirement("E3")
-async def test_what_is_wrong_in_two_ways_gets_the_smaller_refusal(scene: Scene) -> None:
-    """Units and extensions are counted only where some are held, or are the user's."""
+async def test_a_command_wrong_in_two_ways_gets_the_refusal_of_higher_precedence(scene: Scene) -> None:
+    """Quantities and extensions are checked only after the state of the grab."""
     await scene.open(stock(200, **PRICED | {"max_per_grab": 200}, extensions=1))
     grab = (await scene.grab("ann", settling.PAYMENTS_MAX + 1)).grab
     for number in range(settling.PAYMENTS_MAX):
@@ -508,7 +514,7 @@ async def test_what_is_wrong_in_two_ways_gets_the_smaller_refusal(scene: Scene) 
 
 @pytest.mark.requirement("E3")
 @pytest.mark.parametrize("end", ["release", "expire", "confirm"])
-async def test_partial_confirm_with_the_rest_held(scene: Scene, end: str) -> None:
+async def test_a_partial_confirm_keeps_the_rest_held(scene: Scene, end: str) -> None:
     await scene.open(stock(5, by_user("offer", 5), **PRICED))
     grab = (await scene.grab("ann", 5)).grab
     assert (await pay(scene, grab, "p1", 500, quantity=2)).quantity == 2
@@ -540,23 +546,23 @@ async def test_partial_confirm_with_the_rest_held(scene: Scene, end: str) -> Non
         ({}, 0, None, "expired"),
         ({"late": "grace", "grace_ms": 500}, 0, None, "confirmed"),
         ({"late": "grace", "grace_ms": 500}, 499, None, "confirmed"),
-        ({"late": "grace", "grace_ms": 500}, 499, "others come", "confirmed"),
-        # nothing is to be had as long as it may be paid
+        # during the grace time the units are not free
+        ({"late": "grace", "grace_ms": 500}, 499, "others grab", "confirmed"),
         ({"late": "grace", "grace_ms": 500}, 500, None, "expired"),
         ({"late": "retake"}, 0, None, "confirmed"),
         ({"late": "retake"}, DAY, None, "confirmed"),
-        ({"late": "retake"}, DAY, "others come", "expired"),
+        ({"late": "retake"}, DAY, "others grab", "expired"),
         ({"late": "retake"}, DAY, "others wait", "expired"),
         ({"late": "retake"}, DAY, "closed", "expired"),
         ({"late": "retake", "closes_at": NOW + MINUTE + 9}, 8, None, "confirmed"),
+        # the offer is closed, swept or not
         ({"late": "retake", "closes_at": NOW + MINUTE + 9}, 9, None, "expired"),
-        # also before the sweeper comes
-        ({"late": "retake"}, DAY, "own limit used up", "expired"),
+        ({"late": "retake"}, DAY, "limit used up", "expired"),
         ({"late": "refuse"}, DAY, None, "expired"),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("swept", [False, True])
-async def test_a_late_payment(
+async def test_a_late_payment_is_served_as_the_terms_allow(
     scene: Scene, terms: Any, after_ms: int, meanwhile: str | None, outcome: str, swept: bool
 ) -> None:
     await scene.open(stock(3, by_user("offer", 3), **PRICED, waiting_list=True, **terms))
@@ -564,11 +570,11 @@ async def test_a_late_payment(
     if meanwhile == "others wait":
         await scene.grab("bob", 3, wait=True)
     scene.now = NOW + MINUTE + after_ms
-    if swept or meanwhile in ("others come", "others wait", "own limit used up"):
+    if swept or meanwhile in ("others grab", "others wait", "limit used up"):
         await scene.sweep_both()
-    if meanwhile == "others come":
+    if meanwhile == "others grab":
         assert (await scene.grab("bob")).outcome == ("sold_out" if outcome == "confirmed" else "held")
-    elif meanwhile == "own limit used up":
+    elif meanwhile == "limit used up":
         await scene.amend(total=9)
         await scene.grab("ann", 1)
     elif meanwhile == "closed":
@@ -583,8 +589,8 @@ async def test_a_late_payment(
     )
 
 
-async def test_a_late_payment_takes_what_suffices_for_nobody_who_waits(scene: Scene) -> None:
-    """Three units are left: too few for the first who waits, so the late payment may have one of them."""
+async def test_a_late_payment_takes_units_that_suffice_for_no_waiting_grab(scene: Scene) -> None:
+    """Three units are left, too few for the first waiting grab, so the late payment may take one of them."""
     await scene.open(stock(4, **PRICED, waiting_list=True, late="retake"))
     await pay(scene, (await scene.grab("joe")).grab)
     late = (await scene.grab("ann", 3)).grab
@@ -599,16 +605,16 @@ async def test_a_late_payment_takes_what_suffices_for_nobody_who_waits(scene: Sc
     assert await left_of(scene) == 0
 
 
-# -- payments that nobody can serve --------------------------------------------------------------------------
+# -- payments that cannot be served --------------------------------------------------------------------------
 
 
 async def unserved(scene: Scene, situation: str) -> tuple[str, dict[str, Any], str]:
-    """A grab in a situation, what is paid for it, and what must be said."""
+    """A grab in this situation, the fields of a payment for it, and the expected outcome."""
     grab = (await scene.grab("ann", 1)).grab or ""
     paid: dict[str, Any] = {"paid": 250}
     match situation:
         case "unknown grab":
-            return "nobody", paid, "no_such_grab"
+            return "unknown", paid, "no_such_grab"
         case "released":
             await scene.do(Release, grab=grab)
             return grab, paid, "not_held"
@@ -630,7 +636,7 @@ async def unserved(scene: Scene, situation: str) -> tuple[str, dict[str, Any], s
             await pay(scene, grab)
             await scene.do(Return, grab=grab)
             return grab, paid, "not_held"
-        case "waits":
+        case "waiting":
             await scene.amend(total=1)
             return (await scene.grab("bob", wait=True)).grab or "", paid, "not_held"
         case "too little" | "too much":
@@ -645,7 +651,7 @@ async def unserved(scene: Scene, situation: str) -> tuple[str, dict[str, Any], s
 
 
 SITUATIONS = (
-    "unknown grab", "released", "expired and closed", "confirmed by another payment", "returned", "waits",
+    "unknown grab", "released", "expired and closed", "confirmed by another payment", "returned", "waiting",
     "too little", "too much",
     "wrong currency", "more units than held", "right for other units",
 )  # fmt: skip
@@ -656,9 +662,9 @@ SITUATIONS = (
     ("situation", "late"),
     [*product(SITUATIONS, ("refuse", "retake")), ("expired", "refuse"), ("expired and swept", "refuse")],
 )
-async def test_every_unserved_payment_is_to_be_refunded_once(scene: Scene, situation: str, late: Any) -> None:
-    """However often it is sent: under one command id, under others, in one call, later. With the right sum at
-    last it is a conflict: what was paid back is not served, and more money is another payment.
+async def test_every_unserved_payment_is_due_for_refund_once(scene: Scene, situation: str, late: Any) -> None:
+    """The payment is sent under one command id, under others, in one list, and later. The same payment id
+    with the right sum is a conflict: a payment that is due for refund is not served.
     """
     await scene.open(stock(5, **PRICED, waiting_list=True, late=late))
     grab, paid, outcome = await unserved(scene, situation)
@@ -682,15 +688,15 @@ async def test_every_unserved_payment_is_to_be_refunded_once(scene: Scene, situa
     assert (refund.payment, refund.grab, refund.amount, refund.asset, refund.outcome, refund.seq) == (
         "p", grab, paid["paid"], paid.get("currency", "CNY"), outcome, answers[0].seq,
     )  # fmt: skip
-    # For another grab the same payment is another story, which is refused and not refunded a second time.
+    # The same payment for another grab is a conflict, and not due for refund a second time.
     other = (await scene.grab("kim")).grab or "none"
-    assert [(await pay(scene, other, "p")).outcome, (await pay(scene, "nobody-else", "p")).outcome] == [
+    assert [(await pay(scene, other, "p")).outcome, (await pay(scene, "unknown-2", "p")).outcome] == [
         "conflict"
     ] * 2
     assert len(await scene.events("payment.refund_due")) == 1
 
 
-async def test_a_hold_outlives_wrong_payments(scene: Scene) -> None:
+async def test_wrong_payments_do_not_end_a_hold(scene: Scene) -> None:
     await scene.open(stock(5, **PRICED))
     grab = (await scene.grab("ann", 2)).grab
     wrong = [
@@ -707,12 +713,12 @@ async def test_a_hold_outlives_wrong_payments(scene: Scene) -> None:
 
 
 @pytest.mark.parametrize(("terms", "outcome"), [({"hold_ms": MINUTE}, "invalid"), ({}, "not_held")])
-async def test_money_for_what_costs_nothing_is_refunded(scene: Scene, terms: Any, outcome: str) -> None:
+async def test_a_payment_for_a_free_grab_is_due_for_refund(scene: Scene, terms: Any, outcome: str) -> None:
     await scene.open(coupon(5, **terms))
     grab = (await scene.grab("ann")).grab
     assert [(await pay(scene, grab, "p")).outcome for _ in range(2)] == [outcome] * 2
     assert [event.amount for event in await scene.events("payment.refund_due")] == [250]
-    # Without money there is nothing to give back.
+    # A payment of nothing needs no refund.
     assert (await scene.do(Confirm, grab="none", payment="q")).outcome == "no_such_grab"
     assert len(await scene.events("payment.refund_due")) == 1
 
@@ -722,20 +728,20 @@ async def test_money_for_what_costs_nothing_is_refunded(scene: Scene, terms: Any
 
 @pytest.mark.requirement("E4")
 @pytest.mark.parametrize("restores", [False, True])
-async def test_a_return_opens_the_units_again(scene: Scene, restores: bool) -> None:
-    """In part and whole; with `return_restores` the user may take as many again."""
+async def test_returned_units_can_be_grabbed_again(scene: Scene, restores: bool) -> None:
+    """In parts and whole; with `return_restores` the user may grab as many units again."""
     await scene.open(stock(4, by_user("offer", 4), by_user("day", 4), **PRICED, return_restores=restores))
     grab = (await scene.grab("ann", 4)).grab
     assert (await scene.do(Return, grab=grab)).outcome == "not_held"  # a hold is released, not returned
     await pay(scene, grab, "p1", 1000)
     assert await scene.outcomes("bob") == ["sold_out"]
-    for quantity, outcome, back, left in (
+    for quantity, outcome, returned_units, left in (
         (5, "not_enough_left", None, 4),
         (1, "returned", 1, 1),
         (2, "returned", 2, 3),
     ):
         answer = await scene.do(Return, grab=grab, quantity=quantity, reason="too small")
-        assert (answer.outcome, answer.quantity, answer.left) == (outcome, back, left)
+        assert (answer.outcome, answer.quantity, answer.left) == (outcome, returned_units, left)
     again = await scene.grab("ann", 3)
     assert again.outcome == ("held" if restores else "limit_reached")
     assert await scene.outcomes("bob") == (["sold_out"] if restores else ["held"])
@@ -760,7 +766,9 @@ async def test_a_return_is_carried_out_once(scene: Scene) -> None:
 
 
 @pytest.mark.parametrize("restores", [False, True])
-async def test_a_return_of_another_day_restores_no_window_that_is_over(scene: Scene, restores: bool) -> None:
+async def test_a_return_on_another_day_restores_no_window_that_has_ended(
+    scene: Scene, restores: bool
+) -> None:
     await scene.open(
         stock(100, by_user("day", 3), by_user("offer", 9), max_per_grab=3, return_restores=restores)
     )
@@ -768,21 +776,25 @@ async def test_a_return_of_another_day_restores_no_window_that_is_over(scene: Sc
     scene.now += DAY
     await scene.grab("ann", 2)
     await scene.do(Return, grab=first)
-    assert lefts(await scene.grab("ann", 1)) == {"user/day": 0, "user/offer": 6 if restores else 3}
+    assert left_by_limit(await scene.grab("ann", 1)) == {"user/day": 0, "user/offer": 6 if restores else 3}
 
 
 @pytest.mark.parametrize("more_today", [0, 1])
-async def test_what_was_retaken_on_another_day_gives_back_by_days(scene: Scene, more_today: int) -> None:
-    """One unit of Monday, one retaken on Tuesday: their return restores one of Tuesday's two, not two."""
+async def test_a_return_restores_retaken_units_on_the_day_they_were_counted(
+    scene: Scene, more_today: int
+) -> None:
+    """One unit counts on Monday, one retaken unit on Tuesday: their return restores one unit of Tuesday, not
+    two.
+    """
     await scene.open(stock(100, by_user("day", 2), **PRICED, late="retake", return_restores=True))
     grab = (await scene.grab("ann", 2)).grab
     assert (await pay(scene, grab, "p1", 250, quantity=1)).outcome == "confirmed"
     scene.now += DAY
     assert (await pay(scene, grab, "p2", 250)).outcome == "confirmed"
     today = [await scene.grab("ann") for _ in range(more_today)]
-    assert [lefts(answer) for answer in today] == [{"user/day": 0}] * more_today
+    assert [left_by_limit(answer) for answer in today] == [{"user/day": 0}] * more_today
     assert (await scene.do(Return, grab=grab)).quantity == 2
-    assert lefts(await scene.grab("ann")) == {"user/day": 1 - more_today}
+    assert left_by_limit(await scene.grab("ann")) == {"user/day": 1 - more_today}
 
 
 # -- close, amend, waves -------------------------------------------------------------------------------------
@@ -790,9 +802,9 @@ async def test_what_was_retaken_on_another_day_gives_back_by_days(scene: Scene, 
 
 @pytest.mark.requirement("E3")
 @pytest.mark.parametrize("closed_by", ["command", "deadline"])
-async def test_close_with_holds(scene: Scene, closed_by: str) -> None:
-    """Holds stay payable until their time; what is released or returned goes to the issuer, and can be
-    grabbed no more.
+async def test_holds_can_be_paid_after_the_close(scene: Scene, closed_by: str) -> None:
+    """Holds can be paid until their deadline. Released and returned units go to the issuer, and cannot be
+    grabbed.
     """
     await scene.open(stock(10, **PRICED, closes_at=NOW + 1_000))
     paid, released, expires, taken = [
@@ -803,7 +815,7 @@ async def test_close_with_holds(scene: Scene, closed_by: str) -> None:
         assert (await scene.do(Close)).left == 2
     else:
         scene.now = NOW + 1_000
-        assert await scene.outcomes("kim") == ["over"]  # also before the sweeper comes
+        assert await scene.outcomes("kim") == ["over"]  # before the sweep
         await scene.sweep_both()
     [closed] = await scene.events("offer.closed")
     assert (closed.reason, closed.amount, closed.left, closed.refund_to) == (closed_by, 2, 2, "issuer:shop")
@@ -840,8 +852,8 @@ async def test_the_total_is_never_below_what_is_taken_or_held(scene: Scene) -> N
 
 
 @pytest.mark.requirement("E5")
-async def test_waves_of_stock(scene: Scene) -> None:
-    """The next wave is an amended total: it opens what was sold out, and is sold as exactly."""
+async def test_a_raised_total_sells_another_wave(scene: Scene) -> None:
+    """Each wave raises the total: the sold-out offer has units again, and is never oversold."""
     await scene.open(stock(3))
     for wave in range(1, 5):
         assert await scene.outcomes(*[f"u{wave}-{n}" for n in range(5)]) == ["granted"] * 3 + ["sold_out"] * 2
@@ -853,8 +865,10 @@ async def test_waves_of_stock(scene: Scene) -> None:
 
 
 @pytest.mark.requirement("E5")
-async def test_the_week_is_checked_and_opens_and_closes_at_its_times(scene: Scene) -> None:
-    """Loaded on Monday; prices and stock corrected until it opens; sold on Friday from 10:00 to 12:00."""
+async def test_an_offer_is_amended_before_it_opens_and_closes_at_its_times(scene: Scene) -> None:
+    """Opened by command on Monday, price and total amended until Friday, sold on Friday from 10:00 to
+    12:00.
+    """
     scene.now = at("2027-01-18T09:00+08:00")
     opens_at, closes_at = at("2027-01-22T10:00+08:00"), at("2027-01-22T12:00+08:00")
     await scene.open(stock(2, **PRICED, opens_at=opens_at, closes_at=closes_at, timezone="Asia/Shanghai"))
@@ -882,7 +896,7 @@ async def test_the_week_is_checked_and_opens_and_closes_at_its_times(scene: Scen
 @pytest.mark.parametrize(
     ("moment", "retry_at"),
     [
-        ("2027-03-27T12:00:00.000+01:00", "2027-03-28T10:00+02:00"),  # the night in between has an hour less
+        ("2027-03-27T12:00:00.000+01:00", "2027-03-28T10:00+02:00"),  # the night has one hour less
         ("2027-03-28T09:59:59.999+02:00", "2027-03-28T10:00+02:00"),
         ("2027-03-28T10:00:00.000+02:00", None),
         ("2027-03-28T11:59:59.999+02:00", None),
@@ -890,16 +904,14 @@ async def test_the_week_is_checked_and_opens_and_closes_at_its_times(scene: Scen
         ("2027-03-30T22:59:59.999+02:00", "2027-03-30T23:00+02:00"),
         ("2027-03-30T23:59:59.999+02:00", None),
         ("2027-03-31T00:00:00.000+02:00", "2027-04-04T10:00+02:00"),
-        ("2027-10-30T12:00:00.000+02:00", "2027-10-31T10:00+01:00"),  # … and here one more
+        ("2027-10-30T12:00:00.000+02:00", "2027-10-31T10:00+01:00"),  # the night has one hour more
         ("2027-10-31T09:59:59.999+01:00", "2027-10-31T10:00+01:00"),
         ("2027-10-31T10:00:00.000+01:00", None),
         ("2027-10-31T12:00:00.000+01:00", "2027-11-02T23:00+01:00"),
     ],
 )  # fmt: skip
-async def test_weekly_hours(scene: Scene, moment: str, retry_at: str | None) -> None:
-    """Sundays from ten to twelve and Tuesdays from eleven at night, by the clock of Berlin, also when it
-    changes.
-    """
+async def test_an_offer_is_open_in_its_weekly_hours(scene: Scene, moment: str, retry_at: str | None) -> None:
+    """Sundays from 10:00 to 12:00 and Tuesdays from 23:00 to 24:00 in Berlin, also when its clocks change."""
     scene.now = at(moment) - WEEK
     hours = Hours(("sun",), "10:00", "12:00"), Hours(("tue",), "23:00", "24:00")
     await scene.open(stock(10, hours=hours, timezone=BERLIN))
@@ -915,8 +927,10 @@ async def test_weekly_hours(scene: Scene, moment: str, retry_at: str | None) -> 
         assert await scene.outcomes("ann") == ["granted"]
 
 
-async def test_retry_at_is_a_time_at_which_it_is_open(scene: Scene) -> None:
-    """There is no half past two in Berlin on the last Sunday of March: the next time is a week later."""
+async def test_retry_at_is_a_time_at_which_the_offer_is_open(scene: Scene) -> None:
+    """On the last Sunday of March the hour from 2:00 to 3:00 does not exist in Berlin: the offer opens a week
+    later.
+    """
     scene.now = at("2027-03-28T01:30+01:00")
     await scene.open(stock(10, hours=(Hours(("sun",), "02:00", "03:00"),), timezone=BERLIN))
     answer = await scene.grab("ann")
@@ -930,13 +944,15 @@ async def test_retry_at_is_a_time_at_which_it_is_open(scene: Scene) -> None:
 
 
 @pytest.mark.requirement("E1")
-async def test_one_of_these_five_a_user(scene: Scene) -> None:
-    """A limit of the campaign counts over its offers; what is given back in one may be taken in another."""
-    one = by_user("offer", 1, scope="campaign")
+async def test_a_campaign_limit_allows_one_of_five_offers(scene: Scene) -> None:
+    """A limit of the campaign counts over all its offers; a unit released in one offer may be grabbed in
+    another.
+    """
+    limit = by_user("offer", 1, scope="campaign")
     five = [f"week:{number}" for number in range(5)]
     for offer in five:
-        await scene.open(stock(10, one, hold_ms=HOUR), offer)
-    await scene.open(stock(10, one), "else:0")
+        await scene.open(stock(10, limit, hold_ms=HOUR), offer)
+    await scene.open(stock(10, limit), "else:0")
     held = await scene.grab("ann", offer=five[2])
     answers = [await scene.grab("ann", offer=offer) for offer in five]
     assert {(answer.outcome, answer.limit and answer.limit.scope) for answer in answers} == {
@@ -950,7 +966,7 @@ async def test_one_of_these_five_a_user(scene: Scene) -> None:
     assert (await scene.grab("ann", offer=five[4])).outcome == "limit_reached"
 
 
-async def test_limits_of_offer_and_campaign_are_kept_apart(scene: Scene) -> None:
+async def test_limits_of_offer_and_campaign_count_separately(scene: Scene) -> None:
     limits = by_user("day", 2), by_user("day", 3, scope="campaign")
     for offer in ("w:1", "w:2"):
         await scene.open(stock(10, *limits), offer)
@@ -977,12 +993,12 @@ def basket(name: str, *wanted: tuple[str, int], user: str = "ann") -> list[Grab]
 
 
 @pytest.mark.requirement("E1")
-async def test_a_basket_is_all_or_nothing(scene: Scene) -> None:
+async def test_a_basket_is_granted_or_refused_whole(scene: Scene) -> None:
     four = by_user("offer", 4, scope="campaign")
     for offer, total in (("w:1", 3), ("w:2", 1), ("w:3", 9)):
         await scene.open(stock(total, four, hold_ms=HOUR, max_per_grab=3), offer)
 
-    async def lefts_of_all() -> list[int | None]:
+    async def left_of_each() -> list[int | None]:
         return [(await scene.do(Pause, offer=offer)).left for offer in ("w:1", "w:2", "w:3")]
 
     async def resume() -> None:
@@ -990,16 +1006,16 @@ async def test_a_basket_is_all_or_nothing(scene: Scene) -> None:
             await scene.do(Resume, offer=offer)
 
     refused = [
-        (basket("b0", ("w:1", 2), ("w:2", 2)), "invalid"),  # more than there ever was
+        (basket("b0", ("w:1", 2), ("w:2", 2)), "invalid"),  # more than the total of w:2
         (basket("b1", ("w:1", 2), ("w:1", 2)), "not_enough_left"),
-        # Each alone would do, both are more than four.
+        # Each grab alone is within the limit of four, both together are not.
         (basket("b2", ("w:1", 2), ("w:3", 3)), "limit_reached"),
         (basket("b3", ("w:3", 1), ("w:9", 1)), "no_such_offer"),
         (basket("b4", ("w:3", 1), ("w:1", 4)), "invalid"),
     ]
     for grabs, outcome in refused:
         assert [answer.outcome for answer in await scene.decide_both(grabs)] == [outcome] * 2
-    assert await lefts_of_all() == [3, 1, 9]
+    assert await left_of_each() == [3, 1, 9]
     await resume()
     assert await scene.events("grab.held") == []
     good = basket("b5", ("w:1", 2), ("w:2", 1), ("w:3", 1))
@@ -1009,9 +1025,9 @@ async def test_a_basket_is_all_or_nothing(scene: Scene) -> None:
     ] * 3
     sold_out = basket("b6", ("w:1", 1), ("w:2", 1), user="bob")
     assert [answer.outcome for answer in await scene.decide_both(sold_out)] == ["sold_out"] * 2
-    assert await lefts_of_all() == [1, 0, 8]
+    assert await left_of_each() == [1, 0, 8]
     await resume()
-    # Once taken, each stands for itself.
+    # After the grant each grab is independent.
     await scene.do(Release, offer="w:2", grab="b5-1")
     again = basket("b7", ("w:1", 1), ("w:2", 1), user="bob")
     assert [answer.outcome for answer in await scene.decide_both(again)] == ["held"] * 2
@@ -1019,10 +1035,10 @@ async def test_a_basket_is_all_or_nothing(scene: Scene) -> None:
 
 @pytest.mark.requirement("E1")
 @pytest.mark.parametrize("forgotten", [0, 1])
-async def test_a_refused_basket_of_which_only_a_part_is_still_known_is_decided_again(
+async def test_a_refused_basket_is_decided_again_if_a_part_of_its_answers_is_forgotten(
     scene: Scene, forgotten: int
 ) -> None:
-    """The hundred thousand refusals that are kept may end in the middle of a basket."""
+    """The oldest of the 100,000 stored refusals may be those of a part of a basket."""
     for offer, total in (("w:1", 1), ("w:2", 9)):
         await scene.open(stock(total), offer)
     await scene.do(Grab, offer="w:1", user="bob")
@@ -1036,8 +1052,8 @@ async def test_a_refused_basket_of_which_only_a_part_is_still_known_is_decided_a
     number = scene.keys.shard_of_offer("w:1")
     del scene.states[number].refusals["w", f"b-{forgotten}"]
     fields = await scene.client.hkeys(scene.keys.shard(number).refusals)
-    gone = [field for field in fields if field.decode().endswith(f"b-{forgotten}")]
-    assert await scene.client.hdel(scene.keys.shard(number).refusals, *gone) == 1
+    dropped = [field for field in fields if field.decode().endswith(f"b-{forgotten}")]
+    assert await scene.client.hdel(scene.keys.shard(number).refusals, *dropped) == 1
     assert [(answer.outcome, answer.repeated) for answer in await scene.decide_both(refused)] == [
         ("granted", False)
     ] * 2
@@ -1048,8 +1064,8 @@ async def test_a_refused_basket_of_which_only_a_part_is_still_known_is_decided_a
 
 @pytest.mark.requirement("E3")
 async def test_the_waiting_list_is_served_in_order(scene: Scene) -> None:
-    """By release, by expiry, by a return, by a new wave; who leaves is passed over; newcomers stand
-    behind.
+    """Units of a release, an expiry, a return and a raised total go to the waiting grabs in order. A released
+    waiting grab is skipped, and new grabs are refused.
     """
     await scene.open(stock(3, **PRICED, waiting_list=True))
     released, expires, returned = [(await scene.grab(user)).grab for user in ("a", "b", "c")]
@@ -1072,7 +1088,7 @@ async def test_the_waiting_list_is_served_in_order(scene: Scene) -> None:
     await scene.amend(total=4)
     assert await served() == ["w1", "w3", "w4"]
     scene.now += 1
-    await scene.sweep_both()  # b's hold is over, and those of w1 and w3
+    await scene.sweep_both()  # the holds of b, w1 and w3 expire
     assert await served() == ["w1", "w3", "w4", "w5", "w6"]
     events = await scene.events("grab.held", waited=True)
     assert [event.place for event in events] == [4, 5, 6, 7, 8]
@@ -1084,14 +1100,14 @@ async def test_the_waiting_list_is_served_in_order(scene: Scene) -> None:
 
 
 async def served(scene: Scene) -> list[tuple[str, int]]:
-    """Who was served from the queue, and with how many units, in order."""
+    """The users served from the queue with their units, in order."""
     return [(event.user, event.quantity) for event in await scene.events("grab.held", waited=True)]
 
 
 @pytest.mark.parametrize("take", ["all", "up_to"])
-async def test_units_go_to_the_first_they_suffice_for(scene: Scene, take: Any) -> None:
-    """The first waits for two, the second for one: with `all` a single unit goes to the second, with `up_to`
-    to the first.
+async def test_units_go_to_the_first_waiting_grab_they_suffice_for(scene: Scene, take: Any) -> None:
+    """The first grab waits for two units, the second for one. A single unit goes to the second with `all`, to
+    the first with `up_to`.
     """
     await scene.open(stock(3, by_user("offer", 3), **PRICED, waiting_list=True, take=take))
     holds = [(await scene.grab("ann")).grab for _ in range(3)]
@@ -1102,14 +1118,14 @@ async def test_units_go_to_the_first_they_suffice_for(scene: Scene, take: Any) -
     assert await scene.outcomes("joe") == ["sold_out"]
     await scene.do(Release, grab=holds[1])
     assert await served(scene) == ([("eve", 1)] if take == "all" else [("bob", 1), ("eve", 1)])
-    # What suffices for nobody in the queue goes to whoever comes.
+    # Units that suffice for no waiting grab go to new grabs.
     assert await scene.outcomes("joe") == ["held" if take == "all" else "sold_out"]
-    # What was asked for and not given is not counted.
+    # Units that were asked for and not granted are not counted.
     await scene.amend(total=20)
-    assert lefts(await scene.grab("bob")) == {"user/offer": 0 if take == "all" else 1}
+    assert left_by_limit(await scene.grab("bob")) == {"user/offer": 0 if take == "all" else 1}
 
 
-async def test_one_who_waits_for_many_freezes_nobody(scene: Scene) -> None:
+async def test_a_grab_that_waits_for_many_units_blocks_no_other_grab(scene: Scene) -> None:
     await scene.open(stock(101, **(PRICED | {"max_per_grab": 101}), waiting_list=True))
     taken = await scene.grab("ann")
     assert (await scene.grab("big", 101, wait=True)).outcome == "waiting"
@@ -1119,7 +1135,7 @@ async def test_one_who_waits_for_many_freezes_nobody(scene: Scene) -> None:
     await scene.do(Release, grab=taken.grab)
     refused = await scene.grab("late", 2)
     assert (refused.outcome, refused.left) == ("not_enough_left", 1)
-    # When all of them come back, they go to who waits for them.
+    # When all units are released, they go to the grab that waits for them.
     for event in await scene.events("grab.held", waited=False):
         if event.user != "ann":
             await scene.do(Release, grab=event.grab)
@@ -1127,7 +1143,7 @@ async def test_one_who_waits_for_many_freezes_nobody(scene: Scene) -> None:
 
 
 async def test_the_first_hundred_in_the_queue_are_considered(scene: Scene) -> None:
-    """The one behind them is passed by newcomers, until somebody before them leaves."""
+    """New grabs overtake the 101st waiting grab until a grab before it is released."""
     await scene.open(stock(3, **PRICED, waiting_list=True))
     holds = [(await scene.grab("ann")).grab for _ in range(3)]
     waiting = [await scene.grab(f"w{number}", 2, wait=True) for number in range(100)]
@@ -1145,8 +1161,10 @@ async def test_the_first_hundred_in_the_queue_are_considered(scene: Scene) -> No
     assert await served(scene) == [("last", 1), ("w0", 2)]
 
 
-async def test_newcomers_leave_what_a_call_could_not_hand_out(scene: Scene) -> None:
-    """A call serves twenty-five; until the sweeper goes on, the units are those of the queue."""
+async def test_new_grabs_do_not_get_units_that_the_queue_gets_in_later_calls(scene: Scene) -> None:
+    """A call serves twenty-five waiting grabs; until the sweeper continues, the other units are reserved for
+    the queue.
+    """
     await scene.open(stock(1, **(PRICED | {"max_per_grab": 300}), waiting_list=True))
     assert (await scene.grab("ann")).outcome == "held"
     await scene.decide_both([Grab(id=f"w{n}", offer="o", user=f"w{n}", wait=True) for n in range(250)])
@@ -1161,7 +1179,9 @@ async def test_newcomers_leave_what_a_call_could_not_hand_out(scene: Scene) -> N
 
 
 async def test_a_quantity_above_the_total_is_invalid(scene: Scene) -> None:
-    """It names the bound. Who waits for more than an amended total keeps the place, and is passed over."""
+    """The message names the bound. A grab that waits for more than an amended total keeps its place, and is
+    skipped.
+    """
     terms = PRICED | {"max_per_grab": 99}
     await scene.open(stock(4, **terms, waiting_list=True))
     answer = await scene.grab("ann", 5, wait=True)
@@ -1186,11 +1206,11 @@ async def test_a_quantity_above_the_total_is_invalid(scene: Scene) -> None:
     assert (await scene.grab("ann", 5)).quantity == 4
 
 
-async def test_what_is_due_stays_an_exact_integer(scene: Scene) -> None:
-    """Who waits for more than one sum can pay, since the price was amended, is passed over; with `up_to` they
-    get what it can pay.
+async def test_the_due_sum_of_a_waiting_grab_stays_within_the_greatest_amount(scene: Scene) -> None:
+    """After an amended price, the due sum of a waiting grab may exceed the greatest amount: it is skipped, or
+    with `up_to` gets the units that the greatest amount pays for.
     """
-    for take, got in (("all", [("eve", 1)]), ("up_to", [("bob", 10), ("eve", 1)])):
+    for take, expected in (("all", [("eve", 1)]), ("up_to", [("bob", 10), ("eve", 1)])):
         terms = PRICED | {"max_per_grab": 15, "price": 1}
         await scene.open(stock(15, **terms, waiting_list=True, take=take), f"take:{take}")
         before = len(await served(scene))
@@ -1201,22 +1221,24 @@ async def test_what_is_due_stays_an_exact_integer(scene: Scene) -> None:
         assert (await scene.amend(max_per_grab=10)).outcome == "amended"
         assert (await scene.amend(price=10**12)).outcome == "amended"
         await scene.do(Release, grab=held.grab)
-        assert (await served(scene))[before:] == got
+        assert (await served(scene))[before:] == expected
         assert {event.due for event in (await scene.events("grab.held", waited=True))[before:]} == {
-            n * 10**12 for _, n in got
+            n * 10**12 for _, n in expected
         }
         assert (await scene.amend(price=1)).outcome == "amended"
-        assert (await served(scene))[before:] == [*got, *([("bob", 14)] if take == "all" else [])][
+        assert (await served(scene))[before:] == [*expected, *([("bob", 14)] if take == "all" else [])][
             : 1 if take == "all" else 2
         ]
 
 
 @pytest.mark.parametrize("swept", [False, True])
-async def test_a_close_ends_the_waiting(scene: Scene, swept: bool) -> None:
-    """Nobody is served any more; who waited may take elsewhere what a limit of the campaign allows."""
-    one = by_user("offer", 1, scope="campaign")
+async def test_a_close_releases_waiting_grabs(scene: Scene, swept: bool) -> None:
+    """No waiting grab is served after the close, and its units no longer count against limits of the
+    campaign.
+    """
+    limit = by_user("offer", 1, scope="campaign")
     for offer in ("w:2", "w:1"):
-        await scene.open(stock(1, one, **PRICED, waiting_list=True), offer)
+        await scene.open(stock(1, limit, **PRICED, waiting_list=True), offer)
     held = await scene.grab("ann")
     waits = await scene.grab("bob", wait=True)
     assert (await scene.grab("bob", offer="w:2")).outcome == "limit_reached"
@@ -1231,22 +1253,22 @@ async def test_a_close_ends_the_waiting(scene: Scene, swept: bool) -> None:
     assert (await scene.grab("bob", offer="w:2")).outcome == "held"
 
 
-async def test_waiting_counts_against_limits_and_leaving_gives_back(scene: Scene) -> None:
+async def test_waiting_grabs_count_against_limits_until_released(scene: Scene) -> None:
     await scene.open(stock(1, by_user("offer", 2), **PRICED, waiting_list=True))
     await scene.grab("ann")
     waits = await scene.grab("bob", wait=True), await scene.grab("bob", wait=True)
     assert (await scene.grab("bob", wait=True)).outcome == "limit_reached"
     await scene.do(Release, grab=waits[0].grab)
     again = await scene.grab("bob", wait=True)
-    assert (again.outcome, again.place, lefts(again)) == ("waiting", 3, {"user/offer": 0})
+    assert (again.outcome, again.place, left_by_limit(again)) == ("waiting", 3, {"user/offer": 0})
 
 
-# -- retire --------------------------------------------------------------------------------------------------
+# -- retirement ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.requirement("E8")
-async def test_the_program_removes_what_the_core_no_longer_needs(scene: Scene) -> None:
-    """Some time after its close and its last hold an offer leaves Redis; its id is never usable again."""
+async def test_an_offer_retires_after_its_close_and_its_last_hold(scene: Scene) -> None:
+    """An offer retires some time after its close and its last hold; its id can never be used again."""
     limit = by_user("offer", 5, scope="campaign")
     terms = stock(
         9, limit, by_user("day", 5), **(PRICED | {"hold_ms": 3 * DAY}), waiting_list=True, retire_after_ms=DAY
@@ -1259,17 +1281,17 @@ async def test_the_program_removes_what_the_core_no_longer_needs(scene: Scene) -
     await scene.do(Close, offer="w:1")
     await scene.do(Close, offer="w:2")
 
-    async def of(what: str) -> list[str]:
-        return [name for name in await scene.names() if what in name]
+    async def names_with(text: str) -> list[str]:
+        return [name for name in await scene.names() if text in name]
 
     scene.now = NOW + DAY - 1
     await scene.sweep_both()
-    assert await of(":offer:w:1") != []
+    assert await names_with(":offer:w:1") != []
     scene.now = NOW + DAY
     await scene.sweep_both()
-    assert await of(":offer:w:1") == []
+    assert await names_with(":offer:w:1") == []
     assert [event.offer for event in await scene.events("offer.retired")] == ["w:1"]
-    # The other offer has a hold, so it stays, and can be paid.
+    # The other offer has a hold, so it stays, and the hold can be paid.
     paid = {"offer": "w:2", "grab": second.grab, "payment": "p2", "paid": 500, "currency": "CNY"}
     scene.now = NOW + 2 * DAY
     await scene.sweep_both()
@@ -1277,9 +1299,9 @@ async def test_the_program_removes_what_the_core_no_longer_needs(scene: Scene) -
     scene.now += MINUTE
     await scene.sweep_both()
     assert [event.offer for event in await scene.events("offer.retired")] == ["w:1", "w:2"]
-    assert await of(":offer:") == []
-    # What became of payments is known for a time.
-    assert sorted(name.rsplit("/")[-1] for name in await of(":campaign:")) == ["payments", "state"]
+    assert await names_with(":offer:") == []
+    # Payments are known for some time after retirement.
+    assert sorted(name.rsplit("/")[-1] for name in await names_with(":campaign:")) == ["payments", "state"]
     for offer in ("w:1", "w:2"):
         assert (await scene.do(Open, offer=offer, terms=terms)).outcome == "conflict"
         assert (await scene.grab("ann", offer=offer)).outcome == "no_such_offer"
@@ -1304,6 +1326,7 @@ async def test_an_envelope_and_a_coupon_retire_too(scene: Scene) -> None:
 
 
 async def retired_with_an_expired_hold(scene: Scene) -> str:
+    """Retires an offer with an expired hold; returns the id of its grab."""
     await scene.open(stock(9, **PRICED, retire_after_ms=DAY))
     grab = (await scene.grab("ann")).grab
     await scene.do(Close)
@@ -1314,7 +1337,7 @@ async def retired_with_an_expired_hold(scene: Scene) -> str:
     return grab or ""
 
 
-async def test_a_payment_for_a_retired_offer_is_to_be_paid_back(scene: Scene) -> None:
+async def test_a_payment_for_a_retired_offer_is_due_for_refund(scene: Scene) -> None:
     grab = await retired_with_an_expired_hold(scene)
     answer = await pay(scene, grab, "p")
     assert (answer.outcome, answer.message) == ("no_such_offer", "the payment is to be paid back")

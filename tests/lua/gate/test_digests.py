@@ -203,7 +203,7 @@ async def test_a_refusal_is_repeated_for_the_same_body_only(client: Any, prefix:
     keys = KeySpace(prefix, 1)
     await take_over(client, keys)
     now = [NOW]
-    one = gate_of(client, keys, {"old": OLD}, now)
+    first_gate = gate_of(client, keys, {"old": OLD}, now)
     refused: list[AnyCommand] = [
         Grab(id="g1", offer="n:a", user="ann"),
         Grab(id="g2", offer="n:a", user="ann", quantity=2),
@@ -211,17 +211,17 @@ async def test_a_refusal_is_repeated_for_the_same_body_only(client: Any, prefix:
         Load(id="l", offer="n:a", what="codes", chunk=1, chunks=1, items=("482913",)),
         msgspec.structs.replace(adjusting(5, "a mistake"), offer="n:a"),
     ]
-    first = await one.decide(refused, "decided")
+    first = await first_gate.decide(refused, "decided")
     assert {answer.outcome for answer in first} == {"no_such_offer"}
     now[0] += 1
     rotated = gate_of(client, keys, {"new": NEW, "old": OLD}, now)
     for command, before in zip(refused, first, strict=True):
         other = msgspec.structs.replace(command, offer="n:b")
-        for gate in (one, rotated):
+        for gate in (first_gate, rotated):
             same, conflict = await gate.decide([command, other], "decided")
             assert same == msgspec.structs.replace(before, repeated=True)
             assert conflict.outcome == "conflict"
-        await one.decide(
+        await first_gate.decide(
             [
                 Open(
                     id=f"open-{command.id}",
@@ -231,7 +231,7 @@ async def test_a_refusal_is_repeated_for_the_same_body_only(client: Any, prefix:
             ],
             "decided",
         )
-    await one.close()
+    await first_gate.close()
     await rotated.close()
 
 

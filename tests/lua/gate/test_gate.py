@@ -237,9 +237,9 @@ async def test_the_gate_times_out_before_a_more_patient_client(
     await patient.aclose()
 
 
-async def _granted(one: Gate) -> Any:
+async def _granted(gate: Gate) -> Any:
     try:
-        return await one.decide(grabs(2), "decided")
+        return await gate.decide(grabs(2), "decided")
     except OutcomeUnknown:
         return None
 

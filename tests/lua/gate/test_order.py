@@ -246,7 +246,7 @@ async def test_only_a_reader_waits_while_its_shard_is_fenced(relay: FakeRelay) -
     await gate.close()
 
 
-async def test_time_runs_out_for_a_list_whose_history_is_lost_again_and_again(relay: FakeRelay) -> None:
+async def test_a_list_whose_history_is_lost_repeatedly_times_out(relay: FakeRelay) -> None:
     class Forgetful(InterruptedClient):
         async def execute_command(self, *words: Any) -> Any:
             reply = await self._client.execute_command(*words)

@@ -112,11 +112,11 @@ def test_a_malformed_sealed_text_does_not_open(sealed: str) -> None:
     ],
 )
 def test_unreadable_keys_are_refused_with_the_name_of_the_setting(text: str, reason: str) -> None:
-    with pytest.raises(ValueError, match=reason) as found:
+    with pytest.raises(ValueError, match=reason) as raised:
         Sealer.from_text(text)
-    assert "GRAB_SEAL_KEYS" in str(found.value)
-    assert as_text(OLD)[:20] not in str(found.value)
-    assert len(str(found.value)) < 200
+    assert "GRAB_SEAL_KEYS" in str(raised.value)
+    assert as_text(OLD)[:20] not in str(raised.value)
+    assert len(str(raised.value)) < 200
 
 
 def test_a_key_may_be_written_without_padding() -> None:

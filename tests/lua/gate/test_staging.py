@@ -91,15 +91,15 @@ def test_pieces_join_to_the_whole_and_are_sent_last_first() -> None:
 
 async def test_an_envelope_of_many_parts_is_opened(make_gate: Any, client: Any, keys: KeySpace) -> None:
     """A small envelope is in the same call. The parts are those of the seed, and have no expiry."""
-    one, small = make_gate(timeout_ms=60_000), opening("e:small", seed=SEED)
-    answers = await one.decide([large("e:large"), small, large("e:other", parts=PARTS + 7)], "decided")
+    gate, small = make_gate(timeout_ms=60_000), opening("e:small", seed=SEED)
+    answers = await gate.decide([large("e:large"), small, large("e:other", parts=PARTS + 7)], "decided")
     assert [answer.outcome for answer in answers] == ["opened"] * 3
     shard = keys.shard(keys.shard_of_offer("e:large"))
     for command in (large("e:large"), small, large("e:other", parts=PARTS + 7)):
         assert await client.get(shard.parts(command.offer)) == parts_of(command)
         assert await client.pttl(shard.parts(command.offer)) == -1
     assert await staged(client, keys) == []
-    [granted] = await one.decide([Grab(id="g", offer="e:large", user="u")], "decided")
+    [granted] = await gate.decide([Grab(id="g", offer="e:large", user="u")], "decided")
     assert granted.amount == int.from_bytes(parts_of(large())[:6], "big")
 
 
@@ -130,7 +130,7 @@ async def test_parts_lost_before_the_call_are_staged_again(
     """All parts are gone, or some, as after a server that lost its last second. A caller without patience
     gets `busy`.
     """
-    one, lost = make_gate(timeout_ms=60_000), list[str]()
+    gate, lost = make_gate(timeout_ms=60_000), list[str]()
 
     async def lose(names: Sequence[str]) -> None:
         if len(lost) < 2:
@@ -141,9 +141,9 @@ async def test_parts_lost_before_the_call_are_staged_again(
             lost.append(names[-1])
 
     before("open", lose)
-    [busy] = await one.decide([large()], "decided")
+    [busy] = await gate.decide([large()], "decided")
     assert (busy.outcome, busy.retry_at is not None) == ("busy", True)
-    [answer] = await one.decide([large()], "decided", patience_ms=5_000)
+    [answer] = await gate.decide([large()], "decided", patience_ms=5_000)
     assert (answer.outcome, answer.repeated) == ("opened", False)
     assert len(lost) == len(set(lost)) == 2
     assert await client.get(keys.shard(keys.shard_of_offer("e")).parts("e")) == parts_of(large())

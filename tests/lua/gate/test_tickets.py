@@ -281,10 +281,10 @@ def test_keys_are_read_in_both_base64_alphabets_with_and_without_padding(encoded
     ],
 )
 def test_unreadable_keys_are_refused_with_the_name_of_the_setting(setting: str, reason: str) -> None:
-    with pytest.raises(ValueError, match=reason) as found:
+    with pytest.raises(ValueError, match=reason) as raised:
         TicketKeys.from_text(setting)
-    assert "GRAB_TICKET_KEYS" in str(found.value)
-    assert as_text(SECRET)[:20] not in str(found.value)
+    assert "GRAB_TICKET_KEYS" in str(raised.value)
+    assert as_text(SECRET)[:20] not in str(raised.value)
 
 
 def test_signing_with_a_short_secret_is_refused() -> None:
@@ -300,9 +300,9 @@ def test_ticket_keys_are_read_from_the_setting_and_never_shown(monkeypatch: pyte
     assert ticket_keys(settings).read(token_of(), USER, OFFER) == GOOD
     assert as_text(SECRET) not in f"{settings!r} {settings.model_dump()} {settings.model_dump_json()}"
     monkeypatch.setenv("GRAB_TICKET_KEYS", f"{SETTING},h:HS256:{as_text(OTHER_SECRET)}")
-    with pytest.raises(BadSettings, match="GRAB_TICKET_KEYS: .*give the new key a different id") as found:
+    with pytest.raises(BadSettings, match="GRAB_TICKET_KEYS: .*give the new key a different id") as raised:
         load_settings()
-    assert as_text(SECRET) not in str(found.value)
+    assert as_text(SECRET) not in str(raised.value)
 
 
 def test_keys_may_be_given_as_objects() -> None:

@@ -1,5 +1,5 @@
-"""What must be true of a shard's events, said without the rules and without Lua: from the lines alone, as a
-stranger reads them.
+"""What must be true of a shard's events, checked from the event lines alone, without the rules and without
+Lua.
 """
 
 import json
@@ -13,8 +13,8 @@ from tests.models.recompute import recompute
 
 
 def check_books(lines: Sequence[bytes]) -> None:
-    """Numbers without gaps, time that never goes back, money that is neither made nor lost, and parts as the
-    seed promised.
+    """Checks seqs without gaps, times that never decrease, amounts that are conserved, and parts that follow
+    from the seed.
     """
     events = [json.loads(line) for line in lines]
     assert [event["seq"] for event in events] == list(range(1, len(events) + 1))
@@ -73,7 +73,7 @@ def _check_envelope(
         assert recompute(opened, closed[0])[: len(granted)] == [event["amount"] for event in granted]
 
 
-#: How an event changes what is left, held and taken, in units of its quantity.
+#: How an event changes the units left, held and taken, as multiples of its quantity.
 MOVES = {
     "grab.granted": (-1, 0, 1),
     "grab.held": (-1, 1, 0),
@@ -84,8 +84,8 @@ MOVES = {
 
 
 def _check_pieces(opened: dict[str, Any], closed: list[dict[str, Any]], events: list[dict[str, Any]]) -> None:
-    """left + held + taken = total after every event, every `left` is true, nobody has more than a limit
-    allows.
+    """Checks left + held + taken = total and the field `left` after every event, and that no user has more
+    than a limit allows.
     """
     left, held, taken, total, is_closed = opened["total"], 0, 0, opened["total"], False
     of_grab: dict[str, Counter[str]] = defaultdict(Counter)
@@ -120,21 +120,23 @@ def _check_pieces(opened: dict[str, Any], closed: list[dict[str, Any]], events: 
 
 
 def _check_limits(opened: dict[str, Any], events: list[dict[str, Any]]) -> None:
-    """Of limits for the whole offer, when they were never changed: nobody ever has more."""
+    """Checks that no user ever has more than a limit for the whole offer allows, if its limits never
+    changed.
+    """
     if any("limits" in event.get("changes", ()) for event in events):
         return
-    most = [
+    limits = [
         limit["max"]
         for limit in opened["terms"].get("limits", ())
         if (limit["by"], limit["per"]) == ("user", "offer")
     ]
-    has: Counter[str] = Counter()
+    units_of_user: Counter[str] = Counter()
     for event in events:
         if event["type"] in MOVES and event["type"] != "grab.confirmed":
-            has[event["user"]] += -MOVES[event["type"]][0] * event["quantity"]
+            units_of_user[event["user"]] += -MOVES[event["type"]][0] * event["quantity"]
         elif event.get("retaken"):
-            has[event["user"]] += event["quantity"]
-        assert all(has[user] <= least for user in has for least in most)
+            units_of_user[event["user"]] += event["quantity"]
+        assert all(units_of_user[user] <= allowed for user in units_of_user for allowed in limits)
 
 
 def _check_accounts(lines: Sequence[bytes]) -> None:

@@ -1,4 +1,4 @@
-"""Random histories for the state machine: offers of every sort, and commands that often enough can be carried
+"""Hypothesis strategies for the state machine: terms of every kind, and commands many of which can be carried
 out.
 """
 
@@ -32,14 +32,14 @@ from tests.lua.conftest import NOW
 OFFERS = ("c:a", "c:b", "d", "e", "f")
 PIECES = ("p:a", "p:b", "p:c", "q", "r")
 USERS = tuple(f"u{number}" for number in range(9))
-# Rarely the same by chance: what repeats does so because it is sent again.
+# So many that equal ids are rarely drawn by chance: repeats come from commands that are sent again.
 IDS = tuple(f"id{number}" for number in range(500))
 ZONES = ("UTC", "Asia/Shanghai", "Europe/Berlin", "Australia/Lord_Howe", "America/St_Johns")
 HOUR = 3_600_000
 TICKET_SECRET = bytes(range(32))
 TICKETS = TicketKeys({"t": TICKET_SECRET})
-#: Times that pass between steps, ms; some go back.
-PASSES = (
+#: Times that pass between steps; the clock sometimes goes back.
+PASSES_MS = (
     *(0, 1, 7, 500, 999, 1_000) * 4,
     *(3_000, 6_000, 60_000, -2_000) * 2,
     HOUR,
@@ -61,7 +61,7 @@ grabs = st.builds(
     attributes=st.sampled_from(({}, {}, {}, {"card": "c:1"})),
 )
 operators = st.sampled_from((None, None, "olga"))
-steering = st.one_of(
+offer_commands = st.one_of(
     *(st.builds(kind, id=ids, offer=offers, operator=operators) for kind in (Pause, Resume, Close))
 )
 
@@ -102,19 +102,21 @@ limits = st.lists(
         scope=st.sampled_from(("offer", "offer", "campaign")),
     ),
     max_size=3,
-    unique_by=lambda one: (one.name, one.scope),
+    unique_by=lambda limit: (limit.name, limit.scope),
 ).map(tuple)
 
 
 @st.composite
 def piece_terms(draw: Any, lively: bool = False) -> CouponTerms | StockTerms:
-    """Terms of every sort; `lively` ones are open to all at once, and long."""
+    """Terms of coupon and stock offers; with `lively`, the offer opens at once and does not close by
+    itself.
+    """
     audience = draw(st.sampled_from(("everyone",) * 9 + ("list", "ticket", "ticket")))
     opens_at = (
         draw(st.sampled_from((None, NOW + 1))) if lively else draw(st.sampled_from((None, None, NOW + 500)))
     )
     if lively and audience == "list":
-        opens_at = NOW + 1  # its list is loaded before
+        opens_at = NOW + 1  # its list is loaded before it opens
     held = draw(st.sampled_from((True, True, False)))
     late = draw(st.sampled_from(("refuse", "grace", "retake"))) if held else "refuse"
     priced = held and draw(st.booleans())
@@ -147,9 +149,10 @@ def piece_terms(draw: Any, lively: bool = False) -> CouponTerms | StockTerms:
 
 piece_opens = st.builds(Open, id=ids, offer=pieces, terms=piece_terms())
 opens = st.one_of(envelopes(), piece_opens, piece_opens)
-beginnings = st.tuples(*(piece_terms(lively=True) for _ in PIECES)).map(
+lively_opens = st.tuples(*(piece_terms(lively=True) for _ in PIECES)).map(
     lambda terms: [
-        Open(id=f"open-{name}", offer=name, terms=one) for name, one in zip(PIECES, terms, strict=True)
+        Open(id=f"open-{name}", offer=name, terms=of_offer)
+        for name, of_offer in zip(PIECES, terms, strict=True)
     ]
 )
 
@@ -173,8 +176,8 @@ def confirms(draw: Any, offer: str, grab: str, due: int) -> Confirm:
 
 
 @st.composite
-def settlings(draw: Any, offer: str, grab: str, due: int) -> AnyCommand:
-    """What may be done with a grab, known or not."""
+def grab_commands(draw: Any, offer: str, grab: str, due: int) -> AnyCommand:
+    """A command about a grab that exists or not; `due` is its price in minor units."""
     kind = draw(
         st.sampled_from(
             (Confirm, Confirm, Confirm, Release, Extend, Return, Return, Redeem, Redeem, Unredeem)
@@ -217,7 +220,7 @@ def piece_grabs(draw: Any, now: int) -> Grab:
 
 @st.composite
 def baskets(draw: Any) -> list[Grab]:
-    """Grabs of one campaign under one basket, each under its own id."""
+    """The grabs of one basket in one campaign, with different ids."""
     names = draw(st.lists(ids, min_size=2, max_size=4, unique=True))
     basket = draw(st.sampled_from(("b1", "b2")))
     return [
@@ -254,7 +257,7 @@ def changes(draw: Any, now: int) -> Changes:
 
 @st.composite
 def operations(draw: Any, now: int) -> AnyCommand:
-    """What operators do to offers of pieces."""
+    """A command of an operator, mostly about coupon and stock offers."""
     about: dict[str, Any] = {
         "id": draw(ids),
         "offer": draw(st.sampled_from((*PIECES, *PIECES, "e"))),
@@ -283,7 +286,7 @@ CODES = ("code 1", 'code "2"', "Ⅲ", "D-4")
 
 @st.composite
 def whole_lists(draw: Any, offer: str, total: int, what: str) -> list[Load]:
-    """A list in one or two chunks, so that it is complete."""
+    """A complete list of codes or users, in one or two chunks."""
     items = USERS[:6] if what == "audience" else tuple(f"code {number}" for number in range(total))
     cut = draw(st.integers(1, len(items)))
     chunks = [items[:cut], items[cut:]] if cut < len(items) else [items]

@@ -1,10 +1,10 @@
-"""Histories that hurt: whatever is legal and unlikely, in any order, at any time.
+"""Hostile histories: legal but unlikely commands, in any order, at any time.
 
-Ids that look like keys, prefixes of each other and words that the system uses itself; numbers at and beside
-every bound; zones whose clocks shift by half an hour, and openings months apart; sweeps torn apart; every
-earlier command once more; offers that retire in the middle; amendments at once with people who wait. What is
-drawn comes from one `random.Random`: a seeded one makes long histories, the one of Hypothesis makes short
-ones that it can shorten further.
+They have ids that look like keys, are prefixes of each other or are words of the system; numbers at and next
+to every bound; time zones with offsets of half an hour, and openings months apart; sweeps that stop early;
+repeats of every earlier command; offers that retire in the middle; amendments while users wait. Everything is
+drawn from one `random.Random`: a seeded one makes long histories, the one of Hypothesis makes short
+histories, which Hypothesis can shrink.
 """
 
 import random
@@ -52,8 +52,8 @@ from grabstream.models.offers import (
 from grabstream.models.rules import Offer
 from tests.lua.histories.generator import TICKET_SECRET
 
-#: Offers of few campaigns, so that they meet: parts of keys, prefixes of each other, nothing but separators,
-#: 64 characters.
+#: Ids of offers, in few campaigns: parts of keys, prefixes of each other, separators only, ids of 64
+#: characters.
 OFFERS: Final = (
     *(
         "x",
@@ -85,7 +85,7 @@ OFFERS: Final = (
     ),
     *("a" * 64, "a" * 63 + ":", "a" * 31 + ":" + "a" * 32, "-", ".", "0", "1e3", "0x10", "nan", "null", "X"),
 )
-#: Of everything else that has an id.
+#: Ids of everything else.
 NAMES: Final = (
     *(
         "x",
@@ -128,12 +128,12 @@ ZONES: Final = (
     "Pacific/Chatham", "Europe/Berlin",
     "Pacific/Apia",
 )  # fmt: skip
-#: What an issuer, an operator or an approver may be called.
+#: Names of issuers, operators and approvers.
 PEOPLE: Final = ("alice", "x", "u", ":", "issuer", "p" * 64)
 TITLES: Final = ("", 'a "b" \\ 你好', "\\u0000", "%s%d", "€" * 200, "]]>'--")
 CODES: Final = ('"', "\\", "code 1", "%d", "Ⅲ", "-" * 200, "null", "x")
 MONTH_MS: Final = 30 * DAY_MS
-PASSES: Final = (
+PASSES_MS: Final = (
     0,
     1,
     1,
@@ -150,7 +150,7 @@ PASSES: Final = (
     -2_000,
     -1,
 )
-LONG_PASSES: Final = (
+LONG_PASSES_MS: Final = (
     DAY_MS,
     DAY_MS,
     8 * DAY_MS,
@@ -162,17 +162,16 @@ LONG_PASSES: Final = (
 )
 
 
-class Pass(NamedTuple):
-    """So much time passes, ms; it may be negative."""
+class TimePasses(NamedTuple):
+    """`ms` pass; the number may be negative."""
 
     ms: int
 
 
 class Sweep(NamedTuple):
-    """What is due is seen to: all of it, or only as many holds and offers as this, the first or the last of
-    them.
+    """Sweeps all due holds and offers (None), or at most so many of each, from the first or from the last on.
 
-    `broken_off`: the sweeper ends before it sees to the offers, after what it does before that.
+    With `broken_off`, the sweeper stops before it sweeps the offers.
     """
 
     holds: int | None = None
@@ -181,20 +180,20 @@ class Sweep(NamedTuple):
     broken_off: bool = False
 
 
-#: What happens next.
-Step = Sequence[AnyCommand] | Pass | Sweep
+#: The next step of a history: commands, time, or a sweep.
+Step = Sequence[AnyCommand] | TimePasses | Sweep
 
 
-def _is_let_in(command: AnyCommand) -> bool:
+def _is_valid(command: AnyCommand) -> bool:
     try:
         check(command)
     except Invalid:
-        return False  # the door's own tests have these
+        return False  # the tests of `check` cover invalid commands
     return True
 
 
-class Hostile:
-    """Gives the next step of a history; it is told what there is now. `random` is all that it draws from."""
+class HostileHistory:
+    """Draws the next step of a history from `random`, given the present offers."""
 
     def __init__(self, draw: random.Random, now: int) -> None:
         self.random = draw
@@ -202,7 +201,8 @@ class Hostile:
         self.sent: list[Sequence[AnyCommand]] = []
         self.fresh = 0
         self.paid: list[str] = []
-        #: Few campaigns, so that offers meet; and a limit that many of them have.
+        #: Ids of offers in few campaigns, so that offers share campaigns; and a limit that many of them
+        #: share.
         campaigns = draw.sample(sorted({campaign_of(name) for name in OFFERS}), 3)
         campaigns[0] = self.one_of("x", "x", "y", "", campaigns[0])
         self.names = [name for name in OFFERS if campaign_of(name) in campaigns]
@@ -218,12 +218,12 @@ class Hostile:
     def rarely(self, one_in: int = 8) -> bool:
         return self.random.randrange(one_in) == 0
 
-    def beside(self, *bounds: int, least: int = 0, most: int = AMOUNT_MAX) -> int:
-        """A number at or next to one of these, within what the door lets in."""
+    def near(self, *bounds: int, least: int = 0, most: int = AMOUNT_MAX) -> int:
+        """A number at or next to one of the bounds, from `least` to `most`."""
         return min(max(self.random.choice(bounds) + self.random.choice((-1, 0, 0, 0, 1)), least), most)
 
     def id(self) -> str:
-        """One of few names now and then, else one that nobody has used, of at most 64 characters."""
+        """Sometimes one of a few names, else an id that was not used before; at most 64 characters."""
         if self.rarely(12):
             return str(self.one_of(*NAMES, *OFFERS))
         self.fresh += 1
@@ -234,24 +234,24 @@ class Hostile:
         )
 
     def offer(self, offers: Mapping[str, Offer]) -> str:
-        """Mostly one that is there, now and then any."""
+        """Mostly an offer that exists, sometimes any id."""
         return str(self.one_of(*offers)) if offers and not self.rarely(15) else str(self.one_of(*self.names))
 
     # -- steps -----------------------------------------------------------------------------------------------
 
     def next(self, offers: Mapping[str, Offer]) -> Step:
-        """The next step, with offers that are there."""
+        """The next step, given the present offers."""
         kind = self.random.choices(
             (
                 "grab",
-                "settle",
-                "again",
+                "grab_command",
+                "repeat",
                 "open",
-                "operate",
+                "offer_command",
                 "amend",
                 "basket",
                 "load",
-                "storm",
+                "redemptions",
                 "pass",
                 "moment",
                 "sweep",
@@ -259,22 +259,24 @@ class Hostile:
             (34, 26, 12, 14 if len(offers) < 4 else 5 if len(offers) < 9 else 1, 3, 6, 5, 5, 1, 6, 5, 8),
         )[0]
         if kind == "pass":
-            return Pass(self.one_of(*LONG_PASSES) if self.rarely(7) else self.one_of(*PASSES))
+            return TimePasses(self.one_of(*LONG_PASSES_MS) if self.rarely(7) else self.one_of(*PASSES_MS))
         if kind == "moment":
-            return Pass(self.moment(offers) - self.now)
+            return TimePasses(self.moment(offers) - self.now)
         if kind == "sweep":
             broken_off = self.rarely(3)
-            some = Sweep(
+            partial = Sweep(
                 self.one_of(0, 1, 2, None), self.one_of(0, 1, 2), self.one_of(False, True), broken_off
             )
-            return Sweep() if self.rarely(2) else some
-        commands = [command for command in getattr(self, f"_{kind}")(offers) if _is_let_in(command)]
-        if commands and kind != "again":
+            return Sweep() if self.rarely(2) else partial
+        commands = [command for command in getattr(self, f"_{kind}")(offers) if _is_valid(command)]
+        if commands and kind != "repeat":
             self.sent.append(commands)
         return commands
 
     def moment(self, offers: Mapping[str, Offer]) -> int:
-        """A time at which something ends, begins or shifts, or the millisecond beside it; never far back."""
+        """A time from now on at which something ends, begins or shifts, or the millisecond before or after
+        it.
+        """
         moments = [HOUR_MS * (self.now // HOUR_MS + 1), DAY_MS * (self.now // DAY_MS + 1)]
         for zone in ZONES[1:]:
             offsets = offsets_of(zone, self.now)
@@ -292,14 +294,14 @@ class Hostile:
         ahead = sorted(at for at in moments if self.now <= at < self.now + 400 * DAY_MS)
         return int(self.random.choice(ahead[:6] or [self.now]) + self.one_of(-1, 0, 0, 1))
 
-    def _again(self, offers: Mapping[str, Offer]) -> list[AnyCommand]:
-        """What was sent before: as it was, in part of its company twice, by another, with another body, or to
-        a sister offer.
+    def _repeat(self, offers: Mapping[str, Offer]) -> list[AnyCommand]:
+        """The commands of an earlier list: unchanged, twice, by another user, to another offer of the
+        campaign, or with another body.
         """
         if not self.sent:
             return []
-        back = self.random.choice((1, 2, 3, 5, 8, 20, len(self.sent)))
-        commands = list(self.sent[-min(back, len(self.sent))])
+        lists_ago = self.random.choice((1, 2, 3, 5, 8, 20, len(self.sent)))
+        commands = list(self.sent[-min(lists_ago, len(self.sent))])
         if any(isinstance(command, Grab) and command.basket is not None for command in commands):
             return commands
         change = self.one_of("none", "none", "none", "twice", "user", "offer", "body")
@@ -307,19 +309,21 @@ class Hostile:
             return commands + commands
         if change == "user":
             return [
-                msgspec.structs.replace(one, user=self.one_of(*USERS)) if isinstance(one, Grab) else one
-                for one in commands
+                msgspec.structs.replace(command, user=self.one_of(*USERS))
+                if isinstance(command, Grab)
+                else command
+                for command in commands
             ]
         if change == "offer":
             sisters = [
                 name for name in offers if campaign_of(name) == campaign_of(commands[0].offer)
             ] or self.names
-            return [msgspec.structs.replace(one, offer=self.one_of(*sisters)) for one in commands]
+            return [msgspec.structs.replace(command, offer=self.one_of(*sisters)) for command in commands]
         if change == "body":
-            return [self._other(one) for one in commands]
+            return [self._other_body(command) for command in commands]
         return commands
 
-    def _other(self, command: AnyCommand) -> AnyCommand:
+    def _other_body(self, command: AnyCommand) -> AnyCommand:
         """The same id with another body."""
         if isinstance(command, Grab):
             return (
@@ -352,7 +356,7 @@ class Hostile:
         return self.envelope() if self.random.random() < 0.3 else self.pieces(name)
 
     def times(self) -> tuple[int | None, int | None]:
-        """When it opens and closes: mostly now and never."""
+        """`opens_at` and `closes_at` of an offer; mostly it opens now and never closes."""
         opens_at = self.one_of(0, self.now + 1, self.now + 500, TIME_MS_MAX - 1) if self.rarely(6) else None
         closes_at = (
             self.one_of(self.now + 1, self.now + 9_000, self.now + 40 * HOUR_MS, TIME_MS_MAX)
@@ -393,23 +397,23 @@ class Hostile:
             (("02:00", "03:00"),),
         )
         return tuple(
-            Hours(("mon", "tue", "sun")[: self.one_of(1, 3)] if self.rarely(3) else WEEKDAYS, *one)
-            for one in hours
+            Hours(("mon", "tue", "sun")[: self.one_of(1, 3)] if self.rarely(3) else WEEKDAYS, *from_until)
+            for from_until in hours
         )
 
     def limits(self) -> tuple[Limit, ...]:
-        found: dict[tuple[str, str], Limit] = {}
+        limits: dict[tuple[str, str], Limit] = {}
         if self.rarely(2):
             return (self.common,)
         for _ in range(self.one_of(0, 0, 1, 1, 1, 2) if not self.rarely(10) else 8):
             limit = Limit(
                 self.one_of("user", "user", "user", "card", "x", "state"),
                 self.one_of("offer", "hour", "hour", "day", "day", "week"),
-                self.one_of(1, 3, 6, 6, 9) if not self.rarely(8) else self.beside(AMOUNT_MAX, least=1),
+                self.one_of(1, 3, 6, 6, 9) if not self.rarely(8) else self.near(AMOUNT_MAX, least=1),
                 self.one_of("offer", "campaign"),
             )  # fmt: skip
-            found[limit.name, limit.scope] = limit
-        return tuple(found.values())
+            limits[limit.name, limit.scope] = limit
+        return tuple(limits.values())
 
     def pieces(self, name: str) -> CouponTerms | StockTerms:
         held = self.random.random() < 0.75
@@ -418,7 +422,7 @@ class Hostile:
         price = (
             self.one_of(None, 0, 7, 250)
             if not self.rarely(5)
-            else self.beside(AMOUNT_MAX // most, most=AMOUNT_MAX // most)
+            else self.near(AMOUNT_MAX // most, most=AMOUNT_MAX // most)
         )
         total = (
             self.one_of(1, 2, 3, 5, 5, 8, 12)
@@ -452,12 +456,12 @@ class Hostile:
     # -- grabs -----------------------------------------------------------------------------------------------
 
     def quantity(self, offer: Offer | None) -> int:
-        """Mostly what can be had; else at and above what the offer has, and what anything may have."""
+        """Mostly a quantity that the offer has; sometimes near what it has, or near the greatest quantity."""
         if offer is None or offer.is_envelope:
             return int(self.one_of(2, AMOUNT_MAX)) if self.rarely(20) else 1
         most, total, left = offer.pieces.max_per_grab, offer.pieces.total, offer.units_left
         if self.rarely(12):
-            return self.beside(most, total, left, AMOUNT_MAX, least=1)
+            return self.near(most, total, left, AMOUNT_MAX, least=1)
         return max(
             min(
                 most,
@@ -471,17 +475,17 @@ class Hostile:
         )
 
     def attributes(self) -> dict[str, str]:
-        found = {
+        attributes = {
             "card": self.one_of("c:1", "c:1", "c:2", "c"),
             "x": self.one_of("x", ":", "1"),
             "state": "open",
         }
         if self.rarely(9):
-            found |= {"user": "somebody", "p" * 64: "p" * 64, ":": ":"}
-        return found
+            attributes |= {"user": "somebody", "p" * 64: "p" * 64, ":": ":"}
+        return attributes
 
     def ticket(self, user: str, offer: str) -> str | None:
-        """For the offer, its campaign or several offers; often one that is good for one grab."""
+        """A ticket for the offer, its campaign or several offers; often a single-use ticket."""
         if self.rarely(9):
             return None
         campaign = campaign_of(offer)
@@ -511,7 +515,7 @@ class Hostile:
 
     def _grab(self, offers: Mapping[str, Offer]) -> list[AnyCommand]:
         name = self.offer(offers)
-        # Plain ones, which have a way of their own through the script.
+        # Plain grabs, which take another path through the script.
         if (name in offers and offers[name].is_envelope) or self.rarely(20):
             return [
                 Grab(id=self.id(), offer=name, user=self.one_of(*USERS))
@@ -523,38 +527,38 @@ class Hostile:
         ]
 
     def _basket(self, offers: Mapping[str, Offer]) -> list[AnyCommand]:
-        """Grabs of one campaign that stand or fall together; often under an id that was used."""
+        """A basket of grabs of one campaign; often its id was used before."""
         campaign = campaign_of(self.offer(offers))
         names = [name for name in (*offers, *offers, *self.names) if campaign_of(name) == campaign]
         basket = str(self.one_of(*NAMES))
-        made = [
+        drawn = [
             self.a_grab(offers, offer=self.one_of(*names), basket=basket, wait=False)
             for _ in range(self.random.randint(1, 4))
         ]
-        return list({grab.id: grab for grab in made}.values())
+        return list({grab.id: grab for grab in drawn}.values())
 
-    # -- settling --------------------------------------------------------------------------------------------
+    # -- commands about grabs --------------------------------------------------------------------------------
 
     def known(self, offers: Mapping[str, Offer]) -> tuple[Offer, str] | None:
-        """A grab that is there, the newest most often."""
-        found = [(offer, name) for offer in offers.values() for name in list(offer.grabs)[-6:]]
-        if not self.rarely(3):  # of those that something can be done with
-            found = [
-                (o, name)
-                for o, name in found
-                if o.grabs[name].held or o.grabs[name].taken or o.grabs[name].status == 3
-            ] or found
-        return self.random.choice(found) if found else None
+        """An offer and the id of one of its newest grabs, or None."""
+        recent = [(offer, name) for offer in offers.values() for name in list(offer.grabs)[-6:]]
+        if not self.rarely(3):  # only grabs about which commands can be carried out
+            recent = [
+                (offer, name)
+                for offer, name in recent
+                if offer.grabs[name].held or offer.grabs[name].taken or offer.grabs[name].status == 3
+            ] or recent
+        return self.random.choice(recent) if recent else None
 
-    def _settle(self, offers: Mapping[str, Offer]) -> list[AnyCommand]:
-        return [self.settling(offers) for _ in range(self.random.randint(1, 4))]
+    def _grab_command(self, offers: Mapping[str, Offer]) -> list[AnyCommand]:
+        return [self.a_grab_command(offers) for _ in range(self.random.randint(1, 4))]
 
-    def settling(self, offers: Mapping[str, Offer]) -> AnyCommand:
-        found = self.known(offers)
-        if found is None or self.rarely(20):
+    def a_grab_command(self, offers: Mapping[str, Offer]) -> AnyCommand:
+        known = self.known(offers)
+        if known is None or self.rarely(20):
             name, grab, taken = self.offer(offers), str(self.one_of(*NAMES)), None
         else:
-            name, grab, taken = found[0].name, found[1], found[0].grabs[found[1]]
+            name, grab, taken = known[0].name, known[1], known[0].grabs[known[1]]
         of_held, of_taken = (
             (Confirm, Confirm, Confirm, Release, Release, Extend),
             (Return, Return, Redeem, Redeem, Redeem, Unredeem),
@@ -566,11 +570,11 @@ class Hostile:
         quantity = self.one_of(None, None, None, 1, max(units, 1), units + 1, AMOUNT_MAX)
         if kind is Confirm:
             due = (taken.price if taken else 7) * (quantity if quantity is not None else units)
-            paid = due if not self.rarely(6) else self.beside(due, 0, AMOUNT_MAX)
+            paid = due if not self.rarely(6) else self.near(due, 0, AMOUNT_MAX)
             payment = self.payment()
             if paid > AMOUNT_MAX or payment is None:
                 paid = 0
-            currency = (taken and found and getattr(found[0].terms, "currency", None)) or self.one_of(
+            currency = (taken and known and getattr(known[0].terms, "currency", None)) or self.one_of(
                 "CNY", "EUR"
             )
             return Confirm(
@@ -589,8 +593,8 @@ class Hostile:
         return kind(**about)  # type: ignore[no-any-return]
 
     def payment(self) -> str | None:
-        """Mostly one of its own; now and then one that paid for something else, or for an offer that is long
-        gone.
+        """A payment id: mostly a new one, sometimes one that was used before, also for offers that have
+        retired.
         """
         if self.rarely(12):
             return None
@@ -600,26 +604,26 @@ class Hostile:
         self.paid.append(f"p:{self.fresh}")
         return self.paid[-1]
 
-    def _storm(self, offers: Mapping[str, Offer]) -> list[AnyCommand]:
-        """One grab, redeemed and unredeemed for many orders."""
+    def _redemptions(self, offers: Mapping[str, Offer]) -> list[AnyCommand]:
+        """Redeems and unredeems one grab for many orders."""
         taken = {
             name: offer for name, offer in offers.items() if any(grab.taken for grab in offer.grabs.values())
         }
-        found = self.known(taken)
-        if found is None:
+        known = self.known(taken)
+        if known is None:
             return []
         commands: list[AnyCommand] = []
         for number in range(self.one_of(3, 10, 30)):
             commands.append(
                 (Redeem, Unredeem)[number % 2](
-                    id=self.id(), offer=found[0].name, grab=found[1], order=f"o{number // 2}"
+                    id=self.id(), offer=known[0].name, grab=known[1], order=f"o{number // 2}"
                 )
             )
         return commands
 
     # -- operators -------------------------------------------------------------------------------------------
 
-    def _operate(self, offers: Mapping[str, Offer]) -> list[AnyCommand]:
+    def _offer_command(self, offers: Mapping[str, Offer]) -> list[AnyCommand]:
         about: dict[str, Any] = {
             "id": self.id(),
             "offer": self.offer(offers),
@@ -630,7 +634,7 @@ class Hostile:
             return [kind(**about)]
         wallet = f"wallet:{self.one_of(*USERS)}"
         entries = [
-            Entry("CNY", f"issuer:{self.one_of(*PEOPLE)}", wallet, self.beside(1, AMOUNT_MAX, least=1))
+            Entry("CNY", f"issuer:{self.one_of(*PEOPLE)}", wallet, self.near(1, AMOUNT_MAX, least=1))
             for _ in range(self.one_of(1, 16))
         ]
         return [
@@ -643,25 +647,25 @@ class Hostile:
         ]
 
     def _amend(self, offers: Mapping[str, Offer]) -> list[AnyCommand]:
-        """At once with grabs that wait, and with what they wait for."""
+        """An amendment, often in one list with grabs that wait and commands that free units for them."""
         name = self.offer(offers)
         commands: list[AnyCommand] = [Amend(id=self.id(), offer=name, changes=self.changes(offers.get(name)))]
         if self.rarely(2):
             commands = [
                 self.a_grab(offers, offer=name, wait=True) for _ in range(self.random.randint(0, 3))
             ] + commands
-            commands += [self.settling({name: offers[name]}) for _ in range(2) if name in offers]
+            commands += [self.a_grab_command({name: offers[name]}) for _ in range(2) if name in offers]
         return commands
 
     def changes(self, offer: Offer | None) -> Changes:
         total = offer.terms.total if offer else 5
         possible: dict[str, Any] = {
-            "title": self.one_of(*TITLES), "total": self.beside(1, total, total + 3, total - 3, AMOUNT_MAX,
+            "title": self.one_of(*TITLES), "total": self.near(1, total, total + 3, total - 3, AMOUNT_MAX,
             least=1),
             "opens_at": self.now + self.one_of(1, 500),
             "closes_at": self.now + self.one_of(-1, 0, 1, 9_000, HOUR_MS),
-            "limits": self.limits(), "max_per_grab": self.beside(1, 2, 4, AMOUNT_MAX, least=1),
-            "price": self.beside(0, 7, AMOUNT_MAX),
+            "limits": self.limits(), "max_per_grab": self.near(1, 2, 4, AMOUNT_MAX, least=1),
+            "price": self.near(0, 7, AMOUNT_MAX),
             "hold_ms": self.one_of(1, 3_000, HOLD_MS_MAX), "extensions": self.one_of(0, 1, 1_000),
             "late": self.one_of("refuse", "retake", "grace"), "grace_ms": self.one_of(0, 1, HOLD_MS_MAX),
             "return_restores": self.one_of(False, True), "valid_until": self.now + self.one_of(0, 1, 5_000),
@@ -674,7 +678,9 @@ class Hostile:
         return Changes(**{name: possible[name] for name in fields})
 
     def _load(self, offers: Mapping[str, Offer]) -> list[AnyCommand]:
-        """What an offer waits for, whole or in part; a chunk twice, too many, the wrong list."""
+        """The list that an offer needs, whole or in part; sometimes with double items, too many items, or the
+        wrong list.
+        """
         waiting = [
             offer
             for offer in offers.values()
@@ -692,7 +698,7 @@ class Hostile:
             items: Sequence[str] = self.random.sample(USERS, self.random.randint(1, len(USERS)))
         else:
             items = [
-                f"{self.one_of(*CODES)[:190]}{number}" for number in range(self.beside(total, total, least=1))
+                f"{self.one_of(*CODES)[:190]}{number}" for number in range(self.near(total, total, least=1))
             ]
         if self.rarely(3) and len(items) > 1:
             half = len(items) // 2

@@ -1,4 +1,4 @@
-"""What tests share of `tests/lua/histories/test_hostile.py`."""
+"""Plays a hostile history by Lua and by the rules, with sweeps that may stop early, and compares both."""
 
 import random
 import secrets
@@ -16,16 +16,18 @@ from grabstream.models.rules.settling import lapse
 from grabstream.streams.deciding.sweeper import Sweeper
 from tests.lua.conftest import NOW
 from tests.lua.histories.books import check_books
-from tests.lua.histories.hostile import Hostile, Pass, Sweep
+from tests.lua.histories.hostile import HostileHistory, Sweep, TimePasses
 from tests.lua.histories.promises import check_promises
 from tests.lua.histories.twins import SHARDS, Twins
 
-#: Steps between two looks at everything that Redis has, and at what a recovery makes of the events.
-LOOK_STEPS, RECOVERY_STEPS = 20, 60
+#: Steps between two comparisons of everything in Redis with the rules, and with a recovery from the events.
+CHECK_STEPS, RECOVERY_STEPS = 20, 60
 
 
-class TornSweeper(Sweeper):
-    """Sees only some of what is due, and stops there."""
+class PartialSweeper(Sweeper):
+    """A sweeper that reads only `some` of what is due, from one end, and with `broken_off` sweeps no
+    offers.
+    """
 
     some: int | None = None
     last_first = False
@@ -39,24 +41,25 @@ class TornSweeper(Sweeper):
     async def _due(
         self, key: str, at_ms: int | None, most: int, *rest: int, last_first: bool = False
     ) -> list[str]:
-        return torn(
+        return only_some(
             await super()._due(key, at_ms, most, *rest, last_first=last_first), self.some, self.last_first
         )
 
 
-def torn(found: list[Any], some: int | None, last_first: bool) -> list[Any]:
-    """As many as this of them, from one of the ends."""
+def only_some(due: list[Any], some: int | None, last_first: bool) -> list[Any]:
+    """The first `some` items, or the last ones; None: all."""
     if some is None:
-        return found
-    return found[len(found) - min(some, len(found)) :] if last_first else found[:some]
+        return due
+    return due[len(due) - min(some, len(due)) :] if last_first else due[:some]
 
 
 class HostileTwins(Twins):
-    """Twins that are seen to in part."""
+    """Twins whose sweeps may handle only a part of what is due."""
 
     async def sweep_some(self, how: Sweep) -> None:
+        """Makes this sweep by Lua and by the rules, and compares the events."""
         for number, state in enumerate(self.states):
-            sweeper = TornSweeper(self.client, self.keys.shard(number), self.keys.shards, 10**12)
+            sweeper = PartialSweeper(self.client, self.keys.shard(number), self.keys.shards, 10**12)
             if how == Sweep():
                 await sweeper.sweep(self.now)
                 events = sweep(state, self.now)
@@ -74,25 +77,27 @@ class HostileTwins(Twins):
             ]
             sweeper.some = how.holds
             await sweeper.expire_holds(self.now)
-            for _, _, offer, name in torn(
+            for _, _, offer, name in only_some(
                 sorted(holds, key=lambda hold: hold[:2]), how.holds, how.last_first
             ):
                 events += lapse(state, offer, name, now)
             due = sorted(
                 [offer for offer in state.offers.values() if self.now >= offer.due],
-                key=lambda one: (one.due, one.name),
+                key=lambda offer: (offer.due, offer.name),
             )
             sweeper.some, sweeper.broken_off = how.offers, how.broken_off
             await sweeper.close_due(self.now)
-            for offer in [] if how.broken_off else torn(due, how.offers, how.last_first):
+            for offer in [] if how.broken_off else only_some(due, how.offers, how.last_first):
                 events += fall_due(state, offer, now)
             await self._compare(number, events)
 
-    async def look(self, recover: bool) -> None:
-        """Everything that there is, by the rules, by the lines alone, and by a recovery."""
+    async def check_all(self, recover: bool) -> None:
+        """Compares everything in Redis with the rules and, if `recover`, a recovery; checks books and
+        promises.
+        """
         for number, state in enumerate(self.states):
             sweeper = Sweeper(self.client, self.keys.shard(number), self.keys.shards, 10**12)
-            await sweeper.clean(self.now)  # what has retired may lie there until then
+            await sweeper.clean(self.now)  # data of retired offers may stay until it is cleaned
             await self._compare_state(number, state)
             check_books(self.lines[number])
             check_promises(self.lines[number])
@@ -100,8 +105,8 @@ class HostileTwins(Twins):
                 await self.compare_recovered(number)
 
     def check_waiting(self) -> None:
-        """Units that somebody waits for go to the first of the first hundred they suffice for; nobody freezes
-        an offer for the others.
+        """Checks that no units are left that suffice for one of the first hundred waiting grabs of an
+        offer.
         """
         for offer in self.offers.values():
             if offer.closed_reason or not offer.queue or self.now >= min(offer.due, offer.closes_at):
@@ -118,7 +123,7 @@ class HostileTwins(Twins):
             )
 
     async def decide_both(self, commands: Sequence[AnyCommand]) -> list[Answer]:
-        """As twins do; one grab alone is never told that nothing is left where something is."""
+        """As twins do; also checks that a single grab is not `sold_out` while units are left."""
         offer = self.offers.get(commands[0].offer) if len(commands) == 1 else None
         left = 0 if offer is None or offer.is_envelope else offer.units_left
         answers = await super().decide_both(commands)
@@ -135,28 +140,28 @@ class HostileTwins(Twins):
 async def play(
     client: Any, draw: random.Random, steps: int, twins: HostileTwins | None = None
 ) -> HostileTwins:
-    """A history of so many steps, compared all along."""
-    twins, hostile = twins or HostileTwins(), Hostile(draw, NOW)
+    """Plays a history of `steps` steps, with comparisons after every step; returns its twins."""
+    twins, history = twins or HostileTwins(), HostileHistory(draw, NOW)
     limits = GateLimits(batch_commands_max=draw.choice((1, 3, 512)), timeout_ms=30_000)
     await twins.begin_twins(client, KeySpace(f"hostile{secrets.token_hex(5)}", SHARDS), limits)
     try:
         for step in range(steps):
-            found = hostile.next(twins.offers)
-            if isinstance(found, Pass):
-                twins.now = hostile.now = max(twins.now + found.ms, NOW - 10_000)
-            elif isinstance(found, Sweep):
-                await twins.sweep_some(found)
-            elif found:
-                await twins.decide_both(found)
+            next_step = history.next(twins.offers)
+            if isinstance(next_step, TimePasses):
+                twins.now = history.now = max(twins.now + next_step.ms, NOW - 10_000)
+            elif isinstance(next_step, Sweep):
+                await twins.sweep_some(next_step)
+            elif next_step:
+                await twins.decide_both(next_step)
             twins.check_conservation()
             twins.check_waiting()
-            if step % LOOK_STEPS == LOOK_STEPS - 1:
-                await twins.look(step % RECOVERY_STEPS == RECOVERY_STEPS - 1)
+            if step % CHECK_STEPS == CHECK_STEPS - 1:
+                await twins.check_all(step % RECOVERY_STEPS == RECOVERY_STEPS - 1)
     except BaseException as error:
-        error.add_note(f"at step {step}: {found}")
+        error.add_note(f"at step {step}: {next_step}")
         raise
     else:
-        await twins.look(True)
+        await twins.check_all(True)
     finally:
         names = [name async for name in client.scan_iter(match=f"{twins.keys.prefix}*", count=1_000)]
         if names:

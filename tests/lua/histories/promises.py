@@ -1,7 +1,6 @@
-"""What must be true of a shard's events whatever the histories: promises that the rules and Lua could break
-together.
+"""Promises that must hold in every history, including those that the rules and Lua could break together.
 
-Said without either of them, from the lines alone and in the order of the journal, as a stranger reads them.
+They are checked from the event lines alone, in the order of the journal, without the rules and without Lua.
 """
 
 import json
@@ -15,26 +14,26 @@ from grabstream.models.calendar import DAY_MS, HOUR_MS, THURSDAY
 from grabstream.models.identifiers import campaign_of
 from grabstream.models.money import AMOUNT_MAX
 
-#: How long a payment is known after its offer has retired.
+#: Time in which a payment is known after its offer has retired.
 PAYMENTS_KNOWN_MS = 180 * DAY_MS
 NUMBER_MAX = 2**53
-#: What the system writes as a command by itself.
-OWN_COMMANDS = ("sweep",)
+#: Command ids in events that no command caused.
+SYSTEM_COMMANDS = ("sweep",)
 
 
 def check_promises(lines: Sequence[bytes]) -> None:
-    """Raises AssertionError with the promise that is broken and the event that breaks it."""
+    """Raises AssertionError with the broken promise and the event that breaks it."""
     events = [_exact(line) for line in lines]
-    _check_ids_and_orders(events)
+    _check_ids_and_tickets(events)
     _check_payments(events)
     _check_campaign_limits(events)
 
 
 def _exact(line: bytes) -> Any:
-    """The event, when all of its numbers are exact integers."""
+    """The decoded event; raises AssertionError unless all its numbers are exact integers."""
 
     def refused(text: str) -> Any:
-        raise AssertionError(f"{text} is no exact integer: {line.decode()}")
+        raise AssertionError(f"{text} is not an exact integer: {line.decode()}")
 
     def integer(text: str) -> int:
         assert text == str(int(text)), f"{text} is not written as an integer: {line.decode()}"
@@ -47,11 +46,11 @@ def _exact(line: bytes) -> Any:
     return event
 
 
-def _check_ids_and_orders(events: Sequence[Any]) -> None:
-    """An id is carried out once as long as its offer lives; a ticket for one grab is good for one grab, of
-    its offer or of its campaign.
+def _check_ids_and_tickets(events: Sequence[Any]) -> None:
+    """Checks that an id is carried out once until its offer retires, and that a single-use ticket is used for
+    one grab of its offer or campaign.
     """
-    own: dict[tuple[str, str], str] = {}
+    carried_out: dict[tuple[str, str], str] = {}
     tickets: dict[tuple[str, str, str], Any] = {}
     offers: dict[str, set[str]] = defaultdict(set)
     for event in events:
@@ -60,29 +59,29 @@ def _check_ids_and_orders(events: Sequence[Any]) -> None:
         if event["type"] == "offer.opened":
             offers[campaign].add(offer)
         if "digest" in event:
-            assert command not in OWN_COMMANDS, (
-                f"a command has the name of what the system does by itself: {event}"
-            )
-            assert (campaign, command) not in own, f"{command} was carried out twice: {event}"
-            own[campaign, command] = offer
+            assert command not in SYSTEM_COMMANDS, f"a command has a reserved id: {event}"
+            assert (campaign, command) not in carried_out, f"{command} was carried out twice: {event}"
+            carried_out[campaign, command] = offer
         if "ticket" in event:
             ends_at = event.get("ticket_ends_at")
             key = (campaign, "" if ends_at else offer, event["ticket"])
             used = tickets.get(key)
-            # The same name may come again in a ticket of later, when nobody could use the first one any more.
+            # A later ticket may have the same id once the first ticket has expired for good.
             assert used is None or event["at"] >= (used["ticket_ends_at"] if ends_at else 2**60), (
                 f"a ticket was used twice: {used}, {event}"
             )
             tickets[key] = event
         if event["type"] == "offer.retired":
             offers[campaign].discard(offer)
-            own = {key: of for key, of in own.items() if of != offer}
+            carried_out = {key: of_id for key, of_id in carried_out.items() if of_id != offer}
             if not offers[campaign]:
-                tickets = {key: of for key, of in tickets.items() if key[0] != campaign}
+                tickets = {key: of_id for key, of_id in tickets.items() if key[0] != campaign}
 
 
 def _check_payments(events: Sequence[Any]) -> None:
-    """A payment is served once or refunded once, and what goes back to it is never more than it paid."""
+    """Checks that a payment is served once or refunded once, and that its refunds never exceed what it
+    paid.
+    """
     known: dict[tuple[str, str], Any] = {}
     paid: Counter[tuple[str, str]] = Counter()
     for event in events:
@@ -97,21 +96,21 @@ def _check_payments(events: Sequence[Any]) -> None:
             paid[key] = event.get("paid", 0)
         for payment, amount in event.get("refunds", ()):
             paid[campaign, payment] -= amount
-            assert paid[campaign, payment] >= 0, f"more goes back than was paid: {event}"
+            assert paid[campaign, payment] >= 0, f"the refunds exceed the payment: {event}"
 
 
 def _check_campaign_limits(events: Sequence[Any]) -> None:
-    """Nobody has more in a window than a limit across a campaign allows; the campaign's first offer says in
-    which zone windows are.
+    """Checks that no user has more in a window than a limit of the campaign allows. The time zone of the
+    campaign's first offer determines the windows.
     """
-    for campaign, of_campaign in _by_life(events):
+    for campaign, of_campaign in _by_campaign_lifetime(events):
         opened = [
             event for event in of_campaign if event["type"] == "offer.opened" and event["kind"] != "envelope"
         ]
         if not opened or any("limits" in event.get("changes", ()) for event in of_campaign):
             continue
         limits = [
-            {_limit(one) for one in event["terms"].get("limits", ()) if one.get("scope") == "campaign"}
+            {_limit(limit) for limit in event["terms"].get("limits", ()) if limit.get("scope") == "campaign"}
             for event in opened
         ]
         for by, per, most in set.union(*limits):
@@ -120,39 +119,41 @@ def _check_campaign_limits(events: Sequence[Any]) -> None:
                 _check_one_limit(
                     campaign,
                     of_campaign[0],
-                    [one for one in of_campaign if one["offer"] in counted],
+                    [event for event in of_campaign if event["offer"] in counted],
                     by,
                     per,
                     most,
                 )
 
 
-def _limit(one: Any) -> tuple[str, str, int]:
-    return one["by"], one["per"], one["max"]
+def _limit(limit: Any) -> tuple[str, str, int]:
+    return limit["by"], limit["per"], limit["max"]
 
 
-def _by_life(events: Sequence[Any]) -> Iterator[tuple[str, list[Any]]]:
-    """The events of each campaign, from the opening of its first offer until its last one has retired."""
+def _by_campaign_lifetime(events: Sequence[Any]) -> Iterator[tuple[str, list[Any]]]:
+    """Yields each campaign with its events, from the opening of its first offer until all its offers have
+    retired.
+    """
     living: dict[str, set[str]] = defaultdict(set)
-    found: dict[str, list[Any]] = defaultdict(list)
+    by_campaign: dict[str, list[Any]] = defaultdict(list)
     for event in events:
         campaign = campaign_of(event["offer"])
-        found[campaign].append(event)
+        by_campaign[campaign].append(event)
         if event["type"] == "offer.opened":
             living[campaign].add(event["offer"])
         elif event["type"] == "offer.retired":
             living[campaign].discard(event["offer"])
             if not living[campaign]:
-                yield campaign, found.pop(campaign)
-    yield from found.items()
+                yield campaign, by_campaign.pop(campaign)
+    yield from by_campaign.items()
 
 
 def _check_one_limit(campaign: str, first: Any, events: Sequence[Any], by: str, per: str, most: int) -> None:
-    """Counts what is taken in each window; what comes back in whatever way and at whatever time makes room,
-    so this never asks too much.
+    """Counts the units taken in each window. Every returned or released unit is subtracted, whenever it is
+    returned, so the check is never stricter than the limit.
     """
     window_of = _windows(first, per)
-    has: Counter[tuple[str, int]] = Counter()
+    counted: Counter[tuple[str, int]] = Counter()
     grabs: dict[tuple[str, str], tuple[tuple[str, int], int]] = {}
     for event in events:
         name = event["offer"], event.get("grab", "")
@@ -160,28 +161,28 @@ def _check_one_limit(campaign: str, first: Any, events: Sequence[Any], by: str, 
             value = event["user"] if by == "user" else event.get("attributes", {}).get(by)
             if value is None:
                 continue
-            where = value, window_of(event["at"])
-            grabs[name] = where, event["quantity"]
-            has[where] += event["quantity"]
-            assert has[where] <= most, (
-                f"{value} has {has[where]} of {most} by {by} per {per} in {campaign}: {event}"
+            value_and_window = value, window_of(event["at"])
+            grabs[name] = value_and_window, event["quantity"]
+            counted[value_and_window] += event["quantity"]
+            assert counted[value_and_window] <= most, (
+                f"{value} has {counted[value_and_window]} of {most} by {by} per {per} in {campaign}: {event}"
             )
         elif name in grabs and (event["type"] in ("grab.released", "grab.returned") or event.get("waited")):
-            where, units = grabs[name]
-            back = (
+            value_and_window, units = grabs[name]
+            returned = (
                 units
                 if event.get("reason") == "left_queue"
                 else units - event["quantity"]
                 if event.get("waited")
                 else event["quantity"]
             )
-            grabs[name] = where, units - back
-            has[where] -= back
+            grabs[name] = value_and_window, units - returned
+            counted[value_and_window] -= returned
 
 
 def _windows(first: Any, per: str) -> Callable[[int], int]:
-    """Which window a time is in, by the zone of the campaign's first offer; hours begin where they did on the
-    day it opened.
+    """Returns a function that maps a time to its window, in the zone of the campaign's first offer. Hours
+    keep the UTC offset of the day on which that offer opened.
     """
     zone = ZoneInfo(first["terms"].get("timezone", "UTC"))
 

@@ -1,6 +1,4 @@
-"""Whether a recovery gives the state that deciding gave: a shard's events applied to keys of their own, and
-both compared key by key.
-"""
+"""Recovers a shard's events into other, empty keys, and compares the contents of both shards key by key."""
 
 import random
 from collections.abc import AsyncGenerator, Sequence
@@ -18,8 +16,8 @@ from grabstream.models.offers import PAYMENTS_KNOWN_MS
 from grabstream.streams.relaying.ownership import OwnedShard
 from grabstream.streams.relaying.recovery import Position, Recovery
 
-#: What is no state of the journal: refusals and their counts, what is not yet journaled, who relays, how far
-#: cleaning is.
+#: Keys that do not follow from the journal: refusals and their counts, the outbox, the lease, the cursors of
+#: cleaning.
 LEFT_OUT = ("refusals", "refusal_order", "demand", "outbox", "lease", "cleaning")
 
 _unpack = msgspec.msgpack.Decoder().decode
@@ -41,12 +39,10 @@ async def fold(
     shards: int,
     cut: random.Random | None = None,
 ) -> None:
-    """Makes the state of these events in an empty shard, as a recovery does; `cut` breaks it off and goes on
-    at random places.
-    """
+    """Recovers an empty shard from these events; with `cut`, in random steps."""
     shard = OwnedShard(client, keys)
     events = accepted(lines)
-    own = (await shard.raise_term(0)).ownership
+    ownership = (await shard.raise_term(0)).ownership
     recovery = Recovery(shard, sealer)
 
     async def journal(upto: int) -> AsyncGenerator[tuple[Cursor, Sequence[Accepted]], None]:
@@ -58,62 +54,66 @@ async def fold(
 
     end = len(events)
     stops = sorted({cut.randint(0, end) for _ in range(3)} | {end}) if cut else [end]
-    await recovery.rebuild(own, Position("other", 0), lambda base: journal(stops[0]))
+    await recovery.rebuild(ownership, Position("other", 0), lambda base: journal(stops[0]))
     for before, after in pairwise(stops):
-        await recovery.catch_up(own, Position("behind", before), journal(after))
-    await run_script(client, "reconcile", [keys.state], (*own.arguments, end, shards))
+        await recovery.catch_up(ownership, Position("behind", before), journal(after))
+    await run_script(client, "reconcile", [keys.state], (*ownership.arguments, end, shards))
 
 
 async def contents(client: Any, keys: ShardKeys, now_ms: int | None = None) -> dict[str, Any]:
-    """Everything a shard has in Redis that counts at a time (its last event's, if absent), by the key's name
-    behind its tag; what is packed is unpacked.
+    """The contents of a shard in Redis that count at `now_ms` (default: the time of its last event), by key
+    name without the tag. Packed values are unpacked.
     """
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     async for key in client.scan_iter(match=f"{keys.tag}:*", count=1_000):
         name = key.decode().removeprefix(f"{keys.tag}:")
         if name not in LEFT_OUT:
-            found[name] = await _value(client, key, name)
-    found["shard"] = {field: found["shard"].get(field, b"0") for field in ("seq", "time")}
-    _forgive_what_the_sweeper_postponed(found)
-    return _without_what_is_forgotten(found, int(found["shard"]["time"]) if now_ms is None else now_ms)
+            values[name] = await _value(client, key, name)
+    values["shard"] = {field: values["shard"].get(field, b"0") for field in ("seq", "time")}
+    _drop_postponed_due_times(values)
+    return _without_retired_offers(values, int(values["shard"]["time"]) if now_ms is None else now_ms)
 
 
-def _without_what_is_forgotten(found: dict[str, Any], now_ms: int) -> dict[str, Any]:
-    """Records of offers that have retired, whether they are deleted already or not."""
-    retired = {name.decode() for name in found.get("retired", ())}
-    known = {name.decode() for name, at in found.get("past", {}).items() if now_ms < at + PAYMENTS_KNOWN_MS}
-    found["past"] = {name: at for name, at in found.get("past", {}).items() if name.decode() in known}
-    for name, kept in found.items():
-        campaign, _, what = name.removeprefix("campaign:").partition("/")
+def _without_retired_offers(values: dict[str, Any], now_ms: int) -> dict[str, Any]:
+    """The values without records of retired offers, which may or may not be deleted already."""
+    retired = {name.decode() for name in values.get("retired", ())}
+    known = {name.decode() for name, at in values.get("past", {}).items() if now_ms < at + PAYMENTS_KNOWN_MS}
+    values["past"] = {name: at for name, at in values.get("past", {}).items() if name.decode() in known}
+    for name, fields in values.items():
+        campaign, _, part = name.removeprefix("campaign:").partition("/")
         if not name.startswith("campaign:"):
             continue
-        if what == "answers":
-            found[name] = {
-                field: record for field, record in kept.items() if _offer_of(record, campaign) not in retired
+        if part == "answers":
+            values[name] = {
+                field: record
+                for field, record in fields.items()
+                if _offer_of(record, campaign) not in retired
             }
-        elif what == "payments":
-            found[name] = {
-                field: record for field, record in kept.items() if record[0] not in retired - known
+        elif part == "payments":
+            values[name] = {
+                field: record for field, record in fields.items() if record[0] not in retired - known
             }
-        elif what == "state":
-            found[name] = {
+        elif part == "state":
+            values[name] = {
                 field: value
-                for field, value in kept.items()
+                for field, value in fields.items()
                 if field.partition("/")[2] not in retired - known
             }
-    return {name: value for name, value in found.items() if value}
+    return {name: value for name, value in values.items() if value}
 
 
 def _offer_of(record: Any, campaign: str) -> str:
     return str(record[1][0]) if isinstance(record, tuple) else offer_of_answer(record, campaign)
 
 
-def _forgive_what_the_sweeper_postponed(found: dict[str, Any]) -> None:
-    """A closed offer with holds is looked at again and again; when next, no event says."""
-    for name in list(found.get("due", {})):
-        offer = found[f"offer:{name.decode()}"]
+def _drop_postponed_due_times(values: dict[str, Any]) -> None:
+    """Drops the due times of closed offers with holds: the sweeper postpones them, and no event records
+    that.
+    """
+    for name in list(values.get("due", {})):
+        offer = values[f"offer:{name.decode()}"]
         if offer["state"] == b"closed" and offer.get("held", b"0") != b"0":
-            del found["due"][name]
+            del values["due"][name]
 
 
 async def _value(client: Any, key: bytes, name: str) -> Any:
@@ -138,17 +138,17 @@ async def _value(client: Any, key: bytes, name: str) -> Any:
     return await client.lrange(key, 0, -1) if kind == "list" else await client.get(key)
 
 
-def differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
-    """What two shards' contents have different, a line each."""
+def differences(first: dict[str, Any], second: dict[str, Any]) -> list[str]:
+    """The differences between the contents of two shards, one line each."""
     lines = []
-    for name in sorted(one.keys() | other.keys()):
-        a, b = one.get(name), other.get(name)
-        if isinstance(a, dict) and isinstance(b, dict):
+    for name in sorted(first.keys() | second.keys()):
+        first_value, second_value = first.get(name), second.get(name)
+        if isinstance(first_value, dict) and isinstance(second_value, dict):
             lines += [
-                f"{name} {field!r}: {a.get(field)!r} / {b.get(field)!r}"
-                for field in a.keys() | b.keys()
-                if a.get(field) != b.get(field)
+                f"{name} {field!r}: {first_value.get(field)!r} / {second_value.get(field)!r}"
+                for field in first_value.keys() | second_value.keys()
+                if first_value.get(field) != second_value.get(field)
             ]
-        elif a != b:
-            lines.append(f"{name}: {a!r} / {b!r}")
+        elif first_value != second_value:
+            lines.append(f"{name}: {first_value!r} / {second_value!r}")
     return lines

@@ -1,5 +1,5 @@
-"""Scenes: what a requirement tells, played on a real Redis through a gate and by the pure rules at once,
-which must answer the same.
+"""Scenes: a requirement played step by step, on a real Redis through a gate and by the pure rules. Both must
+give the same answers.
 """
 
 import json
@@ -21,7 +21,7 @@ BERLIN = "Europe/Berlin"
 
 
 def at(text: str) -> int:
-    """Milliseconds of a time written with its offset."""
+    """The time in ms since 1970 of an ISO text with an offset."""
     return round(datetime.fromisoformat(text).timestamp() * 1000)
 
 
@@ -37,12 +37,13 @@ def by_user(per: Any, most: int, **rest: Any) -> Limit:
     return Limit("user", per, most, **rest)
 
 
-def lefts(answer: Answer) -> dict[str, int]:
+def left_by_limit(answer: Answer) -> dict[str, int]:
+    """What each limit leaves the user, by `<by>/<per>`."""
     return {f"{limit.by}/{limit.per}": limit.left for limit in answer.limits}
 
 
 class Scene(Twins):
-    """Commands under ids of their own, about one offer where nothing else is said."""
+    """Twins that send commands with new ids, about the offer opened last unless another is given."""
 
     async def begin(self, client: Any, keys: KeySpace) -> None:
         self.offer = "o"
@@ -50,16 +51,17 @@ class Scene(Twins):
         await self.begin_twins(client, keys, GateLimits(timeout_ms=30_000))
 
     def id(self) -> str:
-        """One that nobody has used."""
+        """An id that was not used before."""
         self._ids += 1
         return f"id{self._ids}"
 
     async def do(self, kind: Any, **fields: Any) -> Answer:
-        """One command under an id of its own."""
+        """Sends one command of this class under a new id; returns its answer."""
         [answer] = await self.decide_both([kind(**{"id": self.id(), "offer": self.offer, **fields})])
         return answer
 
     async def open(self, terms: Terms, offer: str | None = None) -> None:
+        """Opens an offer, which later commands are about."""
         self.offer = offer or self.offer
         assert (await self.do(Open, terms=terms)).outcome == "opened"
 
@@ -70,7 +72,7 @@ class Scene(Twins):
         return await self.do(Amend, changes=Changes(**changes))
 
     async def outcomes(self, *users: str) -> list[str]:
-        """Of one grab by each, in one call."""
+        """The outcomes of one grab by each user, sent in one list."""
         return [
             answer.outcome
             for answer in await self.decide_both(
@@ -79,6 +81,7 @@ class Scene(Twins):
         ]
 
     async def all_lines(self) -> list[bytes]:
+        """The event lines of all shards, in order within each shard."""
         return [
             line
             for number in range(self.keys.shards)
@@ -86,13 +89,14 @@ class Scene(Twins):
         ]
 
     async def events(self, kind: str, **fields: Any) -> list[Any]:
-        """The events of a type that say this."""
-        found = [decode_event(line) for line in await self.all_lines() if json.loads(line)["type"] == kind]
+        """The events of type `kind` whose fields have these values."""
+        events = [decode_event(line) for line in await self.all_lines() if json.loads(line)["type"] == kind]
         return [
-            event for event in found if all(getattr(event, name) == value for name, value in fields.items())
+            event for event in events if all(getattr(event, name) == value for name, value in fields.items())
         ]
 
     async def names(self) -> list[str]:
+        """The names of all keys of this scene."""
         return [
             key.decode() async for key in self.client.scan_iter(match=f"{self.keys.prefix}:*", count=1_000)
         ]

@@ -1,7 +1,7 @@
-"""A shop with a crowd: a long random history of offers of pieces, weighted so that what is rare elsewhere
-happens often here.
+"""A shop with a crowd: a long random history of coupon and stock offers, weighted so that rare events happen
+often.
 
-Made of `random.Random(seed)`, so that the seed alone repeats it.
+Everything is drawn from `random.Random(seed)`, so the seed alone repeats a history.
 """
 
 import random
@@ -37,13 +37,11 @@ OTHER_LIMITS = (
     (Limit("user", "offer", 20), Limit("user", "day", 7), Limit("user", "day", 12, "campaign")),
     (Limit("card", "hour", 9, "campaign"), Limit("user", "week", 20)),
 )
-PASSES = (1, 1_000, 30_000, 61_000, DAY_MS // 3)
+PASSES_MS = (1, 1_000, 30_000, 61_000, DAY_MS // 3)
 
 
 class Shop:
-    """Gives the next command, or how much time passes; the offers it is told of are those that are there
-    now.
-    """
+    """Draws the next commands, or the time until them, from the offers that are open now."""
 
     def __init__(
         self, seed: int, now: int, names: tuple[str, ...] = ("m:a", "m:b", "s", "t"), total: int = 40
@@ -55,17 +53,17 @@ class Shop:
         self.now = now
 
     def command(self, make: Any, offer: str, **rest: Any) -> AnyCommand:
-        """A command under an id of its own."""
+        """A command under a new id."""
         self.commands += 1
-        made: AnyCommand = make(id=f"c{self.commands}", offer=offer, **rest)
-        return made
+        command: AnyCommand = make(id=f"c{self.commands}", offer=offer, **rest)
+        return command
 
-    def opening(self, place: int, codes: bool = True) -> list[AnyCommand]:
-        """Opens the offer at a place: the first hands out codes, the second retakes, the third has grace, the
-        fourth grants at once.
+    def opening(self, index: int, codes: bool = True) -> list[AnyCommand]:
+        """Commands that open the offer with this index: the first hands out codes, the second retakes units
+        for late payments, the third has a grace time, the fourth grants at once.
         """
-        offer = self.names[place]
-        kind = CouponTerms if place in (0, 3) else StockTerms
+        offer = self.names[index]
+        kind = CouponTerms if index in (0, 3) else StockTerms
         held: dict[str, Any] = {
             "hold_ms": 60_000,
             "extensions": 2,
@@ -73,15 +71,15 @@ class Shop:
             "currency": "CNY",
             "waiting_list": True,
         }
-        late: dict[str, Any] = ({}, {"late": "retake"}, {"late": "grace", "grace_ms": 5_000}, {})[place]
+        late: dict[str, Any] = ({}, {"late": "retake"}, {"late": "grace", "grace_ms": 5_000}, {})[index]
         terms = kind(
             issuer="shop", total=self.total, limits=LIMITS, max_per_grab=3,
-            timezone=self.random.choice(ZONES), return_restores=place != 2,
-            opens_at=self.now + 10, take="up_to" if place == 1 else "all", retire_after_ms=DAY_MS,
-            **((held if place < 3 else {}) | late),
+            timezone=self.random.choice(ZONES), return_restores=index != 2,
+            opens_at=self.now + 10, take="up_to" if index == 1 else "all", retire_after_ms=DAY_MS,
+            **((held if index < 3 else {}) | late),
         )  # fmt: skip
         commands = [self.command(Open, offer, terms=terms)]
-        if place == 0 and codes:
+        if index == 0 and codes:
             items = tuple(f"sealed:{number}" for number in range(self.total))
             commands.append(
                 self.command(Load, offer, what="codes", chunk=1, chunks=1, items=items, operator="olga")
@@ -89,16 +87,16 @@ class Shop:
         return commands
 
     def next(self, offers: Mapping[str, Offer]) -> list[AnyCommand] | int:
-        """The next commands, or ms that pass."""
+        """The next commands, or the ms that pass before the next ones."""
         draw = self.random
-        place = draw.randrange(len(self.names))
-        name = self.names[place]
+        index = draw.randrange(len(self.names))
+        name = self.names[index]
         kind = draw.choices(
-            ("grab", "confirm", "release", "extend", "return", "redeem", "unredeem", "steer", "time"),
+            ("grab", "confirm", "release", "extend", "return", "redeem", "unredeem", "offer_command", "time"),
             (40, 22, 6, 4, 8, 8, 3, 2, 14),
         )[0]
         if kind == "time":
-            return draw.choice(PASSES)
+            return draw.choice(PASSES_MS)
         if kind == "grab":
             rest = {
                 "quantity": draw.randint(1, 3),
@@ -106,8 +104,8 @@ class Shop:
                 "wait": draw.random() < 0.5,
             }
             return [self.command(Grab, name, user=f"u{draw.randrange(8)}", **rest)]
-        if kind == "steer":
-            return self.carry_out_for_offer(place, name)
+        if kind == "offer_command":
+            return self.offer_command(index, name)
         offer = offers.get(name)
         grab = draw.choice((list(offer.grabs) if offer else [])[-30:] or ["none"])
         taken = offer.grabs.get(grab) if offer else None
@@ -135,8 +133,8 @@ class Shop:
             ]
         return [self.command(Release if kind == "release" else Extend, name, grab=grab)]
 
-    def carry_out_for_offer(self, place: int, name: str) -> list[AnyCommand]:
-        """What an operator does."""
+    def offer_command(self, index: int, name: str) -> list[AnyCommand]:
+        """A command of an operator about the offer."""
         make, rest = self.random.choice(
             [
                 (Pause, {}), (Resume, {}), (Resume, {}), (Resume, {}),
@@ -150,10 +148,10 @@ class Shop:
         )  # fmt: skip
         return [self.command(make, name, **rest)]
 
-    def replace(self, place: int) -> list[AnyCommand]:
-        """Closes an offer and opens its successor, in the same campaign."""
-        old = self.names[place]
+    def replace(self, index: int) -> list[AnyCommand]:
+        """Commands that close the offer with this index and open its successor, in the same campaign."""
+        old = self.names[index]
         close = self.command(Close, old, operator="olga")
         base, _, generation = old.partition(".")
-        self.names[place] = f"{base}.{int(generation or 0) + 1}"
-        return [close, *self.opening(place, codes=False)]
+        self.names[index] = f"{base}.{int(generation or 0) + 1}"
+        return [close, *self.opening(index, codes=False)]

@@ -1,6 +1,4 @@
-"""Whether SQL says of a history what the rules say: its events projected into tables of their own, and every
-live offer compared.
-"""
+"""Projects the events of a history into new tables, and compares the tables with the state of the rules."""
 
 import random
 import re
@@ -27,8 +25,8 @@ from grabstream.projections.versions import create_flat
 async def check_tables(
     postgres: str, lines: Sequence[Sequence[bytes]], states: Sequence[ShardState], now_ms: int
 ) -> None:
-    """Applies the events of all shards, cut at random places; no constraint may stop a projection, and every
-    row is what the rules say.
+    """Applies the events of all shards in pieces of random size. Checks that no constraint stops a projection
+    and that every row matches the rules.
     """
     cut = random.Random(sum(map(len, lines)))
     schema = f"hostile_{secrets.token_hex(5)}"
@@ -60,7 +58,7 @@ async def _apply(connection: AsyncConnection[Any], lines: Sequence[bytes], cut: 
 async def _compare_built(
     connection: AsyncConnection[Any], schema: str, lines: Sequence[Sequence[bytes]]
 ) -> None:
-    """What a build loads in bulk is what was applied piece by piece."""
+    """Checks that a bulk load makes the same rows as applying the events in pieces."""
     built = f"{schema}_built"
     definition = definition_of("balances")
     await connection.execute(sql.SQL("CREATE SCHEMA {}").format(sql.Identifier(built)))
@@ -75,11 +73,11 @@ async def _compare_built(
         )
     await model.finish(connection)
     for table in definition.tables:
-        for one, other in ((schema, built), (built, schema)):
+        for schema_a, schema_b in ((schema, built), (built, schema)):
             differing = "SELECT * FROM {} EXCEPT SELECT * FROM {}"
-            names = (sql.Identifier(one, table), sql.Identifier(other, table))
-            found = await (await connection.execute(sql.SQL(differing).format(*names))).fetchall()
-            assert not found, f"{table}: only {'applied' if one == schema else 'built'}: {found[:3]}"
+            names = (sql.Identifier(schema_a, table), sql.Identifier(schema_b, table))
+            rows = await (await connection.execute(sql.SQL(differing).format(*names))).fetchall()
+            assert not rows, f"{table}: only {'applied' if schema_a == schema else 'built'}: {rows[:3]}"
 
 
 async def _rows(connection: AsyncConnection[Any], query: str) -> list[Any]:
@@ -91,13 +89,13 @@ def _offers(states: Sequence[ShardState]) -> dict[str, Offer]:
 
 
 async def _compare_offers(connection: AsyncConnection[Any], states: Sequence[ShardState]) -> None:
-    found = await _rows(
+    rows = await _rows(
         connection, "SELECT offer, units_left, held, state, grabs FROM offers WHERE retired_at IS NULL"
     )
-    said = {
-        name: (left, held, state in ("closed", "drained"), grabs) for name, left, held, state, grabs in found
+    in_sql = {
+        name: (left, held, state in ("closed", "drained"), grabs) for name, left, held, state, grabs in rows
     }
-    assert said == {
+    assert in_sql == {
         name: (offer.units_left, offer.held, offer.closed_reason is not None, offer.places)
         for name, offer in _offers(states).items()
     }
@@ -109,7 +107,7 @@ async def _compare_offers(connection: AsyncConnection[Any], states: Sequence[Sha
 
 async def _compare_grabs(connection: AsyncConnection[Any], states: Sequence[ShardState]) -> None:
     columns = "g.offer, grab, user_id, g.held, taken, redeemed, g.amount, g.state = 'waiting'"
-    found = await _rows(
+    rows = await _rows(
         connection, f"SELECT {columns} FROM grabs AS g JOIN offers USING (offer) WHERE retired_at IS NULL"
     )
     expected: dict[tuple[str, str], tuple[Any, ...]] = {}
@@ -125,15 +123,15 @@ async def _compare_grabs(connection: AsyncConnection[Any], states: Sequence[Shar
                 grab.status == Status.waiting,
             )
     offers = _offers(states)
-    said = {
+    in_sql = {
         (offer, grab): (user, held, 0 if waits else taken, redeemed, waits)
-        for offer, grab, user, held, taken, redeemed, _, waits in found
+        for offer, grab, user, held, taken, redeemed, _, waits in rows
         if not offers[offer].is_envelope
     }
-    assert said == expected
+    assert in_sql == expected
     assert (
         Counter(
-            (offer, user, amount) for offer, _, user, _, _, _, amount, _ in found if offers[offer].is_envelope
+            (offer, user, amount) for offer, _, user, _, _, _, amount, _ in rows if offers[offer].is_envelope
         )
         == parts
     )
@@ -142,15 +140,15 @@ async def _compare_grabs(connection: AsyncConnection[Any], states: Sequence[Shar
 async def _compare_limits(
     connection: AsyncConnection[Any], states: Sequence[ShardState], now_ms: int
 ) -> None:
-    """What the view counts at a time is what the counters have, which were compared with those in Redis."""
+    """Checks that the view `limits`, read at a given time, matches the counters of the rules."""
     view = re.search(r"CREATE VIEW limits AS.*?;", definition_of("balances").parts["views"], re.DOTALL)
     assert view is not None
-    then = (
+    view_then = (
         view[0]
         .replace("VIEW limits", "TEMPORARY VIEW limits_then")
         .replace("now()", f"to_timestamp({now_ms} / 1000.0)")
     )
-    await connection.execute(then.encode())
+    await connection.execute(view_then.encode())
     expected = {
         (offer.name, limit.by, limit.per, limit.scope, name.removeprefix(f"{limit.name}/"), count)
         for state in states
@@ -164,17 +162,17 @@ async def _compare_limits(
             limit.per, offer.campaign_offsets if limit.scope == "campaign" else offer.offsets, now_ms
         )
     }
-    said = {
+    in_sql = {
         tuple(row)
         for row in await _rows(
             connection, "SELECT offer, by, per, scope, value, counted FROM limits_then WHERE counted > 0"
         )
     }
-    assert said == expected, f"only in SQL: {said - expected}; only in the rules: {expected - said}"
+    assert in_sql == expected, f"only in SQL: {in_sql - expected}; only in the rules: {expected - in_sql}"
 
 
 def _counters_of(state: ShardState, offer: Offer, limit: Limit) -> list[tuple[str, tuple[int, int]]]:
-    """Counters of a limit, by their names."""
+    """The counters of a limit as (name, (window, count))."""
     counters = offer.counters
     if limit.scope == "campaign":
         counters = {
@@ -190,10 +188,10 @@ async def _compare_accounts(connection: AsyncConnection[Any], lines: Sequence[Se
             for transfer in transfers_of(decode_event(line)):
                 posted[transfer.debit, transfer.asset] -= transfer.amount
                 posted[transfer.credit, transfer.asset] += transfer.amount
-    found = {
+    in_sql = {
         (account, asset): amount
         for account, asset, amount in await _rows(connection, "SELECT account, asset, posted FROM accounts")
     }
-    assert {key: amount for key, amount in found.items() if amount} == {
+    assert {key: amount for key, amount in in_sql.items() if amount} == {
         key: amount for key, amount in posted.items() if amount
     }

@@ -1,13 +1,12 @@
-"""Hostile histories: by the rules and by Lua, recovered, projected into tables, and held to what the event
-lines alone must keep.
+"""Hostile histories, played by Lua and by the rules, recovered, projected into tables, and checked from the
+event lines alone.
 
-On the release before this generator such histories found offers whose ids look like another's keys; with
-other names they found answers that were kept beyond their offer, sums to be paid beyond the exact range,
-limits of a campaign that leaked between two zones, tickets that were good for several offers, and units that
-nobody got because one grab waited for too many.
+In earlier releases such histories found: offers whose ids looked like keys of other offers; answers kept
+after their offer had retired; due sums beyond the exact range; campaign limits counted in two time zones;
+tickets valid for several offers; and units that stayed unused because one grab waited for too many.
 
-A failure prints the seed: `GRAB_TEST_SEED=<seed>` repeats it. `HYPOTHESIS_PROFILE=nightly` plays longer
-histories, and more of them.
+A failure prints its seed, and `GRAB_TEST_SEED=<seed>` repeats it. `HYPOTHESIS_PROFILE=nightly` plays more and
+longer histories.
 """
 
 import asyncio
@@ -28,15 +27,17 @@ from tests.lua.histories.hostile_runs import play
 from tests.lua.histories.tables import check_tables
 
 STEPS, HISTORIES, EXAMPLES = (2_000, 40, 300) if NIGHTLY else (300, 4, 12)
-#: Short histories can be made shorter still by Hypothesis, when one fails.
+#: Steps of the short histories, which Hypothesis can shrink if one fails.
 SHORT_STEPS = 80
 
 
 @pytest.mark.timeout(3_600 if NIGHTLY else 300)
-@pytest.mark.parametrize("which", [*range(1, HISTORIES), "fresh"])
-async def test_hostile_histories(servers: Settings, which: Any) -> None:
-    """The same ones every time, and another one on every run."""
-    seed = int(os.environ.get("GRAB_TEST_SEED") or (secrets.randbelow(10**9) if which == "fresh" else which))
+@pytest.mark.parametrize("history", [*range(1, HISTORIES), "fresh"])
+async def test_hostile_histories_keep_all_promises(servers: Settings, history: Any) -> None:
+    """The same histories on every run, and one with a new seed."""
+    seed = int(
+        os.environ.get("GRAB_TEST_SEED") or (secrets.randbelow(10**9) if history == "fresh" else history)
+    )
     try:
         await _play(servers, random.Random(seed), STEPS)
     except BaseException as error:
@@ -47,8 +48,10 @@ async def test_hostile_histories(servers: Settings, which: Any) -> None:
 @pytest.mark.timeout(3_600 if NIGHTLY else 300)
 @hypothesis_settings(max_examples=EXAMPLES)
 @given(draw=st.randoms(use_true_random=False), steps=st.integers(1, SHORT_STEPS))
-def test_short_hostile_histories(servers: Settings, draw: random.Random, steps: int) -> None:
-    """Drawn by Hypothesis, which looks for the shortest one that fails."""
+def test_short_hostile_histories_keep_all_promises(
+    servers: Settings, draw: random.Random, steps: int
+) -> None:
+    """Histories drawn by Hypothesis, which searches for the shortest failing one."""
     asyncio.run(_play(servers, draw, steps))
 
 

@@ -1,7 +1,7 @@
-"""Long random histories of a busy shop, by the rules and by Lua: lines of people who wait, offers that close
-over them, and retire.
+"""Long random histories of a busy shop, by Lua and by the rules: offers with waiting lists that close and
+retire.
 
-The seed is printed with a failure; `GRAB_TEST_SEED=<seed>` repeats it.
+A failure prints its seed, and `GRAB_TEST_SEED=<seed>` repeats it.
 """
 
 import os
@@ -25,28 +25,31 @@ from tests.lua.histories.twins import SHARDS, Twins
 STEPS = 3_000
 #: Steps between two replacements of an offer by its successor.
 GENERATION_STEPS = 150
-#: Steps between two comparisons of Redis with what a recovery makes of the events so far.
+#: Steps between two comparisons of Redis with a recovery from the events so far.
 RECOVERY_STEPS = 190
 
 
 async def _run(settings: Settings, seed: int, total: int = 40) -> Twins:
+    """Plays the history of this seed, with `total` units per offer; returns its twins."""
     twins, shop = Twins(), Shop(seed, NOW, total=total)
     client = redis.asyncio.Redis.from_url(settings.redis_url)
     limits = GateLimits(batch_commands_max=shop.random.choice((1, 3, 512)))
     await twins.begin_twins(client, KeySpace(f"long{secrets.token_hex(5)}", SHARDS), limits)
     try:
-        for place in range(len(shop.names)):
-            await twins.decide_both(shop.opening(place))
-        await _pass(twins, shop, 10)
+        for index in range(len(shop.names)):
+            await twins.decide_both(shop.opening(index))
+        await _let_time_pass(twins, shop, 10)
         for step in range(STEPS):
-            found = shop.next({name: offer for state in twins.states for name, offer in state.offers.items()})
-            if isinstance(found, int):
-                await _pass(twins, shop, found)
+            commands_or_ms = shop.next(
+                {name: offer for state in twins.states for name, offer in state.offers.items()}
+            )
+            if isinstance(commands_or_ms, int):
+                await _let_time_pass(twins, shop, commands_or_ms)
             else:
-                await twins.decide_both(found)
+                await twins.decide_both(commands_or_ms)
             if step % GENERATION_STEPS == GENERATION_STEPS - 1:
                 await twins.decide_both(shop.replace(shop.random.randrange(len(shop.names))))
-                await _pass(twins, shop, 10)
+                await _let_time_pass(twins, shop, 10)
             if step % RECOVERY_STEPS == RECOVERY_STEPS - 1:
                 for number in range(SHARDS):
                     await twins.compare_recovered(number)
@@ -60,7 +63,7 @@ async def _run(settings: Settings, seed: int, total: int = 40) -> Twins:
     return twins
 
 
-async def _pass(twins: Twins, shop: Shop, ms: int) -> None:
+async def _let_time_pass(twins: Twins, shop: Shop, ms: int) -> None:
     twins.now += ms
     shop.now = twins.now
     if shop.random.random() < 0.7:
@@ -68,16 +71,17 @@ async def _pass(twins: Twins, shop: Shop, ms: int) -> None:
 
 
 def _count(twins: Twins, *words: str) -> int:
+    """The number of event lines that contain all words."""
     lines: list[Any] = [line for of_shard in twins.lines for line in of_shard]
     return sum(all(word.encode() in line for word in words) for line in lines)
 
 
-async def test_a_fresh_history(servers: Settings) -> None:
+async def test_a_fresh_long_history_matches_the_rules(servers: Settings) -> None:
     await _run(servers, int(os.environ.get("GRAB_TEST_SEED") or secrets.randbelow(10**9)))
 
 
-async def test_a_history_of_people_who_wait(servers: Settings) -> None:
-    """So few units that what one gives back goes to the next, by the same command."""
+async def test_a_history_with_long_queues_matches_the_rules(servers: Settings) -> None:
+    """Offers with so few units that a command that frees units also grants them to waiting grabs."""
     twins = await _run(servers, 3, total=8)
     assert (
         _count(twins, "grab.held", '"waited":true')
@@ -87,8 +91,8 @@ async def test_a_history_of_people_who_wait(servers: Settings) -> None:
     assert _count(twins, "payment.refund_due", "not_enough_left") > 5
 
 
-async def test_a_history_of_all_that_is_rare(servers: Settings) -> None:
-    """The same one every time, and everything happens in it."""
+async def test_a_history_with_every_rare_event_matches_the_rules(servers: Settings) -> None:
+    """The same history on every run; every type of event, command and rare case occurs in it."""
     twins = await _run(servers, 2)
     assert twins.now - NOW > 10 * DAY_MS
     rare = [
@@ -100,7 +104,7 @@ async def test_a_history_of_all_that_is_rare(servers: Settings) -> None:
         ("offer.amended", '"removed"'),
     ]  # fmt: skip
     assert not [words for words in rare if not _count(twins, *words)]
-    # All of it as the schemas say, every event and every command.
+    # Every event and every command matches its schema.
     assert (
         check_events(line for of_shard in twins.lines for line in of_shard).keys() == CURRENT_VERSIONS.keys()
     )

@@ -1,9 +1,8 @@
-"""The pure rules and the real Lua, driven by the same random commands at the same random times, must not
-differ in anything.
+"""A state machine of Hypothesis: the pure rules and the real Lua get the same random commands at the same
+random times, and must not differ.
 
-After every step: the answers, the events byte for byte, and that a repeat got its first answer. At the end:
-everything Redis has of every offer, and the books, from the event lines alone. A failure prints the line that
-repeats it.
+After every step the answers, the events (byte for byte) and repeats are compared; at the end everything in
+Redis. The books are checked from the event lines alone. A failure prints the line that repeats it.
 """
 
 import asyncio
@@ -33,32 +32,32 @@ from grabstream.ops.settings import Settings
 from tests.conftest import LONGER
 from tests.lua.histories.generator import (
     IDS,
-    PASSES,
+    PASSES_MS,
     PIECES,
     USERS,
     baskets,
-    beginnings,
     envelopes,
+    grab_commands,
     grabs,
+    lively_opens,
+    offer_commands,
     offers,
     opens,
     operations,
     piece_grabs,
-    settlings,
-    steering,
     whole_lists,
 )
 from tests.lua.histories.twins import SHARDS, Twins
 
 
 class Machine(Twins, RuleBasedStateMachine):
-    """Two implementations, one history."""
+    """Twins whose commands and times Hypothesis draws."""
 
     connect: Callable[[], Any]
 
     @initialize(
         batch_commands_max=st.sampled_from((2, 3, 512)),
-        commands=st.lists(envelopes(), min_size=2, max_size=6), pieces=beginnings,
+        commands=st.lists(envelopes(), min_size=2, max_size=6), pieces=lively_opens,
         only_pieces=st.sampled_from((True, True, False)), data=st.data(),
     )  # fmt: skip
     def begin(
@@ -78,21 +77,21 @@ class Machine(Twins, RuleBasedStateMachine):
         self.runner.run(
             self.begin_twins(type(self).connect(), KeySpace(f"machine{secrets.token_hex(5)}", SHARDS), limits)
         )
-        self._all(commands)
-        self._all(pieces)
+        self._decide(commands)
+        self._decide(pieces)
         for command in pieces:
             if command.terms.audience == "list":
-                self._all(data.draw(whole_lists(command.offer, command.terms.total, "audience")))
+                self._decide(data.draw(whole_lists(command.offer, command.terms.total, "audience")))
             if (
                 command.terms.__struct_config__.tag == "coupon"
                 and command.terms.opens_at
                 and data.draw(st.booleans())
             ):
-                self._all(data.draw(whole_lists(command.offer, command.terms.total, "codes")))
+                self._decide(data.draw(whole_lists(command.offer, command.terms.total, "codes")))
         self.now += 1
 
     def _named(self, commands: list[Any], data: Any) -> list[Any]:
-        """Most of the commands under ids that nobody has used."""
+        """The commands, most of them under new ids."""
         self.fresh += len(commands)
         return [
             command
@@ -104,26 +103,26 @@ class Machine(Twins, RuleBasedStateMachine):
     @precondition(lambda self: not self.only_pieces)
     @rule(command=opens)
     def opens_an_offer(self, command: AnyCommand) -> None:
-        self._all([command])
+        self._decide([command])
 
     @precondition(lambda self: not self.only_pieces)
     @rule(offer=offers, users=st.lists(st.sampled_from(USERS), min_size=4, max_size=12))
     def a_crowd_comes(self, offer: str, users: list[str]) -> None:
-        """Every one under an id that nobody has used."""
+        """Grabs of many users, all under new ids."""
         first = len(IDS) + len(self.sent)
-        self._all(
+        self._decide(
             [Grab(id=f"id{number}", offer=offer, user=user) for number, user in enumerate(users, first)]
         )
 
     @precondition(lambda self: not self.only_pieces)
     @rule(command=envelopes(), again=envelopes())
     def opens_twice_under_one_id(self, command: Open, again: Open) -> None:
-        self._all([command, msgspec.structs.replace(again, id=command.id), command])
+        self._decide([command, msgspec.structs.replace(again, id=command.id), command])
 
     @precondition(lambda self: not self.only_pieces)
     @rule(commands=st.lists(grabs, min_size=1, max_size=12))
     def grabs_many(self, commands: list[AnyCommand]) -> None:
-        self._all(commands)
+        self._decide(commands)
 
     @rule(
         picks=st.lists(
@@ -132,31 +131,33 @@ class Machine(Twins, RuleBasedStateMachine):
         more=st.lists(grabs, max_size=3),
     )
     def sends_again(self, picks: list[tuple[int, str | None]], more: list[AnyCommand]) -> None:
-        """Earlier commands once more, the latest most often; grabs also with another user, and with
-        company.
+        """Earlier commands, mostly recent ones; some grabs with another user, and with new grabs in the
+        list.
         """
-        commands = [(self.sent[-1 - back % len(self.sent)], user) for back, user in picks if self.sent]
-        changed = [
-            msgspec.structs.replace(one, user=user) if user and isinstance(one, Grab) else one
-            for one, user in commands
+        earlier = [
+            (self.sent[-1 - commands_ago % len(self.sent)], user) for commands_ago, user in picks if self.sent
         ]
-        self._all([*changed, *more, *changed[:1]])
+        changed = [
+            msgspec.structs.replace(command, user=user) if user and isinstance(command, Grab) else command
+            for command, user in earlier
+        ]
+        self._decide([*changed, *more, *changed[:1]])
 
     @precondition(lambda self: not self.only_pieces)
     @rule(
-        commands=st.lists(st.one_of(grabs, grabs, grabs, steering), min_size=1, max_size=8),
+        commands=st.lists(st.one_of(grabs, grabs, grabs, offer_commands), min_size=1, max_size=8),
         times=st.sampled_from((1, 1, 2)),
     )
     def mixes(self, commands: list[AnyCommand], times: int) -> None:
-        self._all([command for command in commands for _ in range(times)])
+        self._decide([command for command in commands for _ in range(times)])
 
     @rule(data=st.data(), count=st.integers(1, 8))
     def grabs_pieces(self, data: Any, count: int) -> None:
-        self._all(self._named([data.draw(piece_grabs(self.now)) for _ in range(count)], data))
+        self._decide(self._named([data.draw(piece_grabs(self.now)) for _ in range(count)], data))
 
     @rule(data=st.data(), count=st.integers(1, 5))
     def settles(self, data: Any, count: int) -> None:
-        """Commands about grabs that are there, of any age, and now and then about one that is not."""
+        """Commands about existing grabs of any age, sometimes about an unknown grab."""
         known = [
             (offer.name, name, grab.price * (grab.held or grab.lapsed))
             for state in self.states
@@ -165,9 +166,9 @@ class Machine(Twins, RuleBasedStateMachine):
         ]
         if not known or data.draw(st.integers(0, 9)) == 0:
             known = [(data.draw(st.sampled_from((*PIECES, "e"))), "id0", 7)]
-        self._all(
+        self._decide(
             self._named(
-                [data.draw(settlings(*data.draw(st.sampled_from(known)))) for _ in range(count)], data
+                [data.draw(grab_commands(*data.draw(st.sampled_from(known)))) for _ in range(count)], data
             )
         )
 
@@ -175,28 +176,28 @@ class Machine(Twins, RuleBasedStateMachine):
     def grabs_a_basket(self, commands: list[AnyCommand], times: int, data: Any) -> None:
         commands = self._named(commands, data)
         for _ in range(times):
-            self._all(commands)
+            self._decide(commands)
 
-    @rule(back=st.integers(0, 20), other=st.sampled_from((None, None, *USERS)))
-    def sends_a_basket_again(self, back: int, other: str | None) -> None:
-        """The same basket once more, also with another user in one of its grabs."""
+    @rule(baskets_ago=st.integers(0, 20), other=st.sampled_from((None, None, *USERS)))
+    def sends_a_basket_again(self, baskets_ago: int, other: str | None) -> None:
+        """An earlier basket, sometimes with another user in one of its grabs."""
         if self.baskets:
-            commands = self.baskets[-1 - back % len(self.baskets)]
-            self._all(
+            commands = self.baskets[-1 - baskets_ago % len(self.baskets)]
+            self._decide(
                 [*commands[:-1], msgspec.structs.replace(commands[-1], user=other or commands[-1].user)]
             )
 
     @rule(data=st.data(), count=st.integers(1, 3))
     def operates(self, data: Any, count: int) -> None:
-        self._all(self._named([data.draw(operations(self.now)) for _ in range(count)], data))
+        self._decide(self._named([data.draw(operations(self.now)) for _ in range(count)], data))
 
-    @rule(ms=st.sampled_from(PASSES))
+    @rule(ms=st.sampled_from(PASSES_MS))
     def time_passes(self, ms: int) -> None:
         self.now += ms
 
     @rule(number=st.integers(0, 50), late_ms=st.sampled_from((-1, 0, 1)), data=st.data())
     def at_a_deadline(self, number: int, late_ms: int, data: Any) -> None:
-        """The very millisecond of a hold's end: whoever comes first wins."""
+        """Two commands about a hold, in the millisecond of its end or the one before or after."""
         holds = [
             (offer, name, grab)
             for state in self.states
@@ -207,9 +208,10 @@ class Machine(Twins, RuleBasedStateMachine):
         if holds:
             offer, name, grab = holds[number % len(holds)]
             self.now = max(self.now, grab.lapses_at + late_ms)
-            self._all(
+            self._decide(
                 self._named(
-                    [data.draw(settlings(offer.name, name, grab.price * grab.held)) for _ in range(2)], data
+                    [data.draw(grab_commands(offer.name, name, grab.price * grab.held)) for _ in range(2)],
+                    data,
                 )
             )
 
@@ -217,11 +219,11 @@ class Machine(Twins, RuleBasedStateMachine):
     def sweeps(self) -> None:
         self.runner.run(self.sweep_both())
 
-    def _all(self, commands: list[AnyCommand]) -> None:
+    def _decide(self, commands: list[AnyCommand]) -> None:
         if commands:
             self.runner.run(self.decide_both(commands))
             if isinstance(commands[0], Grab) and commands[0].basket is not None:
-                self.baskets.append(commands)  # it may be sent again as a whole only
+                self.baskets.append(commands)  # a basket is sent again as a whole only
             else:
                 self.sent += commands
 
@@ -238,7 +240,8 @@ class Machine(Twins, RuleBasedStateMachine):
 
 
 def _run(connect: Callable[[], Any], examples: int, derandomize: bool, part: int = 0) -> None:
-    # Hypothesis draws what it repeats every time from the name of the class.
+    """Plays `examples` histories; with `derandomize` the same ones on every run, others for each `part`."""
+    # With `derandomize`, Hypothesis derives the histories from the name of the class.
     machine = type(
         f"Machine{part}", (Machine,), {"connect": staticmethod(connect), "__qualname__": f"Machine{part}"}
     )
@@ -253,20 +256,20 @@ def _run(connect: Callable[[], Any], examples: int, derandomize: bool, part: int
 # A failure is shrunk before it is printed, which takes minutes.
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("part", [0, 1, *(pytest.param(part, marks=pytest.mark.nightly) for part in (2, 3))])
-def test_same_histories_every_time(servers: Settings, part: int) -> None:
-    """The same random histories on every run, together more than 12 thousand steps; `make nightly` plays ten
-    times as many.
+def test_fixed_histories_match_the_rules(servers: Settings, part: int) -> None:
+    """The same random histories on every run, more than 12,000 steps in all; `make nightly` plays ten times
+    as many.
     """
     _run(lambda: redis.asyncio.Redis.from_url(servers.redis_url), 80, derandomize=True, part=part)
 
 
 @pytest.mark.timeout(900)
-def test_fresh_histories(servers: Settings) -> None:
-    """Others on every run."""
+def test_fresh_histories_match_the_rules(servers: Settings) -> None:
+    """Other histories on every run."""
     _run(lambda: redis.asyncio.Redis.from_url(servers.redis_url), 100, derandomize=False)
 
 
 @pytest.mark.timeout(900)
-def test_histories_on_a_cluster(cluster_port: int) -> None:
+def test_histories_on_a_cluster_match_the_rules(cluster_port: int) -> None:
     """The same scripts, with the shards on different nodes."""
     _run(lambda: RedisCluster(host="127.0.0.1", port=cluster_port), 15, derandomize=True)

@@ -1,8 +1,7 @@
-"""Two implementations, one history: the pure rules and the real Lua get the same commands at the same times
-and are compared.
+"""Twins: the pure rules and the real Lua get the same commands at the same times, and are compared.
 
-After every step the answers and the events, byte for byte; at the end everything Redis has, and the books,
-from the lines alone.
+After every step the answers and, byte for byte, the events are compared; at the end everything in Redis. The
+books are checked from the event lines alone.
 """
 
 import random
@@ -38,18 +37,19 @@ from tests.lua.histories.generator import TICKETS
 from tests.lua.histories.recovered import contents, differences, fold
 
 SHARDS = 2
-#: How many events and answers of the end of every history are held against their schemas.
+#: Number of events and answers, at the end of every history, that are checked against their schemas.
 SCHEMA_CHECKS = 5
 
 
 class Twins:
-    """A gate and the rules, over shards of their own; `now` is the time of both, ms."""
+    """A gate and the rules over the same shards; `now` is the time of both, in ms."""
 
     async def begin_twins(self, client: Any, keys: KeySpace, limits: GateLimits) -> None:
+        """Takes over the shards and makes the gate and the states of the rules."""
         self.client = client
         self.keys = keys
         self.now = NOW
-        self.folds = 0
+        self.recoveries = 0
         self.answered: list[tuple[AnyCommand, Answer]] = []
         self.states = [ShardState(number, SEALER.digests) for number in range(keys.shards)]
         self.lines: list[list[bytes]] = [[] for _ in range(keys.shards)]
@@ -59,16 +59,18 @@ class Twins:
         self.gate = Gate(self.client, self.keys, SEALER, limits, clock=lambda: self.now, tickets=TICKETS)
 
     async def sweep_both(self) -> None:
+        """Sweeps by Lua and by the rules, compares the events, and cleans some data of retired offers."""
         await self.sweep_without_cleaning()
         for number, state in enumerate(self.states):
-            # What is to be cleaned may lie there for long, or be cleaned in part.
+            # Cleaning may be late, or done in part.
             await self.sweeper(number).clean(self.now, steps_max=(0, 1, None)[state.seq % 3])
 
     async def sweep_without_cleaning(self) -> None:
+        """Sweeps by Lua and by the rules, and compares the events."""
         for number, state in enumerate(self.states):
             await self.sweeper(number).sweep(self.now)
             events = sweep(state, self.now)
-            # The sweeper goes on until nothing is due.
+            # The sweeper continues until nothing is due.
             while any(offer.due <= self.now for offer in state.offers.values()):
                 events += sweep(state, self.now)
             await self._compare(number, events)
@@ -77,32 +79,36 @@ class Twins:
         return Sweeper(self.client, self.keys.shard(number), self.keys.shards, 10**12)
 
     async def decide_both(self, commands: Sequence[AnyCommand]) -> list[Answer]:
+        """Decides by Lua and by the rules, compares answers and events, and returns the answers."""
         answers = await self.gate.decide(commands, "decided")
         self.answered += zip(commands, answers, strict=True)
-        made: list[list[Any]] = [[] for _ in self.states]
+        events_by_shard: list[list[Any]] = [[] for _ in self.states]
         by_shard: dict[int, list[tuple[int, AnyCommand]]] = {}
-        for place, command in enumerate(commands):
-            by_shard.setdefault(self.keys.shard_of_offer(command.offer), []).append((place, command))
+        for index, command in enumerate(commands):
+            by_shard.setdefault(self.keys.shard_of_offer(command.offer), []).append((index, command))
         for number, of_shard in by_shard.items():
             for group in _groups(of_shard):
-                for (place, command), decided in zip(group, self._by_rules(number, group), strict=True):
-                    assert answers[place] == decided.answer, (
-                        f"{command}: Lua {answers[place]}, rules {decided.answer}"
+                for (index, command), decided in zip(group, self._by_rules(number, group), strict=True):
+                    assert answers[index] == decided.answer, (
+                        f"{command}: Lua {answers[index]}, rules {decided.answer}"
                     )
-                    made[number] += decided.events
-                    self._check_repeat(command, answers[place])
-        for number, events in enumerate(made):
+                    events_by_shard[number] += decided.events
+                    self._check_repeat(command, answers[index])
+        for number, events in enumerate(events_by_shard):
             await self._compare(number, events)
         return answers
 
     def _by_rules(self, number: int, group: list[tuple[int, AnyCommand]]) -> list[Any]:
-        """What the rules decide of one command, or of the grabs of a basket."""
+        """What the rules decide about one command, or about the grabs of a basket."""
         state, commands = self.states[number], [command for _, command in group]
         if isinstance(commands[0], Grab) and commands[0].basket is not None:
-            return decide_basket(state, commands, self.now, [self._drawn(command) for command in commands])  # type: ignore[arg-type]
-        return [decide(state, commands[0], self.now, self._drawn(commands[0]))]
+            return decide_basket(
+                state, commands, self.now, [self._given_by_gate(command) for command in commands]
+            )  # type: ignore[arg-type]
+        return [decide(state, commands[0], self.now, self._given_by_gate(commands[0]))]
 
-    def _drawn(self, command: AnyCommand) -> dict[str, Any]:
+    def _given_by_gate(self, command: AnyCommand) -> dict[str, Any]:
+        """What a gate adds to the command: the sealed seed of an envelope, the claims of a ticket."""
         if isinstance(command, Open):
             return {"sealed_seed": "sealed", "clock_ms": self.now}
         if (
@@ -115,8 +121,8 @@ class Twins:
         return {}
 
     def _check_repeat(self, command: AnyCommand, answer: Answer) -> None:
-        """The promise about repeats, without the rules: a command that was carried out keeps its answer, and
-        its id.
+        """Checks repeats without the rules: a command that was carried out gets its first answer, and another
+        command under its id does not.
         """
         self._forget_retired()
         known, first = self.first_answers.setdefault(
@@ -127,20 +133,20 @@ class Twins:
                 del self.first_answers[campaign_of(command.offer), command.id]
             assert not (answer.positive and answer.repeated and not isinstance(command, GrabCommand))
         elif Digests().remembered(command) == Digests().remembered(known):
-            # Another operator does not make it another command.
+            # A command with another operator is the same command.
             assert answer == msgspec.structs.replace(first, repeated=True)
         else:
             assert answer.outcome in ("conflict", "invalid")
 
     def _forget_retired(self) -> None:
-        """Answers are kept until their offer is retired."""
+        """Forgets first answers of retired offers: answers are kept until their offer retires."""
         retired = {offer for state in self.states for offer in state.retired}
         for key in [key for key, (command, _) in self.first_answers.items() if command.offer in retired]:
             del self.first_answers[key]
 
     async def _compare(self, number: int, events: list[Any]) -> None:
-        """The events of this step, byte for byte; only the sealed seed is a server's own, and is opened and
-        checked.
+        """Compares the events of this step byte for byte. Sealed seeds and codes, which only the gate makes,
+        are opened and compared in clear.
         """
         new = await event_lines(self.client, self.keys, number, len(self.lines[number]))
         expected = []
@@ -168,19 +174,19 @@ class Twins:
     def _sealed(
         self, number: int, offer: str, line: bytes, field: str, codes: tuple[str, ...]
     ) -> tuple[str, ...]:
-        """The codes as sealed in the line, when they are those: in clear they stand in no topic."""
+        """The sealed codes in a field of the line, after a check that they open to `codes`."""
         sealed = getattr(decode_event(line), field)
-        assert tuple(SEALER.open(number, offer, "code", one) for one in sealed) == codes
+        assert tuple(SEALER.open(number, offer, "code", code) for code in sealed) == codes
         return sealed  # type: ignore[no-any-return]
 
     def check_conservation(self) -> None:
-        """left + held + taken = total, whatever happens."""
+        """Checks left + held + taken = total for every offer of the rules."""
         for state in self.states:
             for offer in state.offers.values():
                 if not offer.is_envelope:
                     held, taken = (
-                        sum(getattr(grab, what) for grab in offer.grabs.values())
-                        for what in ("held", "taken")
+                        sum(getattr(grab, field) for grab in offer.grabs.values())
+                        for field in ("held", "taken")
                     )
                     assert offer.held == held
                     assert offer.closed_reason or offer.units_left + held + taken == offer.terms.total
@@ -200,7 +206,7 @@ class Twins:
                 assert all(part.amount >= offer.terms.min for part in offer.users.values())  # type: ignore[union-attr]
 
     async def end_twins(self) -> None:
-        """Compares all that Redis has, and leaves nothing there."""
+        """Compares everything in Redis with the rules and a recovery, then deletes it."""
         try:
             for number, state in enumerate(self.states):
                 await self.sweeper(number).clean(self.now)
@@ -217,17 +223,17 @@ class Twins:
             await self.gate.close()
 
     async def compare_recovered(self, number: int) -> None:
-        """Of an empty Redis the events make the same state, wherever the recovery is broken off."""
+        """Recovers the shard's events into empty keys, in random steps, and compares the state."""
         cut = random.Random(len(self.lines[number]))
-        self.folds += 1
-        keys = KeySpace(f"{self.keys.prefix}-fold{self.folds}", self.keys.shards).shard(number)
+        self.recoveries += 1
+        keys = KeySpace(f"{self.keys.prefix}-fold{self.recoveries}", self.keys.shards).shard(number)
         await fold(self.client, keys, self.lines[number], SEALER, self.keys.shards, cut)
-        live, made = (
+        live, recovered = (
             await contents(self.client, self.keys.shard(number), self.now),
             await contents(self.client, keys, self.now),
         )
-        found = differences(live, made)
-        assert not found, found
+        different = differences(live, recovered)
+        assert not different, different
 
     async def _compare_state(self, number: int, state: ShardState) -> None:
         of_shard = self.keys.shard(number)
@@ -251,8 +257,8 @@ class Twins:
             await self._compare_offer(of_shard, offer)
         known = {campaign for campaign, _ in (*state.answers, *state.refusals)}
         for campaign in known | {campaign_of(name) for name in (*state.offers, *state.retired)}:
-            kept = {field.decode() for field in await self.client.hkeys(of_shard.answers(campaign))}
-            assert kept == {id for kept_in, id in state.answers if kept_in == campaign}
+            answered_ids = {field.decode() for field in await self.client.hkeys(of_shard.answers(campaign))}
+            assert answered_ids == {id for of, id in state.answers if of == campaign}
             _, payments_key, counters_key, state_key, tickets_key = of_shard.of_campaign(campaign)
             assert await self._scores(tickets_key) == {
                 once: ends for (of, once), ends in state.tickets.items() if of == campaign
@@ -300,9 +306,11 @@ class Twins:
         }
 
     async def _compare_offer(self, of_shard: Any, offer: Offer) -> None:
-        found = await self.client.hgetall(of_shard.offer(offer.name))
+        stored = await self.client.hgetall(of_shard.offer(offer.name))
         fields = {
-            name.decode(): value.decode() for name, value in found.items() if name not in (b"rules", b"loads")
+            name.decode(): value.decode()
+            for name, value in stored.items()
+            if name not in (b"rules", b"loads")
         }
         assert fields["state"] == ("closed" if offer.closed_reason else "open")
         assert fields.get("reason") == offer.closed_reason
@@ -362,15 +370,15 @@ unpack = msgspec.msgpack.Decoder().decode
 
 
 def _groups(commands: list[tuple[int, AnyCommand]]) -> list[list[tuple[int, AnyCommand]]]:
-    """Commands one by one; the grabs of a basket, which stand side by side, together."""
+    """Groups of one command each; neighbouring grabs of the same basket form one group."""
     groups: list[list[tuple[int, AnyCommand]]] = []
-    for place, command in commands:
+    for index, command in commands:
         basket = command.basket if isinstance(command, Grab) else None
         before = groups[-1][-1][1] if groups else None
         if basket is not None and isinstance(before, Grab) and before.basket == basket:
-            groups[-1].append((place, command))
+            groups[-1].append((index, command))
         else:
-            groups.append([(place, command)])
+            groups.append([(index, command)])
     return groups
 
 
@@ -379,7 +387,7 @@ def _counters(under: Any) -> list[list[Any]]:
 
 
 def _record(grab: Any) -> list[Any]:
-    """A grab as Lua keeps it, but for the codes, which are sealed there."""
+    """A grab as Lua stores it, except for its codes, which Lua stores sealed."""
     return [
         grab.user, grab.place, grab.quantity, grab.held, grab.taken, grab.redeemed, grab.lapsed,
         grab.deadline, grab.grace,
