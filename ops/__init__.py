@@ -1,5 +1,5 @@
-"""Operating it: settings, command line, local services, rehearsal. It reads the settings and passes values
-on.
+"""Operation: settings, command line, local servers, verification, rehearsal. This room reads the settings and
+passes their values to the other rooms.
 """
 
 import os
@@ -10,12 +10,12 @@ from grabstream.extras import MissingExtra, server_needed_by
 
 
 def main() -> None:
-    """The console script. Importing the command line takes half a second: Ctrl-C meanwhile ends the process
-    as it does later, with 130.
+    """The console script. Importing the command line takes half a second; Ctrl-C ends the process with 130
+    during that time too.
     """
     before = signal.getsignal(signal.SIGINT)
     if before is signal.default_int_handler:
-        # Not left to KeyboardInterrupt: it would come out of whatever is being imported.
+        # A KeyboardInterrupt would be raised inside the module that is being imported.
         signal.signal(signal.SIGINT, lambda number, frame: os._exit(128 + number))
     try:
         with server_needed_by("the command line"):

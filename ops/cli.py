@@ -1,6 +1,6 @@
-"""The command line: verbs, each in a module of its own that is imported when it is used.
+"""The command line. The module of a verb is imported when the verb is used.
 
-Exit codes: 0 done · 1 refused, or a check failed · 2 used wrongly · 3 a server cannot be reached.
+Exit codes: 0 done · 1 refused, or a check failed · 2 wrong usage or settings · 3 a server cannot be reached.
 """
 
 import difflib
@@ -23,64 +23,64 @@ from grabstream.projections.database.locks import Held
 from grabstream.projections.versions import NoReadModel
 from grabstream.streams.clients import in_words
 
-#: Verbs by group: the module in `ops/commands/`, and what `--help` says.
+#: Verbs by group: the module in `ops/commands/`, and the text of `--help`.
 GROUPS: Final = {
     "Offers": {
         "open": ("offers.through_a_gate", "Open the offers of a file."),
-        "amend": ("offers.operating", "Change terms of an offer while it runs."),
-        "load": ("offers.operating", "Give an offer its coupon codes, or the list of who may grab."),
+        "amend": ("offers.operating", "Change terms of an open offer."),
+        "load": ("offers.operating", "Load an offer's coupon codes, or the list of users who may grab."),
         "pause": ("offers.through_a_gate", "Refuse grabs of an offer until it is resumed."),
-        "resume": ("offers.through_a_gate", "Take grabs of an offer again."),
-        "close": ("offers.through_a_gate", "End an offer; what is left goes back."),
-        "adjust": ("offers.operating", "Book a correcting entry, with its reason and who approved it."),
+        "resume": ("offers.through_a_gate", "Accept grabs of a paused offer again."),
+        "close": ("offers.through_a_gate", "Close an offer; units not taken go back to its issuer."),
+        "adjust": ("offers.operating", "Book a correcting entry, with its reason and approver."),
     },
     "Grabs": {
-        "grab": ("offers.through_a_gate", "Grab, as one user."),
-        "confirm": ("offers.settling", "A hold was paid: its units are the user's for good."),
-        "release": ("offers.settling", "Give a hold back, or leave the waiting list."),
-        "extend": ("offers.settling", "Move a hold's deadline, as often as the offer allows."),
-        "return": ("offers.settling", "Give back what was taken for good; money paid for it goes back."),
-        "redeem": ("offers.settling", "Use units of a grab, once for an order."),
-        "unredeem": ("offers.settling", "Take the use for an order back."),
+        "grab": ("offers.through_a_gate", "Grab units of an offer for one user."),
+        "confirm": ("offers.settling", "Confirm a paid hold: its units become the user's for good."),
+        "release": ("offers.settling", "End a hold, or leave the waiting list."),
+        "extend": ("offers.settling", "Extend a hold's deadline, as often as the offer allows."),
+        "return": ("offers.settling", "Return units of a granted or confirmed grab; payments are refunded."),
+        "redeem": ("offers.settling", "Use units of a grab for an order, once per order."),
+        "unredeem": ("offers.settling", "Undo the use of units for an order."),
         "ticket": ("offers.operating", "Sign a ticket for one user, for tests."),
     },
     "Read": {
-        "show": ("read.show", "An offer: who got what, the luckiest, what is left."),
-        "why": ("read.why", "The whole story of one user and one offer."),
-        "at": ("read.at", "Offers, holds and balances as they were at a time."),
-        "status": ("read.status", "Servers, shards and read models: what runs, how far, what stopped."),
+        "show": ("read.show", "Show an offer: who got what, the luckiest grab, what is left."),
+        "why": ("read.why", "Show everything that happened between one user and one offer."),
+        "at": ("read.at", "Show offers, holds and balances as they were at a time."),
+        "status": ("read.status", "Show servers, shards and read models: progress and what has stopped."),
     },
     "Operate": {
         "init": ("operate.init", "Create topics and tables."),
-        "worker": ("operate.worker", "Play the roles of a worker."),
-        "doctor": ("operate.doctor", "Say what is stuck, since when, and the command that mends it."),
+        "worker": ("operate.worker", "Run a worker with the given roles."),
+        "doctor": ("operate.doctor", "Show what is stuck, since when, and the command that mends it."),
         "verify": ("operate.verify", "Compare books, audit trail and Redis with the journal."),
-        "dismiss": ("operate.doctor", "Explain a difference that the verifier has found."),
+        "dismiss": ("operate.doctor", "Dismiss a finding of the verifier, with its explanation."),
         "set-aside": (
             "operate.set_aside",
-            "Let a stopped read model continue after a record that it refuses.",
+            "Let a stopped read model continue after a record that it cannot apply.",
         ),
         "retry": ("operate.set_aside", "Let a stopped read model try again, once its cause is removed."),
-        "config": ("operate.config", "The settings in force, secrets masked."),
-        "schemas": ("operate.schemas", "What of the database is this system's: for backups."),
+        "config": ("operate.config", "Show the settings in force, secrets masked."),
+        "schemas": ("operate.schemas", "List the system's schemas in the database, for backups."),
         "completion": ("operate.completion", "Print the shell's completion script."),
     },
     "Rebuild": {
-        "rebuild": ("rebuild.read_models", "Rebuild read models from the events, beside the live ones."),
-        "replay": ("rebuild.replay", "Events again: as lines, on a topic, or as read models of their own."),
+        "rebuild": ("rebuild.read_models", "Rebuild read models from the events, beside the live versions."),
+        "replay": ("rebuild.replay", "Read past events again: into lines, a topic, or a separate schema."),
         "follow": ("rebuild.follow", "Run a projection of your own."),
     },
     "This machine": {
         "up": ("local.services", "Start the local servers."),
-        "down": ("local.services", "End the local servers, and only those."),
-        "rehearse": ("local.rehearse", "Let a crowd grab, watch it, and end with a verdict."),
+        "down": ("local.services", "Stop the local servers that `up` started."),
+        "rehearse": ("local.rehearse", "Let a made-up crowd grab, watch it live, and get a verdict."),
     },
 }
 VERBS: Final = {name: verb for group in GROUPS.values() for name, verb in group.items()}
 
 
 class _Verbs(click.Group):
-    """Imports a verb's module only when the verb is used, so that --help is quick."""
+    """Imports a verb's module only when the verb is used, so that --help is fast."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(VERBS)
@@ -88,7 +88,7 @@ class _Verbs(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in VERBS:
             return None
-        # `return` cannot name a function: those of Python's own words end with _.
+        # A keyword such as `return` cannot name a function: that function's name ends with _.
         function = f"{cmd_name}_" if keyword.iskeyword(cmd_name) else cmd_name.replace("-", "_")
         module = importlib.import_module(f"grabstream.ops.commands.{VERBS[cmd_name][0]}")
         command = getattr(module, function)
@@ -99,7 +99,7 @@ class _Verbs(click.Group):
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
-            # Not left to click, which would call it a refusal.
+            # Click would report it as a refusal.
             _end(130, "stopped")
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -118,10 +118,10 @@ class _Verbs(click.Group):
 
 @click.group(cls=_Verbs, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="grabstream")
-@click.option("-v", "--verbose", is_flag=True, help="Log what goes on, to standard error.")
+@click.option("-v", "--verbose", is_flag=True, help="Log details to standard error.")
 def grabstream(verbose: bool) -> None:
-    """Limited things that a crowd grabs at once: decided in Redis, journaled in Kafka, accounted for in
-    PostgreSQL.
+    """Gives out limited things that a crowd grabs at once: decided in Redis, journaled in Kafka, accounted
+    for in PostgreSQL.
     """
     level = logging.INFO if verbose else logging.WARNING
     logging.basicConfig(
@@ -133,7 +133,7 @@ def grabstream(verbose: bool) -> None:
 
 
 def main() -> None:
-    """Runs the command line; errors of known kinds become one clear line and an exit code."""
+    """Runs the command line. An error of a known kind becomes one line and an exit code."""
     try:
         grabstream()
     except BadSettings as error:
@@ -143,33 +143,36 @@ def main() -> None:
     except BrokenChain as error:
         _end(
             1,
-            f"this program could not read its own old events: {error}; docs/events.md says how to write an "
+            f"the upcasters of this program have a gap: {error}; docs/events.md explains how to write an "
             "upcaster",
         )
     except (ConnectionError, TimeoutError) as error:
         _end(3, f"Redis cannot be reached (GRAB_REDIS_URL): {error}")
     except KafkaError as error:
-        _end(3, f"Kafka cannot be reached or refused (GRAB_KAFKA): {in_words(error)}")
+        _end(3, f"Kafka cannot be reached, or refused a request (GRAB_KAFKA): {in_words(error)}")
     except InsufficientPrivilege as error:
         _end(
             2,
-            f"PostgreSQL refuses it to this role: {error.diag.message_primary}: docs/operating.md names what "
-            "it needs",
+            f"the PostgreSQL role of GRAB_POSTGRES lacks a privilege: {error.diag.message_primary}; "
+            "docs/operating.md lists the privileges that it needs",
         )
     except Held as error:
         _end(
             1,
-            f"not done, since another session has what is needed, and does not let go: {error}. Try again "
-            "when it has ended",
+            f"nothing was done, because another session of PostgreSQL holds a lock: {error}. Try again when "
+            "it has ended",
         )
     except LockNotAvailable as error:
-        _end(1, f"somebody else holds what is needed, for too long ({error.diag.message_primary}): try again")
+        _end(
+            1,
+            f"another PostgreSQL session holds a lock for too long ({error.diag.message_primary}): try again",
+        )
     except OperationalError as error:
         _end(3, f"PostgreSQL cannot be reached (GRAB_POSTGRES): {str(error).strip()}")
     except UndefinedTable as error:
         _end(
             2,
-            f"tables are missing ({error.diag.message_primary}): `grabstream init` makes them, in "
+            f"tables are missing ({error.diag.message_primary}): run `grabstream init` to create them in "
             "GRAB_SCHEMA",
         )
     except NoReadModel as error:

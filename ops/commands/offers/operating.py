@@ -1,4 +1,4 @@
-"""`amend`, `adjust`, `load`, `ticket`: what operators do to a running offer, and tickets for tests."""
+"""`amend`, `adjust` and `load`, with which operators change an offer; and `ticket`, for tests."""
 
 import asyncio
 import sys
@@ -46,20 +46,20 @@ from grabstream.ops.settings import Settings
 
 What = Literal["codes", "audience"]
 
-#: Chunks in one gate call: few enough that the bar moves and Ctrl-C is heard soon.
+#: Chunks in one gate call: few, so that the bar moves often and Ctrl-C takes effect soon.
 CHUNKS_A_CALL: Final = 16
-#: Refusals of a chunk that are remembered under its id are passed over by this many ids.
+#: How many ids to try for a chunk while the ids before have a remembered refusal.
 ATTEMPTS_MAX: Final = 100
 PROBLEMS_SHOWN_MAX: Final = 20
 REASON_LENGTH_MAX: Final = 200
 
-_GO_ON: Final = "the same call again goes on where this one ended"
+_CONTINUE: Final = "repeat the same call to continue where this one ended"
 _WAYS_OUT: Final = {
-    "busy": _GO_ON,
-    "fenced": _GO_ON,
-    "conflict": "another file was loaded before; give the one of the first time",
-    "no_such_offer": "open it first, with opens_at in the future",
-    "over": "the offer is open or closed already; a list has to be loaded before opens_at",
+    "busy": _CONTINUE,
+    "fenced": _CONTINUE,
+    "conflict": "another file was loaded before; give the same file as the first time",
+    "no_such_offer": "open the offer first, with opens_at in the future",
+    "over": "the offer is open or closed already; load a list before opens_at",
 }
 
 _file = click.Path(exists=True, dir_okay=False, allow_dash=True, path_type=Path)
@@ -73,8 +73,7 @@ _file = click.Path(exists=True, dir_okay=False, allow_dash=True, path_type=Path)
 @click.option(
     "--set", "assignments", multiple=True, required=True, metavar="FIELD=VALUE",
     help="A term and its new value, as in a CSV file of offers: closes_at=2026-11-27T10:00:00+08:00, "
-         "hold_ms=15m, "
-    "'limits=user/day/2; card/offer/1'. Repeatable; `limits=` takes all limits away.",
+         "hold_ms=15m, 'limits=user/day/2; card/offer/1'. Repeatable; `limits=` removes all limits.",
 )  # fmt: skip
 @operator_option
 @id_option
@@ -82,7 +81,7 @@ _file = click.Path(exists=True, dir_okay=False, allow_dash=True, path_type=Path)
 def amend(
     offer: str, assignments: Sequence[str], operator: str | None, command_id: str | None, as_json: bool
 ) -> None:
-    """Change terms of OFFER while it runs, all of them at once and in order with the grabs."""
+    """Change terms of the open OFFER. All changes take effect together, between two grabs."""
     try:
         changes = read_changes(pairs_of("--set", assignments))
     except BadOfferFile as error:
@@ -98,8 +97,8 @@ def amend(
     help='An amount (minor units or pieces) from one account to another, such as "100 CNY issuer:alice '
          'wallet:bob". Repeatable.',
 )  # fmt: skip
-@click.option("--reason", required=True, help="Why the books are corrected, one line.")
-@click.option("--approved-by", required=True, help="Who approved it.")
+@click.option("--reason", required=True, help="The reason of the correction, in one line.")
+@click.option("--approved-by", required=True, help="The name of the person who approved it.")
 @operator_option
 @id_option
 @json_option
@@ -112,7 +111,7 @@ def adjust(
     command_id: str | None,
     as_json: bool,
 ) -> None:
-    """Book a correcting entry beside OFFER: all of its transfers, or none."""
+    """Book a correcting entry for OFFER: all of its transfers, or none."""
     entries = list(map(_entry, transfers))
     command = make_command(
         "adjust",
@@ -127,12 +126,12 @@ def adjust(
 
 
 def _entry(written: str) -> dict[str, object]:
-    # Accounts and assets have `:` in them, but never a space.
+    # Accounts and assets may contain `:`, but never a space.
     fields = written.split()
     if len(fields) != 4 or not (fields[0].isascii() and fields[0].isdigit()):
         wanted = (
-            'must be an amount, an asset, who gives and who receives, such as "100 CNY issuer:alice '
-            'wallet:bob"'
+            "must be an amount, an asset, the account to debit and the account to credit, such as "
+            '"100 CNY issuer:alice wallet:bob"'
         )
         raise click.BadParameter(f"{wanted}; got {written!r}", param_hint="--transfer")
     amount, asset, debit, credit = fields
@@ -148,23 +147,25 @@ def _entry(written: str) -> dict[str, object]:
     "--codes",
     type=_file,
     metavar="FILE",
-    help="Coupon codes, one a line, as many as the offer has units; `-` is standard input.",
+    help="Coupon codes, one in each line, as many as the offer has units; `-` is standard input.",
 )
-@click.option("--audience", type=_file, metavar="FILE", help="The ids of who may grab, one a line.")
+@click.option(
+    "--audience", type=_file, metavar="FILE", help="The ids of the users who may grab, one in each line."
+)
 @click.option("--dry-run", is_flag=True, help="Check the file and load nothing.")
 @operator_option
 @json_option
 def load(
     offer: str, codes: Path | None, audience: Path | None, dry_run: bool, operator: str | None, as_json: bool
 ) -> None:
-    """Give OFFER, before it opens, the lines of FILE: its coupon codes, or who may grab. Empty lines are
-    skipped.
+    """Load the lines of FILE into OFFER before it opens: its coupon codes, or the users who may grab. Empty
+    lines are skipped.
 
-    The same call goes on where the last one stopped: what is loaded already is answered `repeated` and not
-    loaded again. It has to be the same file then.
+    Repeat the same call, with the same file, to continue where a call stopped: chunks that are loaded already
+    are answered `repeated` and not loaded again.
     """
     if (codes is None) == (audience is None):
-        raise click.UsageError("give one of --codes FILE and --audience FILE")
+        raise click.UsageError("give either --codes FILE or --audience FILE")
     what: What = "codes" if codes else "audience"
     try:
         check(Load(id="load", offer=offer, operator=operator, what=what, chunk=1, chunks=1, items=("x",)))
@@ -187,17 +188,17 @@ def load(
         print_json(summary)
     else:
         plain_console.print(
-            f"would load {summary['items']:,} {what} of {offer} in {summary['chunks']:,} chunks"
+            f"Would load {summary['items']:,} {what} of {offer} in {summary['chunks']:,} chunks"
         )
 
 
 def _chunks(offer: str, operator: str | None, what: What, text: str) -> list[Load]:
     """The commands for a file; raises BadOfferFile with the lines that are wrong."""
-    # Lines end with \n alone: `splitlines` would also cut at what must be told of as a control character.
+    # Lines end with \n only: `splitlines` would also cut at control characters, which must be reported.
     lines = [line.strip(" \t\r") for line in text.removeprefix("\ufeff").split("\n")]
     items = [line for line in lines if line]
     if not items:
-        raise BadOfferFile([("file", f"has no {what}; give one a line")])
+        raise BadOfferFile([("file", f"has no {what}; give one in each line")])
     parts = in_chunks(what, items)
     chunks = [
         Load(
@@ -211,8 +212,7 @@ def _chunks(offer: str, operator: str | None, what: What, text: str) -> list[Loa
             [
                 (
                     "file",
-                    f"{len(twice):,} codes stand there more than once, {shown} among them; each is given "
-                    "once",
+                    f"{len(twice):,} codes are repeated, such as {shown}; keep each code once",
                 )
             ]
         )
@@ -220,7 +220,7 @@ def _chunks(offer: str, operator: str | None, what: What, text: str) -> list[Loa
         for chunk in chunks:
             check(chunk)
     except Invalid as error:
-        # Only now is it worth the time to look at each line.
+        # Checking each line takes longer, so it is done only for a wrong file.
         raise BadOfferFile(_problems(what, lines) or [("file", str(error))]) from None
     return chunks
 
@@ -241,11 +241,11 @@ def _problems(what: What, lines: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def _ids(chunk: Load, digests: Digests) -> list[str]:
-    """The ids under which a chunk may be there, the one for a new chunk first.
+    """The ids under which a chunk may have been loaded; the first is the id for a new chunk.
 
-    An id follows from what the chunk carries: the same file again gets the same answers, another one its own.
-    It is keyed, since codes could be found from it by trying; so chunks that were loaded before a key was
-    rotated have that key's id.
+    An id follows from the content of the chunk, so the same file gets the same answers again, and another
+    file gets its own. The id is a keyed hash, because codes could be guessed from a plain hash; so chunks
+    that were loaded before a key rotation have an id of the former key.
     """
     text = "\n".join((chunk.offer, str(chunk.chunks), *chunk.items))
     return [f"load-{chunk.what}-{chunk.chunk}-{name}" for name in digests.names(text)]
@@ -276,14 +276,14 @@ def _load(chunks: Sequence[Load], summary: dict[str, object], as_json: bool) -> 
     repeated = sum(answer.positive and answer.repeated for answer in answers)
     loaded = len(answers) - len(refused) - repeated
     if as_json:
-        said = [msgspec.json.decode(encode_answer(answer)) for answer in refused]
-        print_json({**summary, "loaded": loaded, "repeated": repeated, "refused": said})
+        refusals = [msgspec.json.decode(encode_answer(answer)) for answer in refused]
+        print_json({**summary, "loaded": loaded, "repeated": repeated, "refused": refusals})
     else:
         print_answers(refused[:PROBLEMS_SHOWN_MAX], as_json=False)
         before = f", {repeated:,} were loaded before" if repeated else ""
         plain_console.print(f"{loaded:,} of {len(chunks):,} chunks loaded{before}")
     if trouble:
-        complain(f"{trouble}; {_GO_ON}")
+        complain(f"{trouble}; {_CONTINUE}")
     elif refused:
         code = 1
         complain(
@@ -296,7 +296,7 @@ def _load(chunks: Sequence[Load], summary: dict[str, object], as_json: bool) -> 
 async def _load_all(
     settings: Settings, chunks: Sequence[Load], show: Callable[[Sequence[Answer]], None]
 ) -> None:
-    """Sends chunks in order until one is refused."""
+    """Sends the chunks in order until one is refused."""
     async with open_gate(settings) as gate:
         for start in range(0, len(chunks), CHUNKS_A_CALL):
             answers = await _load_piece(gate, settings, chunks[start : start + CHUNKS_A_CALL])
@@ -310,28 +310,33 @@ async def _load_piece(gate: Gate, settings: Settings, chunks: Sequence[Load]) ->
     ids = {chunk.chunk: _ids(chunk, digests) for chunk in chunks}
     answers: dict[int, Answer] = {}
 
-    async def under(place: int, waiting: Sequence[Load]) -> None:
+    async def decide_under(index: int, unanswered: Sequence[Load]) -> None:
+        """Decides chunks, each under its id at this index."""
         for attempt in range(1, ATTEMPTS_MAX + 1):
-            # A refusal is remembered under its id, and what it said (no such offer) may be true no more: then
+            # A refusal is remembered under its id, although its reason (no such offer) may have gone: then
             # the next id is tried.
             ending = f"-{attempt}" if attempt > 1 else ""
-            commands = [msgspec.structs.replace(one, id=ids[one.chunk][place] + ending) for one in waiting]
+            commands = [
+                msgspec.structs.replace(chunk, id=ids[chunk.chunk][index] + ending) for chunk in unanswered
+            ]
             answered = await gate.decide(
                 commands, patience_ms=settings.patience_ms, timeout_ms=settings.patience_ms
             )
-            answers.update((one.chunk, answer) for one, answer in zip(waiting, answered, strict=True))
-            waiting = [
-                one for one in waiting if answers[one.chunk].repeated and not answers[one.chunk].positive
+            answers.update((chunk.chunk, answer) for chunk, answer in zip(unanswered, answered, strict=True))
+            unanswered = [
+                chunk
+                for chunk in unanswered
+                if answers[chunk.chunk].repeated and not answers[chunk.chunk].positive
             ]
-            if not waiting:
+            if not unanswered:
                 return
 
-    await under(0, chunks)
-    for place in range(1, max(map(len, ids.values()))):
-        # A chunk that is there under another id is told its first answer under that one only.
-        if there := [one for one in chunks if answers[one.chunk].outcome == "conflict"]:
-            await under(place, there)
-    return [answers[one.chunk] for one in chunks]
+    await decide_under(0, chunks)
+    for index in range(1, max(map(len, ids.values()))):
+        # A chunk that was loaded under another id gets its first answer only under that id.
+        if conflicting := [chunk for chunk in chunks if answers[chunk.chunk].outcome == "conflict"]:
+            await decide_under(index, conflicting)
+    return [answers[chunk.chunk] for chunk in chunks]
 
 
 # -- ticket --------------------------------------------------------------------------------------------------
@@ -353,13 +358,13 @@ async def _load_piece(gate: Gate, settings: Settings, chunks: Sequence[Load]) ->
     show_default=True,
     help="A duration from now, or a time as in a file of offers.",
 )
-@click.option("--once", "once_id", metavar="ID", default="", help="Makes it good for one grab only.")
+@click.option("--once", "once_id", metavar="ID", default="", help="Makes the ticket valid for one grab only.")
 @json_option
 def ticket(
     offer: str, user: str, key_id: str, key_file: Path, expires: str, once_id: str, as_json: bool
 ) -> None:
-    """Sign a ticket with which USER may grab OFFER (or any offer of a campaign), as the eligibility service
-    does. For tests.
+    """Sign a ticket that allows USER to grab OFFER (or any offer of a campaign). For tests: in production,
+    the eligibility service signs tickets.
     """
     for field, value in (("offer", offer), ("user", user), ("--key-id", key_id), ("--once", once_id or "x")):
         if not is_id(value):
@@ -380,7 +385,7 @@ def ticket(
 
 def _expiry(expires: str) -> int:
     try:
-        # Digits alone are a time: a duration has its unit, and no date.
+        # Digits only are a time here: a duration has a unit, and no date.
         is_time = expires.isdigit() or "-" in expires
         expires_at_ms = read_time(expires) if is_time else now_ms() + read_duration(expires)
     except Invalid as error:
@@ -393,12 +398,12 @@ def _expiry(expires: str) -> int:
 
 
 def _signing_key(raw: bytes) -> bytes | Ed25519PrivateKey:
-    """A key from its file; raises ValueError that says what is wrong, but not what stands there."""
+    """The key of a key file; raises ValueError that says what is wrong, without quoting the file."""
     if raw.lstrip().startswith(b"-----BEGIN"):
         try:
             key = load_pem_private_key(raw, None)
         except (TypeError, ValueError):
-            raise ValueError("is no private key in PEM without a password") from None
+            raise ValueError("is not a PEM private key without a password") from None
         if not isinstance(key, Ed25519PrivateKey):
             raise ValueError("must be an Ed25519 key; make one with `openssl genpkey -algorithm ed25519`")
         return key

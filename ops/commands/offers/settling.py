@@ -13,12 +13,12 @@ _grab_argument = click.argument("grab")
 @click.command()
 @offer_argument
 @_grab_argument
-@click.option("--payment", help="The payment's id; the same payment is booked once.")
+@click.option("--payment", help="The payment's id; a payment is booked only once.")
 @click.option(
-    "--paid", type=int, default=0, show_default=True, help="What was paid, in minor units of the currency."
+    "--paid", type=int, default=0, show_default=True, help="The amount paid, in minor units of the currency."
 )
-@click.option("--currency", help="Of what was paid, such as CNY.")
-@click.option("--quantity", type=int, help="How many of the held units. Default: all.")
+@click.option("--currency", help="The currency of the payment, such as CNY.")
+@click.option("--quantity", type=int, help="How many of the held units to confirm. Default: all.")
 @id_option
 @json_option
 def confirm(
@@ -31,8 +31,8 @@ def confirm(
     command_id: str | None,
     as_json: bool,
 ) -> None:
-    """What GRAB holds of OFFER was paid: it is the user's for good. A payment that cannot be served is noted
-    as to be paid back.
+    """Confirm that the units of OFFER that GRAB holds were paid: they become the user's for good. A payment
+    for units that cannot be confirmed is recorded as due for a refund.
     """
     command = make_command(
         "confirm",
@@ -53,7 +53,7 @@ def confirm(
 @id_option
 @json_option
 def release(offer: str, grab: str, command_id: str | None, as_json: bool) -> None:
-    """Give back what GRAB holds of OFFER, or leave its waiting list."""
+    """Return the units of OFFER that GRAB holds, or leave the waiting list."""
     carry_out(make_command("release", command_id, offer, grab=grab), as_json)
 
 
@@ -63,7 +63,7 @@ def release(offer: str, grab: str, command_id: str | None, as_json: bool) -> Non
 @id_option
 @json_option
 def extend(offer: str, grab: str, command_id: str | None, as_json: bool) -> None:
-    """Move the deadline of what GRAB holds of OFFER by the offer's hold_ms."""
+    """Extend the deadline of GRAB's hold of OFFER by the offer's hold_ms."""
     carry_out(make_command("extend", command_id, offer, grab=grab), as_json)
 
 
@@ -71,25 +71,25 @@ def extend(offer: str, grab: str, command_id: str | None, as_json: bool) -> None
 @offer_argument
 @_grab_argument
 @click.option("--quantity", type=int, help="How many units. Default: all that are not redeemed.")
-@click.option("--reason", default="", help="Why, one line.")
+@click.option("--reason", default="", help="The reason, in one line.")
 @id_option
 @json_option
 def return_(
     offer: str, grab: str, quantity: int | None, reason: str, command_id: str | None, as_json: bool
 ) -> None:
-    """Give back what GRAB took of OFFER for good; money that was paid for it goes back."""
+    """Return units of OFFER that GRAB has for good. Money that was paid for them is refunded."""
     carry_out(make_command("return", command_id, offer, grab=grab, quantity=quantity, reason=reason), as_json)
 
 
 @click.command()
 @offer_argument
 @_grab_argument
-@click.option("--order", required=True, help="The order's id; units are used once for it.")
+@click.option("--order", required=True, help="The order's id; each order uses units only once.")
 @click.option("--quantity", type=int, default=1, show_default=True, help="How many units.")
 @id_option
 @json_option
 def redeem(offer: str, grab: str, order: str, quantity: int, command_id: str | None, as_json: bool) -> None:
-    """Use units of GRAB of OFFER for an order."""
+    """Use units of OFFER that GRAB has, for an order."""
     carry_out(make_command("redeem", command_id, offer, grab=grab, order=order, quantity=quantity), as_json)
 
 
@@ -100,5 +100,5 @@ def redeem(offer: str, grab: str, order: str, quantity: int, command_id: str | N
 @id_option
 @json_option
 def unredeem(offer: str, grab: str, order: str, command_id: str | None, as_json: bool) -> None:
-    """Take back the use of units of GRAB of OFFER for an order."""
+    """Undo the use of GRAB's units of OFFER for an order."""
     carry_out(make_command("unredeem", command_id, offer, grab=grab, order=order), as_json)

@@ -1,5 +1,5 @@
-"""`open`, `pause`, `resume`, `close`, `grab`: through a gate of this process; and what the other verbs with
-commands share.
+"""`open`, `pause`, `resume`, `close`, `grab`, which decide through a gate of this process; and functions that
+other verbs with commands share.
 """
 
 import asyncio
@@ -40,20 +40,22 @@ from grabstream.ops.formats.offer_files import BadOfferFile, Form, form_of, read
 from grabstream.ops.formats.offer_plan import PLAN_COLUMNS, plan_rows
 from grabstream.ops.settings import Settings, load_settings
 
-#: Offers opened in one gate call; above it a bar shows how far it is, and only refusals are printed one by
-#: one.
+#: Offers opened in one gate call. When a file has more, a bar shows the progress, and only refusals are
+#: printed one by one.
 OPENED_AT_ONCE_MAX: Final = 500
 #: Offers that a dry run shows.
 OFFERS_SHOWN_MAX: Final = 20
-#: How many envelope parts a gate surely draws and writes in a millisecond, beside other work.
+#: How many envelope parts a gate draws and writes per millisecond at least, beside other work.
 PARTS_A_MILLISECOND: Final = 50
 
-#: For words from outside: ids may look like rich's markup (`[x]`) or emoji (`:fire:`).
+#: Prints text from outside: ids may look like rich's markup (`[x]`) or emoji (`:fire:`).
 plain_console = Output(markup=False, emoji=False, highlight=False)
 _errors = Console(stderr=True, markup=False, emoji=False, highlight=False)
 
 id_option = click.option(
-    "--id", "command_id", help="The command's id; the same id gets the same answer again. Drawn if absent."
+    "--id",
+    "command_id",
+    help="The command's id; a repeat with the same id gets the first answer. Default: a random id.",
 )
 offer_argument = click.argument("offer")
 
@@ -69,18 +71,18 @@ def _operating_user() -> str | None:
 operator_option = click.option(
     "--operator",
     default=_operating_user,
-    help="Who does it, for the list of what operators did. Default: the system's user name.",
+    help="The operator's name, recorded in the event. Default: the user name of this system.",
 )
 
 
 def new_id() -> str:
-    """An id that no other command has."""
+    """A random command id."""
     return f"cli-{secrets.token_hex(8)}"
 
 
 def make_command(type: str, command_id: str | None, offer: str, **fields: Any) -> AnyCommand:
-    """A command from what was typed, checked; fields that are None are absent. Ends the verb as used wrongly
-    when it is not right.
+    """The command that was typed, checked. Fields that are None are absent. Raises UsageError when the
+    command is wrong.
     """
     given = {name: value for name, value in fields.items() if value is not None}
     try:
@@ -94,27 +96,25 @@ def make_command(type: str, command_id: str | None, offer: str, **fields: Any) -
 
 
 def pairs_of(option: str, written: Sequence[str]) -> list[tuple[str, str]]:
-    """NAME=VALUE as pairs; ends the verb as used wrongly when there is no `=`."""
+    """The pairs of texts NAME=VALUE; raises BadParameter for a text without `=`."""
     pairs = []
-    for one in written:
-        name, equals, value = one.partition("=")
+    for text in written:
+        name, equals, value = text.partition("=")
         if not equals:
-            raise click.BadParameter(f"must be written as NAME=VALUE, got {one!r}", param_hint=option)
+            raise click.BadParameter(f"must be written as NAME=VALUE, got {text!r}", param_hint=option)
         pairs.append((name, value))
     return pairs
 
 
 class _Rate(ProgressColumn):
-    """How many a second."""
+    """Items per second."""
 
     def render(self, task: Task) -> Text:
         return Text(f"{task.finished_speed or task.speed or 0:,.0f}/s")
 
 
 def progress_bar(quiet: bool) -> Progress:
-    """A bar with rate and time left on standard error; nothing is drawn when quiet, or where there is no
-    terminal.
-    """
+    """A bar with rate and remaining time on standard error; invisible when `quiet`, or without a terminal."""
     return Progress(
         TextColumn("{task.description}", markup=False), bar(), MofNCompleteColumn(), _Rate(),
         TimeRemainingColumn(),
@@ -123,26 +123,26 @@ def progress_bar(quiet: bool) -> Progress:
 
 
 def complain(message: str) -> None:
-    """One line on standard error."""
+    """Prints one line on standard error."""
     click.echo(f"grabstream: {message}", err=True)
 
 
 def complain_of_all(error: BadOfferFile) -> None:
-    """All problems of what was written, a line each, on standard error."""
+    """Prints all problems of a file, one in each line, on standard error."""
     for place, reason in error.problems:
         complain(f"{place}: {reason}")
 
 
 def ready_settings() -> Settings:
-    """The settings, with which a gate can be opened."""
+    """The settings; raises BadSettings when they are not enough to open a gate."""
     settings = load_settings()
     settings.require_seal_keys()
     return settings
 
 
 def carry_out(command: AnyCommand, as_json: bool) -> None:
-    """Decides one command, prints the answer and ends the process: 0 carried out, 1 refused, 3 when nobody
-    knows.
+    """Decides one command, prints the answer and ends the process: with 0 when carried out, 1 when refused, 3
+    when the outcome is unknown.
     """
     settings = ready_settings()
 
@@ -183,17 +183,19 @@ def _shown(name: str, value: Any) -> str:
 
 
 def print_answers(answers: Sequence[Answer], as_json: bool) -> None:
-    """A line each, or JSON."""
+    """Prints the answers, one in each line, or as JSON."""
     if as_json:
         print_json([msgspec.json.decode(encode_answer(answer)) for answer in answers])
         return
     for answer in answers:
-        said = msgspec.json.decode(encode_answer(answer))
+        fields = msgspec.json.decode(encode_answer(answer))
         rest = "  ".join(
-            f"{name}={_shown(name, value)}" for name, value in said.items() if name not in ("outcome", "code")
+            f"{name}={_shown(name, value)}"
+            for name, value in fields.items()
+            if name not in ("outcome", "code")
         )
         words = Text.assemble((answer.outcome, "green" if answer.positive else "red"), "  ", rest)
-        # A line is a line, however narrow the terminal: others read it with grep.
+        # Not wrapped at the terminal's width, so that grep finds whole lines.
         plain_console.print(words, soft_wrap=True)
 
 
@@ -203,32 +205,34 @@ def print_answers(answers: Sequence[Answer], as_json: bool) -> None:
     "--format",
     "form",
     type=click.Choice(get_args(Form)),
-    help="The form of FILE. Default: what its suffix says; YAML without one.",
+    help="The form of FILE. Default: by its suffix; YAML without a suffix.",
 )
 @click.option(
     "--dry-run",
     is_flag=True,
-    help="Check all offers, show a summary and the first ones (all with --json), and open none.",
+    help="Check all offers, show a summary and the first offers (with --json, all offers), and open none.",
 )
 @operator_option
 @json_option
 def open(file: Path, form: Form | None, dry_run: bool, operator: str | None, as_json: bool) -> None:  # noqa: A001 - the verb's name
     """Open the offers of FILE (YAML, JSON or CSV; `-` is standard input).
 
-    All are checked before the first is opened. Each has the command id open-<offer> where the file gives
-    none, so the same call may be repeated: what is open already is answered as before. Exit 1 when any was
-    refused, 2 when the file is wrong.
+    All offers are checked before the first is opened. An offer without an id in the file gets the command id
+    open-<offer>, so the same call may be repeated: an offer that is open already gets its first answer again.
+    Exit code 1: an offer was refused; 2: the file is wrong.
     """
     try:
         opens = read_offers(read_text(file), form_of(file, form))
         if past := [
-            one.offer for one in opens if one.terms.closes_at is not None and one.terms.closes_at <= now_ms()
+            command.offer
+            for command in opens
+            if command.terms.closes_at is not None and command.terms.closes_at <= now_ms()
         ]:
-            raise BadOfferFile([(name, "terms.closes_at: is over already") for name in past])
+            raise BadOfferFile([(name, "terms.closes_at: is in the past") for name in past])
     except BadOfferFile as error:
         complain_of_all(error)
         sys.exit(2)
-    opens = [msgspec.structs.replace(one, operator=one.operator or operator) for one in opens]
+    opens = [msgspec.structs.replace(command, operator=command.operator or operator) for command in opens]
     if not dry_run:
         _open_all(opens, as_json)
     elif as_json:
@@ -238,7 +242,7 @@ def open(file: Path, form: Form | None, dry_run: bool, operator: str | None, as_
 
 
 def _print_plan(opens: Sequence[Open]) -> None:
-    """A summary and the first offers; drawing a table of all would take minutes for a file of many."""
+    """Prints a summary and the first offers: a table of a large file would take minutes to draw."""
     kinds = Counter(str(command.terms.__struct_config__.tag) for command in opens)
     of_kinds = ", ".join(f"{number:,} {kind}" for kind, number in kinds.most_common())
     title = f"Would open {counted(len(opens), 'offers')}: {of_kinds}"
@@ -248,18 +252,18 @@ def _print_plan(opens: Sequence[Open]) -> None:
 
 
 def read_text(file: Path) -> str:
-    """A file, or standard input for `-`, as UTF-8; raises BadOfferFile when it is not, or is too large to be
-    read at once.
+    """The text of a file, or of standard input for `-`; raises BadOfferFile when it is not UTF-8 or too
+    large.
     """
     with click.get_binary_stream("stdin") if str(file) == "-" else file.open("rb") as stream:
         raw = stream.read(FILE_BYTES_MAX + 1)
     if len(raw) > FILE_BYTES_MAX:
-        raise BadOfferFile([("file", f"has more than {FILE_BYTES_MAX:,} bytes; make several files of it")])
+        raise BadOfferFile([("file", f"has more than {FILE_BYTES_MAX:,} bytes; split it into several files")])
     try:
         return raw.decode()
     except UnicodeDecodeError as error:
         line = raw.count(b"\n", 0, error.start) + 1
-        raise BadOfferFile([(f"line {line}", "is not UTF-8; save the file so")]) from None
+        raise BadOfferFile([(f"line {line}", "is not UTF-8; save the file as UTF-8")]) from None
 
 
 def _open_all(opens: Sequence[Open], as_json: bool) -> None:
@@ -285,8 +289,8 @@ def _open_all(opens: Sequence[Open], as_json: bool) -> None:
         plain_console.print(", ".join(f"{number:,} {outcome}" for outcome, number in counted.most_common()))
     if trouble is not None:
         complain(
-            f"{trouble}: {len(answers):,} of {len(opens):,} offers were answered; the same call again opens "
-            "the rest"
+            f"{trouble}: {len(answers):,} of {len(opens):,} offers have an answer; repeat the same call to "
+            "open the rest"
         )
         sys.exit(1 if trouble == "stopped" else 3)
     sys.exit(exit_code(answers))
@@ -326,7 +330,7 @@ def pause(offer: str, operator: str | None, command_id: str | None, as_json: boo
 @id_option
 @json_option
 def resume(offer: str, operator: str | None, command_id: str | None, as_json: bool) -> None:
-    """Take grabs of OFFER again."""
+    """Accept grabs of the paused OFFER again."""
     carry_out(make_command("resume", command_id, offer, operator=operator), as_json)
 
 
@@ -336,7 +340,7 @@ def resume(offer: str, operator: str | None, command_id: str | None, as_json: bo
 @id_option
 @json_option
 def close(offer: str, operator: str | None, command_id: str | None, as_json: bool) -> None:
-    """End OFFER now; what is left goes back to its issuer, and its seed is revealed."""
+    """Close OFFER now. Units not taken go back to its issuer, and its seed is published."""
     carry_out(make_command("close", command_id, offer, operator=operator), as_json)
 
 
@@ -349,10 +353,10 @@ def close(offer: str, operator: str | None, command_id: str | None, as_json: boo
     "attributes",
     multiple=True,
     metavar="NAME=VALUE",
-    help="What limits may count by, such as card=c1. Repeatable.",
+    help="An attribute that limits may count by, such as card=c1. Repeatable.",
 )
-@click.option("--ticket", help="What the eligibility service signed; see `grabstream ticket`.")
-@click.option("--wait", is_flag=True, help="Join the waiting list when it is sold out.")
+@click.option("--ticket", help="The ticket that the eligibility service signed; see `grabstream ticket`.")
+@click.option("--wait", is_flag=True, help="Join the waiting list when the offer is sold out.")
 @id_option
 @json_option
 def grab(
@@ -365,9 +369,9 @@ def grab(
     command_id: str | None,
     as_json: bool,
 ) -> None:
-    """Grab of OFFER for USER: a part of an envelope, or units."""
-    named = pairs_of("--attribute", attributes)
-    if len(dict(named)) < len(named):
+    """Grab a part of the envelope OFFER, or units of OFFER, for USER."""
+    pairs = pairs_of("--attribute", attributes)
+    if len(dict(pairs)) < len(pairs):
         raise click.BadParameter("a name is given twice; keep one", param_hint="--attribute")
     command = make_command(
         "grab",
@@ -375,7 +379,7 @@ def grab(
         offer,
         user=user,
         quantity=quantity,
-        attributes=dict(named),
+        attributes=dict(pairs),
         ticket=ticket,
         wait=wait,
     )

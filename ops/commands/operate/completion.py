@@ -1,4 +1,4 @@
-"""`completion`: what a shell needs to complete verbs and options."""
+"""`completion`: the script with which a shell completes verbs and options."""
 
 import click
 from click.shell_completion import get_completion_class
@@ -11,8 +11,8 @@ SHELLS = ("bash", "zsh", "fish")
 def completion(shell: str) -> None:
     """Print the completion script of SHELL.
 
-    For bash, put `eval "$(grabstream completion bash)"` into ~/.bashrc; zsh has ~/.zshrc for it, and fish
-    reads ~/.config/fish/completions/grabstream.fish.
+    For bash, put `eval "$(grabstream completion bash)"` into ~/.bashrc; for zsh, the same with zsh into
+    ~/.zshrc; for fish, write the script to ~/.config/fish/completions/grabstream.fish.
     """
     context = click.get_current_context().find_root()
     found = get_completion_class(shell)

@@ -21,7 +21,7 @@ from grabstream.ops.settings import (
     "--new-seal-key",
     "wants_key",
     is_flag=True,
-    help="Print a fresh value for GRAB_SEAL_KEYS and nothing else.",
+    help="Print a new value for GRAB_SEAL_KEYS and nothing else.",
 )
 @json_option
 def config(wants_key: bool, as_json: bool) -> None:
@@ -44,8 +44,8 @@ def config(wants_key: bool, as_json: bool) -> None:
     if as_json:
         print_json(found)
     else:
-        # The value of a number is copied to .env: no separators.
-        rows = ((name, *map(str, one.values())) for name, one in found.items())
+        # Numbers without separators, so that they can be copied to .env.
+        rows = ((name, *map(str, setting.values())) for name, setting in found.items())
         console.print(table("Settings", ("variable", "value", "unit", "origin", "meaning"), rows))
 
 

@@ -1,5 +1,5 @@
-"""`doctor` and `dismiss`: what is stuck, since when, and the command that mends it; and a difference that was
-explained.
+"""`doctor` shows what is stuck, since when, and the command that mends it; `dismiss` explains a finding of
+the verifier.
 """
 
 import asyncio
@@ -24,21 +24,24 @@ _SERVERS: Final = {
     "postgres": ("PostgreSQL", "GRAB_POSTGRES"),
 }
 _MEANS: Final = {
-    "redis": "nothing is decided", "kafka": "no answer that waits for the journal comes",
-    "postgres": "the read models stand still; deciding goes on",
+    "redis": "nothing is decided", "kafka": "commands that wait for the journal get no answer",
+    "postgres": "the read models do not advance; commands are still decided",
 }  # fmt: skip
 
 
 @click.command()
 @click.option(
-    "--watch", type=click.FloatRange(min=1), metavar="SECONDS", help="Look again and again, until Ctrl-C."
+    "--watch",
+    type=click.FloatRange(min=1),
+    metavar="SECONDS",
+    help="Repeat the examination every SECONDS, until Ctrl-C.",
 )
 @json_option
 def doctor(watch: float | None, as_json: bool) -> None:
-    """Say in plain words what is stuck, since when, what it means for users, and the command that mends it.
+    """Show what is stuck, since when, what it means for users, and the command that mends it.
 
-    Every server is asked on its own: one that is away hides nothing of the others. Exit 0: nothing found; 1:
-    something is stuck or at risk; 3: a server does not answer.
+    Every server is asked separately: if one is away, the others are still examined. Exit code 0: nothing
+    found; 1: something is stuck or at risk; 3: a server does not answer.
     """
     settings = load_settings()
     while True:
@@ -56,19 +59,20 @@ def doctor(watch: float | None, as_json: bool) -> None:
 
 @click.command()
 @click.argument("finding", type=WholeNumber(min=1))
-@click.option("--reason", required=True, help="Why it is no fault, one line.")
-@click.option("--operator", required=True, help="Who says so.")
+@click.option("--reason", required=True, help="Why the difference is not a fault, in one line.")
+@click.option("--operator", required=True, help="The name of the operator who decides it.")
 @json_option
 def dismiss(finding: int, reason: str, operator: str, as_json: bool) -> None:
-    """Explain FINDING, a difference that `doctor` shows by its number: it is not shown any more while it
-    stays the same.
+    """Dismiss FINDING, the number of a difference that `doctor` shows: it is no longer shown while it stays
+    the same.
 
-    A difference that is mended needs no word: it goes away when the verifier comes by again. Exit 1: there is
-    none under this number.
+    A difference that was mended need not be dismissed: it disappears when the verifier compares the same rows
+    again. Exit code 1: there is no open finding with this number.
     """
     if not asyncio.run(_dismiss(finding, operator, reason)):
         click.echo(
-            f"grabstream: no open finding {finding}; `grabstream doctor` shows their numbers", err=True
+            f"grabstream: no open finding has the number {finding}; `grabstream doctor` shows the numbers",
+            err=True,
         )
         sys.exit(1)
     if as_json:
@@ -103,13 +107,13 @@ def _print(examination: Examination) -> None:
             _say("stuck", f"{name} does not answer", None, examination.at)
             _detail("means", _MEANS[server])
             _detail("says", problem)
-            _detail("mend", f"start it (`grabstream up` for local servers), or set {setting} right")
+            _detail("mend", f"start it (`grabstream up` for local servers), or correct {setting}")
     for _, finding in by_severity(examination.findings):
         _say(finding.severity, finding.what, finding.since, examination.at)
         _detail("means", finding.means)
         _detail("mend", finding.command)
     if examination.not_checked:
-        _line(Text(f"Not checked, for want of an answer: {', '.join(examination.not_checked)}.", "dim"))
+        _line(Text(f"Not checked without these servers: {', '.join(examination.not_checked)}.", "dim"))
     if not examination.exit_code:
         _line(Text(f"✓ {len(examination.passed)} checks: nothing is stuck.", "green"))
 
@@ -127,5 +131,5 @@ def _detail(name: str, words: str) -> None:
 
 
 def _line(words: Text) -> None:
-    # Commands are copied from here: a line stays a line, however narrow the terminal.
+    # Not wrapped at the terminal's width, so that commands can be copied.
     console.print(words, soft_wrap=True, emoji=False, highlight=False)

@@ -1,4 +1,4 @@
-"""`init`: topics and tables, and what they belong to."""
+"""`init`: creates topics and tables, and records that they belong together."""
 
 import asyncio
 
@@ -13,20 +13,20 @@ from grabstream.ops.settings import load_settings
 @click.option(
     "--replication",
     type=WholeNumber(1),
-    help="Copies of every topic.  [default: GRAB_REPLICATION, else one a broker, up to 3]",
+    help="Copies of every topic.  [default: GRAB_REPLICATION, or one on each broker, at most 3]",
 )
 @click.option(
     "--new-journal",
     is_flag=True,
-    help="The journal's topic is a copy, with the same offsets, of the one the schema belongs to.",
+    help="Accept the existing topic as the journal: a copy, with the same offsets, of the schema's journal.",
 )
 @json_option
 def init(replication: int | None, new_journal: bool, as_json: bool) -> None:
-    """Create what is missing of topics and tables; a second call does nothing. The number of shards cannot be
-    changed later.
+    """Create the topics and tables that are missing; a second call does nothing. The number of shards cannot
+    be changed later.
 
-    Prefix, journal, schema and number of shards belong together from here on: every process refuses other
-    ones. Exit 2: one of them belongs to another system, and nothing was created.
+    Prefix, journal, schema and number of shards belong together from then on: every process refuses other
+    combinations. Exit code 2: one of them belongs to another system; nothing was created.
     """
     settings = load_settings()
     made = asyncio.run(make_system(settings, replication or settings.replication, new_journal))
@@ -36,5 +36,5 @@ def init(replication: int | None, new_journal: bool, as_json: bool) -> None:
     console.print(f"Topics created: {', '.join(made.topics) or 'none, all exist'}.")
     console.print(
         f"Migrations applied in schema {settings.schema_}: "
-        f"{', '.join(made.migrations) or 'none, all are there'}."
+        f"{', '.join(made.migrations) or 'none, all were applied before'}."
     )

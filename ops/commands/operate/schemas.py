@@ -1,4 +1,4 @@
-"""`schemas`: what of a database belongs to this system."""
+"""`schemas`: lists the schemas of a database that belong to this system."""
 
 import asyncio
 import sys
@@ -14,10 +14,11 @@ from grabstream.projections.database.system import schemas_of
 @click.command()
 @json_option
 def schemas(as_json: bool) -> None:
-    """Print the PostgreSQL schemas of this system, a line each: its own, and those of its read models'
-    versions.
+    """Print the PostgreSQL schemas of this system, one in each line: GRAB_SCHEMA, and those of the versions
+    of its read models.
 
-    For backups (docs/backup.md): names that only begin alike are other systems'. Exit 1: there is none.
+    For backups (docs/backup.md): schemas with a similar name may belong to other systems. Exit code 1: there
+    is no schema of this system.
     """
     found = asyncio.run(_read(load_settings()))
     if as_json:
@@ -26,7 +27,7 @@ def schemas(as_json: bool) -> None:
         for name in found:
             click.echo(name)
     if not found:
-        click.echo("grabstream: there is no schema of this system", err=True)
+        click.echo("grabstream: the database has no schema of this system (GRAB_SCHEMA)", err=True)
         sys.exit(1)
 
 

@@ -1,5 +1,5 @@
-"""`set-aside` and `retry`: a projection that has stopped at a shard goes on, with or without the record that
-stopped it.
+"""`set-aside` and `retry`: let a projection that has stopped at a shard continue, without or with the record
+that stopped it.
 """
 
 import asyncio
@@ -30,24 +30,26 @@ from grabstream.streams.topics import Topics
 
 LINES_SHOWN_MAX: Final = 20
 POLL_SECONDS: Final = 0.1
-#: The projection whose cursor is in its own topic.
+#: The publisher, whose cursor is in the topic that it writes.
 EVENTS: Final = "events"
 
 _projection = click.argument("projection", type=click.Choice((*PROJECTIONS, EVENTS)))
 _shard = click.argument("shard", type=WholeNumber(min=0))
-_wait = click.option("--wait", default=15.0, show_default=True, help="Seconds to wait for a worker to go on.")
+_wait = click.option(
+    "--wait", default=15.0, show_default=True, help="Seconds to wait until a worker continues."
+)
 
 
 @click.command(name="set-aside")
 @click.argument("projection", type=click.Choice((*PROJECTIONS, EVENTS)), required=False)
 @click.argument("shard", type=WholeNumber(min=0), required=False)
-@click.option("--reason", help="Why the books may do without it, one line; it stays in them.")
-@click.option("--operator", help="Who decides so.")
+@click.option("--reason", help="Why the books may lack the record, in one line; kept in the books.")
+@click.option("--operator", help="The name of the operator who decides it; kept in the books.")
 @click.option(
     "--dry-run", is_flag=True, help="Show the record and what the books will lack, and change nothing."
 )
-@click.option("--yes", is_flag=True, help="Do not ask.")
-@click.option("--list", "listing", is_flag=True, help="Show what is set aside.")
+@click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
+@click.option("--list", "listing", is_flag=True, help="List the records that are set aside.")
 @_wait
 @json_option
 def set_aside(
@@ -55,12 +57,12 @@ def set_aside(
     yes: bool, listing: bool,
     wait: float, as_json: bool,
 ) -> None:  # fmt: skip
-    """Let PROJECTION, which has stopped at SHARD, go on behind the journal record that it cannot take in.
+    """Let PROJECTION, which has stopped at SHARD, continue after the journal record that it cannot apply.
 
-    The record is shown first, and then kept in the books with its bytes, the reason and the operator. What
-    was built from the shard lacks its events from then on; `status`, `verify` and `doctor` say so. To take it
-    back, mend the cause and build the read model anew: `grabstream rebuild PROJECTION --accept` reads the
-    record again. Exit 1: nothing to set aside.
+    The record is shown first, and then kept in the books with its bytes, the reason and the operator. From
+    then on the read model lacks the record's events; `status`, `verify` and `doctor` show that. To undo it,
+    remove the cause and rebuild the read model: `grabstream rebuild PROJECTION --accept` reads the record
+    again. Exit code 1: there is nothing to set aside.
     """
     settings = load_settings()
     if listing:
@@ -68,11 +70,12 @@ def set_aside(
         return
     if projection is None or shard is None:
         raise click.UsageError(
-            "name the PROJECTION and the SHARD at which it has stopped: `grabstream status` shows them"
+            "give the PROJECTION and the SHARD at which it has stopped: `grabstream status` shows them"
         )
     if not dry_run and not (reason and reason.strip() and operator and operator.strip()):
         raise click.UsageError(
-            "--reason and --operator are needed: they stay in the books. Look first with --dry-run"
+            "--reason and --operator are required: they are kept in the books. Use --dry-run to see the "
+            "record first"
         )
     try:
         stop, stopped = asyncio.run(_look(settings, projection, shard))
@@ -87,7 +90,9 @@ def set_aside(
             print_json({**shown, "done": False})
         return
     if not yes and not (sys.stdin.isatty() and not as_json):
-        raise click.UsageError("--yes is needed where nobody can be asked; look first with --dry-run")
+        raise click.UsageError(
+            "--yes is required without a terminal to ask for confirmation; --dry-run shows the record first"
+        )
     if not yes:
         click.confirm(
             f"Set this record aside for {projection}? Its events will be missing from it", abort=True
@@ -95,7 +100,7 @@ def set_aside(
     try:
         asyncio.run(_set_aside(settings, stop, stopped, str(reason).strip(), str(operator).strip()))
     except CursorMoved as error:
-        _refuse(f"{error}; look again")
+        _refuse(f"{error}; see the present state with --dry-run")
     outcome = asyncio.run(_await_going_on(settings, projection, shard, stopped.after, wait))
     if as_json:
         print_json({**shown, "done": True, "reason": reason, "operator": operator, **outcome})
@@ -109,12 +114,12 @@ def set_aside(
 @_wait
 @json_option
 def retry(projection: str, shard: int, wait: float, as_json: bool) -> None:
-    """Let PROJECTION, which has stopped at SHARD, try the same record again, because the cause is mended.
-    Exit 1: it stopped again.
+    """Let PROJECTION, which has stopped at SHARD, try the same record again, once the cause is removed. Exit
+    code 1: it has stopped again.
 
-    One that stands still because its cursor was moved away from its rows (`doctor` says so) reads the shard's
-    journal from the beginning, up to its rows without a change, and goes on behind them; their hash must be
-    the journal's.
+    A projection may also have stopped because its cursor was moved away from its rows (`doctor` shows that).
+    It then reads the shard's journal from the beginning, without changing rows that it has, checks their hash
+    against the journal, and continues after them.
     """
     settings = load_settings()
     try:
@@ -139,7 +144,7 @@ def _refuse(message: str) -> Any:
 
 @asynccontextmanager
 async def _open_to_write(settings: Settings, projection: str) -> AsyncIterator[AsyncConnection[Any]]:
-    """A connection that writes where the projection has its cursors and stops."""
+    """A connection to the schema that has the projection's cursors and stops."""
     async with checked_books(settings) as connection:
         await use_read_model(connection, settings.schema_, projection)
         yield connection

@@ -1,4 +1,4 @@
-"""`verify`: everything that is kept anywhere against the journal."""
+"""`verify`: compares everything that is stored with the journal."""
 
 import asyncio
 import sys
@@ -14,13 +14,13 @@ from grabstream.ops.verification.verifying import verify as run_verification
 
 
 def print_checks(checks: list[Check]) -> None:
-    """One line a check, and below it what is wrong."""
+    """Prints one line for each check, and below it what is wrong."""
     for check in checks:
         mark = "[green]✓[/]" if check.passed else "[red]✗[/]"
         number, _, things = counted(check.checked, check.of_what).partition(" ")
         console.print(f"{mark} {check.name:<34} [dim]{number:>12} {things}[/]", highlight=False)
         for problem in check.problems[:PROBLEMS_SHOWN_MAX]:
-            console.print(f"    [red]{problem}[/]", highlight=False)
+            console.print(f"    [red]{escape(problem)}[/]", highlight=False)
         for note in check.notes:
             console.print(f"    [cyan]{escape(note)}[/]", highlight=False)
         if len(check.problems) > PROBLEMS_SHOWN_MAX:
@@ -33,18 +33,17 @@ async def _verify(settings: Settings, wait_seconds: float, report: Say, quick: b
 
 
 @click.command()
-@click.option(
-    "--wait", default=30.0, show_default=True, help="Seconds to wait for read models that are behind."
-)
+@click.option("--wait", default=30.0, show_default=True, help="Seconds to wait for read models that lag.")
 @click.option(
     "--quick",
     is_flag=True,
-    help="Leave out Redis' keys: each shard is made a second time there to compare them.",
+    help="Do not compare keys in Redis, which needs a second copy of each shard there.",
 )
 @json_option
 def verify(wait: float, quick: bool, as_json: bool) -> None:
-    """Check the chain of every shard, and against it everything that is kept elsewhere: the audit trail byte
-    for byte, the rows of all read models, cursors, views, and every key in Redis. Exit 1: a difference.
+    """Check the chain of every shard in the journal, and compare everything else with it: the audit trail
+    byte for byte, the rows of all read models, cursors, views, and every key in Redis. Exit code 1: a
+    difference.
     """
     report = (lambda line: None) if as_json else (lambda line: console.print(f"[dim]{line} …[/]"))
     checks = asyncio.run(_verify(load_settings(), wait, report, quick))

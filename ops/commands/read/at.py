@@ -1,4 +1,4 @@
-"""`at`: the time machine. A bounded replay into a schema that is dropped again, and what stands in it."""
+"""`at`: shows the past. A bounded replay fills a schema, which is read and dropped again."""
 
 import gc
 import sys
@@ -43,24 +43,22 @@ _OFFERS = "SELECT * FROM offers ORDER BY opened_at, offer LIMIT %s"
 
 
 class NothingThen(Exception):
-    """There was nothing of the kind at that time; the text says since when there is."""
+    """Nothing to show existed at that time; the text says when the first event was."""
 
 
 @click.command()
 @click.argument("moment", metavar="TIME")
-@click.option("--offer", "offers", multiple=True, metavar="ID", help="Only this offer; may be repeated.")
-@click.option("--user", "users", multiple=True, metavar="ID", help="What this user had; may be repeated.")
+@click.option("--offer", "offers", multiple=True, metavar="ID", help="Show only this offer. Repeatable.")
+@click.option("--user", "users", multiple=True, metavar="ID", help="Show what this user had. Repeatable.")
 @click.option(
     "--source",
     type=click.Choice(["journal", "audit"]),
     default="journal",
     show_default=True,
-    help="Where events are read from.",
+    help="What to read the events from.",
 )
-@click.option(
-    "--limit", type=WholeNumber(min=0), help="Rows of a list; 20 for people, all in JSON, if not given."
-)
-@click.option("--keep", metavar="SCHEMA", help="Build in this schema, and leave it there.")
+@click.option("--limit", type=WholeNumber(min=0), help="Rows of each list. Default: 20, with --json all.")
+@click.option("--keep", metavar="SCHEMA", help="Build the result in this schema, and keep it.")
 @json_option
 def at(
     moment: str,
@@ -71,14 +69,14 @@ def at(
     keep: str | None,
     as_json: bool,
 ) -> None:
-    """Show offers, holds and balances as they were at TIME, everything of that millisecond included.
+    """Show offers, holds and balances as they were at the end of the millisecond TIME.
 
-    TIME is ISO 8601 (UTC where it names no zone) or ms since 1970. It is counted by the shards' own clocks,
-    those of the events; what was decided then but is not journaled yet is not there. A hold that was over but
-    not yet swept still stands.
+    TIME is ISO 8601 (UTC when it has no zone) or milliseconds since 1970. It is compared with the times of
+    the events, which are those of the shards' clocks. Decisions that are not journaled yet are not shown. A
+    hold whose deadline was over, but that the sweeper had not ended yet, is shown as held.
 
-    Exit 1: there was nothing then; 2: used wrongly (a time in the future, too); 3: a server cannot be
-    reached.
+    Exit code 1: nothing existed at that time; 2: wrong usage, such as a time in the future; 3: a server
+    cannot be reached.
     """
     settings = load_settings()
     try:
@@ -86,26 +84,29 @@ def at(
     except BadMoment as error:
         raise click.UsageError(str(error)) from None
     if at_ms > time.time() * 1000:
-        raise click.UsageError(f"TIME {show_time(at_ms)} is in the future: nothing is known of it")
+        raise click.UsageError(f"TIME {show_time(at_ms)} is in the future: give a time in the past")
     if keep is not None and not is_schema(keep):
-        raise click.UsageError(f"--keep {keep!r} is no name of a schema (a-z 0-9 _, at most 48)")
+        raise click.UsageError(
+            f"--keep {keep!r} cannot name a schema: use at most 48 of the characters a-z 0-9 _"
+        )
     gc.set_threshold(50_000, 20, 50)
     asked = request(settings, source, (), (str(at_ms),), (), offers, users)
-    shown = 20 if limit is None else limit
+    rows_max = 20 if limit is None else limit
     try:
-        found = run_until_stopped(
-            _run(settings, asked, at_ms, keep, None if as_json and limit is None else shown)
+        shown = run_until_stopped(
+            _run(settings, asked, at_ms, keep, None if as_json and limit is None else rows_max)
         )
     except (NothingThen, ReplayRefused, NoTrail, Corrupt, Gap) as error:
         click.echo(f"grabstream: {error}", err=True)
         sys.exit(1)
     if as_json:
-        print_json(found)
+        print_json(shown)
     else:
-        _print(found, shown)
+        _print(shown, rows_max)
     if keep is not None:
         click.echo(
-            f"grabstream: it all stands in schema {keep}; `DROP SCHEMA {keep} CASCADE` removes it", err=True
+            f"grabstream: the result is kept in schema {keep}; `DROP SCHEMA {keep} CASCADE` removes it",
+            err=True,
         )
 
 
@@ -120,32 +121,32 @@ async def _run(
         temporary_schema(settings.postgres, settings.schema_)
         if keep is None
         else nullcontext(keep) as schema,
-        # Until all of it is read: another `at` would go on with a schema that is kept, to another time.
+        # Stays open until everything is read: another `at` could continue a kept schema to another time.
         open_schema(
             settings.postgres, schema, settings.schema_, settings.shards, definition, temporary=keep is None
         ) as sink,
     ):
         planned = await replaying.plan(source, asked.stretches, True, sink.positions)
         selection = Selection(asked.wanted, True, await sink.grabs(asked.wanted.users))
-        with Reading(f"to {show_time(at_ms)}", sum(one.units for one in planned)) as report:
+        with Reading(f"to {show_time(at_ms)}", sum(stretch.units for stretch in planned)) as report:
             await replaying.replay(source, planned, selection, sink, report, done)
-        if not asked.wanted.offers and not any(one.cursor.seq for one in done.values()):
+        if not asked.wanted.offers and not any(shard.cursor.seq for shard in done.values()):
             raise NothingThen(await _since_when(source, asked, at_ms))
         return {
             "at": show_time(at_ms),
             "at_ms": at_ms,
-            "shards": [{"shard": one.shard, "seq": one.cursor.seq} for one in done.values()],
+            "shards": [{"shard": shard.shard, "seq": shard.cursor.seq} for shard in done.values()],
             **await _read(settings, schema, asked, at_ms, limit),
         }
 
 
 async def _since_when(source: Source, asked: Request, at_ms: int) -> str:
-    """Words for a time before everything."""
-    first = [at for one in asked.stretches if (at := await _first_at(source, one.shard)) is not None]
+    """The error for a time before the first event."""
+    first = [at for stretch in asked.stretches if (at := await _first_at(source, stretch.shard)) is not None]
     where = "" if len(asked.stretches) > 1 else f" in shard {asked.stretches[0].shard}"
     if not first:
         return f"there are no events yet{where}"
-    return f"nothing had happened{where} at {show_time(at_ms)}: the first event is of {show_time(min(first))}"
+    return f"there was no event{where} at {show_time(at_ms)}: the first event is of {show_time(min(first))}"
 
 
 async def _first_at(source: Source, shard: int) -> int | None:
@@ -159,8 +160,8 @@ async def _first_at(source: Source, shard: int) -> int | None:
 async def _read(
     settings: Settings, schema: str, asked: Request, at_ms: int, limit: int | None
 ) -> dict[str, Any]:
-    """What stands in the schema. Balances are whole only where no offer is left out, an offer's counts where
-    no user is.
+    """The content of the schema. Balances are complete only if no offer is left out, the counts of an offer
+    only if no user is left out.
     """
     wanted = asked.wanted
     async with await connect(settings.postgres, settings.schema_, row_factory=dict_row) as connection:
@@ -169,51 +170,51 @@ async def _read(
         async def rows(query: str, *arguments: object) -> list[dict[str, Any]]:
             return await (await connection.execute(query.encode(), (*arguments, limit))).fetchall()
 
-        found: dict[str, Any] = {}
+        content: dict[str, Any] = {}
         if wanted.users:
-            found["grabs"] = await rows(_GRABS, list(wanted.users))
+            content["grabs"] = await rows(_GRABS, list(wanted.users))
         elif wanted.offers:
-            found["details"] = [await _offer(connection, offer, at_ms, limit) for offer in wanted.offers]
+            content["details"] = [await _offer(connection, offer, at_ms, limit) for offer in wanted.offers]
         else:
-            found["offers"] = await rows(_OFFERS)
+            content["offers"] = await rows(_OFFERS)
         if not wanted.users:
-            found["holds"] = await rows(_HOLDS)
+            content["holds"] = await rows(_HOLDS)
         if not wanted.offers:
-            found["balances"] = await rows(_BALANCES)
-    return found
+            content["balances"] = await rows(_BALANCES)
+    return content
 
 
 async def _offer(
     connection: AsyncConnection[dict[str, Any]], offer: str, at_ms: int, limit: int | None
 ) -> dict[str, Any]:
-    found = await read_offer(connection, offer, limit)
-    if found is None:
+    of_offer = await read_offer(connection, offer, limit)
+    if of_offer is None:
         raise NothingThen(f"there was no offer {offer!r} at {show_time(at_ms)}")
-    return found
+    return of_offer
 
 
-def _print(found: dict[str, Any], limit: int) -> None:
-    places = ", ".join(f"{one['shard']}:{one['seq']}" for one in found["shards"] if one["seq"])
-    console.print(f"[bold]As it was at {found['at']}[/] [dim](shard:seq {places})[/]", highlight=False)
-    for offer in found.get("details", ()):
-        print_offer(offer, limit, found["at_ms"])
+def _print(shown: dict[str, Any], limit: int) -> None:
+    events = ", ".join(f"{shard['shard']}:{shard['seq']}" for shard in shown["shards"] if shard["seq"])
+    console.print(f"[bold]As it was at {shown['at']}[/] [dim](shard:seq {events})[/]", highlight=False)
+    for offer in shown.get("details", ()):
+        print_offer(offer, limit, shown["at_ms"])
     for name, (columns, row_of) in _TABLES.items():
-        if found.get(name):
-            console.print(table(f"{name.capitalize()} (at most {limit})", columns, map(row_of, found[name])))
-        elif name in found:
+        if shown.get(name):
+            console.print(table(f"{name.capitalize()} (at most {limit})", columns, map(row_of, shown[name])))
+        elif name in shown:
             console.print(f"No {name}.")
 
 
 def _offer_row(offer: dict[str, Any]) -> tuple[object, ...]:
     left = offer["amount_left"] if offer["kind"] == "envelope" else offer["units_left"]
-    said = (offer[name] for name in ("offer", "kind", "state", "total", "given", "held"))
-    return (*said, left, offer["waiting"])
+    columns = (offer[name] for name in ("offer", "kind", "state", "total", "given", "held"))
+    return (*columns, left, offer["waiting"])
 
 
 def _grab_row(grab: dict[str, Any]) -> tuple[object, ...]:
     until = show_time(grab["deadline_at"]) if grab["held"] else ""
-    said = (grab[name] for name in ("offer", "place", "user_id", "state", "amount", "held", "taken"))
-    return (*said, until, grab["grab"])
+    columns = (grab[name] for name in ("offer", "place", "user_id", "state", "amount", "held", "taken"))
+    return (*columns, until, grab["grab"])
 
 
 _TABLES: dict[str, tuple[tuple[str, ...], Callable[[dict[str, Any]], tuple[object, ...]]]] = {
@@ -231,6 +232,6 @@ _TABLES: dict[str, tuple[tuple[str, ...], Callable[[dict[str, Any]], tuple[objec
     ),
     "balances": (
         ("user", "asset", "available", "held"),
-        lambda one: (one["user_id"], one["asset"], one["available"], one["held"]),
+        lambda balance: (balance["user_id"], balance["asset"], balance["available"], balance["held"]),
     ),
 }

@@ -1,4 +1,4 @@
-"""`show`: one offer, who got what, the luckiest, what is left."""
+"""`show`: one offer, who got what, the luckiest grab, what is left."""
 
 import asyncio
 import sys
@@ -24,27 +24,31 @@ from grabstream.ops.settings import Settings, load_settings
 )
 @json_option
 def show(offer: str, limit: int, as_json: bool) -> None:
-    """Show OFFER from the read models: its state, who got what, the luckiest, and what is left. Exit 1: there
-    is none.
+    """Show OFFER from the read models: its state, who got what, the luckiest grab, and what is left. Exit
+    code 1: the read models do not have the offer.
     """
-    found = asyncio.run(_read(load_settings(), offer, limit))
-    if found is None:
-        click.echo(
-            f"grabstream: there is no offer {offer!r} in the read models; a new one is there a moment after "
-            "it was opened",
-            err=True,
-        )
+    shown = asyncio.run(_read(load_settings(), offer, limit))
+    if shown is None:
+        complain_of_unknown_offer(offer)
         sys.exit(1)
     if as_json:
-        print_json(found)
+        print_json(shown)
         return
-    print_offer(found, limit, time.time() * 1000)
+    print_offer(shown, limit, time.time() * 1000)
+
+
+def complain_of_unknown_offer(offer: str) -> None:
+    """Prints on standard error that the read models do not have an offer."""
+    click.echo(
+        f"grabstream: the read models have no offer {offer!r} (a new offer appears there within moments)",
+        err=True,
+    )
 
 
 async def _read(settings: Settings, offer: str, limit: int) -> dict[str, Any] | None:
     async with checked_books(settings, row_factory=dict_row) as connection:
-        found = await read_offer(connection, offer, limit)
-        if found is None:
+        of_offer = await read_offer(connection, offer, limit)
+        if of_offer is None:
             return None
         refused = await (
             await connection.execute(
@@ -53,17 +57,17 @@ async def _read(settings: Settings, offer: str, limit: int) -> dict[str, Any] | 
                 (offer,),
             )
         ).fetchall()
-    return found | {"refused": {row["outcome"]: row["refusals"] for row in refused}}
+    return of_offer | {"refused": {row["outcome"]: row["refusals"] for row in refused}}
 
 
 async def read_offer(
     connection: AsyncConnection[dict[str, Any]], offer: str, limit: int | None
 ) -> dict[str, Any] | None:
-    """An offer with its newest grabs, its line and its payments, from the views of the connection's schema;
-    None: there is none.
+    """An offer with its newest grabs, its waiting list and its payments, from the views of the connection's
+    schema; None when they do not have the offer.
     """
-    found = await (await connection.execute("SELECT * FROM offers WHERE offer = %s", (offer,))).fetchone()
-    if found is None:
+    row = await (await connection.execute("SELECT * FROM offers WHERE offer = %s", (offer,))).fetchone()
+    if row is None:
         return None
     grabs = (
         "SELECT place, user_id, amount, quantity, held, taken, redeemed, state, deadline_at, paid, currency, "
@@ -72,21 +76,23 @@ async def read_offer(
     )
     newest = await (await connection.execute(grabs + "place DESC LIMIT %s", (offer, limit))).fetchall()
     luckiest = None
-    if found["kind"] == "envelope":
+    if row["kind"] == "envelope":
         luckiest = await (await connection.execute(grabs + "amount DESC, place LIMIT 1", (offer,))).fetchone()
-    line = "SELECT position, user_id, quantity, grab FROM waiting WHERE offer = %s ORDER BY position LIMIT %s"
-    waiting = await (await connection.execute(line, (offer, limit))).fetchall()
+    queue = (
+        "SELECT position, user_id, quantity, grab FROM waiting WHERE offer = %s ORDER BY position LIMIT %s"
+    )
+    waiting = await (await connection.execute(queue, (offer, limit))).fetchall()
     money = (
         "SELECT state, currency, count(*) AS payments, sum(amount) AS amount, sum(refunded) AS refunded "
         "FROM payments WHERE offer = %s GROUP BY state, currency ORDER BY state, currency"
     )
     payments = await (await connection.execute(money, (offer,))).fetchall()
-    return {"offer": found, "luckiest": luckiest, "grabs": newest, "waiting": waiting, "payments": payments}
+    return {"offer": row, "luckiest": luckiest, "grabs": newest, "waiting": waiting, "payments": payments}
 
 
-def print_offer(found: dict[str, Any], limit: int, now_ms: float) -> None:
-    """What `read_offer` found, as it stands at a time."""
-    offer = found["offer"]
+def print_offer(of_offer: dict[str, Any], limit: int, now_ms: float) -> None:
+    """Prints the result of `read_offer` for the time `now_ms`, in ms since 1970 UTC."""
+    offer = of_offer["offer"]
     heading = Text.assemble(
         (offer["offer"], "bold"),
         f"  {offer['title']}  ",
@@ -101,26 +107,24 @@ def print_offer(found: dict[str, Any], limit: int, now_ms: float) -> None:
         f"{'not open yet' if early else offer['state']}; opens {show_time(offer['opens_at'])}{closed}"
     )
     console.print(_stock_of(offer), highlight=False)
-    for paid in found["payments"]:
+    for paid in of_offer["payments"]:
         what = (
-            "to be paid back" if paid["state"] == "refund_due" else f"served, {paid['refunded']:,} paid back"
+            "due for a refund" if paid["state"] == "refund_due" else f"served, {paid['refunded']:,} refunded"
         )
         console.print(
             f"{counted(paid['payments'], 'payments')} of {paid['amount']:,} {paid['currency']} {what}",
             highlight=False,
         )
-    if found["luckiest"]:
-        lucky = found["luckiest"]
-        words = f"The luckiest: {lucky['user_id']} with {lucky['amount']:,}, at place {lucky['place']:,}."
+    if of_offer["luckiest"]:
+        lucky = of_offer["luckiest"]
+        words = f"Luckiest grab: {lucky['user_id']} with {lucky['amount']:,}, at place {lucky['place']:,}."
         console.print(Text(words), highlight=False)
-    if found.get("refused"):
-        console.print(
-            "Refused: " + ", ".join(f"{outcome} {count:,}" for outcome, count in found["refused"].items()),
-            highlight=False,
-        )
+    if of_offer.get("refused"):
+        counts = ", ".join(f"{outcome} {count:,}" for outcome, count in of_offer["refused"].items())
+        console.print(f"Refused: {counts}", highlight=False)
     if offer["seed"]:
         console.print(f"[dim]seed {offer['seed']}[/]", highlight=False)
-    if found["grabs"] and offer["kind"] == "envelope":
+    if of_offer["grabs"] and offer["kind"] == "envelope":
         rows = (
             (
                 grab["place"],
@@ -130,36 +134,38 @@ def print_offer(found: dict[str, Any], limit: int, now_ms: float) -> None:
                 grab["grab"],
                 show_time(grab["at"]),
             )
-            for grab in found["grabs"]
+            for grab in of_offer["grabs"]
         )
         console.print(
             table(
-                f"The newest grabs (at most {limit})",
+                f"Newest grabs (at most {limit})",
                 ("place", "user", "amount", "state", "grab", "at"),
                 rows,
             )
         )
-    elif found["grabs"]:
+    elif of_offer["grabs"]:
         columns = ("place", "user", "state", "held", "taken", "used", "paid", "until", "grab")
-        console.print(table(f"The newest grabs (at most {limit})", columns, map(_grab_row, found["grabs"])))
-    if found["waiting"]:
-        line = ((one["position"], one["user_id"], one["quantity"], one["grab"]) for one in found["waiting"])
-        console.print(table(f"Who waits (at most {limit})", ("position", "user", "quantity", "grab"), line))
+        console.print(table(f"Newest grabs (at most {limit})", columns, map(_grab_row, of_offer["grabs"])))
+    if of_offer["waiting"]:
+        queue = (
+            (waiting["position"], waiting["user_id"], waiting["quantity"], waiting["grab"])
+            for waiting in of_offer["waiting"]
+        )
+        title = f"Waiting list (at most {limit})"
+        console.print(table(title, ("position", "user", "quantity", "grab"), queue))
 
 
 def _stock_of(offer: dict[str, Any]) -> str:
-    """What was given, is held and is left, in words."""
+    """How much was given, is held and is left, in words."""
     if offer["kind"] == "envelope":
         return (
             f"{offer['grabs']:,} of {counted(offer['units'], 'parts')} taken: {offer['given']:,} of "
-            f"{offer['total']:,}; "
-            f"left {counted(offer['units_left'], 'parts')}, {offer['amount_left']:,}; refunded "
-            f"{offer['refunded']:,}"
+            f"{offer['total']:,}; left {counted(offer['units_left'], 'parts')}, {offer['amount_left']:,}; "
+            f"refunded {offer['refunded']:,}"
         )
     return (
         f"of {offer['total']:,}: {offer['given']:,} taken, {offer['held']:,} held, {offer['units_left']:,} "
-        "left, "
-        f"{offer['refunded']:,} went back to the issuer; {offer['waiting']:,} wait"
+        f"left, {offer['refunded']:,} returned to the issuer; {offer['waiting']:,} waiting"
     )
 
 

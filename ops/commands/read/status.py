@@ -1,4 +1,4 @@
-"""`status`: which servers answer, how far every shard is, and what has stopped."""
+"""`status`: which servers answer, the progress of every shard, and what has stopped."""
 
 import asyncio
 import sys
@@ -34,64 +34,66 @@ from grabstream.streams.clients import in_words, started
 def status(as_json: bool) -> None:
     """Show servers, shards and read models.
 
-    Exit 3: a server does not answer; 1: a shard is fenced or has no relay, a read model has stopped or waits
-    for a rebuild, or the verifier found a difference. `grabstream doctor` says what to do. What PostgreSQL
-    would tell is unknown while it is away: –, and null in JSON; so is what is not known of a shard whose
-    server of a Redis Cluster does not answer, while others do.
+    Exit code 3: a server does not answer; 1: a shard is fenced or has no relay, a read model has stopped or
+    waits for a rebuild, or the verifier found a difference. `grabstream doctor` shows what to do.
+
+    While PostgreSQL does not answer, its values are unknown, shown as – (null in JSON). The same holds for
+    the shards on a server of a Redis Cluster that does not answer while others do.
     """
-    found = asyncio.run(read(load_settings()))
+    readings = asyncio.run(read(load_settings()))
     if as_json:
-        print_json(found)
+        print_json(readings)
     else:
-        _print(found)
-    if any(problem for problem in found["servers"].values()):
+        _print(readings)
+    if any(problem for problem in readings["servers"].values()):
         sys.exit(3)
-    unwell = (
-        found["mixed_up"]
-        or found["stopped"]
-        or found["waiting"]
-        or found["findings"]
-        or any(shard["fault"] for shard in found["shards"])
+    needs_attention = (
+        readings["mixed_up"]
+        or readings["stopped"]
+        or readings["waiting"]
+        or readings["findings"]
+        or any(shard["fault"] for shard in readings["shards"])
     )
-    sys.exit(1 if unwell else 0)
+    sys.exit(1 if needs_attention else 0)
 
 
-#: What PostgreSQL tells; null where it does not answer.
+#: Values that PostgreSQL has; null while it does not answer.
 _OF_BOOKS: Final = ("read_models", "stopped", "versions", "waiting", "verified", "findings", "set_aside")
 
 
 async def read(settings: Settings) -> dict[str, Any]:
-    """What is shown, and printed as JSON."""
+    """The readings of all servers, in the form of the JSON output."""
     mixed_up = await mixed_systems(settings)
-    found: dict[str, Any] = {
+    readings: dict[str, Any] = {
         "servers": {}, "shards": [], "read_models": [], "stopped": [], "versions": [], "waiting": {},
         "verified": [], "findings": [],
         "set_aside": [], "slow_scripts": [], "script_calls": [],
         "mixed_up": str(mixed_up) if mixed_up else None,
     }  # fmt: skip
-    found["servers"] = dict.fromkeys(("redis", "kafka", "postgres"))
-    # PostgreSQL before Redis, which goes on meanwhile: a read model that is ahead of it then is so in truth.
+    readings["servers"] = dict.fromkeys(("redis", "kafka", "postgres"))
+    # PostgreSQL is read before Redis, which continues meanwhile: a read model that is then ahead of Redis is
+    # really ahead.
     for name, ask in (("kafka", _kafka), ("postgres", _postgres), ("redis", _redis)):
         try:
-            await ask(settings, found)
+            await ask(settings, readings)
         except (RedisError, KafkaError, OperationalError, OSError) as error:
-            found["servers"][name] = in_words(error)
+            readings["servers"][name] = in_words(error)
             if name == "postgres":
-                found |= dict.fromkeys(_OF_BOOKS)
-    return found
+                readings |= dict.fromkeys(_OF_BOOKS)
+    return readings
 
 
-async def _redis(settings: Settings, found: dict[str, Any]) -> None:
+async def _redis(settings: Settings, readings: dict[str, Any]) -> None:
     redis = open_redis(settings)
     try:
         keys = key_space(settings)
         states = {number: keys.shard(number).state for number in range(settings.shards)}
         rows = await of_each(redis, states, lambda number: _shard(redis, keys.shard(number)))
-        found["slow_scripts"] = [one._asdict() for one in await slow_scripts(redis, settings.prefix)]
-        found["script_calls"] = [one._asdict() for one in await script_calls(redis)]
+        readings["slow_scripts"] = [script._asdict() for script in await slow_scripts(redis, settings.prefix)]
+        readings["script_calls"] = [call._asdict() for call in await script_calls(redis)]
     finally:
         await redis.aclose()
-    found["shards"] = [rows.get(number) or _unknown(number) for number in states]
+    readings["shards"] = [rows.get(number) or _unknown(number) for number in states]
 
 
 async def _shard(redis: Any, keys: ShardKeys) -> dict[str, Any]:
@@ -99,7 +101,7 @@ async def _shard(redis: Any, keys: ShardKeys) -> dict[str, Any]:
     fields = dict(zip(SHARD_FIELDS, values, strict=True))
     holder = await redis.get(keys.lease)
     seq, journaled = int(fields["seq"] or 0), int(fields["journaled_seq"] or 0)
-    [(server, server_epoch)] = (await _lives(redis, keys.state)).items()
+    [(server, server_epoch)] = (await _server_epochs(redis, keys.state)).items()
     fault = fields["fault"] or _why_fenced(fields["life"], server_epoch)
     if fault is None and holder is None:
         fault = "no relay: start a worker"
@@ -111,7 +113,7 @@ async def _shard(redis: Any, keys: ShardKeys) -> dict[str, Any]:
 
 
 def _unknown(number: int) -> dict[str, Any]:
-    """A shard whose server does not answer, while others do."""
+    """The row of a shard whose server does not answer, while others do."""
     nothing = dict.fromkeys(("seq", "journaled_seq", "waiting", "term", "relay"))
     return {
         "shard": number,
@@ -121,14 +123,14 @@ def _unknown(number: int) -> dict[str, Any]:
     }
 
 
-async def _lives(redis: Any, key: str) -> dict[str, str]:
-    """The server that has a key, and the life it is in."""
+async def _server_epochs(redis: Any, key: str) -> dict[str, str]:
+    """The address of the server that has a key, and its server epoch."""
     servers, replications = (
         await information(redis, "server", key),
         await information(redis, "replication", key),
     )
     return {
-        server: said["run_id"] + replications[server]["master_replid"] for server, said in servers.items()
+        server: info["run_id"] + replications[server]["master_replid"] for server, info in servers.items()
     }
 
 
@@ -138,16 +140,16 @@ def _why_fenced(reconciled: str | None, server_epoch: str) -> str | None:
     return (
         None
         if reconciled == server_epoch
-        else "Redis has started anew, and no relay has reconciled the shard since: start a worker"
+        else "Redis has restarted, and no relay has reconciled the shard since: start a worker"
     )
 
 
-async def _kafka(settings: Settings, found: dict[str, Any]) -> None:
+async def _kafka(settings: Settings, readings: dict[str, Any]) -> None:
     async with started(AIOKafkaAdminClient(bootstrap_servers=settings.kafka, request_timeout_ms=5_000)):
         pass
 
 
-async def _postgres(settings: Settings, found: dict[str, Any]) -> None:
+async def _postgres(settings: Settings, readings: dict[str, Any]) -> None:
     async with await connect(settings.postgres, settings.schema_) as connection:
         await use_schema(connection, settings.schema_)
         try:
@@ -155,65 +157,66 @@ async def _postgres(settings: Settings, found: dict[str, Any]) -> None:
                 await rows.execute(
                     "SELECT projection, shard, seq, next_offset FROM cursors ORDER BY projection, shard"
                 )
-                found["read_models"] = await rows.fetchall()
-            found["stopped"] = [stop._asdict() for stop in await cursors.stops(connection)]
-            found["verified"] = [
-                {"shard": one.shard, "seq": one.seq, "rounds": one.rounds, "at": one.compared_at}
-                for one in (await verified.progress(connection)).values()
+                readings["read_models"] = await rows.fetchall()
+            readings["stopped"] = [stop._asdict() for stop in await cursors.stops(connection)]
+            readings["verified"] = [
+                {"shard": part.shard, "seq": part.seq, "rounds": part.rounds, "at": part.compared_at}
+                for part in (await verified.progress(connection)).values()
             ]
-            found["findings"] = [
-                one._asdict() | {"where": one.where} for one in await verified.open_findings(connection)
+            readings["findings"] = [
+                finding._asdict() | {"where": finding.where}
+                for finding in await verified.open_findings(connection)
             ]
-            found["set_aside"] = [one.in_words() for one in await set_aside.load(connection)]
-            await _versions(connection, settings.schema_, found)
+            readings["set_aside"] = [record.in_words() for record in await set_aside.load(connection)]
+            await _versions(connection, settings.schema_, readings)
         except (UndefinedTable, NoReadModel):
-            found["read_models"] = []
+            readings["read_models"] = []
 
 
-async def _versions(connection: AsyncConnection[Any], schema: str, found: dict[str, Any]) -> None:
-    """The versions of the read models, each with the events it has; and which projection none of them can
-    serve this code.
+async def _versions(connection: AsyncConnection[Any], schema: str, readings: dict[str, Any]) -> None:
+    """Adds the versions of the read models, each with its number of events, and the projections for which no
+    version has the definition of this code.
     """
     known = await versions(connection, schema)
     gone = await lost(connection, known)
-    for one in known:
-        if one in gone:
-            found["versions"].append(one._asdict() | {"state": "gone", "events": 0})
-        elif one.projection in PROJECTIONS:
-            table = sql.Identifier(one.schema, "projection_cursors")
+    for version in known:
+        if version in gone:
+            readings["versions"].append(version._asdict() | {"state": "gone", "events": 0})
+        elif version.projection in PROJECTIONS:
+            table = sql.Identifier(version.schema, "projection_cursors")
             rows = await connection.execute(
                 sql.SQL("SELECT coalesce(sum(seq), 0)::bigint FROM {}").format(table)
             )
             [events] = await rows.fetchone() or [0]
-            found["versions"].append(one._asdict() | {"events": events})
+            readings["versions"].append(version._asdict() | {"events": events})
     for projection in PROJECTIONS:
-        of_projection = [one for one in known if one.projection == projection]
+        of_projection = [version for version in known if version.projection == projection]
         if written_by_us(of_projection, projection) is None:
-            found["waiting"][projection] = definition_of(projection).number
+            readings["waiting"][projection] = definition_of(projection).number
 
 
-def _print(found: dict[str, Any]) -> None:
-    for name, problem in found["servers"].items():
+def _print(readings: dict[str, Any]) -> None:
+    for name, problem in readings["servers"].items():
         console.print(
             f"[green]✓[/] {name}" if problem is None else f"[red]✗[/] {name}: {escape(problem)}",
             highlight=False,
         )
-    models = sorted({row["projection"] for row in found["read_models"] or ()})
-    seqs = {(row["projection"], row["shard"]): row["seq"] for row in found["read_models"] or ()}
-    proved = {row["shard"]: row["seq"] for row in found["verified"] or ()}
-    servers = {shard["server"] for shard in found["shards"]} - {""}
+    models = sorted({row["projection"] for row in readings["read_models"] or ()})
+    seqs = {(row["projection"], row["shard"]): row["seq"] for row in readings["read_models"] or ()}
+    proved = {row["shard"]: row["seq"] for row in readings["verified"] or ()}
+    servers = {shard["server"] for shard in readings["shards"]} - {""}
     rows = (
         (
             shard["shard"], *([shard["server"] or "–"] if servers else []), _known(shard["seq"]),
             _known(shard["waiting"]),
             *(_lag(shard["seq"], seqs.get((model, shard["shard"]), 0)) for model in models),
-            "–" if found["verified"] is None else proved.get(shard["shard"], 0), shard["relay"] or "none",
+            "–" if readings["verified"] is None else proved.get(shard["shard"], 0), shard["relay"] or "none",
             shard["fault"] or "",
         )
-        for shard in found["shards"]
+        for shard in readings["shards"]
     )  # fmt: skip
-    if found["mixed_up"]:
-        console.print(f"[red]{escape(found['mixed_up'])}[/]", highlight=False)
+    if readings["mixed_up"]:
+        console.print(f"[red]{escape(readings['mixed_up'])}[/]", highlight=False)
     columns = [
         "shard",
         *(["server"] if servers else []),
@@ -223,32 +226,31 @@ def _print(found: dict[str, Any]) -> None:
     ]
     columns += ["verified to", "relay", "fault"]
     console.print(table("Shards", columns, rows))
-    known = [shard for shard in found["shards"] if shard["seq"] is not None]
+    known = [shard for shard in readings["shards"] if shard["seq"] is not None]
     if any(seqs.get((model, shard["shard"]), 0) > shard["seq"] for model in models for shard in known):
         console.print(
-            "[red]Read models are ahead of Redis[/]: it has lost events that they have. A worker brings back "
-            "what the journal has; "
-            "`grabstream doctor` says what to do about the rest.",
+            "[red]Read models are ahead of Redis[/]: it has lost events that they have. A worker restores "
+            "those that are in the journal; `grabstream doctor` shows what to do about the rest.",
             highlight=False,
         )
-    _print_slow_scripts(found["slow_scripts"])
-    if found["script_calls"]:
-        longest = max(one["longest_ms_at_most"] for one in found["script_calls"])
+    _print_slow_scripts(readings["slow_scripts"])
+    if readings["script_calls"]:
+        longest = max(call["longest_ms_at_most"] for call in readings["script_calls"])
         console.print(
             f"Longest script call since the servers started: at most {longest:,.0f} ms", highlight=False
         )
-    if found["servers"]["postgres"] is None:
-        _print_books(found)
-    if found["stopped"] or found["findings"] or any(shard["fault"] for shard in found["shards"]):
-        console.print("`grabstream doctor` says what to do.")
+    if readings["servers"]["postgres"] is None:
+        _print_books(readings)
+    if readings["stopped"] or readings["findings"] or any(shard["fault"] for shard in readings["shards"]):
+        console.print("`grabstream doctor` shows what to do.")
 
 
 def _print_slow_scripts(slow: list[dict[str, Any]]) -> None:
-    """Calls of scripts that kept a server from everything else for longer than it finds usual."""
+    """Prints the script calls that are in a server's SLOWLOG: the server did nothing else meanwhile."""
     if slow:
-        said = ", ".join(f"{one['script']} {one['longest_ms']:.0f} ms" for one in slow)
+        calls = ", ".join(f"{script['script']} {script['longest_ms']:.0f} ms" for script in slow)
         console.print(
-            f"Longest script calls in SLOWLOG: {said} (docs/performance.md says what is usual)",
+            f"Longest script calls in SLOWLOG: {calls} (docs/performance.md lists usual values)",
             highlight=False,
         )
 
@@ -258,49 +260,60 @@ def _known(number: int | None) -> int | str:
 
 
 def _lag(seq: int | None, read_model_seq: int) -> int | str:
-    """How far a read model is behind Redis, in events."""
+    """How many events a read model lags, or is ahead, compared with Redis."""
     if seq is None:
         return "–"
     return seq - read_model_seq if seq >= read_model_seq else f"{read_model_seq - seq:,} ahead"
 
 
-def _print_books(found: dict[str, Any]) -> None:
-    """What is to be said of the read models beside how far they are."""
-    _print_versions(found)
-    if not found["read_models"]:
-        console.print("No read models: `grabstream init` makes them.")
-    for projection, number in found["waiting"].items():
+def _print_books(readings: dict[str, Any]) -> None:
+    """Prints the state of the read models, except their progress."""
+    _print_versions(readings)
+    if not readings["read_models"]:
+        console.print("No read models: run `grabstream init` to create them.")
+    for projection, number in readings["waiting"].items():
         console.print(
-            f"[red]{projection}: no version has definition {number}, which this code writes[/]: run "
+            f"[red]{projection}: no version has definition {number}, which this release writes[/]: run "
             f"`grabstream rebuild {projection}`",
             highlight=False,
         )
-    for stop in found["stopped"]:
+    for stop in readings["stopped"]:
         console.print(
             f"[red]{stop['projection']} has stopped at shard {stop['shard']}, seq {stop['seq']}[/]: "
-            f"{stop['reason']}",
+            f"{escape(stop['reason'])}",
             highlight=False,
         )
-    for difference in found["findings"]:
+    for difference in readings["findings"]:
         console.print(
             f"[red]difference {difference['id']}[/]: {difference['where']}{escape(difference['what'])}",
             highlight=False,
         )
-    for words in found["set_aside"]:
+    for words in readings["set_aside"]:
         console.print(f"[cyan]set aside[/]: {escape(words)}", highlight=False)
 
 
-def _print_versions(found: dict[str, Any]) -> None:
-    """Only when there is more to say than that all of them are live."""
-    if all(one["state"] == "live" for one in found["versions"]):
+def _print_versions(readings: dict[str, Any]) -> None:
+    """Prints the versions of the read models, unless all of them are live."""
+    if all(version["state"] == "live" for version in readings["versions"]):
         return
-    live = {one["projection"]: one["events"] for one in found["versions"] if one["state"] == "live"}
+    live = {row["projection"]: row["events"] for row in readings["versions"] if row["state"] == "live"}
     rows = []
-    for one in found["versions"]:
-        share = one["events"] / max(live.get(one["projection"], 0), 1)
-        state = f"building: {one['phase']}, {share:.0%}" if one["state"] == "building" else one["state"]
+    for version in readings["versions"]:
+        share = version["events"] / max(live.get(version["projection"], 0), 1)
+        state = (
+            f"building: {version['phase']}, {share:.0%}"
+            if version["state"] == "building"
+            else version["state"]
+        )
         rows.append(
-            (one["projection"], one["schema"], one["definition"], state, one["source"], one["events"])
+            (
+                version["projection"],
+                version["schema"],
+                version["definition"],
+                state,
+                version["source"],
+                version["events"],
+            )
         )
     console.print(
         table(

@@ -1,4 +1,4 @@
-"""`why`: the whole story of one user and one offer."""
+"""`why`: everything that happened between one user and one offer."""
 
 import asyncio
 import sys
@@ -16,6 +16,7 @@ from grabstream.models.events import encode_event
 from grabstream.models.identifiers import is_id
 from grabstream.models.offers import TIME_MS_MAX
 from grabstream.models.transfers import transfers_of
+from grabstream.ops.commands.read.show import complain_of_unknown_offer
 from grabstream.ops.connections.opening import checked_books, key_space, open_redis
 from grabstream.ops.console.output import console, counted, json_option, print_json
 from grabstream.ops.diagnosis.counters import Counted
@@ -31,21 +32,19 @@ from grabstream.projections.records import set_aside
 @click.argument("offer")
 @json_option
 def why(user: str, offer: str, as_json: bool) -> None:
-    """Tell the whole story of USER and OFFER: attempts and answers in order, how late each was, what limits
-    had left before and after, the ledger's lines, and what is now. Times are relative to the opening.
+    """Show everything that happened between USER and OFFER: attempts and answers in order, how late each was,
+    the counts of limits before and after, the lines of the ledger, and the present state. Times are relative
+    to the opening.
 
-    Refusals are told as far as they are kept (GRAB_REFUSALS_…). Exit 1: the read models know no such offer.
+    Only refusals that are kept are shown (GRAB_REFUSALS_…). Exit code 1: the read models do not have the
+    offer.
     """
     for field, value in (("USER", user), ("OFFER", offer)):
         if not is_id(value):
             raise click.UsageError(f"{field}: must match [A-Za-z0-9._:-]{{1,64}}, got {value!r}")
     evidence, unbooked, redis = asyncio.run(gather(load_settings(), user, offer))
     if evidence is None:
-        click.echo(
-            f"grabstream: there is no offer {offer!r} in the read models; a new one is there a moment after "
-            "it was opened",
-            err=True,
-        )
+        complain_of_unknown_offer(offer)
         sys.exit(1)
     story = tell(evidence)
     if as_json:
@@ -57,9 +56,7 @@ def why(user: str, offer: str, as_json: bool) -> None:
 
 
 class Unbooked(NamedTuple):
-    """An event of the user that moves something, and that the ledger lacks; `because` says why, and the way
-    out.
-    """
+    """An event of the user with transfers that the ledger lacks. `because` says why, and the way out."""
 
     seq: int
     type: str
@@ -69,25 +66,25 @@ class Unbooked(NamedTuple):
 async def gather(
     settings: Settings, user: str, offer: str
 ) -> tuple[Evidence | None, list[Unbooked], dict[str, Any]]:
-    """What the books have, None when they know no such offer; what the ledger lacks of it; and what Redis
-    says now.
+    """The evidence in the books (None when they do not have the offer), the events that the ledger lacks, and
+    the present state in Redis.
     """
     async with checked_books(settings) as connection:
         evidence = await read_books(connection, user, offer)
         unbooked = await _unbooked(connection, evidence) if evidence else []
     redis = open_redis(settings)
     try:
-        names = [one["grab"] for one in evidence.grabs] if evidence else []
+        names = [grab["grab"] for grab in evidence.grabs] if evidence else []
         return evidence, unbooked, await read_redis(redis, key_space(settings), user, offer, names)
     except (RedisError, OSError) as error:
-        # The story is in the books; Redis only adds what is now.
+        # The story is in the books; Redis only adds the present state.
         return evidence, unbooked, {"problem": f"Redis does not answer: {error}"}
     finally:
         await redis.aclose()
 
 
 async def _unbooked(connection: AsyncConnection[Any], evidence: Evidence) -> list[Unbooked]:
-    """Events of the story that are transfers, and of which the ledger has none."""
+    """The events of the story that have transfers, none of which is in the ledger."""
     booked = {line["seq"] for line in evidence.transfers}
     names = {grab["grab"] for grab in evidence.grabs}
     missing = [
@@ -102,13 +99,17 @@ async def _unbooked(connection: AsyncConnection[Any], evidence: Evidence) -> lis
         return []
     shard = evidence.offer["shard"]
     stop = next(
-        (one for one in await cursors.stops(connection) if (one.projection, one.shard) == ("ledger", shard)),
+        (
+            stop
+            for stop in await cursors.stops(connection)
+            if (stop.projection, stop.shard) == ("ledger", shard)
+        ),
         None,
     )
-    aside = [one for one in await set_aside.load(connection, "ledger") if one.shard == shard]
+    aside = [record for record in await set_aside.load(connection, "ledger") if record.shard == shard]
     unbooked = []
     for event in missing:
-        record = next((one for one in aside if one.first_seq <= event.seq <= one.last_seq), None)
+        record = next((kept for kept in aside if kept.first_seq <= event.seq <= kept.last_seq), None)
         if record is not None:
             because = f"set aside by {record.operator} on {_time(record.at)}: {record.reason}"
         elif stop is not None:
@@ -117,7 +118,7 @@ async def _unbooked(connection: AsyncConnection[Any], evidence: Evidence) -> lis
                 f"{stop.seq:,}: see `grabstream doctor`"
             )
         else:
-            because = "the ledger has not come that far yet"
+            because = "the ledger has not applied this event yet"
         unbooked.append(Unbooked(event.seq, str(event.__struct_config__.tag), because))
     return unbooked
 
@@ -125,7 +126,7 @@ async def _unbooked(connection: AsyncConnection[Any], evidence: Evidence) -> lis
 def as_json_of(
     evidence: Evidence, story: list[Moment], unbooked: list[Unbooked], redis: dict[str, Any]
 ) -> dict[str, Any]:
-    """The whole of it for programs."""
+    """The whole result, for JSON."""
     return {
         "user": evidence.user,
         "offer": evidence.offer,
@@ -141,7 +142,7 @@ def as_json_of(
         ],
         "events": [msgspec.json.decode(encode_event(event)) for event in evidence.events],
         "ledger": evidence.transfers,
-        "not_in_ledger": [one._asdict() for one in unbooked],
+        "not_in_ledger": [event._asdict() for event in unbooked],
         "payments": evidence.payments,
         "refusals": {
             "told": evidence.refusals,
@@ -176,19 +177,19 @@ def _lines(
     for moment in story:
         yield from _moment(moment, offer)
     if not any(moment.refused or moment.grab for moment in story):
-        yield Text(f"Nothing is known of an attempt by {evidence.user}.", "yellow")
+        yield Text(f"No attempt of {evidence.user} is known.", "yellow")
     missing = evidence.refusals_of_offer - evidence.refusals_kept
     if missing > 0:
         yield Text(
-            f"Of {evidence.refusals_of_offer:,} refusals of this offer {missing:,} are not kept: some of "
-            "this user's may be among them.",
+            f"{missing:,} of the {evidence.refusals_of_offer:,} refusals of this offer are not kept; "
+            "refusals of this user may be among them.",
             "dim",
         )
     for lost in evidence.lost:
-        # It was answered as `decided`, and a recovery of Redis took it back: no event of it is left.
+        # It was answered as `decided`, and a recovery of Redis has undone it: it has no event.
         yield Text(
-            f"{lost['outcome']} ({lost['command']}) was decided and is lost: Redis was recovered without it, "
-            f"told by the {lost['told_by']}",
+            f"{lost['outcome']} ({lost['command']}) was decided, but lost when Redis was recovered; reported "
+            f"by the {lost['told_by']}",
             "red",
         )
     yield from _books(evidence, unbooked)
@@ -201,57 +202,57 @@ def _moment(moment: Moment, offer: dict[str, Any]) -> Iterator[Text]:
     if moment.late_ms is not None:
         words.append(f", {_apart(moment.late_ms)} {moment.late_behind}", "bold")
     yield words.append(f"  ({moment.command})", "dim")
-    for line in _more(moment, offer):
+    for line in _details(moment, offer):
         yield Text(_INDENT + line)
 
 
 def _headline(moment: Moment) -> str:
-    said = moment.details
+    details = moment.details
     if moment.refused:
-        many = f" of {said['quantity']:,}" if (said.get("quantity") or 1) > 1 else ""
-        return f"{said.get('type', 'grab')}{many} refused: {moment.what}"
+        many = f" of {details['quantity']:,}" if (details.get("quantity") or 1) > 1 else ""
+        return f"{details.get('type', 'grab')}{many} refused: {moment.what}"
     if moment.what == "payment.refund_due":
         return (
-            f"payment {said['payment']} of {said['amount']:,} {said['asset']} cannot be served: "
-            f"{said['outcome']}; it is to be paid back"
+            f"payment {details['payment']} of {details['amount']:,} {details['asset']} cannot be served: "
+            f"{details['outcome']}; it is due for a refund"
         )
     name = moment.what.partition(".")[2]
     if moment.grab is None:
-        return f"the offer is {name}" + (f" ({said['reason']})" if said.get("reason") else "")
-    reason = f", {said['reason']}" if said.get("reason") else ""
-    return f"{name} {said['amount'] or said['quantity']:,} {said['asset']}{reason}"
+        return f"the offer is {name}" + (f" ({details['reason']})" if details.get("reason") else "")
+    reason = f", {details['reason']}" if details.get("reason") else ""
+    return f"{name} {details['amount'] or details['quantity']:,} {details['asset']}{reason}"
 
 
-def _more(moment: Moment, offer: dict[str, Any]) -> Iterator[str]:
-    said = moment.details
+def _details(moment: Moment, offer: dict[str, Any]) -> Iterator[str]:
+    details = moment.details
     if moment.what in ("grab.granted", "grab.held"):
         rest = "parts" if offer["kind"] == "envelope" else "units"
-        yield f"place {said['place']:,}, {counted(said['left'], rest)} left after it"
-    if said.get("asked"):
-        yield f"asked for {said['asked']:,}"
-    if "deadline_at" in said:
-        due = f": {said['due']:,} {said['currency']}" if said.get("due") else ""
-        yield f"to be confirmed until {_relative(said['deadline_at'] - offer['opens_at']).strip()}{due}"
-    if said.get("paid"):
-        yield f"paid {said['paid']:,} {said['currency']} by {said['payment']}"
-    for payment, amount in said.get("refunds", ()):
-        yield f"{amount:,} {said['currency']} go back to {payment}"
-    if "limit_name" in said and not moment.limits:
-        yield f"limit {said['limit_name']}: {said.get('limit_left', 0):,} left"
-    if "units_left" in said:
-        yield f"{counted(said['units_left'], 'units')} left"
-    if said.get("retry_at") and moment.what != "not_open_yet":
-        yield f"again from {_relative(said['retry_at'] - offer['opens_at']).strip()} on"
-    if "message" in said:
-        yield said["message"]
+        yield f"place {details['place']:,}, {counted(details['left'], rest)} left after it"
+    if details.get("asked"):
+        yield f"asked for {details['asked']:,}"
+    if "deadline_at" in details:
+        due = f": {details['due']:,} {details['currency']}" if details.get("due") else ""
+        yield f"confirm by {_relative(details['deadline_at'] - offer['opens_at']).strip()}{due}"
+    if details.get("paid"):
+        yield f"paid {details['paid']:,} {details['currency']} by {details['payment']}"
+    for payment, amount in details.get("refunds", ()):
+        yield f"{amount:,} {details['currency']} are refunded to payment {payment}"
+    if "limit_name" in details and not moment.limits:
+        yield f"limit {details['limit_name']}: {details.get('limit_left', 0):,} left"
+    if "units_left" in details:
+        yield f"{counted(details['units_left'], 'units')} left"
+    if details.get("retry_at") and moment.what != "not_open_yet":
+        yield f"grabs are accepted again from {_relative(details['retry_at'] - offer['opens_at']).strip()}"
+    if "message" in details:
+        yield details["message"]
     for before, after in moment.limits:
         yield _limit(before, after)
 
 
 def _limit(before: Counted, after: Counted) -> str:
-    of = f"limit {before.by}/{before.per}" + (" of the campaign" if before.scope == "campaign" else "")
+    name = f"limit {before.by}/{before.per}" + (" of the campaign" if before.scope == "campaign" else "")
     changed = f"{before.used:,} before, {after.used:,} after" if before != after else f"{before.used:,} used"
-    return f"{of} ({before.value}): {changed}, of {after.max:,}"
+    return f"{name} ({before.value}): {changed}, of {after.max:,}"
 
 
 def _books(evidence: Evidence, unbooked: list[Unbooked]) -> Iterator[Text]:
@@ -269,11 +270,11 @@ def _books(evidence: Evidence, unbooked: list[Unbooked]) -> Iterator[Text]:
             f"{_INDENT}seq {missing.seq:,}, {missing.type}, is not booked: {missing.because}", "yellow"
         )
     for payment in evidence.payments:
-        state = "served" if payment["state"] == "served" else "to be paid back"
-        back = f", {payment['refunded']:,} paid back" if payment["refunded"] else ""
+        state = "served" if payment["state"] == "served" else "due for a refund"
+        refund = f", {payment['refunded']:,} refunded" if payment["refunded"] else ""
         yield Text(
             f"{_INDENT}payment {payment['payment']}: {payment['amount']:,} {payment['currency']} "
-            f"{state}{back}"
+            f"{state}{refund}"
         )
 
 
@@ -285,34 +286,32 @@ def _now(evidence: Evidence, redis: dict[str, Any]) -> Iterator[Text]:
     for grab in evidence.grabs:
         parts = [f"{grab[name]:,} {name}" for name in ("held", "taken", "redeemed", "back") if grab[name]]
         yield Text(f"{_INDENT}{grab['grab']}: {grab['state']}" + (f" ({', '.join(parts)})" if parts else ""))
-    for place in evidence.waiting:
-        yield Text(f"{_INDENT}{place['grab']} waits at position {place['position']:,}")
+    for waiting in evidence.waiting:
+        yield Text(f"{_INDENT}{waiting['grab']} waits at position {waiting['position']:,}")
     yield Text(f"{_INDENT}{_redis_in_words(redis)}")
 
 
 def _redis_in_words(redis: dict[str, Any]) -> str:
     if "problem" in redis:
         return str(redis["problem"])
-    fenced = (
-        "" if redis["decides"] else "; its shard is fenced, nothing is decided there: see `grabstream doctor`"
-    )
+    fenced = "" if redis["decides"] else "; its shard is fenced and decides nothing: see `grabstream doctor`"
     if not redis["there"]:
-        return f"Redis does not have the offer any more{fenced}"
-    said = f"Redis: {redis['state']}, {redis['units_left']:,} left, {redis['held']:,} held"
+        return f"Redis no longer has the offer{fenced}"
+    words = f"Redis: {redis['state']}, {redis['units_left']:,} left, {redis['held']:,} held"
     if redis.get("part"):
-        said += f"; the user has place {redis['part']['place']:,} with {redis['part']['amount']:,}"
+        words += f"; the user has place {redis['part']['place']:,} with {redis['part']['amount']:,}"
     for name, grab in redis.get("grabs", {}).items():
-        # How it ended is the books' word: Redis' status tells of the hold alone.
-        said += (
+        # Only the books say how a grab ended: the status in Redis covers the hold only.
+        words += (
             f"; {name} waits"
             if grab["status"] == "waiting"
             else f"; {name} has {grab['held']:,} held and {grab['taken']:,} taken"
         )
-    return said + fenced
+    return words + fenced
 
 
 def _relative(ms: int) -> str:
-    """Seconds since the opening; whole days where that reads better."""
+    """A time relative to the opening: in seconds, or in days from one day on."""
     return f"{ms / 1000:+,.3f} s" if abs(ms) < 86_400_000 else f"{ms / 86_400_000:+,.2f} d"
 
 

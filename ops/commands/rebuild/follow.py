@@ -1,4 +1,4 @@
-"""`follow`: a projection of one's own, live, or made anew."""
+"""`follow`: runs or rebuilds a user projection."""
 
 import gc
 import importlib
@@ -24,15 +24,15 @@ from grabstream.streams.following.user_projection import rebuild as rebuild_proj
 @click.option(
     "--rebuild",
     is_flag=True,
-    help="Make it anew from the first event, beside the one in use, and put it in its place; then end.",
+    help="Rebuild it from the first event, beside the tables in use, then replace them and end.",
 )
 @json_option
 def follow(projection: str, rebuild: bool, as_json: bool) -> None:
     """Run a projection of your own until Ctrl-C: MODULE:NAME names a grabstream.Projection
     (docs/projection.md).
 
-    The module is looked for in the working directory, too. Exit 1: its schema holds something else, or the
-    journal contradicts itself.
+    The working directory is searched for the module too. Exit code 1: the projection's schema holds something
+    else, or the journal contradicts itself.
     """
     settings = load_settings()
     found = _load(projection)
@@ -50,7 +50,7 @@ def follow(projection: str, rebuild: bool, as_json: bool) -> None:
         )
     else:
         click.echo(
-            f"{found.cursor_name} made anew from {counted(events, 'events')}, in schema {found.schema}."
+            f"{found.cursor_name} was rebuilt from {counted(events, 'events')}, in schema {found.schema}."
         )
 
 
@@ -72,8 +72,8 @@ def _load(name: str) -> Projection:
         found = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
         raise click.UsageError(
-            f"{name}: {error}; write MODULE:NAME, as in grabs_per_minute:PROJECTION"
+            f"{name}: {error}; write MODULE:NAME, such as grabs_per_minute:PROJECTION"
         ) from None
     if not isinstance(found, Projection):
-        raise click.UsageError(f"{name} is no grabstream.Projection, but a {type(found).__name__}")
+        raise click.UsageError(f"{name} must be a grabstream.Projection, but is a {type(found).__name__}")
     return found

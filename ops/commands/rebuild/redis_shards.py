@@ -36,34 +36,33 @@ from grabstream.streams.topics import Topics
 
 ATTEMPTS_MAX = 10
 REASON = "it is being rebuilt by hand"
-#: How whoever rebuilds a shard by hand is called as the holder of its lease.
+#: The name of this command as the holder of a lease begins so.
 BY_HAND = "rebuild-"
 OF_ANOTHER = (
-    "another `grabstream rebuild redis` rebuilds it now; or was killed, and can be begun again in a "
-    "few seconds"
+    "another `grabstream rebuild redis` is rebuilding it; if that was killed, try again in a few seconds"
 )
 
 
 @click.command("redis")
-@click.option("--shard", "shards", type=int, multiple=True, help="Only this shard; may be given again.")
-@click.option("--dry-run", is_flag=True, help="Say what each shard has, and do nothing.")
+@click.option("--shard", "shards", type=int, multiple=True, help="Rebuild only this shard. Repeatable.")
+@click.option("--dry-run", is_flag=True, help="Show the state of each shard, and change nothing.")
 @json_option
 def redis_command(shards: tuple[int, ...], dry_run: bool, as_json: bool) -> None:
-    """Make shards in Redis anew from the journal, whatever they have now. What they have decided is journaled
-    before.
+    """Rebuild shards in Redis from the journal, whatever they have now. Events in their outboxes are
+    journaled first.
 
-    A shard decides nothing meanwhile; its worker, if one runs, takes it back afterwards. Exit 1: a shard
-    stays fenced, with the reason.
+    A shard decides nothing during its rebuild; a running worker takes it over again afterwards. Exit code 1:
+    a shard stays fenced, with the reason.
     """
     settings = load_settings()
     settings.require_seal_keys()
     unknown = [shard for shard in shards if not 0 <= shard < settings.shards]
     if unknown:
         raise click.BadParameter(
-            f"{unknown[0]}: there are shards 0 to {settings.shards - 1}", param_hint="--shard"
+            f"{unknown[0]}: the system has shards 0 to {settings.shards - 1}", param_hint="--shard"
         )
     chosen = sorted(set(shards)) or list(range(settings.shards))
-    word = "a shard half made is begun anew by its worker, or by this command"
+    word = "a worker, or this command, starts an unfinished shard again from the beginning"
     sys.exit(run_until_stopped(_run(settings, chosen, dry_run, as_json), word))
 
 
@@ -83,12 +82,13 @@ async def _run(settings: Settings, shards: list[int], dry_run: bool, as_json: bo
     if as_json:
         print_json(results)
     else:
-        console.print(table("Redis", ("shard", "done"), [(one["shard"], one["done"]) for one in results]))
-    return 1 if any(one["refused"] for one in results) else 0
+        rows = [(result["shard"], result["done"]) for result in results]
+        console.print(table("Redis", ("shard", "done"), rows))
+    return 1 if any(result["refused"] for result in results) else 0
 
 
 async def _plan(settings: Settings, redis: Any, shard: int) -> dict[str, Any]:
-    """What the command would do with a shard, or why it would refuse."""
+    """The result that the command would have for a shard."""
     found = await redis.hmget(key_space(settings).shard(shard).state, list(SHARD_FIELDS))
     fields = {name: value and value.decode() for name, value in zip(SHARD_FIELDS, found, strict=True)}
     journaled = int(fields["journaled_seq"] or 0)
@@ -108,25 +108,28 @@ async def _plan(settings: Settings, redis: Any, shard: int) -> dict[str, Any]:
 
 
 class _Lease(NamedTuple):
-    """The lease of a shard, as one command sees it that rebuilds it."""
+    """The lease of a shard, as seen by the command that rebuilds the shard."""
 
     redis: Any
     keys: ShardKeys
     name: str
 
     async def is_of_another(self) -> bool:
-        """Whether another such command is about this shard."""
+        """Whether another command of this kind is rebuilding the shard."""
         holder = (await self.redis.get(self.keys.lease) or b"").decode()
         return holder.startswith(BY_HAND) and holder != self.name
 
 
 @asynccontextmanager
 async def _seized(settings: Settings, lease: _Lease) -> AsyncIterator[None]:
-    """Holds a shard's lease, so that the worker that relays it lets it go, and takes it back afterwards."""
+    """Holds a shard's lease, so that the worker that relays the shard releases it, and takes it over again
+    afterwards.
+    """
     redis, keys, name = lease.redis, [lease.keys.lease, lease.keys.state], lease.name
 
     async def hold() -> None:
-        # Of two commands that begin at once one has it; the other finds that out when it is stepped down.
+        # Of two commands that start together only one holds the lease; the other learns that when it is
+        # stepped down.
         while not await lease.is_of_another():
             await run_script(redis, "lease", keys, [name, settings.lease_ms, "1"])
             await asyncio.sleep(settings.lease_ms / 1000 / RENEWALS_PER_LEASE)

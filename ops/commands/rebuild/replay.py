@@ -1,4 +1,4 @@
-"""`replay`: events of the journal once more, for other people's jobs."""
+"""`replay`: reads past events again, into lines, a topic or a schema, for other programs."""
 
 import gc
 import os
@@ -43,7 +43,7 @@ _is_topic = re.compile(r"(?!\.{1,2}\Z)[A-Za-z0-9._-]{1,249}\Z").match
 
 
 class NoSuchOffer(Exception):
-    """An offer that was asked for has no event."""
+    """An offer of --offer has no event."""
 
 
 class Into(NamedTuple):
@@ -67,11 +67,11 @@ class _Into(click.ParamType):
         if kind == "schema" and is_schema(name):
             return Into(kind, name)
         wrong = {
-            "topic": "is no name of a topic",
-            "schema": "is no name of a schema (a-z 0-9 _, at most 48)",
+            "topic": "cannot name a topic",
+            "schema": "cannot name a schema (at most 48 of the characters a-z 0-9 _)",
         }.get(kind if colon else "")
         return self.fail(
-            f"{value!r} {wrong or 'is no destination'}: write -, topic:NAME or schema:NAME", param, ctx
+            f"{value!r} {wrong or 'is not a destination'}: write -, topic:NAME or schema:NAME", param, ctx
         )
 
 
@@ -80,7 +80,7 @@ class _Into(click.ParamType):
     "--into",
     required=True,
     type=_Into(),
-    help="- (lines), topic:NAME (CloudEvents) or schema:NAME (read models).",
+    help="The destination: - (lines), topic:NAME (CloudEvents) or schema:NAME (read models).",
 )
 @click.option(
     "--from",
@@ -94,53 +94,51 @@ class _Into(click.ParamType):
     "last",
     multiple=True,
     metavar="POINT",
-    help="The last event, included: TIME, SHARD:SEQ, or SEQ with one --offer.",
+    help="The last event (inclusive): TIME, SHARD:SEQ, or SEQ with one --offer.",
 )
-@click.option("--offer", "offers", multiple=True, metavar="ID", help="Only this offer; may be repeated.")
+@click.option("--offer", "offers", multiple=True, metavar="ID", help="Only events of this offer. Repeatable.")
+@click.option("--user", "users", multiple=True, metavar="ID", help="Only events about this user. Repeatable.")
 @click.option(
-    "--user", "users", multiple=True, metavar="ID", help="Only what concerns this user; may be repeated."
-)
-@click.option(
-    "--shard", "shards", multiple=True, type=WholeNumber(min=0), help="Only this shard; may be repeated."
+    "--shard", "shards", multiple=True, type=WholeNumber(min=0), help="Only this shard. Repeatable."
 )
 @click.option(
     "--source",
     type=click.Choice(["journal", "audit"]),
     default="journal",
     show_default=True,
-    help="Where events are read from.",
+    help="What to read the events from.",
 )
-@click.option("--append", is_flag=True, help="Write into a topic that holds records already.")
-@click.option("--dry-run", is_flag=True, help="Check everything, say what would be read, write nothing.")
+@click.option("--append", is_flag=True, help="Write to a topic even if it has records already.")
+@click.option("--dry-run", is_flag=True, help="Check everything, show what would be read, write nothing.")
 @json_option
 def replay(
     into: Into, first: Sequence[str], last: Sequence[str], offers: Sequence[str], users: Sequence[str],
     shards: Sequence[int], source: str,
     append: bool, dry_run: bool, as_json: bool,
 ) -> None:  # fmt: skip
-    """Read events of the journal again, from any point to any other, into lines, a topic, or read models in a
-    schema of their own.
+    """Read past events again, from any point to any other, into lines, a topic, or read models in a separate
+    schema.
 
-    TIME is ISO 8601 (UTC where it names no zone) or ms since 1970; numbers below 100000000000 are a SEQ. A
-    point may be repeated: SHARD:SEQ for its shard, TIME for all others. Events come in order within a shard,
-    one shard after the other. The system's own topics, tables and keys are not touched, and nothing is
-    published again.
+    TIME is ISO 8601 (UTC when it has no zone) or milliseconds since 1970; numbers below 100000000000 are a
+    SEQ. --from and --until may be repeated: SHARD:SEQ for one shard, TIME for all others. Events are written
+    one shard after the other, within a shard in order. The system's topics, tables and keys do not change,
+    and nothing is published again.
 
-    Into a schema it builds a complete set of read models; a second call with the same options goes on where
-    the first one stopped. With --offer or --user, views that could not be exact are named <view>_partial.
+    schema:NAME gets a complete set of read models; a second call with the same options continues where the
+    first one stopped. With --offer or --user, views that cannot be exact are named <view>_partial.
 
-    Exit 1: refused, an --offer is not there, or the source contradicts itself; 2: used wrongly; 3: a server
-    cannot be reached.
+    Exit code 1: refused, an --offer does not exist, or the source contradicts itself; 2: wrong usage; 3: a
+    server cannot be reached.
     """
     settings = load_settings()
     if into.kind == "schema" and first:
         raise click.UsageError(
-            "--from: read models are made from the first event on, or their sums would be wrong; use "
-            "--until, --offer"
+            "--from: read models need all events from the first, or their sums would be wrong; use "
+            "--until or --offer"
         )
     if append and into.kind != "topic":
-        raise click.UsageError("--append is for topics")
-    # Events live for a moment and by the thousand (see `worker`).
+        raise click.UsageError("--append is only for --into topic:NAME")
+    # Thousands of short-lived objects: see `worker`.
     gc.set_threshold(50_000, 20, 50)
     asked = request(settings, source, first, last, shards, offers, users)
     done: dict[int, Done] = {}
@@ -150,7 +148,7 @@ def replay(
         click.echo(f"grabstream: {error}", err=True)
         sys.exit(1)
     except BrokenPipeError:
-        # Whoever read our lines has enough. What Python still wants to write at its end goes nowhere.
+        # The reader of our lines has closed the pipe. Python's last write at exit goes to /dev/null.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(EXIT_BROKEN_PIPE)
     _report(settings, asked, into, planned, done, dry_run, as_json)
@@ -184,25 +182,25 @@ async def _run(
 
 
 async def _require_offers(settings: Settings, not_met: set[str], planned: Sequence[Planned]) -> None:
-    """Raises NoSuchOffer for offers that are nowhere. What was not read is looked up in the books; without
-    PostgreSQL nothing is said of it.
+    """Raises NoSuchOffer for offers that do not exist. If not all events were read, the books are asked;
+    without PostgreSQL the check is then left out.
     """
-    is_whole = not any(one.stretch.first or one.stretch.last or one.start.cursor.seq for one in planned)
+    is_whole = not any(part.stretch.first or part.stretch.last or part.start.cursor.seq for part in planned)
     if not_met and not is_whole:
         try:
             async with checked_books(settings) as connection:
-                found = await connection.execute(
+                rows = await connection.execute(
                     "SELECT offer FROM offers WHERE offer = ANY(%s)", (sorted(not_met),)
                 )
-                not_met = not_met - {offer for (offer,) in await found.fetchall()}
+                not_met = not_met - {offer for (offer,) in await rows.fetchall()}
         except (psycopg.Error, OtherSystem):
             return
     if not_met:
-        raise NoSuchOffer(", ".join(f"offer {offer} is not there" for offer in sorted(not_met)))
+        raise NoSuchOffer(", ".join(f"offer {offer} does not exist" for offer in sorted(not_met)))
 
 
 async def _check(settings: Settings, asked: Request, into: Into, append: bool) -> None:
-    """Raises Refused when the destination would be refused."""
+    """Raises ReplayRefused when the destination cannot be written."""
     if into.kind == "topic":
         await check_topic(settings.kafka, Topics(settings.prefix), into.name, settings.shards, append)
     elif into.kind == "schema":
@@ -223,7 +221,7 @@ async def _open_sink(settings: Settings, asked: Request, into: Into, append: boo
         return
     topics = Topics(settings.prefix)
     async with _alone(settings, into.name):
-        # Looked at behind the lock: what another replay has written until now is seen.
+        # Checked while holding the lock, so that records of an earlier replay are seen.
         if not await check_topic(settings.kafka, topics, into.name, settings.shards, append):
             await create_topic_like(settings.kafka, topics.journal, into.name, settings.shards)
         async with started(make_producer(settings.kafka)) as producer:
@@ -233,16 +231,16 @@ async def _open_sink(settings: Settings, asked: Request, into: Into, append: boo
 
 @asynccontextmanager
 async def _alone(settings: Settings, topic: str) -> AsyncIterator[None]:
-    """Nobody else replays into the topic until the end; raises Refused when somebody does. Without
-    PostgreSQL, nobody can tell.
+    """Holds a lock on the topic; raises ReplayRefused when another replay holds it. Without PostgreSQL it
+    warns that no lock is held.
     """
     try:
         connection = await connect(settings.postgres, settings.schema_)
     except OperationalError as error:
         click.echo(
-            "grabstream: this replay goes on without a lock, since PostgreSQL cannot be reached: see to it "
-            "that no other one writes topic "
-            f"{topic} meanwhile, or its records come twice ({str(error).strip()})",
+            "grabstream: this replay holds no lock, because PostgreSQL cannot be reached: make sure that no "
+            f"other replay writes to topic {topic} meanwhile, or records are duplicated "
+            f"({str(error).strip()})",
             err=True,
         )
         yield
@@ -257,10 +255,12 @@ async def _alone(settings: Settings, topic: str) -> AsyncIterator[None]:
 
 def _say_how_to_go_on(sink: Sink) -> None:
     if isinstance(sink, SchemaSink):
-        click.echo("grabstream: what was committed stays: the same command goes on behind it", err=True)
+        click.echo(
+            "grabstream: committed events are kept: repeat the same command to continue after them", err=True
+        )
     elif isinstance(sink, TopicSink):
         points = "".join(f" --from {shard}:{seq + 1}" for shard, seq in sink.acknowledged.items())
-        click.echo(f"grabstream: the same command goes on with --append{points}", err=True)
+        click.echo(f"grabstream: to continue, repeat the command with --append{points}", err=True)
 
 
 def _report(
@@ -272,11 +272,11 @@ def _report(
     dry_run: bool,
     as_json: bool,
 ) -> None:
-    """The result: on standard output, or on standard error where that is taken by lines."""
+    """Prints the result on standard output, or on standard error when standard output has the lines."""
     to_errors = into.kind == "lines" and not dry_run
     unit = "events" if asked.source == "audit" else "records"
     partial = partial_views(asked.definition(settings), settings.shards) if into.kind == "schema" else []
-    shards = [_shard_report(one, done.get(one.stretch.shard), unit) for one in planned]
+    shards = [_shard_report(part, done.get(part.stretch.shard), unit) for part in planned]
     if as_json:
         value = {
             "into": f"{into.kind}:{into.name}",
@@ -290,24 +290,23 @@ def _report(
         for shard in shards:
             to_read = counted(shard["to_read"], unit)
             click.echo(
-                f"shard {shard['shard']}: would read {to_read}, from behind seq {shard['from_seq']:,}",
+                f"shard {shard['shard']}: would read {to_read}, after seq {shard['from_seq']:,}",
                 err=to_errors,
             )
         return
-    total = sum(one.events for one in done.values())
+    total = sum(shard.events for shard in done.values())
     if not to_errors:
-        click.echo(
-            f"{counted(total, 'events')} into {into.kind} {into.name}; shards stand at {_places(done)}."
-        )
+        click.echo(f"{counted(total, 'events')} into {into.kind} {into.name}; read to {_last_events(done)}.")
     elif not total:
         click.echo(
-            "grabstream: 0 events: none lies between the bounds and is of these shards, offers and users",
+            "grabstream: 0 events: no event between the bounds matches these shards, offers and users",
             err=True,
         )
     for line in _short_of(planned, done):
         click.echo(f"grabstream: {line}", err=True)
     if partial:
-        click.echo(f"Not exact, so under another name: {', '.join(f'{name}_partial' for name in partial)}.")
+        names = ", ".join(f"{name}_partial" for name in partial)
+        click.echo(f"Not exact, and therefore named differently: {names}.")
 
 
 def _shard_report(planned: Planned, done: Done | None, unit: str) -> dict[str, Any]:
@@ -322,18 +321,19 @@ def _shard_report(planned: Planned, done: Done | None, unit: str) -> dict[str, A
     return report
 
 
-def _places(done: dict[int, Done]) -> str:
+def _last_events(done: dict[int, Done]) -> str:
+    """The last event of each shard, as SHARD:SEQ."""
     return (
-        ", ".join(f"{one.shard}:{one.cursor.seq}" for one in done.values() if one.cursor.seq)
-        or "their beginning"
+        ", ".join(f"{shard.shard}:{shard.cursor.seq}" for shard in done.values() if shard.cursor.seq)
+        or "no event"
     )
 
 
 def _short_of(planned: Sequence[Planned], done: dict[int, Done]) -> list[str]:
-    """Bounds by seq that the source does not reach."""
+    """A line for each bound by seq that the source does not reach."""
     short = []
-    for one in planned:
-        last, reached = one.stretch.last, done[one.stretch.shard].cursor.seq
+    for part in planned:
+        last, reached = part.stretch.last, done[part.stretch.shard].cursor.seq
         if last is not None and last.seq is not None and reached < last.seq:
-            short.append(f"shard {one.stretch.shard} ends at seq {reached:,}, before {last.seq:,}")
+            short.append(f"shard {part.stretch.shard} ends at seq {reached:,}, before {last.seq:,}")
     return short

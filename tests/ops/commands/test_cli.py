@@ -22,6 +22,7 @@ from rich.progress import Task, TaskID
 
 from grabstream.models.commands import Open, Undecodable, decode_commands
 from grabstream.ops.cli import VERBS
+from grabstream.ops.commands.read import status
 from grabstream.ops.console.output import counted
 from grabstream.ops.console.progress import bar
 from grabstream.ops.services import free_ports
@@ -152,6 +153,17 @@ async def test_status_says_what_it_does_not_know(system: Settings) -> None:
     assert "-10,011" not in said
 
 
+def test_status_prints_a_reason_that_looks_like_markup(capsys: pytest.CaptureFixture[str]) -> None:
+    """The reason of a stop quotes text from outside, in which rich would find an unknown closing tag."""
+    stop = {"projection": "ledger", "shard": 3, "seq": 7, "reason": "cannot read [/x]"}
+    status._print_books(
+        {"read_models": [stop], "stopped": [stop]}
+        | {name: [] for name in ("versions", "findings", "set_aside")}
+        | {"waiting": {}}
+    )
+    assert "cannot read [/x]" in capsys.readouterr().out
+
+
 def test_kafka_that_is_away_is_named_once(settings: Settings) -> None:
     said = grabstream("init", **{**env_of(settings), "kafka": "127.0.0.1:1"}).stderr
     assert said.count("KafkaConnectionError") == 1, said
@@ -214,7 +226,7 @@ async def test_replay_of_an_offer_that_is_not_there_is_refused(system: Settings)
     for words in ([], ["--until", "2026-01-01T00:00:00Z"], ["--source", "audit"]):
         done = grabstream("replay", "--into", "-", "--offer", "nosuch", *words, **env_of(system))
         assert done.returncode == 1, done.stderr
-        assert "offer nosuch is not there" in done.stderr
+        assert "offer nosuch does not exist" in done.stderr
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])

@@ -345,7 +345,7 @@ def test_a_load_that_was_stopped_goes_on(operator: Operator, system: Settings, t
     os.kill(running.pid, signal.SIGINT)
     stdout, stderr = running.communicate(timeout=30)
     assert running.returncode == 1, stderr
-    assert "goes on where this one ended" in stderr
+    assert "continue where this one ended" in stderr
     stopped = json.loads(stdout)
     assert 0 < stopped["loaded"] < 400
     done = operator.ask("load", "crowd", "--audience", file)

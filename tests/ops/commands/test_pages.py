@@ -91,7 +91,7 @@ async def test_flash_sale_page(system: Settings, worker: Callable[..., Any], tmp
     assert "returned " in run(["bash", "-ec", take_back], system, tmp_path)
     await until(
         lambda: (
-            {"1 payment of 9,900 CNY to be paid back", "1 payment of 9,900 CNY served, 9,900 paid back"}
+            {"1 payment of 9,900 CNY due for a refund", "1 payment of 9,900 CNY served, 9,900 refunded"}
             <= set(run(["bash", "-ec", show], system, tmp_path).splitlines())
         ),
         30,

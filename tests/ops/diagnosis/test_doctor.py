@@ -116,7 +116,7 @@ async def test_a_server_without_answer_does_not_hide_findings_about_the_others(
     shown = grabstream("doctor", **{**env_of(system), setting: value})
     assert shown.returncode == 3, shown.stderr
     assert "does not answer" in shown.stdout
-    assert f"set GRAB_{setting.upper()} right" in shown.stdout
+    assert f"correct GRAB_{setting.upper()}" in shown.stdout
 
 
 # -- what stops ----------------------------------------------------------------------------------------------
@@ -279,7 +279,10 @@ async def test_a_lost_decision_is_reported_by_doctor_and_why(
 
         [finding] = await until(lost, 40, "the recovery")  # type: ignore[misc]
     assert (finding.severity, "1 decision of 1 user lost" in finding.what) == ("note", True)
-    assert "was decided and is lost" in grabstream("why", "u", "x", **env_of(system)).stdout
+    assert (
+        "was decided, but lost when Redis was recovered"
+        in grabstream("why", "u", "x", **env_of(system)).stdout
+    )
     await redis.aclose()
 
 

@@ -152,7 +152,7 @@ async def test_why_shows_attempts_lateness_limits_and_payments_of_a_sale(
     assert "paid 5 CNY by pay-a" in shown
     shown = grabstream("why", "bob", "s", **env_of(system)).stdout
     assert f"{due['late_ms']:,} ms after the deadline" in shown
-    assert "it is to be paid back" in shown
+    assert "it is due for a refund" in shown
     assert "released 1 sku:s, expired" in shown
     assert "; bob-1 has 0 held and 0 taken" in shown
 
@@ -210,7 +210,7 @@ async def test_why_says_why_the_ledger_lacks_an_event(system: Settings, journal:
             await projector.put(CatchUp(SHARD))
         await until_at_seq(system, 4, "audit", "balances")
     assert (await reason()).endswith(
-        "seq 3, grab.granted, is not booked: the ledger has not come that far yet"
+        "seq 3, grab.granted, is not booked: the ledger has not applied this event yet"
     )
     async with running(system, "ledger") as [ledger]:
         await ledger.put(CatchUp(SHARD))

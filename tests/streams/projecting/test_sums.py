@@ -172,7 +172,7 @@ async def test_json_output_has_integers(large: Settings) -> None:
     [due] = json.loads(shown.stdout)["payments"]
     assert (due["amount"], type(due["amount"]), type(due["refunded"])) == (2 * LARGE, int, int)
     assert (
-        f"{2 * LARGE:,} CNY to be paid back"
+        f"{2 * LARGE:,} CNY due for a refund"
         in (await asyncio.to_thread(grabstream, "show", "e", **env_of(large))).stdout
     )
 

@@ -75,7 +75,7 @@ async def test_at_shows_one_offer_or_one_user(recorded: RecordedSystem) -> None:
     words = at(
         recorded, show_time(recorded.at_ms), "--offer", envelope, "--offer", recorded.histories[2].names[0]
     ).stdout
-    assert "The luckiest" in words
+    assert "Luckiest grab" in words
     assert "9,999" in words
     assert "u1" in at(recorded, show_time(recorded.at_ms), "--user", "u1").stdout
     assert "Balances (at most 3)" in at(recorded, show_time(recorded.at_ms), "--limit", "3").stdout
