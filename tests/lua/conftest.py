@@ -1,6 +1,4 @@
-"""Fixtures of the tests of scripts and gate: Redis servers, and gates over shards taken over without
-Kafka.
-"""
+"""Fixtures for tests of scripts and gate: Redis servers, and gates over shards taken over without Kafka."""
 
 import os
 import shutil

@@ -85,9 +85,7 @@ async def test_another_offer_may_have_the_same_code(scene: Scene) -> None:
 
 
 async def test_a_recovered_shard_refuses_the_same_codes(scene: Scene) -> None:
-    """Twins compare every key with a recovery at the end of a test; here a list is half loaded at that
-    time.
-    """
+    """Twins compare every key with a recovery at the end of a test; here a list is half loaded then."""
     await scene.open(coupon(6, opens_at=NOW + 1))
     await load(scene, 1, "a", "b")
     await load(scene, 2, "c", "d")
@@ -100,9 +98,7 @@ async def test_a_recovered_shard_refuses_the_same_codes(scene: Scene) -> None:
 
 
 class Gates:
-    """Gates with different seal keys over one offer, without a comparison with the rules, which have no
-    keys.
-    """
+    """Gates with different seal keys over one offer, not compared with the rules, which have no keys."""
 
     def __init__(self, client: Any, keys: KeySpace) -> None:
         self.client, self.keys = client, keys

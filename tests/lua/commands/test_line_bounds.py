@@ -229,9 +229,7 @@ def at_bounds(size: Sizes) -> list[list[AnyCommand]]:
 
 
 async def play(connect: Any, lists: Sequence[Sequence[AnyCommand]]) -> tuple[Counter[str], list[bytes]]:
-    """Decides the lists by Lua and by the rules; returns counts of `<command> <outcome>`, and the event
-    lines.
-    """
+    """Decides the lists by Lua and by the rules; returns counts of `<command> <outcome>`, and event lines."""
     scene = Scene()
     await scene.begin(connect, KeySpace(f"lines{secrets.token_hex(5)}", 2))
     # A Monday, 00:30 by UTC: within the hours.
@@ -282,9 +280,7 @@ POSITIVE = ("opened", "loaded", "granted", "held", "confirmed", "returned", "adj
 
 
 async def test_codes_of_a_grab_are_bounded_by_open_amend_and_load(scene: Scene) -> None:
-    """Codes can be loaded for an offer whose terms do not ask for codes, and `max_per_grab` can be amended
-    before that.
-    """
+    """Codes can be loaded even if the terms do not ask for them, and `max_per_grab` amended before that."""
     above = CODES_PER_GRAB_MAX + 1
     with pytest.raises(Invalid, match=r"max_per_grab: at most 100"):
         check(Open(id="o", offer="o", terms=coupon(above, codes=True, max_per_grab=above)))
@@ -368,9 +364,7 @@ def test_spans_of_hours_are_bounded_however_they_are_written() -> None:
 async def test_a_basket_is_bounded_and_an_earlier_larger_basket_keeps_its_answer(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Earlier releases accepted larger baskets. Their repeats get the first answer, whatever the bound is
-    now.
-    """
+    """Earlier releases accepted larger baskets; their repeats get the first answer, whatever the bound is."""
 
     def basket(name: str, count: int) -> list[AnyCommand]:
         return [Grab(id=f"{name}{n}", offer=f"b:{n % 3}", user=f"u{n}", basket=name) for n in range(count)]

@@ -1,6 +1,4 @@
-"""A table of commands, situations and expected answers, in order of precedence, for the pure rules and for
-Lua.
-"""
+"""A table of commands, situations and expected answers, in order of precedence, for rules and Lua."""
 
 from typing import Any, NamedTuple
 

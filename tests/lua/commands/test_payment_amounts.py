@@ -1,6 +1,4 @@
-"""A payment id names one payment: the same id with another amount is a conflict that says so, and books
-nothing.
-"""
+"""A payment id names one payment: the same id with another amount is a conflict and books nothing."""
 
 from typing import Any
 
@@ -14,9 +12,7 @@ KNOWN = "payment: this id is recorded with {}; nothing was booked: a different p
 
 
 async def begin(scene: Scene, **rest: Any) -> str:
-    """Opens an offer of units for 7 (minor units of CNY) each, and holds three; returns the id of the
-    grab.
-    """
+    """Opens an offer of units for 7 (minor units of CNY) each, and holds three; returns the grab's id."""
     await scene.open(stock(10, max_per_grab=3, hold_ms=HOUR, **{"price": 7, "currency": "CNY"} | rest))
     grab = await scene.grab("ann", 3)
     assert grab.outcome == "held"

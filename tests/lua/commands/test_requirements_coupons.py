@@ -170,9 +170,7 @@ async def test_a_day_ends_at_local_midnight(scene: Scene, first_day: str) -> Non
 async def test_a_window_starts_and_ends_by_the_clock_of_the_offer_s_zone(
     scene: Scene, zone: str, per: Any, begins: str, ends: str
 ) -> None:
-    """Grabs in the last ms before the window, in its first ms, in its last ms, and in the first ms after
-    it.
-    """
+    """Grabs in the last ms before the window, in its first ms, in its last ms, and in the ms after it."""
     scene.now = at(begins) - 10 * DAY
     await scene.open(coupon(100, by_user(per, 1), timezone=zone))
     for moment, outcome in (
@@ -419,9 +417,7 @@ async def test_changed_limits_are_ordered_with_the_grabs(scene: Scene) -> None:
 
 
 async def test_a_release_is_subtracted_from_amended_limits(scene: Scene) -> None:
-    """The hold was counted under a limit that was changed, and under a limit that was removed and set
-    again.
-    """
+    """The hold was counted under a limit that was changed, and a limit that was removed and set again."""
     await scene.open(stock(100, by_user("offer", 3), by_user("week", 3), hold_ms=HOUR, max_per_grab=3))
     held = await scene.grab("ann", 3)
     await scene.amend(limits=(by_user("offer", 1),))
@@ -528,9 +524,7 @@ async def test_the_script_s_text_is_sent_only_if_the_server_does_not_have_it(pri
     )
 
     async def calls(first: int, count: int) -> dict[str, int]:
-        """Decides `count` lists of grabs one after the other; returns the number of calls of each Redis
-        command.
-        """
+        """Decides `count` lists one after the other; returns the number of calls of each Redis command."""
         await client.config_resetstat()
         for number in range(first, first + count):
             grabs = [
@@ -630,9 +624,7 @@ async def test_full_memory_is_busy_before_any_write(private_redis: Any) -> None:
 
 @pytest.mark.requirement("C7")
 async def test_envelope_coupon_and_stock_give_the_same_outcomes(scene: Scene) -> None:
-    """Two units, at most one per user: the same commands get the same outcomes, except for the refusal at the
-    limit.
-    """
+    """Two units, at most one per user: all kinds give the same outcomes, except the refusal at the limit."""
     envelope = EnvelopeTerms(issuer="shop", funding="pay", asset="CNY", total=300, parts=2, seed="5eed" * 8)
     second = {}
     for offer, terms in (

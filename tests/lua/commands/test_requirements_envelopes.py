@@ -110,9 +110,7 @@ CALLERS, GRABS_A_CALL = 2_500, 41
 async def test_an_envelope_of_100_thousand_parts_is_opened_drained_and_closed_like_a_small_one(
     make_gate: Callable[..., Gate], client: Any, keys: KeySpace, parts: int, callers: int
 ) -> None:
-    """Both get the same assertions: thousands of callers send 41 grabs each at once, some of them too
-    late.
-    """
+    """Both get the same assertions: many callers send 41 grabs each at once, some of them too late."""
     gate = make_gate(timeout_ms=60_000, queue_commands_max=200_000)
     total = parts * 100 + 7
     [opened] = await gate.decide([Open(id="open", offer="o", terms=envelope(total, parts))], "decided")
@@ -328,9 +326,7 @@ async def test_20_threads_grab_every_part_exactly_once(servers: Settings, prefix
 
 @pytest.mark.requirement("A9")
 async def test_envelopes_in_many_shards_are_grabbed_by_one_list(scene: Scene) -> None:
-    """Envelopes of twelve campaigns are in three slots. One list of grabs for all of them is answered in its
-    order.
-    """
+    """Envelopes of twelve campaigns are in three slots. A list of grabs for all is answered in its order."""
     offers = [f"week{number}:{name}" for number in range(12) for name in "ab"]
     for offer in offers:
         await scene.open(envelope(300, 3), offer)
@@ -359,9 +355,7 @@ async def test_envelopes_in_many_shards_are_grabbed_by_one_list(scene: Scene) ->
 
 
 def legal(chance: random.Random, law: Any, number: int) -> EnvelopeTerms:
-    """Random valid terms; one time in three the total is the least or the greatest that parts and bounds
-    allow.
-    """
+    """Random valid terms; one time in three the total is the least or the greatest that is possible."""
     parts, least = chance.randint(1, 30), chance.randint(1, 10 ** chance.randint(0, 8))
     most = (
         chance.randint(least, least * chance.randint(1, 20))
@@ -490,9 +484,7 @@ async def test_a_refused_write_takes_no_part_and_an_expired_hold_is_released(
 @pytest.mark.requirement("B6")
 @pytest.mark.parametrize("end", ["drained", "command", "deadline", "paused"])
 async def test_already_taken_takes_precedence_over_sold_out_and_over(scene: Scene, end: str) -> None:
-    """Outcome names and numbers are stable. A user with a part gets its amount, a user without a part the
-    reason.
-    """
+    """A user with a part gets its amount again, a user without a part the reason; numbers are stable."""
     await scene.open(envelope(1_000, 2, opens_at=NOW + 9))
     early = await scene.grab("ann")
     assert (early.outcome, early.code, early.retry_at) == ("not_open_yet", 27, NOW + 9)

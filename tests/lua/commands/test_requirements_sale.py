@@ -31,7 +31,6 @@ from grabstream.models.rules import settling
 from grabstream.streams.deciding.sweeper import Sweeper
 from tests.lua.conftest import NOW, SEALER, event_lines, take_over
 from tests.lua.histories.books import check_books
-from tests.lua.histories.generator import TICKET_SECRET, ticket_for
 from tests.lua.histories.scene import (
     BERLIN,
     DAY,
@@ -45,6 +44,7 @@ from tests.lua.histories.scene import (
     left_by_limit,
     stock,
 )
+from tests.lua.histories.strategies import TICKET_SECRET, ticket_for
 
 PRICED: dict[str, Any] = {"price": 250, "currency": "CNY", "hold_ms": MINUTE, "max_per_grab": 10}
 
@@ -153,9 +153,7 @@ async def test_everyone_a_list_or_holders_of_tickets_may_grab(scene: Scene) -> N
 async def test_the_id_of_an_expired_campaign_ticket_can_be_used_by_a_later_ticket(
     scene: Scene,
 ) -> None:
-    """Expired ticket ids are deleted in small steps; the answers do not depend on whether they are deleted
-    yet.
-    """
+    """Expired ticket ids are deleted in small steps; answers do not depend on what is deleted yet."""
     for name in ("o:1", "o:2"):
         await scene.open(stock(10, audience="ticket", max_per_grab=3), name)
 
@@ -199,9 +197,7 @@ async def test_a_ticket_is_valid_for_its_user_and_offer_until_it_expires(scene: 
 
 
 async def test_a_single_use_ticket_is_used_by_its_first_grant(scene: Scene) -> None:
-    """A granted or held grab uses the ticket, a refused grab does not. A release does not make it valid
-    again.
-    """
+    """A granted or held grab uses the ticket, a refused grab does not. A release does not restore it."""
     await scene.open(stock(10, by_user("offer", 2), audience="ticket", hold_ms=HOUR, max_per_grab=3))
     once, other = (ticket_for("ann", "o", NOW + DAY, name) for name in ("t1", "t2"))
     command = Grab(id="g", offer="o", user="ann", ticket=once)
@@ -342,9 +338,7 @@ async def test_a_hold_says_what_is_due_until_when(scene: Scene) -> None:
 
 @pytest.mark.requirement("E3")
 async def test_a_hold_ends_once_in_any_order_of_confirm_release_and_expiry(scene: Scene) -> None:
-    """In every sequence of four steps the first step decides; later steps change nothing and answer with the
-    state.
-    """
+    """In every sequence of four steps the first step decides; later steps answer with the state."""
     total = 10_000
     await scene.open(stock(total, **PRICED))
     left = total
@@ -783,9 +777,7 @@ async def test_a_return_on_another_day_restores_no_window_that_has_ended(
 async def test_a_return_restores_retaken_units_on_the_day_they_were_counted(
     scene: Scene, more_today: int
 ) -> None:
-    """One unit counts on Monday, one retaken unit on Tuesday: their return restores one unit of Tuesday, not
-    two.
-    """
+    """One unit counts on Monday, a retaken unit on Tuesday: their return restores one unit of Tuesday."""
     await scene.open(stock(100, by_user("day", 2), **PRICED, late="retake", return_restores=True))
     grab = (await scene.grab("ann", 2)).grab
     assert (await pay(scene, grab, "p1", 250, quantity=1)).outcome == "confirmed"
@@ -803,9 +795,7 @@ async def test_a_return_restores_retaken_units_on_the_day_they_were_counted(
 @pytest.mark.requirement("E3")
 @pytest.mark.parametrize("closed_by", ["command", "deadline"])
 async def test_holds_can_be_paid_after_the_close(scene: Scene, closed_by: str) -> None:
-    """Holds can be paid until their deadline. Released and returned units go to the issuer, and cannot be
-    grabbed.
-    """
+    """Holds can be paid until their deadline. Released and returned units go to the issuer."""
     await scene.open(stock(10, **PRICED, closes_at=NOW + 1_000))
     paid, released, expires, taken = [
         (await scene.grab(user, 2)).grab for user in ("ann", "bob", "eve", "joe")
@@ -866,9 +856,7 @@ async def test_a_raised_total_sells_another_wave(scene: Scene) -> None:
 
 @pytest.mark.requirement("E5")
 async def test_an_offer_is_amended_before_it_opens_and_closes_at_its_times(scene: Scene) -> None:
-    """Opened by command on Monday, price and total amended until Friday, sold on Friday from 10:00 to
-    12:00.
-    """
+    """Opened on Monday, price and total amended until Friday, sold on Friday from 10:00 to 12:00."""
     scene.now = at("2027-01-18T09:00+08:00")
     opens_at, closes_at = at("2027-01-22T10:00+08:00"), at("2027-01-22T12:00+08:00")
     await scene.open(stock(2, **PRICED, opens_at=opens_at, closes_at=closes_at, timezone="Asia/Shanghai"))
@@ -928,9 +916,7 @@ async def test_an_offer_is_open_in_its_weekly_hours(scene: Scene, moment: str, r
 
 
 async def test_retry_at_is_a_time_at_which_the_offer_is_open(scene: Scene) -> None:
-    """On the last Sunday of March the hour from 2:00 to 3:00 does not exist in Berlin: the offer opens a week
-    later.
-    """
+    """On the last Sunday of March Berlin has no time from 2:00 to 3:00: the offer opens a week later."""
     scene.now = at("2027-03-28T01:30+01:00")
     await scene.open(stock(10, hours=(Hours(("sun",), "02:00", "03:00"),), timezone=BERLIN))
     answer = await scene.grab("ann")
@@ -945,9 +931,7 @@ async def test_retry_at_is_a_time_at_which_the_offer_is_open(scene: Scene) -> No
 
 @pytest.mark.requirement("E1")
 async def test_a_campaign_limit_allows_one_of_five_offers(scene: Scene) -> None:
-    """A limit of the campaign counts over all its offers; a unit released in one offer may be grabbed in
-    another.
-    """
+    """A limit of the campaign counts over all its offers; a released unit may be grabbed in another offer."""
     limit = by_user("offer", 1, scope="campaign")
     five = [f"week:{number}" for number in range(5)]
     for offer in five:
@@ -1179,9 +1163,7 @@ async def test_new_grabs_do_not_get_units_that_the_queue_gets_in_later_calls(sce
 
 
 async def test_a_quantity_above_the_total_is_invalid(scene: Scene) -> None:
-    """The message names the bound. A grab that waits for more than an amended total keeps its place, and is
-    skipped.
-    """
+    """A grab that waits for more than an amended total keeps its place, and is skipped."""
     terms = PRICED | {"max_per_grab": 99}
     await scene.open(stock(4, **terms, waiting_list=True))
     answer = await scene.grab("ann", 5, wait=True)
@@ -1233,9 +1215,7 @@ async def test_the_due_sum_of_a_waiting_grab_stays_within_the_greatest_amount(sc
 
 @pytest.mark.parametrize("swept", [False, True])
 async def test_a_close_releases_waiting_grabs(scene: Scene, swept: bool) -> None:
-    """No waiting grab is served after the close, and its units no longer count against limits of the
-    campaign.
-    """
+    """No waiting grab is served after the close, and its units no longer count against campaign limits."""
     limit = by_user("offer", 1, scope="campaign")
     for offer in ("w:2", "w:1"):
         await scene.open(stock(1, limit, **PRICED, waiting_list=True), offer)

@@ -21,8 +21,8 @@ from grabstream.models.commands import Adjust, AnyCommand, Close, Grab, Load, Op
 from grabstream.models.offers import CouponTerms, EnvelopeTerms, Limit, StockTerms, Terms
 from grabstream.streams.relaying.ownership import OwnedShard
 from tests.lua.conftest import SEALER, event_lines
-from tests.lua.costs.bounded_bytes import ATTRIBUTES, ENTRIES, codes, loads
-from tests.lua.costs.calls import CALL_COST_MAX, COMMAND_COST_MAX, Call, MeasuredShard, changed
+from tests.lua.costs.longest_texts import ATTRIBUTES, ENTRIES, codes, loads
+from tests.lua.costs.measured_shard import CALL_COST_MAX, COMMAND_COST_MAX, Call, MeasuredShard, changed
 from tests.lua.histories.recovered import fold
 from tests.lua.histories.scene import Scene
 
@@ -64,9 +64,7 @@ async def shortest_of(
     act: Callable[[], Awaitable[object]],
     repetitions: int = 3,
 ) -> list[Call]:
-    """Each call that `act` makes after `prepare`, with its shortest time and greatest cost of the
-    repetitions.
-    """
+    """Each call that `act` makes after `prepare`: its shortest time and greatest cost of the repetitions."""
     for name in script_names():
         await system.redis.script_load(changed(name, counted=True).text)
     repeated: list[list[Call]] = []

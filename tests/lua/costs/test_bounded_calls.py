@@ -23,7 +23,7 @@ from grabstream.ops.diagnosis.slow_scripts import script_calls, slow_scripts
 from grabstream.ops.settings import Settings
 from grabstream.streams.deciding.sweeper import HOLDS_AT_ONCE_MAX, OFFERS_AT_ONCE_MAX, Sweeper
 from tests.lua.conftest import SEALER, event_lines
-from tests.lua.costs.calls import (
+from tests.lua.costs.measured_shard import (
     CALL_COST_MAX,
     COMMAND_COST_MAX,
     SLOWER,
@@ -34,8 +34,8 @@ from tests.lua.costs.calls import (
     scripts,
 )
 from tests.lua.histories.books import check_books
-from tests.lua.histories.hostile import Sweep
-from tests.lua.histories.hostile_runs import HostileTwins, play
+from tests.lua.histories.hostile_history import Sweep
+from tests.lua.histories.hostile_twins import HostileTwins, play
 from tests.lua.histories.promises import check_promises
 from tests.lua.histories.recovered import contents, differences, fold
 
@@ -53,9 +53,7 @@ async def measured(private_server: Any) -> AsyncIterator[MeasuredShard]:
 async def with_queue(
     system: MeasuredShard, offer: str, waiting: int, units: int = 1, holds: int = 1, **terms: Any
 ) -> None:
-    """Opens an offer all of whose units are held, with `waiting` grabs on its waiting list, for one unit
-    each.
-    """
+    """Opens an offer all of whose units are held, with `waiting` grabs of one unit on its waiting list."""
     opening = StockTerms(
         issuer="i", total=units * holds, hold_ms=HOLD_MS, waiting_list=True, max_per_grab=units, **terms
     )
@@ -209,9 +207,7 @@ async def test_calls_are_bounded_when_many_offers_with_queues_close(measured: Me
 
 
 async def test_calls_are_bounded_for_many_offers_grabs_and_loads(measured: MeasuredShard) -> None:
-    """Hundreds of offers with eight limits each, long lists of codes, grabs of 100 codes, envelopes of 20,000
-    parts.
-    """
+    """Hundreds of offers with eight limits, long lists of codes, grabs of 100 codes, large envelopes."""
     limits = tuple(Limit(by, per, 100) for by in ("user", "card") for per in ("offer", "hour", "day", "week"))
     opens = [
         Open(id=f"open-{n}", offer=f"o{n}", terms=StockTerms(issuer="i", total=100, limits=limits))
@@ -366,9 +362,7 @@ async def test_one_sweep_ends_more_holds_than_one_call_reads(measured: MeasuredS
 
 
 async def test_slow_scripts_lists_the_longest_calls_of_its_system(measured: MeasuredShard) -> None:
-    """The longest calls in SLOWLOG, of this system's scripts only, not of another system on the same
-    server.
-    """
+    """Calls in SLOWLOG of this system's scripts only, not of another system on the same server."""
     await measured.redis.config_set("slowlog-log-slower-than", 0)
     await measured.decide(
         [Open(id=f"open-{n}", offer=f"o{n}", terms=StockTerms(issuer="i", total=1)) for n in range(2)]

@@ -30,8 +30,8 @@ from grabstream.models.commands import (
 )  # fmt: skip
 from grabstream.models.offers import Changes, CouponTerms, EnvelopeTerms, Hours, Limit, StockTerms
 from tests.lua.conftest import SEALER, event_lines
-from tests.lua.costs.bounded_bytes import ATTRIBUTES, ENTRIES, LONG, codes, loads
-from tests.lua.costs.calls import Call, MeasuredShard, changed
+from tests.lua.costs.longest_texts import ATTRIBUTES, ENTRIES, LONG, codes, loads
+from tests.lua.costs.measured_shard import Call, MeasuredShard, changed
 from tests.lua.histories.recovered import fold
 
 #: The least counted cost as a share of the µs that the calls take on a quiet machine.

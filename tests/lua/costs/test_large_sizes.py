@@ -18,7 +18,7 @@ from grabstream.lua.gate.queue import QueueEntry
 from grabstream.models.commands import Amend, AnyCommand, Close, Grab, Open
 from grabstream.models.offers import Changes, EnvelopeTerms, StockTerms
 from tests.lua.conftest import event_lines
-from tests.lua.costs.calls import SLOWER, MeasuredShard, longest
+from tests.lua.costs.measured_shard import SLOWER, MeasuredShard, longest
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(3_600)]
 

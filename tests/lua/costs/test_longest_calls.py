@@ -32,7 +32,7 @@ from grabstream.models.offers import Changes, CouponTerms, Limit, StockTerms
 from grabstream.streams.relaying.ownership import OwnedShard
 from grabstream.streams.relaying.recovery import Recovery
 from tests.lua.conftest import NOW, SEALER, event_lines
-from tests.lua.costs.calls import SLOWER, MeasuredShard
+from tests.lua.costs.measured_shard import SLOWER, MeasuredShard
 from tests.lua.histories.recovered import fold
 
 HOUR = 3_600_000

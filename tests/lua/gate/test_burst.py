@@ -20,7 +20,7 @@ from grabstream.models.offers import CouponTerms, EnvelopeTerms, Limit, StockTer
 from grabstream.ops.settings import Settings
 from tests.lua.conftest import NOW, SEALER, event_lines, take_over
 from tests.lua.histories.books import check_books
-from tests.lua.histories.generator import HOUR, TICKETS, ticket_for
+from tests.lua.histories.strategies import HOUR, TICKETS, ticket_for
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

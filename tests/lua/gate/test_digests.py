@@ -33,7 +33,7 @@ from grabstream.models.commands import (
 from grabstream.models.entries import Entry
 from grabstream.models.offers import CouponTerms, EnvelopeTerms, StockTerms
 from tests.lua.conftest import NOW, event_lines, take_over
-from tests.lua.gate.tickets import SECRET, as_text
+from tests.lua.gate.ticket_secrets import SECRET, as_text
 from tests.lua.histories.recovered import fold
 from tests.lua.histories.scene import DAY
 
@@ -267,9 +267,7 @@ async def test_a_plain_grab_is_repeated_for_its_offer_and_user_only(
 
 @pytest.mark.parametrize("recovered", [False, True])
 async def test_a_collision_of_48_bit_digests_is_a_conflict(client: Any, prefix: str, recovered: bool) -> None:
-    """The unapproved entry has the same digest in the first form as the approved entry; the whole bodies are
-    compared.
-    """
+    """Both entries have the same digest in the first form, so the whole bodies are compared."""
     approved, unapproved = (adjusting(*entry) for entry in COLLISION)
     assert first_form(approved) == first_form(unapproved)
     keys = KeySpace(prefix, 1)

@@ -1,6 +1,4 @@
-"""Answers with the promise `journaled`: each waits until Kafka has its event in its history, up to a time
-limit.
-"""
+"""Journaled answers: each waits until Kafka has its event in its history, up to a time limit."""
 
 import asyncio
 import secrets

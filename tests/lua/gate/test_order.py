@@ -16,7 +16,7 @@ from grabstream.models.commands import Confirm, Grab
 from grabstream.models.events import decode_event
 from tests.conftest import until
 from tests.lua.conftest import SEALER
-from tests.lua.costs.calls import scripts
+from tests.lua.costs.measured_shard import scripts
 from tests.support.fake_relay import (
     CARRIED_OUT,
     FakeRelay,

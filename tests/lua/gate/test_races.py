@@ -1,6 +1,4 @@
-"""Races over real connections: two hundred users grab one part; one request is sent two hundred times at
-once.
-"""
+"""Races over real connections: two hundred grabs of one part, and two hundred copies of one request."""
 
 import asyncio
 from typing import Any
@@ -20,9 +18,7 @@ CALLERS = 200
 async def crowd(
     settings: Settings, prefix: str, parts: int, grabs: list[Grab]
 ) -> tuple[list[Any], list[bytes]]:
-    """Sends each grab at once, by its own gate over its own connection; returns the answers and the event
-    lines.
-    """
+    """Sends all grabs at once, each by its own gate and connection; returns answers and event lines."""
     keys = KeySpace(prefix, 1)
     clients = [redis.asyncio.Redis.from_url(settings.redis_url) for _ in grabs]
     gates = [Gate(client, keys, SEALER) for client in clients]

@@ -1,6 +1,4 @@
-"""The refusal log: bounded, sampled by user, written outside the deciding path. A failed write delays no
-decision.
-"""
+"""The refusal log: bounded, sampled by user, written outside the deciding path, which it never delays."""
 
 import asyncio
 import contextlib

@@ -24,7 +24,7 @@ from grabstream.models.offers import EnvelopeTerms
 from grabstream.streams.relaying.ownership import OwnedShard, SteppedDown
 from grabstream.streams.relaying.recovery import Position, Recovery
 from tests.lua.conftest import SEALER, event_lines, opening, take_over
-from tests.lua.costs.calls import MeasuredShard
+from tests.lua.costs.measured_shard import MeasuredShard
 from tests.lua.histories.recovered import accepted, contents, differences, fold
 
 #: Enough parts for two pieces.
@@ -62,9 +62,7 @@ async def staged(client: Any, keys: KeySpace) -> list[bytes]:
 def before(
     monkeypatch: pytest.MonkeyPatch,
 ) -> Callable[[str, Callable[[Sequence[str]], Awaitable[None]]], None]:
-    """Returns a function that makes an action run before each call of a script, with the keys of that
-    call.
-    """
+    """Returns a function that makes an action run before each call of a script, with the call's keys."""
 
     def watch(script: str, act: Callable[[Sequence[str]], Awaitable[None]]) -> None:
         real = calls.run_script
@@ -106,9 +104,7 @@ async def test_an_envelope_of_many_parts_is_opened(make_gate: Any, client: Any, 
 async def test_staged_parts_that_are_not_used_are_deleted(
     make_gate: Any, client: Any, keys: KeySpace
 ) -> None:
-    """After a repeat, the same id with another body, another command for the same offer, and a fenced
-    shard.
-    """
+    """After a repeat, a conflicting body, another command for the same offer, and a fenced shard."""
     gate = make_gate(timeout_ms=60_000)
     await gate.decide([large()], "decided")
     [again] = await gate.decide([large()], "decided")
@@ -151,9 +147,7 @@ async def test_parts_lost_before_the_call_are_staged_again(
 
 
 async def test_parts_of_an_earlier_server_epoch_are_not_used(private_redis: Any, before: Any) -> None:
-    """A promoted replica may lack pieces in the middle, whatever the length of the value: its server epoch is
-    another.
-    """
+    """A promoted replica may lack pieces in the middle of a value of the right length."""
     client, keys = private_redis
     gate = Gate(client, keys, SEALER, GateLimits(timeout_ms=60_000))
     promotions: list[bytes] = []

@@ -18,7 +18,7 @@ from grabstream.models.commands import TICKET_LENGTH_MAX
 from grabstream.models.offers import TIME_MS_MAX
 from grabstream.ops.connections.opening import ticket_keys
 from grabstream.ops.settings import BadSettings, Settings, load_settings
-from tests.lua.gate.tickets import OTHER_SECRET, SECRET, as_text
+from tests.lua.gate.ticket_secrets import OTHER_SECRET, SECRET, as_text
 
 PRIVATE = Ed25519PrivateKey.from_private_bytes(bytes(range(2, 34)))
 PUBLIC = PRIVATE.public_key()

@@ -16,8 +16,8 @@ from grabstream.models.commands import AnyCommand, Grab, Open
 from grabstream.models.offers import StockTerms
 from grabstream.streams.deciding.sweeper import Sweeper
 from tests.conftest import until
+from tests.lua.changed_scripts import bound_lines, inject, sell_at_any_price
 from tests.lua.conftest import SEALER, event_lines, grabs
-from tests.lua.injected import bound_lines, inject, sell_at_any_price
 from tests.support.fake_relay import (
     CARRIED_OUT,
     FakeRelay,
@@ -34,9 +34,7 @@ def undecidable(number: int = 0, offer: str = "e") -> Grab:
 async def test_a_command_that_raises_is_refused_alone(
     relay: FakeRelay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Lists of several callers share calls. The gate finds the command that raises and refuses only that
-    one.
-    """
+    """Lists of several callers share calls. The gate finds the command that raises, and refuses it alone."""
     inject(monkeypatch, "before")
     gate = gate_over(relay)
     lists: list[list[AnyCommand]] = [
@@ -256,9 +254,7 @@ async def test_a_command_that_breaks_its_shard_each_time_ends_as_unknown(
 
 
 async def test_a_missing_permission_is_busy_and_not_undecidable(relay: FakeRelay) -> None:
-    """A missing permission affects every command, so the answer is `busy`, and no command counts as
-    undecidable.
-    """
+    """A missing permission affects every command: the answer is `busy`, no command is undecidable."""
     client = relay.client
     await client.execute_command("ACL", "SETUSER", "default", "-evalsha", "-eval")
     gate = gate_over(relay)

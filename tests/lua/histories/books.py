@@ -1,6 +1,4 @@
-"""What must be true of a shard's events, checked from the event lines alone, without the rules and without
-Lua.
-"""
+"""What must be true of a shard's events, checked from the event lines alone, without rules and Lua."""
 
 import json
 from collections import Counter, defaultdict
@@ -120,9 +118,7 @@ def _check_pieces(opened: dict[str, Any], closed: list[dict[str, Any]], events: 
 
 
 def _check_limits(opened: dict[str, Any], events: list[dict[str, Any]]) -> None:
-    """Checks that no user ever has more than a limit for the whole offer allows, if its limits never
-    changed.
-    """
+    """Checks that no user ever has more than an unchanged limit for the whole offer allows."""
     if any("limits" in event.get("changes", ()) for event in events):
         return
     limits = [

@@ -79,9 +79,7 @@ def _check_ids_and_tickets(events: Sequence[Any]) -> None:
 
 
 def _check_payments(events: Sequence[Any]) -> None:
-    """Checks that a payment is served once or refunded once, and that its refunds never exceed what it
-    paid.
-    """
+    """Checks that each payment is served or refunded once, and that refunds never exceed what it paid."""
     known: dict[tuple[str, str], Any] = {}
     paid: Counter[tuple[str, str]] = Counter()
     for event in events:
@@ -131,9 +129,7 @@ def _limit(limit: Any) -> tuple[str, str, int]:
 
 
 def _by_campaign_lifetime(events: Sequence[Any]) -> Iterator[tuple[str, list[Any]]]:
-    """Yields each campaign with its events, from the opening of its first offer until all its offers have
-    retired.
-    """
+    """Yields each campaign with its events, from its first opening until all its offers have retired."""
     living: dict[str, set[str]] = defaultdict(set)
     by_campaign: dict[str, list[Any]] = defaultdict(list)
     for event in events:

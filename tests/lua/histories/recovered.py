@@ -107,9 +107,7 @@ def _offer_of(record: Any, campaign: str) -> str:
 
 
 def _drop_postponed_due_times(values: dict[str, Any]) -> None:
-    """Drops the due times of closed offers with holds: the sweeper postpones them, and no event records
-    that.
-    """
+    """Drops the due times of closed offers with holds, which the sweeper postpones without an event."""
     for name in list(values.get("due", {})):
         offer = values[f"offer:{name.decode()}"]
         if offer["state"] == b"closed" and offer.get("held", b"0") != b"0":

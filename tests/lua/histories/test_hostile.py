@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 from grabstream.ops.settings import Settings
 from tests.conftest import NIGHTLY
-from tests.lua.histories.hostile_runs import play
+from tests.lua.histories.hostile_twins import play
 from tests.lua.histories.tables import check_tables
 
 STEPS, HISTORIES, EXAMPLES = (2_000, 40, 300) if NIGHTLY else (300, 4, 12)

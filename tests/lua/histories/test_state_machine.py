@@ -30,7 +30,7 @@ from grabstream.lua.keys import KeySpace
 from grabstream.models.commands import AnyCommand, Grab, Open
 from grabstream.ops.settings import Settings
 from tests.conftest import LONGER
-from tests.lua.histories.generator import (
+from tests.lua.histories.strategies import (
     IDS,
     PASSES_MS,
     PIECES,
@@ -131,9 +131,7 @@ class Machine(Twins, RuleBasedStateMachine):
         more=st.lists(grabs, max_size=3),
     )
     def sends_again(self, picks: list[tuple[int, str | None]], more: list[AnyCommand]) -> None:
-        """Earlier commands, mostly recent ones; some grabs with another user, and with new grabs in the
-        list.
-        """
+        """Earlier commands, mostly recent ones; some grabs with another user; new grabs in the list."""
         earlier = [
             (self.sent[-1 - commands_ago % len(self.sent)], user) for commands_ago, user in picks if self.sent
         ]
@@ -257,9 +255,7 @@ def _run(connect: Callable[[], Any], examples: int, derandomize: bool, part: int
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("part", [0, 1, *(pytest.param(part, marks=pytest.mark.nightly) for part in (2, 3))])
 def test_fixed_histories_match_the_rules(servers: Settings, part: int) -> None:
-    """The same random histories on every run, more than 12,000 steps in all; `make nightly` plays ten times
-    as many.
-    """
+    """The same random histories on every run, more than 12,000 steps; `make nightly` plays more."""
     _run(lambda: redis.asyncio.Redis.from_url(servers.redis_url), 80, derandomize=True, part=part)
 
 

@@ -33,8 +33,8 @@ from grabstream.streams.deciding.sweeper import Sweeper
 from tests.contract import check_answered, check_events
 from tests.lua.conftest import NOW, SEALER, event_lines, take_over
 from tests.lua.histories.books import check_books
-from tests.lua.histories.generator import TICKETS
 from tests.lua.histories.recovered import contents, differences, fold
+from tests.lua.histories.strategies import TICKETS
 
 SHARDS = 2
 #: Number of events and answers, at the end of every history, that are checked against their schemas.

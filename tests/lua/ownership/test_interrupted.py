@@ -30,11 +30,11 @@ from grabstream.models.outcomes import Outcome
 from grabstream.ops.settings import Settings
 from grabstream.streams.relaying.ownership import OwnedShard
 from tests.lua.conftest import NOW, SEALER, event_lines, grabs, opening, take_over
-from tests.lua.histories.generator import TICKETS, ticket_for
 from tests.lua.histories.recovered import fold
 from tests.lua.histories.shop import Shop
+from tests.lua.histories.strategies import TICKETS, ticket_for
 from tests.lua.histories.twins import SHARDS, Twins
-from tests.lua.interrupting import READS_LATER, WRITES, Interrupting
+from tests.lua.interrupting_client import READS_LATER, WRITES, InterruptingClient
 
 STEPS = 1_200
 GENERATION_STEPS = 120
@@ -68,7 +68,7 @@ async def test_a_script_interrupted_before_its_first_write_has_changed_nothing(s
     twins, shop = Twins(), Shop(5, NOW, total=8)
     server = redis.asyncio.Redis.from_url(servers.redis_url)
     keys = KeySpace(f"interrupted{random.getrandbits(40):x}", SHARDS)
-    client = Interrupting(server, _sometimes(5))
+    client = InterruptingClient(server, _sometimes(5))
     await twins.begin_twins(client, keys, GateLimits(batch_commands_max=3, timeout_ms=30_000))
     try:
         for index in range(len(shop.names)):
@@ -155,7 +155,7 @@ async def test_owner_scripts_interrupted_before_their_first_write_have_changed_n
 ) -> None:
     server = redis.asyncio.Redis.from_url(servers.redis_url)
     keys = KeySpace(f"interrupted{random.getrandbits(40):x}", 1)
-    client = Interrupting(server)
+    client = InterruptingClient(server)
     of_shard = keys.shard(0)
     await take_over(client, keys)
     gate = Gate(client, keys, SEALER)
@@ -294,7 +294,7 @@ async def _torn(twins: Twins, commands: list[AnyCommand]) -> list[list[bytes]]:
         write += 1
         keys = KeySpace(f"{twins.keys.prefix}-torn{write}", twins.keys.shards)
         await _copy(twins.client, twins.keys, keys)
-        client = Interrupting(twins.client)
+        client = InterruptingClient(twins.client)
         client.fail_at_write = write
         shard = keys.shard(number)
         try:

@@ -404,9 +404,7 @@ async def test_payments_are_known_for_180_days_to_the_millisecond(scene: Scene, 
 
 
 async def test_cleaning_keeps_the_payments_of_younger_offers(scene: Scene) -> None:
-    """The payments of the campaign's older offer are forgotten; those of the younger and the living offer
-    stay.
-    """
+    """The payments of the campaign's oldest offer are forgotten, those of its other offers stay."""
     grab = {}
     for offer in ("m:a", "m:b", "m:living"):
         await scene.open(stock(9, **PRICED), offer)

@@ -26,7 +26,7 @@ from grabstream.streams.deciding.understanding import SET_ASIDE_HEADER
 from grabstream.streams.relaying.relay import ShardRelay
 from grabstream.streams.topics import Topics
 from tests.conftest import until
-from tests.lua.injected import inject
+from tests.lua.changed_scripts import inject
 from tests.streams.deciding.topic_records import read_all
 from tests.streams.state import assert_state_is_the_journal_s
 from tests.support.fake_relay import CARRIED_OUT, TERMS, InterruptedClient, steps_of

@@ -37,7 +37,7 @@ from grabstream.streams.relaying.relay import ShardRelay
 from grabstream.streams.topics import Topics
 from tests.conftest import make_system, until
 from tests.copies import copy_package
-from tests.lua.interrupting import Interrupting
+from tests.lua.interrupting_client import InterruptingClient
 from tests.streams.state import assert_state_is_the_journal_s
 from tests.streams.traffic import traffic
 from tests.support.command_line import env_of, grabstream
@@ -534,7 +534,7 @@ async def test_a_script_that_fails_while_it_writes_causes_a_rebuild_and_loses_no
     """
     relaying = worker(system, "relay,sweep,project")
     client = open_redis(system)
-    broken = Interrupting(client)
+    broken = InterruptingClient(client)
     gate = Gate(broken, key_space(system), sealer(system), gate_limits(system))
     gate.start()
     shard = key_space(system).shard(key_space(system).shard_of_offer("e"))

@@ -43,9 +43,7 @@ _SPEND: Final = "cost = cost + units"
 
 
 class Call(NamedTuple):
-    """A call of a script: the processor time of the Redis thread in ms, and the cost that the script
-    counted.
-    """
+    """A call of a script: its processor time in ms of the Redis thread, and the cost it counted."""
 
     script: str
     cpu_ms: float

@@ -50,7 +50,7 @@ from grabstream.models.offers import (
     Terms,
 )
 from grabstream.models.rules import Offer
-from tests.lua.histories.generator import TICKET_SECRET
+from tests.lua.histories.strategies import TICKET_SECRET
 
 #: Ids of offers, in few campaigns: parts of keys, prefixes of each other, separators only, ids of 64
 #: characters.
@@ -274,9 +274,7 @@ class HostileHistory:
         return commands
 
     def moment(self, offers: Mapping[str, Offer]) -> int:
-        """A time from now on at which something ends, begins or shifts, or the millisecond before or after
-        it.
-        """
+        """A time from now on at which something ends, begins or shifts, or a millisecond earlier or later."""
         moments = [HOUR_MS * (self.now // HOUR_MS + 1), DAY_MS * (self.now // DAY_MS + 1)]
         for zone in ZONES[1:]:
             offsets = offsets_of(zone, self.now)
@@ -593,9 +591,7 @@ class HostileHistory:
         return kind(**about)  # type: ignore[no-any-return]
 
     def payment(self) -> str | None:
-        """A payment id: mostly a new one, sometimes one that was used before, also for offers that have
-        retired.
-        """
+        """A payment id: mostly a new one, sometimes one used before, also for offers that have retired."""
         if self.rarely(12):
             return None
         if self.rarely(6):

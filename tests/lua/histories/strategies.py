@@ -1,6 +1,4 @@
-"""Hypothesis strategies for the state machine: terms of every kind, and commands many of which can be carried
-out.
-"""
+"""Hypothesis strategies: terms of every kind, and commands many of which can be carried out."""
 
 from typing import Any
 
@@ -108,9 +106,7 @@ limits = st.lists(
 
 @st.composite
 def piece_terms(draw: Any, lively: bool = False) -> CouponTerms | StockTerms:
-    """Terms of coupon and stock offers; with `lively`, the offer opens at once and does not close by
-    itself.
-    """
+    """Terms of coupon and stock offers; with `lively`, open at once and without a closing time."""
     audience = draw(st.sampled_from(("everyone",) * 9 + ("list", "ticket", "ticket")))
     opens_at = (
         draw(st.sampled_from((None, NOW + 1))) if lively else draw(st.sampled_from((None, None, NOW + 500)))

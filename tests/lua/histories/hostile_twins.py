@@ -16,7 +16,7 @@ from grabstream.models.rules.settling import lapse
 from grabstream.streams.deciding.sweeper import Sweeper
 from tests.lua.conftest import NOW
 from tests.lua.histories.books import check_books
-from tests.lua.histories.hostile import HostileHistory, Sweep, TimePasses
+from tests.lua.histories.hostile_history import HostileHistory, Sweep, TimePasses
 from tests.lua.histories.promises import check_promises
 from tests.lua.histories.twins import SHARDS, Twins
 
@@ -25,9 +25,7 @@ CHECK_STEPS, RECOVERY_STEPS = 20, 60
 
 
 class PartialSweeper(Sweeper):
-    """A sweeper that reads only `some` of what is due, from one end, and with `broken_off` sweeps no
-    offers.
-    """
+    """A sweeper that reads only `some` of what is due, and with `broken_off` sweeps no offers."""
 
     some: int | None = None
     last_first = False
@@ -92,9 +90,7 @@ class HostileTwins(Twins):
             await self._compare(number, events)
 
     async def check_all(self, recover: bool) -> None:
-        """Compares everything in Redis with the rules and, if `recover`, a recovery; checks books and
-        promises.
-        """
+        """Compares Redis with the rules and, if `recover`, with a recovery; checks books and promises."""
         for number, state in enumerate(self.states):
             sweeper = Sweeper(self.client, self.keys.shard(number), self.keys.shards, 10**12)
             await sweeper.clean(self.now)  # data of retired offers may stay until it is cleaned
@@ -105,9 +101,7 @@ class HostileTwins(Twins):
                 await self.compare_recovered(number)
 
     def check_waiting(self) -> None:
-        """Checks that no units are left that suffice for one of the first hundred waiting grabs of an
-        offer.
-        """
+        """Checks that no units are left that suffice for one of the first hundred waiting grabs."""
         for offer in self.offers.values():
             if offer.closed_reason or not offer.queue or self.now >= min(offer.due, offer.closes_at):
                 continue

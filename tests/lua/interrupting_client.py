@@ -69,7 +69,7 @@ def _name_of(sha: str) -> str:
     return next(name for name in script_names() if load(name).sha == sha)
 
 
-class Interrupting:
+class InterruptingClient:
     """A Redis client whose script calls are interrupted; everything else is passed to the wrapped client.
 
     `chosen` is asked before each script call, with the script's name, whether to interrupt that call.

@@ -1,6 +1,4 @@
-"""Changed scripts for tests: scripts that raise for a command whose id contains `undecidable`, and scripts
-with other bounds.
-"""
+"""Changed scripts: scripts that raise for commands whose id has `undecidable`, or have other bounds."""
 
 from collections.abc import Callable
 from functools import cache
