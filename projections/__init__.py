@@ -1,1 +1,1 @@
-"""Read models: functions of journal blocks, each with its cursor where its rows are."""
+"""Read models: tables computed from blocks of the journal. Each stores its cursor beside its rows."""

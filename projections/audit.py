@@ -1,6 +1,4 @@
-"""The audit trail: every event byte for byte, with the chain's hash behind it. Nothing is ever changed in
-it.
-"""
+"""The audit trail: every event byte for byte, with the hash of the chain after it. Rows never change."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -17,7 +15,7 @@ async def apply(connection: AsyncConnection[Any], facts: Sequence[Fact]) -> None
     """Adds the events, in the caller's transaction."""
     rows = []
     for line, hash_, event, _ in facts:
-        # JSON has no raw tabs or newlines; a backslash is the only byte that COPY would take for its own.
+        # JSON has no raw tabs or newlines, so the backslash is the only byte with a meaning for COPY.
         body = line.replace(b"\\", b"\\\\").decode()
         type_ = event.__struct_config__.tag
         rows.append(
@@ -27,4 +25,4 @@ async def apply(connection: AsyncConnection[Any], facts: Sequence[Fact]) -> None
 
 
 async def finish(connection: AsyncConnection[Any]) -> None:
-    """Nothing is added up in the audit trail."""
+    """Does nothing: the audit trail has no sums."""

@@ -1,4 +1,4 @@
-"""Cursors: how far a projection is in each shard, kept in the transaction that writes its rows."""
+"""Cursors: the position of a projection in each shard, written in the transaction that writes its rows."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
@@ -14,12 +14,14 @@ from grabstream.models.upcasting import NEWER
 
 
 class CursorMoved(Exception):
-    """Another process has moved the cursor: its rows are written, ours must not be. Read the cursor again."""
+    """Another process has moved the cursor and written its rows. The caller must not commit its own rows; it
+    must read the cursor again.
+    """
 
 
 class Fact(NamedTuple):
-    """An accepted event: its text as journaled, the chain's hash behind it, its decoded form, and the
-    transfers it is.
+    """An event as a projection gets it: its line in the journal, the hash of the chain after it, its decoded
+    form, and its transfers.
     """
 
     line: bytes
@@ -28,29 +30,29 @@ class Fact(NamedTuple):
     transfers: tuple[Transfer, ...]
 
 
-#: Makes a Fact of a tuple, in half the time that its constructor takes.
+#: Makes a Fact from a tuple, in half the time of its constructor.
 _fact = partial(tuple.__new__, Fact)
 
 
 def facts_of(lines: Iterable[bytes], hashes: Iterable[bytes], events: Sequence[AnyEvent]) -> list[Fact]:
-    """A fact for each event of a block, with the transfers it is."""
+    """A fact for each event of a block, with its transfers."""
     return list(map(_fact, zip(lines, hashes, events, map(transfers_of, events), strict=True)))
 
 
 async def load(connection: AsyncConnection[Any], projection: str) -> dict[int, Cursor]:
     """The cursor of every shard."""
-    found = await connection.execute(
+    rows = await connection.execute(
         "SELECT shard, seq, head, next_offset, term, owner FROM projection_cursors WHERE projection = %s",
         (projection,),
     )
     return {
         shard: Cursor(seq, bytes(head), offset, term, owner)
-        for shard, seq, head, offset, term, owner in await found.fetchall()
+        for shard, seq, head, offset, term, owner in await rows.fetchall()
     }
 
 
 class Stop(NamedTuple):
-    """A projection that has stopped at a shard: its cursor there, why, and since when."""
+    """A shard at which a projection has stopped: the cursor, the reason, and the time."""
 
     projection: str
     shard: int
@@ -61,25 +63,25 @@ class Stop(NamedTuple):
 
     @property
     def newer(self) -> bool:
-        """Whether it stopped at an event that a newer grabstream wrote. Only the first line is ours:
-        PostgreSQL quotes rows in others.
+        """Whether it stopped at an event that a newer grabstream wrote. Only the first line of the reason
+        counts: in later lines, PostgreSQL quotes values of rows.
         """
         return NEWER in self.reason.partition("\n")[0]
 
 
 async def stops(connection: AsyncConnection[Any]) -> list[Stop]:
-    """Where projections have stopped, the first stop first."""
-    found = await connection.execute(
+    """All stops of projections, the oldest first."""
+    rows = await connection.execute(
         "SELECT projection, shard, seq, journal_offset, reason, stopped_at FROM stopped_shards ORDER BY "
         "stopped_at, projection, shard"
     )
-    return [Stop(*row) for row in await found.fetchall()]
+    return [Stop(*row) for row in await rows.fetchall()]
 
 
 async def stopped(connection: AsyncConnection[Any], projection: str) -> set[int]:
     """The shards at which a projection has stopped."""
-    found = await connection.execute("SELECT shard FROM stopped_shards WHERE projection = %s", (projection,))
-    return {shard for (shard,) in await found.fetchall()}
+    rows = await connection.execute("SELECT shard FROM stopped_shards WHERE projection = %s", (projection,))
+    return {shard for (shard,) in await rows.fetchall()}
 
 
 async def advance(
@@ -88,10 +90,10 @@ async def advance(
     moves: Mapping[int, tuple[Cursor, Cursor]],
     frozen: bool = False,
 ) -> None:
-    """Moves cursors from what we believed to what follows; raises CursorMoved when one was elsewhere, or this
-    version is not ours now.
+    """Moves cursors: `moves` has (expected, next) for each shard. Raises CursorMoved when a cursor is not as
+    expected, or `frozen` is not that of the version.
 
-    Workers write versions that are not frozen; only who brings one back writes a frozen one.
+    Workers write versions that are not frozen. Only a switch back to an earlier version writes a frozen one.
     """
     for shard in sorted(moves):
         old, new = moves[shard]
@@ -122,8 +124,8 @@ async def advance(
 async def stop(
     connection: AsyncConnection[Any], projection: str, shard: int, cursor: Cursor, reason: str
 ) -> None:
-    """Writes down that a projection stopped at a shard, where and why, for `status` and for whoever mends
-    it.
+    """Records that a projection stopped at a shard, with its cursor and the reason, for `status` and
+    operators.
     """
     await connection.execute(
         "INSERT INTO stopped_shards (projection, shard, seq, journal_offset, reason) VALUES (%s, %s, %s, %s, "
@@ -133,9 +135,11 @@ async def stop(
     )
 
 
-async def read_anew(connection: AsyncConnection[Any], projection: str, shard: int, cursor: Cursor) -> None:
-    """Lets a projection look for its seq and hash in the journal from the beginning: its rows stay, its
-    offset was wrong.
+async def read_from_beginning(
+    connection: AsyncConnection[Any], projection: str, shard: int, cursor: Cursor
+) -> None:
+    """Sets the offset of a cursor to 0, so that the projection searches for its seq and hash from the
+    beginning of the journal. Its rows stay.
     """
     done = await connection.execute(
         "UPDATE projection_cursors SET next_offset = 0, term = 0, owner = '' WHERE projection = %s AND shard "
@@ -146,8 +150,8 @@ async def read_anew(connection: AsyncConnection[Any], projection: str, shard: in
         raise CursorMoved(f"{projection}, shard {shard}: the cursor moves")
 
 
-async def let_go_on(connection: AsyncConnection[Any], projection: str, shard: int) -> bool:
-    """A stopped projection may try again; running workers see it within seconds. Returns whether it had
+async def resume(connection: AsyncConnection[Any], projection: str, shard: int) -> bool:
+    """Lets a stopped projection try again; running workers notice it within seconds. Returns whether it was
     stopped.
     """
     done = await connection.execute(
@@ -157,8 +161,8 @@ async def let_go_on(connection: AsyncConnection[Any], projection: str, shard: in
 
 
 async def retry_newer(connection: AsyncConnection[Any], projection: str) -> None:
-    """Takes back the stops at events that a newer grabstream wrote (`Stop.newer`): this process may be it. If
-    not, it stops there again.
+    """Removes the stops at events that a newer grabstream wrote (`Stop.newer`): this process may be of that
+    release. If it is not, it stops there again.
     """
     await connection.execute(
         "DELETE FROM stopped_shards WHERE projection = %s AND strpos(split_part(reason, E'\\n', 1), %s) > 0",

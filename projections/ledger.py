@@ -1,5 +1,5 @@
-"""The ledger: every transfer as a row, and what stands on every account. PostgreSQL refuses an overdraft by
-itself.
+"""The ledger: every transfer as a row, and the sum of every account. A CHECK of PostgreSQL refuses an
+overdraft.
 """
 
 from collections import defaultdict
@@ -31,7 +31,7 @@ async def apply(connection: AsyncConnection[Any], facts: Sequence[Fact]) -> None
 
 
 async def load(connection: AsyncConnection[Any], facts: Sequence[Fact]) -> None:
-    """Adds the transfers as rows only, for a build: `finish` adds the accounts up."""
+    """Adds only the transfers, for a build: `finish` computes the accounts."""
     rows = [
         f"{event.shard}\t{event.seq}\t{leg}\t{event.offer}\t{asset}\t{debit}\t{credit}\t{amount}\t{event.at}\n"
         for _, _, event, transfers in facts
@@ -43,7 +43,7 @@ async def load(connection: AsyncConnection[Any], facts: Sequence[Fact]) -> None:
 
 
 async def finish(connection: AsyncConnection[Any]) -> None:
-    """Adds up what stands on every account, after all was loaded."""
+    """Computes the sum of every account, after all transfers were loaded."""
     await connection.execute(
         "INSERT INTO accounts_1 (account, asset, posted) SELECT account, asset, sum(change) FROM ("
         "SELECT debit AS account, asset, -amount AS change FROM transfers_1 UNION ALL SELECT credit, asset, "
@@ -53,10 +53,10 @@ async def finish(connection: AsyncConnection[Any]) -> None:
 
 
 async def _post(connection: AsyncConnection[Any], changes: dict[tuple[str, str], int]) -> None:
-    """Adds changes to accounts, sorted, so that two transactions rarely wait for each other in a circle.
+    """Adds changes to accounts in sorted order, so that two transactions rarely deadlock.
 
-    What a guarded account loses is an UPDATE: an upsert would test the loss alone against the CHECK, before
-    it meets the row.
+    A loss of a guarded account is an UPDATE: an upsert would check the row to insert, which has only the
+    loss, against the CHECK before it finds the existing row.
     """
     losses = sorted(
         key for key, amount in changes.items() if amount < 0 and key[0].startswith(GUARDED_ACCOUNTS)
@@ -77,7 +77,7 @@ async def _post(connection: AsyncConnection[Any], changes: dict[tuple[str, str],
         _columns(losses, changes),
     )
     if done.rowcount != len(losses):
-        raise CheckViolation(f"an account that does not exist would fall below 0, one of {losses[:5]}")
+        raise CheckViolation(f"a missing account would fall below 0, one of {losses[:5]}")
 
 
 def _columns(keys: Sequence[tuple[str, str]], changes: dict[tuple[str, str], int]) -> tuple[str, str, str]:

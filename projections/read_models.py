@@ -1,5 +1,5 @@
-"""The read models in PostgreSQL, each as three functions: what the worker applies, and what a build loads and
-finishes.
+"""The read models in PostgreSQL, each as three functions: `apply` for a worker, `load` and `finish` for a
+build.
 """
 
 from collections.abc import Awaitable, Callable, Sequence
@@ -15,11 +15,11 @@ Apply = Callable[[AsyncConnection[Any], Sequence[Fact]], Awaitable[None]]
 
 
 class ReadModel(NamedTuple):
-    """`apply` adds events to complete tables · `load` adds them to bare ones, at bulk speed · `finish` adds
-    up what was loaded.
+    """`apply` adds events to complete tables. `load` adds events to tables without constraints, faster.
+    `finish` computes the sums of loaded rows.
 
-    All in the caller's transaction, in the version that the connection uses. After `finish`, the tables hold
-    what `apply` would have made of the same events.
+    All three write in the caller's transaction, in the version that the connection uses. After `finish`, the
+    tables have the same rows as if `apply` had added the events.
     """
 
     name: str

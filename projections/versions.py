@@ -1,10 +1,11 @@
-"""Versions of read models: which there are, which is shown, which a worker writes, and what makes, shows and
-drops one.
+"""Versions of read models: functions that list, create, show and drop them, and choose the version that a
+worker writes.
 
 A version is a PostgreSQL schema, `<main schema>_<projection>_<number>`, with the tables and views of its
-definition and cursors of its own. The main schema's views show those of the live version; showing another one
-is a matter of replacing views in one transaction. A worker writes the version whose definition is the one its
-code has: the live one, else the previous one, which so stays current for as long as old workers run.
+definition and its own cursors. The views of the main schema show those of the live version; a switch to
+another version replaces them in one transaction. A worker writes the version that has the definition of its
+code: the live version, else the previous version. So the previous version stays current as long as old
+workers run.
 """
 
 import logging
@@ -26,9 +27,9 @@ from grabstream.projections.definitions import PROJECTIONS, cursor_tables, defin
 
 log = logging.getLogger(__name__)
 
-#: How long the removal of a version waits for those who look at it.
+#: How long dropping a version waits for sessions that read it.
 DROP_LOCK_MS: Final = 2_000
-#: What is shown of cursors and stops, over all live versions: the view's name, the version's table, the
+#: Views of the main schema over all live versions: the name of the view, the table in a version, and the
 #: columns.
 _SHARED: Final = (
     (
@@ -42,18 +43,18 @@ _SHARED: Final = (
 
 
 class NoReadModel(Exception):
-    """No version that this code may write; the text names the way out."""
+    """There is no version that this code may write; the text says what to do."""
 
 
 class ViewsInUse(Exception):
-    """A view's columns change and somebody else's view stands on it; the text names them."""
+    """The columns of a view change, and views of other programs depend on it; the text names them."""
 
 
 class Version(NamedTuple):
     """A row of `read_models`: state `building`, `live`, `previous` or `discarded`; phase `loading`,
     `following` or `agreed`.
 
-    `keeps_set_aside`: it was built past what operators had set aside.
+    `keeps_set_aside`: it was built without the records that operators had set aside.
     """
 
     projection: str
@@ -69,7 +70,7 @@ class Version(NamedTuple):
 async def versions(
     connection: AsyncConnection[Any], schema: str, projection: str | None = None
 ) -> list[Version]:
-    """The versions there are, in order; raises NoReadModel when the system has no tables yet."""
+    """All versions, in order of projection and number; raises NoReadModel if the system has no tables yet."""
     query = sql.SQL(
         "SELECT projection, version, schema, definition, state, source, phase, keeps_set_aside FROM {} "
         "WHERE %(projection)s::text IS NULL OR projection = %(projection)s ORDER BY projection, version"
@@ -79,26 +80,27 @@ async def versions(
             return await (await cursor.execute(query, {"projection": projection})).fetchall()
     except (UndefinedTable, UndefinedColumn):
         raise NoReadModel(
-            f"schema {schema} has no read models, or those of an older release: run `grabstream init`"
+            f"schema {schema} has no read models, or read models of an older release: run `grabstream init`"
         ) from None
 
 
-async def lost(connection: AsyncConnection[Any], found: Sequence[Version]) -> list[Version]:
-    """Those of the versions whose tables are not there, or not all of them: somebody has dropped them by
-    hand.
-    """
+async def lost(connection: AsyncConnection[Any], candidates: Sequence[Version]) -> list[Version]:
+    """Those of the versions that lack some or all of their tables, because they were dropped by hand."""
     query = (
         "SELECT nspname, array_agg(relname::text) FROM pg_namespace JOIN pg_class ON relnamespace = "
         "pg_namespace.oid AND relkind = 'r' "
         "WHERE nspname = ANY(%s) GROUP BY nspname"
     )
-    rows = await (await connection.execute(query, ([one.schema for one in found],))).fetchall()
-    there = {schema: set(tables) for schema, tables in rows}
-    return [one for one in found if not _tables_of(one) <= there.get(one.schema, set())]
+    schemas = [version.schema for version in candidates]
+    rows = await (await connection.execute(query, (schemas,))).fetchall()
+    present = {schema: set(tables) for schema, tables in rows}
+    return [
+        version for version in candidates if not _tables_of(version) <= present.get(version.schema, set())
+    ]
 
 
 def _tables_of(version: Version) -> set[str]:
-    """What a version has, as far as this code knows its definition."""
+    """The tables that a version must have, as far as this code knows its definition."""
     definition = definition_of(version.projection)
     return {
         "projection_cursors",
@@ -107,37 +109,38 @@ def _tables_of(version: Version) -> set[str]:
     }
 
 
-def in_words(gone: Version) -> str:
-    """What is to be done about a version that is lost."""
+def lost_message(version: Version) -> str:
+    """The message about a version whose tables are lost, with the command that rebuilds it."""
     return (
-        f"the tables of {gone.projection}, in schema {gone.schema}, are gone: run `grabstream rebuild "
-        f"{gone.projection}`"
+        f"the tables of {version.projection}, in schema {version.schema}, are gone: run `grabstream rebuild "
+        f"{version.projection}`"
     )
 
 
 async def in_state(
     connection: AsyncConnection[Any], schema: str, projection: str, state: str
 ) -> Version | None:
-    """The one version of a projection that is in a state."""
-    return next((one for one in await versions(connection, schema, projection) if one.state == state), None)
+    """The version of a projection that is in a state, or None. Each state has at most one version."""
+    of_projection = await versions(connection, schema, projection)
+    return next((version for version in of_projection if version.state == state), None)
 
 
-def written_by_us(found: Sequence[Version], projection: str) -> Version | None:
-    """Of a projection's versions the one that workers with this code write: the live one, else the previous
-    one.
+def writable_version(of_projection: Sequence[Version], projection: str) -> Version | None:
+    """The version of a projection that workers with this code write: of the versions with this code's
+    definition the live version, else the previous version.
     """
     number = definition_of(projection).number
-    ours = {one.state: one for one in found if one.definition == number}
-    return ours.get("live") or ours.get("previous")
+    by_state = {version.state: version for version in of_projection if version.definition == number}
+    return by_state.get("live") or by_state.get("previous")
 
 
 async def use_read_model(connection: AsyncConnection[Any], schema: str, projection: str) -> str:
-    """Makes unqualified names of this connection mean the version that this code writes, and returns that
-    version's schema.
+    """Sets the search path of the connection to the version that this code writes, and returns the schema of
+    that version.
 
-    Raises NoReadModel when there is none: its tables are of another definition.
+    Raises NoReadModel if no version has the definition of this code, or its tables are lost.
     """
-    chosen = written_by_us(await versions(connection, schema, projection), projection)
+    chosen = writable_version(await versions(connection, schema, projection), projection)
     if chosen is None:
         raise NoReadModel(
             f"no version of {projection} has definition {definition_of(projection).number}, which this code "
@@ -145,13 +148,13 @@ async def use_read_model(connection: AsyncConnection[Any], schema: str, projecti
             f"run `grabstream rebuild {projection}`"
         )
     if await lost(connection, [chosen]):
-        raise NoReadModel(in_words(chosen))
+        raise NoReadModel(lost_message(chosen))
     await use_version(connection, schema, chosen)
     return chosen.schema
 
 
 async def use_version(connection: AsyncConnection[Any], schema: str, version: Version) -> None:
-    """Makes unqualified names of this connection mean those of a version, and then of the main schema."""
+    """Sets the search path of the connection to a version, and then the main schema."""
     path = sql.SQL(", ").join(map(sql.Identifier, (version.schema, schema))).as_string(connection)
     await connection.execute("SELECT set_config('search_path', %s, false)", (path,))
 
@@ -164,8 +167,8 @@ async def create(
     source: str = "journal",
     keeps_set_aside: bool = False,
 ) -> Version:
-    """Makes an empty version of the definition this code has, its tables bare, in the caller's
-    transaction.
+    """Creates an empty version with this code's definition, without constraints, in the caller's transaction.
+    The connection uses it afterwards.
     """
     definition = definition_of(projection)
     number = await _unused_number(connection, schema, projection)
@@ -196,8 +199,8 @@ async def create(
 
 
 async def _unused_number(connection: AsyncConnection[Any], schema: str, projection: str) -> int:
-    """A number that no version has, and whose name no schema has; nor one that is gone but stands in the
-    books for what it lacked.
+    """A number that no version has, no schema has in its name, and no record set aside names for an earlier
+    version.
     """
     query = sql.SQL(
         "SELECT coalesce(max(number), 0) + 1 FROM (SELECT version AS number FROM {} WHERE projection = "
@@ -213,15 +216,15 @@ async def _unused_number(connection: AsyncConnection[Any], schema: str, projecti
 
 
 def may_be_version(schema: str, name: str) -> bool:
-    """Whether a schema's name is one that a version of a read model has, or may have one day."""
+    """Whether a schema has a name that versions of read models of the system have or may get."""
     return (
         re.fullmatch(rf"{re.escape(schema)}_({'|'.join((*PROJECTIONS, 'events'))})_[0-9]+", name) is not None
     )
 
 
 async def create_flat(connection: AsyncConnection[Any], schema: str, shards: int) -> None:
-    """Makes all read models in one schema, for a set of them that is never rebuilt, in the caller's
-    transaction; uses it afterwards.
+    """Creates all read models in one schema, for a set that is never rebuilt, in the caller's transaction.
+    The connection uses it afterwards.
     """
     await connection.execute(sql.SQL("CREATE SCHEMA {}").format(sql.Identifier(schema)))
     await connection.execute("SELECT set_config('search_path', %s, false)", (schema,))
@@ -239,7 +242,7 @@ async def create_flat(connection: AsyncConnection[Any], schema: str, shards: int
 
 
 async def add_cursors(connection: AsyncConnection[Any], projection: str, shards: int) -> None:
-    """Gives every shard its cursor in the version that the connection uses; those that are there stay."""
+    """Adds missing cursors, one for each shard, to the version that the connection uses."""
     await connection.execute(
         "INSERT INTO projection_cursors (projection, shard) SELECT %s, generate_series(0, %s - 1) ON "
         "CONFLICT DO NOTHING",
@@ -248,8 +251,8 @@ async def add_cursors(connection: AsyncConnection[Any], projection: str, shards:
 
 
 async def complete(connection: AsyncConnection[Any], projection: str) -> None:
-    """Adds constraints, indexes and views to the version that the connection uses, drops its staging, in the
-    caller's transaction.
+    """Adds constraints, indexes and views to the version that the connection uses, and drops its staging
+    tables, in the caller's transaction.
     """
     definition = definition_of(projection)
     for table in definition.staging:
@@ -259,7 +262,7 @@ async def complete(connection: AsyncConnection[Any], projection: str) -> None:
 
 
 async def set_phase(connection: AsyncConnection[Any], schema: str, version: Version, phase: str) -> Version:
-    """Writes down how far a build is."""
+    """Records the phase of a build, and returns the version with it."""
     await connection.execute(
         sql.SQL("UPDATE {} SET phase = %s WHERE projection = %s AND version = %s").format(
             sql.Identifier(schema, "read_models")
@@ -269,27 +272,27 @@ async def set_phase(connection: AsyncConnection[Any], schema: str, version: Vers
     return version._replace(phase=phase)
 
 
-# -- what is shown -------------------------------------------------------------------------------------------
+# -- showing -------------------------------------------------------------------------------------------
 
 
 async def show(connection: AsyncConnection[Any], schema: str, version: Version, keep: bool = True) -> None:
-    """Makes a version the live one, in the caller's transaction; what was live becomes `previous`, or goes
-    (`keep` false).
+    """Makes a version live, in the caller's transaction. The version that was live becomes `previous`, or is
+    discarded (`keep` false).
 
-    The one of two versions of the same definition that is not live is frozen: workers that write it find
-    their cursor gone, and look again which one is theirs. Raises ViewsInUse when somebody's view forbids it,
-    and psycopg's LockNotAvailable as the connection's `lock_timeout` says.
+    If both versions have the same definition, the version that is not live is frozen: workers that write it
+    get CursorMoved, and choose their version again. Raises ViewsInUse when views of other programs prevent
+    it, and psycopg's LockNotAvailable after the `lock_timeout` of the connection.
     """
-    of_projection = {one.state: one for one in await versions(connection, schema, version.projection)}
-    live = of_projection.get("live")
-    there = live is not None and not await lost(connection, [live])
-    keep = keep and there
+    by_state = {other.state: other for other in await versions(connection, schema, version.projection)}
+    live = by_state.get("live")
+    has_tables = live is not None and not await lost(connection, [live])
+    keep = keep and has_tables
     if live is not None and live.version != version.version:
-        # There is one row a state at most, so each place is left before another takes it.
+        # Each state has at most one row, so a version must leave a state before another enters it.
         if version.state == "previous":
             await _set_state(connection, schema, version, "discarded")
-        elif "previous" in of_projection:
-            await _set_state(connection, schema, of_projection["previous"], "discarded")
+        elif "previous" in by_state:
+            await _set_state(connection, schema, by_state["previous"], "discarded")
         await _set_state(connection, schema, live, "previous" if keep else "discarded")
     await connection.execute(
         sql.SQL(
@@ -299,11 +302,11 @@ async def show(connection: AsyncConnection[Any], schema: str, version: Version, 
         (version.projection, version.version),
     )
     await _freeze(connection, version, False)
-    if live is not None and there and live.version != version.version:
+    if live is not None and has_tables and live.version != version.version:
         await _freeze(connection, live, live.definition == version.definition)
-    before = set(await _views(connection, live.schema)) if live is not None and there else set()
+    obsolete = set(await _views(connection, live.schema)) if live is not None and has_tables else set()
     for view, columns in (await _views(connection, version.schema)).items():
-        before.discard(view)
+        obsolete.discard(view)
         selected = sql.SQL(", ").join(map(sql.Identifier, columns))
         await _replace_view(
             connection,
@@ -311,18 +314,18 @@ async def show(connection: AsyncConnection[Any], schema: str, version: Version, 
             view,
             sql.SQL("SELECT {} FROM {}").format(selected, sql.Identifier(version.schema, view)),
         )
-    for view in sorted(before):
+    for view in sorted(obsolete):
         await _drop_view(connection, schema, view)
     await show_cursors(connection, schema)
 
 
 async def mend_cursors(connection: AsyncConnection[Any], schema: str) -> None:
-    """Makes those views again where one went with the tables of a version that somebody dropped."""
+    """Creates the views of cursors again if one was dropped with the tables of a version."""
     for view, *_ in _SHARED:
-        found = await connection.execute(
+        result = await connection.execute(
             "SELECT to_regclass(%s) IS NULL", (sql.Identifier(schema, view).as_string(connection),)
         )
-        if (await found.fetchone() or (False,))[0]:
+        if (await result.fetchone() or (False,))[0]:
             await show_cursors(connection, schema)
             return
 
@@ -344,37 +347,37 @@ async def _freeze(connection: AsyncConnection[Any], version: Version, frozen: bo
 
 
 async def show_cursors(connection: AsyncConnection[Any], schema: str) -> None:
-    """Makes the views of cursors and stopped shards those of the live versions, as far as these are there."""
-    found = [one for one in await versions(connection, schema) if one.state == "live"]
-    gone = await lost(connection, found)
-    live = [one.schema for one in found if one not in gone]
-    if not live:
+    """Makes the views of cursors and stopped shards show the live versions that have their tables."""
+    live = [version for version in await versions(connection, schema) if version.state == "live"]
+    without_tables = await lost(connection, live)
+    schemas = [version.schema for version in live if version not in without_tables]
+    if not schemas:
         return
     for view, table, columns in _SHARED:
         parts = (
             sql.SQL("SELECT {} FROM {}").format(sql.SQL(columns), sql.Identifier(home, table))
-            for home in live
+            for home in schemas
         )
         await _replace_view(connection, schema, view, sql.SQL(" UNION ALL ").join(parts))
 
 
 async def _views(connection: AsyncConnection[Any], schema: str) -> dict[str, list[str]]:
     """The views of a schema with their columns."""
-    found = await connection.execute(
+    rows = await connection.execute(
         "SELECT c.relname, array_agg(a.attname::text ORDER BY a.attnum) FROM pg_class AS c JOIN pg_attribute "
         "AS a ON a.attrelid = c.oid "
         "WHERE c.relnamespace = %s::regnamespace AND c.relkind = 'v' AND a.attnum > 0 GROUP BY c.relname "
         "ORDER BY c.relname",
         (sql.Identifier(schema).as_string(connection),),
     )
-    return dict(await found.fetchall())
+    return dict(await rows.fetchall())
 
 
 async def _replace_view(
     connection: AsyncConnection[Any], schema: str, view: str, query: sql.Composable
 ) -> None:
-    """Replaces a view in place, so that grants and other people's views on it stay; with other columns, makes
-    it anew.
+    """Replaces a view in place, so that grants and dependent views stay. If its columns change, drops and
+    creates it with its grants.
     """
     name = sql.Identifier(schema, view)
     statement = sql.SQL("VIEW {} AS {}").format(name, query)
@@ -382,17 +385,17 @@ async def _replace_view(
         async with connection.transaction():
             await connection.execute(sql.SQL("CREATE OR REPLACE ") + statement)
     except InvalidTableDefinition:
-        grants = await connection.execute(
+        rows = await connection.execute(
             "SELECT CASE grantee WHEN 0 THEN 'PUBLIC' ELSE grantee::regrole::text END, privilege_type, "
             "is_grantable "
             "FROM pg_class, aclexplode(relacl) WHERE oid = %s::regclass AND grantee <> relowner",
             (name.as_string(connection),),
         )
-        granted = await grants.fetchall()
+        grants = await rows.fetchall()
         await _drop_view(connection, schema, view)
         await connection.execute(sql.SQL("CREATE ") + statement)
-        for grantee, privilege, with_option in granted:
-            # Role names come quoted from regrole, privileges from PostgreSQL's own list.
+        for grantee, privilege, with_option in grants:
+            # regrole quotes names of roles; privileges are words of PostgreSQL.
             option = " WITH GRANT OPTION" if with_option else ""
             await connection.execute(sql.SQL(f"GRANT {privilege} ON {{}} TO {grantee}{option}").format(name))
 
@@ -403,16 +406,18 @@ async def _drop_view(connection: AsyncConnection[Any], schema: str, view: str) -
             await connection.execute(sql.SQL("DROP VIEW IF EXISTS {}").format(sql.Identifier(schema, view)))
     except DependentObjectsStillExist as error:
         raise ViewsInUse(
-            f"the columns of {schema}.{view} change, and others stand on it: {error.diag.message_detail}; "
-            "drop them first"
+            f"the columns of {schema}.{view} change, and other views depend on it: "
+            f"{error.diag.message_detail}; drop them first"
         ) from None
 
 
-# -- what is no longer needed --------------------------------------------------------------------------------
+# -- dropping --------------------------------------------------------------------------------
 
 
 async def discard(connection: AsyncConnection[Any], schema: str, version: Version) -> None:
-    """Marks a version that is not live as no longer needed, and drops it and all that were marked before."""
+    """Discards a version that is not live, and drops all discarded versions of its projection; raises
+    ValueError for a live version.
+    """
     if version.state == "live":
         raise ValueError(f"{version.schema} is live")
     await _set_state(connection, schema, version, "discarded")
@@ -420,68 +425,67 @@ async def discard(connection: AsyncConnection[Any], schema: str, version: Versio
 
 
 async def sweep(connection: AsyncConnection[Any], schema: str, projection: str) -> list[str]:
-    """Drops the versions that are discarded and returns their schemas; each in a transaction of its own.
+    """Drops discarded versions, each in its own transaction, and returns their schemas.
 
-    One that somebody still looks at, such as a dump, is left to the next call.
+    A version that another session still reads, such as a dump, is left to the next call.
     """
     dropped = []
-    for one in await versions(connection, schema, projection):
-        if one.state == "discarded":
+    for version in await versions(connection, schema, projection):
+        if version.state == "discarded":
             try:
                 async with connection.transaction():
                     await connection.execute(
                         "SELECT set_config('lock_timeout', %s, true)", (f"{DROP_LOCK_MS}ms",)
                     )
                     await connection.execute(
-                        sql.SQL("DROP SCHEMA IF EXISTS {} CASCADE").format(sql.Identifier(one.schema))
+                        sql.SQL("DROP SCHEMA IF EXISTS {} CASCADE").format(sql.Identifier(version.schema))
                     )
                     await connection.execute(
                         sql.SQL("DELETE FROM {} WHERE projection = %s AND version = %s").format(
                             sql.Identifier(schema, "read_models")
                         ),
-                        (one.projection, one.version),
+                        (version.projection, version.version),
                     )
             except LockNotAvailable:
                 log.warning(
-                    "schema %s is no longer needed, but is looked at by another session: it goes with the "
-                    "next rebuild",
-                    one.schema,
+                    "schema %s is no longer needed, but another session reads it: the next rebuild drops it",
+                    version.schema,
                 )
                 continue
-            dropped.append(one.schema)
+            dropped.append(version.schema)
     return dropped
 
 
 async def drop_all(connection: AsyncConnection[Any], schema: str) -> None:
-    """Drops a whole system: the main schema and every version. Only for systems that were made to be thrown
-    away.
-    """
+    """Drops a whole system: the main schema and every version. Only for temporary systems."""
     try:
-        homes = [one.schema for one in await versions(connection, schema)]
+        homes = [version.schema for version in await versions(connection, schema)]
     except NoReadModel:
         homes = []
     for name in (schema, *homes):
         await connection.execute(sql.SQL("DROP SCHEMA IF EXISTS {} CASCADE").format(sql.Identifier(name)))
 
 
-async def begin_anew(connection: AsyncConnection[Any], schema: str, projection: str, shards: int) -> None:
-    """Shows an empty version instead of the live one, which is dropped, in the caller's transaction: workers
-    fill it from the journal.
+async def replace_with_empty(
+    connection: AsyncConnection[Any], schema: str, projection: str, shards: int
+) -> None:
+    """Shows an empty version and drops the live version, in the caller's transaction. Workers fill the empty
+    version from the journal.
 
     The connection uses the new version afterwards. Raises ViewsInUse.
     """
-    made = await create(connection, schema, projection, shards)
+    empty = await create(connection, schema, projection, shards)
     await complete(connection, projection)
-    await show(connection, schema, made, keep=False)
+    await show(connection, schema, empty, keep=False)
     await sweep(connection, schema, projection)
 
 
 async def renew_empty(connection: AsyncConnection[Any], schema: str, shards: int) -> list[str]:
-    """Gives a system that has no events yet the definitions of this code, in the caller's transaction;
-    returns the projections renewed.
+    """Gives read models without events the definitions of this code, in the caller's transaction; returns the
+    projections that changed.
 
-    One whose views change, and that others stand on, is left as it is: `grabstream rebuild` says who they
-    are, until they are gone.
+    A read model is left as it is if its views change and other views depend on them. `grabstream rebuild`
+    names those views.
     """
     renewed = []
     for projection in PROJECTIONS:
@@ -492,18 +496,18 @@ async def renew_empty(connection: AsyncConnection[Any], schema: str, shards: int
             or await lost(connection, [live])
         ):
             continue
-        found = await connection.execute(
+        rows = await connection.execute(
             sql.SQL("SELECT count(*) FROM {} WHERE next_offset > 0").format(
                 sql.Identifier(live.schema, "projection_cursors")
             )
         )
-        if (await found.fetchone() or [1])[0] == 0:
+        if (await rows.fetchone() or [1])[0] == 0:
             try:
                 async with connection.transaction():
-                    await begin_anew(connection, schema, projection, shards)
+                    await replace_with_empty(connection, schema, projection, shards)
             except ViewsInUse as error:
                 log.warning(
-                    "%s: no worker of this release writes it until `grabstream rebuild %s`: %s",
+                    "%s: no worker of this release writes it before `grabstream rebuild %s`: %s",
                     projection,
                     projection,
                     error,

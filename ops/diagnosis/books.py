@@ -16,12 +16,12 @@ from grabstream.ops.diagnosis.topics import LATE_MS, Lag, lags
 from grabstream.ops.settings import Settings
 from grabstream.projections import cursors
 from grabstream.projections.checking import verified
-from grabstream.projections.checking.verified import Found, VerifiedTo
+from grabstream.projections.checking.verified import OpenFinding, VerifiedTo
 from grabstream.projections.cursors import Stop
 from grabstream.projections.database.migrate import PROJECTIONS, missing_migrations
 from grabstream.projections.records import set_aside
 from grabstream.projections.records.set_aside import SetAside
-from grabstream.projections.versions import Version, lost, versions, written_by_us
+from grabstream.projections.versions import Version, lost, versions, writable_version
 from grabstream.streams.journal import JournalReader
 from grabstream.streams.projecting.publisher import newest_cursor
 from grabstream.streams.topics import Topics, delete_command
@@ -56,7 +56,7 @@ class BookReadings(NamedTuple):
     positions: dict[str, dict[int, Cursor]]
     stops: list[Stop]
     aside: list[SetAside]
-    findings: list[Found]
+    findings: list[OpenFinding]
     verified_to: dict[int, VerifiedTo]
     lost: LostDecisions
     without_version: list[str]
@@ -114,7 +114,7 @@ async def _without_version(connection: AsyncConnection[Any], schema: str) -> lis
     return [
         name
         for name in PROJECTIONS
-        if written_by_us([version for version in all_versions if version.projection == name], name) is None
+        if writable_version([version for version in all_versions if version.projection == name], name) is None
     ]
 
 

@@ -17,7 +17,7 @@ from grabstream.ops.settings import Settings
 from grabstream.ops.verification.audit_trail import AuditTrail, Lacks
 from grabstream.ops.verification.checks import PROGRESS_SECONDS, Check, Problems, RedisShard, Say, flattened
 from grabstream.ops.verification.places import Marks
-from grabstream.projections.checking.anew import MADE, Anew
+from grabstream.projections.checking.rebuilt import REBUILT, RebuiltModels
 from grabstream.projections.cursors import Fact, load
 from grabstream.projections.database.migrate import PROJECTIONS
 from grabstream.projections.records import set_aside
@@ -42,7 +42,7 @@ class Books:
         self.shards = shards
         self._report = report
         self._told_at = time.monotonic()
-        self._anew = Anew(connection, settings.schema_)
+        self._anew = RebuiltModels(connection, settings.schema_)
         self._chain, self._audit, self._cursors, self._checkpoints = (
             Problems(),
             Problems(),
@@ -84,7 +84,7 @@ class Books:
             Check(
                 "cursors = journal", len(PROJECTIONS) * self._settings.shards, "cursors", self._cursors.lines
             ),
-            *[await self._compared(name) for name in MADE],
+            *[await self._compared(name) for name in REBUILT],
             await self._solvent(),
             await self._agree(),
             Check("views show the read models", *flattened(*await self._anew.views(), "views")),
@@ -191,7 +191,7 @@ class Books:
         if "audit" not in lacking:
             await audit.compare(one, event)
         fact = Fact(one.line, one.hash, event, ())
-        for name in MADE:
+        for name in REBUILT:
             if name not in lacking and one.seq <= self._positions[name][shard].seq:
                 fact = fact if fact.transfers else fact._replace(transfers=transfers_of(event))
                 await self._anew.take(name, fact)
@@ -200,7 +200,7 @@ class Books:
         """Behind a break of the journal: the audit trail goes on for as long as it follows from what stands
         before.
         """
-        wanted = max(cursors[shard].seq for name, cursors in self._positions.items() if name in MADE)
+        wanted = max(cursors[shard].seq for name, cursors in self._positions.items() if name in REBUILT)
         seq, head = folded.seq, folded.hash
         async for row in audit.rest(seq):
             text = row.body.encode()
@@ -265,8 +265,8 @@ class Books:
             self._positions["ledger"][shard].seq == cursor.seq
             for shard, cursor in self._positions["balances"].items()
         )
-        gaps = any(one.event_count and one.projection in MADE for one in self.aside)
-        if self._unmade(*MADE) or self._anew.refused or gaps or not abreast:
+        gaps = any(one.event_count and one.projection in REBUILT for one in self.aside)
+        if self._unmade(*REBUILT) or self._anew.refused or gaps or not abreast:
             return Check(name, 0, "accounts", [], ["not looked at: they do not stand at the same events"])
         wallets = await self._rows(
             "WITH kept AS (SELECT 'wallet:' || user_id AS account, asset, available AS amount FROM "

@@ -1,1 +1,1 @@
-"""The balances read model: users, offers, and every grab as it stands."""
+"""The read model `balances`: balances of users, and the current state of offers, grabs and payments."""

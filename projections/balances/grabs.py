@@ -1,6 +1,4 @@
-"""Grabs as they stand: who has what, what is held until when, what went back, what was used. A part of the
-balances projection.
-"""
+"""Grabs in the projection `balances`: what of each grab is held, granted, returned and used."""
 
 import json
 from collections.abc import Iterable, Iterator
@@ -26,10 +24,11 @@ from grabstream.projections.database.arrays import copy_rows, copy_text, update_
 
 
 class _Change(msgspec.Struct):
-    """What a batch changes of one grab: sums, and the newest of what is replaced (None: as it was).
+    """What some events change of one grab: sums to add, and the newest value of replaced columns (None:
+    unchanged).
 
-    `recounted` are [minute, units] that limits counted again, and [0, -units] that they counted no more after
-    that.
+    `recounted` is a list of [minute, units] that limits counted again, and [0, -units] that they stopped
+    counting after that.
     """
 
     held: int = 0
@@ -46,19 +45,19 @@ class _Change(msgspec.Struct):
     due: int | None = None
     currency: str | None = None
 
-    def count_no_more(self, quantity: int) -> None:
-        """Takes units off the limits."""
+    def stop_counting(self, quantity: int) -> None:
+        """Records that limits no longer count units."""
         if self.recounted is None:
             self.uncounted += quantity
         elif quantity:
             self.recounted.append((0, -quantity))
 
     def count_again(self, quantity: int, at: int) -> None:
-        """Counts units in the windows of a time; every window begins with a minute."""
+        """Records that limits count units again at a time. Every window begins at a full minute."""
         self.recounted = [*(self.recounted or ()), (at - at % 60_000, quantity)]
 
     def values(self) -> Iterator[object]:
-        """What SQL gets of it, in the order of _SUMS and _REPLACED."""
+        """The values for SQL, in the order of _SUMS and _REPLACED."""
         for name in (*_SUMS, *_REPLACED):
             value = getattr(self, name)
             yield json.dumps(value) if isinstance(value, list) else value
@@ -73,40 +72,41 @@ _FULL = (
 _SUMS = ("held", "back", "redeemed", "uncounted", "paid", "refunded")
 _REPLACED = tuple(name for name in _Change.__struct_fields__ if name not in _SUMS)
 
-# What limits count of a grab is a pile: units that are taken anew are put on top of those it was made with,
-# and what goes back is taken off the top. Of what was put on it, as much is left as the pile is never lower
-# afterwards; below 0 it goes at the first units.
-_MOVED = (
+# The units of a grab that limits count are a stack. Units that are counted again are pushed on top of the
+# first units; units that are no longer counted are popped from the top. Of a pushed entry, the part remains
+# that lies below the lowest later level of the stack. A level below 0 reduces the first units.
+_MOVES = (
     "coalesce(t.recounted, '[]') || jsonb_build_array(jsonb_build_array(0, -c.uncounted)) || "
     "coalesce(c.recounted::jsonb, '[]')"
 )
-_PILE = (
+_STACK = (
     "SELECT at, level - units AS below, "  # noqa: S608
     "min(level) OVER (ORDER BY n ROWS BETWEEN CURRENT ROW AND UNBOUNDED FOLLOWING) AS lowest "
     "FROM (SELECT n, (m->>0)::bigint AS at, (m->>1)::bigint AS units, "
     "sum((m->>1)::bigint) OVER (ORDER BY n) AS level "
-    f"FROM jsonb_array_elements({_MOVED}) WITH ORDINALITY AS moved (m, n)) AS levels"
+    f"FROM jsonb_array_elements({_MOVES}) WITH ORDINALITY AS moved (m, n)) AS levels"
 )
-_BATCHES = (
-    f"SELECT at, sum(lowest - below) AS units FROM ({_PILE}) AS pile "  # noqa: S608
+_REMAINING = (
+    f"SELECT at, sum(lowest - below) AS units FROM ({_STACK}) AS stack "  # noqa: S608
     "WHERE at > 0 AND lowest > below GROUP BY at"
 )
-_OF_PILE = {
-    "uncounted": f"t.uncounted - least((SELECT min(lowest) FROM ({_PILE}) AS pile), 0)",  # noqa: S608
+_OF_STACK = {
+    "uncounted": f"t.uncounted - least((SELECT min(lowest) FROM ({_STACK}) AS stack), 0)",  # noqa: S608
     "recounted": "(SELECT jsonb_agg(jsonb_build_array(at, units) ORDER BY at) "  # noqa: S608
-    f"FROM ({_BATCHES}) AS batches)",
+    f"FROM ({_REMAINING}) AS remaining)",
 }
-_PLAINLY = {"uncounted": "t.uncounted + c.uncounted", "recounted": "NULL"}
-# Few grabs are paid late.
+_WITHOUT_STACK = {"uncounted": "t.uncounted + c.uncounted", "recounted": "NULL"}
+# Few grabs are paid late, so most need no stack.
 _COUNTED = {
-    name: f"CASE WHEN t.recounted IS NULL AND c.recounted IS NULL THEN {_PLAINLY[name]} ELSE {of_pile} END"
-    for name, of_pile in _OF_PILE.items()
+    name: f"CASE WHEN t.recounted IS NULL AND c.recounted IS NULL THEN {_WITHOUT_STACK[name]} "
+    f"ELSE {of_stack} END"
+    for name, of_stack in _OF_STACK.items()
 }
 _MORE = {"amount": "coalesce(c.quantity, t.amount)", **_COUNTED}
 _UPDATE = update_by("grabs_1", ("offer", "grab"), _SUMS, _REPLACED, ("state", "currency", "recounted"), _MORE)
 
-# All events of a grab are of one shard, so that seq is their order.
-_LAID = ", ".join(
+# All events of a grab are in one shard, so seq gives their order.
+_COMBINED = ", ".join(
     [f"sum({name}) AS {name}" for name in _SUMS if name != "uncounted"]
     + [
         f"(array_agg({name} ORDER BY seq DESC) FILTER (WHERE {name} IS NOT NULL))[1] AS {name}"
@@ -120,7 +120,7 @@ _LAID = ", ".join(
         "FILTER (WHERE recounted IS NOT NULL OR uncounted > 0) END AS recounted",
     ]
 )
-_ADDED_UP = ", ".join(
+_ASSIGNMENTS = ", ".join(
     f"{name} = {value}"
     for name, value in (
         {name: f"t.{name} + c.{name}" for name in _SUMS}
@@ -129,14 +129,14 @@ _ADDED_UP = ", ".join(
     ).items()
 )
 _FINISH = (
-    f"UPDATE grabs_1 AS t SET {_ADDED_UP} "  # noqa: S608 - names of our own columns
-    f"FROM (SELECT offer, grab, {_LAID} FROM grab_changes GROUP BY offer, grab) AS c WHERE t.offer = c.offer "
-    "AND t.grab = c.grab"
+    f"UPDATE grabs_1 AS t SET {_ASSIGNMENTS} "  # noqa: S608 - no name comes from input
+    f"FROM (SELECT offer, grab, {_COMBINED} FROM grab_changes GROUP BY offer, grab) AS c "
+    "WHERE t.offer = c.offer AND t.grab = c.grab"
 ).encode()
 
 
 class GrabRows:
-    """The rows of a batch: new ones, and changes of older ones or of these."""
+    """Collects rows of some events: new grabs, and changes of grabs."""
 
     def __init__(self) -> None:
         self._plain: list[str] = []
@@ -144,7 +144,7 @@ class GrabRows:
         self._changes: dict[tuple[str, str], _Change] = {}
 
     def add(self, event: AnyGrabEvent) -> None:
-        """Takes an event in; events of one grab come in their order."""
+        """Adds an event. Events of one grab must be added in order."""
         if isinstance(event, GrabGranted) and not event.attributes and event.basket is None:
             self._plain.append(
                 f"{event.offer}\t{event.grab}\t{event.user}\tgranted\t{event.quantity}\t{event.amount}\t{event.asset}\t"
@@ -173,40 +173,40 @@ class GrabRows:
             _UPDATE, ([key[0] for key in keys], [key[1] for key in keys], *columns)
         )
         if done.rowcount != len(keys):
-            raise CheckViolation(f"events of a grab that was never made, one of {keys[:5]}")
+            raise CheckViolation(f"events of a grab that does not exist, one of {keys[:5]}")
 
 
 class LoadedGrabRows(GrabRows):
-    """The rows of a build: what changes older ones is laid beside them, an event a row, until
+    """Collects rows for a build. Changes of grabs go to a staging table, one row for each event, until
     `finish_grabs`.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._laid: list[str] = []
+        self._staged: list[str] = []
 
     def _alter(self, event: AnyGrabEvent) -> None:
         change = _Change()
         _alter(change, event)
         columns = "\t".join("\\N" if value is None else str(value) for value in change.values())
-        self._laid.append(f"{event.offer}\t{event.grab}\t{event.seq}\t{columns}\n")
+        self._staged.append(f"{event.offer}\t{event.grab}\t{event.seq}\t{columns}\n")
 
     async def write(self, connection: AsyncConnection[Any]) -> None:
         """Copies the rows, in the caller's transaction."""
         await super().write(connection)
         await copy_rows(
-            connection, f"grab_changes (offer, grab, seq, {', '.join((*_SUMS, *_REPLACED))})", self._laid
+            connection, f"grab_changes (offer, grab, seq, {', '.join((*_SUMS, *_REPLACED))})", self._staged
         )
 
 
 async def finish_grabs(connection: AsyncConnection[Any]) -> None:
-    """Carries what was laid beside the grabs into them; raises CheckViolation when one was never made."""
+    """Applies the staged changes to grabs; raises CheckViolation if a grab does not exist."""
     [grabs] = await (
         await connection.execute("SELECT count(*) FROM (SELECT DISTINCT offer, grab FROM grab_changes) AS g")
     ).fetchone() or [0]
     done = await connection.execute(_FINISH)
     if done.rowcount != grabs:
-        raise CheckViolation(f"events of grabs that were never made: {grabs - done.rowcount} grabs")
+        raise CheckViolation(f"events of grabs that do not exist: {grabs - done.rowcount} grabs")
 
 
 def _full_row(event: GrabGranted | GrabHeld | GrabQueued) -> str:
@@ -228,7 +228,7 @@ def _full_row(event: GrabGranted | GrabHeld | GrabQueued) -> str:
 def _alter(change: _Change, event: AnyGrabEvent) -> None:
     quantity = event.quantity
     if isinstance(event, GrabHeld):
-        # Served from the waiting list: with fewer units than asked for, the others are not counted any more.
+        # Served from the waiting list. If it got fewer units than asked for, limits stop counting the others.
         asked = event.asked or quantity
         change.back -= asked
         change.held += quantity
@@ -247,11 +247,11 @@ def _alter(change: _Change, event: AnyGrabEvent) -> None:
         change.state = "expired" if event.reason == "expired" else "released"
         change.held -= quantity
         change.back += quantity
-        change.count_no_more(quantity)
+        change.stop_counting(quantity)
     elif isinstance(event, GrabReturned):
         change.state = "returned"
         change.back += quantity
-        change.count_no_more(quantity if event.restored else 0)
+        change.stop_counting(quantity if event.restored else 0)
         change.refunded += sum(amount for _, amount in event.refunds)
     elif isinstance(event, GrabRedeemed):
         change.redeemed += quantity

@@ -1,5 +1,5 @@
-"""Offers as they stand: what was given, is held, is left, and what became of payments. A part of the balances
-projection.
+"""Offers and payments in the projection `balances`: what of an offer is given, held and left, and the result
+of each payment.
 """
 
 from collections import defaultdict
@@ -32,7 +32,9 @@ from grabstream.projections.database.arrays import update_by
 
 
 class _Change(msgspec.Struct):
-    """What a batch changes of one offer: sums, and the newest of what is replaced (None: as it was)."""
+    """What some events change of one offer: sums to add, and the newest value of replaced columns (None:
+    unchanged).
+    """
 
     grabs: int = 0
     given: int = 0
@@ -54,14 +56,14 @@ class _Change(msgspec.Struct):
 
 
 class _Terms(msgspec.Struct):
-    """What of the terms has a column of its own."""
+    """The terms that have their own columns."""
 
     title: str = ""
     parts: int = 0
 
 
 _SUMS = ("grabs", "given", "held", "waiting", "refunded", "total")
-# Limits as they were amended, one after the other, behind those that the offer was opened with.
+# `limits_since`: the limits at opening and after each amendment, in order.
 _LIMITS_SINCE = (
     "CASE WHEN jsonb_exists(c.terms::jsonb, 'limits_since') THEN jsonb_build_object('limits_since', "
     "coalesce(t.terms->'limits_since', "
@@ -70,7 +72,7 @@ _LIMITS_SINCE = (
     "ELSE '{}' END"
 )
 _REPLACED = tuple(name for name in _Change.__struct_fields__ if name not in _SUMS)
-# Pieces are counted in units, so that their number changes with the total; an envelope's total cannot change.
+# The units of pieces change with the total. The total of an envelope cannot change.
 _MORE = {
     "units": "t.units + c.total",
     "terms": f"t.terms || coalesce(c.terms::jsonb, '{{}}') || {_LIMITS_SINCE}",
@@ -96,7 +98,7 @@ _PAID_BACK = (
     "FROM unnest(%s::bigint[], %s::text[], %s::text[], %s::text[], %s::text[]) AS b (amount, campaign, "
     "payment, offer, grab) "
     "GROUP BY campaign, payment, offer, grab) AS c WHERE p.campaign = c.campaign AND p.payment = c.payment "
-    # A payment serves a grab once: it is known for longer than the grab.
+    # A payment serves a grab at most once, because payments are known longer than the grab.
     "AND p.offer = c.offer AND p.grab = c.grab AND p.state = 'served'"
 )
 
@@ -104,7 +106,7 @@ _terms = msgspec.json.Decoder(_Terms).decode
 
 
 class OfferRows:
-    """The rows of a batch: offers opened, changes of offers, payments and what was paid back."""
+    """Collects rows of some events: opened offers, changes of offers, payments, and refunds."""
 
     def __init__(self) -> None:
         self._opened: list[OfferOpened] = []
@@ -113,14 +115,14 @@ class OfferRows:
         self._paid_back: list[tuple[int, str, str, str, str]] = []
 
     def granted(self, event: GrabGranted) -> None:
-        """The event that comes by the thousand."""
+        """Adds a `grab.granted`, the most frequent event."""
         offer = self._changes[event.offer]
         offer.grabs += 1
         offer.given += event.amount
         offer.units_left = event.left
 
     def add(self, event: AnyEvent) -> None:
-        """Takes an event in; events of one offer come in their order."""
+        """Adds an event. Events of one offer must be added in order."""
         if isinstance(event, GrabGranted):
             self.granted(event)
         elif isinstance(event, OfferOpened):
@@ -143,15 +145,15 @@ class OfferRows:
             if event.payment is not None and event.paid:
                 self._pay(event, event.paid, event.currency or "", "served", "confirmed")
         elif isinstance(event, GrabReleased | GrabReturned):
-            self._come_back(offer, event)
+            self._return(offer, event)
         elif isinstance(event, OfferAmended):
             _amend(offer, event)
         else:
-            _steer(offer, event)
+            _set_state(offer, event)
         if isinstance(event, GrabHeld | GrabConfirmed | GrabReleased | GrabReturned | OfferAmended):
             offer.units_left = event.left
 
-    def _come_back(self, offer: _Change, event: GrabReleased | GrabReturned) -> None:
+    def _return(self, offer: _Change, event: GrabReleased | GrabReturned) -> None:
         if isinstance(event, GrabReturned):
             offer.given -= event.quantity
             campaign = campaign_of(event.offer)
@@ -207,7 +209,7 @@ def _amend(offer: _Change, event: OfferAmended) -> None:
     offer.terms = msgspec.json.encode(merged | changes).decode()
 
 
-def _steer(offer: _Change, event: AnyEvent) -> None:
+def _set_state(offer: _Change, event: AnyEvent) -> None:
     if isinstance(event, OfferClosed):
         offer.state, offer.closed_at, offer.reason, offer.seed = "closed", event.at, event.reason, event.seed
         offer.refunded += event.amount
@@ -223,7 +225,7 @@ async def _insert(connection: AsyncConnection[Any], opened: Sequence[OfferOpened
         for event in opened:
             terms = _terms(event.terms)
             units = terms.parts or event.total
-            # Titles are free text: psycopg escapes what COPY would take for its own.
+            # Titles are free text, so psycopg escapes them for COPY.
             await copy.write_row(
                 (
                     event.offer, event.shard, event.kind, event.issuer, event.funding, event.asset,
@@ -236,7 +238,7 @@ async def _insert(connection: AsyncConnection[Any], opened: Sequence[OfferOpened
 
 
 def _opened_terms(event: OfferOpened) -> str:
-    """The terms, and the zone of the campaign's limits where it is another one."""
+    """The terms, with the zone of the campaign's limits if it is another zone."""
     if event.campaign_zone is None:
         return bytes(event.terms).decode()
     zone = {
@@ -247,5 +249,5 @@ def _opened_terms(event: OfferOpened) -> str:
 
 
 def _hour_shift(offsets: Offsets) -> int:
-    """By how much hours begin before those of UTC."""
+    """How many ms before the full hours of UTC the hours of the offer begin."""
     return offsets[0][1] % HOUR_MS if offsets else 0

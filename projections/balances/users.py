@@ -1,4 +1,4 @@
-"""Balances: what every user has, what every offer has left, and every grab as it stands now."""
+"""The projection `balances`: balances of users, and the current state of offers, grabs and payments."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -41,8 +41,8 @@ async def apply(connection: AsyncConnection[Any], facts: Sequence[Fact]) -> None
 
 
 async def load(connection: AsyncConnection[Any], facts: Sequence[Fact]) -> None:
-    """Adds the events for a build, in the caller's transaction: users and changes of grabs wait beside until
-    `finish`.
+    """Adds the events for a build, in the caller's transaction. Changes of balances and grabs go to staging
+    tables until `finish`.
     """
     accounts = await _write_rows(connection, facts, LoadedGrabRows())
     available, held = _by_user(accounts)
@@ -54,7 +54,7 @@ async def load(connection: AsyncConnection[Any], facts: Sequence[Fact]) -> None:
 
 
 async def finish(connection: AsyncConnection[Any]) -> None:
-    """Adds up balances and grabs, after all was loaded."""
+    """Computes balances and grabs from the staging tables, after all events were loaded."""
     await connection.execute(
         "INSERT INTO balances_1 (user_id, asset, available, held) "
         "SELECT user_id, asset, sum(available), sum(held) FROM balance_changes GROUP BY user_id, asset"
@@ -63,7 +63,7 @@ async def finish(connection: AsyncConnection[Any]) -> None:
 
 
 async def _write_rows(connection: AsyncConnection[Any], facts: Sequence[Fact], grabs: GrabRows) -> _Changes:
-    """Writes offers, payments and grabs; returns what every account (account, asset) gained or lost."""
+    """Writes offers, payments and grabs; returns the change of every (account, asset)."""
     accounts: defaultdict[tuple[str, str], int] = defaultdict(int)
     offers = OfferRows()
     for _, _, event, transfers in facts:
@@ -83,7 +83,7 @@ async def _write_rows(connection: AsyncConnection[Any], facts: Sequence[Fact], g
 
 
 def _by_user(accounts: _Changes) -> tuple[_Changes, _Changes]:
-    """What users gained and lost, available and held, by (user, asset)."""
+    """The changes of users' balances, available and held, by (user, asset)."""
     available: _Changes = {}
     held: _Changes = {}
     for (account, asset), change in accounts.items():
@@ -95,8 +95,8 @@ def _by_user(accounts: _Changes) -> tuple[_Changes, _Changes]:
 
 
 async def _upsert_users(connection: AsyncConnection[Any], available: _Changes, held: _Changes) -> None:
-    """Adds changes to balances; losses by UPDATE, since an upsert would test them alone against the CHECK
-    (see ledger).
+    """Adds changes to balances. Losses are an UPDATE, because an upsert would check the loss alone against
+    the CHECK (see ledger).
     """
     users = available.keys() | held.keys() if held else available.keys()
     losses = sorted(user for user in users if available.get(user, 0) < 0 or held.get(user, 0) < 0)
@@ -116,4 +116,4 @@ async def _upsert_users(connection: AsyncConnection[Any], available: _Changes, h
             ),
         )
         if done.rowcount != len(keys):
-            raise CheckViolation(f"a balance that does not exist would fall below 0, one of {keys[:5]}")
+            raise CheckViolation(f"a missing balance would fall below 0, one of {keys[:5]}")

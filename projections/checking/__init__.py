@@ -1,1 +1,1 @@
-"""Read models compared: with a second build, with the audit trail, with what was verified."""
+"""Comparisons of read models: with a second build, with the audit trail, and with verified sums."""

@@ -1,7 +1,7 @@
-"""What differs between two versions of a read model, row by row: counts, columns and examples, declared
-changes apart.
+"""The differences between two versions of a read model, row by row: counts, columns and examples. Declared
+changes are counted separately.
 
-Both are read in the caller's transaction, in which they must stand at the same cursors.
+Both versions are read in the caller's transaction, in which they must have the same cursors.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,12 +18,12 @@ EXAMPLES_MAX: Final = 3
 
 
 class TableDifference(msgspec.Struct, kw_only=True):
-    """One table, old against new. `missing` rows only the old one has, `extra` rows only the new one;
-    `changed` rows by column.
+    """The differences of one table. `missing` rows are only in the old version, `extra` rows only in the new
+    one; `changed` has the number of rows that differ in each column.
 
-    `declared` are those columns (and `*`: rows) whose differences the definition means to make; they are
-    counted apart. `columns` are columns that only one of the two has. An example is the row's key and, by
-    column, (old, new).
+    `declared` counts the differences in columns (and `*`: rows) that the definition declares as changed.
+    `columns` are columns that only one version has. An example has the key of a row and, by column, (old,
+    new).
     """
 
     table: str
@@ -39,7 +39,7 @@ class TableDifference(msgspec.Struct, kw_only=True):
 
     @property
     def undeclared(self) -> bool:
-        """Whether anything differs that the definition does not say it means to change."""
+        """Whether there is a difference that the definition does not declare."""
         return bool(self.missing or self.extra or self.rows_changed or self.columns)
 
 
@@ -51,33 +51,33 @@ async def compare(
     tables: Sequence[str] | None = None,
     offer: str | None = None,
 ) -> list[TableDifference]:
-    """The differences of these tables, or of all that either version has, those without any too; or of their
-    rows of one offer.
+    """Compares the tables, or all tables of both versions; with `offer`, only its rows. The result has every
+    table, with or without differences.
     """
     declared = definition.declared_since(old.definition)
     columns_old, columns_new = await _columns(connection, old), await _columns(connection, new)
-    found = []
+    differences = []
     for table in sorted(columns_old.keys() | columns_new.keys() if tables is None else tables):
         keys = {name for name, in_key in columns_new.get(table, {}).items() if in_key}
         if table in columns_old and keys and keys <= columns_old[table].keys():
-            found.append(
+            differences.append(
                 await _compare_table(
                     connection, table, old, new, columns_old[table], columns_new[table], declared, offer
                 )
             )
         else:
-            # Without the new one's key in the old one, rows cannot be told to be the same.
-            found += [
-                await _only_one(connection, table, one, old, declared)
-                for one, columns in ((old, columns_old), (new, columns_new))
+            # Rows cannot be matched if the old table lacks the key of the new table.
+            differences += [
+                await _only_in(connection, table, version, old, declared)
+                for version, columns in ((old, columns_old), (new, columns_new))
                 if table in columns
             ]
-    return found
+    return differences
 
 
 async def _columns(connection: AsyncConnection[Any], version: Version) -> dict[str, dict[str, bool]]:
     """The tables of a version: their columns in order, and whether each belongs to the primary key."""
-    found = await connection.execute(
+    rows = await connection.execute(
         "SELECT c.relname, a.attname, coalesce(a.attnum = ANY(i.indkey), false) FROM pg_class AS c "
         "JOIN pg_attribute AS a ON a.attrelid = c.oid LEFT JOIN pg_index AS i ON i.indrelid = c.oid AND "
         "i.indisprimary "
@@ -86,24 +86,24 @@ async def _columns(connection: AsyncConnection[Any], version: Version) -> dict[s
         (sql.Identifier(version.schema).as_string(connection),),
     )
     tables: dict[str, dict[str, bool]] = {}
-    for table, column, in_key in await found.fetchall():
+    for table, column, in_key in await rows.fetchall():
         tables.setdefault(table, {})[column] = in_key
     return tables
 
 
-async def _only_one(
+async def _only_in(
     connection: AsyncConnection[Any], table: str, version: Version, old: Version, declared: frozenset[str]
 ) -> TableDifference:
-    """A table whose rows only one of the versions has: all of them are missing, or extra."""
+    """The differences of a table whose rows are in one version only: all are missing, or all are extra."""
     query = sql.SQL("SELECT count(*) FROM {}").format(sql.Identifier(version.schema, table))
     [rows] = await (await connection.execute(query)).fetchone() or [0]
-    gone = version.version == old.version
-    counts = {"rows_old": rows} if gone else {"rows_new": rows}
+    in_old = version.version == old.version
+    counts = {"rows_old": rows} if in_old else {"rows_new": rows}
     if f"{table}.*" in declared:
         return TableDifference(table=table, declared={"*": rows}, **counts)
-    undeclared = {"missing": rows} if gone else {"extra": rows}
+    undeclared = {"missing": rows} if in_old else {"extra": rows}
     return TableDifference(
-        table=table, columns={"*": "only in the old" if gone else "only in the new"}, **counts, **undeclared
+        table=table, columns={"*": "only in the old" if in_old else "only in the new"}, **counts, **undeclared
     )
 
 
@@ -120,44 +120,45 @@ async def _compare_table(
     whole = f"{table}.*" in declared
     keys = [name for name, in_key in columns_new.items() if in_key]
     shared = [name for name in columns_new if name in columns_old and name not in keys]
-    meant = [name for name in shared if whole or f"{table}.{name}" in declared]
-    others = [name for name in shared if name not in meant]
+    declared_shared = [name for name in shared if whole or f"{table}.{name}" in declared]
+    others = [name for name in shared if name not in declared_shared]
     only = {name: "only in the old" for name in columns_old if name not in columns_new}
     only |= {name: "only in the new" for name in columns_new if name not in columns_old}
     declared_only = {name for name in only if whole or f"{table}.{name}" in declared}
 
     of_offer = sql.SQL("") if offer is None else sql.SQL(" WHERE offer = {}").format(sql.Literal(offer))
     sides = [
-        sql.SQL("(SELECT * FROM {}{})").format(sql.Identifier(one.schema, table), of_offer)
-        for one in (old, new)
+        sql.SQL("(SELECT * FROM {}{})").format(sql.Identifier(version.schema, table), of_offer)
+        for version in (old, new)
     ]
     joined = sql.SQL("{} AS o FULL JOIN {} AS n ON {}").format(*sides, _all(keys, "="))
     key = sql.Identifier(keys[0])
     both = sql.SQL("o.{0} IS NOT NULL AND n.{0} IS NOT NULL").format(key)
     differs = [
-        sql.SQL("o.{0} IS DISTINCT FROM n.{0}").format(sql.Identifier(name)) for name in (*meant, *others)
+        sql.SQL("o.{0} IS DISTINCT FROM n.{0}").format(sql.Identifier(name))
+        for name in (*declared_shared, *others)
     ]
-    wrong = sql.SQL(" OR ").join(differs[len(meant) :]) if others else sql.SQL("false")
+    wrong = sql.SQL(" OR ").join(differs[len(declared_shared) :]) if others else sql.SQL("false")
     counts = [
         sql.SQL("count(o.{})").format(key),
         sql.SQL("count(n.{})").format(key),
         sql.SQL("count(*) FILTER (WHERE n.{} IS NULL)").format(key),
         sql.SQL("count(*) FILTER (WHERE o.{} IS NULL)").format(key),
         sql.SQL("count(*) FILTER (WHERE {} AND ({}))").format(both, wrong),
-        *(sql.SQL("count(*) FILTER (WHERE {} AND {})").format(both, one) for one in differs),
+        *(sql.SQL("count(*) FILTER (WHERE {} AND {})").format(both, condition) for condition in differs),
     ]
     row = await (
         await connection.execute(sql.SQL("SELECT {} FROM {}").format(sql.SQL(", ").join(counts), joined))
     ).fetchone()
     assert row is not None
     rows_old, rows_new, missing, extra, rows_changed, *by_column = row
-    counted = dict(zip((*meant, *others), by_column, strict=True))
+    counted = dict(zip((*declared_shared, *others), by_column, strict=True))
     difference = TableDifference(
         table=table, rows_old=rows_old, rows_new=rows_new, rows_changed=rows_changed,
         changed={name: counted[name] for name in others if counted[name]},
-        declared={name: counted[name] for name in meant
-        if counted[name]} | dict.fromkeys(sorted(declared_only), rows_new),
-        columns={name: where for name, where in only.items() if name not in declared_only},
+        declared={name: counted[name] for name in declared_shared if counted[name]} |
+        dict.fromkeys(sorted(declared_only), rows_new), columns={name: where for name, where in only.items()
+        if name not in declared_only},
     )  # fmt: skip
     if whole and missing + extra:
         difference.declared["*"] = missing + extra
@@ -184,12 +185,12 @@ async def _examples(
     columns: list[str],
     where: sql.Composable,
 ) -> list[dict[str, Any]]:
-    """A few rows that differ, the first by their keys: the key, and what differs as (old, new)."""
+    """The first rows by key that differ, at most EXAMPLES_MAX: the key, and by column (old, new)."""
     by_key = [sql.SQL("coalesce(o.{0}, n.{0})").format(sql.Identifier(name)) for name in keys]
     pairs = [sql.SQL("o.{0}, n.{0}").format(sql.Identifier(name)) for name in columns]
-    there = sql.SQL("o.{0} IS NOT NULL, n.{0} IS NOT NULL").format(sql.Identifier(keys[0]))
+    presence = sql.SQL("o.{0} IS NOT NULL, n.{0} IS NOT NULL").format(sql.Identifier(keys[0]))
     query = sql.SQL("SELECT {} FROM {} WHERE {} ORDER BY {} LIMIT {}").format(
-        sql.SQL(", ").join([*by_key, there, *pairs]),
+        sql.SQL(", ").join([*by_key, presence, *pairs]),
         joined,
         where,
         sql.SQL(", ").join(by_key),
@@ -211,5 +212,5 @@ async def _examples(
 
 
 def _shown(value: Any) -> Any:
-    # Sums without a bound are `numeric` in SQL: integers all the same.
+    # Sums without a bound are `numeric` in SQL, but always integers.
     return value.hex() if isinstance(value, bytes) else int(value) if isinstance(value, Decimal) else value

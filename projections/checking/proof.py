@@ -1,8 +1,8 @@
-"""The audit trail, checked row by row: the chain, the columns beside the text, and the ledger's lines; and
-folded into what must be.
+"""Checks of the audit trail, row by row (the chain, the columns beside the text, and the rows of the ledger),
+and the expected state of offers and accounts that follows from it.
 
-Nothing here reads a database: rows come in, what is proved and what is wrong goes out. The first thing wrong
-ends the walk: what stands behind it is proved only when it is mended.
+This module does not read a database: callers pass rows, and get the verified events and the first problem. A
+problem ends the walk, because later rows can be verified only after it is repaired.
 """
 
 from collections import defaultdict
@@ -59,7 +59,7 @@ class LedgerRow(NamedTuple):
 
 
 class Wrong(NamedTuple):
-    """What is wrong at a seq: `kind` is `chain` or `ledger`."""
+    """A problem at a seq: `kind` is `chain` or `ledger`."""
 
     kind: str
     seq: int
@@ -67,8 +67,8 @@ class Wrong(NamedTuple):
 
 
 class AuditedEvent(NamedTuple):
-    """An event of the trail, with the transfers that the ledger has for it. None: it was set aside and cannot
-    be read.
+    """An event of the trail, with the transfers that the ledger has for it. The event is None if it was set
+    aside and cannot be read.
     """
 
     seq: int
@@ -77,8 +77,8 @@ class AuditedEvent(NamedTuple):
 
 
 class Walked(NamedTuple):
-    """How far a walk came: the last seq that is proved, the hash there, the events up to it, and what ended
-    it, if anything did.
+    """The result of a walk: the last verified seq, the hash after it, the events up to it, and the problem
+    that ended the walk, if any.
     """
 
     seq: int
@@ -88,27 +88,31 @@ class Walked(NamedTuple):
 
 
 class Gaps:
-    """What was set aside in a shard, by projection and seq."""
+    """The records set aside in a shard, by projection and seq."""
 
     def __init__(self, aside: Iterable[SetAside], shard: int) -> None:
-        mine = [one for one in aside if one.shard == shard and one.event_count and one.projection != EVENTS]
-        #: The first seq of each, by its id, as far as the walk has to do with it.
-        self.ids = {one.id: one.first_seq for one in mine if one.projection in (AUDIT, LEDGER)}
-        self.audit = {one.first_seq: one for one in mine if one.projection == AUDIT}
+        records = [
+            record
+            for record in aside
+            if record.shard == shard and record.event_count and record.projection != EVENTS
+        ]
+        #: id → first seq of the records that a walk must skip or take into account.
+        self.ids = {record.id: record.first_seq for record in records if record.projection in (AUDIT, LEDGER)}
+        self.audit = {record.first_seq: record for record in records if record.projection == AUDIT}
         self._ledger, self._audit = (
-            [(one.first_seq, one.last_seq) for one in mine if one.projection == name] for name in (LEDGER,
-            AUDIT)
-        )  # fmt: skip
-        #: Offers whose state at a seq is not told by the trail and the read models alone.
-        self.offers = {offer for one in mine for offer in one.offers}
-        self.unreadable = any(not one.readable for one in mine)
+            [(record.first_seq, record.last_seq) for record in records if record.projection == name]
+            for name in (LEDGER, AUDIT)
+        )
+        #: Offers whose state does not follow from the trail and the read models alone.
+        self.offers = {offer for record in records for offer in record.offers}
+        self.unreadable = any(not record.readable for record in records)
 
     def not_in_ledger(self, seq: int) -> bool:
-        """Whether the ledger lacks an event, as an operator decided."""
+        """Whether an operator set an event aside for the ledger."""
         return any(first <= seq <= last for first, last in self._ledger)
 
     def not_in_audit(self, seq: int) -> bool:
-        """Whether the audit trail lacks an event, as an operator decided."""
+        """Whether an operator set an event aside for the audit trail."""
         return any(first <= seq <= last for first, last in self._audit)
 
 
@@ -116,10 +120,10 @@ def walk(
     shard: int, seq: int, head: bytes, rows: Sequence[AuditRow], ledger: Iterable[LedgerRow], gaps: Gaps,
     reach: int | None = None
 ) -> Walked:  # fmt: skip
-    """Walks from behind `seq`, where the chain's hash is `head`, over consecutive rows and the ledger's rows
-    of the same seqs.
+    """Verifies the rows after `seq`, where the hash of the chain is `head`, and the rows of the ledger with
+    the same seqs.
 
-    `reach` is the seq that these rows must lead to, where they are all that is there.
+    `reach`, if given, is the seq that the rows must reach, because there are no further rows.
     """
     lines: defaultdict[int, list[LedgerRow]] = defaultdict(list)
     for line in ledger:
@@ -137,16 +141,16 @@ def walk(
         try:
             if row.seq != seq + 1:
                 raise _Differs("chain", f"the audit trail has no row for seq {seq + 1}")
-            event, head_behind = _proved(shard, head, row)
+            event, head_after = _verified(shard, head, row)
             transfers = () if gaps.not_in_ledger(row.seq) else transfers_of(event)
             _compare_ledger(event, transfers, lines[row.seq])
         except NewerEvent:
-            # A newer program wrote it: what this one does not know it cannot judge, and a worker of that one
-            # goes on.
+            # This release cannot verify an event of a newer one. A worker of the newer release continues
+            # here.
             return Walked(seq, head, facts, None)
-        except _Differs as wrong:
-            return Walked(seq, head, facts, Wrong(wrong.kind, seq + 1, str(wrong)))
-        seq, head = row.seq, head_behind
+        except _Differs as problem:
+            return Walked(seq, head, facts, Wrong(problem.kind, seq + 1, str(problem)))
+        seq, head = row.seq, head_after
         facts.append(AuditedEvent(seq, event, transfers))
     if reach is not None:
         past_gap()
@@ -163,25 +167,25 @@ class _Differs(Exception):
         self.kind = kind
 
 
-def _proved(shard: int, head: bytes, row: AuditRow) -> tuple[AnyEvent, bytes]:
+def _verified(shard: int, head: bytes, row: AuditRow) -> tuple[AnyEvent, bytes]:
     text = row.body.encode()
     if sha256(head + text).digest() != row.hash:
         raise _Differs(
             "chain",
-            f"audit, seq {row.seq}: text and hash do not follow from what stands before: one of them was "
-            "changed",
+            f"audit, seq {row.seq}: text and hash do not follow from the hash before: one of "
+            "them was changed",
         )
     try:
         event: AnyEvent = decode_event(text)
     except NewerEvent:
         raise
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise _Differs("chain", f"audit, seq {row.seq}: the text is no event: {error}") from None
-    said = (event.shard, event.seq, event.offer, str(event.__struct_config__.tag), event.at)
-    if said != (shard, row.seq, row.offer, row.type, row.at):
+        raise _Differs("chain", f"audit, seq {row.seq}: the text is not an event: {error}") from None
+    in_text = (event.shard, event.seq, event.offer, str(event.__struct_config__.tag), event.at)
+    if in_text != (shard, row.seq, row.offer, row.type, row.at):
         raise _Differs(
             "chain",
-            f"audit, seq {row.seq}: the columns beside the text differ from it: {said[2:]} by the text",
+            f"audit, seq {row.seq}: the columns beside the text differ from it: {in_text[2:]} by the text",
         )
     return event, row.hash
 
@@ -190,12 +194,12 @@ def _compare_ledger(event: AnyEvent, transfers: Sequence[Transfer], lines: Seque
     expected = [
         LedgerRow(event.seq, leg, event.offer, *transfer, event.at) for leg, transfer in enumerate(transfers)
     ]
-    found = sorted(lines)
-    if found == expected:
+    actual = sorted(lines)
+    if actual == expected:
         return
-    missing = [f"{one.amount} {one.asset} {one.debit} → {one.credit}" for one in expected if one not in found]
-    surplus = [f"{one.amount} {one.asset} {one.debit} → {one.credit}" for one in found if one not in expected]
-    words = [f"{word} {', '.join(ones)}" for word, ones in (("lacks", missing), ("has", surplus)) if ones]
+    missing = [_shown(line) for line in expected if line not in actual]
+    surplus = [_shown(line) for line in actual if line not in expected]
+    words = [f"{word} {', '.join(shown)}" for word, shown in (("lacks", missing), ("has", surplus)) if shown]
     raise _Differs(
         "ledger",
         f"transfers, seq {event.seq} ({event.offer}): the ledger {'; it '.join(words)}, which the event does "
@@ -203,9 +207,13 @@ def _compare_ledger(event: AnyEvent, transfers: Sequence[Transfer], lines: Seque
     )
 
 
+def _shown(line: LedgerRow) -> str:
+    return f"{line.amount} {line.asset} {line.debit} → {line.credit}"
+
+
 def _facts_of(gap: SetAside, lines: Mapping[int, list[LedgerRow]]) -> list[AuditedEvent]:
-    """Events that the audit trail lacks: as they stand in the record that was set aside, with what the ledger
-    has of them.
+    """The events of a record that was set aside for the audit trail, with the transfers that the ledger has
+    for them.
     """
     texts: Sequence[bytes] = gap.value.split(b"\n") if gap.readable else ()
     events: dict[int, AnyEvent] = {}
@@ -216,23 +224,24 @@ def _facts_of(gap: SetAside, lines: Mapping[int, list[LedgerRow]]) -> list[Audit
         AuditedEvent(
             seq,
             events.get(seq),
-            [Transfer(one.asset, one.debit, one.credit, one.amount) for one in lines.get(seq, ())],
+            [Transfer(line.asset, line.debit, line.credit, line.amount) for line in lines.get(seq, ())],
         )
         for seq in range(gap.first_seq, gap.last_seq + 1)
     ]
 
 
 def numbers_in_words(numbers: tuple[int, int, int, int]) -> str:
-    """(amount left, units left, held, grabs) for a finding."""
+    """The numbers (amount left, units left, held, grabs) as text for a finding."""
     return "left {}, units {}, held {}, grabs {}".format(*numbers)
 
 
-# -- what must be --------------------------------------------------------------------------------------------
+# -- expected state
+# --------------------------------------------------------------------------------------------
 
 
 class OfferState(NamedTuple):
-    """An offer behind its event `offer_seq`: what is left (in its asset, and in units), held, and how many
-    grabs it has had.
+    """The state of an offer after its event `offer_seq`: what is left (in its asset, and in units) and held,
+    and the number of its grabs.
     """
 
     offer: str
@@ -246,12 +255,12 @@ class OfferState(NamedTuple):
     retired: bool
 
     def in_words(self) -> str:
-        """The numbers, for a finding."""
+        """The numbers as text for a finding."""
         return numbers_in_words(self.numbers)
 
     @property
     def numbers(self) -> tuple[int, int, int, int]:
-        """What is compared."""
+        """The numbers that are compared."""
         return (self.amount_left, self.units_left, self.held, self.grabs)
 
 
@@ -263,16 +272,16 @@ _terms = msgspec.json.Decoder(_Terms).decode
 
 
 def after(state: OfferState | None, event: AnyEvent) -> OfferState:
-    """The state of an offer behind its next event."""
+    """The state of an offer after its next event."""
     state = state or OfferState(event.offer, event.shard, 0, 0, 0, 0, 0, 0, False)
     left, held = state.amount_left, state.held
-    own = "offer:" + event.offer
+    account = "offer:" + event.offer
     for _, debit, credit, amount in transfers_of(event):
-        left += amount * ((credit == own) - (debit == own))
+        left += amount * ((credit == account) - (debit == account))
         held += amount * (credit.startswith("hold:") - debit.startswith("hold:"))
     return OfferState(
         event.offer, event.shard, event.offer_seq, event.seq, left, _units_left(state, event), held,
-        # Of one that has retired only late payments are told.
+        # After its retirement, an offer has only events about late payments.
         state.grabs + isinstance(event, GrabGranted | GrabHeld),
         state.retired or isinstance(event, OfferRetired),
     )  # fmt: skip
@@ -289,7 +298,7 @@ def _units_left(state: OfferState, event: AnyEvent) -> int:
 
 
 def account_changes(facts: Iterable[AuditedEvent]) -> dict[tuple[str, str], int]:
-    """What the ledger's lines change, by account and asset."""
+    """The changes of accounts by the transfers of the ledger, by (account, asset)."""
     changes: defaultdict[tuple[str, str], int] = defaultdict(int)
     for fact in facts:
         for asset, debit, credit, amount in fact.transfers:
@@ -299,6 +308,6 @@ def account_changes(facts: Iterable[AuditedEvent]) -> dict[tuple[str, str], int]
 
 
 def row_of(values: Sequence[Any]) -> AuditRow:
-    """A row as the database gives it."""
+    """A row of the audit trail from its values in SQL."""
     seq, offer, type_, at, body, hash_ = values
     return AuditRow(seq, offer, type_, at, body, bytes(hash_))

@@ -1,8 +1,9 @@
-"""The audit trail as a snapshot of a shard: how far it is, and the events of campaigns that are still there.
+"""The audit trail as a snapshot of a shard: its cursor, and the events of campaigns that are present in
+Redis.
 
-A campaign whose last offer has retired left in Redis only the offers' names and, for a time, what became of
-their payments. So of ten million past events those of few offers are read, by the index on their offer, and
-those about payments, by an index of their own.
+When the last offer of a campaign retires, Redis keeps only the names of its offers and, for a time, the
+results of their payments. So of ten million past events, a recovery reads only those of present campaigns (by
+the index on the offer) and those about payments (by another index).
 """
 
 from collections.abc import AsyncIterator, Collection, Sequence
@@ -19,8 +20,8 @@ from grabstream.models.outcomes import Outcome
 ROWS_AT_ONCE: Final = 2_000
 
 
-class Past(NamedTuple):
-    """What is kept of an offer that has retired: its last `offer_seq`, and when it retired (ms)."""
+class RetiredOffer(NamedTuple):
+    """What Redis keeps of a retired offer: its last `offer_seq`, and when it retired (ms since 1970 UTC)."""
 
     offer: str
     offer_seq: int
@@ -28,7 +29,7 @@ class Past(NamedTuple):
 
 
 class KnownPayment(NamedTuple):
-    """What became of a payment, and how much it was, as Redis keeps it."""
+    """The result and the money of a payment, as Redis keeps them."""
 
     payment: str
     offer: str
@@ -42,22 +43,22 @@ class KnownPayment(NamedTuple):
 
 
 class Trail(NamedTuple):
-    """The trail of a shard up to a cursor: the time there (ms), offers that have retired, and those whose
-    events are needed.
+    """The trail of a shard up to a cursor: the time there (ms since 1970 UTC), all retired offers, and the
+    offers whose events are needed.
 
-    `past` are offers that retired not too long ago, and whose events are not needed.
+    `past` are offers whose payments are still known, although their events are not needed.
     """
 
     cursor: Cursor
     at: int
     retired: Sequence[str]
     needed: Sequence[str]
-    past: Sequence[Past]
+    past: Sequence[RetiredOffer]
 
 
 async def newest(connection: AsyncConnection[Any], shard: int) -> Cursor:
-    """How far the trail of a shard is; its beginning, when events of it were set aside: what is folded then
-    is not what was decided.
+    """The cursor of the trail of a shard; the beginning if events were set aside for the trail, because the
+    others do not lead to the decided state.
     """
     if await _has_gap(connection, shard):
         return Cursor()
@@ -80,8 +81,8 @@ async def _has_gap(connection: AsyncConnection[Any], shard: int) -> bool:
 
 
 async def trail_of(connection: AsyncConnection[Any], shard: int) -> Trail | None:
-    """The trail as the connection's transaction sees it, which must be REPEATABLE READ; None while it is
-    empty, or has gaps.
+    """The trail in the connection's transaction, which must be REPEATABLE READ; None if the trail is empty or
+    has gaps.
     """
     cursor = await newest(connection, shard)
     at = await (
@@ -96,16 +97,16 @@ async def trail_of(connection: AsyncConnection[Any], shard: int) -> Trail | None
     )
     has_retired = dict(await found.fetchall())
     present = {campaign_of(offer) for offer, retired in has_retired.items() if not retired}
-    retired = [offer for offer, gone in has_retired.items() if gone]
+    retired = [offer for offer, is_retired in has_retired.items() if is_retired]
     needed = [offer for offer in has_retired if campaign_of(offer) in present]
     return Trail(cursor, at[0], retired, needed, await _past(connection, shard, cursor.seq, at[0], present))
 
 
 async def _past(
     connection: AsyncConnection[Any], shard: int, seq: int, at: int, present: Collection[str]
-) -> list[Past]:
-    """Offers of campaigns that are not there any more, with their last `offer_seq`: late payments may have
-    come after they retired.
+) -> list[RetiredOffer]:
+    """Retired offers of campaigns that are no longer present, with their last `offer_seq`, which may be that
+    of a late payment.
     """
     found = await connection.execute(
         "SELECT r.offer, greatest((r.body::jsonb->>'offer_seq')::bigint, "
@@ -116,15 +117,13 @@ async def _past(
         "r.at > %(after)s",
         {"shard": shard, "seq": seq, "after": at - PAYMENTS_KEPT_MS},
     )
-    return [Past(*row) for row in await found.fetchall() if campaign_of(row[0]) not in present]
+    return [RetiredOffer(*row) for row in await found.fetchall() if campaign_of(row[0]) not in present]
 
 
 async def payments_of(
     connection: AsyncConnection[Any], shard: int, trail: Trail, held: bool = False
 ) -> AsyncIterator[Sequence[KnownPayment]]:  # fmt: skip
-    """What became of the payments of offers that have retired, in the order of their events; `held` as in
-    `events_of`.
-    """
+    """The results of payments of `trail.past`, in the order of their events; `held` as in `events_of`."""
     if not trail.past:
         return
     async with connection.cursor("payments", withhold=held) as rows:
@@ -132,11 +131,11 @@ async def payments_of(
             "SELECT body FROM audit WHERE offer = ANY(%s) AND type IN ('grab.confirmed', "
             "'payment.refund_due') "
             "AND shard = %s AND seq <= %s ORDER BY seq",
-            ([one.offer for one in trail.past], shard, trail.cursor.seq),
+            ([retired.offer for retired in trail.past], shard, trail.cursor.seq),
         )
         while found := await rows.fetchmany(ROWS_AT_ONCE):
             events = decode_event_list(b"[" + b",".join(body.encode() for (body,) in found) + b"]")
-            yield [one for one in map(_known_payment, events) if one is not None]
+            yield [payment for payment in map(_known_payment, events) if payment is not None]
 
 
 def _known_payment(event: AnyEvent) -> KnownPayment | None:
@@ -163,10 +162,10 @@ def _known_payment(event: AnyEvent) -> KnownPayment | None:
 async def events_of(
     connection: AsyncConnection[Any], shard: int, trail: Trail, held: bool = False
 ) -> AsyncIterator[Sequence[AnyEvent]]:
-    """The events of the offers that are needed, in order.
+    """The events of the needed offers, in order.
 
-    `held` for a connection in autocommit: PostgreSQL keeps what is found in a temporary file, and no
-    transaction is open meanwhile.
+    Use `held` with a connection in autocommit mode: PostgreSQL keeps the rows in a temporary file, and no
+    transaction stays open.
     """
     async with connection.cursor("trail", withhold=held) as rows:
         await rows.execute(

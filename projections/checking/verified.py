@@ -1,5 +1,5 @@
-"""What has been verified, kept in SQL: how far, what every account and offer must be there, and every
-difference that was found.
+"""The progress of the verifier in SQL: how far each shard is verified, the expected state of every account
+and offer there, and the findings.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,15 +11,15 @@ from psycopg import AsyncConnection
 from grabstream.projections.checking.proof import AuditRow, LedgerRow, OfferState, row_of
 from grabstream.projections.database.arrays import integer_array, text_array
 
-#: A verifier that has not been there for so long is none.
+#: After this time without a pass, the verifier counts as not running.
 SILENT_MS_MAX: Final = 300_000
-#: The shard of what concerns all of them: accounts of users.
+#: The shard of findings about all shards: those about accounts of users.
 ALL_SHARDS: Final = -1
 
 
 class VerifiedTo(NamedTuple):
-    """How far a shard is verified, and how far the next round over the same is; the hash of the chain at
-    each.
+    """How far a shard is verified (`seq`), and how far the current repeated round is (`again_seq`), each with
+    the hash of the chain there.
     """
 
     shard: int
@@ -33,8 +33,8 @@ class VerifiedTo(NamedTuple):
     compared_at: datetime | None
 
 
-class Found(NamedTuple):
-    """A difference that is there, or was when it was last looked at."""
+class OpenFinding(NamedTuple):
+    """A difference that existed when it was last checked."""
 
     id: int
     kind: str
@@ -47,12 +47,12 @@ class Found(NamedTuple):
 
     @property
     def where(self) -> str:
-        """The shard in words; nothing for what concerns all of them."""
+        """The shard as the start of a message; empty for a finding about all shards."""
         return "" if self.shard == ALL_SHARDS else f"shard {self.shard}: "
 
 
 class Problem(NamedTuple):
-    """A difference to write down: what it is about, what it is, and the seq, where it has one."""
+    """A difference to record: its subject, its description, and its seq, if it has one."""
 
     subject: str
     what: str
@@ -60,8 +60,8 @@ class Problem(NamedTuple):
 
 
 class AccountRow(NamedTuple):
-    """An account as the ledger has it, as it must be, and as the users' balances have it (None: not to be
-    compared).
+    """An account: its sum in the ledger, the expected sum, and the balance of its user in `balances` (None:
+    do not compare).
     """
 
     account: str
@@ -75,26 +75,28 @@ class AccountRow(NamedTuple):
 
 
 async def progress(connection: AsyncConnection[Any]) -> dict[int, VerifiedTo]:
-    """How far every shard is."""
-    found = await connection.execute(
+    """The progress of every shard."""
+    rows = await connection.execute(
         "SELECT shard, seq, head, again_seq, again_head, rounds, gaps, verified_at, compared_at FROM "
         "verified ORDER BY shard"
     )
     return {
         shard: VerifiedTo(shard, seq, bytes(head), again, bytes(again_head), *rest)
-        for shard, seq, head, again, again_head, *rest in await found.fetchall()
+        for shard, seq, head, again, again_head, *rest in await rows.fetchall()
     }
 
 
 async def begin(connection: AsyncConnection[Any], shards: int) -> None:
-    """Makes the rows of shards that have none."""
+    """Adds the rows of shards that have none."""
     await connection.execute(
         "INSERT INTO verified (shard) SELECT generate_series(0, %s - 1) ON CONFLICT DO NOTHING", (shards,)
     )
 
 
-async def begin_anew(connection: AsyncConnection[Any]) -> None:
-    """Forgets how far it was: the read models have other events now than those that were verified."""
+async def reset_progress(connection: AsyncConnection[Any]) -> None:
+    """Starts verification from the beginning, because the read models have other events now than those
+    verified.
+    """
     await connection.execute("DELETE FROM verified_accounts")
     await connection.execute("DELETE FROM verified_offers")
     await connection.execute(
@@ -102,13 +104,13 @@ async def begin_anew(connection: AsyncConnection[Any]) -> None:
     )
 
 
-async def know_gaps(connection: AsyncConnection[Any], shard: int, ids: Sequence[int]) -> None:
-    """From here on the shard is verified with these records set aside."""
+async def set_gaps(connection: AsyncConnection[Any], shard: int, ids: Sequence[int]) -> None:
+    """Stores the ids of the records set aside with which the shard is verified from now on."""
     await connection.execute("UPDATE verified SET gaps = %s WHERE shard = %s", (list(ids), shard))
 
 
 async def move(connection: AsyncConnection[Any], shard: int, seq: int, head: bytes) -> None:
-    """The shard is verified up to here."""
+    """Records that a shard is verified up to `seq`."""
     await connection.execute(
         "UPDATE verified SET seq = %s, head = %s, verified_at = now() WHERE shard = %s", (seq, head, shard)
     )
@@ -117,47 +119,47 @@ async def move(connection: AsyncConnection[Any], shard: int, seq: int, head: byt
 async def move_again(
     connection: AsyncConnection[Any], shard: int, seq: int, head: bytes, round_done: bool
 ) -> None:
-    """The next round has come so far, or is over."""
+    """Records the progress of the repeated round, or its end."""
     await connection.execute(
         "UPDATE verified SET again_seq = %s, again_head = %s, rounds = rounds + %s WHERE shard = %s",
         (0 if round_done else seq, bytes(32) if round_done else head, int(round_done), shard),
     )
 
 
-async def was_here(connection: AsyncConnection[Any]) -> None:
-    """A pass over all shards is over."""
+async def record_pass(connection: AsyncConnection[Any]) -> None:
+    """Records the end of a pass over all shards."""
     await connection.execute("UPDATE verified SET compared_at = now()")
 
 
-# -- what is verified ----------------------------------------------------------------------------------------
+# -- rows to verify ----------------------------------------------------------------------------------------
 
 
 async def audit_rows(
-    connection: AsyncConnection[Any], shard: int, behind_seq: int, to_seq: int, limit: int
+    connection: AsyncConnection[Any], shard: int, after_seq: int, to_seq: int, limit: int
 ) -> list[AuditRow]:
-    """The first rows of the audit trail in a range of seqs."""
-    found = await connection.execute(
+    """At most `limit` rows of the audit trail in a range of seqs, in order."""
+    rows = await connection.execute(
         "SELECT seq, offer, type, at, body, hash FROM audit WHERE shard = %s AND seq > %s AND seq <= %s "
         "ORDER BY seq LIMIT %s",
-        (shard, behind_seq, to_seq, limit),
+        (shard, after_seq, to_seq, limit),
     )
-    return list(map(row_of, await found.fetchall()))
+    return list(map(row_of, await rows.fetchall()))
 
 
 async def ledger_rows(
-    connection: AsyncConnection[Any], shard: int, behind_seq: int, to_seq: int
+    connection: AsyncConnection[Any], shard: int, after_seq: int, to_seq: int
 ) -> list[LedgerRow]:
     """The transfers in a range of seqs."""
-    found = await connection.execute(
+    rows = await connection.execute(
         "SELECT seq, leg, offer, asset, debit, credit, amount, at FROM transfers WHERE shard = %s AND seq > "
         "%s AND seq <= %s",
-        (shard, behind_seq, to_seq),
+        (shard, after_seq, to_seq),
     )
-    return [LedgerRow(*row) for row in await found.fetchall()]
+    return [LedgerRow(*row) for row in await rows.fetchall()]
 
 
 async def add_accounts(connection: AsyncConnection[Any], changes: Mapping[tuple[str, str], int]) -> None:
-    """Adds to what accounts must be."""
+    """Adds changes to the expected sums of accounts."""
     keys = sorted(changes)
     await connection.execute(
         "INSERT INTO verified_accounts AS a (account, asset, posted) SELECT * FROM unnest(%s::text[], "
@@ -175,17 +177,17 @@ _OFFER_COLUMNS: Final = "offer, shard, offer_seq, seq, amount_left, units_left, 
 
 
 async def offer_states(connection: AsyncConnection[Any], offers: Sequence[str]) -> dict[str, OfferState]:
-    """What offers must be."""
-    found = await connection.execute(
+    """The expected states of offers."""
+    rows = await connection.execute(
         # The columns are those above.
         f"SELECT {_OFFER_COLUMNS} FROM verified_offers WHERE offer = ANY(%s)",  # noqa: S608
         (list(offers),),
     )
-    return {row[0]: OfferState(*row) for row in await found.fetchall()}
+    return {row[0]: OfferState(*row) for row in await rows.fetchall()}
 
 
 async def save_offers(connection: AsyncConnection[Any], states: Iterable[OfferState]) -> None:
-    """Writes what offers must be."""
+    """Writes the expected states of offers."""
     columns = [list(column) for column in zip(*states, strict=True)]
     if not columns:
         return
@@ -205,16 +207,16 @@ async def save_offers(connection: AsyncConnection[Any], states: Iterable[OfferSt
 # -- comparing -----------------------------------------------------------------------------------------------
 
 
-async def accounts_behind(
+async def accounts_after(
     connection: AsyncConnection[Any], account: str, asset: str, limit: int, with_balances: bool
 ) -> list[AccountRow]:  # fmt: skip
-    """The next accounts in order: as posted, and as they must be (up to where is verified, and the ledger's
-    own lines behind it).
+    """The next accounts in order, with their posted and expected sums. The expected sum is the verified sum
+    plus the transfers of the ledger after the verified seq.
 
-    Only where the ledger is at most some thousand events ahead of what is verified, and in one snapshot with
-    the cursors.
+    Call it only if the ledger is at most some thousand events ahead of the verifier, and in the same snapshot
+    as the cursors.
     """
-    found = await connection.execute(
+    rows = await connection.execute(
         "WITH keys AS (SELECT account, asset FROM ("
         "(SELECT account, asset FROM accounts WHERE (account, asset) > (%(account)s, %(asset)s) ORDER BY "
         "account, asset LIMIT %(limit)s) "
@@ -242,18 +244,20 @@ async def accounts_behind(
     )
     return [
         AccountRow(account, asset, int(posted), int(expected), None if balance is None else int(balance))
-        for account, asset, posted, expected, balance in await found.fetchall()
+        for account, asset, posted, expected, balance in await rows.fetchall()
     ]
 
 
-async def offers_behind(
+async def offers_after(
     connection: AsyncConnection[Any], offer: str, limit: int, near: Sequence[int]
 ) -> list[tuple[OfferState, tuple[int, int, int, int] | None, bool]]:  # fmt: skip
-    """The next offers in order: as they must be, as the read model has them, and whether more has come since.
+    """The next offers in order: the expected state, the numbers in the read model, and whether there are
+    later events.
 
-    That is looked up for shards that are verified nearly to their end; of others it is taken for granted.
+    Later events are searched only in the shards `near`, which are verified nearly to their end; of other
+    shards, every offer counts as changed.
     """
-    found = await connection.execute(
+    rows = await connection.execute(
         "SELECT v.offer, v.shard, v.offer_seq, v.seq, v.amount_left, v.units_left, v.held, v.grabs, "
         "v.retired, "
         "o.amount_left::bigint, o.units_left, o.held, o.grabs, "
@@ -266,17 +270,15 @@ async def offers_behind(
     )
     return [
         (OfferState(*row[:9]), None if row[9] is None else row[9:13], row[13])
-        for row in await found.fetchall()
+        for row in await rows.fetchall()
     ]
 
 
 async def events_of_offers(
     connection: AsyncConnection[Any], offers: Sequence[str]
 ) -> list[tuple[int, int, str, bytes, bytes | None]]:
-    """Of each event of these offers, in the order of their shards: shard, seq, text, hash, and the hash of
-    the event before it.
-    """
-    found = await connection.execute(
+    """The events of these offers by shard and seq, as (shard, seq, text, hash, hash of the event before)."""
+    rows = await connection.execute(
         "SELECT a.shard, a.seq, a.body, a.hash, b.hash FROM audit AS a LEFT JOIN audit AS b ON b.shard = "
         "a.shard AND b.seq = a.seq - 1 "
         "WHERE a.offer = ANY(%s) ORDER BY a.shard, a.seq",
@@ -284,27 +286,27 @@ async def events_of_offers(
     )
     return [
         (shard, seq, body, bytes(hash_), before and bytes(before))
-        for shard, seq, body, hash_, before in await found.fetchall()
+        for shard, seq, body, hash_, before in await rows.fetchall()
     ]
 
 
 # -- findings ------------------------------------------------------------------------------------------------
 
 
-async def open_findings(connection: AsyncConnection[Any]) -> list[Found]:
-    """Differences that are there, the oldest first."""
-    found = await connection.execute(
+async def open_findings(connection: AsyncConnection[Any]) -> list[OpenFinding]:
+    """All open findings, the oldest first."""
+    rows = await connection.execute(
         "SELECT id, kind, shard, subject, seq, what, found_at, seen_at FROM findings WHERE cleared_at IS "
         "NULL ORDER BY found_at, id"
     )
-    return [Found(*row) for row in await found.fetchall()]
+    return [OpenFinding(*row) for row in await rows.fetchall()]
 
 
-async def write_down(connection: AsyncConnection[Any], kind: str, shard: int, problem: Problem) -> bool:
-    """Writes a difference down; returns whether it is news. What was dismissed stays so while it is the
-    same.
+async def record_finding(connection: AsyncConnection[Any], kind: str, shard: int, problem: Problem) -> bool:
+    """Records a difference; returns whether it is new. A dismissed finding stays dismissed while its
+    description is the same.
     """
-    found = await connection.execute(
+    rows = await connection.execute(
         "WITH before AS (SELECT what, cleared_at, dismissed_by FROM findings "
         "WHERE (kind, shard, subject) = (%(kind)s, %(shard)s, %(subject)s)) "
         "INSERT INTO findings AS f (kind, shard, subject, seq, what) VALUES (%(kind)s, %(shard)s, "
@@ -320,22 +322,22 @@ async def write_down(connection: AsyncConnection[Any], kind: str, shard: int, pr
         "dismissed_by IS NOT NULL))",
         {"kind": kind, "shard": shard, "subject": problem.subject, "seq": problem.seq, "what": problem.what},
     )
-    [news] = await found.fetchone() or [False]
-    return bool(news)
+    [is_new] = await rows.fetchone() or [False]
+    return bool(is_new)
 
 
-async def clear_range(connection: AsyncConnection[Any], shard: int, behind_seq: int, to_seq: int) -> None:
-    """Rows in this range were walked over, and nothing is wrong with them any more."""
+async def clear_range(connection: AsyncConnection[Any], shard: int, after_seq: int, to_seq: int) -> None:
+    """Clears findings about rows in a range that was verified without a problem."""
     await connection.execute(
         "UPDATE findings SET cleared_at = now() WHERE cleared_at IS NULL AND kind IN ('chain', 'ledger') AND "
         "shard = %s "
         "AND seq > %s AND seq <= %s",
-        (shard, behind_seq, to_seq),
+        (shard, after_seq, to_seq),
     )
 
 
 async def clear(connection: AsyncConnection[Any], kind: str, shard: int, subjects: Sequence[str]) -> None:
-    """These were compared, and are right now."""
+    """Clears findings about subjects that were compared and are right now."""
     await connection.execute(
         "UPDATE findings SET cleared_at = now() WHERE cleared_at IS NULL AND kind = %s AND shard = %s AND "
         "subject = ANY(%s)",
@@ -344,7 +346,7 @@ async def clear(connection: AsyncConnection[Any], kind: str, shard: int, subject
 
 
 async def clear_others(connection: AsyncConnection[Any], kind: str, shard: int, wrong: Sequence[str]) -> None:
-    """All of the kind was compared, and only these are wrong."""
+    """Clears all other findings of a kind: everything was compared, and only the subjects `wrong` differ."""
     await connection.execute(
         "UPDATE findings SET cleared_at = now() WHERE cleared_at IS NULL AND kind = %s AND shard = %s AND "
         "subject <> ALL(%s)",
@@ -353,7 +355,7 @@ async def clear_others(connection: AsyncConnection[Any], kind: str, shard: int, 
 
 
 async def clear_gone(connection: AsyncConnection[Any]) -> None:
-    """What is not there any more cannot be wrong: accounts that nobody has, offers that have left Redis."""
+    """Clears findings about accounts that no longer exist, and about offers that have left Redis."""
     await connection.execute(
         "UPDATE findings AS f SET cleared_at = now() WHERE f.cleared_at IS NULL AND f.kind = 'accounts' "
         "AND NOT EXISTS (SELECT FROM accounts AS a "
@@ -368,8 +370,8 @@ async def clear_gone(connection: AsyncConnection[Any]) -> None:
 
 
 async def dismiss(connection: AsyncConnection[Any], id: int, operator: str, reason: str) -> bool:
-    """An operator has explained a difference: it is not shown any more while it stays the same. Returns
-    whether it was open.
+    """Dismisses a finding that an operator has explained: it is hidden while its description stays the same.
+    Returns whether it was open.
     """
     done = await connection.execute(
         "UPDATE findings SET cleared_at = now(), dismissed_by = %s, dismissed_because = %s WHERE id = %s AND "

@@ -1,1 +1,1 @@
-"""PostgreSQL itself: sessions, locks, migrations, arrays, and which schema belongs to which system."""
+"""Access to PostgreSQL: sessions, locks, migrations, arrays, and the schemas of a system."""

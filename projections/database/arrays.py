@@ -1,6 +1,6 @@
-"""Rows for PostgreSQL, many at once: COPY, and array literals for `unnest`.
+"""Many rows at once for PostgreSQL: COPY, and array literals for `unnest`.
 
-psycopg looks at every element of a list by itself, which costs more than all the rest of a row.
+psycopg converts each element of a list separately, which costs more than all other work for a row.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -12,8 +12,7 @@ from psycopg import AsyncConnection
 def text_array(values: Sequence[str]) -> str:
     """The literal of a `text[]`; pass it with a cast, `%s::text[]`."""
     inside = '","'.join(values)
-    # Names of accounts, users and assets need no escaping by construction; one that does must still not
-    # become two.
+    # Names of accounts, users and assets never need escaping. If a value does, it must still be one element.
     if "\\" in inside or inside.count('"') != 2 * (len(values) - 1):
         inside = '","'.join(value.replace("\\", "\\\\").replace('"', '\\"') for value in values)
     return f'{{"{inside}"}}' if values else "{}"
@@ -30,11 +29,11 @@ def update_by(
     table: str, keys: Sequence[str], sums: Sequence[str], replaced: Sequence[str], texts: Collection[str],
     more: Mapping[str, str] = {},
 ) -> bytes:  # fmt: skip
-    """An UPDATE of many rows from arrays, one a column: `keys`, then `sums` (added), then `replaced` (where
-    not NULL).
+    """An UPDATE of many rows from one array for each column: `keys`, then `sums` (added), then `replaced`
+    (set if not NULL).
 
-    Columns are `bigint` but for keys and `texts`. `more` are columns set otherwise: in these expressions `t`
-    is the table's row, `c` the change. All names are those of our own tables.
+    Columns are `bigint`, except keys and `texts`. `more` are other columns and their expressions, in which
+    `t` is the row of the table and `c` the change. No name comes from input.
     """
     columns = [*keys, *sums, *replaced]
     arrays = ", ".join(f"%s::{'text' if name in keys or name in texts else 'bigint'}[]" for name in columns)
@@ -51,14 +50,16 @@ def update_by(
 
 
 def copy_text(value: str) -> str:
-    """A value as a field of COPY's text form. JSON has no raw tabs or newlines: a backslash is all that COPY
-    would take for its own.
+    """A JSON text as a field in the text format of COPY. JSON has no raw tabs or newlines, so only
+    backslashes are escaped.
     """
     return value.replace("\\", "\\\\")
 
 
 async def copy_rows(connection: AsyncConnection[Any], table: str, rows: Sequence[str]) -> None:
-    """COPYs lines of COPY's text form into a table, named with its columns; the names are our own."""
+    """Copies lines in the text format of COPY into `table`, which also names the columns. No name comes from
+    input.
+    """
     if rows:
         async with connection.cursor() as cursor, cursor.copy(f"COPY {table} FROM STDIN".encode()) as copy:
             await copy.write("".join(rows))

@@ -1,5 +1,5 @@
-"""Locks of PostgreSQL: work that only one may do at a time, held for as long as the work's connection lives;
-and who has a lock that somebody waits for, in words.
+"""Advisory locks of PostgreSQL for work that only one process may do at a time, held until the connection
+ends; and the names of sessions that hold a lock.
 """
 
 import asyncio
@@ -14,43 +14,44 @@ from psycopg.errors import LockNotAvailable
 
 from grabstream.projections.database.sessions import rename
 
-_LOOK_SECONDS: Final = 0.1
+_POLL_SECONDS: Final = 0.1
 
 
 class Held(Exception):
-    """Somebody else does this work now, or has what it needs; the text says who."""
+    """Another session does this work now, or holds a lock that it needs; the text names the session."""
 
 
 async def hold(connection: AsyncConnection[Any], name: str, work: str) -> None:
-    """Takes the lock `name` until the connection ends, which is named by its `work` from then on; raises Held
-    when somebody has it.
+    """Takes the lock `name` until the connection ends, and names the session by its `work`; raises Held when
+    another session has the lock.
     """
-    # Whoever meets the lock is told the process; the work is cut off where there is no room, they know that.
+    # A process that is refused the lock reports this name. PostgreSQL cuts a long name, so the process comes
+    # first.
     await rename(connection, f"process {os.getpid()} on {socket.gethostname()}, {work}")
-    found = await connection.execute("SELECT pg_try_advisory_lock(hashtext(%s))", (name,))
-    if not (await found.fetchone() or (False,))[0]:
+    result = await connection.execute("SELECT pg_try_advisory_lock(hashtext(%s))", (name,))
+    if not (await result.fetchone() or (False,))[0]:
         raise Held(await _holder(connection, name))
 
 
-async def let_go(connection: AsyncConnection[Any], name: str) -> None:
-    """Gives a lock back before the connection ends."""
+async def release(connection: AsyncConnection[Any], name: str) -> None:
+    """Releases a lock before the connection ends."""
     await connection.execute("SELECT pg_advisory_unlock(hashtext(%s))", (name,))
 
 
 async def _holder(connection: AsyncConnection[Any], name: str) -> str:
-    """Who has the lock, in words. Any role is shown this."""
-    found = await connection.execute(
+    """Names the session that has the lock. Every role may read this."""
+    result = await connection.execute(
         "SELECT application_name, usename, pid FROM pg_locks JOIN pg_stat_activity USING (pid) "
         "WHERE locktype = 'advisory' AND granted AND objsubid = 1 AND datname = current_database() "
         "AND database = (SELECT oid FROM pg_database WHERE datname = current_database()) "
         "AND (classid::bigint << 32 | objid::bigint) = hashtext(%s)",
         (name,),
     )
-    row = await found.fetchone()
-    return _in_words(*row) if row else "a session that has just ended: try again"
+    row = await result.fetchone()
+    return _session_name(*row) if row else "a session that has just ended: try again"
 
 
-def _in_words(name: str, role: str, pid: int) -> str:
+def _session_name(name: str, role: str, pid: int) -> str:
     return f"{name or 'a session'} (role {role}, pid {pid} of PostgreSQL)"
 
 
@@ -58,8 +59,8 @@ def _in_words(name: str, role: str, pid: int) -> str:
 async def waiting_at_most(
     connection: AsyncConnection[Any], watching: AsyncConnection[Any], seconds: float
 ) -> AsyncIterator[None]:
-    """While it lasts, the connection waits no longer for any one lock; raises Held, which says who has it, as
-    `watching` sees it.
+    """In this context, the connection waits at most `seconds` for a lock; raises Held, which names the
+    holders as the connection `watching` sees them.
     """
     holders: list[str] = []
 
@@ -69,9 +70,9 @@ async def waiting_at_most(
             "(pg_blocking_pids(%s)) ORDER BY pid"
         )
         while True:
-            found = await (await watching.execute(query, (connection.info.backend_pid,))).fetchall()
-            holders[:] = [_in_words(*row) for row in found] or holders
-            await asyncio.sleep(_LOOK_SECONDS)
+            rows = await (await watching.execute(query, (connection.info.backend_pid,))).fetchall()
+            holders[:] = [_session_name(*row) for row in rows] or holders
+            await asyncio.sleep(_POLL_SECONDS)
 
     await connection.execute("SELECT set_config('lock_timeout', %s, false)", (f"{seconds * 1000:.0f}ms",))
     task = asyncio.create_task(watch())

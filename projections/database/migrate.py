@@ -16,25 +16,25 @@ __all__ = ["PROJECTIONS", "migrate", "use_schema"]
 
 log = logging.getLogger(__name__)
 
-#: How long migrations may take, for another who is about the same.
+#: How long a process waits for another process that applies migrations.
 FIRST_SECONDS_MAX: Final = 60
 
 
 async def migrate(connection: AsyncConnection[Any], schema: str, shards: int) -> list[str]:
-    """Applies what is missing and returns the names of the migrations; safe to call again, and by several at
-    once.
+    """Applies missing migrations and returns their names. It is safe to call it again, and from several
+    processes at once.
 
-    A schema made anew has the read models that this code defines; in one with events they change by
-    `grabstream rebuild` only.
+    In a system without events, the read models get the definitions of this code. In a system with events,
+    only `grabstream rebuild` changes them.
     """
     applied = []
     async with connection.transaction():
-        # Whoever comes second waits here, and then finds nothing to do. The first may take longer than others
-        # are waited for.
-        waits = await (await connection.execute("SELECT current_setting('lock_timeout')")).fetchone()
+        # A second process waits here, and then has nothing to do. Migrations may take longer than the usual
+        # lock timeout.
+        lock_timeout = await (await connection.execute("SELECT current_setting('lock_timeout')")).fetchone()
         await connection.execute("SELECT set_config('lock_timeout', %s, true)", (f"{FIRST_SECONDS_MAX}s",))
         await connection.execute("SELECT pg_advisory_xact_lock(hashtext(%s))", (f"grabstream-{schema}",))
-        await connection.execute("SELECT set_config('lock_timeout', %s, true)", waits)
+        await connection.execute("SELECT set_config('lock_timeout', %s, true)", lock_timeout)
         await connection.execute(sql.SQL("CREATE SCHEMA IF NOT EXISTS {}").format(sql.Identifier(schema)))
         await use_schema(connection, schema)
         await connection.execute(
@@ -56,31 +56,32 @@ async def migrate(connection: AsyncConnection[Any], schema: str, shards: int) ->
             await versions.show_cursors(connection, schema)
         await versions.mend_cursors(connection, schema)
         await versions.renew_empty(connection, schema, shards)
-        written = [
-            one for one in await versions.versions(connection, schema) if one.projection in PROJECTIONS
+        kept = [
+            version
+            for version in await versions.versions(connection, schema)
+            if version.projection in PROJECTIONS and version.state != "discarded"
         ]
-        written = [one for one in written if one.state != "discarded"]
-        gone = await versions.lost(connection, written)
-        for one in gone:
-            if one.state == "live":
-                log.warning("%s", versions.in_words(one))
-        for one in written:
-            if one not in gone:
-                await versions.use_version(connection, schema, one)
-                await versions.add_cursors(connection, one.projection, shards)
+        lost = await versions.lost(connection, kept)
+        for version in lost:
+            if version.state == "live":
+                log.warning("%s", versions.lost_message(version))
+        for version in kept:
+            if version not in lost:
+                await versions.use_version(connection, schema, version)
+                await versions.add_cursors(connection, version.projection, shards)
         await use_schema(connection, schema)
     return applied
 
 
 def _migrations() -> list[Traversable]:
-    found = [
+    paths = [
         path for path in files("grabstream.projections.migrations").iterdir() if path.name.endswith(".sql")
     ]
-    return sorted(found, key=lambda path: path.name)
+    return sorted(paths, key=lambda path: path.name)
 
 
 async def missing_migrations(connection: AsyncConnection[Any], schema: str) -> list[str]:
-    """The names of migrations that were not applied in a schema."""
+    """The names of migrations that are not applied in a schema."""
     await use_schema(connection, schema)
     try:
         rows = await (await connection.execute("SELECT name FROM migrations")).fetchall()
@@ -91,5 +92,5 @@ async def missing_migrations(connection: AsyncConnection[Any], schema: str) -> l
 
 
 async def use_schema(connection: AsyncConnection[Any], schema: str) -> None:
-    """Makes unqualified names of this connection mean those of the schema: the views of what is live."""
+    """Sets the search path of the connection to the main schema, whose views show the live versions."""
     await connection.execute("SELECT set_config('search_path', %s, false)", (schema,))

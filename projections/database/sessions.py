@@ -1,9 +1,9 @@
-"""Sessions of PostgreSQL: the only place that opens them, and that says how they are named.
+"""Sessions of PostgreSQL. Only this module opens and names them.
 
-`application_name` is `grabstream <schema>: <work>`. Every role is shown it, so other systems of the database
-know that a session is not theirs (`streams/rebuilding/switching.py`), and who meets a lock is told who has it
-(`locks.py`). The schema is the system's; in a projection of one's own it is the projection's, since nobody
-knows what its code reads.
+`application_name` is `grabstream <schema>: <work>`. Every role may read it, so other systems of the database
+can tell that a session is not theirs (`streams/rebuilding/switching.py`), and a process that waits for a lock
+can name its holder (`locks.py`). The schema is that of the system. For a user projection it is the schema of
+the projection, because its code may read anything.
 """
 
 from hashlib import sha256
@@ -11,17 +11,17 @@ from typing import Any, Final
 
 from psycopg import AsyncConnection
 
-#: PostgreSQL cuts longer names off.
+#: PostgreSQL cuts longer names.
 _NAME_BYTES_MAX: Final = 63
-#: So much of it says which system it is; the rest is left for the work.
+#: The bytes of a name that identify the system; the rest is for the work.
 _SYSTEM_BYTES_MAX: Final = 40
 _DIGEST_DIGITS: Final = 8
 CONNECT_SECONDS: Final = 5
 
 
 async def connect(postgres: str, schema: str, work: str = "", **options: Any) -> AsyncConnection[Any]:
-    """A session of the system in `schema`, whatever name the DSN gives; it commits by itself. `options` are
-    psycopg's.
+    """Opens a session of the system in `schema`, in autocommit mode. Its name replaces a name in the DSN.
+    `options` are those of psycopg.
     """
     chosen: dict[str, Any] = {"autocommit": True, "connect_timeout": CONNECT_SECONDS, **options}
     name = session_name(schema, work)
@@ -31,27 +31,25 @@ async def connect(postgres: str, schema: str, work: str = "", **options: Any) ->
 
 
 def session_name(schema: str, work: str = "") -> str:
-    """The name of a session: what two systems, or two works of one, are called differs."""
+    """The name of a session. It is different for two systems, and for two works of one system."""
     name = system_name(schema)
     return f"{name}: {_fitting(work, _NAME_BYTES_MAX - len(name) - 2)}" if work else name
 
 
 def system_name(schema: str) -> str:
-    """What the names of all sessions of a system begin with, up to a colon or the end."""
+    """The start of the names of all sessions of a system, up to a colon or the end."""
     return f"grabstream {_fitting(schema, _SYSTEM_BYTES_MAX - len('grabstream '))}"
 
 
 async def rename(connection: AsyncConnection[Any], work: str) -> None:
-    """Says in a session's name what it does from here on, as far as there is room; which system it is
-    stays.
-    """
+    """Replaces the work in the name of a session, cut to the room there is. The system in the name stays."""
     system = (connection.info.parameter_status("application_name") or "").partition(":")[0]
     name = f"{system}: {work}" if system else work
     await connection.execute("SELECT set_config('application_name', %s, false)", (name[:_NAME_BYTES_MAX],))
 
 
 def _fitting(text: str, bytes_max: int) -> str:
-    """The text, or its beginning and a digest when it is too long, or has what PostgreSQL replaces in such
+    """The text, or its start and a digest if it is too long or has characters that PostgreSQL replaces in
     names.
     """
     if len(text) <= bytes_max and text.isascii() and text.isprintable():

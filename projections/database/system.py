@@ -1,5 +1,5 @@
-"""Which system a schema belongs to, and which schemas belong to a system: by what is written down, never by
-how names begin.
+"""The system of a schema, and the schemas of a system. Both are read from tables and comments, never guessed
+from the start of names.
 """
 
 import re
@@ -10,15 +10,15 @@ from psycopg import AsyncConnection, sql
 from grabstream.projections.definitions import PROJECTIONS
 from grabstream.projections.versions import may_be_version
 
-#: What PostgreSQL, or everybody, has a use for.
+#: Schemas that PostgreSQL or other programs use.
 _RESERVED: Final = re.compile(r"public|information_schema|pg_.*")
-#: Names that versions of read models have (`versions.py`), and the read models of a moment (`at`).
+#: Names of versions of read models (`versions.py`), and of the read models of a past time (`at`).
 _DERIVED: Final = re.compile(rf"(.+)_(?:(?:{'|'.join((*PROJECTIONS, 'events'))})_[0-9]+|_at_[0-9a-f]{{8}})")
 
 
 class Identity(NamedTuple):
-    """What a schema belongs to: prefix of keys and topics, Kafka's id of the journal's topic (hex), number of
-    shards.
+    """The system of a schema: the prefix of keys and topics, Kafka's id of the journal topic (hex), and the
+    number of shards.
     """
 
     prefix: str
@@ -27,8 +27,8 @@ class Identity(NamedTuple):
 
 
 async def read_identity(connection: AsyncConnection[Any], schema: str) -> Identity | None:
-    """What a schema belongs to; None when that is not written down: an older release has made it, or
-    nobody.
+    """The system of a schema; None if it is not recorded: an older release made the schema, or it does not
+    exist.
     """
     if not await _is_there(connection, schema, "system"):
         return None
@@ -38,8 +38,8 @@ async def read_identity(connection: AsyncConnection[Any], schema: str) -> Identi
 
 
 async def write_identity(connection: AsyncConnection[Any], schema: str, identity: Identity) -> None:
-    """Writes down what a schema belongs to from here on; as a comment also for other systems, which may not
-    read its tables.
+    """Records the system of a schema. A comment records it too, for other systems, which may not be allowed
+    to read its tables.
     """
     table = sql.Identifier(schema, "system")
     async with connection.transaction():
@@ -61,51 +61,51 @@ def _comment(journal: str) -> str:
 
 
 async def is_system(connection: AsyncConnection[Any], schema: str) -> bool:
-    """Whether a schema has a system's tables, of whatever release."""
+    """Whether a schema has the tables of a system, of any release."""
     return await _is_there(connection, schema, "migrations") and await _is_there(
         connection, schema, "outcomes"
     )
 
 
 async def schemas_of(connection: AsyncConnection[Any], schema: str) -> list[str]:
-    """The schemas of a system, its own first: those that `read_models` names, as far as they are there.
+    """The main schema of a system, and then the existing schemas that `read_models` names.
 
-    Where its own is gone, those that are left of it: they have names that no other system may have, and
-    cursors of a read model.
+    If the main schema is gone, the schemas that are left of the system: their names are reserved for it, and
+    they have cursors of a read model.
     """
     if await _is_there(connection, schema, "read_models"):
         query = sql.SQL(
             "SELECT nspname FROM pg_namespace WHERE nspname IN (SELECT schema FROM {}) ORDER BY nspname"
         )
-        found = await connection.execute(query.format(sql.Identifier(schema, "read_models")))
-        return [schema, *(name for (name,) in await found.fetchall())]
+        rows = await connection.execute(query.format(sql.Identifier(schema, "read_models")))
+        return [schema, *(name for (name,) in await rows.fetchall())]
     if await is_system(connection, schema):
         return [schema]
-    found = await connection.execute(
+    rows = await connection.execute(
         "SELECT nspname FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = relnamespace "
         "WHERE relname = 'projection_cursors' AND relkind = 'r' ORDER BY nspname"
     )
     return [
         name
-        for (name,) in await found.fetchall()
+        for (name,) in await rows.fetchall()
         if may_be_version(schema, name) and not await is_system(connection, name)
     ]
 
 
 async def why_not_for_a_system(connection: AsyncConnection[Any], schema: str) -> str | None:
-    """Why a system cannot be made in a schema, in words; None when it can, or when it is there already."""
+    """Why a system cannot be made in a schema; None if it can, or if the schema already has a system."""
     if _RESERVED.fullmatch(schema):
         return "PostgreSQL and other programs use it"
     if await is_system(connection, schema):
         return None
     if derived := _DERIVED.fullmatch(schema):
-        return f"a system in schema {derived[1]} gives such names to schemas of its own"
+        return f"a system in schema {derived[1]} would use this name for its read models"
     query = (
         "SELECT relname FROM pg_class WHERE relnamespace = (SELECT oid FROM pg_namespace WHERE nspname = "
         "%s) ORDER BY relname LIMIT 1"
     )
     row = await (await connection.execute(query, (schema,))).fetchone()
-    return f"it holds something else ({row[0]})" if row else None
+    return f"it has other tables ({row[0]})" if row else None
 
 
 async def others_on(connection: AsyncConnection[Any], schema: str, journal: str) -> list[str]:
@@ -114,22 +114,20 @@ async def others_on(connection: AsyncConnection[Any], schema: str, journal: str)
 
 
 async def other_systems(connection: AsyncConnection[Any], schema: str) -> list[str]:
-    """Other schemas of this database that belong to a system, as far as that is written down."""
+    """Other schemas of this database that belong to a system, if their system is recorded."""
     return [name for name, _ in await _others(connection, schema)]
 
 
 async def _others(connection: AsyncConnection[Any], schema: str) -> list[tuple[str, str]]:
-    """Other schemas that say of which journal they are, in the comment that every role may read; with the
-    comment.
-    """
-    found = await connection.execute(
+    """Other schemas with a comment that names their journal, and this comment, which every role may read."""
+    rows = await connection.execute(
         "SELECT nspname, obj_description(c.oid, 'pg_class') FROM pg_class AS c JOIN pg_namespace AS n ON "
         "n.oid = relnamespace "
         "WHERE relname = 'system' AND relkind = 'r' AND nspname <> %s "
         "AND starts_with(obj_description(c.oid, 'pg_class'), %s) ORDER BY nspname",
         (schema, _comment("")),
     )
-    return await found.fetchall()
+    return await rows.fetchall()
 
 
 async def _is_there(connection: AsyncConnection[Any], schema: str, table: str) -> bool:

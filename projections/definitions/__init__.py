@@ -1,10 +1,10 @@
-"""Definitions of read models: the complete current form of each, as SQL in parts, under a number that grows
-when it changes.
+"""Definitions of read models: the complete current form of each, as SQL in parts, with a number that
+increases with each change.
 
-A file begins with `--- definition N`. `--- changes N: table.column …` names the columns whose values
-definition N means to change (`table.*`: all of a table, its rows too): a rebuild counts differences there
-apart. Parts: `tables` (bare, so that a build can load them at bulk speed), `staging` (what a build needs
-until it is finished), `constraints` (and indexes), `views` (what people read).
+A file starts with `--- definition N`. `--- changes N: table.column …` declares the columns whose values
+definition N changes (`table.*`: all columns and the rows of a table); a rebuild counts differences there
+separately. Parts: `tables` (without constraints, so that a build loads them faster), `staging` (tables that
+only a build needs), `constraints` (and indexes), `views` (what users read).
 """
 
 import re
@@ -13,7 +13,8 @@ from functools import cache
 from importlib.resources import files
 from typing import Final, NamedTuple
 
-#: The read models that are rebuilt. What is published on `grab.events` is none: its read model is a topic.
+#: The projections whose read models are in PostgreSQL and are rebuilt. `events` is not one: it writes a
+#: topic.
 PROJECTIONS: Final = ("ledger", "balances", "audit")
 PARTS: Final = ("tables", "staging", "constraints", "views")
 
@@ -24,11 +25,11 @@ _part = re.compile(r"^--- part ([a-z]+)$", re.MULTILINE)
 
 
 class BadDefinition(Exception):
-    """A definition file that lacks its number, or has a part that does not exist."""
+    """A definition file without a number, or with an unknown part."""
 
 
 class Definition(NamedTuple):
-    """A read model's form: its number, the columns each number meant to change, and its SQL by part."""
+    """A definition: its number, the columns that each number declares as changed, and its SQL by part."""
 
     projection: str
     number: int
@@ -46,18 +47,18 @@ class Definition(NamedTuple):
         return _table.findall(self.parts["staging"])
 
     def declared_since(self, number: int) -> frozenset[str]:
-        """The columns, as `table.column`, that definitions after a number meant to change."""
+        """The columns, as `table.column`, that definitions after `number` declare as changed."""
         return frozenset(
             column for since, columns in self.changes.items() if since > number for column in columns
         )
 
 
 def parse(projection: str, text: str) -> Definition:
-    """A definition from its SQL; raises BadDefinition with what is wrong."""
-    found = _number.search(text)
-    if found is None:
+    """Parses the SQL of a definition; raises BadDefinition with the problem."""
+    match = _number.search(text)
+    if match is None:
         raise BadDefinition(f"{projection}: no line `--- definition N`")
-    number = int(found[1])
+    number = int(match[1])
     changes = {int(since): frozenset(columns.split()) for since, columns in _changes.findall(text)}
     if any(since > number for since in changes):
         raise BadDefinition(f"{projection}: changes of a definition above {number}")
@@ -72,7 +73,7 @@ def parse(projection: str, text: str) -> Definition:
 
 @cache
 def definition_of(projection: str) -> Definition:
-    """The definition this code has of a projection; what is published has none but cursors."""
+    """This code's definition of a projection. `events` has an empty one: only cursors."""
     if projection not in PROJECTIONS:
         return Definition(projection, 1, {}, dict.fromkeys(PARTS, ""))
     return parse(projection, (files("grabstream.projections.definitions") / f"{projection}.sql").read_text())
@@ -80,5 +81,5 @@ def definition_of(projection: str) -> Definition:
 
 @cache
 def cursor_tables() -> str:
-    """The SQL of the tables that every version has: how far it is, and where it stopped."""
+    """The SQL of the tables that every version has: its cursors and its stops."""
     return (files("grabstream.projections.definitions") / "cursors.sql").read_text()

@@ -1,4 +1,4 @@
--- The audit trail: every event, byte for byte, with the chain's hash behind it.
+-- The audit trail: every event, byte for byte, with the hash of the chain after it.
 --- definition 1
 
 --- part tables
@@ -16,9 +16,8 @@ CREATE TABLE audit_1 (
 --- part constraints
 
 ALTER TABLE audit_1 ADD PRIMARY KEY (shard, seq);
--- For the recovery of a shard in Redis, which needs few events of many: those of offers that are still there, and what became of the
--- payments of others. (Equal offers share
--- their entries: about 6 bytes an event.)
+-- For the recovery of a shard in Redis, which needs few of the events: those of present offers, and those
+-- about payments of retired offers. (Entries of the same offer share storage: about 6 bytes for each event.)
 CREATE INDEX audit_1_offer ON audit_1 (offer);
 CREATE INDEX audit_1_payments ON audit_1 (offer, seq) WHERE type IN ('grab.confirmed', 'payment.refund_due');
 CREATE INDEX audit_1_life ON audit_1 (shard, offer) WHERE type IN ('offer.opened', 'offer.retired');
@@ -27,10 +26,12 @@ CREATE INDEX audit_1_life ON audit_1 (shard, offer) WHERE type IN ('offer.opened
 
 CREATE VIEW audit AS SELECT shard, seq, offer, type, at, body, hash FROM audit_1;
 
--- What operators did, in order; nothing is ever changed in it.
+-- The commands of operators that made events.
 CREATE VIEW operations AS
-    SELECT shard, seq, offer, type, at, body::jsonb->>'operator' AS operator, body::jsonb->>'command' AS command, body
+    SELECT shard, seq, offer, type, at, body::jsonb->>'operator' AS operator,
+           body::jsonb->>'command' AS command, body
     FROM audit_1
-    WHERE type IN ('offer.opened', 'offer.loaded', 'offer.amended', 'offer.paused', 'offer.resumed', 'offer.closed', 'ledger.adjusted')
-      -- Closed by the system itself: by its last grab, or by time. Other reasons, and ids of commands, are words of whoever sent them.
+    WHERE type IN ('offer.opened', 'offer.loaded', 'offer.amended', 'offer.paused', 'offer.resumed',
+                   'offer.closed', 'ledger.adjusted')
+      -- Without closes by the system: by the last grab, or at the deadline.
       AND NOT (type = 'offer.closed' AND coalesce(body::jsonb->>'reason' IN ('drained', 'deadline'), false));

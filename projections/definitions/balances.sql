@@ -1,12 +1,13 @@
--- Balances: what every user has, every grab and offer as it stands, and what became of payments.
+-- Balances of users, and the current state of offers, grabs and payments.
 --- definition 2
 --- changes 2: grabs_1.counted_at grabs_1.uncounted grabs_1.recounted offers_1.opened_seq offers_1.retired_seq
 
 --- part tables
 
--- What a user has are sums over all offers and corrections, without a bound: integers wider than bigint. What belongs to one event, grab,
--- offer or payment is at most 10^13, and stays bigint: of an offer no more is given, held or left than its `total`; a grab is paid its
--- `due` at most, since units that went back are not paid again; a limit counts up to its `max`.
+-- Balances of users are sums over all offers and corrections. They have no bound, so they are wider than
+-- bigint. Every amount of one event, grab, offer or payment is at most 10^13 and a bigint: an offer never
+-- gives, holds or has left more than its `total`; a grab is paid at most its `due`, since returned units are
+-- not paid again; a limit counts up to its `max`.
 CREATE TABLE balances_1 (
     user_id text NOT NULL,
     asset text NOT NULL,
@@ -14,9 +15,11 @@ CREATE TABLE balances_1 (
     held numeric(38, 0) NOT NULL DEFAULT 0
 );
 
--- Of the units of a grab (`quantity`), `held` wait to be confirmed and `back` went back, or are waited for; the rest is the user's.
--- Limits count `quantity - uncounted` of them at the time `at`, and in `recounted`, a list of [minute as ms since 1970, units], what late
--- payments retook: limits count these at that minute (every window begins with one). What goes back leaves the newest first. `state` is the newest event's; the view makes of it how the grab stands.
+-- Of the units of a grab (`quantity`), `held` wait to be confirmed, and `back` were returned or are still
+-- waited for; the rest is the user's. Limits count `quantity - uncounted` of them at the time `at`. Units
+-- that late payments took again are in `recounted`, a list of [minute as ms since 1970 UTC, units]: limits
+-- count these at that minute (every window begins at a full minute). Returned units are subtracted from the
+-- newest entries first. `state` is that of the newest event; the view computes the state of the grab from it.
 CREATE TABLE grabs_1 (
     offer text NOT NULL,
     grab text NOT NULL,
@@ -43,9 +46,9 @@ CREATE TABLE grabs_1 (
     basket text
 );
 
--- Offers and payments are few beside grabs: a build changes them by their keys as it goes.
--- `terms` also has what the view `limits` needs: `limits_since`, where limits were amended, all of them with the seq that they count
--- from; `campaign_zone`, where limits of the campaign count in another zone than the offer's.
+-- There are few offers and payments compared with grabs, so a build updates them by their keys. `terms` also
+-- has what the view `limits` needs: `limits_since` (if limits were amended: all limits, with the seq from
+-- which they count), and `campaign_zone` (if limits of the campaign count in another zone than the offer's).
 CREATE TABLE offers_1 (
     offer text PRIMARY KEY,
     shard integer NOT NULL,
@@ -77,7 +80,8 @@ CREATE TABLE offers_1 (
     retired_seq bigint
 );
 
--- One row for each time a payment was booked. Its id may be used again when its campaign has long forgotten it.
+-- One row for each booking of a payment. The id of a payment may be used again after its campaign has
+-- forgotten it.
 CREATE TABLE payments_1 (
     campaign text NOT NULL,
     payment text NOT NULL,
@@ -97,7 +101,7 @@ CREATE INDEX payments_1_payment ON payments_1 (campaign, payment);
 
 --- part staging
 
--- What users gained and lost, added up a chunk; `finish` adds the chunks up.
+-- Changes of users' balances, one row for each load; `finish` adds them up.
 CREATE TABLE balance_changes (
     user_id text NOT NULL,
     asset text NOT NULL,
@@ -105,7 +109,7 @@ CREATE TABLE balance_changes (
     held numeric(38, 0) NOT NULL
 );
 
--- What each event changed of a grab: sums, and what it replaces (NULL: as it was).
+-- The changes of a grab by each event: sums to add, and replaced columns (NULL: unchanged).
 CREATE TABLE grab_changes (
     offer text NOT NULL,
     grab text NOT NULL,
@@ -154,8 +158,9 @@ ALTER TABLE payments_1
 
 CREATE VIEW balances AS SELECT user_id, asset, available, held FROM balances_1;
 CREATE VIEW offers AS
-    SELECT offer, shard, kind, issuer, funding, asset, total, units, title, state, opened_at, opens_at, closes_at, closed_at, retired_at,
-           reason, grabs, given, held, waiting, units_left, total - given - held - refunded AS amount_left, refunded, seed_sha256, seed,
+    SELECT offer, shard, kind, issuer, funding, asset, total, units, title, state, opened_at, opens_at,
+           closes_at, closed_at, retired_at, reason, grabs, given, held, waiting, units_left,
+           total - given - held - refunded AS amount_left, refunded, seed_sha256, seed,
            terms - 'limits_since' - 'campaign_zone' AS terms
     FROM offers_1;
 CREATE VIEW grabs AS
@@ -167,23 +172,27 @@ CREATE VIEW grabs AS
                 ELSE state
            END AS state,
            quantity, amount, asset, place, shard, seq, at,
-           held, quantity - held - back AS taken, redeemed, back, deadline_at, due, currency, paid, refunded, attributes, basket
+           held, quantity - held - back AS taken, redeemed, back, deadline_at, due, currency, paid, refunded,
+           attributes, basket
     FROM grabs_1;
 CREATE VIEW payments AS
     SELECT payment, offer, grab, amount, currency, state, outcome, refunded, shard, seq, at FROM payments_1;
 
--- The line of those who wait, the next first.
+-- The waiting lists of open offers; position 1 is served next.
 CREATE VIEW waiting AS
-    SELECT g.offer, g.grab, g.user_id, g.quantity, g.at, row_number() OVER (PARTITION BY g.offer ORDER BY g.place) AS position
+    SELECT g.offer, g.grab, g.user_id, g.quantity, g.at,
+           row_number() OVER (PARTITION BY g.offer ORDER BY g.place) AS position
     FROM grabs_1 AS g JOIN offers_1 AS o USING (offer)
     WHERE g.state = 'waiting' AND o.closed_at IS NULL;
 
--- What each limit leaves to each user, or value of an attribute, in the window of now. A limit counts the grabs since it was added; a
--- campaign's limit those of all offers since the campaign began (when all its earlier offers had retired), in the zone of its first offer.
--- Which came first is told by seq: a shard's time may stand still while its events go on.
+-- What each limit leaves to each user, or value of an attribute, in the current window. A limit counts grabs
+-- since it was added. A limit of a campaign counts the grabs of all its offers since the campaign began
+-- (after all its earlier offers had retired), in the zone of its first offer. Events are ordered by seq,
+-- since the time of a shard may stand still.
 CREATE VIEW limits AS
     WITH begun AS (
-        SELECT offer, shard, kind, retired_at, opened_seq, terms, hour_shift_ms, split_part(offer, ':', 1) AS campaign,
+        SELECT offer, shard, kind, retired_at, opened_seq, terms, hour_shift_ms,
+               split_part(offer, ':', 1) AS campaign,
                CASE WHEN max(coalesce(retired_seq, 9223372036854775807)) OVER (
                         PARTITION BY shard, split_part(offer, ':', 1) ORDER BY opened_seq
                         ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING
@@ -192,9 +201,12 @@ CREATE VIEW limits AS
     ), lives AS (
         SELECT *, sum(begins) OVER (PARTITION BY shard, campaign ORDER BY opened_seq) AS life FROM begun
     ), amended AS (
-        SELECT l.offer, e.seq, lead(e.seq, 1, 9223372036854775807) OVER (PARTITION BY l.offer ORDER BY e.seq) AS until, e.limits
+        SELECT l.offer, e.seq,
+               lead(e.seq, 1, 9223372036854775807) OVER (PARTITION BY l.offer ORDER BY e.seq) AS until,
+               e.limits
         FROM lives AS l, jsonb_to_recordset(coalesce(
-            l.terms->'limits_since', jsonb_build_array(jsonb_build_object('seq', 0, 'limits', coalesce(l.terms->'limits', '[]')))
+            l.terms->'limits_since',
+            jsonb_build_array(jsonb_build_object('seq', 0, 'limits', coalesce(l.terms->'limits', '[]')))
         )) AS e (seq bigint, limits jsonb)
         WHERE l.kind <> 'envelope'
     ), counting AS (
@@ -202,9 +214,14 @@ CREATE VIEW limits AS
         FROM amended AS a, jsonb_to_recordset(a.limits) AS x (by text, per text, max bigint, scope text)
     ), declared AS (
         SELECT l.offer, l.shard, l.campaign, l.life, c.by, c.per, c.max, c.scope,
-               coalesce(CASE c.scope WHEN 'campaign' THEN l.terms->'campaign_zone'->>'timezone' END, l.terms->>'timezone', 'UTC') AS timezone,
-               coalesce(CASE c.scope WHEN 'campaign' THEN (l.terms->'campaign_zone'->>'hour_shift_ms')::bigint END, l.hour_shift_ms)
-                   AS hour_shift_ms
+               coalesce(
+                   CASE c.scope WHEN 'campaign' THEN l.terms->'campaign_zone'->>'timezone' END,
+                   l.terms->>'timezone', 'UTC'
+               ) AS timezone,
+               coalesce(
+                   CASE c.scope WHEN 'campaign' THEN (l.terms->'campaign_zone'->>'hour_shift_ms')::bigint END,
+                   l.hour_shift_ms
+               ) AS hour_shift_ms
         FROM lives AS l JOIN counting AS c USING (offer)
         WHERE l.retired_at IS NULL AND c.until = 9223372036854775807
     ), counted AS (
@@ -213,11 +230,16 @@ CREATE VIEW limits AS
         FROM declared AS d
         JOIN counting AS c ON (c.by, c.per, c.scope) = (d.by, d.per, d.scope)
         JOIN lives AS l ON l.offer = c.offer
-            AND (l.offer = d.offer OR (d.scope = 'campaign' AND (l.shard, l.campaign, l.life) = (d.shard, d.campaign, d.life)))
+            AND (
+                l.offer = d.offer
+                OR (d.scope = 'campaign' AND (l.shard, l.campaign, l.life) = (d.shard, d.campaign, d.life))
+            )
         JOIN grabs_1 AS g ON g.offer = c.offer AND g.seq >= c.seq AND g.seq < c.until
         CROSS JOIN LATERAL (
-            -- Who left the waiting list counts no more.
-            SELECT g.at, CASE WHEN g.state = 'released' AND g.deadline_at IS NULL THEN 0 ELSE g.quantity - g.uncounted END AS units
+            -- Grabs that left the waiting list no longer count.
+            SELECT g.at,
+                   CASE WHEN g.state = 'released' AND g.deadline_at IS NULL THEN 0
+                        ELSE g.quantity - g.uncounted END AS units
             UNION ALL SELECT (e->>0)::bigint, (e->>1)::bigint FROM jsonb_array_elements(g.recounted) AS e
         ) AS b
         WHERE CASE d.per
@@ -228,6 +250,7 @@ CREATE VIEW limits AS
                 = date_trunc(d.per, now() AT TIME ZONE d.timezone)
         END
     )
-    SELECT offer, by, per, scope, value, max, sum(units)::bigint AS counted, greatest(max - sum(units), 0)::bigint AS "left"
+    SELECT offer, by, per, scope, value, max, sum(units)::bigint AS counted,
+           greatest(max - sum(units), 0)::bigint AS "left"
     FROM counted WHERE value IS NOT NULL
     GROUP BY offer, by, per, scope, value, max;

@@ -1,5 +1,5 @@
--- What every version of a read model has beside its own tables: how far it is in each shard, and where it has stopped.
--- `frozen`: another version of the same definition is live, and the workers write that one.
+-- Tables that every version of a read model has: its cursor in each shard, and the shards at which it
+-- stopped. `frozen`: another version of the same definition is live, and workers write that version.
 
 CREATE TABLE projection_cursors (
     projection text NOT NULL,

@@ -1,9 +1,10 @@
--- The ledger: every transfer as a row, and what stands on every account.
+-- The ledger: every transfer as a row, and the sum of every account.
 --- definition 2
 
 --- part tables
 
--- A transfer is of at most 10^13; `posted` is a sum of as many as there will ever be, and stays an integer.
+-- The amount of a transfer is at most 10^13. `posted` is a sum of any number of transfers, and always an
+-- integer.
 CREATE TABLE transfers_1 (
     shard integer NOT NULL,
     seq bigint NOT NULL,
@@ -33,7 +34,10 @@ ALTER TABLE accounts_1
     ADD PRIMARY KEY (account, asset),
     ADD CONSTRAINT never_below_zero CHECK (
         posted >= 0
-        OR NOT (account LIKE 'offer:%' OR account LIKE 'hold:%' OR account LIKE 'wallet:%' OR account LIKE 'redeemed:%')
+        OR NOT (
+            account LIKE 'offer:%' OR account LIKE 'hold:%'
+            OR account LIKE 'wallet:%' OR account LIKE 'redeemed:%'
+        )
     );
 
 --- part views

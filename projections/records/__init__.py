@@ -1,1 +1,1 @@
-"""Tables that no event makes: refusals, their counts, recoveries, and records that were set aside."""
+"""Tables that are not computed from events: refusals, their counts, recoveries, and records set aside."""

@@ -1,5 +1,5 @@
-"""Demand: refusals, counted by offer, outcome and second. They are no events; the counts come from Redis as
-absolute numbers.
+"""Demand: the counts of refusals by offer, outcome and second. Refusals are not events; Redis counts them,
+and the counts are absolute numbers.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from grabstream.projections.database.migrate import use_schema
 async def record(
     connection: AsyncConnection[Any], schema: str, shard: int, rows: Sequence[tuple[int, int, str, int]]
 ) -> None:
-    """Writes (second, outcome code, offer, refusals) rows; writing the same again changes nothing."""
+    """Writes rows (second, outcome code, offer, refusals). Writing the same rows again changes nothing."""
     async with connection.transaction():
         await use_schema(connection, schema)
         await connection.execute(

@@ -1,5 +1,5 @@
-"""What recoveries of shards did, and which decisions they took back: for `status`, `doctor`, and whoever has
-to tell a user.
+"""Recoveries of shards, and the decisions that were lost by them, for `status`, `doctor`, and operators who
+must inform users.
 """
 
 from collections.abc import Sequence
@@ -16,8 +16,8 @@ Lost = tuple[int, int, str, str, str, str | None, str, int | None, str | None]
 async def record_recovery(
     connection: AsyncConnection[Any], schema: str, row: Sequence[Any], lost: Sequence[Lost]
 ) -> None:
-    """Writes (shard, term, kind, problem, redis_seq, journal_seq, snapshot_seq, applied, seconds), and what
-    was lost by it.
+    """Writes a recovery (shard, term, kind, problem, redis_seq, journal_seq, snapshot_seq, applied, seconds)
+    and the decisions that were lost by it.
     """
     async with connection.transaction():
         await use_schema(connection, schema)
@@ -31,7 +31,7 @@ async def record_recovery(
 
 
 async def record_lost(connection: AsyncConnection[Any], schema: str, lost: Sequence[Lost]) -> None:
-    """Writes decisions that a recovery took back."""
+    """Writes decisions that were lost by a recovery."""
     async with connection.transaction():
         await use_schema(connection, schema)
         await _insert_lost(connection, lost)

@@ -1,5 +1,5 @@
-"""Refusals that are kept: a bounded sample, the newest. They are no events: nothing is rebuilt from them, and
-the oldest go.
+"""A bounded sample of single refusals. Refusals are not events: no rebuild makes them again, and the oldest
+are deleted.
 """
 
 from collections.abc import Sequence
@@ -19,8 +19,8 @@ async def record(
     connection: AsyncConnection[Any], schema: str, rows: Sequence[tuple[Any, ...]], rows_max: int,
     oldest_at: int
 ) -> None:  # fmt: skip
-    """Adds rows in the order of `Refusal` in `lua/gate/refusals.py`; forgets all but the newest `rows_max`,
-    and those before `oldest_at` (ms).
+    """Adds rows, with columns in the order of `Refusal` in `lua/gate/refusals.py`. Deletes all but the newest
+    `rows_max` rows, and rows before `oldest_at` (ms since 1970 UTC).
     """
     async with connection.transaction():
         await use_schema(connection, schema)
@@ -30,11 +30,11 @@ async def record(
         ):
             for row in rows:
                 await copy.write_row(row)
-        # Ids are given out in order: this many back from the newest is the bound, without counting.
+        # Ids increase by one, so the bound follows from the newest id, without counting rows.
         await connection.execute(
             "DELETE FROM refusals_1 WHERE id <= (SELECT max(id) FROM refusals_1) - %s", (rows_max,)
         )
-        # They come nearly in the order of their times: a few of the oldest are looked at.
+        # Ids are nearly in the order of the times, so checking the oldest rows suffices.
         await connection.execute(
             "DELETE FROM refusals_1 WHERE id IN (SELECT id FROM refusals_1 ORDER BY id LIMIT 10000) AND at < "
             "%s",

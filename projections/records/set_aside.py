@@ -1,8 +1,8 @@
-"""What operators set aside: journal records that a projection could not take in, with their bytes, and what
-the books lack for it.
+"""Records that operators set aside: journal records that a projection could not apply, with their bytes, and
+the amounts that the read model lacks for it.
 
-It concerns the version of the read model whose cursor was moved. Another version, built with these events, is
-not short of them; when the first one comes back, it is again.
+This concerns the version of the read model whose cursor was moved. Another version may have been built with
+these events, and then lacks nothing; after a switch back, they are missing again.
 """
 
 import json
@@ -16,16 +16,15 @@ from psycopg import AsyncConnection
 from grabstream.models.journal import Cursor, Headers
 from grabstream.projections import cursors
 
-#: Accounts that are named in one line.
-SUMS_TOLD_MAX: Final = 4
+#: Accounts that one line names.
+SUMS_SHOWN_MAX: Final = 4
 
 
 class SetAside(NamedTuple):
-    """A record that a projection was let past: `event_count` events from `first_seq` on, and the cursor
-    behind it.
+    """A record that was set aside: `event_count` events from `first_seq` on, and the cursor after it.
 
-    `offers` are those its events are about, and `missing` what accounts lack for it (account, asset, amount),
-    as far as they can be read; when some cannot, `readable` is false.
+    `offers` are the offers of its events, and `missing` the amounts that accounts lack (account, asset,
+    amount). If some events cannot be read, `readable` is false, and both cover the other events only.
     """
 
     id: int
@@ -46,11 +45,11 @@ class SetAside(NamedTuple):
 
     @property
     def last_seq(self) -> int:
-        """The last of its events."""
+        """The seq of its last event."""
         return self.first_seq + self.event_count - 1
 
     def in_words(self) -> str:
-        """What is short by what, in one line."""
+        """What the read model lacks, in one line."""
         where = f"{self.projection}, shard {self.shard}"
         if not self.event_count:
             return (
@@ -65,9 +64,11 @@ class SetAside(NamedTuple):
         offers = ", ".join(self.offers) or "offers that cannot be read"
         more = "" if self.readable or not self.offers else " and others that cannot be read"
         sums = "; ".join(
-            f"{account} {amount:+,} {asset}" for account, asset, amount in self.missing[:SUMS_TOLD_MAX]
+            f"{account} {amount:+,} {asset}" for account, asset, amount in self.missing[:SUMS_SHOWN_MAX]
         )
-        rest = f" and {len(self.missing) - SUMS_TOLD_MAX:,} more" if len(self.missing) > SUMS_TOLD_MAX else ""
+        rest = (
+            f" and {len(self.missing) - SUMS_SHOWN_MAX:,} more" if len(self.missing) > SUMS_SHOWN_MAX else ""
+        )
         lacks = f" ({sums}{rest})" if sums and self.projection in ("ledger", "balances") else ""
         by = f"by {self.operator} ({self.reason})"
         return (
@@ -84,14 +85,14 @@ _COLUMNS = (
 
 
 async def load(connection: AsyncConnection[Any], projection: str | None = None) -> list[SetAside]:
-    """What the live versions lack, in the journal's order."""
-    found = await connection.execute(
+    """The records that the live versions lack, in the order of the journal."""
+    rows = await connection.execute(
         f"SELECT {_COLUMNS} FROM set_aside_records "  # noqa: S608 - the columns are those above
         "WHERE read_model IN (SELECT schema FROM read_models WHERE state = 'live') "
         "AND (%s::text IS NULL OR projection = %s) ORDER BY projection, shard, journal_offset",
         (projection, projection),
     )
-    return [_of_row(*row) for row in await found.fetchall()]
+    return [_of_row(*row) for row in await rows.fetchall()]
 
 
 def _of_row(
@@ -108,17 +109,17 @@ async def set_aside(
     headers: Headers, value: bytes,
     offers: Sequence[str], readable: bool, missing: Sequence[tuple[str, str, int]], refused_because: str,
     reason: str, operator: str,
-    own_cursor: bool,
+    cursor_in_postgres: bool,
 ) -> None:  # fmt: skip
-    """Writes a record into the books as set aside, moves the cursor behind it, and lets the projection go on;
-    all of it or nothing.
+    """In one transaction, stores a record as set aside, moves the cursor after it, and resumes the
+    projection.
 
-    The connection uses the version of the read model that is concerned. `own_cursor` is false for a
-    projection whose cursor is not in PostgreSQL: it finds the way past the record in these rows. Raises
-    CursorMoved when the projection is elsewhere by now.
+    The connection must use the version of the read model that stopped. `cursor_in_postgres` is false for a
+    projection whose cursor is elsewhere: it reads these rows to continue after the record. Raises CursorMoved
+    when the projection has moved or was resumed.
     """
     async with connection.transaction():
-        if own_cursor:
+        if cursor_in_postgres:
             await cursors.advance(connection, projection, {shard: (before, after)})
         await connection.execute(
             "INSERT INTO set_aside_records (projection, read_model, shard, journal_offset, first_seq, count, "
@@ -133,13 +134,13 @@ async def set_aside(
                 list(offers), readable, json.dumps(missing), refused_because, reason, operator,
             ),
         )  # fmt: skip
-        if not await cursors.let_go_on(connection, projection, shard):
-            raise cursors.CursorMoved(f"{projection}, shard {shard}: has not stopped any more")
+        if not await cursors.resume(connection, projection, shard):
+            raise cursors.CursorMoved(f"{projection}, shard {shard}: is no longer stopped")
 
 
 async def carry_over(connection: AsyncConnection[Any], records: Sequence[SetAside]) -> None:
-    """Writes down that the version which the connection uses lacks these too, for the same reasons; in the
-    caller's transaction.
+    """Records, in the caller's transaction, that the version which the connection uses lacks these records
+    too, for the same reasons.
     """
     columns = (
         "shard, journal_offset, first_seq, count, head, term, owner, headers, value, value_sha256, offers, "
@@ -154,9 +155,9 @@ async def carry_over(connection: AsyncConnection[Any], records: Sequence[SetAsid
 
 
 def past(records: Sequence[SetAside], shard: int, cursor: Cursor) -> Cursor:
-    """The cursor, moved past what was set aside right behind it."""
+    """The cursor, moved after all records that were set aside directly after it."""
     for record in records:
-        # Markers may stand between the cursor and the record; they make no event.
+        # Markers may be between the cursor and the record; they have no events.
         if (
             record.shard == shard
             and record.first_seq == cursor.seq + 1

@@ -34,8 +34,8 @@ from grabstream.models.journal import Cursor
 from grabstream.models.transfers import transfers_of
 from grabstream.projections import cursors
 from grabstream.projections.checking import proof, verified
-from grabstream.projections.checking.anew import Anew
 from grabstream.projections.checking.proof import AuditedEvent, Gaps, OfferState, Walked, numbers_in_words
+from grabstream.projections.checking.rebuilt import RebuiltModels
 from grabstream.projections.checking.verified import ALL_SHARDS, Problem, VerifiedTo
 from grabstream.projections.database.migrate import PROJECTIONS, use_schema
 from grabstream.projections.database.sessions import connect
@@ -211,7 +211,7 @@ class Verifier:
             async with connection.transaction():
                 await self._compare_rows(connection, gaps)
             self._rows_at = time.monotonic() + ROWS_EVERY_SECONDS
-        await verified.was_here(connection)
+        await verified.record_pass(connection)
         return more
 
     async def _know_gaps(self, connection: AsyncConnection[Any], gaps: dict[int, Gaps]) -> None:
@@ -228,11 +228,11 @@ class Verifier:
             known, firsts = set(at[shard].gaps), gaps[shard].ids
             if known - firsts.keys() or any(firsts[new] <= at[shard].seq for new in firsts.keys() - known):
                 log.warning("verifier: a read model has other events than before: all of it is verified anew")
-                await verified.begin_anew(connection)
+                await verified.reset_progress(connection)
                 self._observed.clear()
                 break
         for shard in changed:
-            await verified.know_gaps(connection, shard, sorted(gaps[shard].ids))
+            await verified.set_gaps(connection, shard, sorted(gaps[shard].ids))
 
     # -- the walk --------------------------------------------------------------------------------------------
 
@@ -329,7 +329,7 @@ class Verifier:
             one.projection in ("balances", "ledger") and one.event_count
             for one in await set_aside.load(connection)
         )
-        rows = await verified.accounts_behind(connection, *self._account, ROWS_A_PAGE, abreast)
+        rows = await verified.accounts_after(connection, *self._account, ROWS_A_PAGE, abreast)
         self._account = (rows[-1].account, rows[-1].asset) if len(rows) == ROWS_A_PAGE else ("", "")
         accounts, shown = [], []
         for row in rows:
@@ -364,7 +364,7 @@ class Verifier:
             )
             seqs = {shard: (one.seq, _seq(balances, shard), _seq(audit, shard)) for shard, one in at.items()}
             near = [shard for shard, (seq, _, audited) in seqs.items() if audited - seq <= AHEAD_EVENTS_MAX]
-            rows = await verified.offers_behind(connection, self._offer, ROWS_A_PAGE, near)
+            rows = await verified.offers_after(connection, self._offer, ROWS_A_PAGE, near)
             self._offer = rows[-1][0].offer if len(rows) == ROWS_A_PAGE else ""
             known = [
                 row
@@ -403,7 +403,7 @@ class Verifier:
             for shard, one in at.items()
             if one.seq <= _seq(balances, shard) <= _seq(audit, shard) <= one.seq + AHEAD_EVENTS_MAX
         ]
-        rows = await verified.offers_behind(connection, self._rows_offer, ROWS_OFFERS_MAX, near)
+        rows = await verified.offers_after(connection, self._rows_offer, ROWS_OFFERS_MAX, near)
         chosen: dict[str, OfferState] = {}
         events = 0
         self._rows_offer = ""
@@ -431,7 +431,7 @@ class Verifier:
         """
         known: dict[str, int] = dict.fromkeys(chosen, 0)
         async with connection.transaction(force_rollback=True):
-            anew = Anew(connection, self._schema, ("balances",))
+            anew = RebuiltModels(connection, self._schema, ("balances",))
             await anew.begin()
             if anew.other_definition("balances") is not None:
                 return {}
@@ -554,7 +554,7 @@ class Verifier:
             await self._wrong(connection, kind, shard, problem)
 
     async def _wrong(self, connection: AsyncConnection[Any], kind: str, shard: int, problem: Problem) -> None:
-        if await verified.write_down(connection, kind, shard, problem):
+        if await verified.record_finding(connection, kind, shard, problem):
             where = "" if shard == ALL_SHARDS else f", shard {shard}"
             log.critical("verification%s: %s", where, problem.what)
 

@@ -266,7 +266,9 @@ class Restore:
                         await connection.execute(
                             "SELECT set_config('lock_timeout', %s, true)", (f"{LOCK_SECONDS:.0f}s",)
                         )
-                        await versions.begin_anew(connection, schema, version.projection, self._where.shards)
+                        await versions.replace_with_empty(
+                            connection, schema, version.projection, self._where.shards
+                        )
                     await use_schema(connection, schema)
                 else:
                     await versions.discard(connection, schema, version)

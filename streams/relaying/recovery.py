@@ -31,7 +31,7 @@ from grabstream.models.events import (
 )
 from grabstream.models.identifiers import campaign_of
 from grabstream.models.journal import Accepted, Corrupt, Cursor, Gap
-from grabstream.projections.checking.snapshots import KnownPayment, Past
+from grabstream.projections.checking.snapshots import KnownPayment, RetiredOffer
 from grabstream.streams.relaying.ownership import OwnedShard, Ownership
 
 log = logging.getLogger(__name__)
@@ -75,7 +75,7 @@ class Snapshot(NamedTuple):
     cursor: Cursor
     at: int
     retired: Sequence[str]
-    past: Sequence[Past]
+    past: Sequence[RetiredOffer]
     payments: AsyncIterator[Sequence[KnownPayment]]
     events: AsyncIterator[Sequence[AnyEvent]]
 
@@ -342,7 +342,7 @@ class Recovery:
             raise Impossible(str(error)) from None
 
     async def _apply_past(
-        self, own: Ownership, past: Sequence[Past], payments: Sequence[KnownPayment]
+        self, own: Ownership, past: Sequence[RetiredOffer], payments: Sequence[KnownPayment]
     ) -> None:
         keys, campaigns = self._shard.keys, dict[str, int]()
         rows = [

@@ -20,7 +20,7 @@ from psycopg import AsyncConnection, sql
 from grabstream.models.journal import Cursor
 from grabstream.projections import audit, cursors, ledger
 from grabstream.projections.balances import users as balances
-from grabstream.projections.database.locks import Held, hold, let_go
+from grabstream.projections.database.locks import Held, hold, release
 from grabstream.projections.database.migrate import use_schema
 from grabstream.projections.database.sessions import connect
 from grabstream.projections.definitions import PROJECTIONS, definition_of
@@ -262,7 +262,7 @@ async def _drop_left_behind(connection: AsyncConnection[Any], start: str) -> Non
                 if await _is_temporary(connection, schema):
                     await _drop(connection, schema)
             finally:
-                await let_go(connection, _lock(schema))
+                await release(connection, _lock(schema))
 
 
 async def _drop(connection: AsyncConnection[Any], schema: str) -> None:

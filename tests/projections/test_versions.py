@@ -313,7 +313,9 @@ async def test_tables_of_an_older_release_ask_for_init(
     """
     table = f"{settings.schema_}.read_models"
     await connection.execute(f"ALTER TABLE {table} DROP COLUMN keeps_set_aside".encode())
-    with pytest.raises(versions.NoReadModel, match="or those of an older release: run `grabstream init`"):
+    with pytest.raises(
+        versions.NoReadModel, match="or read models of an older release: run `grabstream init`"
+    ):
         await versions.use_read_model(connection, settings.schema_, "ledger")
     await connection.execute(
         f"ALTER TABLE {table} ADD COLUMN keeps_set_aside boolean NOT NULL DEFAULT false".encode()

@@ -32,7 +32,7 @@ async def verifying(settings: Settings) -> AsyncIterator[Callable[..., Any]]:
         await connection.set_isolation_level(IsolationLevel.REPEATABLE_READ)
         verifier = Verifier(redis, key_space(settings), settings.postgres, settings.schema_, 1.0)
 
-        async def passes(number: int = PASSES) -> list[verified.Found]:
+        async def passes(number: int = PASSES) -> list[verified.OpenFinding]:
             for passes_left in reversed(range(number)):
                 # Rows are recomputed in the last pass only, and not every few seconds.
                 verifier._rows_at = float("inf") if passes_left else 0.0

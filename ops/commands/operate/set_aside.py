@@ -191,7 +191,8 @@ async def _set_aside(
         await books.set_aside(
             connection, stop.projection, stop.shard, stopped.before, stopped.after, record.headers,
             record.value, stopped.offers,
-            stopped.readable, missing, stop.reason, reason, operator, own_cursor=stop.projection != EVENTS,
+            stopped.readable, missing, stop.reason, reason, operator,
+            cursor_in_postgres=stop.projection != EVENTS,
         )  # fmt: skip
 
 
@@ -199,10 +200,10 @@ async def _let_go_on(settings: Settings, projection: str, shard: int) -> Cursor:
     async with _open_to_write(settings, projection) as connection:
         before = await _cursor_of(settings, connection, projection, shard)
         if projection != EVENTS and await _is_beside_its_rows(settings, shard, before):
-            await cursors.read_anew(connection, projection, shard, before)
+            await cursors.read_from_beginning(connection, projection, shard, before)
         else:
             await _stop_of(connection, projection, shard)
-        await cursors.let_go_on(connection, projection, shard)
+        await cursors.resume(connection, projection, shard)
     return before
 
 

@@ -25,7 +25,7 @@ from grabstream.projections.database.migrate import use_schema
 from grabstream.projections.database.sessions import connect
 from grabstream.projections.definitions import PROJECTIONS, definition_of
 from grabstream.projections.records import set_aside
-from grabstream.projections.versions import NoReadModel, lost, versions, written_by_us
+from grabstream.projections.versions import NoReadModel, lost, versions, writable_version
 from grabstream.streams.clients import in_words, started
 
 
@@ -191,7 +191,7 @@ async def _versions(connection: AsyncConnection[Any], schema: str, readings: dic
             readings["versions"].append(version._asdict() | {"events": events})
     for projection in PROJECTIONS:
         of_projection = [version for version in known if version.projection == projection]
-        if written_by_us(of_projection, projection) is None:
+        if writable_version(of_projection, projection) is None:
             readings["waiting"][projection] = definition_of(projection).number
 
 

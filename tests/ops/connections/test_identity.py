@@ -341,7 +341,7 @@ async def test_worker_decides_but_writes_no_books_until_init_has_recorded_the_id
         ("information_schema", "other programs use it"),
         ("{}_ledger_2", "a system in schema {} gives such names"),
         ("{}_events_10", "gives such names"), ("{}__at_0123abcd", "a system in schema {} gives such names"),
-        ("{}_reports", r"it holds something else \(mine\)"),
+        ("{}_reports", r"it has other tables \(mine\)"),
     ],
 )  # fmt: skip
 async def test_init_refuses_a_schema_that_is_not_for_a_system(

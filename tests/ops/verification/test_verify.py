@@ -243,7 +243,7 @@ BOOKS = [
     Wrong("transfers_1",
     "INSERT INTO {t} VALUES (1, 9, 7, 'c:envelope', 'CNY', 'external:x', "
     "'wallet:thief', 5, 1)", LEDGER,
-          "transfers (shard 1, seq 9, leg 7): the row is there, and no event makes it"),
+          "transfers (shard 1, seq 9, leg 7): the row exists, but no event makes it"),
     Wrong("accounts_1", "UPDATE {t} SET posted = posted + 1 WHERE (account, asset) = ('issuer:shop', 'CNY')",
     LEDGER,
           "accounts (account issuer:shop, asset CNY): posted is"),
@@ -286,7 +286,7 @@ BOOKS = [
     "makes it 990"),
     Wrong("grabs_1", "DELETE FROM {t} WHERE grab = 'k2'", BALANCES,
     "grabs (offer c:coupon, grab k2): the "
-    "row is not there"),
+    "row is missing"),
     Wrong("offers_1", "UPDATE {t} SET units_left = units_left + 1 WHERE offer = 'c:coupon'", BALANCES,
           "offers (offer c:coupon): units_left is"),
     Wrong("offers_1", "UPDATE {t} SET given = given - 1 WHERE offer = 'gone'", BALANCES,
@@ -309,7 +309,7 @@ BOOKS = [
     "refunded is 1, "
     "the journal makes "
     "it 0"),
-    Wrong("payments_1", "DELETE FROM {t} WHERE payment = 'paid-1'", BALANCES, "the row is not there"),
+    Wrong("payments_1", "DELETE FROM {t} WHERE payment = 'paid-1'", BALANCES, "the row is missing"),
     Wrong("audit_1", "UPDATE {t} SET body = overlay(body placing 'X' from 30 for 1) WHERE (shard, seq) = (1, "
                      "9)", AUDIT,
           "shard 1, seq 9: body of the audit trail differs from the journal"),

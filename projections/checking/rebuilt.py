@@ -1,9 +1,9 @@
-"""The read models made once more, in temporary tables, and compared with those that are shown: row by row,
-and view by view.
+"""The read models, rebuilt in temporary tables and compared with the live versions row by row and view by
+view.
 
-What is made is what a rebuild would make, by the same functions; what is compared stands in the snapshot of
-the caller's transaction, so neither traffic nor how far the workers are makes a difference. Nobody else sees
-the tables, and nothing stays of them.
+The functions of a rebuild make the tables. The comparison reads the snapshot of the caller's transaction, so
+traffic and the progress of workers do not change its result. Only this connection sees the tables, and they
+end with it.
 """
 
 import re
@@ -23,50 +23,52 @@ from grabstream.projections.versions import Version
 
 #: Tables of balances whose rows follow from the events of their own offer.
 OF_AN_OFFER: Final = ("grabs_1", "payments_1")
-#: The audit trail is compared byte for byte while the journal is read: it is not made once more.
-MADE: Final = ("ledger", "balances")
+#: The read models that are rebuilt. The audit trail is compared with the journal byte for byte instead.
+REBUILT: Final = ("ledger", "balances")
 FACTS_AT_ONCE: Final = 4_000
 
 _primary_key = re.compile(r"ALTER TABLE (\w+)\s+ADD PRIMARY KEY \(([^)]+)\)")
 
 
-class Anew:
-    """Read models of one system, in the caller's transaction; that must be REPEATABLE READ."""
+class RebuiltModels:
+    """Rebuilt read models of one system, in the caller's transaction, which must be REPEATABLE READ."""
 
-    def __init__(self, connection: AsyncConnection[Any], schema: str, made: Sequence[str] = MADE) -> None:
+    def __init__(
+        self, connection: AsyncConnection[Any], schema: str, rebuilt: Sequence[str] = REBUILT
+    ) -> None:
         self._connection = connection
         self._schema = schema
-        self._made = made
-        self._waiting: defaultdict[str, list[Fact]] = defaultdict(list)
-        self._own = ""
+        self._rebuilt = rebuilt
+        self._pending: defaultdict[str, list[Fact]] = defaultdict(list)
+        self._temporary_schema = ""
         self.live: dict[str, Version] = {}
-        #: Why one could not be made, in words: the journal leads to what PostgreSQL refuses.
+        #: projection → why it could not be rebuilt: PostgreSQL refused the rows that follow from the journal.
         self.refused: dict[str, str] = {}
 
     async def begin(self) -> None:
-        """Makes the tables."""
-        found = await versions.versions(self._connection, self._schema)
-        self.live = {one.projection: one for one in found if one.state == "live"}
+        """Creates the tables."""
+        all_versions = await versions.versions(self._connection, self._schema)
+        self.live = {version.projection: version for version in all_versions if version.state == "live"}
         await self._connection.execute(
             "SELECT set_config('search_path', %s, true)", (f"pg_temp, {self._schema}",)
         )
-        for name in self._made:
+        for name in self._rebuilt:
             definition = definition_of(name)
             for part in ("tables", "staging"):
                 await self._connection.execute(definition.parts[part].encode())
-        [self._own] = await (
+        [self._temporary_schema] = await (
             await self._connection.execute("SELECT pg_my_temp_schema()::regnamespace::text")
         ).fetchone() or [""]
 
     async def take(self, name: str, fact: Fact) -> None:
-        """Adds an event to one of them; those of a shard come in their order."""
-        waiting = self._waiting[name]
-        waiting.append(fact)
-        if len(waiting) >= FACTS_AT_ONCE:
+        """Adds an event to a read model. Events of a shard must be added in order."""
+        pending = self._pending[name]
+        pending.append(fact)
+        if len(pending) >= FACTS_AT_ONCE:
             await self._load(name)
 
     async def _load(self, name: str) -> None:
-        facts = self._waiting.pop(name, [])
+        facts = self._pending.pop(name, [])
         if facts and name not in self.refused:
             await self._attempt(name, READ_MODELS[name].load, facts)
 
@@ -76,75 +78,78 @@ class Anew:
                 await function(self._connection, *arguments)
         except (psycopg.IntegrityError, psycopg.DataError) as error:
             self.refused[name] = (
-                f"{name}: PostgreSQL refuses what the journal leads to: {str(error).splitlines()[0]}"
+                f"{name}: PostgreSQL refuses the rows that follow from the journal: "
+                f"{str(error).splitlines()[0]}"
             )
 
     async def finish(self) -> None:
-        """Adds up what was loaded."""
+        """Loads the pending events and computes the sums."""
         await self._connection.execute("SET LOCAL work_mem = '64MB'")
-        for name in self._made:
+        for name in self._rebuilt:
             await self._load(name)
             for function in (READ_MODELS[name].finish, _complete(name)):
                 if name not in self.refused:
                     await self._attempt(name, function)
 
     async def differences(self, name: str) -> tuple[int, list[str]]:
-        """Rows that were compared, and what differs, in words, a few rows of each table with a count of the
-        others.
+        """The number of compared rows, and the differences as text: a few rows of each table, and the number
+        of the other rows.
         """
-        live = self.live[name]
-        made = live._replace(schema=self._own, definition=definition_of(name).number)
-        found = await compare(self._connection, definition_of(name), live, made, definition_of(name).tables)
-        return sum(one.rows_new for one in found), [line for one in found for line in _in_words(one)]
+        live, definition = self.live[name], definition_of(name)
+        rebuilt = live._replace(schema=self._temporary_schema, definition=definition.number)
+        tables = await compare(self._connection, definition, live, rebuilt, definition.tables)
+        return sum(table.rows_new for table in tables), [
+            line for table in tables for line in _in_words(table)
+        ]
 
     async def offer_differences(self, offer: str) -> list[str]:
-        """What differs in the rows of one offer, all of whose events were taken, in words."""
+        """The differences in the rows of one offer as text. All events of the offer must have been added."""
         live, definition = self.live["balances"], definition_of("balances")
-        made = live._replace(schema=self._own, definition=definition.number)
-        found = await compare(self._connection, definition, live, made, OF_AN_OFFER, offer)
-        return [line for one in found for line in _in_words(one)]
+        rebuilt = live._replace(schema=self._temporary_schema, definition=definition.number)
+        tables = await compare(self._connection, definition, live, rebuilt, OF_AN_OFFER, offer)
+        return [line for table in tables for line in _in_words(table)]
 
     def other_definition(self, name: str) -> str | None:
-        """In words, that the live version is another release's, whose rows this one cannot make; None where
-        it is this one's.
+        """A message if the live version has a definition of another release, whose rows this release cannot
+        rebuild; else None.
         """
         live, known = self.live[name].definition, definition_of(name).number
         return (
             None
             if live == known
-            else f"its rows are those of definition {live}, this release knows {known}: use the other's "
-            "verify"
+            else f"its rows have definition {live}, this release has definition {known}: run `verify` "
+            "of the other release"
         )
 
     async def views(self) -> tuple[int, list[str]]:
-        """How many views there are, and those that do not show what their definition says."""
+        """The number of views, and a message for each view that differs from its definition."""
         problems: list[str] = []
         count = 0
         for name in PROJECTIONS:
             live = self.live[name]
             if self.other_definition(name) is not None:
                 continue
-            shown, by_version = (
+            in_main, in_version = (
                 await _definitions(self._connection, self._schema),
                 await _definitions(self._connection, live.schema),
             )
             async with self._connection.transaction(force_rollback=True):
-                if name not in self._made:
+                if name not in self._rebuilt:
                     await self._connection.execute(definition_of(name).parts["tables"].encode())
                 await self._connection.execute(definition_of(name).parts["views"].encode())
-                wanted = await _definitions(self._connection, self._own)
-            for view, text in wanted.items():
+                expected = await _definitions(self._connection, self._temporary_schema)
+            for view, text in expected.items():
                 count += 1
-                if by_version.get(view) != text:
-                    problems.append(f"view {live.schema}.{view}: is not what the definition of {name} says")
-                elif (what := await self._not_shown(view, live, shown.get(view))) is not None:
-                    problems.append(f"view {self._schema}.{view}: {what}")
+                if in_version.get(view) != text:
+                    problems.append(f"view {live.schema}.{view}: differs from the definition of {name}")
+                elif (problem := await self._problem_of(view, live, in_main.get(view))) is not None:
+                    problems.append(f"view {self._schema}.{view}: {problem}")
         return count, problems
 
-    async def _not_shown(self, view: str, live: Version, shown: str | None) -> str | None:
-        """Why the view that readers know is not the version's own."""
-        if shown is None:
-            return "is not there"
+    async def _problem_of(self, view: str, live: Version, in_main: str | None) -> str | None:
+        """Why the view of the main schema does not show the view of the live version; None if it does."""
+        if in_main is None:
+            return "is missing"
         async with self._connection.transaction(force_rollback=True):
             columns = await (
                 await self._connection.execute(
@@ -158,8 +163,8 @@ class Anew:
             await self._connection.execute(
                 sql.SQL("CREATE VIEW pg_temp.shown AS SELECT {} FROM {}").format(names, home)
             )
-            [wanted] = (await _definitions(self._connection, self._own, "shown")).values()
-        return None if wanted == shown else f"does not show {live.schema}.{view} as it is"
+            [expected] = (await _definitions(self._connection, self._temporary_schema, "shown")).values()
+        return None if expected == in_main else f"does not show {live.schema}.{view} as it is"
 
 
 def _complete(name: str) -> Any:
@@ -167,7 +172,7 @@ def _complete(name: str) -> Any:
         definition = definition_of(name)
         for table in definition.staging:
             await connection.execute(sql.SQL("DROP TABLE {}").format(sql.Identifier(table)))
-        # What else is constrained holds for the rows that are shown: equal rows are within it.
+        # The live rows satisfy the other constraints, so equal rows do, too.
         for table, key in _primary_key.findall(definition.parts["constraints"]):
             statement = sql.SQL("ALTER TABLE {} ADD PRIMARY KEY ({})")
             columns = sql.SQL(", ").join(sql.Identifier(name.strip()) for name in key.split(","))
@@ -179,28 +184,29 @@ def _complete(name: str) -> Any:
 
 
 async def _definitions(connection: AsyncConnection[Any], schema: str, view: str = "") -> dict[str, str]:
-    """The text of each view of a schema, without the schema's name, as PostgreSQL writes it when it reads
-    what it wrote before: a view that an older release made was written so once more or less than ours.
+    """The text of each view of a schema without the name of the schema. PostgreSQL formats the text of a view
+    again when a view is created from it, so each text is formatted once more here: else a view of an older
+    release could differ only because it was formatted more or less often.
     """
-    found = await connection.execute(
+    rows = await connection.execute(
         "SELECT c.relname, pg_get_viewdef(c.oid) FROM pg_class AS c WHERE c.relnamespace = %s::regnamespace "
         "AND c.relkind = 'v' "
         "AND (%s = '' OR c.relname = %s)",
         (sql.Identifier(schema).as_string(connection), view, view),
     )
     texts = {}
-    for name, text in await found.fetchall():
+    for name, text in await rows.fetchall():
         async with connection.transaction(force_rollback=True):
-            await connection.execute(b"CREATE VIEW pg_temp.written_again AS " + text.encode())
-            [again] = await (
-                await connection.execute("SELECT pg_get_viewdef('pg_temp.written_again'::regclass)")
+            await connection.execute(b"CREATE VIEW pg_temp.formatted AS " + text.encode())
+            [formatted] = await (
+                await connection.execute("SELECT pg_get_viewdef('pg_temp.formatted'::regclass)")
             ).fetchone() or [""]
-        texts[name] = again.replace(f"{schema}.", "")
+        texts[name] = formatted.replace(f"{schema}.", "")
     return texts
 
 
 def _in_words(difference: TableDifference) -> list[str]:
-    """A line for each example, and one for the rows that are not told."""
+    """A line for each example, and one line with the number of other rows that differ."""
     if difference.columns:
         return [
             f"{_shown(difference.table)}: column {name} is {where} of the two"
@@ -213,15 +219,16 @@ def _in_words(difference: TableDifference) -> list[str]:
             f"({', '.join(f'{name} {value}' for name, value in example['key'].items())})"
         )
         if example.get("only") == "new":
-            lines.append(f"{where}: the row is not there")
+            lines.append(f"{where}: the row is missing")
         elif example.get("only") == "old":
-            lines.append(f"{where}: the row is there, and no event makes it")
+            lines.append(f"{where}: the row exists, but no event makes it")
         else:
             changed: Mapping[str, Sequence[Any]] = example["changed"]
             lines.append(
                 f"{where}: "
                 + ", ".join(
-                    f"{name} is {is_}, the journal makes it {was}" for name, (is_, was) in changed.items()
+                    f"{name} is {live}, the journal makes it {rebuilt}"
+                    for name, (live, rebuilt) in changed.items()
                 )
             )
     others = difference.missing + difference.extra + difference.rows_changed - len(lines)
