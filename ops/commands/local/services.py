@@ -1,5 +1,5 @@
-"""`up` and `down`: the local servers, by compose.yaml where a Docker engine answers, else as plain
-processes.
+"""`up` and `down`: start and stop the local servers, with compose.yaml if a Docker engine answers, otherwise
+as plain processes.
 """
 
 import os
@@ -23,14 +23,14 @@ CLUSTER_SERVERS = (
     *(f"kafka-{number}" for number in range(1, 4)),
     "postgres",
 )
-#: Where the ports of the cluster's servers begin, behind that of the single Redis.
+#: The first ports of the cluster's servers, relative to the port of the single Redis.
 OFFSETS = {"redis": 20, "bus": 30, "kafka": 40, "controller": 50, "postgres": 60}
-#: What a shell reads to work with the cluster.
+#: The file that points a shell at the cluster.
 CLUSTER_ENVIRONMENT = PROJECT / ".services" / "cluster.env"
 
 
 def local_services() -> LocalServices:
-    """The set that `up` starts: under .services of the project, on the ports of the settings."""
+    """The servers that `up` starts: in the project's folder .services, on the ports of the settings."""
     settings = load_settings()
     books = conninfo_to_dict(settings.postgres)  # a URL, or host=… port=…
     redis, kafka, postgres = (
@@ -45,12 +45,12 @@ def local_services() -> LocalServices:
 
 
 def local_cluster() -> ClusterServices:
-    """The set that `up --cluster` starts: under .services/cluster, on ports that follow those of the
+    """The servers that `up --cluster` starts: in the folder .services/cluster, on ports after those of the
     settings.
     """
     settings = load_settings()
     if is_cluster(settings.redis_url):
-        # The settings point at such a set already: its first port says where it began.
+        # The settings point at such a cluster already: its first port gives the others.
         first = (
             _local_port(f"redis://{settings.redis_url.partition('://')[2].split(',')[0]}") - OFFSETS["redis"]
         )
@@ -71,30 +71,30 @@ def local_cluster() -> ClusterServices:
 
 
 def _sets(which: str | None = None) -> list[ServerSet]:
-    """The set that was asked for, or both, as far as the settings can mean one of this machine."""
+    """The sets of servers that `which` names; only the cluster, if the settings point at a cluster."""
     if which == "cluster" or is_cluster(load_settings().redis_url):
         return [local_cluster()]
     return [local_services()] if which == "single" else [local_services(), local_cluster()]
 
 
 def _local_port(url: str) -> int:
-    """The port of a server of this machine; raises ServiceError when the settings point at one elsewhere."""
+    """The port of a local server; raises ServiceError when the settings point at another machine."""
     server = urlsplit(url.split(",")[0])
     if server.hostname not in ("127.0.0.1", "localhost") or server.port is None or "," in url:
         raise ServiceError(
-            f"the settings point at {server.netloc.rpartition('@')[2]}, which `up` cannot start: unset them, "
-            "or start it there"
+            f"the settings point at {server.netloc.rpartition('@')[2]}, but `up` starts servers on this "
+            "machine only: unset the settings, or start the server there"
         )
     return server.port
 
 
 def new_seal_key() -> str:
-    """A fresh `id:key` for GRAB_SEAL_KEYS."""
+    """A new random `id:key` for GRAB_SEAL_KEYS."""
     return f"k{secrets.token_hex(2)}:{urlsafe_b64encode(secrets.token_bytes(32)).decode().rstrip('=')}"
 
 
 def docker_answers() -> bool:
-    """Whether a Docker engine with compose is there, and GRAB_SERVICES does not ask for plain processes."""
+    """Whether a Docker engine with compose answers, unless GRAB_SERVICES asks for plain processes."""
     if child_environment().get("GRAB_SERVICES") == "processes":
         return False
     try:
@@ -111,7 +111,7 @@ def _compose(*words: str) -> None:
     done = subprocess.run(["docker", "compose", "-f", str(PROJECT / "compose.yaml"), *words])
     if done.returncode != 0:
         raise ServiceError(
-            f"`docker compose {' '.join(words)}` failed; GRAB_SERVICES=processes uses plain processes instead"
+            f"`docker compose {' '.join(words)}` failed; set GRAB_SERVICES=processes to use plain processes"
         )
 
 
@@ -124,7 +124,7 @@ def _compose_running() -> list[str]:
 
 
 def _write_seal_key() -> bool:
-    """Makes a seal key for local use, unless there is one; returns whether it did."""
+    """Writes a new seal key to .env, unless one is set; returns whether it did."""
     if load_settings().seal_keys.get_secret_value():
         return False
     env_file = Path(".env")
@@ -138,20 +138,20 @@ def _write_seal_key() -> bool:
 @click.option(
     "--temporary",
     is_flag=True,
-    help="Leave nothing outside of the project when they end, unless it was there before.",
+    help="When the servers stop, remove everything that they created outside of the project.",
 )
 @click.option(
     "--cluster",
     is_flag=True,
-    help="A Redis Cluster of three masters with replicas and three Kafka brokers instead of one each.",
+    help="Start a Redis Cluster of three masters with replicas, and three Kafka brokers.",
 )
 @json_option
 def up(temporary: bool, cluster: bool, as_json: bool) -> None:
-    """Start Redis, Kafka and PostgreSQL, whichever do not run; a second call does nothing.
+    """Start those of Redis, Kafka and PostgreSQL that do not run; a second call does nothing.
 
-    Where a Docker engine answers, compose.yaml starts them; GRAB_SERVICES=processes asks for plain processes
-    all the same. Data are kept under .services (PostgreSQL's under /var/tmp when root starts it). A cluster
-    has ports of its own, and may run beside the single servers.
+    If a Docker engine answers, compose.yaml is used, unless GRAB_SERVICES=processes asks for plain processes.
+    These keep their data in the folder .services (PostgreSQL in /var/tmp, if root starts it). A cluster has
+    its own ports, and may run beside the single servers.
     """
     report = (lambda line: None) if as_json else (lambda line: console.print(f"[dim]{line}[/]"))
     made_key = _write_seal_key()
@@ -175,14 +175,14 @@ def up(temporary: bool, cluster: bool, as_json: bool) -> None:
         )
         return
     if made_key:
-        console.print("[dim]GRAB_SEAL_KEYS written to .env: it belongs in every backup[/]")
+        console.print("[dim]GRAB_SEAL_KEYS written to .env: keep it in every backup[/]")
     console.print(f"Redis, Kafka and PostgreSQL are up ([dim]{by}[/]).")
     if environment:
-        console.print(f"`. {environment}` points this shell at them.", highlight=False)
+        console.print(f"Run `. {environment}` to point this shell at them.", highlight=False)
 
 
 def _write_environment(services: ServerSet) -> str:
-    """Writes what points a shell at a set of servers, and returns the file's name."""
+    """Writes the file that points a shell at a set of servers; returns its relative path."""
     lines = (f"export GRAB_{name.upper()}={value}\n" for name, value in services.environment().items())
     CLUSTER_ENVIRONMENT.write_text("".join(lines))
     return os.path.relpath(CLUSTER_ENVIRONMENT)
@@ -190,15 +190,15 @@ def _write_environment(services: ServerSet) -> str:
 
 @click.command()
 @click.argument("which", type=click.Choice(["single", "cluster"]), required=False)
-@click.option("--dry-run", is_flag=True, help="Print what would be ended, and end nothing.")
-@click.option("--remove", is_flag=True, help="Delete their data too.")
+@click.option("--dry-run", is_flag=True, help="Print which servers would be stopped, and stop none.")
+@click.option("--remove", is_flag=True, help="Delete the servers' data too.")
 @json_option
 def down(which: str | None, dry_run: bool, remove: bool, as_json: bool) -> None:
-    """End the servers that `up` started, one of each, the cluster's, or all of them, and no others; their
-    data stay.
+    """Stop the servers that `up` started, and no others: the single servers, the cluster, or both. Their data
+    are kept.
     """
     if dry_run:
-        running = [name for one in _sets(which) for name, pid in one.status().items() if pid is not None]
+        running = [name for set_ in _sets(which) for name, pid in set_.status().items() if pid is not None]
         running += _compose_running() if docker_answers() else []
         if as_json:
             print_json({"running": running})
@@ -214,11 +214,13 @@ def down(which: str | None, dry_run: bool, remove: bool, as_json: bool) -> None:
         )
         deleted = ["containers and volumes of compose.yaml"] if remove else []
     else:
-        stopped = [name for one in _sets(which) for name in one.down()]
-        deleted = [str(path) for one in reversed(_sets(which)) if remove for path in one.remove()]
+        stopped = [name for set_ in _sets(which) for name in set_.down()]
+        deleted = [str(path) for set_ in reversed(_sets(which)) if remove for path in set_.remove()]
     if as_json:
         print_json({"stopped": stopped, "deleted": deleted})
         return
-    console.print(f"Ended: {', '.join(stopped)}." if stopped else "None of our servers was running.")
+    console.print(f"Stopped: {', '.join(stopped)}." if stopped else "No server that `up` started is running.")
     if remove:
-        console.print(f"Deleted: {', '.join(deleted)}." if deleted else "They had no data.", highlight=False)
+        console.print(
+            f"Deleted: {', '.join(deleted)}." if deleted else "There were no data.", highlight=False
+        )

@@ -1,4 +1,4 @@
-"""`worker`: plays roles until it is told to stop."""
+"""`worker`: plays roles until a signal stops it."""
 
 import asyncio
 import contextlib
@@ -16,7 +16,7 @@ import click
 import psycopg
 import uvloop
 
-import grabstream.models.events  # noqa: F401 - a gap in the upcasters is found here, not when a role reads its first event
+import grabstream.models.events  # noqa: F401 - reports a gap in the upcasters here, not at a role's first event
 from grabstream.lua.ending import first_to_end, running
 from grabstream.lua.trouble import is_trouble
 from grabstream.ops.connections.identity import IdentityNotRecorded, OtherSystem, claim_prefix
@@ -53,36 +53,36 @@ from grabstream.streams.worker import ROLES, Role, again, roles_of, run_worker
 
 log = logging.getLogger(__name__)
 
-#: For so long a worker that begins waits for Kafka and Redis.
+#: How long a starting worker waits for Kafka and Redis.
 START_SECONDS: Final = 30.0
 RETRY_SECONDS: Final = 0.5
 EXIT_INTERRUPTED: Final = 128 + signal.SIGINT
 
 
 @click.command()
-@click.option("--roles", default=",".join(ROLES), show_default=True, help="Which roles this process plays.")
+@click.option("--roles", default=",".join(ROLES), show_default=True, help="The roles of this process.")
 def worker(roles: str) -> None:
-    """Decide commands, relay outboxes to the journal, close what is due, and build the read models, until
-    SIGTERM (exit code 0) or Ctrl-C (130).
+    """Run a worker: decide commands, relay outboxes to the journal, end holds and offers that are due, and
+    update the read models. Runs until SIGTERM (exit code 0) or Ctrl-C (130).
     """
     settings = load_settings()
     settings.require_seal_keys()
     worker_log.setLevel(logging.INFO)
-    # Events live for a moment and by the thousand; looking through all of them again and again for cycles is
-    # a tenth of the work.
+    # Garbage collection would search thousands of short-lived events for cycles, which is a tenth of the
+    # work.
     gc.set_threshold(50_000, 20, 50)
     chosen = [role.strip() for role in roles.split(",") if role.strip()]
     unknown = sorted(set(chosen) - set(ROLES))
     if unknown or not chosen:
         raise click.BadParameter(
-            f"{', '.join(unknown) or 'none given'}: choose from {', '.join(ROLES)}", param_hint="--roles"
+            f"{', '.join(unknown) or 'no role given'}: choose from {', '.join(ROLES)}", param_hint="--roles"
         )
     if signal.SIGINT in uvloop.run(_run(settings, chosen)):
         sys.exit(EXIT_INTERRUPTED)
 
 
 async def _run(settings: Settings, chosen: Sequence[str]) -> list[int]:
-    """Plays the roles; returns the signals that ended it."""
+    """Plays the roles; returns the signals that stopped them."""
     stop = asyncio.Event()
     signals: list[int] = []
 
@@ -124,7 +124,7 @@ async def _run(settings: Settings, chosen: Sequence[str]) -> list[int]:
         log.info("playing %s", ", ".join(chosen))
         left = await run_worker(roles, stop)
         if left:
-            # The event loop would wait for them at its end.
+            # The event loop would wait for these roles before it ends.
             log.critical("role %s does not end: ending the process", ", ".join(sorted(left)))
             logging.shutdown()
             os._exit(EXIT_UNKNOWN_ERROR)
@@ -142,8 +142,8 @@ def _ready_words(settings: Settings, chosen: Sequence[str], relayed: Sequence[in
 
 
 class Known:
-    """Whether the settings are known to be those of one system. What a server that was away at the start did
-    not say is asked later.
+    """Whether the settings are known to name one system. A server that was away at the start is asked
+    later.
     """
 
     def __init__(self, settings: Settings, ready: Callable[[str], None]) -> None:
@@ -153,8 +153,8 @@ class Known:
         self._identity: Identity | None = None
         self._is_known = asyncio.Event()
 
-    async def look(self) -> None:
-        """Looks whether they are; raises BadSettings when they are not."""
+    async def check(self) -> None:
+        """Compares the servers; raises BadSettings when they do not belong to one system."""
         try:
             self._identity = await check_system(self._settings, say=log.info)
         except IdentityNotRecorded as error:
@@ -162,7 +162,7 @@ class Known:
             return
         if self._identity is None:
             self._trouble.say(
-                f"schema {self._settings.schema_} does not say so: PostgreSQL is away, or `grabstream init` "
+                f"schema {self._settings.schema_} cannot be asked: PostgreSQL is away, or `grabstream init` "
                 "was not run"
             )
             return
@@ -170,7 +170,7 @@ class Known:
         self._is_known.set()
 
     def before(self, name: str, role: Role) -> Role:
-        """A role that writes the schema begins when it is known to be ours."""
+        """The role, which writes the schema, with a start that waits until the schema is known to be ours."""
 
         async def wait(stop: asyncio.Event) -> None:
             async with running(self._is_known.wait(), stop.wait()) as waiting:
@@ -182,13 +182,13 @@ class Known:
         return wait
 
     async def keep(self, redis: Any, stop: asyncio.Event) -> None:
-        """Claims the prefix anew when Redis has lost that, until `stop`; raises BadSettings when it belongs
-        to another system.
+        """Claims the prefix again whenever Redis has lost the claim, until `stop`; raises BadSettings when
+        the prefix belongs to another system.
         """
         while not stop.is_set():
             try:
                 if self._identity is None:
-                    await self.look()
+                    await self.check()
                 else:
                     await claim_prefix(
                         redis, key_space(self._settings).system, self._settings, self._identity
@@ -203,16 +203,16 @@ class Known:
 
 
 async def _reached(settings: Settings, known: Known, stop: asyncio.Event) -> bool:
-    """Whether Kafka and Redis have answered, and are what a worker needs; False when it is told to end
-    before.
+    """Waits until Kafka and Redis answer, and checks that they suit a worker; returns False when `stop` is
+    set before.
 
-    A server that is just being started, or a broker that has just been lost, is waited for; after
-    START_SECONDS its error is raised.
+    Waits for a server that is starting, or for a broker that has just failed; after START_SECONDS it raises
+    the server's error.
     """
     trouble, give_up_at = Trouble(log, "starting"), time.monotonic() + START_SECONDS
     while not stop.is_set():
         try:
-            await known.look()
+            await known.check()
             redis = open_redis(settings)
             try:
                 await require_core(redis)
@@ -236,14 +236,14 @@ async def _refuse_replay(settings: Settings) -> None:
         async with await connect(settings.postgres, settings.schema_) as connection:
             await refuse_replay(connection, settings)
     except psycopg.OperationalError as error:
-        # The read models wait for PostgreSQL, the other roles do without; a replay's schema then refuses them
-        # by itself.
+        # The read models wait for PostgreSQL; the other roles work without it. A schema of a replay refuses
+        # the read models later.
         log.warning("PostgreSQL cannot be reached yet: %s", error)
 
 
 def _faust(settings: Settings, names: Sequence[str]) -> Role:
     async def run(stop: asyncio.Event) -> None:
-        # Faust takes a second to import, and most roles do without it.
+        # Faust takes a second to import, and most roles do not need it.
         from grabstream.streams.projecting.agents import run_projections
 
         await run_projections(
@@ -261,8 +261,8 @@ def _faust(settings: Settings, names: Sequence[str]) -> Role:
 
 
 def step_of(settings: Settings) -> Step:
-    """For crash tests: GRAB_FAIL_AT=step or step:n kills the process (with :stop it stops it) when the step
-    comes for the n-th time.
+    """For crash tests: GRAB_FAIL_AT=step or step:n kills the process (with :stop, stops it) when it reaches
+    the step for the n-th time.
     """
     fail_at, _, times = settings.fail_at.removesuffix(":stop").partition(":")
     number = signal.SIGSTOP if settings.fail_at.endswith(":stop") else signal.SIGKILL
@@ -283,6 +283,6 @@ async def _record_demand(settings: Settings, shard: int, rows: Sequence[tuple[in
         async with checked_books(settings) as connection:
             await record(connection, settings.schema_, shard, rows)
     except (psycopg.Error, OtherSystem) as error:
-        # The counts stay in Redis, and are written when PostgreSQL is back, or its tables are: a restore
-        # drops them first.
+        # The counts stay in Redis until PostgreSQL, or its tables, are back: a restore drops the tables
+        # first.
         raise OSError(f"PostgreSQL: {error}") from None

@@ -1,5 +1,5 @@
-"""`rebuild`: read models made anew beside the live ones, compared row by row, and shown in one transaction;
-journal and Redis too.
+"""`rebuild`: rebuilds read models beside the live versions, compares them row by row, and switches in one
+transaction. Also rebuilds the journal and Redis.
 """
 
 import functools
@@ -37,18 +37,18 @@ from grabstream.streams.topics import Topics, create_topics
 
 _source_option = click.option(
     "--from", "source", type=click.Choice(["journal", "audit"]), default="journal", show_default=True,
-    help="Where events are read: Kafka's journal, or the audit trail when that is gone.",
+    help="What to read the events from: the journal in Kafka, or the audit trail if the journal is lost.",
 )  # fmt: skip
 
 
 @click.group()
 def rebuild() -> None:
-    """Rebuild read models from the events, beside the live ones; readers notice nothing.
+    """Rebuild read models from the events, beside the live versions. Readers are not disturbed.
 
-    The new version is loaded at bulk speed, follows until it has caught up, is compared with the live one row
-    by row at the same cursors, and is then shown in one transaction. A difference that its definition does
-    not declare makes the switch refuse. Ctrl-C and the same command again goes on. Nothing is published
-    again.
+    The new version is loaded in bulk, follows the journal until it has caught up, is compared with the live
+    version row by row at the same cursors, and then replaces it in one transaction. The switch is refused if
+    rows differ in a way that the definition does not declare. After Ctrl-C, the same command continues.
+    Nothing is published again.
     """
 
 
@@ -56,53 +56,53 @@ def _options(command: Callable[..., None]) -> Callable[..., None]:
     options = (
         _source_option,
         click.option(
-            "--accept", is_flag=True, help="Switch although rows differ that the definition does not declare."
+            "--accept", is_flag=True, help="Switch even if rows differ in a way that is not declared."
         ),
         click.option(
             "--keep-set-aside",
             is_flag=True,
-            help="Go past what operators have set aside for the live version, instead of reading it again.",
+            help="Skip the records that operators have set aside, instead of reading them again.",
         ),
         click.option(
             "--no-switch",
             is_flag=True,
-            help="Build and compare only; the same command without it goes on from there.",
+            help="Only build and compare; the same command without this option then switches.",
         ),
         click.option(
             "--keep/--no-keep",
             default=True,
             show_default=True,
-            help="Whether the old version is kept for --undo.",
+            help="Keep the old version, for --undo.",
         ),
         click.option(
             "--undo",
             is_flag=True,
-            help="Show the previous version again; what is live now becomes the previous one.",
+            help="Switch back to the previous version; the live version becomes the previous one.",
         ),
         click.option("--drop-previous", is_flag=True, help="Drop the previous version, and do nothing else."),
-        click.option("--discard", is_flag=True, help="Drop a version that was begun, and do nothing else."),
+        click.option("--discard", is_flag=True, help="Drop an unfinished version, and do nothing else."),
         click.option(
             "--patience",
             type=click.FloatRange(min=0),
             default=60.0,
             show_default=True,
-            help="Seconds to wait for readers that hold the views.",
+            help="Seconds to wait for readers that use the views.",
         ),
         click.option(
             "--jobs",
             type=WholeNumber(min=1),
             default=os.cpu_count() or 1,
-            show_default="one a core",
-            help="Processes that load.",
+            show_default="one for each core",
+            help="How many processes load events.",
         ),
-        click.option("--dry-run", is_flag=True, help="Say what would be done, and do nothing."),
+        click.option("--dry-run", is_flag=True, help="Show what would be done, and do nothing."),
         json_option,
     )
     return functools.reduce(lambda made, option: option(made), reversed(options), command)
 
 
 class Request(msgspec.Struct, kw_only=True):
-    """What was asked on the command line."""
+    """The options of the command line."""
 
     source: str
     accept: bool
@@ -122,7 +122,7 @@ def _verb(name: str, projections: tuple[str, ...]) -> None:
     words = "every read model, one after the other" if len(projections) > 1 else f"the {name}"
 
     @rebuild.command(
-        name, help=f"Rebuild {words}. Exit 1: refused, or rows differ that were not declared to."
+        name, help=f"Rebuild {words}. Exit code 1: refused, or rows differ in a way that is not declared."
     )
     @_options
     def command(**asked: Any) -> None:
@@ -137,9 +137,9 @@ def _verb(name: str, projections: tuple[str, ...]) -> None:
             and not (request.undo or request.drop_previous or request.discard)
         ):
             raise click.UsageError(
-                "--from audit: the audit trail cannot be rebuilt from itself; name ledger or balances"
+                "--from audit: the audit trail cannot be rebuilt from itself; rebuild ledger or balances"
             )
-        _run_until_stopped(_run(load_settings(), projections, request), "the same command goes on from there")
+        _run_until_stopped(_run(load_settings(), projections, request), "repeat the command to continue")
 
 
 for _name in PROJECTIONS:
@@ -154,49 +154,49 @@ rebuild.add_command(redis_command)
     "source",
     type=click.Choice(["audit"]),
     required=True,
-    help="Where the events are: the audit trail.",
+    help="What to read the events from: the audit trail.",
 )
 @click.option(
     "--replication",
     type=WholeNumber(1),
-    help="Copies of topics that have to be created.  [default: as `init`]",
+    help="Copies of each topic that is created.  [default: as for `init`]",
 )
 @click.option(
     "--new-journal",
     is_flag=True,
-    help="The journal that the schema belongs to is lost for good: a new one takes its place.",
+    help="Declare that the schema's journal is lost for good, and replace it with a new one.",
 )
 @click.option(
     "--republish",
     is_flag=True,
-    help="The events topic was lost too: fill it again from the beginning, for its readers.",
+    help="Also fill the events topic again from the beginning, if it was lost too.",
 )
 @click.option(
     "--accept-loss",
     is_flag=True,
-    help="Give up events that the audit trail has not; who had them is made anew without them.",
+    help="Give up events that the audit trail lacks; read models and shards that have them are rebuilt.",
 )
 @click.option(
-    "--dry-run", is_flag=True, help="Check and say what would be restored; only missing topics are created."
+    "--dry-run", is_flag=True, help="Check and show what would be restored; create missing topics only."
 )
 @json_option
 def journal_(
     source: str, replication: int | None, new_journal: bool, republish: bool, accept_loss: bool,
     dry_run: bool, as_json: bool
 ) -> None:  # fmt: skip
-    """Restore the journal from the audit trail, when Kafka has lost it.
+    """Restore the journal from the audit trail, if Kafka has lost it.
 
-    The schema belongs to one journal, by the id that Kafka gave its topic. Where that topic is gone, or
-    another one of its name is there, --new-journal says that it is lost for good: the topic is created if it
-    is missing, and is the journal from then on.
+    The schema belongs to one journal, identified by the id that Kafka gave its topic. If that topic is gone,
+    or replaced by another topic of the same name, --new-journal declares that it is lost for good: the topic
+    is created if it is missing, and is the journal from then on.
 
-    The topic must have no events (markers of workers that tried do not matter), and the workers have to be
-    stopped. The events come back under the same chain, at new offsets; every cursor is anchored again by its
-    seq and hash. Exit 1: something knows more than the audit trail has; it is named, and --accept-loss is the
-    way out.
+    Stop all workers first. The topic must not have events (markers of workers that have started do not
+    matter). The events are written with the same chain, at new offsets; every cursor is moved to its event's
+    new offset. Exit code 1: a read model, Redis or a topic has events that the audit trail lacks; they are
+    named, and --accept-loss gives them up.
     """
     asked = _restore(load_settings(), replication, new_journal, republish, accept_loss, dry_run, as_json)
-    _run_until_stopped(asked, "the same command goes on from there")
+    _run_until_stopped(asked, "repeat the command to continue")
 
 
 async def _restore(
@@ -247,23 +247,22 @@ async def _restore(
                 )
         if anew:
             console.print(
-                f"Made anew from the journal's beginning: {', '.join(anew)}.", highlight=False, soft_wrap=True
+                f"Rebuilt from the journal's beginning: {', '.join(anew)}.", highlight=False, soft_wrap=True
             )
-        did = (
-            f"would restore {events:,} events"
-            if dry_run
-            else f"{events:,} events are in the journal, {written:,} written now"
-        )
-        console.print(
-            f"{did}, in {len(shards)} shards. Start the workers." if not dry_run else f"{did}.",
-            highlight=False,
-        )
+        if dry_run:
+            summary = f"Would restore {events:,} events."
+        else:
+            summary = (
+                f"{events:,} events are in the journal, {written:,} written now, in {len(shards)} shards. "
+                "Start the workers."
+            )
+        console.print(summary, highlight=False)
     return 0
 
 
 def _run_until_stopped(work: Coroutine[Any, Any, int], word: str) -> NoReturn:
-    """Runs to the end, or until it is told to stop; exits with the code that `work` returns, 1 when it is
-    refused.
+    """Runs `work` until it ends or is stopped by a signal; exits with the code that it returns, or with 1
+    when it is refused.
     """
     few_collections()
     try:
@@ -278,14 +277,14 @@ def _show(line: ProgressLine, what: str, progress: RebuildProgress) -> None:
 
 
 def few_collections() -> None:
-    """Events live for a moment and by the thousand; looking through all of them for cycles is a tenth of the
-    work.
+    """Makes garbage collection rarer: it would search thousands of short-lived events for cycles, which is a
+    tenth of the work.
     """
     gc.set_threshold(50_000, 20, 50)
 
 
 def where_of(settings: Settings) -> Servers:
-    """The system of the settings, as a rebuild wants it."""
+    """The servers of the settings, in the form that a rebuild uses."""
     return Servers(
         settings.kafka, Topics(settings.prefix).journal, settings.postgres, settings.schema_, settings.shards
     )
@@ -301,7 +300,7 @@ async def _run(settings: Settings, projections: tuple[str, ...], request: Reques
         settings, journal=request.source == "journal" and not (request.drop_previous or request.discard)
     )
     if request.undo:
-        # All of them or none: a switch back of some would be half of what was asked.
+        # All or none: checks that each can be switched back before the first is.
         for projection in projections:
             async with open_rebuild(where_of(settings), projection) as work:
                 await work.in_state("previous")
@@ -315,7 +314,7 @@ async def _run(settings: Settings, projections: tuple[str, ...], request: Reques
         except RebuildRefused as error:
             if not (results and request.as_json):
                 raise
-            # What was done before stands, and has to be told.
+            # Read models rebuilt before stay rebuilt, and the JSON output must contain them.
             result = {"projection": projection, "done": str(error), "refused": True}
         results.append(result)
         if not request.as_json:
@@ -336,8 +335,8 @@ async def _one(settings: Settings, work: Rebuild, projection: str, request: Requ
     lost = await work.is_lost(live) and not (request.drop_previous or request.discard)
     if lost and (request.undo or request.no_switch):
         raise RebuildRefused(
-            f"the tables in schema {live.schema} are gone: `grabstream rebuild {projection}` makes them "
-            "anew, and shows them"
+            f"the tables in schema {live.schema} are gone: run `grabstream rebuild {projection}` to rebuild "
+            "them"
         )
     if lost and request.dry_run:
         return result | {
@@ -364,7 +363,7 @@ async def _one(settings: Settings, work: Rebuild, projection: str, request: Requ
         if lost:
             new = await work.restore(source, request.patience)
             done = (
-                f"{new.schema} is live, made anew from the {request.source}: the tables in schema "
+                f"{new.schema} is live, rebuilt from the {request.source}: the tables in schema "
                 f"{live.schema} were gone"
             )
             return result | {
@@ -376,10 +375,11 @@ async def _one(settings: Settings, work: Rebuild, projection: str, request: Requ
         result |= {"new": new._asdict(), "build_seconds": round(time.monotonic() - began, 2)}
         if new.phase != "agreed":
             tables = await work.difference(source, new)
-            undeclared = [one.table for one in tables if one.undeclared]
-            result["difference"] = [msgspec.to_builtins(one) for one in tables]
+            undeclared = [difference.table for difference in tables if difference.undeclared]
+            result["difference"] = [msgspec.to_builtins(difference) for difference in tables]
             if undeclared and not request.accept:
-                lacking = [] if request.keep_set_aside else [one.in_words() for one in await work.set_aside()]
+                set_aside = [] if request.keep_set_aside else await work.set_aside()
+                lacking = [record.in_words() for record in set_aside]
                 done = f"refused: rows of {', '.join(undeclared)} differ, see above"
                 return result | {"refused": True, "done": done, "set_aside": lacking}
             if request.no_switch:
@@ -410,23 +410,22 @@ async def _plan(work: Rebuild, projection: str, live: Version, request: Request)
     begun = await work.begun(request.source, request.keep_set_aside)
     number = definition_of(projection).number
     declared = ", ".join(sorted(definition_of(projection).declared_since(live.definition))) or "no columns"
-    how = f"go on with {begun.schema} ({begun.phase})" if begun else "build a new version"
+    how = f"continue {begun.schema} ({begun.phase})" if begun else "build a new version"
     return (
-        f"would {how} of definition {number} from the {request.source}, the {await work.events():,} events "
-        f"that {live.schema} has and what "
-        f"came since, beside it (definition {live.definition}); {declared} may differ; then "
-        + ("compare only" if request.no_switch else "switch")
+        f"would {how} of definition {number} from the {request.source}, with the {await work.events():,} "
+        f"events of {live.schema} (definition {live.definition}) and newer ones; {declared} may differ; then "
+        + ("only compare" if request.no_switch else "compare and switch")
     )
 
 
 def _print(result: dict[str, Any]) -> None:
     tables = msgspec.convert(result["difference"], list[TableDifference])
-    if any(one.undeclared or one.declared for one in tables):
+    if any(difference.undeclared or difference.declared for difference in tables):
         _print_difference(result["projection"], tables)
     elif tables:
-        counts = ", ".join(f"{one.rows_new:,} of {one.table}" for one in tables)
+        counts = ", ".join(f"{difference.rows_new:,} of {difference.table}" for difference in tables)
         console.print(
-            f"{result['projection']}: old and new are the same in every row: {counts}.",
+            f"{result['projection']}: old and new version are equal in every row: {counts}.",
             highlight=False,
             markup=False,
             soft_wrap=True,
@@ -436,29 +435,29 @@ def _print(result: dict[str, Any]) -> None:
         f"{result['projection']}: {result['done']}.{seconds}", highlight=False, markup=False, soft_wrap=True
     )
     if result["refused"]:
-        console.print("  --accept switches all the same; --discard drops the new version.", highlight=False)
+        console.print("  --accept switches anyway; --discard drops the new version.", highlight=False)
         for words in result.get("set_aside", ()):
             console.print(
-                "  What the new version has and the live one lacks may be what was set aside, and --accept "
-                f"is right then: {words}",
+                "  Rows that only the new version has may be from a record that was set aside; then use "
+                f"--accept: {words}",
                 highlight=False, markup=False, soft_wrap=True,
             )  # fmt: skip
 
 
 def _print_difference(projection: str, tables: list[TableDifference]) -> None:
     rows = []
-    for one in tables:
-        declared = ", ".join(f"{name} {count:,}" for name, count in one.declared.items())
-        changed = ", ".join(f"{name} {count:,}" for name, count in one.changed.items())
-        changed += "".join(f" {name}: {where}" for name, where in one.columns.items())
+    for difference in tables:
+        declared = ", ".join(f"{name} {count:,}" for name, count in difference.declared.items())
+        changed = ", ".join(f"{name} {count:,}" for name, count in difference.changed.items())
+        changed += "".join(f" {name}: {where}" for name, where in difference.columns.items())
         rows.append(
             (
-                one.table,
-                one.rows_old,
-                one.rows_new,
-                one.missing,
-                one.extra,
-                one.rows_changed,
+                difference.table,
+                difference.rows_old,
+                difference.rows_new,
+                difference.missing,
+                difference.extra,
+                difference.rows_changed,
                 changed,
                 declared,
             )
@@ -473,9 +472,9 @@ def _print_difference(projection: str, tables: list[TableDifference]) -> None:
         "columns changed",
         "as declared",
     )
-    console.print(table(f"{projection}: old against new", columns, rows))
-    for one in tables:
-        for example in one.examples:
+    console.print(table(f"{projection}: old and new version compared", columns, rows))
+    for difference in tables:
+        for example in difference.examples:
             key = ", ".join(f"{name} {value}" for name, value in example["key"].items())
             if "only" in example:
                 what = f"only in the {example['only']} version"
@@ -483,4 +482,6 @@ def _print_difference(projection: str, tables: list[TableDifference]) -> None:
                 what = ", ".join(
                     f"{name}: {before!r} → {after!r}" for name, (before, after) in example["changed"].items()
                 )
-            console.print(f"  {one.table}, {key}: {what}", highlight=False, markup=False, soft_wrap=True)
+            console.print(
+                f"  {difference.table}, {key}: {what}", highlight=False, markup=False, soft_wrap=True
+            )

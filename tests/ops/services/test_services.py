@@ -100,7 +100,7 @@ def test_the_local_servers_are_those_of_the_settings_however_they_are_written(
         monkeypatch.setenv("GRAB_POSTGRES", written)
         assert services_verbs.local_services().postgres.port == 15999
     monkeypatch.setenv("GRAB_POSTGRES", "host=books.example port=15999")
-    with pytest.raises(ServiceError, match=r"books\.example:15999, which `up` cannot start"):
+    with pytest.raises(ServiceError, match=r"books\.example:15999, but `up` starts servers on this"):
         services_verbs.local_services()
 
 

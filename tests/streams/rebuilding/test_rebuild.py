@@ -104,7 +104,7 @@ async def test_a_rebuild_with_differences_is_refused_accepted_and_undone(booked:
     assert "--accept" in shown.stdout
     assert f"posted: {wrong} → {wrong - 7}" in shown.stdout.replace("\n", " ")
     plan = grabstream("rebuild", "ledger", "--dry-run", **env_of(booked))
-    assert f"go on with {booked.schema_}_ledger_3 (following)" in plan.stdout.replace("\n", " ")
+    assert f"continue {booked.schema_}_ledger_3 (following)" in plan.stdout.replace("\n", " ")
     accepted = grabstream("rebuild", "ledger", "--accept", **env_of(booked))
     assert accepted.returncode == 0, accepted.stderr
     assert await rows(booked, query) == [(wrong - 7,)]
@@ -236,7 +236,7 @@ async def test_an_interrupted_rebuild_continues(booked: Settings) -> None:
         process.send_signal(signal.SIGINT)
         _, errors = await asyncio.to_thread(process.communicate, timeout=30)
         assert process.returncode == 130, errors
-        assert "goes on from there" in errors
+        assert "repeat the command to continue" in errors
     assert (await version_in(booked, "ledger", "building")).phase == "following"
     assert grabstream("rebuild", "ledger", **env_of(booked)).returncode == 0
     assert await digests(booked, await version_in(booked, "ledger")) == before
