@@ -24,6 +24,7 @@ from grabstream.ops.settings import Settings
 from tests.conftest import wait_until
 
 SEALER = Sealer({"test": bytes(32)})
+#: Friday, 2027-01-15 08:00 UTC, in ms.
 NOW = 1_800_000_000_000
 
 

@@ -232,7 +232,6 @@ async def play(connect: Any, lists: Sequence[Sequence[AnyCommand]]) -> tuple[Cou
     """Decides the lists by Lua and by the rules; returns counts of `<command> <outcome>`, and event lines."""
     scene = Scene()
     await scene.begin(connect, KeySpace(f"lines{secrets.token_hex(5)}", 2))
-    # A Monday, 00:30 by UTC: within the hours.
     outcomes: Counter[str] = Counter()
     try:
         for commands in lists:
