@@ -1,3 +1,3 @@
-"""The kill matrix: faults of every server and of workers, while people grab, hold, pay and operators amend;
-then it all must add up.
+"""The kill matrix: faults of every server and of workers under traffic of users and operators; afterwards all
+checks must pass.
 """

@@ -1,4 +1,4 @@
-"""`python -m tests.drill`: plays the kill matrix and says for every cell whether all was well."""
+"""`python -m tests.drill`: plays the kill matrix and prints a verdict for every cell."""
 
 import asyncio
 import json
@@ -18,34 +18,36 @@ from tests.drill.stage import servers
 
 @click.command()
 @click.option(
-    "--seed", type=int, help="Repeats the choices of another drill; printed by each.  [default: a new one]"
+    "--seed",
+    type=int,
+    help="Repeat the random choices of another drill, which has printed its seed.  [default: a new seed]",
 )
 @click.option(
     "--cell",
     "patterns",
     multiple=True,
-    help="Only cells whose names fit, such as 'redis.*×holds'; may be repeated.",
+    help="Only cells whose names match, such as 'redis.*×holds'; may be repeated.",
 )
-@click.option("--short", is_flag=True, help="The selection that the tests play.")
+@click.option("--short", is_flag=True, help="Only the cells that `make test` plays.")
 @click.option(
     "--cluster", is_flag=True, help="On a Redis Cluster and three Kafka brokers instead of one server each."
 )
 @click.option("--list", "only_list", is_flag=True, help="Print the cells and play none.")
-@click.option("--json", "as_json", is_flag=True, help="A JSON object a line for each cell.")
+@click.option("--json", "as_json", is_flag=True, help="Print one line of JSON for each cell.")
 def main(
     seed: int | None, patterns: tuple[str, ...], short: bool, cluster: bool, only_list: bool, as_json: bool
 ) -> None:
-    """Play faults × traffic on servers of the drill's own. Exit 1: something was wrong."""
+    """Play faults × traffic on servers that the drill starts. Exit 1: a cell failed."""
     chosen = cells("cluster" if cluster else "single", [*patterns, *(SHORT if short else ())])
     if not chosen:
-        raise click.BadParameter("fits no cell: --list prints them", param_hint="--cell")
+        raise click.BadParameter("matches no cell: --list prints them", param_hint="--cell")
     if only_list:
         for cell in chosen:
             click.echo(json.dumps(cell._asdict(), ensure_ascii=False) if as_json else cell.name)
         return
-    # What the comparison of state folds up by itself is no news.
+    # The comparison of state folds the journal in this process; its log would hide the verdicts.
     logging.getLogger("grabstream.streams").setLevel(logging.CRITICAL)
-    # Nor are answers that were promised as decided only and are lost: gaps are measured with these too.
+    # Faults lose `decided` answers, with which gaps are measured too. That is expected.
     logging.getLogger("grabstream.lua.gate.decided").setLevel(logging.CRITICAL)
     seed = secrets.randbelow(10**6) if seed is None else seed
     try:
@@ -63,8 +65,8 @@ async def _drill(chosen: list[Cell], seed: int, cluster: bool, as_json: bool) ->
     if not as_json:
         console.print(f"{len(chosen)} cells, seed {seed}", highlight=False)
     failed, began, done = 0, time.monotonic(), 0
-    async with servers(cluster) as made:
-        async for verdict in play_all(made, chosen, seed):
+    async with servers(cluster) as running:
+        async for verdict in play_all(running, chosen, seed):
             done += 1
             failed += not verdict.passed
             _print(verdict, seed, cluster, as_json, (time.monotonic() - began) / done * (len(chosen) - done))
@@ -93,7 +95,10 @@ def _print(verdict: Verdict, seed: int, cluster: bool, as_json: bool, left_secon
     )
     if verdict.gap_seconds:
         console.print(
-            f"    no answer for at most: {_gaps(verdict)}", style="dim", highlight=False, soft_wrap=True
+            f"    longest time without an answer: {_gaps(verdict)}",
+            style="dim",
+            highlight=False,
+            soft_wrap=True,
         )
     if not verdict.passed:
         for check, problems in verdict.problems.items():
@@ -106,7 +111,7 @@ def _print(verdict: Verdict, seed: int, cluster: bool, as_json: bool, left_secon
 
 
 def _gaps(verdict: Verdict) -> str:
-    """The largest time without an answer of each shard, in words."""
+    """The longest time without an answer of each shard, as text."""
     return (
         ", ".join(
             f"shard {shard} {seconds:.2f} s{' (touched)' if shard in verdict.touched else ''}"

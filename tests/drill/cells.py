@@ -1,4 +1,4 @@
-"""The cells of the matrix: a fault × a shape of traffic, played once, with a verdict."""
+"""The cells of the matrix: each plays a fault under a shape of traffic and has a verdict."""
 
 import asyncio
 import shutil
@@ -17,11 +17,11 @@ from tests.drill.gaps import BASELINE_SECONDS, waited
 from tests.drill.stage import Scene, Servers, scene
 from tests.drill.traffic import SHAPES
 
-#: Within which deciding goes on after a fault's end, all shards taken over.
+#: The time after the end of a fault within which all shards must decide again.
 DECIDING_SECONDS_MAX: Final = 30.0
 REST_SECONDS_MAX: Final = 60.0
 LOGS: Final = PROJECT / ".services" / "drill"
-#: Played on every run of the tests: one fault of every server and of a worker, and every shape.
+#: The cells of `make test`: a fault of Redis, PostgreSQL and a worker, and every shape.
 SHORT: Final = (
     "redis.aof_tail×amendments",
     "redis.flushall×holds",
@@ -31,61 +31,68 @@ SHORT: Final = (
 
 
 class Cell(NamedTuple):
-    """A fault and a shape of traffic, by their names."""
+    """The names of a fault and of a shape of traffic."""
 
     fault: str
     shape: str
 
     @property
     def name(self) -> str:
-        """How it is asked for."""
+        """The name for `--cell`."""
         return f"{self.fault}×{self.shape}"
 
 
 class Verdict(NamedTuple):
-    """What came of a cell: `problems` by check (none: it passed), seconds, answers, the lag's seconds after
-    the fault's end, the largest time without an answer by shard, before the fault and from it on, which
-    shards it touched, and where the workers' logs are kept.
-    """
+    """The result of a cell."""
 
     cell: str
+    #: By name of the check; empty if the cell passed.
     problems: dict[str, list[str]]
     seconds: float
+    #: Answered commands, and calls whose outcome was unknown.
     answers: int
     unknown: int
+    #: From the end of the fault until the lag was 0.
     lag_seconds: float | None
+    #: The longest time without an answer by shard, before the fault and after its begin.
     gaps_before_seconds: dict[int, float]
     gap_seconds: dict[int, float]
+    #: The shards to which the fault did something.
     touched: list[int]
+    #: The folder with the workers' logs, if the cell failed.
     logs: str | None
 
     @property
     def passed(self) -> bool:
-        """Whether nothing was wrong."""
+        """Whether no check has a problem."""
         return not self.problems
 
 
 def cells(where: str, patterns: Sequence[str] = ()) -> list[Cell]:
-    """All cells that servers of a kind can play (`single`, `cluster`), or those whose names fit one of the
-    patterns.
+    """The cells that can be played on `single` servers or on a `cluster`; with patterns, those whose names
+    match one of them.
     """
-    found = [Cell(name, shape) for name, fault in FAULTS.items() if where in fault.where for shape in SHAPES]
+    playable = [
+        Cell(name, shape) for name, fault in FAULTS.items() if where in fault.where for shape in SHAPES
+    ]
     return [
-        cell for cell in found if not patterns or any(fnmatchcase(cell.name, pattern) for pattern in patterns)
+        cell
+        for cell in playable
+        if not patterns or any(fnmatchcase(cell.name, pattern) for pattern in patterns)
     ]
 
 
 async def play_all(servers: Servers, chosen: Sequence[Cell], seed: int) -> AsyncIterator[Verdict]:
-    """Plays cells one after the other."""
+    """Plays cells one after another; yields their verdicts."""
     for cell in chosen:
         yield await play(servers, cell, seed)
 
 
 async def play(servers: Servers, cell: Cell, seed: int) -> Verdict:
-    """Plays a cell; what goes wrong is in the verdict, also when it is the program that failed."""
+    """Plays a cell. Every problem is in the verdict, also an exception of the drill itself."""
     fault = FAULTS[cell.fault]
     began = time.monotonic()
-    seen: dict[str, Any] = {
+    measured: dict[str, Any] = {
         "answers": 0,
         "unknown": 0,
         "lag_seconds": None,
@@ -99,38 +106,41 @@ async def play(servers: Servers, cell: Cell, seed: int) -> Verdict:
             servers, cell.shape, f"{seed}:{cell.name}", fault.fail_deciding, fault.fail_projecting
         ) as played:
             try:
-                problems = await _played(played, fault, seen, Random(f"{seed}:{cell.name}:moment"))
-            except Exception as error:  # a cell that breaks is a verdict too, and the next one is played
+                problems = await _played(played, fault, measured, Random(f"{seed}:{cell.name}:moment"))
+            except Exception as error:  # the cell has failed; the next one is played all the same
                 problems = {"played to its end": [f"{type(error).__name__}: {error}"]}
-            seen |= {"answers": len(played.traffic.answered), "unknown": played.traffic.unknown}
+            measured |= {"answers": len(played.traffic.answered), "unknown": played.traffic.unknown}
             if problems:
-                seen["logs"] = _keep_logs(played, cell)
+                measured["logs"] = _keep_logs(played, cell)
     except Exception as error:
-        problems = {"set up and taken away": [f"{type(error).__name__}: {error}"]}
-    return Verdict(cell.name, problems, time.monotonic() - began, **seen)
+        problems = {"set up and removed": [f"{type(error).__name__}: {error}"]}
+    return Verdict(cell.name, problems, time.monotonic() - began, **measured)
 
 
 def _keep_logs(played: Scene, cell: Cell) -> str:
-    """Copies what the workers said to where it outlives the drill."""
+    """Copies the workers' logs to a folder that stays after the drill; returns its path."""
     kept = LOGS / cell.name
     shutil.rmtree(kept, ignore_errors=True)
     shutil.copytree(played.logs, kept)
     return str(kept)
 
 
-async def _played(played: Scene, fault: Fault, seen: dict[str, Any], moment: Random) -> dict[str, list[str]]:
+async def _played(
+    played: Scene, fault: Fault, measured: dict[str, Any], moment: Random
+) -> dict[str, list[str]]:
+    """Plays a fault under traffic and runs all checks; adds to `measured`, returns the problems by check."""
     traffic = played.traffic
     await traffic.begin()
     await played.gaps.start()
     await asyncio.sleep(BASELINE_SECONDS if fault.isolates else 0)
     await traffic.more(moment.randint(40, 200))
-    seen["gaps_before_seconds"] = played.gaps.seconds()
+    measured["gaps_before_seconds"] = played.gaps.seconds()
     played.gaps.forget()
     await fault.play(played)
     ended, played.mended_at_ms = time.monotonic(), now_ms()
     await traffic.more(100, DECIDING_SECONDS_MAX, "deciding after the fault")
     await played.gaps.all_answer(DECIDING_SECONDS_MAX)
-    seen |= {"gap_seconds": played.gaps.seconds(), "touched": sorted(played.touched)}
+    measured |= {"gap_seconds": played.gaps.seconds(), "touched": sorted(played.touched)}
     await played.gaps.stop()
     await traffic.stop()
     await until(
@@ -138,11 +148,11 @@ async def _played(played: Scene, fault: Fault, seen: dict[str, Any], moment: Ran
         fault.lag_seconds - (time.monotonic() - ended),
         "a lag of 0",
     )
-    seen["lag_seconds"] = round(time.monotonic() - ended, 1)
+    measured["lag_seconds"] = round(time.monotonic() - ended, 1)
     await until(lambda: at_rest(played), REST_SECONDS_MAX, "the end of all holds")
-    found = await problems_of(played, fault.two_servers)
+    by_check = await problems_of(played, fault.two_servers)
     if fault.isolates:
-        found["no other shard waits"] = waited(
-            seen["gaps_before_seconds"], seen["gap_seconds"], played.touched
+        by_check["no other shard waits"] = waited(
+            measured["gaps_before_seconds"], measured["gap_seconds"], played.touched
         )
-    return {name: problems[:PROBLEMS_MAX] for name, problems in found.items() if problems}
+    return {name: problems[:PROBLEMS_MAX] for name, problems in by_check.items() if problems}

@@ -1,4 +1,4 @@
-"""What has to be true after every fault, whatever it was."""
+"""The checks that must pass after every fault."""
 
 import json
 import signal
@@ -31,15 +31,15 @@ PROBLEMS_MAX = 3
 
 
 class Journaled(NamedTuple):
-    """An event of the journal, and the term of the block it stands in."""
+    """An event of the journal, and the term of its block."""
 
     term: int
     event: dict[str, Any]
 
 
 async def level(settings: Settings, client: Any) -> bool:
-    """Whether journal and read models have all that Redis has decided; false also while a server does not
-    answer.
+    """Whether the journal and all read models have every event that Redis has decided. False also while a
+    server does not answer.
     """
     try:
         async with await open_books(settings) as books:
@@ -49,7 +49,7 @@ async def level(settings: Settings, client: Any) -> bool:
 
 
 async def at_rest(scene: Scene) -> bool:
-    """Whether no hold is left that the sweeper would still end, with an event."""
+    """Whether no shard has holds that the sweeper will end, which would append events."""
     try:
         return not any(
             [await scene.redis.zcard(scene.keys.shard(shard).holds) for shard in range(scene.settings.shards)]
@@ -59,7 +59,7 @@ async def at_rest(scene: Scene) -> bool:
 
 
 async def journal_of(settings: Settings) -> dict[tuple[int, int], Journaled]:
-    """All events that count, by (shard, seq)."""
+    """All valid events, by (shard, seq)."""
     events: dict[tuple[int, int], Journaled] = {}
     async with open_reader(settings.kafka, Topics(settings.prefix).journal) as reader:
         for shard in range(settings.shards):
@@ -69,32 +69,32 @@ async def journal_of(settings: Settings) -> dict[tuple[int, int], Journaled]:
                     for record in records:
                         block = parse_block(record.headers, record.value)
                         cursor, accepted = cursor.feed(record.offset, block)
-                        for one in accepted:
-                            events[shard, one.seq] = Journaled(block.term, json.loads(one.line))
+                        for event in accepted:
+                            events[shard, event.seq] = Journaled(block.term, json.loads(event.line))
     return events
 
 
 async def problems_of(scene: Scene, two_servers: bool) -> dict[str, list[str]]:
-    """What is wrong, by the name of the check; every check is there, with nothing where all is well."""
-    found = {f"verify: {check.name}": check.problems for check in await verify(scene.settings)}
+    """The problems by name of the check; a check that passed has an empty list."""
+    by_check = {f"verify: {check.name}": check.problems for check in await verify(scene.settings)}
     events = await journal_of(scene.settings)
-    # With two servers, which one an event was decided on is not known until the fault is over.
+    # With two servers, it is not known which of them decided an event until the fault is over.
     spans = [
         span for span in scene.observer.spans if not two_servers or span.from_ms > (scene.mended_at_ms or 0)
     ]
-    found["no acknowledged answer is missing"] = missing(
+    by_check["no acknowledged answer is missing"] = missing(
         [*scene.traffic.answered, *scene.gaps.answered], events
     )
-    found["an answer is given again as it was"] = await repeated(scene)
-    found["nothing was decided while fenced"] = decided_while_fenced(spans, events)
-    found["state = fold of the journal"] = await state_differences(scene)
-    found["no worker ended by itself"] = ended_by_themselves((*scene.deciding, *scene.projecting))
-    return found
+    by_check["an answer is given again as it was"] = await repeated(scene)
+    by_check["nothing was decided while fenced"] = decided_while_fenced(spans, events)
+    by_check["state = fold of the journal"] = await state_differences(scene)
+    by_check["no worker ended by itself"] = ended_by_themselves((*scene.deciding, *scene.projecting))
+    return by_check
 
 
 def ended_by_themselves(workers: Sequence[Worker]) -> list[str]:
-    """Workers that nobody killed or asked to end, with the last that they said: whatever a server's loss
-    raises, they try again.
+    """Workers that ended without being killed or told to, with the end of their log. After the loss of a
+    server they must try again.
     """
     codes = [(worker, worker.process.poll()) for worker in workers]
     return [
@@ -107,34 +107,34 @@ def ended_by_themselves(workers: Sequence[Worker]) -> list[str]:
 def missing(
     answered: Sequence[tuple[AnyCommand, Answer]], events: dict[tuple[int, int], Journaled]
 ) -> list[str]:
-    """Answers promised as journaled of which the journal has not the event that they name."""
+    """`journaled` answers whose event is not in the journal."""
     problems = []
     for command, answer in answered:
         if not answer.positive or answer.seq is None or answer.shard is None:
             continue
-        said = events.get((answer.shard, answer.seq))
-        if said is None:
+        journaled = events.get((answer.shard, answer.seq))
+        if journaled is None:
             problems.append(
-                f"{answer.id}: {answer.outcome} as shard {answer.shard}, seq {answer.seq}, which the journal "
-                "has not"
+                f"{answer.id}: {answer.outcome} at shard {answer.shard}, seq {answer.seq}, which the journal "
+                "does not have"
             )
             continue
-        # What was asked for and is so already is answered by the event that made it so, under another
-        # command.
-        same_command = said.event["command"] == command.id or isinstance(command, GrabCommand)
-        if said.event["offer"] != command.offer or not same_command:
+        # A command whose effect already holds is answered with the event of another command.
+        same_command = journaled.event["command"] == command.id or isinstance(command, GrabCommand)
+        if journaled.event["offer"] != command.offer or not same_command:
             problems.append(
-                f"{answer.id}: {answer.outcome} at seq {answer.seq}, but the journal has {said.event} there"
+                f"{answer.id}: {answer.outcome} at seq {answer.seq}, but the journal has {journaled.event} "
+                "there"
             )
-        elif answer.outcome == "granted" and said.event.get("amount") != answer.amount:
+        elif answer.outcome == "granted" and journaled.event.get("amount") != answer.amount:
             problems.append(
-                f"{answer.id}: {answer.amount} were promised, the journal has {said.event['amount']}"
+                f"{answer.id}: {answer.amount} were promised, the journal has {journaled.event['amount']}"
             )
     return problems
 
 
 async def repeated(scene: Scene) -> list[str]:
-    """Positive answers that are not given again under their id, of a sample."""
+    """Sends a sample of the successful commands again; returns those that get another answer."""
     positive = {
         command.id: (command, answer) for command, answer in scene.traffic.answered if answer.positive
     }
@@ -143,7 +143,7 @@ async def repeated(scene: Scene) -> list[str]:
     for id_ in sample:
         command, first = positive[id_]
         if getattr(command, "basket", None) is not None:
-            continue  # a basket is asked again as a whole: see below
+            continue  # a basket is sent again as a whole, see below
         [again] = await scene.gate.decide([command], patience_ms=5_000, timeout_ms=10_000)
         if (again.outcome, again.seq, again.amount) != (first.outcome, first.seq, first.amount):
             problems.append(
@@ -168,17 +168,17 @@ async def repeated(scene: Scene) -> list[str]:
 
 
 def decided_while_fenced(spans: Sequence[Fenced], events: dict[tuple[int, int], Journaled]) -> list[str]:
-    """Events whose time lies inside a span in which their shard was seen fenced, and that count under that
-    fence's term or a later one.
+    """Events whose time is within a span in which their shard was fenced, and whose term is that of the span
+    or a later one.
     """
     problems = []
     of_shard = defaultdict(list)
     for span in spans:
         of_shard[span.shard].append(span)
-    for (shard, seq), said in events.items():
-        at = said.event["at"]
+    for (shard, seq), journaled in events.items():
+        at = journaled.event["at"]
         for span in of_shard[shard]:
-            if span.from_ms < at < span.until_ms and said.term >= span.term:
+            if span.from_ms < at < span.until_ms and journaled.term >= span.term:
                 problems.append(
                     f"shard {shard}, seq {seq}: decided at {at}, while fenced from {span.from_ms} to "
                     f"{span.until_ms}"
@@ -188,7 +188,7 @@ def decided_while_fenced(spans: Sequence[Fenced], events: dict[tuple[int, int], 
 
 
 async def state_differences(scene: Scene) -> list[str]:
-    """Where a shard's keys in Redis are not what the journal makes of them."""
+    """The differences between the keys in Redis and a fold of the journal."""
     try:
         await assert_state_is_the_journal_s(scene.settings)
     except AssertionError as error:

@@ -1,5 +1,5 @@
-"""The faults of a Redis Cluster: servers die or hang, replicas take over by themselves or because somebody
-says so, slots move.
+"""The faults of a Redis Cluster: servers are killed or hang, replicas are promoted by the cluster or by an
+operator, slots move.
 """
 
 import asyncio
@@ -19,16 +19,17 @@ from tests.conftest import until
 from tests.drill.stage import Scene
 
 FAILOVER_SECONDS: Final = 30.0
-#: How long a pair hangs: longer than any time-out of ours, and than a lease by far.
+#: How long a master and its replica hang: longer than every time-out of this program, and much longer than a
+#: lease.
 HUNG_SECONDS: Final = 25.0
-#: How long the keys of a slot lie on two servers, half of them on each.
+#: How long the keys of a slot are on two servers, some on each.
 HALFWAY_SECONDS: Final = 2.0
 TOOL_SECONDS: Final = 120.0
 ROUNDS: Final = 3
 
 
 async def chosen_master(scene: Scene) -> Redis:
-    """The server that has a shard of the drill's choice: always the same one, so that it is one fault."""
+    """The master of shard 0: always the same shard, so that a fault that asks twice has one master."""
     [address] = await information(scene.redis, "server", scene.keys.shard(0).state)
     port = int(address.rpartition(":")[2])
     return next(server for server in scene.servers.many.redis if server.port == port)
@@ -41,6 +42,8 @@ def replica_of(scene: Scene, master: Redis) -> Redis:
 
 
 async def promoted(server: Redis) -> None:
+    """Returns when a server is a master."""
+
     def is_master() -> bool:
         with redis.Redis(port=server.port, socket_timeout=2) as client:
             try:
@@ -52,7 +55,7 @@ async def promoted(server: Redis) -> None:
 
 
 async def failover(scene: Scene) -> None:
-    """A master dies, its replica takes over; the old one comes back as a replica."""
+    """A master is killed, its replica is promoted; the old master returns as a replica."""
     master = await chosen_master(scene)
     scene.touched |= await shards_of(scene, master)
     replica = replica_of(scene, master)
@@ -62,7 +65,7 @@ async def failover(scene: Scene) -> None:
 
 
 async def stale_failover(scene: Scene) -> None:
-    """A master dies whose replica could not follow it for some time."""
+    """A master is killed whose replica could not follow it for some time."""
     master = await chosen_master(scene)
     scene.touched |= await shards_of(scene, master)
     replica = replica_of(scene, master)
@@ -76,7 +79,7 @@ async def stale_failover(scene: Scene) -> None:
 
 
 async def paused_primary(scene: Scene) -> None:
-    """A master hangs, with clients on it, until its replica was promoted; then it goes on where it was."""
+    """A master hangs, with clients connected, until its replica is promoted; then it continues."""
     master = await chosen_master(scene)
     scene.touched |= await shards_of(scene, master)
     replica = replica_of(scene, master)
@@ -86,18 +89,20 @@ async def paused_primary(scene: Scene) -> None:
 
 
 async def found_master(scene: Scene) -> Redis:
-    """As `chosen_master`, while connections are still ending after the round before."""
-    found: list[Redis] = []
+    """Returns `chosen_master`, and tries again while connections are still being closed after the previous
+    round.
+    """
+    masters_found: list[Redis] = []
 
     async def is_found() -> bool:
         try:
-            found.append(await chosen_master(scene))
+            masters_found.append(await chosen_master(scene))
         except (RedisError, OSError):
             return False
         return True
 
     await until(is_found, FAILOVER_SECONDS, "the master of shard 0")
-    return found[-1]
+    return masters_found[-1]
 
 
 def has_replica(server: Redis) -> bool:
@@ -112,8 +117,8 @@ def has_replica(server: Redis) -> bool:
 
 
 async def hung_pair(scene: Scene) -> None:
-    """A master and its replica hang together: nobody takes their shards over, and no other shard may
-    notice.
+    """A master and its replica hang together: no server takes over their shards, and no other shard may be
+    delayed.
     """
     hanging = await chosen_master(scene)
     pair = (hanging, replica_of(scene, hanging))
@@ -125,13 +130,11 @@ async def hung_pair(scene: Scene) -> None:
         server.send_signal(signal.SIGCONT)
 
 
-# -- a failover that somebody asks for -----------------------------------------------------------------------
+# -- a failover that an operator orders ----------------------------------------------------------------------
 
 
 async def manual_failover(scene: Scene, *how: str) -> None:
-    """An operator has a replica take its master's place, and the other way round, several times under
-    traffic.
-    """
+    """An operator orders failovers between a master and its replica, several times under traffic."""
     for _ in range(ROUNDS):
         old = await found_master(scene)
         await until(partial(has_replica, old), FAILOVER_SECONDS, "a replica")
@@ -144,9 +147,7 @@ async def manual_failover(scene: Scene, *how: str) -> None:
 
 
 async def forced_failover(scene: Scene) -> None:
-    """The same without the consent of the master, which lives and may have decided what its replica does not
-    know.
-    """
+    """The same without the agreement of the master, which may have decisions that its replica lacks."""
     await manual_failover(scene, "FORCE")
 
 
@@ -154,43 +155,43 @@ async def forced_failover(scene: Scene) -> None:
 
 
 async def moved_slots(scene: Scene) -> None:
-    """A slot moves to another master, and for a time some of its keys are here and some there."""
+    """A slot moves to another master; for some time its keys are on both servers."""
     source = await chosen_master(scene)
     target = next(server for server in masters(scene) if server.port != source.port)
     slot = slot_of(scene.keys.shard(0).state)
     scene.touched.add(0)
-    with redis.Redis(port=source.port) as here, redis.Redis(port=target.port) as there:
+    with redis.Redis(port=source.port) as source_client, redis.Redis(port=target.port) as target_client:
         source_id, target_id = node_id(source), node_id(target)
-        there.execute_command("CLUSTER", "SETSLOT", slot, "IMPORTING", source_id)
-        here.execute_command("CLUSTER", "SETSLOT", slot, "MIGRATING", target_id)
-        await asyncio.to_thread(_migrate, here, target.port, slot, 4)
+        target_client.execute_command("CLUSTER", "SETSLOT", slot, "IMPORTING", source_id)
+        source_client.execute_command("CLUSTER", "SETSLOT", slot, "MIGRATING", target_id)
+        await asyncio.to_thread(_migrate, source_client, target.port, slot, 4)
         await asyncio.sleep(HALFWAY_SECONDS)
-        await asyncio.to_thread(_migrate, here, target.port, slot)
-        for client in (there, here):
+        await asyncio.to_thread(_migrate, source_client, target.port, slot)
+        for client in (target_client, source_client):
             client.execute_command("CLUSTER", "SETSLOT", slot, "NODE", target_id)
 
 
-def _migrate(source: Any, target_port: int, slot: int, most: int = 1_000_000) -> None:
-    """Moves keys of a slot, at most so many; what is made there meanwhile is moved too."""
+def _migrate(source: Any, target_port: int, slot: int, keys_max: int = 1_000_000) -> None:
+    """Moves at most so many keys of a slot, including keys that are made in the meantime."""
     moved = 0
-    while moved < most and (
-        keys := source.execute_command("CLUSTER", "GETKEYSINSLOT", slot, min(10, most - moved))
+    while moved < keys_max and (
+        keys := source.execute_command("CLUSTER", "GETKEYSINSLOT", slot, min(10, keys_max - moved))
     ):
         source.execute_command("MIGRATE", "127.0.0.1", target_port, "", 0, 5_000, "KEYS", *keys)
         moved += len(keys)
 
 
 async def resharded(scene: Scene) -> None:
-    """The server's own tool moves a shard's slot and thousands of others to another master, and then levels
-    all masters again.
+    """`redis-cli --cluster` moves the slot of a shard and thousands of others to another master, and then
+    balances all masters again.
     """
     before = await owners(scene)
-    # The tool takes the lowest slots first: the shard with the fewest below it.
+    # The tool moves the lowest slots first: choose the shard with the fewest slots below it.
     below = {
         shard: slots_of(owner).index(slot_of(scene.keys.shard(shard).state))
         for shard, owner in before.items()
     }
-    shard = min(below, key=lambda one: below[one])
+    shard = min(below, key=lambda number: below[number])
     source, count = before[shard], below[shard] + 1
     target = next(server for server in masters(scene) if server.port != source.port)
     ends = ("--cluster-from", node_id(source), "--cluster-to", node_id(target))
@@ -208,7 +209,7 @@ async def resharded(scene: Scene) -> None:
 
 
 async def tool(verb: str, server: Redis, *words: str) -> str:
-    """Runs `redis-cli --cluster`; returns what it said, raises AssertionError when it failed."""
+    """Runs `redis-cli --cluster`; returns its output, raises AssertionError if it failed."""
     command = ["redis-cli", "--cluster", verb, f"127.0.0.1:{server.port}", *words]
     done = await asyncio.to_thread(
         subprocess.run,
@@ -225,40 +226,40 @@ async def tool(verb: str, server: Redis, *words: str) -> str:
     return done.stdout
 
 
-# -- who has what --------------------------------------------------------------------------------------------
+# -- owners of slots and shards ------------------------------------------------------------------------------
 
 
 def masters(scene: Scene) -> list[Redis]:
-    """The servers that have slots, in the order of the set."""
+    """The servers that have slots, in the order of the server set."""
     with redis.Redis(port=scene.servers.many.redis[0].port) as client:
-        ports = {int(one[2][1]) for one in client.execute_command("CLUSTER SLOTS")}
+        ports = {int(slots[2][1]) for slots in client.execute_command("CLUSTER SLOTS")}
     return [server for server in scene.servers.many.redis if server.port in ports]
 
 
 def slots_of(server: Redis) -> Sequence[int]:
     """The slots of a master, ascending."""
     with redis.Redis(port=server.port) as client:
-        found = client.execute_command("CLUSTER SLOTS")
+        ranges = client.execute_command("CLUSTER SLOTS")
     return sorted(
         slot
-        for first, last, node, *_ in found
+        for first, last, node, *_ in ranges
         if int(node[1]) == server.port
         for slot in range(first, last + 1)
     )
 
 
 def node_id(server: Redis) -> str:
-    """What the cluster calls a server."""
+    """The id of a server within the cluster."""
     with redis.Redis(port=server.port) as client:
         return str(client.execute_command("CLUSTER", "MYID").decode())
 
 
 async def owners(scene: Scene) -> dict[int, Redis]:
-    """The master of every shard, as the cluster's servers say."""
+    """The master of every shard, according to the servers of the cluster."""
     of_slot = {slot: server for server in masters(scene) for slot in slots_of(server)}
     return {shard: of_slot[slot_of(scene.keys.shard(shard).state)] for shard in range(scene.keys.shards)}
 
 
 async def shards_of(scene: Scene, server: Redis) -> set[int]:
-    """The shards that a master has."""
+    """The shards of a master."""
     return {shard for shard, owner in (await owners(scene)).items() if owner.port == server.port}

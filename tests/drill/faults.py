@@ -1,7 +1,7 @@
-"""The faults: what each does to servers or workers while traffic goes on, and within which time the lag must
-be 0 again.
+"""The faults: what each does to servers or workers under traffic, and the time within which the lag must be 0
+again.
 
-A fault returns when it has ended, that is, when what it took away is there again (or replaced for good).
+A fault returns when it has ended: when the servers and workers that it stopped run again or are replaced.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ from tests.drill.cluster_faults import (
 )
 from tests.drill.stage import Scene
 
-#: Bytes that a cut takes off the AOF's tail, at most.
+#: At most so many bytes are cut from the end of the append-only file (AOF).
 TAIL_BYTES_MAX: Final = 40_000
 AWAY_SECONDS: Final = 2.0
 STOPPED_SECONDS: Final = 45.0
@@ -47,21 +47,21 @@ Play = Callable[[Scene], Awaitable[None]]
 
 
 class Fault(NamedTuple):
-    """A fault by its name. `where`: single, cluster. `lag_seconds`: within which the lag is 0 after its end.
-    `isolates`: shards that it does not touch may not wait (tests/drill/gaps.py).
-
-    `fail_deciding`, `fail_projecting`: the step at which the first worker of that kind kills itself.
-    `two_servers`: while it lasts, a shard may be fenced on one server and decide on another, whose events may
-    even count until the new one's marker.
-    """
+    """A fault."""
 
     name: str
     play: Play
+    #: The servers on which it can be played.
     where: frozenset[str] = frozenset({"single", "cluster"})
+    #: The time after its end within which the lag must be 0.
     lag_seconds: float = 30.0
+    #: The steps at which the first worker that decides, or that projects, kills itself or stops.
     fail_deciding: str = ""
     fail_projecting: str = ""
+    #: Whether, during the fault, a shard may be fenced on one server and decide on another. Events of the old
+    #: server may be valid until the marker of the new owner.
     two_servers: bool = False
+    #: Whether shards that the fault does not touch must not be delayed (tests/drill/gaps.py).
     isolates: bool = False
 
 
@@ -77,7 +77,7 @@ def _aof(server: Redis) -> Path:
 
 
 async def aof_tail(scene: Scene) -> None:
-    """Redis dies, and the end of its append-only file never reached the disk."""
+    """Redis is killed, and the end of its append-only file is lost, as if it had not reached the disk."""
     server = scene.servers.single.redis
     await asyncio.to_thread(server.kill)
     newest = max(_aof(server).glob("*.incr.aof"), key=lambda path: int(path.name.split(".")[-3]))
@@ -88,7 +88,7 @@ async def aof_tail(scene: Scene) -> None:
 
 
 async def old_aof(scene: Scene) -> None:
-    """Redis dies, and a copy of its append-only files of some time ago is put in their place."""
+    """Redis is killed, and an older copy of its append-only files replaces them."""
     server = scene.servers.single.redis
     copy = server.directory / "copy-of-aof"
     shutil.copytree(_aof(server), copy)
@@ -100,11 +100,11 @@ async def old_aof(scene: Scene) -> None:
 
 
 async def old_rdb(scene: Scene) -> None:
-    """Redis dies, and a snapshot of some time ago takes the place of everything it had."""
+    """Redis is killed, and an older snapshot replaces all of its data."""
     server = scene.servers.single.redis
     with redis.Redis(port=server.port) as client:
         before = client.lastsave()
-        # LASTSAVE counts whole seconds, so the file is what tells.
+        # LASTSAVE has a resolution of one second, so wait for the file.
         dump = server.directory / "dump.rdb"
         dump.unlink(missing_ok=True)
         client.bgsave()
@@ -122,8 +122,8 @@ async def old_rdb(scene: Scene) -> None:
 
 
 def put_snapshot_back(server: Redis, snapshot: Path) -> None:
-    """Makes an RDB file what Redis begins with: the base of its AOF, since with the AOF on it would ignore a
-    dump.rdb and begin empty.
+    """Lets Redis start from an RDB file, as the base of its AOF: with the AOF enabled, Redis ignores a
+    dump.rdb and starts empty.
     """
     shutil.rmtree(_aof(server), ignore_errors=True)
     _aof(server).mkdir()
@@ -132,7 +132,7 @@ def put_snapshot_back(server: Redis, snapshot: Path) -> None:
 
 
 async def flushall(scene: Scene) -> None:
-    """Somebody empties Redis."""
+    """An operator empties Redis, or a master of the cluster."""
     if not scene.servers.cluster:
         await scene.redis.flushall()
         return
@@ -141,7 +141,7 @@ async def flushall(scene: Scene) -> None:
 
 
 async def stale_replica(scene: Scene) -> None:
-    """The server dies, and clients are moved to a replica that had stopped following it some time ago."""
+    """The server is killed, and clients are moved to a replica that stopped following it some time ago."""
     spare = await _synchronised_spare(scene)
     with redis.Redis(port=spare.port) as client:
         client.replicaof("NO", "ONE")
@@ -151,8 +151,8 @@ async def stale_replica(scene: Scene) -> None:
 
 
 async def old_primary(scene: Scene) -> None:
-    """A replica is promoted; who was connected to the old server goes on there for a while, newcomers are at
-    the new one.
+    """A replica is promoted. Clients that are connected to the old server continue there for some time; new
+    clients connect to the new server.
     """
     spare = await _synchronised_spare(scene)
     with redis.Redis(port=spare.port) as client:
@@ -161,7 +161,7 @@ async def old_primary(scene: Scene) -> None:
     scene.traffic.join(await scene.another_gate())
     scene.start_deciding()
     await scene.traffic.more(scene.random.randint(100, 200))
-    await asyncio.sleep(AWAY_SECONDS)  # how long they are apart, not a wait for anything
+    await asyncio.sleep(AWAY_SECONDS)  # both servers decide for this time
     await asyncio.to_thread(scene.servers.single.redis.kill)
 
 
@@ -172,7 +172,7 @@ async def _synchronised_spare(scene: Scene) -> Redis:
         await until(
             lambda: client.info("replication")["master_link_status"] == "up",
             20,
-            "a replica's synchronisation",
+            "the synchronisation of a replica",
         )
     return spare
 
@@ -185,7 +185,7 @@ def _brokers(scene: Scene) -> list[Process]:
 
 
 async def broker_killed(scene: Scene) -> None:
-    """A broker dies and is started again."""
+    """A broker is killed and started again."""
     broker = scene.random.choice(_brokers(scene))
     await asyncio.to_thread(broker.kill)
     await asyncio.sleep(AWAY_SECONDS)
@@ -201,24 +201,26 @@ async def broker_stopped(scene: Scene) -> None:
 
 
 async def leaderless(scene: Scene) -> None:
-    """Two of three brokers die: no partition has a leader that may acknowledge, until they are back."""
-    gone = scene.random.sample(_brokers(scene), 2)
-    await asyncio.gather(*(asyncio.to_thread(broker.kill) for broker in gone))
+    """Two of three brokers are killed: until they run again, no partition has a leader that may acknowledge
+    records.
+    """
+    victims = scene.random.sample(_brokers(scene), 2)
+    await asyncio.gather(*(asyncio.to_thread(broker.kill) for broker in victims))
     await asyncio.sleep(AWAY_SECONDS)
-    await asyncio.gather(*(asyncio.to_thread(broker.start) for broker in gone))
+    await asyncio.gather(*(asyncio.to_thread(broker.start) for broker in victims))
 
 
 # -- PostgreSQL ----------------------------------------------------------------------------------------------
 
 
 async def postgres_killed(scene: Scene) -> None:
-    """PostgreSQL dies and is started again."""
+    """PostgreSQL is killed and started again."""
     await asyncio.to_thread(scene.servers.services.postgres.kill)
     await asyncio.to_thread(scene.servers.services.postgres.start)
 
 
 async def postgres_restored(scene: Scene) -> None:
-    """PostgreSQL dies, and a backup of some time ago takes the place of its data."""
+    """PostgreSQL is killed, and an older backup replaces its data."""
     server = scene.servers.services.postgres
     backup = server.data.with_name(server.data.name + "-backup")
     await asyncio.to_thread(server.stop)
@@ -232,7 +234,7 @@ async def postgres_restored(scene: Scene) -> None:
 
 
 async def commit_reply_lost(scene: Scene) -> None:
-    """A transaction is committed, and whoever asked for it never hears so; three times."""
+    """A transaction is committed, but its client does not get the reply; three times."""
     switch = scene.servers.postgres_switch
     before = switch.commits_lost
     switch.commits_to_lose = 3
@@ -243,14 +245,14 @@ async def commit_reply_lost(scene: Scene) -> None:
 
 
 async def worker_killed(scene: Scene) -> None:
-    """The worker that relays all shards dies."""
+    """The worker that relays all shards is killed."""
     scene.deciding[0].kill()
     await _taken_over(scene)
     scene.start_deciding()
 
 
 async def worker_stopped(scene: Scene) -> None:
-    """The worker that relays hangs until another has taken its shards over, and then wakes up."""
+    """The worker that relays hangs until another has taken over its shards, and then continues."""
     scene.deciding[0].signal(signal.SIGSTOP)
     await _taken_over(scene)
     await scene.traffic.more(scene.random.randint(50, 150))
@@ -258,6 +260,7 @@ async def worker_stopped(scene: Scene) -> None:
 
 
 async def _taken_over(scene: Scene) -> None:
+    """Returns when the second worker relays all shards."""
     await scene.relayed_by(scene.deciding[1])
 
 
@@ -272,8 +275,8 @@ async def deciding_ended(scene: Scene) -> None:
 
 
 async def taking_over_ended(scene: Scene) -> None:
-    """The worker that relays dies, and the one that takes its shards over dies in the middle of that; a third
-    one goes on.
+    """The worker that relays is killed, and the one that takes over its shards kills itself during a
+    takeover; a third worker takes over all shards.
     """
     scene.deciding[1].kill()
     second = scene.start_deciding(fail_at=f"relay.took_over:{scene.random.randint(1, scene.keys.shards)}")
@@ -283,20 +286,20 @@ async def taking_over_ended(scene: Scene) -> None:
 
 
 async def projecting_ended(scene: Scene) -> None:
-    """The worker that projects kills itself between its commit and Faust's; another is started."""
+    """The worker that projects kills itself between its commit and that of Faust; another is started."""
     await until(lambda: _ended(scene.projecting[0]), 60, "the step")
     scene.start_projecting()
 
 
 def _stopped(worker: Worker) -> bool:
-    """Whether it hangs at its step; raises AssertionError when it ended."""
+    """Whether a worker hangs at its step; raises AssertionError if it ended."""
     assert not _ended(worker), f"the worker ended with code {worker.process.returncode} before its step"
     return Path(f"/proc/{worker.process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
 async def deciding_stopped(scene: Scene) -> None:
-    """The worker that relays hangs at a step, the other takes its shards over, and then it wakes up where it
-    was.
+    """The worker that relays hangs at a step, another takes over its shards, and then it continues at that
+    step.
     """
     await until(lambda: _stopped(scene.deciding[0]), 60, "the step")
     await _taken_over(scene)
@@ -305,8 +308,8 @@ async def deciding_stopped(scene: Scene) -> None:
 
 
 async def projecting_stopped(scene: Scene) -> None:
-    """The worker that projects hangs behind its commit, another one goes on with its read models, and then it
-    wakes up.
+    """The worker that projects hangs after its commit, another continues with its read models, and then the
+    first continues too.
     """
     await until(lambda: _stopped(scene.projecting[0]), 60, "the step")
     scene.start_projecting()
@@ -323,13 +326,13 @@ async def projecting_stopped(scene: Scene) -> None:
             ).fetchall()
         return all(seq >= decided[shard] for shard, seq in rows)
 
-    await until(projected, 60, "the other worker's turn")
+    await until(projected, 60, "the progress of the other worker")
     scene.projecting[0].signal(signal.SIGCONT)
 
 
 async def recovering_ended(scene: Scene) -> None:
-    """Redis is emptied, and the worker that makes it anew dies in the middle of that; the other, which slept
-    until then, goes on.
+    """Redis is emptied, and the worker that rebuilds it kills itself during the rebuild; the other worker,
+    which was stopped until then, rebuilds it.
     """
     doomed, other = scene.deciding[:2]
     other.signal(signal.SIGSTOP)
@@ -340,40 +343,40 @@ async def recovering_ended(scene: Scene) -> None:
 
 
 async def workers_come_and_go(scene: Scene) -> None:
-    """Three workers of all roles join, the first ones leave, one by one, gently."""
-    joined = [scene.start_deciding() for _ in range(2)]
+    """Three workers start, and the first three are stopped with SIGTERM, one after another."""
+    started = [scene.start_deciding() for _ in range(2)]
     scene.start_projecting()
     await scene.traffic.more(100)
     for leaving in (scene.deciding[0], scene.deciding[1], scene.projecting[0]):
         leaving.signal(signal.SIGTERM)
-        await until(partial(_ended, leaving), 30, "a worker's end")
+        await until(partial(_ended, leaving), 30, "the end of a worker")
         code: Any = leaving.process.returncode
         if code != 0:
-            raise AssertionError(f"a worker that was asked to stop ended with code {code}")
+            raise AssertionError(f"a worker that got SIGTERM ended with code {code}")
         await scene.traffic.more(50)
-    assert not any(map(_ended, joined))
+    assert not any(map(_ended, started))
 
 
 async def all_at_once(scene: Scene) -> None:
-    """A master, a broker and a worker die at the same moment, and are replaced; several times, so that each
-    meets the other's loss.
+    """A master, a broker and a worker are killed at the same time and replaced; several times, so that each
+    meets the loss of the others.
     """
     for _ in range(ROUNDS):
         master = await found_master(scene)
         replica = replica_of(scene, master)
         broker = scene.random.choice(_brokers(scene))
         victim = next(worker for worker in scene.deciding if not _ended(worker))
-        await asyncio.gather(*(asyncio.to_thread(one.kill) for one in (master, broker, victim)))
+        await asyncio.gather(*(asyncio.to_thread(process.kill) for process in (master, broker, victim)))
         await promoted(replica)
         await asyncio.to_thread(master.start)
         await asyncio.to_thread(broker.start)
         scene.start_deciding()
-        await scene.traffic.more(50, FAILOVER_SECONDS * 2, "deciding after all of them")
+        await scene.traffic.more(50, FAILOVER_SECONDS * 2, "deciding after all three")
         await until(partial(has_replica, replica), FAILOVER_SECONDS, "the old master as a replica")
 
 
 def _faults() -> list[Fault]:
-    found = [
+    faults = [
         Fault("redis.aof_tail", aof_tail, SINGLE),
         Fault("redis.old_aof", old_aof, SINGLE),
         Fault("redis.old_rdb", old_rdb, SINGLE),
@@ -401,16 +404,16 @@ def _faults() -> list[Fault]:
         Fault("worker.come_and_go", workers_come_and_go),
     ]
     for step in ("relay.acknowledged", "relay.trimmed"):
-        found.append(Fault(f"worker.at_{step.split('.')[1]}", deciding_ended, fail_deciding=f"{step}:40"))
-        found.append(
+        faults.append(Fault(f"worker.at_{step.split('.')[1]}", deciding_ended, fail_deciding=f"{step}:40"))
+        faults.append(
             Fault(
                 f"worker.stopped_at_{step.split('.')[1]}", deciding_stopped, fail_deciding=f"{step}:40:stop"
             )
         )
-    found.append(Fault("worker.at_applied", recovering_ended, SINGLE, fail_deciding="recovery.applied"))
+    faults.append(Fault("worker.at_applied", recovering_ended, SINGLE, fail_deciding="recovery.applied"))
     for step in ("ledger", "balances", "audit", "events"):
-        found.append(Fault(f"worker.at_{step}", projecting_ended, fail_projecting=f"{step}.committed:5"))
-        found.append(
+        faults.append(Fault(f"worker.at_{step}", projecting_ended, fail_projecting=f"{step}.committed:5"))
+        faults.append(
             Fault(
                 f"worker.stopped_at_{step}",
                 projecting_stopped,
@@ -418,7 +421,7 @@ def _faults() -> list[Fault]:
                 fail_projecting=f"{step}.committed:5:stop",
             )
         )
-    return found
+    return faults
 
 
 FAULTS: Final = {fault.name: fault for fault in _faults()}

@@ -1,9 +1,8 @@
-"""Gaps: for how long a shard gave no answer, measured by callers who ask each shard steadily, each for
-itself.
+"""Gaps: the longest time in which a shard gave no answer, measured by callers that send grabs to each shard
+all the time, independently of the other shards.
 
-What the machine does to everybody (another program's load, a pause of the process that measures) is in the
-figures as well, so a bound is relative to what was measured in the same run before the fault: see
-`bound_seconds`.
+Load of the machine and pauses of the measuring process are part of the measurement. So a bound is relative
+to the gaps in the same run before the fault: see `bound_seconds`.
 """
 
 import asyncio
@@ -23,20 +22,20 @@ from tests.drill.traffic import a_campaign_of_each_shard
 ASK_EVERY_SECONDS: Final = 0.02
 PROMISES: Final[tuple[Promise, ...]] = ("journaled", "decided")
 UNITS: Final = 1_000_000
-#: How long a shard that nothing was done to may give no answer, on a quiet machine.
+#: The longest gap of an untouched shard on a quiet machine.
 GAP_SECONDS_MAX: Final = 1.0
-#: … and on a loaded one, as a multiple of its largest gap before the fault.
+#: The longest gap on a loaded machine, as a multiple of the longest gap before the fault.
 GAP_TO_BASELINE_MAX: Final = 3.0
 #: How long the gaps before a fault are measured.
 BASELINE_SECONDS: Final = 4.0
 
 
 class Gaps:
-    """Asks every shard for a grab, again and again, with each promise; `start` before use, `stop` after."""
+    """Sends grabs to every shard all the time, with each promise. Needs `start` before use, `stop` after."""
 
     def __init__(self, gate: Gate, keys: KeySpace) -> None:
         self._gate = gate
-        #: What was promised as journaled.
+        #: The commands with `journaled` answers.
         self.answered: list[tuple[AnyCommand, Answer]] = []
         self._offers = [f"{campaign}:o" for campaign in a_campaign_of_each_shard(keys, "gaps")]
         self._asked = 0
@@ -45,7 +44,7 @@ class Gaps:
         self._largest: dict[tuple[int, Promise], float] = {}
 
     async def start(self) -> None:
-        """Opens an offer in every shard and begins to ask."""
+        """Opens an offer in every shard and starts the callers."""
         terms = CouponTerms(issuer="gaps", total=UNITS)
         await self._gate.decide(
             [Open(id="gaps", offer=offer, terms=terms) for offer in self._offers],
@@ -55,25 +54,25 @@ class Gaps:
         both = [(shard, promise) for shard in range(len(self._offers)) for promise in PROMISES]
         self._answered_at = dict.fromkeys(both, time.monotonic())
         self.forget()
-        self._tasks = [asyncio.create_task(self._ask(*one)) for one in both]
+        self._tasks = [asyncio.create_task(self._ask(shard, promise)) for shard, promise in both]
 
     async def stop(self) -> None:
-        """Ends."""
+        """Ends the callers."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def forget(self) -> None:
-        """From here on gaps are measured anew."""
+        """Measures gaps from the beginning again."""
         self._largest = dict.fromkeys(self._answered_at, 0.0)
 
     async def all_answer(self, within_seconds: float) -> None:
-        """Returns when every shard has answered with every promise from now on."""
+        """Returns when every shard has given a new answer with every promise."""
         now = time.monotonic()
         await until(lambda: min(self._answered_at.values()) > now, within_seconds, "an answer of every shard")
 
     def seconds(self) -> dict[int, float]:
-        """The largest time without an answer since `forget`, by shard, whatever the promise."""
+        """The longest time without an answer since `forget`, by shard, over both promises."""
         return {
             shard: max(self._gap(shard, promise) for promise in PROMISES)
             for shard in range(len(self._offers))
@@ -97,7 +96,7 @@ class Gaps:
             await asyncio.sleep(ASK_EVERY_SECONDS)
 
     async def _answer(self, command: Grab, promise: Promise) -> None:
-        """Returns when the command is answered, however often it takes."""
+        """Sends a command until it is answered."""
         while True:
             try:
                 [answer] = await self._gate.decide([command], promise, patience_ms=500, timeout_ms=3_000)
@@ -113,7 +112,7 @@ class Gaps:
 def waited(
     before_seconds: dict[int, float], during_seconds: dict[int, float], touched: Collection[int]
 ) -> list[str]:
-    """Shards that nothing was done to, and that gave no answer for longer than they may."""
+    """Untouched shards whose gap was longer than the bound, each as a text."""
     bound = bound_seconds(max(before_seconds.values()))
     return [
         f"shard {shard}: no answer for {seconds:.2f} s, {bound:.2f} s at most (before the fault: "
@@ -124,5 +123,5 @@ def waited(
 
 
 def bound_seconds(baseline_seconds: float) -> float:
-    """How long a healthy shard may give no answer during a fault, when it gave none for so long before it."""
+    """The longest gap allowed for an untouched shard, from the longest gap before the fault."""
     return max(GAP_SECONDS_MAX, GAP_TO_BASELINE_MAX * baseline_seconds)

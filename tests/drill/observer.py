@@ -1,6 +1,4 @@
-"""The observer: looks at every shard all the time, and remembers when it was seen fenced, by the server's own
-clock.
-"""
+"""The observer: polls every shard and records when it was fenced, by the clock of its Redis server."""
 
 import asyncio
 from typing import Any, Final, NamedTuple
@@ -12,7 +10,7 @@ from grabstream.ops.connections.opening import key_space, open_redis
 from grabstream.ops.settings import Settings
 
 LOOK_EVERY_SECONDS: Final = 0.02
-#: {fenced, life of the server, term, time ms}, in one call; the includes are those that decide.
+#: Returns {fenced, server epoch, term, time ms} in one call, with the include of the deciding scripts.
 LOOK: Final = (
     "#!lua flags=no-writes\n"
     + (SCRIPTS / "includes" / "shard.lua").read_text()
@@ -23,9 +21,7 @@ LOOK: Final = (
 
 
 class Fenced(NamedTuple):
-    """A shard was fenced from the first to the last of these times (ms), with nobody taking it over in
-    between.
-    """
+    """A shard was fenced from `from_ms` to `until_ms`, without a takeover in between."""
 
     shard: int
     term: int
@@ -34,7 +30,7 @@ class Fenced(NamedTuple):
 
 
 class Observer:
-    """Follows the fences of a system; `spans` are what was seen."""
+    """Polls the shards of a system; `spans` are the times in which they were fenced."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -43,11 +39,11 @@ class Observer:
         self.spans: list[Fenced] = []
 
     def start(self) -> None:
-        """Begins to look."""
+        """Starts to poll."""
         self._tasks = [asyncio.create_task(self._follow(shard)) for shard in range(self._settings.shards)]
 
     async def stop(self) -> None:
-        """Ends; by a word, since the client of Redis may swallow a cancellation."""
+        """Ends, by a flag, since the Redis client may suppress a cancellation."""
         self._stopping = True
         await asyncio.gather(*self._tasks)
 
@@ -68,7 +64,9 @@ class Observer:
     def _seen(
         self, shard: int, before: tuple[str, int, int] | None, reply: list[Any]
     ) -> tuple[str, int, int] | None:
-        """Lengthens the span by what was seen now; the new beginning, or None when it is not fenced."""
+        """Adds a span from the previous poll to this one if the shard was fenced in both; returns the values
+        of this poll, or None if it is not fenced.
+        """
         fenced, server_epoch, term, time_ms = reply[0], reply[1].decode(), int(reply[2]), int(reply[3])
         if not fenced:
             return None

@@ -1,5 +1,5 @@
-"""The stage: servers of the drill's own, and for each cell a system with workers, traffic and an observer on
-them.
+"""The stage: servers that belong to the drill, and for each cell a system with workers, traffic and an
+observer on them.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ START_SECONDS: Final = 120.0
 
 
 class Servers:
-    """Servers to be killed. One of each, whose Redis and PostgreSQL are reached through switches; or a
+    """Servers that faults may kill: one of each kind, with switches before Redis and PostgreSQL; or a
     cluster, reached directly.
     """
 
@@ -58,18 +58,18 @@ class Servers:
 
     @property
     def single(self) -> LocalServices:
-        """The set of one of each."""
+        """The servers, if there is one of each kind."""
         assert isinstance(self.services, LocalServices)
         return self.services
 
     @property
     def many(self) -> ClusterServices:
-        """The set that is a cluster."""
+        """The servers, if they are a cluster."""
         assert isinstance(self.services, ClusterServices)
         return self.services
 
     async def start(self) -> None:
-        """Starts what does not run and points the switches at it."""
+        """Starts the servers and points the switches at them."""
         await asyncio.to_thread(self.services.up, temporary=True)
         if not self.cluster:
             [redis_port, postgres_port] = free_ports(2)
@@ -79,7 +79,7 @@ class Servers:
             self.postgres_switch.point_at(self.single.postgres.port)
 
     async def mend(self) -> None:
-        """After a cell, whatever it did: all servers run, no replica is left, Redis is empty."""
+        """Restores the servers after a cell: all run and continue, and the spare Redis is removed."""
         for server in self.services.all:
             if server.pid is not None:
                 server.send_signal(signal.SIGCONT)
@@ -93,7 +93,7 @@ class Servers:
             self.postgres_switch.commits_to_lose = 0
 
     async def end(self) -> None:
-        """Ends all and deletes their data."""
+        """Ends all servers and deletes their data."""
         await self.redis_switch.close()
         await self.postgres_switch.close()
         if self.spare is not None:
@@ -101,7 +101,7 @@ class Servers:
         await asyncio.to_thread(self.services.remove)
 
     async def start_spare(self) -> Redis:
-        """Another Redis, beside the one there is."""
+        """Starts a second Redis."""
         directory = self.folder / "spare"
         self.spare = Redis(directory, free_ports(1)[0], "redis-spare")
         await asyncio.to_thread(self.spare.start)
@@ -109,28 +109,29 @@ class Servers:
 
     def environment(self) -> dict[str, str]:
         """The settings that point at these servers."""
-        found = self.services.environment()
+        environment = self.services.environment()
         if not self.cluster:
-            found["redis_url"] = f"redis://127.0.0.1:{self.redis_switch.port}/0"
-            found["postgres"] = f"postgresql://grabstream@127.0.0.1:{self.postgres_switch.port}/grabstream"
-        return found
+            postgres = f"postgresql://grabstream@127.0.0.1:{self.postgres_switch.port}/grabstream"
+            environment["redis_url"] = f"redis://127.0.0.1:{self.redis_switch.port}/0"
+            environment["postgres"] = postgres
+        return environment
 
 
 @asynccontextmanager
 async def servers(cluster: bool) -> AsyncIterator[Servers]:
-    """Servers that are there for this drill only."""
+    """Runs servers for this drill only."""
     with tempfile.TemporaryDirectory(prefix="grabstream-drill-") as folder:
         Path(folder).chmod(0o755)  # PostgreSQL may run as another user
-        made = Servers(Path(folder) / "servers", cluster)
+        running = Servers(Path(folder) / "servers", cluster)
         try:
-            await made.start()
-            yield made
+            await running.start()
+            yield running
         finally:
-            await made.end()
+            await running.end()
 
 
 class Scene:
-    """What a fault may lay hands on."""
+    """What a fault may use and change: the servers, a system, its workers and its traffic."""
 
     def __init__(
         self,
@@ -145,32 +146,32 @@ class Scene:
         self.servers = servers
         self.settings = settings
         self.gate = gate
-        #: A client of its own for the fault and for the checks.
+        #: A client for the fault and the checks, which no worker uses.
         self.redis = client
         self.traffic = traffic
         self.random = random
         self.keys = key_space(settings)
         self.observer = Observer(settings)
         self.gaps = Gaps(gate, self.keys)
-        #: Shards that the fault does something to; the others should not notice.
+        #: Shards to which the fault does something; the others must not be delayed.
         self.touched: set[int] = set()
         self.deciding: list[Worker] = []
         self.projecting: list[Worker] = []
-        #: Where what the workers say is written.
+        #: The folder of the workers' logs.
         self.logs = logs
-        #: When the fault was over, ms since 1970; None before.
+        #: When the fault ended, in ms since 1970; None before.
         self.mended_at_ms: int | None = None
         self._stack = AsyncExitStack()
 
     def start_deciding(self, fail_at: str = "") -> Worker:
-        """One more worker that decides, relays and sweeps."""
+        """Starts one more worker that decides, relays and sweeps."""
         self.deciding.append(
             Worker(self.settings, DECIDING, self.logs / f"deciding-{len(self.deciding)}.log", fail_at=fail_at)
         )
         return self.deciding[-1]
 
     def start_projecting(self, fail_at: str = "") -> Worker:
-        """One more worker that builds read models."""
+        """Starts one more worker that builds read models."""
         self.projecting.append(
             Worker(
                 self.settings,
@@ -193,8 +194,8 @@ class Scene:
         await until(has_all, START_SECONDS, "the lease of every shard")
 
     async def playing(self, *workers: Worker) -> None:
-        """Returns when workers have reached all servers: one that begins while a server is away ends with 3,
-        which is no fault of it.
+        """Returns when workers have reached all servers. A worker that starts while a server is missing may
+        end with code 3, which is not a failure of the cell.
         """
         await until(
             lambda: all(" playing " in worker.log.read_text() for worker in workers),
@@ -203,7 +204,7 @@ class Scene:
         )
 
     async def another_gate(self) -> Gate:
-        """A gate with connections of its own, which traffic may use too."""
+        """Opens a second gate with its own connections, for the traffic."""
         return await self._stack.enter_async_context(open_gate(self.settings))
 
     async def close(self) -> None:
@@ -217,7 +218,7 @@ class Scene:
 
 
 def _name(servers: Servers) -> str:
-    """A name for a system; in a cluster one whose shards are not all on one master."""
+    """A random name for a system; in a cluster, one whose shards are on several masters."""
     while True:
         name = f"drill{secrets.token_hex(4)}"
         if not servers.cluster:
@@ -233,7 +234,7 @@ def _name(servers: Servers) -> str:
 async def scene(
     servers: Servers, shape: str, seed: str, fail_deciding: str = "", fail_projecting: str = ""
 ) -> AsyncIterator[Scene]:
-    """A system of its own on the servers, with two workers that decide and one that projects; all taken away
+    """Makes a system on the servers, with two workers that decide and one that projects; all are removed
     afterwards.
     """
     name = _name(servers)
@@ -252,7 +253,7 @@ async def scene(
     logs.mkdir()
     try:
         async with open_gate(settings) as gate:
-            made = Scene(
+            new = Scene(
                 servers,
                 settings,
                 gate,
@@ -262,14 +263,14 @@ async def scene(
                 logs,
             )
             try:
-                first = made.start_deciding(fail_deciding)
-                projecting = made.start_projecting(fail_projecting)
-                await made.relayed_by(first)
-                await made.playing(projecting, made.start_deciding())
-                made.observer.start()
-                yield made
+                first = new.start_deciding(fail_deciding)
+                projecting = new.start_projecting(fail_projecting)
+                await new.relayed_by(first)
+                await new.playing(projecting, new.start_deciding())
+                new.observer.start()
+                yield new
             finally:
-                await made.close()
+                await new.close()
     finally:
         await client.aclose()
         await servers.mend()

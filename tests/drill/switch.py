@@ -1,5 +1,5 @@
-"""A switch: a port that forwards to a server, so that clients can be moved to another one while those
-connected stay where they are.
+"""A switch: a port that forwards to a server. New connections can be moved to another server while existing
+ones stay.
 """
 
 import asyncio
@@ -7,32 +7,32 @@ from contextlib import suppress
 
 
 class Switch:
-    """Forwards from a port of its own to `target`, a port of this machine; both may be changed and cut at any
-    time.
+    """Forwards from `port` to `target`, both ports of this machine. The target may be changed, and
+    connections cut, at any time.
     """
 
     def __init__(self, target: int) -> None:
         self.target = target
         self.port = 0
-        #: How many answers to a COMMIT are still to be lost, and how many were.
+        #: How many replies to a COMMIT shall still be lost, and how many were lost.
         self.commits_to_lose = 0
         self.commits_lost = 0
         self._server: asyncio.Server | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self, port: int) -> None:
-        """Begins to listen."""
+        """Starts to listen."""
         self.port = port
         self._server = await asyncio.start_server(self._begin, "127.0.0.1", port)
 
     async def close(self) -> None:
-        """Ends, with all connections."""
+        """Stops to listen and ends all connections."""
         if self._server is not None:
             self._server.close()
         await self.cut()
 
     def point_at(self, target: int) -> None:
-        """From now on new connections go to another port; those that are there stay."""
+        """Forwards new connections to another port; existing connections stay."""
         self.target = target
 
     async def cut(self) -> None:
@@ -48,25 +48,25 @@ class Switch:
 
     async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            there_reader, there_writer = await asyncio.open_connection("127.0.0.1", self.target)
+            target_reader, target_writer = await asyncio.open_connection("127.0.0.1", self.target)
         except OSError:
             writer.close()
             return
         lost = asyncio.Event()
-        ways = [
-            asyncio.create_task(self._forward(reader, there_writer, lost)),
-            asyncio.create_task(self._back(there_reader, writer, lost)),
+        directions = [
+            asyncio.create_task(self._forward_requests(reader, target_writer, lost)),
+            asyncio.create_task(self._forward_replies(target_reader, writer, lost)),
         ]
         try:
-            await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(directions, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            for way in ways:
-                way.cancel()
-            await asyncio.gather(*ways, return_exceptions=True)
+            for direction in directions:
+                direction.cancel()
+            await asyncio.gather(*directions, return_exceptions=True)
             writer.close()
-            there_writer.close()
+            target_writer.close()
 
-    async def _forward(
+    async def _forward_requests(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, lost: asyncio.Event
     ) -> None:
         with suppress(OSError):
@@ -77,13 +77,13 @@ class Switch:
                 writer.write(data)
                 await writer.drain()
 
-    async def _back(
+    async def _forward_replies(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, lost: asyncio.Event
     ) -> None:
         with suppress(OSError):
             while data := await reader.read(65_536):
                 if lost.is_set():
-                    # The server has carried it out and says so; nobody will ever hear it.
+                    # The server has executed the COMMIT; its reply is dropped with the connection.
                     self.commits_lost += 1
                     return
                 writer.write(data)

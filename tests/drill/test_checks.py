@@ -1,4 +1,4 @@
-"""The drill's checks over a small system: each of them passes, and fails when what it looks at is damaged."""
+"""The checks of the drill on a small system: each passes, and fails when its data are damaged."""
 
 from collections.abc import AsyncIterator, Callable
 from types import SimpleNamespace
@@ -19,7 +19,7 @@ from tests.support.projecting import open_tables
 
 @pytest.fixture
 async def scene(system: Settings, redis_client: Any, worker: Callable[..., Any]) -> AsyncIterator[Any]:
-    """What a cell leaves behind: a system, and what its traffic was answered."""
+    """The scene after a cell: a system, and the answers of its traffic."""
     settings = system
     worker(settings, "decide,relay,sweep,project")
     envelope = EnvelopeTerms(issuer="i", funding="f", asset="CNY", total=1_000, parts=50)
@@ -39,15 +39,13 @@ async def scene(system: Settings, redis_client: Any, worker: Callable[..., Any])
     async with open_gate(settings) as gate:
         answered = [
             (command, answer)
-            for few in ([one] for one in commands[:-2])
-            for command, answer in zip(
-                few, await gate.decide(few, patience_ms=60_000, timeout_ms=60_000), strict=True
-            )
+            for command in commands[:-2]
+            for answer in await gate.decide([command], patience_ms=60_000, timeout_ms=60_000)
         ]
         basket = await gate.decide(commands[-2:], patience_ms=60_000, timeout_ms=60_000)
         answered += zip(commands[-2:], basket, strict=True)
         assert all(answer.positive for _, answer in answered), answered
-        await until(lambda: level(settings, redis_client), 60, "everything in the books")
+        await until(lambda: level(settings, redis_client), 60, "all events in the read models")
         traffic, observer = SimpleNamespace(answered=answered), SimpleNamespace(spans=[])
         keys = key_space(settings)
         yield SimpleNamespace(
@@ -58,17 +56,18 @@ async def scene(system: Settings, redis_client: Any, worker: Callable[..., Any])
 
 
 async def failed(scene: Any) -> dict[str, list[str]]:
+    """The problems of the checks that fail, by name."""
     return {name: problems for name, problems in (await problems_of(scene, False)).items() if problems}
 
 
 async def check_level(settings: Settings, redis: Any) -> None:
-    """Redis' side copied to another prefix, and damaged there: sums that agree are not enough, nor is a Redis
-    that has nothing.
+    """Copies the state of the shards to another prefix and damages it there: `level` must compare every
+    shard, and must not accept an empty Redis.
     """
     live = key_space(settings)
     settings = settings.model_copy(update={"prefix": f"{settings.prefix}copy"})
     keys = key_space(settings)
-    assert not await level(settings, redis), "nothing is decided, as after a loss, and the books have more"
+    assert not await level(settings, redis), "Redis is empty, as after a loss, and the read models are ahead"
     states = [await redis.hgetall(live.shard(shard).state) for shard in range(live.shards)]
     for shard, state in enumerate(states):
         await redis.hset(keys.shard(shard).state, mapping=state)
@@ -77,7 +76,7 @@ async def check_level(settings: Settings, redis: Any) -> None:
     for shard, by in ((full[0], -1), (full[1], 1)):
         for field in ("seq", "journaled_seq"):
             await redis.hincrby(keys.shard(shard).state, field, by)
-    assert not await level(settings, redis), "one shard is behind its books, another ahead"
+    assert not await level(settings, redis), "the read models of one shard are ahead, of another lagging"
     await redis.delete(keys.shard(full[1]).state)
     await redis.hset(keys.shard(full[0]).state, mapping=states[full[0]])
     await redis.hset(keys.shard(full[1]).state, mapping=states[full[1]])
@@ -87,13 +86,13 @@ async def check_level(settings: Settings, redis: Any) -> None:
 
 
 @pytest.mark.timeout(300)
-async def test_each_check_fails_when_what_it_looks_at_is_damaged(scene: Any) -> None:
+async def test_each_check_fails_when_its_data_are_damaged(scene: Any) -> None:
     assert await failed(scene) == {}
     settings, redis, answered = scene.settings, scene.redis, scene.traffic.answered
     await check_level(settings, redis)
 
-    # An answer of which the journal has nothing, and one that is given again differently.
-    grab, answer = next(one for one in answered if one[0].id == "e1")
+    # An answer whose event is not in the journal, and an answer with another amount.
+    grab, answer = next(pair for pair in answered if pair[0].id == "e1")
     for wrong in (
         msgspec.structs.replace(answer, seq=999),
         msgspec.structs.replace(answer, amount=answer.amount + 1),
@@ -103,32 +102,33 @@ async def test_each_check_fails_when_what_it_looks_at_is_damaged(scene: Any) -> 
             "no acknowledged answer is missing",
             "an answer is given again as it was",
         }
-    basket = [one for one in answered if one[0].id in ("b0", "b1")]
+    basket = [pair for pair in answered if pair[0].id in ("b0", "b1")]
     scene.traffic.answered = [
         basket[0],
         (basket[1][0], msgspec.structs.replace(basket[1][1], seq=basket[0][1].seq)),
     ]
     [line] = await repeated(scene)
     assert line.startswith("b1: first granted")
-    confirmed, settled = next(one for one in answered if isinstance(one[0], Confirm))
-    elsewhere = msgspec.structs.replace(confirmed, offer="e")
-    assert "but the journal has" in missing([(elsewhere, settled)], await journal_of(settings))[0]
+    confirm, answer = next(pair for pair in answered if isinstance(pair[0], Confirm))
+    of_another_offer = msgspec.structs.replace(confirm, offer="e")
+    assert "but the journal has" in missing([(of_another_offer, answer)], await journal_of(settings))[0]
     scene.traffic.answered = answered
 
-    # Something was decided within a fence.
+    # An event was decided while its shard was fenced.
     events = await journal_of(settings)
-    (shard, _), said = next(iter(events.items()))
-    scene.observer.spans = [Fenced(shard, said.term, said.event["at"] - 1, said.event["at"] + 1)]
+    (shard, _), journaled = next(iter(events.items()))
+    at = journaled.event["at"]
+    scene.observer.spans = [Fenced(shard, journaled.term, at - 1, at + 1)]
     assert set(await failed(scene)) == {"nothing was decided while fenced"}
     scene.observer.spans = []
 
-    # Redis is not what the journal makes of it: both who look at it say so.
+    # Redis differs from a fold of the journal: both checks that compare them fail.
     key = scene.keys.shard(scene.keys.shard_of_offer("s")).offer("s")
     await redis.hincrby(key, "held", 1)
     assert set(await failed(scene)) == {"state = fold of the journal", "verify: Redis = fold of the journal"}
     await redis.hincrby(key, "held", -1)
 
-    # And `verify` is asked.
+    # `verify` has a problem.
     async with await open_tables(settings) as connection:
         await connection.execute(
             b"UPDATE balances_1 SET available = available + 1 WHERE (user_id, asset) = ('u1', 'CNY')"
@@ -141,8 +141,8 @@ async def test_each_check_fails_when_what_it_looks_at_is_damaged(scene: Any) -> 
 
 
 @pytest.mark.timeout(120)
-async def test_what_a_cell_waits_for_is_told(scene: Any) -> None:
-    """Holds that are left, and books that are behind."""
+async def test_a_cell_waits_for_holds_and_read_models(scene: Any) -> None:
+    """`at_rest` is false while there are holds, `level` while read models lag."""
     assert not await at_rest(scene)
     for shard in range(scene.settings.shards):
         await scene.redis.delete(scene.keys.shard(shard).holds)

@@ -1,5 +1,5 @@
-"""A few cells of the kill matrix, on every run: a fault of each kind of server and of a worker, and every
-shape of traffic.
+"""A few cells of the kill matrix in every run: faults of Redis, PostgreSQL and a worker, and every shape of
+traffic; and the drill's own functions.
 """
 
 import subprocess
@@ -26,19 +26,19 @@ from tests.drill.traffic import SHAPES
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def drill_servers() -> AsyncIterator[Servers]:
-    """Servers to be killed."""
-    async with servers(cluster=False) as made:
-        yield made
+    """Servers that cells may kill."""
+    async with servers(cluster=False) as running:
+        yield running
 
 
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("name", SHORT)
-async def test_a_cell(drill_servers: Servers, name: str) -> None:
+async def test_a_cell_passes(drill_servers: Servers, name: str) -> None:
     verdict = await play(drill_servers, Cell(*name.split("×")), seed=1)
     assert verdict.passed, verdict
 
 
-def test_every_cell_can_be_asked_for() -> None:
+def test_every_cell_can_be_selected_by_name() -> None:
     single, cluster = cells("single"), cells("cluster")
     assert {cell.fault for cell in (*single, *cluster)} == set(FAULTS)
     assert (
@@ -56,41 +56,45 @@ def test_every_cell_can_be_asked_for() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ends", "found"), [("raise SystemExit(70)", 1), ("raise RuntimeError", 1), ("", 0), (None, 0)]
+    ("code", "problem_count"),
+    [("raise SystemExit(70)", 1), ("raise RuntimeError", 1), ("", 0), (None, 0)],
+    ids=["exit code 70", "an exception", "exit code 0", "killed"],
 )
-def test_a_worker_that_ended_by_itself_is_found(tmp_path: Path, ends: str | None, found: int) -> None:
+def test_a_worker_that_ended_with_an_error_is_a_problem(
+    tmp_path: Path, code: str | None, problem_count: int
+) -> None:
     log = tmp_path / "worker.log"
     log.write_text("RuntimeError: the handler is closed")
-    command = [sys.executable, "-c", "import time; time.sleep(60)" if ends is None else ends]
+    command = [sys.executable, "-c", "import time; time.sleep(60)" if code is None else code]
     worker = Worker.__new__(Worker)
     worker.log, worker.process = log, subprocess.Popen(command, stderr=subprocess.DEVNULL)
-    if ends is None:
+    if code is None:
         worker.kill()
     else:
         worker.process.wait()
     problems = ended_by_themselves([worker])
-    assert len(problems) == found
+    assert len(problems) == problem_count
     assert all("handler is closed" in problem for problem in problems)
 
 
-def test_the_checks_find_what_is_wrong() -> None:
-    """Each of them, shown something wrong, says so: a check that cannot fail proves nothing."""
+def test_checks_report_wrong_data() -> None:
+    """Each check reports data that are wrong: a check that cannot fail proves nothing."""
     command = Grab(id="g", offer="e", user="u")
     answer = Answer("g", "granted", 0, "e", "g", amount=5, shard=0, seq=7)
     event = {"command": "g", "offer": "e", "amount": 5, "at": 1_000}
-    there = {(0, 7): Journaled(3, event)}
+    journal = {(0, 7): Journaled(3, event)}
     assert waited({0: 0.2, 1: 0.2}, {0: 9.0, 1: 0.9}, {0}) == []
     [slow] = waited({0: 0.2, 1: 0.2}, {0: 9.0, 1: 1.1}, {0})
     assert slow.startswith("shard 1: no answer for 1.10 s, 1.00 s at most")
-    # On a loaded machine everybody is slower.
+    # On a loaded machine, all shards are slower.
     assert waited({0: 0.2, 1: 0.5}, {0: 1.4, 1: 1.4}, ()) == []
-    assert missing([(command, answer)], there) == []
+    assert missing([(command, answer)], journal) == []
     for wrong in (
         {},
         {(0, 7): Journaled(3, {**event, "command": "x"})},
         {(0, 7): Journaled(3, {**event, "amount": 6})},
     ):
         assert len(missing([(command, answer)], wrong)) == 1
-    assert len(decided_while_fenced([Fenced(0, 3, 990, 1_010)], there)) == 1
+    assert len(decided_while_fenced([Fenced(0, 3, 990, 1_010)], journal)) == 1
     for harmless in (Fenced(0, 4, 990, 1_010), Fenced(1, 3, 990, 1_010), Fenced(0, 3, 1_000, 1_010)):
-        assert decided_while_fenced([harmless], there) == []
+        assert decided_while_fenced([harmless], journal) == []

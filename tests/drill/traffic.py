@@ -1,5 +1,5 @@
-"""Traffic: callers of a gate who keep every answer they were given, in four shapes; a fault must not make one
-of them untrue.
+"""Traffic: callers of a gate in four shapes, which keep every answer; after a fault every answer must still
+be true.
 """
 
 import asyncio
@@ -34,8 +34,8 @@ ANSWER_SECONDS_MAX: Final = 90.0
 
 
 class Traffic:
-    """Callers in one shape; `answered` are all commands with their last answer, in the order the answers
-    came.
+    """Callers in one shape. `answered` has all decided commands with their answers, in the order of the
+    answers.
     """
 
     def __init__(self, shape: str, gate: Gate, keys: KeySpace, seed: str) -> None:
@@ -51,10 +51,10 @@ class Traffic:
         self._opened: list[str] = []
         self._commands = 0
 
-    # -- what the drill does with it -------------------------------------------------------------------------
+    # -- for the drill ---------------------------------------------------------------------------------------
 
     async def begin(self) -> None:
-        """Opens the offers and lets the callers in."""
+        """Opens the offers and starts the callers."""
         _, openings = SHAPES[self.shape]
         for name in self._names:
             opened = openings(name, self.random)
@@ -66,27 +66,27 @@ class Traffic:
             self._tasks.append(asyncio.create_task(self._call(operator, CALLERS)))
 
     def join(self, gate: Gate) -> None:
-        """From now on half of what is sent goes by this gate too."""
+        """Adds a gate: each call uses one of the gates at random."""
         self._gates.append(gate)
 
     async def more(
         self, answers: int, seconds: float = ANSWER_SECONDS_MAX, what: str = "more answers"
     ) -> None:
-        """Returns when so many more commands have been decided."""
+        """Returns when so many more commands are decided."""
         wanted = len(self.answered) + answers
         await until(lambda: self._failed() or len(self.answered) >= wanted, seconds, what)
 
     async def stop(self) -> None:
-        """Lets everybody finish what they have begun."""
+        """Lets the callers finish what they have begun, then closes the offers."""
         self._stopping.set()
         async with asyncio.timeout(ANSWER_SECONDS_MAX):
             await asyncio.gather(*self._tasks)
-        # Who waits goes home; else the line, which is long after a long fault, would be served one hold after
-        # the other.
+        # The close removes waiting grabs. A queue is long after a long fault, and would otherwise be served
+        # one hold after another.
         await self.send([self.command(Close, offer) for offer in self._opened])
 
     async def end(self) -> None:
-        """Ends without waiting for answers, after something went wrong."""
+        """Cancels the callers without waiting for answers, after a failure."""
         self._stopping.set()
         for task in self._tasks:
             task.cancel()
@@ -98,24 +98,24 @@ class Traffic:
                 task.result()
         return False
 
-    # -- what callers do with it -----------------------------------------------------------------------------
+    # -- for callers -----------------------------------------------------------------------------------------
 
     @property
     def stopping(self) -> bool:
-        """Whether a caller should not begin anything new."""
+        """Whether callers shall not send new commands."""
         return self._stopping.is_set()
 
     def command(self, make: Any, offer: str, **rest: Any) -> Any:
-        """A command under an id of its own."""
+        """A command with a new id."""
         self._commands += 1
         return make(id=f"c{self._commands}", offer=offer, **rest)
 
     def campaign(self) -> str:
-        """A campaign, of any shard."""
+        """A random campaign, of any shard."""
         return self.random.choice(self._names)
 
     async def send(self, commands: Sequence[AnyCommand]) -> list[Answer]:
-        """The answers, however often it takes: the same commands under their ids."""
+        """Sends commands, again under the same ids if needed, until they are decided; returns the answers."""
         while True:
             gate = self.random.choice(self._gates)
             try:
@@ -165,7 +165,7 @@ def _grab_openings(campaign: str, draw: random.Random) -> list[tuple[str, Terms]
 
 
 async def grabber(traffic: Traffic, campaign: str) -> None:
-    """A few grabs at once, of users who may have been here before."""
+    """Sends a few grabs at once, of users who may have grabbed before."""
     offer = f"{campaign}:{traffic.random.choice(('ahead', 'drawn', 'coupon'))}"
     attributes = {"card": f"card{traffic.random.randrange(30)}"} if offer.endswith("coupon") else {}
     count = traffic.random.randint(1, 4)
@@ -193,8 +193,8 @@ def _hold_openings(campaign: str, draw: random.Random) -> list[tuple[str, Terms]
 
 
 async def buyer(traffic: Traffic, campaign: str) -> None:
-    """Holds, and pays at once, pays about the deadline, gives back, or forgets about it; some who paid return
-    it.
+    """Grabs; then pays at once, pays near the deadline, releases, or does nothing; some buyers return what
+    they paid.
     """
     draw = traffic.random
     offer = f"{campaign}:{draw.choice(('retake', 'grace'))}"
@@ -225,14 +225,14 @@ def _amendment_openings(campaign: str, draw: random.Random) -> list[tuple[str, T
 
 
 async def amended_grabber(traffic: Traffic, campaign: str) -> None:
-    """Grabs of an offer that changes meanwhile."""
+    """Sends a grab of an offer that is being amended."""
     await traffic.send(
         [traffic.command(Grab, f"{campaign}:amended", user=f"u{traffic.random.randrange(2_000)}")]
     )
 
 
 async def operator(traffic: Traffic, campaign: str) -> None:
-    """More or fewer units, other limits, a pause."""
+    """Changes the total, the limits or the title, pauses or resumes."""
     draw, offer = traffic.random, f"{campaign}:amended"
     make, rest = draw.choice(
         [
@@ -262,7 +262,7 @@ def _basket_openings(campaign: str, draw: random.Random) -> list[tuple[str, Term
 
 
 async def basket_buyer(traffic: Traffic, campaign: str) -> None:
-    """Two or three things that stand or fall together; then one is paid, or given back."""
+    """Grabs two or three offers in one basket; then pays or releases one of them."""
     draw = traffic.random
     user, names = f"u{draw.randrange(600)}", draw.sample(("phone", "case", "cable"), draw.randint(2, 3))
     basket = f"b{traffic.command(Grab, campaign, user=user).id}"
@@ -278,7 +278,7 @@ async def basket_buyer(traffic: Traffic, campaign: str) -> None:
         await traffic.send([traffic.command(Release, chosen.offer, grab=chosen.id)])
 
 
-#: What callers do, and which offers they need, by the name of the shape.
+#: The function of a caller, and the offers that it needs, by the name of the shape.
 SHAPES: Final[dict[str, tuple[Any, Any]]] = {
     "grabs": (grabber, _grab_openings),
     "holds": (buyer, _hold_openings),

@@ -1,9 +1,10 @@
-"""`python -m tests.drill.upgrade COMMIT`: from a release to this one, under traffic, on servers that are up.
+"""`python -m tests.drill.upgrade COMMIT`: an upgrade from a release to this one, under traffic, on running
+servers.
 
-Workers of that release decide, relay and book; `init` of this one migrates; workers of this one join; the old
-ones are stopped. Every command has to be answered, commands that the old release answered get the same
-answers again, another body under their ids is a conflict, and `verify` has to find nothing. Needs the commit
-in the clone's history.
+Workers of that release decide, relay and project; `init` of this release migrates; its workers start, and the
+old ones are stopped. Every command must be answered, commands that the old release answered must get the same
+answers again, another body under one of their ids must be a conflict, and `verify` must find no problem. The
+commit must be in the history of the clone.
 """
 
 import asyncio
@@ -38,16 +39,16 @@ ROLES: Final = ("decide,relay,sweep", "project,publish")
 
 
 class Release:
-    """A tree of the program, and what it is told."""
+    """A tree of the program, and the environment in which it runs."""
 
     def __init__(self, tree: Path, environment: dict[str, str]) -> None:
         self._tree = tree
         self._environment = environment | {"PYTHONPATH": str(tree)}
-        # Before there was one package, its rooms were packages of their own.
+        # In older releases the rooms were top-level packages.
         self._program = "grabstream.ops.cli" if (tree / "grabstream").is_dir() else "ops.cli"
 
     def run(self, *words: str) -> str:
-        """A verb, to its end."""
+        """Runs a command of the program; returns its output."""
         command = [sys.executable, "-m", self._program, *words]
         done = subprocess.run(
             command, cwd=self._tree, env=self._environment, capture_output=True, text=True, timeout=180
@@ -59,13 +60,13 @@ class Release:
         return done.stdout
 
     def workers(self) -> "list[subprocess.Popen[bytes]]":
-        """A worker for each set of roles."""
+        """Starts a worker for each set of roles."""
         command = [sys.executable, "-m", self._program, "worker", "--roles"]
         return [subprocess.Popen([*command, roles], cwd=self._tree, env=self._environment) for roles in ROLES]
 
 
 async def drill(old: Release, new: Release, settings: Settings) -> Counter[str]:
-    """Plays it; returns the outcomes. Raises when something does not add up."""
+    """Plays the upgrade; returns the number of answers by outcome. Raises if a check fails."""
     producer = AIOKafkaProducer(bootstrap_servers=settings.kafka, acks="all")
     await producer.start()
     sent = 0
@@ -110,7 +111,7 @@ async def drill(old: Release, new: Release, settings: Settings) -> Counter[str]:
         await grab()
         workers += new.workers()
         await grab()
-        # Read models of another definition are built beside those that the old workers still write.
+        # Read models with new definitions are built beside those that the old workers still write.
         new.run("rebuild", "all")
         stop_workers(workers[: len(ROLES)])
         await grab()
@@ -120,7 +121,7 @@ async def drill(old: Release, new: Release, settings: Settings) -> Counter[str]:
             *settled,
             *(Grab(id=f"g{n}", offer=f"o{n % 8}", user=f"u{n}") for n in range(8, 8 + GRABS_A_STEP)),
         ]
-        await _told_again(settings, send, again, first)
+        await _check_repeats(settings, send, again, first)
         new.run("verify", "--wait", "60")
         return Counter(answer.outcome for answer in await _answers(settings))
     finally:
@@ -128,38 +129,43 @@ async def drill(old: Release, new: Release, settings: Settings) -> Counter[str]:
         await producer.stop()
 
 
-async def _told_again(
+async def _check_repeats(
     settings: Settings, send: Send, commands: Sequence[Any], first: Mapping[str, Answer]
 ) -> None:
-    """Sends commands of the old release once more: each gets its first answer, and another body under its id
-    none.
+    """Sends commands of the old release again: each must get its first answer. Another body under its id must
+    be a conflict.
     """
     await send(commands)
-    others = [msgspec.structs.replace(one, user="mallory") for one in commands if isinstance(one, Grab)]
-    others += [
-        msgspec.structs.replace(one, approved_by="mallory") for one in commands if isinstance(one, Adjust)
+    conflicting = [
+        msgspec.structs.replace(command, user="mallory") for command in commands if isinstance(command, Grab)
     ]
-    await send(others)
+    conflicting += [
+        msgspec.structs.replace(command, approved_by="mallory")
+        for command in commands
+        if isinstance(command, Adjust)
+    ]
+    await send(conflicting)
     expected = {
-        one.id: {encode_answer(msgspec.structs.replace(first[one.id], repeated=True))} for one in commands
+        command.id: {encode_answer(msgspec.structs.replace(first[command.id], repeated=True))}
+        for command in commands
     }
-    for one in others:
-        expected[one.id].add(b"conflict")
-    told: dict[str, set[bytes]] = {}
+    for command in conflicting:
+        expected[command.id].add(b"conflict")
+    received: dict[str, set[bytes]] = {}
 
-    async def all_told() -> bool:
-        told.clear()
+    async def all_received() -> bool:
+        received.clear()
         for answer in await _all_answers(settings):
             if answer.id in expected and (answer.repeated or not answer.positive):
-                told.setdefault(answer.id, set()).add(
+                received.setdefault(answer.id, set()).add(
                     encode_answer(answer) if answer.positive else answer.outcome.encode()
                 )
-        return sum(map(len, told.values())) >= sum(map(len, expected.values()))
+        return sum(map(len, received.values())) >= sum(map(len, expected.values()))
 
-    await until(all_told, 90, "answers to what was sent again")
+    await until(all_received, 90, "answers to the repeated commands")
     for id, answers in expected.items():
-        if told[id] != answers:
-            raise click.ClickException(f"{id}: expected {answers}, got {told[id]}")
+        if received[id] != answers:
+            raise click.ClickException(f"{id}: expected {answers}, got {received[id]}")
 
 
 async def _answered(settings: Settings, count: int) -> bool:
@@ -167,35 +173,36 @@ async def _answered(settings: Settings, count: int) -> bool:
 
 
 async def _answers(settings: Settings) -> list[Answer]:
-    """The last answer of each command that was sent once."""
-    found: dict[str, Answer] = {}
+    """The first answer of each command."""
+    by_id: dict[str, Answer] = {}
     for answer in await _all_answers(settings):
-        found.setdefault(answer.id, answer)
-    return list(found.values())
+        by_id.setdefault(answer.id, answer)
+    return list(by_id.values())
 
 
 async def _all_answers(settings: Settings) -> list[Answer]:
-    """In the order in which they came, partition by partition."""
+    """All answers, in the order of each partition."""
     consumer = AIOKafkaConsumer(
         Topics(settings.prefix).results, bootstrap_servers=settings.kafka, auto_offset_reset="earliest"
     )
     await consumer.start()
-    found: dict[Any, list[Answer]] = {}
+    by_partition: dict[Any, list[Answer]] = {}
     try:
-        while batches := await consumer.getmany(timeout_ms=500):
-            for partition, records in batches.items():
-                found.setdefault(partition, []).extend(decode_answer(one.value) for one in records)
+        while polled := await consumer.getmany(timeout_ms=500):
+            for partition, records in polled.items():
+                by_partition.setdefault(partition, []).extend(
+                    decode_answer(record.value) for record in records
+                )
     finally:
         await consumer.stop()
-    return [answer for answers in found.values() for answer in answers]
+    return [answer for answers in by_partition.values() for answer in answers]
 
 
 @click.command()
 @click.argument("commit")
 @click.option("--json", "as_json", is_flag=True)
 def main(commit: str, as_json: bool) -> None:
-    """From the release at COMMIT to this one, under traffic."""
-
+    """Upgrade from the release at COMMIT to this one, under traffic."""
     name = f"upgrade{secrets.token_hex(4)}"
     settings = load_settings().model_copy(update={"prefix": name, "schema_": name})
     environment = child_environment(

@@ -86,7 +86,7 @@ async def test_a_replay_prints_the_lines_of_the_journal(recorded: RecordedSystem
             **{**env_of(recorded.settings), **away},
         )
         assert done.stdout.splitlines() == recorded.lines(2)[299:]
-        assert ("read from its beginning" in done.stderr) == (source == "journal")
+        assert ("reading the journal from its beginning" in done.stderr) == (source == "journal")
         other = {"journal": "audit", "audit": "journal"}[source]
         done = grabstream("replay", "--into", "-", "--source", other, **{**env_of(recorded.settings), **away})
         assert (done.returncode, "Traceback" in done.stderr) == (3, False), done.stderr
@@ -459,10 +459,10 @@ async def test_a_dry_run_of_a_replay_writes_nothing(recorded: RecordedSystem, to
         (("-", "--until", "99:12"), "8 shards"),
         (("-", "--until", "yesterday"), "2026-11-11T"), (("-", "--from", "2:0"), "seq 1"),
         (("-", "--append"), "--append"),
-        (("-", "--from", "2:9", "--until", "2:8"), "behind"),
-        (("-", "--from", "2:1", "--from", "2:2"), "two places"),
+        (("-", "--from", "2:9", "--until", "2:8"), "is after --until"),
+        (("-", "--from", "2:1", "--from", "2:2"), "names two events"),
         (("-", "--from", "2026-01-01", "--from", "2026-01-02"), "two times"),
-        (("-", "--from", "2:1", "--shard", "3"), "not among"),
+        (("-", "--from", "2:1", "--shard", "3"), "is not read"),
         (("-", "--shard", "8"), "8 shards"), (("-", "--offer", "no such/id"), "--offer"),
         (("-", "--until", "1960-01-01"), "before 1973"),
     ],
